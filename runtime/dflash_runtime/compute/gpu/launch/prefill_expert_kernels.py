@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dflash_adapters.quant import TensorType
 from dflash_runtime.compute.gpu.device.device import Kernel, KernelDevice
+from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
 from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.layouts import row_bytes
 from dflash_runtime.compute.gpu.launch.prefill_tiles import (
@@ -18,88 +18,13 @@ from dflash_runtime.compute.gpu.launch.prefill_tiles import (
     Tile,
     activation_parts,
 )
-from dflash_runtime.compute.gpu.launch.prefill_weights import MatrixChoice, product_row_bytes
+from dflash_runtime.compute.gpu.launch.prefill_weights import product_row_bytes
 
-
-class ActivationArgs(ctypes.Structure):
-    """See activation.cuh."""
-
-    _fields_ = (
-        ("limit", ctypes.c_float),
-        ("alpha", ctypes.c_float),
-        ("up_offset", ctypes.c_float),
-    )
-
-
-class GemmGateUpArgs(ctypes.Structure):
-    """See gemm_gate_up.cu."""
-
-    _fields_ = (
-        ("counts", ctypes.c_uint64),
-        ("tiles", ctypes.c_uint64),
-        ("token_indices", ctypes.c_uint64),
-        ("hidden", ctypes.c_uint64),
-        ("hidden_scales", ctypes.c_uint64),
-        ("gate", ctypes.c_uint64),
-        ("up", ctypes.c_uint64),
-        ("gate_bias", ctypes.c_uint64),
-        ("up_bias", ctypes.c_uint64),
-        ("gate_scale", ctypes.c_uint64),
-        ("up_scale", ctypes.c_uint64),
-        ("activations", ctypes.c_uint64),
-        ("shifts", ctypes.c_uint64),
-        ("hidden_part_bytes", ctypes.c_uint64),
-        ("activation_part_bytes", ctypes.c_uint64),
-        ("gate_stride", ctypes.c_uint64),
-        ("up_stride", ctypes.c_uint64),
-        ("choice", MatrixChoice),
-        ("form", ActivationArgs),
-    )
-
-
-class LevelArgs(ctypes.Structure):
-    """See level_activations.cu."""
-
-    _fields_ = (
-        ("counts", ctypes.c_uint64),
-        ("shifts", ctypes.c_uint64),
-        ("activations", ctypes.c_uint64),
-        ("scales", ctypes.c_uint64),
-        ("part_bytes", ctypes.c_uint64),
-    )
-
-
-class GemmDownArgs(ctypes.Structure):
-    """See gemm_down.cu."""
-
-    _fields_ = (
-        ("counts", ctypes.c_uint64),
-        ("tiles", ctypes.c_uint64),
-        ("activations", ctypes.c_uint64),
-        ("activation_scales", ctypes.c_uint64),
-        ("weights", ctypes.c_uint64),
-        ("down", ctypes.c_uint64),
-        ("bias", ctypes.c_uint64),
-        ("scale", ctypes.c_uint64),
-        ("terms", ctypes.c_uint64),
-        ("activation_part_bytes", ctypes.c_uint64),
-        ("stride", ctypes.c_uint64),
-        ("choice", MatrixChoice),
-    )
-
-
-class CombineArgs(ctypes.Structure):
-    """See combine.cu."""
-
-    _fields_ = (
-        ("terms", ctypes.c_uint64),
-        ("rows_of_tokens", ctypes.c_uint64),
-        ("sums", ctypes.c_uint64),
-        ("residual", ctypes.c_uint64),
-        ("out", ctypes.c_uint64),
-        ("out_sums", ctypes.c_uint64),
-        ("pairs_per_token", ctypes.c_int32),
-    )
+ActivationArgs = kernel_struct("activation.cuh", "ActivationArgs")
+GemmGateUpArgs = kernel_struct("gemm_gate_up.cu", "GemmGateUpArgs")
+LevelArgs = kernel_struct("level_activations.cu", "LevelArgs")
+GemmDownArgs = kernel_struct("gemm_down.cu", "GemmDownArgs")
+CombineArgs = kernel_struct("combine.cu", "CombineArgs")
 
 
 @dataclass(frozen=True)

@@ -348,7 +348,7 @@ class ExpertPrefill:
 
     def _passes(
         self, groups: GroupedPairs, experts: StoredExperts, *, is_stored: bool
-    ) -> Iterator[MatrixChoice]:
+    ) -> Iterator[ctypes.Structure]:
         """Groups whose matrices fit the scratch memory; all, if these are not converted."""
         slots = optional_address(experts.slot_of_expert)
         at_once = groups.max_groups

@@ -5,7 +5,6 @@ Ids of experts are those of the choice, global or local.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from dataclasses import dataclass, replace
 
@@ -20,6 +19,7 @@ from dflash_runtime.compute.gpu.device.device import (
     address,
     optional_address,
 )
+from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
 from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 
 MAX_EXPERTS = 960
@@ -31,42 +31,8 @@ _ALIGNMENT = 64
 _NUMBERS = itertools.count()
 """Numbers sets of arrays, to tell one from another that had the same address."""
 
-
-class GroupArgs(ctypes.Structure):
-    """See group_experts.cu."""
-
-    _fields_ = (
-        ("topk_ids", ctypes.c_uint64),
-        ("topk_weights", ctypes.c_uint64),
-        ("slot_of_expert", ctypes.c_uint64),
-        ("chunk_rows", ctypes.c_uint64),
-        ("counts", ctypes.c_uint64),
-        ("expert_ids", ctypes.c_uint64),
-        ("group_starts", ctypes.c_uint64),
-        ("tiles", ctypes.c_uint64),
-        ("token_indices", ctypes.c_uint64),
-        ("weights", ctypes.c_uint64),
-        ("rows_of_tokens", ctypes.c_uint64),
-        ("selections", ctypes.c_uint64),
-        ("num_pairs", ctypes.c_int32),
-        ("pairs_per_token", ctypes.c_int32),
-    )
-
-
-class SortedArgs(ctypes.Structure):
-    """See group_experts.cu."""
-
-    _fields_ = (
-        ("expert_ids", ctypes.c_uint64),
-        ("group_starts", ctypes.c_uint64),
-        ("token_indices", ctypes.c_uint64),
-        ("counts", ctypes.c_uint64),
-        ("tiles", ctypes.c_uint64),
-        ("rows_of_tokens", ctypes.c_uint64),
-        ("num_groups", ctypes.c_int32),
-        ("num_tokens", ctypes.c_int32),
-        ("pairs_per_token", ctypes.c_int32),
-    )
+GroupArgs = kernel_struct("group_experts.cu", "GroupArgs")
+SortedArgs = kernel_struct("group_experts.cu", "SortedArgs")
 
 
 def _padded(*sizes: int) -> int:

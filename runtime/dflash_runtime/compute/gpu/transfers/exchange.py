@@ -16,6 +16,7 @@ import numpy as np
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
 from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock
 from dflash_runtime.compute.gpu.launch.decode_arrays import ArrayChecker
@@ -33,16 +34,7 @@ _TIMEOUT_S = 0.5
 
 _Copies = ctypes.c_void_p * _MOST_COPIES
 
-
-class ExchangeArgs(ctypes.Structure):
-    """Mirrors exchange.cu."""
-
-    _fields_ = (
-        ("sources", _Copies),
-        ("targets", _Copies),
-        ("num_words", ctypes.c_int * _MOST_COPIES),
-        ("signal", ctypes.c_void_p),
-    )
+ExchangeArgs = kernel_struct("exchange.cu", "ExchangeArgs")
 
 
 class Exchanger:
