@@ -48,7 +48,7 @@ class DeviceCopies:
         self._send, self._receive = kernels.send_moved_request, kernels.receive_moved_reply
 
     def begin(
-        self, slot: Slot, head: tuple[int, ...], deadline_ms: float, batch: RoutedBatch
+        self, slot: Slot, head: tuple[int, ...], batch: RoutedBatch, *, deadline_ms: float
     ) -> None:
         """Start to copy a batch's rows into the slot, and publish the request if that is done at
         once. The batch fits the slot; `head` is port, sequence, layer and phase."""
@@ -102,7 +102,7 @@ class DeviceCopies:
                     self._begin_reading(sequence, slot, status)
                 return
 
-    def wait(self, sequence: int, slot: Slot, waiter: Waiter, deadline_s: float) -> DeviceReply:
+    def wait(self, sequence: int, slot: Slot, *, waiter: Waiter, deadline_s: float) -> DeviceReply:
         """The reply to a pending request, with its sums on the device.
 
         Raises: as ClientTransport.wait.
@@ -115,7 +115,7 @@ class DeviceCopies:
                 spin_s = min(waiter.spin_s, max(deadline_s, 0.0))
                 status = self._receive(*head, int(spin_s * 1e9), 0, num_tokens)
             if status == NOTHING:
-                status = waiter.sleep(self._receive, head, num_tokens, deadline_s)
+                status = waiter.sleep(self._receive, head, num_tokens, deadline_s=deadline_s)
             if status < 0:
                 raise self._requests.failure(sequence, slot, status)
             self._begin_reading(sequence, slot, status)
@@ -169,7 +169,7 @@ class DeviceCopies:
             raise requests.failure(sequence, slot, FAILURE - ring_native.WRONG_CHECKSUM)
         assert expected is not None
         reply = DeviceReply(expected.sums, 0.0, is_finite=crossing.is_finite())
-        requests.complete(sequence, slot, num_bytes, reply)
+        requests.complete(sequence, reply, num_bytes)
         return reply
 
     def _keep_read(self, sequence: int, slot: Slot) -> None:

@@ -89,14 +89,14 @@ class RequestsInFlight:
         self.bytes_received = 0
         self._counters = counters
 
-    def complete(self, sequence: int, slot: Slot, num_bytes: int, reply: Reply) -> None:
+    def complete(self, sequence: int, reply: Reply, num_bytes: int) -> None:
         """Fill in the reply of a pending request whose sums were received, and free its slot."""
+        slot = self.pending.pop(sequence)
         if num_bytes & IS_NOT_FINITE:
             num_bytes ^= IS_NOT_FINITE
             reply.is_finite = False
         reply.compute_s, reply.queue_s = _TIMES.unpack_from(slot.taken, _TIMES_AT)
         self.last_compute_s = reply.compute_s
-        del self.pending[sequence]
         self.free.append(slot)
         self.bytes_received += num_bytes
 

@@ -116,7 +116,7 @@ class SharedClient:
             if copies is not None and batch.rows.is_on_device:
                 self._check_capacity(batch)
                 head = (slot.port, sequence, layer_id, phase_code)
-                copies.begin(slot, head, deadline_ms, batch)
+                copies.begin(slot, head, batch, deadline_ms=deadline_ms)
                 slot.is_moved = True
             else:
                 slot.is_moved = False
@@ -150,7 +150,7 @@ class SharedClient:
             return requests.take_arrived(sequence)
         if slot.is_moved:
             assert self._copies is not None
-            return self._copies.wait(sequence, slot, waiter, deadline_s)
+            return self._copies.wait(sequence, slot, waiter=waiter, deadline_s=deadline_s)
         # Allocate before the reply arrives, while there is time.
         sums = np.empty((slot.num_tokens, self._hidden_size))
         reply = Reply(sums, 0.0)
@@ -159,10 +159,10 @@ class SharedClient:
             spin_ns = min(spin_ns, int(max(deadline_s, 0.0) * 1e9))
         status = self._receive(slot.port, sequence, spin_ns, 0, sums)
         if status == NOTHING:
-            status = waiter.sleep(self._receive, (slot.port, sequence), sums, deadline_s)
+            status = waiter.sleep(self._receive, (slot.port, sequence), sums, deadline_s=deadline_s)
         if status < 0:
             raise requests.failure(sequence, slot, status)
-        requests.complete(sequence, slot, status, reply)
+        requests.complete(sequence, reply, status)
         return reply
 
     def forget(self, sequence: int) -> None:
@@ -274,4 +274,4 @@ class SharedClient:
             requests.arrived[sequence] = requests.failure(sequence, slot, status)
         else:
             reply = requests.arrived[sequence] = Reply(sums, 0.0)
-            requests.complete(sequence, slot, status, reply)
+            requests.complete(sequence, reply, status)

@@ -60,6 +60,7 @@ class Waiter:
         receive: Callable[..., int],
         head: tuple[int, int],
         place: F64Array | int,
+        *,
         deadline_s: float,
     ) -> int:
         """Sleep until ``receive(*head, spin_ns, wait_ns, place)`` finds a reply; its status.

@@ -30,6 +30,10 @@ class FairQueue(Generic[T]):
     def __len__(self) -> int:
         return self._num_waiting
 
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
     def put(self, client: str, item: T) -> None:
         """Append an item of this client. Raises: QueueFull."""
         with self._changed:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 from dflash_protocol.errors import DflashError, NotFinite, one_line
 from dflash_runtime.engine.engine import Engine, EngineStats, GenerationStats
@@ -28,6 +29,14 @@ OpenEngine = Callable[[ProgressCallback], Engine]
 
 class OpeningAborted(Exception):
     """The server is ending before the engine was open."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Published:
+    """What other threads are told; at `until_s` it is to be published again."""
+
+    stats: EngineStats
+    until_s: float
 
 
 class EngineWorker:
@@ -54,11 +63,10 @@ class EngineWorker:
         self._open_engine = open_engine
         self._metrics = metrics
         self._queue: FairQueue[Job] = FairQueue(queue_capacity)
-        self._is_closing = False
         self._mean_job_s = 1.0
         self._on_stage = on_stage
-        self._stepped_s = self._published_s = 0.0
-        self._stats: EngineStats | None = None
+        self._stepped_s = 0.0
+        self._published: _Published | None = None
         self._thread = threading.Thread(target=self._main, name="dflash-engine")
         metrics.watch_queue(self._queue.__len__)
 
@@ -89,8 +97,8 @@ class EngineWorker:
 
         It publishes at the end of each job, and else every `_PUBLISH_S` between layers or jobs.
         """
-        assert self._stats is not None
-        return self._stats
+        assert self._published is not None
+        return self._published.stats
 
     def submit(self, job: Job) -> None:
         """Queue a job; clients take turns. Raises: QueueFull."""
@@ -113,7 +121,6 @@ class EngineWorker:
 
     def stop(self) -> None:
         """Cancel all jobs and have the thread end, without waiting for it."""
-        self._is_closing = True
         self._queue.close()
 
     def close(self) -> None:
@@ -154,9 +161,8 @@ class EngineWorker:
                 self._publish(engine)
 
     def _publish(self, engine: Engine) -> EngineStats:
-        self._stats = stats = engine.stats()
-        self._published_s = time.monotonic()
-        return stats
+        self._published = _Published(engine.stats(), time.monotonic() + _PUBLISH_S)
+        return self._published.stats
 
     def _outcome_of(self, engine: Engine, job: Job) -> Finished | Exception:
         """Run a job; return its end, which is not yet put into its channel."""
@@ -184,9 +190,9 @@ class EngineWorker:
 
         def is_cancelled() -> bool:  # asked before every layer
             self._stepped_s = now_s = time.monotonic()
-            if now_s - self._published_s > _PUBLISH_S:
+            if self._published is None or now_s > self._published.until_s:
                 self._publish(engine)
-            return job.is_cancelled or self._is_closing
+            return job.is_cancelled or self._queue.is_closed
 
         def on_prefill(num_done: int, num_total: int) -> None:
             self.reading = num_done, num_total
@@ -234,5 +240,5 @@ class EngineWorker:
         self.stage = one_line(f"{owner}: {stage} {num_done}/{num_total}")
         self._on_stage(self.stage)
         # Only in this thread: an exception in another reporting thread would not end the opening.
-        if self._is_closing and threading.current_thread() is self._thread:
+        if self._queue.is_closed and threading.current_thread() is self._thread:
             raise OpeningAborted

@@ -182,8 +182,8 @@ def test_whatever_happens_to_a_chunk_it_is_computed(
             damaged(address_of[window], offset + 8 * TINY.hidden_size - 1)
         return read_sums(window, offset, expected)
 
-    def begun(copies: DeviceCopies, *args: Any) -> None:
-        begin(copies, *args)
+    def begun(copies: DeviceCopies, *args: Any, **named: Any) -> None:
+        begin(copies, *args, **named)
         if faults[:1] == ["kill"]:
             faults.pop(0)
             daemon.kill()

@@ -233,9 +233,9 @@ def test_whatever_happens_to_a_half_the_chunk_is_computed(
     faults: list[str] = []
     most_in_flight = 0
 
-    def begun(copies: DeviceCopies, *args: Any) -> None:
+    def begun(copies: DeviceCopies, *args: Any, **named: Any) -> None:
         nonlocal most_in_flight
-        begin(copies, *args)
+        begin(copies, *args, **named)
         num_others = len(copies._requests.pending)
         most_in_flight = max(most_in_flight, num_others + 1)
         if faults and num_others == 1:  # the other micro-batch's
