@@ -6,6 +6,7 @@ How each kind of layer is computed stands here once; which kinds a model has, in
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from dflash_adapters.gguf.file import GgufFile
@@ -17,7 +18,6 @@ from dflash_adapters.layers import (
     GateBesideQueries,
     HeadNormRotary,
     InputScaledFfn,
-    Layer,
     Linear,
     Mixer,
     PositionKind,
@@ -25,6 +25,7 @@ from dflash_adapters.layers import (
     RotaryUnitNorm,
     RoutedFfn,
     RowNormRotary,
+    parts_of,
 )
 from dflash_adapters.loading import load_weights, model_spec
 from dflash_adapters.ops import Gate
@@ -34,6 +35,18 @@ from dflash_runtime.compute.host_ops import Ops
 from dflash_runtime.compute.model import Pausable, RoutedExperts, Step
 
 A = TypeVar("A")
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer(Generic[A]):
+    """A layer with the weights of its norms."""
+
+    mixer: Mixer
+    ffn: Ffn | RoutedFfn | InputScaledFfn
+    mixer_norm: A
+    ffn_norm: A
+    cache_layer: int
+    """Its index among layers of the same kind, which the cache keeps."""
 
 
 class HostModel(Generic[A]):
@@ -49,12 +62,16 @@ class HostModel(Generic[A]):
         weights = load_weights(file, ops, description)
         self._vectors, self._matrices = weights.vectors, weights.matrices
         self._scales, self._rope_tables = weights.scales, weights.rope_tables
-        # Each layer with its index among those of the same kind, which the cache keeps.
-        self._layers: list[tuple[Layer, int]] = []
+        self._is_plain = not any(
+            isinstance(part, Linear) and (part.bias or part.scale) for part in parts_of(description)
+        )
+        """No product with a matrix is scaled or has a bias: most models, and quicker."""
+        self._layers: list[_Layer[A]] = []
         num_of_kind: dict[type[Mixer], int] = {Attention: 0, DeltaNet: 0}
         for layer in description.layers:
             kind = type(layer.mixer)
-            self._layers.append((layer, num_of_kind[kind]))
+            norms = self._vectors[layer.mixer_norm], self._vectors[layer.ffn_norm]
+            self._layers.append(_Layer(layer.mixer, layer.ffn, *norms, num_of_kind[kind]))
             num_of_kind[kind] += 1
 
     def place(self, step: Step) -> Step:
@@ -66,20 +83,27 @@ class HostModel(Generic[A]):
 
     def layer(self, layer_id: int, x: A, step: Step, experts: RoutedExperts[A]) -> Pausable[A]:
         """Updates `x` in place where Ops does."""
-        ops, eps, vectors = self._ops, self._eps, self._vectors
-        layer, cache_layer = self._layers[layer_id]
-        h = ops.rms_norm(x, vectors[layer.mixer_norm], eps)
+        ops, eps, layer = self._ops, self._eps, self._layers[layer_id]
         mixer, ffn = layer.mixer, layer.ffn
+        h = ops.rms_norm(x, layer.mixer_norm, eps)
         if isinstance(mixer, Attention):
-            x = self._attention(mixer, cache_layer, h, step, add=x)
+            x = self._attention(mixer, layer.cache_layer, h, step, add=x)
         else:
-            x = self._delta_net(mixer, cache_layer, h, step, add=x)
-        h = ops.rms_norm(x, vectors[layer.ffn_norm], eps)
+            x = self._delta_net(mixer, layer.cache_layer, h, step, add=x)
+        h = ops.rms_norm(x, layer.ffn_norm, eps)
         if isinstance(ffn, Ffn):
             return self._end_ffn(ffn, self._begin_ffn(ffn, h), add=x)
-        rows, topk_ids, topk_weights, shared = self._routed(ffn, h)
-        sums = yield from experts(layer_id, rows, topk_ids, topk_weights)
-        x = ops.add(x, sums, out=x)
+        logits = self._linear(ffn.router, h)
+        if isinstance(ffn, RoutedFfn):
+            bias = None if ffn.bias is None else self._vectors[ffn.bias]
+            topk_ids, topk_weights = ops.route(logits, ffn.rule, bias=bias)
+        else:
+            topk_ids, topk_weights = ops.route(logits, ffn.choice)
+            _, input_scales = ops.route(logits, ffn.input_scale)
+        shared = None if ffn.shared is None else self._begin_ffn(ffn.shared, h)
+        if isinstance(ffn, InputScaledFfn):
+            h = ops.scale_rows(h, input_scales)
+        x = ops.add(x, (yield from experts(layer_id, h, topk_ids, topk_weights)), out=x)
         if ffn.shared is None or shared is None:
             return x
         return self._end_ffn(ffn.shared, shared, add=x)
@@ -114,10 +138,12 @@ class HostModel(Generic[A]):
         """The products of the same rows with several matrices."""
         matrices = self._matrices
         products = self._ops.project(x, [matrices[each.weight] for each in linears])
-        for index, linear in enumerate(linears):
-            if linear.bias is not None or linear.scale is not None:
-                products[index] = self._finished(linear, products[index])
-        return products
+        if self._is_plain:
+            return products
+        return [
+            self._finished(linear, product)
+            for linear, product in zip(linears, products, strict=True)
+        ]
 
     # -- mixers -----------------------------------------------------------------------------------
 
@@ -219,18 +245,3 @@ class HostModel(Generic[A]):
             return self._linear(ffn.down, activated, add=add)
         result = ops.gated(self._linear(ffn.down, activated), share[0], Gate.SIGMOID)
         return ops.add(add, result, out=add)
-
-    def _routed(self, ffn: RoutedFfn | InputScaledFfn, h: A) -> tuple[A, A, A, list[A] | None]:
-        """What routed experts are given: rows, expert ids and weights; and a shared expert, begun
-        already. Shapes: rows [T, H]; ids, weights [T, K]."""
-        ops = self._ops
-        logits = self._linear(ffn.router, h)
-        if isinstance(ffn, RoutedFfn):
-            bias = None if ffn.bias is None else self._vectors[ffn.bias]
-            topk_ids, topk_weights = ops.route(logits, ffn.rule, bias=bias)
-            shared = None if ffn.shared is None else self._begin_ffn(ffn.shared, h)
-            return h, topk_ids, topk_weights, shared
-        topk_ids, ones = ops.route(logits, ffn.choice)
-        _, input_scales = ops.route(logits, ffn.input_scale)
-        begun = self._begin_ffn(ffn.shared, h)
-        return ops.scale_rows(h, input_scales), topk_ids, ones, begun

@@ -222,7 +222,9 @@ class Steps:
         # A fast token is over before the file would be polled again.
         is_fast = phase is Phase.DECODE and self._token_s < LOOK_S / 4
         step = Step.of_chunk(token_ids, first_position, self._cache, phase)
-        before_layer = self._check_cancelled if is_fast else self._check_file
+        before_layer: Callable[[], None] | None = self._check_file
+        if is_fast:
+            before_layer = None if self._is_cancelled is None else self._check_cancelled
         hidden = self._through_layers(step, before_layer, on_layer)
         if phase is Phase.DECODE:
             self._token_s = time.monotonic() - started_s
@@ -382,7 +384,7 @@ class Steps:
     def _through_layers(
         self,
         step: Step,
-        before_layer: Callable[[], None],
+        before_layer: Callable[[], None] | None,
         on_layer: OnLayer[AnyArray] | None,
     ) -> AnyArray:
         """A chunk at once, or in two micro-batches (two-batch overlap) if experts are remote.
