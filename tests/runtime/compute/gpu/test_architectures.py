@@ -102,7 +102,7 @@ def test_attention_with_all_that_a_layer_may_have(any_device: KernelDevice) -> N
         ops.norm_and_rotate(queries, keys, positions, table, eps=0.1, norms_after=True)
         ops.scale_queries(queries, positions, temperature)
         attended = ops.attention(
-            queries, keys, values, reference_cache, 0, positions, 0.3, sinks=sinks
+            queries, keys, values, reference_cache, 0, positions, scale=0.3, sinks=sinks
         )
         expected = ops.merge_heads(attended)
         assert largest_error(any_device.download(out.array), expected) < 3e-6

@@ -63,7 +63,7 @@ def probe_args(
     *,
     faults: DeviceArray,
     ticks: DeviceArray | None = None,
-) -> MailProbeArgs:
+) -> ctypes.Structure:
     """Arguments of either side's kernel; values that the other process may have written are
     bounded.
 
