@@ -42,7 +42,7 @@ from dflash_protocol.transports.testing import (
 )
 from dflash_protocol.transports.waiting import spin_window_s
 from dflash_protocol.wire.transport import LinkLimits
-from support.descriptors import no_descriptor_left
+from support.descriptors import no_descriptor_leak
 from support.processes import environment
 from support.shared_pair import BATCH, NUM_SLOTS, SHAPE, Pair, submitted
 
@@ -426,7 +426,7 @@ def test_nothing_is_left_of_many_links(run_dir: Path) -> None:
         pair.close()
 
     one()
-    with no_descriptor_left():
+    with no_descriptor_leak():
         mappings = num_mappings()
         for _ in range(20):
             one()
