@@ -87,7 +87,7 @@ class GpuFacts:
         }
 
     def copy_bytes_per_s(self) -> float:
-        """Rate of a large copy on the device, bytes read plus bytes written: the best of several."""
+        """Rate of a large copy on the device, read plus written bytes: the best of several."""
         import cupy
 
         source, copy = (self._device.zeros(_BYTES, np.uint8) for _ in range(2))
