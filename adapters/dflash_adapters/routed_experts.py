@@ -1,4 +1,4 @@
-"""Where the routed experts of a layer lie in the file, in each of the forms that files have."""
+"""Positions of a layer's routed experts in the file: stacked, gate and up merged, or separate."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from dflash_adapters.tensors import halves, separate_experts, stacked_experts
 
 
 def moe_layer(file: GgufFile, layer_id: int, experts: Experts) -> MoeLayer:
-    """Raises: as tensors.expect_tensor; UnsupportedModel for experts of several types."""
+    """The experts of one layer and their positions in the file.
+
+    Raises: as tensors.expect_tensor; UnsupportedModel for experts of several types.
+    """
     sizes = experts.sizes
     first, *rest = (_projection(file, each) for each in experts.projections)
-    # Two projections are one of gate and up, merged, and one of down.
+    # Two projections: gate and up merged in one stack, and down.
     gate, up, down = (*halves(first), *rest) if len(rest) == 1 else (first, *rest)
     clamped = experts.activation
     return MoeLayer(

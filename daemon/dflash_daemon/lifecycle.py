@@ -39,7 +39,7 @@ from dflash_protocol.ring import compiled as ring_native
 from dflash_protocol.ring.segment import sweep_segments
 from dflash_protocol.settings import Settings, keys_directory
 from dflash_protocol.transports.curve import ServerSecurity, server_security
-from dflash_protocol.transports.shared_client import spin_window_s
+from dflash_protocol.transports.waiting import spin_window_s
 from dflash_protocol.transports.zmq_stream import largest_frame_bytes
 from dflash_runtime.bus_errors import explain_bus_errors
 from dflash_runtime.compute import BackendName, open_backend
@@ -113,7 +113,17 @@ def run_daemon(options: DaemonOptions, settings: Settings) -> None:
             zmq.Context(1 + len(_DATA_IO_THREADS) if security is not None else 1) as context,
             _authenticated(context, security),
         ):
-            asyncio.run(_serve(options, settings, host, context, owned, security, manager))
+            asyncio.run(
+                _serve(
+                    options,
+                    settings,
+                    host,
+                    context,
+                    owned=owned,
+                    security=security,
+                    manager=manager,
+                )
+            )
     finally:
         host.close()
     if options.endpoint.path is not None and _has_ended(options.lifeline_fd):
@@ -136,6 +146,7 @@ async def _serve(
     settings: Settings,
     host: ExpertHost,
     context: zmq.Context[zmq.Socket[bytes]],
+    *,
     owned: OwnedExperts | None,
     security: ServerSecurity | None,
     manager: Notifier,

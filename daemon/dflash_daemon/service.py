@@ -1,6 +1,7 @@
 """The compute thread: receive → check → compute → reply, one request at a time.
 
-It owns the data socket and all use of the expert banks; `control` adds and drops links.
+It owns the data socket, the rings and all use of the expert banks; `control` adds and drops links,
+`turns` chooses the next request.
 """
 
 from __future__ import annotations
@@ -10,15 +11,23 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import zmq
 
+from dflash_daemon.turns import Turns
 from dflash_protocol.errors import ModelFileError, ProtocolError
 from dflash_protocol.ring.segment import Segment
 from dflash_protocol.transports.shared_server import SharedServer
 from dflash_protocol.transports.zmq_stream import StreamServer
-from dflash_protocol.wire.transport import LinkLimits, ReceivedRequest, TransportCounters
+from dflash_protocol.wire.transport import (
+    LinkLimits,
+    ReceivedRequest,
+    ServerTransport,
+    TransportCounters,
+)
 from dflash_runtime.compute import ExpertBank
 from dflash_runtime.compute.backend import sums_of
 
@@ -26,11 +35,14 @@ Banks: TypeAlias = Mapping[int, ExpertBank]
 """By layer id."""
 
 _LOG = logging.getLogger(__name__)
-_POLL_S = 0.25
-_SOCKET_POLL_S = 0.002
-"""Interval of polling the socket while rings are busy and the socket has been quiet."""
-_SOCKET_ACTIVE_S = 0.1
-"""For this long after a request through the socket, it is polled at every turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ServedLink:
+    """What a link negotiated, and the experts it asks for."""
+
+    limits: LinkLimits
+    banks: Banks
 
 
 class ComputeService:
@@ -60,28 +72,30 @@ class ComputeService:
     ) -> None:
         self.failure: Exception | None = None
         """The exception that ended the compute thread, if it failed."""
-        self._on_failure = on_failure
-        self._secure = secure
-        self._links: dict[str, LinkLimits] = {}
-        self._banks_of: dict[str, Banks] = {}
         self.counters = TransportCounters()
         """Counters of the data socket and all rings."""
         self.num_late = 0
         """Requests dropped because their deadline had passed before they were started."""
+        self._links: dict[str, _ServedLink] = {}
         self._busy_since_s: float | None = None
-        self._spin_s = spin_s
-        self._before_sleep = before_sleep
+        self._on_failure = on_failure
         self._check_file = check_file
-        self._socket_turn = _Turn()
-        self._socket_polled_s = self._socket_served_s = 0.0
         self._rings = SharedServer(counters=self.counters) if shares_memory else None
         self._stop = threading.Event()
         self._port: Future[int] = Future()
+        # Made on the compute thread, which owns the socket.
+        open_socket = partial(
+            StreamServer,
+            context,
+            data_address,
+            max_frame_bytes=max_frame_bytes,
+            limits_of=self.limits_of,
+            counters=self.counters,
+            secure=secure,
+        )
+        turns_of = partial(Turns, rings=self._rings, spin_s=spin_s, before_sleep=before_sleep)
         self._thread = threading.Thread(
-            target=self._run,
-            args=(context, data_address, max_frame_bytes),
-            name="dflash-compute",
-            daemon=True,
+            target=self._run, args=(open_socket, turns_of), name="dflash-compute", daemon=True
         )
 
     def start(self) -> int:
@@ -94,15 +108,14 @@ class ComputeService:
 
     def add_link(self, link_id: str, limits: LinkLimits, banks: Banks) -> None:
         """Serve a link with these banks, by layer; its local ids are the banks'."""
-        self._banks_of[link_id] = banks
-        self._links[link_id] = limits
+        self._links[link_id] = _ServedLink(limits, banks)
 
     def attach(self, link_id: str, segment: Segment) -> None:
         """Serve a link through shared memory too; takes ownership of the segment.
 
         Raises: ProtocolError if there is no such link, or memory is not shared.
         """
-        limits = self._links.get(link_id)
+        limits = self.limits_of(link_id)
         if limits is None or self._rings is None:
             segment.close()
             raise ProtocolError("no memory is shared on this link", code="transport")
@@ -111,11 +124,11 @@ class ComputeService:
     def drop_link(self, link_id: str) -> None:
         if self._links.pop(link_id, None) is not None and self._rings is not None:
             self._rings.drop_link(link_id)
-        self._banks_of.pop(link_id, None)
 
     def limits_of(self, link_id: str) -> LinkLimits | None:
         """The negotiated limits of a link; None if there is no such link."""
-        return self._links.get(link_id)
+        link = self._links.get(link_id)
+        return None if link is None else link.limits
 
     @property
     def num_links(self) -> int:
@@ -133,30 +146,17 @@ class ComputeService:
         self._thread.join()
 
     def _run(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        data_address: str,
-        max_frame_bytes: int,
+        self, open_socket: Callable[[], StreamServer], turns_of: Callable[[StreamServer], Turns]
     ) -> None:
         try:
-            server = StreamServer(
-                context,
-                data_address,
-                max_frame_bytes=max_frame_bytes,
-                limits_of=self._links.get,
-                counters=self.counters,
-                secure=self._secure,
-            )
+            socket = open_socket()
         except zmq.ZMQError as error:
             self._port.set_exception(error)
             return
-        self._port.set_result(server.port)
+        self._port.set_result(socket.port)
         try:
-            if self._rings is None:
-                while not self._stop.is_set():
-                    self._serve_next(server, _POLL_S)
-            else:
-                self._serve_both(server, self._rings)
+            for server, request in turns_of(socket).until(self._stop):
+                self._serve(server, request)
         except Exception as error:
             # A daemon that answers heartbeats but no requests is worse than none: end it.
             # docs: a bug, with its traceback: report it. The daemon ends with
@@ -165,74 +165,11 @@ class ComputeService:
             self.failure = error
             self._on_failure()
         finally:
-            server.close()
+            socket.close()
             if self._rings is not None:
                 self._rings.close()
 
-    def _serve_next(self, server: StreamServer, timeout_s: float) -> str | None:
-        """Serve a request from the socket; returns its link, or None if there was none."""
-        request = server.receive(timeout_s)
-        if request is None:
-            return None
-        self._serve(server, request)
-        return request.link_id
-
-    def _serve_both(self, server: StreamServer, rings: SharedServer) -> None:
-        """Alternate between rings and socket; a turn is one request of each link that has work.
-
-        Within each, links alternate too: SharedServer is round-robin over rings, ZeroMQ over
-        connections. So a link waits for at most a request or two of each other link.
-        """
-        others = (server.fd,)
-        is_awaited = is_socket_empty = False
-        ring_turn = _Turn()
-        while not self._stop.is_set():
-            request = rings.try_receive(spin_s=self._spin_s if is_awaited else 0.0)
-            if request is not None:
-                self._serve(rings, request)
-                is_awaited = True
-                if ring_turn.ends_with(request.link_id) and self._is_socket_due():
-                    self._serve_socket(server)
-                    is_socket_empty = server.was_empty
-                continue
-            is_awaited = False
-            ring_turn.end()
-            # Polling the socket takes as long as half a ring request. Its descriptor signals only
-            # what arrived since the socket was found empty, but is free to wait for while asleep.
-            if not is_socket_empty:
-                self._serve_socket(server)
-                is_socket_empty = server.was_empty
-                continue
-            self._before_sleep()
-            request = rings.receive(_POLL_S, others=others)
-            if request is not None:
-                self._serve(rings, request)
-                ring_turn.ends_with(request.link_id)
-                is_awaited = True
-            is_socket_empty = request is not None and not rings.are_others_ready
-
-    def _is_socket_due(self) -> bool:
-        """Whether to poll the socket now: it takes a third of a small request's time, so a quiet
-        socket is polled only at intervals."""
-        now_s = time.monotonic()
-        pause_s = 0.0 if now_s - self._socket_served_s < _SOCKET_ACTIVE_S else _SOCKET_POLL_S
-        return now_s - self._socket_polled_s >= pause_s
-
-    def _serve_socket(self, server: StreamServer) -> bool:
-        """Serve the socket for one turn. False if it had no request."""
-        is_served = False
-        while (link_id := self._serve_next(server, 0.0)) is not None:
-            is_served = True
-            if self._socket_turn.ends_with(link_id):
-                break
-        else:
-            self._socket_turn.end()
-        self._socket_polled_s = time.monotonic()
-        if is_served:
-            self._socket_served_s = self._socket_polled_s
-        return is_served
-
-    def _serve(self, server: StreamServer | SharedServer, request: ReceivedRequest) -> None:
+    def _serve(self, server: ServerTransport, request: ReceivedRequest) -> None:
         self._busy_since_s = started_s = time.monotonic()
         batch = request.batch
         try:
@@ -244,8 +181,8 @@ class ComputeService:
                     code="late",
                 )
             # A link may be dropped between a request's arrival and its turn.
-            banks = self._banks_of.get(request.link_id, {})
-            bank = banks.get(request.header.layer_id)
+            link = self._links.get(request.link_id)
+            bank = None if link is None else link.banks.get(request.header.layer_id)
             if bank is None:
                 raise ProtocolError(
                     f"no experts of layer {request.header.layer_id} here", code="not_owned"
@@ -269,23 +206,3 @@ class ComputeService:
             server.reply(request, sums, time.monotonic() - started_s)
         finally:
             self._busy_since_s = None
-
-
-class _Turn:
-    """The links served in the current turn, of rings or of the socket."""
-
-    def __init__(self) -> None:
-        self._served: set[str] = set()
-
-    def ends_with(self, link_id: str) -> bool:
-        """Record a request; whether it is its link's second, which ends the turn and starts the
-        next one."""
-        is_second = link_id in self._served
-        if is_second:
-            self._served.clear()
-        self._served.add(link_id)
-        return is_second
-
-    def end(self) -> None:
-        """End the turn: there is no more work."""
-        self._served.clear()

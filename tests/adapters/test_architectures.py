@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.keys import YARN_KEYS
-from dflash_adapters.ops import Ops
-from dflash_adapters.registry import load, read_spec
+from dflash_adapters.loading import Loader, load_weights
+from dflash_adapters.registry import describe, read_spec
 from dflash_adapters.spec import CAUSAL, KvLayer, Mask, ModelSpec
 from dflash_protocol.errors import ModelFileError, UnsupportedModel
 from dflash_protocol.ids import AnyArray, F32Array
@@ -304,9 +304,9 @@ def test_rope_factors_that_cannot_be_are_refused(tmp_path: Path, value: float) -
     path = write_model(tmp_path / "model.gguf", LLAMA, seed=1, change=change)
     with GgufFile.open(path) as file:
         assert read_spec(file).num_layers == 2
-        ops: Ops[AnyArray] = ReferenceOps()
+        loader: Loader[AnyArray] = ReferenceOps()
         with pytest.raises(ModelFileError, match=r"rope_freqs\.weight\b.*\b4\b"):
-            load(file, ops)
+            load_weights(file, loader, describe(file))
 
 
 NASTY: list[Any] = [None, 0, 1, 3, 1 << 16, (1 << 31) - 1, 1 << 31, -1.0, 0.0, 1e-38, 3e38]

@@ -15,9 +15,8 @@ from dflash_adapters.layers import (
     Tensor,
     parts_of,
 )
-from dflash_adapters.loading import load_weights
-from dflash_adapters.ops import Ops
-from dflash_adapters.registry import adapter_for
+from dflash_adapters.loading import Loader, load_weights
+from dflash_adapters.registry import describe
 from dflash_protocol.ids import AnyArray, F32Array
 from dflash_runtime.compute.reference.ops import ReferenceOps
 from support.gpu_models import SHAPES
@@ -25,10 +24,6 @@ from support.random_gguf import RandomShape, write_model
 from support.random_models import Qwen3MoeShape
 
 QWEN3MOE = Qwen3MoeShape(num_layers=2)
-
-
-def describe(file: GgufFile) -> Description:
-    return adapter_for(file).describe(file)
 
 
 def tensors_of(description: Description) -> list[Tensor]:
@@ -49,8 +44,8 @@ def test_layers_share_the_tables_of_their_rotary_embeddings(
     with GgufFile.open(write_model(tmp_path / "model.gguf", shape, seed=1)) as file:
         description = describe(file)
         ropes = {part for part in parts_of(description) if isinstance(part, Rope)}
-        ops: Ops[AnyArray] = ReferenceOps()
-        assert set(load_weights(file, ops, description).rope_tables) == ropes
+        loader: Loader[AnyArray] = ReferenceOps()
+        assert set(load_weights(file, loader, description).rope_tables) == ropes
         assert 1 <= len(ropes) <= 2
 
 

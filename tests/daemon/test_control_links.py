@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dflash_adapters.spec import MoeSpec
-from dflash_protocol.batch import group_by_expert
+from dflash_protocol.batch import HostHidden, Pairs, RoutedBatch
 from dflash_protocol.endpoint import parse_endpoint
 from dflash_protocol.ids import F32Array, Phase
 from dflash_protocol.ring.layout import MOVED_FACTOR
@@ -21,7 +21,7 @@ from dflash_protocol.wire.messages import Attached, Bye, Refused, Welcome, encod
 from dflash_protocol.wire.transport import DeviceReply, Reply
 from dflash_runtime.experts.daemons.sharing import Offer, OfferFailed, SharingPlan, make_offer
 from support.control_rig import CAPACITY, OWNED, SHAPE, TIMEOUT_S, Daemon, GateBackend
-from support.host_mover import HostMover, HostRows
+from support.host_mover import HostMover, MovedRows
 from support.routed_batches import batch_of
 from support.version1_peer import Version1Parent
 
@@ -79,7 +79,7 @@ async def test_a_link_computes_through_shared_memory(daemon: Daemon, run_dir: Pa
     welcome = await parent.hello()
     offer = offer_for(welcome, run_dir)
     await parent.say(encode_header(offer.message))
-    segment = offer.accepted(await parent.expect(Attached))
+    segment = offer.accepted(await parent.expect(Attached)).segment
     assert not list(run_dir.glob("ring-*"))  # both have it: its name is gone
     lost_fd = os.eventfd(0, os.EFD_CLOEXEC)
     client = SharedClient(segment, lost_fd=lost_fd, lost_reason=lambda: "lost")
@@ -110,8 +110,9 @@ async def test_devices_of_both_sides_move_what_is_sent(
     offer = make_offer(run_dir, welcome, replace(PLAN, moves=True))
     assert offer.message.max_tokens == MOVED_FACTOR * CAPACITY
     await parent.say(encode_header(offer.message))
-    segment = offer.accepted(await parent.expect(Attached))
-    assert segment.peer_moves
+    memory = offer.accepted(await parent.expect(Attached))
+    segment = memory.segment
+    assert memory.moves
     assert theirs.num_open == 1
     segment.open_window(ours)
     lost_fd = os.eventfd(0, os.EFD_CLOEXEC)
@@ -121,17 +122,12 @@ async def test_devices_of_both_sides_move_what_is_sent(
     hidden = np.random.default_rng(0).standard_normal((num_tokens, SHAPE.hidden_size), np.float32)
     try:
         found = []
-        for rows in (HostRows(hidden), hidden):
-            batch = group_by_expert(
-                rows,
-                tokens,
-                tokens % 2,
-                weights=np.ones(num_tokens, np.float32),
-                phase=Phase.PREFILL,
-            )
+        for rows in (MovedRows(hidden), HostHidden(hidden)):
+            pairs = Pairs(tokens, tokens % 2, np.ones(num_tokens, np.float32))
+            batch = RoutedBatch.group(Phase.PREFILL, rows, pairs)
             sequence = client.submit(0, batch, deadline_s=TIMEOUT_S)
             reply = await asyncio.to_thread(client.wait, sequence, deadline_s=TIMEOUT_S)
-            assert isinstance(reply, DeviceReply) == (rows is not hidden)
+            assert isinstance(reply, DeviceReply) == rows.is_on_device
             found.append(reply.sums)
         assert found[0].tobytes() == found[1].tobytes()
         assert np.abs(found[0]).max() > 0
@@ -155,9 +151,9 @@ async def test_a_device_that_cannot_see_the_memory_moves_nothing(
     mover.has_failed = True
     offer = make_offer(run_dir, welcome, replace(PLAN, moves=True))
     await parent.say(encode_header(offer.message))
-    segment = offer.accepted(await parent.expect(Attached))
-    assert not segment.peer_moves
-    segment.close()
+    memory = offer.accepted(await parent.expect(Attached))
+    assert not memory.moves
+    memory.segment.close()
 
 
 async def test_nothing_is_moved_for_who_does_not_ask_or_rounds(
@@ -170,10 +166,10 @@ async def test_nothing_is_moved_for_who_does_not_ask_or_rounds(
     parent = daemon.parent()
     offer = offer_for(await parent.hello(), run_dir)
     await parent.say(encode_header(offer.message))
-    segment = offer.accepted(await parent.expect(Attached))
-    assert not segment.peer_moves
+    memory = offer.accepted(await parent.expect(Attached))
+    assert not memory.moves
     assert not mover.num_open
-    segment.close()
+    memory.segment.close()
 
 
 class BrokenMail:

@@ -28,6 +28,8 @@ BY_PLACE = {
     # before what it writes.
     "KernelDevice.launch", "CupyDevice.launch", "SideStream.launch", "CupySideStream.launch",
     "launch_gate_up", "launch_down",
+    # A row of a table.
+    "setting",
     # Called by others, who decide how: a ProgressCallback, and Jinja's sandbox.
     "update", "call_binop",
 }  # fmt: skip

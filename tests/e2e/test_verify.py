@@ -374,16 +374,15 @@ def test_a_tree_that_failed_halfway_has_changed_nothing(
     engine = local.engine
     engine.prefill(PROMPT)
     engine.verify([5, 6], [-1, 0])
-    forward = engine._steps._model.forward
+    model = engine._steps._model
+    layer = model.layer
 
-    def fail(layer_id: int, hidden: object) -> None:
+    def failing(layer_id: int, *rest: Any) -> Any:
         if layer_id == engine.spec.num_layers // 2:
             raise DaemonUnavailable("gone")
+        return layer(layer_id, *rest)
 
-    def failing(ids: Any, positions: Any, cache: Any, moe: Any, on_layer: object) -> Any:
-        return forward(ids, positions, cache, moe, fail)
-
-    monkeypatch.setattr(engine._steps._model, "forward", failing)
+    monkeypatch.setattr(model, "layer", failing)
     with pytest.raises(DaemonUnavailable):
         engine.verify([1, 2, 3], [-1, 0, 0])
     monkeypatch.undo()

@@ -1,6 +1,6 @@
-"""Chat templates in the manner of the models' own: what those are built of, in words of our own.
+"""Chat templates that use the constructs of the models' own templates, with our own texts.
 
-Knows nothing of the packages under test.
+Does not import the packages under test.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""A device that moves payload, with nothing but numpy: for tests of what goes between devices.
+"""A DeviceMover in numpy, for tests of payload that goes between devices.
 
-`memory` that it reads and writes is the shared one; all else is its own. Faults are asked for by
-setting attributes.
+Windows are views of shared memory; everything else is its own. Attributes inject faults.
 """
 
 from __future__ import annotations
@@ -12,19 +11,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflash_protocol.device_payload import (
-    DeviceRows,
-    DeviceSums,
-    ExpectedSums,
-    SomeRows,
-    digest_of,
-)
+from dflash_protocol.batch import Hidden, SomeRows, Sums
+from dflash_protocol.device_payload import ExpectedSums, digest_of
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, U8Array
 
 
-class HostRows:
-    """Implements device_payload.DeviceRows, and counts how often they are wanted on the host."""
+class MovedRows:
+    """Implements batch.Hidden, and counts how often they are wanted on the host."""
+
+    is_on_device = True
 
     def __init__(self, array: F32Array) -> None:
         self.array = array
@@ -38,15 +34,17 @@ class HostRows:
         self.num_downloads += 1
         return self.array
 
-    def chosen(self, rows: SomeRows) -> HostRows:
-        return HostRows(self.array[rows])
+    def chosen(self, rows: SomeRows) -> MovedRows:
+        return MovedRows(self.array[rows])
 
-    def new_sums(self) -> HostSums:
-        return HostSums(np.zeros(self.shape))
+    def new_sums(self) -> MovedSums:
+        return MovedSums(np.zeros(self.shape))
 
 
-class HostSums:
-    """Implements device_payload.DeviceSums."""
+class MovedSums:
+    """Implements batch.Sums."""
+
+    is_on_device = True
 
     def __init__(self, array: F64Array) -> None:
         self.array = array
@@ -55,15 +53,14 @@ class HostSums:
     def shape(self) -> tuple[int, int]:
         return self.array.shape[0], self.array.shape[1]
 
-    def add(self, sums: F64Array | DeviceSums, rows: SomeRows | None = None) -> None:
-        more = sums if isinstance(sums, np.ndarray) else sums.to_host()
-        self.array[slice(None) if rows is None else rows] += more
+    def add(self, sums: Sums, rows: SomeRows | None = None) -> None:
+        self.array[slice(None) if rows is None else rows] += sums.to_host()
 
     def to_host(self) -> F64Array:
         return self.array.copy()
 
 
-class HostReadRows(HostRows):
+class HostReadRows(MovedRows):
     """Implements device_payload.ReadRows."""
 
     def __init__(self, window: HostWindow, offset: int, shape: tuple[int, int]) -> None:
@@ -92,16 +89,16 @@ class HostReadRows(HostRows):
 class HostExpected:
     """Implements device_payload.ExpectedSums."""
 
-    sums: HostSums
+    sums: MovedSums
 
 
 class HostCrossing:
-    """Implements device_payload.DmaCopy: nothing is copied before somebody looks."""
+    """Implements device_payload.DmaCopy: copies as late as possible, when the end is polled."""
 
     def __init__(
-        self, mover: HostMover, copy: Callable[[], int], sums: HostSums | None = None
+        self, mover: HostMover, copy: Callable[[], int], sums: MovedSums | None = None
     ) -> None:
-        """`sums` are those that are read."""
+        """`sums`: the destination of a read of sums."""
         self._mover = mover
         self._copy = copy
         self._sums = sums
@@ -136,22 +133,22 @@ class HostWindow:
         assert memory is not None
         return memory.ctypes.data + offset
 
-    def write_rows(self, offset: int, rows: DeviceRows) -> HostCrossing:
+    def write_rows(self, offset: int, rows: Hidden) -> HostCrossing:
         self._mover.check()
         return HostCrossing(self._mover, lambda: self._write(offset, rows.to_host()))
 
     def read_rows(self, offset: int, shape: tuple[int, int]) -> HostReadRows:
         return HostReadRows(self, offset, shape)
 
-    def write_sums(self, offset: int, sums: DeviceSums) -> int:
+    def write_sums(self, offset: int, sums: Sums) -> int:
         return self._write(offset, sums.to_host())
 
     def expect_sums(self, shape: tuple[int, int]) -> HostExpected:
-        return HostExpected(HostSums(np.full(shape, np.nan)))
+        return HostExpected(MovedSums(np.full(shape, np.nan)))
 
     def read_sums(self, offset: int, expected: ExpectedSums) -> HostCrossing:
         sums = expected.sums
-        assert isinstance(sums, HostSums)
+        assert isinstance(sums, MovedSums)
         self._mover.check()
 
         def copied() -> int:
@@ -161,7 +158,7 @@ class HostWindow:
         return HostCrossing(self._mover, copied, sums)
 
     def read(self, offset: int, shape: tuple[int, int], dtype: type) -> AnyArray:
-        """A copy of what lies there."""
+        """A copy of the memory at `offset`."""
         self._mover.check()
         assert self._memory is not None, "a closed window is read"
         num_bytes = shape[0] * shape[1] * np.dtype(dtype).itemsize
@@ -185,11 +182,11 @@ class HostMover:
 
     def __init__(self) -> None:
         self.num_open = 0
-        """Windows that are not closed."""
+        """Number of open windows."""
         self.is_slow = False
-        """What is under way has not ended before somebody waits for it."""
+        """Fault: copies end only when they are waited for."""
         self.has_failed = False
-        """Whatever is asked of it from now on fails."""
+        """Fault: every call fails."""
 
     def open(self, address: int, num_bytes: int) -> HostWindow:
         self.check()

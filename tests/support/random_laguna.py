@@ -18,7 +18,7 @@ class LagunaShape:
     num_kv_heads: int = 2
     head_dim: int = 12
     gates_elements: bool = False
-    """A gate for each element of a head, else one for the head."""
+    """Gates are per element of a head, otherwise per head."""
     window: int = 16
     """0: none."""
     pattern: int | tuple[bool, ...] | None = None

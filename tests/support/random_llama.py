@@ -129,7 +129,7 @@ REQUIRED_KEYS = ("feed_forward_length",)
 
 
 def with_separate_experts(tensors: dict[str, F32Array]) -> dict[str, F32Array]:
-    """The same model with a tensor of each expert, as llama.cpp wrote it until April 2024."""
+    """The same model with one tensor per expert, as llama.cpp wrote them until April 2024."""
     result = {}
     for name, values in tensors.items():
         stack = re.fullmatch(r"(.*ffn_(?:gate|up|down))_exps\.weight", name)

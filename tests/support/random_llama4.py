@@ -18,7 +18,7 @@ class Llama4Shape:
     head_dim: int = 10
     num_experts: int = 11
     interleave_step: int = 1
-    """The last layer of so many has experts."""
+    """Every so many layers, the last one has experts."""
     ffn_size: int = 20
     dense_ffn_size: int = 31
     vocab_size: int = 101

@@ -27,9 +27,9 @@ class Qwen2MoeShape:
     rms_eps: float = 1e-6
     has_biases: bool = True
     has_old_keys: bool = False
-    """The FFN's width says those of experts: a share of it each, and all of it the shared one."""
+    """Old key: the FFN's width is that of all used experts together, and of the shared expert."""
     has_flat_gate: bool = True
-    """The shared expert's gate has one dimension, else two, of which one is 1."""
+    """The shared expert's gate is stored as [H], otherwise as [1, H]."""
     rope_scaling: YarnRope | None = None
     architecture: str = "qwen2moe"
 

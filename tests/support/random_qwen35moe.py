@@ -25,9 +25,9 @@ class Qwen35MoeShape:
     state_size: int = 16
     conv_kernel: int = 4
     interval: int | None = 4
-    """Every so many layers one has attention; None: the file does not say, and it is 4."""
+    """Every so many layers one has attention; None: the key is missing, which means 4."""
     recurrent_layers: tuple[bool, ...] | None = None
-    """In place of the interval, with an entry for each block."""
+    """Replaces the interval: one entry per block."""
     num_experts: int = 11
     num_experts_used: int = 3
     ffn_size: int = 20
@@ -223,10 +223,10 @@ BLOCK_256_SHAPE = Qwen35MoeShape(
     sections=(3, 3, 2, 0),
     num_key_heads=2,
     num_value_heads=4,
-    # As large as the real one: in smaller ones results nearly cancel, and rounding is all there is.
+    # The real size: in smaller states results nearly cancel, and only rounding errors remain.
     state_size=128,
     num_experts=4,
-    # All of them: a router whose choice flips would drown what is measured.
+    # All experts are used, as a flipped choice would dominate the error.
     num_experts_used=4,
     ffn_size=256,
     shared_ffn_size=256,

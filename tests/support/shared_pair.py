@@ -1,4 +1,4 @@
-"""Both ends of a shared-memory link in one process, with the bytes between them at hand."""
+"""Both ends of a shared-memory link in one process, with access to the segment's bytes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dflash_protocol.batch import Sums
 from dflash_protocol.device_payload import DeviceMover
-from dflash_protocol.errors import ProtocolError
 from dflash_protocol.ids import AnyArray, U8Array
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.ring.layout import RingShape
@@ -24,14 +22,14 @@ from dflash_protocol.transports.testing import (
     TIMEOUT_S,
     example_batch,
 )
-from dflash_protocol.wire.transport import LinkLimits, ReceivedRequest, TransportCounters
+from dflash_protocol.wire.transport import LinkLimits, TransportCounters
 
 NUM_SLOTS = 2
 SHAPE = RingShape(NUM_SLOTS, MAX_TOKENS, HIDDEN_SIZE, MAX_TOKENS * MAX_EXPERTS_USED)
 
 
 class Pair:
-    """Implements testing.TransportPair, with the segment's bytes at hand."""
+    """Implements testing.Ends, with access to the segment's bytes."""
 
     def __init__(
         self,
@@ -42,7 +40,7 @@ class Pair:
         spin_s: float = 0.0,
         movers: tuple[DeviceMover | None, DeviceMover | None] = (None, None),
     ) -> None:
-        """`movers` are devices of the client and of the server that move payload."""
+        """`movers`: devices of the client and of the server that copy payload."""
         self.shape = shape
         self.client_counters, self.server_counters = TransportCounters(), TransportCounters()
         self._undo = ExitStack()
@@ -74,22 +72,13 @@ class Pair:
 
     @property
     def memory(self) -> U8Array:
-        """All bytes of the segment; not to be kept."""
+        """All bytes of the segment; do not keep the view."""
         kind = ctypes.c_ubyte * self.shape.segment_bytes
         return np.ctypeslib.as_array(kind.from_address(self.segment.address))
 
     @property
     def words(self) -> AnyArray:
         return self.memory[: self.shape.segment_bytes // 8 * 8].view(np.int64)
-
-    def receive(self) -> ReceivedRequest | None:
-        return self.server.try_receive(spin_s=0.05)
-
-    def reply(self, request: ReceivedRequest, sums: Sums, compute_s: float) -> None:
-        self.server.reply(request, sums, compute_s)
-
-    def fail(self, link_id: str, sequence: int, error: ProtocolError) -> None:
-        self.server.fail(link_id, sequence, error)
 
     def lose(self) -> None:
         os.eventfd_write(self.lost_fd, 1)
@@ -102,5 +91,5 @@ BATCH = example_batch(3, seed=5)
 
 
 def submitted(pair: Pair) -> int:
-    """A request lies in slot 0; for a first one, that has not been used before."""
+    """Submit a first request, which goes to slot 0."""
     return pair.client.submit(1, BATCH, deadline_s=TIMEOUT_S)

@@ -1,10 +1,9 @@
 """glm4moe: GLM-4.5, 4.6 and 4.7, their Air models and finetunes.
 
-Pre-norm transformer; biases of q, k and v, and in the large models a norm over each head of q and
-k; half of each head is rotated. The first layers have dense FFNs, the others a routed mixture:
-experts are chosen by sigmoid and a bias, from the best groups if there are several, weighted by
-sigmoid alone, and a shared expert is added as it is. Blocks for predicting several tokens at once
-are left out.
+Pre-norm transformer with biases of q, k and v, and in the large models a norm of each head of q and
+k. RoPE rotates half of each head. The first layers have dense FFNs, the others routed ones: experts
+are chosen by sigmoid scores plus a bias, from the best groups if there are several, weighted by the
+sigmoid scores, and an ungated shared expert is added. Multi-token prediction blocks are ignored.
 
 Source: the GLM-4.5 technical report (arXiv 2508.06471) and llama.cpp's graph of the same name.
 """

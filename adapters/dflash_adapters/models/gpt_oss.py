@@ -1,9 +1,9 @@
 """gpt-oss: gpt-oss-20b, gpt-oss-120b and their finetunes.
 
-Pre-norm transformer; biases of all projections. Every second layer, from the first on, attends to
-a sliding window, the others to everything, all with sinks: a score for each head that takes its
-share of the softmax and has no value. Every layer's FFN is a routed mixture: the experts of highest
-logits, weighted by the softmax of these; experts have biases and a clamped activation.
+Pre-norm transformer with biases of all projections. Every second layer, from the first on, attends
+to a sliding window, the others to all positions. All have attention sinks: a score per head that
+takes part in the softmax, but has no value. Every layer has a routed FFN: the experts with the
+highest logits, weighted by the softmax of these; experts have biases and a clamped activation.
 
 Source: the gpt-oss model card (arXiv 2508.10925) and llama.cpp's graph of the same name.
 """

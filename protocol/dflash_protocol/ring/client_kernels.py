@@ -31,7 +31,6 @@ def send_request(
     sequence,
     layer_id,
     phase,
-    payload,
     deadline_ms,
     hidden,
     expert_ids,
@@ -49,6 +48,7 @@ def send_request(
         return native.BAD_ARRAYS
     if num_tokens > field(port, native.MAX_TOKENS) or num_pairs > field(port, native.MAX_PAIRS):
         return native.TOO_LARGE
+    payload = field(port, native.SENDS)
     header = begin_request(
         port, sequence, layer_id, phase, payload, deadline_ms, num_tokens, num_groups, num_pairs
     )
@@ -85,13 +85,13 @@ def send_moved_request(
     layer_id,
     phase,
     deadline_ms,
-    num_tokens,
     digest,
     expert_ids,
     group_starts,
     token_indices,
     weights,
 ):
+    num_tokens = field(port, native.MOVED_TOKENS)
     num_groups, num_pairs = expert_ids.shape[0], token_indices.shape[0]
     if num_tokens < 0 or not is_routing(num_groups, num_pairs, group_starts, weights):
         return native.BAD_ARRAYS

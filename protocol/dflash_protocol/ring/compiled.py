@@ -32,16 +32,19 @@ _LOG = logging.getLogger(__name__)
     GENERATION, NUM_SLOTS, SLOT_IDX, MAX_TOKENS, HIDDEN_SIZE, MAX_PAIRS, MAX_EXPERTS_USED, NARROW,
     LAST, REFUSED, BUSY,
     HIDDEN, EXPERT_IDS, GROUP_STARTS, TOKEN_INDICES, WEIGHTS, TEXT,  # addresses of private arrays
-    LEAST_LAG, REPLIED_NS, RUNG, BELL, ENTRIES, MOVES,
-) = range(29)  # fmt: skip
-ROUTING_BOUND, WAITED, HEADER, STATE = 30, 31, 32, 48
-PORT_WORDS = 80
+    LEAST_LAG, REPLIED_NS, RUNG, BELL, ENTRIES, MOVES, SENDS, MOVED_TOKENS,
+) = range(31)  # fmt: skip
+ROUTING_BOUND, WAITED, HEADER, STATE = 38, 39, 40, 56
+PORT_WORDS = 88
 """NARROW: the payload type allowed besides the wide one. LAST: the sequence taken last. REFUSED: a
 sequence word that was refused, so that it is counted once. BUSY: 1 from taking a request until it
-is answered. BELL: the peer's bell. ENTRIES, at a client: address of its poll entries. MOVES: 1 if
-rows may be moved by a device; these stay in the slot. ROUTING_BOUND: number of experts for which
-the taken request's routing is valid, 0 if it is not. WAITED: float64, how long that request had
-been waiting. From HEADER on, the copy of the slot's header; from STATE on, the checksum's lanes.
+is answered. BELL: the peer's bell. MOVES: 1 if rows may be moved by a device; these stay in the
+slot. ROUTING_BOUND: number of experts for which the taken request's routing is valid, 0 if it is
+not. WAITED: float64, how long that request had been waiting. From HEADER on, the copy of the slot's
+header; from STATE on, the checksum's lanes.
+
+At a client: ENTRIES, address of its poll entries; SENDS, the payload type of the rows that it
+sends; MOVED_TOKENS, how many rows a device has moved into the slot.
 
 In the port of a link's first slot, at the server: LEAST_LAG, float64, the least time from a
 request's stamp to its reading; REPLIED_NS, when the last reply was sent; RUNG, not 0 if the bell
@@ -99,11 +102,11 @@ class Kernels(NamedTuple):
     """The compiled functions. Arguments are int64, except arrays and times, which are float64."""
 
     send_request: Callable[..., int]
-    """(port, sequence, layer_id, phase, payload, deadline_ms, hidden [T, H] float32,
-    expert_ids [G], group_starts [G+1], token_indices [P] int32, weights [P] float32): payload
-    bytes; or BAD_ARRAYS, TOO_LARGE, OUT_OF_RANGE of a narrow type, and nothing was published."""
+    """(port, sequence, layer_id, phase, deadline_ms, hidden [T, H] float32, expert_ids [G],
+    group_starts [G+1], token_indices [P] int32, weights [P] float32): payload bytes; or BAD_ARRAYS,
+    TOO_LARGE, OUT_OF_RANGE of a narrow type, and nothing was published."""
     send_moved_request: Callable[..., int]
-    """(port, sequence, layer_id, phase, deadline_ms, T, digest, expert_ids, group_starts,
+    """(port, sequence, layer_id, phase, deadline_ms, digest, expert_ids, group_starts,
     token_indices, weights): like send_request, for rows that a device has moved into the slot."""
     send_reply: Callable[..., int]
     """(port, sequence, payload, compute_s, queue_s, sums [T, H] float64): as send_request."""
@@ -133,13 +136,12 @@ class Kernels(NamedTuple):
     arrays; counts is incremented for every expert chosen, wanted or not."""
     group_pairs: Callable[..., int]
     """(token_indices [P] int32, ascending, expert_ids [P] int32, weights [P] float32, whole_from,
-    rows, row_of_pair, group_ids [P], group_starts [P + 1], grouped_rows [P] int32, grouped_weights
-    [P] float32, next_places [N] int32, scratch): number R of distinct tokens << COUNT_BITS | number
-    G of groups; or BAD_ARRAYS; or OUT_OF_RANGE for an id that is negative or ≥ N, or tokens that do
-    not ascend. group_ids [G], group_starts [G + 1], grouped_rows and grouped_weights are a
-    RoutedBatch's routing (`batch`). If R is below whole_from, rows [R] are the distinct tokens,
-    grouped_rows are indices into them, and so is row_of_pair, in the pairs' old order. Else
-    grouped_rows are tokens."""
+    indices [4, P + 1 or more] int32, grouped_weights [P] float32, next_places [N] int32, scratch):
+    number R of distinct tokens << COUNT_BITS | number G of groups; or BAD_ARRAYS; or OUT_OF_RANGE
+    for an id that is negative or ≥ N, or tokens that do not ascend. The first entries of indices[1]
+    to indices[3] and grouped_weights are expert_ids [G], group_starts [G + 1], token_indices [P]
+    and weights [P] of a RoutedBatch (`batch`). If R is below whole_from, those tokens are indices
+    into indices[0] [R], which are the distinct tokens."""
     checksum: Callable[..., int]
     """(state address, header address, source address, target address, bytes, a multiple of 4):
     copies, and returns the checksum of the copy and 15 words of header. For measuring and tests."""
@@ -202,10 +204,10 @@ def _kernels(cache_dir: str | None) -> Kernels:
     indices, floats = array(types.int32, 1), array(types.float32, 1)
     signatures = {
         client.send_request: (
-            *(i64,) * 5, f64, array(types.float32, 2), indices, indices, indices, floats,
+            *(i64,) * 4, f64, array(types.float32, 2), indices, indices, indices, floats,
         ),
         client.send_moved_request: (
-            *(i64,) * 4, f64, i64, i64, indices, indices, indices, floats,
+            *(i64,) * 4, f64, i64, indices, indices, indices, floats,
         ),
         server.send_reply: (i64, i64, i64, f64, f64, array(f64, 2)),
         server.send_moved_reply: (i64, i64, f64, f64, i64, i64),
@@ -218,7 +220,7 @@ def _kernels(cache_dir: str | None) -> Kernels:
             out(types.float32), out(i64),
         ),
         pairs.group_pairs: (
-            indices, indices, floats, i64, *(out(types.int32),) * 5, out(types.float32),
+            indices, indices, floats, i64, types.Array(types.int32, 2, "C"), out(types.float32),
             out(types.int32),
         ),
         both.load_word: (i64,),

@@ -27,6 +27,7 @@ import secrets
 import stat
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -47,10 +48,38 @@ _MOST_TRIES = 100
 """A try fails only if a sweeper comes between create and lock."""
 
 
+@dataclass(frozen=True, slots=True)
+class MailTerms:
+    """How a parent uses the mailbox of a segment; the daemon is told before it opens its end."""
+
+    limit_ms: int
+    """Time limit of a step."""
+    in_host: bool = False
+    """Whether the mailbox must be in host memory only."""
+
+
+@dataclass(frozen=True, slots=True)
+class _SharedNames:
+    """The names of a segment's files, at the side that has made them.
+
+    Owns: both descriptors, and the names until `remove`.
+    """
+
+    folder_fd: int
+    lock_fd: int
+    """The memory's file, locked as long as the names exist."""
+
+    def remove(self, name: str) -> None:
+        _unlink(self.folder_fd, name)
+        os.close(self.folder_fd)
+        os.close(self.lock_fd)
+
+
 class Segment:
     """Memory shared by two processes, from `create_segment` or `open_segment` until `close`.
 
-    Owns: the mapping, the bells' descriptors, the device window, and the names until `unlink`.
+    Owns: the mapping, the bells' descriptors, the device window, and the names until `unlink`. What
+    both sides agreed on about it is not here: see `daemons.link.SharedMemory` and LinkLimits.
     """
 
     def __init__(
@@ -61,8 +90,7 @@ class Segment:
         *,
         memory: mmap.mmap,
         bells: Sequence[int],
-        folder_fd: int | None,
-        lock_fd: int | None,
+        names: _SharedNames | None = None,
     ) -> None:
         self.shape = shape
         self.generation = generation
@@ -72,19 +100,12 @@ class Segment:
         self.mail_bell: int | None = bells[2] if len(bells) > 2 else None
         self.window: DeviceWindow | None = None
         """The memory as mapped by a device of this process, if any."""
-        self.peer_moves = False
-        """Whether a device of the peer has mapped the memory."""
         self.before_close: Callable[[], None] = lambda: None
         """Called by `close` first, so that other users of the memory release it."""
-        self.mail_limit_ms = 0
-        """This side's time limit of a step through the mailbox, as told to the peer."""
-        self.mail_in_host = False
-        """Whether the mailbox must be in host memory only."""
-        self.peer_mails = False
-        """Whether the peer is preparing its end of the mailbox."""
+        self.mail_terms: MailTerms | None = None
+        """At a parent that has begun a mailbox: our own copy, which the peer cannot write."""
         self._memory = memory
-        self._folder_fd = folder_fd
-        self._lock_fd = lock_fd
+        self._names = names
         # Keep the address, not the array: a live array would prevent closing the mapping.
         self.address = int(np.frombuffer(memory, np.uint8).ctypes.data)
 
@@ -124,14 +145,9 @@ class Segment:
 
     def unlink(self) -> None:
         """Remove the names, once both sides have the memory. Does nothing at the opening side."""
-        if self._folder_fd is None:
-            return
-        _unlink(self._folder_fd, self.name)
-        os.close(self._folder_fd)
-        self._folder_fd = None
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)
-            self._lock_fd = None
+        names, self._names = self._names, None
+        if names is not None:
+            names.remove(self.name)
 
     def open_window(self, mover: DeviceMover) -> None:
         """Map the memory to a device. Raises: DeviceUnavailable if that fails, which it always
@@ -189,8 +205,7 @@ def create_segment(folder: Path, shape: RingShape, *, generation: int) -> Segmen
             name,
             memory=memory,
             bells=bells,
-            folder_fd=folder_fd,
-            lock_fd=file,
+            names=_SharedNames(folder_fd, file),
         )
         undo.pop_all()
     return segment
@@ -235,8 +250,6 @@ def open_segment(folder: Path, name: str, shape: RingShape, *, generation: int) 
             name,
             memory=memory,
             bells=bells,
-            folder_fd=None,
-            lock_fd=None,
         )
         kept.pop_all()
     return segment

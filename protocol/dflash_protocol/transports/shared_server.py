@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dflash_protocol.batch import DeviceBatch, RoutedBatch, Sums
+from dflash_protocol.batch import HostHidden, HostSums, RoutedBatch, Sums
 from dflash_protocol.device_payload import DeviceWindow, ReadRows
 from dflash_protocol.errors import DeviceUnavailable, ProtocolError, one_line
-from dflash_protocol.ids import F32Array, I64Array
+from dflash_protocol.ids import F32Array, F64Array, I64Array
 from dflash_protocol.payloads import PayloadType, pack_sums
 from dflash_protocol.ring import compiled as ring_native
 from dflash_protocol.ring import layout as ring
@@ -113,9 +113,10 @@ class _Slot:
         segment = self.link.segment
         hidden_size = segment.shape.hidden_size
         expert_ids, group_starts, token_indices = self._indices
+        hidden = self._hidden[: num_tokens * hidden_size]
         batch = RoutedBatch(
             phase=PHASES[phase],
-            hidden=self._hidden[: num_tokens * hidden_size].reshape(num_tokens, hidden_size),
+            rows=HostHidden(hidden.reshape(num_tokens, hidden_size)),
             expert_ids=expert_ids[:num_groups],
             group_starts=group_starts[: num_groups + 1],
             token_indices=token_indices[:num_pairs],
@@ -137,18 +138,9 @@ class _Slot:
 
 def _moved(request: _RingRequest, window: DeviceWindow, at: int) -> _RingRequest:
     """The request with its rows read from the slot by a device."""
-    batch = request.batch
-    num_tokens, hidden_size = batch.hidden_shape
+    num_tokens, hidden_size = request.batch.hidden_shape
     rows = window.read_rows(at, (num_tokens, hidden_size))
-    of_device = DeviceBatch(
-        batch.phase,
-        rows,
-        expert_ids=batch.expert_ids,
-        group_starts=batch.group_starts,
-        token_indices=batch.token_indices,
-        weights=batch.weights,
-    )
-    return replace(request, batch=of_device, moved=rows)
+    return replace(request, batch=replace(request.batch, rows=rows), moved=rows)
 
 
 class _Link:
@@ -173,8 +165,38 @@ class _Link:
         self.segment.close()
 
 
+class _Table:
+    """What compiled code looks at: the ports of all links, and what to sleep on.
+
+    Made anew when a link is added or dropped, or other descriptors are to be waited for.
+    """
+
+    __slots__ = ("_words", "address", "entries", "entries_address", "num_links", "others", "slots")
+
+    def __init__(self, links: list[_Link], changed_fd: int, others: tuple[int, ...]) -> None:
+        self.num_links = len(links)
+        self.others = others
+        self._words: I64Array = np.array(
+            [len(links), 0, 0, *(link.address for link in links)], np.int64
+        )
+        self.address = int(self._words.ctypes.data)
+        self.slots: list[_Slot] = []
+        """Indexed by link_idx · MAX_SLOTS + slot_idx; padding is never accessed."""
+        for link in links:
+            self.slots += link.slots + link.slots[:1] * (ring.MAX_SLOTS - len(link.slots))
+        bells = (link.segment.server_bell for link in links)
+        self.entries = poll_entries(*bells, changed_fd, *others)
+        self.entries_address = int(self.entries.ctypes.data)
+
+    @property
+    def are_others_ready(self) -> bool:
+        """Whether the last sleep found one of the `others` readable."""
+        found = self.entries.data[1 + self.num_links :]
+        return any(entry >> ring_native.FOUND_SHIFT for entry in found)
+
+
 class SharedServer:
-    """The daemon's end of all rings.
+    """The daemon's end of all rings. Implements ServerTransport.
 
     Owned by the compute thread; `add_link` and `drop_link` may be called from any thread and take
     effect at the owner's next receive. One thread can serve this and a socket: `receive` returns
@@ -186,14 +208,10 @@ class SharedServer:
         self._counters = TransportCounters() if counters is None else counters
         kernels = ring_native.kernels()
         self._next_request, self._send_reply = kernels.next_request, kernels.send_reply
-        self._send_failure = kernels.send_failure
-        self._send_moved_reply = kernels.send_moved_reply
         self._links: dict[str, _Link] = {}
-        self._slots: list[_Slot] = []
         self._changes: deque[tuple[str, Segment | None, LinkLimits | None]] = deque()
         self._changed_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._others: tuple[int, ...] = ()
-        self._rebuild()
+        self._table = _Table([], self._changed_fd, ())
 
     def add_link(self, link_id: str, segment: Segment, limits: LinkLimits) -> None:
         """Serve a segment, which the server owns from now on; replaces a link of the same id.
@@ -222,35 +240,31 @@ class SharedServer:
     ) -> ReceivedRequest | None:
         """`try_receive`, then sleep until a request arrives, one of the descriptors `others` is
         readable, or the time is up."""
-        if others != self._others:
-            self._others = others
-            self._rebuild()
+        if others != self._table.others:
+            self._rebuild(others)
         return self._take_next(spin_s, math.ceil(timeout_s * 1e3))
 
     @property
     def are_others_ready(self) -> bool:
         """Whether the last sleep in `receive` found one of the `others` readable."""
-        return any(entry >> ring_native.FOUND_SHIFT for entry in self._other_entries)
+        return self._table.are_others_ready
 
     def _take_next(self, spin_s: float, timeout_ms: int) -> ReceivedRequest | None:
         if self._changes:
             self._apply_changes()
+        table = self._table
         found = self._next_request(
-            self._table_address,
-            int(spin_s * 1e9),
-            self._entries_address,
-            self._num_entries,
-            timeout_ms,
+            table.address, int(spin_s * 1e9), table.entries_address, table.entries.size, timeout_ms
         )
         if found < 0:
             return None
-        slot = self._slots[found >> ring_native.STATUS_BITS]
+        slot = table.slots[found >> ring_native.STATUS_BITS]
         if found & _VIOLATION:
             self._refuse(slot, found & _VIOLATION)
             return None
         return slot.take()
 
-    def reply(self, request: ReceivedRequest, sums: Sums, compute_s: float) -> None:
+    def reply(self, request: ReceivedRequest, sums: F64Array | Sums, compute_s: float) -> None:
         """Send a request's sums, unless its link was dropped. Shapes: sums [T, H] float64.
 
         If a device moved the rows, it moves the sums too, which this waits for.
@@ -264,8 +278,12 @@ class SharedServer:
         if request.moved is not None:
             self._move_reply(slot, request, request.moved, sums, compute_s)
             return
-        if not isinstance(sums, np.ndarray) or sums.ndim != 2:
-            raise ValueError(f"sums of shape {sums.shape}, of a {type(sums).__name__}")
+        if not isinstance(sums, np.ndarray):
+            if sums.is_on_device:
+                raise ValueError(f"sums of shape {sums.shape} on a device, whose rows were not")
+            sums = sums.to_host()
+        if sums.ndim != 2:
+            raise ValueError(f"sums of shape {sums.shape}")
         status = self._send_reply(slot.port, sequence, link.reply_code, compute_s, waited_s, sums)
         if status == OUT_OF_RANGE:
             wide, _ = pack_sums(sums, link.payload)
@@ -280,7 +298,12 @@ class SharedServer:
         slot.request = None
 
     def _move_reply(
-        self, slot: _Slot, request: _RingRequest, rows: ReadRows, sums: Sums, compute_s: float
+        self,
+        slot: _Slot,
+        request: _RingRequest,
+        rows: ReadRows,
+        sums: F64Array | Sums,
+        compute_s: float,
     ) -> None:
         """Copy sums into the slot by the device, and publish them if the rows' digest was right."""
         window, sequence = slot.link.segment.window, request.header.sequence
@@ -289,6 +312,8 @@ class SharedServer:
         started_s = time.monotonic()
         try:
             if isinstance(sums, np.ndarray):
+                sums = HostSums(sums)
+            if not sums.is_on_device:
                 on_device = rows.new_sums()
                 on_device.add(sums)
                 sums = on_device
@@ -301,7 +326,7 @@ class SharedServer:
             self._refuse(slot, ring_native.WRONG_CHECKSUM)
             return
         compute_s += time.monotonic() - started_s  # the first wait for the device was here
-        self._send_moved_reply(
+        ring_native.kernels().send_moved_reply(
             slot.port, sequence, compute_s, request.waited_s, rows.shape[0], digest
         )
         slot.request = None
@@ -320,7 +345,7 @@ class SharedServer:
         self._apply_changes()
         for link_id in list(self._links):
             self._drop(link_id)
-        self._rebuild()
+        self._rebuild(())
         os.close(self._changed_fd)
 
     def _apply_changes(self) -> None:
@@ -330,29 +355,15 @@ class SharedServer:
             self._drop(link_id)
             if segment is not None and limits is not None:
                 self._links[link_id] = _Link(link_id, segment, limits)
-        self._rebuild()
+        self._rebuild(self._table.others)
 
     def _drop(self, link_id: str) -> None:
         link = self._links.pop(link_id, None)
         if link is not None:
             link.close()
 
-    def _rebuild(self) -> None:
-        """Rebuild the table and the poll entries for compiled code from the links."""
-        links = list(self._links.values())
-        self._table: I64Array = np.array(
-            [len(links), 0, 0, *(link.address for link in links)], np.int64
-        )
-        self._table_address = int(self._table.ctypes.data)
-        # Indexed by link_idx · MAX_SLOTS + slot_idx; padding is never accessed.
-        self._slots = []
-        for link in links:
-            self._slots += link.slots + link.slots[:1] * (ring.MAX_SLOTS - len(link.slots))
-        bells = (link.segment.server_bell for link in links)
-        self._entries = poll_entries(*bells, self._changed_fd, *self._others)
-        self._entries_address = int(self._entries.ctypes.data)
-        self._num_entries = self._entries.size
-        self._other_entries = self._entries.data[1 + len(links) :]
+    def _rebuild(self, others: tuple[int, ...]) -> None:
+        self._table = _Table(list(self._links.values()), self._changed_fd, others)
 
     def _refuse(self, slot: _Slot, violation: int) -> None:
         self.refused += 1
@@ -368,4 +379,4 @@ class SharedServer:
         text = f"{error.code}\0{str(error)[:1000]}".encode(errors="replace")
         text = text[: ring.FAILURE_LIMIT_BYTES]
         data = np.frombuffer(text + bytes(-len(text) % 4), np.uint8)
-        self._send_failure(slot.port, sequence, data)
+        ring_native.kernels().send_failure(slot.port, sequence, data)

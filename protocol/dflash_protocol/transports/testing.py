@@ -1,6 +1,7 @@
 """Conformance checks for transports: `check_transport`, or the checks one by one (`CHECKS`).
 
-A transport's tests pass a function that connects a fresh pair of ends.
+They check both ends, the parent's ClientTransport and the daemon's ServerTransport. A transport's
+tests pass a function that connects a fresh pair of ends.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ import numpy as np
 from dflash_protocol.batch import RoutedBatch, group_by_expert
 from dflash_protocol.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError
 from dflash_protocol.ids import F64Array, Phase
-from dflash_protocol.wire.transport import ClientTransport, ReceivedRequest, Reply
+from dflash_protocol.wire.transport import (
+    ClientTransport,
+    ReceivedRequest,
+    Reply,
+    ServerTransport,
+)
 
 HIDDEN_SIZE = 37
 MAX_TOKENS = 11
@@ -29,28 +35,35 @@ NUM_IN_FLIGHT = 4
 
 TIMEOUT_S = 20.0
 """Upper bound for a message on the slowest machine; waited out only on failure."""
+_RECEIVE_S = 0.5
 _MANY = 50
 _LONG_S = 600.0
 
 
-class TransportPair(Protocol):
+class Ends(Protocol):
     """Two connected ends, both used by the checking thread, unless a check says otherwise."""
 
     @property
     def client(self) -> ClientTransport: ...
 
-    def receive(self) -> ReceivedRequest | None:
-        """The next valid request; None after a short timeout, or if an invalid one was answered."""
+    @property
+    def server(self) -> ServerTransport: ...
 
-    def reply(self, request: ReceivedRequest, sums: F64Array, compute_s: float) -> None: ...
 
-    def fail(self, link_id: str, sequence: int, error: ProtocolError) -> None: ...
+class TransportPair(Ends, Protocol):
+    """What the checks need of a transport."""
+
+    def connect(self) -> ClientTransport:
+        """A client of the same server on a link of its own; closed with the pair."""
+
+    def drop(self) -> None:
+        """Have the server drop the link of `client`."""
 
     def lose(self) -> None:
         """Signal the client that the link is lost."""
 
     def close(self) -> None:
-        """Release both ends."""
+        """Release both ends, and all clients that `connect` has made."""
 
 
 MakePair: TypeAlias = Callable[[], TransportPair]
@@ -90,23 +103,23 @@ def sums_of(batch: RoutedBatch) -> F64Array:
     return sums
 
 
-def received(pair: TransportPair) -> ReceivedRequest:
+def received(pair: Ends) -> ReceivedRequest:
     """The next valid request. Raises: AssertionError if none arrives."""
     end_s = time.monotonic() + TIMEOUT_S
     while time.monotonic() < end_s:
-        if (request := pair.receive()) is not None:
+        if (request := pair.server.receive(_RECEIVE_S)) is not None:
             return request
     raise AssertionError("no request came")
 
 
-def assert_serves(pair: TransportPair, *, seed: int = 0) -> None:
+def assert_serves(pair: Ends, *, seed: int = 0) -> None:
     """Send one request and check its reply; earlier requests are left unanswered."""
     batch = example_batch(3, seed=seed)
     sequence = pair.client.submit(99, batch, deadline_s=TIMEOUT_S)
     while (request := received(pair)).header.layer_id != 99:
         pass
     _assert_same(request.batch, batch)
-    pair.reply(request, sums_of(request.batch), 0.25)
+    pair.server.reply(request, sums_of(request.batch), 0.25)
     _assert_reply(pair.client.wait(sequence, deadline_s=TIMEOUT_S), batch, compute_s=0.25)
 
 
@@ -159,7 +172,7 @@ def _check_echo(make_pair: MakePair) -> None:
                 assert header.deadline_ms == 750.0
                 assert 0.0 <= request.waited_s < TIMEOUT_S
                 _assert_same(request.batch, batch)
-                pair.reply(request, sums_of(request.batch), 0.125)
+                pair.server.reply(request, sums_of(request.batch), 0.125)
                 _assert_reply(
                     pair.client.wait(sequence, deadline_s=TIMEOUT_S), batch, compute_s=0.125
                 )
@@ -176,7 +189,7 @@ def _check_any_order(make_pair: MakePair) -> None:
         requests = [received(pair) for _ in batches]
         assert [r.header.layer_id for r in requests] == [*range(NUM_IN_FLIGHT)], "not as sent"
         for index in (2, 0, 3, 1):
-            pair.reply(requests[index], sums_of(requests[index].batch), float(index))
+            pair.server.reply(requests[index], sums_of(requests[index].batch), float(index))
         for index in (1, 2, 3, 0):
             reply = pair.client.wait(sequences[index], deadline_s=TIMEOUT_S)
             _assert_reply(reply, batches[index], compute_s=float(index))
@@ -190,7 +203,7 @@ def _check_many(make_pair: MakePair) -> None:
         def serve() -> None:
             for _ in batches:
                 request = received(pair)
-                pair.reply(request, sums_of(request.batch), 1.0)
+                pair.server.reply(request, sums_of(request.batch), 1.0)
 
         server = threading.Thread(target=serve)
         server.start()
@@ -209,7 +222,7 @@ def _check_sleeping(make_pair: MakePair) -> None:
             for _ in range(3):
                 request = received(pair)
                 time.sleep(0.05)
-                pair.reply(request, sums_of(request.batch), 1.0)
+                pair.server.reply(request, sums_of(request.batch), 1.0)
 
         server = threading.Thread(target=serve)
         server.start()
@@ -229,11 +242,11 @@ def _check_forget(make_pair: MakePair) -> None:
                 pair.client.submit(0, example_batch(1), deadline_s=9.0) for _ in range(2)
             )
             requests = [received(pair), received(pair)]
-            pair.reply(requests[0], sums_of(requests[0].batch), 0.0)
+            pair.server.reply(requests[0], sums_of(requests[0].batch), 0.0)
             pair.client.forget(arrived)
             pair.client.forget(coming)
             pair.client.forget(1_000_000_007)
-            pair.reply(requests[1], sums_of(requests[1].batch), 0.0)
+            pair.server.reply(requests[1], sums_of(requests[1].batch), 0.0)
             assert_serves(pair, seed=round_number)
             for sequence in (arrived, coming):
                 _raised(DeadlineExceeded, pair.client.wait, sequence, deadline_s=0.0)
@@ -248,7 +261,7 @@ def _check_deadline(make_pair: MakePair) -> None:
             _raised(DeadlineExceeded, pair.client.wait, sequence, deadline_s=deadline_s)
             assert deadline_s <= time.monotonic() - started_s < TIMEOUT_S
             request = received(pair)
-            pair.reply(request, sums_of(request.batch), 0.0)
+            pair.server.reply(request, sums_of(request.batch), 0.0)
             assert_serves(pair)
             pair.client.forget(sequence)
         assert_serves(pair)
@@ -260,7 +273,7 @@ def _check_lost(make_pair: MakePair) -> None:
         batch = example_batch(2)
         answered, pending = (pair.client.submit(0, batch, deadline_s=_LONG_S) for _ in range(2))
         requests = [received(pair), received(pair)]
-        pair.reply(requests[0], sums_of(requests[0].batch), 0.5)
+        pair.server.reply(requests[0], sums_of(requests[0].batch), 0.5)
         timer = threading.Timer(0.05, pair.lose)
         timer.start()
         error = _raised(DaemonUnavailable, pair.client.wait, pending, deadline_s=_LONG_S)
@@ -276,7 +289,7 @@ def _check_failed(make_pair: MakePair) -> None:
             sequence = pair.client.submit(1, example_batch(1), deadline_s=9.0)
             request = received(pair)
             error = ProtocolError(reason, code="not_owned")
-            pair.fail(request.link_id, request.header.sequence, error)
+            pair.server.fail(request.link_id, request.header.sequence, error)
             caught = _raised(ProtocolError, pair.client.wait, sequence, deadline_s=TIMEOUT_S)
             assert isinstance(caught, ProtocolError)
             assert caught.code == "not_owned"
@@ -292,7 +305,7 @@ def _check_oversize(make_pair: MakePair) -> None:
         def send() -> None:
             batch = example_batch(MAX_TOKENS + 1)
             sequence = pair.client.submit(0, batch, deadline_s=9.0)
-            assert pair.receive() is None
+            assert pair.server.receive(_RECEIVE_S) is None
             pair.client.wait(sequence, deadline_s=TIMEOUT_S)
 
         for _ in range(2 * NUM_IN_FLIGHT):
@@ -307,10 +320,95 @@ def _check_wrong_answer(make_pair: MakePair) -> None:
     with _connected(make_pair) as pair:
         for num_rows in (1, 3, 0):
             sequence = pair.client.submit(0, example_batch(2), deadline_s=9.0)
-            pair.reply(received(pair), np.zeros((num_rows, HIDDEN_SIZE)), 0.0)
+            pair.server.reply(received(pair), np.zeros((num_rows, HIDDEN_SIZE)), 0.0)
             _raised(ProtocolError, pair.client.wait, sequence, deadline_s=TIMEOUT_S)
             pair.client.forget(sequence)
             assert_serves(pair)
+
+
+def _check_idle(make_pair: MakePair) -> None:
+    """A server without requests returns when the time is up."""
+    with _connected(make_pair) as pair:
+        assert_serves(pair)
+        for timeout_s in (0.0, 0.05):
+            started_s = time.monotonic()
+            assert pair.server.receive(timeout_s) is None
+            assert time.monotonic() - started_s < TIMEOUT_S
+
+
+def _check_two_links(make_pair: MakePair) -> None:
+    """Each link gets its own replies, and is served on when the other one's client is closed."""
+    with _connected(make_pair) as pair:
+        assert_serves(pair)
+        clients = pair.client, pair.connect()
+        batches = example_batch(2, seed=1), example_batch(5, seed=2)
+        sequences = [
+            client.submit(layer_id, batch, deadline_s=TIMEOUT_S)
+            for layer_id, (client, batch) in enumerate(zip(clients, batches, strict=True))
+        ]
+        requests = sorted((received(pair) for _ in clients), key=lambda r: r.header.layer_id)
+        assert requests[0].link_id != requests[1].link_id, "two links have one id"
+        for request in reversed(requests):
+            pair.server.reply(request, sums_of(request.batch), 1.0)
+        for client, sequence, batch in zip(clients, sequences, batches, strict=True):
+            _assert_reply(client.wait(sequence, deadline_s=TIMEOUT_S), batch, compute_s=1.0)
+        clients[1].submit(3, batches[1], deadline_s=TIMEOUT_S)
+        left = received(pair)
+        clients[1].close()
+        pair.server.reply(left, sums_of(left.batch), 1.0)
+        assert_serves(pair)
+
+
+def _check_dropped_link(make_pair: MakePair) -> None:
+    """Answering a request whose link was dropped does no harm to the others."""
+    with _connected(make_pair) as pair:
+        other = pair.connect()
+        for _ in range(2):
+            pair.client.submit(1, example_batch(1), deadline_s=TIMEOUT_S)
+        requests = [received(pair), received(pair)]
+        sums = sums_of(requests[0].batch)
+        pair.drop()
+        pair.server.receive(0.0)  # a server may drop links when it looks for requests
+        pair.server.reply(requests[0], sums, 1.0)
+        error = ProtocolError("no link", code="internal")
+        pair.server.fail(requests[1].link_id, requests[1].header.sequence, error)
+        batch = example_batch(4)
+        sequence = other.submit(2, batch, deadline_s=TIMEOUT_S)
+        request = received(pair)
+        pair.server.reply(request, sums_of(request.batch), 1.0)
+        _assert_reply(other.wait(sequence, deadline_s=TIMEOUT_S), batch, compute_s=1.0)
+
+
+def _check_answered_once(make_pair: MakePair) -> None:
+    """A request's first answer counts: further ones reach no request."""
+    with _connected(make_pair) as pair:
+        batch = example_batch(2)
+        for _ in range(2 * NUM_IN_FLIGHT):
+            sequence = pair.client.submit(0, batch, deadline_s=TIMEOUT_S)
+            request = received(pair)
+            link_id, number = request.link_id, request.header.sequence
+            sums = sums_of(request.batch)
+            pair.server.reply(request, sums, 1.0)
+            pair.server.reply(request, 2.0 * sums, 2.0)
+            pair.server.fail(link_id, number, ProtocolError("too late", code="internal"))
+            _assert_reply(pair.client.wait(sequence, deadline_s=TIMEOUT_S), batch, compute_s=1.0)
+
+
+def _check_pushed(make_pair: MakePair) -> None:
+    """`push` and `poll` may be called at any time, for requests that are not in flight too."""
+    with _connected(make_pair) as pair:
+        batch = example_batch(3)
+        for _ in range(2):
+            pair.client.poll()
+            pair.client.push(7)
+            sequence = pair.client.submit(0, batch, deadline_s=TIMEOUT_S)
+            pair.client.push(sequence)
+            pair.client.poll()
+            request = received(pair)
+            pair.server.reply(request, sums_of(request.batch), 1.0)
+            pair.client.poll()
+            pair.client.push(sequence)
+            _assert_reply(pair.client.wait(sequence, deadline_s=TIMEOUT_S), batch, compute_s=1.0)
 
 
 def _check_close(make_pair: MakePair) -> None:
@@ -339,5 +437,10 @@ CHECKS: dict[str, Callable[[MakePair], None]] = {
     "failed": _check_failed,
     "oversize": _check_oversize,
     "wrong answer": _check_wrong_answer,
+    "idle": _check_idle,
+    "two links": _check_two_links,
+    "dropped link": _check_dropped_link,
+    "answered once": _check_answered_once,
+    "pushed": _check_pushed,
     "close": _check_close,
 }

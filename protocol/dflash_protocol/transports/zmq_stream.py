@@ -18,7 +18,7 @@ import zmq
 from dflash_protocol.batch import RoutedBatch, Sums
 from dflash_protocol.endpoint import is_ipv6
 from dflash_protocol.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError
-from dflash_protocol.ids import I32Array
+from dflash_protocol.ids import F64Array, I32Array
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.wire import requests, version1
 from dflash_protocol.wire.messages import Frames
@@ -160,6 +160,12 @@ class StreamClient:
         self._num_tokens.pop(sequence, None)
         self._arrived.pop(sequence, None)
 
+    def push(self, sequence: int) -> None:
+        """Nothing: `submit` has sent all of it."""
+
+    def poll(self) -> None:
+        """Nothing: no device copies to a socket."""
+
     def close(self) -> None:
         self._socket.close(linger=0)
 
@@ -192,9 +198,11 @@ class StreamClient:
 
 
 class StreamServer:
-    """The daemon's end of all links: returns their requests one at a time, in order of arrival.
+    """The daemon's end of all links over ZeroMQ. Implements ServerTransport.
 
-    Owned by the compute thread. `counters` are incremented. `secure` sets keys on the socket.
+    Requests come in order of arrival. Owned by the compute thread. `limits_of` returns a link's
+    limits by its id, None if there is no such link. `counters` are incremented. `secure`
+    sets keys on the socket.
     """
 
     def __init__(
@@ -272,7 +280,7 @@ class StreamServer:
         waited_s = limits.arrivals.waited_s(header.sent_s, time.monotonic())
         return ReceivedRequest(link_id, header, batch, waited_s)
 
-    def reply(self, request: ReceivedRequest, sums: Sums, compute_s: float) -> None:
+    def reply(self, request: ReceivedRequest, sums: F64Array | Sums, compute_s: float) -> None:
         """Send a request's sums. Shapes: sums [T, H] float64."""
         if not isinstance(sums, np.ndarray):
             sums = sums.to_host()

@@ -1,4 +1,7 @@
-"""The transport interface: what carries requests and replies between parent and daemon."""
+"""The transport interface, both ends: what carries requests and replies between parent and daemon.
+
+`transports.testing.check_transport` checks that an implementation keeps what is promised here.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from dflash_protocol.batch import RoutedBatch, Sums
-from dflash_protocol.device_payload import DeviceSums
+from dflash_protocol.batch import HostSums, RoutedBatch, Sums
 from dflash_protocol.errors import ProtocolError
 from dflash_protocol.ids import F64Array, I32Array
 from dflash_protocol.payloads import PayloadType
@@ -32,7 +34,7 @@ class Reply:
     @property
     def placed(self) -> Sums:
         """The sums, on the host or on a device. Shapes: [T, H]."""
-        return self.sums
+        return HostSums(self.sums)
 
 
 class DeviceReply(Reply):
@@ -42,7 +44,7 @@ class DeviceReply(Reply):
 
     def __init__(
         self,
-        placed: DeviceSums,
+        placed: Sums,
         compute_s: float,
         queue_s: float = 0.0,
         *,
@@ -86,8 +88,13 @@ class TransportCounters:
 class ClientTransport(Protocol):
     """The parent's end of a link's data path. Owned by one thread for life."""
 
-    bytes_sent: int
-    bytes_received: int
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of arrays in requests."""
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes of arrays in replies."""
 
     def submit(self, layer_id: int, batch: RoutedBatch, *, deadline_s: float) -> int:
         """Send a request; returns its sequence number, for `wait` and `forget`.
@@ -106,7 +113,42 @@ class ClientTransport(Protocol):
     def forget(self, sequence: int) -> None:
         """Abandon a request: its reply is dropped, whether it has arrived or not."""
 
-    def close(self) -> None: ...
+    def push(self, sequence: int) -> None:
+        """Send whatever of a submitted request is not sent yet, waiting for a device's copy of its
+        rows; nothing if all of it is. Raises: DeviceUnavailable."""
+
+    def poll(self) -> None:
+        """Advance copies between a device and the transport, without waiting for any.
+
+        Raises: DeviceUnavailable.
+        """
+
+    def close(self) -> None:
+        """Release everything, requests in flight included. Idempotent."""
+
+
+class ServerTransport(Protocol):
+    """The daemon's end of the data paths of all links over one transport.
+
+    How a link gets here, and leaves, is the transport's own matter. Owned by one thread for life.
+    """
+
+    def receive(self, timeout_s: float) -> ReceivedRequest | None:
+        """The next valid request of any link, in each link's order of sending. None after
+        `timeout_s`, or earlier if an invalid request was answered with its error.
+
+        The request and its arrays are valid until it is answered.
+        """
+
+    def reply(self, request: ReceivedRequest, sums: F64Array | Sums, compute_s: float) -> None:
+        """Answer a request with its sums, computed in `compute_s`. Does nothing if its link has
+        gone, and never waits for the parent. Shapes: sums [T, H] float64."""
+
+    def fail(self, link_id: str, sequence: int, error: ProtocolError) -> None:
+        """Answer a request with the reason why it was not computed. Otherwise as `reply`."""
+
+    def close(self) -> None:
+        """Release everything, requests that were not answered included."""
 
 
 REQUEST_FAILURES = frozenset({"checksum", "internal", "late", "not_finite", "stale"})

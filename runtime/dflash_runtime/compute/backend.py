@@ -1,4 +1,4 @@
-"""What a compute backend offers: dense operations (Ops) for the parent, and expert FFNs.
+"""What a compute backend offers: models for the parent, and expert FFNs.
 
 Independent of placement and processes: a bank holds the experts it was loaded with, numbered by
 local id, and computes the (token, expert, weight) pairs it is given.
@@ -15,15 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.ops import KvCache, KvType, Model, MoeBlock, Ops
+from dflash_adapters.layers import Description
+from dflash_adapters.ops import KvCache, KvType
 from dflash_adapters.quant import TensorType
-from dflash_adapters.spec import KvLayer, MoeLayer, MoeSpec, RecurrentLayer
-from dflash_protocol.batch import DeviceBatch, Hidden, RoutedBatch, Sums
-from dflash_protocol.device_payload import DeviceMover, DeviceSums
+from dflash_adapters.spec import KvLayer, ModelSpec, MoeLayer, MoeSpec, RecurrentLayer
+from dflash_protocol.batch import Hidden, HostSums, RoutedBatch, Sums
+from dflash_protocol.device_payload import DeviceMover
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, I64Array, Phase
 from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.ring.segment import Segment
 from dflash_runtime.compute.mail_trial import MailTrial
+from dflash_runtime.compute.model import Model
 from dflash_runtime.compute.trees import Tree, TreeResult
 
 MEMORY_ADVICE = (
@@ -75,7 +77,7 @@ class DivisibleBank(ExpertBank, Protocol):
 class DeviceBank(ExpertBank, Protocol):
     """A bank on a device, for batches whose rows may already be there."""
 
-    def sums_of(self, batch: DeviceBatch) -> DeviceSums:
+    def sums_of(self, batch: RoutedBatch) -> Sums:
         """Compute the weighted sums of a batch whose rows are on a device."""
 
 
@@ -84,11 +86,11 @@ def sums_of(bank: ExpertBank, batch: RoutedBatch) -> Sums:
 
     Shapes: result [T, H].
     """
-    if isinstance(batch, DeviceBatch) and isinstance(bank, DeviceBank):
+    if batch.rows.is_on_device and isinstance(bank, DeviceBank):
         return bank.sums_of(batch)
     sums = np.zeros(batch.hidden_shape)
     bank.accumulate(batch, sums)
-    return sums
+    return HostSums(sums)
 
 
 def argmax_of(logits: F32Array) -> I32Array:
@@ -153,7 +155,7 @@ class RemoteExperts(Protocol):
         """Count tokens whose pairs the block computes itself, in `num_layers` layers."""
 
     def count_selections(self, layer_id: int, topk_ids: I32Array) -> None:
-        """Count routed experts known to the host when nothing is started. Shapes: topk_ids [T,
+        """Count routed experts known to the host when no owner is asked. Shapes: topk_ids [T,
         K]."""
 
     @property
@@ -170,7 +172,7 @@ class RemoteExperts(Protocol):
         Shapes: topk_ids [T, K]; result [E], all experts of these owners.
         """
 
-    def start(
+    def begin(
         self,
         layer_id: int,
         hidden: Hidden,
@@ -180,21 +182,24 @@ class RemoteExperts(Protocol):
         phase: Phase,
         offloaded: npt.NDArray[np.bool_] | None = None,
     ) -> Any:
-        """Start computing what the block does not compute, to be finished or abandoned later. The
-        block computes the `offloaded` experts itself; returns None if nothing is left.
+        """Ask the owners of what the block does not compute; returns a ticket, to be finished or
+        abandoned once. The block computes the `offloaded` experts itself; None if nothing is left.
 
         Shapes: hidden [T, H]; topk_ids, topk_weights [T, K]; offloaded [E]; ids are global.
         """
 
-    def finish(self, started: Any, out: F64Array | None = None) -> Sums:
+    def finish(self, ticket: Any, out: F64Array | None = None) -> Sums:
         """Wait for the weighted sums. Shapes: result [T, H], not rounded, in the memory that the
         rows were in; written to `out` if given, for rows on the host.
 
         Raises: DaemonUnavailable if no owner can compute them.
         """
 
-    def abandon(self, started: Any) -> None:
-        """Drop what was started; it must not be finished afterwards."""
+    def poll(self) -> None:
+        """Advance all that was begun, without waiting."""
+
+    def abandon(self, ticket: Any) -> None:
+        """Drop a ticket, which must not be finished afterwards."""
 
     def mail_routes(self) -> tuple[MailRoute, ...]:
         """Routes to all owners of what the block does not compute, if each is connected and has a
@@ -340,7 +345,7 @@ class CapturedStep(Protocol):
 
 
 class ComputeBackend(Protocol):
-    """One device: dense Ops and expert banks of the same numeric class."""
+    """One device: models and expert banks of the same numeric class."""
 
     @property
     def name(self) -> str:
@@ -349,9 +354,6 @@ class ComputeBackend(Protocol):
     @property
     def numeric_class(self) -> str:
         """Names everything that decides a result's bits: kernels, their version, the processor."""
-
-    @property
-    def ops(self) -> Ops[AnyArray]: ...
 
     @property
     def chunking(self) -> Chunking: ...
@@ -399,26 +401,39 @@ class ComputeBackend(Protocol):
         """
 
     def to_host(self, rows: AnyArray) -> F32Array:
-        """Copy rows from Ops to where the host can read them. Shapes: rows, result [T, columns]."""
+        """Copy a model's rows to where the host can read them. Shapes: both [T, columns]."""
 
     def argmax(self, logits: AnyArray) -> I32Array:
-        """Argmax of each row of logits from Ops, the first of equal ones; NOT_FINITE for a row with
-        a NaN or an infinity. Shapes: logits [T, V]; result [T]."""
+        """Argmax of each row of logits, the first of equal ones; NOT_FINITE for a row with a NaN or
+        an infinity. Shapes: logits [T, V]; result [T]."""
 
     def joined(self, parts: Sequence[AnyArray]) -> AnyArray:
-        """Concatenate rows from Ops. Shapes: parts [T_i, columns]; result [sum of T_i, columns]."""
+        """Concatenate rows. Shapes: parts [T_i, columns]; result [sum of T_i, columns]."""
+
+    def load_model(self, file: GgufFile, description: Description) -> Model[AnyArray, Any]:
+        """A model with its dense weights here; experts are left to their owners.
+
+        Raises: as loading.model_spec and loading.load_weights; DeviceOutOfMemory.
+        """
+
+    def new_cache(self, spec: ModelSpec, num_positions: int, kv_type: KvType) -> KvCache:
+        """An empty cache of a model's sequence. Raises: SettingsError, DeviceOutOfMemory."""
 
     def moe(
-        self, banks: Mapping[int, ExpertBank], phase: Phase, remote: RemoteExperts | None
-    ) -> MoeBlock[AnyArray] | None:
-        """A model's routed experts, those in `banks` by layer id, on rows as Ops has them.
-
-        None if the host computes all experts on rows as they are.
+        self,
+        banks: Mapping[int, ExpertBank],
+        phase: Phase,
+        remote: RemoteExperts,
+        *,
+        may_offload: bool = True,
+    ) -> Any:
+        """The routed experts that this backend's models call in a phase: those in `banks`, by layer
+        id, and all others from `remote`. Without `may_offload` it asks for no offloaded experts.
         """
 
     def captured_step(
         self,
-        model: Model[AnyArray],
+        model: Model[AnyArray, Any],
         cache: KvCache,
         banks: Mapping[int, ExpertBank],
         *,

@@ -65,9 +65,7 @@ class Engine:
         self._steps = Steps(
             opened.file,
             opened.model,
-            opened.backend.ops.new_kv_cache(
-                self.spec.kv_layers, self.num_positions, self.kv_type, self.spec.recurrent_layers
-            ),
+            opened.backend.new_cache(self.spec, self.num_positions, self.kv_type),
             backend=opened.backend,
             runtime=opened.owners.runtime,
             local_banks=opened.owners.local_banks,
@@ -364,7 +362,8 @@ class Engine:
         self._begun().accept(path)
 
     def stats(self) -> EngineStats:
-        """Counters since opening."""
+        """A snapshot of the counters since opening, for the thread that uses the engine; it may be
+        handed to others."""
         runtime = self._owners.runtime
         return EngineStats(
             runtime.stats(),

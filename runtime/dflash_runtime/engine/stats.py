@@ -36,7 +36,10 @@ class GenerationStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters since the engine was opened: owners by name, events in order."""
+    """A snapshot of the counters since the engine was opened: owners by name, events in order.
+
+    Nothing changes it, so that any thread may read it.
+    """
 
     owners: dict[str, OwnerStats]
     events: list[Event]

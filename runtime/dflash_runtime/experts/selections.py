@@ -42,7 +42,7 @@ class SelectionCounts:
     """Counts by layer and global expert id since the start. Written by one thread.
 
     Lists of Python ints: adding to eight of them takes half of the fixed cost of numpy, a compiled
-    kernel or a memoryview, and copying a list is atomic for other threads.
+    kernel or a memoryview.
     """
 
     def __init__(self, experts_per_layer: Mapping[int, int]) -> None:
@@ -63,8 +63,5 @@ class SelectionCounts:
         ours[:] = [old + new for old, new in zip(ours, counts.tolist(), strict=True)]
 
     def snapshot(self) -> dict[int, list[int]]:
-        """A copy by layer id, each list by global expert id. From any thread, without waiting.
-
-        Layers are copied one after the other: some may be a step ahead of others.
-        """
+        """A copy by layer id, each list by global expert id."""
         return {layer_id: counts.copy() for layer_id, counts in self._by_layer.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from dflash_protocol.ids import Phase
 from dflash_protocol.process.output import noun
@@ -33,13 +33,19 @@ class LatencyHistogram:
         self.num_samples += 1
         self.total_s += seconds
 
+    def copy(self) -> LatencyHistogram:
+        copied = LatencyHistogram()
+        copied._counts = self._counts.copy()
+        copied.num_samples, copied.total_s = self.num_samples, self.total_s
+        return copied
+
     def cumulative(self, bounds_s: Sequence[float]) -> list[int]:
         """Number of samples below each of these ascending bounds and, last, of all.
 
         Exact for bounds of 16 ns times powers of two; for others, samples in the bound's bucket are
-        not counted. All numbers are of the same moment, even while another thread adds.
+        not counted.
         """
-        counts = self._counts.copy()
+        counts = self._counts
         num_counted, num_below, result = 0, 0, []
         for bound_s in bounds_s:
             bucket = _bucket_of(round(bound_s * 1e9))
@@ -90,6 +96,9 @@ class PhaseStats:
     """Time the daemon computed, as reported by it."""
     round_trips: LatencyHistogram = field(default_factory=LatencyHistogram)
     """From before a request is packed until its reply has arrived."""
+
+    def copy(self) -> PhaseStats:
+        return replace(self, round_trips=self.round_trips.copy())
 
     def as_record(self) -> dict[str, float]:
         """Numbers by name, the histogram as ``p50_s`` and ``p99_s``."""

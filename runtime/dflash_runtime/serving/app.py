@@ -84,7 +84,8 @@ def create_app(state: ServerState) -> ASGIApp:
 
     @app.get("/status/experts")
     async def page_experts() -> Response:
-        return JSONResponse(expert_map(state.ready_engine()))
+        engine = state.ready_engine()
+        return JSONResponse(expert_map(engine, state.worker.stats.selections))
 
     @app.get("/v1/models")
     async def models() -> Response:

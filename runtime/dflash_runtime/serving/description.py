@@ -25,7 +25,7 @@ def chat_template(state: ServerState, engine: Engine) -> str | None:
 
 def describe(state: ServerState, engine: Engine) -> dict[str, Any]:
     """The description, for JSON. Never waits for the engine."""
-    spec, stats, placement = engine.spec, engine.stats(), engine.placement
+    spec, stats, placement = engine.spec, state.worker.stats, engine.placement
     running = state.worker.running
     return {
         "schema_version": SCHEMA_VERSION,

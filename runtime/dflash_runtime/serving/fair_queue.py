@@ -30,6 +30,10 @@ class FairQueue(Generic[T]):
     def __len__(self) -> int:
         return self._num_waiting
 
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
     def put(self, client: str, item: T) -> None:
         """Append an item of this client. Raises: QueueFull."""
         with self._changed:
@@ -44,13 +48,17 @@ class FairQueue(Generic[T]):
             self._num_waiting += 1
             self._changed.notify()
 
-    def take(self) -> T | None:
-        """Wait for the next item; None once the queue is closed and empty."""
+    def take(self, timeout_s: float | None = None) -> T | None:
+        """Wait for the next item; None once the queue is closed and empty.
+
+        Raises: TimeoutError after `timeout_s` without one.
+        """
         with self._changed:
             while not self._waiting:
                 if self._is_closed:
                     return None
-                self._changed.wait()
+                if not self._changed.wait(timeout_s) and not self._waiting and not self._is_closed:
+                    raise TimeoutError
             client, items = self._waiting.popitem(last=False)
             item = items.popleft()
             self._num_waiting -= 1

@@ -1,6 +1,6 @@
 """Metrics in the format of Prometheus, named after vLLM's where those have the same meaning.
 
-Counters of owners are read from the engine at each scrape.
+Counters of owners are those that the engine's thread has published, read at each scrape.
 """
 
 from __future__ import annotations
@@ -186,7 +186,8 @@ class Metrics:
         ).set_function(length)
 
     def watch_engine(self, stats: Callable[[], EngineStats]) -> None:
-        """Add the counters of the engine and its owners to the metrics."""
+        """Add the counters of the engine and its owners to the metrics; `stats` is called at each
+        scrape, from any thread."""
         self.registry.register(_EngineCollector(stats))
 
     def count_generation(self, reason: str, stats: GenerationStats) -> None:
@@ -252,7 +253,7 @@ def _owners(owners: Mapping[str, OwnerStats]) -> Iterator[Metric]:
     phases = [
         ([name, phase.value], stats)
         for name, owner in owners.items()
-        for phase, stats in dict(owner.phases).items()
+        for phase, stats in owner.phases.items()
     ]
     for metric, (field, text) in _PHASE_COUNTERS.items():
         family = CounterMetricFamily(f"{NAMESPACE}_{metric}", text, labels=labels)

@@ -136,7 +136,9 @@ class _Life:
                 if chat_template(self._state, engine) is not None:
                     with contextlib.suppress(RenderingUnavailable):  # the first chat raises it
                         engine.prepare_chat()
-                summary = f"{engine.spec.name}; experts: {', '.join(engine.stats().owners)}"
+                summary = (
+                    f"{engine.spec.name}; experts: {', '.join(self._state.worker.stats.owners)}"
+                )
                 # docs: requests are taken; the summary names the model and the owners of its
                 # experts
                 self._say(f"ready: {summary}")

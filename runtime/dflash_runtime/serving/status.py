@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 import prometheus_client
@@ -124,7 +124,7 @@ class ExpertMap(TypedDict):
 
 def status(state: ServerState, engine: Engine) -> Status:
     """The current Status."""
-    spec, stats, worker = engine.spec, engine.stats(), state.worker
+    spec, stats, worker = engine.spec, state.worker.stats, state.worker
     reading = worker.reading
     return {
         "schema_version": SCHEMA_VERSION,
@@ -161,9 +161,8 @@ def status(state: ServerState, engine: Engine) -> Status:
     }
 
 
-def expert_map(engine: Engine) -> ExpertMap:
-    """The heat map: all experts of all layers, in order."""
-    selections = engine.stats().selections
+def expert_map(engine: Engine, selections: Mapping[int, Sequence[int]]) -> ExpertMap:
+    """The heat map: all experts of all layers, in order. `selections`: as in EngineStats."""
     return {
         "schema_version": SCHEMA_VERSION,
         "owner_names": list(engine.placement.owner_names),
@@ -171,7 +170,7 @@ def expert_map(engine: Engine) -> ExpertMap:
             {
                 "layer_id": layer_id,
                 "owners": routing.owner_index.tolist(),
-                "selections": selections[layer_id],
+                "selections": list(selections[layer_id]),
             }
             for layer_id, routing in sorted(engine.placement.routing.items())
         ],

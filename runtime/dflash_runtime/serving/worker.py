@@ -7,9 +7,10 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 from dflash_protocol.errors import DflashError, NotFinite, one_line
-from dflash_runtime.engine.engine import Engine, GenerationStats
+from dflash_runtime.engine.engine import Engine, EngineStats, GenerationStats
 from dflash_runtime.experts.daemons.supervisor import ProgressCallback
 from dflash_runtime.serving.fair_queue import FairQueue, QueueFull
 from dflash_runtime.serving.jobs import Finished, Job
@@ -20,6 +21,8 @@ _LOG = logging.getLogger(__name__)
 
 _HUNG_S = 120.0
 """A layer that takes longer is taken to hang."""
+_PUBLISH_S = 0.5
+"""Longest time that `stats` lags behind an engine that is idle or begins layers."""
 
 OpenEngine = Callable[[ProgressCallback], Engine]
 
@@ -28,11 +31,19 @@ class OpeningAborted(Exception):
     """The server is ending before the engine was open."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Published:
+    """What other threads are told; at `until_s` it is to be published again."""
+
+    stats: EngineStats
+    until_s: float
+
+
 class EngineWorker:
     """Owns the engine and its thread; to be closed, or used in ``with``.
 
-    `opened` gives the engine once it is ready. Other threads may read its statistics and use its
-    tokenizer, nothing else.
+    `opened` gives the engine once it is ready. Other threads may use its tokenizer and what never
+    changes, and read `stats`, nothing else.
     """
 
     def __init__(
@@ -52,10 +63,10 @@ class EngineWorker:
         self._open_engine = open_engine
         self._metrics = metrics
         self._queue: FairQueue[Job] = FairQueue(queue_capacity)
-        self._is_closing = False
         self._mean_job_s = 1.0
         self._on_stage = on_stage
         self._stepped_s = 0.0
+        self._published: _Published | None = None
         self._thread = threading.Thread(target=self._main, name="dflash-engine")
         metrics.watch_queue(self._queue.__len__)
 
@@ -80,6 +91,15 @@ class EngineWorker:
         """Time since the running job last began a layer; None if none runs."""
         return None if self.running is None else time.monotonic() - self._stepped_s
 
+    @property
+    def stats(self) -> EngineStats:
+        """What the engine's thread has published last, once the engine is open.
+
+        It publishes at the end of each job, and else every `_PUBLISH_S` between layers or jobs.
+        """
+        assert self._published is not None
+        return self._published.stats
+
     def submit(self, job: Job) -> None:
         """Queue a job; clients take turns. Raises: QueueFull."""
         try:
@@ -101,7 +121,6 @@ class EngineWorker:
 
     def stop(self) -> None:
         """Cancel all jobs and have the thread end, without waiting for it."""
-        self._is_closing = True
         self._queue.close()
 
     def close(self) -> None:
@@ -121,9 +140,10 @@ class EngineWorker:
             # Loaded here, as other threads use it from now on.
             if (tokenizer := engine.tokenizer) is not None:
                 tokenizer.fewest_tokens("")  # scans the whole vocabulary, once
-            self._metrics.watch_engine(engine.stats)
+            self._publish(engine)
+            self._metrics.watch_engine(lambda: self.stats)
             self.opened.set_result(engine)
-            while (job := self._queue.take()) is not None:
+            while (job := self._next_job(engine)) is not None:
                 self._stepped_s = time.monotonic()
                 self.running = job
                 self._metrics.running.set(1)
@@ -132,6 +152,17 @@ class EngineWorker:
                 self._metrics.running.set(0)
                 # Last of all: once a client sees the end, everything is counted.
                 job.channel.put(outcome)
+
+    def _next_job(self, engine: Engine) -> Job | None:
+        while True:
+            try:
+                return self._queue.take(_PUBLISH_S)
+            except TimeoutError:  # a daemon may have been lost, or come back
+                self._publish(engine)
+
+    def _publish(self, engine: Engine) -> EngineStats:
+        self._published = _Published(engine.stats(), time.monotonic() + _PUBLISH_S)
+        return self._published.stats
 
     def _outcome_of(self, engine: Engine, job: Job) -> Finished | Exception:
         """Run a job; return its end, which is not yet put into its channel."""
@@ -147,6 +178,7 @@ class EngineWorker:
                 # memory, or a value that becomes too large
                 _LOG.error("a generation has no token: %s", error)
             self._metrics.finished.labels("error").inc()
+            self._publish(engine)
             return error
 
     def _run(self, engine: Engine, job: Job) -> Finished:
@@ -157,8 +189,10 @@ class EngineWorker:
         options = job.sampling
 
         def is_cancelled() -> bool:  # asked before every layer
-            self._stepped_s = time.monotonic()
-            return job.is_cancelled or self._is_closing
+            self._stepped_s = now_s = time.monotonic()
+            if self._published is None or now_s > self._published.until_s:
+                self._publish(engine)
+            return job.is_cancelled or self._queue.is_closed
 
         def on_prefill(num_done: int, num_total: int) -> None:
             self.reading = num_done, num_total
@@ -198,7 +232,7 @@ class EngineWorker:
         metrics.count_generation(reason, stats)
         ended_s = time.perf_counter()
         metrics.whole_s.observe(ended_s - job.asked_s)
-        metrics.count_owners(engine.stats().owners)
+        metrics.count_owners(self._publish(engine).owners)
         self._mean_job_s += (ended_s - started_s - self._mean_job_s) / 8
         return Finished(reason, stats)
 
@@ -206,5 +240,5 @@ class EngineWorker:
         self.stage = one_line(f"{owner}: {stage} {num_done}/{num_total}")
         self._on_stage(self.stage)
         # Only in this thread: an exception in another reporting thread would not end the opening.
-        if self._is_closing and threading.current_thread() is self._thread:
+        if self._queue.is_closed and threading.current_thread() is self._thread:
             raise OpeningAborted

@@ -11,73 +11,37 @@ from hypothesis import strategies as st
 
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.settings import (
-    CPU_TIERS,
-    VARIABLES,
     Settings,
     load_settings,
 )
-from dflash_protocol.settings.table import KNOBS, Knob, Reader, server_knobs
+from dflash_protocol.settings.kinds import OneOf, PathText, Switch, Whole
+from dflash_protocol.settings.table import KNOBS, Knob, Reader
 from support.examples import examples
 
 PREFIX = "DFLASH_MOE_EXPERT_COMPUTE_"
+SCALARS = [knob for knob in KNOBS if knob.reader is not Reader.SERVER]
 NUMBERS = [
-    # variable, field, default, smallest, largest
-    ("IPC_DEADLINE_MS", "deadline_ms", 250, 1, 3_600_000),
-    ("IPC_STEP_LIMIT_MS", "step_limit_ms", 200, 1, 60_000),
-    ("HEARTBEAT_MS", "heartbeat_ms", 1000, 10, 60_000),
-    ("CONNECT_TIMEOUT_MS", "connect_timeout_ms", 10_000, 10, 3_600_000),
-    ("IPC_BATCH_CAPACITY", "batch_capacity", 1024, 1, 4096),
-    ("BATCH_MAX", "stream_batch_max", 32, 1, 4096),
-    ("IPC_SHARED_BYTES", "ipc_shared_bytes", 0, 0, 1 << 40),
-    ("IPC_SPIN_US", "spin_us", None, 0, 1_000_000),
-    ("CHECK_REPLIES", "check_replies", None, 0, 1_000_000_000),
-    ("IPC_GPU", "ipc_gpu", 0, 0, 1023),
-    ("THREADS", "threads", 0, 0, 1024),
-    ("DATA_PORT", "data_port", 0, 0, 65_535),
-    ("CONTEXT", "context", None, 1, 1 << 30),
-    ("LOCAL_EXPERTS", "local_experts", None, 0, 65_536),
+    (knob.name, knob.field, knob.default, knob.kind.smallest, knob.kind.largest)
+    for knob in SCALARS
+    if isinstance(knob.kind, Whole) and knob.name != "BATCH"  # which has a bound of its own
 ]
 WORDS = [
-    # variable, field, default, values
-    ("IPC_MODE", "ipc_mode", "auto", ("auto", "batched", "stream")),
-    ("IPC_TRANSPORT", "ipc_transport", "auto", ("auto", "device", "shared", "stream")),
-    ("IPC_DTYPE", "ipc_dtype", "f32", ("f32", "f16", "bf16")),
-    ("IPC_MAIL_MEMORY", "mail_memory", "auto", ("auto", "host")),
-    ("PREFILL_OFFLOAD", "prefill_offload", "auto", ("auto", "on", "off")),
-    ("CPU_TIER", "cpu_tier", "auto", CPU_TIERS),
-    ("YARN", "yarn", "file", ("file", "llama.cpp")),
-    ("BACKEND", "backend", "auto", ("auto", "reference", "cpu")),
-    ("KV_TYPE", "kv_type", "auto", ("auto", "f32", "f16", "q8_0")),
+    (knob.name, knob.field, knob.default, knob.kind.words)
+    for knob in SCALARS
+    if isinstance(knob.kind, OneOf)
 ]
-SWITCHES = [
-    ("IPC_REQUIRED", "ipc_required"),
-    ("IPC_PROFILE", "ipc_profile"),
-    ("PIN_DAEMONS", "pin_daemons"),
-]
-PATHS = [
-    ("MODEL", "model"),
-    ("PLACEMENT", "placement"),
-    ("IPC_BIN", "ipc_bin"),
-    ("IPC_WORK_DIR", "run_dir"),
-    ("CACHE_DIR", "cache_dir"),
-    ("KEYS_DIR", "keys_dir"),
-]
+SWITCHES = [(knob.name, knob.field) for knob in SCALARS if isinstance(knob.kind, Switch)]
+PATHS = [(knob.name, knob.field) for knob in SCALARS if isinstance(knob.kind, PathText)]
 
 
 def test_defaults_hold_when_nothing_is_set() -> None:
     assert load_settings({"PATH": "/bin", "DFLASH": "1"}) == Settings()
-    defaults = {each[1]: each[2] for each in NUMBERS} | {each[1]: each[2] for each in WORDS}
-    assert {field: getattr(Settings(), field) for field in defaults} == defaults
-    assert not any(getattr(Settings(), field) for _, field in [*SWITCHES, *PATHS])
 
 
-def test_every_setting_is_tested_here() -> None:
-    tested = {"BATCH", "DAEMONS", "CONNECT", "LISTEN", "CORES"}
-    tested |= {each[0] for each in NUMBERS} | {each[0] for each in WORDS}
-    tested |= {each[0] for each in [*SWITCHES, *PATHS]}
-    remote = {"DFLASH_MOE_SETTINGS_FILE", *(knob.variable for knob in server_knobs())}
-    remote |= {PREFIX + "DEVICE"}  # in test_device
-    assert {PREFIX + name for name in tested} | remote == set(VARIABLES)
+def test_every_default_is_a_value_that_may_be_set() -> None:
+    for knob in KNOBS:
+        if knob.default not in (None, (), ""):
+            assert knob.kind.from_text(knob.kind.to_text(knob.default)) == knob.default
 
 
 @pytest.mark.parametrize(("variable", "field", "default", "smallest", "largest"), NUMBERS)

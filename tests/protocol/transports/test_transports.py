@@ -6,15 +6,17 @@ import os
 import secrets
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
 import zmq
 
+from dflash_protocol.batch import Sums
 from dflash_protocol.endpoint import IpcClaim, parse_endpoint
-from dflash_protocol.errors import ProtocolError
 from dflash_protocol.ids import F64Array
 from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.ring.segment import create_segment, open_segment
@@ -33,7 +35,12 @@ from dflash_protocol.transports.testing import (
     sums_of,
 )
 from dflash_protocol.transports.zmq_stream import StreamClient, StreamServer, largest_frame_bytes
-from dflash_protocol.wire.transport import ClientTransport, LinkLimits, ReceivedRequest
+from dflash_protocol.wire.transport import (
+    ClientTransport,
+    LinkLimits,
+    ReceivedRequest,
+    ServerTransport,
+)
 from support.processes import environment
 
 
@@ -48,22 +55,28 @@ FRAME_BYTES = largest_frame_bytes(
 )
 
 
-class Pair:
+class Pair(ABC):
     """Implements testing.TransportPair."""
 
-    client: ClientTransport
-    server: StreamServer | SharedServer
+    server: ServerTransport
 
     def __init__(self) -> None:
         self._undo = ExitStack()
+        self._num_links = 0
         self.lost_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._undo.callback(os.close, self.lost_fd)
 
-    def reply(self, request: ReceivedRequest, sums: F64Array, compute_s: float) -> None:
-        self.server.reply(request, sums, compute_s)
+    def connect(self) -> ClientTransport:
+        self._num_links += 1
+        client = self.linked(link_id(self._num_links))
+        self._undo.callback(client.close)
+        return client
 
-    def fail(self, link_id: str, sequence: int, error: ProtocolError) -> None:
-        self.server.fail(link_id, sequence, error)
+    @abstractmethod
+    def linked(self, link_id: str) -> ClientTransport: ...
+
+    @abstractmethod
+    def drop(self) -> None: ...
 
     def lose(self) -> None:
         os.eventfd_write(self.lost_fd, 1)
@@ -72,51 +85,78 @@ class Pair:
         self._undo.close()
 
 
+def link_id(number: int) -> str:
+    return f"{number:02x}" * 8
+
+
 class StreamPair(Pair):
     def __init__(self, address: str) -> None:
         super().__init__()
         if address.startswith("ipc:"):
             self._undo.callback(IpcClaim(parse_endpoint(address)).close)
-        context = self._undo.enter_context(zmq.Context())
-        links = {"ab" * 8: limits()}
-        self.server = self.stream = StreamServer(
-            context, address, max_frame_bytes=FRAME_BYTES, limits_of=links.get
+        self._context = self._undo.enter_context(zmq.Context())
+        self._links: dict[str, LinkLimits] = {}
+        server = StreamServer(
+            self._context, address, max_frame_bytes=FRAME_BYTES, limits_of=self._links.get
         )
-        self._undo.callback(self.stream.close)
-        self.client = StreamClient(
-            context,
-            address.replace("*", str(self.stream.port)),
-            "ab" * 8,
+        self._undo.callback(server.close)
+        self._address = address.replace("*", str(server.port))
+        self.server = server
+        self.client = self.connect()
+
+    def linked(self, link_id: str) -> StreamClient:
+        self._links[link_id] = limits()
+        return StreamClient(
+            self._context,
+            self._address,
+            link_id,
             hidden_size=HIDDEN_SIZE,
             max_frame_bytes=FRAME_BYTES,
             lost_fd=self.lost_fd,
             lost_reason=lambda: "it was ended",
             generation=3,
         )
-        self._undo.callback(self.client.close)
 
-    def receive(self) -> ReceivedRequest | None:
-        return self.stream.receive(0.5)
+    def drop(self) -> None:
+        del self._links[link_id(1)]
+
+
+class SpinningServer(SharedServer):
+    """A server that spins before it sleeps."""
+
+    spin_s = 0.0
+
+    def receive(
+        self, timeout_s: float, *, spin_s: float = 0.0, others: tuple[int, ...] = ()
+    ) -> ReceivedRequest | None:
+        return super().receive(timeout_s, spin_s=self.spin_s, others=others)
 
 
 class SharedPair(Pair):
+    make_server = SpinningServer
+
     def __init__(self, folder: Path, spin_s: float) -> None:
         super().__init__()
-        self._spin_s = spin_s
-        segment = create_segment(folder, SHAPE, generation=3)
-        self._undo.callback(segment.close)
-        self.server = self.shared = SharedServer()
-        self._undo.callback(self.shared.close)
-        self.shared.add_link(
-            "ab" * 8, open_segment(folder, segment.name, SHAPE, generation=3), limits()
-        )
+        self._folder, self._spin_s = folder, spin_s
+        self.server = self._rings = self.make_server()
+        self._rings.spin_s = spin_s
+        self._undo.callback(self._rings.close)
+        self.client = self.connect()
+
+    def linked(self, link_id: str) -> SharedClient:
+        segment = create_segment(self._folder, SHAPE, generation=3)
+        opened = open_segment(self._folder, segment.name, SHAPE, generation=3)
         segment.unlink()
-        self.client = SharedClient(
-            segment, lost_fd=self.lost_fd, lost_reason=lambda: "it was ended", spin_s=spin_s
+        self._rings.add_link(link_id, opened, limits())
+        return SharedClient(
+            segment,
+            lost_fd=self.lost_fd,
+            lost_reason=lambda: "it was ended",
+            spin_s=self._spin_s,
         )
 
-    def receive(self) -> ReceivedRequest | None:
-        return self.shared.receive(0.5, spin_s=self._spin_s)
+    def drop(self) -> None:
+        self._rings.drop_link(link_id(1))
 
 
 MAKERS: dict[str, Callable[[Path], TransportPair]] = {
@@ -134,11 +174,15 @@ def test_a_transport_keeps_what_all_of_them_promise(maker: str, check: str, run_
 
 
 def test_the_check_names_what_fails(run_dir: Path) -> None:
-    class Liar(SharedPair):
-        def reply(self, request: ReceivedRequest, sums: F64Array, compute_s: float) -> None:
+    class Liar(SpinningServer):
+        def reply(self, request: ReceivedRequest, sums: F64Array | Sums, compute_s: float) -> None:
+            assert isinstance(sums, np.ndarray)
             super().reply(request, sums + 1.0, compute_s)
 
-    make_pair: MakePair = lambda: Liar(run_dir, 0.0)  # noqa: E731
+    class LyingPair(SharedPair):
+        make_server = Liar
+
+    make_pair: MakePair = lambda: LyingPair(run_dir, 0.0)  # noqa: E731
     with pytest.raises(AssertionError, match="'echo'"):
         check_transport(make_pair)
 

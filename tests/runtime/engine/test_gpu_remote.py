@@ -16,7 +16,7 @@ import pytest
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import F32Array, Phase
 from dflash_protocol.settings import load_settings
-from dflash_protocol.transports.shared_client import SharedClient
+from dflash_protocol.transports.device_copies import DeviceCopies
 from dflash_runtime import Engine
 from dflash_runtime.compute.gpu.transfers.payload import SegmentWindow
 from support.emulated_gpu import MAX_CHUNK, TINY, EmulatedGpus, install_emulated_gpus
@@ -157,7 +157,7 @@ def test_whatever_happens_to_a_chunk_it_is_computed(
         SegmentWindow.read_sums,
     )
     address_of: WeakKeyDictionary[SegmentWindow, int] = WeakKeyDictionary()
-    send_moved = SharedClient._move_rows
+    begin = DeviceCopies.begin
     faults: list[str] = []
 
     def noted(window: SegmentWindow, mover: Any, address: int, num_bytes: int) -> None:
@@ -182,17 +182,16 @@ def test_whatever_happens_to_a_chunk_it_is_computed(
             damaged(address_of[window], offset + 8 * TINY.hidden_size - 1)
         return read_sums(window, offset, expected)
 
-    def sent(client: SharedClient, *args: Any) -> int:
-        status = send_moved(client, *args)
+    def begun(copies: DeviceCopies, *args: Any, **named: Any) -> None:
+        begin(copies, *args, **named)
         if faults[:1] == ["kill"]:
             faults.pop(0)
             daemon.kill()
-        return status
 
     monkeypatch.setattr(SegmentWindow, "__init__", noted)
     monkeypatch.setattr(SegmentWindow, "write_rows", written)
     monkeypatch.setattr(SegmentWindow, "read_sums", read)
-    monkeypatch.setattr(SharedClient, "_move_rows", sent)
+    monkeypatch.setattr(DeviceCopies, "begin", begun)
     options: dict[str, Any] = {"connect": [endpoint], "local_experts": 0, "context": 24}
     faults = ["lock"]
     with Engine.open(model, device="cuda:0", **options) as engine:

@@ -18,7 +18,7 @@ from dflash_protocol.batch import Sums
 from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_protocol.settings import load_settings
-from dflash_protocol.transports.shared_client import SharedClient
+from dflash_protocol.transports.device_copies import DeviceCopies
 from dflash_runtime import Engine
 from dflash_runtime.compute.sliding_window import MOST_KEPT
 from dflash_runtime.engine.checkpoints import StateCheckpoints
@@ -122,13 +122,13 @@ class LostSometimes(LocalExpertCompute):
     """An owner that does not answer some requests."""
 
     lost: frozenset[int] = frozenset()
-    num_collected = 0
+    num_finished = 0
 
-    def collect(self, ticket: Ticket, out: Sums) -> None:
-        self.num_collected += 1
-        if self.num_collected in self.lost:
+    def finish(self, ticket: Ticket, out: Sums) -> None:
+        self.num_finished += 1
+        if self.num_finished in self.lost:
             raise DaemonUnavailable("gone")
-        super().collect(ticket, out)
+        super().finish(ticket, out)
 
 
 @pytest.mark.parametrize("lost", [{1, 4}, {2}])
@@ -229,23 +229,23 @@ def test_whatever_happens_to_a_half_the_chunk_is_computed(
     with opened(model) as engine:
         expected = engine.logits(ids, CHUNKS)
     bound = 0.02 * np.abs(expected).max()
-    move_rows = SharedClient._move_rows
+    begin = DeviceCopies.begin
     faults: list[str] = []
     most_in_flight = 0
 
-    def sent(client: SharedClient, *args: Any) -> int:
+    def begun(copies: DeviceCopies, *args: Any, **named: Any) -> None:
         nonlocal most_in_flight
-        status = move_rows(client, *args)
-        most_in_flight = max(most_in_flight, len(client._pending) + 1)
-        if faults and len(client._pending) == 1:  # the other micro-batch's
+        begin(copies, *args, **named)
+        num_others = len(copies._requests.pending)
+        most_in_flight = max(most_in_flight, num_others + 1)
+        if faults and num_others == 1:  # the other micro-batch's
             fault = faults.pop()
             if fault == "kill":
                 daemon.kill()
             else:
                 interrupt_main_thread()
-        return status
 
-    monkeypatch.setattr(SharedClient, "_move_rows", sent)
+    monkeypatch.setattr(DeviceCopies, "begin", begun)
     for num_local in (2, 0):
         with opened(model, connect=[endpoint], local_experts=num_local) as engine:
             assert (engine.logits(ids, CHUNKS) == expected).all()

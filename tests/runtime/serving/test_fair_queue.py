@@ -91,3 +91,13 @@ def test_order_within_a_client_stays_and_no_client_is_passed_over_twice(steps: l
         for client, items in waiting.items():
             passed_over[client] = passed_over[client] + 1 if items and client != item[0] else 0
         assert max(passed_over.values()) <= len(waiting) - 1
+
+
+def test_a_wait_for_an_item_may_end_without_one() -> None:
+    queue: FairQueue[int] = FairQueue(4)
+    with pytest.raises(TimeoutError):
+        queue.take(0.01)
+    queue.put("a", 1)
+    assert queue.take(0.01) == 1
+    queue.close()
+    assert queue.take(0.01) is None

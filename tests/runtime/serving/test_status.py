@@ -16,6 +16,7 @@ from dflash_adapters.quant import TensorType
 from dflash_adapters.spec import MoeSpec
 from dflash_protocol.ids import Phase
 from dflash_runtime.compute.reference import ReferenceBackend
+from dflash_runtime.engine.engine import Engine, EngineStats
 from dflash_runtime.engine.steps import Steps
 from dflash_runtime.experts.compute import OwnerKind, OwnerStats
 from dflash_runtime.experts.event_kinds import EventKind
@@ -104,6 +105,42 @@ async def test_status_says_how_far_a_prompt_is_and_that_it_gets_on_no_more(
         found = (await served.client.get("/status")).json()
         assert (found["queue"]["reading"], found["queue"]["stalled_s"]) == (None, None)
         assert found["is_well"]
+
+
+@pytest.mark.asyncio
+async def test_only_the_engines_thread_reads_its_counters(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others read what it has published, which nothing changes any more."""
+    readers: set[str] = set()
+    stats = Engine.stats
+
+    def noted(engine: Engine) -> EngineStats:
+        readers.add(threading.current_thread().name)
+        return stats(engine)
+
+    monkeypatch.setattr(Engine, "stats", noted)
+    async with serve() as served:
+        before = served.state.worker.stats
+        await served.post("/v1/completions", prompt="hello", max_tokens=4, ignore_eos=True)
+        for path in ("/status", "/status/experts", "/metrics", "/props"):
+            assert (await served.client.get(path)).status_code == 200
+        assert served.state.worker.stats.owners["local"].requests > 0
+        assert before.owners["local"].requests == 0
+    assert readers == {"dflash-engine"}
+
+
+@pytest.mark.asyncio
+async def test_an_idle_server_tells_what_has_changed(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "_PUBLISH_S", 0.01)
+    async with serve() as served:
+        engine = served.state.engine
+        engine._owners.events.add(EventKind.DAEMON_LOST, "cpu0", "it was ended")
+        async with asyncio.timeout(10):
+            while not served.state.worker.stats.events:
+                await asyncio.sleep(0.005)
 
 
 @pytest.mark.asyncio

@@ -45,14 +45,98 @@ class DaemonCounters:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """Memory that a daemon has mapped too, and what both sides agreed on about it."""
+
+    segment: Segment
+    moves: bool = False
+    """Whether both sides' devices copy rows and sums to and from it, if ours can map it."""
+    mails: bool = False
+    """Whether the daemon is preparing its end of a mailbox in it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Session:
     """What one successful handshake agreed on. Generations are unique per link."""
 
     generation: int
     welcome: Welcome
     data_address: str
-    segment: Segment | None = None
-    """Shared memory, to be taken with DaemonLink.take_segment."""
+    memory: SharedMemory | None = None
+    """Its segment is to be taken with DaemonLink.take_segment."""
+
+
+class _Sessions:
+    """A link's sessions: none yet, one, the last one lost, or none ever again.
+
+    Guarded by the link's lock. Owns: an eventfd, readable exactly while the last session is known
+    to be lost, and the current session's segment until it is taken.
+    """
+
+    def __init__(self) -> None:
+        self.current: Session | None = None
+        self.num_opened = 0
+        self.reason = "not connected yet"
+        """Why there is none."""
+        self.away_since_s: float | None = None
+        self.is_given_up = False
+        self.lost_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._untaken: Segment | None = None
+
+    def open(self, session: Session) -> float | None:
+        """Begin a session; returns since when the daemon was away."""
+        self._untaken = None if session.memory is None else session.memory.segment
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.lost_fd)
+        self.current = session
+        away_since_s, self.away_since_s = self.away_since_s, None
+        return away_since_s
+
+    def end(self, reason: str) -> None:
+        """End the current session, if there is one."""
+        self.reason = reason
+        if self.current is not None:
+            self.current = None
+            self.close_untaken()
+            os.eventfd_write(self.lost_fd, 1)
+
+    def take_segment(self) -> Segment | None:
+        segment, self._untaken = self._untaken, None
+        return segment
+
+    def close_untaken(self) -> None:
+        if (segment := self.take_segment()) is not None:
+            segment.close()
+
+
+class _Reports:
+    """Reports what happens to one daemon: see DaemonLink. Called without the link's lock."""
+
+    def __init__(
+        self, name: str, numeric_class: str, on_event: Callable[[EventKind, str, str], None]
+    ) -> None:
+        self._name = name
+        self._numeric_class = numeric_class
+        self._on_event = on_event
+        self._refused = ""
+
+    def report(self, kind: EventKind, reason: str) -> None:
+        self._on_event(kind, self._name, reason)
+
+    def report_opened(self, welcome: Welcome, away_since_s: float | None) -> None:
+        """Report a session, if the daemon was away or computes other bits than the parent."""
+        self._refused = ""
+        if away_since_s is not None:
+            self.report(EventKind.DAEMON_BACK, f"away for {monotonic() - away_since_s:.1f} s")
+        if welcome.numeric_class != self._numeric_class:
+            reason = f"daemon {welcome.numeric_class}, parent {self._numeric_class}"
+            self.report(EventKind.NUMERIC_CLASS_DIFFERS, reason)
+
+    def report_refused(self, reason: str) -> None:
+        """Report why no session can be opened; each reason once until there is one again."""
+        if reason != self._refused:
+            self._refused = reason
+            self.report(EventKind.DAEMON_REFUSED, reason)
 
 
 class DaemonLink:
@@ -91,104 +175,89 @@ class DaemonLink:
         """Sets the keys of a socket of this link before it connects; None if it needs none."""
         self.daemon_counters = DaemonCounters()
         """The last heartbeat's; replaced as a whole by the supervisor."""
-        self.lost_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._numeric_class = numeric_class
-        self._on_event = on_event
         self._lock = threading.Lock()
-        self._session: Session | None = None
-        self._untaken: Segment | None = None
-        self._num_sessions = 0
-        self._reason = "not connected yet"
-        self._away_since_s: float | None = None
-        self._refused = ""
-        self.is_given_up = False
-        """The daemon is not used again: there are no further sessions."""
+        self._sessions = _Sessions()
+        self._reports = _Reports(name, numeric_class, on_event)
         self._wake_supervisor: Callable[[int], None] = lambda generation: None
 
     @property
     def session(self) -> Session | None:
         """The current session, or None."""
-        return self._session
+        return self._sessions.current
+
+    @property
+    def lost_fd(self) -> int:
+        """Readable exactly while the last session is known to be lost."""
+        return self._sessions.lost_fd
+
+    @property
+    def is_given_up(self) -> bool:
+        """The daemon is not used again: there are no further sessions."""
+        return self._sessions.is_given_up
 
     @property
     def restarts(self) -> int:
         """Times the daemon came back after it was lost."""
-        return max(0, self._num_sessions - 1)
+        return max(0, self._sessions.num_opened - 1)
 
     def lost_reason(self) -> str:
         with self._lock:
-            return f"daemon {self.name}: {self._reason}"
+            return self._why_lost()
+
+    def _why_lost(self) -> str:
+        return f"daemon {self.name}: {self._sessions.reason}"
 
     def set_supervisor_wake(self, wake: Callable[[int], None]) -> None:
         """Set `wake`, which is called, from any thread, with the generation of a lost session."""
         self._wake_supervisor = wake
 
-    def mark_ready(self, welcome: Welcome, segment: Segment | None = None) -> Session:
-        """Open a new session; the link owns the segment until it is taken.
+    def mark_ready(self, welcome: Welcome, memory: SharedMemory | None = None) -> Session:
+        """Open a new session; the link owns the memory's segment until it is taken.
 
         Raises: DaemonUnavailable if the daemon was given up.
         """
         with self._lock:
-            if self.is_given_up:
-                if segment is not None:
-                    segment.close()
-                raise DaemonUnavailable(f"daemon {self.name}: {self._reason}")
-            self._num_sessions += 1
-            session = Session(
-                self._num_sessions,
-                welcome,
-                self.endpoint.data_address(welcome.data_port),
-                segment,
-            )
-            self._untaken = segment
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self.lost_fd)
-            self._session = session
-            away_since_s, self._away_since_s = self._away_since_s, None
-            self._refused = ""
-        if away_since_s is not None:
-            self._on_event(
-                EventKind.DAEMON_BACK, self.name, f"away for {monotonic() - away_since_s:.1f} s"
-            )
-        if welcome.numeric_class != self._numeric_class:
-            reason = f"daemon {welcome.numeric_class}, parent {self._numeric_class}"
-            self._on_event(EventKind.NUMERIC_CLASS_DIFFERS, self.name, reason)
+            sessions = self._sessions
+            if sessions.is_given_up:
+                if memory is not None:
+                    memory.segment.close()
+                raise DaemonUnavailable(self._why_lost())
+            sessions.num_opened += 1
+            data_address = self.endpoint.data_address(welcome.data_port)
+            session = Session(sessions.num_opened, welcome, data_address, memory)
+            away_since_s = sessions.open(session)
+        self._reports.report_opened(welcome, away_since_s)
         return session
 
     def mark_lost(self, generation: int, reason: str) -> None:
         """End the session of that generation, if it is the current one."""
         with self._lock:
-            if self._session is None or self._session.generation != generation:
+            sessions = self._sessions
+            if sessions.current is None or sessions.current.generation != generation:
                 return
-            self._session = None
-            self._reason = reason
-            self._away_since_s = monotonic()
-            self._close_untaken()
-            os.eventfd_write(self.lost_fd, 1)
-        self._on_event(EventKind.DAEMON_LOST, self.name, reason)
+            sessions.away_since_s = monotonic()
+            sessions.end(reason)
+        self._reports.report(EventKind.DAEMON_LOST, reason)
         self._wake_supervisor(generation)
 
     def mark_absent(self, kind: EventKind, reason: str) -> None:
         """Report a daemon that cannot be reached, when there was no session to lose."""
         with self._lock:
-            if self._away_since_s is None:
-                self._away_since_s = monotonic()
-        self._on_event(kind, self.name, reason)
+            if self._sessions.away_since_s is None:
+                self._sessions.away_since_s = monotonic()
+        self._reports.report(kind, reason)
 
     def give_up(self, reason: str) -> None:
         """After a wrong reply: end the session, and have no other for the rest of the link's
         life. A daemon that is our child is ended."""
         with self._lock:
-            if self.is_given_up:
+            sessions = self._sessions
+            if sessions.is_given_up:
                 return
-            self.is_given_up = True
-            self._reason = reason
-            generation = self._num_sessions
-            if self._session is not None:
-                self._session = None
-                self._close_untaken()
-                os.eventfd_write(self.lost_fd, 1)
-        self._on_event(EventKind.WRONG_REPLY, self.name, reason)
+            sessions.is_given_up = True
+            generation = sessions.num_opened
+            sessions.end(reason)
+        self._reports.report(EventKind.WRONG_REPLY, reason)
         self._wake_supervisor(generation)
 
     def take_segment(self, session: Session) -> Segment | None:
@@ -197,27 +266,19 @@ class DaemonLink:
         Raises: DaemonUnavailable if the session is over.
         """
         with self._lock:
-            if self._session is not session:
-                raise DaemonUnavailable(f"daemon {self.name}: {self._reason}")
-            segment, self._untaken = self._untaken, None
-            return segment
-
-    def _close_untaken(self) -> None:
-        if self._untaken is not None:
-            self._untaken.close()
-            self._untaken = None
+            if self._sessions.current is not session:
+                raise DaemonUnavailable(self._why_lost())
+            return self._sessions.take_segment()
 
     def note(self, kind: EventKind, reason: str) -> None:
         """Report an event that does not end the session."""
-        self._on_event(kind, self.name, reason)
+        self._reports.report(kind, reason)
 
     def note_refused(self, reason: str) -> None:
         """Report why no session can be opened; each reason once until there is one again."""
-        if reason != self._refused:
-            self._refused = reason
-            self.note(EventKind.DAEMON_REFUSED, reason)
+        self._reports.report_refused(reason)
 
     def close(self) -> None:
         """Release the eventfd and a segment that was not taken. The link is unusable afterwards."""
-        self._close_untaken()
-        os.close(self.lost_fd)
+        self._sessions.close_untaken()
+        os.close(self._sessions.lost_fd)

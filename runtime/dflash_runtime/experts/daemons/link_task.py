@@ -26,7 +26,6 @@ from dflash_protocol.errors import (
     ProtocolError,
     one_line,
 )
-from dflash_protocol.ring.segment import Segment
 from dflash_protocol.wire.messages import (
     COMPARING,
     HEADER_LIMIT_BYTES,
@@ -52,7 +51,12 @@ from dflash_runtime.experts.daemons.handshake import (
     digests,
     weights_compared,
 )
-from dflash_runtime.experts.daemons.link import DaemonCounters, DaemonLink, Session
+from dflash_runtime.experts.daemons.link import (
+    DaemonCounters,
+    DaemonLink,
+    Session,
+    SharedMemory,
+)
 from dflash_runtime.experts.daemons.sharing import (
     Offer,
     OfferFailed,
@@ -245,8 +249,8 @@ class LinkTask:
                     if self._process is not None:
                         await self._process.stop()
                     raise
-                segment = await self._share(control, disconnected, welcome)
-                session = link.mark_ready(welcome, segment)
+                memory = await self._share(control, disconnected, welcome)
+                session = link.mark_ready(welcome, memory)
                 self._first.report_progress(Progress("ready", 1, 1))
                 self._first.report(None)
                 await self._watch(control, disconnected, session)
@@ -326,7 +330,7 @@ class LinkTask:
 
     async def _share(
         self, control: zmq.asyncio.Socket, disconnected: _Received, welcome: Welcome
-    ) -> Segment | None:
+    ) -> SharedMemory | None:
         """Share memory with the daemon; None if that is not possible.
 
         Raises: HandshakeRefused if it is required; DaemonUnavailable if the daemon is lost.
@@ -341,10 +345,10 @@ class LinkTask:
         if folder is not None and not reason:
             try:
                 offer = await _make_offer(folder, welcome, plan)
-                segment = await self._attach(control, disconnected, offer)
-                if not greeting.is_mail_required or segment.peer_mails:
-                    return segment
-                segment.close()
+                memory = await self._attach(control, disconnected, offer)
+                if not greeting.is_mail_required or memory.mails:
+                    return memory
+                memory.segment.close()
                 raise HandshakeRefused(
                     f"daemon {link.name} cannot have a mailbox with us: each side needs a GPU "
                     "that sees shared memory, and payloads in f32"
@@ -362,7 +366,7 @@ class LinkTask:
 
     async def _attach(
         self, control: zmq.asyncio.Socket, disconnected: _Received, offer: Offer
-    ) -> Segment:
+    ) -> SharedMemory:
         """Have the daemon map an offered segment.
 
         Raises: OfferFailed if it refuses; DaemonUnavailable if it is lost.

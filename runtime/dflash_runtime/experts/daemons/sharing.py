@@ -15,6 +15,7 @@ from dflash_protocol.ring import compiled as ring_native
 from dflash_protocol.ring.layout import MAX_SLOTS, MOVED_FACTOR, RingShape
 from dflash_protocol.ring.segment import Segment, create_segment
 from dflash_protocol.wire.messages import Attach, Attached, Welcome
+from dflash_runtime.experts.daemons.link import SharedMemory
 
 _DEFAULT_BYTES = 128 << 20
 _FEWEST_SLOTS = 2
@@ -81,8 +82,8 @@ class Offer:
             mail_bytes=shape.mail_bytes,
         )
 
-    def accepted(self, answer: Attached) -> Segment:
-        """The segment, if the nonce that the daemon says it wrote can be read here.
+    def accepted(self, answer: Attached) -> SharedMemory:
+        """The memory, if the nonce that the daemon says it wrote can be read here.
 
         Raises: OfferFailed if not.
         """
@@ -90,10 +91,9 @@ class Offer:
         is_same = hmac.compare_digest(answer.nonce.encode(), written)
         if answer.link_id != self._link_id or not is_same:
             raise OfferFailed("the daemon mapped other memory than ours")
-        self._segment.peer_moves = self._moves and answer.moves
-        self._segment.peer_mails = self._segment.peer_moves and answer.mails
         self._segment.unlink()
-        return self._segment
+        moves = self._moves and answer.moves
+        return SharedMemory(self._segment, moves=moves, mails=moves and answer.mails)
 
     def withdraw(self) -> None:
         """Close the segment."""

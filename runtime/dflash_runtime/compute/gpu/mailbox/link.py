@@ -87,7 +87,8 @@ class MailLink:
     @property
     def stays_in_host(self) -> bool:
         """Devices' memory must not be used."""
-        return self._segment.mail_in_host
+        terms = self._segment.mail_terms
+        return terms is not None and terms.in_host
 
     def use_peers(self, uses_peers: bool) -> None:
         """Choose the lines for steps after the next `restart`: in devices' memory if there are any

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from dflash_adapters.spec import MoeSpec
 from dflash_protocol.ring.layout import RingShape
-from dflash_protocol.ring.segment import Segment
+from dflash_protocol.ring.segment import MailTerms, Segment
 from dflash_runtime.compute.backend import ExpertBank
 from dflash_runtime.compute.gpu.device.device import KernelDevice
 from dflash_runtime.compute.gpu.device.kept_memory import MemoryKeeper
@@ -34,8 +34,7 @@ class CupyMail:
         return mail_layout(moe).nbytes
 
     def begin(self, segment: Segment, limit_ms: int, *, in_host: bool = False) -> None:
-        segment.mail_in_host = in_host
-        begin_mailbox(segment, self._device, limit_ms)
+        begin_mailbox(segment, self._device, MailTerms(limit_ms, in_host))
 
     def serve(self, segment: Segment, moe: MoeSpec, banks: Mapping[int, ExpertBank]) -> MailServer:
         layers = []

@@ -1,6 +1,6 @@
 """The parent's end of its mailboxes: one for each daemon; a step uses all of them or none.
 
-`moe.MailMoe` launches a step's requests; the captured step rings the daemons' hosts.
+`routes.MailboxRoutes` launches a step's requests; the captured step rings the daemons' hosts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 import numpy as np
 
 from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable
-from dflash_protocol.ring.segment import Segment
+from dflash_protocol.ring.segment import MailTerms, Segment
 from dflash_runtime.compute.backend import MailRoute
 from dflash_runtime.compute.gpu.device.device import HostMapping, KernelDevice
 from dflash_runtime.compute.gpu.device.kept_memory import MemoryKeeper
@@ -43,11 +43,11 @@ _UNUSED_EPOCHS = 64
 """Epochs skipped by a restart: more than the steps that can be under way."""
 
 
-def begin_mailbox(segment: Segment, device: KernelDevice, limit_ms: int) -> None:
+def begin_mailbox(segment: Segment, device: KernelDevice, terms: MailTerms) -> None:
     """Write what the daemon reads before it prepares its end."""
-    segment.mail_limit_ms = limit_ms
+    segment.mail_terms = terms
     words = MailWords(segment)
-    words.write(LIMIT_MS_AT, limit_ms)
+    words.write(LIMIT_MS_AT, terms.limit_ms)
     words.write(PARENT_LAYOUT_AT, LAYOUT_NUMBER)
     segment.write_mail(PARENT_DEVICE_AT, device.uuid)
 
@@ -106,14 +106,15 @@ class ParentMail:
             )
             for route in routes
         ]
-        limit_ms = routes[0].segment.mail_limit_ms
+        terms = routes[0].segment.mail_terms
+        assert terms is not None
         # Memory of our own: a word that peers can write must not decide that a step is right.
         self._failed = whole_pages(1, 0).view(np.uint32)
         self._mapping: HostMapping | None = device.map_host(self._failed)
         self._side = MailSide(
             device,
             [link.peer for link in self._links],
-            limit_ms,
+            terms.limit_ms,
             failed=self._mapping.device_address,
         )
         self.kernels = MailKernels(self._side)

@@ -93,13 +93,15 @@ class MailboxTrial:
             follows=True,
             longest_pause_ns=round(longest_pause_us * 1e3),
         )
+        terms = self._segment.mail_terms
+        assert terms is not None
         first = tuple(Medium).index(medium) * _EPOCHS_OF_MEDIUM
         self._num_rounds[medium] += num_rounds
         return self._link.probe(
             plan,
             epoch=first + done,
             first_epoch=first + 1,
-            limit_ms=self._segment.mail_limit_ms,
+            limit_ms=terms.limit_ms,
         )
 
     def close(self) -> None:

@@ -1,0 +1,130 @@
+"""A link's requests at the parent and the ring's slots that they use."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+
+from dflash_protocol.device_payload import DmaCopy, ExpectedSums
+from dflash_protocol.errors import DeadlineExceeded, ProtocolError, one_line
+from dflash_protocol.ring import compiled as ring_native
+from dflash_protocol.ring import layout as ring
+from dflash_protocol.ring.compiled import FAILURE, IS_NOT_FINITE
+from dflash_protocol.ring.layout import RingShape
+from dflash_protocol.transports.ports import HEADER_AT, Ports, header_word, violation_error
+from dflash_protocol.wire.transport import Reply, TransportCounters
+
+_TIMES = struct.Struct("<2d")
+_TIMES_AT = HEADER_AT + 8 * ring.TIME
+
+
+class Slot:
+    """State of a slot at the parent."""
+
+    __slots__ = (
+        "expected",
+        "index",
+        "is_moved",
+        "num_tokens",
+        "port",
+        "reading",
+        "reply_at",
+        "request_at",
+        "taken",
+        "text",
+    )
+
+    def __init__(self, ports: Ports, shape: RingShape, index: int) -> None:
+        self.index = index
+        self.num_tokens = 0
+        """Tokens of the request in the slot."""
+        self.is_moved = False
+        """Whether a device moves the request's rows, and will move its sums."""
+        self.expected: ExpectedSums | None = None
+        """Device memory for the sums."""
+        self.reading: tuple[int, DmaCopy] | None = None
+        """After the reply's header has arrived: payload bytes, and the copy of the sums."""
+        self.request_at = shape.request_slot_at(index) + ring.HEADER_BYTES
+        self.reply_at = shape.reply_slot_at(index) + ring.HEADER_BYTES
+        self.port = ports.address(index)
+        self.taken = ports.taken(index)
+        self.text = np.zeros(ring.FAILURE_LIMIT_BYTES, np.uint8)
+        ports.words[index, ring_native.TEXT] = self.text.ctypes.data
+
+
+class RequestsInFlight:
+    """A link's requests by sequence, and the bytes that they have moved.
+
+    A request is pending; or it has arrived, and its reply or error is kept until its wait; or it is
+    not known, since it was waited for or forgotten. A slot is free, pending, or abandoned, which is
+    forgotten before its reply.
+    """
+
+    __slots__ = (
+        "_counters",
+        "abandoned",
+        "arrived",
+        "bytes_received",
+        "bytes_sent",
+        "free",
+        "last_compute_s",
+        "num_slots",
+        "pending",
+        "sequence",
+    )
+
+    def __init__(self, ports: Ports, shape: RingShape, counters: TransportCounters) -> None:
+        # Last in, first out: the slot used last is still in both sides' caches.
+        self.free = [Slot(ports, shape, index) for index in reversed(range(shape.num_slots))]
+        self.pending: dict[int, Slot] = {}
+        self.abandoned: dict[int, Slot] = {}
+        self.arrived: dict[int, Reply | ProtocolError] = {}
+        self.num_slots = shape.num_slots
+        self.sequence = 0
+        """The sequence used last."""
+        self.last_compute_s = 0.0
+        """What the last reply took to compute."""
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self._counters = counters
+
+    def complete(self, sequence: int, reply: Reply, num_bytes: int) -> None:
+        """Fill in the reply of a pending request whose sums were received, and free its slot."""
+        slot = self.pending.pop(sequence)
+        if num_bytes & IS_NOT_FINITE:
+            num_bytes ^= IS_NOT_FINITE
+            reply.is_finite = False
+        reply.compute_s, reply.queue_s = _TIMES.unpack_from(slot.taken, _TIMES_AT)
+        self.last_compute_s = reply.compute_s
+        self.free.append(slot)
+        self.bytes_received += num_bytes
+
+    def failure(self, sequence: int, slot: Slot, status: int) -> ProtocolError:
+        """The error of a failure or violation that a pending request has received; frees the slot,
+        unless the daemon may still write it."""
+        del self.pending[sequence]
+        violation = FAILURE - status
+        if violation == ring_native.STALE:
+            self.abandoned[sequence] = slot
+        else:
+            self.free.append(slot)
+        if violation:
+            return violation_error(violation, self._counters)
+        text = bytes(slot.text[: header_word(slot.taken, ring.PAYLOAD_BYTES)])
+        code, _, reason = text.rstrip(b"\0").partition(b"\0")
+        return ProtocolError(
+            one_line(reason.decode(errors="replace")), code=one_line(code.decode(errors="replace"))
+        )
+
+    def take_arrived(self, sequence: int) -> Reply:
+        """The reply that is kept for a request.
+
+        Raises: ProtocolError if it failed; DeadlineExceeded if the request is not known.
+        """
+        outcome = self.arrived.pop(sequence, None)
+        if outcome is None:
+            raise DeadlineExceeded("no reply: the request is not pending")
+        if isinstance(outcome, ProtocolError):
+            raise outcome
+        return outcome
