@@ -1,4 +1,4 @@
-"""Interfaces for rows and sums on a device, and their DMA copies to and from shared memory.
+"""Interfaces for DMA copies of rows and sums between a device and shared memory.
 
 A GPU backend implements them; transports and owners of experts use them. Each copy yields a digest
 of what was copied, which the peer's device compares with that of its own copy: see
@@ -7,51 +7,17 @@ of what was copied, which the peer's device compares with that of its own copy: 
 
 from __future__ import annotations
 
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import numpy as np
 
-from dflash_protocol.ids import F32Array, F64Array, I32Array, U8Array
-
-SomeRows: TypeAlias = slice | I32Array
-"""Rows of an array: a slice, or indices."""
+from dflash_protocol.ids import U8Array
+from dflash_protocol.rows import Hidden, Sums
 
 _ODD = 0x9E3779B97F4A7C15
 
 
-class DeviceRows(Protocol):
-    """Hidden rows in a device's memory. They and objects made from them are used by one thread."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """[T, H]."""
-
-    def to_host(self) -> F32Array:
-        """A copy on the host, made at the first call. Raises: DeviceUnavailable."""
-
-    def chosen(self, rows: SomeRows) -> DeviceRows:
-        """Some of the rows, in this order; copied lazily."""
-
-    def new_sums(self) -> DeviceSums:
-        """Zero sums of the same shape on the same device."""
-
-
-class DeviceSums(Protocol):
-    """Sums of rows [T, H] in float64, in a device's memory."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """[T, H]."""
-
-    def add(self, sums: F64Array | DeviceSums, rows: SomeRows | None = None) -> None:
-        """Add `sums` to the distinct `rows`, or to all. Takes over `sums`, which must not be used
-        afterwards. Raises: DeviceUnavailable."""
-
-    def to_host(self) -> F64Array:
-        """A copy on the host. Raises: DeviceUnavailable."""
-
-
-class ReadRows(DeviceRows, Protocol):
+class ReadRows(Hidden, Protocol):
     """Rows that are read from shared memory lazily, and once."""
 
     def digest(self) -> int:
@@ -81,7 +47,7 @@ class ExpectedSums(Protocol):
     """Device memory that sums will be read into."""
 
     @property
-    def sums(self) -> DeviceSums:
+    def sums(self) -> Sums:
         """The sums, valid once the copy is complete."""
 
 
@@ -95,14 +61,14 @@ class DeviceWindow(Protocol):
     def device_address(self, offset: int) -> int:
         """The address that the device's kernels use."""
 
-    def write_rows(self, offset: int, rows: DeviceRows) -> DmaCopy:
+    def write_rows(self, offset: int, rows: Hidden) -> DmaCopy:
         """Start to copy rows to `offset`. The previous copy must be complete, and its digest read
         or not needed any more."""
 
     def read_rows(self, offset: int, shape: tuple[int, int]) -> ReadRows:
         """The rows at `offset`, which must stay there until their digest is read."""
 
-    def write_sums(self, offset: int, sums: DeviceSums) -> int:
+    def write_sums(self, offset: int, sums: Sums) -> int:
         """Copy sums to `offset` once they are computed; waits, and returns their digest."""
 
     def expect_sums(self, shape: tuple[int, int]) -> ExpectedSums:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dflash_adapters.spec import MoeSpec
-from dflash_protocol.batch import group_by_expert
+from dflash_protocol.batch import HostHidden, Pairs, RoutedBatch
 from dflash_protocol.endpoint import parse_endpoint
 from dflash_protocol.ids import F32Array, Phase
 from dflash_protocol.ring.layout import MOVED_FACTOR
@@ -21,7 +21,7 @@ from dflash_protocol.wire.messages import Attached, Bye, Refused, Welcome, encod
 from dflash_protocol.wire.transport import DeviceReply, Reply
 from dflash_runtime.experts.daemons.sharing import Offer, OfferFailed, SharingPlan, make_offer
 from support.control_rig import CAPACITY, OWNED, SHAPE, TIMEOUT_S, Daemon, GateBackend
-from support.host_mover import HostMover, HostRows
+from support.host_mover import HostMover, MovedRows
 from support.routed_batches import batch_of
 from support.version1_peer import Version1Parent
 
@@ -122,17 +122,12 @@ async def test_devices_of_both_sides_move_what_is_sent(
     hidden = np.random.default_rng(0).standard_normal((num_tokens, SHAPE.hidden_size), np.float32)
     try:
         found = []
-        for rows in (HostRows(hidden), hidden):
-            batch = group_by_expert(
-                rows,
-                tokens,
-                tokens % 2,
-                weights=np.ones(num_tokens, np.float32),
-                phase=Phase.PREFILL,
-            )
+        for rows in (MovedRows(hidden), HostHidden(hidden)):
+            pairs = Pairs(tokens, tokens % 2, np.ones(num_tokens, np.float32))
+            batch = RoutedBatch.group(Phase.PREFILL, rows, pairs)
             sequence = client.submit(0, batch, deadline_s=TIMEOUT_S)
             reply = await asyncio.to_thread(client.wait, sequence, deadline_s=TIMEOUT_S)
-            assert isinstance(reply, DeviceReply) == (rows is not hidden)
+            assert isinstance(reply, DeviceReply) == rows.is_on_device
             found.append(reply.sums)
         assert found[0].tobytes() == found[1].tobytes()
         assert np.abs(found[0]).max() > 0

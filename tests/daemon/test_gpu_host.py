@@ -40,12 +40,13 @@ def host(tmp_path: Path, gpus: EmulatedGpus) -> Iterator[ExpertHost]:
 
 def batch_of(bank: ExpertBank, phase: Phase, num_tokens: int) -> RoutedBatch:
     random = np.random.default_rng(num_tokens)
+    num_used = min(TINY.num_experts_used, bank.num_experts)
     chosen = np.concatenate(
-        [random.permutation(bank.num_experts)[: TINY.num_experts_used] for _ in range(num_tokens)]
+        [random.permutation(bank.num_experts)[:num_used] for _ in range(num_tokens)]
     )
     return group_by_expert(
         random.standard_normal((num_tokens, TINY.hidden_size), np.float32),
-        np.repeat(np.arange(num_tokens, dtype=np.int32), TINY.num_experts_used),
+        np.repeat(np.arange(num_tokens, dtype=np.int32), num_used),
         chosen.astype(np.int32),
         weights=random.random(chosen.size, np.float32),
         phase=phase,

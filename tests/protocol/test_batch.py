@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_protocol.batch import (
+    HostHidden,
     RoutedBatch,
-    compact_tokens,
     group_by_expert,
     slice_tokens,
-    tail_tokens,
 )
 from dflash_protocol.errors import ProtocolError
 from dflash_protocol.ids import I32Array, Phase
@@ -64,14 +63,14 @@ def test_grouping_sorts_any_pairs_by_expert_and_token(
 
 @examples(80)
 @given(pair_sets())
-def test_compacting_keeps_the_used_rows_once_and_says_which(pair_set: PairSet) -> None:
+def test_rows_that_are_used_are_kept_once_and_named(pair_set: PairSet) -> None:
     num_tokens, pairs = pair_set
     batch = batch_of(num_tokens, pairs)
-    compacted, rows = compact_tokens(batch)
+    compacted, rows = RoutedBatch.group_used(batch.phase, batch.rows, batch.pairs())
     check(compacted)
     used = sorted({token_idx for token_idx, _ in pairs})
     if rows is None:
-        assert compacted is batch
+        assert_same_batch(compacted, batch)
         assert used == list(range(num_tokens))
         return
     assert rows.tolist() == used
@@ -79,6 +78,17 @@ def test_compacting_keeps_the_used_rows_once_and_says_which(pair_set: PairSet) -
     np.testing.assert_array_equal(compacted.hidden, batch.hidden[used])
     back = {(int(rows[row]), e): weight for (row, e), weight in pairs_of(compacted).items()}
     assert back == pairs
+
+
+@examples(80)
+@given(pair_sets())
+def test_pairs_of_a_batch_are_in_the_order_of_tokens(pair_set: PairSet) -> None:
+    num_tokens, expected = pair_set
+    batch = batch_of(num_tokens, expected)
+    pairs = batch.pairs()
+    places = zip(pairs.token_indices.tolist(), pairs.expert_ids.tolist(), strict=True)
+    assert list(zip(places, pairs.weights.tolist(), strict=True)) == sorted(expected.items())
+    assert_same_batch(RoutedBatch.group(batch.phase, batch.rows, pairs), batch)
 
 
 @examples(80)
@@ -104,21 +114,6 @@ def test_slices_hold_every_pair_once_within_consecutive_rows(
     assert found == pairs
 
 
-@examples(100)
-@given(pair_sets(), st.data())
-def test_a_tail_holds_exactly_the_pairs_of_its_rows(pair_set: PairSet, data: st.DataObject) -> None:
-    num_tokens, pairs = pair_set
-    first = data.draw(st.integers(0, num_tokens))
-    tail = tail_tokens(batch_of(num_tokens, pairs), first)
-    expected = {
-        (token_idx - first, expert_id): weight
-        for (token_idx, expert_id), weight in pairs.items()
-        if token_idx >= first
-    }
-    hidden = numbered_rows(num_tokens)[first:]
-    assert_same_batch(tail, batch_of(num_tokens - first, expected, hidden=hidden))
-
-
 def test_a_batch_that_fits_is_not_cut() -> None:
     batch = batch_of(4, {(0, 1): 1.0})
     assert list(slice_tokens(batch, 4)) == [(0, batch)]
@@ -134,7 +129,7 @@ def test_no_tokens_and_no_pairs_are_legal_everywhere() -> None:
         batch = batch_of(num_tokens, {})
         check(batch)
         assert batch.num_groups == batch.num_pairs == 0
-        compacted, _ = compact_tokens(batch)
+        compacted, _ = RoutedBatch.group_used(batch.phase, batch.rows, batch.pairs())
         assert compacted.num_tokens == 0
         check(compacted)
         assert pairs_of(compacted) == {}
@@ -152,9 +147,9 @@ def int32(*values: int) -> I32Array:
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (lambda b: replace(b, hidden=b.hidden[:, :2]), r"hidden .*\(3, 2\).* \[T, 3\]"),
-        (lambda b: replace(b, hidden=b.hidden.reshape(-1)), "hidden"),
-        (lambda b: replace(b, hidden=b.hidden[None]), "hidden"),
+        (lambda b: replace(b, rows=HostHidden(b.hidden[:, :2])), r"hidden .*\(3, 2\).* \[T, 3\]"),
+        (lambda b: replace(b, rows=HostHidden(b.hidden.reshape(-1))), "hidden"),
+        (lambda b: replace(b, rows=HostHidden(b.hidden[None])), "hidden"),
         (lambda b: replace(b, group_starts=int32(0, 4)), r"group_starts\b.*weights\b"),
         (lambda b: replace(b, group_starts=int32(0, 2, 3, 4)), r"group_starts\b.*weights\b"),
         (lambda b: replace(b, group_starts=int32()), r"group_starts\b.*weights\b"),
@@ -172,7 +167,7 @@ def int32(*values: int) -> I32Array:
         (lambda b: replace(b, expert_ids=int32(4, 4)), "expert ids"),
         (lambda b: replace(b, token_indices=int32(0, 3, 1, 2)), r"token indices\b.* 0\.\.2"),
         (lambda b: replace(b, token_indices=int32(-1, 2, 1, 2)), r"token indices\b.* 0\.\.2"),
-        (lambda b: replace(b, hidden=b.hidden[:0]), "token indices"),
+        (lambda b: replace(b, rows=HostHidden(b.hidden[:0])), "token indices"),
         (lambda b: replace(b, token_indices=int32(2, 0, 1, 2)), r"token indices\b.* each expert"),
         (lambda b: replace(b, token_indices=int32(0, 2, 2, 2)), r"token indices\b.* each expert"),
         (lambda b: replace(b, expert_ids=int32(), group_starts=int32(0)), r"group_starts\b.* 0\b"),

@@ -12,19 +12,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflash_protocol.device_payload import (
-    DeviceRows,
-    DeviceSums,
-    ExpectedSums,
-    SomeRows,
-    digest_of,
-)
+from dflash_protocol.batch import Hidden, SomeRows, Sums
+from dflash_protocol.device_payload import ExpectedSums, digest_of
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, U8Array
 
 
-class HostRows:
-    """Implements device_payload.DeviceRows, and counts how often they are wanted on the host."""
+class MovedRows:
+    """Implements batch.Hidden, and counts how often they are wanted on the host."""
+
+    is_on_device = True
 
     def __init__(self, array: F32Array) -> None:
         self.array = array
@@ -38,15 +35,17 @@ class HostRows:
         self.num_downloads += 1
         return self.array
 
-    def chosen(self, rows: SomeRows) -> HostRows:
-        return HostRows(self.array[rows])
+    def chosen(self, rows: SomeRows) -> MovedRows:
+        return MovedRows(self.array[rows])
 
-    def new_sums(self) -> HostSums:
-        return HostSums(np.zeros(self.shape))
+    def new_sums(self) -> MovedSums:
+        return MovedSums(np.zeros(self.shape))
 
 
-class HostSums:
-    """Implements device_payload.DeviceSums."""
+class MovedSums:
+    """Implements batch.Sums."""
+
+    is_on_device = True
 
     def __init__(self, array: F64Array) -> None:
         self.array = array
@@ -55,15 +54,14 @@ class HostSums:
     def shape(self) -> tuple[int, int]:
         return self.array.shape[0], self.array.shape[1]
 
-    def add(self, sums: F64Array | DeviceSums, rows: SomeRows | None = None) -> None:
-        more = sums if isinstance(sums, np.ndarray) else sums.to_host()
-        self.array[slice(None) if rows is None else rows] += more
+    def add(self, sums: Sums, rows: SomeRows | None = None) -> None:
+        self.array[slice(None) if rows is None else rows] += sums.to_host()
 
     def to_host(self) -> F64Array:
         return self.array.copy()
 
 
-class HostReadRows(HostRows):
+class HostReadRows(MovedRows):
     """Implements device_payload.ReadRows."""
 
     def __init__(self, window: HostWindow, offset: int, shape: tuple[int, int]) -> None:
@@ -92,14 +90,14 @@ class HostReadRows(HostRows):
 class HostExpected:
     """Implements device_payload.ExpectedSums."""
 
-    sums: HostSums
+    sums: MovedSums
 
 
 class HostCrossing:
     """Implements device_payload.DmaCopy: nothing is copied before somebody looks."""
 
     def __init__(
-        self, mover: HostMover, copy: Callable[[], int], sums: HostSums | None = None
+        self, mover: HostMover, copy: Callable[[], int], sums: MovedSums | None = None
     ) -> None:
         """`sums` are those that are read."""
         self._mover = mover
@@ -136,22 +134,22 @@ class HostWindow:
         assert memory is not None
         return memory.ctypes.data + offset
 
-    def write_rows(self, offset: int, rows: DeviceRows) -> HostCrossing:
+    def write_rows(self, offset: int, rows: Hidden) -> HostCrossing:
         self._mover.check()
         return HostCrossing(self._mover, lambda: self._write(offset, rows.to_host()))
 
     def read_rows(self, offset: int, shape: tuple[int, int]) -> HostReadRows:
         return HostReadRows(self, offset, shape)
 
-    def write_sums(self, offset: int, sums: DeviceSums) -> int:
+    def write_sums(self, offset: int, sums: Sums) -> int:
         return self._write(offset, sums.to_host())
 
     def expect_sums(self, shape: tuple[int, int]) -> HostExpected:
-        return HostExpected(HostSums(np.full(shape, np.nan)))
+        return HostExpected(MovedSums(np.full(shape, np.nan)))
 
     def read_sums(self, offset: int, expected: ExpectedSums) -> HostCrossing:
         sums = expected.sums
-        assert isinstance(sums, HostSums)
+        assert isinstance(sums, MovedSums)
         self._mover.check()
 
         def copied() -> int:

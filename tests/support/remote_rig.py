@@ -31,6 +31,8 @@ from support.routed_batches import (
     HIDDEN_SIZE,
     ScalingBank,
     batch_of,
+    begin,
+    finish,
     moe_layer,
     naive_sums,
     numbered_rows,
@@ -122,7 +124,7 @@ class Rig:
 
     def compute(self, num_tokens: int, pairs: dict[tuple[int, int], float]) -> F64Array:
         out = np.full((num_tokens, HIDDEN_SIZE), 100.0)
-        self.remote.collect(self.remote.submit(0, batch_of(num_tokens, pairs)), out)
+        finish(self.remote, begin(self.remote, batch_of(num_tokens, pairs)), out)
         return out
 
     def assert_right(
@@ -196,9 +198,9 @@ class ScriptedRig(Rig):
 
 def deadlines(scripted: ScriptedRig, phase: Phase, compute_s: float) -> float:
     """Deadline in ms of one request of two pairs, which is answered."""
-    ticket = scripted.remote.submit(0, batch_of(1, TWO_PAIRS, phase=phase))
+    ticket = begin(scripted.remote, batch_of(1, TWO_PAIRS, phase=phase))
     request = scripted.answer(compute_s)
-    scripted.remote.collect(ticket, np.zeros((1, HIDDEN_SIZE)))
+    finish(scripted.remote, ticket, np.zeros((1, HIDDEN_SIZE)))
     return request.deadline_ms
 
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from dflash_adapters.quant import TensorType
 from dflash_adapters.spec import Activation, ExpertProjection, MoeLayer
-from dflash_protocol.batch import RoutedBatch
+from dflash_protocol.batch import HostHidden, HostSums, RoutedBatch
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, Phase
+from dflash_runtime.experts.compute import ExpertCompute, Ticket
 
 HIDDEN_SIZE = 3
 
@@ -55,12 +56,22 @@ def batch_of(
     starts = [sum(expert_id < limit for _, expert_id in pairs) for limit in expert_ids]
     return RoutedBatch(
         phase=phase,
-        hidden=numbered_rows(num_tokens) if hidden is None else hidden,
+        rows=HostHidden(numbered_rows(num_tokens) if hidden is None else hidden),
         expert_ids=np.array(expert_ids, dtype=np.int32),
         group_starts=np.array([*starts, len(pairs)], dtype=np.int32),
         token_indices=np.array([token_idx for token_idx, _ in ordered], dtype=np.int32),
         weights=np.array([pairs[place] for place in ordered], dtype=np.float32),
     )
+
+
+def begin(owner: ExpertCompute, batch: RoutedBatch, *, layer_id: int = 0) -> Ticket:
+    """Begin the work of a batch."""
+    return owner.begin(layer_id, batch.rows, batch.pairs(), phase=batch.phase)
+
+
+def finish(owner: ExpertCompute, ticket: Ticket, out: F64Array) -> None:
+    """Finish a ticket into an array of the host."""
+    owner.finish(ticket, HostSums(out))
 
 
 def pairs_of(batch: RoutedBatch) -> dict[tuple[int, int], float]:

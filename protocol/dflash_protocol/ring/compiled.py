@@ -136,13 +136,12 @@ class Kernels(NamedTuple):
     arrays; counts is incremented for every expert chosen, wanted or not."""
     group_pairs: Callable[..., int]
     """(token_indices [P] int32, ascending, expert_ids [P] int32, weights [P] float32, whole_from,
-    rows, row_of_pair, group_ids [P], group_starts [P + 1], grouped_rows [P] int32, grouped_weights
-    [P] float32, next_places [N] int32, scratch): number R of distinct tokens << COUNT_BITS | number
-    G of groups; or BAD_ARRAYS; or OUT_OF_RANGE for an id that is negative or ≥ N, or tokens that do
-    not ascend. group_ids [G], group_starts [G + 1], grouped_rows and grouped_weights are a
-    RoutedBatch's routing (`batch`). If R is below whole_from, rows [R] are the distinct tokens,
-    grouped_rows are indices into them, and so is row_of_pair, in the pairs' old order. Else
-    grouped_rows are tokens."""
+    indices [4, P + 1 or more] int32, grouped_weights [P] float32, next_places [N] int32, scratch):
+    number R of distinct tokens << COUNT_BITS | number G of groups; or BAD_ARRAYS; or OUT_OF_RANGE
+    for an id that is negative or ≥ N, or tokens that do not ascend. The first entries of indices[1]
+    to indices[3] and grouped_weights are expert_ids [G], group_starts [G + 1], token_indices [P]
+    and weights [P] of a RoutedBatch (`batch`). If R is below whole_from, those tokens are indices
+    into indices[0] [R], which are the distinct tokens."""
     checksum: Callable[..., int]
     """(state address, header address, source address, target address, bytes, a multiple of 4):
     copies, and returns the checksum of the copy and 15 words of header. For measuring and tests."""
@@ -221,7 +220,7 @@ def _kernels(cache_dir: str | None) -> Kernels:
             out(types.float32), out(i64),
         ),
         pairs.group_pairs: (
-            indices, indices, floats, i64, *(out(types.int32),) * 5, out(types.float32),
+            indices, indices, floats, i64, types.Array(types.int32, 2, "C"), out(types.float32),
             out(types.int32),
         ),
         both.load_word: (i64,),

@@ -1,8 +1,8 @@
 """Kernels that choose and group (token, expert, weight) triples on their way into the ring.
 
 `compiled` compiles them and describes their arguments and results. Each passes over the pairs once
-or twice, where numpy needs some ten passes. `experts.pairs` and `batch` have the numpy equivalents,
-used when nothing is compiled.
+or twice, where numpy needs some ten passes. `experts.pairs` and `batch` get the same arrays from
+numpy when nothing is compiled.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -48,27 +48,18 @@ def choose_pairs(
 
 
 def group_pairs(
-    token_indices,
-    expert_ids,
-    weights,
-    whole_from,
-    rows,
-    row_of_pair,
-    group_ids,
-    group_starts,
-    grouped_rows,
-    grouped_weights,
-    next_places,
+    token_indices, expert_ids, weights, whole_from, indices, grouped_weights, next_places
 ):
     num_pairs = token_indices.shape[0]
     if (
         expert_ids.shape[0] != num_pairs
         or weights.shape[0] != num_pairs
-        or min(rows.shape[0], row_of_pair.shape[0], group_ids.shape[0]) < num_pairs
-        or min(grouped_rows.shape[0], grouped_weights.shape[0]) < num_pairs
-        or group_starts.shape[0] < num_pairs + 1
+        or indices.shape[0] != 4
+        or indices.shape[1] < num_pairs + 1
+        or grouped_weights.shape[0] < num_pairs
     ):
         return native.BAD_ARRAYS
+    rows, group_ids, group_starts, grouped_rows = indices[0], indices[1], indices[2], indices[3]
     lowest = highest = 0
     for pair in range(num_pairs):
         lowest, highest = min(lowest, expert_ids[pair]), max(highest, expert_ids[pair])
@@ -100,12 +91,10 @@ def group_pairs(
         token = token_indices[pair]
         if is_whole:
             row = token
-        else:
-            if token != last:
-                row += 1
-                rows[row] = token
-                last = token
-            row_of_pair[pair] = row
+        elif token != last:
+            row += 1
+            rows[row] = token
+            last = token
         place = next_places[expert_ids[pair]]
         next_places[expert_ids[pair]] = place + 1
         grouped_rows[place] = row

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dflash_protocol.batch import DeviceBatch
+from dflash_protocol.batch import RoutedBatch
 from dflash_protocol.device_payload import DeviceWindow, DmaCopy
 from dflash_protocol.errors import ProtocolError
 from dflash_protocol.ids import AnyArray
@@ -48,7 +48,7 @@ class DeviceCopies:
         self._send, self._receive = kernels.send_moved_request, kernels.receive_moved_reply
 
     def begin(
-        self, slot: Slot, head: tuple[int, ...], batch: DeviceBatch, *, deadline_ms: float
+        self, slot: Slot, head: tuple[int, ...], batch: RoutedBatch, *, deadline_ms: float
     ) -> None:
         """Start to copy a batch's rows into the slot, and publish the request if that is done at
         once. The batch fits the slot; `head` is port, sequence, layer and phase."""
@@ -57,7 +57,6 @@ class DeviceCopies:
             slot.expected = self._window.expect_sums((num_tokens, width))
             slot.reading = None
             rows = self._window.write_rows(slot.request_at, batch.rows)
-            # Reading the routing groups the pairs, while the device copies.
             routing = (batch.expert_ids, batch.group_starts, batch.token_indices, batch.weights)
             self._ports.words[slot.index, ring_native.MOVED_TOKENS] = num_tokens
             self._unsent = _Unsent(slot, head, deadline_ms, rows, routing)

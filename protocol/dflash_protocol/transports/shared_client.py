@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dflash_protocol.batch import DeviceBatch, RoutedBatch
+from dflash_protocol.batch import RoutedBatch
 from dflash_protocol.errors import DaemonUnavailable, ProtocolError
 from dflash_protocol.ids import Phase
 from dflash_protocol.payloads import PayloadType, pack_hidden
@@ -113,7 +113,7 @@ class SharedClient:
         phase_code = _DECODE_CODE if phase is _DECODE else PHASES.index(phase)
         deadline_ms = deadline_s * 1e3
         try:
-            if copies is not None and isinstance(batch, DeviceBatch):
+            if copies is not None and batch.rows.is_on_device:
                 self._check_capacity(batch)
                 head = (slot.port, sequence, layer_id, phase_code)
                 copies.begin(slot, head, batch, deadline_ms=deadline_ms)

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dflash_protocol.batch import DeviceBatch, RoutedBatch, Sums
+from dflash_protocol.batch import HostHidden, HostSums, RoutedBatch, Sums
 from dflash_protocol.device_payload import DeviceWindow, ReadRows
 from dflash_protocol.errors import DeviceUnavailable, ProtocolError, one_line
-from dflash_protocol.ids import F32Array, I64Array
+from dflash_protocol.ids import F32Array, F64Array, I64Array
 from dflash_protocol.payloads import PayloadType, pack_sums
 from dflash_protocol.ring import compiled as ring_native
 from dflash_protocol.ring import layout as ring
@@ -113,9 +113,10 @@ class _Slot:
         segment = self.link.segment
         hidden_size = segment.shape.hidden_size
         expert_ids, group_starts, token_indices = self._indices
+        hidden = self._hidden[: num_tokens * hidden_size]
         batch = RoutedBatch(
             phase=PHASES[phase],
-            hidden=self._hidden[: num_tokens * hidden_size].reshape(num_tokens, hidden_size),
+            rows=HostHidden(hidden.reshape(num_tokens, hidden_size)),
             expert_ids=expert_ids[:num_groups],
             group_starts=group_starts[: num_groups + 1],
             token_indices=token_indices[:num_pairs],
@@ -137,18 +138,9 @@ class _Slot:
 
 def _moved(request: _RingRequest, window: DeviceWindow, at: int) -> _RingRequest:
     """The request with its rows read from the slot by a device."""
-    batch = request.batch
-    num_tokens, hidden_size = batch.hidden_shape
+    num_tokens, hidden_size = request.batch.hidden_shape
     rows = window.read_rows(at, (num_tokens, hidden_size))
-    of_device = DeviceBatch(
-        batch.phase,
-        rows,
-        expert_ids=batch.expert_ids,
-        group_starts=batch.group_starts,
-        token_indices=batch.token_indices,
-        weights=batch.weights,
-    )
-    return replace(request, batch=of_device, moved=rows)
+    return replace(request, batch=replace(request.batch, rows=rows), moved=rows)
 
 
 class _Link:
@@ -272,7 +264,7 @@ class SharedServer:
             return None
         return slot.take()
 
-    def reply(self, request: ReceivedRequest, sums: Sums, compute_s: float) -> None:
+    def reply(self, request: ReceivedRequest, sums: F64Array | Sums, compute_s: float) -> None:
         """Send a request's sums, unless its link was dropped. Shapes: sums [T, H] float64.
 
         If a device moved the rows, it moves the sums too, which this waits for.
@@ -286,8 +278,12 @@ class SharedServer:
         if request.moved is not None:
             self._move_reply(slot, request, request.moved, sums, compute_s)
             return
-        if not isinstance(sums, np.ndarray) or sums.ndim != 2:
-            raise ValueError(f"sums of shape {sums.shape}, of a {type(sums).__name__}")
+        if not isinstance(sums, np.ndarray):
+            if sums.is_on_device:
+                raise ValueError(f"sums of shape {sums.shape} on a device, whose rows were not")
+            sums = sums.to_host()
+        if sums.ndim != 2:
+            raise ValueError(f"sums of shape {sums.shape}")
         status = self._send_reply(slot.port, sequence, link.reply_code, compute_s, waited_s, sums)
         if status == OUT_OF_RANGE:
             wide, _ = pack_sums(sums, link.payload)
@@ -302,7 +298,12 @@ class SharedServer:
         slot.request = None
 
     def _move_reply(
-        self, slot: _Slot, request: _RingRequest, rows: ReadRows, sums: Sums, compute_s: float
+        self,
+        slot: _Slot,
+        request: _RingRequest,
+        rows: ReadRows,
+        sums: F64Array | Sums,
+        compute_s: float,
     ) -> None:
         """Copy sums into the slot by the device, and publish them if the rows' digest was right."""
         window, sequence = slot.link.segment.window, request.header.sequence
@@ -311,6 +312,8 @@ class SharedServer:
         started_s = time.monotonic()
         try:
             if isinstance(sums, np.ndarray):
+                sums = HostSums(sums)
+            if not sums.is_on_device:
                 on_device = rows.new_sums()
                 on_device.add(sums)
                 sums = on_device

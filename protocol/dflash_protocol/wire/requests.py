@@ -39,7 +39,7 @@ from typing import TypeAlias
 import numpy as np
 import xxhash
 
-from dflash_protocol.batch import RoutedBatch
+from dflash_protocol.batch import HostHidden, RoutedBatch
 from dflash_protocol.errors import ProtocolError, one_line
 from dflash_protocol.ids import F64Array, Phase
 from dflash_protocol.payloads import (
@@ -247,7 +247,7 @@ def decode_request(
     hidden_size = limits.hidden_size
     batch = RoutedBatch(
         phase,
-        unpack_hidden(rows, sent_as, num_tokens=num_tokens, hidden_size=hidden_size),
+        HostHidden(unpack_hidden(rows, sent_as, num_tokens=num_tokens, hidden_size=hidden_size)),
         ids[:num_groups],
         ids[num_groups : 2 * num_groups + 1],
         ids[2 * num_groups + 1 : num_ids],

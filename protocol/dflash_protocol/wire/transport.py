@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from dflash_protocol.batch import RoutedBatch, Sums
-from dflash_protocol.device_payload import DeviceSums
+from dflash_protocol.batch import HostSums, RoutedBatch, Sums
 from dflash_protocol.errors import ProtocolError
 from dflash_protocol.ids import F64Array, I32Array
 from dflash_protocol.payloads import PayloadType
@@ -35,7 +34,7 @@ class Reply:
     @property
     def placed(self) -> Sums:
         """The sums, on the host or on a device. Shapes: [T, H]."""
-        return self.sums
+        return HostSums(self.sums)
 
 
 class DeviceReply(Reply):
@@ -45,7 +44,7 @@ class DeviceReply(Reply):
 
     def __init__(
         self,
-        placed: DeviceSums,
+        placed: Sums,
         compute_s: float,
         queue_s: float = 0.0,
         *,
@@ -141,7 +140,7 @@ class ServerTransport(Protocol):
         The request and its arrays are valid until it is answered.
         """
 
-    def reply(self, request: ReceivedRequest, sums: Sums, compute_s: float) -> None:
+    def reply(self, request: ReceivedRequest, sums: F64Array | Sums, compute_s: float) -> None:
         """Answer a request with its sums, computed in `compute_s`. Does nothing if its link has
         gone, and never waits for the parent. Shapes: sums [T, H] float64."""
 

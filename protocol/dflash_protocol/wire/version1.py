@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -39,8 +40,8 @@ def rectangles(batch: RoutedBatch, max_tokens: int) -> Iterator[tuple[I32Array, 
 
     Yields the row indices in `batch` and the piece. Rows without pairs are left out.
     """
-    pair_expert_ids = np.repeat(batch.expert_ids, np.diff(batch.group_starts))
-    num_experts_of_row = np.bincount(batch.token_indices, minlength=batch.num_tokens)
+    pairs = batch.pairs()
+    num_experts_of_row = np.bincount(pairs.token_indices, minlength=batch.num_tokens)
     piece_row = np.empty(batch.num_tokens, dtype=np.int32)
     for num_selected in np.unique(num_experts_of_row[num_experts_of_row > 0]).tolist():
         all_rows = np.flatnonzero(num_experts_of_row == num_selected).astype(np.int32)
@@ -48,17 +49,9 @@ def rectangles(batch: RoutedBatch, max_tokens: int) -> Iterator[tuple[I32Array, 
             rows = all_rows[first : first + max_tokens]
             piece_row.fill(-1)
             piece_row[rows] = np.arange(rows.size, dtype=np.int32)
-            chosen = piece_row[batch.token_indices] >= 0
-            yield (
-                rows,
-                group_by_expert(
-                    batch.hidden[rows],
-                    piece_row[batch.token_indices[chosen]],
-                    pair_expert_ids[chosen],
-                    weights=batch.weights[chosen],
-                    phase=batch.phase,
-                ),
-            )
+            chosen = pairs.where(piece_row[pairs.token_indices] >= 0)
+            in_piece = replace(chosen, token_indices=piece_row[chosen.token_indices])
+            yield rows, RoutedBatch.group(batch.phase, batch.rows.chosen(rows), in_piece)
 
 
 def local_ids_by_layer(
@@ -96,16 +89,15 @@ class Version1ParentCodec:
         """Frames of a request. All tokens of `batch` must have the same number of experts."""
         num_tokens, num_pairs = batch.num_tokens, batch.num_pairs
         num_selected = num_pairs // num_tokens if num_tokens else 0
-        order = np.argsort(batch.token_indices, kind="stable")
+        pairs = batch.pairs()
         expected = np.repeat(np.arange(num_tokens, dtype=np.int32), num_selected)
-        assert np.array_equal(batch.token_indices[order], expected), "tokens differ in experts"
-        local_ids = np.repeat(batch.expert_ids, np.diff(batch.group_starts))[order]
-        global_ids = self._global_ids[layer_id][local_ids]
+        assert np.array_equal(pairs.token_indices, expected), "tokens differ in experts"
+        global_ids = self._global_ids[layer_id][pairs.expert_ids]
         payload = b"".join(
             (
                 batch.hidden.data,
                 global_ids.astype("<i4").data,
-                batch.weights[order].astype("<f4").data,
+                pairs.weights.astype("<f4").data,
             )
         )
         self._counters.bytes_sent += len(payload)

@@ -18,8 +18,8 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.ops import KvCache, KvType, Model, MoeBlock, Ops
 from dflash_adapters.quant import TensorType
 from dflash_adapters.spec import KvLayer, MoeLayer, MoeSpec, RecurrentLayer
-from dflash_protocol.batch import DeviceBatch, Hidden, RoutedBatch, Sums
-from dflash_protocol.device_payload import DeviceMover, DeviceSums
+from dflash_protocol.batch import Hidden, HostSums, RoutedBatch, Sums
+from dflash_protocol.device_payload import DeviceMover
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, I64Array, Phase
 from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.ring.segment import Segment
@@ -75,7 +75,7 @@ class DivisibleBank(ExpertBank, Protocol):
 class DeviceBank(ExpertBank, Protocol):
     """A bank on a device, for batches whose rows may already be there."""
 
-    def sums_of(self, batch: DeviceBatch) -> DeviceSums:
+    def sums_of(self, batch: RoutedBatch) -> Sums:
         """Compute the weighted sums of a batch whose rows are on a device."""
 
 
@@ -84,11 +84,11 @@ def sums_of(bank: ExpertBank, batch: RoutedBatch) -> Sums:
 
     Shapes: result [T, H].
     """
-    if isinstance(batch, DeviceBatch) and isinstance(bank, DeviceBank):
+    if batch.rows.is_on_device and isinstance(bank, DeviceBank):
         return bank.sums_of(batch)
     sums = np.zeros(batch.hidden_shape)
     bank.accumulate(batch, sums)
-    return sums
+    return HostSums(sums)
 
 
 def argmax_of(logits: F32Array) -> I32Array:
@@ -153,7 +153,7 @@ class RemoteExperts(Protocol):
         """Count tokens whose pairs the block computes itself, in `num_layers` layers."""
 
     def count_selections(self, layer_id: int, topk_ids: I32Array) -> None:
-        """Count routed experts known to the host when nothing is started. Shapes: topk_ids [T,
+        """Count routed experts known to the host when no owner is asked. Shapes: topk_ids [T,
         K]."""
 
     @property
@@ -170,7 +170,7 @@ class RemoteExperts(Protocol):
         Shapes: topk_ids [T, K]; result [E], all experts of these owners.
         """
 
-    def start(
+    def begin(
         self,
         layer_id: int,
         hidden: Hidden,
@@ -180,21 +180,21 @@ class RemoteExperts(Protocol):
         phase: Phase,
         offloaded: npt.NDArray[np.bool_] | None = None,
     ) -> Any:
-        """Start computing what the block does not compute, to be finished or abandoned later. The
-        block computes the `offloaded` experts itself; returns None if nothing is left.
+        """Ask the owners of what the block does not compute; returns a ticket, to be finished or
+        abandoned once. The block computes the `offloaded` experts itself; None if nothing is left.
 
         Shapes: hidden [T, H]; topk_ids, topk_weights [T, K]; offloaded [E]; ids are global.
         """
 
-    def finish(self, started: Any, out: F64Array | None = None) -> Sums:
+    def finish(self, ticket: Any, out: F64Array | None = None) -> Sums:
         """Wait for the weighted sums. Shapes: result [T, H], not rounded, in the memory that the
         rows were in; written to `out` if given, for rows on the host.
 
         Raises: DaemonUnavailable if no owner can compute them.
         """
 
-    def abandon(self, started: Any) -> None:
-        """Drop what was started; it must not be finished afterwards."""
+    def abandon(self, ticket: Any) -> None:
+        """Drop a ticket, which must not be finished afterwards."""
 
     def mail_routes(self) -> tuple[MailRoute, ...]:
         """Routes to all owners of what the block does not compute, if each is connected and has a

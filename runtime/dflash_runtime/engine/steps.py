@@ -13,7 +13,7 @@ import numpy as np
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.gguf.watch import LOOK_S
 from dflash_adapters.ops import KvCache, Model, MoeBlock, OnLayer, nobody_looks
-from dflash_protocol.batch import Hidden, Sums, zero_sums
+from dflash_protocol.batch import Hidden, Sums
 from dflash_protocol.errors import NotFinite, SettingsError
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, Phase
 from dflash_runtime.compute import ComputeBackend, ExpertBank
@@ -466,7 +466,7 @@ class _NoRemoteExperts:
     def to_offload(self, layer_id: int, topk_ids: I32Array | None, *, expert_s: float) -> None:
         """None."""
 
-    def start(
+    def begin(
         self,
         layer_id: int,
         hidden: Hidden,
@@ -474,13 +474,13 @@ class _NoRemoteExperts:
         phase: Phase,
         offloaded: AnyArray | None = None,
     ) -> Sums:
-        return zero_sums(hidden)
+        return hidden.new_sums()
 
-    def finish(self, started: Any, out: F64Array | None = None) -> Sums:
-        sums: Sums = started
+    def finish(self, ticket: Any, out: F64Array | None = None) -> Sums:
+        sums: Sums = ticket
         return sums
 
-    def abandon(self, started: Any) -> None:
+    def abandon(self, ticket: Any) -> None:
         """Nothing."""
 
     def mail_routes(self) -> tuple[MailRoute, ...]:

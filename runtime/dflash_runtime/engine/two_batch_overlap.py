@@ -52,7 +52,7 @@ class PolledExperts(RemoteExperts, Protocol):
 
 
 class TwoBatchOverlap:
-    """Implements backend.RemoteExperts: delegates to `remote`, and between the start and the finish
+    """Implements backend.RemoteExperts: delegates to `remote`, and between the begin and the finish
     of a layer's experts lets the other micro-batch run.
 
     Used by one thread at a time.
@@ -80,7 +80,7 @@ class TwoBatchOverlap:
             return None
         return self._remote.to_offload(layer_id, topk_ids, expert_s=expert_s)
 
-    def start(
+    def begin(
         self,
         layer_id: int,
         hidden: Hidden,
@@ -93,20 +93,20 @@ class TwoBatchOverlap:
         """Send the layer's requests."""
         if self._pair is not None:
             self._remote.poll()
-        return self._remote.start(
+        return self._remote.begin(
             layer_id, hidden, topk_ids, topk_weights, phase=phase, offloaded=offloaded
         )
 
-    def finish(self, started: Any, out: F64Array | None = None) -> Sums:
+    def finish(self, ticket: Any, out: F64Array | None = None) -> Sums:
         """Wait for the sums, after a turn of the other micro-batch if there are two."""
         if self._pair is not None:
             try:
                 self._remote.poll()
                 self._pair.pass_on()
             except BaseException:
-                self.abandon(started)
+                self.abandon(ticket)
                 raise
-        return self._remote.finish(started, out)
+        return self._remote.finish(ticket, out)
 
     def run(self, first: Callable[[], T], second: Callable[[], T]) -> tuple[T, T]:
         """Run two micro-batches and return both results. Each computes its routed experts with

@@ -11,9 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Protocol
 
-import numpy as np
-
-from dflash_protocol.batch import RoutedBatch, Sums
+from dflash_protocol.batch import Hidden, Pairs, RoutedBatch, Sums
 from dflash_protocol.ids import I32Array, Phase
 from dflash_protocol.process.output import noun
 from dflash_runtime.compute import ExpertBank
@@ -129,14 +127,21 @@ class OwnerStats:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One submitted batch, to be collected or abandoned once."""
+    """Work that an owner has begun, to be finished or abandoned once."""
 
     layer_id: int
-    batch: RoutedBatch
+    phase: Phase
+    rows: Hidden
+    pairs: Pairs
+    """Their expert ids are the owner's local ids."""
 
 
 class ExpertCompute(Protocol):
-    """One owner of experts. Used by one thread."""
+    """One owner of experts. Used by one thread, and only by the runtime.
+
+    A device asks such owners that have a `mail_route` itself: one launch posts to all of a layer's,
+    so that they are routes of the device's own kernels and not calls here.
+    """
 
     @property
     def stats(self) -> OwnerStats:
@@ -146,27 +151,26 @@ class ExpertCompute(Protocol):
     def pairs_per_s(self) -> float:
         """The owner's rate as it reported it before any request; 0 if it did not."""
 
-    def submit(self, layer_id: int, batch: RoutedBatch) -> Ticket:
-        """Start a batch; its expert ids are this owner's local ids.
+    def begin(self, layer_id: int, rows: Hidden, pairs: Pairs, *, phase: Phase) -> Ticket:
+        """Begin to compute pairs, whose expert ids are this owner's local ids. Shapes: rows [T, H],
+        which must not change until the ticket is finished or abandoned.
 
         Raises: DaemonUnavailable if the owner cannot take work now.
         """
 
-    def collect(self, ticket: Ticket, out: Sums) -> None:
-        """Wait for a ticket and add its weighted sums to `out` [T, H] float64, on a device if the
-        batch's rows are.
+    def poll(self, *, until_sent: bool = False) -> None:
+        """Make progress with what was begun, without waiting; with `until_sent` after waiting until
+        all of it is sent that has room. Raises: DeviceUnavailable."""
+
+    def finish(self, ticket: Ticket, out: Sums) -> None:
+        """Wait for a ticket and add its weighted sums to `out` [T, H], on a device if the ticket's
+        rows are.
 
         Raises: DaemonUnavailable if the owner was lost or late; `out` is then unchanged.
         """
 
-    def push(self, ticket: Ticket) -> None:
-        """Send whatever of the batch can be sent now, before the caller waits for other owners."""
-
-    def poll(self) -> None:
-        """Make progress with submitted batches without waiting."""
-
     def abandon(self, ticket: Ticket) -> None:
-        """Drop a ticket that will not be collected."""
+        """Drop a ticket that will not be finished."""
 
     def mail_route(self, local_ids: Mapping[int, I32Array]) -> MailRoute | None:
         """A route to a device that computes these experts through a mailbox; None if there is none
@@ -177,7 +181,8 @@ class ExpertCompute(Protocol):
 
 
 class LocalExpertCompute:
-    """Computes in this process, in `collect`, so that daemons compute at the same time."""
+    """Implements ExpertCompute in this process. It computes in `finish`, so that daemons, which
+    were all asked before, compute at the same time."""
 
     def __init__(
         self, kind: OwnerKind, banks: dict[int, ExpertBank], *, pairs_per_s: float = 0.0
@@ -186,31 +191,30 @@ class LocalExpertCompute:
         self.stats = OwnerStats(kind, sum(bank.num_experts for bank in banks.values()))
         self._banks = banks
 
-    def submit(self, layer_id: int, batch: RoutedBatch) -> Ticket:
-        return Ticket(layer_id, batch)
+    def begin(self, layer_id: int, rows: Hidden, pairs: Pairs, *, phase: Phase) -> Ticket:
+        return Ticket(layer_id, phase, rows, pairs)
 
-    def collect(self, ticket: Ticket, out: Sums) -> None:
-        batch, bank = ticket.batch, self._banks[ticket.layer_id]
+    def poll(self, *, until_sent: bool = False) -> None:
+        """Do nothing: work is done in `finish`."""
+
+    def finish(self, ticket: Ticket, out: Sums) -> None:
+        batch = RoutedBatch.group(ticket.phase, ticket.rows, ticket.pairs)
+        bank = self._banks[ticket.layer_id]
         started_s = time.perf_counter()
-        if isinstance(out, np.ndarray):
-            bank.accumulate(batch, out)
-        else:
+        if out.is_on_device:
             out.add(sums_of(bank, batch))
-        phase = self.stats.of_phase(batch.phase)
+        else:
+            bank.accumulate(batch, out.to_host())
+        phase = self.stats.of_phase(ticket.phase)
         phase.compute_s += time.perf_counter() - started_s
+        num_tokens, num_pairs = batch.num_tokens, batch.num_pairs
         for counted in (self.stats, phase):
             counted.requests += 1
-            counted.tokens += batch.num_tokens
-            counted.pairs += batch.num_pairs
-
-    def push(self, ticket: Ticket) -> None:
-        """Do nothing: there is nothing to send."""
-
-    def poll(self) -> None:
-        """Do nothing: work is done in `collect`."""
+            counted.tokens += num_tokens
+            counted.pairs += num_pairs
 
     def abandon(self, ticket: Ticket) -> None:
-        """Do nothing: work is done in `collect`."""
+        """Do nothing: work is done in `finish`."""
 
     def mail_route(self, local_ids: Mapping[int, I32Array]) -> None:
         """None: this process computes without a mailbox."""

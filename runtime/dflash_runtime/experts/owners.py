@@ -74,7 +74,12 @@ class Owners:
         self._undo = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
             links = self._make_links(
-                undo, file.path, backend, placement, choices, endpoints, settings
+                undo,
+                file.path,
+                backend,
+                choices=choices,
+                endpoints=endpoints,
+                settings=settings,
             )
             computes: list[ExpertCompute] = []
             device_owner: int | None = None
@@ -183,12 +188,13 @@ class Owners:
         undo: contextlib.ExitStack,
         model_path: Path,
         backend: ComputeBackend,
-        placement: Placement,
+        *,
         choices: Sequence[DaemonChoice],
         endpoints: Sequence[Endpoint],
         settings: Settings,
     ) -> dict[str, DaemonLink]:
         """A link for each daemon of the placement, by owner name."""
+        placement = self.placement
         owned = dict(zip(placement.owner_names, placement.owners, strict=True))
         links: dict[str, DaemonLink] = {}
 

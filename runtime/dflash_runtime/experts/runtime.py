@@ -1,7 +1,8 @@
 """MoeExpertComputeRuntime: the one boundary through which routed experts are computed.
 
-It splits a layer's routing by owner, submits to all of them, collects, and recomputes the pairs of
-a lost owner on a replica or the fallback, so that a fault costs time and never a token.
+It splits a layer's routing by owner, asks all of them, waits, and recomputes the pairs of a lost
+owner on a replica or the fallback, so that a fault costs time and never a token. Work in flight is
+booked in a LayerTicket, which has the owners' tickets.
 Independent of architectures, tokens and sockets.
 """
 
@@ -9,12 +10,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from dflash_protocol.batch import Hidden, Sums, group_by_expert, zero_sums
+from dflash_protocol.batch import Hidden, HostHidden, HostSums, Pairs, Sums
 from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase
 from dflash_protocol.placement import Placement
@@ -22,38 +23,30 @@ from dflash_runtime.compute.backend import MailRoute
 from dflash_runtime.experts.compute import ExpertCompute, OwnerKind, OwnerStats, Ticket
 from dflash_runtime.experts.offload import OffloadMode, PromptOffload
 from dflash_runtime.experts.pairs import (
-    Pairs,
-    Share,
     all_pairs,
     concatenated,
-    share_of,
+    pairs_of_some,
     split_by_owner,
 )
 from dflash_runtime.experts.remote.reply_checks import CheckSchedule
 from dflash_runtime.experts.selections import HitCounts, SelectionCounts
 
 
-@dataclass(slots=True)
-class _InFlight:
-    """A submitted share of a layer, not collected yet."""
-
-    owner: ExpertCompute
-    owner_index: int
-    ticket: Ticket
-    pairs: Pairs
-
-
 @dataclass(slots=True, eq=False)
-class StartedLayer:
-    """A layer's pairs, or some of them, while they are computed."""
+class LayerTicket:
+    """A layer's pairs, or some of them, while owners compute them.
+
+    Begun until it is finished or abandoned, when nothing is in flight any more.
+    """
 
     layer_id: int
-    hidden: Hidden
     phase: Phase
+    rows: Hidden
     is_hot_only: bool = True
-    in_flight: list[_InFlight] = field(default_factory=list)
+    in_flight: list[tuple[int, Ticket]] = field(default_factory=list)
+    """Tickets by owner index, -1 for the fallback; the last one is finished first."""
     orphans: dict[int, Pairs] = field(default_factory=dict)
-    """Pairs whose owner was lost, by owner index."""
+    """Pairs whose owner was lost, by owner index; with global ids."""
     lost: frozenset[int] = frozenset()
     begun_s: float = 0.0
 
@@ -108,11 +101,10 @@ class MoeExpertComputeRuntime:
         Shapes: hidden [T, H]; topk_ids [T, K] int32 global ids; topk_weights [T, K]; result [T, H].
         Raises: DaemonUnavailable if all owners of an expert are lost and there is no fallback.
         """
-        started = self.start(layer_id, hidden, topk_ids, topk_weights, phase=phase)
-        assert started is not None  # nothing is offloaded
-        sums = self.finish(started)
-        assert isinstance(sums, np.ndarray)  # like the rows
-        return sums.astype(np.float32)
+        rows = HostHidden(hidden)
+        ticket = self.begin(layer_id, rows, topk_ids, topk_weights, phase=phase)
+        assert ticket is not None  # nothing is offloaded
+        return self.finish(ticket).to_host().astype(np.float32)
 
     @property
     def asks_daemons(self) -> bool:
@@ -209,7 +201,7 @@ class MoeExpertComputeRuntime:
     ) -> npt.NDArray[np.bool_] | None:
         return self._offload.experts(layer_id, topk_ids, expert_s=expert_s)
 
-    def start(
+    def begin(
         self,
         layer_id: int,
         hidden: Hidden,
@@ -218,8 +210,8 @@ class MoeExpertComputeRuntime:
         *,
         phase: Phase,
         offloaded: npt.NDArray[np.bool_] | None = None,
-    ) -> StartedLayer | None:
-        """Submit every pair except those of a device's own block.
+    ) -> LayerTicket | None:
+        """Ask the owners for every pair except those of a device's own block.
 
         Shapes and errors as in `compute`.
         """
@@ -227,55 +219,54 @@ class MoeExpertComputeRuntime:
         if self._device_owner is None:
             pairs = all_pairs(topk_ids, topk_weights)
         else:
-            others = self._without_device(layer_id, topk_ids, topk_weights, phase)
-            pairs, counts = others.pairs, others.counts
+            pairs, counts = self._without_device(layer_id, topk_ids, topk_weights, phase)
         if offloaded is not None:
             num_before = pairs.num_pairs
-            pairs = pairs.where(~offloaded[pairs.global_expert_ids])
+            pairs = pairs.where(~offloaded[pairs.expert_ids])
             self.hits.offloaded += num_before - pairs.num_pairs
-        started = None
+        ticket = None
         if offloaded is None or pairs.num_pairs:
-            started = StartedLayer(layer_id, hidden, phase, is_hot_only=offloaded is None)
-            started.begun_s = time.perf_counter()
-        if started is not None and pairs.num_pairs:
-            self._submit(started, pairs)
+            ticket = LayerTicket(layer_id, phase, hidden, is_hot_only=offloaded is None)
+            ticket.begun_s = time.perf_counter()
+            if pairs.num_pairs:
+                self._ask(ticket, pairs)
         # Counted here while daemons compute.
         if counts is None:
             self._selections.add(layer_id, topk_ids.reshape(-1))
         else:
             self._selections.add_counts(layer_id, counts)
         self.hits.layers += 1
-        return started
+        return ticket
 
-    def finish(self, started: StartedLayer, out: F64Array | None = None) -> Sums:
-        """Collect, and resubmit the pairs of lost owners until all are computed."""
+    def finish(self, ticket: LayerTicket, out: F64Array | None = None) -> Sums:
+        """Wait for the sums; asks again for the pairs of lost owners until all are computed."""
         sums: Sums
         if out is None:
-            sums = zero_sums(started.hidden)
+            sums = ticket.rows.new_sums()
         else:
             out.fill(0.0)
-            sums = out
+            sums = HostSums(out)
         while True:
-            self._collect(started, sums)
-            orphans = started.orphans
+            self._finish_begun(ticket, sums)
+            orphans = ticket.orphans
             if not orphans:
                 break
-            started.lost = started.lost.union(orphans)
-            started.orphans = {}
-            self._count_retries(started.layer_id, orphans, started.lost)
-            self._submit(started, concatenated(list(orphans.values())))
-        self.hits.layers_hot_only += started.is_hot_only
+            ticket.lost = ticket.lost.union(orphans)
+            ticket.orphans = {}
+            self._count_retries(ticket.layer_id, orphans, ticket.lost)
+            self._ask(ticket, concatenated(list(orphans.values())))
+        self.hits.layers_hot_only += ticket.is_hot_only
         return sums
 
     def poll(self) -> None:
-        """Let owners make progress with submitted batches, without waiting."""
+        """Let owners make progress with what was begun, without waiting."""
         for owner in self._owners:
             owner.poll()
 
-    def abandon(self, started: StartedLayer) -> None:
-        for entry in started.in_flight:
-            entry.owner.abandon(entry.ticket)
-        started.in_flight.clear()
+    def abandon(self, ticket: LayerTicket) -> None:
+        for owner_index, begun in ticket.in_flight:
+            self._owner(owner_index).abandon(begun)
+        ticket.in_flight.clear()
 
     def stats(self) -> dict[str, OwnerStats]:
         """A copy of the counters by owner name; the fallback's under ``fallback`` once it has been
@@ -298,8 +289,20 @@ class MoeExpertComputeRuntime:
         if self._fallback is not None:
             self._fallback.close()
 
-    def _is_local(self, entry: _InFlight) -> bool:
-        return entry.owner_index < 0 or not self._is_daemon[entry.owner_index]
+    def _owner(self, owner_index: int) -> ExpertCompute:
+        """An owner; the fallback for a negative index.
+
+        Raises: DaemonUnavailable if there is no fallback.
+        """
+        if owner_index >= 0:
+            return self._owners[owner_index]
+        if self._fallback is None:
+            raise DaemonUnavailable(f"{self._lost_reason}; daemons are required")
+        return self._fallback
+
+    def _is_local(self, begun: tuple[int, Ticket]) -> bool:
+        owner_index, _ = begun
+        return owner_index < 0 or not self._is_daemon[owner_index]
 
     def _count_retries(
         self, layer_id: int, orphans: dict[int, Pairs], lost: frozenset[int]
@@ -309,23 +312,24 @@ class MoeExpertComputeRuntime:
             routing = self._placement.routing_without(lost)[layer_id]
             stats = self._owners[owner_index].stats
             stats.retries += 1
-            is_homeless = (routing.owner_index[pairs.global_expert_ids] < 0).any()
+            is_homeless = (routing.owner_index[pairs.expert_ids] < 0).any()
             stats.fallbacks += bool(is_homeless and self._fallback is not None)
 
     def _without_device(
         self, layer_id: int, topk_ids: I32Array, topk_weights: F32Array, phase: Phase
-    ) -> Share:
-        """The pairs that the device does not compute; counts the others as its owner's.
+    ) -> tuple[Pairs, I64Array | None]:
+        """The pairs that the device does not compute; counts the others as its owner's. And how
+        often each expert was routed to, if that is known.
 
-        Shapes: both [T, K].
+        Shapes: topk_* [T, K]; counts [E].
         """
         is_others = self._placement.routing[layer_id].owner_index != self._device_owner
-        others = share_of(topk_ids, topk_weights, is_others)
-        num_local = topk_ids.size - others.pairs.num_pairs
+        pairs, num_whole_tokens, counts = pairs_of_some(topk_ids, topk_weights, is_others)
+        num_local = topk_ids.size - pairs.num_pairs
         if num_local:
-            num_tokens = topk_ids.shape[0] - others.num_whole_tokens
+            num_tokens = topk_ids.shape[0] - num_whole_tokens
             self._count_on_device(phase, num_tokens=num_tokens, num_pairs=num_local)
-        return others
+        return pairs, counts
 
     def _count_on_device(
         self, phase: Phase, *, num_tokens: int, num_pairs: int, num_requests: int = 1
@@ -338,76 +342,73 @@ class MoeExpertComputeRuntime:
             counted.pairs += num_pairs
         self.hits.hot += num_pairs
 
-    def _submit(self, started: StartedLayer, pairs: Pairs) -> None:
-        """Submit pairs to the first of their owners that is not lost, else to the fallback.
+    def _ask(self, ticket: LayerTicket, pairs: Pairs) -> None:
+        """Ask the first of the pairs' owners that is not lost, else the fallback.
 
         Pairs of an owner that takes no work become orphans.
         """
-        layer_id = started.layer_id
-        routing = self._placement.routing_without(started.lost)[layer_id]
+        layer_id, in_flight = ticket.layer_id, ticket.in_flight
+        routing = self._placement.routing_without(ticket.lost)[layer_id]
         try:
             for owner_index, share in split_by_owner(pairs, routing):
-                owner, expert_ids = self._fallback, share.global_expert_ids
-                if owner_index >= 0:
-                    owner = self._owners[owner_index]
-                    if not routing.is_identity:
-                        expert_ids = routing.local_expert_id[expert_ids]
-                elif owner is None:
-                    raise DaemonUnavailable(f"{self._lost_reason}; daemons are required")
-                batch = group_by_expert(
-                    started.hidden,
-                    share.token_indices,
-                    expert_ids,
-                    weights=share.weights,
-                    phase=started.phase,
-                )
+                owner, own = self._owner(owner_index), share
+                if owner_index >= 0 and not routing.is_identity:
+                    local_ids = routing.local_expert_id[share.expert_ids]
+                    own = Pairs(share.token_indices, local_ids, share.weights)
                 try:
-                    ticket = owner.submit(layer_id, batch)
+                    begun = owner.begin(layer_id, ticket.rows, own, phase=ticket.phase)
                 except DaemonUnavailable as error:
-                    started.orphans[owner_index] = share
+                    ticket.orphans[owner_index] = share
                     self._lost_reason = str(error)
                 else:
-                    started.in_flight.append(_InFlight(owner, owner_index, ticket, share))
+                    in_flight.append((owner_index, begun))
         except BaseException:
-            self.abandon(started)
+            self.abandon(ticket)
             raise
-        if len(started.in_flight) > 1:
-            # This process computes in `collect`: its share is popped first, while daemons compute.
-            started.in_flight.sort(key=self._is_local)
+        if len(in_flight) > 1:
+            # This process computes in `finish`: its pairs come first, while daemons compute.
+            in_flight.sort(key=self._is_local)
 
-    def _collect(self, started: StartedLayer, sums: Sums) -> None:
-        """Add submitted batches to `sums`; pairs of owners lost meanwhile become orphans."""
-        in_flight = started.in_flight
+    def _finish_begun(self, ticket: LayerTicket, sums: Sums) -> None:
+        """Add what was begun to `sums`; pairs of owners lost meanwhile become orphans."""
+        in_flight = ticket.in_flight
         try:
             if len(in_flight) > 1:
-                for entry in in_flight:
-                    entry.owner.push(entry.ticket)
+                for owner_index, _ in in_flight:
+                    self._owner(owner_index).poll(until_sent=True)
             while in_flight:
-                entry = in_flight[-1]
+                owner_index, begun = in_flight[-1]
                 try:
-                    entry.owner.collect(entry.ticket, sums)
+                    self._owner(owner_index).finish(begun, sums)
                 except DaemonUnavailable as error:
-                    started.orphans[entry.owner_index] = entry.pairs
+                    ticket.orphans[owner_index] = self._with_global_ids(owner_index, begun)
                     self._lost_reason = str(error)
                 else:
-                    self._count_hits(started, entry)
-                    if started.phase is Phase.PREFILL:
-                        self._offload.note(
-                            entry.owner_index,
-                            num_tokens=started.hidden.shape[0],
-                            num_pairs=entry.pairs.num_pairs,
-                            elapsed_s=time.perf_counter() - started.begun_s,
-                        )
+                    self._count_finished(ticket, owner_index, begun.pairs.num_pairs)
                 in_flight.pop()
         finally:
-            self.abandon(started)
+            self.abandon(ticket)
 
-    def _count_hits(self, started: StartedLayer, entry: _InFlight) -> None:
-        if entry.owner_index < 0:
-            self.hits.cold += entry.pairs.num_pairs
-        elif self._is_daemon[entry.owner_index]:
-            self.hits.remote += entry.pairs.num_pairs
+    def _with_global_ids(self, owner_index: int, begun: Ticket) -> Pairs:
+        """A ticket's pairs with global ids instead of its owner's local ones."""
+        if owner_index < 0:
+            return begun.pairs
+        global_ids = self._placement.owners[owner_index].by_layer[begun.layer_id]
+        return replace(begun.pairs, expert_ids=global_ids[begun.pairs.expert_ids], counts=None)
+
+    def _count_finished(self, ticket: LayerTicket, owner_index: int, num_pairs: int) -> None:
+        if owner_index < 0:
+            self.hits.cold += num_pairs
+            ticket.is_hot_only = False
+        elif self._is_daemon[owner_index]:
+            self.hits.remote += num_pairs
+            ticket.is_hot_only = False
         else:
-            self.hits.hot += entry.pairs.num_pairs
-            return
-        started.is_hot_only = False
+            self.hits.hot += num_pairs
+        if ticket.phase is Phase.PREFILL:
+            self._offload.note(
+                owner_index,
+                num_tokens=ticket.rows.shape[0],
+                num_pairs=num_pairs,
+                elapsed_s=time.perf_counter() - ticket.begun_s,
+            )

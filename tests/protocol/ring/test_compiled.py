@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from dflash_protocol.batch import RoutedBatch
+from dflash_protocol.batch import HostHidden, RoutedBatch
 from dflash_protocol.ids import AnyArray, F64Array, I64Array, Phase, U8Array
 from dflash_protocol.payloads import PayloadType, are_finite, pack_hidden, pack_sums
 from dflash_protocol.ring import compiled as ring_native
@@ -137,7 +137,12 @@ def test_narrow_rows_become_what_the_stream_makes_of_them(
     kernels, empty = ring_native.kernels(), np.empty(0, np.int32)
     expected, sent_as = pack_hidden(values[None], payload)
     batch = RoutedBatch(
-        Phase.DECODE, values[None], empty, np.zeros(1, np.int32), empty, empty.view(np.float32)
+        Phase.DECODE,
+        HostHidden(values[None]),
+        empty,
+        np.zeros(1, np.int32),
+        empty,
+        empty.view(np.float32),
     )
     arrays = batch.hidden, empty, batch.group_starts, empty, batch.weights
     slots.client.words[0, ring_native.SENDS] = slots.code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,23 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_protocol.batch import DeviceBatch, TokenOrder, compact_tokens, slice_tokens
+from dflash_protocol.batch import HostHidden, Pairs, RoutedBatch, slice_tokens
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, Phase
 from dflash_protocol.ring import compiled as ring_native
 from support.examples import examples
 
 Choose = tuple[I32Array, F32Array, AnyArray]
-
-
-class PlacedNumbers:
-    """Rows of a device whose values are their numbers."""
-
-    def __init__(self, rows: I32Array) -> None:
-        self.rows = rows
-        self.shape = rows.size, 4
-
-    def chosen(self, rows: Any) -> PlacedNumbers:
-        return PlacedNumbers(self.rows[rows])
 
 
 @st.composite
@@ -95,34 +85,15 @@ def test_arrays_that_are_too_short_are_not_written_to() -> None:
         (four, weights, 2, some, four, four, weights, counts[:2]),
     ):
         assert kernels.choose_pairs(*bad) == ring_native.BAD_ARRAYS
-    good: list[Any] = [
-        four,
-        four,
-        weights,
-        5,
-        four,
-        four,
-        four,
-        np.zeros(5, np.int32),
-        four,
-        weights,
-        four,
-    ]
-    for place, array in enumerate(good[:-1]):
-        if place not in (0, 3):
-            bad_one = [*good]
-            bad_one[place] = array[:-1]
-            assert kernels.group_pairs(*bad_one) == ring_native.BAD_ARRAYS
-
-
-def compacted(
-    pairs: TokenOrder, num_tokens: int
-) -> tuple[DeviceBatch, I32Array | None, PlacedNumbers]:
-    rows: Any = PlacedNumbers(np.arange(num_tokens, dtype=np.int32))
-    batch, used = compact_tokens(DeviceBatch.of_pairs(Phase.PREFILL, rows, pairs), by_device=True)
-    assert isinstance(batch, DeviceBatch)
-    kept: Any = batch.rows
-    return batch, used, kept
+    good: list[Any] = [four, four, weights, 5, np.zeros((4, 5), np.int32), weights, four.copy()]
+    for place, bad_one in (
+        (1, three), (2, shorter), (4, np.zeros((3, 5), np.int32)), (4, np.zeros((4, 4), np.int32)),
+        (5, shorter),
+    ):  # fmt: skip
+        given_ = [*good]
+        given_[place] = bad_one
+        assert kernels.group_pairs(*given_) == ring_native.BAD_ARRAYS
+    assert kernels.group_pairs(*good) >= 0
 
 
 def both(make: Callable[[], Any]) -> tuple[Any, Any]:
@@ -136,27 +107,36 @@ def both(make: Callable[[], Any]) -> tuple[Any, Any]:
 
 
 @examples(150)
-@given(choices(), st.integers(1, 12), st.sampled_from([1, 1000, 4000, 1 << 20]))
+@given(
+    choices(),
+    st.integers(1, 12),
+    st.sampled_from([1, 1000, 4000, 1 << 20]),
+    st.sampled_from([0.0, 0.75, 1.0]),
+)
 def test_batches_are_the_same_whatever_groups_them(
-    choice: Choose, max_tokens: int, factor: int
+    choice: Choose, max_tokens: int, factor: int, share: float
 ) -> None:
     """Also with ids that there would be no counts for, and cut into pieces afterwards."""
     ids, weights, is_wanted = choice
+    num_tokens = ids.shape[0]
     places = np.flatnonzero(is_wanted[ids])
-    if not places.size:
-        return
     tokens = (places // ids.shape[1]).astype(np.int32)
-    pairs = TokenOrder(tokens, ids.reshape(-1)[places] * factor, weights.reshape(-1)[places])
+    pairs = Pairs(tokens, ids.reshape(-1)[places] * factor, weights.reshape(-1)[places])
+    numbers = np.repeat(np.arange(num_tokens, dtype=np.float32)[:, None], 4, axis=1)
+    whole_from = math.ceil(share * num_tokens)
 
     def make() -> list[AnyArray]:
-        batch, used, kept = compacted(pairs, ids.shape[0])
+        batch, used = RoutedBatch.group_used(
+            Phase.PREFILL, HostHidden(numbers), pairs, whole_from=whole_from
+        )
         expected = np.unique(tokens)
-        assert (used is None) == (expected.size >= 0.75 * ids.shape[0])
+        assert (used is None) == (num_tokens == 1 or expected.size >= whole_from)
         if used is None:
-            expected = np.arange(ids.shape[0], dtype=np.int32)
+            expected = np.arange(num_tokens, dtype=np.int32)
         else:
+            assert used.dtype == np.int32
             np.testing.assert_array_equal(used, expected)
-        np.testing.assert_array_equal(kept.rows, expected)
+        np.testing.assert_array_equal(batch.hidden[:, 0], expected)
         pieces: list[Any] = [batch, *(piece for _, piece in slice_tokens(batch, max_tokens))]
         for each in pieces:
             each.check(hidden_size=4, num_experts=10 * factor)
@@ -164,7 +144,7 @@ def test_batches_are_the_same_whatever_groups_them(
             array
             for each in pieces
             for array in (
-                each.rows.rows,
+                each.hidden,
                 each.expert_ids,
                 each.group_starts,
                 each.token_indices,
@@ -180,15 +160,12 @@ def test_batches_are_the_same_whatever_groups_them(
 @pytest.mark.parametrize("tokens", [[1, 0], [0, 2, 1], [-1, 0]])
 def test_tokens_that_do_not_ascend_are_not_grouped(tokens: list[int]) -> None:
     count = len(tokens)
-    out = np.empty((3, count), np.int32)
     found = ring_native.kernels().group_pairs(
         np.array(tokens, np.int32),
         np.zeros(count, np.int32),
         np.zeros(count, np.float32),
         count,
-        *out,
-        np.empty(count + 1, np.int32),
-        np.empty(count, np.int32),
+        np.empty((4, count + 1), np.int32),
         np.empty(count, np.float32),
         np.empty(1, np.int32),
     )

@@ -3,6 +3,7 @@ is written in between is found out."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_protocol.batch import (
-    DeviceBatch,
+    Hidden,
+    HostHidden,
+    Pairs,
     RoutedBatch,
-    compact_tokens,
-    group_by_expert,
     slice_tokens,
 )
 from dflash_protocol.device_payload import digest_of
@@ -25,7 +26,7 @@ from dflash_protocol.errors import (
     DeviceUnavailable,
     ProtocolError,
 )
-from dflash_protocol.ids import F32Array, F64Array, Phase
+from dflash_protocol.ids import F64Array, Phase
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.ring import layout as ring
 from dflash_protocol.ring.layout import RingShape
@@ -38,7 +39,7 @@ from dflash_protocol.transports.testing import (
 )
 from dflash_protocol.wire.transport import DeviceReply, ReceivedRequest
 from support.examples import examples
-from support.host_mover import HostMover, HostRows, HostSums
+from support.host_mover import HostMover, MovedRows, MovedSums
 from support.routed_batches import assert_same_batch
 from support.shared_pair import NUM_SLOTS, Pair
 
@@ -77,7 +78,7 @@ def test_sums_that_are_not_finite_are_told(
     sums = np.ones((3, HIDDEN))
     if bad is not None:
         sums[2, 5] = bad
-    pair.server.reply(request, HostSums(sums), 0.0)
+    pair.server.reply(request, MovedSums(sums), 0.0)
     if is_kept:
         pair.client.poll()
     reply = pair.client.wait(sequence, deadline_s=TIMEOUT_S)
@@ -85,7 +86,7 @@ def test_sums_that_are_not_finite_are_told(
     assert reply.is_finite == (bad is None)
 
 
-def batches(num_tokens: int, seed: int = 0) -> tuple[RoutedBatch, DeviceBatch]:
+def batches(num_tokens: int, seed: int = 0) -> tuple[RoutedBatch, RoutedBatch]:
     """The same batch with rows of the host and of a device."""
     random = np.random.default_rng(seed)
     counts = random.integers(0, MAX_EXPERTS_USED + 1, num_tokens)
@@ -95,16 +96,14 @@ def batches(num_tokens: int, seed: int = 0) -> tuple[RoutedBatch, DeviceBatch]:
     ids = np.concatenate([np.empty(0, np.int32), *experts]).astype(np.int32)
     weights = random.standard_normal(ids.size, dtype=np.float32)
 
-    def grouped(rows: F32Array | HostRows) -> RoutedBatch:
-        return group_by_expert(rows, tokens, ids, weights=weights, phase=Phase.PREFILL)
+    def grouped(rows: Hidden) -> RoutedBatch:
+        return RoutedBatch.group(Phase.PREFILL, rows, Pairs(tokens, ids, weights))
 
-    of_device = grouped(HostRows(hidden))
-    assert isinstance(of_device, DeviceBatch)
-    return grouped(hidden), of_device
+    return grouped(HostHidden(hidden)), grouped(MovedRows(hidden))
 
 
 def answered(pair: Pair, request: ReceivedRequest, sums: F64Array) -> None:
-    pair.server.reply(request, HostSums(sums), 0.5)
+    pair.server.reply(request, MovedSums(sums), 0.5)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, MAX_TOKENS, MOST])
@@ -113,7 +112,7 @@ def test_rows_and_sums_stay_on_devices(pair: MovedPair, num_tokens: int) -> None
         batch, of_device = batches(num_tokens, seed)
         sequence = pair.client.submit(4, of_device, deadline_s=TIMEOUT_S)
         request = received(pair)
-        assert isinstance(request.batch, DeviceBatch)
+        assert request.batch.rows.is_on_device
         assert_same_batch(request.batch, batch)
         request.check(hidden_size=HIDDEN, num_experts=7)
         assert request.header.payload == "f32"
@@ -140,9 +139,9 @@ def test_requests_of_both_kinds_go_through_one_ring(pair: MovedPair) -> None:
             sequences.append(pair.client.submit(1, given_, deadline_s=TIMEOUT_S))
             request = received(pair)
             expected.append(sums_of(request.batch))
-            assert isinstance(request.batch, DeviceBatch) == is_moved
+            assert request.batch.rows.is_on_device == is_moved
             sums = expected[-1]
-            pair.server.reply(request, HostSums(sums) if is_moved else sums, 0.0)
+            pair.server.reply(request, MovedSums(sums) if is_moved else sums, 0.0)
         for sequence, sums in zip(sequences, expected, strict=True):
             reply = pair.client.wait(sequence, deadline_s=TIMEOUT_S)
             np.testing.assert_array_equal(reply.sums, sums)
@@ -159,7 +158,7 @@ def test_rows_of_a_device_go_by_the_host_where_nobody_agreed_on_more(run_dir: Pa
         try:
             sequence = pair.client.submit(1, of_device, deadline_s=TIMEOUT_S)
             request = received(pair)
-            assert not isinstance(request.batch, DeviceBatch)
+            assert not request.batch.rows.is_on_device
             if payload is PayloadType.F32:
                 assert_same_batch(request.batch, batch)
             pair.server.reply(request, np.ones(batch.hidden.shape), 0.0)
@@ -185,9 +184,9 @@ def test_what_is_too_large_is_never_written(pair: MovedPair) -> None:
     before = pair.memory.copy()
     for of_device in (
         batches(MOST + 1)[1],
-        DeviceBatch(
+        RoutedBatch(
             Phase.PREFILL,
-            HostRows(np.zeros((2, HIDDEN + 4), np.float32)),
+            MovedRows(np.zeros((2, HIDDEN + 4), np.float32)),
             expert_ids=np.zeros(1, np.int32),
             group_starts=np.array([0, 1], np.int32),
             token_indices=np.zeros(1, np.int32),
@@ -319,7 +318,7 @@ def test_whatever_becomes_of_a_slot_it_is_served_rightly_or_refused(
         pair.close()
 
 
-def assert_is_served(pair: Pair, batch: RoutedBatch, of_device: DeviceBatch) -> None:
+def assert_is_served(pair: Pair, batch: RoutedBatch, of_device: RoutedBatch) -> None:
     """A good request of each kind, in each slot."""
     for _ in range(NUM_SLOTS):
         for each in (of_device, batch):
@@ -327,7 +326,7 @@ def assert_is_served(pair: Pair, batch: RoutedBatch, of_device: DeviceBatch) -> 
             while (request := received(pair)).header.layer_id != 2:
                 pass
             sums = sums_of(request.batch)
-            pair.server.reply(request, HostSums(sums) if each is of_device else sums, 0.0)
+            pair.server.reply(request, MovedSums(sums) if each is of_device else sums, 0.0)
             reply = pair.client.wait(sequence, deadline_s=TIMEOUT_S)
             assert reply.sums.tobytes() == sums_of(batch).tobytes()
 
@@ -466,27 +465,30 @@ def test_requests_are_forgotten_at_any_stage(pair: MovedPair) -> None:
 
 
 @examples(60)
-@given(st.integers(0, 12), st.integers(1, 14), st.integers(0, 1000), st.booleans())
-def test_batches_of_devices_are_cut_and_compacted_as_those_of_the_host(
-    num_tokens: int, max_tokens: int, seed: int, by_device: bool
+@given(
+    st.integers(0, 12), st.integers(1, 14), st.integers(0, 1000), st.sampled_from([0.0, 0.75, 1.0])
+)
+def test_batches_of_devices_are_grouped_and_cut_as_those_of_the_host(
+    num_tokens: int, max_tokens: int, seed: int, share: float
 ) -> None:
     batch, of_device = batches(num_tokens, seed)
-    assert of_device.num_pairs == batch.num_pairs
-    compacted, rows = compact_tokens(batch)
-    of_device_compacted, same_rows = compact_tokens(of_device, by_device=by_device)
-    # A device sends all then.
-    if by_device and rows is not None and rows.size >= 0.75 * num_tokens:
-        assert same_rows is None
-        compacted, rows = batch, None
+    whole_from = math.ceil(share * num_tokens)
+    used, rows = RoutedBatch.group_used(
+        batch.phase, batch.rows, batch.pairs(), whole_from=whole_from
+    )
+    used_of_device, same_rows = RoutedBatch.group_used(
+        of_device.phase, of_device.rows, of_device.pairs(), whole_from=whole_from
+    )
+    assert used_of_device.rows.is_on_device
     assert (rows is None) == (same_rows is None)
+    assert (rows is None) == (np.unique(batch.token_indices).size >= whole_from)
     if rows is not None and same_rows is not None:
         np.testing.assert_array_equal(rows, same_rows)
-    cut = list(slice_tokens(compacted, max_tokens))
-    same = list(slice_tokens(of_device_compacted, max_tokens))
+    assert_same_batch(used_of_device, used)
+    cut, same = (list(slice_tokens(each, max_tokens)) for each in (used, used_of_device))
     assert [first for first, _ in cut] == [first for first, _ in same]
     for (_, piece), (_, piece_of_device) in zip(cut, same, strict=True):
         assert_same_batch(piece_of_device, piece)
-    assert_same_batch(of_device_compacted, compacted)
 
 
 def test_the_digest_is_told_by_every_word_and_its_place() -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dflash_protocol.batch import HostHidden
 from dflash_protocol.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError
 from dflash_protocol.ids import AnyArray
 from dflash_protocol.payloads import PayloadType, pack_hidden, pack_sums
@@ -237,7 +238,7 @@ def test_a_change_that_was_applied_already_wakes_nobody(pair: Pair) -> None:
 
 def test_arrays_with_gaps_are_not_taken_for_such_without(pair: Pair) -> None:
     wide = example_batch(2)
-    gapped = replace(wide, hidden=np.repeat(wide.hidden, 2, axis=1)[:, ::2])
+    gapped = replace(wide, rows=HostHidden(np.repeat(wide.hidden, 2, axis=1)[:, ::2]))
     assert not gapped.hidden.flags.c_contiguous
     sequence = pair.client.submit(0, gapped, deadline_s=1.0)
     request = received(pair)
@@ -251,7 +252,7 @@ def test_arrays_with_gaps_are_not_taken_for_such_without(pair: Pair) -> None:
     pair.server.reply(request, sums, 0.0)
     np.testing.assert_array_equal(pair.client.wait(sequence, deadline_s=1.0).sums, sums)
     with pytest.raises(ValueError, match="unpack"):
-        pair.client.submit(0, replace(wide, hidden=wide.hidden[0]), deadline_s=1.0)
+        pair.client.submit(0, replace(wide, rows=HostHidden(wide.hidden[0])), deadline_s=1.0)
     assert_serves(pair)
 
 

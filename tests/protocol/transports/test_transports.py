@@ -17,6 +17,7 @@ import zmq
 
 from dflash_protocol.batch import Sums
 from dflash_protocol.endpoint import IpcClaim, parse_endpoint
+from dflash_protocol.ids import F64Array
 from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.ring.segment import create_segment, open_segment
 from dflash_protocol.transports.shared_client import SharedClient
@@ -174,7 +175,7 @@ def test_a_transport_keeps_what_all_of_them_promise(maker: str, check: str, run_
 
 def test_the_check_names_what_fails(run_dir: Path) -> None:
     class Liar(SpinningServer):
-        def reply(self, request: ReceivedRequest, sums: Sums, compute_s: float) -> None:
+        def reply(self, request: ReceivedRequest, sums: F64Array | Sums, compute_s: float) -> None:
             assert isinstance(sums, np.ndarray)
             super().reply(request, sums + 1.0, compute_s)
 
@@ -189,6 +190,7 @@ def test_the_check_names_what_fails(run_dir: Path) -> None:
 SERVER = """
 import sys
 from pathlib import Path
+from dflash_protocol.ids import F64Array
 from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.ring.segment import open_segment
 from dflash_protocol.transports.testing import *

@@ -122,13 +122,13 @@ class LostSometimes(LocalExpertCompute):
     """An owner that does not answer some requests."""
 
     lost: frozenset[int] = frozenset()
-    num_collected = 0
+    num_finished = 0
 
-    def collect(self, ticket: Ticket, out: Sums) -> None:
-        self.num_collected += 1
-        if self.num_collected in self.lost:
+    def finish(self, ticket: Ticket, out: Sums) -> None:
+        self.num_finished += 1
+        if self.num_finished in self.lost:
             raise DaemonUnavailable("gone")
-        super().collect(ticket, out)
+        super().finish(ticket, out)
 
 
 @pytest.mark.parametrize("lost", [{1, 4}, {2}])

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_protocol.batch import Hidden, Sums
+from dflash_protocol.batch import Hidden, HostHidden, HostSums, Sums
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, Phase
 from dflash_runtime.compute.backend import MailRoute
@@ -34,7 +34,7 @@ class Asked:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.open: list[str] = []
-        """What was started and is neither finished nor abandoned."""
+        """What was ticket and is neither finished nor abandoned."""
         self.fails: dict[str, BaseException] = {}
         self.num_looks = 0
 
@@ -74,7 +74,7 @@ class Asked:
     def note_checked_step(self, elapsed_s: float) -> None:
         raise NotImplementedError
 
-    def start(
+    def begin(
         self,
         layer_id: int,
         hidden: Hidden,
@@ -85,15 +85,15 @@ class Asked:
         offloaded: npt.NDArray[np.bool_] | None = None,
     ) -> str:
         assert offloaded is None
-        name = f"{micro_batch_of(hidden)}{layer_id}"
-        self.note(f"start {name}")
+        name = f"{micro_batch_of(hidden.to_host())}{layer_id}"
+        self.note(f"begin {name}")
         self.open.append(name)
         return name
 
-    def finish(self, started: str, out: F64Array | None = None) -> Sums:
-        self.open.remove(started)
-        self.note(f"finish {started}")
-        return EMPTY.astype(np.float64)
+    def finish(self, ticket: str, out: F64Array | None = None) -> Sums:
+        self.open.remove(ticket)
+        self.note(f"finish {ticket}")
+        return HostSums(EMPTY.astype(np.float64))
 
     may_offload = False
 
@@ -102,9 +102,9 @@ class Asked:
     ) -> npt.NDArray[np.bool_] | None:
         return None
 
-    def abandon(self, started: str) -> None:
-        self.open.remove(started)
-        self.log.append(f"abandon {started}")
+    def abandon(self, ticket: str) -> None:
+        self.open.remove(ticket)
+        self.log.append(f"abandon {ticket}")
 
 
 def micro_batch_of(hidden: Any) -> str:
@@ -131,15 +131,15 @@ class Model:
     ) -> AnyArray:
         if not self._asks(micro_batch_of(hidden), layer_id):
             return EMPTY
-        started = self.turns.start(layer_id, hidden, topk_ids, topk_weights, phase=Phase.PREFILL)
+        rows = HostHidden(hidden)
+        ticket = self.turns.begin(layer_id, rows, topk_ids, topk_weights, phase=Phase.PREFILL)
         self._num_running -= 1
         try:
-            sums = self.turns.finish(started)
+            sums = self.turns.finish(ticket)
         finally:
             self._num_running += 1
         assert self._num_running == 1, "both micro-batches run"
-        assert isinstance(sums, np.ndarray)
-        return sums
+        return sums.to_host()
 
     def _forward(self, index: int) -> str:
         hidden: F32Array = np.array([index], np.float32)
@@ -169,13 +169,13 @@ def no_thread_is_left() -> Iterator[None]:
 def test_each_is_at_work_while_the_others_experts_are_computed() -> None:
     model = Model()
     assert model.run() == ("A", "B")
-    expected = ["mixer A0", "start A0", "mixer B0", "start B0"]
+    expected = ["mixer A0", "begin A0", "mixer B0", "begin B0"]
     for layer in range(1, NUM_LAYERS):
         for micro_batch in "AB":
             expected += [
                 f"finish {micro_batch}{layer - 1}",
                 f"mixer {micro_batch}{layer}",
-                f"start {micro_batch}{layer}",
+                f"begin {micro_batch}{layer}",
             ]
     last = NUM_LAYERS - 1
     assert model.asked.log == [*expected, f"finish A{last}", "end A", f"finish B{last}", "end B"]
@@ -200,7 +200,7 @@ def test_the_second_comes_to_a_layer_when_the_first_has_been_there(
 
 PLACES = [
     f"{what} {micro_batch}{layer}"
-    for what in ("mixer", "start", "finish")
+    for what in ("mixer", "begin", "finish")
     for micro_batch in "AB"
     for layer in (0, 1, NUM_LAYERS - 1)
 ]

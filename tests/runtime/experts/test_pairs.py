@@ -7,39 +7,38 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dflash_protocol.batch import Pairs
 from dflash_protocol.placement import LayerRouting
 from dflash_protocol.ring import compiled as ring_native
-from dflash_runtime.experts.pairs import Pairs, Share, all_pairs, share_of, split_by_owner
+from dflash_runtime.experts.pairs import all_pairs, pairs_of_some, split_by_owner
 from support.examples import examples
 
 NUM_EXPERTS, NUM_USED, NUM_OWNERS = 11, 3, 3
 
 
-def shared_out(seed: int, num_tokens: int, routing: LayerRouting) -> tuple[Share, dict[int, Pairs]]:
+def shared_out(seed: int, num_tokens: int, routing: LayerRouting) -> tuple[Pairs, dict[int, Pairs]]:
     """What is not the first owner's, and by whose it is."""
     random = np.random.default_rng(seed)
     ids = random.random((num_tokens, NUM_EXPERTS)).argsort(axis=1)[:, :NUM_USED].astype(np.int32)
     weights = random.random(ids.shape, dtype=np.float32)
-    share = share_of(ids, weights, routing.owner_index != 0)
+    share, num_whole_tokens, counts = pairs_of_some(ids, weights, routing.owner_index != 0)
     every = all_pairs(ids, weights)
-    expected = every.where(routing.owner_index[every.global_expert_ids] != 0)
-    assert_same_pairs(share.pairs, expected)
+    expected = every.where(routing.owner_index[every.expert_ids] != 0)
+    assert_same_pairs(share, expected)
     whole = (routing.owner_index[ids] != 0).all(axis=1).sum()
-    assert share.num_whole_tokens == whole
-    if share.counts is not None:
-        np.testing.assert_array_equal(
-            share.counts, np.bincount(ids.reshape(-1), minlength=NUM_EXPERTS)
-        )
-    by_owner = dict(split_by_owner(share.pairs, routing)) if share.pairs.num_pairs else {}
+    assert num_whole_tokens == whole
+    if counts is not None:
+        np.testing.assert_array_equal(counts, np.bincount(ids.reshape(-1), minlength=NUM_EXPERTS))
+    by_owner = dict(split_by_owner(share, routing)) if share.num_pairs else {}
     return share, {owner: pairs for owner, pairs in by_owner.items() if pairs.num_pairs}
 
 
 def assert_same_pairs(one: Pairs, other: Pairs) -> None:
     np.testing.assert_array_equal(one.token_indices, other.token_indices)
-    np.testing.assert_array_equal(one.global_expert_ids, other.global_expert_ids)
+    np.testing.assert_array_equal(one.expert_ids, other.expert_ids)
     np.testing.assert_array_equal(one.weights, other.weights)
     if one.counts is not None:
-        counts = np.bincount(one.global_expert_ids, minlength=NUM_EXPERTS)
+        counts = np.bincount(one.expert_ids, minlength=NUM_EXPERTS)
         np.testing.assert_array_equal(one.counts, counts)
 
 
@@ -54,8 +53,8 @@ def test_shares_are_the_same_whatever_finds_them(seed: int, num_tokens: int, own
         share, by_owner = shared_out(seed, num_tokens, routing)
         patch.setattr(ring_native, "if_compiled", lambda: None)
         plain, plain_by_owner = shared_out(seed, num_tokens, routing)
-    assert (share.pairs.counts is None) == (num_tokens * NUM_USED <= 64)
-    assert plain.pairs.counts is None
+    assert (share.counts is None) == (num_tokens * NUM_USED <= 64)
+    assert plain.counts is None
     assert by_owner.keys() == plain_by_owner.keys()
     assert 0 not in by_owner
     for owner, pairs in by_owner.items():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import read_spec
 from dflash_adapters.spec import MoeSpec
-from dflash_protocol.batch import RoutedBatch, Sums
+from dflash_protocol.batch import Hidden, Pairs, RoutedBatch, Sums
 from dflash_protocol.errors import DaemonUnavailable, DeadlineExceeded
 from dflash_protocol.ids import F32Array, I32Array, Phase
 from dflash_protocol.placement import OwnedExperts, Placement
@@ -48,7 +48,7 @@ SPEC = MoeSpec((moe_layer(layer_id=LAYER_ID, num_experts=NUM_EXPERTS),))
 class FakeCompute:
     """Computes with a ScalingBank; `fails` names the call that raises, if any.
 
-    Submits and collects are written to a log that several may share.
+    Begins and finishes are written to a log that several may share.
     """
 
     def __init__(
@@ -69,30 +69,31 @@ class FakeCompute:
         self.batches: list[RoutedBatch] = []
         self._bank = ScalingBank(SPEC.layers[0], owned.by_layer[LAYER_ID].tolist())
 
-    def submit(self, layer_id: int, batch: RoutedBatch) -> Ticket:
+    def begin(self, layer_id: int, rows: Hidden, pairs: Pairs, *, phase: Phase) -> Ticket:
         assert layer_id == LAYER_ID
+        batch = RoutedBatch.group(phase, rows, pairs)
         batch.check(hidden_size=HIDDEN_SIZE, num_experts=self._bank.num_experts)
-        self.log.append(f"submit {self.name}")
-        if self.fails == "submit":
+        self.log.append(f"begin {self.name}")
+        if self.fails == "begin":
             raise DaemonUnavailable(f"daemon {self.name}: not connected yet")
         self.batches.append(batch)
-        return Ticket(layer_id, batch)
+        return Ticket(layer_id, phase, rows, pairs)
 
-    def collect(self, ticket: Ticket, out: Sums) -> None:
-        assert isinstance(out, np.ndarray)
-        self.log.append(f"collect {self.name}")
+    def poll(self, *, until_sent: bool = False) -> None:
+        if until_sent:
+            self.num_pushed += 1
+        else:
+            self.log.append(f"look {self.name}")
+
+    def finish(self, ticket: Ticket, out: Sums) -> None:
+        self.log.append(f"finish {self.name}")
         if self.fails == "interrupt":
             raise KeyboardInterrupt
-        if self.fails == "collect":
+        if self.fails == "finish":
             raise DeadlineExceeded(f"daemon {self.name}: no reply within 250 ms")
-        self._bank.accumulate(ticket.batch, out)
+        batch = RoutedBatch.group(ticket.phase, ticket.rows, ticket.pairs)
+        self._bank.accumulate(batch, out.to_host())
         self.stats.requests += 1
-
-    def push(self, ticket: Ticket) -> None:
-        self.num_pushed += 1
-
-    def poll(self) -> None:
-        self.log.append(f"look {self.name}")
 
     def abandon(self, ticket: Ticket) -> None:
         self.log.append(f"abandon {self.name}")
@@ -182,7 +183,7 @@ def test_every_placement_gives_the_naive_sum_whoever_is_lost(data: st.DataObject
     }
     rig = Rig(
         make_placement(SPEC, owners),
-        fails={name: data.draw(st.sampled_from(["", "submit", "collect"])) for name in owners},
+        fails={name: data.draw(st.sampled_from(["", "begin", "finish"])) for name in owners},
     )
     num_tokens = data.draw(st.integers(0, 9))
     num_used = data.draw(st.integers(1, NUM_EXPERTS))
@@ -192,7 +193,7 @@ def test_every_placement_gives_the_naive_sum_whoever_is_lost(data: st.DataObject
     np.testing.assert_array_equal(sums, expected(hidden, ids, weights), strict=True)
 
 
-@pytest.mark.parametrize("how", ["submit", "collect"])
+@pytest.mark.parametrize("how", ["begin", "finish"])
 def test_pairs_of_a_lost_owner_are_computed_by_the_fallback_and_only_they(how: str) -> None:
     rig = Rig(split([0, 1], [2, 3], [4, 5]), fails={"cpu0": how})
     rig.assert_right()
@@ -204,15 +205,15 @@ def test_pairs_of_a_lost_owner_are_computed_by_the_fallback_and_only_they(how: s
 
 
 def test_the_fallback_computes_everything_when_all_owners_are_lost() -> None:
-    rig = Rig(split([0, 1], [2, 3], [4, 5]), fails={"local": "collect", "cpu0": "submit"})
-    rig.owners["cpu1"].fails = "collect"
+    rig = Rig(split([0, 1], [2, 3], [4, 5]), fails={"local": "finish", "cpu0": "begin"})
+    rig.owners["cpu1"].fails = "finish"
     rig.assert_right()
     for owner in rig.owners.values():
         owner.fails = ""
     rig.assert_right()
 
 
-@pytest.mark.parametrize("how", ["submit", "collect"])
+@pytest.mark.parametrize("how", ["begin", "finish"])
 def test_without_a_fallback_a_lost_owner_is_an_error_that_names_it(how: str) -> None:
     rig = Rig(split([0, 1], [2, 3], [4, 5]), fails={"cpu0": how}, with_fallback=False)
     with pytest.raises(DaemonUnavailable, match="daemon cpu0: "):
@@ -221,17 +222,18 @@ def test_without_a_fallback_a_lost_owner_is_an_error_that_names_it(how: str) -> 
     rig.assert_right()
 
 
-@pytest.mark.parametrize("how", ["submit", "collect"])
-def test_what_other_owners_were_asked_is_collected_or_abandoned_although_one_is_lost(
+@pytest.mark.parametrize("how", ["begin", "finish"])
+def test_what_other_owners_were_asked_is_finished_or_abandoned_although_one_is_lost(
     how: str,
 ) -> None:
     """An answer that nobody takes would be kept, and its pairs counted as in flight, for ever."""
     rig = Rig(split([0, 1], [2, 3], [4, 5]), fails={"cpu0": how}, with_fallback=False)
     with pytest.raises(DaemonUnavailable, match="daemon cpu0: "):
         rig.assert_right()
-    assert sorted(rig.log)[-3:] == ["submit cpu0", "submit cpu1", "submit local"]
+    begun = [line for line in rig.log if line.startswith("begin")]
+    assert sorted(begun) == ["begin cpu0", "begin cpu1", "begin local"]
     for name in ("cpu1", "local"):
-        assert f"collect {name}" in rig.log or f"abandon {name}" in rig.log
+        assert f"finish {name}" in rig.log or f"abandon {name}" in rig.log
 
 
 @examples(100)
@@ -245,7 +247,7 @@ def test_without_a_fallback_every_pair_is_computed_or_it_is_an_error(data: st.Da
     }
     homeless = set(range(NUM_EXPERTS)).difference(*ids_of.values())
     ids_of["local"] += sorted(homeless)
-    fails = {name: data.draw(st.sampled_from(["", "submit", "collect"])) for name in names}
+    fails = {name: data.draw(st.sampled_from(["", "begin", "finish"])) for name in names}
     rig = Rig(split(*ids_of.values()), fails=fails, with_fallback=False)
     seed = data.draw(st.integers(0, 1000))
     hidden, (ids, weights) = numbered_rows(3), routing_of(3, seed=seed, num_used=2)
@@ -256,22 +258,22 @@ def test_without_a_fallback_every_pair_is_computed_or_it_is_an_error(data: st.Da
     else:
         with pytest.raises(DaemonUnavailable, match=r"daemon (local|cpu0|cpu1): "):
             rig.compute(hidden, ids, weights)
-    asked = {line.removeprefix("submit ") for line in rig.log if line.startswith("submit ")}
+    asked = {line.removeprefix("begin ") for line in rig.log if line.startswith("begin ")}
     for name in asked:
-        if fails[name] != "submit":
-            assert f"collect {name}" in rig.log or f"abandon {name}" in rig.log
+        if fails[name] != "begin":
+            assert f"finish {name}" in rig.log or f"abandon {name}" in rig.log
 
 
 def test_a_replica_answers_for_a_lost_owner_before_the_fallback_does() -> None:
-    rig = Rig(split([0, 1, 2], [2, 3, 4, 5], [0, 1, 2]), fails={"cpu0": "collect"})
+    rig = Rig(split([0, 1, 2], [2, 3, 4, 5], [0, 1, 2]), fails={"cpu0": "finish"})
     rig.assert_right()
     replicated = Rig(
         split([0, 1, 2, 3, 4, 5], [0, 1, 2], [3, 4, 5], names=("cpu0", "cpu1", "local")),
-        fails={"cpu0": "submit"},
+        fails={"cpu0": "begin"},
         with_fallback=False,
     )
     replicated.assert_right()
-    assert {"collect cpu1", "collect local"} <= set(replicated.log)
+    assert {"finish cpu1", "finish local"} <= set(replicated.log)
 
 
 def test_an_interrupt_abandons_whatever_was_in_flight() -> None:
@@ -280,8 +282,8 @@ def test_an_interrupt_abandons_whatever_was_in_flight() -> None:
     with pytest.raises(KeyboardInterrupt):
         rig.assert_right()
     for name in ("cpu0", "cpu1"):
-        is_collected = f"collect {name}" in rig.log and name != "cpu1"
-        assert is_collected or f"abandon {name}" in rig.log
+        is_finished = f"finish {name}" in rig.log and name != "cpu1"
+        assert is_finished or f"abandon {name}" in rig.log
     rig.owners["cpu1"].fails = ""
     rig.assert_right()
 
@@ -289,18 +291,18 @@ def test_an_interrupt_abandons_whatever_was_in_flight() -> None:
 def test_all_owners_are_at_work_before_any_is_waited_for_and_local_work_goes_first() -> None:
     rig = Rig(split([4, 5], [0, 1], [2, 3], names=("cpu0", "local", "cpu1")), fails={})
     rig.assert_right()
-    assert set(rig.log[:3]) == {"submit cpu0", "submit local", "submit cpu1"}
-    assert rig.log[3] == "collect local"
-    assert set(rig.log[4:]) == {"collect cpu0", "collect cpu1"}
+    assert set(rig.log[:3]) == {"begin cpu0", "begin local", "begin cpu1"}
+    assert rig.log[3] == "finish local"
+    assert set(rig.log[4:]) == {"finish cpu0", "finish cpu1"}
 
 
 def test_an_owner_without_a_pair_of_the_batch_is_not_asked() -> None:
-    rig = Rig(split([0, 1], [2, 3], [4, 5]), fails={"cpu0": "submit", "cpu1": "collect"})
+    rig = Rig(split([0, 1], [2, 3], [4, 5]), fails={"cpu0": "begin", "cpu1": "finish"})
     ids = np.array([[0, 1], [1, 0]], dtype=np.int32)
     weights = np.full((2, 2), 0.5, dtype=np.float32)
     hidden = numbered_rows(2)
     np.testing.assert_array_equal(rig.compute(hidden, ids, weights), expected(hidden, ids, weights))
-    assert rig.log == ["submit local", "collect local"]
+    assert rig.log == ["begin local", "finish local"]
 
 
 def test_an_owner_gets_its_own_local_ids_and_the_pairs_of_its_experts_only() -> None:
@@ -317,14 +319,14 @@ def test_an_owner_gets_its_own_local_ids_and_the_pairs_of_its_experts_only() -> 
 
 
 def test_replicas_do_not_compute_twice() -> None:
-    rig = Rig(split([0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]), fails={"cpu0": "submit"})
+    rig = Rig(split([0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]), fails={"cpu0": "begin"})
     rig.assert_right()
-    assert rig.log == ["submit local", "collect local"]
+    assert rig.log == ["begin local", "finish local"]
 
 
 @pytest.mark.parametrize("with_fallback", [True, False])
 def test_no_tokens_ask_nobody(with_fallback: bool) -> None:
-    rig = Rig(split([0, 1], [2, 3], [4, 5]), fails={"cpu0": "submit"}, with_fallback=with_fallback)
+    rig = Rig(split([0, 1], [2, 3], [4, 5]), fails={"cpu0": "begin"}, with_fallback=with_fallback)
     sums = rig.compute(numbered_rows(0), *routing_of(0, seed=1))
     assert sums.shape == (0, HIDDEN_SIZE)
     assert sums.dtype == np.float32
@@ -354,7 +356,7 @@ def test_partial_sums_of_different_owners_are_rounded_to_float32_once() -> None:
 
 
 def test_the_callers_arrays_are_left_alone() -> None:
-    rig = Rig(split([0, 1], [2, 3], [4, 5]), fails={"cpu0": "collect"})
+    rig = Rig(split([0, 1], [2, 3], [4, 5]), fails={"cpu0": "finish"})
     hidden, ids, weights = numbered_rows(4), *routing_of(4, seed=1)
     before = hidden.copy(), ids.copy(), weights.copy()
     sums = rig.compute(hidden, ids, weights)
@@ -367,7 +369,7 @@ def test_stats_are_by_owner_name_and_the_fallback_appears_when_used() -> None:
     rig = Rig(split([0, 1], [2, 3], [4, 5]), fails={})
     rig.assert_right()
     assert list(rig.runtime.stats()) == ["local", "cpu0", "cpu1"]
-    rig.owners["cpu1"].fails = "submit"
+    rig.owners["cpu1"].fails = "begin"
     rig.assert_right()
     stats = rig.runtime.stats()
     assert list(stats) == ["local", "cpu0", "cpu1", "fallback"]
@@ -379,7 +381,7 @@ def test_stats_are_by_owner_name_and_the_fallback_appears_when_used() -> None:
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 4, 70])
 def test_what_was_chosen_is_counted_once_whoever_computes_it(num_tokens: int) -> None:
-    rig = Rig(split([0, 1], [2, 3], [4, 5]), fails={"cpu0": "collect", "cpu1": "submit"})
+    rig = Rig(split([0, 1], [2, 3], [4, 5]), fails={"cpu0": "finish", "cpu1": "begin"})
     hidden, (ids, weights) = numbered_rows(num_tokens), routing_of(num_tokens, seed=2)
     for _ in range(2):
         rig.compute(hidden, ids, weights)
@@ -388,7 +390,7 @@ def test_what_was_chosen_is_counted_once_whoever_computes_it(num_tokens: int) ->
 
 
 def test_what_a_replica_takes_over_is_a_retry_but_no_fallback() -> None:
-    rig = Rig(split([0, 1], [2, 3, 4], [2, 3, 4, 5]), fails={"cpu0": "collect"})
+    rig = Rig(split([0, 1], [2, 3, 4], [2, 3, 4, 5]), fails={"cpu0": "finish"})
     rig.assert_right()
     stats = rig.runtime.stats()
     assert (stats["cpu0"].retries, stats["cpu0"].fallbacks) == (1, 0)

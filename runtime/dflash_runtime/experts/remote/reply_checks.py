@@ -17,10 +17,11 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 
-from dflash_protocol.batch import RoutedBatch
+from dflash_protocol.batch import HostHidden, RoutedBatch
 from dflash_protocol.ids import F64Array, I32Array
 from dflash_protocol.payloads import PayloadType, as_received
 from dflash_runtime.compute import ExpertBank
@@ -160,19 +161,16 @@ def _rows_of(
     batch: RoutedBatch, rows: I32Array, global_ids: I32Array, payload: PayloadType
 ) -> RoutedBatch:
     """These rows with their pairs, in the batch's order, in which terms are added."""
-    is_kept = np.isin(batch.token_indices, rows)
-    ids = np.repeat(batch.expert_ids, np.diff(batch.group_starts))[is_kept]
-    starts = np.flatnonzero(np.diff(ids, prepend=-1))
-    some = batch.rows[rows] if isinstance(batch.rows, np.ndarray) else batch.rows.chosen(rows)
-    hidden = some if isinstance(some, np.ndarray) else some.to_host()
-    return RoutedBatch(
-        batch.phase,
-        np.ascontiguousarray(as_received(hidden, payload), np.float32),
-        global_ids[ids[starts]],
-        np.append(starts, ids.size).astype(np.int32),
-        np.searchsorted(rows, batch.token_indices[is_kept]).astype(np.int32),
-        batch.weights[is_kept],
+    pairs = batch.pairs()
+    kept = pairs.where(np.isin(pairs.token_indices, rows))
+    in_rows = replace(
+        kept, token_indices=np.searchsorted(rows, kept.token_indices).astype(np.int32)
     )
+    hidden = as_received(batch.rows.chosen(rows).to_host(), payload)
+    part = RoutedBatch.group(
+        batch.phase, HostHidden(np.ascontiguousarray(hidden, np.float32)), in_rows
+    )
+    return replace(part, expert_ids=global_ids[part.expert_ids])
 
 
 def _different_bits(
@@ -198,7 +196,7 @@ def _too_far_apart(bank: ExpertBank, part: RoutedBatch, found: F64Array) -> str:
         output = np.zeros_like(own)
         alone = RoutedBatch(
             part.phase,
-            part.hidden,
+            part.rows,
             part.expert_ids[group : group + 1],
             np.array([0, pairs.stop - pairs.start], np.int32),
             part.token_indices[pairs],

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.quant import TensorType
 from dflash_adapters.spec import Activation, ExpertProjection, MoeLayer
-from dflash_protocol.batch import RoutedBatch, group_by_expert
+from dflash_protocol.batch import HostHidden, RoutedBatch, group_by_expert
 from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
 from dflash_runtime.compute.backend import ExpertBank
 from dflash_runtime.compute.cpu import CpuBackend
@@ -116,7 +116,7 @@ def one_pair(batch: RoutedBatch, pair: int, local_expert_id: int) -> RoutedBatch
     token = batch.token_indices[pair]
     return RoutedBatch(
         phase=Phase.DECODE,
-        hidden=batch.hidden[token : token + 1].copy(),
+        rows=HostHidden(batch.hidden[token : token + 1].copy()),
         expert_ids=np.array([local_expert_id], np.int32),
         group_starts=np.array([0, 1], np.int32),
         token_indices=np.zeros(1, np.int32),
@@ -301,7 +301,7 @@ def test_one_token_alone_and_beside_others(
     batch = random_batch(made.layer.hidden_size, 1, seed=8)
     twice = RoutedBatch(
         phase=Phase.PREFILL,
-        hidden=np.repeat(batch.hidden, 2, axis=0),
+        rows=HostHidden(np.repeat(batch.hidden, 2, axis=0)),
         expert_ids=batch.expert_ids,
         group_starts=2 * batch.group_starts,
         token_indices=np.tile(np.arange(2, dtype=np.int32), batch.num_pairs),

@@ -25,7 +25,7 @@ from support.remote_rig import (
     deadlines,
     random_pairs,
 )
-from support.routed_batches import HIDDEN_SIZE, batch_of, naive_sums, numbered_rows
+from support.routed_batches import HIDDEN_SIZE, batch_of, begin, finish, naive_sums, numbered_rows
 
 
 @pytest.mark.parametrize("max_tokens", [1, 4, CAPACITY])
@@ -66,10 +66,10 @@ def test_more_rows_than_the_daemon_takes_at_once_go_in_several_requests(
 def test_several_batches_may_be_in_flight_and_collected_in_any_order(served: ServedRig) -> None:
     served.open_session(max_tokens=2)
     all_pairs = [random_pairs(seed, 6) for seed in range(4)]
-    tickets = [served.remote.submit(0, batch_of(6, pairs)) for pairs in all_pairs]
+    tickets = [begin(served.remote, batch_of(6, pairs)) for pairs in all_pairs]
     for index in (2, 0, 3, 1):
         out = np.zeros((6, HIDDEN_SIZE))
-        served.remote.collect(tickets[index], out)
+        finish(served.remote, tickets[index], out)
         np.testing.assert_array_equal(out, naive_sums(numbered_rows(6), all_pairs[index]))
 
 
@@ -83,7 +83,7 @@ def test_no_pairs_are_legal(served: ServedRig, num_tokens: int) -> None:
 
 def test_without_a_session_nothing_is_sent(served: ServedRig) -> None:
     with pytest.raises(DaemonUnavailable, match=r"daemon cpu0: .*connected"):
-        served.remote.submit(0, batch_of(3, PAIRS))
+        begin(served.remote, batch_of(3, PAIRS))
     served.open_session()
     served.assert_right()
 
@@ -91,15 +91,15 @@ def test_without_a_session_nothing_is_sent(served: ServedRig) -> None:
 def test_a_late_daemon_is_lost_and_used_again_in_a_new_session(hurried: ServedRig) -> None:
     hurried.open_session()
     hurried.bank.gate.clear()
-    ticket = hurried.remote.submit(0, batch_of(3, PAIRS))
+    ticket = begin(hurried.remote, batch_of(3, PAIRS))
     out = np.full((3, HIDDEN_SIZE), 7.0)
     with pytest.raises(DeadlineExceeded, match=r"reply\b.*\b50 ms"):
-        hurried.remote.collect(ticket, out)
+        finish(hurried.remote, ticket, out)
     assert (out == 7.0).all(), "a failure leaves the sums as they were"
     assert [" 50 ms" in reason for reason in hurried.losses] == [True]
     assert hurried.link.session is None
     with pytest.raises(DaemonUnavailable, match=r"cpu0: .*reply\b.*\b50 ms"):
-        hurried.remote.submit(0, batch_of(3, PAIRS))
+        begin(hurried.remote, batch_of(3, PAIRS))
     hurried.bank.gate.set()
     hurried.open_session(pairs_per_second=0.01)
     hurried.assert_right()
@@ -110,10 +110,10 @@ def test_a_late_daemon_is_lost_and_used_again_in_a_new_session(hurried: ServedRi
 def test_a_loss_that_others_noticed_wakes_the_waiter_at_once(served: ServedRig) -> None:
     session = served.open_session()
     served.bank.gate.clear()
-    ticket = served.remote.submit(0, batch_of(3, PAIRS))
+    ticket = begin(served.remote, batch_of(3, PAIRS))
     out = np.zeros((3, HIDDEN_SIZE))
     with ThreadPoolExecutor(1) as data_thread:
-        waiter = data_thread.submit(served.remote.collect, ticket, out)
+        waiter = data_thread.submit(finish, served.remote, ticket, out)
         assert served.bank.has_entered.wait(TIMEOUT_S)
         served.link.mark_lost(session.generation, "was ended by SIGKILL")
         with pytest.raises(DaemonUnavailable, match="cpu0: was ended by SIGKILL") as caught:
@@ -128,13 +128,13 @@ def test_a_loss_that_others_noticed_wakes_the_waiter_at_once(served: ServedRig) 
 
 def test_a_ticket_of_an_older_session_is_not_waited_for(served: ServedRig) -> None:
     old = served.open_session()
-    ticket = served.remote.submit(0, batch_of(3, PAIRS))
+    ticket = begin(served.remote, batch_of(3, PAIRS))
     served.link.mark_lost(old.generation, "the connection ended")
     served.open_session()
     served.assert_right()
     out = np.zeros((3, HIDDEN_SIZE))
     with pytest.raises(DaemonUnavailable, match="cpu0: the connection ended"):
-        served.remote.collect(ticket, out)
+        finish(served.remote, ticket, out)
     assert not out.any()
     assert served.losses == ["the connection ended"], "the new session is not at fault"
     assert served.link.session is not None
@@ -146,9 +146,9 @@ def test_a_daemon_that_refuses_is_lost_with_its_reason(served: ServedRig) -> Non
     served.assert_right()
     served.service.drop_link(session.welcome.link_id)
     out = np.zeros((3, HIDDEN_SIZE))
-    ticket = served.remote.submit(0, batch_of(3, PAIRS))
+    ticket = begin(served.remote, batch_of(3, PAIRS))
     with pytest.raises(DaemonUnavailable, match=r"daemon cpu0: .*hello"):
-        served.remote.collect(ticket, out)
+        finish(served.remote, ticket, out)
     assert not out.any()
     assert len(served.losses) == 1
     served.open_session()
@@ -161,7 +161,7 @@ def test_a_daemon_whose_queue_is_full_is_lost_at_once(undo: ExitStack, endpoint:
 
     def submit_many() -> None:
         for _ in range(10_000):
-            rig.remote.submit(0, batch_of(1, {(0, 0): 1.0}))
+            begin(rig.remote, batch_of(1, {(0, 0): 1.0}))
 
     with pytest.raises(DaemonUnavailable, match="queue"):
         submit_many()
@@ -172,27 +172,27 @@ def test_a_daemon_whose_queue_is_full_is_lost_at_once(undo: ExitStack, endpoint:
 @pytest.mark.parametrize("num_tokens", [0, 1, 3])
 def test_an_answer_of_the_wrong_shape_is_a_loss(scripted: ScriptedRig, num_tokens: int) -> None:
     scripted.open_session()
-    ticket = scripted.remote.submit(0, batch_of(3, PAIRS))
+    ticket = begin(scripted.remote, batch_of(3, PAIRS))
     assert scripted.answer(0.0, num_tokens=num_tokens).num_tokens == 2
     out = np.zeros((3, HIDDEN_SIZE))
     with pytest.raises(DaemonUnavailable, match=r"daemon cpu0: .*shape"):
-        scripted.remote.collect(ticket, out)
+        finish(scripted.remote, ticket, out)
     assert not out.any()
     assert len(scripted.losses) == 1
     scripted.open_session()
-    again = scripted.remote.submit(0, batch_of(3, PAIRS))
+    again = begin(scripted.remote, batch_of(3, PAIRS))
     scripted.answer(0.0)
-    scripted.remote.collect(again, out)
+    finish(scripted.remote, again, out)
 
 
 def test_sums_are_left_alone_when_only_the_last_piece_fails(scripted: ScriptedRig) -> None:
     scripted.open_session(max_tokens=1)
-    ticket = scripted.remote.submit(0, batch_of(2, {(0, 0): 1.0, (1, 0): 1.0}))
+    ticket = begin(scripted.remote, batch_of(2, {(0, 0): 1.0, (1, 0): 1.0}))
     scripted.say(encode_reply(scripted.receive(), np.ones((1, HIDDEN_SIZE)), compute_s=0.0))
     scripted.fail("internal", "computing failed inside the daemon")
     out = np.zeros((2, HIDDEN_SIZE))
     with pytest.raises(DaemonUnavailable, match="computing failed inside"):
-        scripted.remote.collect(ticket, out)
+        finish(scripted.remote, ticket, out)
     assert not out.any()
 
 
@@ -201,10 +201,10 @@ def test_a_request_may_fail_without_the_session_being_lost(
     scripted: ScriptedRig, code: str
 ) -> None:
     scripted.open_session(pairs_per_second=10.0)
-    ticket = scripted.remote.submit(0, batch_of(3, PAIRS))
+    ticket = begin(scripted.remote, batch_of(3, PAIRS))
     scripted.fail(code, "no luck")
     with pytest.raises(DaemonUnavailable, match="daemon cpu0: no luck"):
-        scripted.remote.collect(ticket, np.zeros((3, HIDDEN_SIZE)))
+        finish(scripted.remote, ticket, np.zeros((3, HIDDEN_SIZE)))
     assert scripted.link.session is not None
     assert scripted.losses == ["no luck"]
     stats = scripted.remote.stats
@@ -215,13 +215,13 @@ def test_a_request_may_fail_without_the_session_being_lost(
 
 def test_a_reply_that_was_damaged_on_its_way_is_not_used(scripted: ScriptedRig) -> None:
     scripted.open_session()
-    ticket = scripted.remote.submit(0, batch_of(3, PAIRS))
+    ticket = begin(scripted.remote, batch_of(3, PAIRS))
     sums = np.ones((2, HIDDEN_SIZE))
     [frame] = encode_reply(scripted.receive(), sums, compute_s=0.0)
     scripted.say([bytes(frame[:-1]) + b"\x01"])
     out = np.zeros((3, HIDDEN_SIZE))
     with pytest.raises(DaemonUnavailable, match="damaged"):
-        scripted.remote.collect(ticket, out)
+        finish(scripted.remote, ticket, out)
     assert not out.any()
     assert scripted.remote.stats.checksum_failures == 1
     assert scripted.link.session is not None
@@ -231,12 +231,12 @@ def test_a_reply_that_was_damaged_on_its_way_is_not_used(scripted: ScriptedRig) 
 def test_an_answer_that_comes_twice_is_used_once(scripted: ScriptedRig) -> None:
     scripted.open_session()
     for _ in range(2):
-        ticket = scripted.remote.submit(0, batch_of(1, TWO_PAIRS))
+        ticket = begin(scripted.remote, batch_of(1, TWO_PAIRS))
         frames = encode_reply(scripted.receive(), np.ones((1, HIDDEN_SIZE)), compute_s=0.0)
         scripted.say(frames)
         scripted.say(frames)
         out = np.zeros((1, HIDDEN_SIZE))
-        scripted.remote.collect(ticket, out)
+        finish(scripted.remote, ticket, out)
         assert (out == 1.0).all()
     assert scripted.remote.stats.stale == 1
 
@@ -249,7 +249,7 @@ def test_a_session_for_which_there_is_no_descriptor_is_given_up_and_the_next_one
         no_more_descriptors(),
         pytest.raises(DaemonUnavailable, match=r"cpu0: .*Too many open files"),
     ):
-        served.remote.submit(0, batch_of(3, PAIRS))
+        begin(served.remote, batch_of(3, PAIRS))
     assert served.link.session is None
     assert len(served.losses) == 1
     served.open_session()

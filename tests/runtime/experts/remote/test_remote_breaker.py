@@ -18,10 +18,11 @@ from dflash_protocol.placement import OwnedExperts
 from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute, OwnerKind, Ticket
 from dflash_runtime.experts.remote import breaker as breaker_module
 from dflash_runtime.experts.remote.breaker import CircuitBreaker
+from dflash_runtime.experts.remote.session import RemoteSession
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 from dflash_runtime.placement.split import make_placement
 from support.remote_rig import PAIRS, TWO_PAIRS, ScriptedRig, ServedRig, deadlines
-from support.routed_batches import HIDDEN_SIZE, ScalingBank, batch_of, moe_layer
+from support.routed_batches import HIDDEN_SIZE, ScalingBank, batch_of, begin, finish, moe_layer
 
 PAUSE_S = 1000.0
 REFUSED = "daemon cpu0: .*breaker"
@@ -60,11 +61,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def collect(rig: ScriptedRig, ticket: Ticket) -> None:
-    rig.remote.collect(ticket, np.zeros((3, HIDDEN_SIZE)))
+    finish(rig.remote, ticket, np.zeros((3, HIDDEN_SIZE)))
 
 
 def fail_one(rig: ScriptedRig, code: str = "internal") -> None:
-    ticket = rig.remote.submit(0, batch_of(3, PAIRS))
+    ticket = begin(rig.remote, batch_of(3, PAIRS))
     rig.fail(code, "no luck")
     with pytest.raises(DaemonUnavailable, match="no luck"):
         collect(rig, ticket)
@@ -88,7 +89,7 @@ def test_after_three_failures_in_a_row_nothing_is_sent_although_the_session_live
         fail_one(scripted, code)
     for _ in range(20):
         with pytest.raises(DaemonUnavailable, match=REFUSED + ".*no luck"):
-            scripted.remote.submit(0, batch_of(3, PAIRS))
+            begin(scripted.remote, batch_of(3, PAIRS))
     assert not scripted.socket.poll(20)
     [message] = caplog.messages  # not one with every request
     assert re.search(r"\bcpu0\b.*\b3 requests\b.*: no luck\b.*\b1000\.0 s\b", message)
@@ -107,12 +108,12 @@ def test_after_the_pause_one_request_is_let_through_and_its_success_closes_it(
     session = scripted.open_session()
     open_breaker(scripted)
     clock.skip(PAUSE_S)
-    probe = scripted.remote.submit(0, batch_of(1, TWO_PAIRS))
+    probe = begin(scripted.remote, batch_of(1, TWO_PAIRS))
     assert scripted.remote.stats.breaker == "half-open"
     with pytest.raises(DaemonUnavailable, match=REFUSED):
-        scripted.remote.submit(0, batch_of(1, TWO_PAIRS))
+        begin(scripted.remote, batch_of(1, TWO_PAIRS))
     scripted.answer(0.0)
-    scripted.remote.collect(probe, np.zeros((1, HIDDEN_SIZE)))
+    finish(scripted.remote, probe, np.zeros((1, HIDDEN_SIZE)))
     for _ in range(5):
         deadlines(scripted, Phase.DECODE, 0.0)
     assert scripted.link.session is session
@@ -135,7 +136,7 @@ def test_a_probe_that_fails_costs_the_session_and_a_longer_pause(
     scripted.open_session()
     clock.skip(PAUSE_S)
     with pytest.raises(DaemonUnavailable, match=REFUSED):
-        scripted.remote.submit(0, batch_of(3, PAIRS))
+        begin(scripted.remote, batch_of(3, PAIRS))
     clock.skip(PAUSE_S)
     deadlines(scripted, Phase.DECODE, 0.0)
     assert scripted.remote.stats.breaker == "closed"
@@ -147,13 +148,13 @@ def test_sessions_that_come_and_are_lost_again_cost_no_further_deadline(
     rig = ScriptedRig(undo, endpoint, min_deadline_s=0.05)
     for _ in range(3):
         rig.open_session()
-        ticket = rig.remote.submit(0, batch_of(3, PAIRS))
+        ticket = begin(rig.remote, batch_of(3, PAIRS))
         with pytest.raises(DeadlineExceeded):
             collect(rig, ticket)
         assert rig.link.session is None
     rig.open_session()
     with pytest.raises(DaemonUnavailable, match=REFUSED + r".*\b50 ms"):
-        rig.remote.submit(0, batch_of(3, PAIRS))
+        begin(rig.remote, batch_of(3, PAIRS))
     assert rig.link.session is not None, "it is the requests that fail"
     assert rig.remote.stats.deadline_failures == 3
     for _ in range(3):
@@ -165,11 +166,11 @@ def test_sessions_that_come_and_are_lost_again_cost_no_further_deadline(
 def test_a_session_that_is_lost_under_several_requests_is_one_failure(served: ServedRig) -> None:
     session = served.open_session()
     served.bank.gate.clear()
-    tickets = [served.remote.submit(0, batch_of(3, PAIRS)) for _ in range(4)]
+    tickets = [begin(served.remote, batch_of(3, PAIRS)) for _ in range(4)]
     served.link.mark_lost(session.generation, "was ended by SIGKILL")
     for ticket in tickets:
         with pytest.raises(DaemonUnavailable, match="SIGKILL"):
-            served.remote.collect(ticket, np.zeros((3, HIDDEN_SIZE)))
+            finish(served.remote, ticket, np.zeros((3, HIDDEN_SIZE)))
     served.bank.gate.set()
     served.open_session()
     served.assert_right()
@@ -182,7 +183,7 @@ def test_a_probe_that_is_given_up_is_followed_by_another(
     scripted.open_session()
     open_breaker(scripted)
     clock.skip(PAUSE_S)
-    scripted.remote.abandon(scripted.remote.submit(0, batch_of(1, TWO_PAIRS)))
+    scripted.remote.abandon(begin(scripted.remote, batch_of(1, TWO_PAIRS)))
     assert scripted.remote.stats.breaker == "open"
     scripted.receive()
     deadlines(scripted, Phase.DECODE, 0.0)
@@ -193,14 +194,14 @@ def test_a_probe_whose_session_is_lost_has_failed(scripted: ScriptedRig, clock: 
     session = scripted.open_session()
     open_breaker(scripted)
     clock.skip(PAUSE_S)
-    probe = scripted.remote.submit(0, batch_of(1, TWO_PAIRS))
+    probe = begin(scripted.remote, batch_of(1, TWO_PAIRS))
     scripted.receive()
     scripted.link.mark_lost(session.generation, "the connection ended")
     with pytest.raises(DaemonUnavailable, match="the connection ended"):
-        scripted.remote.collect(probe, np.zeros((1, HIDDEN_SIZE)))
+        finish(scripted.remote, probe, np.zeros((1, HIDDEN_SIZE)))
     scripted.open_session()
     with pytest.raises(DaemonUnavailable, match=REFUSED):
-        scripted.remote.submit(0, batch_of(3, PAIRS))
+        begin(scripted.remote, batch_of(3, PAIRS))
     clock.skip(2 * PAUSE_S)
     deadlines(scripted, Phase.DECODE, 0.0)
 
@@ -216,9 +217,9 @@ def test_an_interrupt_while_the_probe_is_sent_does_not_leave_the_breaker_open_fo
         def interrupt(*_: object, **__: object) -> None:
             raise KeyboardInterrupt
 
-        patched.setattr(scripted.remote, "_send", interrupt)
+        patched.setattr(RemoteSession, "send", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            scripted.remote.submit(0, batch_of(1, TWO_PAIRS))
+            begin(scripted.remote, batch_of(1, TWO_PAIRS))
     deadlines(scripted, Phase.DECODE, 0.0)
     assert scripted.remote.stats.breaker == "closed"
 

@@ -16,18 +16,18 @@ from support.remote_rig import (
     ScriptedRig,
     deadlines,
 )
-from support.routed_batches import HIDDEN_SIZE, batch_of
+from support.routed_batches import HIDDEN_SIZE, batch_of, begin, finish
 
 
 def test_a_deadline_is_four_times_the_predicted_time_of_all_pairs_in_flight(
     scripted: ScriptedRig,
 ) -> None:
     scripted.open_session(pairs_per_second=10.0)
-    tickets = [scripted.remote.submit(0, batch_of(1, TWO_PAIRS)) for _ in range(3)]
+    tickets = [begin(scripted.remote, batch_of(1, TWO_PAIRS)) for _ in range(3)]
     requests = [scripted.answer(0.2) for _ in tickets]
     assert [round(request.deadline_ms) for request in requests] == [800, 1600, 2400]
     for ticket in tickets:
-        scripted.remote.collect(ticket, np.zeros((1, HIDDEN_SIZE)))
+        finish(scripted.remote, ticket, np.zeros((1, HIDDEN_SIZE)))
     assert round(deadlines(scripted, Phase.PREFILL, 0.2)) == 800, "nothing is in flight any more"
 
 
@@ -63,10 +63,10 @@ def test_a_daemon_that_was_too_slow_is_given_twice_the_time_in_its_next_session(
     scripted: ScriptedRig,
 ) -> None:
     scripted.open_session(pairs_per_second=25.0)
-    ticket = scripted.remote.submit(0, batch_of(1, TWO_PAIRS))
+    ticket = begin(scripted.remote, batch_of(1, TWO_PAIRS))
     assert round(scripted.receive().deadline_ms) == 320
     with pytest.raises(DeadlineExceeded, match=r"reply\b.*\b320 ms"):
-        scripted.remote.collect(ticket, np.zeros((1, HIDDEN_SIZE)))
+        finish(scripted.remote, ticket, np.zeros((1, HIDDEN_SIZE)))
     scripted.open_session(pairs_per_second=25.0)
     assert round(deadlines(scripted, Phase.PREFILL, 0.0)) == 640
 
@@ -80,10 +80,10 @@ def test_a_daemon_that_never_answers_is_not_given_ever_more_time(
 
     def failed_ms() -> float:
         rig.open_session(pairs_per_second=2e3)
-        ticket = rig.remote.submit(0, batch_of(1, TWO_PAIRS))
+        ticket = begin(rig.remote, batch_of(1, TWO_PAIRS))
         deadline_ms = rig.receive().deadline_ms
         with pytest.raises(DeadlineExceeded):
-            rig.remote.collect(ticket, np.zeros((1, HIDDEN_SIZE)))
+            finish(rig.remote, ticket, np.zeros((1, HIDDEN_SIZE)))
         return deadline_ms
 
     assert [round(failed_ms()) for _ in range(8)] == [4, 8, 16, 32, 64, 64, 64, 64]
@@ -97,19 +97,19 @@ def test_an_abandoned_ticket_is_no_longer_in_flight_and_its_reply_is_dropped(
     scripted: ScriptedRig,
 ) -> None:
     scripted.open_session(pairs_per_second=10.0)
-    late, early = (scripted.remote.submit(0, batch_of(1, TWO_PAIRS)) for _ in range(2))
+    late, early = (begin(scripted.remote, batch_of(1, TWO_PAIRS)) for _ in range(2))
     scripted.answer(0.0)
     scripted.answer(0.0)
     scripted.remote.abandon(late)
     out = np.zeros((1, HIDDEN_SIZE))
-    scripted.remote.collect(early, out)
+    finish(scripted.remote, early, out)
     assert round(deadlines(scripted, Phase.DECODE, 0.0)) == 800
     assert scripted.losses == []
 
 
 def test_abandoning_a_ticket_of_an_older_session_is_nothing(scripted: ScriptedRig) -> None:
     session = scripted.open_session(pairs_per_second=10.0)
-    ticket = scripted.remote.submit(0, batch_of(1, TWO_PAIRS))
+    ticket = begin(scripted.remote, batch_of(1, TWO_PAIRS))
     scripted.receive()
     scripted.link.mark_lost(session.generation, "the connection ended")
     scripted.remote.abandon(ticket)
@@ -128,7 +128,7 @@ def test_restarts_are_counted_although_nothing_was_sent_since(scripted: Scripted
 
 def test_a_new_session_starts_from_its_own_rate_and_an_empty_queue(scripted: ScriptedRig) -> None:
     session = scripted.open_session(pairs_per_second=10.0)
-    scripted.remote.submit(0, batch_of(1, TWO_PAIRS))
+    begin(scripted.remote, batch_of(1, TWO_PAIRS))
     scripted.receive()
     scripted.link.mark_lost(session.generation, "the connection ended")
     scripted.open_session(pairs_per_second=20.0)

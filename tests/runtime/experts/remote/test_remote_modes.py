@@ -31,7 +31,7 @@ from support.remote_rig import (
     ServedRig,
     random_pairs,
 )
-from support.routed_batches import HIDDEN_SIZE, batch_of
+from support.routed_batches import HIDDEN_SIZE, batch_of, begin, finish
 
 MODES = [ExecutionMode.BATCHED, ExecutionMode.STREAM, ExecutionMode.AUTO]
 
@@ -78,12 +78,12 @@ def test_streaming_sends_slices_of_a_few_tokens_and_bounds_what_is_in_flight(
     rig = ScriptedRig(undo, endpoint, min_deadline_s=TIMEOUT_S, mode=ExecutionMode.STREAM)
     rig.open_session(max_tokens=1024)
     pairs = {(token_idx, token_idx % 5): 1.0 for token_idx in range(150)}
-    ticket = rig.remote.submit(0, batch_of(150, pairs))
+    ticket = begin(rig.remote, batch_of(150, pairs))
     requests = [rig.receive() for _ in range(16)]
     assert not rig.socket.poll(50), "no more than the window"
     with ThreadPoolExecutor(1) as data_thread:
         out = np.zeros((150, HIDDEN_SIZE))
-        waiter = data_thread.submit(rig.remote.collect, ticket, out)
+        waiter = data_thread.submit(finish, rig.remote, ticket, out)
         for request in reversed(requests):  # in any order
             rig.say(encode_reply(request, sums_like(request), compute_s=0.0))
         sizes = [request.num_tokens for request in requests]
@@ -152,7 +152,7 @@ def test_what_work_costs_is_counted_by_phase(served: ServedRig) -> None:
     served.assert_right(3, PAIRS)
     decoding = batch_of(1, TWO_PAIRS, phase=Phase.DECODE)
     for _ in range(3):
-        served.remote.collect(served.remote.submit(0, decoding), np.zeros((1, HIDDEN_SIZE)))
+        finish(served.remote, begin(served.remote, decoding), np.zeros((1, HIDDEN_SIZE)))
     stats = served.remote.stats
     prefill, decode = stats.phases[Phase.PREFILL], stats.phases[Phase.DECODE]
     assert (prefill.requests, prefill.tokens, prefill.pairs) == (1, 2, 3)

@@ -13,7 +13,7 @@ import pytest
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.quant import TensorType
 from dflash_adapters.spec import MoeLayer
-from dflash_protocol.batch import RoutedBatch, group_by_expert
+from dflash_protocol.batch import HostHidden, RoutedBatch, group_by_expert
 from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
 from dflash_protocol.payloads import NEGOTIABLE, PayloadType, as_received
 from dflash_runtime.compute import ExpertBank
@@ -96,7 +96,7 @@ def batch_of(
 def answered(bank: ExpertBank, batch: RoutedBatch, payload: PayloadType) -> F64Array:
     """The sums of a daemon that holds these experts, as the parent reads them."""
     sums = np.zeros(batch.hidden.shape)
-    bank.accumulate(replace(batch, hidden=as_received(batch.hidden, payload)), sums)
+    bank.accumulate(replace(batch, rows=HostHidden(as_received(batch.hidden, payload))), sums)
     return as_received(sums, payload)
 
 

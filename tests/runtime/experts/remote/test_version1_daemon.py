@@ -21,7 +21,7 @@ from dflash_runtime.experts.daemons.link import DaemonLink
 from dflash_runtime.experts.daemons.supervisor import Supervisor, Timeouts
 from dflash_runtime.experts.remote.modes import ExecutionMode
 from dflash_runtime.experts.remote.remote import RemoteExpertCompute
-from support.routed_batches import HIDDEN_SIZE, expert_scale, numbered_rows
+from support.routed_batches import HIDDEN_SIZE, begin, expert_scale, finish, numbered_rows
 from support.version1_peer import Version1Daemon
 
 TIMEOUT_S = 20.0
@@ -82,7 +82,7 @@ class Rig:
             phase=Phase.DECODE if len(local_ids) == 1 else Phase.PREFILL,
         )
         out = np.zeros((len(local_ids), HIDDEN_SIZE))
-        self.remote.collect(self.remote.submit(0, batch), out)
+        finish(self.remote, begin(self.remote, batch), out)
         return out
 
     def assert_right(self, local_ids: list[list[int]]) -> None:

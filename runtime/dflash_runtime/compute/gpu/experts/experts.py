@@ -13,7 +13,7 @@ import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.spec import MoeLayer
-from dflash_protocol.batch import DeviceBatch, RoutedBatch, Sums, add_sums, slice_tokens
+from dflash_protocol.batch import HostSums, RoutedBatch, Sums, slice_tokens
 from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
 from dflash_runtime.compute.gpu.experts.captured_experts import (
     CapturedExperts,
@@ -86,7 +86,7 @@ class CupyExpertBank:
             raise ValueError(f"the batch has expert ids beyond 0 to {self.num_experts - 1}")
         with self._lock:
             if batch.phase is Phase.PREFILL:
-                self._add_chunks(batch, out)
+                self._add_chunks(batch, HostSums(out))
                 return
             hidden = batch.hidden
             if batch.num_tokens == 1:
@@ -103,7 +103,7 @@ class CupyExpertBank:
                     out=out[some],
                 )
 
-    def sums_of(self, batch: DeviceBatch) -> PlacedSums:
+    def sums_of(self, batch: RoutedBatch) -> PlacedSums:
         """Sums of a prefill never leave the device."""
         sums = PlacedSums(self._ops.payload, batch.hidden_shape)
         if batch.phase is Phase.PREFILL and batch.num_pairs:
@@ -112,7 +112,7 @@ class CupyExpertBank:
         else:
             on_host = np.zeros(batch.hidden_shape)
             self.accumulate(batch, on_host)
-            sums.add(on_host)
+            sums.add(HostSums(on_host))
         return sums
 
     def _add_chunks(self, batch: RoutedBatch, out: Sums) -> None:
@@ -122,7 +122,7 @@ class CupyExpertBank:
             sums = payload.sums(chunks.sums_of_batch(self.by_local, piece))
             num_tokens = piece.num_tokens
             is_whole = num_tokens == batch.num_tokens
-            add_sums(out, sums, None if is_whole else slice(first, first + num_tokens))
+            out.add(sums, None if is_whole else slice(first, first + num_tokens))
 
 
 def rectangular(batch: RoutedBatch, num_used: int) -> tuple[I32Array, F32Array]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_protocol.batch import Hidden, Sums
+from dflash_protocol.batch import Hidden, HostHidden, Sums
 from dflash_protocol.ids import F32Array, I32Array, Phase
 from dflash_runtime.compute.backend import RemoteExperts
 from dflash_runtime.compute.gpu.device.buffers import Buffer
@@ -91,18 +91,18 @@ class DeviceMoe:
         offloaded = None if offload is None else offload.begin(layer_id, ids, remote)
         # Launched first, so that the device works while the host groups pairs and sends rows.
         local = None if sums.layer is None else self._ops.local_sums(sums)
-        started = remote.start(
+        ticket = remote.begin(
             layer_id, hidden, ids, weights, phase=self._phase, offloaded=offloaded
         )
         try:
             if offload is not None and offloaded is not None:
                 local = offload.sums(layer_id, sums, experts=offloaded, before=local)
         except BaseException:
-            if started is not None:
-                remote.abandon(started)
+            if ticket is not None:
+                remote.abandon(ticket)
             raise
         parts = () if local is None else (local,)
-        return parts if started is None else (*parts, self._on_device(remote.finish(started)))
+        return parts if ticket is None else (*parts, self._on_device(remote.finish(ticket)))
 
     def _hidden_of(self, sums: ExpertSums) -> Hidden:
         """The experts' input rows; those of a chunk stay on the device.
@@ -110,13 +110,13 @@ class DeviceMoe:
         They are a copy, which may be sent while the device goes on with other rows.
         """
         if self._phase is not Phase.PREFILL:
-            return self._ops.hidden_of(sums)
+            return HostHidden(self._ops.hidden_of(sums))
         return self._ops.payload.rows(self._ops.chunks.copy_of_normed(sums.x).array)
 
     def _on_device(self, sums: Sums) -> Buffer:
         """Remote sums as a buffer of the device. Shapes: sums [T, H]."""
-        if isinstance(sums, np.ndarray):
-            return self._ops.uploaded(sums)
+        if not sums.is_on_device:
+            return self._ops.uploaded(sums.to_host())
         return Buffer(self._ops.payload.array_of_sums(sums))
 
 

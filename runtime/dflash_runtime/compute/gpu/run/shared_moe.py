@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dflash_protocol.batch import HostHidden
 from dflash_protocol.ids import Phase
 from dflash_runtime.compute.backend import RemoteExperts
 from dflash_runtime.compute.gpu.device.buffers import Buffer
@@ -134,7 +135,7 @@ class _Exchange:
     layer: ResidentLayer | None
     remote: RemoteExperts
     box: StepBox
-    started: Any = None
+    ticket: Any = None
     has_sums: bool = False
     """The box has sums of an earlier step, not zeros."""
 
@@ -148,15 +149,16 @@ class _Exchange:
             self.remote.count_selections(self.layer_id, ids)
             self.remote.count_local(_PHASE, num_tokens=1, num_pairs=ids.size)
             return
-        self.started = self.remote.start(self.layer_id, box.rows, ids, box.weights, phase=_PHASE)
+        rows = HostHidden(box.rows)
+        self.ticket = self.remote.begin(self.layer_id, rows, ids, box.weights, phase=_PHASE)
 
     def add(self) -> None:
         """Wait for the owners' sums and pass them to the device."""
-        started, self.started = self.started, None
-        if started is None:
+        ticket, self.ticket = self.ticket, None
+        if ticket is None:
             self.forget()
         else:
-            self.remote.finish(started, self.box.sums)
+            self.remote.finish(ticket, self.box.sums)
             self.has_sums = True
 
     def ask_and_add(self) -> None:
@@ -172,6 +174,6 @@ class _Exchange:
 
     def abandon(self) -> None:
         """Drop what was asked for."""
-        started, self.started = self.started, None
-        if started is not None:
-            self.remote.abandon(started)
+        ticket, self.ticket = self.ticket, None
+        if ticket is not None:
+            self.remote.abandon(ticket)

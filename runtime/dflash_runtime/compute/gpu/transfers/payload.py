@@ -15,8 +15,7 @@ import threading
 import numpy as np
 
 from dflash_protocol import device_payload
-from dflash_protocol.batch import Hidden
-from dflash_protocol.device_payload import DeviceRows, DeviceSums, SomeRows
+from dflash_protocol.batch import Hidden, SomeRows, Sums
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array
 from dflash_runtime.compute.gpu.device.device import (
@@ -63,24 +62,22 @@ class PayloadMover:
     def array_of(self, hidden: Hidden) -> DeviceArray:
         """Rows in this device's memory, copied if need be. Shapes: result [T, H] float32."""
         with self.lock:
-            if isinstance(hidden, np.ndarray):
-                return self.device.upload(hidden)
             if isinstance(hidden, PlacedRows | SlotRows) and hidden.mover is self:
                 return hidden.array()
             return self.device.upload(hidden.to_host())
 
-    def array_of_sums(self, sums: F64Array | DeviceSums) -> DeviceArray:
+    def array_of_sums(self, sums: Sums) -> DeviceArray:
         """Sums in this device's memory, copied if need be. Shapes: result [T, H] float64."""
         with self.lock:
-            if isinstance(sums, np.ndarray):
-                return self.device.upload(sums)
             if isinstance(sums, PlacedSums) and sums.mover is self:
                 return sums.array()
             return self.device.upload(sums.to_host())
 
 
 class PlacedRows:
-    """Implements device_payload.DeviceRows: all or some rows of an array."""
+    """Implements batch.Hidden: all or some rows of an array."""
+
+    is_on_device = True
 
     def __init__(
         self,
@@ -145,7 +142,9 @@ class PlacedRows:
 
 
 class PlacedSums:
-    """Implements device_payload.DeviceSums; the array is made when something is added."""
+    """Implements batch.Sums; the array is made when something is added."""
+
+    is_on_device = True
 
     def __init__(
         self, mover: PayloadMover, shape: tuple[int, ...], array: DeviceArray | None = None
@@ -159,7 +158,7 @@ class PlacedSums:
         num_rows, columns = self._shape
         return num_rows, columns
 
-    def add(self, sums: F64Array | DeviceSums, rows: SomeRows | None = None) -> None:
+    def add(self, sums: Sums, rows: SomeRows | None = None) -> None:
         """If the first sums added have all rows, their array is taken over."""
         mover = self.mover
         with mover.lock:
@@ -197,6 +196,8 @@ class ReservedSums:
 
 class SlotRows:
     """Implements device_payload.ReadRows: rows in a window, copied to the device when needed."""
+
+    is_on_device = True
 
     def __init__(self, window: SegmentWindow, offset: int, shape: tuple[int, int]) -> None:
         self.mover = window.mover
@@ -278,7 +279,7 @@ class SegmentWindow:
     def device_address(self, offset: int) -> int:
         return self._at(offset)
 
-    def write_rows(self, offset: int, rows: DeviceRows) -> StreamCopy:
+    def write_rows(self, offset: int, rows: Hidden) -> StreamCopy:
         mover = self.mover
         with mover.lock:
             if not isinstance(rows, PlacedRows) or rows.mover is not mover:
@@ -296,12 +297,13 @@ class SegmentWindow:
     def read_rows(self, offset: int, shape: tuple[int, int]) -> SlotRows:
         return SlotRows(self, offset, shape)
 
-    def write_sums(self, offset: int, sums: DeviceSums) -> int:
+    def write_sums(self, offset: int, sums: Sums) -> int:
         with self.mover.lock:
             source = self.mover.array_of_sums(sums)
+            num_rows, columns = sums.shape
             shares = self._shares.device_address
             num_blocks = self.mover.kernels.move(
-                address(source), self._at(offset), sums.shape, itemsize=8, shares=shares
+                address(source), self._at(offset), (num_rows, columns), itemsize=8, shares=shares
             )
             return self._arrived(num_blocks)
 

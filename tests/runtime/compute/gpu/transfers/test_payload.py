@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_protocol.device_payload import SomeRows, digest_of
+from dflash_protocol.batch import HostSums, SomeRows, Sums
+from dflash_protocol.device_payload import digest_of
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import AnyArray, U8Array
 from dflash_runtime.compute.gpu.transfers.payload import PayloadMover, SegmentWindow
@@ -184,7 +185,7 @@ def test_sums_are_added_to_the_rows_that_are_named(rig: Rig) -> None:
     ]
     for index, (where, count) in enumerate(parts):
         part = rows_of(count).astype(np.float64) + index
-        given_ = part if index % 2 else rig.mover.sums(rig.device.upload(part))
+        given_: Sums = HostSums(part) if index % 2 else rig.mover.sums(rig.device.upload(part))
         sums.add(given_, where)
         expected[slice(None) if where is None else where] += part
         assert (sums.to_host() == expected).all()

@@ -1,0 +1,268 @@
+"""The parent's end of a session: its data path, shared memory if there is some, else a socket, and
+the requests in flight on it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import zmq
+
+from dflash_protocol.batch import RoutedBatch, SomeRows
+from dflash_protocol.device_payload import DeviceMover
+from dflash_protocol.errors import DaemonUnavailable, DeadlineExceeded, DeviceUnavailable
+from dflash_protocol.ids import I32Array, Phase
+from dflash_protocol.payloads import PayloadType
+from dflash_protocol.ring.segment import Segment
+from dflash_protocol.transports.shared_client import SharedClient
+from dflash_protocol.transports.zmq_stream import StreamClient, largest_frame_bytes
+from dflash_protocol.wire.transport import ClientTransport, Reply, TransportCounters
+from dflash_runtime.compute.backend import MailRoute
+from dflash_runtime.experts.daemons.link import DaemonLink, Session
+from dflash_runtime.experts.remote.pieces import Limits
+from dflash_runtime.experts.remote.rates import RateEstimate
+from dflash_runtime.experts.telemetry import PhaseStats
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DataPath:
+    """The holder owns `client`. `transport` is ``shared`` or ``stream``; `max_tokens` is the limit
+    of a request. At most `moved_window` requests that devices copy should be in flight; 0 if the
+    CPU copies."""
+
+    client: ClientTransport
+    transport: str
+    max_tokens: int
+    moved_window: int = 0
+    mail: Segment | None = None
+    """The shared memory, owned by `client`, if it has a mailbox."""
+
+
+class Sent(NamedTuple):
+    """One request in flight, and the rows of the step that it answers."""
+
+    sequence: int
+    num_pairs: int
+    rows: SomeRows | None
+    """None: all."""
+    sent_s: float
+    deadline_s: float
+
+
+class RemoteSession:
+    """A session's data path from its first request until it is lost or replaced.
+
+    `opened` is what the handshake agreed on. Used by the data thread. Owns the client.
+    """
+
+    def __init__(
+        self,
+        opened: Session,
+        path: DataPath,
+        *,
+        rates: RateEstimate,
+        counters: TransportCounters,
+    ) -> None:
+        self.opened = opened
+        self.limits = Limits(path.max_tokens, opened.welcome.version, path.moved_window)
+        self._client = path.client
+        self._mail = path.mail
+        self._route: MailRoute | None = None
+        self._rates = rates
+        self._counters = counters
+        self._pairs_in_flight = 0
+        self._last_sequence = 0
+        self._num_bytes_counted = 0
+        """Of those that the client has sent."""
+
+    def send(
+        self, layer_id: int, batch: RoutedBatch, rows: SomeRows | None, counted: PhaseStats
+    ) -> Sent:
+        """Send a request that answers `rows` of the step.
+
+        Raises: DaemonUnavailable.
+        """
+        client, counters, num_pairs = self._client, self._counters, batch.num_pairs
+        self._pairs_in_flight += num_pairs
+        deadline_s = self._rates.deadline_s(batch.phase, self._pairs_in_flight)
+        # Sending may have to receive replies first, to free slots.
+        received_before = client.bytes_received
+        send_before_s, receive_before_s = counters.send_s, counters.receive_s
+        sent_s = time.monotonic()
+        sequence = self._last_sequence = client.submit(layer_id, batch, deadline_s=deadline_s)
+        send_s = counters.send_s - send_before_s
+        receive_s = counters.receive_s - receive_before_s
+        counted.requests += 1
+        counted.tokens += batch.num_tokens
+        counted.pairs += num_pairs
+        self._count_sent(counted)
+        counted.bytes_received += client.bytes_received - received_before
+        counted.pack_s += time.monotonic() - sent_s - send_s - receive_s
+        counted.send_s += send_s
+        counted.receive_s += receive_s
+        return Sent(sequence, num_pairs, rows, sent_s, deadline_s)
+
+    def poll(self, *, until_sent: bool) -> None:
+        """Advance copies of devices: see ExpertCompute.poll."""
+        if until_sent:
+            self._client.push(self._last_sequence)
+        else:
+            self._client.poll()
+
+    def wait(self, sent: Sent, phase: Phase, counted: PhaseStats) -> Reply:
+        """Wait for the reply to a request.
+
+        Raises: DeadlineExceeded; DaemonUnavailable; ProtocolError: see ClientTransport.wait.
+        """
+        client = self._client
+        bytes_before, receive_before_s = client.bytes_received, self._counters.receive_s
+        started_s = time.monotonic()
+        # The deadline runs from the sending: the daemon has been at work since then.
+        remaining_s = sent.sent_s + sent.deadline_s - started_s
+        try:
+            reply = client.wait(sent.sequence, deadline_s=max(remaining_s, 0.0))
+        except DeadlineExceeded:
+            self._rates.note_late(phase)
+            # docs: the daemon was late: overloaded or stopped; see `IPC_DEADLINE_MS`
+            raise DeadlineExceeded(f"no reply within {sent.deadline_s * 1e3:.0f} ms") from None
+        finally:
+            ended_s = time.monotonic()
+            receive_s = self._counters.receive_s - receive_before_s
+            self._count_sent(counted)  # requests that were sent once their rows were ready
+            counted.bytes_received += client.bytes_received - bytes_before
+            counted.receive_s += receive_s
+            counted.wait_s += max(0.0, ended_s - started_s - receive_s)
+        self._pairs_in_flight -= sent.num_pairs
+        counted.round_trips.add(ended_s - sent.sent_s)
+        # A reply that arrived in time was computed in time, whatever the daemon reports.
+        compute_s = ended_s - sent.sent_s if math.isnan(reply.compute_s) else reply.compute_s
+        compute_s = min(max(compute_s, 0.0), sent.deadline_s)
+        counted.compute_s += compute_s
+        counted.queue_s += min(max(reply.queue_s, 0.0), sent.deadline_s)
+        if sent.num_pairs:
+            self._rates.note(phase, compute_s / sent.num_pairs)
+        return reply
+
+    def forget(self, in_flight: Iterable[Sent]) -> None:
+        """Stop waiting for requests."""
+        for sent in in_flight:
+            self._client.forget(sent.sequence)
+            self._pairs_in_flight -= sent.num_pairs
+
+    def mail_route(self, link: DaemonLink, local_ids: Mapping[int, I32Array]) -> MailRoute | None:
+        """See ExpertCompute.mail_route."""
+        if self._route is None and self._mail is not None:
+            self._route = MailRoute(
+                link.name,
+                self._mail,
+                local_ids,
+                is_live=lambda: link.session is self.opened and self._mail is not None,
+                fail=partial(link.mark_lost, self.opened.generation),
+            )
+        return self._route
+
+    def end_mail(self) -> None:
+        """Devices must not ask each other any more."""
+        self._mail = self._route = None
+
+    def close(self) -> None:
+        """Close the data path. Idempotent."""
+        self.end_mail()
+        self._client.close()
+
+    def _count_sent(self, counted: PhaseStats) -> None:
+        counted.bytes_sent += self._client.bytes_sent - self._num_bytes_counted
+        self._num_bytes_counted = self._client.bytes_sent
+
+
+def open_data_path(
+    link: DaemonLink,
+    session: Session,
+    *,
+    context: zmq.Context[zmq.Socket[bytes]],
+    hidden_size: int,
+    num_experts_used: int,
+    spin_s: float | None,
+    before_sleep: Callable[[], object],
+    counters: TransportCounters,
+    mover: DeviceMover | None = None,
+) -> DataPath:
+    """Open the data path. Called, like all of the client, on the data thread.
+
+    `mover` copies rows from the device that they are on, if that device can.
+    Raises: DaemonUnavailable if the session is over, or no path can be opened, for example for lack
+    of descriptors.
+    """
+    welcome = session.welcome
+    payload = PayloadType(welcome.payload)
+    with contextlib.ExitStack() as undo:
+        segment, memory = link.take_segment(session), session.memory
+        if segment is not None:
+            undo.callback(segment.close)
+        try:
+            if segment is not None and memory is not None:
+                is_wide = payload is PayloadType.F32
+                moves = is_wide and memory.moves and _has_window(link, segment, mover)
+                shared = SharedClient(
+                    segment,
+                    lost_fd=link.lost_fd,
+                    lost_reason=link.lost_reason,
+                    payload=payload,
+                    spin_s=spin_s,
+                    counters=counters,
+                    before_sleep=before_sleep,
+                )
+                undo.pop_all()
+                max_tokens = segment.shape.max_tokens
+                if not memory.moves:
+                    max_tokens = min(max_tokens, welcome.max_tokens)
+                window = segment.shape.num_slots if moves else 0
+                mail = segment if moves and memory.mails else None
+                return DataPath(shared, "shared", max_tokens, window, mail)
+            stream = StreamClient(
+                context,
+                session.data_address,
+                welcome.link_id,
+                hidden_size=hidden_size,
+                max_frame_bytes=largest_frame_bytes(
+                    max_tokens=welcome.max_tokens,
+                    hidden_size=hidden_size,
+                    max_pairs=welcome.max_tokens * num_experts_used,
+                ),
+                lost_fd=link.lost_fd,
+                lost_reason=link.lost_reason,
+                generation=welcome.generation,
+                payload=payload,
+                version=welcome.version,
+                global_ids=link.owned.by_layer,
+                counters=counters,
+                secure=link.secure,
+                before_sleep=before_sleep,
+            )
+            return DataPath(stream, "stream", welcome.max_tokens)
+        except (OSError, zmq.ZMQError) as error:
+            raise DaemonUnavailable(
+                f"daemon {link.name}: no way to send requests: {error.strerror}"
+            ) from error
+
+
+def _has_window(link: DaemonLink, segment: Segment, mover: DeviceMover | None) -> bool:
+    """Map the memory, which the other side's device sees, for ours; whether that worked."""
+    if mover is None:
+        return False
+    try:
+        segment.open_window(mover)
+    except DeviceUnavailable as error:
+        # docs: its device cannot lock the shared memory (the run directory is on a disk, see
+        # `doctor`; `ulimit -l`; the driver's own limits); all else goes on, slower
+        _LOG.warning("daemon %s: the CPU copies what is sent: %s", link.name, str(error))
+        return False
+    return True
