@@ -25,6 +25,7 @@ from dflash_protocol.payloads import PayloadType
 from dflash_protocol.wire.transport import REQUEST_FAILURES, Reply, TransportCounters
 from dflash_runtime.compute.backend import MailRoute
 from dflash_runtime.experts.compute import OwnerKind, OwnerStats, Ticket
+from dflash_runtime.experts.daemons.data_path import DataPath, open_data_path
 from dflash_runtime.experts.daemons.link import DaemonLink, Session
 from dflash_runtime.experts.event_kinds import EventKind
 from dflash_runtime.experts.remote.guard import RequestGuard
@@ -32,7 +33,7 @@ from dflash_runtime.experts.remote.modes import STREAM_TOKENS, ExecutionMode
 from dflash_runtime.experts.remote.pieces import Cutter
 from dflash_runtime.experts.remote.rates import RateEstimate
 from dflash_runtime.experts.remote.reply_checks import ReplyChecker
-from dflash_runtime.experts.remote.session import DataPath, RemoteSession, Sent, open_data_path
+from dflash_runtime.experts.remote.session import RemoteSession, Sent
 from dflash_runtime.experts.remote.ticket import RemoteTicket, require_finite, what_is_wrong
 
 
