@@ -174,9 +174,11 @@ class HostRoute:
 
     def _on_device(self, sums: Sums) -> Buffer:
         """Remote sums as a buffer of the device. Shapes: sums [T, H]."""
-        if isinstance(sums, np.ndarray):
-            return self._ops.uploaded(sums)
-        return Buffer(self._ops.payload.array_of_sums(sums))
+        if not isinstance(sums, np.ndarray):
+            return Buffer(self._ops.payload.array_of_sums(sums))
+        buffer = self._ops.steps.sums(*sums.shape)
+        self._ops.device.write(buffer.array, sums)
+        return buffer
 
 
 def add_local(
