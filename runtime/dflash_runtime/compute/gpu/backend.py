@@ -288,7 +288,7 @@ class CupyBackend:
             remote=remote,
             keeper=self._mail.keeper,
         )
-        return GraphStep(self.ops, model, cache, moe=shared, sessions=sessions)
+        return GraphStep(self.ops, model, cache, moe=shared, shared=shared, sessions=sessions)
 
     def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:
         taken: dict[int, I64Array] = {}
