@@ -54,7 +54,7 @@ class StepModel:
         self.file = GgufFile.open(path)
         self.spec = read_spec(self.file)
         self.reads: dict[int, Read] = {}
-        self._note_matrices(backend.ops)
+        self._note_matrices(backend.loader)
         self.model = backend.load_model(self.file, describe(self.file))
         self.banks = {
             layer.layer_id: backend.load_experts(
@@ -77,9 +77,9 @@ class StepModel:
         self.backend.close()
         self.file.close()
 
-    def _note_matrices(self, ops: Any) -> None:
+    def _note_matrices(self, loader: Any) -> None:
         """Have every matrix that the adapter loads noted with its name."""
-        load = ops.load_matrix
+        load = loader.load_matrix
 
         def load_and_note(file: GgufFile, tensor_name: str) -> DeviceMatrix:
             matrix: DeviceMatrix = load(file, tensor_name)
@@ -87,7 +87,7 @@ class StepModel:
             self.reads[address(matrix.weights)] = read
             return matrix
 
-        ops.load_matrix = load_and_note
+        loader.load_matrix = load_and_note
 
     def _note_experts(self) -> None:
         for layer in self.spec.moe.layers:

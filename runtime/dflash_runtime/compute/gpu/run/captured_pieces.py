@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from dflash_runtime.compute.gpu.device.buffers import Buffer
 from dflash_runtime.compute.gpu.device.device import Graph, KernelDevice
-from dflash_runtime.compute.gpu.layers.values import F32Rows
+from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.model import HostWork, Pausable
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ class Capture:
     """A captured step of one context bucket, and the buffers that its graphs use (`kept`)."""
 
     pieces: list[GraphPiece]
-    logits: F32Rows
+    logits: Rows
     kept: list[Buffer]
 
     def close(self) -> None:

@@ -15,24 +15,24 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import suppress
-from typing import Any
 
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase
 from dflash_runtime.compute.backend import DeviceSampling
+from dflash_runtime.compute.gpu.experts.moe import DeviceMoe
 from dflash_runtime.compute.gpu.launch.sample_tokens import UNDECIDED
 from dflash_runtime.compute.gpu.layers.attention_plan import context_bucket
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
 from dflash_runtime.compute.gpu.mailbox.sessions import MailboxSessions
-from dflash_runtime.compute.gpu.ops.ops import CupyOps
+from dflash_runtime.compute.gpu.model.model import GpuModel
+from dflash_runtime.compute.gpu.ops.ops import GpuOps
 from dflash_runtime.compute.gpu.run.decode_tokens import DecodeTokens
+from dflash_runtime.compute.gpu.run.host_routes import HostRoutes
 from dflash_runtime.compute.gpu.run.path_choice import PathChoice
-from dflash_runtime.compute.gpu.run.shared_moe import SharedMoe
 from dflash_runtime.compute.gpu.run.step_captures import DecodePass, StepSampling
 from dflash_runtime.compute.gpu.run.step_paths import HostPath, LocalPath
 from dflash_runtime.compute.gpu.run.step_runner import MailboxRedo, StepRunner
 from dflash_runtime.compute.gpu.run.tree_steps import TreeSteps
-from dflash_runtime.compute.model import Model
 from dflash_runtime.compute.trees import Tree, TreeResult
 
 
@@ -49,12 +49,12 @@ class GraphStep:
 
     def __init__(
         self,
-        ops: CupyOps,
-        model: Model[Any, Any],
+        ops: GpuOps,
+        model: GpuModel,
         cache: DeviceKvCache,
         *,
-        moe: Any,
-        shared: SharedMoe | None = None,
+        moe: DeviceMoe,
+        shared: HostRoutes | None = None,
         sessions: MailboxSessions | None = None,
     ) -> None:
         """`moe` is what the model calls where no mailbox is used; `shared` its owner if the host

@@ -10,22 +10,23 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from dflash_protocol.errors import DeviceOutOfMemory
-from dflash_protocol.ids import AnyArray, F32Array, I32Array, Phase
+from dflash_protocol.ids import F32Array, I32Array, Phase
 from dflash_runtime.compute.gpu.device.buffers import Places
 from dflash_runtime.compute.gpu.device.device import DeviceArray
 from dflash_runtime.compute.gpu.launch.decode_tokens import check_token_ids
 from dflash_runtime.compute.gpu.layers.branch import Branch
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
-from dflash_runtime.compute.gpu.layers.values import Product, StepTokens
-from dflash_runtime.compute.gpu.ops.ops import CupyOps
+from dflash_runtime.compute.gpu.layers.placed_step import PlacedStep
+from dflash_runtime.compute.gpu.layers.rows import Rows
+from dflash_runtime.compute.gpu.model.model import GpuModel
+from dflash_runtime.compute.gpu.ops.ops import GpuOps
 from dflash_runtime.compute.gpu.run.captured_pieces import GraphPiece
 from dflash_runtime.compute.gpu.run.step_paths import StepPath
-from dflash_runtime.compute.model import Model, Step, forward, run_to_end
+from dflash_runtime.compute.model import forward, run_to_end
 from dflash_runtime.compute.trees import OnAccept, Tree, TreeResult
 
 _MOST_TOKENS_KEPT = 256
@@ -39,9 +40,7 @@ class CapturedTrees:
     Used by one thread. Owns: graphs, and memory of the device.
     """
 
-    def __init__(
-        self, ops: CupyOps, model: Model[Any, Any], cache: DeviceKvCache, path: StepPath
-    ) -> None:
+    def __init__(self, ops: GpuOps, model: GpuModel, cache: DeviceKvCache, path: StepPath) -> None:
         self._ops, self._model, self._cache, self._path = ops, model, cache, path
         self._captures: OrderedDict[_Key, _Capture] = OrderedDict()
 
@@ -108,7 +107,7 @@ class CapturedTrees:
             device.empty(size, np.int32),
             {layer: device.empty((size, hidden_size), np.float32) for layer in key.features},
         )
-        uncounted, trial = self._ops.steps.uncounted(), self._path.trial()
+        uncounted, trial = self._ops.step_experts.uncounted(), self._path.trial()
         with buffers.noted(capture.apart) as noted, uncounted, trial:
             # Buffers that layers keep must not be reused until the pass is complete.
             kept = self._launch(capture, tree)
@@ -123,21 +122,21 @@ class CapturedTrees:
         """Launch one pass; returns the layers' callbacks for an accepted path."""
         experts, kept = self._path.experts(Phase.VERIFY), Tree(tree.parents, tree.position)
 
-        def on_layer(layer_id: int, hidden: AnyArray) -> None:
+        def on_layer(layer_id: int, hidden: Rows) -> None:
             if layer_id in capture.features:
-                rows: Any = hidden
-                self._ops.copy_rows(rows, capture.features[layer_id])
+                self._ops.copy_rows(hidden, capture.features[layer_id])
 
-        tokens: Any = StepTokens(capture.token_ids)
-        positions: Any = capture.branch.positions
-        context = kept.position + int(kept.depths.max()) + 1
-        step = Step(tokens, positions, (self._cache,), Phase.VERIFY, context, kept)
-        with self._cache.branching(kept, capture.branch):
-            hidden = run_to_end(forward(self._model, step, experts, on_layer=on_layer))
-            logits = self._model.head(hidden)
-        if not isinstance(logits, Product):
-            self._ops.lacks("a head whose logits are scaled, in a captured tree")
-        self._ops.steps.pick_likeliest(logits, capture.argmax)
+        step = PlacedStep.of_arrays(
+            capture.token_ids,
+            capture.branch.positions,
+            self._cache,
+            Phase.VERIFY,
+            kept.position + int(kept.depths.max()) + 1,
+            tree=kept,
+            branch=capture.branch,
+        )
+        hidden = run_to_end(forward(self._model, step, experts, on_layer=on_layer))
+        self._model.write_argmax(hidden, capture.argmax)
         return kept.kept
 
 

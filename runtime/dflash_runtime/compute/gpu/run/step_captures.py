@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -17,13 +16,15 @@ from dflash_runtime.compute.gpu.launch.sample_tokens import (
 )
 from dflash_runtime.compute.gpu.layers.attention_plan import context_bucket
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
-from dflash_runtime.compute.gpu.layers.values import F32Rows, Product, StepPositions, StepTokens
-from dflash_runtime.compute.gpu.ops.ops import CupyOps
+from dflash_runtime.compute.gpu.layers.placed_step import PlacedStep
+from dflash_runtime.compute.gpu.layers.rows import Rows
+from dflash_runtime.compute.gpu.model.model import GpuModel
+from dflash_runtime.compute.gpu.ops.ops import GpuOps
 from dflash_runtime.compute.gpu.run.captured_pieces import Capture, capture_pieces
 from dflash_runtime.compute.gpu.run.captured_trees import CapturedTrees
 from dflash_runtime.compute.gpu.run.decode_tokens import DecodeTokens
 from dflash_runtime.compute.gpu.run.step_paths import StepPath
-from dflash_runtime.compute.model import Model, Pausable, Step, forward, run_to_end
+from dflash_runtime.compute.model import Pausable, forward, run_to_end
 
 
 class StepSampling:
@@ -59,26 +60,22 @@ class DecodePass:
     Immutable, but for what its parts keep.
     """
 
-    ops: CupyOps
-    model: Model[Any, Any]
+    ops: GpuOps
+    model: GpuModel
     cache: DeviceKvCache
     tokens: DecodeTokens
     sampling: StepSampling
 
-    def launch(self, path: StepPath, bucket: int) -> Pausable[F32Rows]:
+    def launch(self, path: StepPath, bucket: int) -> Pausable[Rows]:
         """Returns the logits. Shapes: [1, V]."""
         ids, positions = self.tokens.ids, self.tokens.positions
-        placed: tuple[Any, Any] = StepTokens(ids), StepPositions(positions, bucket)
         experts = path.experts(Phase.DECODE)
-        step = Step(*placed, caches=(self.cache,), phase=Phase.DECODE, context=bucket)
+        step = PlacedStep.of_arrays(ids, positions, self.cache, Phase.DECODE, bucket)
         hidden = yield from forward(self.model, step, experts)
-        logits = self.model.head(hidden)
-        if not isinstance(logits, Product):
-            self.ops.lacks("a head whose logits are scaled, in a captured step")
-        return self.ops.steps.pick(
-            logits,
-            ids,
-            positions,
+        return self.model.choose_tokens(
+            hidden,
+            token_ids=ids,
+            positions=positions,
             history=self.tokens.history,
             sampling=self.sampling.inputs if self.sampling.is_on else None,
         )
@@ -108,15 +105,15 @@ class PathCaptures:
     def _captured(self, bucket: int) -> Capture:
         """Run the step once, which compiles and allocates what it needs, then capture it."""
         decode, path = self._decode, self.path
-        steps = decode.ops.steps
+        buffers = decode.ops.steps.buffers
         with (
             decode.tokens.restored(),
-            steps.buffers.noted() as noted,
+            buffers.noted() as noted,
             path.trial(),
-            steps.uncounted(),
+            decode.ops.step_experts.uncounted(),
         ):
             run_to_end(decode.launch(path, bucket))
-        with steps.buffers.repeated(noted) as kept, path.capturing():
+        with buffers.repeated(noted) as kept, path.capturing():
             pieces, logits = capture_pieces(decode.ops.device, decode.launch(path, bucket))
         # Other work may run between pieces, so a step in pieces keeps its buffers to itself.
         return Capture(pieces, logits, kept if path.needs_host else [])

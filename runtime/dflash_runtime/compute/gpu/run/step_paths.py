@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Protocol
 
 from dflash_protocol.ids import I32Array, Phase
 from dflash_runtime.compute.backend import NOT_FINITE
-from dflash_runtime.compute.gpu.mailbox.moe import MailMoe
+from dflash_runtime.compute.gpu.experts.moe import DeviceMoe
+from dflash_runtime.compute.gpu.mailbox.routes import MailboxRoutes
 from dflash_runtime.compute.gpu.mailbox.sessions import MailboxSessions
 from dflash_runtime.compute.gpu.run.captured_pieces import GraphPiece
-from dflash_runtime.compute.gpu.run.shared_moe import SharedMoe
+from dflash_runtime.compute.gpu.run.host_routes import HostRoutes
 
 
 class StepPath(Protocol):
@@ -28,7 +29,7 @@ class StepPath(Protocol):
     def begin(self, position: int) -> None:
         """The next step, at this position, takes this path; no step may be running."""
 
-    def experts(self, phase: Phase) -> Any:
+    def experts(self, phase: Phase) -> DeviceMoe:
         """What a model calls in a pass whose launches follow: of a trial, or captured."""
 
     def trial(self) -> AbstractContextManager[None]:
@@ -52,13 +53,13 @@ class LocalPath:
 
     needs_host = False
 
-    def __init__(self, moe: Any) -> None:
+    def __init__(self, moe: DeviceMoe) -> None:
         self._moe = moe
 
     def begin(self, position: int) -> None:
         """Nothing."""
 
-    def experts(self, phase: Phase) -> Any:
+    def experts(self, phase: Phase) -> DeviceMoe:
         return self._moe
 
     def trial(self) -> AbstractContextManager[None]:
@@ -83,14 +84,14 @@ class HostPath:
 
     needs_host = True
 
-    def __init__(self, moe: Any, shared: SharedMoe) -> None:
+    def __init__(self, moe: DeviceMoe, shared: HostRoutes) -> None:
         """`moe` is what `shared` has models call."""
         self._moe, self._shared = moe, shared
 
     def begin(self, position: int) -> None:
         self._shared.reset()
 
-    def experts(self, phase: Phase) -> Any:
+    def experts(self, phase: Phase) -> DeviceMoe:
         return self._moe
 
     @contextmanager
@@ -132,7 +133,7 @@ class MailboxPath:
 
     needs_host = False
 
-    def __init__(self, moe: MailMoe, sessions: MailboxSessions) -> None:
+    def __init__(self, moe: MailboxRoutes, sessions: MailboxSessions) -> None:
         self.moe, self.mail = moe, moe.mail
         self._sessions = sessions
         self._epoch_of_position_0 = 0
@@ -140,7 +141,7 @@ class MailboxPath:
     def begin(self, position: int) -> None:
         self._epoch_of_position_0 = self.mail.epoch + 1 - position
 
-    def experts(self, phase: Phase) -> Any:
+    def experts(self, phase: Phase) -> DeviceMoe:
         self.mail.kernels.begin()
         return self.moe.block(phase)
 

@@ -9,7 +9,7 @@ from dflash_protocol.ids import F32Array
 from dflash_runtime.compute.backend import NOT_FINITE
 from dflash_runtime.compute.gpu.device.device import KernelDevice
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
-from dflash_runtime.compute.gpu.layers.values import F32Rows
+from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.gpu.run.decode_tokens import DecodeTokens
 from dflash_runtime.compute.gpu.run.path_choice import PathChoice
 from dflash_runtime.compute.gpu.run.step_captures import PathCaptures
@@ -33,7 +33,7 @@ class StepRunner:
         self.tokens = tokens
         self._device, self._cache = device, cache
         self._captures = captures
-        self._last: F32Rows | None = None
+        self._last: Rows | None = None
         """Logits of the step started last."""
 
     def begin(self, captures: PathCaptures, token_id: int, position: int) -> None:
