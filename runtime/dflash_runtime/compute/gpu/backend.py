@@ -300,7 +300,7 @@ class CupyBackend:
             remote=remote,
             keeper=self._mail.keeper,
         )
-        shared = HostRoutes(self.ops, resident, remote)
+        shared = HostRoutes(self.ops, model.spec.moe, resident, remote=remote)
         return GraphStep(self.ops, model, cache, moe=shared.block, shared=shared, sessions=sessions)
 
     def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:

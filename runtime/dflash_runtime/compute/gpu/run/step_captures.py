@@ -24,7 +24,7 @@ from dflash_runtime.compute.gpu.run.captured_pieces import Capture, capture_piec
 from dflash_runtime.compute.gpu.run.captured_trees import CapturedTrees
 from dflash_runtime.compute.gpu.run.decode_tokens import DecodeTokens
 from dflash_runtime.compute.gpu.run.step_paths import StepPath
-from dflash_runtime.compute.model import Pausable, forward, run_to_end
+from dflash_runtime.compute.model import Pausable, forward
 
 
 class StepSampling:
@@ -112,7 +112,8 @@ class PathCaptures:
             path.trial(),
             decode.ops.step_experts.uncounted(),
         ):
-            run_to_end(decode.launch(path, bucket))
+            for _ in decode.launch(path, bucket):
+                pass  # the host's work is left out
         with buffers.repeated(noted) as kept, path.capturing():
             pieces, logits = capture_pieces(decode.ops.device, decode.launch(path, bucket))
         # Other work may run between pieces, so a step in pieces keeps its buffers to itself.

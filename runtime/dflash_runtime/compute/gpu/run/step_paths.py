@@ -33,7 +33,7 @@ class StepPath(Protocol):
         """What a model calls in a pass whose launches follow: of a trial, or captured."""
 
     def trial(self) -> AbstractContextManager[None]:
-        """A context in which a pass asks no remote owner."""
+        """A context in which a pass asks no remote owner; the host's work in it is left out."""
 
     def capturing(self) -> AbstractContextManager[None]:
         """A context in which a pass is captured."""
@@ -94,18 +94,15 @@ class HostPath:
     def experts(self, phase: Phase) -> DeviceMoe:
         return self._moe
 
-    @contextmanager
-    def trial(self) -> Iterator[None]:
-        self._shared.begin_trial()
-        yield
+    def trial(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        self._shared.begin_capture()
         try:
             yield
         finally:
-            self._shared.end_capture()
+            self._shared.reset()  # after the trial
 
     def run(self, pieces: Sequence[GraphPiece], num_tokens: int = 1) -> None:
         try:
