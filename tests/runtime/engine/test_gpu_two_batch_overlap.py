@@ -22,7 +22,7 @@ from dflash_protocol.transports.shared_client import SharedClient
 from dflash_runtime import Engine
 from dflash_runtime.compute.sliding_window import MOST_KEPT
 from dflash_runtime.engine.checkpoints import StateCheckpoints
-from dflash_runtime.engine.steps import Cancelled
+from dflash_runtime.engine.run_guard import Cancelled
 from dflash_runtime.experts.compute import LocalExpertCompute, Ticket
 from dflash_runtime.experts.offload import OffloadMode
 from dflash_runtime.placement.split import LOCAL_OWNER
