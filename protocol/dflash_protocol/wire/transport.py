@@ -110,7 +110,7 @@ class ServerTransport(Protocol):
         The request and its arrays are valid until it is answered.
         """
 
-    def reply(self, request: ReceivedRequest, sums: F64Array | Sums, compute_s: float) -> None:
+    def reply(self, request: ReceivedRequest, sums: Sums, compute_s: float) -> None:
         """Answer a request with its sums, computed in `compute_s`. Does nothing if its link has
         gone, and never waits for the parent. Shapes: sums [T, H] float64."""
 
