@@ -103,7 +103,7 @@ class SharedClient:
         if copies is not None:
             copies.publish()
         free = requests.free
-        num_tokens, _ = batch.hidden_shape
+        num_tokens, _ = batch.rows.shape
         slot = free.pop() if free else self._free_slot(deadline_s)
         last = requests.sequence
         # The next sequence congruent to the slot's index.
@@ -126,7 +126,7 @@ class SharedClient:
                     layer_id,
                     phase_code,
                     deadline_ms,
-                    batch.hidden,
+                    batch.rows.to_host(),
                     batch.expert_ids,
                     batch.group_starts,
                     batch.token_indices,

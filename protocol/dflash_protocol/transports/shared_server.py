@@ -278,10 +278,11 @@ class SharedServer:
         if request.moved is not None:
             self._move_reply(slot, request, request.moved, sums, compute_s)
             return
-        if sums.is_on_device or len(sums.shape) != 2:
-            place = "a device" if sums.is_on_device else "the host"
-            raise ValueError(f"sums of shape {sums.shape} on {place}")
+        if sums.is_on_device:
+            raise ValueError(f"sums of shape {sums.shape} on a device, whose rows were not")
         on_host = sums.to_host()
+        if on_host.ndim != 2:
+            raise ValueError(f"sums of shape {on_host.shape}")
         status = self._send_reply(
             slot.port, sequence, link.reply_code, compute_s, waited_s, on_host
         )

@@ -196,7 +196,7 @@ class ReceivedRequest:
         Raises: ProtocolError naming the first array that is wrong.
         """
         is_sound = 0 < self.routing_bound <= num_experts
-        if not is_sound or self.batch.hidden_shape[1] != hidden_size:
+        if not is_sound or self.batch.rows.shape[1] != hidden_size:
             self.batch.check(hidden_size=hidden_size, num_experts=num_experts)
 
     @property

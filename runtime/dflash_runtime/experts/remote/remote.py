@@ -114,12 +114,12 @@ class RemoteExpertCompute:
         started_s = time.perf_counter()
         try:
             session = self._session_of(opened)
-            cut = self._cutter.cut(session.limits, phase, rows, pairs)
+            cut = self._cutter.cut(session.limits, rows, pairs, phase=phase)
             counted = self._stats.of_phase(phase)
             ticket = RemoteTicket(layer_id, phase, rows, pairs, session, cut, counted, started_s)
             if cut.pieces is None:
                 batch, used = RoutedBatch.group_used(phase, rows, pairs, whole_from=cut.whole_from)
-                ticket.in_flight.append(session.send(layer_id, batch, used, counted))
+                ticket.in_flight.append(session.send(layer_id, batch, used, counted=counted))
             else:
                 _fill(ticket)
         except DaemonUnavailable as error:
@@ -293,4 +293,5 @@ def _fill(ticket: RemoteTicket) -> None:
         if piece is None:
             return
         rows, batch = piece
-        ticket.in_flight.append(session.send(ticket.layer_id, batch, rows, ticket.counted))
+        sent = session.send(ticket.layer_id, batch, rows, counted=ticket.counted)
+        ticket.in_flight.append(sent)

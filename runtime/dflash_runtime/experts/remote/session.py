@@ -61,7 +61,7 @@ class RemoteSession:
         """Of those that the client has sent."""
 
     def send(
-        self, layer_id: int, batch: RoutedBatch, rows: SomeRows | None, counted: PhaseStats
+        self, layer_id: int, batch: RoutedBatch, rows: SomeRows | None, *, counted: PhaseStats
     ) -> Sent:
         """Send a request that answers `rows` of the step.
 
