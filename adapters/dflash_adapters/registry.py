@@ -17,11 +17,9 @@ from dflash_adapters.loading import model_spec
 from dflash_adapters.spec import ModelSpec
 from dflash_protocol.errors import UnsupportedModel
 
-_MODULES = {
-    each.name.replace("_", "-"): each.name for each in pkgutil.iter_modules(models.__path__)
-}
-
-ARCHITECTURES = tuple(_MODULES)
+ARCHITECTURES = tuple(
+    module.name.replace("_", "-") for module in pkgutil.iter_modules(models.__path__)
+)
 """The architectures that have an adapter, in alphabetical order."""
 
 

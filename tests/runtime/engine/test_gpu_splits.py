@@ -17,13 +17,24 @@ from dflash_runtime.placement.split import LOCAL_OWNER
 from support.emulated_gpu import TINY, TINY_LLAMA4
 from support.gpu_models import error_of
 from support.gpu_splits import Layers, Split
-from support.random_gguf import write_model
+from support.random_gguf import RandomShape, write_model
+from support.random_gpt_oss import GptOssShape
 from support.random_models import write_qwen3moe
 
 CHUNKS = [20, 3, 1, 9, 1, 1]
 IDS = np.random.default_rng(1).integers(0, TINY.vocab_size, sum(CHUNKS)).astype(np.int32)
 
 PAIRS = IDS.size * TINY.num_layers * TINY.num_experts_used
+TINY_GPT_OSS = GptOssShape(
+    num_layers=TINY.num_layers,
+    hidden_size=96,
+    num_heads=4,
+    head_dim=16,
+    num_experts=TINY.num_experts,
+    num_experts_used=2,
+    ffn_size=96,
+    vocab_size=TINY.vocab_size,
+)
 WHOLE: Layers = dict.fromkeys(range(TINY.num_layers), range(TINY.num_experts))
 
 
@@ -76,10 +87,19 @@ def test_every_split_has_the_same_bits(model: Path, undo: contextlib.ExitStack) 
     assert stats[LOCAL_OWNER].pairs == hits.hot
 
 
-def test_rows_that_are_scaled_for_experts_have_the_same_bits_everywhere(
-    tmp_path: Path, undo: contextlib.ExitStack
+@pytest.mark.parametrize(
+    ("shape", "experts_type"),
+    [(TINY_LLAMA4, "Q8_0"), (TINY_GPT_OSS, "MXFP4")],
+    ids=["scaled inputs", "biases of experts"],
+)
+def test_experts_with_more_than_matrices_have_the_same_bits_everywhere(
+    tmp_path: Path, undo: contextlib.ExitStack, shape: RandomShape, experts_type: str
 ) -> None:
-    path = write_model(tmp_path / "m.gguf", TINY_LLAMA4, seed=5, tensor_type="Q8_0")
+    def type_of(name: str) -> str:
+        is_router = "ffn_gate_inp." in name
+        return "F32" if is_router else experts_type if "_exps" in name else "Q8_0"
+
+    path = write_model(tmp_path / "m.gguf", shape, seed=5, tensor_type=type_of)
     resident = opened(undo, path, {LOCAL_OWNER: WHOLE})
     expected = resident.logits()
     assert (resident.captured_logits() == expected[-2:]).all()
