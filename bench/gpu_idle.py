@@ -70,7 +70,7 @@ def measure_idle(
 
 
 def gpu_use(devices: Sequence[str]) -> list[float | None]:
-    """Percentage of time in which each device was used just now; None where nobody tells."""
+    """Utilisation of each device in percent; None if it cannot be read."""
     try:
         done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
@@ -82,7 +82,7 @@ def gpu_use(devices: Sequence[str]) -> list[float | None]:
 
 
 def _gpu_samples(devices: Sequence[str], until_s: float) -> dict[str, list[float] | None]:
-    """Samples of each device, taken until a time of time.monotonic; None = nobody tells."""
+    """Samples of each device until `time.monotonic` reaches a time; None if they cannot be read."""
     samples: dict[str, list[float]] = {name: [] for name in devices}
     while (left_s := until_s - time.monotonic()) > 0:
         time.sleep(min(left_s, _INTERVAL_S))

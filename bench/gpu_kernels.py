@@ -22,7 +22,7 @@ from bench.sides import Side
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.ops import KvType
-from dflash_adapters.registry import load, read_spec
+from dflash_adapters.registry import describe, read_spec
 from dflash_protocol.device import Device, parse_device
 from dflash_protocol.ids import Phase
 from dflash_runtime.compute.gpu.backend import CupyBackend
@@ -54,16 +54,15 @@ class StepModel:
         self.file = GgufFile.open(path)
         self.spec = read_spec(self.file)
         self.reads: dict[int, Read] = {}
-        ops: Any = backend.ops
-        self._note_matrices(ops)
-        self.model: Any = load(self.file, ops)
+        self._note_matrices(backend.loader)
+        self.model = backend.load_model(self.file, describe(self.file))
         self.banks = {
             layer.layer_id: backend.load_experts(
                 self.file, layer, np.arange(layer.num_experts, dtype=np.int32)
             )
             for layer in self.spec.moe.layers
         }
-        self.cache = backend.ops.new_kv_cache(self.spec.kv_layers, context, KvType.F16)
+        self.cache = backend.new_cache(self.spec, context, KvType.F16)
         self._note_experts()
         self._note_cache()
         backend.device.synchronize()
@@ -78,9 +77,9 @@ class StepModel:
         self.backend.close()
         self.file.close()
 
-    def _note_matrices(self, ops: Any) -> None:
+    def _note_matrices(self, loader: Any) -> None:
         """Have every matrix that the adapter loads noted with its name."""
-        load = ops.load_matrix
+        load = loader.load_matrix
 
         def load_and_note(file: GgufFile, tensor_name: str) -> DeviceMatrix:
             matrix: DeviceMatrix = load(file, tensor_name)
@@ -88,7 +87,7 @@ class StepModel:
             self.reads[address(matrix.weights)] = read
             return matrix
 
-        ops.load_matrix = load_and_note
+        loader.load_matrix = load_and_note
 
     def _note_experts(self) -> None:
         for layer in self.spec.moe.layers:

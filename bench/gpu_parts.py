@@ -15,7 +15,7 @@ Result = dict[str, Any]
 
 
 def say(text: str) -> None:
-    """Progress, for whoever waits."""
+    """Prints progress."""
     print(text, file=sys.stderr, flush=True)
 
 

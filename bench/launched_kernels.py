@@ -32,10 +32,7 @@ from dflash_runtime.compute.gpu.launch.decode_tokens import (
     QuantiseRows,
     RowChange,
 )
-from dflash_runtime.compute.gpu.launch.prefill_expert_kernels import (
-    ExpertShape,
-    compile_expert_kernels,
-)
+from dflash_runtime.compute.gpu.launch.prefill_expert_kernels import ExpertKernelCache
 from dflash_runtime.compute.gpu.launch.prefill_tiles import products_of
 from dflash_runtime.compute.gpu.launch.sample_tokens import SampleTokens
 from dflash_runtime.compute.gpu.layers.attention import DecodeAttention, PrefillAttention
@@ -170,8 +167,8 @@ def _experts(device: Any) -> None:
             device.label = f"{label}, {_tokens_of(num_tokens)}"
             DecodeExperts(device, shape)
     device.label = "chunks"
-    whole = ExpertShape(hidden_size=_HIDDEN, ffn_size=_FFN, hidden_parts=1, down_parts=1)
-    compile_expert_kernels(device, whole, products_of(device))
+    kernels = ExpertKernelCache(device, products_of(device), hidden_size=_HIDDEN, ffn_size=_FFN)
+    kernels.of(hidden_parts=1, down_parts=1)
 
 
 def _deltas(device: Any) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,15 @@ _USAGE_WEIGHTS = 1
 _GRAPH_NODES = 256
 
 
+@dataclass(frozen=True)
+class _MappedFile:
+    """A file in memory, and llama.cpp's buffer of it."""
+
+    mapping: mmap.mmap
+    address: int
+    buffer: int
+
+
 class PeerLayers:
     """The expert layers of one file, with `num_threads` threads.
 
@@ -38,7 +48,7 @@ class PeerLayers:
 
     def __init__(self, folder: Path, path: Path, *, num_threads: int, repack: bool) -> None:
         self._peer = open_peer(folder)
-        self._map_file(path)
+        self._file = self._mapped(path)
         with GgufFile.open(path) as file:
             layers = read_spec(file).moe.layers
         self._backend = self._peer.ggml_backend_cpu_init()
@@ -83,14 +93,14 @@ class PeerLayers:
         self._graphs.clear()
         self._allocators.clear()
 
-    def _map_file(self, path: Path) -> None:
+    def _mapped(self, path: Path) -> _MappedFile:
         with path.open("rb") as file:
-            self._mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        view = np.frombuffer(self._mapping, np.uint8)
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        view = np.frombuffer(mapping, np.uint8)
         touch_pages(view)
-        self._address = view.ctypes.data
-        self._buffer = self._peer.ggml_backend_cpu_buffer_from_ptr(self._address, view.size)
-        self._peer.ggml_backend_buffer_set_usage(self._buffer, _USAGE_WEIGHTS)
+        buffer = self._peer.ggml_backend_cpu_buffer_from_ptr(view.ctypes.data, view.size)
+        self._peer.ggml_backend_buffer_set_usage(buffer, _USAGE_WEIGHTS)
+        return _MappedFile(mapping, view.ctypes.data, buffer)
 
     def _new_context(self, num_tensors: int, num_nodes: int) -> int:
         peer = self._peer
@@ -122,7 +132,7 @@ class PeerLayers:
         shape = (projection.columns, projection.rows, layer.num_experts)
         type_id = int(projection.tensor_type)
         tensor = peer.ggml_new_tensor_3d(self._context, type_id, *shape)
-        place = self._address + projection.offset_bytes
+        place = self._file.address + projection.offset_bytes
         for buffer_type in self._extra_types:
             if self._is_supported(buffer_type, type_id, shape):
                 size = peer.ggml_backend_buft_get_alloc_size(buffer_type, tensor)
@@ -135,7 +145,7 @@ class PeerLayers:
                 name = peer.ggml_backend_buft_name(buffer_type).decode()
                 self._repacked.add(f"{projection.tensor_type.name} in {name}")
                 return int(tensor)
-        if peer.ggml_backend_tensor_alloc(self._buffer, tensor, place):
+        if peer.ggml_backend_tensor_alloc(self._file.buffer, tensor, place):
             raise PeerError(f"{projection.tensor_name}: ggml does not take the mapping")
         return int(tensor)
 

@@ -52,7 +52,7 @@ keys and values (both on tensor cores), keys and values in f16, matrices in Q4_K
 
 _CASE = re.compile(r"^DECL_(FATTN_MMA_F16|FATTN_TILE|MMQ)_CASE(_W4A4)?\((.*)\);$")
 
-_LEFT_OUT_HEAD = """// Kernels that this archive leaves out: whoever calls one wants another build.
+_LEFT_OUT_HEAD = """// Kernels that this archive leaves out: calling one needs another build.
 #include "common.cuh"
 
 struct mmq_args;

@@ -127,21 +127,54 @@ class Recorder:
 _SORTING = frozenset({"count_pairs", "lay_out_groups", "place_pairs"})
 
 
+@dataclass(frozen=True)
+class HostLayer:
+    """A layer's stored experts, by projection, and its inputs on the host.
+
+    Shapes: x [T, H]; ids, weights [T, K].
+    """
+
+    shape: LayerShape
+    raw: dict[str, U8Array]
+    x: F32Array
+    ids: I32Array
+    weights: F32Array
+
+    def expected(self, token: int) -> F64Array:
+        """The experts' output for one token in float64. Shapes: result [H]."""
+
+        def matrix(name: str, kind: TensorType, expert: int, rows: int, columns: int) -> F64Array:
+            size = rows * kind.row_bytes(columns)
+            raw = self.raw[name][expert * size : (expert + 1) * size]
+            return dequantise(raw, kind, (rows, columns)).astype(np.float64)
+
+        shape, x = self.shape, self.x[token].astype(np.float64)
+        total = np.zeros(shape.hidden_size)
+        for expert, weight in zip(self.ids[token], self.weights[token], strict=True):
+            gate, up = (
+                matrix(name, shape.base, expert, shape.ffn_size, shape.hidden_size) @ x
+                for name in ("gate", "up")
+            )
+            inner = gate / (1 + np.exp(-gate)) * up
+            down = matrix("down", shape.more, expert, shape.hidden_size, shape.ffn_size)
+            total += weight * (down @ inner)
+        return total
+
+
 class Layer:
-    """A layer's weights, inputs and buffers on a device."""
+    """A layer's weights, inputs and buffers on a device, and what is there on the host."""
 
     def __init__(self, device: KernelDevice, shape: LayerShape) -> None:
         rng = np.random.default_rng(0)
-        self.shape = shape
         self.recorder = Recorder(device)
         self._device: Any = self.recorder
         hidden, ffn, experts = shape.hidden_size, shape.ffn_size, shape.num_experts
-        self.raw: dict[str, U8Array] = {}
+        raw: dict[str, U8Array] = {}
         self._arrays: list[DeviceArray] = []
 
         def stored(name: str, kind: TensorType, rows: int, columns: int) -> int:
-            self.raw[name] = random_matrices(rng, kind, rows, columns)
-            array = device.upload(repack(kind, self.raw[name], rows=rows, columns=columns))
+            raw[name] = random_matrices(rng, kind, rows, columns)
+            array = device.upload(repack(kind, raw[name], rows=rows, columns=columns))
             self._arrays.append(array)
             return address(array)
 
@@ -154,11 +187,11 @@ class Layer:
             up=projection("up", shape.base, ffn, hidden),
             down=projection("down", shape.more, hidden, ffn),
         )
-        self.x = rng.standard_normal((shape.num_tokens, hidden), dtype=np.float32)
-        self.ids = skewed_choice(rng, shape)
-        self.weights = rng.random(self.ids.shape, dtype=np.float32)
-        self._inputs = [device.upload(each) for each in (self.x, self.ids, self.weights)]
-        self.out = device.empty(self.x.shape, np.float32)
+        x = rng.standard_normal((shape.num_tokens, hidden), dtype=np.float32)
+        ids = skewed_choice(rng, shape)
+        self.host = HostLayer(shape, raw, x, ids, rng.random(ids.shape, dtype=np.float32))
+        self._inputs = [device.upload(each) for each in (x, ids, self.host.weights)]
+        self.out = device.empty(x.shape, np.float32)
         kinds = (shape.base, shape.base, shape.more)
         self._dense = [
             DenseProduct(
@@ -185,7 +218,7 @@ class Layer:
 
     def run(self, products: Products) -> None:
         """q, k, v and the router of normalised rows, and the experts of the rows themselves."""
-        shape, x, ids, weights = self.shape, *self._inputs
+        shape, x, ids, weights = self.host.shape, *self._inputs
         device, num_pairs = self._device, shape.num_tokens * shape.num_used
         preparer = RowPreparer(
             device, columns=shape.hidden_size, max_rows=shape.num_tokens, parts=1
@@ -210,29 +243,8 @@ class Layer:
         dense.run(preparer.prepare(x, norm=self._norm, eps=1e-6), self._dense)
         rows = preparer.prepare(x)
         dense.run(rows, [self._router])
-        groups.group_chosen(ids, weights)
-        prefill.run(rows, groups, self.experts, out=self.out)
+        prefill.run(rows, groups.group_chosen(ids, weights), self.experts, out=self.out)
         self._buffers = preparer, dense, groups, prefill  # used by repeated launches
-
-    def expected(self, token: int) -> F64Array:
-        """The experts' output for one token in float64. Shapes: result [H]."""
-
-        def matrix(name: str, kind: TensorType, expert: int, rows: int, columns: int) -> F64Array:
-            size = rows * kind.row_bytes(columns)
-            raw = self.raw[name][expert * size : (expert + 1) * size]
-            return dequantise(raw, kind, (rows, columns)).astype(np.float64)
-
-        shape, x = self.shape, self.x[token].astype(np.float64)
-        total = np.zeros(shape.hidden_size)
-        for expert, weight in zip(self.ids[token], self.weights[token], strict=True):
-            gate, up = (
-                matrix(name, shape.base, expert, shape.ffn_size, shape.hidden_size) @ x
-                for name in ("gate", "up")
-            )
-            inner = gate / (1 + np.exp(-gate)) * up
-            down = matrix("down", shape.more, expert, shape.hidden_size, shape.ffn_size)
-            total += weight * (down @ inner)
-        return total
 
 
 def seconds_of(device: KernelDevice, launch: Callable[[], None]) -> float:
@@ -289,7 +301,7 @@ def measure(device: KernelDevice, shape: LayerShape) -> None:
     """Print one table for each choice of tiles."""
     layer = Layer(device, shape)
     tokens = [0, shape.num_tokens - 1]
-    wanted = np.array([layer.expected(token) for token in tokens])
+    wanted = np.array([layer.host.expected(token) for token in tokens])
     first: AnyArray | None = None
     for products in choices(device):
         layer.run(products)

@@ -1,4 +1,4 @@
-"""Fixtures for the whole suite, first of all the one that fails it for whatever is left behind."""
+"""Fixtures of the whole suite, mainly the one that fails a test which leaves something behind."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ import pytest
 from support.examples import SHARE
 from support.interrupts import have_interrupts
 
-# How fast an example is drawn says how busy the machine is, nothing of the test.
+# Slow generation of examples only shows that the machine is busy.
 for _profile in ("all", SHARE):
     hypothesis.settings.register_profile(
         _profile, suppress_health_check=[hypothesis.HealthCheck.too_slow], deadline=None
     )
 hypothesis.settings.load_profile("all")
 
-# Else each of some hundred processes compiles all of our sources anew, a fifth of what it takes to
-# start. Set before the first test file is read.
+# Without bytecode files each of some hundred processes would compile our sources again, a fifth of
+# its start-up time. Set before the first test file is imported.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -37,7 +37,7 @@ _MARK = "DFLASHTEST_SESSION"
 _RUN_DIR = "DFLASH_MOE_EXPERT_COMPUTE_IPC_WORK_DIR"
 _TIMEOUT_S = 5.0
 _TELLS_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()
-"""Kernels may be built without it."""
+"""Linux may be built without this file."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,8 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is there once all tests are known stays until the end: the collector of garbage, which
-    would look at it all again and again, need not know."""
+    """Freeze the objects that exist after collection: they live until the end, and the garbage
+    collector would traverse them again and again."""
     gc.disable()
     try:
         return (yield)
@@ -62,14 +62,14 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start processes come first: several take longer than all others' average by far,
-    and whoever gets the last one keeps the other worker waiting."""
+    """Run files that start processes first: some are very long, and a long last file would keep one
+    worker idle."""
     items.sort(key=lambda item: item.path.parent.name not in ("e2e", "deploy"))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def run_dir() -> Iterator[Path]:
-    """A run directory of this session's own, short enough for sockets; must end up empty.
+    """A run directory for this session, short enough for socket paths; must be empty at the end.
 
     Every process of the session inherits a mark in its environment, by which orphans are found.
     """
@@ -91,7 +91,7 @@ def run_dir() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(run_dir: Path) -> Iterator[None]:
-    """Fails the test that leaves a child process, a socket file or a shared segment."""
+    """Fail a test that leaves a child process, a socket file or a shared segment."""
     segments_before = _segments()
     children_before = _descendants()
     yield
@@ -116,9 +116,9 @@ def _leftovers(run_dir: Path, segments_before: set[str], children_before: set[in
 
 
 def _descendants() -> set[int]:
-    """Process ids of our children and theirs.
+    """Process ids of our descendants.
 
-    Asked twice a test, of some thousands: psutil would look at every process of the machine.
+    Called twice per test; psutil would look at every process of the machine.
     """
     if not _TELLS_CHILDREN:
         return {child.pid for child in psutil.Process().children(recursive=True)}
@@ -144,7 +144,7 @@ def _segments() -> set[str]:
 def _is_marked(process: psutil.Process, mark: str) -> bool:
     try:
         environment = process.environ()
-        # Daemons of another launcher are given our settings and nothing else.
+        # Daemons of another launcher get our settings and nothing else.
         return mark in (environment.get(_MARK), Path(environment.get(_RUN_DIR, "")).name)
     except psutil.Error:
         return False

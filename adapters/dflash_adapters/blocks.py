@@ -1,18 +1,19 @@
-"""Parts of layers under the names that llama.cpp's converters give their tensors.
+"""Makes descriptions of parts of layers, with the tensor names that llama.cpp's converters write.
 
-Which optional tensors a file has, and in which of several forms, is looked up here; shapes are
-compared later (see loading).
+Looks up which optional tensors a file has and in which of several forms. Shapes are checked later,
+in `loading`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.keys import BaseConfig
 from dflash_adapters.layers import (
+    ClampedSwiglu,
     DeltaNet,
     Description,
     Ends,
@@ -44,7 +45,7 @@ def _if_present(file: GgufFile, tensor: T) -> T | None:
 def _linear(
     file: GgufFile, name: str, shape: tuple[int, int], *, may_have_bias: bool = False
 ) -> Linear:
-    """`name` is that of the weight without its suffix, `shape` its rows and columns."""
+    """`name` is the weight's name without ``.weight``; `shape` is (rows, columns)."""
     weight, (rows, columns) = MatrixTensor(f"{name}.weight", shape), shape
     stored = file.tensors.get(weight.name)
     if rows == 1 and stored is not None and len(stored.shape) == 1:
@@ -59,7 +60,7 @@ def _linear(
 
 
 def _scale(file: GgufFile, name: str, kind: type[T], size: int) -> T | None:
-    """What products are multiplied by; some programs have put its name after the suffix."""
+    """The optional scale of a weight; some converters named it ``NAME.weight.scale``."""
     scale = _if_present(file, kind(f"{name}.scale", (size,)))
     return scale or _if_present(file, kind(f"{name}.weight.scale", (size,)))
 
@@ -72,9 +73,10 @@ def describe_model(
     may_be_tied: bool,
     left_out: Iterable[str] = (),
 ) -> Description:
-    """Layers between an embedding and a head, which may be tied to it where the file has none.
+    """Describe a model of these layers, with its embedding, final norm and head.
 
-    Raises: ModelFileError without an embedding, whose rows are the vocabulary.
+    With `may_be_tied`, a file without a head uses the embedding's matrix.
+    Raises: ModelFileError if there is no embedding, whose rows are the vocabulary.
     """
     hidden_size, embedding = base.hidden_size, "token_embd.weight"
     vocab_size = file.tensor(embedding).num_rows
@@ -91,8 +93,8 @@ def describe_model(
 class Block:
     """Makes the parts of one layer.
 
-    Raises: ModelFileError if the file does not have the layer, so that no more layers are described
-    than it has, whatever its metadata says.
+    Raises: ModelFileError if the file does not have the layer. This bounds the number of layers
+    that are described, whatever the metadata claims.
     """
 
     file: GgufFile
@@ -106,11 +108,11 @@ class Block:
         return f"blk.{self.layer_id}.{tensor}"
 
     def vector(self, name: str, *shape: int) -> VectorTensor:
-        """`name` is the tensor's whole name within the layer."""
+        """A vector; `name` is its name within the layer, suffix included."""
         return VectorTensor(self.name(name), shape)
 
     def norm(self, name: str, size: int | None = None) -> VectorTensor:
-        """A weight of `size` values, by default of the hidden size; `name` without its suffix."""
+        """A norm's weight, of the hidden size by default; `name` has no ``.weight``."""
         return self.vector(f"{name}.weight", self.hidden_size if size is None else size)
 
     def linear(self, name: str, rows: int, *, may_have_bias: bool = False) -> Linear:
@@ -124,7 +126,7 @@ class Block:
         return _linear(self.file, self.name(name), shape, may_have_bias=may_have_bias)
 
     def qkv(self, heads: Heads, *, may_have_bias: bool = False) -> Qkv:
-        """One matrix of queries, keys and values if the file has it, else three."""
+        """The stacked matrix of queries, keys and values if the file has it, else three."""
         sizes = heads.query_size, heads.kv_size, heads.kv_size
         names = [f"attn_{letter}" for letter in "qkv"]
         if self.name("attn_qkv.weight") not in self.file.tensors:
@@ -168,7 +170,7 @@ class Block:
         return self._ffn(ffn_size, "", None)
 
     def shared_expert(self, ffn_size: int, *, is_gated: bool) -> Ffn:
-        """The expert that every token uses; with `is_gated` times the sigmoid of a logit."""
+        """The expert that every token uses; with `is_gated`, times the sigmoid of a gate."""
         share = self.linear("ffn_gate_inp_shexp", 1) if is_gated else None
         return self._ffn(ffn_size, "_shexp", share)
 
@@ -180,12 +182,23 @@ class Block:
             share,
         )
 
+    def biased_experts(self, sizes: ExpertSizes, activation: ClampedSwiglu) -> Experts:
+        """Stacks of gate, up and down, each with a bias of every expert."""
+        experts = self.experts(sizes)
+        projections = []
+        for kind, each in zip(("gate", "up", "down"), experts.projections, strict=True):
+            shape = each.tensors[0].shape[:2]
+            bias = F32Tensor(self.name(f"ffn_{kind}_exps.bias"), shape)
+            projections.append(replace(each, bias=bias))
+        return replace(experts, projections=tuple(projections), activation=activation)
+
     def experts(
         self, sizes: ExpertSizes, *, may_be_merged: bool = False, may_be_separate: bool = False
     ) -> Experts:
-        """Stacks of gate, up and down; where that may be, one of gate and up, or a tensor for each
-        expert, as llama.cpp wrote them until April 2024.
+        """The layer's experts: one stack each of gate, up and down.
 
+        `may_be_merged`: gate and up may be one stack. `may_be_separate`: each expert may be a
+        tensor of its own, as llama.cpp wrote them until April 2024.
         Raises: ModelFileError if one of separate experts is missing.
         """
         hidden, ffn = sizes.hidden_size, sizes.ffn_size
@@ -205,7 +218,7 @@ class Block:
         return Experts(sizes, (*first, self._stack("down", sizes.num_experts, hidden, ffn)))
 
     def _separate(self, kind: str, num_experts: int, shape: tuple[int, int]) -> ExpertMatrices:
-        # The file's own names, so that no more are made than it has, whatever it says.
+        # file.tensor() fails at the first missing one, which bounds the work for any metadata.
         names = (self.name(f"ffn_{kind}.{expert}.weight") for expert in range(num_experts))
         return ExpertMatrices(tuple(Tensor(self.file.tensor(name).name, shape) for name in names))
 

@@ -1,6 +1,6 @@
-"""Metadata keys of one architecture, read as llama.cpp's loader does, and refused by name.
+"""Reads an architecture's metadata keys with llama.cpp's defaults; refuses unsupported settings.
 
-Tensors are not looked at, but for the factors that rotary frequencies may have.
+The only tensor that is looked up here is that of RoPE's frequency factors.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ ROPE_FREQS = "rope_freqs.weight"
 
 
 class Keys:
-    """The keys that begin with the architecture's name, which is left out here."""
+    """The keys that begin with the architecture's name; methods take keys without this prefix."""
 
     def __init__(self, file: GgufFile) -> None:
         self.file = file
         self._prefix = f"{file.architecture}."
 
     def name(self, key: str) -> str:
-        """The key as the file has it."""
+        """The whole key, as in the file."""
         return self._prefix + key
 
     def has(self, key: str) -> bool:
         return self.file.has(self._prefix + key)
 
     def uint(self, key: str, default: int | None = None) -> int:
-        """From 1 to 2^31 - 1.
+        """A number from 1 to 2^31 - 1.
 
         Raises: ModelFileError.
         """
@@ -44,7 +44,7 @@ class Keys:
         return value
 
     def count(self, key: str, default: int | None = 0) -> int:
-        """From 0 to 2^31 - 1; a key that is missing is `default`, unless that is None.
+        """A number from 0 to 2^31 - 1. The key may be missing unless `default` is None.
 
         Raises: ModelFileError.
         """
@@ -53,7 +53,7 @@ class Keys:
     def uint_of_layer(
         self, key: str, num_layers: int, default: Callable[[int], int] | None = None
     ) -> Callable[[int], int]:
-        """By layer id: one number for all of them, or an array's. From 1 to 2^31 - 1.
+        """A function from layer id to a number from 1 to 2^31 - 1; the key is a number or an array.
 
         Raises: ModelFileError.
         """
@@ -77,24 +77,24 @@ class Keys:
         return self.file.get_str(self._prefix + key, default)
 
     def require(self, key: str, expected: float, *, default: float) -> None:
-        """Raises: UnsupportedModel if a number is there that is not the one that is computed."""
+        """Raises: UnsupportedModel if the number is not `expected`."""
         is_whole = isinstance(expected, int)
         value = self.count(key, int(default)) if is_whole else self.number(key, default)
         if value != expected:
             raise self.unsupported(key, f"{value}, only {expected} is known")
 
     def wrong(self, key: str, reason: str) -> ModelFileError:
-        """An error to be raised: the file contradicts itself."""
+        """The error for a value that is impossible, or contradicts another key."""
         return ModelFileError(reason, path=self.file.path, field=self._prefix + key)
 
     def unsupported(self, key: str, reason: str) -> UnsupportedModel:
-        """An error to be raised: a setting that is not computed here."""
+        """The error for a setting that is not supported here."""
         return UnsupportedModel(reason, path=self.file.path, field=self._prefix + key)
 
 
 @dataclass(frozen=True, slots=True)
 class BaseConfig:
-    """What every architecture here has, with as many experts in each layer that has some."""
+    """Settings that every architecture has. All layers with experts have the same number."""
 
     num_layers: int
     context_length: int
@@ -104,12 +104,15 @@ class BaseConfig:
     num_experts_used: int
 
     def expert_sizes(self, ffn_size: int) -> ExpertSizes:
-        """`ffn_size` is that of one expert."""
+        """Sizes of a layer's experts; `ffn_size` is the width of one expert."""
         return ExpertSizes(self.num_experts, self.num_experts_used, self.hidden_size, ffn_size)
 
 
 def read_base(keys: Keys) -> BaseConfig:
-    """Raises: ModelFileError for a missing or impossible key."""
+    """Read the settings that every architecture has.
+
+    Raises: ModelFileError for a missing or impossible key.
+    """
     config = BaseConfig(
         num_layers=keys.uint("block_count"),
         context_length=keys.uint("context_length"),
@@ -126,10 +129,21 @@ def read_base(keys: Keys) -> BaseConfig:
     return config
 
 
-def read_heads(keys: Keys, hidden_size: int) -> Heads:
-    """The heads of all layers.
+def num_prediction_blocks(keys: Keys) -> int:
+    """Blocks at the end that predict several tokens at once, which no pass needs.
 
-    Raises: ModelFileError; UnsupportedModel for sizes that no adapter computes.
+    Raises: ModelFileError if no layer would be left.
+    """
+    num_blocks, num_left_out = keys.uint("block_count"), keys.count("nextn_predict_layers")
+    if num_left_out >= num_blocks or num_left_out > len(keys.file.tensors):
+        raise keys.wrong("nextn_predict_layers", f"{num_left_out} of {num_blocks} blocks")
+    return num_left_out
+
+
+def read_heads(keys: Keys, hidden_size: int) -> Heads:
+    """Read the heads of attention, where all layers have the same.
+
+    Raises: ModelFileError; UnsupportedModel for sizes that are not supported.
     """
     num = keys.uint("attention.head_count")
     num_kv = keys.uint("attention.head_count_kv", num)
@@ -137,14 +151,18 @@ def read_heads(keys: Keys, hidden_size: int) -> Heads:
 
 
 def read_head_dim(keys: Keys, default: int) -> int:
-    """Raises: ModelFileError."""
+    """Read the size of a head.
+
+    Raises: ModelFileError.
+    """
     return keys.uint("attention.key_length", max(1, default))
 
 
 def checked_heads(keys: Keys, heads: Heads) -> Heads:
-    """The same, if values have the size of keys, and those have halves.
+    """Return `heads` after checking them: values have the size of keys, which is even.
 
-    Raises: ModelFileError if they cannot be shared out; UnsupportedModel for other sizes.
+    Raises: ModelFileError if query heads cannot be divided among key/value heads; UnsupportedModel
+    for other sizes.
     """
     if heads.num % heads.num_kv:
         reason = f"{heads.num} heads cannot share {heads.num_kv} key/value heads"
@@ -156,7 +174,7 @@ def checked_heads(keys: Keys, heads: Heads) -> Heads:
 
 
 def require_dim(keys: Keys, key: str, head_dim: int) -> None:
-    """Raises: UnsupportedModel if the key says another size of heads."""
+    """Raises: UnsupportedModel if the key has another value than `head_dim`."""
     if keys.uint(key, head_dim) != head_dim:
         raise keys.unsupported(key, f"differs from attention.key_length {head_dim}")
 
@@ -171,7 +189,7 @@ def _read_rms_eps(keys: Keys) -> float:
 
 
 def read_attention_scale(keys: Keys, head_dim: int) -> float:
-    """What scores are multiplied by; 0 stands for what is usual.
+    """Read the factor of attention scores; 0 or a missing key means 1 / sqrt(head_dim).
 
     Raises: ModelFileError if it is negative.
     """
@@ -182,13 +200,13 @@ def read_attention_scale(keys: Keys, head_dim: int) -> float:
 
 
 def read_shared_ffn_size(keys: Keys) -> int:
-    """The width of the shared expert, which old converters gave as that of an FFN."""
+    """Read the width of the shared expert; old converters wrote it as ``feed_forward_length``."""
     key = "expert_shared_feed_forward_length"
     return keys.uint(key if keys.has(key) else "feed_forward_length")
 
 
 def read_expert_ffn_size(keys: Keys, num_experts_used: int) -> int:
-    """The width of one expert; old converters gave that of all used experts together."""
+    """Read the width of one expert; old converters wrote that of all used experts together."""
     key = "expert_feed_forward_length"
     if keys.has(key):
         return keys.uint(key)
@@ -196,7 +214,7 @@ def read_expert_ffn_size(keys: Keys, num_experts_used: int) -> int:
 
 
 _GATINGS = {
-    0: Gating.SIGMOID,  # not said
+    0: Gating.SIGMOID,  # none given
     1: Gating.SOFTMAX,
     2: Gating.SIGMOID,
     3: Gating.SOFTMAX_WEIGHT,
@@ -204,24 +222,32 @@ _GATINGS = {
 }
 
 
-def read_routing_rule(keys: Keys, num_experts_used: int) -> RoutingRule:
-    """How experts are chosen, where the file says so.
+def read_routing_rule(keys: Keys, base: BaseConfig) -> RoutingRule:
+    """Read the routing rule of an architecture whose files state it.
 
-    Raises: UnsupportedModel for an unknown gating.
+    Raises: UnsupportedModel for an unknown gating function; ModelFileError for impossible groups.
     """
     gating = keys.count("expert_gating_func")
     if gating not in _GATINGS:
         raise keys.unsupported("expert_gating_func", f"{gating} is not known")
-    return RoutingRule(
-        num_experts_used,
+    has_groups = keys.count("expert_group_count") > 1
+    rule = RoutingRule(
+        base.num_experts_used,
         _GATINGS[gating],
         normalise=keys.flag("expert_weights_norm", False),
         scale=keys.number("expert_weights_scale", 0.0) or 1.0,
+        num_groups=keys.uint("expert_group_count") if has_groups else 1,
+        num_groups_used=keys.uint("expert_group_used_count") if has_groups else 1,
     )
+    try:
+        rule.check(base.num_experts)
+    except ValueError as error:
+        raise keys.wrong("expert_group_count", str(error)) from None
+    return rule
 
 
 def read_window(keys: Keys, num_layers: int) -> tuple[int, Callable[[int], bool]]:
-    """Positions of the window, and by layer id whether a layer has it.
+    """Read the sliding window's size, and a function from layer id to whether the layer uses it.
 
     Raises: ModelFileError.
     """
@@ -231,12 +257,12 @@ def read_window(keys: Keys, num_layers: int) -> tuple[int, Callable[[int], bool]
     if keys.file.is_array(keys.name(key)):
         return window, keys.file.get_bool_per_layer(keys.name(key), num_layers).__getitem__
     period = keys.count(key, 4)
-    # The first of each period sees everything.
+    # The first layer of each period attends to all positions.
     return window, lambda layer_id: period == 0 or layer_id % period != 0
 
 
 def read_delta_state(keys: Keys) -> RecurrentLayer:
-    """The state of a gated delta rule.
+    """Read the shape of a Gated DeltaNet's state.
 
     Raises: ModelFileError for numbers that contradict each other.
     """
@@ -252,9 +278,9 @@ def read_delta_state(keys: Keys) -> RecurrentLayer:
 
 
 def read_num_rotated(keys: Keys, head_dim: int, key: str = "rope.dimension_count") -> int:
-    """Dimensions of a head that are rotated, by default all.
+    """Read the number of a head's dimensions that are rotated; the default is all.
 
-    Raises: ModelFileError if they are more than it has, or an odd number.
+    Raises: ModelFileError if it is odd or more than `head_dim`.
     """
     num_rotated = keys.uint(key, head_dim)
     if num_rotated > head_dim or num_rotated % 2:
@@ -271,7 +297,7 @@ def read_rope(
     is_scaled: bool = True,
     factors: F32Tensor | None = None,
 ) -> Rope:
-    """The file's rotary embedding; with `is_scaled` its context scaling, if any, counts.
+    """Read the rotary embedding, with its context scaling only if `is_scaled`.
 
     Raises: ModelFileError, UnsupportedModel.
     """
@@ -290,7 +316,7 @@ def read_rope(
 
 
 def read_scaling(keys: Keys) -> float | YarnScaling | None:
-    """What positions are divided by, or YaRN, or nothing.
+    """Read the context scaling: a factor that divides positions, YaRN, or None.
 
     Raises: ModelFileError, UnsupportedModel.
     """
@@ -316,8 +342,8 @@ YARN_KEYS = tuple(
     f"rope.scaling.yarn_{name}"
     for name in ("beta_fast", "beta_slow", "attn_factor", "ext_factor", "log_multiplier")
 )
-"""What a file may say of YaRN besides factor and context. llama.cpp reads these for hardly any
-architecture, and computes with the defaults."""
+"""Keys of YaRN besides factor and context. For most architectures llama.cpp ignores them and uses
+the defaults."""
 
 
 def _read_yarn(keys: Keys, factor: float) -> YarnScaling:
@@ -330,7 +356,7 @@ def _read_yarn(keys: Keys, factor: float) -> YarnScaling:
     )
     if not 0.0 < yarn.beta_slow <= yarn.beta_fast < 1e6:
         raise keys.wrong(fast_key, f"{yarn.beta_fast} and {yarn.beta_slow} are out of range")
-    # Converters write 1, or what cos and sin are to be scaled by, where it is what they are.
+    # Converters write 1, or the factor of cos and sin where this is the usual one.
     usual = 1.0 + 0.1 * math.log(factor)
     attention = keys.number(attn_key, 1.0)
     if attention != 1.0 and abs(attention - usual) > 1e-4:
@@ -342,7 +368,7 @@ def _read_yarn(keys: Keys, factor: float) -> YarnScaling:
 
 
 def rope_factors(keys: Keys, num_rotated: int) -> F32Tensor | None:
-    """The tensor of what each pair's angles are divided by, if the file has it."""
+    """The tensor of the factors that divide each pair's frequency, if the file has it."""
     if ROPE_FREQS not in keys.file.tensors:
         return None
     return F32Tensor(ROPE_FREQS, (num_rotated // 2,))

@@ -1,8 +1,8 @@
-"""What models are made of, as data: layers, their parts, and the tensors that those need.
+"""Descriptions of models: frozen dataclasses for layers, their parts and the tensors they need.
 
-A description names its tensors and their shapes and holds no weight. `loading` checks them against
-a file and loads them, `forward` computes with them, both without knowing any architecture.
-What only one architecture does is a type of its own here, never a switch of another one.
+A description has the names and shapes of its tensors, but no weights. It does not depend on the
+architecture: `loading` checks it against the file and loads the weights, `forward` computes it.
+What only one architecture does is a small type of its own here, not a flag of a shared type.
 
 Letters in shapes: T tokens, H hidden size, V vocabulary, E experts, D head size.
 """
@@ -30,9 +30,9 @@ from dflash_protocol.ids import F32Array
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tensor:
-    """A tensor that the file must have; this type alone is checked but not loaded.
+    """A tensor that the file must have. A plain Tensor is checked, but not loaded.
 
-    Compared by identity, so that loaded weights can be looked up by it.
+    Compared by identity: tensors are the keys under which loaded weights are looked up.
     """
 
     name: str
@@ -46,7 +46,7 @@ class VectorTensor(Tensor):
 
 
 class MatrixTensor(Tensor):
-    """Loaded in the file's own format. Shape: [rows, columns], or [columns] of a single row."""
+    """Loaded in the file's format. Shape: [rows, columns], or [columns] for a single row."""
 
     __slots__ = ()
 
@@ -64,7 +64,7 @@ class ScaleTensor(F32Tensor):
 
 
 def parts_of(part: object) -> Iterator[object]:
-    """A description and everything in it, in the order of its fields."""
+    """Yield a description and everything inside it, depth first, in the order of its fields."""
     if isinstance(part, tuple):
         for each in part:
             yield from parts_of(each)
@@ -86,18 +86,18 @@ class Linear:
     bias: VectorTensor | None = None
     scale: ScaleTensor | None = None
     input_scale: F32Tensor | None = None
-    """For activations of 4 bits: not computed with."""
+    """Scale for 4-bit activations, which are not used here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ffn:
-    """``down (silu(gate x) * (up x))``: a dense FFN, or an expert that every token uses."""
+    """``down (silu(gate x) * (up x))``: a dense FFN or a shared expert."""
 
     gate: Linear
     up: Linear
     down: Linear
     share: Linear | None = None
-    """Gives a logit; the result is multiplied by its sigmoid. Shape: [1, H]."""
+    """Gate of a shared expert: the result is multiplied by the sigmoid of its output. [1, H]."""
 
 
 # -- attention ------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class Ffn:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Query heads of an attention layer, and the key/value heads that they share."""
+    """Numbers of query heads and of key/value heads of an attention layer, and their size."""
 
     num: int
     num_kv: int
@@ -122,18 +122,18 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Qkv:
-    """Queries, keys and values: one matrix with the rows of all three in this order, or three."""
+    """Projections of queries, keys and values: three matrices, or one that stacks their rows."""
 
     linears: tuple[Linear, ...]
     sizes: tuple[int, int, int]
-    """Rows of each."""
+    """Rows of queries, keys and values."""
     biases: tuple[VectorTensor, ...] = ()
-    """Three biases that go with one matrix; else biases belong to `linears`."""
+    """Three separate biases of one stacked matrix; otherwise biases are in `linears`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rope:
-    """A rotary embedding. `factors` [num_rotated / 2] divide the angles of each pair."""
+    """A rotary position embedding. `factors` [num_rotated / 2] divide the pairs' frequencies."""
 
     pairing: RopePairing
     num_rotated: int
@@ -143,7 +143,7 @@ class Rope:
     factors: F32Tensor | None = None
 
     def table(self, factors: F32Array | None = None) -> RopeTable:
-        """`factors` are the values of the tensor of that name."""
+        """The table of cosines and sines; `factors` are the values of the tensor `self.factors`."""
         return rope_table(
             self.pairing,
             self.num_rotated,
@@ -156,14 +156,14 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Heads of q and k are rotated."""
+    """RoPE on each head of q and k."""
 
     rope: Rope
 
 
 @dataclass(frozen=True, slots=True)
 class HeadNormRotary:
-    """Each head of q and k is normed, then rotated. Shapes: weights [D]."""
+    """RMS norm of each head of q and k, then RoPE. Shape of the weights: [D]."""
 
     rope: Rope
     q_norm: VectorTensor
@@ -172,7 +172,7 @@ class HeadNormRotary:
 
 @dataclass(frozen=True, slots=True)
 class RowNormRotary:
-    """Rows of q and k are normed over their full width before they are split and rotated."""
+    """RMS norm of q and k over their full width, before they are split into heads, then RoPE."""
 
     rope: Rope
     q_norm: VectorTensor
@@ -181,7 +181,7 @@ class RowNormRotary:
 
 @dataclass(frozen=True, slots=True)
 class RotaryUnitNorm:
-    """Heads are rotated, then divided by their root mean square."""
+    """RoPE on each head of q and k, then an RMS norm of each head without weights."""
 
     rope: Rope
 
@@ -189,20 +189,20 @@ class RotaryUnitNorm:
 PositionKind: TypeAlias = (
     Rotary | HeadNormRotary | RowNormRotary | RotaryUnitNorm | AttentionTemperature
 )
-"""What happens to q and k before they are multiplied; temperature scales q alone."""
+"""How q and k are transformed before scores are computed. A temperature scales q only."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadOrElementGate:
-    """The result of attention times softplus of a projection of x, for each head or element."""
+    """Multiplies attention's output by softplus(linear x), one value per head or per element."""
 
     linear: Linear
 
 
 @dataclass(frozen=True, slots=True)
 class GateBesideQueries:
-    """The result of attention times the sigmoid of a gate; `qkv` gives 2 D values for each query
-    head, its query and then its gate."""
+    """Multiplies attention's output by the sigmoid of a gate. `qkv` has 2 D rows of queries per
+    head: the query and then the gate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ class Attention:
     output: Linear
     positions: PositionKind
     scale: float
-    """Scores are multiplied by it."""
+    """Factor of the scores."""
     mask: Mask = CAUSAL
     gate: HeadOrElementGate | GateBesideQueries | None = None
     sinks: VectorTensor | None = None
@@ -233,7 +233,7 @@ class DeltaNet:
 
     state: RecurrentLayer
     inputs: tuple[Linear, Linear, Linear, Linear]
-    """Of the convolution, of the output gate, and the logits alpha and beta."""
+    """Projections to the convolution's inputs, the output gate, and the logits alpha and beta."""
     conv: VectorTensor
     dt_bias: VectorTensor
     a: VectorTensor
@@ -259,41 +259,56 @@ class ExpertMatrices:
     """One projection of all experts: one tensor [E, rows, columns], or E of [rows, columns]."""
 
     tensors: tuple[Tensor, ...]
+    bias: F32Tensor | None = None
+    """Shape: [E, rows]."""
     scale: F32Tensor | None = None
     """Shape: [E]."""
     input_scale: F32Tensor | None = None
-    """For activations of 4 bits: not computed with. Shape: [E]."""
+    """Scale for 4-bit activations, which are not used here. Shape: [E]."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedSwiglu:
+    """``g * sigmoid(alpha * g) * (u + 1)`` of g = min(gate, limit) and u = clip(up, -limit, limit).
+
+    Source: the gpt-oss model card.
+    """
+
+    limit: float
+    alpha: float
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The routed experts of a layer, computed by whoever owns them."""
+    """The routed experts of a layer. Their owners load and compute them."""
 
     sizes: ExpertSizes
     projections: tuple[ExpertMatrices, ...]
-    """Of gate, up and down; or one of gate and up, merged, and one of down."""
+    """Gate, up and down; or gate and up stacked in one, and down."""
+    activation: ClampedSwiglu | None = None
+    """None: SwiGLU."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedFfn:
-    """Experts that a router chooses for each token, and a shared expert if there is one."""
+    """An FFN of experts that a router chooses for each token, and an optional shared expert."""
 
     router: Linear
     rule: RoutingRule
     experts: Experts
     bias: VectorTensor | None = None
-    """Added to scores for the choice alone. Shape: [E]."""
+    """Added to the scores for the choice, but not for the weights. Shape: [E]."""
     shared: Ffn | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class InputScaledFfn:
-    """One expert, whose input is multiplied by the sigmoid of its logit, and a shared expert."""
+    """One routed expert whose input is scaled by the sigmoid of its logit, and a shared expert."""
 
     router: Linear
     choice: RoutingRule
     input_scale: RoutingRule
-    """Its weight is what the input is multiplied by."""
+    """The rule whose weight multiplies the input."""
     experts: Experts
     shared: Ffn
 
@@ -301,7 +316,7 @@ class InputScaledFfn:
 # -- a model --------------------------------------------------------------------------------------
 
 Mixer: TypeAlias = Attention | DeltaNet
-"""What mixes tokens."""
+"""The sublayer that mixes tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +331,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """What comes before the first layer and after the last. Shapes: embedding, head [V, H]."""
+    """Embedding, final norm and head. Shapes: embedding and head [V, H]."""
 
     embedding: MatrixTensor
     norm: VectorTensor
@@ -325,11 +340,11 @@ class Ends:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A model, as its adapter reads it from metadata."""
+    """A whole model, as an adapter reads it from metadata."""
 
     context_length: int
     rms_eps: float
     ends: Ends
     layers: tuple[Layer, ...]
     left_out: tuple[str, ...] = ()
-    """Tensors whose names begin so are not computed with, on purpose."""
+    """Prefixes of the names of tensors that are deliberately not used."""

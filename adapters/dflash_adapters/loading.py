@@ -1,10 +1,10 @@
-"""From a description to facts and weights: every tensor is checked by name and shape first."""
+"""Checks a description against the file's tensors, derives the ModelSpec, loads dense weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from dflash_adapters.layers import (
     VectorTensor,
     parts_of,
 )
-from dflash_adapters.ops import Matrix, Ops
+from dflash_adapters.ops import Matrix
 from dflash_adapters.rope import RopeTable
 from dflash_adapters.routed_experts import moe_layer
 from dflash_adapters.spec import ModelSpec, MoeSpec
@@ -36,16 +36,17 @@ from dflash_protocol.errors import ModelFileError, one_line
 from dflash_protocol.ids import F32Array
 
 A = TypeVar("A")
+A_co = TypeVar("A_co", covariant=True)
 
 _NAME_LIMIT = 200
-"""Characters of a model's name; published ones have fewer than 60."""
+"""Most characters of a model's name that are kept; published names have fewer than 60."""
 
 
 def check_tensors(file: GgufFile, description: Description) -> None:
-    """Compare the file's tensors with the description's; reads no weight.
+    """Check that the file has the description's tensors and no others; reads no weights.
 
-    Raises: as tensors.expect_tensor; UnsupportedModel for a tensor of the wrong type, or one that
-    the description does not use.
+    Raises: ModelFileError for a missing tensor or a wrong shape; UnsupportedModel for a wrong type,
+    or a tensor that the description does not use.
     """
     known = {name for name in file.tensors if name.startswith(description.left_out)}
     for tensor in _tensors_of(description):
@@ -61,7 +62,7 @@ def _tensors_of(description: Description) -> Iterator[Tensor]:
 
 
 def model_spec(file: GgufFile, description: Description) -> ModelSpec:
-    """The facts of a described model, all of whose tensors are checked; reads no weight.
+    """Derive the spec of a described model after `check_tensors`; reads no weights.
 
     Raises: as check_tensors; UnsupportedModel for experts of several types in a layer.
     """
@@ -89,9 +90,19 @@ def model_spec(file: GgufFile, description: Description) -> ModelSpec:
     )
 
 
+class Loader(Protocol[A_co]):
+    """Brings dense weights to a device."""
+
+    def load_vector(self, file: GgufFile, tensor_name: str) -> A_co:
+        """A one-dimensional weight, converted to float32."""
+
+    def load_matrix(self, file: GgufFile, tensor_name: str) -> Matrix:
+        """A two-dimensional weight, or a vector as its only row, kept in the file's own format."""
+
+
 @dataclass(frozen=True, slots=True)
 class Weights(Generic[A]):
-    """The dense weights of a description on a device."""
+    """The dense weights of a description, loaded on a device."""
 
     vectors: dict[VectorTensor, A] = field(default_factory=dict)
     matrices: dict[MatrixTensor, Matrix] = field(default_factory=dict)
@@ -99,22 +110,22 @@ class Weights(Generic[A]):
     rope_tables: dict[Rope, RopeTable] = field(default_factory=dict)
 
 
-def load_weights(file: GgufFile, ops: Ops[A], description: Description) -> Weights[A]:
-    """Load what `check_tensors` has checked; experts are left to their owners.
+def load_weights(file: GgufFile, loader: Loader[A], description: Description) -> Weights[A]:
+    """Load the dense weights, after `check_tensors`; owners of experts load the experts.
 
-    Raises: ModelFileError for factors of frequencies that are not positive numbers.
+    Raises: ModelFileError if RoPE's frequency factors are not positive numbers.
     """
     weights: Weights[A] = Weights()
     parts = list(parts_of(description.ends))
     for layer in description.layers:
-        # A layer's vectors lie together on a device, before its matrices: decode is 1 % quicker.
+        # Vectors first, so that those of a layer are adjacent in memory: decode is 1 % faster.
         parts += sorted(parts_of(layer), key=lambda part: isinstance(part, MatrixTensor))
     for part in parts:
         match part:
             case VectorTensor():
-                weights.vectors[part] = ops.load_vector(file, part.name)
+                weights.vectors[part] = loader.load_vector(file, part.name)
             case MatrixTensor():
-                weights.matrices[part] = ops.load_matrix(file, part.name)
+                weights.matrices[part] = loader.load_matrix(file, part.name)
             case ScaleTensor():
                 weights.scales[part] = float(file.tensor_bytes(part.name).view("<f4")[0])
             case Rope() if part not in weights.rope_tables:

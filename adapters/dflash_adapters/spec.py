@@ -1,6 +1,6 @@
-"""The description of a model, read from metadata only: dimensions, caches, experts.
+"""ModelSpec: a model's dimensions, caches and experts, and where the experts are in the file.
 
-Making one reads no weight, so it is cheap for any file.
+It is derived from metadata alone, without reading weights, so it is cheap for any file.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class ExpertProjection:
     offset_bytes: int
     stride_bytes: int
     bias: ExpertVector | None = None
-    """``rows`` values an expert."""
+    """``rows`` values per expert."""
     scale: ExpertVector | None = None
-    """One value an expert, in NVFP4 files."""
+    """One value per expert, in NVFP4 files."""
     places: tuple[tuple[int, int], ...] | None = None
     """Shard and offset of each expert."""
 
@@ -176,7 +176,7 @@ class MoeSpec:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Which positions j <= i a token at position i attends to; 0: no such limit."""
+    """The positions j <= i that a token at position i attends to; 0: no such limit."""
 
     window: int = 0
     """Sliding window: ``i - j < window``."""
@@ -264,8 +264,9 @@ class ModelSpec:
 
     @property
     def can_be_cut(self) -> bool:
-        """Whether a sequence can be truncated to any of its positions and continued from there.
+        """Whether a sequence can be truncated at any position and continued from there.
 
-        Else only to positions whose state was saved: windows and recurrent states are overwritten.
+        If not, only at positions whose state was saved, as sliding windows and recurrent states
+        are overwritten.
         """
         return not self.recurrent_layers and all(kv.mask.span is None for kv in self.kv_layers)

@@ -1,7 +1,4 @@
-"""Checked access to a file's tensors, and where matrices of experts lie in them.
-
-Compares what the file says with what is expected; knows no architecture.
-"""
+"""Checks of a file's tensors, and the positions of experts' matrices inside them."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from dflash_protocol.errors import ModelFileError, UnsupportedModel
 
 
 def expect_tensor(file: GgufFile, name: str, shape: tuple[int, ...]) -> TensorInfo:
-    """The tensor of that name, if it has the expected row-major shape and holds numbers.
+    """Return the tensor of that name after checking its row-major shape and its type.
 
     Raises: ModelFileError if it is missing or has another shape; UnsupportedModel if it holds
     integers.
@@ -64,7 +61,7 @@ def stacked_experts(
 def separate_experts(
     file: GgufFile, names: Sequence[str], *, rows: int, columns: int
 ) -> ExpertProjection:
-    """One projection of all experts of a layer, stored as a tensor [rows, columns] of each.
+    """One projection of all experts of a layer, stored as one tensor [rows, columns] per expert.
 
     Raises: ModelFileError, UnsupportedModel as `expect_tensor`; UnsupportedModel if their types
     differ.
@@ -92,13 +89,13 @@ def separate_experts(
 
 
 def halves(stack: ExpertProjection) -> tuple[ExpertProjection, ExpertProjection]:
-    """The first and the last half of every expert's rows, as projections of their own."""
+    """Split a stacked projection into the first and the second half of every expert's rows."""
     rows = stack.rows // 2
     return _rows_of(stack, 0, rows), _rows_of(stack, rows, rows)
 
 
 def _rows_of(stack: ExpertProjection, first_row: int, rows: int) -> ExpertProjection:
-    """Some rows of every expert as a projection of its own."""
+    """`rows` rows of every expert from `first_row`, as a projection of its own."""
     bias = stack.bias
     if bias is not None:
         bias = replace(bias, offset_bytes=bias.offset_bytes + 4 * first_row, length=rows)
@@ -137,9 +134,9 @@ def require_f32(file: GgufFile, name: str) -> None:
 
 
 def refuse_other_tensors(file: GgufFile, known: Set[str]) -> None:
-    """A tensor that an adapter does not use is one whose effect it would leave out.
+    """Refuse a file with tensors outside `known`: ignoring one would give wrong results.
 
-    Raises: UnsupportedModel naming the first that is not among `known`.
+    Raises: UnsupportedModel, which names the first such tensor.
     """
     for name in file.tensors:
         if name not in known:

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Whether a container is well: ``health.py ENDPOINT`` exits with 0 if what is there answers.
+"""Health check of a container: ``health.py ENDPOINT`` exits with 0 if the service is healthy.
 
-``ENDPOINT`` is the URL of a page that answers 200 or, for a daemon, ``ipc:///path``: it must answer
-a ping, and not have been computing one request for more than a minute.
+``ENDPOINT`` is a URL, which must answer with status 200, or ``ipc:///path`` of a daemon, which must
+answer a ping and not have been computing one request for more than a minute.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DEFAULT = "http://127.0.0.1:8080/ready"
 
 
 def main() -> int:
-    """Returns the exit code: 0 well, 1 not, with the reason on stdout, 2 misused."""
+    """Return the exit code: 0 healthy; 1 not, with the reason on stdout; 2 wrong usage."""
     if len(sys.argv) > 2:
         print("usage: health.py [http://HOST:PORT/PATH | ipc:///PATH]")
         return 2
@@ -30,7 +30,7 @@ def main() -> int:
 
 
 def _why_page(url: str) -> str | None:
-    """Why a page is not well."""
+    """The reason why a page is not healthy, or None."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=_ANSWER_S) as answer:
@@ -43,7 +43,7 @@ def _why_page(url: str) -> str | None:
 
 
 def _why_daemon(endpoint: str) -> str | None:
-    """Why a daemon is not well."""
+    """The reason why a daemon is not healthy, or None."""
     import zmq
 
     from dflash_protocol.endpoint import parse_endpoint
@@ -54,7 +54,8 @@ def _why_daemon(endpoint: str) -> str | None:
         parsed = parse_endpoint(endpoint)
         if parsed.path is None:
             return "only http:// and ipc:// can be asked"
-        with socket.socket(socket.AF_UNIX) as probe:  # ZeroMQ would wait for somebody to come
+        # Unlike ZeroMQ, this fails at once if nothing listens.
+        with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(_ANSWER_S)
             probe.connect(str(parsed.path))
         with zmq.Context() as context, context.socket(zmq.DEALER) as control:

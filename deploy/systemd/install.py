@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Install dflash-moe as systemd services, or take them away again. Needs only the wheel.
+"""Install dflash-moe as systemd services, or remove them. Needs only the wheel.
 
     install.py install --wheel dflash_moe-*.whl --model /srv/models/moe.gguf --daemon cpu --now
     install.py install --daemon cuda:0@/opt/dflash-moe-cuda/bin/dflash-moe
     install.py uninstall [--purge]
 
-With --root DIR all of it is made below DIR, which is to become the root of a machine or container:
-paths in files are those that are seen from there, and no service is told anything.
+With --root DIR everything is installed below DIR, the future root of a machine or container: paths
+in files are relative to it, and no service is started or reloaded.
 
-Running it again changes nothing that is as it should be, and never a file of /etc/dflash-moe that
-people edit. Knows nothing of models or devices.
+Running it again changes only what differs, and never a file of /etc/dflash-moe that is meant to be
+edited.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RUN_FOLDER = Path("/run/dflash-moe")
 
 _INSTANCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9:_.-]{0,31}")
 _WHEEL_MARK = ".dflash-moe-wheel"
-"""In the prefix: SHA-256 of the wheel that is installed there."""
+"""File in the prefix: SHA-256 of the wheel that is installed there."""
 
 _COMMON = """\
 # Read by dflash-moe.service and by every dflash-moe-daemon@.service, before their own files.
@@ -65,7 +65,7 @@ DFLASH_MOE_EXPERT_COMPUTE_CONNECT={endpoints}
 
 
 class Failed(Exception):
-    """Something that the person who runs this can put right."""
+    """An error that the user can fix."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Daemon:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code: 0 done, 1 failed, 2 misused."""
+    """Return the exit code: 0 done, 1 failed, 2 wrong usage."""
     options = _parser().parse_args(arguments)
     try:
         if options.root == Path("/") and os.geteuid() != 0:
@@ -118,7 +118,7 @@ def _install(options: argparse.Namespace) -> None:
         missing = _below(options.root, program)
         raise Failed(f"{missing} does not exist; give --wheel, or --prefix of an environment")
     model = options.model or _demo_model(options.prefix, options.root)
-    # First all that can be wrong, then the first change.
+    # Everything that can fail comes before the first change.
     ours = {UNIT_FOLDER / name: (HERE / name).read_text() for name in UNITS}
     ours[SYSUSERS] = (HERE / "dflash-moe.sysusers").read_text()
     if daemons:
@@ -148,7 +148,7 @@ def _install(options: argparse.Namespace) -> None:
     units = [*UNITS[:2], *(daemon.unit for daemon in daemons)]
     _run("systemctl", "enable", *units)
     if options.now:
-        # Of those that run already, all are told to stop and start again with it.
+        # Services that run already are restarted with the target.
         _run("systemctl", "restart", UNITS[0])
 
 
@@ -162,7 +162,7 @@ def _uninstall(options: argparse.Namespace) -> None:
     if options.purge:
         _remove(_below(options.root, SETTINGS_FOLDER))
         _remove(_below(options.root, CACHE_FOLDER))
-        # Only what an earlier run has made.
+        # Only if an earlier run made it.
         prefix = _below(options.root, options.prefix)
         if (prefix / _WHEEL_MARK).is_file():
             _remove(prefix)
@@ -172,7 +172,7 @@ def _uninstall(options: argparse.Namespace) -> None:
 
 
 def _daemon(text: str, root: Path) -> Daemon:
-    """From NAME[=DEVICE][@PROGRAM], a program below the root. Raises: Failed."""
+    """Parse NAME[=DEVICE][@PROGRAM]; the program must exist below the root. Raises: Failed."""
     left, _, program = text.partition("@")
     name, _, device = left.partition("=")
     for part in (name, device or name):
@@ -186,7 +186,7 @@ def _daemon(text: str, root: Path) -> Daemon:
 
 
 def _install_wheel(options: argparse.Namespace) -> None:
-    """Make the environment, unless it is there, and have this very wheel in it."""
+    """Make the environment if it does not exist, and install this wheel in it."""
     prefix = _below(options.root, options.prefix)
     wheel, extra, pip_options = options.wheel, options.extra, options.pip_option
     digest = f"{hashlib.sha256(wheel.read_bytes()).hexdigest()} {extra} {' '.join(pip_options)}\n"
@@ -200,7 +200,7 @@ def _install_wheel(options: argparse.Namespace) -> None:
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     wanted = f"{wheel.resolve()}[{extra}]" if extra else str(wheel.resolve())
     _run(*pip, *pip_options, wanted)
-    # One of the same version may be there, which pip takes for the same.
+    # pip would not replace another wheel of the same version.
     _run(*pip, "--no-deps", "--force-reinstall", str(wheel.resolve()))
     if options.root != Path("/"):
         _name_interpreter(prefix, options.prefix)
@@ -209,7 +209,7 @@ def _install_wheel(options: argparse.Namespace) -> None:
 
 
 def _name_interpreter(prefix: Path, seen: Path) -> None:
-    """Have the programs of an environment start its interpreter by the path that it is to have."""
+    """Rewrite the #! lines of an environment's programs for its final path."""
     for program in (prefix / "bin").iterdir():
         first, newline, rest = program.read_bytes().partition(b"\n")
         ours = b"#!" + os.fsencode(prefix / "bin") + b"/"
@@ -219,7 +219,7 @@ def _name_interpreter(prefix: Path, seen: Path) -> None:
 
 
 def _demo_model(seen: Path, root: Path) -> str:
-    """Path of the model that comes with the wheel, as it is seen from the root."""
+    """Path of the wheel's demo model, relative to the root."""
     prefix = _below(root, seen)
     code = "from dflash_runtime.engine.demo_model import demo_model_path as p; print(p())"
     command = [str(prefix / "bin" / "python"), "-P", "-c", code]
@@ -233,7 +233,7 @@ def _demo_model(seen: Path, root: Path) -> str:
 
 
 def _quoted(value: object) -> str:
-    """As a line of an EnvironmentFile says it. Raises: Failed if it cannot."""
+    """Quote a value for an EnvironmentFile. Raises: Failed if that is impossible."""
     text = str(value)
     if not text.isprintable():
         raise Failed(f"{text!r} has characters that cannot be written down")
@@ -243,7 +243,7 @@ def _quoted(value: object) -> str:
 
 
 def _write(target: Path, text: str, *, keep: bool = False) -> None:
-    """Have a file say this; with `keep`, only if there is none. Seen whole or not at all."""
+    """Write a file atomically if its content differs; with `keep`, only if it does not exist."""
     if target.is_file() and (keep or target.read_text() == text):
         print(f"unchanged {target}")
         return
@@ -256,7 +256,7 @@ def _write(target: Path, text: str, *, keep: bool = False) -> None:
         Path(temporary).replace(target)
     except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
-        if isinstance(error, OSError):  # which names the other file, or none
+        if isinstance(error, OSError):  # its message would name the temporary file, or none
             raise Failed(f"{target}: {error.strerror}") from error
         raise
     print(f"wrote {target}")

@@ -1,29 +1,22 @@
-"""Descriptions: the tensors that they name, and a part that no adapter uses yet."""
+"""Descriptions: the tensors that they name."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from dflash_adapters.forward import LayeredModel
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.layers import (
-    Attention,
     Description,
     Linear,
     Rope,
     Tensor,
-    VectorTensor,
     parts_of,
 )
-from dflash_adapters.loading import load_weights, model_spec
-from dflash_adapters.ops import KvType, Ops
-from dflash_adapters.registry import adapter_for
-from dflash_protocol.errors import UnsupportedModel
+from dflash_adapters.loading import Loader, load_weights
+from dflash_adapters.registry import describe
 from dflash_protocol.ids import AnyArray, F32Array
 from dflash_runtime.compute.reference.ops import ReferenceOps
 from support.gpu_models import SHAPES
@@ -31,11 +24,6 @@ from support.random_gguf import RandomShape, write_model
 from support.random_models import Qwen3MoeShape
 
 QWEN3MOE = Qwen3MoeShape(num_layers=2)
-SINKS = "blk.0.attn_sinks.weight"
-
-
-def describe(file: GgufFile) -> Description:
-    return adapter_for(file).describe(file)
 
 
 def tensors_of(description: Description) -> list[Tensor]:
@@ -56,8 +44,8 @@ def test_layers_share_the_tables_of_their_rotary_embeddings(
     with GgufFile.open(write_model(tmp_path / "model.gguf", shape, seed=1)) as file:
         description = describe(file)
         ropes = {part for part in parts_of(description) if isinstance(part, Rope)}
-        ops: Ops[AnyArray] = ReferenceOps()
-        assert set(load_weights(file, ops, description).rope_tables) == ropes
+        loader: Loader[AnyArray] = ReferenceOps()
+        assert set(load_weights(file, loader, description).rope_tables) == ropes
         assert 1 <= len(ropes) <= 2
 
 
@@ -74,44 +62,3 @@ def test_a_linear_has_the_optional_tensors_that_the_file_has(tmp_path: Path) -> 
         ]
         assert [part.scale is not None for part in outputs] == [False, True]
         assert all(part.bias is None for part in outputs)
-
-
-def with_sinks(file: GgufFile) -> Description:
-    description = describe(file)
-    first, *rest = description.layers
-    assert isinstance(first.mixer, Attention)
-    sinks = VectorTensor(SINKS, (first.mixer.heads.num,))
-    first = replace(first, mixer=replace(first.mixer, sinks=sinks))
-    return replace(description, layers=(first, *rest))
-
-
-def hidden_of(file: GgufFile, description: Description) -> F32Array:
-    """Hidden states of three tokens without what experts would add."""
-    ops: Ops[Any] = ReferenceOps()
-    model = LayeredModel(file, ops, description)
-    cache = ops.new_kv_cache(model.spec.kv_layers, 4, KvType.F32)
-    ids = np.array([1, 2, 3], np.int32)
-    hidden: F32Array = model.forward(
-        ids, np.arange(3, dtype=np.int32), cache, lambda layer_id, x, *chosen: np.zeros_like(x)
-    )
-    return hidden
-
-
-def test_sinks_take_their_share_of_attention(tmp_path: Path) -> None:
-    def hidden(value: float) -> F32Array:
-        values = np.full(QWEN3MOE.num_heads, value, np.float32)
-        path = write_model(
-            tmp_path / "sinks.gguf",
-            QWEN3MOE,
-            seed=1,
-            change=lambda tensors: {**tensors, SINKS: values},
-        )
-        with GgufFile.open(path) as file:
-            with pytest.raises(UnsupportedModel, match=SINKS):
-                model_spec(file, describe(file))
-            return hidden_of(file, with_sinks(file))
-
-    with GgufFile.open(write_model(tmp_path / "plain.gguf", QWEN3MOE, seed=1)) as file:
-        plain = hidden_of(file, describe(file))
-    np.testing.assert_allclose(hidden(-1e30), plain, rtol=1e-5, atol=1e-6)
-    assert np.abs(hidden(2.0) - plain).max() > 1e-3

@@ -61,7 +61,7 @@ def test_an_unknown_architecture_is_told_the_known_ones(tmp_path: Path, architec
     with (
         model_of(tmp_path, architecture, 8) as file,
         pytest.raises(
-            UnsupportedModel, match=rf"{re.escape(repr(architecture))}.*supported: qwen3moe"
+            UnsupportedModel, match=rf"{re.escape(repr(architecture))}.*supported: glm4moe"
         ),
     ):
         adapter_for(file)

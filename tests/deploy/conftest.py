@@ -1,4 +1,4 @@
-"""Fixtures for what is deployed: a model, and a machine whose folders are temporary ones."""
+"""Fixtures of deployment tests: a model, and an installation in temporary folders."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support.unit_files import UNITS, Service, Unit, link_into, write_program
 
 @pytest.fixture(scope="session")
 def cache() -> Path:
-    """The folder in which ours is, warm: kernels are not compiled anew for each test."""
+    """The folder of our kernel cache, so that kernels are not compiled again for each test."""
     ours = cache_directory(Settings())
     assert ours.name == "dflash-moe"
     return ours.parent
@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the install script has been, as far as files go."""
+    """The files of an installation by the install script."""
 
     root: Path
     runtime: Path
@@ -69,9 +69,9 @@ class Machine:
     def running(
         self, name: str, *, watchdog_s: float | None = None
     ) -> Iterator[subprocess.Popen[str]]:
-        """A unit's process with what systemd would give it and nothing else.
+        """A unit's process with the environment that systemd would give it and nothing else.
 
-        Its watchdog is the unit's unless told otherwise. Ended if the test has not ended it.
+        `watchdog_s` overrides the unit's watchdog. The process is ended if it still runs.
         """
         service = self.service(name)
         service.make_folders()
@@ -98,9 +98,9 @@ class Machine:
 def deployed(
     name: str, command: Sequence[str], environment: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[str]]:
-    """A process with this environment and nothing else. Ended if the test has not ended it.
+    """A process with this environment and nothing else; ended if it still runs.
 
-    What it said is shown if the test fails.
+    Its output is shown if the test fails.
     """
     with subprocess.Popen(
         command,

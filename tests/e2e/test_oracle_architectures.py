@@ -10,7 +10,7 @@ import pytest
 from dflash_protocol.ids import F32Array
 from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
-from support import random_laguna, random_llama, random_llama4, random_olmoe, random_qwen2moe
+from support.architectures import RANDOM
 from support.llama_oracle import relative_error
 from support.oracle_cases import (
     BACKENDS,
@@ -20,15 +20,15 @@ from support.oracle_cases import (
     oracle_case,
 )
 from support.random_gguf import RandomShape, YarnRope, with_fused_qkv, with_scales, write_model
+from support.random_gpt_oss import GptOssShape
 from support.random_laguna import LagunaShape
 from support.random_llama import LlamaShape, with_separate_experts
 from support.random_llama4 import Llama4Shape
-from support.random_olmoe import OlmoeShape
 from support.random_qwen2moe import Qwen2MoeShape
 
 pytestmark = pytest.mark.e2e
 
-MODULES = (random_olmoe, random_qwen2moe, random_llama, random_laguna, random_llama4)
+MODULES = [module for name, module in RANDOM.items() if name != "qwen35moe"]
 SHAPES: list[RandomShape] = [shape for module in MODULES for shape in module.SHAPES]
 IN_EVERY_RUN = ("laguna", "llama4")
 """Of what takes long: those with the most that is their own."""
@@ -178,48 +178,6 @@ def test_llama4_agrees_with_llama_cpp_past_its_first_chunk(tmp_path: Path, backe
 
 # -- files of fewer bits --------------------------------------------------------------------------
 
-QUANTISED: list[RandomShape] = [
-    # Of all experts: a router whose choice flips would drown what is measured.
-    OlmoeShape(
-        num_layers=2, hidden_size=256, num_heads=4, num_experts=4, num_experts_used=4, ffn_size=256
-    ),
-    Qwen2MoeShape(
-        num_layers=2,
-        hidden_size=256,
-        num_heads=4,
-        num_experts=4,
-        num_experts_used=4,
-        ffn_size=256,
-        shared_ffn_size=256,
-    ),
-    LlamaShape(
-        num_layers=2, hidden_size=256, num_heads=4, num_experts=4, num_experts_used=4, ffn_size=256
-    ),
-    LagunaShape(
-        hidden_size=256,
-        num_heads=(8, 16, 16),
-        head_dim=32,
-        num_rotated=16,
-        num_rotated_in_window=32,
-        dense_ffn_size=256,
-        num_experts=4,
-        num_experts_used=4,
-        ffn_size=256,
-        shared_ffn_size=256,
-    ),
-    Llama4Shape(
-        num_layers=4,
-        hidden_size=256,
-        num_heads=8,
-        num_kv_heads=4,
-        head_dim=32,
-        num_experts=1,
-        ffn_size=256,
-        interleave_step=2,
-        dense_ffn_size=256,
-    ),
-]
-
 
 @pytest.mark.parametrize(
     ("tensor_type", "seeds"),
@@ -230,11 +188,25 @@ QUANTISED: list[RandomShape] = [
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-@pytest.mark.parametrize("shape", QUANTISED, ids=lambda shape: shape.architecture)
+@pytest.mark.parametrize(
+    "shape", [module.BLOCK_256_SHAPE for module in MODULES], ids=lambda shape: shape.architecture
+)
 def test_logits_are_no_further_from_float32_than_llama_cpps(
     tmp_path: Path, shape: RandomShape, tensor_type: str, seeds: range
 ) -> None:
     check_no_less_accurate(tmp_path, shape, tensor_type, seeds=seeds, most_error=0.06)
+
+
+@pytest.mark.parametrize("seed", [20, pytest.param(21, marks=pytest.mark.slow)])
+def test_experts_in_mxfp4_are_no_further_from_float32_than_llama_cpps(
+    tmp_path: Path, seed: int
+) -> None:
+    """As gpt-oss is published: rows of whole blocks of 32, not of 256."""
+    shape = GptOssShape(
+        num_layers=2, hidden_size=96, num_heads=6, num_experts_used=11, head_dim=32, ffn_size=160
+    )
+    types = dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), "MXFP4")
+    check_no_less_accurate(tmp_path, shape, types, seeds=[seed], most_error=0.06)
 
 
 # -- YaRN -----------------------------------------------------------------------------------------

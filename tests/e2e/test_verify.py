@@ -25,15 +25,8 @@ from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
 from dflash_runtime.compute import sliding_window
 from dflash_runtime.engine.engine import Verified
-from support import (
-    random_laguna,
-    random_llama,
-    random_llama4,
-    random_models,
-    random_olmoe,
-    random_qwen2moe,
-    random_qwen35moe,
-)
+from support import random_laguna, random_models, random_qwen35moe
+from support.architectures import RANDOM
 from support.examples import examples
 from support.oracle_cases import BACKENDS, SPLITS
 from support.random_gguf import RandomShape, write_model
@@ -46,10 +39,9 @@ SHAPES: dict[str, RandomShape] = {
     "qwen35moe": random_qwen35moe.SHAPES[0],
     "laguna": random_laguna.SHAPES[0],
 }
-OTHER_MODULES = random_llama, random_llama4, random_olmoe, random_qwen2moe
 EVERY_SHAPE: list[RandomShape] = [
     *SHAPES.values(),
-    *(module.SHAPES[0] for module in OTHER_MODULES),
+    *(module.SHAPES[0] for name, module in RANDOM.items() if name not in SHAPES),
 ]
 PROMPT = [3 * token_id % 97 for token_id in range(122)]
 """Within the trees a block of the delta rule ends, and laguna's rings of 128 rows go round."""
@@ -382,16 +374,15 @@ def test_a_tree_that_failed_halfway_has_changed_nothing(
     engine = local.engine
     engine.prefill(PROMPT)
     engine.verify([5, 6], [-1, 0])
-    forward = engine._steps._model.forward
+    model = engine._steps._model
+    layer = model.layer
 
-    def fail(layer_id: int, hidden: object) -> None:
+    def failing(layer_id: int, *rest: Any) -> Any:
         if layer_id == engine.spec.num_layers // 2:
             raise DaemonUnavailable("gone")
+        return layer(layer_id, *rest)
 
-    def failing(ids: Any, positions: Any, cache: Any, moe: Any, on_layer: object) -> Any:
-        return forward(ids, positions, cache, moe, fail)
-
-    monkeypatch.setattr(engine._steps._model, "forward", failing)
+    monkeypatch.setattr(model, "layer", failing)
     with pytest.raises(DaemonUnavailable):
         engine.verify([1, 2, 3], [-1, 0, 0])
     monkeypatch.undo()

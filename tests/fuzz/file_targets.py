@@ -27,14 +27,12 @@ from dflash_protocol.placement import (
 from fuzz.mutation import Mutator
 from fuzz.target import FileInMemory, Target
 from support import gguf_builder as raw
+from support.architectures import RANDOM
 from support.gguf_builder import GgufBuilder, sound_file
 from support.random_gguf import RandomShape, YarnRope, write_model
 from support.random_laguna import LagunaShape
 from support.random_llama import LlamaShape, with_separate_experts
-from support.random_llama4 import Llama4Shape
 from support.random_models import Qwen3MoeShape
-from support.random_olmoe import OlmoeShape
-from support.random_qwen2moe import Qwen2MoeShape
 from support.random_qwen35moe import Qwen35MoeShape
 
 EXPERTS_PER_LAYER = {0: 8, 1: 8, 3: 5}
@@ -257,11 +255,8 @@ def _models() -> Iterator[bytes]:
     """A small one of every architecture, and one whose experts are tensors of their own."""
     shapes: list[RandomShape] = [
         Qwen3MoeShape(num_layers=1, num_experts=3, rope_scaling=YarnRope(2.0, 8)),
-        OlmoeShape(num_layers=1, num_experts=3),
-        Qwen2MoeShape(num_layers=1, num_experts=3),
-        LlamaShape(num_layers=1, num_experts=3, has_rope_freqs=True),
+        *(each.SMALL for each in RANDOM.values()),
         LagunaShape(num_heads=(6, 4), num_experts=3, rope_scaling=YarnRope(2.0, 8, 64.0)),
-        Llama4Shape(num_layers=2, num_experts=3, interleave_step=2),
         Qwen35MoeShape(num_layers=2, num_experts=3, interval=2, is_merged=True),
     ]
     changes = [None] * len(shapes) + [with_separate_experts]

@@ -1,7 +1,7 @@
-"""A parent in a process of its own, which writes a text whenever it is asked for one.
+"""A parent in a separate process, which generates a text on each request.
 
 As a program: `python -m support.asked_parent MODEL OPTIONS`, with the options of `Engine.open` in
-JSON; for each line that it reads it writes one line a token, then one with what it holds.
+JSON. For each line of input it writes one line per token, then one with the resources it holds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROMPT = list(range(1, 30))
 
 
 class AskedParent:
-    """The other process, from this one. Owns it."""
+    """Starts the other process, talks to it, and ends it."""
 
     def __init__(self, model: Path, options: dict[str, object], **extra: str) -> None:
         command = [sys.executable, "-m", "support.asked_parent", str(model), json.dumps(options)]
@@ -44,14 +44,14 @@ class AskedParent:
         self.process.stdin.flush()
 
     def read(self) -> Any:
-        """The next token, or a record of what is held after the last one."""
+        """The next token, or after the last one a record of the resources that are held."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, f"it has ended: {self.process.poll()}"
         return json.loads(line)
 
     def read_all(self) -> tuple[list[int], dict[str, Any]]:
-        """The tokens that are still to come, and the record."""
+        """The remaining tokens, and the record."""
         tokens = []
         while isinstance(found := self.read(), int):
             tokens.append(found)
@@ -62,7 +62,7 @@ class AskedParent:
         return self.read_all()
 
     def close(self) -> None:
-        """Let it end, if it has not."""
+        """End the process, if it runs."""
         with contextlib.suppress(BrokenPipeError), self.process:
             self.process.send_signal(signal.SIGCONT)
             assert self.process.stdin is not None

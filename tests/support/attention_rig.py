@@ -1,4 +1,4 @@
-"""One attention layer on an emulated device: random rows, a filled cache, what must come out."""
+"""One attention layer on an emulated device: random rows, a filled cache, expected results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class LayerCase:
-    """What a layer is like; the defaults are an ordinary one."""
+    """The parameters of a layer; the defaults are usual ones."""
 
     num_heads: int = 4
     num_kv_heads: int = 2
@@ -75,7 +75,7 @@ class LayerCase:
 
 
 class AttentionRig:
-    """Rows of the whole context are drawn at once: any part of it can be computed in any way."""
+    """Random rows of a whole context, of which any part can be computed in any way."""
 
     def __init__(self, case: LayerCase, *, seed: int = 1) -> None:
         self.case = case
@@ -112,7 +112,7 @@ class AttentionRig:
         self.new_cache()
 
     def new_cache(self) -> None:
-        """All of it poisoned."""
+        """Make a new cache, filled with poison."""
         case = self.case
         self.cache = DeviceKvCache(
             self.device, [case.kv], capacity=case.capacity, kv_type=case.kv_type
@@ -131,7 +131,7 @@ class AttentionRig:
         return self.rows_of(range(first, first + count))
 
     def rows_of(self, tokens: Sequence[int]) -> NewRows:
-        """Of tokens that follow each other or not."""
+        """Rows of any tokens, consecutive or not."""
         array = self.device.upload(self.rows[list(tokens)])
         queries, keys, values = (TokenRows(array, column) for column in self.first_columns)
         query_weight, key_weight = (
@@ -159,7 +159,7 @@ class AttentionRig:
         )
 
     def fill_cache(self, count: int) -> None:
-        """Rows of the first positions, as if they had been computed."""
+        """Fill the cache's first `count` positions."""
         layer, kv_type = self.cache.layers[0], self.case.kv_type
         fill(layer.keys, self.rotated(1, 0, count).swapaxes(0, 1), kv_type)
         fill(layer.values, self.head_rows(2, 0, count).swapaxes(0, 1), kv_type)
@@ -173,7 +173,7 @@ class AttentionRig:
         )
 
     def expected(self, first: int, count: int) -> F64Array:
-        """By the formula, from what lies in the cache."""
+        """Results by the formula in float64, from the cache's contents."""
         positions: I32Array = np.arange(first, first + count, dtype=np.int32)
         queries = self.rotated(0, first, count) * self.scale
         if self.case.temperature is not None:
@@ -197,7 +197,7 @@ class AttentionRig:
         bucket: int = 1024,
         rows: NewRows | None = None,
     ) -> None:
-        """A step of `count` tokens, whose results go to what `out` has; of other tokens' `rows`."""
+        """A step of `count` tokens that writes to `out`; `rows` replaces the tokens' own rows."""
         plan = DecodePlan(self.case.shape, count, bucket)
         DecodeAttention(self.device, plan).launch(
             rows or self.new_rows(first, count),
@@ -209,7 +209,7 @@ class AttentionRig:
         )
 
     def row_tiles(self, count: int) -> int:
-        """How large the blocks of a chunk are."""
+        """Row tiles per warp in a chunk's blocks."""
         return PrefillAttention(self.device, self.case.shape).plan(count).row_tiles
 
     def prefill(self, first: int, count: int) -> AnyArray:
@@ -229,6 +229,6 @@ class AttentionRig:
 
 
 def relative_error(given: AnyArray, wanted: AnyArray) -> float:
-    """Largest over rows, in the Euclidean norm; NaN if there is one."""
+    """The largest relative error of a row in the Euclidean norm; NaN if any value is NaN."""
     difference = np.linalg.norm(given - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
     return float(difference.max())

@@ -1,4 +1,4 @@
-"""Where the blocks of quantised types keep what scales them."""
+"""Offsets of the scales in the blocks of quantised types."""
 
 from __future__ import annotations
 
@@ -26,4 +26,4 @@ SCALE_OFFSETS = {
     TensorType.TQ1_0: (52,),
     TensorType.TQ2_0: (64,),
 }
-"""Offsets of the halves that scale a block, so that random blocks can be given sane ones."""
+"""Byte offsets of the float16 scales, which random blocks get plausible values for."""

@@ -45,7 +45,7 @@ _FLAGS = (
 
 
 def chromium_program() -> str:
-    """Path of a Chromium, which is installed if that can be done here; else the test is skipped."""
+    """Path of a Chromium, which is installed if possible; otherwise skips the test."""
     if program := _found():
         return program
     apt = shutil.which("apt-get")
@@ -79,7 +79,7 @@ def _found() -> str | None:
 
 
 class Page:
-    """The one page of a browser. What it complained about so far stands in `complaints`."""
+    """The only page of a browser. `complaints` are the errors and warnings so far."""
 
     def __init__(self, commands: int, answers: int) -> None:
         self._commands = commands
@@ -95,7 +95,7 @@ class Page:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """Have a command of the protocol done. Fails the test if it cannot be."""
+        """Run a command of the protocol. Fails the test if the command fails."""
         self._num_calls += 1
         message: dict[str, Any] = {"id": self._num_calls, "method": method, "params": params}
         if self._session:
@@ -109,7 +109,7 @@ class Page:
         return result
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression, that of a promise once it is settled."""
+        """The value of a JavaScript expression; promises are awaited."""
         result = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -117,8 +117,8 @@ class Page:
         return result["result"].get("value")
 
     def wait_for(self, expression: str) -> None:
-        """Until a JavaScript expression is true. Fails the test if it never is."""
-        # Of an element the value that comes over the wire is empty, and so false here.
+        """Wait until a JavaScript expression is true. Fails the test on a timeout."""
+        # An element would arrive as an empty value, which is false here.
         wait_until(lambda: self.evaluate(f"Boolean({expression})"), expression)
 
     def open(self, url: str) -> None:
@@ -126,7 +126,7 @@ class Page:
         self.wait_for("document.readyState === 'complete'")
 
     def look(self, *, width: int, height: int = 900, scheme: str = "light") -> None:
-        """Show the page so wide, in a light or dark colour scheme."""
+        """Set the window's size and the colour scheme, light or dark."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -153,7 +153,7 @@ class Page:
         self.evaluate(f"document.querySelector({json.dumps(selector)}).click()")
 
     def move_to(self, x: float, y: float) -> None:
-        """Have the mouse at a place of the window."""
+        """Move the mouse to a position in the window."""
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def screenshot(self, path: Path, *, is_whole: bool = False) -> None:
@@ -183,11 +183,11 @@ class Page:
 
 @contextlib.contextmanager
 def browser_page(profile: Path) -> Iterator[Page]:
-    """A page of a new browser, whose files are in the folder `profile`; ended afterwards."""
+    """A page of a new browser with its files in `profile`; the browser ends with the block."""
     program = chromium_program()
     flags = [*_FLAGS, f"--user-data-dir={profile}"]
     if os.geteuid() == 0:
-        flags.append("--no-sandbox")  # which is not to be had as root
+        flags.append("--no-sandbox")  # the sandbox does not work as root
     commands_out, commands_in = os.pipe()
     answers_out, answers_in = os.pipe()
     with contextlib.ExitStack() as undo:
@@ -209,7 +209,7 @@ def browser_page(profile: Path) -> Iterator[Page]:
         finally:
             os.close(commands_out)
             os.close(answers_in)
-            # Closed first of all at the end: that is what makes it end.
+            # Registered last, so closed first: that ends the browser.
             undo.callback(os.close, commands_in)
             undo.callback(os.close, answers_out)
         yield Page(commands_in, answers_out)

@@ -1,6 +1,6 @@
-"""Chat templates in the manner of the models' own: what those are built of, in words of our own.
+"""Chat templates that use the constructs of the models' own templates, with our own texts.
 
-Knows nothing of the packages under test.
+Does not import the packages under test.
 """
 
 from __future__ import annotations
@@ -200,4 +200,60 @@ LLAMA4 = r"""{{- bos_token }}
     {{- "<|eot|>" }}
 {%- endfor %}
 {{- head('assistant') if add_generation_prompt }}
+"""
+
+# A macro that calls itself, messages that look ahead, a channel for each, the date.
+HARMONY = r"""
+{%- macro kind(spec) -%}
+    {%- if spec is mapping and spec['items'] -%}
+        {{- kind(spec['items']) + '[]' }}
+    {%- else -%}
+        {{- spec.type if spec is mapping and spec.type else 'any' }}
+    {%- endif -%}
+{%- endmacro -%}
+{{- '<|start|>system<|message|>Date: ' + strftime_now('%Y-%m-%d') }}
+{{- '\nReasoning: ' + (reasoning_effort if reasoning_effort is defined else 'medium') + '<|end|>' }}
+{%- set talk = messages[1:] if messages[0].role in ('system', 'developer') else messages %}
+{%- if talk|length < messages|length or tools %}
+    {{- '<|start|>developer<|message|>' }}
+    {{- messages[0].content if talk|length < messages|length }}
+    {%- for tool in tools or [] %}
+        {{- '\ntype ' + tool.function.name + ' = (_: {' }}
+        {%- for name, spec in tool.function.parameters.items() %}
+            {{- name + ': ' + kind(spec) + (', ' if not loop.last else '') }}
+        {%- endfor %}
+        {{- '}) => any;' }}
+    {%- endfor %}
+    {{- '<|end|>' }}
+{%- endif %}
+{%- set called = namespace(name=none) %}
+{%- for message in talk %}
+    {%- if message.tool_calls %}
+        {%- set later = namespace(answers=false) %}
+        {%- for other in talk[loop.index:] if other.role == 'assistant' %}
+            {%- set later.answers = true %}
+        {%- endfor %}
+        {%- if message.reasoning_content and not later.answers %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' }}
+            {{- message.reasoning_content + '<|end|>' }}
+        {%- endif %}
+        {%- set called.name = message.tool_calls[0].function.name %}
+        {{- '<|start|>assistant to=functions.' + called.name }}
+        {{- '<|channel|>commentary json<|message|>' }}
+        {{- message.tool_calls[0].function.arguments|tojson + '<|call|>' }}
+    {%- elif message.role == 'tool' %}
+        {%- if called.name is none %}
+            {{- raise_exception('Nobody has called.') }}
+        {%- endif %}
+        {{- '<|start|>functions.' + called.name + ' to=assistant<|channel|>commentary<|message|>' }}
+        {{- message.content|tojson + '<|end|>' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
+    {%- else %}
+        {{- '<|start|>user<|message|>' + message.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start|>assistant' }}
+{%- endif %}
 """

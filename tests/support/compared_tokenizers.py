@@ -1,4 +1,4 @@
-"""One vocabulary in our tokenizer and in llama.cpp's, the same texts put to both."""
+"""Compares our tokenizer with llama.cpp's on the same vocabulary and texts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from support.vocabularies import RawVocabulary
 
 
 def load(vocabulary: RawVocabulary, folder: Path) -> Tokenizer:
-    """Our tokenizer of a vocabulary, written to a file."""
+    """Our tokenizer of a vocabulary, via a file."""
     return load_file(vocabulary.write(folder / "m.gguf"))
 
 
 def load_file(path: Path) -> Tokenizer:
-    """Our tokenizer of a file that has one."""
+    """Our tokenizer of a model file."""
     with GgufFile.open(path) as file:
         tokenizer = load_tokenizer(file)
     assert tokenizer is not None
@@ -33,11 +33,11 @@ class Compared:
     theirs: LlamaTokenizer
 
     def check(self, text: str) -> None:
-        """The same ids, and the text again, where its ids can tell."""
+        """Both give the same ids, and the ids give the text again, where that is possible."""
         for parse_special in (True, False):
             expected = self.theirs.tokenize(text, parse_special=parse_special)
             assert self.ours.encode(text, parse_special=parse_special) == expected
-            # Spaces before special tokens, and what stands for a space, do not come back.
+            # Spaces before special tokens and characters that stand for a space are lost.
             if not self.theirs.has_pieces:
                 assert self.ours.decode(expected) == text
             else:
@@ -47,7 +47,7 @@ class Compared:
                     assert said == text
 
     def check_all_tokens(self) -> None:
-        """Every token stands for the same, is of the same kind, and ends a text or does not."""
+        """Every token has the same bytes and kind, and ends a text in both or in neither."""
         assert self.ours.vocab_size == self.theirs.vocab_size
         for token_id in range(self.ours.vocab_size):
             assert self.ours.token_bytes(token_id) == self.theirs.token_bytes(token_id)

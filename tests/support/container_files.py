@@ -20,7 +20,7 @@ _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::-([^}]*))?\}")
 
 
 def read_compose(values: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The file with its variables put in, from `values` and defaults, and anchors resolved."""
+    """The compose file with variables (`values`, then defaults) and anchors resolved."""
 
     def value_of(match: re.Match[str]) -> str:
         given = (values or {}).get(match[1])
@@ -74,7 +74,7 @@ def read_dockerfile(path: Path) -> list[Instruction]:
 
 
 def image_environment(path: Path) -> dict[str, str]:
-    """What ENV of the last stage gives to every process."""
+    """The environment that ENV instructions of the last stage set."""
     environment: dict[str, str] = {}
     for instruction in read_dockerfile(path):
         if instruction.name == "FROM":

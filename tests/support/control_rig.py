@@ -1,4 +1,4 @@
-"""A daemon's host, compute thread and control socket in this process, and parents of it."""
+"""A daemon's host, compute thread and control socket in this process, and parents that connect."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ M = TypeVar("M", bound=Message)
 class GateBackend(ReferenceBackend):
     """Loads only while its gate is open, and not at all if it has a failure to raise.
 
-    Lists what it was told to make banks of and to drop: layers with global ids.
+    Records the calls to load and to drop experts: layers with global ids.
     """
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class Parent:
         return pong
 
     async def assert_welcome(self) -> Welcome:
-        """The good request after a failure: a hello, and one expert computed over the link."""
+        """Check that the daemon still works after a failure: a hello, then one expert's result."""
         welcome = await self.hello()
         assert (await self.ping(welcome.link_id)).known
         assert isinstance(await self._daemon.compute(welcome), Reply)
@@ -143,7 +143,7 @@ class Daemon:
         self.host = ExpertHost(model, self.backend)
         undo.callback(self.host.close)
         self.context = undo.enter_context(zmq.Context())
-        # The parents' sockets are in a context of their own, which ends before the daemon's.
+        # The parents' sockets have a separate context, which ends before the daemon's.
         self.sockets = zmq.asyncio.Context()
         undo.callback(self.sockets.destroy, linger=0)
         self.service = ComputeService(
@@ -188,7 +188,7 @@ class Daemon:
         )
 
     async def sums(self, welcome: Welcome, local_expert_id: int) -> F64Array:
-        """What an expert of layer 0 makes of a row of ones. Shapes: result [1, H]."""
+        """The result of an expert of layer 0 for a row of ones. Shapes: result [1, H]."""
         answer = await self.compute(welcome, local_expert_id=local_expert_id)
         assert isinstance(answer, Reply)
         return answer.sums

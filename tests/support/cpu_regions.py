@@ -1,4 +1,4 @@
-"""Regions of the CPU backend's pool whose tasks write down who did what."""
+"""Parallel regions of the CPU backend's pool whose tasks record which thread ran them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _PATIENCE_NS = 20 * 10**9
 
 
 def cpu_threads() -> set[threading.Thread]:
-    """Those of all pools, also of pools that other tests left to the collector of garbage: these
-    may end at any time."""
+    """The threads of all pools, including pools of other tests that are not collected yet: their
+    threads may end at any time."""
     return {thread for thread in threading.enumerate() if thread.name.startswith("cpu-worker")}
 
 
 def _note(args: int, counter: int, worker_idx: int) -> None:
-    """Add VALUE to each item and 1 to this thread's calls; the caller may wait for the others'."""
+    """Add VALUE to each item and 1 to this thread's calls; the caller may wait for workers."""
     calls = atomics.relaxed_load(args + 8 * CALLS)
     atomics.atomic_add(calls + 8 * worker_idx, 1)
     value = atomics.relaxed_load(args + 8 * VALUE)
@@ -55,7 +55,7 @@ def _note(args: int, counter: int, worker_idx: int) -> None:
 
 
 def _repeat(pool: int, task: int, args: I64Array, counter: int, ns: I64Array) -> int:
-    """Regions with VALUEs 0, 1, 2 …; how many things were wrong when one returned."""
+    """Run regions with VALUEs 0, 1, 2 …; returns the number of wrong items and calls."""
     mistakes = expected = 0
     items, calls = args[ITEMS], args[CALLS]
     for region in range(ns.shape[0]):
@@ -81,12 +81,12 @@ def _repeat_kernel() -> Kernel:
 
 
 class Region:
-    """A region to be run again and again, and what its tasks have written down."""
+    """A region that can be run repeatedly, and the record of its tasks."""
 
     def __init__(
         self, num_items: int, *, item_us: int = 0, nap_us: int = 0, awaited_workers: int = 0
     ) -> None:
-        """Items take `item_us`, then sleep; the caller waits for so many workers, or 20 s."""
+        """Items take `item_us`, then sleep; the caller waits for workers, at most 20 s."""
         self.items = np.zeros(num_items, np.int64)
         self.calls = np.zeros(_MAX_THREADS, np.int64)
         self.task_address = _task().address

@@ -1,4 +1,4 @@
-"""A socket with keys and its list of clients, and clients to knock: real ones, on loopback."""
+"""A listening socket with CURVE keys and a list of allowed clients, and real clients for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dflash_protocol.transports.curve import (
 )
 
 PATIENCE_MS = 20_000
-"""Longer than anything takes on the slowest machine; never waited out by a test that passes."""
+"""More than any step takes on a slow machine; a passing test never waits this long."""
 MAX_FRAME_BYTES = 5000
 
 Socket = zmq.Socket[bytes]
@@ -28,7 +28,7 @@ Socket = zmq.Socket[bytes]
 
 @contextmanager
 def ends_of(dealer: Socket) -> Iterator[Callable[[], None]]:
-    """Gives a function that waits until a connection of this socket has ended once more."""
+    """A function that waits until another connection of this socket has ended."""
     monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
 
     def wait_for_end() -> None:
@@ -43,7 +43,7 @@ def ends_of(dealer: Socket) -> Iterator[Callable[[], None]]:
 
 
 class Door:
-    """A listening ROUTER with keys, its list of clients, and clients to knock."""
+    """A listening ROUTER with keys, its list of allowed clients, and a factory of clients."""
 
     def __init__(self, undo: ExitStack, folder: Path) -> None:
         self._undo = undo
@@ -82,7 +82,7 @@ class Door:
         *,
         context: zmq.Context[Socket] | None = None,
     ) -> Socket:
-        """A client that is not connected yet. Its own context has no part in what we test."""
+        """A client that is not connected yet, in a context of its own by default."""
         if context is None:
             context = zmq.Context()
             self._undo.callback(context.destroy, linger=0)
@@ -94,7 +94,7 @@ class Door:
         return dealer
 
     def assert_lets_in(self, dealer: Socket) -> None:
-        """There and back."""
+        """A message from the client arrives, and so does the answer."""
         dealer.connect(self.address)
         dealer.send(b"question")
         assert self.socket.poll(PATIENCE_MS)
@@ -105,7 +105,7 @@ class Door:
         assert dealer.recv() == b"answer"
 
     def assert_refuses(self, dealer: Socket) -> None:
-        """The connection is ended before anything comes through."""
+        """The connection is closed before a message arrives."""
         with ends_of(dealer) as wait_for_end:
             dealer.connect(self.address)
             dealer.send(b"question")

@@ -1,4 +1,4 @@
-"""Layers of random routed experts, and steps that go through them."""
+"""Layers of random routed experts, and steps with rows for them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Layer:
         return float("inf") if self.activation is Activation.SWIGLU else 3.0
 
     def resident(self, device: KernelDevice, slots: list[int]) -> ResidentExperts:
-        """The experts that have a slot; bytes of slots without expert are poison."""
+        """The experts that have a slot; slots without an expert are poisoned."""
         sizes = self.shape.hidden_size, self.shape.ffn_size
         parts = []
         for index, of in enumerate((self.gate, self.up, self.down)):
@@ -80,7 +80,7 @@ def random_layer(rng: np.random.Generator, shape: ExpertsShape) -> Layer:
 
 @dataclass(frozen=True)
 class Step:
-    """Rows of a step, and the experts that they go to."""
+    """The rows of a step and their experts."""
 
     x: F32Array
     topk_ids: I32Array

@@ -1,4 +1,4 @@
-"""What a process has open."""
+"""File descriptors that a process has open."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def num_descriptors(pid: int | str = "self") -> int:
 
 @contextmanager
 def no_descriptor_left() -> Iterator[None]:
-    """What is opened within is closed at the end, and not by the collector of garbage.
+    """Check that the block closes all descriptors it opens, without the garbage collector.
 
-    Which closes before what other tests have left to it; it would else do so at any time.
+    Collects garbage first, so that descriptors of other tests are not closed meanwhile.
     """
     gc.collect()
     before = _open()
@@ -29,9 +29,9 @@ def no_descriptor_left() -> Iterator[None]:
 
 
 def _open() -> set[tuple[str, str]]:
-    """Descriptors and what they are of."""
+    """Open descriptors and their targets."""
     found = set()
     for descriptor in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # that of the folder which is being listed
+        with suppress(FileNotFoundError):  # the descriptor of the listing itself
             found.add((descriptor, os.readlink(f"/proc/self/fd/{descriptor}")))
     return found

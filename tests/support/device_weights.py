@@ -1,4 +1,4 @@
-"""Random weights in the device's layout, and activations as int8, with what they stand for."""
+"""Random weights in the device layout and activations as int8, with their values in float64."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def random_weights(
 
 
 def as_weights(native: U8Array, tensor_type: TensorType, columns: int) -> Weights:
-    """The same for given rows of a file."""
+    """The same for given rows in the file's format."""
     rows = native.shape[0]
     values = dequantise(native.reshape(-1), tensor_type, (rows, columns))
     packed = repack(tensor_type, native.reshape(-1), rows=rows, columns=columns)
@@ -69,7 +69,7 @@ class Int8Rows:
 
 
 def as_int8_rows(x: F32Array) -> Int8Rows:
-    """What a quantiser makes of rows; padding is anything, as it need not be written."""
+    """Quantise rows as the kernels do; padding is arbitrary, as kernels need not write it."""
     rows, columns = x.shape
     used = -(-columns // GRANULE)
     wide = np.zeros((rows, used * GRANULE), np.float32)
@@ -89,7 +89,7 @@ def as_int8_rows(x: F32Array) -> Int8Rows:
 
 
 def int8_values(quants: AnyArray, meta: AnyArray, columns: int) -> F64Array:
-    """What int8 rows stand for."""
+    """The values of int8 rows."""
     granules = quants.reshape(quants.shape[0], -1, GRANULE).astype(np.float64)
     with np.errstate(invalid="ignore"):
         values = granules * meta[:, :, :1].astype(np.float64)

@@ -1,4 +1,4 @@
-"""What this process has taken of its GPUs' drivers and not given back."""
+"""Counts resources that this process got from its GPU drivers and has not released."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _PAIRS = {
     "shown memory": ("export_memory", "free"),
     "streams": ("create_stream", "destroy_stream"),
 }
-"""Methods of a Driver that take something and give it back."""
+"""Methods of a Driver that acquire a resource, and those that release it."""
 
 
 class DriverUse:
-    """Counts from now on. What nobody refers to any more counts too: it is lost, not given back."""
+    """Counts from its creation. Resources that are unreachable but not released count as held."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._taken: dict[str, set[int]] = {kind: set() for kind in _PAIRS}
         for kind, (take, give) in _PAIRS.items():
             taken = self._taken[kind]
-            # The host's memory is given back by its own address, not by the one that kernels see.
+            # Host memory is released by its host address, not by the address that kernels use.
             noting = _noting(getattr(Driver, take), taken, is_given=take == "register_host")
             monkeypatch.setattr(Driver, take, noting)
             monkeypatch.setattr(Driver, give, _forgetting(getattr(Driver, give), taken))
 
     def held(self) -> dict[str, int]:
-        """Things of each kind; and bytes of arrays, whoever has taken them when."""
+        """The number of held resources of each kind, and bytes of all arrays."""
         gc.collect()
-        # Not isinstance, which asks objects that only pretend to be there.
+        # Not isinstance, which would call into weak proxies.
         devices = [each for each in gc.get_objects() if type(each) is CupyDevice]
         num_bytes = sum(each._pool.used_bytes() for each in devices if hasattr(each, "_pool"))
         return {

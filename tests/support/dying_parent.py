@@ -1,5 +1,5 @@
-"""A parent that is killed in the middle of a step: one of those that are tried first, or one of a
-text. All experts are the daemon's.
+"""A parent that is killed in the middle of a step, of the trial steps or of a text. The daemon owns
+all experts.
 
 Example:
   python -m support.dying_parent emulated cuda:0 model.gguf ipc:///tmp/x/gpu.sock 3
@@ -23,7 +23,7 @@ _LONGEST_S = 30.0
 
 
 def main() -> int:
-    """1: no step had come so far."""
+    """Returns 1 if the step was not reached."""
     which, device, model, endpoint, last_step = sys.argv[1:]
     pace = PACES[which]
     with pytest.MonkeyPatch.context() as patched:

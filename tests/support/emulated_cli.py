@@ -1,4 +1,4 @@
-"""``dflash-moe`` on emulated GPUs, as a process of its own: the real program in all else.
+"""``dflash-moe`` on emulated GPUs, as a separate process; otherwise the real program.
 
 Example:
   python -m support.emulated_cli doctor --mailbox cuda:0 cuda:1@/tmp/x/emulated-daemon

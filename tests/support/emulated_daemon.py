@@ -1,6 +1,6 @@
-"""A daemon on an emulated GPU, as a process of its own: the real daemon in all else.
+"""A daemon on an emulated GPU, as a separate process; otherwise the real daemon.
 
-At SIGUSR1 it says what it holds, as `watched_daemon` does.
+At SIGUSR1 it prints the resources it holds, as `watched_daemon` does.
 
 Example:
   python -m support.emulated_daemon model.gguf --device cuda:0 --listen ipc:///tmp/x/gpu.sock

@@ -1,5 +1,5 @@
-"""``cuda:N`` without a GPU: opening one gives the backend on an emulated device. And the same GPU
-with little memory for work, where there is one."""
+"""``cuda:N`` without a GPU: opening a device gives the backend on an emulated one. Or a real GPU
+behind the same interface."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TINY = Qwen3MoeShape(
     ffn_size=32,
     vocab_size=67,
 )
-"""A model that is emulated in no time."""
+"""A model that is small enough for the emulation."""
 
 TINY_LLAMA4 = Llama4Shape(
     "tiny llama4",
@@ -44,7 +44,7 @@ TINY_LLAMA4 = Llama4Shape(
     ffn_size=32,
     vocab_size=67,
 )
-"""The same with one expert a token, whose inputs are scaled."""
+"""The same with one expert per token, whose input is scaled (llama4)."""
 
 NUM_GPUS = 8
 MAX_CHUNK = 20
@@ -52,20 +52,20 @@ SCRATCH_BYTES = 1 << 20
 
 
 class EmulatedGpus:
-    """Every backend that is opened computes on a device of its own, kept here in order."""
+    """Gives each backend that is opened an emulated device of its own, and lists them in order."""
 
     device = Device(DeviceKind.CUDA, 0)
     kernel_device = EmulatedDevice
-    """What such a device is, for tests that have some of it fail."""
+    """The class of the devices; tests replace it to make calls fail."""
     kept_bytes = 0
-    """Most that it may keep of what it has taken once."""
+    """Most bytes that may stay in use after everything is closed."""
     least_rounds = 1
-    """In which failures are tried, at least; what is kept must not grow after the first."""
+    """Least number of rounds in which failures are tried; memory must not grow after the first."""
 
     def __init__(self) -> None:
         self.free_bytes = 1 << 40
         self.overlapped_from = MAX_CHUNK + 1
-        """Of backends that are opened from now on."""
+        """`overlapped_from` of backends that are opened from now on."""
         self.opened: list[EmulatedDevice] = []
 
     def open(self, device: Device, cache_dir: str | None = None) -> CupyBackend:
@@ -82,15 +82,15 @@ class EmulatedGpus:
         )
 
     def open_first(self) -> ComputeBackend:
-        """The backend of ``cuda:0``, opened as everybody does."""
+        """The backend of ``cuda:0``, through `open_backend`."""
         return open_backend(Device(DeviceKind.CUDA, 0))
 
     def used_bytes(self) -> int:
-        """Of all devices together."""
+        """Bytes in use on all devices."""
         return sum(each.num_bytes for each in self.opened)
 
     def held(self) -> dict[str, int]:
-        """Bytes of all their arrays, and pieces of memory that their kernels see."""
+        """Bytes of all arrays, and the number of memory ranges that kernels may access."""
         gc.collect()
         num_pieces = sum(device.num_ranges for device in self.opened)
         return {"bytes of arrays": self.used_bytes(), "pieces of memory": num_pieces}
@@ -100,12 +100,12 @@ class EmulatedGpus:
 
 
 class RealGpu:
-    """One device, for tests that have the same of EmulatedGpus."""
+    """A real GPU with the interface of EmulatedGpus."""
 
     kernel_device = CupyDevice
     kept_bytes = 2 << 20
-    """One of the driver's blocks, for what the last failure's traceback has kept until the next
-    device is opened; measured on an H200."""
+    """One of the driver's blocks: the last failure's traceback keeps memory until the next device
+    is opened. Measured on an H200."""
     least_rounds = 4
 
     def __init__(self, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,12 +118,12 @@ class RealGpu:
         )
 
     def used_bytes(self) -> int:
-        """As the driver counts, whoever uses it."""
+        """Bytes in use on the device by all processes, as the driver counts."""
         return used_bytes(self.device)
 
 
 def install_emulated_gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
-    """Have `open_backend` open these for all GPUs."""
+    """Make `open_backend` open emulated GPUs."""
     gpus = EmulatedGpus()
     monkeypatch.setattr(devices, "why_unusable", lambda kind: None)
     monkeypatch.setitem(devices._LOADERS, DeviceKind.CUDA, gpus.open)
@@ -131,7 +131,7 @@ def install_emulated_gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
 
 
 def install_real_gpu(monkeypatch: pytest.MonkeyPatch) -> RealGpu:
-    """Have `open_backend` open this one; skips the test if there is none."""
+    """Make `open_backend` open the real GPU; skips the test if there is none."""
     gpu = RealGpu(first_gpu(), monkeypatch)
     monkeypatch.setitem(devices._LOADERS, gpu.device.kind, gpu.open)
     return gpu

@@ -1,4 +1,4 @@
-"""Python environments of their own, for daemons that are not run by our interpreter."""
+"""Separate Python environments, for daemons that run under another interpreter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OUR_PATHS = [str(ROOT / name) for name in ("protocol", "adapters", "daemon", "r
 NEEDED_BY_DAEMONS = (
     "numpy", "pyzmq", "msgpack", "xxhash", "psutil", "gguf", "PyYAML", "requests", "tqdm",
 )  # fmt: skip
-"""Distributions that a daemon with the reference backend needs, and those that gguf imports."""
+"""Distributions that a daemon with the reference backend needs, with the imports of gguf."""
 
 
 def make_environment(folder: Path, *, linked: Sequence[str] = (), with_ours: bool = True) -> Path:
@@ -57,8 +57,7 @@ def build_wheel(folder: Path) -> Path:
 def write_launcher(
     path: Path, python: Path, *, before: str = ":", module: str = "dflash_daemon"
 ) -> Path:
-    """A program that is no Python, and has one run the daemon after a command of its own; or a
-    `module` of the tests that stands for it."""
+    """Write a shell script that runs `before`, then `module` with the interpreter `python`."""
     lines = (
         "#!/bin/sh",
         before,
@@ -71,7 +70,7 @@ def write_launcher(
 
 
 def install(python: Path, requirements: Sequence[str], *, timeout_s: float) -> str | None:
-    """Have our pip install distributions into another environment. Returns why it could not."""
+    """Install distributions into another environment with our pip. Returns the error, or None."""
     done = subprocess.run(
         [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet",
          "--disable-pip-version-check", *requirements],

@@ -1,7 +1,7 @@
 """GGUF files of one layer's random experts, in every form that a layer may have.
 
 The values follow from the seed and the tensor's name: files of one seed and size that differ in
-types or merging hold the same experts. `support.float64_experts` computes what they stand for.
+types or merging hold the same experts. `support.float64_experts` computes with their values.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Doing harm to a running engine: limits, full file systems; and what a process holds."""
+"""Faults for a running engine, such as resource limits and full disks; resources of a process."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _PAGEOUT = 21
 
 
 def spawned_daemons() -> list[psutil.Process]:
-    """Daemons that this process has started and that run."""
+    """Running daemons that this process has started."""
     return spawned_by(os.getpid())
 
 
 def spawned_by(pid: int) -> list[psutil.Process]:
-    """Daemons that a process has started and that run."""
+    """Running daemons that a process has started."""
     children = psutil.Process(pid).children()
     return [each for each in children if "dflash_daemon" in " ".join(each.cmdline())]
 
@@ -37,7 +37,7 @@ def greedy(engine: Engine, prompt: list[int], num_tokens: int) -> list[int]:
 
 @contextlib.contextmanager
 def soft_limit(kind: int, value: int, *, pid: int = 0) -> Iterator[None]:
-    """A resource limit for a process, ours if `pid` is 0; what it was is restored."""
+    """Set a resource limit of a process (0: this one), and restore it afterwards."""
     before = resource.prlimit(pid, kind)
     resource.prlimit(pid, kind, (value, before[1]))
     try:
@@ -49,9 +49,9 @@ def soft_limit(kind: int, value: int, *, pid: int = 0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_more_descriptors(*, num_left: int = 0, pid: int = 0) -> Iterator[None]:
-    """A process may open only so many descriptors, and as many again as it closes.
+    """Let a process open only `num_left` more descriptors, besides those that it closes.
 
-    Of another process than ours, those count as well that are free below its highest one.
+    For another process, free numbers below its highest descriptor remain usable too.
     """
     highest = max(map(int, os.listdir(f"/proc/{pid or 'self'}/fd")))
     with contextlib.ExitStack() as undo:
@@ -72,7 +72,7 @@ def no_more_descriptors(*, num_left: int = 0, pid: int = 0) -> Iterator[None]:
 def small_file_system(
     folder: Path, num_bytes: int = 1 << 20, *, num_inodes: int = 1 << 10
 ) -> Iterator[bool]:
-    """Mount a tmpfs of that size at a folder; False if we may not. One inode is its own."""
+    """Mount a tmpfs of that size at a folder; False without permission. Its root uses one inode."""
     options = f"size={num_bytes},nr_inodes={num_inodes},mode=700,uid={os.getuid()}"
     mount = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
     try:
@@ -87,7 +87,7 @@ def small_file_system(
 
 
 def shared_memory_of(pid: int) -> list[str]:
-    """Rings that a process has mapped, and their bells that it has open."""
+    """Ring segments that a process has mapped, and their doorbells that it has open."""
     held = [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "ring-" in line]
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(FileNotFoundError):
@@ -97,7 +97,7 @@ def shared_memory_of(pid: int) -> list[str]:
 
 
 def resident_bytes(pid: int, path: Path) -> int:
-    """How much of a file a process has in memory through its mappings."""
+    """Resident bytes of a file in a process's mappings."""
     num_bytes, is_of_file = 0, False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
@@ -108,10 +108,10 @@ def resident_bytes(pid: int, path: Path) -> int:
 
 
 def drop_from_memory(path: Path, pids: Sequence[int]) -> None:
-    """Have a file read from the disk again, by these processes too, which have it mapped."""
+    """Drop a file from the page cache, and from the mappings of these processes."""
     fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(fd)  # what is not written yet would stay
+        os.fsync(fd)  # dirty pages would stay
         for pid in pids:
             _page_out(pid, path)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -120,7 +120,7 @@ def drop_from_memory(path: Path, pids: Sequence[int]) -> None:
 
 
 def _page_out(pid: int, path: Path) -> None:
-    """Advise the kernel to; it may refuse, where we may not or it cannot."""
+    """Advise the kernel to page out a mapping; it may refuse."""
     libc = ctypes.CDLL(None, use_errno=True)
     pidfd = os.pidfd_open(pid)
     try:

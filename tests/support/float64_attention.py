@@ -1,4 +1,4 @@
-"""Attention by its formula in float64, and the cache of a device as numbers."""
+"""Attention by its formula in float64, and the numbers in a device's KV cache."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def normalised_and_rotated(
 
 
 def cached_numbers(rows: KvRows, dim: int) -> F64Array:
-    """What a downloaded cache stands for. Shapes: result [kv_heads, N, dim]."""
+    """The numbers in a downloaded cache. Shapes: result [kv_heads, N, dim]."""
     elements = np.asarray(rows.elements).astype(np.float64)
     if rows.scales is not None:
         num_heads, num_positions, row = elements.shape
@@ -47,7 +47,7 @@ def cached_numbers(rows: KvRows, dim: int) -> F64Array:
 def fill(rows: KvRows, numbers: AnyArray, kv_type: KvType) -> None:
     """Store rows in an emulated cache from position 0 on. Shapes: numbers [kv_heads, n, dim]."""
     num_heads, count, dim = numbers.shape
-    elements: Any = rows.elements  # numpy's, or written as these are
+    elements: Any = rows.elements  # numpy's, or assignable like numpy's
     scales: Any = rows.scales
     padded = np.zeros((num_heads, count, elements.shape[2]), np.float32)
     padded[..., :dim] = numbers
@@ -70,7 +70,7 @@ def attended(
     mask: Mask = CAUSAL,
     sinks: AnyArray | None = None,
 ) -> F64Array:
-    """Softmax over the positions that each token sees; queries are scaled.
+    """Attention over the positions that each token sees; queries are scaled already.
 
     Shapes: queries [T, heads, D]; keys, values [kv_heads, N, …]; sinks [heads]; result
     [T, heads, V].

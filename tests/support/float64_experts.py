@@ -1,7 +1,7 @@
-"""Expert FFNs in float64 numpy, straight from the formulas: what every backend is compared with.
+"""Expert FFNs in float64 numpy by their formulas: the reference for every backend.
 
-Reads files of `support.expert_files` with the gguf package, tensor by tensor. Knows nothing of the
-packages under test but the names of activations and what a batch is.
+Reads files of `support.expert_files` with the gguf package, tensor by tensor. Imports nothing of
+the packages under test but Activation, MoeLayer and the batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ExpertValues: TypeAlias = Mapping[str, F64Array]
 
 
 def read_experts(path: Path) -> ExpertValues:
-    """What a file's experts stand for, with a merged tensor taken apart."""
+    """The values of a file's experts; a merged tensor is split."""
     values: dict[str, F64Array] = {}
     for tensor in gguf.GGUFReader(path).tensors:
         stem, _, suffix = tensor.name.partition("_exps.")
@@ -42,7 +42,7 @@ def read_experts(path: Path) -> ExpertValues:
 
 
 def activated(activation: Activation, gate: F64Array, up: F64Array, limit: float) -> F64Array:
-    """What the down projection is given. Shapes: gate, up and result [F].
+    """The input of the down projection. Shapes: gate, up and result [F].
 
     Source: Shazeer 2020 (arXiv 2002.05202); llama.cpp for the clamped form; the gpt-oss model card.
     """

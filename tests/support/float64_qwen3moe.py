@@ -1,6 +1,6 @@
-"""qwen3moe in float64 numpy, straight from the formulas: what the oracle is checked against.
+"""qwen3moe in float64 numpy by its formulas, to check the oracle. No cache and no batches.
 
-No cache, no batches, nothing fast. Knows nothing of the packages under test.
+Does not import the packages under test.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Causal convolution and the gated delta rule in float64 numpy, one token after the other.
 
-Straight from the formulas, nothing fast. Knows nothing of the packages under test.
+Does not import the packages under test.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dflash_protocol.ids import AnyArray, F64Array
 
 
 def float64_conv(x: AnyArray, weight: AnyArray) -> F64Array:
-    """From zeros on. Shapes: x, result [T, C]; weight [C, K]."""
+    """The convolution after zeros. Shapes: x, result [T, C]; weight [C, K]."""
     num_tokens, kernel = len(x), weight.shape[1]
     rows = np.concatenate([np.zeros((kernel - 1, x.shape[1])), x.astype(np.float64)])
     out = np.zeros((num_tokens, x.shape[1]))
@@ -30,7 +30,7 @@ def float64_delta_rule(
     b: AnyArray,
     eps: float,
 ) -> tuple[F64Array, F64Array]:
-    """From zeros on: outputs [T, heads, Dv], and the matrices after the last token [heads, Dv, Dk].
+    """Outputs [T, heads, Dv], and the matrices after the last token [heads, Dv, Dk], from zeros on.
 
     Shapes: q, k [T, heads, Dk], not normed; v [T, heads, Dv]; g, b [T, heads].
     """

@@ -1,6 +1,6 @@
-"""GGUF files byte by byte, so that a test can write what no writer would.
+"""Builds GGUF files byte by byte, including invalid ones that no other writer produces.
 
-Knows nothing of the packages under test.
+Does not import the packages under test.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def strings(items: Sequence[str | bytes], count: int | None = None) -> bytes:
 
 @dataclass
 class GgufBuilder:
-    """Collects metadata and tensors; `build` gives the file. What it is given, it writes."""
+    """Collects metadata and tensors, and writes them without checks."""
 
     architecture: str | None = "qwen3moe"
     version: int = 3
@@ -81,7 +81,7 @@ class GgufBuilder:
         *,
         offset: int | None = None,
     ) -> Self:
-        """A tensor; its data follows what is there, `offset` is where the table says it is."""
+        """Append a tensor's data; `offset` overrides the offset that the table states."""
         self.data += bytes(-len(self.data) % self.alignment)
         claimed = len(self.data) if offset is None else offset
         self.tensors.append(
@@ -104,7 +104,7 @@ class GgufBuilder:
         return head + bytes(-len(head) % self.alignment) + bytes(self.data)
 
     def write(self, path: Path, *, size_bytes: int | None = None) -> Path:
-        """Write the file; `size_bytes` makes it longer with a hole, or cuts it."""
+        """Write the file, extended with a hole or cut to `size_bytes`."""
         with path.open("wb") as file:
             file.write(self.build())
             if size_bytes is not None:
@@ -113,7 +113,7 @@ class GgufBuilder:
 
 
 def sound_file() -> GgufBuilder:
-    """A small file with nothing wrong: values of several kinds, tensors ``one`` and ``two``."""
+    """A small valid file: values of several kinds, tensors ``one`` and ``two``."""
     return (
         GgufBuilder()
         .add("a.uint", scalar(UINT32, 7))

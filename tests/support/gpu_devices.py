@@ -17,11 +17,11 @@ from support.emulated_device import EmulatedDevice
 
 EMULATED = "emulated"
 EMULATED_AND_GPU = (EMULATED, pytest.param("gpu", marks=pytest.mark.gpu))
-"""Parameters of a test that runs here in the emulation, and with `-m gpu` on a device."""
+"""Parameters of a test that runs in the emulation, and with `-m gpu` on a GPU."""
 
 
 def first_gpu() -> Device:
-    """Of either vendor; skips the test if CuPy cannot use one."""
+    """The first GPU of either vendor; skips the test if CuPy cannot use one."""
     reasons = []
     for kind in (DeviceKind.CUDA, DeviceKind.HIP):
         device = Device(kind, 0)
@@ -35,7 +35,7 @@ def first_gpu() -> Device:
 
 
 def two_gpus() -> tuple[Device, Device]:
-    """Of one kind; skips the test if there are fewer."""
+    """Two GPUs of one vendor; skips the test if there are fewer."""
     first = first_gpu()
     second = Device(first.kind, first.index + 1)
     try:
@@ -46,14 +46,14 @@ def two_gpus() -> tuple[Device, Device]:
 
 
 def used_bytes(device: Device) -> int:
-    """Of a GPU's memory, as the driver counts, whoever uses it."""
+    """Bytes of a GPU's memory in use by all processes, as the driver counts."""
     memory = memory_of(open_driver(VENDORS[device.kind]), device.index)
     return memory.total_bytes - memory.free_bytes
 
 
 @contextmanager
 def opened_device(which: str) -> Iterator[KernelDevice]:
-    """One of EMULATED_AND_GPU."""
+    """Open a device; `which` is one of EMULATED_AND_GPU."""
     if which == EMULATED:
         yield EmulatedDevice()
         return

@@ -1,61 +1,29 @@
-"""A whole model on a KernelDevice, real or emulated, beside the float reference."""
+"""A whole model on a KernelDevice, real or emulated, and the same model on the reference."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.ops import KvType
-from dflash_adapters.registry import load, read_spec
+from dflash_adapters.registry import describe, read_spec
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, Phase
 from dflash_runtime import Engine
 from dflash_runtime.compute.gpu.backend import CupyBackend
 from dflash_runtime.compute.gpu.device.device import KernelDevice
 from dflash_runtime.compute.gpu.run.captured_step import GraphStep
+from dflash_runtime.compute.model import Step, forward, run_to_end
+from support.architectures import RANDOM
 from support.poison import Poison
-from support.random_gguf import RandomShape
-from support.random_laguna import LagunaShape
-from support.random_llama import LlamaShape
-from support.random_llama4 import Llama4Shape
-from support.random_olmoe import OlmoeShape
-from support.random_qwen2moe import Qwen2MoeShape
-from support.random_qwen35moe import Qwen35MoeShape
 
-WIDE: dict[str, Any] = {"hidden_size": 64, "num_experts": 7, "num_experts_used": 2, "ffn_size": 32}
-"""Rows as kernels of quantised and float matrices take them."""
-SHAPES: dict[str, RandomShape] = {
-    "olmoe": OlmoeShape(**WIDE, num_layers=2, num_heads=4),
-    "qwen2moe": Qwen2MoeShape(**WIDE, num_layers=2, num_heads=4, shared_ffn_size=32),
-    "llama": LlamaShape(**WIDE, num_layers=2, num_heads=4),
-    "laguna": LagunaShape(
-        **WIDE,
-        num_heads=(6, 4, 2),
-        head_dim=16,
-        num_rotated=8,
-        num_rotated_in_window=16,
-        dense_ffn_size=32,
-        shared_ffn_size=32,
-        window=5,
-    ),
-    "qwen35moe": Qwen35MoeShape(**WIDE, num_layers=4, head_dim=16, shared_ffn_size=32),
-    "llama4": Llama4Shape(
-        num_layers=4,
-        hidden_size=64,
-        num_experts=7,
-        ffn_size=32,
-        dense_ffn_size=32,
-        interleave_step=2,
-        head_dim=16,
-    ),
-}
+SHAPES = {name: module.SHAPE_ON_GPU for name, module in RANDOM.items()}
 
 
 class GpuModel:
-    """A file with all its experts on one device, whose results are spoilt before each run."""
+    """A model with all experts on one device; result buffers are poisoned before each run."""
 
     def __init__(
         self, path: Path, device: KernelDevice, *, kv_type: KvType, capacity: int = 96
@@ -64,27 +32,25 @@ class GpuModel:
         self.backend = CupyBackend(device, max_chunk=64, scratch_bytes=16 << 20)
         self.file = GgufFile.open(path)
         self.spec = read_spec(self.file)
-        self.model: Any = load(self.file, self.backend.ops)
+        self.model = self.backend.load_model(self.file, describe(self.file))
         self.banks = {
             layer.layer_id: self.backend.load_experts(
                 self.file, layer, np.arange(layer.num_experts, dtype=np.int32)
             )
             for layer in self.spec.moe.layers
         }
-        self.cache = self.backend.ops.new_kv_cache(
-            self.spec.kv_layers, capacity, kv_type, self.spec.recurrent_layers
-        )
+        self.cache = self.backend.new_cache(self.spec, capacity, kv_type)
         self.poison.begin()
 
     def logits(self, ids: I32Array, chunks: Sequence[int]) -> F32Array:
         """Logits of every position, computed in chunks. Shapes: ids [T]; result [T, V]."""
         rows, first = [], 0
         for size in chunks:
-            positions = np.arange(first, first + size, dtype=np.int32)
             phase = Phase.DECODE if size == 1 else Phase.PREFILL
             moe = self.backend.moe(self.banks, phase, None)
             self.poison.again()
-            hidden = self.model.forward(ids[first : first + size], positions, self.cache, moe)
+            step = Step.of_chunk(ids[first : first + size], first, self.cache, phase)
+            hidden = run_to_end(forward(self.model, step, moe))
             rows.append(self.backend.to_host(self.model.head(hidden)))
             first += size
         assert first == ids.size
@@ -101,17 +67,17 @@ class GpuModel:
 
 
 def reference_logits(path: Path, ids: I32Array, kv_type: KvType) -> F32Array:
-    """Of the float reference. Shapes: ids [T]; result [T, V]."""
+    """Logits of the reference backend. Shapes: ids [T]; result [T, V]."""
     with Engine.open(path, backend="reference", kv_type=kv_type.value) as engine:
         return engine.logits(ids.tolist())
 
 
 def error_of(logits: F32Array, reference: F32Array) -> float:
-    """Root of the mean square, relative to that of the logits; a NaN is told as such."""
+    """Root mean square error, relative to that of the logits; NaN if any is NaN."""
     return float(np.sqrt(((logits - reference) ** 2).mean() / (reference**2).mean()))
 
 
 def largest_error(found: AnyArray, expected: AnyArray) -> float:
-    """Relative to the largest value; infinite for a NaN."""
+    """The largest error relative to the largest value; infinite if any is NaN."""
     error = np.abs(found - expected).max() / np.abs(expected).max()
     return float(error) if error == error else float("inf")

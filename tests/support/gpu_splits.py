@@ -1,4 +1,4 @@
-"""A parent on a device and owners of experts elsewhere, all in this process."""
+"""A parent on a device and other owners of experts, all in this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.ops import KvType
-from dflash_adapters.registry import load
+from dflash_adapters.registry import describe
 from dflash_adapters.spec import ModelSpec
 from dflash_protocol.batch import Sums
 from dflash_protocol.device import CPU
@@ -21,6 +21,7 @@ from dflash_protocol.placement import OwnedExperts, Placement
 from dflash_runtime.compute import ComputeBackend, open_backend
 from dflash_runtime.compute.gpu.backend import CupyBackend
 from dflash_runtime.compute.gpu.device.device import KernelDevice
+from dflash_runtime.compute.model import Step, forward, run_to_end
 from dflash_runtime.engine.steps import Steps
 from dflash_runtime.experts.compute import LocalExpertCompute, OwnerKind, Ticket
 from dflash_runtime.experts.offload import OffloadMode
@@ -36,14 +37,14 @@ Layers = Mapping[int, Sequence[int]]
 
 
 class LostDaemon(LocalExpertCompute):
-    """Takes work and never answers."""
+    """Accepts work and never finishes it."""
 
     def collect(self, ticket: Ticket, out: Sums) -> None:
         raise DaemonUnavailable("gone")
 
 
 class Split:
-    """Logits of one text, by whoever owns the experts; results are spoilt before each chunk.
+    """Logits of one text with experts split among owners; buffers are poisoned before each chunk.
 
     The parent is called ``local``; an owner whose name begins with ``cpu`` computes on the CPU, one
     whose name begins with ``lost`` is lost, and each of the others has a device of its own.
@@ -62,8 +63,8 @@ class Split:
         offload: OffloadMode = OffloadMode.OFF,
         kv_type: KvType = KvType.F16,
     ) -> None:
-        """`new_device` opens one that `undo` closes; emulated ones if it is not given. With
-        `offload` the parent has been tried out.
+        """`new_device` opens a device that `undo` closes; the default is an emulated one. With
+        `offload` the parent has run its trial of copies.
 
         Shapes: ids [T].
         """
@@ -71,8 +72,8 @@ class Split:
         self._undo, self._new_device, self._halved_from = undo, new_device, overlapped_from
         self._poisons: list[Poison] = []
         self.file = undo.enter_context(GgufFile.open(path))
-        backend: Any = self._new_backend()  # whose arrays are not numpy's
-        model = load(self.file, backend.ops)
+        backend: Any = self._new_backend()  # its arrays are not numpy's
+        model = backend.load_model(self.file, describe(self.file))
         self.spec: ModelSpec = model.spec
         spec = self.spec
         self._vocab_size = spec.vocab_size
@@ -94,9 +95,7 @@ class Split:
             self.placement, computes, fallback=None, device_owner=device_owner, offload=offload
         )
         self._backend, self._model = backend, model
-        self._cache = backend.ops.new_kv_cache(
-            spec.kv_layers, ids.size, kv_type, spec.recurrent_layers
-        )
+        self._cache = backend.new_cache(spec, ids.size, kv_type)
         self.steps = Steps(
             self.file,
             model,
@@ -113,7 +112,7 @@ class Split:
             poison.begin()
 
     def logits(self) -> F32Array:
-        """Of every position, chunk by chunk. Shapes: result [T, V]."""
+        """Logits of every position, computed chunk by chunk. Shapes: result [T, V]."""
         run = self.steps.begin()
         out = np.empty((self.ids.size, self._vocab_size), np.float32)
         for first, last in self.steps.chunks(self.ids.size, self._chunks):
@@ -123,7 +122,7 @@ class Split:
         return out
 
     def captured_logits(self) -> F32Array:
-        """Of the last two positions, whose tokens were chunks of their own, by captured steps."""
+        """Logits of the last two positions, each computed by a captured step."""
         captured = self.steps.captured(self.steps.begin())
         assert captured is not None
         rows = []
@@ -136,13 +135,14 @@ class Split:
         return np.array(rows)
 
     def verified_logits(self, first: int, sizes: Sequence[int]) -> F32Array:
-        """Of positions from `first` on, in steps of several tokens as a draft is verified."""
+        """Logits from position `first` on, in steps of several tokens, as drafts are verified."""
         moe = self._backend.moe(self._local_banks, Phase.VERIFY, self.runtime)
         rows = []
         for size in sizes:
             self.spoil()
-            positions = np.arange(first, first + size, dtype=np.int32)
-            hidden = self._model.forward(self.ids[positions], positions, self._cache, moe)
+            tokens = self.ids[first : first + size]
+            step = Step.of_chunk(tokens, first, self._cache, Phase.VERIFY)
+            hidden = run_to_end(forward(self._model, step, moe))
             rows.append(self._backend.to_host(self._model.head(hidden)))
             first += size
         return np.concatenate(rows)
@@ -166,7 +166,7 @@ class Split:
         return backend
 
     def spoil(self) -> None:
-        """Nothing that was computed is wanted any more."""
+        """Poison all result buffers."""
         for poison in self._poisons:
             poison.again()
 

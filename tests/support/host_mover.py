@@ -1,7 +1,6 @@
-"""A device that moves payload, with nothing but numpy: for tests of what goes between devices.
+"""A DeviceMover in numpy, for tests of payload that goes between devices.
 
-`memory` that it reads and writes is the shared one; all else is its own. Faults are asked for by
-setting attributes.
+Windows are views of shared memory; everything else is its own. Attributes inject faults.
 """
 
 from __future__ import annotations
@@ -94,12 +93,12 @@ class HostExpected:
 
 
 class HostCrossing:
-    """Implements device_payload.DmaCopy: nothing is copied before somebody looks."""
+    """Implements device_payload.DmaCopy: copies as late as possible, when the end is polled."""
 
     def __init__(
         self, mover: HostMover, copy: Callable[[], int], sums: MovedSums | None = None
     ) -> None:
-        """`sums` are those that are read."""
+        """`sums`: the destination of a read of sums."""
         self._mover = mover
         self._copy = copy
         self._sums = sums
@@ -159,7 +158,7 @@ class HostWindow:
         return HostCrossing(self._mover, copied, sums)
 
     def read(self, offset: int, shape: tuple[int, int], dtype: type) -> AnyArray:
-        """A copy of what lies there."""
+        """A copy of the memory at `offset`."""
         self._mover.check()
         assert self._memory is not None, "a closed window is read"
         num_bytes = shape[0] * shape[1] * np.dtype(dtype).itemsize
@@ -183,11 +182,11 @@ class HostMover:
 
     def __init__(self) -> None:
         self.num_open = 0
-        """Windows that are not closed."""
+        """Number of open windows."""
         self.is_slow = False
-        """What is under way has not ended before somebody waits for it."""
+        """Fault: copies end only when they are waited for."""
         self.has_failed = False
-        """Whatever is asked of it from now on fails."""
+        """Fault: every call fails."""
 
     def open(self, address: int, num_bytes: int) -> HostWindow:
         self.check()

@@ -1,6 +1,6 @@
-"""Processes that render chat templates, whose templates have left the sandbox: they are Python.
+"""Renderer processes whose templates have escaped the sandbox: they run as Python.
 
-All that bounds the process itself is in place.
+The limits of the process itself are in place.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ chat_child.main()
 
 
 def escaped_command(instead: str = _ESCAPED) -> Sequence[str]:
-    """``result`` of a template that is a Python program is its text. `instead` is another program
-    for the whole process."""
+    """Command of a renderer that runs the template as Python and returns its ``result``. `instead`
+    replaces the process's whole program."""
     command = rendering_command()
     place = command.index("-c") + 1
     command[place] = f"import sys; sys.path += sys.argv[1:]\n{instead}"
@@ -32,7 +32,7 @@ def escaped_command(instead: str = _ESCAPED) -> Sequence[str]:
 
 STUCK = "while True: pass"
 STUCK_IN_C = "10 ** 10 ** 9"
-"""Holds the interpreter's lock."""
+"""An expression that computes for very long while it holds the GIL."""
 ASLEEP = "time.sleep(1000)"
 
 

@@ -1,8 +1,8 @@
-"""A process of the same account that writes into the mailbox of two others, until it is ended.
+"""A process of the same user that corrupts the mailbox of two other processes until it is ended.
 
 Example:
   python -m support.hostile_writer 4711 stale 8192 65536
-Process whose shared memory it is, what is written, where the mailbox begins there and its bytes.
+Arguments: process that has the shared memory, kind of damage, offset and size of the mailbox.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def _random_word(mail: bytearray | mmap.mmap, rng: random.Random) -> None:
 
 
 def _wrong_data(mail: bytearray | mmap.mmap, rng: random.Random) -> None:
-    """Beside the check that was there: of the right step, of another word."""
+    """Change the data, but keep the check."""
     at = rng.randrange(LINES_AT, len(mail), 8)
     mail[at : at + 4] = rng.randbytes(4)
 
 
 def _other_step(mail: bytearray | mmap.mmap, rng: random.Random) -> None:
-    """A word with a check that belongs to it, of a step before or after."""
+    """Write a word with its right check of another step."""
     at = rng.randrange(LINES_AT, len(mail), 8)
     word, check = (int.from_bytes(mail[at + i : at + i + 4], "little") for i in (0, 4))
     epoch = check ^ (word * _FACTOR & 0xFFFFFFFF)
@@ -62,7 +62,7 @@ KINDS: dict[str, Write] = {
     "random": _random_word,
     "wrong data": _wrong_data,
     "another step's": _other_step,
-    "stale": lambda mail, rng: None,  # what was there before, again: see `main`
+    "stale": lambda mail, rng: None,  # restores old content: see `main`
     "abort": _abort,
     "hosts' words": _hosts_words,
 }
@@ -70,7 +70,7 @@ KINDS: dict[str, Write] = {
 
 @contextmanager
 def hostile_writer(pid: int, kind: str, *, mail_at: int, mail_bytes: int) -> Iterator[None]:
-    """One at work, from when it has written once."""
+    """Run one; yields after its first write."""
     command = [sys.executable, "-m", "support.hostile_writer"]
     with subprocess.Popen(
         [*command, str(pid), kind, str(mail_at), str(mail_bytes)],

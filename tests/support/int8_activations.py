@@ -1,7 +1,6 @@
-"""What int8 with one scale for each 32 values keeps of activations, in numpy.
+"""Activations as int8 with one scale per 32 values, in numpy, as the CPU kernels quantise them.
 
-Kernels that multiply quantised weights see activations like this. Rounding is done in float32 by
-the kernels' own formula, so that the same bits come out; what follows is for float64.
+Rounding uses the kernels' formula in float32, so that the bits are the same; results are float64.
 """
 
 from __future__ import annotations
@@ -17,28 +16,28 @@ _STEPS = (127, 126)
 
 
 def as_int8(x: F32Array) -> F64Array:
-    """The values that are multiplied. Shapes: x and result [..., a multiple of 32]."""
+    """The values after rounding. Shapes: x and result [..., a multiple of 32]."""
     turns, steps, _ = _turns_and_steps(x)
     return (np.rint(turns).astype(np.float64) * steps).reshape(x.shape)
 
 
 def half_steps(x: F32Array) -> F64Array:
-    """Most that rounding changes a value by. Shapes: as in `as_int8`."""
+    """The largest change of each value by rounding. Shapes: as in `as_int8`."""
     turns, steps, _ = _turns_and_steps(x)
     return np.broadcast_to(0.5 * steps, turns.shape).reshape(x.shape)
 
 
 def doubtful_steps(x: F32Array, slack: float) -> F64Array:
-    """How far `as_int8` may be off if x is known to `slack` steps: one step, or mostly none."""
+    """How far `as_int8` may be off if x is known to `slack` steps: one step near ties, else 0."""
     turns, steps, margin = _turns_and_steps(x)
     from_tie = np.abs(np.abs(turns - np.trunc(turns)) - 0.5)
-    # What 32 values are off by, as a rule to either side, may let the other grid be chosen.
+    # Errors of the 32 values may also change which of the two grids is chosen.
     is_doubtful = (from_tie <= slack) | (margin <= 4 * slack)
     return np.where(is_doubtful, steps, 0.0).reshape(x.shape)
 
 
 def _turns_and_steps(x: F32Array) -> tuple[F32Array, F64Array, F64Array]:
-    """Unrounded quants, the size of a step, and by how much the chosen grid is the better one.
+    """Unrounded quants, the size of a step, and the chosen grid's lead over the other one.
 
     Shapes: [..., blocks, 32]; [..., blocks, 1]; [..., blocks, 1], in squared steps.
     """
@@ -51,7 +50,7 @@ def _turns_and_steps(x: F32Array) -> tuple[F32Array, F64Array, F64Array]:
             inverse = np.where(largest > 0, np.float32(steps) / largest, np.float32(0))
         turns.append(blocks * inverse)
         total = np.square(turns[-1] - np.rint(turns[-1]))
-        while total.shape[-1] > 1:  # the kernels' order of adding
+        while total.shape[-1] > 1:  # the kernels' order of additions
             half = total.shape[-1] // 2
             total = total[..., :half] + total[..., half:]
         errors.append(total * np.float32(1 / steps**2))

@@ -1,4 +1,4 @@
-"""Ctrl-C in a suite: as its tests expect it, and as their threads send it."""
+"""Ctrl-C in tests: makes sure that SIGINT has its usual effect, and sends it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import threading
 
 
 def have_interrupts() -> None:
-    """Have Ctrl-C interrupt this process, and those that it starts, though it may be ignored.
+    """Restore the default handling of SIGINT in this process and in those it starts.
 
-    A shell has a script's background jobs ignore it, and whatever they start inherits that.
+    Background jobs of a shell script ignore SIGINT, and their children inherit that.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def interrupt_main_thread() -> None:
-    """Returns at once; the main thread's handler runs when that thread comes to it."""
+    """Send SIGINT to the main thread. Returns before its handler has run."""
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)

@@ -2,7 +2,7 @@
 
 The library is the extension module of the `xllamacpp` wheel, opened with ctypes: it exports the C
 interfaces of llama.cpp and ggml. Settings are those of exact comparison: CPU, no weight
-repacking, no flash attention. Knows nothing of the packages under test.
+repacking, no flash attention. Does not import the packages under test.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _CALLS: Calls = {
 
 @cache
 def llama_library() -> ctypes.CDLL:
-    """The C interface of llama.cpp, its log silenced, with the call types this module uses.
+    """llama.cpp's C interface with the argument types that this module needs, and no log.
 
     Raises: LlamaError if the wheel is missing, or its structures are not known.
     """

@@ -1,6 +1,6 @@
 """llama.cpp's tokenizer of a GGUF file, without its weights: the oracle for token ids.
 
-Knows nothing of the packages under test.
+Does not import the packages under test.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LlamaTokenizer(LlamaOracle):
         self._to_piece.restype = ctypes.c_int32
 
     def detokenize(self, token_ids: list[int]) -> bytes:
-        """What a whole sequence stands for, control tokens in full."""
+        """The bytes of a whole sequence, control tokens spelled out."""
         ids = (ctypes.c_int32 * len(token_ids))(*token_ids)
         buffer = ctypes.create_string_buffer(64 * len(token_ids) + 64)
         count = self._detokenize(self._vocab, ids, len(ids), buffer, len(buffer), False, True)
@@ -57,7 +57,7 @@ class LlamaTokenizer(LlamaOracle):
         return bool(self._attributes(self._vocab, token_id) & _SPECIAL_ATTRIBUTES)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token stands for, control tokens in full."""
+        """The bytes of one token, control tokens spelled out."""
         buffer = ctypes.create_string_buffer(4096)
         count = self._to_piece(self._vocab, token_id, buffer, len(buffer), 0, True)
         return buffer.raw[:count]

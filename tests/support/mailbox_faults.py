@@ -1,5 +1,4 @@
-"""What tests of mailboxes do to daemons, to parents and to what is between them, and what is left
-afterwards."""
+"""Faults in daemons, parents and mailboxes between them, and checks that nothing leaks."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ def socket_of(endpoint: str) -> Path:
 
 
 def remove_sockets(endpoint: str) -> None:
-    """What is killed cannot do so."""
+    """Remove the sockets of a killed daemon."""
     path = socket_of(endpoint)
     for left in path.parent.glob(f"{path.name}*"):
         left.unlink()
@@ -65,7 +64,7 @@ def experts_of(model: Path) -> MoeSpec:
 
 @contextmanager
 def waiting_daemon(pair: DevicePair, model: Path, endpoint: str) -> Iterator[TalkingProcess]:
-    """One that has still to begin."""
+    """A daemon's process that has imported everything, but not begun."""
     arguments = [str(model), "--listen", endpoint, "--device", pair.devices[1]]
     silence_s = str(pair.pace.silence_s)
     with talking_process(
@@ -76,31 +75,31 @@ def waiting_daemon(pair: DevicePair, model: Path, endpoint: str) -> Iterator[Tal
 
 @contextmanager
 def starting_daemon(pair: DevicePair, model: Path, endpoint: str) -> Iterator[TalkingProcess]:
-    """One that will be listening soon."""
+    """A daemon that has begun to start."""
     with waiting_daemon(pair, model, endpoint) as daemon:
         daemon.begin()
         yield daemon
 
 
 def await_listening(daemon: TalkingProcess) -> None:
-    """Until parents may connect."""
+    """Wait until parents can connect."""
     daemon.await_line("listening on")
 
 
 @dataclass
 class Mailing:
-    """An engine whose experts are asked for through a daemon's mailbox."""
+    """An engine that uses a daemon's experts through a mailbox."""
 
     engine: Engine
     pace: Pace
     rings: Rings
     expected: list[int]
-    """What it chooses without any daemon."""
+    """The tokens that it generates without a daemon."""
     longest_gap_s: float = 0.0
-    """Between two tokens of a text in which something happened."""
+    """The longest time between two tokens of a text with a fault."""
 
     def check_text(self) -> None:
-        """It is right, and nobody has waited for long."""
+        """Generate the text: it is right, and no token takes too long."""
         found, gap_s, last_s = [], 0.0, 0.0
         for token in self.engine.generate(PROMPT, self.pace.num_tokens, ignore_eos=True):
             now_s = time.monotonic()
@@ -112,7 +111,7 @@ class Mailing:
         self.longest_gap_s = max(self.longest_gap_s, gap_s)
 
     def is_used_again(self) -> bool:
-        """Whether the next text goes through a mailbox; it takes what it takes to open one."""
+        """Whether the next text goes through a mailbox; opening one takes a while."""
         num_before = self.rings.count
         assert tokens(self.engine, self.pace.num_tokens) == self.expected
         return self.rings.count > num_before
@@ -135,8 +134,8 @@ def mailing(
     daemon: TalkingProcess,
     check_replies: int | None = 0,
 ) -> Iterator[Mailing]:
-    """A parent in this process that has replicas of all experts; nothing of it is left. What it
-    computes without the daemon it does while that starts."""
+    """A parent in this process with replicas of all experts; checks that it leaves nothing. The
+    expected text is computed while the daemon starts."""
     pace, held_before = pair.pace, pair.held()
     open_engine = partial(opened, model, device=pair.devices[0], context=pace.context)
     with open_engine() as engine:
@@ -160,10 +159,10 @@ def mailing(
 
 @dataclass
 class Damage:
-    """What is written into a mailbox, again and again, until a step has failed by it."""
+    """Writes into a mailbox again and again until a step fails."""
 
     pieces: list[tuple[int, bytes]]
-    """Places and bytes."""
+    """Offsets and the bytes to write there."""
     is_done: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
 
@@ -183,7 +182,7 @@ class Damage:
             self.thread.join()
 
     def do(self, mailed: Mailing, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Texts are right meanwhile."""
+        """Do the damage, and check that texts are right meanwhile."""
         fail = ParentMail.fail
 
         def failed(mail: ParentMail) -> None:
@@ -198,7 +197,7 @@ class Damage:
         with monkeypatch.context() as patched:
             patched.setattr(ParentMail, "fail", failed)
             try:
-                end_s = time.monotonic() + _TIMEOUT_S  # it may come too late for one text
+                end_s = time.monotonic() + _TIMEOUT_S  # one text may end before the damage is done
                 while not self.is_done.is_set():
                     assert time.monotonic() < end_s
                     mailed.check_text()
@@ -207,7 +206,7 @@ class Damage:
 
 
 def damages(layout: MailLayout) -> dict[str, list[tuple[int, bytes]]]:
-    """By name; of the model's first layer. Words are damaged beside checks that are left alone."""
+    """Kinds of damage by name, to lines of the first layer: words change, checks stay."""
     request, reply = LINES_AT + 3 * LINE_BYTES, layout.replies_at + 3 * LINE_BYTES
     aborts = [(at, bytes(4)) for at in (PARENT_ABORT_AT, DAEMON_ABORT_AT)]
     rng = np.random.default_rng(6)
@@ -225,8 +224,8 @@ def damages(layout: MailLayout) -> dict[str, list[tuple[int, bytes]]]:
 def parents_die(
     pair: DevicePair, model: Path, endpoint: str, steps: Sequence[int]
 ) -> Iterator[int]:
-    """Parents of processes of their own do, one after the other, each within one of these steps,
-    which are given back. The next one imports what it needs meanwhile."""
+    """Kill parents in separate processes, one after the other, each in one of these steps; yields
+    the step. The next parent imports its modules meanwhile."""
     with ExitStack() as undo:
 
         def new_parent(step: int) -> TalkingProcess:
@@ -244,7 +243,7 @@ def parents_die(
 
 
 class Readings:
-    """What a process and its devices have in use, before and after what must leave nothing."""
+    """Resources of a process and its devices, before and after a test that must not leak."""
 
     def __init__(
         self,
@@ -253,17 +252,17 @@ class Readings:
         folder: Path,
         held: Callable[[], Mapping[str, int]],
     ) -> None:
-        """`held` tells what the process has of its devices, and its resident bytes."""
+        """`held` returns the process's device resources and its resident bytes."""
         self._pair, self._process, self._folder, self._held = pair, process, folder, held
         self._before: dict[str, int] = {}
         self._grown: dict[str, int] = {}
 
     def begin(self) -> None:
-        """What is in use now is the measure."""
+        """Take the baseline."""
         self._before = self._read()
 
     def end(self) -> dict[str, int]:
-        """How much more there is; fails the test if it is too much, and stays so."""
+        """The growth since the baseline; fails the test if it stays above the bounds."""
         with suppress(AssertionError):
             wait_until(self._is_unchanged, "", within_s=10.0, pause_s=0.5)
         allowed = self._pair.may_grow()
@@ -289,7 +288,7 @@ class Readings:
 
 
 def held_by(daemon: TalkingProcess) -> dict[str, int]:
-    """What a daemon has of its device, and its resident bytes."""
+    """A daemon's device resources and its resident bytes."""
     num_before = daemon.num_lines
     daemon.process.send_signal(signal.SIGUSR1)
     line = daemon.await_line(HOLDS, since=num_before)
@@ -298,12 +297,12 @@ def held_by(daemon: TalkingProcess) -> dict[str, int]:
 
 
 def held_here(pair: DevicePair) -> dict[str, int]:
-    """The same of this process."""
+    """The same for this process."""
     return {**pair.held(), RESIDENT: resident_bytes()}
 
 
 def wait_for_silence(pace: Pace, process: psutil.Process) -> None:
-    """Until a daemon has forgotten all parents that are gone."""
+    """Wait until a daemon has dropped the parents that are gone."""
     wait_until(
         lambda: not shared_things(process)["mappings"], "shared memory to be given back",
         within_s=10 * pace.silence_s, pause_s=0.1,
@@ -311,5 +310,5 @@ def wait_for_silence(pace: Pace, process: psutil.Process) -> None:
 
 
 def wait_for_kept_memory() -> None:
-    """Until nothing is kept for daemons that are gone."""
+    """Wait until memory that was kept for daemons that are gone is released."""
     time.sleep(2 * KEPT_S)

@@ -1,5 +1,5 @@
-"""Two GPUs that ask each other through a mailbox, a parent's and a daemon's, each in a process of
-its own: emulated ones and real ones, by what tests of them must know to be the same.
+"""Two GPUs connected by a mailbox, a parent's and a daemon's, each in its own process: emulated or
+real ones behind one interface, so that the same tests run on both.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ _TINY_RECURRENT = Qwen35MoeShape(
 )
 _BLOCK_BYTES = 2 << 20
 _EVENTS = 8
-"""More than are captured at once."""
+"""Most events that a driver may keep for reuse."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast a pair is, and what is asked of it."""
+    """Time limits and sizes of tests that suit the speed of a pair."""
 
     limit_ms: int
-    """Of a step."""
+    """Time limit of a step."""
     silence_s: float
-    """After which a daemon forgets a parent."""
+    """Silence after which a daemon drops a parent."""
     num_tokens: int
-    """Of a text."""
+    """Length of a text."""
     context: int
     fault_at: int
-    """The step of a text in which something happens."""
+    """The step of a text in which a fault happens."""
     dying_steps: tuple[int, ...]
-    """Steps in which parents die: some of a text first, so that daemons have done all they ever do;
-    then some that are tried before it."""
+    """Steps in which parents die: first some of a text, so that daemons have run all their code,
+    then some of the trial before it."""
 
 
 EMULATED_PACE = Pace(
@@ -83,7 +83,7 @@ GPU_PACE = Pace(
     num_tokens=200,
     context=256,
     fault_at=20,
-    # 48 are tried in each medium.
+    # The trial takes 48 steps in each kind of memory.
     dying_steps=(290, 200, 140, 110, 95, 80, 52, 47, 30, 1),
 )
 PACES = {EMULATED: EMULATED_PACE, GPU: GPU_PACE}
@@ -98,42 +98,42 @@ class DevicePair(Protocol):
 
     @property
     def pace(self) -> Pace:
-        """How fast both are."""
+        """Time limits and sizes."""
 
     @property
     def devices(self) -> tuple[str, str]:
-        """Names of the parent's and the daemon's, each in its process."""
+        """Names of the parent's and the daemon's device, as their processes see them."""
 
     @property
     def daemon_module(self) -> str:
-        """What a daemon's process runs."""
+        """The module that a daemon's process runs."""
 
     def model(self, name: str, folder: Path) -> Path:
-        """A file of QWEN3MOE or RECURRENT."""
+        """A model file; `name` is QWEN3MOE or RECURRENT."""
 
     def shared_folder(self, run_dir: Path) -> AbstractContextManager[Path]:
-        """One in which both can share memory, empty in the end: the session's, or another one."""
+        """A run directory in which both can share memory; must be empty at the end."""
 
     def hide_memory(self) -> None:
-        """This process's device does not see others' from now on: lines are in the host's."""
+        """From now on this device cannot map peers' memory: lines are in host memory."""
 
     def held(self) -> dict[str, int]:
-        """What this process has of its devices, by kinds."""
+        """This process's device resources, by kind."""
 
     def used(self) -> dict[str, int]:
-        """Bytes of each device that are in use, whoever's they are."""
+        """Bytes in use on each device, by all processes."""
 
     def may_grow(self) -> dict[str, int]:
-        """By how much some of all that is counted may have grown when nothing leaks."""
+        """Growth of each count that is not a leak."""
 
 
 class EmulatedPair:
-    """Made by `emulated_gpu`: every step takes long, and everything is counted to the byte."""
+    """Two emulated GPUs: slow, but every byte is counted."""
 
     name = EMULATED
     pace = EMULATED_PACE
     devices = "cuda:0", "cuda:0"
-    """Each process has devices of its own."""
+    """Each process has its own ``cuda:0``."""
     daemon_module = "support.emulated_daemon"
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ class EmulatedPair:
         return self._gpus.held()
 
     def used(self) -> dict[str, int]:
-        """As DevicePair.used: nobody else counts."""
+        """As DevicePair.used: this process only."""
         return {}
 
     def may_grow(self) -> dict[str, int]:
@@ -187,8 +187,8 @@ class GpuPair:
 
     @contextmanager
     def shared_folder(self, run_dir: Path) -> Iterator[Path]:
-        """As DevicePair.shared_folder: devices see memory of a tmpfs alone."""
-        # Not a name that other sessions of tests look for.
+        """As DevicePair.shared_folder: GPUs can map only memory of a tmpfs."""
+        # Not a name that leak checks of other test sessions look for.
         folder = Path(tempfile.mkdtemp(prefix="mailbox-test-", dir="/dev/shm"))
         self._monkeypatch.setenv("DFLASH_MOE_EXPERT_COMPUTE_IPC_WORK_DIR", str(folder))
         yield folder
@@ -205,9 +205,9 @@ class GpuPair:
         return {f"bytes used of {device}": used_bytes(device) for device in self._devices}
 
     def may_grow(self) -> dict[str, int]:
-        """As DevicePair.may_grow. A driver takes memory in blocks that small allocations share, so
-        that the same ones need a block more when they come in another order. What is less than that
-        a round, and ours, `held` finds. Events are kept to be used again."""
+        """As DevicePair.may_grow. A driver allocates blocks that small allocations share, so that
+        another order of the same allocations may need one block more; `held` finds smaller leaks.
+        Events are kept for reuse."""
         blocks = {f"bytes used of {device}": 2 * _BLOCK_BYTES for device in self._devices}
         return _HOST_MAY_GROW | blocks | {"events": _EVENTS}
 
@@ -217,7 +217,7 @@ def _see_nothing(*_: object) -> NoReturn:
 
 
 _HOST_MAY_GROW = {RESIDENT: 8 << 20}
-"""Pages that are in use again in other places than before: 1 to 2 MB were seen after 20 rounds."""
+"""Fragmentation of the host's heap: 1 to 2 MB were seen after 20 rounds."""
 PAIRS: dict[str, Callable[[pytest.MonkeyPatch], DevicePair]] = {
     EMULATED: EmulatedPair,
     GPU: GpuPair,

@@ -1,4 +1,4 @@
-"""Engines and daemons on emulated GPUs that ask each other through mailboxes."""
+"""Engines and daemons on emulated GPUs that use mailboxes."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from support.processes import START_S
 PROMPT = [int(i) for i in np.random.default_rng(2).integers(0, TINY.vocab_size, 12)]
 NUM_TOKENS = 9
 _LONGEST_STEP_S = 0.5
-"""Between the last step of a text and the next one's first there is more."""
+"""A longer gap means that a new text has begun."""
 TRIED_STEPS = 2
-"""In each medium."""
+"""Steps that are tried in each kind of memory."""
 
 
 class Rings:
-    """Counts steps that were asked for through mailboxes; `then` is called after each."""
+    """Counts steps that go through mailboxes; `then` is called after each."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
         self.segment: Segment | None = None
-        """With the mailbox that was rung last."""
+        """The segment of the mailbox that was used last."""
         self.then: Callable[[], None] = lambda: None
         self._rung_s = self._step_s = 0.0
         ring = ParentMail.ring
@@ -53,7 +53,7 @@ class Rings:
         monkeypatch.setattr(ParentMail, "ring", counted)
 
     def at(self, count: int, action: Callable[[], None]) -> None:
-        """Do something once so many steps more were asked for, before the parent's has begun."""
+        """Run `action` when `count` more steps were requested, before the parent's step begins."""
         wanted = self.count + count
 
         def act() -> None:
@@ -63,7 +63,7 @@ class Rings:
         self.then = act
 
     def within(self, count: int, action: Callable[[], None]) -> None:
-        """The same in the middle of that step, as long as the one before it has taken."""
+        """The same, in the middle of that step, by the duration of the step before."""
 
         def begin() -> None:
             timer = threading.Timer(min(self._step_s, _LONGEST_STEP_S) / 2, action)
@@ -74,7 +74,7 @@ class Rings:
 
 
 def install_mailing_gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
-    """Emulated GPUs, on which few steps are tried before one medium is taken: each takes long."""
+    """Emulated GPUs with a short trial of each kind of memory, as their steps are slow."""
     monkeypatch.setattr(captured_step, "_TIMED_STEPS", TRIED_STEPS)
     monkeypatch.setattr(captured_step, "_TIMED_RUNS", 1)
     monkeypatch.setattr(EmulatedPeerMemory, "freed_while_open", [])
@@ -82,7 +82,7 @@ def install_mailing_gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
 
 
 def patient_settings(*, step_limit_ms: int = 20_000) -> Settings:
-    """Emulated kernels take their time."""
+    """Settings with deadlines that suit emulated kernels."""
     return replace(load_settings(), step_limit_ms=step_limit_ms, deadline_ms=20_000)
 
 
@@ -92,13 +92,13 @@ def opened(model: Path, *, device: str = "cuda:0", context: int = 32, **options:
 
 
 def tokens(engine: Engine, count: int = NUM_TOKENS) -> list[int]:
-    """The most likely ones after the prompt."""
+    """The greedy tokens after the prompt."""
     return [t.token_id for t in engine.generate(PROMPT, count, ignore_eos=True)]
 
 
 def check_text(engine: Engine, found: list[int]) -> None:
-    """What the CPU computes in place of a daemon has other bits, so that tokens are compared by
-    their logits: each is the most likely after those before it, or as likely as that."""
+    """Check tokens by their logits, as the CPU's fallback has other bits than the daemon: each must
+    have the largest logit after those before it, or nearly so."""
     assert len(found) == NUM_TOKENS
     logits = engine.logits([*PROMPT, *found])[len(PROMPT) - 1 : -1]
     chosen = logits[np.arange(NUM_TOKENS), found]
@@ -106,7 +106,7 @@ def check_text(engine: Engine, found: list[int]) -> None:
 
 
 def ended(process: subprocess.Popen[str]) -> str:
-    """What a process has said that was told to end."""
+    """The output of a process that was told to end."""
     process.terminate()
     process.wait(START_S)
     assert process.stderr is not None
@@ -114,7 +114,7 @@ def ended(process: subprocess.Popen[str]) -> str:
 
 
 def shared_things(process: psutil.Process) -> dict[str, int]:
-    """How many descriptors a process has, and how much memory it has mapped that others see."""
+    """The number of a process's descriptors, and bytes of shared memory that it has mapped."""
     maps = process.memory_maps(grouped=False)
     shared = [each for each in maps if "ring-" in each.path or "dflash-peer" in each.path]
     return {

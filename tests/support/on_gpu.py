@@ -1,8 +1,8 @@
 """A plugin for pytest: tests that open an EmulatedDevice get a GPU, whose results are poisoned and
 whose arrays are each an allocation of their own, so that compute-sanitizer sees their bounds.
 
-With ``--like-a-gpu`` it is the emulation after all, but no test can tell: for want of a GPU.
-What was launched is printed in the end, ``launched <kernel file> <kernel>``.
+With ``--like-a-gpu`` it is still the emulation, with arrays that look like a GPU's.
+At the end it prints ``launched <kernel file> <kernel>`` for each kernel that was launched.
 
 Example:
   python -m pytest -p support.on_gpu tests/runtime/compute/gpu/test_mma.py
@@ -39,7 +39,7 @@ _opened: list[GpuInPlaceOfEmulation] = []
 
 
 class _Notes:
-    """Notes what is launched, whatever the device is."""
+    """Mixin of devices that records the kernels it launches."""
 
     def module(self, file: str | Path, defines: Defines) -> Any:
         module = super().module(str(file), defines)  # type: ignore[misc]
@@ -59,12 +59,13 @@ class _Module:
 
 
 class GpuInPlaceOfEmulation(_Notes, CupyDevice):
-    """Takes what EmulatedDevice takes; what a GPU has no choice in is as it is."""
+    """A GPU with the constructor of EmulatedDevice; options that do not apply are ignored."""
 
     def __init__(self, *, lanes: int = 32, **_: Any) -> None:
         gpu = first_gpu()
         super().__init__(gpu, lanes=64 if lanes == 64 and gpu.kind is DeviceKind.CUDA else None)
-        self._pool: Any = _NoPool(self._cupy)
+        memory = self._memory
+        memory._pool = _NoPool(memory._cupy)
         _opened.append(self)
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> Any:
@@ -76,7 +77,7 @@ class GpuInPlaceOfEmulation(_Notes, CupyDevice):
 
 
 class _NoPool:
-    """In place of cupy.cuda.MemoryPool."""
+    """Replaces cupy.cuda.MemoryPool: every array is its own allocation."""
 
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
@@ -86,14 +87,14 @@ class _NoPool:
         return self._cupy.cuda.MemoryPointer(memory, 0)
 
     def free_all_blocks(self) -> None:
-        """All are free already."""
+        """Nothing is kept."""
 
     def total_bytes(self) -> int:
         return 0
 
 
 class LikeGpu(_Notes, EmulatedDevice):
-    """The emulation, with arrays that are not numpy's."""
+    """The emulation, with arrays that are not numpy arrays."""
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> Any:
         return ReadableArray(self, _Raw(super().empty(shape, dtype)))
@@ -113,7 +114,7 @@ class LikeGpu(_Notes, EmulatedDevice):
         return super().download(_host_array(array))
 
     def prepared(self, kernel: Any, *args: Any, **options: Any) -> Any:
-        """Also what side streams launch."""
+        """Records launches of side streams too."""
         if isinstance(kernel, SimpleNamespace):
             _launched.add((kernel.file, kernel.kernel.name))
             kernel = kernel.kernel
@@ -121,9 +122,9 @@ class LikeGpu(_Notes, EmulatedDevice):
 
 
 class _Raw:
-    """What CuPy's arrays have, over one of numpy's."""
+    """A numpy array with the interface of CuPy's."""
 
-    device = SimpleNamespace()  # without an id: that of the emulation
+    device = SimpleNamespace()  # without an id, as the emulation has none
 
     def __init__(self, host: Any) -> None:
         self.host = host
@@ -151,7 +152,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Before anything imports the emulation."""
+    """Replace the emulation before anything imports it."""
     is_emulated = early_config.known_args_namespace.like_a_gpu
     device = LikeGpu if is_emulated else GpuInPlaceOfEmulation
     for module in (support.emulated_device, support.emulated_device.emulated_device):
@@ -175,7 +176,7 @@ class MistakeArgs(ctypes.Structure):
 
 
 def main() -> None:
-    """Launch a kernel with a mistake, which only compute-sanitizer sees for certain."""
+    """Launch a kernel with a mistake, which only compute-sanitizer detects reliably."""
     device = GpuInPlaceOfEmulation()
     kernel = device.module(str(_MISTAKES), {}).kernel(sys.argv[1], MistakeArgs)
     out = device.empty(128, np.float32)

@@ -1,7 +1,4 @@
-"""Random models, what llama.cpp makes of them, and whether an engine makes the same of them.
-
-Knows nothing of any architecture.
-"""
+"""Compares an engine's logits with llama.cpp's, on random models of any architecture."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from support.random_gguf import RandomShape, TensorTypes, write_model
 
 BACKENDS = ("reference", "cpu")
 CHUNKS: tuple[int | list[int] | None, ...] = (None, [70, 1], [33, 33, 24])
-"""Of 90 tokens: one prefill, prefill and single decodes, uneven ones."""
+"""Chunks of 90 tokens: one prefill, a prefill and single steps, uneven chunks."""
 SPLITS: dict[str, dict[str, Any]] = {
     "all local": {},
     "one daemon": {"daemons": ["cpu"]},
@@ -46,7 +43,7 @@ def oracle_case(
     yarn_beta_fast: float | None = None,
     **options: Any,
 ) -> OracleCase:
-    """`options` are those of write_model; a beta is what llama.cpp computes with instead of 32."""
+    """`options` are those of write_model; `yarn_beta_fast` replaces llama.cpp's 32."""
     path = write_model(folder / "model.gguf", shape, seed=seed, **options)
     ids = np.random.default_rng(10).integers(0, 90, num_tokens) % shape.vocab_size
     with LlamaOracle(
@@ -66,7 +63,7 @@ def check_logits(
     chunks: Iterable[int | Sequence[int] | None] = CHUNKS,
     **options: Any,
 ) -> None:
-    """An engine's logits are llama.cpp's. `options` are those of Engine.open."""
+    """Check that an engine's logits equal llama.cpp's. `options` are those of Engine.open."""
     with Engine.open(case.path, backend=backend, **SPLITS[split], **options) as engine:
         for chunk in chunks:
             logits = engine.logits(case.token_ids, chunk)
@@ -85,9 +82,9 @@ def check_no_less_accurate(
     seeds: Iterable[int],
     most_error: float,
 ) -> None:
-    """Of files of fewer bits the cpu backend's logits are no further from the reference's, which
-    computes in float32 with what the bits stand for, than llama.cpp's are; all with halves as keys
-    and values. Errors are shares of the logits' norm."""
+    """For a quantised file, the cpu backend's logits are no further from the reference backend's
+    (float32 on dequantised weights) than llama.cpp's are; all with an f16 KV cache. Errors are
+    relative to the logits' norm."""
     ours = theirs = exact = 0.0
     for seed in seeds:
         path = write_model(folder / f"{seed}.gguf", shape, seed=seed, tensor_type=tensor_type)

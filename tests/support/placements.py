@@ -15,8 +15,8 @@ from dflash_runtime.placement.split import even_split, make_placement
 
 
 def write_even_placement(folder: Path, model: Path) -> tuple[Path, Placement]:
-    """A placement file for a daemon ``link0`` of a qwen3moe model, of which the parent keeps four
-    experts a layer; and that placement."""
+    """Write a placement of a qwen3moe model: the parent has four experts per layer, the daemon
+    ``link0`` the others. Returns the file and the placement."""
     with GgufFile.open(model) as file:
         spec = read_spec(file).moe
     placement = even_split(spec, ["link0"], 4)
@@ -35,7 +35,7 @@ def write_even_placement(folder: Path, model: Path) -> tuple[Path, Placement]:
 def random_placement(
     spec: MoeSpec, owner_names: Sequence[str], random: np.random.Generator
 ) -> Placement:
-    """Each expert gets one owner at random, and now and then a second one, its replica."""
+    """Each expert gets a random owner, and some a second one (a replica)."""
     by_owner: dict[str, dict[int, list[int]]] = {name: {} for name in owner_names}
     for layer in spec.layers:
         for global_expert_id in random.permutation(layer.num_experts).tolist():

@@ -1,6 +1,6 @@
 """Chat templates as transformers renders them: Jinja's own sandbox, without our bounds.
 
-Knows nothing of the packages under test.
+Does not import the packages under test.
 """
 
 from __future__ import annotations

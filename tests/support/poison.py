@@ -1,5 +1,5 @@
-"""Results of work on a device, made useless before each checked run: whoever reads what this run
-has not written gives NaNs, or ids that are nobody's."""
+"""Poisons a device's result buffers before each checked run: reading a value that this run has not
+written gives NaNs or invalid ids."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _POISON = 0xFF
 
 
 class Poison:
-    """Fills what `empty` of a device gives, and fills it again when it is told to.
+    """Fills the arrays that a device's `empty` returns, and fills them again on demand.
 
-    For any KernelDevice: the product has no such setting.
+    Works with any KernelDevice, without support in the product.
     """
 
     def __init__(self, device: KernelDevice) -> None:
@@ -33,11 +33,11 @@ class Poison:
         vars(device).update(self._methods)
 
     def begin(self) -> None:
-        """Everything is loaded: what `empty` gives from now on is for results."""
+        """Weights are loaded: arrays from `empty` are result buffers from now on."""
         self._results = []
 
     def again(self) -> None:
-        """Spoil all results that there are. None may be wanted any more, and nothing be running."""
+        """Poison all result buffers. No result may be needed any more, and nothing may run."""
         assert self._results is not None
         self._results = [each for each in self._results if each() is not None]
         for reference in self._results:
@@ -46,7 +46,7 @@ class Poison:
                 self._spoil(array)
 
     def close(self) -> None:
-        """The device is as it was."""
+        """Restore the device."""
         for name in self._methods:
             del vars(self._device)[name]
 

@@ -1,7 +1,4 @@
-"""Experts of a file on a device, and prefill's products of them; the float64 answer beside it.
-
-Knows which parts prefill consists of, not how they compute.
-"""
+"""A file's experts on a device and the kernels of a prompt chunk for them."""
 
 from __future__ import annotations
 
@@ -27,13 +24,13 @@ from dflash_runtime.compute.gpu.launch.prefill_weights import (
 )
 
 SMALL_TILE = Tile(rows=32, columns=64, warps_m=2, warps_n=2, stages=2)
-"""Little enough that small shapes have several; warps of 16 x 32."""
+"""A tile so small that small shapes have several; warp tiles of 16 x 32."""
 SMALL_TENSOR = Products(ProductKind.TENSOR, SMALL_TILE, float_tile=SMALL_TILE)
 SMALL_HALF = Products(ProductKind.HALF, SMALL_TILE, float_tile=SMALL_TILE)
 
 
 class ExpertsOnDevice:
-    """A layer's experts uploaded by slot; `slots[e]` is that of expert e, below 0: not resident."""
+    """A layer's experts, uploaded by slot. `slots[e]` is expert e's; negative: not resident."""
 
     def __init__(
         self,
@@ -62,7 +59,7 @@ class ExpertsOnDevice:
 
     def _upload(self, file: GgufFile, part: ExpertProjection, slots: I32Array) -> StoredProjection:
         bytes_of_row = row_bytes(part.tensor_type, part.columns)
-        # Slots of nobody are NaN in most types, as would be a matrix that is read by mistake.
+        # Slots without an expert are NaN in most types, so that reading one by mistake shows.
         matrices = np.full((slots.max() + 1, part.rows, bytes_of_row), 0xFF, np.uint8)
         for expert, slot in enumerate(slots):
             if slot >= 0:
@@ -139,23 +136,23 @@ class PrefillRig:
         )
 
     def group(self, topk_ids: I32Array, topk_weights: F32Array) -> None:
-        """Sort a choice. Shapes: [T, K]."""
+        """Group the pairs of a routing by expert. Shapes: [T, K]."""
         upload = self.device.upload
-        self.groups.group_chosen(
+        self.grouped = self.groups.group_chosen(
             upload(topk_ids), upload(topk_weights), slot_of_expert=self.experts.slot_of_expert
         )
 
     def sums(self, hidden: F32Array) -> F64Array:
-        """Of the pairs that were grouped. Shapes: hidden, result [T, H]."""
+        """Sums of the grouped pairs. Shapes: hidden, result [T, H]."""
         out_sums = self.device.empty(hidden.shape, np.float64)
         rows = self.rows.prepare(self.device.upload(hidden))
-        self.prefill.run(rows, self.groups, self.experts.stored, out_sums=out_sums)
+        self.prefill.run(rows, self.grouped, self.experts.stored, out_sums=out_sums)
         return self.device.download(out_sums)
 
 
 def choose(
     rng: np.random.Generator, num_tokens: int, num_experts: int, num_used: int
 ) -> tuple[I32Array, F32Array]:
-    """Different experts of each token, in random order. Shapes: [T, K]."""
+    """A random routing: distinct experts per token, in random order. Shapes: [T, K]."""
     ids = np.argsort(rng.random((num_tokens, num_experts)), axis=1)[:, :num_used]
     return ids.astype(np.int32), rng.random((num_tokens, num_used), dtype=np.float32)

@@ -1,4 +1,4 @@
-"""Starting our programs as a user would, as processes of their own."""
+"""Starts our programs as separate processes, as a user would."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def run_python(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, the benches importable too; it takes its helpers with it."""
+    """Run a program to its end, with benches importable; its child processes end with it."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
@@ -61,8 +61,8 @@ def run_main(
 ) -> subprocess.CompletedProcess[str]:
     """Run a program's `main` to its end within this process, which saves a second of imports.
 
-    For what needs no process of its own: what is said and the exit code. The environment, the log,
-    the mask of new files, the cores and what signals do are put back afterwards.
+    For tests of output and exit code. The environment, logging, umask, CPU affinity and signal
+    handlers are restored afterwards.
     """
     command = [*map(str, arguments)]
     stdout, stderr = io.StringIO(), io.StringIO()
@@ -82,7 +82,7 @@ def run_main(
 
 @contextlib.contextmanager
 def _process_state_kept() -> Iterator[None]:
-    """What a program sets for its process is as it was when this ends."""
+    """Restore the process-wide state that a program may change."""
     mask = os.umask(0o077)
     os.umask(mask)
     cores = os.sched_getaffinity(0)
@@ -129,8 +129,7 @@ def running_daemon(
 def wait_for_ends(processes: Sequence[psutil.Process], *, within_s: float = START_S) -> None:
     """Fails the test unless these processes, which need not be our children, end in time.
 
-    One that has ended counts before it is gone too: orphans wait for a process of the machine that
-    takes its time.
+    A zombie counts as ended, as orphans may wait long for init to reap them.
     """
 
     def have_ended() -> bool:
@@ -153,7 +152,7 @@ def wait_until(
 ) -> None:
     """Call `condition` until it is true. Fails the test, naming `what`, if it never is.
 
-    `pause_s` is for conditions that compute, while what is waited for needs the processor too.
+    `pause_s` is the time between calls; longer where calls take CPU time from what is awaited.
     """
     assert callable(condition)
     end_s = time.monotonic() + within_s

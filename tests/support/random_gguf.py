@@ -1,8 +1,8 @@
 """GGUF files of random weights for any architecture: small ones that compute something.
 
 Every value follows from the seed and the tensor's name, so files of one seed that differ in
-types, shards or tokenizer hold the same model. Knows nothing of any architecture, nor of the
-packages under test.
+types, shards or tokenizer hold the same model. Independent of the architecture and of the packages
+under test.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TensorTypes: TypeAlias = str | Mapping[str, str] | Callable[[str], str]
 """One type name for all matrices; type names by tensor ("attn_q"); or a function of full names."""
 
 Change: TypeAlias = Callable[[dict[str, F32Array]], dict[str, F32Array]]
-"""Other tensors of the same model, such as fused ones."""
+"""A change of the tensors before they are written, such as fusing some."""
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -52,6 +52,15 @@ class RandomShape(Protocol):
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Row-major shapes by tensor name, in file order."""
+
+
+SIZES_ON_GPU: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_experts": 7,
+    "num_experts_used": 2,
+    "ffn_size": 32,
+}
+"""Rows as the GPU's kernels of quantised and float matrices take them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +110,11 @@ def random_tensors(shape: RandomShape, *, seed: int) -> dict[str, F32Array]:
 def _random_values(
     random: np.random.Generator, name: str, dims: tuple[int, ...], gains: Mapping[str, float]
 ) -> F32Array:
+    if name.endswith(("gate_exps.bias", "up_exps.bias")):  # some values are clamped
+        return random.standard_normal(dims, dtype=np.float32) * np.float32(4)
     if name.endswith(".bias"):
         return random.standard_normal(dims, dtype=np.float32) * np.float32(0.3)
-    if name.endswith(".ssm_a"):  # heads that forget at once, and some that hardly ever do
+    if name.endswith(".ssm_a"):  # decay rates from very fast to very slow
         return -np.exp(random.uniform(-6.0, 1.0, dims)).astype(np.float32)
     if name == "rope_freqs.weight":
         return random.uniform(1.0, 8.0, dims).astype(np.float32)
@@ -155,7 +166,8 @@ def write_model(
     for index, (name, values) in enumerate(tensors.items()):
         if index in first_of_shard:
             writer.tensors.append({})
-        type_name = "F32" if values.ndim == 1 else _type_name(tensor_type, name)
+        is_vector = values.ndim == 1 or name.endswith(".bias")
+        type_name = "F32" if is_vector else _type_name(tensor_type, name)
         stored = values if type_name == "F32" else _quantise_stack(values, type_name)
         ggml_type = gguf.GGMLQuantizationType[type_name]
         if dequantised and type_name != "F32":
@@ -170,7 +182,7 @@ def write_model(
 
 
 def with_fused_qkv(tensors: dict[str, F32Array]) -> dict[str, F32Array]:
-    """The same model with one matrix of queries, keys and values, and one bias."""
+    """The same model with a stacked matrix of queries, keys and values, and one bias."""
     result = {}
     for name, values in tensors.items():
         if ".attn_q." in name:
@@ -182,8 +194,8 @@ def with_fused_qkv(tensors: dict[str, F32Array]) -> dict[str, F32Array]:
 
 
 def with_scales(tensors: dict[str, F32Array]) -> dict[str, F32Array]:
-    """With a scale for every matrix of attention and every expert, as NVFP4 files have it, and one
-    for inputs, which need not be used."""
+    """Adds a scale for every matrix of attention and every expert, as NVFP4 files have, and input
+    scales, which are not used."""
     result = dict(tensors)
     for name, values in tensors.items():
         kind = kind_of(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from support.random_gguf import YarnRope
+from support.random_gguf import SIZES_ON_GPU, YarnRope
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class LagunaShape:
     num_kv_heads: int = 2
     head_dim: int = 12
     gates_elements: bool = False
-    """A gate for each element of a head, else one for the head."""
+    """Gates are per element of a head, otherwise per head."""
     window: int = 16
     """0: none."""
     pattern: int | tuple[bool, ...] | None = None
@@ -163,3 +163,36 @@ SHAPES = (
     ),
 )
 """Shapes in which nothing is round, for F32 files."""
+
+SMALL = LagunaShape(num_heads=(6, 4))
+"""Two layers with all that they may have; for what only metadata says."""
+
+SHAPE_ON_GPU = LagunaShape(
+    **SIZES_ON_GPU,
+    num_heads=(6, 4, 2),
+    head_dim=16,
+    num_rotated=8,
+    num_rotated_in_window=16,
+    dense_ffn_size=32,
+    shared_ffn_size=32,
+    window=5,
+)
+"""Rows as the GPU's kernels of quantised and float matrices take them."""
+
+BLOCK_256_SHAPE = LagunaShape(
+    hidden_size=256,
+    num_heads=(8, 16, 16),
+    head_dim=32,
+    num_rotated=16,
+    num_rotated_in_window=32,
+    dense_ffn_size=256,
+    num_experts=4,
+    num_experts_used=4,
+    ffn_size=256,
+    shared_ffn_size=256,
+)
+"""Rows of whole blocks of 256 values. All experts are used: a router whose choice flips would drown
+what is measured."""
+
+REQUIRED_KEYS = ("expert_feed_forward_length", "leading_dense_block_count", "feed_forward_length")
+"""Beside those that every architecture needs."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dflash_protocol.ids import F32Array
-from support.random_gguf import LinearRope
+from support.random_gguf import SIZES_ON_GPU, LinearRope
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +112,24 @@ SHAPES = (
 )
 """Shapes in which nothing is round, for F32 files."""
 
+SMALL = LlamaShape(num_layers=2, has_rope_freqs=True, has_output_bias=True, has_qkv_biases=True)
+"""Two layers with all that they may have; for what only metadata says."""
+
+SHAPE_ON_GPU = LlamaShape(**SIZES_ON_GPU, num_layers=2, num_heads=4)
+"""Rows as the GPU's kernels of quantised and float matrices take them."""
+
+BLOCK_256_SHAPE = LlamaShape(
+    num_layers=2, hidden_size=256, num_heads=4, num_experts=4, num_experts_used=4, ffn_size=256
+)
+"""Rows of whole blocks of 256 values. All experts are used: a router whose choice flips would drown
+what is measured."""
+
+REQUIRED_KEYS = ("feed_forward_length",)
+"""Beside those that every architecture needs."""
+
 
 def with_separate_experts(tensors: dict[str, F32Array]) -> dict[str, F32Array]:
-    """The same model with a tensor of each expert, as llama.cpp wrote it until April 2024."""
+    """The same model with one tensor per expert, as llama.cpp wrote them until April 2024."""
     result = {}
     for name, values in tensors.items():
         stack = re.fullmatch(r"(.*ffn_(?:gate|up|down))_exps\.weight", name)

@@ -18,7 +18,7 @@ class Llama4Shape:
     head_dim: int = 10
     num_experts: int = 11
     interleave_step: int = 1
-    """The last layer of so many has experts."""
+    """Every so many layers, the last one has experts."""
     ffn_size: int = 20
     dense_ffn_size: int = 31
     vocab_size: int = 101
@@ -110,3 +110,34 @@ SHAPES = (
     Llama4Shape("unnormed heads", num_layers=4, num_experts=128, ffn_size=7, vocab_size=97),
 )
 """Shapes in which nothing is round, for F32 files."""
+
+SMALL = Llama4Shape(num_layers=2, interleave_step=2)
+"""Two layers with all that they may have; for what only metadata says."""
+
+SHAPE_ON_GPU = Llama4Shape(
+    num_layers=4,
+    hidden_size=64,
+    num_experts=7,
+    ffn_size=32,
+    dense_ffn_size=32,
+    interleave_step=2,
+    head_dim=16,
+)
+"""Rows as the GPU's kernels of quantised and float matrices take them."""
+
+BLOCK_256_SHAPE = Llama4Shape(
+    num_layers=4,
+    hidden_size=256,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=32,
+    num_experts=1,
+    ffn_size=256,
+    interleave_step=2,
+    dense_ffn_size=256,
+)
+"""Rows of whole blocks of 256 values. All experts are used: a router whose choice flips would drown
+what is measured."""
+
+REQUIRED_KEYS = ("expert_feed_forward_length", "interleave_moe_layer_step", "feed_forward_length")
+"""Beside those that every architecture needs."""

@@ -1,6 +1,6 @@
-"""Random qwen3moe models: small ones that compute something, and one that is only large.
+"""Random qwen3moe models: small ones, and a sparse file with the size of a real one.
 
-Knows nothing of the packages under test.
+Does not import the packages under test.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ _SHAPE_30B = Qwen3MoeShape(
 
 
 def write_sparse_30b(path: Path) -> Path:
-    """Write what Qwen3-30B-A3B in Q4_K_M is from outside: 18.6 GB, of which few are on disk.
+    """Write a sparse file with the metadata and size of Qwen3-30B-A3B in Q4_K_M (18.6 GB).
 
     Metadata, a vocabulary of 151,936 tokens with its merges, and 579 tensors of the types that
     llama-quantize chooses; their data is a hole in the file, which reads as zeros.

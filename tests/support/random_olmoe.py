@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from support.random_gguf import LinearRope, YarnRope
+from support.random_gguf import SIZES_ON_GPU, LinearRope, YarnRope
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +83,18 @@ SHAPES = (
     OlmoeShape("yarn", num_heads=7, rms_eps=1e-6, rope_scaling=YarnRope(4.0, 64)),
 )
 """Shapes in which nothing is round, for F32 files."""
+
+SMALL = OlmoeShape(num_layers=2)
+"""Two layers with all that they may have; for what only metadata says."""
+
+SHAPE_ON_GPU = OlmoeShape(**SIZES_ON_GPU, num_layers=2, num_heads=4)
+"""Rows as the GPU's kernels of quantised and float matrices take them."""
+
+BLOCK_256_SHAPE = OlmoeShape(
+    num_layers=2, hidden_size=256, num_heads=4, num_experts=4, num_experts_used=4, ffn_size=256
+)
+"""Rows of whole blocks of 256 values. All experts are used: a router whose choice flips would drown
+what is measured."""
+
+REQUIRED_KEYS = ("feed_forward_length",)
+"""Beside those that every architecture needs."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from support.random_gguf import YarnRope
+from support.random_gguf import SIZES_ON_GPU, YarnRope
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class Qwen2MoeShape:
     rms_eps: float = 1e-6
     has_biases: bool = True
     has_old_keys: bool = False
-    """The FFN's width says those of experts: a share of it each, and all of it the shared one."""
+    """Old key: the FFN's width is that of all used experts together, and of the shared expert."""
     has_flat_gate: bool = True
-    """The shared expert's gate has one dimension, else two, of which one is 1."""
+    """The shared expert's gate is stored as [H], otherwise as [1, H]."""
     rope_scaling: YarnRope | None = None
     architecture: str = "qwen2moe"
 
@@ -108,3 +108,24 @@ SHAPES = (
     Qwen2MoeShape("every expert used", num_layers=2, num_experts=5, num_experts_used=5),
 )
 """Shapes in which nothing is round, for F32 files."""
+
+SMALL = Qwen2MoeShape(num_layers=2)
+"""Two layers with all that they may have; for what only metadata says."""
+
+SHAPE_ON_GPU = Qwen2MoeShape(**SIZES_ON_GPU, num_layers=2, num_heads=4, shared_ffn_size=32)
+"""Rows as the GPU's kernels of quantised and float matrices take them."""
+
+BLOCK_256_SHAPE = Qwen2MoeShape(
+    num_layers=2,
+    hidden_size=256,
+    num_heads=4,
+    num_experts=4,
+    num_experts_used=4,
+    ffn_size=256,
+    shared_ffn_size=256,
+)
+"""Rows of whole blocks of 256 values. All experts are used: a router whose choice flips would drown
+what is measured."""
+
+REQUIRED_KEYS = ()
+"""Beside those that every architecture needs."""

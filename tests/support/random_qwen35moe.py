@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from support.random_gguf import YarnRope
+from support.random_gguf import SIZES_ON_GPU, YarnRope
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ class Qwen35MoeShape:
     state_size: int = 16
     conv_kernel: int = 4
     interval: int | None = 4
-    """Every so many layers one has attention; None: the file does not say, and it is 4."""
+    """Every so many layers one has attention; None: the key is missing, which means 4."""
     recurrent_layers: tuple[bool, ...] | None = None
-    """In place of the interval, with an entry for each block."""
+    """Replaces the interval: one entry per block."""
     num_experts: int = 11
     num_experts_used: int = 3
     ffn_size: int = 20
@@ -203,6 +203,15 @@ SHAPES = (
 )
 """Shapes in which nothing is round, for F32 files."""
 
+SMALL = Qwen35MoeShape(num_layers=2, interval=2)
+"""Two layers with all that they may have; for what only metadata says."""
+
+SHAPE_ON_GPU = Qwen35MoeShape(**SIZES_ON_GPU, num_layers=4, head_dim=16, shared_ffn_size=32)
+"""Rows as the GPU's kernels of quantised and float matrices take them."""
+
+REQUIRED_KEYS = ()
+"""Beside those that every architecture needs."""
+
 BLOCK_256_SHAPE = Qwen35MoeShape(
     "blocks of 256",
     num_layers=4,
@@ -214,10 +223,10 @@ BLOCK_256_SHAPE = Qwen35MoeShape(
     sections=(3, 3, 2, 0),
     num_key_heads=2,
     num_value_heads=4,
-    # As large as the real one: in smaller ones results nearly cancel, and rounding is all there is.
+    # The real size: in smaller states results nearly cancel, and only rounding errors remain.
     state_size=128,
     num_experts=4,
-    # All of them: a router whose choice flips would drown what is measured.
+    # All experts are used, as a flipped choice would dominate the error.
     num_experts_used=4,
     ffn_size=256,
     shared_ffn_size=256,

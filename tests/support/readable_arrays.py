@@ -1,4 +1,4 @@
-"""Arrays of a device that numpy reads and writes, as tests of the emulation do with its arrays."""
+"""Device arrays that numpy can read and write, so that tests of the emulation run on a GPU."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from dflash_runtime.compute.gpu.device.device import KernelDevice
 
 
 class ReadableArray(NDArrayOperatorsMixin):
-    """Implements device.DeviceArray, with whatever numpy's arrays have.
+    """Implements device.DeviceArray with numpy's interface.
 
-    What numpy does happens on the host, with a copy that is brought there, and back if it is
-    written to.
+    numpy works on a copy on the host, which is copied back after a write.
     """
 
     __slots__ = ("__weakref__", "_device", "raw")
 
     def __init__(self, device: KernelDevice, raw: Any) -> None:
         self.raw = raw
-        """The array that the device itself gave."""
+        """The device's own array."""
         self._device = device
 
     @property
@@ -87,6 +86,6 @@ class ReadableArray(NDArrayOperatorsMixin):
         return getattr(ufunc, method)(*given, **options)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # numpy asks for such before `__array__`
+        if name.startswith("__"):  # numpy looks these up before `__array__`
             raise AttributeError(name)
         return getattr(np.asarray(self), name)

@@ -1,7 +1,4 @@
-"""Random inputs of recurrent layers, what float64 makes of them, and a backend's answer to chunks.
-
-Knows nothing of how a backend computes.
-"""
+"""Random inputs of recurrent layers, results in float64, and a backend's results in chunks."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ class DeltaInputs:
 
 
 def delta_inputs(shape: DeltaShape, num_tokens: int, *, seed: int = 0) -> DeltaInputs:
-    """Some heads forget at once, some hardly ever, as trained ones do."""
+    """Inputs whose heads' decay rates range from very fast to very slow, as trained ones do."""
     random = np.random.default_rng([seed, num_tokens])
     heads = shape.num_value_heads
 
@@ -80,7 +77,7 @@ def expected_outputs(inputs: DeltaInputs) -> tuple[F64Array, F64Array]:
 
 
 def recurrent_cache(ops: Any, shape: DeltaShape, *, kernel: int = 4, num_layers: int = 1) -> Any:
-    """A cache of recurrent layers alone, of `ops`."""
+    """A cache of `ops` with recurrent layers only."""
     layers = (RecurrentLayer(kernel, shape),) * num_layers
     return ops.new_kv_cache((), 1 << 20, KvType.F32, layers)
 
@@ -88,7 +85,7 @@ def recurrent_cache(ops: Any, shape: DeltaShape, *, kernel: int = 4, num_layers:
 def delta_outputs(
     ops: Any, inputs: DeltaInputs, cache: KvCache, *, chunks: Sequence[int], first: int = 0
 ) -> F32Array:
-    """What `ops` makes of the inputs, which begin at position `first`, in these chunks."""
+    """Results of `ops` for the inputs from position `first` on, computed in these chunks."""
     outputs, start = [], 0
     for size in chunks:
         part = inputs.of(start, start + size)
@@ -114,7 +111,7 @@ def delta_outputs(
 def conv_outputs(
     ops: Any, x: F32Array, weight: F32Array, cache: KvCache, *, chunks: Sequence[int]
 ) -> F32Array:
-    """As `delta_outputs`, of the convolution, from position 0 on."""
+    """The same for the convolution, from position 0 on."""
     outputs, start = [], 0
     for size in chunks:
         positions = np.arange(start, start + size, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""What every refusal of a model file has in common."""
+"""Checks what all refusals of a model file have in common."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dflash_protocol.errors import ModelFileError
 
 
 def refusal(path: Path | str) -> ModelFileError:
-    """The error of opening a file, after a check that it is one line and names the file."""
+    """Open a file, and return the error after checking that it is one line that names the file."""
     with pytest.raises(ModelFileError) as caught:
         GgufFile.open(path)
     message = str(caught.value)

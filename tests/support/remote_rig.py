@@ -62,7 +62,7 @@ class GateBank(ScalingBank):
 
 
 class Rig:
-    """A link and its remote expert compute; somebody else plays the daemon."""
+    """A link and its remote expert compute; a subclass or the test plays the daemon."""
 
     def __init__(
         self, undo: ExitStack, endpoint: Endpoint, *, min_deadline_s: float, **options: Any
@@ -70,7 +70,7 @@ class Rig:
         undo.callback(IpcClaim(endpoint).close)
         self.context = undo.enter_context(zmq.Context())
         self.losses: list[str] = []
-        """Reasons of all events of the link but those of a new session, whatever their kinds."""
+        """Reasons of all events of the link, except those of new sessions."""
         self.kinds: list[str] = []
         self.link = DaemonLink(
             "cpu0",
@@ -93,7 +93,7 @@ class Rig:
 
     def _on_event(self, kind: str, name: str, reason: str) -> None:
         assert name == "cpu0"
-        if kind == "daemon_back":  # of every session but the first
+        if kind == "daemon_back":  # every session except the first
             return
         self.kinds.append(kind)
         self.losses.append(reason)
@@ -135,7 +135,7 @@ class Rig:
 
 
 class ServedRig(Rig):
-    """The daemon is a real compute thread."""
+    """The daemon's end is a real compute thread."""
 
     def __init__(
         self, undo: ExitStack, endpoint: Endpoint, *, min_deadline_s: float, **options: Any
@@ -165,7 +165,7 @@ class ServedRig(Rig):
 
 
 class ScriptedRig(Rig):
-    """The daemon's data socket is played by the test."""
+    """The test plays the daemon's end of the data socket."""
 
     def __init__(
         self, undo: ExitStack, endpoint: Endpoint, *, min_deadline_s: float, **options: Any
@@ -185,19 +185,19 @@ class ScriptedRig(Rig):
         self.socket.send_multipart([self.parent, *frames])
 
     def answer(self, compute_s: float, *, num_tokens: int | None = None) -> ExpertRequest:
-        """Receive a request and say that its sums are zero."""
+        """Receive a request and reply with sums of zero."""
         request = self.receive()
         sums = np.zeros((request.num_tokens if num_tokens is None else num_tokens, HIDDEN_SIZE))
         self.say(encode_reply(request, sums, compute_s=compute_s))
         return request
 
     def fail(self, code: str, reason: str) -> None:
-        """Receive a request and say that it is not computed."""
+        """Receive a request and reply with an error."""
         self.say(encode_failure(self.receive().sequence, ProtocolError(reason, code=code)))
 
 
 def deadlines(scripted: ScriptedRig, phase: Phase, compute_s: float) -> float:
-    """Deadline in ms of one request of two pairs, which is answered."""
+    """Send one request of two pairs, answer it, and return its deadline in ms."""
     ticket = begin(scripted.remote, batch_of(1, TWO_PAIRS, phase=phase))
     request = scripted.answer(compute_s)
     finish(scripted.remote, ticket, np.zeros((1, HIDDEN_SIZE)))

@@ -1,7 +1,7 @@
-"""Routed batches for tests: random ones, and what one means as a plain dictionary.
+"""Routed batches for tests: random ones, and the conversion to a plain dictionary.
 
-The dictionary (token_idx, expert_id) → weight is the naive model that grouping, compacting, slicing
-and every way of computing are compared with.
+The dictionary {(token, expert): weight} is the naive model with which grouping, compacting, slicing
+and every backend are compared.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def numbered_rows(num_tokens: int, hidden_size: int = HIDDEN_SIZE) -> F32Array:
 def pair_sets(
     draw: st.DrawFn, max_tokens: int = 7, max_experts: int = 5
 ) -> tuple[int, dict[tuple[int, int], float]]:
-    """A number of tokens, from 0 on, and any set of pairs of them, from none on."""
+    """A number of tokens and a set of pairs; both may be empty."""
     num_tokens = draw(st.integers(0, max_tokens))
     if num_tokens == 0:
         return 0, {}
@@ -50,7 +50,7 @@ def batch_of(
     hidden: F32Array | None = None,
     phase: Phase = Phase.PREFILL,
 ) -> RoutedBatch:
-    """The one batch of these pairs, made without the code under test."""
+    """The batch of these pairs, made without the code under test."""
     ordered = sorted(pairs, key=lambda place: (place[1], place[0]))
     expert_ids = sorted({expert_id for _, expert_id in pairs})
     starts = [sum(expert_id < limit for _, expert_id in pairs) for limit in expert_ids]
@@ -75,7 +75,7 @@ def finish(owner: ExpertCompute, ticket: Ticket, out: F64Array) -> None:
 
 
 def pairs_of(batch: RoutedBatch) -> dict[tuple[int, int], float]:
-    """What a batch means. A pair that occurs twice is a mistake of the test."""
+    """The pairs of a batch as a dictionary. Fails if a pair occurs twice."""
     pairs: dict[tuple[int, int], float] = {}
     for group, expert_id in enumerate(batch.expert_ids.tolist()):
         for pair in range(batch.group_starts[group], batch.group_starts[group + 1]):
@@ -86,7 +86,7 @@ def pairs_of(batch: RoutedBatch) -> dict[tuple[int, int], float]:
 
 
 def assert_same_batch(batch: RoutedBatch, expected: RoutedBatch) -> None:
-    """Every array equal, element types included."""
+    """Check that all arrays are equal, including their element types."""
     assert batch.phase is expected.phase
     for name in ("hidden", "expert_ids", "group_starts", "token_indices", "weights"):
         found: AnyArray = getattr(batch, name)
@@ -98,7 +98,7 @@ def assert_same_batch(batch: RoutedBatch, expected: RoutedBatch) -> None:
 def moe_layer(
     *, layer_id: int = 0, num_experts: int = 5, hidden_size: int = HIDDEN_SIZE
 ) -> MoeLayer:
-    """A layer of no file; its projections lie nowhere."""
+    """A layer without a file; its projections have no valid positions."""
     nowhere = ExpertProjection("none", TensorType.F32, 1, hidden_size, 0, 0, 0)
     return MoeLayer(
         layer_id=layer_id,
@@ -114,7 +114,7 @@ def moe_layer(
 
 
 def expert_scale(global_expert_id: int) -> float:
-    """What the experts of a `ScalingBank` multiply a row by: simple, and different for each."""
+    """The factor by which an expert of a `ScalingBank` multiplies a row; distinct for each."""
     return 1.0 + global_expert_id / 4
 
 
@@ -141,7 +141,7 @@ class ScalingBank:
 
 
 def naive_sums(hidden: F32Array, pairs: Pairs) -> F64Array:
-    """What a `ScalingBank` of all experts adds up to. Shapes: hidden and result [T, H]."""
+    """The sums of a `ScalingBank` with all experts. Shapes: hidden and result [T, H]."""
     sums = np.zeros(hidden.shape)
     for (token_idx, global_expert_id), weight in pairs.items():
         sums[token_idx] += weight * expert_scale(global_expert_id) * hidden[token_idx].astype(float)

@@ -1,8 +1,8 @@
-"""What every architecture computes, as digests, on each backend and in several splits: written
-before a change and compared after it, so that a change that must not show in any bit does not.
+"""Digests of the results of every architecture, on each backend and in several splits: saved before
+a change and compared after it, to show that the change does not affect a single bit.
 
-Beside logits, tokens and their probabilities there are the launches of each captured graph, in
-order, of the GPU backend in the emulation.
+Besides logits, tokens and probabilities they include the launches of each captured graph, in order,
+of the GPU backend in the emulation.
 
 Examples:
   PYTHONPATH=protocol:adapters:daemon:runtime:tests:. python -m support.same_bits --save FILE
@@ -45,7 +45,7 @@ _NUM_TOKENS = 40
 
 
 def models(folder: Path) -> Iterator[tuple[str, Path]]:
-    """A random model of every architecture, of floats and quantised, and the demo models."""
+    """Random models of every architecture, in floats and quantised, and the demo models."""
     shapes: dict[str, RandomShape] = {"qwen3moe": TINY, **SHAPES}
     for name, shape in shapes.items():
         for tensor_type in _TYPES:
@@ -56,7 +56,7 @@ def models(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def found(path: Path, options: dict[str, Any], *, is_short: bool) -> dict[str, str]:
-    """Digests of what an engine makes of the same tokens in several ways."""
+    """Digests of an engine's results, computed in several ways."""
     captures: list[list[tuple[Any, ...]]] = []
     with pytest.MonkeyPatch.context() as patch:
         install_emulated_gpus(patch)

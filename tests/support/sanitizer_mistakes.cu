@@ -1,4 +1,4 @@
-// What compute-sanitizer must see. Unlike emulated_device/mistakes.cu these compile and end.
+// Mistakes that compute-sanitizer must find. Unlike those of emulated_device/mistakes.cu they end.
 #include "common.cuh"
 
 struct MistakeArgs {
@@ -10,7 +10,7 @@ KERNEL(writes_behind, MistakeArgs, 128, 1) {
     wait_for_previous();
     if (thread_index() == 0) a.out[a.size] = 1;
 }
-// Thread 127 reads what others have written, perhaps.
+// A race: thread 127 may read before the others have written.
 KERNEL(misses_a_barrier, MistakeArgs, 128, 1) {
     SHARED(float, values, 128);
     wait_for_previous();

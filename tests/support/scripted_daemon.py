@@ -1,4 +1,4 @@
-"""A daemon that says on its control socket what the test tells it to, and nothing else.
+"""A daemon that sends on its control socket only what the test tells it to.
 
 Owned and played by the test's thread; the parent under test runs in threads of its own.
 """
@@ -25,16 +25,16 @@ from dflash_protocol.wire.messages import (
 )
 
 TIMEOUT_S = 20.0
-"""Longer than any message takes on the slowest machine; never waited out by a test that passes."""
+"""More than any message takes on a slow machine; a passing test never waits this long."""
 LINK_ID = "ab" * 8
 
 IDLE_MACHINE: dict[str, Any] = {
     "device": "cpu",
-    "data_port": 0,  # beside the control socket: ipc
+    "data_port": 0,  # 0: an ipc socket beside the control socket
     "free_memory_bytes": 1 << 30,
     "pairs_per_second": 1000.0,
 }
-"""What a welcome says of the daemon's machine."""
+"""The fields of a welcome that describe the daemon's machine."""
 
 M = TypeVar("M", bound=Message)
 
@@ -65,7 +65,7 @@ class ListeningSocket:
         self.close()
 
     def close(self) -> None:
-        """Hang up."""
+        """Close all sockets."""
         self._context.destroy(linger=0)
         if self._claim is not None:
             self._claim.close()
@@ -73,7 +73,7 @@ class ListeningSocket:
 
 
 class ScriptedDaemon(ListeningSocket):
-    """The daemon's end of a control socket. Answers go to whoever spoke last."""
+    """The daemon's end of a control socket. Answers go to the sender of the last message."""
 
     def __init__(self, address: str) -> None:
         super().__init__(parse_endpoint(address))
@@ -103,7 +103,7 @@ class ScriptedDaemon(ListeningSocket):
             assert isinstance(message, (Bye, *skipping)), f"{message} came, expected {record.TYPE}"
 
     def expect_bye(self) -> None:
-        """The parent says goodbye, which may come after late pings."""
+        """Receive the parent's goodbye; late pings may come before it."""
         end_s = time.monotonic() + TIMEOUT_S
         while time.monotonic() < end_s:
             if self._socket.poll(max(0, int((end_s - time.monotonic()) * 1e3))):
@@ -114,7 +114,7 @@ class ScriptedDaemon(ListeningSocket):
         raise AssertionError("no goodbye came")
 
     def is_silent(self, within_s: float) -> bool:
-        """Whether nothing but goodbyes comes for so long."""
+        """Whether no message except goodbyes arrives within `within_s`."""
         end_s = time.monotonic() + within_s
         while self._socket.poll(max(0, int((end_s - time.monotonic()) * 1e3))):
             if not isinstance(decode_header(self._socket.recv_multipart()[1]), Bye):
@@ -137,7 +137,7 @@ class ScriptedDaemon(ListeningSocket):
 
 
 def welcome_to(hello: Hello, **changes: Any) -> Welcome:
-    """What a good daemon answers, with some fields replaced."""
+    """The welcome of a correct daemon, with some fields replaced."""
     good = Welcome(
         version=max(hello.versions),
         link_id=LINK_ID,

@@ -1,4 +1,4 @@
-"""The end of sd_notify's socket that a service manager holds."""
+"""The service manager's end of the sd_notify socket."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.processes import START_S
 
 
 class ServiceManager:
-    """What the services have told, as dicts of their lines, in the order in which it came."""
+    """Receives the messages of services, each as a dict of its lines, in order."""
 
     def __init__(self, listening: socket.socket, address: str) -> None:
         self._socket = listening
@@ -21,12 +21,12 @@ class ServiceManager:
         self.told: list[dict[str, str]] = []
 
     def environment(self, *, watchdog_s: float = 0.0) -> dict[str, str]:
-        """What a service of type notify is given."""
+        """The environment of a service of type notify."""
         given = {"NOTIFY_SOCKET": self.address}
         return {**given, "WATCHDOG_USEC": f"{watchdog_s * 1e6:.0f}"} if watchdog_s else given
 
     def hear(self, within_s: float) -> dict[str, str] | None:
-        """The next message; None if there is none in time."""
+        """The next message, or None after `within_s`."""
         self._socket.settimeout(max(within_s, 1e-3))
         try:
             data = self._socket.recv(1 << 16)
@@ -43,10 +43,10 @@ class ServiceManager:
             message = self.hear(left_s)
             if message is not None and name in message:
                 return message
-        raise AssertionError(f"nobody said {name} within {within_s:.0f} s, only {self.told}")
+        raise AssertionError(f"no message with {name} within {within_s:.0f} s, only {self.told}")
 
     def hear_all(self, during_s: float) -> list[dict[str, str]]:
-        """Every message that comes within a time."""
+        """All messages that arrive within `during_s`."""
         end_s = time.monotonic() + during_s
         heard = []
         while (left_s := end_s - time.monotonic()) > 0:

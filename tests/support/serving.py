@@ -1,4 +1,4 @@
-"""A server as a user starts it, and what clients do to it."""
+"""Starts a server as a user would, and clients for it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ CHAT_TEMPLATE = (
 
 
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""For clients of plain HTTP: each would read the machine's certificates otherwise, for 40 ms."""
+"""For clients of plain HTTP, which would otherwise load the system's certificates (40 ms)."""
 
 
 @dataclass
 class RunningServer:
-    """One process. `lines` are those it has written to stderr so far."""
+    """A server's process. `lines` is its stderr so far."""
 
     process: subprocess.Popen[str]
     lines: list[str] = field(default_factory=list)
@@ -42,7 +42,7 @@ class RunningServer:
         return int(self.url.rpartition(":")[2])
 
     def client(self, key: str = "none") -> openai.OpenAI:
-        """OpenAI's own client, which does not try anything twice. To be closed."""
+        """OpenAI's client without retries. The caller closes it."""
         return openai.OpenAI(
             base_url=f"{self.url}/v1",
             api_key=key,
@@ -55,7 +55,7 @@ class RunningServer:
         return httpx.get(f"{self.url}{path}", verify=NO_TLS)
 
     def metric(self, sample: str) -> float:
-        """The value of a metric, by name and labels as they are written."""
+        """The value of a metric; `sample` is its name and labels as in the text format."""
         text = self.get("/metrics").raise_for_status().text
         for line in text.splitlines():
             name, _, value = line.rpartition(" ")
@@ -72,9 +72,9 @@ def running_server(
     program: Sequence[str] | None = None,
     **extra: str,
 ) -> Iterator[RunningServer]:
-    """A server on a free port; ended with SIGTERM if the test has not ended it itself.
+    """A server on a free port; ended with SIGTERM if it still runs.
 
-    `program` stands in place of our command line.
+    `program` replaces our command line.
     """
     command = [
         *(program or cli_command()),
@@ -111,7 +111,7 @@ def running_server(
 
 
 def wire_request(path: str, body: dict[str, Any]) -> bytes:
-    """A request as it goes over the wire."""
+    """The bytes of an HTTP request."""
     request = httpx.Request("POST", f"http://127.0.0.1{path}", json=body)
     head = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
     return f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + request.read()

@@ -1,4 +1,4 @@
-"""Both ends of a shared-memory link in one process, with the bytes between them at hand."""
+"""Both ends of a shared-memory link in one process, with access to the segment's bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHAPE = RingShape(NUM_SLOTS, MAX_TOKENS, HIDDEN_SIZE, MAX_TOKENS * MAX_EXPERTS_U
 
 
 class Pair:
-    """Implements testing.Ends, with the segment's bytes at hand."""
+    """Implements testing.Ends, with access to the segment's bytes."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Pair:
         spin_s: float = 0.0,
         movers: tuple[DeviceMover | None, DeviceMover | None] = (None, None),
     ) -> None:
-        """`movers` are devices of the client and of the server that move payload."""
+        """`movers`: devices of the client and of the server that copy payload."""
         self.shape = shape
         self.client_counters, self.server_counters = TransportCounters(), TransportCounters()
         self._undo = ExitStack()
@@ -72,7 +72,7 @@ class Pair:
 
     @property
     def memory(self) -> U8Array:
-        """All bytes of the segment; not to be kept."""
+        """All bytes of the segment; do not keep the view."""
         kind = ctypes.c_ubyte * self.shape.segment_bytes
         return np.ctypeslib.as_array(kind.from_address(self.segment.address))
 
@@ -91,5 +91,5 @@ BATCH = example_batch(3, seed=5)
 
 
 def submitted(pair: Pair) -> int:
-    """A request lies in slot 0; for a first one, that has not been used before."""
+    """Submit a first request, which goes to slot 0."""
     return pair.client.submit(1, BATCH, deadline_s=TIMEOUT_S)

@@ -1,6 +1,6 @@
-"""Commands of the documents: read as they stand there, and run by a shell as a reader would.
+"""Reads commands from the documents and runs them in a shell, as a reader would.
 
-Knows no command by name but those that go on until they are ended.
+Only commands that run until they are ended (servers, daemons) are treated specially.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pytest
 from support.processes import START_S
 
 SHELLS = ("sh", "bash", "console")
-"""Labels of fenced blocks that hold commands, as indented blocks do."""
+"""Labels of fenced blocks with commands; indented blocks hold commands too."""
 _CONTINUED = ("\\", "|", "&&")
 _SERVES = re.compile(r"^\S*dflash-moe (serve|daemon)\b")
 _STARTED = {"serve": "ready:", "daemon": "listening on"}
@@ -29,7 +29,7 @@ _STARTED = {"serve": "ready:", "daemon": "listening on"}
 
 @dataclass(frozen=True)
 class Command:
-    """One command, of several lines if it goes on."""
+    """One command, possibly of several lines."""
 
     document: str
     line: int
@@ -65,7 +65,7 @@ def commands_of(path: Path) -> Iterator[Command]:
 
 @dataclass
 class Served:
-    """A command that goes on. `lines` are those it has said so far."""
+    """A command that keeps running. `lines` is its output so far."""
 
     kind: str
     process: subprocess.Popen[str]
@@ -73,7 +73,7 @@ class Served:
     reader: threading.Thread | None = None
 
     def end(self) -> int:
-        """As Ctrl-C in its terminal does. Returns its exit code."""
+        """Send Ctrl-C. Returns the exit code."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGINT)
         try:
@@ -87,10 +87,10 @@ class Served:
 
 
 class Reader:
-    """Somebody who types one command after the other, in the folder that `cd` has led to.
+    """Runs one command after the other in a shell; `cd` persists.
 
-    `places` are texts that stand for a machine's own in the documents, each with what it is here.
-    A server or daemon goes on until `close`, or until the next server is started.
+    `places` maps paths and addresses in the documents to those of this machine. A server or daemon
+    runs until `close`, or until the next server is started.
     """
 
     def __init__(
@@ -102,13 +102,14 @@ class Reader:
         self._served: list[Served] = []
 
     def here(self, text: str) -> str:
-        """A text of a document with this machine's places."""
+        """A text of a document with this machine's paths and addresses."""
         for there, here in self._places.items():
             text = text.replace(there, here)
         return text
 
     def run(self, command: Command) -> str:
-        """What it said; of one that goes on, until it was ready. Fails the test if it fails."""
+        """Run a command and return its output; a server's until it is ready. Fails the test if the
+        command fails."""
         text = self.here(command.text)
         found = _SERVES.match(text)
         if found:
@@ -159,6 +160,6 @@ class Reader:
                 self._served.append(served)
 
     def close(self) -> None:
-        """End what goes on, servers before the daemons that they use."""
+        """End all running commands, servers before the daemons that they use."""
         self._end("serve")
         self._end("daemon")

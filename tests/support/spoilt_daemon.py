@@ -1,5 +1,5 @@
-"""A daemon on a GPU whose experts are overwritten when SIGUSR2 comes, as by memory that has failed:
-with the byte that DFLASHTEST_SPOIL names. DFLASHTEST_EMULATED: the GPU is an emulated one.
+"""A daemon on a GPU that overwrites its experts on SIGUSR2, as failing memory might, with the byte
+in DFLASHTEST_SPOIL. DFLASHTEST_EMULATED: the GPU is emulated.
 
 Example:
   DFLASHTEST_SPOIL=255 python -m support.spoilt_daemon model.gguf --device cuda:1 \\

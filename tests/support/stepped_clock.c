@@ -1,4 +1,4 @@
-/* LD_PRELOAD: the wall clock, off by the seconds that a file holds, which is looked at each time. */
+/* LD_PRELOAD: shifts the wall clock by the number of seconds in a file, read at each call. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>

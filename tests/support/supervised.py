@@ -1,4 +1,4 @@
-"""A supervisor with its links, and everything that it reports; the daemon follows a script."""
+"""A supervisor with its links and a record of its events, with a scripted daemon."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNHURRIED = Timeouts(connect_silence_s=TIMEOUT_S, heartbeat_s=TIMEOUT_S)
 
 
 class Parent:
-    """A supervisor with its links, and everything that it reports."""
+    """A supervisor with its links, and a record of its events."""
 
     def __init__(
         self,
@@ -80,11 +80,11 @@ class Parent:
         return self.links[0]
 
     def start(self) -> Future[None]:
-        """Start, while the test plays the daemon."""
+        """Start in another thread, while the test plays the daemon."""
         return self._pool.submit(self.supervisor.start)
 
     def next_loss(self) -> str:
-        """Reason of the next loss of the first link."""
+        """The reason of the first link's next loss."""
         name, reason = self.losses.get(timeout=TIMEOUT_S)
         assert name == "cpu0"
         return reason
@@ -97,7 +97,7 @@ class Parent:
 
 
 def started(undo: ExitStack, daemon: ScriptedDaemon, **options: Any) -> Parent:
-    """A parent that this daemon has let in."""
+    """A parent that has a session with this daemon."""
     parent = Parent(undo, daemon.endpoint.address, **options)
     start = parent.start()
     daemon.let_in()
@@ -106,9 +106,9 @@ def started(undo: ExitStack, daemon: ScriptedDaemon, **options: Any) -> Parent:
 
 
 def assert_starts(address: str) -> None:
-    """The good request after a failure: another parent is let in by a good daemon.
+    """Check after a failure that another parent can connect to a correct daemon.
 
-    It listens beside the failed one, to which late words of the first parent may still be coming.
+    This daemon has another address, as late messages of the first parent may still arrive.
     """
     with ExitStack() as undo:
         daemon = undo.enter_context(ScriptedDaemon(f"{address}-good"))

@@ -1,7 +1,7 @@
-"""Processes of tests' own that begin when they are told to, and whose words are waited for.
+"""Processes that begin on command and whose output tests wait for.
 
-Such a process imports what it runs, waits for a line, and calls its `main`: what takes long before
-it does anything can be behind it when it is wanted.
+Such a process imports its module, waits for a line on stdin, then calls `main`, so that the slow
+imports can be done before the process is needed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from support.processes import START_S, environment
 
 
 class TalkingProcess:
-    """`python -m module arguments…`, once it is told to begin.
+    """Runs `python -m module arguments…` when it is told to begin.
 
-    What it says is read all the time, so that it is never kept waiting.
+    A thread reads its output all the time, so that it never blocks.
     Owns: the process and a thread.
     """
 
@@ -53,14 +53,14 @@ class TalkingProcess:
             return len(self._lines)
 
     def begin(self) -> None:
-        """It has waited for this."""
+        """Let it call `main`."""
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError):  # whoever waits for what it does sees what it said
+        with suppress(BrokenPipeError):  # it has ended; waiting for its output will show why
             self.process.stdin.write("\n")
             self.process.stdin.close()
 
     def await_line(self, part: str, *, since: int = 0, within_s: float = START_S) -> str:
-        """The first line with this in it, of those after the first `since`."""
+        """Wait for a line that contains `part`, after the first `since` lines."""
         end_s = time.monotonic() + within_s
         while True:
             with self._changed:
@@ -73,7 +73,7 @@ class TalkingProcess:
             assert time.monotonic() < end_s, f"not said within {within_s:.0f} s: {part!r}:\n{said}"
 
     def await_end(self, within_s: float = START_S) -> int:
-        """The exit code; whatever it said is read then."""
+        """Wait for its end; returns the exit code. All output has been read then."""
         try:
             code = self.process.wait(within_s)
         except subprocess.TimeoutExpired:
@@ -82,7 +82,7 @@ class TalkingProcess:
         return code
 
     def close(self) -> None:
-        """End it with SIGTERM if it has not ended; fails the test if that does not help."""
+        """End it with SIGTERM if it still runs; fails the test if it does not end."""
         process = self.process
         if process.stdin is not None:
             with suppress(BrokenPipeError):
@@ -121,10 +121,10 @@ def talking_process(
 
 def main() -> int:
     module = import_module(sys.argv[1])
-    with suppress(ImportError):  # nobody else needs it before a device is opened
+    with suppress(ImportError):  # otherwise imported only when a device is opened
         import_module("cupy")
     if not sys.stdin.readline():
-        return 1  # nobody is left
+        return 1  # the test process has ended
     del sys.argv[0]
     code: int = module.main()
     return code

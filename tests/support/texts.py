@@ -1,6 +1,6 @@
-"""Texts made at random of what tokenizers treat differently.
+"""Random texts of characters that tokenizers treat differently.
 
-Knows nothing of the packages under test.
+Does not import the packages under test.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ _KINDS: list[Iterable[str]] = [
 
 
 def random_texts(quick_count: int) -> list[object]:
-    """Parameters of a test, seed and number of random texts: few, and for slow runs 20,000."""
+    """Test parameters (seed, number of texts): few texts, and 20,000 in slow runs."""
     slow = [pytest.param((seed, 2500), marks=pytest.mark.slow) for seed in range(1, 9)]
     return [pytest.param((0, quick_count)), *slow]
 
 
 def random_text(rng: random.Random, special: list[str]) -> str:
-    """A text of a few words, each of few kinds of characters, now and then any character at all.
+    """A text of a few words, each of few kinds of characters, and sometimes any other character.
 
-    Some have parts of the corpus in them, and spellings of `special` tokens, whole or cut.
+    Some include parts of the corpus, and `special` tokens, whole or cut.
     """
     kinds = [rng.sample(_KINDS, rng.randint(1, 4)) for _ in range(rng.randint(1, 6))]
     text = "".join(

@@ -1,4 +1,4 @@
-"""Trees of draft tokens, as parents by token. Knows nothing of the packages under test."""
+"""Trees of draft tokens, as parents by token. Does not import the packages under test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BUSHY = PARENTS
 
 @st.composite
 def parent_lists(draw: st.DrawFn, *, smallest: int = 0, largest: int = 64) -> list[int]:
-    """Deep and bushy ones: some tokens follow the one before them, some any other or none."""
+    """Parents of the tokens of deep and of bushy trees; -1 for a root."""
     follow, size = draw(st.integers(0, 3)), draw(st.integers(smallest, largest))
     return [
         node - 1 if draw(st.integers(1, 4)) <= follow else draw(st.integers(-1, node - 1))
@@ -22,7 +22,7 @@ def parent_lists(draw: st.DrawFn, *, smallest: int = 0, largest: int = 64) -> li
 
 
 def way_to(parents: Sequence[int], node: int) -> list[int]:
-    """From the root down to a token."""
+    """The path from the root to a token."""
     way = []
     while node >= 0:
         way.append(node)
@@ -31,6 +31,6 @@ def way_to(parents: Sequence[int], node: int) -> list[int]:
 
 
 def ways_to_leaves(parents: Sequence[int]) -> list[list[int]]:
-    """Every path from a root to a token that no other follows: all tokens are on one of them."""
+    """All paths from a root to a leaf."""
     leaves = set(range(len(parents))) - set(parents)
     return [way_to(parents, leaf) for leaf in sorted(leaves)]

@@ -1,6 +1,6 @@
 """systemd's service units as systemd reads them, to run their commands without it.
 
-As far as ours go: sections, repeated keys, specifiers, environment files, words of ExecStart.
+Supports what our units use: sections, repeated keys, specifiers, environment files, ExecStart.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Service:
-    """A service unit on a machine whose folders lie elsewhere.
+    """A service unit with its folders in other places.
 
     `etc` stands for /etc, `runtime` for /run and `cache` for /var/cache.
     """
@@ -58,12 +58,12 @@ class Service:
     cache: Path
 
     def expanded(self, text: str) -> str:
-        """With specifiers put in. Fails the test for one that it does not know."""
+        """The text with specifiers expanded. Fails the test for an unknown one."""
         known = {"i": self.instance, "t": str(self.runtime), "C": str(self.cache), "%": "%"}
         return re.sub("%(.)", lambda match: known[match[1]], text)
 
     def environment(self) -> dict[str, str]:
-        """What the unit gives its process; a file counts more than what stood before it."""
+        """The environment of the unit's process; a file overrides earlier assignments."""
         given: dict[str, str] = {}
         for line in self.unit.all("Service", "Environment"):
             for assignment in shlex.split(self.expanded(line)):
@@ -77,20 +77,20 @@ class Service:
         return given
 
     def command(self) -> list[str]:
-        """ExecStart, with the variables of `environment` put in."""
+        """ExecStart with the variables of `environment` expanded."""
         return expand_words(
             self.expanded(self.unit.one("Service", "ExecStart")), self.environment()
         )
 
     def make_folders(self) -> None:
-        """What RuntimeDirectory and CacheDirectory make."""
+        """Make the folders of RuntimeDirectory and CacheDirectory."""
         for key, folder in (("Runtime", self.runtime), ("Cache", self.cache)):
             name = self.unit.one("Service", f"{key}Directory")
             mode = int(self.unit.one("Service", f"{key}DirectoryMode"), 8)
             (folder / name).mkdir(mode=mode, exist_ok=True)
 
     def _moved(self, value: str) -> str:
-        """What a file says of /run, which knows no specifiers."""
+        """Replace /run/dflash-moe, which environment files write without a specifier."""
         return value.replace("/run/dflash-moe", f"{self.runtime}/dflash-moe")
 
 
@@ -119,9 +119,9 @@ def expand_words(line: str, variables: Mapping[str, str]) -> list[str]:
 
 
 def link_into(root: Path, prefix: Path) -> Path:
-    """The folder below a root that is seen from there as `prefix`, which leads to it here too.
+    """The folder that is `prefix` below `root`; makes `prefix` a link to it here.
 
-    It is for who makes it to make. Units that are run without a root find programs by the link.
+    The caller makes the folder. Units that run without a root find programs through the link.
     """
     folder = root / prefix.relative_to("/")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -130,7 +130,7 @@ def link_into(root: Path, prefix: Path) -> Path:
 
 
 def write_program(path: Path, python: str) -> Path:
-    """What pip makes of our console script, for packages that are not installed."""
+    """Write the script that pip would make for our console script, without an installation."""
     lines = (
         "#!/bin/sh",
         f"export PYTHONPATH={os.pathsep.join(_SOURCE_ROOTS)}",

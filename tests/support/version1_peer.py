@@ -1,8 +1,8 @@
-"""Both ends of a link as a program that speaks only version 1 has them, written without ours.
+"""Both ends of a link in protocol version 1, written without our code.
 
-Its handshake has the fields that version 1 had; what it does not know it passes over. Its requests
-are rectangles of global expert ids in float32, and so are its sums. It has no checksums, payload
-types, local ids, deadlines or phases.
+The handshake has the fields of version 1 and ignores unknown ones. Requests have rectangular arrays
+of global expert ids; rows and sums are float32. Version 1 has no checksums, payload types, local
+ids, deadlines or phases.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _WELCOME = (
 
 
 class Version1Parent:
-    """Greets a daemon and has it compute.
+    """A parent that connects to a daemon and sends requests.
 
-    Owns: its sockets, in a context of their own.
+    Owns: a ZeroMQ context and its sockets.
     """
 
     def __init__(self, endpoint: Endpoint, hello: Mapping[str, object], placement: bytes) -> None:
@@ -86,7 +86,7 @@ class Version1Parent:
     def compute(
         self, layer_id: int, hidden: F32Array, global_ids: I32Array, weights: F32Array
     ) -> F32Array | str:
-        """Sums [T, H], or why there are none. Shapes: hidden [T, H]; ids and weights [T, S]."""
+        """Sums [T, H], or the error. Shapes: hidden [T, H]; ids and weights [T, S]."""
         self._sequence += 1
         payload = hidden.tobytes() + global_ids.tobytes() + weights.tobytes()
         header = {
@@ -121,10 +121,10 @@ class Version1Daemon(ListeningSocket):
         self._max_tokens = max_tokens
         self.versions_offered: list[int] = []
         self.shapes: list[tuple[int, int]] = []
-        """Tokens and experts a token of every request."""
+        """(tokens, experts per token) of each request."""
         self.ids_seen: set[int] = set()
         self.failure = ""
-        """What to answer instead of sums."""
+        """An error to send instead of sums."""
         self._data = self._context.socket(zmq.ROUTER)
         self._data.bind(endpoint.data_address(0))
         self._stop = threading.Event()

@@ -1,6 +1,6 @@
-"""Vocabularies as they stand in a file, sound or not.
+"""Vocabularies as stored in a file, valid or not.
 
-Knows nothing of the packages under test.
+Does not import the packages under test.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = (int(t) for t in gguf.Tok
 
 @dataclass
 class RawVocabulary:
-    """What goes into a file; each test changes what it is about."""
+    """The metadata of a vocabulary; tests change single fields."""
 
     tokens: list[str | bytes]
     types: list[int] | None
@@ -73,7 +73,7 @@ SPECIAL = {
     "<|endoftext|>": CONTROL,
     "<|im_start|>": CONTROL,
     "<|im_end|>": CONTROL,
-    # As converters write them: the first as user-defined although it is a marker.
+    # As converters write them; the first is user-defined although it is a marker.
     "<|fim_prefix|>": USER_DEFINED,
     "<|file_sep|>": USER_DEFINED,
     "<think>": USER_DEFINED,
@@ -89,10 +89,10 @@ SPECIAL = {
 
 
 def boundary(pre: str) -> RawVocabulary:
-    """Merges over every place where a word could end, so that ids tell where words ended.
+    """A vocabulary whose merges cross every possible word boundary: ids show where words end.
 
-    Any two neighbouring bytes that belong to two characters merge: in an order that is not theirs,
-    so that it counts; and some pairs of pairs. Some words, too, that no merges make.
+    Any two neighbouring bytes of two characters merge, in an order unlike that of the text, and
+    some pairs of pairs do. It also has some words that no merges make.
     """
     alphabet = byte_characters()
     ascii_bytes, last, first = alphabet[:0x80], alphabet[0x80:0xC0], alphabet[0xC2:0xF5]
@@ -109,8 +109,8 @@ def boundary(pre: str) -> RawVocabulary:
 
 
 def scored(seed: int, *, corpus: list[str]) -> RawVocabulary:
-    """Pieces made by joining neighbours in the corpus at random, with scores of which many are the
-    same, so that ties and the order of merges count; and a piece for each byte."""
+    """Pieces made by joining random neighbours in the corpus, and one for each byte. Many scores
+    are equal, so that ties and the order of merges matter."""
     rng = random.Random(seed)
     lines = [list(line.replace(" ", "\u2581")) for line in corpus]
     pieces = dict.fromkeys(character for line in lines for character in line)
@@ -121,7 +121,7 @@ def scored(seed: int, *, corpus: list[str]) -> RawVocabulary:
         pieces[piece] = None
         if rng.random() < 0.5 and len(piece) < 12:
             line[place : place + 2] = [piece]
-    # Runs that many pairs can make.
+    # Runs of one character, which merge in many ways.
     pieces |= dict.fromkeys("\u2581" * n for n in (2, 3, 4, 5, 8)) | dict.fromkeys(("aa", "aaa"))
     del pieces["a"]
     normal = list(pieces)

@@ -1,5 +1,5 @@
-"""The real daemon, for tests that look into it: at SIGUSR1 it says what it holds of its devices.
-DFLASHTEST_LINK_SILENCE_S: when it forgets a parent that has vanished.
+"""The real daemon, which on SIGUSR1 prints the device resources it holds. For tests of leaks.
+DFLASHTEST_LINK_SILENCE_S: silence after which it drops a parent.
 
 Example:
   python -m support.watched_daemon model.gguf --device cuda:1 --listen ipc:///tmp/x/gpu.sock
@@ -28,8 +28,8 @@ RESIDENT = "resident bytes"
 
 
 def resident_bytes() -> int:
-    """Of this process, less what the C library has been given back and keeps, more of it with every
-    thread that there was."""
+    """Resident bytes of this process, without freed memory that the C library keeps, which grows
+    with every thread that has run."""
     gc.collect()
     with suppress(AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
@@ -37,11 +37,11 @@ def resident_bytes() -> int:
 
 
 def serve(held: Callable[[], dict[str, int]]) -> int:
-    """The daemon, until its end; `held` tells what it holds."""
+    """Run the daemon until its end; `held` returns the resources it holds."""
 
     def tell(*_: object) -> None:
         found = {**held(), RESIDENT: resident_bytes()}
-        # Whoever is interrupted may be writing there too.
+        # Not print: the interrupted code may be inside a write to stderr.
         os.write(sys.stderr.fileno(), f"{HOLDS}{json.dumps(found)}\n".encode())
 
     with pytest.MonkeyPatch.context() as patched:

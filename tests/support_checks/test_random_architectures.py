@@ -7,26 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support import (
-    random_laguna,
-    random_llama,
-    random_llama4,
-    random_olmoe,
-    random_qwen2moe,
-    random_qwen35moe,
-)
+from support.architectures import RANDOM, RandomArchitecture
 from support.llama_oracle import LlamaOracle
 from support.random_gguf import RandomShape, random_tensors, write_model
 
-MODULES = (
-    random_olmoe,
-    random_qwen2moe,
-    random_llama,
-    random_laguna,
-    random_llama4,
-    random_qwen35moe,
-)
-SHAPES: list[RandomShape] = [shape for module in MODULES for shape in module.SHAPES]
+SHAPES = [shape for module in RANDOM.values() for shape in module.SHAPES]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda each: f"{each.architecture}, {each.name}")
@@ -51,9 +36,9 @@ def test_model_uses_its_experts_and_gives_logits_of_about_five(
         assert used > 0.4 * min(shape.num_experts, tensors[name].size / 2)
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
-def test_shapes_of_an_architecture_differ_and_are_awkward(module: object) -> None:
-    shapes: tuple[RandomShape, ...] = module.SHAPES  # type: ignore[attr-defined]
+@pytest.mark.parametrize("module", RANDOM.values(), ids=RANDOM)
+def test_shapes_of_an_architecture_differ_and_are_awkward(module: RandomArchitecture) -> None:
+    shapes = module.SHAPES
     assert len(shapes) >= 4
     assert len({shape.name for shape in shapes}) == len(shapes)
     for shape in shapes:

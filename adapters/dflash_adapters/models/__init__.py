@@ -1,1 +1,1 @@
-"""One file for each architecture."""
+"""Descriptions of models, one module per GGUF architecture: each has a ``describe(file)``."""

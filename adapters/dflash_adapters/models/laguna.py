@@ -1,13 +1,13 @@
 """laguna: poolside's Laguna XS, S and M models.
 
-Pre-norm transformer with more query heads in some layers than in others, and two kinds of
-attention: over a sliding window, with plain rotation, or over everything, with YaRN and part of
-each head rotated. What attention gives is multiplied by the softplus of a gate for each head, or
-each element. The first layers have dense FFNs, the others a routed mixture: experts are chosen by
-sigmoid and a bias, weighted by sigmoid alone, and a shared expert is added as it is.
+Pre-norm transformer. The number of query heads may differ between layers. Attention is either over
+a sliding window, with plain RoPE, or over all positions, with YaRN and partial rotation. Its output
+is multiplied by the softplus of a gate, one per head or per element. The first layers have dense
+FFNs, the others routed ones: experts are chosen by sigmoid scores plus a bias, weighted by the
+sigmoid scores, and an ungated shared expert is added.
 
-Source: llama.cpp's graph of the same name. YaRN is what the file says: llama.cpp computes with
-betas 32 and 1 whatever it says (see Settings.yarn).
+Source: llama.cpp's graph of the same name. YaRN's betas are read from the file, where llama.cpp
+always uses 32 and 1 (see YARN_KEYS in keys.py).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from dflash_adapters.spec import CAUSAL, Mask
 def describe(file: GgufFile) -> Description:
     keys = Keys(file)
     base = read_base(keys)
-    rule = read_routing_rule(keys, base.num_experts_used)
+    rule = read_routing_rule(keys, base)
     ffn_size = keys.uint("expert_feed_forward_length")
     shared_size = keys.count("expert_shared_feed_forward_length")
     shared_size = shared_size or ffn_size * keys.uint("expert_shared_count", 1)
@@ -53,7 +53,7 @@ def describe(file: GgufFile) -> Description:
     head_dim = read_head_dim(keys, base.hidden_size // num_heads(0))
     window, is_sliding = read_window(keys, base.num_layers)
 
-    @cache  # one object, so that a backend makes one table
+    @cache  # one Rope of each kind, so that a backend makes one table
     def rope(slides: bool) -> Rope:
         return _read_rope(keys, head_dim, slides=slides)
 

@@ -1,8 +1,8 @@
-"""llama with experts: Mixtral 8x7B, 8x22B and their finetunes, and others converted as they are.
+"""llama with experts: Mixtral 8x7B, 8x22B, their finetunes, and models converted in the same form.
 
-Pre-norm transformer; rotation of interleaved pairs, by angles that a tensor may divide; every
-layer's FFN is a routed mixture: softmax over all experts, top-k, weights renormalised, no shared
-expert. Experts may be tensors of their own, as llama.cpp wrote them until April 2024.
+Pre-norm transformer with RoPE over interleaved pairs, whose frequencies a tensor may divide. Every
+layer has a routed FFN: softmax over all experts, top-k, weights renormalised, no shared expert.
+Each expert may be a tensor of its own, as llama.cpp wrote them until April 2024.
 
 Source: Jiang et al. 2024 (arXiv 2401.04088) and llama.cpp's graph of the same name.
 """

@@ -1,10 +1,10 @@
-"""llama4: Llama 4 Scout and Maverick, their text parts.
+"""llama4: the text models of Llama 4 Scout and Maverick.
 
-Pre-norm transformer. Three of four layers see the last 8192 positions at most, those of their own
-chunk, with rotation of interleaved pairs and then, in Scout, heads divided by their root mean
-square; the fourth sees everything, without positions, with queries that grow with their position.
-FFNs are routed, in some models in every other layer only: one expert is chosen by its logit, what
-it is given is multiplied by the sigmoid of that, and a shared expert is added.
+Pre-norm transformer. Three of four layers attend within chunks of 8192 positions, with RoPE over
+interleaved pairs and then, in Scout, an RMS norm of each head without weights. Every fourth layer
+attends to all positions, without RoPE; its queries are scaled by a temperature that grows with the
+position. FFNs are routed, in some models in every other layer only: the expert with the highest
+logit is used, its input is multiplied by the sigmoid of the logit, and a shared expert is added.
 
 Source: Meta's Llama 4 model cards and llama.cpp's graph of the same name.
 """
@@ -37,14 +37,14 @@ from dflash_adapters.spec import CAUSAL, Mask
 
 _CHUNK = 8192
 _PERIOD = 4
-"""The last layer of so many sees everything."""
+"""Every fourth layer attends to all positions."""
 _SLOPE = 0.1
-"""Of the temperature, by which queries of layers that see everything grow from chunk to chunk."""
+"""Slope of the temperature that scales the queries of these layers."""
 _UNNORMED_EXPERTS = 128
-"""Experts of Maverick, whose heads are not normed."""
+"""The number of experts of Maverick, whose heads are not normed."""
 
 _CHOICE = RoutingRule(1, Gating.SOFTMAX_WEIGHT, normalise=False)
-"""A weight of 1: what experts give is added as it is."""
+"""The weight is 1, as it is a softmax over the one chosen logit."""
 _INPUT_SCALE = RoutingRule(1, Gating.SIGMOID, normalise=False, selects_by_logits=True)
 
 
@@ -57,7 +57,7 @@ def describe(file: GgufFile) -> Description:
     keys.require("attention.sliding_window_pattern", _PERIOD, default=_PERIOD)
     window = "attention.sliding_window"
     if keys.has(window) and keys.count(window) == 0:
-        raise keys.unsupported(window, "attention to everything in every layer is not known")
+        raise keys.unsupported(window, "full attention in every layer is not supported")
     base_key = "rope.freq_base_swa" if keys.has("rope.freq_base_swa") else "rope.freq_base"
     factors = rope_factors(keys, heads.dim)
     rope = read_rope(keys, RopePairing.INTERLEAVED, heads.dim, base_key=base_key, factors=factors)

@@ -1,8 +1,8 @@
 """olmoe: OLMoE-1B-7B and its finetunes.
 
-Pre-norm transformer; q and k are normed over their full width before they are split into heads;
-every layer's FFN is a routed mixture: softmax over all experts, top-k, weights as they are, no
-shared expert. What the file calls the FFN's width is that of one expert.
+Pre-norm transformer. q and k are normed over their full width before they are split into heads.
+Every layer has a routed FFN: softmax over all experts, top-k, weights not renormalised, no shared
+expert. The key ``feed_forward_length`` is the width of one expert.
 
 Source: Muennighoff et al. 2024 (arXiv 2409.02060) and llama.cpp's graph of the same name.
 """

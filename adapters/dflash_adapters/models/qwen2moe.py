@@ -1,8 +1,7 @@
 """qwen2moe: Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B and their finetunes.
 
-Pre-norm transformer; biases of q, k and v; every layer's FFN is a routed mixture: softmax over all
-experts, top-k, weights as they are, and a shared expert times the share that a logit of its own
-says.
+Pre-norm transformer with biases of q, k and v. Every layer has a routed FFN: softmax over all
+experts, top-k, weights not renormalised, and a shared expert multiplied by the sigmoid of a gate.
 
 Source: the Qwen2 technical report (arXiv 2407.10671) and llama.cpp's graph of the same name.
 """

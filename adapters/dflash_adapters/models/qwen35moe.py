@@ -1,10 +1,9 @@
 """qwen35moe: Qwen3.5-35B-A3B, Qwen3.6-35B-A3B, their larger siblings and finetunes.
 
-Pre-norm transformer. Most layers mix tokens by a Gated DeltaNet: a causal convolution and the delta
-rule, whose state is as large after many tokens as after few; some by attention whose result is
-gated, and whose heads are rotated in part. Every layer's FFN is a routed mixture: softmax over all
-experts, top-k, weights renormalised, and a shared expert times the share that a logit of its own
-says. Blocks for predicting several tokens at once are left out.
+Pre-norm transformer. Most layers are Gated DeltaNets: a causal convolution and the delta rule, with
+a recurrent state of constant size. The others are attention with a sigmoid gate on the output and
+partial RoPE. Every layer has a routed FFN: softmax over all experts, top-k, weights renormalised,
+and a shared expert multiplied by the sigmoid of a gate. Multi-token prediction blocks are ignored.
 
 Source: Yang et al. 2024 (arXiv 2412.06464) and llama.cpp's graph of the same name.
 """
@@ -18,6 +17,7 @@ from dflash_adapters.blocks import Block, describe_model
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.keys import (
     Keys,
+    num_prediction_blocks,
     read_base,
     read_delta_state,
     read_expert_ffn_size,
@@ -35,10 +35,8 @@ _SECTIONS = "rope.dimension_sections"
 
 def describe(file: GgufFile) -> Description:
     keys = Keys(file)
-    num_blocks, num_left_out = keys.uint("block_count"), keys.count("nextn_predict_layers")
-    if num_left_out >= num_blocks or num_left_out > len(file.tensors):
-        raise keys.wrong("nextn_predict_layers", f"{num_left_out} of {num_blocks} blocks")
-    base, num_layers = read_base(keys), num_blocks - num_left_out
+    base = read_base(keys)
+    num_blocks, num_layers = base.num_layers, base.num_layers - num_prediction_blocks(keys)
     heads, state = read_heads(keys, base.hidden_size), read_delta_state(keys)
     rope = _read_rope(keys, heads.dim)
     sizes = base.expert_sizes(read_expert_ffn_size(keys, base.num_experts_used))
@@ -76,10 +74,10 @@ def describe(file: GgufFile) -> Description:
 
 
 def _are_recurrent(keys: Keys, num_layers: int, num_blocks: int) -> Iterable[bool]:
-    """Whether each layer is a DeltaNet; if not it is attention."""
+    """For each layer, whether it is a DeltaNet; otherwise it is attention."""
     key = "attention.recurrent_layers"
     if keys.has(key):
-        # A single flag would become a list as long as the file says.
+        # get_bool_per_layer repeats a single flag, as often as the file says there are blocks.
         if not keys.file.is_array(keys.name(key)):
             raise keys.wrong(key, "is not an array")
         return keys.file.get_bool_per_layer(keys.name(key), num_blocks)[:num_layers]
@@ -88,10 +86,10 @@ def _are_recurrent(keys: Keys, num_layers: int, num_blocks: int) -> Iterable[boo
 
 
 def _read_rope(keys: Keys, head_dim: int) -> Rope:
-    """Positions have several coordinates, which are all the same for text.
+    """Multi-axis RoPE, for text: the first three coordinates of a position are all equal.
 
-    Raises: ModelFileError; UnsupportedModel if a pair is rotated by a coordinate that text does not
-    have.
+    Raises: ModelFileError; UnsupportedModel if a pair is rotated by the fourth coordinate, which
+    text does not have.
     """
     num_rotated = read_num_rotated(keys, head_dim)
     sections = keys.file.get_uint_array(keys.name(_SECTIONS), maximum=1 << 16).tolist()

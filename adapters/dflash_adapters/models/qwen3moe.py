@@ -1,7 +1,7 @@
 """qwen3moe: Qwen3-30B-A3B, Qwen3-Coder-30B-A3B and their finetunes.
 
-Pre-norm transformer; grouped-query attention with a norm over each head of q and k; every layer's
-FFN is a routed mixture: softmax over all experts, top-k, weights renormalised, no shared expert.
+Pre-norm transformer. Grouped-query attention with a norm of each head of q and k. Every layer has a
+routed FFN: softmax over all experts, top-k, weights renormalised, no shared expert.
 
 Source: the Qwen3 technical report (arXiv 2505.09388) and llama.cpp's graph of the same name.
 """

@@ -101,6 +101,7 @@ DIALECTS: Mapping[str, Dialect] = {
     "llama-bpe": _LLAMA_BPE,
     "llama3": _LLAMA_BPE,
     "llama-v3": _LLAMA_BPE,
+    "glm4": Dialect((_LLAMA3,), ignores_merges=True),
     "llama4": Dialect((_O200K,)),
     "gpt-4o": Dialect((_O200K,)),
     "olmo": Dialect((_GPT2,)),

@@ -103,6 +103,7 @@ def generate(**options: Any) -> None:
     token_ids = [] if text is not None else _parse_token_ids(options["token_ids"])
 
     # Late: --help and wrong usage must not wait for numpy and the rest.
+    from dflash_adapters.text.harmony import reply_stream
     from dflash_runtime.bus_errors import explain_bus_errors
     from dflash_runtime.engine.demo_model import chosen_model_path
     from dflash_runtime.engine.engine import Engine
@@ -124,12 +125,15 @@ def generate(**options: Any) -> None:
             ignore_eos=options["ignore_eos"],
             on_prefill=lambda done, total: progress.update("prompt", "prefill", done, total),
         )
+        reply = None
+        if options["chat"] and engine.tokenizer is not None:
+            reply = reply_stream(engine.tokenizer)
         for token in tokens:
             progress.finish()
             generated.append(token.token_id)
-            pieces.append(token.text)
+            pieces.append(token.text if reply is None else reply.push(token.token_id))
             if not options["as_json"]:
-                write_text(token.text)
+                write_text(pieces[-1])
         if options["as_json"]:
             record = _record(engine, prompt, generated, "".join(pieces))
             sys.stdout.write(ascii_json(record) + "\n")

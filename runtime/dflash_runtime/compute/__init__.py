@@ -1,4 +1,4 @@
-"""Compute backends: dense operations (Ops) and expert FFNs on one device.
+"""Compute backends: models and expert FFNs on one device.
 
 Independent of placement, daemons and text.
 """

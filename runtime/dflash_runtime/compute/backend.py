@@ -1,4 +1,4 @@
-"""What a compute backend offers: dense operations (Ops) for the parent, and expert FFNs.
+"""What a compute backend offers: models for the parent, and expert FFNs.
 
 Independent of placement and processes: a bank holds the experts it was loaded with, numbered by
 local id, and computes the (token, expert, weight) pairs it is given.
@@ -15,15 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.ops import KvCache, KvType, Model, MoeBlock, Ops
+from dflash_adapters.layers import Description
+from dflash_adapters.ops import KvCache, KvType
 from dflash_adapters.quant import TensorType
-from dflash_adapters.spec import KvLayer, MoeLayer, MoeSpec, RecurrentLayer
+from dflash_adapters.spec import KvLayer, ModelSpec, MoeLayer, MoeSpec, RecurrentLayer
 from dflash_protocol.batch import Hidden, HostSums, RoutedBatch, Sums
 from dflash_protocol.device_payload import DeviceMover
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, I64Array, Phase
 from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.ring.segment import Segment
 from dflash_runtime.compute.mail_trial import MailTrial
+from dflash_runtime.compute.model import Model
 from dflash_runtime.compute.trees import Tree, TreeResult
 
 MEMORY_ADVICE = (
@@ -193,6 +195,9 @@ class RemoteExperts(Protocol):
         Raises: DaemonUnavailable if no owner can compute them.
         """
 
+    def poll(self) -> None:
+        """Advance all that was begun, without waiting."""
+
     def abandon(self, ticket: Any) -> None:
         """Drop a ticket, which must not be finished afterwards."""
 
@@ -340,7 +345,7 @@ class CapturedStep(Protocol):
 
 
 class ComputeBackend(Protocol):
-    """One device: dense Ops and expert banks of the same numeric class."""
+    """One device: models and expert banks of the same numeric class."""
 
     @property
     def name(self) -> str:
@@ -349,9 +354,6 @@ class ComputeBackend(Protocol):
     @property
     def numeric_class(self) -> str:
         """Names everything that decides a result's bits: kernels, their version, the processor."""
-
-    @property
-    def ops(self) -> Ops[AnyArray]: ...
 
     @property
     def chunking(self) -> Chunking: ...
@@ -399,26 +401,39 @@ class ComputeBackend(Protocol):
         """
 
     def to_host(self, rows: AnyArray) -> F32Array:
-        """Copy rows from Ops to where the host can read them. Shapes: rows, result [T, columns]."""
+        """Copy a model's rows to where the host can read them. Shapes: both [T, columns]."""
 
     def argmax(self, logits: AnyArray) -> I32Array:
-        """Argmax of each row of logits from Ops, the first of equal ones; NOT_FINITE for a row with
-        a NaN or an infinity. Shapes: logits [T, V]; result [T]."""
+        """Argmax of each row of logits, the first of equal ones; NOT_FINITE for a row with a NaN or
+        an infinity. Shapes: logits [T, V]; result [T]."""
 
     def joined(self, parts: Sequence[AnyArray]) -> AnyArray:
-        """Concatenate rows from Ops. Shapes: parts [T_i, columns]; result [sum of T_i, columns]."""
+        """Concatenate rows. Shapes: parts [T_i, columns]; result [sum of T_i, columns]."""
+
+    def load_model(self, file: GgufFile, description: Description) -> Model[AnyArray, Any]:
+        """A model with its dense weights here; experts are left to their owners.
+
+        Raises: as loading.model_spec and loading.load_weights; DeviceOutOfMemory.
+        """
+
+    def new_cache(self, spec: ModelSpec, num_positions: int, kv_type: KvType) -> KvCache:
+        """An empty cache of a model's sequence. Raises: SettingsError, DeviceOutOfMemory."""
 
     def moe(
-        self, banks: Mapping[int, ExpertBank], phase: Phase, remote: RemoteExperts | None
-    ) -> MoeBlock[AnyArray] | None:
-        """A model's routed experts, those in `banks` by layer id, on rows as Ops has them.
-
-        None if the host computes all experts on rows as they are.
+        self,
+        banks: Mapping[int, ExpertBank],
+        phase: Phase,
+        remote: RemoteExperts,
+        *,
+        may_offload: bool = True,
+    ) -> Any:
+        """The routed experts that this backend's models call in a phase: those in `banks`, by layer
+        id, and all others from `remote`. Without `may_offload` it asks for no offloaded experts.
         """
 
     def captured_step(
         self,
-        model: Model[AnyArray],
+        model: Model[AnyArray, Any],
         cache: KvCache,
         banks: Mapping[int, ExpertBank],
         *,

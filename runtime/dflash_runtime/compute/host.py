@@ -3,19 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import psutil
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.ops import KvCache, KvType, Model
-from dflash_adapters.spec import KvLayer, MoeLayer, RecurrentLayer
+from dflash_adapters.layers import Description
+from dflash_adapters.ops import KvCache, KvType
+from dflash_adapters.spec import KvLayer, ModelSpec, MoeLayer, RecurrentLayer
+from dflash_protocol.batch import HostHidden
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, I64Array, Phase
 from dflash_runtime.compute.backend import Chunking, ExpertBank, RemoteExperts, argmax_of
+from dflash_runtime.compute.host_model import HostModel
+from dflash_runtime.compute.host_ops import Ops
+from dflash_runtime.compute.model import Model, Pausable
 
 PREFILL_CHUNK = 512
 ONE_TOKEN = ((Phase.DECODE, 1),)
 """Enough of a trial for kernels that are compiled ahead."""
+
+
+class HostExperts:
+    """The routed experts of a host backend's model. Implements model.RoutedExperts.
+
+    Partial sums are added in float64 and rounded once, so the split does not show in the bits.
+    """
+
+    def __init__(self, remote: RemoteExperts, phase: Phase) -> None:
+        self._remote, self._phase = remote, phase
+
+    def __call__(
+        self, layer_id: int, hidden: F32Array, topk_ids: I32Array, topk_weights: F32Array
+    ) -> Pausable[F32Array]:
+        """Raises: DaemonUnavailable if all owners of an expert are lost, without a fallback."""
+        remote, phase = self._remote, self._phase
+        rows = HostHidden(hidden)
+        ticket = remote.begin(layer_id, rows, topk_ids, topk_weights, phase=phase)
+        if phase is Phase.PREFILL:
+            try:
+                yield None
+            except BaseException:
+                remote.abandon(ticket)
+                raise
+        return remote.finish(ticket).to_host().astype(np.float32)
 
 
 class HostBackend:
@@ -25,6 +56,11 @@ class HostBackend:
     mover = None
     chunking = Chunking(PREFILL_CHUNK, None, invariant_from=1)
     trial_batches = ONE_TOKEN
+
+    @property
+    def ops(self) -> Ops[AnyArray]:
+        """The operations that its models are computed with."""
+        raise NotImplementedError
 
     def free_memory_bytes(self) -> int:
         return int(psutil.virtual_memory().available)
@@ -50,14 +86,26 @@ class HostBackend:
     def joined(self, parts: Sequence[AnyArray]) -> AnyArray:
         return np.concatenate(parts)
 
+    def load_model(self, file: GgufFile, description: Description) -> HostModel[AnyArray]:
+        return HostModel(file, self.ops, description)
+
+    def new_cache(self, spec: ModelSpec, num_positions: int, kv_type: KvType) -> KvCache:
+        return self.ops.new_kv_cache(spec.kv_layers, num_positions, kv_type, spec.recurrent_layers)
+
     def moe(
-        self, banks: Mapping[int, ExpertBank], phase: Phase, remote: RemoteExperts | None
-    ) -> None:
-        """Return None: rows are already on the host."""
+        self,
+        banks: Mapping[int, ExpertBank],
+        phase: Phase,
+        remote: RemoteExperts,
+        *,
+        may_offload: bool = True,
+    ) -> HostExperts:
+        """All from `remote`, those in `banks` too."""
+        return HostExperts(remote, phase)
 
     def captured_step(
         self,
-        model: Model[AnyArray],
+        model: Model[AnyArray, Any],
         cache: KvCache,
         banks: Mapping[int, ExpertBank],
         *,

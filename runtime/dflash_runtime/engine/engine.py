@@ -65,9 +65,7 @@ class Engine:
         self._steps = Steps(
             opened.file,
             opened.model,
-            opened.backend.ops.new_kv_cache(
-                self.spec.kv_layers, self.num_positions, self.kv_type, self.spec.recurrent_layers
-            ),
+            opened.backend.new_cache(self.spec, self.num_positions, self.kv_type),
             backend=opened.backend,
             runtime=opened.owners.runtime,
             local_banks=opened.owners.local_banks,

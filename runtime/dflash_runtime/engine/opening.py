@@ -10,14 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.gguf.weight_check import WeightCheck
 from dflash_adapters.keys import YARN_KEYS
-from dflash_adapters.ops import KvType, Model
-from dflash_adapters.registry import load, read_spec
+from dflash_adapters.ops import KvType
+from dflash_adapters.registry import describe, read_spec
 from dflash_adapters.spec import ModelSpec, MoeLayer
 from dflash_protocol.device import Device, DeviceKind
 from dflash_protocol.endpoint import Endpoint, parse_endpoint
@@ -34,6 +35,7 @@ from dflash_runtime.compute import (
     make_backend,
     open_backend,
 )
+from dflash_runtime.compute.model import Model
 from dflash_runtime.compute.sliding_window import MOST_KEPT, num_rows
 from dflash_runtime.engine.arguments import choice, whole_number
 from dflash_runtime.engine.demo_model import chosen_model_path
@@ -71,7 +73,7 @@ class Opened:
     """What an engine consists of; closed by the exit stack given to `open_model`."""
 
     file: GgufFile
-    model: Model[AnyArray]
+    model: Model[AnyArray, Any]
     backend: ComputeBackend
     owners: Owners
     num_positions: int
@@ -186,7 +188,7 @@ def open_model(
     undo.callback(owners.close)
     report("parent", "load", 0, 1)
     with advice_if_out_of_memory():
-        model = load(file, backend.ops)
+        model = backend.load_model(file, describe(file))
     weights.remember()
     weights.start()
     return Opened(file, model, backend, owners, num_positions, kv_type)

@@ -5,24 +5,24 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.gguf.watch import LOOK_S
-from dflash_adapters.ops import KvCache, Model, MoeBlock, OnLayer, nobody_looks
+from dflash_adapters.ops import KvCache
 from dflash_protocol.batch import Hidden, Sums
 from dflash_protocol.errors import NotFinite, SettingsError
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, Phase
 from dflash_runtime.compute import ComputeBackend, ExpertBank
 from dflash_runtime.compute.backend import NOT_FINITE, CapturedStep, MailRoute
+from dflash_runtime.compute.model import Model, OnLayer, Step, forward, run_to_end
 from dflash_runtime.compute.trees import BranchingCache, Tree, TreeResult
 from dflash_runtime.engine.arguments import chunk_bounds
 from dflash_runtime.engine.checkpoints import StateCheckpoints
 from dflash_runtime.engine.prefix import CachedPrefix
-from dflash_runtime.engine.two_batch_overlap import TwoBatchOverlap
+from dflash_runtime.engine.two_batch_overlap import run_in_turns
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 
 _NOT_FINITE = (
@@ -51,7 +51,7 @@ class Steps:
     def __init__(
         self,
         file: GgufFile,
-        model: Model[AnyArray],
+        model: Model[AnyArray, Any],
         cache: KvCache,
         *,
         backend: ComputeBackend,
@@ -72,8 +72,8 @@ class Steps:
         self._prefix = CachedPrefix(num_positions, invariant_from=self._chunking.invariant_from)
         self._checkpoints = StateCheckpoints(cache)
         self._prefix_scope = ""
-        self._moes: dict[Phase, MoeBlock[AnyArray]] = {}
-        self._overlap = TwoBatchOverlap(runtime)
+        self._experts: dict[tuple[Phase, bool], Any] = {}
+        """By phase, and whether they may be offloaded."""
         self._captured = backend.captured_step(model, cache, local_banks, remote=runtime)
         layers = model.spec.moe.layers
         self._num_moe_layers = len(layers)
@@ -92,10 +92,9 @@ class Steps:
             return
         for size in (1, min(self._chunking.preferred, self.num_positions)):
             phase = _phase_of(size)
-            moe = self._backend.moe(self._local_banks, phase, _NoRemoteExperts(self._runtime))
-            assert moe is not None
-            tokens, positions = np.zeros(size, np.int32), np.arange(size, dtype=np.int32)
-            hidden = self._model.forward(tokens, positions, self._cache, moe)
+            experts = self._backend.moe(self._local_banks, phase, _NoRemoteExperts(self._runtime))
+            step = Step.of_chunk(np.zeros(size, np.int32), 0, self._cache, phase)
+            hidden = run_to_end(forward(self._model, step, experts))
             for rows in (hidden[-_HEAD_CHUNK:], hidden[-1:]):
                 self._backend.to_host(self._model.head(rows))
         if self._captured is not None:
@@ -146,7 +145,7 @@ class Steps:
                 self._captured.close()
             del self._model, self._cache, self._backend, self._local_banks, self._captured
             del self._checkpoints
-            self._moes.clear()
+            self._experts.clear()
 
     def chunks(
         self, num_tokens: int, chunk: int | Iterable[int] | None = None
@@ -206,7 +205,7 @@ class Steps:
         run: int,
         token_ids: I32Array,
         first_position: int,
-        on_layer: OnLayer[AnyArray] = nobody_looks,
+        on_layer: OnLayer[AnyArray] | None = None,
     ) -> AnyArray:
         """One chunk of a run through all layers. Shapes: token_ids [T]; result [T, H].
 
@@ -216,15 +215,17 @@ class Steps:
         ModelFileError if the file was written to.
         """
         self._require_current(run)
-        positions = np.arange(first_position, first_position + token_ids.size, dtype=np.int32)
         self._cut(first_position)
         self._checkpoints.restore(first_position)
         self._poll_file()
         phase, started_s = _phase_of(token_ids.size), time.monotonic()
         # A fast token is over before the file would be polled again.
         is_fast = phase is Phase.DECODE and self._token_s < LOOK_S / 4
-        moe = self._cancellable(phase, polls_file=not is_fast)
-        hidden = self._through_layers(token_ids, positions, moe, on_layer)
+        step = Step.of_chunk(token_ids, first_position, self._cache, phase)
+        before_layer: Callable[[], None] | None = self._check_file
+        if is_fast:
+            before_layer = None if self._is_cancelled is None else self._check_cancelled
+        hidden = self._through_layers(step, before_layer, on_layer)
         if phase is Phase.DECODE:
             self._token_s = time.monotonic() - started_s
         self._prefix.add(first_position, token_ids)
@@ -257,7 +258,7 @@ class Steps:
         token_ids: I32Array,
         tree: Tree,
         *,
-        on_layer: OnLayer[AnyArray] = nobody_looks,
+        on_layer: OnLayer[AnyArray] | None = None,
     ) -> AnyArray:
         """A tree of draft tokens through all layers, as `forward`; the sequence stays as it is.
 
@@ -267,9 +268,17 @@ class Steps:
         self._require_current(run)
         assert isinstance(self._cache, BranchingCache)  # as every backend's
         self._cut(tree.position)
+        step = Step.of_tree(token_ids, tree, self._cache)
+        experts = self._experts_of(Phase.VERIFY)
         with self._cache.branching(tree):
-            return self._model.forward(
-                token_ids, tree.positions, self._cache, self._cancellable(Phase.VERIFY), on_layer
+            return run_to_end(
+                forward(
+                    self._model,
+                    step,
+                    experts,
+                    before_layer=self._check_file,
+                    on_layer=on_layer,
+                )
             )
 
     def accept(self, run: int, token_ids: I32Array, *, tree: Tree, path: I32Array) -> None:
@@ -351,9 +360,7 @@ class Steps:
     def check(self, run: int) -> None:
         """Raises: as `forward`."""
         self._require_current(run)
-        self._poll_file()
-        if self._is_cancelled is not None and self._is_cancelled():
-            raise Cancelled
+        self._check_file()
 
     def check_last(self) -> None:
         """Check the file before a result is final.
@@ -376,34 +383,32 @@ class Steps:
 
     def _through_layers(
         self,
-        token_ids: I32Array,
-        positions: I32Array,
-        moe: MoeBlock[AnyArray],
-        on_layer: OnLayer[AnyArray],
+        step: Step,
+        before_layer: Callable[[], None] | None,
+        on_layer: OnLayer[AnyArray] | None,
     ) -> AnyArray:
         """A chunk at once, or in two micro-batches (two-batch overlap) if experts are remote.
 
         Not overlapped if `on_layer` is given, or experts are offloaded to this device.
 
-        Shapes: token_ids, positions [T]; result [T, H].
+        Shapes: result [T, H].
         """
-        overlapped_from = self._chunking.overlapped_from
-        is_short = overlapped_from is None or token_ids.size < overlapped_from
+        size, overlapped_from = step.token_ids.size, self._chunking.overlapped_from
+        is_short = overlapped_from is None or size < overlapped_from
         # Weights that are copied here for a layer serve the whole chunk.
-        is_whole = is_short or self._runtime.may_offload_now or on_layer is not nobody_looks
+        is_whole = is_short or self._runtime.may_offload_now or on_layer is not None
         if is_whole or not self._runtime.asks_daemons:
-            return self._model.forward(token_ids, positions, self._cache, moe, on_layer)
-        overlapped = self._overlap.overlapped(moe)
-
-        def micro_batch(part: slice) -> AnyArray:
-            return self._model.forward(token_ids[part], positions[part], self._cache, overlapped)
-
-        middle = -(-token_ids.size // 2)
-        return self._backend.joined(
-            self._overlap.run(
-                partial(micro_batch, slice(middle)), partial(micro_batch, slice(middle, None))
+            experts = self._experts_of(step.phase)
+            return run_to_end(
+                forward(self._model, step, experts, before_layer=before_layer, on_layer=on_layer)
             )
+        middle = -(-size // 2)
+        experts = self._experts_of(step.phase, may_offload=False)
+        first, second = (
+            forward(self._model, step.part(*part), experts, before_layer=before_layer)
+            for part in ((0, middle), (middle, size))
         )
+        return self._backend.joined(run_in_turns(first, second, poll=self._runtime.poll))
 
     def _require_current(self, run: int) -> None:
         if run != self._num_runs:
@@ -413,34 +418,24 @@ class Steps:
                 else "another call to this engine has taken over its one sequence"
             )
 
-    def _moe(self, phase: Phase) -> MoeBlock[AnyArray]:
+    def _experts_of(self, phase: Phase, *, may_offload: bool = True) -> Any:
         """The model's routed experts, local and remote."""
-        moe = self._moes.get(phase)
-        if moe is None:
-            remote = self._overlap if phase is Phase.PREFILL else self._runtime
-            moe = self._backend.moe(self._local_banks, phase, remote)
-            if moe is None:
-                moe = partial(self._runtime.compute, phase=phase)
-            self._moes[phase] = moe
-        return moe
+        experts = self._experts.get((phase, may_offload))
+        if experts is None:
+            experts = self._experts[phase, may_offload] = self._backend.moe(
+                self._local_banks, phase, self._runtime, may_offload=may_offload
+            )
+        return experts
 
-    def _cancellable(self, phase: Phase, *, polls_file: bool = True) -> MoeBlock[AnyArray]:
-        """The same, raising Cancelled before a layer once the run is cancelled, and with
-        `polls_file` ModelFileError once the file was written to."""
-        compute, poll_file = self._moe(phase), self._poll_file
-        if self._is_cancelled is None and not polls_file:
-            return compute
+    def _check_cancelled(self) -> None:
+        """Raises: Cancelled."""
+        if self._is_cancelled is not None and self._is_cancelled():
+            raise Cancelled
 
-        def moe(
-            layer_id: int, hidden: AnyArray, topk_ids: AnyArray, topk_weights: AnyArray
-        ) -> AnyArray:
-            if polls_file:
-                poll_file()
-            if self._is_cancelled is not None and self._is_cancelled():
-                raise Cancelled
-            return compute(layer_id, hidden, topk_ids, topk_weights)
-
-        return moe
+    def _check_file(self) -> None:
+        """Raises: ModelFileError if the file was written to; Cancelled."""
+        self._poll_file()
+        self._check_cancelled()
 
 
 def _phase_of(num_tokens: int) -> Phase:
@@ -479,6 +474,9 @@ class _NoRemoteExperts:
     def finish(self, ticket: Any, out: F64Array | None = None) -> Sums:
         sums: Sums = ticket
         return sums
+
+    def poll(self) -> None:
+        """Nothing."""
 
     def abandon(self, ticket: Any) -> None:
         """Nothing."""

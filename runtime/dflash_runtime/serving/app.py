@@ -223,6 +223,7 @@ def _job(
         stops=body.stops,
         top_logprobs=body.top_logprobs_wanted,
         ignore_eos=bool(body.ignore_eos),
+        is_chat=isinstance(body, ChatBody),
         key=request.scope[KEY],
     )
 

@@ -91,6 +91,7 @@ class Job:
     stops: tuple[str, ...] = ()
     top_logprobs: int | None = None
     ignore_eos: bool = False
+    is_chat: bool = False
     key: str = ""
     asked_s: float = field(default_factory=time.perf_counter)
     is_cancelled: bool = False

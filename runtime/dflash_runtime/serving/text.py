@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dflash_adapters.text.tokenizer import Tokenizer
+from dflash_adapters.text.harmony import reply_stream
+from dflash_adapters.text.tokenizer import StreamDecoder, Tokenizer
 from dflash_runtime.engine.engine import GeneratedToken
 
 
@@ -26,11 +27,18 @@ class TextAssembler:
     """Assembles one generation.
 
     Text that may be the beginning of a stop string is held back, as are the bytes of an incomplete
-    character; such bytes at the very end are dropped.
+    character; such bytes at the very end are dropped. With `is_chat` it is the reply of a chat, of
+    which only what a reader is to see is text.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str]) -> None:
-        self._decoder = tokenizer.stream(keep_special=False) if tokenizer is not None else None
+    def __init__(
+        self, tokenizer: Tokenizer | None, stops: Sequence[str], *, is_chat: bool = False
+    ) -> None:
+        self._decoder: StreamDecoder | None = None
+        if tokenizer is not None:
+            self._decoder = (
+                reply_stream(tokenizer) if is_chat else tokenizer.stream(keep_special=False)
+            )
         self._stops = tuple(stops)
         self._held = ""
         self._num_decoded = 0

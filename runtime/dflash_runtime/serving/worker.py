@@ -185,7 +185,7 @@ class EngineWorker:
         metrics = self._metrics
         started_s = time.perf_counter()
         metrics.queue_s.observe(started_s - job.asked_s)
-        assembler = TextAssembler(engine.tokenizer, job.stops)
+        assembler = TextAssembler(engine.tokenizer, job.stops, is_chat=job.is_chat)
         options = job.sampling
 
         def is_cancelled() -> bool:  # asked before every layer

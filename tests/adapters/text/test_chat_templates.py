@@ -87,6 +87,17 @@ Let me look.
 <|im_start|>assistant
 <think>
 """,
+    "HARMONY": """\
+<|start|>system<|message|>Date: 2025-02-03
+Reasoning: medium<|end|><|start|>developer<|message|>Be brief.
+type size = (_: {b: any, a: any}) => any;<|end|>\
+<|start|>user<|message|>Größe of <b>"x"</b> & 😀?<|end|>\
+<|start|>assistant<|channel|>analysis<|message|>hm<|end|>\
+<|start|>assistant to=functions.size<|channel|>commentary json<|message|>\
+{"of": "ß", "n": [1, 2]}<|call|>\
+<|start|>functions.size to=assistant<|channel|>commentary<|message|>"42"<|end|>\
+<|start|>functions.size to=assistant<|channel|>commentary<|message|>"43"<|end|>\
+<|start|>assistant""",
     "LAGUNA": """\
 <bos><system>
 Be brief.
@@ -286,10 +297,16 @@ MARKERS = {
     "<tool_call>": USER_DEFINED,
     "</tool_call>": USER_DEFINED,
     "[/INST]": CONTROL,
+    "<|start|>": CONTROL,
+    "<|end|>": CONTROL,
+    "<|channel|>": CONTROL,
+    "<|message|>": CONTROL,
+    "<|call|>": CONTROL,
+    "<|return|>": CONTROL,
 }
 
 
-@pytest.fixture(scope="module", params=["qwen35", "laguna", "olmo", "llama4"])
+@pytest.fixture(scope="module", params=["qwen35", "laguna", "olmo", "llama4", "glm4"])
 def both(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Compared]:

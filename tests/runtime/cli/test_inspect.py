@@ -18,6 +18,7 @@ from dflash_adapters.registry import ARCHITECTURES
 from dflash_protocol.errors import ModelFileError
 from dflash_protocol.ids import F32Array
 from dflash_runtime.cli.inspect import inspect
+from support.architectures import RANDOM
 from support.random_gguf import RandomShape, write_model
 from support.random_laguna import SHAPES as LAGUNA_SHAPES
 from support.random_llama import LlamaShape
@@ -106,8 +107,15 @@ def refusal(path: Path) -> ModelFileError:
     return result.exception
 
 
-def test_every_architecture_has_a_table() -> None:
-    assert {case[0].architecture for case in CASES} == {*ARCHITECTURES}
+@pytest.mark.parametrize("name", RANDOM)
+def test_every_architecture_has_a_table(tmp_path: Path, name: str) -> None:
+    shape = RANDOM[name].SHAPES[0]
+    path = write_model(tmp_path / "model.gguf", shape, seed=1)
+    stacks = [dims for tensor, dims in shape.tensors().items() if "ffn_down_exps.w" in tensor]
+    assert fact(path, "architecture") == shape.architecture
+    assert fact(path, "layers").endswith(f", of which {len(stacks)} with experts")
+    (row,) = table_of(path)
+    assert (int(row[1]), int(row[3])) == (stacks[0][0], stacks[0][2])
 
 
 @pytest.mark.parametrize("shape", [case[0] for case in CASES], ids=lambda each: each.architecture)

@@ -114,7 +114,11 @@ def mailing(model: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 @pytest.mark.parametrize(
     "model",
-    [TINY, pytest.param(TINY_LLAMA4, marks=pytest.mark.slow)],
+    [
+        TINY,
+        pytest.param(TINY_LLAMA4, marks=pytest.mark.slow),
+        pytest.param(SHAPES["gpt_oss"], marks=pytest.mark.slow),
+    ],
     ids=lambda shape: shape.name,
     indirect=True,
 )

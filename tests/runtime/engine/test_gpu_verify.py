@@ -172,7 +172,7 @@ def test_tokens_of_a_tree_have_the_bits_of_a_sequence(
     "splits", [("half",), pytest.param(("all", "none"), marks=pytest.mark.slow)], ids="-".join
 )
 @pytest.mark.parametrize(
-    "name", ["qwen35moe", "laguna", pytest.param("llama4", marks=pytest.mark.slow)]
+    "name", ["qwen35moe", "laguna", "gpt_oss", pytest.param("llama4", marks=pytest.mark.slow)]
 )
 def test_recurrent_layers_and_windows(
     monkeypatch: pytest.MonkeyPatch,

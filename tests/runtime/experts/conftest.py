@@ -1,4 +1,4 @@
-"""Fixtures of tests with a link: both ends of it, and what ends them in order."""
+"""Fixtures of tests with a link: both ends, and their cleanup in order."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,8 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.text.tokenizer import Tokenizer, load_tokenizer
 from dflash_runtime.engine.engine import GeneratedToken
 from dflash_runtime.serving.text import Delta, TextAssembler
-from support.vocabularies import small
+from support.compared_tokenizers import load
+from support.vocabularies import CONTROL, small
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +104,23 @@ def test_a_token_that_is_cut_by_a_stop_string_counts(tokenizer: Tokenizer) -> No
     deltas, assembler = assembled(tokenizer, [hel, hel], ["lh"])
     assert (shown(deltas), assembler.is_stopped) == ("he", True)
     assert [token.token_id for delta in deltas for token in delta.tokens] == [hel]
+
+
+def test_of_a_chat_in_channels_the_final_one_is_text(tmp_path: Path) -> None:
+    markers = ["<|start|>", "<|channel|>", "<|message|>"]
+    vocabulary = small()
+    assert vocabulary.types is not None
+    vocabulary.tokens += markers
+    vocabulary.types += [CONTROL] * len(markers)
+    tokenizer = load(vocabulary, tmp_path)
+    reply = "<|channel|>analysis<|message|>hm<|start|>a<|channel|>final<|message|>hello"
+    ids = tokenizer.encode(reply)
+    for is_chat, text in ((True, "he"), (False, reply.removesuffix("llo"))):
+        assembler = TextAssembler(tokenizer, ["llo"], is_chat=is_chat)
+        deltas = [assembler.push(GeneratedToken(token_id, "")) for token_id in ids]
+        assert shown([delta for delta in deltas if delta is not None]) == text
+        assert assembler.is_stopped
+        assert sum(len(delta.tokens) for delta in deltas if delta is not None) == len(ids) - 2
 
 
 @given(data=st.data())

@@ -1,4 +1,4 @@
-"""A device without a GPU, for tests of kernels and of all that launches them."""
+"""Emulates a GPU, for tests of kernels and of the code that launches them."""
 
 from support.emulated_device.emulated_device import EmulatedDevice, KernelFailure
 

@@ -1,4 +1,4 @@
-// Kernels of the tests of the emulation and of real devices: right ones, and one for each mistake.
+// Kernels for tests of the emulation and of real devices. All are correct; see mistakes.cu.
 #include "common.cuh"
 
 struct SumArgs {
@@ -7,7 +7,7 @@ struct SumArgs {
     int rows, columns;
 };
 
-// One block a row: sums over lanes, then over the logical warps in order.
+// A block per row: sums over lanes, then over the logical warps in order.
 KERNEL(sum_rows, SumArgs, 256, 1) {
     SHARED(float, partial, 16);
     let_next_begin();
@@ -34,7 +34,7 @@ struct NamesArgs {
     float value;
 };
 
-// Every name of common.cuh once, for one block: what comes out is told by the test.
+// Uses every function of common.cuh once, in one block; the test has the expected results.
 KERNEL(every_name, NamesArgs, 64, 1) {
     DYNAMIC_SHARED(bytes);
     wait_for_previous();
@@ -75,7 +75,7 @@ KERNEL(every_name, NamesArgs, 64, 1) {
         a.out[i * (u32)num_threads() + (u32)thread] = values[i];
 }
 
-// A struct that C and ctypes pad alike.
+// A struct with padding, which C++ and ctypes must lay out alike.
 struct PaddedArgs {
     u8 small;
     u64 wide;

@@ -1,4 +1,4 @@
-// The emulation's side of common.cuh: kernels as C++ of the host, for results without a GPU.
+// What common.cuh lists, for the emulation: kernels run as C++ on the host, without a GPU.
 #pragma once
 
 #include "scheduler.h"
@@ -18,7 +18,7 @@ void *memcpy(void *, const void *, decltype(sizeof 0)) noexcept;
 // Not always inlined: each copy would be compiled again.
 #define INLINE inline
 
-// The launcher is NAME_launch, NAME_args_bytes what Python's mirror of the arguments must take.
+// NAME_launch runs the kernel; NAME_args_bytes is the size that Python's mirror of Args must have.
 #define KERNEL(NAME, ARGS, THREADS, MIN_BLOCKS)                                               \
     static void NAME(const ARGS a);                                                           \
     static_assert((THREADS) <= emulated::max_threads && (MIN_BLOCKS) >= 1, "launch bounds");   \
@@ -88,7 +88,7 @@ inline u16 float_to_half(float value) {
     memcpy(&bits, &value, 4);
     u32 sign = bits >> 16 & 0x8000, magnitude = bits & 0x7FFFFFFF;
     if (magnitude > 0x7F800000) return (u16)(sign | 0x7FFF);  // NaN
-    if (magnitude >= 0x477FF000) return (u16)(sign | 0x7C00);  // rounds to what is too large
+    if (magnitude >= 0x477FF000) return (u16)(sign | 0x7C00);  // rounds to infinity
     if (magnitude < 0x38800000) {  // subnormal: counted in units of 2^-24, as rintf rounds to even
         float size;
         memcpy(&size, &magnitude, 4);
@@ -98,7 +98,7 @@ inline u16 float_to_half(float value) {
     return (u16)(sign | ((magnitude - 0x38000000 + 0xFFF + odd) >> 13));
 }
 
-// As the devices do: what is too large gives the nearest int, NaN gives 0.
+// As GPUs convert: saturating, and NaN gives 0.
 INLINE int round_to_int(float value) {
     if (value != value) return 0;
     if (value >= 0x1p31f) return 0x7FFFFFFF;
@@ -137,7 +137,7 @@ INLINE uint4 load_fresh16(const void *p) { return loaded_fresh<uint4>(p); }
 INLINE uint2 load_fresh8(const void *p) { return loaded_fresh<uint2>(p); }
 INLINE u32 load_fresh4(const void *p) { return loaded_fresh<u32>(p); }
 
-// Others of these are threads or processes of the host.
+// Memory that other threads or processes of the host access too.
 INLINE void store_half_line(void *p, u32 low, u32 high) {
     emulated::check_read(p, 8, 8);
     __atomic_store_n((u64 *)p, (u64)high << 32 | low, __ATOMIC_RELAXED);
@@ -164,7 +164,7 @@ INLINE u32 load_word(const u32 *p) {
 INLINE u64 clock_ticks() { return emulated::clock_ns(); }
 INLINE void spin_pause() { emulated::spin_pause(); }
 
-// As AMD's side has it.
+// As in vendor_hip.cuh.
 INLINE void read_anew() {}
 template <typename T>
 INLINE void settle(T &) {}

@@ -47,7 +47,7 @@ class MistakeArgs(ctypes.Structure):
 
 
 def check_sums(device: KernelDevice) -> None:
-    """Sums of whole numbers, which every order gives alike."""
+    """Sums of integers, which do not depend on the order."""
     values = np.random.default_rng(1).integers(-9, 9, (37, 1001)).astype(np.float32)
     kernel = device.module(str(CASES), {}).kernel("sum_rows", SumArgs)
     array, out = device.upload(values), device.empty(37, np.float32)
@@ -56,7 +56,7 @@ def check_sums(device: KernelDevice) -> None:
 
 
 def check_padding(device: KernelDevice) -> None:
-    """Each field arrives."""
+    """Every field of a padded struct arrives."""
     kernel = device.module(str(CASES), {}).kernel("padded", PaddedArgs)
     out = device.empty(4, np.float32)
     args = PaddedArgs(7, 1 << 40, 513, address(out), -3)

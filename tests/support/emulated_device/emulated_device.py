@@ -1,9 +1,9 @@
-"""A KernelDevice without a GPU: kernels compiled by g++, threads as fibers, arrays as numpy's.
+"""A KernelDevice without a GPU: kernels compiled by g++, threads as fibers, numpy arrays.
 
-For results, never for speed. Stricter than a device: what lies behind an array is checked after
-each launch, reads through load_* must lie in one array, all memory is poisoned, and a barrier that
-not every thread reaches is an error. `runs_backward` runs the last threads and blocks first, which
-shows barriers that are missing.
+It checks results, not speed, and is stricter than a GPU: guard bytes after each array are checked
+after each launch, reads through load_* must lie inside one array, memory is poisoned, and a barrier
+that not all threads reach is an error. `runs_backward` runs the last threads and blocks first,
+which reveals missing barriers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _POISON = 0xFF
 
 
 def host_capabilities(*, lanes: int) -> Capabilities:
-    """Of the emulation: what is portable, and what mma.cuh emulates."""
+    """Capabilities of the emulation: the portable ones, and those that mma.cuh emulates."""
     return Capabilities(
         vendor=Vendor.HOST,
         architecture="host",
@@ -91,8 +91,8 @@ class _Launch(ctypes.Structure):
 
 
 class _Stacks(threading.local):
-    """For the threads of a block, which are fibers of a thread of the host; kept, as giving pages
-    back and taking them again takes longer than many a kernel."""
+    """Stacks of the fibers of a block, per host thread. They are kept, as mapping pages again takes
+    longer than many kernels."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(
@@ -105,7 +105,7 @@ _STACKS = _Stacks()
 
 
 class KernelFailure(AssertionError):
-    """A kernel did what it must not; says which thread did what, where."""
+    """A kernel broke a rule; the message names the thread, what it did and where."""
 
 
 class EmulatedKernel:
@@ -121,7 +121,7 @@ class EmulatedKernel:
 
     def run(self, launch: _Launch) -> None:
         """Raises: KernelFailure."""
-        with self._lock:  # a module runs one block at a time, whoever's device it is
+        with self._lock:  # a module runs one block at a time, on all devices together
             error = self._launch(ctypes.byref(launch))
         if error is not None:
             raise KernelFailure(error.decode(errors="replace"))
@@ -146,18 +146,18 @@ class EmulatedModule:
 
 
 class EmulatedGraph:
-    """Launches in order."""
+    """A captured list of launches."""
 
     def __init__(self, launches: list[Callable[[], None]]) -> None:
         self._launches = launches
 
     def replay(self) -> None:
-        """Run them, which has ended when this returns."""
+        """Run the launches; returns when they have ended."""
         for launch in self._launches:
             launch()
 
     def close(self) -> None:
-        """Replaying is an error from now on."""
+        """From now on replaying fails."""
         self._launches = [_fail_closed]
 
 
@@ -180,7 +180,7 @@ def _fail_closed() -> None:
 
 
 class EmulatedHostMapping:
-    """The host's memory is the device's here."""
+    """A mapping of host memory, which the emulated device can access anyway."""
 
     def __init__(self, device: EmulatedDevice, array: AnyArray) -> None:
         self._device = device
@@ -188,12 +188,12 @@ class EmulatedHostMapping:
         device.add_range(self.device_address, array.nbytes)
 
     def close(self) -> None:
-        """Kernels that read it from now on fail."""
+        """From now on kernels that access the memory fail."""
         self._device.drop_range(self.device_address)
 
 
 class EmulatedCopyStream:
-    """Copies nothing before it must have arrived."""
+    """Copies as late as the rules allow: in `wait`."""
 
     def __init__(self, device: EmulatedDevice) -> None:
         self._device = device
@@ -239,7 +239,7 @@ class EmulatedDevice:
         self.max_shared_bytes = max_shared_bytes
         self.capabilities: Capabilities = host_capabilities(lanes=lanes)
         self.num_launches = 0
-        """Kernels that have run, those of graphs too."""
+        """Number of kernels that have run, including those of graphs."""
         self._runs_backward = runs_backward
         self._modules: dict[tuple[str, tuple[str, ...]], EmulatedModule] = {}
         self._buffers: dict[int, weakref.ref[AnyArray]] = {}
@@ -365,7 +365,7 @@ class EmulatedDevice:
         return run
 
     def write_at(self, place: int, origin: int, num_bytes: int) -> None:
-        """Copy to an array that must still be there."""
+        """Copy to an array, which must still exist."""
         if not any(begin <= place < begin + size for begin, size in self._range_bytes.items()):
             raise KernelFailure("something is written into an array that is not there any more")
         ctypes.memmove(place, origin, num_bytes)
@@ -404,10 +404,10 @@ class EmulatedDevice:
         return EmulatedCopyStream(self)
 
     def require_mapped(self, array: AnyArray) -> None:
-        """Whoever copies memory that may be moved meanwhile fails."""
+        """Fail if the memory is not mapped, as an asynchronous copy needs it to be."""
         begin = address(array)
         end = begin + array.nbytes
-        mapped = list(self._range_bytes.items())  # others may be adding to it
+        mapped = list(self._range_bytes.items())  # other threads may add to it
         assert any(first <= begin and end <= first + size for first, size in mapped)
 
     def trim(self) -> None:
@@ -415,12 +415,12 @@ class EmulatedDevice:
 
     @property
     def num_bytes(self) -> int:
-        """Of all arrays that there are."""
+        """Bytes of all arrays."""
         return sum(self._range_bytes[begin] for begin in self._buffers)
 
     @property
     def num_ranges(self) -> int:
-        """Pieces of memory that kernels can read: arrays, the host's, and other processes'."""
+        """Memory ranges that kernels may access: arrays, host mappings, peer memory."""
         return len(self._range_bytes)
 
     def mark(self) -> EmulatedMark:
@@ -437,24 +437,24 @@ class EmulatedDevice:
         self._must_not_capture("synchronise")
 
     def add_range(self, begin: int, num_bytes: int) -> None:
-        """Kernels may read this."""
+        """Let kernels access this range."""
         self._range_bytes[begin] = num_bytes
         self._ranges = None
 
     def drop_range(self, begin: int) -> None:
-        """They no longer may."""
+        """Revoke access to a range."""
         self._range_bytes.pop(begin, None)
         self._ranges = None
 
     def _current_ranges(self) -> tuple[ctypes.Array[_Range], list[AnyArray | None]]:
-        """What kernels may read, and what keeps it there."""
+        """The ranges that kernels may access, and references that keep them alive."""
         while True:
             ranges = self._ranges
             if ranges is None:
                 guarded = set(self._buffers)
                 ranges = self._ranges = _as_ranges(sorted(self._range_bytes.items()), guarded)
             alive = [reference() for reference in list(self._buffers.values())]
-            if self._ranges is ranges:  # nothing has come or gone meanwhile
+            if self._ranges is ranges:  # unchanged meanwhile
                 return ranges, alive
 
     def _forget(self, payload_address: int) -> Callable[[Any], None]:

@@ -1,4 +1,4 @@
-"""Kernel files as libraries of the host, compiled once for all processes."""
+"""Compiles kernel files to host libraries, once for all processes."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _LANGUAGE = (
     *("-std=c++17", "-fPIC", "-DDFLASH_HOST"),
     *("-fvisibility=hidden", "-fno-gnu-unique", "-fno-exceptions", "-fno-rtti"),
     "-fno-asynchronous-unwind-tables",
-    # As devices' compilers have it: ints wrap around, bytes may be read as anything.
+    # As in GPU compilers: ints wrap around, and memory may be read as any type.
     *("-fwrapv", "-fno-strict-aliasing", "-ffp-contract=off"),
     *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function"),
 )
 _FLAGS = (
     *_LANGUAGE,
-    # Kernels are compiled for one shape each and run on little: this takes a tenth more than not to
-    # optimise at all, and runs in a quarter; more of it takes longer than it saves.
+    # Kernels are compiled per shape and run on little data. -Og compiles 10 % longer than -O0 and
+    # runs in a quarter of the time; higher levels cost more than they save.
     *("-Og", "-shared", "-nostdlib"),
     "-fsanitize=alignment,bounds,shift-exponent,integer-divide-by-zero",
     *("-fno-sanitize-recover=all", "-fno-sanitize=vptr", "-Wframe-larger-than=65536"),
@@ -45,7 +45,7 @@ _TIMEOUT_S = 300
 
 @cache
 def kernel_library(file: str, options: tuple[str, ...]) -> ctypes.CDLL:
-    """Compiled, or found on disk; loaded once a process.
+    """Compile a kernel file, or find it on disk; loaded once per process.
 
     Raises: KernelCompileError.
     """
@@ -71,7 +71,7 @@ def kernel_library(file: str, options: tuple[str, ...]) -> ctypes.CDLL:
 
 @cache
 def _scheduler(compiler: str, lanes: str) -> bytes:
-    """What every kernel for so many lanes is linked with, as an object file.
+    """The object file that every kernel for this number of lanes is linked with.
 
     Raises: KernelCompileError.
     """
@@ -84,7 +84,7 @@ def _scheduler(compiler: str, lanes: str) -> bytes:
 
 
 def _compiled(key: bytes, path: Path, command: tuple[str, ...], inputs: tuple[str, ...]) -> bytes:
-    """What is found on disk, or what the command writes to `path`. Raises: KernelCompileError."""
+    """The result on disk, or else of running the command. Raises: KernelCompileError."""
     binaries = BinaryCache()
     with _compiled_by_one(key):
         content = binaries.get(key)
@@ -104,13 +104,15 @@ def _compiled(key: bytes, path: Path, command: tuple[str, ...], inputs: tuple[st
 
 @contextmanager
 def _compiled_by_one(key: bytes) -> Iterator[None]:
-    """Whoever else wants the same module meanwhile waits, and finds it on disk.
+    """Lock against other processes that compile the same module; they find it on disk afterwards.
 
-    Whoever holds the lock gives up its compiler after a while, and a lock ends with its process.
+    The holder's compiler has a time limit, and the lock ends with its process.
     """
     folder = cache_folder(None) / "emulated-locks"
     folder.mkdir(mode=0o700, exist_ok=True)
-    with (folder / key[:1].hex()).open("w") as file:  # few files, so that none has to be removed
+    with (folder / key[:1].hex()).open(
+        "w"
+    ) as file:  # at most 256 lock files, which are never removed
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

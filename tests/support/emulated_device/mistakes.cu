@@ -77,7 +77,7 @@ KERNEL(too_much_shared, MistakeArgs, 128, 1) {
     wait_for_previous();
     values[0] = 1;
 }
-// Right in one order of the threads only: a barrier is missing.
+// A barrier is missing: correct in one order of the threads only.
 KERNEL(misses_a_barrier, MistakeArgs, 128, 1) {
     SHARED(float, values, 128);
     wait_for_previous();

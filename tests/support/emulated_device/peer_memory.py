@@ -1,4 +1,4 @@
-"""Memory of the emulated device that other processes see."""
+"""Memory of the emulated device that other processes can map."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ FREED_WHILE_OPEN = "memory is freed that another process has open"
 
 
 class EmulatedPeerMemory:
-    """Implements device.PeerMemory: memory that both processes map; its handle is where the one
-    that has made it has it open, so that nothing is left when that is killed. Who opens it holds a
-    lock, by which whoever frees it too early is found out."""
+    """Implements device.PeerMemory: a file that both processes map.
+
+    Its handle is the path of the creator's open descriptor, so that nothing is left if the creator
+    is killed. A process that opens it holds a lock, which shows if the creator frees it too early.
+    """
 
     freed_while_open: ClassVar[list[int]] = []
-    """Sizes of what was given back while another process had it open."""
+    """Sizes of memory that was freed while another process had it open."""
 
     def __init__(self, device: EmulatedDevice, *, num_bytes: int, handle: bytes = b"") -> None:
         self._device = device
@@ -52,7 +54,7 @@ class EmulatedPeerMemory:
         device.add_range(self.device_address, len(self._memory))
 
     def write(self, offset: int, data: bytes) -> None:
-        """As nobody should: for tests of what is damaged."""
+        """Overwrite the memory, for tests of damage."""
         self._memory[offset : offset + len(data)] = data
 
     def close(self) -> None:

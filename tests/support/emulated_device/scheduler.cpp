@@ -12,7 +12,7 @@ namespace emulated {
 Block block;
 
 #if defined(__x86_64__)
-// Saves what a called function must preserve, and goes on with another stack.
+// Saves the callee-saved registers and switches to another stack.
 extern "C" void emulated_switch(void **saved_stack, void *stack);
 asm(R"(
 .text
@@ -42,19 +42,19 @@ static void switch_to(Context &from, Context &to) { swapcontext(&from, &to); }
 
 void yield() { switch_to(current_fiber().context, block.scheduler); }
 
-// What is waited for may be another thread's of this block.
+// Lets other threads of the block run, which may write what the caller waits for.
 void spin_pause() {
     block.num_pauses++;
     yield();
 }
-// Nor may it be: then whoever it is needs the processor more than another look at it does.
+// All threads are polling: another process must write, so give up the CPU for a moment.
 static void rest() {
     const struct timespec interval = {0, 20'000};
     nanosleep(&interval, nullptr);
 }
 
 static void note_error(const char *format, va_list arguments) {
-    if (block.has_failed) return;  // the first is the cause
+    if (block.has_failed) return;  // only the first error counts
     block.has_failed = true;
     int used = snprintf(block.error, sizeof block.error, "%s: block (%d, %d, %d), thread %d: ",
                         block.kernel_name, block.index_x, block.index_y, block.index_z,
@@ -62,7 +62,7 @@ static void note_error(const char *format, va_list arguments) {
     vsnprintf(block.error + used, sizeof block.error - used, format, arguments);
 }
 
-// For the scheduler: the block ends here.
+// Returns to the scheduler, which ends the block.
 __attribute__((format(printf, 1, 2))) static void report(const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
@@ -93,7 +93,7 @@ static void prepare_fiber(int thread) {
     fiber.num_exchanges = 0;
 #if defined(__x86_64__)
     void **top = (void **)(stack_of(thread) + stack_bytes - 64);
-    *--top = nullptr;  // where thread_main would return to: it does not
+    *--top = nullptr;  // return address of thread_main, which never returns
     *--top = (void *)thread_main;
     for (int saved_register = 0; saved_register < 6; saved_register++) *--top = nullptr;
     fiber.context = top;
@@ -110,7 +110,7 @@ static bool same_site(Site a, Site b) {
     return a.line == b.line && (a.file == b.file || !strcmp(a.file, b.file));
 }
 
-// Threads begin, … wait for each other here. Whoever comes last goes on at once.
+// A barrier of threads begin, …. The last one to arrive continues at once.
 static void meet(Site site, State state, int begin, int end, int *num_arrived) {
     Fiber &mine = current_fiber();
     mine.site = site;
@@ -180,7 +180,7 @@ u64 clock_ns() {
     return (u64)now.tv_sec * 1000000000u + (u64)now.tv_nsec;
 }
 
-// The finding is said once: guards are whole again afterwards.
+// Reports a damaged guard once, and repairs it.
 static void check_guards() {
     for (u64 index = 0; index < block.launch->num_ranges; index++) {
         const Range &range = block.launch->ranges[index];
@@ -200,7 +200,7 @@ void check_read(const void *pointer, int num_bytes, int alignment) {
     if (begin >= block.last_range.begin && end <= block.last_range.end) return;
     const Range *ranges = block.launch->ranges;
     u64 low = 0, high = block.launch->num_ranges;
-    while (low < high) {  // the first that ends behind our begin
+    while (low < high) {  // the first range that ends after `begin`
         u64 middle = (low + high) / 2;
         if (ranges[middle].end <= begin) low = middle + 1;
         else high = middle;
@@ -216,7 +216,7 @@ void check_fresh_read(const void *pointer, int num_bytes) {
         fail("reads what an earlier kernel wrote before wait_for_previous()");
 }
 
-// Nobody can go on: say who waits for whom.
+// Deadlock: report what each thread waits for.
 static void describe_deadlock() {
     int begin = 0, end = block.launch->num_threads;
     while (block.fibers[begin].state == ENDED) begin++;
@@ -293,7 +293,7 @@ const char *run(const char *name, int threads, void (*kernel)(const void *), con
         block.index_z = index / launch->grid_x / launch->grid_y;
         run_block();
     }
-    // Else the kernel after this one could start before the one before this one has ended.
+    // Otherwise the next kernel could start before the previous one has ended.
     if (!block.has_failed && launch->overlaps_previous && !block.anybody_waited)
         report("no thread has called wait_for_previous()");
     free(block.dynamic_shared);
@@ -303,8 +303,8 @@ const char *run(const char *name, int threads, void (*kernel)(const void *), con
 
 }  // namespace emulated
 
-// What the compiler calls where -fsanitize finds that a kernel does what C++ leaves undefined and
-// devices punish: unaligned vectors, places outside of an array, shifts by too many bits.
+// Called by code of -fsanitize for undefined behaviour that breaks on GPUs too: unaligned vectors,
+// indices out of bounds, shifts by too many bits.
 struct emulated_place {
     const char *file;
     u32 line, column;

@@ -1,9 +1,9 @@
-// Runs the threads of a block as fibers of one thread of the host, one block after the other, and
-// watches what a device would let pass silently: barriers and exchanges that not everybody reaches,
-// memory outside of every array, values read before the kernel has waited for its predecessor.
+// Runs the threads of a block as fibers of one host thread, block after block, and reports what a GPU
+// would not: barriers and lane exchanges that not all threads reach, accesses outside of arrays, and
+// reads before the kernel has waited for its predecessor.
 //
-// scheduler.cpp is compiled once for all kernels, and linked into each: compiling it takes longer
-// than most kernels do. This includes no system header for the same reason.
+// scheduler.cpp is compiled once and linked into each kernel, as compiling it takes longer than most
+// kernels. For the same reason this header includes no system header.
 #pragma once
 
 #if !defined(__x86_64__)
@@ -14,15 +14,15 @@ typedef unsigned char u8;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-// Of this library alone: kernels reach them as what is their own.
+// Hidden symbols: each kernel library has its own scheduler.
 #pragma GCC visibility push(hidden)
 
 namespace emulated {
 
-// What the test that launches a kernel says; mirrored in emulated_device.py.
+// The parameters of a launch; mirrored in emulated_device.py.
 struct Range {
     u64 begin, end;
-    u64 guard_bytes;  // before and behind it, in which nobody may write
+    u64 guard_bytes;  // before and after the array; writes to them are errors
 };
 struct Launch {
     const void *args;
@@ -31,15 +31,15 @@ struct Launch {
     u8 *stacks;  // stack_bytes for each of max_threads
     const Range *ranges;  // arrays that exist, by address; none overlap
     u64 num_ranges;
-    int runs_backward;      // last blocks and threads first: finds barriers that are missing
+    int runs_backward;      // last blocks and threads run first, which reveals missing barriers
     int overlaps_previous;  // the kernel must wait for the one before it
 };
 
 constexpr int max_threads = 1024;
 constexpr int max_logical_warps = max_threads / LANES;
-constexpr u64 stack_bytes = 256 * 1024;  // as in Python; four times what a kernel may take
+constexpr u64 stack_bytes = 256 * 1024;  // as in Python; four times what a kernel may use
 constexpr u64 max_static_shared_bytes = 48 * 1024;
-constexpr u64 shared_gap_bytes = 64;  // between two shared arrays; nobody may write there
+constexpr u64 shared_gap_bytes = 64;  // between two shared arrays; writes to it are errors
 constexpr int max_shared_arrays = 64;
 
 enum State { READY, AT_BARRIER, AT_EXCHANGE, ENDED };
@@ -84,7 +84,7 @@ struct Block {
     int num_shared_arrays;
     u8 *dynamic_shared;
     bool anybody_waited, has_failed;
-    int num_pauses;  // of the present turn of all threads
+    int num_pauses;  // in this round over all threads
     Range last_range;
     char error[1024];
 };
@@ -94,15 +94,15 @@ extern Block block;
 inline Fiber &current_fiber() { return block.fibers[block.current]; }
 void yield();
 void spin_pause();
-// For a thread of the device: never comes back.
+// Ends the device thread that calls it; does not return.
 __attribute__((format(printf, 1, 2), noreturn)) void fail(const char *format, ...);
 void barrier(const char *file, int line);
 u64 exchange_bits(u64 value, int source_lane, const char *file, int line);
-// Every address that is loaded through the functions of device.h lies in one array.
+// Fails unless the bytes lie in one array. Called by the load functions of device.h.
 void check_read(const void *pointer, int num_bytes, int alignment);
 void check_fresh_read(const void *pointer, int num_bytes);
 u64 clock_ns();
-// Text of what went wrong, or null. `threads` is what the kernel was declared for.
+// Returns the error's text, or null. `threads` is the kernel's declared maximum.
 const char *run(const char *name, int threads, void (*kernel)(const void *), const Launch *launch);
 
 template <typename T>
@@ -115,7 +115,7 @@ inline T exchange(T value, int source_lane, const char *file, int line) {
     return value;
 }
 
-// A shared array of the block: made when its first thread gets here, the same for all others.
+// A shared array of the block, made by the first thread that gets here.
 struct SharedSlot {
     u8 *begin;
     u64 generation;

@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
 
 class EmulatedMark:
-    """A place in the order of launches, all of which have run at once."""
+    """A position in the order of launches, which have all run at once."""
 
 
 class EmulatedSideStream:
-    """Implements SideStream: everything runs at the latest moment, when somebody waits for it, so
-    that whoever does not wait finds nothing, and whoever gives memory back before is found out."""
+    """Implements SideStream. Work runs as late as the rules allow, when it is waited for: this
+    reveals a missing wait, and memory that is freed too early."""
 
     def __init__(self, device: EmulatedDevice) -> None:
         self._device = device
         self._waiting: list[Callable[[], None]] = []
         self._was_asked = False
         self.num_runs = 0
-        """Of what ran here."""
+        """Number of copies and launches that have run."""
 
     def wait_for(self, mark: Any) -> None:
         """As SideStream.wait_for."""
@@ -37,7 +37,7 @@ class EmulatedSideStream:
         assert source.flags.c_contiguous
         place, origin, num_bytes = address(destination), int(source.ctypes.data), source.nbytes
         assert destination.nbytes == num_bytes
-        # By address: that both are kept is the caller's business.
+        # By address: the caller must keep both alive.
         self._waiting.append(lambda: self._device.write_at(place, origin, num_bytes))
 
     def launch(self, kernel: Any, grid: Grid, block: int, args: ctypes.Structure) -> None:
@@ -46,7 +46,7 @@ class EmulatedSideStream:
         self._waiting.append(run)
 
     def is_empty(self) -> bool:
-        """As SideStream.is_empty: not when it is asked first, and then it is."""
+        """As SideStream.is_empty: False on the first call, True on the second."""
         has_been_asked, self._was_asked = self._was_asked, True
         if self._waiting and has_been_asked:
             self.synchronize(1.0)

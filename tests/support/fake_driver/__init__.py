@@ -1,1 +1,1 @@
-"""Drivers of GPUs that are not there."""
+"""A fake GPU driver library."""

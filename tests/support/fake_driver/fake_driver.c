@@ -1,11 +1,11 @@
-// The functions of both vendors' drivers that we call, for tests: notes every call with what it was
-// given, has memory of the host for memory of a device, and fails when it is told to.
+// Fake of the functions of both vendors' drivers that we call: records every call with its arguments,
+// uses host memory as device memory, and fails on demand.
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
 
-// What a test can set, in the order of fake_driver.py.
+// Values that tests can set, in the order of fake_driver.py.
 enum Setting {
     NUM_DEVICES, FREE, TOTAL, INTEGRATED, MAJOR, MINOR, PARAMETER_BYTES, VERSION, BUSY, SHOWN, NUM
 };
@@ -215,7 +215,7 @@ int hipMemcpyAsync(void *destination, const void *source, size_t num_bytes, int 
     return note("copy %zu kind %d on %zu", num_bytes, kind, (size_t)stream);
 }
 int cuMemsetD8Async(void *address, unsigned char value, size_t num_bytes, void *stream) {
-    if ((uintptr_t)address > num_handles) memset(address, value, num_bytes);  // what `allocate` gives
+    if ((uintptr_t)address > num_handles) memset(address, value, num_bytes);  // memory from `allocate`
     return note("clear %zu on %zu", num_bytes, (size_t)stream);
 }
 
@@ -229,7 +229,7 @@ int cuIpcOpenMemHandle_v2(void **address, MemoryHandle shown, unsigned flags) {
     return handle(address, note("import_memory %02x flags %u", (unsigned char)shown.bytes[63], flags));
 }
 int cuIpcCloseMemHandle(void *address) { return note("close_memory %zu", (size_t)address); }
-// One byte before what was shown is of the same range.
+// The range begins one byte before the exported memory.
 int cuMemGetAddressRange_v2(void **begin, size_t *num_bytes, void *address) {
     *begin = (char *)address - 1;
     *num_bytes = (size_t)settings[SHOWN] + 1;

@@ -1,4 +1,4 @@
-"""A GPU driver without a GPU, and as much of CuPy as we use; what they were asked is noted."""
+"""A fake GPU driver, and the part of CuPy that we use; records the calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SOURCE = Path(__file__).with_name("fake_driver.c")
 
 
 class Setting(IntEnum):
-    """What a driver says; the same as in fake_driver.c."""
+    """Values that the driver reports; mirrors fake_driver.c."""
 
     NUM_DEVICES = 0
     FREE = 1
@@ -32,32 +32,32 @@ class Setting(IntEnum):
     PARAMETER_BYTES = 6
     VERSION = 7
     BUSY = 8
-    """So many answers of a stream say that it is not empty."""
+    """Number of queries of a stream that report it busy."""
     SHOWN = 9
-    """Bytes of memory that another process shows."""
+    """Bytes of the memory that another process exports."""
 
 
 class FakeDriver:
-    """One library that has the functions of both vendors. There is one state a process."""
+    """One library with the functions of both vendors. It has one state per process."""
 
     def __init__(self) -> None:
         self.library = _library()
         self.library.fake_reset()
 
     def open(self, vendor: Vendor) -> Driver:
-        """A driver that calls it."""
+        """A Driver that calls this library."""
         return Driver(vendor, self.library)
 
     def set(self, setting: Setting, value: int) -> None:
-        """Have it say this from now on."""
+        """Set a value that the driver reports."""
         self.library.fake_set(int(setting), ctypes.c_int64(value))
 
     def fail(self, name: str, status: int) -> None:
-        """Have one function fail, by our name for it; "" = none."""
+        """Make one function fail, by our name for it; "": none."""
         self.library.fake_fail(name.encode(), status)
 
     def take_notes(self) -> list[str]:
-        """What was called since the last time, but for which device was meant."""
+        """The calls since the last time, without those that select a device."""
         lines = self.library.fake_notes().decode().splitlines()
         taken = self._num_taken if len(lines) >= self._num_taken else 0
         self._num_taken = len(lines)
@@ -84,13 +84,13 @@ class FakeOutOfMemory(Exception):
 
 
 def _memory(num_bytes: int) -> SimpleNamespace:
-    """cupy.cuda.Memory: the host's."""
+    """cupy.cuda.Memory, in host memory."""
     buffer = np.full(max(num_bytes, 1), 0xFF, np.uint8)
     return SimpleNamespace(ptr=buffer.ctypes.data, buffer=buffer)
 
 
 class _Pool:
-    """cupy.cuda.MemoryPool of so many bytes."""
+    """cupy.cuda.MemoryPool, of limited size."""
 
     limit_bytes = 1 << 20
 
@@ -114,7 +114,7 @@ class _Pool:
 
 
 class _Array:
-    """cupy.ndarray: no array of numpy's, but with its attributes."""
+    """cupy.ndarray: not a numpy array, but with its attributes."""
 
     def __init__(self, shape: Any, dtype: Any, *, memptr: SimpleNamespace) -> None:
         self.data = memptr
@@ -157,7 +157,7 @@ class _Device:
 
 
 def fake_cupy(*, is_hip: bool = False) -> ModuleType:
-    """What ``import cupy`` gives."""
+    """The module that ``import cupy`` gives."""
     cuda = SimpleNamespace(
         runtime=SimpleNamespace(is_hip=is_hip),
         memory=SimpleNamespace(OutOfMemoryError=FakeOutOfMemory),

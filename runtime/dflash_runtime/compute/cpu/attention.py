@@ -5,23 +5,20 @@ Everything that reaches a task is checked here.
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 
 from dflash_adapters.ops import KvType
 from dflash_protocol.errors import ContextExceeded
-from dflash_protocol.ids import F32Array, I32Array, I64Array
+from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime.compute.cpu.kernels import attention_arguments as a
-from dflash_runtime.compute.cpu.kernels.attention_elements import element_functions
 from dflash_runtime.compute.cpu.kernels.attention_split import SPLIT, partial_bytes, scratch_bytes
 from dflash_runtime.compute.cpu.kernels.attention_tasks import (
-    attend_task,
+    Sharing,
     attention_kernel,
-    store_task,
+    function_words,
 )
 from dflash_runtime.compute.cpu.kernels.attention_tiles import BLOCK
-from dflash_runtime.compute.cpu.kv_cache import CpuKvCache, LayerCache
+from dflash_runtime.compute.cpu.kv_cache import LayerCache
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers
 
@@ -37,9 +34,8 @@ _TILE_ROWS = 128
 _MOST_PARTIAL_BYTES = 32 << 20
 
 _NO_SINKS = np.empty(0, np.float32)
-_NO_PAIRS = (1, 0, 1, 0, 0)
-_NO_MEMORY = (0, 0, 0)
-"""Arguments about attending, and its memory, when the kernel only stores."""
+_NO_PAIRS: Sharing = (1, 0, 1, 0, 0, 0, 0)
+"""How a call is shared that only stores."""
 
 
 class Attention:
@@ -52,17 +48,17 @@ class Attention:
     def compile(self, kv_type: KvType) -> None:
         """Compile everything for a cache of this type."""
         attention_kernel()
-        _functions(kv_type)
+        function_words(kv_type)
 
     def __call__(
         self,
         q: F32Array,
         k: F32Array,
         v: F32Array,
-        cache: CpuKvCache,
-        cache_layer: int,
+        layer: LayerCache,
         positions: I32Array,
         scale: float,
+        *,
         out: F32Array | None = None,
         sinks: F32Array | None = None,
     ) -> F32Array:
@@ -73,7 +69,6 @@ class Attention:
         Raises: ContextExceeded if the chunk does not fit the cache; CheckpointMissing if rows that
         it sees have been overwritten.
         """
-        layer = cache.layers[cache_layer]
         kv = layer.kv
         num_tokens, num_heads, _ = q.shape
         if (
@@ -94,33 +89,24 @@ class Attention:
             raise ValueError(f"sinks are {sinks.shape} for {num_heads} heads")
         if num_tokens == 0:
             return out
-        first_position = _first_position(positions, num_tokens, cache.capacity)
+        first_position = _first_position(positions, num_tokens, layer.capacity)
         for part in layer.window.parts(first_position, num_tokens):
             self._compute(
                 (q[part], k[part], v[part]),
                 sinks,
                 layer,
-                _functions(cache.kv_type),
                 first_position=first_position + part.start,
                 scale=scale,
                 out=out[part],
             )
         return out
 
-    def store(
-        self,
-        k: F32Array,
-        v: F32Array,
-        cache: CpuKvCache,
-        cache_layer: int,
-        positions: I32Array,
-    ) -> None:
+    def store(self, k: F32Array, v: F32Array, layer: LayerCache, positions: I32Array) -> None:
         """Write k and v to the cache without attending. Shapes and errors as in `__call__`."""
-        layer, num_tokens = cache.layers[cache_layer], k.shape[0]
-        first_position = _first_position(positions, num_tokens, cache.capacity)
-        nothing = np.empty((0, 1, 1), np.float32)
-        for part in layer.window.parts(first_position, num_tokens):
-            with self._scratch.take(8 * a.NUM_ARGUMENTS) as (args, counter):
+        num_tokens, nothing = k.shape[0], np.empty((0, 1, 1), np.float32)
+        begin = _first_position(positions, num_tokens, layer.capacity)
+        for part in layer.window.parts(begin, num_tokens):
+            with self._scratch.take(8 * a.NUM_ARGUMENTS, 0, 0, 0) as memory:
                 attention_kernel()(
                     nothing,
                     k[part],
@@ -128,15 +114,10 @@ class Attention:
                     _NO_SINKS,
                     nothing,
                     layer.words,
-                    _functions(cache.kv_type),
-                    first_position + part.start,
+                    begin + part.start,
                     0.0,
-                    *_NO_PAIRS,
-                    args,
-                    *_NO_MEMORY,
-                    counter,
-                    0,
-                    0,
+                    _NO_PAIRS,
+                    memory,
                 )
 
     def _compute(
@@ -144,7 +125,6 @@ class Attention:
         new: tuple[F32Array, F32Array, F32Array],
         sinks: F32Array,
         layer: LayerCache,
-        functions: I64Array,
         *,
         first_position: int,
         scale: float,
@@ -172,50 +152,22 @@ class Attention:
         else:
             items_a_pair = num_splits
         one_scratch = scratch_bytes(tile_tokens * group, kv.key_dim, kv.value_dim)
+        pool = self._workers.address
+        sharing = (
+            tile_tokens,
+            num_pairs,
+            items_a_pair,
+            one_partial,
+            one_scratch,
+            pool if k.size + v.size >= _PARALLEL_VALUES else 0,
+            pool if is_shared else 0,
+        )
         with self._scratch.take(
             8 * a.NUM_ARGUMENTS, num_threads * one_scratch, all_partials, 8 * num_pairs
-        ) as (args, scratch, partials, done, counter):
+        ) as memory:
             attention_kernel()(
-                q,
-                k,
-                v,
-                sinks,
-                out,
-                layer.words,
-                functions,
-                first_position,
-                scale,
-                tile_tokens,
-                num_pairs,
-                items_a_pair,
-                one_partial,
-                one_scratch,
-                args,
-                scratch,
-                partials,
-                done,
-                counter,
-                self._workers.address if k.size + v.size >= _PARALLEL_VALUES else 0,
-                self._workers.address if is_shared else 0,
+                q, k, v, sinks, out, layer.words, first_position, scale, sharing, memory
             )
-
-
-@cache
-def _functions(kv_type: KvType) -> I64Array:
-    """The argument words that hold function addresses; compiled functions are never freed."""
-    words = np.zeros(a.NUM_ARGUMENTS, np.int64)
-    stored, expanded = element_functions(kv_type), element_functions(KvType.F32)
-    words[a.FETCH_SCORE] = stored.fetch_score.address
-    words[a.MIX] = stored.mix.address
-    words[a.EXPAND_KEYS] = stored.expand_keys.address
-    words[a.EXPAND_VALUES] = stored.expand_values.address
-    words[a.STORE_KEY] = stored.store_key.address
-    words[a.STORE_VALUES] = stored.store_values.address
-    words[a.SCORE_EXPANDED] = expanded.score.address
-    words[a.MIX_EXPANDED] = expanded.mix.address
-    words[a.STORE_TASK] = store_task().address
-    words[a.ATTEND_TASK] = attend_task().address
-    return words[a.FETCH_SCORE :]
 
 
 def _first_position(positions: I32Array, num_tokens: int, capacity: int) -> int:

@@ -49,9 +49,8 @@ class Dense:
             # Both reshapes are views: `out` is contiguous; so is `x`, or the kernel refuses it.
             rows, result = x.reshape(-1, columns), out.reshape(-1, columns)
         kernel, task = tasks.norm_kernel()
-        with self._scratch.take(8 * tasks.NUM_WORDS) as (args, counter):
-            pool = self._pool_for(x.size)
-            kernel(rows, weight, eps, result, args, counter, pool, task.address)
+        with self._scratch.take(8 * tasks.NUM_WORDS) as memory:
+            kernel(rows, weight, eps, result, memory, self._pool_for(x.size), task.address)
         return out
 
     def norm_and_rotate(
@@ -81,21 +80,18 @@ class Dense:
         for weight in (q_weight, k_weight):
             if weight is not None and weight.shape != (dim,):
                 raise ValueError(f"weight is {weight.shape} for heads of {dim}")
-        cos, sin = self._angles.get(table, positions)
+        angles = self._angles.get(table, positions)
         kernel, task = tasks.rope_kernel()
-        with self._scratch.take(8 * tasks.NUM_WORDS) as (args, counter):
+        with self._scratch.take(8 * tasks.NUM_WORDS) as memory:
             kernel(
                 q,
                 k,
                 _NOTHING if q_weight is None else q_weight,
                 _NOTHING if k_weight is None else k_weight,
                 eps,
-                cos,
-                sin,
-                table.pairing is RopePairing.INTERLEAVED,
+                angles,
                 norms_after,
-                args,
-                counter,
+                memory,
                 self._pool_for(q.size + k.size),
                 task.address,
             )
@@ -112,25 +108,22 @@ class Dense:
         weights = np.empty((num_tokens, rule.num_experts_used), np.float32)
         kernel, task = route_tasks.route_kernel()
         scratch_bytes = self._workers.num_threads * route_tasks.scratch_bytes(num_experts)
-        with self._scratch.take(8 * route_tasks.NUM_WORDS, scratch_bytes) as (
-            args,
-            scratch,
-            counter,
-        ):
+        rule_numbers = (
+            route_tasks.GATINGS[rule.gating],
+            rule.selects_by_logits,
+            rule.num_groups,
+            rule.num_groups_used,
+            rule.normalise,
+            rule.scale,
+        )
+        with self._scratch.take(8 * route_tasks.NUM_WORDS, scratch_bytes) as memory:
             kernel(
                 logits,
                 _NOTHING if bias is None else bias,
                 ids,
                 weights,
-                route_tasks.GATINGS[rule.gating],
-                rule.selects_by_logits,
-                rule.num_groups,
-                rule.num_groups_used,
-                rule.normalise,
-                rule.scale,
-                scratch,
-                args,
-                counter,
+                rule_numbers,
+                memory,
                 self._pool_for(rule.num_experts_used * logits.size),
                 task.address,
             )
@@ -150,9 +143,9 @@ class Dense:
         elif out.shape != x.shape:
             raise ValueError(f"out is {out.shape}, expected contiguous {x.shape}")
         kernel, task = gate_tasks.gate_kernel()
-        with self._scratch.take(8 * gate_tasks.NUM_WORDS) as (args, counter):
+        with self._scratch.take(8 * gate_tasks.NUM_WORDS) as memory:
             number, pool = gate_tasks.KINDS[kind], self._pool_for(x.size)
-            kernel(x, gate, number, out, args, counter, pool, task.address)
+            kernel(x, gate, number, out, memory, pool, task.address)
         return out
 
     def _pool_for(self, num_values: int) -> int:
@@ -164,21 +157,24 @@ class _AngleCache:
 
     def __init__(self) -> None:
         # Replaced by one assignment: other threads may be reading it.
-        self._last: tuple[bytes, list[tuple[RopeTable, F32Array, F32Array]]] = b"", []
+        self._last: tuple[bytes, list[tuple[RopeTable, tuple[F32Array, bool]]]] = b"", []
 
-    def get(self, table: RopeTable, positions: I32Array) -> tuple[F32Array, F32Array]:
-        """Shapes: positions [T]; results [T, num_rotated / 2]."""
+    def get(self, table: RopeTable, positions: I32Array) -> tuple[F32Array, bool]:
+        """Cosines and sines, and whether pairs are interleaved.
+
+        Shapes: positions [T]; result [2, T, num_rotated / 2].
+        """
         key, last = positions.tobytes(), self._last
         if last[0] != key:
             self._last = last = key, []
-        for each, cos, sin in last[1]:
+        for each, found in last[1]:
             if each is table:
-                return cos, sin
+                return found
         angles = positions.astype(np.float64)[:, None] * table.inv_freq
-        cos = (np.cos(angles) * table.scale).astype(np.float32)
-        sin = (np.sin(angles) * table.scale).astype(np.float32)
-        last[1].append((table, cos, sin))
-        return cos, sin
+        turns = (np.stack((np.cos(angles), np.sin(angles))) * table.scale).astype(np.float32)
+        found = turns, table.pairing is RopePairing.INTERLEAVED
+        last[1].append((table, found))
+        return found
 
 
 def result_array(shape: tuple[int, ...], out: F32Array | None) -> F32Array:

@@ -8,20 +8,21 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.spec import ExpertProjection, ExpertVector, MoeLayer
 from dflash_protocol.batch import RoutedBatch
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, U8Array
+from dflash_runtime.compute.cpu.kernels import experts_arguments as a
 from dflash_runtime.compute.cpu.kernels import experts_kernel as k
-from dflash_runtime.compute.cpu.kernels.experts_arguments import NUM_ARGS
 from dflash_runtime.compute.cpu.kernels.products import TOTALS_BYTES, product_scratch_bytes
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers
-from dflash_runtime.compute.cpu.weights.matrix import NUM_FIELDS, UNPACK, row_layout
+from dflash_runtime.compute.cpu.weights.matrix import NUM_FIELDS, row_layout
 from dflash_runtime.compute.cpu.weights.repacked.kernels import Q8_BLOCK_BYTES
 from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise_function
+from dflash_runtime.compute.cpu.weights.rows import UNPACK
 
 
 class CpuExpertBank:
     """Implements backend.ExpertBank.
 
-    Owns the views of the mapping that its addresses point into.
+    Owns the views of the mapping, and the arrays, that the addresses in its words point into.
     """
 
     def __init__(
@@ -40,26 +41,36 @@ class CpuExpertBank:
         self._workers = workers
         self._scratch = scratch
         self._kernel = k.expert_ffn_kernel()
-        functions = (*k.expert_ffn_tasks(), quantise_function())
-        self._functions = np.array([function.address for function in functions], np.int64)
-        self._addresses = np.zeros((self.num_experts, 3), np.int64)
-        self._layouts = np.zeros((3, NUM_FIELDS), np.int64)
         self._data: list[U8Array] = []
+        addresses = np.zeros((self.num_experts, 3), np.int64)
+        layouts = np.zeros((3, NUM_FIELDS), np.int64)
         for index, projection in enumerate(layer.projections):
-            self._addresses[:, index] = self._in_place(file, projection, ids)
-            self._layouts[index] = row_layout(projection.tensor_type, projection.columns)
-        self._scales = _scales(file, layer, ids)
-        self._biases = self._bias_addresses(file, ids)
-        self._activation = np.array(
+            addresses[:, index] = self._in_place(file, projection, ids)
+            layouts[index] = row_layout(projection.tensor_type, projection.columns)
+        scales, biases = _scales(file, layer, ids), self._bias_addresses(file, ids)
+        activation = np.array(
             [layer.activation_limit, layer.activation_alpha, layer.activation.up_offset], np.float32
         )
-        self._thread_bytes = 2 * TOTALS_BYTES + product_scratch_bytes(self._layouts)
-        wants_q8 = self._layouts[:, UNPACK] != 0
+        self._thread_bytes = 2 * TOTALS_BYTES + product_scratch_bytes(layouts)
+        wants_q8 = layouts[:, UNPACK] != 0
         self._hidden_q8_bytes = self._ffn_q8_bytes = 0
         if wants_q8[:2].any():
             self._hidden_q8_bytes = Q8_BLOCK_BYTES * (layer.hidden_size // 32)
         if wants_q8[2]:
             self._ffn_q8_bytes = Q8_BLOCK_BYTES * (layer.ffn_size // 32)
+        words = np.zeros(a.NUM_LAYER_WORDS, np.int64)
+        words[a.NUM_EXPERTS], words[a.FFN_SIZE] = self.num_experts, layer.ffn_size
+        words[a.ADDRESSES], words[a.LAYOUTS] = addresses.ctypes.data, layouts.ctypes.data
+        words[a.SCALES] = scales.ctypes.data if scales.size else 0
+        words[a.BIASES] = biases.ctypes.data if biases.size else 0
+        words[a.ACTIVATION] = activation.ctypes.data
+        words[a.HIDDEN_Q8_BYTES] = self._hidden_q8_bytes
+        words[a.FFN_Q8_BYTES] = self._ffn_q8_bytes
+        words[a.SCRATCH_BYTES] = self._thread_bytes
+        functions = quantise_function(), *k.expert_ffn_tasks()
+        words[a.QUANTISE :] = [function.address for function in functions]
+        self._words = words
+        self._arrays = addresses, layouts, scales, biases, activation
 
     def accumulate(self, batch: RoutedBatch, out: F64Array) -> None:
         hidden, num_pairs = batch.hidden, batch.num_pairs
@@ -67,21 +78,13 @@ class CpuExpertBank:
             expected = f"[T, {self.layer.hidden_size}]"
             raise ValueError(f"hidden {hidden.shape}, out {out.shape}, expected {expected}")
         with self._scratch.take(
-            8 * NUM_ARGS,
+            8 * a.NUM_ARGUMENTS,
             batch.num_tokens * self._hidden_q8_bytes,
             (num_pairs if batch.num_tokens > 1 else 0) * self._hidden_q8_bytes,
             num_pairs * 4 * self.layer.ffn_size,
             num_pairs * self._ffn_q8_bytes,
             self._workers.num_threads * self._thread_bytes,
-        ) as (
-            args,
-            token_q8,
-            pair_q8,
-            activations,
-            activation_q8,
-            thread_scratch,
-            counter,
-        ):
+        ) as memory:
             is_sound = self._kernel(
                 hidden,
                 batch.expert_ids,
@@ -89,22 +92,9 @@ class CpuExpertBank:
                 batch.token_indices,
                 batch.weights,
                 out,
-                self._addresses,
-                self._layouts,
-                self._scales,
-                self._biases,
-                self._activation,
-                self.layer.ffn_size,
-                self._thread_bytes,
-                args,
-                token_q8 if self._hidden_q8_bytes else 0,
-                pair_q8,
-                activations,
-                activation_q8 if self._ffn_q8_bytes else 0,
-                thread_scratch,
-                counter,
+                self._words,
+                memory,
                 self._workers.address,
-                self._functions,
             )
         if not is_sound:
             raise ValueError("the batch has expert ids, tokens or pairs out of range")

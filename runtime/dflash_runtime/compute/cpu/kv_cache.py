@@ -11,6 +11,7 @@ from dflash_adapters.ops import KvType
 from dflash_adapters.spec import KvLayer, RecurrentLayer
 from dflash_protocol.ids import I64Array, U8Array
 from dflash_runtime.compute.cpu.kernels import attention_arguments as a
+from dflash_runtime.compute.cpu.kernels.attention_tasks import function_words
 from dflash_runtime.compute.cpu.recurrent_state import BlockedState
 from dflash_runtime.compute.cpu.threads.scratch import zeros_on_lines
 from dflash_runtime.compute.sequence_state import SequenceState
@@ -22,13 +23,14 @@ _NO_WINDOW = 1 << 62
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerCache:
-    """One layer's keys and values, as bytes.
+    """One layer's keys and values, as bytes, for positions below `capacity`.
 
     Shapes: keys [kv_heads, N / 32, a block of 32 positions]; values [kv_heads, N, a row], N rows
     being the window's; words: those of a layer in attention_arguments.
     """
 
     kv: KvLayer
+    capacity: int
     window: WindowRows
     keys: U8Array
     values: U8Array
@@ -50,7 +52,7 @@ class CpuKvCache(SequenceState):
         self.capacity = capacity
         self.kv_type = kv_type
         self.layers = [
-            _layer_cache(kv, window, kv_type)
+            _layer_cache(kv, capacity, window, kv_type)
             for kv, window in zip(layers, self.windows, strict=True)
         ]
 
@@ -60,7 +62,7 @@ class CpuKvCache(SequenceState):
         return rows + self.state_bytes
 
 
-def _layer_cache(kv: KvLayer, window: WindowRows, kv_type: KvType) -> LayerCache:
+def _layer_cache(kv: KvLayer, capacity: int, window: WindowRows, kv_type: KvType) -> LayerCache:
     num_blocks = -(-window.num_rows // LANES)
     key_dim, value_dim = kv.key_dim, _padded(kv.value_dim)
     if kv_type is KvType.Q8_0:
@@ -78,7 +80,9 @@ def _layer_cache(kv: KvLayer, window: WindowRows, kv_type: KvType) -> LayerCache
     words[a.VALUE_HEAD_BYTES], words[a.VALUE_ROW_BYTES] = values.strides[:2]
     words[a.WINDOW_ROWS] = window.num_rows if window.is_window else _NO_WINDOW
     words[a.WINDOW], words[a.CHUNK] = kv.mask.window, kv.mask.chunk
-    return LayerCache(kv, window, keys, values, words)
+    for index, address in function_words(kv_type).items():
+        words[index] = address
+    return LayerCache(kv, capacity, window, keys, values, words)
 
 
 def _padded(dim: int) -> int:

@@ -12,9 +12,10 @@ from dflash_runtime.compute.cpu.kernels import linear_kernel as k
 from dflash_runtime.compute.cpu.kernels.products import TOTALS_BYTES, product_scratch_bytes
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers
-from dflash_runtime.compute.cpu.weights.matrix import UNPACK, CpuMatrix
+from dflash_runtime.compute.cpu.weights.matrix import CpuMatrix
 from dflash_runtime.compute.cpu.weights.repacked.kernels import Q8_BLOCK_BYTES
 from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise_function
+from dflash_runtime.compute.cpu.weights.rows import UNPACK
 
 _NOTHING = np.empty(0, np.float32)
 
@@ -23,16 +24,15 @@ _MOST_PLANS = 1 << 14
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Plan:
-    """Arguments shared by all calls with the same matrices."""
+    """What calls with the same matrices have in common; `words` as in linear_kernel."""
 
     matrices: tuple[CpuMatrix, ...]
     columns: int
     rows: int
-    fields: I64Array
-    num_runs: int
     thread_bytes: int
     q8_bytes: int
     """Bytes of one token's q8 blocks; 0 if no matrix needs them."""
+    words: I64Array
 
 
 class DenseProducts:
@@ -42,7 +42,7 @@ class DenseProducts:
         self._workers = workers
         self._scratch = scratch
         self._kernel = k.linear_kernel()
-        functions = (*k.linear_tasks(), quantise_function())
+        functions = quantise_function(), *k.linear_tasks()
         self._functions = [function.address for function in functions]
         self._plans: dict[tuple[CpuMatrix, ...], _Plan] = {}
 
@@ -70,36 +70,28 @@ class DenseProducts:
             return
         workers = self._workers
         with self._scratch.take(
-            8 * k.NUM_ARGS,
+            8 * k.NUM_ARGUMENTS,
             num_tokens * plan.q8_bytes,
             workers.num_threads * plan.thread_bytes,
-        ) as (args, q8_blocks, thread_scratch, counter):
-            self._kernel(
-                x,
-                out,
-                addend,
-                plan.fields,
-                plan.num_runs,
-                plan.thread_bytes,
-                args,
-                q8_blocks if plan.q8_bytes else 0,
-                thread_scratch,
-                counter,
-                workers.address,
-                *self._functions,
-            )
+        ) as memory:
+            self._kernel(x, out, addend, plan.words, memory, workers.address)
 
     def _plans_of(self, matrices: tuple[CpuMatrix, ...]) -> _Plan:
         if len(self._plans) == _MOST_PLANS:  # mostly of closed models
             self._plans.clear()
-        plan = self._plans[matrices] = _plan(matrices)
+        plan = self._plans[matrices] = _plan(matrices, self._functions)
         return plan
 
 
-def _plan(matrices: Sequence[CpuMatrix]) -> _Plan:
+def _plan(matrices: Sequence[CpuMatrix], functions: Sequence[int]) -> _Plan:
     columns = matrices[0].columns
-    fields = np.zeros((len(matrices), k.NUM_MATRIX_FIELDS), np.int64)
+    layouts = [matrix.layout for matrix in matrices]
+    thread_bytes = TOTALS_BYTES + product_scratch_bytes(layouts)
+    has_repacked = any(layout[UNPACK] for layout in layouts)
+    q8_bytes = Q8_BLOCK_BYTES * (columns // 32) if has_repacked else 0
+    words = np.zeros(k.NUM_PLAN_WORDS + len(matrices) * k.NUM_MATRIX_FIELDS, np.int64)
     num_rows = num_runs = 0
+    fields = words[k.NUM_PLAN_WORDS :].reshape(len(matrices), k.NUM_MATRIX_FIELDS)
     for row, matrix in zip(fields, matrices, strict=True):
         if matrix.columns != columns:
             raise ValueError(f"matrices of {columns} and {matrix.columns} columns")
@@ -110,14 +102,7 @@ def _plan(matrices: Sequence[CpuMatrix]) -> _Plan:
         row[k.RUNS_BEFORE] = num_runs
         num_rows += matrix.rows
         num_runs += -(-matrix.rows // k.RUN_ROWS)
-    layouts = [matrix.layout for matrix in matrices]
-    has_repacked = any(layout[UNPACK] for layout in layouts)
-    return _Plan(
-        matrices=tuple(matrices),
-        columns=columns,
-        rows=num_rows,
-        fields=fields,
-        num_runs=num_runs,
-        thread_bytes=TOTALS_BYTES + product_scratch_bytes(layouts),
-        q8_bytes=Q8_BLOCK_BYTES * (columns // 32) if has_repacked else 0,
-    )
+    words[k.NUM_MATRICES], words[k.NUM_RUNS] = len(matrices), num_runs
+    words[k.SCRATCH_BYTES], words[k.Q8_BYTES] = thread_bytes, q8_bytes
+    words[k.QUANTISE : k.NUM_PLAN_WORDS] = functions
+    return _Plan(tuple(matrices), columns, num_rows, thread_bytes, q8_bytes, words)

@@ -23,8 +23,8 @@ from dflash_runtime.compute.cpu.linear import DenseProducts
 from dflash_runtime.compute.cpu.recurrent import Recurrent
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers
-from dflash_runtime.compute.cpu.weights.matrix import ROW_BYTES, CpuMatrix, load_matrix
-from dflash_runtime.compute.cpu.weights.rows import expand_function
+from dflash_runtime.compute.cpu.weights.matrix import CpuMatrix, load_matrix
+from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES, expand_function
 from dflash_runtime.compute.delta_inputs import DeltaInputs
 from dflash_runtime.compute.trees import attend_segments
 
@@ -155,16 +155,16 @@ class CpuOps:
         sinks: F32Array | None = None,
     ) -> F32Array:
         assert isinstance(cache, CpuKvCache)
-        tree = cache.tree
+        layer, tree = cache.layers[cache_layer], cache.tree
         if tree is None:
-            return self._attention(q, k, v, cache, cache_layer, positions, scale, out, sinks)
+            return self._attention(q, k, v, layer, positions, scale, out=out, sinks=sinks)
         out = result_array((*q.shape[:2], v.shape[2]), out)
 
         def attended(q: F32Array, k: F32Array, v: F32Array, positions: I32Array) -> F32Array:
-            return self._attention(q, k, v, cache, cache_layer, positions, scale, None, sinks)
+            return self._attention(q, k, v, layer, positions, scale, sinks=sinks)
 
         def keep(path: I32Array) -> None:
-            self._attention.store(k[path], v[path], cache, cache_layer, tree.positions[path])
+            self._attention.store(k[path], v[path], layer, tree.positions[path])
 
         attend_segments(tree, attended, out, q=q, k=k, v=v)
         tree.keep(keep)

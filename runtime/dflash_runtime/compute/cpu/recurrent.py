@@ -111,8 +111,8 @@ class Recurrent:
         kernel, task = conv_tasks.conv_kernel()
         pool = self._workers.address if x.size >= _PARALLEL_VALUES else 0
         rows_bytes = 8 * taps.shape[0] * self._workers.num_threads
-        with self._scratch.take(8 * conv_tasks.NUM_WORDS, rows_bytes) as (args, rows, counter):
-            kernel(x, kept, taps, out, first, rows, table, args, counter, pool, task.address)
+        with self._scratch.take(8 * conv_tasks.NUM_WORDS, rows_bytes) as memory:
+            kernel(x, kept, taps, out, first, table, memory, pool, task.address)
         return out
 
     def delta_rule(
@@ -131,28 +131,17 @@ class Recurrent:
         one_scratch = delta_tasks.scratch_bytes(shape.key_dim, shape.value_dim)
         kernel, task = delta_tasks.delta_kernel()
         state.delta_positions = -1  # until all of it is done
-        with self._scratch.take(8 * d.NUM_WORDS, self._workers.num_threads * one_scratch) as (
-            args,
-            scratch,
-            counter,
-        ):
+        with self._scratch.take(8 * d.NUM_WORDS, self._workers.num_threads * one_scratch) as memory:
             kernel(
                 state.words,
-                inputs.mixed,
-                inputs.alpha,
-                inputs.beta,
-                inputs.a,
-                inputs.dt_bias,
+                _arrays(inputs),
                 out,
                 first,
                 inputs.eps,
-                scratch,
+                memory,
                 one_scratch,
-                products_function().address,
-                args,
-                counter,
+                (products_function().address, task.address),
                 self._pool_for(inputs),
-                task.address,
             )
         state.delta_positions = first + inputs.num_tokens
         return out
@@ -179,27 +168,18 @@ class Recurrent:
         kernel, task = delta_tree.tree_kernel()
         with self._scratch.take(
             8 * delta_tree.NUM_WORDS, self._workers.num_threads * one_scratch
-        ) as (args, scratch, counter):
+        ) as memory:
             kernel(
                 state.words,
-                inputs.mixed,
-                inputs.alpha,
-                inputs.beta,
-                inputs.a,
-                inputs.dt_bias,
+                _arrays(inputs),
                 out,
-                tree.walk,
-                tree.parents,
                 tree.position,
                 inputs.eps,
-                scratch,
+                memory,
                 one_scratch,
-                products_function().address,
-                num_blocks,
-                args,
-                counter,
+                (products_function().address, task.address),
                 self._pool_for(inputs),
-                task.address,
+                (tree.walk, tree.parents, num_blocks),
             )
 
         def keep(path: I32Array) -> None:
@@ -220,6 +200,10 @@ class Recurrent:
         if known is None:
             known = self._taps[id(weight)] = weight, np.ascontiguousarray(weight.T)
         return known[1]
+
+
+def _arrays(inputs: DeltaInputs) -> d.Inputs:
+    return inputs.mixed, inputs.alpha, inputs.beta, inputs.a, inputs.dt_bias
 
 
 def _check_shape(inputs: DeltaInputs, state: BlockedState) -> None:

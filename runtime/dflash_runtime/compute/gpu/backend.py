@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.ops import KvCache, KvType, Model
+from dflash_adapters.layers import Description
+from dflash_adapters.ops import KvCache, KvType
 from dflash_adapters.quant import TensorType
-from dflash_adapters.spec import KvLayer, MoeLayer, RecurrentLayer
+from dflash_adapters.spec import KvLayer, ModelSpec, MoeLayer, RecurrentLayer
 from dflash_protocol.device import Device
 from dflash_protocol.errors import DeviceUnavailable, SettingsError, UnsupportedModel
 from dflash_protocol.ids import F32Array, I32Array, I64Array, Phase
@@ -22,16 +23,19 @@ from dflash_runtime.compute.gpu.device.device import KernelDevice
 from dflash_runtime.compute.gpu.device.devices import DeviceMemory
 from dflash_runtime.compute.gpu.experts.captured_experts import CapturedExperts
 from dflash_runtime.compute.gpu.experts.experts import CupyExpertBank
-from dflash_runtime.compute.gpu.experts.moe import DeviceMoe
+from dflash_runtime.compute.gpu.experts.moe import DeviceMoe, HereRoute, HostRoute, Route
 from dflash_runtime.compute.gpu.experts.offload import ExpertOffload, offload_bytes
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, STEP_SIZES
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
 from dflash_runtime.compute.gpu.layers.matrix import Uploader
 from dflash_runtime.compute.gpu.layers.recurrent_state import state_bytes
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer, load_resident
+from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.gpu.mailbox.mail import CupyMail
 from dflash_runtime.compute.gpu.mailbox.sessions import MailboxSessions
-from dflash_runtime.compute.gpu.ops.ops import CupyOps
+from dflash_runtime.compute.gpu.model.linear import DeviceLoader
+from dflash_runtime.compute.gpu.model.model import GpuModel
+from dflash_runtime.compute.gpu.ops.ops import GpuOps
 from dflash_runtime.compute.gpu.room import (
     Room,
     cache_bytes,
@@ -41,8 +45,9 @@ from dflash_runtime.compute.gpu.room import (
     work_bytes,
 )
 from dflash_runtime.compute.gpu.run.captured_step import GraphStep
-from dflash_runtime.compute.gpu.run.shared_moe import SharedMoe
+from dflash_runtime.compute.gpu.run.host_routes import HostRoutes
 from dflash_runtime.compute.gpu.transfers.payload import PayloadMover
+from dflash_runtime.compute.model import Model
 
 _LOG = logging.getLogger(__name__)
 
@@ -114,13 +119,10 @@ class CupyBackend:
         self._lock = threading.RLock()
         try:
             self._uploader = Uploader(device)
-            self.ops = CupyOps(
-                device,
-                self._uploader,
-                max_chunk=max_chunk,
-                scratch_bytes=scratch_bytes,
-                lock=self._lock,
+            self.ops = GpuOps(
+                device, max_chunk=max_chunk, scratch_bytes=scratch_bytes, lock=self._lock
             )
+            self.loader = DeviceLoader(device, self._uploader, self.ops)
         except BaseException:
             self._undo.close()
             raise
@@ -181,7 +183,7 @@ class CupyBackend:
             by_global, by_local = load_resident(
                 self.device, self._uploader, file, layer=layer, global_expert_ids=global_expert_ids
             )
-            self.ops.chunks.expect_experts(by_global)
+            self.ops.chunk_experts.expect(by_global)
         return CupyExpertBank(
             self.ops, by_global, by_local, captured=self._captured_experts, lock=self._lock
         )
@@ -192,25 +194,47 @@ class CupyBackend:
             self._captured_experts.forget_dropped()
             self.device.trim()
 
-    def to_host(self, rows: Any) -> F32Array:
+    def to_host(self, rows: Rows) -> F32Array:
         return self.ops.to_host(rows)
 
-    def argmax(self, logits: Any) -> I32Array:
+    def argmax(self, logits: Rows) -> I32Array:
         return self.ops.argmax(logits)
 
-    def joined(self, parts: Sequence[Any]) -> Any:
+    def joined(self, parts: Sequence[Rows]) -> Rows:
         return self.ops.joined(parts)
+
+    def load_model(self, file: GgufFile, description: Description) -> GpuModel:
+        return GpuModel(file, description, self.ops, self.loader)
+
+    def new_cache(self, spec: ModelSpec, num_positions: int, kv_type: KvType) -> DeviceKvCache:
+        return DeviceKvCache(
+            self.device,
+            spec.kv_layers,
+            capacity=num_positions,
+            kv_type=kv_type,
+            recurrent=spec.recurrent_layers,
+        )
 
     def moe(
         self,
         banks: Mapping[int, ExpertBank],
         phase: Phase,
         remote: RemoteExperts | None,
+        *,
+        may_offload: bool = True,
     ) -> DeviceMoe:
         """Without `remote` all experts of the banks are used."""
-        resident = self._resident(banks, remote)
-        offload = self._offload if phase is Phase.PREFILL else None
-        return DeviceMoe(self.ops, resident, phase, remote=remote, offload=offload)
+        ops, resident = self.ops, self._resident(banks, remote)
+        offload = self._offload if may_offload and phase is Phase.PREFILL else None
+
+        def route_of(layer_id: int) -> Route:
+            layer = resident.get(layer_id)
+            if layer is not None and (remote is None or layer.is_whole):
+                return HereRoute(ops, layer, phase, remote=remote)
+            assert remote is not None
+            return HostRoute(ops, layer_id, layer, phase, remote=remote, offload=offload)
+
+        return DeviceMoe(route_of)
 
     def offload_prompts(
         self, file: GgufFile, layers: Iterable[MoeLayer], remote: RemoteExperts
@@ -255,20 +279,20 @@ class CupyBackend:
 
     def captured_step(
         self,
-        model: Model[Any],
+        model: Model[Any, Any],
         cache: KvCache,
         banks: Mapping[int, ExpertBank],
         *,
         remote: RemoteExperts,
     ) -> GraphStep:
         """Never None."""
+        assert isinstance(model, GpuModel)
         assert isinstance(cache, DeviceKvCache)
         resident = self._resident(banks, remote)
         layers = [resident.get(layer.layer_id) for layer in model.spec.moe.layers]
         if all(layer is not None and layer.is_whole for layer in layers):
-            whole = DeviceMoe(self.ops, resident, Phase.DECODE, remote=None)
+            whole = self.moe(banks, Phase.DECODE, None)
             return GraphStep(self.ops, model, cache, moe=whole)
-        shared = SharedMoe(self.ops, resident, remote)
         sessions = MailboxSessions(
             self.ops,
             model.spec.moe,
@@ -276,7 +300,8 @@ class CupyBackend:
             remote=remote,
             keeper=self._mail.keeper,
         )
-        return GraphStep(self.ops, model, cache, moe=shared, sessions=sessions)
+        shared = HostRoutes(self.ops, resident, remote)
+        return GraphStep(self.ops, model, cache, moe=shared.block, shared=shared, sessions=sessions)
 
     def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:
         taken: dict[int, I64Array] = {}
@@ -321,5 +346,5 @@ class CupyBackend:
         self._close_offload()
         self._captured_experts.close()
         self._mail.close()
-        del self.ops, self._uploader, self._captured_experts
+        del self.ops, self.loader, self._uploader, self._captured_experts
         self._undo.close()

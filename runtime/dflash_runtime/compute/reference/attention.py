@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dflash_protocol.ids import F32Array, I32Array
+from dflash_protocol.ids import AnyArray, F32Array, I32Array
 from dflash_runtime.compute.reference.kv_cache import CachedRows
 from dflash_runtime.compute.sliding_window import WindowRows
 
@@ -28,7 +28,14 @@ def attend(
     keys, values = rows
     for part in window.parts(int(positions[0]), positions.size):
         store(positions[part], (new[0][part], new[1][part]), rows, window=window)
-        _attend(q[part], keys, values, window, positions[part], scale, sinks, out[part])
+        visible, is_hidden = _visible(positions[part], window)
+        loaded = visible % window.num_rows
+        for head in range(q.shape[1]):
+            kv_head = head // (q.shape[1] // keys.num_heads)
+            scores = (q[part, head] @ keys.load(loaded, kv_head).T) * np.float32(scale)
+            scores[is_hidden] = -np.inf
+            sink = None if sinks is None else sinks[head]
+            out[part, head] = _mixed(scores, values.load(loaded, kv_head), sink)
 
 
 def store(
@@ -43,31 +50,27 @@ def store(
         each.store(positions % window.num_rows, values)
 
 
-def _attend(
-    q: F32Array,
-    keys: CachedRows,
-    values: CachedRows,
-    window: WindowRows,
-    positions: I32Array,
-    scale: float,
-    sinks: F32Array | None,
-    out: F32Array,
-) -> None:
+def _visible(positions: I32Array, window: WindowRows) -> tuple[I32Array, AnyArray]:
+    """The positions that some token of a chunk sees, and which of them each token does not see.
+
+    Shapes: positions [T]; results [P], [T, P] bool.
+    """
     first_visible = np.array([window.mask.first_visible(int(each)) for each in positions])
     visible = np.arange(first_visible[0], positions[-1] + 1, dtype=np.int32)
-    is_hidden = (visible > positions[:, None]) | (visible < first_visible[:, None])
-    num_heads = q.shape[1]
-    group = num_heads // keys.num_heads
-    for head in range(num_heads):
-        head_keys = keys.load(visible % window.num_rows, head // group)
-        head_values = values.load(visible % window.num_rows, head // group)
-        scores = (q[:, head] @ head_keys.T) * np.float32(scale)
-        scores[is_hidden] = -np.inf
-        highest = scores.max(axis=1, keepdims=True)
-        if sinks is not None:
-            highest = np.maximum(highest, sinks[head])
-        terms = np.exp(scores - highest)
-        total = terms.sum(axis=1, keepdims=True)
-        if sinks is not None:
-            total += np.exp(sinks[head] - highest)
-        out[:, head] = (terms @ head_values) / total
+    return visible, (visible > positions[:, None]) | (visible < first_visible[:, None])
+
+
+def _mixed(scores: F32Array, values: F32Array, sink: np.float32 | None) -> F32Array:
+    """Softmax over one head's scores, with its sink, times the values.
+
+    Shapes: scores [T, P]; values [P, V]; result [T, V].
+    """
+    highest = scores.max(axis=1, keepdims=True)
+    if sink is not None:
+        highest = np.maximum(highest, sink)
+    terms = np.exp(scores - highest)
+    total = terms.sum(axis=1, keepdims=True)
+    if sink is not None:
+        total += np.exp(sink - highest)
+    result: F32Array = (terms @ values) / total
+    return result

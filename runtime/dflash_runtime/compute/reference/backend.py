@@ -28,12 +28,16 @@ class ReferenceBackend(HostBackend):
     chunking = Chunking(PREFILL_CHUNK, None, invariant_from=None)
 
     def __init__(self) -> None:
-        self.ops = ReferenceOps()
+        self._ops = ReferenceOps()
         self._cache = ExpertCache(_CACHE_BYTES)
 
     @property
     def numeric_class(self) -> str:
         return f"reference-1/numpy-{np.__version__}"
+
+    @property
+    def ops(self) -> ReferenceOps:
+        return self._ops
 
     def load_experts(
         self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array

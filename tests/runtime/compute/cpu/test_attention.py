@@ -95,11 +95,11 @@ def run(
 ) -> F32Array:
     """Compute chunks that end at `ends`, in the second layer of a cache."""
     layers = (KvLayer(1, 1, 1), KvLayer(k.shape[1], k.shape[2], v.shape[2], mask))
-    cache = CpuKvCache(layers, capacity or q.shape[0], kv_type)
+    layer = CpuKvCache(layers, capacity or q.shape[0], kv_type).layers[1]
     parts, first = [], 0
     for end in ends:
         part, positions = slice(first, end), np.arange(first, end, dtype=np.int32)
-        parts.append(attention(q[part], k[part], v[part], cache, 1, positions, scale, None, sinks))
+        parts.append(attention(q[part], k[part], v[part], layer, positions, scale, sinks=sinks))
         first = end
     return np.concatenate(parts)
 
@@ -226,7 +226,7 @@ def test_a_window_keeps_only_what_can_still_be_seen(alone: Attention) -> None:
     def go_on(first: int, num_tokens: int) -> F32Array:
         positions = np.arange(first, first + num_tokens, dtype=np.int32)
         q, k = normal(num_tokens, 2, 16), normal(num_tokens, 2, 16, seed=1)
-        return alone(q, k, k, cache, 0, positions, 0.25)
+        return alone(q, k, k, cache.layers[0], positions, 0.25)
 
     go_on(0, 1000)
     go_on(1000, 1)
@@ -249,10 +249,10 @@ def test_what_lies_after_a_token_does_not_reach_it(shared: Attention, kv_type: K
     )
     cache = CpuKvCache((KvLayer(2, 16, 16),), 100, kv_type)
     positions = np.arange(100, dtype=np.int32)
-    shared(q, bad_k, bad_v, cache, 0, positions, 0.25)
+    shared(q, bad_k, bad_v, cache.layers[0], positions, 0.25)
     for token in range(70, 100):
         part = slice(token, token + 1)
-        got = shared(q[part], k[part], v[part], cache, 0, positions[part], 0.25)
+        got = shared(q[part], k[part], v[part], cache.layers[0], positions[part], 0.25)
         np.testing.assert_array_equal(got, whole[part])
 
 
@@ -283,7 +283,7 @@ def test_positions_never_written_take_no_memory(alone: Attention) -> None:
         sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) == 8 * 65536 * 1088
     )
     q, k = normal(3, 8, 128), normal(3, 4, 128)
-    alone(q, k, k, cache, 7, np.arange(3, dtype=np.int32), 0.1)
+    alone(q, k, k, cache.layers[7], np.arange(3, dtype=np.int32), 0.1)
     assert psutil.Process().memory_info().rss - before < 16 << 20
 
 
@@ -293,7 +293,7 @@ def test_guards(alone: Attention) -> None:
 
     def attention(first: int, q: Any = q, k: Any = k, step: int = 1, out: Any = None) -> F32Array:
         positions = np.arange(first, first + 2 * step, step, dtype=np.int32)
-        return alone(q, k, k, cache, 0, positions, 0.25, out=out)
+        return alone(q, k, k, cache.layers[0], positions, 0.25, out=out)
 
     with pytest.raises(ContextExceeded):
         attention(7)
@@ -310,7 +310,7 @@ def test_guards(alone: Attention) -> None:
         with pytest.raises(ValueError, match="fit"):
             attention(0, q=wrong_q)
     with pytest.raises(ValueError, match="sinks"):
-        alone(q, k, k, cache, 0, np.arange(2, dtype=np.int32), 0.25, sinks=normal(3))
+        alone(q, k, k, cache.layers[0], np.arange(2, dtype=np.int32), 0.25, sinks=normal(3))
     with pytest.raises(ValueError, match=r"\bout\b"):
         attention(0, out=np.empty((2, 4, 8), np.float32))
     for other in (q.astype(np.float64), normal(2, 16, 4).transpose(0, 2, 1)):
@@ -319,5 +319,5 @@ def test_guards(alone: Attention) -> None:
     with pytest.raises(TypeError):
         attention(0, out=np.empty((2, 16, 4), np.float32).transpose(0, 2, 1))
     assert attention(6).shape == (2, 4, 16)
-    empty = alone(q[:0], k[:0], k[:0], cache, 0, np.zeros(0, np.int32), 0.25)
+    empty = alone(q[:0], k[:0], k[:0], cache.layers[0], np.zeros(0, np.int32), 0.25)
     assert empty.shape == (0, 4, 16)

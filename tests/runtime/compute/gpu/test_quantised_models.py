@@ -13,6 +13,7 @@ from dflash_runtime import Engine
 from dflash_runtime.compute.gpu.device.device import KernelDevice
 from support.gpu_models import GpuModel, error_of, reference_logits
 from support.random_gguf import RandomShape, write_model
+from support.random_gpt_oss import GptOssShape
 from support.random_llama4 import Llama4Shape
 from support.random_models import Qwen3MoeShape
 
@@ -43,6 +44,19 @@ LLAMA4 = Llama4Shape(
 )
 """A dense layer, and one of experts whose inputs are scaled."""
 
+GPT_OSS = GptOssShape(
+    num_layers=2,
+    hidden_size=96,
+    num_heads=4,
+    head_dim=64,
+    window=5,
+    num_experts=4,
+    num_experts_used=2,
+    ffn_size=160,
+    vocab_size=131,
+)
+"""Rows of blocks of 32, of which no 64 or 256 make one."""
+
 MATRICES = (
     *("attn_q", "attn_k", "attn_v", "attn_output"),
     *("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps", "output", "token_embd"),
@@ -53,6 +67,7 @@ MIXES = {
     "q4_k_m": "Q4_K Q4_K Q6_K Q4_K Q4_K Q4_K Q6_K Q6_K Q4_K",
     "blocks of 32": "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q8_0 Q5_0 Q8_0 Q4_0",
     "blocks of 256": "Q2_K Q3_K Q5_K Q2_K Q3_K Q3_K Q5_K Q5_K Q3_K",
+    "mxfp4": "Q8_0 Q8_0 Q8_0 Q8_0 MXFP4 MXFP4 MXFP4 Q8_0 Q8_0",
     "tables": "IQ4_NL IQ4_XS MXFP4 NVFP4 IQ4_XS IQ4_XS MXFP4 IQ4_NL IQ4_XS",
 }
 """Types of these matrices; gate and up of an expert have the same. All types are there."""
@@ -65,6 +80,7 @@ NUM_TOKENS, FIRST_STEP = 17, 9
     [
         (SHAPE, "q4_k_m"),
         pytest.param(LLAMA4, "q4_k_m", marks=pytest.mark.slow),
+        (GPT_OSS, "mxfp4"),
         *(pytest.param(SHAPE, mix, marks=pytest.mark.slow) for mix in list(MIXES)[1:]),
     ],
     ids=lambda each: each if isinstance(each, str) else each.architecture,

@@ -10,13 +10,16 @@ import pytest
 from dflash_adapters.ops import KvType
 from dflash_adapters.spec import KvLayer, Mask
 from dflash_protocol.errors import CheckpointMissing
-from dflash_protocol.ids import AnyArray, F32Array
+from dflash_protocol.ids import AnyArray, F32Array, Phase
 from dflash_runtime.compute import sliding_window
-from dflash_runtime.compute.gpu.backend import CupyBackend
+from dflash_runtime.compute.gpu.device.buffers import Buffers
+from dflash_runtime.compute.gpu.layers.attention_launch import AttentionForm, AttentionLauncher
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
 from dflash_runtime.compute.gpu.layers.kv_rows import layer_bytes
-from dflash_runtime.compute.gpu.layers.values import F32Rows
+from dflash_runtime.compute.gpu.layers.placed_step import place
+from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.gpu.room import cache_bytes
+from dflash_runtime.compute.model import Step
 from dflash_runtime.compute.sliding_window import MOST_KEPT
 from support.emulated_device import EmulatedDevice
 from support.float64_attention import attended
@@ -47,25 +50,25 @@ class Sequence:
 
     def __init__(self, kv_type: KvType, mask: Mask, lanes: int) -> None:
         self.device = EmulatedDevice(lanes=lanes, runs_backward=lanes == 64)
-        self.backend = CupyBackend(self.device, max_chunk=64, scratch_bytes=1 << 20)
+        self.attention = AttentionLauncher(self.device, Buffers(self.device))
         self.kv = KvLayer(2, 16, 16, mask)
-        self.cache: DeviceKvCache = self.backend.ops.new_kv_cache((self.kv,), CAPACITY, kv_type)
+        self.cache = DeviceKvCache(self.device, (self.kv,), capacity=CAPACITY, kv_type=kv_type)
 
     def go_on(self, *ends: int) -> F32Array:
         """Computed in parts. Shapes: result [T, heads * 16]."""
-        ops, device = self.backend.ops, self.device
-        found = []
+        device, form, found = self.device, AttentionForm(QUERIES.shape[1], SCALE), []
         for first, last in pairwise(ends):
+            num_tokens = last - first
             q, k, v = (
-                ops.split_heads(
-                    F32Rows(device.upload(rows[first:last].reshape(last - first, -1))),
-                    rows.shape[1],
-                )
+                device.upload(rows[first:last].reshape(num_tokens, -1))
                 for rows in (QUERIES, KEYS, VALUES)
             )
-            positions = np.arange(first, last, dtype=np.int32)
-            out = ops.attention(q, k, v, self.cache, 0, positions, SCALE)
-            found.append(self.backend.to_host(ops.merge_heads(out)))
+            ids = np.zeros(num_tokens, np.int32)
+            step = Step.of_chunk(ids, first, self.cache, Phase.PREFILL)
+            out = Rows(device.empty(q.shape, np.float32))
+            placed = place(step, device, vocab_size=1)
+            self.attention.launch(form, (q, k, v), placed, 0, out)
+            found.append(device.download(out.array))
         return np.concatenate(found)
 
 
@@ -95,7 +98,6 @@ def test_tokens_see_what_they_would_without_a_ring(kv_type: KvType, mask: Mask, 
     assert np.abs(found - wanted).max() < bound
     # In steps of five tokens, one of which goes over the window's end, and one by one: same bits.
     assert (sequence.go_on(0, 30, 35, 40, 45, 50)[30:] == found[30:50]).all()
-    sequence.backend.close()
 
 
 @pytest.mark.parametrize(("kv_type", "mask", "lanes"), CASES)
@@ -120,7 +122,6 @@ def test_a_ring_goes_on_from_a_snapshot_with_the_same_bits(
     for _ in range(2):
         cache.restore(snapshot)
         assert (sequence.go_on(35, 40, NUM_TOKENS) == wanted).all()
-    sequence.backend.close()
 
 
 def test_recorded_steps_count_as_others_do() -> None:
@@ -146,7 +147,6 @@ def test_recorded_steps_count_as_others_do() -> None:
     cache.begin_step(0)
     cache.count_step()
     assert cache.can_resume(1)
-    sequence.backend.close()
 
 
 @pytest.mark.parametrize("kv_type", KvType)

@@ -19,6 +19,17 @@ from __future__ import annotations
     WINDOW_ROWS,  # position j is row j % WINDOW_ROWS
     WINDOW,  # 0: none
     CHUNK,  # 0: none
+    # Functions for the cache's element type, and the tasks.
+    FETCH_SCORE,
+    MIX,
+    EXPAND_KEYS,
+    EXPAND_VALUES,
+    STORE_KEY,
+    STORE_VALUES,
+    SCORE_EXPANDED,
+    MIX_EXPANDED,
+    STORE_TASK,
+    ATTEND_TASK,
     # A call and its scratch memory.
     SCRATCH,
     SCRATCH_BYTES,
@@ -36,19 +47,7 @@ from __future__ import annotations
     TILE_TOKENS,
     PARTIAL_BYTES,
     ITEMS_A_PAIR,
-    # Functions for the cache's element type.
-    FETCH_SCORE,
-    MIX,
-    EXPAND_KEYS,
-    EXPAND_VALUES,
-    STORE_KEY,
-    STORE_VALUES,
-    SCORE_EXPANDED,
-    MIX_EXPANDED,
-    STORE_TASK,
-    ATTEND_TASK,
 ) = range(38)
 
 NUM_ARGUMENTS = 38
 NUM_LAYER_WORDS = SCRATCH
-NUM_OF_FUNCTIONS = NUM_ARGUMENTS - FETCH_SCORE

@@ -11,6 +11,7 @@ from functools import cache
 
 import numpy as np
 
+from dflash_adapters.ops import KvType
 from dflash_protocol.ids import F32Array, I64Array
 from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import (
@@ -23,6 +24,8 @@ from dflash_runtime.compute.cpu.compile.compiling import (
 from dflash_runtime.compute.cpu.kernels.attention_arguments import (
     ATTEND_TASK,
     DONE,
+    EXPAND_KEYS,
+    EXPAND_VALUES,
     FETCH_SCORE,
     FIRST_POSITION,
     ITEMS_A_PAIR,
@@ -31,17 +34,19 @@ from dflash_runtime.compute.cpu.kernels.attention_arguments import (
     KEY_HEAD_BYTES,
     KEYS,
     KV_HEADS,
+    MIX,
+    MIX_EXPANDED,
     NEW_KEYS,
     NEW_VALUES,
     NUM_HEADS,
     NUM_LAYER_WORDS,
-    NUM_OF_FUNCTIONS,
     NUM_TOKENS,
     OUT,
     PARTIAL_BYTES,
     PARTIALS,
     QUERIES,
     SCALE_BITS,
+    SCORE_EXPANDED,
     SCRATCH,
     SCRATCH_BYTES,
     SINKS,
@@ -57,6 +62,7 @@ from dflash_runtime.compute.cpu.kernels.attention_arguments import (
 )
 from dflash_runtime.compute.cpu.kernels.attention_elements import (
     call_store,
+    element_functions,
 )
 from dflash_runtime.compute.cpu.kernels.attention_split import (
     SPLIT,
@@ -207,6 +213,11 @@ def _attend(args: int, counter: int, worker_idx: int) -> None:
         _finish(args, result, start - chunk_start, end - start, kv_head, tile_rows)
 
 
+Sharing = tuple[int, int, int, int, int, int, int]
+"""How a call's work is shared: TILE_TOKENS, the number of pairs, ITEMS_A_PAIR, PARTIAL_BYTES,
+SCRATCH_BYTES; the pools that store and attend, or 0. A pair is a tile and a K/V head."""
+
+
 def _attention(
     q: F32Array,
     k: F32Array,
@@ -214,33 +225,23 @@ def _attention(
     sinks: F32Array,
     out: F32Array,
     layer: I64Array,
-    functions: I64Array,
     first_position: int,
     scale: float,
-    tile_tokens: int,
-    num_pairs: int,
-    items_a_pair: int,
-    one_partial: int,
-    one_scratch: int,
-    args: int,
-    scratch: int,
-    partials: int,
-    done: int,
-    counter: int,
-    store_pool: int,
-    attend_pool: int,
+    sharing: Sharing,
+    memory: tuple[int, ...],
 ) -> None:
     """Store every new row, then attend: a token sees earlier tokens of its chunk. Nothing is read
     if there are no pairs.
 
-    Sinks are [heads], or [0] for none. A pair is a tile and a K/V head. `layer` and `functions` are
-    copied to `args`, which has room for NUM_ARGUMENTS words; the other arguments are named like
-    words.
+    Shapes: as `Attention`'s; sinks [heads], or [0] for none; layer [NUM_LAYER_WORDS]. Memory:
+    NUM_ARGUMENTS words, SCRATCH, PARTIALS, DONE and the counter.
     """
+    tile_tokens, num_pairs, items_a_pair, one_partial, one_scratch, store_pool, attend_pool = (
+        sharing
+    )
+    args, scratch, partials, done, counter = memory
     for index in range(NUM_LAYER_WORDS):
         set_word(args, index, layer[index])
-    for index in range(NUM_OF_FUNCTIONS):
-        set_word(args, FETCH_SCORE + index, functions[index])
     set_word(args, QUERIES, v.address_of(q))
     set_word(args, NEW_KEYS, v.address_of(k))
     set_word(args, NEW_VALUES, v.address_of(v_new))
@@ -268,9 +269,9 @@ def _attention(
 @cache
 def attention_kernel() -> Kernel:
     new, vector = (types.Array(v.f32, ndim, "C", readonly=True) for ndim in (3, 1))
-    words = v.i64[::1]
-    arrays = [new, new, new, vector, v.f32[:, :, ::1], words, words]
-    return compile_kernel(_attention, *arrays, v.i64, v.f32, *[v.i64] * 12)
+    arrays = [new, new, new, vector, v.f32[:, :, ::1], v.i64[::1]]
+    sharing, memory = types.UniTuple(v.i64, 7), types.UniTuple(v.i64, 5)
+    return compile_kernel(_attention, *arrays, v.i64, v.f32, sharing, memory)
 
 
 @cache
@@ -281,3 +282,24 @@ def attend_task() -> RowFunction:
 @cache
 def store_task() -> RowFunction:
     return compile_row_function(_store, v.void, *[v.i64] * 3)
+
+
+def function_words(kv_type: KvType) -> dict[int, int]:
+    """The words of a layer that hold functions for this element type, by index.
+
+    Compiled functions are never freed.
+    """
+    stored, expanded = element_functions(kv_type), element_functions(KvType.F32)
+    functions = {
+        FETCH_SCORE: stored.fetch_score,
+        MIX: stored.mix,
+        EXPAND_KEYS: stored.expand_keys,
+        EXPAND_VALUES: stored.expand_values,
+        STORE_KEY: stored.store_key,
+        STORE_VALUES: stored.store_values,
+        SCORE_EXPANDED: expanded.score,
+        MIX_EXPANDED: expanded.mix,
+        STORE_TASK: store_task(),
+        ATTEND_TASK: attend_task(),
+    }
+    return {index: function.address for index, function in functions.items()}

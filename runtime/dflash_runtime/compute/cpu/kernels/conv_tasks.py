@@ -84,18 +84,17 @@ def _conv(
     taps: F32Array,
     out: F32Array,
     first_position: int,
-    rows: int,
     table: int,
-    args: int,
-    counter: int,
+    memory: tuple[int, ...],
     pool: int,
     task: int,
 ) -> None:
-    """`rows`: K words for each thread; `table`: for every token the addresses of its K inputs, if
-    it does not simply follow the token before it in `x`, else 0.
+    """`table`: for every token the addresses of its K inputs, if it does not simply follow the
+    token before it in `x`, else 0. Memory: NUM_WORDS words, K words for each thread, the counter.
 
     Shapes: x, out [T, C]; kept [K - 1, C], position p's input in row ``p % (K - 1)``; taps [K, C].
     """
+    args, rows, counter = memory
     set_word(args, 0, v.address_of(x))
     set_word(args, 1, v.address_of(kept))
     set_word(args, 2, v.address_of(taps))
@@ -113,6 +112,7 @@ def _conv(
 def conv_kernel() -> tuple[Kernel, RowFunction]:
     """The kernel, and the task whose address it is passed."""
     rows = types.Array(v.f32, 2, "C", readonly=True)
-    arguments = [rows, rows, rows, v.f32[:, ::1], *[v.i64] * 7]
+    memory = types.UniTuple(v.i64, 3)
+    arguments = [rows, rows, rows, v.f32[:, ::1], v.i64, v.i64, memory, v.i64, v.i64]
     task = compile_row_function(_conv_task, v.void, *[v.i64] * 3)
     return compile_kernel(_conv, *arguments), task

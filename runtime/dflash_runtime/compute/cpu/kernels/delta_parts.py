@@ -298,23 +298,28 @@ def store_outs(args: int, head: int, token: int, num_tokens: int, outs: int) -> 
                 v.store_partial(target + 4 * lane, v.load_floats(out + 4 * lane), dim - lane)
 
 
+Inputs = tuple[F32Array, F32Array, F32Array, F32Array, F32Array]
+"""A call's `mixed`, `alpha`, `beta`, `a` and `dt_bias`; see `DeltaInputs`."""
+
+
 @helper
 def describe(
-    args: int,
     layer: I64Array,
-    mixed: F32Array,
-    alpha: F32Array,
-    beta: F32Array,
-    a: F32Array,
-    dt_bias: F32Array,
+    inputs: Inputs,
     out: F32Array,
     first_position: int,
     eps: float,
-    scratch: int,
+    memory: tuple[int, ...],
     one_scratch: int,
     products: int,
 ) -> None:
-    """Write the words of a call: first `layer`, the words of a state."""
+    """Write the words of a call: first `layer`, the words of a state.
+
+    Memory: NUM_WORDS words, `one_scratch` bytes for every thread, and the counter. `products`:
+    address of products_function.
+    """
+    mixed, alpha, beta, a, dt_bias = inputs
+    args, scratch, _ = memory
     for index in range(NUM_LAYER_WORDS):
         set_word(args, index, layer[index])
     set_word(args, MIXED, v.address_of(mixed))
@@ -331,7 +336,8 @@ def describe(
     set_word(args, PRODUCTS, products)
 
 
-def inputs_types() -> list[Any]:
-    """Types of the arrays passed to `describe`."""
+def described_types() -> list[Any]:
+    """Types of the arguments of `describe`, up to `one_scratch`."""
     row, rows = (types.Array(v.f32, ndim, "C", readonly=True) for ndim in (1, 2))
-    return [v.i64[::1], rows, rows, rows, row, row, v.f32[:, :, ::1]]
+    inputs, memory = types.Tuple((rows, rows, rows, row, row)), types.UniTuple(v.i64, 3)
+    return [v.i64[::1], inputs, v.f32[:, :, ::1], v.i64, v.f64, memory, v.i64]

@@ -19,6 +19,7 @@ from dflash_runtime.compute.cpu.compile.compiling import (
 from dflash_runtime.compute.cpu.kernels import delta_parts as d
 from dflash_runtime.compute.cpu.kernels.recurrent_tiles import add_products
 from dflash_runtime.compute.cpu.kernels.words import word
+from dflash_runtime.compute.cpu.simd.untyped import types
 from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
 
 
@@ -90,43 +91,25 @@ def _delta_task(args: int, counter: int, worker_idx: int) -> None:
 
 def _delta_rule(
     layer: I64Array,
-    mixed: F32Array,
-    alpha: F32Array,
-    beta: F32Array,
-    a: F32Array,
-    dt_bias: F32Array,
+    inputs: d.Inputs,
     out: F32Array,
     first_position: int,
     eps: float,
-    scratch: int,
+    memory: tuple[int, ...],
     one_scratch: int,
-    products: int,
-    args: int,
-    counter: int,
+    functions: tuple[int, int],
     pool: int,
-    task: int,
 ) -> None:
-    """`args` has room for NUM_WORDS words; other arguments as in delta_parts.describe."""
-    d.describe(
-        args,
-        layer,
-        mixed,
-        alpha,
-        beta,
-        a,
-        dt_bias,
-        out,
-        first_position,
-        eps,
-        scratch,
-        one_scratch,
-        products,
-    )
-    run_on(pool, task, args, counter)
+    """`functions`: addresses of products_function and the task; the rest as in
+    delta_parts.describe."""
+    products, task = functions
+    d.describe(layer, inputs, out, first_position, eps, memory, one_scratch, products)
+    run_on(pool, task, memory[0], memory[2])
 
 
 @cache
 def delta_kernel() -> tuple[Kernel, RowFunction]:
     """The kernel, and the task whose address it is passed, along with that of products_function."""
     task = compile_row_function(_delta_task, v.void, *[v.i64] * 3)
-    return compile_kernel(_delta_rule, *d.inputs_types(), v.i64, v.f64, *[v.i64] * 7), task
+    functions = types.UniTuple(v.i64, 2)
+    return compile_kernel(_delta_rule, *d.described_types(), functions, v.i64), task

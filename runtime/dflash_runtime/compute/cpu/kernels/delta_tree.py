@@ -219,51 +219,33 @@ def _tree_task(args: int, counter: int, worker_idx: int) -> None:
 
 def _tree_rule(
     layer: I64Array,
-    mixed: F32Array,
-    alpha: F32Array,
-    beta: F32Array,
-    a: F32Array,
-    dt_bias: F32Array,
+    inputs: d.Inputs,
     out: F32Array,
-    walk: I32Array,
-    parents: I32Array,
     first_position: int,
     eps: float,
-    scratch: int,
+    memory: tuple[int, ...],
     one_scratch: int,
-    products: int,
-    num_blocks: int,
-    args: int,
-    counter: int,
+    functions: tuple[int, int],
     pool: int,
-    task: int,
+    tree: tuple[I32Array, I32Array, int],
 ) -> None:
-    """Like delta_tasks' kernel; the state is only read. Shapes: walk, parents [W]."""
-    d.describe(
-        args,
-        layer,
-        mixed,
-        alpha,
-        beta,
-        a,
-        dt_bias,
-        out,
-        first_position,
-        eps,
-        scratch,
-        one_scratch,
-        products,
-    )
-    set_word(args, WALK, v.address_of(walk))
-    set_word(args, PARENTS, v.address_of(parents))
-    set_word(args, NUM_BLOCKS, num_blocks)
-    run_on(pool, task, args, counter)
+    """Like delta_tasks' kernel; the state is only read.
+
+    `tree`: tokens in walk order [W], parents by token [W], and NUM_BLOCKS.
+    """
+    products, task = functions
+    walk, parents, num_blocks = tree
+    d.describe(layer, inputs, out, first_position, eps, memory, one_scratch, products)
+    set_word(memory[0], WALK, v.address_of(walk))
+    set_word(memory[0], PARENTS, v.address_of(parents))
+    set_word(memory[0], NUM_BLOCKS, num_blocks)
+    run_on(pool, task, memory[0], memory[2])
 
 
 @cache
 def tree_kernel() -> tuple[Kernel, RowFunction]:
     """The kernel, and the task whose address it is passed, along with that of products_function."""
     numbers = types.Array(types.int32, 1, "C", readonly=True)
-    arguments = [*d.inputs_types(), numbers, numbers, v.i64, v.f64, *[v.i64] * 8]
+    tree, functions = types.Tuple((numbers, numbers, v.i64)), types.UniTuple(v.i64, 2)
     task = compile_row_function(_tree_task, v.void, *[v.i64] * 3)
-    return compile_kernel(_tree_rule, *arguments), task
+    return compile_kernel(_tree_rule, *d.described_types(), functions, v.i64, tree), task

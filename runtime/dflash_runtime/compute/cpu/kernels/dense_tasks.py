@@ -89,12 +89,12 @@ def _norm(
     weight: F32Array,
     eps: float,
     out: F32Array,
-    args: int,
-    counter: int,
+    memory: tuple[int, ...],
     pool: int,
     task: int,
 ) -> None:
-    """`out` may be `x`. Shapes: x, out [rows, n]; weight [n]."""
+    """`out` may be `x`. Shapes: x, out [rows, n]; weight [n]. Memory: as `_rope`'s."""
+    args, counter = memory
     set_word(args, 0, v.address_of(x))
     set_word(args, 1, v.address_of(weight))
     set_word(args, 2, v.address_of(out))
@@ -165,22 +165,26 @@ def _rope(
     q_weight: F32Array,
     k_weight: F32Array,
     eps: float,
-    cos: F32Array,
-    sin: F32Array,
-    is_interleaved: bool,
+    angles: tuple[F32Array, bool],
     norms_after: bool,
-    args: int,
-    counter: int,
+    memory: tuple[int, ...],
     pool: int,
     task: int,
 ) -> None:
-    """In place. Shapes: q, k [T, heads, D]; weights [D], or [0] for none; cos, sin [T, pairs]."""
+    """In place. `angles`: cosines and sines, and whether pairs are interleaved. Memory: NUM_WORDS
+    words and the counter.
+
+    Shapes: q, k [T, heads, D]; weights [D], or [0] for none; cosines and sines [2, T, pairs].
+    """
+    args, counter = memory
+    turns, is_interleaved = angles
+    num_bytes = 4 * turns.shape[1] * turns.shape[2]
     set_word(args, 0, q.shape[0])
     set_word(args, 1, q.shape[2])
     set_word(args, 2, lanes.bits_of_double(eps))
-    set_word(args, 3, v.address_of(cos))
-    set_word(args, 4, v.address_of(sin))
-    set_word(args, 5, cos.shape[1])
+    set_word(args, 3, v.address_of(turns))
+    set_word(args, 4, v.address_of(turns) + num_bytes)
+    set_word(args, 5, turns.shape[2])
     set_word(args, 6, is_interleaved)
     set_word(args, 7, v.address_of(q))
     set_word(args, 8, v.address_of(q_weight) if q_weight.size else 0)
@@ -194,8 +198,6 @@ def _rope(
 
 # -- compiled -------------------------------------------------------------------------------------
 
-_CALL = [v.i64] * 4  # args, counter, pool, task
-
 
 def _input(ndim: int) -> Any:
     return types.Array(v.f32, ndim, "C", readonly=True)
@@ -208,13 +210,13 @@ def _task(function: Kernel) -> RowFunction:
 @cache
 def norm_kernel() -> tuple[Kernel, RowFunction]:
     """The kernel, and the task whose address it is passed."""
-    arguments = [_input(2), _input(1), v.f64, v.f32[:, ::1], *_CALL]
-    return compile_kernel(_norm, *arguments), _task(_norm_task)
+    arguments = [_input(2), _input(1), v.f64, v.f32[:, ::1], types.UniTuple(v.i64, 2)]
+    return compile_kernel(_norm, *arguments, v.i64, v.i64), _task(_norm_task)
 
 
 @cache
 def rope_kernel() -> tuple[Kernel, RowFunction]:
-    heads = v.f32[:, :, ::1]
-    flags = [types.boolean] * 2
-    arguments = [heads, heads, _input(1), _input(1), v.f64, _input(2), _input(2), *flags]
-    return compile_kernel(_rope, *arguments, *_CALL), _task(_rope_task)
+    heads, angles = v.f32[:, :, ::1], types.Tuple((_input(3), types.boolean))
+    arguments = [heads, heads, _input(1), _input(1), v.f64, angles, types.boolean]
+    memory = types.UniTuple(v.i64, 2)
+    return compile_kernel(_rope, *arguments, memory, v.i64, v.i64), _task(_rope_task)

@@ -18,25 +18,26 @@ from dflash_runtime.compute.cpu.compile.compiling import (
     compile_row_function,
 )
 from dflash_runtime.compute.cpu.kernels.experts_arguments import (
-    ACTIVATION,
     ACTIVATION_Q8,
     ACTIVATIONS,
-    ADDRESSES,
-    BIASES,
+    DOWN_TASK,
     EXPERT_IDS,
-    FFN_SIZE,
+    FFN_Q8_BYTES,
+    GATE_UP_TASK,
     GROUP_STARTS,
     HIDDEN,
+    HIDDEN_Q8_BYTES,
     HIDDEN_SIZE,
-    LAYOUTS,
+    NUM_EXPERTS,
     NUM_GROUPS,
+    NUM_LAYER_WORDS,
     NUM_TOKENS,
     OUT,
     PAIR_Q8,
-    QUANTISE,
-    SCALES,
+    QUANTISE_ACTIVATIONS_TASK,
+    QUANTISE_HIDDEN_TASK,
+    REGROUP_TASK,
     SCRATCH,
-    SCRATCH_BYTES,
     TOKEN_INDICES,
     TOKEN_Q8,
     WEIGHTS,
@@ -66,28 +67,14 @@ def _expert_ffn(
     token_indices: I32Array,
     weights: F32Array,
     out: F64Array,
-    addresses: I64Array,
-    layouts: I64Array,
-    scales: F32Array,
-    biases: I64Array,
-    activation: F32Array,
-    ffn_size: int,
-    thread_bytes: int,
-    args: int,
-    token_q8: int,
-    pair_q8: int,
-    activations: int,
-    activation_q8: int,
-    scratch: int,
-    counter: int,
+    layer: I64Array,
+    memory: tuple[int, ...],
     pool: int,
-    functions: I64Array,
 ) -> bool:
     """Run all phases. False: the batch has expert ids, tokens or pairs out of range.
 
-    Arguments from `args` on are addresses, except `functions`; `scales` and `biases` may be empty,
-    `token_q8` and `activation_q8` 0. Shapes: as the fields of experts_arguments; functions [6]:
-    addresses of the phases and of the quantising function.
+    Shapes: as the fields of experts_arguments; layer [NUM_LAYER_WORDS]. Memory: NUM_ARGUMENTS
+    words, TOKEN_Q8, PAIR_Q8, ACTIVATIONS, ACTIVATION_Q8, SCRATCH and the counter.
     """
     num_groups, num_pairs = expert_ids.shape[0], token_indices.shape[0]
     # Cheap next to the products, and no bug of a caller makes a kernel read outside the mapping.
@@ -96,49 +83,45 @@ def _expert_ffn(
     if group_starts[0] != 0 or group_starts[num_groups] != num_pairs:
         return False
     for group in range(num_groups):
-        if expert_ids[group] < 0 or expert_ids[group] >= addresses.shape[0]:
+        if expert_ids[group] < 0 or expert_ids[group] >= layer[NUM_EXPERTS]:
             return False
         if group_starts[group] > group_starts[group + 1]:
             return False
     for pair in range(num_pairs):
         if token_indices[pair] < 0 or token_indices[pair] >= hidden.shape[0]:
             return False
+    args, token_q8, pair_q8, activations, activation_q8, scratch, counter = memory
+    v.copy_bytes(args, v.address_of(layer), 8 * NUM_LAYER_WORDS)
     v.store_i64(args + 8 * HIDDEN, v.address_of(hidden))
     v.store_i64(args + 8 * NUM_TOKENS, hidden.shape[0])
     v.store_i64(args + 8 * HIDDEN_SIZE, hidden.shape[1])
-    v.store_i64(args + 8 * FFN_SIZE, ffn_size)
     v.store_i64(args + 8 * NUM_GROUPS, num_groups)
     v.store_i64(args + 8 * EXPERT_IDS, v.address_of(expert_ids))
     v.store_i64(args + 8 * GROUP_STARTS, v.address_of(group_starts))
     v.store_i64(args + 8 * TOKEN_INDICES, v.address_of(token_indices))
     v.store_i64(args + 8 * WEIGHTS, v.address_of(weights))
     v.store_i64(args + 8 * OUT, v.address_of(out))
-    v.store_i64(args + 8 * ADDRESSES, v.address_of(addresses))
-    v.store_i64(args + 8 * LAYOUTS, v.address_of(layouts))
-    v.store_i64(args + 8 * SCALES, v.address_of(scales) if scales.size else 0)
-    v.store_i64(args + 8 * BIASES, v.address_of(biases) if biases.size else 0)
-    v.store_i64(args + 8 * ACTIVATION, v.address_of(activation))
-    v.store_i64(args + 8 * TOKEN_Q8, token_q8)
+    v.store_i64(args + 8 * TOKEN_Q8, token_q8 if layer[HIDDEN_Q8_BYTES] else 0)
     v.store_i64(args + 8 * PAIR_Q8, pair_q8)
     v.store_i64(args + 8 * ACTIVATIONS, activations)
-    v.store_i64(args + 8 * ACTIVATION_Q8, activation_q8)
+    v.store_i64(args + 8 * ACTIVATION_Q8, activation_q8 if layer[FFN_Q8_BYTES] else 0)
     v.store_i64(args + 8 * SCRATCH, scratch)
-    v.store_i64(args + 8 * SCRATCH_BYTES, thread_bytes)
-    v.store_i64(args + 8 * QUANTISE, functions[5])
-    if token_q8:
-        run_on(pool if hidden.shape[0] > FEW_TOKENS else 0, functions[0], args, counter)
+    if layer[HIDDEN_Q8_BYTES]:
+        few = hidden.shape[0] <= FEW_TOKENS
+        run_on(0 if few else pool, layer[QUANTISE_HIDDEN_TASK], args, counter)
         if hidden.shape[0] > 1:
-            run_region(pool, functions[1], args, counter)
-    run_region(pool, functions[2], args, counter)
-    if activation_q8:
-        run_on(pool if num_pairs > FEW_PAIRS else 0, functions[3], args, counter)
-    run_region(pool, functions[4], args, counter)
+            run_region(pool, layer[REGROUP_TASK], args, counter)
+    run_region(pool, layer[GATE_UP_TASK], args, counter)
+    if layer[FFN_Q8_BYTES]:
+        few = num_pairs <= FEW_PAIRS
+        run_on(0 if few else pool, layer[QUANTISE_ACTIVATIONS_TASK], args, counter)
+    run_region(pool, layer[DOWN_TASK], args, counter)
     return True
 
 
 @cache
 def expert_ffn_tasks() -> tuple[RowFunction, ...]:
-    """The phases, passed to the kernel by address."""
+    """The phases, in the order of their words, which hold their addresses."""
     phases = (quantise_hidden, regroup_hidden, gate_up, quantise_activations, down_phase)
     return tuple(compile_row_function(phase, void, *[i64] * 3) for phase in phases)
 
@@ -148,20 +131,7 @@ def expert_ffn_kernel() -> Kernel:
     def given(element: Any, num_dimensions: int) -> Any:
         return types.Array(element, num_dimensions, "C", readonly=True)
 
-    ids = given(types.int32, 1)
-    return compile_kernel(
-        _expert_ffn,
-        given(v.f32, 2),
-        ids,
-        ids,
-        ids,
-        given(v.f32, 1),
-        v.f64[:, ::1],
-        given(v.i64, 2),
-        given(v.i64, 2),
-        given(v.f32, 2),
-        given(v.i64, 2),
-        given(v.f32, 1),
-        *[v.i64] * 10,
-        given(v.i64, 1),
-    )
+    ids, memory = given(types.int32, 1), types.UniTuple(v.i64, 7)
+    hidden, weights, out = given(v.f32, 2), given(v.f32, 1), v.f64[:, ::1]
+    arrays = [hidden, ids, ids, ids, weights, out, given(v.i64, 1)]
+    return compile_kernel(_expert_ffn, *arrays, memory, v.i64)

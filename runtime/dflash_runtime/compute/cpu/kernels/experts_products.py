@@ -85,6 +85,8 @@ def gate_up(args: int, counter: int, worker_idx: int) -> None:
         if next_item < num_runs_total:
             next_gate, _, _ = matrix_of(args, next_item // num_runs, GATE)
             next_gate += next_item % num_runs * GATE_UP_ROWS * gate_bytes
+        indices = get(args, TOKEN_INDICES) + 4 * first_pair
+        vectors = (get(args, HIDDEN), 4 * hidden_size, indices, q8_blocks, num_items)
         end_row = min(first_row + GATE_UP_ROWS, ffn_size)
         for row in range(first_row, end_row, REPACKED_ROWS):
             num_rows = min(REPACKED_ROWS, ffn_size - row)
@@ -95,11 +97,7 @@ def gate_up(args: int, counter: int, worker_idx: int) -> None:
                     gate_layout,
                     gate + row * gate_bytes,
                     num_rows,
-                    get(args, HIDDEN),
-                    4 * hidden_size,
-                    get(args, TOKEN_INDICES) + 4 * first_pair,
-                    q8_blocks,
-                    num_items,
+                    vectors,
                     first,
                     end,
                     up + row * up_bytes,
@@ -110,11 +108,7 @@ def gate_up(args: int, counter: int, worker_idx: int) -> None:
                     up_layout,
                     up + row * up_bytes,
                     num_rows,
-                    get(args, HIDDEN),
-                    4 * hidden_size,
-                    get(args, TOKEN_INDICES) + 4 * first_pair,
-                    q8_blocks,
-                    num_items,
+                    vectors,
                     first,
                     end,
                     gate + after * gate_bytes if after < end_row else next_gate,
@@ -195,6 +189,7 @@ def down_phase(args: int, counter: int, worker_idx: int) -> None:
                 following += min(next_item, num_runs - 1) * DOWN_ROWS * row_bytes
             x = get(args, ACTIVATIONS) + 4 * ffn_size * first_pair
             q8_blocks = get(args, ACTIVATION_Q8) + Q8_BLOCK_BYTES * num_blocks * first_pair
+            vectors = (x, 4 * ffn_size, 0, q8_blocks, num_items)
             for row in range(first_row, end_row, REPACKED_ROWS):
                 num_rows = min(REPACKED_ROWS, hidden_size - row)
                 after = row + REPACKED_ROWS
@@ -204,11 +199,7 @@ def down_phase(args: int, counter: int, worker_idx: int) -> None:
                         layout,
                         down + row * row_bytes,
                         num_rows,
-                        x,
-                        4 * ffn_size,
-                        0,
-                        q8_blocks,
-                        num_items,
+                        vectors,
                         first,
                         end,
                         down + after * row_bytes if after < end_row else following,

@@ -80,12 +80,13 @@ def _gate(
     gate: F32Array,
     kind: int,
     out: F32Array,
-    args: int,
-    counter: int,
+    memory: tuple[int, ...],
     pool: int,
     task: int,
 ) -> None:
-    """`out` may be `x`. Shapes: x, out [rows, C]; gate [rows, n]."""
+    """`out` may be `x`. Shapes: x, out [rows, C]; gate [rows, n]. Memory: NUM_WORDS words and the
+    counter."""
+    args, counter = memory
     set_word(args, 0, v.address_of(x))
     set_word(args, 1, v.address_of(gate))
     set_word(args, 2, v.address_of(out))
@@ -100,6 +101,7 @@ def _gate(
 def gate_kernel() -> tuple[Kernel, RowFunction]:
     """The kernel, and the task whose address it is passed."""
     rows = types.Array(v.f32, 2, "C", readonly=True)
-    arguments = [rows, rows, v.i64, v.f32[:, ::1], *[v.i64] * 4]
+    memory = types.UniTuple(v.i64, 2)
+    arguments = [rows, rows, v.i64, v.f32[:, ::1], memory, v.i64, v.i64]
     task = compile_row_function(_gate_task, v.void, *[v.i64] * 3)
     return compile_kernel(_gate, *arguments), task

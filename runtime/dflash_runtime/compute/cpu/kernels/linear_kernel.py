@@ -26,12 +26,21 @@ from dflash_runtime.compute.cpu.kernels.words import get
 from dflash_runtime.compute.cpu.simd.types import i64, void
 from dflash_runtime.compute.cpu.simd.untyped import types
 from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
-from dflash_runtime.compute.cpu.weights.matrix import ROW_BYTES
 from dflash_runtime.compute.cpu.weights.repacked.kernels import Q8_BLOCK_BYTES
 from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise
+from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES
 
-# Arguments of a call, one int64 each.
+# Arguments of the tasks, one int64 each: addresses, except where the unit says otherwise.
 (
+    # A plan: what calls with the same matrices have in common.
+    NUM_MATRICES,
+    NUM_RUNS,  # of all matrices
+    SCRATCH_BYTES,  # of one thread
+    Q8_BYTES,  # of a row of x as q8 blocks, or 0 if none are needed
+    QUANTISE,  # the function, and the phases
+    QUANTISE_TASK,
+    MULTIPLY_TASK,
+    # A call and its scratch memory.
     X,  # [T, columns] float32
     OUT,  # [T, rows] float32 for each matrix, one after another
     ADDEND,  # added to OUT, same layout; or 0
@@ -39,13 +48,12 @@ from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise
     COLUMNS,
     Q8_BLOCKS,  # [T] rows of x as q8 blocks, or 0
     MATRICES,  # [M, NUM_MATRIX_FIELDS]
-    NUM_MATRICES,
-    NUM_RUNS,  # of all matrices
     SCRATCH,  # [threads, SCRATCH_BYTES]
-    SCRATCH_BYTES,
-    QUANTISE,  # address of the function
-    NUM_ARGS,
-) = range(13)
+) = range(15)
+
+NUM_ARGUMENTS = 15
+NUM_PLAN_WORDS = X
+"""Words of a plan, which those of its matrices follow."""
 
 # Fields of one matrix.
 (
@@ -123,21 +131,14 @@ def _multiply(args: int, counter: int, worker_idx: int) -> None:
             ahead = here + REPACKED_ROWS * row_bytes if row + REPACKED_ROWS < end_row else following
             for first in range(0, num_tokens, VECTORS_AT_ONCE):
                 end = min(first + VECTORS_AT_ONCE, num_tokens)
-                multiply_rows(
-                    layout,
-                    here,
-                    num_rows,
+                vectors = (
                     get(args, X),
                     4 * get(args, COLUMNS),
                     0,
                     get(args, Q8_BLOCKS),
                     num_tokens,
-                    first,
-                    end,
-                    ahead,
-                    totals,
-                    scratch,
                 )
+                multiply_rows(layout, here, num_rows, vectors, first, end, ahead, totals, scratch)
                 for token in range(first, end):
                     source = totals + 4 * REPACKED_ROWS * (token - first)
                     place = 4 * (num_tokens * get(matrix, ROWS_BEFORE) + rows * token + row)
@@ -157,39 +158,29 @@ def _linear(
     x: F32Array,
     out: F32Array,
     addend: F32Array,
-    matrices: I64Array,
-    num_runs: int,
-    thread_bytes: int,
-    args: int,
-    q8_blocks: int,
-    scratch: int,
-    counter: int,
+    plan: I64Array,
+    memory: tuple[int, ...],
     pool: int,
-    quantise_task: int,
-    multiply_task: int,
-    quantise_address: int,
 ) -> None:
-    """Run all phases. Arguments from `args` on are addresses; `q8_blocks` and `pool` may be 0,
-    `addend` empty.
+    """Run all phases. `addend` may be empty.
 
-    Shapes: x [T, columns]; out, addend [T * sum of rows]; matrices [M, NUM_MATRIX_FIELDS].
+    Shapes: x [T, columns]; out, addend [T * sum of rows]; plan [NUM_PLAN_WORDS + M *
+    NUM_MATRIX_FIELDS]. Memory: NUM_ARGUMENTS words, Q8_BLOCKS, SCRATCH and the counter.
     """
     num_tokens = x.shape[0]
+    args, q8_blocks, scratch, counter = memory
+    v.copy_bytes(args, v.address_of(plan), 8 * NUM_PLAN_WORDS)
     v.store_i64(args + 8 * X, v.address_of(x))
     v.store_i64(args + 8 * OUT, v.address_of(out))
     v.store_i64(args + 8 * ADDEND, v.address_of(addend) if addend.size else 0)
     v.store_i64(args + 8 * NUM_TOKENS, num_tokens)
     v.store_i64(args + 8 * COLUMNS, x.shape[1])
-    v.store_i64(args + 8 * Q8_BLOCKS, q8_blocks)
-    v.store_i64(args + 8 * MATRICES, v.address_of(matrices))
-    v.store_i64(args + 8 * NUM_MATRICES, matrices.shape[0])
-    v.store_i64(args + 8 * NUM_RUNS, num_runs)
+    v.store_i64(args + 8 * Q8_BLOCKS, q8_blocks if plan[Q8_BYTES] else 0)
+    v.store_i64(args + 8 * MATRICES, v.address_of(plan) + 8 * NUM_PLAN_WORDS)
     v.store_i64(args + 8 * SCRATCH, scratch)
-    v.store_i64(args + 8 * SCRATCH_BYTES, thread_bytes)
-    v.store_i64(args + 8 * QUANTISE, quantise_address)
-    if q8_blocks:
-        run_on(pool if num_tokens > FEW_TOKENS else 0, quantise_task, args, counter)
-    run_on(pool if num_runs > 1 else 0, multiply_task, args, counter)
+    if plan[Q8_BYTES]:
+        run_on(pool if num_tokens > FEW_TOKENS else 0, plan[QUANTISE_TASK], args, counter)
+    run_on(pool if plan[NUM_RUNS] > 1 else 0, plan[MULTIPLY_TASK], args, counter)
 
 
 def _embed(
@@ -211,18 +202,19 @@ def _embed(
 
 @cache
 def linear_tasks() -> tuple[RowFunction, ...]:
-    """The phases, passed to the kernel by address."""
+    """The phases, in the order of their words, which hold their addresses."""
     phases = (_quantise_x, _multiply)
     return tuple(compile_row_function(phase, void, *[i64] * 3) for phase in phases)
 
 
 @cache
 def linear_kernel() -> Kernel:
-    def given(kind: Any) -> Any:
-        return types.Array(v.f32, kind, "C", readonly=True)
+    def given(element: Any, num_dimensions: int) -> Any:
+        return types.Array(element, num_dimensions, "C", readonly=True)
 
-    matrices = types.Array(v.i64, 2, "C", readonly=True)
-    return compile_kernel(_linear, given(2), v.f32[::1], given(1), matrices, *[v.i64] * 10)
+    memory = types.UniTuple(v.i64, 4)
+    arrays = [given(v.f32, 2), v.f32[::1], given(v.f32, 1), given(v.i64, 1)]
+    return compile_kernel(_linear, *arrays, memory, v.i64)
 
 
 @cache

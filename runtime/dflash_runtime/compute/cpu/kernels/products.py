@@ -18,21 +18,20 @@ from dflash_runtime.compute.cpu.simd.memory import emit_call
 from dflash_runtime.compute.cpu.simd.types import I64, i64, primitive, void
 from dflash_runtime.compute.cpu.simd.untyped import ir
 from dflash_runtime.compute.cpu.weights import float_tile
-from dflash_runtime.compute.cpu.weights.matrix import (
-    COLUMNS,
-    EXPAND,
-    FLOAT_ROWS,
-    MULTIPLY,
-    MULTIPLY_ONE,
-    ROW_BYTES,
-    UNPACK,
-)
 from dflash_runtime.compute.cpu.weights.repacked.amx import begin_tiles, end_tiles
 from dflash_runtime.compute.cpu.weights.repacked.kernels import (
     BLOCKS_AT_ONCE,
     Q8_BLOCK_BYTES,
     REPACKED_BYTES,
     group_sizes,
+)
+from dflash_runtime.compute.cpu.weights.rows import (
+    COLUMNS,
+    FLOAT_ROWS,
+    MULTIPLY,
+    MULTIPLY_ONE,
+    ROW_BYTES,
+    UNPACK,
 )
 
 REPACKED_ROWS = 16
@@ -64,8 +63,8 @@ def _call_6(builder: Any, function: Any, *numbers: Any) -> None:
     emit_call(builder, ir.VoidType(), function, list(numbers))
 
 
-@primitive(void, *[i64] * 14)
-def _call_13(builder: Any, function: Any, *numbers: Any) -> None:
+@primitive(void, *[i64] * 11)
+def _call_10(builder: Any, function: Any, *numbers: Any) -> None:
     emit_call(builder, ir.VoidType(), function, list(numbers))
 
 
@@ -98,11 +97,7 @@ def multiply_rows(
     layout: int,
     rows: int,
     num_rows: int,
-    x: int,
-    x_stride: int,
-    indices: int,
-    q8_blocks: int,
-    num_items: int,
+    vectors: tuple[int, int, int, int, int],
     first: int,
     end: int,
     ahead: int,
@@ -111,29 +106,27 @@ def multiply_rows(
 ) -> None:
     """``totals[item - first][row] = rows[row] · x[item]`` for part of a set of vectors.
 
-    `first` and `end` are group boundaries; float32 vectors are at ``x + x_stride * indices[item]``,
-    or ``* item`` if `indices` is 0. Bytes from `ahead` on, as many as these rows have, may be
-    prefetched. Shapes: rows [num_rows <= 16]; totals [end - first, 16] float32, with memory for an
-    even number of rows.
+    `vectors`: x, x_stride, indices, q8_blocks and num_items. Float32 vectors are at ``x + x_stride
+    * indices[item]``, or ``* item`` if `indices` is 0. `first` and `end` are group boundaries.
+    Bytes from `ahead` on, as many as these rows have, may be prefetched. Shapes: rows
+    [num_rows <= 16]; totals [end - first, 16] float32, with memory for an even number of rows.
     """
+    x, x_stride, indices, q8_blocks, num_items = vectors
     row_bytes = v.load_i64(layout + 8 * ROW_BYTES)
     columns = v.load_i64(layout + 8 * COLUMNS)
     unpack = v.load_i64(layout + 8 * UNPACK)
     num_used = end - first
     if unpack == 0:
-        _call_13(
+        _call_10(
             v.load_i64(layout + 8 * FLOAT_ROWS),
+            layout,
             rows,
-            row_bytes,
-            v.load_i64(layout + 8 * EXPAND),
             num_rows,
-            columns,
             x if indices else x + x_stride * first,
             x_stride,
             indices + 4 * first if indices else 0,
             num_used,
             totals,
-            4,
             4 * REPACKED_ROWS,
             scratch,
         )

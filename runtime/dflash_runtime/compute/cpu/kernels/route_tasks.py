@@ -212,25 +212,25 @@ def _route_task(args: int, counter: int, worker_idx: int) -> None:
             )
 
 
+Rule = tuple[int, bool, int, int, bool, float]
+"""A RoutingRule: GATINGS' number of the gating, and whether it selects by logits; groups, and those
+used; whether weights are normalised, and their scale."""
+
+
 def _route(
     logits: F32Array,
     bias: F32Array,
     ids: I32Array,
     weights: F32Array,
-    gating: int,
-    selects_by_logits: bool,
-    num_groups: int,
-    num_groups_used: int,
-    normalise: bool,
-    scale: float,
-    scratch: int,
-    args: int,
-    counter: int,
+    rule: Rule,
+    memory: tuple[int, ...],
     pool: int,
     task: int,
 ) -> None:
-    """Shapes: logits [T, E]; bias [E], or [0] for none; ids, weights [T, K]; scratch:
-    `scratch_bytes` for every thread."""
+    """Shapes: logits [T, E]; bias [E], or [0] for none; ids, weights [T, K]. Memory: NUM_WORDS
+    words, `scratch_bytes` for every thread, and the counter."""
+    gating, selects_by_logits, num_groups, num_groups_used, normalise, scale = rule
+    args, scratch, counter = memory
     set_word(args, _LOGITS, v.address_of(logits))
     set_word(args, _BIAS, v.address_of(bias) if bias.size else 0)
     set_word(args, _IDS, v.address_of(ids))
@@ -244,7 +244,7 @@ def _route(
     set_word(args, _NUM_GROUPS, num_groups)
     set_word(args, _NUM_GROUPS_USED, num_groups_used)
     set_word(args, _NORMALISE, normalise)
-    set_word(args, _SCALE_BITS, v.bits_of_float(scale))
+    set_word(args, _SCALE_BITS, v.bits_of_float(np.float32(scale)))
     run_on(pool, task, args, counter)
 
 
@@ -253,6 +253,7 @@ def route_kernel() -> tuple[Kernel, RowFunction]:
     """The kernel, and the task whose address it is passed."""
     logits, bias = (types.Array(v.f32, ndim, "C", readonly=True) for ndim in (2, 1))
     arrays = [logits, bias, types.int32[:, ::1], v.f32[:, ::1]]
-    rule = [v.i64, types.boolean, v.i64, v.i64, types.boolean, v.f32]
+    rule = types.Tuple((v.i64, types.boolean, v.i64, v.i64, types.boolean, v.f64))
+    memory = types.UniTuple(v.i64, 3)
     task = compile_row_function(_route_task, v.void, *[v.i64] * 3)
-    return compile_kernel(_route, *arrays, *rule, *[v.i64] * 5), task
+    return compile_kernel(_route, *arrays, rule, memory, v.i64, v.i64), task

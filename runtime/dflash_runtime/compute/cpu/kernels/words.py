@@ -1,4 +1,10 @@
-"""Arguments of tasks: arrays of 64-bit words, one field each."""
+"""Arguments of tasks: arrays of 64-bit words, one field each.
+
+A kernel that Python calls fills in the words of a call, then runs tasks that read them. What calls
+have in common, as a layer's sizes and addresses, comes as one array of words that it copies; arrays
+that change from call to call are arguments, so that the compiled signature checks them; `memory` is
+what `Scratch.take` gives: addresses of the words, of scratch memory, and last of a counter.
+"""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class _Taken:
         self._scratch = scratch
         self._sizes = sizes
 
-    def __enter__(self) -> list[int]:
+    def __enter__(self) -> tuple[int, ...]:
         offsets, end = [], _COUNTER_BYTES
         for size in self._sizes:
             offsets.append(end)
@@ -64,7 +64,7 @@ class _Taken:
         else:
             self._buffer = _Buffer(end)
         first = self._buffer.address
-        return [first + offset for offset in offsets]
+        return tuple([first + offset for offset in offsets])
 
     def __exit__(self, *error: object) -> None:
         if self._is_shared:

@@ -31,6 +31,7 @@ from dflash_runtime.compute.cpu.weights.float_tile_code import (
     tile_shape,
     tile_vectors,
 )
+from dflash_runtime.compute.cpu.weights.rows import COLUMNS, EXPAND, ROW_BYTES
 
 __all__ = ["BF16", "F16", "F32", "float_rows", "scratch_bytes"]
 
@@ -58,31 +59,31 @@ _multiply_block = block_products((F32,))  # `float_rows` substitutes that of oth
 
 
 def _multiply_rows_f32(
+    layout: int,
     row: int,
-    row_bytes: int,
-    expand: int,
     num_rows: int,
-    columns: int,
     x: int,
     x_stride: int,
     indices: int,
     num_vectors: int,
     out: int,
-    out_row: int,
-    out_vector: int,
+    out_stride: int,
     scratch: int,
 ) -> None:
     """``out[v][r] = row[r] · x[v]``, or ``· x[indices[v]]`` unless `indices` is 0.
 
-    `expand` is F32, F16, BF16 or the address of an expand function. Results are `out_row` and
-    `out_vector` bytes apart. Many vectors are fastest if x and its stride are multiples of 64.
-    Shapes: row [R, row_bytes]; x [?, columns] float32; indices [V] int32; scratch [scratch_bytes].
+    `layout`: see weights/rows, where ``EXPAND`` is F32, F16, BF16 or the address of an expand
+    function. Many vectors are fastest if x and its stride are multiples of 64.
+    Shapes: row [R, row bytes]; x [?, columns] float32; indices [V] int32; out [V] rows of R
+    float32, `out_stride` bytes apart; scratch [scratch_bytes].
     """
+    row_bytes, columns = v.load_i64(layout + 8 * ROW_BYTES), v.load_i64(layout + 8 * COLUMNS)
+    expand = v.load_i64(layout + 8 * EXPAND)
     table = (scratch + LINE - 1) & -LINE
     if expand <= BF16 and num_vectors <= tile_vectors():
         _fill_table(table, x, x_stride, indices, 0, num_vectors)
         _multiply_block(
-            expand, num_vectors, row, row_bytes, num_rows, columns, table, out, out_row, out_vector
+            expand, num_vectors, row, row_bytes, num_rows, columns, table, out, out_stride
         )
         return
     stride = _copy_stride_of(columns)
@@ -117,18 +118,9 @@ def _multiply_rows_f32(
                     _fill_table(table, x, x_stride, indices, first, share)
                 else:
                     _fill_table(table, copies, stride, 0, first % vectors_at_once, share)
-                place = out + first_row * out_row + first * out_vector
+                place = out + 4 * first_row + first * out_stride
                 _multiply_block(
-                    kind,
-                    share,
-                    rows,
-                    rows_stride,
-                    count,
-                    columns,
-                    table,
-                    place,
-                    out_row,
-                    out_vector,
+                    kind, share, rows, rows_stride, count, columns, table, place, out_stride
                 )
                 first += share
 
@@ -142,7 +134,7 @@ def float_rows(kind: int | None) -> RowFunction:
     kinds = (F32,) if kind is None or kind == F32 else (F32, kind)
     name = f"multiply_rows_{''.join(map(str, kinds))}"
     function = variant(_multiply_rows_f32, name, _multiply_block=block_products(kinds))
-    return compile_row_function(function, v.void, *[v.i64] * 13)
+    return compile_row_function(function, v.void, *[v.i64] * 10)
 
 
 @helper

@@ -61,7 +61,7 @@ def block_products(kinds: tuple[int, ...]) -> Any:
     of vectors.
     """
 
-    @primitive(void, *[i64] * 10)
+    @primitive(void, *[i64] * 9)
     def multiply_block(builder: Any, kind: Any, num_vectors: Any, *arguments: Any) -> None:
         rows, most_vectors = tile_shape()
         done = builder.append_basic_block("done")
@@ -81,11 +81,11 @@ def _block_function(module: Any, kind: int, num_rows: int, num_vectors: int) -> 
     name = f"float_tile_{kind}_{num_rows}x{num_vectors}"
     if name in module.globals:
         return module.globals[name]
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 8), name)
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 7), name)
     function.linkage = "internal"
     function.attributes.add("noinline")
     builder = ir.IRBuilder(function.append_basic_block())
-    row, row_bytes, rows, columns, table, out, out_row, out_vector = function.args
+    row, row_bytes, rows, columns, table, out, out_stride = function.args
     vectors = [emit_load(builder, builder.add(table, I64(8 * t)), I64) for t in range(num_vectors)]
     step = I64(num_rows)
     tiles = builder.udiv(builder.add(rows, I64(num_rows - 1)), step)
@@ -99,20 +99,17 @@ def _block_function(module: Any, kind: int, num_rows: int, num_vectors: int) -> 
         ahead = _smaller(builder, builder.mul(step, row_bytes), I64(_PREFETCH_BYTES))
         products = _emit_tile(builder, kind, places, vectors, columns, ahead)
         columns_out = [
-            builder.add(out, builder.mul(I64(t), out_vector)) for t in range(num_vectors)
+            builder.add(out, builder.mul(I64(t), out_stride)) for t in range(num_vectors)
         ]
-        side_by_side = builder.and_(
-            builder.icmp_signed("==", out_row, I64(4)),
-            builder.icmp_signed(">=", last, I64(num_rows - 1)),
-        )
-        with builder.if_else(side_by_side) as (together, one_by_one):
+        is_whole = builder.icmp_signed(">=", last, I64(num_rows - 1))
+        with builder.if_else(is_whole) as (together, one_by_one):
             with together:
                 for column, sums in zip(columns_out, products, strict=True):
-                    emit_store(builder, builder.add(column, builder.mul(first, out_row)), sums)
+                    emit_store(builder, builder.add(column, builder.mul(first, I64(4))), sums)
             with one_by_one:
                 for column, sums in zip(columns_out, products, strict=True):
                     for r, index in enumerate(indices):
-                        place = builder.add(column, builder.mul(index, out_row))
+                        place = builder.add(column, builder.mul(index, I64(4)))
                         emit_store(builder, place, builder.extract_element(sums, I32(r)))
     builder.ret_void()
     return function

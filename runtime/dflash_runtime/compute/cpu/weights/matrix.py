@@ -15,7 +15,16 @@ from dflash_protocol.ids import AnyArray, I64Array, U8Array
 from dflash_runtime.compute.cpu.weights import float_tile
 from dflash_runtime.compute.cpu.weights.repacked.functions import has_repacked, repacked_functions
 from dflash_runtime.compute.cpu.weights.repacked.kernels import LARGEST_GROUP
-from dflash_runtime.compute.cpu.weights.rows import expand_function
+from dflash_runtime.compute.cpu.weights.rows import (
+    COLUMNS,
+    EXPAND,
+    FLOAT_ROWS,
+    MULTIPLY,
+    MULTIPLY_ONE,
+    ROW_BYTES,
+    UNPACK,
+    expand_function,
+)
 
 _PLAIN = {
     TensorType.F32: float_tile.F32,
@@ -23,9 +32,8 @@ _PLAIN = {
     TensorType.BF16: float_tile.BF16,
 }
 
-# Fields of a row layout: everything that kernels need to know of rows except their address.
-ROW_BYTES, COLUMNS, UNPACK, MULTIPLY_ONE, EXPAND, FLOAT_ROWS, MULTIPLY = range(7)
-NUM_FIELDS = MULTIPLY + LARGEST_GROUP + 1  # one function for each group size
+NUM_FIELDS = MULTIPLY + LARGEST_GROUP + 1
+"""Fields of a row layout."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

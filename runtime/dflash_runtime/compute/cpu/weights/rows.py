@@ -1,4 +1,4 @@
-"""The function that expands rows of each tensor type, compiled on first use."""
+"""How kernels read rows: the fields of a layout, and functions that expand rows to float32."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from dflash_runtime.compute.cpu.weights import (
     rows_nvfp4,
     rows_ternary,
 )
+
+ROW_BYTES, COLUMNS, UNPACK, MULTIPLY_ONE, EXPAND, FLOAT_ROWS, MULTIPLY = range(7)
+"""Fields of a row layout, int64: all that kernels need to know of rows except their address.
+Functions are addresses; MULTIPLY is followed by one for each group size."""
 
 _EXPAND: dict[TensorType, Kernel] = {
     TensorType.F32: rows_dense.expand_f32,

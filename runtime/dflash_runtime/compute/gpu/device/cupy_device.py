@@ -1,32 +1,22 @@
-"""A real device: CuPy manages its memory; everything else calls the driver.
-
-Imports CuPy when a device is opened, not before.
-"""
+"""A real device: CuPy manages its memory (cupy_memory); everything else calls the driver."""
 
 from __future__ import annotations
 
 import ctypes
-import importlib
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from dflash_protocol.device import Device
-from dflash_protocol.errors import (
-    DeviceOutOfMemory,
-    DeviceUnavailable,
-    SettingsError,
-    one_line,
-)
+from dflash_protocol.errors import DeviceUnavailable, SettingsError
 from dflash_protocol.ids import AnyArray
 from dflash_runtime.compute.gpu.device.binary_cache import BinaryCache
-from dflash_runtime.compute.gpu.device.capabilities import Vendor
+from dflash_runtime.compute.gpu.device.capabilities import Capabilities, Vendor
+from dflash_runtime.compute.gpu.device.cupy_memory import CupyMemory, import_cupy
 from dflash_runtime.compute.gpu.device.device import (
     NANOSECONDS_PER_MS,
     DeviceArray,
@@ -39,17 +29,12 @@ from dflash_runtime.compute.gpu.device.devices import (
     VENDORS,
     DeviceMemory,
     capabilities_of,
-    memory_of,
 )
 from dflash_runtime.compute.gpu.device.driver import Driver, open_driver
 from dflash_runtime.compute.gpu.device.driver_table import DeviceAttribute, FunctionAttribute
 from dflash_runtime.compute.gpu.device.kernel_sources import Defines, define_options
 from dflash_runtime.compute.gpu.device.rtc import DeviceCompiler, runtime_compiler
 from dflash_runtime.compute.gpu.device.side_stream import CupyMark, CupySideStream, Events
-
-_OUTLIVED_POOLS: deque[tuple[int, Any]] = deque()
-"""Device indices and memory pools of closed devices that still had arrays, as an error's traceback
-may keep some. CuPy does not give the driver what they leave in their pool later."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +179,37 @@ class CupyCopyStream:
         return self._stream
 
 
+@dataclass(frozen=True)
+class _Facts:
+    """What does not change of a device; see KernelDevice."""
+
+    capabilities: Capabilities
+    lanes: int
+    num_multiprocessors: int
+    max_shared_bytes: int
+    uuid: bytes
+    ticks_per_ms: int
+
+
+def _facts_of(driver: Driver, index: int, lanes: int | None) -> _Facts:
+    """`lanes`: other than the architecture's, or None."""
+
+    def attribute(which: DeviceAttribute) -> int:
+        return driver.device_attribute(index, which)
+
+    capabilities = capabilities_of(driver, index)
+    # NVIDIA's kernels read nanoseconds, AMD's a clock of so many kHz, that is ticks a ms.
+    is_hip = driver.vendor is Vendor.HIP
+    return _Facts(
+        capabilities=capabilities,
+        lanes=capabilities.lanes if lanes is None else lanes,
+        num_multiprocessors=attribute(DeviceAttribute.MULTIPROCESSORS),
+        max_shared_bytes=attribute(DeviceAttribute.MAX_SHARED_BYTES),
+        uuid=bytes.fromhex(driver.device_uuid(index)),
+        ticks_per_ms=attribute(DeviceAttribute.WALL_CLOCK_KHZ) if is_hip else NANOSECONDS_PER_MS,
+    )
+
+
 class CupyDevice:
     """Implements KernelDevice."""
 
@@ -206,27 +222,18 @@ class CupyDevice:
         SettingsError if our kernels cannot run on it.
         """
         self.name = str(device)
-        self._cupy = _import_cupy(device)
+        cupy = import_cupy(device)
         self._index = device.index
         self._driver = driver = open_driver(VENDORS[device.kind])
         count = driver.device_count()
         if device.index >= count:
             raise DeviceUnavailable(f"{device}: the driver sees {count} devices of this kind")
-        self.capabilities = capabilities_of(driver, device.index)
-        self.lanes = self.capabilities.lanes if lanes is None else lanes
-        self.num_multiprocessors = self._attribute(DeviceAttribute.MULTIPROCESSORS)
-        self.max_shared_bytes = self._attribute(DeviceAttribute.MAX_SHARED_BYTES)
-        self.uuid = bytes.fromhex(driver.device_uuid(device.index))
-        # NVIDIA's kernels read nanoseconds, AMD's a clock of so many kHz, that is ticks a ms.
-        is_hip = driver.vendor is Vendor.HIP
-        self.ticks_per_ms = (
-            self._attribute(DeviceAttribute.WALL_CLOCK_KHZ) if is_hip else NANOSECONDS_PER_MS
-        )
+        self._facts = facts = _facts_of(driver, device.index, lanes)
         newest = driver.version() // 1000 if driver.vendor is Vendor.CUDA else None
         self._compiler = DeviceCompiler(
             runtime_compiler(driver.vendor, newest),
-            self.capabilities,
-            lanes=self.lanes,
+            facts.capabilities,
+            lanes=facts.lanes,
             cache=cache,
         )
         self._modules: dict[tuple[str, tuple[str, ...]], CupyModule] = {}
@@ -237,35 +244,43 @@ class CupyDevice:
         """The driver's handle of the main stream."""
         self._sides: dict[str, CupySideStream] = {}
         self._events = Events(driver)
-        # The pool reuses a block as soon as nothing refers to it. That is safe because everything
-        # that uses the pool runs in the order of the main stream.
-        self._pool = self._cupy.cuda.MemoryPool()
-        self._empty_outlived_pools()
-        self.capabilities.log(f"{device} ({driver.device_name(device.index)})")
+        self._memory = CupyMemory(cupy, driver, device)
+        facts.capabilities.log(f"{device} ({driver.device_name(device.index)})")
+
+    @property
+    def lanes(self) -> int:
+        return self._facts.lanes
+
+    @property
+    def num_multiprocessors(self) -> int:
+        return self._facts.num_multiprocessors
+
+    @property
+    def max_shared_bytes(self) -> int:
+        return self._facts.max_shared_bytes
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._facts.capabilities
+
+    @property
+    def uuid(self) -> bytes:
+        return self._facts.uuid
+
+    @property
+    def ticks_per_ms(self) -> int:
+        return self._facts.ticks_per_ms
 
     def memory(self) -> DeviceMemory:
         """Free and total memory. Raises: DeviceUnavailable."""
-        return memory_of(self._driver, self._index)
+        return self._memory.available()
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
-        sizes = (shape,) if isinstance(shape, int) else shape
         if self._is_capturing:  # composing the message takes longer than allocating
-            self._begin(f"allocate {np.dtype(dtype)} {list(sizes)}")
-        self.use()
-        num_bytes = prod(sizes) * np.dtype(dtype).itemsize
-        try:
-            with self._cupy.cuda.Device(self._index):
-                memory = self._pool.malloc(num_bytes)
-                array: DeviceArray = self._cupy.ndarray(shape, dtype, memptr=memory)
-                return array
-        except self._cupy.cuda.memory.OutOfMemoryError as error:
-            found = self.memory()
-            raise DeviceOutOfMemory(
-                self.name,
-                num_bytes=num_bytes,
-                free_bytes=found.free_bytes,
-                total_bytes=found.total_bytes,
-            ) from error
+            sizes = [shape] if isinstance(shape, int) else [*shape]
+            self._begin(f"allocate {np.dtype(dtype)} {sizes}")
+        self._driver.use(self._index)
+        return self._memory.empty(shape, dtype)
 
     def zeros(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
         array = self.empty(shape, dtype)
@@ -293,10 +308,7 @@ class CupyDevice:
     def download(self, array: DeviceArray) -> AnyArray:
         self._begin("download")
         self._driver.synchronize_stream(self.stream)
-        given: Any = array
-        with self._cupy.cuda.Device(self._index):
-            copy: AnyArray = given.get()
-        return copy
+        return self._memory.download(array)
 
     def copy(self, destination: DeviceArray, source: DeviceArray) -> None:
         self._begin("copy")
@@ -353,7 +365,8 @@ class CupyDevice:
         assert isinstance(kernel, CupyKernel)
         if not isinstance(args, kernel.args):
             raise SettingsError(f"{kernel.name} takes {kernel.args.__name__}")
-        if block % self.lanes:  # a partial logical warp would wait for its missing lanes for ever
+        facts = self._facts
+        if block % facts.lanes:  # a partial logical warp would wait for its missing lanes for ever
             raise SettingsError(f"{kernel.name}: {block} threads are not whole logical warps")
         self._driver.use(self._index)
         self._driver.launch(
@@ -363,7 +376,7 @@ class CupyDevice:
             args=args,
             shared_bytes=shared_bytes,
             stream=self.stream if stream is None else stream,
-            overlaps_previous=overlaps_previous and self.capabilities.dependent_launch,
+            overlaps_previous=overlaps_previous and facts.capabilities.dependent_launch,
         )
 
     def capture(self, launch: Callable[[], None]) -> CupyGraph:
@@ -397,8 +410,7 @@ class CupyDevice:
 
     def trim(self) -> None:
         self._begin("free memory")
-        with self._cupy.cuda.Device(self._index):
-            self._pool.free_all_blocks()
+        self._memory.trim()
 
     def mark(self) -> CupyMark:
         self._begin("mark")
@@ -437,38 +449,11 @@ class CupyDevice:
             self._events.close()
             for module in self._modules.values():
                 self._driver.unload_module(module.handle)
-            _OUTLIVED_POOLS.append((self._index, self._pool))
-            self._empty_outlived_pools()
+            self._memory.close()
             self._driver.destroy_stream(self.stream)
         self._modules.clear()
-
-    def _empty_outlived_pools(self) -> None:
-        """Return to the driver what arrays of closed devices have left in their pools."""
-        for _ in range(len(_OUTLIVED_POOLS)):
-            index, pool = _OUTLIVED_POOLS.popleft()
-            with self._cupy.cuda.Device(index):
-                pool.free_all_blocks()
-            if pool.total_bytes():
-                _OUTLIVED_POOLS.append((index, pool))
 
     def _begin(self, what: str) -> None:
         if self._is_capturing:
             raise DeviceUnavailable(f"cannot {what} during a capture")
         self._driver.use(self._index)
-
-    def _attribute(self, attribute: DeviceAttribute) -> int:
-        return self._driver.device_attribute(self._index, attribute)
-
-
-def _import_cupy(device: Device) -> Any:
-    """Raises: DeviceUnavailable if there is none, or one for another vendor."""
-    if device.kind not in VENDORS:
-        raise SettingsError(f"{device} is not a GPU")
-    try:
-        cupy = importlib.import_module("cupy")
-        is_hip = bool(cupy.cuda.runtime.is_hip)
-    except Exception as error:  # libraries that it loads may raise anything
-        raise DeviceUnavailable(f"{device}: CuPy cannot be used: {one_line(str(error))}") from error
-    if is_hip != (VENDORS[device.kind] is Vendor.HIP):
-        raise DeviceUnavailable(f"{device}: the installed CuPy is for another vendor")
-    return cupy

@@ -18,8 +18,8 @@ from dflash_runtime.compute.gpu.device.device import Graph
 from dflash_runtime.compute.gpu.launch.decode_arrays import STEP_SIZES
 from dflash_runtime.compute.gpu.launch.decode_experts import Choice
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
-from dflash_runtime.compute.gpu.layers.values import F32Rows
-from dflash_runtime.compute.gpu.ops.ops import CupyOps
+from dflash_runtime.compute.gpu.layers.rows import Input
+from dflash_runtime.compute.gpu.ops.ops import GpuOps
 from dflash_runtime.compute.gpu.transfers.exchange import Exchanger, StepBox
 
 _MOST_CAPTURES = 1024
@@ -42,7 +42,7 @@ class CapturedExperts:
     Owns: graphs, and mapped memory of the host.
     """
 
-    def __init__(self, ops: CupyOps) -> None:
+    def __init__(self, ops: GpuOps) -> None:
         self._ops = ops
         self._exchanger: Exchanger | None = None
         self._boxes: dict[tuple[int, int, int], StepBox] = {}
@@ -154,8 +154,11 @@ class CapturedExperts:
         weights = steps.buffers.take(box.weights.shape, np.float32)
         choice = Choice(ids.array, weights.array)
         exchanger.take(box, rows.array, choice)
-        sums = steps.sums_of(layer, F32Rows(rows.array, rows.buffers), choice)
-        exchanger.give_sums(box, sums)
+        sums = steps.sums(*box.rows.shape)
+        self._ops.step_experts.run(
+            layer, choice, steps.for_experts(Input(rows)), sums.array, gives_sums=True
+        )
+        exchanger.give_sums(box, sums.array)
 
 
 def too_many_pairs(num_pairs: int, num_used: int) -> ValueError:

@@ -22,7 +22,7 @@ from dflash_runtime.compute.gpu.experts.captured_experts import (
 )
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer, named_layer
-from dflash_runtime.compute.gpu.ops.ops import CupyOps
+from dflash_runtime.compute.gpu.ops.ops import GpuOps
 from dflash_runtime.compute.gpu.transfers.payload import PlacedSums
 
 
@@ -35,7 +35,7 @@ class CupyExpertBank:
 
     def __init__(
         self,
-        ops: CupyOps,
+        ops: GpuOps,
         by_global: ResidentLayer,
         by_local: ResidentLayer,
         *,
@@ -117,9 +117,9 @@ class CupyExpertBank:
 
     def _add_chunks(self, batch: RoutedBatch, out: Sums) -> None:
         """Call with the lock held. Shapes: out [T, H]."""
-        chunks, payload = self._ops.chunks, self._ops.payload
-        for first, piece in slice_tokens(batch, chunks.max_chunk):
-            sums = payload.sums(chunks.sums_of_batch(self.by_local, piece))
+        payload = self._ops.payload
+        for first, piece in slice_tokens(batch, self._ops.chunks.max_chunk):
+            sums = payload.sums(self._ops.chunk_experts.sums_of_batch(self.by_local, piece))
             num_tokens = piece.num_tokens
             is_whole = num_tokens == batch.num_tokens
             out.add(sums, None if is_whole else slice(first, first + num_tokens))

@@ -1,15 +1,19 @@
-"""Routed experts of a GPU parent, local ones on its device, remote ones through the host.
+"""Routed experts of a GPU's model: for each layer, the route to them.
 
-If all of a layer's experts are on the device, nothing leaves it. Otherwise the choice is copied to
-the host, and if it has remote experts their owners are asked, while the device computes the local
-ones. Rows of a chunk and the sums that return stay on the device unless an owner computes on a CPU;
-the experts of such an owner may be computed locally, see offload.py.
+* Here: all of a layer's experts are on the device, and nothing leaves it (HereRoute).
+* Asked by the host: the choice is copied to the host, and if it has remote experts their owners
+  are asked, while the device computes the local ones (HostRoute). Rows of a chunk and the sums that
+  return stay on the device unless an owner computes on a CPU; the experts of such an owner may be
+  computed locally, see offload.py. A captured step is left for that: `run/host_routes.py`.
+* Asked by the device, through mailboxes, in captured steps: `mailbox/routes.py`.
+
+Bits are the same whatever the route.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,106 +22,193 @@ from dflash_protocol.ids import F32Array, I32Array, Phase
 from dflash_runtime.compute.backend import RemoteExperts
 from dflash_runtime.compute.gpu.device.buffers import Buffer
 from dflash_runtime.compute.gpu.experts.offload import ExpertOffload
+from dflash_runtime.compute.gpu.launch.decode_experts import Choice
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
-from dflash_runtime.compute.gpu.layers.values import Chosen, ExpertSums, F32Rows, Normed
-from dflash_runtime.compute.gpu.ops.ops import CupyOps
+from dflash_runtime.compute.gpu.layers.rows import Rows
+from dflash_runtime.compute.gpu.ops.ops import GpuOps
+from dflash_runtime.compute.gpu.ops.way import Routed
+from dflash_runtime.compute.model import Pausable
+
+
+class Route(Protocol):
+    """The way to one layer's experts in one phase."""
+
+    def __call__(self, routed: Routed, residual: Rows) -> Pausable[None]:
+        """Add the chosen experts to the residual. In a chunk it pauses exactly once.
+
+        Raises: DaemonUnavailable if a remote expert's owner is lost and it has no fallback.
+        """
 
 
 class DeviceMoe:
-    """Implements ops.MoeBlock for one phase. Used by the thread that runs the model.
+    """Implements ffns.DeviceExperts for one phase. Used by the thread that runs the model."""
 
-    `resident`: the experts computed here; `remote` asks for the rest, None if every layer is whole.
-    `offload` computes remote experts of chunks if that is faster than asking.
-    """
+    def __init__(self, route_of: Callable[[int], Route]) -> None:
+        """`route_of` makes the route of a layer id, when that is first needed."""
+        self._route_of = route_of
+        self._routes: dict[int, Route] = {}
+
+    def __call__(self, layer_id: int, routed: Routed, residual: Rows) -> Pausable[None]:
+        route = self._routes.get(layer_id)
+        if route is None:
+            route = self._routes[layer_id] = self._route_of(layer_id)
+        return route(routed, residual)
+
+
+class HereRoute:
+    """All of a layer's experts are on this device, or all that are to be computed."""
 
     def __init__(
         self,
-        ops: CupyOps,
-        resident: Mapping[int, ResidentLayer],
+        ops: GpuOps,
+        layer: ResidentLayer,
         phase: Phase,
         *,
-        remote: RemoteExperts | None,
+        remote: RemoteExperts | None = None,
+    ) -> None:
+        """`remote` counts the pairs, if given."""
+        self._ops, self._layer, self._phase, self._remote = ops, layer, phase, remote
+
+    def __call__(self, routed: Routed, residual: Rows) -> Pausable[None]:
+        remote, (num_tokens, num_used) = self._remote, routed.choice.ids.shape
+        if remote is not None and self._phase is Phase.PREFILL:
+            remote.poll()  # of other layers, whose rows may be on their way
+        add_local(self._ops, self._layer, routed, residual, self._phase)
+        if remote is not None:
+            num_pairs = num_tokens * num_used
+            remote.count_local(self._phase, num_tokens=num_tokens, num_pairs=num_pairs)
+        if self._phase is Phase.PREFILL:
+            yield None
+
+
+class HostRoute:
+    """Some of a layer's experts are remote; their owners are asked by the host."""
+
+    def __init__(
+        self,
+        ops: GpuOps,
+        layer_id: int,
+        layer: ResidentLayer | None,
+        phase: Phase,
+        *,
+        remote: RemoteExperts,
         offload: ExpertOffload | None = None,
     ) -> None:
-        self._offload = offload
-        self._ops = ops
-        self._resident = resident
-        self._phase = phase
-        self._remote = remote
+        """`layer`: the experts that are here, if any. `offload` computes remote experts of chunks
+        if that is faster than asking."""
+        self._ops, self._layer_id, self._layer, self._phase = ops, layer_id, layer, phase
+        self._remote, self._offload = remote, offload
 
-    def __call__(self, layer_id: int, hidden: Any, topk_ids: Any, topk_weights: Any) -> ExpertSums:
-        """Raises: DaemonUnavailable if a remote expert's owner is lost and it has no fallback."""
-        assert isinstance(hidden, Normed | F32Rows)
-        assert isinstance(topk_ids, Chosen)
-        assert isinstance(topk_weights, Chosen)
-        layer, remote = self._resident.get(layer_id), self._remote
-        if self._phase is Phase.PREFILL or layer is None or not layer.is_whole:
-            self._ops.steps.choose(topk_ids)
-        sums = ExpertSums(layer, hidden, topk_ids, topk_weights, self._phase)
-        if remote is None:
-            return sums
-        num_tokens, num_used = topk_ids.array.shape
-        if layer is None or not layer.is_whole:
-            device, both = self._ops.device, self._both(topk_ids, topk_weights)
-            ids = device.download(topk_ids.array) if both is None else both[0]
-            if layer is None or _has_remote(layer.slot_of_expert, ids):
-                weights = device.download(topk_weights.array) if both is None else both[1]
-                sums.parts = self._parts(layer_id, sums, (ids, weights), remote)
-                return sums
-            remote.count_selections(layer_id, ids)
-        remote.count_local(self._phase, num_tokens=num_tokens, num_pairs=num_tokens * num_used)
-        return sums
+    def __call__(self, routed: Routed, residual: Rows) -> Pausable[None]:
+        layer, remote, is_chunk = self._layer, self._remote, self._phase is Phase.PREFILL
+        if is_chunk:
+            remote.poll()  # the device is busy until experts are chosen
+        self._ops.steps.choose_now(routed.choice)
+        ids, weights = self._chosen(routed)
+        if layer is not None and not _has_remote(layer.slot_of_expert, ids):
+            remote.count_selections(self._layer_id, ids)
+            remote.count_local(self._phase, num_tokens=ids.shape[0], num_pairs=ids.size)
+            add_local(self._ops, layer, routed, residual, self._phase)
+            if is_chunk:
+                yield None
+            return
+        local, ticket = self._begin(routed, ids, weights)
+        if is_chunk:
+            try:
+                remote.poll()
+                yield None
+            except BaseException:
+                if ticket is not None:
+                    remote.abandon(ticket)
+                raise
+        parts = [] if local is None else [local]
+        if ticket is not None:
+            parts.append(self._on_device(remote.finish(ticket)))
+        self._ops.add_sums.launch(residual.array, *(part.array for part in parts))
 
-    def _both(self, topk_ids: Chosen, topk_weights: Chosen) -> tuple[I32Array, F32Array] | None:
-        """Wait for ids and weights, if a single copy brings both. Shapes: both [T, K]."""
-        if topk_ids.both is None or topk_ids.both is not topk_weights.both:
-            return None
-        both: I32Array = self._ops.device.download(topk_ids.both)
+    def _chosen(self, routed: Routed) -> tuple[I32Array, F32Array]:
+        """Wait for ids and weights. Shapes: both [T, K]."""
+        download, choice = self._ops.device.download, routed.choice
+        if choice.both is None:
+            return download(choice.ids), download(choice.weights)
+        both: I32Array = download(choice.both)
         return both[0], both[1].view(np.float32)
 
-    def _parts(
-        self,
-        layer_id: int,
-        sums: ExpertSums,
-        chosen: tuple[I32Array, F32Array],
-        remote: RemoteExperts,
-    ) -> tuple[Buffer, ...]:
-        """Sums of the local experts, if any, and of the remote ones.
+    def _begin(self, routed: Routed, ids: I32Array, weights: F32Array) -> tuple[Buffer | None, Any]:
+        """Launch the local experts and ask for the remote ones: sums of the former, if any, and
+        the ticket of what `remote` has begun, if anything.
 
-        Shapes: chosen [T, K], of global ids; all results [T, H] float64.
+        Shapes: ids, weights [T, K]; sums [T, H] float64.
         """
-        (ids, weights), offload = chosen, self._offload
-        hidden = self._hidden_of(sums)
+        layer_id, remote, offload = self._layer_id, self._remote, self._offload
+        hidden = self._hidden_of(routed)
         offloaded = None if offload is None else offload.begin(layer_id, ids, remote)
+        if self._phase is Phase.PREFILL:
+            remote.poll()
         # Launched first, so that the device works while the host groups pairs and sends rows.
-        local = None if sums.layer is None else self._ops.local_sums(sums)
+        local = None
+        if self._layer is not None:
+            local = local_sums(self._ops, self._layer, routed, self._phase)
         ticket = remote.begin(
             layer_id, hidden, ids, weights, phase=self._phase, offloaded=offloaded
         )
         try:
             if offload is not None and offloaded is not None:
-                local = offload.sums(layer_id, sums, experts=offloaded, before=local)
+                before = None if local is None else local.array
+                local = Buffer(offload.sums(layer_id, routed, experts=offloaded, before=before))
         except BaseException:
             if ticket is not None:
                 remote.abandon(ticket)
             raise
-        parts = () if local is None else (local,)
-        return parts if ticket is None else (*parts, self._on_device(remote.finish(ticket)))
+        return local, ticket
 
-    def _hidden_of(self, sums: ExpertSums) -> Hidden:
+    def _hidden_of(self, routed: Routed) -> Hidden:
         """The experts' input rows; those of a chunk stay on the device.
 
         They are a copy, which may be sent while the device goes on with other rows.
         """
-        if self._phase is not Phase.PREFILL:
-            return HostHidden(self._ops.hidden_of(sums))
-        return self._ops.payload.rows(self._ops.chunks.copy_of_normed(sums.x).array)
+        if self._phase is Phase.PREFILL:
+            return self._ops.payload.rows(self._ops.chunks.copy_of(routed.x).array)
+        return HostHidden(self._ops.device.download(self._ops.steps.for_host(routed.x)))
 
     def _on_device(self, sums: Sums) -> Buffer:
         """Remote sums as a buffer of the device. Shapes: sums [T, H]."""
         if not sums.is_on_device:
             return self._ops.uploaded(sums.to_host())
         return Buffer(self._ops.payload.array_of_sums(sums))
+
+
+def add_local(
+    ops: GpuOps, layer: ResidentLayer, routed: Routed, residual: Rows, phase: Phase
+) -> None:
+    """Add a layer's experts, all of which are here, to the residual. The phase decides the
+    kernels, so that a slice of rows has the bits of the whole."""
+    choice = routed.choice
+    if phase is Phase.PREFILL:
+        ops.steps.choose_now(choice)
+        ops.chunk_experts.add(layer, routed, residual)
+        return
+    rule, logits = ops.steps.left_to_choose(choice)
+    counted_in = ops.step_experts.counted_in(layer.selections)
+    ops.step_experts.run(
+        layer,
+        Choice(choice.ids, choice.weights, logits, selections=counted_in),
+        ops.steps.for_experts(routed.x),
+        residual.array,
+        gives_sums=False,
+        rule=rule,
+    )
+
+
+def local_sums(ops: GpuOps, layer: ResidentLayer, routed: Routed, phase: Phase) -> Buffer:
+    """Sums of the experts that are here, which must be chosen. Shapes: result [T, H] float64."""
+    if phase is Phase.PREFILL:
+        return Buffer(ops.chunk_experts.local_sums(layer, routed))
+    choice = Choice(routed.choice.ids, routed.choice.weights)
+    sums = ops.steps.sums(*routed.x.rows.array.shape)
+    rows = ops.steps.for_experts(routed.x)
+    ops.step_experts.run(layer, choice, rows, sums.array, gives_sums=True)
+    return sums
 
 
 def _has_remote(slot_of_expert: I32Array, ids: I32Array) -> bool:

@@ -13,7 +13,7 @@ chosen ones once they are known. The parent maps the file anyway, for the expert
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -24,14 +24,13 @@ from dflash_adapters.spec import ExpertProjection, MoeLayer
 from dflash_protocol.batch import group_by_expert
 from dflash_protocol.ids import I32Array, I64Array, Phase
 from dflash_runtime.compute.backend import RemoteExperts
-from dflash_runtime.compute.gpu.device.buffers import Buffer
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.gpu.launch.layouts import is_native
 from dflash_runtime.compute.gpu.layers.matrix import Uploader, require_kernels
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer, expert_bytes, named_layer
-from dflash_runtime.compute.gpu.layers.values import ExpertSums
-from dflash_runtime.compute.gpu.ops.ops import CupyOps
+from dflash_runtime.compute.gpu.ops.ops import GpuOps
+from dflash_runtime.compute.gpu.ops.way import Routed
 from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FilePiece, Transfer
 
 _ALIGNMENT = 256
@@ -105,7 +104,7 @@ class ExpertOffload:
 
     def __init__(
         self,
-        ops: CupyOps,
+        ops: GpuOps,
         file: GgufFile,
         missing: Mapping[int, tuple[MoeLayer, Experts]],
         *,
@@ -150,7 +149,7 @@ class ExpertOffload:
         tried: set[object] = set()
         for layer_id, known in self._layers.items():
             layer = known.layer
-            self._ops.chunks.expect_experts(known.resident)
+            self._ops.chunk_experts.expect(known.resident)
             kind = tuple((each.tensor_type, each.rows, each.columns) for each in layer.projections)
             if kind not in tried:
                 tried.add(kind)
@@ -191,15 +190,15 @@ class ExpertOffload:
         return wanted
 
     def sums(
-        self, layer_id: int, sums: ExpertSums, *, experts: Experts, before: Buffer | None
-    ) -> Buffer:
+        self, layer_id: int, routed: Routed, *, experts: Experts, before: DeviceArray | None
+    ) -> DeviceArray:
         """Sums of the pairs of these experts, which `begin` gave, added to those `before`.
 
         Shapes: result [T, H] float64. Raises: DeviceUnavailable.
         """
         known = self._layers[layer_id]
         resident = self._arrived(layer_id, known, experts)
-        return self._ops.chunks.local_sums(replace(sums, layer=resident), before)
+        return self._ops.chunk_experts.local_sums(resident, routed, before)
 
     def close(self) -> None:
         """Release everything. Idempotent."""
@@ -344,7 +343,7 @@ class ExpertOffload:
             weights=np.ones(num_tokens, np.float32),
             phase=Phase.PREFILL,
         )
-        self._ops.chunks.sums_of_batch(resident, batch)
+        self._ops.chunk_experts.sums_of_batch(resident, batch)
         self._device.synchronize()
 
 

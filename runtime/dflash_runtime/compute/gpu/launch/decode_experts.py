@@ -167,6 +167,11 @@ class StepRows:
     meta: DeviceArray | None = None
     values: DeviceArray | None = None
 
+    def __getitem__(self, tokens: slice) -> StepRows:
+        """Some of the rows, in place."""
+        forms = (self.quants, self.meta, self.values)
+        return StepRows(*(None if form is None else form[tokens] for form in forms))
+
 
 class DecodeExperts:
     """Launches both kernels, gate and up, then down, for one shape."""

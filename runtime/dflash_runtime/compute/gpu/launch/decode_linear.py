@@ -13,6 +13,7 @@ from math import ceil
 import numpy as np
 
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
 from dflash_runtime.compute.gpu.launch.decode_arrays import (
     ArrayChecker,
     check_shared_bytes,
@@ -30,25 +31,7 @@ from dflash_runtime.compute.gpu.launch.decode_linear_shape import (
     tile_rows,
 )
 
-
-class LinearDecodeArgs(ctypes.Structure):
-    """Mirrors linear_decode.cu."""
-
-    _fields_ = (
-        ("weights", ctypes.c_void_p * 4),
-        ("out", ctypes.c_void_p * 4),
-        ("x", ctypes.c_void_p),
-        ("quants", ctypes.c_void_p),
-        ("meta", ctypes.c_void_p),
-        ("norm_weight", ctypes.c_void_p),
-        ("up", ctypes.c_void_p),
-        ("gate", ctypes.c_void_p),
-        ("side_values", ctypes.c_void_p),
-        ("side_quants", ctypes.c_void_p),
-        ("side_meta", ctypes.c_void_p),
-        ("partials", ctypes.c_void_p),
-        ("eps", ctypes.c_float),
-    )
+LinearDecodeArgs = kernel_struct("linear_decode.cu", "LinearDecodeArgs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +137,7 @@ class DecodeLinear:
             shared_bytes=self._shared_bytes,
         )
 
-    def _fill_inputs(self, args: LinearDecodeArgs, inputs: LinearInputs) -> None:
+    def _fill_inputs(self, args: ctypes.Structure, inputs: LinearInputs) -> None:
         shape, arrays = self.shape, self._arrays
         tokens, columns = shape.num_tokens, shape.columns
         if shape.is_gated:
@@ -173,14 +156,14 @@ class DecodeLinear:
         elif shape.input is LinearInput.SWIGLU:
             args.up = arrays.address("up", given("up", inputs.up), np.float32, T=tokens, H=columns)
 
-    def _fill_outputs(self, args: LinearDecodeArgs, outputs: LinearOutputs) -> None:
+    def _fill_outputs(self, args: ctypes.Structure, outputs: LinearOutputs) -> None:
         shape, arrays, tokens = self.shape, self._arrays, self.shape.num_tokens
         if shape.has_side:
-            args.side_values = arrays.optional(
+            args.side.values = arrays.optional(
                 "side_values", outputs.side_values, np.float32, T=tokens, H=shape.columns
             )
             if outputs.side_quants is not None:
-                args.side_quants, args.side_meta = int8_rows(
+                args.side.quants, args.side.meta = int8_rows(
                     arrays,
                     "side_",
                     quants=outputs.side_quants,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 
 import numpy as np
 
 from dflash_adapters.quant import TensorType
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
 from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.decode_arrays import (
     ArrayChecker,
@@ -24,20 +24,7 @@ ROUTER_FILE = "router.cu"
 _COLUMNS_STEP = 32
 _MOST_THREADS = 256
 
-
-class RouterArgs(ctypes.Structure):
-    """Mirrors router.cu."""
-
-    _fields_ = (
-        ("weights", ctypes.c_void_p),
-        ("norm_weight", ctypes.c_void_p),
-        ("x", ctypes.c_void_p),
-        ("logits", ctypes.c_void_p),
-        ("side_values", ctypes.c_void_p),
-        ("side_quants", ctypes.c_void_p),
-        ("side_meta", ctypes.c_void_p),
-        ("eps", ctypes.c_float),
-    )
+RouterArgs = kernel_struct("router.cu", "RouterArgs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +86,13 @@ class DecodeRouter:
             ),
             x=arrays.address("x", given("x", inputs.x), np.float32, T=tokens, H=columns),
             logits=arrays.address("logits", logits, np.float32, T=tokens, E=experts),
-            side_values=arrays.optional(
-                "side_values", outputs.side_values, np.float32, T=tokens, H=columns
-            ),
             eps=inputs.eps,
         )
+        args.side.values = arrays.optional(
+            "side_values", outputs.side_values, np.float32, T=tokens, H=columns
+        )
         if outputs.side_quants is not None:
-            args.side_quants, args.side_meta = int8_rows(
+            args.side.quants, args.side.meta = int8_rows(
                 arrays,
                 "side_",
                 quants=outputs.side_quants,

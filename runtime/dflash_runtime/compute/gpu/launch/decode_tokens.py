@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from enum import IntEnum
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy as np
 from dflash_adapters.quant import TensorType
 from dflash_protocol.ids import I32Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray, Grid, Kernel, KernelDevice
+from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
 from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.decode_arrays import (
     ArrayChecker,
@@ -30,45 +30,10 @@ class RowChange(IntEnum):
     FACTORS = 4
 
 
-class EmbedArgs(ctypes.Structure):
-    """Mirrors embed.cu; the next ones mirror their own files."""
-
-    _fields_ = (
-        ("table", ctypes.c_void_p),
-        ("token_ids", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-    )
-
-
-class ArgmaxLogitsArgs(ctypes.Structure):
-    _fields_ = (
-        ("partials", ctypes.c_void_p),
-        ("num_partials", ctypes.c_int),
-        ("capacity", ctypes.c_int),
-        ("token_ids", ctypes.c_void_p),
-        ("positions", ctypes.c_void_p),
-        ("history", ctypes.c_void_p),
-    )
-
-
-class QuantiseRowsArgs(ctypes.Structure):
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("norm_weight", ctypes.c_void_p),
-        ("factors", ctypes.c_void_p),
-        ("values", ctypes.c_void_p),
-        ("quants", ctypes.c_void_p),
-        ("meta", ctypes.c_void_p),
-        ("eps", ctypes.c_float),
-    )
-
-
-class RepackArgs(ctypes.Structure):
-    _fields_ = (
-        ("native", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("num_pieces", ctypes.c_uint64),
-    )
+EmbedArgs = kernel_struct("embed.cu", "EmbedArgs")
+ArgmaxLogitsArgs = kernel_struct("argmax_logits.cu", "ArgmaxLogitsArgs")
+QuantiseRowsArgs = kernel_struct("quantise_rows.cu", "QuantiseRowsArgs")
+RepackArgs = kernel_struct("repack.cu", "RepackArgs")
 
 
 def check_token_ids(token_ids: I32Array, vocab_size: int) -> None:
@@ -210,10 +175,10 @@ class QuantiseRows:
             x=arrays.address("x", x, np.float32, T=num_rows, H=columns),
             norm_weight=arrays.optional("norm_weight", norm_weight, np.float32, H=columns),
             factors=arrays.optional("factors", factors, np.float32, T=num_rows, one=1),
-            values=arrays.optional("values", values, np.float32, T=num_rows, H=columns),
             eps=eps,
         )
-        args.quants, args.meta = int8_rows(
+        args.out.values = arrays.optional("values", values, np.float32, T=num_rows, H=columns)
+        args.out.quants, args.out.meta = int8_rows(
             arrays, "", quants=quants, meta=meta, rows=num_rows, columns=columns
         )
         self._device.launch(

@@ -9,73 +9,19 @@ import numpy as np
 
 from dflash_adapters.ops import Gate
 from dflash_runtime.compute.gpu.device.device import DeviceArray, Kernel, KernelDevice, address
+from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
 from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.decode_arrays import ArrayChecker
 
 _THREADS = 256
 _GATES = {Gate.SIGMOID: 0, Gate.SILU: 1, Gate.SOFTPLUS: 2}
 
-
-class ColumnsArgs(ctypes.Structure):
-    """Mirrors elementwise.cu, as do the next ones."""
-
-    _fields_ = (
-        ("values", ctypes.c_void_p),
-        ("row_stride", ctypes.c_int64),
-        ("first", ctypes.c_int),
-        ("inner", ctypes.c_int),
-        ("stride", ctypes.c_int),
-    )
-
-
-class GatedArgs(ctypes.Structure):
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("gate", ColumnsArgs),
-        ("out", ctypes.c_void_p),
-        ("num_elements", ctypes.c_int64),
-        ("num_columns", ctypes.c_int),
-        ("share", ctypes.c_int),
-    )
-
-
-class SwigluArgs(ctypes.Structure):
-    _fields_ = (
-        ("gate", ctypes.c_void_p),
-        ("up", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("num_elements", ctypes.c_int64),
-    )
-
-
-class AddBiasArgs(ctypes.Structure):
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("num_elements", ctypes.c_int64),
-        ("num_columns", ctypes.c_int),
-    )
-
-
-class ScaleRowsArgs(ctypes.Structure):
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("factors", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("num_elements", ctypes.c_int64),
-        ("num_columns", ctypes.c_int),
-        ("factor", ctypes.c_float),
-    )
-
-
-class TakeColumnsArgs(ctypes.Structure):
-    _fields_ = (
-        ("source", ColumnsArgs),
-        ("out", ctypes.c_void_p),
-        ("num_elements", ctypes.c_int64),
-        ("num_columns", ctypes.c_int),
-    )
+ColumnsArgs = kernel_struct("elementwise.cu", "ColumnsOf")
+GatedArgs = kernel_struct("elementwise.cu", "GatedArgs")
+SwigluArgs = kernel_struct("elementwise.cu", "SwigluArgs")
+AddBiasArgs = kernel_struct("elementwise.cu", "AddBiasArgs")
+ScaleRowsArgs = kernel_struct("elementwise.cu", "ScaleRowsArgs")
+TakeColumnsArgs = kernel_struct("elementwise.cu", "TakeColumnsArgs")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,7 +121,7 @@ class Elementwise:
         )
         self._launch("take_columns", args, TakeColumnsArgs)
 
-    def _columns_of(self, of: ColumnsOf) -> ColumnsArgs:
+    def _columns_of(self, of: ColumnsOf) -> ctypes.Structure:
         rows, width = of.array.shape
         stride = width // of.num_heads
         if width % of.num_heads or not 0 <= of.first < of.last <= stride:

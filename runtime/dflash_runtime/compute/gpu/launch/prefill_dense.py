@@ -18,6 +18,7 @@ from dflash_runtime.compute.gpu.device.device import (
     address,
     optional_address,
 )
+from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
 from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.layouts import row_bytes
 from dflash_runtime.compute.gpu.launch.prefill_rows import PreparedRows
@@ -45,31 +46,8 @@ _MOST_KNOWN = 1024
 MAX_MATRICES = 4
 """Most matrices of one launch."""
 
-
-class DenseMatrixArgs(ctypes.Structure):
-    """DenseMatrix of gemm_dense.cu."""
-
-    _fields_ = (
-        ("weights", ctypes.c_uint64),
-        ("add", ctypes.c_uint64),
-        ("out", ctypes.c_uint64),
-        ("out_stride", ctypes.c_int64),
-        ("num_rows", ctypes.c_int32),
-        ("first_tile", ctypes.c_int32),
-    )
-
-
-class DenseArgs(ctypes.Structure):
-    """See gemm_dense.cu."""
-
-    _fields_ = (
-        ("x", ctypes.c_uint64),
-        ("x_scales", ctypes.c_uint64),
-        ("part_bytes", ctypes.c_uint64),
-        ("num_tokens", ctypes.c_int32),
-        ("num_matrices", ctypes.c_int32),
-        ("matrices", DenseMatrixArgs * MAX_MATRICES),
-    )
+DenseMatrixArgs = kernel_struct("gemm_dense.cu", "DenseMatrix")
+DenseArgs = kernel_struct("gemm_dense.cu", "DenseArgs")
 
 
 @dataclass(slots=True, eq=False)  # made for every launch, and frozen takes four times as long
@@ -102,7 +80,7 @@ class _Piece:
 class _Result:
     """Destination of a product, or of some of its columns."""
 
-    entry: DenseMatrixArgs
+    entry: ctypes.Structure
     index: int
     """Index of the product in the call."""
     offset_bytes: int

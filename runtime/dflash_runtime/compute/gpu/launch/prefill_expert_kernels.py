@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dflash_adapters.quant import TensorType
 from dflash_runtime.compute.gpu.device.device import Kernel, KernelDevice
+from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
 from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.layouts import row_bytes
 from dflash_runtime.compute.gpu.launch.prefill_tiles import (
@@ -16,89 +16,15 @@ from dflash_runtime.compute.gpu.launch.prefill_tiles import (
     ProductKind,
     Products,
     Tile,
+    activation_parts,
 )
-from dflash_runtime.compute.gpu.launch.prefill_weights import MatrixChoice, product_row_bytes
+from dflash_runtime.compute.gpu.launch.prefill_weights import product_row_bytes
 
-
-class ActivationArgs(ctypes.Structure):
-    """See activation.cuh."""
-
-    _fields_ = (
-        ("limit", ctypes.c_float),
-        ("alpha", ctypes.c_float),
-        ("up_offset", ctypes.c_float),
-    )
-
-
-class GemmGateUpArgs(ctypes.Structure):
-    """See gemm_gate_up.cu."""
-
-    _fields_ = (
-        ("counts", ctypes.c_uint64),
-        ("tiles", ctypes.c_uint64),
-        ("token_indices", ctypes.c_uint64),
-        ("hidden", ctypes.c_uint64),
-        ("hidden_scales", ctypes.c_uint64),
-        ("gate", ctypes.c_uint64),
-        ("up", ctypes.c_uint64),
-        ("gate_bias", ctypes.c_uint64),
-        ("up_bias", ctypes.c_uint64),
-        ("gate_scale", ctypes.c_uint64),
-        ("up_scale", ctypes.c_uint64),
-        ("activations", ctypes.c_uint64),
-        ("shifts", ctypes.c_uint64),
-        ("hidden_part_bytes", ctypes.c_uint64),
-        ("activation_part_bytes", ctypes.c_uint64),
-        ("gate_stride", ctypes.c_uint64),
-        ("up_stride", ctypes.c_uint64),
-        ("choice", MatrixChoice),
-        ("form", ActivationArgs),
-    )
-
-
-class LevelArgs(ctypes.Structure):
-    """See level_activations.cu."""
-
-    _fields_ = (
-        ("counts", ctypes.c_uint64),
-        ("shifts", ctypes.c_uint64),
-        ("activations", ctypes.c_uint64),
-        ("scales", ctypes.c_uint64),
-        ("part_bytes", ctypes.c_uint64),
-    )
-
-
-class GemmDownArgs(ctypes.Structure):
-    """See gemm_down.cu."""
-
-    _fields_ = (
-        ("counts", ctypes.c_uint64),
-        ("tiles", ctypes.c_uint64),
-        ("activations", ctypes.c_uint64),
-        ("activation_scales", ctypes.c_uint64),
-        ("weights", ctypes.c_uint64),
-        ("down", ctypes.c_uint64),
-        ("bias", ctypes.c_uint64),
-        ("scale", ctypes.c_uint64),
-        ("terms", ctypes.c_uint64),
-        ("activation_part_bytes", ctypes.c_uint64),
-        ("stride", ctypes.c_uint64),
-        ("choice", MatrixChoice),
-    )
-
-
-class CombineArgs(ctypes.Structure):
-    """See combine.cu."""
-
-    _fields_ = (
-        ("terms", ctypes.c_uint64),
-        ("rows_of_tokens", ctypes.c_uint64),
-        ("sums", ctypes.c_uint64),
-        ("residual", ctypes.c_uint64),
-        ("out", ctypes.c_uint64),
-        ("out_sums", ctypes.c_uint64),
-        ("pairs_per_token", ctypes.c_int32),
-    )
+ActivationArgs = kernel_struct("activation.cuh", "ActivationArgs")
+GemmGateUpArgs = kernel_struct("gemm_gate_up.cu", "GemmGateUpArgs")
+LevelArgs = kernel_struct("level_activations.cu", "LevelArgs")
+GemmDownArgs = kernel_struct("gemm_down.cu", "GemmDownArgs")
+CombineArgs = kernel_struct("combine.cu", "CombineArgs")
 
 
 @dataclass(frozen=True)
@@ -160,35 +86,64 @@ class ExpertKernels:
     down: Kernel
 
 
-def compile_stored_gate_up(
-    device: KernelDevice, shape: ExpertShape, products: Products, *, stored: TensorType
-) -> Kernel:
-    """ExpertKernels.gate_up for matrices read without conversion to halves."""
-    defines = shape.gate_up_defines(*products.of(shape.hidden_parts), stored)
-    return device.module("gemm_gate_up.cu", defines).kernel("gemm_gate_up", GemmGateUpArgs)
+class ExpertKernelCache:
+    """The kernels for experts of one size, each compiled on its first use."""
 
+    def __init__(
+        self, device: KernelDevice, products: Products, *, hidden_size: int, ffn_size: int
+    ) -> None:
+        self._device = device
+        self._products = products
+        self._sizes = hidden_size, ffn_size
+        self._kernels: dict[tuple[int, int], ExpertKernels] = {}
+        self._stored_gate_up: dict[tuple[TensorType, int], Kernel] = {}
+        self._stored_down: dict[TensorType, Kernel] = {}
 
-def compile_stored_down(
-    device: KernelDevice, shape: ExpertShape, products: Products, *, stored: TensorType
-) -> Kernel:
-    """ExpertKernels.down for such matrices."""
-    defines = shape.down_defines(*products.of(shape.down_parts), stored)
-    return device.module("gemm_down.cu", defines).kernel("gemm_down", GemmDownArgs)
+    def of(self, hidden_parts: int, down_parts: int) -> ExpertKernels:
+        """For rows of so many parts (activation_parts), times matrices converted to halves or
+        stored as products read them."""
+        kernels = self._kernels.get((hidden_parts, down_parts))
+        if kernels is None:
+            shape, products = ExpertShape(*self._sizes, hidden_parts, down_parts), self._products
+            gate_up_product, tile = products.of(hidden_parts)
+            down_product = products.of(down_parts)
+            kernels = ExpertKernels(
+                gate_up=self._gate_up(shape.gate_up_defines(gate_up_product, tile)),
+                level=self._device.module("level_activations.cu", shape.level_defines(tile)).kernel(
+                    "level_activations", LevelArgs
+                ),
+                down=self._down(shape.down_defines(*down_product)),
+            )
+            self._kernels[hidden_parts, down_parts] = kernels
+        return kernels
 
+    def stored_gate_up(self, tensor_type: TensorType, down_parts: int) -> Kernel:
+        """ExpertKernels.gate_up for matrices read without conversion to halves."""
+        kernel = self._stored_gate_up.get((tensor_type, down_parts))
+        if kernel is None:
+            parts = activation_parts((tensor_type,))
+            shape = ExpertShape(*self._sizes, parts, down_parts)
+            kernel = self._gate_up(shape.gate_up_defines(*self._products.of(parts), tensor_type))
+            self._stored_gate_up[tensor_type, down_parts] = kernel
+        return kernel
 
-def compile_expert_kernels(
-    device: KernelDevice, shape: ExpertShape, products: Products
-) -> ExpertKernels:
-    """Compile the kernels; the device caches modules."""
-    product, tile = products.of(shape.hidden_parts)
-    gate_up = device.module("gemm_gate_up.cu", shape.gate_up_defines(product, tile))
-    level = device.module("level_activations.cu", shape.level_defines(tile))
-    down = device.module("gemm_down.cu", shape.down_defines(*products.of(shape.down_parts)))
-    return ExpertKernels(
-        gate_up=gate_up.kernel("gemm_gate_up", GemmGateUpArgs),
-        level=level.kernel("level_activations", LevelArgs),
-        down=down.kernel("gemm_down", GemmDownArgs),
-    )
+    def stored_down(self, tensor_type: TensorType) -> Kernel:
+        """ExpertKernels.down for such matrices."""
+        kernel = self._stored_down.get(tensor_type)
+        if kernel is None:
+            parts = activation_parts((tensor_type,))
+            shape = ExpertShape(*self._sizes, 0, parts)
+            kernel = self._down(shape.down_defines(*self._products.of(parts), tensor_type))
+            self._stored_down[tensor_type] = kernel
+        return kernel
+
+    def _gate_up(self, defines: dict[str, int | str]) -> Kernel:
+        return self._device.module("gemm_gate_up.cu", defines).kernel(
+            "gemm_gate_up", GemmGateUpArgs
+        )
+
+    def _down(self, defines: dict[str, int | str]) -> Kernel:
+        return self._device.module("gemm_down.cu", defines).kernel("gemm_down", GemmDownArgs)
 
 
 def _product_variants() -> Iterator[KernelVariant]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
@@ -26,16 +27,13 @@ from dflash_runtime.compute.gpu.device.device import (
 from dflash_runtime.compute.gpu.launch.prefill_expert_kernels import (
     ActivationArgs,
     CombineArgs,
+    ExpertKernelCache,
     ExpertKernels,
-    ExpertShape,
     GemmDownArgs,
     GemmGateUpArgs,
     LevelArgs,
-    compile_expert_kernels,
-    compile_stored_down,
-    compile_stored_gate_up,
 )
-from dflash_runtime.compute.gpu.launch.prefill_groups import ExpertGroups
+from dflash_runtime.compute.gpu.launch.prefill_groups import GroupedPairs
 from dflash_runtime.compute.gpu.launch.prefill_rows import PreparedRows
 from dflash_runtime.compute.gpu.launch.prefill_tiles import Products, Tile, activation_parts
 from dflash_runtime.compute.gpu.launch.prefill_weights import (
@@ -53,6 +51,20 @@ _COMBINE_THREADS = _LEVEL_THREADS = 256
 _MOST_ROWS = 64
 """Pairs of a group, on average, up to which matrices are read without conversion. With more it is
 faster to convert them to halves first."""
+
+
+@dataclass(slots=True, eq=False)
+class _Buffers:
+    """What kernels write for those that follow. Activations grow with the layers' types.
+
+    Shapes: terms [P, H], scales [P] float32; shifts [P, segments] uint8; activations: bytes of [P,
+    F] floats, or halves in parts.
+    """
+
+    terms: DeviceArray
+    scales: DeviceArray
+    shifts: DeviceArray
+    activations: DeviceArray
 
 
 class ExpertPrefill:
@@ -80,18 +92,18 @@ class ExpertPrefill:
         self.products = products
         self._device = device
         self._scratch = scratch
-        self._kernels: dict[tuple[int, int], ExpertKernels] = {}
-        self._stored_gate_up: dict[tuple[TensorType, int], Kernel] = {}
-        self._stored_down: dict[TensorType, Kernel] = {}
-        self._reads_stored = products.half_tile.num_threads >= products.half_tile.columns
+        self._kernels = ExpertKernelCache(
+            device, products, hidden_size=hidden_size, ffn_size=ffn_size
+        )
         combine = device.module("combine.cu", {"HIDDEN": hidden_size})
         self._combine = combine.kernel("combine", CombineArgs)
-        self._terms = device.empty((max_pairs, hidden_size), np.float32)
-        self._scales = device.empty(max_pairs, np.float32)
         segment = min(products.half_tile.segment, products.float_tile.segment)
-        segments = -(-ffn_size // segment)
-        self._shifts = device.empty((max_pairs, segments), np.uint8)
-        self._activations = device.empty(0, np.uint8)
+        self._buffers = _Buffers(
+            terms=device.empty((max_pairs, hidden_size), np.float32),
+            scales=device.empty(max_pairs, np.float32),
+            shifts=device.empty((max_pairs, -(-ffn_size // segment)), np.uint8),
+            activations=device.empty(0, np.uint8),
+        )
         self._prepared: WeakSet[StoredExperts] = WeakSet()
         self._launches: WeakKeyDictionary[StoredExperts, tuple[object, list[PreparedLaunch]]] = (
             WeakKeyDictionary()
@@ -129,26 +141,24 @@ class ExpertPrefill:
                 f"{self._scratch.num_bytes}"
             )
         hidden_parts, down_parts = _parts_of(experts)
-        self._kernels_for(hidden_parts, down_parts)
-        shape = ExpertShape(self.hidden_size, self.ffn_size, hidden_parts, down_parts)
-        hidden_type, down_type = experts.gate.tensor_type, experts.down.tensor_type
-        key = hidden_type, down_parts
-        if self._is_stored(experts.gate, experts.up) and key not in self._stored_gate_up:
-            self._stored_gate_up[key] = compile_stored_gate_up(
-                self._device, shape, self.products, stored=hidden_type
-            )
-        if self._is_stored(experts.down) and down_type not in self._stored_down:
-            self._stored_down[down_type] = compile_stored_down(
-                self._device, shape, self.products, stored=down_type
-            )
+        num_bytes = self.max_pairs * self.ffn_size * (2 * down_parts or 4)
+        if self._buffers.activations.nbytes < num_bytes:
+            self._buffers.activations = self._device.empty(num_bytes, np.uint8)
+            self._launches.clear()  # which name those before
+        self._kernels.of(hidden_parts, down_parts)
+        if self._is_stored(experts.gate, experts.up):
+            self._kernels.stored_gate_up(experts.gate.tensor_type, down_parts)
+        if self._is_stored(experts.down):
+            self._kernels.stored_down(experts.down.tensor_type)
 
     def _is_stored(
-        self, *projections: StoredProjection, groups: ExpertGroups | None = None
+        self, *projections: StoredProjection, groups: GroupedPairs | None = None
     ) -> bool:
         """Whether products can read such matrices without conversion; and, with `groups`, whether
         that is faster."""
         types = {each.tensor_type for each in projections}
-        if not self._reads_stored or len(types) > 1 or not types <= IN_UNITS:
+        tile = self.products.half_tile
+        if tile.num_threads < tile.columns or len(types) > 1 or not types <= IN_UNITS:
             return False
         if groups is None:
             return True
@@ -157,7 +167,7 @@ class ExpertPrefill:
     def run(
         self,
         rows: PreparedRows,
-        groups: ExpertGroups,
+        groups: GroupedPairs,
         experts: StoredExperts,
         *,
         sums: DeviceArray | None = None,
@@ -177,7 +187,7 @@ class ExpertPrefill:
         for launch in self._launches_of(rows, groups, experts):
             launch.start(device)
         args = CombineArgs(
-            terms=address(self._terms),
+            terms=address(self._buffers.terms),
             rows_of_tokens=address(groups.rows_of_tokens),
             sums=optional_address(sums),
             residual=optional_address(residual),
@@ -188,15 +198,16 @@ class ExpertPrefill:
         device.launch(self._combine, (groups.num_tokens, 1, 1), _COMBINE_THREADS, args)
 
     def _launches_of(
-        self, rows: PreparedRows, groups: ExpertGroups, experts: StoredExperts
+        self, rows: PreparedRows, groups: GroupedPairs, experts: StoredExperts
     ) -> list[PreparedLaunch]:
         """All launches but the last; the same for chunks of one size, whatever was chosen."""
         hidden_parts, down_parts = _parts_of(experts)
-        kernels = self._kernels_for(hidden_parts, down_parts)
+        kernels = self._kernels.of(hidden_parts, down_parts)
         hidden = rows.addresses(hidden_parts)
         key = hidden, groups.layout
         known_key, launches = self._launches.get(experts, (None, []))
         if known_key != key:
+            self.prepare(experts)
             launches = [*self._gate_up(kernels, hidden, groups, experts)]
             if down_parts:
                 launches.append(self._level(kernels, groups))
@@ -207,7 +218,7 @@ class ExpertPrefill:
     def _check(
         self,
         rows: PreparedRows,
-        groups: ExpertGroups,
+        groups: GroupedPairs,
         floats: tuple[DeviceArray | None, ...],
         doubles: tuple[DeviceArray | None, ...],
     ) -> None:
@@ -226,23 +237,11 @@ class ExpertPrefill:
                         f"{array.dtype} of {array.shape}, {dtype} of {shape} wanted"
                     )
 
-    def _kernels_for(self, hidden_parts: int, down_parts: int) -> ExpertKernels:
-        kernels = self._kernels.get((hidden_parts, down_parts))
-        if kernels is None:
-            num_bytes = self.max_pairs * self.ffn_size * (2 * down_parts or 4)
-            if self._activations.nbytes < num_bytes:
-                self._activations = self._device.empty(num_bytes, np.uint8)
-                self._launches.clear()  # which name those before
-            shape = ExpertShape(self.hidden_size, self.ffn_size, hidden_parts, down_parts)
-            kernels = compile_expert_kernels(self._device, shape, self.products)
-            self._kernels[hidden_parts, down_parts] = kernels
-        return kernels
-
     def _gate_up(
         self,
         kernels: ExpertKernels,
         rows: tuple[int, int, int],
-        groups: ExpertGroups,
+        groups: GroupedPairs,
         experts: StoredExperts,
     ) -> Iterator[PreparedLaunch]:
         """`rows`: from PreparedRows.addresses."""
@@ -261,8 +260,8 @@ class ExpertPrefill:
             up_bias=optional_address(up.bias),
             gate_scale=optional_address(gate.scale),
             up_scale=optional_address(up.scale),
-            activations=address(self._activations),
-            shifts=address(self._shifts),
+            activations=address(self._buffers.activations),
+            shifts=address(self._buffers.shifts),
             hidden_part_bytes=hidden_part_bytes,
             activation_part_bytes=self._activation_part_bytes,
             gate_stride=gate.stride_bytes,
@@ -280,7 +279,7 @@ class ExpertPrefill:
         kernel = kernels.gate_up
         if self._is_stored(gate, up, groups=groups):
             is_stored = True
-            kernel = self._stored_gate_up[gate.tensor_type, _parts_of(experts)[1]]
+            kernel = self._kernels.stored_gate_up(gate.tensor_type, _parts_of(experts)[1])
         for choice in self._passes(groups, experts, is_stored=is_stored):
             args = GemmGateUpArgs.from_buffer_copy(given)
             args.choice = choice
@@ -296,12 +295,12 @@ class ExpertPrefill:
                 args.gate_stride = args.up_stride = self.ffn_size * half_row_bytes(self.hidden_size)
             yield _product(kernel, (blocks, groups.max_tiles, 1), tile, args)
 
-    def _level(self, kernels: ExpertKernels, groups: ExpertGroups) -> PreparedLaunch:
+    def _level(self, kernels: ExpertKernels, groups: GroupedPairs) -> PreparedLaunch:
         args = LevelArgs(
             counts=address(groups.counts),
-            shifts=address(self._shifts),
-            activations=address(self._activations),
-            scales=address(self._scales),
+            shifts=address(self._buffers.shifts),
+            activations=address(self._buffers.activations),
+            scales=address(self._buffers.scales),
             part_bytes=self._activation_part_bytes,
         )
         rows_of_block = _LEVEL_THREADS // self._device.lanes
@@ -309,20 +308,20 @@ class ExpertPrefill:
         return PreparedLaunch(kernels.level, (blocks, 1, 1), _LEVEL_THREADS, args)
 
     def _down(
-        self, kernels: ExpertKernels, groups: ExpertGroups, experts: StoredExperts
+        self, kernels: ExpertKernels, groups: GroupedPairs, experts: StoredExperts
     ) -> Iterator[PreparedLaunch]:
         down = experts.down
         _, down_parts = _parts_of(experts)
         given = GemmDownArgs(
             counts=address(groups.counts),
             tiles=address(groups.tiles),
-            activations=address(self._activations),
-            activation_scales=address(self._scales) if down_parts else 0,
+            activations=address(self._buffers.activations),
+            activation_scales=address(self._buffers.scales) if down_parts else 0,
             weights=address(groups.weights),
             down=down.weights_address,
             bias=optional_address(down.bias),
             scale=optional_address(down.scale),
-            terms=address(self._terms),
+            terms=address(self._buffers.terms),
             activation_part_bytes=self._activation_part_bytes,
             stride=down.stride_bytes,
         )
@@ -332,7 +331,7 @@ class ExpertPrefill:
         is_stored = down.tensor_type in AS_STORED
         kernel = kernels.down
         if self._is_stored(down, groups=groups):
-            is_stored, kernel = True, self._stored_down[down.tensor_type]
+            is_stored, kernel = True, self._kernels.stored_down(down.tensor_type)
         for choice in self._passes(groups, experts, is_stored=is_stored):
             args = GemmDownArgs.from_buffer_copy(given)
             args.choice = choice
@@ -348,8 +347,8 @@ class ExpertPrefill:
         return 2 * self.max_pairs * self.ffn_size
 
     def _passes(
-        self, groups: ExpertGroups, experts: StoredExperts, *, is_stored: bool
-    ) -> Iterator[MatrixChoice]:
+        self, groups: GroupedPairs, experts: StoredExperts, *, is_stored: bool
+    ) -> Iterator[ctypes.Structure]:
         """Groups whose matrices fit the scratch memory; all, if these are not converted."""
         slots = optional_address(experts.slot_of_expert)
         at_once = groups.max_groups

@@ -5,8 +5,8 @@ Ids of experts are those of the choice, global or local.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,10 +14,12 @@ from dflash_protocol.batch import RoutedBatch
 from dflash_protocol.errors import SettingsError
 from dflash_runtime.compute.gpu.device.device import (
     DeviceArray,
+    Kernel,
     KernelDevice,
     address,
     optional_address,
 )
+from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
 from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 
 MAX_EXPERTS = 960
@@ -27,44 +29,10 @@ CHUNK_PAIRS = 1024
 _FIND_THREADS = 256
 _ALIGNMENT = 64
 _NUMBERS = itertools.count()
-"""Numbers all ExpertGroups, to tell one from another that had the same address."""
+"""Numbers sets of arrays, to tell one from another that had the same address."""
 
-
-class GroupArgs(ctypes.Structure):
-    """See group_experts.cu."""
-
-    _fields_ = (
-        ("topk_ids", ctypes.c_uint64),
-        ("topk_weights", ctypes.c_uint64),
-        ("slot_of_expert", ctypes.c_uint64),
-        ("chunk_rows", ctypes.c_uint64),
-        ("counts", ctypes.c_uint64),
-        ("expert_ids", ctypes.c_uint64),
-        ("group_starts", ctypes.c_uint64),
-        ("tiles", ctypes.c_uint64),
-        ("token_indices", ctypes.c_uint64),
-        ("weights", ctypes.c_uint64),
-        ("rows_of_tokens", ctypes.c_uint64),
-        ("selections", ctypes.c_uint64),
-        ("num_pairs", ctypes.c_int32),
-        ("pairs_per_token", ctypes.c_int32),
-    )
-
-
-class SortedArgs(ctypes.Structure):
-    """See group_experts.cu."""
-
-    _fields_ = (
-        ("expert_ids", ctypes.c_uint64),
-        ("group_starts", ctypes.c_uint64),
-        ("token_indices", ctypes.c_uint64),
-        ("counts", ctypes.c_uint64),
-        ("tiles", ctypes.c_uint64),
-        ("rows_of_tokens", ctypes.c_uint64),
-        ("num_groups", ctypes.c_int32),
-        ("num_tokens", ctypes.c_int32),
-        ("pairs_per_token", ctypes.c_int32),
-    )
+GroupArgs = kernel_struct("group_experts.cu", "GroupArgs")
+SortedArgs = kernel_struct("group_experts.cu", "SortedArgs")
 
 
 def _padded(*sizes: int) -> int:
@@ -72,15 +40,56 @@ def _padded(*sizes: int) -> int:
     return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
 
 
-class ExpertGroups:
-    """The arrays for up to `max_pairs` pairs, overwritten by each chunk.
+@dataclass(slots=True, eq=False)  # as DenseProduct is
+class GroupedPairs:
+    """The pairs of one chunk, grouped by expert; overwritten by the next chunk's.
 
-    `num_tokens`, `num_pairs`, `pairs_per_token` and `max_groups` are of the last chunk. They bound
-    the grids of the kernels that follow, since only the device knows the number of groups.
-    Shapes: counts [4] int32: groups, tiles, rows; expert_ids [groups], group_starts [groups + 1],
-    token_indices [rows], rows_of_tokens [T * pairs_per_token] int32; weights [rows] float32; tiles
-    [tiles, 4] int32.
+    `max_groups` bounds the grids of the kernels that follow, since only the device knows the number
+    of groups; `number` tells arrays at other addresses apart.
+    Shapes: counts [4] int32: groups, tiles, rows; expert_ids [groups], token_indices [rows],
+    rows_of_tokens [T * pairs_per_token] int32; weights [rows] float32; tiles [tiles, 4] int32.
     """
+
+    counts: DeviceArray
+    expert_ids: DeviceArray
+    tiles: DeviceArray
+    token_indices: DeviceArray
+    weights: DeviceArray
+    rows_of_tokens: DeviceArray
+    num_tokens: int
+    num_pairs: int
+    pairs_per_token: int
+    max_groups: int
+    tile_rows: int
+    number: int
+
+    @property
+    def max_tiles(self) -> int:
+        """Upper bound of this chunk's tiles."""
+        return self.num_pairs // self.tile_rows + self.max_groups
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """Identifies the addresses of the arrays and the grids of this chunk's kernels."""
+        sizes = self.num_tokens, self.num_pairs, self.pairs_per_token, self.max_groups
+        return self.number, *sizes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kernels:
+    """See group_experts.cu: three that sort, two for pairs that came sorted."""
+
+    count: Kernel
+    lay_out: Kernel
+    place: Kernel
+    tile: Kernel
+    find: Kernel
+    num_threads: int
+    chunk_pairs: int
+
+
+class ExpertGroups:
+    """Groups up to `max_pairs` pairs by expert, in arrays that each chunk overwrites."""
 
     def __init__(
         self,
@@ -98,64 +107,55 @@ class ExpertGroups:
             )
         self.num_experts = num_experts
         self.max_pairs = max_pairs
-        self.tile_rows = tile_rows
-        self.num_tokens = self.num_pairs = self.max_groups = self.pairs_per_token = 0
-        self._is_loaded = False
-        self._number = next(_NUMBERS)
         self._device = device
-        self._chunk_pairs = chunk_pairs
-        self._num_threads = -(-num_experts // 64) * 64
         defines = {"NUM_EXPERTS": num_experts, "CHUNK_PAIRS": chunk_pairs, "TILE_M": tile_rows}
         module = device.module("group_experts.cu", defines)
-        self._count = module.kernel("count_pairs", GroupArgs)
-        self._lay_out = module.kernel("lay_out_groups", GroupArgs)
-        self._place = module.kernel("place_pairs", GroupArgs)
-        self._tile = module.kernel("tile_groups", SortedArgs)
-        self._find = module.kernel("find_rows", SortedArgs)
-        most_groups = min(num_experts, max_pairs)
+        self._kernels = _Kernels(
+            count=module.kernel("count_pairs", GroupArgs),
+            lay_out=module.kernel("lay_out_groups", GroupArgs),
+            place=module.kernel("place_pairs", GroupArgs),
+            tile=module.kernel("tile_groups", SortedArgs),
+            find=module.kernel("find_rows", SortedArgs),
+            num_threads=-(-num_experts // 64) * 64,
+            chunk_pairs=chunk_pairs,
+        )
+        self._most_groups = most_groups = min(num_experts, max_pairs)
         most_tiles = -(-max_pairs // tile_rows) + most_groups
         num_chunks = -(-max_pairs // chunk_pairs)
-        self.counts = device.zeros(4, np.int32)
-        self.expert_ids = device.empty(most_groups, np.int32)
-        self.group_starts = device.empty(most_groups + 1, np.int32)
-        self.tiles = device.empty((most_tiles, 4), np.int32)
-        self.token_indices = device.empty(max_pairs, np.int32)
-        self.weights = device.empty(max_pairs, np.float32)
-        self.rows_of_tokens = device.empty(max_pairs, np.int32)
-        self._chunk_rows = device.empty((num_chunks, num_experts), np.int32)
-        self._own = self.expert_ids, self.group_starts, self.token_indices, self.weights
+        self._chosen = GroupedPairs(
+            counts=device.zeros(4, np.int32),
+            expert_ids=device.empty(most_groups, np.int32),
+            tiles=device.empty((most_tiles, 4), np.int32),
+            token_indices=device.empty(max_pairs, np.int32),
+            weights=device.empty(max_pairs, np.float32),
+            rows_of_tokens=device.empty(max_pairs, np.int32),
+            num_tokens=0,
+            num_pairs=0,
+            pairs_per_token=0,
+            max_groups=0,
+            tile_rows=tile_rows,
+            number=next(_NUMBERS),
+        )
+        """The last chunk that was sorted here, whose arrays all of them have."""
+        group_starts = device.empty(most_groups + 1, np.int32)
+        chunk_rows = device.empty((num_chunks, num_experts), np.int32)
+        self._scratch = group_starts, chunk_rows
         self._group_args = GroupArgs(
-            chunk_rows=address(self._chunk_rows),
-            counts=address(self.counts),
-            expert_ids=address(self.expert_ids),
-            group_starts=address(self.group_starts),
-            tiles=address(self.tiles),
-            token_indices=address(self.token_indices),
-            weights=address(self.weights),
-            rows_of_tokens=address(self.rows_of_tokens),
+            chunk_rows=address(chunk_rows),
+            counts=address(self._chosen.counts),
+            expert_ids=address(self._chosen.expert_ids),
+            group_starts=address(group_starts),
+            tiles=address(self._chosen.tiles),
+            token_indices=address(self._chosen.token_indices),
+            weights=address(self._chosen.weights),
+            rows_of_tokens=address(self._chosen.rows_of_tokens),
         )
         """Arguments that all chunks have in common."""
         # A batch's arrays are uploaded as one, each aligned for vector loads.
         self._loaded = device.empty(
             _padded(most_groups, most_groups + 1, *(max_pairs,) * 2), np.int32
         )
-
-    @property
-    def max_tiles(self) -> int:
-        """Upper bound of this chunk's tiles."""
-        return self.num_pairs // self.tile_rows + self.max_groups
-
-    @property
-    def layout(self) -> tuple[int, ...]:
-        """Identifies the addresses of this chunk's arrays and the grids of its kernels."""
-        return (
-            self._number,
-            self.num_tokens,
-            self.num_pairs,
-            self.pairs_per_token,
-            self.max_groups,
-            self._is_loaded,
-        )
+        self._loaded_number = next(_NUMBERS)
 
     def group_chosen(
         self,
@@ -165,7 +165,7 @@ class ExpertGroups:
         slot_of_expert: DeviceArray | None = None,
         num_resident: int | None = None,
         selections: DeviceArray | None = None,
-    ) -> None:
+    ) -> GroupedPairs:
         """Sort a chunk's choice. Pairs of experts without a slot, which are remote, get no row.
 
         `num_resident`: upper bound of the experts with a slot; default: all. Sorted pairs are
@@ -193,27 +193,38 @@ class ExpertGroups:
             selections.shape != (self.num_experts,) or selections.dtype != np.uint32
         ):
             raise SettingsError(f"counts of {selections.shape}, {self.num_experts} experts")
-        self._set_chunk(shape[0], topk_ids.size, shape[1], is_loaded=False)
-        self.expert_ids, self.group_starts, self.token_indices, self.weights = self._own
+        num_tokens, pairs_per_token = shape
+        num_pairs = topk_ids.size
         most = self.num_experts if num_resident is None else min(num_resident, self.num_experts)
-        self.max_groups = min(most, self.num_pairs)
+        grouped, max_groups = self._chosen, min(most, num_pairs)
+        sizes = num_tokens, num_pairs, pairs_per_token, max_groups
+        if grouped.layout[1:] != sizes:
+            grouped = self._chosen = replace(
+                grouped,
+                num_tokens=num_tokens,
+                num_pairs=num_pairs,
+                pairs_per_token=pairs_per_token,
+                max_groups=max_groups,
+            )
         args = self._group_args
         args.topk_ids, args.topk_weights = address(topk_ids), address(topk_weights)
         args.slot_of_expert = optional_address(slot_of_expert)
         args.selections = optional_address(selections)
-        args.num_pairs, args.pairs_per_token = self.num_pairs, self.pairs_per_token
-        chunks = (-(-self.num_pairs // self._chunk_pairs), 1, 1)
-        self._device.launch(self._count, chunks, self._num_threads, args)
-        self._device.launch(self._lay_out, (1, 1, 1), self._num_threads, args)
-        self._device.launch(self._place, chunks, self._num_threads, args)
+        args.num_pairs, args.pairs_per_token = num_pairs, pairs_per_token
+        kernels, num_threads = self._kernels, self._kernels.num_threads
+        chunks = (-(-num_pairs // kernels.chunk_pairs), 1, 1)
+        self._device.launch(kernels.count, chunks, num_threads, args)
+        self._device.launch(kernels.lay_out, (1, 1, 1), num_threads, args)
+        self._device.launch(kernels.place, chunks, num_threads, args)
+        return grouped
 
-    def load(self, batch: RoutedBatch) -> None:
+    def load(self, batch: RoutedBatch) -> GroupedPairs:
         """Upload a batch, which is sorted already and must have been checked.
 
         Raises: SettingsError if there is no room for it, or no pair in it.
         """
         num_groups, num_pairs = batch.num_groups, batch.num_pairs
-        if not num_pairs or num_groups > self._own[0].size:
+        if not num_pairs or num_groups > self._most_groups:
             raise SettingsError(f"a batch of {num_pairs} pairs in {num_groups} groups")
         pairs_per_token = int(np.bincount(batch.token_indices).max())
         num_places = batch.num_tokens * pairs_per_token
@@ -222,8 +233,6 @@ class ExpertGroups:
                 f"a batch of {num_pairs} pairs, up to {pairs_per_token} a token of "
                 f"{batch.num_tokens}; room for {self.max_pairs} pairs"
             )
-        self._set_chunk(batch.num_tokens, num_pairs, pairs_per_token, is_loaded=True)
-        self.max_groups = num_groups
         arrays = batch.expert_ids, batch.group_starts, batch.token_indices, batch.weights
         packed = np.empty(_padded(*(array.size for array in arrays)), np.int32)
         places, end = [], 0
@@ -233,32 +242,37 @@ class ExpertGroups:
             places.append(place)
             end += _padded(array.size)
         self._device.write(self._loaded[: packed.size], packed)
-        self.expert_ids, self.group_starts, self.token_indices, weights = (
-            self._loaded[place] for place in places
-        )
-        self.weights = weights.view(np.float32)
+        expert_ids, group_starts, token_indices, weights = (self._loaded[place] for place in places)
+        own = self._chosen
         args = SortedArgs(
-            expert_ids=address(self.expert_ids),
-            group_starts=address(self.group_starts),
-            token_indices=address(self.token_indices),
-            counts=address(self.counts),
-            tiles=address(self.tiles),
-            rows_of_tokens=address(self.rows_of_tokens),
+            expert_ids=address(expert_ids),
+            group_starts=address(group_starts),
+            token_indices=address(token_indices),
+            counts=address(own.counts),
+            tiles=address(own.tiles),
+            rows_of_tokens=address(own.rows_of_tokens),
             num_groups=num_groups,
             num_tokens=batch.num_tokens,
             pairs_per_token=pairs_per_token,
         )
-        self._device.launch(self._tile, (1, 1, 1), self._num_threads, args)
+        kernels = self._kernels
+        self._device.launch(kernels.tile, (1, 1, 1), kernels.num_threads, args)
         blocks = (-(-batch.num_tokens // _FIND_THREADS), 1, 1)
-        self._device.launch(self._find, blocks, _FIND_THREADS, args)
-
-    def _set_chunk(
-        self, num_tokens: int, num_pairs: int, pairs_per_token: int, *, is_loaded: bool
-    ) -> None:
-        self._is_loaded = is_loaded
-        self.num_tokens = num_tokens
-        self.num_pairs = num_pairs
-        self.pairs_per_token = pairs_per_token
+        self._device.launch(kernels.find, blocks, _FIND_THREADS, args)
+        return GroupedPairs(
+            counts=own.counts,
+            expert_ids=expert_ids,
+            tiles=own.tiles,
+            token_indices=token_indices,
+            weights=weights.view(np.float32),
+            rows_of_tokens=own.rows_of_tokens,
+            num_tokens=batch.num_tokens,
+            num_pairs=num_pairs,
+            pairs_per_token=pairs_per_token,
+            max_groups=num_groups,
+            tile_rows=own.tile_rows,
+            number=self._loaded_number,
+        )
 
 
 KERNEL_VARIANTS = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,23 +13,12 @@ from dflash_runtime.compute.gpu.device.device import (
     address,
     optional_address,
 )
+from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
 from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 
 _ROW_THREADS = 256
 
-
-class HalfRowsArgs(ctypes.Structure):
-    """See half_rows.cu."""
-
-    _fields_ = (
-        ("x", ctypes.c_uint64),
-        ("norm", ctypes.c_uint64),
-        ("halves", ctypes.c_uint64),
-        ("scales", ctypes.c_uint64),
-        ("floats", ctypes.c_uint64),
-        ("part_bytes", ctypes.c_uint64),
-        ("eps", ctypes.c_float),
-    )
+HalfRowsArgs = kernel_struct("half_rows.cu", "HalfRowsArgs")
 
 
 @dataclass(slots=True, eq=False)  # as DenseProduct is

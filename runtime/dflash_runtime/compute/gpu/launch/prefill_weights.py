@@ -16,38 +16,15 @@ from dflash_runtime.compute.gpu.device.device import (
     PreparedLaunch,
     address,
 )
+from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
 from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.layouts import FIELDS, UNIT, num_units, row_bytes
-from dflash_runtime.compute.gpu.launch.prefill_groups import ExpertGroups
+from dflash_runtime.compute.gpu.launch.prefill_groups import GroupedPairs
 
 _UNIT_THREADS = 256
 
-
-class MatrixChoice(ctypes.Structure):
-    """See groups.cuh."""
-
-    _fields_ = (
-        ("slot_of_expert", ctypes.c_uint64),
-        ("first_group", ctypes.c_int32),
-        ("end_group", ctypes.c_int32),
-        ("is_by_group", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
-    )
-
-
-class DequantiseArgs(ctypes.Structure):
-    """See dequantise.cu."""
-
-    _fields_ = (
-        ("counts", ctypes.c_uint64),
-        ("expert_ids", ctypes.c_uint64),
-        ("weights", ctypes.c_uint64),
-        ("halves", ctypes.c_uint64),
-        ("stride", ctypes.c_uint64),
-        ("choice", MatrixChoice),
-        ("num_rows", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
-    )
+MatrixChoice = kernel_struct("groups.cuh", "MatrixChoice")
+DequantiseArgs = kernel_struct("dequantise.cu", "DequantiseArgs")
 
 
 @dataclass(frozen=True)
@@ -157,8 +134,8 @@ class WeightScratch:
     def fill_groups(
         self,
         projection: StoredProjection,
-        groups: ExpertGroups,
-        choice: MatrixChoice,
+        groups: GroupedPairs,
+        choice: ctypes.Structure,
         *,
         rows: int,
         columns: int,
@@ -188,7 +165,7 @@ class WeightScratch:
         return num_bytes
 
     def _launch(
-        self, tensor_type: TensorType, columns: int, args: DequantiseArgs, *, num_matrices: int
+        self, tensor_type: TensorType, columns: int, args: ctypes.Structure, *, num_matrices: int
     ) -> PreparedLaunch:
         kernel = self.prepare(tensor_type, columns)
         blocks = -(-args.num_rows * num_units(columns) // _UNIT_THREADS)

@@ -8,6 +8,7 @@ import numpy as np
 
 from dflash_adapters.ops import Gating, RoutingRule
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
 from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.decode_arrays import ArrayChecker
 from dflash_runtime.compute.gpu.launch.decode_experts_shape import GATES
@@ -20,48 +21,10 @@ _SCORES = {
     Gating.SQRT_SOFTPLUS: 3,
 }
 
-
-class RouteRowsArgs(ctypes.Structure):
-    """Mirrors route_rows.cu."""
-
-    _fields_ = (
-        ("logits", ctypes.c_void_p),
-        ("topk_ids", ctypes.c_void_p),
-        ("topk_weights", ctypes.c_void_p),
-    )
-
-
-class RouteScoresArgs(ctypes.Structure):
-    """Mirrors route_scores.cu."""
-
-    _fields_ = (
-        ("logits", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("topk_ids", ctypes.c_void_p),
-        ("topk_weights", ctypes.c_void_p),
-    )
-
-
-class AddSumsArgs(ctypes.Structure):
-    """Mirrors add_sums.cu."""
-
-    _fields_ = (
-        ("sums", ctypes.c_void_p),
-        ("more", ctypes.c_void_p),
-        ("residual", ctypes.c_void_p),
-        ("num_elements", ctypes.c_int64),
-    )
-
-
-class AddRowsArgs(ctypes.Structure):
-    """Mirrors add_sums.cu."""
-
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("y", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("num_elements", ctypes.c_int64),
-    )
+RouteRowsArgs = kernel_struct("route_rows.cu", "RouteRowsArgs")
+RouteScoresArgs = kernel_struct("route_scores.cu", "RouteScoresArgs")
+AddSumsArgs = kernel_struct("add_sums.cu", "AddSumsArgs")
+AddRowsArgs = kernel_struct("add_sums.cu", "AddRowsArgs")
 
 
 class RouteRows:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ import numpy as np
 from dflash_protocol.ids import F64Array
 from dflash_runtime.compute.backend import DeviceSampling
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
 from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.decode_arrays import ArrayChecker
 from dflash_runtime.compute.gpu.launch.decode_tokens import ArgmaxLogits
@@ -30,25 +30,7 @@ _BIN_CAPACITY = 2048
 deviation, at most some 1,000 fall into one bin."""
 _THREADS = 256
 
-
-class SampleArgs(ctypes.Structure):
-    """Mirrors sample.cuh."""
-
-    _fields_ = (
-        ("logits", ctypes.c_void_p),
-        ("partials", ctypes.c_void_p),
-        ("options", ctypes.c_void_p),
-        ("numbers", ctypes.c_void_p),
-        ("counts", ctypes.c_void_p),
-        ("placed", ctypes.c_void_p),
-        ("weights", ctypes.c_void_p),
-        ("keys", ctypes.c_void_p),
-        ("token_ids", ctypes.c_void_p),
-        ("positions", ctypes.c_void_p),
-        ("history", ctypes.c_void_p),
-        ("num_partials", ctypes.c_int),
-        ("capacity", ctypes.c_int),
-    )
+SampleArgs = kernel_struct("sample.cuh", "SampleArgs")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

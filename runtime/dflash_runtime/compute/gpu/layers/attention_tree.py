@@ -105,7 +105,7 @@ class TreeAttention:
         if (nodes.kv, nodes.kv_type, nodes.capacity) != (shape.kv, shape.kv_type, num_tokens):
             raise ValueError(f"{nodes.capacity} rows of {nodes.kv} for {num_tokens} of {shape.kv}")
         cache, of_nodes = layer_cache(layer), layer_cache(nodes)
-        positions = branch.positions.array
+        positions = branch.positions
         warps = 2 * shape.kv.num_heads
         device.launch(
             self._nodes,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, TypeAlias, TypeVar
 
@@ -12,8 +11,7 @@ import numpy as np
 from dflash_protocol.ids import I32Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.layers.attention_plan import context_bucket
-from dflash_runtime.compute.gpu.layers.values import StepPositions
-from dflash_runtime.compute.trees import MOST_NODES, OnAccept, Tree
+from dflash_runtime.compute.trees import MOST_NODES, Tree
 
 GOES_ON, FROM_SEQUENCE, NOWHERE = -2, -1, -1
 """Mirrors delta_tree.cu."""
@@ -34,7 +32,6 @@ class Branch:
         self._device, self._stays = device, stays
         self._arrays: dict[_Key, tuple[DeviceArray, Callable[[Tree], I32Array]]] = {}
         self._memory: dict[_Key, Any] = {}
-        self._keep: Callable[[OnAccept], None] | None = None
         self.aim(tree)
 
     @staticmethod
@@ -61,22 +58,6 @@ class Branch:
         """The tree's first position."""
         return self.tree.position
 
-    def check_size(self, num_tokens: int) -> None:
-        self.tree.check_size(num_tokens)
-
-    def begin_keeping(self, keep: Callable[[OnAccept], None]) -> None:
-        """The tree is being computed; layers' callbacks go to `keep`."""
-        self._keep = keep
-
-    def keep(self, on_accept: OnAccept) -> None:
-        """Tree.keep of the tree being computed."""
-        assert self._keep is not None
-        self._keep(on_accept)
-
-    def end(self) -> None:
-        """The tree is computed."""
-        self._keep = None
-
     def memory(self, key: _Key, make: Callable[[], _Thing]) -> _Thing:
         """Uninitialised memory of a layer for the tree; the same for the same key if this object
         stays."""
@@ -88,13 +69,9 @@ class Branch:
         return kept
 
     @property
-    def positions(self) -> StepPositions:
-        """Position of each token. Shapes: array [W]."""
-        return StepPositions(self._array(("positions",), lambda tree: tree.positions), self._bucket)
-
-    @cached_property
-    def _bucket(self) -> int:
-        return _bucket_of(self.tree)
+    def positions(self) -> DeviceArray:
+        """Position of each token. Shapes: [W] int32."""
+        return self._array(("positions",), lambda tree: tree.positions)
 
     @property
     def begin(self) -> DeviceArray:
@@ -133,27 +110,6 @@ class Branch:
         if self._path is None or self._path[0] is not path:
             self._path = path, self._device.upload(path)
         return self._path[1]
-
-
-class Branching:
-    """The tree being computed, if any; shared by a model's operations and its cache."""
-
-    def __init__(self, device: KernelDevice) -> None:
-        self._device = device
-        self.current: Branch | None = None
-
-    @contextmanager
-    def over(self, tree: Tree, branch: Branch | None = None) -> Iterator[None]:
-        """A context in which operations compute this tree's tokens, with `branch` if given."""
-        if branch is None:
-            branch = Branch(self._device, tree)
-        branch.begin_keeping(tree.keep)
-        self.current = branch
-        try:
-            yield
-        finally:
-            branch.end()
-            self.current = None
 
 
 def _bucket_of(tree: Tree) -> int:

@@ -12,7 +12,6 @@ from dflash_adapters.ops import KvType
 from dflash_adapters.spec import KvLayer, RecurrentLayer
 from dflash_protocol.errors import ContextExceeded
 from dflash_runtime.compute.gpu.device.device import KernelDevice
-from dflash_runtime.compute.gpu.layers.branch import Branch, Branching
 from dflash_runtime.compute.gpu.layers.kept_rows import KeptRows
 from dflash_runtime.compute.gpu.layers.kv_rows import check_capacity, layer_bytes, new_layer_cache
 from dflash_runtime.compute.trees import Tree
@@ -33,16 +32,13 @@ class DeviceKvCache(KeptRows):
         capacity: int,
         kv_type: KvType,
         recurrent: Sequence[RecurrentLayer] = (),
-        trees: Branching | None = None,
     ) -> None:
-        """`trees`: shared with the operations, which read from it the tree being computed."""
         given = tuple(layers)
         check_capacity(capacity)
         for kv in given:
             layer_bytes(kv, capacity, kv_type)  # all are checked before anything is allocated
         self.capacity = capacity
         self.kv_type = kv_type
-        self._trees = trees
         self.layers = [
             new_layer_cache(device, kv, capacity=capacity, kv_type=kv_type) for kv in given
         ]
@@ -62,15 +58,13 @@ class DeviceKvCache(KeptRows):
         return kept + self.states.nbytes
 
     @contextmanager
-    def branching(self, tree: Tree, branch: Branch | None = None) -> Iterator[None]:
-        """See trees.BranchingCache.branching; `branch`: the tree on the device, if it is there.
+    def branching(self, tree: Tree) -> Iterator[None]:
+        """See trees.BranchingCache.branching: a step's tree leaves the cache as it is until a path
+        is accepted.
 
         Raises: ContextExceeded too."""
-        if self._trees is None:
-            raise ValueError("no operations compute trees over this cache")
         self.check_tree(tree)
-        with self._trees.over(tree, branch):
-            yield
+        yield
 
     def check_tree(self, tree: Tree) -> None:
         """Raises: ContextExceeded; CheckpointMissing if it cannot be resumed at the tree."""

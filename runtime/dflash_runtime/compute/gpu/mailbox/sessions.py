@@ -15,9 +15,9 @@ from dflash_runtime.compute.gpu.launch.mailbox_args import MOST_PEERS
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.mailbox import layout
 from dflash_runtime.compute.gpu.mailbox.layout import mail_layout
-from dflash_runtime.compute.gpu.mailbox.moe import MailMoe
 from dflash_runtime.compute.gpu.mailbox.parent import ParentMail, is_preparing, is_ready
-from dflash_runtime.compute.gpu.ops.ops import CupyOps
+from dflash_runtime.compute.gpu.mailbox.routes import MailboxRoutes
+from dflash_runtime.compute.gpu.ops.ops import GpuOps
 
 _LOG = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class MailboxSessions:
 
     def __init__(
         self,
-        ops: CupyOps,
+        ops: GpuOps,
         moe: MoeSpec,
         resident: Mapping[int, ResidentLayer],
         *,
@@ -50,7 +50,7 @@ class MailboxSessions:
         self._remote = remote
         self._layout = mail_layout(moe)
         self._routes: tuple[MailRoute, ...] = ()
-        self._present: MailMoe | None = None
+        self._present: MailboxRoutes | None = None
         self._refused: tuple[MailRoute, ...] = ()
         """Sessions whose mailboxes have failed."""
         self._num_steps = self._num_failures = 0
@@ -69,7 +69,7 @@ class MailboxSessions:
             time.sleep(_POLL_S)
         return False
 
-    def present(self) -> MailMoe | None:
+    def present(self) -> MailboxRoutes | None:
         """The mailboxes for the next step; None: the host must ask. No step may be running."""
         if self._present is not None and self._present.mail.is_live:
             return self._present
@@ -91,7 +91,7 @@ class MailboxSessions:
             and all(is_ready(route, self._ops.device) for route in routes)
         )
 
-    def _opened(self, routes: tuple[MailRoute, ...]) -> MailMoe:
+    def _opened(self, routes: tuple[MailRoute, ...]) -> MailboxRoutes:
         """Raises: DaemonUnavailable."""
         self._epoch += _EPOCHS_OF_OPENING
         mail = ParentMail(
@@ -100,7 +100,7 @@ class MailboxSessions:
         try:
             if mail.has_peers and self._uses_peers is not False:
                 mail.use_peers(True)
-            return MailMoe(self._ops, self._moe, self._resident, mail=mail)
+            return MailboxRoutes(self._ops, self._moe, self._resident, mail=mail)
         except BaseException:
             mail.close()
             raise

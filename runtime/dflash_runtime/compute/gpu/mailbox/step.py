@@ -14,7 +14,7 @@ from dflash_runtime.compute.gpu.launch.mailbox_args import MailRequest
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.mailbox.kernels import MailKernels
 from dflash_runtime.compute.gpu.mailbox.layout import MailLines
-from dflash_runtime.compute.gpu.ops.steps import StepOps
+from dflash_runtime.compute.gpu.ops.step_experts import StepExperts
 
 
 class MailStep:
@@ -39,7 +39,7 @@ class MailStep:
         self._relay = relay
         self._num_tokens, self._by_all = num_tokens, by_all
         # Own buffers: another stream may compute at the same time.
-        self._steps = StepOps(device)
+        self._experts = StepExperts(device)
         self._choices: dict[int, Choice] = {}
         self._rows: dict[int, StepRows] = {}
 
@@ -50,11 +50,12 @@ class MailStep:
         for index, resident in layers:
             choice = self._choice_of(resident.layer)
             to = MailReply(self._lines.reply(index), reply)
-            if self._by_all:
-                self._steps.answer(resident, self._awaited(index, resident.layer), choice, to=to)
-            else:
-                rows = self._taken(index, resident, choice)
-                self._steps.answer(resident, rows, choice, to=to)
+            asked = (
+                self._awaited(index, resident.layer)
+                if self._by_all
+                else self._taken(index, resident, choice)
+            )
+            self._experts.answer(resident, asked, choice, to=to, takes_request=self._by_all)
 
     def _awaited(self, index: int, layer: MoeLayer) -> MailRequest:
         """The request that every block polls for; relayed to our memory if need be."""
@@ -69,7 +70,7 @@ class MailStep:
         """Wait for a request: its rows; its pairs are written to `choice`."""
         layer = resident.layer
         if layer.hidden_size not in self._rows:
-            rows = self._steps.new_rows(self._num_tokens, layer.hidden_size)
+            rows = self._experts.new_rows(self._num_tokens, layer.hidden_size)
             self._rows[layer.hidden_size] = rows
         rows, table = self._rows[layer.hidden_size], resident.decode.slot_of_expert
         request = self._lines.request(index)

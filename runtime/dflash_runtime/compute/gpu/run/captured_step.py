@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from dflash_adapters.ops import Model, MoeBlock
 from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase
 from dflash_runtime.compute.backend import NOT_FINITE, DeviceSampling
 from dflash_runtime.compute.gpu.device.mapped_array import mapped_array, whole_pages
+from dflash_runtime.compute.gpu.experts.moe import DeviceMoe
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.gpu.launch.sample_tokens import (
     NUM_OPTIONS,
@@ -28,18 +28,16 @@ from dflash_runtime.compute.gpu.launch.sample_tokens import (
 )
 from dflash_runtime.compute.gpu.layers.attention_plan import context_bucket
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
-from dflash_runtime.compute.gpu.layers.values import F32Rows, Product, StepPositions, StepTokens
-from dflash_runtime.compute.gpu.mailbox.moe import MailMoe
+from dflash_runtime.compute.gpu.layers.placed_step import PlacedStep
+from dflash_runtime.compute.gpu.layers.rows import Rows
+from dflash_runtime.compute.gpu.mailbox.routes import MailboxRoutes
 from dflash_runtime.compute.gpu.mailbox.sessions import MailboxSessions
-from dflash_runtime.compute.gpu.ops.ops import CupyOps
-from dflash_runtime.compute.gpu.run.captured_pieces import (
-    Capture,
-    GraphPiece,
-    Pause,
-    capture_pieces,
-)
+from dflash_runtime.compute.gpu.model.model import GpuModel
+from dflash_runtime.compute.gpu.ops.ops import GpuOps
+from dflash_runtime.compute.gpu.run.captured_pieces import Capture, capture_pieces
 from dflash_runtime.compute.gpu.run.captured_trees import CapturedTrees
-from dflash_runtime.compute.gpu.run.shared_moe import SharedMoe
+from dflash_runtime.compute.gpu.run.host_routes import HostRoutes
+from dflash_runtime.compute.model import Pausable, forward, run_to_end
 from dflash_runtime.compute.trees import Tree, TreeResult
 
 _NONE = -1
@@ -55,10 +53,10 @@ _TIMEOUT_S = 0.5
 class GraphStep:
     """Implements backend.CapturedStep for one sequence. Used by the thread that runs the model.
 
-    Three routes to experts: all on the device (one graph); asked by the host (`moe` is a SharedMoe:
-    a graph in pieces); asked by the device through mailboxes (`sessions`), preferred to the host's
-    while their daemons are there. A mailbox step that fails is recomputed through the host, and so
-    are the steps after it until there are mailboxes again.
+    Three routes to experts: all on the device (one graph); asked by the host (`shared`, whose block
+    is `moe`: a graph in pieces); asked by the device through mailboxes (`sessions`), preferred to
+    the host's while their daemons are there. A mailbox step that fails is recomputed through the
+    host, and so are the steps after it until there are mailboxes again.
     Sampling is captured separately, so that greedy steps do not pay for it.
     Trees of draft tokens are captured too, unless the host must ask.
     Owns: graphs of each context bucket used so far, and mapped memory of the host.
@@ -66,11 +64,12 @@ class GraphStep:
 
     def __init__(
         self,
-        ops: CupyOps,
-        model: Model[Any],
+        ops: GpuOps,
+        model: GpuModel,
         cache: DeviceKvCache,
         *,
-        moe: MoeBlock[Any],
+        moe: DeviceMoe,
+        shared: HostRoutes | None = None,
         sessions: MailboxSessions | None = None,
     ) -> None:
         device = ops.device
@@ -88,9 +87,9 @@ class GraphStep:
             device.zeros(NUM_OPTIONS, np.float64), device.zeros(self._tokens.size, np.float64)
         )
         self._is_sampling = False
-        self._shared = moe if isinstance(moe, SharedMoe) else None
+        self._shared = shared
         self._sessions = sessions
-        self._mail: MailMoe | None = None
+        self._mail: MailboxRoutes | None = None
         """Mailboxes that the next step goes through; None: the host asks."""
         self._left_to_host_s: float | None = None
         """When a tree was last left to the host to check daemons; its cost is noted at the next."""
@@ -100,9 +99,9 @@ class GraphStep:
         """Selections of steps through mailboxes that are closed."""
         self._first_epoch = self._first_id = 0
         """Epoch and token of the step set by the last `begin`."""
-        self._captures: dict[tuple[int, bool, MailMoe | None], Capture] = {}
+        self._captures: dict[tuple[int, bool, MailboxRoutes | None], Capture] = {}
         self._trees = CapturedTrees(ops, model, cache)
-        self._last: F32Rows | None = None
+        self._last: Rows | None = None
         self._first = self._position = 0
         self._is_closed = False
 
@@ -250,7 +249,7 @@ class GraphStep:
         self._cache.count_step()
         self._position += 1
 
-    def _start_mailed(self, mail: MailMoe, capture: Capture) -> None:
+    def _start_mailed(self, mail: MailboxRoutes, capture: Capture) -> None:
         """A lost daemon is noticed in `token`."""
         assert self._sessions is not None
         mail.mail.ring()
@@ -281,7 +280,7 @@ class GraphStep:
         return self._verify_mailed(self._mail, token_ids, tree, features)
 
     def _verify_mailed(
-        self, mail: MailMoe, token_ids: I32Array, tree: Tree, features: Collection[int]
+        self, mail: MailboxRoutes, token_ids: I32Array, tree: Tree, features: Collection[int]
     ) -> TreeResult | None:
         """None: a daemon has not answered, or there is no memory; the host must ask instead."""
         assert self._sessions is not None
@@ -289,7 +288,8 @@ class GraphStep:
         try:
             if not mail.mail.failed_epoch():
                 mail.mail.prepare(token_ids.size)
-                result = self._trees.run(token_ids, tree, features, moe=mail)
+                moe = mail.block(Phase.VERIFY)
+                result = self._trees.run(token_ids, tree, features, moe=moe, mail=mail.mail)
                 if result is not None:
                     self._sessions.count_tree(token_ids.size)
                 if not mail.mail.failed_epoch():
@@ -301,7 +301,7 @@ class GraphStep:
         self._lose_mail(mail, self._sessions)
         return None
 
-    def _lose_mail(self, mail: MailMoe, sessions: MailboxSessions) -> None:
+    def _lose_mail(self, mail: MailboxRoutes, sessions: MailboxSessions) -> None:
         """A mailbox step has failed: go on through the host until there are mailboxes again."""
         self._ops.device.synchronize()
         mail.mail.fail()
@@ -448,46 +448,39 @@ class GraphStep:
         with buffers.noted() as noted, nullcontext() if mail is None else mail.trial():
             if shared is not None:
                 shared.begin_trial()
-            with self._ops.steps.uncounted():
-                self._launch_step(bucket)
+            with self._ops.step_experts.uncounted():
+                run_to_end(self._launch_step(bucket))
         device.synchronize()
         self._tokens[self._position + 1] = _NONE
         for array, values in zip((self._token_ids, self._positions), before, strict=True):
             device.write(array, values)
-        results: list[F32Rows] = []
         if shared is None:
             with buffers.repeated(noted):
-                graph = device.capture(lambda: results.append(self._launch_step(bucket)))
-            return Capture([GraphPiece(graph, None)], results[0], [])
-
-        def launch(pause: Pause) -> None:
-            shared.begin_capture(pause)
-            results.append(self._launch_step(bucket))
-
+                pieces, logits = capture_pieces(device, self._launch_step(bucket))
+            return Capture(pieces, logits, [])
         # Other work may run between pieces, so a step in pieces keeps its buffers to itself.
         with buffers.repeated(noted) as kept:
+            shared.begin_capture()
             try:
-                pieces = capture_pieces(device, launch)
+                pieces, logits = capture_pieces(device, self._launch_step(bucket))
             finally:
                 shared.end_capture()
-        return Capture(pieces, results[0], kept)
+        return Capture(pieces, logits, kept)
 
-    def _launch_step(self, bucket: int) -> F32Rows:
-        tokens: Any = StepTokens(self._token_ids)
-        positions: Any = StepPositions(self._positions, bucket)
+    def _launch_step(self, bucket: int) -> Pausable[Rows]:
         moe = self._moe
         if self._mail is not None:
             self._mail.mail.kernels.begin()
             moe = self._mail.block(Phase.DECODE)
-        hidden = self._model.forward(tokens, positions, self._cache, moe)
-        logits = self._model.head(hidden)
-        if not isinstance(logits, Product):
-            self._ops.lacks("a head whose logits are scaled, in a captured step")
+        step = PlacedStep.of_arrays(
+            self._token_ids, self._positions, self._cache, Phase.DECODE, bucket
+        )
+        hidden = yield from forward(self._model, step, moe)
         history: Any = self._history
-        return self._ops.steps.pick(
-            logits,
-            self._token_ids,
-            self._positions,
+        return self._model.choose_tokens(
+            hidden,
+            token_ids=self._token_ids,
+            positions=self._positions,
             history=history,
             sampling=self._sampling if self._is_sampling else None,
         )

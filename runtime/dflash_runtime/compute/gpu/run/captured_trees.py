@@ -11,22 +11,24 @@ from collections import OrderedDict
 from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from dflash_adapters.ops import Model, MoeBlock
 from dflash_protocol.errors import DeviceOutOfMemory
-from dflash_protocol.ids import AnyArray, F32Array, I32Array, Phase
+from dflash_protocol.ids import F32Array, I32Array, Phase
 from dflash_runtime.compute.backend import NOT_FINITE
 from dflash_runtime.compute.gpu.device.buffers import Places
 from dflash_runtime.compute.gpu.device.device import DeviceArray, Graph
+from dflash_runtime.compute.gpu.experts.moe import DeviceMoe
 from dflash_runtime.compute.gpu.launch.decode_tokens import check_token_ids
 from dflash_runtime.compute.gpu.layers.branch import Branch
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
-from dflash_runtime.compute.gpu.layers.values import Product, StepTokens
-from dflash_runtime.compute.gpu.mailbox.moe import MailMoe
-from dflash_runtime.compute.gpu.ops.ops import CupyOps
+from dflash_runtime.compute.gpu.layers.placed_step import PlacedStep
+from dflash_runtime.compute.gpu.layers.rows import Rows
+from dflash_runtime.compute.gpu.mailbox.parent import ParentMail
+from dflash_runtime.compute.gpu.model.model import GpuModel
+from dflash_runtime.compute.gpu.ops.ops import GpuOps
+from dflash_runtime.compute.model import forward, run_to_end
 from dflash_runtime.compute.trees import OnAccept, Tree, TreeResult
 
 _MOST_TOKENS_KEPT = 256
@@ -39,7 +41,7 @@ class CapturedTrees:
     Used by one thread. Owns: graphs, and memory of the device.
     """
 
-    def __init__(self, ops: CupyOps, model: Model[Any], cache: DeviceKvCache) -> None:
+    def __init__(self, ops: GpuOps, model: GpuModel, cache: DeviceKvCache) -> None:
         self._ops, self._model, self._cache = ops, model, cache
         self._captures: OrderedDict[_Key, _Capture] = OrderedDict()
 
@@ -49,11 +51,12 @@ class CapturedTrees:
         tree: Tree,
         features: Collection[int],
         *,
-        moe: MoeBlock[Any] | MailMoe,
+        moe: DeviceMoe,
+        mail: ParentMail | None = None,
     ) -> TreeResult | None:
-        """Compute a tree's tokens. With a MailMoe every daemon must be ready for steps of so many
-        tokens, and none may be under way. None: a mailbox step has failed or its results are not
-        finite, or there is no memory for a capture; the tree is unchanged.
+        """Compute a tree's tokens; with `mail`, through these mailboxes: every daemon must be ready
+        for steps of so many tokens, and none may be under way. None: such a step has failed or its
+        results are not finite, or there is no memory for a capture; the tree is unchanged.
 
         Shapes: token_ids [W]. `features`: layers whose hidden states are returned.
         Raises: ContextExceeded, CheckpointMissing; ValueError for ids outside the vocabulary;
@@ -63,7 +66,7 @@ class CapturedTrees:
         tree.check_size(token_ids.size)
         self._cache.check_tree(tree)
         kind = Branch.kind_of(tree, has_states=bool(self._cache.states.layers))
-        key = _Key(kind, frozenset(features), moe)
+        key = _Key(kind, frozenset(features), moe, mail)
         capture = self._captures.get(key)
         if capture is None:
             self._make_room(token_ids.size)
@@ -77,13 +80,13 @@ class CapturedTrees:
             self._captures.move_to_end(key)
             capture.branch.aim(tree)
             self._ops.device.write(capture.token_ids, token_ids.astype(np.int32))
-        if isinstance(moe, MailMoe):
-            moe.mail.ring(token_ids.size)
+        if mail is not None:
+            mail.ring(token_ids.size)
         capture.graph.replay()
         download = self._ops.device.download
         argmax: I32Array = download(capture.argmax)
         # If the result is not finite, asking through the host will tell which reply is at fault.
-        if isinstance(moe, MailMoe) and (moe.mail.failed_epoch() or (argmax == NOT_FINITE).any()):
+        if mail is not None and (mail.failed_epoch() or (argmax == NOT_FINITE).any()):
             return None
         by_layer: dict[int, F32Array] = {
             layer: download(array) for layer, array in capture.features.items()
@@ -102,13 +105,12 @@ class CapturedTrees:
     def forget(self, *, mailed_only: bool = False) -> None:
         """Close captures. None may run, and no path of theirs be accepted afterwards."""
         for key in list(self._captures):
-            if not mailed_only or isinstance(key.moe, MailMoe):
+            if not mailed_only or key.mail is not None:
                 self._captures.pop(key).graph.close()
 
     def _captured(self, key: _Key, token_ids: I32Array, tree: Tree) -> _Capture:
         """Run the pass once, which compiles and allocates what it needs, then capture it."""
         device, buffers = self._ops.device, self._ops.steps.buffers
-        mail = key.moe.mail if isinstance(key.moe, MailMoe) else None
         size, hidden_size = token_ids.size, self._model.spec.hidden_size
         branch = Branch(device, tree, stays=True)
         capture = _Capture(
@@ -117,8 +119,8 @@ class CapturedTrees:
             device.empty(size, np.int32),
             {layer: device.empty((size, hidden_size), np.float32) for layer in key.features},
         )
-        trial = nullcontext() if mail is None else mail.trial()
-        with buffers.noted(capture.apart) as noted, self._ops.steps.uncounted(), trial:
+        trial = nullcontext() if key.mail is None else key.mail.trial()
+        with buffers.noted(capture.apart) as noted, self._ops.step_experts.uncounted(), trial:
             # Buffers that layers keep must not be reused until the pass is complete.
             kept = self._launch(key, capture, tree)
         device.synchronize()
@@ -131,24 +133,25 @@ class CapturedTrees:
 
     def _launch(self, key: _Key, capture: _Capture, tree: Tree) -> list[OnAccept]:
         """Launch one pass; returns the layers' callbacks for an accepted path."""
-        moe, kept = key.moe, Tree(tree.parents, tree.position)
-        if isinstance(moe, MailMoe):
-            moe.mail.kernels.begin()
-            moe = moe.block(Phase.VERIFY)
+        kept = Tree(tree.parents, tree.position)
+        if key.mail is not None:
+            key.mail.kernels.begin()
 
-        def on_layer(layer_id: int, hidden: AnyArray) -> None:
+        def on_layer(layer_id: int, hidden: Rows) -> None:
             if layer_id in capture.features:
-                rows: Any = hidden
-                self._ops.copy_rows(rows, capture.features[layer_id])
+                self._ops.copy_rows(hidden, capture.features[layer_id])
 
-        tokens: Any = StepTokens(capture.token_ids)
-        positions: Any = capture.branch.positions
-        with self._cache.branching(kept, capture.branch):
-            hidden = self._model.forward(tokens, positions, self._cache, moe, on_layer)
-            logits = self._model.head(hidden)
-        if not isinstance(logits, Product):
-            self._ops.lacks("a head whose logits are scaled, in a captured tree")
-        self._ops.steps.pick_likeliest(logits, capture.argmax)
+        step = PlacedStep.of_arrays(
+            capture.token_ids,
+            capture.branch.positions,
+            self._cache,
+            Phase.VERIFY,
+            kept.position + int(kept.depths.max()) + 1,
+            tree=kept,
+            branch=capture.branch,
+        )
+        hidden = run_to_end(forward(self._model, step, key.moe, on_layer=on_layer))
+        self._model.write_argmax(hidden, capture.argmax)
         return kept.kept
 
 
@@ -157,7 +160,9 @@ class _Key:
     kind: tuple[int, int, int]
     """From Branch.kind_of."""
     features: frozenset[int]
-    moe: MoeBlock[Any] | MailMoe
+    moe: DeviceMoe
+    mail: ParentMail | None
+    """Mailboxes that `moe` goes through, if any."""
 
 
 @dataclass(slots=True, eq=False)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Iterable
 
 import numpy as np
 
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
 from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock
 from dflash_runtime.compute.gpu.launch.decode_arrays import ArrayChecker
@@ -32,16 +34,7 @@ _TIMEOUT_S = 0.5
 
 _Copies = ctypes.c_void_p * _MOST_COPIES
 
-
-class ExchangeArgs(ctypes.Structure):
-    """Mirrors exchange.cu."""
-
-    _fields_ = (
-        ("sources", _Copies),
-        ("targets", _Copies),
-        ("num_words", ctypes.c_int * _MOST_COPIES),
-        ("signal", ctypes.c_void_p),
-    )
+ExchangeArgs = kernel_struct("exchange.cu", "ExchangeArgs")
 
 
 class Exchanger:
@@ -57,13 +50,13 @@ class Exchanger:
 
         Shapes: the box's. Raises: ValueError for others.
         """
-        copies = ((rows, box.mapped_rows), (choice.topk_ids, box.mapped_ids))
-        self._launch(box, (*copies, (choice.topk_weights, box.mapped_weights)), signals=True)
+        inputs = rows, choice.topk_ids, choice.topk_weights
+        self._launch(box, zip(inputs, box.mapped_inputs, strict=True), signals=True)
 
     def take(self, box: StepBox, rows: DeviceArray, choice: Choice) -> None:
         """Copy rows and choice that the host has written to the device."""
-        copies = ((box.mapped_rows, rows), (box.mapped_ids, choice.topk_ids))
-        self._launch(box, (*copies, (box.mapped_weights, choice.topk_weights)), signals=False)
+        inputs = rows, choice.topk_ids, choice.topk_weights
+        self._launch(box, zip(box.mapped_inputs, inputs, strict=True), signals=False)
 
     def give_sums(self, box: StepBox, sums: DeviceArray) -> None:
         """Copy sums to the box and signal the host."""
@@ -72,7 +65,7 @@ class Exchanger:
     def _launch(
         self,
         box: StepBox,
-        copies: tuple[tuple[DeviceArray, DeviceArray], ...],
+        copies: Iterable[tuple[DeviceArray, DeviceArray]],
         *,
         signals: bool,
     ) -> None:
@@ -119,7 +112,8 @@ class StepBox:
         """The same arrays."""
         self._signal = memoryview(signal)
         mapped: list[DeviceArray] = self._block.device
-        self.mapped_rows, self.mapped_ids, self.mapped_weights = mapped[:3]
+        self.mapped_inputs = mapped[:3]
+        """Rows, ids and weights."""
         self.mapped_sums, self.mapped_signal = mapped[3:]
 
     def expect(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 
 import numpy as np
@@ -14,6 +13,7 @@ from dflash_runtime.compute.gpu.device.device import (
     address,
     optional_address,
 )
+from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
 from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 
 _THREADS = 256
@@ -22,31 +22,8 @@ _MULTIPROCESSORS_OF_BLOCK = 2
 """Blocks of a copy beside other work: enough for PCIe, few enough not to disturb it."""
 _PIECE_BYTES = 16
 
-
-class MovePayloadArgs(ctypes.Structure):
-    """Mirrors move_payload.cu."""
-
-    _fields_ = (
-        ("source", ctypes.c_void_p),
-        ("rows", ctypes.c_void_p),
-        ("target", ctypes.c_void_p),
-        ("shares", ctypes.c_void_p),
-        ("not_finite", ctypes.c_void_p),
-        ("num_rows", ctypes.c_int),
-        ("row_pieces", ctypes.c_int),
-    )
-
-
-class AddToRowsArgs(ctypes.Structure):
-    """Mirrors move_payload.cu."""
-
-    _fields_ = (
-        ("sums", ctypes.c_void_p),
-        ("rows", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("num_rows", ctypes.c_int),
-        ("columns", ctypes.c_int),
-    )
+MovePayloadArgs = kernel_struct("move_payload.cu", "MovePayloadArgs")
+AddToRowsArgs = kernel_struct("move_payload.cu", "AddToRowsArgs")
 
 
 class PayloadKernels:

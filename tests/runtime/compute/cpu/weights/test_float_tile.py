@@ -13,7 +13,14 @@ from dflash_adapters.quant import TensorType
 from dflash_adapters.quant.reference import dequantise
 from dflash_protocol.ids import F32Array, I32Array, U8Array
 from dflash_runtime.compute.cpu.weights import float_tile
-from dflash_runtime.compute.cpu.weights.rows import _EXPAND, expand_function
+from dflash_runtime.compute.cpu.weights.rows import (
+    _EXPAND,
+    COLUMNS,
+    EXPAND,
+    MULTIPLY,
+    ROW_BYTES,
+    expand_function,
+)
 
 PLAIN = {
     TensorType.F32: float_tile.F32,
@@ -75,40 +82,35 @@ def aligned(values: F32Array, offset: int = 0) -> F32Array:
 
 @pytest.fixture(scope="module")
 def multiply() -> Multiply:
-    prototype = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 13)
+    prototype = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 10)
     functions = {
         kind: prototype(float_tile.float_rows(kind).address) for kind in (None, *PLAIN.values())
     }
 
-    def multiply(
-        rows: Rows, x: F32Array, indices: I32Array | None = None, *, by_row: bool = False
-    ) -> F32Array:
-        """Result [vectors, rows], computed into an array that is twice as wide if not `by_row`."""
+    def multiply(rows: Rows, x: F32Array, indices: I32Array | None = None) -> F32Array:
+        """Result [vectors, rows], computed into an array with a guard beyond each vector's."""
         num_rows, columns = rows.values.shape
         num_vectors = x.shape[0] if indices is None else indices.size
         scratch = np.full(float_tile.scratch_bytes(columns) + 8, 0xFF, np.uint8)
         scratch[-8:] = 1
-        shape = (num_vectors + 1, num_rows + 1) if by_row else (num_vectors + 1, 2 * num_rows + 1)
-        out = np.full(shape, GUARD, np.float32)
-        step = 1 if by_row else 2
-        expand = PLAIN.get(rows.tensor_type)
+        out = np.full((num_vectors + 1, num_rows + 1), GUARD, np.float32)
+        expand, layout = PLAIN.get(rows.tensor_type), np.zeros(MULTIPLY, np.int64)
+        layout[ROW_BYTES], layout[COLUMNS] = rows.tensor_type.row_bytes(columns), columns
+        layout[EXPAND] = expand_function(rows.tensor_type).address if expand is None else expand
         functions[expand](
+            layout.ctypes.data,
             rows.data.ctypes.data,
-            rows.tensor_type.row_bytes(columns),
-            expand_function(rows.tensor_type).address if expand is None else expand,
             num_rows,
-            columns,
             x.ctypes.data,
             x.strides[0],
             0 if indices is None else indices.ctypes.data,
             num_vectors,
             out.ctypes.data,
-            4 * step,
             out.strides[0],
             scratch.ctypes.data,
         )
-        products = out[:num_vectors, : num_rows * step : step].copy()
-        out[:num_vectors, : num_rows * step : step] = GUARD
+        products = out[:num_vectors, :num_rows].copy()
+        out[:num_vectors, :num_rows] = GUARD
         assert (out == GUARD).all()
         assert (scratch[-8:] == 1).all()
         return products
@@ -129,7 +131,7 @@ def test_products_of_every_type(multiply: Multiply, tensor_type: TensorType, num
     rng = np.random.default_rng(num_rows)
     for num_vectors in NUM_VECTORS:
         x = rng.standard_normal((num_vectors, rows.values.shape[1])).astype(np.float32)
-        assert_close(multiply(rows, x, by_row=bool(num_vectors % 2)), rows, x)
+        assert_close(multiply(rows, x), rows, x)
 
 
 @pytest.mark.parametrize("tensor_type", TYPES, ids=lambda t: t.name)
@@ -144,7 +146,7 @@ def test_bits_depend_on_row_and_vector_alone(multiply: Multiply, tensor_type: Te
     for first, end in ((0, 1), (18, 19), (3, 9)):
         part = Rows(tensor_type, rows.data[first * row_bytes :], rows.values[first:end])
         for num_vectors in (1, 33):
-            got = multiply(part, x[:num_vectors], by_row=True)
+            got = multiply(part, x[:num_vectors])
             np.testing.assert_array_equal(got, whole[:num_vectors, first:end])
 
 

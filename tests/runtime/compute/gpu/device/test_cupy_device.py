@@ -236,7 +236,7 @@ def test_what_arrays_leave_after_their_device_was_closed_is_given_back(
     """Found on an H200: each load that failed left 1.25 MiB, which its traceback had kept."""
     cache = BinaryCache(tmp_path)
     first = CupyDevice(CUDA, cache=cache)
-    pool = first._pool
+    pool = first._memory._pool
     pool.held_bytes = 100
     first.close()
     pool.held_bytes = 0  # the traceback is gone

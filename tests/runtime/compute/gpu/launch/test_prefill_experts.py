@@ -304,7 +304,7 @@ def test_a_sorted_batch_gives_what_its_choice_gives(tmp_path: Path) -> None:
     hidden = hidden_rows(20)
     rig.group(ids, weights)
     wanted = rig.sums(hidden)
-    rig.groups.load(batch_of(hidden, ids, weights, np.ones(NUM_EXPERTS, bool)))
+    rig.grouped = rig.groups.load(batch_of(hidden, ids, weights, np.ones(NUM_EXPERTS, bool)))
     np.testing.assert_array_equal(rig.sums(hidden), wanted, strict=True)
     rig.group(ids, weights)  # as it was launched before the batch
     np.testing.assert_array_equal(rig.sums(hidden), wanted, strict=True)
@@ -379,7 +379,7 @@ def test_sums_of_others_and_the_residual_are_added(tmp_path: Path) -> None:
     others, residual = rng.standard_normal((12, HIDDEN_SIZE)), hidden_rows(12, seed=11)
     x, rows = device.upload(residual), rig.rows.prepare(device.upload(hidden))
     rig.prefill.run(
-        rows, rig.groups, rig.experts.stored, sums=device.upload(others), residual=x, out=x
+        rows, rig.grouped, rig.experts.stored, sums=device.upload(others), residual=x, out=x
     )
     wanted = residual + (others + own).astype(np.float32)
     np.testing.assert_allclose(device.download(x), wanted, rtol=0, atol=2e-6)
@@ -390,7 +390,7 @@ def test_no_expert_is_resident(tmp_path: Path) -> None:
     ids, weights = choose(np.random.default_rng(12), 12, NUM_EXPERTS, 2)
     nobody = rig.device.upload(np.full(NUM_EXPERTS, -1, np.int32))
     upload = rig.device.upload
-    rig.groups.group_chosen(upload(ids), upload(weights), slot_of_expert=nobody)
+    rig.grouped = rig.groups.group_chosen(upload(ids), upload(weights), slot_of_expert=nobody)
     assert (rig.sums(hidden_rows(12)) == 0).all()
 
 
@@ -404,7 +404,7 @@ def test_wrong_shapes_are_refused(tmp_path: Path) -> None:
     rows = rig.rows.prepare(upload(hidden_rows(12)))
     with pytest.raises(SettingsError, match="wanted"):
         rig.prefill.run(
-            rows, rig.groups, rig.experts.stored, out=upload(np.zeros((12, 32), np.float32))
+            rows, rig.grouped, rig.experts.stored, out=upload(np.zeros((12, 32), np.float32))
         )
     stored = rig.experts.stored
     mixed = replace(stored, gate=replace(stored.gate, tensor_type=F32))

@@ -8,14 +8,14 @@ import pytest
 from dflash_protocol.batch import group_by_expert, slice_tokens
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, Phase
-from dflash_runtime.compute.gpu.launch.prefill_groups import MAX_EXPERTS, ExpertGroups
+from dflash_runtime.compute.gpu.launch.prefill_groups import MAX_EXPERTS, ExpertGroups, GroupedPairs
 from support.emulated_device import EmulatedDevice
 from support.prefill_rig import choose
 
 TILE_ROWS = 8
 
 
-def check(groups: ExpertGroups, ids: I32Array, weights: F32Array, resident: AnyArray) -> None:
+def check(groups: GroupedPairs, ids: I32Array, weights: F32Array, resident: AnyArray) -> None:
     """All arrays against numpy's. Shapes: ids, weights [T, K]; resident [E] bool."""
     num_used, flat = ids.shape[1], ids.reshape(-1)
     is_known = (flat >= 0) & (flat < resident.size)
@@ -27,7 +27,6 @@ def check(groups: ExpertGroups, ids: I32Array, weights: F32Array, resident: AnyA
     num_groups, num_tiles, num_rows = counts
     assert (num_groups, num_rows) == (experts.size, order.size)
     np.testing.assert_array_equal(groups.expert_ids[:num_groups], experts)
-    np.testing.assert_array_equal(groups.group_starts[: num_groups + 1], bounds)
     np.testing.assert_array_equal(groups.token_indices[:num_rows], order // num_used)
     np.testing.assert_array_equal(groups.weights[:num_rows], weights.reshape(-1)[order])
     rows = np.full(flat.size, -1)
@@ -57,8 +56,8 @@ def test_order_is_that_of_a_stable_sort(
     )
     rng = np.random.default_rng(num_tokens + num_experts)
     ids, weights = choose(rng, num_tokens, num_experts, num_used)
-    groups.group_chosen(device.upload(ids), device.upload(weights))
-    check(groups, ids, weights, np.ones(num_experts, bool))
+    grouped = groups.group_chosen(device.upload(ids), device.upload(weights))
+    check(grouped, ids, weights, np.ones(num_experts, bool))
 
 
 @pytest.mark.parametrize("case", ["some", "none", "one takes all", "ids of nobody"])
@@ -77,13 +76,13 @@ def test_only_resident_experts_get_rows(case: str) -> None:
     else:
         ids[::5, 1], ids[1::5, 0] = 9, -3
     selections = device.upload(np.arange(9, dtype=np.uint32))
-    groups.group_chosen(
+    grouped = groups.group_chosen(
         device.upload(ids),
         device.upload(weights),
         slot_of_expert=device.upload(slots),
         selections=selections,
     )
-    check(groups, ids, weights, slots >= 0)
+    check(grouped, ids, weights, slots >= 0)
     chosen = [int((ids == expert).sum()) if slots[expert] >= 0 else 0 for expert in range(9)]
     assert selections.tolist() == [before + count for before, count in enumerate(chosen)]
 
@@ -107,24 +106,25 @@ def test_a_sorted_batch_is_taken_over(num_tokens: int) -> None:
     one_token = next(slice_tokens(batch, 1))[1]
     for before in (one_token, None):  # whatever was there before
         if before is None:
-            groups.group_chosen(device.upload(ids), device.upload(weights))
-            assert groups.counts[2] == ids.size
+            earlier = groups.group_chosen(device.upload(ids), device.upload(weights))
+            assert earlier.counts[2] == ids.size
         else:
-            groups.load(before)
-            assert groups.counts[2] == before.num_pairs
-        groups.load(batch)
-    assert groups.counts[:3].tolist() == [
+            earlier = groups.load(before)
+            assert earlier.counts[2] == before.num_pairs
+        grouped = groups.load(batch)
+    assert grouped.layout != earlier.layout  # the arrays are others
+    assert grouped.counts[:3].tolist() == [
         batch.num_groups,
         sum(-(-size // TILE_ROWS) for size in np.diff(batch.group_starts).tolist()),
         batch.num_pairs,
     ]
-    assert groups.pairs_per_token == kept.sum(axis=1).max()
-    rows = groups.rows_of_tokens[: num_tokens * groups.pairs_per_token].reshape(num_tokens, -1)
+    assert grouped.pairs_per_token == kept.sum(axis=1).max()
+    rows = grouped.rows_of_tokens[: num_tokens * grouped.pairs_per_token].reshape(num_tokens, -1)
     for token in range(num_tokens):
         wanted = np.flatnonzero(batch.token_indices == token)
         np.testing.assert_array_equal(rows[token, : wanted.size], wanted)
         assert (rows[token, wanted.size :] == -1).all()
-    tiles = groups.tiles[: groups.counts[1]]
+    tiles = grouped.tiles[: grouped.counts[1]]
     covered = np.concatenate([np.arange(first, end) for _, _, first, end in tiles])
     np.testing.assert_array_equal(covered, np.arange(batch.num_pairs))
     np.testing.assert_array_equal(tiles[:, 1], batch.expert_ids[tiles[:, 0]])

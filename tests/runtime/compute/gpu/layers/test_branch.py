@@ -47,4 +47,4 @@ def test_paths_lead_from_the_sequence_to_each_token(parents: list[int]) -> None:
     for token in range(len(parents)):
         way = way_to(parents, token)
         assert paths[token, : len(way)].tolist() == way
-        assert np.asarray(branch.positions.array)[token] == 5 + len(way) - 1
+        assert np.asarray(branch.positions)[token] == 5 + len(way) - 1

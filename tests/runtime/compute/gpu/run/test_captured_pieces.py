@@ -1,18 +1,19 @@
 """Capture in pieces: launches before a pause are run before what the pause is for, and whatever
-goes wrong leaves no thread behind."""
+goes wrong leaves the pass closed."""
 
 from __future__ import annotations
 
 import signal
-import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from dflash_runtime.compute.gpu.device.device import DeviceArray
+from dflash_runtime.compute.gpu.device.device import DeviceArray, Graph
 from dflash_runtime.compute.gpu.launch.row_kernels import AddRows
-from dflash_runtime.compute.gpu.run.captured_pieces import Pause, capture_pieces
+from dflash_runtime.compute.gpu.run.captured_pieces import capture_pieces
+from dflash_runtime.compute.model import Pausable
 from support.emulated_device import EmulatedDevice
 from support.interrupts import interrupt_main_thread
 
@@ -30,17 +31,20 @@ def test_pieces_and_what_the_host_does_between_them_are_in_order() -> None:
         look()
         device.write(y, np.full((1, 4), 100.0, np.float32))
 
-    def launch_all(pause: Pause) -> None:
+    def launches() -> Pausable[str]:
         launch(x, x)
-        pause(look)
+        yield look
         launch(x, y)
-        pause(look_and_change)
+        yield None  # nothing for the host to do: no piece ends here
+        yield look_and_change
         launch(x, y)
+        return "logits"
 
     def launch(first: DeviceArray, second: DeviceArray) -> None:
         add.launch(first, second, x)
 
-    pieces = capture_pieces(device, launch_all)
+    pieces, result = capture_pieces(device, launches())
+    assert result == "logits"
     look()
     assert seen == [1.0]  # nothing has run yet
     for _ in range(2):
@@ -53,43 +57,59 @@ def test_pieces_and_what_the_host_does_between_them_are_in_order() -> None:
     assert [piece.host_work for piece in pieces] == [look, look_and_change, None]
 
 
-def test_an_interrupt_waits_for_the_end_of_a_piece() -> None:
-    """It comes to the main thread; what the other one launches must not run meanwhile."""
+def test_an_interrupt_ends_the_capture_and_the_pass() -> None:
     device = EmulatedDevice()
     add, x = AddRows(device), device.upload(np.ones((1, 4), np.float32))
+    ended: list[str] = []
 
-    def launch_all(pause: Pause) -> None:
-        interrupt_main_thread()
-        time.sleep(0.05)
-        add.launch(x, x, x)
+    def launches() -> Pausable[None]:
+        try:
+            yield lambda: None
+            interrupt_main_thread()
+            time.sleep(0.05)
+            add.launch(x, x, x)
+        finally:
+            ended.append("pass")
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            capture_pieces(device, launch_all)
-        np.testing.assert_array_equal(device.download(x), 1.0)
+            capture_pieces(device, launches())
     finally:
         signal.signal(signal.SIGINT, before)
+    assert ended == ["pass"]
+    add.launch(x, x, x)
+    np.testing.assert_array_equal(device.download(x), 2.0)
 
 
 @pytest.mark.parametrize("num_pauses", [0, 1])
 def test_what_fails_leaves_nothing_behind(num_pauses: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = set(threading.enumerate())
     device = EmulatedDevice()
+    ended: list[str] = []
 
-    def launch_all(pause: Pause) -> None:
-        for _ in range(num_pauses):
-            pause(lambda: None)
-        raise KeyError("a layer")
+    def launches(error: Exception | None) -> Pausable[None]:
+        try:
+            for _ in range(num_pauses):
+                yield lambda: None
+            if error is not None:
+                raise error
+        finally:
+            ended.append("pass")
 
     with pytest.raises(KeyError, match="a layer"):
-        capture_pieces(device, launch_all)
-    assert set(threading.enumerate()) <= before
+        capture_pieces(device, launches(KeyError("a layer")))
+    assert ended == ["pass"]
 
-    def no_graphs(launch_all: object) -> None:
-        raise RuntimeError("no graphs here")
+    captured: list[Graph] = []
+    capture = device.capture
 
-    monkeypatch.setattr(device, "capture", no_graphs)
+    def one_graph(launch: Callable[[], None]) -> Graph:
+        if len(captured) == num_pauses:
+            raise RuntimeError("no graphs here")
+        captured.append(capture(launch))
+        return captured[-1]
+
+    monkeypatch.setattr(device, "capture", one_graph)
     with pytest.raises(RuntimeError, match="no graphs"):
-        capture_pieces(device, lambda pause: None)
-    assert set(threading.enumerate()) <= before
+        capture_pieces(device, launches(None))
+    assert len(ended) == 1 + num_pauses  # a pass that has not begun has nothing to end

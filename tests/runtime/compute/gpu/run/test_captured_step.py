@@ -15,6 +15,7 @@ from dflash_protocol.ids import F32Array, Phase
 from dflash_runtime.compute.gpu.device.buffers import Buffer, Buffers
 from dflash_runtime.compute.gpu.device.device import KernelDevice
 from dflash_runtime.compute.gpu.run.captured_step import GraphStep
+from dflash_runtime.compute.model import Step, forward, run_to_end
 from support.emulated_gpu import TINY
 from support.gpu_models import GpuModel
 from support.random_models import write_qwen3moe
@@ -41,8 +42,8 @@ class Holder:
 def plain_logits(model: GpuModel, token_id: int, position: int) -> F32Array:
     moe = model.backend.moe(model.banks, Phase.DECODE, None)
     model.poison.again()
-    positions = np.array([position], np.int32)
-    hidden = model.model.forward(np.array([token_id], np.int32), positions, model.cache, moe)
+    step = Step.of_chunk(np.array([token_id], np.int32), position, model.cache, Phase.DECODE)
+    hidden = run_to_end(forward(model.model, step, moe))
     logits: F32Array = model.backend.to_host(model.model.head(hidden))[0]
     return logits
 

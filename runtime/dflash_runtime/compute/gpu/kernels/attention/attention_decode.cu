@@ -1,13 +1,13 @@
-// Attention of 1 to 8 tokens over a cache: norm and rotation of queries and keys, the cache's new rows,
-// and the softmax, split over runs of SPLIT_KEYS positions; attention_merge puts the runs together.
+// attention_decode: attention of a step of 1 to 8 tokens. Reads the projections and the KV cache; writes
+// the step's rows of the cache and a partial result per run of SPLIT_KEYS positions (attention_merge
+// combines them). Norm and rotation of queries and keys are done here.
 //
-// Runs begin at position 0 and do not depend on how many tokens there are or how long the context is,
-// nor does what a row does inside one: its bits depend on its own query and position alone.
-// Grid: (NUM_SPLITS, NUM_KV_HEADS, rows / BLOCK_ROWS); blocks past the last position leave at once. So
-// one launch serves every context up to NUM_SPLITS * SPLIT_KEYS; so do those of runs that no query sees. Positions are those of this whole step:
-// nothing that overlaps with this kernel may write them, nor rows of the cache before them.
+// Grid (NUM_SPLITS, NUM_KV_HEADS, ceil(rows / BLOCK_ROWS)), THREADS threads. Blocks whose run no query
+// sees exit at once, so one launch serves every context up to NUM_SPLITS * SPLIT_KEYS. Runs begin at
+// position 0 whatever the number of tokens or the context: a row's bits depend on its own query and
+// position alone. No kernel that overlaps with this one may write positions, or earlier cache rows.
 //
-// Defines beside attention_runs.cuh's: NUM_TOKENS.
+// Parameters, besides those of attention_runs.cuh: NUM_TOKENS.
 #include "attention_runs.cuh"
 
 constexpr int NUM_ROWS = NUM_TOKENS * GROUP;
@@ -24,15 +24,16 @@ constexpr int NEW_BYTES = NEW_KEYS_BYTES + NUM_TOKENS * VALUE_ROW * KV_ELEMENT_B
 constexpr int KEY_SCALES = NUM_TOKENS * KEY_ROW / Q8_BLOCK;
 constexpr int VALUE_SCALES = NUM_TOKENS * VALUE_ROW / Q8_BLOCK;
 
-// The step's own keys and values, for this block's kv head: as floats, and as the cache has them.
+// The step's own keys and values of this block's kv head, in shared memory: as floats and in the cache's
+// format.
 struct StepRows {
     float *keys, *values;
     HeadRows stored_keys, stored_values;
 };
 
-// Each warp prepares two of the block's queries and, where the block has them, some new rows: the first
-// NUM_TOKENS warps begin with a key, the next with a value. All loads of a warp begin before it waits
-// for the first of them.
+// Each warp prepares two of the block's queries and, if the step's positions lie in the block's run, some
+// of the new keys and values (jobs): warp w begins with job w, first the keys, then the values. A warp
+// issues all its loads before it waits for the first of them.
 struct Preparation {
     QueryRows queries;
     RotatedHead key;
@@ -79,7 +80,7 @@ struct Preparation {
     }
 };
 
-// New rows as the cache has them, and into it those that lie in this block's run.
+// Writes to the cache those of the step's rows whose positions lie in [begin, end).
 template <int ROW>
 INLINE void write_rows(HeadRows cache, const HeadRows &stored, int first_position, int begin, int end) {
     constexpr int ROW_BYTES = ROW * KV_ELEMENT_BYTES, CHUNKS = ROW_BYTES / 16;
@@ -119,15 +120,15 @@ KERNEL(attention_decode, AttentionDecodeArgs, THREADS, BLOCKS_AT_ONCE) {
         {KV_F32 ? (u8 *)(new_floats + NUM_TOKENS * KEY_ROW) : new_bytes + NEW_KEYS_BYTES,
          new_scales + (KV_Q8_0 ? KEY_SCALES : 0)}};
 
-    // Old rows do not wait for the projections. Where there is no old row, any row will do: it is
-    // replaced by a new one below.
+    // Rows of earlier positions are loaded before the projections have ended. Where a tile has positions
+    // of this step, any valid row is loaded instead; the step's rows replace it below.
     const int last_old = first_position > 0 ? first_position - 1 : 0;
     int tile = begin + warp_index() % KEY_WARPS * TILE_KEYS;
     WarpRows rows;
     auto old_row = [&](int key) {
         const int position = min_of(tile + key, last_old);
         assume(position >= 0);
-        // Rows of a ring that this step writes were those of positions that none of it sees.
+        // Rows of the ring that this step overwrites held positions that none of its tokens sees.
         if constexpr (WINDOW_ROWS != 0)
             return cache_row(position < end_position - WINDOW_ROWS ? last_old : position);
         return position;
@@ -165,7 +166,7 @@ KERNEL(attention_decode, AttentionDecodeArgs, THREADS, BLOCKS_AT_ONCE) {
     const int row_warp = warp_index() / KEY_WARPS;
     const QueryElement *queries = (const QueryElement *)room + row_warp * QUERY_ELEMENTS;
     rows.begin(row_positions + row_warp * WARP_ROWS);
-    // Of the step's own rows, that of a key; keys past the last are hidden, but must be numbers.
+    // The step's row for a key of the tile, or -1. Keys past the last are masked, but must not be NaN.
     auto step_row = [&](int key) {
         const int token = min_of(tile + key - first_position, NUM_TOKENS - 1);
         return token < 0 ? -1 : token;

@@ -1,21 +1,22 @@
-// Eight rows attend to tiles of sixteen keys in float32, by one logical warp of any width.
+// WarpRows without tensor cores: attention of eight rows to tiles of sixteen keys in float32, by one
+// logical warp of any width. It has the interface of attention_mma.cuh.
 //
-// Scores: four neighbouring lanes share a key, each with every fourth group of eight elements. Mixing:
-// a lane owns eight elements of all rows, KEY_GROUPS groups of lanes take different keys. Between the
-// two, probabilities stay in the registers of the lanes that made them; others read them from there.
+// Scores: four neighbouring lanes share a key; each takes every fourth group of eight elements. Values: a
+// lane has eight elements of all rows, and KEY_GROUPS groups of lanes take different keys. Probabilities
+// stay in the registers of the lanes that computed them; other lanes read them by shuffles.
 #pragma once
 
 typedef float QueryElement;
-constexpr int QUERY_ELEMENTS = WARP_ROWS * QUERY_ROW;  // of one warp's rows
+constexpr int QUERY_ELEMENTS = WARP_ROWS * QUERY_ROW;  // for the rows of one warp
 
 struct WarpRows {
     static constexpr int SCORE_LANES = 4;
-    static constexpr int SCORE_KEYS = LANES / SCORE_LANES;       // scored at once
-    static constexpr int LANE_KEYS = TILE_KEYS / SCORE_KEYS;     // of each lane
+    static constexpr int SCORE_KEYS = LANES / SCORE_LANES;       // keys that a warp scores at once
+    static constexpr int LANE_KEYS = TILE_KEYS / SCORE_KEYS;     // keys of a tile per lane
     static constexpr int CHUNKS = VALUE_ROW <= 32 ? 4 : VALUE_ROW <= 64 ? 8 : VALUE_ROW <= 128 ? 16 : 32;
     static constexpr int KEY_GROUPS = LANES / CHUNKS;
-    static constexpr int GROUP_KEYS = SCORE_KEYS / KEY_GROUPS;   // of each group, of SCORE_KEYS
-    static constexpr int LANE_ROWS = WARP_ROWS / SCORE_LANES;    // whose softmax a lane does
+    static constexpr int GROUP_KEYS = SCORE_KEYS / KEY_GROUPS;   // of SCORE_KEYS keys, those of a group
+    static constexpr int LANE_ROWS = WARP_ROWS / SCORE_LANES;    // rows whose softmax a lane computes
 
     Eight keys[LANE_KEYS][KEY_STEPS], values[LANE_KEYS][GROUP_KEYS];
     float out[WARP_ROWS][8];
@@ -31,7 +32,7 @@ struct WarpRows {
         return SCORE_KEYS * n + key_group() + KEY_GROUPS * i;
     }
 
-    // `row_positions`: of these eight rows, the last position that each may see; -1 if unused.
+    // `row_positions`: the last position that each of these eight rows may see; -1: an unused row.
     INLINE void begin(const int *row_positions) {
 #pragma unroll
         for (int e = 0; e < LANE_ROWS; e++) {
@@ -45,14 +46,14 @@ struct WarpRows {
             for (int d = 0; d < 8; d++) out[r][d] = 0.0f;
     }
 
-    // From here on each row sees positions up to last_of(row); -1: none.
+    // From now on each row sees positions up to last_of(row); -1: none.
     template <typename LastOf>
     INLINE void limit(LastOf last_of) {
 #pragma unroll
         for (int e = 0; e < LANE_ROWS; e++) last_visible[e] = last_of(score_row(e));
     }
 
-    // All of them will be loaded anew, in parts.
+    // Tells the compiler that all keys (or values) are about to be replaced, in several partial loads.
     INLINE void forget_keys() {
         if constexpr (CLEARS_ROWS) {
 #pragma unroll
@@ -70,7 +71,8 @@ struct WarpRows {
         }
     }
 
-    // row_of(key of the tile) -> row to read, or -1 to keep what is there. The same for values.
+    // row_of(key of the tile) is the row to load, or -1 to keep the registers as they are. The same holds
+    // for load_values.
     template <int SOURCE, typename RowOf>
     INLINE void load_keys(HeadRows rows, RowOf row_of) {
 #pragma unroll
@@ -97,7 +99,8 @@ struct WarpRows {
             }
     }
 
-    // Probabilities of the keys that were loaded, the first of which is `first_key`.
+    // Online softmax: scores of the loaded keys, which begin at position `first_key`, become
+    // probabilities relative to the new maximum, and earlier results are rescaled to it.
     INLINE void score(const QueryElement *queries, int first_key) {
         float sums[LANE_KEYS][WARP_ROWS];
 #pragma unroll
@@ -131,7 +134,7 @@ struct WarpRows {
         soften(sums, first_key);
     }
 
-    // Adds over the lanes of a key; lane c of them ends with rows 2c and 2c + 1 at the front.
+    // Sums over the four lanes of a key; lane c ends with rows 2c and 2c + 1 in the first two places.
     static INLINE void share_rows(float sums[WARP_ROWS]) {
 #pragma unroll
         for (int mask = SCORE_LANES / 2, left = WARP_ROWS / 2; mask; mask >>= 1, left >>= 1) {
@@ -202,7 +205,7 @@ struct WarpRows {
             }
     }
 
-    // Adds up over lanes; then statistics and results are whole.
+    // Completes the sums over lanes; call it before give_statistics and give_results.
     INLINE void end() {
 #pragma unroll
         for (int e = 0; e < LANE_ROWS; e++)
@@ -217,14 +220,14 @@ struct WarpRows {
                 for (int d = 0; d < 8; d++) out[r][d] += lane_xor(out[r][d], mask);
     }
 
-    // take(row, maximum, total), each row once.
+    // Calls take(row, maximum, total) once for each row.
     template <typename Take>
     INLINE void give_statistics(Take take) const {
         if (lane_index() >= SCORE_LANES) return;
 #pragma unroll
         for (int e = 0; e < LANE_ROWS; e++) take(score_row(e), maximum[e], total[e]);
     }
-    // take(row, first element, four of them), each once.
+    // Calls take(row, first element, four elements) once for each group of four.
     template <typename Take>
     INLINE void give_results(Take take) const {
         if (value_element() >= VALUE_ROW) return;
@@ -236,7 +239,7 @@ struct WarpRows {
         }
     }
 
-    // One element of a scaled query.
+    // Stores one element of a scaled query.
     static INLINE void put_query(QueryElement *queries, int row, int element, float value) {
         queries[row * QUERY_ROW + element] = value;
     }

@@ -1,10 +1,11 @@
-// Which positions up to its own a token sees: the last WINDOW, those of its own CHUNK, or all (0).
+// The attention mask. A token sees positions up to its own: the last WINDOW of them, those in the same
+// CHUNK of positions (llama4), or all (both 0).
 #pragma once
 #include "common.cuh"
 
 constexpr bool IS_MASKED = WINDOW != 0 || CHUNK != 0;
 
-// The first that a token at this position sees; it never falls from one token to the next.
+// The first position that a token at `position` sees; it never decreases with the position.
 INLINE int first_visible(int position) {
     int first = 0;
     if constexpr (WINDOW != 0) first = position >= WINDOW ? position - WINDOW + 1 : 0;

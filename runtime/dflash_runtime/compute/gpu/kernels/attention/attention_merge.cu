@@ -1,23 +1,24 @@
-// What runs of positions gave (attention_decode), put together in ascending order of the runs: a block
-// for each head of each token; as floats, as int8 rows for the output projection, or both.
+// attention_merge: combines the partial results of attention_decode or attention_tree, in ascending order
+// of their runs. Writes the attention's output as floats, as int8 rows for the output projection, or
+// both. Grid (NUM_HEADS, T), 256 threads: a block per head of a token.
 //
-// Defines: NUM_HEADS, VALUE_DIM, VALUE_ROW, SPLIT_KEYS, NUM_SPLITS, PADDED_COLUMNS (of int8 rows),
-// WINDOW, CHUNK, HAS_SINKS.
+// Parameters: NUM_HEADS, VALUE_DIM, VALUE_ROW, SPLIT_KEYS, NUM_SPLITS, PADDED_COLUMNS of int8 rows,
+// WINDOW, CHUNK (attention_mask.cuh), HAS_SINKS.
 #include "attention_mask.cuh"
 #include "quantise.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / LANES;
 constexpr int FOURS = VALUE_ROW / 4;
-constexpr int SLICES = THREADS / FOURS;  // runs that are taken at the same time
-constexpr int EARLY = 4;                 // of each slice, loaded before anything is known of them
+constexpr int SLICES = THREADS / FOURS;  // runs that are added at the same time
+constexpr int EARLY = 4;                 // runs of each slice that are loaded before their weights are known
 static_assert(FOURS <= THREADS, "a run in one go");
 static_assert(FOURS % 4 == 0, "granules of four lanes");
 
 struct AttentionMergeArgs {
     const int *positions;      // [T]
     const float *partials;     // [T, NUM_HEADS, NUM_SPLITS, VALUE_ROW]
-    const float2 *statistics;  // [T, NUM_HEADS, NUM_SPLITS] {maximum, total}
-    const float *sinks;        // [NUM_HEADS], if HAS_SINKS: scores without a value
+    const float2 *statistics;  // [T, NUM_HEADS, NUM_SPLITS] {maximum score, sum of exponentials}
+    const float *sinks;        // [NUM_HEADS], if HAS_SINKS: a score that has no value
     float *values;             // [T, NUM_HEADS, VALUE_DIM], or null
     i8 *quants;                // [T, PADDED_COLUMNS], or null; only if 16 divides VALUE_DIM
     float2 *meta;              // [T, PADDED_COLUMNS / 16]
@@ -52,7 +53,7 @@ KERNEL(attention_merge, AttentionMergeArgs, THREADS, 1) {
         if (slice < SLICES && run < num_runs) early[i] = load_partial(mine + (i64)run * VALUE_ROW);
     }
 
-    // Each run's share: exp(its maximum - the highest), and the total of all.
+    // Each run's weight, exp(its maximum - the highest maximum), and the sum of all exponentials.
     constexpr int LANE_RUNS = (NUM_SPLITS + THREADS - 1) / THREADS;
     float maximum[LANE_RUNS], total[LANE_RUNS], highest = -1e30f;
 #pragma unroll
@@ -92,7 +93,7 @@ KERNEL(attention_merge, AttentionMergeArgs, THREADS, 1) {
         sums[slice * FOURS + element / 4] = sum;
     }
     block_barrier();
-    // All lanes go on, those of other slices with zeros: quantising is done by whole warps.
+    // All lanes go on, those of other slices with zeros, as quantise4 needs whole warps.
     float all = 0.0f;
     for (int warp = 0; warp < WARPS; warp++) all += warp_totals[warp];
     if constexpr (HAS_SINKS) all += exp_fast(bits_to_float(load_weights4(a.sinks + head)) - highest);

@@ -1,18 +1,19 @@
-// Eight rows attend to tiles of sixteen keys on tensor cores, in what amounts to float32: a product of
-// 16x8x16 takes the upper half of each float32 of a query (or probability) as row r and what is left
-// of it as row r + 8, and both rows' sums are added. Keys and values come from memory straight into
-// fragments: the order of elements inside a product is ours to choose, so that a lane's part is 16
-// neighbouring bytes.
+// WarpRows: attention of eight rows to tiles of sixteen keys, on tensor cores, with the accuracy of about
+// float32. Each query (or probability) is split into two halves, x = upper + rest; row r of the 16x8x16
+// product has the upper parts and row r + 8 the rests, and the sums of both rows are added. Keys and
+// values are loaded from memory directly into fragments. The order of elements inside a product is free,
+// so it is chosen such that a lane loads 16 neighbouring bytes:
 //
 //   scores    lane 4g + c holds key g, elements 32 step + 8c ... + 7: two products of 16 elements
-//   mixing    lane 4g + c holds keys 2c, 2c + 1, 2c + 8, 2c + 9, elements 64 span + 8g ... + 7; of
-//             these, product i of a span takes element i, so its column g is element 8g + i
+//   values    lane 4g + c holds keys 2c, 2c + 1, 2c + 8, 2c + 9, elements 64 span + 8g ... + 7; product i
+//             of a span takes element i of these, so that its column g is element 8g + i
 #pragma once
 
 static_assert(LANES == 32, "fragments of tensor cores");
 static_assert(!KV_F32, "tensor cores take halves");
 
-// Of four keys' eight neighbouring values each, what eight products take: two keys in a register.
+// B fragments of eight products, from eight neighbouring values of each of four keys: two keys in a
+// register.
 struct ValueFragments {
     u32 of_element[8][2];
 
@@ -33,7 +34,7 @@ struct ValueFragments {
 };
 
 typedef u16 QueryElement;
-constexpr int QUERY_ELEMENTS = 2 * WARP_ROWS * QUERY_ROW;  // upper halves of all rows, then the rest
+constexpr int QUERY_ELEMENTS = 2 * WARP_ROWS * QUERY_ROW;  // upper parts of all rows, then the rests
 
 struct WarpRows {
     static constexpr int SPANS = (VALUE_ROW + 63) / 64;
@@ -50,7 +51,7 @@ struct WarpRows {
     static INLINE int value_key(int i) { return 2 * (lane_index() % 4) + i % 2 + 8 * (i / 2); }
     static INLINE int score_key(int n, int e) { return 8 * n + 2 * (lane_index() % 4) + e; }
 
-    // `row_positions`: of these eight rows, the last position that each may see; -1 if unused.
+    // `row_positions`: the last position that each of these eight rows may see; -1: an unused row.
     INLINE void begin(const int *row_positions) {
         maximum = LOWEST;
         total = 0.0f;
@@ -63,14 +64,15 @@ struct WarpRows {
                 for (int k = 0; k < 4; k++) out[span][i][k] = 0.0f;
     }
 
-    // From here on each row sees positions up to last_of(row); -1: none.
+    // From now on each row sees positions up to last_of(row); -1: none.
     template <typename LastOf>
     INLINE void limit(LastOf last_of) { last_visible = last_of(row()); }
 
     INLINE void forget_keys() {}
     INLINE void forget_values() {}
 
-    // row_of(key of the tile) -> row to read, or -1 to keep what is there. The same for values.
+    // row_of(key of the tile) is the row to load, or -1 to keep the registers as they are. The same holds
+    // for load_values.
     template <int SOURCE, typename RowOf>
     INLINE void load_keys(HeadRows rows, RowOf row_of) {
 #pragma unroll
@@ -98,7 +100,8 @@ struct WarpRows {
         }
     }
 
-    // Probabilities of the keys that were loaded, the first of which is `first_key`.
+    // Online softmax: scores of the loaded keys, which begin at position `first_key`, become
+    // probabilities relative to the new maximum, and earlier results are rescaled to it.
     INLINE void score(const QueryElement *queries, int first_key) {
         float sums[2][4] = {};
 #pragma unroll
@@ -168,15 +171,15 @@ struct WarpRows {
         }
     }
 
-    // Adds up over lanes; then statistics and results are whole.
+    // Completes the sums over lanes; call it before give_statistics and give_results.
     INLINE void end() { total = lanes_sum<4>(total); }
 
-    // take(row, maximum, total), each row once.
+    // Calls take(row, maximum, total) once for each row.
     template <typename Take>
     INLINE void give_statistics(Take take) const {
         if (lane_index() % 4 == 0) take(row(), maximum, total);
     }
-    // take(row, first element, four of them), each once.
+    // Calls take(row, first element, four elements) once for each group of four.
     template <typename Take>
     INLINE void give_results(Take take) const {
 #pragma unroll
@@ -195,7 +198,7 @@ struct WarpRows {
             }
     }
 
-    // One element of a scaled query.
+    // Stores one element of a scaled query.
     static INLINE void put_query(QueryElement *queries, int row, int element, float value) {
         const u16 upper = float_to_half(value);
         queries[row * QUERY_ROW + element] = upper;

@@ -1,7 +1,11 @@
-// Keys and values of a tree's tokens, beside the cache until it is known which of them count: norm and
-// rotation at the position where each token would stand; and the way into the cache of those that do.
+// Keys and values of a draft tree, kept beside the cache until its accepted path is known.
 //
-// Defines: attention_heads.cuh's.
+//   attention_nodes   normalises and rotates each token's keys at its position in the tree, and writes
+//                     keys and values in the cache's format to `nodes`. Grid (T, ceil(2 * NUM_KV_HEADS /
+//                     WARPS)); a logical warp per key or value head of a token
+//   attention_accept  copies the rows of the accepted path to the cache. Grid (L, NUM_KV_HEADS)
+//
+// Parameters: those of attention_heads.cuh.
 #include "attention_heads.cuh"
 
 constexpr int WARPS = 8, THREADS = WARPS * LANES;
@@ -10,10 +14,9 @@ constexpr int LONGEST_ROW = KEY_ROW > VALUE_ROW ? KEY_ROW : VALUE_ROW;
 struct AttentionNodesArgs {
     NewRows rows;
     const int *positions;  // [T]
-    LayerCache nodes;      // row t is that of token t
+    LayerCache nodes;      // row t belongs to token t
 };
 
-// A logical warp for each key and value of each token. Grid: (T, 2 * NUM_KV_HEADS / WARPS).
 KERNEL(attention_nodes, AttentionNodesArgs, THREADS, 1) {
     SHARED(float, room, WARPS *LONGEST_ROW);
     let_next_begin();
@@ -44,12 +47,12 @@ KERNEL(attention_nodes, AttentionNodesArgs, THREADS, 1) {
 }
 
 struct AttentionAcceptArgs {
-    const int *path;   // [L] nodes
+    const int *path;   // [L] accepted tokens
     const int *begin;  // the tree's first position
     LayerCache nodes, cache;
 };
 
-// A row as it is stored, by a whole block.
+// Copies one stored row; called by a whole block.
 template <int ROW>
 INLINE void copy_row(const HeadRows &from, int node, const HeadRows &to, i64 row) {
     constexpr int BYTES = ROW * KV_ELEMENT_BYTES, BLOCKS = ROW / Q8_BLOCK;
@@ -62,7 +65,6 @@ INLINE void copy_row(const HeadRows &from, int node, const HeadRows &to, i64 row
                 (u16)read_half<READ_FRESH>(from.scales + (i64)node * BLOCKS + i);
 }
 
-// Grid: (L, NUM_KV_HEADS).
 KERNEL(attention_accept, AttentionAcceptArgs, THREADS, 1) {
     let_next_begin();
     const int node = (int)load_weights4(a.path + block_index_x());

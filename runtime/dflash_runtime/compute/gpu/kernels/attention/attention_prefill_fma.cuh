@@ -1,14 +1,14 @@
-// A chunk's attention in float32: each logical warp on its own, with eight rows.
+// attention_prefill in float32, without tensor cores: each logical warp computes eight rows on its own.
 #pragma once
 
 constexpr int BLOCK_ROWS = WARPS * WARP_ROWS;
-constexpr bool EARLY_VALUES = HOLDS_TILE && VALUE_ROW <= 128;  // registers hold keys and values of a tile
+constexpr bool EARLY_VALUES = HOLDS_TILE && VALUE_ROW <= 128;  // load values before scores are computed
 
 KERNEL(attention_prefill, AttentionPrefillArgs, THREADS, 1) {
     SHARED(float, room, WARPS *QUERY_ELEMENTS);
     SHARED(int, row_positions, BLOCK_ROWS);
     wait_for_previous();
-    let_next_begin();  // not before attention_store has ended: the next may read the cache early
+    let_next_begin();  // only after attention_store has ended: the next kernel may read the cache early
     const int first_position = (int)load_weights4(a.first_position);
     const int num_rows = a.num_tokens * GROUP;
     const int warp_row = warp_index() * WARP_ROWS;
@@ -24,7 +24,7 @@ KERNEL(attention_prefill, AttentionPrefillArgs, THREADS, 1) {
             row_positions[warp_row + r] = is_row ? first_position + row / GROUP : -1;
     }
     block_barrier();
-    // A warp without rows takes no key, but comes to the barriers.
+    // A warp without rows loads no keys, but takes part in the barriers.
     const int last_row = min_of(first_row + WARP_ROWS, num_rows) - 1;
     const int last_key = first_row < num_rows ? first_position + last_row / GROUP : -1;
     const HeadRows keys = key_rows(a.cache, block_index_y());
@@ -45,7 +45,7 @@ KERNEL(attention_prefill, AttentionPrefillArgs, THREADS, 1) {
         rows.mix();
     }
     rows.end();
-    // Statistics lie with other lanes than results: they cross in the place of the queries.
+    // Statistics and results are in different lanes: statistics go through the queries' shared memory.
     float *shares = queries;
     block_barrier();
     rows.give_statistics([&](int row, float maximum, float total) {

@@ -1,9 +1,9 @@
-// A chunk's attention on tensor cores, in halves: tiles of 32 keys and values are staged in shared memory
-// while the tile before is worked on; each warp takes ROW_TILES tiles of 16 rows.
+// attention_prefill on tensor cores, in halves. Tiles of 32 keys and values are staged in shared memory
+// while the tile before is computed; each warp has ROW_TILES tiles of 16 rows.
 //
-// Fragments are read as in attention_mma.cuh, here with row r in both halves of a product's rows: lane
-// 4g + c holds rows g and g + 8. Rows of keys are 4 chunks of 16 bytes apart (mod 8) and rows of values an
-// odd number, so that the reads of eight lanes meet in no bank.
+// Fragments have the layout of attention_mma.cuh, but rows g and g + 8 of a product are different rows.
+// In shared memory, rows of keys are 4 chunks of 16 bytes apart (mod 8) and rows of values an odd number
+// of chunks, so that the reads of eight lanes do not conflict in banks.
 #pragma once
 
 constexpr int BLOCK_ROWS = WARPS * ROW_TILES * 16;
@@ -16,7 +16,7 @@ constexpr int SPANS = (VALUE_ROW + 63) / 64;
 static_assert(SHARED_BYTES == 16 * (BLOCK_ROWS * QUERY_STRIDE + 2 * STAGE_CHUNKS),
               "the launcher asks for what is used here");
 
-// Rows [first_key, first_key + STAGE_KEYS) of one kind; zeros past the last.
+// Stages rows [first_key, first_key + STAGE_KEYS) of keys or of values; zeros past the last.
 template <int ROW, int STRIDE>
 INLINE void stage_rows(uint4 *stage, HeadRows rows, int first_key, int last_key) {
     constexpr int CHUNKS = ROW / 8;
@@ -42,10 +42,10 @@ struct ChunkRows {
     float scores[ROW_TILES][KEY_TILES][4];
     u32 probabilities[ROW_TILES][KEY_TILES / 2][4];
 
-    // Of the warp's rows, counted from its first.
+    // This lane's rows, counted from the warp's first.
     static INLINE int row(int tile, int upper) { return 16 * tile + lane_index() / 4 + 8 * upper; }
 
-    // Of a tile, the key that score e of product n is of.
+    // The key of the tile to which score e of product n belongs.
     static INLINE int key_of(int n, int e) { return 8 * n + 2 * (lane_index() % 4) + e; }
 
     INLINE void begin(int first_position, int first_row, int num_rows) {
@@ -102,8 +102,8 @@ struct ChunkRows {
         }
     }
 
-    // Scores of the tile from `first_key` on become probabilities; a tile of which every row sees all is
-    // not asked about it.
+    // Online softmax of the tile that begins at `first_key`. Tiles that all rows see entirely skip the
+    // mask.
     INLINE void soften(int first_key) {
         if (hides(first_key)) soften_tile<true>(first_key);
         else soften_tile<false>(first_key);
@@ -152,7 +152,7 @@ struct ChunkRows {
                     probabilities[m][n / 2][2 * (n % 2) + u] = to_halves(p[0], p[1]);
                 }
                 total[m][u] = sum;
-                // Once the highest has been seen nothing changes any more.
+                // Skipped when no row of the warp has a new maximum.
                 if (lanes_largest((u32)(correction != 1.0f)) == 0) continue;
 #pragma unroll
                 for (int span = 0; span < SPANS; span++)
@@ -237,7 +237,7 @@ KERNEL(attention_prefill, AttentionPrefillArgs, THREADS, VALUE_ROW > 128 ? 1 : 2
         copy_async_commit();
     };
     wait_for_previous();
-    let_next_begin();  // not before attention_store has ended: the next may read the cache early
+    let_next_begin();  // only after attention_store has ended: the next kernel may read the cache early
     for (int i = thread_index(); i < BLOCK_ROWS * (QUERY_COLUMNS / 8); i += THREADS) {
         const int row = i / (QUERY_COLUMNS / 8), chunk = i % (QUERY_COLUMNS / 8);
         const int source = min_of(first_row + row, num_rows - 1);

@@ -1,18 +1,19 @@
-// What a step and a tree have in common: queries of a block's rows, and what its warps have found in a
-// run of SPLIT_KEYS positions, which attention_merge puts together with that of other runs.
+// Shared by attention_decode and attention_tree (split-KV, "flash decoding"): a block computes some rows
+// over one run of SPLIT_KEYS positions. QueryRows prepares their queries; merge_warps combines the
+// block's warps and writes the run's partial result, which attention_merge combines with other runs'.
 //
-// Defines beside attention_heads.cuh's: SPLIT_KEYS, NUM_SPLITS, ROW_WARPS.
+// Parameters, besides those of attention_heads.cuh: SPLIT_KEYS, NUM_SPLITS runs at most, ROW_WARPS.
 #pragma once
 #include "attention_heads.cuh"
 
-constexpr int KEY_WARPS = 4;  // take tiles of keys in turn
+constexpr int KEY_WARPS = 4;  // warps that divide a run's tiles of keys among themselves
 constexpr int WARPS = KEY_WARPS * ROW_WARPS;
 constexpr int THREADS = WARPS * LANES;
 constexpr int BLOCK_ROWS = WARP_ROWS * ROW_WARPS;
-// Keys and values of a block of one row of warps are needed once; of more, by several warps.
+// With ROW_WARPS > 1 several warps of a block read the same keys and values.
 constexpr int SOURCE = ROW_WARPS == 1 ? READ_ONCE : READ_OFTEN;
-// What registers allow: whether a warp holds a tile's values while it waits for its keys, and how many
-// blocks a multiprocessor takes.
+// Chosen by the registers they need: whether a warp loads a tile's values before it has computed the
+// scores, and how many blocks share a multiprocessor.
 constexpr bool EARLY_VALUES = HOLDS_TILE && ROW_WARPS <= 2 && VALUE_ROW <= 128;
 enum {
     BLOCKS_AT_ONCE =
@@ -22,22 +23,22 @@ static_assert(SPLIT_KEYS % TILE_KEYS == 0, "whole tiles");
 
 struct RunResults {
     float *partials;     // [T, NUM_HEADS, NUM_SPLITS, VALUE_ROW]
-    float2 *statistics;  // [T, NUM_HEADS, NUM_SPLITS] {maximum, total}
+    float2 *statistics;  // [T, NUM_HEADS, NUM_SPLITS] {maximum score, sum of exponentials}
 };
 
-constexpr int MERGE_ROW = VALUE_ROW + 4;  // rows begin in different banks
+constexpr int MERGE_ROW = VALUE_ROW + 4;  // padded against bank conflicts
 constexpr int QUERY_BYTES = ROW_WARPS * QUERY_ELEMENTS * (int)sizeof(QueryElement);
 constexpr int MERGE_BYTES = BLOCK_ROWS * MERGE_ROW * 4;
 constexpr int ROOM_BYTES = QUERY_BYTES > MERGE_BYTES ? QUERY_BYTES : MERGE_BYTES;
 
-// Where row r of a block belongs.
+// Token and query head of row r of a block.
 INLINE int row_token(int row) { return (block_index_z() * BLOCK_ROWS + row) / GROUP; }
 INLINE int row_head(int row) {
     return block_index_y() * GROUP + (block_index_z() * BLOCK_ROWS + row) % GROUP;
 }
 INLINE bool is_row(int row, int num_rows) { return block_index_z() * BLOCK_ROWS + row < num_rows; }
 
-// Each warp prepares two of the block's queries.
+// The block's queries, normalised, rotated and scaled; each warp prepares two.
 struct QueryRows {
     static constexpr int WARP_QUERIES = BLOCK_ROWS / WARPS;
     RotatedHead query[WARP_QUERIES];
@@ -80,7 +81,7 @@ struct QueryRows {
     }
 };
 
-// One result of all warps of a row: statistics first, then sums in the order of the warps.
+// Combines the results of the KEY_WARPS warps of each row, in the order of the warps, and writes them.
 INLINE void merge_warps(const RunResults &results, int num_rows, WarpRows &rows, float *merged) {
     SHARED(float, maxima, KEY_WARPS * BLOCK_ROWS);
     SHARED(float, totals, KEY_WARPS * BLOCK_ROWS);
@@ -102,7 +103,7 @@ INLINE void merge_warps(const RunResults &results, int num_rows, WarpRows &rows,
         for (int warp = 0; warp < KEY_WARPS; warp++) {
             const float factor = exp_fast(maxima[warp * BLOCK_ROWS + row] - highest);
             total += factor * totals[warp * BLOCK_ROWS + row];
-            maxima[warp * BLOCK_ROWS + row] = factor;  // from here on, what results are worth
+            maxima[warp * BLOCK_ROWS + row] = factor;  // from here on, the weight of the warp's result
         }
         if (is_row(row, num_rows)) results.statistics[place_of(row)] = make_float2(highest, total);
     }

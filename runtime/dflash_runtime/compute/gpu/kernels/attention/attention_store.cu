@@ -1,7 +1,8 @@
-// What a chunk's attention begins with: norm and rotation of queries and keys, the cache's new rows.
-// A logical warp for each head of each token; grid (T, heads / WARPS).
+// attention_store: first kernel of a prompt chunk's attention. Normalises and rotates queries and keys,
+// writes the chunk's rows of the KV cache, and the scaled queries for attention_prefill.
+// Grid (T, ceil((NUM_HEADS + 2 * NUM_KV_HEADS) / WARPS)); a logical warp per head of a token.
 //
-// Defines: attention_heads.cuh's.
+// Parameters: those of attention_heads.cuh.
 #include "attention_heads.cuh"
 
 constexpr int WARPS = 8, THREADS = WARPS * LANES;
@@ -20,7 +21,7 @@ struct AttentionStoreArgs {
     NewRows rows;
     const int *first_position;  // of the chunk
     LayerCache cache;
-    ChunkQuery *queries;  // [T, NUM_HEADS, QUERY_COLUMNS], scaled, in CHUNK_SCORE_UNIT
+    ChunkQuery *queries;  // [T, NUM_HEADS, QUERY_COLUMNS], scaled, and times CHUNK_SCORE_UNIT
 };
 
 INLINE void store_query(const AttentionStoreArgs &a, RotatedHead &query, int token, int head,

@@ -1,13 +1,13 @@
-// Attention of a tree's tokens over the sequence that it goes on from: a token sees that and its own
-// ancestors, whose keys and values attention_nodes.cu has prepared; attention_merge puts runs together.
+// attention_tree: attention of the tokens of a draft tree. A token sees the sequence and its own ancestors
+// in the tree. Reads queries, the KV cache and the tree's keys and values (attention_nodes); writes a
+// partial result per run of SPLIT_KEYS positions (attention_merge combines them).
 //
-// Keys lie where they would if the token's path were a sequence: a tile with positions of the tree is
-// taken once for each token of a warp's rows, with its ancestors in their places, while other rows see
-// nothing of it. Such a tile leaves a row as it is, so that a token has the bits of attention_decode.
-// Grid: (NUM_SPLITS, NUM_KV_HEADS, rows / BLOCK_ROWS); blocks past their tokens' positions leave at
-// once. Nothing that overlaps with this kernel may write positions, ancestors, or rows of the cache.
-//
-// Defines: attention_runs.cuh's.
+// Each token sees keys at the positions they would have if its path were a sequence. A tile with positions
+// of the tree is therefore processed once per token of a warp's rows, with that token's ancestors in
+// their places and the other rows masked. A fully masked tile leaves a row unchanged, so a token gets the
+// bits that attention_decode would give it. Grid (NUM_SPLITS, NUM_KV_HEADS, ceil(rows / BLOCK_ROWS)),
+// THREADS threads. No kernel that overlaps with this one may write positions, ancestors or cache rows.
+// Parameters: those of attention_runs.cuh.
 #include "attention_runs.cuh"
 
 constexpr int MOST_NODES = 64;
@@ -15,7 +15,7 @@ constexpr int MOST_NODES = 64;
 struct AttentionTreeArgs {
     NewRows rows;
     const int *positions;  // [T]
-    const int *ancestors;  // [T, MOST_NODES]: nodes from the tree's first position up to the token's own
+    const int *ancestors;  // [T, MOST_NODES]: a token's path, from the tree's first position to itself
     const int *begin;      // the tree's first position
     LayerCache cache;
     LayerCache nodes;      // keys and values by node
@@ -43,7 +43,7 @@ KERNEL(attention_tree, AttentionTreeArgs, THREADS, BLOCKS_AT_ONCE) {
     const HeadRows keys = key_rows(a.cache, block_index_y());
     const HeadRows values = value_rows(a.cache, block_index_y());
 
-    // Tiles of the sequence alone do not wait for anything.
+    // Tiles that lie wholly before the tree are loaded before the wait.
     const int sequence_end = min_of(end, tree_begin / TILE_KEYS * TILE_KEYS);
     int tile = begin + warp_index() % KEY_WARPS * TILE_KEYS;
     WarpRows rows;
@@ -83,7 +83,8 @@ KERNEL(attention_tree, AttentionTreeArgs, THREADS, BLOCKS_AT_ONCE) {
         for (int token = row_token(first_row); token < end_of_warp; token++) {
             const int last = position_of(a, token);
             if (last < tile) continue;
-            // Of the two, one row of each key: what is past the token's own is hidden, but must be a number.
+            // Each key is loaded by one of these two, from the cache or from the tree. Keys past the
+            // token's own are masked, but must not be NaN.
             auto before_tree = [&](int key) {
                 return tile + key < tree_begin ? cache_row(tile + key) : -1;
             };

@@ -1,8 +1,9 @@
-// Rows of a key/value cache: eight elements at a time, and whole rows as they are stored.
+// Rows of the KV cache: loads of eight elements (EightOf), and conversion of a float row to the stored
+// format (store_row).
 //
-// KV_TYPE is 0 for f32, 1 for f16, 2 for q8_0: blocks of 32 signed bytes, their scales (halves) in an
-// array of their own, so that rows of bytes stay aligned. A row has KEY_ROW or VALUE_ROW elements, a
-// multiple of 16 (q8_0: of 32); those past the head's dimension are zero.
+// KV_TYPE is 0 for f32, 1 for f16, 2 for q8_0: blocks of 32 signed bytes, with their scales (halves) in a
+// separate array so that rows of bytes stay aligned. A row has KEY_ROW or VALUE_ROW elements, a multiple
+// of 16 (q8_0: of 32); elements past the head's dimension are zero.
 #pragma once
 #include "common.cuh"
 
@@ -11,11 +12,11 @@ static_assert(KV_F32 || KV_F16 || KV_Q8_0, "an element type of the cache");
 constexpr int KV_ELEMENT_BYTES = KV_F32 ? 4 : KV_F16 ? 2 : 1;
 constexpr int Q8_BLOCK = 32;
 
-// Whose memory a row is read from.
+// How a row is loaded, by who wrote it and who else reads it.
 enum RowSource {
-    READ_ONCE,   // written by no running kernel, needed by one warp
-    READ_OFTEN,  // the same, needed by several warps of the block; shared memory too
-    READ_FRESH,  // written by a kernel before this one
+    READ_ONCE,   // no running kernel writes it; one warp needs it
+    READ_OFTEN,  // no running kernel writes it; several warps of the block need it. Also shared memory
+    READ_FRESH,  // a preceding kernel wrote it
 };
 template <int SOURCE>
 INLINE uint4 read16(const void *p) {
@@ -32,13 +33,13 @@ INLINE uint2 read8(const void *p) {
 template <int SOURCE>
 INLINE u32 read_half(const u16 *p) {
     if constexpr (SOURCE == READ_ONCE) return load_weights2(p);
-    else if constexpr (SOURCE == READ_FRESH) {  // by the word around it: arrays of scales are whole words
+    else if constexpr (SOURCE == READ_FRESH) {  // loads the word around it: scale arrays are whole words
         const u64 address = (u64)p;
         return load_fresh4((const void *)(address & ~(u64)3)) >> (8 * (address & 2)) & 0xFFFF;
     } else return *p;
 }
 
-// The rows of one head; row r begins r * ROW elements further on.
+// The rows of one head; row r begins at element r * ROW.
 struct HeadRows {
     u8 *elements;
     u16 *scales;
@@ -56,7 +57,7 @@ INLINE u32 to_halves(float low, float high) {
     return pack_halves(float_to_half(low), float_to_half(high));
 }
 
-// Eight neighbouring elements of a row, as they are stored.
+// Eight neighbouring elements of a row in registers, in the stored format.
 template <int TYPE>
 struct EightOf;
 
@@ -120,9 +121,10 @@ struct EightOf<2> {
 
 typedef EightOf<KV_TYPE> Eight;
 
-// One row from float32 to the way it is stored, by a whole logical warp.
-// q8_0 as ggml has it: scale = largest magnitude / 127, rounded to a half after the bytes have been
-// divided by it; ties go to the even byte. What is not finite makes a scale of NaN, so that it shows.
+// Converts one row from float32 to the stored format; called by a whole logical warp.
+// q8_0 as in ggml: scale = largest magnitude / 127, rounded to a half only after the bytes have been
+// computed with it; bytes round to nearest even. A block with NaN or infinity gets a scale of NaN, so
+// that the fault is not hidden.
 template <int ROW>
 INLINE void store_row(const float *source, HeadRows rows, i64 row) {
     if constexpr (KV_F32) {
@@ -138,7 +140,7 @@ INLINE void store_row(const float *source, HeadRows rows, i64 row) {
         for (int first = 0; first < BLOCKS; first += LANES / Q8_BLOCK) {
             const int block = first + lane_index() / Q8_BLOCK, place = lane_index() % Q8_BLOCK;
             const float value = block < BLOCKS ? source[block * Q8_BLOCK + place] : 0.0f;
-            // Bits of magnitudes are ordered like magnitudes, and NaN comes last.
+            // As integers, the bits of magnitudes have the order of the magnitudes; NaN is the largest.
             u32 largest = float_to_bits(value) & 0x7FFFFFFF;
 #pragma unroll
             for (int mask = Q8_BLOCK / 2; mask; mask >>= 1) {

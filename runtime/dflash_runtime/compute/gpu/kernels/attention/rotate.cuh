@@ -1,11 +1,11 @@
-// RMS norm and rotary position embedding of one head by one logical warp, in registers.
+// RMS norm and rotary position embedding (RoPE) of one head, by one logical warp, in registers.
 #pragma once
 #include "common.cuh"
 
 INLINE float load_weight(const float *p) { return bits_to_float(load_weights4(p)); }
 INLINE float load_fresh_float(const float *p) { return bits_to_float(load_fresh4(p)); }
 
-// What one lane holds of a head: pairs that are rotated, and elements from ROTATED_DIM on, which are not.
+// One lane's part of a head: pairs that are rotated, and elements from ROTATED_DIM on, which are not.
 // Pairs are (x[p], x[p + ROTATED_DIM / 2]), or (x[2p], x[2p + 1]) if IS_INTERLEAVED.
 template <int DIM, int ROTATED_DIM, bool IS_INTERLEAVED>
 struct HeadPart {
@@ -23,8 +23,8 @@ struct HeadPart {
     static INLINE int second_of(int pair) { return IS_INTERLEAVED ? 2 * pair + 1 : pair + NUM_PAIRS; }
     static INLINE int rest_of(int i) { return ROTATED_DIM + lane_index() + LANES * i; }
 
-    // What does not depend on the kernel before this one: the norm's weight (null: there is no norm)
-    // and {cos, sin} of each pair at this position (null: nothing is rotated).
+    // Loads what does not depend on the preceding kernel: the norm's weight (null: no norm) and
+    // {cos, sin} of each pair at this position (unused if ROTATED_DIM is 0).
     INLINE void load_constants(const float *weight, const float2 *angles) {
         has_norm = weight != nullptr;
 #pragma unroll
@@ -76,7 +76,7 @@ struct HeadPart {
             if (rest_of(i) < DIM) rest[i] *= factor * rest_weight[i];
     }
 
-    // take(element, value) for each that this lane holds.
+    // Calls take(element, value) for each element that this lane holds.
     template <typename Take>
     INLINE void give(Take take) const {
 #pragma unroll

@@ -1,17 +1,17 @@
-// Weights as kernels read them: rows on the device (layouts.py), 64 weights of a row at a time.
+// How kernels read weights: rows in the device layout (launch/layouts.py), in units of 64 weights.
 //
 // Quantised types:  Format<Type, Columns>
-//   UNITS, ROW_BYTES        of a row
-//   Raw                     a unit as it is stored, in registers
+//   UNITS, ROW_BYTES        units and bytes per row
+//   Raw                     one unit in registers, as stored
 //   load(raw, row, unit)    may be called before wait_for_previous()
-//   unpack(out, raw, unit)  64 signed bytes in four granules of 16, a scale and an offset each
-//   granule(unit, j)        which 16 elements of the row the unit's j-th granule is
-//   HAS_OFFSET              if not, offsets are zero
-//   PAIRED                  granules 0, 1 and 2, 3 have the same scale and offset
+//   unpack(out, raw, unit)  64 signed bytes: four granules of 16, each with a scale and an offset
+//   granule(unit, j)        index of the unit's j-th granule in the row, in groups of 16 elements
+//   HAS_OFFSET              false: all offsets are zero
+//   PAIRED                  granules 0 and 1 share scale and offset, and so do 2 and 3
 //   ADJACENT                granule 1 follows 0 in the row, and 3 follows 2
-// A weight is scale * byte + offset, exactly as the file's type defines it.
+// A weight is scale * byte + offset, exactly as the GGML type defines it.
 //
-// Plain floats: FloatRow<Type, Columns>, whose units are what 16 bytes hold.
+// F32, F16 and BF16:  FloatRow<Type, Columns>, in units of 16 bytes.
 #pragma once
 #include "common.cuh"
 #include "formats_table.cuh"
@@ -23,7 +23,8 @@ INLINE constexpr int padded_to(int size, int multiple) {
     return (size + multiple - 1) / multiple * multiple;
 }
 
-// Where the array of a field begins in a row of NumBlocks blocks; of NUM_FIELDS, the row's bytes.
+// A row stores each field of its NumBlocks blocks as one array. VALUE is the byte offset of field
+// Index's array; for Index = NUM_FIELDS it is the row's size.
 template <int Type, int NumBlocks, int Index>
 struct ArrayOffset {
     static constexpr int VALUE = ArrayOffset<Type, NumBlocks, Index - 1>::VALUE +
@@ -39,14 +40,14 @@ struct RowLayout {
     static constexpr int NumBlocks = UNITS * 64 / Blocks<Type>::ELEMENTS;
     static constexpr int ROW_BYTES = ArrayOffset<Type, NumBlocks, Blocks<Type>::NUM_FIELDS>::VALUE;
 
-    // Field Index of a block.
+    // Address of field Index of a block.
     template <int Index>
     INLINE static const u8 *at(const u8 *row, int block) {
         return row + ArrayOffset<Type, NumBlocks, Index>::VALUE + Field<Type, Index>::BYTES * block;
     }
 };
 
-// Four signed bytes a word, in the order of the elements; a granule is four words.
+// An unpacked unit: four signed bytes per word, in element order; a granule is four words.
 struct Unpacked {
     u32 q[16];
     float scale[4], offset[4];
@@ -55,7 +56,7 @@ struct Unpacked {
 template <int Type, int Columns>
 struct Format;
 
-// -- words of bytes ---------------------------------------------------------------------------
+// -- bytes packed in words --------------------------------------------------------------------
 
 INLINE void put4(u32 *words, uint4 v) {
     words[0] = v.x;
@@ -71,10 +72,10 @@ INLINE u32 low_nibbles(u32 word) { return word & 0x0f0f0f0fu; }
 INLINE u32 high_nibbles(u32 word) { return word >> 4 & 0x0f0f0f0fu; }
 INLINE float signed_byte(u32 word, int index) { return (float)(i8)(word >> (8 * index)); }
 INLINE u32 byte_of(u32 word, int index) { return word >> (8 * index) & 255u; }
-// Bit i of the lowest four as bit 0 of byte i.
+// Moves bit i of the lowest four to bit 0 of byte i.
 INLINE u32 spread_bits(u32 bits) { return (bits & 15u) * 0x00204081u & 0x01010101u; }
 
-// Byte i of the result is byte `selector >> 4i & 7` of (b, a), a being bytes 0 to 3.
+// PRMT: byte i of the result is byte `selector >> 4i & 7` of (b, a); a holds bytes 0 to 3.
 #ifndef HAS_PERMUTE_BYTES
 INLINE u32 permute_bytes(u32 a, u32 b, u32 selector) {
     const u64 both = (u64)b << 32 | a;
@@ -87,7 +88,7 @@ INLINE u32 permute_bytes(u32 a, u32 b, u32 selector) {
 }
 #endif
 
-// What 16 table entries of a byte say for the low and the high nibbles of four bytes.
+// A table of 16 signed bytes. look_up() translates the low and the high nibbles of four bytes.
 struct NibbleTable { u32 words[4]; };
 INLINE void look_up(u32 packed, const NibbleTable &table, u32 &low, u32 &high) {
     u32 found[2];
@@ -105,15 +106,15 @@ INLINE void look_up(u32 packed, const NibbleTable &table, u32 &low, u32 &high) {
 #include "formats_32.cuh"
 #include "formats_256.cuh"
 
-// -- other uses -------------------------------------------------------------------------------
+// -- single weights and float rows ------------------------------------------------------------
 
-// Element i of granule j of what was unpacked.
+// Weight i of granule j as a float.
 INLINE float weight_of(const Unpacked &weights, int j, int i) {
     const float byte = signed_byte(weights.q[4 * j + i / 4], i % 4);
     return fmaf(weights.scale[j], byte, weights.offset[j]);
 }
 
-// Rows of plain floats: units are 16 bytes.
+// Rows of F32, F16 or BF16; a unit is 16 bytes.
 template <int Type, int Columns>
 struct FloatRow {
     static constexpr int ELEMENTS = Type == F32 ? 4 : 8;

@@ -1,8 +1,9 @@
-// Types whose blocks are 256 elements: four units a block. Included by formats.cuh.
+// Types with blocks of 256 elements, four units each: Q2_K to Q6_K and IQ4_XS. Included by formats.cuh.
 #pragma once
 
-// Q4_K and Q5_K, stored as in the file: scale and minimum's scale as halves, eight packed pairs of
-// 6 bits, fifth bits, quants. Unit p is sub-blocks 2p (low halves of its bytes) and 2p + 1.
+// Q4_K and Q5_K, stored as in the file: the scale of scales and the scale of minima (halves), eight
+// packed 6-bit scales and minima, the fifth bits (Q5_K), the quants. Unit p holds sub-block 2p in the
+// low nibbles of its 32 bytes and sub-block 2p + 1 in the high ones.
 template <int Type, int Columns>
 struct BlocksWithMinima : RowLayout<Type, Columns> {
     using Row = RowLayout<Type, Columns>;
@@ -29,7 +30,7 @@ struct BlocksWithMinima : RowLayout<Type, Columns> {
                 out.q[8 + i] |= (bits >> 1 & 0x01010101u) << 4;
             }
         }
-        // Two bytes each: the scales and the minima of both sub-blocks.
+        // `scales` and `minima`: two bytes each, one per sub-block.
         const int shift = 16 * (p % 2);
         const u32 first = raw.head[1] >> shift, second = raw.head[2] >> shift;
         const u32 third = raw.head[3] >> shift;
@@ -51,7 +52,8 @@ struct Format<Q4_K, Columns> : BlocksWithMinima<Q4_K, Columns> {};
 template <int Columns>
 struct Format<Q5_K, Columns> : BlocksWithMinima<Q5_K, Columns> {};
 
-// Unit 2h + k: low bits in 32 bytes of half h; their low halves are group k of 32, the high k + 2.
+// Half h of a block has 128 elements in four groups of 32. Unit 2h + k is 32 bytes of low bits: group k
+// in the low nibbles, group k + 2 in the high ones.
 template <int Columns>
 struct Format<Q6_K, Columns> : RowLayout<Q6_K, Columns> {
     using Row = RowLayout<Q6_K, Columns>;
@@ -77,7 +79,7 @@ struct Format<Q6_K, Columns> : RowLayout<Q6_K, Columns> {
             out.q[i] = low_nibbles(raw.quants[i]) | (bits & 0x03030303u) << 4;
             out.q[8 + i] = high_nibbles(raw.quants[i]) | (bits & 0x30303030u);
         }
-        // Scales 2k and 2k + 1 of the half's eight, and those of group k + 2.
+        // Of the half's eight scales: 2k and 2k + 1, and those of group k + 2.
         const float scale = half_to_float(raw.scale);
 #pragma unroll
         for (int j = 0; j < 4; j++) {
@@ -88,8 +90,8 @@ struct Format<Q6_K, Columns> : RowLayout<Q6_K, Columns> {
     }
 };
 
-// Q2_K and Q3_K: two bits of elements 32s + 16u + l of half h are in bits 2s of byte 16u + l of the
-// half's 32. Unit 2h + u is those 16 bytes: its granule j is s = j.
+// Q2_K and Q3_K: element 32s + 16u + l of half h has its two low bits at bit 2s of byte 16u + l of the
+// half's 32 bytes. Unit 2h + u is 16 of these bytes; granule j is s = j.
 template <int Type, int Columns>
 struct TwoBitBlocks : RowLayout<Type, Columns> {
     INLINE static int granule(int unit, int j) {
@@ -115,7 +117,7 @@ struct Format<Q2_K, Columns> : TwoBitBlocks<Q2_K, Columns> {
         raw.scales = load_weights8(Row::template at<Names::SCALES>(row, block) + 8 * half);
         raw.scale = load_weights4(Row::template at<Names::SCALE>(row, block));
     }
-    // Byte 2j + u of the half's eight: a scale below, a minimum above.
+    // Byte 2j + u of the half's eight: the scale in the low nibble, the minimum in the high one.
     INLINE static void unpack(Unpacked &out, const Raw &raw, int unit) {
         Format::unpack_pairs(out.q, raw.quants);
         const float scale = half_to_float(raw.scale & 0xffffu);
@@ -146,7 +148,7 @@ struct Format<Q3_K, Columns> : TwoBitBlocks<Q3_K, Columns> {
         for (int i = 0; i < 3; i++) raw.scales[i] = load_weights4(scales + 4 * i);
         raw.scale = load_weights2(Row::template at<Names::SCALE>(row, block));
     }
-    // A third bit that is not set takes 4 away: quant - 4 with the bit as 4.
+    // The third bit counts 4, and 4 is subtracted from every quant.
     INLINE static void unpack(Unpacked &out, const Raw &raw, int unit) {
         Format::unpack_pairs(out.q, raw.quants);
         const int half = unit / 2 % 2, u = unit % 2;
@@ -157,7 +159,7 @@ struct Format<Q3_K, Columns> : TwoBitBlocks<Q3_K, Columns> {
         const float scale = half_to_float(raw.scale);
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            // Scale number 8h + 2j + u: four low bits, and two from the last four bytes.
+            // Scale 8h + 2j + u: four low bits, and two high bits from the last four bytes.
             const u32 low = byte_of(raw.scales[j / 2], 2 * (j % 2) + u) >> (4 * half) & 15u;
             const u32 high = byte_of(raw.scales[2], 2 * (j % 2) + u) >> (2 * (2 * half + j / 2)) & 3u;
             out.scale[j] = scale * (float)((int)(low | high << 4) - 32);
@@ -166,7 +168,7 @@ struct Format<Q3_K, Columns> : TwoBitBlocks<Q3_K, Columns> {
     }
 };
 
-// Eight sub-blocks of 32 with 6-bit scales; inside one, byte j holds elements j and j + 16.
+// Eight sub-blocks of 32 elements with 6-bit scales; byte j of one holds elements j and j + 16.
 template <int Columns>
 struct Format<IQ4_XS, Columns> : RowLayout<IQ4_XS, Columns> {
     using Row = RowLayout<IQ4_XS, Columns>;

@@ -1,14 +1,14 @@
-// Types whose blocks are 32 elements: a unit is two blocks. Also NVFP4, one block of 64 a unit.
-// Included by formats.cuh.
+// Types with blocks of 32 elements, two per unit: Q4_0 to Q8_0, IQ4_NL and MXFP4; and NVFP4, whose
+// block of 64 is one unit. Included by formats.cuh.
 #pragma once
 
-// Blocks of 16 bytes: byte j holds element j in its low half and j + 16 in its high half.
+// Blocks of 16 bytes: byte j holds element j in its low nibble and element j + 16 in its high one.
 template <int Type, int Columns>
 struct PairOfBlocks : RowLayout<Type, Columns> {
     static constexpr bool PAIRED = true, ADJACENT = true;
     INLINE static int granule(int unit, int j) { return 4 * unit + j; }
 };
-// Words of granules 2b and 2b + 1 are the low and the high halves of the four words of block b.
+// Granules 2b and 2b + 1 are the low and the high nibbles of the four words of block b.
 INLINE void unpack_halves(u32 (&q)[16], const u32 (&quants)[8]) {
 #pragma unroll
     for (int i = 0; i < 8; i++) {
@@ -22,12 +22,12 @@ INLINE void look_up_halves(u32 (&q)[16], const u32 (&quants)[8], const NibbleTab
         look_up(quants[i], table, q[8 * (i / 4) + i % 4], q[8 * (i / 4) + 4 + i % 4]);
     }
 }
-// The fifth bits of block b's elements, bit j that of element j.
+// Adds the fifth bits of block b; bit j belongs to element j.
 INLINE void add_fifth_bits(u32 (&q)[16], int b, u32 bits) {
 #pragma unroll
     for (int i = 0; i < 8; i++) q[8 * b + i] |= spread_bits(bits >> (4 * i)) << 4;
 }
-// Quants without sign of four bits, or of five.
+// Unsigned quants of four bits, or of five.
 template <int Type, int Columns>
 struct UnsignedBlocks : PairOfBlocks<Type, Columns> {
     using Row = RowLayout<Type, Columns>;
@@ -51,7 +51,7 @@ INLINE void set_block(Unpacked &out, int b, float scale, float offset) {
     out.offset[2 * b] = out.offset[2 * b + 1] = offset;
 }
 
-// Quants without sign and one scale: scale * (quant - Zero).
+// Unsigned quants with a scale: scale * (quant - Zero).
 template <int Type, int Columns, int Zero>
 struct ScaledBlocks : UnsignedBlocks<Type, Columns> {
     using Base = UnsignedBlocks<Type, Columns>;
@@ -75,7 +75,7 @@ struct Format<Q4_0, Columns> : ScaledBlocks<Q4_0, Columns, 8> {};
 template <int Columns>
 struct Format<Q5_0, Columns> : ScaledBlocks<Q5_0, Columns, 16> {};
 
-// Quants without sign, a scale and a minimum: scale * quant + minimum.
+// Unsigned quants with a scale and a minimum: scale * quant + minimum.
 template <int Type, int Columns>
 struct BlocksWithMinimum : UnsignedBlocks<Type, Columns> {
     using Base = UnsignedBlocks<Type, Columns>;
@@ -120,7 +120,7 @@ struct Format<Q8_0, Columns> : PairOfBlocks<Q8_0, Columns> {
 };
 
 INLINE NibbleTable iq4_table() { return {{0xBFAD9881u, 0xF6EADDCFu, 0x26190D01u, 0x71594535u}}; }
-// Twice the E2M1 numbers; scales are halved to match.
+// E2M1 values times two, so that they are integers; scales are halved to match.
 INLINE NibbleTable fp4_table() { return {{0x03020100u, 0x0C080604u, 0xFDFEFF00u, 0xF4F8FAFCu}}; }
 
 template <int Columns>
@@ -140,7 +140,7 @@ struct Format<IQ4_NL, Columns> : PairOfBlocks<IQ4_NL, Columns> {
     }
 };
 
-// Half of 2^(exponent - 127); the two smallest are subnormal.
+// 2^(exponent - 127) / 2; the two smallest are subnormal.
 INLINE float half_power(u32 exponent) {
     return bits_to_float(exponent < 2 ? 0x00200000u << exponent : (exponent - 1) << 23);
 }
@@ -161,7 +161,7 @@ struct Format<MXFP4, Columns> : PairOfBlocks<MXFP4, Columns> {
     }
 };
 
-// Half of an E4M3 number without sign; 0x7F counts as 0. As a half it lacks 8 in the exponent.
+// Half of an unsigned E4M3 number; 0x7F counts as 0. Read as float16 its exponent is 8 too small.
 INLINE float half_e4m3(u32 code) {
     return code == 0x7fu ? 0.0f : half_to_float((code & 0x7fu) << 7) * 128.0f;
 }
@@ -176,7 +176,7 @@ struct Format<NVFP4, Columns> : RowLayout<NVFP4, Columns> {
         load32(raw.quants, Row::template at<Blocks<NVFP4>::QUANTS>(row, unit));
         raw.scales = load_weights4(Row::template at<Blocks<NVFP4>::SCALES>(row, unit));
     }
-    // Granule j is eight bytes: their low halves, then their high halves.
+    // Granule j is eight bytes: their low nibbles, then their high nibbles.
     INLINE static void unpack(Unpacked &out, const Raw &raw, int) {
 #pragma unroll
         for (int i = 0; i < 8; i++) {

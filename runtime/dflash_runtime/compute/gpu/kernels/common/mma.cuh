@@ -1,12 +1,12 @@
-// Tensor cores and what feeds them: products of 16x8x16, matrix loads from shared memory, copies
-// from global to shared memory that run on while the thread goes on; pairs of halves.
+// Tensor cores: mma.m16n8k16 on halves, ldmatrix, and cp.async (asynchronous copies from global to
+// shared memory).
 //
-// HAS_MMA is 1 where the products exist: NVIDIA from compute capability 7.5, and the emulation;
-// only with logical warps of 32. Copies exist everywhere; where they cannot run on they are done at
-// once.
+// HAS_MMA is 1 where mma_f16 and load_matrix_x4 exist: on NVIDIA from compute capability 7.5 and in the
+// emulation, with logical warps of 32. The copies exist everywhere; where the device has no
+// asynchronous copies they are done at once.
 //
-// Fragments of mma_f16, d[16x8] += a[16x16] . b[16x8], b being rows of 8 weights' columns. With
-// g = lane / 4 and t = lane % 4, each register holding two neighbouring halves, lower k first:
+// Fragments of mma_f16, d[16x8] += a[16x16] . b[16x8]. With g = lane / 4 and t = lane % 4, each
+// register holds two neighbouring halves, lower k first:
 //
 //            k = 2t, 2t+1   k = 2t+8, 2t+9                    k = 2t, 2t+1   k = 2t+8, 2t+9
 //   row g        a[0]           a[2]              column g        b[0]           b[1]
@@ -15,16 +15,16 @@
 //                                             row g          d[0]          d[1]
 //                                             row g + 8      d[2]          d[3]
 //
-// load_matrix_x4 reads four 8x8 matrices of halves; lane l gives the address of row l % 8 of matrix
-// l / 8 (16 bytes, 16-byte aligned), and gets of matrix i row g, columns 2t and 2t+1 in r[i]. So a
-// row major tile of 16x16 gives a[0..3] when matrices are (rows 0-7, k 0-7), (rows 8-15, k 0-7),
-// (rows 0-7, k 8-15), (rows 8-15, k 8-15); and weights of 16 rows, k 16 give b[0], b[1] of rows 0-7
-// and then of rows 8-15 with (0-7, k 0-7), (0-7, k 8-15), (8-15, k 0-7), (8-15, k 8-15).
-// load_matrix_x4_trans hands out each matrix transposed: column g, rows 2t and 2t+1 in r[i].
+// load_matrix_x4 reads four 8x8 matrices of halves from shared memory. Lane l passes the address of row
+// l % 8 of matrix l / 8 (16 bytes, aligned to 16); r[i] receives columns 2t and 2t+1 of row g of matrix
+// i. A row-major 16x16 tile becomes a[0..3] if the matrices are (rows 0-7, k 0-7), (rows 8-15, k 0-7),
+// (rows 0-7, k 8-15), (rows 8-15, k 8-15). 16 rows of weights, k 16, become b[0], b[1] of rows 0-7 and
+// then of rows 8-15 with (0-7, k 0-7), (0-7, k 8-15), (8-15, k 0-7), (8-15, k 8-15).
+// load_matrix_x4_trans transposes each matrix: r[i] receives rows 2t and 2t+1 of column g.
 #pragma once
 #include "common.cuh"
 
-// Two neighbouring halves, each rounded to nearest even.
+// Packs two floats as halves, each rounded to nearest even.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 INLINE u32 floats_to_halves(float low, float high) {
     u32 halves;
@@ -44,8 +44,8 @@ INLINE u32 floats_to_halves(float low, float high) {
 #endif
 
 #if defined(DFLASH_HOST)
-// The emulation's side. Lanes are fibers of one thread, so each may read what the others show it
-// between two exchanges of lanes.
+// Emulation. Lanes are fibers of one thread: between two lane exchanges each may read the variables
+// whose addresses the others have published.
 INLINE const void **shown_addresses() {
     static const void *addresses[1024];
     return addresses + (thread_index() - lane_index());
@@ -91,15 +91,14 @@ INLINE void load_matrix_x4_trans(u32 r[4], const void *row) {
     lanes_meet();
 }
 
-// A copy is done at the last moment the rules allow, in copy_async_wait, or with -DCOPY_EARLY=1 at
-// the first: between them tests find both a wait that is missing and a place that is still being
-// read.
+// The emulation copies as late as the rules allow, in copy_async_wait, or with -DCOPY_EARLY=1 as early
+// as they allow. Run both ways, tests find a missing wait and a target that is still being read.
 struct HostCopies {
     struct Copy { void *shared; const void *global; bool is_valid; u32 group; };
     enum { MAX_COPIES = 512 };
     Copy pending[MAX_COPIES];
     u32 num_pending, group;
-    u64 generation;  // of the block; what another has left behind is forgotten
+    u64 generation;  // of the block; copies that an earlier block left are dropped
 };
 INLINE HostCopies &host_copies() {
     static HostCopies all[1024];
@@ -170,10 +169,10 @@ INLINE void load_matrix_x4_trans(u32 r[4], const void *row) {
 }
 #endif
 
-// 16 bytes from global to shared memory, zeros if not valid (nothing is read then). Seen by the
-// thread itself after copy_async_wait, by others after a barrier then. A thread's copies up to
-// copy_async_commit form a group; copy_async_wait<N> waits until at most the N youngest groups are
-// under way.
+// Copies 16 bytes from global to shared memory; writes zeros, without reading, if not valid. The thread
+// itself sees them after copy_async_wait, other threads after a barrier that follows. A thread's copies
+// up to copy_async_commit form a group; copy_async_wait<N> waits until at most the N youngest groups
+// are in flight.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 INLINE void copy_async16(void *shared, const void *global, bool is_valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
@@ -198,8 +197,8 @@ INLINE void copy_async_wait() {}
 
 #endif
 
-// COUNT copies: of the i-th, shared(i), global(i) and is_valid(i). Where copies cannot run on, all
-// are read before the first is written: one after another, each would wait for the one before it.
+// COUNT copies; the i-th is from global(i) to shared(i) if is_valid(i). Without asynchronous copies all
+// loads are issued before the first store, so that they overlap.
 template <int COUNT, class Shared, class Global, class IsValid>
 INLINE void copy_async16_each(
     const Shared &shared, const Global &global, const IsValid &is_valid) {

@@ -1,4 +1,4 @@
-// Sums over the lanes that share a row. A team is Team neighbouring lanes of a warp, a power of two.
+// Sums over the lanes that share a row. A team is Team neighbouring lanes of a warp (a power of two).
 #pragma once
 #include "common.cuh"
 
@@ -8,8 +8,8 @@ INLINE constexpr int power_of_two_from(int value) {
     return power;
 }
 
-// Count values at once, each summed over Mask * 2 lanes: halves are exchanged, so that a step halves
-// the number of values too. Which lanes are added to which, in what order, is the same for any Count.
+// Reduces Count values over Mask * 2 lanes at once: in each step lanes exchange half of their values,
+// so that the number of values halves too. The order of additions does not depend on Count.
 template <int Count, int Mask>
 INLINE void fold_lanes(float *values) {
     if constexpr (Mask > 0) {
@@ -29,7 +29,7 @@ INLINE void fold_lanes(float *values) {
     }
 }
 
-// Count sums of a team end in its lanes, WIDTH of them at a time.
+// Count sums of a team. They end up spread over its lanes, WIDTH of them at a time (a chunk).
 template <int Count, int Team>
 struct TeamSums {
     static constexpr int PADDED = power_of_two_from(Count);
@@ -42,13 +42,13 @@ struct TeamSums {
 #pragma unroll
         for (int i = 0; i < PADDED; i++) values[i] = 0.0f;
     }
-    // Every lane of the warp calls these two. Sum number `index(c)` of chunk c.
+    // Returns, in each lane, sum number `index(c)`. All lanes of the warp must call.
     INLINE float sum(int c) {
         fold_lanes<WIDTH, Team / 2>(values + c * WIDTH);
         return values[c * WIDTH];
     }
     INLINE static int index(int c) { return c * WIDTH + lane_index() % Team / LANES_A_SUM; }
-    // Whether this lane is the one to write what `sum` gave it.
+    // Whether this lane is the one that writes the result of sum(c).
     INLINE static bool is_writer(int c) {
         return lane_index() % LANES_A_SUM == 0 && index(c) < Count;
     }

@@ -1,4 +1,4 @@
-// What both vendors have by the same names. Included by their sides of common.cuh.
+// What CUDA and HIP name alike. Included by vendor_cuda.cuh and vendor_hip.cuh.
 #pragma once
 
 INLINE void block_barrier() { __syncthreads(); }

@@ -1,8 +1,8 @@
-// NVIDIA's side of common.cuh: compute capability 6.1 and newer, through NVRTC or nvcc.
+// What common.cuh lists, for NVIDIA: compute capability 6.1 and newer, compiled by NVRTC or nvcc.
 #pragma once
 
 #define INLINE __device__ __forceinline__
-// A block has 15 named barriers beside its own: so many logical warps of 64.
+// A block has 15 named barriers beside barrier 0, one for each logical warp of 64 lanes.
 #define KERNEL(NAME, ARGS, THREADS, MIN_BLOCKS)                                          \
     static_assert(LANES == 32 || (THREADS) <= 15 * 64, "too many logical warps");        \
     extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) NAME(const ARGS a)
@@ -24,11 +24,11 @@ INLINE u32 lanes_largest(u32 value) { return __reduce_max_sync(~0u, value); }
 INLINE bool is_first_lane(bool holds) {
     u32 lower;
     asm("mov.u32 %0, %%lanemask_lt;" : "=r"(lower));
-    const u32 all = __ballot_sync(~0u, holds);  // by every lane, whether it holds or not
+    const u32 all = __ballot_sync(~0u, holds);  // called by every lane, whatever `holds` is
     return holds && !(all & lower);
 }
 #else
-// Two warps are one logical warp: values go through shared memory, between barriers of 64 threads.
+// Two warps make one logical warp: values go through shared memory, between barriers of 64 threads.
 INLINE u64 *exchange_slots() {
     __shared__ u64 slots[1024];
     return slots + (threadIdx.x & ~63u);
@@ -74,7 +74,7 @@ INLINE double exp_double(double value) { return exp(value); }
 INLINE float reciprocal_root(float value) { return rsqrtf(value); }
 INLINE float reciprocal(float value) { return __frcp_rn(value); }
 
-// Weights are read once: they must not push anything out of the first-level cache.
+// Weights are read once, so they should not evict anything from the L1 cache.
 #if __CUDA_ARCH__ >= 700
 #define LOAD_WEIGHTS "ld.global.nc.L1::no_allocate"
 #else
@@ -107,7 +107,7 @@ INLINE u32 load_weights1(const void *p) {
     return v;
 }
 
-// Never through the read-only path: the kernel that wrote it may still be running when ours starts.
+// Never through the read-only path: the kernel that writes the data may still run when this one starts.
 INLINE uint4 load_fresh16(const void *p) {
     uint4 v;
     asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -128,7 +128,7 @@ INLINE u32 load_fresh4(const void *p) {
 INLINE u32 load_early4(const void *p) { return load_fresh4(p); }
 
 // PTX ISA, memory consistency model: volatile accesses are relaxed at system scope, and a vector access
-// is one of each element. That its halves of 8 bytes are not torn is what NCCL's LL protocol relies on.
+// counts as one access per element. That 8-byte halves are not torn is what NCCL's LL protocol relies on.
 INLINE void store_line(void *p, uint4 v) {
     asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};"
                  :: "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
@@ -155,7 +155,7 @@ INLINE void spin_pause() {
 #endif
 }
 
-// The compiler knows how many registers there are.
+// ptxas schedules loads within the register limit by itself, so these do nothing here.
 INLINE void read_anew() {}
 template <typename T>
 INLINE void settle(T &) {}

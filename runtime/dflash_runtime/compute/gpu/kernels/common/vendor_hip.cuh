@@ -1,4 +1,5 @@
-// AMD's side of common.cuh: gfx906 and newer, through hipRTC or hipcc. A logical warp is a wavefront.
+// What common.cuh lists, for AMD: gfx906 and newer, compiled by hipRTC or hipcc. A logical warp is a
+// wavefront.
 #pragma once
 
 #if !defined(__HIPCC_RTC__)
@@ -18,15 +19,15 @@
 
 #include "vendor_both.cuh"
 
-// Not by __shfl and __shfl_xor, which ask whether the other lane is of the same part of a wavefront: a
-// logical warp is a whole one. (Source: AMD's instruction sets. DS_BPERMUTE_B32 reads the lane of an
-// address, four bytes each. DS_SWIZZLE_B32 has the lane in its own bits, and needs no register for it:
-// within 32 lanes, five bits each for xor, or, and.)
+// Instead of __shfl and __shfl_xor, which also check that the other lane is in the same part of the
+// wavefront; a logical warp is always a whole one. Source: AMD's instruction set manuals.
+// DS_BPERMUTE_B32 takes the source lane as a byte address, four bytes per lane. DS_SWIZZLE_B32 encodes
+// it in the instruction, without a register: five bits each for xor, or, and, within 32 lanes.
 INLINE u32 word_read(u32 value, int source_lane) {
     return __builtin_amdgcn_ds_bpermute(source_lane << 2, value);
 }
 INLINE u32 word_xor(u32 value, int mask) {
-#if __clang_major__ >= 17  // older ones unroll no loop of masks around this
+#if __clang_major__ >= 17  // older versions do not unroll the loop over masks that calls this
     switch (mask) {
         case 1: return __builtin_amdgcn_ds_swizzle(value, 1 << 10 | 0x1F);
         case 2: return __builtin_amdgcn_ds_swizzle(value, 2 << 10 | 0x1F);
@@ -58,7 +59,7 @@ INLINE T lane_read(T value, int source_lane) {
     return word_by_word(value, [=](u32 word) { return word_read(word, source_lane); });
 }
 
-// Which architecture has which instruction: capabilities.py has the same table.
+// Which architecture has which dot product instruction; device/capabilities.py has the same table.
 #if defined(__gfx906__) || defined(__gfx908__) || defined(__gfx90a__) || defined(__gfx940__) || \
     defined(__gfx941__) || defined(__gfx942__) || defined(__gfx1011__) ||                       \
     defined(__gfx1012__) || defined(__gfx1030__) || defined(__gfx1031__) ||                     \
@@ -99,7 +100,7 @@ INLINE double exp_double(double value) { return exp(value); }
 INLINE float reciprocal_root(float value) { return rsqrtf(value); }
 INLINE float reciprocal(float value) { return 1.0f / value; }
 
-// Weights are read once: they must not push anything out of the caches.
+// Weights are read once, so they should not evict anything from the caches.
 typedef u32 Words4 __attribute__((ext_vector_type(4)));
 typedef u32 Words2 __attribute__((ext_vector_type(2)));
 INLINE uint4 load_weights16(const void *p) {
@@ -114,7 +115,7 @@ INLINE u32 load_weights4(const void *p) { return __builtin_nontemporal_load((con
 INLINE u32 load_weights2(const void *p) { return __builtin_nontemporal_load((const u16 *)p); }
 INLINE u32 load_weights1(const void *p) { return __builtin_nontemporal_load((const u8 *)p); }
 
-// Past the first-level cache, which does not see what other blocks write.
+// Bypasses the first-level cache, which is not coherent with writes of other blocks.
 INLINE u64 load_past_cache(const void *p) {
     return __hip_atomic_load((const u64 *)p, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
@@ -130,9 +131,9 @@ INLINE u32 load_fresh4(const void *p) {
     return __hip_atomic_load((const u32 *)p, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
 
-// HIP programming guide, memory model: accesses of system scope to fine-grained memory (what
-// hipHostRegister maps, and memory of a peer) bypass caches that others do not see. 8 bytes that are
-// aligned are one access.
+// HIP programming guide, memory model: accesses of system scope to fine-grained memory (memory that
+// hipHostRegister maps, and memory of a peer) bypass caches that other devices do not see. An aligned
+// 8-byte access is not torn.
 INLINE void store_half_line(void *p, u32 low, u32 high) {
     __hip_atomic_store((u64 *)p, (u64)high << 32 | low, __ATOMIC_RELAXED,
                        __HIP_MEMORY_SCOPE_SYSTEM);
@@ -157,9 +158,9 @@ INLINE u32 load_word(const u32 *p) {
 INLINE u64 clock_ticks() { return wall_clock64(); }
 INLINE void spin_pause() { __builtin_amdgcn_s_sleep(1); }
 
-// LLVM moves loads out of a loop, and sums to where they are used, until registers are spilled to
-// memory: hundreds in the attention of heads of 128. Here it is told what it must not move. Numbers of
-// registers: `python -m bench.check_kernels --table`.
+// LLVM hoists loads out of loops and sinks sums to their uses until registers spill: hundreds of them in
+// attention with heads of 128. These barriers stop it. `python -m bench.check_kernels --table` prints the
+// registers of each kernel.
 INLINE void read_anew() {
     asm volatile("" ::: "memory");
 #if __has_builtin(__builtin_amdgcn_sched_barrier)
@@ -172,7 +173,7 @@ INLINE void assume(bool holds) { __builtin_assume(holds); }
 constexpr bool CLEARS_ROWS = true;
 constexpr int MOST_TILE_REGISTERS = 64;
 
-// Kernels follow each other whole here.
+// There is no programmatic dependent launch: a kernel starts when the one before it has ended.
 INLINE void let_next_begin() {}
 INLINE void wait_for_previous() {}
 INLINE void previous_has_waited() {}

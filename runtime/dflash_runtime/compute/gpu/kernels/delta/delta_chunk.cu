@@ -1,12 +1,18 @@
-// A chunk of a prompt through a Gated DeltaNet layer: convolution and lengths for all tokens at once,
-// then the delta rule, one token after the other but every row of the state by itself, then norm and
-// gate for all tokens at once, and what the next call needs of the inputs.
+// A prompt chunk of T tokens through a Gated DeltaNet layer, between its projections. In this order:
 //
-// Defines: as delta.cuh, WARPS, SCAN_ROWS a warp has of the state, FINISH: results are normalised and gated.
+//   delta_inputs  convolution, and normalisation of queries and keys. Grid T * ceil((2 * KEY_HEADS +
+//                 VALUE_HEADS) / WARPS), a warp per head of a token. Writes `mixed` and `rates`
+//   delta_scan    the delta rule, token after token. Grid (VALUE_HEADS, ceil(VALUE_DIM / (WARPS *
+//                 SCAN_ROWS))); a warp advances SCAN_ROWS rows of a head's state, independently of others.
+//                 Reads the state before the chunk; writes the state after it, and results
+//   delta_finish  norm and gate (if FINISH), and the chunk's last inputs, to the ring. Grid T *
+//                 ceil(VALUE_HEADS / WARPS), a warp per head of a token
+//
+// Parameters, besides those of delta.cuh: WARPS, SCAN_ROWS, FINISH: results are normalised and gated.
 #include "delta.cuh"
 
 constexpr int THREADS = WARPS * LANES;
-constexpr int AHEAD = 4;  // tokens whose rows are asked for at once
+constexpr int AHEAD = 4;  // tokens that are loaded ahead of the one that is computed
 
 // -- inputs -------------------------------------------------------------------------------------
 
@@ -19,13 +25,12 @@ struct DeltaInputsArgs {
     const float *bias;    // [VALUE_HEADS]
     const int *first_position;
     const float *ring;    // [RING, CHANNELS]
-    float *mixed;         // [T, CHANNELS]: queries (scaled) and keys of unit length, values
+    float *mixed;         // [T, CHANNELS]: queries (scaled) and keys, both of unit length, and values
     float2 *rates;        // [T, VALUE_HEADS]
     int num_tokens;
     float key_eps;
 };
 
-// Grid: T * ceil((2 * KEY_HEADS + VALUE_HEADS) / WARPS); a warp has a head.
 KERNEL(delta_inputs, DeltaInputsArgs, THREADS, 1) {
     constexpr int HEADS = 2 * KEY_HEADS + VALUE_HEADS, BLOCKS = (HEADS + WARPS - 1) / WARPS;
     constexpr int LARGER_DIM = KEY_DIM > VALUE_DIM ? KEY_DIM : VALUE_DIM;
@@ -71,7 +76,7 @@ KERNEL(delta_inputs, DeltaInputsArgs, THREADS, 1) {
 // -- the delta rule -----------------------------------------------------------------------------
 
 struct DeltaScanArgs {
-    const float *mixed;   // as delta_inputs has them
+    const float *mixed;   // both written by delta_inputs
     const float2 *rates;
     const int *first_position;
     float *state;         // [PLACES, VALUE_HEADS, VALUE_DIM, KEY_DIM]
@@ -79,7 +84,7 @@ struct DeltaScanArgs {
     int num_tokens;
 };
 
-// What one token brings, as a lane needs it.
+// One lane's part of a token's query, key, value and rates.
 struct TokenRows {
     float query[StateRows<SCAN_ROWS>::EACH], key[StateRows<SCAN_ROWS>::EACH], value[SCAN_ROWS];
     Rates rates;
@@ -102,7 +107,6 @@ struct TokenRows {
     }
 };
 
-// Grid: VALUE_HEADS, ceil(VALUE_DIM / (WARPS * SCAN_ROWS)). Warps know nothing of each other.
 KERNEL(delta_scan, DeltaScanArgs, THREADS, 1) {
     let_next_begin();
     const int head = block_index_x();
@@ -140,7 +144,7 @@ KERNEL(delta_scan, DeltaScanArgs, THREADS, 1) {
 // -- results ------------------------------------------------------------------------------------
 
 struct DeltaFinishArgs {
-    const float *inputs;   // as delta_inputs has them
+    const float *inputs;   // [T, CHANNELS] before the convolution
     const float *results;  // [T, VALUE_CHANNELS]
     const float *gate;     // [T, VALUE_CHANNELS], if FINISH
     const float *weight;   // [VALUE_DIM], if FINISH
@@ -151,8 +155,6 @@ struct DeltaFinishArgs {
     float norm_eps;
 };
 
-// Grid: T * ceil(VALUE_HEADS / WARPS); a warp has a head. The blocks of the last tokens keep their
-// inputs.
 KERNEL(delta_finish, DeltaFinishArgs, THREADS, 1) {
     constexpr int BLOCKS = (VALUE_HEADS + WARPS - 1) / WARPS;
     const int token = block_index_x() / BLOCKS, part = block_index_x() % BLOCKS;

@@ -1,7 +1,9 @@
-// A step of TOKENS tokens through a Gated DeltaNet layer, but for its projections: convolution, delta
-// rule, norm of each head, gate. A block a value head, whose state stays in its registers.
+// delta_step: a step of TOKENS tokens through a Gated DeltaNet layer, between its projections:
+// convolution, delta rule, norm of each head, gate. Reads the projections, the ring and the state before
+// the step; writes the ring, the state after the step, and results as floats, int8 rows, or both.
+// Grid VALUE_HEADS, THREADS threads: a block per value head, whose state stays in registers.
 //
-// Defines: as delta_token.cuh, TOKENS.
+// Parameters, besides those of delta_token.cuh: TOKENS.
 #include "delta_token.cuh"
 
 struct DeltaStepArgs {
@@ -26,7 +28,7 @@ KERNEL(delta_step, DeltaStepArgs, THREADS, 1) {
     SHARED(float, results, VALUE_DIM);
     let_next_begin();
     const int head = block_index_x();
-    // Written by the step before this one, and so is the state.
+    // The preceding step wrote positions and state, not the preceding kernel, so they are read early.
     const int first_position = (int)load_weights4(a.positions);
     const i64 of_head = (i64)head * VALUE_DIM * KEY_DIM;
     const float *before = a.state + first_position % PLACES * STATE_ELEMENTS + of_head;

@@ -1,8 +1,8 @@
-// One token through one head of a Gated DeltaNet layer, by the block that has the head's state in its
-// registers: convolution, delta rule, norm, gate.
+// One token through one head of a Gated DeltaNet layer, by a block that holds the head's state in
+// registers: convolution, delta rule, norm, gate. Used by delta_step.cu and delta_tree.cu.
 //
-// Defines: as delta.cuh, WARPS, FINISH: results are normalised and gated, PADDED_COLUMNS (of int8 rows;
-// 0: none).
+// Parameters, besides those of delta.cuh: WARPS; FINISH: results are normalised and gated; PADDED_COLUMNS
+// of int8 rows (0: none are written).
 #pragma once
 #include "delta.cuh"
 #include "quantise.cuh"
@@ -18,9 +18,9 @@ struct State : StateRows<ROWS> {
     }
 };
 
-// Brings the state further, by the arrays that `a` has as DeltaStepArgs. input(tap, channel) gives what is
-// convolved; keep(channel) is called for each channel of the token by one thread of all blocks; the
-// token's results go to shared memory, unless that is null. All threads call.
+// Advances the state by one token. `a` has the arrays of DeltaStepArgs. input(tap, channel) is the
+// convolution's input; keep(channel) is called once for each channel of the token, over all blocks. The
+// results go to shared memory `results`, unless it is null. All threads call.
 template <typename Args, typename Input, typename Keep>
 INLINE void advance_head(const Args &a, State &state, int head, int token, float *results, Input input,
                          Keep keep) {
@@ -66,7 +66,7 @@ INLINE void advance_head(const Args &a, State &state, int head, int token, float
     block_barrier();
 }
 
-// A token's results from shared memory, normalised and gated. All threads call.
+// Writes a token's results from shared memory, normalised and gated. All threads call.
 template <typename Args>
 INLINE void write_results(const Args &a, int head, int token, const float *results) {
     float norm = 1.0f;
@@ -92,5 +92,5 @@ INLINE void write_results(const Args &a, int head, int token, const float *resul
             if (row % 16 == 0) a.meta[((i64)token * PADDED_COLUMNS + column) / 16] = meta;
         }
     }
-    block_barrier();  // shared memory is the next token's
+    block_barrier();  // the next token reuses shared memory
 }

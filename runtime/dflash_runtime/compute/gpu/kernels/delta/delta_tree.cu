@@ -1,16 +1,20 @@
-// A tree's tokens through a Gated DeltaNet layer, each from the state that its parent has left; and the
-// path that is accepted, into the state of the sequence.
+// A draft tree through a Gated DeltaNet layer: each token continues from the state of its parent.
 //
-// A block has a value head, as in delta_step, and walks through the tree depth first. The state of a
-// token that several others follow is kept until the last of them has begun.
+//   delta_tree    computes the results of all tokens; the sequence's state and ring stay as they are.
+//                 Grid VALUE_HEADS: a block per value head, as in delta_step, walks the tree depth first;
+//                 the state of a token with several children is saved until the last of them has begun
+//   delta_accept  advances the sequence's state along the accepted path. Grid VALUE_HEADS
+//   delta_keep    copies the path's last inputs to the ring; runs after delta_accept, which reads inputs
+//                 from before the tree that these may overwrite. Grid min(L, RING)
 //
-// Defines: as delta_token.cuh.
+// Parameters: those of delta_token.cuh.
 #include "delta_token.cuh"
 
 struct TreeStep {
     int token;
-    int source;  // GOES_ON from the token before this one, FROM_SEQUENCE, or the place of a kept state
-    int place;   // where its own state is kept; -1: nowhere
+    int source;  // GOES_ON: the state as the previous token of the walk left it; FROM_SEQUENCE; or the
+                 // place of a saved state
+    int place;   // where to save its own state; -1: nowhere
 };
 enum { GOES_ON = -2, FROM_SEQUENCE = -1 };
 
@@ -18,7 +22,7 @@ struct DeltaTreeArgs {
     const float *inputs, *alpha, *beta, *gate;         // as DeltaStepArgs
     const float *taps, *decay, *bias, *weight;
     const TreeStep *walk;    // [T]
-    const int *ancestors;    // [T, TAPS]: a token's last ones and itself; before the tree -1, -2, …
+    const int *ancestors;    // [T, TAPS]: a token's last ancestors and itself; before the tree -1, -2, …
     const int *begin;        // the tree's first position
     const float *ring;       // [RING, CHANNELS]
     const float *state;      // [PLACES, VALUE_HEADS, VALUE_DIM, KEY_DIM]
@@ -30,7 +34,7 @@ struct DeltaTreeArgs {
     int num_tokens;          // T
 };
 
-// The input of a channel that is so many taps before a token's last one.
+// The input that tap number `tap` multiplies, given one token's row of ancestors.
 INLINE float tree_input(const float *inputs, const float *ring, const int *ancestors, int begin,
                         int tap, int channel) {
     const int node = (int)load_weights4(ancestors + tap);
@@ -70,7 +74,7 @@ struct DeltaAcceptArgs {
     const int *ancestors;
     const int *begin;
     const float *ring;
-    float *state;           // that after the path is written
+    float *state;           // the state after the path is written
     float key_eps;
     int num_tokens;         // L
 };
@@ -93,7 +97,6 @@ KERNEL(delta_accept, DeltaAcceptArgs, THREADS, 1) {
                 State::first_row());
 }
 
-// After delta_accept, which reads inputs from before the tree that these may take the place of.
 struct DeltaKeepArgs {
     const float *inputs;  // [T, CHANNELS]
     const int *path;      // [L]
@@ -102,7 +105,7 @@ struct DeltaKeepArgs {
     int num_tokens;       // L
 };
 
-// Grid: those of the path's last tokens that the ring has room for.
+// A block per token; the last tokens of the path that fit in the ring.
 KERNEL(delta_keep, DeltaKeepArgs, THREADS, 1) {
     let_next_begin();
     const int i = a.num_tokens - num_blocks_x() + block_index_x();

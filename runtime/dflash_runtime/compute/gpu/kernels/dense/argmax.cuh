@@ -1,12 +1,12 @@
-// The largest of many values and where it is, as one integer that can be compared.
+// Argmax over logits: a value and its index as one integer key, so that the largest key wins.
 #pragma once
 #include "common.cuh"
 
-// In a token's place: some logit is not finite. Mirrored in backend.py.
+// Stands in place of a token id: some logit is not finite. Mirrored in compute/backend.py.
 constexpr int NOT_FINITE = -3;
 
-// Larger for larger values, and of equal values for the lower index. What is not finite is above all,
-// so that the largest key of all tells whether there is such a value. Zero is below every value.
+// Keys order by value, and among equal values by descending index. NaN and infinities have the highest
+// keys, so that the largest key shows whether any value is not finite. Every key is above zero.
 INLINE u64 argmax_key(float value, u32 index) {
     u32 bits = float_to_bits(value + 0.0f);  // -0 is 0
     bits = value - value != 0.0f ? ~0u : bits >> 31 ? ~bits : bits | 0x80000000u;

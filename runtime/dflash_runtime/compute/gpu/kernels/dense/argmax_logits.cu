@@ -1,14 +1,17 @@
-// Argmax of each row of logits, from the partial argmax of each block of the head. One block.
+// argmax_logits: the argmax of each row of logits, from the partial argmax of each block of the head's
+// product (linear_decode with ARGMAX). Writes token ids, positions and history. Grid 1, WARPS * LANES
+// threads.
+//
+// Parameters: TOKENS, WARPS, ADVANCE: positions are incremented.
 #include "argmax.cuh"
 
 struct ArgmaxLogitsArgs {
     const u64 *partials;  // [blocks, T] keys of argmax.cuh
     int num_partials;     // blocks
     int capacity;         // of history
-    int *token_ids;       // [T] out; of a row that is not finite NOT_FINITE, or if ADVANCE some token
-    int *positions;       // [T], each one further afterwards if ADVANCE
-    int *history;         // null, or [capacity]: the token, or NOT_FINITE, at its position, which is
-                          // one further
+    int *token_ids;       // [T] out. Rows that are not finite: NOT_FINITE, or any valid id if ADVANCE
+    int *positions;       // [T], incremented if ADVANCE
+    int *history;         // null, or [capacity]: the token, or NOT_FINITE, at the next position
 };
 
 KERNEL(argmax_logits, ArgmaxLogitsArgs, WARPS *LANES, 1) {
@@ -28,7 +31,7 @@ KERNEL(argmax_logits, ArgmaxLogitsArgs, WARPS *LANES, 1) {
             for (int warp = 1; warp < WARPS; warp++) best = larger_key(best, found[warp]);
             const int token = (int)argmax_index(best), said = is_finite_key(best) ? token : NOT_FINITE;
             const int next = (int)load_fresh4(a.positions + t) + 1;
-            a.token_ids[t] = ADVANCE ? token : said;  // the next step reads that row of a table
+            a.token_ids[t] = ADVANCE ? token : said;  // ADVANCE: the next step embeds this id
             if (a.history && next >= 0 && next < a.capacity) a.history[next] = said;
             if (ADVANCE) a.positions[t] = next;
         }

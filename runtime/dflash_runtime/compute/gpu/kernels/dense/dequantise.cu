@@ -1,14 +1,12 @@
-// Whole matrices as rows of halves for the products, a unit of 64 weights a thread.
+// dequantise: matrices as rows of halves, for the products of a prompt chunk. One matrix, or those of the
+// chosen groups of experts. F16 weights are copied. Grid (ceil(units of a matrix / 256), groups), 256
+// threads; a thread unpacks one unit of 64 weights.
 //
-// A block's units follow each other over rows. Their halves pass through shared memory, so that a
-// warp stores 512 bytes in a row: chunks of 16 bytes, swapped inside each 128 so that threads which
-// write theirs at the same time meet different banks.
+// A block's units are consecutive, across rows. Their halves go through shared memory so that a warp
+// stores 512 consecutive bytes; chunks of 16 bytes are swizzled within each 128 bytes to avoid bank
+// conflicts. Rows of the result are padded with zeros to whole units.
 //
-// Rows of the result are whole units; what is behind NUM_COLUMNS is zero.
-//
-// Halves are copied, for matrices that are used together with others.
-//
-// Defines: WEIGHT_TYPE (any but F32), NUM_COLUMNS.
+// Parameters: WEIGHT_TYPE (any but F32), NUM_COLUMNS.
 #include "stored_units.cuh"
 
 #include "groups.cuh"
@@ -18,7 +16,7 @@ constexpr int UNITS = (NUM_COLUMNS + 63) / 64;
 
 struct DequantiseArgs {
     const GroupCounts *counts;  // null: one matrix, at `weights`
-    const int *expert_ids;      // of groups
+    const int *expert_ids;      // [groups]
     const u8 *weights;
     u8 *halves;  // [groups of `choice`, num_rows, UNITS * 64]
     u64 stride;  // bytes from one expert's matrix to the next

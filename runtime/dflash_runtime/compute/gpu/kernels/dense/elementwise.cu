@@ -1,7 +1,7 @@
-// What is done to rows element by element, between the products: gates, SwiGLU, biases, factors, and
-// columns that are taken out. A thread for each element of the result.
+// Element-wise kernels between the products of a prompt chunk: gated, swiglu, add_bias, scale_rows,
+// take_columns. Grid ceil(elements / THREADS): a thread per element of the result.
 //
-// Defines: THREADS, GATE (0 sigmoid, 1 SiLU, 2 softplus).
+// Parameters: THREADS, GATE (0 sigmoid, 1 SiLU, 2 softplus).
 #include "gates.cuh"
 
 INLINE float fresh(const float *p) { return bits_to_float(load_fresh4(p)); }
@@ -13,7 +13,7 @@ INLINE float gate_value(float g) {
     return softplus(g);
 }
 
-// Part of wider rows: column c of the result is column first + c / inner * stride + c % inner there.
+// A view of columns of wider rows: column c of the view is column first + c / inner * stride + c % inner.
 struct ColumnsOf {
     const float *values;
     i64 row_stride;
@@ -29,7 +29,7 @@ struct GatedArgs {
     float *out;       // [T, C], may be x
     i64 num_elements;
     int num_columns;  // C
-    int share;        // C / n
+    int share;        // C / n: columns per gate
 };
 KERNEL(gated, GatedArgs, THREADS, 1) {
     let_next_begin();
@@ -71,7 +71,7 @@ KERNEL(add_bias, AddBiasArgs, THREADS, 1) {
 
 struct ScaleRowsArgs {
     const float *x;        // [T, C]
-    const float *factors;  // [T], or null: all have the same
+    const float *factors;  // [T], or null: `factor` for all rows
     float *out;            // [T, C], may be x
     i64 num_elements;
     int num_columns;

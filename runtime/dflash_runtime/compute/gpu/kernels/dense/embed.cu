@@ -1,4 +1,7 @@
-// Rows of an embedding table as float32: one lane a unit of weights. Grid: tokens in x.
+// embed: rows of the embedding table as float32. Grid T, THREADS threads: a block per token, a thread per
+// unit of weights.
+//
+// Parameters: TYPE, ROWS and COLUMNS of the table, THREADS.
 #include "formats.cuh"
 
 struct EmbedArgs {
@@ -55,6 +58,6 @@ KERNEL(embed, EmbedArgs, THREADS, 1) {
         expand<TYPE>(a.table, row_index, out);
         return;
     }
-    // An id outside the table: NaN, which is noticed, instead of other memory.
+    // An id outside the table gives NaN, which is detected later, instead of reading other memory.
     for (int i = thread_index(); i < COLUMNS; i += THREADS) out[i] = bits_to_float(0x7fc00000u);
 }

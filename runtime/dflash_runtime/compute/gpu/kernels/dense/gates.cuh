@@ -1,8 +1,8 @@
-// Functions that rows are multiplied with, as ops.Gate names them.
+// Gate functions: sigmoid, SiLU, softplus (as ops.Gate names them).
 #pragma once
 #include "common.cuh"
 
 INLINE float sigmoid(float g) { return reciprocal(1.0f + exp_fast(-g)); }
 INLINE float silu(float g) { return g * sigmoid(g); }
-// ln(1 + exp(g)); above 20 that is g to the last bit of a float.
+// ln(1 + exp(g)); above 20 this equals g in float32.
 INLINE float softplus(float g) { return g > 20.0f ? g : log_fast(1.0f + exp_fast(g)); }

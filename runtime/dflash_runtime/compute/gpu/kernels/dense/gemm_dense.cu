@@ -1,17 +1,15 @@
-// Products of the same rows with up to four matrices of the same type and columns: q, k and v, or
-// one.
+// gemm_dense: products of the rows of a prompt chunk with up to four matrices of the same type and number
+// of columns, such as q, k and v. Reads halves (or floats) of activations and weights; writes floats.
+// Grid (tiles of TILE_N columns, counted through all matrices, ceil(T / TILE_M)), THREADS threads.
 //
-// Tiles of TILE_N columns are counted through the matrices, so that small ones fill the device
-// together.
-//
-// Defines: gemm_tile.cuh's.
+// Parameters: those of gemm_tile.cuh.
 #include "gemm_tile.cuh"
 
 struct DenseMatrix {
     const u8 *weights;
-    const float *add;  // [T, num_rows], added; null: none; may be `out`
+    const float *add;  // [T, num_rows], added to the product, may be `out`; null: none
     float *out;        // [T, num_rows]
-    i64 out_stride;    // elements from one token to the next, of `add` too
+    i64 out_stride;    // elements from one token to the next, in `out` and `add`
     int num_rows, first_tile;
 };
 struct DenseArgs {
@@ -50,7 +48,7 @@ KERNEL(gemm_dense, DenseArgs, THREADS, BLOCKS_PER_SM) {
         totals, shared, rows_of_tile(a, matrix, first_token, first_column), a.part_bytes,
         a.num_tokens - first_token);
 
-    // Two at once, where no row of the result begins in the middle of two.
+    // Pairs of elements are stored at once if every row of the result begins at an aligned pair.
     const bool is_even = (matrix.out_stride | matrix.num_rows) % 2 == 0 &&
                          ((u64)matrix.out | (u64)matrix.add) % 8 == 0;
 #pragma unroll

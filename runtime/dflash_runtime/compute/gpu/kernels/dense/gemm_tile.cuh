@@ -1,27 +1,27 @@
-// One tile of C[rows, n] = A[rows, columns] . W[n, columns]^T in registers: the loop over columns.
+// The main loop of all tiled products: one tile of C[rows, n] = A[rows, columns] . W[n, columns]^T.
 //
-// PRODUCT says how: PRODUCT_TENSOR halves on tensor cores, PRODUCT_HALF the same halves by FMA
-// where there are none, PRODUCT_FLOAT floats by FMA. A product's terms are always added in order of
-// columns, so an element's bits depend on its own row of A and of W only, not on the tile it lies
-// in.
+// PRODUCT_TENSOR multiplies halves on tensor cores, PRODUCT_HALF the same halves by FMA, PRODUCT_FLOAT
+// floats by FMA. Terms are added in order of columns, so an element's bits depend on its row of A and its
+// row of W only, not on the tile.
 //
-// A block computes TILE_M x TILE_N by WARPS_M x WARPS_N warps of 32 threads. A stage in shared
-// memory is the next 128 bytes of each row of both, STAGES of them under way. A row's eight chunks
-// of 16 bytes are swapped by the row's number, so that eight rows' chunks lie in different banks:
+// A block of WARPS_M x WARPS_N warps of 32 threads computes TILE_M x TILE_N. A stage in shared memory is
+// 128 bytes of each row of A and W; STAGES of them are in flight. The eight 16-byte chunks of a row are
+// swizzled by the row's number to avoid bank conflicts:
 //
 //     row r:  chunk c at  128 r + 16 (c ^ (r & 7))
 //
-// Whatever PRODUCT is, a thread holds what mma.cuh draws: with warp tiles cut into 16 x 8,
+// For every PRODUCT a thread holds the fragment layout of mma.cuh: with warp tiles cut into 16 x 8,
 // totals[m][n][0..3] = rows g, g, g + 8, g + 8, columns 2t, 2t + 1, 2t, 2t + 1.
 //
-// Defines: PRODUCT, TILE_M, TILE_N, WARPS_M, WARPS_N, STAGES, BLOCKS_PER_SM, NUM_COLUMNS,
-// WEIGHT_ROW_BYTES, NUM_PARTS.
+// With STORED_TYPE (a quantised type) W is read as stored, in rows of WEIGHT_ROW_BYTES: a stage is one
+// unit per row, which a thread unpacks to halves on the way to shared memory. These are the halves that
+// dequantise.cu writes, so that results have the same bits.
 //
-// With STORED_TYPE, a quantised type that UnitsInOrder knows, rows of W are read as they are stored, WEIGHT_ROW_BYTES apart: a step is a unit, which a thread makes halves of on its way into
-// shared memory. They are the halves that dequantise.cu makes, so that bits are the same.
+// With NUM_PARTS = 2 a row of A is the sum of two rows of halves, part_bytes apart; the second holds what
+// the first rounds away. The loop then runs over the columns twice.
 //
-// With NUM_PARTS = 2 a row of A is the sum of two rows of halves, the second PART_BYTES after: what
-// the first rounds away. The columns are gone over twice.
+// Parameters: PRODUCT, TILE_M, TILE_N, WARPS_M, WARPS_N, STAGES, BLOCKS_PER_SM, NUM_COLUMNS,
+// WEIGHT_ROW_BYTES, NUM_PARTS, STORED_TYPE (or undefined).
 #pragma once
 #include "mma.cuh"
 #ifdef STORED_TYPE
@@ -53,7 +53,7 @@ static_assert(WEIGHT_ROW_BYTES % 16 == 0 && WEIGHT_ROW_BYTES >= 16 * NUM_CHUNKS,
 #endif
 static_assert(STAGES >= 2, "one stage is filled while another is read");
 
-// Place of this thread in its block's tile.
+// This thread's place in the block's tile.
 INLINE int tile_lane() { return thread_index() % 32; }
 INLINE int warp_row() { return thread_index() / 32 / WARPS_N * WARP_M; }
 INLINE int warp_column() { return thread_index() / 32 % WARPS_N * WARP_N; }
@@ -66,22 +66,22 @@ INLINE int chunk_place(int row, int chunk) {
     return row * STEP_BYTES + 16 * (chunk ^ (row % STEP_CHUNKS));
 }
 
-// What this thread copies: chunk `thread % 8` of rows `thread / 8 + i * COPIED_ROWS`. Rows of A lie
-// anywhere, rows of W at even distances; those from num_a and num_w copies on are zeros.
+// The rows that this thread copies: chunk `thread % 8` of rows `thread / 8 + i * COPIED_ROWS`. Rows of A
+// have offsets of their own, rows of W are equally spaced. Copies from num_a (num_w) on write zeros.
 constexpr int COPIED_ROWS = THREADS / STEP_CHUNKS;
 struct TileRows {
     const u8 *a, *w;
-    u32 a_offsets[A_COPIES];  // of the row, in units of 16 bytes
+    u32 a_offsets[A_COPIES];  // of each row, in units of 16 bytes
     int num_a, num_w;
 };
 INLINE int copied_row(int copy) { return thread_index() / STEP_CHUNKS + copy * COPIED_ROWS; }
-// Copies of this thread whose rows are among the first `num_rows` of the tile.
+// The number of this thread's copies whose rows are among the first `num_rows` of the tile.
 INLINE int copies_within(int num_rows) {
     return (num_rows - thread_index() / STEP_CHUNKS + COPIED_ROWS - 1) / COPIED_ROWS;
 }
 INLINE u32 offset_of_a(i64 row) { return (u32)(row * NUM_CHUNKS); }
 
-// W_DISTANCE: bytes between the rows of W of two copies; 0: W is left to StoredRows.
+// Starts the copies of one stage. W_DISTANCE: bytes between W's rows of two copies; 0: StoredRows fills W.
 template <int W_DISTANCE>
 INLINE void copy_step(u8 *shared, const TileRows &rows, u64 part_bytes, int step) {
     const int part = NUM_PARTS == 1 ? 0 : step / STEPS_OF_PART;
@@ -100,15 +100,15 @@ INLINE void copy_step(u8 *shared, const TileRows &rows, u64 part_bytes, int step
             [&](int i) { return w + i * (i64)W_DISTANCE; }, [&](int i) { return i < num_w; });
 }
 
-// What fills W's part of a stage besides: nothing, if its rows are copied.
+// Fills W's part of a stage where copy_step does not: nothing to do if W's rows are copied.
 struct CopiedRows {
     static constexpr int TURNS = 1;
     template <int TURN>
     INLINE void fill(u8 *, int) {}
 };
 #ifdef STORED_TYPE
-// Or a row of each thread's, in the order of the tile. Two units of it are on their way, those of
-// even and of odd steps: what holds one must be known when the kernel is compiled.
+// Rows of W as stored: a thread unpacks one row. Two units are in flight, one for even and one for odd
+// steps (TURN), as registers must be indexed by constants.
 struct StoredRows {
     using Weights = UnitsInOrder<STORED_TYPE, NUM_COLUMNS>;
     static_assert(Weights::ROW_BYTES == WEIGHT_ROW_BYTES && NUM_PARTS == 1, "rows of W");
@@ -136,7 +136,7 @@ struct StoredRows {
 #endif
 
 #if PRODUCT == PRODUCT_TENSOR
-// Of 16 columns: chunks `chunk` and the next of the warp's rows.
+// Fragments of 16 columns: chunks `chunk` and `chunk + 1` of the warp's rows.
 template <int M>
 struct Fragments {
     u32 a[M][4], w[NUM_N / 2][4];
@@ -155,7 +155,7 @@ INLINE void load_fragments(Fragments<M> &fragments, const u8 *stage, int chunk) 
 }
 template <int M>
 INLINE void multiply_step(float totals[NUM_M][NUM_N][4], const u8 *stage) {
-    Fragments<M> fragments[2];  // those of the next columns are loaded meanwhile
+    Fragments<M> fragments[2];  // double buffered
     load_fragments(fragments[0], stage, 0);
 #pragma unroll
     for (int chunk = 0; chunk < STEP_CHUNKS; chunk += 2) {
@@ -173,7 +173,7 @@ INLINE void multiply_step(float totals[NUM_M][NUM_N][4], const u8 *stage) {
 struct Four {
     float k[4];
 };
-// Elements 4 index … 4 index + 3 of a row of the stage.
+// Elements 4 index … 4 index + 3 of a row in the stage.
 INLINE Four elements(const u8 *tile, int row, int index) {
     Four four;
 #if PRODUCT == PRODUCT_FLOAT
@@ -207,14 +207,14 @@ INLINE void multiply_step(float totals[NUM_M][NUM_N][4], const u8 *stage) {
 }
 #endif
 
-// One step, of those whose number is TURN when divided by the turns of `weights`.
+// One step; TURN is its number modulo Weights::TURNS. Only the first num_m tiles of 16 rows are computed.
 template <int W_DISTANCE, int TURN, typename Weights>
 INLINE void multiply_turn(
     float totals[NUM_M][NUM_N][4], u8 *shared, const TileRows &rows, u64 part_bytes, int num_m,
     int step, Weights &weights) {
     copy_async_wait<STAGES - 2>();
     block_barrier();
-    // This barrier also says that all have read the stage that is filled now.
+    // After this barrier all threads have read the stage that is filled next.
     const int next = step + STAGES - 1;
     if (next < NUM_STEPS) copy_step<W_DISTANCE>(shared, rows, part_bytes, next);
     copy_async_commit();
@@ -227,7 +227,7 @@ INLINE void multiply_turn(
     else if (NUM_M > 1 && num_m == 1) multiply_step<1>(totals, stage);
 }
 
-// Fills `totals`. Rows of the tile from `num_rows` on are not computed, to the next multiple of 16.
+// Computes `totals`. Rows of the tile past `num_rows`, rounded up to a multiple of 16, are skipped.
 template <int W_DISTANCE, typename Weights>
 INLINE void multiply_tile(
     float totals[NUM_M][NUM_N][4], u8 *shared, const TileRows &rows, u64 part_bytes, int num_rows,

@@ -1,7 +1,7 @@
-// Rows of floats, normalised or as they are, as rows of halves for the products, each divided by
-// the power of two that suits it.
+// half_rows: rows of floats, optionally normalised (RMS norm), as rows of halves for gemm_*.cu. Each row
+// is divided by a power of two so that it fits the range of halves. Grid T, 256 threads: a block per row.
 //
-// Defines: NUM_COLUMNS, NUM_PARTS (see gemm_tile.cuh).
+// Parameters: NUM_COLUMNS, NUM_PARTS (see gemm_tile.cuh).
 #include "halves.cuh"
 
 constexpr int ROW_THREADS = 256;
@@ -9,15 +9,15 @@ static_assert(NUM_COLUMNS % 4 == 0, "columns are read in fours");
 
 struct HalfRowsArgs {
     const float *x;   // [T, NUM_COLUMNS]
-    const float *norm;  // [NUM_COLUMNS]: x is normalised first, as rms_norm does; null: it is not
-    u16 *halves;      // [NUM_PARTS, T, NUM_COLUMNS]; null: not wanted
-    float *scales;    // [T]: what the halves are to be multiplied by
-    float *floats;    // [T, NUM_COLUMNS]: the normalised rows; null: not wanted
+    const float *norm;  // [NUM_COLUMNS] weights of the RMS norm; null: rows are not normalised
+    u16 *halves;      // [NUM_PARTS, T, NUM_COLUMNS]; null: not written
+    float *scales;    // [T]: a row is its halves times this
+    float *floats;    // [T, NUM_COLUMNS], the normalised rows; null: not written
     u64 part_bytes;
     float eps;
 };
 
-// Over the block, the same bits in each thread.
+// Sum and maximum over the block; each thread gets the same bits.
 INLINE float block_sum(float *sums, float value) {
     value = lanes_sum(value);
     if (lane_index() == 0) sums[warp_index()] = value;
@@ -39,7 +39,6 @@ INLINE float block_max(float *sums, float value) {
 
 constexpr int FOURS = (NUM_COLUMNS / 4 + ROW_THREADS - 1) / ROW_THREADS;
 
-// A block a row.
 KERNEL(half_rows, HalfRowsArgs, ROW_THREADS, 1) {
     SHARED(float, sums, ROW_THREADS / LANES);
     let_next_begin();

@@ -1,12 +1,12 @@
-// Up to four matrices times the same 1 to 8 rows of activations. A matrix is cut into tiles of rows,
-// each of which one block computes; a row's weights are shared by a team of lanes, or by warps.
+// linear_decode: up to four matrices times the same 1 to 8 rows of activations (GEMV). A block stages the
+// rows in shared memory (staging.cuh), then computes tiles of rows of the matrices; a team of lanes, or of
+// warps, shares the weights of a row. Grid: tiles, or fewer blocks that compute several each, + 1 if SIDE.
 //
-// SEGMENTS matrices of types TYPE0 … with ROWS0 … rows, COLUMNS columns, TOKENS rows of activations,
-// INPUT NORM, PLAIN, QUANTISED or SWIGLU. ADD: the product is added to `out`; GATED: times the sigmoid
-// of each token's gate. SIDE: one more block writes the rows it multiplies. ARGMAX: each block says
-// which of its rows is largest.
-// Tuning: WARPS a block, TEAM lanes a row of quantised weights, ROW_WARPS warps a row (TEAM is then
-// LANES), TEAM_ROWS rows a team at once, MOST_DEEP units a lane in flight, MIN_BLOCKS.
+// Parameters: SEGMENTS matrices of TYPE0 … with ROWS0 … rows, COLUMNS; TOKENS; INPUT (InputMode).
+// ADD: the product is added to `out`. GATED: it is multiplied by the sigmoid of each token's gate. SIDE: an
+// extra block writes the staged rows. ARGMAX: each block also writes the argmax over its rows.
+// Tuning: WARPS per block, TEAM lanes per row of quantised weights, ROW_WARPS warps per row (TEAM is then
+// LANES), TEAM_ROWS rows per team at once, MOST_DEEP units per lane in flight, MIN_BLOCKS.
 #include "argmax.cuh"
 #include "products.cuh"
 #include "reduce.cuh"
@@ -18,7 +18,7 @@ struct LinearDecodeArgs {
     const i8 *quants;         // [T, padded], if QUANTISED
     const float2 *meta;       // [T, padded / 16]
     const float *norm_weight; // [COLUMNS], if NORM
-    const float *up;          // [T, COLUMNS], if SWIGLU: silu(x) * up is multiplied
+    const float *up;          // [T, COLUMNS], if SWIGLU: the activations are silu(x) * up
     const float *gate;        // [T], if GATED
     SideOutputs side;
     u64 *partials;            // [blocks, T], if ARGMAX
@@ -32,7 +32,7 @@ constexpr bool HAS_BYTES = !IsFloat<TYPE0>::VALUE || !IsFloat<TYPE1>::VALUE ||
                            !IsFloat<TYPE2>::VALUE || !IsFloat<TYPE3>::VALUE;
 using Rows = Staged<TOKENS, COLUMNS, HAS_BYTES, HAS_FLOATS>;
 
-// How a block of threads is laid over the rows of a tile.
+// How the threads of a block divide the rows of a tile.
 template <int Type>
 struct Tiling {
     static constexpr int TEAM_LANES = IsFloat<Type>::VALUE ? LANES : TEAM;
@@ -47,7 +47,7 @@ constexpr int END1 = END0 + (SEGMENTS > 1 ? Tiling<TYPE1>::tiles(ROWS1) : 0);
 constexpr int END2 = END1 + (SEGMENTS > 2 ? Tiling<TYPE2>::tiles(ROWS2) : 0);
 constexpr int NUM_TILES = END2 + (SEGMENTS > 3 ? Tiling<TYPE3>::tiles(ROWS3) : 0);
 
-// Brings the rows of activations into shared memory, once a block.
+// Stages the rows of activations in shared memory, once per block.
 template <int Mode>
 struct Input {
     FloatInput<TOKENS, COLUMNS, BLOCK_THREADS, (InputMode)Mode, HAS_BYTES, HAS_FLOATS> floats;
@@ -70,7 +70,7 @@ struct Block {
     Rows rows;
     Input<INPUT> input;
     bool has_input;
-    u64 best[TOKENS];  // of ARGMAX: this thread's
+    u64 best[TOKENS];  // with ARGMAX: this thread's largest keys
 
     INLINE void take_input(const SideOutputs *side) {
         input.stage(a, rows, side);
@@ -85,12 +85,12 @@ struct Block {
         using Sums = TeamSums<TEAM_ROWS * TOKENS, Tile::TEAM_LANES>;
         constexpr int LANES_A_ROW = Tile::STRIDE;
         int thread = thread_index();
-        settle(thread);  // addresses are not kept from tile to tile
+        settle(thread);  // recompute addresses for each tile instead of keeping them in registers
         const int team = thread / LANES_A_ROW, place = thread % LANES_A_ROW;
         const int first = tile * Tile::TILE_ROWS + team * TEAM_ROWS;
         const u8 *begins[TEAM_ROWS];
 #pragma unroll
-        for (int r = 0; r < TEAM_ROWS; r++) {  // behind the last row: that one again, not written
+        for (int r = 0; r < TEAM_ROWS; r++) {  // past the last row: the last one again, not written
             begins[r] = weights + (i64)min_of(first + r, num_rows - 1) * Products::Product::ROW_BYTES;
         }
         Products products;
@@ -99,7 +99,7 @@ struct Block {
         const bool waits = !has_input;
         if (waits) wait_for_previous();
         float addend[Sums::CHUNKS];
-        if constexpr (ADD) {  // long before it is needed
+        if constexpr (ADD) {  // loaded long before it is needed
 #pragma unroll
             for (int c = 0; c < Sums::CHUNKS; c++) {
                 const int row = first + Sums::index(c) / TOKENS, token = Sums::index(c) % TOKENS;
@@ -112,7 +112,7 @@ struct Block {
         if (waits) take_input(nullptr);
         sums.clear();
         products.template add<TOKENS>(sums.values, begins, rows, 0, place);
-        if constexpr (ROW_WARPS > 1) block_barrier();  // the tile before this one has been read
+        if constexpr (ROW_WARPS > 1) block_barrier();  // `partial` of the previous tile has been read
 #pragma unroll
         for (int c = 0; c < Sums::CHUNKS; c++) {
             float sum = sums.sum(c);
@@ -142,7 +142,7 @@ struct Block {
         }
     }
 
-    // Segments of one type share their code.
+    // Segments of the same type share one instance of compute().
     INLINE void compute_tile(int tile) {
         const u8 *weights = a.weights[0];
         float *out = a.out[0];

@@ -1,10 +1,10 @@
-// Products of rows of weights with staged rows of activations. Every rounding is written out (fmaf),
-// so that a product has the same bits in every kernel that has it.
+// Products of rows of weights with staged rows of activations, for the kernels of steps. Every rounding
+// is explicit (fmaf), so that a product has the same bits in every kernel.
 #pragma once
 #include "formats.cuh"
 #include "staging.cuh"
 
-// What a lane needs of one row of activations for one unit of quantised weights.
+// A row's activations that one unit of quantised weights is multiplied by, in a lane's registers.
 struct ActivationUnit {
     uint4 q[4];
     float scale[4], sum[4];
@@ -60,8 +60,8 @@ INLINE float add_product(float total, const Unpacked &w, const ActivationUnit &x
     return total;
 }
 
-// The same unit of NumRows rows in registers, and its products with all tokens. `Sums` has values[],
-// that of row r and token t at r * Tokens + t.
+// Products of one unit of NumRows rows of weights, in registers, with all tokens. The sum of row r and
+// token t is sums[r * Tokens + t].
 template <int Type, int Columns, bool IsFloatType = IsFloat<Type>::VALUE>
 struct UnitProducts {
     using Weights = Format<Type, Columns>;
@@ -72,7 +72,7 @@ struct UnitProducts {
 
     template <int NumRows, int Tokens, typename Rows>
     INLINE static void add(float *sums, const Raw *raw, const Rows &x, int first_row, int unit) {
-        if constexpr (NumRows > 2) {  // two at a time, or their bytes fill the registers
+        if constexpr (NumRows > 2) {  // two at a time: unpacked bytes of more would fill the registers
             add<2, Tokens>(sums, raw, x, first_row, unit);
             add<NumRows - 2, Tokens>(sums + 2 * Tokens, raw + 2, x, first_row, unit);
         } else {
@@ -81,7 +81,7 @@ struct UnitProducts {
             for (int r = 0; r < NumRows; r++) Weights::unpack(weights[r], raw[r], unit);
 #pragma unroll
             for (int t = 0; t < Tokens; t++) {
-                if (t % 2 == 0) read_anew();  // of eight tokens at once nothing else would fit
+                if (t % 2 == 0) read_anew();  // activations of eight tokens at once would spill
                 ActivationUnit act;
                 act.template load<Rows, Weights>(x, first_row + t, unit);
 #pragma unroll
@@ -125,8 +125,8 @@ struct UnitProducts<Type, Columns, true> {
     }
 };
 
-// NumRows rows of weights shared by Stride lanes: lane `place` takes units place, place + Stride, …
-// in groups of DEPTH, whose loads are all in flight together.
+// Products of NumRows rows of weights, whose units Stride lanes divide among themselves: lane `place`
+// takes units place, place + Stride, … in groups of DEPTH, whose loads are in flight together.
 template <int Type, int Columns, int NumRows, int Stride, int MostDeep>
 struct RowProducts {
     using Product = UnitProducts<Type, Columns>;
@@ -134,7 +134,7 @@ struct RowProducts {
     static constexpr int DEPTH = PASSES < MostDeep ? PASSES : MostDeep;
     typename Product::Raw raw[DEPTH][NumRows];
 
-    // The first group; rows[r] is where row r begins. May come before wait_for_previous().
+    // Loads a group; row r begins at rows[r]. The first group may be loaded before wait_for_previous().
     INLINE void load(const u8 *const (&rows)[NumRows], int place, int first_pass = 0) {
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {

@@ -1,24 +1,24 @@
-// Activations as int8: granules of 16 with one scale, and beside it the scale times their sum, which
-// is what an offset of the weights is multiplied with.
+// Quantisation of activations to int8: granules of 16 with {scale, scale * sum of the bytes}. The second
+// is what the offset of the weights is multiplied by.
 #pragma once
 #include "common.cuh"
 
 INLINE u32 magnitude_bits(float value) { return float_to_bits(value) & 0x7fffffffu; }
 INLINE u32 larger_bits(u32 a, u32 b) { return a > b ? a : b; }
 
-// Scale and its inverse for the bits of a granule's largest magnitude, compared as integers: so a NaN
-// is the largest of all. It and infinity make the scale NaN, or int8 would hide them.
+// Scale and inverse from the bits of a granule's largest magnitude. Magnitudes are compared as integers,
+// so that NaN is the largest; NaN and infinity make the scale NaN, as int8 would hide them.
 struct GranuleScale { float scale, inverse; };
 INLINE GranuleScale granule_scale(u32 largest) {
     const float magnitude = bits_to_float(largest);
     if (largest >= 0x7f800000u) return {bits_to_float(0x7fc00000u), 0.0f};
-    // What is so small that its inverse overflows counts as zero.
+    // Magnitudes whose inverse would overflow count as zero.
     if (magnitude < 1e-35f) return {0.0f, 0.0f};
     return {magnitude / 127.0f, 127.0f / magnitude};
 }
 
-// Four values a lane, four neighbouring lanes a granule: their bytes, and {scale, scale * sum} in
-// each of the four. Every lane of a warp calls.
+// Four values per lane, four neighbouring lanes per granule. Returns the lane's four bytes; `meta` is
+// {scale, scale * sum} in each of the four lanes. All lanes of a warp call.
 INLINE u32 quantise4(float4 v, float2 &meta) {
     u32 largest = larger_bits(larger_bits(magnitude_bits(v.x), magnitude_bits(v.y)),
                               larger_bits(magnitude_bits(v.z), magnitude_bits(v.w)));
@@ -34,7 +34,7 @@ INLINE u32 quantise4(float4 v, float2 &meta) {
     return (a & 255) | (b & 255) << 8 | (c & 255) << 16 | (u32)d << 24;
 }
 
-// One value a lane, 16 neighbouring lanes a granule, with the same result as quantise4.
+// One value per lane, 16 neighbouring lanes per granule; the results are those of quantise4.
 INLINE i8 quantise1(float v, float2 &meta) {
     u32 largest = magnitude_bits(v);
 #pragma unroll

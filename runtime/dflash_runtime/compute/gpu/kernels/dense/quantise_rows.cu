@@ -1,12 +1,15 @@
-// Quantises rows of activations, normalised, multiplied by a factor each or as they are, to int8 with
-// scales: once, where doing it in every block that reads them would cost more. A block a row.
+// quantise_rows: rows of activations as int8 with scales; as they are, normalised (RMS norm), or multiplied
+// by a factor per row. Used where quantising in every block that reads the rows would cost more. Grid: rows,
+// WARPS * LANES threads: a block per row.
+//
+// Parameters: COLUMNS, WARPS, INPUT: PLAIN, NORM or SCALED.
 #include "staging.cuh"
 
 struct QuantiseRowsArgs {
     const float *x;            // [rows, COLUMNS]
     const float *norm_weight;  // [COLUMNS], if INPUT is NORM
     const float *factors;      // [rows], if INPUT is SCALED
-    SideOutputs out;           // of all rows; values may be null
+    SideOutputs out;           // all rows; values may be null
     float eps;
 };
 

@@ -1,8 +1,11 @@
-// Rows of a file as the device has them (layouts.py): every thread gathers 16 bytes of the result.
+// repack: rows of a GGUF file in the device layout (launch/layouts.py). Grid: any number of blocks; a
+// thread gathers 16 bytes of the result at a time.
+//
+// Parameters: TYPE, COLUMNS, THREADS.
 #include "formats.cuh"
 
 struct RepackArgs {
-    const u8 *native;  // [rows, bytes of the file's blocks], any alignment
+    const u8 *native;  // [rows, bytes of a row in the file], any alignment
     u8 *out;           // [rows, ROW_BYTES]
     u64 num_pieces;    // rows * ROW_BYTES / 16
 };
@@ -13,7 +16,7 @@ constexpr int DEVICE_BLOCKS = (COLUMNS + 63) / 64 * 64 / ELEMENTS;
 constexpr int NUM_FIELDS = Blocks<TYPE>::NUM_FIELDS;
 constexpr int DEVICE_ROW_BYTES = ArrayOffset<TYPE, DEVICE_BLOCKS, NUM_FIELDS>::VALUE;
 
-// Byte `offset` of a row on the device.
+// Byte `offset` of a row in the device layout; padding is 0.
 template <int INDEX>
 INLINE u8 gathered(const u8 *row, int offset) {
     if constexpr (INDEX + 1 < NUM_FIELDS) {

@@ -1,10 +1,13 @@
-// The next token, sampled from the logits of a step as the host would (engine/sampling.py): the same
-// number gives the same token, or UNDECIDED where rounding could decide.
+// Samples the next token from a step's logits as the host does (engine/sampling.py): the same random
+// number gives the same token, or UNDECIDED where rounding could change the result. In this order:
 //
-// Three kernels, one after the other: tokens are counted and weighed by bin, then placed by bin, then
-// one block looks into the few bins in which a filter cuts or the number falls. With no temperature the
-// first two do nothing and the last takes the argmax. VOCAB tokens; a bin with more than
-// BIN_CAPACITY is not looked into.
+//   sample_weigh  counts the tokens of each bin and sums their weights. Any number of blocks
+//   sample_place  sorts tokens by bin. Any number of blocks
+//   sample_token  finds the token, by sorting only the few bins in which a filter cuts or the number
+//                 falls. One block. Writes the token's id, position and history
+//
+// With temperature 0 the first two do nothing and the last takes the argmax. Parameters: VOCAB; WARPS;
+// BIN_CAPACITY: a bin with more tokens makes the result UNDECIDED.
 #include "sample_search.cuh"
 
 KERNEL(sample_weigh, SampleArgs, BLOCK_THREADS, 1) {
@@ -25,7 +28,7 @@ KERNEL(sample_weigh, SampleArgs, BLOCK_THREADS, 1) {
             weights[i] = bins[i] == NO_BIN ? 0 : weight_at(distance);
         }
 #pragma unroll
-        for (int i = 0; i < 4; i++) {  // none waits for the one before it
+        for (int i = 0; i < 4; i++) {  // independent of each other, so that they overlap
             if (bins[i] == NO_BIN) continue;
             before[i] = atomic_add(a.weights + 2 * bins[i], (u32)weights[i]);
             atomic_add(a.counts + bins[i], 1);

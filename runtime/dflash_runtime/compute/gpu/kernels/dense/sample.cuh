@@ -1,15 +1,14 @@
-// Shared by the kernels that sample a token: the weight of a logit, a whole number, so that sums have
-// the same bits in any order; and bins of tokens by weight.
+// Shared by the kernels that sample a token. A token's weight is an integer, so that sums have the same
+// bits in any order. Tokens are sorted into bins by their distance below the largest logit.
 #pragma once
 #include "argmax.cuh"
 
-// Weight of the argmax; the sum over all tokens must fit 63 bits.
+// Weight of the token with the largest logit; the sum over all tokens must fit in 63 bits.
 constexpr u64 PEAK_WEIGHT = 1ull << (VOCAB <= 1 << 19 ? 44 : 36);
 static_assert(VOCAB <= 1 << 27, "sums of weights");
 
-// Tokens below the peak by less than 2^5 temperatures are in bins, 256 of them for each doubling of
-// what they are below it; all others weigh nothing. Wherever logits lie close together, a
-// bin has few.
+// Tokens less than 2^5 temperatures below the largest logit are in bins, 256 for each doubling of the
+// distance, so that a bin has few tokens even where logits lie close together. Others weigh nothing.
 constexpr int FIRST_OCTAVE = 127 - 7, LAST_OCTAVE = 127 + 5, BINS_AN_OCTAVE = 256;
 constexpr int BINS = (LAST_OCTAVE - FIRST_OCTAVE) * BINS_AN_OCTAVE;
 constexpr int NO_BIN = -1;
@@ -17,15 +16,15 @@ constexpr int NO_BIN = -1;
 // Mirrored in sample_tokens.py.
 struct SampleArgs {
     const float *logits;       // [VOCAB]
-    const u64 *partials;       // [num_partials] keys of argmax.cuh: the head's
+    const u64 *partials;       // [num_partials] keys of argmax.cuh, from the head's linear_decode
     const double *options;     // [4]: 1 / temperature, or 0 for argmax; top_k; top_p; -log(min_p)
-    const double *numbers;     // [capacity]: from 0 to below 1, by position of the sampled token
-    u32 *counts;               // [BINS] tokens; zero between steps, as the two that follow
-    u32 *placed;               // [BINS] those of them that have a place
+    const double *numbers;     // [capacity]: random numbers in [0, 1), by position of the sampled token
+    u32 *counts;               // [BINS] tokens of each bin; zero between steps, like the next two
+    u32 *placed;               // [BINS] tokens of each bin that sample_place has placed
     u32 *weights;              // [BINS, 2] sums of weights, low words first
-    u64 *keys;                 // [VOCAB] of argmax.cuh, by bin
+    u64 *keys;                 // [VOCAB] keys of argmax.cuh, sorted by bin
     int *token_ids;            // [1] out
-    int *positions;            // [1], one further afterwards
+    int *positions;            // [1], incremented
     int *history;              // [capacity]: the token at its position, or UNDECIDED, or NOT_FINITE
     int num_partials, capacity;
 };
@@ -47,7 +46,7 @@ INLINE float value_of_key(u64 key) {
     return bits_to_float(bits >> 31 ? bits & 0x7fffffffu : ~bits);
 }
 
-// Of all threads' keys, in each of them.
+// The largest key over the block, in every thread. All threads of the block call it, once.
 INLINE u64 block_largest(u64 key) {
     SHARED(u64, found, WARPS);
     key = lanes_largest(key);
@@ -57,7 +56,7 @@ INLINE u64 block_largest(u64 key) {
     return key;
 }
 
-// The largest key of all logits. All threads of the block call it, once.
+// The largest key over all logits. All threads of the block call it, once.
 INLINE u64 best_key(const SampleArgs &a) {
     u64 best = 0;
     for (int i = thread_index(); i < a.num_partials; i += WARPS * LANES) {
@@ -66,7 +65,7 @@ INLINE u64 best_key(const SampleArgs &a) {
     return block_largest(best);
 }
 
-// Logits as what they are below the peak, in temperatures.
+// Converts a logit to its distance below the largest one (the peak), in units of the temperature.
 struct Scale {
     double inverse_temperature;
     float peak;
@@ -74,7 +73,7 @@ struct Scale {
     INLINE double distance(float logit) const {
         return ((double)peak - (double)logit) * inverse_temperature;
     }
-    // Otherwise there is no distribution, or none that these numbers can hold.
+    // False if there is no distribution (infinite logits), or if it is beyond the range of weights.
     INLINE bool is_good() const {
         return peak - peak == 0.0f && inverse_temperature > 0.0 && inverse_temperature <= 1e30;
     }
@@ -90,8 +89,8 @@ INLINE int bin_at(double distance) {
     return bin > 0 ? bin : 0;
 }
 
-// Calls take(four, token) for this thread's share of all tokens: the logits of that one and the three
-// that follow. Logits behind the last token are -inf.
+// Calls take(four, token) for this thread's share of all tokens, with the logits of tokens `token` to
+// `token + 3`; past the last token they are -inf.
 template <typename Take>
 INLINE void each_four(const float *logits, Take take) {
     const int first = block_index_x() * num_threads() + thread_index();
@@ -110,7 +109,7 @@ INLINE void each_four(const float *logits, Take take) {
     }
 }
 
-// Sum of the values of all threads before this one; `total` of all. All threads of the block call it.
+// Exclusive prefix sum over the block's threads; `total` is the sum over all. All threads call it.
 INLINE u64 block_sum_before(u64 value, u64 &total) {
     SHARED(u64, sums, WARPS);
     u64 inclusive = value;

@@ -1,27 +1,28 @@
-// Where the filters cut, and what a number falls on, among tokens in order of their logits: first which
-// bin, then which of its tokens. One block; all of its threads call everything here.
+// The search of sample_token: where top-k, top-p and min-p cut, and on which token the random number
+// falls, among tokens in descending order of their logits. Finds the bin first, then the token in it.
+// One block; all of its threads call every function here.
 #pragma once
 #include "sample.cuh"
 
 constexpr int BLOCK_THREADS = WARPS * LANES, EACH = (BINS + BLOCK_THREADS - 1) / BLOCK_THREADS;
 constexpr int UNDECIDED = -2;
 
-// A bin, and what is before it.
+// A bin, and the tokens and weight in bins before it.
 struct BinPlace {
     int bin;
     u32 num_before, count;
     u64 weight_before;
 };
 
-// All bins, each thread with its own.
+// Counts and weights of all bins, divided among the threads.
 struct Bins {
     u32 counts[EACH];
     u64 weights[EACH];
-    u64 num_before, weight_before, total_weight;  // before the thread's first
+    u64 num_before, weight_before, total_weight;  // tokens and weight before this thread's first bin
 
     INLINE static int bin(int j) { return thread_index() * EACH + j; }
 
-    // What was counted is zero afterwards, for the next step.
+    // Loads counts and weights, and clears them for the next step.
     INLINE void take(const SampleArgs &a) {
         u64 count = 0, weight = 0, total_count;
 #pragma unroll
@@ -40,7 +41,7 @@ struct Bins {
         num_before = block_sum_before(count, total_count);
         weight_before = block_sum_before(weight, total_weight);
     }
-    // The one for which holds(place, weight); its bin is NO_BIN if there is none.
+    // The bin for which holds(place, weight); `bin` is NO_BIN if there is none.
     template <typename Holds>
     INLINE BinPlace find(Holds holds) const {
         SHARED(BinPlace, found, 1);
@@ -62,7 +63,7 @@ struct Bins {
     }
 };
 
-// The first of 0 … count - 1 for which holds(i), which holds for all that follow; else `count`.
+// The first i of 0 … count - 1 with holds(i), else `count`. If holds(i), then holds(i + 1) too.
 template <typename Holds>
 INLINE int first_where(int count, Holds holds) {
     SHARED(int, first, 1);
@@ -77,13 +78,13 @@ INLINE int first_where(int count, Holds holds) {
     return found;
 }
 
-// The tokens of one bin in order.
+// The tokens of one bin, sorted, in shared memory.
 struct Bin {
     u64 *keys;     // [BIN_CAPACITY]
-    u64 *weights;  // [BIN_CAPACITY + 1]: of the bin's tokens before each one
+    u64 *weights;  // [BIN_CAPACITY + 1]: sum over the bin's tokens before each one
     int bin;
 
-    // False if there are too many.
+    // Loads and sorts a bin. False if it has more than BIN_CAPACITY tokens.
     INLINE bool take(const BinPlace &place, const SampleArgs &a, const Scale &scale) {
         if (place.count > BIN_CAPACITY) return false;
         if (bin == place.bin) return true;
@@ -115,7 +116,7 @@ struct Bin {
     INLINE double distance(int i, const Scale &scale) const {
         return scale.distance(value_of_key(keys[i]));
     }
-    // Descending; a power of two.
+    // Bitonic sort, descending; `size` is a power of two.
     INLINE void sort(int size) {
         for (int run = 2; run <= size; run *= 2) {
             for (int step = run / 2; step; step /= 2) {
@@ -130,7 +131,7 @@ struct Bin {
     }
 };
 
-// Sums of weights differ by less from those of the probabilities that the host computes.
+// Bound of the difference between a sum of weights and the host's sum of probabilities.
 INLINE u64 margin_of(u64 weight) {
     constexpr double Share = (VOCAB + 4096) * (1.0 / (1ull << 51));
     return VOCAB + 2 + (u64)((double)weight * Share);
@@ -147,7 +148,7 @@ struct TokenSearch {
         u64 key, rank, weight_after;
     };
 
-    // The token that a sum of weights falls on, which is less than all of them. False: not known.
+    // The token at which the running sum of weights passes `weight`. False: not known.
     INLINE bool find_token(u64 weight, Token &token) {
         const BinPlace place = bins.find([&](const BinPlace &each, u64 its_weight) {
             return each.weight_before <= weight && weight < each.weight_before + its_weight;
@@ -161,14 +162,14 @@ struct TokenSearch {
         token.weight_after = place.weight_before + bin.weights[i + 1];
         return true;
     }
-    // Each keeps the first tokens of those that are left. False: where it cuts is not known.
+    // Each filter keeps the first tokens of those that are left. False: its cut is not known.
     INLINE bool keep_top_k(u64 count) {
         if (count >= num_kept) return true;
         const BinPlace place = bins.find([&](const BinPlace &each, u64) {
             return each.num_before < count && count <= (u64)each.num_before + each.count;
         });
         num_kept = count;
-        if (place.bin == NO_BIN) return true;  // all that weigh something
+        if (place.bin == NO_BIN) return true;  // keeps every token that has weight
         if (!bin.take(place, a, scale)) return false;
         weight_kept = place.weight_before + bin.weights[count - place.num_before];
         return true;
@@ -185,7 +186,7 @@ struct TokenSearch {
     INLINE bool keep_min_p(double farthest) {
         constexpr double Far = 1e300;
         if (farthest >= Far) return true;
-        if (farthest > 30.0) return false;  // near the last bin
+        if (farthest > 30.0) return false;  // too near the last bin
         const double margin = 1e-12 * (1.0 + farthest), high = farthest + margin;
         const double low = farthest > margin ? farthest - margin : 0.0;
         const int edge = bin_at(low);
@@ -203,7 +204,7 @@ struct TokenSearch {
         }
         return true;
     }
-    // The token, or UNDECIDED.
+    // The sampled token, or UNDECIDED.
     INLINE int sampled(double number, double top_k, double top_p, double farthest) {
         bins.take(a);
         num_kept = VOCAB;

@@ -1,14 +1,16 @@
-// Rows of activations in shared memory, once a block: all warps of the chip reading the same few
-// lines of the second-level cache instead makes kernels two to three times slower.
+// Stages rows of activations in shared memory, as int8 with scales, as floats, or both, once per block.
+// Without it all warps of the device would read the same few lines of the L2 cache, which makes kernels
+// two to three times slower.
 #pragma once
 #include "common.cuh"
 #include "formats.cuh"
 #include "gates.cuh"
 #include "quantise.cuh"
 
+// Rows are: normalised floats, plain floats, int8 already, silu(x) * up, floats times a factor per row.
 enum InputMode { NORM, PLAIN, QUANTISED, SWIGLU, SCALED };
 
-// Where the rows of a block lie. Rows are padded with zeros to whole units of every type.
+// The staged rows in shared memory, padded with zeros to whole units of every weight type.
 template <int Tokens, int Columns, bool AsBytes, bool AsFloats>
 struct Staged {
     static constexpr int PADDED = padded_to(Columns, 256), GRANULES = PADDED / 16;
@@ -23,24 +25,23 @@ struct Staged {
         meta = (float2 *)(shared + bytes);
         values = (float *)(shared + bytes + meta_bytes);
     }
-    // Granules change places so that eight lanes that read the same granule of neighbouring units of
-    // any type hit different banks.
+    // Granules are swizzled so that eight lanes which read the same granule of neighbouring units, of
+    // any type, access different banks.
     INLINE static int place(int granule) {
         return (granule ^ (granule >> 3 & 1) * 3 ^ (granule >> 4 & 1) * 5) * 16;
     }
     INLINE i8 *granule(int token, int index) const { return quants + token * PADDED + place(index); }
 };
 
-// What else one block writes of the rows it has staged, if not null.
+// Copies of the staged rows in global memory; one block writes those that are not null.
 struct SideOutputs {
     float *values;  // [T, Columns]
     i8 *quants;     // [T, PADDED]
     float2 *meta;   // [T, PADDED / 16]
 };
 
-// Rows [T, Columns] of float32, normalised or not; or silu(x) times other rows; or times a factor each.
-// Sums of squares have the same order for any T. What belongs to the rows: weights of the norm, [Columns],
-// or those other rows, or factors [T].
+// Stages float rows x [T, Columns]. `other` is what the mode needs: norm weights [Columns], the rows `up`
+// [T, Columns] of SWIGLU, or factors [T]. Sums of squares are added in an order that does not depend on T.
 template <int Tokens, int Columns, int Threads, InputMode Mode, bool AsBytes, bool AsFloats>
 struct FloatInput {
     using Rows = Staged<Tokens, Columns, AsBytes, AsFloats>;
@@ -75,7 +76,7 @@ struct FloatInput {
             for (int c = 0; c < CHUNKS; c++) weight[c] = weight_at(norm_weight, c);
         }
     }
-    // The factors that normalise each row, the same in all threads.
+    // The factor that normalises each row, the same bits in all threads.
     INLINE void factors(float (&factor)[Tokens], const float *x, float eps) {
         constexpr int NumWarps = Threads / LANES;
         constexpr int Fours = (NumWarps + 3) / 4;
@@ -111,7 +112,7 @@ struct FloatInput {
             factor[t] = reciprocal_root(squares / (float)Columns + eps);
         }
     }
-    // Called by all threads after wait_for_previous(); block_barrier() before anyone reads.
+    // Called by all threads after wait_for_previous(). The caller needs a block_barrier() before reading.
     INLINE void stage(const Rows &to, const float *x, const float *other, float eps,
                       const SideOutputs *side) {
         float factor[Tokens];
@@ -160,8 +161,8 @@ struct FloatInput {
     }
 };
 
-// Rows that are int8 already: quants [rows, PADDED], meta [rows, GRANULES]; padding is not read. Called
-// by the threads from First on.
+// Stages rows that are int8 already: quants [rows, PADDED], meta [rows, GRANULES]. Padding is not read.
+// Called by threads First to Threads - 1.
 template <int NumRows, int Columns, int Threads, int First = 0, typename Rows>
 INLINE void stage_bytes(const Rows &to, const i8 *quants, const float2 *meta) {
     static_assert(Columns % 32 == 0, "rows of activations");
@@ -182,7 +183,7 @@ INLINE void stage_bytes(const Rows &to, const i8 *quants, const float2 *meta) {
     }
 }
 
-// Rows [rows, Columns] of float32 as they are.
+// Stages float rows [rows, Columns] as they are. Called by threads First to Threads - 1.
 template <int NumRows, int Columns, int Threads, int First = 0, typename Rows>
 INLINE void stage_floats(const Rows &to, const float *x) {
     static_assert(Columns % 4 == 0, "rows of activations");

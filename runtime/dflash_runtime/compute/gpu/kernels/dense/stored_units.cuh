@@ -1,18 +1,18 @@
-// A unit of 64 quantised weights as halves in shared memory, for products that read halves.
+// Unpacks a unit of 64 quantised weights to halves in shared memory (dequantise.cu, gemm_tile.cuh).
 //
-// Chunks of 16 bytes are counted through the tile and swapped inside each 128 bytes, so that threads
-// which write or read theirs at the same time meet different banks: as gemm_tile.cuh has its rows.
+// Chunks of 16 bytes are swizzled within each 128 bytes, as the rows of gemm_tile.cuh are, so that
+// threads which write or read at the same time access different banks.
 #pragma once
 #include "formats.cuh"
 
 #include "mma.cuh"
 
-// Rows whose units are 64 weights that follow each other, as most types have them anyway.
+// Units of 64 consecutive weights. Most types have them anyway; Q6_K is specialised below.
 template <int Type, int Columns>
 struct UnitsInOrder : Format<Type, Columns> {};
 
-// Unit 2h + q: the low (q = 0) or the high halves of half h's 64 bytes of low bits, which are read
-// for both. Groups 2q and 2q + 1 of 32, with scales 4q to 4q + 3 of the half's eight.
+// Unit 2h + q: groups 2q and 2q + 1 of half h (see Format<Q6_K>), in the low (q = 0) or high nibbles of
+// its 64 bytes of low bits, which both units load. Scales 4q to 4q + 3 of the half's eight.
 template <int Columns>
 struct UnitsInOrder<Q6_K, Columns> : RowLayout<Q6_K, Columns> {
     using Row = RowLayout<Q6_K, Columns>;
@@ -47,7 +47,7 @@ struct UnitsInOrder<Q6_K, Columns> : RowLayout<Q6_K, Columns> {
 
 INLINE int swapped_place(int chunk) { return 16 * (chunk ^ (chunk / 8 % 8)); }
 
-// The row's first granule of 16 halves goes to chunk `first_chunk`.
+// Stores one unit. The row's first granule of 16 halves goes to chunks first_chunk and first_chunk + 1.
 template <typename Weights>
 INLINE void store_unit(u8 *tile, const typename Weights::Raw &raw, int unit, int first_chunk) {
     Unpacked unpacked;

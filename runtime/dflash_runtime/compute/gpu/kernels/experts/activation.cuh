@@ -1,5 +1,5 @@
-// The activation between an expert's gate and up and its down projection: all forms of spec.Activation
-// are this one with other numbers.
+// The activation between an expert's gate and up projections and its down projection. All forms of
+// spec.Activation are this function with different constants.
 #pragma once
 #include "common.cuh"
 
@@ -7,7 +7,7 @@ struct ActivationArgs {
     float limit, alpha, up_offset;
 };
 
-// Comparisons are written so that NaN stays NaN.
+// Comparisons are written so that NaN propagates.
 INLINE float activate(const ActivationArgs &form, float gate, float up) {
     gate = gate > form.limit ? form.limit : gate;
     up = up > form.limit ? form.limit : up;

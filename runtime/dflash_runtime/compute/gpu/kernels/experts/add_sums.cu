@@ -1,13 +1,14 @@
-// Adds float64 sums of several owners to a residual, rounded once; and plain rows.
+// add_sums: adds the float64 sums of one or two owners of experts to the residual, rounded once.
+// add_rows: adds two float arrays. Grid ceil(elements / THREADS): a thread per element.
 //
-// Defines: THREADS.
+// Parameters: THREADS.
 #include "common.cuh"
 
 INLINE float fresh(const float *p) { return bits_to_float(load_fresh4(p)); }
 
 struct AddSumsArgs {
     const double *sums;   // [n]
-    const double *more;   // [n]; null: nothing
+    const double *more;   // [n], a second owner's sums; null: none
     float *residual;      // [n], added to in place
     i64 num_elements;
 };
@@ -23,7 +24,7 @@ KERNEL(add_sums, AddSumsArgs, THREADS, 1) {
 struct AddRowsArgs {
     const float *x;  // [n]
     const float *y;
-    float *out;  // may be either
+    float *out;  // may be x or y
     i64 num_elements;
 };
 

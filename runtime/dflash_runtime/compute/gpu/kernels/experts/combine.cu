@@ -1,6 +1,8 @@
-// Adds the terms of each token's pairs in float64, in order of the token's choice, and rounds once.
+// combine: adds the terms of each token's experts in float64, in the order in which the token chose them,
+// and rounds once. Reads the terms of gemm_down; writes sums, or adds them to the residual.
+// Grid T, 256 threads: a block per token.
 //
-// Defines: HIDDEN.
+// Parameters: HIDDEN.
 #include "groups.cuh"
 
 constexpr int COMBINE_THREADS = 256, PAIRS_AT_ONCE = 4;
@@ -9,14 +11,13 @@ static_assert(HIDDEN % 4 == 0, "columns are added in fours");
 struct CombineArgs {
     const float *terms;         // [rows, HIDDEN]
     const int *rows_of_tokens;  // [T, pairs_per_token]
-    const double *sums;         // [T, HIDDEN]: what the terms are added to; null: nothing
-    const float *residual;      // [T, HIDDEN]: added to the rounded sums; null: nothing
-    float *out;                 // [T, HIDDEN]: rounded sums; null: not wanted; may be `residual`
-    double *out_sums;           // [T, HIDDEN]: the sums; null: not wanted; may be `sums`
+    const double *sums;         // [T, HIDDEN]: initial values of the sums; null: zeros
+    const float *residual;      // [T, HIDDEN]: added to the rounded sums; null: zeros
+    float *out;                 // [T, HIDDEN]: rounded sums, may be `residual`; null: not written
+    double *out_sums;           // [T, HIDDEN]: the sums, may be `sums`; null: not written
     int pairs_per_token;
 };
 
-// A block a token.
 KERNEL(combine, CombineArgs, COMBINE_THREADS, 1) {
     let_next_begin();
     wait_for_previous();
@@ -34,7 +35,7 @@ KERNEL(combine, CombineArgs, COMBINE_THREADS, 1) {
 #pragma unroll
             for (int i = 0; i < PAIRS_AT_ONCE; i++)
                 found[i] = first + i < a.pairs_per_token ? load_int(rows + first + i) : -1;
-            // The terms of pairs without a row are not added; any row may be read instead.
+            // Pairs without a row load row 0, but do not add it.
 #pragma unroll
             for (int i = 0; i < PAIRS_AT_ONCE; i++)
                 terms[i] = load_fresh16(

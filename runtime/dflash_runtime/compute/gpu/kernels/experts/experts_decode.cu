@@ -1,23 +1,27 @@
-// The routed experts of a decode step of TOKENS tokens, TOP_K experts each: P = TOKENS * TOP_K pairs.
-// Every block that needs the choice reads it on the device, or makes it there from router logits. A
-// table has each expert's slot, or -1: not resident, and its pair is skipped. A pair's term, one float32
-// per output element, depends only on its own row, weight and expert; terms are added in float64 in the
-// order of the choice, and rounded once.
+// The routed experts of a step of TOKENS tokens with TOP_K experts each: P = TOKENS * TOP_K pairs.
 //
-// HIDDEN, FFN, EXPERTS; MOST_PEERS; TYPE_GATE, TYPE_UP, TYPE_DOWN; VECTORS: there are biases or scales;
-// SUMS: float64 sums are written; otherwise rounded ones are added to the residual. ROUTE: experts are
-// chosen from logits, NORMALISE and GATE: see route.cuh. MAIL: the choice and the rows are taken from a
-// mailbox's request in this device's memory.
-// GUESS: down starts with slots that may be outdated, and checks them later (0 in tests).
-// Tuning of either kernel: WARPS, TEAM lanes a row, MOST_DEEP units a lane in flight, MIN_BLOCKS;
-// GATE_UP_ROWS a team at once; DOWN_TILE rows a block, DOWN_GROUP of its pairs' rows in flight.
+//   experts_gate_up  gate and up projections and the activation of each pair. Grid P * tiles of FFN rows.
+//                    Takes the choice of experts from memory, from router logits (ROUTE) or from a
+//                    mailbox (MAIL); writes the pairs' slots for experts_down
+//   experts_down     down projections, weighted and added over a token's experts. Grid TOKENS * tiles of
+//                    HIDDEN rows. Writes float64 sums (SUMS), or adds the rounded sums to the residual
+//
+// Pairs whose expert is not resident (slot -1) are skipped. A pair's term depends only on its own row,
+// weight and expert; terms are added in float64 in the order of the choice, and rounded once.
+//
+// Parameters: HIDDEN, FFN, EXPERTS, TOP_K, TOKENS, MOST_PEERS; TYPE_GATE, TYPE_UP, TYPE_DOWN; VECTORS: experts
+// have biases or scales; SUMS; ROUTE, with NORMALISE and GATE of route.cuh; MAIL: the choice and the rows
+// come from a mailbox's request in this device's memory; GUESS: down prefetches weights by slots that may
+// be outdated, and checks them later (0 in tests).
+// Tuning, GATE_UP_ or DOWN_: WARPS, TEAM lanes per row, MOST_DEEP units per lane in flight, MIN_BLOCKS;
+// GATE_UP_ROWS per team at once; DOWN_TILE rows per block, DOWN_GROUP items in flight.
 #include "activation.cuh"
 #include "choices.cuh"
 #include "mailbox_request.cuh"
 #include "products.cuh"
 #include "reduce.cuh"
 
-// One projection of the resident experts, by slot; vectors are of all experts.
+// One projection: weights of the resident experts by slot; biases and scales of all experts by id.
 struct Projection {
     const u8 *weights;   // [slots, rows, row bytes]
     const float *bias;   // null, or [EXPERTS, rows]
@@ -27,7 +31,7 @@ struct Projection {
 constexpr int PAIRS = TOKENS * TOP_K;
 static_assert(!MAIL || (SUMS && !ROUTE), "what is asked for is chosen, and answered with sums");
 
-// Product of a row as the layer defines it.
+// Applies the expert's scale and bias to the product of a row.
 INLINE float projected(const Projection &of, int expert, int rows, int row, float product) {
     if constexpr (VECTORS) {
         float scale = 1.0f, bias = 0.0f;
@@ -50,7 +54,7 @@ struct GateUpArgs {
     float2 *h_meta;             // [P, padded / 16]
     float *h;                   // [P, FFN], if it is not
     ActivationArgs form;
-    MailRequest request;        // if MAIL, which says all that choices.slot_of_expert does not
+    MailRequest request;        // if MAIL: the source of rows, ids and weights
 };
 
 constexpr int GATE_UP_THREADS = GATE_UP_WARPS * LANES;
@@ -60,8 +64,8 @@ constexpr int GATE_UP_TEAMS = GATE_UP_THREADS / GATE_UP_TEAM;
 constexpr int GATE_UP_TILE = GATE_UP_TEAMS * GATE_UP_ROWS;
 static_assert(GATE_UP_TILE % 16 == 0, "a tile is whole granules of the activations");
 
-// What the down projection multiplies: a tile of a pair's row, from `values` or zeros. All threads
-// call; `values` has GATE_UP_TILE entries.
+// Writes one tile of a pair's activations, from `values` [GATE_UP_TILE] or zeros (null), as floats or
+// int8, as the down projection reads them. All threads call.
 INLINE void write_hidden(const GateUpArgs &a, int pair, int tile, const float *values) {
     using HiddenRows = Staged<1, FFN, true, false>;
     for (int base = 0; base < GATE_UP_TILE; base += GATE_UP_THREADS) {
@@ -85,8 +89,8 @@ INLINE void write_hidden(const GateUpArgs &a, int pair, int tile, const float *v
 
 using GateUpRows = Staged<1, HIDDEN, X_BYTES, X_FLOATS>;
 
-// What a block needs for one tile of a pair: the row of its token, staged, and its expert's slot. The
-// block of tile 0 writes the choice. All threads call; block_barrier() is not needed after.
+// Stages the row of a pair's token and finds its expert's slot. The block of tile 0 writes the choice.
+// All threads call; the function ends with a barrier.
 INLINE ChosenPair begin_pair(const GateUpArgs &a, const GateUpRows &x, int pair, int tile) {
     SHARED(int, chosen, 2);  // expert, slot
     const i64 token = pair / TOP_K;
@@ -98,7 +102,7 @@ INLINE ChosenPair begin_pair(const GateUpArgs &a, const GateUpRows &x, int pair,
         if constexpr (ROUTE) {
             const float *logits = a.choices.logits + token * EXPERTS;
             chooser.router.load([&](int e) { return bits_to_float(load_fresh4(logits + e)); });
-            int last = -1, expert = -1, slot = -1;  // what this lane has taken last
+            int last = -1, expert = -1, slot = -1;  // the latest choice that fell to this lane
             chooser.router.choose(pair % TOP_K + 1, [&](int k, int j) {
                 last = k, expert = chooser.router.expert(j), slot = chooser.slots[j];
             });
@@ -109,7 +113,7 @@ INLINE ChosenPair begin_pair(const GateUpArgs &a, const GateUpRows &x, int pair,
                     a.choices.count(expert);
                 }
             }
-            if (tile == 0 && pair % TOP_K == TOP_K - 1) {  // has made all choices of its token
+            if (tile == 0 && pair % TOP_K == TOP_K - 1) {  // this block made all choices of its token
                 const float weight = chooser.router.weight();
                 if (lane_index() < TOP_K) {
                     a.choices.topk_weights[token * TOP_K + lane_index()] = weight;
@@ -124,9 +128,9 @@ INLINE ChosenPair begin_pair(const GateUpArgs &a, const GateUpRows &x, int pair,
                 a.choices.count(chosen[0]);
             }
         }
-        let_next_begin();  // only now, so that down mostly finds the slots
+        let_next_begin();  // only now, so that experts_down usually finds the slots
     }
-    if (GATE_UP_WARPS == 1 || !chooses) {  // the other warps meanwhile
+    if (GATE_UP_WARPS == 1 || !chooses) {  // the other warps stage rows meanwhile
         constexpr int First = GATE_UP_WARPS == 1 ? 0 : LANES;
         if constexpr (X_BYTES) {
             stage_bytes<1, HIDDEN, GATE_UP_THREADS, First>(x, a.quants + token * GateUpRows::PADDED,
@@ -140,13 +144,13 @@ INLINE ChosenPair begin_pair(const GateUpArgs &a, const GateUpRows &x, int pair,
     return {chosen[0], chosen[1]};
 }
 
-// The same for a mailbox's request.
+// The same for a request in a mailbox.
 INLINE ChosenPair take_pair(const GateUpArgs &a, const GateUpRows &x, int pair, int tile) {
     using Row = RequestRow<GateUpRows, HIDDEN, X_BYTES, X_FLOATS>;
     return take_request<Row, GATE_UP_THREADS>(a.request, a.choices, x, pair, tile);
 }
 
-// Grid: P * tiles; pairs that share an expert read the same rows at about the same time.
+// Blocks of the same tile are neighbours: pairs that share an expert read its rows at about the same time.
 KERNEL(experts_gate_up, GateUpArgs, GATE_UP_THREADS, GATE_UP_MIN_BLOCKS) {
     using Gate = RowProducts<TYPE_GATE, HIDDEN, GATE_UP_ROWS, GATE_UP_TEAM, GATE_UP_MOST_DEEP>;
     using Up = RowProducts<TYPE_UP, HIDDEN, GATE_UP_ROWS, GATE_UP_TEAM, GATE_UP_MOST_DEEP>;
@@ -178,7 +182,7 @@ KERNEL(experts_gate_up, GateUpArgs, GATE_UP_THREADS, GATE_UP_MIN_BLOCKS) {
     gate.load(gate_rows, place);
     up.load(up_rows, place);
     uint4 asked = make_uint4(0, 0, 0, 0);
-    if (takes_weight) asked = load_line(line_at(a.request.lines, pair));  // is here when it is needed
+    if (takes_weight) asked = load_line(line_at(a.request.lines, pair));  // needed only at the end
     Sums gates, ups;
     gates.clear();
     ups.clear();
@@ -193,7 +197,7 @@ KERNEL(experts_gate_up, GateUpArgs, GATE_UP_THREADS, GATE_UP_MIN_BLOCKS) {
         u = projected(a.up, expert, FFN, row, u);
         hidden[row - tile * GATE_UP_TILE] = activate(a.form, g, u);
     }
-    if (MAIL) wait_for_previous();  // what comes after this kernel comes after those before it
+    if (MAIL) wait_for_previous();  // so that later kernels also run after those before this one
     if (takes_weight) take_weight(a.request, a.choices, pair, asked);
     block_barrier();
     write_hidden(a, pair, tile, hidden);
@@ -203,16 +207,16 @@ KERNEL(experts_gate_up, GateUpArgs, GATE_UP_THREADS, GATE_UP_MIN_BLOCKS) {
 
 struct DownArgs {
     Projection down;
-    Choices choices;             // as gate and up have made them
+    Choices choices;             // ids, weights and slots, written by experts_gate_up
     const i8 *h_quants;          // as GateUpArgs
     const float2 *h_meta;
     const float *h;
     float *residual;             // [T, HIDDEN], added to unless SUMS
     double *sums;                // [T, HIDDEN], if SUMS
-    void *reply;                 // null, or lines of a mailbox: sums go there, one a line, or rounded
-                                 // ones, two a line, as the mailbox's state says
-    const MailState *mail;       // whose step this is, if there is a reply
-    MailReplies replies;         // unless SUMS: of peers, if any; added to the local sums
+    void *reply;                 // null, or lines of a mailbox: sums go there, one per line, or rounded
+                                 // sums, two per line, if `mail` says so
+    const MailState *mail;       // state of the step, if there is a reply
+    MailReplies replies;         // unless SUMS: peers' sums, if any, are added to the local ones
 };
 
 constexpr int DOWN_THREADS = DOWN_WARPS * LANES;
@@ -224,19 +228,19 @@ static_assert(TOP_K <= DOWN_THREADS, "a thread brings each weight");
 
 using DownRows = Staged<TOP_K, FFN, !H_FLOATS, H_FLOATS>;
 
-// A row of one of the token's experts.
+// One row of one of the token's experts, multiplied by one team of lanes.
 struct DownItem {
     RowProducts<TYPE_DOWN, FFN, 1, DOWN_TEAM, DOWN_MOST_DEEP> products;
     const u8 *row[1];
     int slot;  // -1: none, or not resident
 
     INLINE static bool exists(int item) { return item < DOWN_ITEMS; }
-    // Rows of an expert lie next to each other: neighbouring teams take them.
+    // Neighbouring teams take neighbouring rows of the same expert.
     INLINE static int choice(int item) { return item / DOWN_TILE; }
     INLINE static int row_of(int item, int tile) {
         return min_of(tile * DOWN_TILE + item % DOWN_TILE, HIDDEN - 1);
     }
-    // The place of an item's pair in the arrays of choices.
+    // The index of an item's pair.
     INLINE static int pair(int token, int item) {
         return token * TOP_K + min_of(choice(item), TOP_K - 1);
     }
@@ -247,7 +251,7 @@ struct DownItem {
         row[0] = a.down.weights + index * decltype(products)::Product::ROW_BYTES;
         products.load(row, place);
     }
-    // The pair's term of this row, in one lane of the team; all lanes of the warp call.
+    // The pair's term for this row, in the team's first lane. All lanes of the warp call.
     INLINE float term(const DownArgs &a, const float *weights, const DownRows &h, int token,
                       int tile, int item, int place) {
         TeamSums<1, DOWN_TEAM> sums;
@@ -263,7 +267,7 @@ struct DownItem {
     }
 };
 
-// Grid: T * tiles; tokens that share an expert read the same rows at about the same time.
+// Blocks of the same tile are neighbours: tokens that share an expert read its rows at about the same time.
 KERNEL(experts_down, DownArgs, DOWN_THREADS, DOWN_MIN_BLOCKS) {
     DYNAMIC_SHARED(shared);
     SHARED(float, terms, DOWN_ITEMS);
@@ -273,8 +277,9 @@ KERNEL(experts_down, DownArgs, DOWN_THREADS, DOWN_MIN_BLOCKS) {
     const int row = tile * DOWN_TILE + thread_index();
     const bool adds = thread_index() < DOWN_TILE && row < HIDDEN;
     let_next_begin();
-    // Gate and up know the slots long before they end. What is read here before the wait may still be
-    // another layer's; it is compared with what is read after it, and read again if it was.
+    // experts_gate_up writes the slots long before it ends, so weights are prefetched by slots that are
+    // read before the wait. These may still be those of an earlier layer: they are compared with the
+    // slots read after the wait, and weights are loaded again where they differ.
     DownItem items[DOWN_GROUP];
 #pragma unroll
     for (int i = 0; i < DOWN_GROUP; i++) {
@@ -294,7 +299,7 @@ KERNEL(experts_down, DownArgs, DOWN_THREADS, DOWN_MIN_BLOCKS) {
     if (!SUMS && adds) {
         before = bits_to_float(load_fresh4(a.residual + (i64)token * HIDDEN + row));
     }
-    u32 epoch = 0;  // of the reply or replies; 0: there is none
+    u32 epoch = 0;  // of the reply that is written, or of those that are read; 0: there is none
     [[maybe_unused]] u64 deadline = 0;
     [[maybe_unused]] bool rounds = false;
     if (SUMS && adds && a.reply && !load_word(&a.mail->aborted)) {

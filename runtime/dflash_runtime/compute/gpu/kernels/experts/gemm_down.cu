@@ -1,6 +1,9 @@
-// Down projection of the pairs of each expert: the float32 term of each pair, weight included.
+// gemm_down: the down projections of a prompt chunk's routed experts. Reads the activations of
+// gemm_gate_up; writes one float32 term per pair and element, multiplied by the pair's weight (combine
+// adds them). Grid (ceil(NUM_ROWS / TILE_N), most tiles of rows), THREADS threads; only the device knows
+// the number of tiles, and blocks past it exit.
 //
-// Defines: gemm_tile.cuh's; NUM_ROWS of down.
+// Parameters: those of gemm_tile.cuh; NUM_ROWS of the down projection.
 #include "group_rows.cuh"
 
 static_assert(NUM_ROWS % 2 == 0, "terms are written in twos");
@@ -31,7 +34,7 @@ INLINE TileRows rows_of_tile(const GemmDownArgs &a, const GroupTile &tile) {
 }
 
 #ifdef STORED_TYPE
-// The row of down that this thread reads; an unused one for columns beyond the matrix.
+// The row of down that this thread unpacks; columns past the matrix read row 0, which is not used.
 INLINE const u8 *stored_row(const GemmDownArgs &a, const GroupTile &tile) {
     const int row = block_index_x() * TILE_N + thread_index() % TILE_N;
     return a.down + matrix_of(a.choice, tile) * (i64)a.stride +

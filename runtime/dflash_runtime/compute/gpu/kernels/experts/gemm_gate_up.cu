@@ -1,16 +1,19 @@
-// Gate and up projections of the pairs of each expert, and the activation, in one product.
+// gemm_gate_up: gate and up projections of a prompt chunk's routed experts and the activation, in one
+// product. Reads the chunk's rows; writes the pairs' activations for gemm_down. Grid (ceil(NUM_ROWS /
+// FEATURES), most tiles of rows), THREADS threads; blocks past the number of tiles exit.
 //
-// Tile columns alternate between eight rows of gate and the same eight of up, so that a thread
-// holds both of one element of the activation:
+// Columns of a tile alternate between eight rows of gate and the same eight of up, so that a thread
+// holds both values of an activation:
 //
 //     column of the tile   0 … 7    8 … 15   16 … 23   24 … 31  …
 //     row of               gate 0…7  up 0…7  gate 8…15  up 8…15  …
 //
-// Activations of halves that would overflow are divided by a power of two, each SEGMENT of a row by
-// its own, noted in `shifts`: level_activations.cu makes it one for a row. With two parts all are.
+// Activations in halves are divided by a power of two where they would overflow (with two parts: always),
+// each SEGMENT of a row by its own, stored in `shifts`; level_activations then makes it the same for the
+// whole row.
 //
-// Defines: gemm_tile.cuh's; NUM_ROWS of gate, and of up; OUT_PARTS: rows of halves for each row of
-// activations, 0: floats.
+// Parameters: those of gemm_tile.cuh; NUM_ROWS of gate and of up; OUT_PARTS: 1 or 2 rows of halves per row
+// of activations, 0: floats.
 #include "group_rows.cuh"
 
 #include "activation.cuh"
@@ -32,7 +35,7 @@ struct GemmGateUpArgs {
     const float *gate_bias, *up_bias;    // [E, NUM_ROWS]; null: none
     const float *gate_scale, *up_scale;  // [E]; null: none
     u8 *activations;                     // [OUT_PARTS, rows, NUM_ROWS]
-    i8 *shifts;                          // [rows, NUM_SEGMENTS]; floats have none
+    i8 *shifts;                          // [rows, NUM_SEGMENTS]; unused if OUT_PARTS is 0
     u64 hidden_part_bytes, activation_part_bytes;
     u64 gate_stride, up_stride;  // bytes from one expert's matrix to the next
     MatrixChoice choice;
@@ -52,7 +55,7 @@ INLINE TileRows rows_of_tile(const GemmGateUpArgs &a, const GroupTile &tile) {
 }
 
 struct Finish {
-    float scale, bias0, bias1;  // of two neighbouring rows of a matrix
+    float scale, bias0, bias1;  // the expert's scale, and biases of two neighbouring rows
 };
 INLINE Finish finish_of(const float *scales, const float *biases, int expert_id, int feature) {
     Finish finish = {1.0f, 0.0f, 0.0f};
@@ -65,7 +68,7 @@ INLINE Finish finish_of(const float *scales, const float *biases, int expert_id,
 }
 
 #ifdef STORED_TYPE
-// The row of gate or up that this thread reads; an unused one for columns beyond the matrix.
+// The row of gate or up that this thread unpacks; columns past the matrix read row 0, which is not used.
 INLINE const u8 *stored_row(const GemmGateUpArgs &a, const GroupTile &tile) {
     const i64 matrix = matrix_of(a.choice, tile);
     const int column = thread_index() % TILE_N;

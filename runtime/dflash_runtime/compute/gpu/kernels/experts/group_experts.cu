@@ -1,12 +1,13 @@
-// Sorts the pairs of a prefill chunk by expert, stably, without the host: count_pairs,
-// lay_out_groups, place_pairs. Or finds the same for pairs that came sorted: tile_groups,
-// find_rows.
+// Groups the pairs (token, expert) of a prompt chunk by expert, on the device (groups.cuh has the result).
 //
-// A block of count_pairs and place_pairs has CHUNK_PAIRS pairs in shared memory, and a thread for
-// each expert that goes over all of them: no atomics, and the order is the pairs' own. An id that
-// no expert has, or whose expert is not resident, gets no row.
+//   count_pairs, lay_out_groups, place_pairs   a stable counting sort. Grids ceil(pairs / CHUNK_PAIRS), 1,
+//                             ceil(pairs / CHUNK_PAIRS), with a thread per expert. A block of the first
+//                             and last has its pairs in shared memory, and each thread scans all of them
+//                             for its expert: no atomics, and pairs keep their order
+//   tile_groups, find_rows    the same arrays for pairs that arrive sorted. Grids 1 and ceil(T / 256)
 //
-// Defines: NUM_EXPERTS (up to 960), CHUNK_PAIRS, TILE_M.
+// Pairs with an invalid id, or whose expert is not resident, get no row.
+// Parameters: NUM_EXPERTS (up to 960), CHUNK_PAIRS, TILE_M.
 #include "groups.cuh"
 
 constexpr int EXPERT_THREADS = (NUM_EXPERTS + 63) / 64 * 64;
@@ -17,15 +18,15 @@ static_assert(CHUNK_PAIRS % 4 == 0, "ids are looked at in fours");
 struct GroupArgs {
     const int *topk_ids;        // [num_pairs]; pairs_per_token neighbours are one token's
     const float *topk_weights;  // [num_pairs]
-    const int *slot_of_expert;  // [NUM_EXPERTS], below 0: not resident; null: all are
-    int *chunk_rows;            // [chunks, NUM_EXPERTS] scratch: pairs, then the row of the first
+    const int *slot_of_expert;  // [NUM_EXPERTS], negative: not resident; null: all are resident
+    int *chunk_rows;            // [chunks, NUM_EXPERTS] scratch: number of pairs, then row of the first
     GroupCounts *counts;
     int *expert_ids, *group_starts;
     GroupTile *tiles;
     int *token_indices;
     float *weights;
     int *rows_of_tokens;
-    u32 *selections;            // null, or [NUM_EXPERTS]: pairs of those that are resident, added to
+    u32 *selections;            // null, or [NUM_EXPERTS]: incremented by the pairs of resident experts
     int num_pairs, pairs_per_token;
 };
 
@@ -33,7 +34,7 @@ INLINE bool is_resident(const GroupArgs &a, int expert) {
     return expert < NUM_EXPERTS && (!a.slot_of_expert || load_int(a.slot_of_expert + expert) >= 0);
 }
 
-// The chunk's ids, -1 behind the last pair.
+// Loads the block's ids; -1 past the last pair.
 INLINE void load_chunk(int *ids, const GroupArgs &a, int first_pair) {
     for (int i = thread_index(); i < CHUNK_PAIRS; i += num_threads())
         ids[i] = first_pair + i < a.num_pairs ? load_int(a.topk_ids + first_pair + i) : -1;
@@ -56,7 +57,7 @@ KERNEL(count_pairs, GroupArgs, EXPERT_THREADS, 1) {
     a.chunk_rows[block_index_x() * NUM_EXPERTS + expert] = num_pairs;
 }
 
-// Sums over the threads before this one; `sums` is scratch of two ints a thread.
+// Exclusive prefix sum over the block's threads; `sums` is scratch, two ints per thread.
 INLINE int sum_before(int *sums, int value) {
     const int thread = thread_index();
     int total = value;
@@ -78,7 +79,8 @@ INLINE void write_tiles(GroupTile *tiles, int group, int expert_id, int first_ro
     }
 }
 
-// One group a thread, none where it has no rows: its number, start, tiles, and the counts of all.
+// Each thread writes the group of its expert, if it has rows: its start and tiles. The last thread writes
+// the counts. Returns the group's first row.
 INLINE int write_group(const GroupArgs &a, int *sums, int expert_id, int num_rows) {
     const int num_tiles = tiles_of(num_rows);
     const int group = sum_before(sums, num_rows > 0), first_row = sum_before(sums, num_rows);
@@ -113,7 +115,7 @@ KERNEL(lay_out_groups, GroupArgs, EXPERT_THREADS, 1) {
     int row = write_group(a, sums, expert, num_rows);
     if (!is_here) return;
     if (a.selections) atomic_add(a.selections + expert, (u32)num_rows);
-    // Several at once: each load would wait for the store before it.
+    // Several chunks at once, as each load would wait for the store before it.
     for (int first = 0; first < num_chunks; first += CHUNKS_AT_ONCE) {
         int sizes[CHUNKS_AT_ONCE];
 #pragma unroll
@@ -146,7 +148,7 @@ KERNEL(place_pairs, GroupArgs, EXPERT_THREADS, 1) {
     }
 }
 
-// What lay_out_groups writes, of groups that are there: expert_ids, group_starts, token_indices.
+// Pairs that arrive sorted: expert_ids, group_starts and token_indices are inputs.
 struct SortedArgs {
     const int *expert_ids, *group_starts, *token_indices;
     GroupCounts *counts;
@@ -176,7 +178,7 @@ KERNEL(tile_groups, SortedArgs, EXPERT_THREADS, 1) {
     }
 }
 
-// A thread for each token looks for it in every group.
+// A thread per token searches for it in every group.
 KERNEL(find_rows, SortedArgs, 256, 1) {
     let_next_begin();
     wait_for_previous();

@@ -1,9 +1,9 @@
-// Rows of A in a tile of a group, as gemm_gate_up.cu and gemm_down.cu take them.
+// Rows of A for a tile of one expert's group, shared by gemm_gate_up.cu and gemm_down.cu.
 #pragma once
 #include "gemm_tile.cuh"
 #include "groups.cuh"
 
-// `row_of` says which row of A a row of the tile is; rows of W are left to the caller.
+// row_of(row of the tile) is the row of A. The caller sets the rows of W.
 template <typename RowOf>
 INLINE TileRows rows_of_group(const u8 *a, const GroupTile &tile, const RowOf &row_of) {
     TileRows rows;

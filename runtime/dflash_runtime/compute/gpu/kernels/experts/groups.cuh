@@ -1,12 +1,12 @@
-// Pairs of tokens and experts, sorted by expert on the device for prefill's kernels: the arrays of a
-// RoutedBatch, and the tiles of rows that one block computes.
+// Pairs (token, expert) of a prompt chunk, grouped by expert on the device, and the tiles of rows that
+// one block computes.
 //
-//   row                              place of a pair in that order
+//   row                              index of a pair in the grouped order
 //   expert_ids   [groups]            ascending; every group has at least one row
 //   group_starts [groups + 1]        rows of group g: group_starts[g] … group_starts[g + 1] - 1
-//   token_indices, weights [rows]    of the row's pair; tokens ascend inside a group
+//   token_indices, weights [rows]    the pair's token and weight; tokens ascend inside a group
 //   tiles        [tiles]             rows first_row … end_row - 1 of one group, at most TILE_M
-//   rows_of_tokens [T, pairs_per_token]   rows of a token in order of its choice, -1: not resident
+//   rows_of_tokens [T, pairs_per_token]   a token's rows in the order of its choices; -1: not resident
 #pragma once
 #include "common.cuh"
 
@@ -28,9 +28,8 @@ INLINE GroupTile load_tile(const GroupTile *p) {
 INLINE int load_int(const int *p) { return (int)load_fresh4(p); }
 INLINE float load_float(const float *p) { return bits_to_float(load_fresh4(p)); }
 
-// Which of the matrices that lie one after another are an expert's: by group, where those of groups
-// first_group … end_group - 1 have been made for this chunk; else by slot, or by expert id where
-// there are no slots.
+// Index of an expert's matrix: by group, if the matrices of groups first_group … end_group - 1 have been
+// dequantised for this chunk; otherwise by slot, or by expert id if slot_of_expert is null.
 struct MatrixChoice {
     const int *slot_of_expert;
     int first_group, end_group, is_by_group, unused;

@@ -1,7 +1,8 @@
-// Activations of halves whose segments were divided by powers of two of their own
-// (gemm_gate_up.cu): the largest of a row becomes that of the whole row.
+// level_activations: gives each row of activations one power of two as its scale, the largest of those by
+// which gemm_gate_up divided the row's segments. Works in place and writes `scales`. Grid ceil(rows /
+// (256 / LANES)): a logical warp per row; most rows need no change.
 //
-// Defines: NUM_COLUMNS, NUM_PARTS (see gemm_tile.cuh), NUM_SEGMENTS, SEGMENT (see gemm_gate_up.cu).
+// Parameters: NUM_COLUMNS, NUM_PARTS (see gemm_tile.cuh), NUM_SEGMENTS, SEGMENT (see gemm_gate_up.cu).
 #include "groups.cuh"
 #include "halves.cuh"
 
@@ -15,7 +16,6 @@ struct LevelArgs {
     u64 part_bytes;
 };
 
-// A logical warp a row; most find nothing to do.
 KERNEL(level_activations, LevelArgs, ROW_THREADS, 1) {
     let_next_begin();
     wait_for_previous();

@@ -1,22 +1,22 @@
-// Choice of experts from router logits, by one warp. Every block that needs the choice repeats it, which
-// is faster than a kernel in between; all get the same bits.
+// Top-k routing from router logits by one warp (softmax scores). In a step every block that needs the
+// choice repeats it, which is faster than a separate kernel; all blocks get the same bits.
 #pragma once
 #include "common.cuh"
 
 enum Gate { SOFTMAX_GATE };
 
-// Experts of the highest logits, ties to the lower id, NaN last; weights are their scores, divided by
-// the sum of these if Normalise. If any logit is NaN all weights are.
+// Chooses the experts with the highest logits; ties go to the lower id, NaN comes last. Weights are the
+// softmax scores, divided by their sum if Normalise. If any logit is NaN, all weights are NaN.
 template <int Experts, int TopK, bool Normalise, Gate Gating>
 struct Router {
     static_assert(TopK <= Experts && TopK <= LANES, "a lane has a choice's weight");
     static_assert(Gating == SOFTMAX_GATE, "another gate");
     static constexpr int EACH = (Experts + LANES - 1) / LANES;
     float logits[EACH];
-    u32 keys[EACH];  // ordered as logits are; 0: taken, or no expert
-    float chosen;    // the logit of choice number lane_index()
+    u32 keys[EACH];  // same order as the logits; 0: already chosen, or no expert
+    float chosen;    // logit of choice number lane_index()
 
-    // Lanes have neighbouring experts, so that the lowest lane has the lowest id.
+    // A lane has consecutive experts, so that the lowest lane has the lowest ids.
     INLINE static int expert(int j) { return lane_index() * EACH + j; }
     INLINE static u32 key_of(float logit) {
         const u32 bits = float_to_bits(logit + 0.0f);  // -0 is 0
@@ -28,7 +28,7 @@ struct Router {
         return bits_to_float(key >> 31 ? key & 0x7fffffffu : ~key);
     }
 
-    // One warp calls this and what follows. `read(e)` gives the logit of an expert.
+    // One warp calls this and the functions below. read(e) is the logit of an expert.
     template <typename Read>
     INLINE void load(Read read) {
         chosen = 0.0f;
@@ -40,7 +40,8 @@ struct Router {
 #pragma unroll
         for (int j = 0; j < EACH; j++) keys[j] = expert(j) < Experts ? key_of(logits[j]) : 0;
     }
-    // The first `count` choices: the lane that has the expert of choice k calls take(k, j).
+    // Makes the first `count` choices. For choice k the lane that has its expert calls take(k, j), where
+    // expert(j) is the expert.
     template <typename Take>
     INLINE void choose(int count, Take take) {
 #pragma unroll 1
@@ -60,7 +61,7 @@ struct Router {
             }
         }
     }
-    // Of choice number lane_index(), once all TopK are made.
+    // The weight of choice number lane_index(), after all TopK choices.
     INLINE float weight() const {
         float highest = logits[0], total = 0.0f;
 #pragma unroll

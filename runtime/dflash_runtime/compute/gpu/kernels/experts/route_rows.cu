@@ -1,6 +1,7 @@
-// Choice of experts from router logits that are there already: a warp a token.
+// route_rows: top-k routing (route.cuh) from router logits in memory. Writes ids and weights. Grid T, one
+// logical warp: a warp per token.
 //
-// Defines: EXPERTS, TOP_K, NORMALISE, GATE.
+// Parameters: EXPERTS, TOP_K, NORMALISE, GATE.
 #include "route.cuh"
 
 struct RouteRowsArgs {

@@ -1,8 +1,10 @@
-// Choice of experts by any rule: other scores than softmax, a bias for the choice, groups, a scale. A
-// warp a token. What softmax alone needs is route.cuh's, which experts' kernels do themselves.
+// route_scores: top-k routing by any rule: several score functions, a bias that only affects the choice,
+// group-limited choice, a scale of the weights. Writes ids and weights. Grid T, one logical warp: a warp
+// per token. For plain softmax, route.cuh is used instead, inside the experts' kernels.
 //
-// Defines: EXPERTS, TOP_K, SCORES (0 softmax, 1 sigmoid, 2 logits and softmax of the chosen,
-// 3 sqrt(softplus)), BY_LOGITS, NORMALISE, GROUPS, GROUPS_USED, SCALE (bits of a float).
+// Parameters: EXPERTS, TOP_K, SCORES (0 softmax, 1 sigmoid, 2 logits, then softmax over the chosen,
+// 3 sqrt(softplus)), BY_LOGITS: the choice is by logits, NORMALISE, GROUPS, GROUPS_USED, SCALE (bits of a
+// float).
 #include "argmax.cuh"
 #include "gates.cuh"
 
@@ -17,7 +19,7 @@ struct RouteScoresArgs {
 
 constexpr int EACH = (EXPERTS + LANES - 1) / LANES;
 
-// Ordered as values are; NaN comes last but for what is taken, which is 0.
+// A key with the order of the values. NaN is the lowest but for 0, which marks a chosen expert.
 INLINE u32 key_of(float value) {
     const u32 bits = float_to_bits(value + 0.0f);  // -0 is 0
     if (value != value) return 1;
@@ -90,7 +92,7 @@ KERNEL(route_scores, RouteScoresArgs, LANES, 1) {
     }
     float weight = 0.0f;
     for (int k = 0; k < TOP_K; k++) {
-        // The highest, and of equal ones the lowest id.
+        // The highest key; ties go to the lower id.
         u64 best = 0;
 #pragma unroll
         for (int j = 0; j < EACH; j++) {

@@ -1,7 +1,7 @@
-// Router logits of 1 to 8 rows that are normalised on the way: a block a logit. One more block writes
-// the normalised rows, which experts read.
+// router: router logits of 1 to 8 rows, with the RMS norm of the rows. Grid EXPERTS + 1, THREADS threads: a
+// block per expert; the last block writes the normalised rows, as floats, int8, or both, for the experts.
 //
-// TYPE of the weights, plain floats; EXPERTS rows of COLUMNS, TOKENS rows of activations, THREADS.
+// Parameters: TYPE of the weights (F32, F16 or BF16), EXPERTS, COLUMNS, TOKENS, THREADS.
 #include "formats.cuh"
 #include "staging.cuh"
 
@@ -55,7 +55,7 @@ KERNEL(router, RouterArgs, THREADS, 1) {
         if (KEEPS_NORM) load_floats(norm[KEEPS_NORM ? c : 0], a.norm_weight + unit * ELEMENTS);
     }
     wait_for_previous();
-    // The factor of a row comes last: so squares and products are summed at once.
+    // The norm's factor is applied last, so that squares and products are summed in one pass.
     SHARED(float, partial, 2 * TOKENS * NUM_WARPS);
     float squares[TOKENS], products[TOKENS];
 #pragma unroll

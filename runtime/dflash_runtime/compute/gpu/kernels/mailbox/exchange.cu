@@ -1,10 +1,10 @@
-// Copies arrays between a device and mapped host memory, and sets a word when they have arrived.
+// exchange: copies up to three arrays between the device and mapped host memory, then sets a signal word
+// in host memory. Grid 1, THREADS threads: the arrays are small, so latency counts, not bandwidth.
 //
-// One block: what goes through here is small, and the time counts that the first byte takes. What is
-// in memory of the host was written before this was launched, or is read by the host after it has
-// seen the word: all of a thread's stores come before its fence, all fences before the word.
+// The host wrote the sources before the launch, and reads the targets only after it has seen the signal:
+// each thread's stores come before its fence, and all fences come before the store of the signal.
 //
-// Defines: THREADS.
+// Parameters: THREADS.
 #include "common.cuh"
 
 #define MOST_COPIES 3
@@ -12,8 +12,8 @@
 struct ExchangeArgs {
     const void *sources[MOST_COPIES];
     void *targets[MOST_COPIES];
-    int num_words[MOST_COPIES];  // of 4 bytes; 0: nothing
-    int *signal;                 // null, or set to 1 in the end
+    int num_words[MOST_COPIES];  // of 4 bytes; 0: no copy
+    int *signal;                 // null, or set to 1 at the end
 };
 
 KERNEL(exchange, ExchangeArgs, THREADS, 1) {

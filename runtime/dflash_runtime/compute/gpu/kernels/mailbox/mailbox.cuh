@@ -1,26 +1,26 @@
-// A mailbox: requests of a parent's step to a daemon's device and its replies, layer by layer, with no
-// host in between. mailbox/layout.py has the memory layout and says why it is correct.
+// A mailbox carries a step's requests from a parent's device to a daemon's, and the replies, layer by
+// layer, without the hosts. mailbox/layout.py has the memory layout and explains why it is correct.
 //
-// A line is 16 bytes: {data, check, data, check}. A check depends on its word and the step's epoch, so a
-// reader that finds the expected check has the data that belongs to it: no flag, no fence, one transfer,
-// and damaged data is not taken.
+// A line is 16 bytes: {data, check, data, check}. A check depends on its word and on the step's epoch
+// (a counter of steps), so a reader that finds the expected check has the right data: no flag and no
+// fence are needed, one transfer suffices, and damaged data is not accepted.
 //
-// MOST_PEERS: most mailboxes of a side.
+// Parameters: MOST_PEERS, the most mailboxes of one process.
 #pragma once
 #include "mailbox_lines.cuh"
 
-constexpr int LINES_AT_ONCE = 4;   // polled together by a thread that has several: see Mail::receive
+constexpr int LINES_AT_ONCE = 4;   // lines that a thread polls together: see Mail::receive
 constexpr int REPLIES_AT_ONCE = 2;
-constexpr int POLLS = 64;          // of lines, between two reads of the clock
-constexpr int FAR_POLLS = 16 * POLLS;  // and between two reads of peers' abort words, over the bus
+constexpr int POLLS = 64;          // polls of lines between two reads of the clock
+constexpr int FAR_POLLS = 16 * POLLS;  // polls between two reads of peers' abort words, over the bus
 
-// One side's state and abort words, for all of its mailboxes.
+// State and abort words of one end (parent or daemon), shared by all of its mailboxes.
 struct Mail {
     MailState *state;
-    u32 *own_aborts[MOST_PEERS];           // in the host's memory: written for each peer
-    const u32 *other_aborts[MOST_PEERS];   // written by each peer; not 0: it has aborted
-    u32 *failed;                           // null, or in our host's private memory: as state->aborted
-    u64 limit;                             // of a step, in ticks
+    u32 *own_aborts[MOST_PEERS];           // in host memory, read by each peer
+    const u32 *other_aborts[MOST_PEERS];   // in host memory, written by each peer; not 0: it has aborted
+    u32 *failed;                           // null, or a copy of state->aborted in this host's memory
+    u64 limit;                             // time limit of a step, in ticks
     int num_peers;
 
     INLINE u32 epoch() const { return load_fresh4(&state->epoch); }
@@ -29,13 +29,14 @@ struct Mail {
         const uint2 began = load_fresh8(&state->began);
         return ((u64)began.y << 32 | began.x) + limit;
     }
-    // Every later wait and post of this side and of its peers returns at once.
+    // Aborts the step: every later wait and post of this end and of its peers returns at once.
     INLINE void abort(u32 epoch) const {
         store_word(&state->aborted, epoch);
         if (failed) store_word(failed, epoch);
         for (int peer = 0; peer < num_peers; peer++) store_word(own_aborts[peer], epoch);
     }
-    // Whether the step has failed, or its wait for `peer` has reached the deadline.
+    // Whether the step has failed. Aborts it if the wait for `peer` has passed the deadline, or (with
+    // polls_far) if a peer has aborted.
     INLINE bool is_over(int peer, u32 epoch, u64 deadline, bool polls_far) const {
         if (is_aborted()) return true;
         int blamed = clock_ticks() > deadline ? peer : -1;
@@ -47,10 +48,10 @@ struct Mail {
         abort(epoch);
         return true;
     }
-    // Waits for `num` lines, at most N, from peers: those at line(0), line(1), … of peer(0), …. A poll
-    // loads all missing lines before the first has arrived: over a bus one costs as much as all. False:
-    // the step has failed. `polls_far`: also read peers' abort words over the bus; not needed if another
-    // block that waits for the same does. FirstHalves: second halves may still be missing.
+    // Waits for `num` lines, at most N: line(j) is an address, written by peer(j). Returns false if the
+    // step has failed. A poll loads all missing lines at once: over a bus this takes as long as one.
+    // `polls_far`: also reads peers' abort words over the bus; one of the blocks that wait for the same
+    // lines is enough. FirstHalves: waits for the first halves only.
     template <bool FirstHalves = false, int N, typename LineOf, typename PeerOf>
     INLINE bool receive(uint4 (&found)[N], int num, LineOf line, PeerOf peer, u32 epoch, u64 deadline,
                         bool is_rounded = false, bool polls_far = true) const {
@@ -60,7 +61,7 @@ struct Mail {
                                  : is_of_epoch(line, checked_by));
         };
 #pragma unroll
-        for (int j = 0; j < N; j++) found[j] = make_uint4(0, 0, 0, 0);  // of no epoch
+        for (int j = 0; j < N; j++) found[j] = make_uint4(0, 0, 0, 0);  // valid in no epoch
         for (int poll = 1;; poll++) {
 #pragma unroll
             for (int j = 0; j < N; j++) {
@@ -81,11 +82,11 @@ struct Mail {
     }
 };
 
-// A request's rows: arrays of words, one after the other, each in whole lines.
+// The rows of a request: up to three arrays of words, sent one after the other, each in whole lines.
 constexpr int MOST_PARTS = 3;
 struct MailParts {
     void *words[MOST_PARTS];
-    int num_words[MOST_PARTS];  // 0: nothing
+    int num_words[MOST_PARTS];  // 0: unused
 
     INLINE int num_lines() const {
         int num = 0;
@@ -93,7 +94,7 @@ struct MailParts {
         for (int part = 0; part < MOST_PARTS; part++) num += lines_of(part);
         return num;
     }
-    // The words of a line; the second is 0 where there is none.
+    // The two words of a line; the second is 0 past the end of an array.
     INLINE uint2 load(int line) const {
         bool has_second;
         const u32 *word = at(line, has_second);
@@ -122,14 +123,14 @@ private:
     }
 };
 
-// What peers answer for a layer.
+// The peers' replies for a layer.
 struct MailReplies {
     Mail mail;
-    const void *lines[MOST_PEERS];  // [T, H] float64, one a line; or as mail_add_rounded reads them
-    int peers[MOST_PEERS];          // whose each of them is
+    const void *lines[MOST_PEERS];  // [T, H] float64, one per line; or float32: see mail_add_rounded
+    int peers[MOST_PEERS];          // the peer that writes each of them
     int num_replies;
 
-    // Adds the answers for one element, in the order of the peers. False: the step has failed.
+    // Adds the peers' sums of one element to `total`, in the order of the peers. False: the step failed.
     INLINE bool add(i64 element, u32 epoch, u64 deadline, double &total) const {
         if (mail.is_aborted()) return false;
         for (int begin = 0; begin < num_replies; begin += REPLIES_AT_ONCE) {

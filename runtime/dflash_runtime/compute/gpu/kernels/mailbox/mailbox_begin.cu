@@ -1,4 +1,5 @@
-// The first kernel of a step that goes through mailboxes, on either side.
+// mail_begin: the first kernel of a step that uses mailboxes, in the parent and in the daemon: increments
+// the epoch and notes the time. Grid 1, one logical warp.
 #include "mailbox_lines.cuh"
 
 struct MailBeginArgs {

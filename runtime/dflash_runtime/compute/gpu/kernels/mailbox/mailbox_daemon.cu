@@ -1,7 +1,12 @@
-// The daemon's side of a mailbox: what a layer is asked, for all blocks of experts_decode.cu, unless they
-// take it by themselves (mailbox_request.cuh). These write the answer.
+// Receives a layer's request in the daemon. experts_decode.cu then computes it and writes the reply.
 //
-// Defines: TOKENS of a step, TOP_K; EXPERTS; THREADS; MOST_PEERS.
+//   mail_take   waits for the request and stores rows, ids, weights and slots for experts_gate_up
+//   mail_relay  copies the request's lines from over the bus to this device's memory as they arrive, where
+//               the blocks of experts_gate_up poll for them (mailbox_request.cuh): few blocks poll the bus
+//
+// Neither is needed if the lines already are in this device's memory. Grid TOKENS, THREADS threads; each
+// block polls for an equal share of the lines.
+// Parameters: TOKENS, TOP_K, EXPERTS, THREADS, MOST_PEERS.
 #include "mailbox.cuh"
 
 constexpr int PAIRS = TOKENS * TOP_K;
@@ -10,10 +15,10 @@ struct MailTakeArgs {
     Mail mail;
     MailParts parts;        // written to
     const void *request;    // lines
-    int *topk_ids;          // [PAIRS], local; negative: none
+    int *topk_ids;          // [PAIRS] local ids; negative: none
     float *topk_weights;    // [PAIRS]
-    const int *slot_of_expert;  // [EXPERTS], local; negative: not resident
-    int *pair_slots;        // [PAIRS]: where each lies
+    const int *slot_of_expert;  // [EXPERTS] by local id; negative: not resident
+    int *pair_slots;        // [PAIRS]
 };
 
 INLINE void take_pair(const MailTakeArgs &a, const int *slots, int pair, uint4 line) {
@@ -24,9 +29,8 @@ INLINE void take_pair(const MailTakeArgs &a, const int *slots, int pair, uint4 l
     a.topk_weights[pair] = bits_to_float(line.z);
 }
 
-// Grid: tokens; each block polls for an equal share of the lines.
 KERNEL(mail_take, MailTakeArgs, THREADS, 1) {
-    SHARED(int, slots, EXPERTS);  // loaded before a request arrives
+    SHARED(int, slots, EXPERTS);  // loaded before the request arrives
     let_next_begin();
     for (int i = thread_index(); i < EXPERTS; i += THREADS) {
         slots[i] = (int)load_weights4(a.slot_of_expert + i);
@@ -55,7 +59,7 @@ KERNEL(mail_take, MailTakeArgs, THREADS, 1) {
     }
     if (is_there) return;
     for (int pair = index; pair < PAIRS; pair += All) {
-        a.topk_ids[pair] = a.pair_slots[pair] = -1;  // neither computed nor replied
+        a.topk_ids[pair] = a.pair_slots[pair] = -1;  // the step failed: nothing is computed
         a.topk_weights[pair] = 0.0f;
     }
 }
@@ -63,16 +67,15 @@ KERNEL(mail_take, MailTakeArgs, THREADS, 1) {
 struct MailRelayArgs {
     Mail mail;
     const void *request;  // lines, over the bus
-    void *lines;          // in this device's memory; each is written as soon as it has arrived
+    void *lines;          // the copy in this device's memory; a line is written as soon as it arrives
     int num_lines;
 };
 
-// Grid: tokens. A request comes over a bus, which few should ask, and is wanted by many blocks: those of
-// gate and up, which begin now and wait for it in memory of their own. A pair's weight follows its id.
+// The first warp of a block relays its token's pairs, ids before weights; the others relay rows.
 KERNEL(mail_relay, MailRelayArgs, THREADS, 1) {
     static_assert(TOP_K <= LANES, "a warp has a token's pairs");
     wait_for_previous();
-    let_next_begin();  // not before: they write to memory that the layer before has read
+    let_next_begin();  // only after the wait: the next kernel writes memory that the last layer reads
     const u32 epoch = a.mail.epoch();
     const u64 deadline = a.mail.deadline();
     if (a.mail.is_aborted()) return;

@@ -1,20 +1,20 @@
-// Lines of a mailbox, and the step's state shared by all kernels of a side: see mailbox.cuh.
+// Lines of a mailbox and the state of a step, in the parent or in the daemon: see mailbox.cuh.
 #pragma once
 #include "common.cuh"
 
 constexpr int LINE_BYTES = 16, HALF_BYTES = LINE_BYTES / 2;
 
-// State of the step, in the memory of a side's own device.
+// State of the step, in the own device's memory.
 struct MailState {
-    u64 began;    // clock_ticks() when the step did
+    u64 began;    // clock_ticks() at the step's beginning
     u32 epoch;    // of the step
     u32 aborted;  // the epoch of the first step that failed; 0: none
-    u32 blamed;   // the peer, plus one, that did not answer in time; 0: none, or it is not known
-    u32 rounds;   // whether the layer's answer is wanted as float32: a daemon's
+    u32 blamed;   // 1 + the peer that did not answer in time; 0: none, or unknown
+    u32 rounds;   // in a daemon: whether the parent wants this layer's reply as float32
 };
 
-// The check beside a word. The factor is odd, so in an epoch every word has another check, and a word
-// has another check in every epoch.
+// The check of a word. As the factor is odd, different words have different checks within an epoch, and
+// a word has different checks in different epochs.
 constexpr u32 CHECK_FACTOR = 0x9e3779b1u;
 INLINE u32 check_of(u32 epoch, u32 word) { return epoch ^ word * CHECK_FACTOR; }
 
@@ -25,20 +25,21 @@ INLINE bool is_of_epoch(u32 word, u32 check, u32 epoch) { return check == check_
 INLINE bool is_of_epoch(uint4 line, u32 epoch) {
     return is_of_epoch(line.x, line.y, epoch) && is_of_epoch(line.z, line.w, epoch);
 }
-// A half by itself.
+// Sends one half of a line.
 INLINE void send_half(void *half, u32 epoch, u32 word) {
     store_half_line(half, word, check_of(epoch, word));
 }
-// Epoch in the checks of rounded replies, which are thus never taken for float64, nor float64 for them.
+// The epoch in the checks of rounded replies, so that these and float64 replies are never confused.
 INLINE u32 rounded_epoch(u32 epoch) { return ~epoch; }
 
-// Flipped in every id of a request whose answer may be rounded. An id's highest two bits are the same.
+// A bit that is flipped in every id of a request whose reply may be rounded. The two highest bits of an
+// id are otherwise equal.
 constexpr u32 ROUNDS = 1u << 30;
 INLINE bool asks_rounded(u32 id) { return (id >> 31) != (id >> 30 & 1); }
 
-// First half of a request's line: a pair's expert.
+// A pair's expert, from the first half of a request's line.
 struct AskedExpert {
-    u32 id;  // local; its highest bit: none
+    u32 id;  // local id; none if its highest bit is set
     bool rounds;
 
     INLINE explicit AskedExpert(uint4 line) {

@@ -1,29 +1,34 @@
-// The parent's side of a mailbox: a layer's requests to the daemons, and their replies.
+// Requests and replies of a layer, in the parent.
 //
-// Defines: TOKENS, HIDDEN, TOP_K, EXPERTS; NORMALISE, GATE as route.cuh has them, ROUTE: experts are
-// chosen here, from logits; THREADS, ADD_THREADS; MOST_PEERS.
+//   mail_post         routes (if ROUTE) and sends rows, ids and weights. Grid: peers, THREADS threads
+//   mail_add          waits for the replies and adds them to the residual, rounded once, for a layer
+//                     without local experts (with local ones experts_down does). A thread per element
+//   mail_add_rounded  the same for a single peer whose sums are rounded already. A thread per two elements
+//
+// Parameters: TOKENS, HIDDEN, TOP_K, EXPERTS; ROUTE: experts are chosen here, from logits, with NORMALISE
+// and GATE of route.cuh; THREADS, ADD_THREADS; MOST_PEERS.
 #include "mailbox.cuh"
 #include "route.cuh"
 
 struct MailPostArgs {
     Mail mail;
     MailParts parts;
-    const float *logits;             // [T, EXPERTS], if ROUTE: the next two are written then
-    int *topk_ids;                   // [T, TOP_K], global
+    const float *logits;             // [T, EXPERTS], if ROUTE: the kernel writes the next two
+    int *topk_ids;                   // [T, TOP_K] global ids
     float *topk_weights;             // [T, TOP_K]
-    u32 *selections;                 // null, or [EXPERTS]: how often each was chosen, added to
-    const int *local_ids[MOST_PEERS];  // [EXPERTS] by peer: its local ids; negative: not its expert
+    u32 *selections;                 // null, or [EXPERTS]: incremented for each expert that was chosen
+    const int *local_ids[MOST_PEERS];  // [EXPERTS] per peer: its local ids; negative: not its expert
     void *requests[MOST_PEERS];      // lines
-    int rounds;                      // there is one peer, whose reply may be rounded
+    int rounds;                      // not 0: the only peer may round its reply
 };
 
 constexpr int POST_PAIRS = TOKENS * TOP_K;
-// Warps that choose, a token each if there are enough; the rest send rows meanwhile.
+// Warps that route, one token each if there are enough; the others send rows meanwhile.
 constexpr int MOST_CHOOSERS = THREADS / LANES / 2;
 constexpr int CHOOSERS = !ROUTE ? 0 : TOKENS < MOST_CHOOSERS ? TOKENS : MOST_CHOOSERS;
 
-// Grid: peers. Rows are on their way while the first warps choose, and an expert's id is before the next
-// is chosen: who is asked loads its weights meanwhile.
+// Rows are sent while the first warps route, and an expert's id is sent before the next one is chosen, so
+// that the peer loads its weights meanwhile.
 KERNEL(mail_post, MailPostArgs, THREADS, 1) {
     using Choice = Router<EXPERTS, TOP_K, NORMALISE != 0, (Gate)GATE>;
     SHARED(int, ids, POST_PAIRS);
@@ -31,7 +36,7 @@ KERNEL(mail_post, MailPostArgs, THREADS, 1) {
     const int peer = block_index_x();
     const bool is_first = peer == 0, chooses = warp_index() < CHOOSERS;
     let_next_begin();
-    int local_of[Choice::EACH];  // asked for before it is known which are needed
+    int local_of[Choice::EACH];  // loaded before it is known which are needed
     if (chooses) {
 #pragma unroll
         for (int j = 0; j < Choice::EACH; j++) {
@@ -97,7 +102,6 @@ struct MailAddArgs {
     float *residual;  // [T, HIDDEN], added to in place
 };
 
-// For a layer without local experts; otherwise experts_down adds replies. Rounds once.
 KERNEL(mail_add, MailAddArgs, ADD_THREADS, 1) {
     const int i = block_index_x() * ADD_THREADS + thread_index();
     let_next_begin();
@@ -110,8 +114,7 @@ KERNEL(mail_add, MailAddArgs, ADD_THREADS, 1) {
     a.residual[i] = before + (float)total;
 }
 
-// The same where one peer alone is asked, whose answer is rounded: two elements a line, of which
-// HIDDEN must be a multiple.
+// Two float32 elements per line, so HIDDEN must be even.
 KERNEL(mail_add_rounded, MailAddArgs, ADD_THREADS, 1) {
     const int i = 2 * (block_index_x() * ADD_THREADS + thread_index());
     let_next_begin();

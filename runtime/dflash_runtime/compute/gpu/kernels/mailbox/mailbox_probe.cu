@@ -1,23 +1,24 @@
-// Round trips through a mailbox with nothing but words that both sides can work out: whether they
-// arrive whole, and how long they take. Daemon: mail_echo; parent: mail_ping.
+// Tests a mailbox: round trips of pseudo-random words that both ends can compute. Checks that they arrive
+// whole, and measures how long a round takes. The parent runs mail_ping, the daemon mail_echo. Grid 1,
+// THREADS threads; each thread sends and receives every THREADS-th line.
 //
-// Defines: IS_ECHO: which of the two; THREADS; MOST_PEERS.
+// Parameters: IS_ECHO: which of the two is compiled; THREADS; MOST_PEERS.
 #include "mailbox.cuh"
 
-// What a side has found, in the memory of its device.
 enum FaultKind {
     WRONG,    // a word or a check that was not sent
-    TORN,     // a word beside the check of another: a half of a line came in two pieces
-    STALE,    // what had come is again what it was a round ago
-    MISSING,  // a line that has not come in time
+    TORN,     // a word beside another word's check: half a line was transferred in two pieces
+    STALE,    // a line that had arrived shows the previous round again
+    MISSING,  // a line that has not arrived in time
     FAULT_KINDS,
 };
-constexpr int ODD_POLLS = 1 << 8;  // of a half that belongs to no round, before it counts as damaged
+constexpr int ODD_POLLS = 1 << 8;  // polls of a half that fits no round, before it counts as damaged
+// The faults that an end has found, in its device's memory.
 struct MailFaults {
-    u32 counts[FAULT_KINDS];  // words; of MISSING lines
+    u32 counts[FAULT_KINDS];  // number of words; for MISSING of lines
     u32 num_found;
-    u32 kind, epoch, line, word, expected, found;  // of the first; of MISSING epochs, and where the
-                                                   // word is right checks
+    u32 kind, epoch, line, word, expected, found;  // the first fault: words, or checks if the word is
+                                                   // right, or epochs if MISSING
 
     INLINE void note(FaultKind fault, u32 in_epoch, u32 in_line, u32 which, u32 wanted, u32 is) {
         atomic_add(counts + fault, 1);
@@ -31,17 +32,17 @@ struct MailProbeArgs {
     void *requests;     // lines
     void *replies;      // lines
     MailFaults *faults;
-    u64 *ticks;         // of mail_ping: null, or [num_rounds]: what each took
+    u64 *ticks;         // mail_ping: null, or [num_rounds], the time of each round
     int num_requests;   // lines
     int num_replies;
     int num_rounds;
     u32 seed;
-    int follows;        // what is in the lines is of the epoch before, or they are new
-    u32 longest_pause;  // ticks; before a side posts it waits for some time up to that, and whatever
-                        // has come is looked at twice
+    int follows;        // not 0: the lines hold the previous epoch's words, or are new memory
+    u32 longest_pause;  // ticks. Not 0: a random pause up to this comes before each send, and lines
+                        // that have arrived are read a second time
 };
 
-// As murmur3 mixes 32 bits.
+// The finaliser of MurmurHash3.
 INLINE u32 mixed(u32 x) {
     x = (x ^ x >> 16) * 0x85ebca6bu;
     x = (x ^ x >> 13) * 0xc2b2ae35u;
@@ -56,10 +57,10 @@ INLINE void pause_before(u32 seed, u32 epoch, u32 longest) {
     while (clock_ticks() < until) spin_pause();
 }
 
-// What polls of a line have found so far.
+// What the polls of one line have found so far.
 struct ProbeLine {
     u32 words[2], checks[2];
-    int odd[2];  // polls in which a half belonged to no round, and its word then
+    int odd[2];  // for each half: polls in which it fitted no round, and the last word then
     u32 odd_words[2];
     bool is_there;
 
@@ -67,8 +68,8 @@ struct ProbeLine {
         const uint4 now = load_line(line);
         words[0] = now.x, checks[0] = now.y, words[1] = now.z, checks[1] = now.w;
     }
-    // Whether all of it has come, or what will never be right. `follows`: what was there before is of
-    // the epoch before, or new.
+    // True if both halves have arrived, or are damaged for good. `follows`: before, the line held the
+    // previous epoch's words, or was new memory.
     INLINE bool judge(u32 epoch, bool follows) {
         int num_there = 0;
 #pragma unroll
@@ -83,7 +84,7 @@ struct ProbeLine {
     }
 };
 
-// One direction of a probe: each thread has some of its lines.
+// The lines of one direction.
 struct ProbeLines {
     void *lines;
     int num_lines;
@@ -94,9 +95,9 @@ struct ProbeLines {
             send_line(line_at(lines, i), epoch, word_of(seed, epoch, i, 0), word_of(seed, epoch, i, 1));
         }
     }
-    // False: given up. `is_right`: every word is what it should be, and was never anything but that
-    // or, if the round `follows` another, what it was then; new memory is as good. Lines are looked
-    // at as Mail::receive does.
+    // Waits for all lines, polling as Mail::receive does. False: the deadline has passed. `is_right`:
+    // every word has the expected value and, if the round `follows` another, showed only the previous
+    // round's value (or that of new memory) until then.
     INLINE bool receive(const Mail &mail, u32 epoch, bool follows, MailFaults *faults,
                         bool &is_right) const {
         const u64 deadline = clock_ticks() + mail.limit;
@@ -159,7 +160,7 @@ struct ProbeLines {
         }
         return false;
     }
-    // What was right must still be so: it is written again only after our answer.
+    // Lines that were right must still be right: the peer writes them again only after our answer.
     INLINE void reread(u32 epoch, MailFaults *faults) const {
         for (int i = thread_index(); i < num_lines; i += THREADS) {
             const uint4 line = load_line(line_at(lines, i));
@@ -172,7 +173,8 @@ struct ProbeLines {
             }
         }
     }
-    // Of those that we wait for, a bit each, and of all others of ours, those that have not come.
+    // Notes the lines of this thread that have not arrived. `are_here`: a bit for each of the lines being
+    // polled, which begin at `first`.
     INLINE void note_missing(int first, u32 are_here, u32 epoch, MailFaults *faults) const {
         for (int j = 0, i = first; i < num_lines; j++, i += THREADS) {
             const uint4 line = load_line(line_at(lines, i));
@@ -205,7 +207,7 @@ KERNEL(mail_ping, MailProbeArgs, THREADS, 1) {
         if (thread_index() == 0 && a.ticks) a.ticks[round] = clock_ticks() - began;
         if (!a.longest_pause) continue;
         if (goes_on && is_right) replies.reread(epoch, a.faults);
-        block_barrier();  // nothing is asked before all have looked
+        block_barrier();  // no thread sends the next round before all have read
     }
     block_barrier();
     if (thread_index() == 0) a.mail.state->epoch = first_epoch + a.num_rounds - 1;
@@ -223,11 +225,11 @@ KERNEL(mail_echo, MailProbeArgs, THREADS, 1) {
     for (int round = 0; round < a.num_rounds; round++) {
         const u32 epoch = first_epoch + round;
         if (goes_on) goes_on = requests.receive(a.mail, epoch, round || a.follows, a.faults, is_right);
-        block_barrier();  // an answer says that all has arrived
+        block_barrier();  // an answer is sent only after all lines have arrived
         if (a.longest_pause) {
             if (goes_on && is_right) requests.reread(epoch, a.faults);
             if (goes_on) pause_before(~a.seed, epoch, a.longest_pause);
-            block_barrier();  // and that all have looked
+            block_barrier();  // and after all threads have read them again
         }
         if (goes_on) replies.send(epoch);
     }

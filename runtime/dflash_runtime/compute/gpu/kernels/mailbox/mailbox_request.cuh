@@ -1,8 +1,9 @@
-// A layer's request, taken by every block that needs it, with no kernel before: for lines in our own
-// device's memory. So many blocks must not poll over a bus: mailbox_daemon.cu copies the lines to our
-// memory then. Nor must they occupy a device that serves several parents: then it takes the request.
+// Receives a layer's request inside experts_gate_up: every block polls for the lines it needs, without a
+// kernel before it. The lines must be in this device's memory; if they arrive over a bus, mail_relay copies
+// them there first. A device that serves several parents uses mail_take instead, as polling blocks would
+// occupy it.
 //
-// TOKENS, TOP_K, EXPERTS; MOST_PEERS.
+// Parameters: TOKENS, TOP_K, EXPERTS, MOST_PEERS.
 #pragma once
 #include "choices.cuh"
 #include "mailbox.cuh"
@@ -11,11 +12,12 @@
 struct MailRequest {
     Mail mail;
     const void *lines;
-    int is_relayed;  // the kernel before this one writes them, having waited for all before itself
+    int is_relayed;  // not 0: the preceding kernel is mail_relay, which waits for all kernels before it
 };
 
-// The row of one token among the lines, which follow those of the pairs part by part, all tokens' words
-// of each: where its lines are, and what they say in `Rows`, a Staged of one row. Padding is not read.
+// The row of one token in a request: the places of its lines, and how they are stored to `Rows` (a Staged
+// of one row). After the lines of the pairs come int8 bytes, their scales, and floats, each for all tokens.
+// Padding is not read.
 template <typename Rows, int Columns, bool AsBytes, bool AsFloats>
 struct RequestRow {
     static_assert(Columns % (AsBytes ? 32 : 4) == 0, "rows of activations");
@@ -24,7 +26,7 @@ struct RequestRow {
     static constexpr int ALL_QUANTS = AsBytes ? Rows::PADDED / 8 : 0;
     static constexpr int ALL_META = AsBytes ? Rows::GRANULES : 0;
 
-    // Among all lines of the request.
+    // Index in the request of a line of the token's row.
     INLINE static int place(int token, int line) {
         constexpr int Meta = TOKENS * (TOP_K + ALL_QUANTS), Floats = Meta + TOKENS * ALL_META;
         if (line < QUANTS) return TOKENS * TOP_K + token * ALL_QUANTS + line;
@@ -50,8 +52,8 @@ struct RequestRow {
     }
 };
 
-// By one of NumWarps warps, its share of a row. What is asked for all of it comes at about the same
-// time: until the last line of the share is there all lanes look at that alone, which is one access.
+// Receives one warp's share of a row, divided among NumWarps warps. Lines arrive at about the same time:
+// until the last line of the share is there, all lanes poll that line only, which is one access.
 template <typename Row, int NumWarps, typename Rows>
 INLINE bool receive_row(const MailRequest &from, const Rows &to, int token, int warp, bool polls_far,
                         u32 epoch, u64 deadline) {
@@ -83,10 +85,9 @@ INLINE bool receive_row(const MailRequest &from, const Rows &to, int token, int 
     return true;
 }
 
-// What a block of Threads needs for one tile of a pair: the row of its token, staged, and where its
-// expert lies. That of tile 0 writes down the choice, but for the weight, which may come later. All
-// threads call; block_barrier() is not needed after. Where anything does not come the step has failed,
-// and other blocks end as soon as they see it.
+// Stages the row of a pair's token and finds its expert's slot, as begin_pair in experts_decode.cu does.
+// The block of tile 0 writes the choice but not the weight, which may arrive later. All threads call; the
+// function ends with a barrier. If lines do not arrive, the step has failed: slots are -1.
 template <typename Row, int Threads, typename Rows>
 INLINE ChosenPair take_request(const MailRequest &from, const Choices &to, const Rows &x, int pair,
                               int tile) {
@@ -104,7 +105,7 @@ INLINE ChosenPair take_request(const MailRequest &from, const Choices &to, const
     const Mail &mail = from.mail;
     const u32 epoch = mail.epoch();
     const u64 deadline = mail.deadline();
-    // One of these blocks polls the abort words in the host's memory, so the rest need not.
+    // The blocks of tile 0 poll the abort words in host memory, so that the others need not.
     const bool polls_far = tile == 0;
     bool is_there = !mail.is_aborted();
     const int warp = warp_index();
@@ -130,18 +131,18 @@ INLINE ChosenPair take_request(const MailRequest &from, const Choices &to, const
                 to.count(taken[0]);
             }
         }
-        let_next_begin();  // only now, so that down mostly finds the slots
+        let_next_begin();  // only now, so that experts_down usually finds the slots
     }
     if (!is_there) taken[2] = 1;
     block_barrier();
     if (!taken[2]) return {taken[0], taken[1]};
-    if (tile == 0 && thread_index() == 0) {  // neither computed nor replied
+    if (tile == 0 && thread_index() == 0) {  // nothing is computed
         to.topk_ids[pair] = to.pair_slots[pair] = -1;
     }
     return {-1, -1};
 }
 
-// Written by one thread when it has arrived: the weight of a pair, which down needs.
+// Waits for a pair's weight and stores it for experts_down. Called by one thread.
 INLINE void await_weight(const MailRequest &from, const Choices &to, int pair) {
     const Mail &mail = from.mail;
     uint4 found[1];
@@ -151,9 +152,9 @@ INLINE void await_weight(const MailRequest &from, const Choices &to, int pair) {
         !mail.is_aborted() && mail.receive(found, 1, line, parent, mail.epoch(), mail.deadline());
     to.topk_weights[pair] = is_there ? bits_to_float(found[0].z) : 0.0f;
 }
-// The same with the line as loaded when the expert's id came; mostly all of it was there.
+// The same, given the line as it was when the expert's id arrived; the weight is usually there already.
 INLINE void take_weight(const MailRequest &from, const Choices &to, int pair, uint4 seen) {
-    const u32 epoch = check_of(seen.y, seen.x);  // by which the id is right
+    const u32 epoch = check_of(seen.y, seen.x);  // recovers the epoch of the id's check
     if (is_of_epoch(seen.z, seen.w, epoch)) to.topk_weights[pair] = bits_to_float(seen.z);
     else await_weight(from, to, pair);
 }

@@ -1,11 +1,16 @@
-// Copies rows into and out of memory shared with other processes, with their digest; adds sums.
+// Payloads in memory that is shared with other processes.
 //
-// Defines: THREADS.
+//   move_payload  copies rows, and computes their digest on the way. Grid: any number of blocks, which take
+//                 rows in turn. Every byte is read once, so that a process which writes the source meanwhile
+//                 cannot make copy and digest differ
+//   add_to_rows   adds float64 sums to rows of another array. Grid num_rows: a block per row
+//
+// Parameters: THREADS.
 #include "common.cuh"
 
 constexpr int WARPS = THREADS / LANES;
 
-// A word's share of the digest, which is the sum of all of them: device_payload.digest_of.
+// The contribution of 8 bytes to the digest, which is the sum over all: see device_payload.digest_of.
 INLINE u64 mixed(u32 low, u32 high, i64 place) {
     const u64 odd = 0x9E3779B97F4A7C15ull;
     u64 word = (low | (u64)high << 32) ^ (u64)place * odd;
@@ -13,22 +18,20 @@ INLINE u64 mixed(u32 low, u32 high, i64 place) {
     return word ^ word >> 29;
 }
 
-// Of the high word of a double that is NaN or infinite: 1.
+// 1 if the double with this high word is NaN or infinite.
 INLINE u32 no_number(u32 high) { return (high & 0x7ff00000u) == 0x7ff00000u; }
 
 struct MovePayloadArgs {
     const u8 *source;  // rows
-    const int *rows;   // [num_rows]: which of them; null: the first
+    const int *rows;   // [num_rows] indices of source rows; null: the first num_rows
     u8 *target;        // [num_rows] rows
-    u64 *shares;       // [blocks]: what each of them has found of the digest
-    u32 *not_finite;   // [blocks]: whether each has found a double that is NaN or infinite; null: rows
-                       // are not of doubles, or it is not needed
+    u64 *shares;       // [blocks]: each block's part of the digest
+    u32 *not_finite;   // [blocks]: whether a block found a double that is NaN or infinite; null: not
+                       // checked
     int num_rows;
-    int row_pieces;  // of 16 bytes
+    int row_pieces;  // row size in units of 16 bytes
 };
 
-// Blocks take rows in turn. What is read is read once, stored and digested: a process that writes the
-// source meanwhile cannot make the two differ.
 KERNEL(move_payload, MovePayloadArgs, THREADS, 1) {
     SHARED(u64, sums, WARPS);
     SHARED(u32, bad_warps, WARPS);
@@ -61,13 +64,12 @@ KERNEL(move_payload, MovePayloadArgs, THREADS, 1) {
 
 struct AddToRowsArgs {
     const double *sums;  // [num_rows, columns]
-    const int *rows;     // [num_rows], each another one; null: the first
+    const int *rows;     // [num_rows] distinct indices of rows of `out`; null: the first num_rows
     double *out;         // rows of `columns`
     int num_rows;
     int columns;
 };
 
-// A block a row.
 KERNEL(add_to_rows, AddToRowsArgs, THREADS, 1) {
     wait_for_previous();
     const i64 row = block_index_x();

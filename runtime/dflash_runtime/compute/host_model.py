@@ -1,4 +1,4 @@
-"""The forward pass of every described model, written in Ops.
+"""The model of the host's backends: every kind of layer, written in Ops.
 
 How each kind of layer is computed stands here once; which kinds a model has, in its description.
 """
@@ -18,7 +18,6 @@ from dflash_adapters.layers import (
     GateBesideQueries,
     HeadNormRotary,
     InputScaledFfn,
-    Layer,
     Linear,
     Mixer,
     PositionKind,
@@ -26,25 +25,32 @@ from dflash_adapters.layers import (
     RotaryUnitNorm,
     RoutedFfn,
     RowNormRotary,
+    parts_of,
 )
 from dflash_adapters.loading import load_weights, model_spec
-from dflash_adapters.ops import Gate, KvCache, MoeBlock, OnLayer, Ops, nobody_looks
+from dflash_adapters.ops import Gate
 from dflash_adapters.rope import AttentionTemperature
-from dflash_protocol.ids import I32Array
+from dflash_protocol.ids import AnyArray
+from dflash_runtime.compute.host_ops import Ops
+from dflash_runtime.compute.model import Pausable, RoutedExperts, Step
 
 A = TypeVar("A")
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    """What layers share in one pass. Shapes: positions [T]."""
+class _Layer(Generic[A]):
+    """A layer with the weights of its norms."""
 
-    positions: I32Array
-    cache: KvCache
+    mixer: Mixer
+    ffn: Ffn | RoutedFfn | InputScaledFfn
+    mixer_norm: A
+    ffn_norm: A
+    cache_layer: int
+    """Its index among layers of the same kind, which the cache keeps."""
 
 
-class LayeredModel(Generic[A]):
-    """A described model with its weights on the device of `ops`. Implements ops.Model.
+class HostModel(Generic[A]):
+    """A described model with its weights on the device of `ops`. Implements model.Model.
 
     Immutable; computes on the thread that calls it.
     """
@@ -56,44 +62,54 @@ class LayeredModel(Generic[A]):
         weights = load_weights(file, ops, description)
         self._vectors, self._matrices = weights.vectors, weights.matrices
         self._scales, self._rope_tables = weights.scales, weights.rope_tables
-        # Each layer with its index among those of the same kind, which the cache keeps.
-        self._layers: list[tuple[Layer, int]] = []
+        self._is_plain = not any(
+            isinstance(part, Linear) and (part.bias or part.scale) for part in parts_of(description)
+        )
+        """No product with a matrix is scaled or has a bias: most models, and quicker."""
+        self._layers: list[_Layer[A]] = []
         num_of_kind: dict[type[Mixer], int] = {Attention: 0, DeltaNet: 0}
         for layer in description.layers:
             kind = type(layer.mixer)
-            self._layers.append((layer, num_of_kind[kind]))
+            norms = self._vectors[layer.mixer_norm], self._vectors[layer.ffn_norm]
+            self._layers.append(_Layer(layer.mixer, layer.ffn, *norms, num_of_kind[kind]))
             num_of_kind[kind] += 1
 
-    def forward(
-        self,
-        token_ids: I32Array,
-        positions: I32Array,
-        cache: KvCache,
-        moe: MoeBlock[A],
-        on_layer: OnLayer[A] = nobody_looks,
-    ) -> A:
-        ops, eps, vectors = self._ops, self._eps, self._vectors
-        step = _Step(positions, cache)
-        x = ops.embed(self._matrices[self._ends.embedding], token_ids)
-        for layer_id, (layer, cache_layer) in enumerate(self._layers):
-            h = ops.rms_norm(x, vectors[layer.mixer_norm], eps)
-            mixer, ffn = layer.mixer, layer.ffn
-            if isinstance(mixer, Attention):
-                x = self._attention(mixer, cache_layer, h, step, add=x)
-            else:
-                x = self._delta_net(mixer, cache_layer, h, step, add=x)
-            h = ops.rms_norm(x, vectors[layer.ffn_norm], eps)
-            if isinstance(ffn, RoutedFfn):
-                x = self._routed_ffn(ffn, layer_id, h, moe, add=x)
-            elif isinstance(ffn, InputScaledFfn):
-                x = self._input_scaled_ffn(ffn, layer_id, h, moe, add=x)
-            else:
-                x = self._end_ffn(ffn, self._begin_ffn(ffn, h), add=x)
-            on_layer(layer_id, x)
-        return x
+    def place(self, step: Step) -> Step:
+        """The step itself; that it fits is checked by the operations."""
+        return step
 
-    def head(self, hidden: A) -> A:
-        normed = self._ops.rms_norm(hidden, self._vectors[self._ends.norm], self._eps)
+    def embed(self, step: Step) -> A:
+        return self._ops.embed(self._matrices[self._ends.embedding], step.token_ids)
+
+    def layer(self, layer_id: int, x: A, step: Step, experts: RoutedExperts[A]) -> Pausable[A]:
+        """Updates `x` in place where Ops does."""
+        ops, eps, layer = self._ops, self._eps, self._layers[layer_id]
+        mixer, ffn = layer.mixer, layer.ffn
+        h = ops.rms_norm(x, layer.mixer_norm, eps)
+        if isinstance(mixer, Attention):
+            x = self._attention(mixer, layer.cache_layer, h, step, add=x)
+        else:
+            x = self._delta_net(mixer, layer.cache_layer, h, step, add=x)
+        h = ops.rms_norm(x, layer.ffn_norm, eps)
+        if isinstance(ffn, Ffn):
+            return self._end_ffn(ffn, self._begin_ffn(ffn, h), add=x)
+        logits = self._linear(ffn.router, h)
+        if isinstance(ffn, RoutedFfn):
+            bias = None if ffn.bias is None else self._vectors[ffn.bias]
+            topk_ids, topk_weights = ops.route(logits, ffn.rule, bias=bias)
+        else:
+            topk_ids, topk_weights = ops.route(logits, ffn.choice)
+            _, input_scales = ops.route(logits, ffn.input_scale)
+        shared = None if ffn.shared is None else self._begin_ffn(ffn.shared, h)
+        if isinstance(ffn, InputScaledFfn):
+            h = ops.scale_rows(h, input_scales)
+        x = ops.add(x, (yield from experts(layer_id, h, topk_ids, topk_weights)), out=x)
+        if ffn.shared is None or shared is None:
+            return x
+        return self._end_ffn(ffn.shared, shared, add=x)
+
+    def head(self, x: A) -> A:
+        normed = self._ops.rms_norm(x, self._vectors[self._ends.norm], self._eps)
         return self._linear(self._ends.head, normed)
 
     # What follows computes a part of a layer. Shapes: x, h, add, result [T, H] unless said
@@ -122,14 +138,16 @@ class LayeredModel(Generic[A]):
         """The products of the same rows with several matrices."""
         matrices = self._matrices
         products = self._ops.project(x, [matrices[each.weight] for each in linears])
-        for index, linear in enumerate(linears):
-            if linear.bias is not None or linear.scale is not None:
-                products[index] = self._finished(linear, products[index])
-        return products
+        if self._is_plain:
+            return products
+        return [
+            self._finished(linear, product)
+            for linear, product in zip(linears, products, strict=True)
+        ]
 
     # -- mixers -----------------------------------------------------------------------------------
 
-    def _attention(self, layer: Attention, cache_layer: int, h: A, step: _Step, *, add: A) -> A:
+    def _attention(self, layer: Attention, cache_layer: int, h: A, step: Step, *, add: A) -> A:
         ops, heads = self._ops, layer.heads
         q, k, v = self._qkv(layer.qkv, h)
         if isinstance(layer.positions, RowNormRotary):
@@ -175,7 +193,7 @@ class LayeredModel(Generic[A]):
         q, k, v = results
         return q, k, v
 
-    def _mark_positions(self, kind: PositionKind, q: A, k: A, positions: I32Array) -> None:
+    def _mark_positions(self, kind: PositionKind, q: A, k: A, positions: AnyArray) -> None:
         """In place. Shapes: q [T, heads, D]; k [T, kv_heads, D]."""
         ops = self._ops
         if isinstance(kind, AttentionTemperature):
@@ -192,7 +210,7 @@ class LayeredModel(Generic[A]):
         else:
             ops.norm_and_rotate(q, k, positions, table)
 
-    def _delta_net(self, layer: DeltaNet, cache_layer: int, h: A, step: _Step, *, add: A) -> A:
+    def _delta_net(self, layer: DeltaNet, cache_layer: int, h: A, step: Step, *, add: A) -> A:
         ops, vectors = self._ops, self._vectors
         mixed, gate, alpha, beta = self._project(layer.inputs, h)
         conv = vectors[layer.conv]
@@ -227,25 +245,3 @@ class LayeredModel(Generic[A]):
             return self._linear(ffn.down, activated, add=add)
         result = ops.gated(self._linear(ffn.down, activated), share[0], Gate.SIGMOID)
         return ops.add(add, result, out=add)
-
-    def _routed_ffn(self, ffn: RoutedFfn, layer_id: int, h: A, moe: MoeBlock[A], *, add: A) -> A:
-        ops = self._ops
-        bias = None if ffn.bias is None else self._vectors[ffn.bias]
-        topk_ids, topk_weights = ops.route(self._linear(ffn.router, h), ffn.rule, bias=bias)
-        shared = None if ffn.shared is None else self._begin_ffn(ffn.shared, h)
-        x = ops.add(add, moe(layer_id, h, topk_ids, topk_weights), out=add)
-        if ffn.shared is None or shared is None:
-            return x
-        return self._end_ffn(ffn.shared, shared, add=x)
-
-    def _input_scaled_ffn(
-        self, ffn: InputScaledFfn, layer_id: int, h: A, moe: MoeBlock[A], *, add: A
-    ) -> A:
-        ops = self._ops
-        logits = self._linear(ffn.router, h)
-        topk_ids, ones = ops.route(logits, ffn.choice)
-        _, input_scales = ops.route(logits, ffn.input_scale)
-        shared = self._begin_ffn(ffn.shared, h)
-        scaled = ops.scale_rows(h, input_scales)
-        x = ops.add(add, moe(layer_id, scaled, topk_ids, ones), out=add)
-        return self._end_ffn(ffn.shared, shared, add=x)

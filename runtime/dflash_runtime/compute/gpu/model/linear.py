@@ -1,0 +1,105 @@
+"""Projections of a layer, and how its weights come to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.layers import Linear, VectorTensor
+from dflash_adapters.loading import Weights
+from dflash_adapters.quant.reference import dequantise
+from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.gpu.layers.matrix import DeviceMatrix, Uploader
+from dflash_runtime.compute.gpu.layers.rows import Input, Norm, Rows
+from dflash_runtime.compute.gpu.ops.ops import GpuOps
+from dflash_runtime.compute.gpu.ops.way import Way
+
+
+class DeviceLoader:
+    """Brings a file's dense tensors to a device. Implements loading's loader.
+
+    Owns: matrices, which are loaded once.
+    """
+
+    def __init__(self, device: KernelDevice, uploader: Uploader, ops: GpuOps) -> None:
+        self._device, self._uploader, self._ops = device, uploader, ops
+        self._matrices: dict[tuple[Path, str], DeviceMatrix] = {}
+
+    def load_vector(self, file: GgufFile, tensor_name: str) -> DeviceArray:
+        """A tensor as float32."""
+        tensor = file.tensor(tensor_name)
+        values = dequantise(file.tensor_bytes(tensor_name), tensor.tensor_type, tensor.shape)
+        return self._device.upload(np.array(values, np.float32))
+
+    def load_matrix(self, file: GgufFile, tensor_name: str) -> DeviceMatrix:
+        """Raises: UnsupportedModel if there are no kernels for its type; DeviceOutOfMemory."""
+        key = file.path, tensor_name
+        if key not in self._matrices:  # a head may be the embedding table
+            self._matrices[key] = matrix = self._uploader.matrix(file, tensor_name)
+            self._ops.chunks.expect(matrix.tensor_type, matrix.columns)
+        return self._matrices[key]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Projection:
+    """``y = scale * (W x) + bias``, a described Linear with its weights. Shapes: bias [rows]."""
+
+    matrix: DeviceMatrix
+    bias: DeviceArray | None
+    scale: float | None
+    ops: GpuOps
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a product with the matrix, and no more."""
+        return self.bias is None and self.scale is None
+
+    def finish(self, product: Rows) -> None:
+        """What follows the product with the matrix, in place."""
+        array = product.array
+        if self.scale is not None:
+            self.ops.elementwise.scale_rows(array, self.scale, array)
+        if self.bias is not None:
+            self.ops.elementwise.add_bias(array, self.bias, array)
+
+    def add_to(self, residual: Rows, x: Input, way: Way) -> None:
+        """Add the projection of `x` to the residual."""
+        if self.is_plain:
+            way.add_product(x, self.matrix, residual)
+            return
+        (product,) = project(way, x, (self,))
+        self.ops.add_rows.launch(residual.array, product.array, residual.array)
+
+
+def project(way: Way, x: Input, projections: Sequence[Projection]) -> list[Rows]:
+    """Several projections of the same rows, multiplied together."""
+    products = way.project(x, [each.matrix for each in projections])
+    for projection, product in zip(projections, products, strict=True):
+        if not projection.is_plain:
+            projection.finish(product)
+    return products
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerWeights:
+    """The weights of a description on a device, and the launches of its layers."""
+
+    ops: GpuOps
+    weights: Weights[DeviceArray]
+    eps: float
+
+    def projection(self, linear: Linear) -> Projection:
+        """A described projection with its weights."""
+        matrix = self.weights.matrices[linear.weight]
+        assert isinstance(matrix, DeviceMatrix)
+        bias = None if linear.bias is None else self.weights.vectors[linear.bias]
+        scale = None if linear.scale is None else self.weights.scales[linear.scale]
+        return Projection(matrix, bias, scale, self.ops)
+
+    def norm(self, weight: VectorTensor) -> Norm:
+        """A described norm with its weight."""
+        return Norm(self.weights.vectors[weight], self.eps)

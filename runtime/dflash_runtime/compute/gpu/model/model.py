@@ -1,0 +1,172 @@
+"""A described model on a GPU: rows go through layers that fuse their work inside.
+
+::
+
+    place ─ embed ─┬─ attention or DeltaNet ─ dense, routed or input-scaled FFN ─┬─ head
+                   └──────────────────── for each layer ─────────────────────────┘
+
+A layer's kind is an object of attention.py, delta_net.py or ffns.py, made when the model is loaded.
+Each computes steps of up to 8 tokens and trees one way, and chunks of prompts another (ops/way.py).
+"""
+
+from __future__ import annotations
+
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.layers import (
+    Attention,
+    DeltaNet,
+    Description,
+    Ffn,
+    InputScaledFfn,
+    Layer,
+    Mixer,
+    RoutedFfn,
+)
+from dflash_adapters.loading import load_weights, model_spec
+from dflash_protocol.errors import UnsupportedModel
+from dflash_runtime.compute.gpu.device.device import DeviceArray
+from dflash_runtime.compute.gpu.launch.decode_arrays import step_parts
+from dflash_runtime.compute.gpu.launch.decode_tokens import Embed
+from dflash_runtime.compute.gpu.launch.sample_tokens import ChooseTokens, SampleInputs
+from dflash_runtime.compute.gpu.layers.placed_step import PlacedStep, place
+from dflash_runtime.compute.gpu.layers.rows import Input, Rows
+from dflash_runtime.compute.gpu.model.attention import AttentionForms, AttentionLayer
+from dflash_runtime.compute.gpu.model.delta_net import DeltaNetLayer
+from dflash_runtime.compute.gpu.model.ffns import (
+    DenseFfnLayer,
+    DeviceExperts,
+    InputScaledFfnLayer,
+    RoutedFfnLayer,
+)
+from dflash_runtime.compute.gpu.model.linear import DeviceLoader, LayerWeights
+from dflash_runtime.compute.gpu.ops.ops import GpuOps
+from dflash_runtime.compute.model import Pausable, Step
+
+
+class GpuModel:
+    """Implements model.Model[Rows, DeviceExperts]. Immutable; used by one thread at a time.
+
+    Rows are changed in place from layer to layer.
+    """
+
+    def __init__(
+        self, file: GgufFile, description: Description, ops: GpuOps, loader: DeviceLoader
+    ) -> None:
+        """Raises: as loading.model_spec and loading.load_weights; UnsupportedModel for what no
+        kernel computes; DeviceOutOfMemory."""
+        self.spec = model_spec(file, description)
+        self._path, self._ops = file.path, ops
+        weights = LayerWeights(ops, load_weights(file, loader, description), description.rms_eps)
+        ends = description.ends
+        table = loader.load_matrix(file, ends.embedding.name)
+        self._table = table
+        self._embed = Embed(ops.device, table.tensor_type, rows=table.rows, columns=table.columns)
+        self._norm, self._head = weights.norm(ends.norm), weights.projection(ends.head)
+        self._choose_tokens = ChooseTokens(ops.device)
+        forms = AttentionForms(weights, file)
+        # A layer is also counted among those of the same kind, which the cache keeps.
+        num_of_kind: dict[type[Mixer], int] = {Attention: 0, DeltaNet: 0}
+        self._layers = []
+        for layer_id, layer in enumerate(description.layers):
+            mixer, kind = layer.mixer, type(layer.mixer)
+            place_in_cache = num_of_kind[kind]
+            num_of_kind[kind] += 1
+            self._layers.append(
+                (
+                    AttentionLayer(mixer, layer.mixer_norm, place_in_cache, weights, forms)
+                    if isinstance(mixer, Attention)
+                    else DeltaNetLayer(mixer, layer.mixer_norm, place_in_cache, weights),
+                    _ffn_layer(layer, layer_id, weights),
+                )
+            )
+
+    def place(self, step: Step) -> PlacedStep:
+        """See model.Model.place."""
+        if isinstance(step, PlacedStep):
+            return step
+        return place(step, self._ops.device, vocab_size=self.spec.vocab_size)
+
+    def embed(self, step: Step) -> Rows:
+        """The kernel before this one may have written the token ids."""
+        step = self.place(step)
+        num_tokens = step.num_tokens
+        way = self._ops.chunks if step.is_chunk else self._ops.steps
+        rows = way.rows(num_tokens, self._table.columns)
+        # What advances positions must have ended before attention, which reads them early.
+        self._embed.launch(self._table.weights, step.token_ids, rows.array, overlaps_previous=False)
+        return rows
+
+    def layer(self, layer_id: int, x: Rows, step: Step, experts: DeviceExperts) -> Pausable[Rows]:
+        """`x` is updated in place, and is the result."""
+        mixer, ffn = self._layers[layer_id]
+        mixer.run(x, self.place(step))
+        yield from ffn.run(x, experts)
+        return x
+
+    def head(self, x: Rows) -> Rows:
+        """Logits. Shapes: x [T, H]; result [T, V]."""
+        logits = self._ops.way_of(x).logits(Input(x, self._norm), self._head.matrix)
+        if not self._head.is_plain:
+            self._head.finish(logits)
+            logits.partials = ()
+        return logits
+
+    def choose_tokens(
+        self,
+        x: Rows,
+        *,
+        token_ids: DeviceArray,
+        positions: DeviceArray,
+        history: DeviceArray,
+        sampling: SampleInputs | None,
+    ) -> Rows:
+        """Logits of up to MOST_TOKENS rows; the most likely token of each into `token_ids` and
+        `history`, positions one further. With `sampling` the token of one row is sampled.
+
+        Raises: UnsupportedModel for a head with a scale or bias.
+        """
+        self._require_plain_head("step")
+        logits = self._ops.steps.logits(Input(x, self._norm), self._head.matrix)
+        (partials,) = logits.partials
+        self._choose_tokens.launch(
+            logits.array,
+            partials,
+            sampling,
+            token_ids=token_ids,
+            positions=positions,
+            history=history,
+        )
+        return logits
+
+    def write_argmax(self, x: Rows, token_ids: DeviceArray) -> None:
+        """The most likely token after each row of a step, whose logits are dropped.
+
+        Shapes: token_ids [T] int32. Raises: UnsupportedModel as `choose_tokens`.
+        """
+        self._require_plain_head("tree")
+        steps, matrix, h = self._ops.steps, self._head.matrix, Input(x, self._norm)
+        for part in step_parts(x.num_tokens):
+            logits = steps.rows(part.stop - part.start, matrix.rows)
+            partials = steps.head(h[part], matrix, logits.array)
+            self._ops.write_argmax(partials.array, token_ids[part])
+
+    def _require_plain_head(self, what: str) -> None:
+        if not self._head.is_plain:
+            raise UnsupportedModel(
+                f"it needs a head whose logits are scaled, in a captured {what}, which is not "
+                "computed on a GPU yet: use --backend cpu",
+                path=self._path,
+            )
+
+
+def _ffn_layer(
+    layer: Layer, layer_id: int, weights: LayerWeights
+) -> DenseFfnLayer | RoutedFfnLayer | InputScaledFfnLayer:
+    ffn, norm = layer.ffn, layer.ffn_norm
+    match ffn:
+        case Ffn():
+            return DenseFfnLayer(ffn, norm, weights)
+        case RoutedFfn():
+            return RoutedFfnLayer(ffn, norm, layer_id, weights)
+        case InputScaledFfn():
+            return InputScaledFfnLayer(ffn, norm, layer_id, weights)

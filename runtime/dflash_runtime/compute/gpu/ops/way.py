@@ -1,0 +1,82 @@
+"""How a layer's products are computed: by a step's kernels, or by a chunk's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from dflash_adapters.ops import RoutingRule
+from dflash_runtime.compute.gpu.device.buffers import Buffer
+from dflash_runtime.compute.gpu.device.device import DeviceArray
+from dflash_runtime.compute.gpu.layers.matrix import DeviceMatrix
+from dflash_runtime.compute.gpu.layers.rows import Input, Norm, Rows
+
+
+@dataclass(slots=True, eq=False)
+class Choosing:
+    """Experts of a layer's rows: chosen, or to be chosen by the next kernel that needs the choice.
+
+    Shapes: ids [T, K] int32, weights [T, K] float32; logits [T, E]; bias [E].
+    """
+
+    ids: DeviceArray
+    weights: DeviceArray
+    rule: RoutingRule
+    logits: Rows | None = None
+    """What `rule` chooses by; None once ids and weights are written."""
+    bias: DeviceArray | None = None
+    """Of experts, used for the choice only."""
+    both: DeviceArray | None = None
+    """Ids and then weights, as int32, if they lie one after the other. Shapes: [2, T, K]."""
+    buffers: tuple[Buffer, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Routed:
+    """A layer's rows for its routed experts, and which experts are chosen for each."""
+
+    x: Input
+    choice: Choosing
+
+
+class Way(Protocol):
+    """The products of a layer; `steps.Steps` and `chunks.Chunks` are the two ways.
+
+    Norms and activations are done by the kernels of products where there are such.
+    """
+
+    def rows(self, num_tokens: int, columns: int) -> Rows:
+        """New rows, with anything in them."""
+
+    def attended_rows(self, num_tokens: int, columns: int, *, head_dim: int) -> Rows:
+        """New rows for heads, as int8 too if the product after them can read these."""
+
+    def normed(self, rows: Rows, norm: Norm) -> Rows:
+        """Normalised rows, as rows of their own."""
+
+    def project(self, x: Input, matrices: Sequence[DeviceMatrix]) -> list[Rows]:
+        """``x @ matrix.T`` of each, in as few launches as possible."""
+
+    def add_product(self, x: Input, matrix: DeviceMatrix, residual: Rows) -> None:
+        """``residual += x @ matrix.T``."""
+
+    def swiglu_product(self, gate: Rows, up: Rows, matrix: DeviceMatrix) -> Rows:
+        """``(silu(gate) * up) @ matrix.T``; `up` may be overwritten."""
+
+    def add_swiglu(
+        self, gate: Rows, up: Rows, matrix: DeviceMatrix, residual: Rows, *, share: Rows | None
+    ) -> None:
+        """The same added to a residual, times the sigmoid of each token's `share` [T, 1]."""
+
+    def router_logits(self, x: Input, matrix: DeviceMatrix) -> Rows:
+        """``x @ matrix.T``; in a step the rows are written as experts read them, too."""
+
+    def choose(self, logits: Rows, rule: RoutingRule, bias: DeviceArray | None) -> Choosing:
+        """Experts for each row, now or by the kernel that needs them first."""
+
+    def scaled(self, x: Input, factors: Choosing) -> Input:
+        """Rows times a factor each, the weight of a single expert, for experts."""
+
+    def logits(self, x: Input, matrix: DeviceMatrix) -> Rows:
+        """``x @ matrix.T`` of a head."""
