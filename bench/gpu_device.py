@@ -87,7 +87,7 @@ class GpuFacts:
         }
 
     def copy_bytes_per_s(self) -> float:
-        """Of a large copy on the device, bytes read and bytes written: the best of several."""
+        """Rate of a large copy on the device, read plus written bytes: the best of several."""
         import cupy
 
         source, copy = (self._device.zeros(_BYTES, np.uint8) for _ in range(2))
@@ -101,7 +101,7 @@ class GpuFacts:
         return 2 * _BYTES / best_seconds(self._device, run)
 
     def read_bytes_per_s(self) -> float:
-        """Of a kernel that reads memory and adds it up: the best of several."""
+        """Rate of a kernel that reads memory and sums it: the best of several."""
         array = self._device.zeros(_BYTES, np.uint8)
         read = ReadMemory(self._device, _BYTES)
         return _BYTES / best_seconds(self._device, lambda: read.launch(array))
@@ -131,7 +131,7 @@ def best_seconds(device: KernelDevice, run: Callable[[], None]) -> float:
 
 
 def driver_version(device: Device) -> str:
-    """As the vendor's tool tells it; empty where there is none."""
+    """As the vendor's tool reports it; empty without the tool."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(

@@ -15,7 +15,7 @@ from bench.pairs import Spread
 from bench import report
 
 Results = Mapping[str, Mapping[str, Any]]
-"""Of parts, by their names."""
+"""Results by part."""
 
 OURS, PEER = "ours", "llama.cpp"
 """Sides, as results name them."""
@@ -39,7 +39,7 @@ class Goal:
     must: float
     reach: float | None = None
     is_ratio: bool = False
-    """Of llama.cpp's figure in the same row, or of all experts on one GPU."""
+    """Whether `must` is a ratio to llama.cpp in the same row, or to all experts on one GPU."""
     is_most: bool = False
     """A percentage that is not to be exceeded."""
 
@@ -67,7 +67,7 @@ GOALS = (
     Goal("split-cpu", DECODE, 55, 80),
     Goal("split-cpu", PREFILL, 1_000, 2_000),
 )
-"""Of Qwen3-30B-A3B."""
+"""Goals for Qwen3-30B-A3B."""
 GOALS_OF_SHAPE = {
     "qwen3moe": GOALS,
     "qwen35moe": (

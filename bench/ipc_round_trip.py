@@ -32,7 +32,7 @@ from bench.report import table
 
 from bench import report
 from dflash_daemon.authentication import Authenticator, let_handshakes_yield
-from dflash_protocol.batch import RoutedBatch, group_by_expert
+from dflash_protocol.batch import HostSums, RoutedBatch, group_by_expert
 from dflash_protocol.endpoint import IpcClaim, parse_endpoint
 from dflash_protocol.ids import F64Array, Phase
 from dflash_protocol.payloads import PayloadType
@@ -124,7 +124,7 @@ def serve_shared(work: Work, folder: Path, name: str, spin_s: float) -> None:
     while True:
         request = server.receive(TIMEOUT_S, spin_s=spin_s, others=(0,))
         if request is not None:
-            server.reply(request, sums(request.header.num_tokens), 0.0)
+            server.reply(request, HostSums(sums(request.header.num_tokens)), 0.0)
         elif server.are_others_ready:
             return server.close()
 
@@ -162,7 +162,7 @@ def serve_stream(work: Work, address: str, keys: Path) -> None:
         print("ready", server.port, flush=True)
         while not select.select([0], [], [], 0)[0]:
             while (request := server.receive(0.2)) is not None:
-                server.reply(request, sums(request.header.num_tokens), 0.0)
+                server.reply(request, HostSums(sums(request.header.num_tokens)), 0.0)
         server.close()
 
 

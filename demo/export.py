@@ -21,7 +21,7 @@ F32, Q5_0, Q8_0 = (
 )
 
 _SIGMOID = 2
-"""As GGUF numbers the functions that weight experts."""
+"""GGUF's number of the sigmoid among the functions that weight experts."""
 
 _BLOCK_TENSORS = {
     "attn_norm": "attn_norm",

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from support.examples import SHARE
-from support.interrupts import have_interrupts
+from support.interrupts import restore_interrupts
 
 # Slow generation of examples only shows that the machine is busy.
 for _profile in ("all", SHARE):
@@ -31,7 +31,7 @@ hypothesis.settings.load_profile("all")
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-have_interrupts()
+restore_interrupts()
 
 _MARK = "DFLASHTEST_SESSION"
 _RUN_DIR = "DFLASH_MOE_EXPERT_COMPUTE_IPC_WORK_DIR"

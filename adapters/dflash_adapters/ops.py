@@ -109,8 +109,8 @@ class KvCache(Protocol):
         """Whether the next token may be the one after so many positions, as things are."""
 
     def snapshot(self, num_positions: int, instead_of: Snapshot | None = None) -> Snapshot:
-        """Keep the state after so many positions, in the memory of a snapshot of this cache that
-        nobody wants any more, if one is given. Rows of keys and values stay where they are.
+        """Save the state after so many positions, in the memory of `instead_of`, a snapshot of this
+        cache that is no longer needed, if given. Rows of keys and values are not copied.
 
         Raises: CheckpointMissing if a layer's state is another one.
         """

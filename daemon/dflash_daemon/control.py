@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import secrets
 import time
@@ -19,14 +18,13 @@ import zmq.asyncio
 
 from dflash_adapters.gguf.file import FileChange
 from dflash_adapters.gguf.weight_blocks import nonce_from
+from dflash_daemon.data_paths import MemoryOffers
 from dflash_daemon.host import ExpertHost
 from dflash_daemon.service import ComputeService
-from dflash_protocol.device_payload import DeviceMover
 from dflash_protocol.endpoint import is_ipv6
 from dflash_protocol.errors import (
     DaemonUnavailable,
     DeviceOutOfMemory,
-    DeviceUnavailable,
     HandshakeRefused,
     ModelFileError,
     ProtocolError,
@@ -34,15 +32,12 @@ from dflash_protocol.errors import (
 )
 from dflash_protocol.payloads import NEGOTIABLE, PayloadType
 from dflash_protocol.placement import OwnedExperts
-from dflash_protocol.ring.layout import MOVED_FACTOR, RingShape
-from dflash_protocol.ring.segment import Segment, open_segment
 from dflash_protocol.wire import version1
 from dflash_protocol.wire.messages import (
     COMPARING,
     HEADER_LIMIT_BYTES,
     PROTOCOL_VERSIONS,
     Attach,
-    Attached,
     Bye,
     Hello,
     Message,
@@ -95,7 +90,7 @@ class ControlServer:
         self._data_port = data_port
         self._max_tokens = max_tokens
         self._device = device
-        self._shared_folder = shared_folder
+        self._memory = MemoryOffers(host, shared_folder)
         self._last_seen_s: dict[str, float] = {}
         self._held: dict[str, HeldPlacement] = {}
         self._hellos: dict[bytes, asyncio.Task[None]] = {}
@@ -171,78 +166,13 @@ class ControlServer:
 
         Raises: ProtocolError if its sizes are not those negotiated, or it is not the same memory.
         """
-        limits = self._service.limits_of(attach.link_id)
-        if limits is None or self._shared_folder is None:
-            raise ProtocolError("no memory is shared on this link", code="transport")
-        moves = attach.moves and self._mover_of(limits) is not None
-        if attach.max_tokens > limits.max_tokens * (MOVED_FACTOR if moves else 1):
-            raise ProtocolError("memory for more tokens than negotiated", code="transport")
-        if attach.max_pairs > attach.max_tokens * limits.max_experts_used:
-            raise ProtocolError("memory for more pairs than its tokens can have", code="transport")
-        mail = self._host.backend.mail if moves else None
-        if attach.mail_bytes and attach.mail_bytes != self._mail_bytes(limits):
-            raise ProtocolError("memory for a mailbox of another size", code="transport")
-        try:
-            shape = RingShape(
-                attach.num_slots,
-                attach.max_tokens,
-                limits.hidden_size,
-                attach.max_pairs,
-                attach.mail_bytes,
-            )
-            segment = open_segment(
-                self._shared_folder, attach.name, shape, generation=limits.generation
-            )
-        except (ValueError, DaemonUnavailable) as error:
-            raise ProtocolError(f"cannot share memory: {error}", code="transport") from error
-        expected = segment.read_nonce(is_client=True).hex().encode()
-        if not hmac.compare_digest(expected, attach.nonce.encode()):
-            segment.close()
-            raise ProtocolError("not the memory that the parent has mapped", code="transport")
-        nonce = segment.write_nonce(is_client=False)
-        if moves:
-            moves = await self._has_window(segment, limits)
-        held = self._held.get(attach.link_id)
-        mails = bool(attach.mail_bytes) and moves and mail is not None and held is not None
-        if mails:
-            assert mail is not None
-            assert held is not None
-            try:
-                service = mail.serve(segment, self._host.spec.moe, held.banks)
-            except Exception as error:  # whatever a device's driver raises
-                segment.close()
-                raise ProtocolError(f"cannot serve a mailbox: {error}", code="transport") from error
-            segment.before_close = service.close
-        self._service.attach(attach.link_id, segment)
-        await self._send(routing_id, Attached(attach.link_id, nonce.hex(), moves, mails))
-
-    def _mail_bytes(self, limits: LinkLimits) -> int:
-        """Size of the mailbox of such a link; 0 if it has none."""
-        mail = self._host.backend.mail
-        if mail is None or self._mover_of(limits) is None:
-            return 0
-        return mail.num_bytes(self._host.spec.moe)
-
-    def _mover_of(self, limits: LinkLimits) -> DeviceMover | None:
-        """The device that copies payload of such a link by DMA, if any."""
-        can_share = limits.version > 1 and self._shared_folder is not None
-        is_wide = limits.payload is PayloadType.F32
-        return self._host.backend.mover if can_share and is_wide else None
-
-    async def _has_window(self, segment: Segment, limits: LinkLimits) -> bool:
-        """Map a segment to our device; False if that fails. Off the loop: pinning pages is slow."""
-        mover = self._mover_of(limits)
-        assert mover is not None
-        try:
-            await asyncio.to_thread(segment.open_window, mover)
-        except DeviceUnavailable as error:
-            # docs: its device cannot lock the shared memory; all else goes on, slower
-            _LOG.warning("the CPU copies what a parent sends: %s", str(error))
-            return False
-        except BaseException:
-            segment.close()
-            raise
-        return True
+        link_id = attach.link_id
+        limits = self._service.limits_of(link_id)
+        segment, attached = await self._memory.accept(
+            attach, limits, lambda: self._held.get(link_id)
+        )
+        self._service.attach(link_id, segment)
+        await self._send(routing_id, attached)
 
     def _start_hello(self, routing_id: bytes, hello: Hello, placement: bytes) -> None:
         if len(self._hellos) >= _MAX_LINKS or routing_id in self._hellos:
@@ -321,10 +251,8 @@ class ControlServer:
             pairs_per_second=held.pairs_per_second,
             generation=limits.generation,
             payload=limits.payload.value,
-            can_share=version > 1 and self._shared_folder is not None,
-            can_move=self._mover_of(limits) is not None,
-            mail_bytes=self._mail_bytes(limits),
         )
+        welcome = self._memory.offered(welcome, limits)
         # Last, since the above may fail: no link may exist that the parent does not know.
         self._service.add_link(link_id, limits, held.banks)
         self._held[link_id] = held

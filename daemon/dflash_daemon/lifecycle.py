@@ -25,6 +25,7 @@ import zmq
 from dflash_adapters.gguf.file import FileChange
 from dflash_daemon.authentication import Authenticator, let_handshakes_yield
 from dflash_daemon.control import ControlServer
+from dflash_daemon.data_paths import prepare_shared_folder
 from dflash_daemon.host import ExpertHost
 from dflash_daemon.service import ComputeService
 from dflash_protocol.device import Device
@@ -35,8 +36,6 @@ from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.process.held_folder import remove_if_abandoned
 from dflash_protocol.process.output import say
 from dflash_protocol.process.startup import end_with_parent
-from dflash_protocol.ring import compiled as ring_native
-from dflash_protocol.ring.segment import sweep_segments
 from dflash_protocol.settings import Settings, keys_directory
 from dflash_protocol.transports.curve import ServerSecurity, server_security
 from dflash_protocol.transports.waiting import spin_window_s
@@ -166,22 +165,13 @@ async def _serve(
         max_pairs=settings.batch_capacity * host.max_experts_used,
     )
     loop = asyncio.get_running_loop()
-    shares_memory = (
-        endpoint.path is not None
-        and settings.ipc_transport != "stream"
-        and ring_native.is_available()
-    )
-    if shares_memory and endpoint.path is not None:
-        # Compile before a parent waits for it.
-        await asyncio.to_thread(ring_native.kernels, settings.cache_dir)
-        with contextlib.suppress(DaemonUnavailable):  # sharing memory will report the error
-            sweep_segments(endpoint.path.parent)
+    shared_folder = await asyncio.to_thread(prepare_shared_folder, endpoint, settings)
     service = ComputeService(
         context,
         endpoint.data_address_to_bind(settings.data_port),
         max_frame_bytes=max_frame_bytes,
         on_failure=lambda: loop.call_soon_threadsafe(stop.set),
-        shares_memory=shares_memory,
+        shares_memory=shared_folder is not None,
         spin_s=spin_window_s() if settings.spin_us is None else settings.spin_us * 1e-6,
         before_sleep=host.backend.idle,
         check_file=host.poll,
@@ -198,7 +188,7 @@ async def _serve(
             data_port=data_port,
             max_tokens=settings.batch_capacity,
             device=str(options.device),
-            shared_folder=endpoint.path.parent if shares_memory and endpoint.path else None,
+            shared_folder=shared_folder,
             secure=None
             if security is None
             else partial(security.apply, io_threads=(_CONTROL_IO_THREAD,)),

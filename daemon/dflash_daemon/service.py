@@ -1,7 +1,7 @@
 """The compute thread: receive → check → compute → reply, one request at a time.
 
 It owns the data socket, the rings and all use of the expert banks; `control` adds and drops links,
-`turns` chooses the next request.
+`data_paths` has the transports and chooses the next request.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from typing import TypeAlias
 
 import zmq
 
-from dflash_daemon.turns import Turns
+from dflash_daemon.data_paths import DataServers
 from dflash_protocol.errors import ModelFileError, ProtocolError
 from dflash_protocol.ring.segment import Segment
-from dflash_protocol.transports.shared_server import SharedServer
 from dflash_protocol.transports.zmq_stream import StreamServer
 from dflash_protocol.wire.transport import (
     LinkLimits,
@@ -80,10 +79,8 @@ class ComputeService:
         self._busy_since_s: float | None = None
         self._on_failure = on_failure
         self._check_file = check_file
-        self._rings = SharedServer(counters=self.counters) if shares_memory else None
         self._stop = threading.Event()
         self._port: Future[int] = Future()
-        # Made on the compute thread, which owns the socket.
         open_socket = partial(
             StreamServer,
             context,
@@ -93,10 +90,14 @@ class ComputeService:
             counters=self.counters,
             secure=secure,
         )
-        turns_of = partial(Turns, rings=self._rings, spin_s=spin_s, before_sleep=before_sleep)
-        self._thread = threading.Thread(
-            target=self._run, args=(open_socket, turns_of), name="dflash-compute", daemon=True
+        self._servers = DataServers(
+            open_socket,
+            shares_memory=shares_memory,
+            counters=self.counters,
+            spin_s=spin_s,
+            before_sleep=before_sleep,
         )
+        self._thread = threading.Thread(target=self._run, name="dflash-compute", daemon=True)
 
     def start(self) -> int:
         """Bind the data socket and return its port, 0 for ipc.
@@ -115,15 +116,11 @@ class ComputeService:
 
         Raises: ProtocolError if there is no such link, or memory is not shared.
         """
-        limits = self.limits_of(link_id)
-        if limits is None or self._rings is None:
-            segment.close()
-            raise ProtocolError("no memory is shared on this link", code="transport")
-        self._rings.add_link(link_id, segment, limits)
+        self._servers.attach(link_id, segment, self.limits_of(link_id))
 
     def drop_link(self, link_id: str) -> None:
-        if self._links.pop(link_id, None) is not None and self._rings is not None:
-            self._rings.drop_link(link_id)
+        if self._links.pop(link_id, None) is not None:
+            self._servers.drop_link(link_id)
 
     def limits_of(self, link_id: str) -> LinkLimits | None:
         """The negotiated limits of a link; None if there is no such link."""
@@ -145,17 +142,15 @@ class ComputeService:
         self._stop.set()
         self._thread.join()
 
-    def _run(
-        self, open_socket: Callable[[], StreamServer], turns_of: Callable[[StreamServer], Turns]
-    ) -> None:
+    def _run(self) -> None:
         try:
-            socket = open_socket()
+            port = self._servers.open()
         except zmq.ZMQError as error:
             self._port.set_exception(error)
             return
-        self._port.set_result(socket.port)
+        self._port.set_result(port)
         try:
-            for server, request in turns_of(socket).until(self._stop):
+            for server, request in self._servers.until(self._stop):
                 self._serve(server, request)
         except Exception as error:
             # A daemon that answers heartbeats but no requests is worse than none: end it.
@@ -165,9 +160,7 @@ class ComputeService:
             self.failure = error
             self._on_failure()
         finally:
-            socket.close()
-            if self._rings is not None:
-                self._rings.close()
+            self._servers.close()
 
     def _serve(self, server: ServerTransport, request: ReceivedRequest) -> None:
         self._busy_since_s = started_s = time.monotonic()

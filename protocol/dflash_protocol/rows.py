@@ -84,12 +84,15 @@ class HostHidden:
 class HostSums:
     """Implements Sums in an array of the host, which is not copied."""
 
-    __slots__ = ("_array", "shape")
+    __slots__ = ("_array",)
     is_on_device = False
 
     def __init__(self, array: F64Array) -> None:
         self._array = array
-        self.shape: tuple[int, ...] = array.shape
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._array.shape
 
     def add(self, sums: Sums, rows: SomeRows | None = None) -> None:
         more = sums.to_host()

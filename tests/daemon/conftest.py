@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from dflash_daemon import control as control_module
-from dflash_daemon import turns
+from dflash_daemon import data_paths
 from support.control_rig import SHAPE, Daemon
 from support.random_models import write_qwen3moe
 
@@ -24,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(turns, "_POLL_S", 0.01)
+    monkeypatch.setattr(data_paths, "_POLL_S", 0.01)
     monkeypatch.setattr(control_module, "_PROGRESS_S", 0.01)
     logging.getLogger("dflash_daemon").setLevel(logging.CRITICAL)
     yield

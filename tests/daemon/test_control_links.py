@@ -18,7 +18,7 @@ from dflash_protocol.ids import F32Array, Phase
 from dflash_protocol.ring.layout import MOVED_FACTOR
 from dflash_protocol.transports.shared_client import SharedClient
 from dflash_protocol.wire.messages import Attached, Bye, Refused, Welcome, encode_header
-from dflash_protocol.wire.transport import DeviceReply, Reply
+from dflash_protocol.wire.transport import Reply
 from dflash_runtime.experts.daemons.sharing import Offer, OfferFailed, SharingPlan, make_offer
 from support.control_rig import CAPACITY, OWNED, SHAPE, TIMEOUT_S, Daemon, GateBackend
 from support.host_mover import HostMover, MovedRows
@@ -127,7 +127,7 @@ async def test_devices_of_both_sides_move_what_is_sent(
             batch = RoutedBatch.group(Phase.PREFILL, rows, pairs)
             sequence = client.submit(0, batch, deadline_s=TIMEOUT_S)
             reply = await asyncio.to_thread(client.wait, sequence, deadline_s=TIMEOUT_S)
-            assert isinstance(reply, DeviceReply) == rows.is_on_device
+            assert reply.placed.is_on_device == rows.is_on_device
             found.append(reply.sums)
         assert found[0].tobytes() == found[1].tobytes()
         assert np.abs(found[0]).max() > 0

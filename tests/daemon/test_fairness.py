@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import zmq
 
-from dflash_daemon import turns
+from dflash_daemon import data_paths
 from dflash_daemon.service import ComputeService
 from dflash_protocol.batch import RoutedBatch
 from dflash_protocol.endpoint import IpcClaim, parse_endpoint
@@ -119,7 +119,7 @@ class Rig:
 
 @pytest.fixture
 def rig(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    monkeypatch.setattr(turns, "_POLL_S", 0.01)
+    monkeypatch.setattr(data_paths, "_POLL_S", 0.01)
     with ExitStack() as undo:
         yield Rig(undo, run_dir)
 

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import zmq
 
+from dflash_daemon import data_paths
 from dflash_daemon import service as service_module
-from dflash_daemon import turns
 from dflash_daemon.service import ComputeService
 from dflash_protocol.batch import RoutedBatch
 from dflash_protocol.endpoint import IpcClaim, parse_endpoint
@@ -104,7 +104,7 @@ class Rig:
 
 @pytest.fixture(autouse=True)
 def quick_to_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "_POLL_S", 0.01)
+    monkeypatch.setattr(data_paths, "_POLL_S", 0.01)
 
 
 @pytest.fixture
@@ -315,7 +315,7 @@ def test_what_comes_right_behind_a_refused_request_does_not_wait(
     client = rig.client()
     assert_serves(client)
     time.sleep(0.05)
-    monkeypatch.setattr(turns, "_POLL_S", 2.0)
+    monkeypatch.setattr(data_paths, "_POLL_S", 2.0)
     time.sleep(0.05)
     for _ in range(5):
         started_s = time.monotonic()
@@ -325,7 +325,7 @@ def test_what_comes_right_behind_a_refused_request_does_not_wait(
             client.wait(bad, deadline_s=TIMEOUT_S)
         client.wait(good, deadline_s=TIMEOUT_S)
         assert time.monotonic() - started_s < 1.0
-    monkeypatch.setattr(turns, "_POLL_S", 0.01)
+    monkeypatch.setattr(data_paths, "_POLL_S", 0.01)
 
 
 def test_more_pairs_than_the_link_negotiated_are_refused(rig: Rig) -> None:

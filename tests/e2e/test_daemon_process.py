@@ -18,7 +18,7 @@ import pytest
 from dflash_daemon.__main__ import main as daemon_main
 from dflash_runtime import Engine
 from dflash_runtime.cli.main import main as cli_main
-from support.descriptors import no_descriptor_left
+from support.descriptors import no_descriptor_leak
 from support.environments import write_launcher
 from support.placements import write_even_placement
 from support.processes import (
@@ -284,7 +284,7 @@ def test_engines_that_are_closed_have_nothing_open(
             engine.logits([1, 2])
 
     use()
-    with no_descriptor_left():
+    with no_descriptor_leak():
         for _ in range(2):
             use()
         assert str(model) not in Path("/proc/self/maps").read_text()

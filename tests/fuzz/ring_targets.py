@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dflash_protocol.batch import RoutedBatch
+from dflash_protocol.batch import HostSums, RoutedBatch
 from dflash_protocol.errors import DeadlineExceeded, ProtocolError
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.ring import compiled as ring_native
@@ -74,7 +74,7 @@ class _Link:
         self._note_slot("request", _SHAPE.request_slot_at(sequence % _SHAPE.num_slots))
         request = self.server.try_receive()
         assert request is not None, "a sound request was not taken"
-        self.server.reply(request, _sums_of(3), 0.5)
+        self.server.reply(request, HostSums(_sums_of(3)), 0.5)
         self._note_slot("reply", _SHAPE.reply_slot_at(sequence % _SHAPE.num_slots))
         self.client.wait(sequence, deadline_s=0.0)
 
@@ -238,7 +238,7 @@ class RingSlots(Target):
             np.testing.assert_allclose(reply, _sums_of(batch.num_tokens), rtol=0.01)
 
     def _answer(self, link: _Link, request: ReceivedRequest) -> None:
-        link.server.reply(request, _sums_of(request.batch.num_tokens), 0.5)
+        link.server.reply(request, HostSums(_sums_of(request.batch.num_tokens)), 0.5)
 
     def _wait(
         self, link: _Link, sequence: int

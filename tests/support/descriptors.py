@@ -13,7 +13,7 @@ def num_descriptors(pid: int | str = "self") -> int:
 
 
 @contextmanager
-def no_descriptor_left() -> Iterator[None]:
+def no_descriptor_leak() -> Iterator[None]:
     """Check that the block closes all descriptors it opens, without the garbage collector.
 
     Collects garbage first, so that descriptors of other tests are not closed meanwhile.

@@ -92,7 +92,7 @@ class HostExpected:
     sums: MovedSums
 
 
-class HostCrossing:
+class HostCopy:
     """Implements device_payload.DmaCopy: copies as late as possible, when the end is polled."""
 
     def __init__(
@@ -133,9 +133,9 @@ class HostWindow:
         assert memory is not None
         return memory.ctypes.data + offset
 
-    def write_rows(self, offset: int, rows: Hidden) -> HostCrossing:
+    def write_rows(self, offset: int, rows: Hidden) -> HostCopy:
         self._mover.check()
-        return HostCrossing(self._mover, lambda: self._write(offset, rows.to_host()))
+        return HostCopy(self._mover, lambda: self._write(offset, rows.to_host()))
 
     def read_rows(self, offset: int, shape: tuple[int, int]) -> HostReadRows:
         return HostReadRows(self, offset, shape)
@@ -146,7 +146,7 @@ class HostWindow:
     def expect_sums(self, shape: tuple[int, int]) -> HostExpected:
         return HostExpected(MovedSums(np.full(shape, np.nan)))
 
-    def read_sums(self, offset: int, expected: ExpectedSums) -> HostCrossing:
+    def read_sums(self, offset: int, expected: ExpectedSums) -> HostCopy:
         sums = expected.sums
         assert isinstance(sums, MovedSums)
         self._mover.check()
@@ -155,7 +155,7 @@ class HostWindow:
             sums.array = self.read(offset, sums.shape, np.float64)
             return digest_of(sums.array.reshape(-1).view(np.uint8))
 
-        return HostCrossing(self._mover, copied, sums)
+        return HostCopy(self._mover, copied, sums)
 
     def read(self, offset: int, shape: tuple[int, int], dtype: type) -> AnyArray:
         """A copy of the memory at `offset`."""

@@ -6,7 +6,7 @@ import signal
 import threading
 
 
-def have_interrupts() -> None:
+def restore_interrupts() -> None:
     """Restore the default handling of SIGINT in this process and in those it starts.
 
     Background jobs of a shell script ignore SIGINT, and their children inherit that.

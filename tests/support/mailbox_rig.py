@@ -18,7 +18,7 @@ from dflash_protocol.ring.segment import Segment
 from dflash_protocol.settings import Settings, load_settings
 from dflash_runtime import Engine
 from dflash_runtime.compute.gpu.mailbox.parent import ParentMail
-from dflash_runtime.compute.gpu.run import captured_step
+from dflash_runtime.compute.gpu.run import step_runner
 from support.emulated_device.peer_memory import EmulatedPeerMemory
 from support.emulated_gpu import TINY, EmulatedGpus, install_emulated_gpus
 from support.processes import START_S
@@ -75,8 +75,8 @@ class Rings:
 
 def install_mailing_gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
     """Emulated GPUs with a short trial of each kind of memory, as their steps are slow."""
-    monkeypatch.setattr(captured_step, "_TIMED_STEPS", TRIED_STEPS)
-    monkeypatch.setattr(captured_step, "_TIMED_RUNS", 1)
+    monkeypatch.setattr(step_runner, "_TIMED_STEPS", TRIED_STEPS)
+    monkeypatch.setattr(step_runner, "_TIMED_RUNS", 1)
     monkeypatch.setattr(EmulatedPeerMemory, "freed_while_open", [])
     return install_emulated_gpus(monkeypatch)
 

@@ -14,7 +14,7 @@ from dflash_protocol.ring.compiled import FAILURE, NOTHING
 from dflash_protocol.transports.in_flight import RequestsInFlight, Slot
 from dflash_protocol.transports.ports import Ports, header_word
 from dflash_protocol.transports.waiting import Waiter
-from dflash_protocol.wire.transport import DeviceReply
+from dflash_protocol.wire.transport import Reply
 
 
 class _Unsent(NamedTuple):
@@ -57,7 +57,6 @@ class DeviceCopies:
             slot.expected = self._window.expect_sums((num_tokens, width))
             slot.reading = None
             rows = self._window.write_rows(slot.request_at, batch.rows)
-            # Reading the routing groups the pairs, while the device copies.
             routing = (batch.expert_ids, batch.group_starts, batch.token_indices, batch.weights)
             self._ports.words[slot.index, ring_native.MOVED_TOKENS] = num_tokens
             self._unsent = _Unsent(slot, head, deadline_ms, rows, routing)
@@ -102,7 +101,7 @@ class DeviceCopies:
                     self._begin_reading(sequence, slot, status)
                 return
 
-    def wait(self, sequence: int, slot: Slot, *, waiter: Waiter, deadline_s: float) -> DeviceReply:
+    def wait(self, sequence: int, slot: Slot, *, waiter: Waiter, deadline_s: float) -> Reply:
         """The reply to a pending request, with its sums on the device.
 
         Raises: as ClientTransport.wait.
@@ -154,7 +153,7 @@ class DeviceCopies:
         slot.reading = num_bytes, self._window.read_sums(slot.reply_at, slot.expected)
         self._reading = sequence
 
-    def _end_reading(self, sequence: int, slot: Slot) -> DeviceReply:
+    def _end_reading(self, sequence: int, slot: Slot) -> Reply:
         """Wait for the copy of the sums, and free the slot.
 
         Raises: ProtocolError if their digest is wrong.
@@ -168,7 +167,7 @@ class DeviceCopies:
         if digest != header_word(slot.taken, ring.DIGEST):
             raise requests.failure(sequence, slot, FAILURE - ring_native.WRONG_CHECKSUM)
         assert expected is not None
-        reply = DeviceReply(expected.sums, 0.0, is_finite=crossing.is_finite())
+        reply = Reply(expected.sums, 0.0, is_finite=crossing.is_finite())
         requests.complete(sequence, reply, num_bytes)
         return reply
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dflash_protocol.batch import RoutedBatch
+from dflash_protocol.batch import HostSums, RoutedBatch
 from dflash_protocol.errors import DaemonUnavailable, ProtocolError
 from dflash_protocol.ids import Phase
 from dflash_protocol.payloads import PayloadType, pack_hidden
@@ -103,7 +103,7 @@ class SharedClient:
         if copies is not None:
             copies.publish()
         free = requests.free
-        num_tokens, _ = batch.hidden_shape
+        num_tokens, _ = batch.rows.shape
         slot = free.pop() if free else self._free_slot(deadline_s)
         last = requests.sequence
         # The next sequence congruent to the slot's index.
@@ -126,7 +126,7 @@ class SharedClient:
                     layer_id,
                     phase_code,
                     deadline_ms,
-                    batch.hidden,
+                    batch.rows.to_host(),
                     batch.expert_ids,
                     batch.group_starts,
                     batch.token_indices,
@@ -153,7 +153,7 @@ class SharedClient:
             return self._copies.wait(sequence, slot, waiter=waiter, deadline_s=deadline_s)
         # Allocate before the reply arrives, while there is time.
         sums = np.empty((slot.num_tokens, self._hidden_size))
-        reply = Reply(sums, 0.0)
+        reply = Reply(HostSums(sums), 0.0)
         spin_ns = waiter.spin_ns if requests.last_compute_s < waiter.spin_s else 0
         if deadline_s < waiter.spin_s:
             spin_ns = min(spin_ns, int(max(deadline_s, 0.0) * 1e9))
@@ -273,5 +273,5 @@ class SharedClient:
         if status < 0:
             requests.arrived[sequence] = requests.failure(sequence, slot, status)
         else:
-            reply = requests.arrived[sequence] = Reply(sums, 0.0)
+            reply = requests.arrived[sequence] = Reply(HostSums(sums), 0.0)
             requests.complete(sequence, reply, status)

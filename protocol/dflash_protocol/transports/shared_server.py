@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dflash_protocol.batch import HostHidden, HostSums, RoutedBatch, Sums
+from dflash_protocol.batch import HostHidden, RoutedBatch, Sums
 from dflash_protocol.device_payload import DeviceWindow, ReadRows
 from dflash_protocol.errors import DeviceUnavailable, ProtocolError, one_line
-from dflash_protocol.ids import F32Array, F64Array, I64Array
+from dflash_protocol.ids import F32Array, I64Array
 from dflash_protocol.payloads import PayloadType, pack_sums
 from dflash_protocol.ring import compiled as ring_native
 from dflash_protocol.ring import layout as ring
@@ -264,7 +264,7 @@ class SharedServer:
             return None
         return slot.take()
 
-    def reply(self, request: ReceivedRequest, sums: F64Array | Sums, compute_s: float) -> None:
+    def reply(self, request: ReceivedRequest, sums: Sums, compute_s: float) -> None:
         """Send a request's sums, unless its link was dropped. Shapes: sums [T, H] float64.
 
         If a device moved the rows, it moves the sums too, which this waits for.
@@ -278,15 +278,16 @@ class SharedServer:
         if request.moved is not None:
             self._move_reply(slot, request, request.moved, sums, compute_s)
             return
-        if not isinstance(sums, np.ndarray):
-            if sums.is_on_device:
-                raise ValueError(f"sums of shape {sums.shape} on a device, whose rows were not")
-            sums = sums.to_host()
-        if sums.ndim != 2:
-            raise ValueError(f"sums of shape {sums.shape}")
-        status = self._send_reply(slot.port, sequence, link.reply_code, compute_s, waited_s, sums)
+        if sums.is_on_device:
+            raise ValueError(f"sums of shape {sums.shape} on a device, whose rows were not")
+        on_host = sums.to_host()
+        if on_host.ndim != 2:
+            raise ValueError(f"sums of shape {on_host.shape}")
+        status = self._send_reply(
+            slot.port, sequence, link.reply_code, compute_s, waited_s, on_host
+        )
         if status == OUT_OF_RANGE:
-            wide, _ = pack_sums(sums, link.payload)
+            wide, _ = pack_sums(on_host, link.payload)
             status = self._send_reply(
                 slot.port, sequence, ring.PAYLOAD_F64, compute_s, waited_s, wide
             )
@@ -302,7 +303,7 @@ class SharedServer:
         slot: _Slot,
         request: _RingRequest,
         rows: ReadRows,
-        sums: F64Array | Sums,
+        sums: Sums,
         compute_s: float,
     ) -> None:
         """Copy sums into the slot by the device, and publish them if the rows' digest was right."""
@@ -311,8 +312,6 @@ class SharedServer:
             raise ValueError(f"sums of shape {sums.shape} for rows of {rows.shape}")
         started_s = time.monotonic()
         try:
-            if isinstance(sums, np.ndarray):
-                sums = HostSums(sums)
             if not sums.is_on_device:
                 on_device = rows.new_sums()
                 on_device.add(sums)

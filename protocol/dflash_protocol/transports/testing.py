@@ -15,7 +15,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from dflash_protocol.batch import RoutedBatch, group_by_expert
+from dflash_protocol.batch import HostSums, RoutedBatch, group_by_expert
 from dflash_protocol.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError
 from dflash_protocol.ids import F64Array, Phase
 from dflash_protocol.wire.transport import (
@@ -119,7 +119,7 @@ def assert_serves(pair: Ends, *, seed: int = 0) -> None:
     while (request := received(pair)).header.layer_id != 99:
         pass
     _assert_same(request.batch, batch)
-    pair.server.reply(request, sums_of(request.batch), 0.25)
+    pair.server.reply(request, HostSums(sums_of(request.batch)), 0.25)
     _assert_reply(pair.client.wait(sequence, deadline_s=TIMEOUT_S), batch, compute_s=0.25)
 
 
@@ -172,7 +172,7 @@ def _check_echo(make_pair: MakePair) -> None:
                 assert header.deadline_ms == 750.0
                 assert 0.0 <= request.waited_s < TIMEOUT_S
                 _assert_same(request.batch, batch)
-                pair.server.reply(request, sums_of(request.batch), 0.125)
+                pair.server.reply(request, HostSums(sums_of(request.batch)), 0.125)
                 _assert_reply(
                     pair.client.wait(sequence, deadline_s=TIMEOUT_S), batch, compute_s=0.125
                 )
@@ -189,7 +189,9 @@ def _check_any_order(make_pair: MakePair) -> None:
         requests = [received(pair) for _ in batches]
         assert [r.header.layer_id for r in requests] == [*range(NUM_IN_FLIGHT)], "not as sent"
         for index in (2, 0, 3, 1):
-            pair.server.reply(requests[index], sums_of(requests[index].batch), float(index))
+            pair.server.reply(
+                requests[index], HostSums(sums_of(requests[index].batch)), float(index)
+            )
         for index in (1, 2, 3, 0):
             reply = pair.client.wait(sequences[index], deadline_s=TIMEOUT_S)
             _assert_reply(reply, batches[index], compute_s=float(index))
@@ -203,7 +205,7 @@ def _check_many(make_pair: MakePair) -> None:
         def serve() -> None:
             for _ in batches:
                 request = received(pair)
-                pair.server.reply(request, sums_of(request.batch), 1.0)
+                pair.server.reply(request, HostSums(sums_of(request.batch)), 1.0)
 
         server = threading.Thread(target=serve)
         server.start()
@@ -222,7 +224,7 @@ def _check_sleeping(make_pair: MakePair) -> None:
             for _ in range(3):
                 request = received(pair)
                 time.sleep(0.05)
-                pair.server.reply(request, sums_of(request.batch), 1.0)
+                pair.server.reply(request, HostSums(sums_of(request.batch)), 1.0)
 
         server = threading.Thread(target=serve)
         server.start()
@@ -242,11 +244,11 @@ def _check_forget(make_pair: MakePair) -> None:
                 pair.client.submit(0, example_batch(1), deadline_s=9.0) for _ in range(2)
             )
             requests = [received(pair), received(pair)]
-            pair.server.reply(requests[0], sums_of(requests[0].batch), 0.0)
+            pair.server.reply(requests[0], HostSums(sums_of(requests[0].batch)), 0.0)
             pair.client.forget(arrived)
             pair.client.forget(coming)
             pair.client.forget(1_000_000_007)
-            pair.server.reply(requests[1], sums_of(requests[1].batch), 0.0)
+            pair.server.reply(requests[1], HostSums(sums_of(requests[1].batch)), 0.0)
             assert_serves(pair, seed=round_number)
             for sequence in (arrived, coming):
                 _raised(DeadlineExceeded, pair.client.wait, sequence, deadline_s=0.0)
@@ -261,7 +263,7 @@ def _check_deadline(make_pair: MakePair) -> None:
             _raised(DeadlineExceeded, pair.client.wait, sequence, deadline_s=deadline_s)
             assert deadline_s <= time.monotonic() - started_s < TIMEOUT_S
             request = received(pair)
-            pair.server.reply(request, sums_of(request.batch), 0.0)
+            pair.server.reply(request, HostSums(sums_of(request.batch)), 0.0)
             assert_serves(pair)
             pair.client.forget(sequence)
         assert_serves(pair)
@@ -273,7 +275,7 @@ def _check_lost(make_pair: MakePair) -> None:
         batch = example_batch(2)
         answered, pending = (pair.client.submit(0, batch, deadline_s=_LONG_S) for _ in range(2))
         requests = [received(pair), received(pair)]
-        pair.server.reply(requests[0], sums_of(requests[0].batch), 0.5)
+        pair.server.reply(requests[0], HostSums(sums_of(requests[0].batch)), 0.5)
         timer = threading.Timer(0.05, pair.lose)
         timer.start()
         error = _raised(DaemonUnavailable, pair.client.wait, pending, deadline_s=_LONG_S)
@@ -320,7 +322,7 @@ def _check_wrong_answer(make_pair: MakePair) -> None:
     with _connected(make_pair) as pair:
         for num_rows in (1, 3, 0):
             sequence = pair.client.submit(0, example_batch(2), deadline_s=9.0)
-            pair.server.reply(received(pair), np.zeros((num_rows, HIDDEN_SIZE)), 0.0)
+            pair.server.reply(received(pair), HostSums(np.zeros((num_rows, HIDDEN_SIZE))), 0.0)
             _raised(ProtocolError, pair.client.wait, sequence, deadline_s=TIMEOUT_S)
             pair.client.forget(sequence)
             assert_serves(pair)
@@ -349,13 +351,13 @@ def _check_two_links(make_pair: MakePair) -> None:
         requests = sorted((received(pair) for _ in clients), key=lambda r: r.header.layer_id)
         assert requests[0].link_id != requests[1].link_id, "two links have one id"
         for request in reversed(requests):
-            pair.server.reply(request, sums_of(request.batch), 1.0)
+            pair.server.reply(request, HostSums(sums_of(request.batch)), 1.0)
         for client, sequence, batch in zip(clients, sequences, batches, strict=True):
             _assert_reply(client.wait(sequence, deadline_s=TIMEOUT_S), batch, compute_s=1.0)
         clients[1].submit(3, batches[1], deadline_s=TIMEOUT_S)
         left = received(pair)
         clients[1].close()
-        pair.server.reply(left, sums_of(left.batch), 1.0)
+        pair.server.reply(left, HostSums(sums_of(left.batch)), 1.0)
         assert_serves(pair)
 
 
@@ -369,13 +371,13 @@ def _check_dropped_link(make_pair: MakePair) -> None:
         sums = sums_of(requests[0].batch)
         pair.drop()
         pair.server.receive(0.0)  # a server may drop links when it looks for requests
-        pair.server.reply(requests[0], sums, 1.0)
+        pair.server.reply(requests[0], HostSums(sums), 1.0)
         error = ProtocolError("no link", code="internal")
         pair.server.fail(requests[1].link_id, requests[1].header.sequence, error)
         batch = example_batch(4)
         sequence = other.submit(2, batch, deadline_s=TIMEOUT_S)
         request = received(pair)
-        pair.server.reply(request, sums_of(request.batch), 1.0)
+        pair.server.reply(request, HostSums(sums_of(request.batch)), 1.0)
         _assert_reply(other.wait(sequence, deadline_s=TIMEOUT_S), batch, compute_s=1.0)
 
 
@@ -388,8 +390,8 @@ def _check_answered_once(make_pair: MakePair) -> None:
             request = received(pair)
             link_id, number = request.link_id, request.header.sequence
             sums = sums_of(request.batch)
-            pair.server.reply(request, sums, 1.0)
-            pair.server.reply(request, 2.0 * sums, 2.0)
+            pair.server.reply(request, HostSums(sums), 1.0)
+            pair.server.reply(request, HostSums(2.0 * sums), 2.0)
             pair.server.fail(link_id, number, ProtocolError("too late", code="internal"))
             _assert_reply(pair.client.wait(sequence, deadline_s=TIMEOUT_S), batch, compute_s=1.0)
 
@@ -405,7 +407,7 @@ def _check_pushed(make_pair: MakePair) -> None:
             pair.client.push(sequence)
             pair.client.poll()
             request = received(pair)
-            pair.server.reply(request, sums_of(request.batch), 1.0)
+            pair.server.reply(request, HostSums(sums_of(request.batch)), 1.0)
             pair.client.poll()
             pair.client.push(sequence)
             _assert_reply(pair.client.wait(sequence, deadline_s=TIMEOUT_S), batch, compute_s=1.0)

@@ -12,13 +12,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, cast
 
-import numpy as np
 import zmq
 
 from dflash_protocol.batch import RoutedBatch, Sums
 from dflash_protocol.endpoint import is_ipv6
 from dflash_protocol.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError
-from dflash_protocol.ids import F64Array, I32Array
+from dflash_protocol.ids import I32Array
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.wire import requests, version1
 from dflash_protocol.wire.messages import Frames
@@ -280,19 +279,18 @@ class StreamServer:
         waited_s = limits.arrivals.waited_s(header.sent_s, time.monotonic())
         return ReceivedRequest(link_id, header, batch, waited_s)
 
-    def reply(self, request: ReceivedRequest, sums: F64Array | Sums, compute_s: float) -> None:
+    def reply(self, request: ReceivedRequest, sums: Sums, compute_s: float) -> None:
         """Send a request's sums. Shapes: sums [T, H] float64."""
-        if not isinstance(sums, np.ndarray):
-            sums = sums.to_host()
+        on_host = sums.to_host()
         limits = self._limits_of(request.link_id)
         if limits is None:
             return  # its parent has closed the link meanwhile
         if limits.version == 1:
-            frames = version1.encode_reply(request.header, sums)
+            frames = version1.encode_reply(request.header, on_host)
         else:
             frames = requests.encode_reply(
                 request.header,
-                sums,
+                on_host,
                 compute_s=compute_s,
                 queue_s=request.waited_s,
                 payload=limits.payload,

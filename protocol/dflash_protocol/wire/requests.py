@@ -39,7 +39,7 @@ from typing import TypeAlias
 import numpy as np
 import xxhash
 
-from dflash_protocol.batch import HostHidden, RoutedBatch
+from dflash_protocol.batch import HostHidden, HostSums, RoutedBatch
 from dflash_protocol.errors import ProtocolError, one_line
 from dflash_protocol.ids import F64Array, Phase
 from dflash_protocol.payloads import (
@@ -369,7 +369,7 @@ class ParentCodec:
             self._counters.widened += 1
         self._counters.bytes_received += num_bytes
         sums = unpack_sums(arrays[0], sent_as, num_tokens=num_tokens, hidden_size=self._hidden_size)
-        return sequence, Reply(sums, header[11], header[12], are_finite(sums))
+        return sequence, Reply(HostSums(sums), header[11], header[12], are_finite(sums))
 
 
 def _failure(arrays: Sequence[memoryview]) -> ProtocolError:

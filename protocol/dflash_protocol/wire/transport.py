@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from dflash_protocol.batch import HostSums, RoutedBatch, Sums
+from dflash_protocol.batch import RoutedBatch, Sums
 from dflash_protocol.errors import ProtocolError
 from dflash_protocol.ids import F64Array, I32Array
 from dflash_protocol.payloads import PayloadType
@@ -21,9 +21,10 @@ _WINDOW_S = 10.0
 
 @dataclass(slots=True, eq=False)
 class Reply:
-    """The result of a request: sums [T, H] float64, with the daemon's compute and queue times."""
+    """The result of a request, with the daemon's compute and queue times."""
 
-    sums: F64Array
+    placed: Sums
+    """The sums, on a device if the request's rows were. Shapes: [T, H]."""
     compute_s: float
     """NaN if the daemon does not report it."""
     queue_s: float = 0.0
@@ -32,40 +33,9 @@ class Reply:
     """Whether no sum is NaN or infinite."""
 
     @property
-    def placed(self) -> Sums:
-        """The sums, on the host or on a device. Shapes: [T, H]."""
-        return HostSums(self.sums)
-
-
-class DeviceReply(Reply):
-    """A reply whose sums are on a device; each read of `sums` copies them to the host."""
-
-    __slots__ = ("_placed",)
-
-    def __init__(
-        self,
-        placed: Sums,
-        compute_s: float,
-        queue_s: float = 0.0,
-        *,
-        is_finite: bool = True,
-    ) -> None:
-        self._placed = placed
-        self.compute_s = compute_s
-        self.queue_s = queue_s
-        self.is_finite = is_finite
-
-    @property
     def sums(self) -> F64Array:
-        return self._placed.to_host()
-
-    @sums.setter
-    def sums(self, sums: F64Array) -> None:
-        raise AttributeError("the sums of this reply are on a device")
-
-    @property
-    def placed(self) -> Sums:
-        return self._placed
+        """The sums on the host; those of a device are copied at each call. Shapes: [T, H]."""
+        return self.placed.to_host()
 
 
 @dataclass(slots=True)
@@ -140,7 +110,7 @@ class ServerTransport(Protocol):
         The request and its arrays are valid until it is answered.
         """
 
-    def reply(self, request: ReceivedRequest, sums: F64Array | Sums, compute_s: float) -> None:
+    def reply(self, request: ReceivedRequest, sums: Sums, compute_s: float) -> None:
         """Answer a request with its sums, computed in `compute_s`. Does nothing if its link has
         gone, and never waits for the parent. Shapes: sums [T, H] float64."""
 
@@ -226,7 +196,7 @@ class ReceivedRequest:
         Raises: ProtocolError naming the first array that is wrong.
         """
         is_sound = 0 < self.routing_bound <= num_experts
-        if not is_sound or self.batch.hidden_shape[1] != hidden_size:
+        if not is_sound or self.batch.rows.shape[1] != hidden_size:
             self.batch.check(hidden_size=hidden_size, num_experts=num_experts)
 
     @property

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from dflash_protocol.batch import RoutedBatch, group_by_expert
+from dflash_protocol.batch import HostSums, RoutedBatch, group_by_expert
 from dflash_protocol.errors import ProtocolError, one_line
 from dflash_protocol.ids import F64Array, I32Array, Phase
 from dflash_protocol.payloads import are_finite
@@ -126,7 +126,7 @@ class Version1ParentCodec:
         self._counters.bytes_received += len(frames[1])
         # Version 1 reports no times, so the daemon's speed stays unknown.
         placed = sums.reshape(num_tokens, self._hidden_size)
-        return header.sequence, Reply(placed, math.nan, is_finite=are_finite(placed))
+        return header.sequence, Reply(HostSums(placed), math.nan, is_finite=are_finite(placed))
 
 
 def decode_request(

@@ -88,7 +88,7 @@ def sums_of(bank: ExpertBank, batch: RoutedBatch) -> Sums:
     """
     if batch.rows.is_on_device and isinstance(bank, DeviceBank):
         return bank.sums_of(batch)
-    sums = np.zeros(batch.hidden_shape)
+    sums = np.zeros(batch.rows.shape)
     bank.accumulate(batch, sums)
     return HostSums(sums)
 

@@ -131,7 +131,7 @@ class Ops(Loader[A], Protocol[A]):
     def columns(self, x: A, first: int, last: int) -> A:
         """``x[..., first:last]``: some columns of rows, or of every head, to be used on their own.
 
-        Whether they are a view or a copy is the backend's choice: nobody writes to `x` afterwards.
+        The result may be a view or a copy: the caller does not write to `x` afterwards.
         Shapes: x [T, C] or [T, heads, C]; result [T, last - first] or [T, heads, last - first].
         """
 

@@ -16,14 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from dflash_adapters.text.tokenizer import Tokenizer, load_tokenizer
+from dflash_adapters.text.tokenizer import Tokenizer
 from dflash_protocol.device import Device
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_protocol.placement import Placement
 from dflash_protocol.settings import DaemonSetting, Settings, load_settings
 from dflash_runtime.engine.arguments import token_id_array, whole_number
-from dflash_runtime.engine.chat_renderer import ChatRenderer
 from dflash_runtime.engine.generation import GeneratedToken, GenerationRequest, generated_tokens
 from dflash_runtime.engine.opening import (
     Opened,
@@ -31,10 +30,11 @@ from dflash_runtime.engine.opening import (
     advice_if_out_of_memory,
     open_model,
 )
-from dflash_runtime.engine.prompts import chat_ids, chat_text, prompt_parts, text_ids
+from dflash_runtime.engine.prompts import Prompts, chat_ids, prompt_parts, text_ids
+from dflash_runtime.engine.run_guard import Cancelled
 from dflash_runtime.engine.sampling import Sampler, SamplingParams
 from dflash_runtime.engine.stats import EngineStats, GenerationStats
-from dflash_runtime.engine.steps import Cancelled, Steps
+from dflash_runtime.engine.steps import Steps
 from dflash_runtime.engine.verifying import Verified, Verifier
 from dflash_runtime.experts.daemons.supervisor import ProgressCallback
 from dflash_runtime.experts.telemetry import Profile
@@ -54,9 +54,7 @@ class Engine:
         self._file = opened.file
         self._owners = opened.owners
         self._profile = Profile() if is_profiled else None
-        self._renderer = ChatRenderer()
-        self._tokenizer: Tokenizer | None = None
-        self._tokenizer_is_loaded = False
+        self._prompts = Prompts(opened.file)
         self.spec = opened.model.spec
         self.backend_name = opened.backend.name
         self.num_positions = opened.num_positions
@@ -126,7 +124,7 @@ class Engine:
             with advice_if_out_of_memory():
                 engine = cls(opened, is_profiled=settings.ipc_profile)
                 undo.callback(engine._steps.end)
-                undo.callback(engine._renderer.close)
+                undo.callback(engine._prompts.close)
                 engine._steps.try_out()
             if on_progress is not None:
                 on_progress("parent", "ready", 1, 1)
@@ -168,10 +166,7 @@ class Engine:
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer, loaded on first use; None if the file has none."""
-        if not self._tokenizer_is_loaded:
-            self._tokenizer = load_tokenizer(self._file)
-            self._tokenizer_is_loaded = True
-        return self._tokenizer
+        return self._prompts.tokenizer
 
     def encode_prompt(self, text: str, *, chat: bool = False) -> list[int]:
         """Token ids of a text, or with `chat` of a conversation whose first message it is.
@@ -187,7 +182,7 @@ class Engine:
 
         Raises: RenderingUnavailable.
         """
-        self._renderer.prepare()
+        self._prompts.prepare_chat()
 
     def encode_chat(
         self,
@@ -213,14 +208,7 @@ class Engine:
         extra: Mapping[str, Any] | None = None,
     ) -> str:
         """The text whose token ids `encode_chat` returns; threads and errors as there."""
-        return chat_text(
-            self.tokenizer,
-            messages,
-            renderer=self._renderer,
-            template=template,
-            extra=extra,
-            path=self._file.path,
-        )
+        return self._prompts.chat_text(messages, template=template, extra=extra)
 
     def prompt_parts(self, text: str, *, is_chat: bool = False) -> Iterator[list[int]]:
         """The token ids of a text, or of what `chat_text` returned, tokenised part by part.

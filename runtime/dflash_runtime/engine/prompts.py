@@ -3,14 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.text.chat_messages import ChatRequest
-from dflash_adapters.text.tokenizer import Tokenizer
+from dflash_adapters.text.tokenizer import Tokenizer, load_tokenizer
 from dflash_protocol.errors import ContextExceeded, SettingsError
 from dflash_runtime.engine.chat_renderer import ChatRenderer
+
+
+class Prompts:
+    """A file's tokenizer, and the processes that render chats by its template.
+
+    Any thread may use it once `tokenizer` has been loaded. The file belongs to the caller.
+    Owns: the processes, until `close`.
+    """
+
+    def __init__(self, file: GgufFile) -> None:
+        self._file = file
+        self._renderer = ChatRenderer()
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """Loaded on first use; None if the file has none."""
+        return load_tokenizer(self._file)
+
+    def prepare_chat(self) -> None:
+        """Start the processes; otherwise the first chat does. Raises: RenderingUnavailable."""
+        self._renderer.prepare()
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        template: str | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        """See the function `chat_text`."""
+        return chat_text(
+            self.tokenizer,
+            messages,
+            renderer=self._renderer,
+            template=template,
+            extra=extra,
+            path=self._file.path,
+        )
+
+    def close(self) -> None:
+        """End the processes."""
+        self._renderer.close()
 
 
 def text_ids(tokenizer: Tokenizer | None, text: str) -> list[int]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import zmq
@@ -18,15 +16,14 @@ from dflash_protocol.errors import DeviceOutOfMemory, SettingsError
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.placement import OwnedExperts, Placement
 from dflash_protocol.process.held_folder import HeldFolder
-from dflash_protocol.ring import compiled as ring_native
 from dflash_protocol.settings import Settings, keys_directory, run_directory
 from dflash_protocol.transports.curve import client_security
 from dflash_runtime.compute import MEMORY_ADVICE, ComputeBackend, ExpertBank
 from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute, OwnerKind
+from dflash_runtime.experts.daemons.data_path import plan_paths
 from dflash_runtime.experts.daemons.handshake import Greeting
 from dflash_runtime.experts.daemons.launching import DaemonChoice, daemon_names, launch_of
 from dflash_runtime.experts.daemons.link import DaemonLink, Launch
-from dflash_runtime.experts.daemons.sharing import SharingPlan
 from dflash_runtime.experts.daemons.supervisor import ProgressCallback, Supervisor, Timeouts
 from dflash_runtime.experts.event_kinds import EventKind
 from dflash_runtime.experts.events import EventLog
@@ -94,9 +91,7 @@ class Owners:
                         numeric_class=backend.numeric_class,
                         max_tokens=settings.batch_capacity,
                         payload=PayloadType(settings.ipc_dtype),
-                        sharing=_sharing_plan(spec, settings, backend),
-                        is_sharing_required=settings.ipc_transport in ("shared", "device"),
-                        is_mail_required=settings.ipc_transport == "device",
+                        paths=plan_paths(spec, settings, backend),
                         weights=weights,
                     ),
                     timeouts=Timeouts(
@@ -236,30 +231,3 @@ def is_any_local(settings: Settings, *, require_daemons: bool) -> bool:
     """Whether the parent may compute experts of daemons: in place of a lost one, or to check
     replies."""
     return not require_daemons or settings.check_replies != 0
-
-
-def _sharing_plan(
-    spec: ModelSpec, settings: Settings, backend: ComputeBackend
-) -> SharingPlan | None:
-    """How memory is to be shared; compiles what that needs before any daemon waits for it."""
-    if settings.ipc_transport == "stream":
-        return None
-    if ring_native.is_available():
-        ring_native.kernels(settings.cache_dir)
-    plan = SharingPlan(
-        hidden_size=spec.hidden_size,
-        num_experts_used=max(layer.num_experts_used for layer in spec.moe.layers),
-        max_bytes=settings.ipc_shared_bytes,
-        moves=backend.mover is not None,
-    )
-    if settings.ipc_transport == "shared" or backend.mail is None:
-        return plan
-    return replace(
-        plan,
-        mail_bytes=backend.mail.num_bytes(spec.moe),
-        begin_mail=partial(
-            backend.mail.begin,
-            limit_ms=settings.step_limit_ms,
-            in_host=settings.mail_memory == "host",
-        ),
-    )

@@ -15,7 +15,7 @@ from dflash_adapters.gguf import digest as full_digest
 from dflash_adapters.gguf.digest import file_digests, kept_digests, kept_path, read_kept
 from dflash_adapters.gguf.file import GgufFile
 from dflash_protocol.errors import ModelFileError
-from support.descriptors import no_descriptor_left
+from support.descriptors import no_descriptor_leak
 from support.random_models import ODD_SHAPES, write_qwen3moe
 
 CHUNK = 1 << 15
@@ -41,7 +41,7 @@ def reads(file: GgufFile, folder: Path | None, expected: str) -> Iterator[list[i
 
 def test_it_is_what_sha256sum_says_and_is_read_once(model: Path, tmp_path: Path) -> None:
     expected = sha256(model)
-    with no_descriptor_left(), GgufFile.open(model) as file:
+    with no_descriptor_leak(), GgufFile.open(model) as file:
         assert kept_digests(file.watch, tmp_path) is None
         with reads(file, tmp_path, expected) as chunks:
             assert sum(chunks) == model.stat().st_size

@@ -19,7 +19,7 @@ from dflash_adapters.gguf.file import FileChange, GgufFile, sample_places
 from dflash_adapters.quant import TensorType
 from dflash_protocol.errors import ModelFileError
 from support import gguf_builder as raw
-from support.descriptors import no_descriptor_left
+from support.descriptors import no_descriptor_leak
 from support.gguf_builder import GgufBuilder, sound_file
 
 F32, Q8_0, Q4_K = TensorType.F32, TensorType.Q8_0, TensorType.Q4_K
@@ -174,7 +174,7 @@ def test_views_outlive_the_file_and_a_closed_file_says_so(tmp_path: Path) -> Non
 
 def test_closing_gives_back_descriptors_and_mappings(tmp_path: Path) -> None:
     path = sound_file().write(tmp_path / "m.gguf")
-    with no_descriptor_left():
+    with no_descriptor_leak():
         file = GgufFile.open(path)
         file.tensor_bytes("one")
         file.close()

@@ -17,7 +17,7 @@ from dflash_adapters.gguf.scanner import MAX_STRINGS, MAX_TENSORS, MAX_VALUES
 from dflash_adapters.quant import TensorType
 from dflash_protocol.errors import ModelFileError, UnsupportedModel
 from support import gguf_builder as raw
-from support.descriptors import no_descriptor_left
+from support.descriptors import no_descriptor_leak
 from support.gguf_builder import GgufBuilder, sound_file
 from support.random_models import write_sparse_30b
 from support.refusal import refusal
@@ -260,7 +260,7 @@ def test_a_file_that_may_not_be_read_says_so(tmp_path: Path) -> None:
 
 
 def test_refused_files_leave_no_descriptor(tmp_path: Path) -> None:
-    with no_descriptor_left():
+    with no_descriptor_leak():
         for case, (builder, _, _) in MALFORMED.items():
             refusal(builder.write(tmp_path / f"{case}.gguf"))
         refusal(tmp_path)

@@ -16,7 +16,7 @@ from dflash_adapters.gguf.shards import MAX_SHARDS, FileChange
 from dflash_adapters.quant import TensorType
 from dflash_protocol.errors import ModelFileError
 from support import gguf_builder as raw
-from support.descriptors import no_descriptor_left
+from support.descriptors import no_descriptor_leak
 from support.gguf_builder import GgufBuilder, sound_file
 from support.refusal import refusal
 
@@ -156,7 +156,7 @@ def test_a_file_named_like_a_shard_that_says_it_is_whole_opens(tmp_path: Path) -
 
 
 def test_refused_shards_leave_no_descriptor(tmp_path: Path) -> None:
-    with no_descriptor_left():
+    with no_descriptor_leak():
         paths = write_split(tmp_path, 3, {1: other_architecture()})
         refusal(paths[2])
         paths[2].unlink()

@@ -20,7 +20,7 @@ from dflash_adapters.gguf.weight_check import WeightCheck
 from dflash_adapters.registry import read_spec
 from dflash_protocol.errors import ModelFileError
 from dflash_protocol.placement import OwnedExperts
-from support.descriptors import no_descriptor_left
+from support.descriptors import no_descriptor_leak
 from support.random_models import ODD_SHAPES, write_qwen3moe
 
 NONCE = b"n" * 16
@@ -31,7 +31,7 @@ TIMEOUT_S = 20.0
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("DFLASH_MOE_EXPERT_COMPUTE_CACHE_DIR", str(tmp_path / "cache"))
-    with no_descriptor_left():
+    with no_descriptor_leak():
         yield write_qwen3moe(tmp_path / "m.gguf", ODD_SHAPES[0], seed=3)
     assert "dflash-digest" not in [each.name for each in threading.enumerate()]
 

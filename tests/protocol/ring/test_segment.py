@@ -28,7 +28,7 @@ from dflash_protocol.ring.segment import (
     silence_bell,
     sweep_segments,
 )
-from support.descriptors import no_descriptor_left
+from support.descriptors import no_descriptor_leak
 from support.processes import environment
 
 SHAPE = RingShape(2, 3, 5, 7)
@@ -72,7 +72,7 @@ def test_files_are_ours_alone_and_all_their_pages_are_reserved(
 
 
 def test_making_and_closing_leaves_nothing(run_dir: Path) -> None:
-    with no_descriptor_left():
+    with no_descriptor_leak():
         names = set()
         for generation in range(3):
             made = create_segment(run_dir, SHAPE, generation=generation)
@@ -98,7 +98,7 @@ def test_another_shape_or_generation_is_refused(
     run_dir: Path, segment: Segment, shape: RingShape, generation: int
 ) -> None:
     reason = r"expected|generation"
-    with no_descriptor_left(), pytest.raises(ProtocolError, match=reason):
+    with no_descriptor_leak(), pytest.raises(ProtocolError, match=reason):
         open_segment(run_dir, segment.name, shape, generation=generation)
     open_segment(run_dir, segment.name, SHAPE, generation=4).close()
 
@@ -136,7 +136,7 @@ def test_what_is_no_private_file_of_ours_is_refused(
     elif kind == "open to others":
         path.write_bytes((run_dir / segment.name).read_bytes())
         path.chmod(0o604)
-    with no_descriptor_left(), pytest.raises(DaemonUnavailable):
+    with no_descriptor_leak(), pytest.raises(DaemonUnavailable):
         open_segment(run_dir, path.name, SHAPE, generation=4)
     if kind == "folder":
         path.rmdir()
@@ -152,7 +152,7 @@ def test_bells_that_are_none_are_refused(run_dir: Path, segment: Segment, kind: 
         bell.symlink_to(run_dir / f"{segment.name}.client")
     elif kind == "file":
         bell.touch(0o600)
-    with no_descriptor_left(), pytest.raises(DaemonUnavailable):
+    with no_descriptor_leak(), pytest.raises(DaemonUnavailable):
         open_segment(run_dir, segment.name, SHAPE, generation=4)
 
 
@@ -160,7 +160,7 @@ def test_a_folder_that_is_not_ours_alone_is_refused(run_dir: Path, tmp_path: Pat
     (tmp_path / "link").symlink_to(run_dir)
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o755)
-    with no_descriptor_left():
+    with no_descriptor_leak():
         for folder in (tmp_path / "link", tmp_path / "open", tmp_path / "none"):
             with pytest.raises(DaemonUnavailable, match=str(folder)):
                 create_segment(folder, SHAPE, generation=1)
@@ -179,7 +179,7 @@ def test_a_full_file_system_is_an_error_and_leaves_nothing(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with no_descriptor_left(), pytest.raises(DaemonUnavailable, match="No space left"):
+    with no_descriptor_leak(), pytest.raises(DaemonUnavailable, match="No space left"):
         create_segment(run_dir, SHAPE, generation=1)
     assert list(run_dir.iterdir()) == []
 

@@ -12,13 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_protocol.batch import (
-    Hidden,
-    HostHidden,
-    Pairs,
-    RoutedBatch,
-    slice_tokens,
-)
+from dflash_protocol.batch import Hidden, HostHidden, HostSums, Pairs, RoutedBatch, slice_tokens
 from dflash_protocol.device_payload import digest_of
 from dflash_protocol.errors import (
     DaemonUnavailable,
@@ -37,7 +31,7 @@ from dflash_protocol.transports.testing import (
     received,
     sums_of,
 )
-from dflash_protocol.wire.transport import DeviceReply, ReceivedRequest
+from dflash_protocol.wire.transport import ReceivedRequest
 from support.examples import examples
 from support.host_mover import HostMover, MovedRows, MovedSums
 from support.routed_batches import assert_same_batch
@@ -82,7 +76,7 @@ def test_sums_that_are_not_finite_are_told(
     if is_kept:
         pair.client.poll()
     reply = pair.client.wait(sequence, deadline_s=TIMEOUT_S)
-    assert isinstance(reply, DeviceReply)
+    assert reply.placed.is_on_device
     assert reply.is_finite == (bad is None)
 
 
@@ -119,9 +113,9 @@ def test_rows_and_sums_stay_on_devices(pair: MovedPair, num_tokens: int) -> None
         if seed:
             answered(pair, request, sums_of(batch))
         else:  # computed by a host after all
-            pair.server.reply(request, sums_of(batch), 0.5)
+            pair.server.reply(request, HostSums(sums_of(batch)), 0.5)
         reply = pair.client.wait(sequence, deadline_s=TIMEOUT_S)
-        assert isinstance(reply, DeviceReply)
+        assert reply.placed.is_on_device
         assert reply.sums.tobytes() == sums_of(batch).tobytes()
         assert 0.5 <= reply.compute_s < 0.5 + TIMEOUT_S
     assert pair.client.bytes_received == 3 * 8 * num_tokens * HIDDEN
@@ -141,7 +135,7 @@ def test_requests_of_both_kinds_go_through_one_ring(pair: MovedPair) -> None:
             expected.append(sums_of(request.batch))
             assert request.batch.rows.is_on_device == is_moved
             sums = expected[-1]
-            pair.server.reply(request, MovedSums(sums) if is_moved else sums, 0.0)
+            pair.server.reply(request, MovedSums(sums) if is_moved else HostSums(sums), 0.0)
         for sequence, sums in zip(sequences, expected, strict=True):
             reply = pair.client.wait(sequence, deadline_s=TIMEOUT_S)
             np.testing.assert_array_equal(reply.sums, sums)
@@ -161,7 +155,7 @@ def test_rows_of_a_device_go_by_the_host_where_nobody_agreed_on_more(run_dir: Pa
             assert not request.batch.rows.is_on_device
             if payload is PayloadType.F32:
                 assert_same_batch(request.batch, batch)
-            pair.server.reply(request, np.ones(batch.hidden.shape), 0.0)
+            pair.server.reply(request, HostSums(np.ones(batch.hidden.shape)), 0.0)
             assert (pair.client.wait(sequence, deadline_s=TIMEOUT_S).sums == 1).all()
         finally:
             pair.close()
@@ -262,7 +256,7 @@ def test_a_reply_is_moved_if_its_request_was(
     assert caught.value.code == code
     # And the other way round.
     sequence = pair.client.submit(1, batch, deadline_s=TIMEOUT_S)
-    pair.server.reply(received(pair), sums_of(batch), 0.0)
+    pair.server.reply(received(pair), HostSums(sums_of(batch)), 0.0)
     pair.words[SHAPE.reply_slot_at(sequence % NUM_SLOTS) // 8 + ring.MOVED] = 1
     with pytest.raises(ProtocolError) as caught:
         pair.client.wait(sequence, deadline_s=TIMEOUT_S)
@@ -326,7 +320,9 @@ def assert_is_served(pair: Pair, batch: RoutedBatch, of_device: RoutedBatch) -> 
             while (request := received(pair)).header.layer_id != 2:
                 pass
             sums = sums_of(request.batch)
-            pair.server.reply(request, MovedSums(sums) if each is of_device else sums, 0.0)
+            pair.server.reply(
+                request, MovedSums(sums) if each is of_device else HostSums(sums), 0.0
+            )
             reply = pair.client.wait(sequence, deadline_s=TIMEOUT_S)
             assert reply.sums.tobytes() == sums_of(batch).tobytes()
 

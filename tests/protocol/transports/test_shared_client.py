@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_protocol.batch import HostHidden
+from dflash_protocol.batch import HostHidden, HostSums
 from dflash_protocol.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError
 from dflash_protocol.ids import AnyArray
 from dflash_protocol.payloads import PayloadType, pack_hidden, pack_sums
@@ -42,7 +42,7 @@ from dflash_protocol.transports.testing import (
 )
 from dflash_protocol.transports.waiting import spin_window_s
 from dflash_protocol.wire.transport import LinkLimits
-from support.descriptors import no_descriptor_left
+from support.descriptors import no_descriptor_leak
 from support.processes import environment
 from support.shared_pair import BATCH, NUM_SLOTS, SHAPE, Pair, submitted
 
@@ -66,7 +66,7 @@ def test_when_all_slots_were_given_up_the_link_says_so(pair: Pair) -> None:
     with pytest.raises(DaemonUnavailable, match="slots"):
         submitted(pair)
     for request in requests:  # late, but then nobody writes these slots any more
-        pair.server.reply(request, sums_of(request.batch), 0.0)
+        pair.server.reply(request, HostSums(sums_of(request.batch)), 0.0)
     assert_serves(pair)
 
 
@@ -80,11 +80,11 @@ def test_a_request_that_finds_no_slot_waits_no_longer_than_its_deadline(pair: Pa
     with pytest.raises(DaemonUnavailable, match="cpu0: it was ended"):
         pair.client.submit(0, BATCH, deadline_s=600.0)
     for _ in sequences:
-        pair.server.reply(received(pair), sums_of(BATCH), 0.0)
+        pair.server.reply(received(pair), HostSums(sums_of(BATCH)), 0.0)
     later = submitted(pair)  # makes room by reading what has come
     for sequence in sequences:
         assert pair.client.wait(sequence, deadline_s=0.0).sums.shape == BATCH.hidden.shape
-    pair.server.reply(received(pair), sums_of(BATCH), 0.0)
+    pair.server.reply(received(pair), HostSums(sums_of(BATCH)), 0.0)
     pair.client.wait(later, deadline_s=0.0)
 
 
@@ -93,7 +93,7 @@ def test_a_reply_to_a_link_that_is_gone_is_dropped(pair: Pair) -> None:
     request = received(pair)
     pair.server.drop_link("ab")
     assert pair.server.try_receive() is None
-    pair.server.reply(request, sums_of(BATCH), 0.0)
+    pair.server.reply(request, HostSums(sums_of(BATCH)), 0.0)
     pair.server.fail("ab", request.header.sequence, ProtocolError("late"))
     assert request.batch.hidden.sum() == BATCH.hidden.sum(), "its memory must not be gone"
     with pytest.raises(DeadlineExceeded):
@@ -122,7 +122,7 @@ def test_links_are_served_in_turn(run_dir: Path) -> None:
         order = []
         while (request := server.try_receive()) is not None:
             order.append(int(request.link_id))
-            server.reply(request, sums_of(BATCH), 0.0)
+            server.reply(request, HostSums(sums_of(BATCH)), 0.0)
         assert order == [0, 1, 2] * NUM_SLOTS
         server.drop_link("1")
         clients[2].submit(0, BATCH, deadline_s=9.0)
@@ -147,7 +147,7 @@ def test_what_a_link_has_taken_goes_with_it_and_not_with_the_collector_of_garbag
     gc.disable()
     try:
         submitted(pair)
-        pair.server.reply(received(pair), sums_of(BATCH), 0.0)
+        pair.server.reply(received(pair), HostSums(sums_of(BATCH)), 0.0)
         pair.server.drop_link("ab")
         assert pair.server.try_receive() is None
         assert len(made) == 1 + NUM_SLOTS
@@ -173,7 +173,7 @@ def test_how_long_a_request_lay_there_is_told_to_both_sides(pair: Pair) -> None:
     request = received(pair)
     assert 0.05 < request.waited_s < TIMEOUT_S
     assert not request.is_late
-    pair.server.reply(request, sums_of(BATCH), 0.5)
+    pair.server.reply(request, HostSums(sums_of(BATCH)), 0.5)
     assert pair.client.wait(sequence, deadline_s=1.0).queue_s == request.waited_s
     pair.client.submit(0, BATCH, deadline_s=0.001)
     time.sleep(0.06)
@@ -195,7 +195,7 @@ def test_bells_ring_only_for_those_who_sleep(pair: Pair) -> None:
     submit.join()
     assert request is not None
     assert is_rung(pair.segment.server_bell), "it slept"
-    pair.server.reply(request, sums_of(BATCH), 0.0)
+    pair.server.reply(request, HostSums(sums_of(BATCH)), 0.0)
     submitted(pair)
     assert pair.server.receive(TIMEOUT_S) is not None, "without sleep"
     assert pair.server.receive(0.01) is None
@@ -245,11 +245,11 @@ def test_arrays_with_gaps_are_not_taken_for_such_without(pair: Pair) -> None:
     np.testing.assert_array_equal(request.batch.hidden, wide.hidden)
     sums = sums_of(wide)
     with pytest.raises(ValueError, match="gaps"):
-        pair.server.reply(request, np.repeat(sums, 2, axis=1)[:, ::2], 0.0)
+        pair.server.reply(request, HostSums(np.repeat(sums, 2, axis=1)[:, ::2]), 0.0)
     for wrong in (sums[0], sums[None], sums[:, :-1].copy()):
         with pytest.raises(ValueError, match=r"shape"):
-            pair.server.reply(request, wrong, 0.0)
-    pair.server.reply(request, sums, 0.0)
+            pair.server.reply(request, HostSums(wrong), 0.0)
+    pair.server.reply(request, HostSums(sums), 0.0)
     np.testing.assert_array_equal(pair.client.wait(sequence, deadline_s=1.0).sums, sums)
     with pytest.raises(ValueError, match="unpack"):
         pair.client.submit(0, replace(wide, rows=HostHidden(wide.hidden[0])), deadline_s=1.0)
@@ -262,7 +262,7 @@ def test_arrays_that_may_not_be_written_can_be_sent(pair: Pair) -> None:
         sequence = pair.client.submit(0, batch, deadline_s=TIMEOUT_S)
         sums = sums_of(batch)
         sums.flags.writeable = False
-        pair.server.reply(received(pair), sums, 0.0)
+        pair.server.reply(received(pair), HostSums(sums), 0.0)
         reply = pair.client.wait(sequence, deadline_s=TIMEOUT_S)
         np.testing.assert_array_equal(reply.sums, sums)
 
@@ -275,7 +275,7 @@ def test_a_short_deadline_is_spun_out_only_if_spinning_was_of_use(
     pair = Pair(run_dir, spin_s=30.0)
     try:
         sequence = submitted(pair)
-        pair.server.reply(received(pair), sums_of(BATCH), compute_s)
+        pair.server.reply(received(pair), HostSums(sums_of(BATCH)), compute_s)
         pair.client.wait(sequence, deadline_s=1.0)
         late = submitted(pair)
         before_s = time.thread_time()
@@ -283,7 +283,7 @@ def test_a_short_deadline_is_spun_out_only_if_spinning_was_of_use(
             pair.client.wait(late, deadline_s=0.2)
         assert (time.thread_time() - before_s > 0.02) == is_spun
         pair.client.forget(late)
-        pair.server.reply(received(pair), sums_of(BATCH), 0.0)
+        pair.server.reply(received(pair), HostSums(sums_of(BATCH)), 0.0)
         assert_serves(pair)
     finally:
         pair.close()
@@ -311,7 +311,7 @@ def test_narrow_payloads_carry_what_the_stream_carries(run_dir: Path, payload: P
         wide = packed.view(kind).astype(np.float32) if kind else from_bf16(packed)
         np.testing.assert_array_equal(request.batch.hidden, wide)
         sums = sums_of(BATCH)
-        pair.server.reply(request, sums, 0.0)
+        pair.server.reply(request, HostSums(sums), 0.0)
         packed, _ = pack_sums(sums, payload)
         wide = packed.view(kind).astype(np.float32) if kind else from_bf16(packed)
         reply = pair.client.wait(sequence, deadline_s=TIMEOUT_S)
@@ -340,7 +340,7 @@ def test_what_a_narrow_type_cannot_hold_goes_wide_and_is_counted(run_dir: Path) 
         )
         sums = sums_of(batch)
         sums[2, 1] = -1e300
-        pair.server.reply(request, sums, 0.0)
+        pair.server.reply(request, HostSums(sums), 0.0)
         reply = pair.client.wait(sequence, deadline_s=TIMEOUT_S)
         assert reply.sums[2, 1] == -1e300
         assert (pair.client_counters.widened, pair.server_counters.widened) == (1, 1)
@@ -384,7 +384,7 @@ def test_a_parent_killed_while_it_waits_harms_nobody(
         time.sleep(0.05)
         child.send_signal(signal.SIGKILL)
         child.wait()
-    pair.server.reply(request, sums_of(request.batch), 0.0)
+    pair.server.reply(request, HostSums(sums_of(request.batch)), 0.0)
     assert_serves(pair)
     pair.server.drop_link("dead")
     assert_serves(pair)
@@ -426,7 +426,7 @@ def test_nothing_is_left_of_many_links(run_dir: Path) -> None:
         pair.close()
 
     one()
-    with no_descriptor_left():
+    with no_descriptor_leak():
         mappings = num_mappings()
         for _ in range(20):
             one()

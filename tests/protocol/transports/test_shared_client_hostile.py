@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dflash_protocol.batch import HostSums
 from dflash_protocol.errors import DeadlineExceeded, ProtocolError
 from dflash_protocol.ring import layout as ring
 from dflash_protocol.transports.testing import (
@@ -42,7 +43,7 @@ def outcome(pair: Pair, sequence: int) -> str:
     if request is not None:  # what was changed did not matter
         for name in ("hidden", "expert_ids", "group_starts", "token_indices", "weights"):
             np.testing.assert_array_equal(getattr(request.batch, name), getattr(BATCH, name))
-        pair.server.reply(request, sums_of(BATCH), 0.0)
+        pair.server.reply(request, HostSums(sums_of(BATCH)), 0.0)
     try:
         reply = pair.client.wait(sequence, deadline_s=0.0)
     except ProtocolError as error:
@@ -125,7 +126,7 @@ def test_whatever_becomes_of_a_slot_it_is_served_rightly_or_refused(
         sequence = submitted(pair)
         if of_reply:
             request = received(pair)
-            pair.server.reply(request, sums_of(request.batch), 0.0)
+            pair.server.reply(request, HostSums(sums_of(request.batch)), 0.0)
         base = REPLY if of_reply else REQUEST
         for kind, place, value in changes:
             if kind == "bit":
@@ -160,7 +161,7 @@ def test_a_word_that_does_not_fit_its_place_is_counted_and_serves_nobody(
             request = pair.server.try_receive()
             if request is not None:
                 assert is_submitted
-                pair.server.reply(request, sums_of(request.batch), 0.0)
+                pair.server.reply(request, HostSums(sums_of(request.batch)), 0.0)
         assert pair.server.refused <= 1
         if is_submitted:
             try:
@@ -198,7 +199,7 @@ def test_a_request_that_is_published_again_before_its_reply_waits(pair: Pair) ->
     pair.memory[REQUEST + ring.HEADER_BYTES :][:64] = 7
     assert pair.server.try_receive() is None
     np.testing.assert_array_equal(request.batch.hidden, hidden)
-    pair.server.reply(request, sums_of(request.batch), 0.0)
+    pair.server.reply(request, HostSums(sums_of(request.batch)), 0.0)
     assert pair.server.try_receive() is None
     assert pair.server_counters.checksum_failures == 1
 
@@ -230,7 +231,7 @@ def test_a_wrong_reply_is_an_error_where_it_is_waited_for(
     pair: Pair, word: int, value: int, code: str
 ) -> None:
     sequence = submitted(pair)
-    pair.server.reply(received(pair), sums_of(BATCH), 0.0)
+    pair.server.reply(received(pair), HostSums(sums_of(BATCH)), 0.0)
     pair.words[REPLY // 8 + word] = value
     with pytest.raises(ProtocolError) as caught:
         pair.client.wait(sequence, deadline_s=TIMEOUT_S)

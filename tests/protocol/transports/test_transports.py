@@ -11,13 +11,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-import numpy as np
 import pytest
 import zmq
 
-from dflash_protocol.batch import Sums
+from dflash_protocol.batch import HostSums, Sums
 from dflash_protocol.endpoint import IpcClaim, parse_endpoint
-from dflash_protocol.ids import F64Array
 from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.ring.segment import create_segment, open_segment
 from dflash_protocol.transports.shared_client import SharedClient
@@ -175,9 +173,8 @@ def test_a_transport_keeps_what_all_of_them_promise(maker: str, check: str, run_
 
 def test_the_check_names_what_fails(run_dir: Path) -> None:
     class Liar(SpinningServer):
-        def reply(self, request: ReceivedRequest, sums: F64Array | Sums, compute_s: float) -> None:
-            assert isinstance(sums, np.ndarray)
-            super().reply(request, sums + 1.0, compute_s)
+        def reply(self, request: ReceivedRequest, sums: Sums, compute_s: float) -> None:
+            super().reply(request, HostSums(sums.to_host() + 1.0), compute_s)
 
     class LyingPair(SharedPair):
         make_server = Liar
@@ -205,7 +202,7 @@ server.add_link("ab" * 8, segment, limits)
 while True:
     request = server.receive(60.0, spin_s=float(sys.argv[3]), others=(0,))
     if request is not None:
-        server.reply(request, sums_of(request.batch), 0.5)
+        server.reply(request, HostSums(sums_of(request.batch)), 0.5)
     elif server.are_others_ready:
         break
 server.close()

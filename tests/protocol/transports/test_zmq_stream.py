@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import zmq
 
-from dflash_protocol.batch import RoutedBatch
+from dflash_protocol.batch import HostSums, RoutedBatch
 from dflash_protocol.endpoint import IpcClaim, parse_endpoint
 from dflash_protocol.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError
 from dflash_protocol.payloads import PayloadType
@@ -110,7 +110,7 @@ class Wire:
         sequence = client.submit(3, batch_of(2, PAIRS), deadline_s=TIMEOUT_S)
         while (request := self.receive()).header.layer_id != 3:
             pass
-        self.server.reply(request, np.zeros((2, HIDDEN_SIZE)), 0.0)
+        self.server.reply(request, HostSums(np.zeros((2, HIDDEN_SIZE))), 0.0)
         client.wait(sequence, deadline_s=TIMEOUT_S)
 
     def assert_serves(self, client: StreamClient, *, first: int = 1) -> None:
@@ -120,7 +120,7 @@ class Wire:
         request = self.receive()
         assert_same_batch(request.batch, batch)
         sums = np.full((2, HIDDEN_SIZE), float(first))
-        self.server.reply(request, sums, 0.5)
+        self.server.reply(request, HostSums(sums), 0.5)
         reply = client.wait(sequence, deadline_s=TIMEOUT_S)
         np.testing.assert_array_equal(reply.sums, sums, strict=True)
 
@@ -168,7 +168,7 @@ def test_a_request_arrives_as_it_was_sent_and_its_sums_come_back(wire: Wire) -> 
     assert not request.is_late
     assert_same_batch(request.batch, batch)
     sums = np.array([[1.0, 2.0, 3.0], [np.pi, -0.0, 1e300]])
-    wire.server.reply(request, sums, 0.125)
+    wire.server.reply(request, HostSums(sums), 0.125)
     reply = client.wait(sequence, deadline_s=TIMEOUT_S)
     assert reply.sums.tobytes() == sums.tobytes()
     assert reply.compute_s == 0.125
@@ -188,7 +188,7 @@ def test_no_tokens_and_no_pairs_can_be_sent(wire: Wire) -> None:
         sequence = client.submit(0, batch_of(num_tokens, {}), deadline_s=TIMEOUT_S)
         request = wire.receive()
         assert (request.batch.num_tokens, request.batch.num_pairs) == (num_tokens, 0)
-        wire.server.reply(request, np.zeros((num_tokens, HIDDEN_SIZE)), 0.0)
+        wire.server.reply(request, HostSums(np.zeros((num_tokens, HIDDEN_SIZE))), 0.0)
         reply = client.wait(sequence, deadline_s=TIMEOUT_S)
         assert reply.sums.shape == (num_tokens, HIDDEN_SIZE)
 
@@ -199,7 +199,7 @@ def test_replies_may_come_in_any_order(wire: Wire) -> None:
     requests = [wire.receive() for _ in sequences]
     for index in (3, 0, 4, 2, 1):
         sums = np.full((index, HIDDEN_SIZE), float(index))
-        wire.server.reply(requests[index], sums, 0.0)
+        wire.server.reply(requests[index], HostSums(sums), 0.0)
     for index in (1, 4, 0, 3, 2):
         reply = client.wait(sequences[index], deadline_s=TIMEOUT_S)
         np.testing.assert_array_equal(reply.sums, np.full((index, HIDDEN_SIZE), float(index)))
@@ -212,7 +212,9 @@ def test_every_link_gets_its_own_replies(wire: Wire) -> None:
     number_of = {link_id: float(number) for number, link_id in enumerate(wire.links)}
     for _ in clients:
         request = wire.receive()
-        wire.server.reply(request, np.full((1, HIDDEN_SIZE), number_of[request.link_id]), 0.0)
+        wire.server.reply(
+            request, HostSums(np.full((1, HIDDEN_SIZE), number_of[request.link_id])), 0.0
+        )
     for number, client in enumerate(clients):
         reply = client.wait(sequences[number], deadline_s=TIMEOUT_S)
         assert reply.sums[0, 0] == number
@@ -252,7 +254,7 @@ def test_a_failed_request_raises_its_code_and_reason_where_it_is_waited_for(wire
             error = ProtocolError("no experts of layer 1 here", code="not_owned")
             wire.server.fail(request.link_id, request.header.sequence, error)
         else:
-            wire.server.reply(request, np.zeros((1, HIDDEN_SIZE)), 0.0)
+            wire.server.reply(request, HostSums(np.zeros((1, HIDDEN_SIZE))), 0.0)
     client.wait(passing, deadline_s=TIMEOUT_S)
     with pytest.raises(ProtocolError, match="no experts of layer 1 here") as caught:
         client.wait(failing, deadline_s=TIMEOUT_S)
@@ -389,7 +391,7 @@ def test_nothing_within_the_deadline_is_said_so_and_the_late_reply_is_harmless(w
     late = client.submit(0, batch_of(1, {}), deadline_s=0.02)
     with pytest.raises(DeadlineExceeded, match=r"reply\b.* 20 ms"):
         client.wait(late, deadline_s=0.02)
-    wire.server.reply(wire.receive(), np.zeros((1, HIDDEN_SIZE)), 0.0)
+    wire.server.reply(wire.receive(), HostSums(np.zeros((1, HIDDEN_SIZE))), 0.0)
     wire.assert_serves(client)
 
 
@@ -402,7 +404,7 @@ def test_a_deadline_holds_although_other_messages_keep_coming(
     request = wire.receive()
     for _ in range(200):
         wire.server.fail(request.link_id, 1_000_000, ProtocolError("?"))
-    wire.server.reply(request, np.zeros((0, HIDDEN_SIZE)), 0.0)
+    wire.server.reply(request, HostSums(np.zeros((0, HIDDEN_SIZE))), 0.0)
     seconds = itertools.count()
     with monkeypatch.context() as slow:
         slow.setattr(time, "monotonic", lambda: float(next(seconds)))
@@ -416,13 +418,13 @@ def test_a_forgotten_request_is_answered_to_nobody(wire: Wire) -> None:
     client = wire.client()
     arrived, coming = (client.submit(0, batch_of(1, {}), deadline_s=TIMEOUT_S) for _ in range(2))
     requests = [wire.receive(), wire.receive()]
-    wire.server.reply(requests[0], np.zeros((1, HIDDEN_SIZE)), 0.0)
+    wire.server.reply(requests[0], HostSums(np.zeros((1, HIDDEN_SIZE))), 0.0)
     wire.assert_serves(client)
     client.forget(arrived)
     client.forget(coming)
     client.forget(1_000_000)
     received_before = client.bytes_received
-    wire.server.reply(requests[1], np.zeros((1, HIDDEN_SIZE)), 0.0)
+    wire.server.reply(requests[1], HostSums(np.zeros((1, HIDDEN_SIZE))), 0.0)
     wire.assert_serves(client)
     assert client.bytes_received == received_before + 2 * HIDDEN_SIZE * 8
     for sequence in (arrived, coming):
@@ -461,7 +463,7 @@ def test_a_waiter_is_woken_at_once_when_the_link_is_lost(wire: Wire) -> None:
             waiter.result(TIMEOUT_S)
     assert not isinstance(caught.value, DeadlineExceeded)
     os.eventfd_read(wire.lost_fd)
-    wire.server.reply(wire.receive(), np.zeros((1, HIDDEN_SIZE)), 0.0)
+    wire.server.reply(wire.receive(), HostSums(np.zeros((1, HIDDEN_SIZE))), 0.0)
     wire.assert_serves(client)
 
 
@@ -470,7 +472,7 @@ def test_a_reply_that_arrived_counts_although_the_link_is_lost(wire: Wire) -> No
     first = client.submit(0, batch_of(1, {}), deadline_s=TIMEOUT_S)
     second = client.submit(0, batch_of(1, {}), deadline_s=TIMEOUT_S)
     for request in (wire.receive(), wire.receive()):
-        wire.server.reply(request, np.ones((1, HIDDEN_SIZE)), 0.0)
+        wire.server.reply(request, HostSums(np.ones((1, HIDDEN_SIZE))), 0.0)
     client.wait(second, deadline_s=TIMEOUT_S)
     os.eventfd_write(wire.lost_fd, 1)
     assert client.wait(first, deadline_s=0.0).sums[0, 0] == 1.0
@@ -532,7 +534,7 @@ def test_a_parent_that_reads_no_replies_does_not_stop_the_server(wire: Wire) -> 
     request = wire.receive()
     sums = np.zeros((CAPACITY, HIDDEN_SIZE))
     for _ in range(5_000):
-        wire.server.reply(request, sums, 0.0)
+        wire.server.reply(request, HostSums(sums), 0.0)
     wire.assert_serves(wire.client())
 
 

@@ -120,7 +120,7 @@ def test_a_mailbox_alone_that_is_at_fault_is_not_used_again(
             if not is_told and mailed.rings.count:
                 is_told.append(position)
                 token(position)
-                captured._tokens[position] = -3  # type: ignore[attr-defined]
+                captured._tokens.sampled[position] = -3  # type: ignore[attr-defined]
             return token(position)
 
         monkeypatch.setattr(captured, "token", once_not_finite)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from dflash_protocol.transports.device_copies import DeviceCopies
 from dflash_runtime import Engine
 from dflash_runtime.compute.sliding_window import MOST_KEPT
 from dflash_runtime.engine.checkpoints import StateCheckpoints
-from dflash_runtime.engine.steps import Cancelled
+from dflash_runtime.engine.run_guard import Cancelled
 from dflash_runtime.experts.compute import LocalExpertCompute, Ticket
 from dflash_runtime.experts.offload import OffloadMode
 from dflash_runtime.placement.split import LOCAL_OWNER
@@ -61,12 +60,6 @@ IDS = ids_for(TINY, sum(CHUNKS))
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "m.gguf"
     return write_qwen3moe(path, TINY, seed=4, tensor_type="Q8_0")
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
-    yield
-    assert not [each for each in threading.enumerate() if each.name == "dflash-micro-batch"]
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_daemon import turns
+from dflash_daemon import data_paths
 from dflash_protocol.endpoint import Endpoint, parse_endpoint
 from support.remote_rig import TIMEOUT_S, ScriptedRig, ServedRig
 from support.scripted_daemon import ScriptedDaemon
@@ -16,7 +16,7 @@ from support.scripted_daemon import ScriptedDaemon
 
 @pytest.fixture(autouse=True)
 def quick_to_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "_POLL_S", 0.01)
+    monkeypatch.setattr(data_paths, "_POLL_S", 0.01)
 
 
 @pytest.fixture

@@ -65,7 +65,6 @@ class FakeCompute:
         self.name = name
         self.fails = fails
         self.log = log
-        self.num_pushed = 0
         self.batches: list[RoutedBatch] = []
         self._bank = ScalingBank(SPEC.layers[0], owned.by_layer[LAYER_ID].tolist())
 
@@ -80,10 +79,7 @@ class FakeCompute:
         return Ticket(layer_id, phase, rows, pairs)
 
     def poll(self, *, until_sent: bool = False) -> None:
-        if until_sent:
-            self.num_pushed += 1
-        else:
-            self.log.append(f"look {self.name}")
+        self.log.append(f"{'send' if until_sent else 'look'} {self.name}")
 
     def finish(self, ticket: Ticket, out: Sums) -> None:
         self.log.append(f"finish {self.name}")
@@ -292,8 +288,9 @@ def test_all_owners_are_at_work_before_any_is_waited_for_and_local_work_goes_fir
     rig = Rig(split([4, 5], [0, 1], [2, 3], names=("cpu0", "local", "cpu1")), fails={})
     rig.assert_right()
     assert set(rig.log[:3]) == {"begin cpu0", "begin local", "begin cpu1"}
-    assert rig.log[3] == "finish local"
-    assert set(rig.log[4:]) == {"finish cpu0", "finish cpu1"}
+    assert set(rig.log[3:6]) == {"send cpu0", "send local", "send cpu1"}
+    assert rig.log[6] == "finish local"
+    assert set(rig.log[7:]) == {"finish cpu0", "finish cpu1"}
 
 
 def test_an_owner_without_a_pair_of_the_batch_is_not_asked() -> None:

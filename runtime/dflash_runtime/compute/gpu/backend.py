@@ -27,7 +27,6 @@ from dflash_runtime.compute.gpu.experts.moe import DeviceMoe, HereRoute, HostRou
 from dflash_runtime.compute.gpu.experts.offload import ExpertOffload, offload_bytes
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, STEP_SIZES
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
-from dflash_runtime.compute.gpu.layers.matrix import Uploader
 from dflash_runtime.compute.gpu.layers.recurrent_state import state_bytes
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer, load_resident
 from dflash_runtime.compute.gpu.layers.rows import Rows
@@ -115,14 +114,12 @@ class CupyBackend:
             (Phase.PREFILL, max_chunk),
         )
         self._memory = memory
-        self._scratch_bytes = scratch_bytes
         self._lock = threading.RLock()
         try:
-            self._uploader = Uploader(device)
             self.ops = GpuOps(
                 device, max_chunk=max_chunk, scratch_bytes=scratch_bytes, lock=self._lock
             )
-            self.loader = DeviceLoader(device, self._uploader, self.ops)
+            self.loader = DeviceLoader(device, self.ops.chunks)
         except BaseException:
             self._undo.close()
             raise
@@ -160,7 +157,9 @@ class CupyBackend:
         work = 0
         if not self.ops.chunks.has_worked:
             work = work_bytes(
-                layers, max_chunk=self.chunking.preferred, scratch_bytes=self._scratch_bytes
+                layers,
+                max_chunk=self.chunking.preferred,
+                scratch_bytes=self.ops.chunks.scratch_bytes,
             )
         if kv_layers:
             work += logits_bytes(file, _HEAD_ROWS)
@@ -181,7 +180,11 @@ class CupyBackend:
         """Raises: UnsupportedModel, DeviceOutOfMemory."""
         with self._lock:
             by_global, by_local = load_resident(
-                self.device, self._uploader, file, layer=layer, global_expert_ids=global_expert_ids
+                self.device,
+                self.loader.uploader,
+                file,
+                layer=layer,
+                global_expert_ids=global_expert_ids,
             )
             self.ops.chunk_experts.expect(by_global)
         return CupyExpertBank(
@@ -252,7 +255,7 @@ class CupyBackend:
                 self.device.trim()
                 room = Room(0, scratch=_LEFT_BYTES, offload=num_bytes)
                 room.require(self.device.name, self._memory())
-            self._offload = ExpertOffload(self.ops, file, missing, uploader=self._uploader)
+            self._offload = ExpertOffload(self.ops, file, missing, uploader=self.loader.uploader)
             self._offload.prepare()
         except (DeviceUnavailable, SettingsError, UnsupportedModel) as error:
             self._close_offload()
@@ -300,7 +303,7 @@ class CupyBackend:
             remote=remote,
             keeper=self._mail.keeper,
         )
-        shared = HostRoutes(self.ops, resident, remote)
+        shared = HostRoutes(self.ops, model.spec.moe, resident, remote=remote)
         return GraphStep(self.ops, model, cache, moe=shared.block, shared=shared, sessions=sessions)
 
     def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:
@@ -346,5 +349,5 @@ class CupyBackend:
         self._close_offload()
         self._captured_experts.close()
         self._mail.close()
-        del self.ops, self.loader, self._uploader, self._captured_experts
+        del self.ops, self.loader, self._captured_experts
         self._undo.close()

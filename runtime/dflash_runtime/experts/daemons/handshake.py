@@ -24,8 +24,8 @@ from dflash_protocol.errors import (
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.wire.messages import PROTOCOL_VERSIONS, Hello, Welcome
+from dflash_runtime.experts.daemons.data_path import PathPlan
 from dflash_runtime.experts.daemons.link import DaemonLink
-from dflash_runtime.experts.daemons.sharing import SharingPlan
 from dflash_runtime.experts.event_kinds import EventKind
 
 OTHER_WEIGHTS = "weights"
@@ -42,11 +42,7 @@ class Greeting:
     max_tokens: int
     payload: PayloadType = PayloadType.F32
     """Type of rows and sums on the wire, for daemons that support it."""
-    sharing: SharingPlan | None = None
-    """How to share memory with daemons of this machine; None: no sharing."""
-    is_sharing_required: bool = False
-    is_mail_required: bool = False
-    """A daemon must have a mailbox, through which our device asks its."""
+    paths: PathPlan = PathPlan()  # noqa: RUF009 - frozen
     weights: WeightCheck | None = None
     """For comparing a daemon's file with ours; None: not compared."""
 

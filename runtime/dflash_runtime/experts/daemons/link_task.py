@@ -12,7 +12,6 @@ import random
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import zmq
@@ -29,7 +28,6 @@ from dflash_protocol.errors import (
 from dflash_protocol.wire.messages import (
     COMPARING,
     HEADER_LIMIT_BYTES,
-    Attached,
     Bye,
     Hello,
     Message,
@@ -42,6 +40,7 @@ from dflash_protocol.wire.messages import (
     encode_header,
 )
 from dflash_runtime.experts.daemons.child import DaemonProcess
+from dflash_runtime.experts.daemons.data_path import agree
 from dflash_runtime.experts.daemons.handshake import (
     OTHER_WEIGHTS,
     Comparison,
@@ -56,13 +55,6 @@ from dflash_runtime.experts.daemons.link import (
     DaemonLink,
     Session,
     SharedMemory,
-)
-from dflash_runtime.experts.daemons.sharing import (
-    Offer,
-    OfferFailed,
-    SharingPlan,
-    make_offer,
-    why_not_shared,
 )
 from dflash_runtime.experts.event_kinds import EventKind
 
@@ -249,7 +241,7 @@ class LinkTask:
                     if self._process is not None:
                         await self._process.stop()
                     raise
-                memory = await self._share(control, disconnected, welcome)
+                memory = await self._agree(control, disconnected, welcome)
                 session = link.mark_ready(welcome, memory)
                 self._first.report_progress(Progress("ready", 1, 1))
                 self._first.report(None)
@@ -328,61 +320,17 @@ class LinkTask:
             await control.send(encode_header(Bye(welcome.link_id)))
             raise
 
-    async def _share(
+    async def _agree(
         self, control: zmq.asyncio.Socket, disconnected: _Received, welcome: Welcome
     ) -> SharedMemory | None:
-        """Share memory with the daemon; None if that is not possible.
+        """Agree on a data path with the daemon: see data_path.agree."""
 
-        Raises: HandshakeRefused if it is required; DaemonUnavailable if the daemon is lost.
-        """
-        greeting, link = self._options.greeting, self._link
-        plan = greeting.sharing
-        if plan is None:
-            return None
-        folder = None if link.endpoint.path is None else link.endpoint.path.parent
-        reason = why_not_shared(welcome, folder)
-        is_surprise = False
-        if folder is not None and not reason:
-            try:
-                offer = await _make_offer(folder, welcome, plan)
-                memory = await self._attach(control, disconnected, offer)
-                if not greeting.is_mail_required or memory.mails:
-                    return memory
-                memory.segment.close()
-                raise HandshakeRefused(
-                    f"daemon {link.name} cannot have a mailbox with us: each side needs a GPU "
-                    "that sees shared memory, and payloads in f32"
-                )
-            except OfferFailed as error:
-                reason = str(error)
-                is_surprise = True
-        if greeting.is_sharing_required:
-            raise HandshakeRefused(f"daemon {link.name} cannot share memory: {reason}")
-        level = logging.WARNING if is_surprise else logging.INFO
-        # docs: payloads go through sockets, which is slower. A warning if it was expected to work:
-        # look at the run directory's free space
-        _LOG.log(level, "daemon %s: no shared memory: %s", link.name, reason)
-        return None
-
-    async def _attach(
-        self, control: zmq.asyncio.Socket, disconnected: _Received, offer: Offer
-    ) -> SharedMemory:
-        """Have the daemon map an offered segment.
-
-        Raises: OfferFailed if it refuses; DaemonUnavailable if it is lost.
-        """
-        try:
-            await control.send_multipart([encode_header(offer.message)])
+        async def ask(message: Message) -> Message:
+            await control.send_multipart([encode_header(message)])
             silence_s = self._options.connect_silence_s
-            answer = await self._next_message(control, disconnected, silence_s)
-            if isinstance(answer, Refused):
-                raise OfferFailed(answer.reason)
-            if not isinstance(answer, Attached):
-                raise ProtocolError(f"daemon {self._link.name} answered attach with {answer.TYPE}")
-            return offer.accepted(answer)
-        except BaseException:
-            offer.withdraw()
-            raise
+            return await self._next_message(control, disconnected, silence_s)
+
+        return await agree(self._options.greeting.paths, self._link, welcome, ask=ask)
 
     async def _next_message(
         self, control: zmq.asyncio.Socket, disconnected: _Received, silence_s: float
@@ -502,15 +450,3 @@ class LinkTask:
 
 def _is_busy(error: DflashError) -> bool:
     return isinstance(error, HandshakeRefused) and error.code == "busy"
-
-
-async def _make_offer(folder: Path, welcome: Welcome, plan: SharingPlan) -> Offer:
-    """Make the offer in a thread, as reserving its pages takes a while. Raises: OfferFailed."""
-    making = asyncio.ensure_future(asyncio.to_thread(make_offer, folder, welcome, plan))
-    try:
-        return await asyncio.shield(making)
-    except asyncio.CancelledError:
-        # The thread still makes it, and its names must be removed.
-        with contextlib.suppress(OfferFailed):
-            (await making).withdraw()
-        raise

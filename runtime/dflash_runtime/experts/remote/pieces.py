@@ -93,7 +93,7 @@ class Cutter:
         self._stream_tokens = stream_tokens
         self._choosers: dict[tuple[Phase, int], ModeChooser] = {}
 
-    def cut(self, limits: Limits, phase: Phase, rows: Hidden, pairs: Pairs) -> Cut:
+    def cut(self, limits: Limits, rows: Hidden, pairs: Pairs, *, phase: Phase) -> Cut:
         """How to send these pairs. Shapes: rows [T, H]."""
         num_tokens, is_ragged = rows.shape[0], limits.version > 1
         if num_tokens == 1 and is_ragged:

@@ -25,6 +25,7 @@ from dflash_protocol.payloads import PayloadType
 from dflash_protocol.wire.transport import REQUEST_FAILURES, Reply, TransportCounters
 from dflash_runtime.compute.backend import MailRoute
 from dflash_runtime.experts.compute import OwnerKind, OwnerStats, Ticket
+from dflash_runtime.experts.daemons.data_path import DataPath, open_data_path
 from dflash_runtime.experts.daemons.link import DaemonLink, Session
 from dflash_runtime.experts.event_kinds import EventKind
 from dflash_runtime.experts.remote.guard import RequestGuard
@@ -32,7 +33,7 @@ from dflash_runtime.experts.remote.modes import STREAM_TOKENS, ExecutionMode
 from dflash_runtime.experts.remote.pieces import Cutter
 from dflash_runtime.experts.remote.rates import RateEstimate
 from dflash_runtime.experts.remote.reply_checks import ReplyChecker
-from dflash_runtime.experts.remote.session import DataPath, RemoteSession, Sent, open_data_path
+from dflash_runtime.experts.remote.session import RemoteSession, Sent
 from dflash_runtime.experts.remote.ticket import RemoteTicket, require_finite, what_is_wrong
 
 
@@ -113,12 +114,12 @@ class RemoteExpertCompute:
         started_s = time.perf_counter()
         try:
             session = self._session_of(opened)
-            cut = self._cutter.cut(session.limits, phase, rows, pairs)
+            cut = self._cutter.cut(session.limits, rows, pairs, phase=phase)
             counted = self._stats.of_phase(phase)
             ticket = RemoteTicket(layer_id, phase, rows, pairs, session, cut, counted, started_s)
             if cut.pieces is None:
                 batch, used = RoutedBatch.group_used(phase, rows, pairs, whole_from=cut.whole_from)
-                ticket.in_flight.append(session.send(layer_id, batch, used, counted))
+                ticket.in_flight.append(session.send(layer_id, batch, used, counted=counted))
             else:
                 _fill(ticket)
         except DaemonUnavailable as error:
@@ -292,4 +293,5 @@ def _fill(ticket: RemoteTicket) -> None:
         if piece is None:
             return
         rows, batch = piece
-        ticket.in_flight.append(session.send(ticket.layer_id, batch, rows, ticket.counted))
+        sent = session.send(ticket.layer_id, batch, rows, counted=ticket.counted)
+        ticket.in_flight.append(sent)

@@ -64,7 +64,7 @@ def what_is_wrong(
     started_s = time.perf_counter()
     sums = HostSums(np.zeros(ticket.rows.shape))
     for sent, reply in replies:
-        sums.add(HostSums(reply.sums), sent.rows)
+        sums.add(reply.placed, sent.rows)
     reason = checker.difference(
         ticket.layer_id,
         RoutedBatch.group(ticket.phase, ticket.rows, ticket.pairs),

@@ -22,7 +22,7 @@ from dflash_protocol.settings import child_environment
 from dflash_runtime.experts.daemons import child
 from dflash_runtime.experts.daemons.child import DaemonProcess
 from dflash_runtime.experts.daemons.link import Launch
-from support.descriptors import no_descriptor_left
+from support.descriptors import no_descriptor_leak
 from support.processes import environment
 
 pytestmark = pytest.mark.asyncio
@@ -181,7 +181,7 @@ async def test_what_cannot_be_executed_is_unavailable_with_the_reason(
 ) -> None:
     script = tmp_path / "script"
     script.write_text("#!/nonexistent/interpreter\n")
-    with no_descriptor_left():
+    with no_descriptor_leak():
         for path, mode, reason in (
             (tmp_path / "nothing", None, "No such file or directory"),
             (script, 0o600, "Permission denied"),
@@ -264,7 +264,7 @@ async def test_a_stop_that_is_cancelled_can_be_completed(
 
 async def test_children_leave_no_zombies_and_no_descriptors(nursery: Nursery) -> None:
     await assert_starts(nursery)
-    with no_descriptor_left():
+    with no_descriptor_leak():
         for _ in range(5):
             process = nursery.start("raise SystemExit(0)")
             await ended(process)

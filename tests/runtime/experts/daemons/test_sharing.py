@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dflash_protocol.ring import compiled as ring_native
 from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.wire.messages import Welcome
-from dflash_runtime.experts.daemons import link_task
+from dflash_runtime.experts.daemons import data_path
 from dflash_runtime.experts.daemons.sharing import Offer, SharingPlan, make_offer, why_not_shared
 
 WELCOME = Welcome(
@@ -78,11 +78,11 @@ def test_a_cancelled_offer_leaves_no_names(run_dir: Path, monkeypatch: pytest.Mo
         assert may_end.wait(30.0)
         return make_offer(*args)
 
-    monkeypatch.setattr(link_task, "make_offer", slow)
+    monkeypatch.setattr(data_path, "make_offer", slow)
 
     async def play() -> None:
         making = asyncio.create_task(
-            link_task._make_offer(run_dir, WELCOME, SharingPlan(64, 2, 1 << 20))
+            data_path._make_offer(run_dir, WELCOME, SharingPlan(64, 2, 1 << 20))
         )
         assert await asyncio.to_thread(has_begun.wait, 30.0)
         making.cancel()

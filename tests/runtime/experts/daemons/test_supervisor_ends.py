@@ -26,7 +26,7 @@ from dflash_protocol.wire.messages import (
 from dflash_runtime.experts.daemons import link_task
 from dflash_runtime.experts.daemons.link import Launch
 from dflash_runtime.experts.daemons.supervisor import Timeouts
-from support.descriptors import no_descriptor_left
+from support.descriptors import no_descriptor_leak
 from support.processes import wait_until
 from support.scripted_daemon import LINK_ID, TIMEOUT_S, ScriptedDaemon, welcome_to
 from support.supervised import Parent, assert_starts, started, thread_names
@@ -51,7 +51,7 @@ def test_closing_leaves_no_thread_and_no_descriptor(address: str) -> None:
             assert "dflash-supervisor" not in thread_names()
 
     start_and_close()
-    with no_descriptor_left():
+    with no_descriptor_leak():
         start_and_close()
 
 

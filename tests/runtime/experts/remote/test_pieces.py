@@ -78,7 +78,7 @@ def test_a_batch_is_cut_if_its_mode_or_the_link_asks_for_it(
     pairs = {(token_idx, 0): 1.0 for token_idx in range(num_tokens)}
     batch = batch_of(num_tokens + 3, pairs, hidden=numbered_rows(num_tokens + 3))
     cutter = Cutter(mode, stream_tokens=4)
-    cut = cutter.cut(Limits(16, version), Phase.PREFILL, batch.rows, batch.pairs())
+    cut = cutter.cut(Limits(16, version), batch.rows, batch.pairs(), phase=Phase.PREFILL)
     assert (cut.pieces is not None) == is_cut
-    verified = cutter.cut(Limits(16, version), Phase.VERIFY, batch.rows, batch.pairs())
+    verified = cutter.cut(Limits(16, version), batch.rows, batch.pairs(), phase=Phase.VERIFY)
     assert (verified.pieces is not None) == (version == 1 or num_tokens > 16)

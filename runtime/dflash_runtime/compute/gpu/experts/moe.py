@@ -173,9 +173,11 @@ class HostRoute:
 
     def _on_device(self, sums: Sums) -> Buffer:
         """Remote sums as a buffer of the device. Shapes: sums [T, H]."""
-        if not sums.is_on_device:
-            return self._ops.uploaded(sums.to_host())
-        return Buffer(self._ops.payload.array_of_sums(sums))
+        if sums.is_on_device:
+            return Buffer(self._ops.payload.array_of_sums(sums))
+        buffer = self._ops.steps.sums(*sums.shape)
+        self._ops.device.write(buffer.array, sums.to_host())
+        return buffer
 
 
 def add_local(

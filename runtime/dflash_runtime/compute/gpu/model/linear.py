@@ -15,18 +15,21 @@ from dflash_adapters.quant.reference import dequantise
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.layers.matrix import DeviceMatrix, Uploader
 from dflash_runtime.compute.gpu.layers.rows import Input, Norm, Rows
+from dflash_runtime.compute.gpu.ops.chunks import Chunks
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
 from dflash_runtime.compute.gpu.ops.way import Way
 
 
 class DeviceLoader:
-    """Brings a file's dense tensors to a device. Implements loading's loader.
+    """Brings a file's dense tensors to a device. Implements loading.Loader.
 
     Owns: matrices, which are loaded once.
     """
 
-    def __init__(self, device: KernelDevice, uploader: Uploader, ops: GpuOps) -> None:
-        self._device, self._uploader, self._ops = device, uploader, ops
+    def __init__(self, device: KernelDevice, chunks: Chunks) -> None:
+        """`chunks` are told of each matrix, which they may have to multiply."""
+        self.uploader = Uploader(device)
+        self._device, self._chunks = device, chunks
         self._matrices: dict[tuple[Path, str], DeviceMatrix] = {}
 
     def load_vector(self, file: GgufFile, tensor_name: str) -> DeviceArray:
@@ -39,8 +42,8 @@ class DeviceLoader:
         """Raises: UnsupportedModel if there are no kernels for its type; DeviceOutOfMemory."""
         key = file.path, tensor_name
         if key not in self._matrices:  # a head may be the embedding table
-            self._matrices[key] = matrix = self._uploader.matrix(file, tensor_name)
-            self._ops.chunks.expect(matrix.tensor_type, matrix.columns)
+            self._matrices[key] = matrix = self.uploader.matrix(file, tensor_name)
+            self._chunks.expect(matrix.tensor_type, matrix.columns)
         return self._matrices[key]
 
 

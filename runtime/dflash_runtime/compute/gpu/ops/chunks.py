@@ -44,7 +44,7 @@ class Chunks:
         self.max_chunk = max_chunk
         self.products = products_of(device)
         self._device = device
-        self._scratch_bytes = scratch_bytes
+        self.scratch_bytes = scratch_bytes
         self._scratch: WeightScratch | None = None
         self._dense: DensePrefill | None = None
         self._columns: dict[int, _Columns] = {}
@@ -70,7 +70,7 @@ class Chunks:
     def scratch(self) -> WeightScratch:
         """Memory for matrices as halves, taken when it is first needed."""
         if self._scratch is None:
-            self._scratch = WeightScratch(self._device, self._scratch_bytes)
+            self._scratch = WeightScratch(self._device, self.scratch_bytes)
         return self._scratch
 
     # -- products ---------------------------------------------------------------------------------

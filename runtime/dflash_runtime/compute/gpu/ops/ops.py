@@ -7,16 +7,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dflash_protocol.ids import F32Array, F64Array, I32Array
+from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime.compute.backend import argmax_of
-from dflash_runtime.compute.gpu.device.buffers import Buffer
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, step_parts
 from dflash_runtime.compute.gpu.launch.decode_tokens import ArgmaxLogits
 from dflash_runtime.compute.gpu.launch.elementwise import ColumnsOf, Elementwise
 from dflash_runtime.compute.gpu.launch.row_kernels import AddRows, AddSums
 from dflash_runtime.compute.gpu.layers.attention_launch import AttentionLauncher
-from dflash_runtime.compute.gpu.layers.delta_launch import DeltaLauncher
 from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.gpu.ops.chunk_experts import ChunkExperts
 from dflash_runtime.compute.gpu.ops.chunks import Chunks
@@ -43,7 +41,6 @@ class GpuOps:
         self.chunks = Chunks(device, max_chunk=max_chunk, scratch_bytes=scratch_bytes)
         self.chunk_experts = ChunkExperts(self.chunks, self.payload)
         self.attention = AttentionLauncher(device, self.steps.buffers)
-        self.delta = DeltaLauncher(device)
         self.elementwise = Elementwise(device)
         self.add_rows = AddRows(device)
         self.add_sums = AddSums(device)
@@ -71,14 +68,6 @@ class GpuOps:
             self.device.copy(joined.array[first : first + part.num_tokens], part.array)
             first += part.num_tokens
         return joined
-
-    def uploaded(self, sums: F64Array) -> Buffer:
-        """Remote sums, uploaded. Shapes: sums [T, H]."""
-        if sums.shape[0] > MOST_TOKENS:
-            return Buffer(self.device.upload(sums))
-        buffer = self.steps.buffers.take(sums.shape, np.float64)
-        self.device.write(buffer.array, sums)
-        return buffer
 
     def argmax(self, logits: Rows) -> I32Array:
         """See ComputeBackend.argmax; for a step it is computed on the device, where logits stay."""

@@ -9,25 +9,23 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from dflash_protocol.errors import DeviceOutOfMemory
 from dflash_protocol.ids import F32Array, I32Array, Phase
-from dflash_runtime.compute.backend import NOT_FINITE
 from dflash_runtime.compute.gpu.device.buffers import Places
-from dflash_runtime.compute.gpu.device.device import DeviceArray, Graph
-from dflash_runtime.compute.gpu.experts.moe import DeviceMoe
+from dflash_runtime.compute.gpu.device.device import DeviceArray
 from dflash_runtime.compute.gpu.launch.decode_tokens import check_token_ids
 from dflash_runtime.compute.gpu.layers.branch import Branch
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
 from dflash_runtime.compute.gpu.layers.placed_step import PlacedStep
 from dflash_runtime.compute.gpu.layers.rows import Rows
-from dflash_runtime.compute.gpu.mailbox.parent import ParentMail
 from dflash_runtime.compute.gpu.model.model import GpuModel
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
+from dflash_runtime.compute.gpu.run.captured_pieces import GraphPiece
+from dflash_runtime.compute.gpu.run.step_paths import StepPath
 from dflash_runtime.compute.model import forward, run_to_end
 from dflash_runtime.compute.trees import OnAccept, Tree, TreeResult
 
@@ -36,27 +34,22 @@ _MOST_TOKENS_KEPT = 256
 
 
 class CapturedTrees:
-    """Captures of trees by kind, features and MoE block, least recently used first.
+    """Captures of trees through one path to the experts, by kind and features, least recently used
+    first.
 
     Used by one thread. Owns: graphs, and memory of the device.
     """
 
-    def __init__(self, ops: GpuOps, model: GpuModel, cache: DeviceKvCache) -> None:
-        self._ops, self._model, self._cache = ops, model, cache
+    def __init__(
+        self, ops: GpuOps, model: GpuModel, cache: DeviceKvCache, *, path: StepPath
+    ) -> None:
+        self._ops, self._model, self._cache, self._path = ops, model, cache, path
         self._captures: OrderedDict[_Key, _Capture] = OrderedDict()
 
-    def run(
-        self,
-        token_ids: I32Array,
-        tree: Tree,
-        features: Collection[int],
-        *,
-        moe: DeviceMoe,
-        mail: ParentMail | None = None,
-    ) -> TreeResult | None:
-        """Compute a tree's tokens; with `mail`, through these mailboxes: every daemon must be ready
-        for steps of so many tokens, and none may be under way. None: such a step has failed or its
-        results are not finite, or there is no memory for a capture; the tree is unchanged.
+    def run(self, token_ids: I32Array, tree: Tree, features: Collection[int]) -> TreeResult | None:
+        """Compute a tree's tokens. Every daemon of mailboxes must be ready for steps of so many
+        tokens, and none may be under way. None: the result is not to be trusted, or there is no
+        memory for a capture; the tree is unchanged.
 
         Shapes: token_ids [W]. `features`: layers whose hidden states are returned.
         Raises: ContextExceeded, CheckpointMissing; ValueError for ids outside the vocabulary;
@@ -66,7 +59,7 @@ class CapturedTrees:
         tree.check_size(token_ids.size)
         self._cache.check_tree(tree)
         kind = Branch.kind_of(tree, has_states=bool(self._cache.states.layers))
-        key = _Key(kind, frozenset(features), moe, mail)
+        key = _Key(kind, frozenset(features))
         capture = self._captures.get(key)
         if capture is None:
             self._make_room(token_ids.size)
@@ -80,13 +73,10 @@ class CapturedTrees:
             self._captures.move_to_end(key)
             capture.branch.aim(tree)
             self._ops.device.write(capture.token_ids, token_ids.astype(np.int32))
-        if mail is not None:
-            mail.ring(token_ids.size)
-        capture.graph.replay()
+        self._path.run(capture.pieces, token_ids.size)
         download = self._ops.device.download
         argmax: I32Array = download(capture.argmax)
-        # If the result is not finite, asking through the host will tell which reply is at fault.
-        if mail is not None and (mail.failed_epoch() or (argmax == NOT_FINITE).any()):
+        if not self._path.is_trusted(argmax):
             return None
         by_layer: dict[int, F32Array] = {
             layer: download(array) for layer, array in capture.features.items()
@@ -100,13 +90,13 @@ class CapturedTrees:
         sizes = [capture.branch.num_tokens for capture in self._captures.values()]
         while sizes and sum(sizes) + num_tokens > _MOST_TOKENS_KEPT:
             del sizes[0]
-            self._captures.popitem(last=False)[1].graph.close()
+            self._captures.popitem(last=False)[1].close()
 
-    def forget(self, *, mailed_only: bool = False) -> None:
+    def forget(self) -> None:
         """Close captures. None may run, and no path of theirs be accepted afterwards."""
-        for key in list(self._captures):
-            if not mailed_only or key.mail is not None:
-                self._captures.pop(key).graph.close()
+        for capture in self._captures.values():
+            capture.close()
+        self._captures.clear()
 
     def _captured(self, key: _Key, token_ids: I32Array, tree: Tree) -> _Capture:
         """Run the pass once, which compiles and allocates what it needs, then capture it."""
@@ -119,23 +109,20 @@ class CapturedTrees:
             device.empty(size, np.int32),
             {layer: device.empty((size, hidden_size), np.float32) for layer in key.features},
         )
-        trial = nullcontext() if key.mail is None else key.mail.trial()
-        with buffers.noted(capture.apart) as noted, self._ops.step_experts.uncounted(), trial:
+        uncounted, trial = self._ops.step_experts.uncounted(), self._path.trial()
+        with buffers.noted(capture.apart) as noted, uncounted, trial:
             # Buffers that layers keep must not be reused until the pass is complete.
-            kept = self._launch(key, capture, tree)
+            kept = self._launch(capture, tree)
         device.synchronize()
         kept.clear()
         with buffers.repeated(noted):
-            capture.graph = device.capture(
-                lambda: capture.on_accept.extend(self._launch(key, capture, tree))
-            )
+            graph = device.capture(lambda: capture.on_accept.extend(self._launch(capture, tree)))
+        capture.pieces.append(GraphPiece(graph, None))
         return capture
 
-    def _launch(self, key: _Key, capture: _Capture, tree: Tree) -> list[OnAccept]:
+    def _launch(self, capture: _Capture, tree: Tree) -> list[OnAccept]:
         """Launch one pass; returns the layers' callbacks for an accepted path."""
-        kept = Tree(tree.parents, tree.position)
-        if key.mail is not None:
-            key.mail.kernels.begin()
+        experts, kept = self._path.experts(Phase.VERIFY), Tree(tree.parents, tree.position)
 
         def on_layer(layer_id: int, hidden: Rows) -> None:
             if layer_id in capture.features:
@@ -150,7 +137,7 @@ class CapturedTrees:
             tree=kept,
             branch=capture.branch,
         )
-        hidden = run_to_end(forward(self._model, step, key.moe, on_layer=on_layer))
+        hidden = run_to_end(forward(self._model, step, experts, on_layer=on_layer))
         self._model.write_argmax(hidden, capture.argmax)
         return kept.kept
 
@@ -160,9 +147,6 @@ class _Key:
     kind: tuple[int, int, int]
     """From Branch.kind_of."""
     features: frozenset[int]
-    moe: DeviceMoe
-    mail: ParentMail | None
-    """Mailboxes that `moe` goes through, if any."""
 
 
 @dataclass(slots=True, eq=False)
@@ -176,4 +160,9 @@ class _Capture:
     on_accept: list[OnAccept] = field(default_factory=list)
     apart: Places = field(default_factory=dict)
     """Rows of large trees."""
-    graph: Graph = field(init=False)
+    pieces: list[GraphPiece] = field(default_factory=list)
+    """A single one."""
+
+    def close(self) -> None:
+        for piece in self.pieces:
+            piece.graph.close()

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dflash_adapters.spec import MoeSpec
 from dflash_protocol.batch import HostHidden
 from dflash_protocol.ids import Phase
 from dflash_runtime.compute.backend import RemoteExperts
@@ -26,52 +27,48 @@ _PHASE = Phase.DECODE
 
 
 class HostRoutes:
-    """Makes the routes of a captured step of one token, and of its trial, which asks no owner.
+    """Makes the routes of a captured step of one token.
 
     Used by the thread that runs the model. Owns: mapped memory of the host, for each layer with
     remote experts.
     """
 
     def __init__(
-        self, ops: GpuOps, resident: Mapping[int, ResidentLayer], remote: RemoteExperts
+        self,
+        ops: GpuOps,
+        moe: MoeSpec,
+        resident: Mapping[int, ResidentLayer],
+        *,
+        remote: RemoteExperts,
     ) -> None:
         self._remote = remote
-        exchanges: list[_Exchange] = []
-        whole_pairs: list[int] = []
+        self._exchanges: list[_Exchange] = []
+        self._whole_pairs: list[int] = []
+        """Pairs of a token in each layer whose experts are all here."""
         exchanger = Exchanger(ops.device)
-
-        def route_of(layer_id: int) -> Route:
-            layer = resident.get(layer_id)
+        routes: dict[int, Route] = {}
+        for spec in moe.layers:
+            layer = resident.get(spec.layer_id)
             if layer is not None and layer.is_whole:
-                whole_pairs.append(layer.layer.num_experts_used)
-                return HereRoute(ops, layer, _PHASE)
-            exchanges.append(_Exchange(ops, exchanger, remote, layer_id, layer))
-            return exchanges[-1]
-
-        self.block = DeviceMoe(route_of)
+                routes[spec.layer_id] = HereRoute(ops, layer, _PHASE)
+                self._whole_pairs.append(spec.num_experts_used)
+                continue
+            box = StepBox(
+                ops.device,
+                num_tokens=1,
+                hidden_size=spec.hidden_size,
+                num_used=spec.num_experts_used,
+            )
+            exchange = _Exchange(ops, exchanger, box, remote, spec.layer_id, layer)
+            routes[spec.layer_id] = exchange
+            self._exchanges.append(exchange)
+        self.block = DeviceMoe(routes.__getitem__)
         """The experts that the step's model calls."""
-        self._exchanges, self._whole_pairs = exchanges, whole_pairs
-        """Layers with remote experts; pairs of a token in each layer without any."""
-
-    def begin_trial(self) -> None:
-        """The next step is a trial."""
-        for exchange in self._exchanges:
-            exchange.is_trial = True
-
-    def begin_capture(self) -> None:
-        """The next step, after a trial, is captured in pieces."""
-        for exchange in self._exchanges:
-            exchange.is_trial = False
-
-    def end_capture(self) -> None:
-        """The capture is complete. No step may be running."""
-        self.begin_trial()
-        self.reset()
 
     def reset(self) -> None:
         """Forget what an incomplete step or a trial has left. No step may be running."""
         for exchange in self._exchanges:
-            exchange.expect()
+            exchange.box.expect()
 
     def count_step(self) -> None:
         """A step has been run: count its layers that are wholly local."""
@@ -91,7 +88,7 @@ class HostRoutes:
     def close(self) -> None:
         """Release mapped memory. No step may be running."""
         for exchange in self._exchanges:
-            exchange.close()
+            exchange.box.close()
         self._exchanges.clear()
 
 
@@ -101,56 +98,32 @@ class _Exchange:
 
     ops: GpuOps
     exchanger: Exchanger
+    box: StepBox
     remote: RemoteExperts
     layer_id: int
     layer: ResidentLayer | None
-    box: StepBox | None = None
-    """Made by the first trial."""
-    is_trial: bool = True
     ticket: Any = None
     has_sums: bool = False
     """The box has sums of an earlier step, not zeros."""
 
     def __call__(self, routed: Routed, residual: Rows) -> Pausable[None]:
-        """Pauses for the host's work, unless this is a trial."""
-        ops, choice, is_trial = self.ops, routed.choice, self.is_trial
+        """Pauses for the host's work, which is left out in a trial."""
+        ops, choice = self.ops, routed.choice
         ops.steps.choose_now(choice)
         rows = ops.steps.for_host(routed.x)
-        if self.box is None:
-            (num_tokens, hidden_size), (_, num_used) = rows.shape, choice.ids.shape
-            self.box = StepBox(
-                ops.device, num_tokens=num_tokens, hidden_size=hidden_size, num_used=num_used
-            )
         self.exchanger.give(self.box, rows, Choice(choice.ids, choice.weights))
-        if is_trial:
-            self.forget()  # no owner is asked
-        remote_sums = self.box.mapped_sums
         if self.layer is None:
-            if not is_trial:
-                yield self.ask_and_add
-            ops.add_sums.launch(residual.array, remote_sums)
+            yield self.ask_and_add
+            ops.add_sums.launch(residual.array, self.box.mapped_sums)
             return
-        if not is_trial:
-            yield self.ask
+        yield self.ask
         local = local_sums(ops, self.layer, routed, _PHASE)
-        if not is_trial:
-            yield self.add
-        ops.add_sums.launch(residual.array, local.array, remote_sums)
-
-    def expect(self) -> None:
-        """Forget what an incomplete step has left."""
-        if self.box is not None:
-            self.box.expect()
-
-    def close(self) -> None:
-        """Release mapped memory."""
-        if self.box is not None:
-            self.box.close()
+        yield self.add
+        ops.add_sums.launch(residual.array, local.array, self.box.mapped_sums)
 
     def ask(self) -> None:
         """Wait for the layer's choice; ask the remote owners if it has any of their experts."""
         box = self.box
-        assert box is not None
         box.wait()
         box.expect()  # the next step's
         ids = box.ids
@@ -164,23 +137,16 @@ class _Exchange:
     def add(self) -> None:
         """Wait for the owners' sums and pass them to the device."""
         ticket, self.ticket = self.ticket, None
-        if ticket is None:
-            self.forget()
-        else:
-            assert self.box is not None
+        if ticket is not None:
             self.remote.finish(ticket, self.box.sums)
-            self.has_sums = True
+        elif self.has_sums:
+            self.box.sums.fill(0.0)
+        self.has_sums = ticket is not None
 
     def ask_and_add(self) -> None:
         """Both, for a layer without local experts."""
         self.ask()
         self.add()
-
-    def forget(self) -> None:
-        """There are no remote sums in this step."""
-        if self.has_sums and self.box is not None:
-            self.box.sums.fill(0.0)
-            self.has_sums = False
 
     def abandon(self) -> None:
         """Drop what was asked for."""

@@ -31,6 +31,7 @@ typedef unsigned long long u64;
 // vendor_cuda.cuh, vendor_hip.cuh and the emulation's device.h each define:
 //
 //   KERNEL(name, Args, threads, min_blocks)   begins a kernel; its only argument is `const Args a`
+//                                             (device/kernel_structs.py reads Args from the file)
 //   INLINE                                    a function that is always inlined
 //   SHARED(type, name, count)                 an array in shared memory, 16-byte aligned
 //   DYNAMIC_SHARED(name)                      u8 *name: shared memory whose size the launch gives

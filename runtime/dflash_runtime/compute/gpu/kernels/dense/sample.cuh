@@ -13,7 +13,7 @@ constexpr int FIRST_OCTAVE = 127 - 7, LAST_OCTAVE = 127 + 5, BINS_AN_OCTAVE = 25
 constexpr int BINS = (LAST_OCTAVE - FIRST_OCTAVE) * BINS_AN_OCTAVE;
 constexpr int NO_BIN = -1;
 
-// Mirrored in sample_tokens.py.
+// launch/sample_tokens.py fills `options` in the order of Option.
 struct SampleArgs {
     const float *logits;       // [VOCAB]
     const u64 *partials;       // [num_partials] keys of argmax.cuh, from the head's linear_decode

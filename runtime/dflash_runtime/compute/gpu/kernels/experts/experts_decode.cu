@@ -8,7 +8,7 @@
 //
 // Pairs whose expert is not resident (slot -1) are skipped. A pair's term depends only on its own row,
 // weight and expert; terms are added in float64 in the order of the choice, and rounded once.
-//
+
 // Parameters: HIDDEN, FFN, EXPERTS, TOP_K, TOKENS, MOST_PEERS; TYPE_GATE, TYPE_UP, TYPE_DOWN; VECTORS: experts
 // have biases or scales; SUMS; ROUTE, with NORMALISE and GATE of route.cuh; MAIL: the choice and the rows
 // come from a mailbox's request in this device's memory; GUESS: down prefetches weights by slots that may

@@ -2,6 +2,13 @@
 // product. Reads the chunk's rows; writes the pairs' activations for gemm_down. Grid (ceil(NUM_ROWS /
 // FEATURES), most tiles of rows), THREADS threads; blocks past the number of tiles exit.
 //
+// Parameters: those of gemm_tile.cuh; NUM_ROWS of gate and of up; OUT_PARTS: 1 or 2 rows of halves per row
+// of activations, 0: floats.
+#include "group_rows.cuh"
+
+#include "activation.cuh"
+#include "halves.cuh"
+
 // Columns of a tile alternate between eight rows of gate and the same eight of up, so that a thread
 // holds both values of an activation:
 //
@@ -11,14 +18,6 @@
 // Activations in halves are divided by a power of two where they would overflow (with two parts: always),
 // each SEGMENT of a row by its own, stored in `shifts`; level_activations then makes it the same for the
 // whole row.
-//
-// Parameters: those of gemm_tile.cuh; NUM_ROWS of gate and of up; OUT_PARTS: 1 or 2 rows of halves per row
-// of activations, 0: floats.
-#include "group_rows.cuh"
-
-#include "activation.cuh"
-#include "halves.cuh"
-
 constexpr int FEATURES = TILE_N / 2;
 static_assert(COPIED_ROWS % 16 == 0, "a thread copies rows of gate alone, or of up");
 constexpr int SEGMENT = WARP_N / 2, NUM_SEGMENTS = (NUM_ROWS + SEGMENT - 1) / SEGMENT;

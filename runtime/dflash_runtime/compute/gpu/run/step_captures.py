@@ -1,0 +1,127 @@
+"""Captured passes of one path to the experts: capture, replay, buckets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflash_protocol.ids import F64Array, Phase
+from dflash_runtime.compute.backend import DeviceSampling
+from dflash_runtime.compute.gpu.device.device import KernelDevice
+from dflash_runtime.compute.gpu.launch.sample_tokens import (
+    NUM_OPTIONS,
+    SampleInputs,
+    option_values,
+)
+from dflash_runtime.compute.gpu.layers.attention_plan import context_bucket
+from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
+from dflash_runtime.compute.gpu.layers.placed_step import PlacedStep
+from dflash_runtime.compute.gpu.layers.rows import Rows
+from dflash_runtime.compute.gpu.model.model import GpuModel
+from dflash_runtime.compute.gpu.ops.ops import GpuOps
+from dflash_runtime.compute.gpu.run.captured_pieces import Capture, capture_pieces
+from dflash_runtime.compute.gpu.run.captured_trees import CapturedTrees
+from dflash_runtime.compute.gpu.run.decode_tokens import DecodeTokens
+from dflash_runtime.compute.gpu.run.step_paths import StepPath
+from dflash_runtime.compute.model import Pausable, forward
+
+
+class StepSampling:
+    """Whether decode steps sample their tokens, with what parameters and random numbers.
+
+    Owns: device memory, which the captured steps read.
+    """
+
+    def __init__(self, device: KernelDevice, *, vocab_size: int, num_positions: int) -> None:
+        self._device, self._vocab_size = device, vocab_size
+        self.inputs = SampleInputs(
+            device.zeros(NUM_OPTIONS, np.float64), device.zeros(num_positions, np.float64)
+        )
+        self.is_on = False
+        """Off: greedy. Captured separately, so that greedy steps do not pay for sampling."""
+
+    def choose(self, options: DeviceSampling | None) -> None:
+        """See CapturedStep.choose_by."""
+        values = option_values(options, vocab_size=self._vocab_size)
+        self._device.write(self.inputs.options, values)
+        self.is_on = options is not None
+
+    def expect(self, first_position: int, numbers: F64Array) -> None:
+        """See CapturedStep.expect."""
+        places = self.inputs.numbers[first_position : first_position + numbers.size]
+        self._device.write(places, numbers)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodePass:
+    """The launches of a decode step: a token through all layers, and the next one from its logits.
+
+    Immutable, but for what its parts keep.
+    """
+
+    ops: GpuOps
+    model: GpuModel
+    cache: DeviceKvCache
+    tokens: DecodeTokens
+    sampling: StepSampling
+
+    def launch(self, path: StepPath, bucket: int) -> Pausable[Rows]:
+        """Returns the logits. Shapes: [1, V]."""
+        ids, positions = self.tokens.ids, self.tokens.positions
+        experts = path.experts(Phase.DECODE)
+        step = PlacedStep.of_arrays(ids, positions, self.cache, Phase.DECODE, bucket)
+        hidden = yield from forward(self.model, step, experts)
+        return self.model.choose_tokens(
+            hidden,
+            token_ids=ids,
+            positions=positions,
+            history=self.tokens.history,
+            sampling=self.sampling.inputs if self.sampling.is_on else None,
+        )
+
+
+class PathCaptures:
+    """What is captured for one path: decode steps by context bucket and sampling, and trees.
+
+    Used by one thread. Owns: graphs, and what they keep, until `forget`; then it captures anew.
+    """
+
+    def __init__(self, decode: DecodePass, path: StepPath) -> None:
+        self.path = path
+        self.trees = CapturedTrees(decode.ops, decode.model, decode.cache, path=path)
+        self._decode = decode
+        self._steps: dict[tuple[int, bool], Capture] = {}
+
+    def next_step(self) -> Capture:
+        """The capture for the position of the next step, made when its bucket is first needed."""
+        bucket = context_bucket(self._decode.tokens.position + 1)
+        key = bucket, self._decode.sampling.is_on
+        capture = self._steps.get(key)
+        if capture is None:
+            capture = self._steps[key] = self._captured(bucket)
+        return capture
+
+    def _captured(self, bucket: int) -> Capture:
+        """Run the step once, which compiles and allocates what it needs, then capture it."""
+        decode, path = self._decode, self.path
+        buffers = decode.ops.steps.buffers
+        with (
+            decode.tokens.restored(),
+            buffers.noted() as noted,
+            path.trial(),
+            decode.ops.step_experts.uncounted(),
+        ):
+            for _ in decode.launch(path, bucket):
+                pass  # the host's work is left out
+        with buffers.repeated(noted) as kept, path.capturing():
+            pieces, logits = capture_pieces(decode.ops.device, decode.launch(path, bucket))
+        # Other work may run between pieces, so a step in pieces keeps its buffers to itself.
+        return Capture(pieces, logits, kept if path.needs_host else [])
+
+    def forget(self) -> None:
+        """Close all graphs; none may be running."""
+        self.trees.forget()
+        for capture in self._steps.values():
+            capture.close()
+        self._steps.clear()
