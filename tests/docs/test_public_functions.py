@@ -19,11 +19,13 @@ COMPILED = ("runtime/dflash_runtime/compute/cpu/", "protocol/dflash_protocol/rin
 BY_PLACE = {
     # Operands of an operation, as in its formula.
     "rms_norm", "norm_and_rotate", "attention", "gated", "causal_conv", "delta_rule", "forward",
+    "layer",
+    # A chunk: its tokens, where they begin, in which sequence's cache, and why.
+    "Step.of_chunk",
     # What belongs to a cache, in the order of its own arguments.
     "new_kv_cache",
     # Of the operation that a model calls without knowing whose it is.
     "MoeExpertComputeRuntime.compute", "MoeExpertComputeRuntime.start", "RemoteExperts.start",
-    "TwoBatchOverlap.start",
     # A kernel, its grid, its block, its arguments, in the order CUDA writes them; what it reads
     # before what it writes.
     "KernelDevice.launch", "CupyDevice.launch", "SideStream.launch", "CupySideStream.launch",

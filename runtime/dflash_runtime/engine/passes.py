@@ -83,6 +83,7 @@ class Passes:
         self,
         token_ids: I32Array,
         tree: Tree,
+        *,
         before_layer: BeforeLayer,
         on_layer: OnLayer[AnyArray] | None,
     ) -> AnyArray:

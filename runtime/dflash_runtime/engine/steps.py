@@ -211,7 +211,7 @@ class Steps:
         """
         self._guard.require_current(run)
         self._reuse.cut(tree.position)
-        return self._passes.tree(token_ids, tree, self._guard.check, on_layer)
+        return self._passes.tree(token_ids, tree, before_layer=self._guard.check, on_layer=on_layer)
 
     def accept(self, run: int, token_ids: I32Array, *, tree: Tree, path: I32Array) -> None:
         """Append the draft tokens of a path through the last verified tree to the sequence.

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -61,12 +60,6 @@ IDS = ids_for(TINY, sum(CHUNKS))
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "m.gguf"
     return write_qwen3moe(path, TINY, seed=4, tensor_type="Q8_0")
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
-    yield
-    assert not [each for each in threading.enumerate() if each.name == "dflash-micro-batch"]
 
 
 @pytest.fixture

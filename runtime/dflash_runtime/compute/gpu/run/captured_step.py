@@ -67,7 +67,7 @@ class GraphStep:
         decode = DecodePass(ops, model, cache, tokens, self._sampling)
         home = LocalPath(moe) if shared is None else HostPath(moe, shared)
         self._choice = PathChoice(decode, home, sessions)
-        self._runner = StepRunner(ops.device, cache, tokens, self._choice.home)
+        self._runner = StepRunner(ops.device, cache, tokens, captures=self._choice.home)
         self._redo = MailboxRedo(self._runner, self._choice)
         self._trees = TreeSteps(ops.device, self._choice)
         self._is_closed = False

@@ -40,7 +40,9 @@ class CapturedTrees:
     Used by one thread. Owns: graphs, and memory of the device.
     """
 
-    def __init__(self, ops: GpuOps, model: GpuModel, cache: DeviceKvCache, path: StepPath) -> None:
+    def __init__(
+        self, ops: GpuOps, model: GpuModel, cache: DeviceKvCache, *, path: StepPath
+    ) -> None:
         self._ops, self._model, self._cache, self._path = ops, model, cache, path
         self._captures: OrderedDict[_Key, _Capture] = OrderedDict()
 

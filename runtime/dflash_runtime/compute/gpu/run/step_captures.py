@@ -89,7 +89,7 @@ class PathCaptures:
 
     def __init__(self, decode: DecodePass, path: StepPath) -> None:
         self.path = path
-        self.trees = CapturedTrees(decode.ops, decode.model, decode.cache, path)
+        self.trees = CapturedTrees(decode.ops, decode.model, decode.cache, path=path)
         self._decode = decode
         self._steps: dict[tuple[int, bool], Capture] = {}
 

@@ -28,6 +28,7 @@ class StepRunner:
         device: KernelDevice,
         cache: DeviceKvCache,
         tokens: DecodeTokens,
+        *,
         captures: PathCaptures,
     ) -> None:
         self.tokens = tokens
