@@ -25,15 +25,15 @@ from dflash_runtime.compute.gpu.experts.offload import ExpertOffload
 from dflash_runtime.compute.gpu.launch.decode_experts import Choice
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.layers.rows import Rows
+from dflash_runtime.compute.gpu.ops.kernels import RoutedRows
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
-from dflash_runtime.compute.gpu.ops.way import Routed
 from dflash_runtime.compute.model import Pausable
 
 
 class Route(Protocol):
     """The way to one layer's experts in one phase."""
 
-    def __call__(self, routed: Routed, residual: Rows) -> Pausable[None]:
+    def __call__(self, routed: RoutedRows, residual: Rows) -> Pausable[None]:
         """Add the chosen experts to the residual. In a chunk it pauses exactly once.
 
         Raises: DaemonUnavailable if a remote expert's owner is lost and it has no fallback.
@@ -48,7 +48,7 @@ class DeviceMoe:
         self._route_of = route_of
         self._routes: dict[int, Route] = {}
 
-    def __call__(self, layer_id: int, routed: Routed, residual: Rows) -> Pausable[None]:
+    def __call__(self, layer_id: int, routed: RoutedRows, residual: Rows) -> Pausable[None]:
         route = self._routes.get(layer_id)
         if route is None:
             route = self._routes[layer_id] = self._route_of(layer_id)
@@ -69,7 +69,7 @@ class HereRoute:
         """`remote` counts the pairs, if given."""
         self._ops, self._layer, self._phase, self._remote = ops, layer, phase, remote
 
-    def __call__(self, routed: Routed, residual: Rows) -> Pausable[None]:
+    def __call__(self, routed: RoutedRows, residual: Rows) -> Pausable[None]:
         remote, (num_tokens, num_used) = self._remote, routed.choice.ids.shape
         if remote is not None and self._phase is Phase.PREFILL:
             remote.poll()  # of other layers, whose rows may be on their way
@@ -99,7 +99,7 @@ class HostRoute:
         self._ops, self._layer_id, self._layer, self._phase = ops, layer_id, layer, phase
         self._remote, self._offload = remote, offload
 
-    def __call__(self, routed: Routed, residual: Rows) -> Pausable[None]:
+    def __call__(self, routed: RoutedRows, residual: Rows) -> Pausable[None]:
         layer, remote, is_chunk = self._layer, self._remote, self._phase is Phase.PREFILL
         if is_chunk:
             remote.poll()  # the device is busy until experts are chosen
@@ -126,7 +126,7 @@ class HostRoute:
             parts.append(self._on_device(remote.finish(ticket)))
         self._ops.add_sums.launch(residual.array, *(part.array for part in parts))
 
-    def _chosen(self, routed: Routed) -> tuple[I32Array, F32Array]:
+    def _chosen(self, routed: RoutedRows) -> tuple[I32Array, F32Array]:
         """Wait for ids and weights. Shapes: both [T, K]."""
         download, choice = self._ops.device.download, routed.choice
         if choice.both is None:
@@ -134,7 +134,9 @@ class HostRoute:
         both: I32Array = download(choice.both)
         return both[0], both[1].view(np.float32)
 
-    def _begin(self, routed: Routed, ids: I32Array, weights: F32Array) -> tuple[Buffer | None, Any]:
+    def _begin(
+        self, routed: RoutedRows, ids: I32Array, weights: F32Array
+    ) -> tuple[Buffer | None, Any]:
         """Launch the local experts and ask for the remote ones: sums of the former, if any, and
         the ticket of what `remote` has begun, if anything.
 
@@ -162,7 +164,7 @@ class HostRoute:
             raise
         return local, ticket
 
-    def _hidden_of(self, routed: Routed) -> Hidden:
+    def _hidden_of(self, routed: RoutedRows) -> Hidden:
         """The experts' input rows; those of a chunk stay on the device.
 
         They are a copy, which may be sent while the device goes on with other rows.
@@ -181,7 +183,7 @@ class HostRoute:
 
 
 def add_local(
-    ops: GpuOps, layer: ResidentLayer, routed: Routed, residual: Rows, phase: Phase
+    ops: GpuOps, layer: ResidentLayer, routed: RoutedRows, residual: Rows, phase: Phase
 ) -> None:
     """Add a layer's experts, all of which are here, to the residual. The phase decides the
     kernels, so that a slice of rows has the bits of the whole."""
@@ -202,7 +204,7 @@ def add_local(
     )
 
 
-def local_sums(ops: GpuOps, layer: ResidentLayer, routed: Routed, phase: Phase) -> Buffer:
+def local_sums(ops: GpuOps, layer: ResidentLayer, routed: RoutedRows, phase: Phase) -> Buffer:
     """Sums of the experts that are here, which must be chosen. Shapes: result [T, H] float64."""
     if phase is Phase.PREFILL:
         return Buffer(ops.chunk_experts.local_sums(layer, routed))

@@ -29,8 +29,8 @@ from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.gpu.launch.layouts import is_native
 from dflash_runtime.compute.gpu.layers.matrix import Uploader, require_kernels
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer, expert_bytes, named_layer
+from dflash_runtime.compute.gpu.ops.kernels import RoutedRows
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
-from dflash_runtime.compute.gpu.ops.way import Routed
 from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FilePiece, Transfer
 
 _ALIGNMENT = 256
@@ -190,7 +190,7 @@ class ExpertOffload:
         return wanted
 
     def sums(
-        self, layer_id: int, routed: Routed, *, experts: Experts, before: DeviceArray | None
+        self, layer_id: int, routed: RoutedRows, *, experts: Experts, before: DeviceArray | None
     ) -> DeviceArray:
         """Sums of the pairs of these experts, which `begin` gave, added to those `before`.
 

@@ -18,8 +18,8 @@ from dflash_runtime.compute.gpu.launch.decode_experts import Choice
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.gpu.mailbox.parent import ParentMail
+from dflash_runtime.compute.gpu.ops.kernels import RoutedRows
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
-from dflash_runtime.compute.gpu.ops.way import Routed
 from dflash_runtime.compute.model import Pausable
 
 
@@ -90,7 +90,7 @@ class _MailboxRoute:
     """By peer, its local ids of the experts. Shapes: each [E] int32."""
     selections: DeviceArray
 
-    def __call__(self, routed: Routed, residual: Rows) -> Pausable[None]:
+    def __call__(self, routed: RoutedRows, residual: Rows) -> Pausable[None]:
         yield from ()  # the host has nothing to do
         ops, layer, tables, choice = self.ops, self.layer, self.tables, routed.choice
         rule, logits = ops.steps.left_to_choose(choice)

@@ -48,7 +48,6 @@ class MailboxSessions:
         self._keeper = keeper
         self._ops, self._moe, self._resident = ops, moe, resident
         self._remote = remote
-        self._layout = mail_layout(moe)
         self._routes: tuple[MailRoute, ...] = ()
         self._present: MailboxRoutes | None = None
         self._refused: tuple[MailRoute, ...] = ()
@@ -95,7 +94,7 @@ class MailboxSessions:
         """Raises: DaemonUnavailable."""
         self._epoch += _EPOCHS_OF_OPENING
         mail = ParentMail(
-            self._ops.device, self._layout, routes, epoch=self._epoch, keeper=self._keeper
+            self._ops.device, mail_layout(self._moe), routes, epoch=self._epoch, keeper=self._keeper
         )
         try:
             if mail.has_peers and self._uses_peers is not False:

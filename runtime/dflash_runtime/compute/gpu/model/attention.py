@@ -26,7 +26,7 @@ from dflash_runtime.compute.gpu.layers.attention_launch import AttentionForm
 from dflash_runtime.compute.gpu.layers.placed_step import PlacedStep
 from dflash_runtime.compute.gpu.layers.rows import Input, Rows
 from dflash_runtime.compute.gpu.model.linear import LayerWeights, project
-from dflash_runtime.compute.gpu.ops.way import Way
+from dflash_runtime.compute.gpu.ops.kernels import LayerKernels
 
 
 class AttentionLayer:
@@ -60,16 +60,16 @@ class AttentionLayer:
 
     def run(self, x: Rows, step: PlacedStep) -> None:
         """Add the layer's result to the residual. Shapes: x [T, H]."""
-        way, heads = self._ops.way_of(x), self._layer.heads
+        kernels, heads = self._ops.kernels_for(x), self._layer.heads
         h = Input(x, self._norm)
-        q, k, v = self._projected(way, h)
+        q, k, v = self._projected(kernels, h)
         both = q
         if self._row_norms is not None:
             q_norm, k_norm = self._row_norms
-            q, k = way.normed(q, q_norm), way.normed(k, k_norm)
+            q, k = kernels.normed(q, q_norm), kernels.normed(k, k_norm)
         if self._has_gate_beside:
-            q = self._taken(way, ColumnsOf(both.array, heads.num, 0, heads.dim))
-        out = way.attended_rows(x.num_tokens, heads.query_size, head_dim=heads.dim)
+            q = self._taken(kernels, ColumnsOf(both.array, heads.num, 0, heads.dim))
+        out = kernels.head_rows(x.num_tokens, heads.query_size, head_dim=heads.dim)
         self._ops.attention.launch(
             self._form, (q.array, k.array, v.array), step, self._cache_layer, out
         )
@@ -77,27 +77,28 @@ class AttentionLayer:
             gate = ColumnsOf(both.array, heads.num, heads.dim, 2 * heads.dim)
             self._multiply_by_gate(out, gate, Gate.SIGMOID)
         elif self._gate is not None:
-            (opening,) = project(way, h, (self._gate,))
+            (opening,) = project(kernels, h, (self._gate,))
             self._multiply_by_gate(out, ColumnsOf.whole(opening.array), Gate.SOFTPLUS)
-        self._output.add_to(x, Input(out), way)
+        self._output.add_to(x, Input(out), kernels)
 
-    def _projected(self, way: Way, h: Input) -> tuple[Rows, Rows, Rows]:
+    def _projected(self, kernels: LayerKernels, h: Input) -> tuple[Rows, Rows, Rows]:
         """Shapes: each [T, size]."""
-        results = project(way, h, self._qkv)
+        results = project(kernels, h, self._qkv)
         if len(results) == 1:
             (joint,), first = results, 0
             results = []
             for size in self._layer.qkv.sizes:
-                results.append(self._taken(way, ColumnsOf(joint.array, 1, first, first + size)))
+                results.append(self._taken(kernels, ColumnsOf(joint.array, 1, first, first + size)))
                 first += size
-        for each, bias in zip(results, self._biases, strict=False):
-            self._ops.elementwise.add_bias(each.array, bias, each.array)
+        if self._biases:
+            for each, bias in zip(results, self._biases, strict=True):
+                self._ops.elementwise.add_bias(each.array, bias, each.array)
         q, k, v = results
         return q, k, v
 
-    def _taken(self, way: Way, columns: ColumnsOf) -> Rows:
+    def _taken(self, kernels: LayerKernels, columns: ColumnsOf) -> Rows:
         """Columns as rows of their own."""
-        rows = way.rows(columns.array.shape[0], columns.num_columns)
+        rows = kernels.rows(columns.array.shape[0], columns.num_columns)
         self._ops.elementwise.take_columns(columns, rows.array)
         return rows
 
@@ -117,7 +118,7 @@ class AttentionForms:
     def of(self, layer: Attention) -> AttentionForm:
         """Raises: UnsupportedModel for what no kernel computes."""
         vectors, kind = self._weights.weights.vectors, layer.positions
-        form = AttentionForm(layer.heads.num, layer.scale, eps=self._weights.eps)
+        form = AttentionForm(layer.heads.num, layer.scale)
         if layer.sinks is not None:
             form.sinks = vectors[layer.sinks]
         tables = self._weights.weights.rope_tables
@@ -127,6 +128,7 @@ class AttentionForms:
             case HeadNormRotary():
                 form.table = tables[kind.rope]
                 form.query_weight, form.key_weight = vectors[kind.q_norm], vectors[kind.k_norm]
+                form.eps = self._weights.eps
             case RotaryUnitNorm():
                 self._norm_before(form, tables[kind.rope], layer.heads.dim)
             case Rotary() | RowNormRotary():
@@ -144,7 +146,7 @@ class AttentionForms:
         if dim not in self._ones:
             self._ones[dim] = self._weights.ops.device.upload(np.ones(dim, np.float32))
         if id(table) not in self._unscaled:  # the model's weights keep the table
-            self._unscaled[id(table)] = norm_before(table, form.eps)
+            self._unscaled[id(table)] = norm_before(table, self._weights.eps)
         form.query_weight = form.key_weight = self._ones[dim]
         form.table, form.eps = self._unscaled[id(table)]
 

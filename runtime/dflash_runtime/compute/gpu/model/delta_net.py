@@ -50,15 +50,15 @@ class DeltaNetLayer:
 
         Raises: CheckpointMissing if the layer's state is not that before the first position.
         """
-        way, plan = self._ops.way_of(x), self._plan
-        mixed, gate, alpha, beta = project(way, Input(x, self._norm), self._inputs)
-        out = way.attended_rows(x.num_tokens, plan.value_channels, head_dim=plan.delta.value_dim)
+        kernels, plan = self._ops.kernels_for(x), self._plan
+        mixed, gate, alpha, beta = project(kernels, Input(x, self._norm), self._inputs)
+        out = kernels.head_rows(x.num_tokens, plan.value_channels, head_dim=plan.delta.value_dim)
         given = DeltaArrays(mixed.array, alpha.array, beta.array, gate.array)
         if step.branch is not None:
             self._launch_tree(given, step, out, kept=(mixed, alpha, beta))
         else:
             self._launch(given, step, out)
-        self._output.add_to(x, Input(out), way)
+        self._output.add_to(x, Input(out), kernels)
 
     def _launch(self, given: DeltaArrays, step: PlacedStep, out: Rows) -> None:
         """Successive tokens: a step's or a chunk's."""

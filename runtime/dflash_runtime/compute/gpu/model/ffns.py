@@ -13,14 +13,14 @@ from dflash_adapters.ops import Gate
 from dflash_runtime.compute.gpu.launch.elementwise import ColumnsOf
 from dflash_runtime.compute.gpu.layers.rows import Input, Rows
 from dflash_runtime.compute.gpu.model.linear import LayerWeights, Projection, project
-from dflash_runtime.compute.gpu.ops.way import Routed, Way
+from dflash_runtime.compute.gpu.ops.kernels import LayerKernels, RoutedRows
 from dflash_runtime.compute.model import Pausable
 
 
 class DeviceExperts(Protocol):
     """Computes a model's routed experts, wherever they are."""
 
-    def __call__(self, layer_id: int, routed: Routed, residual: Rows) -> Pausable[None]:
+    def __call__(self, layer_id: int, routed: RoutedRows, residual: Rows) -> Pausable[None]:
         """Add a layer's experts to the residual. In a chunk it pauses exactly once.
 
         Raises: DaemonUnavailable if a remote expert's owner is lost and it has no fallback.
@@ -36,19 +36,19 @@ class DenseFfn:
         self._inputs = [weights.projection(each) for each in linears]
         self._down = weights.projection(ffn.down)
 
-    def begin(self, way: Way, h: Input) -> list[Rows]:
+    def begin(self, kernels: LayerKernels, h: Input) -> list[Rows]:
         """What `end` needs; `h` need not stay as it is."""
-        return project(way, h, self._inputs)
+        return project(kernels, h, self._inputs)
 
-    def end(self, way: Way, begun: list[Rows], residual: Rows) -> None:
+    def end(self, kernels: LayerKernels, begun: list[Rows], residual: Rows) -> None:
         """Add the result to the residual."""
         gate, up, *shares = begun
         share = shares[0] if shares else None
         down = self._down
         if down.is_plain:
-            way.add_swiglu(gate, up, down.matrix, residual, share=share)
+            kernels.add_swiglu(gate, up, down.matrix, residual, share=share)
             return
-        product = way.swiglu_product(gate, up, down.matrix)
+        product = kernels.swiglu_product(gate, up, down.matrix)
         down.finish(product)
         array = product.array
         if share is not None:
@@ -66,8 +66,8 @@ class DenseFfnLayer:
 
     def run(self, x: Rows, experts: DeviceExperts) -> Pausable[None]:
         """Add the FFN's result to the residual. Shapes: x [T, H]."""
-        way = self._ops.way_of(x)
-        self._ffn.end(way, self._ffn.begin(way, Input(x, self._norm)), x)
+        kernels = self._ops.kernels_for(x)
+        self._ffn.end(kernels, self._ffn.begin(kernels, Input(x, self._norm)), x)
         yield from ()
 
 
@@ -87,13 +87,13 @@ class RoutedFfnLayer:
 
     def run(self, x: Rows, experts: DeviceExperts) -> Pausable[None]:
         """Add the experts' sums to the residual. Shapes: x [T, H]."""
-        way, h = self._ops.way_of(x), Input(x, self._norm)
-        logits = router_logits(way, h, self._router)
-        routed = Routed(h, way.choose(logits, self._rule, self._bias))
-        begun = None if self._shared is None else self._shared.begin(way, h)
+        kernels, h = self._ops.kernels_for(x), Input(x, self._norm)
+        logits = router_logits(kernels, h, self._router)
+        routed = RoutedRows(h, kernels.choose(logits, self._rule, self._bias))
+        begun = None if self._shared is None else self._shared.begin(kernels, h)
         yield from experts(self._layer_id, routed, x)
         if self._shared is not None and begun is not None:
-            self._shared.end(way, begun, x)
+            self._shared.end(kernels, begun, x)
 
 
 class InputScaledFfnLayer:
@@ -112,17 +112,17 @@ class InputScaledFfnLayer:
 
     def run(self, x: Rows, experts: DeviceExperts) -> Pausable[None]:
         """Add the expert and the shared one to the residual. Shapes: x [T, H]."""
-        way, h = self._ops.way_of(x), Input(x, self._norm)
-        logits = router_logits(way, h, self._router)
-        choice = way.choose(logits, self._choice, None)
-        scales = way.choose(logits, self._input_scale, None)
-        begun = self._shared.begin(way, h)
-        yield from experts(self._layer_id, Routed(way.scaled(h, scales), choice), x)
-        self._shared.end(way, begun, x)
+        kernels, h = self._ops.kernels_for(x), Input(x, self._norm)
+        logits = router_logits(kernels, h, self._router)
+        choice = kernels.choose(logits, self._choice, None)
+        scales = kernels.choose(logits, self._input_scale, None)
+        begun = self._shared.begin(kernels, h)
+        yield from experts(self._layer_id, RoutedRows(kernels.scaled(h, scales), choice), x)
+        self._shared.end(kernels, begun, x)
 
 
-def router_logits(way: Way, h: Input, router: Projection) -> Rows:
+def router_logits(kernels: LayerKernels, h: Input, router: Projection) -> Rows:
     """Shapes: result [T, E]."""
-    logits = way.router_logits(h, router.matrix)
+    logits = kernels.router_logits(h, router.matrix)
     router.finish(logits)
     return logits

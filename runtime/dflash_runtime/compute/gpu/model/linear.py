@@ -15,9 +15,9 @@ from dflash_adapters.quant.reference import dequantise
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.layers.matrix import DeviceMatrix, Uploader
 from dflash_runtime.compute.gpu.layers.rows import Input, Norm, Rows
-from dflash_runtime.compute.gpu.ops.chunks import Chunks
+from dflash_runtime.compute.gpu.ops.chunks import ChunkKernels
+from dflash_runtime.compute.gpu.ops.kernels import LayerKernels
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
-from dflash_runtime.compute.gpu.ops.way import Way
 
 
 class DeviceLoader:
@@ -26,7 +26,7 @@ class DeviceLoader:
     Owns: matrices, which are loaded once.
     """
 
-    def __init__(self, device: KernelDevice, chunks: Chunks) -> None:
+    def __init__(self, device: KernelDevice, chunks: ChunkKernels) -> None:
         """`chunks` are told of each matrix, which they may have to multiply."""
         self.uploader = Uploader(device)
         self._device, self._chunks = device, chunks
@@ -69,19 +69,19 @@ class Projection:
         if self.bias is not None:
             self.ops.elementwise.add_bias(array, self.bias, array)
 
-    def add_to(self, residual: Rows, x: Input, way: Way) -> None:
+    def add_to(self, residual: Rows, x: Input, kernels: LayerKernels) -> None:
         """Add the projection of `x` to the residual."""
         if self.scale is None:
-            way.add_product(x, self.matrix, residual)
+            kernels.add_product(x, self.matrix, residual)
             self.finish(residual)  # a bias, if any
             return
-        (product,) = project(way, x, (self,))
+        (product,) = project(kernels, x, (self,))
         self.ops.add_rows.launch(residual.array, product.array, residual.array)
 
 
-def project(way: Way, x: Input, projections: Sequence[Projection]) -> list[Rows]:
+def project(kernels: LayerKernels, x: Input, projections: Sequence[Projection]) -> list[Rows]:
     """Several projections of the same rows, multiplied together."""
-    products = way.project(x, [each.matrix for each in projections])
+    products = kernels.project(x, [each.matrix for each in projections])
     for projection, product in zip(projections, products, strict=True):
         if not projection.is_plain:
             projection.finish(product)

@@ -6,10 +6,13 @@
                    └──────────────────── for each layer ─────────────────────────┘
 
 A layer's kind is an object of attention.py, delta_net.py or ffns.py, made when the model is loaded.
-Each computes steps of up to 8 tokens and trees one way, and chunks of prompts another (ops/way.py).
+Each computes steps of up to 8 tokens and trees with other kernels than chunks of prompts, see
+ops/kernels.py.
 """
 
 from __future__ import annotations
+
+from typing import TypeAlias
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.layers import (
@@ -42,6 +45,9 @@ from dflash_runtime.compute.gpu.model.linear import DeviceLoader, LayerWeights
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
 from dflash_runtime.compute.model import Pausable, Step
 
+MixerLayer: TypeAlias = AttentionLayer | DeltaNetLayer
+FfnLayer: TypeAlias = DenseFfnLayer | RoutedFfnLayer | InputScaledFfnLayer
+
 
 class GpuModel:
     """Implements model.Model[Rows, DeviceExperts]. Immutable; used by one thread at a time.
@@ -64,24 +70,17 @@ class GpuModel:
         self._norm, self._head = weights.norm(ends.norm), weights.projection(ends.head)
         self._choose_tokens = ChooseTokens(ops.device)
         forms = AttentionForms(weights, file)
-        # A layer is also counted among those of the same kind, which the cache keeps.
+        # A mixer is also counted among those of the same kind, which the cache keeps.
         num_of_kind: dict[type[Mixer], int] = {Attention: 0, DeltaNet: 0}
-        self._layers = []
+        self._layers: list[tuple[MixerLayer, FfnLayer]] = []
         for layer_id, layer in enumerate(description.layers):
-            mixer, kind = layer.mixer, type(layer.mixer)
-            place_in_cache = num_of_kind[kind]
+            kind = type(layer.mixer)
+            mixer = _mixer_layer(layer, num_of_kind[kind], weights, forms)
+            self._layers.append((mixer, _ffn_layer(layer, layer_id, weights)))
             num_of_kind[kind] += 1
-            self._layers.append(
-                (
-                    AttentionLayer(mixer, layer.mixer_norm, place_in_cache, weights, forms)
-                    if isinstance(mixer, Attention)
-                    else DeltaNetLayer(mixer, layer.mixer_norm, place_in_cache, weights),
-                    _ffn_layer(layer, layer_id, weights),
-                )
-            )
 
     def place(self, step: Step) -> PlacedStep:
-        """See model.Model.place."""
+        """Raises: as placed_step.place."""
         if isinstance(step, PlacedStep):
             return step
         return place(step, self._ops.device, vocab_size=self.spec.vocab_size)
@@ -89,9 +88,8 @@ class GpuModel:
     def embed(self, step: Step) -> Rows:
         """The kernel before this one may have written the token ids."""
         step = self.place(step)
-        num_tokens = step.num_tokens
-        way = self._ops.chunks if step.is_chunk else self._ops.steps
-        rows = way.rows(num_tokens, self._table.columns)
+        kernels = self._ops.chunks if step.is_chunk else self._ops.steps
+        rows = kernels.rows(step.num_tokens, self._table.columns)
         # What advances positions must have ended before attention, which reads them early.
         self._embed.launch(self._table.weights, step.token_ids, rows.array, overlaps_previous=False)
         return rows
@@ -105,7 +103,7 @@ class GpuModel:
 
     def head(self, x: Rows) -> Rows:
         """Logits. Shapes: x [T, H]; result [T, V]."""
-        logits = self._ops.way_of(x).logits(Input(x, self._norm), self._head.matrix)
+        logits = self._ops.kernels_for(x).logits(Input(x, self._norm), self._head.matrix)
         if not self._head.is_plain:
             self._head.finish(logits)
             logits.partials = ()
@@ -159,14 +157,22 @@ class GpuModel:
             )
 
 
-def _ffn_layer(
-    layer: Layer, layer_id: int, weights: LayerWeights
-) -> DenseFfnLayer | RoutedFfnLayer | InputScaledFfnLayer:
-    ffn, norm = layer.ffn, layer.ffn_norm
-    match ffn:
-        case Ffn():
+def _mixer_layer(
+    layer: Layer, cache_layer: int, weights: LayerWeights, forms: AttentionForms
+) -> MixerLayer:
+    match layer.mixer:
+        case Attention() as attention:
+            return AttentionLayer(attention, layer.mixer_norm, cache_layer, weights, forms)
+        case DeltaNet() as delta_net:
+            return DeltaNetLayer(delta_net, layer.mixer_norm, cache_layer, weights)
+
+
+def _ffn_layer(layer: Layer, layer_id: int, weights: LayerWeights) -> FfnLayer:
+    norm = layer.ffn_norm
+    match layer.ffn:
+        case Ffn() as ffn:
             return DenseFfnLayer(ffn, norm, weights)
-        case RoutedFfn():
-            return RoutedFfnLayer(ffn, norm, layer_id, weights)
-        case InputScaledFfn():
-            return InputScaledFfnLayer(ffn, norm, layer_id, weights)
+        case RoutedFfn() as routed:
+            return RoutedFfnLayer(routed, norm, layer_id, weights)
+        case InputScaledFfn() as scaled:
+            return InputScaledFfnLayer(scaled, norm, layer_id, weights)

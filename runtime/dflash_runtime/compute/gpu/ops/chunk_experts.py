@@ -13,15 +13,15 @@ from dflash_runtime.compute.gpu.launch.prefill_experts import ExpertPrefill
 from dflash_runtime.compute.gpu.launch.prefill_groups import ExpertGroups
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.layers.rows import Input, Rows
-from dflash_runtime.compute.gpu.ops.chunks import Chunks
-from dflash_runtime.compute.gpu.ops.way import Routed
+from dflash_runtime.compute.gpu.ops.chunks import ChunkKernels
+from dflash_runtime.compute.gpu.ops.kernels import RoutedRows
 from dflash_runtime.compute.gpu.transfers.payload import PayloadMover
 
 
 class ChunkExperts:
     """Launches of a chunk's experts that are on this device. One serves a whole model."""
 
-    def __init__(self, chunks: Chunks, payload: PayloadMover) -> None:
+    def __init__(self, chunks: ChunkKernels, payload: PayloadMover) -> None:
         """`payload` brings rows of batches to its device, which is that of `chunks`."""
         self._chunks = chunks
         self._payload = payload
@@ -34,12 +34,12 @@ class ChunkExperts:
         for projection in resident.layer.projections[:2]:
             self._chunks.expect(projection.tensor_type, projection.columns)
 
-    def add(self, resident: ResidentLayer, routed: Routed, residual: Rows) -> None:
+    def add(self, resident: ResidentLayer, routed: RoutedRows, residual: Rows) -> None:
         """Add a layer's experts, all of which are here, to the residual."""
         self._run(resident, routed, residual=residual.array, out=residual.array)
 
     def local_sums(
-        self, resident: ResidentLayer, routed: Routed, before: DeviceArray | None = None
+        self, resident: ResidentLayer, routed: RoutedRows, before: DeviceArray | None = None
     ) -> DeviceArray:
         """Sums of those experts that are here, added to those `before`, which they then are.
 
@@ -64,7 +64,7 @@ class ChunkExperts:
         self._kernels(resident).run(prepared, groups, resident.prefill, out_sums=out)
         return out
 
-    def _run(self, resident: ResidentLayer, routed: Routed, **places: DeviceArray) -> None:
+    def _run(self, resident: ResidentLayer, routed: RoutedRows, **places: DeviceArray) -> None:
         """`places` are what ExpertPrefill.run adds to and writes."""
         prepared, choice = self._chunks.prepare(routed.x), routed.choice
         groups = self._groups_for(resident).group_chosen(

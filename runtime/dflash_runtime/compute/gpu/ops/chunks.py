@@ -22,7 +22,7 @@ from dflash_runtime.compute.gpu.launch.prefill_weights import WeightScratch
 from dflash_runtime.compute.gpu.launch.row_kernels import AddRows, ChooseExperts
 from dflash_runtime.compute.gpu.layers.matrix import DeviceMatrix
 from dflash_runtime.compute.gpu.layers.rows import Input, Norm, Rows
-from dflash_runtime.compute.gpu.ops.way import Choosing
+from dflash_runtime.compute.gpu.ops.kernels import ExpertChoice
 
 
 @dataclass(slots=True)
@@ -37,8 +37,8 @@ class _Columns:
     """Whose rows were prepared last: these have overwritten those before."""
 
 
-class Chunks:
-    """Launches of chunks. Implements way.Way. One serves a whole model."""
+class ChunkKernels:
+    """Launches of chunks. Implements kernels.LayerKernels. One serves a whole model."""
 
     def __init__(self, device: KernelDevice, *, max_chunk: int, scratch_bytes: int) -> None:
         self.max_chunk = max_chunk
@@ -79,7 +79,7 @@ class Chunks:
         """New rows, with anything in them."""
         return Rows(self._device.empty((num_tokens, columns), np.float32))
 
-    def attended_rows(self, num_tokens: int, columns: int, *, head_dim: int) -> Rows:
+    def head_rows(self, num_tokens: int, columns: int, *, head_dim: int) -> Rows:
         """Never as int8."""
         return self.rows(num_tokens, columns)
 
@@ -137,17 +137,17 @@ class Chunks:
     def logits(self, x: Input, matrix: DeviceMatrix) -> Rows:
         return self.project(x, (matrix,))[0]
 
-    def scaled(self, x: Input, factors: Choosing) -> Input:
+    def scaled(self, x: Input, factors: ExpertChoice) -> Input:
         scaled = self.rows(x.rows.num_tokens, x.rows.columns)
         self._elementwise.scale_rows(self._floats(x), factors.weights, scaled.array)
         return Input(scaled)
 
-    def choose(self, logits: Rows, rule: RoutingRule, bias: DeviceArray | None) -> Choosing:
+    def choose(self, logits: Rows, rule: RoutingRule, bias: DeviceArray | None) -> ExpertChoice:
         """At once."""
         both = self._device.empty((2, logits.num_tokens, rule.num_experts_used), np.int32)
         ids, weights = both[0], both[1].view(np.float32)
         self._choose.launch(rule, logits.array, bias=bias, ids=ids, weights=weights)
-        return Choosing(ids, weights, rule, both=both)
+        return ExpertChoice(ids, weights, rule, both=both)
 
     # -- rows as products read them ---------------------------------------------------------------
 

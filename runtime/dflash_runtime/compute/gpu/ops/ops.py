@@ -1,4 +1,4 @@
-"""All launches that layers of models are made of, on one device."""
+"""Everything that layers of models launch on one device."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from dflash_runtime.compute.gpu.launch.row_kernels import AddRows, AddSums
 from dflash_runtime.compute.gpu.layers.attention_launch import AttentionLauncher
 from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.gpu.ops.chunk_experts import ChunkExperts
-from dflash_runtime.compute.gpu.ops.chunks import Chunks
+from dflash_runtime.compute.gpu.ops.chunks import ChunkKernels
 from dflash_runtime.compute.gpu.ops.step_experts import StepExperts
-from dflash_runtime.compute.gpu.ops.steps import Steps
+from dflash_runtime.compute.gpu.ops.steps import StepKernels
 from dflash_runtime.compute.gpu.transfers.payload import PayloadMover
 
 
@@ -36,9 +36,9 @@ class GpuOps:
         `lock`: see payload.PayloadMover."""
         self.device = device
         self.payload = PayloadMover(device, lock)
-        self.steps = Steps(device)
+        self.steps = StepKernels(device)
         self.step_experts = StepExperts(device)
-        self.chunks = Chunks(device, max_chunk=max_chunk, scratch_bytes=scratch_bytes)
+        self.chunks = ChunkKernels(device, max_chunk=max_chunk, scratch_bytes=scratch_bytes)
         self.chunk_experts = ChunkExperts(self.chunks, self.payload)
         self.attention = AttentionLauncher(device, self.steps.buffers)
         self.elementwise = Elementwise(device)
@@ -46,8 +46,8 @@ class GpuOps:
         self.add_sums = AddSums(device)
         self._argmax: dict[int, tuple[ArgmaxLogits, DeviceArray]] = {}
 
-    def way_of(self, rows: Rows) -> Steps | Chunks:
-        """What computes from such rows."""
+    def kernels_for(self, rows: Rows) -> StepKernels | ChunkKernels:
+        """The kernels that compute from such rows."""
         return self.steps if rows.is_step else self.chunks
 
     def to_host(self, rows: Rows) -> F32Array:
@@ -62,8 +62,8 @@ class GpuOps:
     def joined(self, parts: Sequence[Rows]) -> Rows:
         """Rows, one after the other."""
         num_tokens = sum(part.num_tokens for part in parts)
-        way = self.steps if num_tokens <= MOST_TOKENS else self.chunks
-        joined, first = way.rows(num_tokens, parts[0].columns), 0
+        kernels = self.steps if num_tokens <= MOST_TOKENS else self.chunks
+        joined, first = kernels.rows(num_tokens, parts[0].columns), 0
         for part in parts:
             self.device.copy(joined.array[first : first + part.num_tokens], part.array)
             first += part.num_tokens

@@ -40,11 +40,11 @@ from dflash_runtime.compute.gpu.launch.layouts import FLOAT_TYPES
 from dflash_runtime.compute.gpu.launch.row_kernels import ChooseExperts, is_plain
 from dflash_runtime.compute.gpu.layers.matrix import DeviceMatrix
 from dflash_runtime.compute.gpu.layers.rows import Input, Norm, Rows
-from dflash_runtime.compute.gpu.ops.way import Choosing
+from dflash_runtime.compute.gpu.ops.kernels import ExpertChoice
 
 
-class Steps:
-    """Launches of steps. Implements way.Way. One serves a whole model."""
+class StepKernels:
+    """Launches of steps. Implements kernels.LayerKernels. One serves a whole model."""
 
     def __init__(self, device: KernelDevice) -> None:
         self.buffers = Buffers(device)
@@ -61,7 +61,7 @@ class Steps:
         buffer = self._take((num_tokens, columns), np.float32)
         return Rows(buffer.array, of_step=True, buffers=(buffer,))
 
-    def attended_rows(self, num_tokens: int, columns: int, *, head_dim: int) -> Rows:
+    def head_rows(self, num_tokens: int, columns: int, *, head_dim: int) -> Rows:
         """As int8 too if granules of these do not cross heads."""
         rows = self.rows(num_tokens, columns)
         if head_dim % GRANULE == 0 and columns % 32 == 0:
@@ -92,7 +92,7 @@ class Steps:
         """Memory for float64 sums [T, columns]."""
         return self._take((num_tokens, columns), np.float64)
 
-    def scaled(self, x: Input, factors: Choosing) -> Input:
+    def scaled(self, x: Input, factors: ExpertChoice) -> Input:
         self.choose_now(factors)
         self.for_experts(x)
         assert x.normed is not None
@@ -174,13 +174,13 @@ class Steps:
 
     # -- the choice of experts --------------------------------------------------------------------
 
-    def choose(self, logits: Rows, rule: RoutingRule, bias: DeviceArray | None) -> Choosing:
+    def choose(self, logits: Rows, rule: RoutingRule, bias: DeviceArray | None) -> ExpertChoice:
         """Left to the kernel that needs it first."""
         shape = (logits.num_tokens, rule.num_experts_used)
         ids, weights = self._take(shape, np.int32), self._take(shape, np.float32)
-        return Choosing(ids.array, weights.array, rule, logits, bias, buffers=(ids, weights))
+        return ExpertChoice(ids.array, weights.array, rule, logits, bias, buffers=(ids, weights))
 
-    def choose_now(self, choice: Choosing) -> None:
+    def choose_now(self, choice: ExpertChoice) -> None:
         """Write ids and weights, unless a kernel has done so."""
         logits, choice.logits = choice.logits, None
         if logits is not None:
@@ -192,7 +192,7 @@ class Steps:
                 weights=choice.weights,
             )
 
-    def left_to_choose(self, choice: Choosing) -> tuple[RoutingRule | None, DeviceArray | None]:
+    def left_to_choose(self, choice: ExpertChoice) -> tuple[RoutingRule | None, DeviceArray | None]:
         """Rule and logits [T, E] by which the next kernel that needs the choice is to make it; None
         of either: it is made already, by a kernel of its own if the rule is not plain."""
         if choice.bias is not None or not is_plain(choice.rule):

@@ -18,8 +18,8 @@ from dflash_runtime.compute.gpu.experts.moe import DeviceMoe, HereRoute, Route, 
 from dflash_runtime.compute.gpu.launch.decode_experts import Choice
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.layers.rows import Rows
+from dflash_runtime.compute.gpu.ops.kernels import RoutedRows
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
-from dflash_runtime.compute.gpu.ops.way import Routed
 from dflash_runtime.compute.gpu.transfers.exchange import Exchanger, StepBox
 from dflash_runtime.compute.model import Pausable
 
@@ -106,7 +106,7 @@ class _Exchange:
     has_sums: bool = False
     """The box has sums of an earlier step, not zeros."""
 
-    def __call__(self, routed: Routed, residual: Rows) -> Pausable[None]:
+    def __call__(self, routed: RoutedRows, residual: Rows) -> Pausable[None]:
         """Pauses for the host's work, which is left out in a trial."""
         ops, choice = self.ops, routed.choice
         ops.steps.choose_now(choice)

@@ -1,4 +1,4 @@
-"""How a layer's products are computed: by a step's kernels, or by a chunk's."""
+"""What a layer launches: the same products, by the kernels of steps or by those of chunks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dflash_runtime.compute.gpu.layers.rows import Input, Norm, Rows
 
 
 @dataclass(slots=True, eq=False)
-class Choosing:
-    """Experts of a layer's rows: chosen, or to be chosen by the next kernel that needs the choice.
+class ExpertChoice:
+    """A layer's chosen experts; or the logits by which the first kernel that needs them chooses.
 
     Shapes: ids [T, K] int32, weights [T, K] float32; logits [T, E]; bias [E].
     """
@@ -33,23 +33,24 @@ class Choosing:
 
 
 @dataclass(slots=True, eq=False)
-class Routed:
-    """A layer's rows for its routed experts, and which experts are chosen for each."""
+class RoutedRows:
+    """A layer's rows as its routed experts get them, and the experts chosen for each."""
 
     x: Input
-    choice: Choosing
+    choice: ExpertChoice
 
 
-class Way(Protocol):
-    """The products of a layer; `steps.Steps` and `chunks.Chunks` are the two ways.
+class LayerKernels(Protocol):
+    """Products of a layer. Implemented by steps.StepKernels, for up to 8 tokens and trees, and by
+    chunks.ChunkKernels, for the larger chunks of prompts.
 
-    Norms and activations are done by the kernels of products where there are such.
+    Norms and activations are computed by the kernels of products where these can do that.
     """
 
     def rows(self, num_tokens: int, columns: int) -> Rows:
         """New rows, with anything in them."""
 
-    def attended_rows(self, num_tokens: int, columns: int, *, head_dim: int) -> Rows:
+    def head_rows(self, num_tokens: int, columns: int, *, head_dim: int) -> Rows:
         """New rows for heads, as int8 too if the product after them can read these."""
 
     def normed(self, rows: Rows, norm: Norm) -> Rows:
@@ -72,10 +73,10 @@ class Way(Protocol):
     def router_logits(self, x: Input, matrix: DeviceMatrix) -> Rows:
         """``x @ matrix.T``; in a step the rows are written as experts read them, too."""
 
-    def choose(self, logits: Rows, rule: RoutingRule, bias: DeviceArray | None) -> Choosing:
+    def choose(self, logits: Rows, rule: RoutingRule, bias: DeviceArray | None) -> ExpertChoice:
         """Experts for each row, now or by the kernel that needs them first."""
 
-    def scaled(self, x: Input, factors: Choosing) -> Input:
+    def scaled(self, x: Input, factors: ExpertChoice) -> Input:
         """Rows times a factor each, the weight of a single expert, for experts."""
 
     def logits(self, x: Input, matrix: DeviceMatrix) -> Rows:
