@@ -17,7 +17,7 @@ from bench.gpu_parts import Result
 from bench.gpu_tests import measure_tests
 
 from bench import gpu_kernels
-from dflash_runtime.compute.gpu.layers.attention_args import AttentionDecodeArgs
+from dflash_runtime.compute.gpu.layers.attention import AttentionDecodeArgs
 from support.emulated_device import EmulatedDevice
 from support.emulated_gpu import TINY
 from support.processes import run_python

@@ -32,6 +32,16 @@ def test_every_make_target_that_is_named_exists() -> None:
         assert code <= targets, path
 
 
+def test_every_file_that_contributing_names_in_full_exists() -> None:
+    """NAME stands for the name of what is added."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    roots = "protocol|adapters|runtime|daemon|tests|docs|bench|deploy"
+    named = set(re.findall(rf"`((?:{roots})/[A-Za-z0-9_/.]+)`", text))
+    assert {"protocol/dflash_protocol/settings/table.py"} < named
+    for path in named:
+        assert "NAME" in path or (ROOT / path).exists(), path
+
+
 def test_the_folder_tree_of_the_readme_is_the_real_one() -> None:
     tree = README.partition("## What is where")[2].split("```")[1].removeprefix("text")
     for line in tree.strip().splitlines():

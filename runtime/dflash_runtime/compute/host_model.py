@@ -166,7 +166,7 @@ class HostModel(Generic[A]):
         self._mark_positions(layer.positions, q, k, step.positions)
         sinks = None if layer.sinks is None else self._vectors[layer.sinks]
         attended = ops.attention(
-            q, k, v, step.cache, cache_layer, step.positions, layer.scale, sinks=sinks
+            q, k, v, step.cache, cache_layer, step.positions, scale=layer.scale, sinks=sinks
         )
         merged = ops.merge_heads(attended)
         if gate is not None:

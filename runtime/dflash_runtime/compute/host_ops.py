@@ -83,9 +83,9 @@ class Ops(Loader[A], Protocol[A]):
         cache: KvCache,
         cache_layer: int,
         positions: AnyArray,
+        *,
         scale: float,
         out: A | None = None,
-        *,
         sinks: A | None = None,
     ) -> A:
         """Write k and v at `positions`, then attend with q over what the layer's mask lets it see.

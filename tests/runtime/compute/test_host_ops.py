@@ -258,7 +258,7 @@ def test_attention_sees_what_the_mask_lets_it(
     for first, last in pairwise(ends):
         part, positions = slice(first, last), np.arange(first, last, dtype=np.int32)
         parts.append(
-            ops.attention(q[part], k[part], v[part], cache, 1, positions, 0.3, sinks=sinks)
+            ops.attention(q[part], k[part], v[part], cache, 1, positions, scale=0.3, sinks=sinks)
         )
     expected = attended(
         q.astype(np.float64) * 0.3,
@@ -282,7 +282,7 @@ def test_a_ring_can_be_taken_up_only_where_its_rows_are(ops: HostOps) -> None:
     def go_on(first: int, num_tokens: int) -> None:
         rows = normal(num_tokens, 1, 32)
         positions = np.arange(first, first + num_tokens, dtype=np.int32)
-        ops.attention(rows, rows, rows, cache, 0, positions, 0.5)
+        ops.attention(rows, rows, rows, cache, 0, positions, scale=0.5)
 
     go_on(0, 1500)
     first_kept = 1500 - num_kept
@@ -306,7 +306,9 @@ def test_a_ring_goes_on_from_a_snapshot_with_the_same_bits(
         q = normal(first + num_tokens, 4, 16, seed=7)[first:]
         rows = q[:, :2].copy()
         positions = np.arange(first, first + num_tokens, dtype=np.int32)
-        return [ops.attention(q, rows, rows, cache, layer, positions, 0.25) for layer in range(2)]
+        return [
+            ops.attention(q, rows, rows, cache, layer, positions, scale=0.25) for layer in range(2)
+        ]
 
     go_on(0, 130)
     older = cache.snapshot(130)

@@ -116,7 +116,7 @@ def test_attention_sees_the_sequence_and_ancestors(
         cache = ops.new_kv_cache((layer,), 256, kv_type)
         assert cache.windows[0].num_rows == (256 if mask.span is None else 128)
         before = np.arange(begin, dtype=np.int32)
-        ops.attention(*inputs(begin, 5), cache, 0, before, scale)
+        ops.attention(*inputs(begin, 5), cache, 0, before, scale=scale)
         return cache
 
     def steps(cache: Any, nodes: list[int], first: int) -> list[F32Array]:
@@ -128,7 +128,7 @@ def test_attention_sees_the_sequence_and_ancestors(
                 cache,
                 0,
                 np.array([first + index], np.int32),
-                scale,
+                scale=scale,
             )[0]
             for index, node in enumerate(nodes)
         ]
@@ -136,7 +136,7 @@ def test_attention_sees_the_sequence_and_ancestors(
     q, k, v = inputs(size, 9)
     tree, cache = tree_of(parents, begin), begun()
     with cache.branching(tree):
-        got = ops.attention(q, k, v, cache, 0, tree.positions, scale)
+        got = ops.attention(q, k, v, cache, 0, tree.positions, scale=scale)
     for way in ways_to_leaves(parents):
         for node, row in zip(way, steps(begun(), way, begin), strict=True):
             check_same(ops, got[node], row)
@@ -267,7 +267,7 @@ def test_tokens_must_be_as_many_as_the_trees(ops: HostOps) -> None:
         with pytest.raises(ValueError, match=r"\b3 tokens\b.*tree"):
             layer.delta(cache, new, new.mixed, positions)
         with pytest.raises(ValueError, match=r"\b3 tokens\b.*tree"):
-            ops.attention(q, q, q, kv_cache, 0, positions, 1.0)
+            ops.attention(q, q, q, kv_cache, 0, positions, scale=1.0)
 
 
 def test_an_empty_tree_is_nothing(ops: HostOps) -> None:
@@ -278,7 +278,7 @@ def test_an_empty_tree_is_nothing(ops: HostOps) -> None:
     with cache.branching(tree):
         assert layer.compute(cache, delta_inputs(shape, 0), tree.positions).shape == (0, 1, 8)
     kv_cache.tree, nothing = tree, np.empty((0, 1, 8), np.float32)
-    attended = ops.attention(nothing, nothing, nothing, kv_cache, 0, tree.positions, 1.0)
+    attended = ops.attention(nothing, nothing, nothing, kv_cache, 0, tree.positions, scale=1.0)
     assert attended.shape == (0, 1, 8)
     tree.accept(np.empty(0, np.int32))
     assert cache.can_resume(5)

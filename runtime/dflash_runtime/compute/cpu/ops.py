@@ -149,9 +149,9 @@ class CpuOps:
         cache: KvCache,
         cache_layer: int,
         positions: I32Array,
+        *,
         scale: float,
         out: F32Array | None = None,
-        *,
         sinks: F32Array | None = None,
     ) -> F32Array:
         assert isinstance(cache, CpuKvCache)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Iterable, Mapping
@@ -19,8 +18,6 @@ from dflash_runtime.experts.daemons.link import DaemonLink, Session
 from dflash_runtime.experts.remote.pieces import Limits
 from dflash_runtime.experts.remote.rates import RateEstimate
 from dflash_runtime.experts.telemetry import PhaseStats
-
-_LOG = logging.getLogger(__name__)
 
 
 class Sent(NamedTuple):

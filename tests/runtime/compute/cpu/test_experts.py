@@ -371,7 +371,7 @@ def test_batches_that_name_what_is_not_there_are_refused(
         changed(group_starts=ints(1, 1)),
         changed(group_starts=ints(0)),
         changed(weights=np.ones(2, np.float32)),
-        changed(hidden=np.ones((1, 7), np.float32)),
+        changed(rows=HostHidden(np.ones((1, 7), np.float32))),
     ]
     for batch in wrong:
         with pytest.raises(ValueError, match=r"batch has|group_starts|weight for|expected \[T"):

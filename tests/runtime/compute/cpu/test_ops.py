@@ -79,7 +79,7 @@ def test_a_layer_of_operations_agrees_with_the_reference(ops: CpuOps) -> None:
         q, k, v = map(each.split_heads, each.project(h, matrices[:3]), (4, 2, 2))
         each.norm_and_rotate(q, k, positions, table, q_weight=normal(24, seed=2), eps=1e-6)
         cache = each.new_kv_cache((KvLayer(2, 24, 24),), 8, KvType.F32)
-        attended = each.merge_heads(each.attention(q, k, v, cache, 0, positions, 0.2))
+        attended = each.merge_heads(each.attention(q, k, v, cache, 0, positions, scale=0.2))
         ids, topk_weights = each.route(each.linear(h, matrices[3]), rule)
         results.append((attended, ids, topk_weights))
     for got, expected in zip(*results, strict=True):

@@ -29,7 +29,8 @@ from dflash_runtime.compute.model import Step
 from dflash_runtime.compute.reference.ops import ReferenceOps
 from support.gpu_devices import EMULATED, EMULATED_AND_GPU, opened_device
 from support.gpu_models import SHAPES, GpuModel, largest_error, reference_logits
-from support.random_gguf import write_model
+from support.random_gguf import SIZES_ON_GPU, write_model
+from support.random_glm4moe import Glm4MoeShape
 
 BOUND = 1e-4
 
@@ -75,6 +76,21 @@ def test_logits_are_the_references(
         model.close()
 
 
+def test_rows_too_wide_for_a_block_are_multiplied_in_parts(tmp_path: Path) -> None:
+    """Eight rows of as many columns as GLM-4.5 has heads do not fit into 96 KiB."""
+    shape = Glm4MoeShape(
+        **SIZES_ON_GPU, num_layers=1, num_dense=0, num_groups=None, num_heads=96, head_dim=128
+    )
+    path = write_model(tmp_path / "model.gguf", shape, seed=2)
+    ids = np.arange(8, dtype=np.int32)
+    with opened_device(EMULATED) as device:
+        assert device.max_shared_bytes < 4 * 8 * 96 * 128
+        model = GpuModel(path, device, kv_type=KvType.F32)
+        found = model.logits(ids, [8])
+        model.close()
+    assert largest_error(found, reference_logits(path, ids, KvType.F32)) < BOUND
+
+
 def test_attention_with_all_that_a_layer_may_have(any_device: KernelDevice) -> None:
     """Norms after a rotation that is scaled, temperature and sinks; a chunk and a step."""
     table = rope_table(RopePairing.INTERLEAVED, 16, 1e4, yarn=YarnScaling(8.0, 64))
@@ -102,7 +118,7 @@ def test_attention_with_all_that_a_layer_may_have(any_device: KernelDevice) -> N
         ops.norm_and_rotate(queries, keys, positions, table, eps=0.1, norms_after=True)
         ops.scale_queries(queries, positions, temperature)
         attended = ops.attention(
-            queries, keys, values, reference_cache, 0, positions, 0.3, sinks=sinks
+            queries, keys, values, reference_cache, 0, positions, scale=0.3, sinks=sinks
         )
         expected = ops.merge_heads(attended)
         assert largest_error(any_device.download(out.array), expected) < 3e-6

@@ -69,12 +69,18 @@ def check_columns(columns: int, tensor_types: tuple[TensorType, ...]) -> None:
         row_bytes(kind, columns)  # raises for a part of a block, or a type without layout
 
 
-def step_parts(num_tokens: int) -> list[slice]:
-    """Slices of a step's tokens, each of at most MOST_TOKENS."""
-    if num_tokens <= MOST_TOKENS:
+def most_rows(device: KernelDevice, columns: int, *, as_bytes: bool, as_floats: bool) -> int:
+    """Rows of activations, of at most MOST_TOKENS, that fit a block's shared memory; at least 1."""
+    num_bytes = staged_bytes(1, columns, as_bytes=as_bytes, as_floats=as_floats)
+    return max(1, min(MOST_TOKENS, device.max_shared_bytes // num_bytes))
+
+
+def step_parts(num_tokens: int, most: int = MOST_TOKENS) -> list[slice]:
+    """Slices of a step's tokens, each of at most `most`."""
+    if num_tokens <= most:
         return [slice(0, num_tokens)]
     parts, first = [], 0
-    for size in STEP_SIZES[::-1]:
+    for size in (size for size in STEP_SIZES[::-1] if size <= most):
         while num_tokens - first >= size:
             parts.append(slice(first, first + size))
             first += size

@@ -14,6 +14,7 @@ import numpy as np
 
 from dflash_adapters.quant import TensorType
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
 from dflash_runtime.compute.gpu.launch.decode_arrays import (
     ArrayChecker,
     check_shared_bytes,
@@ -31,62 +32,12 @@ from dflash_runtime.compute.gpu.launch.decode_experts_shape import (
     experts_defines,
 )
 from dflash_runtime.compute.gpu.launch.layouts import row_bytes
-from dflash_runtime.compute.gpu.launch.mailbox_args import MailReplies, MailRequest
+from dflash_runtime.compute.gpu.launch.mailbox_args import MOST_PEERS
 
-
-class Projection(ctypes.Structure):
-    """Mirrors experts_decode.cu, as the next three."""
-
-    _fields_ = (
-        ("weights", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("scale", ctypes.c_void_p),
-    )
-
-
-class Choices(ctypes.Structure):
-    _fields_ = (
-        ("slot_of_expert", ctypes.c_void_p),
-        ("logits", ctypes.c_void_p),
-        ("topk_ids", ctypes.c_void_p),
-        ("topk_weights", ctypes.c_void_p),
-        ("pair_slots", ctypes.c_void_p),
-        ("selections", ctypes.c_void_p),
-        ("num_slots", ctypes.c_int),
-    )
-
-
-class GateUpArgs(ctypes.Structure):
-    _fields_ = (
-        ("gate", Projection),
-        ("up", Projection),
-        ("choices", Choices),
-        ("quants", ctypes.c_void_p),
-        ("meta", ctypes.c_void_p),
-        ("x", ctypes.c_void_p),
-        ("h_quants", ctypes.c_void_p),
-        ("h_meta", ctypes.c_void_p),
-        ("h", ctypes.c_void_p),
-        ("limit", ctypes.c_float),
-        ("alpha", ctypes.c_float),
-        ("up_offset", ctypes.c_float),
-        ("request", MailRequest),
-    )
-
-
-class DownArgs(ctypes.Structure):
-    _fields_ = (
-        ("down", Projection),
-        ("choices", Choices),
-        ("h_quants", ctypes.c_void_p),
-        ("h_meta", ctypes.c_void_p),
-        ("h", ctypes.c_void_p),
-        ("residual", ctypes.c_void_p),
-        ("sums", ctypes.c_void_p),
-        ("reply", ctypes.c_void_p),
-        ("mail", ctypes.c_void_p),
-        ("replies", MailReplies),
-    )
+Projection = kernel_struct("experts_decode.cu", "Projection")
+Choices = kernel_struct("choices.cuh", "Choices")
+GateUpArgs = kernel_struct("experts_decode.cu", "GateUpArgs", MOST_PEERS=MOST_PEERS)
+DownArgs = kernel_struct("experts_decode.cu", "DownArgs", MOST_PEERS=MOST_PEERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +171,7 @@ class DecodeExperts:
         self,
         experts: ResidentExperts,
         choice: Choice,
-        x: StepRows | MailRequest,
+        x: StepRows | ctypes.Structure,
         hidden: StepRows,
     ) -> None:
         """``hidden[pair] = activation(gate x, up x)``; zero for experts that are not resident.
@@ -235,16 +186,14 @@ class DecodeExperts:
             gate=self._projection("gate", experts.gate, shape.gate_type),
             up=self._projection("up", experts.up, shape.up_type),
             choices=self._choices(experts, choice, "gate", "up"),
-            limit=experts.activation_limit,
-            alpha=experts.activation_alpha,
-            up_offset=experts.up_offset,
+            form=(experts.activation_limit, experts.activation_alpha, experts.up_offset),
         )
-        if isinstance(x, MailRequest) != shape.takes_request:
+        if isinstance(x, StepRows) == shape.takes_request:
             raise ValueError("rows or a request, for which this was not compiled")
-        if isinstance(x, MailRequest):
-            args.request = x
-        else:
+        if isinstance(x, StepRows):
             self._set_rows(args, x)
+        else:
+            args.request = x
         args.h_quants, args.h_meta, args.h = self._hidden(hidden)
         tile = tuning.gate_up_warps * (self._device.lanes // tuning.gate_up_team)
         num_tiles = ceil(shape.ffn_size / (tile * tuning.gate_up_rows))
@@ -256,7 +205,7 @@ class DecodeExperts:
             shared_bytes=self._gate_up_bytes,
         )
 
-    def _set_rows(self, args: GateUpArgs, x: StepRows) -> None:
+    def _set_rows(self, args: ctypes.Structure, x: StepRows) -> None:
         shape, arrays = self.shape, self._arrays
         tokens, columns = shape.num_tokens, shape.hidden_size
         if shape.x_as_bytes:
@@ -275,7 +224,7 @@ class DecodeExperts:
         hidden: StepRows,
         out: DeviceArray | MailReply,
         *,
-        replies: MailReplies | None = None,
+        replies: ctypes.Structure | None = None,
     ) -> None:
         """Add each token's terms, rounded once, to `out`; or write their float64 sums there, or to
         a mailbox.
@@ -325,7 +274,7 @@ class DecodeExperts:
             fewest.append(weights.nbytes // (rows * row_bytes(kind, columns)))
         return min(fewest)
 
-    def _projection(self, name: str, of: ProjectionArrays, kind: TensorType) -> Projection:
+    def _projection(self, name: str, of: ProjectionArrays, kind: TensorType) -> ctypes.Structure:
         rows, columns = self._rows_and_columns(name)
         num_slots = of.weights.nbytes // (rows * row_bytes(kind, columns))
         if not self.shape.has_vectors and not (of.bias is None and of.scale is None):
@@ -337,7 +286,7 @@ class DecodeExperts:
             scale=arrays.optional(f"{name}.scale", of.scale, np.float32, E=num_experts),
         )
 
-    def _choices(self, experts: ResidentExperts, choice: Choice, *names: str) -> Choices:
+    def _choices(self, experts: ResidentExperts, choice: Choice, *names: str) -> ctypes.Structure:
         shape, arrays = self.shape, self._arrays
         tokens, num_experts = shape.num_tokens, shape.num_experts
         sizes = {"T": tokens, "K": shape.num_experts_used}

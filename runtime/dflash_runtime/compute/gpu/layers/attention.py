@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,14 +19,21 @@ from dflash_runtime.compute.gpu.device.device import (
     KernelDevice,
     address,
 )
+from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
 from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.decode_arrays import GRANULE, ArrayChecker, int8_rows
 from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
-from dflash_runtime.compute.gpu.layers import attention_args as a
 from dflash_runtime.compute.gpu.layers.attention_plan import AttentionShape, DecodePlan, PrefillPlan
 from dflash_runtime.compute.gpu.layers.kv_rows import KvRows, LayerKvCache
 
 _ALIGNMENT = 16
+
+LayerCacheArgs = kernel_struct("attention_heads.cuh", "LayerCache")
+NewRowsArgs = kernel_struct("attention_heads.cuh", "NewRows")
+AttentionDecodeArgs = kernel_struct("attention_decode.cu", "AttentionDecodeArgs")
+AttentionMergeArgs = kernel_struct("attention_merge.cu", "AttentionMergeArgs")
+AttentionStoreArgs = kernel_struct("attention_store.cu", "AttentionStoreArgs")
+AttentionPrefillArgs = kernel_struct("attention_prefill.cu", "AttentionPrefillArgs")
 
 
 def rotation_angles(table: RopeTable, num_positions: int) -> F32Array:
@@ -77,10 +85,10 @@ class DecodeAttention:
         self.plan = plan
         self._device, self._arrays = device, ArrayChecker(device)
         self._decode = device.module("attention_decode.cu", plan.defines()).kernel(
-            "attention_decode", a.AttentionDecodeArgs
+            "attention_decode", AttentionDecodeArgs
         )
         self._merge = device.module("attention_merge.cu", plan.merge_defines()).kernel(
-            "attention_merge", a.AttentionMergeArgs
+            "attention_merge", AttentionMergeArgs
         )
 
     def launch(
@@ -115,12 +123,11 @@ class DecodeAttention:
             self._decode,
             plan.grid,
             plan.threads(self._device.lanes),
-            a.AttentionDecodeArgs(
+            AttentionDecodeArgs(
                 rows=attention_rows(arrays, shape, rows, num_tokens=num_tokens),
                 positions=where,
                 cache=layer_cache(layer),
-                partials=partials,
-                statistics=statistics,
+                results=(partials, statistics),
             ),
         )
         self._device.launch(self._merge, plan.merge_grid, plan.merge_threads, merging)
@@ -147,7 +154,7 @@ class PrefillAttention:
         self.shape = shape
         self._device, self._arrays = device, ArrayChecker(device)
         self._store = device.module("attention_store.cu", shape.defines()).kernel(
-            "attention_store", a.AttentionStoreArgs
+            "attention_store", AttentionStoreArgs
         )
         self._kernels: dict[PrefillPlan, Kernel] = {}
         self._launches: dict[int, _ChunkLaunch] = {}
@@ -201,7 +208,7 @@ class PrefillAttention:
             self._store,
             how.store_grid,
             how.store_threads,
-            a.AttentionStoreArgs(
+            AttentionStoreArgs(
                 rows=attention_rows(self._arrays, self.shape, rows, num_tokens=num_tokens),
                 first_position=where,
                 cache=cache,
@@ -212,7 +219,7 @@ class PrefillAttention:
             how.kernel,
             how.grid,
             how.threads,
-            a.AttentionPrefillArgs(
+            AttentionPrefillArgs(
                 queries=queries,
                 first_position=where,
                 cache=cache,
@@ -242,7 +249,7 @@ class PrefillAttention:
         kernel = self._kernels.get(plan)
         if kernel is None:
             module = self._device.module("attention_prefill.cu", plan.defines())
-            kernel = module.kernel("attention_prefill", a.AttentionPrefillArgs)
+            kernel = module.kernel("attention_prefill", AttentionPrefillArgs)
             self._kernels[plan] = kernel
         return kernel
 
@@ -254,12 +261,12 @@ def merge_args(
     *,
     num_tokens: int,
     sinks: DeviceArray | None,
-) -> a.AttentionMergeArgs:
+) -> ctypes.Structure:
     """Arguments of the kernel that writes results.
 
     Raises: ValueError for arrays that do not fit.
     """
-    args = a.AttentionMergeArgs(sinks=_sinks(arrays, shape, sinks))
+    args = AttentionMergeArgs(sinks=_sinks(arrays, shape, sinks))
     if out.values is not None:
         args.values = _out(shape, out.values, num_tokens)
     if out.quants is not None:
@@ -324,13 +331,13 @@ def _aligned(array: DeviceArray, name: str) -> int:
     return begin
 
 
-def layer_cache(layer: LayerKvCache) -> a.LayerCacheArgs:
+def layer_cache(layer: LayerKvCache) -> ctypes.Structure:
     """A layer's arrays as arguments of kernels."""
 
     def scales(rows: KvRows) -> int | None:
         return None if rows.scales is None else address(rows.scales)
 
-    return a.LayerCacheArgs(
+    return LayerCacheArgs(
         keys=_aligned(layer.keys.elements, "keys"),
         values=_aligned(layer.values.elements, "values"),
         key_scales=scales(layer.keys),
@@ -341,7 +348,7 @@ def layer_cache(layer: LayerKvCache) -> a.LayerCacheArgs:
 
 def attention_rows(
     arrays: ArrayChecker, shape: AttentionShape, rows: NewRows, *, num_tokens: int
-) -> a.NewRowsArgs:
+) -> ctypes.Structure:
     """Rows of so many tokens as arguments of kernels.
 
     Raises: ValueError for rows of another shape.
@@ -364,7 +371,7 @@ def attention_rows(
     angles, factors = rows.angles, rows.query_factors
     key_width = shape.kv.num_heads * shape.kv.key_dim
     value_width = shape.kv.num_heads * shape.kv.value_dim
-    return a.NewRowsArgs(
+    return NewRowsArgs(
         queries=begin(rows.queries, "queries", shape.num_heads * shape.kv.key_dim),
         keys=begin(rows.keys, "keys", key_width),
         values=begin(rows.values, "values", value_width),

@@ -13,11 +13,12 @@ from dflash_adapters.ops import KvType
 from dflash_adapters.rope import RopePairing
 from dflash_adapters.spec import CAUSAL, KvLayer, Mask
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
 from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, ArrayChecker
 from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
-from dflash_runtime.compute.gpu.layers import attention_args as a
 from dflash_runtime.compute.gpu.layers.attention import (
+    AttentionMergeArgs,
     NewRows,
     TokenRows,
     attention_rows,
@@ -32,6 +33,10 @@ from dflash_runtime.compute.gpu.layers.kv_rows import LayerKvCache, new_layer_ca
 from dflash_runtime.compute.trees import MOST_NODES
 
 _NODES_WARPS = 8
+
+AttentionTreeArgs = kernel_struct("attention_tree.cu", "AttentionTreeArgs")
+AttentionNodesArgs = kernel_struct("attention_nodes.cu", "AttentionNodesArgs")
+AttentionAcceptArgs = kernel_struct("attention_nodes.cu", "AttentionAcceptArgs")
 
 
 @dataclass(frozen=True)
@@ -65,12 +70,12 @@ class TreeAttention:
         self.shape = shape
         self._device, self._arrays = device, ArrayChecker(device)
         nodes = device.module("attention_nodes.cu", shape.defines())
-        self._nodes = nodes.kernel("attention_nodes", a.AttentionNodesArgs)
-        self._accept = nodes.kernel("attention_accept", a.AttentionAcceptArgs)
+        self._nodes = nodes.kernel("attention_nodes", AttentionNodesArgs)
+        self._accept = nodes.kernel("attention_accept", AttentionAcceptArgs)
         tree = device.module("attention_tree.cu", self.plan.defines())
-        self._tree = tree.kernel("attention_tree", a.AttentionTreeArgs)
+        self._tree = tree.kernel("attention_tree", AttentionTreeArgs)
         merge = device.module("attention_merge.cu", self.plan.step.merge_defines())
-        self._merge = merge.kernel("attention_merge", a.AttentionMergeArgs)
+        self._merge = merge.kernel("attention_merge", AttentionMergeArgs)
 
     @property
     def scratch_bytes(self) -> int:
@@ -111,7 +116,7 @@ class TreeAttention:
             self._nodes,
             (num_tokens, -(-warps // _NODES_WARPS), 1),
             _NODES_WARPS * device.lanes,
-            a.AttentionNodesArgs(
+            AttentionNodesArgs(
                 rows=attention_rows(self._arrays, shape, rows, num_tokens=num_tokens),
                 positions=self._arrays.address("positions", positions, np.int32, T=num_tokens),
                 nodes=of_nodes,
@@ -141,7 +146,7 @@ class TreeAttention:
                 self._tree,
                 self.plan.grid(count),
                 self.plan.step.threads(device.lanes),
-                a.AttentionTreeArgs(
+                AttentionTreeArgs(
                     rows=attention_rows(self._arrays, shape, _part(rows, part), num_tokens=count),
                     positions=where,
                     ancestors=self._arrays.address(
@@ -150,8 +155,7 @@ class TreeAttention:
                     begin=begin,
                     cache=cache,
                     nodes=of_nodes,
-                    partials=partials,
-                    statistics=statistics,
+                    results=(partials, statistics),
                     num_tokens=count,
                 ),
             )
@@ -168,7 +172,7 @@ class TreeAttention:
             self._accept,
             (length, self.shape.kv.num_heads, 1),
             _NODES_WARPS * self._device.lanes,
-            a.AttentionAcceptArgs(
+            AttentionAcceptArgs(
                 path=self._arrays.address("path", path, np.int32, L=length),
                 begin=self._arrays.address("begin", branch.begin, np.int32, one=1),
                 nodes=layer_cache(nodes),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 
 import numpy as np
 
 from dflash_adapters.spec import DeltaShape
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
 from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.decode_arrays import (
     GRANULE,
@@ -25,45 +25,10 @@ PLACES = 4
 """States kept: those before the last positions."""
 _STEP_WARPS, _CHUNK_WARPS, _CHUNK_ROWS = 16, 4, 8
 
-
-class DeltaStepArgs(ctypes.Structure):
-    """Mirrors delta_step.cu."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("inputs", "alpha", "beta", "gate", "taps")),
-        *((name, ctypes.c_void_p) for name in ("decay", "bias", "weight", "positions", "ring")),
-        *((name, ctypes.c_void_p) for name in ("state", "values", "quants", "meta")),
-        ("key_eps", ctypes.c_float),
-        ("norm_eps", ctypes.c_float),
-    )
-
-
-class DeltaInputsArgs(ctypes.Structure):
-    """Mirrors delta_chunk.cu, as do the next ones."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("inputs", "alpha", "beta", "taps", "decay")),
-        *((name, ctypes.c_void_p) for name in ("bias", "first_position", "ring", "mixed", "rates")),
-        ("num_tokens", ctypes.c_int),
-        ("key_eps", ctypes.c_float),
-    )
-
-
-class DeltaScanArgs(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("mixed", "rates", "first_position", "state")),
-        ("results", ctypes.c_void_p),
-        ("num_tokens", ctypes.c_int),
-    )
-
-
-class DeltaFinishArgs(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("inputs", "results", "gate", "weight")),
-        *((name, ctypes.c_void_p) for name in ("first_position", "ring", "out")),
-        ("num_tokens", ctypes.c_int),
-        ("norm_eps", ctypes.c_float),
-    )
+DeltaStepArgs = kernel_struct("delta_step.cu", "DeltaStepArgs")
+DeltaInputsArgs = kernel_struct("delta_chunk.cu", "DeltaInputsArgs")
+DeltaScanArgs = kernel_struct("delta_chunk.cu", "DeltaScanArgs")
+DeltaFinishArgs = kernel_struct("delta_chunk.cu", "DeltaFinishArgs")
 
 
 @dataclass(frozen=True, slots=True)

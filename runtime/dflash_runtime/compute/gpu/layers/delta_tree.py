@@ -4,11 +4,10 @@ The layer's state is only read until a path is accepted."""
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
 from dflash_runtime.compute.gpu.launch.decode_arrays import ArrayChecker
 from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
 from dflash_runtime.compute.gpu.layers.branch import Branch
@@ -29,36 +28,9 @@ from dflash_runtime.compute.gpu.layers.delta import (
 
 _FILE = "delta_tree.cu"
 
-
-class DeltaTreeArgs(ctypes.Structure):
-    """Mirrors delta_tree.cu, as do the next ones."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("inputs", "alpha", "beta", "gate", "taps")),
-        *((name, ctypes.c_void_p) for name in ("decay", "bias", "weight", "walk", "ancestors")),
-        *((name, ctypes.c_void_p) for name in ("begin", "ring", "state", "kept", "values")),
-        *((name, ctypes.c_void_p) for name in ("quants", "meta")),
-        ("key_eps", ctypes.c_float),
-        ("norm_eps", ctypes.c_float),
-        ("num_tokens", ctypes.c_int),
-    )
-
-
-class DeltaAcceptArgs(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("inputs", "alpha", "beta", "taps", "decay")),
-        *((name, ctypes.c_void_p) for name in ("bias", "path", "ancestors", "begin", "ring")),
-        ("state", ctypes.c_void_p),
-        ("key_eps", ctypes.c_float),
-        ("num_tokens", ctypes.c_int),
-    )
-
-
-class DeltaKeepArgs(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("inputs", "path", "begin", "ring")),
-        ("num_tokens", ctypes.c_int),
-    )
+DeltaTreeArgs = kernel_struct("delta_tree.cu", "DeltaTreeArgs")
+DeltaAcceptArgs = kernel_struct("delta_tree.cu", "DeltaAcceptArgs")
+DeltaKeepArgs = kernel_struct("delta_tree.cu", "DeltaKeepArgs")
 
 
 class DeltaTree:

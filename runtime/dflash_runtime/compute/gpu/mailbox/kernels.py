@@ -13,6 +13,7 @@ from dflash_adapters.ops import RoutingRule
 from dflash_adapters.spec import MoeLayer
 from dflash_runtime.compute.gpu.device.device import DeviceArray, Kernel, KernelDevice, address
 from dflash_runtime.compute.gpu.device.kernel_sources import Defines
+from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
 from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, ArrayChecker, given
 from dflash_runtime.compute.gpu.launch.decode_experts import Choice, StepRows
@@ -22,80 +23,16 @@ from dflash_runtime.compute.gpu.mailbox.layout import num_request_lines, part_wo
 
 _THREADS = 512
 _ADD_THREADS = 256
-_PARTS = 3
 _BLAMED = 4
 """Index of that word in `MailSide.state`."""
 
-_Addresses = ctypes.c_void_p * MOST_PEERS
-
-
-class MailBeginArgs(ctypes.Structure):
-    _fields_ = (("state", ctypes.c_void_p),)
-
-
-class MailPartsArgs(ctypes.Structure):
-    _fields_ = (("words", ctypes.c_void_p * _PARTS), ("num_words", ctypes.c_int * _PARTS))
-
-
-class MailPostArgs(ctypes.Structure):
-    """Mirrors mailbox_parent.cu, as the next."""
-
-    _fields_ = (
-        ("mail", MailArgs),
-        ("parts", MailPartsArgs),
-        ("logits", ctypes.c_void_p),
-        ("topk_ids", ctypes.c_void_p),
-        ("topk_weights", ctypes.c_void_p),
-        ("selections", ctypes.c_void_p),
-        ("local_ids", _Addresses),
-        ("requests", _Addresses),
-        ("rounds", ctypes.c_int),
-    )
-
-
-class MailAddArgs(ctypes.Structure):
-    _fields_ = (("replies", MailReplies), ("residual", ctypes.c_void_p))
-
-
-class MailTakeArgs(ctypes.Structure):
-    """Mirrors mailbox_daemon.cu."""
-
-    _fields_ = (
-        ("mail", MailArgs),
-        ("parts", MailPartsArgs),
-        ("request", ctypes.c_void_p),
-        ("topk_ids", ctypes.c_void_p),
-        ("topk_weights", ctypes.c_void_p),
-        ("slot_of_expert", ctypes.c_void_p),
-        ("pair_slots", ctypes.c_void_p),
-    )
-
-
-class MailRelayArgs(ctypes.Structure):
-    _fields_ = (
-        ("mail", MailArgs),
-        ("request", ctypes.c_void_p),
-        ("lines", ctypes.c_void_p),
-        ("num_lines", ctypes.c_int),
-    )
-
-
-class MailProbeArgs(ctypes.Structure):
-    """Mirrors mailbox_probe.cu."""
-
-    _fields_ = (
-        ("mail", MailArgs),
-        ("requests", ctypes.c_void_p),
-        ("replies", ctypes.c_void_p),
-        ("faults", ctypes.c_void_p),
-        ("ticks", ctypes.c_void_p),
-        ("num_requests", ctypes.c_int),
-        ("num_replies", ctypes.c_int),
-        ("num_rounds", ctypes.c_int),
-        ("seed", ctypes.c_uint32),
-        ("follows", ctypes.c_int),
-        ("longest_pause", ctypes.c_uint32),
-    )
+MailBeginArgs = kernel_struct("mailbox_begin.cu", "MailBeginArgs")
+MailPartsArgs = kernel_struct("mailbox.cuh", "MailParts")
+MailPostArgs = kernel_struct("mailbox_parent.cu", "MailPostArgs", MOST_PEERS=MOST_PEERS)
+MailAddArgs = kernel_struct("mailbox_parent.cu", "MailAddArgs", MOST_PEERS=MOST_PEERS)
+MailTakeArgs = kernel_struct("mailbox_daemon.cu", "MailTakeArgs", MOST_PEERS=MOST_PEERS)
+MailRelayArgs = kernel_struct("mailbox_daemon.cu", "MailRelayArgs", MOST_PEERS=MOST_PEERS)
+MailProbeArgs = kernel_struct("mailbox_probe.cu", "MailProbeArgs", MOST_PEERS=MOST_PEERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +66,7 @@ class MailSide:
         self.state = self.device.zeros(6, np.uint32)
 
     @property
-    def args(self) -> MailArgs:
+    def args(self) -> ctypes.Structure:
         args = MailArgs(
             state=address(self.state),
             failed=self.failed,
@@ -210,7 +147,7 @@ class MailKernels:
         kernel = self._parent_kernel(layer, rule, num_tokens, "mail_post", MailPostArgs)
         self._device.launch(kernel, (len(requests), 1, 1), _THREADS, args)
 
-    def replies(self, lines: Mapping[int, int]) -> MailReplies:
+    def replies(self, lines: Mapping[int, int]) -> ctypes.Structure:
         """Arguments for kernels that read replies, in peers' order. `lines`: addresses by peer."""
         replies = MailReplies(mail=self.side.args, num_replies=len(lines))
         for index, (peer, line) in enumerate(lines.items()):
@@ -223,7 +160,7 @@ class MailKernels:
         rule: RoutingRule | None,
         residual: DeviceArray,
         *,
-        replies: MailReplies,
+        replies: ctypes.Structure,
         rounded: bool = False,
     ) -> None:
         """Add the peers' sums to the residual. `rounded`: the single peer answers in float32.
@@ -293,7 +230,7 @@ class MailKernels:
         name, defines = "mail_echo" if is_echo else "mail_ping", _probe_defines(is_echo=is_echo)
         return self._kernel("mailbox_probe.cu", name, MailProbeArgs, defines)
 
-    def probe(self, args: MailProbeArgs, *, is_echo: bool) -> None:
+    def probe(self, args: ctypes.Structure, *, is_echo: bool) -> None:
         """Launch a probe's round trips, or the answers to them."""
         args.mail = self.side.args
         kernel = self.prepare_probe(is_echo=is_echo)
@@ -342,7 +279,7 @@ class MailKernels:
         return self._kernels[key]
 
 
-def _parts(layer: MoeLayer, rows: StepRows, num_tokens: int) -> MailPartsArgs:
+def _parts(layer: MoeLayer, rows: StepRows, num_tokens: int) -> ctypes.Structure:
     """Raises: ValueError if rows that the layer needs are missing."""
     args = MailPartsArgs()
     given = (rows.quants, rows.meta, rows.values)

@@ -15,6 +15,7 @@ from dflash_runtime.compute.gpu.device.device import (
     address,
     optional_address,
 )
+from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
 from dflash_runtime.compute.gpu.mailbox.kernels import MailProbeArgs
 from dflash_runtime.compute.gpu.mailbox.layout import MailLines
 from dflash_runtime.compute.mail_trial import Fault, FaultKind, Faults
@@ -24,18 +25,7 @@ MOST_ROUNDS = 1 << 12
 
 _LONGEST_PAUSE_NS = 10_000_000
 
-
-class _FaultWords(ctypes.Structure):
-    """Mirrors MailFaults of mailbox_probe.cu."""
-
-    _fields_ = (
-        ("counts", ctypes.c_uint32 * len(FaultKind)),
-        ("num_found", ctypes.c_uint32),
-        *((name, ctypes.c_uint32) for name in ("kind", "epoch", "line", "word")),
-        *((name, ctypes.c_uint32) for name in ("expected", "found")),
-    )
-
-
+_FaultWords = kernel_struct("mailbox_probe.cu", "MailFaults", FAULT_KINDS=len(FaultKind))
 FAULT_BYTES = ctypes.sizeof(_FaultWords)
 
 
@@ -63,7 +53,7 @@ def probe_args(
     *,
     faults: DeviceArray,
     ticks: DeviceArray | None = None,
-) -> MailProbeArgs:
+) -> ctypes.Structure:
     """Arguments of either side's kernel; values that the other process may have written are
     bounded.
 

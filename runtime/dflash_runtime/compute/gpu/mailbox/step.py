@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -57,7 +58,7 @@ class MailStep:
             )
             self._experts.answer(resident, asked, choice, to=to, takes_request=self._by_all)
 
-    def _awaited(self, index: int, layer: MoeLayer) -> MailRequest:
+    def _awaited(self, index: int, layer: MoeLayer) -> ctypes.Structure:
         """The request that every block polls for; relayed to our memory if need be."""
         request = self._lines.request(index)
         asked = MailRequest(self._kernels.side.args, request, is_relayed=0)

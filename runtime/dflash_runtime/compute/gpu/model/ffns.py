@@ -123,6 +123,6 @@ class InputScaledFfnLayer:
 
 def router_logits(way: Way, h: Input, router: Projection) -> Rows:
     """Shapes: result [T, E]."""
-    if router.is_plain:
-        return way.router_logits(h, router.matrix)
-    return project(way, h, (router,))[0]
+    logits = way.router_logits(h, router.matrix)
+    router.finish(logits)
+    return logits

@@ -71,8 +71,9 @@ class Projection:
 
     def add_to(self, residual: Rows, x: Input, way: Way) -> None:
         """Add the projection of `x` to the residual."""
-        if self.is_plain:
+        if self.scale is None:
             way.add_product(x, self.matrix, residual)
+            self.finish(residual)  # a bias, if any
             return
         (product,) = project(way, x, (self,))
         self.ops.add_rows.launch(residual.array, product.array, residual.array)

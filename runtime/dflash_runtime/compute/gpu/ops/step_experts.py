@@ -5,6 +5,7 @@ Compiles a kernel when a shape is first met, which must have happened before a s
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,7 +21,6 @@ from dflash_runtime.compute.gpu.launch.decode_experts import (
     StepRows,
 )
 from dflash_runtime.compute.gpu.launch.decode_experts_shape import ExpertsShape, experts_shape
-from dflash_runtime.compute.gpu.launch.mailbox_args import MailReplies, MailRequest
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 
 
@@ -86,7 +86,7 @@ class StepExperts:
     def answer(
         self,
         layer: ResidentLayer,
-        asked: StepRows | MailRequest,
+        asked: StepRows | ctypes.Structure,
         choice: Choice,
         *,
         to: MailReply,
@@ -108,7 +108,7 @@ class StepExperts:
         rows: StepRows,
         residual: DeviceArray,
         *,
-        replies: MailReplies,
+        replies: ctypes.Structure,
     ) -> None:
         """Add the chosen experts of up to MOST_TOKENS, and what peers answer, to the residual."""
         experts, hidden = self._kernels(experts_shape(layer.layer, choice.topk_ids.shape[0]))

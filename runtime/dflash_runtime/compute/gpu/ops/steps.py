@@ -19,6 +19,7 @@ from dflash_runtime.compute.gpu.launch.decode_arrays import (
     GRANULE,
     MOST_TOKENS,
     meta_shape,
+    most_rows,
     padded_columns,
     step_parts,
 )
@@ -214,8 +215,9 @@ class Steps:
     ) -> None:
         """`x`, or ``silu(x) * up``, times each matrix, and times the sigmoid of the gate [T, 1]."""
         num_tokens = x.rows.num_tokens
-        for part in step_parts(num_tokens):
-            some = x if num_tokens <= MOST_TOKENS else x[part]
+        parts = step_parts(num_tokens, self._most_rows(matrices) if num_tokens > 1 else 1)
+        for part in parts:
+            some = x if len(parts) == 1 else x[part]
             linear = self._linear(
                 some,
                 matrices,
@@ -235,6 +237,15 @@ class Steps:
                 ),
                 outputs=None if outputs is None else outputs.sides_of(part),
             )
+
+    def _most_rows(self, matrices: Sequence[DeviceMatrix]) -> int:
+        are_floats = {matrix.tensor_type in FLOAT_TYPES for matrix in matrices}
+        return most_rows(
+            self._device,
+            matrices[0].columns,
+            as_bytes=False in are_floats,
+            as_floats=True in are_floats,
+        )
 
     def _linear(
         self,
