@@ -25,7 +25,7 @@ BY_PLACE = {
     # What belongs to a cache, in the order of its own arguments.
     "new_kv_cache",
     # Of the operation that a model calls without knowing whose it is.
-    "MoeExpertComputeRuntime.compute", "MoeExpertComputeRuntime.begin", "RemoteExperts.begin",
+    "MoeExpertComputeRuntime.begin", "RemoteExperts.begin",
     # A kernel, its grid, its block, its arguments, in the order CUDA writes them; what it reads
     # before what it writes.
     "KernelDevice.launch", "CupyDevice.launch", "SideStream.launch", "CupySideStream.launch",

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from dflash_adapters.spec import MoeLayer
+from dflash_protocol.batch import Hidden
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime import Engine
 from dflash_runtime.cli.main import main
@@ -67,20 +68,20 @@ class Run:
 
 def run_of(trained: Trained, backend: str) -> Run:
     chosen: dict[int, list[I32Array]] = {}
-    compute = MoeExpertComputeRuntime.compute
+    begin = MoeExpertComputeRuntime.begin
 
     def spy(
-        self: MoeExpertComputeRuntime, layer_id: int, hidden: F32Array, ids: I32Array, *rest: Any,
+        self: MoeExpertComputeRuntime, layer_id: int, hidden: Hidden, ids: I32Array, *rest: Any,
         **more: Any,
-    ) -> F32Array:  # fmt: skip
+    ) -> Any:  # fmt: skip
         chosen.setdefault(layer_id, []).append(ids)
-        return compute(self, layer_id, hidden, ids, *rest, **more)
+        return begin(self, layer_id, hidden, ids, *rest, **more)
 
     with (
         pytest.MonkeyPatch.context() as patched,
         Engine.open(trained.path, daemons=["cpu"], kv_type="f16", backend=backend) as engine,
     ):
-        patched.setattr(MoeExpertComputeRuntime, "compute", spy)
+        patched.setattr(MoeExpertComputeRuntime, "begin", spy)
         logits = engine.logits(trained.token_ids)
         layers = engine.spec.moe.layers
     return Run(logits, layers, {each: np.concatenate(ids) for each, ids in chosen.items()})

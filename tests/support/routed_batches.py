@@ -15,7 +15,10 @@ from hypothesis import strategies as st
 from dflash_adapters.quant import TensorType
 from dflash_adapters.spec import Activation, ExpertProjection, MoeLayer
 from dflash_protocol.batch import HostHidden, HostSums, RoutedBatch
-from dflash_protocol.ids import AnyArray, F32Array, F64Array, Phase
+from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, Phase
+from dflash_runtime.compute.backend import RemoteExperts
+from dflash_runtime.compute.host import HostExperts
+from dflash_runtime.compute.model import run_to_end
 from dflash_runtime.experts.compute import ExpertCompute, Ticket
 
 HIDDEN_SIZE = 3
@@ -72,6 +75,21 @@ def begin(owner: ExpertCompute, batch: RoutedBatch, *, layer_id: int = 0) -> Tic
 def finish(owner: ExpertCompute, ticket: Ticket, out: F64Array) -> None:
     """Finish a ticket into an array of the host."""
     owner.finish(ticket, HostSums(out))
+
+
+def routed_sums(
+    runtime: RemoteExperts,
+    layer_id: int,
+    hidden: F32Array,
+    chosen: tuple[I32Array, F32Array],
+    phase: Phase,
+) -> F32Array:
+    """The routed experts of a layer, as a host backend's model computes them.
+
+    Shapes: hidden, result [T, H]; chosen [T, K], ids and weights.
+    """
+    experts = HostExperts(runtime, phase)
+    return run_to_end(experts(layer_id, hidden, *chosen))
 
 
 def pairs_of(batch: RoutedBatch) -> dict[tuple[int, int], float]:

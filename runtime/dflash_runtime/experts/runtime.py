@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from dflash_protocol.batch import Hidden, HostHidden, HostSums, Pairs, Sums
+from dflash_protocol.batch import Hidden, HostSums, Pairs, Sums
 from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase
 from dflash_protocol.placement import Placement
@@ -85,26 +85,6 @@ class MoeExpertComputeRuntime:
             offload, placement, self._owners, fallback=fallback, device_owner=device_owner
         )
         self._selections = SelectionCounts(placement.experts_per_layer)
-
-    def compute(
-        self,
-        layer_id: int,
-        hidden: F32Array,
-        topk_ids: I32Array,
-        topk_weights: F32Array,
-        *,
-        phase: Phase,
-    ) -> F32Array:
-        """Weighted sum of each token's chosen experts.
-
-        Partial sums are added in float64 and rounded once, so the split does not show in the bits.
-        Shapes: hidden [T, H]; topk_ids [T, K] int32 global ids; topk_weights [T, K]; result [T, H].
-        Raises: DaemonUnavailable if all owners of an expert are lost and there is no fallback.
-        """
-        rows = HostHidden(hidden)
-        ticket = self.begin(layer_id, rows, topk_ids, topk_weights, phase=phase)
-        assert ticket is not None  # nothing is offloaded
-        return self.finish(ticket).to_host().astype(np.float32)
 
     @property
     def asks_daemons(self) -> bool:
@@ -213,7 +193,8 @@ class MoeExpertComputeRuntime:
     ) -> LayerTicket | None:
         """Ask the owners for every pair except those of a device's own block.
 
-        Shapes and errors as in `compute`.
+        Shapes: hidden [T, H]; topk_ids [T, K] int32 global ids; topk_weights [T, K]; offloaded [E].
+        Raises: DaemonUnavailable if all owners of an expert are lost and there is no fallback.
         """
         counts: I64Array | None = None
         if self._device_owner is None:
@@ -239,7 +220,11 @@ class MoeExpertComputeRuntime:
         return ticket
 
     def finish(self, ticket: LayerTicket, out: F64Array | None = None) -> Sums:
-        """Wait for the sums; asks again for the pairs of lost owners until all are computed."""
+        """Wait for the sums; asks again for the pairs of lost owners until all are computed.
+
+        They are added in float64 and not rounded, so that the split does not show in the bits.
+        Shapes: out, result [T, H]. Raises: DaemonUnavailable as `begin`.
+        """
         sums: Sums
         if out is None:
             sums = ticket.rows.new_sums()

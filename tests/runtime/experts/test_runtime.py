@@ -38,6 +38,7 @@ from support.routed_batches import (
     moe_layer,
     naive_sums,
     numbered_rows,
+    routed_sums,
 )
 
 LAYER_ID = 2
@@ -127,7 +128,7 @@ class Rig:
         )
 
     def compute(self, hidden: F32Array, ids: I32Array, weights: F32Array) -> F32Array:
-        return self.runtime.compute(LAYER_ID, hidden, ids, weights, phase=Phase.PREFILL)
+        return routed_sums(self.runtime, LAYER_ID, hidden, (ids, weights), Phase.PREFILL)
 
     def assert_right(self) -> None:
         """One good layer."""
@@ -425,7 +426,7 @@ def test_the_split_of_a_real_model_does_not_show_in_the_bits(model: GgufFile) ->
             for owned in placement.owners
         ]
         runtime = MoeExpertComputeRuntime(placement, owners, fallback=None)
-        sums = runtime.compute(layer.layer_id, hidden, ids, weights, phase=Phase.DECODE)
+        sums = routed_sums(runtime, layer.layer_id, hidden, (ids, weights), Phase.DECODE)
         runtime.close()
         return sums.tobytes()
 

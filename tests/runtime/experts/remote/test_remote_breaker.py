@@ -22,7 +22,15 @@ from dflash_runtime.experts.remote.session import RemoteSession
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 from dflash_runtime.placement.split import make_placement
 from support.remote_rig import PAIRS, TWO_PAIRS, ScriptedRig, ServedRig, deadlines
-from support.routed_batches import HIDDEN_SIZE, ScalingBank, batch_of, begin, finish, moe_layer
+from support.routed_batches import (
+    HIDDEN_SIZE,
+    ScalingBank,
+    batch_of,
+    begin,
+    finish,
+    moe_layer,
+    routed_sums,
+)
 
 PAUSE_S = 1000.0
 REFUSED = "daemon cpu0: .*breaker"
@@ -275,7 +283,7 @@ class Runtime:
         ids: I32Array = np.array([[0, 3]] * num_tokens, np.int32)
         weights = np.full(ids.shape, 0.5, np.float32)
         hidden = np.ones((num_tokens, HIDDEN_SIZE), np.float32)
-        return self.runtime.compute(0, hidden, ids, weights, phase=phase)
+        return routed_sums(self.runtime, 0, hidden, (ids, weights), phase)
 
 
 @pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.DECODE])

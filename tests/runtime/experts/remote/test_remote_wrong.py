@@ -24,7 +24,14 @@ from dflash_runtime.experts.remote.reply_checks import CheckSchedule, ReplyCheck
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 from dflash_runtime.placement.split import make_placement
 from support.remote_rig import PAIRS, TIMEOUT_S, ServedRig
-from support.routed_batches import HIDDEN_SIZE, ScalingBank, moe_layer, naive_sums, numbered_rows
+from support.routed_batches import (
+    HIDDEN_SIZE,
+    ScalingBank,
+    moe_layer,
+    naive_sums,
+    numbered_rows,
+    routed_sums,
+)
 
 SPEC = MoeSpec((moe_layer(),))
 
@@ -66,7 +73,7 @@ def runtime_of(rig: ServedRig, *, is_required: bool = False) -> tuple[MoeExpertC
 def computed(runtime: MoeExpertComputeRuntime, hidden: F32Array, phase: Phase) -> F32Array:
     ids: I32Array = np.array([[0, 3]] * hidden.shape[0], np.int32)
     weights = np.full(ids.shape, 0.5, np.float32)
-    return runtime.compute(0, hidden, ids, weights, phase=phase)
+    return routed_sums(runtime, 0, hidden, (ids, weights), phase)
 
 
 def expected(hidden: F32Array) -> F32Array:
