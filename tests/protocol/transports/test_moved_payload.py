@@ -422,6 +422,23 @@ def test_sums_are_taken_in_before_anybody_waits(pair: MovedPair) -> None:
     assert_is_served(pair, *batches(6))
 
 
+def test_room_is_made_although_a_later_request_is_being_read(pair: MovedPair) -> None:
+    """Reading an earlier reply ends the reading that is under way."""
+    sent, requests = [], []
+    for seed in (1, 2):
+        sent.append(submitted(pair, seed))
+        pair.client.push(sent[-1][0])
+        requests.append(received(pair))
+    for request, (_, sums) in reversed(list(zip(requests, sent, strict=True))):
+        answered(pair, request, sums)
+        pair.client.poll()
+    sent.append(submitted(pair, 3))
+    pair.client.push(sent[2][0])
+    answered(pair, received(pair), sent[2][1])
+    for sequence, sums in sent:
+        assert pair.client.wait(sequence, deadline_s=TIMEOUT_S).sums.tobytes() == sums.tobytes()
+
+
 def test_sums_that_were_damaged_are_found_when_they_are_waited_for(pair: MovedPair) -> None:
     for is_header in (False, True):
         sequence, sums = submitted(pair, 1)
