@@ -66,7 +66,7 @@ Why this is correct:
   ended, so a reply implies that all have read the request. None of the blocks waits for another:
   those that do not fit on the device at first begin when others have ended, and find the lines
   there. While they wait they occupy the device; so if the daemon serves several parents, one block
-  per token takes the request (``server.py``).
+  per token takes the request (``served_steps.py``).
 * A request in the host's memory is first copied to such lines in the daemon's memory, by one block
   per token: checks hold for a copied line too, and each layer has its own lines. Gate and up begin
   when that kernel has seen all kernels before it end, and wait for lines only.

@@ -13,7 +13,7 @@ import numpy as np
 from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable, one_line
 from dflash_protocol.ids import I64Array
 from dflash_protocol.ring.segment import Segment
-from dflash_runtime.compute.gpu.device.device import NANOSECONDS_PER_MS, KernelDevice, PeerMemory
+from dflash_runtime.compute.gpu.device.device import NANOSECONDS_PER_MS, KernelDevice
 from dflash_runtime.compute.gpu.device.kept_memory import MemoryKeeper
 from dflash_runtime.compute.gpu.mailbox.kernels import MailKernels, MailPeer, MailSide
 from dflash_runtime.compute.gpu.mailbox.layout import (
@@ -34,6 +34,7 @@ from dflash_runtime.compute.gpu.mailbox.layout import (
     MailState,
     host_lines,
 )
+from dflash_runtime.compute.gpu.mailbox.memory_exchange import MemoryExchange
 from dflash_runtime.compute.gpu.mailbox.probe import (
     FAULT_BYTES,
     ProbePlan,
@@ -56,7 +57,9 @@ _CLOSED = 0xFFFFFFFF
 class MailLink:
     """Used by one thread. Every request raises DaemonUnavailable if the daemon does not answer.
 
-    Owns: device memory exported to the daemon, and the mapping of the daemon's.
+    States: lines are in the host's memory; may be in the devices' too (`peer_lines`), after
+    `open_peer` if each device can map the other's memory; closed. Steps use `lines`.
+    Owns: the memory that the devices share, until it is closed.
     """
 
     def __init__(
@@ -79,10 +82,8 @@ class MailLink:
         self._host_lines = host_lines(layout, base)
         self.lines = self._host_lines
         """The lines in use."""
-        self._device, self._layout, self._segment = device, layout, segment
-        self._is_live, self._keeper = is_live, keeper
-        self._exported: PeerMemory | None = None
-        self._imported: PeerMemory | None = None
+        self._device, self._segment, self._is_live = device, segment, is_live
+        self._memory = MemoryExchange(device, keeper)
 
     @property
     def stays_in_host(self) -> bool:
@@ -112,18 +113,18 @@ class MailLink:
         handle = self._segment.read_mail(REQUEST_MEMORY_AT, HANDLE_BYTES)
         if not any(handle):
             return
-        layout = self._layout
+        layout = self._host_lines.layout
         try:
-            self._exported = self._device.export_memory(layout.replies_nbytes)
+            own = self._memory.export(layout.replies_nbytes)
             self.words.write(PARENT_HOLDS_AT, 1)
-            self._imported = self._device.import_memory(handle, layout.requests_nbytes)
+            other = self._memory.map_other(handle, layout.requests_nbytes)
         except DeviceUnavailable as error:
             self.why_no_peer = one_line(str(error))
             # docs (parent): no peer access between the two GPUs: mailboxes lie in the host's memory
             _LOG.info("cannot map the device memory of %s: %s", self.name, self.why_no_peer)
-            self._close_imported()
+            self._unmap_other()
             return
-        self._segment.write_mail(REPLY_MEMORY_AT, self._exported.handle)
+        self._segment.write_mail(REPLY_MEMORY_AT, own.handle)
         self.words.ask(Ask.PEERS)
         self.words.await_answer(_COMPILE_S, self._is_live)
         self.why_no_peer = "the other device cannot map our memory"
@@ -131,7 +132,7 @@ class MailLink:
             return
         self.why_no_peer = ""
         self.peer_lines = MailLines(
-            layout, requests=self._imported.device_address, replies=self._exported.device_address
+            layout, requests=other.device_address, replies=own.device_address
         )
 
     def probe(
@@ -174,9 +175,8 @@ class MailLink:
 
     def close(self) -> None:
         """Release shared memory, ours once the daemon has closed it; no step may be running."""
-        self._close_imported()
-        exported, self._exported = self._exported, None
-        if exported is None:
+        self._unmap_other()
+        if self._memory.own is None:
             return
         try:
             self.words.ask(Ask.LEAVE)
@@ -184,16 +184,14 @@ class MailLink:
         except DaemonUnavailable:
             with suppress(DaemonUnavailable):
                 self.words.write(PARENT_ABORT_AT, _CLOSED)
-            self._keeper.keep(exported)
+            self._memory.give_back(may_be_open=True)
         else:
             with suppress(DeviceUnavailable):  # a failed device shares nothing any more
-                exported.close()
+                self._memory.give_back(may_be_open=False)
 
-    def _close_imported(self) -> None:
+    def _unmap_other(self) -> None:
         self.peer_lines, self.lines = None, self._host_lines
-        imported, self._imported = self._imported, None
-        if imported is not None:
-            with suppress(DeviceUnavailable):
-                imported.close()
+        with suppress(DeviceUnavailable):
+            self._memory.unmap_other()
         with suppress(DaemonUnavailable):
             self.words.write(PARENT_HOLDS_AT, 0)

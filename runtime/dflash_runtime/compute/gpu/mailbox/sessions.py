@@ -32,7 +32,10 @@ _EPOCHS_OF_OPENING = 1 << 16
 class MailboxSessions:
     """Opens mailboxes for the daemons' current sessions, and refuses those that failed.
 
-    Used by the thread that runs the model. Owns: the mailboxes in use (`present`).
+    States: without mailboxes; with those of the daemons' current sessions, from `present` until
+    a session ends, they are refused, or `close`; after _MOST_FAILURES failed steps, or once epochs
+    are used up, without mailboxes for good. Used by the thread that runs the model; lasts as long
+    as the captured step. Owns: the mailboxes in use.
     """
 
     def __init__(
