@@ -129,14 +129,16 @@ def main() -> int:
         options.save.write_text(json.dumps(digests, indent=1) + "\n")
         return 0
     expected = json.loads(options.compare.read_text())
+    known = {name: each for name, each in digests.items() if name in expected}
     different = [
         f"{name}: {what}"
-        for name, each in digests.items()
-        for what in each
-        if expected.get(name, {}).get(what) != each[what]
+        for name, each in known.items()
+        for what in {*each, *expected[name]}
+        if expected[name].get(what) != each.get(what)
     ]
-    print(*different, f"{len(digests)} cases, {len(different)} differences", sep="\n")
-    return 1 if different or not digests else 0
+    new = f"{len(digests) - len(known)} new"
+    print(*different, f"{len(known)} cases, {len(different)} differences, {new}", sep="\n")
+    return 1 if different or not known else 0
 
 
 if __name__ == "__main__":

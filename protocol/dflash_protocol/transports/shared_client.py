@@ -137,6 +137,8 @@ class SharedClient:
                     status = self._send_otherwise(slot, head, deadline_ms, batch, status)
                 requests.bytes_sent += status
         except BaseException:
+            if copies is not None:
+                copies.forget(sequence, slot)  # an interrupt may come after `begin`
             free.append(slot)
             raise
         slot.num_tokens = num_tokens

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from dflash_protocol.ids import F64Array, Phase
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.ring import layout as ring
 from dflash_protocol.ring.layout import RingShape
+from dflash_protocol.transports.device_copies import DeviceCopies
 from dflash_protocol.transports.testing import (
     MAX_EXPERTS_USED,
     MAX_TOKENS,
@@ -523,3 +525,31 @@ def test_the_digest_is_told_by_every_word_and_its_place() -> None:
     assert len(found) == 1 + data.size + num_swaps
     assert digest_of(np.empty(0, np.uint8)) == 0
     assert digest_of(np.zeros(64, np.uint8)) != digest_of(np.zeros(128, np.uint8))
+
+
+def test_a_request_whose_sending_was_interrupted_is_never_published(
+    pair: MovedPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if that happened when the copy of its rows had begun."""
+    pair.client_mover.is_slow = True
+    begin = DeviceCopies.begin
+
+    def interrupted(copies: DeviceCopies, *args: Any, **options: Any) -> None:
+        begin(copies, *args, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DeviceCopies, "begin", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pair.client.submit(1, batches(5)[1], deadline_s=TIMEOUT_S)
+    batch, of_device = batches(4, seed=1)
+    sequence = pair.client.submit(1, of_device, deadline_s=TIMEOUT_S)
+    assert pair.server.try_receive() is None
+    pair.client.push(sequence)
+    request = received(pair)
+    assert request.header.sequence == sequence
+    assert_same_batch(request.batch, batch)
+    answered(pair, request, sums_of(batch))
+    assert (
+        pair.client.wait(sequence, deadline_s=TIMEOUT_S).sums.tobytes() == sums_of(batch).tobytes()
+    )

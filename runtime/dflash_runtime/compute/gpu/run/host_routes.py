@@ -138,10 +138,11 @@ class _Exchange:
         """Wait for the owners' sums and pass them to the device."""
         ticket, self.ticket = self.ticket, None
         if ticket is not None:
+            self.has_sums = True  # some of them, even if it fails
             self.remote.finish(ticket, self.box.sums)
         elif self.has_sums:
             self.box.sums.fill(0.0)
-        self.has_sums = ticket is not None
+            self.has_sums = False
 
     def ask_and_add(self) -> None:
         """Both, for a layer without local experts."""
