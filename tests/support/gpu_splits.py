@@ -39,7 +39,7 @@ Layers = Mapping[int, Sequence[int]]
 class LostDaemon(LocalExpertCompute):
     """Accepts work and never finishes it."""
 
-    def collect(self, ticket: Ticket, out: Sums) -> None:
+    def finish(self, ticket: Ticket, out: Sums) -> None:
         raise DaemonUnavailable("gone")
 
 

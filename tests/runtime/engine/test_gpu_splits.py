@@ -84,7 +84,7 @@ def test_every_split_has_the_same_bits(model: Path, undo: contextlib.ExitStack) 
     steps_pairs = 2 * TINY.num_layers * TINY.num_experts_used
     assert hits.hot + hits.remote == before.hot + before.remote + steps_pairs
     assert hits.layers == before.layers + 2 * TINY.num_layers
-    assert stats[LOCAL_OWNER].pairs == hits.hot
+    assert some.runtime.stats()[LOCAL_OWNER].pairs == hits.hot
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,7 @@ class CupyBackend:
         return self.ops.joined(parts)
 
     def load_model(self, file: GgufFile, description: Description) -> GpuModel:
-        return GpuModel(file, description, self.ops, self.loader)
+        return GpuModel(file, description, self.ops, loader=self.loader)
 
     def new_cache(self, spec: ModelSpec, num_positions: int, kv_type: KvType) -> DeviceKvCache:
         return DeviceKvCache(
@@ -235,7 +235,7 @@ class CupyBackend:
             if layer is not None and (remote is None or layer.is_whole):
                 return HereRoute(ops, layer, phase, remote=remote)
             assert remote is not None
-            return HostRoute(ops, layer_id, layer, phase, remote=remote, offload=offload)
+            return HostRoute(ops, layer_id, layer, phase=phase, remote=remote, offload=offload)
 
         return DeviceMoe(route_of)
 

@@ -113,7 +113,7 @@ def test_attention_with_all_that_a_layer_may_have(any_device: KernelDevice) -> N
         step = place(Step.of_chunk(ids, first, cache, Phase.PREFILL), any_device, vocab_size=1)
         q, k, v = (any_device.upload(each) for each in some)
         out = Rows(any_device.empty(q.shape, np.float32))
-        attention.launch(form, (q, k, v), step, 0, out)
+        attention.launch(form, (q, k, v), step, cache_layer=0, out=out)
         queries, keys, values = (ops.split_heads(each, each.shape[1] // 16) for each in some)
         ops.norm_and_rotate(queries, keys, positions, table, eps=0.1, norms_after=True)
         ops.scale_queries(queries, positions, temperature)

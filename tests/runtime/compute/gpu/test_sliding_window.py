@@ -67,7 +67,7 @@ class Sequence:
             step = Step.of_chunk(ids, first, self.cache, Phase.PREFILL)
             out = Rows(device.empty(q.shape, np.float32))
             placed = place(step, device, vocab_size=1)
-            self.attention.launch(form, (q, k, v), placed, 0, out)
+            self.attention.launch(form, (q, k, v), placed, cache_layer=0, out=out)
             found.append(device.download(out.array))
         return np.concatenate(found)
 

@@ -156,7 +156,7 @@ class CapturedExperts:
         exchanger.take(box, rows.array, choice)
         sums = steps.sums(*box.rows.shape)
         self._ops.step_experts.run(
-            layer, choice, steps.for_experts(Input(rows)), sums.array, gives_sums=True
+            layer, choice, steps.for_experts(Input(rows)), out=sums.array, gives_sums=True
         )
         exchanger.give_sums(box, sums.array)
 

@@ -73,7 +73,7 @@ class HereRoute:
         remote, (num_tokens, num_used) = self._remote, routed.choice.ids.shape
         if remote is not None and self._phase is Phase.PREFILL:
             remote.poll()  # of other layers, whose rows may be on their way
-        add_local(self._ops, self._layer, routed, residual, self._phase)
+        add_local(self._ops, self._layer, routed, residual=residual, phase=self._phase)
         if remote is not None:
             num_pairs = num_tokens * num_used
             remote.count_local(self._phase, num_tokens=num_tokens, num_pairs=num_pairs)
@@ -89,8 +89,8 @@ class HostRoute:
         ops: GpuOps,
         layer_id: int,
         layer: ResidentLayer | None,
-        phase: Phase,
         *,
+        phase: Phase,
         remote: RemoteExperts,
         offload: ExpertOffload | None = None,
     ) -> None:
@@ -108,7 +108,7 @@ class HostRoute:
         if layer is not None and not _has_remote(layer.slot_of_expert, ids):
             remote.count_selections(self._layer_id, ids)
             remote.count_local(self._phase, num_tokens=ids.shape[0], num_pairs=ids.size)
-            add_local(self._ops, layer, routed, residual, self._phase)
+            add_local(self._ops, layer, routed, residual=residual, phase=self._phase)
             if is_chunk:
                 yield None
             return
@@ -150,7 +150,7 @@ class HostRoute:
         # Launched first, so that the device works while the host groups pairs and sends rows.
         local = None
         if self._layer is not None:
-            local = local_sums(self._ops, self._layer, routed, self._phase)
+            local = local_sums(self._ops, self._layer, routed, phase=self._phase)
         ticket = remote.begin(
             layer_id, hidden, ids, weights, phase=self._phase, offloaded=offloaded
         )
@@ -183,7 +183,7 @@ class HostRoute:
 
 
 def add_local(
-    ops: GpuOps, layer: ResidentLayer, routed: RoutedRows, residual: Rows, phase: Phase
+    ops: GpuOps, layer: ResidentLayer, routed: RoutedRows, *, residual: Rows, phase: Phase
 ) -> None:
     """Add a layer's experts, all of which are here, to the residual. The phase decides the
     kernels, so that a slice of rows has the bits of the whole."""
@@ -198,20 +198,20 @@ def add_local(
         layer,
         Choice(choice.ids, choice.weights, logits, selections=counted_in),
         ops.steps.for_experts(routed.x),
-        residual.array,
+        out=residual.array,
         gives_sums=False,
         rule=rule,
     )
 
 
-def local_sums(ops: GpuOps, layer: ResidentLayer, routed: RoutedRows, phase: Phase) -> Buffer:
+def local_sums(ops: GpuOps, layer: ResidentLayer, routed: RoutedRows, *, phase: Phase) -> Buffer:
     """Sums of the experts that are here, which must be chosen. Shapes: result [T, H] float64."""
     if phase is Phase.PREFILL:
         return Buffer(ops.chunk_experts.local_sums(layer, routed))
     choice = Choice(routed.choice.ids, routed.choice.weights)
     sums = ops.steps.sums(*routed.x.rows.array.shape)
     rows = ops.steps.for_experts(routed.x)
-    ops.step_experts.run(layer, choice, rows, sums.array, gives_sums=True)
+    ops.step_experts.run(layer, choice, rows, out=sums.array, gives_sums=True)
     return sums
 
 

@@ -68,7 +68,7 @@ class AttentionLauncher:
         self._factors: dict[tuple[AttentionTemperature, int], DeviceArray] = {}
 
     def launch(
-        self, form: AttentionForm, heads: Heads, step: PlacedStep, cache_layer: int, out: Rows
+        self, form: AttentionForm, heads: Heads, step: PlacedStep, *, cache_layer: int, out: Rows
     ) -> None:
         """Write keys and values to the cache, then let every token see what the mask lets it.
 

@@ -114,5 +114,9 @@ class _MailboxRoute:
             kernels.add(layer, rule, residual.array, replies=answers, rounded=rounds)
             return
         ops.step_experts.add_with_replies(
-            self.local, Choice(choice.ids, choice.weights), rows, residual.array, replies=answers
+            self.local,
+            Choice(choice.ids, choice.weights),
+            rows,
+            residual=residual.array,
+            replies=answers,
         )

@@ -37,6 +37,7 @@ class AttentionLayer:
         layer: Attention,
         norm: VectorTensor,
         cache_layer: int,
+        *,
         weights: LayerWeights,
         forms: AttentionForms,
     ) -> None:
@@ -71,7 +72,7 @@ class AttentionLayer:
             q = self._taken(kernels, ColumnsOf(both.array, heads.num, 0, heads.dim))
         out = kernels.head_rows(x.num_tokens, heads.query_size, head_dim=heads.dim)
         self._ops.attention.launch(
-            self._form, (q.array, k.array, v.array), step, self._cache_layer, out
+            self._form, (q.array, k.array, v.array), step, cache_layer=self._cache_layer, out=out
         )
         if self._has_gate_beside:
             gate = ColumnsOf(both.array, heads.num, heads.dim, 2 * heads.dim)

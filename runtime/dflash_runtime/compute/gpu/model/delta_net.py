@@ -25,7 +25,7 @@ class DeltaNetLayer:
     """One recurrent layer of a model. Its kernels are compiled when they are first needed."""
 
     def __init__(
-        self, layer: DeltaNet, norm: VectorTensor, cache_layer: int, weights: LayerWeights
+        self, layer: DeltaNet, norm: VectorTensor, cache_layer: int, *, weights: LayerWeights
     ) -> None:
         vectors, eps = weights.weights.vectors, weights.eps
         self._ops, self._norm, self._cache_layer = weights.ops, weights.norm(norm), cache_layer

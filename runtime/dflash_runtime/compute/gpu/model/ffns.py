@@ -46,7 +46,7 @@ class DenseFfn:
         share = shares[0] if shares else None
         down = self._down
         if down.is_plain:
-            kernels.add_swiglu(gate, up, down.matrix, residual, share=share)
+            kernels.add_swiglu(gate, up, down.matrix, residual=residual, share=share)
             return
         product = kernels.swiglu_product(gate, up, down.matrix)
         down.finish(product)
@@ -78,7 +78,7 @@ class RoutedFfnLayer:
     """
 
     def __init__(
-        self, ffn: RoutedFfn, norm: VectorTensor, layer_id: int, weights: LayerWeights
+        self, ffn: RoutedFfn, norm: VectorTensor, layer_id: int, *, weights: LayerWeights
     ) -> None:
         self._ops, self._norm, self._layer_id = weights.ops, weights.norm(norm), layer_id
         self._router, self._rule = weights.projection(ffn.router), ffn.rule
@@ -103,7 +103,7 @@ class InputScaledFfnLayer:
     """
 
     def __init__(
-        self, ffn: InputScaledFfn, norm: VectorTensor, layer_id: int, weights: LayerWeights
+        self, ffn: InputScaledFfn, norm: VectorTensor, layer_id: int, *, weights: LayerWeights
     ) -> None:
         self._ops, self._norm, self._layer_id = weights.ops, weights.norm(norm), layer_id
         self._router = weights.projection(ffn.router)

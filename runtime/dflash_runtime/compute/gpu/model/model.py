@@ -56,7 +56,7 @@ class GpuModel:
     """
 
     def __init__(
-        self, file: GgufFile, description: Description, ops: GpuOps, loader: DeviceLoader
+        self, file: GgufFile, description: Description, ops: GpuOps, *, loader: DeviceLoader
     ) -> None:
         """Raises: as loading.model_spec and loading.load_weights; UnsupportedModel for what no
         kernel computes; DeviceOutOfMemory."""
@@ -162,9 +162,11 @@ def _mixer_layer(
 ) -> MixerLayer:
     match layer.mixer:
         case Attention() as attention:
-            return AttentionLayer(attention, layer.mixer_norm, cache_layer, weights, forms)
+            return AttentionLayer(
+                attention, layer.mixer_norm, cache_layer, weights=weights, forms=forms
+            )
         case DeltaNet() as delta_net:
-            return DeltaNetLayer(delta_net, layer.mixer_norm, cache_layer, weights)
+            return DeltaNetLayer(delta_net, layer.mixer_norm, cache_layer, weights=weights)
 
 
 def _ffn_layer(layer: Layer, layer_id: int, weights: LayerWeights) -> FfnLayer:
@@ -173,6 +175,6 @@ def _ffn_layer(layer: Layer, layer_id: int, weights: LayerWeights) -> FfnLayer:
         case Ffn() as ffn:
             return DenseFfnLayer(ffn, norm, weights)
         case RoutedFfn() as routed:
-            return RoutedFfnLayer(routed, norm, layer_id, weights)
+            return RoutedFfnLayer(routed, norm, layer_id, weights=weights)
         case InputScaledFfn() as scaled:
-            return InputScaledFfnLayer(scaled, norm, layer_id, weights)
+            return InputScaledFfnLayer(scaled, norm, layer_id, weights=weights)

@@ -117,7 +117,7 @@ class ChunkKernels:
         return self.project(self._activated(gate, up), (matrix,))[0]
 
     def add_swiglu(
-        self, gate: Rows, up: Rows, matrix: DeviceMatrix, residual: Rows, *, share: Rows | None
+        self, gate: Rows, up: Rows, matrix: DeviceMatrix, *, residual: Rows, share: Rows | None
     ) -> None:
         if share is None:
             self.add_product(self._activated(gate, up), matrix, residual)

@@ -66,7 +66,7 @@ class LayerKernels(Protocol):
         """``(silu(gate) * up) @ matrix.T``; `up` may be overwritten."""
 
     def add_swiglu(
-        self, gate: Rows, up: Rows, matrix: DeviceMatrix, residual: Rows, *, share: Rows | None
+        self, gate: Rows, up: Rows, matrix: DeviceMatrix, *, residual: Rows, share: Rows | None
     ) -> None:
         """The same added to a residual, times the sigmoid of each token's `share` [T, 1]."""
 

@@ -64,8 +64,8 @@ class StepExperts:
         layer: ResidentLayer,
         choice: Choice,
         rows: StepRows,
-        out: DeviceArray,
         *,
+        out: DeviceArray,
         gives_sums: bool,
         rule: RoutingRule | None = None,
     ) -> None:
@@ -106,8 +106,8 @@ class StepExperts:
         layer: ResidentLayer,
         choice: Choice,
         rows: StepRows,
-        residual: DeviceArray,
         *,
+        residual: DeviceArray,
         replies: ctypes.Structure,
     ) -> None:
         """Add the chosen experts of up to MOST_TOKENS, and what peers answer, to the residual."""

@@ -116,7 +116,7 @@ class StepKernels:
         return out
 
     def add_swiglu(
-        self, gate: Rows, up: Rows, matrix: DeviceMatrix, residual: Rows, *, share: Rows | None
+        self, gate: Rows, up: Rows, matrix: DeviceMatrix, *, residual: Rows, share: Rows | None
     ) -> None:
         """In one launch."""
         self._multiply(Input(gate), (matrix,), (residual,), adds=True, up=up, gate=share)

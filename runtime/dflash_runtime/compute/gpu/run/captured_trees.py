@@ -132,8 +132,8 @@ class CapturedTrees:
             capture.token_ids,
             capture.branch.positions,
             self._cache,
-            Phase.VERIFY,
-            kept.position + int(kept.depths.max()) + 1,
+            phase=Phase.VERIFY,
+            context=kept.position + int(kept.depths.max()) + 1,
             tree=kept,
             branch=capture.branch,
         )

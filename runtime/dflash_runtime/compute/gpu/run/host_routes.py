@@ -117,7 +117,7 @@ class _Exchange:
             ops.add_sums.launch(residual.array, self.box.mapped_sums)
             return
         yield self.ask
-        local = local_sums(ops, self.layer, routed, _PHASE)
+        local = local_sums(ops, self.layer, routed, phase=_PHASE)
         yield self.add
         ops.add_sums.launch(residual.array, local.array, self.box.mapped_sums)
 

@@ -50,7 +50,9 @@ def test_sums_of_a_step_that_failed_are_not_added_in_the_next(
         resident = {}
         for layer in moe.layers:
             bank = backend.load_experts(file, layer, np.arange(TINY.num_experts, dtype=np.int32))
-            resident[layer.layer_id] = bank.by_global.only(any_device, is_here)
+            here = bank.by_global.only(any_device, is_here)
+            assert here is not None
+            resident[layer.layer_id] = here
         remote: Any = LosesOwners()
         routes = HostRoutes(ops, moe, resident, remote=remote)
 
