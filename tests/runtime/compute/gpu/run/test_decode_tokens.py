@@ -75,9 +75,14 @@ def test_tokens_of_steps_before_and_of_trials_are_forgotten() -> None:
 def test_a_token_of_a_step_that_was_interrupted_is_forgotten(is_trial: bool) -> None:
     """The device has it, but the host was stopped before it had noted the step."""
     tokens = placed(EmulatedDevice(), 7, 5, num_started=1)
-    with pytest.raises(KeyboardInterrupt), tokens.restored() if is_trial else nullcontext():
-        tokens.sampled[7] = 9
-        raise KeyboardInterrupt
+
+    def step() -> None:
+        with tokens.restored() if is_trial else nullcontext():
+            tokens.sampled[7] = 9
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        step()
     tokens.place(3, 5)
     assert (tokens.sampled == -1).all()
     tokens.close()
