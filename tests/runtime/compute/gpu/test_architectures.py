@@ -6,6 +6,7 @@ In the emulation here, and with `-m gpu` on a device.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,12 +26,15 @@ from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
 from dflash_runtime.compute.gpu.layers.placed_step import place
 from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.gpu.model.attention import norm_before
-from dflash_runtime.compute.model import Step
+from dflash_runtime.compute.model import Step, forward, run_to_end
 from dflash_runtime.compute.reference.ops import ReferenceOps
+from dflash_runtime.compute.trees import Tree
+from support.emulated_gpu import TINY
 from support.gpu_devices import EMULATED, EMULATED_AND_GPU, opened_device
 from support.gpu_models import SHAPES, GpuModel, largest_error, reference_logits
 from support.random_gguf import SIZES_ON_GPU, write_model
 from support.random_glm4moe import Glm4MoeShape
+from support.random_models import write_qwen3moe
 
 BOUND = 1e-4
 
@@ -87,6 +91,30 @@ def test_rows_too_wide_for_a_block_are_multiplied_in_parts(tmp_path: Path) -> No
         assert device.max_shared_bytes < 4 * 8 * 96 * 128
         model = GpuModel(path, device, kv_type=KvType.F32)
         found = model.logits(ids, [8])
+        model.close()
+    assert largest_error(found, reference_logits(path, ids, KvType.F32)) < BOUND
+
+
+def test_a_head_too_wide_for_a_block_is_multiplied_in_parts(tmp_path: Path) -> None:
+    """A tree is verified in a captured step too, whose tokens are the most likely ones."""
+    shape = replace(TINY, num_layers=1, hidden_size=3584)
+    path = write_qwen3moe(tmp_path / "model.gguf", shape, seed=2, tensor_type="F16")
+    ids = np.arange(8, dtype=np.int32)
+    with opened_device(EMULATED) as device:
+        assert device.max_shared_bytes < 4 * 7 * shape.hidden_size
+        model = GpuModel(path, device, kv_type=KvType.F32)
+        moe = model.backend.moe(model.banks, Phase.PREFILL, None)
+        hidden = run_to_end(
+            forward(model.model, Step.of_chunk(ids, 0, model.cache, Phase.PREFILL), moe)
+        )
+        logits = model.model.head(hidden)
+        found = model.backend.to_host(logits)
+        np.testing.assert_array_equal(model.backend.argmax(logits), found.argmax(axis=1))
+        step = model.captured_step()
+        result = step.verify(ids[1:], Tree(np.arange(-1, 6, dtype=np.int32), 1), ())
+        assert result is not None
+        np.testing.assert_array_equal(result.next_token_ids, found[1:].argmax(axis=1))
+        step.close()
         model.close()
     assert largest_error(found, reference_logits(path, ids, KvType.F32)) < BOUND
 

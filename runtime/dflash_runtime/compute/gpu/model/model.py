@@ -28,7 +28,6 @@ from dflash_adapters.layers import (
 from dflash_adapters.loading import load_weights, model_spec
 from dflash_protocol.errors import UnsupportedModel
 from dflash_runtime.compute.gpu.device.device import DeviceArray
-from dflash_runtime.compute.gpu.launch.decode_arrays import step_parts
 from dflash_runtime.compute.gpu.launch.decode_tokens import Embed
 from dflash_runtime.compute.gpu.launch.sample_tokens import ChooseTokens, SampleInputs
 from dflash_runtime.compute.gpu.layers.placed_step import PlacedStep, place
@@ -143,7 +142,7 @@ class GpuModel:
         """
         self._require_plain_head("tree")
         steps, matrix, h = self._ops.steps, self._head.matrix, Input(x, self._norm)
-        for part in step_parts(x.num_tokens):
+        for part in steps.head_parts(x.num_tokens, matrix):
             logits = steps.rows(part.stop - part.start, matrix.rows)
             partials = steps.head(h[part], matrix, logits.array)
             self._ops.write_argmax(partials.array, token_ids[part])

@@ -10,7 +10,7 @@ import numpy as np
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime.compute.backend import argmax_of
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
-from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, step_parts
+from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.gpu.launch.decode_tokens import ArgmaxLogits
 from dflash_runtime.compute.gpu.launch.elementwise import ColumnsOf, Elementwise
 from dflash_runtime.compute.gpu.launch.row_kernels import AddRows, AddSums
@@ -74,9 +74,11 @@ class GpuOps:
         if not logits.partials:
             return argmax_of(self.to_host(logits))
         token_ids = self.device.empty((logits.num_tokens,), np.int32)
-        parts = step_parts(logits.num_tokens)
-        for part, partials in zip(parts, logits.partials, strict=True):
-            self.write_argmax(partials, token_ids[part])
+        first = 0
+        for partials in logits.partials:
+            end = first + partials.shape[1]
+            self.write_argmax(partials, token_ids[first:end])
+            first = end
         argmax: I32Array = self.device.download(token_ids)
         return argmax
 

@@ -150,15 +150,20 @@ class StepKernels:
         num_tokens = x.rows.num_tokens
         logits = self.rows(num_tokens, matrix.rows)
         partials: list[Buffer] = []
-        for part in step_parts(num_tokens):
-            some = x if num_tokens <= MOST_TOKENS else x[part]
+        parts = self.head_parts(num_tokens, matrix)
+        for part in parts:
+            some = x if len(parts) == 1 else x[part]
             partials.append(self.head(some, matrix, logits.array[part]))
         logits.partials = tuple(each.array for each in partials)
         logits.buffers = (*logits.buffers, *partials)
         return logits
 
+    def head_parts(self, num_tokens: int, matrix: DeviceMatrix) -> list[slice]:
+        """Rows that are given to `head` one after the other."""
+        return step_parts(num_tokens, self._most_rows((matrix,)) if num_tokens > 1 else 1)
+
     def head(self, x: Input, matrix: DeviceMatrix, out: DeviceArray) -> Buffer:
-        """Logits of up to MOST_TOKENS rows; returns what each block has found to be the largest.
+        """Logits of one of `head_parts`; returns what each block has found to be the largest.
 
         Shapes: out [T, V]; result [blocks, T] uint64.
         """
