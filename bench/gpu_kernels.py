@@ -21,7 +21,6 @@ from bench.gpu_parts import Result, say
 from bench.sides import Side
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.ops import KvType
 from dflash_adapters.registry import describe, read_spec
 from dflash_protocol.device import Device, parse_device
 from dflash_protocol.ids import Phase
@@ -29,6 +28,7 @@ from dflash_runtime.compute.gpu.backend import CupyBackend
 from dflash_runtime.compute.gpu.device.device import KernelDevice, address
 from dflash_runtime.compute.gpu.layers.matrix import DeviceMatrix
 from dflash_runtime.compute.gpu.run.captured_step import GraphStep
+from dflash_runtime.compute.kv_cache import KvType
 
 _ROUNDS = 7
 _STEPS = 64

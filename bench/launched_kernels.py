@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from dflash_adapters.ops import Gating, KvType, RoutingRule
 from dflash_adapters.quant import TensorType
 from dflash_adapters.rope import RopePairing
+from dflash_adapters.routing import Gating, RoutingRule
 from dflash_adapters.spec import DeltaShape, KvLayer
 from dflash_protocol.ids import AnyArray
 from dflash_runtime.compute.gpu.device.capabilities import Capabilities
@@ -40,6 +40,7 @@ from dflash_runtime.compute.gpu.layers.attention_plan import AttentionShape, Dec
 from dflash_runtime.compute.gpu.layers.attention_tree import TreeAttention
 from dflash_runtime.compute.gpu.layers.delta import DeltaChunk, DeltaPlan, DeltaStep
 from dflash_runtime.compute.gpu.layers.delta_tree import DeltaTree
+from dflash_runtime.compute.kv_cache import KvType
 
 _HIDDEN, _FFN, _EXPERTS, _USED, _VOCABULARY = 2048, 768, 128, 8, 151_936
 _HEADS, _KV_HEADS, _HEAD_DIM = 32, 4, 128

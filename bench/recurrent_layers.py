@@ -19,10 +19,10 @@ from bench.machine import be_realtime
 from bench.options import add_realtime_option, add_save_option, bench_parser
 
 from bench import report
-from dflash_adapters.ops import KvType
 from dflash_adapters.spec import DeltaShape, RecurrentLayer
 from dflash_protocol.ids import F32Array
 from dflash_runtime.compute.cpu import CpuBackend
+from dflash_runtime.compute.kv_cache import KvType
 
 SHAPE = DeltaShape(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128)
 KERNEL = 4

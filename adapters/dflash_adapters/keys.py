@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.layers import ExpertSizes, F32Tensor, Heads, Rope
-from dflash_adapters.ops import Gating, RoutingRule
 from dflash_adapters.rope import RopePairing, YarnScaling
+from dflash_adapters.routing import Gating, RoutingRule
 from dflash_adapters.spec import DeltaShape, RecurrentLayer
 from dflash_protocol.errors import ModelFileError, UnsupportedModel
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TypeAlias
 
-from dflash_adapters.ops import RoutingRule
 from dflash_adapters.rope import (
     AttentionTemperature,
     RopePairing,
@@ -22,6 +22,7 @@ from dflash_adapters.rope import (
     YarnScaling,
     rope_table,
 )
+from dflash_adapters.routing import RoutingRule
 from dflash_adapters.spec import CAUSAL, KvLayer, Mask, RecurrentLayer
 from dflash_protocol.ids import F32Array
 
@@ -190,6 +191,17 @@ PositionKind: TypeAlias = (
     Rotary | HeadNormRotary | RowNormRotary | RotaryUnitNorm | AttentionTemperature
 )
 """How q and k are transformed before scores are computed. A temperature scales q only."""
+
+
+class Gate(StrEnum):
+    """What is made of a gate's values before they are multiplied with."""
+
+    SIGMOID = "sigmoid"
+    """``1 / (1 + exp(-g))``."""
+    SILU = "silu"
+    """``g / (1 + exp(-g))``."""
+    SOFTPLUS = "softplus"
+    """``ln(1 + exp(g))``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ from dflash_adapters.layers import (
     VectorTensor,
     parts_of,
 )
-from dflash_adapters.ops import Matrix
 from dflash_adapters.rope import RopeTable
 from dflash_adapters.routed_experts import moe_layer
 from dflash_adapters.spec import ModelSpec, MoeSpec
@@ -88,6 +87,16 @@ def model_spec(file: GgufFile, description: Description) -> ModelSpec:
         ),
         recurrent_layers=tuple(each.state for each in mixers if isinstance(each, DeltaNet)),
     )
+
+
+class Matrix(Protocol):
+    """A weight [rows, columns] on the backend's device, as stored."""
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def columns(self) -> int: ...
 
 
 class Loader(Protocol[A_co]):

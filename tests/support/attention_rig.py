@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dflash_adapters.ops import KvType
 from dflash_adapters.rope import AttentionTemperature, RopePairing, rope_table
 from dflash_adapters.spec import CAUSAL, KvLayer, Mask
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array
@@ -26,6 +25,7 @@ from dflash_runtime.compute.gpu.layers.attention_plan import (
     context_bucket,
 )
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
+from dflash_runtime.compute.kv_cache import KvType
 from support.emulated_device import EmulatedDevice
 from support.float64_attention import attended, cached_numbers, fill, normalised_and_rotated
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from dflash_adapters.ops import KvType
 from dflash_adapters.rope import RopePairing, RopeTable
 from dflash_adapters.spec import CAUSAL, Mask
 from dflash_protocol.ids import AnyArray, F64Array, I32Array
 from dflash_runtime.compute.gpu.layers.kv_rows import KvRows
+from dflash_runtime.compute.kv_cache import KvType
 
 
 def normalised_and_rotated(

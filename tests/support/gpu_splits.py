@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.ops import KvType
 from dflash_adapters.registry import describe
 from dflash_adapters.spec import ModelSpec
 from dflash_protocol.batch import Sums
@@ -21,6 +20,7 @@ from dflash_protocol.placement import OwnedExperts, Placement
 from dflash_runtime.compute import ComputeBackend, open_backend
 from dflash_runtime.compute.gpu.backend import CupyBackend
 from dflash_runtime.compute.gpu.device.device import KernelDevice
+from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.model import Step, forward, run_to_end
 from dflash_runtime.engine.steps import Steps
 from dflash_runtime.experts.compute import LocalExpertCompute, OwnerKind, Ticket

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from dflash_adapters.ops import KvCache, KvType
 from dflash_adapters.spec import DeltaShape, RecurrentLayer
 from dflash_protocol.ids import F32Array, F64Array
+from dflash_runtime.compute.kv_cache import KvCache, KvType
 from support.float64_recurrent import float64_conv, float64_delta_rule
 
 EPS = 1e-6

@@ -29,8 +29,8 @@ from dflash_adapters.layers import (
     Rotary,
     RoutedFfn,
 )
-from dflash_adapters.ops import Gating, RoutingRule
 from dflash_adapters.rope import RopePairing
+from dflash_adapters.routing import Gating, RoutingRule
 from dflash_adapters.spec import CAUSAL, Mask
 
 _ACTIVATION = ClampedSwiglu(limit=7.0, alpha=1.702)

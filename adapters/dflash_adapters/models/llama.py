@@ -21,8 +21,8 @@ from dflash_adapters.keys import (
     rope_factors,
 )
 from dflash_adapters.layers import Attention, Description, Layer, Rotary, RoutedFfn
-from dflash_adapters.ops import Gating, RoutingRule
 from dflash_adapters.rope import RopePairing
+from dflash_adapters.routing import Gating, RoutingRule
 
 
 def describe(file: GgufFile) -> Description:

@@ -31,8 +31,8 @@ from dflash_adapters.layers import (
     Rotary,
     RotaryUnitNorm,
 )
-from dflash_adapters.ops import Gating, RoutingRule
 from dflash_adapters.rope import AttentionTemperature, RopePairing
+from dflash_adapters.routing import Gating, RoutingRule
 from dflash_adapters.spec import CAUSAL, Mask
 
 _CHUNK = 8192

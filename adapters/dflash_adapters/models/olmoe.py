@@ -13,8 +13,8 @@ from dflash_adapters.blocks import Block, describe_model
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.keys import Keys, read_base, read_heads, read_rope, require_dim
 from dflash_adapters.layers import Attention, Description, Layer, RoutedFfn, RowNormRotary
-from dflash_adapters.ops import Gating, RoutingRule
 from dflash_adapters.rope import RopePairing
+from dflash_adapters.routing import Gating, RoutingRule
 
 
 def describe(file: GgufFile) -> Description:

@@ -27,8 +27,8 @@ from dflash_adapters.keys import (
     read_shared_ffn_size,
 )
 from dflash_adapters.layers import Attention, Description, GateBesideQueries, Layer, Rope, RoutedFfn
-from dflash_adapters.ops import Gating, RoutingRule
 from dflash_adapters.rope import RopePairing
+from dflash_adapters.routing import Gating, RoutingRule
 
 _SECTIONS = "rope.dimension_sections"
 

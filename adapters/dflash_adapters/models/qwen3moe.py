@@ -19,8 +19,8 @@ from dflash_adapters.keys import (
     require_dim,
 )
 from dflash_adapters.layers import Attention, Description, Layer, RoutedFfn
-from dflash_adapters.ops import Gating, RoutingRule
 from dflash_adapters.rope import RopePairing
+from dflash_adapters.routing import Gating, RoutingRule
 
 
 def describe(file: GgufFile) -> Description:

@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.layers import Description
-from dflash_adapters.ops import KvCache, KvType
 from dflash_adapters.quant import TensorType
 from dflash_adapters.spec import KvLayer, ModelSpec, MoeLayer, MoeSpec, RecurrentLayer
 from dflash_protocol.batch import Hidden, HostSums, RoutedBatch, Sums
@@ -24,6 +23,7 @@ from dflash_protocol.device_payload import DeviceMover
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, I64Array, Phase
 from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.ring.segment import Segment
+from dflash_runtime.compute.kv_cache import KvCache, KvType
 from dflash_runtime.compute.mail_trial import MailTrial
 from dflash_runtime.compute.model import Model
 from dflash_runtime.compute.trees import Tree, TreeResult

@@ -10,13 +10,13 @@ import psutil
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.layers import Description
-from dflash_adapters.ops import KvCache, KvType
 from dflash_adapters.spec import KvLayer, ModelSpec, MoeLayer, RecurrentLayer
 from dflash_protocol.batch import HostHidden
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, I64Array, Phase
 from dflash_runtime.compute.backend import Chunking, ExpertBank, RemoteExperts, argmax_of
 from dflash_runtime.compute.host_model import HostModel
 from dflash_runtime.compute.host_ops import Ops
+from dflash_runtime.compute.kv_cache import KvCache, KvType
 from dflash_runtime.compute.model import Model, Pausable
 
 PREFILL_CHUNK = 512

@@ -15,6 +15,7 @@ from dflash_adapters.layers import (
     DeltaNet,
     Description,
     Ffn,
+    Gate,
     GateBesideQueries,
     HeadNormRotary,
     InputScaledFfn,
@@ -28,7 +29,6 @@ from dflash_adapters.layers import (
     parts_of,
 )
 from dflash_adapters.loading import load_weights, model_spec
-from dflash_adapters.ops import Gate
 from dflash_adapters.rope import AttentionTemperature
 from dflash_protocol.ids import AnyArray
 from dflash_runtime.compute.host_ops import Ops

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-from dflash_adapters.loading import Loader
-from dflash_adapters.ops import Gate, KvCache, KvType, Matrix, RoutingRule
+from dflash_adapters.layers import Gate
+from dflash_adapters.loading import Loader, Matrix
 from dflash_adapters.rope import AttentionTemperature, RopeTable
+from dflash_adapters.routing import RoutingRule
 from dflash_adapters.spec import DeltaShape, KvLayer, RecurrentLayer
 from dflash_protocol.ids import AnyArray
+from dflash_runtime.compute.kv_cache import KvCache, KvType
 
 A = TypeVar("A")
 

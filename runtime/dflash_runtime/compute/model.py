@@ -17,10 +17,10 @@ from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from dflash_adapters.ops import KvCache
 from dflash_adapters.spec import ModelSpec
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import AnyArray, I32Array, Phase
+from dflash_runtime.compute.kv_cache import KvCache
 from dflash_runtime.compute.trees import Tree
 
 A = TypeVar("A")

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflash_adapters import ops
 from dflash_protocol.errors import CheckpointMissing
 from dflash_protocol.ids import F32Array, I32Array
+from dflash_runtime.compute.kv_cache import Snapshot
 from dflash_runtime.compute.sliding_window import WindowRows, WindowSnapshot
 from dflash_runtime.compute.trees import Tree
 
@@ -60,7 +60,7 @@ def begin_of(positions: I32Array, kept: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateSnapshot:
-    """Implements ops.Snapshot: a copy of every layer's state, and of sliding-window rows."""
+    """Implements Snapshot: a copy of every layer's state, and of sliding-window rows."""
 
     num_positions: int
     values: tuple[F32Array, ...]
@@ -73,7 +73,7 @@ class StateSnapshot:
 
 
 class SequenceState:
-    """The part of ops.KvCache that resumes sequences; base class of the K/V caches."""
+    """The part of kv_cache.KvCache that resumes sequences; base class of the K/V caches."""
 
     def __init__(
         self, recurrent: Sequence[LayerState] = (), windows: Sequence[WindowRows] = ()
@@ -107,7 +107,7 @@ class SequenceState:
             kept and all(r.can_resume(num_positions) for r in self.windows)
         )
 
-    def snapshot(self, num_positions: int, instead_of: ops.Snapshot | None = None) -> StateSnapshot:
+    def snapshot(self, num_positions: int, instead_of: Snapshot | None = None) -> StateSnapshot:
         for state in self.recurrent:
             if state.num_positions != num_positions:
                 raise CheckpointMissing(wanted=num_positions, kept=state.num_positions)
@@ -123,7 +123,7 @@ class SequenceState:
             state.copy(state.values, target, num_positions)
         return StateSnapshot(num_positions, values, windows)
 
-    def restore(self, snapshot: ops.Snapshot) -> None:
+    def restore(self, snapshot: Snapshot) -> None:
         assert isinstance(snapshot, StateSnapshot)
         for state, values in zip(self.recurrent, snapshot.values, strict=True):
             state.copy(values, state.values, snapshot.num_positions)

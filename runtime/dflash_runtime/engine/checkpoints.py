@@ -9,8 +9,8 @@ from __future__ import annotations
 from contextlib import suppress
 from itertools import pairwise
 
-from dflash_adapters.ops import KvCache, Snapshot
 from dflash_protocol.errors import DeviceOutOfMemory
+from dflash_runtime.compute.kv_cache import KvCache, Snapshot
 from dflash_runtime.compute.sliding_window import MOST_KEPT
 
 LEAST_APART = 64

@@ -17,7 +17,6 @@ import psutil
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.gguf.weight_check import WeightCheck
 from dflash_adapters.keys import YARN_KEYS
-from dflash_adapters.ops import KvType
 from dflash_adapters.registry import describe, read_spec
 from dflash_adapters.spec import ModelSpec, MoeLayer
 from dflash_protocol.device import Device, DeviceKind
@@ -35,6 +34,7 @@ from dflash_runtime.compute import (
     make_backend,
     open_backend,
 )
+from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.model import Model
 from dflash_runtime.compute.sliding_window import MOST_KEPT, num_rows
 from dflash_runtime.engine.arguments import choice, whole_number

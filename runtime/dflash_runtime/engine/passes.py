@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.ops import KvCache
 from dflash_protocol.batch import Hidden, Sums
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, I64Array, Phase
 from dflash_runtime.compute import ComputeBackend, ExpertBank
 from dflash_runtime.compute.backend import CapturedStep, MailRoute
+from dflash_runtime.compute.kv_cache import KvCache
 from dflash_runtime.compute.model import Model, OnLayer, Step, forward, run_to_end
 from dflash_runtime.compute.trees import BranchingCache, Tree
 from dflash_runtime.engine.two_batch_overlap import run_in_turns

@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable
 
 import numpy as np
 
-from dflash_adapters.ops import KvCache
 from dflash_protocol.ids import I32Array
 from dflash_runtime.compute.backend import Chunking
+from dflash_runtime.compute.kv_cache import KvCache
 from dflash_runtime.engine.checkpoints import StateCheckpoints
 from dflash_runtime.engine.prefix import CachedPrefix
 

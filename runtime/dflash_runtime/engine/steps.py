@@ -9,11 +9,11 @@ from typing import Any, NoReturn
 import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.ops import KvCache
 from dflash_protocol.errors import NotFinite
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, Phase
 from dflash_runtime.compute import ComputeBackend, ExpertBank
 from dflash_runtime.compute.backend import NOT_FINITE, CapturedStep
+from dflash_runtime.compute.kv_cache import KvCache
 from dflash_runtime.compute.model import Model, OnLayer, Step
 from dflash_runtime.compute.trees import Tree, TreeResult
 from dflash_runtime.engine.arguments import chunk_bounds

@@ -9,14 +9,16 @@ from typing import TypeAlias
 import numpy as np
 import pytest
 
-from dflash_adapters.ops import Gate, Gating, KvType, RoutingRule
+from dflash_adapters.layers import Gate
 from dflash_adapters.rope import AttentionTemperature, RopePairing, rope_table
+from dflash_adapters.routing import Gating, RoutingRule
 from dflash_adapters.spec import CAUSAL, KvLayer, Mask
 from dflash_protocol.errors import CheckpointMissing
 from dflash_protocol.ids import F32Array, F64Array
 from dflash_runtime.compute import sliding_window
 from dflash_runtime.compute.cpu import CpuBackend, dense
 from dflash_runtime.compute.cpu.ops import CpuOps
+from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.reference.ops import ReferenceOps
 from support.float64_attention import attended, normalised_and_rotated
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_adapters.ops import KvCache, Snapshot
 from dflash_protocol.errors import CheckpointMissing, DeviceOutOfMemory
 from dflash_runtime import Engine
 from dflash_runtime.compute import sliding_window
 from dflash_runtime.compute.cpu import CpuBackend
+from dflash_runtime.compute.kv_cache import KvCache, Snapshot
 from dflash_runtime.compute.reference import ReferenceBackend
 from dflash_runtime.compute.sliding_window import MOST_KEPT
 from dflash_runtime.engine.checkpoints import StateCheckpoints
@@ -178,14 +178,14 @@ def test_short_sequences_use_the_memory_of_those_before(
 
 @dataclass(frozen=True)
 class Kept:
-    """Implements ops.Snapshot."""
+    """Implements kv_cache.Snapshot."""
 
     num_positions: int
     nbytes: int = 100
 
 
 class Cache:
-    """Implements what StateCheckpoints asks of ops.KvCache."""
+    """Implements what StateCheckpoints asks of kv_cache.KvCache."""
 
     def __init__(self) -> None:
         self.num_positions = 0

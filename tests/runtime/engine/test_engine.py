@@ -17,11 +17,11 @@ import numpy as np
 import psutil
 import pytest
 
-from dflash_adapters.ops import KvType
 from dflash_protocol.device import CPU, parse_device
 from dflash_protocol.errors import ContextExceeded, DaemonUnavailable, SettingsError
 from dflash_protocol.settings import Settings, cache_folder
 from dflash_runtime import Engine
+from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.reference.ops import ReferenceOps
 from support.processes import START_S, environment, wait_until
 from support.random_models import Qwen3MoeShape, write_qwen3moe

@@ -14,13 +14,13 @@ import pytest
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.models import llama4
-from dflash_adapters.ops import KvType
 from dflash_adapters.registry import read_spec
 from dflash_adapters.spec import MoeSpec
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, Phase
 from dflash_runtime.compute import sliding_window
 from dflash_runtime.compute.gpu.device.device import KernelDevice
 from dflash_runtime.compute.gpu.run.captured_trees import CapturedTrees
+from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.engine.verifying import Verified, Verifier
 from dflash_runtime.placement.split import LOCAL_OWNER
 from support.emulated_gpu import TINY

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from dflash_adapters.ops import KvType
 from dflash_protocol.errors import ContextExceeded
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime.compute.cpu.kernels import attention_arguments as a
@@ -21,6 +20,7 @@ from dflash_runtime.compute.cpu.kernels.attention_tiles import BLOCK
 from dflash_runtime.compute.cpu.kv_cache import LayerCache
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers
+from dflash_runtime.compute.kv_cache import KvType
 
 _PARALLEL_PRODUCTS = 1 << 17
 """With fewer products, waking other threads costs more than it saves."""

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from functools import cached_property
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.ops import KvType
 from dflash_adapters.quant import TensorType
 from dflash_adapters.spec import MoeLayer
 from dflash_protocol.errors import SettingsError
@@ -20,6 +19,7 @@ from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers, check_num_threads
 from dflash_runtime.compute.host import HostBackend
+from dflash_runtime.compute.kv_cache import KvType
 
 
 class CpuBackend(HostBackend):

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from dflash_adapters.ops import Gate, RoutingRule
+from dflash_adapters.layers import Gate
 from dflash_adapters.rope import RopePairing, RopeTable
+from dflash_adapters.routing import RoutingRule
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime.compute.cpu.kernels import dense_tasks as tasks
 from dflash_runtime.compute.cpu.kernels import gate_tasks, route_tasks

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from dflash_adapters.ops import KvType
 from dflash_adapters.quant import TensorType
 from dflash_runtime.compute.cpu.kernels import (
     attention_tasks,
@@ -26,6 +25,7 @@ from dflash_runtime.compute.cpu.threads import parallel
 from dflash_runtime.compute.cpu.weights.matrix import row_layout
 from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise_function
 from dflash_runtime.compute.cpu.weights.rows import expand_function
+from dflash_runtime.compute.kv_cache import KvType
 
 _TYPE_JOBS: dict[str, Callable[[TensorType], object]] = {
     "rows": lambda tensor_type: row_layout(tensor_type, tensor_type.layout.block_elements),

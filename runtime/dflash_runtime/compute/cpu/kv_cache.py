@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflash_adapters.ops import KvType
 from dflash_adapters.spec import KvLayer, RecurrentLayer
 from dflash_protocol.ids import I64Array, U8Array
 from dflash_runtime.compute.cpu.kernels import attention_arguments as a
 from dflash_runtime.compute.cpu.kernels.attention_tasks import function_words
 from dflash_runtime.compute.cpu.recurrent_state import BlockedState
 from dflash_runtime.compute.cpu.threads.scratch import zeros_on_lines
+from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.sequence_state import SequenceState
 from dflash_runtime.compute.sliding_window import WindowRows
 
@@ -38,7 +38,7 @@ class LayerCache:
 
 
 class CpuKvCache(SequenceState):
-    """Implements ops.KvCache. Memory of blocks is untouched until they are written."""
+    """Implements kv_cache.KvCache. Memory of blocks is untouched until they are written."""
 
     def __init__(
         self,

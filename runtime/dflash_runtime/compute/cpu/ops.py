@@ -10,9 +10,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.ops import Gate, KvCache, KvType, Matrix, RoutingRule
+from dflash_adapters.layers import Gate
+from dflash_adapters.loading import Matrix
 from dflash_adapters.quant.reference import dequantise
 from dflash_adapters.rope import AttentionTemperature, RopeTable
+from dflash_adapters.routing import RoutingRule
 from dflash_adapters.spec import DeltaShape, KvLayer, RecurrentLayer
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime.compute.cpu.attention import Attention
@@ -26,6 +28,7 @@ from dflash_runtime.compute.cpu.threads.workers import Workers
 from dflash_runtime.compute.cpu.weights.matrix import CpuMatrix, load_matrix
 from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES, expand_function
 from dflash_runtime.compute.delta_inputs import DeltaInputs
+from dflash_runtime.compute.kv_cache import KvCache, KvType
 from dflash_runtime.compute.trees import attend_segments
 
 

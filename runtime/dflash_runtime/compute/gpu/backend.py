@@ -10,7 +10,6 @@ from typing import Any
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.layers import Description
-from dflash_adapters.ops import KvCache, KvType
 from dflash_adapters.quant import TensorType
 from dflash_adapters.spec import KvLayer, ModelSpec, MoeLayer, RecurrentLayer
 from dflash_protocol.device import Device
@@ -46,6 +45,7 @@ from dflash_runtime.compute.gpu.room import (
 from dflash_runtime.compute.gpu.run.captured_step import GraphStep
 from dflash_runtime.compute.gpu.run.host_routes import HostRoutes
 from dflash_runtime.compute.gpu.transfers.payload import PayloadMover
+from dflash_runtime.compute.kv_cache import KvCache, KvType
 from dflash_runtime.compute.model import Model
 
 _LOG = logging.getLogger(__name__)

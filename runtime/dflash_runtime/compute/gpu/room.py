@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from math import prod
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.ops import KvType
 from dflash_adapters.spec import KvLayer, MoeLayer
 from dflash_protocol.errors import DeviceOutOfMemory
 from dflash_runtime.compute.gpu.device.devices import DeviceMemory
 from dflash_runtime.compute.gpu.launch.layouts import FLOAT_TYPES, row_bytes
 from dflash_runtime.compute.gpu.layers.kv_rows import bytes_with_snapshots
 from dflash_runtime.compute.gpu.layers.matrix import PRODUCT_COLUMNS, require_kernels
+from dflash_runtime.compute.kv_cache import KvType
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.ops import KvType
 from dflash_adapters.quant import TensorType
 from dflash_adapters.quant.reference import dequantise
 from dflash_adapters.spec import MoeLayer
 from dflash_protocol.ids import I32Array
 from dflash_runtime.compute.backend import Chunking
 from dflash_runtime.compute.host import PREFILL_CHUNK, HostBackend
+from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.reference.experts import ExpertCache, ReferenceExpertBank
 from dflash_runtime.compute.reference.ops import ReferenceOps
 

@@ -6,8 +6,8 @@ from typing import Protocol
 
 import numpy as np
 
-from dflash_adapters.ops import KvType
 from dflash_protocol.ids import AnyArray, F32Array, I32Array
+from dflash_runtime.compute.kv_cache import KvType
 
 _BLOCK = 32
 

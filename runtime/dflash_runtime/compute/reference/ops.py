@@ -11,12 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.ops import Gate, KvCache, KvType, Matrix, RoutingRule
+from dflash_adapters.layers import Gate
+from dflash_adapters.loading import Matrix
 from dflash_adapters.quant.reference import dequantise
 from dflash_adapters.rope import AttentionTemperature, RopePairing, RopeTable
+from dflash_adapters.routing import RoutingRule
 from dflash_adapters.spec import DeltaShape, KvLayer, RecurrentLayer
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime.compute.delta_inputs import DeltaInputs
+from dflash_runtime.compute.kv_cache import KvCache, KvType
 from dflash_runtime.compute.reference.attention import attend, store
 from dflash_runtime.compute.reference.kv_cache import CachedRows, cached_rows
 from dflash_runtime.compute.reference.recurrent import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dflash_adapters.ops import Gating, RoutingRule
+from dflash_adapters.routing import Gating, RoutingRule
 from dflash_protocol.ids import F32Array, I32Array
 
 _SMALLEST_NORMAL_HALF = np.float32(6.103515625e-05)
@@ -13,7 +13,7 @@ _SMALLEST_NORMAL_HALF = np.float32(6.103515625e-05)
 def route(
     logits: F32Array, rule: RoutingRule, bias: F32Array | None = None
 ) -> tuple[I32Array, F32Array]:
-    """See ops.Ops.route and ops.RoutingRule."""
+    """See host_ops.Ops.route and routing.RoutingRule."""
     rule.check(logits.shape[1])
     scores = _scores(logits, rule.gating)
     selection = logits if rule.selects_by_logits else scores

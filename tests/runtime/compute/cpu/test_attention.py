@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_adapters.ops import KvType
 from dflash_adapters.spec import CAUSAL, KvLayer, Mask
 from dflash_protocol.errors import CheckpointMissing, ContextExceeded
 from dflash_protocol.ids import F32Array, F64Array
@@ -21,6 +20,7 @@ from dflash_runtime.compute.cpu.attention import Attention
 from dflash_runtime.compute.cpu.kv_cache import CpuKvCache
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers
+from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.reference.kv_cache import cached_rows
 from support import float64_attention
 from support.examples import examples

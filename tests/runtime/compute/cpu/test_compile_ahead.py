@@ -15,7 +15,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dflash_adapters.ops import KvType
 from dflash_adapters.quant import TensorType
 from dflash_runtime.compute.cpu import backend as backend_module
 from dflash_runtime.compute.cpu import compile_ahead as ahead
@@ -26,6 +25,7 @@ from dflash_runtime.compute.cpu.compile.kernel_cache import keeping_in, kernel_f
 from dflash_runtime.compute.cpu.kernel_jobs import jobs_for, run_job
 from dflash_runtime.compute.cpu.weights import float_tile
 from dflash_runtime.compute.cpu.weights.rows_dense import expand_f16, expand_f32
+from dflash_runtime.compute.kv_cache import KvType
 from support.processes import START_S, environment, wait_for_ends
 
 JOBS = ["expand.F32", "expand.F16", "expand.BF16"]

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_adapters.ops import Gating, RoutingRule
 from dflash_adapters.rope import RopePairing, RopeTable, rope_table
+from dflash_adapters.routing import Gating, RoutingRule
 from dflash_protocol.ids import F32Array, F64Array
 from dflash_runtime.compute.cpu import dense as launcher
 from dflash_runtime.compute.cpu.dense import Dense

@@ -10,14 +10,15 @@ import pytest
 from gguf import GGMLQuantizationType
 from gguf.quants import quantize
 
-from dflash_adapters.ops import Gating, KvType, RoutingRule
 from dflash_adapters.quant import TensorType
 from dflash_adapters.rope import RopePairing, rope_table
+from dflash_adapters.routing import Gating, RoutingRule
 from dflash_adapters.spec import KvLayer
 from dflash_protocol.ids import F32Array
 from dflash_runtime.compute.cpu import CpuBackend
 from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.cpu.weights.matrix import CpuMatrix, as_matrix
+from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.reference.ops import DenseMatrix, ReferenceOps
 
 

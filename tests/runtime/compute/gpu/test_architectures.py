@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from dflash_adapters.models import llama4
-from dflash_adapters.ops import KvType
 from dflash_adapters.rope import AttentionTemperature, RopePairing, YarnScaling, rope_table
 from dflash_adapters.spec import KvLayer, Mask
 from dflash_protocol.errors import UnsupportedModel
@@ -26,6 +25,7 @@ from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
 from dflash_runtime.compute.gpu.layers.placed_step import place
 from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.gpu.model.attention import norm_before
+from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.model import Step, forward, run_to_end
 from dflash_runtime.compute.reference.ops import ReferenceOps
 from dflash_runtime.compute.trees import Tree

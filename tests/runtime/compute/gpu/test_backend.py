@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dflash_adapters.ops import KvType
 from dflash_protocol.ids import I32Array
 from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
 from dflash_runtime.compute.gpu.device.device import KernelDevice
+from dflash_runtime.compute.kv_cache import KvType
 from support.emulated_device import EmulatedDevice
 from support.gpu_devices import first_gpu
 from support.gpu_models import GpuModel, largest_error, reference_logits

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dflash_adapters.ops import KvType
 from dflash_runtime import Engine
 from dflash_runtime.compute.gpu.device.device import KernelDevice
+from dflash_runtime.compute.kv_cache import KvType
 from support.gpu_models import GpuModel, error_of, reference_logits
 from support.random_gguf import RandomShape, write_model
 from support.random_gpt_oss import GptOssShape

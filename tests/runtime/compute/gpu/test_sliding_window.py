@@ -7,7 +7,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from dflash_adapters.ops import KvType
 from dflash_adapters.spec import KvLayer, Mask
 from dflash_protocol.errors import CheckpointMissing
 from dflash_protocol.ids import AnyArray, F32Array, Phase
@@ -19,6 +18,7 @@ from dflash_runtime.compute.gpu.layers.kv_rows import layer_bytes
 from dflash_runtime.compute.gpu.layers.placed_step import place
 from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.gpu.room import cache_bytes
+from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.model import Step
 from dflash_runtime.compute.sliding_window import MOST_KEPT
 from support.emulated_device import EmulatedDevice

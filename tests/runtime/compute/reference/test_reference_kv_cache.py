@@ -7,7 +7,7 @@ import pytest
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
-from dflash_adapters.ops import KvType
+from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.reference.kv_cache import cached_rows
 
 

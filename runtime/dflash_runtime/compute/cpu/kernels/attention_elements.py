@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from dflash_adapters.ops import KvType
 from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import RowFunction, compile_row_function, variant
 from dflash_runtime.compute.cpu.kernels import attention_tiles as tiles
@@ -20,6 +19,7 @@ from dflash_runtime.compute.cpu.simd.atomics import relaxed_load
 from dflash_runtime.compute.cpu.simd.memory import emit_call
 from dflash_runtime.compute.cpu.simd.types import i64, primitive, void
 from dflash_runtime.compute.cpu.simd.untyped import ir
+from dflash_runtime.compute.kv_cache import KvType
 
 
 def _scores(

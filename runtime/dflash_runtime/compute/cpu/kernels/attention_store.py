@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from dflash_adapters.ops import KvType
 from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import helper
 from dflash_runtime.compute.cpu.kernels.attention_tiles import ELEMENTS
@@ -24,6 +23,7 @@ from dflash_runtime.compute.cpu.simd.types import (
     void,
 )
 from dflash_runtime.compute.cpu.simd.untyped import cgutils, intrinsic, ir
+from dflash_runtime.compute.kv_cache import KvType
 
 _HALVES, _BYTES = ELEMENTS[KvType.F16], ELEMENTS[KvType.Q8_0]
 

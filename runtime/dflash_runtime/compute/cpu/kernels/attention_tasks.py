@@ -11,7 +11,6 @@ from functools import cache
 
 import numpy as np
 
-from dflash_adapters.ops import KvType
 from dflash_protocol.ids import F32Array, I64Array
 from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import (
@@ -76,6 +75,7 @@ from dflash_runtime.compute.cpu.kernels.words import set_word, word
 from dflash_runtime.compute.cpu.simd import atomics
 from dflash_runtime.compute.cpu.simd.untyped import types
 from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
+from dflash_runtime.compute.kv_cache import KvType
 
 
 def _store(args: int, counter: int, worker_idx: int) -> None:

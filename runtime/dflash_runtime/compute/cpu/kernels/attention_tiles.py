@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dflash_adapters.ops import KvType
 from dflash_runtime.compute.cpu.compile.tiers import current_tier
 from dflash_runtime.compute.cpu.simd.arithmetic import emit_fma
 from dflash_runtime.compute.cpu.simd.memory import emit_load, emit_store
@@ -37,6 +36,7 @@ from dflash_runtime.compute.cpu.simd.types import (
     void,
 )
 from dflash_runtime.compute.cpu.simd.untyped import cgutils, intrinsic, ir, types
+from dflash_runtime.compute.kv_cache import KvType
 
 BLOCK = 64
 """Positions between updates of the running maximum; the stride of rows of scores."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from dflash_adapters.ops import Gate
+from dflash_adapters.layers import Gate
 from dflash_protocol.ids import F32Array
 from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import (

@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 
-from dflash_adapters.ops import Gating
+from dflash_adapters.routing import Gating
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from dflash_adapters.ops import Gating, RoutingRule
 from dflash_adapters.quant import TensorType
+from dflash_adapters.routing import Gating, RoutingRule
 from dflash_adapters.spec import MoeLayer
 from dflash_runtime.compute.gpu.device.device import KernelDevice
 from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant

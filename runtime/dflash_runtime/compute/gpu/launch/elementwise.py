@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflash_adapters.ops import Gate
+from dflash_adapters.layers import Gate
 from dflash_runtime.compute.gpu.device.device import DeviceArray, Kernel, KernelDevice, address
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
 from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant

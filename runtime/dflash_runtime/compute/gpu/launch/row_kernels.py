@@ -6,7 +6,7 @@ import ctypes
 
 import numpy as np
 
-from dflash_adapters.ops import Gating, RoutingRule
+from dflash_adapters.routing import Gating, RoutingRule
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
 from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflash_adapters.ops import KvType
 from dflash_adapters.rope import RopePairing, RopeTable
 from dflash_adapters.spec import CAUSAL, KvLayer, Mask
 from dflash_protocol.errors import SettingsError
@@ -25,6 +24,7 @@ from dflash_runtime.compute.gpu.launch.decode_arrays import GRANULE, ArrayChecke
 from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
 from dflash_runtime.compute.gpu.layers.attention_plan import AttentionShape, DecodePlan, PrefillPlan
 from dflash_runtime.compute.gpu.layers.kv_rows import KvRows, LayerKvCache
+from dflash_runtime.compute.kv_cache import KvType
 
 _ALIGNMENT = 16
 

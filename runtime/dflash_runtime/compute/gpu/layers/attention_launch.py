@@ -8,7 +8,6 @@ from typing import TypeAlias
 
 import numpy as np
 
-from dflash_adapters.ops import KvType
 from dflash_adapters.rope import AttentionTemperature, RopeTable
 from dflash_protocol.ids import I32Array
 from dflash_runtime.compute.gpu.device.buffers import Buffers
@@ -26,6 +25,7 @@ from dflash_runtime.compute.gpu.layers.attention_tree import TreeAttention
 from dflash_runtime.compute.gpu.layers.kv_rows import LayerKvCache
 from dflash_runtime.compute.gpu.layers.placed_step import PlacedStep
 from dflash_runtime.compute.gpu.layers.rows import Rows
+from dflash_runtime.compute.kv_cache import KvType
 
 Heads: TypeAlias = tuple[DeviceArray, DeviceArray, DeviceArray]
 """Projected queries, keys and values. Shapes: each [T, heads * D] float32."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dflash_adapters.ops import KvType
 from dflash_adapters.rope import RopePairing, RopeTable
 from dflash_adapters.spec import KvLayer
 from dflash_protocol.errors import SettingsError
@@ -18,6 +17,7 @@ from dflash_runtime.compute.gpu.launch.decode_arrays import (
     padded_columns,
 )
 from dflash_runtime.compute.gpu.layers.kv_rows import row_elements
+from dflash_runtime.compute.kv_cache import KvType
 
 FIRST_BUCKET = 1024
 """Positions of the smallest context bucket; each further one has four times as many."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dflash_adapters.ops import KvType
 from dflash_adapters.rope import RopePairing
 from dflash_adapters.spec import CAUSAL, KvLayer, Mask
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
@@ -30,6 +29,7 @@ from dflash_runtime.compute.gpu.layers.attention import (
 from dflash_runtime.compute.gpu.layers.attention_plan import AttentionShape, DecodePlan
 from dflash_runtime.compute.gpu.layers.branch import Branch
 from dflash_runtime.compute.gpu.layers.kv_rows import LayerKvCache, new_layer_cache
+from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.trees import MOST_NODES
 
 _NODES_WARPS = 8

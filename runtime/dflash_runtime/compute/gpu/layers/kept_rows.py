@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dflash_adapters import ops
 from dflash_adapters.spec import KvLayer, RecurrentLayer
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.layers.recurrent_state import DeviceSnapshot, RecurrentStates
+from dflash_runtime.compute.kv_cache import Snapshot
 from dflash_runtime.compute.sliding_window import MOST_KEPT, WindowRows, WindowSnapshot, num_rows
 
 
@@ -42,7 +42,7 @@ class DeviceWindowRows(WindowRows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheSnapshot:
-    """Implements ops.Snapshot."""
+    """Implements Snapshot."""
 
     num_positions: int
     states: DeviceSnapshot
@@ -54,7 +54,8 @@ class CacheSnapshot:
 
 
 class KeptRows:
-    """Base of DeviceKvCache: the part of ops.KvCache that resumes, saves and restores sequences.
+    """Base of DeviceKvCache: the part of KvCache that resumes, saves and restores
+    sequences.
 
     Owns: states of recurrent layers. Raises: DeviceOutOfMemory.
     """
@@ -89,7 +90,7 @@ class KeptRows:
             window.advance(1)
         self.states.count_step()
 
-    def snapshot(self, num_positions: int, instead_of: ops.Snapshot | None = None) -> CacheSnapshot:
+    def snapshot(self, num_positions: int, instead_of: Snapshot | None = None) -> CacheSnapshot:
         states: DeviceSnapshot | None = None
         windows: tuple[WindowSnapshot | None, ...] = (None,) * len(self.windows)
         if instead_of is not None:
@@ -106,7 +107,7 @@ class KeptRows:
             ),
         )
 
-    def restore(self, snapshot: ops.Snapshot) -> None:
+    def restore(self, snapshot: Snapshot) -> None:
         assert isinstance(snapshot, CacheSnapshot)
         self.states.restore(snapshot.states)
         for window, kept in zip(self.windows, snapshot.windows, strict=True):

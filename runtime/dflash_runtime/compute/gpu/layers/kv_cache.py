@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from dflash_adapters.ops import KvType
 from dflash_adapters.spec import KvLayer, RecurrentLayer
 from dflash_protocol.errors import ContextExceeded
 from dflash_runtime.compute.gpu.device.device import KernelDevice
 from dflash_runtime.compute.gpu.layers.kept_rows import KeptRows
 from dflash_runtime.compute.gpu.layers.kv_rows import check_capacity, layer_bytes, new_layer_cache
+from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.trees import Tree
 
 
 class DeviceKvCache(KeptRows):
-    """Implements ops.KvCache. Rows that were never written are uninitialised, and never used.
+    """Implements kv_cache.KvCache. Rows that were never written are uninitialised, and never used.
 
     Owns: the device memory, freed with the object.
     Raises: SettingsError for heads or a capacity that the kernels cannot take; DeviceOutOfMemory.

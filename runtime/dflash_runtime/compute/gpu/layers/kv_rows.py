@@ -7,11 +7,11 @@ from math import prod
 
 import numpy as np
 
-from dflash_adapters.ops import KvType
 from dflash_adapters.spec import KvLayer
 from dflash_protocol.errors import SettingsError
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.layers.kept_rows import rows_kept
+from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.sliding_window import MOST_KEPT
 
 LARGEST_HEAD = 256

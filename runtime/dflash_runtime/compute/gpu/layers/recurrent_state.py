@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflash_adapters import ops
 from dflash_adapters.spec import RecurrentLayer
 from dflash_protocol.errors import CheckpointMissing
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.layers.delta import PLACES, RING, DeltaPlan, DeltaState
+from dflash_runtime.compute.kv_cache import Snapshot
 
 _NOTHING = -1
 """In place of a number of positions, while layers differ."""
@@ -36,7 +36,7 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceSnapshot:
-    """Implements ops.Snapshot: the ring and one state of each layer."""
+    """Implements Snapshot: the ring and one state of each layer."""
 
     num_positions: int
     rings: tuple[DeviceArray, ...]
@@ -112,9 +112,7 @@ class RecurrentStates:
             kept.newest += 1
             kept.oldest = max(kept.oldest, kept.newest - PLACES + 1)
 
-    def snapshot(
-        self, num_positions: int, instead_of: ops.Snapshot | None = None
-    ) -> DeviceSnapshot:
+    def snapshot(self, num_positions: int, instead_of: Snapshot | None = None) -> DeviceSnapshot:
         if self.layers:
             self.require(num_positions)
         if instead_of is None:
@@ -129,7 +127,7 @@ class RecurrentStates:
             self._device.copy(state, layer.state[num_positions % PLACES])
         return taken
 
-    def restore(self, snapshot: ops.Snapshot) -> None:
+    def restore(self, snapshot: Snapshot) -> None:
         assert isinstance(snapshot, DeviceSnapshot)
         num_positions = snapshot.num_positions
         for layer, ring, state in zip(self.layers, snapshot.rings, snapshot.states, strict=True):

@@ -9,7 +9,7 @@ from math import ceil
 
 import numpy as np
 
-from dflash_adapters.ops import RoutingRule
+from dflash_adapters.routing import RoutingRule
 from dflash_adapters.spec import MoeLayer
 from dflash_runtime.compute.gpu.device.device import DeviceArray, Kernel, KernelDevice, address
 from dflash_runtime.compute.gpu.device.kernel_sources import Defines

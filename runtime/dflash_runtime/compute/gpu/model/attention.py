@@ -9,6 +9,7 @@ import numpy as np
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.layers import (
     Attention,
+    Gate,
     GateBesideQueries,
     HeadNormRotary,
     HeadOrElementGate,
@@ -17,7 +18,6 @@ from dflash_adapters.layers import (
     RowNormRotary,
     VectorTensor,
 )
-from dflash_adapters.ops import Gate
 from dflash_adapters.rope import AttentionTemperature, RopeTable
 from dflash_protocol.errors import UnsupportedModel
 from dflash_runtime.compute.gpu.device.device import DeviceArray

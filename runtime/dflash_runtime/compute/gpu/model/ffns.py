@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from dflash_adapters.layers import Ffn, InputScaledFfn, RoutedFfn, VectorTensor
-from dflash_adapters.ops import Gate
+from dflash_adapters.layers import Ffn, Gate, InputScaledFfn, RoutedFfn, VectorTensor
 from dflash_runtime.compute.gpu.launch.elementwise import ColumnsOf
 from dflash_runtime.compute.gpu.layers.rows import Input, Rows
 from dflash_runtime.compute.gpu.model.linear import LayerWeights, Projection, project

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflash_adapters.ops import Gate, RoutingRule
+from dflash_adapters.layers import Gate
 from dflash_adapters.quant import TensorType
+from dflash_adapters.routing import RoutingRule
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, address
 from dflash_runtime.compute.gpu.launch.elementwise import ColumnsOf, Elementwise
 from dflash_runtime.compute.gpu.launch.prefill_dense import DensePrefill, DenseProduct

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from dflash_adapters.ops import RoutingRule
+from dflash_adapters.routing import RoutingRule
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.launch.decode_arrays import meta_shape, padded_columns, step_parts
 from dflash_runtime.compute.gpu.launch.decode_experts import (

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dflash_adapters.ops import Gating, RoutingRule
 from dflash_adapters.quant import TensorType
+from dflash_adapters.routing import Gating, RoutingRule
 from dflash_adapters.spec import Activation
 from dflash_protocol.ids import AnyArray, F32Array, F64Array
 from dflash_runtime.compute.gpu.launch.decode_experts import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dflash_adapters.ops import Gating, RoutingRule
 from dflash_adapters.quant import TensorType
+from dflash_adapters.routing import Gating, RoutingRule
 from dflash_protocol.ids import AnyArray, F32Array, F64Array
 from dflash_runtime.compute.gpu.launch.decode_arrays import meta_shape, padded_columns
 from dflash_runtime.compute.gpu.launch.decode_linear import LinearInputs, LinearOutputs

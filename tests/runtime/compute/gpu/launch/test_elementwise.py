@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from dflash_adapters.ops import Gate
+from dflash_adapters.layers import Gate
 from dflash_protocol.ids import F32Array, F64Array
 from dflash_runtime.compute.gpu.launch.elementwise import ColumnsOf, Elementwise
 from support.emulated_device import EmulatedDevice

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dflash_adapters.ops import Gating, RoutingRule
+from dflash_adapters.routing import Gating, RoutingRule
 from dflash_runtime.compute.gpu.launch.row_kernels import RouteRows
 from dflash_runtime.compute.reference.routing import route
 from support.emulated_device import EmulatedDevice

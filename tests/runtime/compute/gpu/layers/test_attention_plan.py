@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dflash_adapters.ops import KvType
 from dflash_adapters.rope import RopePairing, rope_table
 from dflash_adapters.spec import KvLayer
 from dflash_protocol.errors import SettingsError
@@ -24,6 +23,7 @@ from dflash_runtime.compute.gpu.layers.attention_plan import (
     PrefillPlan,
     context_bucket,
 )
+from dflash_runtime.compute.kv_cache import KvType
 from support.attention_rig import AttentionRig, LayerCase
 
 QWEN3 = AttentionShape(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dflash_adapters.ops import KvType
 from dflash_adapters.rope import AttentionTemperature, RopePairing
 from dflash_adapters.spec import Mask
 from dflash_runtime.compute.gpu.layers.attention_plan import PrefillPlan
+from dflash_runtime.compute.kv_cache import KvType
 from support.attention_rig import AttentionRig, LayerCase, relative_error
 
 SMALL = LayerCase(num_heads=4, key_dim=32, value_dim=32, num_rotated=32)

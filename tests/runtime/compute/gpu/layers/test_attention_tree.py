@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dflash_adapters.ops import KvType
 from dflash_adapters.rope import RopePairing
 from dflash_adapters.spec import Mask
 from dflash_protocol.ids import AnyArray
@@ -15,6 +14,7 @@ from dflash_runtime.compute.gpu.layers.attention_plan import context_bucket
 from dflash_runtime.compute.gpu.layers.attention_tree import TreeAttention
 from dflash_runtime.compute.gpu.layers.branch import Branch
 from dflash_runtime.compute.gpu.layers.kv_rows import KvRows, LayerKvCache
+from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.trees import Tree
 from support.attention_rig import AttentionRig, LayerCase
 from support.trees import way_to

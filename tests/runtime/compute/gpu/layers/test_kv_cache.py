@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dflash_adapters.ops import KvType
 from dflash_adapters.spec import KvLayer
 from dflash_protocol.errors import ContextExceeded, SettingsError
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
 from dflash_runtime.compute.gpu.layers.kv_rows import layer_bytes
+from dflash_runtime.compute.kv_cache import KvType
 from support.emulated_device import EmulatedDevice
 
 LAYERS = (KvLayer(num_heads=2, key_dim=80, value_dim=40), KvLayer(1, 64, 64))

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dflash_adapters.ops import KvType
 from dflash_protocol.ids import F32Array, Phase
 from dflash_runtime.compute.gpu.device.buffers import Buffer, Buffers
 from dflash_runtime.compute.gpu.device.device import KernelDevice
 from dflash_runtime.compute.gpu.run.captured_step import GraphStep
+from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.model import Step, forward, run_to_end
 from support.emulated_gpu import TINY
 from support.gpu_models import GpuModel

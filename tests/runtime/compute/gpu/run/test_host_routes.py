@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.ops import Gating, RoutingRule
 from dflash_adapters.registry import read_spec
+from dflash_adapters.routing import Gating, RoutingRule
 from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array
 from dflash_runtime.compute.gpu.backend import CupyBackend

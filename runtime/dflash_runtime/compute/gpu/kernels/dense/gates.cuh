@@ -1,4 +1,4 @@
-// Gate functions: sigmoid, SiLU, softplus (as ops.Gate names them).
+// Gate functions: sigmoid, SiLU, softplus (as layers.Gate names them).
 #pragma once
 #include "common.cuh"
 

@@ -1,0 +1,52 @@
+"""What a backend's cache of a sequence offers: keys and values, and states of recurrent layers."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Protocol
+
+
+class KvType(StrEnum):
+    """Element type of the key/value cache."""
+
+    F32 = "f32"
+    F16 = "f16"
+    Q8_0 = "q8_0"
+    """Blocks of 32 along a row: a half as scale, and signed bytes."""
+
+
+class Snapshot(Protocol):
+    """The state of a sequence's recurrent layers after some positions, as a cache has kept it."""
+
+    @property
+    def num_positions(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+
+
+class KvCache(Protocol):
+    """What all layers keep of one sequence: keys and values of each position, and the state of
+    recurrent layers after the last one."""
+
+    @property
+    def capacity(self) -> int:
+        """Positions that fit."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes when it is full."""
+
+    def can_resume(self, num_positions: int) -> bool:
+        """Whether the next token may be the one after so many positions, as things are."""
+
+    def snapshot(self, num_positions: int, instead_of: Snapshot | None = None) -> Snapshot:
+        """Save the state after so many positions, in the memory of `instead_of`, a snapshot of this
+        cache that is no longer needed, if given. Rows of keys and values are not copied.
+
+        Raises: CheckpointMissing if a layer's state is another one.
+        """
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go on from a snapshot of this cache; rows from its position on may be overwritten."""
