@@ -47,7 +47,8 @@ class DecodeTokens:
     def place(self, token_id: int, position: int) -> None:
         """Set what the next step computes; waits for the steps under way."""
         self._device.synchronize()  # surplus steps may still write their tokens
-        self.sampled[self.first + 1 : self.position + 1] = _NONE
+        # With the token of a step, or a trial, that the host was interrupted in.
+        self.sampled[self.first + 1 : self.position + 2] = _NONE
         self._first_id = token_id
         self._write(token_id, position)
         self.first = self.position = position

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,6 +68,23 @@ def test_tokens_of_steps_before_and_of_trials_are_forgotten() -> None:
     assert tokens.sampled[6] == -1
     assert device.download(tokens.ids).tolist() == [3]
     assert device.download(tokens.positions).tolist() == [5]
+    tokens.close()
+
+
+@pytest.mark.parametrize("is_trial", [False, True])
+def test_a_token_of_a_step_that_was_interrupted_is_forgotten(is_trial: bool) -> None:
+    """The device has it, but the host was stopped before it had noted the step."""
+    tokens = placed(EmulatedDevice(), 7, 5, num_started=1)
+
+    def step() -> None:
+        with tokens.restored() if is_trial else nullcontext():
+            tokens.sampled[7] = 9
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        step()
+    tokens.place(3, 5)
+    assert (tokens.sampled == -1).all()
     tokens.close()
 
 

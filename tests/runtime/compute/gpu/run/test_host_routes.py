@@ -47,7 +47,7 @@ def test_sums_of_a_step_that_failed_are_not_added_in_the_next(
     with GgufFile.open(path) as file:
         moe, ops = read_spec(file).moe, backend.ops
         is_here = np.arange(TINY.num_experts) < TINY.num_experts - 1
-        resident = {}
+        resident: dict[int, Any] = {}
         for layer in moe.layers:
             bank = backend.load_experts(file, layer, np.arange(TINY.num_experts, dtype=np.int32))
             resident[layer.layer_id] = bank.by_global.only(any_device, is_here)
