@@ -31,7 +31,7 @@ from dflash_adapters.tensors import (
     refuse_other_tensors,
     require_f32,
 )
-from dflash_protocol.errors import ModelFileError, one_line
+from dflash_protocol.errors import ModelFileError, UnsupportedModel, one_line
 from dflash_protocol.ids import F32Array
 
 A = TypeVar("A")
@@ -63,10 +63,15 @@ def _tensors_of(description: Description) -> Iterator[Tensor]:
 def model_spec(file: GgufFile, description: Description) -> ModelSpec:
     """Derive the spec of a described model after `check_tensors`; reads no weights.
 
-    Raises: as check_tensors; UnsupportedModel for experts of several types in a layer.
+    Raises: as check_tensors; UnsupportedModel for experts of several types in a layer, or none in
+    any.
     """
     check_tensors(file, description)
     layers = description.layers
+    if all(isinstance(layer.ffn, Ffn) for layer in layers):
+        raise UnsupportedModel(
+            "no layer has experts", path=file.path, field=f"{file.architecture}.expert_count"
+        )
     mixers = [layer.mixer for layer in layers]
     vocab_size, hidden_size = description.ends.embedding.shape
     return ModelSpec(

@@ -94,6 +94,13 @@ def with_tensor(
 # -- tensors --------------------------------------------------------------------------------------
 
 
+def test_a_model_whose_layers_are_all_dense_is_refused(tmp_path: Path) -> None:
+    """Although its metadata counts experts."""
+    shape = replace(GLM4MOE, num_dense=GLM4MOE.num_layers)
+    path = write_model(tmp_path / "model.gguf", shape, seed=1)
+    refuse(path, "glm4moe.expert_count", "no layer has experts", UnsupportedModel)
+
+
 @pytest.mark.parametrize(("shape", "name"), of_each_tensor())
 def test_a_missing_tensor_is_named(tmp_path: Path, shape: RandomShape, name: str) -> None:
     path = write_model(tmp_path / "model.gguf", shape, seed=1, change=without(name))

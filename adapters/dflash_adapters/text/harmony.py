@@ -46,6 +46,7 @@ class HarmonyDecoder(StreamDecoder):
         """Text that became certain with this token, if readers are to see it."""
         marker = self._markers.get(token_id)
         if marker == "<|message|>":
+            self.flush()  # of a character that the header ended in
             channel = (self._header or "").partition("<|channel|>")[2].split()
             self._header, self._is_shown = None, channel[:1] in ([], ["final"])
         elif marker in ("<|start|>", "<|channel|>") and self._header is None:

@@ -74,6 +74,12 @@ def test_a_character_that_a_hidden_message_cuts_does_not_reach_the_next(
     assert "".join(map(stream.push, ids)) == "é"
 
 
+def test_a_character_that_a_header_cuts_does_not_reach_its_message(tokenizer: Tokenizer) -> None:
+    stream = reply_stream(tokenizer)
+    ids = tokenizer.encode("<|channel|>final é")[:-1] + tokenizer.encode("<|message|>x")
+    assert "".join(map(stream.push, ids)) == "x"
+
+
 def test_replies_of_other_models_are_without_control_tokens(tmp_path: Path) -> None:
     tokenizer = load(small(), tmp_path)
     stream = reply_stream(tokenizer)
