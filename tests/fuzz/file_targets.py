@@ -214,7 +214,8 @@ class GgufHeaders(Target):
                 assert list(file.tensors)[:2] == ["one", "two"]
         for header, size_bytes in self._headers[2:]:
             with GgufFile.open(self._file.put(header, size_bytes)) as file:
-                assert read_spec(file).moe.layers[0].num_experts == 3
+                num_experts = file.get_uint(f"{file.architecture}.expert_count")
+                assert read_spec(file).moe.layers[0].num_experts == num_experts
 
     def close(self) -> None:
         self._file.close()
