@@ -1,8 +1,9 @@
-"""How large an interface may be: parameters of functions, attributes of objects.
+"""How large an interface may be: parameters of functions, attributes of objects; names of classes.
 
 A function takes at most 6 positional parameters, a compiled kernel 10, an object has at most 12
 attributes. What belongs together is one value: a frozen dataclass, or, for a kernel, an array of
-words. Sizes that do not fit stand below with their reasons.
+words. Sizes that do not fit stand below with their reasons. The name of a public class stands in one
+place.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOTS = ("protocol", "adapters", "daemon", "runtime", "bench", "tooling")
+PACKAGES = ("protocol", "adapters", "daemon", "runtime")
+ROOTS = (*PACKAGES, "bench", "tooling")
 
 MOST_PARAMETERS, MOST_OF_A_KERNEL, MOST_ATTRIBUTES = 6, 10, 12
 
@@ -146,3 +148,13 @@ class B(A, Other):
         self.h: int = 1
 """
     assert dict(attributes(ast.parse(source))) == {"A": 4, "B": 5}
+
+
+def test_a_public_class_name_stands_in_one_place() -> None:
+    places: dict[str, list[str]] = {}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

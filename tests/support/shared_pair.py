@@ -29,7 +29,7 @@ SHAPE = RingShape(NUM_SLOTS, MAX_TOKENS, HIDDEN_SIZE, MAX_TOKENS * MAX_EXPERTS_U
 
 
 class Pair:
-    """Implements testing.Ends, with access to the segment's bytes."""
+    """Implements testing.LinkEnds, with access to the segment's bytes."""
 
     def __init__(
         self,

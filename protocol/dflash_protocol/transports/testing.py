@@ -40,7 +40,7 @@ _MANY = 50
 _LONG_S = 600.0
 
 
-class Ends(Protocol):
+class LinkEnds(Protocol):
     """Two connected ends, both used by the checking thread, unless a check says otherwise."""
 
     @property
@@ -50,7 +50,7 @@ class Ends(Protocol):
     def server(self) -> ServerTransport: ...
 
 
-class TransportPair(Ends, Protocol):
+class TransportPair(LinkEnds, Protocol):
     """What the checks need of a transport."""
 
     def connect(self) -> ClientTransport:
@@ -103,7 +103,7 @@ def sums_of(batch: RoutedBatch) -> F64Array:
     return sums
 
 
-def received(pair: Ends) -> ReceivedRequest:
+def received(pair: LinkEnds) -> ReceivedRequest:
     """The next valid request. Raises: AssertionError if none arrives."""
     end_s = time.monotonic() + TIMEOUT_S
     while time.monotonic() < end_s:
@@ -112,7 +112,7 @@ def received(pair: Ends) -> ReceivedRequest:
     raise AssertionError("no request came")
 
 
-def assert_serves(pair: Ends, *, seed: int = 0) -> None:
+def assert_serves(pair: LinkEnds, *, seed: int = 0) -> None:
     """Send one request and check its reply; earlier requests are left unanswered."""
     batch = example_batch(3, seed=seed)
     sequence = pair.client.submit(99, batch, deadline_s=TIMEOUT_S)

@@ -38,7 +38,7 @@ _NO_PAIRS: Sharing = (1, 0, 1, 0, 0, 0, 0)
 """How a call is shared that only stores."""
 
 
-class Attention:
+class CpuAttention:
     """Attention on one pool of threads; can be called from several threads at once."""
 
     def __init__(self, workers: Workers, scratch: Scratch) -> None:

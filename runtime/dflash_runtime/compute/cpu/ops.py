@@ -17,7 +17,7 @@ from dflash_adapters.rope import AttentionTemperature, RopeTable
 from dflash_adapters.routing import RoutingRule
 from dflash_adapters.spec import DeltaShape, KvLayer, RecurrentLayer
 from dflash_protocol.ids import F32Array, I32Array
-from dflash_runtime.compute.cpu.attention import Attention
+from dflash_runtime.compute.cpu.attention import CpuAttention
 from dflash_runtime.compute.cpu.dense import Dense, result_array
 from dflash_runtime.compute.cpu.kernels.linear_kernel import embed_kernel
 from dflash_runtime.compute.cpu.kv_cache import CpuKvCache
@@ -37,7 +37,7 @@ class CpuOps:
 
     def __init__(self, workers: Workers, scratch: Scratch) -> None:
         self._linear = DenseProducts(workers, scratch)
-        self._attention = Attention(workers, scratch)
+        self._attention = CpuAttention(workers, scratch)
         self._dense = Dense(workers, scratch)
         self._recurrent = Recurrent(workers, scratch)
         self._embed = embed_kernel()

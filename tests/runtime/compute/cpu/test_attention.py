@@ -16,7 +16,7 @@ from dflash_protocol.errors import CheckpointMissing, ContextExceeded
 from dflash_protocol.ids import F32Array, F64Array
 from dflash_runtime.compute import sliding_window
 from dflash_runtime.compute.cpu import attention as launcher
-from dflash_runtime.compute.cpu.attention import Attention
+from dflash_runtime.compute.cpu.attention import CpuAttention
 from dflash_runtime.compute.cpu.kv_cache import CpuKvCache
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers
@@ -27,20 +27,20 @@ from support.examples import examples
 
 
 @pytest.fixture(scope="module")
-def alone() -> Attention:
-    return Attention(Workers(1), Scratch())
+def alone() -> CpuAttention:
+    return CpuAttention(Workers(1), Scratch())
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Attention]:
+def shared() -> Iterator[CpuAttention]:
     """Three threads."""
     workers = Workers(3)
-    yield Attention(workers, Scratch())
+    yield CpuAttention(workers, Scratch())
     workers.close()
 
 
 @pytest.fixture
-def always_shared(shared: Attention, monkeypatch: pytest.MonkeyPatch) -> Attention:
+def always_shared(shared: CpuAttention, monkeypatch: pytest.MonkeyPatch) -> CpuAttention:
     """Three threads, used for work of any size."""
     monkeypatch.setattr(launcher, "_PARALLEL_PRODUCTS", 0)
     monkeypatch.setattr(launcher, "_PARALLEL_VALUES", 0)
@@ -81,7 +81,7 @@ def attended(
 
 
 def run(
-    attention: Attention,
+    attention: CpuAttention,
     kv_type: KvType,
     q: F32Array,
     k: F32Array,
@@ -120,8 +120,8 @@ def run(
     ],
 )
 def test_attention_in_chunks(
-    alone: Attention,
-    always_shared: Attention,
+    alone: CpuAttention,
+    always_shared: CpuAttention,
     heads: int,
     kv_heads: int,
     dim: int,
@@ -143,7 +143,7 @@ def test_attention_in_chunks(
 @examples(40)
 @given(data=st.data())
 def test_bits_do_not_depend_on_chunks_or_threads(
-    alone: Attention, shared: Attention, data: st.DataObject
+    alone: CpuAttention, shared: CpuAttention, data: st.DataObject
 ) -> None:
     kv_heads = data.draw(st.integers(1, 3), "kv_heads")
     group = data.draw(st.sampled_from([1, 2, 3, 5, 6, 7, 8, 16, 20]), "group")
@@ -178,8 +178,8 @@ MASKS = (Mask(window=1), Mask(window=50), Mask(window=300), Mask(chunk=70), Mask
 @pytest.mark.parametrize("mask", MASKS, ids=repr)
 @pytest.mark.parametrize(("heads", "dim"), [(2, 24), (12, 40)], ids=["few rows", "many rows"])
 def test_masks_in_chunks(
-    alone: Attention,
-    always_shared: Attention,
+    alone: CpuAttention,
+    always_shared: CpuAttention,
     monkeypatch: pytest.MonkeyPatch,
     heads: int,
     dim: int,
@@ -204,7 +204,7 @@ def test_masks_in_chunks(
 
 
 @pytest.mark.parametrize("size", [1e-3, 80.0, 1e4])
-def test_sinks(alone: Attention, size: float) -> None:
+def test_sinks(alone: CpuAttention, size: float) -> None:
     q, k, v = (normal(70, 4, 16, seed=seed) for seed in range(3))
     sinks = np.array([-1, 0, 0.5, 1], np.float32) * np.float32(size)
     got = run(alone, KvType.F32, q, k, v, [70], 0.25, sinks=sinks)
@@ -212,7 +212,7 @@ def test_sinks(alone: Attention, size: float) -> None:
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
 
 
-def test_a_window_keeps_only_what_can_still_be_seen(alone: Attention) -> None:
+def test_a_window_keeps_only_what_can_still_be_seen(alone: CpuAttention) -> None:
     mask = Mask(window=100)
     cache = CpuKvCache((KvLayer(2, 16, 16, mask), KvLayer(2, 16, 16)), 10_000, KvType.F32)
     window, plain = cache.layers
@@ -237,7 +237,7 @@ def test_a_window_keeps_only_what_can_still_be_seen(alone: Attention) -> None:
 
 
 @pytest.mark.parametrize("kv_type", KvType)
-def test_what_lies_after_a_token_does_not_reach_it(shared: Attention, kv_type: KvType) -> None:
+def test_what_lies_after_a_token_does_not_reach_it(shared: CpuAttention, kv_type: KvType) -> None:
     """Not even as infinity times zero: neither later tokens of the chunk nor those of a dropped
     draft."""
     q, k, v = (normal(100, 2, 16, seed=seed) for seed in range(3))
@@ -257,7 +257,7 @@ def test_what_lies_after_a_token_does_not_reach_it(shared: Attention, kv_type: K
 
 
 @pytest.mark.parametrize("size", [80.0, 1e4])
-def test_large_scores(alone: Attention, size: float) -> None:
+def test_large_scores(alone: CpuAttention, size: float) -> None:
     q, k, v = (normal(300, 2, 16, seed=seed) for seed in range(3))
     q *= np.float32(size)
     got = run(alone, KvType.F32, q, k, v, [300], 1.0)
@@ -265,7 +265,7 @@ def test_large_scores(alone: Attention, size: float) -> None:
 
 
 @pytest.mark.parametrize("kv_type", KvType)
-def test_kv_type_is_the_only_difference(alone: Attention, kv_type: KvType) -> None:
+def test_kv_type_is_the_only_difference(alone: CpuAttention, kv_type: KvType) -> None:
     """A single value comes back exactly as the cache's type stores it."""
     v = np.array([1 + 2**-11, 1 + 3 * 2**-11, 65504, 2**-24, 1e-9, 0], np.float32)[:, None, None]
     v = v * np.linspace(-1, 1, 33, dtype=np.float32)
@@ -276,7 +276,7 @@ def test_kv_type_is_the_only_difference(alone: Attention, kv_type: KvType) -> No
         np.testing.assert_array_equal(got, as_stored(v[part], kv_type))
 
 
-def test_positions_never_written_take_no_memory(alone: Attention) -> None:
+def test_positions_never_written_take_no_memory(alone: CpuAttention) -> None:
     before = psutil.Process().memory_info().rss
     cache = CpuKvCache((KvLayer(4, 128, 128),) * 8, 65536, KvType.Q8_0)
     assert (
@@ -287,7 +287,7 @@ def test_positions_never_written_take_no_memory(alone: Attention) -> None:
     assert psutil.Process().memory_info().rss - before < 16 << 20
 
 
-def test_guards(alone: Attention) -> None:
+def test_guards(alone: CpuAttention) -> None:
     cache = CpuKvCache((KvLayer(2, 16, 16),), 8, KvType.F32)
     q, k = normal(2, 4, 16), normal(2, 2, 16)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from dflash_adapters.quant import TensorType
 from dflash_runtime.compute.cpu.weights.repacked import formats_32 as of_32
 from dflash_runtime.compute.cpu.weights.repacked import formats_256 as of_256
-from dflash_runtime.compute.cpu.weights.repacked.rows import Quads, Rows, ScalesAndOffsets
+from dflash_runtime.compute.cpu.weights.repacked.rows import Quads, ScalesAndOffsets, TileRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,8 @@ class RepackedFormat:
     """A quantised type as the generic kernels see it."""
 
     tensor_type: TensorType
-    scales: Callable[[Rows], ScalesAndOffsets]
-    quads: Callable[[Rows], Quads]
+    scales: Callable[[TileRows], ScalesAndOffsets]
+    quads: Callable[[TileRows], Quads]
     bits: int
     """Quants are below ``2 ** bits``: at most 7, or 8 for full bytes, which are centred on 128."""
     chunk_blocks: int

@@ -10,7 +10,7 @@ from itertools import pairwise
 from dflash_runtime.compute.cpu.compile.tiers import current_tier
 from dflash_runtime.compute.cpu.simd.emitting import Vec, look_up
 from dflash_runtime.compute.cpu.weights.repacked.formats_32 import IQ4_QUANTS, nibble_quads
-from dflash_runtime.compute.cpu.weights.repacked.rows import Quads, Rows, ScalesAndOffsets
+from dflash_runtime.compute.cpu.weights.repacked.rows import Quads, ScalesAndOffsets, TileRows
 
 
 def _scaled_bytes(words: Vec, mask: int, factor: Vec, addend: Vec | None = None) -> list[Vec]:
@@ -29,7 +29,7 @@ def _scaled_bytes(words: Vec, mask: int, factor: Vec, addend: Vec | None = None)
     return scaled
 
 
-def scales_q4_k(rows: Rows) -> ScalesAndOffsets:
+def scales_q4_k(rows: TileRows) -> ScalesAndOffsets:
     """Also for Q5_K: 6 bits for each block; those of the last four blocks are split in two."""
     head, first, second, third = rows.gather_words(0)
     d, minus_dmin = head.half_to_float(), ((head >> 16) ^ 0x8000).half_to_float()
@@ -41,7 +41,7 @@ def scales_q4_k(rows: Rows) -> ScalesAndOffsets:
     )
 
 
-def quads_q4_k(rows: Rows) -> Quads:
+def quads_q4_k(rows: TileRows) -> Quads:
     for pair in range(4):
         for half in range(2):
             packed = rows.gather(16 + 32 * pair + 16 * half)
@@ -49,7 +49,7 @@ def quads_q4_k(rows: Rows) -> Quads:
             yield 2 * pair + 1, half, packed >> 4
 
 
-def quads_q5_k(rows: Rows) -> Quads:
+def quads_q5_k(rows: TileRows) -> Quads:
     """The fifth bits of block b are bit b of 32 bytes."""
     for half in range(2):
         fifth_bits = rows.gather(16 + 16 * half)
@@ -67,7 +67,7 @@ def _moved(values: Vec, source: int, target: int) -> Vec:
     return values << (target - source) if target > source else values >> (source - target)
 
 
-def scales_q2_k(rows: Rows) -> ScalesAndOffsets:
+def scales_q2_k(rows: TileRows) -> ScalesAndOffsets:
     """16 bytes: 4 bits of scale, 4 bits of minimum; d and dmin end the block."""
     tail = rows.gather_words(68)[3]
     d, minus_dmin = tail.half_to_float(), ((tail >> 16) ^ 0x8000).half_to_float()
@@ -79,7 +79,7 @@ def scales_q2_k(rows: Rows) -> ScalesAndOffsets:
     )
 
 
-def quads_q2_k(rows: Rows) -> Quads:
+def quads_q2_k(rows: TileRows) -> Quads:
     for run in range(2):  # of 128 values
         for half in range(2):
             packed = rows.gather(16 + 32 * run + 16 * half)
@@ -87,7 +87,7 @@ def quads_q2_k(rows: Rows) -> Quads:
                 yield 4 * run + part, half, (packed >> (2 * part)) & 3
 
 
-def scales_q3_k(rows: Rows) -> ScalesAndOffsets:
+def scales_q3_k(rows: TileRows) -> ScalesAndOffsets:
     """12 bytes of 16 scales, 6 bits each: 4 bits in the first 8 bytes, 2 in the last 4; d."""
     words = rows.gather_words(94)
     d = (words[3] >> 16).half_to_float()
@@ -99,7 +99,7 @@ def scales_q3_k(rows: Rows) -> ScalesAndOffsets:
     return scales, [scale * -4.0 for scale in scales]
 
 
-def quads_q3_k(rows: Rows) -> Quads:
+def quads_q3_k(rows: TileRows) -> Quads:
     """The third bits of block b are bit b of 32 bytes."""
     for half in range(2):
         third_bits = rows.gather(16 * half)
@@ -111,7 +111,7 @@ def quads_q3_k(rows: Rows) -> Quads:
                 yield block, half, ((packed >> (2 * part)) & 3) | high
 
 
-def scales_q6_k(rows: Rows) -> ScalesAndOffsets:
+def scales_q6_k(rows: TileRows) -> ScalesAndOffsets:
     """16 signed bytes; d ends the block."""
     d = (rows.gather_words(194)[3] >> 16).half_to_float()
     words = [each ^ 0x80808080 for each in rows.gather_words(192)]
@@ -120,7 +120,7 @@ def scales_q6_k(rows: Rows) -> ScalesAndOffsets:
     return scales, [scale * -32.0 for scale in scales]
 
 
-def quads_q6_k(rows: Rows) -> Quads:
+def quads_q6_k(rows: TileRows) -> Quads:
     for run in range(2):  # of 128 values
         for half in range(2):
             high = rows.gather(128 + 32 * run + 16 * half)
@@ -131,7 +131,7 @@ def quads_q6_k(rows: Rows) -> Quads:
                 yield block + 2, half, (low >> 4) | (_moved(high, 2 * side + 4, 4) & 48)
 
 
-def scales_iq4_xs(rows: Rows) -> ScalesAndOffsets:
+def scales_iq4_xs(rows: TileRows) -> ScalesAndOffsets:
     """6 bits for each block: two in 16 bits behind d, four in the following 4 bytes."""
     head, low = rows.gather_words(0)[:2]
     d = head.half_to_float()
@@ -144,7 +144,7 @@ def scales_iq4_xs(rows: Rows) -> ScalesAndOffsets:
     return scales, [scale * -128.0 for scale in scales]
 
 
-def quads_iq4_xs(rows: Rows) -> Quads:
+def quads_iq4_xs(rows: TileRows) -> Quads:
     for block in range(8):
         for half, quad in enumerate(nibble_quads(rows, 8 + 16 * block)):
             yield block, half, look_up(quad, IQ4_QUANTS, current_tier())

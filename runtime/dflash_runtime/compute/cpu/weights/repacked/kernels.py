@@ -31,7 +31,7 @@ from dflash_runtime.compute.cpu.simd.instruction_sets import Tier
 from dflash_runtime.compute.cpu.simd.types import FLOAT, i64, lanes_of, primitive, void
 from dflash_runtime.compute.cpu.simd.untyped import cgutils
 from dflash_runtime.compute.cpu.weights.repacked.formats import RepackedFormat
-from dflash_runtime.compute.cpu.weights.repacked.rows import LANES, Rows
+from dflash_runtime.compute.cpu.weights.repacked.rows import LANES, TileRows
 
 BLOCKS_AT_ONCE = 8
 """Blocks of 32 values in an unpacked chunk."""
@@ -121,7 +121,7 @@ def unpacking(form: RepackedFormat) -> Callable[..., Any]:
         num_chunks = builder.udiv(num_blocks, I64(form.chunk_blocks))
         with cgutils.for_range(builder, num_chunks) as loop:
             chunk = Vec(builder, loop.index)
-            rows = Rows(Vec(builder, first_row), Vec(builder, row_bytes)).at(
+            rows = TileRows(Vec(builder, first_row), Vec(builder, row_bytes)).at(
                 chunk * form.chunk_bytes
             )
             out = Vec(builder, repacked) + chunk * (512 * form.chunk_blocks)
@@ -236,7 +236,7 @@ def multiplying_one(form: RepackedFormat) -> Callable[..., Any]:
         for count, first, end in ((unrolled, I64(0), num_steps), (1, rest, num_chunks)):
             with cgutils.for_range_slice(builder, first, end, I64(1)) as (index, _):
                 begin = Vec(builder, index) * count
-                rows = Rows(Vec(builder, first_row), Vec(builder, row_bytes))
+                rows = TileRows(Vec(builder, first_row), Vec(builder, row_bytes))
                 line = Vec(builder, ahead) + begin * (NUM_ROWS * form.chunk_bytes)
                 x = Q8Blocks(Vec(builder, q8_blocks), 1).block(begin * form.chunk_blocks)
                 total = Vec(builder, builder.load(kept))
@@ -268,7 +268,7 @@ def _lines_ahead(first: Vec, num_bytes: int, num_parts: int) -> Iterator[None]:
 
 
 def _multiply_chunk(
-    form: RepackedFormat, rows: Rows, x: Q8Blocks, total: Vec, lines: Iterator[None]
+    form: RepackedFormat, rows: TileRows, x: Q8Blocks, total: Vec, lines: Iterator[None]
 ) -> Vec:
     """Add the products of a chunk to `total`.
 

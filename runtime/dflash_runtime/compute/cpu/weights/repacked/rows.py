@@ -30,7 +30,7 @@ ScalesAndOffsets = tuple[list[Vec], list[Vec]]
 _EACH_LANE = (0, 4, 8, 12)  # first words of the 128-bit lanes of 16 words
 
 
-class Rows:
+class TileRows:
     """The 16 rows from some block on; `stride` is bytes from row to row."""
 
     def __init__(self, first: Vec, stride: Vec) -> None:
@@ -45,14 +45,14 @@ class Rows:
         """Address of a byte of one row."""
         return self._fours[row // 4] + self._multiples[row % 4] + offset
 
-    def at(self, offset: Vec) -> Rows:
+    def at(self, offset: Vec) -> TileRows:
         """The same rows `offset` bytes further on."""
-        return Rows(self._first + offset, self._stride)
+        return TileRows(self._first + offset, self._stride)
 
     def gather(self, offset: int) -> Vec:
         """16 bytes of each row, as a quad.
 
-        Rows 4 lane + j form vector j, so that the rest is a transposition of 4 x 4
+        TileRows 4 lane + j form vector j, so that the rest is a transposition of 4 x 4
         words inside 128-bit lanes, for which every CPU has short instructions.
         """
         four = lanes_of(I32, 4)
