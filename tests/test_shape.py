@@ -2,8 +2,8 @@
 
 A function takes at most 6 positional parameters, a compiled kernel 10, an object has at most 12
 attributes. What belongs together is one value: a frozen dataclass, or, for a kernel, an array of
-words. Sizes that do not fit stand below with their reasons. The name of a public class stands in one
-place.
+words. Sizes that do not fit stand below with their reasons. The name of a public class stands in
+one place.
 """
 
 from __future__ import annotations
