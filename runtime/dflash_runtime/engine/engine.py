@@ -30,7 +30,7 @@ from dflash_runtime.engine.opening import (
     advice_if_out_of_memory,
     open_model,
 )
-from dflash_runtime.engine.prompts import Prompts, chat_ids, prompt_parts, text_ids
+from dflash_runtime.engine.prompts import Prompts
 from dflash_runtime.engine.run_guard import Cancelled
 from dflash_runtime.engine.sampling import Sampler, SamplingParams
 from dflash_runtime.engine.stats import EngineStats, GenerationStats
@@ -175,7 +175,7 @@ class Engine:
         """
         if chat:
             return self.encode_chat([{"role": "user", "content": text}])
-        return text_ids(self.tokenizer, text)
+        return self._prompts.text_ids(text)
 
     def prepare_chat(self) -> None:
         """Start the processes that render chat templates; otherwise the first chat does.
@@ -198,7 +198,7 @@ class Engine:
         UnsupportedModel if it fails; RenderingUnavailable.
         """
         rendered = self.chat_text(messages, template=template, extra=extra)
-        return chat_ids(self.tokenizer, rendered)
+        return self._prompts.chat_ids(rendered)
 
     def chat_text(
         self,
@@ -217,7 +217,7 @@ class Engine:
         Raises: SettingsError if there is no tokenizer; ContextExceeded, before the first part, if
         the text exceeds the context even if all its tokens were the longest ones.
         """
-        return prompt_parts(self.tokenizer, text, is_chat=is_chat, num_positions=self.num_positions)
+        return self._prompts.parts(text, is_chat=is_chat, num_positions=self.num_positions)
 
     def logits(
         self, token_ids: Sequence[int], chunk: int | Iterable[int] | None = None

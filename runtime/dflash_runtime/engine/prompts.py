@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from dflash_adapters.gguf.file import GgufFile
@@ -18,7 +17,8 @@ from dflash_runtime.engine.chat_renderer import ChatRenderer
 class Prompts:
     """A file's tokenizer, and the processes that render chats by its template.
 
-    Any thread may use it once `tokenizer` has been loaded. The file belongs to the caller.
+    Any thread may use it once `tokenizer` has been loaded. The file belongs to the caller. All
+    that gives texts or their ids raises SettingsError if the file has no tokenizer.
     Owns: the processes, until `close`.
     """
 
@@ -31,6 +31,10 @@ class Prompts:
         """Loaded on first use; None if the file has none."""
         return load_tokenizer(self._file)
 
+    def text_ids(self, text: str) -> list[int]:
+        """Token ids of a plain text for the model to continue."""
+        return self._required().encode(text, add_special=True)
+
     def prepare_chat(self) -> None:
         """Start the processes; otherwise the first chat does. Raises: RenderingUnavailable."""
         self._renderer.prepare()
@@ -42,80 +46,54 @@ class Prompts:
         template: str | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> str:
-        """See the function `chat_text`."""
-        return chat_text(
-            self.tokenizer,
+        """A conversation as text, rendered with `template` or else that of the file.
+
+        Raises: SettingsError if there is no template, or it refuses the messages; UnsupportedModel
+        if it fails; RenderingUnavailable.
+        """
+        tokenizer = self._required()
+        template = template or tokenizer.chat_template
+        if template is None:
+            raise SettingsError("this model has no chat template; give a plain prompt")
+        request = ChatRequest(
+            template,
             messages,
-            renderer=self._renderer,
-            template=template,
-            extra=extra,
-            path=self._file.path,
+            bos_token=tokenizer.bos_text,
+            eos_token=tokenizer.eos_text,
+            extra=extra or {},
         )
+        return self._renderer.render(request, path=self._file.path)
+
+    def chat_ids(self, rendered: str) -> list[int]:
+        """Token ids of the text that `chat_text` gave for a conversation.
+
+        They begin with the file's bos token if it asks for one, whether or not the template writes
+        it.
+        """
+        return list(chain.from_iterable(_chat_parts(self._required(), rendered)))
+
+    def parts(self, text: str, *, is_chat: bool, num_positions: int) -> Iterator[list[int]]:
+        """The ids of a text, or of a conversation as text, tokenised part by part.
+
+        Raises: ContextExceeded, before the first part, if the text needs more than `num_positions`
+        tokens even if all were the longest ones.
+        """
+        tokenizer = self._required()
+        fewest = tokenizer.fewest_tokens(text)
+        if fewest > num_positions:
+            raise ContextExceeded(fewest, num_positions)
+        if is_chat:
+            return _chat_parts(tokenizer, text)
+        return tokenizer.encoded(text, add_special=True)
 
     def close(self) -> None:
         """End the processes."""
         self._renderer.close()
 
-
-def text_ids(tokenizer: Tokenizer | None, text: str) -> list[int]:
-    """Token ids of a plain text for the model to continue.
-
-    Raises: SettingsError if there is no tokenizer.
-    """
-    return _required(tokenizer).encode(text, add_special=True)
-
-
-def chat_text(
-    tokenizer: Tokenizer | None,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    renderer: ChatRenderer,
-    template: str | None = None,
-    extra: Mapping[str, Any] | None = None,
-    path: Path,
-) -> str:
-    """A conversation as text: rendered by a process of the `renderer`, with `template` or else that
-    of the file at `path`.
-
-    Raises: SettingsError if there is no tokenizer, or no template, or it refuses the messages;
-    UnsupportedModel if it fails; RenderingUnavailable.
-    """
-    tokenizer = _required(tokenizer)
-    template = template or tokenizer.chat_template
-    if template is None:
-        raise SettingsError("this model has no chat template; give a plain prompt")
-    request = ChatRequest(
-        template,
-        messages,
-        bos_token=tokenizer.bos_text,
-        eos_token=tokenizer.eos_text,
-        extra=extra or {},
-    )
-    return renderer.render(request, path=path)
-
-
-def chat_ids(tokenizer: Tokenizer | None, rendered: str) -> list[int]:
-    """Token ids of the text that `chat_text` gave for a conversation.
-
-    They begin with the file's bos token if it asks for one, whether or not the template writes it.
-    Raises: SettingsError if there is no tokenizer.
-    """
-    return list(chain.from_iterable(_chat_parts(_required(tokenizer), rendered)))
-
-
-def prompt_parts(
-    tokenizer: Tokenizer | None, text: str, *, is_chat: bool, num_positions: int
-) -> Iterator[list[int]]:
-    """The ids of a text, or of a conversation as text, tokenised part by part.
-
-    Raises: SettingsError if there is no tokenizer; ContextExceeded, before the first part, if the
-    text needs more than `num_positions` tokens even if all were the longest ones.
-    """
-    tokenizer = _required(tokenizer)
-    fewest = tokenizer.fewest_tokens(text)
-    if fewest > num_positions:
-        raise ContextExceeded(fewest, num_positions)
-    return _chat_parts(tokenizer, text) if is_chat else tokenizer.encoded(text, add_special=True)
+    def _required(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise SettingsError("this file has no tokenizer; give token ids instead of text")
+        return self.tokenizer
 
 
 def _chat_parts(tokenizer: Tokenizer, rendered: str) -> Iterator[list[int]]:
@@ -128,9 +106,3 @@ def _chat_parts(tokenizer: Tokenizer, rendered: str) -> Iterator[list[int]]:
         yield part
     if begins is not None:
         yield [begins]
-
-
-def _required(tokenizer: Tokenizer | None) -> Tokenizer:
-    if tokenizer is None:
-        raise SettingsError("this file has no tokenizer; give token ids instead of text")
-    return tokenizer

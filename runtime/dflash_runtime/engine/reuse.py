@@ -43,8 +43,7 @@ class SequenceReuse:
 
     def go_to(self, position: int) -> None:
         """Have the cache go on there: where the last chunk ended, or 0, or a reusable position."""
-        self._prefix.cut(position)
-        self.checkpoints.cut(position)
+        self.cut(position)
         self.checkpoints.restore(position)
 
     def add(self, first_position: int, token_ids: I32Array) -> None:

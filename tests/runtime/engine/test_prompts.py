@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from dflash_adapters.gguf.file import GgufFile
 from dflash_protocol.errors import ContextExceeded, SettingsError, UnsupportedModel
 from dflash_runtime import Engine
 from dflash_runtime.cli.main import main
-from dflash_runtime.engine.chat_renderer import ChatRenderer
-from dflash_runtime.engine.prompts import chat_ids, chat_text, text_ids
+from dflash_runtime.engine.prompts import Prompts
 from support import gguf_builder as raw
-from support.compared_tokenizers import load, load_file
+from support.compared_tokenizers import load_file
 from support.processes import run_main
 from support.random_gguf import write_model
 from support.random_models import Qwen3MoeShape
@@ -48,14 +49,6 @@ def engine(model: Path) -> Iterator[Engine]:
     with Engine.open(model, backend="reference", context=200) as engine:
         engine.prepare_chat()
         yield engine
-
-
-@pytest.fixture(scope="module")
-def renderer() -> Iterator[ChatRenderer]:
-    renderer = ChatRenderer()
-    renderer.prepare()
-    yield renderer
-    renderer.close()
 
 
 def said(engine: Engine, ids: list[int]) -> str:
@@ -107,13 +100,15 @@ def test_processes_for_chats_are_started_by_the_first_chat(model: Path) -> None:
     assert set(psutil.Process().children()) == before
 
 
-def test_without_a_tokenizer_there_are_no_texts() -> None:
-    with pytest.raises(SettingsError, match=r"tokenizer\b.*token ids"):
-        text_ids(None, "x")
-    with pytest.raises(SettingsError, match=r"tokenizer\b.*token ids"):
-        chat_text(None, ASKED, renderer=ChatRenderer(), template=TEMPLATE, path=Path("m.gguf"))
-    with pytest.raises(SettingsError, match=r"tokenizer\b.*token ids"):
-        chat_ids(None, "x")
+def test_without_a_tokenizer_there_are_no_texts(tmp_path: Path) -> None:
+    with GgufFile.open(write_model(tmp_path / "m.gguf", SHAPE, seed=1)) as file:
+        prompts = Prompts(file)
+        with pytest.raises(SettingsError, match=r"tokenizer\b.*token ids"):
+            prompts.text_ids("x")
+        with pytest.raises(SettingsError, match=r"tokenizer\b.*token ids"):
+            prompts.chat_text(ASKED, template=TEMPLATE)
+        with pytest.raises(SettingsError, match=r"tokenizer\b.*token ids"):
+            prompts.chat_ids("x")
 
 
 def with_bos(*, adds_bos: bool) -> RawVocabulary:
@@ -129,15 +124,18 @@ def with_bos(*, adds_bos: bool) -> RawVocabulary:
 
 @pytest.mark.parametrize("template", ["{{ bos_token }}x", "<s>x", "x"])
 def test_a_conversation_begins_as_the_file_wants_it_and_only_once(
-    tmp_path: Path, renderer: ChatRenderer, template: str
+    tmp_path: Path, template: str
 ) -> None:
-    wants, does_not = (load(with_bos(adds_bos=adds), tmp_path) for adds in (True, False))
-    path = tmp_path / "m.gguf"
-    asked: dict[str, Any] = {"renderer": renderer, "template": template, "path": path}
-    assert chat_ids(wants, chat_text(wants, ASKED, **asked)) == [259, ord("x")]
+    def ids(*, adds_bos: bool) -> list[int]:
+        with ExitStack() as undo:
+            path = with_bos(adds_bos=adds_bos).write(tmp_path / "m.gguf")
+            prompts = Prompts(undo.enter_context(GgufFile.open(path)))
+            undo.callback(prompts.close)
+            return prompts.chat_ids(prompts.chat_text(ASKED, template=template))
+
+    assert ids(adds_bos=True) == [259, ord("x")]
     begins = [259] if "s" in template else []
-    rendered = chat_text(does_not, ASKED, **asked)
-    assert chat_ids(does_not, rendered) == [*begins, ord("x")]
+    assert ids(adds_bos=False) == [*begins, ord("x")]
 
 
 # The command line.
