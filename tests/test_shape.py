@@ -35,7 +35,6 @@ ATTRIBUTES = {
     "protocol/dflash_protocol/wire/messages.py:Welcome": MESSAGE,
     "runtime/dflash_runtime/serving/requests.py:ChatBody": MESSAGE,
     "runtime/dflash_runtime/serving/requests.py:CompletionBody": MESSAGE,
-    "runtime/dflash_runtime/serving/status.py:OwnerStatus": MESSAGE,
     "runtime/dflash_runtime/serving/metrics.py:Metrics": METRICS,
     "runtime/dflash_runtime/experts/compute.py:OwnerStats": METRICS,
     "runtime/dflash_runtime/experts/telemetry.py:PhaseStats": METRICS,

@@ -22,12 +22,11 @@ from dflash_protocol import __version__
 from dflash_protocol.errors import ContextExceeded, SettingsError
 from dflash_runtime.engine.arguments import token_id_array
 from dflash_runtime.engine.engine import Engine
+from dflash_runtime.serving.access import CLIENT, KEY, RequestGate
 from dflash_runtime.serving.bodies import Body
-from dflash_runtime.serving.description import describe, model_id
 from dflash_runtime.serving.errors import ApiError, JSONResponse, api_error
-from dflash_runtime.serving.gate import CLIENT, KEY, RequestGate
+from dflash_runtime.serving.fair_queue import Turns
 from dflash_runtime.serving.generation import GenerationResponse
-from dflash_runtime.serving.jobs import Channel, Job
 from dflash_runtime.serving.requests import (
     FEW_VALUES,
     B,
@@ -39,9 +38,9 @@ from dflash_runtime.serving.requests import (
 )
 from dflash_runtime.serving.responses import ChatAnswer, CompletionAnswer
 from dflash_runtime.serving.state import ServerState
-from dflash_runtime.serving.status import expert_map, status
+from dflash_runtime.serving.status import expert_map, model_id, props, status
 from dflash_runtime.serving.status_page import page_routes
-from dflash_runtime.serving.turns import Turns
+from dflash_runtime.serving.worker import Channel, Job
 
 T = TypeVar("T")
 
@@ -75,8 +74,8 @@ def create_app(state: ServerState) -> ASGIApp:
         return Response(state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/props")
-    async def props() -> Response:
-        return JSONResponse(describe(state, state.ready_engine()))
+    async def properties() -> Response:
+        return JSONResponse(props(state, state.ready_engine()))
 
     @app.get("/status")
     async def page_status() -> Response:
@@ -177,7 +176,8 @@ def create_app(state: ServerState) -> ASGIApp:
         return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
 
     paths = (getattr(route, "path", "") for route in app.routes)
-    return RequestGate(app, state, frozenset(path for path in paths if "{" not in path))
+    endpoints = frozenset(path for path in paths if "{" not in path)
+    return RequestGate(app, state.keys, state.metrics, endpoints)
 
 
 def _model_record(engine: Engine) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from dflash_runtime.serving.errors import ApiError
-from dflash_runtime.serving.turns import Turns
+from dflash_runtime.serving.fair_queue import Turns
 
 BODY_S = 30.0
 """Within this a body must arrive."""

@@ -1,6 +1,7 @@
-"""Accepting connections within bounds: in all, of one address, and of file descriptors.
+"""Connections within bounds: their number, in all and of one address, and how long each may wait.
 
 asyncio's own server accepts every connection, and logs a traceback when it has no descriptor left.
+uvicorn bounds how long a connection may idle between requests, not how long the head of one takes.
 """
 
 from __future__ import annotations
@@ -14,10 +15,15 @@ import socket
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
-from dflash_runtime.serving.http_protocol import BoundedProtocol
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _LOG = logging.getLogger(__name__)
 
+HEAD_S = 10.0
+"""For the head of a request, from its first byte or the connection's start."""
+STALL_S = 60.0
+"""For a client to read some of the answer."""
 MOST_CONNECTIONS = 1024
 _REPORT_EVERY_S = 60.0
 _PAUSE_S = 1.0
@@ -25,16 +31,66 @@ _PAUSE_S = 1.0
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-def most_connections() -> int:
-    """Limit in all: half of the process's file limit; the model and daemons need the rest."""
-    return min(MOST_CONNECTIONS, max(8, _most_files() // 2))
+class BoundedProtocol(H11Protocol):
+    """One connection; used by the event loop."""
 
+    _head_timer: asyncio.TimerHandle | None = None
+    _stall_timer: asyncio.TimerHandle | None = None
+    _waits_since_s: float | None = None
 
-def first_reserved_file() -> int:
-    """The last quarter of file descriptors is reserved for daemons: connections use none from this
-    number on. The kernel always gives the lowest free number."""
-    most = _most_files()
-    return most - most // 4
+    @property
+    def silent_since_s(self) -> float | None:
+        """Loop time since when the client owes the head of a request, or more of its body. None
+        with a whole request, or while either side has unread data."""
+        is_ours = self.flow.read_paused or self.transport.get_write_buffer_size()
+        return None if is_ours or self.transport.is_closing() else self._waits_since_s
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._waits_since_s = self.loop.time()
+        self._head_timer = self.loop.call_later(HEAD_S, self.abort)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        # `cycle` is the last request's until the head of the next is complete.
+        if self._has_request():
+            self._head_timer = _stopped(self._head_timer)
+            is_whole = self.conn.their_state is not h11.SEND_BODY
+            self._waits_since_s = None if is_whole else self.loop.time()
+        elif self._head_timer is None and self.timeout_keep_alive_task is None:
+            self._head_timer = self.loop.call_later(HEAD_S, self.abort)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()  # which may begin the next request
+        self._waits_since_s = None if self._has_request() else self.loop.time()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stall_timer = self.loop.call_later(STALL_S, self.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stall_timer = _stopped(self._stall_timer)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_timer = _stopped(self._head_timer)
+        self._stall_timer = _stopped(self._stall_timer)
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Abort if the client has not read its answer by now."""
+        if self.transport.get_write_buffer_size():
+            self.abort()
+        else:
+            super().timeout_keep_alive_handler()
+
+    def abort(self) -> None:
+        """Close at once, dropping unsent data."""
+        self.transport.abort()
+
+    def _has_request(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
 
 class Acceptor:
@@ -146,9 +202,28 @@ class Acceptor:
         _LOG.warning("connections: %s (logged at most once a minute)", what)
 
 
+def most_connections() -> int:
+    """Limit in all: half of the process's file limit; the model and daemons need the rest."""
+    return min(MOST_CONNECTIONS, max(8, _most_files() // 2))
+
+
+def first_reserved_file() -> int:
+    """The last quarter of file descriptors is reserved for daemons: connections use none from this
+    number on. The kernel always gives the lowest free number."""
+    most = _most_files()
+    return most - most // 4
+
+
 def _most_files() -> int:
     with suppress(OSError):
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != resource.RLIM_INFINITY:
             return soft
     return 1 << 16
+
+
+def _stopped(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
+    """Cancel a timer, if there is one; returns None."""
+    if timer is not None:
+        timer.cancel()
+    return None

@@ -14,10 +14,10 @@ from starlette.types import Receive, Scope, Send
 
 from dflash_runtime.serving.errors import ApiError, api_error
 from dflash_runtime.serving.fair_queue import QueueFull
-from dflash_runtime.serving.jobs import Finished, Job, JobEvent
-from dflash_runtime.serving.responses import ChatAnswer, CompletionAnswer
+from dflash_runtime.serving.responses import Answer
 from dflash_runtime.serving.state import ServerState
 from dflash_runtime.serving.text import Delta
+from dflash_runtime.serving.worker import Finished, Job, JobEvent
 
 KEEP_ALIVE_S = 15.0
 """After this time without an event a stream sends a comment to keep the connection alive."""
@@ -40,7 +40,7 @@ class GenerationResponse(Response):
         self,
         state: ServerState,
         job: Job,
-        answer: ChatAnswer | CompletionAnswer,
+        answer: Answer,
         *,
         is_stream: bool,
     ) -> None:

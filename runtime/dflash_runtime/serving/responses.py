@@ -4,33 +4,76 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
-from dflash_runtime.engine.engine import GeneratedToken, GenerationStats
+from dflash_runtime.engine.engine import GenerationStats
 from dflash_runtime.serving.text import Delta
-
-TokenBytes = Callable[[int], bytes]
 
 _LEAST_LOGPROB = -9999.0
 """OpenAI's value for impossible tokens: JSON has no infinity."""
 
 
 @dataclass(slots=True)
-class _Answer:
+class Answer(ABC):
     """One answer. `token_bytes` gives the bytes of a token id."""
 
     model: str
-    token_bytes: TokenBytes
+    token_bytes: Callable[[int], bytes]
     has_logprobs: bool
     stream_usage: bool
-    prefix: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
-    id: str = ""
+    id: str = field(init=False)
+
+    prefix: ClassVar[str]
+    """Of ids."""
+    whole_kind: ClassVar[str]
+    """The ``object`` of a whole answer."""
+    chunk_kind: ClassVar[str]
+    """The ``object`` of a chunk."""
 
     def __post_init__(self) -> None:
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
+
+    def first_chunks(self) -> list[dict[str, Any]]:
+        """The chunks before the first token."""
+        return []
+
+    def chunk(self, delta: Delta) -> dict[str, Any]:
+        return self._chunk(self._part(delta.text), self._logprobs([delta]), None)
+
+    def last_chunks(self, finish_reason: str, stats: GenerationStats) -> list[dict[str, Any]]:
+        """The chunks after the last token."""
+        last = self._chunk(self._part(None), None, finish_reason)
+        last["timings"] = timings(stats)
+        usage_chunk = {**self._envelope(self.chunk_kind, []), "usage": usage(stats)}
+        return [last, usage_chunk] if self.stream_usage else [last]
+
+    def whole(
+        self, deltas: list[Delta], finish_reason: str, stats: GenerationStats
+    ) -> dict[str, Any]:
+        choice = {
+            "index": 0,
+            **self._whole("".join(delta.text for delta in deltas)),
+            "logprobs": self._logprobs(deltas),
+            "finish_reason": finish_reason,
+        }
+        envelope = self._envelope(self.whole_kind, [choice])
+        return {**envelope, "usage": usage(stats), "timings": timings(stats)}
+
+    @abstractmethod
+    def _part(self, text: str | None) -> dict[str, Any]:
+        """The text of a chunk as a choice's fields; None: the last chunk, which has no text."""
+
+    @abstractmethod
+    def _whole(self, text: str) -> dict[str, Any]:
+        """The whole text as a choice's fields."""
+
+    @abstractmethod
+    def _logprobs(self, deltas: Sequence[Delta]) -> dict[str, Any] | None:
+        """Log-probabilities of the tokens of deltas; None if they are not asked for."""
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -41,67 +84,31 @@ class _Answer:
             "choices": choices,
         }
 
-    def _chunk(self, kind: str, choice: dict[str, Any]) -> dict[str, Any]:
-        chunk = self._envelope(kind, [choice])
+    def _chunk(
+        self, part: dict[str, Any], logprobs: dict[str, Any] | None, finish_reason: str | None
+    ) -> dict[str, Any]:
+        choice = {"index": 0, **part, "logprobs": logprobs, "finish_reason": finish_reason}
+        chunk = self._envelope(self.chunk_kind, [choice])
         if self.stream_usage:
             chunk["usage"] = None
         return chunk
 
 
-class ChatAnswer(_Answer):
+class ChatAnswer(Answer):
     """``/v1/chat/completions``."""
 
-    def __init__(
-        self, model: str, token_bytes: TokenBytes, *, has_logprobs: bool, stream_usage: bool
-    ) -> None:
-        super().__init__(model, token_bytes, has_logprobs, stream_usage, "chatcmpl")
+    prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def first_chunks(self) -> list[dict[str, Any]]:
-        """The chunks before the first token."""
-        return [self._delta({"role": "assistant", "content": ""}, None, None)]
+        return [self._chunk({"delta": {"role": "assistant", "content": ""}}, None, None)]
 
-    def chunk(self, delta: Delta) -> dict[str, Any]:
-        return self._delta({"content": delta.text}, self._logprobs(delta.tokens), None)
+    def _part(self, text: str | None) -> dict[str, Any]:
+        return {"delta": {} if text is None else {"content": text}}
 
-    def last_chunks(self, finish_reason: str, stats: GenerationStats) -> list[dict[str, Any]]:
-        """The chunks after the last token."""
-        last = self._delta({}, None, finish_reason)
-        last["timings"] = timings(stats)
-        usage_chunk = {**self._envelope("chat.completion.chunk", []), "usage": usage(stats)}
-        return [last, usage_chunk] if self.stream_usage else [last]
+    def _whole(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def whole(
-        self, deltas: list[Delta], finish_reason: str, stats: GenerationStats
-    ) -> dict[str, Any]:
-        tokens = [token for delta in deltas for token in delta.tokens]
-        choice = {
-            "index": 0,
-            "message": {
-                "role": "assistant",
-                "content": "".join(delta.text for delta in deltas),
-                "refusal": None,
-            },
-            "logprobs": self._logprobs(tokens),
-            "finish_reason": finish_reason,
-        }
-        envelope = self._envelope("chat.completion", [choice])
-        return {**envelope, "usage": usage(stats), "timings": timings(stats)}
-
-    def _delta(
-        self,
-        delta: dict[str, str],
-        logprobs: dict[str, Any] | None,
-        finish_reason: str | None,
-    ) -> dict[str, Any]:
-        choice = {
-            "index": 0,
-            "delta": delta,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason,
-        }
-        return self._chunk("chat.completion.chunk", choice)
-
-    def _logprobs(self, tokens: Iterable[GeneratedToken]) -> dict[str, Any] | None:
+    def _logprobs(self, deltas: Sequence[Delta]) -> dict[str, Any] | None:
         if not self.has_logprobs:
             return None
 
@@ -111,57 +118,23 @@ class ChatAnswer(_Answer):
             return {"token": token_text(data), "logprob": logprob, "bytes": list(data)}
 
         content = []
-        for token in tokens:
+        for token in (token for delta in deltas for token in delta.tokens):
             assert token.logprobs is not None
             top = [entry(*each) for each in token.logprobs.top]
             content.append({**entry(token.token_id, token.logprobs.logprob), "top_logprobs": top})
         return {"content": content, "refusal": None}
 
 
-class CompletionAnswer(_Answer):
+class CompletionAnswer(Answer):
     """``/v1/completions``."""
 
-    def __init__(
-        self, model: str, token_bytes: TokenBytes, *, has_logprobs: bool, stream_usage: bool
-    ) -> None:
-        super().__init__(model, token_bytes, has_logprobs, stream_usage, "cmpl")
+    prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def first_chunks(self) -> list[dict[str, Any]]:
-        """The chunks before the first token."""
-        return []
+    def _part(self, text: str | None) -> dict[str, Any]:
+        return {"text": text or ""}
 
-    def chunk(self, delta: Delta) -> dict[str, Any]:
-        return self._text(delta.text, self._logprobs([delta]), None)
-
-    def last_chunks(self, finish_reason: str, stats: GenerationStats) -> list[dict[str, Any]]:
-        """The chunks after the last token."""
-        last = self._text("", None, finish_reason)
-        last["timings"] = timings(stats)
-        usage_chunk = {**self._envelope("text_completion", []), "usage": usage(stats)}
-        return [last, usage_chunk] if self.stream_usage else [last]
-
-    def whole(
-        self, deltas: list[Delta], finish_reason: str, stats: GenerationStats
-    ) -> dict[str, Any]:
-        choice = {
-            "index": 0,
-            "text": "".join(delta.text for delta in deltas),
-            "logprobs": self._logprobs(deltas),
-            "finish_reason": finish_reason,
-        }
-        envelope = self._envelope("text_completion", [choice])
-        return {**envelope, "usage": usage(stats), "timings": timings(stats)}
-
-    def _text(
-        self, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None
-    ) -> dict[str, Any]:
-        choice = {
-            "index": 0,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason,
-        }
-        return self._chunk("text_completion", choice)
+    def _whole(self, text: str) -> dict[str, Any]:
+        return {"text": text}
 
     def _logprobs(self, deltas: Sequence[Delta]) -> dict[str, Any] | None:
         if not self.has_logprobs:

@@ -20,11 +20,10 @@ from dflash_protocol.settings import Settings
 from dflash_runtime.engine.engine import Engine
 from dflash_runtime.serving.access import ApiKeys, listening_socket
 from dflash_runtime.serving.app import create_app
-from dflash_runtime.serving.connections import Acceptor
-from dflash_runtime.serving.description import chat_template
-from dflash_runtime.serving.http_protocol import BoundedProtocol
+from dflash_runtime.serving.connections import Acceptor, BoundedProtocol
 from dflash_runtime.serving.metrics import Metrics
 from dflash_runtime.serving.state import ServerState
+from dflash_runtime.serving.status import chat_template
 from dflash_runtime.serving.worker import EngineWorker, OpenEngine
 
 _IDLE_CONNECTION_S = 15

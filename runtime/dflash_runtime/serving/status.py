@@ -1,6 +1,6 @@
-"""Data of the status page: a few numbers that it polls, and the experts' heat map.
+"""What the server says of itself: ``/props``, and the data that the status page polls.
 
-Nothing here waits for the engine.
+docs/serving.md explains each field. Nothing here waits for the engine.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import Any
 
 import prometheus_client
 
@@ -19,112 +19,66 @@ from dflash_runtime.engine.engine import Engine
 from dflash_runtime.experts.compute import OwnerStats
 from dflash_runtime.experts.events import Event
 from dflash_runtime.experts.remote.breaker import BreakerState
-from dflash_runtime.serving.description import chat_template, model_id
 from dflash_runtime.serving.state import ServerState
 
 SCHEMA_VERSION = 1
-"""Version of `status` and `expert_map`; raised when a field changes its meaning or is removed."""
+"""Version of all three; raised when a field changes its meaning or is removed."""
+
+_COUNTERS = (
+    "transport", "num_experts", "requests", "pairs", "wait_s", "retries", "fallbacks", "restarts",
+)  # fmt: skip
+"""Fields of OwnerStats that the status page shows as they are."""
 
 
-class ModelStatus(TypedDict):
-    """The model and how it was opened."""
-
-    id: str
-    name: str
-    architecture: str
-    expert_types: list[str]
-    """Types of the experts' matrices, the one with the most bytes first."""
-    num_moe_layers: int
-    num_experts: int
-    num_experts_used: int
-    num_positions: int
-    has_chat_template: bool
-    backend: str
+def model_id(engine: Engine) -> str:
+    """The model's id in the API: the file's name without its suffix."""
+    return engine.model_path.stem
 
 
-class OwnerStatus(TypedDict):
-    """One owner of experts, since the start."""
-
-    name: str
-    kind: str
-    device: str
-    state: str
-    """``ready``; ``lost``: not connected; ``paused``, ``probed``: its circuit breaker is open, or
-    half-open."""
-    reason: str
-    """Why it is not ready."""
-    transport: str
-    num_experts: int
-    requests: int
-    pairs: int
-    wait_s: float
-    retries: int
-    fallbacks: int
-    restarts: int
-    decode_round_trip_s: float | None
-    """Median; None before the first one."""
+def chat_template(state: ServerState, engine: Engine) -> str | None:
+    """The settings' template, else the model's; None if neither has one."""
+    tokenizer = engine.tokenizer
+    return state.chat_template or (tokenizer.chat_template if tokenizer is not None else None)
 
 
-class Reading(TypedDict):
-    """Prompt tokens of the running request: computed, and in all."""
-
-    done: int
-    total: int
-
-
-class QueueStatus(TypedDict):
-    """The queue, and the running request."""
-
-    capacity: int
-    waiting: int
-    running: int
-    reading: Reading | None
-    """None once the first token is written."""
-    stalled_s: float | None
-    """Time since the running request last began a layer; None if none runs."""
-
-
-class TokenStatus(TypedDict):
-    """Tokens since the start; a prompt's are counted when its request ends."""
-
-    prompt: int
-    generated: int
-
-
-class Status(TypedDict):
-    """All but the heat map. `time_s` is monotonic, for rates; `is_well` is the state of
-    ``/health``."""
-
-    schema_version: int
-    is_well: bool
-    version: str
-    time_s: float
-    model: ModelStatus
-    owners: list[OwnerStatus]
-    queue: QueueStatus
-    tokens: TokenStatus
+def props(state: ServerState, engine: Engine) -> dict[str, Any]:
+    """``/props``: the model, where its experts are, what their owners did."""
+    spec, stats, placement = engine.spec, state.worker.stats, engine.placement
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "version": __version__,
+        "model": {
+            **_model(engine),
+            "path": str(engine.model_path),
+            "num_layers": spec.num_layers,
+            "hidden_size": spec.hidden_size,
+            "vocab_size": spec.vocab_size,
+            "context_length": spec.context_length,
+        },
+        "backend": engine.backend_name,
+        "kv_type": engine.kv_type.value,
+        "num_positions": engine.num_positions,
+        "chat_template": chat_template(state, engine),
+        "settings": {
+            name: getattr(state.settings, name)
+            for name in ("ipc_mode", "ipc_transport", "ipc_dtype", "ipc_required")
+        },
+        "placement": {
+            name: {str(layer_id): ids.tolist() for layer_id, ids in owned.by_layer.items()}
+            for name, owned in zip(placement.owner_names, placement.owners, strict=True)
+        },
+        "owners": {name: owner.as_record() for name, owner in stats.owners.items()},
+        "events": [
+            {"time_s": e.time_s, "kind": e.kind, "owner": e.owner, "reason": e.reason}
+            for e in stats.events
+        ],
+        "queue": _queue(state),
+    }
 
 
-class LayerMap(TypedDict):
-    """One layer. Both lists are indexed by global expert id."""
-
-    layer_id: int
-    owners: list[int]
-    """The expert's owner, as an index into `owner_names`."""
-    selections: list[int]
-
-
-class ExpertMap(TypedDict):
-    """The owner of each expert, and how often it was chosen."""
-
-    schema_version: int
-    owner_names: list[str]
-    layers: list[LayerMap]
-
-
-def status(state: ServerState, engine: Engine) -> Status:
-    """The current Status."""
-    spec, stats, worker = engine.spec, state.worker.stats, state.worker
+def status(state: ServerState, engine: Engine) -> dict[str, Any]:
+    """``/status``: a few numbers."""
+    stats, worker = state.worker.stats, state.worker
     reading = worker.reading
     return {
         "schema_version": SCHEMA_VERSION,
@@ -132,13 +86,8 @@ def status(state: ServerState, engine: Engine) -> Status:
         "version": __version__,
         "time_s": time.monotonic(),
         "model": {
-            "id": model_id(engine),
-            "name": spec.name,
-            "architecture": spec.architecture,
-            "expert_types": expert_types(spec.moe),
-            "num_moe_layers": len(spec.moe.layers),
-            "num_experts": max(layer.num_experts for layer in spec.moe.layers),
-            "num_experts_used": max(layer.num_experts_used for layer in spec.moe.layers),
+            **_model(engine),
+            "expert_types": expert_types(engine.spec.moe),
             "num_positions": engine.num_positions,
             "has_chat_template": chat_template(state, engine) is not None,
             "backend": engine.backend_name,
@@ -148,9 +97,7 @@ def status(state: ServerState, engine: Engine) -> Status:
             for name, owner in stats.owners.items()
         ],
         "queue": {
-            "capacity": state.settings.queue_capacity,
-            "waiting": worker.num_waiting,
-            "running": 0 if worker.running is None else 1,
+            **_queue(state),
             "reading": None if reading is None else {"done": reading[0], "total": reading[1]},
             "stalled_s": worker.stalled_s,
         },
@@ -161,8 +108,9 @@ def status(state: ServerState, engine: Engine) -> Status:
     }
 
 
-def expert_map(engine: Engine, selections: Mapping[int, Sequence[int]]) -> ExpertMap:
-    """The heat map: all experts of all layers, in order. `selections`: as in EngineStats."""
+def expert_map(engine: Engine, selections: Mapping[int, Sequence[int]]) -> dict[str, Any]:
+    """``/status/experts``: the owner of each expert of each layer, as an index into `owner_names`,
+    and how often it was chosen; lists by global expert id. `selections`: as in EngineStats."""
     return {
         "schema_version": SCHEMA_VERSION,
         "owner_names": list(engine.placement.owner_names),
@@ -179,7 +127,7 @@ def expert_map(engine: Engine, selections: Mapping[int, Sequence[int]]) -> Exper
 
 def owner_status(
     name: str, owner: OwnerStats, events: Sequence[Event], *, parent_device: str
-) -> OwnerStatus:
+) -> dict[str, Any]:
     """One owner; if it is not ready, the reason is taken from `events`."""
     state = _owner_state(owner)
     decode = owner.phases.get(Phase.DECODE)
@@ -190,14 +138,7 @@ def owner_status(
         "device": owner.device or ("" if owner.kind == "daemon" else parent_device),
         "state": state,
         "reason": "" if state == "ready" else _last_reason(name, events),
-        "transport": owner.transport,
-        "num_experts": owner.num_experts,
-        "requests": owner.requests,
-        "pairs": owner.pairs,
-        "wait_s": owner.wait_s,
-        "retries": owner.retries,
-        "fallbacks": owner.fallbacks,
-        "restarts": owner.restarts,
+        **{field: getattr(owner, field) for field in _COUNTERS},
         "decode_round_trip_s": decode.round_trips.quantile_s(0.5)
         if decode is not None and has_round_trips
         else None,
@@ -211,6 +152,27 @@ def expert_types(moe: MoeSpec) -> list[str]:
         for projection in (layer.gate, layer.up, layer.down):
             num_bytes[projection.tensor_type.name] += layer.num_experts * projection.num_bytes
     return [name for name, _ in num_bytes.most_common()]
+
+
+def _model(engine: Engine) -> dict[str, Any]:
+    """What both descriptions of the model have."""
+    spec = engine.spec
+    return {
+        "id": model_id(engine),
+        "name": spec.name,
+        "architecture": spec.architecture,
+        "num_moe_layers": len(spec.moe.layers),
+        "num_experts": max(layer.num_experts for layer in spec.moe.layers),
+        "num_experts_used": max(layer.num_experts_used for layer in spec.moe.layers),
+    }
+
+
+def _queue(state: ServerState) -> dict[str, int]:
+    return {
+        "capacity": state.settings.queue_capacity,
+        "waiting": state.worker.num_waiting,
+        "running": 0 if state.worker.running is None else 1,
+    }
 
 
 def _owner_state(owner: OwnerStats) -> str:

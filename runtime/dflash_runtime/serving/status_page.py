@@ -15,16 +15,10 @@ from starlette.routing import BaseRoute, Route
 _FOLDER = Path(__file__).with_name("page")
 
 _MEDIA_TYPES: Mapping[str, str] = {
-    "index.html": "text/html; charset=utf-8",
-    "style.css": "text/css; charset=utf-8",
-    "app.js": "text/javascript; charset=utf-8",
-    "chat.js": "text/javascript; charset=utf-8",
-    "format.js": "text/javascript; charset=utf-8",
-    "heat_map.js": "text/javascript; charset=utf-8",
-    "owners.js": "text/javascript; charset=utf-8",
-    "server.js": "text/javascript; charset=utf-8",
-    "speed.js": "text/javascript; charset=utf-8",
-    "icon.svg": "image/svg+xml",
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
 }
 
 _HEADERS: Mapping[str, str] = {
@@ -46,23 +40,26 @@ _HEADERS: Mapping[str, str] = {
 }
 
 
-def _path(name: str) -> str:
-    return "/" if name == "index.html" else f"/page/{name}"
+_FILES = {
+    "/" if path.name == "index.html" else f"/page/{path.name}": path
+    for path in _FOLDER.iterdir()
+    if path.suffix in _MEDIA_TYPES
+}
 
-
-PAGE_PATHS = frozenset(map(_path, _MEDIA_TYPES))
+PAGE_PATHS = frozenset(_FILES)
 """Paths without a key: the files hold no data, and the page asks for a key itself."""
 
 
 def page_routes() -> list[BaseRoute]:
     """A route for each file; files are read once, here."""
-    return [_route(name, media_type) for name, media_type in _MEDIA_TYPES.items()]
+    return [_route(*each) for each in _FILES.items()]
 
 
-def _route(name: str, media_type: str) -> Route:
-    content = (_FOLDER / name).read_bytes()
+def _route(path: str, source: Path) -> Route:
+    headers = {**_HEADERS, "Content-Type": _MEDIA_TYPES[source.suffix]}
+    content = source.read_bytes()
 
     async def file(_request: Request) -> Response:
-        return Response(content, headers={**_HEADERS, "Content-Type": media_type})
+        return Response(content, headers=headers)
 
-    return Route(_path(name), file, methods=["GET"], include_in_schema=False)
+    return Route(path, file, methods=["GET"], include_in_schema=False)

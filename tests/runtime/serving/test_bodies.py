@@ -16,7 +16,7 @@ from dflash_adapters.text.tokenizer import Tokenizer
 from dflash_runtime.serving import bodies
 from dflash_runtime.serving.bodies import Bodies
 from dflash_runtime.serving.errors import ApiError
-from dflash_runtime.serving.turns import Turns
+from dflash_runtime.serving.fair_queue import Turns
 
 pytestmark = pytest.mark.asyncio
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from dflash_runtime.serving import connections, http_protocol
+from dflash_runtime.serving import connections
 from dflash_runtime.serving.access import listening_socket
 from dflash_runtime.serving.server import BoundedServer
 from support.faults import no_more_descriptors
@@ -193,7 +193,7 @@ async def test_a_head_that_never_ends_makes_room_and_is_cut(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with serving() as served:
-        monkeypatch.setattr(http_protocol, "HEAD_S", 0.3)
+        monkeypatch.setattr(connections, "HEAD_S", 0.3)
         slow = [await served.connect("127.0.0.1", REQUEST[:-2]) for _ in range(MOST)]
         assert served.num_connections <= MOST // 2
         async with asyncio.timeout(5):

@@ -13,10 +13,9 @@ from dflash_protocol.errors import ModelFileError
 from dflash_runtime import Engine
 from dflash_runtime.engine.sampling import SamplingParams
 from dflash_runtime.serving.fair_queue import QueueFull
-from dflash_runtime.serving.jobs import Channel, Finished, Job
 from dflash_runtime.serving.metrics import Metrics
 from dflash_runtime.serving.text import Delta
-from dflash_runtime.serving.worker import EngineWorker
+from dflash_runtime.serving.worker import Channel, EngineWorker, Finished, Job
 
 pytestmark = pytest.mark.asyncio
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import uvicorn
 
-from dflash_runtime.serving import http_protocol
+from dflash_runtime.serving import connections
 from dflash_runtime.serving.access import listening_socket
-from dflash_runtime.serving.http_protocol import BoundedProtocol
+from dflash_runtime.serving.connections import BoundedProtocol
 
 pytestmark = pytest.mark.asyncio
 
@@ -42,8 +42,8 @@ class App:
 
 @pytest.fixture
 def app(monkeypatch: pytest.MonkeyPatch) -> App:
-    monkeypatch.setattr(http_protocol, "HEAD_S", HEAD_S)
-    monkeypatch.setattr(http_protocol, "STALL_S", STALL_S)
+    monkeypatch.setattr(connections, "HEAD_S", HEAD_S)
+    monkeypatch.setattr(connections, "STALL_S", STALL_S)
     return App()
 
 
@@ -127,7 +127,7 @@ async def test_who_does_not_read_is_cut_off(app: App) -> None:
 
 async def test_who_reads_slowly_but_does_is_not(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     limit_s = 1.5  # longer than a busy machine keeps either side waiting
-    monkeypatch.setattr(http_protocol, "STALL_S", limit_s)
+    monkeypatch.setattr(connections, "STALL_S", limit_s)
     app.num_bytes = 32 << 20
     clock = asyncio.get_running_loop().time
     async with serving(app) as port, connected(port) as (reader, writer):
