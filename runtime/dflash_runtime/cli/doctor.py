@@ -11,8 +11,7 @@ import click
 from dflash_protocol.process.output import ascii_json
 from dflash_runtime.cli.options import SettingsCommand, settings_options, take_settings
 from dflash_runtime.cli.terminal import ProgressReporter, write_lines
-from dflash_runtime.tools.doctor import examine
-from dflash_runtime.tools.findings import shown
+from dflash_runtime.tools.doctor import examine, shown
 
 _EPILOG = """\b
 Examples:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from dflash_protocol.errors import SettingsError
 from dflash_protocol.process.output import ascii_json, noun
 from dflash_runtime.cli.options import (
     SettingsCommand,
+    read_text,
     settings_options,
     take_settings,
 )
@@ -47,7 +49,6 @@ Examples:
     "-n",
     "max_tokens",
     metavar="N",
-    type=int,
     default=128,
     show_default=True,
     help="Most tokens to write.",
@@ -56,7 +57,6 @@ Examples:
     "--temp",
     "temperature",
     metavar="T",
-    type=float,
     default=0.0,
     show_default=True,
     help="Temperature; 0 always takes the most likely token.",
@@ -64,7 +64,6 @@ Examples:
 @click.option(
     "--top-k",
     metavar="K",
-    type=int,
     default=0,
     show_default=True,
     help="Draw from the K most likely tokens; 0 draws from all.",
@@ -72,7 +71,6 @@ Examples:
 @click.option(
     "--top-p",
     metavar="P",
-    type=float,
     default=1.0,
     show_default=True,
     help="Draw from the most likely tokens that together have the probability P.",
@@ -80,7 +78,6 @@ Examples:
 @click.option(
     "--min-p",
     metavar="P",
-    type=float,
     default=0.0,
     show_default=True,
     help="Leave out tokens that are less than P times as likely as the most likely.",
@@ -149,17 +146,7 @@ def _prompt_text(options: dict[str, Any]) -> str | None:
     if options["prompt_file"] is None:
         prompt: str | None = options["prompt"]
         return prompt
-    path: Path = options["prompt_file"]
-    try:
-        with path.open("rb") as stream:
-            data = stream.read(_PROMPT_LIMIT_BYTES + 1)
-        if len(data) > _PROMPT_LIMIT_BYTES:
-            raise SettingsError(f"prompt file {path} is larger than 64 MiB")
-        return data.decode()
-    except OSError as error:
-        raise SettingsError(f"prompt file {path}: {error.strerror}") from error
-    except UnicodeDecodeError:
-        raise SettingsError(f"prompt file {path} is not UTF-8 text") from None
+    return read_text("prompt file", options["prompt_file"], limit_bytes=_PROMPT_LIMIT_BYTES)
 
 
 def _parse_token_ids(text: str) -> list[int]:
@@ -190,10 +177,7 @@ def _record(engine: Engine, prompt: list[int], tokens: list[int], text: str) -> 
             for name, owner in stats.owners.items()
         },
         "hits": stats.hits.as_record(),
-        "events": [
-            {"time_s": e.time_s, "kind": e.kind, "owner": e.owner, "reason": e.reason}
-            for e in stats.events
-        ],
+        "events": [asdict(event) for event in stats.events],
     }
 
 

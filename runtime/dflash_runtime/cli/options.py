@@ -1,4 +1,4 @@
-"""Settings as command-line options, generated from the table of settings."""
+"""What commands read: settings as options, generated from their table, and files of text."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
+from dflash_protocol.process.text_files import file_error, read_file
 from dflash_protocol.settings import Settings, load_settings
 from dflash_protocol.settings.kinds import Switch
 from dflash_protocol.settings.table import (
@@ -80,6 +81,17 @@ def take_settings(options: dict[str, Any]) -> Settings:
     file = options.pop(_FILE)
     flags = {knob.field: options.pop(knob.field) for knob in KNOBS if knob.field in options}
     return load_settings(file=file, flags=flags)
+
+
+def read_text(kind: str, path: Path, *, limit_bytes: int) -> str:
+    """A file's text. `kind` names it in messages.
+
+    Raises: SettingsError if it cannot be read, is larger than the limit, or not UTF-8.
+    """
+    try:
+        return read_file(kind, path, limit_bytes=limit_bytes).decode()
+    except UnicodeDecodeError:
+        raise file_error(kind, path, "not UTF-8 text") from None
 
 
 def _with_options(knobs: Sequence[Knob], function: F) -> F:

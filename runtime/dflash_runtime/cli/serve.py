@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from dflash_protocol.errors import SettingsError
 from dflash_protocol.process.output import say
-from dflash_protocol.process.text_files import read_file
 from dflash_runtime.cli.options import (
     SettingsCommand,
+    read_text,
     server_options,
     settings_options,
     take_settings,
@@ -43,7 +43,9 @@ SIGTERM and Ctrl-C let running requests end; a second one does not.
 def serve(**options: Any) -> None:
     """Answer HTTP requests with MODEL, a GGUF file (default: the demo model)."""
     settings = take_settings(options)
-    template = _template(settings.chat_template_file)
+    template = None
+    if path := settings.chat_template_file:
+        template = read_text("chat template", Path(path), limit_bytes=_TEMPLATE_LIMIT_BYTES)
 
     # Late: --help and wrong usage must not wait for numpy and the rest.
     from dflash_protocol.notify import Notifier
@@ -65,18 +67,10 @@ def serve(**options: Any) -> None:
             progress.finish()
             return engine
 
-        run_server(settings, open_engine, chat_template=template, say=_say, manager=manager)
-
-
-def _say(line: str) -> None:
-    say(line, program="dflash-moe")
-
-
-def _template(path: str) -> str | None:
-    """None if no file is named. Raises: SettingsError if it cannot be read."""
-    if not path:
-        return None
-    try:
-        return read_file("chat template", Path(path), limit_bytes=_TEMPLATE_LIMIT_BYTES).decode()
-    except UnicodeDecodeError:
-        raise SettingsError(f"chat template {path}: not UTF-8 text") from None
+        run_server(
+            settings,
+            open_engine,
+            chat_template=template,
+            say=partial(say, program="dflash-moe"),
+            manager=manager,
+        )

@@ -163,7 +163,7 @@ class RequestGate:
     """The outermost ASGI application: admits each request, and counts its status."""
 
     def __init__(
-        self, app: ASGIApp, keys: ApiKeys | None, metrics: Metrics, endpoints: frozenset[str]
+        self, app: ASGIApp, *, keys: ApiKeys | None, metrics: Metrics, endpoints: frozenset[str]
     ) -> None:
         self._app = app
         self._keys = keys

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any, TypeVar
@@ -131,14 +131,7 @@ def create_app(state: ServerState) -> ASGIApp:
             prompt = body.one_prompt
             if isinstance(prompt, str):
                 prompt = await _prompt(engine, received, prompt, "prompt")
-        answer = CompletionAnswer(
-            model_id(engine),
-            _tokenizer_bytes(engine),
-            has_logprobs=body.logprobs is not None,
-            stream_usage=body.wants_usage,
-        )
-        job = _job(request, engine, body, prompt)
-        return GenerationResponse(state, job, answer, is_stream=bool(body.stream))
+        return _generation(state, request, engine, body, prompt)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -154,14 +147,7 @@ def create_app(state: ServerState) -> ASGIApp:
 
             [rendered] = await _in_turns(received, text(), "messages", turns=state.bodies.rendering)
             prompt = await _prompt(engine, received, rendered, "messages", is_chat=True)
-        answer = ChatAnswer(
-            model_id(engine),
-            _tokenizer_bytes(engine),
-            has_logprobs=bool(body.logprobs),
-            stream_usage=body.wants_usage,
-        )
-        job = _job(request, engine, body, prompt)
-        return GenerationResponse(state, job, answer, is_stream=bool(body.stream))
+        return _generation(state, request, engine, body, prompt)
 
     @app.exception_handler(ApiError)
     async def refused(_request: Request, error: ApiError) -> Response:
@@ -177,7 +163,7 @@ def create_app(state: ServerState) -> ASGIApp:
 
     paths = (getattr(route, "path", "") for route in app.routes)
     endpoints = frozenset(path for path in paths if "{" not in path)
-    return RequestGate(app, state.keys, state.metrics, endpoints)
+    return RequestGate(app, keys=state.keys, metrics=state.metrics, endpoints=endpoints)
 
 
 def _model_record(engine: Engine) -> dict[str, Any]:
@@ -191,11 +177,16 @@ def _model_record(engine: Engine) -> dict[str, Any]:
     }
 
 
-def _job(
-    request: Request, engine: Engine, body: CompletionBody | ChatBody, token_ids: list[int]
-) -> Job:
-    """A job for the worker. Raises: ApiError."""
-    field = "prompt" if isinstance(body, CompletionBody) else "messages"
+def _generation(
+    state: ServerState,
+    request: Request,
+    engine: Engine,
+    body: CompletionBody | ChatBody,
+    token_ids: list[int],
+) -> GenerationResponse:
+    """The answer to a checked body, whose prompt is these tokens. Raises: ApiError."""
+    is_chat = isinstance(body, ChatBody)
+    field = "messages" if is_chat else "prompt"
     try:
         token_id_array(
             token_ids,
@@ -213,30 +204,32 @@ def _job(
         sampling = body.sampling()
     except SettingsError as error:
         raise api_error(error) from error
-    most = body.most_tokens or engine.num_positions
-    return Job(
+    job = Job(
         client=request.scope[CLIENT],
         prompt=token_ids,
-        max_tokens=min(most, engine.num_positions),
+        max_tokens=min(body.most_tokens or engine.num_positions, engine.num_positions),
         sampling=sampling,
         channel=Channel(asyncio.get_running_loop()),
         stops=body.stops,
         top_logprobs=body.top_logprobs_wanted,
         ignore_eos=bool(body.ignore_eos),
-        is_chat=isinstance(body, ChatBody),
+        is_chat=is_chat,
         key=request.scope[KEY],
     )
+    tokenizer = engine.tokenizer
+    answer = (ChatAnswer if is_chat else CompletionAnswer)(
+        model_id(engine),
+        tokenizer.token_bytes if tokenizer is not None else lambda token_id: b"",
+        has_logprobs=job.top_logprobs is not None,
+        stream_usage=body.wants_usage,
+    )
+    return GenerationResponse(state, job, answer, is_stream=bool(body.stream))
 
 
 def _tokenizer(engine: Engine) -> Tokenizer:
     if engine.tokenizer is None:
         raise ApiError(400, "this model has no tokenizer")
     return engine.tokenizer
-
-
-def _tokenizer_bytes(engine: Engine) -> Callable[[int], bytes]:
-    tokenizer = engine.tokenizer
-    return tokenizer.token_bytes if tokenizer is not None else lambda token_id: b""
 
 
 def _body(state: ServerState, request: Request) -> AbstractContextManager[Body]:

@@ -5,7 +5,7 @@ Counters of owners are those that the engine's thread has published, read at eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import (
     CollectorRegistry,
@@ -129,9 +129,11 @@ class Metrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(name, text, labels, namespace=NAMESPACE, registry=self.registry)
 
-        def histogram(name: str, text: str, *labels: str) -> Histogram:
+        def histogram(
+            name: str, text: str, *labels: str, buckets: Sequence[float] = _TIMES_S
+        ) -> Histogram:
             return Histogram(
-                name, text, labels, namespace=NAMESPACE, registry=self.registry, buckets=_TIMES_S
+                name, text, labels, namespace=NAMESPACE, registry=self.registry, buckets=buckets
             )
 
         self.http_requests = counter("http_requests", "Answers.", "endpoint", "status")
@@ -160,30 +162,18 @@ class Metrics:
             "Time the parent waited for an owner, for each generation.",
             "owner",
         )
-        self.owner_requests = Histogram(
+        self.owner_requests = histogram(
             "owner_generation_requests",
             "Requests to an owner, for each generation.",
-            ("owner",),
-            namespace=NAMESPACE,
-            registry=self.registry,
+            "owner",
             buckets=[4**power for power in range(11)],
         )
-        self.running = Gauge(
-            "num_requests_running",
-            "Generations being computed: 0 or 1.",
-            namespace=NAMESPACE,
-            registry=self.registry,
-        )
+        self.running = self._gauge("num_requests_running", "Generations being computed: 0 or 1.")
         self._owners_before: dict[str, tuple[float, int]] = {}
 
     def watch_queue(self, length: Callable[[], int]) -> None:
         """Add the length of the queue to the metrics."""
-        Gauge(
-            "num_requests_waiting",
-            "Length of the queue.",
-            namespace=NAMESPACE,
-            registry=self.registry,
-        ).set_function(length)
+        self._gauge("num_requests_waiting", "Length of the queue.").set_function(length)
 
     def watch_engine(self, stats: Callable[[], EngineStats]) -> None:
         """Add the counters of the engine and its owners to the metrics; `stats` is called at each
@@ -211,6 +201,9 @@ class Metrics:
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, namespace=NAMESPACE, registry=self.registry)
 
 
 class _EngineCollector(Collector):

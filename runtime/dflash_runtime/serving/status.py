@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import prometheus_client
@@ -68,10 +69,7 @@ def props(state: ServerState, engine: Engine) -> dict[str, Any]:
             for name, owned in zip(placement.owner_names, placement.owners, strict=True)
         },
         "owners": {name: owner.as_record() for name, owner in stats.owners.items()},
-        "events": [
-            {"time_s": e.time_s, "kind": e.kind, "owner": e.owner, "reason": e.reason}
-            for e in stats.events
-        ],
+        "events": [asdict(event) for event in stats.events],
         "queue": _queue(state),
     }
 

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from dflash_protocol.errors import DflashError, NotFinite, one_line
 from dflash_runtime.engine.engine import Engine, EngineStats, GenerationStats
@@ -277,7 +277,6 @@ class EngineWorker:
         started_s = time.perf_counter()
         metrics.queue_s.observe(started_s - job.asked_s)
         assembler = TextAssembler(engine.tokenizer, job.stops, is_chat=job.is_chat)
-        options = job.sampling
 
         def is_cancelled() -> bool:  # asked before every layer
             self._stepped_s = now_s = time.monotonic()
@@ -291,11 +290,7 @@ class EngineWorker:
         tokens = engine.generate(
             job.prompt,
             job.max_tokens,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            min_p=options.min_p,
-            seed=options.seed,
+            **asdict(job.sampling),
             ignore_eos=job.ignore_eos,
             top_logprobs=job.top_logprobs,
             reuse_prefix=True,

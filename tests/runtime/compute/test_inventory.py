@@ -18,7 +18,7 @@ from dflash_runtime.compute import inventory as inventory_module
 from dflash_runtime.compute.gpu.device import devices, driver
 from dflash_runtime.compute.inventory import inventory
 from dflash_runtime.tools import doctor
-from dflash_runtime.tools.findings import gpu_lines
+from dflash_runtime.tools.doctor import gpu_lines
 from support.fake_driver.fake_driver import FakeDriver, Setting
 
 BACKENDS = ("reference", "cpu", "cuda", "hip")
