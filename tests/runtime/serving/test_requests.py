@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from dflash_protocol.errors import SettingsError
 from dflash_runtime.serving import requests
 from dflash_runtime.serving.errors import ApiError
-from dflash_runtime.serving.fields import IGNORED, NEUTRAL
 from dflash_runtime.serving.requests import (
+    IGNORED,
+    NEUTRAL,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
