@@ -25,7 +25,7 @@ from bench.build_peer import VARIANTS, build, build_record
 from bench.options import add_pair_options, bench_parser
 from bench.our_model import OurModel
 from bench.pairs import Rounds, Sample, interleave, median_cell, ratio, ratio_cell
-from bench.peer_model import PeerModel
+from bench.peer_model import peer_model
 from bench.peer_source import BuildError
 from bench.random_moe import MIXES, model_path
 from bench.sides import Side
@@ -182,7 +182,7 @@ def measure_file(name: str, path: Path, options: argparse.Namespace) -> dict[str
             if repack and not options.repacked:
                 continue
             sides[side] = open_sides.enter_context(
-                Side(side, PeerModel, folder, path, repack=repack, **common)
+                Side(side, peer_model, folder, path, repack=repack, **common)
             )
         result: dict[str, Any] = {"file": name, "bytes": path.stat().st_size, "rows": []}
         bench = ModelBench(sides, spec, options)

@@ -177,25 +177,10 @@ class PeerContext:
         self._peer.llama_get_logits_ith(self._context, -1)  # waits until all is computed
 
 
-class PeerModel(PeerContext):
-    """One file with one sequence on the CPU."""
+def peer_model(folder: Path, path: Path, *, repack: bool, **options: Any) -> PeerContext:
+    """One file with one sequence on the CPU; `options` are those of PeerContext.
 
-    def __init__(
-        self,
-        folder: Path,
-        path: Path,
-        *,
-        num_threads: int,
-        context: int,
-        kv_type: str,
-        repack: bool,
-    ) -> None:
-        """Raises: BuildError, PeerError."""
-        peer = open_peer(folder)
-        super().__init__(
-            peer,
-            load_model(peer, path, repack=repack),
-            num_threads=num_threads,
-            context=context,
-            kv_type=kv_type,
-        )
+    Raises: BuildError, PeerError.
+    """
+    peer = open_peer(folder)
+    return PeerContext(peer, load_model(peer, path, repack=repack), **options)
