@@ -242,8 +242,7 @@ def main() -> None:
     tables = report.table(COLUMNS, rows)
     if kernels := {result["kernels"] for result in results if "kernels" in result}:
         tables += f"\n\nOur kernels: {', '.join(sorted(kernels))}."
-    print(f"\n{record['machine']}\n{tables}")
-    report.save("cpu-layer", record, tables, options.save)
+    report.finish("cpu-layer", record, tables, options.save)
 
 
 if __name__ == "__main__":

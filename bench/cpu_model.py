@@ -243,8 +243,7 @@ def main() -> None:
     }
     rows = [row_cells(result["file"], row) for result in results for row in result["rows"]]
     tables = f"{report.table(COLUMNS, rows)}\n\n{notes(results)}"
-    print(f"\n{record['machine']}\n{tables}")
-    report.save("cpu-model", record, tables, options.save)
+    report.finish("cpu-model", record, tables, options.save)
 
 
 if __name__ == "__main__":

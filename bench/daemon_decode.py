@@ -202,8 +202,7 @@ def main() -> None:
     tables = f"{text}\n\n{rate_table(result)}"
     if options.profile or options.save != NOTHING:
         tables += f"\n\n{profile_table(result)}"
-    print(f"{record['machine']}\n{tables}")
-    report.save("daemon-decode", record, tables, options.save)
+    report.finish("daemon-decode", record, tables, options.save)
 
 
 if __name__ == "__main__":

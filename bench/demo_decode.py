@@ -51,8 +51,7 @@ def main() -> None:
             cells.append(f"{middle:.1f} ({min(rates):.0f}…{max(rates):.0f})")
         rows.append([split, *cells])
     text = report.table(["experts in", "prefill tokens/s", "decode tokens/s"], rows)
-    print(f"{record['machine']}\n{text}")
-    report.save("demo-decode", record, text, options.save)
+    report.finish("demo-decode", record, text, options.save)
 
 
 if __name__ == "__main__":

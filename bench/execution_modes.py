@@ -192,8 +192,7 @@ def main() -> None:
         for result in results
     )
     tables = f"{table(results, options.works)}\n\nrequests: {requests}"
-    print(f"\n{record['machine']}\n{tables}")
-    report.save("execution-modes", record, tables, options.save)
+    report.finish("execution-modes", record, tables, options.save)
 
 
 if __name__ == "__main__":

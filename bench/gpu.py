@@ -244,8 +244,7 @@ def run(options: argparse.Namespace) -> int:
         "parts": results,
         "goals": verdicts(results, goals),
     }
-    print(f"\n{record['machine']}\n{shown}")
-    report.save("gpu", record, shown, options.save)
+    report.finish("gpu", record, shown, options.save)
     if parts.failed:
         return 1
     return 2 if options.must and any(each["met"] is False for each in record["goals"]) else 0

@@ -150,8 +150,7 @@ def main() -> None:
     results = [measure(transport, options) for transport in options.transports]
     record = report.head("CPU use of an idle parent and its daemon") | {"results": results}
     text = tables(results)
-    print(f"{record['machine']}\n{text}")
-    report.save("idle", record, text, options.save)
+    report.finish("idle", record, text, options.save)
 
 
 if __name__ == "__main__":

@@ -465,8 +465,7 @@ def main() -> None:
     record = report.head("Round trips between two processes that compute nothing")
     record |= {"cores": cores, "realtime": options.realtime, "samples": measure(options)}
     text = tables(record["samples"], options.tokens)
-    print(f"{record['machine']}\n\n{text}")
-    report.save("ipc-round-trip", record, text, options.save)
+    report.finish("ipc-round-trip", record, text, options.save)
 
 
 if __name__ == "__main__":

@@ -136,8 +136,7 @@ def main() -> None:
         "single": options.single,
         "differences": figures,
     }
-    print(f"{record['machine']}\n{text}")
-    report.save("payload-accuracy", record, text, options.save)
+    report.finish("payload-accuracy", record, text, options.save)
 
 
 if __name__ == "__main__":

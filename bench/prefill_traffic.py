@@ -166,8 +166,7 @@ def main() -> None:
         "counts": counts,
     }
     text = tables(counts)
-    print(f"{record['machine']}\n{text}")
-    report.save("prefill-traffic", record, text, options.save)
+    report.finish("prefill-traffic", record, text, options.save)
 
 
 if __name__ == "__main__":

@@ -122,8 +122,7 @@ def main() -> None:
         ["ratio", f"{steps / chunk:.2f}", ""],
     ]
     table = report.table([f"{options.tokens} tokens", "ms a layer", "us a token and layer"], rows)
-    print(table)
-    report.save("recurrent-layers", record, table, options.save)
+    report.finish("recurrent-layers", record, table, options.save)
 
 
 if __name__ == "__main__":

@@ -66,6 +66,12 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(cells[0]), rule, *(line(row) for row in cells[1:])])
 
 
+def finish(name: str, record: Mapping[str, Any], tables: str, how: str) -> None:
+    """Print a result below the machine that it was measured on, and `save` it."""
+    print(f"\n{record['machine']}\n{tables}")
+    save(name, record, tables, how)
+
+
 def save(name: str, record: Mapping[str, Any], tables: str, how: str) -> None:
     """Save a result as ``<name>-<date>-<cpu>.json`` and ``.md``, and report that on stderr.
 

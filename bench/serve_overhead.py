@@ -141,9 +141,8 @@ def main() -> None:
     options = parser.parse_args()
     result = measure(options)
     table = rate_table(result)
-    print(table)
     record = {**report.head("What the server costs"), "options": vars(options), **result}
-    report.save("serve-overhead", record, table, options.save)
+    report.finish("serve-overhead", record, table, options.save)
 
 
 if __name__ == "__main__":

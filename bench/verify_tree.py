@@ -140,8 +140,7 @@ def main() -> None:
         rows.append([str(of_size["tokens"]), *times, counts])
     heads = ["tokens", "steps, ms", "tree, ms", "of the steps' time", "requests a layer"]
     table = f"After {options.prompt} tokens:\n\n{report.table(heads, rows)}"
-    print(table)
-    report.save("verify-tree", record, table, options.save)
+    report.finish("verify-tree", record, table, options.save)
 
 
 if __name__ == "__main__":

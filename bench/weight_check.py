@@ -181,8 +181,7 @@ def main() -> None:
     record = report.head("what comparing weights costs") | result
     record["model_bytes"] = options.model.stat().st_size
     text = tables(result)
-    print(f"{record['machine']}\n{text}")
-    report.save("weight-check", record, text, options.save)
+    report.finish("weight-check", record, text, options.save)
 
 
 if __name__ == "__main__":
