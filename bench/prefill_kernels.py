@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from bench.expert_reference import relative_error
 from bench.options import bench_parser
+from gguf import GGMLQuantizationType
 
+from bench import random_moe
 from dflash_adapters.quant import TensorType
 from dflash_adapters.quant.reference import dequantise
 from dflash_protocol.device import parse_device
@@ -55,7 +58,6 @@ CANDIDATES = (
 )
 """Tile sizes never change bits, so any can be chosen."""
 
-_SCALES = {TensorType.Q4_K: (0, 2), TensorType.Q6_K: (208,)}
 _REPEATS = 10
 
 
@@ -71,20 +73,6 @@ class LayerShape:
     qkv_rows: tuple[int, int, int] = (4096, 512, 512)
     base: TensorType = TensorType.Q4_K
     more: TensorType = TensorType.Q6_K
-
-
-def random_matrices(
-    rng: np.random.Generator, tensor_type: TensorType, rows: int, columns: int
-) -> U8Array:
-    """Random blocks with realistic scales, as stored in a file."""
-    layout = tensor_type.layout
-    blocks = rng.integers(
-        0, 256, (rows * columns // layout.block_elements, layout.block_bytes), np.uint8
-    )
-    for offset in _SCALES[tensor_type]:
-        scales = rng.uniform(1e-4, 3e-4, len(blocks)).astype(np.float16)
-        blocks[:, offset : offset + 2] = scales.view(np.uint8).reshape(-1, 2)
-    return blocks.reshape(-1)
 
 
 def skewed_choice(rng: np.random.Generator, shape: LayerShape) -> I32Array:
@@ -173,7 +161,7 @@ class Layer:
         self._arrays: list[DeviceArray] = []
 
         def stored(name: str, kind: TensorType, rows: int, columns: int) -> int:
-            raw[name] = random_matrices(rng, kind, rows, columns)
+            raw[name] = random_moe.blocks(rng, GGMLQuantizationType(int(kind)), (rows, columns))
             array = device.upload(repack(kind, raw[name], rows=rows, columns=columns))
             self._arrays.append(array)
             return address(array)
@@ -290,11 +278,6 @@ def choices(device: KernelDevice) -> Iterator[Products]:
 
 def _float_tile(rows: int) -> Tile:
     return Tile(rows=rows, columns=64, warps_m=4, warps_n=2, stages=2)
-
-
-def relative_error(found: AnyArray | F32Array, wanted: F64Array) -> float:
-    """Error of whole rows."""
-    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
 
 
 def measure(device: KernelDevice, shape: LayerShape) -> None:

@@ -137,14 +137,19 @@ def _values(
         return (0.5 * random.standard_normal(shape, np.float32)).astype(np.float32)
     if tensor_type is Type.F32:
         return (_WEIGHT_RMS * random.standard_normal(shape, np.float32)).astype(np.float32)
+    return blocks(random, tensor_type, shape)
+
+
+def blocks(random: np.random.Generator, tensor_type: Type, shape: tuple[int, ...]) -> U8Array:
+    """Weights in blocks of a type. Shapes: result [bytes] uint8."""
     elements, num_bytes = gguf.GGML_QUANT_SIZES[tensor_type]
     num_blocks = int(np.prod(shape, dtype=np.int64)) // elements
     result = np.empty((num_blocks, num_bytes), np.uint8)
     piece = max(1, _PIECE_BYTES // num_bytes)
     for first in range(0, num_blocks, piece):
-        blocks = result[first : first + piece]
-        blocks[:] = np.frombuffer(random.bytes(blocks.size), np.uint8).reshape(blocks.shape)
-        _SHAPERS[tensor_type](random, blocks)
+        part = result[first : first + piece]
+        part[:] = np.frombuffer(random.bytes(part.size), np.uint8).reshape(part.shape)
+        _SHAPERS[tensor_type](random, part)
     return result.reshape(-1)
 
 
