@@ -80,53 +80,35 @@ class GenerationResponse(Response):
         self._state.worker.cancel(self._job)
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        deltas: list[Delta] = []
         await self._job.channel.ended()
-        while True:
-            for event in await self._job.channel.take():
-                match event:
-                    case Delta():
-                        deltas.append(event)
-                    case Finished(finish_reason="cancelled"):
-                        await _cancelled().response()(scope, receive, send)
-                        return
-                    case Finished():
-                        body = self._answer.whole(deltas, event.finish_reason, event.stats)
-                        await JSONResponse(body)(scope, receive, send)
-                        return
-                    case BaseException():
-                        await api_error(event).response()(scope, receive, send)
-                        return
+        *texts, last = await self._job.channel.take()
+        if (failure := _failure(last)) is not None:
+            await failure.response()(scope, receive, send)
+            return
+        assert isinstance(last, Finished)
+        deltas = [each for each in texts if isinstance(each, Delta)]
+        body = self._answer.whole(deltas, last.finish_reason, last.stats)
+        await JSONResponse(body)(scope, receive, send)
 
     async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         events = await self._next_events()
-        match events:
-            # Before anything is sent, an error can have a status.
-            case [Finished(finish_reason="cancelled"), *_]:
-                await _cancelled().response()(scope, receive, send)
-                return
-            case [BaseException() as error, *_]:
-                await api_error(error).response()(scope, receive, send)
-                return
+        # Before anything is sent, an error can have a status.
+        if events and (failure := _failure(events[0])) is not None:
+            await failure.response()(scope, receive, send)
+            return
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         data = _events(self._answer.first_chunks())
         while True:
             is_last = False
             for event in events if self._answer.has_logprobs else _joined(events):
-                match event:
-                    case Delta():
-                        if event.text or self._answer.has_logprobs:
-                            data += _events([self._answer.chunk(event)])
-                    case Finished(finish_reason="cancelled"):
-                        data += _events([_cancelled().body])
-                        is_last = True
-                    case Finished():
-                        last = self._answer.last_chunks(event.finish_reason, event.stats)
-                        data += _events(last) + b"data: [DONE]\n\n"
-                        is_last = True
-                    case BaseException():
-                        data += _events([api_error(event).body])
-                        is_last = True
+                is_last = not isinstance(event, Delta)
+                if (failure := _failure(event)) is not None:
+                    data += _events([failure.body])
+                elif isinstance(event, Finished):
+                    last = self._answer.last_chunks(event.finish_reason, event.stats)
+                    data += _events(last) + b"data: [DONE]\n\n"
+                elif isinstance(event, Delta) and (event.text or self._answer.has_logprobs):
+                    data += _events([self._answer.chunk(event)])
             if not events:
                 data += b": still here\n\n"
             if data:
@@ -167,9 +149,16 @@ def _queue_full(state: ServerState) -> ApiError:
     )
 
 
-def _cancelled() -> ApiError:
-    """A cancelled job whose client is still connected: the server is ending."""
-    return ApiError(503, "the server is shutting down", kind="server_error", code="shutting_down")
+def _failure(event: JobEvent) -> ApiError | None:
+    """The error that a job's event is; None if it is none."""
+    match event:
+        case Finished(finish_reason="cancelled"):  # its client is still there: the server is ending
+            return ApiError(
+                503, "the server is shutting down", kind="server_error", code="shutting_down"
+            )
+        case BaseException():
+            return api_error(event)
+    return None
 
 
 def _events(chunks: Sequence[dict[str, Any]]) -> bytes:

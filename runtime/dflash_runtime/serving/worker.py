@@ -122,14 +122,6 @@ class OpeningAborted(Exception):
     """The server is ending before the engine was open."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Published:
-    """What other threads are told; at `until_s` it is to be published again."""
-
-    stats: EngineStats
-    until_s: float
-
-
 class EngineWorker:
     """Owns the engine and its thread; to be closed, or used in ``with``.
 
@@ -157,7 +149,7 @@ class EngineWorker:
         self._mean_job_s = 1.0
         self._on_stage = on_stage
         self._stepped_s = 0.0
-        self._published: _Published | None = None
+        self._published: EngineStats | None = None
         self._thread = threading.Thread(target=self._main, name="dflash-engine")
         metrics.watch_queue(self._queue.__len__)
 
@@ -189,7 +181,7 @@ class EngineWorker:
         It publishes at the end of each job, and else every `_PUBLISH_S` between layers or jobs.
         """
         assert self._published is not None
-        return self._published.stats
+        return self._published
 
     def submit(self, job: Job) -> None:
         """Queue a job; clients take turns. Raises: QueueFull."""
@@ -252,8 +244,8 @@ class EngineWorker:
                 self._publish(engine)
 
     def _publish(self, engine: Engine) -> EngineStats:
-        self._published = _Published(engine.stats(), time.monotonic() + _PUBLISH_S)
-        return self._published.stats
+        self._published = stats = engine.stats()
+        return stats
 
     def _outcome_of(self, engine: Engine, job: Job) -> Finished | Exception:
         """Run a job; return its end, which is not yet put into its channel."""
@@ -278,10 +270,14 @@ class EngineWorker:
         metrics.queue_s.observe(started_s - job.asked_s)
         assembler = TextAssembler(engine.tokenizer, job.stops, is_chat=job.is_chat)
 
+        publish_s = time.monotonic() + _PUBLISH_S
+
         def is_cancelled() -> bool:  # asked before every layer
+            nonlocal publish_s
             self._stepped_s = now_s = time.monotonic()
-            if self._published is None or now_s > self._published.until_s:
+            if now_s > publish_s:
                 self._publish(engine)
+                publish_s = now_s + _PUBLISH_S
             return job.is_cancelled or self._queue.is_closed
 
         def on_prefill(num_done: int, num_total: int) -> None:
