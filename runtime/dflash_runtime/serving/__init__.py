@@ -1,1 +1,6 @@
-"""The server: OpenAI's HTTP interface over one engine, which one thread owns for life."""
+"""The OpenAI server over one engine.
+
+A request passes `connections` (bounded HTTP), `access` (keys), `app` (routes), `bodies` (memory and
+turns) and `requests` (fields); its job waits in a `fair_queue` for the thread of `worker`, and
+`generation` sends what that writes, as `text` and `responses` put it. `server` starts and ends all.
+"""

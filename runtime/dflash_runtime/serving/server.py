@@ -63,9 +63,9 @@ def serve(
     settings: Settings,
     open_engine: OpenEngine,
     *,
-    chat_template: str | None = None,
-    say: Say = lambda line: None,
-    manager: Notifier | None = None,
+    chat_template: str | None,
+    say: Say,
+    manager: Notifier,
 ) -> None:
     """Serve until a signal.
 
@@ -77,7 +77,7 @@ def serve(
     keys = ApiKeys.load(Path(settings.api_key_file)) if settings.api_key_file else None
     listener = listening_socket(settings.host, settings.port, has_keys=keys is not None)
     with listener:
-        metrics, manager = Metrics(), manager or Notifier()
+        metrics = Metrics()
         with EngineWorker(
             open_engine,
             queue_capacity=settings.queue_capacity,

@@ -123,7 +123,7 @@ class OpeningAborted(Exception):
 
 
 class EngineWorker:
-    """Owns the engine and its thread; to be closed, or used in ``with``.
+    """Owns the engine and its thread, from entering a ``with`` until leaving it.
 
     `opened` gives the engine once it is ready. Other threads may use its tokenizer and what never
     changes, and read `stats`, nothing else.
@@ -158,7 +158,8 @@ class EngineWorker:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        self.stop()
+        self._thread.join()
 
     @property
     def num_waiting(self) -> int:
@@ -205,12 +206,6 @@ class EngineWorker:
     def stop(self) -> None:
         """Cancel all jobs and have the thread end, without waiting for it."""
         self._queue.close()
-
-    def close(self) -> None:
-        """Cancel all jobs, close the engine, end the thread."""
-        self.stop()
-        if self._thread.ident is not None:
-            self._thread.join()
 
     def _main(self) -> None:
         self.opened.set_running_or_notify_cancel()  # cancelling it does not end the opening
