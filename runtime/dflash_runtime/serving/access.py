@@ -9,6 +9,7 @@ import os
 import socket
 import stat
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -159,16 +160,16 @@ def _is_loopback(address: str) -> bool:
         return False
 
 
+@dataclass(frozen=True, slots=True)
 class RequestGate:
     """The outermost ASGI application: admits each request, and counts its status."""
 
-    def __init__(
-        self, app: ASGIApp, *, keys: ApiKeys | None, metrics: Metrics, endpoints: frozenset[str]
-    ) -> None:
-        self._app = app
-        self._keys = keys
-        self._metrics = metrics
-        self._endpoints = endpoints
+    app: ASGIApp
+    keys: ApiKeys | None
+    """None: no client needs a key."""
+    metrics: Metrics
+    endpoints: frozenset[str]
+    """Paths that are counted by name."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -184,7 +185,7 @@ class RequestGate:
 
         try:
             self._admit(scope)
-            await self._app(scope, receive, counted)
+            await self.app(scope, receive, counted)
         except Exception as error:
             refusal = api_error(error)
             if refusal is not error:
@@ -193,8 +194,8 @@ class RequestGate:
             if not is_started:
                 await refusal.response()(scope, receive, counted)
         finally:
-            path = scope["path"] if scope["path"] in self._endpoints else "other"
-            self._metrics.http_requests.labels(path, str(status)).inc()
+            path = scope["path"] if scope["path"] in self.endpoints else "other"
+            self.metrics.http_requests.labels(path, str(status)).inc()
 
     def _admit(self, scope: Scope) -> None:
         """Set the scope's client and key. Raises: ApiError if the request is not allowed."""
@@ -203,7 +204,7 @@ class RequestGate:
         scope[CLIENT], scope[KEY] = host, ""
         if scope["path"] in OPEN_TO_ALL:
             return
-        if self._keys is None:
+        if self.keys is None:
             if is_of_another_site(headers.get("host", ""), headers.get("origin")):
                 raise ApiError(
                     403,
@@ -214,7 +215,7 @@ class RequestGate:
             return
         if scope["path"] in PAGE_PATHS:
             return
-        key = self._keys.index_of(headers.get("authorization", "").encode("latin-1"))
+        key = self.keys.index_of(headers.get("authorization", "").encode("latin-1"))
         if key is None:
             raise ApiError(
                 401,

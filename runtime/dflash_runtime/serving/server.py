@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -109,61 +110,55 @@ def serve(
             asyncio.run(_Life(state, http, say, manager).run(listener))
 
 
+@dataclass(slots=True)
 class _Life:
     """The server's states: opening, ready, draining, ended. Runs in the event loop."""
 
-    def __init__(
-        self, state: ServerState, http: BoundedServer, say: Say, manager: Notifier
-    ) -> None:
-        self._state = state
-        self._http = http
-        self._say = say
-        self._manager = manager
-        self._signalled = asyncio.Event()
-        self._hurried = asyncio.Event()
+    state: ServerState
+    http: BoundedServer
+    say: Say
+    manager: Notifier
+    signalled: asyncio.Event = field(default_factory=asyncio.Event)
+    hurried: asyncio.Event = field(default_factory=asyncio.Event)
+    """A second signal came."""
 
     async def run(self, listener: socket.socket) -> None:
         """Raises: what opening the engine raised."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        serving = asyncio.create_task(self._http.serve(sockets=[listener]))
-        opened = asyncio.wrap_future(self._state.worker.opened)
+        serving = asyncio.create_task(self.http.serve(sockets=[listener]))
+        opened = asyncio.wrap_future(self.state.worker.opened)
         try:
-            if await self._first_of(opened) and not self._signalled.is_set():
-                self._state.engine = engine = opened.result()
-                if chat_template(self._state, engine) is not None:
+            if await self._first_of(opened) and not self.signalled.is_set():
+                self.state.engine = engine = opened.result()
+                if chat_template(self.state, engine) is not None:
                     with contextlib.suppress(RenderingUnavailable):  # the first chat raises it
                         engine.prepare_chat()
                 summary = (
-                    f"{engine.spec.name}; experts: {', '.join(self._state.worker.stats.owners)}"
+                    f"{engine.spec.name}; experts: {', '.join(self.state.worker.stats.owners)}"
                 )
                 # docs: requests are taken; the summary names the model and the owners of its
                 # experts
-                self._say(f"ready: {summary}")
-                self._manager.ready(summary)
+                self.say(f"ready: {summary}")
+                self.manager.ready(summary)
                 await self._until_signalled()
-            self._state.is_draining = True
-            self._manager.stopping()
-            if self._state.num_active:
-                num_left = self._state.num_active
-                if num_left == 1:
-                    # docs: a signal came; a second one ends it at once
-                    self._say("ending once 1 request has ended")
-                else:
-                    # docs: a signal came; a second one ends them at once
-                    self._say(f"ending once {num_left} requests have ended")
+            self.state.is_draining = True
+            self.manager.stopping()
+            if num_left := self.state.num_active:
+                # docs: a signal came; a second one ends these at once
+                self.say(f"ending after the requests that run: {num_left}")
                 await self._drained()
         finally:
-            self._state.is_draining = True
-            self._state.worker.stop()
+            self.state.is_draining = True
+            self.state.worker.stop()
             opened.cancel()
-            self._http.should_exit = True
+            self.http.should_exit = True
             await serving
 
     async def _first_of(self, opened: asyncio.Future[Engine]) -> bool:
         """Wait for the engine or a signal; True if the engine is open. Raises: as opening it."""
-        signalled = asyncio.create_task(self._signalled.wait())
+        signalled = asyncio.create_task(self.signalled.wait())
         waits: set[asyncio.Future[Any]] = {opened, signalled}
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         signalled.cancel()
@@ -173,16 +168,16 @@ class _Life:
 
     async def _until_signalled(self) -> None:
         """Until a signal, report to the service manager whether the engine's thread is healthy."""
-        worker = self._state.worker
+        worker = self.state.worker
 
         def status() -> str:
             running = "nothing" if worker.running is None else "1 request"
             return f"running {running}, {worker.num_waiting} waiting"
 
         report = asyncio.create_task(
-            self._manager.report(is_healthy=lambda: worker.is_well, status=status)
+            self.manager.report(is_healthy=lambda: worker.is_well, status=status)
         )
-        await self._signalled.wait()
+        await self.signalled.wait()
         report.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await report
@@ -190,16 +185,16 @@ class _Life:
     async def _drained(self) -> None:
         """Wait until all answers are sent, or for a second signal."""
         waits = [
-            asyncio.create_task(event.wait()) for event in (self._state.became_idle, self._hurried)
+            asyncio.create_task(event.wait()) for event in (self.state.became_idle, self.hurried)
         ]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
 
     def _on_signal(self) -> None:
-        if not self._signalled.is_set():
-            self._signalled.set()
-        elif not self._hurried.is_set():
-            self._hurried.set()
+        if not self.signalled.is_set():
+            self.signalled.set()
+        elif not self.hurried.is_set():
+            self.hurried.set()
         else:
             os._exit(1)  # the third signal: wait for nothing
