@@ -32,10 +32,10 @@ from support.container_files import (
     read_compose,
     services_of,
 )
-from support.processes import ROOT, START_S, wait_until
+from support.processes import ROOT, START_S, free_port, wait_until
 from support.unit_files import read_environment_file, write_program
 
-from .conftest import deployed, free_port
+from .conftest import deployed
 
 HERE = "cpu"
 """The device that every machine has."""

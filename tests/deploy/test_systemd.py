@@ -17,10 +17,10 @@ import pytest
 
 from dflash_runtime import Engine
 from support.placements import write_even_placement
-from support.processes import wait_until
+from support.processes import free_port, wait_until
 from support.unit_files import UNITS, Unit
 
-from .conftest import Install, free_port
+from .conftest import Install
 
 SERVICES = ("dflash-moe.service", "dflash-moe-daemon@.service")
 ALL = (*SERVICES, "dflash-moe.target")

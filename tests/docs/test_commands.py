@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import sys
 import sysconfig
 import tempfile
@@ -21,7 +20,7 @@ import pytest
 
 from dflash_protocol.settings import Settings, cache_directory
 from support.environments import build_wheel
-from support.processes import ROOT
+from support.processes import ROOT, free_port
 from support.random_models import CHAT_TEMPLATE, Qwen3MoeShape, write_qwen3moe
 from support.shell_commands import Command, Reader, commands_of
 from support.unit_files import write_program
@@ -141,12 +140,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     finally:
         reader.close()
         shutil.rmtree(folder)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_what_is_not_run_is_in_the_table_and_each_row_stands_for_a_command() -> None:

@@ -22,7 +22,7 @@ from dflash_protocol.transports.curve import (
     load_keys,
 )
 from dflash_runtime import Engine
-from support.processes import ROOT, environment, run_cli, running_daemon
+from support.processes import ROOT, environment, free_port, run_cli, running_daemon
 from support.random_models import ODD_SHAPES, write_qwen3moe
 
 pytestmark = pytest.mark.e2e
@@ -47,12 +47,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert public in done.stdout
         assert (folder / who / SECRET_FILE).read_text().split()[1] not in done.stdout
     return folder
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def own_address() -> str:

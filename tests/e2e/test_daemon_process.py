@@ -25,6 +25,7 @@ from support.processes import (
     START_S,
     cli_command,
     environment,
+    free_port,
     run_main,
     running_daemon,
     wait_for_ends,
@@ -114,13 +115,6 @@ def test_leftovers_of_a_killed_daemon_are_no_obstacle(model: Path, run_dir: Path
         Engine.open(model, connect=[endpoint], backend="reference") as engine,
     ):
         assert len(engine.logits([1, 2, 3])) == 3
-
-
-def free_port(host: str) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=pytest.mark.slow)])

@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -124,6 +125,13 @@ def running_daemon(
             if process.poll() is None:
                 process.terminate()
                 process.wait(timeout=START_S)
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port of an address that nothing listens on now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
 
 
 def wait_for_ends(processes: Sequence[psutil.Process], *, within_s: float = START_S) -> None:
