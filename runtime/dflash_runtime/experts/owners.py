@@ -28,7 +28,7 @@ from dflash_runtime.experts.daemons.supervisor import ProgressCallback, Supervis
 from dflash_runtime.experts.event_kinds import EventKind
 from dflash_runtime.experts.events import EventLog
 from dflash_runtime.experts.offload import OffloadMode
-from dflash_runtime.experts.remote.modes import ExecutionMode
+from dflash_runtime.experts.remote.pieces import ExecutionMode
 from dflash_runtime.experts.remote.remote import RemoteExpertCompute
 from dflash_runtime.experts.remote.reply_checks import CheckSchedule, ReplyChecker
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime

@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
+import numpy as np
 import zmq
 
-from dflash_protocol.batch import Hidden, Pairs, RoutedBatch, Sums
+from dflash_protocol.batch import Hidden, HostSums, Pairs, RoutedBatch, Sums
 from dflash_protocol.device_payload import DeviceMover
 from dflash_protocol.errors import (
     DaemonUnavailable,
@@ -28,13 +29,10 @@ from dflash_runtime.experts.compute import OwnerKind, OwnerStats, Ticket
 from dflash_runtime.experts.daemons.data_path import DataPath, open_data_path
 from dflash_runtime.experts.daemons.link import DaemonLink, Session
 from dflash_runtime.experts.event_kinds import EventKind
-from dflash_runtime.experts.remote.guard import RequestGuard
-from dflash_runtime.experts.remote.modes import STREAM_TOKENS, ExecutionMode
-from dflash_runtime.experts.remote.pieces import Cutter
-from dflash_runtime.experts.remote.rates import RateEstimate
-from dflash_runtime.experts.remote.reply_checks import ReplyChecker
-from dflash_runtime.experts.remote.session import RemoteSession, Sent
-from dflash_runtime.experts.remote.ticket import RemoteTicket, require_finite, what_is_wrong
+from dflash_runtime.experts.remote.breaker import RequestGuard
+from dflash_runtime.experts.remote.pieces import STREAM_TOKENS, Cutter, ExecutionMode
+from dflash_runtime.experts.remote.reply_checks import ReplyChecker, require_finite
+from dflash_runtime.experts.remote.session import RateEstimate, RemoteSession, RemoteTicket, Sent
 
 
 class RemoteExpertCompute:
@@ -131,7 +129,7 @@ class RemoteExpertCompute:
                 self._guard.breaker.note_probe_abandoned()
             raise
         if is_probe:
-            self._guard.begin_probe(ticket)
+            self._guard.probe = ticket
         if self._checker is not None:
             ticket.is_checked = self._checker.schedule.takes_reply()
         return ticket
@@ -145,7 +143,7 @@ class RemoteExpertCompute:
         session, cut, counted = ticket.session, ticket.cut, ticket.counted
         if session is not self._session:
             reason = self._link.lost_reason()
-            if self._guard.is_probe(ticket):
+            if ticket is self._guard.probe:
                 self._guard.note_failure(DaemonUnavailable(reason), cost_s=0.0, is_probe=True)
             raise DaemonUnavailable(reason)
         replies: list[tuple[Sent, Reply]] = []
@@ -219,20 +217,25 @@ class RemoteExpertCompute:
         checker, link, opened = self._checker, self._link, ticket.session.opened
         if checker is None or link.session is not opened:
             return
-        welcome = opened.welcome
+        welcome, layer_id = opened.welcome, ticket.layer_id
         self._stats.checked += 1
-        reason = what_is_wrong(
-            ticket,
-            replies,
-            checker,
-            global_ids=link.owned.by_layer[ticket.layer_id],
+        started_s = time.perf_counter()
+        sums = HostSums(np.zeros(ticket.rows.shape))
+        for sent, reply in replies:
+            sums.add(reply.placed, sent.rows)
+        reason = checker.difference(
+            layer_id,
+            RoutedBatch.group(ticket.phase, ticket.rows, ticket.pairs),
+            sums.to_host(),
+            global_ids=link.owned.by_layer[layer_id],
             payload=PayloadType(welcome.payload),
             # Sums of version 1 were rounded.
             is_same_class=welcome.numeric_class == checker.numeric_class and welcome.version > 1,
         )
+        checker.schedule.note_reply(time.perf_counter() - started_s)
         if reason:
             self._stats.wrong_replies += 1
-            link.give_up(reason)
+            link.give_up(f"layer {layer_id}: {reason}")
             self._drop_session()
             self._guard.forget(ticket)
             raise DaemonUnavailable(link.lost_reason())
@@ -245,7 +248,7 @@ class RemoteExpertCompute:
         self._stats.checksum_failures += code == "checksum"
         self._stats.not_finite += code == "not_finite"
         self._stats.deadline_failures += code == "late" or isinstance(error, DeadlineExceeded)
-        is_probe = self._guard.is_probe(ticket)
+        is_probe = ticket is self._guard.probe
         if code in REQUEST_FAILURES and not is_probe:
             self._forget(ticket)
             if code == "not_finite":
@@ -289,7 +292,7 @@ def _fill(ticket: RemoteTicket) -> None:
     """
     cut, session = ticket.cut, ticket.session
     while cut.pieces is not None and len(ticket.in_flight) < cut.window:
-        piece = cut.pieces.next(cut.max_tokens)
+        piece = next(cut.pieces, None)
         if piece is None:
             return
         rows, batch = piece

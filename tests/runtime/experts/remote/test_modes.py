@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dflash_runtime.experts.remote.modes import ExecutionMode, ModeChooser
+from dflash_runtime.experts.remote.pieces import ExecutionMode, ModeChooser
 
 BATCHED, STREAM = ExecutionMode.BATCHED, ExecutionMode.STREAM
 PAIRS = 1000

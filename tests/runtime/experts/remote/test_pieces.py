@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_protocol.ids import Phase
-from dflash_runtime.experts.remote.modes import ExecutionMode
-from dflash_runtime.experts.remote.pieces import Cutter, Limits, Slices
+from dflash_runtime.experts.remote.pieces import Cut, Cutter, ExecutionMode, Limits, slices
 from support.examples import examples
 from support.routed_batches import HIDDEN_SIZE, batch_of, numbered_rows, pair_sets, pairs_of
 
@@ -25,14 +24,18 @@ def test_slices_hold_every_pair_once_and_name_their_rows(
     num_tokens, pairs = pair_set
     whole_from = data.draw(st.none() | st.integers(0, num_tokens))
     batch = batch_of(num_tokens, pairs)
-    slices = Slices(batch.phase, batch.rows, batch.pairs(), whole_from=whole_from)
     used = sorted({token_idx for token_idx, _ in pairs})
     is_whole = len(used) >= (num_tokens if whole_from is None else whole_from)
-    assert slices.num_rows == (num_tokens if is_whole else len(used))
+    cut = Cut(data.draw(st.integers(1, 5)), whole_from)
+    pieces = slices(cut, batch.phase, batch.rows, batch.pairs())
+    assert (pieces is None) == ((num_tokens if is_whole else len(used)) <= cut.max_tokens)
+    if pieces is None:
+        return
     found: dict[tuple[int, int], float] = {}
     last = -1
     for size in sizes:
-        piece = slices.next(size)
+        cut.max_tokens = size
+        piece = next(pieces, None)
         if piece is None:
             break
         rows, part = piece
@@ -54,10 +57,10 @@ def test_slices_hold_every_pair_once_and_name_their_rows(
 
 def test_rows_of_slices_are_not_copied_if_all_are_used() -> None:
     batch = batch_of(4, {(token_idx, 1): 1.0 for token_idx in range(4)})
-    slices = Slices(batch.phase, batch.rows, batch.pairs())
-    piece = slices.next(2)
-    assert piece is not None
-    assert np.shares_memory(piece[1].hidden, batch.hidden)
+    pieces = slices(Cut(max_tokens=2), batch.phase, batch.rows, batch.pairs())
+    assert pieces is not None
+    for _, piece in pieces:
+        assert np.shares_memory(piece.hidden, batch.hidden)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from dflash_protocol.placement import OwnedExperts
 from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute, OwnerKind
 from dflash_runtime.experts.event_kinds import EventKind
 from dflash_runtime.experts.events import EventLog
-from dflash_runtime.experts.remote.modes import ExecutionMode
+from dflash_runtime.experts.remote.pieces import ExecutionMode
 from dflash_runtime.experts.remote.reply_checks import CheckSchedule, ReplyChecker
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 from dflash_runtime.placement.split import make_placement

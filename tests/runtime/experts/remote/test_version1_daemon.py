@@ -19,7 +19,7 @@ from dflash_protocol.wire.messages import PROTOCOL_VERSIONS
 from dflash_runtime.experts.daemons.handshake import Greeting
 from dflash_runtime.experts.daemons.link import DaemonLink
 from dflash_runtime.experts.daemons.supervisor import Supervisor, Timeouts
-from dflash_runtime.experts.remote.modes import ExecutionMode
+from dflash_runtime.experts.remote.pieces import ExecutionMode
 from dflash_runtime.experts.remote.remote import RemoteExpertCompute
 from support.routed_batches import HIDDEN_SIZE, begin, expert_scale, finish, numbered_rows
 from support.version1_peer import Version1Daemon
