@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,7 +23,12 @@ from dflash_protocol.ids import F32Array, I32Array
 from dflash_protocol.placement import Placement
 from dflash_protocol.settings import DaemonSetting, Settings, load_settings
 from dflash_runtime.engine.arguments import token_id_array, whole_number
-from dflash_runtime.engine.generation import GeneratedToken, GenerationRequest, generated_tokens
+from dflash_runtime.engine.generation import (
+    GeneratedToken,
+    GenerationRequest,
+    GenerationStats,
+    generated_tokens,
+)
 from dflash_runtime.engine.opening import (
     Opened,
     OpenOptions,
@@ -33,14 +38,33 @@ from dflash_runtime.engine.opening import (
 from dflash_runtime.engine.prompts import Prompts
 from dflash_runtime.engine.run_guard import Cancelled
 from dflash_runtime.engine.sampling import Sampler, SamplingParams
-from dflash_runtime.engine.stats import EngineStats, GenerationStats
 from dflash_runtime.engine.steps import Steps
 from dflash_runtime.engine.verifying import Verified, Verifier
+from dflash_runtime.experts.compute import OwnerStats
 from dflash_runtime.experts.daemons.supervisor import ProgressCallback
+from dflash_runtime.experts.events import Event
+from dflash_runtime.experts.selections import HitCounts
 from dflash_runtime.experts.telemetry import Profile
 from dflash_runtime.interrupts import uninterrupted
 
 __all__ = ["Engine", "EngineStats", "GeneratedToken", "GenerationStats", "Verified"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot of the counters since the engine was opened: owners by name, events in order.
+
+    Nothing changes it, so that any thread may read it.
+    """
+
+    owners: dict[str, OwnerStats]
+    events: list[Event]
+    selections: dict[int, list[int]]
+    """How often each expert was chosen: by layer id, then by global expert id. Steps that a device
+    runs by itself are added when a generation ends, including the one or two discarded ones that
+    were launched after its last."""
+    hits: HitCounts = field(default_factory=HitCounts)
+    """How many chosen experts were local."""
 
 
 class Engine:

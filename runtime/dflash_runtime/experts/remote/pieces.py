@@ -207,7 +207,7 @@ class Cutter:
             batch = RoutedBatch.group(phase, rows, pairs)
             cut.pieces = rectangles(batch, cut.max_tokens)
         elif num_tokens > cut.max_tokens:
-            cut.pieces = slices(cut, phase, rows, pairs)
+            cut.pieces = slices(cut, rows, pairs, phase=phase)
         return cut
 
     def _choose(self, cut: Cut, phase: Phase, num_tokens: int, pairs: Pairs) -> None:
@@ -223,7 +223,7 @@ class Cutter:
                 cut.window = _PROBE_WINDOW
 
 
-def slices(cut: Cut, phase: Phase, rows: Hidden, pairs: Pairs) -> Iterator[Piece] | None:
+def slices(cut: Cut, rows: Hidden, pairs: Pairs, *, phase: Phase) -> Iterator[Piece] | None:
     """Runs of rows that have pairs, up to `cut.max_tokens` each; None if one holds all of them.
 
     Each is grouped when it is asked for. Rows that no pair uses are left out, unless so many are

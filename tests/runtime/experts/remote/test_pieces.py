@@ -27,7 +27,7 @@ def test_slices_hold_every_pair_once_and_name_their_rows(
     used = sorted({token_idx for token_idx, _ in pairs})
     is_whole = len(used) >= (num_tokens if whole_from is None else whole_from)
     cut = Cut(data.draw(st.integers(1, 5)), whole_from)
-    pieces = slices(cut, batch.phase, batch.rows, batch.pairs())
+    pieces = slices(cut, batch.rows, batch.pairs(), phase=batch.phase)
     assert (pieces is None) == ((num_tokens if is_whole else len(used)) <= cut.max_tokens)
     if pieces is None:
         return
@@ -57,7 +57,7 @@ def test_slices_hold_every_pair_once_and_name_their_rows(
 
 def test_rows_of_slices_are_not_copied_if_all_are_used() -> None:
     batch = batch_of(4, {(token_idx, 1): 1.0 for token_idx in range(4)})
-    pieces = slices(Cut(max_tokens=2), batch.phase, batch.rows, batch.pairs())
+    pieces = slices(Cut(max_tokens=2), batch.rows, batch.pairs(), phase=batch.phase)
     assert pieces is not None
     for _, piece in pieces:
         assert np.shares_memory(piece.hidden, batch.hidden)
