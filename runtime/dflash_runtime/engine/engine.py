@@ -31,20 +31,18 @@ from dflash_runtime.engine.generation import (
 )
 from dflash_runtime.engine.opening import (
     Opened,
-    OpenOptions,
     advice_if_out_of_memory,
     open_model,
+    settings_with,
 )
 from dflash_runtime.engine.prompts import Prompts
 from dflash_runtime.engine.run_guard import Cancelled
 from dflash_runtime.engine.sampling import Sampler, SamplingParams
 from dflash_runtime.engine.steps import Steps
 from dflash_runtime.engine.verifying import Verified, Verifier
-from dflash_runtime.experts.compute import OwnerStats
 from dflash_runtime.experts.daemons.supervisor import ProgressCallback
 from dflash_runtime.experts.events import Event
-from dflash_runtime.experts.selections import HitCounts
-from dflash_runtime.experts.telemetry import Profile
+from dflash_runtime.experts.telemetry import HitCounts, OwnerStats, Profile
 from dflash_runtime.interrupts import uninterrupted
 
 __all__ = ["Engine", "EngineStats", "GeneratedToken", "GenerationStats", "Verified"]
@@ -129,22 +127,29 @@ class Engine:
         Raises: SettingsError, ModelFileError, DeviceUnavailable, DaemonUnavailable,
         HandshakeRefused.
         """
-        options = OpenOptions(
-            daemons=daemons,
-            connect=connect,
-            local_experts=local_experts,
-            placement=placement,
-            require_daemons=require_daemons,
-            tolerates_absent=tolerates_absent,
-            device=device,
-            backend=backend,
-            kv_type=kv_type,
-            context=context,
-            threads=threads,
-        )
-        settings = settings or load_settings()
+        if placement is not None and local_experts is not None:
+            raise SettingsError("placement and local_experts exclude each other")
+        given = {
+            "connect": connect,
+            "local_experts": local_experts,
+            "ipc_required": require_daemons,
+            "device": device,
+            "backend": backend,
+            "kv_type": kv_type,
+            "context": context,
+            "threads": threads,
+        }
+        settings = settings_with(settings or load_settings(), given)
         with contextlib.ExitStack() as undo:
-            opened = open_model(undo, path, options, settings=settings, on_progress=on_progress)
+            opened = open_model(
+                undo,
+                path,
+                settings,
+                daemons=settings.daemons if daemons is None else daemons,
+                placement=placement,
+                tolerates_absent=tolerates_absent,
+                on_progress=on_progress,
+            )
             with advice_if_out_of_memory():
                 engine = cls(opened, is_profiled=settings.ipc_profile)
                 undo.callback(engine._steps.end)

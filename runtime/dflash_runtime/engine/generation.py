@@ -106,7 +106,7 @@ def generated_tokens(
     if tokenizer is not None and not request.ignore_eos:
         stop_ids = tokenizer.stop_ids
     started_s = time.perf_counter()
-    boundary = steps.boundary(prompt, tokenizer.stop_ids if tokenizer is not None else ())
+    boundary = steps.reuse.boundary(prompt, tokenizer.stop_ids if tokenizer is not None else ())
     reused = 0
     if request.reuse_prefix:
         stats.num_reused_tokens = reused = steps.num_reusable(prompt, boundary)
@@ -114,7 +114,7 @@ def generated_tokens(
         request.on_prefill(first, prompt.size)
         hidden = steps.forward(run, prompt[first:last], first)
         if request.reuse_prefix and last in (boundary, prompt.size):
-            steps.save_state(last)
+            steps.reuse.save_state(last)
     token_id, logprobs = request.choose(steps.head(hidden[-1:])[0])
     del hidden  # may be large, on a device
     num_positions = prompt.size

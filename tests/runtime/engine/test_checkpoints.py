@@ -19,7 +19,7 @@ from dflash_runtime.compute.cpu import CpuBackend
 from dflash_runtime.compute.kv_cache import KvCache, Snapshot
 from dflash_runtime.compute.reference import ReferenceBackend
 from dflash_runtime.compute.sliding_window import MOST_KEPT
-from dflash_runtime.engine.checkpoints import StateCheckpoints
+from dflash_runtime.engine.reuse import StateCheckpoints
 from support import random_laguna, random_models
 from support.random_gguf import END_OF_TEXT_ID, RandomShape, write_model
 from support.random_qwen35moe import SHAPES
@@ -143,7 +143,7 @@ def test_logits_of_a_snapshot_are_the_same_every_time(
         steps, ids = engine._steps, np.array(random_ids(250), np.int32) % shape.vocab_size
         run = steps.begin()
         steps.forward(run, ids[:100], 0)
-        snapshot = steps._passes.cache.snapshot(100)
+        snapshot = steps._cache.snapshot(100)
         for size in (17, 1):
             logits = []
             for _ in range(2):
@@ -157,7 +157,7 @@ def test_logits_of_a_snapshot_are_the_same_every_time(
                 if not engine.spec.can_be_cut:
                     with pytest.raises(CheckpointMissing):
                         steps.forward(run, ids[100:117], 100)
-                steps._passes.cache.restore(snapshot)
+                steps._cache.restore(snapshot)
             assert logits[0] == logits[1]
 
 
@@ -168,9 +168,9 @@ def test_short_sequences_use_the_memory_of_those_before(
     base, end, sizes = random_ids(60), END_OF_TEXT_ID, []
     for first in range(12):
         everything(engine, [*base[first : first + 20], end, *base[40:]], reuse=True)
-        sizes.append(engine._steps._reuse.checkpoints.nbytes)
+        sizes.append(engine._steps.reuse.checkpoints.nbytes)
     assert sizes[0] == sizes[-1] > 0
-    assert len(engine._steps._reuse.checkpoints.positions) == 2
+    assert len(engine._steps.reuse.checkpoints.positions) == 2
 
 
 # -- which are kept -------------------------------------------------------------------------------

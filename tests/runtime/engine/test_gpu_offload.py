@@ -98,7 +98,7 @@ def test_bits_are_those_of_a_resident_run(
     assert sum(map(sum, remote.runtime.selections().values())) == IDS.size * PAIRS_OF_TOKEN
     # Layers were on their way before anybody knew what was chosen. The first one is there from the
     # trial, and of the second chunk comes when it is known; the second is still there then.
-    layer = remote.steps._passes.model.spec.moe.layers[0]
+    layer = remote.steps._model.spec.moe.layers[0]
     whole = SHAPE.num_experts * layer.expert_bytes
     assert copied == [whole, whole, copied[2], whole]
     assert 0 < copied[2] <= whole
@@ -153,7 +153,7 @@ def test_only_chosen_experts_are_copied(
     ids, chunks = IDS[:9], [9]
     expected = Split(undo, path, {LOCAL_OWNER: whole}, ids=ids, chunks=chunks).logits()
     split = Split(undo, path, {"gpu1": whole}, ids=ids, chunks=chunks, offload=OffloadMode.ON)
-    layer = split.steps._passes.model.spec.moe.layers[0]
+    layer = split.steps._model.spec.moe.layers[0]
     copied.clear()
     assert (split.logits() == expected).all()
     chosen = [np.count_nonzero(counts) for counts in split.runtime.selections().values()]

@@ -20,7 +20,7 @@ from dflash_protocol.settings import load_settings
 from dflash_protocol.transports.device_copies import DeviceCopies
 from dflash_runtime import Engine
 from dflash_runtime.compute.sliding_window import MOST_KEPT
-from dflash_runtime.engine.checkpoints import StateCheckpoints
+from dflash_runtime.engine.reuse import StateCheckpoints
 from dflash_runtime.engine.run_guard import Cancelled
 from dflash_runtime.experts.compute import LocalExpertCompute, Ticket
 from dflash_runtime.experts.offload import OffloadMode
@@ -158,7 +158,7 @@ def test_states_of_recurrent_layers_go_from_half_to_half(
         steps = split.steps
         run = steps.begin()
         steps.forward(run, ids[:20], 0)
-        steps.save_state(20)
+        steps.reuse.save_state(20)
         steps.forward(run, ids[12:30], 20)  # another text
         assert (steps.head(steps.forward(run, ids[20:], 20)) == expected[20:]).all()
 

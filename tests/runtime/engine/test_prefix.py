@@ -17,7 +17,7 @@ from dflash_runtime import Engine
 from dflash_runtime.compute.cpu import CpuBackend
 from dflash_runtime.compute.reference import ReferenceBackend
 from dflash_runtime.engine.arguments import chunk_bounds
-from dflash_runtime.engine.prefix import CachedPrefix
+from dflash_runtime.engine.reuse import CachedPrefix
 from support.random_models import BLOCK_32_SHAPE, write_qwen3moe
 
 CHUNK = 8

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_runtime.experts.selections import SelectionCounts
+from dflash_runtime.experts.telemetry import SelectionCounts
 
 EXPERTS_PER_LAYER = {1: 5, 4: 3}
 

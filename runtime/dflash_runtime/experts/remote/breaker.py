@@ -23,9 +23,10 @@ from enum import StrEnum
 from functools import partial
 
 from dflash_protocol.errors import DaemonUnavailable, DflashError
-from dflash_runtime.experts.compute import OwnerStats, Ticket
+from dflash_runtime.experts.compute import Ticket
 from dflash_runtime.experts.daemons.link import DaemonLink
-from dflash_runtime.experts.event_kinds import EventKind
+from dflash_runtime.experts.events import EventKind
+from dflash_runtime.experts.telemetry import OwnerStats
 
 _LOG = logging.getLogger(__name__)
 

@@ -25,14 +25,15 @@ from dflash_protocol.ids import I32Array, Phase
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.wire.transport import REQUEST_FAILURES, Reply, TransportCounters
 from dflash_runtime.compute.backend import MailRoute
-from dflash_runtime.experts.compute import OwnerKind, OwnerStats, Ticket
+from dflash_runtime.experts.compute import Ticket
 from dflash_runtime.experts.daemons.data_path import DataPath, open_data_path
 from dflash_runtime.experts.daemons.link import DaemonLink, Session
-from dflash_runtime.experts.event_kinds import EventKind
+from dflash_runtime.experts.events import EventKind
 from dflash_runtime.experts.remote.breaker import RequestGuard
 from dflash_runtime.experts.remote.pieces import STREAM_TOKENS, Cutter, ExecutionMode
 from dflash_runtime.experts.remote.reply_checks import ReplyChecker, require_finite
 from dflash_runtime.experts.remote.session import RateEstimate, RemoteSession, RemoteTicket, Sent
+from dflash_runtime.experts.telemetry import OwnerKind, OwnerStats
 
 
 class RemoteExpertCompute:

@@ -25,7 +25,7 @@ from dflash_protocol.wire.messages import (
 )
 from dflash_runtime.experts.daemons import link_task
 from dflash_runtime.experts.daemons.link import Launch
-from dflash_runtime.experts.daemons.supervisor import Timeouts
+from dflash_runtime.experts.daemons.link_task import Timeouts
 from support.descriptors import no_descriptor_leak
 from support.processes import wait_until
 from support.scripted_daemon import LINK_ID, TIMEOUT_S, ScriptedDaemon, welcome_to

@@ -18,7 +18,8 @@ from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.wire.messages import PROTOCOL_VERSIONS
 from dflash_runtime.experts.daemons.handshake import Greeting
 from dflash_runtime.experts.daemons.link import DaemonLink
-from dflash_runtime.experts.daemons.supervisor import Supervisor, Timeouts
+from dflash_runtime.experts.daemons.link_task import LinkOptions, Timeouts
+from dflash_runtime.experts.daemons.supervisor import Supervisor
 from dflash_runtime.experts.remote.pieces import ExecutionMode
 from dflash_runtime.experts.remote.remote import RemoteExpertCompute
 from support.routed_batches import HIDDEN_SIZE, begin, expert_scale, finish, numbered_rows
@@ -55,7 +56,9 @@ class Rig:
             max_tokens=64,
             payload=PayloadType.BF16,
         )
-        supervisor = Supervisor(context, [self.link], greeting, timeouts=Timeouts(TIMEOUT_S, 1.0))
+        supervisor = Supervisor(
+            context, [self.link], LinkOptions(greeting, Timeouts(TIMEOUT_S, 1.0))
+        )
         undo.callback(supervisor.close)
         supervisor.start()
         self.remote = RemoteExpertCompute(
