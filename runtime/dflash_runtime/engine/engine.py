@@ -18,10 +18,11 @@ import numpy as np
 
 from dflash_adapters.text.tokenizer import Tokenizer
 from dflash_protocol.device import Device
-from dflash_protocol.errors import SettingsError
+from dflash_protocol.errors import DeviceOutOfMemory, SettingsError
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_protocol.placement import Placement
 from dflash_protocol.settings import DaemonSetting, Settings, load_settings
+from dflash_runtime.compute import MEMORY_ADVICE
 from dflash_runtime.engine.arguments import token_id_array, whole_number
 from dflash_runtime.engine.generation import (
     GeneratedToken,
@@ -31,7 +32,6 @@ from dflash_runtime.engine.generation import (
 )
 from dflash_runtime.engine.opening import (
     Opened,
-    advice_if_out_of_memory,
     open_model,
     settings_with,
 )
@@ -141,20 +141,22 @@ class Engine:
         }
         settings = settings_with(settings or load_settings(), given)
         with contextlib.ExitStack() as undo:
-            opened = open_model(
-                undo,
-                path,
-                settings,
-                daemons=settings.daemons if daemons is None else daemons,
-                placement=placement,
-                tolerates_absent=tolerates_absent,
-                on_progress=on_progress,
-            )
-            with advice_if_out_of_memory():
+            try:
+                opened = open_model(
+                    undo,
+                    path,
+                    settings,
+                    daemons=settings.daemons if daemons is None else daemons,
+                    placement=placement,
+                    tolerates_absent=tolerates_absent,
+                    on_progress=on_progress,
+                )
                 engine = cls(opened, is_profiled=settings.ipc_profile)
                 undo.callback(engine._steps.end)
                 undo.callback(engine._prompts.close)
                 engine._steps.try_out()
+            except DeviceOutOfMemory as error:
+                raise error.with_advice(MEMORY_ADVICE) from error
             if on_progress is not None:
                 on_progress("parent", "ready", 1, 1)
             # The daemons of an engine that is dropped without being closed end too.

@@ -6,7 +6,7 @@ Options are checked before anything is started.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,13 +21,12 @@ from dflash_adapters.registry import describe, read_spec
 from dflash_adapters.spec import ModelSpec, MoeLayer
 from dflash_protocol.device import DeviceKind
 from dflash_protocol.endpoint import parse_endpoint
-from dflash_protocol.errors import DeviceOutOfMemory, SettingsError
+from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import AnyArray, I32Array
 from dflash_protocol.placement import Placement
 from dflash_protocol.settings import MAX_THREADS, Settings
 from dflash_protocol.settings.kinds import DaemonSetting, DeviceOrAuto, checked
 from dflash_runtime.compute import (
-    MEMORY_ADVICE,
     BackendName,
     ComputeBackend,
     choose_device,
@@ -121,16 +120,15 @@ def open_model(
     if choose_device(settings.device).kind is DeviceKind.CPU:  # devices check their own memory
         _check_cache_fits(spec, num_positions, kv_type)
     num_threads = settings.threads or None
-    with advice_if_out_of_memory():
-        backend = open_backend(
-            settings.device,
-            backend=BackendName(settings.backend),
-            num_threads=num_threads,
-            cpu_tier=settings.cpu_tier,
-            cache_dir=settings.cache_dir,
-        )
+    backend = open_backend(
+        settings.device,
+        backend=BackendName(settings.backend),
+        num_threads=num_threads,
+        cpu_tier=settings.cpu_tier,
+        cache_dir=settings.cache_dir,
+    )
     undo.callback(backend.close)
-    report = on_progress or _ignore_progress
+    report = on_progress or (lambda owner, stage, num_done, num_total: None)
     report("parent", "compile", 0, 1)
     types = {tensor.tensor_type for tensor in file.tensors.values()}
     backend.warm_up(
@@ -139,15 +137,14 @@ def open_model(
         is_recurrent=bool(spec.recurrent_layers),
         on_progress=partial(report, "parent", "compile"),
     )
-    with advice_if_out_of_memory():
-        backend.require_room(
-            file,
-            _local_experts(spec, placement),
-            kv_layers=spec.kv_layers,
-            recurrent=spec.recurrent_layers,
-            num_positions=num_positions,
-            kv_type=kv_type,
-        )
+    backend.require_room(
+        file,
+        _local_experts(spec, placement),
+        kv_layers=spec.kv_layers,
+        recurrent=spec.recurrent_layers,
+        num_positions=num_positions,
+        kv_type=kv_type,
+    )
     fallback_backend = backend
     if not backend.is_host and (choices or endpoints) and is_any_local(settings):
         # The fallback computes on the host, from the mapped file: the device has no room.
@@ -178,8 +175,7 @@ def open_model(
         on_progress=on_progress,
     )
     report("parent", "load", 0, 1)
-    with advice_if_out_of_memory():
-        model = backend.load_model(file, describe(file))
+    model = backend.load_model(file, describe(file))
     weights.remember()
     weights.start()
     return Opened(file, model, backend, owners, num_positions, kv_type)
@@ -191,15 +187,6 @@ def _local_experts(spec: ModelSpec, placement: Placement) -> list[tuple[MoeLayer
     if LOCAL_OWNER in placement.owner_names:
         local = placement.owners[placement.owner_names.index(LOCAL_OWNER)].by_layer
     return [(each, len(local.get(each.layer_id, ()))) for each in spec.moe.layers]
-
-
-@contextlib.contextmanager
-def advice_if_out_of_memory() -> Iterator[None]:
-    """Add advice to DeviceOutOfMemory."""
-    try:
-        yield
-    except DeviceOutOfMemory as error:
-        raise error.with_advice(MEMORY_ADVICE) from error
 
 
 def _check_cache_fits(spec: ModelSpec, num_positions: int, kv_type: KvType) -> None:
@@ -215,7 +202,3 @@ def _check_cache_fits(spec: ModelSpec, num_positions: int, kv_type: KvType) -> N
             f"a context of {num_positions} needs {num_bytes / 2**30:.1f} GiB for keys and values, "
             "more than this machine has; ask for a smaller one"
         )
-
-
-def _ignore_progress(owner: str, stage: str, num_done: int, num_total: int) -> None:
-    """For callers without `on_progress`."""

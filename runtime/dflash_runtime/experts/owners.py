@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import zmq
@@ -13,15 +14,15 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.gguf.weight_check import WeightCheck
 from dflash_adapters.spec import ModelSpec
 from dflash_protocol.endpoint import Endpoint, parse_endpoint
-from dflash_protocol.errors import DeviceOutOfMemory, SettingsError
+from dflash_protocol.errors import SettingsError
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.placement import OwnedExperts, Placement
 from dflash_protocol.process.held_folder import HeldFolder
 from dflash_protocol.settings import Settings, keys_directory, run_directory
 from dflash_protocol.transports.curve import client_security
-from dflash_runtime.compute import MEMORY_ADVICE, ComputeBackend, ExpertBank
+from dflash_runtime.compute import ComputeBackend, ExpertBank
 from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute
-from dflash_runtime.experts.daemons.data_path import plan_paths
+from dflash_runtime.experts.daemons.data_path import open_data_path, plan_paths
 from dflash_runtime.experts.daemons.handshake import Greeting
 from dflash_runtime.experts.daemons.launching import DaemonChoice, daemon_names, launch_of
 from dflash_runtime.experts.daemons.link import DaemonLink, Launch
@@ -129,23 +130,29 @@ def open_owners(
     for name, owned in owned_by.items():
         if name in links:
             assert context is not None
-            computes.append(
-                RemoteExpertCompute(
-                    links[name],
-                    context,
-                    hidden_size=spec.hidden_size,
-                    num_experts_used=max(x.num_experts_used for x in spec.moe.layers),
-                    min_deadline_s=settings.deadline_ms / 1e3,
-                    mode=ExecutionMode(settings.ipc_mode),
-                    stream_tokens=settings.stream_batch,
-                    spin_s=None if settings.spin_us is None else settings.spin_us * 1e-6,
-                    before_sleep=backend.idle,
-                    mover=backend.mover,
-                    checker=checker,
-                )
+            open_path = partial(
+                open_data_path,
+                links[name],
+                context=context,
+                hidden_size=spec.hidden_size,
+                num_experts_used=max(x.num_experts_used for x in spec.moe.layers),
+                spin_s=None if settings.spin_us is None else settings.spin_us * 1e-6,
+                before_sleep=backend.idle,
+                mover=backend.mover,
             )
+            remote = RemoteExpertCompute(
+                links[name],
+                open_path,
+                min_deadline_s=settings.deadline_ms / 1e3,
+                mode=ExecutionMode(settings.ipc_mode),
+                stream_tokens=settings.stream_batch,
+                checker=checker,
+            )
+            computes.append(remote)
         else:
-            local_banks = _load_local(backend, file, spec, owned)
+            local_banks = load_banks(backend, file, spec.moe, owned=owned, read_now=True)
+            if backend.is_host:  # a device tries them with the whole model
+                measure_pairs_per_second(local_banks.values(), batches=backend.trial_batches)
             device_owner = None if backend.is_host else len(computes)
             computes.append(LocalExpertCompute(OwnerKind.LOCAL, local_banks))
     fallback = None
@@ -167,22 +174,6 @@ def open_owners(
     )
     undo.callback(runtime.close)
     return Owners(placement, runtime, local_banks, events)
-
-
-def _load_local(
-    backend: ComputeBackend, file: GgufFile, spec: ModelSpec, owned: OwnedExperts
-) -> dict[int, ExpertBank]:
-    """Load the experts of this process; on a device they are tried with the whole model.
-
-    Raises: DeviceOutOfMemory.
-    """
-    try:
-        banks = load_banks(backend, file, spec.moe, owned=owned, read_now=True)
-    except DeviceOutOfMemory as error:
-        raise error.with_advice(MEMORY_ADVICE) from error
-    if backend.is_host:
-        measure_pairs_per_second(banks.values(), batches=backend.trial_batches)
-    return banks
 
 
 def _launches(

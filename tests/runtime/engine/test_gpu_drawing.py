@@ -37,11 +37,6 @@ WISHES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
-    return install_emulated_gpus(monkeypatch)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "m.gguf"

@@ -22,7 +22,7 @@ from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FilePie
 from dflash_runtime.experts.offload import OffloadMode
 from dflash_runtime.placement.split import LOCAL_OWNER
 from support.emulated_device import EmulatedDevice
-from support.emulated_gpu import TINY, EmulatedGpus, install_emulated_gpus
+from support.emulated_gpu import TINY, EmulatedGpus
 from support.gpu_splits import Layers, Split
 from support.processes import running_daemon
 from support.random_models import write_qwen3moe
@@ -53,11 +53,6 @@ def resident(model: Path) -> F32Array:
 def undo() -> Iterator[contextlib.ExitStack]:
     with contextlib.ExitStack() as stack:
         yield stack
-
-
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
-    return install_emulated_gpus(monkeypatch)
 
 
 @pytest.fixture

@@ -28,7 +28,6 @@ from dflash_runtime.placement.split import LOCAL_OWNER
 from support.emulated_gpu import TINY, EmulatedGpus, install_emulated_gpus
 from support.gpu_splits import Layers, Split
 from support.interrupts import interrupt_main_thread
-from support.processes import running_daemon
 from support.random_gguf import RandomShape, write_model
 from support.random_models import write_qwen3moe
 from support.random_qwen35moe import Qwen35MoeShape
@@ -185,19 +184,6 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
     gpus = install_emulated_gpus(monkeypatch)
     gpus.overlapped_from = HALVED_FROM
     return gpus
-
-
-@pytest.fixture
-def endpoint(run_dir: Path) -> str:
-    return f"ipc://{run_dir}/gpu.sock"
-
-
-@pytest.fixture
-def daemon(model: Path, endpoint: str) -> Iterator[subprocess.Popen[str]]:
-    with running_daemon(
-        model, endpoint, ["--device", "cuda:0"], module="support.emulated_daemon"
-    ) as process:
-        yield process
 
 
 def opened(path: Path, **options: Any) -> Engine:

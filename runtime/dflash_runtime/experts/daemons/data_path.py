@@ -87,36 +87,28 @@ class PathPlan:
 
 def plan_paths(spec: ModelSpec, settings: Settings, backend: ComputeBackend) -> PathPlan:
     """The plan of an engine; compiles what it needs before any daemon waits for it."""
-    return PathPlan(
-        _sharing_plan(spec, settings, backend),
-        is_sharing_required=settings.ipc_transport in ("shared", "device"),
-        is_mail_required=settings.ipc_transport == "device",
-    )
-
-
-def _sharing_plan(
-    spec: ModelSpec, settings: Settings, backend: ComputeBackend
-) -> SharingPlan | None:
     if settings.ipc_transport == "stream":
-        return None
+        return PathPlan()
     if ring_native.is_available():
         ring_native.kernels(settings.cache_dir)
-    plan = SharingPlan(
+    sharing = SharingPlan(
         hidden_size=spec.hidden_size,
         num_experts_used=max(layer.num_experts_used for layer in spec.moe.layers),
         max_bytes=settings.ipc_shared_bytes,
         moves=backend.mover is not None,
     )
-    if settings.ipc_transport == "shared" or backend.mail is None:
-        return plan
-    return replace(
-        plan,
-        mail_bytes=backend.mail.num_bytes(spec.moe),
-        begin_mail=partial(
+    if settings.ipc_transport != "shared" and backend.mail is not None:
+        begin_mail = partial(
             backend.mail.begin,
             limit_ms=settings.step_limit_ms,
             in_host=settings.mail_memory == "host",
-        ),
+        )
+        mail_bytes = backend.mail.num_bytes(spec.moe)
+        sharing = replace(sharing, mail_bytes=mail_bytes, begin_mail=begin_mail)
+    return PathPlan(
+        sharing,
+        is_sharing_required=settings.ipc_transport in ("shared", "device"),
+        is_mail_required=settings.ipc_transport == "device",
     )
 
 
@@ -284,18 +276,19 @@ class DataPath:
 def open_data_path(
     link: DaemonLink,
     session: Session,
+    counters: TransportCounters,
     *,
     context: zmq.Context[zmq.Socket[bytes]],
     hidden_size: int,
     num_experts_used: int,
-    spin_s: float | None,
-    before_sleep: Callable[[], object],
-    counters: TransportCounters,
+    spin_s: float | None = None,
+    before_sleep: Callable[[], object] = lambda: None,
     mover: DeviceMover | None = None,
 ) -> DataPath:
     """Open the data path. Called, like all of the client, on the data thread.
 
-    `mover` copies rows from the device that they are on, if that device can.
+    `before_sleep` is called before this thread sleeps for a daemon's answer; `mover` copies rows
+    from the device that they are on, if that device can.
     Raises: DaemonUnavailable if the session is over, or no path can be opened, for example for lack
     of descriptors.
     """

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 
 import numpy as np
-import zmq
 
 from dflash_protocol.batch import Hidden, HostSums, Pairs, RoutedBatch, Sums
-from dflash_protocol.device_payload import DeviceMover
 from dflash_protocol.errors import (
     DaemonUnavailable,
     DeadlineExceeded,
@@ -26,7 +23,7 @@ from dflash_protocol.payloads import PayloadType
 from dflash_protocol.wire.transport import REQUEST_FAILURES, Reply, TransportCounters
 from dflash_runtime.compute.backend import MailRoute
 from dflash_runtime.experts.compute import Ticket
-from dflash_runtime.experts.daemons.data_path import DataPath, open_data_path
+from dflash_runtime.experts.daemons.data_path import DataPath
 from dflash_runtime.experts.daemons.link import DaemonLink, Session
 from dflash_runtime.experts.events import EventKind
 from dflash_runtime.experts.remote.breaker import RequestGuard
@@ -46,20 +43,14 @@ class RemoteExpertCompute:
     def __init__(
         self,
         link: DaemonLink,
-        context: zmq.Context[zmq.Socket[bytes]],
+        open_path: Callable[[Session, TransportCounters], DataPath],
         *,
-        hidden_size: int,
-        num_experts_used: int,
         min_deadline_s: float,
         mode: ExecutionMode = ExecutionMode.BATCHED,
         stream_tokens: int = STREAM_TOKENS,
-        spin_s: float | None = None,
-        before_sleep: Callable[[], object] = lambda: None,
-        mover: DeviceMover | None = None,
         checker: ReplyChecker | None = None,
     ) -> None:
-        """`before_sleep` is called before this thread sleeps for a daemon's answer; `mover` copies
-        rows from the device they are on, if it can; `checker` computes what some replies are
+        """`open_path` opens a session's data path; `checker` computes what some replies are
         compared with."""
         self._link = link
         self._checker = checker
@@ -69,17 +60,7 @@ class RemoteExpertCompute:
         self._stats = OwnerStats(OwnerKind.DAEMON, link.owned.num_experts)
         self._guard = RequestGuard(link, self._stats)
         self._session: RemoteSession | None = None
-        self._open_path: Callable[[Session], DataPath] | None = partial(
-            open_data_path,
-            link,
-            context=context,
-            hidden_size=hidden_size,
-            num_experts_used=num_experts_used,
-            spin_s=spin_s,
-            before_sleep=before_sleep,
-            counters=self._counters,
-            mover=mover,
-        )
+        self._open_path: Callable[[Session, TransportCounters], DataPath] | None = open_path
 
     @property
     def stats(self) -> OwnerStats:
@@ -272,7 +253,7 @@ class RemoteExpertCompute:
         if session is None or session.opened is not opened:
             self._drop_session()
             assert self._open_path is not None  # until it is closed
-            path = self._open_path(opened)
+            path = self._open_path(opened, self._counters)
             self._rates.begin_session(opened.welcome.pairs_per_second)
             self._stats.transport = path.transport
             session = self._session = RemoteSession(

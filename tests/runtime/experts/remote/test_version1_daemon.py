@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from dflash_protocol.ids import F64Array, I32Array, Phase
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.wire.messages import PROTOCOL_VERSIONS
+from dflash_runtime.experts.daemons.data_path import open_data_path
 from dflash_runtime.experts.daemons.handshake import Greeting
 from dflash_runtime.experts.daemons.link import DaemonLink
 from dflash_runtime.experts.daemons.link_task import LinkOptions, Timeouts
@@ -61,14 +63,14 @@ class Rig:
         )
         undo.callback(supervisor.close)
         supervisor.start()
-        self.remote = RemoteExpertCompute(
+        open_path = partial(
+            open_data_path,
             self.link,
-            context,
+            context=context,
             hidden_size=HIDDEN_SIZE,
             num_experts_used=4,
-            min_deadline_s=TIMEOUT_S,
-            mode=mode,
         )
+        self.remote = RemoteExpertCompute(self.link, open_path, min_deadline_s=TIMEOUT_S, mode=mode)
         undo.callback(self.remote.close)
 
     def compute(self, local_ids: list[list[int]]) -> F64Array:
