@@ -150,6 +150,7 @@ class LinkTask:
         context: zmq.asyncio.Context,
         link: DaemonLink,
         options: LinkOptions,
+        *,
         first: FirstAttempt,
     ) -> None:
         self._context = context

@@ -84,7 +84,7 @@ class Supervisor:
 
     async def _run_links(self) -> None:
         tasks = [
-            asyncio.create_task(LinkTask(self._context, link, self._options, first).run())
+            asyncio.create_task(LinkTask(self._context, link, self._options, first=first).run())
             for link, first in zip(self._links, self._first_attempts, strict=True)
         ]
         await self._stop.wait()
