@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -189,7 +190,7 @@ def _record(engine: Engine, prompt: list[int], tokens: list[int], text: str) -> 
             name: {"experts": owner.num_experts, **owner.as_record()}
             for name, owner in stats.owners.items()
         },
-        "hits": stats.hits.as_record(),
+        "hits": asdict(stats.hits),
         "events": [
             {"time_s": e.time_s, "kind": e.kind, "owner": e.owner, "reason": e.reason}
             for e in stats.events

@@ -15,7 +15,6 @@ import numpy as np
 
 from dflash_protocol.errors import DeviceOutOfMemory
 from dflash_protocol.ids import I32Array
-from dflash_runtime.compute.backend import Chunking
 from dflash_runtime.compute.kv_cache import KvCache, Snapshot
 from dflash_runtime.compute.sliding_window import MOST_KEPT
 
@@ -24,21 +23,33 @@ LEAST_APART = 64
 
 
 class SequenceReuse:
-    """The tokens in a cache, and checkpoints of its states where it cannot be cut anywhere.
+    """The tokens whose keys and values are in a cache, from position 0 on, and checkpoints of its
+    states where it cannot be cut anywhere.
+
+    `invariant_from`: the smallest chunk from which on a position's keys and values have the same
+    bits whatever the chunk; positions of smaller chunks are not tracked. If it is None, bits depend
+    on the chunk, and only chunks with the same bounds are reused.
 
     States: the positions up to the last `add` are known, until `go_to` or `cut`. Used by one
     thread. Owns: the checkpoints' memory.
     """
 
     def __init__(
-        self, cache: KvCache, num_positions: int, *, chunking: Chunking, can_be_cut: bool
+        self, cache: KvCache, num_positions: int, *, invariant_from: int | None, can_be_cut: bool
     ) -> None:
         self.checkpoints = StateCheckpoints(cache)
         self._cache = cache
-        self._prefix = CachedPrefix(num_positions, invariant_from=chunking.invariant_from)
-        self._smallest = chunking.smallest
+        self._token_ids = np.empty(num_positions, np.int32)
+        self._bounds: list[tuple[int, int]] = []
+        self._invariant_from = invariant_from
+        self._smallest = invariant_from or 1
         self._can_be_cut = can_be_cut
         self._scope = ""
+
+    @property
+    def num_cached(self) -> int:
+        """Positions that are in the cache."""
+        return self._bounds[-1][1] if self._bounds else 0
 
     def enter(self, scope: str) -> None:
         """Drop everything that was computed in another scope."""
@@ -48,7 +59,10 @@ class SequenceReuse:
 
     def cut(self, first_position: int) -> None:
         """Forget cached positions from this one on, which are about to be overwritten."""
-        self._prefix.cut(first_position)
+        while self._bounds and self._bounds[-1][1] > first_position:
+            first, _ = self._bounds.pop()
+            if first < first_position and self._invariant_from is not None:
+                self._bounds.append((first, first_position))
         self.checkpoints.cut(first_position)
 
     def go_to(self, position: int) -> None:
@@ -57,8 +71,15 @@ class SequenceReuse:
         self.checkpoints.restore(position)
 
     def add(self, first_position: int, token_ids: I32Array) -> None:
-        """These tokens were computed as one chunk. Shapes: token_ids [T]."""
-        self._prefix.add(first_position, token_ids)
+        """Note that these tokens were computed as one chunk. Shapes: token_ids [T]."""
+        if first_position != self.num_cached or token_ids.size < self._smallest:
+            return
+        last = first_position + token_ids.size
+        self._token_ids[first_position:last] = token_ids
+        if self._invariant_from is not None:
+            self._bounds.clear()  # one range for all: a list would grow with every token
+            first_position = 0
+        self._bounds.append((first_position, last))
 
     def boundary(self, prompt: I32Array, stop_ids: Collection[int]) -> int:
         """Where the last turn of a prompt begins: worth a state checkpoint, as a later prompt may
@@ -73,9 +94,9 @@ class SequenceReuse:
         self, prompt: I32Array, chunks: Iterable[tuple[int, int]], *, boundary: int
     ) -> int:
         """Length of the prompt's prefix that is in the cache or restorable from a checkpoint.
-        `chunks`: see CachedPrefix.reusable. Shapes: prompt [T]."""
-        ranges = self._prefix.reusable(prompt, chunks, boundary=boundary)
-        places = {each[-1] for each in ranges} | {self._prefix.num_cached}
+        `chunks`: see `reusable`. Shapes: prompt [T]."""
+        ranges = self.reusable(prompt, chunks, boundary=boundary)
+        places = {each[-1] for each in ranges} | {self.num_cached}
         places = {each for each in places if self._cache.can_resume(each)}
         places |= {*self.checkpoints.positions}
         return max(place for place in (0, *places) if any(place in each for each in ranges))
@@ -85,43 +106,6 @@ class SequenceReuse:
         nothing if the cache can be cut anywhere."""
         if not self._can_be_cut:
             self.checkpoints.save(num_positions)
-
-
-class CachedPrefix:
-    """The tokens whose keys and values are in the cache, from position 0 on.
-
-    `invariant_from`: the smallest chunk from which on a position's keys and values have the same
-    bits whatever the chunk; positions of smaller chunks are not tracked. If it is None, bits depend
-    on the chunk, and only chunks with the same bounds are reused.
-    """
-
-    def __init__(self, num_positions: int, *, invariant_from: int | None) -> None:
-        self._token_ids = np.empty(num_positions, np.int32)
-        self._bounds: list[tuple[int, int]] = []
-        self._invariant_from = invariant_from
-
-    @property
-    def num_cached(self) -> int:
-        """Positions that are in the cache."""
-        return self._bounds[-1][1] if self._bounds else 0
-
-    def cut(self, first_position: int) -> None:
-        """Forget positions from this one on, which are about to be overwritten."""
-        while self._bounds and self._bounds[-1][1] > first_position:
-            first, _ = self._bounds.pop()
-            if first < first_position and self._invariant_from is not None:
-                self._bounds.append((first, first_position))
-
-    def add(self, first_position: int, token_ids: I32Array) -> None:
-        """Note that these tokens were computed as one chunk. Shapes: token_ids [T]."""
-        if first_position != self.num_cached or token_ids.size < (self._invariant_from or 1):
-            return
-        last = first_position + token_ids.size
-        self._token_ids[first_position:last] = token_ids
-        if self._invariant_from is not None:
-            self._bounds.clear()  # one range for all: a list would grow with every token
-            first_position = 0
-        self._bounds.append((first_position, last))
 
     def reusable(
         self, prompt: I32Array, chunks: Iterable[tuple[int, int]], *, boundary: int = 0

@@ -59,7 +59,10 @@ class Steps:
         self.num_positions = num_positions
         """The longest sequence, in tokens."""
         self.reuse = SequenceReuse(
-            cache, num_positions, chunking=backend.chunking, can_be_cut=model.spec.can_be_cut
+            cache,
+            num_positions,
+            invariant_from=backend.chunking.invariant_from,
+            can_be_cut=model.spec.can_be_cut,
         )
         self._model, self._cache = model, cache
         self._backend, self._runtime, self._local_banks = backend, runtime, local_banks

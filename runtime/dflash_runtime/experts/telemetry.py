@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 
 import numpy as np
@@ -289,10 +289,6 @@ class HitCounts:
     offloaded: int = 0
     """Selections of remote experts that the parent's device computed with weights copied for a
     chunk."""
-
-    def as_record(self) -> dict[str, int]:
-        """Counts by name, as in ``--json``."""
-        return asdict(self)
 
 
 class SelectionCounts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from dflash_runtime import Engine
 from dflash_runtime.compute.cpu import CpuBackend
 from dflash_runtime.compute.reference import ReferenceBackend
 from dflash_runtime.engine.arguments import chunk_bounds
-from dflash_runtime.engine.reuse import CachedPrefix
+from dflash_runtime.engine.reuse import SequenceReuse
 from support.logprobs import bits_of
 from support.random_models import BLOCK_32_SHAPE, write_qwen3moe
 
@@ -130,11 +131,17 @@ def test_log_probabilities_are_those_of_the_logits(model: Path) -> None:
     assert [lp for _, lp in token.logprobs.top] == pytest.approx(expected[order].tolist())
 
 
+def cached_prefix(num_positions: int, *, invariant_from: int | None) -> SequenceReuse:
+    """Of a cache that can be cut anywhere, and is not used."""
+    cache: Any = None
+    return SequenceReuse(cache, num_positions, invariant_from=invariant_from, can_be_cut=True)
+
+
 @given(data=st.data(), invariant_from=st.sampled_from([None, 1, 3]))
 def test_what_is_kept_is_what_would_be_computed_again(
     data: st.DataObject, invariant_from: int | None
 ) -> None:
-    prefix = CachedPrefix(64, invariant_from=invariant_from)
+    prefix = cached_prefix(64, invariant_from=invariant_from)
     computed: dict[int, tuple[int, tuple[int, int]]] = {}  # position: token, its chunk
     for _ in range(data.draw(st.integers(1, 6))):
         size = data.draw(st.integers(1, 40))
@@ -167,7 +174,7 @@ def test_what_is_kept_is_what_would_be_computed_again(
 
 
 def test_tokens_one_by_one_do_not_make_it_grow() -> None:
-    prefix = CachedPrefix(1000, invariant_from=1)
+    prefix = cached_prefix(1000, invariant_from=1)
     for position in range(1000):
         prefix.cut(position)
         prefix.add(position, ids(position))
