@@ -26,13 +26,11 @@ from dflash_runtime.experts.events import EventKind
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How to spawn a daemon: the command up to its endpoint and pipe arguments.
-
-    `environment` is the child's whole environment; None: ours.
-    """
+    """How to spawn a daemon: the command up to its endpoint and pipe arguments; the child's whole
+    environment."""
 
     command: tuple[str, ...]
-    environment: Mapping[str, str] | None = None
+    environment: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
