@@ -26,7 +26,7 @@ from bench.sides import Side
 from bench import report
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import read_spec
-from dflash_runtime.experts.compute import OwnerKind
+from dflash_runtime.experts.telemetry import OwnerKind
 
 IN_PROCESS = "in process"
 TRANSPORTS = ("shared", "stream")

@@ -36,7 +36,7 @@ ATTRIBUTES = {
     "runtime/dflash_runtime/serving/requests.py:ChatBody": MESSAGE,
     "runtime/dflash_runtime/serving/requests.py:CompletionBody": MESSAGE,
     "runtime/dflash_runtime/serving/metrics.py:Metrics": METRICS,
-    "runtime/dflash_runtime/experts/compute.py:OwnerStats": METRICS,
+    "runtime/dflash_runtime/experts/telemetry.py:OwnerStats": METRICS,
     "runtime/dflash_runtime/experts/telemetry.py:PhaseStats": METRICS,
 }
 """Objects that may have more than 12 attributes."""

@@ -23,8 +23,8 @@ from dflash_protocol.settings.table import (
     Knob,
 )
 from dflash_runtime.engine.engine import EngineStats
-from dflash_runtime.experts.compute import OwnerKind, OwnerStats
-from dflash_runtime.experts.event_kinds import EventKind
+from dflash_runtime.experts.events import EventKind
+from dflash_runtime.experts.telemetry import OwnerKind, OwnerStats
 from dflash_runtime.serving.metrics import NAMESPACE, Metrics
 
 

@@ -51,7 +51,7 @@ from dflash_protocol.wire.messages import (
 )
 from dflash_protocol.wire.transport import LinkLimits
 from dflash_runtime.experts.daemons.handshake import OTHER_WEIGHTS
-from dflash_runtime.experts.held_placements import HeldPlacement
+from dflash_runtime.experts.store import HeldPlacement
 
 _LOG = logging.getLogger(__name__)
 

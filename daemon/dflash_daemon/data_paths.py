@@ -35,7 +35,7 @@ from dflash_protocol.wire.transport import (
     ServerTransport,
     TransportCounters,
 )
-from dflash_runtime.experts.held_placements import HeldPlacement
+from dflash_runtime.experts.store import HeldPlacement
 
 _LOG = logging.getLogger(__name__)
 

@@ -16,8 +16,9 @@ from dflash_protocol.errors import DaemonUnavailable, DeviceOutOfMemory
 from dflash_protocol.placement import OwnedExperts, read_owned_experts
 from dflash_protocol.wire.messages import COMPARING
 from dflash_runtime.compute import DAEMON_MEMORY_ADVICE, ComputeBackend
-from dflash_runtime.experts.held_placements import ExpertStore, HeldPlacement
 from dflash_runtime.experts.store import (
+    ExpertStore,
+    HeldPlacement,
     expert_tensor_types,
     load_banks,
     measure_pairs_per_second,

@@ -18,7 +18,7 @@ from bench.prefill_traffic import tables
 from dflash_protocol.ids import Phase
 from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
-from dflash_runtime.experts.compute import OwnerStats
+from dflash_runtime.experts.telemetry import OwnerStats
 from support.random_models import BLOCK_32_SHAPE, write_qwen3moe
 
 

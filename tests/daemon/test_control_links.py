@@ -19,7 +19,7 @@ from dflash_protocol.ring.layout import MOVED_FACTOR
 from dflash_protocol.transports.shared_client import SharedClient
 from dflash_protocol.wire.messages import Attached, Bye, Refused, Welcome, encode_header
 from dflash_protocol.wire.transport import Reply
-from dflash_runtime.experts.daemons.sharing import Offer, OfferFailed, SharingPlan, make_offer
+from dflash_runtime.experts.daemons.data_path import Offer, OfferFailed, SharingPlan, make_offer
 from support.control_rig import CAPACITY, OWNED, SHAPE, TIMEOUT_S, Daemon, GateBackend
 from support.host_mover import HostMover, MovedRows
 from support.routed_batches import batch_of

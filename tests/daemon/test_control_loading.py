@@ -17,8 +17,7 @@ from dflash_protocol.errors import DeviceOutOfMemory, ProtocolError
 from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.wire.messages import Bye, Progress, Refused, Welcome, encode_header
 from dflash_protocol.wire.transport import Reply
-from dflash_runtime.experts.held_placements import HeldPlacement
-from dflash_runtime.experts.store import every_expert
+from dflash_runtime.experts.store import HeldPlacement, every_expert
 from support.control_rig import OTHER, OWNED, SHAPE, TIMEOUT_S, Daemon, GateBackend
 from support.random_models import write_qwen3moe
 

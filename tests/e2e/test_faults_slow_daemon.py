@@ -13,7 +13,7 @@ import pytest
 
 from dflash_protocol.settings import Settings, load_settings
 from dflash_runtime import Engine
-from dflash_runtime.engine.stats import EngineStats
+from dflash_runtime.engine.engine import EngineStats
 from support.faults import drop_from_memory, greedy, resident_bytes
 from support.processes import ROOT, environment
 from support.random_models import BLOCK_32_SHAPE, write_qwen3moe

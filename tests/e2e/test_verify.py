@@ -214,7 +214,7 @@ def test_models_tell_what_every_layer_has_left_behind(tmp_path: Path, shape: Ran
 
 def test_rings_go_round(folder: Path) -> None:
     with opened(folder, "laguna", "cpu") as pair:
-        cache_rings = pair.engine._steps._passes.cache.windows  # type: ignore[attr-defined]
+        cache_rings = pair.engine._steps._cache.windows  # type: ignore[attr-defined]
         assert {ring.num_rows for ring in cache_rings if ring.is_window} == {128}
 
 
@@ -374,7 +374,7 @@ def test_a_tree_that_failed_halfway_has_changed_nothing(
     engine = local.engine
     engine.prefill(PROMPT)
     engine.verify([5, 6], [-1, 0])
-    model = engine._steps._passes.model
+    model = engine._steps._model
     layer = model.layer
 
     def failing(layer_id: int, *rest: Any) -> Any:

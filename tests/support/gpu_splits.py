@@ -23,10 +23,11 @@ from dflash_runtime.compute.gpu.device.device import KernelDevice
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.model import Step, forward, run_to_end
 from dflash_runtime.engine.steps import Steps
-from dflash_runtime.experts.compute import LocalExpertCompute, OwnerKind, Ticket
+from dflash_runtime.experts.compute import LocalExpertCompute, Ticket
 from dflash_runtime.experts.offload import OffloadMode
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 from dflash_runtime.experts.store import load_banks
+from dflash_runtime.experts.telemetry import OwnerKind
 from dflash_runtime.placement.split import LOCAL_OWNER, make_placement
 from support.emulated_device import EmulatedDevice
 from support.emulated_gpu import MAX_CHUNK, SCRATCH_BYTES

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from dflash_runtime.engine.chat_process import rendering_command
+from dflash_runtime.engine.chat_renderer import rendering_command
 
 _ESCAPED = """
 import os, resource, sys, time

@@ -35,7 +35,7 @@ from dflash_runtime.compute.gpu.mailbox.layout import (
     MailLayout,
 )
 from dflash_runtime.compute.gpu.mailbox.parent import ParentMail
-from dflash_runtime.experts.event_kinds import EventKind
+from dflash_runtime.experts.events import EventKind
 from dflash_runtime.placement.split import LOCAL_OWNER, make_placement
 from support.mailbox_pairs import DevicePair, Pace
 from support.mailbox_rig import PROMPT, Rings, opened, patient_settings, shared_things, tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from dflash_protocol.wire.requests import (
     largest_frame_bytes,
 )
 from dflash_protocol.wire.transport import LinkLimits
+from dflash_runtime.experts.daemons.data_path import open_data_path
 from dflash_runtime.experts.daemons.link import DaemonLink, Session
 from dflash_runtime.experts.remote.remote import RemoteExpertCompute
 from support.routed_batches import (
@@ -81,13 +83,17 @@ class Rig:
             on_event=self._on_event,
         )
         undo.callback(self.link.close)
-        self.remote = RemoteExpertCompute(
+        of_path = {"spin_s", "before_sleep", "mover"} & options.keys()
+        open_path = partial(
+            open_data_path,
             self.link,
-            self.context,
+            context=self.context,
             hidden_size=HIDDEN_SIZE,
             num_experts_used=NUM_USED,
-            min_deadline_s=min_deadline_s,
-            **options,
+            **{name: options.pop(name) for name in of_path},
+        )
+        self.remote = RemoteExpertCompute(
+            self.link, open_path, min_deadline_s=min_deadline_s, **options
         )
         undo.callback(self.remote.close)
 

@@ -15,7 +15,8 @@ from dflash_protocol.endpoint import parse_endpoint
 from dflash_protocol.placement import OwnedExperts
 from dflash_runtime.experts.daemons.handshake import Greeting
 from dflash_runtime.experts.daemons.link import DaemonLink, Launch
-from dflash_runtime.experts.daemons.supervisor import Supervisor, Timeouts
+from dflash_runtime.experts.daemons.link_task import LinkOptions, Timeouts
+from dflash_runtime.experts.daemons.supervisor import Supervisor
 from support.scripted_daemon import TIMEOUT_S, ScriptedDaemon
 
 GREETING = Greeting("model-1f", "digest-2e", "class-3d", max_tokens=64)
@@ -58,11 +59,10 @@ class Parent:
         self.supervisor = Supervisor(
             context,
             self.links,
-            greeting,
-            timeouts=timeouts,
+            LinkOptions(
+                greeting, timeouts, tolerates_absent=tolerates_absent, tries_again=tries_again
+            ),
             on_progress=lambda *report: self.progress.put(report),
-            tolerates_absent=tolerates_absent,
-            tries_again=tries_again,
         )
         undo.callback(self.supervisor.close)
         self._pool = undo.enter_context(ThreadPoolExecutor(1))

@@ -176,7 +176,7 @@ def _record(engine: Engine, prompt: list[int], tokens: list[int], text: str) -> 
             name: {"experts": owner.num_experts, **owner.as_record()}
             for name, owner in stats.owners.items()
         },
-        "hits": stats.hits.as_record(),
+        "hits": asdict(stats.hits),
         "events": [asdict(event) for event in stats.events],
     }
 

@@ -201,6 +201,10 @@ class RemoteExperts(Protocol):
     def abandon(self, ticket: Any) -> None:
         """Drop a ticket, which must not be finished afterwards."""
 
+
+class MailedExperts(RemoteExperts, Protocol):
+    """Owners that captured steps may ask through mailboxes."""
+
     def mail_routes(self) -> tuple[MailRoute, ...]:
         """Routes to all owners of what the block does not compute, if each is connected and has a
         mailbox, else none. The same objects as before while their sessions last."""
@@ -437,7 +441,7 @@ class ComputeBackend(Protocol):
         cache: KvCache,
         banks: Mapping[int, ExpertBank],
         *,
-        remote: RemoteExperts,
+        remote: MailedExperts,
     ) -> CapturedStep | None:
         """A captured step of a model whose experts are in `banks` or `remote`, as for `moe`; None
         if the backend captures none."""

@@ -13,7 +13,13 @@ from dflash_adapters.layers import Description
 from dflash_adapters.spec import KvLayer, ModelSpec, MoeLayer, RecurrentLayer
 from dflash_protocol.batch import HostHidden
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, I64Array, Phase
-from dflash_runtime.compute.backend import Chunking, ExpertBank, RemoteExperts, argmax_of
+from dflash_runtime.compute.backend import (
+    Chunking,
+    ExpertBank,
+    MailedExperts,
+    RemoteExperts,
+    argmax_of,
+)
 from dflash_runtime.compute.host_model import HostModel
 from dflash_runtime.compute.host_ops import Ops
 from dflash_runtime.compute.kv_cache import KvCache, KvType
@@ -109,7 +115,7 @@ class HostBackend:
         cache: KvCache,
         banks: Mapping[int, ExpertBank],
         *,
-        remote: RemoteExperts,
+        remote: MailedExperts,
     ) -> None:
         """Return None: nothing is captured on a host."""
 

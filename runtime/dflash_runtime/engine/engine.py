@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,29 +18,51 @@ import numpy as np
 
 from dflash_adapters.text.tokenizer import Tokenizer
 from dflash_protocol.device import Device
-from dflash_protocol.errors import SettingsError
+from dflash_protocol.errors import DeviceOutOfMemory, SettingsError
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_protocol.placement import Placement
 from dflash_protocol.settings import DaemonSetting, Settings, load_settings
+from dflash_runtime.compute import MEMORY_ADVICE
 from dflash_runtime.engine.arguments import token_id_array, whole_number
-from dflash_runtime.engine.generation import GeneratedToken, GenerationRequest, generated_tokens
+from dflash_runtime.engine.generation import (
+    GeneratedToken,
+    GenerationRequest,
+    GenerationStats,
+    generated_tokens,
+)
 from dflash_runtime.engine.opening import (
     Opened,
-    OpenOptions,
-    advice_if_out_of_memory,
     open_model,
+    settings_with,
 )
 from dflash_runtime.engine.prompts import Prompts
 from dflash_runtime.engine.run_guard import Cancelled
 from dflash_runtime.engine.sampling import Sampler, SamplingParams
-from dflash_runtime.engine.stats import EngineStats, GenerationStats
 from dflash_runtime.engine.steps import Steps
 from dflash_runtime.engine.verifying import Verified, Verifier
 from dflash_runtime.experts.daemons.supervisor import ProgressCallback
-from dflash_runtime.experts.telemetry import Profile
+from dflash_runtime.experts.events import Event
+from dflash_runtime.experts.telemetry import HitCounts, OwnerStats, Profile
 from dflash_runtime.interrupts import uninterrupted
 
 __all__ = ["Engine", "EngineStats", "GeneratedToken", "GenerationStats", "Verified"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot of the counters since the engine was opened: owners by name, events in order.
+
+    Nothing changes it, so that any thread may read it.
+    """
+
+    owners: dict[str, OwnerStats]
+    events: list[Event]
+    selections: dict[int, list[int]]
+    """How often each expert was chosen: by layer id, then by global expert id. Steps that a device
+    runs by itself are added when a generation ends, including the one or two discarded ones that
+    were launched after its last."""
+    hits: HitCounts = field(default_factory=HitCounts)
+    """How many chosen experts were local."""
 
 
 class Engine:
@@ -105,27 +127,36 @@ class Engine:
         Raises: SettingsError, ModelFileError, DeviceUnavailable, DaemonUnavailable,
         HandshakeRefused.
         """
-        options = OpenOptions(
-            daemons=daemons,
-            connect=connect,
-            local_experts=local_experts,
-            placement=placement,
-            require_daemons=require_daemons,
-            tolerates_absent=tolerates_absent,
-            device=device,
-            backend=backend,
-            kv_type=kv_type,
-            context=context,
-            threads=threads,
-        )
-        settings = settings or load_settings()
+        if placement is not None and local_experts is not None:
+            raise SettingsError("placement and local_experts exclude each other")
+        given = {
+            "connect": connect,
+            "local_experts": local_experts,
+            "ipc_required": require_daemons,
+            "device": device,
+            "backend": backend,
+            "kv_type": kv_type,
+            "context": context,
+            "threads": threads,
+        }
+        settings = settings_with(settings or load_settings(), given)
         with contextlib.ExitStack() as undo:
-            opened = open_model(undo, path, options, settings=settings, on_progress=on_progress)
-            with advice_if_out_of_memory():
+            try:
+                opened = open_model(
+                    undo,
+                    path,
+                    settings,
+                    daemons=settings.daemons if daemons is None else daemons,
+                    placement=placement,
+                    tolerates_absent=tolerates_absent,
+                    on_progress=on_progress,
+                )
                 engine = cls(opened, is_profiled=settings.ipc_profile)
                 undo.callback(engine._steps.end)
                 undo.callback(engine._prompts.close)
                 engine._steps.try_out()
+            except DeviceOutOfMemory as error:
+                raise error.with_advice(MEMORY_ADVICE) from error
             if on_progress is not None:
                 on_progress("parent", "ready", 1, 1)
             # The daemons of an engine that is dropped without being closed end too.

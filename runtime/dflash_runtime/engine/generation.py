@@ -1,17 +1,60 @@
-"""A generation: the prompt through the model, then token after token until something ends it."""
+"""A generation: the prompt through the model, then token after token until something ends it.
+
+Tokens are decoded by the fastest way the backend has.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
 
 from dflash_adapters.text.tokenizer import Tokenizer
 from dflash_protocol.ids import F32Array, I32Array
-from dflash_runtime.engine.decoding import Decoding, decoding_of
+from dflash_runtime.compute.backend import NOT_FINITE, CapturedStep
 from dflash_runtime.engine.sampling import Sampler, TokenLogprobs, token_logprobs
-from dflash_runtime.engine.stats import GenerationStats
 from dflash_runtime.engine.steps import Steps
+
+_AHEAD = 2
+"""Captured steps launched before a token is read: one runs, one is queued behind it while the host
+is busy. Their results are discarded when a stop token comes."""
+
+_ALONE = 16
+"""Tokens without launching ahead, after one that the device has left to the host."""
+
+_NUMBERS = 1024
+"""Random numbers, one a sampled token, that are copied to the device at once."""
+
+_Chosen: TypeAlias = tuple[int, TokenLogprobs | None]
+"""A token, with its log-probabilities if asked for."""
+
+
+@dataclass(slots=True)
+class GenerationStats:
+    """One generation. Prefill ends with the first token; decode is all tokens after it."""
+
+    num_prompt_tokens: int = 0
+    num_reused_tokens: int = 0
+    """Tokens of the prompt whose keys and values were in the cache already."""
+    num_generated_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    finish_reason: str = ""
+    """``stop`` (the model ended), ``length`` (enough tokens), ``context`` (no position left),
+    ``cancelled``."""
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        num_computed = self.num_prompt_tokens - self.num_reused_tokens
+        return num_computed / self.prefill_s if self.prefill_s else 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        num_steps = max(0, self.num_generated_tokens - 1)
+        return num_steps / self.decode_s if self.decode_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +80,7 @@ class GenerationRequest:
     is_cancelled: Callable[[], bool] | None
     on_prefill: Callable[[int, int], None]
 
-    def choose(self, logits: F32Array) -> tuple[int, TokenLogprobs | None]:
+    def choose(self, logits: F32Array) -> _Chosen:
         """The next token, with its log-probabilities if asked for. Shapes: logits [V]."""
         token_id = self.sampler(logits)
         if self.top_logprobs is None:
@@ -63,7 +106,7 @@ def generated_tokens(
     if tokenizer is not None and not request.ignore_eos:
         stop_ids = tokenizer.stop_ids
     started_s = time.perf_counter()
-    boundary = steps.boundary(prompt, tokenizer.stop_ids if tokenizer is not None else ())
+    boundary = steps.reuse.boundary(prompt, tokenizer.stop_ids if tokenizer is not None else ())
     reused = 0
     if request.reuse_prefix:
         stats.num_reused_tokens = reused = steps.num_reusable(prompt, boundary)
@@ -71,12 +114,12 @@ def generated_tokens(
         request.on_prefill(first, prompt.size)
         hidden = steps.forward(run, prompt[first:last], first)
         if request.reuse_prefix and last in (boundary, prompt.size):
-            steps.save_state(last)
+            steps.reuse.save_state(last)
     token_id, logprobs = request.choose(steps.head(hidden[-1:])[0])
     del hidden  # may be large, on a device
     num_positions = prompt.size
     stats.prefill_s = time.perf_counter() - started_s
-    decoding: Decoding | None = None
+    decoding: Iterator[_Chosen] | None = None
     while token_id not in stop_ids:
         stats.num_generated_tokens += 1
         if stats.num_generated_tokens == request.max_tokens:
@@ -93,15 +136,100 @@ def generated_tokens(
             return
         started_s = time.perf_counter()
         if decoding is None:
-            decoding = decoding_of(
-                steps,
-                run,
-                request.choose,
-                sampler=request.sampler if request.top_logprobs is None else None,
-                end_position=min(prompt.size + request.max_tokens - 1, steps.num_positions),
-            )
-        token_id, logprobs = decoding.next(token_id, num_positions)
+            captured = steps.captured(run)
+            if captured is None or request.top_logprobs is not None:
+                decoding = _chosen_by_host(steps, run, request, token_id, num_positions, captured)
+            else:
+                decoding = _sampled_on_device(
+                    steps,
+                    run,
+                    request.sampler,
+                    token_id,
+                    num_positions,
+                    captured,
+                    end_position=min(num_positions + request.max_tokens - 1, steps.num_positions),
+                )
+        token_id, logprobs = next(decoding)
         num_positions += 1
         stats.decode_s += time.perf_counter() - started_s
     steps.check_last()
     stats.finish_reason = "stop"
+
+
+def _chosen_by_host(
+    steps: Steps,
+    run: int,
+    request: GenerationRequest,
+    token_id: int,
+    position: int,
+    captured: CapturedStep | None,
+) -> Iterator[_Chosen]:
+    """One step at a time: a captured one, or without a forward pass driven by the host, layer by
+    layer. The host chooses from its logits."""
+    if captured is not None:
+        captured.choose_by(None)
+    while True:
+        if captured is None:
+            hidden = steps.forward(run, np.array([token_id], np.int32), position)
+            chosen = request.choose(steps.head(hidden)[0])
+            del hidden
+        else:
+            steps.check(run)
+            captured.begin(token_id, position)
+            captured.start()
+            if not captured.counts_itself:
+                steps.count()
+            chosen = request.choose(steps.finite(captured.logits()))
+        yield chosen
+        token_id, position = chosen[0], position + 1
+
+
+def _sampled_on_device(
+    steps: Steps,
+    run: int,
+    sampler: Sampler,
+    token_id: int,
+    position: int,
+    captured: CapturedStep,
+    *,
+    end_position: int,
+) -> Iterator[_Chosen]:
+    """Captured steps that sample on the device, launched ahead while the host reads tokens, but not
+    from `end_position` on.
+
+    Where the device cannot decide a token exactly, the host samples it from the logits. More such
+    tokens may follow: for the next ones no step is launched ahead.
+    """
+    captured.choose_by(sampler.device_sampling)
+    started: int | None = None  # the position that the steps started so far lead to
+    num_alone = 0
+    numbers: list[float] = []  # of the positions from `first_numbered` on
+    first_numbered = position + 1
+    while True:
+        steps.check(run)
+        if started is None:
+            captured.begin(token_id, position)
+            started = position
+        ahead = 0 if captured.needs_host or num_alone else _AHEAD
+        while started < min(position + 1 + ahead, end_position):
+            started += 1
+            if not sampler.is_greedy and started == first_numbered + len(numbers):
+                new = sampler.numbers(min(_NUMBERS, end_position + 1 - started))
+                captured.expect(started, new)
+                numbers += new.tolist()
+            captured.start()
+        next_id = captured.token(position + 1)
+        if next_id == NOT_FINITE:
+            steps.refuse_run()
+        num_alone = max(0, num_alone - 1)
+        if next_id is None:
+            if started != position + 1:  # the logits at hand are of another step
+                captured.begin(token_id, position)
+                captured.start()
+            started, num_alone = None, _ALONE  # the next step starts from the host's token
+            number = numbers[position + 1 - first_numbered]
+            next_id = sampler.sample(steps.finite(captured.logits()), number)
+        if not captured.counts_itself:
+            steps.count()
+        yield next_id, None
+        token_id, position = next_id, position + 1

@@ -46,11 +46,7 @@ class Prompts:
         template: str | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> str:
-        """A conversation as text, rendered with `template` or else that of the file.
-
-        Raises: SettingsError if there is no template, or it refuses the messages; UnsupportedModel
-        if it fails; RenderingUnavailable.
-        """
+        """See Engine.chat_text."""
         tokenizer = self._required()
         template = template or tokenizer.chat_template
         if template is None:
@@ -65,19 +61,12 @@ class Prompts:
         return self._renderer.render(request, path=self._file.path)
 
     def chat_ids(self, rendered: str) -> list[int]:
-        """Token ids of the text that `chat_text` gave for a conversation.
-
-        They begin with the file's bos token if it asks for one, whether or not the template writes
-        it.
-        """
+        """Token ids of the text that `chat_text` gave. They begin with the file's bos token if it
+        asks for one, whether or not the template writes it."""
         return list(chain.from_iterable(_chat_parts(self._required(), rendered)))
 
     def parts(self, text: str, *, is_chat: bool, num_positions: int) -> Iterator[list[int]]:
-        """The ids of a text, or of a conversation as text, tokenised part by part.
-
-        Raises: ContextExceeded, before the first part, if the text needs more than `num_positions`
-        tokens even if all were the longest ones.
-        """
+        """See Engine.prompt_parts; the context has `num_positions`."""
         tokenizer = self._required()
         fewest = tokenizer.fewest_tokens(text)
         if fewest > num_positions:

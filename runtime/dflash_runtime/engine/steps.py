@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
+from dflash_protocol.batch import Hidden, Sums
 from dflash_protocol.errors import NotFinite
-from dflash_protocol.ids import AnyArray, F32Array, I32Array, Phase
+from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, Phase
 from dflash_runtime.compute import ComputeBackend, ExpertBank
 from dflash_runtime.compute.backend import NOT_FINITE, CapturedStep
 from dflash_runtime.compute.kv_cache import KvCache
-from dflash_runtime.compute.model import Model, OnLayer, Step
-from dflash_runtime.compute.trees import Tree, TreeResult
+from dflash_runtime.compute.model import Model, OnLayer, Step, forward, run_to_end
+from dflash_runtime.compute.trees import BranchingCache, Tree, TreeResult
 from dflash_runtime.engine.arguments import chunk_bounds
-from dflash_runtime.engine.passes import HEAD_CHUNK, Passes, phase_of
 from dflash_runtime.engine.reuse import SequenceReuse
 from dflash_runtime.engine.run_guard import RunGuard
+from dflash_runtime.engine.two_batch_overlap import run_in_turns
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
+
+_HEAD_CHUNK = 512
+"""Rows of logits computed at once: each is as long as the vocabulary."""
 
 _NOT_FINITE = (
     # docs: the model's file is damaged, or memory, or a value has become too large; what was
@@ -28,6 +32,9 @@ _NOT_FINITE = (
     "the model's logits are not finite (NaN or infinity), so that no token follows from them: its "
     "file or this machine's memory may be damaged, or a value has become too large"
 )
+
+_BeforeLayer: TypeAlias = Callable[[], None] | None
+"""May raise to end a pass."""
 
 
 class Steps:
@@ -51,26 +58,40 @@ class Steps:
     ) -> None:
         self.num_positions = num_positions
         """The longest sequence, in tokens."""
-        self._passes = Passes(
-            model, cache, backend=backend, runtime=runtime, local_banks=local_banks
+        self.reuse = SequenceReuse(
+            cache,
+            num_positions,
+            invariant_from=backend.chunking.invariant_from,
+            can_be_cut=model.spec.can_be_cut,
         )
-        self._captured = self._passes.captured_step()
+        self._model, self._cache = model, cache
+        self._backend, self._runtime, self._local_banks = backend, runtime, local_banks
+        self._experts: dict[tuple[Phase, bool], Any] = {}
+        """The model's routed experts, by phase, and whether they may be offloaded."""
+        self._captured = backend.captured_step(model, cache, local_banks, remote=runtime)
         self._guard = RunGuard(file)
-        self._chunking = backend.chunking
-        self._reuse = SequenceReuse(
-            cache, num_positions, chunking=backend.chunking, can_be_cut=model.spec.can_be_cut
-        )
-        self._runtime = runtime
-        layers = model.spec.moe.layers
-        self._num_moe_layers = len(layers)
-        self._pairs_of_token = sum(layer.num_experts_used for layer in layers)
+        self._pairs_of_token = sum(layer.num_experts_used for layer in model.spec.moe.layers)
 
     def try_out(self) -> None:
         """On a device, compile every kernel that the model needs and allocate all memory.
 
         Raises: DeviceUnavailable, DeviceOutOfMemory among them.
         """
-        self._passes.try_out(self._guard.file, self._captured, self.num_positions)
+        backend, banks, captured = self._backend, self._local_banks, self._captured
+        if backend.is_host:
+            return
+        for size in (1, min(backend.chunking.preferred, self.num_positions)):
+            phase = _phase_of(size)
+            experts = backend.moe(banks, phase, _NoRemoteExperts(self._runtime))
+            step = Step.of_chunk(np.zeros(size, np.int32), 0, self._cache, phase)
+            hidden = run_to_end(forward(self._model, step, experts))
+            for rows in (hidden[-_HEAD_CHUNK:], hidden[-1:]):
+                backend.to_host(self._model.head(rows))
+        if captured is not None:
+            captured.prepare()
+            captured.take_selections()  # dropped: of the trial
+        backend.take_selections(banks)
+        backend.offload_prompts(self._guard.file, self._model.spec.moe.layers, self._runtime)
 
     def settle(self) -> None:
         """Add to the counters which experts were chosen in steps that the device ran by itself.
@@ -79,7 +100,7 @@ class Steps:
         """
         if self._guard.is_closed:
             return
-        for layer_id, counts in self._passes.take_selections().items():
+        for layer_id, counts in self._backend.take_selections(self._local_banks).items():
             self._runtime.add_selections(layer_id, counts)
         if self._captured is not None:
             for (phase, layer_id), counts in self._captured.take_selections().items():
@@ -95,7 +116,7 @@ class Steps:
         since it was opened.
         """
         run = self._guard.begin(is_cancelled)
-        self._reuse.enter(prefix_scope)
+        self.reuse.enter(prefix_scope)
         return run
 
     def end(self) -> None:
@@ -104,7 +125,8 @@ class Steps:
             self._guard.close()
             if self._captured is not None:
                 self._captured.close()
-            del self._passes, self._captured, self._reuse
+            del self._backend, self._model, self._cache, self._local_banks
+            del self._experts, self._captured, self.reuse
 
     def chunks(
         self, num_tokens: int, chunk: int | Iterable[int] | None = None
@@ -113,7 +135,7 @@ class Steps:
 
         A prompt shorter than the smallest chunk goes token by token, through decoding kernels.
         """
-        chunking = self._chunking
+        chunking = self._backend.chunking
         if chunk is None and num_tokens < chunking.smallest:
             chunk = 1
         return chunk_bounds(
@@ -123,11 +145,6 @@ class Steps:
             smallest=chunking.smallest,
             largest=chunking.largest,
         )
-
-    def boundary(self, prompt: I32Array, stop_ids: Collection[int]) -> int:
-        """Where the last turn of a prompt begins: worth a state checkpoint, as a later prompt may
-        differ only from there on. 0 if there is none, or none is needed. Shapes: prompt [T]."""
-        return self._reuse.boundary(prompt, stop_ids)
 
     def prompt_chunks(
         self, num_tokens: int, *, boundary: int = 0, first: int = 0
@@ -142,12 +159,7 @@ class Steps:
         """Length of the prompt's prefix that is in the cache or restorable from a checkpoint.
         Shapes: prompt [T]."""
         chunks = self.prompt_chunks(prompt.size, boundary=boundary)
-        return self._reuse.num_reusable(prompt, chunks, boundary=boundary)
-
-    def save_state(self, num_positions: int) -> None:
-        """Save a checkpoint of the state after the last `forward`, at that many positions, for
-        later runs; nothing if the model's cache can be cut anywhere."""
-        self._reuse.save_state(num_positions)
+        return self.reuse.num_reusable(prompt, chunks, boundary=boundary)
 
     def forward(
         self,
@@ -165,14 +177,14 @@ class Steps:
         """
         guard = self._guard
         guard.require_current(run)
-        self._reuse.go_to(first_position)
+        self.reuse.go_to(first_position)
         guard.poll_file()
-        phase, started_s = phase_of(token_ids.size), time.monotonic()
-        step = Step.of_chunk(token_ids, first_position, self._passes.cache, phase)
-        hidden = self._passes.chunk(step, guard.before_layer(phase), on_layer)
+        phase, started_s = _phase_of(token_ids.size), time.monotonic()
+        step = Step.of_chunk(token_ids, first_position, self._cache, phase)
+        hidden = self._chunk(step, guard.before_layer(phase), on_layer)
         if phase is Phase.DECODE:
             guard.note_token(time.monotonic() - started_s)
-        self._reuse.add(first_position, token_ids)
+        self.reuse.add(first_position, token_ids)
         return hidden
 
     def verify_captured(
@@ -188,7 +200,7 @@ class Steps:
         self.check(run)
         if self._captured is None:
             return None
-        self._reuse.cut(tree.position)
+        self.reuse.cut(tree.position)
         result = self._captured.verify(token_ids, tree, features)
         if result is not None:
             if not self._captured.counts_itself:
@@ -210,8 +222,11 @@ class Steps:
         Raises: as `forward`.
         """
         self._guard.require_current(run)
-        self._reuse.cut(tree.position)
-        return self._passes.tree(token_ids, tree, before_layer=self._guard.check, on_layer=on_layer)
+        self.reuse.cut(tree.position)
+        step = Step.of_tree(token_ids, tree, self._cache)
+        assert isinstance(self._cache, BranchingCache)  # as every backend's
+        with self._cache.branching(tree):
+            return self._run(step, self._guard.check, on_layer)
 
     def accept(self, run: int, token_ids: I32Array, *, tree: Tree, path: I32Array) -> None:
         """Append the draft tokens of a path through the last verified tree to the sequence.
@@ -221,26 +236,26 @@ class Steps:
         """
         self._guard.require_current(run)
         tree.accept(path)
-        if self._chunking.invariant_from == 1:  # else as a chunk they would have other bits
-            self._reuse.add(tree.position, token_ids[path])
+        if self._backend.chunking.invariant_from == 1:  # else as a chunk they would have other bits
+            self.reuse.add(tree.position, token_ids[path])
 
     def to_host(self, hidden: AnyArray) -> F32Array:
         """Rows for the host to read, valid until the next layer. Shapes: hidden, result [T, H]."""
-        return self._passes.to_host(hidden)
+        return self._backend.to_host(hidden)
 
     def head(self, hidden: AnyArray) -> F32Array:
         """Logits, on the host. Shapes: hidden [T, H] of `forward`; result [T, V].
 
         Raises: NotFinite.
         """
-        return self.finite(self._passes.logits(hidden))
+        return self.finite(self._backend.to_host(self._model.head(hidden)))
 
     def argmax(self, hidden: AnyArray) -> I32Array:
         """The most likely token after each row. Shapes: hidden [T, H] of `forward`; result [T].
 
         Raises: NotFinite.
         """
-        argmax = self._passes.argmax(hidden)
+        argmax = self._backend.argmax(self._model.head(hidden))
         self._require_known(argmax)
         return argmax
 
@@ -258,7 +273,7 @@ class Steps:
         """Raise NotFinite, and drop the run's cached positions: they may be damaged, and the next
         prompt with the same prefix would reuse them.
         """
-        self._reuse.cut(0)
+        self.reuse.cut(0)
         raise NotFinite(_NOT_FINITE)
 
     def _require_known(self, token_ids: I32Array) -> None:
@@ -271,8 +286,8 @@ class Steps:
 
         Raises: NotFinite.
         """
-        smallest = self._chunking.smallest
-        for first, last in chunk_bounds(out.shape[0], None, HEAD_CHUNK, smallest=smallest):
+        smallest = self._backend.chunking.smallest
+        for first, last in chunk_bounds(out.shape[0], None, _HEAD_CHUNK, smallest=smallest):
             out[first:last] = self.head(hidden[first:last])
 
     def captured(self, run: int) -> CapturedStep | None:
@@ -305,5 +320,88 @@ class Steps:
             phase,
             num_tokens=num_tokens,
             num_pairs=num_tokens * self._pairs_of_token,
-            num_layers=self._num_moe_layers,
+            num_layers=len(self._model.spec.moe.layers),
         )
+
+    def _chunk(
+        self, step: Step, before_layer: _BeforeLayer, on_layer: OnLayer[AnyArray] | None
+    ) -> AnyArray:
+        """A chunk at once, or in two micro-batches (two-batch overlap) if experts are remote.
+
+        Not overlapped if `on_layer` is given, or experts are offloaded to this device.
+        Shapes: result [T, H].
+        """
+        size, overlapped_from = step.token_ids.size, self._backend.chunking.overlapped_from
+        is_short = overlapped_from is None or size < overlapped_from
+        # Weights that are copied here for a layer serve the whole chunk.
+        is_whole = is_short or self._runtime.may_offload_now or on_layer is not None
+        if is_whole or not self._runtime.asks_daemons:
+            return self._run(step, before_layer, on_layer)
+        middle = -(-size // 2)
+        experts = self._experts_of(step.phase, may_offload=False)
+        first, second = (
+            forward(self._model, step.part(*part), experts, before_layer=before_layer)
+            for part in ((0, middle), (middle, size))
+        )
+        return self._backend.joined(run_in_turns(first, second, poll=self._runtime.poll))
+
+    def _run(
+        self, step: Step, before_layer: _BeforeLayer, on_layer: OnLayer[AnyArray] | None
+    ) -> AnyArray:
+        experts = self._experts_of(step.phase)
+        return run_to_end(
+            forward(self._model, step, experts, before_layer=before_layer, on_layer=on_layer)
+        )
+
+    def _experts_of(self, phase: Phase, *, may_offload: bool = True) -> Any:
+        experts = self._experts.get((phase, may_offload))
+        if experts is None:
+            experts = self._experts[phase, may_offload] = self._backend.moe(
+                self._local_banks, phase, self._runtime, may_offload=may_offload
+            )
+        return experts
+
+
+def _phase_of(num_tokens: int) -> Phase:
+    """The phase of a chunk."""
+    return Phase.DECODE if num_tokens == 1 else Phase.PREFILL
+
+
+class _NoRemoteExperts:
+    """Implements backend.RemoteExperts for a trial: remote sums are zero, nothing is counted."""
+
+    def __init__(self, runtime: MoeExpertComputeRuntime) -> None:
+        self.local_experts_mask = runtime.local_experts_mask
+
+    def count_local(
+        self, phase: Phase, *, num_tokens: int, num_pairs: int, num_layers: int = 1
+    ) -> None:
+        """Nothing."""
+
+    def count_selections(self, layer_id: int, topk_ids: I32Array) -> None:
+        """Nothing."""
+
+    may_offload = False
+
+    def to_offload(self, layer_id: int, topk_ids: I32Array | None, *, expert_s: float) -> None:
+        """None."""
+
+    def begin(
+        self,
+        layer_id: int,
+        hidden: Hidden,
+        *choice: AnyArray,
+        phase: Phase,
+        offloaded: AnyArray | None = None,
+    ) -> Sums:
+        return hidden.new_sums()
+
+    def finish(self, ticket: Any, out: F64Array | None = None) -> Sums:
+        sums: Sums = ticket
+        return sums
+
+    def poll(self) -> None:
+        """Nothing."""
+
+    def abandon(self, ticket: Any) -> None:
+        """Nothing."""

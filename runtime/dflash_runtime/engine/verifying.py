@@ -87,13 +87,12 @@ class Verifier:
                 self._run, token_ids, tree, features=features.by_layer
             )
             if captured is not None:
-                self._steps.check_last()
-                self._pending = token_ids, tree
-                return Verified(captured.next_token_ids, captured.features)
-            hidden = self._steps.forward_tree(
-                self._run, token_ids, tree, on_layer=features.on_layer
-            )
-            next_token_ids = self._steps.argmax(hidden)
+                next_token_ids, features.by_layer = captured.next_token_ids, captured.features
+            else:
+                hidden = self._steps.forward_tree(
+                    self._run, token_ids, tree, on_layer=features.on_layer
+                )
+                next_token_ids = self._steps.argmax(hidden)
             self._steps.check_last()
         self._pending = token_ids, tree
         return Verified(next_token_ids, features.by_layer)

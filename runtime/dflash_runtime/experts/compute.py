@@ -1,4 +1,4 @@
-"""ExpertCompute, the interface of an owner of experts to the parent, and its counters.
+"""ExpertCompute, the interface of an owner of experts to the parent; the owner in this process.
 
 An owner gets batches of its own experts, already routed, and returns weighted sums.
 """
@@ -7,122 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from enum import StrEnum
+from dataclasses import dataclass
 from typing import Protocol
 
 from dflash_protocol.batch import Hidden, Pairs, RoutedBatch, Sums
 from dflash_protocol.ids import I32Array, Phase
-from dflash_protocol.process.output import noun
 from dflash_runtime.compute import ExpertBank
 from dflash_runtime.compute.backend import MailRoute, sums_of
-from dflash_runtime.experts.telemetry import PhaseStats
-
-
-class OwnerKind(StrEnum):
-    """Where an owner computes."""
-
-    LOCAL = "local"
-    DAEMON = "daemon"
-    FALLBACK = "fallback"
-
-
-@dataclass(slots=True)
-class OwnerStats:
-    """Counters of one owner since the engine was opened. Bytes count payload frames only."""
-
-    kind: OwnerKind
-    num_experts: int
-    transport: str = ""
-    """How a daemon was last reached: ``stream`` or ``shared``."""
-    device: str = ""
-    """The device that a daemon reports; empty for this process."""
-    is_lost: bool = False
-    """Whether a daemon cannot be reached now."""
-    requests: int = 0
-    tokens: int = 0
-    pairs: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    wait_s: float = 0.0
-    """Time the parent waited for this owner."""
-    restarts: int = 0
-    retries: int = 0
-    """Batches of this owner that failed and were computed by another one."""
-    fallbacks: int = 0
-    """Retries that needed the fallback, since no replica was left."""
-    checksum_failures: int = 0
-    """Requests that failed because they, or their reply, were damaged in transit."""
-    deadline_failures: int = 0
-    """Requests that failed because they took too long."""
-    not_finite: int = 0
-    """Requests whose reply was NaN or infinite though the rows were not; recomputed by another
-    owner."""
-    checked: int = 0
-    """Batches that the parent computed too, and compared."""
-    wrong_replies: int = 0
-    """Checked batches that were wrong: the daemon is dropped at the first."""
-    stale: int = 0
-    """Messages that answered no pending request."""
-    widened: int = 0
-    """Messages sent in a wider type because the negotiated one could not hold their values."""
-    breaker: str = ""
-    """State of a daemon's circuit breaker: ``closed``, ``open`` or ``half-open``."""
-    breaker_opened: int = 0
-    """Times the breaker opened."""
-    breaker_refused: int = 0
-    """Batches not sent because the breaker was open."""
-    daemon_late: int = 0
-    """Requests that the daemon dropped because their deadline had passed, of all its parents, since
-    it was started. This and the next two are as of its last heartbeat."""
-    daemon_stale: int = 0
-    daemon_checksum_failures: int = 0
-    phases: dict[Phase, PhaseStats] = field(default_factory=dict)
-    """By phase, for phases that have occurred."""
-
-    def of_phase(self, phase: Phase) -> PhaseStats:
-        stats = self.phases.get(phase)
-        if stats is None:
-            stats = self.phases[phase] = PhaseStats()
-        return stats
-
-    def copy(self) -> OwnerStats:
-        """These counters as they are now, which nothing changes any more."""
-        phases = {phase: each.copy() for phase, each in self.phases.items()}
-        return replace(self, phases=phases)
-
-    def add_up_phases(self) -> None:
-        """Set the totals to the sums over all phases."""
-        for name in ("requests", "tokens", "pairs", "bytes_sent", "bytes_received"):
-            setattr(self, name, sum(getattr(phase, name) for phase in self.phases.values()))
-        self.wait_s = sum(phase.wait_s + phase.receive_s for phase in self.phases.values())
-
-    @property
-    def troubles(self) -> str:
-        """Problems in words; empty if none is known."""
-        parts = []
-        if self.breaker_opened:
-            times = noun(self.breaker_opened, "time")
-            parts.append(f"breaker {self.breaker}, opened {self.breaker_opened} {times}")
-        if self.wrong_replies:
-            parts.append("answered wrongly and is not used any more")
-        for count, what in (
-            (self.daemon_late, "late"),
-            (self.daemon_stale, "stale"),
-            (self.daemon_checksum_failures, "damaged"),
-        ):
-            if count:
-                parts.append(f"the daemon dropped {count} {what}")
-        return ", ".join(parts)
-
-    def as_record(self) -> dict[str, object]:
-        """All counters by name, as in ``--json``."""
-        record: dict[str, object] = {
-            field_.name: getattr(self, field_.name) for field_ in fields(self)
-        }
-        record["kind"] = self.kind.value
-        record["phases"] = {phase.value: each.as_record() for phase, each in self.phases.items()}
-        return record
+from dflash_runtime.experts.telemetry import OwnerKind, OwnerStats
 
 
 @dataclass(slots=True, eq=False)

@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from dflash_protocol.ids import I32Array
 from dflash_protocol.placement import Placement
-from dflash_runtime.experts.compute import ExpertCompute, OwnerKind, OwnerStats
+from dflash_runtime.experts.compute import ExpertCompute
+from dflash_runtime.experts.telemetry import OwnerKind, OwnerStats
 
 _LOG = logging.getLogger(__name__)
 
@@ -41,51 +42,13 @@ class OffloadMode(StrEnum):
     OFF = "off"
 
 
-class OffloadChooser:
-    """Compares the time of asking an owner with that of copying.
-
-    Has no side effects. Owners are known by any number. The time of asking is measured end to end,
-    by owner and by order of magnitude of the chunk, on ordinary requests or on a layer asked as a
-    trial.
-    """
-
-    def __init__(self, mode: OffloadMode) -> None:
-        self.mode = mode
-        self._s_per_pair: dict[tuple[int, int], float] = {}
-
-    def is_worth_it(
-        self,
-        owner: int,
-        *,
-        num_tokens: int,
-        num_pairs: int,
-        pairs_per_s: float,
-        copying_s: float,
-    ) -> bool:
-        """Whether to copy the experts of an owner that a chunk uses in one layer, which takes
-        `copying_s`; `pairs_per_s` is the rate that the owner reported, 0 if none."""
-        if self.mode is not OffloadMode.AUTO:
-            return self.mode is OffloadMode.ON
-        if num_tokens < FEWEST_TOKENS:
-            return False
-        known = self._s_per_pair.get((owner, num_tokens.bit_length()))
-        if known is not None:
-            return known * num_pairs > copying_s
-        return pairs_per_s > 0 and num_pairs / pairs_per_s > _CERTAIN * copying_s
-
-    def note(self, owner: int, *, num_tokens: int, num_pairs: int, elapsed_s: float) -> None:
-        """Record the time of a layer's share that an owner has computed."""
-        kind = owner, num_tokens.bit_length()
-        s_per_pair = elapsed_s / max(num_pairs, 1)
-        known = self._s_per_pair.get(kind, s_per_pair)
-        self._s_per_pair[kind] = known + _RATE_WEIGHT * (s_per_pair - known)
-
-
 class PromptOffload:
     """Which experts of a chunk the parent's device computes instead of their owners.
 
-    `owners` are in the placement's order; the experts of `device_owner`, an index, are on the
-    device already.
+    Compares the time of asking an owner with that of copying. The former is measured end to end, by
+    owner and by order of magnitude of the chunk, on ordinary requests or on a layer asked as a
+    trial. `owners` are in the placement's order; the experts of `device_owner`, an index, are on
+    the device already.
     """
 
     def __init__(
@@ -97,26 +60,23 @@ class PromptOffload:
         fallback: ExpertCompute | None,
         device_owner: int | None,
     ) -> None:
-        self._mode = mode
+        self.mode = mode
         self._placement = placement
         self._owners = owners
         self._fallback = fallback
         self._device_owner = device_owner
-        self._chooser = OffloadChooser(mode)
+        self._s_per_pair: dict[tuple[int, int], float] = {}
+        """By owner, and bits of the chunk's number of tokens."""
         self._chosen: frozenset[int] = frozenset()
         """Owners whose experts are offloaded, by the last decision."""
         self._logged: set[int] = set()
 
     @property
-    def may_name_some(self) -> bool:
-        return self._mode is not OffloadMode.OFF
-
-    @property
     def may_name_some_now(self) -> bool:
         """Whether any expert may be offloaded with the owners as they are; only their losses change
         that."""
-        if self._mode is not OffloadMode.AUTO:
-            return self._mode is OffloadMode.ON
+        if self.mode is not OffloadMode.AUTO:
+            return self.mode is OffloadMode.ON
         return any(
             owned.num_experts and index != self._device_owner and self._is_on_cpu(owner.stats)
             for index, (owned, owner) in enumerate(
@@ -154,8 +114,12 @@ class PromptOffload:
         return experts
 
     def note(self, owner: int, *, num_tokens: int, num_pairs: int, elapsed_s: float) -> None:
-        """See OffloadChooser.note; `owner` is an index, negative for the fallback."""
-        self._chooser.note(owner, num_tokens=num_tokens, num_pairs=num_pairs, elapsed_s=elapsed_s)
+        """Record the time of a layer's share that an owner, or for a negative index the fallback,
+        has computed."""
+        kind = owner, num_tokens.bit_length()
+        s_per_pair = elapsed_s / max(num_pairs, 1)
+        known = self._s_per_pair.get(kind, s_per_pair)
+        self._s_per_pair[kind] = known + _RATE_WEIGHT * (s_per_pair - known)
 
     def _is_worth_it(
         self, index: int, counts: npt.NDArray[np.intp], *, num_tokens: int, expert_s: float
@@ -164,15 +128,15 @@ class PromptOffload:
         owner = self._fallback if index == _FALLBACK else self._owners[index]
         if owner is None or index == self._device_owner:
             return False  # asking it raises the error that is due
-        if self._mode is OffloadMode.AUTO and not self._is_on_cpu(owner.stats):
+        if self.mode is not OffloadMode.AUTO:
+            return self.mode is OffloadMode.ON
+        if num_tokens < FEWEST_TOKENS or not self._is_on_cpu(owner.stats):
             return False
-        return self._chooser.is_worth_it(
-            index,
-            num_tokens=num_tokens,
-            num_pairs=int(counts.sum()),
-            pairs_per_s=owner.pairs_per_s,
-            copying_s=np.count_nonzero(counts) * expert_s,
-        )
+        num_pairs, copying_s = int(counts.sum()), float(np.count_nonzero(counts) * expert_s)
+        known = self._s_per_pair.get((index, num_tokens.bit_length()))
+        if known is not None:
+            return known * num_pairs > copying_s
+        return owner.pairs_per_s > 0 and num_pairs / owner.pairs_per_s > _CERTAIN * copying_s
 
     def _is_on_cpu(self, stats: OwnerStats) -> bool:
         """Whether a CPU would compute an owner's experts: the fallback's, if the owner is lost."""

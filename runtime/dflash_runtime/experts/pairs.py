@@ -80,16 +80,10 @@ def split_by_owner(pairs: Pairs, routing: LayerRouting) -> Iterator[tuple[int, P
     owner_of_pair = routing.owner_index[pairs.expert_ids]
     if owner_of_pair.size <= _FEW_PAIRS:
         found = sorted(set(owner_of_pair.tolist()))
-        for owner_index in found:
-            of_owner = pairs if len(found) == 1 else pairs.where(owner_of_pair == owner_index)
-            yield owner_index, of_owner
-        return
-    num_pairs_of_owner = np.bincount(owner_of_pair + 1)  # first those without an owner
-    if num_pairs_of_owner[-1] == pairs.num_pairs:
-        yield num_pairs_of_owner.size - 2, pairs
-        return
-    for owner_index in (np.flatnonzero(num_pairs_of_owner) - 1).tolist():
-        yield owner_index, pairs.where(owner_of_pair == owner_index)
+    else:
+        found = (np.flatnonzero(np.bincount(owner_of_pair + 1)) - 1).tolist()
+    for owner_index in found:
+        yield owner_index, pairs if len(found) == 1 else pairs.where(owner_of_pair == owner_index)
 
 
 def concatenated(shares: Sequence[Pairs]) -> Pairs:

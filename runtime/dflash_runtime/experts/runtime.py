@@ -20,7 +20,7 @@ from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase
 from dflash_protocol.placement import Placement
 from dflash_runtime.compute.backend import MailRoute
-from dflash_runtime.experts.compute import ExpertCompute, OwnerKind, OwnerStats, Ticket
+from dflash_runtime.experts.compute import ExpertCompute, Ticket
 from dflash_runtime.experts.offload import OffloadMode, PromptOffload
 from dflash_runtime.experts.pairs import (
     all_pairs,
@@ -29,7 +29,7 @@ from dflash_runtime.experts.pairs import (
     split_by_owner,
 )
 from dflash_runtime.experts.remote.reply_checks import CheckSchedule
-from dflash_runtime.experts.selections import HitCounts, SelectionCounts
+from dflash_runtime.experts.telemetry import HitCounts, OwnerKind, OwnerStats, SelectionCounts
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +52,7 @@ class LayerTicket:
 
 
 class MoeExpertComputeRuntime:
-    """Computes routed experts by placement. Implements backend.RemoteExperts.
+    """Computes routed experts by placement. Implements backend.MailedExperts.
 
     `owners` are in the placement's order. `fallback` has every expert under its global id; it is
     None if all experts are local, or if daemons are required. The experts of `device_owner`, an
@@ -169,7 +169,7 @@ class MoeExpertComputeRuntime:
 
     @property
     def may_offload(self) -> bool:
-        return self._offload.may_name_some
+        return self._offload.mode is not OffloadMode.OFF
 
     @property
     def may_offload_now(self) -> bool:

@@ -1,12 +1,15 @@
 """Loads experts, only the byte ranges of those that are owned, and warms them up.
 
-Used for the daemon's, the parent's local and the fallback's experts.
+`load_banks` serves a parent, for its own experts and the fallback's; an `ExpertStore` a daemon, for
+the placements of all its parents.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -17,7 +20,7 @@ from dflash_adapters.spec import MoeLayer, MoeSpec
 from dflash_protocol.batch import RoutedBatch, group_by_expert
 from dflash_protocol.ids import F64Array, I32Array, Phase
 from dflash_protocol.placement import OwnedExperts
-from dflash_runtime.compute import ComputeBackend, ExpertBank
+from dflash_runtime.compute import ComputeBackend, DivisibleBank, ExpertBank
 from dflash_runtime.compute.host import ONE_TOKEN
 
 LoadProgress = Callable[[int, int], None]
@@ -62,7 +65,7 @@ def load_banks(
     for layer_id, global_expert_ids in sorted(owned.by_layer.items()):
         layer = spec.by_layer_id[layer_id]
         if read_now:
-            read_experts(file, layer, global_expert_ids)
+            _read_experts(file, layer, global_expert_ids)
         bank = backend.load_experts(file, layer, global_expert_ids)
         banks[layer_id] = bank if read_now else _WatchedBank(bank, file)
     return banks
@@ -142,19 +145,192 @@ def _trial_batch(bank: ExpertBank, phase: Phase, num_tokens: int) -> RoutedBatch
     )
 
 
-def read_experts(file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:
+def _read_experts(file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:
     """Announce the ranges to the kernel (madvise), then touch each page."""
-    ranges = byte_ranges(layer, global_expert_ids)
+    ranges = _byte_ranges(layer, global_expert_ids)
     for each in ranges:
         file.advise_willneed(*each)
     for each in ranges:
         file.region(*each)[::4096].max()
 
 
-def byte_ranges(layer: MoeLayer, global_expert_ids: I32Array) -> list[tuple[int, int, int]]:
+def _byte_ranges(layer: MoeLayer, global_expert_ids: I32Array) -> list[tuple[int, int, int]]:
     """(shard, offset, bytes) of every part of these experts."""
     return [
         (*part.place_of(int(global_expert_id)), part.num_bytes)
         for part in layer.parts
         for global_expert_id in global_expert_ids
     ]
+
+
+@dataclass(slots=True, eq=False)
+class HeldPlacement:
+    """One placement's banks by layer id; made by `ExpertStore.hold`.
+
+    ``num_*`` count experts: those that were already loaded, those loaded for this placement, and
+    those dropped because no placement used them any more.
+    """
+
+    owned: OwnedExperts
+    banks: Mapping[int, ExpertBank]
+    pairs_per_second: float
+    num_kept: int
+    num_loaded: int
+    num_dropped: int
+    num_users: int = 0
+
+
+class ExpertStore:
+    """The experts of one model for any number of placements, each expert loaded once.
+
+    A placement is kept while it has users, and then until another one is loaded, so that a
+    returning user finds it loaded. Experts that only unused placements need are dropped before
+    loading another one. One thread at a time may call `hold`; other threads may call `release`
+    meanwhile.
+    """
+
+    def __init__(self, backend: ComputeBackend, file: GgufFile, spec: MoeSpec) -> None:
+        self._backend = backend
+        self._file = file
+        self._spec = spec
+        self._placements: dict[str, HeldPlacement] = {}
+        self._kept: HeldPlacement | None = None
+        self._lock = threading.Lock()
+        """Guards the placements and their user counts; never held while loading."""
+        self._loaded: dict[int, set[int]] = {}
+        self._rates: dict[BankKind, float] = {}
+
+    @property
+    def num_experts(self) -> int:
+        """Number of loaded experts."""
+        return sum(map(len, self._loaded.values()))
+
+    def holds(self, owned: OwnedExperts) -> bool:
+        """Whether `hold` would load nothing for this placement."""
+        return owned.fingerprint in self._placements
+
+    def keep(self, held: HeldPlacement) -> None:
+        """Keep a held placement for good; a placement within it takes no more memory."""
+        self._kept = held
+
+    def hold(
+        self,
+        owned: OwnedExperts,
+        on_progress: LoadProgress = lambda num_done, num_total: None,
+    ) -> HeldPlacement:
+        """Return a placement's banks, loading what is missing; give it back with `release`.
+
+        Device memory of a dropped placement is freed before anything is loaded. If loading fails,
+        dropped experts stay dropped, and loaded ones are kept until another placement is loaded.
+        """
+        with self._lock:
+            held = self._placements.get(owned.fingerprint)
+            if held is not None:
+                held.num_users += 1
+                return held
+            reused = self._reusable(owned)
+            self._placements = {
+                name: each for name, each in self._placements.items() if each.num_users
+            }
+            in_use = [each.owned for each in self._placements.values()]
+        reused |= self._parts_of_kept(owned, reused)
+        num_before = self.num_experts
+        num_dropped = self._drop_all_but([*in_use, owned])
+        num_kept = sum(
+            len(self._loaded.get(layer_id, set()).intersection(ids.tolist()))
+            for layer_id, ids in owned.by_layer.items()
+        )
+        by_layer_id = self._spec.by_layer_id
+        self._backend.require_room(
+            self._file,
+            [
+                (by_layer_id[layer_id], ids.size)
+                for layer_id, ids in owned.by_layer.items()
+                if layer_id not in reused
+            ],
+        )
+        banks = self._load(owned, reused, on_progress)
+        held = HeldPlacement(
+            owned,
+            banks,
+            measure_pairs_per_second(
+                banks.values(), self._rates, batches=self._backend.trial_batches
+            ),
+            num_kept=num_kept,
+            num_loaded=self.num_experts - (num_before - num_dropped),
+            num_dropped=num_dropped,
+            num_users=1,
+        )
+        with self._lock:
+            self._placements[owned.fingerprint] = held
+        return held
+
+    def release(self, held: HeldPlacement) -> None:
+        """Remove one user of the placement."""
+        with self._lock:
+            held.num_users -= 1
+
+    def _reusable(self, owned: OwnedExperts) -> dict[int, ExpertBank]:
+        """Loaded banks that have exactly the wanted local ids, by layer id."""
+        return {
+            layer_id: bank
+            for held in self._placements.values()
+            for layer_id, bank in held.banks.items()
+            if np.array_equal(held.owned.by_layer[layer_id], owned.by_layer.get(layer_id, ()))
+        }
+
+    def _parts_of_kept(
+        self, owned: OwnedExperts, reused: Mapping[int, ExpertBank]
+    ) -> dict[int, ExpertBank]:
+        """Banks, by layer id, of layers whose wanted experts are all in the kept placement."""
+        parts: dict[int, ExpertBank] = {}
+        for layer_id, ids in owned.by_layer.items():
+            bank = None if self._kept is None else self._kept.banks.get(layer_id)
+            if layer_id in reused or not isinstance(bank, DivisibleBank):
+                continue
+            assert self._kept is not None
+            kept_ids = self._kept.owned.by_layer[layer_id].tolist()
+            local_id_of = {each: local_id for local_id, each in enumerate(kept_ids)}
+            if all(each in local_id_of for each in ids.tolist()):
+                local_ids = np.array([local_id_of[each] for each in ids.tolist()], np.int32)
+                parts[layer_id] = bank.part(self._file, local_ids)
+        return parts
+
+    def _load(
+        self,
+        owned: OwnedExperts,
+        reused: Mapping[int, ExpertBank],
+        on_progress: LoadProgress,
+    ) -> dict[int, ExpertBank]:
+        """A bank for each layer, reusing loaded ones."""
+        banks = {}
+        for num_done, (layer_id, ids) in enumerate(sorted(owned.by_layer.items())):
+            on_progress(num_done, len(owned.by_layer))
+            bank = reused.get(layer_id)
+            if bank is None:
+                layer, loaded = self._spec.by_layer_id[layer_id], self._loaded.get(layer_id, set())
+                new = np.array([each for each in ids.tolist() if each not in loaded], np.int32)
+                _read_experts(self._file, layer, new)
+                bank = self._backend.load_experts(self._file, layer, ids)
+                self._loaded[layer_id] = loaded.union(new.tolist())
+            banks[layer_id] = bank
+        on_progress(len(owned.by_layer), len(owned.by_layer))
+        return banks
+
+    def _drop_all_but(self, needed: Iterable[OwnedExperts]) -> int:
+        """Free all experts that none of these placements needs; returns their number."""
+        keep: dict[int, set[int]] = {}
+        for owned in needed:
+            for layer_id, ids in owned.by_layer.items():
+                keep.setdefault(layer_id, set()).update(ids.tolist())
+        num_dropped = 0
+        for layer_id, loaded in self._loaded.items():
+            unused = np.array(sorted(loaded - keep.get(layer_id, set())), np.int32)
+            if unused.size:
+                layer = self._spec.by_layer_id[layer_id]
+                self._backend.drop_experts(self._file, layer, unused)
+                for each in _byte_ranges(layer, unused):
+                    self._file.advise_dontneed(*each)
+                loaded.difference_update(unused.tolist())
+                num_dropped += unused.size
+        return num_dropped

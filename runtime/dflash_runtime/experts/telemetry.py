@@ -1,12 +1,16 @@
-"""What an owner's work cost: counters and times by phase, and round trips as a histogram."""
+"""Counters: what each owner's work cost, by phase, with round trips as a histogram; and how often
+each expert was routed to, for heat maps and planners, whichever owner computed it."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
 
-from dflash_protocol.ids import Phase
+import numpy as np
+
+from dflash_protocol.ids import I32Array, I64Array, Phase
 from dflash_protocol.process.output import noun
 
 _LOG = logging.getLogger(__name__)
@@ -15,6 +19,10 @@ _STEPS_PER_OCTAVE = 8
 _SHIFT = _STEPS_PER_OCTAVE.bit_length() - 1
 _NUM_BUCKETS = _STEPS_PER_OCTAVE * 42
 """From 8 ns on, eight to each doubling: more than an hour."""
+
+_FEW_PAIRS = 64
+"""Up to this many are counted one by one: a decode step has a handful, and that is faster than a
+call into numpy."""
 
 
 class LatencyHistogram:
@@ -111,6 +119,112 @@ class PhaseStats:
 _NUMBERS = tuple(field_.name for field_ in fields(PhaseStats) if field_.name != "round_trips")
 
 
+class OwnerKind(StrEnum):
+    """Where an owner computes."""
+
+    LOCAL = "local"
+    DAEMON = "daemon"
+    FALLBACK = "fallback"
+
+
+@dataclass(slots=True)
+class OwnerStats:
+    """Counters of one owner since the engine was opened. Bytes count payload frames only."""
+
+    kind: OwnerKind
+    num_experts: int
+    transport: str = ""
+    """How a daemon was last reached: ``stream`` or ``shared``."""
+    device: str = ""
+    """The device that a daemon reports; empty for this process."""
+    is_lost: bool = False
+    """Whether a daemon cannot be reached now."""
+    requests: int = 0
+    tokens: int = 0
+    pairs: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    wait_s: float = 0.0
+    """Time the parent waited for this owner."""
+    restarts: int = 0
+    retries: int = 0
+    """Batches of this owner that failed and were computed by another one."""
+    fallbacks: int = 0
+    """Retries that needed the fallback, since no replica was left."""
+    checksum_failures: int = 0
+    """Requests that failed because they, or their reply, were damaged in transit."""
+    deadline_failures: int = 0
+    """Requests that failed because they took too long."""
+    not_finite: int = 0
+    """Requests whose reply was NaN or infinite though the rows were not; recomputed by another
+    owner."""
+    checked: int = 0
+    """Batches that the parent computed too, and compared."""
+    wrong_replies: int = 0
+    """Checked batches that were wrong: the daemon is dropped at the first."""
+    stale: int = 0
+    """Messages that answered no pending request."""
+    widened: int = 0
+    """Messages sent in a wider type because the negotiated one could not hold their values."""
+    breaker: str = ""
+    """State of a daemon's circuit breaker: ``closed``, ``open`` or ``half-open``."""
+    breaker_opened: int = 0
+    """Times the breaker opened."""
+    breaker_refused: int = 0
+    """Batches not sent because the breaker was open."""
+    daemon_late: int = 0
+    """Requests that the daemon dropped because their deadline had passed, of all its parents, since
+    it was started. This and the next two are as of its last heartbeat."""
+    daemon_stale: int = 0
+    daemon_checksum_failures: int = 0
+    phases: dict[Phase, PhaseStats] = field(default_factory=dict)
+    """By phase, for phases that have occurred."""
+
+    def of_phase(self, phase: Phase) -> PhaseStats:
+        stats = self.phases.get(phase)
+        if stats is None:
+            stats = self.phases[phase] = PhaseStats()
+        return stats
+
+    def copy(self) -> OwnerStats:
+        """These counters as they are now, which nothing changes any more."""
+        phases = {phase: each.copy() for phase, each in self.phases.items()}
+        return replace(self, phases=phases)
+
+    def add_up_phases(self) -> None:
+        """Set the totals to the sums over all phases."""
+        for name in ("requests", "tokens", "pairs", "bytes_sent", "bytes_received"):
+            setattr(self, name, sum(getattr(phase, name) for phase in self.phases.values()))
+        self.wait_s = sum(phase.wait_s + phase.receive_s for phase in self.phases.values())
+
+    @property
+    def troubles(self) -> str:
+        """Problems in words; empty if none is known."""
+        parts = []
+        if self.breaker_opened:
+            times = noun(self.breaker_opened, "time")
+            parts.append(f"breaker {self.breaker}, opened {self.breaker_opened} {times}")
+        if self.wrong_replies:
+            parts.append("answered wrongly and is not used any more")
+        for count, what in (
+            (self.daemon_late, "late"),
+            (self.daemon_stale, "stale"),
+            (self.daemon_checksum_failures, "damaged"),
+        ):
+            if count:
+                parts.append(f"the daemon dropped {count} {what}")
+        return ", ".join(parts)
+
+    def as_record(self) -> dict[str, object]:
+        """All counters by name, as in ``--json``."""
+        record: dict[str, object] = {
+            field_.name: getattr(self, field_.name) for field_ in fields(self)
+        }
+        record["kind"] = self.kind.value
+        record["phases"] = {phase.value: each.as_record() for phase, each in self.phases.items()}
+        return record
+
+
 class Profile:
     """Logs what each generation cost at the boundary, in one line."""
 
@@ -155,3 +269,52 @@ def _profile_part(label: str, new: Mapping[str, float], now: Mapping[str, float]
         f"{new['bytes_received'] / 2**20:.2f} MiB received, {times}, "
         f"p50 {now['p50_s'] * 1e6:.0f} us, p99 {now['p99_s'] * 1e6:.0f} us"
     )
+
+
+@dataclass(slots=True)
+class HitCounts:
+    """How many selections were computed by the parent, since the start.
+
+    A layer is counted once for each step and each chunk.
+    """
+
+    layers: int = 0
+    layers_hot_only: int = 0
+    """Layers that needed only the parent's own device."""
+    hot: int = 0
+    """Selections computed by the parent's own experts; `remote` by daemons, `cold` by the
+    fallback."""
+    remote: int = 0
+    cold: int = 0
+    offloaded: int = 0
+    """Selections of remote experts that the parent's device computed with weights copied for a
+    chunk."""
+
+
+class SelectionCounts:
+    """Counts by layer and global expert id since the start. Written by one thread.
+
+    Lists of Python ints: adding to eight of them takes half of the fixed cost of numpy, a compiled
+    kernel or a memoryview.
+    """
+
+    def __init__(self, experts_per_layer: Mapping[int, int]) -> None:
+        self._by_layer = {layer: [0] * num for layer, num in experts_per_layer.items()}
+
+    def add(self, layer_id: int, global_expert_ids: I32Array) -> None:
+        """Count one layer's selections. Shapes: global_expert_ids [P]."""
+        counts = self._by_layer[layer_id]
+        if global_expert_ids.size <= _FEW_PAIRS:
+            for global_expert_id in global_expert_ids.tolist():
+                counts[global_expert_id] += 1
+            return
+        self.add_counts(layer_id, np.bincount(global_expert_ids, minlength=len(counts)))
+
+    def add_counts(self, layer_id: int, counts: I64Array) -> None:
+        """Add counts made by a device or kernel. Shapes: counts [E]."""
+        ours = self._by_layer[layer_id]
+        ours[:] = [old + new for old, new in zip(ours, counts.tolist(), strict=True)]
+
+    def snapshot(self) -> dict[int, list[int]]:
+        """A copy by layer id, each list by global expert id."""
+        return {layer_id: counts.copy() for layer_id, counts in self._by_layer.items()}

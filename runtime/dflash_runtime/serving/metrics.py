@@ -26,9 +26,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from dflash_runtime.engine.engine import EngineStats, GenerationStats
-from dflash_runtime.experts.compute import OwnerStats
-from dflash_runtime.experts.selections import HitCounts
-from dflash_runtime.experts.telemetry import LatencyHistogram
+from dflash_runtime.experts.telemetry import HitCounts, LatencyHistogram, OwnerStats
 
 NAMESPACE = "dflash_moe"
 

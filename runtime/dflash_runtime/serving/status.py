@@ -17,9 +17,9 @@ from dflash_adapters.spec import MoeSpec
 from dflash_protocol import __version__
 from dflash_protocol.ids import Phase
 from dflash_runtime.engine.engine import Engine
-from dflash_runtime.experts.compute import OwnerStats
 from dflash_runtime.experts.events import Event
 from dflash_runtime.experts.remote.breaker import BreakerState
+from dflash_runtime.experts.telemetry import OwnerStats
 from dflash_runtime.serving.state import ServerState
 
 SCHEMA_VERSION = 1

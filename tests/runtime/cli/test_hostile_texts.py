@@ -22,8 +22,7 @@ from dflash_protocol.wire.messages import Hello, Progress, Refused
 from dflash_runtime.cli import terminal as cli_terminal
 from dflash_runtime.cli.main import main
 from dflash_runtime.cli.terminal import write_text
-from dflash_runtime.experts.event_kinds import EventKind
-from dflash_runtime.experts.events import EventLog
+from dflash_runtime.experts.events import EventKind, EventLog
 from support import gguf_builder as raw
 from support.hostile_texts import FORGED, HOSTILE, HOSTILE_LONG, assert_harmless
 from support.processes import run_main, wait_until

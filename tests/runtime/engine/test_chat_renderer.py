@@ -26,9 +26,8 @@ from dflash_protocol.errors import (
     SettingsError,
     UnsupportedModel,
 )
-from dflash_runtime.engine import chat_process, chat_renderer
-from dflash_runtime.engine.chat_process import RenderingEnded, RenderingProcess
-from dflash_runtime.engine.chat_renderer import ChatRenderer
+from dflash_runtime.engine import chat_renderer
+from dflash_runtime.engine.chat_renderer import ChatRenderer, RenderingEnded, RenderingProcess
 from support import chat_templates
 from support.hostile_renderer import ASLEEP, STUCK, STUCK_IN_C, escaped_command
 from support.processes import environment, wait_for_ends, wait_until
@@ -109,7 +108,7 @@ def test_messages_nested_too_deeply_are_the_callers_to_change(
 def test_one_that_hangs_is_killed_and_the_next_waits_for_nothing(
     escaped: ChatRenderer, monkeypatch: pytest.MonkeyPatch, program: str
 ) -> None:
-    monkeypatch.setattr(chat_process, "LATE_S", 0.1)
+    monkeypatch.setattr(chat_renderer, "LATE_S", 0.1)
     first, second = (run(escaped, "result = os.getpid()") for _ in range(2))
     assert first != second  # one is to spare, and has worked
     started_s = time.monotonic()
@@ -143,7 +142,7 @@ def test_the_kernel_ends_one_whose_parent_does_not_look() -> None:
 _PARENT = """
 import sys, time
 from dflash_adapters.text.chat_messages import ChatRequest, encode_request
-from dflash_runtime.engine.chat_process import RenderingProcess
+from dflash_runtime.engine.chat_renderer import RenderingProcess
 from support.hostile_renderer import STUCK_IN_C, escaped_command
 process = RenderingProcess(escaped_command())
 process.await_ready()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,8 +19,9 @@ from dflash_runtime.compute.cpu import CpuBackend
 from dflash_runtime.compute.kv_cache import KvCache, Snapshot
 from dflash_runtime.compute.reference import ReferenceBackend
 from dflash_runtime.compute.sliding_window import MOST_KEPT
-from dflash_runtime.engine.checkpoints import StateCheckpoints
+from dflash_runtime.engine.reuse import StateCheckpoints
 from support import random_laguna, random_models
+from support.logprobs import bits_of
 from support.random_gguf import END_OF_TEXT_ID, RandomShape, write_model
 from support.random_qwen35moe import SHAPES
 
@@ -51,20 +52,6 @@ def engines(
         yield engine, other
 
 
-def everything(
-    engine: Engine, prompt: Sequence[int], *, reuse: bool, num_tokens: int = 6
-) -> list[object]:
-    """Tokens with the log-probabilities of the whole vocabulary, which show every bit of logits."""
-    tokens = engine.generate(
-        prompt,
-        num_tokens,
-        ignore_eos=True,
-        top_logprobs=engine.spec.vocab_size,
-        reuse_prefix=reuse,
-    )
-    return [(token.token_id, token.logprobs) for token in tokens]
-
-
 def random_ids(num_tokens: int) -> list[int]:
     return [int(i) for i in np.random.default_rng(1).integers(0, 250, num_tokens)]
 
@@ -73,8 +60,8 @@ def test_reuse_does_not_show_in_the_bits(engines: tuple[Engine, Engine]) -> None
     engine, other = engines
     base, end = random_ids(90), END_OF_TEXT_ID
     turn = [*base[:40], end, *base[40:45]]
-    first = everything(engine, turn, reuse=True)
-    written: list[int] = [token[0] for token in first]  # type: ignore[index]
+    first = bits_of(engine, turn, reuse=True)
+    written: list[int] = [token[0] for token in first]
     num_reused = []
     for prompt in (
         [*turn, *written, *base[45:50]],  # all that was there, and more
@@ -85,7 +72,7 @@ def test_reuse_does_not_show_in_the_bits(engines: tuple[Engine, Engine]) -> None
         base[:1],
         [*base[:1], 5, 6],
     ):
-        assert everything(engine, prompt, reuse=True) == everything(other, prompt, reuse=False)
+        assert bits_of(engine, prompt, reuse=True) == bits_of(other, prompt, reuse=False)
         num_reused.append(engine.last_generation.num_reused_tokens)
     assert other.last_generation.num_reused_tokens == 0
     expected = {
@@ -101,8 +88,8 @@ def test_chunks_of_the_first_tokens_alone_are_kept_by_a_backend_whose_bits_depen
     """A prompt without turns is kept at its end only, which for another prompt is no chunk's."""
     with Engine.open(model, backend="reference") as engine:
         prompt = random_ids(80)
-        everything(engine, prompt, reuse=True)
-        everything(engine, [*prompt, 3], reuse=True)
+        bits_of(engine, prompt, reuse=True)
+        bits_of(engine, [*prompt, 3], reuse=True)
         assert engine.last_generation.num_reused_tokens == 0
 
 
@@ -112,8 +99,8 @@ def test_a_run_that_was_cancelled_within_a_chunk_spoils_nothing(
     engine, other = engines
     base, end = random_ids(70), END_OF_TEXT_ID
     prompt = [*base[:40], end, *base[40:45]]
-    expected = everything(other, prompt, reuse=False)
-    everything(engine, [*prompt[:41], 9], reuse=True)
+    expected = bits_of(other, prompt, reuse=False)
+    bits_of(engine, [*prompt[:41], 9], reuse=True)
     for asked in (0, 2, 7):
         calls = itertools.count()
         cancelled = engine.generate(
@@ -124,7 +111,7 @@ def test_a_run_that_was_cancelled_within_a_chunk_spoils_nothing(
         )
         assert list(cancelled) == []
         assert engine.last_generation.finish_reason == "cancelled"
-        assert everything(engine, prompt, reuse=True) == expected
+        assert bits_of(engine, prompt, reuse=True) == expected
         assert engine.last_generation.num_reused_tokens == 41
 
 
@@ -143,7 +130,7 @@ def test_logits_of_a_snapshot_are_the_same_every_time(
         steps, ids = engine._steps, np.array(random_ids(250), np.int32) % shape.vocab_size
         run = steps.begin()
         steps.forward(run, ids[:100], 0)
-        snapshot = steps._passes.cache.snapshot(100)
+        snapshot = steps._cache.snapshot(100)
         for size in (17, 1):
             logits = []
             for _ in range(2):
@@ -157,7 +144,7 @@ def test_logits_of_a_snapshot_are_the_same_every_time(
                 if not engine.spec.can_be_cut:
                     with pytest.raises(CheckpointMissing):
                         steps.forward(run, ids[100:117], 100)
-                steps._passes.cache.restore(snapshot)
+                steps._cache.restore(snapshot)
             assert logits[0] == logits[1]
 
 
@@ -167,10 +154,10 @@ def test_short_sequences_use_the_memory_of_those_before(
     engine, _ = engines
     base, end, sizes = random_ids(60), END_OF_TEXT_ID, []
     for first in range(12):
-        everything(engine, [*base[first : first + 20], end, *base[40:]], reuse=True)
-        sizes.append(engine._steps._reuse.checkpoints.nbytes)
+        bits_of(engine, [*base[first : first + 20], end, *base[40:]], reuse=True)
+        sizes.append(engine._steps.reuse.checkpoints.nbytes)
     assert sizes[0] == sizes[-1] > 0
-    assert len(engine._steps._reuse.checkpoints.positions) == 2
+    assert len(engine._steps.reuse.checkpoints.positions) == 2
 
 
 # -- which are kept -------------------------------------------------------------------------------

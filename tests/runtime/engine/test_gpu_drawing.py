@@ -15,7 +15,7 @@ from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
 from dflash_runtime.compute.gpu.backend import CupyBackend
 from dflash_runtime.compute.gpu.run.captured_step import GraphStep
-from dflash_runtime.engine import decoding
+from dflash_runtime.engine import generation
 from support.emulated_device import EmulatedDevice
 from support.emulated_device.emulated_device import EmulatedGraph
 from support.emulated_gpu import TINY, EmulatedGpus, install_emulated_gpus
@@ -35,11 +35,6 @@ WISHES: list[dict[str, Any]] = [
     {"temperature": 1e-310},
     {},
 ]
-
-
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
-    return install_emulated_gpus(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +110,8 @@ def test_what_the_device_is_not_sure_of_the_host_draws(
         return None if position in unsure_of and WISHES[index] else chosen
 
     monkeypatch.setattr(GraphStep, "token", unsure)
-    monkeypatch.setattr(decoding, "_ALONE", 2)
-    monkeypatch.setattr(decoding, "_NUMBERS", 3)
+    monkeypatch.setattr(generation, "_ALONE", 2)
+    monkeypatch.setattr(generation, "_NUMBERS", 3)
     num_steps: list[int] = []
     with opened(model) as engine:
         for index in (1, 3, -1):

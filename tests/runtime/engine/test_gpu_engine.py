@@ -27,15 +27,10 @@ from dflash_runtime.compute.gpu.run import captured_trees
 from dflash_runtime.compute.gpu.run.captured_step import GraphStep
 from dflash_runtime.compute.gpu.run.captured_trees import CapturedTrees
 from support.emulated_device import EmulatedDevice
-from support.emulated_gpu import MAX_CHUNK, TINY, EmulatedGpus, install_emulated_gpus
+from support.emulated_gpu import MAX_CHUNK, TINY, EmulatedGpus
 from support.random_models import Qwen3MoeShape, write_qwen3moe
 
 CONTEXT = 48
-
-
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
-    return install_emulated_gpus(monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ from dflash_runtime.compute.gpu.mailbox.words import Asked, MailWords
 from dflash_runtime.compute.gpu.run.captured_trees import CapturedTrees
 from dflash_runtime.compute.mail_trial import Fault, FaultKind, Faults, TrialBatch
 from dflash_runtime.engine.verifying import Verified
-from dflash_runtime.experts.event_kinds import EventKind
+from dflash_runtime.experts.events import EventKind
 from dflash_runtime.placement.split import make_placement
 from support.emulated_device import EmulatedDevice
 from support.emulated_device.peer_memory import FREED_WHILE_OPEN, EmulatedPeerMemory

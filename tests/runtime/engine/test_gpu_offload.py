@@ -22,7 +22,7 @@ from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FilePie
 from dflash_runtime.experts.offload import OffloadMode
 from dflash_runtime.placement.split import LOCAL_OWNER
 from support.emulated_device import EmulatedDevice
-from support.emulated_gpu import TINY, EmulatedGpus, install_emulated_gpus
+from support.emulated_gpu import TINY, EmulatedGpus
 from support.gpu_splits import Layers, Split
 from support.processes import running_daemon
 from support.random_models import write_qwen3moe
@@ -53,11 +53,6 @@ def resident(model: Path) -> F32Array:
 def undo() -> Iterator[contextlib.ExitStack]:
     with contextlib.ExitStack() as stack:
         yield stack
-
-
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
-    return install_emulated_gpus(monkeypatch)
 
 
 @pytest.fixture
@@ -98,7 +93,7 @@ def test_bits_are_those_of_a_resident_run(
     assert sum(map(sum, remote.runtime.selections().values())) == IDS.size * PAIRS_OF_TOKEN
     # Layers were on their way before anybody knew what was chosen. The first one is there from the
     # trial, and of the second chunk comes when it is known; the second is still there then.
-    layer = remote.steps._passes.model.spec.moe.layers[0]
+    layer = remote.steps._model.spec.moe.layers[0]
     whole = SHAPE.num_experts * layer.expert_bytes
     assert copied == [whole, whole, copied[2], whole]
     assert 0 < copied[2] <= whole
@@ -153,7 +148,7 @@ def test_only_chosen_experts_are_copied(
     ids, chunks = IDS[:9], [9]
     expected = Split(undo, path, {LOCAL_OWNER: whole}, ids=ids, chunks=chunks).logits()
     split = Split(undo, path, {"gpu1": whole}, ids=ids, chunks=chunks, offload=OffloadMode.ON)
-    layer = split.steps._passes.model.spec.moe.layers[0]
+    layer = split.steps._model.spec.moe.layers[0]
     copied.clear()
     assert (split.logits() == expected).all()
     chosen = [np.count_nonzero(counts) for counts in split.runtime.selections().values()]

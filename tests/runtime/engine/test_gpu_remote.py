@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,7 @@ from dflash_protocol.settings import load_settings
 from dflash_protocol.transports.device_copies import DeviceCopies
 from dflash_runtime import Engine
 from dflash_runtime.compute.gpu.transfers.payload import SegmentWindow
-from support.emulated_gpu import MAX_CHUNK, TINY, EmulatedGpus, install_emulated_gpus
-from support.processes import running_daemon
+from support.emulated_gpu import MAX_CHUNK, TINY, EmulatedGpus
 from support.random_models import write_qwen3moe
 
 pytestmark = pytest.mark.e2e
@@ -29,28 +27,10 @@ CHUNKS = [12, 1, 9]
 IDS = [int(i) for i in np.random.default_rng(1).integers(0, TINY.vocab_size, sum(CHUNKS))]
 
 
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
-    return install_emulated_gpus(monkeypatch)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "m.gguf"
     return write_qwen3moe(path, TINY, seed=4, tensor_type="Q8_0")
-
-
-@pytest.fixture
-def endpoint(run_dir: Path) -> str:
-    return f"ipc://{run_dir}/gpu.sock"
-
-
-@pytest.fixture
-def daemon(model: Path, endpoint: str) -> Iterator[subprocess.Popen[str]]:
-    with running_daemon(
-        model, endpoint, ["--device", "cuda:0"], module="support.emulated_daemon"
-    ) as process:
-        yield process
 
 
 class Moves:

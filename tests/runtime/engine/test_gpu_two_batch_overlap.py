@@ -20,7 +20,7 @@ from dflash_protocol.settings import load_settings
 from dflash_protocol.transports.device_copies import DeviceCopies
 from dflash_runtime import Engine
 from dflash_runtime.compute.sliding_window import MOST_KEPT
-from dflash_runtime.engine.checkpoints import StateCheckpoints
+from dflash_runtime.engine.reuse import StateCheckpoints
 from dflash_runtime.engine.run_guard import Cancelled
 from dflash_runtime.experts.compute import LocalExpertCompute, Ticket
 from dflash_runtime.experts.offload import OffloadMode
@@ -28,7 +28,6 @@ from dflash_runtime.placement.split import LOCAL_OWNER
 from support.emulated_gpu import TINY, EmulatedGpus, install_emulated_gpus
 from support.gpu_splits import Layers, Split
 from support.interrupts import interrupt_main_thread
-from support.processes import running_daemon
 from support.random_gguf import RandomShape, write_model
 from support.random_models import write_qwen3moe
 from support.random_qwen35moe import Qwen35MoeShape
@@ -158,7 +157,7 @@ def test_states_of_recurrent_layers_go_from_half_to_half(
         steps = split.steps
         run = steps.begin()
         steps.forward(run, ids[:20], 0)
-        steps.save_state(20)
+        steps.reuse.save_state(20)
         steps.forward(run, ids[12:30], 20)  # another text
         assert (steps.head(steps.forward(run, ids[20:], 20)) == expected[20:]).all()
 
@@ -185,19 +184,6 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
     gpus = install_emulated_gpus(monkeypatch)
     gpus.overlapped_from = HALVED_FROM
     return gpus
-
-
-@pytest.fixture
-def endpoint(run_dir: Path) -> str:
-    return f"ipc://{run_dir}/gpu.sock"
-
-
-@pytest.fixture
-def daemon(model: Path, endpoint: str) -> Iterator[subprocess.Popen[str]]:
-    with running_daemon(
-        model, endpoint, ["--device", "cuda:0"], module="support.emulated_daemon"
-    ) as process:
-        yield process
 
 
 def opened(path: Path, **options: Any) -> Engine:

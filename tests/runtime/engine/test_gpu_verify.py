@@ -198,7 +198,7 @@ def test_recurrent_layers_and_windows(
             new_device=new_device,
             kv_type=KvType.F32,
         )
-        rings_of = split.steps._passes.cache.windows  # type: ignore[attr-defined]
+        rings_of = split.steps._cache.windows  # type: ignore[attr-defined]
         assert any(ring.is_window for ring in rings_of) == (name != "qwen35moe")
         return split
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +17,8 @@ from dflash_runtime import Engine
 from dflash_runtime.compute.cpu import CpuBackend
 from dflash_runtime.compute.reference import ReferenceBackend
 from dflash_runtime.engine.arguments import chunk_bounds
-from dflash_runtime.engine.prefix import CachedPrefix
+from dflash_runtime.engine.reuse import SequenceReuse
+from support.logprobs import bits_of
 from support.random_models import BLOCK_32_SHAPE, write_qwen3moe
 
 CHUNK = 8
@@ -33,20 +34,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_qwen3moe(path, BLOCK_32_SHAPE, seed=4, tensor_type="Q8_0")
 
 
-def everything(
-    engine: Engine, prompt: Sequence[int], *, reuse: bool, num_tokens: int = 6
-) -> list[object]:
-    """Tokens with the log-probabilities of the whole vocabulary, which show every bit of logits."""
-    tokens = engine.generate(
-        prompt,
-        num_tokens,
-        ignore_eos=True,
-        top_logprobs=engine.spec.vocab_size,
-        reuse_prefix=reuse,
-    )
-    return [(token.token_id, token.logprobs) for token in tokens]
-
-
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 def test_reuse_does_not_show_in_the_bits(
@@ -60,8 +47,8 @@ def test_reuse_does_not_show_in_the_bits(
         Engine.open(model, backend=backend, kv_type=kv_type) as engine,
         Engine.open(model, backend=backend, kv_type=kv_type) as other,
     ):
-        first = everything(engine, base[:40], reuse=True)
-        conversation = [*base[:40], *(token[0] for token in first), *base[40:45]]  # type: ignore[index]
+        first = bits_of(engine, base[:40], reuse=True)
+        conversation = [*base[:40], *(token[0] for token in first), *base[40:45]]
         num_reused = []
         for prompt in (
             conversation,  # what was written is in the cache too
@@ -72,7 +59,7 @@ def test_reuse_does_not_show_in_the_bits(
             base[:1],
             [*base[:40], 3, 4],
         ):
-            assert everything(engine, prompt, reuse=True) == everything(other, prompt, reuse=False)
+            assert bits_of(engine, prompt, reuse=True) == bits_of(other, prompt, reuse=False)
             num_reused.append(engine.last_generation.num_reused_tokens)
             assert engine.last_generation.num_prompt_tokens == len(prompt)
         assert other.last_generation.num_reused_tokens == 0
@@ -107,7 +94,7 @@ def test_what_was_computed_for_one_scope_is_not_reused_in_another(model: Path) -
 def test_a_run_that_was_cancelled_within_a_chunk_leaves_nothing_wrong(model: Path) -> None:
     prompt = list(range(50))
     with Engine.open(model, backend="reference") as engine:
-        expected = everything(engine, prompt, reuse=False)
+        expected = bits_of(engine, prompt, reuse=False)
         calls = itertools.count()
         cancelled = engine.generate(
             [*prompt[:30], *prompt[:20]], 5, is_cancelled=lambda: next(calls) == 2
@@ -115,7 +102,7 @@ def test_a_run_that_was_cancelled_within_a_chunk_leaves_nothing_wrong(model: Pat
         assert list(cancelled) == []
         assert engine.last_generation.finish_reason == "cancelled"
         assert next(calls) == 3  # layers: it is asked no more
-        assert everything(engine, prompt, reuse=True) == expected
+        assert bits_of(engine, prompt, reuse=True) == expected
         assert engine.last_generation.num_reused_tokens == 0
 
 
@@ -129,7 +116,7 @@ def test_a_cancelled_generation_ends_within_a_token(model: Path) -> None:
             got.append(token.token_id)
         assert len(got) == wanted
         assert engine.last_generation.finish_reason == "cancelled"
-        assert len(everything(engine, [1, 2], reuse=True)) == 6
+        assert len(bits_of(engine, [1, 2], reuse=True)) == 6
 
 
 def test_log_probabilities_are_those_of_the_logits(model: Path) -> None:
@@ -144,11 +131,17 @@ def test_log_probabilities_are_those_of_the_logits(model: Path) -> None:
     assert [lp for _, lp in token.logprobs.top] == pytest.approx(expected[order].tolist())
 
 
+def cached_prefix(num_positions: int, *, invariant_from: int | None) -> SequenceReuse:
+    """Of a cache that can be cut anywhere, and is not used."""
+    cache: Any = None
+    return SequenceReuse(cache, num_positions, invariant_from=invariant_from, can_be_cut=True)
+
+
 @given(data=st.data(), invariant_from=st.sampled_from([None, 1, 3]))
 def test_what_is_kept_is_what_would_be_computed_again(
     data: st.DataObject, invariant_from: int | None
 ) -> None:
-    prefix = CachedPrefix(64, invariant_from=invariant_from)
+    prefix = cached_prefix(64, invariant_from=invariant_from)
     computed: dict[int, tuple[int, tuple[int, int]]] = {}  # position: token, its chunk
     for _ in range(data.draw(st.integers(1, 6))):
         size = data.draw(st.integers(1, 40))
@@ -181,7 +174,7 @@ def test_what_is_kept_is_what_would_be_computed_again(
 
 
 def test_tokens_one_by_one_do_not_make_it_grow() -> None:
-    prefix = CachedPrefix(1000, invariant_from=1)
+    prefix = cached_prefix(1000, invariant_from=1)
     for position in range(1000):
         prefix.cut(position)
         prefix.add(position, ids(position))

@@ -10,6 +10,7 @@ import pytest
 from dflash_runtime import Engine
 from dflash_runtime.compute import sliding_window
 from support.emulated_gpu import install_emulated_gpus
+from support.logprobs import bits_of
 from support.random_gguf import write_model
 from support.random_laguna import LagunaShape
 
@@ -29,18 +30,6 @@ WIDE = LagunaShape(
     context_length=1024,
 )
 """As kernels of GPUs take it."""
-
-
-def bits_of(engine: Engine, prompt: list[int], num_tokens: int, *, reuse: bool) -> list[object]:
-    """Tokens with the log-probabilities of the whole vocabulary, which show every bit of logits."""
-    tokens = engine.generate(
-        prompt,
-        num_tokens,
-        ignore_eos=True,
-        top_logprobs=engine.spec.vocab_size,
-        reuse_prefix=reuse,
-    )
-    return [(token.token_id, token.logprobs) for token in tokens]
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -65,8 +54,11 @@ def test_reuse_of_what_a_ring_has_lost_does_not_show_in_the_bits(
             (200, 7, 2),
         ):
             prompt = base[:length] + random.integers(0, SHAPE.vocab_size, own).tolist()
-            got = bits_of(engine, prompt, num_tokens, reuse=True)
-            assert got == bits_of(fresh, prompt, num_tokens, reuse=False), (length, own)
+            got = bits_of(engine, prompt, reuse=True, num_tokens=num_tokens)
+            assert got == bits_of(fresh, prompt, reuse=False, num_tokens=num_tokens), (
+                length,
+                own,
+            )
 
 
 @pytest.mark.slow
@@ -87,6 +79,9 @@ def test_the_same_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             (60, 9, 2, 0),
         ):
             prompt = base[:length] + random.integers(0, WIDE.vocab_size, own).tolist()
-            got = bits_of(engine, prompt, num_tokens, reuse=True)
-            assert got == bits_of(fresh, prompt, num_tokens, reuse=False), (length, own)
+            got = bits_of(engine, prompt, reuse=True, num_tokens=num_tokens)
+            assert got == bits_of(fresh, prompt, reuse=False, num_tokens=num_tokens), (
+                length,
+                own,
+            )
             assert engine.last_generation.num_reused_tokens == num_reused

@@ -6,7 +6,8 @@ import re
 
 import numpy as np
 
-from dflash_runtime.experts.compute import LocalExpertCompute, OwnerKind, OwnerStats
+from dflash_runtime.experts.compute import LocalExpertCompute
+from dflash_runtime.experts.telemetry import OwnerKind, OwnerStats
 from support.routed_batches import (
     ScalingBank,
     batch_of,

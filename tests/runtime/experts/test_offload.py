@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,59 +10,18 @@ import pytest
 from dflash_adapters.spec import MoeSpec
 from dflash_protocol.ids import I32Array
 from dflash_protocol.placement import OwnedExperts
-from dflash_runtime.experts.compute import LocalExpertCompute, OwnerKind
+from dflash_runtime.experts.compute import LocalExpertCompute
 from dflash_runtime.experts.offload import (
     FEWEST_TOKENS,
-    OffloadChooser,
     OffloadMode,
     PromptOffload,
 )
+from dflash_runtime.experts.telemetry import OwnerKind
 from dflash_runtime.placement.split import LOCAL_OWNER, make_placement
 from support.routed_batches import moe_layer
 
 NUM_EXPERTS = 6
 NUM_TOKENS = 100
-SAID = 1e4
-"""Pairs a second."""
-
-
-def worth(
-    chooser: OffloadChooser, copying_s: float, *, num_tokens: int = NUM_TOKENS, said: float = SAID
-) -> bool:
-    return chooser.is_worth_it(
-        3, num_tokens=num_tokens, num_pairs=8 * num_tokens, pairs_per_s=said, copying_s=copying_s
-    )
-
-
-def test_modes_that_have_been_set_hold() -> None:
-    assert worth(OffloadChooser(OffloadMode.ON), 1e9, num_tokens=9, said=0.0)
-    assert not worth(OffloadChooser(OffloadMode.OFF), 1e-9)
-
-
-def test_an_owner_that_is_slow_by_its_own_account_is_not_tried() -> None:
-    chooser = OffloadChooser(OffloadMode.AUTO)
-    said_s = 8 * NUM_TOKENS / SAID
-    assert worth(chooser, said_s / 17)
-    assert not worth(chooser, said_s / 15)  # it may be much quicker than that
-    assert not worth(chooser, 2 * said_s)
-    assert not worth(chooser, 1e-9, said=0.0)
-    few = FEWEST_TOKENS - 1
-    assert not worth(chooser, 1e-9, num_tokens=few)
-
-
-def test_what_was_measured_decides() -> None:
-    chooser = OffloadChooser(OffloadMode.AUTO)
-    chooser.note(3, num_tokens=NUM_TOKENS, num_pairs=400, elapsed_s=0.1)
-    assert not worth(chooser, 0.21)
-    assert worth(chooser, 0.19)
-    # Of other owners, and of chunks of another magnitude, nothing is known.
-    chooser.note(4, num_tokens=NUM_TOKENS, num_pairs=400, elapsed_s=1e-6)
-    chooser.note(3, num_tokens=4 * NUM_TOKENS, num_pairs=400, elapsed_s=1e-6)
-    assert worth(chooser, 0.19)
-    for _ in range(20):
-        chooser.note(3, num_tokens=NUM_TOKENS, num_pairs=400, elapsed_s=0.01)
-    assert not worth(chooser, 0.021)
-    assert worth(chooser, 0.019)
 
 
 class Rig:
@@ -101,11 +59,47 @@ class Rig:
             device_owner=0,
         )
 
-    def experts(self, *chosen: int, **options: Any) -> list[int]:
+    def experts(
+        self, *chosen: int, expert_s: float = 1e-3, num_tokens: int = NUM_TOKENS
+    ) -> list[int]:
         """Those to be copied if all tokens choose these, or if it is not known."""
-        ids: I32Array | None = np.tile(np.array(chosen, np.int32), (NUM_TOKENS, 1))
-        found = self.offload.experts(2, ids if chosen else None, expert_s=1e-3, **options)
+        ids: I32Array | None = np.tile(np.array(chosen, np.int32), (num_tokens, 1))
+        found = self.offload.experts(2, ids if chosen else None, expert_s=expert_s)
         return [] if found is None else np.flatnonzero(found).tolist()
+
+
+def test_modes_that_have_been_set_hold() -> None:
+    on, off = Rig(OffloadMode.ON), Rig(OffloadMode.OFF)
+    on.slow.pairs_per_s = 0.0
+    assert on.experts(2, expert_s=1e9, num_tokens=9) == [2, 3]
+    assert off.experts(2, expert_s=1e-9) == []
+
+
+def test_an_owner_that_is_slow_by_its_own_account_is_not_tried() -> None:
+    rig = Rig(OffloadMode.AUTO)
+    said_s = NUM_TOKENS / rig.slow.pairs_per_s
+    assert rig.experts(2, expert_s=said_s / 17) == [2, 3]
+    assert rig.experts(2, expert_s=said_s / 15) == []  # it may be much quicker than that
+    assert rig.experts(2, expert_s=2 * said_s) == []
+    assert rig.experts(2, expert_s=1e-9, num_tokens=FEWEST_TOKENS - 1) == []
+    rig.slow.pairs_per_s = 0.0
+    assert rig.experts(2, expert_s=1e-9) == []
+
+
+def test_what_was_measured_decides() -> None:
+    rig = Rig(OffloadMode.AUTO)
+    slow, quick = rig.owners.index(rig.slow), rig.owners.index(rig.quick)
+    rig.offload.note(slow, num_tokens=NUM_TOKENS, num_pairs=50, elapsed_s=0.1)
+    assert rig.experts(2, expert_s=0.21) == []
+    assert rig.experts(2, expert_s=0.19) == [2, 3]
+    # Of other owners, and of chunks of another magnitude, nothing is known.
+    rig.offload.note(quick, num_tokens=NUM_TOKENS, num_pairs=50, elapsed_s=1e-6)
+    rig.offload.note(slow, num_tokens=4 * NUM_TOKENS, num_pairs=50, elapsed_s=1e-6)
+    assert rig.experts(2, expert_s=0.19) == [2, 3]
+    for _ in range(20):
+        rig.offload.note(slow, num_tokens=NUM_TOKENS, num_pairs=50, elapsed_s=0.01)
+    assert rig.experts(2, expert_s=0.021) == []
+    assert rig.experts(2, expert_s=0.019) == [2, 3]
 
 
 def test_whether_some_may_be_named_is_known_before_a_chunk() -> None:
@@ -114,7 +108,7 @@ def test_whether_some_may_be_named_is_known_before_a_chunk() -> None:
         assert rig.offload.may_name_some_now
         rig.slow.stats.device = "hip:0"
         assert not rig.offload.may_name_some_now
-        assert rig.offload.may_name_some
+        assert rig.offload.mode is OffloadMode.AUTO
         rig.quick.stats.is_lost = True  # the fallback computes on the CPU
         assert rig.offload.may_name_some_now == has_fallback
         assert bool(rig.experts(4)) == has_fallback

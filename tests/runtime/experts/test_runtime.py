@@ -19,15 +19,10 @@ from dflash_protocol.errors import DaemonUnavailable, DeadlineExceeded
 from dflash_protocol.ids import F32Array, I32Array, Phase
 from dflash_protocol.placement import OwnedExperts, Placement
 from dflash_runtime.compute.reference import ReferenceBackend
-from dflash_runtime.experts.compute import (
-    ExpertCompute,
-    LocalExpertCompute,
-    OwnerKind,
-    OwnerStats,
-    Ticket,
-)
+from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute, Ticket
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 from dflash_runtime.experts.store import every_expert, load_banks
+from dflash_runtime.experts.telemetry import OwnerKind, OwnerStats
 from dflash_runtime.placement.split import make_placement
 from support.examples import examples
 from support.placements import random_placement

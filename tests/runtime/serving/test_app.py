@@ -87,7 +87,7 @@ async def test_a_prompt_in_common_is_not_computed_again(serve: Serve) -> None:
     async with serve() as served:
         for expected in (0, 0):
             answer = (await served.post("/v1/completions", prompt="x" * 40, **GREEDY)).json()
-            # The reference backend keeps whole chunks only, see engine/prefix.py.
+            # The reference backend keeps whole chunks only, see engine/reuse.py.
             assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == expected
             assert answer["timings"]["prompt_n"] == 40 - expected
 

@@ -10,8 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dflash_protocol.ids import Phase
 from dflash_runtime.engine.engine import EngineStats, GenerationStats
-from dflash_runtime.experts.compute import OwnerKind, OwnerStats
-from dflash_runtime.experts.selections import HitCounts
+from dflash_runtime.experts.telemetry import HitCounts, OwnerKind, OwnerStats
 from dflash_runtime.serving.metrics import Metrics
 
 TIMES_S = {Phase.PREFILL: [0.002, 0.9], Phase.DECODE: [5e-6, 20e-6, 21e-6, 100e-6, 50.0]}

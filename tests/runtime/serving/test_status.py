@@ -18,9 +18,8 @@ from dflash_protocol.ids import Phase
 from dflash_runtime.compute.reference import ReferenceBackend
 from dflash_runtime.engine.engine import Engine, EngineStats
 from dflash_runtime.engine.steps import Steps
-from dflash_runtime.experts.compute import OwnerKind, OwnerStats
-from dflash_runtime.experts.event_kinds import EventKind
-from dflash_runtime.experts.events import Event
+from dflash_runtime.experts.events import Event, EventKind
+from dflash_runtime.experts.telemetry import OwnerKind, OwnerStats
 from dflash_runtime.serving import worker
 from dflash_runtime.serving.access import ApiKeys
 from dflash_runtime.serving.status import expert_types, owner_status

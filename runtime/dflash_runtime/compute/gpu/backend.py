@@ -15,7 +15,7 @@ from dflash_adapters.spec import KvLayer, ModelSpec, MoeLayer, RecurrentLayer
 from dflash_protocol.device import Device
 from dflash_protocol.errors import DeviceUnavailable, SettingsError, UnsupportedModel
 from dflash_protocol.ids import F32Array, I32Array, I64Array, Phase
-from dflash_runtime.compute.backend import Chunking, ExpertBank, RemoteExperts
+from dflash_runtime.compute.backend import Chunking, ExpertBank, MailedExperts, RemoteExperts
 from dflash_runtime.compute.gpu.device.binary_cache import BinaryCache
 from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
 from dflash_runtime.compute.gpu.device.device import KernelDevice
@@ -286,7 +286,7 @@ class CupyBackend:
         cache: KvCache,
         banks: Mapping[int, ExpertBank],
         *,
-        remote: RemoteExperts,
+        remote: MailedExperts,
     ) -> GraphStep:
         """Never None."""
         assert isinstance(model, GpuModel)

@@ -15,7 +15,6 @@ import subprocess
 
 from dflash_protocol.endpoint import Endpoint
 from dflash_protocol.errors import DaemonUnavailable
-from dflash_protocol.settings import child_environment
 from dflash_runtime.experts.daemons.link import Launch
 
 _TERMINATE_S = 3.0
@@ -33,9 +32,6 @@ class DaemonProcess:
     def __init__(self, launch: Launch, endpoint: Endpoint) -> None:
         self.ended = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        environment = launch.environment
-        if environment is None:
-            environment = child_environment(())
         if endpoint.path is not None:
             # An ending daemon of an older version removes the empty folder, and does not make it.
             with contextlib.suppress(OSError):  # the daemon reports it better
@@ -49,7 +45,7 @@ class DaemonProcess:
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env=environment,
+                env=launch.environment,
                 pass_fds=(lifeline_read,),
                 process_group=0,  # Ctrl-C goes to the parent alone, which ends its daemons
             )

@@ -1,14 +1,15 @@
 """The parent's data paths: which transports it tries with a daemon, and how each is opened.
 
-All that the parent knows of single transports is here, and in `sharing` what belongs to shared
-memory. `plan_paths` reads the settings, `agree` is part of the handshake, in the supervisor's loop,
-and `open_data_path` is called by the data thread.
+All that the parent knows of single transports is here. `plan_paths` reads the settings; `agree` is
+part of the handshake, in the supervisor's loop: to share memory the parent makes a segment, and the
+daemon proves that it has mapped it. `open_data_path` is called by the data thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -27,23 +28,50 @@ from dflash_protocol.errors import (
 )
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.ring import compiled as ring_native
-from dflash_protocol.ring.segment import Segment
+from dflash_protocol.ring.layout import MAX_SLOTS, MOVED_FACTOR, RingShape
+from dflash_protocol.ring.segment import Segment, create_segment
 from dflash_protocol.settings import Settings
 from dflash_protocol.transports.shared_client import SharedClient
 from dflash_protocol.transports.zmq_stream import StreamClient, largest_frame_bytes
-from dflash_protocol.wire.messages import Attached, Message, Refused, Welcome
+from dflash_protocol.wire.messages import Attach, Attached, Message, Refused, Welcome
 from dflash_protocol.wire.transport import ClientTransport, TransportCounters
 from dflash_runtime.compute.backend import ComputeBackend
 from dflash_runtime.experts.daemons.link import DaemonLink, Session, SharedMemory
-from dflash_runtime.experts.daemons.sharing import (
-    Offer,
-    OfferFailed,
-    SharingPlan,
-    make_offer,
-    why_not_shared,
-)
 
 _LOG = logging.getLogger(__name__)
+
+_DEFAULT_BYTES = 128 << 20
+_FEWEST_SLOTS = 2
+"""With fewer, a daemon would idle while its last reply is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharingPlan:
+    """How segments are made. One takes up to 128 MiB, or `max_bytes` if that is more. `moves`: our
+    device copies payload by DMA; if the daemon's does too, the whole segment is page-locked."""
+
+    hidden_size: int
+    num_experts_used: int
+    max_bytes: int
+    moves: bool = False
+    mail_bytes: int = 0
+    """Size of a mailbox; 0 if our device cannot have one."""
+    begin_mail: Callable[[Segment], None] = lambda segment: None
+    """Called with a segment that has a mailbox."""
+
+    def shape(self, max_tokens: int, mail_bytes: int = 0) -> RingShape | None:
+        """The shape for requests of up to `max_tokens`, or fewer if they do not fit; None if not a
+        single token fits.
+        """
+        while max_tokens >= 1:
+            max_pairs = max_tokens * self.num_experts_used
+            one = RingShape(1, max_tokens, self.hidden_size, max_pairs)
+            slot_bytes = one.request_slot_bytes + one.reply_slot_bytes
+            num_slots = min(MAX_SLOTS, max(self.max_bytes, _DEFAULT_BYTES) // slot_bytes)
+            if num_slots >= _FEWEST_SLOTS:
+                return RingShape(num_slots, max_tokens, self.hidden_size, max_pairs, mail_bytes)
+            max_tokens //= 2
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,36 +87,28 @@ class PathPlan:
 
 def plan_paths(spec: ModelSpec, settings: Settings, backend: ComputeBackend) -> PathPlan:
     """The plan of an engine; compiles what it needs before any daemon waits for it."""
-    return PathPlan(
-        _sharing_plan(spec, settings, backend),
-        is_sharing_required=settings.ipc_transport in ("shared", "device"),
-        is_mail_required=settings.ipc_transport == "device",
-    )
-
-
-def _sharing_plan(
-    spec: ModelSpec, settings: Settings, backend: ComputeBackend
-) -> SharingPlan | None:
     if settings.ipc_transport == "stream":
-        return None
+        return PathPlan()
     if ring_native.is_available():
         ring_native.kernels(settings.cache_dir)
-    plan = SharingPlan(
+    sharing = SharingPlan(
         hidden_size=spec.hidden_size,
         num_experts_used=max(layer.num_experts_used for layer in spec.moe.layers),
         max_bytes=settings.ipc_shared_bytes,
         moves=backend.mover is not None,
     )
-    if settings.ipc_transport == "shared" or backend.mail is None:
-        return plan
-    return replace(
-        plan,
-        mail_bytes=backend.mail.num_bytes(spec.moe),
-        begin_mail=partial(
+    if settings.ipc_transport != "shared" and backend.mail is not None:
+        begin_mail = partial(
             backend.mail.begin,
             limit_ms=settings.step_limit_ms,
             in_host=settings.mail_memory == "host",
-        ),
+        )
+        mail_bytes = backend.mail.num_bytes(spec.moe)
+        sharing = replace(sharing, mail_bytes=mail_bytes, begin_mail=begin_mail)
+    return PathPlan(
+        sharing,
+        is_sharing_required=settings.ipc_transport in ("shared", "device"),
+        is_mail_required=settings.ipc_transport == "device",
     )
 
 
@@ -160,6 +180,85 @@ async def _make_offer(folder: Path, welcome: Welcome, plan: SharingPlan) -> Offe
         raise
 
 
+class OfferFailed(Exception):
+    """Memory cannot be shared with a daemon; the message says why. The session goes on without."""
+
+
+class Offer:
+    """A segment that is made for one daemon and not confirmed yet.
+
+    Owns: the segment, until `accepted` returns it or `withdraw` closes it.
+    """
+
+    def __init__(self, segment: Segment, link_id: str, *, moves: bool = False) -> None:
+        self._segment = segment
+        self._link_id = link_id
+        self._moves = moves
+        self._nonce = segment.write_nonce(is_client=True)
+
+    @property
+    def message(self) -> Attach:
+        """The message to the daemon."""
+        shape = self._segment.shape
+        return Attach(
+            link_id=self._link_id,
+            name=self._segment.name,
+            num_slots=shape.num_slots,
+            max_tokens=shape.max_tokens,
+            max_pairs=shape.max_pairs,
+            nonce=self._nonce.hex(),
+            moves=self._moves,
+            mail_bytes=shape.mail_bytes,
+        )
+
+    def accepted(self, answer: Attached) -> SharedMemory:
+        """The memory, if the nonce that the daemon says it wrote can be read here.
+
+        Raises: OfferFailed if not.
+        """
+        written = self._segment.read_nonce(is_client=False).hex().encode()
+        is_same = hmac.compare_digest(answer.nonce.encode(), written)
+        if answer.link_id != self._link_id or not is_same:
+            raise OfferFailed("the daemon mapped other memory than ours")
+        self._segment.unlink()
+        moves = self._moves and answer.moves
+        return SharedMemory(self._segment, moves=moves, mails=moves and answer.mails)
+
+    def withdraw(self) -> None:
+        """Close the segment."""
+        self._segment.close()
+
+
+def make_offer(folder: Path, welcome: Welcome, plan: SharingPlan) -> Offer:
+    """Make a segment for a daemon. Raises: OfferFailed if that fails."""
+    moves = plan.moves and welcome.can_move
+    mails = moves and welcome.mail_bytes == plan.mail_bytes
+    mail_bytes = plan.mail_bytes if mails else 0
+    shape = plan.shape(welcome.max_tokens * (MOVED_FACTOR if moves else 1), mail_bytes)
+    if shape is None:
+        raise OfferFailed(f"{plan.max_bytes} bytes do not hold a single token")
+    try:
+        segment = create_segment(folder, shape, generation=welcome.generation)
+    except DaemonUnavailable as error:
+        raise OfferFailed(str(error)) from error
+    if mail_bytes:
+        try:
+            plan.begin_mail(segment)
+        except BaseException:
+            segment.close()
+            raise
+    return Offer(segment, welcome.link_id, moves=moves)
+
+
+def why_not_shared(welcome: Welcome, folder: Path | None) -> str:
+    """Why memory cannot be shared; empty if it can be tried."""
+    if folder is None:
+        return "its endpoint is not a path on this machine"
+    if not ring_native.is_available():
+        return "numba is missing here"
+    return "" if welcome.can_share else "the daemon does not offer it"
+
+
 @dataclass(frozen=True, slots=True)
 class DataPath:
     """The holder owns `client`. `transport` is ``shared`` or ``stream``; `max_tokens` is the limit
@@ -177,18 +276,19 @@ class DataPath:
 def open_data_path(
     link: DaemonLink,
     session: Session,
+    counters: TransportCounters,
     *,
     context: zmq.Context[zmq.Socket[bytes]],
     hidden_size: int,
     num_experts_used: int,
-    spin_s: float | None,
-    before_sleep: Callable[[], object],
-    counters: TransportCounters,
+    spin_s: float | None = None,
+    before_sleep: Callable[[], object] = lambda: None,
     mover: DeviceMover | None = None,
 ) -> DataPath:
     """Open the data path. Called, like all of the client, on the data thread.
 
-    `mover` copies rows from the device that they are on, if that device can.
+    `before_sleep` is called before this thread sleeps for a daemon's answer; `mover` copies rows
+    from the device that they are on, if that device can.
     Raises: DaemonUnavailable if the session is over, or no path can be opened, for example for lack
     of descriptors.
     """

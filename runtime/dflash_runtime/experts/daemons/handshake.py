@@ -6,11 +6,9 @@ Messages only; link_task sends and receives them.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 import secrets
 import threading
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
 from dflash_adapters.gguf.weight_blocks import NONCE_BYTES, nonce_from
@@ -26,7 +24,7 @@ from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.wire.messages import PROTOCOL_VERSIONS, Hello, Welcome
 from dflash_runtime.experts.daemons.data_path import PathPlan
 from dflash_runtime.experts.daemons.link import DaemonLink
-from dflash_runtime.experts.event_kinds import EventKind
+from dflash_runtime.experts.events import EventKind
 
 OTHER_WEIGHTS = "weights"
 """Code of the refusal of a daemon with other weights."""
@@ -63,8 +61,8 @@ class Comparison:
     """Compares a daemon's weights with ours, during one handshake.
 
     By digests of the whole files if both know them, else by hashes of blocks that a nonce chooses,
-    unless both have the very same files. Made by `weights_compared`; used in the supervisor's loop,
-    blocks are hashed in a thread.
+    unless both have the very same files. Used in the supervisor's loop, blocks are hashed in a
+    thread. To be closed.
     """
 
     def __init__(self, weights: WeightCheck | None, link: DaemonLink) -> None:
@@ -151,18 +149,6 @@ class Comparison:
                 raise DaemonUnavailable(f"daemon {self._link.name}: the handshake has ended")
 
         return weights.answer(self._link.owned, nonce_from(self._nonce), on_group)
-
-
-@contextlib.asynccontextmanager
-async def weights_compared(
-    weights: WeightCheck | None, link: DaemonLink
-) -> AsyncIterator[Comparison]:
-    """A comparison for one handshake, closed at its end."""
-    comparison = Comparison(weights, link)
-    try:
-        yield comparison
-    finally:
-        await comparison.close()
 
 
 def differ(ours: str, theirs: str) -> bool:

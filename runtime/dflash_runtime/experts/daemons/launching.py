@@ -131,7 +131,7 @@ def launch_of(
         backend_name if is_alike else BackendName.AUTO.value,
         "--threads",
         str(choice.setting.threads or len(cores)),
-        *(("--cores", _as_list(cores)) if choice.cores or settings.pin_daemons else ()),
+        *(("--cores", ",".join(map(str, cores))) if choice.cores or settings.pin_daemons else ()),
     )
     return Launch(command, choice.environment(settings))
 
@@ -158,7 +158,3 @@ def _launcher(text: str) -> Path | None:
     ours = Path(sys.executable)
     is_ours = path.parent == ours.parent and path.resolve() == ours.resolve()
     return None if is_ours else path
-
-
-def _as_list(cores: Sequence[int]) -> str:
-    return ",".join(map(str, cores))

@@ -21,18 +21,16 @@ from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.ring.segment import Segment
 from dflash_protocol.wire.messages import Welcome
-from dflash_runtime.experts.event_kinds import EventKind
+from dflash_runtime.experts.events import EventKind
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How to spawn a daemon: the command up to its endpoint and pipe arguments.
-
-    `environment` is the child's whole environment; None: ours.
-    """
+    """How to spawn a daemon: the command up to its endpoint and pipe arguments; the child's whole
+    environment."""
 
     command: tuple[str, ...]
-    environment: Mapping[str, str] | None = None
+    environment: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,49 +107,12 @@ class _Sessions:
             segment.close()
 
 
-class _Reports:
-    """Reports what happens to one daemon: see DaemonLink. Called without the link's lock."""
-
-    def __init__(
-        self, name: str, numeric_class: str, on_event: Callable[[EventKind, str, str], None]
-    ) -> None:
-        self._name = name
-        self._numeric_class = numeric_class
-        self._on_event = on_event
-        self._refused = ""
-
-    def report(self, kind: EventKind, reason: str) -> None:
-        self._on_event(kind, self._name, reason)
-
-    def report_opened(self, welcome: Welcome, away_since_s: float | None) -> None:
-        """Report a session, if the daemon was away or computes other bits than the parent."""
-        self._refused = ""
-        if away_since_s is not None:
-            self.report(EventKind.DAEMON_BACK, f"away for {monotonic() - away_since_s:.1f} s")
-        if welcome.numeric_class != self._numeric_class:
-            reason = f"daemon {welcome.numeric_class}, parent {self._numeric_class}"
-            self.report(EventKind.NUMERIC_CLASS_DIFFERS, reason)
-
-    def report_refused(self, reason: str) -> None:
-        """Report why no session can be opened; each reason once until there is one again."""
-        if reason != self._refused:
-            self._refused = reason
-            self.report(EventKind.DAEMON_REFUSED, reason)
-
-
 class DaemonLink:
     """One daemon as the parent sees it.
 
     States: connected (`session` is set), lost or absent (None, the supervisor keeps trying), given
     up (None for good).
-    `on_event` is called with kind, name and reason: ``daemon_lost`` once per lost session,
-    ``daemon_absent`` for a daemon that is not there when the parent starts, ``daemon_back`` for the
-    session after either, with how long the daemon was away, ``daemon_refused`` for one that came
-    back but cannot be used, ``weights_unchecked`` for one that speaks version 1,
-    ``request_failed`` for a request that failed while the session goes on, ``not_finite`` for a
-    reply with NaN or infinity, ``wrong_reply`` when a daemon is given up after a wrong reply,
-    ``breaker_open`` and the like for every new state of the circuit breaker, and
-    ``numeric_class_differs`` for a session whose results may differ in bits from the parent's.
+    `on_event` is called with kind, name and reason of an event, without the link's lock.
 
     Owns: an eventfd that is readable exactly while the last session is known to be lost.
     """
@@ -177,7 +138,10 @@ class DaemonLink:
         """The last heartbeat's; replaced as a whole by the supervisor."""
         self._lock = threading.Lock()
         self._sessions = _Sessions()
-        self._reports = _Reports(name, numeric_class, on_event)
+        self._numeric_class = numeric_class
+        self._on_event = on_event
+        self._refused = ""
+        """Why the last session was refused, until there is one."""
         self._wake_supervisor: Callable[[int], None] = lambda generation: None
 
     @property
@@ -226,7 +190,12 @@ class DaemonLink:
             data_address = self.endpoint.data_address(welcome.data_port)
             session = Session(sessions.num_opened, welcome, data_address, memory)
             away_since_s = sessions.open(session)
-        self._reports.report_opened(welcome, away_since_s)
+        self._refused = ""
+        if away_since_s is not None:
+            self.note(EventKind.DAEMON_BACK, f"away for {monotonic() - away_since_s:.1f} s")
+        if welcome.numeric_class != self._numeric_class:
+            reason = f"daemon {welcome.numeric_class}, parent {self._numeric_class}"
+            self.note(EventKind.NUMERIC_CLASS_DIFFERS, reason)
         return session
 
     def mark_lost(self, generation: int, reason: str) -> None:
@@ -237,7 +206,7 @@ class DaemonLink:
                 return
             sessions.away_since_s = monotonic()
             sessions.end(reason)
-        self._reports.report(EventKind.DAEMON_LOST, reason)
+        self.note(EventKind.DAEMON_LOST, reason)
         self._wake_supervisor(generation)
 
     def mark_absent(self, kind: EventKind, reason: str) -> None:
@@ -245,7 +214,7 @@ class DaemonLink:
         with self._lock:
             if self._sessions.away_since_s is None:
                 self._sessions.away_since_s = monotonic()
-        self._reports.report(kind, reason)
+        self.note(kind, reason)
 
     def give_up(self, reason: str) -> None:
         """After a wrong reply: end the session, and have no other for the rest of the link's
@@ -257,7 +226,7 @@ class DaemonLink:
             sessions.is_given_up = True
             generation = sessions.num_opened
             sessions.end(reason)
-        self._reports.report(EventKind.WRONG_REPLY, reason)
+        self.note(EventKind.WRONG_REPLY, reason)
         self._wake_supervisor(generation)
 
     def take_segment(self, session: Session) -> Segment | None:
@@ -271,12 +240,14 @@ class DaemonLink:
             return self._sessions.take_segment()
 
     def note(self, kind: EventKind, reason: str) -> None:
-        """Report an event that does not end the session."""
-        self._reports.report(kind, reason)
+        """Report an event, which by itself changes nothing here."""
+        self._on_event(kind, self.name, reason)
 
     def note_refused(self, reason: str) -> None:
         """Report why no session can be opened; each reason once until there is one again."""
-        self._reports.report_refused(reason)
+        if reason != self._refused:
+            self._refused = reason
+            self.note(EventKind.DAEMON_REFUSED, reason)
 
     def close(self) -> None:
         """Release the eventfd and a segment that was not taken. The link is unusable afterwards."""

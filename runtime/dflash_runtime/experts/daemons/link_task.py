@@ -48,7 +48,6 @@ from dflash_runtime.experts.daemons.handshake import (
     check_welcome,
     differ,
     digests,
-    weights_compared,
 )
 from dflash_runtime.experts.daemons.link import (
     DaemonCounters,
@@ -56,7 +55,7 @@ from dflash_runtime.experts.daemons.link import (
     Session,
     SharedMemory,
 )
-from dflash_runtime.experts.event_kinds import EventKind
+from dflash_runtime.experts.events import EventKind
 
 _LOG = logging.getLogger(__name__)
 
@@ -82,16 +81,25 @@ _GOODBYE_MS = 200
 _Received: TypeAlias = "asyncio.Future[list[bytes]]"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkOptions:
-    """What all links of one engine have in common; the fields are as `Supervisor` says."""
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """How long a daemon may be silent while connecting, and the interval of heartbeats."""
 
-    context: zmq.asyncio.Context
-    greeting: Greeting
     connect_silence_s: float
     heartbeat_s: float
-    tolerates_absent: bool
-    tries_again: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOptions:
+    """What all links of one engine have in common."""
+
+    greeting: Greeting
+    timeouts: Timeouts
+    tolerates_absent: bool = False
+    """The first attempt at a daemon that is not our child takes no longer than the timeouts; it is
+    used once it comes."""
+    tries_again: bool = False
+    """A daemon that is ended from outside before it is ready is retried a few times."""
 
 
 class FirstAttempt:
@@ -137,7 +145,15 @@ class LinkTask:
     Owns: its control socket, and the child process if the daemon is one of ours.
     """
 
-    def __init__(self, link: DaemonLink, options: LinkOptions, first: FirstAttempt) -> None:
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        link: DaemonLink,
+        options: LinkOptions,
+        *,
+        first: FirstAttempt,
+    ) -> None:
+        self._context = context
         self._link = link
         self._options = options
         self._first = first
@@ -220,7 +236,7 @@ class LinkTask:
                 await self._process.stop()
             self._process = DaemonProcess(link.launch, link.endpoint)
         self._was_heard = False
-        with self._options.context.socket(zmq.DEALER) as control:
+        with self._context.socket(zmq.DEALER) as control:
             control.setsockopt(zmq.LINGER, 0)
             control.setsockopt(zmq.MAXMSGSIZE, HEADER_LIMIT_BYTES)
             control.setsockopt(zmq.IPV6, is_ipv6(link.endpoint.address))
@@ -257,7 +273,7 @@ class LinkTask:
         The account that makes the folder decides what is in it.
         Raises: SettingsError if that is another account; DaemonUnavailable after the timeout.
         """
-        loop, silence_s = self._loop, self._options.connect_silence_s
+        loop, silence_s = self._loop, self._options.timeouts.connect_silence_s
         end_s = loop.time() + silence_s
         while not self._link.endpoint.is_folder_there() and self._link.launch is None:
             if loop.time() > end_s:
@@ -274,11 +290,13 @@ class LinkTask:
 
     async def _handshake(self, control: zmq.asyncio.Socket, disconnected: _Received) -> Welcome:
         greeting, link = self._options.greeting, self._link
-        hello = greeting.hello(link.owned)
-        async with weights_compared(greeting.weights, link) as comparison:
-            hello = await comparison.asked_in(hello)
+        comparison = Comparison(greeting.weights, link)
+        try:
+            hello = await comparison.asked_in(greeting.hello(link.owned))
             await control.send_multipart([encode_header(hello), link.owned.canonical_bytes])
             return await self._answer_to(hello, control, disconnected, comparison)
+        finally:
+            await comparison.close()
 
     async def _answer_to(
         self,
@@ -288,7 +306,7 @@ class LinkTask:
         comparison: Comparison,
     ) -> Welcome:
         link = self._link
-        silence_s = self._options.connect_silence_s
+        silence_s = self._options.timeouts.connect_silence_s
         if self._process is not None:
             silence_s = max(silence_s, _SPAWN_SILENCE_S)
         while True:
@@ -327,7 +345,7 @@ class LinkTask:
 
         async def ask(message: Message) -> Message:
             await control.send_multipart([encode_header(message)])
-            silence_s = self._options.connect_silence_s
+            silence_s = self._options.timeouts.connect_silence_s
             return await self._next_message(control, disconnected, silence_s)
 
         return await agree(self._options.greeting.paths, self._link, welcome, ask=ask)
@@ -376,7 +394,7 @@ class LinkTask:
         self, control: zmq.asyncio.Socket, disconnected: _Received, session: Session
     ) -> None:
         """Ping until the session ends, and tell the link why it ended."""
-        link, heartbeat_s = self._link, self._options.heartbeat_s
+        link, heartbeat_s = self._link, self._options.timeouts.heartbeat_s
         watchers = [
             asyncio.create_task(self._pings(control, session, heartbeat_s)),
             asyncio.create_task(self._disconnected(disconnected)),

@@ -12,13 +12,11 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from dataclasses import dataclass
 
 import zmq
 import zmq.asyncio
 
 from dflash_protocol.errors import DaemonUnavailable
-from dflash_runtime.experts.daemons.handshake import Greeting
 from dflash_runtime.experts.daemons.link import DaemonLink
 from dflash_runtime.experts.daemons.link_task import FirstAttempt, LinkOptions, LinkTask
 
@@ -26,14 +24,6 @@ _LOG = logging.getLogger(__name__)
 
 ProgressCallback = Callable[[str, str, int, int], None]
 """Called with owner name, stage, number done, number in total."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timeouts:
-    """How long a daemon may be silent while connecting, and the interval of heartbeats."""
-
-    connect_silence_s: float
-    heartbeat_s: float
 
 
 class Supervisor:
@@ -46,26 +36,13 @@ class Supervisor:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         links: Sequence[DaemonLink],
-        greeting: Greeting,
+        options: LinkOptions,
         *,
-        timeouts: Timeouts,
         on_progress: ProgressCallback | None = None,
-        tolerates_absent: bool = False,
-        tries_again: bool = False,
     ) -> None:
-        """`tolerates_absent`: `start` waits for a daemon that is not our child no longer than the
-        timeouts; it is used once it comes. `tries_again`: a daemon that is ended from outside
-        before it is ready is retried a few times.
-        """
+        self._context = zmq.asyncio.Context.shadow(context.underlying)
         self._links = tuple(links)
-        self._options = LinkOptions(
-            context=zmq.asyncio.Context.shadow(context.underlying),
-            greeting=greeting,
-            connect_silence_s=timeouts.connect_silence_s,
-            heartbeat_s=timeouts.heartbeat_s,
-            tolerates_absent=tolerates_absent,
-            tries_again=tries_again,
-        )
+        self._options = options
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._first_attempts = tuple(FirstAttempt(link.name, on_progress) for link in self._links)
@@ -107,7 +84,7 @@ class Supervisor:
 
     async def _run_links(self) -> None:
         tasks = [
-            asyncio.create_task(LinkTask(link, self._options, first).run())
+            asyncio.create_task(LinkTask(self._context, link, self._options, first=first).run())
             for link, first in zip(self._links, self._first_attempts, strict=True)
         ]
         await self._stop.wait()

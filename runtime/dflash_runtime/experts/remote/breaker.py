@@ -1,4 +1,4 @@
-"""Circuit breaker: stops requests to an owner that keeps failing.
+"""Circuit breaker: stops requests to a daemon that keeps failing.
 
 ::
 
@@ -9,15 +9,26 @@
        └───────────────────────────────────── half-open ─────────────┘
 
 While it is open nothing is sent, so that a failing owner costs one deadline a pause instead of one
-a step. When half-open it lets a single request through, the probe. Pure: it is told the time.
+a step. When half-open it lets a single request through, the probe.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections import deque
 from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
+
+from dflash_protocol.errors import DaemonUnavailable, DflashError
+from dflash_runtime.experts.compute import Ticket
+from dflash_runtime.experts.daemons.link import DaemonLink
+from dflash_runtime.experts.events import EventKind
+from dflash_runtime.experts.telemetry import OwnerStats
+
+_LOG = logging.getLogger(__name__)
 
 _MOST_IN_A_ROW = 3
 _MOST_LATELY = 5
@@ -38,7 +49,7 @@ class BreakerState(StrEnum):
 
 
 class CircuitBreaker:
-    """One owner's breaker. Times are seconds of any monotonic clock.
+    """One daemon's breaker. Times are passed in, as seconds of any monotonic clock.
 
     `on_transition` is called with every new state and its reason.
     """
@@ -111,3 +122,61 @@ class CircuitBreaker:
     def _enter(self, state: BreakerState, reason: str) -> None:
         self.state = state
         self._on_transition(state, reason)
+
+
+class RequestGuard:
+    """Consults one daemon's breaker, but only after a recent failure: else that costs the test of
+    one attribute. Adds to `stats`, those of the daemon."""
+
+    def __init__(self, link: DaemonLink, stats: OwnerStats) -> None:
+        self.breaker = CircuitBreaker(partial(_note_transition, link))
+        self.is_troubled = False
+        """Whether the breaker must be consulted: only after a request failed."""
+        self._name = link.name
+        self._stats = stats
+        self.probe: Ticket | None = None
+        """The breaker's probe, while it is in flight."""
+
+    def admit(self) -> bool:
+        """Whether the next request is the breaker's probe; call it while `is_troubled`.
+
+        Raises: DaemonUnavailable if the breaker lets nothing through.
+        """
+        if not self.breaker.lets_through(time.monotonic()):
+            self._stats.breaker_refused += 1
+            raise DaemonUnavailable(
+                # docs: with `--require-daemons`: the daemon answers its handshake and fails its
+                # requests; the reason stands there, and in its own log
+                f"daemon {self._name}: its circuit breaker is open: {self.breaker.reason}"
+            )
+        return self.breaker.state is BreakerState.HALF_OPEN
+
+    def forget(self, ticket: Ticket) -> None:
+        """The ticket's outcome will not be known."""
+        if ticket is self.probe:
+            self.probe = None
+            self.breaker.note_probe_abandoned()
+
+    def note_success(self, ticket: Ticket) -> None:
+        now_s = time.monotonic()
+        is_probe = ticket is self.probe
+        if is_probe:
+            self.probe = None
+        self.breaker.note_success(now_s, is_probe=is_probe)
+        self.is_troubled = not self.breaker.is_calm(now_s)
+
+    def note_failure(self, error: DflashError, *, cost_s: float, is_probe: bool) -> None:
+        self.is_troubled = True
+        if is_probe:
+            self.probe = None
+        self.breaker.note_failure(time.monotonic(), str(error), cost_s=cost_s, is_probe=is_probe)
+
+
+def _note_transition(link: DaemonLink, state: BreakerState, reason: str) -> None:
+    """Report to the link. A function, since a breaker that referred to its compute would make a
+    cycle."""
+    level = logging.WARNING if state is BreakerState.OPEN else logging.INFO
+    # docs: `open` is a warning: its requests keep failing, so that it is not asked for a while.
+    # `half-open`, `closed`: one request is let through; it is used again
+    _LOG.log(level, "daemon %s: circuit breaker is %s: %s", link.name, state, reason)
+    link.note(EventKind[f"BREAKER_{state.name}"], reason)

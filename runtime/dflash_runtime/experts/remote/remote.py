@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 
-import zmq
+import numpy as np
 
-from dflash_protocol.batch import Hidden, Pairs, RoutedBatch, Sums
-from dflash_protocol.device_payload import DeviceMover
+from dflash_protocol.batch import Hidden, HostSums, Pairs, RoutedBatch, Sums
 from dflash_protocol.errors import (
     DaemonUnavailable,
     DeadlineExceeded,
@@ -24,17 +22,15 @@ from dflash_protocol.ids import I32Array, Phase
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.wire.transport import REQUEST_FAILURES, Reply, TransportCounters
 from dflash_runtime.compute.backend import MailRoute
-from dflash_runtime.experts.compute import OwnerKind, OwnerStats, Ticket
-from dflash_runtime.experts.daemons.data_path import DataPath, open_data_path
+from dflash_runtime.experts.compute import Ticket
+from dflash_runtime.experts.daemons.data_path import DataPath
 from dflash_runtime.experts.daemons.link import DaemonLink, Session
-from dflash_runtime.experts.event_kinds import EventKind
-from dflash_runtime.experts.remote.guard import RequestGuard
-from dflash_runtime.experts.remote.modes import STREAM_TOKENS, ExecutionMode
-from dflash_runtime.experts.remote.pieces import Cutter
-from dflash_runtime.experts.remote.rates import RateEstimate
-from dflash_runtime.experts.remote.reply_checks import ReplyChecker
-from dflash_runtime.experts.remote.session import RemoteSession, Sent
-from dflash_runtime.experts.remote.ticket import RemoteTicket, require_finite, what_is_wrong
+from dflash_runtime.experts.events import EventKind
+from dflash_runtime.experts.remote.breaker import RequestGuard
+from dflash_runtime.experts.remote.pieces import STREAM_TOKENS, Cutter, ExecutionMode
+from dflash_runtime.experts.remote.reply_checks import ReplyChecker, require_finite
+from dflash_runtime.experts.remote.session import RateEstimate, RemoteSession, RemoteTicket, Sent
+from dflash_runtime.experts.telemetry import OwnerKind, OwnerStats
 
 
 class RemoteExpertCompute:
@@ -47,20 +43,14 @@ class RemoteExpertCompute:
     def __init__(
         self,
         link: DaemonLink,
-        context: zmq.Context[zmq.Socket[bytes]],
+        open_path: Callable[[Session, TransportCounters], DataPath],
         *,
-        hidden_size: int,
-        num_experts_used: int,
         min_deadline_s: float,
         mode: ExecutionMode = ExecutionMode.BATCHED,
         stream_tokens: int = STREAM_TOKENS,
-        spin_s: float | None = None,
-        before_sleep: Callable[[], object] = lambda: None,
-        mover: DeviceMover | None = None,
         checker: ReplyChecker | None = None,
     ) -> None:
-        """`before_sleep` is called before this thread sleeps for a daemon's answer; `mover` copies
-        rows from the device they are on, if it can; `checker` computes what some replies are
+        """`open_path` opens a session's data path; `checker` computes what some replies are
         compared with."""
         self._link = link
         self._checker = checker
@@ -70,17 +60,7 @@ class RemoteExpertCompute:
         self._stats = OwnerStats(OwnerKind.DAEMON, link.owned.num_experts)
         self._guard = RequestGuard(link, self._stats)
         self._session: RemoteSession | None = None
-        self._open_path: Callable[[Session], DataPath] | None = partial(
-            open_data_path,
-            link,
-            context=context,
-            hidden_size=hidden_size,
-            num_experts_used=num_experts_used,
-            spin_s=spin_s,
-            before_sleep=before_sleep,
-            counters=self._counters,
-            mover=mover,
-        )
+        self._open_path: Callable[[Session, TransportCounters], DataPath] | None = open_path
 
     @property
     def stats(self) -> OwnerStats:
@@ -131,7 +111,7 @@ class RemoteExpertCompute:
                 self._guard.breaker.note_probe_abandoned()
             raise
         if is_probe:
-            self._guard.begin_probe(ticket)
+            self._guard.probe = ticket
         if self._checker is not None:
             ticket.is_checked = self._checker.schedule.takes_reply()
         return ticket
@@ -145,7 +125,7 @@ class RemoteExpertCompute:
         session, cut, counted = ticket.session, ticket.cut, ticket.counted
         if session is not self._session:
             reason = self._link.lost_reason()
-            if self._guard.is_probe(ticket):
+            if ticket is self._guard.probe:
                 self._guard.note_failure(DaemonUnavailable(reason), cost_s=0.0, is_probe=True)
             raise DaemonUnavailable(reason)
         replies: list[tuple[Sent, Reply]] = []
@@ -219,20 +199,25 @@ class RemoteExpertCompute:
         checker, link, opened = self._checker, self._link, ticket.session.opened
         if checker is None or link.session is not opened:
             return
-        welcome = opened.welcome
+        welcome, layer_id = opened.welcome, ticket.layer_id
         self._stats.checked += 1
-        reason = what_is_wrong(
-            ticket,
-            replies,
-            checker,
-            global_ids=link.owned.by_layer[ticket.layer_id],
+        started_s = time.perf_counter()
+        sums = HostSums(np.zeros(ticket.rows.shape))
+        for sent, reply in replies:
+            sums.add(reply.placed, sent.rows)
+        reason = checker.difference(
+            layer_id,
+            RoutedBatch.group(ticket.phase, ticket.rows, ticket.pairs),
+            sums.to_host(),
+            global_ids=link.owned.by_layer[layer_id],
             payload=PayloadType(welcome.payload),
             # Sums of version 1 were rounded.
             is_same_class=welcome.numeric_class == checker.numeric_class and welcome.version > 1,
         )
+        checker.schedule.note_reply(time.perf_counter() - started_s)
         if reason:
             self._stats.wrong_replies += 1
-            link.give_up(reason)
+            link.give_up(f"layer {layer_id}: {reason}")
             self._drop_session()
             self._guard.forget(ticket)
             raise DaemonUnavailable(link.lost_reason())
@@ -245,7 +230,7 @@ class RemoteExpertCompute:
         self._stats.checksum_failures += code == "checksum"
         self._stats.not_finite += code == "not_finite"
         self._stats.deadline_failures += code == "late" or isinstance(error, DeadlineExceeded)
-        is_probe = self._guard.is_probe(ticket)
+        is_probe = ticket is self._guard.probe
         if code in REQUEST_FAILURES and not is_probe:
             self._forget(ticket)
             if code == "not_finite":
@@ -268,7 +253,7 @@ class RemoteExpertCompute:
         if session is None or session.opened is not opened:
             self._drop_session()
             assert self._open_path is not None  # until it is closed
-            path = self._open_path(opened)
+            path = self._open_path(opened, self._counters)
             self._rates.begin_session(opened.welcome.pairs_per_second)
             self._stats.transport = path.transport
             session = self._session = RemoteSession(
@@ -289,7 +274,7 @@ def _fill(ticket: RemoteTicket) -> None:
     """
     cut, session = ticket.cut, ticket.session
     while cut.pieces is not None and len(ticket.in_flight) < cut.window:
-        piece = cut.pieces.next(cut.max_tokens)
+        piece = next(cut.pieces, None)
         if piece is None:
             return
         rows, batch = piece

@@ -22,9 +22,12 @@ from dataclasses import replace
 import numpy as np
 
 from dflash_protocol.batch import HostHidden, RoutedBatch
+from dflash_protocol.errors import ProtocolError
 from dflash_protocol.ids import F64Array, I32Array
 from dflash_protocol.payloads import PayloadType, as_received
+from dflash_protocol.wire.transport import Reply
 from dflash_runtime.compute import ExpertBank
+from dflash_runtime.experts.remote.session import RemoteTicket, Sent
 
 EVERY = 4096
 """One request of this many is checked by default."""
@@ -215,3 +218,19 @@ def _too_far_apart(bank: ExpertBank, part: RoutedBatch, found: F64Array) -> str:
         f"sums of {np.count_nonzero(is_wrong)} of {part.num_tokens} rows are {furthest:.3g} of "
         f"their length from those of the parent, {CLASS_BOUND} is allowed"
     )
+
+
+def require_finite(ticket: RemoteTicket, sent: Sent, reply: Reply) -> None:
+    """Check that a reply is finite wherever its input rows are; NaN in the rows is the model's
+    fault.
+
+    Raises: ProtocolError if other rows are NaN or infinite.
+    """
+    hidden = ticket.rows.to_host()
+    if sent.rows is not None:
+        hidden = hidden[sent.rows]
+    is_good = np.isfinite(hidden).all(axis=1)
+    num_wrong = np.count_nonzero(is_good & ~np.isfinite(reply.sums).all(axis=1))
+    if num_wrong:
+        reason = f"layer {ticket.layer_id}: {num_wrong} rows of a reply are NaN or infinite"
+        raise ProtocolError(reason, code="not_finite")

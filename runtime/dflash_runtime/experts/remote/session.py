@@ -1,10 +1,13 @@
-"""The parent's end of a session: its data path and the requests in flight on it."""
+"""The parent's end of a session: its data path, the requests in flight on it, and their deadlines,
+which follow from how long the daemon takes for a pair."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -13,11 +16,53 @@ from dflash_protocol.errors import DeadlineExceeded
 from dflash_protocol.ids import I32Array, Phase
 from dflash_protocol.wire.transport import Reply, TransportCounters
 from dflash_runtime.compute.backend import MailRoute
+from dflash_runtime.experts.compute import Ticket
 from dflash_runtime.experts.daemons.data_path import DataPath
 from dflash_runtime.experts.daemons.link import DaemonLink, Session
-from dflash_runtime.experts.remote.pieces import Limits
-from dflash_runtime.experts.remote.rates import RateEstimate
+from dflash_runtime.experts.remote.pieces import Cut, Limits
 from dflash_runtime.experts.telemetry import PhaseStats
+
+_DEADLINE_FACTOR = 4.0
+_LONGEST_DEADLINE_S = 600.0
+_MOST_DOUBLINGS = 4
+"""Limit on how often the expected time of a request is doubled while none is answered."""
+_RATE_WEIGHT = 0.2
+
+
+class RateEstimate:
+    """Seconds a pair of one daemon by phase: a running mean over all its sessions, and before a
+    phase's first reply the rate that the daemon reported. Used by the data thread."""
+
+    def __init__(self, min_deadline_s: float) -> None:
+        self._min_deadline_s = min_deadline_s
+        self._reported_s = 0.0
+        self._measured_s: dict[Phase, float] = {}
+        self._num_doublings = 0
+
+    def begin_session(self, pairs_per_s: float) -> None:
+        """The daemon of a new session has measured this rate itself."""
+        self._reported_s = 1.0 / pairs_per_s
+
+    def deadline_s(self, phase: Phase, num_pairs: int) -> float:
+        """The deadline of a request after which this many pairs are in flight."""
+        predicted_s = num_pairs * self._measured_s.get(phase, self._reported_s)
+        return min(max(self._min_deadline_s, _DEADLINE_FACTOR * predicted_s), _LONGEST_DEADLINE_S)
+
+    def note(self, phase: Phase, s_per_pair: float) -> None:
+        """A request has been answered."""
+        known = self._measured_s.get(phase, self._reported_s)
+        self._measured_s[phase] = known + _RATE_WEIGHT * (s_per_pair - known)
+
+    def note_late(self, phase: Phase) -> None:
+        """A request was not answered in time: the next ones get twice as long, up to a limit for a
+        daemon that never answers."""
+        if self._num_doublings < _MOST_DOUBLINGS:
+            self._num_doublings += 1
+            self._measured_s[phase] = 2.0 * self._measured_s.get(phase, self._reported_s)
+
+    def forgive(self) -> None:
+        """A batch has been answered after trouble: doubling may begin again."""
+        self._num_doublings = 0
 
 
 class Sent(NamedTuple):
@@ -155,3 +200,16 @@ class RemoteSession:
     def _count_sent(self, counted: PhaseStats) -> None:
         counted.bytes_sent += self._client.bytes_sent - self._num_bytes_counted
         self._num_bytes_counted = self._client.bytes_sent
+
+
+@dataclass(slots=True, eq=False)
+class RemoteTicket(Ticket):
+    """A batch on its way to a session's daemon, in one request or in pieces."""
+
+    session: RemoteSession
+    cut: Cut
+    counted: PhaseStats
+    started_s: float
+    in_flight: deque[Sent] = field(default_factory=deque)
+    is_checked: bool = False
+    """Whether replies are compared with the parent's own results."""

@@ -191,7 +191,7 @@ async def test_what_cannot_be_executed_is_unavailable_with_the_reason(
             if mode is not None:
                 path.chmod(mode)
             with pytest.raises(DaemonUnavailable, match=f"{path}.*{reason}"):
-                DaemonProcess(Launch((str(path),)), ENDPOINT)
+                DaemonProcess(Launch((str(path),), {}), ENDPOINT)
     await assert_starts(nursery)
 
 
@@ -283,7 +283,7 @@ async def test_a_child_ends_when_we_are_killed(tmp_path: Path) -> None:
         "from dflash_runtime.experts.daemons.link import Launch\n"
         "async def main():\n"
         f"    command = (sys.executable, '-S', '-c', {PRELUDE + waits!r}, {str(ear.path)!r})\n"
-        "    child = DaemonProcess(Launch(command), parse_endpoint('ipc:///run/x'))\n"
+        "    child = DaemonProcess(Launch(command, {}), parse_endpoint('ipc:///run/x'))\n"
         "    print('started', flush=True)\n"
         "    await child.ended.wait()\n"
         "asyncio.run(main())\n"

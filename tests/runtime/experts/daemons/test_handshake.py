@@ -16,7 +16,7 @@ from dflash_adapters.registry import read_spec
 from dflash_protocol.errors import HandshakeRefused
 from dflash_protocol.wire.messages import COMPARING, Hello, Ping, Pong, Progress
 from dflash_runtime.experts.daemons import link_task
-from dflash_runtime.experts.daemons.supervisor import Timeouts
+from dflash_runtime.experts.daemons.link_task import Timeouts
 from support.random_models import ODD_SHAPES, write_qwen3moe
 from support.scripted_daemon import TIMEOUT_S, ScriptedDaemon, welcome_to
 from support.supervised import GREETING, OWNED, Parent

@@ -15,7 +15,7 @@ from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.wire.messages import Welcome
 from dflash_runtime.experts.daemons import link as link_module
 from dflash_runtime.experts.daemons.link import DaemonLink
-from dflash_runtime.experts.event_kinds import EventKind
+from dflash_runtime.experts.events import EventKind
 
 WELCOME = Welcome(2, "00ff", "model", "placement", "class", "cpu", 40001, 16, 1 << 30, 1e3)
 

@@ -27,7 +27,7 @@ from dflash_protocol.wire.messages import (
     Progress,
     Refused,
 )
-from dflash_runtime.experts.daemons.supervisor import Timeouts
+from dflash_runtime.experts.daemons.link_task import Timeouts
 from support.hostile_texts import HOSTILE, assert_harmless
 from support.scripted_daemon import TIMEOUT_S, ScriptedDaemon, welcome_to
 from support.supervised import OWNED, Parent, assert_starts, thread_names

@@ -16,6 +16,7 @@ from dflash_protocol.errors import (
     DeadlineExceeded,
     HandshakeRefused,
 )
+from dflash_protocol.settings import child_environment
 from dflash_protocol.wire.messages import (
     Bye,
     Hello,
@@ -25,7 +26,7 @@ from dflash_protocol.wire.messages import (
 )
 from dflash_runtime.experts.daemons import link_task
 from dflash_runtime.experts.daemons.link import Launch
-from dflash_runtime.experts.daemons.supervisor import Timeouts
+from dflash_runtime.experts.daemons.link_task import Timeouts
 from support.descriptors import no_descriptor_leak
 from support.processes import wait_until
 from support.scripted_daemon import LINK_ID, TIMEOUT_S, ScriptedDaemon, welcome_to
@@ -38,7 +39,7 @@ LIVES_ON_ITS_LIFELINE = (
 
 def launch(code: str) -> Launch:
     """A child of ours that runs these lines."""
-    return Launch((sys.executable, "-I", "-S", "-c", code))
+    return Launch((sys.executable, "-I", "-S", "-c", code), child_environment(()))
 
 
 def test_closing_leaves_no_thread_and_no_descriptor(address: str) -> None:
@@ -126,7 +127,7 @@ def dies_at_first(marker: Path, num_deaths: int, death: str) -> Launch:
         f"n=0; [ ! -e {marker} ] || read n <{marker}; echo $((n + 1)) >{marker}; "
         f'[ "$n" -ge {num_deaths} ] || {{ {death}; }}; exec sleep 60'
     )
-    return Launch(("/bin/sh", "-c", script))
+    return Launch(("/bin/sh", "-c", script), child_environment(()))
 
 
 @pytest.mark.parametrize("death", ["kill -9 $$", "kill -11 $$", "exit 0", "exit 137"])
@@ -187,7 +188,7 @@ def test_a_child_that_fails_by_itself_is_not_tried_again(undo: ExitStack, addres
 def test_a_child_that_cannot_be_executed_is_reported_with_the_reason(
     undo: ExitStack, address: str, tmp_path: Path
 ) -> None:
-    start = Parent(undo, address, launch=Launch((str(tmp_path / "nothing"),))).start()
+    start = Parent(undo, address, launch=Launch((str(tmp_path / "nothing"),), {})).start()
     with pytest.raises(DaemonUnavailable, match="nothing: No such file"):
         start.result(TIMEOUT_S)
     assert_starts(address)

@@ -21,7 +21,7 @@ from dflash_protocol.wire.messages import (
     Refused,
 )
 from dflash_runtime.experts.daemons.link import DaemonCounters
-from dflash_runtime.experts.daemons.supervisor import Timeouts
+from dflash_runtime.experts.daemons.link_task import Timeouts
 from support.scripted_daemon import LINK_ID, TIMEOUT_S, ScriptedDaemon, welcome_to
 from support.supervised import Parent, started
 

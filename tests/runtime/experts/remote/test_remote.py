@@ -12,7 +12,7 @@ from dflash_protocol.endpoint import Endpoint
 from dflash_protocol.errors import DaemonUnavailable, DeadlineExceeded
 from dflash_protocol.ids import Phase
 from dflash_protocol.wire.requests import encode_reply
-from dflash_runtime.experts.compute import OwnerKind
+from dflash_runtime.experts.telemetry import OwnerKind
 from support.faults import no_more_descriptors
 from support.remote_rig import (
     CAPACITY,

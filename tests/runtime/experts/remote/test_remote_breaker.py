@@ -15,11 +15,12 @@ from dflash_protocol.endpoint import Endpoint
 from dflash_protocol.errors import DaemonUnavailable, DeadlineExceeded
 from dflash_protocol.ids import F32Array, I32Array, Phase
 from dflash_protocol.placement import OwnedExperts
-from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute, OwnerKind, Ticket
+from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute, Ticket
 from dflash_runtime.experts.remote import breaker as breaker_module
 from dflash_runtime.experts.remote.breaker import CircuitBreaker
 from dflash_runtime.experts.remote.session import RemoteSession
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
+from dflash_runtime.experts.telemetry import OwnerKind
 from dflash_runtime.placement.split import make_placement
 from support.remote_rig import PAIRS, TWO_PAIRS, ScriptedRig, ServedRig, deadlines
 from support.routed_batches import (

@@ -20,7 +20,7 @@ from dflash_protocol.wire.requests import encode_reply
 from dflash_protocol.wire.transport import LinkLimits
 from dflash_runtime.experts.daemons.link import DaemonCounters
 from dflash_runtime.experts.remote import remote
-from dflash_runtime.experts.remote.modes import ExecutionMode
+from dflash_runtime.experts.remote.pieces import ExecutionMode
 from support.remote_rig import (
     CAPACITY,
     PAIRS,

@@ -16,12 +16,12 @@ from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.placement import OwnedExperts
-from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute, OwnerKind
-from dflash_runtime.experts.event_kinds import EventKind
-from dflash_runtime.experts.events import EventLog
-from dflash_runtime.experts.remote.modes import ExecutionMode
+from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute
+from dflash_runtime.experts.events import EventKind, EventLog
+from dflash_runtime.experts.remote.pieces import ExecutionMode
 from dflash_runtime.experts.remote.reply_checks import CheckSchedule, ReplyChecker
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
+from dflash_runtime.experts.telemetry import OwnerKind
 from dflash_runtime.placement.split import make_placement
 from support.remote_rig import PAIRS, TIMEOUT_S, ServedRig
 from support.routed_batches import (

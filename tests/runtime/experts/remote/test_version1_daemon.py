@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +17,12 @@ from dflash_protocol.ids import F64Array, I32Array, Phase
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.wire.messages import PROTOCOL_VERSIONS
+from dflash_runtime.experts.daemons.data_path import open_data_path
 from dflash_runtime.experts.daemons.handshake import Greeting
 from dflash_runtime.experts.daemons.link import DaemonLink
-from dflash_runtime.experts.daemons.supervisor import Supervisor, Timeouts
-from dflash_runtime.experts.remote.modes import ExecutionMode
+from dflash_runtime.experts.daemons.link_task import LinkOptions, Timeouts
+from dflash_runtime.experts.daemons.supervisor import Supervisor
+from dflash_runtime.experts.remote.pieces import ExecutionMode
 from dflash_runtime.experts.remote.remote import RemoteExpertCompute
 from support.routed_batches import HIDDEN_SIZE, begin, expert_scale, finish, numbered_rows
 from support.version1_peer import Version1Daemon
@@ -55,17 +58,19 @@ class Rig:
             max_tokens=64,
             payload=PayloadType.BF16,
         )
-        supervisor = Supervisor(context, [self.link], greeting, timeouts=Timeouts(TIMEOUT_S, 1.0))
+        supervisor = Supervisor(
+            context, [self.link], LinkOptions(greeting, Timeouts(TIMEOUT_S, 1.0))
+        )
         undo.callback(supervisor.close)
         supervisor.start()
-        self.remote = RemoteExpertCompute(
+        open_path = partial(
+            open_data_path,
             self.link,
-            context,
+            context=context,
             hidden_size=HIDDEN_SIZE,
             num_experts_used=4,
-            min_deadline_s=TIMEOUT_S,
-            mode=mode,
         )
+        self.remote = RemoteExpertCompute(self.link, open_path, min_deadline_s=TIMEOUT_S, mode=mode)
         undo.callback(self.remote.close)
 
     def compute(self, local_ids: list[list[int]]) -> F64Array:

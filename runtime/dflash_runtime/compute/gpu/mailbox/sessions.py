@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dflash_adapters.spec import MoeSpec
 from dflash_protocol.errors import DaemonUnavailable, one_line
 from dflash_protocol.ids import Phase
-from dflash_runtime.compute.backend import MailRoute, RemoteExperts
+from dflash_runtime.compute.backend import MailedExperts, MailRoute
 from dflash_runtime.compute.gpu.device.kept_memory import MemoryKeeper
 from dflash_runtime.compute.gpu.launch.mailbox_args import MOST_PEERS
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
@@ -44,7 +44,7 @@ class MailboxSessions:
         moe: MoeSpec,
         resident: Mapping[int, ResidentLayer],
         *,
-        remote: RemoteExperts,
+        remote: MailedExperts,
         keeper: MemoryKeeper,
     ) -> None:
         """`keeper` takes memory that a lost daemon may still have open."""

@@ -16,7 +16,7 @@ from dflash_protocol.ring import compiled as ring_native
 from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.wire.messages import Welcome
 from dflash_runtime.experts.daemons import data_path
-from dflash_runtime.experts.daemons.sharing import Offer, SharingPlan, make_offer, why_not_shared
+from dflash_runtime.experts.daemons.data_path import Offer, SharingPlan, make_offer, why_not_shared
 
 WELCOME = Welcome(
     version=2,

@@ -17,8 +17,7 @@ from dflash_protocol.ids import I32Array, U8Array
 from dflash_protocol.placement import OwnedExperts
 from dflash_runtime.compute.reference import ReferenceBackend
 from dflash_runtime.compute.reference.experts import ReferenceExpertBank
-from dflash_runtime.experts.held_placements import ExpertStore
-from dflash_runtime.experts.store import every_expert
+from dflash_runtime.experts.store import ExpertStore, every_expert
 from support.random_models import BLOCK_32_SHAPE, write_qwen3moe
 from support.routed_batches import batch_of
 
