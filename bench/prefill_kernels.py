@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from bench.options import bench_parser
 
-from dflash_adapters.quant import TensorType
-from dflash_adapters.quant.reference import dequantise
+from dflash_adapters.quant import TensorType, dequantise
 from dflash_protocol.device import parse_device
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, U8Array
 from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice

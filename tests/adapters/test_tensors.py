@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.quant import TensorType
-from dflash_adapters.quant.reference import dequantise
+from dflash_adapters.quant import TensorType, dequantise
 from dflash_adapters.spec import ExpertProjection, ExpertVector
 from dflash_adapters.tensors import halves, stacked_experts
 from dflash_protocol.errors import ModelFileError, UnsupportedModel

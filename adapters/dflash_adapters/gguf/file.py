@@ -15,8 +15,8 @@ from typing import Self
 import numpy as np
 
 from dflash_adapters.gguf.metadata import Metadata
+from dflash_adapters.gguf.scanner import TensorInfo
 from dflash_adapters.gguf.shards import FileChange, Shard, open_shards
-from dflash_adapters.gguf.types import TensorInfo
 from dflash_adapters.gguf.watch import FileWatch
 from dflash_adapters.gguf.weight_blocks import Place
 from dflash_protocol.errors import ModelFileError, one_line

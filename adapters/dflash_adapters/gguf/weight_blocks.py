@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from dflash_adapters.gguf.types import TensorInfo
+from dflash_adapters.gguf.scanner import TensorInfo
 from dflash_adapters.spec import ExpertProjection, MoeSpec
 from dflash_protocol.errors import ProtocolError
 from dflash_protocol.fingerprint import digest

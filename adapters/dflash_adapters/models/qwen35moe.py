@@ -77,9 +77,6 @@ def _are_recurrent(keys: Keys, num_layers: int, num_blocks: int) -> Iterable[boo
     """For each layer, whether it is a DeltaNet; otherwise it is attention."""
     key = "attention.recurrent_layers"
     if keys.has(key):
-        # get_bool_per_layer repeats a single flag, as often as the file says there are blocks.
-        if not keys.file.is_array(keys.name(key)):
-            raise keys.wrong(key, "is not an array")
         return keys.file.get_bool_per_layer(keys.name(key), num_blocks)[:num_layers]
     interval = keys.uint("full_attention_interval", 4)
     return ((layer_id + 1) % interval != 0 for layer_id in range(num_layers))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_adapters.gguf.types import TensorInfo
+from dflash_adapters.gguf.scanner import TensorInfo
 from dflash_adapters.gguf.weight_blocks import (
     BLOCK_BYTES,
     BLOCKS_OF_TENSOR,

@@ -12,7 +12,7 @@ import numpy as np
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.layers import Gate
 from dflash_adapters.loading import Matrix
-from dflash_adapters.quant.reference import dequantise
+from dflash_adapters.quant import dequantise
 from dflash_adapters.rope import AttentionTemperature, RopeTable
 from dflash_adapters.routing import RoutingRule
 from dflash_adapters.spec import DeltaShape, KvLayer, RecurrentLayer
