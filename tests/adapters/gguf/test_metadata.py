@@ -140,12 +140,10 @@ def test_an_array_has_one_entry_a_layer(tmp_path: Path) -> None:
             for getter in getters:
                 with pytest.raises(ModelFileError, match=reason):
                     getter(key, num_layers)
-        for call in (
-            lambda: file.get_bool_per_layer("others", 2),
-            lambda: file.get_uint_per_layer("others", 2, maximum=1),
-        ):
-            with pytest.raises(ModelFileError, match="0 … 1"):
-                call()
+        with pytest.raises(ModelFileError, match="0 … 1"):
+            file.get_bool_per_layer("others", 2)
+        with pytest.raises(ModelFileError, match="0 … 1"):
+            file.get_uint_per_layer("others", 2, maximum=1)
 
 
 def test_keys_may_be_ignored(tmp_path: Path) -> None:
