@@ -254,18 +254,11 @@ class Keys:
         base = self.number(base_key, 10000.0)
         if not 1.0 < base < 1e12:
             raise self.wrong(base_key, "out of range")
-        scaling = self.read_scaling() if is_scaled else None
-        return Rope(
-            pairing,
-            num_rotated,
-            base,
-            linear_factor=scaling if isinstance(scaling, float) else 1.0,
-            yarn=scaling if isinstance(scaling, YarnScaling) else None,
-            factors=factors,
-        )
+        scaling = self._read_scaling() if is_scaled else 1.0
+        return Rope(pairing, num_rotated, base, scaling, factors)
 
-    def read_scaling(self) -> float | YarnScaling | None:
-        """Read the context scaling: a factor that divides positions, YaRN, or None."""
+    def _read_scaling(self) -> float | YarnScaling:
+        """Read the context scaling: a factor that divides positions, or YaRN."""
         old_key, key = "rope.scale_linear", "rope.scaling.factor"
         factor_key = old_key if self.has(old_key) and not self.has(key) else key
         factor = self.number(factor_key, 1.0)
@@ -275,7 +268,7 @@ class Keys:
             raise self.unsupported("rope.scaling.attn_factor", "only 1 is known")
         match self.text("rope.scaling.type", "linear"):
             case "none":
-                return None
+                return 1.0
             case "linear":
                 return factor
             case "yarn":

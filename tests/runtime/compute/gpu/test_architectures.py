@@ -121,7 +121,7 @@ def test_a_head_too_wide_for_a_block_is_multiplied_in_parts(tmp_path: Path) -> N
 
 def test_attention_with_all_that_a_layer_may_have(any_device: KernelDevice) -> None:
     """Norms after a rotation that is scaled, temperature and sinks; a chunk and a step."""
-    table = rope_table(RopePairing.INTERLEAVED, 16, 1e4, yarn=YarnScaling(8.0, 64))
+    table = rope_table(RopePairing.INTERLEAVED, 16, 1e4, scaling=YarnScaling(8.0, 64))
     assert table.scale > 1.1
     random = np.random.default_rng(3)
     rows = [random.standard_normal((20, heads * 16), np.float32) for heads in (4, 2, 2)]
