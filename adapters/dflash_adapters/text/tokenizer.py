@@ -88,10 +88,10 @@ def _load_scored_pieces(file: GgufFile) -> Tokenizer:
 class Tokenizer:
     """Encodes and decodes with one file's vocabulary. Thread-safe.
 
-    ``bos_id`` and ``eos_id`` are None if the file has none; ``stop_ids`` end a text; ``special`` are
-    (spelling, id, is control) of special tokens, longest first; ``chat_template`` is the file's
-    Jinja text, if any. With ``adds_space``, a text, and text after a special token, is encoded with
-    a space before it.
+    ``bos_id`` and ``eos_id`` are None if the file has none; ``stop_ids`` end a text;
+    ``special`` has (spelling, id, is control) of each special token, longest first;
+    ``chat_template`` is the file's Jinja text, if any. With ``adds_space``, a text, and text after
+    a special token, is encoded with a space before it.
     """
 
     def __init__(
