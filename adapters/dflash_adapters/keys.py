@@ -102,8 +102,10 @@ class Keys:
 
     def require(self, key: str, expected: float) -> None:
         """Raises: UnsupportedModel if the file has another number than `expected`."""
-        is_whole = isinstance(expected, int)
-        value = self.count(key, expected) if is_whole else self.number(key, expected)
+        if isinstance(expected, int):
+            value: float = self.count(key, expected)
+        else:
+            value = self.number(key, expected)
         if value != expected:
             raise self.unsupported(key, f"{value}, only {expected} is known")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -172,8 +173,7 @@ def both(ops: HostOps, cache: object, shape: DeltaShape, bounds: tuple[int, int]
     first, last = bounds
     positions = np.arange(first, last, dtype=np.int32)
     mixed = ops.causal_conv(inputs.mixed[first:last], weight, cache, 0, positions)  # type: ignore[arg-type]
-    part = inputs.of(first, last)
-    part = type(part)(shape, mixed, part.alpha, part.beta, part.a, part.dt_bias)
+    part = replace(inputs.of(slice(first, last)), mixed=mixed)
     return delta_outputs(ops, part, cache, chunks=[last - first], first=first)  # type: ignore[arg-type]
 
 
@@ -237,6 +237,8 @@ def test_any_chunks_and_snapshots_in_between(cuts: list[int], num_tokens: int) -
     bounds = sorted({0, num_tokens, *(cut for cut in cuts if cut < num_tokens)})
     for first, last in pairwise(bounds):
         parts.append(
-            delta_outputs(ops, inputs.of(first, last), cache, chunks=[last - first], first=first)
+            delta_outputs(
+                ops, inputs.of(slice(first, last)), cache, chunks=[last - first], first=first
+            )
         )
     assert error(np.concatenate(parts), expected) <= MOST

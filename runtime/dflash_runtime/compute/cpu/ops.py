@@ -15,7 +15,7 @@ from dflash_adapters.loading import Matrix
 from dflash_adapters.quant import dequantise
 from dflash_adapters.rope import AttentionTemperature, RopeTable
 from dflash_adapters.routing import RoutingRule
-from dflash_adapters.spec import DeltaShape, KvLayer, RecurrentLayer
+from dflash_adapters.spec import KvLayer, RecurrentLayer
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime.compute.cpu.attention import CpuAttention
 from dflash_runtime.compute.cpu.dense import Dense, result_array
@@ -27,7 +27,7 @@ from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers
 from dflash_runtime.compute.cpu.weights.matrix import CpuMatrix, load_matrix
 from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES, expand_function
-from dflash_runtime.compute.delta_inputs import DeltaInputs
+from dflash_runtime.compute.host_ops import DeltaInputs
 from dflash_runtime.compute.kv_cache import KvCache, KvType
 from dflash_runtime.compute.trees import attend_segments
 
@@ -226,23 +226,10 @@ class CpuOps:
         return self._recurrent.causal_conv(x, weight, state, positions, out)
 
     def delta_rule(
-        self,
-        mixed: F32Array,
-        alpha: F32Array,
-        beta: F32Array,
-        shape: DeltaShape,
-        *,
-        a: F32Array,
-        dt_bias: F32Array,
-        cache: KvCache,
-        layer: int,
-        positions: I32Array,
-        eps: float,
-        out: F32Array | None = None,
+        self, inputs: DeltaInputs, cache: KvCache, layer: int, positions: I32Array
     ) -> F32Array:
         assert isinstance(cache, CpuKvCache)
-        inputs = DeltaInputs(mixed, alpha, beta, shape, a, dt_bias, eps)
         state = cache.states[layer]
         if cache.tree is not None:
-            return self._recurrent.tree_delta(inputs, state, cache.tree, out)
-        return self._recurrent.delta_rule(inputs, state, positions, out)
+            return self._recurrent.tree_delta(inputs, state, cache.tree)
+        return self._recurrent.delta_rule(inputs, state, positions)

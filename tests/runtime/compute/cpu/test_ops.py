@@ -77,10 +77,10 @@ def test_a_layer_of_operations_agrees_with_the_reference(ops: CpuOps) -> None:
         (reference, [DenseMatrix(values) for values in weights]),
     ):
         h = each.rms_norm(x, norm, 1e-6)
-        q, k, v = map(each.split_heads, each.project(h, matrices[:3]), (4, 2, 2))
+        q, k, v = (projected.reshape(5, -1, 24) for projected in each.project(h, matrices[:3]))
         each.norm_and_rotate(q, k, positions, table, q_weight=normal(24, seed=2), eps=1e-6)
         cache = each.new_kv_cache((KvLayer(2, 24, 24),), 8, KvType.F32)
-        attended = each.merge_heads(each.attention(q, k, v, cache, 0, positions, scale=0.2))
+        attended = each.attention(q, k, v, cache, 0, positions, scale=0.2)
         ids, topk_weights = each.route(each.linear(h, matrices[3]), rule)
         results.append((attended, ids, topk_weights))
     for got, expected in zip(*results, strict=True):
