@@ -80,7 +80,7 @@ class HostKvCache(SequenceState):
 
 
 class ReferenceOps:
-    """Implements ops.Ops over numpy arrays."""
+    """Implements host_ops.Ops."""
 
     def load_vector(self, file: GgufFile, tensor_name: str) -> F32Array:
         tensor = file.tensor(tensor_name)
