@@ -14,7 +14,7 @@ from dflash_runtime.compute import ComputeBackend, ExpertBank
 from dflash_runtime.compute.backend import CapturedStep, MailRoute
 from dflash_runtime.compute.kv_cache import KvCache
 from dflash_runtime.compute.model import Model, OnLayer, Step, forward, run_to_end
-from dflash_runtime.compute.trees import BranchingCache, Tree
+from dflash_runtime.compute.trees import Tree
 from dflash_runtime.engine.two_batch_overlap import run_in_turns
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 
@@ -89,7 +89,6 @@ class Passes:
     ) -> AnyArray:
         """Draft tokens; the cache stays as it is. Shapes: token_ids [W]; result [W, H]."""
         step = Step.of_tree(token_ids, tree, self.cache)
-        assert isinstance(self.cache, BranchingCache)  # as every backend's
         with self.cache.branching(tree):
             return self._run(step, before_layer, on_layer)
 

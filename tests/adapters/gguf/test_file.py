@@ -304,11 +304,11 @@ def test_it_is_noticed_what_becomes_of_the_file(
     path = sound_file().write(tmp_path / "model.gguf")
     with GgufFile.open(path) as file:
         happens(path)
-        assert file.change() is change
+        assert file.watch.change() is change
         if change is FileChange.WRITTEN:
             with pytest.raises(ModelFileError, match=r"\bwritten\b"):
                 file.require_unwritten()
         else:
             file.require_unwritten()
     with pytest.raises(ValueError, match="closed"):
-        file.change()
+        file.watch.change()
