@@ -19,7 +19,7 @@ from dflash_adapters.gguf.weight_check import WeightCheck
 from dflash_adapters.keys import YARN_KEYS
 from dflash_adapters.registry import describe, read_spec
 from dflash_adapters.spec import ModelSpec, MoeLayer
-from dflash_protocol.device import Device, DeviceKind
+from dflash_protocol.device import CPU, Device, DeviceKind
 from dflash_protocol.endpoint import Endpoint, parse_endpoint
 from dflash_protocol.errors import DeviceOutOfMemory, SettingsError
 from dflash_protocol.ids import AnyArray, I32Array
@@ -30,7 +30,6 @@ from dflash_runtime.compute import (
     MEMORY_ADVICE,
     BackendName,
     ComputeBackend,
-    choose_device,
     make_backend,
     open_backend,
 )
@@ -125,7 +124,7 @@ def open_model(
     if kv_type is None:
         kv_type = KvType.F32 if spec.all_matrices_f32 else KvType.F16
     num_positions = asked.context or min(spec.context_length, _DEFAULT_CONTEXT_LIMIT)
-    if choose_device(asked.device).kind is DeviceKind.CPU:  # devices check their own memory
+    if (asked.device or CPU).kind is DeviceKind.CPU:  # devices check their own memory
         _check_cache_fits(spec, num_positions, kv_type)
     num_threads = asked.threads or settings.threads or None
     with advice_if_out_of_memory():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -16,25 +16,12 @@ from dflash_adapters.spec import CAUSAL, KvLayer, Mask
 from dflash_protocol.errors import CheckpointMissing
 from dflash_protocol.ids import F32Array, F64Array
 from dflash_runtime.compute import sliding_window
-from dflash_runtime.compute.cpu import CpuBackend, dense
 from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.reference.ops import ReferenceOps
 from support.float64_attention import attended, normalised_and_rotated
 
 HostOps: TypeAlias = CpuOps | ReferenceOps
-
-
-@pytest.fixture(params=["reference", "cpu", "three threads"])
-def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostOps]:
-    if request.param == "reference":
-        yield ReferenceOps()
-        return
-    if request.param == "three threads":
-        monkeypatch.setattr(dense, "PARALLEL_VALUES", 0)
-    backend = CpuBackend(num_threads=3 if request.param == "three threads" else 1)
-    yield backend.ops
-    backend.close()
 
 
 def normal(*shape: int, seed: int = 0) -> F32Array:

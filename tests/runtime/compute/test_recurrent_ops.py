@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import TypeAlias
@@ -40,16 +39,6 @@ SHAPES = (
 )
 MOST = 1e-5
 """The largest error, on the scale of the largest value."""
-
-
-@pytest.fixture(params=["reference", "cpu", "three threads"])
-def ops(request: pytest.FixtureRequest) -> Iterator[HostOps]:
-    if request.param == "reference":
-        yield ReferenceOps()
-        return
-    backend = CpuBackend(num_threads=3 if request.param == "three threads" else 1)
-    yield backend.ops
-    backend.close()
 
 
 def chunks_of(num_tokens: int, *, largest: int, seed: int) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -15,7 +14,6 @@ from dflash_adapters.spec import DeltaShape, KvLayer, Mask
 from dflash_protocol.errors import CheckpointMissing
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime.compute import sliding_window
-from dflash_runtime.compute.cpu import CpuBackend
 from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.reference.ops import ReferenceOps
@@ -29,16 +27,6 @@ HostOps: TypeAlias = CpuOps | ReferenceOps
 
 def tree_of(parents: list[int], position: int = 7) -> Tree:
     return Tree(np.array(parents, np.int32), position)
-
-
-@pytest.fixture(scope="module", params=["reference", "cpu", "three threads"])
-def ops(request: pytest.FixtureRequest) -> Iterator[HostOps]:
-    if request.param == "reference":
-        yield ReferenceOps()
-        return
-    backend = CpuBackend(num_threads=3 if request.param == "three threads" else 1)
-    yield backend.ops
-    backend.close()
 
 
 def check_same(ops: HostOps, got: F32Array, expected: F32Array) -> None:
