@@ -18,8 +18,7 @@ from bench.options import bench_parser
 from gguf import GGMLQuantizationType
 
 from bench import random_moe
-from dflash_adapters.quant import TensorType
-from dflash_adapters.quant.reference import dequantise
+from dflash_adapters.quant import TensorType, dequantise
 from dflash_protocol.device import parse_device
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, U8Array
 from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice

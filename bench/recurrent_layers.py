@@ -22,6 +22,7 @@ from bench import report
 from dflash_adapters.spec import DeltaShape, RecurrentLayer
 from dflash_protocol.ids import F32Array
 from dflash_runtime.compute.cpu import CpuBackend
+from dflash_runtime.compute.host_ops import DeltaInputs
 from dflash_runtime.compute.kv_cache import KvType
 
 SHAPE = DeltaShape(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128)
@@ -60,18 +61,9 @@ class Layers:
                 mixed = self._ops.causal_conv(
                     self._inputs[part], self._weight, self._cache, layer, self._positions[part]
                 )
-                self._ops.delta_rule(
-                    mixed,
-                    self._alpha[part],
-                    self._beta[part],
-                    SHAPE,
-                    a=self._a,
-                    dt_bias=self._dt_bias,
-                    cache=self._cache,
-                    layer=layer,
-                    positions=self._positions[part],
-                    eps=_EPS,
-                )
+                alpha, beta = self._alpha[part], self._beta[part]
+                inputs = DeltaInputs(mixed, alpha, beta, SHAPE, self._a, self._dt_bias, _EPS)
+                self._ops.delta_rule(inputs, self._cache, layer, self._positions[part])
         return time.perf_counter() - started_s
 
 

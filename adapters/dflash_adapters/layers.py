@@ -139,19 +139,13 @@ class Rope:
     pairing: RopePairing
     num_rotated: int
     freq_base: float
-    linear_factor: float = 1.0
-    yarn: YarnScaling | None = None
+    scaling: float | YarnScaling = 1.0
     factors: F32Tensor | None = None
 
     def table(self, factors: F32Array | None = None) -> RopeTable:
         """The table of cosines and sines; `factors` are the values of the tensor `self.factors`."""
         return rope_table(
-            self.pairing,
-            self.num_rotated,
-            self.freq_base,
-            linear_factor=self.linear_factor,
-            yarn=self.yarn,
-            factors=factors,
+            self.pairing, self.num_rotated, self.freq_base, scaling=self.scaling, factors=factors
         )
 
 

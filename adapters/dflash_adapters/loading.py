@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -22,15 +21,10 @@ from dflash_adapters.layers import (
     VectorTensor,
     parts_of,
 )
+from dflash_adapters.quant import TensorType
 from dflash_adapters.rope import RopeTable
 from dflash_adapters.routed_experts import moe_layer
 from dflash_adapters.spec import ModelSpec, MoeSpec
-from dflash_adapters.tensors import (
-    all_matrices_f32,
-    expect_tensor,
-    refuse_other_tensors,
-    require_f32,
-)
 from dflash_protocol.errors import ModelFileError, UnsupportedModel, one_line
 from dflash_protocol.ids import F32Array
 
@@ -45,19 +39,29 @@ def check_tensors(file: GgufFile, description: Description) -> None:
     """Check that the file has the description's tensors and no others; reads no weights.
 
     Raises: ModelFileError for a missing tensor or a wrong shape; UnsupportedModel for a wrong type,
-    or a tensor that the description does not use.
+    or a tensor that the description does not use: ignoring it would give wrong results.
     """
     known = {name for name in file.tensors if name.startswith(description.left_out)}
-    for tensor in _tensors_of(description):
-        expect_tensor(file, tensor.name, tensor.shape)
-        if isinstance(tensor, F32Tensor):
-            require_f32(file, tensor.name)
-        known.add(tensor.name)
-    refuse_other_tensors(file, known)
+    for tensor in parts_of(description):
+        if isinstance(tensor, Tensor):
+            _check_tensor(file, tensor)
+            known.add(tensor.name)
+    for name in file.tensors:
+        if name not in known:
+            reason = "a tensor that this architecture's adapter does not compute with"
+            raise UnsupportedModel(reason, path=file.path, field=name)
 
 
-def _tensors_of(description: Description) -> Iterator[Tensor]:
-    return (part for part in parts_of(description) if isinstance(part, Tensor))
+def _check_tensor(file: GgufFile, tensor: Tensor) -> None:
+    path, field, stored = file.path, tensor.name, file.tensor(tensor.name)
+    found = stored.tensor_type
+    if stored.shape != tensor.shape:
+        reason = f"shape {stored.shape}, expected {tensor.shape}"
+        raise ModelFileError(reason, path=path, field=field)
+    if found.is_integer:
+        raise UnsupportedModel(f"weights of type {found.name}", path=path, field=field)
+    if isinstance(tensor, F32Tensor) and found is not TensorType.F32:
+        raise UnsupportedModel(f"type {found.name}, only F32 is known", path=path, field=field)
 
 
 def model_spec(file: GgufFile, description: Description) -> ModelSpec:
@@ -82,7 +86,11 @@ def model_spec(file: GgufFile, description: Description) -> ModelSpec:
         vocab_size=vocab_size,
         context_length=description.context_length,
         kv_layers=tuple(each.kv_layer for each in mixers if isinstance(each, Attention)),
-        all_matrices_f32=all_matrices_f32(file),
+        all_matrices_f32=all(
+            tensor.tensor_type is TensorType.F32
+            for tensor in file.tensors.values()
+            if len(tensor.shape) > 1
+        ),
         moe=MoeSpec(
             tuple(
                 moe_layer(file, layer_id, layer.ffn.experts)

@@ -1,14 +1,13 @@
 """Finds the adapter of a model file by ``general.architecture``; reads descriptions and specs.
 
-An adapter is a module of `models` with the architecture's name, in which ``_`` stands for ``-``; it
-is imported when it is needed.
+An adapter is a module of `models` with the architecture's name, in which ``_`` stands for ``-``,
+with a function ``describe(file)``; it is imported when it is needed.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from typing import Protocol, cast
 
 from dflash_adapters import models
 from dflash_adapters.gguf.file import GgufFile
@@ -23,27 +22,18 @@ ARCHITECTURES = tuple(
 """The architectures that have an adapter, in alphabetical order."""
 
 
-class Adapter(Protocol):
-    """The interface of an adapter module."""
+def describe(file: GgufFile) -> Description:
+    """The model's description by its architecture's adapter; tensors are not compared yet.
 
-    def describe(self, file: GgufFile) -> Description:
-        """Describe the model from its metadata; shapes of tensors are checked later.
-
-        Raises: ModelFileError for a missing or impossible key, UnsupportedModel for a setting that
-        is not computed.
-        """
-
-
-def adapter_for(file: GgufFile) -> Adapter:
-    """Return the adapter of a file's architecture.
-
-    Raises: UnsupportedModel if there is none, or if the model is dense.
+    Raises: ModelFileError for a missing or impossible key; UnsupportedModel for a setting that is
+    not computed, for an architecture without an adapter, and for a dense model.
     """
     architecture = file.architecture
     is_dense = file.get_uint(f"{architecture}.expert_count", 0) == 0
     if architecture in ARCHITECTURES and not is_dense:
-        module = architecture.replace("-", "_")
-        return cast(Adapter, importlib.import_module(f"{models.__name__}.{module}"))
+        name = f"{models.__name__}.{architecture.replace('-', '_')}"
+        description: Description = importlib.import_module(name).describe(file)
+        return description
     if is_dense:
         reason = (
             f"{architecture!r} is a dense model: it has no experts to compute elsewhere; "
@@ -60,11 +50,3 @@ def read_spec(file: GgufFile) -> ModelSpec:
     Raises: ModelFileError, UnsupportedModel.
     """
     return model_spec(file, describe(file))
-
-
-def describe(file: GgufFile) -> Description:
-    """The model's description by its architecture's adapter; tensors are not compared yet.
-
-    Raises: ModelFileError, UnsupportedModel.
-    """
-    return adapter_for(file).describe(file)

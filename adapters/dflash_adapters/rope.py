@@ -40,15 +40,13 @@ class RopeTable:
 class YarnScaling:
     """Parameters of YaRN; the betas' defaults are those that llama.cpp always uses.
 
-    cos and sin are scaled by ``1 + 0.1 ln(factor)``, with a log multiplier m by
-    ``(1 + 0.1 ln(factor)) / (1 + 0.1 m ln(factor))``.
+    cos and sin are scaled by ``1 + 0.1 ln(factor)``.
     """
 
     factor: float
     original_context: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    log_multiplier: float = 0.0
 
 
 def rope_table(
@@ -56,11 +54,10 @@ def rope_table(
     num_rotated: int,
     freq_base: float,
     *,
-    linear_factor: float = 1.0,
-    yarn: YarnScaling | None = None,
+    scaling: float | YarnScaling = 1.0,
     factors: F32Array | None = None,
 ) -> RopeTable:
-    """Frequencies of every pair. `linear_factor` and `yarn` exclude each other.
+    """Frequencies of every pair. A number as `scaling` divides them all.
 
     `factors`, as of llama 3, divide the angles of each pair in addition.
     Shapes: factors [num_rotated / 2].
@@ -70,8 +67,9 @@ def rope_table(
     inv_freq = freq_base ** (-2.0 * pair / num_rotated)
     if factors is not None:
         inv_freq = inv_freq / factors.astype(np.float64)
-    if yarn is None:
-        return RopeTable(pairing, num_rotated, inv_freq / linear_factor, 1.0)
+    if not isinstance(scaling, YarnScaling):
+        return RopeTable(pairing, num_rotated, inv_freq / scaling, 1.0)
+    yarn = scaling
 
     def correction_dim(beta: float) -> float:
         turns = yarn.original_context / (2.0 * math.pi * beta)
@@ -81,9 +79,7 @@ def rope_table(
     high = min(num_rotated - 1.0, math.ceil(correction_dim(yarn.beta_slow)))
     ramp = 1.0 - np.clip((pair - low) / max(0.001, high - low), 0.0, 1.0)
     scaled = inv_freq / yarn.factor * (1.0 - ramp) + inv_freq * ramp
-    per_log = 0.1 * math.log(yarn.factor)
-    scale = (1.0 + per_log) / (1.0 + yarn.log_multiplier * per_log)
-    return RopeTable(pairing, num_rotated, scaled, scale)
+    return RopeTable(pairing, num_rotated, scaled, 1.0 + 0.1 * math.log(yarn.factor))
 
 
 @dataclass(frozen=True, slots=True)

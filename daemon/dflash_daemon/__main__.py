@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dflash_protocol import __version__
+from dflash_protocol.device import CPU
 from dflash_protocol.endpoint import parse_endpoint
 from dflash_protocol.errors import DflashError, SettingsError, lack_of
 from dflash_protocol.process.output import log_to_stderr, said, say
@@ -37,10 +38,10 @@ def main(arguments: list[str] | None = None) -> int:
             raise SettingsError("name a GGUF file: MODEL, or the setting of that name")
         # Imported late, so that --help and usage errors are fast.
         from dflash_daemon.lifecycle import DaemonOptions, run_daemon
-        from dflash_runtime.compute import BackendName, choose_device
+        from dflash_runtime.compute import BackendName
         from dflash_runtime.compute.cores import parse_cores
 
-        device = choose_device(settings.device)
+        device = settings.device or CPU
         listen = settings.listen or f"ipc://{run_directory(settings)}/daemon-{device}.sock"
         run_daemon(
             DaemonOptions(

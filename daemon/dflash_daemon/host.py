@@ -72,7 +72,7 @@ class ExpertHost:
 
     def file_change(self) -> FileChange | None:
         """How the model's file has changed since it was opened; checks the file at each call."""
-        return self._file.change()
+        return self._file.watch.change()
 
     def require_unwritten(self) -> None:
         """Raises: ModelFileError if the file's bytes may no longer be those that were opened.

@@ -42,7 +42,7 @@ def test_plain_frequencies_fall_geometrically_from_one(num_rotated: int, base: f
 def test_linear_scaling_divides_every_frequency(
     num_rotated: int, base: float, factor: float
 ) -> None:
-    scaled = table(num_rotated, base, linear_factor=factor)
+    scaled = table(num_rotated, base, scaling=factor)
     np.testing.assert_array_equal(scaled.inv_freq, table(num_rotated, base).inv_freq / factor)
     assert scaled.scale == 1.0
 
@@ -70,7 +70,7 @@ def test_yarn_follows_its_formula_and_stays_between_both_ends(
     num_rotated: int, base: float, factor: float, original_context: int
 ) -> None:
     yarn = YarnScaling(factor, original_context)
-    scaled = table(num_rotated, base, yarn=yarn)
+    scaled = table(num_rotated, base, scaling=yarn)
     np.testing.assert_allclose(
         scaled.inv_freq, naive_yarn(num_rotated, base, yarn), rtol=1e-12, atol=0.0
     )
@@ -83,7 +83,7 @@ def test_yarn_follows_its_formula_and_stays_between_both_ends(
 def test_yarn_keeps_fast_pairs_and_stretches_slow_ones() -> None:
     """Qwen3's head at four times its context."""
     yarn = YarnScaling(4.0, 32768)
-    plain, scaled = table(128, 1e6).inv_freq, table(128, 1e6, yarn=yarn).inv_freq
+    plain, scaled = table(128, 1e6).inv_freq, table(128, 1e6, scaling=yarn).inv_freq
     fast = [pair for pair in range(64) if turns(plain[pair], 32768) > 40]
     slow = [pair for pair in range(64) if turns(plain[pair], 32768) < 0.7]
     assert fast
@@ -96,25 +96,12 @@ def test_yarn_keeps_fast_pairs_and_stretches_slow_ones() -> None:
 
 
 def test_yarn_of_factor_one_is_plain() -> None:
-    scaled = table(64, 1e4, yarn=YarnScaling(1.0, 4096))
+    scaled = table(64, 1e4, scaling=YarnScaling(1.0, 4096))
     np.testing.assert_allclose(scaled.inv_freq, table(64, 1e4).inv_freq, rtol=1e-15)
     assert scaled.scale == 1.0
 
 
-@examples(40)
-@given(EVEN_DIMS, BASES, st.floats(0.1, 2.0))
-def test_a_log_multiplier_takes_back_its_share_of_the_scale(
-    num_rotated: int, base: float, multiplier: float
-) -> None:
-    """Source: DeepSeek-V2's YaRN: get_mscale(factor, 1) / get_mscale(factor, mscale_all_dim)."""
-    scaled = table(num_rotated, base, yarn=YarnScaling(40.0, 4096, log_multiplier=multiplier))
-    share = (0.1 * math.log(40.0) + 1.0) / (0.1 * multiplier * math.log(40.0) + 1.0)
-    assert scaled.scale == pytest.approx(share)
-    usual = table(num_rotated, base, yarn=YarnScaling(40.0, 4096))
-    np.testing.assert_array_equal(scaled.inv_freq, usual.inv_freq)
-
-
-@pytest.mark.parametrize("scaling", [{}, {"linear_factor": 4.0}, {"yarn": YarnScaling(8.0, 32)}])
+@pytest.mark.parametrize("scaling", [{}, {"scaling": 4.0}, {"scaling": YarnScaling(8.0, 32)}])
 def test_factors_divide_each_pairs_angles_before_any_scaling(scaling: dict[str, Any]) -> None:
     factors = np.array([1.0, 2.5, 8.0, 4.0], np.float32)
     divided, usual = table(8, 1e4, **scaling, factors=factors), table(8, 1e4, **scaling)
@@ -126,7 +113,7 @@ def test_betas_say_where_yarn_begins_to_stretch() -> None:
     """Laguna's full layers: with the file's beta fewer pairs stay as they are."""
     plain = table(64, 5e5).inv_freq
     kept = {
-        beta: int((table(64, 5e5, yarn=YarnScaling(32.0, 4096, beta)).inv_freq == plain).sum())
+        beta: int((table(64, 5e5, scaling=YarnScaling(32.0, 4096, beta)).inv_freq == plain).sum())
         for beta in (32.0, 64.0)
     }
     assert kept == {32.0: 8, 64.0: 6}

@@ -18,8 +18,8 @@ COMPILED = ("runtime/dflash_runtime/compute/cpu/", "protocol/dflash_protocol/rin
 """Compiled functions, and what emits their code: they know no keywords."""
 BY_PLACE = {
     # Operands of an operation, as in its formula.
-    "rms_norm", "norm_and_rotate", "attention", "gated", "causal_conv", "delta_rule", "forward",
-    "layer",
+    "rms_norm", "norm_and_rotate", "attention", "attend", "gated", "causal_conv", "delta_rule",
+    "forward", "layer",
     # A chunk: its tokens, where they begin, in which sequence's cache, and why.
     "Step.of_chunk",
     # What belongs to a cache, in the order of its own arguments.

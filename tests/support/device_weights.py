@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflash_adapters.quant import TensorType
-from dflash_adapters.quant.reference import dequantise
+from dflash_adapters.quant import TensorType, dequantise
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, U8Array
 from dflash_runtime.compute.gpu.launch.decode_arrays import GRANULE, meta_shape, padded_columns
 from dflash_runtime.compute.gpu.launch.layouts import repack

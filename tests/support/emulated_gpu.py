@@ -126,12 +126,12 @@ def install_emulated_gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
     """Make `open_backend` open emulated GPUs."""
     gpus = EmulatedGpus()
     monkeypatch.setattr(devices, "why_unusable", lambda kind: None)
-    monkeypatch.setitem(devices._LOADERS, DeviceKind.CUDA, gpus.open)
+    monkeypatch.setattr(devices, "_open_gpu", gpus.open)
     return gpus
 
 
 def install_real_gpu(monkeypatch: pytest.MonkeyPatch) -> RealGpu:
     """Make `open_backend` open the real GPU; skips the test if there is none."""
     gpu = RealGpu(first_gpu(), monkeypatch)
-    monkeypatch.setitem(devices._LOADERS, gpu.device.kind, gpu.open)
+    monkeypatch.setattr(devices, "_open_gpu", gpu.open)
     return gpu

@@ -7,6 +7,7 @@ types or merging hold the same experts. `support.float64_experts` computes with 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from zlib import crc32
 
@@ -14,9 +15,10 @@ import gguf
 import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.layers import ExpertMatrices, Experts, ExpertSizes, F32Tensor, Tensor
 from dflash_adapters.quant import TensorType
-from dflash_adapters.spec import Activation, ExpertProjection, MoeLayer
-from dflash_adapters.tensors import halves, stacked_experts
+from dflash_adapters.routed_experts import moe_layer
+from dflash_adapters.spec import Activation, MoeLayer
 from dflash_protocol.ids import F32Array
 from support.llama_oracle import quantise
 
@@ -83,34 +85,21 @@ def write_expert_layer(
     writer.write_tensors_to_file()
     writer.close()
 
+    def projection(name: str) -> ExpertMatrices:
+        rows = shapes[name][:2]
+        return ExpertMatrices(
+            (Tensor(tensor_name(name, "weight"), shapes[name]),),
+            bias=F32Tensor(tensor_name(name, "bias"), rows) if biases else None,
+            scale=F32Tensor(tensor_name(name, "scale"), rows[:1]) if scales else None,
+        )
+
+    names = ("gate_up", "down") if merged else ("gate", "up", "down")
+    sizes = ExpertSizes(num_experts, num_experts_used, hidden_size, ffn_size)
     with GgufFile.open(path) as file:
-
-        def projection(name: str) -> ExpertProjection:
-            return stacked_experts(
-                file,
-                tensor_name(name, "weight"),
-                num_experts=num_experts,
-                rows=shapes[name][1],
-                columns=shapes[name][2],
-                bias=tensor_name(name, "bias") if biases else None,
-                scale=tensor_name(name, "scale") if scales else None,
-            )
-
-        if merged:
-            gate, up = halves(projection("gate_up"))
-        else:
-            gate, up = projection("gate"), projection("up")
-        down = projection("down")
-    return MoeLayer(
-        layer_id=layer_id,
-        num_experts=num_experts,
-        num_experts_used=num_experts_used,
-        hidden_size=hidden_size,
-        ffn_size=ffn_size,
+        layer = moe_layer(file, layer_id, Experts(sizes, tuple(map(projection, names))))
+    return replace(
+        layer,
         activation=activation,
-        gate=gate,
-        up=up,
-        down=down,
         activation_limit=math.inf if activation is Activation.SWIGLU else activation_limit,
         activation_alpha=GPT_OSS_ALPHA if activation is Activation.GPT_OSS else 1.0,
     )

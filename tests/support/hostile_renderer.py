@@ -13,8 +13,8 @@ from dflash_runtime.engine.chat_renderer import rendering_command
 _ESCAPED = """
 import os, resource, sys, time
 from dflash_adapters.text import chat_child
-def run(template, messages, **others):
-    exec(template, globals())
+def run(request):
+    exec(request.template, globals())
     return str(result)
 chat_child.render_chat = run
 chat_child.main()

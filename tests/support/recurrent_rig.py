@@ -3,36 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from dflash_adapters.spec import DeltaShape, RecurrentLayer
 from dflash_protocol.ids import F32Array, F64Array
+from dflash_runtime.compute.host_ops import DeltaInputs
 from dflash_runtime.compute.kv_cache import KvCache, KvType
 from support.float64_recurrent import float64_conv, float64_delta_rule
 
 EPS = 1e-6
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DeltaInputs:
-    """Shapes: mixed [T, channels]; alpha, beta [T, heads]; a, dt_bias [heads]."""
-
-    shape: DeltaShape
-    mixed: F32Array
-    alpha: F32Array
-    beta: F32Array
-    a: F32Array
-    dt_bias: F32Array
-
-    def of(self, first: int, last: int) -> DeltaInputs:
-        """Some of the tokens."""
-        part = slice(first, last)
-        return DeltaInputs(
-            self.shape, self.mixed[part], self.alpha[part], self.beta[part], self.a, self.dt_bias
-        )
 
 
 def delta_inputs(shape: DeltaShape, num_tokens: int, *, seed: int = 0) -> DeltaInputs:
@@ -44,7 +25,8 @@ def delta_inputs(shape: DeltaShape, num_tokens: int, *, seed: int = 0) -> DeltaI
         return random.standard_normal(dims, dtype=np.float32)
 
     return DeltaInputs(
-        shape,
+        shape=shape,
+        eps=EPS,
         mixed=normal(num_tokens, shape.num_channels),
         alpha=2 * normal(num_tokens, heads),
         beta=2 * normal(num_tokens, heads),
@@ -88,21 +70,9 @@ def delta_outputs(
     """Results of `ops` for the inputs from position `first` on, computed in these chunks."""
     outputs, start = [], 0
     for size in chunks:
-        part = inputs.of(start, start + size)
-        outputs.append(
-            ops.delta_rule(
-                part.mixed,
-                part.alpha,
-                part.beta,
-                part.shape,
-                a=part.a,
-                dt_bias=part.dt_bias,
-                cache=cache,
-                layer=0,
-                positions=np.arange(first + start, first + start + size, dtype=np.int32),
-                eps=EPS,
-            )
-        )
+        part = inputs.of(slice(start, start + size))
+        positions = np.arange(first + start, first + start + size, dtype=np.int32)
+        outputs.append(ops.delta_rule(part, cache, 0, positions))
         start += size
     assert start == len(inputs.mixed)
     return np.concatenate(outputs)

@@ -17,7 +17,7 @@ from dflash_adapters.spec import Activation, ExpertProjection, MoeLayer
 from dflash_protocol.batch import HostHidden, HostSums, RoutedBatch
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, Phase
 from dflash_runtime.compute.backend import RemoteExperts
-from dflash_runtime.compute.host import HostExperts
+from dflash_runtime.compute.host_model import HostExperts
 from dflash_runtime.compute.model import run_to_end
 from dflash_runtime.experts.compute import ExpertCompute, Ticket
 

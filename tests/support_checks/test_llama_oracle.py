@@ -95,15 +95,16 @@ def test_a_wrong_context_scaling_would_be_seen(tmp_path: Path, shape: Qwen3MoeSh
 @pytest.mark.parametrize("shape", ODD_SHAPES, ids=name_of)
 def test_rope_table_has_the_frequencies_that_agree_with_the_oracle(shape: Qwen3MoeShape) -> None:
     scaling = shape.rope_scaling
-    yarn = None
+    context_scaling: float | YarnScaling = 1.0
     if isinstance(scaling, YarnRope):
-        yarn = YarnScaling(scaling.factor, scaling.original_context)
+        context_scaling = YarnScaling(scaling.factor, scaling.original_context)
+    elif isinstance(scaling, LinearRope):
+        context_scaling = scaling.factor
     table = rope_table(
         RopePairing.HALF_SPLIT,
         shape.head_dim,
         shape.rope_freq_base,
-        linear_factor=scaling.factor if isinstance(scaling, LinearRope) else 1.0,
-        yarn=yarn,
+        scaling=context_scaling,
     )
     frequencies, scale = rope_frequencies(shape)
     np.testing.assert_allclose(table.inv_freq, frequencies, rtol=1e-14)

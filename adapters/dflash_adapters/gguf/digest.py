@@ -11,14 +11,14 @@ import fcntl
 import hashlib
 import os
 import re
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dflash_adapters.gguf.watch import FileWatch
-from dflash_protocol.errors import ModelFileError
+from dflash_protocol.errors import ModelFileError, SettingsError
 from dflash_protocol.fingerprint import digest
+from dflash_protocol.process.text_files import write_file
 
 CHUNK_BYTES = 1 << 20
 _FOLDER = "digests"
@@ -141,15 +141,9 @@ def read_kept(path: Path | None) -> str | None:
 def _keep(path: Path, made: str, *, changed_ns: int) -> None:
     if time.time_ns() - changed_ns < _SETTLED_S * 1e9:
         return
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, SettingsError):
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        draft = path.with_name(f".{secrets.token_hex(8)}")
-        try:
-            draft.write_bytes(made.encode() + b"\n")
-            draft.replace(path)
-        except OSError:
-            draft.unlink(missing_ok=True)
-            raise
+        write_file("digest", path, f"{made}\n")
         found = sorted(path.parent.glob("[!.]*"), key=lambda each: each.stat().st_mtime)
         for each in found[:-_MOST_KEPT]:
             each.unlink(missing_ok=True)

@@ -6,7 +6,7 @@ Weights are memory-mapped: a page is read from the disk when it is first accesse
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -15,10 +15,9 @@ from typing import Self
 import numpy as np
 
 from dflash_adapters.gguf.metadata import Metadata
+from dflash_adapters.gguf.scanner import TensorInfo
 from dflash_adapters.gguf.shards import FileChange, Shard, open_shards
-from dflash_adapters.gguf.types import TensorInfo
 from dflash_adapters.gguf.watch import FileWatch
-from dflash_adapters.gguf.weight_blocks import Place
 from dflash_protocol.errors import ModelFileError, one_line
 from dflash_protocol.fingerprint import digest
 from dflash_protocol.ids import U8Array
@@ -119,16 +118,6 @@ class GgufFile(Metadata):
         end -= end % mmap.PAGESIZE
         if end > start:
             shard.mapping.madvise(mmap.MADV_DONTNEED, start, end - start)
-
-    def read(self, places: Sequence[Place]) -> bytes:
-        """FileWatch.read of the open file."""
-        self._require_open()
-        return self.watch.read(places)
-
-    def change(self) -> FileChange | None:
-        """FileWatch.change of the open file."""
-        self._require_open()
-        return self.watch.change()
 
     def require_unwritten(self) -> None:
         """Raises: ModelFileError if the file was written to since it was opened, so that the mapped

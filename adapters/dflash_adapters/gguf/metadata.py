@@ -8,13 +8,13 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Iterable, Iterator, KeysView
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
 
-from dflash_adapters.gguf.types import SCALAR_FORMATS, MetadataValue, ValueType
+from dflash_adapters.gguf.scanner import MetadataValue, ValueType
 from dflash_protocol.errors import ModelFileError, one_line
 from dflash_protocol.ids import AnyArray, F32Array, I64Array
 
@@ -24,19 +24,8 @@ _U32_MAX = 2**32 - 1
 _I64_MAX = 2**63 - 1
 _WINDOW_BYTES = 256 << 10
 
-_INTEGERS = frozenset(
-    {
-        ValueType.UINT8,
-        ValueType.INT8,
-        ValueType.UINT16,
-        ValueType.INT16,
-        ValueType.UINT32,
-        ValueType.INT32,
-        ValueType.UINT64,
-        ValueType.INT64,
-    }
-)
 _FLOATS = frozenset({ValueType.FLOAT32, ValueType.FLOAT64})
+_INTEGERS = frozenset(ValueType) - _FLOATS - {ValueType.BOOL, ValueType.STRING, ValueType.ARRAY}
 
 
 class Metadata:
@@ -50,26 +39,20 @@ class Metadata:
         self._file = file
         self._values = values
 
-    def keys(self) -> KeysView[str]:
-        """All keys in file order."""
-        return self._values.keys()
-
     def has(self, key: str) -> bool:
         """Whether the key is present, of any type."""
         return key in self._values
 
-    def get_uint(
-        self, key: str, default: int | None = None, *, minimum: int = 0, maximum: int = _U32_MAX
-    ) -> int:
-        """An integer of any width within `minimum` … `maximum`."""
+    def get_uint(self, key: str, default: int | None = None, *, maximum: int = _U32_MAX) -> int:
+        """An integer of any width within 0 … `maximum`."""
         if default is not None and key not in self._values:
             return default
         value = self._require(key)
         number = value.scalar
         if value.is_array or value.value_type not in _INTEGERS or not isinstance(number, int):
             self._fail(key, value, "is not an integer")
-        if not minimum <= number <= maximum:
-            self._fail(key, value, f"{number} is outside {minimum} … {maximum}")
+        if not 0 <= number <= maximum:
+            self._fail(key, value, f"{number} is outside 0 … {maximum}")
         return number
 
     def get_float(self, key: str, default: float | None = None) -> float:
@@ -113,49 +96,38 @@ class Metadata:
         """Elements of an array of any type."""
         return self._array(key).count
 
-    def get_uint_array(
-        self, key: str, *, maximum: int = _U32_MAX, max_length: int = MAX_ARRAY_LENGTH
-    ) -> I64Array:
+    def get_uint_array(self, key: str, *, maximum: int = _U32_MAX) -> I64Array:
         """An array of integers of any width within 0 … `maximum`. Shapes: [array_length] int64."""
         value = self._array(key)
         if value.value_type not in _INTEGERS:
             self._fail(key, value, "is not an array of integers")
-        numbers = self._read_array(key, value, max_length)
+        numbers = self._read_array(key, value)
         maximum = min(maximum, _I64_MAX)
         if numbers.size and not (numbers.min() >= 0 and numbers.max() <= maximum):
             self._fail(key, value, f"an element is outside 0 … {maximum}")
         return numbers.astype(np.int64)
 
     def get_uint_per_layer(
-        self, key: str, num_layers: int, default: int | None = None, *, maximum: int = _U32_MAX
+        self, key: str, num_layers: int, *, maximum: int = _U32_MAX
     ) -> tuple[int, ...]:
-        """One integer a layer, from an array of `num_layers` entries or a scalar for all layers."""
-        value = self._values.get(key)
-        if value is None or not value.is_array:
-            return (self.get_uint(key, default, maximum=maximum),) * num_layers
-        if value.count != num_layers:
-            self._fail(key, value, f"has {value.count} entries for {num_layers} layers")
+        """An array of one integer a layer, within 0 … `maximum`."""
+        self._array(key, num_layers)
         return tuple(self.get_uint_array(key, maximum=maximum).tolist())
 
     def get_bool_per_layer(self, key: str, num_layers: int) -> tuple[bool, ...]:
-        """One bool a layer, from a scalar for all layers or an array of `num_layers` entries, which
-        may be integers."""
-        value = self._require(key)
-        if not value.is_array:
-            return (self.get_bool(key),) * num_layers
+        """An array of one bool a layer, which may be stored as integers."""
+        value = self._array(key, num_layers)
         if value.value_type is not ValueType.BOOL:
             return tuple(map(bool, self.get_uint_per_layer(key, num_layers, maximum=1)))
-        if value.count != num_layers:
-            self._fail(key, value, f"has {value.count} entries for {num_layers} layers")
-        return tuple((self._read_array(key, value, num_layers).view(np.uint8) != 0).tolist())
+        return tuple((self._read_array(key, value).view(np.uint8) != 0).tolist())
 
-    def get_float_array(self, key: str, *, max_length: int = MAX_ARRAY_LENGTH) -> F32Array:
+    def get_float_array(self, key: str) -> F32Array:
         """An array of finite floats. Shapes: [array_length] float32."""
         value = self._array(key)
         if value.value_type not in _FLOATS:
             self._fail(key, value, "is not an array of floats")
         with np.errstate(over="ignore"):
-            numbers = self._read_array(key, value, max_length).astype(np.float32)
+            numbers = self._read_array(key, value).astype(np.float32)
         if not np.isfinite(numbers).all():
             self._fail(key, value, "an element is not finite")
         return numbers
@@ -201,16 +173,19 @@ class Metadata:
             )
         return value
 
-    def _array(self, key: str) -> MetadataValue:
+    def _array(self, key: str, num_layers: int | None = None) -> MetadataValue:
+        """The array, which must have an entry for each of `num_layers` if given."""
         value = self._require(key)
         if not value.is_array:
             self._fail(key, value, "is not an array")
+        if num_layers not in (None, value.count):
+            self._fail(key, value, f"has {value.count} entries for {num_layers} layers")
         return value
 
-    def _read_array(self, key: str, value: MetadataValue, max_length: int) -> AnyArray:
-        if value.count > max_length:
-            self._fail(key, value, f"{value.count} elements; at most {max_length} are read")
-        _, layout = SCALAR_FORMATS[value.value_type]
+    def _read_array(self, key: str, value: MetadataValue) -> AnyArray:
+        if value.count > MAX_ARRAY_LENGTH:
+            self._fail(key, value, f"{value.count} elements; at most {MAX_ARRAY_LENGTH} are read")
+        layout = value.value_type.layout
         data = self._read(key, value.offset_bytes, value.count * layout.size)
         return np.frombuffer(data, dtype=np.dtype(layout.format))
 

@@ -17,8 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from dflash_adapters.gguf.metadata import Metadata
-from dflash_adapters.gguf.scanner import scan_gguf
-from dflash_adapters.gguf.types import MetadataValue, TensorInfo
+from dflash_adapters.gguf.scanner import MetadataValue, TensorInfo, scan_gguf
 from dflash_protocol.errors import ModelFileError, one_line
 
 # Each shard takes two descriptors (its own and the mapping's); the usual limit is 1024 a process.

@@ -34,6 +34,13 @@ class _Watched:
     file: io.FileIO
     stamp: os.stat_result
 
+    def now(self) -> os.stat_result:
+        """Its stat now. Raises: ModelFileError if it was written to."""
+        now, was = os.fstat(self.file.fileno()), self.stamp
+        if (now.st_size, now.st_mtime_ns) != (was.st_size, was.st_mtime_ns):
+            raise _written(self)
+        return now
+
 
 class FileWatch:
     """Watches all shards of an open model. Thread-safe; the caller owns the descriptors.
@@ -98,20 +105,18 @@ class FileWatch:
             raise _written(self._shards[0])
         is_touched = False
         for shard, ctime_ns in zip(self._shards, self._ctimes, strict=True):
-            now = os.fstat(shard.file.fileno())
-            if (now.st_size, now.st_mtime_ns) != (shard.stamp.st_size, shard.stamp.st_mtime_ns):
-                raise _written(shard)
-            is_touched |= now.st_ctime_ns != ctime_ns
+            is_touched |= shard.now().st_ctime_ns != ctime_ns
         if is_touched:
             self._compare_again()
 
     def change(self) -> FileChange | None:
         """How the file has changed since it was opened, by size, mtime and path; of several shards,
         the worst change."""
-        for shard in self._shards:
-            now = os.fstat(shard.file.fileno())
-            if (now.st_size, now.st_mtime_ns) != (shard.stamp.st_size, shard.stamp.st_mtime_ns):
-                return FileChange.WRITTEN
+        try:
+            for shard in self._shards:
+                shard.now()
+        except ModelFileError:
+            return FileChange.WRITTEN
         for shard in self._shards:
             try:
                 there = os.stat(shard.path)
@@ -208,11 +213,7 @@ class FileWatch:
 
     def _require_untouched(self) -> None:
         for shard, ctime_ns in zip(self._shards, self._ctimes, strict=True):
-            now = os.fstat(shard.file.fileno())
-            was = shard.stamp
-            if (now.st_size, now.st_mtime_ns) != (was.st_size, was.st_mtime_ns):
-                raise _written(shard)
-            if now.st_ctime_ns != ctime_ns:
+            if shard.now().st_ctime_ns != ctime_ns:
                 raise ModelFileError(
                     "changed while its bytes were read; start again with the file as it is now",
                     path=shard.path,

@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from dflash_adapters.gguf.types import TensorInfo
+from dflash_adapters.gguf.scanner import TensorInfo
 from dflash_adapters.spec import ExpertProjection, MoeSpec
 from dflash_protocol.errors import ProtocolError
 from dflash_protocol.fingerprint import digest
@@ -48,6 +48,10 @@ OnGroup: TypeAlias = Callable[[int, int], None]
 """
 
 
+def no_pause(num_done: int, num_total: int) -> None:
+    """The default of `OnGroup`: go on."""
+
+
 def nonce_from(text: str) -> bytes:
     """Parse a nonce from its wire form. Raises: ProtocolError if it is malformed."""
     try:
@@ -70,41 +74,27 @@ class Blocks:
     def num_bytes(self) -> int:
         return sum(num_bytes for _, _, num_bytes in self.places)
 
-    def digest(self, read: Read, on_group: OnGroup = lambda num_done, num_total: None) -> str:
-        """Hash the blocks with several threads.
+    def digest(self, read: Read, on_group: OnGroup = no_pause, *, alone: bool = False) -> str:
+        """Hash the blocks with several threads, or `alone` in the caller's, which may then pause in
+        `on_group`.
 
         Raises: any exception of `read` or `on_group`.
         """
-        groups = self._groups()
+        groups = [self.places[at : at + _GROUP] for at in range(0, len(self.places), _GROUP)]
         hashed: list[bytes] = []
         started_s = time.perf_counter()
-        for group in groups[:1]:
+        for group in groups if alone else groups[:1]:
             hashed.append(_hash(read, group))
             on_group(len(hashed), len(groups))
         is_cold = time.perf_counter() - started_s > _COLD_GROUP_S
         with ThreadPoolExecutor(_COLD_THREADS if is_cold else _WARM_THREADS) as pool:
             try:
-                for each in pool.map(lambda group: _hash(read, group), groups[1:]):
+                for each in pool.map(lambda group: _hash(read, group), groups[len(hashed) :]):
                     hashed.append(each)
                     on_group(len(hashed), len(groups))
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-        return self._whole(hashed)
-
-    def digest_alone(self, read: Read, on_group: OnGroup) -> str:
-        """`digest` in the caller's thread, which may pause in `on_group`."""
-        groups = self._groups()
-        hashed: list[bytes] = []
-        for group in groups:
-            hashed.append(_hash(read, group))
-            on_group(len(hashed), len(groups))
-        return self._whole(hashed)
-
-    def _groups(self) -> list[list[Place]]:
-        return [self.places[first : first + _GROUP] for first in range(0, len(self.places), _GROUP)]
-
-    def _whole(self, hashed: Iterable[bytes]) -> str:
         return digest("weight-blocks-v1", (self.nonce, *hashed))
 
 

@@ -23,6 +23,7 @@ from dflash_adapters.gguf.weight_blocks import (
     OnGroup,
     expert_blocks,
     model_blocks,
+    no_pause,
 )
 from dflash_adapters.spec import MoeSpec
 from dflash_protocol.errors import ModelFileError, SettingsError
@@ -93,12 +94,7 @@ class WeightCheck:
         chunks = [repr(each).encode() for each in self._file.watch.stamps()]
         return digest("file-stamp-v1", (self._boot_id.encode(), *chunks))
 
-    def answer(
-        self,
-        owned: OwnedExperts,
-        nonce: bytes,
-        on_group: OnGroup = lambda num_done, num_total: None,
-    ) -> str:
+    def answer(self, owned: OwnedExperts, nonce: bytes, on_group: OnGroup = no_pause) -> str:
         """Digest of the blocks that a nonce selects from the weights of these experts.
 
         Raises: ModelFileError; any exception of `on_group`.
@@ -107,7 +103,7 @@ class WeightCheck:
         for attempts_left in reversed(range(_ATTEMPTS)):
             with self._answering:
                 self._file.require_unwritten()
-                made = blocks.digest(self._file.read, on_group)
+                made = blocks.digest(self._file.watch.read, on_group)
             try:
                 self._file.watch.keep_record(owned.fingerprint, blocks, made)
                 break
@@ -133,8 +129,7 @@ class WeightCheck:
         else:
             blocks = expert_blocks(nonce, self._moe, owned, tensors=tensors)
         if blocks.num_bytes <= _AT_ONCE_BYTES:
-            made = blocks.digest_alone(self._file.read, lambda num_done, num_total: None)
-            watch.keep_record(name, blocks, made)
+            watch.keep_record(name, blocks, blocks.digest(watch.read, alone=True))
             return
         watch.expect_record(name)
         with self._lock:
@@ -181,8 +176,9 @@ class WeightCheck:
                 if not self._wanted:
                     return
                 name, blocks = self._wanted.pop()
-            made = blocks.digest_alone(self._file.read, lambda num_done, num_total: pace())
-            self._file.watch.keep_record(name, blocks, made)
+            watch = self._file.watch
+            made = blocks.digest(watch.read, lambda num_done, num_total: pace(), alone=True)
+            watch.keep_record(name, blocks, made)
 
     def _make_digest(self) -> None:
         watch = self._file.watch

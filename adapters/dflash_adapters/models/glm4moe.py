@@ -12,29 +12,21 @@ from __future__ import annotations
 
 from dflash_adapters.blocks import Block, describe_model
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.keys import (
-    Keys,
-    num_prediction_blocks,
-    read_base,
-    read_heads,
-    read_num_rotated,
-    read_rope,
-    read_routing_rule,
-)
+from dflash_adapters.keys import Keys
 from dflash_adapters.layers import Attention, Description, Ffn, Layer, Rotary, RoutedFfn
 from dflash_adapters.rope import RopePairing
 
 
 def describe(file: GgufFile) -> Description:
     keys = Keys(file)
-    base = read_base(keys)
-    num_layers = base.num_layers - num_prediction_blocks(keys)
+    base = keys.read_base()
+    num_layers = base.num_layers - keys.num_prediction_blocks()
     sections = "rope.dimension_sections"
     if keys.has(sections) and any(keys.file.get_uint_array(keys.name(sections))[3:]):
         raise keys.unsupported(sections, "pairs rotated by a coordinate that text does not have")
-    heads = read_heads(keys, base.hidden_size)
-    rope = read_rope(keys, RopePairing.HALF_SPLIT, read_num_rotated(keys, heads.dim))
-    rule = read_routing_rule(keys, base)
+    heads = keys.read_heads(base.hidden_size)
+    rope = keys.read_rope(RopePairing.HALF_SPLIT, keys.read_num_rotated(heads.dim))
+    rule = keys.read_routing_rule(base)
     num_dense = keys.count("leading_dense_block_count")
     ffn_size = keys.uint("expert_feed_forward_length")
     shared_size = ffn_size * keys.uint("expert_shared_count")

@@ -14,13 +14,7 @@ from dataclasses import replace
 
 from dflash_adapters.blocks import Block, describe_model
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.keys import (
-    Keys,
-    read_base,
-    read_heads,
-    read_rope,
-    require_dim,
-)
+from dflash_adapters.keys import Keys
 from dflash_adapters.layers import (
     Attention,
     ClampedSwiglu,
@@ -38,13 +32,13 @@ _ACTIVATION = ClampedSwiglu(limit=7.0, alpha=1.702)
 
 def describe(file: GgufFile) -> Description:
     keys = Keys(file)
-    base = read_base(keys)
-    heads = read_heads(keys, base.hidden_size)
-    require_dim(keys, "rope.dimension_count", heads.dim)
-    rope = read_rope(keys, RopePairing.HALF_SPLIT, heads.dim)
-    keys.require("rope.freq_base_swa", rope.freq_base, default=rope.freq_base)
+    base = keys.read_base()
+    heads = keys.read_heads(base.hidden_size)
+    keys.require_dim("rope.dimension_count", heads.dim)
+    rope = keys.read_rope(RopePairing.HALF_SPLIT, heads.dim)
+    keys.require("rope.freq_base_swa", rope.freq_base)
     window = keys.uint("attention.sliding_window")
-    keys.require("attention.sliding_window_pattern", 2, default=2)
+    keys.require("attention.sliding_window_pattern", 2)
     sizes = base.expert_sizes(keys.uint("expert_feed_forward_length"))
     rule = RoutingRule(base.num_experts_used, Gating.SOFTMAX_WEIGHT, normalise=False)
 

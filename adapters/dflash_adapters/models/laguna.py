@@ -16,16 +16,7 @@ from functools import cache
 
 from dflash_adapters.blocks import Block, describe_model
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.keys import (
-    Keys,
-    checked_heads,
-    read_base,
-    read_head_dim,
-    read_num_rotated,
-    read_rope,
-    read_routing_rule,
-    read_window,
-)
+from dflash_adapters.keys import Keys
 from dflash_adapters.layers import (
     Attention,
     Description,
@@ -42,16 +33,16 @@ from dflash_adapters.spec import CAUSAL, Mask
 
 def describe(file: GgufFile) -> Description:
     keys = Keys(file)
-    base = read_base(keys)
-    rule = read_routing_rule(keys, base)
+    base = keys.read_base()
+    rule = keys.read_routing_rule(base)
     ffn_size = keys.uint("expert_feed_forward_length")
     shared_size = keys.count("expert_shared_feed_forward_length")
     shared_size = shared_size or ffn_size * keys.uint("expert_shared_count", 1)
     num_dense = keys.count("leading_dense_block_count", None)
     num_heads = keys.uint_of_layer("attention.head_count", base.num_layers)
     num_kv_heads = keys.uint_of_layer("attention.head_count_kv", base.num_layers, num_heads)
-    head_dim = read_head_dim(keys, base.hidden_size // num_heads(0))
-    window, is_sliding = read_window(keys, base.num_layers)
+    head_dim = keys.read_head_dim(base.hidden_size // num_heads(0))
+    window, is_sliding = keys.read_window(base.num_layers)
 
     @cache  # one Rope of each kind, so that a backend makes one table
     def rope(slides: bool) -> Rope:
@@ -60,7 +51,7 @@ def describe(file: GgufFile) -> Description:
     def attention(block: Block) -> Attention:
         num, num_kv = num_heads(block.layer_id), num_kv_heads(block.layer_id)
         slides = is_sliding(block.layer_id)
-        heads = checked_heads(keys, Heads(num, num_kv, head_dim))
+        heads = keys.checked_heads(Heads(num, num_kv, head_dim))
         is_by_head = file.tensor(block.name("attn_gate.weight")).num_rows == num
         return Attention(
             heads,
@@ -97,9 +88,8 @@ def _read_rope(keys: Keys, head_dim: int, *, slides: bool) -> Rope:
     def key(name: str) -> str:
         return f"{name}_swa" if slides and keys.has(f"{name}_swa") else name
 
-    num_rotated = read_num_rotated(keys, head_dim, key("rope.dimension_count"))
-    return read_rope(
-        keys,
+    num_rotated = keys.read_num_rotated(head_dim, key("rope.dimension_count"))
+    return keys.read_rope(
         RopePairing.HALF_SPLIT,
         num_rotated,
         base_key=key("rope.freq_base"),

@@ -11,15 +11,7 @@ from __future__ import annotations
 
 from dflash_adapters.blocks import Block, describe_model
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.keys import (
-    Keys,
-    read_attention_scale,
-    read_base,
-    read_heads,
-    read_rope,
-    require_dim,
-    rope_factors,
-)
+from dflash_adapters.keys import Keys
 from dflash_adapters.layers import Attention, Description, Layer, Rotary, RoutedFfn
 from dflash_adapters.rope import RopePairing
 from dflash_adapters.routing import Gating, RoutingRule
@@ -27,12 +19,12 @@ from dflash_adapters.routing import Gating, RoutingRule
 
 def describe(file: GgufFile) -> Description:
     keys = Keys(file)
-    base = read_base(keys)
-    heads = read_heads(keys, base.hidden_size)
-    require_dim(keys, "rope.dimension_count", heads.dim)
-    factors = rope_factors(keys, heads.dim)
-    positions = Rotary(read_rope(keys, RopePairing.INTERLEAVED, heads.dim, factors=factors))
-    scale = read_attention_scale(keys, heads.dim)
+    base = keys.read_base()
+    heads = keys.read_heads(base.hidden_size)
+    keys.require_dim("rope.dimension_count", heads.dim)
+    factors = keys.rope_factors(heads.dim)
+    positions = Rotary(keys.read_rope(RopePairing.INTERLEAVED, heads.dim, factors=factors))
+    scale = keys.read_attention_scale(heads.dim)
     sizes = base.expert_sizes(keys.uint("feed_forward_length"))
     rule = RoutingRule(base.num_experts_used, Gating.SOFTMAX, normalise=True)
 

@@ -13,15 +13,7 @@ from __future__ import annotations
 
 from dflash_adapters.blocks import Block, describe_model
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.keys import (
-    Keys,
-    read_attention_scale,
-    read_base,
-    read_heads,
-    read_rope,
-    require_dim,
-    rope_factors,
-)
+from dflash_adapters.keys import Keys
 from dflash_adapters.layers import (
     Attention,
     Description,
@@ -50,21 +42,21 @@ _INPUT_SCALE = RoutingRule(1, Gating.SIGMOID, normalise=False, selects_by_logits
 
 def describe(file: GgufFile) -> Description:
     keys = Keys(file)
-    base = read_base(keys)
-    heads = read_heads(keys, base.hidden_size)
-    require_dim(keys, "rope.dimension_count", heads.dim)
-    keys.require("expert_used_count", 1, default=1)
-    keys.require("attention.sliding_window_pattern", _PERIOD, default=_PERIOD)
+    base = keys.read_base()
+    heads = keys.read_heads(base.hidden_size)
+    keys.require_dim("rope.dimension_count", heads.dim)
+    keys.require("expert_used_count", 1)
+    keys.require("attention.sliding_window_pattern", _PERIOD)
     window = "attention.sliding_window"
     if keys.has(window) and keys.count(window) == 0:
         raise keys.unsupported(window, "full attention in every layer is not supported")
     base_key = "rope.freq_base_swa" if keys.has("rope.freq_base_swa") else "rope.freq_base"
-    factors = rope_factors(keys, heads.dim)
-    rope = read_rope(keys, RopePairing.INTERLEAVED, heads.dim, base_key=base_key, factors=factors)
+    factors = keys.rope_factors(heads.dim)
+    rope = keys.read_rope(RopePairing.INTERLEAVED, heads.dim, base_key=base_key, factors=factors)
     is_normed = base.num_experts != _UNNORMED_EXPERTS
     chunked = RotaryUnitNorm(rope) if is_normed else Rotary(rope)
     temperature = AttentionTemperature(_CHUNK, _SLOPE)
-    scale = read_attention_scale(keys, heads.dim)
+    scale = keys.read_attention_scale(heads.dim)
     step = keys.uint("interleave_moe_layer_step")
     expert_size = keys.uint("expert_feed_forward_length")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dflash_adapters.blocks import Block, describe_model
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.keys import Keys, read_base, read_heads, read_rope, require_dim
+from dflash_adapters.keys import Keys
 from dflash_adapters.layers import Attention, Description, Layer, RoutedFfn, RowNormRotary
 from dflash_adapters.rope import RopePairing
 from dflash_adapters.routing import Gating, RoutingRule
@@ -19,11 +19,11 @@ from dflash_adapters.routing import Gating, RoutingRule
 
 def describe(file: GgufFile) -> Description:
     keys = Keys(file)
-    base = read_base(keys)
-    heads = read_heads(keys, base.hidden_size)
-    require_dim(keys, "rope.dimension_count", heads.dim)
-    keys.require("attention.clamp_kqv", 0.0, default=0.0)
-    rope = read_rope(keys, RopePairing.HALF_SPLIT, heads.dim)
+    base = keys.read_base()
+    heads = keys.read_heads(base.hidden_size)
+    keys.require_dim("rope.dimension_count", heads.dim)
+    keys.require("attention.clamp_kqv", 0.0)
+    rope = keys.read_rope(RopePairing.HALF_SPLIT, heads.dim)
     sizes = base.expert_sizes(keys.uint("feed_forward_length"))
     rule = RoutingRule(base.num_experts_used, Gating.SOFTMAX, normalise=False)
 

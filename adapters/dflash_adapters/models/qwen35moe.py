@@ -15,17 +15,7 @@ from dataclasses import replace
 
 from dflash_adapters.blocks import Block, describe_model
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.keys import (
-    Keys,
-    num_prediction_blocks,
-    read_base,
-    read_delta_state,
-    read_expert_ffn_size,
-    read_heads,
-    read_num_rotated,
-    read_rope,
-    read_shared_ffn_size,
-)
+from dflash_adapters.keys import Keys
 from dflash_adapters.layers import Attention, Description, GateBesideQueries, Layer, Rope, RoutedFfn
 from dflash_adapters.rope import RopePairing
 from dflash_adapters.routing import Gating, RoutingRule
@@ -35,12 +25,12 @@ _SECTIONS = "rope.dimension_sections"
 
 def describe(file: GgufFile) -> Description:
     keys = Keys(file)
-    base = read_base(keys)
-    num_blocks, num_layers = base.num_layers, base.num_layers - num_prediction_blocks(keys)
-    heads, state = read_heads(keys, base.hidden_size), read_delta_state(keys)
+    base = keys.read_base()
+    num_blocks, num_layers = base.num_layers, base.num_layers - keys.num_prediction_blocks()
+    heads, state = keys.read_heads(base.hidden_size), keys.read_delta_state()
     rope = _read_rope(keys, heads.dim)
-    sizes = base.expert_sizes(read_expert_ffn_size(keys, base.num_experts_used))
-    shared_size = read_shared_ffn_size(keys)
+    sizes = base.expert_sizes(keys.read_expert_ffn_size(base.num_experts_used))
+    shared_size = keys.read_shared_ffn_size()
     rule = RoutingRule(base.num_experts_used, Gating.SOFTMAX, normalise=True)
 
     def attention(block: Block) -> Attention:
@@ -77,9 +67,6 @@ def _are_recurrent(keys: Keys, num_layers: int, num_blocks: int) -> Iterable[boo
     """For each layer, whether it is a DeltaNet; otherwise it is attention."""
     key = "attention.recurrent_layers"
     if keys.has(key):
-        # get_bool_per_layer repeats a single flag, as often as the file says there are blocks.
-        if not keys.file.is_array(keys.name(key)):
-            raise keys.wrong(key, "is not an array")
         return keys.file.get_bool_per_layer(keys.name(key), num_blocks)[:num_layers]
     interval = keys.uint("full_attention_interval", 4)
     return ((layer_id + 1) % interval != 0 for layer_id in range(num_layers))
@@ -91,7 +78,7 @@ def _read_rope(keys: Keys, head_dim: int) -> Rope:
     Raises: ModelFileError; UnsupportedModel if a pair is rotated by the fourth coordinate, which
     text does not have.
     """
-    num_rotated = read_num_rotated(keys, head_dim)
+    num_rotated = keys.read_num_rotated(head_dim)
     sections = keys.file.get_uint_array(keys.name(_SECTIONS), maximum=1 << 16).tolist()
     total = sum(sections)
     if len(sections) != 4 or not total:
@@ -100,4 +87,4 @@ def _read_rope(keys: Keys, head_dim: int) -> Rope:
         if pair >= 3 * sections[pair % 3]:
             reason = f"pair {pair} is in none of the first three of {sections}"
             raise keys.unsupported(_SECTIONS, reason)
-    return read_rope(keys, RopePairing.HALF_SPLIT, num_rotated)
+    return keys.read_rope(RopePairing.HALF_SPLIT, num_rotated)

@@ -10,14 +10,7 @@ from __future__ import annotations
 
 from dflash_adapters.blocks import Block, describe_model
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.keys import (
-    Keys,
-    read_base,
-    read_expert_ffn_size,
-    read_heads,
-    read_rope,
-    require_dim,
-)
+from dflash_adapters.keys import Keys
 from dflash_adapters.layers import Attention, Description, Layer, RoutedFfn
 from dflash_adapters.rope import RopePairing
 from dflash_adapters.routing import Gating, RoutingRule
@@ -25,11 +18,11 @@ from dflash_adapters.routing import Gating, RoutingRule
 
 def describe(file: GgufFile) -> Description:
     keys = Keys(file)
-    base = read_base(keys)
-    heads = read_heads(keys, base.hidden_size)
-    require_dim(keys, "rope.dimension_count", heads.dim)
-    rope = read_rope(keys, RopePairing.HALF_SPLIT, heads.dim)
-    sizes = base.expert_sizes(read_expert_ffn_size(keys, base.num_experts_used))
+    base = keys.read_base()
+    heads = keys.read_heads(base.hidden_size)
+    keys.require_dim("rope.dimension_count", heads.dim)
+    rope = keys.read_rope(RopePairing.HALF_SPLIT, heads.dim)
+    sizes = base.expert_sizes(keys.read_expert_ffn_size(base.num_experts_used))
     rule = RoutingRule(base.num_experts_used, Gating.SOFTMAX, normalise=True)
 
     def layer(layer_id: int) -> Layer:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 from functools import lru_cache
 from itertools import islice
@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 from jinja2 import Template, nodes
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 
-from dflash_adapters.text.chat_budget import Budget
-from dflash_adapters.text.chat_sandbox import Meter, SandboxEnvironment
+from dflash_adapters.text.chat_messages import ChatRequest
+from dflash_adapters.text.chat_sandbox import Budget, Meter, SandboxEnvironment
 from dflash_protocol.errors import SettingsError, UnsupportedModel, one_line
 
 MAX_TEMPLATE_CHARACTERS = 64 << 10  # published: < 32 Ki
@@ -29,36 +29,24 @@ _KEY = "tokenizer.chat_template"
 _STRFTIME_FORMAT = re.compile(r"(?:[^%]|%-?[A-Za-z%]){0,128}")
 
 
-def render_chat(
-    template: str,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    bos_token: str = "",
-    eos_token: str = "",
-    add_generation_prompt: bool = True,
-    extra: Mapping[str, Any] | None = None,
-    path: Path | str = "chat template",
-    now: datetime | None = None,
-    deadline_s: float = 5.0,
-) -> str:
+def render_chat(request: ChatRequest, *, path: Path | str = "chat template") -> str:
     """The text of a conversation, ending where the assistant continues.
 
-    `messages` and `extra` (``tools``, ``enable_thinking``, …) are JSON values; `path` is the model
-    file, for error messages; `now` is the template's current time.
+    `path` is the model file, for error messages.
     Raises: SettingsError if the template refuses the messages; UnsupportedModel if the template is
     invalid, fails, or exceeds a limit.
     """
     variables = {
-        **(extra or {}),
-        "messages": messages,
-        "bos_token": bos_token,
-        "eos_token": eos_token,
-        "add_generation_prompt": add_generation_prompt,
+        **request.extra,
+        "messages": request.messages,
+        "bos_token": request.bos_token,
+        "eos_token": request.eos_token,
+        "add_generation_prompt": request.add_generation_prompt,
     }
     try:
-        code = _compile(template)
-        budget = _budget(variables, deadline_s)
-        return _render(code, variables, now or datetime.now(), budget)
+        code = _compile(request.template)
+        budget = _budget(variables, request.deadline_s)
+        return _render(code, variables, request.now, budget)
     except SettingsError:
         raise
     except Exception as error:

@@ -77,26 +77,13 @@ def _answer(body: bytearray) -> tuple[ReplyKind, str]:
         request = decode_request(body)
         _bound(request, len(body))
         with _ended_with_input():
-            return ReplyKind.TEXT, _rendered(request)
+            return ReplyKind.TEXT, render_chat(request)
     except ProtocolError as error:  # nested too deeply to decode
         return ReplyKind.REFUSED, f"the messages cannot be rendered: {error}"
     except SettingsError as error:
         return ReplyKind.REFUSED, str(error)
     except UnsupportedModel as error:
         return ReplyKind.FAILED, error.reason
-
-
-def _rendered(request: ChatRequest) -> str:
-    return render_chat(
-        request.template,
-        request.messages,
-        bos_token=request.bos_token,
-        eos_token=request.eos_token,
-        add_generation_prompt=request.add_generation_prompt,
-        extra=request.extra,
-        now=request.now,
-        deadline_s=request.deadline_s,
-    )
 
 
 def _bound(request: ChatRequest, request_bytes: int) -> None:

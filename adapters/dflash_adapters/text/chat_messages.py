@@ -27,7 +27,7 @@ _LARGE_INT = 1
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """Arguments of `chat.render_chat`."""
+    """What `chat.render_chat` renders. `messages` and `extra` are JSON values."""
 
     template: str
     messages: Sequence[Any]
@@ -35,7 +35,9 @@ class ChatRequest:
     eos_token: str = ""
     add_generation_prompt: bool = True
     extra: Mapping[str, Any] = field(default_factory=dict)
+    """The template's other variables: ``tools``, ``enable_thinking``, …"""
     now: datetime = field(default_factory=datetime.now)
+    """The template's current time."""
     deadline_s: float = 5.0
 
 
@@ -51,7 +53,7 @@ class ReplyKind(StrEnum):
 
 
 def max_reply_bytes(request_bytes: int) -> int:
-    """Maximum size of the reply to a request: the longest text that `chat_budget` allows, at four
+    """Maximum size of the reply to a request: the longest text that `chat_sandbox` allows, at four
     bytes a character."""
     return (4 << 20) + 16 * request_bytes
 

@@ -21,8 +21,7 @@ _MARKERS = (
 
 def reply_stream(tokenizer: Tokenizer) -> StreamDecoder:
     """A decoder for the reply of a chat, without control tokens; of harmony the final text."""
-    ids = {text: tokenizer.encode(text) for text in _MARKERS}
-    markers = {found[0]: text for text, found in ids.items() if len(found) == 1}
+    markers = {token_id: text for text, token_id, _ in tokenizer.special if text in _MARKERS}
     is_harmony = {*_MARKERS[:3]} <= {*markers.values()}
     return (
         HarmonyDecoder(tokenizer, markers) if is_harmony else tokenizer.stream(keep_special=False)

@@ -10,7 +10,6 @@ import codecs
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from itertools import chain, islice
-from typing import Protocol
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.text.byte_level import BYTE_OF, ByteLevelBpe
@@ -37,16 +36,6 @@ MAX_SPECIAL_TOKENS = 1 << 16  # published: 2400; every text is searched for each
 _DECODED_AT_ONCE = 1 << 14  # tokens
 _SEARCHED_AT_ONCE = 1 << 16  # characters
 _CUT_OUT = (*CONTROL_TYPES, TokenType.USER_DEFINED)
-
-
-class TextModel(Protocol):
-    """Encodes text without special tokens, and decodes normal tokens."""
-
-    def encoded(self, text: str) -> Iterator[list[int]]:
-        """Token ids of a text, in parts computed lazily."""
-
-    def spelled(self, text: str) -> bytes:
-        """The bytes of a normal token of this spelling."""
 
 
 def load_tokenizer(file: GgufFile) -> Tokenizer | None:
@@ -100,6 +89,7 @@ class Tokenizer:
     """Encodes and decodes with one file's vocabulary. Thread-safe.
 
     ``bos_id`` and ``eos_id`` are None if the file has none; ``stop_ids`` end a text;
+    ``special`` has (spelling, id, is control) of each special token, longest first;
     ``chat_template`` is the file's Jinja text, if any. With ``adds_space``, a text, and text after
     a special token, is encoded with a space before it.
     """
@@ -108,7 +98,7 @@ class Tokenizer:
         self,
         file: GgufFile,
         vocabulary: Vocabulary,
-        model: TextModel,
+        model: ByteLevelBpe | ScoredPieces,
         *,
         adds_bos: bool,
         adds_space: bool = False,
@@ -125,7 +115,7 @@ class Tokenizer:
         self.adds_eos = _adds(file, "eos", self.eos_id, False)
         self.stop_ids = correct_markers(file, vocabulary, self.eos_id)
         self._texts, self._types = vocabulary.texts, vocabulary.types
-        self._special = _special_tokens(file, vocabulary)
+        self.special = _special_tokens(file, vocabulary)
         self.chat_template = (
             file.get_str("tokenizer.chat_template", "", max_bytes=MAX_TEMPLATE_BYTES) or None
         )
@@ -248,7 +238,7 @@ class Tokenizer:
         """
         taken = bytearray(len(text))
         found = []
-        for spelling, token_id, is_control in self._special:
+        for spelling, token_id, is_control in self.special:
             if is_control and not parse_special:
                 continue
             if len(text) > _SEARCHED_AT_ONCE:

@@ -75,7 +75,7 @@ def _read_types(file: GgufFile, texts: list[str], has_byte_tokens: bool) -> list
     key = "tokenizer.ggml.token_type"
     if not file.has(key):
         return [TokenType.NORMAL] * len(texts)
-    numbers = file.get_uint_array(key, max_length=MAX_TOKENS).tolist()
+    numbers = file.get_uint_array(key).tolist()
     if len(numbers) != len(texts):
         raise malformed(file, key, f"{len(numbers)} types for {len(texts)} tokens")
     by_number = {
@@ -132,7 +132,7 @@ def read_scores(file: GgufFile, num_tokens: int) -> F32Array:
     key = "tokenizer.ggml.scores"
     if not file.has(key):
         return np.zeros(num_tokens, np.float32)
-    scores = file.get_float_array(key, max_length=MAX_TOKENS)
+    scores = file.get_float_array(key)
     if scores.size != num_tokens:
         raise malformed(file, key, f"{scores.size} scores for {num_tokens} tokens")
     return scores

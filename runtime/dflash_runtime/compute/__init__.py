@@ -13,7 +13,7 @@ from dflash_runtime.compute.backend import (
     DivisibleBank,
     ExpertBank,
 )
-from dflash_runtime.compute.devices import choose_device, make_backend, open_backend
+from dflash_runtime.compute.devices import make_backend, open_backend
 
 __all__ = [
     "DAEMON_MEMORY_ADVICE",
@@ -22,7 +22,6 @@ __all__ = [
     "ComputeBackend",
     "DivisibleBank",
     "ExpertBank",
-    "choose_device",
     "make_backend",
     "open_backend",
 ]

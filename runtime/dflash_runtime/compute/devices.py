@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 
 from dflash_protocol.device import CPU, Device, DeviceKind
@@ -29,11 +28,6 @@ _CUPY = {
 find this project by name in a clone."""
 
 
-def choose_device(device: Device | None) -> Device:
-    """The given device; the CPU by default."""
-    return CPU if device is None else device
-
-
 def open_backend(
     device: Device | None,
     *,
@@ -46,7 +40,7 @@ def open_backend(
 
     Raises: SettingsError with advice if the device cannot be used.
     """
-    device = choose_device(device)
+    device = device or CPU
     if device.kind is DeviceKind.CPU:
         return make_backend(
             backend, num_threads=num_threads, cpu_tier=cpu_tier, cache_dir=cache_dir
@@ -58,7 +52,7 @@ def open_backend(
     reason = why_unusable(device.kind)
     if reason is not None:
         raise SettingsError(f"device {device}: {reason}, or use device cpu")
-    return _LOADERS[device.kind](device, cache_dir)
+    return _open_gpu(device, cache_dir)
 
 
 def why_unusable(kind: DeviceKind) -> str | None:
@@ -130,9 +124,3 @@ def _open_gpu(device: Device, cache_dir: str | None) -> ComputeBackend:
     module = importlib.import_module(_GPU_MODULE)
     backend: ComputeBackend = module.CupyBackend(device, cache_dir=cache_dir)
     return backend
-
-
-_LOADERS: dict[DeviceKind, Callable[[Device, str | None], ComputeBackend]] = {
-    DeviceKind.CUDA: _open_gpu,
-    DeviceKind.HIP: _open_gpu,
-}

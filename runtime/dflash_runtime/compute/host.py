@@ -11,7 +11,6 @@ import psutil
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.layers import Description
 from dflash_adapters.spec import KvLayer, ModelSpec, MoeLayer, RecurrentLayer
-from dflash_protocol.batch import HostHidden
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, I64Array, Phase
 from dflash_runtime.compute.backend import (
     Chunking,
@@ -20,39 +19,14 @@ from dflash_runtime.compute.backend import (
     RemoteExperts,
     argmax_of,
 )
-from dflash_runtime.compute.host_model import HostModel
+from dflash_runtime.compute.host_model import HostExperts, HostModel
 from dflash_runtime.compute.host_ops import Ops
 from dflash_runtime.compute.kv_cache import KvCache, KvType
-from dflash_runtime.compute.model import Model, Pausable
+from dflash_runtime.compute.model import Model
 
 PREFILL_CHUNK = 512
 ONE_TOKEN = ((Phase.DECODE, 1),)
 """Enough of a trial for kernels that are compiled ahead."""
-
-
-class HostExperts:
-    """The routed experts of a host backend's model. Implements model.RoutedExperts.
-
-    Partial sums are added in float64 and rounded once, so the split does not show in the bits.
-    """
-
-    def __init__(self, remote: RemoteExperts, phase: Phase) -> None:
-        self._remote, self._phase = remote, phase
-
-    def __call__(
-        self, layer_id: int, hidden: F32Array, topk_ids: I32Array, topk_weights: F32Array
-    ) -> Pausable[F32Array]:
-        """Raises: DaemonUnavailable if all owners of an expert are lost, without a fallback."""
-        remote, phase = self._remote, self._phase
-        rows = HostHidden(hidden)
-        ticket = remote.begin(layer_id, rows, topk_ids, topk_weights, phase=phase)
-        if phase is Phase.PREFILL:
-            try:
-                yield None
-            except BaseException:
-                remote.abandon(ticket)
-                raise
-        return remote.finish(ticket).to_host().astype(np.float32)
 
 
 class HostBackend:
@@ -64,7 +38,7 @@ class HostBackend:
     trial_batches = ONE_TOKEN
 
     @property
-    def ops(self) -> Ops[AnyArray]:
+    def ops(self) -> Ops:
         """The operations that its models are computed with."""
         raise NotImplementedError
 
@@ -92,7 +66,7 @@ class HostBackend:
     def joined(self, parts: Sequence[AnyArray]) -> AnyArray:
         return np.concatenate(parts)
 
-    def load_model(self, file: GgufFile, description: Description) -> HostModel[AnyArray]:
+    def load_model(self, file: GgufFile, description: Description) -> HostModel:
         return HostModel(file, self.ops, description)
 
     def new_cache(self, spec: ModelSpec, num_positions: int, kv_type: KvType) -> KvCache:

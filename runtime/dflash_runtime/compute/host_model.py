@@ -1,4 +1,4 @@
-"""The model of the host's backends: every kind of layer, written in Ops.
+"""The model of the host's backends: every kind of layer, written in Ops; and its routed experts.
 
 How each kind of layer is computed stands here once; which kinds a model has, in its description.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+
+import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.layers import (
@@ -30,32 +31,32 @@ from dflash_adapters.layers import (
 )
 from dflash_adapters.loading import load_weights, model_spec
 from dflash_adapters.rope import AttentionTemperature
-from dflash_protocol.ids import AnyArray
-from dflash_runtime.compute.host_ops import Ops
+from dflash_protocol.batch import HostHidden
+from dflash_protocol.ids import AnyArray, F32Array, I32Array, Phase
+from dflash_runtime.compute.backend import RemoteExperts
+from dflash_runtime.compute.host_ops import DeltaInputs, Ops
 from dflash_runtime.compute.model import Pausable, RoutedExperts, Step
-
-A = TypeVar("A")
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer(Generic[A]):
+class _Layer:
     """A layer with the weights of its norms."""
 
     mixer: Mixer
     ffn: Ffn | RoutedFfn | InputScaledFfn
-    mixer_norm: A
-    ffn_norm: A
+    mixer_norm: F32Array
+    ffn_norm: F32Array
     cache_layer: int
     """Its index among layers of the same kind, which the cache keeps."""
 
 
-class HostModel(Generic[A]):
+class HostModel:
     """A described model with its weights on the device of `ops`. Implements model.Model.
 
     Immutable; computes on the thread that calls it.
     """
 
-    def __init__(self, file: GgufFile, ops: Ops[A], description: Description) -> None:
+    def __init__(self, file: GgufFile, ops: Ops, description: Description) -> None:
         """Raises: as loading.model_spec and loading.load_weights."""
         self.spec = model_spec(file, description)
         self._ops, self._ends, self._eps = ops, description.ends, description.rms_eps
@@ -66,7 +67,7 @@ class HostModel(Generic[A]):
             isinstance(part, Linear) and (part.bias or part.scale) for part in parts_of(description)
         )
         """No product with a matrix is scaled or has a bias: most models, and quicker."""
-        self._layers: list[_Layer[A]] = []
+        self._layers: list[_Layer] = []
         num_of_kind: dict[type[Mixer], int] = {Attention: 0, DeltaNet: 0}
         for layer in description.layers:
             kind = type(layer.mixer)
@@ -78,11 +79,13 @@ class HostModel(Generic[A]):
         """The step itself; that it fits is checked by the operations."""
         return step
 
-    def embed(self, step: Step) -> A:
+    def embed(self, step: Step) -> F32Array:
         return self._ops.embed(self._matrices[self._ends.embedding], step.token_ids)
 
-    def layer(self, layer_id: int, x: A, step: Step, experts: RoutedExperts[A]) -> Pausable[A]:
-        """Updates `x` in place where Ops does."""
+    def layer(
+        self, layer_id: int, x: F32Array, step: Step, experts: RoutedExperts[AnyArray]
+    ) -> Pausable[F32Array]:
+        """Updates `x` in place."""
         ops, eps, layer = self._ops, self._eps, self._layers[layer_id]
         mixer, ffn = layer.mixer, layer.ffn
         h = ops.rms_norm(x, layer.mixer_norm, eps)
@@ -102,13 +105,13 @@ class HostModel(Generic[A]):
             _, input_scales = ops.route(logits, ffn.input_scale)
         shared = None if ffn.shared is None else self._begin_ffn(ffn.shared, h)
         if isinstance(ffn, InputScaledFfn):
-            h = ops.scale_rows(h, input_scales)
-        x = ops.add(x, (yield from experts(layer_id, h, topk_ids, topk_weights)), out=x)
+            h = h * input_scales
+        x += yield from experts(layer_id, h, topk_ids, topk_weights)
         if ffn.shared is None or shared is None:
             return x
         return self._end_ffn(ffn.shared, shared, add=x)
 
-    def head(self, x: A) -> A:
+    def head(self, x: F32Array) -> F32Array:
         normed = self._ops.rms_norm(x, self._vectors[self._ends.norm], self._eps)
         return self._linear(self._ends.head, normed)
 
@@ -117,24 +120,23 @@ class HostModel(Generic[A]):
 
     # -- matrices ---------------------------------------------------------------------------------
 
-    def _linear(self, linear: Linear, x: A, *, add: A | None = None) -> A:
+    def _linear(self, linear: Linear, x: F32Array, *, add: F32Array | None = None) -> F32Array:
         """Shapes: x [T, columns]; add, result [T, rows]."""
         matrix = self._matrices[linear.weight]
         if linear.bias is None and linear.scale is None:
             return self._ops.linear(x, matrix, out=add, add=add)
         result = self._finished(linear, self._ops.linear(x, matrix))
-        return result if add is None else self._ops.add(add, result, out=add)
+        return result if add is None else np.add(add, result, out=add)
 
-    def _finished(self, linear: Linear, product: A) -> A:
+    def _finished(self, linear: Linear, product: F32Array) -> F32Array:
         """What follows the product with the matrix, in place."""
         if linear.scale is not None:
-            scale = self._scales[linear.scale]
-            product = self._ops.scale_rows(product, scale, out=product)
+            product *= np.float32(self._scales[linear.scale])
         if linear.bias is not None:
-            product = self._ops.add_bias(product, self._vectors[linear.bias], out=product)
+            product += self._vectors[linear.bias]
         return product
 
-    def _project(self, linears: Sequence[Linear], x: A) -> list[A]:
+    def _project(self, linears: Sequence[Linear], x: F32Array) -> list[F32Array]:
         """The products of the same rows with several matrices."""
         matrices = self._matrices
         products = self._ops.project(x, [matrices[each.weight] for each in linears])
@@ -147,20 +149,22 @@ class HostModel(Generic[A]):
 
     # -- mixers -----------------------------------------------------------------------------------
 
-    def _attention(self, layer: Attention, cache_layer: int, h: A, step: Step, *, add: A) -> A:
+    def _attention(
+        self, layer: Attention, cache_layer: int, h: F32Array, step: Step, *, add: F32Array
+    ) -> F32Array:
         ops, heads = self._ops, layer.heads
         q, k, v = self._qkv(layer.qkv, h)
         if isinstance(layer.positions, RowNormRotary):
             q = ops.rms_norm(q, self._vectors[layer.positions.q_norm], self._eps)
             k = ops.rms_norm(k, self._vectors[layer.positions.k_norm], self._eps)
-        q, k = ops.split_heads(q, heads.num), ops.split_heads(k, heads.num_kv)
-        v = ops.split_heads(v, heads.num_kv)
-        gate: A | None = None
+        q, k = _split_heads(q, heads.num), _split_heads(k, heads.num_kv)
+        v = _split_heads(v, heads.num_kv)
+        gate: F32Array | None = None
         if layer.gate is None:
             pass
         elif isinstance(layer.gate, GateBesideQueries):
             both, dim = q, heads.dim
-            q, gate = ops.columns(both, 0, dim), ops.columns(both, dim, 2 * dim)
+            q, gate = _columns(both, 0, dim), _columns(both, dim, 2 * dim)
         else:
             gate = self._linear(layer.gate.linear, h)
         self._mark_positions(layer.positions, q, k, step.positions)
@@ -168,36 +172,34 @@ class HostModel(Generic[A]):
         attended = ops.attention(
             q, k, v, step.cache, cache_layer, step.positions, scale=layer.scale, sinks=sinks
         )
-        merged = ops.merge_heads(attended)
+        merged = _merge_heads(attended)
         if gate is not None:
             if isinstance(layer.gate, GateBesideQueries):
-                merged = ops.gated(merged, ops.merge_heads(gate), Gate.SIGMOID)
+                merged = ops.gated(merged, _merge_heads(gate), Gate.SIGMOID)
             else:
                 merged = ops.gated(merged, gate, Gate.SOFTPLUS, out=merged)
         return self._linear(layer.output, merged, add=add)
 
-    def _qkv(self, qkv: Qkv, x: A) -> tuple[A, A, A]:
+    def _qkv(self, qkv: Qkv, x: F32Array) -> tuple[F32Array, F32Array, F32Array]:
         """Queries, keys and values of rows. Shapes: results [T, size]."""
-        ops = self._ops
         results = self._project(qkv.linears, x)
         if len(results) == 1:
             both, end = qkv.sizes[0] + qkv.sizes[1], sum(qkv.sizes)
             bounds = ((0, qkv.sizes[0]), (qkv.sizes[0], both), (both, end))
-            results = [ops.columns(results[0], first, last) for first, last in bounds]
+            results = [_columns(results[0], first, last) for first, last in bounds]
         if qkv.biases:
-            biases = (self._vectors[bias] for bias in qkv.biases)
-            results = [
-                ops.add_bias(each, bias, out=each)
-                for each, bias in zip(results, biases, strict=True)
-            ]
+            for each, bias in zip(results, qkv.biases, strict=True):
+                each += self._vectors[bias]
         q, k, v = results
         return q, k, v
 
-    def _mark_positions(self, kind: PositionKind, q: A, k: A, positions: AnyArray) -> None:
+    def _mark_positions(
+        self, kind: PositionKind, q: F32Array, k: F32Array, positions: I32Array
+    ) -> None:
         """In place. Shapes: q [T, heads, D]; k [T, kv_heads, D]."""
         ops = self._ops
         if isinstance(kind, AttentionTemperature):
-            ops.scale_queries(q, positions, kind)
+            q *= kind.factors(positions)[:, None, None]
             return
         table = self._rope_tables[kind.rope]
         if isinstance(kind, RotaryUnitNorm):
@@ -210,38 +212,71 @@ class HostModel(Generic[A]):
         else:
             ops.norm_and_rotate(q, k, positions, table)
 
-    def _delta_net(self, layer: DeltaNet, cache_layer: int, h: A, step: Step, *, add: A) -> A:
+    def _delta_net(
+        self, layer: DeltaNet, cache_layer: int, h: F32Array, step: Step, *, add: F32Array
+    ) -> F32Array:
         ops, vectors = self._ops, self._vectors
         mixed, gate, alpha, beta = self._project(layer.inputs, h)
         conv = vectors[layer.conv]
         mixed = ops.causal_conv(mixed, conv, step.cache, cache_layer, step.positions)
-        heads = ops.delta_rule(
-            mixed,
-            alpha,
-            beta,
-            layer.state.delta,
-            a=vectors[layer.a],
-            dt_bias=vectors[layer.dt_bias],
-            cache=step.cache,
-            layer=cache_layer,
-            positions=step.positions,
-            eps=self._eps,
-        )
-        normed = ops.merge_heads(ops.rms_norm(heads, vectors[layer.norm], self._eps))
+        a, dt_bias = vectors[layer.a], vectors[layer.dt_bias]
+        inputs = DeltaInputs(mixed, alpha, beta, layer.state.delta, a, dt_bias, self._eps)
+        heads = ops.delta_rule(inputs, step.cache, cache_layer, step.positions)
+        normed = _merge_heads(ops.rms_norm(heads, vectors[layer.norm], self._eps))
         return self._linear(layer.output, ops.gated(normed, gate, Gate.SILU), add=add)
 
     # -- FFNs -------------------------------------------------------------------------------------
 
-    def _begin_ffn(self, ffn: Ffn, h: A) -> list[A]:
+    def _begin_ffn(self, ffn: Ffn, h: F32Array) -> list[F32Array]:
         """What `_end_ffn` makes the result of; `h` need not stay as it is."""
         linears = (ffn.gate, ffn.up) if ffn.share is None else (ffn.gate, ffn.up, ffn.share)
         return self._project(linears, h)
 
-    def _end_ffn(self, ffn: Ffn, begun: list[A], *, add: A) -> A:
+    def _end_ffn(self, ffn: Ffn, begun: list[F32Array], *, add: F32Array) -> F32Array:
         ops = self._ops
         gate, up, *share = begun
-        activated = ops.swiglu(gate, up, out=up)
+        activated = ops.gated(up, gate, Gate.SILU, out=up)
         if not share:
             return self._linear(ffn.down, activated, add=add)
         result = ops.gated(self._linear(ffn.down, activated), share[0], Gate.SIGMOID)
-        return ops.add(add, result, out=add)
+        return np.add(add, result, out=add)
+
+
+def _split_heads(x: F32Array, num_heads: int) -> F32Array:
+    """View [T, heads*D] as [T, heads, D]."""
+    return x.reshape(x.shape[0], num_heads, x.shape[1] // num_heads)
+
+
+def _merge_heads(x: F32Array) -> F32Array:
+    """View [T, heads, D] as [T, heads*D]."""
+    return x.reshape(x.shape[0], x.shape[1] * x.shape[2])
+
+
+def _columns(x: F32Array, first: int, last: int) -> F32Array:
+    """Some columns of rows, or of every head, contiguous. Shapes: x [T, C] or [T, heads, C]."""
+    return np.ascontiguousarray(x[..., first:last])
+
+
+class HostExperts:
+    """The routed experts of a host backend's model. Implements model.RoutedExperts.
+
+    Partial sums are added in float64 and rounded once, so the split does not show in the bits.
+    """
+
+    def __init__(self, remote: RemoteExperts, phase: Phase) -> None:
+        self._remote, self._phase = remote, phase
+
+    def __call__(
+        self, layer_id: int, hidden: F32Array, topk_ids: I32Array, topk_weights: F32Array
+    ) -> Pausable[F32Array]:
+        """Raises: DaemonUnavailable if all owners of an expert are lost, without a fallback."""
+        remote, phase = self._remote, self._phase
+        rows = HostHidden(hidden)
+        ticket = remote.begin(layer_id, rows, topk_ids, topk_weights, phase=phase)
+        if phase is Phase.PREFILL:
+            try:
+                yield None
+            except BaseException:
+                remote.abandon(ticket)
+                raise
+        return remote.finish(ticket).to_host().astype(np.float32)

@@ -1,27 +1,66 @@
 """The Ops protocol: the operations that the host's model is written in.
 
-The model says *what* (norm, project, rotate, attend, route); a backend says *how*. ``A`` is the
-backend's array type. Every op takes an optional output buffer and has fixed shapes for a fixed T;
-positions are explicit per token. Routed experts are no op: the model is handed what computes them.
+The model says *what* (norm, project, rotate, attend, route); a backend says *how*. What is one line
+of numpy is no op, nor are routed experts: the model is handed what computes them. Positions are
+explicit per token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from dflash_adapters.layers import Gate
 from dflash_adapters.loading import Loader, Matrix
-from dflash_adapters.rope import AttentionTemperature, RopeTable
+from dflash_adapters.rope import RopeTable
 from dflash_adapters.routing import RoutingRule
 from dflash_adapters.spec import DeltaShape, KvLayer, RecurrentLayer
-from dflash_protocol.ids import AnyArray
+from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime.compute.kv_cache import KvCache, KvType
 
-A = TypeVar("A")
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaInputs:
+    """The inputs of a gated delta rule.
+
+    A row of `mixed` is q, k, v, each head after head; `eps` is for the norms of q and k.
+    Shapes: mixed [T, channels]; alpha, beta [T, heads]; a, dt_bias [heads].
+    """
+
+    mixed: F32Array
+    alpha: F32Array
+    beta: F32Array
+    shape: DeltaShape
+    a: F32Array
+    dt_bias: F32Array
+    eps: float
+
+    def __post_init__(self) -> None:
+        num_tokens, heads = self.mixed.shape[0], self.shape.num_value_heads
+        shapes = [self.mixed.shape, self.alpha.shape, self.beta.shape]
+        shapes += [self.a.shape, self.dt_bias.shape]
+        logits, vector = (num_tokens, heads), (heads,)
+        if shapes != [(num_tokens, self.shape.num_channels), logits, logits, vector, vector]:
+            raise ValueError(f"{shapes} do not fit {self.shape}")
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.mixed.shape[0])
+
+    @property
+    def out_shape(self) -> tuple[int, int, int]:
+        """Shape of the result."""
+        return self.num_tokens, self.shape.num_value_heads, self.shape.value_dim
+
+    def of(self, tokens: I32Array | slice) -> DeltaInputs:
+        """The inputs of some tokens. Shapes: tokens [T]."""
+        return replace(
+            self, mixed=self.mixed[tokens], alpha=self.alpha[tokens], beta=self.beta[tokens]
+        )
 
 
-class Ops(Loader[A], Protocol[A]):
+class Ops(Loader[F32Array], Protocol):
     """Operations of one host backend. Arrays are float32 unless said otherwise."""
 
     def new_kv_cache(
@@ -33,36 +72,37 @@ class Ops(Loader[A], Protocol[A]):
     ) -> KvCache:
         """An empty cache of `capacity` positions; states of recurrent layers are float32."""
 
-    def embed(self, table: Matrix, token_ids: AnyArray, out: A | None = None) -> A:
+    def embed(self, table: Matrix, token_ids: I32Array) -> F32Array:
         """Rows of the embedding table. Shapes: token_ids [T] int32; result [T, H]."""
 
-    def rms_norm(self, x: A, weight: A, eps: float, out: A | None = None) -> A:
+    def rms_norm(self, x: F32Array, weight: F32Array, eps: float) -> F32Array:
         """``weight * x / sqrt(mean(x²) + eps)`` over the last axis.
 
         Source: Zhang & Sennrich 2019 (arXiv 1910.07467).
         """
 
-    def linear(self, x: A, matrix: Matrix, out: A | None = None, *, add: A | None = None) -> A:
+    def linear(
+        self,
+        x: F32Array,
+        matrix: Matrix,
+        out: F32Array | None = None,
+        *,
+        add: F32Array | None = None,
+    ) -> F32Array:
         """``x @ matrix.T``, plus `add`. Shapes: x [T, columns]; add, result [T, rows]."""
 
-    def project(self, x: A, matrices: Sequence[Matrix]) -> list[A]:
+    def project(self, x: F32Array, matrices: Sequence[Matrix]) -> list[F32Array]:
         """``x @ matrix.T`` for each of several matrices, as `linear` would give it."""
-
-    def split_heads(self, x: A, num_heads: int) -> A:
-        """View [T, heads*D] as [T, heads, D]."""
-
-    def merge_heads(self, x: A) -> A:
-        """View [T, heads, D] as [T, heads*D]."""
 
     def norm_and_rotate(
         self,
-        q: A,
-        k: A,
-        positions: AnyArray,
+        q: F32Array,
+        k: F32Array,
+        positions: I32Array,
         table: RopeTable,
         *,
-        q_weight: A | None = None,
-        k_weight: A | None = None,
+        q_weight: F32Array | None = None,
+        k_weight: F32Array | None = None,
         eps: float = 0.0,
         norms_after: bool = False,
     ) -> None:
@@ -74,22 +114,18 @@ class Ops(Loader[A], Protocol[A]):
         Source: Su et al. 2021 (arXiv 2104.09864).
         """
 
-    def scale_queries(self, q: A, positions: AnyArray, temperature: AttentionTemperature) -> None:
-        """In place: every query times its temperature's factor. Shapes: q [T, heads, D]."""
-
     def attention(
         self,
-        q: A,
-        k: A,
-        v: A,
+        q: F32Array,
+        k: F32Array,
+        v: F32Array,
         cache: KvCache,
         cache_layer: int,
-        positions: AnyArray,
+        positions: I32Array,
         *,
         scale: float,
-        out: A | None = None,
-        sinks: A | None = None,
-    ) -> A:
+        sinks: F32Array | None = None,
+    ) -> F32Array:
         """Write k and v at `positions`, then attend with q over what the layer's mask lets it see.
 
         Positions ascend by one. Query head h reads key/value head ``h // (heads / kv_heads)``.
@@ -97,25 +133,17 @@ class Ops(Loader[A], Protocol[A]):
         Shapes: q [T, heads, D]; k, v [T, kv_heads, D]; sinks [heads]; result [T, heads, D].
         """
 
-    def route(self, logits: A, rule: RoutingRule, *, bias: A | None = None) -> tuple[A, A]:
+    def route(
+        self, logits: F32Array, rule: RoutingRule, *, bias: F32Array | None = None
+    ) -> tuple[I32Array, F32Array]:
         """Choose experts; `bias` is added for the choice alone.
 
         Shapes: logits [T, E]; bias [E]; result ids [T, K] int32, weights [T, K].
         """
 
-    def add(self, x: A, y: A, out: A | None = None) -> A:
-        """``x + y``."""
-
-    def add_bias(self, x: A, bias: A, out: A | None = None) -> A:
-        """``x + bias`` for every row. `out` may be `x`. Shapes: x, result [T, C]; bias [C]."""
-
-    def scale_rows(self, x: A, factors: A | float, out: A | None = None) -> A:
-        """Every row times its factor, or all times one number. `out` may be `x`.
-
-        Shapes: x, result [T, C]; factors [T, 1].
-        """
-
-    def gated(self, x: A, gate: A, kind: Gate, out: A | None = None) -> A:
+    def gated(
+        self, x: F32Array, gate: F32Array, kind: Gate, out: F32Array | None = None
+    ) -> F32Array:
         """``x * f(gate)``, with `kind` as f. `out` may be `x`.
 
         n divides C: each value of a gate stands for C / n neighbouring columns, which are the
@@ -123,29 +151,14 @@ class Ops(Loader[A], Protocol[A]):
         Shapes: x, result [T, C]; gate [T, n].
         """
 
-    def swiglu(self, gate: A, up: A, out: A | None = None) -> A:
-        """``silu(gate) * up``, what a dense FFN has before its down projection. `out` may be `up`.
-
-        Source: Shazeer 2020 (arXiv 2002.05202).
-        Shapes: gate, up, result [T, F].
-        """
-
-    def columns(self, x: A, first: int, last: int) -> A:
-        """``x[..., first:last]``: some columns of rows, or of every head, to be used on their own.
-
-        The result may be a view or a copy: the caller does not write to `x` afterwards.
-        Shapes: x [T, C] or [T, heads, C]; result [T, last - first] or [T, heads, last - first].
-        """
-
     def causal_conv(
         self,
-        x: A,
-        weight: A,
+        x: F32Array,
+        weight: F32Array,
         cache: KvCache,
         layer: int,
-        positions: AnyArray,
-        out: A | None = None,
-    ) -> A:
+        positions: I32Array,
+    ) -> F32Array:
         """``silu(sum_i weight[:, i] * x[t - K + 1 + i])``: each channel convolved on its own.
 
         `layer` counts the cache's recurrent layers; rows before the first of `positions` are those
@@ -155,27 +168,13 @@ class Ops(Loader[A], Protocol[A]):
         """
 
     def delta_rule(
-        self,
-        mixed: A,
-        alpha: A,
-        beta: A,
-        shape: DeltaShape,
-        *,
-        a: A,
-        dt_bias: A,
-        cache: KvCache,
-        layer: int,
-        positions: AnyArray,
-        eps: float,
-        out: A | None = None,
-    ) -> A:
+        self, inputs: DeltaInputs, cache: KvCache, layer: int, positions: I32Array
+    ) -> F32Array:
         """Gated DeltaNet: every value head h reads and writes a matrix M, at position 0 zeros.
 
         ``M *= exp(g)``; ``M += b (v - M k) kᵀ``; result ``M q``, with g = a * softplus(alpha +
         dt_bias), b = sigmoid(beta), queries and keys divided by ``sqrt(sum x² + eps)`` and queries
-        by sqrt(key_dim). A row of `mixed` is q, k, v, each head after head.
-        `layer`, positions and errors as for `causal_conv`.
-        Shapes: mixed [T, channels]; alpha, beta [T, heads]; a, dt_bias [heads]; result
-        [T, heads, value_dim], where heads are value heads.
+        by sqrt(key_dim). `layer`, positions and errors as for `causal_conv`.
+        Shapes: result [T, heads, value_dim], where heads are value heads.
         Source: Yang et al. 2024 (arXiv 2412.06464).
         """

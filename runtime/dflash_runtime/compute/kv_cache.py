@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from enum import StrEnum
 from typing import Protocol
+
+from dflash_runtime.compute.trees import Tree
 
 
 class KvType(StrEnum):
@@ -46,6 +49,13 @@ class KvCache(Protocol):
         cache that is no longer needed, if given. Rows of keys and values are not copied.
 
         Raises: CheckpointMissing if a layer's state is another one.
+        """
+
+    def branching(self, tree: Tree) -> AbstractContextManager[None]:
+        """Compute operations within the context on a tree that starts at the sequence's end;
+        afterwards the sequence is unchanged, and a path of the tree may be accepted.
+
+        Raises: CheckpointMissing if the sequence does not end where the tree starts.
         """
 
     def restore(self, snapshot: Snapshot) -> None:

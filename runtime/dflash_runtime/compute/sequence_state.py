@@ -92,7 +92,6 @@ class SequenceState:
 
     @contextmanager
     def branching(self, tree: Tree) -> Iterator[None]:
-        """Compute operations within the context on a tree (trees.BranchingCache)."""
         if not self.can_resume(tree.position):
             raise CheckpointMissing(wanted=tree.position, kept=-1)
         self.tree = tree

@@ -15,10 +15,8 @@ the child of the one before it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -135,18 +133,6 @@ class TreeResult:
 
     next_token_ids: I32Array
     features: dict[int, F32Array]
-
-
-@runtime_checkable
-class BranchingCache(Protocol):
-    """The part of a cache that trees are computed over."""
-
-    def branching(self, tree: Tree) -> AbstractContextManager[None]:
-        """Compute operations within the context on a tree that starts at the sequence's end;
-        afterwards the sequence is unchanged, and a path of the tree may be accepted.
-
-        Raises: CheckpointMissing if the sequence does not end where the tree starts.
-        """
 
 
 Attend = Callable[[F32Array, F32Array, F32Array, I32Array], F32Array]

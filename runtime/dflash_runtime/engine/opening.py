@@ -19,7 +19,7 @@ from dflash_adapters.gguf.weight_check import WeightCheck
 from dflash_adapters.keys import YARN_KEYS
 from dflash_adapters.registry import describe, read_spec
 from dflash_adapters.spec import ModelSpec, MoeLayer
-from dflash_protocol.device import DeviceKind
+from dflash_protocol.device import CPU, DeviceKind
 from dflash_protocol.endpoint import parse_endpoint
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import AnyArray, I32Array
@@ -29,7 +29,6 @@ from dflash_protocol.settings.kinds import DaemonSetting, DeviceOrAuto, checked
 from dflash_runtime.compute import (
     BackendName,
     ComputeBackend,
-    choose_device,
     make_backend,
     open_backend,
 )
@@ -117,7 +116,7 @@ def open_model(
     else:
         kv_type = KvType.F32 if spec.all_matrices_f32 else KvType.F16
     num_positions = settings.context or min(spec.context_length, _DEFAULT_CONTEXT_LIMIT)
-    if choose_device(settings.device).kind is DeviceKind.CPU:  # devices check their own memory
+    if (settings.device or CPU).kind is DeviceKind.CPU:  # devices check their own memory
         _check_cache_fits(spec, num_positions, kv_type)
     num_threads = settings.threads or None
     backend = open_backend(

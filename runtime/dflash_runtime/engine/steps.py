@@ -16,7 +16,7 @@ from dflash_runtime.compute import ComputeBackend, ExpertBank
 from dflash_runtime.compute.backend import NOT_FINITE, CapturedStep
 from dflash_runtime.compute.kv_cache import KvCache
 from dflash_runtime.compute.model import Model, OnLayer, Step, forward, run_to_end
-from dflash_runtime.compute.trees import BranchingCache, Tree, TreeResult
+from dflash_runtime.compute.trees import Tree, TreeResult
 from dflash_runtime.engine.arguments import chunk_bounds
 from dflash_runtime.engine.reuse import SequenceReuse
 from dflash_runtime.engine.run_guard import RunGuard
@@ -224,7 +224,6 @@ class Steps:
         self._guard.require_current(run)
         self.reuse.cut(tree.position)
         step = Step.of_tree(token_ids, tree, self._cache)
-        assert isinstance(self._cache, BranchingCache)  # as every backend's
         with self._cache.branching(tree):
             return self._run(step, self._guard.check, on_layer)
 

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash_adapters.gguf.cursor import MAX_METADATA_BYTES
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.gguf.scanner import MAX_STRINGS, MAX_TENSORS, MAX_VALUES
+from dflash_adapters.gguf.scanner import MAX_METADATA_BYTES, MAX_STRINGS, MAX_TENSORS, MAX_VALUES
 from dflash_adapters.quant import TensorType
 from dflash_protocol.errors import ModelFileError, UnsupportedModel
 from support import gguf_builder as raw

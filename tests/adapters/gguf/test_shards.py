@@ -166,11 +166,11 @@ def test_refused_shards_leave_no_descriptor(tmp_path: Path) -> None:
 def test_it_is_noticed_what_becomes_of_any_shard(tmp_path: Path) -> None:
     paths = write_split(tmp_path, 3)
     with GgufFile.open(paths[0]) as file:
-        assert file.change() is None
+        assert file.watch.change() is None
         paths[1].rename(tmp_path / "elsewhere")
-        assert file.change() is FileChange.REPLACED
+        assert file.watch.change() is FileChange.REPLACED
         file.require_unwritten()
         os.utime(paths[2], ns=(0, paths[2].stat().st_mtime_ns + 1))
-        assert file.change() is FileChange.WRITTEN
+        assert file.watch.change() is FileChange.WRITTEN
         with pytest.raises(ModelFileError, match=r"00003-of-00003\.gguf.*\bwritten\b"):
             file.require_unwritten()

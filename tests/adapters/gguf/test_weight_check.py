@@ -15,7 +15,7 @@ from dflash_adapters.gguf import weight_check
 from dflash_adapters.gguf.digest import kept_path, whole_digest
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.gguf.watch import FileWatch
-from dflash_adapters.gguf.weight_blocks import Blocks
+from dflash_adapters.gguf.weight_blocks import Blocks, Read
 from dflash_adapters.gguf.weight_check import WeightCheck
 from dflash_adapters.registry import read_spec
 from dflash_protocol.errors import ModelFileError
@@ -163,13 +163,13 @@ def test_only_ctime_moved_is_looked_into(
 def test_what_is_kept_to_compare_is_of_the_opened_file(
     file: GgufFile, check: WeightCheck, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    digest = Blocks.digest_alone
+    digest = Blocks.digest
 
-    def changed_meanwhile(*arguments: object) -> str:
+    def changed_meanwhile(blocks: Blocks, read: Read, *, alone: bool) -> str:
         file.path.chmod(0o400)
-        return digest(*arguments)  # type: ignore[arg-type]
+        return digest(blocks, read, alone=alone)
 
-    monkeypatch.setattr(Blocks, "digest_alone", changed_meanwhile)
+    monkeypatch.setattr(Blocks, "digest", changed_meanwhile)
     with pytest.raises(ModelFileError, match=r"\bread\b"):
         check.remember()
 

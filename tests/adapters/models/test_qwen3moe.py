@@ -393,13 +393,13 @@ def rope_of(folder: Path, **scaling: Any) -> RopeTable:
     [
         ({}, {}),
         ({"type": "none", "factor": 4.0}, {}),
-        ({"type": "linear", "factor": 2.5}, {"linear_factor": 2.5}),
+        ({"type": "linear", "factor": 2.5}, {"scaling": 2.5}),
         ({"type": "linear"}, {}),
         (
             {"type": "yarn", "factor": 4.0, "original_context_length": 1024},
-            {"yarn": YarnScaling(4.0, 1024)},
+            {"scaling": YarnScaling(4.0, 1024)},
         ),
-        ({"type": "yarn", "factor": 4.0}, {"yarn": YarnScaling(4.0, 4096)}),
+        ({"type": "yarn", "factor": 4.0}, {"scaling": YarnScaling(4.0, 4096)}),
     ],
 )
 def test_context_scaling_is_read_from_the_file(

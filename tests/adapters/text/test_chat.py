@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from dflash_adapters.text.chat import MAX_TEMPLATE_CHARACTERS, MAX_TEMPLATE_TOKENS, render_chat
+from dflash_adapters.text.chat_messages import ChatRequest
 from dflash_protocol.errors import SettingsError, UnsupportedModel
 from support.plain_jinja import plain_jinja
 
@@ -125,33 +126,35 @@ It is 42.<|im_end|>
 
 
 def render(template: str, **variables: Any) -> str:
-    return render_chat(template, MESSAGES, extra=variables)
+    return render_chat(ChatRequest(template, MESSAGES, extra=variables))
 
 
 # What is rendered.
 
 
 def test_a_conversation_with_tools_and_thinking_renders_as_written() -> None:
-    assert render_chat(CHATML, MESSAGES, extra={"tools": TOOLS}) == CHATML_TEXT
+    assert render_chat(ChatRequest(CHATML, MESSAGES, extra={"tools": TOOLS})) == CHATML_TEXT
 
 
 def test_the_generation_prompt_and_extras_reach_the_template() -> None:
     user = [{"role": "user", "content": "hi"}]
     turn = "<|im_start|>user\nhi<|im_end|>\n"
-    assert render_chat(CHATML, user, add_generation_prompt=False) == turn
-    assert render_chat(CHATML, user) == turn + "<|im_start|>assistant\n"
-    assert render_chat(CHATML, user, extra={"enable_thinking": False}) == (
+    assert render_chat(ChatRequest(CHATML, user, add_generation_prompt=False)) == turn
+    assert render_chat(ChatRequest(CHATML, user)) == turn + "<|im_start|>assistant\n"
+    assert render_chat(ChatRequest(CHATML, user, extra={"enable_thinking": False})) == (
         turn + "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )
     assert render_chat(
-        "{{ bos_token }}|{{ eos_token }}", user, bos_token="<s>", eos_token="</s>"
+        ChatRequest("{{ bos_token }}|{{ eos_token }}", user, bos_token="<s>", eos_token="</s>")
     ) == ("<s>|</s>")
 
 
 def test_a_long_conversation_renders_as_plain_jinja_does() -> None:
     turn = [dict(message, content=message["content"] * 40) for message in MESSAGES[1:]]
     messages = MESSAGES[:1] + turn * 300
-    assert render_chat(CHATML, messages) == plain_jinja(CHATML, messages, datetime.now(), {})
+    assert render_chat(ChatRequest(CHATML, messages)) == plain_jinja(
+        CHATML, messages, datetime.now(), {}
+    )
 
 
 @pytest.mark.parametrize(
@@ -211,7 +214,7 @@ def test_templates_have_what_published_ones_use(template: str, text: str | None)
     if text is None:
         template = "{% macro outer() %}<{{ caller(5) }}>{% endmacro %}" + template
         text = "<5>"
-    assert render_chat(template, MESSAGES, now=datetime(2025, 2, 3)) == text
+    assert render_chat(ChatRequest(template, MESSAGES, now=datetime(2025, 2, 3))) == text
 
 
 # What is refused.
@@ -220,9 +223,11 @@ def test_templates_have_what_published_ones_use(template: str, text: str | None)
 def test_what_the_template_refuses_is_the_callers_to_change() -> None:
     with pytest.raises(SettingsError, match=r": Unexpected role: 'a b'$"):
         render_chat(
-            CHATML.replace("message.role)", "\"'a\\n b'\")"), [{"role": "x", "content": ""}]
+            ChatRequest(
+                CHATML.replace("message.role)", "\"'a\\n b'\")"), [{"role": "x", "content": ""}]
+            )
         )
-    assert render_chat(CHATML, MESSAGES, extra={"tools": TOOLS}) == CHATML_TEXT
+    assert render_chat(ChatRequest(CHATML, MESSAGES, extra={"tools": TOOLS})) == CHATML_TEXT
 
 
 def test_messages_nested_too_deeply_are_the_callers_to_change() -> None:
@@ -257,7 +262,7 @@ def test_messages_nested_too_deeply_are_the_callers_to_change() -> None:
 )
 def test_a_template_that_cannot_work_is_unsupported(template: str, words: str) -> None:
     with pytest.raises(UnsupportedModel) as caught:
-        render_chat(template, MESSAGES, path="/models/m.gguf")
+        render_chat(ChatRequest(template, MESSAGES), path="/models/m.gguf")
     assert re.search(words, caught.value.reason)
     assert str(caught.value).startswith("/models/m.gguf: tokenizer.chat_template: ")
     assert "\n" not in str(caught.value)
@@ -377,21 +382,22 @@ HOSTILE = {
 _RUN_HOSTILE = """
 import json, re, sys, time
 from dflash_adapters.text.chat import render_chat
+from dflash_adapters.text.chat_messages import ChatRequest
 from dflash_protocol.errors import UnsupportedModel
 messages = [{"role": "user", "content": "hello"}]
 def peak():
     # Not getrusage, whose peak begins with that of the process that started this one.
     return int(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1]) // 1024
-render_chat("{{ messages }}", messages)
+render_chat(ChatRequest("{{ messages }}", messages))
 results = {}
 for name, template in json.load(sys.stdin).items():
     start, before = time.process_time(), peak()
     try:
-        outcome = "rendered " + render_chat(template, messages, deadline_s=0.1)[:40]
+        outcome = "rendered " + render_chat(ChatRequest(template, messages, deadline_s=0.1))[:40]
     except UnsupportedModel as error:
         outcome = "" if "\\n" not in str(error) else "more than a line"
     results[name] = outcome, time.process_time() - start, peak() - before
-    assert render_chat("{{ messages[0].content }}", messages) == "hello"
+    assert render_chat(ChatRequest("{{ messages[0].content }}", messages)) == "hello"
 print(json.dumps(results))
 """
 
@@ -423,7 +429,7 @@ def test_the_deadline_is_kept() -> None:
     template = HOSTILE["loops in loops"]
     start = time.monotonic()
     with pytest.raises(UnsupportedModel, match=r"\blong\b"):
-        render_chat(template, MESSAGES, deadline_s=0.1)
+        render_chat(ChatRequest(template, MESSAGES, deadline_s=0.1))
     assert time.monotonic() - start < 2.0
 
 
@@ -432,4 +438,4 @@ def test_a_template_cannot_get_at_the_meter() -> None:
         assert render("{{ " + name + " is defined }}") == "False"
     loop = "{% set turn = 1 %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
     with pytest.raises(UnsupportedModel, match=r"\blong\b|\bloops\b"):
-        render_chat(loop + "{% endfor %}", MESSAGES, deadline_s=0.1)
+        render_chat(ChatRequest(loop + "{% endfor %}", MESSAGES, deadline_s=0.1))

@@ -10,6 +10,7 @@ import pytest
 from bench.machine import BUILD
 
 from dflash_adapters.text.chat import render_chat
+from dflash_adapters.text.chat_messages import ChatRequest
 from dflash_protocol.errors import DflashError, SettingsError
 from support import chat_templates
 from support.compared_tokenizers import Compared, compared
@@ -205,15 +206,8 @@ def template(name: str) -> str:
 
 def render(text: str, messages: list[dict[str, Any]], **variables: Any) -> str:
     prompt = variables.pop("add_generation_prompt", True)
-    return render_chat(
-        text,
-        messages,
-        bos_token="<s>",
-        eos_token="</s>",
-        add_generation_prompt=prompt,
-        extra=variables,
-        now=NOW,
-    )
+    request = ChatRequest(text, messages, "<s>", "</s>", prompt, extra=variables, now=NOW)
+    return render_chat(request)
 
 
 def check_as_plain_jinja(text: str, case: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -10,31 +10,18 @@ import numpy as np
 import pytest
 
 from dflash_adapters.layers import Gate
-from dflash_adapters.rope import AttentionTemperature, RopePairing, rope_table
+from dflash_adapters.rope import RopePairing, rope_table
 from dflash_adapters.routing import Gating, RoutingRule
 from dflash_adapters.spec import CAUSAL, KvLayer, Mask
 from dflash_protocol.errors import CheckpointMissing
 from dflash_protocol.ids import F32Array, F64Array
 from dflash_runtime.compute import sliding_window
-from dflash_runtime.compute.cpu import CpuBackend, dense
 from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.reference.ops import ReferenceOps
 from support.float64_attention import attended, normalised_and_rotated
 
 HostOps: TypeAlias = CpuOps | ReferenceOps
-
-
-@pytest.fixture(params=["reference", "cpu", "three threads"])
-def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostOps]:
-    if request.param == "reference":
-        yield ReferenceOps()
-        return
-    if request.param == "three threads":
-        monkeypatch.setattr(dense, "PARALLEL_VALUES", 0)
-    backend = CpuBackend(num_threads=3 if request.param == "three threads" else 1)
-    yield backend.ops
-    backend.close()
 
 
 def normal(*shape: int, seed: int = 0) -> F32Array:
@@ -73,61 +60,6 @@ def test_gates_far_from_zero(ops: HostOps, kind: Gate, expected: list[float]) ->
     gate = np.array([[-1e4, 1e4, 0]], np.float32)
     got = ops.gated(np.ones((1, 3), np.float32), gate, kind)
     np.testing.assert_allclose(got, [expected], rtol=1e-6, atol=0)
-
-
-def test_swiglu(ops: HostOps) -> None:
-    gate, up = 3 * normal(5, 52), normal(5, 52, seed=1)
-    expected = GATES[Gate.SILU](gate.astype(np.float64)) * up
-    got = ops.swiglu(gate, up)
-    np.testing.assert_allclose(got, expected, rtol=1e-6)
-    assert ops.swiglu(gate, up, out=up) is up
-    np.testing.assert_array_equal(up, got)
-
-
-# -- columns --------------------------------------------------------------------------------------
-
-
-def test_columns_of_rows_and_of_heads(ops: HostOps) -> None:
-    rows = normal(4, 30)
-    np.testing.assert_array_equal(ops.columns(rows, 6, 20), rows[:, 6:20])
-    heads = ops.split_heads(rows, 5)
-    values, gate = ops.columns(heads, 0, 4), ops.columns(heads, 4, 6)
-    np.testing.assert_array_equal(values, heads[..., :4])
-    np.testing.assert_array_equal(gate, heads[..., 4:])
-    # They can be used wherever rows can.
-    gated = ops.gated(ops.merge_heads(gate), np.zeros((4, 10), np.float32), Gate.SIGMOID)
-    np.testing.assert_array_equal(gated, gate.reshape(4, 10) / 2)
-
-
-# -- biases and factors ---------------------------------------------------------------------------
-
-
-def test_add_bias(ops: HostOps) -> None:
-    x, bias = normal(3, 20), normal(20, seed=1)
-    expected = x.astype(np.float64) + bias
-    got = ops.add_bias(x, bias)
-    np.testing.assert_allclose(got, expected, rtol=1e-6)
-    assert ops.add_bias(x, bias, out=x) is x
-    np.testing.assert_array_equal(x, got)
-    with pytest.raises(ValueError, match=r"cannot add|could not be broadcast"):
-        ops.add_bias(x, bias[:7])
-
-
-def test_scale_rows(ops: HostOps) -> None:
-    rows, factors = normal(3, 20), np.array([[2], [0.5], [-1]], np.float32)
-    np.testing.assert_array_equal(ops.scale_rows(rows, 0.1), rows * np.float32(0.1))
-    got = ops.scale_rows(rows, factors)
-    np.testing.assert_array_equal(got, rows * factors)
-    assert ops.scale_rows(rows, factors, out=rows) is rows
-    np.testing.assert_array_equal(rows, got)
-
-
-def test_queries_grow_from_period_to_period(ops: HostOps) -> None:
-    heads, positions = normal(5, 4, 6), np.array([0, 8, 9, 10, 29], np.int32)
-    factors = 1 + 0.3 * np.log([1, 1, 2, 2, 4])
-    got = heads.copy()
-    ops.scale_queries(got, positions, AttentionTemperature(period=10, slope=0.3))
-    np.testing.assert_allclose(got, heads * factors[:, None, None], rtol=1e-6)
 
 
 # -- norms after the rotation ---------------------------------------------------------------------

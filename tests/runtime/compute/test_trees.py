@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,13 +14,12 @@ from dflash_adapters.spec import DeltaShape, KvLayer, Mask
 from dflash_protocol.errors import CheckpointMissing
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime.compute import sliding_window
-from dflash_runtime.compute.cpu import CpuBackend
 from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.reference.ops import ReferenceOps
 from dflash_runtime.compute.trees import MOST_NODES, Tree
 from support.examples import examples
-from support.recurrent_rig import EPS, DeltaInputs, delta_inputs, recurrent_cache
+from support.recurrent_rig import DeltaInputs, delta_inputs, recurrent_cache
 from support.trees import BUSHY, CHAIN, parent_lists, way_to, ways_to_leaves
 
 HostOps: TypeAlias = CpuOps | ReferenceOps
@@ -28,16 +27,6 @@ HostOps: TypeAlias = CpuOps | ReferenceOps
 
 def tree_of(parents: list[int], position: int = 7) -> Tree:
     return Tree(np.array(parents, np.int32), position)
-
-
-@pytest.fixture(scope="module", params=["reference", "cpu", "three threads"])
-def ops(request: pytest.FixtureRequest) -> Iterator[HostOps]:
-    if request.param == "reference":
-        yield ReferenceOps()
-        return
-    backend = CpuBackend(num_threads=3 if request.param == "three threads" else 1)
-    yield backend.ops
-    backend.close()
 
 
 def check_same(ops: HostOps, got: F32Array, expected: F32Array) -> None:
@@ -169,18 +158,7 @@ class Recurrent:
     def delta(
         self, cache: Any, inputs: DeltaInputs, mixed: F32Array, positions: I32Array
     ) -> F32Array:
-        return self._ops.delta_rule(
-            mixed,
-            inputs.alpha,
-            inputs.beta,
-            self._shape,
-            a=inputs.a,
-            dt_bias=inputs.dt_bias,
-            cache=cache,
-            layer=0,
-            positions=positions,
-            eps=EPS,
-        )
+        return self._ops.delta_rule(replace(inputs, mixed=mixed), cache, 0, positions)
 
     def begun(self, num_positions: int) -> Any:
         cache = recurrent_cache(self._ops, self._shape, kernel=self._kernel)
@@ -192,7 +170,9 @@ class Recurrent:
         self, cache: Any, inputs: DeltaInputs, nodes: list[int], first: int
     ) -> list[F32Array]:
         return [
-            self.compute(cache, inputs.of(node, node + 1), np.array([first + index], np.int32))[0]
+            self.compute(
+                cache, inputs.of(slice(node, node + 1)), np.array([first + index], np.int32)
+            )[0]
             for index, node in enumerate(nodes)
         ]
 

@@ -12,10 +12,10 @@ import numpy as np
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.layers import Gate
 from dflash_adapters.loading import Matrix
-from dflash_adapters.quant.reference import dequantise
-from dflash_adapters.rope import AttentionTemperature, RopeTable
+from dflash_adapters.quant import dequantise
+from dflash_adapters.rope import RopeTable
 from dflash_adapters.routing import RoutingRule
-from dflash_adapters.spec import DeltaShape, KvLayer, RecurrentLayer
+from dflash_adapters.spec import KvLayer, RecurrentLayer
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime.compute.cpu.attention import CpuAttention
 from dflash_runtime.compute.cpu.dense import Dense, result_array
@@ -27,13 +27,13 @@ from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers
 from dflash_runtime.compute.cpu.weights.matrix import CpuMatrix, load_matrix
 from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES, expand_function
-from dflash_runtime.compute.delta_inputs import DeltaInputs
+from dflash_runtime.compute.host_ops import DeltaInputs
 from dflash_runtime.compute.kv_cache import KvCache, KvType
 from dflash_runtime.compute.trees import attend_segments
 
 
 class CpuOps:
-    """Implements ops.Ops over numpy arrays."""
+    """Implements host_ops.Ops."""
 
     def __init__(self, workers: Workers, scratch: Scratch) -> None:
         self._linear = DenseProducts(workers, scratch)
@@ -110,12 +110,6 @@ class CpuOps:
             first = end
         return outs
 
-    def split_heads(self, x: F32Array, num_heads: int) -> F32Array:
-        return x.reshape(x.shape[0], num_heads, x.shape[1] // num_heads)
-
-    def merge_heads(self, x: F32Array) -> F32Array:
-        return x.reshape(x.shape[0], x.shape[1] * x.shape[2])
-
     def norm_and_rotate(
         self,
         q: F32Array,
@@ -138,11 +132,6 @@ class CpuOps:
             eps=eps,
             norms_after=norms_after,
         )
-
-    def scale_queries(
-        self, q: F32Array, positions: I32Array, temperature: AttentionTemperature
-    ) -> None:
-        np.multiply(q, temperature.factors(positions)[:, None, None], out=q)
 
     def attention(
         self,
@@ -178,37 +167,10 @@ class CpuOps:
     ) -> tuple[I32Array, F32Array]:
         return self._dense.route(logits, rule, bias)
 
-    def add(self, x: F32Array, y: F32Array, out: F32Array | None = None) -> F32Array:
-        if x.shape != y.shape:
-            raise ValueError(f"cannot add {x.shape} and {y.shape}")
-        return np.add(x, y, out=out)
-
-    def add_bias(self, x: F32Array, bias: F32Array, out: F32Array | None = None) -> F32Array:
-        if bias.shape != x.shape[-1:]:
-            raise ValueError(f"cannot add {bias.shape} to rows {x.shape}")
-        return np.add(x, bias, out=out)
-
-    def scale_rows(
-        self, x: F32Array, factors: F32Array | float, out: F32Array | None = None
-    ) -> F32Array:
-        if isinstance(factors, float):
-            return np.multiply(x, np.float32(factors), out=out)
-        if factors.shape != (x.shape[0], 1):
-            raise ValueError(f"factors are {factors.shape} for rows {x.shape}")
-        return np.multiply(x, factors, out=out)
-
     def gated(
         self, x: F32Array, gate: F32Array, kind: Gate, out: F32Array | None = None
     ) -> F32Array:
         return self._dense.gated(x, gate, kind, out)
-
-    def swiglu(self, gate: F32Array, up: F32Array, out: F32Array | None = None) -> F32Array:
-        return self._dense.gated(up, gate, Gate.SILU, out)
-
-    def columns(self, x: F32Array, first: int, last: int) -> F32Array:
-        if not 0 <= first <= last <= x.shape[-1]:
-            raise ValueError(f"columns {first}..{last} of {x.shape}")
-        return np.ascontiguousarray(x[..., first:last])
 
     def causal_conv(
         self,
@@ -226,23 +188,10 @@ class CpuOps:
         return self._recurrent.causal_conv(x, weight, state, positions, out)
 
     def delta_rule(
-        self,
-        mixed: F32Array,
-        alpha: F32Array,
-        beta: F32Array,
-        shape: DeltaShape,
-        *,
-        a: F32Array,
-        dt_bias: F32Array,
-        cache: KvCache,
-        layer: int,
-        positions: I32Array,
-        eps: float,
-        out: F32Array | None = None,
+        self, inputs: DeltaInputs, cache: KvCache, layer: int, positions: I32Array
     ) -> F32Array:
         assert isinstance(cache, CpuKvCache)
-        inputs = DeltaInputs(mixed, alpha, beta, shape, a, dt_bias, eps)
         state = cache.states[layer]
         if cache.tree is not None:
-            return self._recurrent.tree_delta(inputs, state, cache.tree, out)
-        return self._recurrent.delta_rule(inputs, state, positions, out)
+            return self._recurrent.tree_delta(inputs, state, cache.tree)
+        return self._recurrent.delta_rule(inputs, state, positions)

@@ -16,7 +16,7 @@ from dflash_runtime.compute.cpu.kernels.recurrent_tiles import products_function
 from dflash_runtime.compute.cpu.recurrent_state import BlockedState
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers
-from dflash_runtime.compute.delta_inputs import DeltaInputs
+from dflash_runtime.compute.host_ops import DeltaInputs
 from dflash_runtime.compute.sequence_state import begin_of
 from dflash_runtime.compute.trees import Tree
 

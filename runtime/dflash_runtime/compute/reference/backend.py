@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.quant import TensorType
-from dflash_adapters.quant.reference import dequantise
+from dflash_adapters.quant import TensorType, dequantise
 from dflash_adapters.spec import MoeLayer
 from dflash_protocol.ids import I32Array
 from dflash_runtime.compute.backend import Chunking

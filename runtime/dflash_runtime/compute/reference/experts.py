@@ -15,8 +15,7 @@ from typing import TypeAlias
 import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.quant import TensorType
-from dflash_adapters.quant.reference import dequantise
+from dflash_adapters.quant import TensorType, dequantise
 from dflash_adapters.spec import ExpertProjection, ExpertVector, MoeLayer
 from dflash_protocol.batch import RoutedBatch
 from dflash_protocol.ids import F32Array, F64Array, I32Array

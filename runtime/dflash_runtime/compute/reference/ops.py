@@ -7,21 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.layers import Gate
 from dflash_adapters.loading import Matrix
-from dflash_adapters.quant.reference import dequantise
-from dflash_adapters.rope import AttentionTemperature, RopePairing, RopeTable
+from dflash_adapters.quant import dequantise
+from dflash_adapters.rope import RopePairing, RopeTable
 from dflash_adapters.routing import RoutingRule
-from dflash_adapters.spec import DeltaShape, KvLayer, RecurrentLayer
+from dflash_adapters.spec import KvLayer, RecurrentLayer
 from dflash_protocol.ids import F32Array, I32Array
-from dflash_runtime.compute.delta_inputs import DeltaInputs
+from dflash_runtime.compute.host_ops import DeltaInputs
 from dflash_runtime.compute.kv_cache import KvCache, KvType
-from dflash_runtime.compute.reference.attention import attend, store
-from dflash_runtime.compute.reference.kv_cache import CachedRows, cached_rows
+from dflash_runtime.compute.reference.attention import CachedRows, attend, cached_rows, store
 from dflash_runtime.compute.reference.recurrent import (
     RecurrentState,
     causal_conv,
@@ -80,7 +80,7 @@ class HostKvCache(SequenceState):
 
 
 class ReferenceOps:
-    """Implements ops.Ops over numpy arrays."""
+    """Implements host_ops.Ops."""
 
     def load_vector(self, file: GgufFile, tensor_name: str) -> F32Array:
         tensor = file.tensor(tensor_name)
@@ -98,12 +98,8 @@ class ReferenceOps:
     ) -> HostKvCache:
         return HostKvCache(layers, capacity, kv_type, recurrent=recurrent)
 
-    def embed(self, table: Matrix, token_ids: I32Array, out: F32Array | None = None) -> F32Array:
-        values = _dense(table)
-        if out is None:
-            out = np.empty((token_ids.size, values.shape[1]), np.float32)
-        np.take(values, token_ids, axis=0, out=out)
-        return out
+    def embed(self, table: Matrix, token_ids: I32Array) -> F32Array:
+        return np.take(_dense(table), token_ids, axis=0)
 
     def rms_norm(
         self, x: F32Array, weight: F32Array, eps: float, out: F32Array | None = None
@@ -131,12 +127,6 @@ class ReferenceOps:
     def project(self, x: F32Array, matrices: Sequence[Matrix]) -> list[F32Array]:
         return [self.linear(x, matrix) for matrix in matrices]
 
-    def split_heads(self, x: F32Array, num_heads: int) -> F32Array:
-        return x.reshape(x.shape[0], num_heads, -1)
-
-    def merge_heads(self, x: F32Array) -> F32Array:
-        return x.reshape(x.shape[0], x.shape[1] * x.shape[2])
-
     def norm_and_rotate(
         self,
         q: F32Array,
@@ -156,11 +146,6 @@ class ReferenceOps:
             if norms_after:
                 self.rms_norm(heads, np.ones(heads.shape[2], np.float32), eps, out=heads)
 
-    def scale_queries(
-        self, q: F32Array, positions: I32Array, temperature: AttentionTemperature
-    ) -> None:
-        np.multiply(q, temperature.factors(positions)[:, None, None], out=q)
-
     def attention(
         self,
         q: F32Array,
@@ -171,36 +156,17 @@ class ReferenceOps:
         positions: I32Array,
         *,
         scale: float,
-        out: F32Array | None = None,
         sinks: F32Array | None = None,
     ) -> F32Array:
         assert isinstance(cache, HostKvCache)
-        num_tokens, num_heads, _ = q.shape
-        if out is None:
-            out = np.empty((num_tokens, num_heads, v.shape[2]), np.float32)
         rows = cache.keys[cache_layer], cache.values[cache_layer]
-        window = cache.windows[cache_layer]
-
-        def attended(q: F32Array, k: F32Array, v: F32Array, positions: I32Array) -> F32Array:
-            out = np.empty((*q.shape[:2], v.shape[2]), np.float32)
-            attend(
-                q,
-                (k, v),
-                rows,
-                window=window,
-                positions=positions,
-                scale=scale,
-                sinks=sinks,
-                out=out,
-            )
-            return out
-
-        tree = cache.tree
-        if tree is not None:
-            attend_segments(tree, attended, out, q=q, k=k, v=v)
-            tree.keep(lambda path: store(positions[path], (k[path], v[path]), rows, window=window))
-        elif num_tokens:
-            out[:] = attended(q, k, v, positions)
+        window, tree = cache.windows[cache_layer], cache.tree
+        attended = partial(attend, rows=rows, window=window, scale=scale, sinks=sinks)
+        if tree is None:
+            return attended(q, k, v, positions)
+        out = np.empty((*q.shape[:2], v.shape[2]), np.float32)
+        attend_segments(tree, attended, out, q=q, k=k, v=v)
+        tree.keep(lambda path: store(positions[path], (k[path], v[path]), rows, window=window))
         return out
 
     def route(
@@ -208,72 +174,29 @@ class ReferenceOps:
     ) -> tuple[I32Array, F32Array]:
         return route(logits, rule, bias)
 
-    def add(self, x: F32Array, y: F32Array, out: F32Array | None = None) -> F32Array:
-        return np.add(x, y, out=out)
-
-    def add_bias(self, x: F32Array, bias: F32Array, out: F32Array | None = None) -> F32Array:
-        return np.add(x, bias, out=out)
-
-    def scale_rows(
-        self, x: F32Array, factors: F32Array | float, out: F32Array | None = None
-    ) -> F32Array:
-        return np.multiply(x, np.float32(factors), out=out)
-
     def gated(
         self, x: F32Array, gate: F32Array, kind: Gate, out: F32Array | None = None
     ) -> F32Array:
         factors = np.repeat(_gate_factors(gate, kind), x.shape[1] // gate.shape[1], axis=1)
         return np.multiply(x, factors, out=out)
 
-    def swiglu(self, gate: F32Array, up: F32Array, out: F32Array | None = None) -> F32Array:
-        return self.gated(up, gate, Gate.SILU, out)
-
-    def columns(self, x: F32Array, first: int, last: int) -> F32Array:
-        return x[..., first:last].copy()
-
     def causal_conv(
-        self,
-        x: F32Array,
-        weight: F32Array,
-        cache: KvCache,
-        layer: int,
-        positions: I32Array,
-        out: F32Array | None = None,
+        self, x: F32Array, weight: F32Array, cache: KvCache, layer: int, positions: I32Array
     ) -> F32Array:
         assert isinstance(cache, HostKvCache)
         state, tree = cache.states[layer], cache.tree
         if tree is not None:
-            return _into(out, tree_conv(x, weight, state, tree=tree))
-        return _into(out, causal_conv(x, weight, state, positions))
+            return tree_conv(x, weight, state, tree=tree)
+        return causal_conv(x, weight, state, positions)
 
     def delta_rule(
-        self,
-        mixed: F32Array,
-        alpha: F32Array,
-        beta: F32Array,
-        shape: DeltaShape,
-        *,
-        a: F32Array,
-        dt_bias: F32Array,
-        cache: KvCache,
-        layer: int,
-        positions: I32Array,
-        eps: float,
-        out: F32Array | None = None,
+        self, inputs: DeltaInputs, cache: KvCache, layer: int, positions: I32Array
     ) -> F32Array:
         assert isinstance(cache, HostKvCache)
-        inputs = DeltaInputs(mixed, alpha, beta, shape, a, dt_bias, eps)
         state, tree = cache.states[layer], cache.tree
         if tree is not None:
-            return _into(out, tree_delta(inputs, state, tree))
-        return _into(out, delta_rule(inputs, state, positions))
-
-
-def _into(out: F32Array | None, result: F32Array) -> F32Array:
-    if out is None:
-        return result
-    out[:] = result
-    return out
+            return tree_delta(inputs, state, tree)
+        return delta_rule(inputs, state, positions)
 
 
 def _gate_factors(gate: F32Array, kind: Gate) -> F32Array:

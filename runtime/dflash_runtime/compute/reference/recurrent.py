@@ -10,7 +10,7 @@ import numpy as np
 
 from dflash_adapters.spec import DeltaShape, RecurrentLayer
 from dflash_protocol.ids import F32Array, I32Array
-from dflash_runtime.compute.delta_inputs import DeltaInputs
+from dflash_runtime.compute.host_ops import DeltaInputs
 from dflash_runtime.compute.sequence_state import LayerState, begin_of
 from dflash_runtime.compute.trees import Tree
 

@@ -21,7 +21,7 @@ from dflash_runtime.compute.cpu.kv_cache import CpuKvCache
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers
 from dflash_runtime.compute.kv_cache import KvType
-from dflash_runtime.compute.reference.kv_cache import cached_rows
+from dflash_runtime.compute.reference.attention import cached_rows
 from support import float64_attention
 from support.examples import examples
 

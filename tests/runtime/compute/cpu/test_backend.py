@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.quant import TensorType
-from dflash_adapters.quant.reference import dequantise
+from dflash_adapters.quant import TensorType, dequantise
 from dflash_protocol.errors import ModelFileError, SettingsError
 from dflash_protocol.ids import F32Array
 from dflash_runtime.compute.backend import ComputeBackend

@@ -47,20 +47,6 @@ def q8_0_matrix(rows: int, columns: int) -> CpuMatrix:
     return as_matrix(stored.reshape(-1), TensorType.Q8_0, rows, columns)
 
 
-def test_add_and_heads(ops: CpuOps) -> None:
-    x, y = normal(3, 24), normal(3, 24, seed=1)
-    np.testing.assert_array_equal(ops.add(x, y), x + y)
-    expected = x + y
-    assert ops.add(x, y, out=x) is x
-    np.testing.assert_array_equal(x, expected)
-    heads = ops.split_heads(x, 4)
-    assert heads.shape == (3, 4, 6)
-    assert np.shares_memory(heads, x)
-    merged = ops.merge_heads(heads)
-    assert merged.shape == x.shape
-    assert np.shares_memory(merged, x)
-
-
 # -- the reference says the same -----------------------------------------------------------------
 
 
@@ -77,10 +63,10 @@ def test_a_layer_of_operations_agrees_with_the_reference(ops: CpuOps) -> None:
         (reference, [DenseMatrix(values) for values in weights]),
     ):
         h = each.rms_norm(x, norm, 1e-6)
-        q, k, v = map(each.split_heads, each.project(h, matrices[:3]), (4, 2, 2))
+        q, k, v = (projected.reshape(5, -1, 24) for projected in each.project(h, matrices[:3]))
         each.norm_and_rotate(q, k, positions, table, q_weight=normal(24, seed=2), eps=1e-6)
         cache = each.new_kv_cache((KvLayer(2, 24, 24),), 8, KvType.F32)
-        attended = each.merge_heads(each.attention(q, k, v, cache, 0, positions, scale=0.2))
+        attended = each.attention(q, k, v, cache, 0, positions, scale=0.2)
         ids, topk_weights = each.route(each.linear(h, matrices[3]), rule)
         results.append((attended, ids, topk_weights))
     for got, expected in zip(*results, strict=True):
@@ -154,8 +140,6 @@ def test_shapes_that_do_not_fit_are_refused(ops: CpuOps) -> None:
         ops.linear(x, matrix, add=np.empty((1, 8), np.float32))
     with pytest.raises(ValueError, match=r"\b64\b.*\b32\b"):
         ops.project(x, [matrix, q8_0_matrix(8, 32)])
-    with pytest.raises(ValueError, match="cannot add"):
-        ops.add(x, x[:1])
     assert ops.linear(x, matrix).shape == (2, 8)
 
 

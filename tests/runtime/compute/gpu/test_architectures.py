@@ -121,7 +121,7 @@ def test_a_head_too_wide_for_a_block_is_multiplied_in_parts(tmp_path: Path) -> N
 
 def test_attention_with_all_that_a_layer_may_have(any_device: KernelDevice) -> None:
     """Norms after a rotation that is scaled, temperature and sinks; a chunk and a step."""
-    table = rope_table(RopePairing.INTERLEAVED, 16, 1e4, yarn=YarnScaling(8.0, 64))
+    table = rope_table(RopePairing.INTERLEAVED, 16, 1e4, scaling=YarnScaling(8.0, 64))
     assert table.scale > 1.1
     random = np.random.default_rng(3)
     rows = [random.standard_normal((20, heads * 16), np.float32) for heads in (4, 2, 2)]
@@ -142,13 +142,13 @@ def test_attention_with_all_that_a_layer_may_have(any_device: KernelDevice) -> N
         q, k, v = (any_device.upload(each) for each in some)
         out = Rows(any_device.empty(q.shape, np.float32))
         attention.launch(form, (q, k, v), step, cache_layer=0, out=out)
-        queries, keys, values = (ops.split_heads(each, each.shape[1] // 16) for each in some)
+        queries, keys, values = (each.reshape(last - first, -1, 16) for each in some)
         ops.norm_and_rotate(queries, keys, positions, table, eps=0.1, norms_after=True)
-        ops.scale_queries(queries, positions, temperature)
+        queries *= temperature.factors(positions)[:, None, None]
         attended = ops.attention(
             queries, keys, values, reference_cache, 0, positions, scale=0.3, sinks=sinks
         )
-        expected = ops.merge_heads(attended)
+        expected = attended.reshape(last - first, -1)
         assert largest_error(any_device.download(out.array), expected) < 3e-6
 
 

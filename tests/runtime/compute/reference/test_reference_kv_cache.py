@@ -8,7 +8,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
 from dflash_runtime.compute.kv_cache import KvType
-from dflash_runtime.compute.reference.kv_cache import cached_rows
+from dflash_runtime.compute.reference.attention import cached_rows
 
 
 @pytest.mark.parametrize("dim", [32, 96, 33, 1])

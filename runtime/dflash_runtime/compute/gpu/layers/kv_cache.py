@@ -59,7 +59,7 @@ class DeviceKvCache(KeptRows):
 
     @contextmanager
     def branching(self, tree: Tree) -> Iterator[None]:
-        """See trees.BranchingCache.branching: a step's tree leaves the cache as it is until a path
+        """See KvCache.branching: a step's tree leaves the cache as it is until a path
         is accepted.
 
         Raises: ContextExceeded too."""

@@ -11,7 +11,7 @@ import numpy as np
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.layers import Linear, VectorTensor
 from dflash_adapters.loading import Weights
-from dflash_adapters.quant.reference import dequantise
+from dflash_adapters.quant import dequantise
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.layers.matrix import DeviceMatrix, Uploader
 from dflash_runtime.compute.gpu.layers.rows import Input, Norm, Rows

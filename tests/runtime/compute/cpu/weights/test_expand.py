@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dflash_adapters.quant import TensorType
-from dflash_adapters.quant.reference import dequantise
+from dflash_adapters.quant import TensorType, dequantise
 from dflash_protocol.ids import F32Array, U8Array
 from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import Kernel, compile_kernel

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from dflash_adapters.quant import TensorType
-from dflash_adapters.quant.reference import dequantise
+from dflash_adapters.quant import TensorType, dequantise
 from dflash_protocol.ids import F32Array, I32Array, U8Array
 from dflash_runtime.compute.cpu.weights import float_tile
 from dflash_runtime.compute.cpu.weights.rows import (

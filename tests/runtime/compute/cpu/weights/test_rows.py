@@ -15,8 +15,7 @@ import pytest
 from gguf import GGMLQuantizationType
 from gguf.quants import quantize
 
-from dflash_adapters.quant import TensorType
-from dflash_adapters.quant.reference import dequantise
+from dflash_adapters.quant import TensorType, dequantise
 from dflash_protocol.ids import F32Array, F64Array, U8Array
 from dflash_runtime.compute.cpu import CpuBackend
 from dflash_runtime.compute.cpu.ops import CpuOps

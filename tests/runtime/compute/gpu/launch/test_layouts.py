@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dflash_adapters.quant import TensorType
-from dflash_adapters.quant.reference import dequantise
+from dflash_adapters.quant import TensorType, dequantise
 from dflash_runtime.compute.gpu.device.device import address
 from dflash_runtime.compute.gpu.device.kernel_sources import kernel_path
 from dflash_runtime.compute.gpu.launch.decode_tokens import Embed, Repack

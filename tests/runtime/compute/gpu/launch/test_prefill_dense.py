@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_adapters.quant import TensorType
-from dflash_adapters.quant.reference import dequantise
+from dflash_adapters.quant import TensorType, dequantise
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import F32Array, F64Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray, Grid, address

@@ -11,7 +11,7 @@ from dflash_adapters.rope import AttentionTemperature, RopePairing
 from dflash_adapters.spec import Mask
 from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
 from dflash_runtime.compute.kv_cache import KvType
-from dflash_runtime.compute.reference.kv_cache import cached_rows
+from dflash_runtime.compute.reference.attention import cached_rows
 from support.attention_rig import AttentionRig, LayerCase, relative_error
 
 SMALL = LayerCase(num_heads=4, key_dim=32, value_dim=32, num_rotated=32)
