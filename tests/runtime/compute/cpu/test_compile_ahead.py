@@ -18,11 +18,11 @@ import pytest
 from dflash_adapters.quant import TensorType
 from dflash_runtime.compute.cpu import backend as backend_module
 from dflash_runtime.compute.cpu import compile_ahead as ahead
-from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.backend import CpuBackend
-from dflash_runtime.compute.cpu.compile.compiling import compile_row_function
+from dflash_runtime.compute.cpu.compile.compiling import RowFunction
 from dflash_runtime.compute.cpu.compile.kernel_cache import keeping_in, kernel_folder
 from dflash_runtime.compute.cpu.kernel_jobs import jobs_for, run_job
+from dflash_runtime.compute.cpu.simd.types import i64
 from dflash_runtime.compute.cpu.weights import float_tile
 from dflash_runtime.compute.cpu.weights.rows_dense import expand_f16, expand_f32
 from dflash_runtime.compute.kv_cache import KvType
@@ -37,7 +37,7 @@ compile_ahead(["attend", "expert_tasks"], lambda num_done, num_total: print(num_
 
 
 def came_from_cache(function: Callable[..., None]) -> bool:
-    return compile_row_function(function, v.void, v.i64, v.i64, v.i64).came_from_cache
+    return RowFunction(function, i64, i64, i64).came_from_cache
 
 
 def the_folder() -> Path:

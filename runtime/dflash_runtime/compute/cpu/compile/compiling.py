@@ -17,7 +17,8 @@ from dflash_protocol.fingerprint import digest
 from dflash_runtime.compute.cpu.compile.kernel_cache import cache_for, release
 from dflash_runtime.compute.cpu.compile.kernel_compiler import Helper, KernelCompiler
 from dflash_runtime.compute.cpu.compile.tiers import current_tier
-from dflash_runtime.compute.cpu.simd.untyped import CFunc, cpu_target, llvm, njit
+from dflash_runtime.compute.cpu.simd.types import i64, void
+from dflash_runtime.compute.cpu.simd.untyped import CFunc, cpu_target, llvm, njit, types
 from dflash_runtime.interrupts import uninterrupted
 
 # Part of the numeric class: raise it when a change to a kernel changes the bits of a result.
@@ -42,16 +43,24 @@ def compile_kernel(function: Kernel, *argument_types: Any) -> Kernel:
     return kernel  # type: ignore[no-any-return]
 
 
-def compile_row_function(function: Kernel, result: Any, *argument_types: Any) -> RowFunction:
-    """Compile a function that other kernels call through its address."""
-    return RowFunction(function, result, argument_types)
+def compile_task(function: Kernel) -> RowFunction:
+    """Compile ``task(args, counter, worker_idx)``, which threads run; see threads/parallel."""
+    return RowFunction(function, i64, i64, i64)
+
+
+def read_only(element: Any, ndim: int) -> Any:
+    """The type of a contiguous array that a kernel does not write."""
+    return types.Array(element, ndim, "C", readonly=True)
 
 
 class RowFunction:
-    """Owns compiled code; `address` is valid while this object lives."""
+    """A compiled function that other kernels call through its address, without a result.
 
-    def __init__(self, function: Kernel, result: Any, argument_types: tuple[Any, ...]) -> None:
-        signature = argument_types, result
+    Owns the code; `address` is valid while this object lives.
+    """
+
+    def __init__(self, function: Kernel, *argument_types: Any) -> None:
+        signature = argument_types, void
         callback = CFunc(function, signature, {}, dict(_OPTIONS), pipeline_class=KernelCompiler)
         callback._cache = cache_for(function)
         with uninterrupted():

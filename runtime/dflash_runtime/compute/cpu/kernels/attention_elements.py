@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from dflash_runtime.compute.cpu import simd as v
-from dflash_runtime.compute.cpu.compile.compiling import RowFunction, compile_row_function, variant
+from dflash_runtime.compute.cpu.compile.compiling import RowFunction, variant
 from dflash_runtime.compute.cpu.kernels import attention_tiles as tiles
 from dflash_runtime.compute.cpu.kernels.attention_store import store_key, store_values
 from dflash_runtime.compute.cpu.kernels.attention_tiles import BLOCK, ELEMENTS
+from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.simd.atomics import relaxed_load
-from dflash_runtime.compute.cpu.simd.memory import emit_call
-from dflash_runtime.compute.cpu.simd.types import i64, primitive, void
+from dflash_runtime.compute.cpu.simd.types import emit_call, i64, primitive, void
 from dflash_runtime.compute.cpu.simd.untyped import ir
 from dflash_runtime.compute.kv_cache import KvType
 
@@ -134,7 +133,7 @@ class ElementFunctions:
 @cache
 def element_functions(kv_type: KvType) -> ElementFunctions:
     def compiled(function: Any, num_arguments: int) -> RowFunction:
-        return compile_row_function(function, v.void, ELEMENTS[kv_type], *[v.i64] * num_arguments)
+        return RowFunction(function, ELEMENTS[kv_type], *[i64] * num_arguments)
 
     return ElementFunctions(
         compiled(_scores, 6),

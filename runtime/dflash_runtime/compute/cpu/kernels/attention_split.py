@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import (
     helper,
 )
@@ -58,6 +57,7 @@ from dflash_runtime.compute.cpu.kernels.attention_elements import (
 from dflash_runtime.compute.cpu.kernels.attention_tiles import BLOCK
 from dflash_runtime.compute.cpu.kernels.words import word
 from dflash_runtime.compute.cpu.simd import atomics
+from dflash_runtime.compute.cpu.simd import vectors as v
 
 SPLIT = 256
 """Positions in one split, an item of its own when few tokens attend to many positions."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import helper
 from dflash_runtime.compute.cpu.kernels.attention_tiles import ELEMENTS
-from dflash_runtime.compute.cpu.simd.memory import emit_store
+from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.simd.types import (
     FLOAT,
     HALF,
@@ -15,8 +14,10 @@ from dflash_runtime.compute.cpu.simd.types import (
     I16,
     I64,
     LANES,
+    emit_named,
     emit_shuffle,
     emit_splat,
+    emit_store,
     floats,
     i64,
     lanes_of,
@@ -40,10 +41,7 @@ def _quantise(builder: Any, lanes: Any) -> tuple[Any, Any]:
 
     Source: ggml, block_q8_0: scale = largest magnitude / 127, rounded after it has been used.
     """
-    declared = cgutils.get_or_insert_function
-    kind = lanes.type
-    unary = ir.FunctionType(kind, [kind])
-    size = builder.call(declared(builder.module, unary, "llvm.fabs.v32f32"), [lanes])
+    size = emit_named(builder, "llvm.fabs.v32f32", lanes.type, lanes)
     width = LANES
     while width > 1:
         width //= 2
@@ -58,7 +56,7 @@ def _quantise(builder: Any, lanes: Any) -> tuple[Any, Any]:
     inverse = builder.fdiv(ir.Constant(FLOAT, 1.0), scale)
     inverse = builder.select(is_zero, ir.Constant(FLOAT, 0.0), inverse)
     scaled = builder.fmul(lanes, emit_splat(builder, inverse))
-    nearest = builder.call(declared(builder.module, unary, "llvm.rint.v32f32"), [scaled])
+    nearest = emit_named(builder, "llvm.rint.v32f32", lanes.type, scaled)
     return bits, builder.fptosi(nearest, lanes_of(I8))
 
 

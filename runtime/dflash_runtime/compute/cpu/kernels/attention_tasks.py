@@ -12,13 +12,13 @@ from functools import cache
 import numpy as np
 
 from dflash_protocol.ids import F32Array, I64Array
-from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import (
     Kernel,
     RowFunction,
     compile_kernel,
-    compile_row_function,
+    compile_task,
     helper,
+    read_only,
 )
 from dflash_runtime.compute.cpu.kernels.attention_arguments import (
     ATTEND_TASK,
@@ -73,6 +73,8 @@ from dflash_runtime.compute.cpu.kernels.attention_split import (
 )
 from dflash_runtime.compute.cpu.kernels.words import set_word, word
 from dflash_runtime.compute.cpu.simd import atomics
+from dflash_runtime.compute.cpu.simd import vectors as v
+from dflash_runtime.compute.cpu.simd.types import f32, i64
 from dflash_runtime.compute.cpu.simd.untyped import types
 from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
 from dflash_runtime.compute.kv_cache import KvType
@@ -268,20 +270,20 @@ def _attention(
 
 @cache
 def attention_kernel() -> Kernel:
-    new, vector = (types.Array(v.f32, ndim, "C", readonly=True) for ndim in (3, 1))
-    arrays = [new, new, new, vector, v.f32[:, :, ::1], v.i64[::1]]
-    sharing, memory = types.UniTuple(v.i64, 7), types.UniTuple(v.i64, 5)
-    return compile_kernel(_attention, *arrays, v.i64, v.f32, sharing, memory)
+    new, vector = (read_only(f32, ndim) for ndim in (3, 1))
+    arrays = [new, new, new, vector, f32[:, :, ::1], i64[::1]]
+    sharing, memory = types.UniTuple(i64, 7), types.UniTuple(i64, 5)
+    return compile_kernel(_attention, *arrays, i64, f32, sharing, memory)
 
 
 @cache
 def attend_task() -> RowFunction:
-    return compile_row_function(_attend, v.void, *[v.i64] * 3)
+    return compile_task(_attend)
 
 
 @cache
 def store_task() -> RowFunction:
-    return compile_row_function(_store, v.void, *[v.i64] * 3)
+    return compile_task(_store)
 
 
 def function_words(kv_type: KvType) -> dict[int, int]:

@@ -22,11 +22,12 @@ from typing import Any
 import numpy as np
 
 from dflash_protocol.ids import F32Array, I64Array
-from dflash_runtime.compute.cpu import simd as v
-from dflash_runtime.compute.cpu.compile.compiling import helper
+from dflash_runtime.compute.cpu.compile.compiling import helper, read_only
 from dflash_runtime.compute.cpu.kernels import dense_lanes as lanes
 from dflash_runtime.compute.cpu.kernels.recurrent_tiles import add_products
 from dflash_runtime.compute.cpu.kernels.words import set_word, word
+from dflash_runtime.compute.cpu.simd import vectors as v
+from dflash_runtime.compute.cpu.simd.types import f32, f64, i64
 from dflash_runtime.compute.cpu.simd.untyped import types
 
 DELTA_BLOCK = 32
@@ -338,6 +339,6 @@ def describe(
 
 def described_types() -> list[Any]:
     """Types of the arguments of `describe`, up to `one_scratch`."""
-    row, rows = (types.Array(v.f32, ndim, "C", readonly=True) for ndim in (1, 2))
-    inputs, memory = types.Tuple((rows, rows, rows, row, row)), types.UniTuple(v.i64, 3)
-    return [v.i64[::1], inputs, v.f32[:, :, ::1], v.i64, v.f64, memory, v.i64]
+    row, rows = (read_only(f32, ndim) for ndim in (1, 2))
+    inputs, memory = types.Tuple((rows, rows, rows, row, row)), types.UniTuple(i64, 3)
+    return [i64[::1], inputs, f32[:, :, ::1], i64, f64, memory, i64]

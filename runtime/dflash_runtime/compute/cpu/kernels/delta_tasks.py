@@ -9,16 +9,16 @@ from __future__ import annotations
 from functools import cache
 
 from dflash_protocol.ids import F32Array, I64Array
-from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import (
     Kernel,
     RowFunction,
     compile_kernel,
-    compile_row_function,
+    compile_task,
 )
 from dflash_runtime.compute.cpu.kernels import delta_parts as d
 from dflash_runtime.compute.cpu.kernels.recurrent_tiles import add_products
 from dflash_runtime.compute.cpu.kernels.words import word
+from dflash_runtime.compute.cpu.simd.types import i64
 from dflash_runtime.compute.cpu.simd.untyped import types
 from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
 
@@ -110,6 +110,6 @@ def _delta_rule(
 @cache
 def delta_kernel() -> tuple[Kernel, RowFunction]:
     """The kernel, and the task whose address it is passed, along with that of products_function."""
-    task = compile_row_function(_delta_task, v.void, *[v.i64] * 3)
-    functions = types.UniTuple(v.i64, 2)
-    return compile_kernel(_delta_rule, *d.described_types(), functions, v.i64), task
+    task = compile_task(_delta_task)
+    functions = types.UniTuple(i64, 2)
+    return compile_kernel(_delta_rule, *d.described_types(), functions, i64), task

@@ -13,13 +13,13 @@ from __future__ import annotations
 from functools import cache
 
 from dflash_protocol.ids import F32Array, I32Array, I64Array
-from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import (
     Kernel,
     RowFunction,
     compile_kernel,
-    compile_row_function,
+    compile_task,
     helper,
+    read_only,
 )
 from dflash_runtime.compute.cpu.kernels import delta_parts as d
 from dflash_runtime.compute.cpu.kernels.delta_parts import (
@@ -41,6 +41,8 @@ from dflash_runtime.compute.cpu.kernels.delta_parts import (
 )
 from dflash_runtime.compute.cpu.kernels.recurrent_tiles import add_products
 from dflash_runtime.compute.cpu.kernels.words import set_word, word
+from dflash_runtime.compute.cpu.simd import vectors as v
+from dflash_runtime.compute.cpu.simd.types import i64
 from dflash_runtime.compute.cpu.simd.untyped import types
 from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
 
@@ -245,7 +247,7 @@ def _tree_rule(
 @cache
 def tree_kernel() -> tuple[Kernel, RowFunction]:
     """The kernel, and the task whose address it is passed, along with that of products_function."""
-    numbers = types.Array(types.int32, 1, "C", readonly=True)
-    tree, functions = types.Tuple((numbers, numbers, v.i64)), types.UniTuple(v.i64, 2)
-    task = compile_row_function(_tree_task, v.void, *[v.i64] * 3)
-    return compile_kernel(_tree_rule, *d.described_types(), functions, v.i64, tree), task
+    numbers = read_only(types.int32, 1)
+    tree, functions = types.Tuple((numbers, numbers, i64)), types.UniTuple(i64, 2)
+    task = compile_task(_tree_task)
+    return compile_kernel(_tree_rule, *d.described_types(), functions, i64, tree), task

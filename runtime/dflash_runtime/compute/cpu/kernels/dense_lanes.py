@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dflash_runtime.compute.cpu.simd.memory import emit_store
 from dflash_runtime.compute.cpu.simd.types import (
     I32,
     I64,
@@ -13,6 +12,7 @@ from dflash_runtime.compute.cpu.simd.types import (
     emit_constant,
     emit_shuffle,
     emit_splat,
+    emit_store,
     f32,
     f64,
     floats,

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any
 
 import numpy as np
 
 from dflash_protocol.ids import F32Array
-from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import (
     Kernel,
     RowFunction,
     compile_kernel,
-    compile_row_function,
+    compile_task,
     helper,
+    read_only,
 )
 from dflash_runtime.compute.cpu.kernels import dense_lanes as lanes
 from dflash_runtime.compute.cpu.kernels.words import set_word, word
+from dflash_runtime.compute.cpu.simd import vectors as v
+from dflash_runtime.compute.cpu.simd.types import f32, f64, i64
 from dflash_runtime.compute.cpu.simd.untyped import types
 from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
 
@@ -199,24 +200,16 @@ def _rope(
 # -- compiled -------------------------------------------------------------------------------------
 
 
-def _input(ndim: int) -> Any:
-    return types.Array(v.f32, ndim, "C", readonly=True)
-
-
-def _task(function: Kernel) -> RowFunction:
-    return compile_row_function(function, v.void, *[v.i64] * 3)
-
-
 @cache
 def norm_kernel() -> tuple[Kernel, RowFunction]:
     """The kernel, and the task whose address it is passed."""
-    arguments = [_input(2), _input(1), v.f64, v.f32[:, ::1], types.UniTuple(v.i64, 2)]
-    return compile_kernel(_norm, *arguments, v.i64, v.i64), _task(_norm_task)
+    arguments = [read_only(f32, 2), read_only(f32, 1), f64, f32[:, ::1], types.UniTuple(i64, 2)]
+    return compile_kernel(_norm, *arguments, i64, i64), compile_task(_norm_task)
 
 
 @cache
 def rope_kernel() -> tuple[Kernel, RowFunction]:
-    heads, angles = v.f32[:, :, ::1], types.Tuple((_input(3), types.boolean))
-    arguments = [heads, heads, _input(1), _input(1), v.f64, angles, types.boolean]
-    memory = types.UniTuple(v.i64, 2)
-    return compile_kernel(_rope, *arguments, memory, v.i64, v.i64), _task(_rope_task)
+    heads, angles = f32[:, :, ::1], types.Tuple((read_only(f32, 3), types.boolean))
+    arguments = [heads, heads, read_only(f32, 1), read_only(f32, 1), f64, angles, types.boolean]
+    memory = types.UniTuple(i64, 2)
+    return compile_kernel(_rope, *arguments, memory, i64, i64), compile_task(_rope_task)

@@ -5,9 +5,9 @@ Addresses, except where the unit or the comment says otherwise.
 
 from __future__ import annotations
 
-from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import helper
 from dflash_runtime.compute.cpu.kernels.words import get
+from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.weights.matrix import NUM_FIELDS
 from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES
 

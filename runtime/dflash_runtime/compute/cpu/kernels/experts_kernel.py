@@ -7,15 +7,14 @@ of rows; quantise the activations; down by runs of rows over all experts.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array
-from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import (
     Kernel,
     RowFunction,
     compile_kernel,
-    compile_row_function,
+    compile_task,
+    read_only,
 )
 from dflash_runtime.compute.cpu.kernels.experts_arguments import (
     ACTIVATION_Q8,
@@ -48,7 +47,8 @@ from dflash_runtime.compute.cpu.kernels.experts_q8 import (
     quantise_hidden,
     regroup_hidden,
 )
-from dflash_runtime.compute.cpu.simd.types import i64, void
+from dflash_runtime.compute.cpu.simd import vectors as v
+from dflash_runtime.compute.cpu.simd.types import f32, f64, i64
 from dflash_runtime.compute.cpu.simd.untyped import types
 from dflash_runtime.compute.cpu.threads.parallel import run_on, run_region
 
@@ -123,15 +123,12 @@ def _expert_ffn(
 def expert_ffn_tasks() -> tuple[RowFunction, ...]:
     """The phases, in the order of their words, which hold their addresses."""
     phases = (quantise_hidden, regroup_hidden, gate_up, quantise_activations, down_phase)
-    return tuple(compile_row_function(phase, void, *[i64] * 3) for phase in phases)
+    return tuple(compile_task(phase) for phase in phases)
 
 
 @cache
 def expert_ffn_kernel() -> Kernel:
-    def given(element: Any, num_dimensions: int) -> Any:
-        return types.Array(element, num_dimensions, "C", readonly=True)
-
-    ids, memory = given(types.int32, 1), types.UniTuple(v.i64, 7)
-    hidden, weights, out = given(v.f32, 2), given(v.f32, 1), v.f64[:, ::1]
-    arrays = [hidden, ids, ids, ids, weights, out, given(v.i64, 1)]
-    return compile_kernel(_expert_ffn, *arrays, memory, v.i64)
+    ids, memory = read_only(types.int32, 1), types.UniTuple(i64, 7)
+    hidden, weights, out = read_only(f32, 2), read_only(f32, 1), f64[:, ::1]
+    arrays = [hidden, ids, ids, ids, weights, out, read_only(i64, 1)]
+    return compile_kernel(_expert_ffn, *arrays, memory, i64)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import helper
 from dflash_runtime.compute.cpu.kernels.experts_arguments import (
     ACTIVATION,
@@ -41,11 +40,13 @@ from dflash_runtime.compute.cpu.kernels.products import (
     multiply_rows,
 )
 from dflash_runtime.compute.cpu.kernels.words import get
-from dflash_runtime.compute.cpu.simd.memory import emit_load, emit_store
+from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.simd.types import (
     DOUBLE,
     FLOAT,
+    emit_load,
     emit_splat,
+    emit_store,
     f32,
     i64,
     lanes_of,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.kernels.experts_arguments import (
     ACTIVATION_Q8,
     ACTIVATIONS,
@@ -19,6 +18,7 @@ from dflash_runtime.compute.cpu.kernels.experts_arguments import (
 )
 from dflash_runtime.compute.cpu.kernels.products import group_size
 from dflash_runtime.compute.cpu.kernels.words import get
+from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.threads.parallel import claim
 from dflash_runtime.compute.cpu.weights.repacked.kernels import Q8_BLOCK_BYTES
 from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise, regroup

@@ -11,15 +11,17 @@ from typing import Any
 
 from dflash_adapters.layers import Gate
 from dflash_protocol.ids import F32Array
-from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import (
     Kernel,
     RowFunction,
     compile_kernel,
-    compile_row_function,
+    compile_task,
     helper,
+    read_only,
 )
 from dflash_runtime.compute.cpu.kernels.words import set_word, word
+from dflash_runtime.compute.cpu.simd import vectors as v
+from dflash_runtime.compute.cpu.simd.types import f32, i64
 from dflash_runtime.compute.cpu.simd.untyped import types
 from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
 
@@ -100,8 +102,8 @@ def _gate(
 @cache
 def gate_kernel() -> tuple[Kernel, RowFunction]:
     """The kernel, and the task whose address it is passed."""
-    rows = types.Array(v.f32, 2, "C", readonly=True)
-    memory = types.UniTuple(v.i64, 2)
-    arguments = [rows, rows, v.i64, v.f32[:, ::1], memory, v.i64, v.i64]
-    task = compile_row_function(_gate_task, v.void, *[v.i64] * 3)
+    rows = read_only(f32, 2)
+    memory = types.UniTuple(i64, 2)
+    arguments = [rows, rows, i64, f32[:, ::1], memory, i64, i64]
+    task = compile_task(_gate_task)
     return compile_kernel(_gate, *arguments), task

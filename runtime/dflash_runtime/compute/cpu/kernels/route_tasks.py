@@ -12,16 +12,18 @@ import numpy as np
 
 from dflash_adapters.routing import Gating
 from dflash_protocol.ids import F32Array, I32Array
-from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import (
     Kernel,
     RowFunction,
     compile_kernel,
-    compile_row_function,
+    compile_task,
     helper,
+    read_only,
 )
 from dflash_runtime.compute.cpu.kernels import dense_lanes as lanes
 from dflash_runtime.compute.cpu.kernels.words import set_word, word
+from dflash_runtime.compute.cpu.simd import vectors as v
+from dflash_runtime.compute.cpu.simd.types import f32, f64, i64
 from dflash_runtime.compute.cpu.simd.untyped import types
 from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
 
@@ -251,9 +253,9 @@ def _route(
 @cache
 def route_kernel() -> tuple[Kernel, RowFunction]:
     """The kernel, and the task whose address it is passed."""
-    logits, bias = (types.Array(v.f32, ndim, "C", readonly=True) for ndim in (2, 1))
-    arrays = [logits, bias, types.int32[:, ::1], v.f32[:, ::1]]
-    rule = types.Tuple((v.i64, types.boolean, v.i64, v.i64, types.boolean, v.f64))
-    memory = types.UniTuple(v.i64, 3)
-    task = compile_row_function(_route_task, v.void, *[v.i64] * 3)
-    return compile_kernel(_route, *arrays, rule, memory, v.i64, v.i64), task
+    logits, bias = (read_only(f32, ndim) for ndim in (2, 1))
+    arrays = [logits, bias, types.int32[:, ::1], f32[:, ::1]]
+    rule = types.Tuple((i64, types.boolean, i64, i64, types.boolean, f64))
+    memory = types.UniTuple(i64, 3)
+    task = compile_task(_route_task)
+    return compile_kernel(_route, *arrays, rule, memory, i64, i64), task

@@ -10,7 +10,6 @@ from functools import cache
 from typing import Any
 
 from dflash_adapters.quant import TensorType
-from dflash_runtime.compute.cpu.simd.memory import emit_load
 from dflash_runtime.compute.cpu.simd.types import (
     FLOAT,
     HALF,
@@ -19,6 +18,7 @@ from dflash_runtime.compute.cpu.simd.types import (
     I32,
     I64,
     LANES,
+    emit_load,
     emit_shuffle,
     f32,
     floats,

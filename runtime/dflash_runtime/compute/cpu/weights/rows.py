@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 
 from dflash_adapters.quant import TensorType
-from dflash_runtime.compute.cpu import simd as vector
-from dflash_runtime.compute.cpu.compile.compiling import Kernel, RowFunction, compile_row_function
+from dflash_runtime.compute.cpu.compile.compiling import Kernel, RowFunction
+from dflash_runtime.compute.cpu.simd.types import i64
 from dflash_runtime.compute.cpu.weights import (
     rows_32,
     rows_256,
@@ -54,5 +54,4 @@ _EXPAND: dict[TensorType, Kernel] = {
 @cache
 def expand_function(tensor_type: TensorType) -> RowFunction:
     """``function(row, columns, out)``: expands a stored row to float32."""
-    i64 = vector.i64
-    return compile_row_function(_EXPAND[tensor_type], vector.void, i64, i64, i64)
+    return RowFunction(_EXPAND[tensor_type], *[i64] * 3)

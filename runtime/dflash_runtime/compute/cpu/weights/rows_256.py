@@ -9,8 +9,8 @@ Source: block layouts of ggml (checked against the gguf package by tests).
 
 from __future__ import annotations
 
-from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import helper
+from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.weights.rows_32 import iq4_values
 
 

@@ -8,7 +8,7 @@ Source: block layouts of ggml (checked against the gguf package by tests).
 
 from __future__ import annotations
 
-from dflash_runtime.compute.cpu import simd as v
+from dflash_runtime.compute.cpu.simd import vectors as v
 
 iq4_values = v.table_lookup(
     (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from dflash_adapters.quant import TensorType
-from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import helper
+from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.weights.codebooks import (
     codebook,
     half_from_bits,

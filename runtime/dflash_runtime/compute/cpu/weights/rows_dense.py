@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dflash_runtime.compute.cpu import simd as v
+from dflash_runtime.compute.cpu.simd import vectors as v
 
 
 def expand_f32(row: int, columns: int, out: int) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import helper
+from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.simd.types import LANES, emit_shuffle, primitive, unsigned
 from dflash_runtime.compute.cpu.weights.rows_32 import mxfp4_values
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import helper
-from dflash_runtime.compute.cpu.simd.memory import emit_load
+from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.simd.types import (
     I8,
     I16,
     LANES,
     emit_constant,
     emit_join,
+    emit_load,
     emit_splat,
     i64,
     lanes_of,

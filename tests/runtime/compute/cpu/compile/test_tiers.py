@@ -19,8 +19,8 @@ from dflash_runtime.compute import BackendName, make_backend
 from dflash_runtime.compute.cpu.compile import tier_test, tiers
 from dflash_runtime.compute.cpu.compile.tiers import choose_tier
 from dflash_runtime.compute.cpu.simd import dots, instruction_sets, tiles
-from dflash_runtime.compute.cpu.simd.emitting import call
 from dflash_runtime.compute.cpu.simd.instruction_sets import Tier, offered_tiers, target_features
+from dflash_runtime.compute.cpu.simd.types import emit_named
 from support.cpu_tiers import HERE, on_x86, with_vnni
 from support.processes import environment
 
@@ -196,9 +196,9 @@ def test_a_missing_intrinsic_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("cache")
 def test_a_changed_signature_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def call_with_fewer(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
-        return call(builder, name, result, *arguments[:-1])
+        return emit_named(builder, name, result, *arguments[:-1])
 
-    monkeypatch.setattr(dots, "call", call_with_fewer)
+    monkeypatch.setattr(dots, "emit_named", call_with_fewer)
     reason = why_not(Tier.AVX512_VNNI)
     assert reason is not None
     assert "\n" not in reason

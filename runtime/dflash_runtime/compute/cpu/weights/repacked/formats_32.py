@@ -6,8 +6,8 @@ Source: block layouts of ggml (checked against the gguf package by tests).
 from __future__ import annotations
 
 from dflash_runtime.compute.cpu.compile.tiers import current_tier
-from dflash_runtime.compute.cpu.simd.emitting import I8, NUM_ROWS, Vec, join, look_up, where
-from dflash_runtime.compute.cpu.simd.types import lanes_of
+from dflash_runtime.compute.cpu.simd.emitting import NUM_ROWS, Vec, join, look_up, where
+from dflash_runtime.compute.cpu.simd.types import I8, lanes_of
 from dflash_runtime.compute.cpu.weights.repacked.rows import (
     WORDS,
     Quads,

@@ -9,10 +9,10 @@ from inspect import signature
 from typing import Any
 
 from dflash_adapters.quant import TensorType
-from dflash_runtime.compute.cpu.compile.compiling import RowFunction, compile_row_function, variant
+from dflash_runtime.compute.cpu.compile.compiling import RowFunction, variant
 from dflash_runtime.compute.cpu.simd.dots import Quants
 from dflash_runtime.compute.cpu.simd.tiles import NUM_TOKENS
-from dflash_runtime.compute.cpu.simd.types import i64, void
+from dflash_runtime.compute.cpu.simd.types import i64
 from dflash_runtime.compute.cpu.weights.repacked.amx import multiplying_by_tiles
 from dflash_runtime.compute.cpu.weights.repacked.formats import FORMATS
 from dflash_runtime.compute.cpu.weights.repacked.kernels import (
@@ -75,4 +75,4 @@ def _compile(name: str, body: Callable[..., None], primitive: Callable[..., Any]
     """Compile a function that is one primitive; it is cached under `name`."""
     function = variant(body, name, _emitted=primitive)
     num_arguments = len(signature(body).parameters)
-    return compile_row_function(function, void, *[i64] * num_arguments)
+    return RowFunction(function, *[i64] * num_arguments)

@@ -8,16 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dflash_runtime.compute.cpu.simd.emitting import (
-    I8,
-    I32,
-    NUM_ROWS,
-    Vec,
-    join,
-    load,
-    shuffle,
-)
-from dflash_runtime.compute.cpu.simd.types import FLOAT, lanes_of
+from dflash_runtime.compute.cpu.simd.emitting import NUM_ROWS, Vec, join, load, shuffle
+from dflash_runtime.compute.cpu.simd.types import FLOAT, I8, I32, lanes_of
 
 QUAD, WORDS, LANES = lanes_of(I8, 256), lanes_of(I32, NUM_ROWS), lanes_of(FLOAT, NUM_ROWS)
 

@@ -1,4 +1,9 @@
-"""Makes and folds vectors; functions of vectors that kernels need."""
+"""What kernels do with vectors of 32 lanes: loads, stores, arithmetic, exp and softplus.
+
+Everything is generic vector IR that LLVM lowers to whatever the CPU has. Only exactly rounded IEEE
+operations, never reassociated or contracted: results have the same bits whatever the width of the
+CPU's registers. Addresses are plain integers; callers have checked the bounds.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +15,25 @@ import numpy as np
 from dflash_runtime.compute.cpu.simd.types import (
     DOUBLE,
     FLOAT,
+    HALF,
     I8,
+    I16,
     I32,
     I64,
     LANES,
     doubles,
+    emit_bfloats,
+    emit_call,
     emit_constant,
+    emit_fma,
+    emit_halves,
     emit_join,
+    emit_load,
+    emit_named,
+    emit_prefetch,
     emit_shuffle,
     emit_splat,
+    emit_store,
     f32,
     f64,
     floats,
@@ -26,8 +41,155 @@ from dflash_runtime.compute.cpu.simd.types import (
     lanes_of,
     primitive,
     unsigned,
+    void,
 )
-from dflash_runtime.compute.cpu.simd.untyped import ir
+from dflash_runtime.compute.cpu.simd.untyped import cgutils, intrinsic, ir
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def address_of(typing_context: Any, array: Any) -> Any:
+    """Address of an array's first element; the kernel's caller keeps the array alive."""
+    del typing_context
+
+    def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        data = context.make_array(sig.args[0])(context, builder, values[0]).data
+        return builder.ptrtoint(data, I64)
+
+    return i64(array), emit
+
+
+@primitive(floats, i64)
+def load_floats(builder: Any, address: Any) -> Any:
+    return emit_load(builder, address, lanes_of(FLOAT))
+
+
+load_halves = primitive(floats, i64)(emit_halves)
+
+
+@primitive(floats, i64, i64)
+def load_padded(builder: Any, address: Any, count: Any) -> Any:
+    """The first `count` lanes from memory, zeros in the others; no byte beyond them is read."""
+    buffer = cgutils.alloca_once(builder, lanes_of(FLOAT))
+    builder.store(emit_constant(lanes_of(FLOAT), 0.0), buffer)
+    cgutils.raw_memcpy(builder, buffer, builder.inttoptr(address, buffer.type), count, I64(4))
+    return builder.load(buffer)
+
+
+@primitive(floats, i64)
+def load_bfloats(builder: Any, address: Any) -> Any:
+    return emit_bfloats(builder, emit_load(builder, address, lanes_of(I16)))
+
+
+@primitive(unsigned, i64)
+def load_bytes(builder: Any, address: Any) -> Any:
+    return emit_load(builder, address, lanes_of(I8))
+
+
+@primitive(unsigned, i64)
+def load_nibbles(builder: Any, address: Any) -> Any:
+    """16 bytes: their low halves in lanes 0 … 15, their high halves in 16 … 31."""
+    packed = emit_load(builder, address, lanes_of(I8, LANES // 2))
+    low = builder.and_(packed, ir.Constant(packed.type, [15] * (LANES // 2)))
+    high = builder.lshr(packed, ir.Constant(packed.type, [4] * (LANES // 2)))
+    return emit_join(builder, low, high)
+
+
+@primitive(void, i64, floats)
+def store_floats(builder: Any, address: Any, values: Any) -> None:
+    emit_store(builder, address, values)
+
+
+@primitive(void, i64, floats, i64)
+def store_partial(builder: Any, address: Any, values: Any, count: Any) -> None:
+    """Store only the first `count` lanes."""
+    buffer = cgutils.alloca_once(builder, lanes_of(FLOAT))
+    builder.store(values, buffer)
+    cgutils.raw_memcpy(builder, builder.inttoptr(address, buffer.type), buffer, count, I64(4))
+
+
+@primitive(f32, i64)
+def load_float(builder: Any, address: Any) -> Any:
+    return emit_load(builder, address, FLOAT)
+
+
+@primitive(f32, i64)
+def load_half(builder: Any, address: Any) -> Any:
+    return builder.fpext(builder.bitcast(emit_load(builder, address, I16), HALF), FLOAT)
+
+
+@primitive(f32, i64)
+def load_bfloat(builder: Any, address: Any) -> Any:
+    return emit_bfloats(builder, emit_load(builder, address, I16))
+
+
+@primitive(i64, i64)
+def load_byte(builder: Any, address: Any) -> Any:
+    return builder.zext(emit_load(builder, address, I8), I64)
+
+
+@primitive(i64, i64)
+def load_signed_byte(builder: Any, address: Any) -> Any:
+    return builder.sext(emit_load(builder, address, I8), I64)
+
+
+@primitive(i64, i64)
+def load_u16(builder: Any, address: Any) -> Any:
+    return builder.zext(emit_load(builder, address, I16), I64)
+
+
+@primitive(i64, i64)
+def load_u32(builder: Any, address: Any) -> Any:
+    return builder.zext(emit_load(builder, address, I32), I64)
+
+
+@primitive(i64, i64)
+def load_i32(builder: Any, address: Any) -> Any:
+    return builder.sext(emit_load(builder, address, I32), I64)
+
+
+@primitive(i64, i64)
+def load_i64(builder: Any, address: Any) -> Any:
+    return emit_load(builder, address, I64)
+
+
+@primitive(void, i64, i64)
+def store_i64(builder: Any, address: Any, value: Any) -> None:
+    emit_store(builder, address, value)
+
+
+@primitive(f64, i64)
+def load_double(builder: Any, address: Any) -> Any:
+    return emit_load(builder, address, DOUBLE)
+
+
+@primitive(void, i64, f64)
+def store_double(builder: Any, address: Any, value: Any) -> None:
+    emit_store(builder, address, value)
+
+
+prefetch = primitive(void, i64)(emit_prefetch)
+
+
+@primitive(void, i64, i64, i64)
+def copy_bytes(builder: Any, target: Any, source: Any, num_bytes: Any) -> None:
+    target, source = (builder.inttoptr(each, I8.as_pointer()) for each in (target, source))
+    cgutils.raw_memcpy(builder, target, source, num_bytes, I64(1))
+
+
+@primitive(void, i64, f32)
+def store_float(builder: Any, address: Any, value: Any) -> None:
+    emit_store(builder, address, value)
+
+
+@primitive(void, i64, i64, i64, i64)
+def call_expand(builder: Any, function: Any, row: Any, columns: Any, out: Any) -> None:
+    """Call ``function(row, columns, out)``, which expands a row to float32."""
+    emit_call(builder, ir.VoidType(), function, [row, columns, out])
+
+
+# -- arithmetic -----------------------------------------------------------------------------------
 
 
 @primitive(floats)
@@ -112,23 +274,12 @@ def table_lookup(table: tuple[int, ...]) -> Callable[..., Any]:
     return look_up
 
 
-def emit_fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    suffix = f"v{a.type.count}f32" if isinstance(a.type, ir.VectorType) else "f32"
-    return builder.call(_declared(builder, f"llvm.fma.{suffix}", a.type, [a.type] * 3), [a, b, c])
-
-
-def _declared(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
-    known = builder.module.globals.get(name)
-    return known or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
-
-
 fma = primitive(floats, floats, floats, floats)(emit_fma)
 
 
 @primitive(floats, floats)
 def square_root(builder: Any, values: Any) -> Any:
-    kind = values.type
-    return builder.call(_declared(builder, f"llvm.sqrt.v{LANES}f32", kind, [kind]), [values])
+    return emit_named(builder, f"llvm.sqrt.v{LANES}f32", values.type, values)
 
 
 @primitive(doubles, floats, doubles)
