@@ -9,7 +9,7 @@ import numpy as np
 
 from dflash_adapters.spec import KvLayer, RecurrentLayer
 from dflash_protocol.ids import I64Array, U8Array
-from dflash_runtime.compute.cpu.kernels import attention_arguments as a
+from dflash_runtime.compute.cpu.kernels import attention_split as a
 from dflash_runtime.compute.cpu.kernels.attention_tasks import function_words
 from dflash_runtime.compute.cpu.recurrent_state import BlockedState
 from dflash_runtime.compute.cpu.threads.scratch import zeros_on_lines

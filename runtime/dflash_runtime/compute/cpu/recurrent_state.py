@@ -1,4 +1,4 @@
-"""One recurrent layer's state, in the layout that delta_parts reads."""
+"""One recurrent layer's state, in the layout that delta_tasks reads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from dflash_adapters.spec import RecurrentLayer
 from dflash_protocol.ids import F32Array, I64Array
-from dflash_runtime.compute.cpu.kernels import delta_parts as d
+from dflash_runtime.compute.cpu.kernels import delta_tasks as d
 from dflash_runtime.compute.cpu.threads.scratch import zeros_on_lines
 from dflash_runtime.compute.sequence_state import LayerState
 
