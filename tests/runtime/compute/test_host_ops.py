@@ -16,7 +16,8 @@ from dflash_adapters.spec import CAUSAL, KvLayer, Mask
 from dflash_protocol.errors import CheckpointMissing
 from dflash_protocol.ids import F32Array, F64Array
 from dflash_runtime.compute import sliding_window
-from dflash_runtime.compute.cpu import CpuBackend, dense
+from dflash_runtime.compute.cpu import CpuBackend
+from dflash_runtime.compute.cpu import ops as cpu_ops
 from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.reference.ops import ReferenceOps
@@ -31,7 +32,7 @@ def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         yield ReferenceOps()
         return
     if request.param == "three threads":
-        monkeypatch.setattr(dense, "PARALLEL_VALUES", 0)
+        monkeypatch.setattr(cpu_ops, "PARALLEL_VALUES", 0)
     backend = CpuBackend(num_threads=3 if request.param == "three threads" else 1)
     yield backend.ops
     backend.close()

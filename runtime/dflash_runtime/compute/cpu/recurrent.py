@@ -9,12 +9,11 @@ from __future__ import annotations
 import numpy as np
 
 from dflash_protocol.ids import F32Array, I32Array
-from dflash_runtime.compute.cpu.dense import result_array
 from dflash_runtime.compute.cpu.kernels import conv_tasks, delta_tree
 from dflash_runtime.compute.cpu.kernels import delta_tasks as d
 from dflash_runtime.compute.cpu.kernels.recurrent_tiles import products_function
-from dflash_runtime.compute.cpu.recurrent_state import BlockedState
-from dflash_runtime.compute.cpu.threads.scratch import Scratch
+from dflash_runtime.compute.cpu.kv_cache import BlockedState
+from dflash_runtime.compute.cpu.threads.scratch import Scratch, result_array
 from dflash_runtime.compute.cpu.threads.workers import Workers
 from dflash_runtime.compute.delta_inputs import DeltaInputs
 from dflash_runtime.compute.sequence_state import begin_of

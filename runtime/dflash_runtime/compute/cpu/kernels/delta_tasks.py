@@ -31,7 +31,6 @@ from dflash_runtime.compute.cpu.compile.compiling import (
     helper,
     read_only,
 )
-from dflash_runtime.compute.cpu.kernels import dense_lanes as lanes
 from dflash_runtime.compute.cpu.kernels.recurrent_tiles import add_products
 from dflash_runtime.compute.cpu.kernels.words import set_word, word
 from dflash_runtime.compute.cpu.simd import vectors as v
@@ -105,7 +104,7 @@ def _unit_row(x: int, dim: int, eps: float, factor: float, out: int) -> None:
 @helper
 def unit_pair(args: int, query: int, out: int) -> None:
     """A token's key and query of one head, normalised to length 1. Shapes: out [2][Dk]."""
-    dim, eps = word(args, KEY_DIM), lanes.double_from_bits(word(args, EPS_BITS))
+    dim, eps = word(args, KEY_DIM), v.double_from_bits(word(args, EPS_BITS))
     _unit_row(query + 4 * word(args, KEY_HEADS) * dim, dim, eps, 1.0, out)
     _unit_row(query, dim, eps, 1.0 / math.sqrt(dim), out + 4 * dim)
 
@@ -127,7 +126,7 @@ def _decay(place: int, num_floats: int, factor: Any) -> None:
     """Multiply numbers by their decay; tiny results become 0."""
     for offset in range(0, 4 * num_floats, 128):
         decayed = v.load_floats(place + offset) * v.splat(factor)
-        v.store_floats(place + offset, lanes.flush_tiny(decayed, _TINY))
+        v.store_floats(place + offset, v.flush_tiny(decayed, _TINY))
 
 
 @helper
@@ -194,8 +193,8 @@ def decayed_terms(
         left, product = v.zeros(), np.float32(1)
     for t in range(num_tokens):
         decay = v.load_float(decays + 4 * t)
-        left = lanes.flush_tiny(left * v.splat(decay), _TINY)
-        left = lanes.with_one(left, first + t)
+        left = v.flush_tiny(left * v.splat(decay), _TINY)
+        left = v.with_one(left, first + t)
         product = product * decay
         if product < _TINY:
             product = np.float32(0)
@@ -343,7 +342,7 @@ def describe(
     set_word(args, OUT, v.address_of(out))
     set_word(args, NUM_TOKENS, mixed.shape[0])
     set_word(args, FIRST_POSITION, first_position)
-    set_word(args, EPS_BITS, lanes.bits_of_double(eps))
+    set_word(args, EPS_BITS, v.bits_of_double(eps))
     set_word(args, SCRATCH, scratch)
     set_word(args, SCRATCH_BYTES, one_scratch)
     set_word(args, PRODUCTS, products)

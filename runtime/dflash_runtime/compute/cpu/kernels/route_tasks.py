@@ -20,7 +20,6 @@ from dflash_runtime.compute.cpu.compile.compiling import (
     helper,
     read_only,
 )
-from dflash_runtime.compute.cpu.kernels import dense_lanes as lanes
 from dflash_runtime.compute.cpu.kernels.words import set_word, word
 from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.simd.types import f32, f64, i64
@@ -90,7 +89,7 @@ def _score(args: int, logits: int, scores: int, selection: int) -> None:
         if rest >= 32:
             logit = v.load_floats(logits + 4 * expert)
         else:
-            logit = lanes.pad(v.load_padded(logits + 4 * expert, rest), rest, _MINUS_INFINITY)
+            logit = v.pad(v.load_padded(logits + 4 * expert, rest), rest, _MINUS_INFINITY)
         v.store_floats(selection + 4 * expert, logit)
         if gating == _SIGMOID:
             logit = v.splat(1.0) / (v.splat(1.0) + v.exp_lanes(v.zeros() - logit))
@@ -106,7 +105,7 @@ def _score(args: int, logits: int, scores: int, selection: int) -> None:
         if bias != 0:
             score = score + v.load_padded(bias + 4 * expert, min(rest, 32))
         score = v.maximum(score, v.splat(_LOWEST))  # also instead of a NaN
-        v.store_floats(selection + 4 * expert, lanes.pad(score, rest, _PADDING))
+        v.store_floats(selection + 4 * expert, v.pad(score, rest, _PADDING))
 
 
 @helper
@@ -116,10 +115,10 @@ def _highest(values: int, padded: int) -> int:
     for place in range(values + 128, values + 4 * padded, 128):
         best = v.maximum(best, v.load_floats(place))
     best_value, index = v.largest_of(best), 0
-    lane = lanes.first_equal(v.load_floats(values), best_value)
+    lane = v.first_equal(v.load_floats(values), best_value)
     while lane == 32:
         index += 32
-        lane = lanes.first_equal(v.load_floats(values + 4 * index), best_value)
+        lane = v.first_equal(v.load_floats(values + 4 * index), best_value)
     return index + lane  # type: ignore[no-any-return]
 
 
@@ -167,7 +166,7 @@ def _route_token(args: int, logits: int, scratch: int, ids: int, out: int) -> No
     for rank in range(num_used):
         expert = _highest(left, padded)
         v.store_float(left + 4 * expert, _TAKEN)
-        lanes.store_i32(ids + 4 * rank, expert)
+        v.store_i32(ids + 4 * rank, expert)
         v.store_float(out + 4 * rank, v.load_float(scratch + 4 * expert))
     if word(args, _GATING) == _SOFTMAX_WEIGHT:
         _softmax_of_few(out, num_used)
