@@ -24,7 +24,7 @@ from dflash_runtime.compute.cpu.compile.kernel_cache import keeping_in, kernel_f
 from dflash_runtime.compute.cpu.kernel_jobs import jobs_for, run_job
 from dflash_runtime.compute.cpu.simd.types import i64
 from dflash_runtime.compute.cpu.weights import float_tile
-from dflash_runtime.compute.cpu.weights.rows_dense import expand_f16, expand_f32
+from dflash_runtime.compute.cpu.weights.rows import expand_f16, expand_f32
 from dflash_runtime.compute.kv_cache import KvType
 from support.processes import START_S, environment, wait_for_ends
 

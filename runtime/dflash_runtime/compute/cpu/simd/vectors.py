@@ -82,6 +82,13 @@ def load_bfloats(builder: Any, address: Any) -> Any:
     return emit_bfloats(builder, emit_load(builder, address, lanes_of(I16)))
 
 
+def _emit_stored(builder: Any, address: Any, element: Any) -> Any:
+    """Load part of a weight, which does not change while kernels run: LLVM may keep it."""
+    value = emit_load(builder, address, element)
+    value.set_metadata("invariant.load", builder.module.add_metadata([]))
+    return value
+
+
 @primitive(unsigned, i64)
 def load_bytes(builder: Any, address: Any) -> Any:
     return emit_load(builder, address, lanes_of(I8))
@@ -116,7 +123,7 @@ def load_float(builder: Any, address: Any) -> Any:
 
 @primitive(f32, i64)
 def load_half(builder: Any, address: Any) -> Any:
-    return builder.fpext(builder.bitcast(emit_load(builder, address, I16), HALF), FLOAT)
+    return builder.fpext(builder.bitcast(_emit_stored(builder, address, I16), HALF), FLOAT)
 
 
 @primitive(f32, i64)
@@ -136,7 +143,7 @@ def load_signed_byte(builder: Any, address: Any) -> Any:
 
 @primitive(i64, i64)
 def load_u16(builder: Any, address: Any) -> Any:
-    return builder.zext(emit_load(builder, address, I16), I64)
+    return builder.zext(_emit_stored(builder, address, I16), I64)
 
 
 @primitive(i64, i64)

@@ -19,7 +19,7 @@ from dflash_runtime.compute.cpu.compile.compiling import (
 )
 from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.simd.types import i64
-from dflash_runtime.compute.cpu.weights import rows_dense
+from dflash_runtime.compute.cpu.weights import rows
 from dflash_runtime.compute.cpu.weights.float_tile_code import (
     BF16,
     F16,
@@ -149,9 +149,9 @@ def _fill_table(table: int, x: int, x_stride: int, indices: int, first: int, cou
         v.store_i64(table + 8 * i, x + x_stride * _index(indices, first + i))
 
 
-_expand_f32 = helper(rows_dense.expand_f32)
-_expand_f16 = helper(rows_dense.expand_f16)
-_expand_bf16 = helper(rows_dense.expand_bf16)
+_expand_f32 = helper(rows.expand_f32)
+_expand_f16 = helper(rows.expand_f16)
+_expand_bf16 = helper(rows.expand_bf16)
 
 
 @helper

@@ -24,7 +24,7 @@ from dflash_runtime.compute.cpu.compile.kernel_cache import keeping_in
 from dflash_runtime.compute.cpu.compile.tiers import current_tier
 from dflash_runtime.compute.cpu.simd.instruction_sets import Tier
 from dflash_runtime.compute.cpu.simd.types import f64, i64
-from dflash_runtime.compute.cpu.weights.rows_dense import expand_f16, expand_f32
+from dflash_runtime.compute.cpu.weights.rows import expand_f16, expand_f32
 from support.processes import START_S, environment
 
 CACHE_DIR = "DFLASH_MOE_EXPERT_COMPUTE_CACHE_DIR"
@@ -32,11 +32,11 @@ NUM_KEPT = 8
 
 CHILD = """
 import json, sys
-from dflash_runtime.compute.cpu import simd as v
-from dflash_runtime.compute.cpu.weights import rows_dense
+from dflash_runtime.compute.cpu.simd.types import i64
+from dflash_runtime.compute.cpu.weights import rows
 from dflash_runtime.compute.cpu.compile.compiling import RowFunction
 
-functions = rows_dense.expand_f32, rows_dense.expand_f16
+functions = rows.expand_f32, rows.expand_f16
 print("ready", flush=True)
 sys.stdin.readline()
 compiled = {each.__name__: RowFunction(each, *[i64] * 3) for each in functions}

@@ -11,9 +11,9 @@ from dflash_protocol.ids import F32Array, U8Array
 from dflash_runtime.compute.cpu.compile.compiling import Kernel, compile_kernel
 from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.simd.types import i64
-from dflash_runtime.compute.cpu.weights.rows import _EXPAND, expand_function
+from dflash_runtime.compute.cpu.weights.rows import EXPANDED_TYPES, expand_function
 
-TYPES = list(_EXPAND)
+TYPES = EXPANDED_TYPES
 ROWS = 40
 # Where a block's scales lie that are halves.
 HALF_SCALES = {

@@ -22,11 +22,11 @@ from dflash_runtime.compute.cpu import CpuBackend
 from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.cpu.weights.matrix import CpuMatrix, as_matrix
 from dflash_runtime.compute.cpu.weights.repacked.functions import has_repacked
-from dflash_runtime.compute.cpu.weights.rows import _EXPAND
+from dflash_runtime.compute.cpu.weights.rows import EXPANDED_TYPES
 from support.block_scales import SCALE_OFFSETS
 from support.int8_activations import as_int8, half_steps
 
-TYPES = list(_EXPAND)
+TYPES = EXPANDED_TYPES
 PLAIN = [TensorType.F64, TensorType.F32, TensorType.F16, TensorType.BF16]
 QUANTISED = [tensor_type for tensor_type in TYPES if has_repacked(tensor_type)]
 QUANTISABLE = [
