@@ -83,7 +83,7 @@ def load_bfloats(builder: Any, address: Any) -> Any:
 
 
 def _emit_stored(builder: Any, address: Any, element: Any) -> Any:
-    """Load part of a weight, which does not change while kernels run: LLVM may keep it."""
+    """Load part of a weight, which does not change while kernels run."""
     value = emit_load(builder, address, element)
     value.set_metadata("invariant.load", builder.module.add_metadata([]))
     return value
@@ -123,7 +123,14 @@ def load_float(builder: Any, address: Any) -> Any:
 
 @primitive(f32, i64)
 def load_half(builder: Any, address: Any) -> Any:
-    return builder.fpext(builder.bitcast(_emit_stored(builder, address, I16), HALF), FLOAT)
+    return builder.fpext(builder.bitcast(emit_load(builder, address, I16), HALF), FLOAT)
+
+
+@primitive(f32, i64)
+def load_scale(builder: Any, address: Any) -> Any:
+    """A half of a block of weights, which LLVM may load once for all of the block's groups."""
+    bits = _emit_stored(builder, address, I16)
+    return builder.fpext(builder.bitcast(bits, HALF), FLOAT)
 
 
 @primitive(f32, i64)

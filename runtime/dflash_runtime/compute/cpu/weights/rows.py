@@ -90,36 +90,36 @@ _e2m1_values = v.table_lookup((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -
 
 
 def q8_0(block: int, group: int) -> Any:
-    return v.from_signed(v.load_bytes(block + 2)) * v.splat(v.load_half(block))
+    return v.from_signed(v.load_bytes(block + 2)) * v.splat(v.load_scale(block))
 
 
 def q4_0(block: int, group: int) -> Any:
     quants = v.from_unsigned(v.load_nibbles(block + 2)) - v.splat(v.as_float(8))
-    return quants * v.splat(v.load_half(block))
+    return quants * v.splat(v.load_scale(block))
 
 
 def q4_1(block: int, group: int) -> Any:
     quants = v.from_unsigned(v.load_nibbles(block + 4))
-    scale = v.splat(v.load_half(block))
-    return quants * scale + v.splat(v.load_half(block + 2))
+    scale = v.splat(v.load_scale(block))
+    return quants * scale + v.splat(v.load_scale(block + 2))
 
 
 def q5_0(block: int, group: int) -> Any:
     fifth_bits = v.bit_lanes(v.load_u32(block + 2)) << 4
     quants = v.from_unsigned(v.load_nibbles(block + 6) | fifth_bits) - v.splat(v.as_float(16))
-    return quants * v.splat(v.load_half(block))
+    return quants * v.splat(v.load_scale(block))
 
 
 def q5_1(block: int, group: int) -> Any:
     fifth_bits = v.bit_lanes(v.load_u32(block + 4)) << 4
     quants = v.from_unsigned(v.load_nibbles(block + 8) | fifth_bits)
-    scale = v.splat(v.load_half(block))
-    return quants * scale + v.splat(v.load_half(block + 2))
+    scale = v.splat(v.load_scale(block))
+    return quants * scale + v.splat(v.load_scale(block + 2))
 
 
 def iq4_nl(block: int, group: int) -> Any:
     values = v.from_signed(_iq4_values(v.load_nibbles(block + 2)))
-    return values * v.splat(v.load_half(block))
+    return values * v.splat(v.load_scale(block))
 
 
 def mxfp4(block: int, group: int) -> Any:
@@ -135,7 +135,7 @@ def mxfp4(block: int, group: int) -> Any:
 
 def q2_k(block: int, group: int) -> Any:
     """scales[16], each 4 bits scale and 4 bits minimum; quants[64]; d; dmin."""
-    scale, minimum = v.load_half(block + 80), v.load_half(block + 82)
+    scale, minimum = v.load_scale(block + 80), v.load_scale(block + 82)
     half, shift = group // 4, group % 4 * 2
     first = v.load_byte(block + 2 * group)
     second = v.load_byte(block + 2 * group + 1)
@@ -147,7 +147,7 @@ def q2_k(block: int, group: int) -> Any:
 
 def q3_k(block: int, group: int) -> Any:
     """high bits[32]; quants[64]; scales[12]; d. A clear high bit subtracts 4 from the quant."""
-    scale = v.load_half(block + 108)
+    scale = v.load_scale(block + 108)
     half, shift = group // 4, group % 4 * 2
     low = v.load_bytes(block + 32 + 32 * half) >> shift & 3
     high = (v.load_bytes(block) >> group & 1) << 2
@@ -168,7 +168,7 @@ def _q3_k_scale(scales: int, index: int) -> int:
 
 def q4_k(block: int, group: int) -> Any:
     """d; dmin; scales and minima[12]; quants[128]: each 32 bytes hold two groups of 32."""
-    scale, minimum = v.load_half(block), v.load_half(block + 2)
+    scale, minimum = v.load_scale(block), v.load_scale(block + 2)
     quants = v.load_bytes(block + 16 + group // 2 * 32) >> (group % 2 * 4) & 15
     group_scale = v.splat(scale * v.as_float(_k_scale(block + 4, group)))
     group_minimum = v.splat(minimum * v.as_float(_k_minimum(block + 4, group)))
@@ -177,7 +177,7 @@ def q4_k(block: int, group: int) -> Any:
 
 def q5_k(block: int, group: int) -> Any:
     """d; dmin; scales and minima[12]; fifth bits[32]; quants[128] as in Q4_K."""
-    scale, minimum = v.load_half(block), v.load_half(block + 2)
+    scale, minimum = v.load_scale(block), v.load_scale(block + 2)
     low = v.load_bytes(block + 48 + group // 2 * 32) >> (group % 2 * 4) & 15
     high = (v.load_bytes(block + 16) >> group & 1) << 4
     group_scale = v.splat(scale * v.as_float(_k_scale(block + 4, group)))
@@ -209,7 +209,7 @@ def _k_minimum(packed: int, group: int) -> int:
 
 def q6_k(block: int, group: int) -> Any:
     """low bits[128]; high bits[64]; int8 scales[16]; d. Two halves of 128 values."""
-    scale = v.load_half(block + 208)
+    scale = v.load_scale(block + 208)
     half, part = group // 4, group % 4
     low = v.load_bytes(block + 64 * half + part % 2 * 32) >> (part // 2 * 4) & 15
     high = (v.load_bytes(block + 128 + 32 * half) >> (2 * part) & 3) << 4
@@ -221,7 +221,7 @@ def q6_k(block: int, group: int) -> Any:
 
 def iq4_xs(block: int, group: int) -> Any:
     """d; two high bits of each scale (u16); four low bits of each[4]; quants[128]."""
-    scale, high_bits = v.load_half(block), v.load_u16(block + 2)
+    scale, high_bits = v.load_scale(block), v.load_u16(block + 2)
     low = v.load_byte(block + 4 + group // 2) >> (group % 2 * 4) & 15
     group_scale = (low | (high_bits >> (2 * group) & 3) << 4) - 32
     values = v.from_signed(_iq4_values(v.load_nibbles(block + 8 + 16 * group)))
@@ -264,7 +264,7 @@ def _by_group(builder: Any, values: Any) -> Any:
 def expand_tq1_0(row: int, columns: int, out: int) -> None:
     """bytes[32] of five digits, bytes[16] of five, bytes[4] of four; d."""
     for _ in range(columns // 256):
-        scale = v.load_half(row + 52)
+        scale = v.load_scale(row + 52)
         power = 1
         for _ in range(5):
             _store_digits(out, _digits(v.load_bytes(row), power, power), scale)
@@ -288,7 +288,7 @@ def expand_tq1_0(row: int, columns: int, out: int) -> None:
 
 def tq2_0(block: int, group: int) -> Any:
     """quants[64]: each 32 bytes hold four groups of 32; d."""
-    scale = v.load_half(block + 64)
+    scale = v.load_scale(block + 64)
     quants = v.load_bytes(block + group // 4 * 32) >> (group % 4 * 2) & 3
     return _values(quants, scale)
 

@@ -115,7 +115,7 @@ _HALF, _QUARTER, _EIGHTH = np.float32(0.5), np.float32(0.25), np.float32(0.125)
 
 def iq2_xxs(block: int, group: int) -> Any:
     """d; for each 32: four indices[4]; a word of four 7-bit sign indices and a 4-bit scale."""
-    scale = v.load_half(block)
+    scale = v.load_scale(block)
     place = block + 2 + 8 * group
     word = v.load_u32(place + 4)
     values = _iq2_xxs(
@@ -130,7 +130,7 @@ def iq2_xxs(block: int, group: int) -> Any:
 
 def iq2_xs(block: int, group: int) -> Any:
     """d; words[32] of a 9-bit index and a 7-bit sign index; 4-bit scales[16]."""
-    scale = v.load_half(block)
+    scale = v.load_scale(block)
     place = block + 2 + 8 * group
     first, second = v.load_u16(place), v.load_u16(place + 2)
     third, fourth = v.load_u16(place + 4), v.load_u16(place + 6)
@@ -142,7 +142,7 @@ def iq2_xs(block: int, group: int) -> Any:
 
 def iq2_s(block: int, group: int) -> Any:
     """d; low bytes of indices[32]; signs[32]; two high bits of each index[8]; 4-bit scales[16]."""
-    scale = v.load_half(block)
+    scale = v.load_scale(block)
     place, high = block + 2 + 4 * group, v.load_byte(block + 66 + group)
     values = _iq2_s(
         v.load_byte(place) | (high & 3) << 8,
@@ -156,7 +156,7 @@ def iq2_s(block: int, group: int) -> Any:
 
 def iq3_xxs(block: int, group: int) -> Any:
     """d; indices[64]; for each 32 a word of four 7-bit sign indices and a 4-bit scale."""
-    scale = v.load_half(block)
+    scale = v.load_scale(block)
     place, word = block + 2 + 8 * group, v.load_u32(block + 66 + 4 * group)
     values = _iq3_xxs(
         v.load_byte(place),
@@ -174,7 +174,7 @@ def iq3_xxs(block: int, group: int) -> Any:
 
 def iq3_s(block: int, group: int) -> Any:
     """d; low bytes of indices[64]; their high bits[8]; signs[32]; 4-bit scales[8]."""
-    scale = v.load_half(block)
+    scale = v.load_scale(block)
     place, high = block + 2 + 8 * group, v.load_byte(block + 66 + group)
     values = _iq3_s(
         v.load_byte(place) | (high & 1) << 8,
@@ -193,7 +193,7 @@ def iq3_s(block: int, group: int) -> Any:
 
 def iq1_s(block: int, group: int) -> Any:
     """d; low bytes of indices[32]; words[8]: four times 3 high bits, a scale, a shift."""
-    scale = v.load_half(block)
+    scale = v.load_scale(block)
     place, word = block + 2 + 4 * group, v.load_u16(block + 34 + 2 * group)
     values = _iq1(
         v.load_byte(place) | (word & 7) << 8,

@@ -20,13 +20,13 @@ from dflash_runtime.compute.cpu.simd.tiles import (
 )
 from dflash_runtime.compute.cpu.simd.types import I8, I64, i64, primitive, void
 from dflash_runtime.compute.cpu.simd.untyped import cgutils, ir
+from dflash_runtime.compute.cpu.weights.repacked.formats import LANES, WORDS
 from dflash_runtime.compute.cpu.weights.repacked.kernels import (
     OFFSETS_AT,
     SCALES_AT,
     Q8Blocks,
     scaled,
 )
-from dflash_runtime.compute.cpu.weights.repacked.rows import LANES, WORDS
 
 
 @primitive(void, i64)

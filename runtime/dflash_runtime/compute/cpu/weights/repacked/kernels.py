@@ -30,8 +30,7 @@ from dflash_runtime.compute.cpu.simd.types import (
     void,
 )
 from dflash_runtime.compute.cpu.simd.untyped import cgutils
-from dflash_runtime.compute.cpu.weights.repacked.formats import RepackedFormat
-from dflash_runtime.compute.cpu.weights.repacked.rows import LANES, TileRows
+from dflash_runtime.compute.cpu.weights.repacked.formats import LANES, RepackedFormat, TileRows
 
 BLOCKS_AT_ONCE = 8
 """Blocks of 32 values in an unpacked chunk."""
