@@ -246,8 +246,8 @@ import hashlib, json, sys
 import numpy as np
 from dflash_adapters.quant import TensorType
 from dflash_runtime.compute import BackendName, make_backend
-from dflash_runtime.compute.cpu.weights.matrix import as_matrix
-from dflash_runtime.compute.cpu.weights.repacked.functions import repacked_functions
+from dflash_runtime.compute.cpu.weights.matrix import as_matrix, repacked_functions
+from dflash_runtime.compute.cpu.weights.rows import MULTIPLY
 
 backend = make_backend(BackendName.CPU, num_threads=1, cpu_tier=sys.argv[1])
 answer = {"class": backend.numeric_class}
@@ -262,7 +262,7 @@ for tensor_type in (TensorType.Q4_K, TensorType.NVFP4, TensorType.Q8_0):
     for count in (1, 2, 7, 16):
         np.testing.assert_array_equal(backend.ops.linear(x[:count], matrix), whole[:count])
     answer[tensor_type.name] = hashlib.sha256(whole.tobytes()).hexdigest()
-code = repacked_functions(TensorType.Q4_K).multiply[8]._callback._library.get_asm_str()
+code = repacked_functions(TensorType.Q4_K)[MULTIPLY + 8]._callback._library.get_asm_str()
 answer["wide"] = "zmm" in code
 print(json.dumps(answer))
 """
