@@ -78,7 +78,7 @@ class LayerCache:
     """One layer's keys and values, as bytes, for positions below `capacity`.
 
     Shapes: keys [kv_heads, N / 32, a block of 32 positions]; values [kv_heads, N, a row], N rows
-    being the window's; words: those of a layer in attention_arguments.
+    being the window's; words: those of a layer in attention_split.
     """
 
     kv: KvLayer

@@ -45,7 +45,7 @@ DELTA_BLOCK = 32
 """Positions between updates of a matrix: as many as a vector has lanes."""
 
 (
-    # A layer and its state, addresses first; see recurrent_state.BlockedState.
+    # A layer and its state, addresses first; see kv_cache.BlockedState.
     MATRICES,
     KEYS,
     ROWS,
