@@ -45,8 +45,7 @@ from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise_func
 from dflash_runtime.compute.cpu.weights.rows import expand_function
 from dflash_runtime.compute.kv_cache import KvType
 
-# -- jobs ------------------------------------------------------------------------------------------
-
+# -- jobs -----------------------------------------------------------------------------------------
 
 _TYPE_JOBS: dict[str, Callable[[TensorType], object]] = {
     "rows": lambda tensor_type: row_layout(tensor_type, tensor_type.layout.block_elements),
@@ -108,8 +107,7 @@ def run_job(job: str) -> None:
         (_DENSE_JOBS | _RECURRENT_JOBS | _EXPERT_JOBS)[kind]()
 
 
-# -- ahead of their use ----------------------------------------------------------------------------
-
+# -- ahead of their use ---------------------------------------------------------------------------
 
 _LOG = logging.getLogger(__name__)
 

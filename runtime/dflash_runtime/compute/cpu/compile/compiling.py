@@ -123,8 +123,7 @@ def is_supported_cpu() -> bool:
     return machine in ("aarch64", "arm64")
 
 
-# -- numba's pipeline, shortened -------------------------------------------------------------------
-
+# -- numba's pipeline, shortened ------------------------------------------------------------------
 
 _UNUSED_PASSES = frozenset(
     (

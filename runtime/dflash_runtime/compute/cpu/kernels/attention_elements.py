@@ -36,8 +36,7 @@ from dflash_runtime.compute.cpu.simd.types import (
 from dflash_runtime.compute.cpu.simd.untyped import cgutils, intrinsic, ir
 from dflash_runtime.compute.kv_cache import KvType
 
-# -- writing ---------------------------------------------------------------------------------------
-
+# -- writing --------------------------------------------------------------------------------------
 
 _HALVES, _BYTES = ELEMENTS[KvType.F16], ELEMENTS[KvType.Q8_0]
 
@@ -155,7 +154,7 @@ def store_values(element: Any, source: int, dim: int, row: int, block_bytes: int
         row += block_bytes
 
 
-# -- reading ---------------------------------------------------------------------------------------
+# -- reading --------------------------------------------------------------------------------------
 
 
 def _scores(

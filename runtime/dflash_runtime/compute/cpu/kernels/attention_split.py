@@ -38,6 +38,8 @@ from dflash_runtime.compute.cpu.kernels.words import word
 from dflash_runtime.compute.cpu.simd import atomics
 from dflash_runtime.compute.cpu.simd import vectors as v
 
+# Arguments of a call, as words that the kernel writes and the tasks read: addresses, except where
+# the unit or the comment says otherwise.
 (
     # A layer's cache.
     KEYS,

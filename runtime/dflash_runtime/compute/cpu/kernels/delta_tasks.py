@@ -38,8 +38,7 @@ from dflash_runtime.compute.cpu.simd.types import f32, f64, i64
 from dflash_runtime.compute.cpu.simd.untyped import types
 from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
 
-# -- parts -----------------------------------------------------------------------------------------
-
+# -- parts ----------------------------------------------------------------------------------------
 
 DELTA_BLOCK = 32
 """Positions between updates of a matrix: as many as a vector has lanes."""
@@ -355,7 +354,7 @@ def described_types() -> list[Any]:
     return [i64[::1], inputs, f32[:, :, ::1], i64, f64, memory, i64]
 
 
-# -- the task --------------------------------------------------------------------------------------
+# -- the task -------------------------------------------------------------------------------------
 
 
 def scratch_bytes(key_dim: int, value_dim: int) -> int:

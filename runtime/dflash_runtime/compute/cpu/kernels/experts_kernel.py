@@ -107,7 +107,7 @@ def matrix_of(args: int, group: int, projection: int) -> tuple[int, int, int]:
     return address, layout, v.load_i64(layout + 8 * ROW_BYTES)
 
 
-# -- phases that write q8 blocks -------------------------------------------------------------------
+# -- phases that write q8 blocks ------------------------------------------------------------------
 
 
 def quantise_hidden(args: int, counter: int, worker_idx: int) -> None:
@@ -157,8 +157,7 @@ def quantise_activations(args: int, counter: int, worker_idx: int) -> None:
         group = claim(counter)
 
 
-# -- phases that multiply --------------------------------------------------------------------------
-
+# -- phases that multiply -------------------------------------------------------------------------
 
 GATE_UP_ROWS = 32
 """Rows of gate, and of up, in one item."""
@@ -327,8 +326,7 @@ def down_phase(args: int, counter: int, worker_idx: int) -> None:
         item = next_item
 
 
-# -- the kernel ------------------------------------------------------------------------------------
-
+# -- the kernel -----------------------------------------------------------------------------------
 
 FEW_TOKENS = 4
 """The caller quantises up to this many tokens alone: waking workers would take longer."""

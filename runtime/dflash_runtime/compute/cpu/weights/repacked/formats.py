@@ -29,8 +29,7 @@ from dflash_runtime.compute.cpu.simd.emitting import (
 )
 from dflash_runtime.compute.cpu.simd.types import FLOAT, I8, I32, lanes_of
 
-# -- 16 rows side by side --------------------------------------------------------------------------
-
+# -- 16 rows side by side -------------------------------------------------------------------------
 
 QUAD, WORDS, LANES = lanes_of(I8, 256), lanes_of(I32, NUM_ROWS), lanes_of(FLOAT, NUM_ROWS)
 
@@ -98,8 +97,7 @@ def words_of(quad: Vec) -> list[Vec]:
     return [words.take(list(range(first, first + NUM_ROWS))) for first in range(0, 64, NUM_ROWS)]
 
 
-# -- blocks of 32 values, and NVFP4's of 64 --------------------------------------------------------
-
+# -- blocks of 32 values, and NVFP4's of 64 -------------------------------------------------------
 
 IQ4_QUANTS = [1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241]
 """IQ4's values, 128 added."""
@@ -213,7 +211,7 @@ def quads_nvfp4(rows: TileRows) -> Quads:
             yield block, half, join(low.take(order), high.take(order))
 
 
-# -- super-blocks of 256 ---------------------------------------------------------------------------
+# -- super-blocks of 256 --------------------------------------------------------------------------
 
 
 def _scaled_bytes(words: Vec, mask: int, factor: Vec, addend: Vec | None = None) -> list[Vec]:
@@ -353,7 +351,7 @@ def quads_iq4_xs(rows: TileRows) -> Quads:
             yield block, half, look_up(quad, IQ4_QUANTS, current_tier())
 
 
-# -- all types -------------------------------------------------------------------------------------
+# -- all types ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
