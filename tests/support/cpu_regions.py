@@ -12,9 +12,10 @@ from dflash_runtime.compute.cpu.compile.compiling import (
     Kernel,
     RowFunction,
     compile_kernel,
-    compile_row_function,
 )
-from dflash_runtime.compute.cpu.simd import address_of, atomics, i64, void
+from dflash_runtime.compute.cpu.simd import atomics
+from dflash_runtime.compute.cpu.simd.types import i64
+from dflash_runtime.compute.cpu.simd.vectors import address_of
 from dflash_runtime.compute.cpu.threads import system
 from dflash_runtime.compute.cpu.threads.parallel import claim, line_of_words, run_region
 
@@ -72,7 +73,7 @@ def _repeat(pool: int, task: int, args: I64Array, counter: int, ns: I64Array) ->
 
 @cache
 def _task() -> RowFunction:
-    return compile_row_function(_note, void, i64, i64, i64)
+    return RowFunction(_note, i64, i64, i64)
 
 
 @cache

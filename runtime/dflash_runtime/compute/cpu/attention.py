@@ -9,8 +9,7 @@ import numpy as np
 
 from dflash_protocol.errors import ContextExceeded
 from dflash_protocol.ids import F32Array, I32Array
-from dflash_runtime.compute.cpu.kernels import attention_arguments as a
-from dflash_runtime.compute.cpu.kernels.attention_split import SPLIT, partial_bytes, scratch_bytes
+from dflash_runtime.compute.cpu.kernels import attention_split as a
 from dflash_runtime.compute.cpu.kernels.attention_tasks import (
     Sharing,
     attention_kernel,
@@ -136,12 +135,12 @@ class CpuAttention:
         kv, (num_tokens, num_heads, _) = layer.kv, q.shape
         group = num_heads // kv.num_heads
         num_visible = first_position + num_tokens
-        base_split = kv.mask.first_visible(first_position) // SPLIT
+        base_split = kv.mask.first_visible(first_position) // a.SPLIT
         # A power of two that divides BLOCK: no tile crosses a block's boundary.
         tile_tokens = min(BLOCK, 1 << max(0, (_TILE_ROWS // group).bit_length() - 1))
-        one_partial = partial_bytes(tile_tokens * group, kv.value_dim)
+        one_partial = a.partial_bytes(tile_tokens * group, kv.value_dim)
         num_tiles = (num_visible - 1) // tile_tokens - first_position // tile_tokens + 1
-        num_pairs, num_splits = num_tiles * kv.num_heads, -(-num_visible // SPLIT) - base_split
+        num_pairs, num_splits = num_tiles * kv.num_heads, -(-num_visible // a.SPLIT) - base_split
         num_threads = self._workers.num_threads
         num_seen = min(num_visible, kv.mask.span or num_visible)
         num_products = num_tokens * num_heads * num_seen * (kv.key_dim + kv.value_dim)
@@ -151,7 +150,7 @@ class CpuAttention:
             all_partials = 0
         else:
             items_a_pair = num_splits
-        one_scratch = scratch_bytes(tile_tokens * group, kv.key_dim, kv.value_dim)
+        one_scratch = a.scratch_bytes(tile_tokens * group, kv.key_dim, kv.value_dim)
         pool = self._workers.address
         sharing = (
             tile_tokens,

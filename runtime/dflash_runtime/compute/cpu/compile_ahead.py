@@ -1,27 +1,113 @@
-"""Compiles kernels before they are needed, in several child processes.
+"""Which kernels a file needs, and compiling them before they are needed, in child processes.
 
-A first start then takes a fraction of the time, shows progress and can be interrupted, and LLVM's
-memory is freed when the children exit. Failures are harmless: kernels missing on disk are compiled
-on first use.
+A job compiles some kernels, or loads them if they are compiled already; it has a name that can be
+passed to another process. With several processes a first start takes a fraction of the time, shows
+progress and can be interrupted, and LLVM's memory is freed when the children exit. Failures are
+harmless: kernels missing on disk are compiled on first use.
 """
 
 from __future__ import annotations
 
 import fcntl
+import gc
 import logging
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from dflash_adapters.quant import TensorType
+from dflash_protocol.process.startup import end_with_parent
 from dflash_protocol.settings import child_environment, package_roots
 from dflash_runtime.compute.cores import usable_cores
-from dflash_runtime.compute.cpu.compile.kernel_cache import kernel_folder
-from dflash_runtime.compute.cpu.compile.tiers import current_tier
+from dflash_runtime.compute.cpu.compile.kernel_cache import can_keep, keeping_in, kernel_folder
+from dflash_runtime.compute.cpu.compile.tiers import choose_tier, current_tier
+from dflash_runtime.compute.cpu.kernels import (
+    attention_tasks,
+    conv_tasks,
+    delta_tasks,
+    delta_tree,
+    dense_tasks,
+    experts_kernel,
+    linear_kernel,
+    recurrent_tiles,
+    route_tasks,
+)
+from dflash_runtime.compute.cpu.kernels.attention_elements import element_functions
+from dflash_runtime.compute.cpu.threads import parallel
+from dflash_runtime.compute.cpu.weights.matrix import row_layout
+from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise_function
+from dflash_runtime.compute.cpu.weights.rows import expand_function
+from dflash_runtime.compute.kv_cache import KvType
+
+# -- jobs -----------------------------------------------------------------------------------------
+
+_TYPE_JOBS: dict[str, Callable[[TensorType], object]] = {
+    "rows": lambda tensor_type: row_layout(tensor_type, tensor_type.layout.block_elements),
+    "expand": expand_function,
+}
+_CACHE_JOBS: dict[str, Callable[[KvType], object]] = {"elements": element_functions}
+
+# The longest jobs come first, so that several processes end at about the same time.
+_EXPERT_JOBS: dict[str, Callable[[], object]] = {
+    "expert_tasks": experts_kernel.expert_ffn_tasks,
+    "workers": lambda: (parallel.serve_kernel(), parallel.stop_kernel()),
+    "expert_kernel": experts_kernel.expert_ffn_kernel,
+    "quantise": quantise_function,
+}
+_DENSE_JOBS: dict[str, Callable[[], object]] = {
+    "attend": attention_tasks.attend_task,
+    "route": route_tasks.route_kernel,
+    "attention": attention_tasks.attention_kernel,
+    "store": attention_tasks.store_task,
+    "norm": dense_tasks.norm_kernel,
+    "rope": dense_tasks.rope_kernel,
+    "gate": dense_tasks.gate_kernel,
+    "linear_tasks": linear_kernel.linear_tasks,
+    "linear_kernel": linear_kernel.linear_kernel,
+    "embed": linear_kernel.embed_kernel,
+}
+_RECURRENT_JOBS: dict[str, Callable[[], object]] = {
+    "tree": delta_tree.tree_kernel,
+    "delta": delta_tasks.delta_kernel,
+    "conv": conv_tasks.conv_kernel,
+    "products": recurrent_tiles.products_function,
+}
+
+
+def jobs_for(
+    tensor_types: Iterable[TensorType], kv_type: KvType | None, *, is_recurrent: bool = False
+) -> list[str]:
+    """Jobs for experts of these types; with a `kv_type`, for a whole model."""
+    types = sorted(tensor_types)
+    jobs = [*_DENSE_JOBS] if kv_type is not None else []
+    jobs += _RECURRENT_JOBS if is_recurrent else ()
+    jobs += [f"rows.{each.name}" for each in types]
+    jobs += _EXPERT_JOBS
+    if kv_type is not None:
+        caches = sorted({kv_type.value, KvType.F32.value})
+        jobs += [f"elements.{each}" for each in caches]
+        jobs += [f"expand.{each.name}" for each in types]  # for the embedding table
+    return jobs
+
+
+def run_job(job: str) -> None:
+    """Raises: KeyError for an unknown job."""
+    kind, _, what = job.partition(".")
+    if kind in _TYPE_JOBS:
+        _TYPE_JOBS[kind](TensorType[what])
+    elif kind in _CACHE_JOBS:
+        _CACHE_JOBS[kind](KvType(what))
+    else:
+        (_DENSE_JOBS | _RECURRENT_JOBS | _EXPERT_JOBS)[kind]()
+
+
+# -- ahead of their use ---------------------------------------------------------------------------
 
 _LOG = logging.getLogger(__name__)
 
@@ -29,7 +115,7 @@ OnProgress = Callable[[int, int], None]
 """Called with the number of jobs done, and of all: after each job, and every second. An exception
 from it stops the compiling."""
 
-_CHILD = "dflash_runtime.compute.cpu.compile_ahead_child"
+_CHILD = f"from {__name__} import serve_jobs; serve_jobs()"
 _PACKAGES = ("dflash_protocol", "dflash_adapters", "dflash_runtime")
 _MOST_CHILDREN = 8
 """Each takes about 200 MB while it compiles."""
@@ -37,6 +123,8 @@ _JOB_TIMEOUT_S = 60.0
 _POLL_S = 0.1
 _REPORT_S = 1.0
 _ANSWER_BYTES = 256
+_GC_THRESHOLD = 100_000
+"""With Python's default threshold garbage collection takes a tenth of a child's time."""
 
 
 def compile_ahead(jobs: Sequence[str], on_progress: OnProgress) -> None:
@@ -131,7 +219,7 @@ class _Child:
         self.job = ""
         arguments = current_tier().value, str(os.getpid()), str(cache_dir)
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", _CHILD, *arguments],
+            [sys.executable, "-P", "-c", _CHILD, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -161,3 +249,22 @@ class _Child:
             self._input.close()
         self.output.close()
         self._process.wait()
+
+
+def serve_jobs() -> None:
+    """A child process: runs jobs from stdin, one a line, and echoes each when done.
+
+    Arguments: the tier, the process id of its parent, with which it ends, and the cache folder.
+    """
+    # The parent may have ended before we asked; then another process has become our parent.
+    if not end_with_parent(signal.SIGKILL) or os.getppid() != int(sys.argv[2]):
+        return
+    choose_tier(sys.argv[1], sys.argv[3])
+    gc.freeze()
+    gc.set_threshold(_GC_THRESHOLD)
+    with keeping_in(sys.argv[3]):
+        for line in sys.stdin:
+            run_job(line.strip())
+            if not can_keep():
+                return  # the kernel would not be found by other processes
+            os.write(1, line.encode())  # unbuffered

@@ -8,7 +8,6 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.spec import ExpertProjection, ExpertVector, MoeLayer
 from dflash_protocol.batch import RoutedBatch
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, U8Array
-from dflash_runtime.compute.cpu.kernels import experts_arguments as a
 from dflash_runtime.compute.cpu.kernels import experts_kernel as k
 from dflash_runtime.compute.cpu.kernels.products import TOTALS_BYTES, product_scratch_bytes
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
@@ -58,17 +57,17 @@ class CpuExpertBank:
             self._hidden_q8_bytes = Q8_BLOCK_BYTES * (layer.hidden_size // 32)
         if wants_q8[2]:
             self._ffn_q8_bytes = Q8_BLOCK_BYTES * (layer.ffn_size // 32)
-        words = np.zeros(a.NUM_LAYER_WORDS, np.int64)
-        words[a.NUM_EXPERTS], words[a.FFN_SIZE] = self.num_experts, layer.ffn_size
-        words[a.ADDRESSES], words[a.LAYOUTS] = addresses.ctypes.data, layouts.ctypes.data
-        words[a.SCALES] = scales.ctypes.data if scales.size else 0
-        words[a.BIASES] = biases.ctypes.data if biases.size else 0
-        words[a.ACTIVATION] = activation.ctypes.data
-        words[a.HIDDEN_Q8_BYTES] = self._hidden_q8_bytes
-        words[a.FFN_Q8_BYTES] = self._ffn_q8_bytes
-        words[a.SCRATCH_BYTES] = self._thread_bytes
+        words = np.zeros(k.NUM_LAYER_WORDS, np.int64)
+        words[k.NUM_EXPERTS], words[k.FFN_SIZE] = self.num_experts, layer.ffn_size
+        words[k.ADDRESSES], words[k.LAYOUTS] = addresses.ctypes.data, layouts.ctypes.data
+        words[k.SCALES] = scales.ctypes.data if scales.size else 0
+        words[k.BIASES] = biases.ctypes.data if biases.size else 0
+        words[k.ACTIVATION] = activation.ctypes.data
+        words[k.HIDDEN_Q8_BYTES] = self._hidden_q8_bytes
+        words[k.FFN_Q8_BYTES] = self._ffn_q8_bytes
+        words[k.SCRATCH_BYTES] = self._thread_bytes
         functions = quantise_function(), *k.expert_ffn_tasks()
-        words[a.QUANTISE :] = [function.address for function in functions]
+        words[k.QUANTISE :] = [function.address for function in functions]
         self._words = words
         self._arrays = addresses, layouts, scales, biases, activation
 
@@ -78,7 +77,7 @@ class CpuExpertBank:
             expected = f"[T, {self.layer.hidden_size}]"
             raise ValueError(f"hidden {hidden.shape}, out {out.shape}, expected {expected}")
         with self._scratch.take(
-            8 * a.NUM_ARGUMENTS,
+            8 * k.NUM_ARGUMENTS,
             batch.num_tokens * self._hidden_q8_bytes,
             (num_pairs if batch.num_tokens > 1 else 0) * self._hidden_q8_bytes,
             num_pairs * 4 * self.layer.ffn_size,

@@ -9,12 +9,11 @@ from __future__ import annotations
 import numpy as np
 
 from dflash_protocol.ids import F32Array, I32Array
-from dflash_runtime.compute.cpu.dense import result_array
-from dflash_runtime.compute.cpu.kernels import conv_tasks, delta_tasks, delta_tree
-from dflash_runtime.compute.cpu.kernels import delta_parts as d
+from dflash_runtime.compute.cpu.kernels import conv_tasks, delta_tree
+from dflash_runtime.compute.cpu.kernels import delta_tasks as d
 from dflash_runtime.compute.cpu.kernels.recurrent_tiles import products_function
-from dflash_runtime.compute.cpu.recurrent_state import BlockedState
-from dflash_runtime.compute.cpu.threads.scratch import Scratch
+from dflash_runtime.compute.cpu.kv_cache import BlockedState
+from dflash_runtime.compute.cpu.threads.scratch import Scratch, result_array
 from dflash_runtime.compute.cpu.threads.workers import Workers
 from dflash_runtime.compute.host_ops import DeltaInputs
 from dflash_runtime.compute.sequence_state import begin_of
@@ -38,7 +37,7 @@ class Recurrent:
     def compile(self) -> None:
         """Compile everything except what only trees need."""
         conv_tasks.conv_kernel()
-        delta_tasks.delta_kernel()
+        d.delta_kernel()
         products_function()
 
     def causal_conv(
@@ -128,8 +127,8 @@ class Recurrent:
             return out
         first = begin_of(positions, state.delta_positions)
         _check_count(positions, inputs.num_tokens)
-        one_scratch = delta_tasks.scratch_bytes(shape.key_dim, shape.value_dim)
-        kernel, task = delta_tasks.delta_kernel()
+        one_scratch = d.scratch_bytes(shape.key_dim, shape.value_dim)
+        kernel, task = d.delta_kernel()
         state.delta_positions = -1  # until all of it is done
         with self._scratch.take(8 * d.NUM_WORDS, self._workers.num_threads * one_scratch) as memory:
             kernel(

@@ -18,13 +18,13 @@ import pytest
 from dflash_adapters.quant import TensorType
 from dflash_runtime.compute.cpu import backend as backend_module
 from dflash_runtime.compute.cpu import compile_ahead as ahead
-from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.backend import CpuBackend
-from dflash_runtime.compute.cpu.compile.compiling import compile_row_function
+from dflash_runtime.compute.cpu.compile.compiling import RowFunction
 from dflash_runtime.compute.cpu.compile.kernel_cache import keeping_in, kernel_folder
-from dflash_runtime.compute.cpu.kernel_jobs import jobs_for, run_job
+from dflash_runtime.compute.cpu.compile_ahead import jobs_for, run_job
+from dflash_runtime.compute.cpu.simd.types import i64
 from dflash_runtime.compute.cpu.weights import float_tile
-from dflash_runtime.compute.cpu.weights.rows_dense import expand_f16, expand_f32
+from dflash_runtime.compute.cpu.weights.rows import expand_f16, expand_f32
 from dflash_runtime.compute.kv_cache import KvType
 from support.processes import START_S, environment, wait_for_ends
 
@@ -37,7 +37,7 @@ compile_ahead(["attend", "expert_tasks"], lambda num_done, num_total: print(num_
 
 
 def came_from_cache(function: Callable[..., None]) -> bool:
-    return compile_row_function(function, v.void, v.i64, v.i64, v.i64).came_from_cache
+    return RowFunction(function, i64, i64, i64).came_from_cache
 
 
 def the_folder() -> Path:
@@ -148,7 +148,7 @@ def test_trouble_costs_nothing_but_time(
     if trouble == "no interpreter":
         monkeypatch.setattr(sys, "executable", str(cache_dir / "nothing"))
     elif trouble == "no module":
-        monkeypatch.setattr(ahead, "_CHILD", "dflash_runtime.no_such_module")
+        monkeypatch.setattr(ahead, "_CHILD", "import dflash_runtime.no_such_module")
     else:
         jobs = ["nonsense", "more nonsense", *JOBS]
     ahead.compile_ahead(jobs, no_progress)
@@ -160,7 +160,9 @@ def test_trouble_costs_nothing_but_time(
 def test_a_child_that_does_not_answer_is_not_waited_for(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ahead, "_CHILD", "asyncio")  # reads its input and does not answer
+    monkeypatch.setattr(
+        ahead, "_CHILD", "import sys; sys.stdin.read()"
+    )  # reads its input and does not answer
     monkeypatch.setattr(ahead, "_JOB_TIMEOUT_S", 0.5)
     begin_s = time.monotonic()
     ahead.compile_ahead(JOBS, no_progress)

@@ -11,23 +11,23 @@ import pytest
 from dflash_adapters.rope import RopePairing, RopeTable, rope_table
 from dflash_adapters.routing import Gating, RoutingRule
 from dflash_protocol.ids import F32Array, F64Array
-from dflash_runtime.compute.cpu import dense as launcher
-from dflash_runtime.compute.cpu.dense import Dense
+from dflash_runtime.compute.cpu import ops as launcher
+from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers
 
 
 @pytest.fixture(scope="module")
-def alone() -> Dense:
-    return Dense(Workers(1), Scratch())
+def alone() -> CpuOps:
+    return CpuOps(Workers(1), Scratch())
 
 
 @pytest.fixture
-def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Dense]:
+def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuOps]:
     """Three threads, used for work of any size."""
     monkeypatch.setattr(launcher, "PARALLEL_VALUES", 0)
     workers = Workers(3)
-    yield Dense(workers, Scratch())
+    yield CpuOps(workers, Scratch())
     workers.close()
 
 
@@ -63,7 +63,7 @@ def rotated(x: F64Array, positions: Any, table: RopeTable) -> F64Array:
 @pytest.mark.parametrize(
     "shape", [(1, 192), (3, 52), (2, 4, 64), (2, 3, 10), (0, 32), (5, 1), (70, 96)]
 )
-def test_rms_norm(alone: Dense, shared: Dense, shape: tuple[int, ...]) -> None:
+def test_rms_norm(alone: CpuOps, shared: CpuOps, shape: tuple[int, ...]) -> None:
     x, weight = normal(*shape), normal(shape[-1], seed=1)
     got = alone.rms_norm(x, weight, 1e-6)
     np.testing.assert_allclose(got, normed(x, weight, 1e-6), rtol=5e-7)
@@ -74,7 +74,7 @@ def test_rms_norm(alone: Dense, shared: Dense, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e30])
-def test_rms_norm_of_extreme_rows(alone: Dense, scale: float) -> None:
+def test_rms_norm_of_extreme_rows(alone: CpuOps, scale: float) -> None:
     x, ones = normal(2, 96) * np.float32(scale), np.ones(96, np.float32)
     np.testing.assert_allclose(alone.rms_norm(x, ones, 1e-6), normed(x, ones, 1e-6), rtol=1e-6)
 
@@ -89,8 +89,8 @@ def test_rms_norm_of_extreme_rows(alone: Dense, scale: float) -> None:
 @pytest.mark.parametrize("pairing", RopePairing)
 @pytest.mark.parametrize("weights", ["", "q", "k", "qk"])
 def test_norm_and_rotate(
-    alone: Dense,
-    shared: Dense,
+    alone: CpuOps,
+    shared: CpuOps,
     weights: str,
     pairing: RopePairing,
     dim: int,
@@ -117,7 +117,7 @@ def test_norm_and_rotate(
     np.testing.assert_array_equal(k, first[1])
 
 
-def test_rope_tables_and_positions_may_alternate(alone: Dense) -> None:
+def test_rope_tables_and_positions_may_alternate(alone: CpuOps) -> None:
     tables = [rope_table(RopePairing.HALF_SPLIT, 16, base) for base in (1e4, 1e6)]
     for position in (3, 4, 3):
         for table in tables:
@@ -135,7 +135,7 @@ def test_rope_tables_and_positions_may_alternate(alone: Dense) -> None:
     ("num_experts", "num_used"), [(32, 4), (128, 8), (5, 5), (1, 1), (33, 33), (200, 6)]
 )
 def test_route(
-    alone: Dense, shared: Dense, num_experts: int, num_used: int, normalise: bool
+    alone: CpuOps, shared: CpuOps, num_experts: int, num_used: int, normalise: bool
 ) -> None:
     logits = normal(45, num_experts) * np.float32(3)
     rule = RoutingRule(num_used, Gating.SOFTMAX, normalise)
@@ -153,7 +153,7 @@ def test_route(
         np.testing.assert_array_equal(one, other)
 
 
-def test_route_prefers_the_lower_id_of_equals(alone: Dense) -> None:
+def test_route_prefers_the_lower_id_of_equals(alone: CpuOps) -> None:
     logits = np.array([[0, 2, 1, 2, 2, 1], [0, 0, 0, 0, 0, 0]], np.float32)
     ids, weights = alone.route(logits, RoutingRule(4, Gating.SOFTMAX, normalise=True))
     np.testing.assert_array_equal(ids, [[1, 3, 4, 2], [0, 1, 2, 3]])
@@ -162,7 +162,7 @@ def test_route_prefers_the_lower_id_of_equals(alone: Dense) -> None:
     np.testing.assert_array_equal(ids, [np.arange(70)])
 
 
-def test_route_of_not_a_number_still_names_experts(alone: Dense) -> None:
+def test_route_of_not_a_number_still_names_experts(alone: CpuOps) -> None:
     logits = np.full((4, 6), np.nan, np.float32)
     logits[1, 3], logits[2, :5], logits[3] = 1, 1, np.inf
     ids, _ = alone.route(logits, RoutingRule(4, Gating.SOFTMAX, normalise=True))
@@ -175,7 +175,7 @@ def test_route_of_not_a_number_still_names_experts(alone: Dense) -> None:
 # -- guards ---------------------------------------------------------------------------------------
 
 
-def test_shapes_that_do_not_fit_are_refused(alone: Dense) -> None:
+def test_shapes_that_do_not_fit_are_refused(alone: CpuOps) -> None:
     x, q = normal(2, 64), normal(2, 4, 16)
     table = rope_table(RopePairing.HALF_SPLIT, 16, 1e4)
     positions = np.arange(2, dtype=np.int32)

@@ -19,7 +19,7 @@ from dflash_protocol.batch import HostHidden, RoutedBatch, group_by_expert
 from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
 from dflash_runtime.compute.backend import ExpertBank
 from dflash_runtime.compute.cpu import CpuBackend
-from dflash_runtime.compute.cpu.weights.repacked.functions import has_repacked
+from dflash_runtime.compute.cpu.weights.repacked.formats import FORMATS
 from support.examples import examples
 from support.expert_files import write_expert_layer
 from support.float64_experts import ExpertValues, activated, expert_sums, read_experts
@@ -143,7 +143,7 @@ def sum_of_terms(bank: ExpertBank, batch: RoutedBatch, held: I32Array) -> F64Arr
 
 def seen_by(projection: ExpertProjection, x: F32Array) -> F64Array:
     """Activations as rounded for a projection's products."""
-    return as_int8(x) if has_repacked(projection.tensor_type) else x.astype(np.float64)
+    return as_int8(x) if projection.tensor_type in FORMATS else x.astype(np.float64)
 
 
 def int8_sums(made: Experts, batch: RoutedBatch) -> tuple[F64Array, F64Array]:
@@ -167,7 +167,7 @@ def int8_sums(made: Experts, batch: RoutedBatch) -> tuple[F64Array, F64Array]:
         gate, up = (project(name, expert, x[token]) for name, x in x_by_projection.items())
         inner = activated(layer.activation, gate, up, layer.activation_limit).astype(np.float32)
         sums[token] += weight * project("down", expert, seen_by(layer.down, inner))
-        if has_repacked(layer.down.tensor_type):
+        if layer.down.tensor_type in FORMATS:
             steps = np.abs(values["down"][expert]) @ doubtful_steps(inner, DOUBT)
             scale = values["down.scale"][expert] if "down.scale" in values else 1.0
             doubt[token] += abs(weight * scale) * steps

@@ -1,6 +1,10 @@
 """Compiles kernels for this CPU, once for each machine: results are kept on disk if possible.
 
-Kernels are plain functions of this package, compiled on first use, each for one signature.
+Kernels are plain functions of this package, compiled on first use, each for one signature, by
+numba's pipeline without the parts that they do not use, since a first start waits for it. Helpers
+become code that kernels are linked from: not optimised by themselves, never made executable and not
+wrapped for Python or C. A kernel is optimised once, when it has been linked. That takes half the
+time and gives the same bits.
 """
 
 from __future__ import annotations
@@ -8,16 +12,29 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any
+from typing import Any, NoReturn
 
 import llvmlite
 import numba
 
 from dflash_protocol.fingerprint import digest
 from dflash_runtime.compute.cpu.compile.kernel_cache import cache_for, release
-from dflash_runtime.compute.cpu.compile.kernel_compiler import Helper, KernelCompiler
 from dflash_runtime.compute.cpu.compile.tiers import current_tier
-from dflash_runtime.compute.cpu.simd.untyped import CFunc, cpu_target, llvm, njit
+from dflash_runtime.compute.cpu.simd.types import i64, void
+from dflash_runtime.compute.cpu.simd.untyped import (
+    CFunc,
+    Compiler,
+    CPUDispatcher,
+    DefaultPassBuilder,
+    JITCodeLibrary,
+    NativeLowering,
+    PassManager,
+    cpu_target,
+    llvm,
+    njit,
+    register_pass,
+    types,
+)
 from dflash_runtime.interrupts import uninterrupted
 
 # Part of the numeric class: raise it when a change to a kernel changes the bits of a result.
@@ -42,16 +59,24 @@ def compile_kernel(function: Kernel, *argument_types: Any) -> Kernel:
     return kernel  # type: ignore[no-any-return]
 
 
-def compile_row_function(function: Kernel, result: Any, *argument_types: Any) -> RowFunction:
-    """Compile a function that other kernels call through its address."""
-    return RowFunction(function, result, argument_types)
+def compile_task(function: Kernel) -> RowFunction:
+    """Compile ``task(args, counter, worker_idx)``, which threads run; see threads/parallel."""
+    return RowFunction(function, i64, i64, i64)
+
+
+def read_only(element: Any, ndim: int) -> Any:
+    """The type of a contiguous array that a kernel does not write."""
+    return types.Array(element, ndim, "C", readonly=True)
 
 
 class RowFunction:
-    """Owns compiled code; `address` is valid while this object lives."""
+    """A compiled function that other kernels call through its address, without a result.
 
-    def __init__(self, function: Kernel, result: Any, argument_types: tuple[Any, ...]) -> None:
-        signature = argument_types, result
+    Owns the code; `address` is valid while this object lives.
+    """
+
+    def __init__(self, function: Kernel, *argument_types: Any) -> None:
+        signature = argument_types, void
         callback = CFunc(function, signature, {}, dict(_OPTIONS), pipeline_class=KernelCompiler)
         callback._cache = cache_for(function)
         with uninterrupted():
@@ -96,3 +121,99 @@ def is_supported_cpu() -> bool:
     if machine in ("x86_64", "amd64"):
         return bool(llvm.get_host_cpu_features().get("f16c"))
     return machine in ("aarch64", "arm64")
+
+
+# -- numba's pipeline, shortened ------------------------------------------------------------------
+
+_UNUSED_PASSES = frozenset(
+    (
+        "WithLifting",
+        "InlineClosureLikes",
+        "RewriteSemanticConstants",
+        "DeadBranchPrune",
+        "GenericRewrites",
+        "RewriteDynamicRaises",
+        "MakeFunctionToJitFunction",
+        "InlineInlinables",
+        "FindLiterallyCalls",
+        "LiteralUnroll",
+        "LiteralPropagationSubPipelinePass",
+        "InlineOverloads",
+        "NopythonRewrites",
+        "NoPythonSupportedFeatureValidation",
+        "DumpParforDiagnostics",
+    )
+)
+"""Passes for closures, contexts, raising, literals, overloads in Python, array expressions."""
+
+
+class _KernelLibrary(JITCodeLibrary):  # type: ignore[misc]
+    def _optimize_functions(self, module: Any) -> None:
+        """Do nothing: code linked from these functions is optimised as a whole."""
+        module.data_layout = self._codegen._data_layout
+
+
+class _HelperLibrary(_KernelLibrary):
+    """The code of a helper and of the helpers it calls."""
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
+        self._finalize_dynamic_globals()
+        self._finalized = True
+
+
+class KernelCompiler(Compiler):  # type: ignore[misc]
+    """Compiles functions that are called from Python, or by address."""
+
+    _library: type[_KernelLibrary] = _KernelLibrary
+    _lowering: Any = NativeLowering
+
+    def define_pipelines(self) -> list[Any]:
+        library = self._library(self.state.targetctx.codegen(), self.state.func_id.func_qualname)
+        library.enable_object_caching()
+        self.state.library = library
+        manager = PassManager("kernel")
+        manager.passes = [
+            (self._lowering if each is NativeLowering else each, description)
+            for each, description in DefaultPassBuilder.define_nopython_pipeline(self.state).passes
+            if each.__name__ not in _UNUSED_PASSES
+        ]
+        manager.finalize()
+        return [manager]
+
+
+@register_pass(mutates_CFG=True, analysis_only=False)
+class _HelperLowering(NativeLowering):  # type: ignore[misc]
+    _name = "helper_lowering"
+
+    def run_pass(self, state: Any) -> bool:
+        state.flags.no_compile = True
+        super().run_pass(state)
+        lowered = state["cr"]
+        key = object()  # stands for the function pointer by which numba finds other functions
+        state.targetctx.insert_user_function(key, lowered.fndesc, [state.library])
+        state["cr"] = lowered._replace(cfunc=key)
+        return True
+
+
+class _HelperCompiler(KernelCompiler):
+    _library = _HelperLibrary
+    _lowering = _HelperLowering
+
+
+class Helper(CPUDispatcher):  # type: ignore[misc]
+    """A function that kernels can call, and Python cannot."""
+
+    def __init__(self, function: Any, options: dict[str, Any]) -> None:
+        every = {**options, "nopython": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+        super().__init__(function, {}, every, _HelperCompiler)
+
+    def add_overload(self, compiled: Any) -> None:
+        """Not registered where calls from Python would find it."""
+        self.overloads[tuple(compiled.signature.args)] = compiled
+
+    def _compile_for_args(self, *args: Any, **kws: Any) -> NoReturn:
+        del args, kws
+        raise TypeError(f"{self.py_func.__name__} can only be called by kernels")

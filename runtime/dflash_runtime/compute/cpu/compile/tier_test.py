@@ -24,9 +24,9 @@ from dflash_protocol.ids import AnyArray
 from dflash_protocol.settings import cache_folder, child_environment
 from dflash_runtime.compute.cpu.simd import tiles
 from dflash_runtime.compute.cpu.simd.dots import Dots, Quants
-from dflash_runtime.compute.cpu.simd.emitting import I8, I64, Vec, load, look_up
+from dflash_runtime.compute.cpu.simd.emitting import Vec, load, look_up
 from dflash_runtime.compute.cpu.simd.instruction_sets import Tier
-from dflash_runtime.compute.cpu.simd.types import lanes_of
+from dflash_runtime.compute.cpu.simd.types import I8, I64, lanes_of
 from dflash_runtime.compute.cpu.simd.untyped import ir, llvm
 
 _PREFIX = "cpu-tier-"

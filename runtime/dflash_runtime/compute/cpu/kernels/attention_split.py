@@ -23,32 +23,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import (
     helper,
 )
 from dflash_runtime.compute.cpu.kernels import attention_tiles as tiles
-from dflash_runtime.compute.cpu.kernels.attention_arguments import (
-    CHUNK,
-    EXPAND_KEYS,
-    EXPAND_VALUES,
-    FETCH_SCORE,
-    KEY_BLOCK_BYTES,
-    KEY_DIM,
-    KEY_HEAD_BYTES,
-    KEYS,
-    KV_HEADS,
-    MIX,
-    MIX_EXPANDED,
-    NUM_HEADS,
-    SCORE_EXPANDED,
-    VALUE_DIM,
-    VALUE_HEAD_BYTES,
-    VALUE_ROW_BYTES,
-    VALUES,
-    WINDOW,
-    WINDOW_ROWS,
-)
 from dflash_runtime.compute.cpu.kernels.attention_elements import (
     call_expand_keys,
     call_expand_values,
@@ -58,6 +36,57 @@ from dflash_runtime.compute.cpu.kernels.attention_elements import (
 from dflash_runtime.compute.cpu.kernels.attention_tiles import BLOCK
 from dflash_runtime.compute.cpu.kernels.words import word
 from dflash_runtime.compute.cpu.simd import atomics
+from dflash_runtime.compute.cpu.simd import vectors as v
+
+# Arguments of a call, as words that the kernel writes and the tasks read: addresses, except where
+# the unit or the comment says otherwise.
+(
+    # A layer's cache.
+    KEYS,
+    VALUES,
+    KV_HEADS,
+    KEY_DIM,
+    VALUE_DIM,
+    KEY_HEAD_BYTES,
+    KEY_BLOCK_BYTES,
+    VALUE_HEAD_BYTES,
+    VALUE_ROW_BYTES,
+    WINDOW_ROWS,  # position j is row j % WINDOW_ROWS
+    WINDOW,  # 0: none
+    CHUNK,  # 0: none
+    # Functions for the cache's element type, and the tasks.
+    FETCH_SCORE,
+    MIX,
+    EXPAND_KEYS,
+    EXPAND_VALUES,
+    STORE_KEY,
+    STORE_VALUES,
+    SCORE_EXPANDED,
+    MIX_EXPANDED,
+    STORE_TASK,
+    ATTEND_TASK,
+    # A call and its scratch memory.
+    SCRATCH,
+    SCRATCH_BYTES,
+    PARTIALS,
+    DONE,
+    QUERIES,
+    NEW_KEYS,
+    NEW_VALUES,
+    SINKS,  # or 0
+    OUT,
+    FIRST_POSITION,
+    NUM_TOKENS,
+    NUM_HEADS,
+    SCALE_BITS,
+    TILE_TOKENS,
+    PARTIAL_BYTES,
+    ITEMS_A_PAIR,
+) = range(38)
+
+NUM_ARGUMENTS = 38
+NUM_LAYER_WORDS = SCRATCH
+
 
 SPLIT = 256
 """Positions in one split, an item of its own when few tokens attend to many positions."""

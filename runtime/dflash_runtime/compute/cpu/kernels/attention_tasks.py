@@ -12,67 +12,23 @@ from functools import cache
 import numpy as np
 
 from dflash_protocol.ids import F32Array, I64Array
-from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import (
     Kernel,
     RowFunction,
     compile_kernel,
-    compile_row_function,
+    compile_task,
     helper,
+    read_only,
 )
-from dflash_runtime.compute.cpu.kernels.attention_arguments import (
-    ATTEND_TASK,
-    DONE,
-    EXPAND_KEYS,
-    EXPAND_VALUES,
-    FETCH_SCORE,
-    FIRST_POSITION,
-    ITEMS_A_PAIR,
-    KEY_BLOCK_BYTES,
-    KEY_DIM,
-    KEY_HEAD_BYTES,
-    KEYS,
-    KV_HEADS,
-    MIX,
-    MIX_EXPANDED,
-    NEW_KEYS,
-    NEW_VALUES,
-    NUM_HEADS,
-    NUM_LAYER_WORDS,
-    NUM_TOKENS,
-    OUT,
-    PARTIAL_BYTES,
-    PARTIALS,
-    QUERIES,
-    SCALE_BITS,
-    SCORE_EXPANDED,
-    SCRATCH,
-    SCRATCH_BYTES,
-    SINKS,
-    STORE_KEY,
-    STORE_TASK,
-    STORE_VALUES,
-    TILE_TOKENS,
-    VALUE_DIM,
-    VALUE_HEAD_BYTES,
-    VALUE_ROW_BYTES,
-    VALUES,
-    WINDOW_ROWS,
-)
+from dflash_runtime.compute.cpu.kernels import attention_split as a
 from dflash_runtime.compute.cpu.kernels.attention_elements import (
     call_store,
     element_functions,
 )
-from dflash_runtime.compute.cpu.kernels.attention_split import (
-    SPLIT,
-    attend_split,
-    blocks_of,
-    first_visible,
-    in_vectors,
-    merge,
-)
 from dflash_runtime.compute.cpu.kernels.words import set_word, word
 from dflash_runtime.compute.cpu.simd import atomics
+from dflash_runtime.compute.cpu.simd import vectors as v
+from dflash_runtime.compute.cpu.simd.types import f32, i64
 from dflash_runtime.compute.cpu.simd.untyped import types
 from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
 from dflash_runtime.compute.kv_cache import KvType
@@ -80,10 +36,10 @@ from dflash_runtime.compute.kv_cache import KvType
 
 def _store(args: int, counter: int, worker_idx: int) -> None:
     """Store new keys and values. An item is up to 32 positions in one block of keys of one head."""
-    first_position, kv_heads = word(args, FIRST_POSITION), word(args, KV_HEADS)
-    end_position = first_position + word(args, NUM_TOKENS)
-    key_dim, value_dim = word(args, KEY_DIM), word(args, VALUE_DIM)
-    row_bytes, window_rows = word(args, VALUE_ROW_BYTES), word(args, WINDOW_ROWS)
+    first_position, kv_heads = word(args, a.FIRST_POSITION), word(args, a.KV_HEADS)
+    end_position = first_position + word(args, a.NUM_TOKENS)
+    key_dim, value_dim = word(args, a.KEY_DIM), word(args, a.VALUE_DIM)
+    row_bytes, window_rows = word(args, a.VALUE_ROW_BYTES), word(args, a.WINDOW_ROWS)
     first_block = first_position // 32
     num_items = kv_heads * ((end_position + 31) // 32 - first_block)
     while True:
@@ -91,27 +47,27 @@ def _store(args: int, counter: int, worker_idx: int) -> None:
         if item >= num_items:
             return
         block, kv_head = first_block + item // kv_heads, item % kv_heads
-        keys = word(args, KEYS) + kv_head * word(args, KEY_HEAD_BYTES)
+        keys = word(args, a.KEYS) + kv_head * word(args, a.KEY_HEAD_BYTES)
         first_row = 32 * block % window_rows
-        keys += first_row // 32 * word(args, KEY_BLOCK_BYTES)
-        values = word(args, VALUES) + kv_head * word(args, VALUE_HEAD_BYTES)
+        keys += first_row // 32 * word(args, a.KEY_BLOCK_BYTES)
+        values = word(args, a.VALUES) + kv_head * word(args, a.VALUE_HEAD_BYTES)
         for position in range(max(first_position, 32 * block), min(end_position, 32 * block + 32)):
             row = (position - first_position) * kv_heads + kv_head
-            source = word(args, NEW_KEYS) + 4 * key_dim * row
-            call_store(word(args, STORE_KEY), 0, source, key_dim, keys, position % 32)
-            source = word(args, NEW_VALUES) + 4 * value_dim * row
+            source = word(args, a.NEW_KEYS) + 4 * key_dim * row
+            call_store(word(args, a.STORE_KEY), 0, source, key_dim, keys, position % 32)
+            source = word(args, a.NEW_VALUES) + 4 * value_dim * row
             target = values + (first_row + position % 32) * row_bytes
-            block_bytes = row_bytes // blocks_of(value_dim)
-            call_store(word(args, STORE_VALUES), 0, source, value_dim, target, block_bytes)
+            block_bytes = row_bytes // a.blocks_of(value_dim)
+            call_store(word(args, a.STORE_VALUES), 0, source, value_dim, target, block_bytes)
 
 
 @helper
 def _copy_queries(args: int, first_token: int, num_tokens: int, kv_head: int, target: int) -> None:
     """Copy a tile's rows, scaled, one after another."""
-    dim, num_heads = word(args, KEY_DIM), word(args, NUM_HEADS)
-    group = num_heads // word(args, KV_HEADS)
-    scale = v.float_from_bits(word(args, SCALE_BITS))
-    source = word(args, QUERIES) + 4 * dim * (first_token * num_heads + kv_head * group)
+    dim, num_heads = word(args, a.KEY_DIM), word(args, a.NUM_HEADS)
+    group = num_heads // word(args, a.KV_HEADS)
+    scale = v.float_from_bits(word(args, a.SCALE_BITS))
+    source = word(args, a.QUERIES) + 4 * dim * (first_token * num_heads + kv_head * group)
     for _ in range(num_tokens):
         for _ in range(group):
             for d in range(0, dim - 31, 32):
@@ -128,12 +84,12 @@ def _finish(
     args: int, result: int, first_token: int, num_tokens: int, kv_head: int, tile_rows: int
 ) -> None:
     """Divide by the totals, sinks included, into the rows of OUT."""
-    value_dim, num_heads = word(args, VALUE_DIM), word(args, NUM_HEADS)
+    value_dim, num_heads = word(args, a.VALUE_DIM), word(args, a.NUM_HEADS)
     value_padded = (value_dim + 31) // 32 * 32
-    group = num_heads // word(args, KV_HEADS)
+    group = num_heads // word(args, a.KV_HEADS)
     totals = result + 4 * tile_rows * value_padded
-    maxima, sinks = totals + in_vectors(tile_rows), word(args, SINKS)
-    target = word(args, OUT) + 4 * value_dim * (first_token * num_heads + kv_head * group)
+    maxima, sinks = totals + a.in_vectors(tile_rows), word(args, a.SINKS)
+    target = word(args, a.OUT) + 4 * value_dim * (first_token * num_heads + kv_head * group)
     for _ in range(num_tokens):
         for head in range(group):
             total_one, factor = v.load_float(totals), np.float32(1)
@@ -163,20 +119,23 @@ def _attend(args: int, counter: int, worker_idx: int) -> None:
     [rows][32]; factors [rows]; counts [rows] int64; keys [D][32]; values [BLOCK][32 of V]; a
     partial; a result.
     """
-    kv_heads, tile_tokens = word(args, KV_HEADS), word(args, TILE_TOKENS)
-    group = word(args, NUM_HEADS) // kv_heads
+    kv_heads, tile_tokens = word(args, a.KV_HEADS), word(args, a.TILE_TOKENS)
+    group = word(args, a.NUM_HEADS) // kv_heads
     tile_rows = tile_tokens * group
-    chunk_start = word(args, FIRST_POSITION)
-    chunk_end = chunk_start + word(args, NUM_TOKENS)
-    first_tile, base_split = chunk_start // tile_tokens, first_visible(args, chunk_start) // SPLIT
+    chunk_start = word(args, a.FIRST_POSITION)
+    chunk_end = chunk_start + word(args, a.NUM_TOKENS)
+    first_tile, base_split = (
+        chunk_start // tile_tokens,
+        a.first_visible(args, chunk_start) // a.SPLIT,
+    )
     num_tiles = (chunk_end - 1) // tile_tokens - first_tile + 1
-    value_padded = (word(args, VALUE_DIM) + 31) // 32 * 32
-    partials, one_partial = word(args, PARTIALS), word(args, PARTIAL_BYTES)
-    items_a_pair = word(args, ITEMS_A_PAIR)
+    value_padded = (word(args, a.VALUE_DIM) + 31) // 32 * 32
+    partials, one_partial = word(args, a.PARTIALS), word(args, a.PARTIAL_BYTES)
+    items_a_pair = word(args, a.ITEMS_A_PAIR)
     is_streaming = items_a_pair == 1
-    scratch = word(args, SCRATCH) + worker_idx * word(args, SCRATCH_BYTES)
+    scratch = word(args, a.SCRATCH) + worker_idx * word(args, a.SCRATCH_BYTES)
     queries = scratch + 64
-    result = scratch + word(args, SCRATCH_BYTES) - one_partial
+    result = scratch + word(args, a.SCRATCH_BYTES) - one_partial
     v.store_float(scratch, np.float32(1))
     while True:
         item = claim(counter)
@@ -187,8 +146,8 @@ def _attend(args: int, counter: int, worker_idx: int) -> None:
         tile, kv_head = first_tile + num_tiles - 1 - pair // kv_heads, pair % kv_heads
         start = max(chunk_start, tile * tile_tokens)
         end = min(chunk_end, (tile + 1) * tile_tokens)
-        num_rows, end_split = (end - start) * group, (end - 1) // SPLIT + 1
-        tile_split = first_visible(args, start) // SPLIT
+        num_rows, end_split = (end - start) * group, (end - 1) // a.SPLIT + 1
+        tile_split = a.first_visible(args, start) // a.SPLIT
         first_split = tile_split if is_streaming else base_split + item % items_a_pair
         if not tile_split <= first_split < end_split:
             continue
@@ -196,20 +155,22 @@ def _attend(args: int, counter: int, worker_idx: int) -> None:
         if is_streaming:
             for split in range(tile_split, end_split):
                 partial = result - one_partial
-                attend_split(args, kv_head, start, end, split, scratch, queries, partial, tile_rows)
-                merge(result, partial, num_rows, tile_rows, value_padded, split == tile_split)
+                a.attend_split(
+                    args, kv_head, start, end, split, scratch, queries, partial, tile_rows
+                )
+                a.merge(result, partial, num_rows, tile_rows, value_padded, split == tile_split)
         else:
             of_pair = partials + (pair * items_a_pair - base_split) * one_partial
             partial = of_pair + first_split * one_partial
-            attend_split(
+            a.attend_split(
                 args, kv_head, start, end, first_split, scratch, queries, partial, tile_rows
             )
             num_splits = end_split - tile_split
-            if atomics.atomic_add(word(args, DONE) + 8 * pair, 1) < num_splits - 1:
+            if atomics.atomic_add(word(args, a.DONE) + 8 * pair, 1) < num_splits - 1:
                 continue
             for split in range(tile_split, end_split):
                 partial = of_pair + split * one_partial
-                merge(result, partial, num_rows, tile_rows, value_padded, split == tile_split)
+                a.merge(result, partial, num_rows, tile_rows, value_padded, split == tile_split)
         _finish(args, result, start - chunk_start, end - start, kv_head, tile_rows)
 
 
@@ -240,48 +201,48 @@ def _attention(
         sharing
     )
     args, scratch, partials, done, counter = memory
-    for index in range(NUM_LAYER_WORDS):
+    for index in range(a.NUM_LAYER_WORDS):
         set_word(args, index, layer[index])
-    set_word(args, QUERIES, v.address_of(q))
-    set_word(args, NEW_KEYS, v.address_of(k))
-    set_word(args, NEW_VALUES, v.address_of(v_new))
-    set_word(args, SINKS, v.address_of(sinks) if sinks.size else 0)
-    set_word(args, OUT, v.address_of(out))
-    set_word(args, NUM_TOKENS, k.shape[0])
-    set_word(args, NUM_HEADS, q.shape[1])
-    set_word(args, FIRST_POSITION, first_position)
-    set_word(args, SCALE_BITS, v.bits_of_float(scale))
-    set_word(args, TILE_TOKENS, tile_tokens)
-    set_word(args, ITEMS_A_PAIR, items_a_pair)
-    set_word(args, PARTIAL_BYTES, one_partial)
-    set_word(args, SCRATCH_BYTES, one_scratch)
-    set_word(args, SCRATCH, scratch)
-    set_word(args, PARTIALS, partials)
-    set_word(args, DONE, done)
+    set_word(args, a.QUERIES, v.address_of(q))
+    set_word(args, a.NEW_KEYS, v.address_of(k))
+    set_word(args, a.NEW_VALUES, v.address_of(v_new))
+    set_word(args, a.SINKS, v.address_of(sinks) if sinks.size else 0)
+    set_word(args, a.OUT, v.address_of(out))
+    set_word(args, a.NUM_TOKENS, k.shape[0])
+    set_word(args, a.NUM_HEADS, q.shape[1])
+    set_word(args, a.FIRST_POSITION, first_position)
+    set_word(args, a.SCALE_BITS, v.bits_of_float(scale))
+    set_word(args, a.TILE_TOKENS, tile_tokens)
+    set_word(args, a.ITEMS_A_PAIR, items_a_pair)
+    set_word(args, a.PARTIAL_BYTES, one_partial)
+    set_word(args, a.SCRATCH_BYTES, one_scratch)
+    set_word(args, a.SCRATCH, scratch)
+    set_word(args, a.PARTIALS, partials)
+    set_word(args, a.DONE, done)
     if items_a_pair > 1:
         for pair in range(num_pairs):
             atomics.relaxed_store(done + 8 * pair, 0)
-    run_on(store_pool, word(args, STORE_TASK), args, counter)
+    run_on(store_pool, word(args, a.STORE_TASK), args, counter)
     if num_pairs > 0:
-        run_on(attend_pool, word(args, ATTEND_TASK), args, counter)
+        run_on(attend_pool, word(args, a.ATTEND_TASK), args, counter)
 
 
 @cache
 def attention_kernel() -> Kernel:
-    new, vector = (types.Array(v.f32, ndim, "C", readonly=True) for ndim in (3, 1))
-    arrays = [new, new, new, vector, v.f32[:, :, ::1], v.i64[::1]]
-    sharing, memory = types.UniTuple(v.i64, 7), types.UniTuple(v.i64, 5)
-    return compile_kernel(_attention, *arrays, v.i64, v.f32, sharing, memory)
+    new, vector = (read_only(f32, ndim) for ndim in (3, 1))
+    arrays = [new, new, new, vector, f32[:, :, ::1], i64[::1]]
+    sharing, memory = types.UniTuple(i64, 7), types.UniTuple(i64, 5)
+    return compile_kernel(_attention, *arrays, i64, f32, sharing, memory)
 
 
 @cache
 def attend_task() -> RowFunction:
-    return compile_row_function(_attend, v.void, *[v.i64] * 3)
+    return compile_task(_attend)
 
 
 @cache
 def store_task() -> RowFunction:
-    return compile_row_function(_store, v.void, *[v.i64] * 3)
+    return compile_task(_store)
 
 
 def function_words(kv_type: KvType) -> dict[int, int]:
@@ -291,15 +252,15 @@ def function_words(kv_type: KvType) -> dict[int, int]:
     """
     stored, expanded = element_functions(kv_type), element_functions(KvType.F32)
     functions = {
-        FETCH_SCORE: stored.fetch_score,
-        MIX: stored.mix,
-        EXPAND_KEYS: stored.expand_keys,
-        EXPAND_VALUES: stored.expand_values,
-        STORE_KEY: stored.store_key,
-        STORE_VALUES: stored.store_values,
-        SCORE_EXPANDED: expanded.score,
-        MIX_EXPANDED: expanded.mix,
-        STORE_TASK: store_task(),
-        ATTEND_TASK: attend_task(),
+        a.FETCH_SCORE: stored.fetch_score,
+        a.MIX: stored.mix,
+        a.EXPAND_KEYS: stored.expand_keys,
+        a.EXPAND_VALUES: stored.expand_values,
+        a.STORE_KEY: stored.store_key,
+        a.STORE_VALUES: stored.store_values,
+        a.SCORE_EXPANDED: expanded.score,
+        a.MIX_EXPANDED: expanded.mix,
+        a.STORE_TASK: store_task(),
+        a.ATTEND_TASK: attend_task(),
     }
     return {index: function.address for index, function in functions.items()}

@@ -17,18 +17,20 @@ from collections.abc import Callable
 from typing import Any
 
 from dflash_runtime.compute.cpu.compile.tiers import current_tier
-from dflash_runtime.compute.cpu.simd.arithmetic import emit_fma
-from dflash_runtime.compute.cpu.simd.memory import emit_load, emit_store
 from dflash_runtime.compute.cpu.simd.types import (
     FLOAT,
     HALF,
     I8,
     I16,
-    I32,
     I64,
     LANES,
     emit_constant,
+    emit_fma,
+    emit_halves,
+    emit_load,
+    emit_prefetch,
     emit_splat,
+    emit_store,
     floats,
     i64,
     lanes_of,
@@ -70,14 +72,9 @@ def _lanes(builder: Any, element: Any, address: Any, count: int) -> Any:
     if element == _FLOAT32:
         return emit_load(builder, address, lanes_of(FLOAT, count))
     if element == _HALVES:
-        return _halves(builder, address, count)
+        return emit_halves(builder, address, count)
     integers = emit_load(builder, address, lanes_of(I8, count))
     return builder.sitofp(integers, lanes_of(FLOAT, count))
-
-
-def _halves(builder: Any, address: Any, count: int) -> Any:
-    bits = emit_load(builder, address, lanes_of(I16, count))
-    return builder.fpext(builder.bitcast(bits, lanes_of(HALF, count)), lanes_of(FLOAT, count))
 
 
 def _value_lanes(builder: Any, element: Any, block: Any, first: int, count: int) -> Any:
@@ -110,7 +107,7 @@ def _for_each_key_line(
         end = builder.select(is_whole, I64(LANES), rest)
         if element == _BYTES:
             place = _scaled_index(builder, scales, outer.index, 2 * LANES)
-            scale = _halves(builder, place, count)
+            scale = emit_halves(builder, place, count)
         with cgutils.for_range(builder, end) as inner:
             d = builder.add(first_d, inner.index)
             line = _at(builder, _scaled_index(builder, keys, d, size * LANES), size * first)
@@ -119,12 +116,8 @@ def _for_each_key_line(
 
 
 def _prefetch(builder: Any, address: Any, num_lines: int) -> None:
-    pointer = I8.as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
-    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     for line in range(num_lines):
-        place = builder.inttoptr(_at(builder, address, _LINE * line), pointer)
-        builder.call(prefetch, [place, I32(0), I32(3), I32(1)])
+        emit_prefetch(builder, _at(builder, address, _LINE * line))
 
 
 def _zero_sums(builder: Any, rows: int, count: int) -> list[Any]:

@@ -10,15 +10,17 @@ from functools import cache
 from typing import Any
 
 from dflash_protocol.ids import F32Array
-from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import (
     Kernel,
     RowFunction,
     compile_kernel,
-    compile_row_function,
+    compile_task,
     helper,
+    read_only,
 )
 from dflash_runtime.compute.cpu.kernels.words import set_word, word
+from dflash_runtime.compute.cpu.simd import vectors as v
+from dflash_runtime.compute.cpu.simd.types import f32, i64
 from dflash_runtime.compute.cpu.simd.untyped import types
 from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
 
@@ -111,8 +113,8 @@ def _conv(
 @cache
 def conv_kernel() -> tuple[Kernel, RowFunction]:
     """The kernel, and the task whose address it is passed."""
-    rows = types.Array(v.f32, 2, "C", readonly=True)
-    memory = types.UniTuple(v.i64, 3)
-    arguments = [rows, rows, rows, v.f32[:, ::1], v.i64, v.i64, memory, v.i64, v.i64]
-    task = compile_row_function(_conv_task, v.void, *[v.i64] * 3)
+    rows = read_only(f32, 2)
+    memory = types.UniTuple(i64, 3)
+    arguments = [rows, rows, rows, f32[:, ::1], i64, i64, memory, i64, i64]
+    task = compile_task(_conv_task)
     return compile_kernel(_conv, *arguments), task

@@ -1,33 +1,367 @@
-"""The gated delta rule of consecutive tokens: a task and its kernel.
+"""The gated delta rule: parts, each for some tokens of a block, and the task of tokens in a row.
 
-An item is a key head with its value heads, block after block; see delta_parts. The kernel, which
-Python calls, writes a call's arguments as words.
+Positions are cut into blocks of 32. Within a block the matrix M of a value head stays as it was at
+the block's start; each token's update is kept beside it as a row:
+
+    M(t) = P(t) M + sum over j <= t of D(t, j) row_j k_jᵀ           P, D: products of exp(g)
+    row_t = b (v_t - P(t) M k_t - sum over j < t of D(t, j) (k_j · k_t) row_j)
+    out_t =         P(t) M q_t + sum over j <= t of D(t, j) (k_j · q_t) row_j
+
+At the end of a block the rows are added to the matrix. So a step reads the matrix once and seldom
+writes it, many tokens become matrix products, and all sums are chains whose order depends on
+positions alone: a token has the same bits alone or in any chunk, with any number of threads.
+
+Source: Yang et al. 2024 (arXiv 2406.06484, the delta rule by chunks; arXiv 2412.06464, its decay).
 """
 
 from __future__ import annotations
 
+import math
 from functools import cache
+from typing import Any
+
+import numpy as np
 
 from dflash_protocol.ids import F32Array, I64Array
-from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import (
     Kernel,
     RowFunction,
     compile_kernel,
-    compile_row_function,
+    compile_task,
+    helper,
+    read_only,
 )
-from dflash_runtime.compute.cpu.kernels import delta_parts as d
 from dflash_runtime.compute.cpu.kernels.recurrent_tiles import add_products
-from dflash_runtime.compute.cpu.kernels.words import word
+from dflash_runtime.compute.cpu.kernels.words import set_word, word
+from dflash_runtime.compute.cpu.simd import vectors as v
+from dflash_runtime.compute.cpu.simd.types import f32, f64, i64
 from dflash_runtime.compute.cpu.simd.untyped import types
 from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
+
+# -- parts ----------------------------------------------------------------------------------------
+
+DELTA_BLOCK = 32
+"""Positions between updates of a matrix: as many as a vector has lanes."""
+
+(
+    # A layer and its state, addresses first; see kv_cache.BlockedState.
+    MATRICES,
+    KEYS,
+    ROWS,
+    DECAYS,
+    TOTALS,
+    KEY_HEADS,
+    VALUE_HEADS,
+    KEY_DIM,
+    VALUE_DIM,
+    IS_TILED,
+    # A call.
+    MIXED,
+    ALPHA,
+    BETA,
+    A,
+    DT_BIAS,
+    OUT,
+    NUM_TOKENS,
+    FIRST_POSITION,
+    EPS_BITS,
+    SCRATCH,
+    SCRATCH_BYTES,
+    PRODUCTS,
+) = range(22)
+
+NUM_WORDS = 22
+NUM_LAYER_WORDS = MIXED
+
+_ROWS_AT_ONCE = 8
+
+_TINY = np.float32(2.0**-80)
+"""Smaller values become 0 when they decay: products of denormal numbers are slow on CPUs."""
+
+
+@helper
+def padded(dim: int) -> int:
+    return (dim + 31) // 32 * 32
+
+
+@helper
+def _unit_row(x: int, dim: int, eps: float, factor: float, out: int) -> None:
+    """``factor x / sqrt(sum x² + eps)``; squares are summed in float64."""
+    whole, rest = dim // 32 * 32, dim % 32
+    total = v.double_zeros()
+    for d in range(0, whole, 32):
+        total = v.add_squares(v.load_floats(x + 4 * d), total)
+    if rest:
+        total = v.add_squares(v.load_padded(x + 4 * whole, rest), total)
+    scale = np.float32(factor / math.sqrt(v.sum_of_doubles(total) + eps))
+    for d in range(0, whole, 32):
+        v.store_floats(out + 4 * d, v.load_floats(x + 4 * d) * v.splat(scale))
+    for d in range(whole, dim):
+        v.store_float(out + 4 * d, v.load_float(x + 4 * d) * scale)
+
+
+@helper
+def unit_pair(args: int, query: int, out: int) -> None:
+    """A token's key and query of one head, normalised to length 1. Shapes: out [2][Dk]."""
+    dim, eps = word(args, KEY_DIM), v.double_from_bits(word(args, EPS_BITS))
+    _unit_row(query + 4 * word(args, KEY_HEADS) * dim, dim, eps, 1.0, out)
+    _unit_row(query, dim, eps, 1.0 / math.sqrt(dim), out + 4 * dim)
+
+
+@helper
+def clear(place: int, num_floats: int) -> None:
+    for offset in range(0, 4 * num_floats, 128):
+        v.store_floats(place + offset, v.zeros())
+
+
+@helper
+def _scale(place: int, num_floats: int, factor: Any) -> None:
+    for offset in range(0, 4 * num_floats, 128):
+        v.store_floats(place + offset, v.load_floats(place + offset) * v.splat(factor))
+
+
+@helper
+def _decay(place: int, num_floats: int, factor: Any) -> None:
+    """Multiply numbers by their decay; tiny results become 0."""
+    for offset in range(0, 4 * num_floats, 128):
+        decayed = v.load_floats(place + offset) * v.splat(factor)
+        v.store_floats(place + offset, v.flush_tiny(decayed, _TINY))
+
+
+@helper
+def value_head(args: int, key_head: int, member: int) -> int:
+    """The `member`-th value head of a key head."""
+    key_heads = word(args, KEY_HEADS)
+    if word(args, IS_TILED) == 0:
+        return key_head * (word(args, VALUE_HEADS) // key_heads) + member  # type: ignore[no-any-return]
+    return key_head + member * key_heads  # type: ignore[no-any-return]
+
+
+@helper
+def prepare_key_head(
+    args: int, key_head: int, token: int, num_tokens: int, first: int, units: int, dots: int
+) -> None:
+    """Normalised keys and queries, alternating, and their products with all keys of the block.
+
+    `first`: index in the block of the first token.
+    Shapes: units [2 num_tokens][Dk]; dots [2 num_tokens][32].
+    """
+    dim, key_heads = word(args, KEY_DIM), word(args, KEY_HEADS)
+    channels = 2 * key_heads * dim + word(args, VALUE_HEADS) * word(args, VALUE_DIM)
+    keys = word(args, KEYS) + 128 * dim * key_head
+    for t in range(num_tokens):
+        query = word(args, MIXED) + 4 * ((token + t) * channels + key_head * dim)
+        unit = units + 8 * dim * t
+        unit_pair(args, query, unit)
+        for d in range(dim):
+            v.store_float(keys + 128 * d + 4 * (first + t), v.load_float(unit + 4 * d))
+    clear(dots, 2 * num_tokens * 32)
+    products = word(args, PRODUCTS)
+    add_products(products, 2 * num_tokens, 32, units, 4 * dim, keys, 128, dim, dots, 128)
+
+
+@helper
+def gates(args: int, head: int, token: int, num_tokens: int, decays: int, shares: int) -> None:
+    """exp(g) and b of each token, in 32 lanes each."""
+    heads = word(args, VALUE_HEADS)
+    for t in range(num_tokens):
+        place = 4 * ((token + t) * heads + head)
+        v.store_float(decays + 4 * t, v.load_float(word(args, ALPHA) + place))
+        v.store_float(shares + 4 * t, v.load_float(word(args, BETA) + place))
+    bias = v.splat(v.load_float(word(args, DT_BIAS) + 4 * head))
+    rate = v.splat(v.load_float(word(args, A) + 4 * head))
+    decay = rate * v.softplus_lanes(v.load_padded(decays, num_tokens) + bias)
+    v.store_floats(decays, v.exp_lanes(decay))
+    one = v.splat(np.float32(1))
+    share = one / (one + v.exp_lanes(v.zeros() - v.load_padded(shares, num_tokens)))
+    v.store_floats(shares, share)
+
+
+@helper
+def decayed_terms(
+    args: int, head: int, num_tokens: int, first: int, decays: int, dots: int, terms: int
+) -> None:
+    """Factors of earlier rows: negated those of row_t, then those of out_t, alternating.
+
+    `decays`, exp(g) of each token on entry, become the matrix's remaining factor after it. Only the
+    first ``first + t`` of a row's 32 factors, and one more of an out's, are meaningful.
+    """
+    since, total = word(args, DECAYS) + 128 * head, word(args, TOTALS) + 4 * head
+    left, product = v.load_floats(since), v.load_float(total)
+    if first == 0:
+        left, product = v.zeros(), np.float32(1)
+    for t in range(num_tokens):
+        decay = v.load_float(decays + 4 * t)
+        left = v.flush_tiny(left * v.splat(decay), _TINY)
+        left = v.with_one(left, first + t)
+        product = product * decay
+        if product < _TINY:
+            product = np.float32(0)
+        v.store_float(decays + 4 * t, product)
+        pair = 256 * t
+        v.store_floats(terms + pair, v.zeros() - v.load_floats(dots + pair) * left)
+        v.store_floats(terms + pair + 128, v.load_floats(dots + pair + 128) * left)
+    v.store_floats(since, left)
+    v.store_float(total, product)
+
+
+@helper
+def begin_rows(
+    args: int,
+    head: int,
+    token: int,
+    num_tokens: int,
+    has_matrix: bool,
+    totals: int,
+    products: int,
+    row: int,
+) -> None:
+    """Start rows and outs without earlier rows: ``v - P M k`` and ``P M q``.
+
+    Shapes: products [2 num_tokens][V padded], M k and M q alternating, if there is a matrix; the
+    latter become outs.
+    """
+    dim, value_dim = word(args, KEY_DIM), word(args, VALUE_DIM)
+    width = padded(value_dim)
+    num_queries = 2 * word(args, KEY_HEADS) * dim
+    channels = num_queries + word(args, VALUE_HEADS) * value_dim
+    for t in range(num_tokens):
+        value = word(args, MIXED) + 4 * ((token + t) * channels + num_queries + head * value_dim)
+        total = v.splat(v.load_float(totals + 4 * t))
+        out = products + 4 * width
+        for lane in range(0, width, 32):
+            if lane + 32 <= value_dim:
+                begin = v.load_floats(value + 4 * lane)
+            else:
+                begin = v.load_padded(value + 4 * lane, value_dim - lane)
+            if has_matrix:
+                begin = v.fma(v.zeros() - total, v.load_floats(products + 4 * lane), begin)
+                v.store_floats(out + 4 * lane, v.load_floats(out + 4 * lane) * total)
+            else:
+                v.store_floats(out + 4 * lane, v.zeros())
+            v.store_floats(row + 4 * lane, begin)
+        products += 8 * width
+        row += 4 * width
+
+
+@helper
+def finish_rows(
+    function: int,
+    num_tokens: int,
+    first: int,
+    width: int,
+    terms: int,
+    shares: int,
+    rows: int,
+    products: int,
+) -> None:
+    """Add earlier rows to rows and outs: those before these tokens at once, then one by one."""
+    stride = 4 * width
+    start = 0
+    while start < num_tokens:
+        end = min(start + _ROWS_AT_ONCE, num_tokens)
+        known = first + start
+        row, out = rows + stride * known, products + stride * (2 * start + 1)
+        term, size = terms + 256 * start, end - start
+        add_products(function, size, width, term, 256, rows, stride, known, row, stride)
+        add_products(function, size, width, term + 128, 256, rows, stride, known, out, 2 * stride)
+        begin = row
+        term += 4 * known
+        for t in range(size):
+            add_products(function, 1, width, term, 0, begin, stride, t, row, 0)
+            _scale(row, width, v.load_float(shares + 4 * (start + t)))
+            add_products(function, 1, width, term + 128, 0, begin, stride, t + 1, out, 0)
+            term += 256
+            row += stride
+            out += 2 * stride
+        start = end
+
+
+@helper
+def end_block(args: int, key_head: int, head: int, has_matrix: bool, factors: int) -> None:
+    """``M = P M + sum of D(end, j) row_j k_jᵀ``. Shapes: factors [Dk][32]."""
+    dim, width = word(args, KEY_DIM), padded(word(args, VALUE_DIM))
+    matrix = word(args, MATRICES) + 4 * width * dim * head
+    rows = word(args, ROWS) + 128 * width * head
+    keys = word(args, KEYS) + 128 * dim * key_head
+    left = v.load_floats(word(args, DECAYS) + 128 * head)
+    for offset in range(0, 128 * dim, 128):
+        v.store_floats(factors + offset, v.load_floats(keys + offset) * left)
+    if has_matrix:
+        _decay(matrix, dim * width, v.load_float(word(args, TOTALS) + 4 * head))
+    else:
+        clear(matrix, dim * width)
+    products, stride = word(args, PRODUCTS), 4 * width
+    add_products(products, dim, width, factors, 128, rows, stride, 32, matrix, stride)
+
+
+@helper
+def store_outs(args: int, head: int, token: int, num_tokens: int, outs: int) -> None:
+    heads, dim = word(args, VALUE_HEADS), word(args, VALUE_DIM)
+    width = padded(dim)
+    for t in range(num_tokens):
+        target = word(args, OUT) + 4 * dim * ((token + t) * heads + head)
+        out = outs + 8 * width * t
+        for lane in range(0, width, 32):
+            if lane + 32 <= dim:
+                v.store_floats(target + 4 * lane, v.load_floats(out + 4 * lane))
+            else:
+                v.store_partial(target + 4 * lane, v.load_floats(out + 4 * lane), dim - lane)
+
+
+Inputs = tuple[F32Array, F32Array, F32Array, F32Array, F32Array]
+"""A call's `mixed`, `alpha`, `beta`, `a` and `dt_bias`; see `DeltaInputs`."""
+
+
+@helper
+def describe(
+    layer: I64Array,
+    inputs: Inputs,
+    out: F32Array,
+    first_position: int,
+    eps: float,
+    memory: tuple[int, ...],
+    one_scratch: int,
+    products: int,
+) -> None:
+    """Write the words of a call: first `layer`, the words of a state.
+
+    Memory: NUM_WORDS words, `one_scratch` bytes for every thread, and the counter. `products`:
+    address of products_function.
+    """
+    mixed, alpha, beta, a, dt_bias = inputs
+    args, scratch, _ = memory
+    for index in range(NUM_LAYER_WORDS):
+        set_word(args, index, layer[index])
+    set_word(args, MIXED, v.address_of(mixed))
+    set_word(args, ALPHA, v.address_of(alpha))
+    set_word(args, BETA, v.address_of(beta))
+    set_word(args, A, v.address_of(a))
+    set_word(args, DT_BIAS, v.address_of(dt_bias))
+    set_word(args, OUT, v.address_of(out))
+    set_word(args, NUM_TOKENS, mixed.shape[0])
+    set_word(args, FIRST_POSITION, first_position)
+    set_word(args, EPS_BITS, v.bits_of_double(eps))
+    set_word(args, SCRATCH, scratch)
+    set_word(args, SCRATCH_BYTES, one_scratch)
+    set_word(args, PRODUCTS, products)
+
+
+def described_types() -> list[Any]:
+    """Types of the arguments of `describe`, up to `one_scratch`."""
+    row, rows = (read_only(f32, ndim) for ndim in (1, 2))
+    inputs, memory = types.Tuple((rows, rows, rows, row, row)), types.UniTuple(i64, 3)
+    return [i64[::1], inputs, f32[:, :, ::1], i64, f64, memory, i64]
+
+
+# -- the task -------------------------------------------------------------------------------------
 
 
 def scratch_bytes(key_dim: int, value_dim: int) -> int:
     """Scratch bytes of one thread; see `_delta_task`."""
-    padded = -(-value_dim // 32) * 32
-    pairs = 2 * d.DELTA_BLOCK
-    return 4 * (pairs * (key_dim + 32) + pairs * (32 + 32 + padded) + 32 * key_dim + 3 * 32)
+    width = -(-value_dim // 32) * 32
+    pairs = 2 * DELTA_BLOCK
+    return 4 * (pairs * (key_dim + 32) + pairs * (32 + 32 + width) + 32 * key_dim + 3 * 32)
 
 
 def _delta_task(args: int, counter: int, worker_idx: int) -> None:
@@ -36,13 +370,13 @@ def _delta_task(args: int, counter: int, worker_idx: int) -> None:
     Scratch: units [64][Dk], dots [64][32], terms [64][32], products [64][V padded], factors
     [Dk][32], decays and shares [32].
     """
-    key_heads = word(args, d.KEY_HEADS)
-    group = word(args, d.VALUE_HEADS) // key_heads
-    dim, value_dim = word(args, d.KEY_DIM), word(args, d.VALUE_DIM)
-    width = d.padded(value_dim)
-    end = word(args, d.FIRST_POSITION) + word(args, d.NUM_TOKENS)
-    units = word(args, d.SCRATCH) + worker_idx * word(args, d.SCRATCH_BYTES)
-    dots = units + 4 * 64 * d.padded(dim)
+    key_heads = word(args, KEY_HEADS)
+    group = word(args, VALUE_HEADS) // key_heads
+    dim, value_dim = word(args, KEY_DIM), word(args, VALUE_DIM)
+    width = padded(value_dim)
+    end = word(args, FIRST_POSITION) + word(args, NUM_TOKENS)
+    units = word(args, SCRATCH) + worker_idx * word(args, SCRATCH_BYTES)
+    dots = units + 4 * 64 * padded(dim)
     terms = dots + 64 * 128
     products = terms + 64 * 128
     factors = products + 4 * 64 * width
@@ -52,23 +386,23 @@ def _delta_task(args: int, counter: int, worker_idx: int) -> None:
         key_head = claim(counter)
         if key_head >= key_heads:
             return
-        position = word(args, d.FIRST_POSITION)
+        position = word(args, FIRST_POSITION)
         while position < end:
             first = position % 32
             size = min(32 - first, end - position)
-            token = position - word(args, d.FIRST_POSITION)
+            token = position - word(args, FIRST_POSITION)
             has_matrix = position >= 32
-            d.prepare_key_head(args, key_head, token, size, first, units, dots)
+            prepare_key_head(args, key_head, token, size, first, units, dots)
             for member in range(group):
-                head = d.value_head(args, key_head, member)
-                rows = word(args, d.ROWS) + 128 * width * head
-                d.gates(args, head, token, size, decays, shares)
-                d.terms(args, head, size, first, decays, dots, terms)
+                head = value_head(args, key_head, member)
+                rows = word(args, ROWS) + 128 * width * head
+                gates(args, head, token, size, decays, shares)
+                decayed_terms(args, head, size, first, decays, dots, terms)
                 if has_matrix:
-                    matrix, stride = word(args, d.MATRICES) + 4 * width * dim * head, 4 * width
-                    d.clear(products, 2 * size * width)
+                    matrix, stride = word(args, MATRICES) + 4 * width * dim * head, 4 * width
+                    clear(products, 2 * size * width)
                     add_products(
-                        word(args, d.PRODUCTS),
+                        word(args, PRODUCTS),
                         2 * size,
                         width,
                         units,
@@ -80,18 +414,18 @@ def _delta_task(args: int, counter: int, worker_idx: int) -> None:
                         stride,
                     )
                 row = rows + 4 * width * first
-                d.begin_rows(args, head, token, size, has_matrix, decays, products, row)
-                function = word(args, d.PRODUCTS)
-                d.finish_rows(function, size, first, width, terms, shares, rows, products)
-                d.store_outs(args, head, token, size, products + 4 * width)
+                begin_rows(args, head, token, size, has_matrix, decays, products, row)
+                function = word(args, PRODUCTS)
+                finish_rows(function, size, first, width, terms, shares, rows, products)
+                store_outs(args, head, token, size, products + 4 * width)
                 if first + size == 32:
-                    d.end_block(args, key_head, head, has_matrix, factors)
+                    end_block(args, key_head, head, has_matrix, factors)
             position += size
 
 
 def _delta_rule(
     layer: I64Array,
-    inputs: d.Inputs,
+    inputs: Inputs,
     out: F32Array,
     first_position: int,
     eps: float,
@@ -101,15 +435,15 @@ def _delta_rule(
     pool: int,
 ) -> None:
     """`functions`: addresses of products_function and the task; the rest as in
-    delta_parts.describe."""
+    `describe`."""
     products, task = functions
-    d.describe(layer, inputs, out, first_position, eps, memory, one_scratch, products)
+    describe(layer, inputs, out, first_position, eps, memory, one_scratch, products)
     run_on(pool, task, memory[0], memory[2])
 
 
 @cache
 def delta_kernel() -> tuple[Kernel, RowFunction]:
     """The kernel, and the task whose address it is passed, along with that of products_function."""
-    task = compile_row_function(_delta_task, v.void, *[v.i64] * 3)
-    functions = types.UniTuple(v.i64, 2)
-    return compile_kernel(_delta_rule, *d.described_types(), functions, v.i64), task
+    task = compile_task(_delta_task)
+    functions = types.UniTuple(i64, 2)
+    return compile_kernel(_delta_rule, *described_types(), functions, i64), task

@@ -3,7 +3,7 @@
 Tokens are visited in a depth-first walk, so that a token finds its ancestors' rows and keys at
 their places in the block, as in a sequence; those of other branches are overwritten. The sequence's
 own block is copied first, and a walk that enters the next block has a copy of the matrices there.
-Tokens are computed by the functions of delta_parts, with the same bits as a step; only products
+Tokens are computed by the functions of delta_tasks, with the same bits as a step; only products
 with the sequence's matrices are computed for all tokens at once. The kernel, which Python calls,
 writes a call's arguments as words.
 """
@@ -13,39 +13,24 @@ from __future__ import annotations
 from functools import cache
 
 from dflash_protocol.ids import F32Array, I32Array, I64Array
-from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import (
     Kernel,
     RowFunction,
     compile_kernel,
-    compile_row_function,
+    compile_task,
     helper,
+    read_only,
 )
-from dflash_runtime.compute.cpu.kernels import delta_parts as d
-from dflash_runtime.compute.cpu.kernels.delta_parts import (
-    DECAYS,
-    FIRST_POSITION,
-    KEY_DIM,
-    KEY_HEADS,
-    KEYS,
-    MATRICES,
-    MIXED,
-    NUM_TOKENS,
-    PRODUCTS,
-    ROWS,
-    SCRATCH,
-    SCRATCH_BYTES,
-    TOTALS,
-    VALUE_DIM,
-    VALUE_HEADS,
-)
+from dflash_runtime.compute.cpu.kernels import delta_tasks as d
 from dflash_runtime.compute.cpu.kernels.recurrent_tiles import add_products
 from dflash_runtime.compute.cpu.kernels.words import set_word, word
+from dflash_runtime.compute.cpu.simd import vectors as v
+from dflash_runtime.compute.cpu.simd.types import i64
 from dflash_runtime.compute.cpu.simd.untyped import types
 from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
 
 WALK, PARENTS, NUM_BLOCKS = range(d.NUM_WORDS, d.NUM_WORDS + 3)
-"""Words besides those of delta_parts: tokens in walk order, parents by token, number of blocks."""
+"""Words besides those of delta_tasks: tokens in walk order, parents by token, number of blocks."""
 
 NUM_WORDS = d.NUM_WORDS + 3
 
@@ -75,14 +60,14 @@ def _copy(source: int, target: int, num_floats: int) -> None:
 
 @helper
 def _units(args: int, key_head: int, num_tokens: int, units: int) -> None:
-    """Normalised keys and queries of all tokens, as in delta_parts.
+    """Normalised keys and queries of all tokens, as in delta_tasks.
 
     Shapes: units [2 num_tokens][Dk].
     """
-    dim, key_heads = word(args, KEY_DIM), word(args, KEY_HEADS)
-    channels = 2 * key_heads * dim + word(args, VALUE_HEADS) * word(args, VALUE_DIM)
+    dim, key_heads = word(args, d.KEY_DIM), word(args, d.KEY_HEADS)
+    channels = 2 * key_heads * dim + word(args, d.VALUE_HEADS) * word(args, d.VALUE_DIM)
     for token in range(num_tokens):
-        query = word(args, MIXED) + 4 * (token * channels + key_head * dim)
+        query = word(args, d.MIXED) + 4 * (token * channels + key_head * dim)
         d.unit_pair(args, query, units + 8 * dim * token)
 
 
@@ -95,10 +80,10 @@ def _enter_block(
     `local`: words that describe the block before it. Shapes: source, that block's matrix, and
     matrix [Dk][V padded].
     """
-    dim, width = word(local, KEY_DIM), d.padded(word(local, VALUE_DIM))
+    dim, width = word(local, d.KEY_DIM), d.padded(word(local, d.VALUE_DIM))
     if has_matrix:
         _copy(source, matrix, dim * width)
-    set_word(local, MATRICES, matrix - 4 * width * dim * head)
+    set_word(local, d.MATRICES, matrix - 4 * width * dim * head)
     d.end_block(local, key_head, head, has_matrix, factors)
 
 
@@ -111,11 +96,11 @@ def _tree_task(args: int, counter: int, worker_idx: int) -> None:
     matrices [Dk][V padded], and the token that these belong to [32 words of 32 bits]; dots [2][32],
     terms [2][32], factors [Dk][32], decays and shares [32].
     """
-    key_heads, num_tokens = word(args, KEY_HEADS), word(args, NUM_TOKENS)
-    group = word(args, VALUE_HEADS) // key_heads
-    dim, width = word(args, KEY_DIM), d.padded(word(args, VALUE_DIM))
+    key_heads, num_tokens = word(args, d.KEY_HEADS), word(args, d.NUM_TOKENS)
+    group = word(args, d.VALUE_HEADS) // key_heads
+    dim, width = word(args, d.KEY_DIM), d.padded(word(args, d.VALUE_DIM))
     num_blocks, stride = word(args, NUM_BLOCKS), 4 * width
-    local = word(args, SCRATCH) + worker_idx * word(args, SCRATCH_BYTES)
+    local = word(args, d.SCRATCH) + worker_idx * word(args, d.SCRATCH_BYTES)
     units = local + _WORDS_BYTES
     products = units + 8 * num_tokens * d.padded(dim)
     states = products + group * num_tokens * 2 * stride
@@ -128,8 +113,8 @@ def _tree_task(args: int, counter: int, worker_idx: int) -> None:
     factors = terms + 256
     decays = factors + 128 * dim
     shares = decays + 128
-    begin = word(args, FIRST_POSITION)
-    function = word(args, PRODUCTS)
+    begin = word(args, d.FIRST_POSITION)
+    function = word(args, d.PRODUCTS)
     for index in range(d.NUM_WORDS):
         set_word(local, index, word(args, index))
     while True:
@@ -138,16 +123,16 @@ def _tree_task(args: int, counter: int, worker_idx: int) -> None:
             return
         for block in range(num_blocks):
             set_word(owners, 16 * block, -2)
-        _copy(word(args, KEYS) + 128 * dim * key_head, block_keys, 32 * dim)
+        _copy(word(args, d.KEYS) + 128 * dim * key_head, block_keys, 32 * dim)
         _units(args, key_head, num_tokens, units)
         for member in range(group):
             head = d.value_head(args, key_head, member)
-            rows = word(args, ROWS) + 32 * stride * head
+            rows = word(args, d.ROWS) + 32 * stride * head
             _copy(rows, block_rows + member * 32 * stride, 32 * width)
             if begin >= 32:
                 target = products + member * num_tokens * 2 * stride
                 d.clear(target, 2 * num_tokens * width)
-                matrix = word(args, MATRICES) + dim * stride * head
+                matrix = word(args, d.MATRICES) + dim * stride * head
                 add_products(
                     function,
                     2 * num_tokens,
@@ -170,22 +155,22 @@ def _tree_task(args: int, counter: int, worker_idx: int) -> None:
                 above = v.load_i32(word(args, PARENTS) + 4 * above)
             first, block = position % 32, position // 32 - begin // 32
             keys = block_keys + block * 128 * dim
-            set_word(local, KEYS, keys - 128 * dim * key_head)
+            set_word(local, d.KEYS, keys - 128 * dim * key_head)
             unit = units + 8 * dim * token
             d.prepare_key_head(local, key_head, token, 1, first, unit, dots)
             enters = first == 0 and block > 0 and word(owners, 16 * block) != parent
             for member in range(group):
                 head = d.value_head(args, key_head, member)
                 state = states + 256 * (member * num_tokens + token)
-                before, before_total = word(args, DECAYS) + 128 * head, word(args, TOTALS)
+                before, before_total = word(args, d.DECAYS) + 128 * head, word(args, d.TOTALS)
                 before_total += 4 * head
                 if parent >= 0:
                     before = states + 256 * (member * num_tokens + parent)
                     before_total = before + 128
                 v.store_floats(state, v.load_floats(before))
                 v.store_float(state + 128, v.load_float(before_total))
-                set_word(local, DECAYS, state - 128 * head)
-                set_word(local, TOTALS, state + 128 - 4 * head)
+                set_word(local, d.DECAYS, state - 128 * head)
+                set_word(local, d.TOTALS, state + 128 - 4 * head)
                 of_block = block * group + member
                 own = block_rows + of_block * 32 * stride
                 product = products + (member * num_tokens + token) * 2 * stride
@@ -194,21 +179,21 @@ def _tree_task(args: int, counter: int, worker_idx: int) -> None:
                     last = of_block - group
                     source = matrices + last * dim * stride
                     if block == 1:
-                        source = word(args, MATRICES) + dim * stride * head
-                    set_word(local, KEYS, keys - 128 * dim * (1 + key_head))
-                    set_word(local, ROWS, block_rows + 32 * stride * (last - head))
+                        source = word(args, d.MATRICES) + dim * stride * head
+                    set_word(local, d.KEYS, keys - 128 * dim * (1 + key_head))
+                    set_word(local, d.ROWS, block_rows + 32 * stride * (last - head))
                     is_old = begin >= 32 or block > 1
                     _enter_block(local, key_head, head, source, matrix, is_old, factors)
-                    set_word(local, KEYS, keys - 128 * dim * key_head)
+                    set_word(local, d.KEYS, keys - 128 * dim * key_head)
                 if block > 0:
                     d.clear(product, 2 * width)
                     add_products(
                         function, 2, width, unit, 4 * dim, matrix, stride, dim, product, stride
                     )
-                set_word(local, ROWS, own - 32 * stride * head)
+                set_word(local, d.ROWS, own - 32 * stride * head)
                 has_matrix = position >= 32
                 d.gates(local, head, token, 1, decays, shares)
-                d.terms(local, head, 1, first, decays, dots, terms)
+                d.decayed_terms(local, head, 1, first, decays, dots, terms)
                 row = own + stride * first
                 d.begin_rows(local, head, token, 1, has_matrix, decays, product, row)
                 d.finish_rows(function, 1, first, width, terms, shares, own, product)
@@ -245,7 +230,7 @@ def _tree_rule(
 @cache
 def tree_kernel() -> tuple[Kernel, RowFunction]:
     """The kernel, and the task whose address it is passed, along with that of products_function."""
-    numbers = types.Array(types.int32, 1, "C", readonly=True)
-    tree, functions = types.Tuple((numbers, numbers, v.i64)), types.UniTuple(v.i64, 2)
-    task = compile_row_function(_tree_task, v.void, *[v.i64] * 3)
-    return compile_kernel(_tree_rule, *d.described_types(), functions, v.i64, tree), task
+    numbers = read_only(types.int32, 1)
+    tree, functions = types.Tuple((numbers, numbers, i64)), types.UniTuple(i64, 2)
+    task = compile_task(_tree_task)
+    return compile_kernel(_tree_rule, *d.described_types(), functions, i64, tree), task

@@ -1,4 +1,4 @@
-"""RMS norm and rotary embedding.
+"""RMS norm, rotary embedding and gates.
 
 A row's result depends on that row alone. Each kernel, which Python calls, writes a call's arguments
 as words; threads run its task on rows.
@@ -12,24 +12,31 @@ from typing import Any
 
 import numpy as np
 
+from dflash_adapters.layers import Gate
 from dflash_protocol.ids import F32Array
-from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import (
     Kernel,
     RowFunction,
     compile_kernel,
-    compile_row_function,
+    compile_task,
     helper,
+    read_only,
 )
-from dflash_runtime.compute.cpu.kernels import dense_lanes as lanes
 from dflash_runtime.compute.cpu.kernels.words import set_word, word
+from dflash_runtime.compute.cpu.simd import vectors as v
+from dflash_runtime.compute.cpu.simd.types import f32, f64, i64
 from dflash_runtime.compute.cpu.simd.untyped import types
 from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
 
 ROWS_AN_ITEM = 16
 TOKENS_AN_ITEM = 8
+GATED_ROWS_AN_ITEM = 4
 
 NUM_WORDS = 14
+"""Of a call's arguments, at most."""
+
+KINDS = {kind: number for number, kind in enumerate(Gate)}
+_SIGMOID, _SOFTPLUS = KINDS[Gate.SIGMOID], KINDS[Gate.SOFTPLUS]
 
 
 # -- RMS norm -------------------------------------------------------------------------------------
@@ -74,7 +81,7 @@ def _norm_in_place(x: int, columns: int, eps: float) -> None:
 def _norm_task(args: int, counter: int, worker_idx: int) -> None:
     """Words: x, weight, out, rows, columns, eps."""
     x, weight, out, num_rows = word(args, 0), word(args, 1), word(args, 2), word(args, 3)
-    columns, eps = word(args, 4), lanes.double_from_bits(word(args, 5))
+    columns, eps = word(args, 4), v.double_from_bits(word(args, 5))
     while True:
         first = claim(counter) * ROWS_AN_ITEM
         if first >= num_rows:
@@ -100,7 +107,7 @@ def _norm(
     set_word(args, 2, v.address_of(out))
     set_word(args, 3, x.shape[0])
     set_word(args, 4, x.shape[1])
-    set_word(args, 5, lanes.bits_of_double(eps))
+    set_word(args, 5, v.bits_of_double(eps))
     run_on(pool, task, args, counter)
 
 
@@ -116,10 +123,10 @@ def _rotate(x: int, cos: int, sin: int, half: int, is_interleaved: bool) -> None
         if is_interleaved:
             place = x + 8 * pair
             low, high = v.load_floats(place), v.load_floats(place + 128)
-            a, b = lanes.even_lanes(low, high), lanes.odd_lanes(low, high)
+            a, b = v.even_lanes(low, high), v.odd_lanes(low, high)
             first, second = a * c - b * s, a * s + b * c
-            v.store_floats(place, lanes.zip_low(first, second))
-            v.store_floats(place + 128, lanes.zip_high(first, second))
+            v.store_floats(place, v.zip_low(first, second))
+            v.store_floats(place + 128, v.zip_high(first, second))
         else:
             place = x + 4 * pair
             a, b = v.load_floats(place), v.load_floats(place + 4 * half)
@@ -138,7 +145,7 @@ def _rope_task(args: int, counter: int, worker_idx: int) -> None:
     """Words: tokens, D, eps, cos, sin, pairs, interleaved; then twice: x, weight or 0, heads; then
     whether heads are divided by their root mean square afterwards."""
     num_tokens, dim = word(args, 0), word(args, 1)
-    eps = lanes.double_from_bits(word(args, 2))
+    eps = v.double_from_bits(word(args, 2))
     half, is_interleaved = word(args, 5), word(args, 6) != 0
     norms_after = word(args, 13) != 0
     while True:
@@ -181,7 +188,7 @@ def _rope(
     num_bytes = 4 * turns.shape[1] * turns.shape[2]
     set_word(args, 0, q.shape[0])
     set_word(args, 1, q.shape[2])
-    set_word(args, 2, lanes.bits_of_double(eps))
+    set_word(args, 2, v.bits_of_double(eps))
     set_word(args, 3, v.address_of(turns))
     set_word(args, 4, v.address_of(turns) + num_bytes)
     set_word(args, 5, turns.shape[2])
@@ -196,27 +203,95 @@ def _rope(
     run_on(pool, task, args, counter)
 
 
+# -- gates ----------------------------------------------------------------------------------------
+
+
+@helper
+def _factor(gate: Any, kind: int) -> Any:
+    if kind == _SOFTPLUS:
+        return v.softplus_lanes(gate)
+    share = v.splat(1.0) / (v.splat(1.0) + v.exp_lanes(v.zeros() - gate))
+    return share if kind == _SIGMOID else gate * share
+
+
+@helper
+def _gate_row(x: int, gate: int, out: int, columns: int, num_gates: int, kind: int) -> None:
+    width = columns // num_gates
+    if width == 1:
+        for column in range(0, columns - 31, 32):
+            factor = _factor(v.load_floats(gate + 4 * column), kind)
+            v.store_floats(out + 4 * column, v.load_floats(x + 4 * column) * factor)
+        whole, rest = 4 * (columns // 32 * 32), columns % 32
+        if rest:
+            factor = _factor(v.load_padded(gate + whole, rest), kind)
+            v.store_partial(out + whole, v.load_padded(x + whole, rest) * factor, rest)
+        return
+    for column in range(0, columns, width):
+        factor = _factor(v.splat(v.load_float(gate)), kind)
+        gate += 4
+        place, target = x + 4 * column, out + 4 * column
+        for lane in range(0, width - 31, 32):
+            v.store_floats(target + 4 * lane, v.load_floats(place + 4 * lane) * factor)
+        whole, rest = 4 * (width // 32 * 32), width % 32
+        if rest:
+            v.store_partial(target + whole, v.load_padded(place + whole, rest) * factor, rest)
+
+
+def _gate_task(args: int, counter: int, worker_idx: int) -> None:
+    """Words: x, gate, out, rows, columns, gates of a row, kind."""
+    x, gate, out, num_rows = word(args, 0), word(args, 1), word(args, 2), word(args, 3)
+    columns, num_gates, kind = word(args, 4), word(args, 5), word(args, 6)
+    while True:
+        first = claim(counter) * GATED_ROWS_AN_ITEM
+        if first >= num_rows:
+            return
+        for row in range(first, min(first + GATED_ROWS_AN_ITEM, num_rows)):
+            place = 4 * columns * row
+            _gate_row(x + place, gate + 4 * num_gates * row, out + place, columns, num_gates, kind)
+
+
+def _gate(
+    x: F32Array,
+    gate: F32Array,
+    kind: int,
+    out: F32Array,
+    memory: tuple[int, ...],
+    pool: int,
+    task: int,
+) -> None:
+    """`out` may be `x`. Shapes: x, out [rows, C]; gate [rows, n]. Memory: NUM_WORDS words and the
+    counter."""
+    args, counter = memory
+    set_word(args, 0, v.address_of(x))
+    set_word(args, 1, v.address_of(gate))
+    set_word(args, 2, v.address_of(out))
+    set_word(args, 3, x.shape[0])
+    set_word(args, 4, x.shape[1])
+    set_word(args, 5, gate.shape[1])
+    set_word(args, 6, kind)
+    run_on(pool, task, args, counter)
+
+
 # -- compiled -------------------------------------------------------------------------------------
-
-
-def _input(ndim: int) -> Any:
-    return types.Array(v.f32, ndim, "C", readonly=True)
-
-
-def _task(function: Kernel) -> RowFunction:
-    return compile_row_function(function, v.void, *[v.i64] * 3)
 
 
 @cache
 def norm_kernel() -> tuple[Kernel, RowFunction]:
     """The kernel, and the task whose address it is passed."""
-    arguments = [_input(2), _input(1), v.f64, v.f32[:, ::1], types.UniTuple(v.i64, 2)]
-    return compile_kernel(_norm, *arguments, v.i64, v.i64), _task(_norm_task)
+    arguments = [read_only(f32, 2), read_only(f32, 1), f64, f32[:, ::1], types.UniTuple(i64, 2)]
+    return compile_kernel(_norm, *arguments, i64, i64), compile_task(_norm_task)
 
 
 @cache
 def rope_kernel() -> tuple[Kernel, RowFunction]:
-    heads, angles = v.f32[:, :, ::1], types.Tuple((_input(3), types.boolean))
-    arguments = [heads, heads, _input(1), _input(1), v.f64, angles, types.boolean]
-    memory = types.UniTuple(v.i64, 2)
-    return compile_kernel(_rope, *arguments, memory, v.i64, v.i64), _task(_rope_task)
+    heads, angles = f32[:, :, ::1], types.Tuple((read_only(f32, 3), types.boolean))
+    arguments = [heads, heads, read_only(f32, 1), read_only(f32, 1), f64, angles, types.boolean]
+    memory = types.UniTuple(i64, 2)
+    return compile_kernel(_rope, *arguments, memory, i64, i64), compile_task(_rope_task)
+
+
+@cache
+def gate_kernel() -> tuple[Kernel, RowFunction]:
+    rows, memory = read_only(f32, 2), types.UniTuple(i64, 2)
+    arguments = [rows, rows, i64, f32[:, ::1], memory, i64, i64]
+    return compile_kernel(_gate, *arguments), compile_task(_gate_task)

@@ -1,7 +1,8 @@
 """The routed experts' FFN: gate and up, activation, down, in phases without Python in between.
 
 Phases: quantise hidden rows to q8 blocks; regroup these by expert; gate, up and activation by runs
-of rows; quantise the activations; down by runs of rows over all experts.
+of rows; quantise the activations; down by runs of rows over all experts. No two threads write the
+same element, so results do not depend on how work is shared.
 """
 
 from __future__ import annotations
@@ -10,47 +11,322 @@ from functools import cache
 from typing import Any
 
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array
-from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import (
     Kernel,
     RowFunction,
     compile_kernel,
-    compile_row_function,
+    compile_task,
+    helper,
+    read_only,
 )
-from dflash_runtime.compute.cpu.kernels.experts_arguments import (
-    ACTIVATION_Q8,
-    ACTIVATIONS,
-    DOWN_TASK,
-    EXPERT_IDS,
-    FFN_Q8_BYTES,
-    GATE_UP_TASK,
-    GROUP_STARTS,
-    HIDDEN,
-    HIDDEN_Q8_BYTES,
-    HIDDEN_SIZE,
+from dflash_runtime.compute.cpu.kernels.products import (
+    REPACKED_ROWS,
+    TOTALS_BYTES,
+    VECTORS_AT_ONCE,
+    group_size,
+    multiply_rows,
+)
+from dflash_runtime.compute.cpu.kernels.words import get
+from dflash_runtime.compute.cpu.simd import vectors as v
+from dflash_runtime.compute.cpu.simd.types import (
+    DOUBLE,
+    FLOAT,
+    emit_load,
+    emit_splat,
+    emit_store,
+    f32,
+    f64,
+    i64,
+    lanes_of,
+    primitive,
+    void,
+)
+from dflash_runtime.compute.cpu.simd.untyped import types
+from dflash_runtime.compute.cpu.threads.parallel import claim, run_on, run_region
+from dflash_runtime.compute.cpu.weights.matrix import NUM_FIELDS
+from dflash_runtime.compute.cpu.weights.repacked.kernels import Q8_BLOCK_BYTES
+from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise, regroup
+from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES
+
+# -- arguments of the phases ----------------------------------------------------------------------
+
+# Addresses, except where the unit or the comment says otherwise.
+(
+    # A layer's experts.
     NUM_EXPERTS,
-    NUM_GROUPS,
-    NUM_LAYER_WORDS,
-    NUM_TOKENS,
-    OUT,
-    PAIR_Q8,
-    QUANTISE_ACTIVATIONS_TASK,
+    FFN_SIZE,
+    ADDRESSES,  # [E, 3] int64: matrices of gate, up, down
+    LAYOUTS,  # [3, NUM_FIELDS] int64
+    SCALES,  # [E, 3] float32, or 0
+    BIASES,  # [E, 3] int64: addresses, or 0; or 0 for all
+    ACTIVATION,  # [3] float32: limit, alpha, offset of up
+    HIDDEN_Q8_BYTES,  # of a row of hidden as q8 blocks, or 0 if none are needed
+    FFN_Q8_BYTES,  # of a row of activations as q8 blocks, or 0 if none are needed
+    SCRATCH_BYTES,  # of one thread
+    QUANTISE,  # the function, and the phases
     QUANTISE_HIDDEN_TASK,
     REGROUP_TASK,
-    SCRATCH,
-    TOKEN_INDICES,
-    TOKEN_Q8,
-    WEIGHTS,
-)
-from dflash_runtime.compute.cpu.kernels.experts_products import down_phase, gate_up
-from dflash_runtime.compute.cpu.kernels.experts_q8 import (
-    quantise_activations,
-    quantise_hidden,
-    regroup_hidden,
-)
-from dflash_runtime.compute.cpu.simd.types import i64, void
-from dflash_runtime.compute.cpu.simd.untyped import types
-from dflash_runtime.compute.cpu.threads.parallel import run_on, run_region
+    GATE_UP_TASK,
+    QUANTISE_ACTIVATIONS_TASK,
+    DOWN_TASK,
+    # A call and its scratch memory.
+    HIDDEN,  # [T, H] float32
+    NUM_TOKENS,
+    HIDDEN_SIZE,
+    NUM_GROUPS,
+    EXPERT_IDS,  # [G] int32, local
+    GROUP_STARTS,  # [G + 1] int32
+    TOKEN_INDICES,  # [P] int32
+    WEIGHTS,  # [P] float32
+    OUT,  # [T, H] float64
+    TOKEN_Q8,  # [T] rows of hidden as q8 blocks, or 0
+    PAIR_Q8,  # [P] the same grouped by expert; unused for a single token
+    ACTIVATIONS,  # [P, F] float32
+    ACTIVATION_Q8,  # [P] rows of activations as q8 blocks, or 0
+    SCRATCH,  # [threads, SCRATCH_BYTES]
+) = range(30)
+
+NUM_ARGUMENTS = 30
+NUM_LAYER_WORDS = HIDDEN
+
+GATE, UP, DOWN = range(3)
+
+
+@helper
+def pair_range(args: int, group: int) -> tuple[int, int]:
+    starts = get(args, GROUP_STARTS) + 4 * group
+    return v.load_i32(starts), v.load_i32(starts + 4)
+
+
+@helper
+def matrix_of(args: int, group: int, projection: int) -> tuple[int, int, int]:
+    """Address, layout and bytes per row of an expert's matrix."""
+    expert = v.load_i32(get(args, EXPERT_IDS) + 4 * group)
+    layout = get(args, LAYOUTS) + 8 * NUM_FIELDS * projection
+    address = v.load_i64(get(args, ADDRESSES) + 8 * (3 * expert + projection))
+    return address, layout, v.load_i64(layout + 8 * ROW_BYTES)
+
+
+# -- phases that write q8 blocks ------------------------------------------------------------------
+
+
+def quantise_hidden(args: int, counter: int, worker_idx: int) -> None:
+    """Items are tokens."""
+    num_blocks = get(args, HIDDEN_SIZE) // 32
+    token = claim(counter)
+    while token < get(args, NUM_TOKENS):
+        x = get(args, HIDDEN) + 4 * get(args, HIDDEN_SIZE) * token
+        q8_block = get(args, TOKEN_Q8) + Q8_BLOCK_BYTES * num_blocks * token
+        quantise(get(args, QUANTISE), x, num_blocks, q8_block, 0, 1)
+        token = claim(counter)
+
+
+def regroup_hidden(args: int, counter: int, worker_idx: int) -> None:
+    """Items are groups of pairs: each copies its tokens' q8 blocks, interleaved as products reads
+    them."""
+    num_blocks, num_groups = get(args, HIDDEN_SIZE) // 32, get(args, NUM_GROUPS)
+    token_bytes = Q8_BLOCK_BYTES * num_blocks
+    group = claim(counter)
+    while group < num_groups:
+        pair, end = pair_range(args, group)
+        while pair < end:
+            size = group_size(0, end - pair)
+            q8_blocks = get(args, PAIR_Q8) + token_bytes * pair
+            for slot in range(size):
+                token = v.load_i32(get(args, TOKEN_INDICES) + 4 * (pair + slot))
+                q8_block = get(args, TOKEN_Q8) + token_bytes * token
+                regroup(q8_block, num_blocks, q8_blocks, slot, size)
+            pair += size
+        group = claim(counter)
+
+
+def quantise_activations(args: int, counter: int, worker_idx: int) -> None:
+    """Items are groups of pairs."""
+    ffn_size, num_groups = get(args, FFN_SIZE), get(args, NUM_GROUPS)
+    num_blocks = ffn_size // 32
+    group = claim(counter)
+    while group < num_groups:
+        pair, end = pair_range(args, group)
+        while pair < end:
+            size = group_size(0, end - pair)
+            q8_blocks = get(args, ACTIVATION_Q8) + Q8_BLOCK_BYTES * num_blocks * pair
+            for slot in range(size):
+                x = get(args, ACTIVATIONS) + 4 * ffn_size * (pair + slot)
+                quantise(get(args, QUANTISE), x, num_blocks, q8_blocks, slot, size)
+            pair += size
+        group = claim(counter)
+
+
+# -- phases that multiply -------------------------------------------------------------------------
+
+GATE_UP_ROWS = 32
+"""Rows of gate, and of up, in one item."""
+DOWN_ROWS = 32
+"""Rows of down, of all experts, in one item."""
+
+
+def gate_up(args: int, counter: int, worker_idx: int) -> None:
+    """Items are runs of GATE_UP_ROWS rows of one expert."""
+    hidden_size, ffn_size = get(args, HIDDEN_SIZE), get(args, FFN_SIZE)
+    num_runs = (ffn_size + GATE_UP_ROWS - 1) // GATE_UP_ROWS
+    num_runs_total = num_runs * get(args, NUM_GROUPS)
+    gates = get(args, SCRATCH) + worker_idx * get(args, SCRATCH_BYTES)
+    ups, scratch = gates + TOTALS_BYTES, gates + 2 * TOTALS_BYTES
+    num_blocks = hidden_size // 32
+    item = claim(counter)
+    while item < num_runs_total:
+        next_item = claim(counter)
+        group, first_row = item // num_runs, item % num_runs * GATE_UP_ROWS
+        first_pair, end_pair = pair_range(args, group)
+        num_items = end_pair - first_pair
+        # A single token's q8 blocks need no regrouping: all groups share them.
+        q8_blocks = get(args, TOKEN_Q8)
+        if get(args, NUM_TOKENS) > 1:
+            q8_blocks = get(args, PAIR_Q8) + Q8_BLOCK_BYTES * num_blocks * first_pair
+        gate, gate_layout, gate_bytes = matrix_of(args, group, GATE)
+        up, up_layout, up_bytes = matrix_of(args, group, UP)
+        next_gate = gate
+        if next_item < num_runs_total:
+            next_gate, _, _ = matrix_of(args, next_item // num_runs, GATE)
+            next_gate += next_item % num_runs * GATE_UP_ROWS * gate_bytes
+        indices = get(args, TOKEN_INDICES) + 4 * first_pair
+        vectors = (get(args, HIDDEN), 4 * hidden_size, indices, q8_blocks, num_items)
+        end_row = min(first_row + GATE_UP_ROWS, ffn_size)
+        for row in range(first_row, end_row, REPACKED_ROWS):
+            num_rows = min(REPACKED_ROWS, ffn_size - row)
+            after = row + REPACKED_ROWS
+            for first in range(0, num_items, VECTORS_AT_ONCE):
+                end = min(first + VECTORS_AT_ONCE, num_items)
+                multiply_rows(
+                    gate_layout,
+                    gate + row * gate_bytes,
+                    num_rows,
+                    vectors,
+                    first,
+                    end,
+                    up + row * up_bytes,
+                    gates,
+                    scratch,
+                )
+                multiply_rows(
+                    up_layout,
+                    up + row * up_bytes,
+                    num_rows,
+                    vectors,
+                    first,
+                    end,
+                    gate + after * gate_bytes if after < end_row else next_gate,
+                    ups,
+                    scratch,
+                )
+                _finish(args, group, GATE, row, num_rows, end - first, gates)
+                _finish(args, group, UP, row, num_rows, end - first, ups)
+                _activate(get(args, ACTIVATION), gates, ups, end - first)
+                place = get(args, ACTIVATIONS) + 4 * (ffn_size * (first_pair + first) + row)
+                for index in range(end - first):
+                    v.copy_bytes(place + 4 * ffn_size * index, gates + 64 * index, 4 * num_rows)
+        item = next_item
+
+
+@helper
+def _finish(
+    args: int, group: int, projection: int, row: int, num_rows: int, num_items: int, totals: int
+) -> None:
+    """Apply the expert's scale and bias, if any."""
+    expert = v.load_i32(get(args, EXPERT_IDS) + 4 * group)
+    if get(args, SCALES):
+        scale = v.splat(v.load_float(get(args, SCALES) + 4 * (3 * expert + projection)))
+        for place in range(totals, totals + 64 * num_items, 128):
+            v.store_floats(place, v.load_floats(place) * scale)
+    biases = get(args, BIASES)
+    bias = v.load_i64(biases + 8 * (3 * expert + projection)) if biases else 0
+    if bias:
+        for index in range(num_items):
+            for r in range(num_rows):
+                place = totals + 64 * index + 4 * r
+                v.store_float(place, v.load_float(place) + v.load_float(bias + 4 * (row + r)))
+
+
+@helper
+def _activate(activation: int, gates: int, ups: int, num_items: int) -> None:
+    """Apply the activation (see spec.Activation); the result replaces the gates."""
+    limit, alpha = v.splat(v.load_float(activation)), v.splat(v.load_float(activation + 4))
+    up_offset, one = v.splat(v.load_float(activation + 8)), v.splat(v.as_float(1))
+    for byte in range(0, 64 * num_items, 128):
+        gate = v.minimum(v.load_floats(gates + byte), limit)
+        up = v.maximum(v.zeros() - limit, v.minimum(v.load_floats(ups + byte), limit))
+        swish = gate / (one + v.exp_lanes((v.zeros() - alpha) * gate))
+        v.store_floats(gates + byte, swish * (up + up_offset))
+
+
+@primitive(void, i64, i64, f32)
+def _add_term(builder: Any, out: Any, totals: Any, weight: Any) -> None:
+    """Add 16 terms in float64, each rounded to float32 first, as a remote owner's would be."""
+    values = emit_load(builder, totals, lanes_of(FLOAT, 16))
+    term = builder.fmul(values, emit_splat(builder, weight, 16))
+    wide = builder.fpext(term, lanes_of(DOUBLE, 16))
+    emit_store(builder, out, builder.fadd(emit_load(builder, out, wide.type), wide))
+
+
+def down_phase(args: int, counter: int, worker_idx: int) -> None:
+    """Items are runs of DOWN_ROWS rows of all experts: each adds to its own columns."""
+    hidden_size, ffn_size = get(args, HIDDEN_SIZE), get(args, FFN_SIZE)
+    num_groups = get(args, NUM_GROUPS)
+    num_runs = (hidden_size + DOWN_ROWS - 1) // DOWN_ROWS
+    totals = get(args, SCRATCH) + worker_idx * get(args, SCRATCH_BYTES)
+    scratch = totals + 2 * TOTALS_BYTES
+    num_blocks = ffn_size // 32
+    item = claim(counter)
+    while item < num_runs:
+        next_item = claim(counter)
+        first_row = item * DOWN_ROWS
+        end_row = min(first_row + DOWN_ROWS, hidden_size)
+        for group in range(num_groups):
+            first_pair, end_pair = pair_range(args, group)
+            num_items = end_pair - first_pair
+            down, layout, row_bytes = matrix_of(args, group, DOWN)
+            if group + 1 < num_groups:
+                following, _, _ = matrix_of(args, group + 1, DOWN)
+                following += first_row * row_bytes
+            else:
+                following, _, _ = matrix_of(args, 0, DOWN)
+                following += min(next_item, num_runs - 1) * DOWN_ROWS * row_bytes
+            x = get(args, ACTIVATIONS) + 4 * ffn_size * first_pair
+            q8_blocks = get(args, ACTIVATION_Q8) + Q8_BLOCK_BYTES * num_blocks * first_pair
+            vectors = (x, 4 * ffn_size, 0, q8_blocks, num_items)
+            for row in range(first_row, end_row, REPACKED_ROWS):
+                num_rows = min(REPACKED_ROWS, hidden_size - row)
+                after = row + REPACKED_ROWS
+                for first in range(0, num_items, VECTORS_AT_ONCE):
+                    end = min(first + VECTORS_AT_ONCE, num_items)
+                    multiply_rows(
+                        layout,
+                        down + row * row_bytes,
+                        num_rows,
+                        vectors,
+                        first,
+                        end,
+                        down + after * row_bytes if after < end_row else following,
+                        totals,
+                        scratch,
+                    )
+                    _finish(args, group, DOWN, row, num_rows, end - first, totals)
+                    for index in range(first, end):
+                        pair = first_pair + index
+                        token = v.load_i32(get(args, TOKEN_INDICES) + 4 * pair)
+                        weight = v.load_float(get(args, WEIGHTS) + 4 * pair)
+                        place = get(args, OUT) + 8 * (hidden_size * token + row)
+                        terms = totals + 64 * (index - first)
+                        if num_rows == REPACKED_ROWS:
+                            _add_term(place, terms, weight)
+                        else:
+                            for r in range(num_rows):
+                                term = v.widen(weight * v.load_float(terms + 4 * r))
+                                v.store_double(place + 8 * r, v.load_double(place + 8 * r) + term)
+        item = next_item
+
+
+# -- the kernel -----------------------------------------------------------------------------------
 
 FEW_TOKENS = 4
 """The caller quantises up to this many tokens alone: waking workers would take longer."""
@@ -73,7 +349,7 @@ def _expert_ffn(
 ) -> bool:
     """Run all phases. False: the batch has expert ids, tokens or pairs out of range.
 
-    Shapes: as the fields of experts_arguments; layer [NUM_LAYER_WORDS]. Memory: NUM_ARGUMENTS
+    Shapes: as the words; layer [NUM_LAYER_WORDS]. Memory: NUM_ARGUMENTS
     words, TOKEN_Q8, PAIR_Q8, ACTIVATIONS, ACTIVATION_Q8, SCRATCH and the counter.
     """
     num_groups, num_pairs = expert_ids.shape[0], token_indices.shape[0]
@@ -123,15 +399,12 @@ def _expert_ffn(
 def expert_ffn_tasks() -> tuple[RowFunction, ...]:
     """The phases, in the order of their words, which hold their addresses."""
     phases = (quantise_hidden, regroup_hidden, gate_up, quantise_activations, down_phase)
-    return tuple(compile_row_function(phase, void, *[i64] * 3) for phase in phases)
+    return tuple(compile_task(phase) for phase in phases)
 
 
 @cache
 def expert_ffn_kernel() -> Kernel:
-    def given(element: Any, num_dimensions: int) -> Any:
-        return types.Array(element, num_dimensions, "C", readonly=True)
-
-    ids, memory = given(types.int32, 1), types.UniTuple(v.i64, 7)
-    hidden, weights, out = given(v.f32, 2), given(v.f32, 1), v.f64[:, ::1]
-    arrays = [hidden, ids, ids, ids, weights, out, given(v.i64, 1)]
-    return compile_kernel(_expert_ffn, *arrays, memory, v.i64)
+    ids, memory = read_only(types.int32, 1), types.UniTuple(i64, 7)
+    hidden, weights, out = read_only(f32, 2), read_only(f32, 1), f64[:, ::1]
+    arrays = [hidden, ids, ids, ids, weights, out, read_only(i64, 1)]
+    return compile_kernel(_expert_ffn, *arrays, memory, i64)

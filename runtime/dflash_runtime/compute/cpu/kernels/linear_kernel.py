@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 from dflash_protocol.ids import F32Array, I32Array, I64Array
-from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import (
     Kernel,
     RowFunction,
     compile_kernel,
-    compile_row_function,
+    compile_task,
     helper,
+    read_only,
 )
 from dflash_runtime.compute.cpu.kernels.products import (
     REPACKED_ROWS,
@@ -23,7 +22,8 @@ from dflash_runtime.compute.cpu.kernels.products import (
     multiply_rows,
 )
 from dflash_runtime.compute.cpu.kernels.words import get
-from dflash_runtime.compute.cpu.simd.types import i64, void
+from dflash_runtime.compute.cpu.simd import vectors as v
+from dflash_runtime.compute.cpu.simd.types import f32, i64
 from dflash_runtime.compute.cpu.simd.untyped import types
 from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
 from dflash_runtime.compute.cpu.weights.repacked.kernels import Q8_BLOCK_BYTES
@@ -204,20 +204,16 @@ def _embed(
 def linear_tasks() -> tuple[RowFunction, ...]:
     """The phases, in the order of their words, which hold their addresses."""
     phases = (_quantise_x, _multiply)
-    return tuple(compile_row_function(phase, void, *[i64] * 3) for phase in phases)
+    return tuple(compile_task(phase) for phase in phases)
 
 
 @cache
 def linear_kernel() -> Kernel:
-    def given(element: Any, num_dimensions: int) -> Any:
-        return types.Array(element, num_dimensions, "C", readonly=True)
-
-    memory = types.UniTuple(v.i64, 4)
-    arrays = [given(v.f32, 2), v.f32[::1], given(v.f32, 1), given(v.i64, 1)]
-    return compile_kernel(_linear, *arrays, memory, v.i64)
+    memory = types.UniTuple(i64, 4)
+    arrays = [read_only(f32, 2), f32[::1], read_only(f32, 1), read_only(i64, 1)]
+    return compile_kernel(_linear, *arrays, memory, i64)
 
 
 @cache
 def embed_kernel() -> Kernel:
-    ids: Any = types.Array(types.int32, 1, "C", readonly=True)
-    return compile_kernel(_embed, ids, v.i64, v.i64, v.i64, v.i64, v.f32[:, ::1])
+    return compile_kernel(_embed, read_only(types.int32, 1), i64, i64, i64, i64, f32[:, ::1])

@@ -12,10 +12,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from dflash_protocol.ids import I64Array
-from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import helper
-from dflash_runtime.compute.cpu.simd.memory import emit_call
-from dflash_runtime.compute.cpu.simd.types import I64, i64, primitive, void
+from dflash_runtime.compute.cpu.simd import vectors as v
+from dflash_runtime.compute.cpu.simd.types import I64, emit_call, i64, primitive, void
 from dflash_runtime.compute.cpu.simd.untyped import ir
 from dflash_runtime.compute.cpu.weights import float_tile
 from dflash_runtime.compute.cpu.weights.repacked.amx import begin_tiles, end_tiles

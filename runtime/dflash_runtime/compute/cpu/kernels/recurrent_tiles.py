@@ -10,15 +10,17 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from dflash_runtime.compute.cpu.compile.compiling import RowFunction, compile_row_function
+from dflash_runtime.compute.cpu.compile.compiling import RowFunction
 from dflash_runtime.compute.cpu.compile.tiers import current_tier
-from dflash_runtime.compute.cpu.simd.arithmetic import emit_fma
-from dflash_runtime.compute.cpu.simd.memory import emit_call, emit_load, emit_store
 from dflash_runtime.compute.cpu.simd.types import (
     FLOAT,
     I64,
     LANES,
+    emit_call,
+    emit_fma,
+    emit_load,
     emit_splat,
+    emit_store,
     i64,
     lanes_of,
     primitive,
@@ -145,7 +147,7 @@ def _add_products(
 @cache
 def products_function() -> RowFunction:
     """`_add_products`, compiled once and called by address."""
-    return compile_row_function(_add_products, void, *[i64] * 9)
+    return RowFunction(_add_products, *[i64] * 9)
 
 
 @primitive(void, *[i64] * 10)

@@ -12,16 +12,17 @@ import numpy as np
 
 from dflash_adapters.routing import Gating
 from dflash_protocol.ids import F32Array, I32Array
-from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import (
     Kernel,
     RowFunction,
     compile_kernel,
-    compile_row_function,
+    compile_task,
     helper,
+    read_only,
 )
-from dflash_runtime.compute.cpu.kernels import dense_lanes as lanes
 from dflash_runtime.compute.cpu.kernels.words import set_word, word
+from dflash_runtime.compute.cpu.simd import vectors as v
+from dflash_runtime.compute.cpu.simd.types import f32, f64, i64
 from dflash_runtime.compute.cpu.simd.untyped import types
 from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
 
@@ -88,7 +89,7 @@ def _score(args: int, logits: int, scores: int, selection: int) -> None:
         if rest >= 32:
             logit = v.load_floats(logits + 4 * expert)
         else:
-            logit = lanes.pad(v.load_padded(logits + 4 * expert, rest), rest, _MINUS_INFINITY)
+            logit = v.pad(v.load_padded(logits + 4 * expert, rest), rest, _MINUS_INFINITY)
         v.store_floats(selection + 4 * expert, logit)
         if gating == _SIGMOID:
             logit = v.splat(1.0) / (v.splat(1.0) + v.exp_lanes(v.zeros() - logit))
@@ -104,7 +105,7 @@ def _score(args: int, logits: int, scores: int, selection: int) -> None:
         if bias != 0:
             score = score + v.load_padded(bias + 4 * expert, min(rest, 32))
         score = v.maximum(score, v.splat(_LOWEST))  # also instead of a NaN
-        v.store_floats(selection + 4 * expert, lanes.pad(score, rest, _PADDING))
+        v.store_floats(selection + 4 * expert, v.pad(score, rest, _PADDING))
 
 
 @helper
@@ -114,10 +115,10 @@ def _highest(values: int, padded: int) -> int:
     for place in range(values + 128, values + 4 * padded, 128):
         best = v.maximum(best, v.load_floats(place))
     best_value, index = v.largest_of(best), 0
-    lane = lanes.first_equal(v.load_floats(values), best_value)
+    lane = v.first_equal(v.load_floats(values), best_value)
     while lane == 32:
         index += 32
-        lane = lanes.first_equal(v.load_floats(values + 4 * index), best_value)
+        lane = v.first_equal(v.load_floats(values + 4 * index), best_value)
     return index + lane  # type: ignore[no-any-return]
 
 
@@ -165,7 +166,7 @@ def _route_token(args: int, logits: int, scratch: int, ids: int, out: int) -> No
     for rank in range(num_used):
         expert = _highest(left, padded)
         v.store_float(left + 4 * expert, _TAKEN)
-        lanes.store_i32(ids + 4 * rank, expert)
+        v.store_i32(ids + 4 * rank, expert)
         v.store_float(out + 4 * rank, v.load_float(scratch + 4 * expert))
     if word(args, _GATING) == _SOFTMAX_WEIGHT:
         _softmax_of_few(out, num_used)
@@ -251,9 +252,9 @@ def _route(
 @cache
 def route_kernel() -> tuple[Kernel, RowFunction]:
     """The kernel, and the task whose address it is passed."""
-    logits, bias = (types.Array(v.f32, ndim, "C", readonly=True) for ndim in (2, 1))
-    arrays = [logits, bias, types.int32[:, ::1], v.f32[:, ::1]]
-    rule = types.Tuple((v.i64, types.boolean, v.i64, v.i64, types.boolean, v.f64))
-    memory = types.UniTuple(v.i64, 3)
-    task = compile_row_function(_route_task, v.void, *[v.i64] * 3)
-    return compile_kernel(_route, *arrays, rule, memory, v.i64, v.i64), task
+    logits, bias = (read_only(f32, ndim) for ndim in (2, 1))
+    arrays = [logits, bias, types.int32[:, ::1], f32[:, ::1]]
+    rule = types.Tuple((i64, types.boolean, i64, i64, types.boolean, f64))
+    memory = types.UniTuple(i64, 3)
+    task = compile_task(_route_task)
+    return compile_kernel(_route, *arrays, rule, memory, i64, i64), task

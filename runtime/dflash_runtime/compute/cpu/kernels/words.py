@@ -8,8 +8,8 @@ what `Scratch.take` gives: addresses of the words, of scratch memory, and last o
 
 from __future__ import annotations
 
-from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import helper
+from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.simd.atomics import relaxed_load, relaxed_store
 
 

@@ -9,18 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_runtime.compute.cpu.simd.emitting import (
-    I8,
-    I16,
-    I32,
-    NUM_ROWS,
-    Vec,
-    call,
-    constant,
-    join,
-)
+from dflash_runtime.compute.cpu.simd.emitting import NUM_ROWS, Vec, constant, join
 from dflash_runtime.compute.cpu.simd.instruction_sets import Tier
-from dflash_runtime.compute.cpu.simd.types import lanes_of
+from dflash_runtime.compute.cpu.simd.types import I8, I16, I32, emit_named, lanes_of
 from dflash_runtime.compute.cpu.simd.untyped import ir, llvm
 
 LARGEST_X = 127
@@ -150,7 +141,7 @@ def _sdot(sums: Vec, weights: Vec, x: Vec) -> Vec:
 
 def _call(name: str, result: Any, *arguments: Vec) -> Vec:
     builder = arguments[0].builder
-    return Vec(builder, call(builder, name, result, *(each.value for each in arguments)))
+    return Vec(builder, emit_named(builder, name, result, *(each.value for each in arguments)))
 
 
 def _pairs_avx2(weights: Vec, x: Vec) -> Vec:
@@ -161,7 +152,7 @@ def _pairs_avx2(weights: Vec, x: Vec) -> Vec:
 def _signed_pairs_avx2(weights: Vec, x: Vec) -> Vec:
     """The instruction multiplies unsigned by signed bytes: the sign is moved to one side."""
     builder, bytes_ = weights.builder, lanes_of(I8, 32)
-    magnitudes = call(builder, "llvm.abs.v32i8", bytes_, weights.value, ir.IntType(1)(0))
+    magnitudes = emit_named(builder, "llvm.abs.v32i8", bytes_, weights.value, ir.IntType(1)(0))
     signed_x = _call("llvm.x86.avx2.psign.b", bytes_, x, weights)
     return _pairs_avx2(Vec(builder, magnitudes), signed_x)
 

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from dflash_runtime.compute.cpu.simd.arithmetic import emit_fma
 from dflash_runtime.compute.cpu.simd.instruction_sets import Tier
-from dflash_runtime.compute.cpu.simd.memory import emit_load, emit_store
 from dflash_runtime.compute.cpu.simd.types import (
     FLOAT,
     HALF,
     I8,
     I16,
     I32,
-    I64,
+    emit_constant,
+    emit_fma,
+    emit_load,
+    emit_named,
+    emit_prefetch,
     emit_shuffle,
     emit_splat,
+    emit_store,
     lanes_of,
 )
 from dflash_runtime.compute.cpu.simd.untyped import ir
@@ -41,9 +44,7 @@ class Vec:
         kind = self.value.type
         if isinstance(other, list):
             return ir.Constant(kind, other)
-        if isinstance(kind, ir.VectorType):
-            return ir.Constant(kind, [other] * kind.count)
-        return ir.Constant(kind, other)
+        return emit_constant(kind, other)
 
     def _apply(self, method: str, other: Vec | float | list[int]) -> Vec:
         return Vec(self.builder, getattr(self.builder, method)(self.value, self._other(other)))
@@ -135,16 +136,7 @@ def load(address: Vec, kind: Any) -> Vec:
 
 def constant(builder: Any, kind: Any, value: float) -> Vec:
     """The same number in all lanes."""
-    if isinstance(kind, ir.VectorType):
-        return Vec(builder, ir.Constant(kind, [value] * kind.count))
-    return Vec(builder, ir.Constant(kind, value))
-
-
-def call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
-    """Call an LLVM intrinsic by name, with plain LLVM values."""
-    declared = builder.module.globals.get(name)
-    kind = ir.FunctionType(result, [argument.type for argument in arguments])
-    return builder.call(declared or ir.Function(builder.module, kind, name), arguments)
+    return Vec(builder, emit_constant(kind, value))
 
 
 def join(a: Vec, b: Vec) -> Vec:
@@ -176,7 +168,7 @@ def look_up(indices: Vec, table: list[int], tier: Tier) -> Vec:
     parts = []
     for first in range(0, indices.value.type.count, width):
         part = indices.take(list(range(first, first + width))).value
-        parts.append(Vec(builder, call(builder, name, kind, entries, part)))
+        parts.append(Vec(builder, emit_named(builder, name, kind, entries, part)))
     while len(parts) > 1:
         parts = [join(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
     return parts[0]
@@ -205,29 +197,9 @@ def _look_up_one_by_one(indices: Vec, table: list[int]) -> Vec:
 
 def prefetch(address: Vec) -> None:
     """Prefetch one cache line; any address is allowed."""
-    builder = address.builder
-    pointer = builder.inttoptr(address.value, I8.as_pointer())
-    call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, I32(0), I32(3), I32(1))
+    emit_prefetch(address.builder, address.value)
 
 
 def keep_order(builder: Any) -> None:
     """A compiler barrier: reads and prefetches are not moved across it."""
     builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], True)
-
-
-__all__ = [
-    "I8",
-    "I16",
-    "I32",
-    "I64",
-    "Vec",
-    "call",
-    "constant",
-    "join",
-    "keep_order",
-    "load",
-    "look_up",
-    "prefetch",
-    "shuffle",
-    "where",
-]

@@ -17,7 +17,8 @@ import platform
 from functools import cache
 from typing import Any
 
-from dflash_runtime.compute.cpu.simd.emitting import I8, I64, NUM_ROWS, Vec, call
+from dflash_runtime.compute.cpu.simd.emitting import NUM_ROWS, Vec
+from dflash_runtime.compute.cpu.simd.types import I8, I64, emit_named
 from dflash_runtime.compute.cpu.simd.untyped import cgutils, ir
 
 NUM_TOKENS = 16
@@ -76,12 +77,12 @@ def emit_begin(builder: Any) -> None:
         known.linkage, known.global_constant = "internal", True
         known.initializer = ir.Constant(kind, list(content))
     pointer = builder.bitcast(known, I8.as_pointer())
-    call(builder, "llvm.x86.ldtilecfg", ir.VoidType(), pointer)
+    emit_named(builder, "llvm.x86.ldtilecfg", ir.VoidType(), pointer)
 
 
 def emit_end(builder: Any) -> None:
     """Release the tile state: keeping it makes thread switches slower."""
-    call(builder, "llvm.x86.tilerelease", ir.VoidType())
+    emit_named(builder, "llvm.x86.tilerelease", ir.VoidType())
 
 
 def emit_product(
@@ -99,10 +100,10 @@ def emit_product(
 
     def move(name: str, tile: int, place: Vec, stride: int) -> None:
         pointer = builder.inttoptr(place.value, I8.as_pointer())
-        call(builder, name, nothing, I8(tile), pointer, I64(stride))
+        emit_named(builder, name, nothing, I8(tile), pointer, I64(stride))
 
-    call(builder, "llvm.x86.tilezero", nothing, I8(c))
+    emit_named(builder, "llvm.x86.tilezero", nothing, I8(c))
     move("llvm.x86.tileloadd64", a, x, 32)
     move("llvm.x86.tileloadd64", b, quants, 64)
-    call(builder, "llvm.x86.tdpbsud", nothing, I8(c), I8(a), I8(b))
+    emit_named(builder, "llvm.x86.tdpbsud", nothing, I8(c), I8(a), I8(b))
     move("llvm.x86.tilestored64", c, sums, 4 * NUM_ROWS)

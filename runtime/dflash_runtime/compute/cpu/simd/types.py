@@ -1,12 +1,16 @@
-"""Numba types of 32 lanes, their operators, and functions that define more."""
+"""Numba types of 32 lanes and their operators; what emits a few LLVM instructions for all kernels.
+
+`primitive` makes functions that kernels can call out of functions that emit instructions.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dflash_runtime.compute.cpu.simd.untyped import (
+    cgutils,
     ir,
     lower_builtin,
     models,
@@ -84,7 +88,57 @@ def primitive(result: Any, *arguments: Any) -> Callable[[Emitter], Callable[...,
     return register
 
 
-# -- operators ------------------------------------------------------------------------------------
+# -- emitting -------------------------------------------------------------------------------------
+
+
+def emit_load(builder: Any, address: Any, element: Any) -> Any:
+    # Blocks are packed: nothing in a row is aligned to more than a byte.
+    value = builder.load(builder.inttoptr(address, element.as_pointer()))
+    value.align = 1
+    return value
+
+
+def emit_halves(builder: Any, address: Any, count: int = LANES) -> Any:
+    """Halves as float32."""
+    bits = emit_load(builder, address, lanes_of(I16, count))
+    return builder.fpext(builder.bitcast(bits, lanes_of(HALF, count)), lanes_of(FLOAT, count))
+
+
+def emit_bfloats(builder: Any, bits: Any) -> Any:
+    """Bits of bfloat16, one number or a vector, as float32."""
+    many = isinstance(bits.type, ir.VectorType)
+    word, number = (lanes_of(each, bits.type.count) if many else each for each in (I32, FLOAT))
+    shifted = builder.shl(builder.zext(bits, word), emit_constant(word, 16))
+    return builder.bitcast(shifted, number)
+
+
+def emit_store(builder: Any, address: Any, value: Any) -> None:
+    stored = builder.store(value, builder.inttoptr(address, value.type.as_pointer()))
+    stored.align = 1
+
+
+def emit_prefetch(builder: Any, address: Any) -> None:
+    """Prefetch one cache line; any address is allowed."""
+    pointer = builder.inttoptr(address, I8.as_pointer())
+    to_read, to_all_caches, data = I32(0), I32(3), I32(1)
+    emit_named(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, to_read, to_all_caches, data)
+
+
+def emit_named(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
+    """Call an LLVM intrinsic or C function by name."""
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+
+
+def emit_call(builder: Any, result: Any, function: Any, arguments: Sequence[Any]) -> Any:
+    """Call a function by its address."""
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    return builder.call(builder.inttoptr(function, kind.as_pointer()), arguments)
+
+
+def emit_fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    suffix = f"v{a.type.count}f32" if isinstance(a.type, ir.VectorType) else "f32"
+    return emit_named(builder, f"llvm.fma.{suffix}", a.type, a, b, c)
 
 
 def emit_join(builder: Any, low: Any, high: Any) -> Any:
@@ -108,6 +162,9 @@ def emit_constant(vector: Any, value: Any) -> Any:
     if isinstance(vector, ir.VectorType):
         return ir.Constant(vector, [value] * vector.count)
     return ir.Constant(vector, value)
+
+
+# -- operators ------------------------------------------------------------------------------------
 
 
 def _byte_operator(key: Any, method: str) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from functools import cache
 from threading import Thread, current_thread, get_native_id
 from weakref import WeakSet, finalize
@@ -29,13 +28,8 @@ class Workers:
     forked child, callers do all work themselves.
     """
 
-    def __init__(
-        self, num_threads: int, cores: Sequence[int] | None = None, *, spin_us: int = SPIN_US
-    ) -> None:
-        """`cores`: the core each thread is bound to, by worker_idx; the caller's is not bound."""
+    def __init__(self, num_threads: int, *, spin_us: int = SPIN_US) -> None:
         check_num_threads(num_threads)
-        if cores is not None:
-            _check_cores(cores, num_threads)
         if num_threads > len(os.sched_getaffinity(0)):
             spin_us = 0  # spinning would take a core from another thread
         self.num_threads = num_threads
@@ -45,7 +39,7 @@ class Workers:
         threads = [
             Thread(
                 target=_serve,
-                args=(self._pool, worker_idx, None if cores is None else cores[worker_idx]),
+                args=(self._pool, worker_idx),
                 name=f"cpu-worker-{worker_idx}",
                 daemon=True,
             )
@@ -100,19 +94,10 @@ def check_num_threads(num_threads: int) -> None:
         raise ValueError(f"num_threads is {num_threads}, expected at least 1")
 
 
-def _check_cores(cores: Sequence[int], num_threads: int) -> None:
-    if len(cores) != num_threads:
-        raise ValueError(f"{len(cores)} cores for {num_threads} threads")
-    if unknown := set(cores) - os.sched_getaffinity(0):
-        raise ValueError(f"this process may not use cores {sorted(unknown)}")
-
-
 # Functions, not methods: a thread or finalizer that referred to its Workers would keep it alive.
 
 
-def _serve(pool: I64Array, worker_idx: int, core: int | None) -> None:
-    if core is not None:
-        os.sched_setaffinity(0, {core})
+def _serve(pool: I64Array, worker_idx: int) -> None:
     parallel.serve_kernel()(pool.ctypes.data, worker_idx, get_native_id())
 
 

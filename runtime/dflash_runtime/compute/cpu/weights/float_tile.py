@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from functools import cache
 
-from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import (
     RowFunction,
-    compile_row_function,
     helper,
     variant,
 )
-from dflash_runtime.compute.cpu.weights import rows_dense
+from dflash_runtime.compute.cpu.simd import vectors as v
+from dflash_runtime.compute.cpu.simd.types import i64
+from dflash_runtime.compute.cpu.weights import rows
 from dflash_runtime.compute.cpu.weights.float_tile_code import (
     BF16,
     F16,
@@ -134,7 +134,7 @@ def float_rows(kind: int | None) -> RowFunction:
     kinds = (F32,) if kind is None or kind == F32 else (F32, kind)
     name = f"multiply_rows_{''.join(map(str, kinds))}"
     function = variant(_multiply_rows_f32, name, _multiply_block=block_products(kinds))
-    return compile_row_function(function, v.void, *[v.i64] * 10)
+    return RowFunction(function, *[i64] * 10)
 
 
 @helper
@@ -149,9 +149,9 @@ def _fill_table(table: int, x: int, x_stride: int, indices: int, first: int, cou
         v.store_i64(table + 8 * i, x + x_stride * _index(indices, first + i))
 
 
-_expand_f32 = helper(rows_dense.expand_f32)
-_expand_f16 = helper(rows_dense.expand_f16)
-_expand_bf16 = helper(rows_dense.expand_bf16)
+_expand_f32 = helper(rows.expand_f32)
+_expand_f16 = helper(rows.expand_f16)
+_expand_bf16 = helper(rows.expand_bf16)
 
 
 @helper

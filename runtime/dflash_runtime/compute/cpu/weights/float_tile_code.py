@@ -9,17 +9,19 @@ from itertools import chain, product
 from typing import Any
 
 from dflash_runtime.compute.cpu.compile.tiers import current_tier
-from dflash_runtime.compute.cpu.simd.arithmetic import emit_fma
-from dflash_runtime.compute.cpu.simd.memory import emit_load, emit_store
 from dflash_runtime.compute.cpu.simd.types import (
     FLOAT,
     HALF,
-    I8,
     I16,
     I32,
     I64,
+    emit_bfloats,
     emit_constant,
+    emit_fma,
+    emit_load,
+    emit_prefetch,
     emit_shuffle,
+    emit_store,
     i64,
     lanes_of,
     primitive,
@@ -143,7 +145,7 @@ def _emit_tile(
         # With more vectors the hardware prefetcher keeps up, and addresses need the registers.
         for place in rows if len(vectors) <= _PREFETCH_VECTORS else ():
             for offset in range(0, turn * element_bytes, LINE):
-                _prefetch(builder, builder.add(place, builder.add(start, I64(offset))))
+                emit_prefetch(builder, builder.add(place, builder.add(start, I64(offset))))
         add_products(first)
         add_products(builder.add(first, I64(LANES)))
     with builder.if_then(_is_set(builder, columns, LANES)):
@@ -174,24 +176,11 @@ def _load(builder: Any, kind: int, address: Any, count: Any = None) -> Any:
         source = builder.inttoptr(address, buffer.type)
         cgutils.raw_memcpy(builder, buffer, source, count, I64(_ELEMENT_BYTES[kind]))
         stored = builder.load(buffer)
-    floats = lanes_of(FLOAT, LANES)
     if kind == F32:
         return stored
-    if kind == F16:
-        return builder.fpext(builder.bitcast(stored, lanes_of(HALF, LANES)), floats)
-    words = lanes_of(I32, LANES)
-    return builder.bitcast(
-        builder.shl(builder.zext(stored, words), emit_constant(words, 16)), floats
-    )
-
-
-def _prefetch(builder: Any, address: Any) -> None:
-    pointer = I8.as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    to_read, to_all_caches, data = I32(0), I32(3), I32(1)
-    arguments = [builder.inttoptr(address, pointer), to_read, to_all_caches, data]
-    builder.call(function, arguments)
+    if kind == BF16:
+        return emit_bfloats(builder, stored)
+    return builder.fpext(builder.bitcast(stored, lanes_of(HALF, LANES)), lanes_of(FLOAT, LANES))
 
 
 def _fold_all(builder: Any, totals: list[list[Any]]) -> list[Any]:

@@ -5,16 +5,31 @@ Weights stay where the file is mapped.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.quant import TensorType
 from dflash_protocol.ids import AnyArray, I64Array, U8Array
+from dflash_runtime.compute.cpu.compile.compiling import RowFunction, variant
+from dflash_runtime.compute.cpu.simd.dots import Quants
+from dflash_runtime.compute.cpu.simd.tiles import NUM_TOKENS
+from dflash_runtime.compute.cpu.simd.types import i64
 from dflash_runtime.compute.cpu.weights import float_tile
-from dflash_runtime.compute.cpu.weights.repacked.functions import has_repacked, repacked_functions
-from dflash_runtime.compute.cpu.weights.repacked.kernels import LARGEST_GROUP
+from dflash_runtime.compute.cpu.weights.repacked.amx import multiplying_by_tiles
+from dflash_runtime.compute.cpu.weights.repacked.formats import FORMATS
+from dflash_runtime.compute.cpu.weights.repacked.kernels import (
+    LARGEST_GROUP,
+    group_sizes,
+    multiplying,
+    multiplying_one,
+    quants_of,
+    unpacking,
+)
 from dflash_runtime.compute.cpu.weights.rows import (
     COLUMNS,
     EXPAND,
@@ -87,14 +102,56 @@ def row_layout(tensor_type: TensorType, columns: int) -> I64Array:
     layout = np.zeros(NUM_FIELDS, np.int64)
     layout[ROW_BYTES] = tensor_type.row_bytes(columns)
     layout[COLUMNS] = columns
-    if has_repacked(tensor_type):
-        functions = repacked_functions(tensor_type)
-        layout[UNPACK] = functions.unpack.address
-        layout[MULTIPLY_ONE] = functions.multiply_one.address
-        for size, multiply in functions.multiply.items():
-            layout[MULTIPLY + size] = multiply.address
+    if tensor_type in FORMATS:
+        for field, function in repacked_functions(tensor_type).items():
+            layout[field] = function.address
     else:
         is_plain = tensor_type in _PLAIN
         layout[EXPAND] = _PLAIN[tensor_type] if is_plain else expand_function(tensor_type).address
         layout[FLOAT_ROWS] = float_tile.float_rows(_PLAIN.get(tensor_type)).address
     return layout
+
+
+# -- functions of repacked tiles, compiled on first use of a type ---------------------------------
+
+
+@cache
+def repacked_functions(tensor_type: TensorType) -> dict[int, RowFunction]:
+    """By their field in a layout; for their arguments see repacked/kernels.
+
+    Raises: KeyError for a type that has no repacked tiles.
+    """
+    form = FORMATS[tensor_type]
+    name, quants = tensor_type.name.lower(), quants_of(form)
+    return {
+        UNPACK: _compiled(f"unpack_{name}", _four_numbers, unpacking(form)),
+        MULTIPLY_ONE: _compiled(f"multiply_one_{name}", _six_numbers, multiplying_one(form)),
+        **{MULTIPLY + size: _multiply(size, form.scales_a_block, quants) for size in group_sizes()},
+    }
+
+
+@cache
+def _multiply(num_tokens: int, scales_a_block: int, quants: Quants) -> RowFunction:
+    if num_tokens == NUM_TOKENS:
+        name, primitive = "tiles", multiplying_by_tiles(scales_a_block)
+    else:
+        name, primitive = f"{quants.bits}_bits", multiplying(num_tokens, scales_a_block, quants)
+    return _compiled(f"multiply_{num_tokens}_{scales_a_block}_{name}", _four_numbers, primitive)
+
+
+def _four_numbers(a: int, b: int, c: int, d: int) -> None:
+    _emitted(a, b, c, d)
+
+
+def _six_numbers(a: int, b: int, c: int, d: int, e: int, f: int) -> None:
+    _emitted(a, b, c, d, e, f)
+
+
+def _emitted(*numbers: int) -> None:
+    raise NotImplementedError(numbers)
+
+
+def _compiled(name: str, body: Callable[..., None], primitive: Callable[..., Any]) -> RowFunction:
+    """A function that is one primitive; it is cached under `name`."""
+    function = variant(body, name, _emitted=primitive)
+    return RowFunction(function, *[i64] * body.__code__.co_argcount)

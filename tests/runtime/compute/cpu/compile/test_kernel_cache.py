@@ -15,17 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile import kernel_cache
 from dflash_runtime.compute.cpu.compile.compiling import (
     RowFunction,
     compile_kernel,
-    compile_row_function,
 )
 from dflash_runtime.compute.cpu.compile.kernel_cache import keeping_in
 from dflash_runtime.compute.cpu.compile.tiers import current_tier
 from dflash_runtime.compute.cpu.simd.instruction_sets import Tier
-from dflash_runtime.compute.cpu.weights.rows_dense import expand_f16, expand_f32
+from dflash_runtime.compute.cpu.simd.types import f64, i64
+from dflash_runtime.compute.cpu.weights.rows import expand_f16, expand_f32
 from support.processes import START_S, environment
 
 CACHE_DIR = "DFLASH_MOE_EXPERT_COMPUTE_CACHE_DIR"
@@ -33,14 +32,14 @@ NUM_KEPT = 8
 
 CHILD = """
 import json, sys
-from dflash_runtime.compute.cpu import simd as v
-from dflash_runtime.compute.cpu.weights import rows_dense
-from dflash_runtime.compute.cpu.compile.compiling import compile_row_function
+from dflash_runtime.compute.cpu.simd.types import i64
+from dflash_runtime.compute.cpu.weights import rows
+from dflash_runtime.compute.cpu.compile.compiling import RowFunction
 
-functions = rows_dense.expand_f32, rows_dense.expand_f16
+functions = rows.expand_f32, rows.expand_f16
 print("ready", flush=True)
 sys.stdin.readline()
-compiled = {each.__name__: compile_row_function(each, v.void, *[v.i64] * 3) for each in functions}
+compiled = {each.__name__: RowFunction(each, *[i64] * 3) for each in functions}
 found = {name: each.came_from_cache for name, each in compiled.items()}
 print(json.dumps([found, "numba.np.arraymath" in sys.modules]))
 """
@@ -55,7 +54,7 @@ sys.stdin.readline()
 
 
 def compiled() -> RowFunction:
-    return compile_row_function(expand_f32, v.void, v.i64, v.i64, v.i64)
+    return RowFunction(expand_f32, i64, i64, i64)
 
 
 def came_from_cache() -> bool:
@@ -111,7 +110,7 @@ def _double(x: float) -> float:
 
 
 def test_kernels_that_python_calls_are_kept_too(cache_dir: Path) -> None:
-    first, second = (compile_kernel(_double, v.f64) for _ in range(2))
+    first, second = (compile_kernel(_double, f64) for _ in range(2))
     assert first(1.5) == second(1.5) == 3
     assert not first.stats.cache_hits  # type: ignore[attr-defined]
     assert second.stats.cache_hits  # type: ignore[attr-defined]
@@ -245,7 +244,7 @@ def test_an_unusable_cache_is_one_warning_and_no_error(
     reason = unusable(cache_dir, how, monkeypatch)
     with caplog.at_level("WARNING"):
         assert [came_from_cache() for _ in range(2)] == [False, False]
-        assert compile_kernel(_double, v.f64)(1.5) == 3
+        assert compile_kernel(_double, f64)(1.5) == 3
     (message,) = (each.getMessage() for each in caplog.records if each.module == "kernel_cache")
     assert reason in message
     assert not list(cache_dir.rglob("*.nb?"))
@@ -287,9 +286,9 @@ def _not_compilable(x: float) -> float:
 
 def test_failing_to_compile_lets_others_compile(cache_dir: Path) -> None:
     with pytest.raises(Exception, match="no_such_attribute"):
-        compile_kernel(_not_compilable, v.f64)
+        compile_kernel(_not_compilable, f64)
     with pytest.raises(Exception, match="no_such_attribute"):
-        compile_row_function(_not_compilable, v.f64, v.f64)
+        RowFunction(_not_compilable, f64)
     assert locks_are_free(the_folder(cache_dir))
 
 
@@ -315,7 +314,7 @@ def test_threads_compile_side_by_side(cache_dir: Path) -> None:
 
     def work() -> None:
         for function in (expand_f32, expand_f16):
-            row_function = compile_row_function(function, v.void, v.i64, v.i64, v.i64)
+            row_function = RowFunction(function, i64, i64, i64)
             found.append(row_function.came_from_cache)
 
     threads = [threading.Thread(target=work) for _ in range(3)]

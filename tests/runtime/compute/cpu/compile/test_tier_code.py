@@ -16,8 +16,8 @@ from dflash_protocol.ids import AnyArray, U8Array
 from dflash_runtime.compute.cpu.compile import tiers
 from dflash_runtime.compute.cpu.simd import instruction_sets, tiles
 from dflash_runtime.compute.cpu.simd.dots import Quants
-from dflash_runtime.compute.cpu.simd.emitting import call
 from dflash_runtime.compute.cpu.simd.instruction_sets import Tier, target_features
+from dflash_runtime.compute.cpu.simd.types import emit_named
 from dflash_runtime.compute.cpu.simd.untyped import ir, llvm
 from dflash_runtime.compute.cpu.weights.repacked import amx, kernels
 from dflash_runtime.compute.cpu.weights.repacked.formats import FORMATS
@@ -215,7 +215,7 @@ def tile_unit(monkeypatch: pytest.MonkeyPatch) -> TileUnit:
 
     def call_unit(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
         if not name.startswith(("llvm.x86.tile", "llvm.x86.tdp", "llvm.x86.ldtile")):
-            return call(builder, name, result, *arguments)
+            return emit_named(builder, name, result, *arguments)
         short = name.split(".")[-1]
         kinds = [_KINDS.get(str(each.type), ctypes.c_void_p) for each in arguments]
         callback = ctypes.CFUNCTYPE(None, *kinds)(getattr(unit, short))
@@ -225,7 +225,7 @@ def tile_unit(monkeypatch: pytest.MonkeyPatch) -> TileUnit:
         function = builder.inttoptr(ir.IntType(64)(address), kind.as_pointer())
         return builder.call(function, arguments)
 
-    monkeypatch.setattr(tiles, "call", call_unit)
+    monkeypatch.setattr(tiles, "emit_named", call_unit)
     monkeypatch.setattr(unit, "kept", kept, raising=False)
     return unit
 

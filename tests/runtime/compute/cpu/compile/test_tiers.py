@@ -19,8 +19,8 @@ from dflash_runtime.compute import BackendName, make_backend
 from dflash_runtime.compute.cpu.compile import tier_test, tiers
 from dflash_runtime.compute.cpu.compile.tiers import choose_tier
 from dflash_runtime.compute.cpu.simd import dots, instruction_sets, tiles
-from dflash_runtime.compute.cpu.simd.emitting import call
 from dflash_runtime.compute.cpu.simd.instruction_sets import Tier, offered_tiers, target_features
+from dflash_runtime.compute.cpu.simd.types import emit_named
 from support.cpu_tiers import HERE, on_x86, with_vnni
 from support.processes import environment
 
@@ -196,9 +196,9 @@ def test_a_missing_intrinsic_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("cache")
 def test_a_changed_signature_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def call_with_fewer(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
-        return call(builder, name, result, *arguments[:-1])
+        return emit_named(builder, name, result, *arguments[:-1])
 
-    monkeypatch.setattr(dots, "call", call_with_fewer)
+    monkeypatch.setattr(dots, "emit_named", call_with_fewer)
     reason = why_not(Tier.AVX512_VNNI)
     assert reason is not None
     assert "\n" not in reason
@@ -246,8 +246,8 @@ import hashlib, json, sys
 import numpy as np
 from dflash_adapters.quant import TensorType
 from dflash_runtime.compute import BackendName, make_backend
-from dflash_runtime.compute.cpu.weights.matrix import as_matrix
-from dflash_runtime.compute.cpu.weights.repacked.functions import repacked_functions
+from dflash_runtime.compute.cpu.weights.matrix import as_matrix, repacked_functions
+from dflash_runtime.compute.cpu.weights.rows import MULTIPLY
 
 backend = make_backend(BackendName.CPU, num_threads=1, cpu_tier=sys.argv[1])
 answer = {"class": backend.numeric_class}
@@ -262,7 +262,7 @@ for tensor_type in (TensorType.Q4_K, TensorType.NVFP4, TensorType.Q8_0):
     for count in (1, 2, 7, 16):
         np.testing.assert_array_equal(backend.ops.linear(x[:count], matrix), whole[:count])
     answer[tensor_type.name] = hashlib.sha256(whole.tobytes()).hexdigest()
-code = repacked_functions(TensorType.Q4_K).multiply[8]._callback._library.get_asm_str()
+code = repacked_functions(TensorType.Q4_K)[MULTIPLY + 8]._callback._library.get_asm_str()
 answer["wide"] = "zmm" in code
 print(json.dumps(answer))
 """

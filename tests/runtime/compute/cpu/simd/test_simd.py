@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from dflash_protocol.ids import F32Array
-from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import compile_kernel
+from dflash_runtime.compute.cpu.simd import vectors as v
+from dflash_runtime.compute.cpu.simd.types import f32, i64
 
 
 def _exp(x: F32Array, by_lanes: F32Array, one_by_one: F32Array) -> None:
@@ -34,7 +35,7 @@ def test_exp_is_accurate_and_the_same_for_one_lane_and_many() -> None:
     x = np.concatenate([np.linspace(-110, 95, 100_000), np.linspace(-1e-3, 1e-3, 988), special])
     x = np.append(x, np.zeros(-x.size % 32)).astype(np.float32)
     by_lanes, one_by_one = np.empty_like(x), np.empty_like(x)
-    compile_kernel(_exp, *[v.f32[::1]] * 3)(x, by_lanes, one_by_one)
+    compile_kernel(_exp, *[f32[::1]] * 3)(x, by_lanes, one_by_one)
     np.testing.assert_array_equal(by_lanes.view(np.uint32), one_by_one.view(np.uint32))
     with np.errstate(over="ignore", under="ignore"):
         exact = np.exp(x.astype(np.float64))
@@ -47,7 +48,7 @@ def test_exp_is_accurate_and_the_same_for_one_lane_and_many() -> None:
 
 def test_partial_vectors_touch_only_their_lanes() -> None:
     copy, copy_part = (
-        compile_kernel(function, v.f32[::1], v.f32[::1], v.i64) for function in (_copy, _copy_part)
+        compile_kernel(function, f32[::1], f32[::1], i64) for function in (_copy, _copy_part)
     )
     source = np.arange(1, 33, dtype=np.float32)
     for count in (0, 1, 5, 31, 32):
@@ -60,7 +61,7 @@ def test_partial_vectors_touch_only_their_lanes() -> None:
 
 
 def test_copied_bytes_are_those_and_no_others() -> None:
-    copy = compile_kernel(_copy_bytes, v.i64, v.i64, v.i64)
+    copy = compile_kernel(_copy_bytes, i64, i64, i64)
     source = np.random.default_rng(0).integers(0, 255, 300, dtype=np.uint8)
     for count in (*range(131), 256, 257, 290):
         target = np.full(300, 255, np.uint8)

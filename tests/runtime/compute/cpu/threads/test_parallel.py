@@ -13,10 +13,11 @@ import pytest
 
 from dflash_runtime.compute.cpu.compile.compiling import (
     Kernel,
+    RowFunction,
     compile_kernel,
-    compile_row_function,
 )
-from dflash_runtime.compute.cpu.simd import atomics, i64, void
+from dflash_runtime.compute.cpu.simd import atomics
+from dflash_runtime.compute.cpu.simd.types import i64
 from dflash_runtime.compute.cpu.simd.untyped import ir, llvm
 from dflash_runtime.compute.cpu.threads import parallel, system
 from dflash_runtime.compute.cpu.threads.parallel import (
@@ -123,7 +124,7 @@ def _run(pool: int, task: int, args: int, counter: int) -> None:
 
 
 def test_a_region_within_a_task_is_its_callers_alone() -> None:
-    nest = compile_row_function(_nest, void, i64, i64, i64)
+    nest = RowFunction(_nest, i64, i64, i64)
     inner = [Region(7) for _ in range(3)]
     counter = parallel.line_of_words(1)
     with open_workers(3) as workers:

@@ -95,7 +95,11 @@ def test_spinning_threads_sleep_when_told_to_and_come_back() -> None:
     usable = os.sched_getaffinity(0)
     # A worker on the caller's core sleeps anyway: each has its own, if there are two.
     own, other = min(usable), max(usable)
-    workers = Workers(2, [own, other], spin_us=int(1e6 * spin_s))
+    before = cpu_threads()
+    workers = Workers(2, spin_us=int(1e6 * spin_s))
+    for thread in cpu_threads() - before:
+        assert thread.native_id is not None
+        os.sched_setaffinity(thread.native_id, {other})
     os.sched_setaffinity(0, {own})
     region = Region(10, awaited_workers=1)
 
@@ -121,27 +125,9 @@ def test_spinning_threads_sleep_when_told_to_and_come_back() -> None:
         os.sched_setaffinity(0, usable)
 
 
-def test_threads_stay_on_the_cores_they_are_given() -> None:
-    usable = sorted(os.sched_getaffinity(0))
-    cores = [usable[idx % len(usable)] for idx in range(3)]
-    before = cpu_threads()
-    workers = Workers(3, cores)
-    Region(10, awaited_workers=2).run(workers.address)
-    for thread in cpu_threads() - before:
-        assert thread.native_id is not None
-        core = cores[int(thread.name.removeprefix("cpu-worker-"))]
-        assert os.sched_getaffinity(thread.native_id) == {core}
-    workers.close()
-    assert os.sched_getaffinity(0) == set(usable)
-
-
-@pytest.mark.parametrize(
-    ("num_threads", "cores", "complaint"),
-    [(0, None, "at least 1"), (2, [0], "1 cores for 2"), (1, [1 << 20], "may not use")],
-)
-def test_bad_settings(num_threads: int, cores: list[int] | None, complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        Workers(num_threads, cores)
+def test_a_pool_has_at_least_one_thread() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        Workers(0)
 
 
 # -- ends of processes ----------------------------------------------------------------------------

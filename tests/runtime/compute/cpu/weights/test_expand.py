@@ -7,11 +7,12 @@ import pytest
 
 from dflash_adapters.quant import TensorType, dequantise
 from dflash_protocol.ids import F32Array, U8Array
-from dflash_runtime.compute.cpu import simd as v
 from dflash_runtime.compute.cpu.compile.compiling import Kernel, compile_kernel
-from dflash_runtime.compute.cpu.weights.rows import _EXPAND, expand_function
+from dflash_runtime.compute.cpu.simd import vectors as v
+from dflash_runtime.compute.cpu.simd.types import i64
+from dflash_runtime.compute.cpu.weights.rows import EXPANDED_TYPES, expand_function
 
-TYPES = list(_EXPAND)
+TYPES = EXPANDED_TYPES
 ROWS = 40
 # Where a block's scales lie that are halves.
 HALF_SCALES = {
@@ -32,7 +33,7 @@ def _expand(function: int, row: int, columns: int, out: int) -> None:
 
 @pytest.fixture(scope="module")
 def expand() -> Kernel:
-    return compile_kernel(_expand, *[v.i64] * 4)
+    return compile_kernel(_expand, *[i64] * 4)
 
 
 def expanded(expand: Kernel, data: U8Array, tensor_type: TensorType, columns: int) -> F32Array:

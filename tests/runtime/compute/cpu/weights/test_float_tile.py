@@ -13,9 +13,9 @@ from dflash_adapters.quant import TensorType, dequantise
 from dflash_protocol.ids import F32Array, I32Array, U8Array
 from dflash_runtime.compute.cpu.weights import float_tile
 from dflash_runtime.compute.cpu.weights.rows import (
-    _EXPAND,
     COLUMNS,
     EXPAND,
+    EXPANDED_TYPES,
     MULTIPLY,
     ROW_BYTES,
     expand_function,
@@ -26,7 +26,7 @@ PLAIN = {
     TensorType.F16: float_tile.F16,
     TensorType.BF16: float_tile.BF16,
 }
-TYPES = list(_EXPAND)
+TYPES = EXPANDED_TYPES
 NUM_ROWS = [0, 1, 3, 6, 37]
 NUM_VECTORS = [0, 1, 2, 3, 4, 5, 6, 7, 8, 13, 32, 33]
 GUARD = 7.0

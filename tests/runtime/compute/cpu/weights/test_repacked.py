@@ -17,7 +17,7 @@ from gguf.quants import dequantize
 
 from dflash_adapters.quant import TensorType
 from dflash_protocol.ids import F32Array, U8Array
-from dflash_runtime.compute.cpu.linear import DenseProducts
+from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers
 from dflash_runtime.compute.cpu.weights.matrix import as_matrix
@@ -45,9 +45,9 @@ SCALE_BITS = {
 
 
 @pytest.fixture(scope="module")
-def linear() -> Iterator[DenseProducts]:
+def ops() -> Iterator[CpuOps]:
     workers = Workers(1)
-    yield DenseProducts(workers, Scratch())
+    yield CpuOps(workers, Scratch())
     workers.close()
 
 
@@ -80,10 +80,10 @@ def many_columns(tensor_type: TensorType) -> int:
 
 
 def multiply(
-    linear: DenseProducts, data: U8Array, tensor_type: TensorType, rows: int, x: F32Array
+    ops: CpuOps, data: U8Array, tensor_type: TensorType, rows: int, x: F32Array
 ) -> F32Array:
     out = np.full((x.shape[0], rows), 7.0, np.float32)
-    linear(x, (as_matrix(data, tensor_type, rows, x.shape[1]),), out.reshape(-1))
+    ops.linear(x, as_matrix(data, tensor_type, rows, x.shape[1]), out)
     return out
 
 
@@ -103,90 +103,88 @@ def assert_close(
 @pytest.mark.parametrize("rows", NUM_ROWS)
 @pytest.mark.parametrize("tensor_type", TYPES, ids=lambda t: t.name)
 def test_products_are_exact_but_for_rounding(
-    linear: DenseProducts, tensor_type: TensorType, rows: int
+    ops: CpuOps, tensor_type: TensorType, rows: int
 ) -> None:
     for columns in (tensor_type.layout.block_elements, many_columns(tensor_type)):
         data = random_blocks(tensor_type, rows, columns).reshape(-1)
         x = random_vectors(MOST_TOKENS, columns)
-        whole = multiply(linear, data, tensor_type, rows, x)
+        whole = multiply(ops, data, tensor_type, rows, x)
         assert_close(whole, data, tensor_type, x)
         for num_tokens in NUM_TOKENS:
-            got = multiply(linear, data, tensor_type, rows, x[:num_tokens])
+            got = multiply(ops, data, tensor_type, rows, x[:num_tokens])
             np.testing.assert_array_equal(got, whole[:num_tokens])
 
 
 @pytest.mark.parametrize("tensor_type", TYPES, ids=lambda t: t.name)
-def test_bits_depend_on_row_and_vector_alone(
-    linear: DenseProducts, tensor_type: TensorType
-) -> None:
+def test_bits_depend_on_row_and_vector_alone(ops: CpuOps, tensor_type: TensorType) -> None:
     columns = many_columns(tensor_type)
     data = random_blocks(tensor_type, 33, columns).reshape(-1)
     row_bytes = tensor_type.row_bytes(columns)
     x = random_vectors(MOST_TOKENS, columns)
-    whole = multiply(linear, data, tensor_type, 33, x)
+    whole = multiply(ops, data, tensor_type, 33, x)
     for token in range(MOST_TOKENS):
-        alone = multiply(linear, data, tensor_type, 33, x[token : token + 1])
+        alone = multiply(ops, data, tensor_type, 33, x[token : token + 1])
         np.testing.assert_array_equal(alone, whole[token : token + 1])
     for row, tokens in ((0, slice(5, 6)), (14, slice(3, 10)), (32, slice(1, 29))):
         few = data[row * row_bytes : (row + 1) * row_bytes]
-        got = multiply(linear, few, tensor_type, 1, x[tokens])
+        got = multiply(ops, few, tensor_type, 1, x[tokens])
         np.testing.assert_array_equal(got, whole[tokens, row : row + 1])
 
 
 @pytest.mark.parametrize("bits", SCALE_BITS.values(), ids=SCALE_BITS.keys())
 @pytest.mark.parametrize("tensor_type", HALVES, ids=lambda t: t.name)
-def test_scales_at_the_limits(linear: DenseProducts, tensor_type: TensorType, bits: int) -> None:
+def test_scales_at_the_limits(ops: CpuOps, tensor_type: TensorType, bits: int) -> None:
     columns = many_columns(tensor_type)
     blocks = random_blocks(tensor_type, 16, columns)
     for offset in HALVES[tensor_type]:
         blocks[:, offset : offset + 2] = np.array([bits], np.uint16).view(np.uint8)
     for num_tokens in (1, 3):
         x = random_vectors(num_tokens, columns)
-        got = multiply(linear, blocks.reshape(-1), tensor_type, 16, x)
+        got = multiply(ops, blocks.reshape(-1), tensor_type, 16, x)
         assert_close(got, blocks.reshape(-1), tensor_type, x)
 
 
 @pytest.mark.parametrize("exponent", [0, 1, 2, 3, 127, 200])
-def test_exponents_at_the_limits(linear: DenseProducts, exponent: int) -> None:
+def test_exponents_at_the_limits(ops: CpuOps, exponent: int) -> None:
     """The two smallest scales of MXFP4 are subnormal numbers."""
     blocks = random_blocks(TensorType.MXFP4, 16, 416)
     blocks[:, 0] = exponent
     for num_tokens in (1, 3):
         x = 1e6 * random_vectors(num_tokens, 416)  # or results would be subnormal
-        got = multiply(linear, blocks.reshape(-1), TensorType.MXFP4, 16, x)
+        got = multiply(ops, blocks.reshape(-1), TensorType.MXFP4, 16, x)
         assert_close(got, blocks.reshape(-1), TensorType.MXFP4, x)
 
 
-def test_every_scale_of_nvfp4(linear: DenseProducts) -> None:
+def test_every_scale_of_nvfp4(ops: CpuOps) -> None:
     blocks = random_blocks(TensorType.NVFP4, 64, 64)
     blocks[:, :4] = np.arange(256).reshape(64, 4)
     for num_tokens in (1, 3):
         x = random_vectors(num_tokens, 64)
-        got = multiply(linear, blocks.reshape(-1), TensorType.NVFP4, 64, x)
+        got = multiply(ops, blocks.reshape(-1), TensorType.NVFP4, 64, x)
         assert_close(got, blocks.reshape(-1), TensorType.NVFP4, x)
 
 
 @pytest.mark.parametrize("tensor_type", TYPES, ids=lambda t: t.name)
-def test_each_weight_alone(linear: DenseProducts, tensor_type: TensorType) -> None:
+def test_each_weight_alone(ops: CpuOps, tensor_type: TensorType) -> None:
     """Vectors with a single nonzero value show each weight in its place, and nothing else."""
     columns = tensor_type.layout.block_elements
     data = random_blocks(tensor_type, 16, columns).reshape(-1)
     weights = dequantize(data.reshape(16, -1), GGMLQuantizationType(int(tensor_type)))
-    got = multiply(linear, data, tensor_type, 16, np.eye(columns, dtype=np.float32))
+    got = multiply(ops, data, tensor_type, 16, np.eye(columns, dtype=np.float32))
     np.testing.assert_allclose(got, weights.T, rtol=0, atol=1e-6 * np.abs(weights).max())
 
 
 EDGE = """
 import ctypes, mmap, sys
 import numpy as np
-from dflash_runtime.compute.cpu.linear import DenseProducts
+from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.cpu.weights.matrix import as_matrix
 from dflash_runtime.compute.cpu.weights.repacked.formats import FORMATS
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers
 
 PAGE, ROWS = mmap.PAGESIZE, 16
-linear = DenseProducts(Workers(1), Scratch())
+ops = CpuOps(Workers(1), Scratch())
 for tensor_type, form in FORMATS.items():
     print(tensor_type.name, flush=True)
     for num_chunks in (1, 3):
@@ -204,7 +202,7 @@ for tensor_type, form in FORMATS.items():
             for num_tokens in (1, 3):
                 x = np.ones((num_tokens, columns), np.float32)
                 out = np.ones((num_tokens, ROWS), np.float32)
-                linear(x, (as_matrix(data, tensor_type, ROWS, columns),), out.reshape(-1))
+                ops.linear(x, as_matrix(data, tensor_type, ROWS, columns), out)
                 assert tensor_type.name == "MXFP4" or not out.any()
 print("done")
 """

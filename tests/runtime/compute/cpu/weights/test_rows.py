@@ -20,14 +20,14 @@ from dflash_protocol.ids import F32Array, F64Array, U8Array
 from dflash_runtime.compute.cpu import CpuBackend
 from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.cpu.weights.matrix import CpuMatrix, as_matrix
-from dflash_runtime.compute.cpu.weights.repacked.functions import has_repacked
-from dflash_runtime.compute.cpu.weights.rows import _EXPAND
+from dflash_runtime.compute.cpu.weights.repacked.formats import FORMATS
+from dflash_runtime.compute.cpu.weights.rows import EXPANDED_TYPES
 from support.block_scales import SCALE_OFFSETS
 from support.int8_activations import as_int8, half_steps
 
-TYPES = list(_EXPAND)
+TYPES = EXPANDED_TYPES
 PLAIN = [TensorType.F64, TensorType.F32, TensorType.F16, TensorType.BF16]
-QUANTISED = [tensor_type for tensor_type in TYPES if has_repacked(tensor_type)]
+QUANTISED = [tensor_type for tensor_type in TYPES if tensor_type in FORMATS]
 QUANTISABLE = [
     TensorType.F16,
     TensorType.BF16,
@@ -95,7 +95,7 @@ def all_rows(ops: CpuOps, matrix: CpuMatrix) -> F32Array:
 
 def as_multiplied(x: F32Array, tensor_type: TensorType) -> F64Array:
     """Activations as rows of a type are multiplied by."""
-    return as_int8(x) if has_repacked(tensor_type) else x.astype(np.float64)
+    return as_int8(x) if tensor_type in FORMATS else x.astype(np.float64)
 
 
 def assert_same_values(got: F32Array, expected: F32Array) -> None:
@@ -170,7 +170,7 @@ def test_linear(ops: CpuOps, tensor_type: TensorType, rows: int) -> None:
         multiplied = as_multiplied(x, tensor_type)
         tolerance = 1e-6 * (np.abs(multiplied) @ np.abs(weights).T)
         assert (np.abs(got - multiplied @ weights.T) <= tolerance).all(), num_tokens
-        if has_repacked(tensor_type):
+        if tensor_type in FORMATS:
             tolerance += half_steps(x) @ np.abs(weights).T
         assert (np.abs(got - x.astype(np.float64) @ weights.T) <= tolerance).all(), num_tokens
 

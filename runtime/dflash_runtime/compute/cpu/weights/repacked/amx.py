@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dflash_runtime.compute.cpu.compile.tiers import current_tier
-from dflash_runtime.compute.cpu.simd.emitting import I8, I64, Vec, load
+from dflash_runtime.compute.cpu.simd.emitting import Vec, load
 from dflash_runtime.compute.cpu.simd.instruction_sets import Tier
 from dflash_runtime.compute.cpu.simd.tiles import (
     NUM_TOKENS,
@@ -18,15 +18,15 @@ from dflash_runtime.compute.cpu.simd.tiles import (
     emit_end,
     emit_product,
 )
-from dflash_runtime.compute.cpu.simd.types import i64, primitive, void
+from dflash_runtime.compute.cpu.simd.types import I8, I64, i64, primitive, void
 from dflash_runtime.compute.cpu.simd.untyped import cgutils, ir
+from dflash_runtime.compute.cpu.weights.repacked.formats import LANES, WORDS
 from dflash_runtime.compute.cpu.weights.repacked.kernels import (
     OFFSETS_AT,
     SCALES_AT,
     Q8Blocks,
     scaled,
 )
-from dflash_runtime.compute.cpu.weights.repacked.rows import LANES, WORDS
 
 
 @primitive(void, i64)

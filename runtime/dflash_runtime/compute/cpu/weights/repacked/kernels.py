@@ -17,21 +17,20 @@ from typing import Any
 
 from dflash_runtime.compute.cpu.compile.tiers import current_tier
 from dflash_runtime.compute.cpu.simd.dots import Dots, Quants
-from dflash_runtime.compute.cpu.simd.emitting import (
+from dflash_runtime.compute.cpu.simd.emitting import NUM_ROWS, Vec, keep_order, load, prefetch
+from dflash_runtime.compute.cpu.simd.instruction_sets import Tier
+from dflash_runtime.compute.cpu.simd.types import (
+    FLOAT,
     I8,
     I32,
     I64,
-    NUM_ROWS,
-    Vec,
-    keep_order,
-    load,
-    prefetch,
+    i64,
+    lanes_of,
+    primitive,
+    void,
 )
-from dflash_runtime.compute.cpu.simd.instruction_sets import Tier
-from dflash_runtime.compute.cpu.simd.types import FLOAT, i64, lanes_of, primitive, void
 from dflash_runtime.compute.cpu.simd.untyped import cgutils
-from dflash_runtime.compute.cpu.weights.repacked.formats import RepackedFormat
-from dflash_runtime.compute.cpu.weights.repacked.rows import LANES, TileRows
+from dflash_runtime.compute.cpu.weights.repacked.formats import LANES, RepackedFormat, TileRows
 
 BLOCKS_AT_ONCE = 8
 """Blocks of 32 values in an unpacked chunk."""

@@ -15,11 +15,20 @@ from typing import Any
 
 import numpy as np
 
-from dflash_runtime.compute.cpu.compile.compiling import RowFunction, compile_row_function, helper
-from dflash_runtime.compute.cpu.simd import memory
-from dflash_runtime.compute.cpu.simd.emitting import I8, I32, Vec, call, constant, load, shuffle
-from dflash_runtime.compute.cpu.simd.memory import emit_call
-from dflash_runtime.compute.cpu.simd.types import FLOAT, i64, lanes_of, primitive, void
+from dflash_runtime.compute.cpu.compile.compiling import RowFunction, helper
+from dflash_runtime.compute.cpu.simd import vectors as v
+from dflash_runtime.compute.cpu.simd.emitting import Vec, constant, load, shuffle
+from dflash_runtime.compute.cpu.simd.types import (
+    FLOAT,
+    I8,
+    I32,
+    emit_call,
+    emit_named,
+    i64,
+    lanes_of,
+    primitive,
+    void,
+)
 from dflash_runtime.compute.cpu.simd.untyped import ir
 from dflash_runtime.compute.cpu.weights.repacked.kernels import Q8_BLOCK_BYTES
 
@@ -61,7 +70,7 @@ def _plus(a: Vec, b: Vec) -> Vec:
 def _rounded(values: Vec) -> Vec:
     kind = values.value.type
     name = f"llvm.rint.v{kind.count}f32"
-    return Vec(values.builder, call(values.builder, name, kind, values.value))
+    return Vec(values.builder, emit_named(values.builder, name, kind, values.value))
 
 
 def _clamped(turns: Vec) -> Vec:
@@ -161,7 +170,7 @@ def _quantise(x: int, num_blocks: int, q8_blocks: int, slot: int, num_slots: int
 @cache
 def quantise_function() -> RowFunction:
     """The function whose address kernels are passed, to call it through `quantise`."""
-    return compile_row_function(_quantise, void, *[i64] * 5)
+    return RowFunction(_quantise, *[i64] * 5)
 
 
 @primitive(void, *[i64] * 6)
@@ -180,7 +189,7 @@ def regroup(q8_blocks: int, num_blocks: int, out: int, slot: int, num_slots: int
             q8_blocks + Q8_BLOCK_BYTES * block,
             out + Q8_BLOCK_BYTES * num_slots * block,
         )
-        memory.copy_bytes(target + 32 * slot, source, 32)
+        v.copy_bytes(target + 32 * slot, source, 32)
         for kind in range(4):
-            number = memory.load_float(source + 32 + 4 * kind)
-            memory.store_float(target + 32 * num_slots + 4 * (kind * num_slots + slot), number)
+            number = v.load_float(source + 32 + 4 * kind)
+            v.store_float(target + 32 * num_slots + 4 * (kind * num_slots + slot), number)
