@@ -137,9 +137,9 @@ class SharedClient:
                     status = self._send_otherwise(slot, head, deadline_ms, batch, status)
                 requests.bytes_sent += status
         except BaseException:
-            if copies is not None:
-                copies.forget(sequence, slot)  # an interrupt may come after `begin`
-            free.append(slot)
+            # A copy of the rows may have begun.
+            if copies is None or not copies.forget(sequence, slot):
+                free.append(slot)
             raise
         slot.num_tokens = num_tokens
         requests.pending[sequence] = slot
@@ -173,9 +173,7 @@ class SharedClient:
         slot = requests.pending.pop(sequence, None)
         if slot is None:
             return
-        if self._copies is not None and self._copies.forget(sequence, slot):
-            requests.free.append(slot)
-        else:
+        if self._copies is None or not self._copies.forget(sequence, slot):
             requests.abandoned[sequence] = slot
 
     def push(self, sequence: int) -> None:

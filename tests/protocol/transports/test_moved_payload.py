@@ -527,10 +527,10 @@ def test_the_digest_is_told_by_every_word_and_its_place() -> None:
     assert digest_of(np.zeros(64, np.uint8)) != digest_of(np.zeros(128, np.uint8))
 
 
-def test_a_request_whose_sending_was_interrupted_is_never_published(
-    pair: MovedPair, monkeypatch: pytest.MonkeyPatch
+def submit_interrupted(
+    pair: MovedPair, monkeypatch: pytest.MonkeyPatch, of_device: RoutedBatch
 ) -> None:
-    """Even if that happened when the copy of its rows had begun."""
+    """Submit a request and be interrupted while its rows are being copied."""
     pair.client_mover.is_slow = True
     begin = DeviceCopies.begin
 
@@ -541,7 +541,14 @@ def test_a_request_whose_sending_was_interrupted_is_never_published(
     with monkeypatch.context() as patch:
         patch.setattr(DeviceCopies, "begin", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            pair.client.submit(1, batches(5)[1], deadline_s=TIMEOUT_S)
+            pair.client.submit(1, of_device, deadline_s=TIMEOUT_S)
+
+
+def test_a_request_whose_sending_was_interrupted_is_never_published(
+    pair: MovedPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if that happened when the copy of its rows had begun."""
+    submit_interrupted(pair, monkeypatch, batches(5)[1])
     batch, of_device = batches(4, seed=1)
     sequence = pair.client.submit(1, of_device, deadline_s=TIMEOUT_S)
     assert pair.server.try_receive() is None
@@ -553,3 +560,27 @@ def test_a_request_whose_sending_was_interrupted_is_never_published(
     assert (
         pair.client.wait(sequence, deadline_s=TIMEOUT_S).sums.tobytes() == sums_of(batch).tobytes()
     )
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_slot_is_used_again_once_its_copy_is_complete(
+    pair: MovedPair, is_interrupted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a forgotten request that are still being copied do not damage the next one's."""
+    batch, of_device = batches(6)
+    for _ in range(NUM_SLOTS + 1):
+        if is_interrupted:
+            submit_interrupted(pair, monkeypatch, batches(6, seed=1)[1])
+        else:
+            sequence, _ = submitted(pair, 1)
+            pair.client.forget(sequence)
+        sequence = pair.client.submit(2, batch, deadline_s=TIMEOUT_S)
+        pair.client_mover.end_copies()
+        request = pair.server.try_receive()
+        assert request is not None
+        assert_same_batch(request.batch, batch)
+        pair.server.reply(request, HostSums(sums_of(batch)), 0.0)
+        reply = pair.client.wait(sequence, deadline_s=TIMEOUT_S)
+        assert reply.sums.tobytes() == sums_of(batch).tobytes()
+    pair.client_mover.is_slow = False
+    assert_is_served(pair, batch, of_device)
