@@ -1,6 +1,6 @@
 """The transport interface, both ends: what carries requests and replies between parent and daemon.
 
-`transports.testing.check_transport` checks that an implementation keeps what is promised here.
+`tests/support/transport_checks.py` checks that an implementation keeps what is promised here.
 """
 
 from __future__ import annotations

@@ -26,18 +26,18 @@ from dflash_protocol.payloads import PayloadType
 from dflash_protocol.ring import layout as ring
 from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.transports.device_copies import DeviceCopies
-from dflash_protocol.transports.testing import (
+from dflash_protocol.wire.transport import ReceivedRequest
+from support.examples import examples
+from support.host_mover import HostMover, MovedRows, MovedSums
+from support.routed_batches import assert_same_batch
+from support.shared_pair import NUM_SLOTS, Pair
+from support.transport_checks import (
     MAX_EXPERTS_USED,
     MAX_TOKENS,
     TIMEOUT_S,
     received,
     sums_of,
 )
-from dflash_protocol.wire.transport import ReceivedRequest
-from support.examples import examples
-from support.host_mover import HostMover, MovedRows, MovedSums
-from support.routed_batches import assert_same_batch
-from support.shared_pair import NUM_SLOTS, Pair
 
 HIDDEN = 24
 MOST = ring.MOVED_FACTOR * MAX_TOKENS

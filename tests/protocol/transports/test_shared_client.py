@@ -30,7 +30,12 @@ from dflash_protocol.payloads import PayloadType, pack_hidden, pack_sums
 from dflash_protocol.ring.segment import create_segment, open_segment
 from dflash_protocol.transports import shared_server
 from dflash_protocol.transports.shared_client import SharedClient, SharedServer
-from dflash_protocol.transports.testing import (
+from dflash_protocol.transports.waiting import spin_window_s
+from dflash_protocol.wire.transport import LinkLimits
+from support.descriptors import no_descriptor_leak
+from support.processes import environment
+from support.shared_pair import BATCH, NUM_SLOTS, SHAPE, Pair, submitted
+from support.transport_checks import (
     HIDDEN_SIZE,
     MAX_EXPERTS_USED,
     MAX_TOKENS,
@@ -40,11 +45,6 @@ from dflash_protocol.transports.testing import (
     received,
     sums_of,
 )
-from dflash_protocol.transports.waiting import spin_window_s
-from dflash_protocol.wire.transport import LinkLimits
-from support.descriptors import no_descriptor_leak
-from support.processes import environment
-from support.shared_pair import BATCH, NUM_SLOTS, SHAPE, Pair, submitted
 
 
 @pytest.fixture
@@ -355,7 +355,7 @@ import os, sys
 from pathlib import Path
 from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.ring.segment import open_segment
-from dflash_protocol.transports.testing import *
+from support.transport_checks import *
 from dflash_protocol.transports.shared_client import SharedClient
 shape = RingShape(2, MAX_TOKENS, HIDDEN_SIZE, MAX_TOKENS * MAX_EXPERTS_USED)
 segment = open_segment(Path(sys.argv[1]), sys.argv[2], shape, generation=1)
@@ -397,7 +397,7 @@ import sys, time
 from pathlib import Path
 from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.ring.segment import open_segment
-from dflash_protocol.transports.testing import *
+from support.transport_checks import *
 shape = RingShape(2, MAX_TOKENS, HIDDEN_SIZE, MAX_TOKENS * MAX_EXPERTS_USED)
 segment = open_segment(Path(sys.argv[1]), sys.argv[2], shape, generation=1)
 print("ready", flush=True)

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from dflash_protocol.batch import HostSums
 from dflash_protocol.errors import DeadlineExceeded, ProtocolError
 from dflash_protocol.ring import layout as ring
-from dflash_protocol.transports.testing import (
+from support.examples import examples
+from support.shared_pair import BATCH, NUM_SLOTS, SHAPE, Pair, submitted
+from support.transport_checks import (
     MAX_EXPERTS_USED,
     MAX_TOKENS,
     TIMEOUT_S,
@@ -21,8 +23,6 @@ from dflash_protocol.transports.testing import (
     received,
     sums_of,
 )
-from support.examples import examples
-from support.shared_pair import BATCH, NUM_SLOTS, SHAPE, Pair, submitted
 
 
 @pytest.fixture

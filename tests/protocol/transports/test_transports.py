@@ -20,18 +20,6 @@ from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.ring.segment import create_segment, open_segment
 from dflash_protocol.transports.shared_client import SharedClient
 from dflash_protocol.transports.shared_server import SharedServer
-from dflash_protocol.transports.testing import (
-    CHECKS,
-    HIDDEN_SIZE,
-    MAX_EXPERTS_USED,
-    MAX_TOKENS,
-    NUM_IN_FLIGHT,
-    MakePair,
-    TransportPair,
-    check_transport,
-    example_batch,
-    sums_of,
-)
 from dflash_protocol.transports.zmq_stream import StreamClient, StreamServer, largest_frame_bytes
 from dflash_protocol.wire.transport import (
     ClientTransport,
@@ -40,6 +28,17 @@ from dflash_protocol.wire.transport import (
     ServerTransport,
 )
 from support.processes import environment
+from support.transport_checks import (
+    CHECKS,
+    HIDDEN_SIZE,
+    MAX_EXPERTS_USED,
+    MAX_TOKENS,
+    NUM_IN_FLIGHT,
+    MakePair,
+    TransportPair,
+    example_batch,
+    sums_of,
+)
 
 
 def limits() -> LinkLimits:
@@ -171,7 +170,7 @@ def test_a_transport_keeps_what_all_of_them_promise(maker: str, check: str, run_
     CHECKS[check](lambda: MAKERS[maker](run_dir))
 
 
-def test_the_check_names_what_fails(run_dir: Path) -> None:
+def test_a_check_notices_wrong_sums(run_dir: Path) -> None:
     class Liar(SpinningServer):
         def reply(self, request: ReceivedRequest, sums: Sums, compute_s: float) -> None:
             super().reply(request, HostSums(sums.to_host() + 1.0), compute_s)
@@ -180,8 +179,8 @@ def test_the_check_names_what_fails(run_dir: Path) -> None:
         make_server = Liar
 
     make_pair: MakePair = lambda: LyingPair(run_dir, 0.0)  # noqa: E731
-    with pytest.raises(AssertionError, match="'echo'"):
-        check_transport(make_pair)
+    with pytest.raises(AssertionError, match="other bits"):
+        CHECKS["echo"](make_pair)
 
 
 SERVER = """
@@ -189,7 +188,7 @@ import sys
 from pathlib import Path
 from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.ring.segment import open_segment
-from dflash_protocol.transports.testing import *
+from support.transport_checks import *
 from dflash_protocol.wire.transport import LinkLimits
 from dflash_protocol.transports.shared_server import SharedServer
 limits = LinkLimits(HIDDEN_SIZE, MAX_TOKENS, MAX_EXPERTS_USED, generation=3)

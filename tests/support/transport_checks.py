@@ -1,7 +1,7 @@
-"""Conformance checks for transports: `check_transport`, or the checks one by one (`CHECKS`).
+"""What every transport must do (`CHECKS`), and helpers of the tests of single transports.
 
-They check both ends, the parent's ClientTransport and the daemon's ServerTransport. A transport's
-tests pass a function that connects a fresh pair of ends.
+A check tests both ends, the parent's ClientTransport and the daemon's ServerTransport. It takes a
+function that connects a fresh pair of ends.
 """
 
 from __future__ import annotations
@@ -67,18 +67,6 @@ class TransportPair(LinkEnds, Protocol):
 
 
 MakePair: TypeAlias = Callable[[], TransportPair]
-
-
-def check_transport(make_pair: MakePair) -> None:
-    """Run all checks, each on a fresh pair.
-
-    Raises: AssertionError naming the check, with its failure as the cause.
-    """
-    for name, check in CHECKS.items():
-        try:
-            check(make_pair)
-        except Exception as error:
-            raise AssertionError(f"the transport fails the check {name!r}") from error
 
 
 def example_batch(num_tokens: int, *, seed: int = 0, phase: Phase = Phase.PREFILL) -> RoutedBatch:
