@@ -401,9 +401,10 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
 
 
 def _chunk_values(client: ClientTransport, batch: RoutedBatch) -> dict[str, float]:
-    before = client.bytes_sent + client.bytes_received
+    counters = client.counters
+    before = counters.bytes_sent + counters.bytes_received
     times = round_trips(client, batch, CHUNK_TRIPS)
-    num_bytes = client.bytes_sent + client.bytes_received - before
+    num_bytes = counters.bytes_sent + counters.bytes_received - before
     trip_bytes = num_bytes // (CHUNK_TRIPS + WARM_UP_TRIPS)
     rate = trip_bytes / statistics.median(times)
     return {"GB/s": rate / 1e9, "share": rate / memcpy_bytes_per_s(trip_bytes)}

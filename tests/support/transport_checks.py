@@ -152,7 +152,7 @@ def _check_echo(make_pair: MakePair) -> None:
         for num_tokens in (1, 0, MAX_TOKENS, 2):
             for phase in Phase:
                 batch = example_batch(num_tokens, seed=num_tokens, phase=phase)
-                sent, came = pair.client.bytes_sent, pair.client.bytes_received
+                sent, came = pair.client.counters.bytes_sent, pair.client.counters.bytes_received
                 sequence = pair.client.submit(5, batch, deadline_s=0.75)
                 request = received(pair)
                 header = request.header
@@ -164,8 +164,8 @@ def _check_echo(make_pair: MakePair) -> None:
                 _assert_reply(
                     pair.client.wait(sequence, deadline_s=TIMEOUT_S), batch, compute_s=0.125
                 )
-                assert pair.client.bytes_sent >= sent + batch.hidden.nbytes
-                assert pair.client.bytes_received >= came + 8 * batch.hidden.size
+                assert pair.client.counters.bytes_sent >= sent + batch.hidden.nbytes
+                assert pair.client.counters.bytes_received >= came + 8 * batch.hidden.size
 
 
 def _check_any_order(make_pair: MakePair) -> None:

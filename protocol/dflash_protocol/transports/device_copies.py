@@ -77,7 +77,7 @@ class DeviceCopies:
             return
         status = self._send(*unsent.head, unsent.deadline_ms, digest, *unsent.routing)
         assert status >= 0  # the batch fits the slot
-        self._requests.bytes_sent += status
+        self._requests.counters.bytes_sent += status
 
     def push(self, sequence: int) -> None:
         """Publish this request, if it is the unpublished one."""

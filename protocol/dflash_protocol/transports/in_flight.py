@@ -54,7 +54,7 @@ class Slot:
 
 
 class RequestsInFlight:
-    """A link's requests by sequence, and the bytes that they have moved.
+    """A link's requests by sequence. Increments `counters`.
 
     A request is pending; or it has arrived, and its reply or error is kept until its wait; or it is
     not known, since it was waited for or forgotten. A slot is free, pending, or abandoned, which is
@@ -62,11 +62,9 @@ class RequestsInFlight:
     """
 
     __slots__ = (
-        "_counters",
         "abandoned",
         "arrived",
-        "bytes_received",
-        "bytes_sent",
+        "counters",
         "free",
         "last_compute_s",
         "num_slots",
@@ -85,9 +83,7 @@ class RequestsInFlight:
         """The sequence used last."""
         self.last_compute_s = 0.0
         """What the last reply took to compute."""
-        self.bytes_sent = 0
-        self.bytes_received = 0
-        self._counters = counters
+        self.counters = counters
 
     def complete(self, sequence: int, reply: Reply, num_bytes: int) -> None:
         """Fill in the reply of a pending request whose sums were received, and free its slot."""
@@ -98,7 +94,7 @@ class RequestsInFlight:
         reply.compute_s, reply.queue_s = _TIMES.unpack_from(slot.taken, _TIMES_AT)
         self.last_compute_s = reply.compute_s
         self.free.append(slot)
-        self.bytes_received += num_bytes
+        self.counters.bytes_received += num_bytes
 
     def failure(self, sequence: int, slot: Slot, status: int) -> ProtocolError:
         """The error of a failure or violation that a pending request has received; frees the slot,
@@ -110,7 +106,7 @@ class RequestsInFlight:
         else:
             self.free.append(slot)
         if violation:
-            return violation_error(violation, self._counters)
+            return violation_error(violation, self.counters)
         text = bytes(slot.text[: header_word(slot.taken, ring.PAYLOAD_BYTES)])
         code, _, reason = text.rstrip(b"\0").partition(b"\0")
         return ProtocolError(

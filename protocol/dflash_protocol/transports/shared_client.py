@@ -60,7 +60,7 @@ class SharedClient:
         self._segment = segment
         self._hidden_size = shape.hidden_size
         self._payload = payload
-        self._counters = TransportCounters() if counters is None else counters
+        self.counters = TransportCounters() if counters is None else counters
         is_wide = payload is PayloadType.F32
         self._ports = Ports(
             segment,
@@ -68,7 +68,7 @@ class SharedClient:
             narrow=ring.PAYLOAD_F64 if is_wide else PAYLOAD_CODES[payload],
             limits=LinkLimits(shape.hidden_size, shape.max_tokens, 0),
         )
-        self._requests = RequestsInFlight(self._ports, shape, self._counters)
+        self._requests = RequestsInFlight(self._ports, shape, self.counters)
         self._waiter = Waiter(
             segment.client_bell,
             lost_fd=lost_fd,
@@ -83,14 +83,6 @@ class SharedClient:
             self._copies = DeviceCopies(segment.window, self._ports, self._requests)
         kernels = ring_native.kernels()
         self._send, self._receive = kernels.send_request, kernels.receive_reply
-
-    @property
-    def bytes_sent(self) -> int:
-        return self._requests.bytes_sent
-
-    @property
-    def bytes_received(self) -> int:
-        return self._requests.bytes_received
 
     def submit(self, layer_id: int, batch: RoutedBatch, *, deadline_s: float) -> int:
         """Send a request; if no slot is free, waits for one, up to the deadline.
@@ -135,7 +127,7 @@ class SharedClient:
                 if status < 0:
                     head = (slot.port, sequence, layer_id, phase_code)
                     status = self._send_otherwise(slot, head, deadline_ms, batch, status)
-                requests.bytes_sent += status
+                self.counters.bytes_sent += status
         except BaseException:
             # A copy of the rows may have begun.
             if copies is None or not copies.forget(sequence, slot):
@@ -210,7 +202,7 @@ class SharedClient:
             words[ring_native.SENDS] = ring.PAYLOAD_F32
             status = self._send(*head, deadline_ms, hidden, *routing)
             words[ring_native.SENDS] = PAYLOAD_CODES[self._payload]
-            self._counters.widened += 1
+            self.counters.widened += 1
         if status >= 0:
             return status
         raise self._over_capacity(batch)

@@ -59,12 +59,7 @@ class ClientTransport(Protocol):
     """The parent's end of a link's data path. Owned by one thread for life."""
 
     @property
-    def bytes_sent(self) -> int:
-        """Bytes of arrays in requests."""
-
-    @property
-    def bytes_received(self) -> int:
-        """Bytes of arrays in replies."""
+    def counters(self) -> TransportCounters: ...
 
     def submit(self, layer_id: int, batch: RoutedBatch, *, deadline_s: float) -> int:
         """Send a request; returns its sequence number, for `wait` and `forget`.

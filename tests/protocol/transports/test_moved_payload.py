@@ -120,7 +120,7 @@ def test_rows_and_sums_stay_on_devices(pair: MovedPair, num_tokens: int) -> None
         assert reply.placed.is_on_device
         assert reply.sums.tobytes() == sums_of(batch).tobytes()
         assert 0.5 <= reply.compute_s < 0.5 + TIMEOUT_S
-    assert pair.client.bytes_received == 3 * 8 * num_tokens * HIDDEN
+    assert pair.client.counters.bytes_received == 3 * 8 * num_tokens * HIDDEN
     assert pair.server.refused == 0
 
 
@@ -386,10 +386,10 @@ def test_a_request_is_published_when_its_rows_are_there(pair: MovedPair) -> None
     second, _ = submitted(pair, 2)
     pair.client.push(first)
     assert pair.server.try_receive() is None
-    num_bytes = pair.client.bytes_sent
+    num_bytes = pair.client.counters.bytes_sent
     pair.client.push(second)
     assert received(pair).header.sequence == second
-    assert pair.client.bytes_sent > num_bytes
+    assert pair.client.counters.bytes_sent > num_bytes
 
 
 def test_who_waits_for_a_reply_has_published_all_requests(pair: MovedPair) -> None:
@@ -413,7 +413,7 @@ def test_sums_are_taken_in_before_anybody_waits(pair: MovedPair) -> None:
         sent.append((sequence, sums))
         requests.append(received(pair))
     pair.client.poll()
-    assert pair.client.bytes_received == 0
+    assert pair.client.counters.bytes_received == 0
     for request, (_, sums) in zip(requests, sent, strict=True):
         answered(pair, request, sums)
     for _ in range(2):  # whose header is taken once

@@ -316,8 +316,8 @@ def test_narrow_payloads_carry_what_the_stream_carries(run_dir: Path, payload: P
         wide = packed.view(kind).astype(np.float32) if kind else from_bf16(packed)
         reply = pair.client.wait(sequence, deadline_s=TIMEOUT_S)
         np.testing.assert_array_equal(reply.sums, wide.astype(np.float64))
-        assert pair.client.bytes_sent < 2.5 * BATCH.hidden.size + 16 * BATCH.num_pairs + 4
-        assert pair.client.bytes_received == 2 * BATCH.hidden.size
+        assert pair.client.counters.bytes_sent < 2.5 * BATCH.hidden.size + 16 * BATCH.num_pairs + 4
+        assert pair.client.counters.bytes_received == 2 * BATCH.hidden.size
     finally:
         pair.close()
 

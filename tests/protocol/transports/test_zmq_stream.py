@@ -178,8 +178,8 @@ def test_bytes_are_counted_without_headers(wire: Wire) -> None:
     client = wire.client()
     wire.assert_serves(client)
     hidden, routing, weights = 2 * HIDDEN_SIZE * 4, (2 + 3 + 3) * 4, 3 * 4
-    assert client.bytes_sent == hidden + routing + weights
-    assert client.bytes_received == 2 * HIDDEN_SIZE * 8
+    assert client.counters.bytes_sent == hidden + routing + weights
+    assert client.counters.bytes_received == 2 * HIDDEN_SIZE * 8
 
 
 def test_no_tokens_and_no_pairs_can_be_sent(wire: Wire) -> None:
@@ -357,8 +357,8 @@ def test_a_request_that_waited_unread_for_longer_than_its_deadline_is_late(wire:
 def test_a_link_may_use_a_narrow_type_in_both_directions(wire: Wire, payload: PayloadType) -> None:
     client = wire.client(payload=payload)
     wire.assert_serves(client)
-    assert client.bytes_sent == 2 * HIDDEN_SIZE * 2 + (2 + 3 + 3 + 3) * 4
-    assert client.bytes_received == 2 * HIDDEN_SIZE * 2
+    assert client.counters.bytes_sent == 2 * HIDDEN_SIZE * 2 + (2 + 3 + 3 + 3) * 4
+    assert client.counters.bytes_received == 2 * HIDDEN_SIZE * 2
 
 
 def test_a_frame_larger_than_any_legal_one_costs_its_sender_the_connection_only(wire: Wire) -> None:
@@ -423,10 +423,10 @@ def test_a_forgotten_request_is_answered_to_nobody(wire: Wire) -> None:
     client.forget(arrived)
     client.forget(coming)
     client.forget(1_000_000)
-    received_before = client.bytes_received
+    received_before = client.counters.bytes_received
     wire.server.reply(requests[1], HostSums(np.zeros((1, HIDDEN_SIZE))), 0.0)
     wire.assert_serves(client)
-    assert client.bytes_received == received_before + 2 * HIDDEN_SIZE * 8
+    assert client.counters.bytes_received == received_before + 2 * HIDDEN_SIZE * 8
     for sequence in (arrived, coming):
         with pytest.raises(DeadlineExceeded):
             client.wait(sequence, deadline_s=0.0)
