@@ -254,16 +254,7 @@ def decode_request(
         ids[num_ids:].view("<f4"),
     )
     request = ExpertRequest(
-        sequence,
-        layer_id,
-        num_tokens,
-        num_groups,
-        num_pairs,
-        phase.value,
-        sent_as.value,
-        deadline_ms,
-        generation,
-        sent_s,
+        sequence, layer_id, num_tokens, sent_as.value, deadline_ms, generation, sent_s
     )
     return request, batch
 
