@@ -33,11 +33,11 @@ from bench.options import add_realtime_option, add_save_option, bench_parser
 from bench import report
 from dflash_protocol.transports.curve import (
     AUTHORIZED_FILE,
+    ClientSecurity,
     CurveKeys,
     generate_keys,
     load_keys,
     public_line,
-    secure_client,
 )
 
 KINDS = ("silent", "garbage", "null", "hello", "stranger")
@@ -139,7 +139,7 @@ class StrangerFlood:
         stranger = self._context.socket(zmq.DEALER)
         stranger.setsockopt(zmq.LINGER, 0)
         stranger.setsockopt(zmq.RECONNECT_IVL, -1)
-        secure_client(stranger, self._keys, self._server_public_key)
+        ClientSecurity(self._keys, self._server_public_key).apply(stranger)
         stranger.connect(self._address)
         self._open.append((stranger, time.monotonic()))
 

@@ -15,9 +15,9 @@ from dflash_daemon.authentication import Authenticator, let_handshakes_yield
 from dflash_protocol.transports.curve import (
     AUTHORIZED_FILE,
     AuthorizedClients,
+    ClientSecurity,
     CurveKeys,
     load_keys,
-    secure_client,
     secure_server,
 )
 
@@ -59,7 +59,7 @@ class Client:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVTIMEO, _PATIENCE_MS)
         if keys is not None:
-            secure_client(self._socket, keys, server_public_key)
+            ClientSecurity(keys, server_public_key).apply(self._socket)
         self._socket.connect(f"tcp://127.0.0.1:{port}")
 
     def __enter__(self) -> Self:

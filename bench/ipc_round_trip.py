@@ -41,10 +41,10 @@ from dflash_protocol.ring.segment import create_segment, open_segment
 from dflash_protocol.transports.curve import (
     AUTHORIZED_FILE,
     AuthorizedClients,
+    ClientSecurity,
     generate_keys,
     load_keys,
     public_line,
-    secure_client,
     secure_server,
 )
 from dflash_protocol.transports.shared_client import SharedClient, SharedServer
@@ -282,7 +282,7 @@ def _zmq_server(
             arguments = (kind, "tcp://127.0.0.1:*", str(keys["daemon"]))
             server = _other_process(work, *arguments, realtime=realtime)
             _, port = undo.enter_context(server)
-            secure = functools.partial(secure_client, keys=parent, server_public_key=daemon.public)
+            secure = ClientSecurity(parent, daemon.public).apply
             yield f"tcp://127.0.0.1:{port}", secure
             return
         address = f"ipc://{folder}/{kind}-{work.payload.value}-{work.max_tokens}"

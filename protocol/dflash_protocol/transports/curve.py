@@ -79,8 +79,14 @@ class ClientSecurity:
     server_public_key: bytes
 
     def apply(self, socket: zmq.Socket[Any]) -> None:
-        """See secure_client."""
-        secure_client(socket, self.keys, self.server_public_key)
+        """Encrypt a socket, and accept only the daemon.
+
+        Call it before connect, and after MAXMSGSIZE is set.
+        """
+        socket.setsockopt(zmq.CURVE_SERVERKEY, self.server_public_key)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self.keys.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.keys.secret)
+        _make_room(socket)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,21 +95,6 @@ class ServerSecurity:
 
     keys: CurveKeys
     clients: AuthorizedClients
-
-    def apply(self, socket: zmq.Socket[Any], *, io_threads: Sequence[int] = ()) -> None:
-        """See secure_server."""
-        secure_server(socket, self.keys, io_threads=io_threads)
-
-
-def secure_client(socket: zmq.Socket[Any], keys: CurveKeys, server_public_key: bytes) -> None:
-    """Encrypt a socket, and accept only a daemon with that public key.
-
-    Call it before connect, and after MAXMSGSIZE is set.
-    """
-    socket.setsockopt(zmq.CURVE_SERVERKEY, server_public_key)
-    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
-    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-    _make_room(socket)
 
 
 def secure_server(
