@@ -15,7 +15,7 @@ import numpy as np
 from dflash_protocol.batch import HostSums, RoutedBatch
 from dflash_protocol.errors import DaemonUnavailable, ProtocolError
 from dflash_protocol.ids import Phase
-from dflash_protocol.payloads import PayloadType, pack_hidden
+from dflash_protocol.payloads import PayloadType, pack
 from dflash_protocol.ring import compiled as ring_native
 from dflash_protocol.ring import layout as ring
 from dflash_protocol.ring.compiled import NOTHING, OUT_OF_RANGE
@@ -197,7 +197,7 @@ class SharedClient:
         if hidden is not batch.hidden:  # rows come from the caller and may not be contiguous
             status = self._send(*head, deadline_ms, hidden, *routing)
         if status == OUT_OF_RANGE:
-            hidden, _ = pack_hidden(hidden, self._payload)
+            hidden, _ = pack(hidden, self._payload)
             words = self._ports.words[slot.index]
             words[ring_native.SENDS] = ring.PAYLOAD_F32
             status = self._send(*head, deadline_ms, hidden, *routing)

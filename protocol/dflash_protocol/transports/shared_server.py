@@ -19,7 +19,7 @@ from dflash_protocol.batch import HostHidden, RoutedBatch, Sums
 from dflash_protocol.device_payload import DeviceWindow, ReadRows
 from dflash_protocol.errors import DeviceUnavailable, ProtocolError, one_line
 from dflash_protocol.ids import F32Array, I64Array
-from dflash_protocol.payloads import PayloadType, pack_sums
+from dflash_protocol.payloads import PayloadType, pack
 from dflash_protocol.ring import compiled as ring_native
 from dflash_protocol.ring import layout as ring
 from dflash_protocol.ring.compiled import OUT_OF_RANGE
@@ -284,7 +284,7 @@ class SharedServer:
             slot.port, sequence, link.reply_code, compute_s, waited_s, on_host
         )
         if status == OUT_OF_RANGE:
-            wide, _ = pack_sums(on_host, link.payload)
+            wide, _ = pack(on_host, link.payload)
             status = self._send_reply(
                 slot.port, sequence, ring.PAYLOAD_F64, compute_s, waited_s, wide
             )

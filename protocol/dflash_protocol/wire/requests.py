@@ -46,10 +46,8 @@ from dflash_protocol.payloads import (
     PayloadType,
     are_finite,
     is_widened,
-    pack_hidden,
-    pack_sums,
-    unpack_hidden,
-    unpack_sums,
+    pack,
+    unpack,
 )
 from dflash_protocol.wire.messages import HEADER_LIMIT_BYTES, ExpertRequest, Frames
 from dflash_protocol.wire.transport import LinkLimits, Reply, TransportCounters
@@ -183,7 +181,7 @@ def encode_request(
     counters: TransportCounters | None = None,
 ) -> Frames:
     """Frames of a request. Rows travel as `payload`, or as float32 if that would overflow."""
-    hidden, sent_as = pack_hidden(batch.hidden, payload)
+    hidden, sent_as = pack(batch.hidden, payload)
     expert_ids, token_indices = batch.expert_ids, batch.token_indices
     routing = b"".join(
         (expert_ids.data, batch.group_starts.data, token_indices.data, batch.weights.data)
@@ -244,10 +242,10 @@ def decode_request(
     if num_pairs > num_tokens * limits.max_experts_used:
         raise ProtocolError(f"{num_pairs} pairs are too many for {num_tokens} tokens")
     ids = np.frombuffer(routing, "<i4")
-    hidden_size = limits.hidden_size
+    shape = num_tokens, limits.hidden_size
     batch = RoutedBatch(
         phase,
-        HostHidden(unpack_hidden(rows, sent_as, num_tokens=num_tokens, hidden_size=hidden_size)),
+        HostHidden(unpack(rows, sent_as, shape, np.float32)),
         ids[:num_groups],
         ids[num_groups : 2 * num_groups + 1],
         ids[2 * num_groups + 1 : num_ids],
@@ -269,7 +267,7 @@ def encode_reply(
     counters: TransportCounters | None = None,
 ) -> Frames:
     """Frames of a reply. Shapes: sums [T, H] float64."""
-    packed, sent_as = pack_sums(sums, payload)
+    packed, sent_as = pack(sums, payload)
     if counters is not None:
         counters.widened += is_widened(sent_as, payload)
         counters.bytes_sent += packed.nbytes
@@ -359,7 +357,7 @@ class ParentCodec:
         if self._payload is not PayloadType.F32 and sent_as is PayloadType.F64:
             self._counters.widened += 1
         self._counters.bytes_received += num_bytes
-        sums = unpack_sums(arrays[0], sent_as, num_tokens=num_tokens, hidden_size=self._hidden_size)
+        sums = unpack(arrays[0], sent_as, (num_tokens, self._hidden_size), np.float64)
         return sequence, Reply(HostSums(sums), header[11], header[12], are_finite(sums))
 
 

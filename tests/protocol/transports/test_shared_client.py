@@ -26,7 +26,7 @@ import pytest
 from dflash_protocol.batch import HostHidden, HostSums
 from dflash_protocol.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError
 from dflash_protocol.ids import AnyArray
-from dflash_protocol.payloads import PayloadType, pack_hidden, pack_sums
+from dflash_protocol.payloads import PayloadType, pack
 from dflash_protocol.ring.segment import create_segment, open_segment
 from dflash_protocol.transports import shared_server
 from dflash_protocol.transports.shared_client import SharedClient, SharedServer
@@ -307,12 +307,12 @@ def test_narrow_payloads_carry_what_the_stream_carries(run_dir: Path, payload: P
         request = received(pair)
         assert request.header.payload == payload.value
         kind = np.float16 if payload is PayloadType.F16 else None
-        packed, _ = pack_hidden(BATCH.hidden, payload)
+        packed, _ = pack(BATCH.hidden, payload)
         wide = packed.view(kind).astype(np.float32) if kind else from_bf16(packed)
         np.testing.assert_array_equal(request.batch.hidden, wide)
         sums = sums_of(BATCH)
         pair.server.reply(request, HostSums(sums), 0.0)
-        packed, _ = pack_sums(sums, payload)
+        packed, _ = pack(sums, payload)
         wide = packed.view(kind).astype(np.float32) if kind else from_bf16(packed)
         reply = pair.client.wait(sequence, deadline_s=TIMEOUT_S)
         np.testing.assert_array_equal(reply.sums, wide.astype(np.float64))
