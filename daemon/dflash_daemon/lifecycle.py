@@ -31,7 +31,7 @@ from dflash_protocol.device import Device
 from dflash_protocol.endpoint import Endpoint, IpcClaim, parse_endpoint
 from dflash_protocol.errors import DaemonUnavailable, SettingsError
 from dflash_protocol.notify import Notifier
-from dflash_protocol.placement import OwnedExperts
+from dflash_protocol.placement import OwnedExperts, read_owned_experts
 from dflash_protocol.process.held_folder import remove_if_abandoned
 from dflash_protocol.process.output import say
 from dflash_protocol.process.startup import end_with_parent
@@ -99,7 +99,9 @@ def run_daemon(settings: Settings, lifeline_fd: int | None) -> None:
         raise
     with contextlib.ExitStack() as undo:
         undo.callback(host.close)
-        owned = host.read_placement(Path(settings.placement)) if settings.placement else None
+        owned = None
+        if settings.placement:
+            owned = read_owned_experts(Path(settings.placement), host.experts_per_layer)
         if endpoint.path is not None:  # for tcp the kernel guards the port
             undo.callback(IpcClaim(endpoint).close)
         num_io_threads = 1 if security is None else 1 + len(_DATA_IO_THREADS)

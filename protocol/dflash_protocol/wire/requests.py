@@ -34,6 +34,7 @@ import math
 import struct
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -304,18 +305,8 @@ class ParentCodec:
         self._generation = generation
         self._payload = payload
         self._counters = counters
-
-    def encode(
-        self, batch: RoutedBatch, *, sequence: int, layer_id: int, deadline_s: float
-    ) -> Frames:
-        return encode_request(
-            batch,
-            sequence=sequence,
-            layer_id=layer_id,
-            deadline_s=deadline_s,
-            generation=self._generation,
-            payload=self._payload,
-            counters=self._counters,
+        self.encode = partial(
+            encode_request, generation=generation, payload=payload, counters=counters
         )
 
     def decode(
