@@ -7,7 +7,7 @@ import secrets
 import subprocess
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -27,15 +27,17 @@ from dflash_protocol.wire.transport import (
     ReceivedRequest,
     ServerTransport,
 )
+from support.descriptors import no_descriptor_leak
 from support.processes import environment
 from support.transport_checks import (
     CHECKS,
     HIDDEN_SIZE,
+    LOST_REASON,
     MAX_EXPERTS_USED,
     MAX_TOKENS,
     NUM_IN_FLIGHT,
-    MakePair,
     TransportPair,
+    assert_serves,
     example_batch,
     sums_of,
 )
@@ -53,7 +55,7 @@ FRAME_BYTES = largest_frame_bytes(
 
 
 class Pair(ABC):
-    """Implements testing.TransportPair."""
+    """Implements transport_checks.TransportPair."""
 
     server: ServerTransport
 
@@ -110,7 +112,7 @@ class StreamPair(Pair):
             hidden_size=HIDDEN_SIZE,
             max_frame_bytes=FRAME_BYTES,
             lost_fd=self.lost_fd,
-            lost_reason=lambda: "it was ended",
+            lost_reason=lambda: LOST_REASON,
             generation=3,
         )
 
@@ -148,7 +150,7 @@ class SharedPair(Pair):
         return SharedClient(
             segment,
             lost_fd=self.lost_fd,
-            lost_reason=lambda: "it was ended",
+            lost_reason=lambda: LOST_REASON,
             spin_s=self._spin_s,
         )
 
@@ -164,10 +166,28 @@ MAKERS: dict[str, Callable[[Path], TransportPair]] = {
 }
 
 
+@pytest.fixture
+def pair(maker: str, run_dir: Path) -> Iterator[TransportPair]:
+    made = MAKERS[maker](run_dir)
+    yield made
+    made.close()
+
+
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("maker", MAKERS)
-def test_a_transport_keeps_what_all_of_them_promise(maker: str, check: str, run_dir: Path) -> None:
-    CHECKS[check](lambda: MAKERS[maker](run_dir))
+def test_a_transport_keeps_what_all_of_them_promise(check: str, pair: TransportPair) -> None:
+    CHECKS[check](pair)
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_closing_releases_all_descriptors(maker: str, run_dir: Path) -> None:
+    """Also with requests in flight."""
+    with no_descriptor_leak():
+        pair = MAKERS[maker](run_dir)
+        assert_serves(pair)
+        for _ in range(2):
+            pair.client.submit(0, example_batch(1), deadline_s=9.0)
+        pair.close()
 
 
 def test_a_check_notices_wrong_sums(run_dir: Path) -> None:
@@ -178,9 +198,10 @@ def test_a_check_notices_wrong_sums(run_dir: Path) -> None:
     class LyingPair(SharedPair):
         make_server = Liar
 
-    make_pair: MakePair = lambda: LyingPair(run_dir, 0.0)  # noqa: E731
+    pair = LyingPair(run_dir, 0.0)
     with pytest.raises(AssertionError, match="other bits"):
-        CHECKS["echo"](make_pair)
+        CHECKS["echo"](pair)
+    pair.close()
 
 
 SERVER = """
