@@ -47,9 +47,10 @@ from dflash_protocol.transports.curve import (
     public_line,
     secure_server,
 )
-from dflash_protocol.transports.shared_client import SharedClient, SharedServer
-from dflash_protocol.transports.zmq_stream import StreamClient, StreamServer, largest_frame_bytes
-from dflash_protocol.wire.requests import HEADER_BYTES
+from dflash_protocol.transports.shared_client import SharedClient
+from dflash_protocol.transports.shared_server import SharedServer
+from dflash_protocol.transports.zmq_stream import StreamClient, StreamServer
+from dflash_protocol.wire.requests import HEADER_BYTES, largest_frame_bytes
 from dflash_protocol.wire.transport import ClientTransport, LinkLimits
 
 NUM_EXPERTS_USED, NUM_EXPERTS = 8, 128

@@ -37,8 +37,8 @@ from dflash_protocol.process.output import say
 from dflash_protocol.process.startup import end_with_parent
 from dflash_protocol.settings import Settings, keys_directory, run_directory
 from dflash_protocol.transports.curve import ServerSecurity, secure_server, server_security
-from dflash_protocol.transports.waiting import spin_window_s
-from dflash_protocol.transports.zmq_stream import largest_frame_bytes
+from dflash_protocol.transports.in_flight import spin_window_s
+from dflash_protocol.wire.requests import largest_frame_bytes
 from dflash_runtime.bus_errors import explain_bus_errors
 from dflash_runtime.compute import BackendName, choose_device, open_backend
 from dflash_runtime.compute.cores import parse_cores

@@ -14,7 +14,8 @@ from dflash_protocol.ids import AnyArray, U8Array
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.ring.segment import create_segment, open_segment
-from dflash_protocol.transports.shared_client import SharedClient, SharedServer
+from dflash_protocol.transports.shared_client import SharedClient
+from dflash_protocol.transports.shared_server import SharedServer
 from dflash_protocol.wire.transport import LinkLimits, TransportCounters
 from support.transport_checks import (
     HIDDEN_SIZE,

@@ -11,9 +11,8 @@ from dflash_protocol.ids import AnyArray
 from dflash_protocol.ring import compiled as ring_native
 from dflash_protocol.ring import layout as ring
 from dflash_protocol.ring.compiled import FAILURE, NOTHING
-from dflash_protocol.transports.in_flight import RequestsInFlight, Slot
+from dflash_protocol.transports.in_flight import RequestsInFlight, Slot, Waiter
 from dflash_protocol.transports.ports import Ports, header_word
-from dflash_protocol.transports.waiting import Waiter
 from dflash_protocol.wire.transport import Reply
 
 

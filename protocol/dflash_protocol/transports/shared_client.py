@@ -1,7 +1,7 @@
 """The shared-memory transport, parent's end: requests and replies in a ring that both sides map.
 
 One SharedClient for each link; `shared_server` is the other end. `in_flight` has its requests and
-slots, `waiting` how it waits, `device_copies` what a device copies; nothing passes through ZeroMQ.
+slots and how it waits, `device_copies` what a device copies; nothing passes through ZeroMQ.
 `ring.layout` draws the memory and argues why its order of accesses is correct.
 """
 
@@ -21,10 +21,8 @@ from dflash_protocol.ring import layout as ring
 from dflash_protocol.ring.compiled import NOTHING, OUT_OF_RANGE
 from dflash_protocol.ring.segment import Segment
 from dflash_protocol.transports.device_copies import DeviceCopies
-from dflash_protocol.transports.in_flight import RequestsInFlight, Slot
+from dflash_protocol.transports.in_flight import RequestsInFlight, Slot, Waiter, spin_window_s
 from dflash_protocol.transports.ports import PAYLOAD_CODES, PHASES, Ports
-from dflash_protocol.transports.shared_server import SharedServer as SharedServer
-from dflash_protocol.transports.waiting import Waiter, spin_window_s
 from dflash_protocol.wire.transport import LinkLimits, Reply, TransportCounters
 
 _FREE_SLOT_POLL_S = 0.01

@@ -21,9 +21,7 @@ from dflash_protocol.ids import I32Array
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.wire import requests, version1
 from dflash_protocol.wire.messages import Frames
-from dflash_protocol.wire.requests import largest_frame_bytes as largest_frame_bytes
-from dflash_protocol.wire.transport import LinkLimits as LinkLimits
-from dflash_protocol.wire.transport import ReceivedRequest, Reply, TransportCounters
+from dflash_protocol.wire.transport import LinkLimits, ReceivedRequest, Reply, TransportCounters
 
 _QUEUED_REQUESTS = 16
 """High-water mark of a link's requests at the daemon; further ones queue at the parent."""

@@ -29,8 +29,9 @@ from dflash_protocol.ids import AnyArray
 from dflash_protocol.payloads import PayloadType, pack
 from dflash_protocol.ring.segment import create_segment, open_segment
 from dflash_protocol.transports import shared_server
-from dflash_protocol.transports.shared_client import SharedClient, SharedServer
-from dflash_protocol.transports.waiting import spin_window_s
+from dflash_protocol.transports.in_flight import spin_window_s
+from dflash_protocol.transports.shared_client import SharedClient
+from dflash_protocol.transports.shared_server import SharedServer
 from dflash_protocol.wire.transport import LinkLimits
 from support.descriptors import no_descriptor_leak
 from support.processes import environment

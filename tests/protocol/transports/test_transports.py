@@ -20,7 +20,8 @@ from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.ring.segment import create_segment, open_segment
 from dflash_protocol.transports.shared_client import SharedClient
 from dflash_protocol.transports.shared_server import SharedServer
-from dflash_protocol.transports.zmq_stream import StreamClient, StreamServer, largest_frame_bytes
+from dflash_protocol.transports.zmq_stream import StreamClient, StreamServer
+from dflash_protocol.wire.requests import largest_frame_bytes
 from dflash_protocol.wire.transport import (
     ClientTransport,
     LinkLimits,

@@ -22,14 +22,10 @@ from dflash_protocol.batch import HostSums, RoutedBatch
 from dflash_protocol.endpoint import IpcClaim, parse_endpoint
 from dflash_protocol.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError
 from dflash_protocol.payloads import PayloadType
-from dflash_protocol.transports.zmq_stream import (
-    LinkLimits,
-    StreamClient,
-    StreamServer,
-)
+from dflash_protocol.transports.zmq_stream import StreamClient, StreamServer
 from dflash_protocol.wire.messages import ExpertRequest, Ping, encode_header
 from dflash_protocol.wire.requests import ParentCodec, encode_reply, encode_request, seal
-from dflash_protocol.wire.transport import ReceivedRequest, Reply, TransportCounters
+from dflash_protocol.wire.transport import LinkLimits, ReceivedRequest, Reply, TransportCounters
 from support.routed_batches import HIDDEN_SIZE, assert_same_batch, batch_of
 
 TIMEOUT_S = 20.0
