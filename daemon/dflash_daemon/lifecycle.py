@@ -172,7 +172,7 @@ async def _serve(
     shared_folder = await asyncio.to_thread(prepare_shared_folder, endpoint, settings)
     service = ComputeService(
         context,
-        endpoint.data_address_to_bind(settings.data_port),
+        endpoint.data_address(settings.data_port),
         max_frame_bytes=max_frame_bytes,
         on_failure=lambda: loop.call_soon_threadsafe(stop.set),
         shares_memory=shared_folder is not None,

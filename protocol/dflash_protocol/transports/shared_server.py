@@ -197,11 +197,10 @@ class SharedServer:
 
     Owned by the compute thread; `add_link` and `drop_link` may be called from any thread and take
     effect at the owner's next receive. One thread can serve this and a socket: `receive` returns
-    when either is ready. `counters` are incremented; `refused` counts invalid requests.
+    when either is ready. `counters` are incremented.
     """
 
     def __init__(self, *, counters: TransportCounters | None = None) -> None:
-        self.refused = 0
         self._counters = TransportCounters() if counters is None else counters
         kernels = ring_native.kernels()
         self._next_request, self._send_reply = kernels.next_request, kernels.send_reply
@@ -362,7 +361,6 @@ class SharedServer:
         self._table = _Table(list(self._links.values()), self._changed_fd, others)
 
     def _refuse(self, slot: _Slot, violation: int) -> None:
-        self.refused += 1
         error = violation_error(violation, self._counters)
         if violation != ring_native.STALE:  # a stale sequence names no request to answer
             self._fail(slot, slot.sequence, error)

@@ -121,7 +121,6 @@ def test_rows_and_sums_stay_on_devices(pair: MovedPair, num_tokens: int) -> None
         assert reply.sums.tobytes() == sums_of(batch).tobytes()
         assert 0.5 <= reply.compute_s < 0.5 + TIMEOUT_S
     assert pair.client.counters.bytes_received == 3 * 8 * num_tokens * HIDDEN
-    assert pair.server.refused == 0
 
 
 def test_requests_of_both_kinds_go_through_one_ring(pair: MovedPair) -> None:
