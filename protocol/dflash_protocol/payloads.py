@@ -70,7 +70,7 @@ def pack(values: V, negotiated: PayloadType) -> tuple[AnyArray, PayloadType]:
 
 
 def unpack(
-    frame: memoryview, payload: PayloadType, shape: tuple[int, int], element: type[E]
+    frame: memoryview, payload: PayloadType, *, shape: tuple[int, int], element: type[E]
 ) -> npt.NDArray[E]:
     """Rows or sums of a frame, whose length the caller has checked, as float32 or float64; a view
     of it if they travelled as that type. Shapes: result [T, H], which is `shape`.

@@ -34,7 +34,7 @@ def there_and_back(values: AnyArray, payload: PayloadType) -> tuple[AnyArray, Pa
     packed, sent_as = pack(values, payload)
     frame = memoryview(packed.tobytes())
     assert len(frame) == sent_as.num_bytes * values.size
-    received = unpack(frame, sent_as, values.shape, values.dtype.type)
+    received = unpack(frame, sent_as, shape=values.shape, element=values.dtype.type)
     assert (received.dtype, received.shape) == (values.dtype, values.shape)
     return received, sent_as
 

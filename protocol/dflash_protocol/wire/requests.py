@@ -246,7 +246,7 @@ def decode_request(
     shape = num_tokens, limits.hidden_size
     batch = RoutedBatch(
         phase,
-        HostHidden(unpack(rows, sent_as, shape, np.float32)),
+        HostHidden(unpack(rows, sent_as, shape=shape, element=np.float32)),
         ids[:num_groups],
         ids[num_groups : 2 * num_groups + 1],
         ids[2 * num_groups + 1 : num_ids],
@@ -348,7 +348,8 @@ class ParentCodec:
         if self._payload is not PayloadType.F32 and sent_as is PayloadType.F64:
             self._counters.widened += 1
         self._counters.bytes_received += num_bytes
-        sums = unpack(arrays[0], sent_as, (num_tokens, self._hidden_size), np.float64)
+        shape = num_tokens, self._hidden_size
+        sums = unpack(arrays[0], sent_as, shape=shape, element=np.float64)
         return sequence, Reply(HostSums(sums), header[11], header[12], are_finite(sums))
 
 
