@@ -36,11 +36,11 @@ from dflash_daemon.authentication import Authenticator, let_handshakes_yield
 from dflash_protocol.transports.curve import (
     AUTHORIZED_FILE,
     AuthorizedClients,
+    ClientSecurity,
     CurveKeys,
     generate_keys,
     load_keys,
     public_line,
-    secure_client,
     secure_server,
 )
 
@@ -99,7 +99,7 @@ class Client:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVTIMEO, _PATIENCE_MS)
-        secure_client(self._socket, keys, server_public_key)
+        ClientSecurity(keys, server_public_key).apply(self._socket)
         self._socket.connect(f"tcp://127.0.0.1:{port}")
 
     def __enter__(self) -> Self:
@@ -200,7 +200,7 @@ class StrangerFlood:
         stranger = self._context.socket(zmq.DEALER)
         stranger.setsockopt(zmq.LINGER, 0)
         stranger.setsockopt(zmq.RECONNECT_IVL, -1)
-        secure_client(stranger, self._keys, self._server_public_key)
+        ClientSecurity(self._keys, self._server_public_key).apply(stranger)
         stranger.connect(self._address)
         self._open.append((stranger, time.monotonic()))
 

@@ -41,15 +41,16 @@ from dflash_protocol.ring.segment import create_segment, open_segment
 from dflash_protocol.transports.curve import (
     AUTHORIZED_FILE,
     AuthorizedClients,
+    ClientSecurity,
     generate_keys,
     load_keys,
     public_line,
-    secure_client,
     secure_server,
 )
-from dflash_protocol.transports.shared_client import SharedClient, SharedServer
-from dflash_protocol.transports.zmq_stream import StreamClient, StreamServer, largest_frame_bytes
-from dflash_protocol.wire.requests import HEADER_BYTES
+from dflash_protocol.transports.shared_client import SharedClient
+from dflash_protocol.transports.shared_server import SharedServer
+from dflash_protocol.transports.zmq_stream import StreamClient, StreamServer
+from dflash_protocol.wire.requests import HEADER_BYTES, largest_frame_bytes
 from dflash_protocol.wire.transport import ClientTransport, LinkLimits
 
 NUM_EXPERTS_USED, NUM_EXPERTS = 8, 128
@@ -282,7 +283,7 @@ def _zmq_server(
             arguments = (kind, "tcp://127.0.0.1:*", str(keys["daemon"]))
             server = _other_process(work, *arguments, realtime=realtime)
             _, port = undo.enter_context(server)
-            secure = functools.partial(secure_client, keys=parent, server_public_key=daemon.public)
+            secure = ClientSecurity(parent, daemon.public).apply
             yield f"tcp://127.0.0.1:{port}", secure
             return
         address = f"ipc://{folder}/{kind}-{work.payload.value}-{work.max_tokens}"
@@ -401,9 +402,10 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
 
 
 def _chunk_values(client: ClientTransport, batch: RoutedBatch) -> dict[str, float]:
-    before = client.bytes_sent + client.bytes_received
+    counters = client.counters
+    before = counters.bytes_sent + counters.bytes_received
     times = round_trips(client, batch, CHUNK_TRIPS)
-    num_bytes = client.bytes_sent + client.bytes_received - before
+    num_bytes = counters.bytes_sent + counters.bytes_received - before
     trip_bytes = num_bytes // (CHUNK_TRIPS + WARM_UP_TRIPS)
     rate = trip_bytes / statistics.median(times)
     return {"GB/s": rate / 1e9, "share": rate / memcpy_bytes_per_s(trip_bytes)}

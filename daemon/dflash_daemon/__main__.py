@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dflash_protocol import __version__
-from dflash_protocol.device import CPU
-from dflash_protocol.endpoint import parse_endpoint
 from dflash_protocol.errors import DflashError, SettingsError, lack_of
 from dflash_protocol.process.output import log_to_stderr, said, say
 from dflash_protocol.process.startup import prepare_standard_streams
-from dflash_protocol.settings import load_settings, run_directory
+from dflash_protocol.settings import load_settings
 from dflash_protocol.settings.kinds import Switch
 from dflash_protocol.settings.table import SETTINGS_FLAG, SETTINGS_HELP, knobs_of
 
@@ -37,25 +35,9 @@ def main(arguments: list[str] | None = None) -> int:
         if not settings.model:
             raise SettingsError("name a GGUF file: MODEL, or the setting of that name")
         # Imported late, so that --help and usage errors are fast.
-        from dflash_daemon.lifecycle import DaemonOptions, run_daemon
-        from dflash_runtime.compute import BackendName
-        from dflash_runtime.compute.cores import parse_cores
+        from dflash_daemon.lifecycle import run_daemon
 
-        device = settings.device or CPU
-        listen = settings.listen or f"ipc://{run_directory(settings)}/daemon-{device}.sock"
-        run_daemon(
-            DaemonOptions(
-                model_path=Path(settings.model),
-                endpoint=parse_endpoint(listen),
-                device=device,
-                backend=BackendName(settings.backend),
-                num_threads=None,  # the settings'
-                cores=parse_cores(settings.cores) if settings.cores else None,
-                placement_path=Path(settings.placement) if settings.placement else None,
-                lifeline_fd=options.lifeline_fd,
-            ),
-            settings,
-        )
+        run_daemon(settings, options.lifeline_fd)
     except SettingsError as error:
         say(f"error: {error}", program=_PROGRAM)
         return 2

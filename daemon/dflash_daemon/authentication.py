@@ -39,7 +39,6 @@ class Authenticator:
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], clients: AuthorizedClients) -> None:
-        self.num_allowed = 0
         self.num_refused = 0
         self._clients = clients
         self._num_reported = 0
@@ -82,7 +81,6 @@ class Authenticator:
         key = credentials[0] if len(credentials) == 1 else b""
         is_curve = mechanism == b"CURVE" and domain == ZAP_DOMAIN and len(key) == KEY_BYTES
         if is_curve and self._clients.allows(key):
-            self.num_allowed += 1
             return _ALLOWED
         self.num_refused += 1
         self._report(key, address)

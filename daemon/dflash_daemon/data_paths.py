@@ -93,12 +93,11 @@ class MemoryOffers:
         """
         if limits is None or self._folder is None:
             raise ProtocolError("no memory is shared on this link", code="transport")
-        moves = attach.moves and self._mover_of(limits) is not None
-        if attach.max_tokens > limits.max_tokens * (MOVED_FACTOR if moves else 1):
+        mover = self._mover_of(limits) if attach.moves else None
+        if attach.max_tokens > limits.max_tokens * (1 if mover is None else MOVED_FACTOR):
             raise ProtocolError("memory for more tokens than negotiated", code="transport")
         if attach.max_pairs > attach.max_tokens * limits.max_experts_used:
             raise ProtocolError("memory for more pairs than its tokens can have", code="transport")
-        mail = self._host.backend.mail if moves else None
         if attach.mail_bytes and attach.mail_bytes != self._mail_bytes(limits):
             raise ProtocolError("memory for a mailbox of another size", code="transport")
         try:
@@ -112,24 +111,22 @@ class MemoryOffers:
             segment = open_segment(self._folder, attach.name, shape, generation=limits.generation)
         except (ValueError, DaemonUnavailable) as error:
             raise ProtocolError(f"cannot share memory: {error}", code="transport") from error
-        expected = segment.read_nonce(is_client=True).hex().encode()
-        if not hmac.compare_digest(expected, attach.nonce.encode()):
-            segment.close()
-            raise ProtocolError("not the memory that the parent has mapped", code="transport")
-        nonce = segment.write_nonce(is_client=False)
-        if moves:
-            moves = await self._has_window(segment, limits)
-        held = held_now()
-        mails = bool(attach.mail_bytes) and moves and mail is not None and held is not None
-        if mails:
-            assert mail is not None
-            assert held is not None
-            try:
-                service = mail.serve(segment, self._host.spec.moe, held.banks)
-            except Exception as error:  # whatever a device's driver raises
-                segment.close()
-                raise ProtocolError(f"cannot serve a mailbox: {error}", code="transport") from error
-            segment.before_close = service.close
+        with contextlib.ExitStack() as undo:
+            undo.callback(segment.close)
+            expected = segment.read_nonce(is_client=True).hex().encode()
+            if not hmac.compare_digest(expected, attach.nonce.encode()):
+                raise ProtocolError("not the memory that the parent has mapped", code="transport")
+            nonce = segment.write_nonce(is_client=False)
+            moves = mover is not None and await _has_window(segment, mover)
+            mail, held, mails = self._host.backend.mail, held_now(), False
+            if attach.mail_bytes and moves and mail is not None and held is not None:
+                try:
+                    service = mail.serve(segment, self._host.spec.moe, held.banks)
+                except Exception as error:  # whatever a device's driver raises
+                    reason = f"cannot serve a mailbox: {error}"
+                    raise ProtocolError(reason, code="transport") from error
+                segment.before_close, mails = service.close, True
+            undo.pop_all()
         return segment, Attached(attach.link_id, nonce.hex(), moves, mails)
 
     def _mail_bytes(self, limits: LinkLimits) -> int:
@@ -145,20 +142,16 @@ class MemoryOffers:
         is_wide = limits.payload is PayloadType.F32
         return self._host.backend.mover if can_share and is_wide else None
 
-    async def _has_window(self, segment: Segment, limits: LinkLimits) -> bool:
-        """Map a segment to our device; False if that fails. Off the loop: pinning pages is slow."""
-        mover = self._mover_of(limits)
-        assert mover is not None
-        try:
-            await asyncio.to_thread(segment.open_window, mover)
-        except DeviceUnavailable as error:
-            # docs: its device cannot lock the shared memory; all else goes on, slower
-            _LOG.warning("the CPU copies what a parent sends: %s", str(error))
-            return False
-        except BaseException:
-            segment.close()
-            raise
-        return True
+
+async def _has_window(segment: Segment, mover: DeviceMover) -> bool:
+    """Map a segment to our device; False if that fails. Off the loop: pinning pages is slow."""
+    try:
+        await asyncio.to_thread(segment.open_window, mover)
+    except DeviceUnavailable as error:
+        # docs: its device cannot lock the shared memory; all else goes on, slower
+        _LOG.warning("the CPU copies what a parent sends: %s", str(error))
+        return False
+    return True
 
 
 class DataServers:

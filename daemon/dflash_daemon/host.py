@@ -13,7 +13,7 @@ from dflash_adapters.gguf.file import FileChange, GgufFile
 from dflash_adapters.gguf.weight_check import WeightCheck
 from dflash_adapters.registry import read_spec
 from dflash_protocol.errors import DaemonUnavailable, DeviceOutOfMemory
-from dflash_protocol.placement import OwnedExperts, read_owned_experts
+from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.wire.messages import COMPARING
 from dflash_runtime.compute import DAEMON_MEMORY_ADVICE, ComputeBackend
 from dflash_runtime.experts.store import (
@@ -28,6 +28,10 @@ _LOG = logging.getLogger(__name__)
 
 OnProgress: TypeAlias = Callable[[str, int, int], None]
 """Called with a stage, its steps done, and its total steps."""
+
+
+def _ignore(stage: str, num_done: int, num_total: int) -> None:
+    """The OnProgress that does nothing."""
 
 
 class ExpertHost:
@@ -85,11 +89,7 @@ class ExpertHost:
         """`require_unwritten`, at most every tenth of a second."""
         self._file.watch.poll()
 
-    def read_placement(self, path: Path) -> OwnedExperts:
-        """Raises: SettingsError if the file is not a placement of this model."""
-        return read_owned_experts(path, self.experts_per_layer)
-
-    def warm_up(self, on_progress: OnProgress = lambda stage, num_done, num_total: None) -> None:
+    def warm_up(self, on_progress: OnProgress = _ignore) -> None:
         """Compile every kernel that the file's experts need, and run it once.
 
         Loads one expert of each layer and drops it again, unless experts are loaded already, whose
@@ -107,20 +107,12 @@ class ExpertHost:
             for layer in moe.layers:
                 backend.drop_experts(self._file, layer, probe.by_layer[layer.layer_id])
 
-    def keep(
-        self,
-        owned: OwnedExperts,
-        on_progress: OnProgress = lambda stage, num_done, num_total: None,
-    ) -> None:
+    def keep(self, owned: OwnedExperts, on_progress: OnProgress = _ignore) -> None:
         """Load experts and keep them until the host is closed. Raises: as `load`."""
         self.store.keep(self.load(owned, on_progress))
         self._keeps = True
 
-    def load(
-        self,
-        owned: OwnedExperts,
-        on_progress: OnProgress = lambda stage, num_done, num_total: None,
-    ) -> HeldPlacement:
+    def load(self, owned: OwnedExperts, on_progress: OnProgress = _ignore) -> HeldPlacement:
         """Load experts until `release`; returns when every kernel that they need has run once.
 
         Experts that are loaded already are shared; those that no placement uses are dropped.
@@ -149,12 +141,7 @@ class ExpertHost:
             )
         return held
 
-    def answer(
-        self,
-        owned: OwnedExperts,
-        nonce: bytes | None,
-        on_progress: OnProgress = lambda stage, num_done, num_total: None,
-    ) -> str:
+    def answer(self, owned: OwnedExperts, nonce: bytes | None, on_progress: OnProgress) -> str:
         """Digest of the blocks of these experts that `nonce` selects.
 
         None means that the parent has the same file: returns "", and only records hashes of blocks

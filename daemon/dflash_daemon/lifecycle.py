@@ -14,8 +14,7 @@ import resource
 import select
 import signal
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,20 +27,21 @@ from dflash_daemon.control import ControlServer
 from dflash_daemon.data_paths import prepare_shared_folder
 from dflash_daemon.host import ExpertHost
 from dflash_daemon.service import ComputeService
-from dflash_protocol.device import Device
-from dflash_protocol.endpoint import Endpoint, IpcClaim
+from dflash_protocol.device import CPU, Device
+from dflash_protocol.endpoint import Endpoint, IpcClaim, parse_endpoint
 from dflash_protocol.errors import DaemonUnavailable, SettingsError
 from dflash_protocol.notify import Notifier
-from dflash_protocol.placement import OwnedExperts
+from dflash_protocol.placement import OwnedExperts, read_owned_experts
 from dflash_protocol.process.held_folder import remove_if_abandoned
 from dflash_protocol.process.output import say
 from dflash_protocol.process.startup import end_with_parent
-from dflash_protocol.settings import Settings, keys_directory
-from dflash_protocol.transports.curve import ServerSecurity, server_security
-from dflash_protocol.transports.waiting import spin_window_s
-from dflash_protocol.transports.zmq_stream import largest_frame_bytes
+from dflash_protocol.settings import Settings, keys_directory, run_directory
+from dflash_protocol.transports.curve import ServerSecurity, secure_server, server_security
+from dflash_protocol.transports.in_flight import spin_window_s
+from dflash_protocol.wire.requests import largest_frame_bytes
 from dflash_runtime.bus_errors import explain_bus_errors
 from dflash_runtime.compute import BackendName, open_backend
+from dflash_runtime.compute.cores import parse_cores
 
 _LOG = logging.getLogger(__name__)
 
@@ -60,75 +60,72 @@ _OPEN_FILES = 65_536
 """Many times the connections that can be opened within a handshake's time limit."""
 
 
-@dataclass(frozen=True, slots=True)
-class DaemonOptions:
-    """Options of the command line."""
-
-    model_path: Path
-    endpoint: Endpoint
-    device: Device
-    backend: BackendName
-    num_threads: int | None
-    cores: list[int] | None
-    placement_path: Path | None
-    lifeline_fd: int | None
-
-
-def run_daemon(options: DaemonOptions, settings: Settings) -> None:
-    """Serve until stopped by a signal or the end of the lifeline.
+def run_daemon(settings: Settings, lifeline_fd: int | None) -> None:
+    """Serve until stopped by a signal or the end of the lifeline, the pipe of a parent that has
+    spawned this daemon.
 
     Raises: DflashError for errors that a user can fix.
     """
+    device = settings.device or CPU
+    listen = settings.listen or f"ipc://{run_directory(settings)}/daemon-{device}.sock"
+    endpoint = parse_endpoint(listen)
+    cores = parse_cores(settings.cores) if settings.cores else None
     os.umask(0o077)
     manager = Notifier.of_environment()
-    if options.lifeline_fd is not None:
+    if lifeline_fd is not None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         manager = Notifier()  # the service manager supervises the parent
         if not end_with_parent(signal.SIGTERM):
             raise DaemonUnavailable("the parent is gone already")
     security = server_security(
-        keys_directory(settings), options.endpoint, is_configured=bool(settings.keys_dir)
+        keys_directory(settings), endpoint, is_configured=bool(settings.keys_dir)
     )
-    if options.cores is not None:
+    if cores is not None:
         # All threads are started later and inherit it.
-        os.sched_setaffinity(0, options.cores)
+        os.sched_setaffinity(0, cores)
     backend = open_backend(
-        options.device,
-        backend=options.backend,
-        num_threads=options.num_threads or settings.threads or None,
+        device,
+        backend=BackendName(settings.backend),
+        num_threads=settings.threads or None,
         cpu_tier=settings.cpu_tier,
         cache_dir=settings.cache_dir,
     )
-    explain_bus_errors("dflash-daemon", options.model_path)
+    model_path = Path(settings.model)
+    explain_bus_errors("dflash-daemon", model_path)
     try:
-        host = ExpertHost(options.model_path, backend, settings.cache_dir)
+        host = ExpertHost(model_path, backend, settings.cache_dir)
     except BaseException:
         backend.close()
         raise
-    try:
-        owned = host.read_placement(options.placement_path) if options.placement_path else None
-        with (
-            _claimed(options.endpoint),
-            zmq.Context(1 + len(_DATA_IO_THREADS) if security is not None else 1) as context,
-            _authenticated(context, security),
-        ):
-            asyncio.run(
-                _serve(
-                    options,
-                    settings,
-                    host,
-                    context,
-                    owned=owned,
-                    security=security,
-                    manager=manager,
-                )
+    with contextlib.ExitStack() as undo:
+        undo.callback(host.close)
+        owned = None
+        if settings.placement:
+            owned = read_owned_experts(Path(settings.placement), host.experts_per_layer)
+        if endpoint.path is not None:  # for tcp the kernel guards the port
+            undo.callback(IpcClaim(endpoint).close)
+        num_io_threads = 1 if security is None else 1 + len(_DATA_IO_THREADS)
+        context = undo.enter_context(zmq.Context(num_io_threads))
+        _raise_open_files()
+        if security is not None:
+            undo.callback(Authenticator(context, security.clients).close)
+        asyncio.run(
+            _serve(
+                settings,
+                host,
+                context,
+                endpoint=endpoint,
+                device=device,
+                lifeline_fd=lifeline_fd,
+                owned=owned,
+                security=security,
+                manager=manager,
             )
-    finally:
-        host.close()
-    if options.endpoint.path is not None and _has_ended(options.lifeline_fd):
+        )
+    if endpoint.path is not None and _has_ended(lifeline_fd):
         # A killed parent cannot remove its daemons' socket folder, so the last daemon does. A
         # living parent has the folder locked.
-        remove_if_abandoned(options.endpoint.path.parent, only_if_empty=True)
+        remove_if_abandoned(endpoint.path.parent, only_if_empty=True)
 
 
 def _has_ended(lifeline_fd: int | None) -> bool:
@@ -141,11 +138,13 @@ def _has_ended(lifeline_fd: int | None) -> bool:
 
 
 async def _serve(
-    options: DaemonOptions,
     settings: Settings,
     host: ExpertHost,
     context: zmq.Context[zmq.Socket[bytes]],
     *,
+    endpoint: Endpoint,
+    device: Device,
+    lifeline_fd: int | None,
     owned: OwnedExperts | None,
     security: ServerSecurity | None,
     manager: Notifier,
@@ -155,8 +154,7 @@ async def _serve(
     Without it, kernels are compiled while parents can already connect: they receive Progress, and
     Welcome when it is done. Then the service manager is notified that the daemon is ready.
     """
-    endpoint = options.endpoint
-    stop = _stop_event(options.lifeline_fd, host)
+    stop = _stop_event(lifeline_fd, host)
     if owned is not None:
         await asyncio.to_thread(host.keep, owned, _Progress(manager))
     max_frame_bytes = largest_frame_bytes(
@@ -165,17 +163,23 @@ async def _serve(
         max_pairs=settings.batch_capacity * host.max_experts_used,
     )
     loop = asyncio.get_running_loop()
+
+    def secured(io_threads: tuple[int, ...]) -> Callable[[zmq.Socket[Any]], object] | None:
+        if security is None:
+            return None
+        return partial(secure_server, keys=security.keys, io_threads=io_threads)
+
     shared_folder = await asyncio.to_thread(prepare_shared_folder, endpoint, settings)
     service = ComputeService(
         context,
-        endpoint.data_address_to_bind(settings.data_port),
+        endpoint.data_address(settings.data_port),
         max_frame_bytes=max_frame_bytes,
         on_failure=lambda: loop.call_soon_threadsafe(stop.set),
         shares_memory=shared_folder is not None,
         spin_s=spin_window_s() if settings.spin_us is None else settings.spin_us * 1e-6,
         before_sleep=host.backend.idle,
         check_file=host.poll,
-        secure=None if security is None else partial(security.apply, io_threads=_DATA_IO_THREADS),
+        secure=secured(_DATA_IO_THREADS),
     )
     control = None
     try:
@@ -187,27 +191,24 @@ async def _serve(
             service=service,
             data_port=data_port,
             max_tokens=settings.batch_capacity,
-            device=str(options.device),
+            device=str(device),
             shared_folder=shared_folder,
-            secure=None
-            if security is None
-            else partial(security.apply, io_threads=(_CONTROL_IO_THREAD,)),
+            secure=secured((_CONTROL_IO_THREAD,)),
         )
         if security is not None:
             let_handshakes_yield(_CONTROL_IO_THREAD)
         for path in endpoint.socket_paths:
             path.chmod(0o600)
         summary = (
-            f"{host.spec.name}, {options.device} ({host.backend.name}), "
-            f"listening on {endpoint.address}"
+            f"{host.spec.name}, {device} ({host.backend.name}), listening on {endpoint.address}"
         )
-        if options.lifeline_fd is None:
+        if lifeline_fd is None:
             # docs: parents can connect
             say(summary, program="dflash-daemon")
             # Log what is loaded for which parent, unless a parent has spawned this daemon.
             logging.getLogger("dflash_daemon").setLevel(logging.INFO)
         # A parent that spawned us sends Hello at once, and gets Progress from the load.
-        is_told = owned is not None or options.lifeline_fd is not None
+        is_told = owned is not None or lifeline_fd is not None
         warm_up = None if is_told else partial(host.warm_up, _Progress(manager))
         life = _get_ready_and_report(warm_up, stop, manager, service, summary)
         await _serve_until(stop, control, host, life)
@@ -266,10 +267,20 @@ async def _get_ready_and_report(
     service: ComputeService,
     summary: str,
 ) -> None:
-    """Run `warm_up` if given, notify the service manager, then report health until cancelled.
+    """Run `warm_up` if given and notify the service manager; then, until cancelled, feed the
+    watchdog while the compute thread is healthy, and report status.
 
     Raises: any exception of `warm_up`.
     """
+
+    def is_healthy() -> bool:
+        return service.failure is None and service.busy_s < _HUNG_S
+
+    def status() -> str:
+        if not is_healthy():
+            return f"computing one request for more than {_HUNG_S:.0f} s"
+        return f"{summary}; parents: {service.num_links}"
+
     if warm_up is not None:
         try:
             await asyncio.to_thread(warm_up)
@@ -280,20 +291,6 @@ async def _get_ready_and_report(
         # docs: every kernel that the model needs is compiled and has run once
         _LOG.info("ready")
     manager.ready(summary)
-    await _report(manager, service, summary)
-
-
-async def _report(manager: Notifier, service: ComputeService, summary: str) -> None:
-    """Feed the watchdog and report status, while the compute thread is healthy."""
-
-    def is_healthy() -> bool:
-        return service.failure is None and service.busy_s < _HUNG_S
-
-    def status() -> str:
-        if not is_healthy():
-            return f"computing one request for more than {_HUNG_S:.0f} s"
-        return f"{summary}; parents: {service.num_links}"
-
     await manager.report(is_healthy=is_healthy, status=status)
 
 
@@ -356,34 +353,10 @@ def _stop_event(lifeline_fd: int | None, host: ExpertHost) -> asyncio.Event:
     return stop
 
 
-@contextlib.contextmanager
-def _claimed(endpoint: Endpoint) -> Iterator[None]:
-    """Claim an ipc path while serving; for tcp the kernel guards the port."""
-    if endpoint.path is None:
-        yield
-        return
-    claim = IpcClaim(endpoint)
-    try:
-        yield
-    finally:
-        claim.close()
-
-
-@contextlib.contextmanager
-def _authenticated(
-    context: zmq.Context[zmq.Socket[bytes]], security: ServerSecurity | None
-) -> Iterator[None]:
-    """Run the authenticator if there are keys, and raise the limit of open files."""
-    # ZeroMQ aborts the process if it has no descriptor for a connection.
+def _raise_open_files() -> None:
+    """Raise the limit of open files: ZeroMQ aborts the process if it has no descriptor for a
+    connection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    if security is None:
-        yield
-        return
-    authenticator = Authenticator(context, security.clients)
-    try:
-        yield
-    finally:
-        authenticator.close()

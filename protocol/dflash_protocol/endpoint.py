@@ -60,16 +60,10 @@ class Endpoint:
         return () if self.path is None else (self.path, Path(f"{self.path}.data"))
 
     def data_address(self, data_port: int) -> str:
-        """Address of the data socket."""
+        """Address of the data socket; tcp port 0 means any free port, to bind to."""
         if self.path is not None:
             return f"ipc://{self.path}.data"
-        return f"tcp://{self.host}:{data_port}"
-
-    def data_address_to_bind(self, data_port: int) -> str:
-        """Address to bind the data socket to; tcp port 0 means any free port."""
-        if self.path is not None or data_port:
-            return self.data_address(data_port)
-        return f"tcp://{self.host}:*"
+        return f"tcp://{self.host}:{data_port or '*'}"
 
 
 def is_ipv6(address: str) -> bool:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from dflash_protocol.ids import AnyArray, F32Array, F64Array
 
 V = TypeVar("V", F32Array, F64Array)
-
+E = TypeVar("E", np.float32, np.float64)
 
 U16Array: TypeAlias = npt.NDArray[np.uint16]
 
@@ -50,51 +50,36 @@ NEGOTIABLE = (PayloadType.F32, PayloadType.F16, PayloadType.BF16)
 """Types that a parent may request. With float32 rows, sums travel as float64."""
 
 
-def pack_hidden(hidden: F32Array, negotiated: PayloadType) -> tuple[AnyArray, PayloadType]:
-    """Convert rows to the negotiated type, or f32 if a finite value would overflow; also returns
-    that type. Shapes: hidden and result [T, H]; float32 rows are not copied."""
-    if negotiated is PayloadType.F32:
-        return hidden, PayloadType.F32
-    return _pack(hidden, negotiated, PayloadType.F32)
+def pack(values: V, negotiated: PayloadType) -> tuple[AnyArray, PayloadType]:
+    """Convert rows (float32) or sums (float64) to the negotiated type; also returns the type.
 
-
-def pack_sums(sums: F64Array, negotiated: PayloadType) -> tuple[AnyArray, PayloadType]:
-    """Convert sums to the negotiated type, or f64 if that is f32 or a finite value would overflow;
-    also returns that type. Shapes: sums and result [T, H]; float64 sums are not copied."""
-    if negotiated is PayloadType.F32:
-        return sums, PayloadType.F64
-    return _pack(sums, negotiated, PayloadType.F64)
-
-
-def unpack_hidden(
-    frame: memoryview, payload: PayloadType, *, num_tokens: int, hidden_size: int
-) -> F32Array:
-    """Rows of a frame, whose length the caller has checked; a view of it if they are float32.
-
-    Shapes: result [T, H].
+    If that is f32, or a finite value would overflow, the type is theirs: f32 or f64. What need not
+    be converted is not copied. Shapes: values and result [T, H].
     """
-    rows: F32Array
-    if payload is PayloadType.F32:
-        rows = np.frombuffer(frame, dtype="<f4")
-    else:
-        rows = _widened(frame, payload)
-    return rows.reshape(num_tokens, hidden_size)
+    wide = PayloadType.F32 if values.dtype == np.float32 else PayloadType.F64
+    if negotiated is PayloadType.F32:
+        return values, wide
+    packed = _to_f16(values) if negotiated is PayloadType.F16 else _to_bf16(values)
+    rounded = _from_bits(packed, negotiated)
+    overflows = np.isinf(rounded)
+    if overflows.any():
+        overflows &= np.isfinite(values)
+        if overflows.any():
+            return np.where(overflows, values, rounded.astype(values.dtype)), wide
+    return packed, negotiated
 
 
-def unpack_sums(
-    frame: memoryview, payload: PayloadType, *, num_tokens: int, hidden_size: int
-) -> F64Array:
-    """Sums of a frame, whose length the caller has checked; a view of it if they are float64.
-
-    Shapes: result [T, H].
+def unpack(
+    frame: memoryview, payload: PayloadType, *, shape: tuple[int, int], element: type[E]
+) -> npt.NDArray[E]:
+    """Rows or sums of a frame, whose length the caller has checked, as float32 or float64; a view
+    of it if they travelled as that type. Shapes: result [T, H], which is `shape`.
     """
-    sums: F64Array
-    if payload is PayloadType.F64:
-        sums = np.frombuffer(frame, dtype="<f8")
-    else:
-        with np.errstate(invalid="ignore"):  # a signalling NaN is a NaN
-            sums = _widened(frame, payload).astype(np.float64)
-    return sums.reshape(num_tokens, hidden_size)
+    if payload.num_bytes > 2:
+        return np.frombuffer(frame, element).reshape(shape)
+    with np.errstate(invalid="ignore"):  # a signalling NaN is a NaN
+        wide = _from_bits(np.frombuffer(frame, "<u2"), payload).astype(element, copy=False)
+    return wide.reshape(shape)
 
 
 def are_finite(sums: F64Array) -> bool:
@@ -106,28 +91,14 @@ def as_received(values: V, negotiated: PayloadType) -> V:
     """Hidden rows or sums as the peer decodes them, with the wire type's rounding. Shapes: any."""
     if negotiated is PayloadType.F32:
         return values
-    wide = PayloadType.F32 if values.dtype == np.float32 else PayloadType.F64
-    packed, sent_as = _pack(values, negotiated, wide)
-    received: AnyArray = packed if sent_as is wide else _from_bits(packed, negotiated)
+    packed, sent_as = pack(values, negotiated)
+    received: AnyArray = packed if sent_as is not negotiated else _from_bits(packed, negotiated)
     return received.astype(values.dtype)
 
 
 def is_widened(sent: PayloadType, negotiated: PayloadType) -> bool:
     """Whether a message was sent in the wide type because the negotiated one would overflow."""
     return negotiated is not PayloadType.F32 and sent is not negotiated
-
-
-def _pack(
-    values: npt.NDArray[Any], narrow: PayloadType, wide: PayloadType
-) -> tuple[AnyArray, PayloadType]:
-    packed = _to_f16(values) if narrow is PayloadType.F16 else _to_bf16(values)
-    rounded = _from_bits(packed, narrow)
-    overflows = np.isinf(rounded)
-    if overflows.any():
-        overflows &= np.isfinite(values)
-        if overflows.any():
-            return np.where(overflows, values, rounded.astype(values.dtype)), wide
-    return packed, narrow
 
 
 def _to_f16(values: npt.NDArray[Any]) -> U16Array:
@@ -144,10 +115,6 @@ def _to_bf16(values: npt.NDArray[Any]) -> U16Array:
     rounded = (bits + (upper & 1) + 0x7FFF) >> 16
     # A NaN's mantissa bits may all be in the lower half, and rounding may carry into the sign.
     return np.where(is_nan, upper | 0x40, rounded).astype("<u2")
-
-
-def _widened(frame: memoryview, payload: PayloadType) -> F32Array:
-    return _from_bits(np.frombuffer(frame, dtype="<u2"), payload)
 
 
 def _from_bits(bits: U16Array, payload: PayloadType) -> F32Array:

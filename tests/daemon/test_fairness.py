@@ -23,7 +23,8 @@ from dflash_protocol.ids import F64Array, Phase
 from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.ring.segment import create_segment, open_segment
 from dflash_protocol.transports.shared_client import SharedClient
-from dflash_protocol.transports.zmq_stream import StreamClient, largest_frame_bytes
+from dflash_protocol.transports.zmq_stream import StreamClient
+from dflash_protocol.wire.requests import largest_frame_bytes
 from dflash_protocol.wire.transport import LinkLimits
 from support.routed_batches import (
     HIDDEN_SIZE,

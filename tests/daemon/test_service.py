@@ -25,7 +25,8 @@ from dflash_protocol.batch import RoutedBatch
 from dflash_protocol.endpoint import IpcClaim, parse_endpoint
 from dflash_protocol.errors import ProtocolError
 from dflash_protocol.ids import F64Array
-from dflash_protocol.transports.zmq_stream import StreamClient, StreamServer, largest_frame_bytes
+from dflash_protocol.transports.zmq_stream import StreamClient, StreamServer
+from dflash_protocol.wire.requests import largest_frame_bytes
 from dflash_protocol.wire.transport import LinkLimits
 from support.routed_batches import (
     HIDDEN_SIZE,

@@ -14,10 +14,8 @@ from dflash_protocol.payloads import (
     NEGOTIABLE,
     PayloadType,
     is_widened,
-    pack_hidden,
-    pack_sums,
-    unpack_hidden,
-    unpack_sums,
+    pack,
+    unpack,
 )
 from support.examples import examples
 
@@ -33,13 +31,10 @@ FLOATS = st.floats(width=32, allow_nan=True, allow_infinity=True)
 
 def there_and_back(values: AnyArray, payload: PayloadType) -> tuple[AnyArray, PayloadType]:
     """Rows [T, H] float32 or sums [T, H] float64 as the other side gets them."""
-    is_rows = values.dtype == np.float32
-    packed, sent_as = (pack_hidden if is_rows else pack_sums)(values, payload)
-    unpack = unpack_hidden if is_rows else unpack_sums
-    num_tokens, hidden_size = values.shape
+    packed, sent_as = pack(values, payload)
     frame = memoryview(packed.tobytes())
     assert len(frame) == sent_as.num_bytes * values.size
-    received = unpack(frame, sent_as, num_tokens=num_tokens, hidden_size=hidden_size)
+    received = unpack(frame, sent_as, shape=values.shape, element=values.dtype.type)
     assert (received.dtype, received.shape) == (values.dtype, values.shape)
     return received, sent_as
 

@@ -12,10 +12,10 @@ import zmq
 from dflash_daemon.authentication import Authenticator
 from dflash_protocol.transports.curve import (
     AuthorizedClients,
+    ClientSecurity,
     CurveKeys,
     generate_keys,
     public_line,
-    secure_client,
     secure_server,
 )
 
@@ -90,7 +90,7 @@ class Door:
         self._undo.callback(dealer.close, linger=0)
         dealer.setsockopt(zmq.LINGER, 0)
         if keys is not None:
-            secure_client(dealer, keys, server_public_key or self.keys.public)
+            ClientSecurity(keys, server_public_key or self.keys.public).apply(dealer)
         return dealer
 
     def assert_lets_in(self, dealer: Socket) -> None:

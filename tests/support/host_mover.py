@@ -99,6 +99,7 @@ class HostCopy:
         self, mover: HostMover, copy: Callable[[], int], sums: MovedSums | None = None
     ) -> None:
         """`sums`: the destination of a read of sums."""
+        mover.copies.append(self)
         self._mover = mover
         self._copy = copy
         self._sums = sums
@@ -183,6 +184,8 @@ class HostMover:
     def __init__(self) -> None:
         self.num_open = 0
         """Number of open windows."""
+        self.copies: list[HostCopy] = []
+        """All that were begun, whether they are still wanted or not."""
         self.is_slow = False
         """Fault: copies end only when they are waited for."""
         self.has_failed = False
@@ -192,6 +195,11 @@ class HostMover:
         self.check()
         self.num_open += 1
         return HostWindow(self, address, num_bytes)
+
+    def end_copies(self) -> None:
+        """Let all copies end that are under way."""
+        for copy in self.copies:
+            copy.digest()
 
     def check(self) -> None:
         if self.has_failed:

@@ -104,13 +104,14 @@ def pairs_of(batch: RoutedBatch) -> dict[tuple[int, int], float]:
 
 
 def assert_same_batch(batch: RoutedBatch, expected: RoutedBatch) -> None:
-    """Check that all arrays are equal, including their element types."""
+    """Check that all arrays are equal, bit for bit, including their element types."""
     assert batch.phase is expected.phase
     for name in ("hidden", "expert_ids", "group_starts", "token_indices", "weights"):
         found: AnyArray = getattr(batch, name)
         wanted: AnyArray = getattr(expected, name)
         assert found.dtype == wanted.dtype, name
         np.testing.assert_array_equal(found, wanted, strict=True)
+        assert found.tobytes() == wanted.tobytes(), name
 
 
 def moe_layer(

@@ -14,22 +14,23 @@ from dflash_protocol.ids import AnyArray, U8Array
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.ring.segment import create_segment, open_segment
-from dflash_protocol.transports.shared_client import SharedClient, SharedServer
-from dflash_protocol.transports.testing import (
+from dflash_protocol.transports.shared_client import SharedClient
+from dflash_protocol.transports.shared_server import SharedServer
+from dflash_protocol.wire.transport import LinkLimits, TransportCounters
+from support.transport_checks import (
     HIDDEN_SIZE,
     MAX_EXPERTS_USED,
     MAX_TOKENS,
     TIMEOUT_S,
     example_batch,
 )
-from dflash_protocol.wire.transport import LinkLimits, TransportCounters
 
 NUM_SLOTS = 2
 SHAPE = RingShape(NUM_SLOTS, MAX_TOKENS, HIDDEN_SIZE, MAX_TOKENS * MAX_EXPERTS_USED)
 
 
 class Pair:
-    """Implements testing.LinkEnds, with access to the segment's bytes."""
+    """Implements transport_checks.LinkEnds, with access to the segment's bytes."""
 
     def __init__(
         self,

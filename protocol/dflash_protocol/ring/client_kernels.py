@@ -38,45 +38,11 @@ def send_request(
     token_indices,
     weights,
 ):
-    num_tokens, hidden_size = hidden.shape[0], field(port, native.HIDDEN_SIZE)
-    num_groups, num_pairs = expert_ids.shape[0], token_indices.shape[0]
-    if (
-        hidden.shape[1] != hidden_size
-        or has_gaps(hidden)
-        or not is_routing(num_groups, num_pairs, group_starts, weights)
-    ):
+    if hidden.shape[1] != field(port, native.HIDDEN_SIZE) or has_gaps(hidden):
         return native.BAD_ARRAYS
-    if num_tokens > field(port, native.MAX_TOKENS) or num_pairs > field(port, native.MAX_PAIRS):
-        return native.TOO_LARGE
-    payload = field(port, native.SENDS)
-    header = begin_request(
-        port, sequence, layer_id, phase, payload, deadline_ms, num_tokens, num_groups, num_pairs
-    )
-    slot, state = field(port, native.REQUEST_SLOT), port + STATE
-    emit.start_checksum(state)
-    to, source, count = slot + ring.HEADER_BYTES, emit.address_of(hidden), num_tokens * hidden_size
-    is_large = 0
-    if payload == ring.PAYLOAD_BF16:
-        is_large = emit.pack_bf16(state, to, source, count)
-    elif payload == ring.PAYLOAD_F16:
-        is_large = emit.pack_f16(state, to, source, count)
-    else:
-        emit.copy_words(state, to, source, count)
-    if is_large != 0:
-        return native.OUT_OF_RANGE
-    to += lines(array_bytes(payload, count, 4))
-    copy_routing(
-        state,
-        to,
-        emit.address_of(expert_ids),
-        emit.address_of(group_starts),
-        emit.address_of(token_indices),
-        emit.address_of(weights),
-        num_groups,
-        num_pairs,
-    )
-    num_bytes = load(header + 8 * ring.PAYLOAD_BYTES)
-    return publish(port, slot, field(port, native.REQUEST_WORD), sequence, num_bytes)
+    head, num_tokens = (sequence, layer_id, phase, deadline_ms), hidden.shape[0]
+    routing = (expert_ids, group_starts, token_indices, weights)
+    return send(port, head, num_tokens, emit.address_of(hidden), 0, routing)
 
 
 def send_moved_request(
@@ -91,50 +57,28 @@ def send_moved_request(
     token_indices,
     weights,
 ):
-    num_tokens = field(port, native.MOVED_TOKENS)
+    head, num_tokens = (sequence, layer_id, phase, deadline_ms), field(port, native.MOVED_TOKENS)
+    routing = (expert_ids, group_starts, token_indices, weights)
+    return send(port, head, num_tokens, 0, digest, routing)
+
+
+@helper
+def send(port, head, num_tokens, source, digest, routing):
+    """`source` is the address of a private array of rows; 0: a device has moved them."""
+    sequence, layer_id, phase, deadline_ms = head
+    expert_ids, group_starts, token_indices, weights = routing
     num_groups, num_pairs = expert_ids.shape[0], token_indices.shape[0]
-    if num_tokens < 0 or not is_routing(num_groups, num_pairs, group_starts, weights):
+    if (
+        num_tokens < 0
+        or group_starts.shape[0] != num_groups + 1
+        or weights.shape[0] != num_pairs
+        or num_groups > num_pairs
+    ):
         return native.BAD_ARRAYS
     if num_tokens > field(port, native.MAX_TOKENS) or num_pairs > field(port, native.MAX_PAIRS):
         return native.TOO_LARGE
-    payload = ring.PAYLOAD_F32
-    header = begin_request(
-        port, sequence, layer_id, phase, payload, deadline_ms, num_tokens, num_groups, num_pairs
-    )
-    store(header + 8 * ring.MOVED, 1)
-    store(header + 8 * ring.DIGEST, digest)
-    slot, state = field(port, native.REQUEST_SLOT), port + STATE
-    emit.start_checksum(state)
-    count = num_tokens * field(port, native.HIDDEN_SIZE)
-    copy_routing(
-        state,
-        slot + ring.HEADER_BYTES + lines(array_bytes(payload, count, 4)),
-        emit.address_of(expert_ids),
-        emit.address_of(group_starts),
-        emit.address_of(token_indices),
-        emit.address_of(weights),
-        num_groups,
-        num_pairs,
-    )
-    num_bytes = load(header + 8 * ring.PAYLOAD_BYTES)
-    return publish(port, slot, field(port, native.REQUEST_WORD), sequence, num_bytes)
-
-
-@helper
-def is_routing(num_groups, num_pairs, group_starts, weights):
-    """Whether the lengths of a request's routing arrays are consistent."""
-    return (
-        group_starts.shape[0] == num_groups + 1
-        and weights.shape[0] == num_pairs
-        and num_groups <= num_pairs
-    )
-
-
-@helper
-def begin_request(
-    port, sequence, layer_id, phase, payload, deadline_ms, num_tokens, num_groups, num_pairs
-):
     hidden_size = field(port, native.HIDDEN_SIZE)
+    payload = field(port, native.SENDS) if source != 0 else ring.PAYLOAD_F32
     num_bytes = request_bytes(payload, num_tokens, num_groups, num_pairs, hidden_size)
     header = begin_header(port, ring.KIND_REQUEST, sequence, payload, num_bytes)
     store(header + 8 * ring.LAYER, layer_id)
@@ -144,19 +88,31 @@ def begin_request(
     store(header + 8 * ring.PHASE, phase)
     emit.store_time(header + 8 * ring.TIME, deadline_ms)
     emit.store_time(header + 8 * ring.OTHER_TIME, 1e-9 * emit.monotonic_ns())
-    return header
-
-
-@helper
-def copy_routing(state, to, ids, starts, tokens, weights, num_groups, num_pairs):
-    """Copy private arrays, given by address, into a slot."""
-    emit.copy_words(state, to, ids, num_groups)
+    store(header + 8 * ring.MOVED, 1 if source == 0 else 0)
+    store(header + 8 * ring.DIGEST, digest)
+    slot, state, count = field(port, native.REQUEST_SLOT), port + STATE, num_tokens * hidden_size
+    to = slot + ring.HEADER_BYTES
+    emit.start_checksum(state)
+    is_large = 0
+    if source == 0:
+        pass
+    elif payload == ring.PAYLOAD_BF16:
+        is_large = emit.pack_bf16(state, to, source, count)
+    elif payload == ring.PAYLOAD_F16:
+        is_large = emit.pack_f16(state, to, source, count)
+    else:
+        emit.copy_words(state, to, source, count)
+    if is_large != 0:
+        return native.OUT_OF_RANGE
+    to += lines(array_bytes(payload, count, 4))
+    emit.copy_words(state, to, emit.address_of(expert_ids), num_groups)
     to += lines(4 * num_groups)
-    emit.copy_words(state, to, starts, num_groups + 1)
+    emit.copy_words(state, to, emit.address_of(group_starts), num_groups + 1)
     to += lines(4 * num_groups + 4)
-    emit.copy_words(state, to, tokens, num_pairs)
+    emit.copy_words(state, to, emit.address_of(token_indices), num_pairs)
     to += lines(4 * num_pairs)
-    emit.copy_words(state, to, weights, num_pairs)
+    emit.copy_words(state, to, emit.address_of(weights), num_pairs)
+    return publish(port, slot, field(port, native.REQUEST_WORD), sequence, num_bytes)
 
 
 @helper

@@ -323,17 +323,17 @@ def _unchanged(builder: Any, loaded: Any, target: Any) -> Any:
     return loaded, None
 
 
-def _with_nonfinite_flag(builder: Any, value: Any) -> Any:
-    """The value, and whether an element is NaN or infinite."""
+def _is_nonfinite(builder: Any, value: Any) -> Any:
+    """Whether an element is NaN or infinite."""
     zero = builder.fsub(value, value)  # 0 of finite values, else a NaN
     is_odd = builder.fcmp_unordered("uno", zero, zero)
     mask = builder.bitcast(is_odd, ir.IntType(value.type.count))
-    return value, builder.icmp_unsigned("!=", mask, mask.type(0))
+    return builder.icmp_unsigned("!=", mask, mask.type(0))
 
 
 def _sums(builder: Any, loaded: Any, target: Any) -> Any:
     del target
-    return _with_nonfinite_flag(builder, loaded)
+    return loaded, _is_nonfinite(builder, loaded)
 
 
 def _to_bf16(builder: Any, loaded: Any, target: Any) -> Any:
@@ -405,7 +405,7 @@ def _from_float(builder: Any, value: Any, target: Any) -> Any:
     """Float32 rows unchanged; sums widened to float64, and whether any is NaN or infinite."""
     if target.element is FLOAT:
         return value, None
-    return builder.fpext(value, target), _with_nonfinite_flag(builder, value)[1]
+    return builder.fpext(value, target), _is_nonfinite(builder, value)
 
 
 copy_words = _copier(I32, I32, _unchanged, from_wire=True)

@@ -6,7 +6,7 @@ wakes the side that sleeps on it.
 
 ::
 
-    ring-<pid>-<start time>-<32 random hex digits>           the memory, 0600, fully allocated
+    ring-<pid>-0-<32 random hex digits>                      the memory, 0600, fully allocated
     ring-…-….client                                          wakes the client
     ring-…-….server                                          wakes the server
     ring-…-….mail                                            bell of the mailbox, if any
@@ -37,6 +37,7 @@ from dflash_protocol.errors import DaemonUnavailable, ProtocolError
 from dflash_protocol.ring import layout as ring
 from dflash_protocol.ring.layout import RingShape
 
+# Older versions have a start time where ours have 0.
 _NAME = re.compile(r"ring-([0-9]{1,10})-([0-9]{1,20})-[0-9a-f]{32}\Z")
 _BELLS = (".client", ".server")
 _MAIL_BELL = ".mail"
@@ -58,26 +59,10 @@ class MailTerms:
     """Whether the mailbox must be in host memory only."""
 
 
-@dataclass(frozen=True, slots=True)
-class _SharedNames:
-    """The names of a segment's files, at the side that has made them.
-
-    Owns: both descriptors, and the names until `remove`.
-    """
-
-    folder_fd: int
-    lock_fd: int
-    """The memory's file, locked as long as the names exist."""
-
-    def remove(self, name: str) -> None:
-        _unlink(self.folder_fd, name)
-        os.close(self.folder_fd)
-        os.close(self.lock_fd)
-
-
 class Segment:
     """Memory shared by two processes, from `create_segment` or `open_segment` until `close`.
 
+    `names`, at the side that has made the files, removes their names and releases their lock.
     Owns: the mapping, the bells' descriptors, the device window, and the names until `unlink`. What
     both sides agreed on about it is not here: see `daemons.link.SharedMemory` and LinkLimits.
     """
@@ -90,7 +75,7 @@ class Segment:
         *,
         memory: mmap.mmap,
         bells: Sequence[int],
-        names: _SharedNames | None = None,
+        names: contextlib.ExitStack | None = None,
     ) -> None:
         self.shape = shape
         self.generation = generation
@@ -145,9 +130,8 @@ class Segment:
 
     def unlink(self) -> None:
         """Remove the names, once both sides have the memory. Does nothing at the opening side."""
-        names, self._names = self._names, None
-        if names is not None:
-            names.remove(self.name)
+        if self._names is not None:
+            self._names.close()
 
     def open_window(self, mover: DeviceMover) -> None:
         """Map the memory to a device. Raises: DeviceUnavailable if that fails, which it always
@@ -184,11 +168,12 @@ def create_segment(folder: Path, shape: RingShape, *, generation: int) -> Segmen
     nothing is left behind then.
     """
     with contextlib.ExitStack() as undo, _as_unavailable(f"cannot share memory in {folder}"):
+        names = undo.enter_context(contextlib.ExitStack())
         folder_fd = _open_folder(folder)
-        undo.callback(os.close, folder_fd)
+        names.callback(os.close, folder_fd)
         name, file = _new_locked_file(folder_fd)
-        undo.callback(_unlink, folder_fd, name)
-        undo.callback(os.close, file)
+        names.callback(os.close, file)  # locked as long as the names exist
+        names.callback(_unlink, folder_fd, name)
         os.fchmod(file, 0o600)
         os.posix_fallocate(file, 0, shape.segment_bytes)
         memory = mmap.mmap(file, shape.segment_bytes)
@@ -199,14 +184,7 @@ def create_segment(folder: Path, shape: RingShape, *, generation: int) -> Segmen
             os.mkfifo(name + suffix, 0o600, dir_fd=folder_fd)
             bells.append(os.open(name + suffix, _BELL_FLAGS, dir_fd=folder_fd))
             undo.callback(os.close, bells[-1])
-        segment = Segment(
-            shape,
-            generation,
-            name,
-            memory=memory,
-            bells=bells,
-            names=_SharedNames(folder_fd, file),
-        )
+        segment = Segment(shape, generation, name, memory=memory, bells=bells, names=names)
         undo.pop_all()
     return segment
 
@@ -244,13 +222,7 @@ def open_segment(folder: Path, name: str, shape: RingShape, *, generation: int) 
             bells.append(os.open(name + suffix, _BELL_FLAGS, dir_fd=folder_fd))
             kept.callback(os.close, bells[-1])
             _check_ours(bells[-1], stat.S_ISFIFO, name + suffix)
-        segment = Segment(
-            shape,
-            generation,
-            name,
-            memory=memory,
-            bells=bells,
-        )
+        segment = Segment(shape, generation, name, memory=memory, bells=bells)
         kept.pop_all()
     return segment
 
@@ -315,7 +287,7 @@ def _new_locked_file(folder_fd: int) -> tuple[str, int]:
     owner lives, across pid namespaces. Raises: OSError."""
     flags = _FILE_FLAGS | os.O_CREAT | os.O_EXCL
     for _ in range(_MOST_TRIES):
-        name = f"ring-{os.getpid()}-{_start_time(os.getpid()) or '0'}-{secrets.token_hex(16)}"
+        name = f"ring-{os.getpid()}-0-{secrets.token_hex(16)}"
         file = os.open(name, flags, 0o600, dir_fd=folder_fd)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -347,16 +319,6 @@ def _is_swept(folder_fd: int, name: str) -> bool:
             return False
         _unlink(folder_fd, name)
     return True
-
-
-def _start_time(pid: int) -> str:
-    """Start time of a process in the kernel's ticks; empty if there is no such process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    # The process name may contain brackets and blanks; the fields follow the last bracket.
-    return text.rpartition(")")[2].split()[19]
 
 
 @contextlib.contextmanager

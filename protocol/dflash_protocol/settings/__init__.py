@@ -3,12 +3,6 @@ only reader of the environment, merges flags, variables, file and defaults.
 """
 
 from dflash_protocol.settings.environment import (
-    AUTO_TIER,
-    CPU_TIERS,
-    MAX_THREADS,
-    VARIABLES,
-    DaemonSetting,
-    Settings,
     bare_environment,
     cache_directory,
     cache_folder,
@@ -20,6 +14,8 @@ from dflash_protocol.settings.environment import (
     run_directory,
     supervision,
 )
+from dflash_protocol.settings.kinds import DaemonSetting
+from dflash_protocol.settings.table import AUTO_TIER, CPU_TIERS, MAX_THREADS, VARIABLES, Settings
 
 __all__ = [
     "AUTO_TIER",

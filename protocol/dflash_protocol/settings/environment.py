@@ -19,11 +19,8 @@ from dflash_protocol.errors import SettingsError
 from dflash_protocol.settings.file import read_settings_file
 from dflash_protocol.settings.kinds import MOST_DAEMONS, DaemonSetting, checked, unknown
 from dflash_protocol.settings.table import (
-    AUTO_TIER,
-    CPU_TIERS,
     EXPERT_COMPUTE,
     KNOBS,
-    MAX_THREADS,
     PREFIX,
     SETTINGS_FILE,
     VARIABLES,
@@ -31,24 +28,6 @@ from dflash_protocol.settings.table import (
     Reader,
     Settings,
 )
-
-__all__ = [
-    "AUTO_TIER",
-    "CPU_TIERS",
-    "MAX_THREADS",
-    "VARIABLES",
-    "DaemonSetting",
-    "Settings",
-    "cache_directory",
-    "cache_folder",
-    "child_environment",
-    "daemon_environment",
-    "keys_directory",
-    "load_settings",
-    "package_roots",
-    "run_directory",
-    "supervision",
-]
 
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED_BYTES = 1 << 30

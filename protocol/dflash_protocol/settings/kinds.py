@@ -192,14 +192,16 @@ class EndpointText(Kind):
         return Endpoints().from_item(text) if text else ""
 
 
-class Cores(Kind):
-    """A list of processors, unchanged; empty = the default. Not checked against the machine."""
+class Text(Kind):
+    """A text that a pattern matches, unchanged."""
 
-    metavar = "LIST"
-    allowed = "numbers and ranges with commas, as in 0-3,8"
+    def __init__(self, metavar: str, pattern: str, allowed: str) -> None:
+        self.metavar = metavar
+        self.allowed = allowed
+        self._pattern = re.compile(pattern, re.ASCII)
 
     def from_text(self, text: str) -> str:
-        if not re.fullmatch(r"[0-9,-]*", text):
+        if not self._pattern.fullmatch(text):
             raise self.refused()
         return text
 

@@ -6,14 +6,12 @@ follow from the field. `environment` reads values.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
 from dflash_protocol.device import MAX_DEVICE_INDEX, Device
 from dflash_protocol.settings.kinds import (
-    Cores,
     Daemons,
     DaemonSetting,
     DeviceOrAuto,
@@ -23,6 +21,7 @@ from dflash_protocol.settings.kinds import (
     OneOf,
     PathText,
     Switch,
+    Text,
     Whole,
     WholeOrAuto,
 )
@@ -31,7 +30,10 @@ PREFIX = "DFLASH_MOE_"
 """Prefix of all our variables; an unknown one is an error."""
 EXPERT_COMPUTE = PREFIX + "EXPERT_COMPUTE_"
 
-_HOST = re.compile(r"[A-Za-z0-9._:%-]{1,253}", re.ASCII)
+HOST = Text(
+    "ADDRESS", r"[A-Za-z0-9._:%-]{1,253}", "an address or a host name, as in 127.0.0.1 or ::1"
+)
+CORES = Text("LIST", r"[0-9,-]*", "numbers and ranges with commas, as in 0-3,8")
 
 MAX_THREADS = 1024
 """Maximum number of compute threads of a process."""
@@ -64,18 +66,6 @@ class Reader(StrEnum):
     """Parent and daemon; a parent passes its value on to the daemons that it spawns."""
     SERVER = "server"
     """A parent that runs the HTTP server."""
-
-
-class HostName(Kind):
-    """An IP address or a host name."""
-
-    metavar = "ADDRESS"
-    allowed = "an address or a host name, as in 127.0.0.1 or ::1"
-
-    def from_text(self, text: str) -> str:
-        if not _HOST.fullmatch(text):
-            raise self.refused()
-        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +269,7 @@ class Settings:
         "Experts that a daemon loads at start and keeps, besides those that its parents ask for.",
     )
     cores: str = setting(
-        "", "CORES", Cores(), Reader.DAEMON,
+        "", "CORES", CORES, Reader.DAEMON,
         "Processors that a daemon is pinned to; default: all that it may use.",
     )
     pin_daemons: bool = setting(
@@ -309,7 +299,7 @@ class Settings:
         "default: $XDG_CONFIG_HOME/dflash-moe/keys, else in ~/.config.",
     )
     host: str = setting(
-        "127.0.0.1", "HOST", HostName(), Reader.SERVER,
+        "127.0.0.1", "HOST", HOST, Reader.SERVER,
         "Address that the server listens on; beyond loopback it needs keys.",
     )
     port: int = setting(
@@ -335,11 +325,9 @@ class Settings:
     # fmt: on
 
 
-def _knob_of(name: str, default: object, knob: Knob) -> Knob:
-    return replace(knob, field=name, default=default)
-
-
-KNOBS = tuple(_knob_of(each.name, each.default, each.metadata[Knob]) for each in fields(Settings))
+KNOBS: tuple[Knob, ...] = tuple(
+    replace(each.metadata[Knob], field=each.name, default=each.default) for each in fields(Settings)
+)
 """All settings, in order."""
 
 VARIABLES = tuple(sorted([SETTINGS_FILE, *(knob.variable for knob in KNOBS)]))

@@ -79,8 +79,14 @@ class ClientSecurity:
     server_public_key: bytes
 
     def apply(self, socket: zmq.Socket[Any]) -> None:
-        """See secure_client."""
-        secure_client(socket, self.keys, self.server_public_key)
+        """Encrypt a socket, and accept only the daemon.
+
+        Call it before connect, and after MAXMSGSIZE is set.
+        """
+        socket.setsockopt(zmq.CURVE_SERVERKEY, self.server_public_key)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self.keys.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.keys.secret)
+        _make_room(socket)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,21 +95,6 @@ class ServerSecurity:
 
     keys: CurveKeys
     clients: AuthorizedClients
-
-    def apply(self, socket: zmq.Socket[Any], *, io_threads: Sequence[int] = ()) -> None:
-        """See secure_server."""
-        secure_server(socket, self.keys, io_threads=io_threads)
-
-
-def secure_client(socket: zmq.Socket[Any], keys: CurveKeys, server_public_key: bytes) -> None:
-    """Encrypt a socket, and accept only a daemon with that public key.
-
-    Call it before connect, and after MAXMSGSIZE is set.
-    """
-    socket.setsockopt(zmq.CURVE_SERVERKEY, server_public_key)
-    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
-    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-    _make_room(socket)
 
 
 def secure_server(
@@ -198,21 +189,15 @@ def generate_keys(folder: Path, *, comment: str, force: bool = False) -> CurveKe
     keys = CurveKeys(public, secret)
     secret_text = f"{_SECRET_WORD} {secret.hex()}\n"
     public_text = f"{public_line(public)} {comment}\n"
-    lists = {name: text for name, text in _HEADERS.items() if not os.path.lexists(folder / name)}
+    files = [(SECRET_FILE, secret_text, 0o600), (PUBLIC_FILE, public_text, 0o644)]
+    for name, header in _HEADERS.items():
+        if not os.path.lexists(folder / name):
+            files.append((name, header, 0o600))
     with contextlib.ExitStack() as undo:
         # Write all files before renaming any, so that a full disk changes nothing.
-        pair = [
-            (_staged(folder / SECRET_FILE, secret_text, 0o600, undo), folder / SECRET_FILE),
-            (_staged(folder / PUBLIC_FILE, public_text, 0o644, undo), folder / PUBLIC_FILE),
-        ]
-        others = [
-            (_staged(folder / name, text, 0o600, undo), folder / name)
-            for name, text in lists.items()
-        ]
-        for staged, path in pair:
-            _put(staged, path, replace=force)
-        for staged, path in others:
-            _put(staged, path, replace=False)
+        staged = [_staged(folder / name, text, mode, undo) for name, text, mode in files]
+        for (name, _, _), beside in zip(files, staged, strict=True):
+            _put(beside, folder / name, replace=force and name not in _HEADERS)
     return keys
 
 

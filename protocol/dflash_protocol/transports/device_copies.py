@@ -11,20 +11,21 @@ from dflash_protocol.ids import AnyArray
 from dflash_protocol.ring import compiled as ring_native
 from dflash_protocol.ring import layout as ring
 from dflash_protocol.ring.compiled import FAILURE, NOTHING
-from dflash_protocol.transports.in_flight import RequestsInFlight, Slot
+from dflash_protocol.transports.in_flight import RequestsInFlight, Slot, Waiter
 from dflash_protocol.transports.ports import Ports, header_word
-from dflash_protocol.transports.waiting import Waiter
 from dflash_protocol.wire.transport import Reply
 
 
 class _Unsent(NamedTuple):
-    """A request whose rows are being copied into its slot; published when the copy is complete."""
+    """A request whose rows are being copied into its slot. When the copy is complete, the request
+    is published or, if it was forgotten, its slot is freed."""
 
     slot: Slot
     head: tuple[int, ...]
     deadline_ms: float
     rows: DmaCopy
     routing: tuple[AnyArray, ...]
+    is_forgotten: bool = False
 
 
 class DeviceCopies:
@@ -53,29 +54,29 @@ class DeviceCopies:
         """Start to copy a batch's rows into the slot, and publish the request if that is done at
         once. The batch fits the slot; `head` is port, sequence, layer and phase."""
         num_tokens, width = batch.hidden_shape
-        try:
-            slot.expected = self._window.expect_sums((num_tokens, width))
-            slot.reading = None
-            rows = self._window.write_rows(slot.request_at, batch.rows)
-            routing = (batch.expert_ids, batch.group_starts, batch.token_indices, batch.weights)
-            self._ports.words[slot.index, ring_native.MOVED_TOKENS] = num_tokens
-            self._unsent = _Unsent(slot, head, deadline_ms, rows, routing)
-            if rows.has_ended():
-                self.publish()
-        except BaseException:
-            self._unsent = None
-            raise
+        slot.expected = self._window.expect_sums((num_tokens, width))
+        slot.reading = None
+        routing = (batch.expert_ids, batch.group_starts, batch.token_indices, batch.weights)
+        self._ports.words[slot.index, ring_native.MOVED_TOKENS] = num_tokens
+        rows = self._window.write_rows(slot.request_at, batch.rows)
+        self._unsent = _Unsent(slot, head, deadline_ms, rows, routing)
+        if rows.has_ended():
+            self.publish()
 
     def publish(self) -> None:
-        """Wait for the rows of the unpublished request, if any, and publish it."""
+        """Wait for the rows of the unpublished request, if any, and publish it, or free the slot of
+        a forgotten one."""
         unsent = self._unsent
         if unsent is None:
             return
         digest = unsent.rows.digest()
         self._unsent = None
+        if unsent.is_forgotten:
+            self._requests.free.append(unsent.slot)
+            return
         status = self._send(*unsent.head, unsent.deadline_ms, digest, *unsent.routing)
         assert status >= 0  # the batch fits the slot
-        self._requests.bytes_sent += status
+        self._requests.counters.bytes_sent += status
 
     def push(self, sequence: int) -> None:
         """Publish this request, if it is the unpublished one."""
@@ -136,13 +137,15 @@ class DeviceCopies:
         self._keep_read(sequence, slot)
 
     def forget(self, sequence: int, slot: Slot) -> bool:
-        """Drop what is under way for a request; whether it was never published."""
+        """Drop what is under way for a request. True if its rows are still being copied: it will
+        not be published, and `publish` frees its slot."""
         slot.expected = slot.reading = None  # the window keeps memory that a copy still uses
         if self._reading == sequence:
             self._reading = None
-        if self._unsent is None or self._unsent.slot is not slot:
+        unsent = self._unsent
+        if unsent is None or unsent.slot is not slot:
             return False
-        self._unsent = None
+        self._unsent = unsent._replace(is_forgotten=True)
         return True
 
     def _begin_reading(self, sequence: int, slot: Slot, num_bytes: int) -> None:

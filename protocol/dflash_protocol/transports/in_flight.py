@@ -1,22 +1,36 @@
-"""A link's requests at the parent and the ring's slots that they use."""
+"""A link's requests at the parent: the ring's slots that they use, and how it waits for replies."""
 
 from __future__ import annotations
 
+import os
+import select
 import struct
+import time
+from collections.abc import Callable
 
 import numpy as np
 
 from dflash_protocol.device_payload import DmaCopy, ExpectedSums
-from dflash_protocol.errors import DeadlineExceeded, ProtocolError, one_line
+from dflash_protocol.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError, one_line
+from dflash_protocol.ids import F64Array
 from dflash_protocol.ring import compiled as ring_native
 from dflash_protocol.ring import layout as ring
-from dflash_protocol.ring.compiled import FAILURE, IS_NOT_FINITE
+from dflash_protocol.ring.compiled import FAILURE, IS_NOT_FINITE, NOTHING
 from dflash_protocol.ring.layout import RingShape
-from dflash_protocol.transports.ports import HEADER_AT, Ports, header_word, violation_error
+from dflash_protocol.transports.ports import (
+    HEADER_AT,
+    Ports,
+    header_word,
+    poll_entries,
+    violation_error,
+)
 from dflash_protocol.wire.transport import Reply, TransportCounters
 
 _TIMES = struct.Struct("<2d")
 _TIMES_AT = HEADER_AT + 8 * ring.TIME
+_SPIN_S, _LONG_SPIN_S = 50e-6, 1e-3
+_MANY_CORES = 8
+_LONGEST_WAIT_S = 1.0
 
 
 class Slot:
@@ -54,7 +68,7 @@ class Slot:
 
 
 class RequestsInFlight:
-    """A link's requests by sequence, and the bytes that they have moved.
+    """A link's requests by sequence. Increments `counters`.
 
     A request is pending; or it has arrived, and its reply or error is kept until its wait; or it is
     not known, since it was waited for or forgotten. A slot is free, pending, or abandoned, which is
@@ -62,11 +76,9 @@ class RequestsInFlight:
     """
 
     __slots__ = (
-        "_counters",
         "abandoned",
         "arrived",
-        "bytes_received",
-        "bytes_sent",
+        "counters",
         "free",
         "last_compute_s",
         "num_slots",
@@ -85,9 +97,7 @@ class RequestsInFlight:
         """The sequence used last."""
         self.last_compute_s = 0.0
         """What the last reply took to compute."""
-        self.bytes_sent = 0
-        self.bytes_received = 0
-        self._counters = counters
+        self.counters = counters
 
     def complete(self, sequence: int, reply: Reply, num_bytes: int) -> None:
         """Fill in the reply of a pending request whose sums were received, and free its slot."""
@@ -98,7 +108,7 @@ class RequestsInFlight:
         reply.compute_s, reply.queue_s = _TIMES.unpack_from(slot.taken, _TIMES_AT)
         self.last_compute_s = reply.compute_s
         self.free.append(slot)
-        self.bytes_received += num_bytes
+        self.counters.bytes_received += num_bytes
 
     def failure(self, sequence: int, slot: Slot, status: int) -> ProtocolError:
         """The error of a failure or violation that a pending request has received; frees the slot,
@@ -110,7 +120,7 @@ class RequestsInFlight:
         else:
             self.free.append(slot)
         if violation:
-            return violation_error(violation, self._counters)
+            return violation_error(violation, self.counters)
         text = bytes(slot.text[: header_word(slot.taken, ring.PAYLOAD_BYTES)])
         code, _, reason = text.rstrip(b"\0").partition(b"\0")
         return ProtocolError(
@@ -128,3 +138,71 @@ class RequestsInFlight:
         if isinstance(outcome, ProtocolError):
             raise outcome
         return outcome
+
+
+def spin_window_s() -> float:
+    """Default time that a waiter polls the ring before it sleeps.
+
+    0 on a single core, which the other side needs; on many cores long enough for a layer of a
+    decode step.
+    """
+    num_cores = len(os.sched_getaffinity(0))
+    if num_cores >= _MANY_CORES:
+        return _LONG_SPIN_S
+    return _SPIN_S if num_cores > 1 else 0.0
+
+
+class Waiter:
+    """Waits for the replies of one link, whose bell is `bell`.
+
+    `lost_fd` becomes readable when the link is lost; `lost_reason` then says why. `before_sleep` is
+    called before each sleep.
+    """
+
+    __slots__ = ("_before_sleep", "_lost_reason", "_poller", "entries", "spin_ns", "spin_s")
+
+    def __init__(
+        self,
+        bell: int,
+        *,
+        lost_fd: int,
+        lost_reason: Callable[[], str],
+        spin_s: float,
+        before_sleep: Callable[[], object],
+    ) -> None:
+        self.spin_s, self.spin_ns = spin_s, int(spin_s * 1e9)
+        self.entries = poll_entries(bell, lost_fd, num_more=1)
+        """What compiled code sleeps on: the bell and the descriptor of a lost link."""
+        self._lost_reason = lost_reason
+        self._before_sleep = before_sleep
+        self._poller = select.poll()
+        self._poller.register(lost_fd, select.POLLIN)
+
+    def sleep(
+        self,
+        receive: Callable[..., int],
+        head: tuple[int, int],
+        place: F64Array | int,
+        *,
+        deadline_s: float,
+    ) -> int:
+        """Sleep until ``receive(*head, spin_ns, wait_ns, place)`` finds a reply; its status.
+
+        Raises: DeadlineExceeded; DaemonUnavailable if the link is lost.
+        """
+        self._before_sleep()
+        remaining_s, end_s = deadline_s, time.monotonic() + deadline_s
+        while True:
+            wait_ns = int(min(max(remaining_s, 0.0), _LONGEST_WAIT_S) * 1e9)
+            status = receive(*head, 0, wait_ns, place)
+            if status != NOTHING:
+                return status
+            remaining_s = end_s - time.monotonic()
+            self.check(remaining_s, deadline_s, "reply")
+
+    def check(self, remaining_s: float, deadline_s: float, what: str) -> None:
+        """Raises: DaemonUnavailable if the link is lost; DeadlineExceeded if no time is left."""
+        if self._poller.poll(0):
+            raise DaemonUnavailable(self._lost_reason())
+        if remaining_s <= 0:
+            raise DeadlineExceeded(f"no {what} within {deadline_s * 1e3:.0f} ms")

@@ -1,7 +1,7 @@
 """The shared-memory transport, parent's end: requests and replies in a ring that both sides map.
 
 One SharedClient for each link; `shared_server` is the other end. `in_flight` has its requests and
-slots, `waiting` how it waits, `device_copies` what a device copies; nothing passes through ZeroMQ.
+slots and how it waits, `device_copies` what a device copies; nothing passes through ZeroMQ.
 `ring.layout` draws the memory and argues why its order of accesses is correct.
 """
 
@@ -15,16 +15,14 @@ import numpy as np
 from dflash_protocol.batch import HostSums, RoutedBatch
 from dflash_protocol.errors import DaemonUnavailable, ProtocolError
 from dflash_protocol.ids import Phase
-from dflash_protocol.payloads import PayloadType, pack_hidden
+from dflash_protocol.payloads import PayloadType, pack
 from dflash_protocol.ring import compiled as ring_native
 from dflash_protocol.ring import layout as ring
 from dflash_protocol.ring.compiled import NOTHING, OUT_OF_RANGE
 from dflash_protocol.ring.segment import Segment
 from dflash_protocol.transports.device_copies import DeviceCopies
-from dflash_protocol.transports.in_flight import RequestsInFlight, Slot
+from dflash_protocol.transports.in_flight import RequestsInFlight, Slot, Waiter, spin_window_s
 from dflash_protocol.transports.ports import PAYLOAD_CODES, PHASES, Ports
-from dflash_protocol.transports.shared_server import SharedServer as SharedServer
-from dflash_protocol.transports.waiting import Waiter, spin_window_s
 from dflash_protocol.wire.transport import LinkLimits, Reply, TransportCounters
 
 _FREE_SLOT_POLL_S = 0.01
@@ -60,7 +58,7 @@ class SharedClient:
         self._segment = segment
         self._hidden_size = shape.hidden_size
         self._payload = payload
-        self._counters = TransportCounters() if counters is None else counters
+        self.counters = TransportCounters() if counters is None else counters
         is_wide = payload is PayloadType.F32
         self._ports = Ports(
             segment,
@@ -68,7 +66,7 @@ class SharedClient:
             narrow=ring.PAYLOAD_F64 if is_wide else PAYLOAD_CODES[payload],
             limits=LinkLimits(shape.hidden_size, shape.max_tokens, 0),
         )
-        self._requests = RequestsInFlight(self._ports, shape, self._counters)
+        self._requests = RequestsInFlight(self._ports, shape, self.counters)
         self._waiter = Waiter(
             segment.client_bell,
             lost_fd=lost_fd,
@@ -83,14 +81,6 @@ class SharedClient:
             self._copies = DeviceCopies(segment.window, self._ports, self._requests)
         kernels = ring_native.kernels()
         self._send, self._receive = kernels.send_request, kernels.receive_reply
-
-    @property
-    def bytes_sent(self) -> int:
-        return self._requests.bytes_sent
-
-    @property
-    def bytes_received(self) -> int:
-        return self._requests.bytes_received
 
     def submit(self, layer_id: int, batch: RoutedBatch, *, deadline_s: float) -> int:
         """Send a request; if no slot is free, waits for one, up to the deadline.
@@ -135,11 +125,11 @@ class SharedClient:
                 if status < 0:
                     head = (slot.port, sequence, layer_id, phase_code)
                     status = self._send_otherwise(slot, head, deadline_ms, batch, status)
-                requests.bytes_sent += status
+                self.counters.bytes_sent += status
         except BaseException:
-            if copies is not None:
-                copies.forget(sequence, slot)  # an interrupt may come after `begin`
-            free.append(slot)
+            # A copy of the rows may have begun.
+            if copies is None or not copies.forget(sequence, slot):
+                free.append(slot)
             raise
         slot.num_tokens = num_tokens
         requests.pending[sequence] = slot
@@ -173,9 +163,7 @@ class SharedClient:
         slot = requests.pending.pop(sequence, None)
         if slot is None:
             return
-        if self._copies is not None and self._copies.forget(sequence, slot):
-            requests.free.append(slot)
-        else:
+        if self._copies is None or not self._copies.forget(sequence, slot):
             requests.abandoned[sequence] = slot
 
     def push(self, sequence: int) -> None:
@@ -207,12 +195,12 @@ class SharedClient:
         if hidden is not batch.hidden:  # rows come from the caller and may not be contiguous
             status = self._send(*head, deadline_ms, hidden, *routing)
         if status == OUT_OF_RANGE:
-            hidden, _ = pack_hidden(hidden, self._payload)
+            hidden, _ = pack(hidden, self._payload)
             words = self._ports.words[slot.index]
             words[ring_native.SENDS] = ring.PAYLOAD_F32
             status = self._send(*head, deadline_ms, hidden, *routing)
             words[ring_native.SENDS] = PAYLOAD_CODES[self._payload]
-            self._counters.widened += 1
+            self.counters.widened += 1
         if status >= 0:
             return status
         raise self._over_capacity(batch)

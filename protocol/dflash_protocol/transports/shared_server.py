@@ -19,7 +19,7 @@ from dflash_protocol.batch import HostHidden, RoutedBatch, Sums
 from dflash_protocol.device_payload import DeviceWindow, ReadRows
 from dflash_protocol.errors import DeviceUnavailable, ProtocolError, one_line
 from dflash_protocol.ids import F32Array, I64Array
-from dflash_protocol.payloads import PayloadType, pack_sums
+from dflash_protocol.payloads import PayloadType, pack
 from dflash_protocol.ring import compiled as ring_native
 from dflash_protocol.ring import layout as ring
 from dflash_protocol.ring.compiled import OUT_OF_RANGE
@@ -126,9 +126,6 @@ class _Slot:
             sequence=0,
             layer_id=0,
             num_tokens=num_tokens,
-            num_groups=num_groups,
-            num_pairs=num_pairs,
-            phase=batch.phase.value,
             payload=PAYLOAD_NAMES[payload],
             deadline_ms=0.0,
             generation=segment.generation,
@@ -200,11 +197,10 @@ class SharedServer:
 
     Owned by the compute thread; `add_link` and `drop_link` may be called from any thread and take
     effect at the owner's next receive. One thread can serve this and a socket: `receive` returns
-    when either is ready. `counters` are incremented; `refused` counts invalid requests.
+    when either is ready. `counters` are incremented.
     """
 
     def __init__(self, *, counters: TransportCounters | None = None) -> None:
-        self.refused = 0
         self._counters = TransportCounters() if counters is None else counters
         kernels = ring_native.kernels()
         self._next_request, self._send_reply = kernels.next_request, kernels.send_reply
@@ -287,7 +283,7 @@ class SharedServer:
             slot.port, sequence, link.reply_code, compute_s, waited_s, on_host
         )
         if status == OUT_OF_RANGE:
-            wide, _ = pack_sums(on_host, link.payload)
+            wide, _ = pack(on_host, link.payload)
             status = self._send_reply(
                 slot.port, sequence, ring.PAYLOAD_F64, compute_s, waited_s, wide
             )
@@ -365,7 +361,6 @@ class SharedServer:
         self._table = _Table(list(self._links.values()), self._changed_fd, others)
 
     def _refuse(self, slot: _Slot, violation: int) -> None:
-        self.refused += 1
         error = violation_error(violation, self._counters)
         if violation != ring_native.STALE:  # a stale sequence names no request to answer
             self._fail(slot, slot.sequence, error)

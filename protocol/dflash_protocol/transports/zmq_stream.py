@@ -21,9 +21,7 @@ from dflash_protocol.ids import I32Array
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.wire import requests, version1
 from dflash_protocol.wire.messages import Frames
-from dflash_protocol.wire.requests import largest_frame_bytes as largest_frame_bytes
-from dflash_protocol.wire.transport import LinkLimits as LinkLimits
-from dflash_protocol.wire.transport import ReceivedRequest, Reply, TransportCounters
+from dflash_protocol.wire.transport import LinkLimits, ReceivedRequest, Reply, TransportCounters
 
 _QUEUED_REQUESTS = 16
 """High-water mark of a link's requests at the daemon; further ones queue at the parent."""
@@ -75,26 +73,24 @@ class StreamClient:
         before_sleep: Callable[[], object] = lambda: None,
     ) -> None:
         self._before_sleep = before_sleep
-        self.bytes_sent = 0
-        self.bytes_received = 0
         self._lost_reason = lost_reason
         self._sequence = 0
         self._num_tokens: dict[int, int] = {}
         self._arrived: dict[int, Reply | ProtocolError] = {}
-        self._counters = TransportCounters() if counters is None else counters
+        self.counters = TransportCounters() if counters is None else counters
         self._codec: _ParentCodec
         self._is_single: Callable[[bytes], bool] = requests.is_single
         if version == 1:
             self._is_single = lambda frame: False
             self._codec = version1.Version1ParentCodec(
-                hidden_size=hidden_size, global_ids=global_ids or {}, counters=self._counters
+                hidden_size=hidden_size, global_ids=global_ids or {}, counters=self.counters
             )
         else:
             self._codec = requests.ParentCodec(
                 hidden_size=hidden_size,
                 generation=generation,
                 payload=payload,
-                counters=self._counters,
+                counters=self.counters,
             )
         self._socket = context.socket(zmq.DEALER)
         try:
@@ -113,8 +109,6 @@ class StreamClient:
         self._poller.register(lost_fd, zmq.POLLIN)
 
     def submit(self, layer_id: int, batch: RoutedBatch, *, deadline_s: float) -> int:
-        counters = self._counters
-        bytes_before = counters.bytes_sent
         self._sequence += 1
         frames = self._codec.encode(
             batch, sequence=self._sequence, layer_id=layer_id, deadline_s=deadline_s
@@ -127,9 +121,8 @@ class StreamClient:
                 self._socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
         except zmq.Again:
             raise DaemonUnavailable("the daemon's queue is full") from None
-        counters.send_s += time.perf_counter() - packed_s
+        self.counters.send_s += time.perf_counter() - packed_s
         self._num_tokens[self._sequence] = batch.num_tokens
-        self.bytes_sent += counters.bytes_sent - bytes_before
         return self._sequence
 
     def wait(self, sequence: int, *, deadline_s: float) -> Reply:
@@ -184,16 +177,14 @@ class StreamClient:
 
     def _take(self, message: list[bytes]) -> None:
         """Decode a message; one that answers no pending request is dropped."""
-        counters, started_s = self._counters, time.perf_counter()
-        bytes_before = counters.bytes_received
+        started_s = time.perf_counter()
         answer = self._codec.decode(message, self._num_tokens)
         if answer is None:
             return
         sequence, outcome = answer
         del self._num_tokens[sequence]
         self._arrived[sequence] = outcome
-        self.bytes_received += counters.bytes_received - bytes_before
-        counters.receive_s += time.perf_counter() - started_s
+        self.counters.receive_s += time.perf_counter() - started_s
 
 
 class StreamServer:

@@ -203,7 +203,7 @@ class Bye(Message):
 
 @dataclass(slots=True)
 class ExpertRequest:
-    """Parent → daemon: header of one layer's pairs, by local expert ids.
+    """Parent → daemon: what a request says besides its batch.
 
     `requests` and the shared ring each encode it in their own way. ``payload`` is the type of the
     hidden rows. ``deadline_ms`` runs from the request's arrival; ``sent_s`` is the sender's clock,
@@ -214,9 +214,6 @@ class ExpertRequest:
     sequence: int
     layer_id: int
     num_tokens: int
-    num_groups: int
-    num_pairs: int
-    phase: str
     payload: str
     deadline_ms: float
     generation: int = 0

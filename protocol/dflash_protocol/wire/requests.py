@@ -34,6 +34,7 @@ import math
 import struct
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -46,10 +47,8 @@ from dflash_protocol.payloads import (
     PayloadType,
     are_finite,
     is_widened,
-    pack_hidden,
-    pack_sums,
-    unpack_hidden,
-    unpack_sums,
+    pack,
+    unpack,
 )
 from dflash_protocol.wire.messages import HEADER_LIMIT_BYTES, ExpertRequest, Frames
 from dflash_protocol.wire.transport import LinkLimits, Reply, TransportCounters
@@ -183,7 +182,7 @@ def encode_request(
     counters: TransportCounters | None = None,
 ) -> Frames:
     """Frames of a request. Rows travel as `payload`, or as float32 if that would overflow."""
-    hidden, sent_as = pack_hidden(batch.hidden, payload)
+    hidden, sent_as = pack(batch.hidden, payload)
     expert_ids, token_indices = batch.expert_ids, batch.token_indices
     routing = b"".join(
         (expert_ids.data, batch.group_starts.data, token_indices.data, batch.weights.data)
@@ -244,26 +243,17 @@ def decode_request(
     if num_pairs > num_tokens * limits.max_experts_used:
         raise ProtocolError(f"{num_pairs} pairs are too many for {num_tokens} tokens")
     ids = np.frombuffer(routing, "<i4")
-    hidden_size = limits.hidden_size
+    shape = num_tokens, limits.hidden_size
     batch = RoutedBatch(
         phase,
-        HostHidden(unpack_hidden(rows, sent_as, num_tokens=num_tokens, hidden_size=hidden_size)),
+        HostHidden(unpack(rows, sent_as, shape=shape, element=np.float32)),
         ids[:num_groups],
         ids[num_groups : 2 * num_groups + 1],
         ids[2 * num_groups + 1 : num_ids],
         ids[num_ids:].view("<f4"),
     )
     request = ExpertRequest(
-        sequence,
-        layer_id,
-        num_tokens,
-        num_groups,
-        num_pairs,
-        phase.value,
-        sent_as.value,
-        deadline_ms,
-        generation,
-        sent_s,
+        sequence, layer_id, num_tokens, sent_as.value, deadline_ms, generation, sent_s
     )
     return request, batch
 
@@ -278,7 +268,7 @@ def encode_reply(
     counters: TransportCounters | None = None,
 ) -> Frames:
     """Frames of a reply. Shapes: sums [T, H] float64."""
-    packed, sent_as = pack_sums(sums, payload)
+    packed, sent_as = pack(sums, payload)
     if counters is not None:
         counters.widened += is_widened(sent_as, payload)
         counters.bytes_sent += packed.nbytes
@@ -315,18 +305,8 @@ class ParentCodec:
         self._generation = generation
         self._payload = payload
         self._counters = counters
-
-    def encode(
-        self, batch: RoutedBatch, *, sequence: int, layer_id: int, deadline_s: float
-    ) -> Frames:
-        return encode_request(
-            batch,
-            sequence=sequence,
-            layer_id=layer_id,
-            deadline_s=deadline_s,
-            generation=self._generation,
-            payload=self._payload,
-            counters=self._counters,
+        self.encode = partial(
+            encode_request, generation=generation, payload=payload, counters=counters
         )
 
     def decode(
@@ -368,7 +348,8 @@ class ParentCodec:
         if self._payload is not PayloadType.F32 and sent_as is PayloadType.F64:
             self._counters.widened += 1
         self._counters.bytes_received += num_bytes
-        sums = unpack_sums(arrays[0], sent_as, num_tokens=num_tokens, hidden_size=self._hidden_size)
+        shape = num_tokens, self._hidden_size
+        sums = unpack(arrays[0], sent_as, shape=shape, element=np.float64)
         return sequence, Reply(HostSums(sums), header[11], header[12], are_finite(sums))
 
 

@@ -1,6 +1,6 @@
 """The transport interface, both ends: what carries requests and replies between parent and daemon.
 
-`transports.testing.check_transport` checks that an implementation keeps what is promised here.
+`tests/support/transport_checks.py` checks that an implementation keeps what is promised here.
 """
 
 from __future__ import annotations
@@ -59,12 +59,7 @@ class ClientTransport(Protocol):
     """The parent's end of a link's data path. Owned by one thread for life."""
 
     @property
-    def bytes_sent(self) -> int:
-        """Bytes of arrays in requests."""
-
-    @property
-    def bytes_received(self) -> int:
-        """Bytes of arrays in replies."""
+    def counters(self) -> TransportCounters: ...
 
     def submit(self, layer_id: int, batch: RoutedBatch, *, deadline_s: float) -> int:
         """Send a request; returns its sequence number, for `wait` and `forget`.

@@ -176,16 +176,8 @@ def decode_request(
         weights=weights[counts],
         phase=Phase.DECODE if num_tokens == 1 else Phase.PREFILL,
     )
-    request = ExpertRequest(
-        header.sequence,
-        header.layer_id,
-        num_tokens,
-        batch.num_groups,
-        batch.num_pairs,
-        batch.phase.value,
-        "f32",
-        math.inf,  # version 1 has no deadlines
-    )
+    no_deadline_ms = math.inf
+    request = ExpertRequest(header.sequence, header.layer_id, num_tokens, "f32", no_deadline_ms)
     return request, batch
 
 

@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 
 from dflash_protocol.batch import HostHidden, RoutedBatch
 from dflash_protocol.ids import AnyArray, F64Array, I64Array, Phase, U8Array
-from dflash_protocol.payloads import PayloadType, are_finite, pack_hidden, pack_sums
+from dflash_protocol.payloads import PayloadType, are_finite, pack
 from dflash_protocol.ring import compiled as ring_native
 from dflash_protocol.ring import layout as ring
 from dflash_protocol.ring.layout import RingShape
@@ -135,7 +135,7 @@ def test_narrow_rows_become_what_the_stream_makes_of_them(
 ) -> None:
     slots = Slots(run_dir, values.size, payload)
     kernels, empty = ring_native.kernels(), np.empty(0, np.int32)
-    expected, sent_as = pack_hidden(values[None], payload)
+    expected, sent_as = pack(values[None], payload)
     batch = RoutedBatch(
         Phase.DECODE,
         HostHidden(values[None]),
@@ -162,7 +162,7 @@ def test_narrow_sums_become_what_the_stream_makes_of_them(
 ) -> None:
     slots = Slots(run_dir, values.size, payload)
     kernels = ring_native.kernels()
-    expected, sent_as = pack_sums(values[None], payload)
+    expected, sent_as = pack(values[None], payload)
     sent = kernels.send_reply(slots.server.address(0), 1, slots.code, 0.5, 0.25, values[None])
     assert (sent == ring_native.OUT_OF_RANGE) == (sent_as is PayloadType.F64)
     if sent >= 0:

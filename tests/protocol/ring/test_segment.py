@@ -256,7 +256,7 @@ sys.stdin.read()
 
 
 def test_a_recycled_pid_does_not_keep_a_leftover(run_dir: Path) -> None:
-    """The number is this process's, the start time is not; a pipe without memory goes as well."""
+    """The number is this process's; a pipe without memory goes as well."""
     name = f"ring-{os.getpid()}-1-{secrets.token_hex(16)}"
     os.mkfifo(run_dir / f"{name}.client")
     assert sweep_segments(run_dir) == 1

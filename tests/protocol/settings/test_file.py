@@ -14,7 +14,6 @@ from dflash_protocol.errors import SettingsError
 from dflash_protocol.settings import load_settings
 from dflash_protocol.settings.file import read_settings_file
 from dflash_protocol.settings.kinds import (
-    Cores,
     DaemonSetting,
     DeviceOrAuto,
     EndpointText,
@@ -22,7 +21,7 @@ from dflash_protocol.settings.kinds import (
     Switch,
     Whole,
 )
-from dflash_protocol.settings.table import KNOBS, HostName, Knob
+from dflash_protocol.settings.table import CORES, HOST, KNOBS, Knob
 from support.examples import examples
 
 SCALARS = [knob for knob in KNOBS if knob.field not in ("daemons", "connect")]
@@ -57,14 +56,14 @@ def test_every_key_sets_the_field_that_its_variable_sets(file: Path, knob: Knob)
         value, toml, text = knob.kind.words[1], f'"{knob.kind.words[1]}"', knob.kind.words[1]
     elif isinstance(knob.kind, Switch):
         value, toml, text = True, "true", "1"
-    elif isinstance(knob.kind, HostName):
+    elif knob.kind is HOST:
         value, toml, text = "::1", '"::1"', "::1"
     elif isinstance(knob.kind, DeviceOrAuto):
         value, toml, text = parse_device("hip:2"), '"hip:2"', "hip:2"
     elif isinstance(knob.kind, EndpointText):
         value = text = "ipc:///run/moe/some.sock"
         toml = f'"{text}"'
-    elif isinstance(knob.kind, Cores):
+    elif knob.kind is CORES:
         value, toml, text = "0-3,8", '"0-3,8"', "0-3,8"
     file.write_text(f"{knob.key} = {toml}\n")
     assert getattr(load_settings({}, file=file), knob.field) == value

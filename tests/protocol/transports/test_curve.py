@@ -23,11 +23,11 @@ from dflash_protocol.transports.curve import (
     PUBLIC_FILE,
     SECRET_FILE,
     AuthorizedClients,
+    ClientSecurity,
     client_security,
     generate_keys,
     load_keys,
     public_line,
-    secure_client,
     secure_server,
     server_security,
 )
@@ -417,10 +417,10 @@ def test_two_keys_of_one_daemon_are_refused(folder: Path) -> None:
 def test_the_limit_on_frames_leaves_room_for_what_encryption_adds(folder: Path) -> None:
     keys = load_keys(folder)
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        secure_client(dealer, keys, KEY)
+        ClientSecurity(keys, KEY).apply(dealer)
         assert dealer.getsockopt(zmq.MAXMSGSIZE) == -1
         dealer.setsockopt(zmq.MAXMSGSIZE, 1000)
-        secure_client(dealer, keys, KEY)
+        ClientSecurity(keys, KEY).apply(dealer)
         assert dealer.getsockopt(zmq.MAXMSGSIZE) == 1033
         secure_server(dealer, keys, io_threads=(1, 2))
         assert dealer.getsockopt(zmq.AFFINITY) == 6

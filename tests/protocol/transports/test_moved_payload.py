@@ -26,18 +26,18 @@ from dflash_protocol.payloads import PayloadType
 from dflash_protocol.ring import layout as ring
 from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.transports.device_copies import DeviceCopies
-from dflash_protocol.transports.testing import (
+from dflash_protocol.wire.transport import ReceivedRequest
+from support.examples import examples
+from support.host_mover import HostMover, MovedRows, MovedSums
+from support.routed_batches import assert_same_batch
+from support.shared_pair import NUM_SLOTS, Pair
+from support.transport_checks import (
     MAX_EXPERTS_USED,
     MAX_TOKENS,
     TIMEOUT_S,
     received,
     sums_of,
 )
-from dflash_protocol.wire.transport import ReceivedRequest
-from support.examples import examples
-from support.host_mover import HostMover, MovedRows, MovedSums
-from support.routed_batches import assert_same_batch
-from support.shared_pair import NUM_SLOTS, Pair
 
 HIDDEN = 24
 MOST = ring.MOVED_FACTOR * MAX_TOKENS
@@ -120,8 +120,7 @@ def test_rows_and_sums_stay_on_devices(pair: MovedPair, num_tokens: int) -> None
         assert reply.placed.is_on_device
         assert reply.sums.tobytes() == sums_of(batch).tobytes()
         assert 0.5 <= reply.compute_s < 0.5 + TIMEOUT_S
-    assert pair.client.bytes_received == 3 * 8 * num_tokens * HIDDEN
-    assert pair.server.refused == 0
+    assert pair.client.counters.bytes_received == 3 * 8 * num_tokens * HIDDEN
 
 
 def test_requests_of_both_kinds_go_through_one_ring(pair: MovedPair) -> None:
@@ -386,10 +385,10 @@ def test_a_request_is_published_when_its_rows_are_there(pair: MovedPair) -> None
     second, _ = submitted(pair, 2)
     pair.client.push(first)
     assert pair.server.try_receive() is None
-    num_bytes = pair.client.bytes_sent
+    num_bytes = pair.client.counters.bytes_sent
     pair.client.push(second)
     assert received(pair).header.sequence == second
-    assert pair.client.bytes_sent > num_bytes
+    assert pair.client.counters.bytes_sent > num_bytes
 
 
 def test_who_waits_for_a_reply_has_published_all_requests(pair: MovedPair) -> None:
@@ -413,7 +412,7 @@ def test_sums_are_taken_in_before_anybody_waits(pair: MovedPair) -> None:
         sent.append((sequence, sums))
         requests.append(received(pair))
     pair.client.poll()
-    assert pair.client.bytes_received == 0
+    assert pair.client.counters.bytes_received == 0
     for request, (_, sums) in zip(requests, sent, strict=True):
         answered(pair, request, sums)
     for _ in range(2):  # whose header is taken once
@@ -527,10 +526,10 @@ def test_the_digest_is_told_by_every_word_and_its_place() -> None:
     assert digest_of(np.zeros(64, np.uint8)) != digest_of(np.zeros(128, np.uint8))
 
 
-def test_a_request_whose_sending_was_interrupted_is_never_published(
-    pair: MovedPair, monkeypatch: pytest.MonkeyPatch
+def submit_interrupted(
+    pair: MovedPair, monkeypatch: pytest.MonkeyPatch, of_device: RoutedBatch
 ) -> None:
-    """Even if that happened when the copy of its rows had begun."""
+    """Submit a request and be interrupted while its rows are being copied."""
     pair.client_mover.is_slow = True
     begin = DeviceCopies.begin
 
@@ -541,7 +540,14 @@ def test_a_request_whose_sending_was_interrupted_is_never_published(
     with monkeypatch.context() as patch:
         patch.setattr(DeviceCopies, "begin", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            pair.client.submit(1, batches(5)[1], deadline_s=TIMEOUT_S)
+            pair.client.submit(1, of_device, deadline_s=TIMEOUT_S)
+
+
+def test_a_request_whose_sending_was_interrupted_is_never_published(
+    pair: MovedPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if that happened when the copy of its rows had begun."""
+    submit_interrupted(pair, monkeypatch, batches(5)[1])
     batch, of_device = batches(4, seed=1)
     sequence = pair.client.submit(1, of_device, deadline_s=TIMEOUT_S)
     assert pair.server.try_receive() is None
@@ -553,3 +559,27 @@ def test_a_request_whose_sending_was_interrupted_is_never_published(
     assert (
         pair.client.wait(sequence, deadline_s=TIMEOUT_S).sums.tobytes() == sums_of(batch).tobytes()
     )
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_slot_is_used_again_once_its_copy_is_complete(
+    pair: MovedPair, is_interrupted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a forgotten request that are still being copied do not damage the next one's."""
+    batch, of_device = batches(6)
+    for _ in range(NUM_SLOTS + 1):
+        if is_interrupted:
+            submit_interrupted(pair, monkeypatch, batches(6, seed=1)[1])
+        else:
+            sequence, _ = submitted(pair, 1)
+            pair.client.forget(sequence)
+        sequence = pair.client.submit(2, batch, deadline_s=TIMEOUT_S)
+        pair.client_mover.end_copies()
+        request = pair.server.try_receive()
+        assert request is not None
+        assert_same_batch(request.batch, batch)
+        pair.server.reply(request, HostSums(sums_of(batch)), 0.0)
+        reply = pair.client.wait(sequence, deadline_s=TIMEOUT_S)
+        assert reply.sums.tobytes() == sums_of(batch).tobytes()
+    pair.client_mover.is_slow = False
+    assert_is_served(pair, batch, of_device)

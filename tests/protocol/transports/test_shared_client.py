@@ -26,11 +26,17 @@ import pytest
 from dflash_protocol.batch import HostHidden, HostSums
 from dflash_protocol.errors import DaemonUnavailable, DeadlineExceeded, ProtocolError
 from dflash_protocol.ids import AnyArray
-from dflash_protocol.payloads import PayloadType, pack_hidden, pack_sums
+from dflash_protocol.payloads import PayloadType, pack
 from dflash_protocol.ring.segment import create_segment, open_segment
 from dflash_protocol.transports import shared_server
-from dflash_protocol.transports.shared_client import SharedClient, SharedServer
-from dflash_protocol.transports.testing import (
+from dflash_protocol.transports.in_flight import spin_window_s
+from dflash_protocol.transports.shared_client import SharedClient
+from dflash_protocol.transports.shared_server import SharedServer
+from dflash_protocol.wire.transport import LinkLimits
+from support.descriptors import no_descriptor_leak
+from support.processes import environment
+from support.shared_pair import BATCH, NUM_SLOTS, SHAPE, Pair, submitted
+from support.transport_checks import (
     HIDDEN_SIZE,
     MAX_EXPERTS_USED,
     MAX_TOKENS,
@@ -40,11 +46,6 @@ from dflash_protocol.transports.testing import (
     received,
     sums_of,
 )
-from dflash_protocol.transports.waiting import spin_window_s
-from dflash_protocol.wire.transport import LinkLimits
-from support.descriptors import no_descriptor_leak
-from support.processes import environment
-from support.shared_pair import BATCH, NUM_SLOTS, SHAPE, Pair, submitted
 
 
 @pytest.fixture
@@ -307,17 +308,17 @@ def test_narrow_payloads_carry_what_the_stream_carries(run_dir: Path, payload: P
         request = received(pair)
         assert request.header.payload == payload.value
         kind = np.float16 if payload is PayloadType.F16 else None
-        packed, _ = pack_hidden(BATCH.hidden, payload)
+        packed, _ = pack(BATCH.hidden, payload)
         wide = packed.view(kind).astype(np.float32) if kind else from_bf16(packed)
         np.testing.assert_array_equal(request.batch.hidden, wide)
         sums = sums_of(BATCH)
         pair.server.reply(request, HostSums(sums), 0.0)
-        packed, _ = pack_sums(sums, payload)
+        packed, _ = pack(sums, payload)
         wide = packed.view(kind).astype(np.float32) if kind else from_bf16(packed)
         reply = pair.client.wait(sequence, deadline_s=TIMEOUT_S)
         np.testing.assert_array_equal(reply.sums, wide.astype(np.float64))
-        assert pair.client.bytes_sent < 2.5 * BATCH.hidden.size + 16 * BATCH.num_pairs + 4
-        assert pair.client.bytes_received == 2 * BATCH.hidden.size
+        assert pair.client.counters.bytes_sent < 2.5 * BATCH.hidden.size + 16 * BATCH.num_pairs + 4
+        assert pair.client.counters.bytes_received == 2 * BATCH.hidden.size
     finally:
         pair.close()
 
@@ -355,7 +356,7 @@ import os, sys
 from pathlib import Path
 from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.ring.segment import open_segment
-from dflash_protocol.transports.testing import *
+from support.transport_checks import *
 from dflash_protocol.transports.shared_client import SharedClient
 shape = RingShape(2, MAX_TOKENS, HIDDEN_SIZE, MAX_TOKENS * MAX_EXPERTS_USED)
 segment = open_segment(Path(sys.argv[1]), sys.argv[2], shape, generation=1)
@@ -397,7 +398,7 @@ import sys, time
 from pathlib import Path
 from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.ring.segment import open_segment
-from dflash_protocol.transports.testing import *
+from support.transport_checks import *
 shape = RingShape(2, MAX_TOKENS, HIDDEN_SIZE, MAX_TOKENS * MAX_EXPERTS_USED)
 segment = open_segment(Path(sys.argv[1]), sys.argv[2], shape, generation=1)
 print("ready", flush=True)

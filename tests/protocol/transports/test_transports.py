@@ -7,7 +7,7 @@ import secrets
 import subprocess
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,26 +20,28 @@ from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.ring.segment import create_segment, open_segment
 from dflash_protocol.transports.shared_client import SharedClient
 from dflash_protocol.transports.shared_server import SharedServer
-from dflash_protocol.transports.testing import (
-    CHECKS,
-    HIDDEN_SIZE,
-    MAX_EXPERTS_USED,
-    MAX_TOKENS,
-    NUM_IN_FLIGHT,
-    MakePair,
-    TransportPair,
-    check_transport,
-    example_batch,
-    sums_of,
-)
-from dflash_protocol.transports.zmq_stream import StreamClient, StreamServer, largest_frame_bytes
+from dflash_protocol.transports.zmq_stream import StreamClient, StreamServer
+from dflash_protocol.wire.requests import largest_frame_bytes
 from dflash_protocol.wire.transport import (
     ClientTransport,
     LinkLimits,
     ReceivedRequest,
     ServerTransport,
 )
+from support.descriptors import no_descriptor_leak
 from support.processes import environment
+from support.transport_checks import (
+    CHECKS,
+    HIDDEN_SIZE,
+    LOST_REASON,
+    MAX_EXPERTS_USED,
+    MAX_TOKENS,
+    NUM_IN_FLIGHT,
+    TransportPair,
+    assert_serves,
+    example_batch,
+    sums_of,
+)
 
 
 def limits() -> LinkLimits:
@@ -54,7 +56,7 @@ FRAME_BYTES = largest_frame_bytes(
 
 
 class Pair(ABC):
-    """Implements testing.TransportPair."""
+    """Implements transport_checks.TransportPair."""
 
     server: ServerTransport
 
@@ -111,7 +113,7 @@ class StreamPair(Pair):
             hidden_size=HIDDEN_SIZE,
             max_frame_bytes=FRAME_BYTES,
             lost_fd=self.lost_fd,
-            lost_reason=lambda: "it was ended",
+            lost_reason=lambda: LOST_REASON,
             generation=3,
         )
 
@@ -149,7 +151,7 @@ class SharedPair(Pair):
         return SharedClient(
             segment,
             lost_fd=self.lost_fd,
-            lost_reason=lambda: "it was ended",
+            lost_reason=lambda: LOST_REASON,
             spin_s=self._spin_s,
         )
 
@@ -165,13 +167,31 @@ MAKERS: dict[str, Callable[[Path], TransportPair]] = {
 }
 
 
+@pytest.fixture
+def pair(maker: str, run_dir: Path) -> Iterator[TransportPair]:
+    made = MAKERS[maker](run_dir)
+    yield made
+    made.close()
+
+
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("maker", MAKERS)
-def test_a_transport_keeps_what_all_of_them_promise(maker: str, check: str, run_dir: Path) -> None:
-    CHECKS[check](lambda: MAKERS[maker](run_dir))
+def test_a_transport_keeps_what_all_of_them_promise(check: str, pair: TransportPair) -> None:
+    CHECKS[check](pair)
 
 
-def test_the_check_names_what_fails(run_dir: Path) -> None:
+@pytest.mark.parametrize("maker", MAKERS)
+def test_closing_releases_all_descriptors(maker: str, run_dir: Path) -> None:
+    """Also with requests in flight."""
+    with no_descriptor_leak():
+        pair = MAKERS[maker](run_dir)
+        assert_serves(pair)
+        for _ in range(2):
+            pair.client.submit(0, example_batch(1), deadline_s=9.0)
+        pair.close()
+
+
+def test_a_check_notices_wrong_sums(run_dir: Path) -> None:
     class Liar(SpinningServer):
         def reply(self, request: ReceivedRequest, sums: Sums, compute_s: float) -> None:
             super().reply(request, HostSums(sums.to_host() + 1.0), compute_s)
@@ -179,9 +199,10 @@ def test_the_check_names_what_fails(run_dir: Path) -> None:
     class LyingPair(SharedPair):
         make_server = Liar
 
-    make_pair: MakePair = lambda: LyingPair(run_dir, 0.0)  # noqa: E731
-    with pytest.raises(AssertionError, match="'echo'"):
-        check_transport(make_pair)
+    pair = LyingPair(run_dir, 0.0)
+    with pytest.raises(AssertionError, match="other bits"):
+        CHECKS["echo"](pair)
+    pair.close()
 
 
 SERVER = """
@@ -189,7 +210,7 @@ import sys
 from pathlib import Path
 from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.ring.segment import open_segment
-from dflash_protocol.transports.testing import *
+from support.transport_checks import *
 from dflash_protocol.wire.transport import LinkLimits
 from dflash_protocol.transports.shared_server import SharedServer
 limits = LinkLimits(HIDDEN_SIZE, MAX_TOKENS, MAX_EXPERTS_USED, generation=3)

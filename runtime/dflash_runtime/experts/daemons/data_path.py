@@ -32,8 +32,9 @@ from dflash_protocol.ring.layout import MAX_SLOTS, MOVED_FACTOR, RingShape
 from dflash_protocol.ring.segment import Segment, create_segment
 from dflash_protocol.settings import Settings
 from dflash_protocol.transports.shared_client import SharedClient
-from dflash_protocol.transports.zmq_stream import StreamClient, largest_frame_bytes
+from dflash_protocol.transports.zmq_stream import StreamClient
 from dflash_protocol.wire.messages import Attach, Attached, Message, Refused, Welcome
+from dflash_protocol.wire.requests import largest_frame_bytes
 from dflash_protocol.wire.transport import ClientTransport, TransportCounters
 from dflash_runtime.compute.backend import ComputeBackend
 from dflash_runtime.experts.daemons.link import DaemonLink, Session, SharedMemory

@@ -65,7 +65,7 @@ _MISSED_HEARTBEATS = 5
 _BACKOFF_FIRST_S = 0.05
 _BACKOFF_LAST_S = 5.0
 _MOST_EARLY_ENDS = 3
-"""After so many ends before it was ever ready, a daemon is not tried again at start."""
+"""A daemon that ended this often before it was ever ready is not tried again at start."""
 _END_S = 3.0
 """The longest from a child's disconnecting to its end: a driver has to release a device."""
 _OTHER_WEIGHTS_S = 30.0

@@ -99,8 +99,7 @@ class RemoteSession:
         self._counters = counters
         self._pairs_in_flight = 0
         self._last_sequence = 0
-        self._num_bytes_counted = 0
-        """Of those that the client has sent."""
+        self._num_bytes_counted = counters.bytes_sent
 
     def send(
         self, layer_id: int, batch: RoutedBatch, rows: SomeRows | None, *, counted: PhaseStats
@@ -113,7 +112,7 @@ class RemoteSession:
         self._pairs_in_flight += num_pairs
         deadline_s = self._rates.deadline_s(batch.phase, self._pairs_in_flight)
         # Sending may have to receive replies first, to free slots.
-        received_before = client.bytes_received
+        received_before = counters.bytes_received
         send_before_s, receive_before_s = counters.send_s, counters.receive_s
         sent_s = time.monotonic()
         sequence = self._last_sequence = client.submit(layer_id, batch, deadline_s=deadline_s)
@@ -123,7 +122,7 @@ class RemoteSession:
         counted.tokens += batch.num_tokens
         counted.pairs += num_pairs
         self._count_sent(counted)
-        counted.bytes_received += client.bytes_received - received_before
+        counted.bytes_received += counters.bytes_received - received_before
         counted.pack_s += time.monotonic() - sent_s - send_s - receive_s
         counted.send_s += send_s
         counted.receive_s += receive_s
@@ -141,22 +140,22 @@ class RemoteSession:
 
         Raises: DeadlineExceeded; DaemonUnavailable; ProtocolError: see ClientTransport.wait.
         """
-        client = self._client
-        bytes_before, receive_before_s = client.bytes_received, self._counters.receive_s
+        counters = self._counters
+        bytes_before, receive_before_s = counters.bytes_received, counters.receive_s
         started_s = time.monotonic()
         # The deadline runs from the sending: the daemon has been at work since then.
         remaining_s = sent.sent_s + sent.deadline_s - started_s
         try:
-            reply = client.wait(sent.sequence, deadline_s=max(remaining_s, 0.0))
+            reply = self._client.wait(sent.sequence, deadline_s=max(remaining_s, 0.0))
         except DeadlineExceeded:
             self._rates.note_late(phase)
             # docs: the daemon was late: overloaded or stopped; see `IPC_DEADLINE_MS`
             raise DeadlineExceeded(f"no reply within {sent.deadline_s * 1e3:.0f} ms") from None
         finally:
             ended_s = time.monotonic()
-            receive_s = self._counters.receive_s - receive_before_s
+            receive_s = counters.receive_s - receive_before_s
             self._count_sent(counted)  # requests that were sent once their rows were ready
-            counted.bytes_received += client.bytes_received - bytes_before
+            counted.bytes_received += counters.bytes_received - bytes_before
             counted.receive_s += receive_s
             counted.wait_s += max(0.0, ended_s - started_s - receive_s)
         self._pairs_in_flight -= sent.num_pairs
@@ -198,8 +197,8 @@ class RemoteSession:
         self._client.close()
 
     def _count_sent(self, counted: PhaseStats) -> None:
-        counted.bytes_sent += self._client.bytes_sent - self._num_bytes_counted
-        self._num_bytes_counted = self._client.bytes_sent
+        counted.bytes_sent += self._counters.bytes_sent - self._num_bytes_counted
+        self._num_bytes_counted = self._counters.bytes_sent
 
 
 @dataclass(slots=True, eq=False)
