@@ -46,7 +46,6 @@ _MOST_KNOWN = 1024
 MAX_MATRICES = 4
 """Most matrices of one launch."""
 
-DenseMatrixArgs = kernel_struct("gemm_dense.cu", "DenseMatrix")
 DenseArgs = kernel_struct("gemm_dense.cu", "DenseArgs")
 
 
