@@ -107,14 +107,14 @@ class PathCaptures:
         decode, path = self._decode, self.path
         buffers = decode.ops.steps.buffers
         with (
-            decode.tokens.restored(),
-            buffers.noted() as noted,
             path.trial(),
+            decode.tokens.restored(),  # waits for the pass
+            buffers.noted() as noted,
             decode.ops.step_experts.uncounted(),
         ):
             for _ in decode.launch(path, bucket):
                 pass  # the host's work is left out
-        with buffers.repeated(noted) as kept, path.capturing():
+        with buffers.repeated(noted) as kept:
             pieces, logits = capture_pieces(decode.ops.device, decode.launch(path, bucket))
         # Other work may run between pieces, so a step in pieces keeps its buffers to itself.
         return Capture(pieces, logits, kept if path.needs_host else [])

@@ -33,10 +33,8 @@ class StepPath(Protocol):
         """What a model calls in a pass whose launches follow: of a trial, or captured."""
 
     def trial(self) -> AbstractContextManager[None]:
-        """A context in which a pass asks no remote owner; the host's work in it is left out."""
-
-    def capturing(self) -> AbstractContextManager[None]:
-        """A context in which a pass is captured."""
+        """A context for a pass that asks no remote owner and whose host work is left out; it must
+        have ended on the device before the context does."""
 
     def run(self, pieces: Sequence[GraphPiece], num_tokens: int = 1) -> None:
         """Replay a pass of so many tokens. Raises: DaemonUnavailable."""
@@ -65,9 +63,6 @@ class LocalPath:
     def trial(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def capturing(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def run(self, pieces: Sequence[GraphPiece], num_tokens: int = 1) -> None:
         for piece in pieces:
             piece.graph.replay()
@@ -94,15 +89,10 @@ class HostPath:
     def experts(self, phase: Phase) -> DeviceMoe:
         return self._moe
 
-    def trial(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     @contextmanager
-    def capturing(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self._shared.reset()  # after the trial
+    def trial(self) -> Iterator[None]:
+        yield
+        self._shared.reset()
 
     def run(self, pieces: Sequence[GraphPiece], num_tokens: int = 1) -> None:
         try:
@@ -144,9 +134,6 @@ class MailboxPath:
 
     def trial(self) -> AbstractContextManager[None]:
         return self.mail.trial()
-
-    def capturing(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def run(self, pieces: Sequence[GraphPiece], num_tokens: int = 1) -> None:
         """Every daemon must be prepared for so many tokens."""
