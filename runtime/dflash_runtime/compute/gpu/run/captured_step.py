@@ -14,7 +14,7 @@ the host may start several without waiting for any. Nothing is allocated or comp
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase
@@ -58,18 +58,24 @@ class GraphStep:
         sessions: MailboxSessions | None = None,
     ) -> None:
         """`moe` is what the model calls where no mailbox is used; `shared` its owner if the host
-        asks."""
-        self._device, self._cache, self._shared = ops.device, cache, shared
-        self._tokens = tokens = DecodeTokens(ops.device, cache.capacity)
-        self._sampling = StepSampling(
-            ops.device, vocab_size=model.spec.vocab_size, num_positions=tokens.sampled.size
-        )
-        decode = DecodePass(ops, model, cache, tokens, self._sampling)
-        home = LocalPath(moe) if shared is None else HostPath(moe, shared)
-        self._choice = PathChoice(decode, home, sessions)
-        self._runner = StepRunner(ops.device, cache, tokens, captures=self._choice.home)
-        self._redo = MailboxRedo(self._runner, self._choice)
-        self._trees = TreeSteps(ops.device, self._choice)
+        asks, which is closed with this object, and if that cannot be made."""
+        self._device, self._cache = ops.device, cache
+        with ExitStack() as undo:
+            if shared is not None:
+                undo.callback(shared.close)
+            self._tokens = tokens = DecodeTokens(ops.device, cache.capacity)
+            undo.callback(tokens.close)
+            self._sampling = StepSampling(
+                ops.device, vocab_size=model.spec.vocab_size, num_positions=tokens.sampled.size
+            )
+            decode = DecodePass(ops, model, cache, tokens, self._sampling)
+            home = LocalPath(moe) if shared is None else HostPath(moe, shared)
+            self._choice = PathChoice(decode, home, sessions)
+            undo.callback(self._choice.close)
+            self._runner = StepRunner(ops.device, cache, tokens, captures=self._choice.home)
+            self._redo = MailboxRedo(self._runner, self._choice)
+            self._trees = TreeSteps(ops.device, self._choice)
+            self._undo = undo.pop_all()
         self._is_closed = False
 
     @property
@@ -152,9 +158,6 @@ class GraphStep:
         self._is_closed = True
         with suppress(DeviceUnavailable):  # a device that has failed writes nothing any more
             self._device.synchronize()
-        self._choice.close()
-        self._tokens.close()
-        if self._shared is not None:
-            self._shared.close()
-        del self._device, self._cache, self._shared, self._tokens, self._sampling
+        self._undo.close()
+        del self._device, self._cache, self._tokens, self._sampling, self._undo
         del self._choice, self._runner, self._redo, self._trees

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_adapters.spec import MoeSpec
+from dflash_adapters.spec import MoeLayer, MoeSpec
 from dflash_protocol.batch import HostHidden
 from dflash_protocol.ids import Phase
 from dflash_runtime.compute.backend import RemoteExperts
@@ -45,25 +45,33 @@ class HostRoutes:
         self._exchanges: list[_Exchange] = []
         self._whole_pairs: list[int] = []
         """Pairs of a token in each layer whose experts are all here."""
-        exchanger = Exchanger(ops.device)
-        routes: dict[int, Route] = {}
-        for spec in moe.layers:
-            layer = resident.get(spec.layer_id)
-            if layer is not None and layer.is_whole:
-                routes[spec.layer_id] = HereRoute(ops, layer, _PHASE)
-                self._whole_pairs.append(spec.num_experts_used)
-                continue
-            box = StepBox(
-                ops.device,
-                num_tokens=1,
-                hidden_size=spec.hidden_size,
-                num_used=spec.num_experts_used,
-            )
-            exchange = _Exchange(ops, exchanger, box, remote, spec.layer_id, layer)
-            routes[spec.layer_id] = exchange
-            self._exchanges.append(exchange)
+        self._ops, self._exchanger = ops, Exchanger(ops.device)
+        try:
+            routes = {
+                layer.layer_id: self._new_route(layer, resident.get(layer.layer_id))
+                for layer in moe.layers
+            }
+        except BaseException:
+            self.close()
+            raise
         self.block = DeviceMoe(routes.__getitem__)
         """The experts that the step's model calls."""
+
+    def _new_route(self, layer: MoeLayer, local: ResidentLayer | None) -> Route:
+        if local is not None and local.is_whole:
+            self._whole_pairs.append(layer.num_experts_used)
+            return HereRoute(self._ops, local, _PHASE)
+        box = StepBox(
+            self._ops.device,
+            num_tokens=1,
+            hidden_size=layer.hidden_size,
+            num_used=layer.num_experts_used,
+        )
+        exchange = _Exchange(
+            self._ops, self._exchanger, box, self._remote, layer.layer_id, layer=local
+        )
+        self._exchanges.append(exchange)
+        return exchange
 
     def reset(self) -> None:
         """Forget what an incomplete step or a trial has left. No step may be running."""
