@@ -20,7 +20,6 @@ from dflash_runtime.compute.gpu.device.cupy_memory import CupyMemory, import_cup
 from dflash_runtime.compute.gpu.device.device import (
     NANOSECONDS_PER_MS,
     DeviceArray,
-    Graph,
     Grid,
     address,
     check_args,
@@ -34,7 +33,15 @@ from dflash_runtime.compute.gpu.device.driver import Driver, open_driver
 from dflash_runtime.compute.gpu.device.driver_table import DeviceAttribute, FunctionAttribute
 from dflash_runtime.compute.gpu.device.kernel_sources import Defines, define_options
 from dflash_runtime.compute.gpu.device.rtc import DeviceCompiler, runtime_compiler
-from dflash_runtime.compute.gpu.device.side_stream import CupyMark, CupySideStream, Events
+from dflash_runtime.compute.gpu.device.side_stream import (
+    CupyGraph,
+    CupyMark,
+    CupySideStream,
+    Events,
+)
+
+_BEFORE_OTHERS = -1
+"""Priority: its few blocks, which wait for remote memory, go before a product's thousands."""
 
 
 @dataclass(frozen=True)
@@ -55,58 +62,6 @@ class CupyModule:
 
     def kernel(self, name: str, args: type[ctypes.Structure]) -> CupyKernel:
         return self._device.kernel_of(self.handle, name, args)
-
-
-class CupyGraph:
-    """Launches that the driver has captured."""
-
-    def __init__(self, driver: Driver, *, index: int, stream: int, executable: int) -> None:
-        self._driver = driver
-        self._index = index
-        self._stream = stream
-        self._executable: int | None = executable
-
-    def replay(self) -> None:
-        self.replay_in(self._stream)
-
-    def replay_in(self, stream: int) -> None:
-        """Replay in another stream of the driver."""
-        if self._executable is None:
-            raise SettingsError("the graph is closed")
-        self._driver.use(self._index)
-        self._driver.launch_graph(self._executable, stream)
-
-    def close(self) -> None:
-        """Idempotent."""
-        if self._executable is not None:
-            self._driver.use(self._index)
-            self._driver.destroy_graph(self._executable)
-            self._executable = None
-
-
-class CupyQueue:
-    """Implements device.Queue."""
-
-    def __init__(self, driver: Driver, index: int) -> None:
-        self._driver, self._index = driver, index
-        driver.use(index)
-        self._stream: int | None = driver.create_stream()
-
-    def replay(self, graph: Graph) -> None:
-        assert isinstance(graph, CupyGraph)
-        assert self._stream is not None
-        graph.replay_in(self._stream)
-
-    def synchronize(self) -> None:
-        assert self._stream is not None
-        self._driver.use(self._index)
-        self._driver.synchronize_stream(self._stream)
-
-    def close(self) -> None:
-        if self._stream is not None:
-            self._driver.use(self._index)
-            self._driver.destroy_stream(self._stream)
-            self._stream = None
 
 
 class CupyPeerMemory:
@@ -145,38 +100,6 @@ class CupyHostMapping:
             self._driver.use(self._index)
             self._driver.unregister_host(address(self._array))
             self._array = None
-
-
-class CupyCopyStream:
-    """A stream of its own."""
-
-    def __init__(self, driver: Driver, index: int) -> None:
-        self._driver = driver
-        self._index = index
-        self._stream: int | None = driver.create_stream()
-
-    def write(self, destination: DeviceArray, source: AnyArray) -> None:
-        assert source.flags.c_contiguous
-        assert source.nbytes == destination.nbytes
-        self._driver.use(self._index)
-        self._driver.copy(
-            address(destination), address(source), source.nbytes, stream=self._opened()
-        )
-
-    def wait(self) -> None:
-        self._driver.use(self._index)
-        self._driver.synchronize_stream(self._opened())
-
-    def close(self) -> None:
-        if self._stream is not None:
-            stream, self._stream = self._stream, None
-            self._driver.use(self._index)
-            self._driver.destroy_stream(stream)
-
-    def _opened(self) -> int:
-        if self._stream is None:
-            raise SettingsError("the copy stream is closed")
-        return self._stream
 
 
 @dataclass(frozen=True)
@@ -388,10 +311,6 @@ class CupyDevice:
             self._is_capturing = False
         return CupyGraph(self._driver, index=self._index, stream=self.stream, executable=executable)
 
-    def new_queue(self) -> CupyQueue:
-        self._begin("make a stream")
-        return CupyQueue(self._driver, self._index)
-
     def export_memory(self, num_bytes: int) -> CupyPeerMemory:
         self._begin("export memory")
         return CupyPeerMemory(self._driver, self._index, num_bytes=num_bytes)
@@ -404,10 +323,6 @@ class CupyDevice:
         self._begin("map memory")
         return CupyHostMapping(self._driver, self._index, array)
 
-    def copy_stream(self) -> CupyCopyStream:
-        self._begin("open a stream")
-        return CupyCopyStream(self._driver, self._index)
-
     def trim(self) -> None:
         self._begin("free memory")
         self._memory.trim()
@@ -416,13 +331,16 @@ class CupyDevice:
         self._begin("mark")
         return self._events.record(self.stream)
 
+    def new_stream(self, *, priority: int = 0) -> CupySideStream:
+        self._begin("make a stream")
+        return CupySideStream(
+            self._driver, self._index, name=self.name, launch=self.launch, priority=priority
+        )
+
     def side_stream(self, name: str) -> CupySideStream:
         side = self._sides.get(name)
         if side is None:
-            self._begin("make a stream")
-            side = self._sides[name] = CupySideStream(
-                self._driver, self._index, name=self.name, launch=self.launch
-            )
+            side = self._sides[name] = self.new_stream(priority=_BEFORE_OTHERS)
         return side
 
     def use(self) -> None:

@@ -13,7 +13,7 @@ from dflash_runtime.compute.gpu.device.device import (
     DeviceArray,
     Graph,
     KernelDevice,
-    Queue,
+    SideStream,
     address,
 )
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
@@ -48,7 +48,7 @@ class ServedSteps:
         self._device, self._words, self._layers = device, words, layers
         self._is_alone, self._was_alone = is_alone, True
         self._kernels: MailKernels | None = None
-        self._queue: Queue | None = None
+        self._stream: SideStream | None = None
         self._media: list[MailboxMemory] = []
         """Lines in the host's memory; then those in devices' memory, if it can be mapped."""
         self._medium = 0
@@ -62,7 +62,7 @@ class ServedSteps:
         self._kernels.prepare_probe(is_echo=True)
         relay = self._device.zeros(lines.layout.requests_nbytes, np.uint8)
         self._add(lines, (relay, MailLines(lines.layout, requests=address(relay), replies=0)))
-        self._queue = self._device.new_queue()
+        self._stream = self._device.new_stream()
 
     def add_devices(self, lines: MailLines) -> None:
         """Capture the step of one token for lines in the devices' memory too. The parent must
@@ -113,14 +113,14 @@ class ServedSteps:
         return captured[1]
 
     def replay(self, graph: Graph) -> None:
-        """Queue a step, without waiting for it."""
-        assert self._queue is not None
-        self._queue.replay(graph)
+        """Start a step, without waiting for it."""
+        assert self._stream is not None
+        self._stream.replay(graph)
 
     def synchronize(self) -> None:
-        """Wait for all steps queued. Raises: DeviceUnavailable."""
-        if self._queue is not None:
-            self._queue.synchronize()
+        """Wait for all steps started. Raises: DeviceUnavailable."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def echo(self, plan: ProbePlan) -> bytes:
         """Answer a probe's round trips: the faults found, as `read_faults` reads them."""
@@ -132,8 +132,8 @@ class ServedSteps:
 
     def close(self) -> None:
         """Close the stream and all graphs; no step may be running. Raises: DeviceUnavailable."""
-        if self._queue is not None:
-            self._queue.close()
+        if self._stream is not None:
+            self._stream.close()
         for medium in self._media:
             medium.close()
 
@@ -141,7 +141,7 @@ class ServedSteps:
         """Drop what was closed, and the layers, so that their experts can be dropped."""
         self._media.clear()
         self._layers = ()
-        self._queue = self._kernels = None
+        self._stream = self._kernels = None
 
     def _add(self, lines: MailLines, relay: tuple[DeviceArray, MailLines] | None) -> None:
         medium = MailboxMemory(lines, relay)

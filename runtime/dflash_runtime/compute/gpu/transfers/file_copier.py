@@ -21,7 +21,7 @@ import numpy as np
 
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import U8Array
-from dflash_runtime.compute.gpu.device.device import CopyStream, DeviceArray, KernelDevice
+from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, SideStream
 from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock
 
 _MOST_THREADS = 8
@@ -46,7 +46,7 @@ class FilePiece:
 class _Lane:
     """A thread's stream and locked memory."""
 
-    stream: CopyStream
+    stream: SideStream
     block: MappedBlock
     half: int = 0
     """The half to be filled next."""
@@ -55,7 +55,7 @@ class _Lane:
         """Begin to copy a piece; the copy before it has ended when this returns."""
         staged = self.block.host[self.half][: piece.source.size]
         np.copyto(staged, piece.source)
-        self.stream.wait()  # of the other half, which is filled next
+        self.stream.synchronize()  # of the other half, which is filled next
         self.stream.write(piece.destination, staged)
         self.half = 1 - self.half
 
@@ -126,7 +126,7 @@ class FileCopier:
             for _ in range(num_threads):
                 block = MappedBlock(device, [((piece_bytes,), np.uint8)] * _HALVES)
                 undo.callback(block.close)
-                stream = device.copy_stream()
+                stream = device.new_stream()
                 undo.callback(stream.close)
                 self._lanes.put(_Lane(stream, block))
             self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="dflash-copy")
@@ -168,7 +168,7 @@ class FileCopier:
                 lane.copy(transfer.pieces[index])
         finally:
             try:
-                lane.stream.wait()
+                lane.stream.synchronize()
             finally:
                 self._lanes.put(lane)
                 ended_s = time.perf_counter()

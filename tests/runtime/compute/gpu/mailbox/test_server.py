@@ -19,7 +19,7 @@ from dflash_runtime.compute.gpu.mailbox.trial import TRIAL_LAYOUT, TRIAL_SHAPE
 from dflash_runtime.compute.gpu.mailbox.words import MailWords
 from dflash_runtime.compute.gpu.transfers.payload import PayloadMover
 from support.emulated_device import EmulatedDevice
-from support.emulated_device.emulated_device import EmulatedQueue
+from support.emulated_device.side_stream import EmulatedSideStream
 from support.processes import START_S, wait_until
 
 HOST, HOST_ALONE, PEERS, PEERS_ALONE = range(4)
@@ -33,13 +33,13 @@ class Captured(EmulatedDevice):
         super().__init__()
         self.graphs: list[Graph] = []
         self.replayed: list[int] = []
-        replay = EmulatedQueue.replay
+        replay = EmulatedSideStream.replay
 
-        def noted(queue: EmulatedQueue, graph: Graph) -> None:
+        def noted(stream: EmulatedSideStream, graph: Graph) -> None:
             self.replayed.append(self.graphs.index(graph))
-            replay(queue, graph)
+            replay(stream, graph)
 
-        monkeypatch.setattr(EmulatedQueue, "replay", noted)
+        monkeypatch.setattr(EmulatedSideStream, "replay", noted)
 
     def capture(self, record: Callable[[], None]) -> Graph:  # type: ignore[override]
         self.graphs.append(super().capture(record))
