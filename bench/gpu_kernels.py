@@ -28,6 +28,7 @@ from dflash_runtime.compute.gpu.backend import CupyBackend
 from dflash_runtime.compute.gpu.device.device import KernelDevice, address
 from dflash_runtime.compute.gpu.layers.matrix import DeviceMatrix
 from dflash_runtime.compute.gpu.run.captured_step import GraphStep
+from dflash_runtime.compute.gpu.run.step_path import LocalPath
 from dflash_runtime.compute.kv_cache import KvType
 
 _ROUNDS = 7
@@ -70,7 +71,7 @@ class StepModel:
     def captured(self) -> GraphStep:
         """A new step, captured once it is started."""
         moe = self.backend.moe(self.banks, Phase.DECODE, None)
-        return GraphStep(self.backend.ops, self.model, self.cache, moe=moe)
+        return GraphStep(self.backend.ops, self.model, self.cache, home=LocalPath(moe))
 
     def close(self) -> None:
         """Give the file back, and the device if it was opened here."""

@@ -38,9 +38,9 @@ from dflash_runtime.compute.gpu.mailbox.layout import (
 )
 from dflash_runtime.compute.gpu.mailbox.link import MailLink
 from dflash_runtime.compute.gpu.mailbox.parent import ParentMail, is_ready
-from dflash_runtime.compute.gpu.mailbox.sessions import MailboxSessions
 from dflash_runtime.compute.gpu.mailbox.words import Asked, MailWords
 from dflash_runtime.compute.gpu.run.captured_trees import CapturedTrees
+from dflash_runtime.compute.gpu.run.path_choice import MailboxSessions
 from dflash_runtime.compute.mail_trial import Fault, FaultKind, Faults, TrialBatch
 from dflash_runtime.engine.verifying import Verified
 from dflash_runtime.experts.event_kinds import EventKind

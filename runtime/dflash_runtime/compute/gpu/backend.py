@@ -30,7 +30,6 @@ from dflash_runtime.compute.gpu.layers.recurrent_state import state_bytes
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer, load_resident
 from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.gpu.mailbox.mail import CupyMail
-from dflash_runtime.compute.gpu.mailbox.sessions import MailboxSessions
 from dflash_runtime.compute.gpu.model.linear import DeviceLoader
 from dflash_runtime.compute.gpu.model.model import GpuModel
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
@@ -43,7 +42,9 @@ from dflash_runtime.compute.gpu.room import (
     work_bytes,
 )
 from dflash_runtime.compute.gpu.run.captured_step import GraphStep
-from dflash_runtime.compute.gpu.run.host_routes import HostRoutes
+from dflash_runtime.compute.gpu.run.host_path import HostPath
+from dflash_runtime.compute.gpu.run.path_choice import MailboxSessions
+from dflash_runtime.compute.gpu.run.step_path import LocalPath
 from dflash_runtime.compute.gpu.transfers.payload import PayloadMover
 from dflash_runtime.compute.kv_cache import KvCache, KvType
 from dflash_runtime.compute.model import Model
@@ -295,7 +296,7 @@ class CupyBackend:
         layers = [resident.get(layer.layer_id) for layer in model.spec.moe.layers]
         if all(layer is not None and layer.is_whole for layer in layers):
             whole = self.moe(banks, Phase.DECODE, None)
-            return GraphStep(self.ops, model, cache, moe=whole)
+            return GraphStep(self.ops, model, cache, home=LocalPath(whole))
         sessions = MailboxSessions(
             self.ops,
             model.spec.moe,
@@ -303,8 +304,8 @@ class CupyBackend:
             remote=remote,
             keeper=self._mail.keeper,
         )
-        shared = HostRoutes(self.ops, model.spec.moe, resident, remote=remote)
-        return GraphStep(self.ops, model, cache, moe=shared.block, shared=shared, sessions=sessions)
+        home = HostPath(self.ops, model.spec.moe, resident, remote=remote)
+        return GraphStep(self.ops, model, cache, home=home, sessions=sessions)
 
     def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:
         taken: dict[int, I64Array] = {}

@@ -4,8 +4,8 @@
 * Asked by the host: the choice is copied to the host, and if it has remote experts their owners
   are asked, while the device computes the local ones (HostRoute). Rows of a chunk and the sums that
   return stay on the device unless an owner computes on a CPU; the experts of such an owner may be
-  computed locally, see offload.py. A captured step is left for that: `run/host_routes.py`.
-* Asked by the device, through mailboxes, in captured steps: `mailbox/routes.py`.
+  computed locally, see offload.py. A captured step is left for that: `run/host_path.py`.
+* Asked by the device, through mailboxes, in captured steps: `run/mailbox_path.py`.
 
 Bits are the same whatever the route.
 """

@@ -1,6 +1,6 @@
 """The parent's end of its mailboxes: one for each daemon; a step uses all of them or none.
 
-`routes.MailboxRoutes` launches a step's requests; the captured step rings the daemons' hosts.
+`run/mailbox_path.py` launches a step's requests; the captured step rings the daemons' hosts.
 """
 
 from __future__ import annotations

@@ -24,8 +24,7 @@ from dflash_runtime.compute.gpu.layers.placed_step import PlacedStep
 from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.gpu.model.model import GpuModel
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
-from dflash_runtime.compute.gpu.run.captured_pieces import GraphPiece
-from dflash_runtime.compute.gpu.run.step_paths import StepPath
+from dflash_runtime.compute.gpu.run.step_path import GraphPiece, StepPath
 from dflash_runtime.compute.model import forward, run_to_end
 from dflash_runtime.compute.trees import OnAccept, Tree, TreeResult
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from dflash_protocol.ids import F64Array, Phase
 from dflash_runtime.compute.backend import DeviceSampling
+from dflash_runtime.compute.gpu.device.buffers import Buffer
 from dflash_runtime.compute.gpu.device.device import KernelDevice
 from dflash_runtime.compute.gpu.launch.sample_tokens import (
     NUM_OPTIONS,
@@ -20,10 +21,9 @@ from dflash_runtime.compute.gpu.layers.placed_step import PlacedStep
 from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.gpu.model.model import GpuModel
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
-from dflash_runtime.compute.gpu.run.captured_pieces import Capture, capture_pieces
 from dflash_runtime.compute.gpu.run.captured_trees import CapturedTrees
 from dflash_runtime.compute.gpu.run.decode_tokens import DecodeTokens
-from dflash_runtime.compute.gpu.run.step_paths import StepPath
+from dflash_runtime.compute.gpu.run.step_path import GraphPiece, StepPath, capture_pieces
 from dflash_runtime.compute.model import Pausable, forward
 
 
@@ -79,6 +79,19 @@ class DecodePass:
             history=self.tokens.history,
             sampling=self.sampling.inputs if self.sampling.is_on else None,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A captured step of one context bucket, and the buffers that its graphs use (`kept`)."""
+
+    pieces: list[GraphPiece]
+    logits: Rows
+    kept: list[Buffer]
+
+    def close(self) -> None:
+        for piece in self.pieces:
+            piece.graph.close()
 
 
 class PathCaptures:

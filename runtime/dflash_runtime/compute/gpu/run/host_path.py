@@ -1,4 +1,4 @@
-"""Routes to experts that the host asks for between the pieces of a captured step.
+"""Captured steps whose remote experts the host asks for, between their graphs.
 
 The host asks the remote owners of a layer's experts, starts the device on the local ones, and
 passes on the owners' sums. Rows and sums lie in mapped memory: no copy is asked of the driver.
@@ -6,7 +6,8 @@ passes on the owners' sums. Rows and sums lie in mapped memory: no copy is asked
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,18 +21,18 @@ from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.gpu.ops.kernels import RoutedRows
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
+from dflash_runtime.compute.gpu.run.step_path import GraphPiece, StepPath
 from dflash_runtime.compute.gpu.transfers.exchange import Exchanger, StepBox
 from dflash_runtime.compute.model import Pausable
 
 _PHASE = Phase.DECODE
 
 
-class HostRoutes:
-    """Makes the routes of a captured step of one token.
+class HostPath(StepPath):
+    """The path of steps of one token. Owns: mapped memory of the host, for each layer with remote
+    experts."""
 
-    Used by the thread that runs the model. Owns: mapped memory of the host, for each layer with
-    remote experts.
-    """
+    needs_host = True
 
     def __init__(
         self,
@@ -54,8 +55,7 @@ class HostRoutes:
         except BaseException:
             self.close()
             raise
-        self.block = DeviceMoe(routes.__getitem__)
-        """The experts that the step's model calls."""
+        self._moe = DeviceMoe(routes.__getitem__)
 
     def _new_route(self, layer: MoeLayer, local: ResidentLayer | None) -> Route:
         if local is not None and local.is_whole:
@@ -73,13 +73,34 @@ class HostRoutes:
         self._exchanges.append(exchange)
         return exchange
 
-    def reset(self) -> None:
-        """Forget what an incomplete step or a trial has left. No step may be running."""
+    def experts(self, phase: Phase) -> DeviceMoe:
+        return self._moe
+
+    def begin(self, position: int) -> None:
+        """Forget what an incomplete step has left."""
         for exchange in self._exchanges:
             exchange.box.expect()
 
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        yield
+        for exchange in self._exchanges:
+            exchange.box.expect()
+
+    def run(self, pieces: Sequence[GraphPiece], num_tokens: int = 1) -> None:
+        """If it fails, what remote owners were asked for is dropped."""
+        try:
+            for piece in pieces:
+                piece.graph.replay()
+                if piece.host_work is not None:
+                    piece.host_work()
+        except BaseException:
+            for exchange in self._exchanges:
+                exchange.abandon()
+            raise
+
     def count_step(self) -> None:
-        """A step has been run: count its layers that are wholly local."""
+        """Layers that are wholly local; the others are counted as they are asked for."""
         if self._whole_pairs:
             self._remote.count_local(
                 _PHASE,
@@ -88,13 +109,7 @@ class HostRoutes:
                 num_layers=len(self._whole_pairs),
             )
 
-    def abandon(self) -> None:
-        """A step has failed: drop what remote owners were asked for."""
-        for exchange in self._exchanges:
-            exchange.abandon()
-
     def close(self) -> None:
-        """Release mapped memory. No step may be running."""
         for exchange in self._exchanges:
             exchange.box.close()
         self._exchanges.clear()

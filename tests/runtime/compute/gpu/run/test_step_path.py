@@ -12,7 +12,7 @@ import pytest
 
 from dflash_runtime.compute.gpu.device.device import DeviceArray, Graph
 from dflash_runtime.compute.gpu.launch.row_kernels import AddRows
-from dflash_runtime.compute.gpu.run.captured_pieces import capture_pieces
+from dflash_runtime.compute.gpu.run.step_path import capture_pieces
 from dflash_runtime.compute.model import Pausable
 from support.emulated_device import EmulatedDevice
 from support.interrupts import interrupt_main_thread

@@ -4,6 +4,7 @@ memory stays mapped for a step that cannot be made."""
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,18 +15,21 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import read_spec
 from dflash_adapters.routing import Gating, RoutingRule
 from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable
-from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array
+from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, Phase
 from dflash_runtime.compute.gpu.backend import CupyBackend
 from dflash_runtime.compute.gpu.device.device import HostMapping, KernelDevice
 from dflash_runtime.compute.gpu.layers.rows import Input
 from dflash_runtime.compute.gpu.ops.kernels import ExpertChoice, RoutedRows
-from dflash_runtime.compute.gpu.run.host_routes import HostRoutes
+from dflash_runtime.compute.gpu.run.host_path import HostPath
+from dflash_runtime.compute.gpu.run.step_path import GraphPiece
 from dflash_runtime.compute.kv_cache import KvType
 from support.emulated_device import EmulatedDevice
 from support.emulated_gpu import TINY
 from support.gpu_models import GpuModel
 from support.random_models import write_qwen3moe
 
+LAUNCHED: Any = SimpleNamespace(replay=lambda: None)
+"""In place of a graph whose launches have run already."""
 IS_HERE = np.arange(TINY.num_experts) < TINY.num_experts - 1
 
 
@@ -63,7 +67,7 @@ def test_sums_of_a_step_that_failed_are_not_added_in_the_next(
             assert here is not None
             resident[layer.layer_id] = here
         remote: Any = LosesOwners()
-        routes = HostRoutes(ops, moe, resident, remote=remote)
+        steps = HostPath(ops, moe, resident, remote=remote)
 
         def added(*expert_ids: int) -> F32Array:
             rows, residual = (ops.steps.rows(1, TINY.hidden_size) for _ in range(2))
@@ -74,20 +78,19 @@ def test_sums_of_a_step_that_failed_are_not_added_in_the_next(
                 any_device.upload(np.full((1, len(expert_ids)), 0.5, np.float32)),
                 RoutingRule(len(expert_ids), Gating.SOFTMAX, normalise=True),
             )
-            for host_work in routes.block(0, RoutedRows(Input(rows), choice), residual):
-                assert host_work is not None
-                host_work()
+            launches = steps.experts(Phase.DECODE)(0, RoutedRows(Input(rows), choice), residual)
+            pieces: Any = (GraphPiece(LAUNCHED, host_work) for host_work in launches)
+            steps.run(pieces)
             found: F32Array = any_device.download(residual.array)
             return found
 
         expected = added(0, 1)
         with pytest.raises(DaemonUnavailable):
             added(0, TINY.num_experts - 1)
-        routes.abandon()
-        routes.reset()
+        steps.begin(0)
         np.testing.assert_array_equal(added(0, 1), expected)
         any_device.synchronize()
-        routes.close()
+        steps.close()
     backend.close()
 
 
