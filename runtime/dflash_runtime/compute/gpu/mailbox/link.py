@@ -17,21 +17,14 @@ from dflash_runtime.compute.gpu.device.device import NANOSECONDS_PER_MS, KernelD
 from dflash_runtime.compute.gpu.device.kept_memory import MemoryKeeper
 from dflash_runtime.compute.gpu.mailbox.kernels import MailKernels, MailPeer, MailSide
 from dflash_runtime.compute.gpu.mailbox.layout import (
-    DAEMON_ABORT_AT,
+    CLOSED,
     HANDLE_BYTES,
-    PARENT_ABORT_AT,
-    PARENT_HOLDS_AT,
-    PROBE_FAULTS_AT,
-    PROBE_FOLLOWS_AT,
-    PROBE_PAUSE_AT,
-    PROBE_SEED_AT,
-    REPLY_MEMORY_AT,
-    REQUEST_MEMORY_AT,
-    STATE_AT,
     Ask,
     MailLayout,
     MailLines,
     MailState,
+    MailWord,
+    MailWords,
     host_lines,
 )
 from dflash_runtime.compute.gpu.mailbox.memory_exchange import MemoryExchange
@@ -42,7 +35,6 @@ from dflash_runtime.compute.gpu.mailbox.probe import (
     probe_args,
     read_faults,
 )
-from dflash_runtime.compute.gpu.mailbox.words import MailWords
 from dflash_runtime.compute.mail_trial import FaultKind, TrialBatch
 
 _LOG = logging.getLogger(__name__)
@@ -50,8 +42,6 @@ _LOG = logging.getLogger(__name__)
 _COMPILE_S = 30.0
 _ANSWER_S = 5.0
 """Longest wait for a daemon's host, which may be computing a chunk."""
-_CLOSED = 0xFFFFFFFF
-"""In place of a failed step's epoch: the mailbox is closed for good."""
 
 
 class MailLink:
@@ -75,7 +65,9 @@ class MailLink:
         assert segment.window is not None
         base = segment.window.device_address(segment.shape.mail_at)
         self.name, self.words = name, MailWords(segment)
-        self.peer = MailPeer(own_abort=base + PARENT_ABORT_AT, other_abort=base + DAEMON_ABORT_AT)
+        self.peer = MailPeer(
+            own_abort=base + MailWord.PARENT_ABORT, other_abort=base + MailWord.DAEMON_ABORT
+        )
         self.peer_lines: MailLines | None = None
         """Lines in the devices' memory, if each can map the other's."""
         self.why_no_peer = ""
@@ -98,7 +90,7 @@ class MailLink:
 
     def restart(self, epoch: int) -> None:
         """Set both sides to this epoch, the one before the next step's; no step may be running."""
-        self.words.write(PARENT_ABORT_AT, 0)
+        self.words.write(MailWord.PARENT_ABORT, 0)
         self.words.ask(Ask.PEER_EPOCH if self.lines is self.peer_lines else Ask.EPOCH, epoch)
         self.words.await_answer(_ANSWER_S, self._is_live)
 
@@ -110,13 +102,13 @@ class MailLink:
     def open_peer(self) -> None:
         """Set up lines in the memory of the device that reads them, if each can map the other's."""
         self.why_no_peer = "the other device exports no memory"
-        handle = self._segment.read_mail(REQUEST_MEMORY_AT, HANDLE_BYTES)
+        handle = self._segment.read_mail(MailWord.REQUEST_MEMORY, HANDLE_BYTES)
         if not any(handle):
             return
         layout = self._host_lines.layout
         try:
             own = self._memory.export(layout.replies_nbytes)
-            self.words.write(PARENT_HOLDS_AT, 1)
+            self.words.write(MailWord.PARENT_HOLDS, 1)
             other = self._memory.map_other(handle, layout.requests_nbytes)
         except DeviceUnavailable as error:
             self.why_no_peer = one_line(str(error))
@@ -124,11 +116,11 @@ class MailLink:
             _LOG.info("cannot map the device memory of %s: %s", self.name, self.why_no_peer)
             self._unmap_other()
             return
-        self._segment.write_mail(REPLY_MEMORY_AT, own.handle)
+        self._segment.write_mail(MailWord.REPLY_MEMORY, own.handle)
         self.words.ask(Ask.PEERS)
         self.words.await_answer(_COMPILE_S, self._is_live)
         self.why_no_peer = "the other device cannot map our memory"
-        if self.words.read(STATE_AT) != MailState.SEES_PEER:
+        if self.words.read(MailWord.STATE) != MailState.SEES_PEER:
             return
         self.why_no_peer = ""
         self.peer_lines = MailLines(
@@ -147,9 +139,9 @@ class MailLink:
         kernels = MailKernels(side)
         kernels.prepare_probe(is_echo=False)
         faults, ticks = new_faults(device), device.zeros(plan.num_rounds, np.int64)
-        words.write(PROBE_SEED_AT, plan.seed)
-        words.write(PROBE_FOLLOWS_AT, plan.follows)
-        words.write(PROBE_PAUSE_AT, plan.longest_pause_ns)
+        words.write(MailWord.PROBE_SEED, plan.seed)
+        words.write(MailWord.PROBE_FOLLOWS, plan.follows)
+        words.write(MailWord.PROBE_PAUSE, plan.longest_pause_ns)
         self.restart(epoch)
         side.set_epoch(epoch)
         words.ask(Ask.ECHO, plan.num_rounds)
@@ -166,7 +158,7 @@ class MailLink:
             trips = trips[: max(0, in_replies.first.round_number - num_before)]
         # The daemon writes its faults before it answers this request.
         self.restart(epoch + plan.num_rounds)
-        told = self._segment.read_mail(PROBE_FAULTS_AT, FAULT_BYTES)
+        told = self._segment.read_mail(MailWord.PROBE_FAULTS, FAULT_BYTES)
         return TrialBatch(
             trips_ns=trips * NANOSECONDS_PER_MS // device.ticks_per_ms,
             in_requests=read_faults(told, first_epoch=first_epoch),
@@ -183,7 +175,7 @@ class MailLink:
             self.words.await_answer(_ANSWER_S, self._is_live)
         except DaemonUnavailable:
             with suppress(DaemonUnavailable):
-                self.words.write(PARENT_ABORT_AT, _CLOSED)
+                self.words.write(MailWord.PARENT_ABORT, CLOSED)
             self._memory.give_back(may_be_open=True)
         else:
             with suppress(DeviceUnavailable):  # a failed device shares nothing any more
@@ -194,4 +186,4 @@ class MailLink:
         with suppress(DeviceUnavailable):
             self._memory.unmap_other()
         with suppress(DaemonUnavailable):
-            self.words.write(PARENT_HOLDS_AT, 0)
+            self.words.write(MailWord.PARENT_HOLDS, 0)

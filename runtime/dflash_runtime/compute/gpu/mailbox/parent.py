@@ -20,21 +20,16 @@ from dflash_runtime.compute.gpu.device.mapped_array import whole_pages
 from dflash_runtime.compute.gpu.mailbox import layout
 from dflash_runtime.compute.gpu.mailbox.kernels import MailKernels, MailSide
 from dflash_runtime.compute.gpu.mailbox.layout import (
-    DAEMON_DEVICE_AT,
-    DAEMON_LAYOUT_AT,
     DEVICE_BYTES,
     LAYOUT_NUMBER,
-    LIMIT_MS_AT,
-    PARENT_DEVICE_AT,
-    PARENT_LAYOUT_AT,
-    STATE_AT,
     Ask,
     MailLayout,
     MailState,
+    MailWord,
+    MailWords,
 )
 from dflash_runtime.compute.gpu.mailbox.link import MailLink
 from dflash_runtime.compute.gpu.mailbox.probe import ProbePlan
-from dflash_runtime.compute.gpu.mailbox.words import MailWords
 
 _LOG = logging.getLogger(__name__)
 
@@ -47,9 +42,9 @@ def begin_mailbox(segment: Segment, device: KernelDevice, terms: MailTerms) -> N
     """Write what the daemon reads before it prepares its end."""
     segment.mail_terms = terms
     words = MailWords(segment)
-    words.write(LIMIT_MS_AT, terms.limit_ms)
-    words.write(PARENT_LAYOUT_AT, LAYOUT_NUMBER)
-    segment.write_mail(PARENT_DEVICE_AT, device.uuid)
+    words.write(MailWord.LIMIT_MS, terms.limit_ms)
+    words.write(MailWord.PARENT_LAYOUT, LAYOUT_NUMBER)
+    segment.write_mail(MailWord.PARENT_DEVICE, device.uuid)
 
 
 def is_ready(route: MailRoute, device: KernelDevice) -> bool:
@@ -57,8 +52,8 @@ def is_ready(route: MailRoute, device: KernelDevice) -> bool:
     that wait for each other cannot share a device."""
     try:
         words = MailWords(route.segment)
-        state, number = words.read(STATE_AT), words.read(DAEMON_LAYOUT_AT)
-        other = route.segment.read_mail(DAEMON_DEVICE_AT, DEVICE_BYTES)
+        state, number = words.read(MailWord.STATE), words.read(MailWord.DAEMON_LAYOUT)
+        other = route.segment.read_mail(MailWord.DAEMON_DEVICE, DEVICE_BYTES)
     except DaemonUnavailable:
         return False
     is_usable = number == LAYOUT_NUMBER and other != device.uuid
@@ -68,7 +63,7 @@ def is_ready(route: MailRoute, device: KernelDevice) -> bool:
 def is_preparing(route: MailRoute) -> bool:
     """Whether a daemon is still preparing its end."""
     try:
-        return MailWords(route.segment).read(STATE_AT) == MailState.PREPARING
+        return MailWords(route.segment).read(MailWord.STATE) == MailState.PREPARING
     except DaemonUnavailable:
         return False
 

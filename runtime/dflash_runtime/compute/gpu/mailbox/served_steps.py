@@ -19,10 +19,9 @@ from dflash_runtime.compute.gpu.device.device import (
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.mailbox.kernels import MailKernels, MailPeer, MailSide
-from dflash_runtime.compute.gpu.mailbox.layout import DAEMON_ABORT_AT, MailLines
+from dflash_runtime.compute.gpu.mailbox.layout import MailLines, MailWord, MailWords
 from dflash_runtime.compute.gpu.mailbox.probe import ProbePlan, new_faults, probe_args
 from dflash_runtime.compute.gpu.mailbox.step import MailboxMemory, MailStep
-from dflash_runtime.compute.gpu.mailbox.words import MailWords
 
 _LOG = logging.getLogger(__name__)
 
@@ -93,7 +92,7 @@ class ServedSteps:
             raise ProtocolError("a mailbox was asked for memory that is not shared")
         assert self._kernels is not None
         self._medium = wanted
-        self._words.write(DAEMON_ABORT_AT, 0)
+        self._words.write(MailWord.DAEMON_ABORT, 0)
         self._kernels.side.set_epoch(epoch)
 
     def graph_of(self, num_tokens: int) -> Graph:
@@ -164,7 +163,7 @@ class ServedSteps:
             side.set_epoch(0, is_trial=True)
             step.launch(layers)
             self._device.synchronize()
-            self._words.write(DAEMON_ABORT_AT, 0)
+            self._words.write(MailWord.DAEMON_ABORT, 0)
             side.set_epoch(0)
             graph = self._device.capture(partial(step.launch, layers))
             medium.steps[num_tokens, by_all] = step, graph

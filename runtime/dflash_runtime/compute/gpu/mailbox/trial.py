@@ -11,15 +11,14 @@ from dflash_protocol.ring.segment import Segment
 from dflash_runtime.compute.gpu.device.device import KernelDevice
 from dflash_runtime.compute.gpu.device.kept_memory import MemoryKeeper
 from dflash_runtime.compute.gpu.mailbox.layout import (
-    DAEMON_DEVICE_AT,
     DEVICE_BYTES,
-    STATE_AT,
     MailLayout,
     MailState,
+    MailWord,
+    MailWords,
 )
 from dflash_runtime.compute.gpu.mailbox.link import MailLink
 from dflash_runtime.compute.gpu.mailbox.probe import MOST_ROUNDS, ProbePlan
-from dflash_runtime.compute.gpu.mailbox.words import MailWords
 from dflash_runtime.compute.mail_trial import Medium, TrialBatch
 
 _HIDDEN, _EXPERTS_USED = 2048, 8
@@ -64,13 +63,13 @@ class MailboxTrial:
     def begin(self, timeout_s: float, is_live: Callable[[], bool]) -> None:
         self._is_live = is_live
         words, end_s = MailWords(self._segment), time.monotonic() + timeout_s
-        while (state := words.read(STATE_AT)) == MailState.PREPARING:
+        while (state := words.read(MailWord.STATE)) == MailState.PREPARING:
             if not is_live() or time.monotonic() > end_s:
                 raise DaemonUnavailable("the other side does not become ready")
             time.sleep(_POLL_S)
         if state == MailState.FAILED:
             raise DaemonUnavailable("the other side cannot serve a mailbox")
-        if self._segment.read_mail(DAEMON_DEVICE_AT, DEVICE_BYTES) == self._device.uuid:
+        if self._segment.read_mail(MailWord.DAEMON_DEVICE, DEVICE_BYTES) == self._device.uuid:
             raise SettingsError("both are the same device: a mailbox needs two")
         self._link.open_peer()
 

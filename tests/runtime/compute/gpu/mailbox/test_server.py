@@ -12,11 +12,10 @@ import pytest
 from dflash_protocol.ring.segment import create_segment, open_segment
 from dflash_runtime.compute.gpu.device.device import Graph
 from dflash_runtime.compute.gpu.device.kept_memory import MemoryKeeper
-from dflash_runtime.compute.gpu.mailbox.layout import STATE_AT, Ask, MailState
+from dflash_runtime.compute.gpu.mailbox.layout import Ask, MailState, MailWord, MailWords
 from dflash_runtime.compute.gpu.mailbox.link import MailLink
 from dflash_runtime.compute.gpu.mailbox.mail import CupyMail
 from dflash_runtime.compute.gpu.mailbox.trial import TRIAL_LAYOUT, TRIAL_SHAPE
-from dflash_runtime.compute.gpu.mailbox.words import MailWords
 from dflash_runtime.compute.gpu.transfers.payload import PayloadMover
 from support.emulated_device import EmulatedDevice
 from support.emulated_device.side_stream import EmulatedSideStream
@@ -63,7 +62,7 @@ class Parent:
         server = served.serve_trial(theirs)
         theirs.before_close = server.close
         words = MailWords(segment)
-        wait_until(lambda: words.read(STATE_AT) == MailState.READY, "the mailbox")
+        wait_until(lambda: words.read(MailWord.STATE) == MailState.READY, "the mailbox")
         keeper = MemoryKeeper(lock)
         self._undo.callback(keeper.close)
         self.link = MailLink(
