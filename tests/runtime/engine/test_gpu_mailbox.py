@@ -36,8 +36,7 @@ from dflash_runtime.compute.gpu.mailbox.layout import (
     MailWord,
     MailWords,
 )
-from dflash_runtime.compute.gpu.mailbox.link import MailLink
-from dflash_runtime.compute.gpu.mailbox.parent import ParentMail, is_ready
+from dflash_runtime.compute.gpu.mailbox.parent import MailLink, ParentMail, is_ready
 from dflash_runtime.compute.gpu.run.captured_trees import CapturedTrees
 from dflash_runtime.compute.gpu.run.path_choice import MailboxSessions
 from dflash_runtime.compute.mail_trial import Fault, FaultKind, Faults, TrialBatch

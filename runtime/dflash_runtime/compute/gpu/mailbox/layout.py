@@ -79,7 +79,7 @@ Why this is correct:
   ``vendor_cuda.cuh`` and ``vendor_hip.cuh``.
 * Memory of a device is released when the other process has closed its mapping. The parent says in
   768 whether it has the daemon's open, and asks for LEAVE, which is answered when the daemon has
-  closed the parent's. A side whose peer is lost keeps its memory for a while (`kept_memory`):
+  closed the parent's. A side whose peer is lost keeps its memory for a while (`peer_memory`):
   kernels that still run there find its abort word, and a host that resumes starts no step then.
 * The parent's host learns from memory of its own whether a step has failed: words that the daemon
   can write too decide when a wait ends, never that a result is right.

@@ -20,7 +20,6 @@ from dflash_protocol.errors import (
 )
 from dflash_protocol.ring.segment import Segment, silence_bell
 from dflash_runtime.compute.gpu.device.device import KernelDevice
-from dflash_runtime.compute.gpu.device.kept_memory import MemoryKeeper
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.mailbox.kernels import MailPeer
 from dflash_runtime.compute.gpu.mailbox.layout import (
@@ -37,7 +36,7 @@ from dflash_runtime.compute.gpu.mailbox.layout import (
     MailWords,
     host_lines,
 )
-from dflash_runtime.compute.gpu.mailbox.memory_exchange import MemoryExchange
+from dflash_runtime.compute.gpu.mailbox.peer_memory import MemoryExchange, MemoryKeeper
 from dflash_runtime.compute.gpu.mailbox.probe import ProbePlan
 from dflash_runtime.compute.gpu.mailbox.served_steps import ServedSteps
 

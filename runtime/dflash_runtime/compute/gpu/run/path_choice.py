@@ -11,12 +11,12 @@ from dflash_protocol.errors import DaemonUnavailable, one_line
 from dflash_protocol.ids import I64Array, Phase
 from dflash_runtime.compute.backend import MailRoute, RemoteExperts
 from dflash_runtime.compute.gpu.device.device import KernelDevice
-from dflash_runtime.compute.gpu.device.kept_memory import MemoryKeeper
 from dflash_runtime.compute.gpu.launch.mailbox_args import MOST_PEERS
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.mailbox import layout
 from dflash_runtime.compute.gpu.mailbox.layout import mail_layout
 from dflash_runtime.compute.gpu.mailbox.parent import ParentMail, is_preparing, is_ready
+from dflash_runtime.compute.gpu.mailbox.peer_memory import MemoryKeeper
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
 from dflash_runtime.compute.gpu.run.mailbox_path import MailboxPath
 from dflash_runtime.compute.gpu.run.step_captures import DecodePass, PathCaptures

@@ -11,11 +11,10 @@ import pytest
 
 from dflash_protocol.ring.segment import create_segment, open_segment
 from dflash_runtime.compute.gpu.device.device import Graph
-from dflash_runtime.compute.gpu.device.kept_memory import MemoryKeeper
 from dflash_runtime.compute.gpu.mailbox.layout import Ask, MailState, MailWord, MailWords
-from dflash_runtime.compute.gpu.mailbox.link import MailLink
-from dflash_runtime.compute.gpu.mailbox.mail import CupyMail
-from dflash_runtime.compute.gpu.mailbox.trial import TRIAL_LAYOUT, TRIAL_SHAPE
+from dflash_runtime.compute.gpu.mailbox.mail import TRIAL_LAYOUT, TRIAL_SHAPE, CupyMail
+from dflash_runtime.compute.gpu.mailbox.parent import MailLink
+from dflash_runtime.compute.gpu.mailbox.peer_memory import MemoryKeeper
 from dflash_runtime.compute.gpu.transfers.payload import PayloadMover
 from support.emulated_device import EmulatedDevice
 from support.emulated_device.side_stream import EmulatedSideStream
