@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.layers import Description
 from dflash_adapters.quant import TensorType
@@ -15,7 +17,7 @@ from dflash_adapters.spec import KvLayer, ModelSpec, MoeLayer, RecurrentLayer
 from dflash_protocol.device import Device
 from dflash_protocol.errors import DeviceUnavailable, SettingsError, UnsupportedModel
 from dflash_protocol.ids import F32Array, I32Array, I64Array, Phase
-from dflash_runtime.compute.backend import Chunking, ExpertBank, RemoteExperts
+from dflash_runtime.compute.backend import Chunking, ExpertBank, RemoteExperts, argmax_of
 from dflash_runtime.compute.gpu.device.binary_cache import BinaryCache
 from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
 from dflash_runtime.compute.gpu.device.device import KernelDevice
@@ -199,13 +201,30 @@ class CupyBackend:
             self.device.trim()
 
     def to_host(self, rows: Rows) -> F32Array:
-        return self.ops.to_host(rows)
+        array: F32Array = self.device.download(rows.array)
+        return array
 
     def argmax(self, logits: Rows) -> I32Array:
-        return self.ops.argmax(logits)
+        """For a step it is computed on the device, where logits stay."""
+        if not logits.partials:
+            return argmax_of(self.to_host(logits))
+        token_ids = self.device.empty((logits.num_tokens,), np.int32)
+        first = 0
+        for partials in logits.partials:
+            end = first + partials.shape[1]
+            self.ops.write_argmax(partials, token_ids[first:end])
+            first = end
+        argmax: I32Array = self.device.download(token_ids)
+        return argmax
 
     def joined(self, parts: Sequence[Rows]) -> Rows:
-        return self.ops.joined(parts)
+        num_tokens = sum(part.num_tokens for part in parts)
+        kernels = self.ops.steps if num_tokens <= MOST_TOKENS else self.ops.chunks
+        joined, first = kernels.rows(num_tokens, parts[0].columns), 0
+        for part in parts:
+            self.device.copy(joined.array[first : first + part.num_tokens], part.array)
+            first += part.num_tokens
+        return joined
 
     def load_model(self, file: GgufFile, description: Description) -> GpuModel:
         return GpuModel(file, description, self.ops, loader=self.loader)

@@ -26,7 +26,7 @@ from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.mailbox.kernels import MailKernels, MailPeer, MailSide
 from dflash_runtime.compute.gpu.mailbox.layout import MailLines, MailWord, MailWords
 from dflash_runtime.compute.gpu.mailbox.probe import ProbePlan, new_faults, probe_args
-from dflash_runtime.compute.gpu.ops.step_experts import StepExperts
+from dflash_runtime.compute.gpu.ops.steps import StepExperts
 
 _LOG = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from dflash_protocol.ids import F32Array, I32Array, Phase
 from dflash_runtime.compute.gpu.device.buffers import Places
 from dflash_runtime.compute.gpu.device.device import DeviceArray
 from dflash_runtime.compute.gpu.launch.decode_tokens import check_token_ids
+from dflash_runtime.compute.gpu.launch.elementwise import ColumnsOf
 from dflash_runtime.compute.gpu.layers.branch import Branch
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
 from dflash_runtime.compute.gpu.layers.placed_step import PlacedStep
@@ -125,7 +126,8 @@ class CapturedTrees:
 
         def on_layer(layer_id: int, hidden: Rows) -> None:
             if layer_id in capture.features:
-                self._ops.copy_rows(hidden, capture.features[layer_id])
+                whole = ColumnsOf.whole(hidden.array)
+                self._ops.elementwise.take_columns(whole, capture.features[layer_id])
 
         step = PlacedStep.of_arrays(
             capture.token_ids,
