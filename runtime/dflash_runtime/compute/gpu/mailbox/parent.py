@@ -15,8 +15,8 @@ from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable, one_lin
 from dflash_protocol.ids import I64Array
 from dflash_protocol.ring.segment import MailTerms, Segment
 from dflash_runtime.compute.backend import MailRoute
-from dflash_runtime.compute.gpu.device.device import NANOSECONDS_PER_MS, HostMapping, KernelDevice
-from dflash_runtime.compute.gpu.device.mapped_array import whole_pages
+from dflash_runtime.compute.gpu.device.device import NANOSECONDS_PER_MS, KernelDevice, address
+from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock
 from dflash_runtime.compute.gpu.mailbox.kernels import MailKernels, MailPeer, MailSide
 from dflash_runtime.compute.gpu.mailbox.layout import (
     CLOSED,
@@ -263,13 +263,13 @@ class ParentMail:
         terms = routes[0].segment.mail_terms
         assert terms is not None
         # Memory of our own: a word that peers can write must not decide that a step is right.
-        self._failed = whole_pages(1, 0).view(np.uint32)
-        self._mapping: HostMapping | None = device.map_host(self._failed)
+        self._block = MappedBlock(device, [((1,), np.uint32)])
+        self._failed = self._block.host[0]
         self._side = MailSide(
             device,
             [link.peer for link in self._links],
             terms.limit_ms,
-            failed=self._mapping.device_address,
+            failed=address(self._block.device[0]),
         )
         self.kernels = MailKernels(self._side)
         self.epoch = epoch
@@ -301,10 +301,8 @@ class ParentMail:
         """Release shared memory; no step may be running."""
         for link in self._links:
             link.close()
-        mapping, self._mapping = self._mapping, None
-        if mapping is not None:
-            with suppress(DeviceUnavailable):  # a failed device maps nothing any more
-                mapping.close()
+        with suppress(DeviceUnavailable):  # a failed device maps nothing any more
+            self._block.close()
 
     def requests(self, layer_index: int) -> list[int]:
         """Address of each daemon's request lines for a layer, by its place in the model."""
