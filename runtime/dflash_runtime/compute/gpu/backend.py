@@ -36,10 +36,10 @@ from dflash_runtime.compute.gpu.model.linear import DeviceLoader
 from dflash_runtime.compute.gpu.model.model import GpuModel
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
 from dflash_runtime.compute.gpu.room import (
-    Room,
     cache_bytes,
     experts_bytes,
     logits_bytes,
+    require_room,
     weights_bytes,
     work_bytes,
 )
@@ -157,25 +157,24 @@ class CupyBackend:
         """Raises: DeviceOutOfMemory, UnsupportedModel, SettingsError."""
         given = list(experts)
         layers = [layer for layer, _ in given]
-        work = 0
+        work = logits_bytes(file, _HEAD_ROWS) if kv_layers else 0
         if not self.ops.chunks.has_worked:
-            work = work_bytes(
+            work += work_bytes(
                 layers,
                 max_chunk=self.chunking.preferred,
                 scratch_bytes=self.ops.chunks.scratch_bytes,
             )
-        if kv_layers:
-            work += logits_bytes(file, _HEAD_ROWS)
-        room = Room(
-            experts_bytes(file, given),
-            weights=weights_bytes(file, layers) if kv_layers else 0,
-            cache=cache_bytes(kv_layers, num_positions, kv_type) + state_bytes(recurrent),
-            scratch=work,
-        )
+        needed = {
+            "experts": experts_bytes(file, given),
+            "other weights": weights_bytes(file, layers) if kv_layers else 0,
+            "keys and values": cache_bytes(kv_layers, num_positions, kv_type)
+            + state_bytes(recurrent),
+            "work": work,
+        }
         if self._memory is not None:
             with self._lock:
                 self.device.trim()
-            room.require(self.device.name, self._memory())
+            require_room(self.device.name, self._memory(), needed)
 
     def load_experts(
         self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array
@@ -273,8 +272,8 @@ class CupyBackend:
             num_bytes = offload_bytes(missing)
             if self._memory is not None:
                 self.device.trim()
-                room = Room(0, scratch=_LEFT_BYTES, offload=num_bytes)
-                room.require(self.device.name, self._memory())
+                needed = {"work": _LEFT_BYTES, "weights of prompts": num_bytes}
+                require_room(self.device.name, self._memory(), needed)
             self._offload = ExpertOffload(self.ops, file, missing, uploader=self.loader.uploader)
             self._offload.prepare()
         except (DeviceUnavailable, SettingsError, UnsupportedModel) as error:
