@@ -250,13 +250,6 @@ class CupyDevice:
             self._modules[key] = CupyModule(self, self._driver.load_module(binary))
         return self._modules[key]
 
-    def prepare(self, kernels: list[tuple[str, Defines]], *, num_threads: int) -> None:
-        """Compile several files in parallel, so that `module` finds them on disk.
-
-        Raises: KernelCompileError.
-        """
-        self._compiler.prepare(kernels, num_threads=num_threads)
-
     def kernel_of(self, module: int, name: str, args: type[ctypes.Structure]) -> CupyKernel:
         """A function that may use all of a block's shared memory."""
         self._begin("load a kernel")
@@ -342,10 +335,6 @@ class CupyDevice:
         if side is None:
             side = self._sides[name] = self.new_stream(priority=_BEFORE_OTHERS)
         return side
-
-    def use(self) -> None:
-        """Make this device the calling thread's current one."""
-        self._driver.use(self._index)
 
     def synchronize(self, deadline_s: float | None = None) -> None:
         self._begin("synchronise")
