@@ -49,14 +49,7 @@ def host_capabilities(*, lanes: int) -> Capabilities:
         vendor=Vendor.HOST,
         architecture="host",
         lanes=lanes,
-        dot4=False,
-        dependent_launch=False,
-        clusters=False,
         mma=lanes == 32,
-        wgmma=False,
-        async_copy=False,
-        redux=False,
-        large_clusters=False,
     )
 
 

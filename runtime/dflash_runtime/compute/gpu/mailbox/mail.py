@@ -16,13 +16,14 @@ from dflash_runtime.compute.gpu.experts.experts import CupyExpertBank
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.mailbox.layout import (
     DEVICE_BYTES,
+    LAYOUT_NUMBER,
     MailLayout,
     MailState,
     MailWord,
     MailWords,
     mail_layout,
 )
-from dflash_runtime.compute.gpu.mailbox.parent import MailLink, begin_mailbox
+from dflash_runtime.compute.gpu.mailbox.parent import MailLink
 from dflash_runtime.compute.gpu.mailbox.peer_memory import MemoryKeeper
 from dflash_runtime.compute.gpu.mailbox.probe import MOST_ROUNDS, ProbePlan
 from dflash_runtime.compute.gpu.mailbox.server import MailServer
@@ -129,7 +130,11 @@ class CupyMail:
         return mail_layout(moe).nbytes
 
     def begin(self, segment: Segment, limit_ms: int, *, in_host: bool = False) -> None:
-        begin_mailbox(segment, self._device, MailTerms(limit_ms, in_host))
+        segment.mail_terms = MailTerms(limit_ms, in_host)
+        words = MailWords(segment)
+        words.write(MailWord.LIMIT_MS, limit_ms)
+        words.write(MailWord.PARENT_LAYOUT, LAYOUT_NUMBER)
+        segment.write_mail(MailWord.PARENT_DEVICE, self._device.uuid)
 
     def serve(self, segment: Segment, moe: MoeSpec, banks: Mapping[int, ExpertBank]) -> MailServer:
         layers = []

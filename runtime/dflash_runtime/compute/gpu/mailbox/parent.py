@@ -13,16 +13,16 @@ import numpy as np
 
 from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable, one_line
 from dflash_protocol.ids import I64Array
-from dflash_protocol.ring.segment import MailTerms, Segment
+from dflash_protocol.ring.segment import Segment
 from dflash_runtime.compute.backend import MailRoute
 from dflash_runtime.compute.gpu.device.device import NANOSECONDS_PER_MS, KernelDevice, address
 from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock
+from dflash_runtime.compute.gpu.mailbox import layout
 from dflash_runtime.compute.gpu.mailbox.kernels import MailKernels, MailPeer, MailSide
 from dflash_runtime.compute.gpu.mailbox.layout import (
     CLOSED,
     DEVICE_BYTES,
     HANDLE_BYTES,
-    LAST_EPOCH,
     LAYOUT_NUMBER,
     Ask,
     MailLayout,
@@ -50,15 +50,6 @@ _ANSWER_S = 5.0
 _PROBE_ROUNDS = 200
 _UNUSED_EPOCHS = 64
 """Epochs skipped by a restart: more than the steps that can be under way."""
-
-
-def begin_mailbox(segment: Segment, device: KernelDevice, terms: MailTerms) -> None:
-    """Write what the daemon reads before it prepares its end."""
-    segment.mail_terms = terms
-    words = MailWords(segment)
-    words.write(MailWord.LIMIT_MS, terms.limit_ms)
-    words.write(MailWord.PARENT_LAYOUT, LAYOUT_NUMBER)
-    segment.write_mail(MailWord.PARENT_DEVICE, device.uuid)
 
 
 def is_ready(route: MailRoute, device: KernelDevice) -> bool:
@@ -315,7 +306,7 @@ class ParentMail:
     @property
     def is_live(self) -> bool:
         """Whether every session still lasts, and there are epochs left."""
-        return self.epoch < LAST_EPOCH and all(route.is_live() for route in self.routes)
+        return self.epoch < layout.LAST_EPOCH and all(route.is_live() for route in self.routes)
 
     @contextmanager
     def trial(self) -> Iterator[None]:
