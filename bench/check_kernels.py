@@ -10,15 +10,13 @@ compiler's in turn.
 
 from __future__ import annotations
 
-import importlib
 import os
-import pkgutil
 import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +27,6 @@ from bench.options import bench_parser
 
 from dflash_protocol.errors import DeviceUnavailable, DflashError
 from dflash_protocol.settings import child_environment
-from dflash_runtime.compute import gpu
 from dflash_runtime.compute.cores import usable_cores
 from dflash_runtime.compute.gpu.device.capabilities import (
     Capabilities,
@@ -37,12 +34,12 @@ from dflash_runtime.compute.gpu.device.capabilities import (
     cuda_capabilities,
     hip_capabilities,
 )
-from dflash_runtime.compute.gpu.device.kernel_sources import (
-    KERNELS_FOLDER,
-    define_options,
-    kernel_source,
+from dflash_runtime.compute.gpu.device.kernel_sources import define_options, kernel_source
+from dflash_runtime.compute.gpu.device.kernel_variants import (
+    KernelVariant,
+    all_variants,
+    files_without_variant,
 )
-from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.device.rtc import (
     RuntimeCompiler,
     architecture_options,
@@ -178,21 +175,6 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     print(f"{time.monotonic() - begin:.0f} s")
     return 1 if num_failures else 0
-
-
-def all_variants() -> tuple[KernelVariant, ...]:
-    """Variants of all modules of the GPU backend; importing them needs no GPU."""
-    variants: list[KernelVariant] = []
-    for found in pkgutil.walk_packages(gpu.__path__, f"{gpu.__name__}."):
-        module = importlib.import_module(found.name)
-        variants += getattr(module, "KERNEL_VARIANTS", ())
-    return tuple(variants)
-
-
-def files_without_variant(variants: Iterable[KernelVariant]) -> list[str]:
-    """Kernel files without a variant."""
-    declared = {variant.file for variant in variants}
-    return sorted({path.name for path in KERNELS_FOLDER.rglob("*.cu")} - declared)
 
 
 def assign(

@@ -7,10 +7,14 @@ the preprocessor and every weight type, since each is compiled for every archite
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+import pkgutil
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from dflash_runtime.compute import gpu as package
 from dflash_runtime.compute.gpu.device.capabilities import Capabilities
+from dflash_runtime.compute.gpu.device.kernel_sources import KERNELS_FOLDER
 
 
 @dataclass(frozen=True)
@@ -33,3 +37,18 @@ class KernelVariant:
 
     def __str__(self) -> str:
         return " ".join((self.file, *(f"{name}={value}" for name, value in self.defines.items())))
+
+
+def all_variants() -> tuple[KernelVariant, ...]:
+    """Variants of all modules of this package; importing them needs no GPU."""
+    variants: list[KernelVariant] = []
+    for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        module = importlib.import_module(found.name)
+        variants += getattr(module, "KERNEL_VARIANTS", ())
+    return tuple(variants)
+
+
+def files_without_variant(variants: Iterable[KernelVariant]) -> list[str]:
+    """Kernel files without a variant."""
+    declared = {variant.file for variant in variants}
+    return sorted({path.name for path in KERNELS_FOLDER.rglob("*.cu")} - declared)
