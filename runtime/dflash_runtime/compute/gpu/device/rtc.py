@@ -1,7 +1,7 @@
 """Run-time compilation of kernels: NVRTC and hipRTC through ctypes, with one interface.
 
-Neither needs a GPU. What they make is kept on disk by all that decides it: text, options, compiler,
-architecture.
+Neither needs a GPU. Machine code is cached on disk, by a digest of all that decides it: text,
+options, compiler, architecture.
 """
 
 from __future__ import annotations

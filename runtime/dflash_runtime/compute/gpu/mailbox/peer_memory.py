@@ -1,5 +1,4 @@
-"""Memory of two processes' devices, each of which maps the other's, and what happens to it when one
-is lost.
+"""Memory of two processes' devices, each of which maps the other's, and how it is given back.
 
 Freeing memory that another process has open is undefined (CUDA Driver API, `cuIpcOpenMemHandle`;
 HIP API, `hipIpcOpenMemHandle`). A peer that answers is asked to close it first; for one that does

@@ -37,8 +37,8 @@ class GraphStep:
 
     Three paths to experts: all on the device (one graph); asked by the host (a graph in pieces);
     asked by the device through mailboxes (`sessions`), preferred to the host's while their daemons
-    are there. A mailbox step that fails is recomputed through the host, and so are the
-    steps after it until there are mailboxes again.
+    are there. A mailbox step that fails is recomputed through the host, and so are the steps after
+    it until there are mailboxes again.
     States: open; closed, when everything is released even if this object is still referred to.
     Owns: graphs of each context bucket used so far, and mapped memory of the host.
     """

@@ -96,6 +96,10 @@ class MailboxPath(StepPath):
         the parent's own result."""
         return self._remote.is_step_to_be_checked(self.mail.routes)
 
+    def note_checked(self, elapsed_s: float) -> None:
+        """Such a step was recomputed, in this time."""
+        self._remote.note_checked_step(elapsed_s)
+
     def count_step(self) -> None:
         self._num_steps += 1
 

@@ -240,10 +240,6 @@ class MailboxSessions:
             *(1e6 * times_s[False], 1e6 * times_s[True]),
         )
 
-    def note_checked(self, elapsed_s: float) -> None:
-        """A step was recomputed through the host to check daemons' replies, in this time."""
-        self._remote.note_checked_step(elapsed_s)
-
     def close(self) -> None:
         """Close the current mailboxes; no step may be running."""
         if self._present is not None:

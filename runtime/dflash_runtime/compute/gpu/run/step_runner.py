@@ -1,5 +1,6 @@
-"""Decode steps, started one after the other, and started again where mailboxes were at fault; and
-speculative verification, through mailboxes or with all experts here."""
+"""Decode steps, started one after the other, and again where mailboxes were at fault; and trees of
+draft tokens, verified through mailboxes or with all experts here.
+"""
 
 from __future__ import annotations
 
@@ -157,9 +158,8 @@ class MailboxRedo:
         If only the mailboxes' logits were not finite, these mailboxes are not used any more.
         """
         choice, runner, tokens = self._choice, self._runner, self._runner.tokens
-        mailbox, sessions = choice.mailbox, choice.sessions
+        mailbox = choice.mailbox
         assert mailbox is not None
-        assert sessions is not None
         end, began_s = tokens.position, time.monotonic()
         was_finite = tokens.is_finite(position + 1)
         runner.begin(choice.home, tokens.input_of(position), position)
@@ -175,7 +175,7 @@ class MailboxRedo:
         else:
             runner.go_on(choice.current)
         if was_finite:
-            sessions.note_checked(time.monotonic() - began_s)
+            mailbox.note_checked(time.monotonic() - began_s)
         return found
 
 
@@ -188,24 +188,25 @@ class TreeSteps:
 
     def __init__(self, device: KernelDevice, choice: PathChoice) -> None:
         self._device, self._choice = device, choice
-        self._left_to_host_s: float | None = None
-        """When the last tree was left to the host, until its cost is noted."""
+        self._left_to_host: tuple[MailboxPath, float] | None = None
+        """The path whose last tree was left to the host, and when, until its cost is noted."""
 
     def run(self, token_ids: I32Array, tree: Tree, features: Collection[int]) -> TreeResult | None:
         """See CapturedStep.verify. Through mailboxes at most MOST_TOKENS tokens; None for more."""
         choice = self._choice
-        if self._left_to_host_s is not None and choice.sessions is not None:
-            choice.sessions.note_checked(time.monotonic() - self._left_to_host_s)
-            self._left_to_host_s = None
+        if self._left_to_host is not None:
+            mailbox, began_s = self._left_to_host
+            mailbox.note_checked(time.monotonic() - began_s)
+            self._left_to_host = None
         choice.choose()
-        if choice.mailbox is None or choice.sessions is None:
+        if choice.mailbox is None:
             if choice.home.path.needs_host:
                 return None
             return choice.home.trees.run(token_ids, tree, features)
         if token_ids.size > MOST_TOKENS:
             return None
         if choice.mailbox.is_to_be_checked():
-            self._left_to_host_s = time.monotonic()
+            self._left_to_host = choice.mailbox, time.monotonic()
             return None
         return self._mailed(choice.mailbox, token_ids, tree, features)
 
