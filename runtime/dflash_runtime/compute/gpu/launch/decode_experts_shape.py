@@ -9,7 +9,6 @@ from dflash_adapters.quant import TensorType
 from dflash_adapters.routing import Gating, RoutingRule
 from dflash_adapters.spec import MoeLayer
 from dflash_runtime.compute.gpu.device.device import KernelDevice
-from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.decode_arrays import (
     check_columns,
     check_tokens,
@@ -196,33 +195,3 @@ def experts_defines(shape: ExpertsShape, tuning: ExpertsTuning) -> dict[str, int
         "DOWN_MIN_BLOCKS": tuning.down_min_blocks,
         "GUESS": int(tuning.down_guesses),
     }
-
-
-def _variants() -> tuple[KernelVariant, ...]:
-    q4, q5, q6 = TensorType.Q4_K, TensorType.Q5_0, TensorType.Q6_K
-    f16 = TensorType.F16
-    rule = RoutingRule(num_experts_used=2, gating=Gating.SOFTMAX, normalise=True)
-    small = ExpertsTuning(
-        gate_up_warps=4,
-        gate_up_team=8,
-        gate_up_rows=2,
-        gate_up_most_deep=1,
-        gate_up_min_blocks=1,
-        down_warps=2,
-        down_team=4,
-        down_tile=4,
-        down_group=1,
-        down_most_deep=2,
-        down_min_blocks=1,
-    )
-    shapes = (
-        ExpertsShape(1, 2, 8, 512, 256, q4, q4, q6, rule=rule),
-        ExpertsShape(3, 2, 8, 512, 96, q4, q6, q5, has_vectors=True, gives_sums=True),
-        ExpertsShape(2, 2, 8, 64, 96, f16, f16, f16),
-        ExpertsShape(1, 2, 8, 512, 256, q4, q4, q6, gives_sums=True, takes_request=True),
-        ExpertsShape(3, 2, 8, 160, 96, q5, f16, q5, gives_sums=True, takes_request=True),
-    )
-    return tuple(KernelVariant(EXPERTS_FILE, experts_defines(shape, small)) for shape in shapes)
-
-
-KERNEL_VARIANTS = _variants()

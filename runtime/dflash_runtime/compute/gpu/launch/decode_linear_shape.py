@@ -8,14 +8,13 @@ from math import ceil
 
 from dflash_adapters.quant import TensorType
 from dflash_runtime.compute.gpu.device.device import KernelDevice
-from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.decode_arrays import (
     check_columns,
     check_tokens,
     team_lanes,
     units_of,
 )
-from dflash_runtime.compute.gpu.launch.layouts import FIELDS, FLOAT_TYPES, num_units
+from dflash_runtime.compute.gpu.launch.layouts import FLOAT_TYPES, num_units
 
 LINEAR_FILE = "linear_decode.cu"
 _MOST_SEGMENTS = 4
@@ -167,26 +166,3 @@ def tile_rows(tensor_type: TensorType, tuning: LinearTuning, lanes: int) -> int:
         team = lanes if tensor_type in FLOAT_TYPES else tuning.team
         teams = tuning.warps * (lanes // team)
     return teams * tuning.team_rows
-
-
-def _variants() -> tuple[KernelVariant, ...]:
-    q4, q6, f32 = TensorType.Q4_K, TensorType.Q6_K, TensorType.F32
-    kinds = [kind for kind in FIELDS if kind not in (q4, q6, f32)]
-    small = LinearTuning(
-        warps=4, team=8, row_warps=1, team_rows=2, most_deep=2, min_blocks=1, most_blocks=1 << 30
-    )
-    shapes = [
-        LinearShape(512, 1, ((q4, 64), (q4, 16), (q6, 16)), LinearInput.NORM),
-        LinearShape(512, 8, ((q4, 64),), LinearInput.QUANTISED, adds=True),
-        LinearShape(512, 3, ((q6, 100),), LinearInput.NORM, has_argmax=True),
-        LinearShape(512, 2, ((q6, 64),), LinearInput.SWIGLU, adds=True, is_gated=True),
-        LinearShape(512, 2, ((f32, 8),), LinearInput.NORM, has_side=True),
-        *(
-            LinearShape(512, 1, tuple((kind, 16) for kind in kinds[i : i + 4]), LinearInput.PLAIN)
-            for i in range(0, len(kinds), 4)
-        ),
-    ]
-    return tuple(KernelVariant(LINEAR_FILE, linear_defines(shape, small)) for shape in shapes)
-
-
-KERNEL_VARIANTS = _variants()

@@ -9,7 +9,6 @@ import numpy as np
 from dflash_adapters.quant import TensorType
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
-from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.decode_arrays import (
     ArrayChecker,
     check_tokens,
@@ -20,7 +19,6 @@ from dflash_runtime.compute.gpu.launch.decode_arrays import (
 from dflash_runtime.compute.gpu.launch.decode_linear import LinearInputs, LinearOutputs
 from dflash_runtime.compute.gpu.launch.layouts import FLOAT_TYPES
 
-ROUTER_FILE = "router.cu"
 _COLUMNS_STEP = 32
 _MOST_THREADS = 256
 
@@ -58,7 +56,14 @@ class DecodeRouter:
         units = units_of(shape.tensor_type, shape.columns)
         while 2 * self._threads <= min(units, _MOST_THREADS):
             self._threads *= 2
-        module = device.module(ROUTER_FILE, _defines(shape, self._threads))
+        defines = {
+            "TYPE": int(shape.tensor_type),
+            "EXPERTS": shape.num_experts,
+            "COLUMNS": shape.columns,
+            "TOKENS": shape.num_tokens,
+            "THREADS": self._threads,
+        }
+        module = device.module("router.cu", defines)
         self._kernel = module.kernel("router", RouterArgs)
 
     def launch(
@@ -101,19 +106,3 @@ class DecodeRouter:
                 columns=columns,
             )
         self._device.launch(self._kernel, (experts + 1, 1, 1), self._threads, args)
-
-
-def _defines(shape: RouterShape, threads: int) -> dict[str, int | str]:
-    return {
-        "TYPE": int(shape.tensor_type),
-        "EXPERTS": shape.num_experts,
-        "COLUMNS": shape.columns,
-        "TOKENS": shape.num_tokens,
-        "THREADS": threads,
-    }
-
-
-KERNEL_VARIANTS = (
-    KernelVariant(ROUTER_FILE, _defines(RouterShape(1, 8, 512, TensorType.F32), 128)),
-    KernelVariant(ROUTER_FILE, _defines(RouterShape(3, 8, 1024, TensorType.BF16), 64)),
-)

@@ -10,7 +10,6 @@ from dflash_adapters.quant import TensorType
 from dflash_protocol.ids import I32Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray, Grid, Kernel, KernelDevice
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
-from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.decode_arrays import (
     ArrayChecker,
     check_columns,
@@ -53,7 +52,8 @@ class Embed:
         self._device, self._arrays = device, ArrayChecker(device)
         self._type, self._rows, self._columns = tensor_type, rows, columns
         self._threads = 2 * device.lanes
-        defines = _embed_defines(tensor_type, rows=rows, columns=columns, threads=self._threads)
+        sizes = {"ROWS": rows, "COLUMNS": columns}
+        defines = {"TYPE": int(tensor_type), **sizes, "THREADS": self._threads}
         self._kernel = device.module("embed.cu", defines).kernel("embed", EmbedArgs)
 
     def launch(
@@ -143,7 +143,7 @@ class QuantiseRows:
         self._device, self._arrays = device, ArrayChecker(device)
         self._columns, self._change = columns, change
         self._warps = _THREADS // device.lanes
-        defines = _quantise_defines(columns=columns, change=change, warps=self._warps)
+        defines = {"COLUMNS": columns, "INPUT": int(change), "WARPS": self._warps}
         module = device.module("quantise_rows.cu", defines)
         self._kernel = module.kernel("quantise_rows", QuantiseRowsArgs)
 
@@ -197,7 +197,7 @@ class Repack:
         self._row_bytes = row_bytes(tensor_type, columns)
         self._native_bytes = tensor_type.row_bytes(columns)
         self._device, self._arrays = device, ArrayChecker(device)
-        defines = _repack_defines(tensor_type, columns=columns)
+        defines = {"TYPE": int(tensor_type), "COLUMNS": columns, "THREADS": _THREADS}
         self._kernel: Kernel = device.module("repack.cu", defines).kernel("repack", RepackArgs)
 
     def launch(self, native: DeviceArray, out: DeviceArray) -> None:
@@ -218,31 +218,3 @@ class Repack:
         if num_blocks:
             grid: Grid = (num_blocks, 1, 1)
             self._device.launch(self._kernel, grid, _THREADS, args)
-
-
-Defines = dict[str, int | str]
-
-
-def _embed_defines(kind: TensorType, *, rows: int, columns: int, threads: int) -> Defines:
-    return {"TYPE": int(kind), "ROWS": rows, "COLUMNS": columns, "THREADS": threads}
-
-
-def _quantise_defines(*, columns: int, change: RowChange, warps: int) -> Defines:
-    return {"COLUMNS": columns, "INPUT": int(change), "WARPS": warps}
-
-
-def _repack_defines(kind: TensorType, *, columns: int) -> Defines:
-    return {"TYPE": int(kind), "COLUMNS": columns, "THREADS": _THREADS}
-
-
-KERNEL_VARIANTS = (
-    KernelVariant("argmax_logits.cu", {"TOKENS": 3, "ADVANCE": 1, "WARPS": 4}),
-    *(
-        KernelVariant("quantise_rows.cu", _quantise_defines(columns=512, change=each, warps=4))
-        for each in RowChange
-    ),
-    KernelVariant("embed.cu", _embed_defines(TensorType.Q4_K, rows=10, columns=512, threads=64)),
-    KernelVariant("embed.cu", _embed_defines(TensorType.F16, rows=10, columns=96, threads=64)),
-    KernelVariant("repack.cu", _repack_defines(TensorType.Q6_K, columns=512)),
-    KernelVariant("repack.cu", _repack_defines(TensorType.MXFP4, columns=96)),
-)

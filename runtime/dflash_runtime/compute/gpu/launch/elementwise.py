@@ -10,7 +10,6 @@ import numpy as np
 from dflash_adapters.layers import Gate
 from dflash_runtime.compute.gpu.device.device import DeviceArray, Kernel, KernelDevice, address
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
-from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.decode_arrays import ArrayChecker
 
 _THREADS = 256
@@ -147,15 +146,9 @@ class Elementwise:
     ) -> None:
         kernel = self._kernels.get((name, kind))
         if kernel is None:
-            module = self._device.module("elementwise.cu", _defines(kind))
+            defines = {"THREADS": _THREADS, "GATE": _GATES[kind]}
+            module = self._device.module("elementwise.cu", defines)
             kernel = self._kernels[name, kind] = module.kernel(name, mirror)
         count: int = args.num_elements
         if count:
             self._device.launch(kernel, (-(-count // _THREADS), 1, 1), _THREADS, args)
-
-
-def _defines(kind: Gate) -> dict[str, int | str]:
-    return {"THREADS": _THREADS, "GATE": _GATES[kind]}
-
-
-KERNEL_VARIANTS = tuple(KernelVariant("elementwise.cu", _defines(kind)) for kind in Gate)

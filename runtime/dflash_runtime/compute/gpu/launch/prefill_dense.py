@@ -19,17 +19,10 @@ from dflash_runtime.compute.gpu.device.device import (
     optional_address,
 )
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
-from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.layouts import row_bytes
 from dflash_runtime.compute.gpu.launch.prefill_rows import PreparedRows
 from dflash_runtime.compute.gpu.launch.prefill_tiles import (
-    DENSE_FLOAT_TILE,
-    FEW_TILE,
-    FMA_TILE,
-    TENSOR_TILES,
-    ProductKind,
     Products,
-    Tile,
     activation_parts,
 )
 from dflash_runtime.compute.gpu.launch.prefill_weights import (
@@ -250,28 +243,12 @@ class DensePrefill:
         if (columns, parts, is_few) not in self._kernels:
             for each in (False, True):
                 product, tile = self.products.of_dense(parts, is_few=each)
-                defines = _defines(product, tile, columns, parts)
+                defines = {
+                    **tile.defines(product),
+                    "NUM_COLUMNS": columns,
+                    "NUM_PARTS": max(parts, 1),
+                    "WEIGHT_ROW_BYTES": product_row_bytes(columns, parts),
+                }
                 module = self._device.module("gemm_dense.cu", defines)
                 self._kernels[columns, parts, each] = module.kernel("gemm_dense", DenseArgs)
         return self._kernels[columns, parts, is_few]
-
-
-def _defines(product: ProductKind, tile: Tile, columns: int, parts: int) -> dict[str, int | str]:
-    return {
-        **tile.defines(product),
-        "NUM_COLUMNS": columns,
-        "NUM_PARTS": max(parts, 1),
-        "WEIGHT_ROW_BYTES": product_row_bytes(columns, parts),
-    }
-
-
-KERNEL_VARIANTS = (
-    *(
-        KernelVariant(
-            "gemm_dense.cu", _defines(ProductKind.TENSOR, tile, 96, 1), needs=("mma",), lanes=(32,)
-        )
-        for tile in (*TENSOR_TILES, FEW_TILE)
-    ),
-    KernelVariant("gemm_dense.cu", _defines(ProductKind.HALF, FMA_TILE, 96, 2)),
-    KernelVariant("gemm_dense.cu", _defines(ProductKind.FLOAT, DENSE_FLOAT_TILE, 96, 0)),
-)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dflash_adapters.quant import TensorType
 from dflash_runtime.compute.gpu.device.device import Kernel, KernelDevice
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
-from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.layouts import row_bytes
 from dflash_runtime.compute.gpu.launch.prefill_tiles import (
-    FMA_TILE,
-    TENSOR_TILES,
     ProductKind,
     Products,
     Tile,
@@ -144,35 +140,3 @@ class ExpertKernelCache:
 
     def _down(self, defines: dict[str, int | str]) -> Kernel:
         return self._device.module("gemm_down.cu", defines).kernel("gemm_down", GemmDownArgs)
-
-
-def _product_variants() -> Iterator[KernelVariant]:
-    for product, tile, parts in (
-        (ProductKind.TENSOR, TENSOR_TILES[-1], 1),
-        (ProductKind.TENSOR, TENSOR_TILES[-1], 2),
-        (ProductKind.HALF, FMA_TILE, 1),
-        (ProductKind.HALF, FMA_TILE, 2),
-        (ProductKind.FLOAT, FMA_TILE, 0),
-    ):
-        shape = ExpertShape(hidden_size=96, ffn_size=160, hidden_parts=parts, down_parts=parts)
-        is_tensor = product is ProductKind.TENSOR
-        needs, lanes = (("mma",), (32,)) if is_tensor else ((), (32, 64))
-        for file, defines in (
-            ("gemm_gate_up.cu", shape.gate_up_defines(product, tile)),
-            ("gemm_down.cu", shape.down_defines(product, tile)),
-        ):
-            yield KernelVariant(file, defines, needs=needs, lanes=lanes)
-    shape = ExpertShape(hidden_size=512, ffn_size=512, hidden_parts=1, down_parts=1)
-    tile = TENSOR_TILES[0]
-    for file, defines in (
-        ("gemm_gate_up.cu", shape.gate_up_defines(ProductKind.TENSOR, tile, TensorType.Q4_K)),
-        ("gemm_down.cu", shape.down_defines(ProductKind.TENSOR, tile, TensorType.Q8_0)),
-    ):
-        yield KernelVariant(file, defines, needs=("mma",), lanes=(32,))
-
-
-KERNEL_VARIANTS = (
-    *_product_variants(),
-    KernelVariant("level_activations.cu", ExpertShape(96, 160, 2, 2).level_defines(FMA_TILE)),
-    KernelVariant("combine.cu", {"HIDDEN": 96}),
-)

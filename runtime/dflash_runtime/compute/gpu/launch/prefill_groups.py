@@ -20,7 +20,6 @@ from dflash_runtime.compute.gpu.device.device import (
     optional_address,
 )
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
-from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 
 MAX_EXPERTS = 960
 """Most experts: the sort's block has a thread for each, in whole logical warps."""
@@ -273,10 +272,3 @@ class ExpertGroups:
             tile_rows=own.tile_rows,
             number=self._loaded_number,
         )
-
-
-KERNEL_VARIANTS = (
-    KernelVariant(
-        "group_experts.cu", {"NUM_EXPERTS": 128, "CHUNK_PAIRS": CHUNK_PAIRS, "TILE_M": 128}
-    ),
-)

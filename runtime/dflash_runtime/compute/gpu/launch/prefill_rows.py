@@ -14,7 +14,6 @@ from dflash_runtime.compute.gpu.device.device import (
     optional_address,
 )
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
-from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 
 _ROW_THREADS = 256
 
@@ -130,8 +129,3 @@ class RowPreparer:
             scales=self._scales,
             half_addresses=self._half_addresses,
         )
-
-
-KERNEL_VARIANTS = tuple(
-    KernelVariant("half_rows.cu", {"NUM_COLUMNS": 2080, "NUM_PARTS": parts}) for parts in (1, 2)
-)

@@ -17,7 +17,6 @@ from dflash_runtime.compute.gpu.device.device import (
     address,
 )
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
-from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.layouts import FIELDS, UNIT, num_units, row_bytes
 from dflash_runtime.compute.gpu.launch.prefill_groups import GroupedPairs
 
@@ -170,13 +169,3 @@ class WeightScratch:
         kernel = self.prepare(tensor_type, columns)
         blocks = -(-args.num_rows * num_units(columns) // _UNIT_THREADS)
         return PreparedLaunch(kernel, (blocks, num_matrices, 1), _UNIT_THREADS, args)
-
-
-KERNEL_VARIANTS = tuple(
-    KernelVariant(
-        "dequantise.cu",
-        {"WEIGHT_TYPE": int(each), "NUM_COLUMNS": 512 if each.layout.block_elements > 64 else 448},
-    )
-    for each in FIELDS
-    if each is not TensorType.F32
-)

@@ -9,7 +9,6 @@ import numpy as np
 from dflash_adapters.routing import Gating, RoutingRule
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
-from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.decode_arrays import ArrayChecker
 from dflash_runtime.compute.gpu.launch.decode_experts_shape import GATES
 
@@ -184,23 +183,3 @@ def _score_defines(rule: RoutingRule, num_experts: int) -> dict[str, int | str]:
         "GROUPS_USED": rule.num_groups_used,
         "SCALE": f"0x{scale:08x}u",
     }
-
-
-def _variants() -> tuple[KernelVariant, ...]:
-    rule = RoutingRule(num_experts_used=2, gating=next(iter(GATES)), normalise=True)
-    grouped = RoutingRule(
-        2, Gating.SIGMOID, normalise=True, scale=2.5, num_groups=4, num_groups_used=2
-    )
-    others = (Gating.SOFTMAX_WEIGHT, Gating.SQRT_SOFTPLUS)
-    return (
-        KernelVariant("route_rows.cu", _route_defines(rule, 8)),
-        KernelVariant("route_scores.cu", _score_defines(grouped, 8)),
-        *(
-            KernelVariant("route_scores.cu", _score_defines(RoutingRule(3, each, True), 70))
-            for each in others
-        ),
-        KernelVariant("add_sums.cu", {"THREADS": _ADD_THREADS}),
-    )
-
-
-KERNEL_VARIANTS = _variants()

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflash_adapters.rope import RopePairing, RopeTable
-from dflash_adapters.spec import CAUSAL, KvLayer, Mask
+from dflash_adapters.rope import RopeTable
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import F32Array
 from dflash_runtime.compute.gpu.device.device import (
@@ -19,12 +18,10 @@ from dflash_runtime.compute.gpu.device.device import (
     address,
 )
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
-from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.decode_arrays import GRANULE, ArrayChecker, int8_rows
 from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
 from dflash_runtime.compute.gpu.layers.attention_plan import AttentionShape, DecodePlan, PrefillPlan
 from dflash_runtime.compute.gpu.layers.kv_rows import KvRows, LayerKvCache
-from dflash_runtime.compute.kv_cache import KvType
 
 _ALIGNMENT = 16
 
@@ -396,43 +393,3 @@ def attention_rows(
         eps=rows.eps,
         scale=rows.scale,
     )
-
-
-def _variants() -> tuple[KernelVariant, ...]:
-    """Small heads, since all loops over them are unrolled."""
-    variants: list[KernelVariant] = []
-    for kv_type, use_mma, num_tokens, has_all in (
-        (KvType.F32, False, 1, False),
-        (KvType.F16, False, 1, True),
-        (KvType.Q8_0, False, 3, False),
-        (KvType.F16, True, 3, True),
-        (KvType.Q8_0, True, 1, False),
-    ):
-        mask = Mask(window=60, chunk=100) if has_all else CAUSAL
-        kv = KvLayer(num_heads=2, key_dim=48, value_dim=32, mask=mask)
-        pairing = RopePairing.INTERLEAVED if num_tokens == 3 else RopePairing.HALF_SPLIT
-        shape = AttentionShape(
-            16,
-            kv,
-            kv_type,
-            pairing,
-            num_rotated=0 if has_all else 32,
-            use_mma=use_mma,
-            is_tempered=has_all,
-            has_sinks=has_all,
-            window_rows=100 if has_all else 0,
-        )
-        decode = DecodePlan(shape, num_tokens, 1024)
-        files = [
-            ("attention_decode.cu", decode.defines()),
-            ("attention_prefill.cu", PrefillPlan(shape, 1).defines()),
-            ("attention_store.cu", shape.defines()),
-        ]
-        needs, lanes = (("mma",), (32,)) if use_mma else ((), (32, 64))
-        if not use_mma and kv_type is not KvType.Q8_0:
-            files.append(("attention_merge.cu", decode.merge_defines()))
-        variants += (KernelVariant(file, defines, needs, lanes) for file, defines in files)
-    return tuple(variants)
-
-
-KERNEL_VARIANTS = _variants()

@@ -9,11 +9,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dflash_adapters.rope import RopePairing
-from dflash_adapters.spec import CAUSAL, KvLayer, Mask
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
-from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, ArrayChecker
 from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
 from dflash_runtime.compute.gpu.layers.attention import (
@@ -29,7 +26,6 @@ from dflash_runtime.compute.gpu.layers.attention import (
 from dflash_runtime.compute.gpu.layers.attention_plan import AttentionShape, DecodePlan
 from dflash_runtime.compute.gpu.layers.branch import Branch
 from dflash_runtime.compute.gpu.layers.kv_rows import LayerKvCache, new_layer_cache
-from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.trees import MOST_NODES
 
 _NODES_WARPS = 8
@@ -186,36 +182,3 @@ def _part(rows: NewRows, part: slice) -> NewRows:
         return TokenRows(of.array[part], of.first_column)
 
     return replace(rows, queries=some(rows.queries), keys=some(rows.keys), values=some(rows.values))
-
-
-def _variants() -> tuple[KernelVariant, ...]:
-    """Small heads, since all loops over them are unrolled."""
-    variants: list[KernelVariant] = []
-    for kv_type, use_mma in (
-        (KvType.F32, False),
-        (KvType.Q8_0, False),
-        (KvType.F16, True),
-    ):
-        is_window = kv_type is not KvType.F32
-        mask = Mask(window=60) if is_window else CAUSAL
-        kv = KvLayer(num_heads=2, key_dim=48, value_dim=32, mask=mask)
-        shape = AttentionShape(
-            4,
-            kv,
-            kv_type,
-            RopePairing.HALF_SPLIT,
-            num_rotated=32,
-            use_mma=use_mma,
-            is_tempered=is_window,
-            window_rows=100 if is_window else 0,
-        )
-        needs, lanes = (("mma",), (32,)) if use_mma else ((), (32, 64))
-        variants.append(
-            KernelVariant("attention_tree.cu", TreePlan.of(shape, 1024).defines(), needs, lanes)
-        )
-        if not use_mma:
-            variants.append(KernelVariant("attention_nodes.cu", shape.defines(), needs, lanes))
-    return tuple(variants)
-
-
-KERNEL_VARIANTS = _variants()

@@ -9,7 +9,6 @@ import numpy as np
 from dflash_adapters.spec import DeltaShape
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
-from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.decode_arrays import (
     GRANULE,
     ArrayChecker,
@@ -325,31 +324,3 @@ def result_args(
             arrays, "", quants=out.quants, meta=out.meta, rows=count, columns=columns
         )
     return found
-
-
-def step_variants(file: str, shape: DeltaPlan, **defines: int) -> list[KernelVariant]:
-    """Variants of a file with a head per block."""
-    return [
-        KernelVariant(file, {**shape.step_defines(warps), **defines}, lanes=(lanes,))
-        for lanes, warps in ((32, _STEP_WARPS), (64, _STEP_WARPS // 2))
-    ]
-
-
-VARIANT_SHAPES = (
-    DeltaPlan(DeltaShape(2, 4, 128, 128), num_taps=4, finishes=True),
-    DeltaPlan(DeltaShape(2, 6, 40, 24, is_tiled=False), num_taps=3, finishes=False),
-)
-
-
-def _variants() -> tuple[KernelVariant, ...]:
-    variants = []
-    for shape in VARIANT_SHAPES:
-        chunk = {**shape.defines(), "WARPS": _CHUNK_WARPS, "SCAN_ROWS": _CHUNK_ROWS}
-        variants += [
-            *step_variants("delta_step.cu", shape, TOKENS=2),
-            KernelVariant("delta_chunk.cu", chunk),
-        ]
-    return tuple(variants)
-
-
-KERNEL_VARIANTS = _variants()

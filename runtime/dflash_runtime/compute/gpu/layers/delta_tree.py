@@ -13,7 +13,6 @@ from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
 from dflash_runtime.compute.gpu.layers.branch import Branch
 from dflash_runtime.compute.gpu.layers.delta import (
     RING,
-    VARIANT_SHAPES,
     DeltaArrays,
     DeltaPlan,
     DeltaState,
@@ -21,7 +20,6 @@ from dflash_runtime.compute.gpu.layers.delta import (
     input_args,
     result_args,
     state_args,
-    step_variants,
     step_warps,
     weight_args,
 )
@@ -137,8 +135,3 @@ class DeltaTree:
         return self._arrays.address(
             "ancestors", branch.ancestors(taps), np.int32, T=branch.num_tokens, taps=taps
         )
-
-
-KERNEL_VARIANTS = tuple(
-    variant for shape in VARIANT_SHAPES for variant in step_variants(_FILE, shape)
-)

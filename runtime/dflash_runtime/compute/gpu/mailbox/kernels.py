@@ -14,8 +14,7 @@ from dflash_adapters.spec import MoeLayer
 from dflash_runtime.compute.gpu.device.device import DeviceArray, Kernel, KernelDevice, address
 from dflash_runtime.compute.gpu.device.kernel_sources import Defines
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
-from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
-from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, ArrayChecker, given
+from dflash_runtime.compute.gpu.launch.decode_arrays import ArrayChecker, given
 from dflash_runtime.compute.gpu.launch.decode_experts import Choice, StepRows
 from dflash_runtime.compute.gpu.launch.decode_experts_shape import GATES
 from dflash_runtime.compute.gpu.launch.mailbox_args import MOST_PEERS, MailArgs, MailReplies
@@ -295,30 +294,3 @@ def _parts(layer: MoeLayer, rows: StepRows, num_tokens: int) -> ctypes.Structure
 
 def _probe_defines(*, is_echo: bool) -> dict[str, int | str]:
     return {"IS_ECHO": int(is_echo), "THREADS": _THREADS, "MOST_PEERS": MOST_PEERS}
-
-
-KERNEL_VARIANTS = (
-    *(
-        KernelVariant(
-            "mailbox_parent.cu",
-            {
-                **{"TOKENS": tokens, "HIDDEN": 96, "TOP_K": 3, "EXPERTS": 70, "ROUTE": route},
-                **{"NORMALISE": 1, "GATE": 0, "THREADS": _THREADS, "ADD_THREADS": _ADD_THREADS},
-                "MOST_PEERS": MOST_PEERS,
-            },
-        )
-        for tokens, route in ((1, 0), (1, 1), (MOST_TOKENS, 1))
-    ),
-    *(
-        KernelVariant(
-            "mailbox_daemon.cu",
-            {
-                **{"TOKENS": tokens, "TOP_K": 3, "EXPERTS": 70},
-                **{"THREADS": _THREADS, "MOST_PEERS": MOST_PEERS},
-            },
-        )
-        for tokens in (1, MOST_TOKENS)
-    ),
-    KernelVariant("mailbox_begin.cu"),
-    *(KernelVariant("mailbox_probe.cu", _probe_defines(is_echo=echo)) for echo in (False, True)),
-)

@@ -14,7 +14,6 @@ from dflash_runtime.compute.gpu.device.device import (
     optional_address,
 )
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
-from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 
 _THREADS = 256
 _BLOCKS_OF_MULTIPROCESSOR = 8
@@ -92,6 +91,3 @@ class PayloadKernels:
                 columns=columns,
             )
             self.device.launch(self._add, (num_rows, 1, 1), _THREADS, args)
-
-
-KERNEL_VARIANTS = (KernelVariant("move_payload.cu", {"THREADS": _THREADS}),)
