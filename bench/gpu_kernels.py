@@ -91,12 +91,11 @@ class StepModel:
 
     def _note_experts(self) -> None:
         for layer in self.spec.moe.layers:
-            decode = self.banks[layer.layer_id].by_global.decode
-            arrays = (decode.gate, decode.up, decode.down)
-            for projection, arrays_of in zip(layer.projections, arrays, strict=True):
-                used = layer.num_experts_used / layer.num_experts
-                self.reads[address(arrays_of.weights)] = Read(
-                    role_of(projection.tensor_name), weight_bytes=used * arrays_of.weights.nbytes
+            used = layer.num_experts_used / layer.num_experts
+            matrices = self.banks[layer.layer_id].by_global.weights
+            for projection, weights in zip(layer.projections, matrices, strict=True):
+                self.reads[address(weights)] = Read(
+                    role_of(projection.tensor_name), weight_bytes=used * weights.nbytes
                 )
 
     def _note_cache(self) -> None:

@@ -32,15 +32,20 @@ from dflash_runtime.compute.gpu.device.kernel_sources import (
     define_options,
 )
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
-from dflash_runtime.compute.gpu.launch.decode_experts import DecodeExperts
-from dflash_runtime.compute.gpu.launch.decode_experts_shape import ExpertsShape, ExpertsTuning
-from dflash_runtime.compute.gpu.launch.decode_linear import DecodeLinear
-from dflash_runtime.compute.gpu.launch.decode_linear_shape import (
+from dflash_runtime.compute.gpu.launch.decode_experts import (
+    MOST_PEERS,
+    DecodeExperts,
+    ExpertsShape,
+    ExpertsTuning,
+)
+from dflash_runtime.compute.gpu.launch.decode_linear import (
+    DecodeLinear,
+    DecodeRouter,
     LinearInput,
     LinearShape,
     LinearTuning,
+    RouterShape,
 )
-from dflash_runtime.compute.gpu.launch.decode_router import DecodeRouter, RouterShape
 from dflash_runtime.compute.gpu.launch.decode_tokens import (
     ArgmaxLogits,
     Embed,
@@ -50,20 +55,18 @@ from dflash_runtime.compute.gpu.launch.decode_tokens import (
 )
 from dflash_runtime.compute.gpu.launch.elementwise import ColumnsOf, Elementwise
 from dflash_runtime.compute.gpu.launch.layouts import FIELDS
-from dflash_runtime.compute.gpu.launch.mailbox_args import MOST_PEERS
 from dflash_runtime.compute.gpu.launch.prefill_dense import DensePrefill
-from dflash_runtime.compute.gpu.launch.prefill_expert_kernels import ExpertKernelCache
-from dflash_runtime.compute.gpu.launch.prefill_experts import ExpertPrefill
+from dflash_runtime.compute.gpu.launch.prefill_experts import ExpertKernels
 from dflash_runtime.compute.gpu.launch.prefill_groups import ExpertGroups
-from dflash_runtime.compute.gpu.launch.prefill_rows import RowPreparer
-from dflash_runtime.compute.gpu.launch.prefill_tiles import (
+from dflash_runtime.compute.gpu.launch.prefill_operands import (
     FEW_TILE,
     FMA_TILE,
     TENSOR_TILES,
     ProductKind,
     Products,
+    RowPreparer,
+    WeightScratch,
 )
-from dflash_runtime.compute.gpu.launch.prefill_weights import WeightScratch
 from dflash_runtime.compute.gpu.launch.row_kernels import AddSums, RouteRows
 from dflash_runtime.compute.gpu.launch.sample_tokens import SampleTokens
 from dflash_runtime.compute.gpu.layers.attention import DecodeAttention, PrefillAttention
@@ -232,7 +235,7 @@ def _experts(device: Any) -> None:
         down_min_blocks=1,
     )
     rule = RoutingRule(num_experts_used=2, gating=Gating.SOFTMAX, normalise=True)
-    mail = {"gives_sums": True, "takes_request": True}
+    mail: Any = {"gives_sums": True, "takes_request": True}
     for shape in (
         ExpertsShape(1, 2, 8, 512, 256, Q4, Q4, Q6, rule=rule),
         ExpertsShape(3, 2, 8, 512, 96, Q4, Q6, Q5, has_vectors=True, gives_sums=True),
@@ -260,16 +263,16 @@ def _chunks(device: Any) -> None:
         for kind in (TensorType.Q8_0, F16, F32):
             dense.prepare(kind, 96)
     for products in (all_products[0], all_products[-1]):
-        kernels = ExpertKernelCache(device, products, hidden_size=96, ffn_size=160)
+        kernels = ExpertKernels(device, products, hidden_size=96, ffn_size=160)
+        kernels.combine()
         for parts in (0, 1, 2):
-            kernels.of(parts, parts)
+            kernels.gate_up(parts, parts)
+            kernels.level(parts, parts)
+            kernels.down(parts)
     if device.capabilities.mma:
-        kernels = ExpertKernelCache(device, tensor[0], hidden_size=512, ffn_size=512)
-        kernels.stored_gate_up(Q4, 1)
-        kernels.stored_down(TensorType.Q8_0)
-    ExpertPrefill(
-        device, hidden_size=96, ffn_size=160, max_pairs=1, products=all_products[0], scratch=scratch
-    )
+        kernels = ExpertKernels(device, tensor[0], hidden_size=512, ffn_size=512)
+        kernels.gate_up(1, 1, Q4)
+        kernels.down(1, TensorType.Q8_0)
 
 
 def _attention(device: Any) -> None:

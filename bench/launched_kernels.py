@@ -17,19 +17,22 @@ from dflash_adapters.routing import Gating, RoutingRule
 from dflash_adapters.spec import DeltaShape, KvLayer
 from dflash_runtime.compute.gpu.device.capabilities import Capabilities
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
-from dflash_runtime.compute.gpu.launch.decode_experts import DecodeExperts
-from dflash_runtime.compute.gpu.launch.decode_experts_shape import ExpertsShape
-from dflash_runtime.compute.gpu.launch.decode_linear import DecodeLinear
-from dflash_runtime.compute.gpu.launch.decode_linear_shape import LinearInput, LinearShape
-from dflash_runtime.compute.gpu.launch.decode_router import DecodeRouter, RouterShape
+from dflash_runtime.compute.gpu.launch.decode_experts import DecodeExperts, ExpertsShape
+from dflash_runtime.compute.gpu.launch.decode_linear import (
+    DecodeLinear,
+    DecodeRouter,
+    LinearInput,
+    LinearShape,
+    RouterShape,
+)
 from dflash_runtime.compute.gpu.launch.decode_tokens import (
     ArgmaxLogits,
     Embed,
     QuantiseRows,
     RowChange,
 )
-from dflash_runtime.compute.gpu.launch.prefill_expert_kernels import ExpertKernelCache
-from dflash_runtime.compute.gpu.launch.prefill_tiles import products_of
+from dflash_runtime.compute.gpu.launch.prefill_experts import ExpertKernels
+from dflash_runtime.compute.gpu.launch.prefill_operands import products_of
 from dflash_runtime.compute.gpu.launch.sample_tokens import SampleTokens
 from dflash_runtime.compute.gpu.layers.attention import DecodeAttention, PrefillAttention
 from dflash_runtime.compute.gpu.layers.attention_plan import AttentionShape, DecodePlan
@@ -128,8 +131,10 @@ def _experts(device: Any) -> None:
             device.label = f"{label}, {_tokens_of(num_tokens)}"
             DecodeExperts(device, shape)
     device.label = "chunks"
-    kernels = ExpertKernelCache(device, products_of(device), hidden_size=_HIDDEN, ffn_size=_FFN)
-    kernels.of(hidden_parts=1, down_parts=1)
+    kernels = ExpertKernels(device, products_of(device), hidden_size=_HIDDEN, ffn_size=_FFN)
+    kernels.gate_up(1, 1)
+    kernels.level(1, 1)
+    kernels.down(1)
 
 
 def _deltas(device: Any) -> None:

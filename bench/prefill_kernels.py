@@ -21,22 +21,22 @@ from dflash_protocol.device import parse_device
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, U8Array
 from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
 from dflash_runtime.compute.gpu.device.device import DeviceArray, Grid, KernelDevice, address
-from dflash_runtime.compute.gpu.launch.layouts import repack, row_bytes
+from dflash_runtime.compute.gpu.launch.layouts import (
+    ResidentExperts,
+    ResidentMatrices,
+    repack,
+)
 from dflash_runtime.compute.gpu.launch.prefill_dense import DensePrefill, DenseProduct
 from dflash_runtime.compute.gpu.launch.prefill_experts import ExpertPrefill
 from dflash_runtime.compute.gpu.launch.prefill_groups import ExpertGroups
-from dflash_runtime.compute.gpu.launch.prefill_rows import RowPreparer
-from dflash_runtime.compute.gpu.launch.prefill_tiles import (
+from dflash_runtime.compute.gpu.launch.prefill_operands import (
     TENSOR_TILES,
     ProductKind,
     Products,
+    RowPreparer,
     Tile,
-    products_of,
-)
-from dflash_runtime.compute.gpu.launch.prefill_weights import (
-    StoredExperts,
-    StoredProjection,
     WeightScratch,
+    products_of,
 )
 
 EXAMPLES = """examples:
@@ -172,20 +172,20 @@ class Layer:
         raw: dict[str, U8Array] = {}
         self._arrays: list[DeviceArray] = []
 
-        def stored(name: str, kind: TensorType, rows: int, columns: int) -> int:
+        def stored(name: str, kind: TensorType, rows: int, columns: int) -> DeviceArray:
             raw[name] = random_matrices(rng, kind, rows, columns)
             array = device.upload(repack(kind, raw[name], rows=rows, columns=columns))
             self._arrays.append(array)
-            return address(array)
+            return array
 
-        def projection(name: str, kind: TensorType, rows: int, columns: int) -> StoredProjection:
-            place = stored(name, kind, experts * rows, columns)
-            return StoredProjection(kind, place, rows * row_bytes(kind, columns))
+        def projection(name: str, kind: TensorType, rows: int, columns: int) -> ResidentMatrices:
+            return ResidentMatrices(kind, stored(name, kind, experts * rows, columns))
 
-        self.experts = StoredExperts(
+        self.experts = ResidentExperts(
             gate=projection("gate", shape.base, ffn, hidden),
             up=projection("up", shape.base, ffn, hidden),
             down=projection("down", shape.more, hidden, ffn),
+            slot_of_expert=device.upload(np.arange(experts, dtype=np.int32)),
         )
         x = rng.standard_normal((shape.num_tokens, hidden), dtype=np.float32)
         ids = skewed_choice(rng, shape)
@@ -198,7 +198,7 @@ class Layer:
                 kind,
                 rows,
                 hidden,
-                stored(f"dense {rows} {index}", kind, rows, hidden),
+                address(stored(f"dense {rows} {index}", kind, rows, hidden)),
                 device.empty((shape.num_tokens, rows), np.float32),
             )
             for index, (kind, rows) in enumerate(zip(kinds, shape.qkv_rows, strict=True))

@@ -11,7 +11,7 @@ from dflash_adapters.rope import AttentionTemperature, RopePairing, rope_table
 from dflash_adapters.spec import CAUSAL, KvLayer, Mask
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray
-from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
+from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows
 from dflash_runtime.compute.gpu.layers.attention import (
     DecodeAttention,
     NewRows,

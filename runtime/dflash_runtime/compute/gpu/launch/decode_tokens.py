@@ -12,9 +12,9 @@ from dflash_runtime.compute.gpu.device.device import DeviceArray, Grid, Kernel, 
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
 from dflash_runtime.compute.gpu.launch.decode_arrays import (
     ArrayChecker,
+    StepRows,
     check_columns,
     check_tokens,
-    int8_rows,
 )
 from dflash_runtime.compute.gpu.launch.layouts import row_bytes
 
@@ -150,18 +150,15 @@ class QuantiseRows:
     def launch(
         self,
         x: DeviceArray,
-        quants: DeviceArray,
-        meta: DeviceArray,
+        out: StepRows,
         *,
         norm_weight: DeviceArray | None = None,
         eps: float = 0.0,
         factors: DeviceArray | None = None,
-        values: DeviceArray | None = None,
     ) -> None:
-        """Quantise each row, and write to `values` what was quantised.
+        """Quantise each row, and write what was quantised, if `out` has values.
 
-        Shapes: x, values [rows, H] float32; quants [rows, padded_columns] int8; meta `meta_shape`;
-        norm_weight [H] float32; factors [rows, 1] float32.
+        Shapes: x [rows, H] float32; norm_weight [H] float32; factors [rows, 1] float32.
         Raises: ValueError for an array that is missing, or not of this shape, type or device.
         """
         arrays, columns, (num_rows, _) = self._arrays, self._columns, x.shape
@@ -177,9 +174,9 @@ class QuantiseRows:
             factors=arrays.optional("factors", factors, np.float32, T=num_rows, one=1),
             eps=eps,
         )
-        args.out.values = arrays.optional("values", values, np.float32, T=num_rows, H=columns)
-        args.out.quants, args.out.meta = int8_rows(
-            arrays, "", quants=quants, meta=meta, rows=num_rows, columns=columns
+        args.out.values = arrays.optional("values", out.values, np.float32, T=num_rows, H=columns)
+        args.out.quants, args.out.meta = arrays.int8_rows(
+            "", out.quants, out.meta, rows=num_rows, columns=columns
         )
         self._device.launch(
             self._kernel,

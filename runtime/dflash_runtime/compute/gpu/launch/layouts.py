@@ -1,4 +1,5 @@
-"""Layout of weights in a device's memory: the fields of a row's blocks, one array after another.
+"""Layout of weights in a device's memory: the fields of a row's blocks, one array after another;
+and of a layer's experts.
 
 A file's blocks have odd sizes, so that loads of 16 bytes would not be aligned. On the device a row
 is cut into the fields of its blocks, each field one array over the row's blocks, each array padded
@@ -10,6 +11,7 @@ The table below is the only definition; `formats_table` writes it out for the ke
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -17,6 +19,7 @@ import numpy as np
 
 from dflash_adapters.quant import TensorType
 from dflash_protocol.ids import U8Array
+from dflash_runtime.compute.gpu.device.device import DeviceArray
 
 UNIT = 64
 """Weights unpacked by a lane at once."""
@@ -66,6 +69,38 @@ FIELDS: dict[TensorType, tuple[Field, ...]] = {
 
 FLOAT_TYPES = frozenset({TensorType.F32, TensorType.F16, TensorType.BF16})
 """Types that are multiplied with float32 activations; all others are with int8."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ResidentMatrices:
+    """One projection of a layer's experts on a device: ``y = scale * (W x) + bias``.
+
+    Matrices lie by slot, one after another; biases and scales by expert id, if there are any.
+    Shapes: weights [slots * rows] rows in the device's layout, uint8; bias [E, rows] and scale [E]
+    float32.
+    """
+
+    tensor_type: TensorType
+    weights: DeviceArray
+    bias: DeviceArray | None = None
+    scale: DeviceArray | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class ResidentExperts:
+    """The experts of a layer that are on a device.
+
+    Shapes: slot_of_expert [E] int32, -1 for an expert that is not resident.
+    """
+
+    gate: ResidentMatrices
+    up: ResidentMatrices
+    down: ResidentMatrices
+    slot_of_expert: DeviceArray
+    activation_limit: float = float("inf")
+    activation_alpha: float = 1.0
+    up_offset: float = 0.0
+    """These three: see spec.MoeLayer and its Activation."""
 
 
 def num_units(columns: int) -> int:

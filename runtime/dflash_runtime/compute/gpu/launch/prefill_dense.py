@@ -20,14 +20,12 @@ from dflash_runtime.compute.gpu.device.device import (
 )
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
 from dflash_runtime.compute.gpu.launch.layouts import row_bytes
-from dflash_runtime.compute.gpu.launch.prefill_rows import PreparedRows
-from dflash_runtime.compute.gpu.launch.prefill_tiles import (
-    Products,
-    activation_parts,
-)
-from dflash_runtime.compute.gpu.launch.prefill_weights import (
+from dflash_runtime.compute.gpu.launch.prefill_operands import (
     AS_STORED,
+    PreparedRows,
+    Products,
     WeightScratch,
+    activation_parts,
     check_type,
     half_row_bytes,
     product_row_bytes,

@@ -99,7 +99,7 @@ class ExpertGroups:
         tile_rows: int,
         chunk_pairs: int = CHUNK_PAIRS,
     ) -> None:
-        """`tile_rows`: see prefill_tiles.Products."""
+        """`tile_rows`: see prefill_operands.Products."""
         if not 0 < num_experts <= MAX_EXPERTS or max_pairs <= 0:
             raise SettingsError(
                 f"prefill of {max_pairs} pairs, {num_experts} experts; up to {MAX_EXPERTS} can be"

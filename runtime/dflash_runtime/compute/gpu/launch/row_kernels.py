@@ -10,7 +10,7 @@ from dflash_adapters.routing import Gating, RoutingRule
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
 from dflash_runtime.compute.gpu.launch.decode_arrays import ArrayChecker
-from dflash_runtime.compute.gpu.launch.decode_experts_shape import GATES
+from dflash_runtime.compute.gpu.launch.decode_experts import GATES
 
 _ADD_THREADS = 256
 _SCORES = {

@@ -18,8 +18,7 @@ from dflash_runtime.compute.gpu.device.device import (
     address,
 )
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
-from dflash_runtime.compute.gpu.launch.decode_arrays import GRANULE, ArrayChecker, int8_rows
-from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
+from dflash_runtime.compute.gpu.launch.decode_arrays import GRANULE, ArrayChecker, StepRows
 from dflash_runtime.compute.gpu.layers.attention_plan import AttentionShape, DecodePlan, PrefillPlan
 from dflash_runtime.compute.gpu.layers.kv_rows import KvRows, LayerKvCache
 
@@ -269,13 +268,9 @@ def merge_args(
     if out.quants is not None:
         if shape.kv.value_dim % GRANULE:
             raise ValueError(f"heads of {shape.kv.value_dim} are no whole granules of int8")
-        args.quants, args.meta = int8_rows(
-            arrays,
-            "out.",
-            quants=out.quants,
-            meta=out.meta,
-            rows=num_tokens,
-            columns=shape.num_heads * shape.kv.value_dim,
+        columns = shape.num_heads * shape.kv.value_dim
+        args.quants, args.meta = arrays.int8_rows(
+            "out.", out.quants, out.meta, rows=num_tokens, columns=columns
         )
     return args
 

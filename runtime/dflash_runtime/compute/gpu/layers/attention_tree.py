@@ -11,8 +11,7 @@ import numpy as np
 
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
-from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, ArrayChecker
-from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
+from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, ArrayChecker, StepRows
 from dflash_runtime.compute.gpu.layers.attention import (
     AttentionMergeArgs,
     NewRows,

@@ -12,11 +12,10 @@ from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
 from dflash_runtime.compute.gpu.launch.decode_arrays import (
     GRANULE,
     ArrayChecker,
+    StepRows,
     check_tokens,
-    int8_rows,
     padded_columns,
 )
-from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
 
 RING = 16
 """Inputs kept: those of the last positions."""
@@ -320,7 +319,7 @@ def result_args(
             arrays, shape, inputs, weights=weights, count=count
         )
     if shape.has_quants:
-        found["quants"], found["meta"] = int8_rows(
-            arrays, "", quants=out.quants, meta=out.meta, rows=count, columns=columns
+        found["quants"], found["meta"] = arrays.int8_rows(
+            "", out.quants, out.meta, rows=count, columns=columns
         )
     return found

@@ -61,7 +61,7 @@ class ChunkExperts:
         groups = self._groups_for(resident).load(batch)  # put together while rows are on their way
         out = self._device.empty(batch.hidden_shape, np.float64)
         prepared = self._chunks.prepare(hidden)
-        self._kernels(resident).run(prepared, groups, resident.prefill, out_sums=out)
+        self._kernels(resident).run(prepared, groups, resident.experts, out_sums=out)
         return out
 
     def _run(self, resident: ResidentLayer, routed: RoutedRows, **places: DeviceArray) -> None:
@@ -70,11 +70,11 @@ class ChunkExperts:
         groups = self._groups_for(resident).group_chosen(
             choice.ids,
             choice.weights,
-            slot_of_expert=resident.decode.slot_of_expert,
+            slot_of_expert=resident.experts.slot_of_expert,
             num_resident=resident.num_resident,
             selections=resident.selections,
         )
-        self._kernels(resident).run(prepared, groups, resident.prefill, **places)
+        self._kernels(resident).run(prepared, groups, resident.experts, **places)
 
     def _groups_for(self, resident: ResidentLayer) -> ExpertGroups:
         num_experts = resident.layer.num_experts
@@ -102,5 +102,5 @@ class ChunkExperts:
                 products=self._chunks.products,
                 scratch=self._chunks.scratch,
             )
-        self._experts[key].prepare(resident.prefill)
+        self._experts[key].prepare(resident.experts)
         return self._experts[key]

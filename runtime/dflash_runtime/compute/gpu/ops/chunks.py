@@ -17,9 +17,13 @@ from dflash_adapters.routing import RoutingRule
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, address
 from dflash_runtime.compute.gpu.launch.elementwise import ColumnsOf, Elementwise
 from dflash_runtime.compute.gpu.launch.prefill_dense import DensePrefill, DenseProduct
-from dflash_runtime.compute.gpu.launch.prefill_rows import PreparedRows, RowPreparer
-from dflash_runtime.compute.gpu.launch.prefill_tiles import activation_parts, products_of
-from dflash_runtime.compute.gpu.launch.prefill_weights import WeightScratch
+from dflash_runtime.compute.gpu.launch.prefill_operands import (
+    PreparedRows,
+    RowPreparer,
+    WeightScratch,
+    activation_parts,
+    products_of,
+)
 from dflash_runtime.compute.gpu.launch.row_kernels import AddRows, ChooseExperts
 from dflash_runtime.compute.gpu.layers.matrix import DeviceMatrix
 from dflash_runtime.compute.gpu.layers.rows import Input, Norm, Rows

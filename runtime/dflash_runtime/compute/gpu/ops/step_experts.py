@@ -13,14 +13,19 @@ import numpy as np
 
 from dflash_adapters.routing import RoutingRule
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
-from dflash_runtime.compute.gpu.launch.decode_arrays import meta_shape, padded_columns, step_parts
+from dflash_runtime.compute.gpu.launch.decode_arrays import (
+    StepRows,
+    meta_shape,
+    padded_columns,
+    step_parts,
+)
 from dflash_runtime.compute.gpu.launch.decode_experts import (
     Choice,
     DecodeExperts,
+    ExpertsShape,
     MailReply,
-    StepRows,
+    experts_shape,
 )
-from dflash_runtime.compute.gpu.launch.decode_experts_shape import ExpertsShape, experts_shape
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 
 
@@ -80,8 +85,8 @@ class StepExperts:
             )
             experts, hidden = self._kernels(shape)
             some = choice[part]
-            experts.launch_gate_up(layer.decode, some, rows[part], hidden)
-            experts.launch_down(layer.decode, some, hidden, out[part])
+            experts.launch_gate_up(layer.experts, some, rows[part], hidden)
+            experts.launch_down(layer.experts, some, hidden, out[part])
 
     def answer(
         self,
@@ -98,8 +103,8 @@ class StepExperts:
             layer.layer, choice.topk_ids.shape[0], gives_sums=True, takes_request=takes_request
         )
         experts, hidden = self._kernels(shape)
-        experts.launch_gate_up(layer.decode, choice, asked, hidden)
-        experts.launch_down(layer.decode, choice, hidden, to)
+        experts.launch_gate_up(layer.experts, choice, asked, hidden)
+        experts.launch_down(layer.experts, choice, hidden, to)
 
     def add_with_replies(
         self,
@@ -112,8 +117,8 @@ class StepExperts:
     ) -> None:
         """Add the chosen experts of up to MOST_TOKENS, and what peers answer, to the residual."""
         experts, hidden = self._kernels(experts_shape(layer.layer, choice.topk_ids.shape[0]))
-        experts.launch_gate_up(layer.decode, choice, rows, hidden)
-        experts.launch_down(layer.decode, choice, hidden, residual, replies=replies)
+        experts.launch_gate_up(layer.experts, choice, rows, hidden)
+        experts.launch_down(layer.experts, choice, hidden, residual, replies=replies)
 
     def _kernels(self, shape: ExpertsShape) -> tuple[DecodeExperts, StepRows]:
         """Kernels, and what is between the two."""

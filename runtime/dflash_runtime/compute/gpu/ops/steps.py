@@ -18,20 +18,18 @@ from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.launch.decode_arrays import (
     GRANULE,
     MOST_TOKENS,
+    StepRows,
     meta_shape,
     most_rows,
     padded_columns,
     step_parts,
 )
-from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
 from dflash_runtime.compute.gpu.launch.decode_linear import (
     DecodeLinear,
-    LinearInputs,
-    LinearOutputs,
-)
-from dflash_runtime.compute.gpu.launch.decode_linear_shape import LinearInput, LinearShape
-from dflash_runtime.compute.gpu.launch.decode_router import (
     DecodeRouter,
+    LinearInput,
+    LinearInputs,
+    LinearShape,
     RouterShape,
     is_float_router,
 )
@@ -128,7 +126,7 @@ class StepKernels:
         logits = self.rows(num_tokens, matrix.rows)
         normed = self.rows(num_tokens, matrix.columns)
         self._add_int8(normed)
-        outputs = LinearOutputs(normed.array, normed.quants, normed.meta)
+        side = normed.forms
         if is_float_router(matrix.tensor_type, matrix.columns):
             for part in step_parts(num_tokens):
                 inputs = LinearInputs(x=x.rows.array[part], norm_weight=norm.weight, eps=norm.eps)
@@ -138,10 +136,10 @@ class StepKernels:
                 if shape not in self._routers:
                     self._routers[shape] = DecodeRouter(self._device, shape)
                 self._routers[shape].launch(
-                    matrix.weights, logits.array[part], inputs, outputs=outputs.sides_of(part)
+                    matrix.weights, logits.array[part], inputs, side=side[part]
                 )
         else:
-            self._multiply(x, (matrix,), (logits,), outputs=outputs)
+            self._multiply(x, (matrix,), (logits,), side=side)
         x.normed = normed
         return logits
 
@@ -173,7 +171,7 @@ class StepKernels:
             [matrix.weights],
             [out],
             _inputs(linear.shape, x),
-            outputs=LinearOutputs(partials=partials.array),
+            partials=partials.array,
         )
         return partials
 
@@ -216,7 +214,7 @@ class StepKernels:
         adds: bool = False,
         up: Rows | None = None,
         gate: Rows | None = None,
-        outputs: LinearOutputs | None = None,
+        side: StepRows | None = None,
     ) -> None:
         """`x`, or ``silu(x) * up``, times each matrix, and times the sigmoid of the gate [T, 1]."""
         num_tokens = x.rows.num_tokens
@@ -229,7 +227,7 @@ class StepKernels:
                 adds=adds,
                 is_activated=up is not None,
                 is_gated=gate is not None,
-                has_side=outputs is not None,
+                has_side=side is not None,
             )
             linear.launch(
                 [matrix.weights for matrix in matrices],
@@ -240,7 +238,7 @@ class StepKernels:
                     up=None if up is None else up.array[part],
                     gate=None if gate is None else gate.array[part],
                 ),
-                outputs=None if outputs is None else outputs.sides_of(part),
+                side=None if side is None else side[part],
             )
 
     def _most_rows(self, matrices: Sequence[DeviceMatrix]) -> int:
@@ -295,19 +293,15 @@ class StepKernels:
             change = RowChange.FACTORS if norm is None else RowChange.NORM
             out = self.rows(x.num_tokens, x.columns)
         self._add_int8(out)
-        assert out.quants is not None
-        assert out.meta is not None
         key = x.columns, change
         if key not in self._quantisers:
             self._quantisers[key] = QuantiseRows(self._device, columns=x.columns, change=change)
         self._quantisers[key].launch(
             x.array,
-            out.quants,
-            out.meta,
+            StepRows(out.quants, out.meta, None if change is RowChange.NONE else out.array),
             norm_weight=None if norm is None else norm.weight,
             eps=0.0 if norm is None else norm.eps,
             factors=factors,
-            values=None if change is RowChange.NONE else out.array,
         )
         return out
 

@@ -11,12 +11,13 @@ from dflash_adapters.quant import TensorType
 from dflash_adapters.routing import Gating, RoutingRule
 from dflash_adapters.spec import Activation
 from dflash_protocol.ids import AnyArray, F32Array, F64Array
+from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows
 from dflash_runtime.compute.gpu.launch.decode_experts import (
     Choice,
     DecodeExperts,
-    StepRows,
+    ExpertsShape,
+    ExpertsTuning,
 )
-from dflash_runtime.compute.gpu.launch.decode_experts_shape import ExpertsShape, ExpertsTuning
 from dflash_runtime.compute.gpu.launch.row_kernels import RouteRows
 from support.attention_rig import relative_error
 from support.decode_experts_rig import Layer, Step, random_layer, random_step

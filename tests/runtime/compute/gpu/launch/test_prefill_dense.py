@@ -15,17 +15,18 @@ from dflash_protocol.ids import F32Array, F64Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray, Grid, address
 from dflash_runtime.compute.gpu.launch.layouts import FIELDS, repack
 from dflash_runtime.compute.gpu.launch.prefill_dense import DensePrefill, DenseProduct
-from dflash_runtime.compute.gpu.launch.prefill_rows import RowPreparer
-from dflash_runtime.compute.gpu.launch.prefill_tiles import (
+from dflash_runtime.compute.gpu.launch.prefill_operands import (
     FEW_TILE,
     TENSOR_TILES,
     ProductKind,
     Products,
+    RowPreparer,
     Tile,
+    WeightScratch,
     activation_parts,
+    half_row_bytes,
     products_of,
 )
-from dflash_runtime.compute.gpu.launch.prefill_weights import WeightScratch, half_row_bytes
 from support.emulated_device import EmulatedDevice
 from support.llama_oracle import quantise
 from support.prefill_rig import SMALL_HALF, SMALL_TENSOR

@@ -10,7 +10,7 @@ import pytest
 from dflash_adapters.rope import RopePairing, rope_table
 from dflash_adapters.spec import KvLayer
 from dflash_protocol.errors import SettingsError
-from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
+from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows
 from dflash_runtime.compute.gpu.layers.attention import (
     DecodeAttention,
     NewRows,

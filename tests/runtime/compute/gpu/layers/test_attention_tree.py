@@ -8,8 +8,7 @@ import pytest
 from dflash_adapters.rope import RopePairing
 from dflash_adapters.spec import Mask
 from dflash_protocol.ids import AnyArray
-from dflash_runtime.compute.gpu.launch.decode_arrays import meta_shape, padded_columns
-from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
+from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows, meta_shape, padded_columns
 from dflash_runtime.compute.gpu.layers.attention_plan import context_bucket
 from dflash_runtime.compute.gpu.layers.attention_tree import TreeAttention
 from dflash_runtime.compute.gpu.layers.branch import Branch

@@ -11,8 +11,7 @@ import pytest
 from dflash_adapters.spec import DeltaShape
 from dflash_protocol.ids import F32Array, F64Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray
-from dflash_runtime.compute.gpu.launch.decode_arrays import meta_shape, padded_columns
-from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
+from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows, meta_shape, padded_columns
 from dflash_runtime.compute.gpu.layers.branch import Branch
 from dflash_runtime.compute.gpu.layers.delta import (
     RING,
