@@ -53,7 +53,6 @@ from dflash_runtime.compute.gpu.launch.decode_tokens import (
     Repack,
     RowChange,
 )
-from dflash_runtime.compute.gpu.launch.elementwise import ColumnsOf, Elementwise
 from dflash_runtime.compute.gpu.launch.layouts import FIELDS
 from dflash_runtime.compute.gpu.launch.prefill_dense import DensePrefill
 from dflash_runtime.compute.gpu.launch.prefill_experts import ExpertKernels
@@ -67,7 +66,11 @@ from dflash_runtime.compute.gpu.launch.prefill_operands import (
     RowPreparer,
     WeightScratch,
 )
-from dflash_runtime.compute.gpu.launch.row_kernels import AddSums, RouteRows
+from dflash_runtime.compute.gpu.launch.row_kernels import (
+    ChooseExperts,
+    ColumnsOf,
+    Elementwise,
+)
 from dflash_runtime.compute.gpu.launch.sample_tokens import SampleTokens
 from dflash_runtime.compute.gpu.layers.attention import DecodeAttention, PrefillAttention
 from dflash_runtime.compute.gpu.layers.attention_plan import AttentionShape, DecodePlan
@@ -186,17 +189,20 @@ def _tokens(device: Any) -> None:
 
 
 def _rows(device: Any) -> None:
-    RouteRows(device, RoutingRule(2, Gating.SOFTMAX, normalise=True), num_experts=8)
-    grouped = RoutingRule(
-        2, Gating.SIGMOID, normalise=True, scale=2.5, num_groups=4, num_groups_used=2
-    )
-    RouteRows(device, grouped, num_experts=8)
-    for gating in (Gating.SOFTMAX_WEIGHT, Gating.SQRT_SOFTPLUS):
-        RouteRows(device, RoutingRule(3, gating, normalise=True), num_experts=70)
-    AddSums(device)
     x = np.zeros((1, 8), np.float32)
     for gate in Gate:
         Elementwise(device).gated(x, ColumnsOf.whole(x), gate, x)
+    Elementwise(device).add_rows(x, x, x)
+    for num_experts, rule in (
+        (8, RoutingRule(2, Gating.SOFTMAX, normalise=True)),
+        (8, RoutingRule(2, Gating.SIGMOID, True, scale=2.5, num_groups=4, num_groups_used=2)),
+        (70, RoutingRule(3, Gating.SOFTMAX_WEIGHT, normalise=True)),
+        (70, RoutingRule(3, Gating.SQRT_SOFTPLUS, normalise=True)),
+    ):
+        logits = np.zeros((1, num_experts), np.float32)
+        weights = np.zeros((1, rule.num_experts_used), np.float32)
+        ids = weights.view(np.int32)
+        ChooseExperts(device).launch(rule, logits, bias=None, ids=ids, weights=weights)
 
 
 def _linears(device: Any) -> None:

@@ -76,7 +76,7 @@ class Projection:
             self.finish(residual)  # a bias, if any
             return
         (product,) = project(kernels, x, (self,))
-        self.ops.add_rows.launch(residual.array, product.array, residual.array)
+        self.ops.elementwise.add_rows(residual.array, product.array, residual.array)
 
 
 def project(kernels: LayerKernels, x: Input, projections: Sequence[Projection]) -> list[Rows]:

@@ -15,7 +15,6 @@ from dflash_adapters.layers import Gate
 from dflash_adapters.quant import TensorType
 from dflash_adapters.routing import RoutingRule
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, address
-from dflash_runtime.compute.gpu.launch.elementwise import ColumnsOf, Elementwise
 from dflash_runtime.compute.gpu.launch.prefill_dense import DensePrefill, DenseProduct
 from dflash_runtime.compute.gpu.launch.prefill_operands import (
     PreparedRows,
@@ -24,7 +23,11 @@ from dflash_runtime.compute.gpu.launch.prefill_operands import (
     activation_parts,
     products_of,
 )
-from dflash_runtime.compute.gpu.launch.row_kernels import AddRows, ChooseExperts
+from dflash_runtime.compute.gpu.launch.row_kernels import (
+    ChooseExperts,
+    ColumnsOf,
+    Elementwise,
+)
 from dflash_runtime.compute.gpu.layers.matrix import DeviceMatrix
 from dflash_runtime.compute.gpu.layers.rows import Input, Norm, Rows
 from dflash_runtime.compute.gpu.ops.kernels import ExpertChoice
@@ -55,7 +58,6 @@ class ChunkKernels:
         self._columns: dict[int, _Columns] = {}
         self._choose = ChooseExperts(device)
         self._elementwise = Elementwise(device)
-        self._add_rows = AddRows(device)
 
     @property
     def has_worked(self) -> bool:
@@ -129,7 +131,7 @@ class ChunkKernels:
             return
         product = self.swiglu_product(gate, up, matrix).array
         self._elementwise.gated(product, ColumnsOf.whole(share.array), Gate.SIGMOID, product)
-        self._add_rows.launch(residual.array, product, residual.array)
+        self._elementwise.add_rows(residual.array, product, residual.array)
 
     def _activated(self, gate: Rows, up: Rows) -> Input:
         """In the place of `up`."""

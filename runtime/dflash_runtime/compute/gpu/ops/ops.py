@@ -12,8 +12,7 @@ from dflash_runtime.compute.backend import argmax_of
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.gpu.launch.decode_tokens import ArgmaxLogits
-from dflash_runtime.compute.gpu.launch.elementwise import ColumnsOf, Elementwise
-from dflash_runtime.compute.gpu.launch.row_kernels import AddRows, AddSums
+from dflash_runtime.compute.gpu.launch.row_kernels import ColumnsOf, Elementwise
 from dflash_runtime.compute.gpu.layers.attention_launch import AttentionLauncher
 from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.gpu.ops.chunk_experts import ChunkExperts
@@ -42,8 +41,6 @@ class GpuOps:
         self.chunk_experts = ChunkExperts(self.chunks, self.payload)
         self.attention = AttentionLauncher(device, self.steps.buffers)
         self.elementwise = Elementwise(device)
-        self.add_rows = AddRows(device)
-        self.add_sums = AddSums(device)
         self._argmax: dict[int, tuple[ArgmaxLogits, DeviceArray]] = {}
 
     def kernels_for(self, rows: Rows) -> StepKernels | ChunkKernels:

@@ -15,7 +15,7 @@ from dflash_runtime.compute.gpu.launch.decode_linear import (
     RouterShape,
     is_float_router,
 )
-from dflash_runtime.compute.gpu.launch.row_kernels import RouteRows
+from dflash_runtime.compute.gpu.launch.row_kernels import ChooseExperts
 from dflash_runtime.compute.reference.ops import ReferenceOps
 from support.attention_rig import relative_error
 from support.device_weights import Weights, as_int8_rows, as_weights, random_weights
@@ -119,7 +119,7 @@ def test_experts_are_chosen_as_by_the_reference(
     logits[3] = np.nan
     rule = RoutingRule(num_used, Gating.SOFTMAX, normalise)
     ids, weights = device.empty((5, num_used), np.int32), device.empty((5, num_used), np.float32)
-    RouteRows(device, rule, num_experts=num_experts).launch(device.upload(logits), ids, weights)
+    ChooseExperts(device).launch(rule, device.upload(logits), bias=None, ids=ids, weights=weights)
     assert ids[3].tolist() == list(range(num_used))
     assert np.isnan(weights[3]).all()
     kept = [0, 1, 2, 4]
