@@ -13,7 +13,7 @@ from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.gpu.launch.decode_tokens import ArgmaxLogits
 from dflash_runtime.compute.gpu.launch.row_kernels import ColumnsOf, Elementwise
-from dflash_runtime.compute.gpu.layers.attention_launch import AttentionLauncher
+from dflash_runtime.compute.gpu.layers.attention import AttentionLauncher
 from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.gpu.ops.chunk_experts import ChunkExperts
 from dflash_runtime.compute.gpu.ops.chunks import ChunkKernels

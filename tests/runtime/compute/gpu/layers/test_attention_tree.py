@@ -142,7 +142,7 @@ def test_arrays_of_another_tree_are_refused() -> None:
     attention = TreeAttention(rig.device, rig.case.shape, 1024)
     _, branch = tree_of(rig, [-1, 0], 4)
     scratch = rig.device.empty(attention.scratch_bytes, np.uint8)
-    for rows, nodes, reason in ((2, 3, "3 rows of"), (3, 2, "2 rows with")):
+    for rows, nodes, reason in ((2, 3, "3 rows of"), (3, 2, r"float32 \[T=2, columns=128\]")):
         with pytest.raises(ValueError, match=reason):
             attention.launch(
                 rig.rows_of(range(rows)),
