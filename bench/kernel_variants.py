@@ -75,8 +75,7 @@ from dflash_runtime.compute.gpu.launch.sample_tokens import SampleTokens
 from dflash_runtime.compute.gpu.layers.attention import DecodeAttention, PrefillAttention
 from dflash_runtime.compute.gpu.layers.attention_plan import AttentionShape, DecodePlan
 from dflash_runtime.compute.gpu.layers.attention_tree import TreeAttention
-from dflash_runtime.compute.gpu.layers.delta import DeltaChunk, DeltaPlan, DeltaStep
-from dflash_runtime.compute.gpu.layers.delta_tree import DeltaTree
+from dflash_runtime.compute.gpu.layers.delta import DeltaChunk, DeltaPlan, DeltaStep, DeltaTree
 from dflash_runtime.compute.gpu.transfers.exchange import Exchanger
 from dflash_runtime.compute.gpu.transfers.payload_kernels import PayloadKernels
 from dflash_runtime.compute.kv_cache import KvType

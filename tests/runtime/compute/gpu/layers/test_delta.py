@@ -20,9 +20,9 @@ from dflash_runtime.compute.gpu.layers.delta import (
     DeltaPlan,
     DeltaState,
     DeltaStep,
+    DeltaTree,
     DeltaWeights,
 )
-from dflash_runtime.compute.gpu.layers.delta_tree import DeltaTree
 from dflash_runtime.compute.trees import Tree
 from support.emulated_device import EmulatedDevice
 from support.trees import way_to
