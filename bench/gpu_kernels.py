@@ -26,7 +26,7 @@ from dflash_protocol.device import Device, parse_device
 from dflash_protocol.ids import Phase
 from dflash_runtime.compute.gpu.backend import CupyBackend
 from dflash_runtime.compute.gpu.device.device import KernelDevice, address
-from dflash_runtime.compute.gpu.layers.matrix import DeviceMatrix
+from dflash_runtime.compute.gpu.launch.layouts import DeviceMatrix
 from dflash_runtime.compute.gpu.run.captured_step import GraphStep
 from dflash_runtime.compute.kv_cache import KvType
 

@@ -20,8 +20,9 @@ from dflash_adapters.quant.reference import dequantise
 from dflash_protocol.device import parse_device
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, U8Array
 from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
-from dflash_runtime.compute.gpu.device.device import DeviceArray, Grid, KernelDevice, address
+from dflash_runtime.compute.gpu.device.device import DeviceArray, Grid, KernelDevice
 from dflash_runtime.compute.gpu.launch.layouts import (
+    DeviceMatrix,
     ResidentExperts,
     ResidentMatrices,
     repack,
@@ -170,12 +171,10 @@ class Layer:
         self._device: Any = self.recorder
         hidden, ffn, experts = shape.hidden_size, shape.ffn_size, shape.num_experts
         raw: dict[str, U8Array] = {}
-        self._arrays: list[DeviceArray] = []
 
         def stored(name: str, kind: TensorType, rows: int, columns: int) -> DeviceArray:
             raw[name] = random_matrices(rng, kind, rows, columns)
             array = device.upload(repack(kind, raw[name], rows=rows, columns=columns))
-            self._arrays.append(array)
             return array
 
         def projection(name: str, kind: TensorType, rows: int, columns: int) -> ResidentMatrices:
@@ -195,21 +194,16 @@ class Layer:
         kinds = (shape.base, shape.base, shape.more)
         self._dense = [
             DenseProduct(
-                kind,
-                rows,
-                hidden,
-                address(stored(f"dense {rows} {index}", kind, rows, hidden)),
+                DeviceMatrix(
+                    rows, hidden, kind, stored(f"dense {rows} {index}", kind, rows, hidden)
+                ),
                 device.empty((shape.num_tokens, rows), np.float32),
             )
             for index, (kind, rows) in enumerate(zip(kinds, shape.qkv_rows, strict=True))
         ]
         router = device.upload(rng.standard_normal((experts, hidden), dtype=np.float32))
-        self._arrays.append(router)
         self._router = DenseProduct(
-            TensorType.F32,
-            experts,
-            hidden,
-            address(router),
+            DeviceMatrix(experts, hidden, TensorType.F32, router),
             device.empty((shape.num_tokens, experts), np.float32),
         )
         # Float16 gate and up of all experts; 16-byte chunks of rows are whole units of 64 here.

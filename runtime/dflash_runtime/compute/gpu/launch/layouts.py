@@ -72,6 +72,16 @@ FLOAT_TYPES = frozenset({TensorType.F32, TensorType.F16, TensorType.BF16})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class DeviceMatrix:
+    """A weight on a device. Shapes: weights [rows * row_bytes] uint8, rows as above."""
+
+    rows: int
+    columns: int
+    tensor_type: TensorType
+    weights: DeviceArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ResidentMatrices:
     """One projection of a layer's experts on a device: ``y = scale * (W x) + bias``.
 

@@ -14,7 +14,8 @@ import numpy as np
 from dflash_adapters.layers import Gate
 from dflash_adapters.quant import TensorType
 from dflash_adapters.routing import RoutingRule
-from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, address
+from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.gpu.launch.layouts import DeviceMatrix
 from dflash_runtime.compute.gpu.launch.prefill_dense import DensePrefill, DenseProduct
 from dflash_runtime.compute.gpu.launch.prefill_operands import (
     PreparedRows,
@@ -28,7 +29,6 @@ from dflash_runtime.compute.gpu.launch.row_kernels import (
     ColumnsOf,
     Elementwise,
 )
-from dflash_runtime.compute.gpu.layers.matrix import DeviceMatrix
 from dflash_runtime.compute.gpu.layers.rows import Input, Norm, Rows
 from dflash_runtime.compute.gpu.ops.kernels import ExpertChoice
 
@@ -104,14 +104,7 @@ class ChunkKernels:
         self._dense.run(
             prepared,
             [
-                DenseProduct(
-                    tensor_type=matrix.tensor_type,
-                    rows=matrix.rows,
-                    columns=matrix.columns,
-                    weights_address=address(matrix.weights),
-                    out=out.array,
-                    add=None if add_to is None else add_to.array,
-                )
+                DenseProduct(matrix, out.array, adds=add_to is not None)
                 for matrix, out in zip(matrices, outs, strict=True)
             ],
         )

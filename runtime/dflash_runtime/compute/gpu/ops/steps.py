@@ -34,9 +34,8 @@ from dflash_runtime.compute.gpu.launch.decode_linear import (
     is_float_router,
 )
 from dflash_runtime.compute.gpu.launch.decode_tokens import QuantiseRows, RowChange
-from dflash_runtime.compute.gpu.launch.layouts import FLOAT_TYPES
+from dflash_runtime.compute.gpu.launch.layouts import FLOAT_TYPES, DeviceMatrix
 from dflash_runtime.compute.gpu.launch.row_kernels import ChooseExperts, is_plain
-from dflash_runtime.compute.gpu.layers.matrix import DeviceMatrix
 from dflash_runtime.compute.gpu.layers.rows import Input, Norm, Rows
 from dflash_runtime.compute.gpu.ops.kernels import ExpertChoice
 
