@@ -258,17 +258,14 @@ class ExpertGroups:
         self._device.launch(kernels.tile, (1, 1, 1), kernels.num_threads, args)
         blocks = (-(-batch.num_tokens // _FIND_THREADS), 1, 1)
         self._device.launch(kernels.find, blocks, _FIND_THREADS, args)
-        return GroupedPairs(
-            counts=own.counts,
+        return replace(
+            own,
             expert_ids=expert_ids,
-            tiles=own.tiles,
             token_indices=token_indices,
             weights=weights.view(np.float32),
-            rows_of_tokens=own.rows_of_tokens,
             num_tokens=batch.num_tokens,
             num_pairs=num_pairs,
             pairs_per_token=pairs_per_token,
             max_groups=num_groups,
-            tile_rows=own.tile_rows,
             number=self._loaded_number,
         )

@@ -171,18 +171,16 @@ def activation_parts(tensor_types: tuple[TensorType, ...]) -> int:
 class PreparedRows:
     """Rows on the device.
 
-    Shapes: floats [T, columns] float32; halves [parts, max_rows, columns] uint16, scales [T]
-    float32: factors of the sum of the parts. There are no halves if parts is 0.
+    Shapes: floats [T, columns] float32.
     """
 
     num_rows: int
     columns: int
     parts: int
     floats: DeviceArray
-    halves: DeviceArray | None
-    scales: DeviceArray | None
     half_addresses: tuple[int, int, int] | None
-    """Addresses of rows and scales, and bytes from one part to the next."""
+    """Addresses of the preparer's halves and scales, and bytes from one part to the next; None
+    without parts."""
 
     def addresses(self, parts: int) -> tuple[int, int, int]:
         """Addresses of rows in that many parts and of their scales, and bytes between parts.
@@ -215,16 +213,15 @@ class RowPreparer:
         defines = {"NUM_COLUMNS": columns, "NUM_PARTS": max(parts, 1)}
         self._kernel = device.module("half_rows.cu", defines).kernel("half_rows", HalfRowsArgs)
         self._floats: DeviceArray | None = None
-        self._halves = self._scales = None
-        if parts:
-            self._halves = device.empty((parts, max_rows, columns), np.uint16)
-            self._scales = device.empty(max_rows, np.float32)
         self._args = HalfRowsArgs()
         """Arguments that all rows have in common."""
+        self.halves = device.empty((parts, max_rows, columns), np.uint16)
+        self.scales = device.empty(max_rows if parts else 0, np.float32)
+        """Factors of the sum of the parts. Shapes: [max_rows]."""
         self._half_addresses: tuple[int, int, int] | None = None
-        if self._halves is not None and self._scales is not None:
-            part_bytes = self._halves.nbytes // parts
-            self._half_addresses = address(self._halves), address(self._scales), part_bytes
+        if parts:
+            part_bytes = self.halves.nbytes // parts
+            self._half_addresses = address(self.halves), address(self.scales), part_bytes
             self._args.halves, self._args.scales, self._args.part_bytes = self._half_addresses
 
     def reserve_floats(self) -> None:
@@ -272,8 +269,6 @@ class RowPreparer:
             columns=self.columns,
             parts=self.parts,
             floats=floats,
-            halves=self._halves,
-            scales=self._scales,
             half_addresses=self._half_addresses,
         )
 

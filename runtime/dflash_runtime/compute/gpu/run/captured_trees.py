@@ -128,11 +128,11 @@ class CapturedTrees:
             if layer_id in capture.features:
                 self._ops.copy_rows(hidden, capture.features[layer_id])
 
-        step = PlacedStep.of_arrays(
+        step = PlacedStep(
             capture.token_ids,
             capture.branch.positions,
-            self._cache,
-            phase=Phase.VERIFY,
+            (self._cache,),
+            Phase.VERIFY,
             context=kept.position + int(kept.depths.max()) + 1,
             tree=kept,
             branch=capture.branch,

@@ -7,7 +7,6 @@ sums.
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Iterable
 
@@ -22,7 +21,6 @@ from dflash_runtime.compute.gpu.launch.decode_arrays import ArrayChecker
 from dflash_runtime.compute.gpu.launch.decode_experts import Choice
 
 _THREADS = 512
-_MOST_COPIES = 3
 _POLLS_PER_CLOCK = 64
 """Polls of the word between two reads of the clock."""
 _BUSY_S = 0.5e-3
@@ -30,8 +28,6 @@ _BUSY_S = 0.5e-3
 _PAUSE_S = 20e-6
 _TIMEOUT_S = 0.5
 """When a piece takes longer the driver is asked whether the device has failed."""
-
-_Copies = ctypes.c_void_p * _MOST_COPIES
 
 ExchangeArgs = kernel_struct("exchange.cu", "ExchangeArgs")
 
