@@ -25,7 +25,7 @@ from dflash_runtime.compute.gpu.launch.layouts import (
     DeviceMatrix,
     ResidentExperts,
     ResidentMatrices,
-    repack,
+    row_bytes,
 )
 from dflash_runtime.compute.gpu.launch.prefill_dense import DensePrefill, DenseProduct
 from dflash_runtime.compute.gpu.launch.prefill_experts import ExpertPrefill
@@ -39,6 +39,7 @@ from dflash_runtime.compute.gpu.launch.prefill_operands import (
     WeightScratch,
     products_of,
 )
+from dflash_runtime.compute.gpu.layers.matrix import Uploader
 
 EXAMPLES = """examples:
   python -m bench.prefill_kernels --device cuda:0
@@ -171,11 +172,13 @@ class Layer:
         self._device: Any = self.recorder
         hidden, ffn, experts = shape.hidden_size, shape.ffn_size, shape.num_experts
         raw: dict[str, U8Array] = {}
+        uploader = Uploader(device)
 
         def stored(name: str, kind: TensorType, rows: int, columns: int) -> DeviceArray:
             raw[name] = random_matrices(rng, kind, rows, columns)
-            array = device.upload(repack(kind, raw[name], rows=rows, columns=columns))
-            return array
+            weights = device.empty(rows * row_bytes(kind, columns), np.uint8)
+            uploader.fill(weights, raw[name], kind, columns=columns)
+            return weights
 
         def projection(name: str, kind: TensorType, rows: int, columns: int) -> ResidentMatrices:
             return ResidentMatrices(kind, stored(name, kind, experts * rows, columns))

@@ -14,7 +14,6 @@ from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.launch.layouts import (
     ResidentExperts,
     ResidentMatrices,
-    repack,
     row_bytes,
 )
 from dflash_runtime.compute.gpu.launch.prefill_experts import ExpertPrefill
@@ -27,6 +26,7 @@ from dflash_runtime.compute.gpu.launch.prefill_operands import (
     WeightScratch,
     half_row_bytes,
 )
+from support.device_layout import repack
 
 SMALL_TILE = Tile(rows=32, columns=64, warps_m=2, warps_n=2, stages=2)
 """A tile so small that small shapes have several; warp tiles of 16 x 32."""

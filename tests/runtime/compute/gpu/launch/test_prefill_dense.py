@@ -13,7 +13,7 @@ from dflash_adapters.quant.reference import dequantise
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import F32Array, F64Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray, Grid, address
-from dflash_runtime.compute.gpu.launch.layouts import FIELDS, DeviceMatrix, repack
+from dflash_runtime.compute.gpu.launch.layouts import FIELDS, DeviceMatrix
 from dflash_runtime.compute.gpu.launch.prefill_dense import DensePrefill, DenseProduct
 from dflash_runtime.compute.gpu.launch.prefill_operands import (
     FEW_TILE,
@@ -27,6 +27,7 @@ from dflash_runtime.compute.gpu.launch.prefill_operands import (
     half_row_bytes,
     products_of,
 )
+from support.device_layout import repack
 from support.emulated_device import EmulatedDevice
 from support.llama_oracle import quantise
 from support.prefill_rig import SMALL_HALF, SMALL_TENSOR
