@@ -52,7 +52,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "sample.cu": (
         "launch/test_sample_tokens.py::test_where_rounding_decides_the_host_does[options4-0.3]",
     ),
-    "elementwise.cu": ("launch/test_elementwise.py",),
+    "elementwise.cu": ("launch/test_row_kernels.py",),
     "embed.cu": ("launch/test_layouts.py::test_rows_of_an_embedding[32-14-512]",),
     "exchange.cu": (
         "transfers/test_exchange.py::test_a_step_has_the_same_bits_however_many_tokens_it_has",

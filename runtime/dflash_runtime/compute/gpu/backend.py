@@ -22,13 +22,11 @@ from dflash_runtime.compute.gpu.device.binary_cache import BinaryCache
 from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
 from dflash_runtime.compute.gpu.device.device import KernelDevice
 from dflash_runtime.compute.gpu.device.devices import DeviceMemory
-from dflash_runtime.compute.gpu.experts.captured_experts import CapturedExperts
-from dflash_runtime.compute.gpu.experts.experts import CupyExpertBank
+from dflash_runtime.compute.gpu.experts.experts import CapturedExperts, CupyExpertBank
 from dflash_runtime.compute.gpu.experts.moe import DeviceMoe, HereRoute, HostRoute, Route
 from dflash_runtime.compute.gpu.experts.offload import ExpertOffload, offload_bytes
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, STEP_SIZES
-from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
-from dflash_runtime.compute.gpu.layers.recurrent_state import state_bytes
+from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache, state_bytes
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer, load_resident
 from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.gpu.mailbox.mail import CupyMail

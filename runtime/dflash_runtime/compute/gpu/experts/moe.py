@@ -124,7 +124,7 @@ class HostRoute:
         parts = [] if local is None else [local]
         if ticket is not None:
             parts.append(self._on_device(remote.finish(ticket)))
-        self._ops.add_sums.launch(residual.array, *(part.array for part in parts))
+        self._ops.elementwise.add_sums(residual.array, *(part.array for part in parts))
 
     def _chosen(self, routed: RoutedRows) -> tuple[I32Array, F32Array]:
         """Wait for ids and weights. Shapes: both [T, K]."""

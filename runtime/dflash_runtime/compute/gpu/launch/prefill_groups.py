@@ -20,7 +20,6 @@ from dflash_runtime.compute.gpu.device.device import (
     optional_address,
 )
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
-from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 
 MAX_EXPERTS = 960
 """Most experts: the sort's block has a thread for each, in whole logical warps."""
@@ -100,7 +99,7 @@ class ExpertGroups:
         tile_rows: int,
         chunk_pairs: int = CHUNK_PAIRS,
     ) -> None:
-        """`tile_rows`: see prefill_tiles.Products."""
+        """`tile_rows`: see prefill_operands.Products."""
         if not 0 < num_experts <= MAX_EXPERTS or max_pairs <= 0:
             raise SettingsError(
                 f"prefill of {max_pairs} pairs, {num_experts} experts; up to {MAX_EXPERTS} can be"
@@ -259,24 +258,14 @@ class ExpertGroups:
         self._device.launch(kernels.tile, (1, 1, 1), kernels.num_threads, args)
         blocks = (-(-batch.num_tokens // _FIND_THREADS), 1, 1)
         self._device.launch(kernels.find, blocks, _FIND_THREADS, args)
-        return GroupedPairs(
-            counts=own.counts,
+        return replace(
+            own,
             expert_ids=expert_ids,
-            tiles=own.tiles,
             token_indices=token_indices,
             weights=weights.view(np.float32),
-            rows_of_tokens=own.rows_of_tokens,
             num_tokens=batch.num_tokens,
             num_pairs=num_pairs,
             pairs_per_token=pairs_per_token,
             max_groups=num_groups,
-            tile_rows=own.tile_rows,
             number=self._loaded_number,
         )
-
-
-KERNEL_VARIANTS = (
-    KernelVariant(
-        "group_experts.cu", {"NUM_EXPERTS": 128, "CHUNK_PAIRS": CHUNK_PAIRS, "TILE_M": 128}
-    ),
-)

@@ -19,9 +19,8 @@ from dflash_runtime.compute.gpu.device.device import (
     SideStream,
     address,
 )
-from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
-from dflash_runtime.compute.gpu.launch.decode_experts import Choice, MailReply, StepRows
-from dflash_runtime.compute.gpu.launch.mailbox_args import MailRequest
+from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, StepRows
+from dflash_runtime.compute.gpu.launch.decode_experts import Choice, MailReply, MailRequest
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.mailbox.kernels import MailKernels, MailPeer, MailSide
 from dflash_runtime.compute.gpu.mailbox.layout import MailLines, MailWord, MailWords
@@ -86,7 +85,7 @@ class MailStep:
         if layer.hidden_size not in self._rows:
             rows = self._experts.new_rows(self._num_tokens, layer.hidden_size)
             self._rows[layer.hidden_size] = rows
-        rows, table = self._rows[layer.hidden_size], resident.decode.slot_of_expert
+        rows, table = self._rows[layer.hidden_size], resident.experts.slot_of_expert
         request = self._lines.request(index)
         self._kernels.take(layer, rows, choice, slot_of_expert=table, request=request)
         return rows

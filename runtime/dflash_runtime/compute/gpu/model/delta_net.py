@@ -13,9 +13,9 @@ from dflash_runtime.compute.gpu.layers.delta import (
     DeltaChunk,
     DeltaPlan,
     DeltaStep,
+    DeltaTree,
     DeltaWeights,
 )
-from dflash_runtime.compute.gpu.layers.delta_tree import DeltaTree
 from dflash_runtime.compute.gpu.layers.placed_step import PlacedStep
 from dflash_runtime.compute.gpu.layers.rows import Input, Rows
 from dflash_runtime.compute.gpu.model.linear import LayerWeights, project

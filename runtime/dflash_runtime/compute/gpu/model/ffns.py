@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from dflash_adapters.layers import Ffn, Gate, InputScaledFfn, RoutedFfn, VectorTensor
-from dflash_runtime.compute.gpu.launch.elementwise import ColumnsOf
+from dflash_runtime.compute.gpu.launch.row_kernels import ColumnsOf
 from dflash_runtime.compute.gpu.layers.rows import Input, Rows
 from dflash_runtime.compute.gpu.model.linear import LayerWeights, project
 from dflash_runtime.compute.gpu.ops.kernels import LayerKernels, RoutedRows
@@ -53,7 +53,7 @@ class DenseFfn:
         if share is not None:
             whole = ColumnsOf.whole(share.array)
             self._ops.elementwise.gated(array, whole, Gate.SIGMOID, array)
-        self._ops.add_rows.launch(residual.array, array, residual.array)
+        self._ops.elementwise.add_rows(residual.array, array, residual.array)
 
 
 class DenseFfnLayer:

@@ -15,16 +15,23 @@ from dflash_adapters.layers import Gate
 from dflash_adapters.quant import TensorType
 from dflash_adapters.routing import RoutingRule
 from dflash_protocol.batch import RoutedBatch
-from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, address
-from dflash_runtime.compute.gpu.launch.elementwise import ColumnsOf, Elementwise
+from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.gpu.launch.layouts import DeviceMatrix
 from dflash_runtime.compute.gpu.launch.prefill_dense import DensePrefill, DenseProduct
 from dflash_runtime.compute.gpu.launch.prefill_experts import ExpertPrefill
 from dflash_runtime.compute.gpu.launch.prefill_groups import ExpertGroups
-from dflash_runtime.compute.gpu.launch.prefill_rows import PreparedRows, RowPreparer
-from dflash_runtime.compute.gpu.launch.prefill_tiles import activation_parts, products_of
-from dflash_runtime.compute.gpu.launch.prefill_weights import WeightScratch
-from dflash_runtime.compute.gpu.launch.row_kernels import AddRows, ChooseExperts
-from dflash_runtime.compute.gpu.layers.matrix import DeviceMatrix
+from dflash_runtime.compute.gpu.launch.prefill_operands import (
+    PreparedRows,
+    RowPreparer,
+    WeightScratch,
+    activation_parts,
+    products_of,
+)
+from dflash_runtime.compute.gpu.launch.row_kernels import (
+    ChooseExperts,
+    ColumnsOf,
+    Elementwise,
+)
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.layers.rows import Input, Norm, Rows
 from dflash_runtime.compute.gpu.ops.kernels import ExpertChoice, RoutedRows
@@ -56,7 +63,6 @@ class ChunkKernels:
         self._columns: dict[int, _Columns] = {}
         self._choose = ChooseExperts(device)
         self._elementwise = Elementwise(device)
-        self._add_rows = AddRows(device)
 
     @property
     def has_worked(self) -> bool:
@@ -103,14 +109,7 @@ class ChunkKernels:
         self._dense.run(
             prepared,
             [
-                DenseProduct(
-                    tensor_type=matrix.tensor_type,
-                    rows=matrix.rows,
-                    columns=matrix.columns,
-                    weights_address=address(matrix.weights),
-                    out=out.array,
-                    add=None if add_to is None else add_to.array,
-                )
+                DenseProduct(matrix, out.array, adds=add_to is not None)
                 for matrix, out in zip(matrices, outs, strict=True)
             ],
         )
@@ -130,7 +129,7 @@ class ChunkKernels:
             return
         product = self.swiglu_product(gate, up, matrix).array
         self._elementwise.gated(product, ColumnsOf.whole(share.array), Gate.SIGMOID, product)
-        self._add_rows.launch(residual.array, product, residual.array)
+        self._elementwise.add_rows(residual.array, product, residual.array)
 
     def _activated(self, gate: Rows, up: Rows) -> Input:
         """In the place of `up`."""
@@ -238,7 +237,7 @@ class ChunkExperts:
         groups = self._groups_for(resident).load(batch)  # put together while rows are on their way
         out = self._device.empty(batch.hidden_shape, np.float64)
         prepared = self._chunks.prepare(hidden)
-        self._kernels(resident).run(prepared, groups, resident.prefill, out_sums=out)
+        self._kernels(resident).run(prepared, groups, resident.experts, out_sums=out)
         return out
 
     def _run(self, resident: ResidentLayer, routed: RoutedRows, **places: DeviceArray) -> None:
@@ -247,11 +246,11 @@ class ChunkExperts:
         groups = self._groups_for(resident).group_chosen(
             choice.ids,
             choice.weights,
-            slot_of_expert=resident.decode.slot_of_expert,
+            slot_of_expert=resident.experts.slot_of_expert,
             num_resident=resident.num_resident,
             selections=resident.selections,
         )
-        self._kernels(resident).run(prepared, groups, resident.prefill, **places)
+        self._kernels(resident).run(prepared, groups, resident.experts, **places)
 
     def _groups_for(self, resident: ResidentLayer) -> ExpertGroups:
         num_experts = resident.layer.num_experts
@@ -279,5 +278,5 @@ class ChunkExperts:
                 products=self._chunks.products,
                 scratch=self._chunks.scratch,
             )
-        self._experts[key].prepare(resident.prefill)
+        self._experts[key].prepare(resident.experts)
         return self._experts[key]

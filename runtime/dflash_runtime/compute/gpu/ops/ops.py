@@ -8,9 +8,8 @@ import numpy as np
 
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.launch.decode_tokens import ArgmaxLogits
-from dflash_runtime.compute.gpu.launch.elementwise import Elementwise
-from dflash_runtime.compute.gpu.launch.row_kernels import AddRows, AddSums
-from dflash_runtime.compute.gpu.layers.attention_launch import AttentionLauncher
+from dflash_runtime.compute.gpu.launch.row_kernels import Elementwise
+from dflash_runtime.compute.gpu.layers.attention import AttentionLauncher
 from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.gpu.ops.chunks import ChunkExperts, ChunkKernels
 from dflash_runtime.compute.gpu.ops.steps import StepExperts, StepKernels
@@ -36,8 +35,6 @@ class GpuOps:
         self.chunk_experts = ChunkExperts(self.chunks, self.payload)
         self.attention = AttentionLauncher(device, self.steps.buffers)
         self.elementwise = Elementwise(device)
-        self.add_rows = AddRows(device)
-        self.add_sums = AddSums(device)
         self._argmax: dict[int, tuple[ArgmaxLogits, DeviceArray]] = {}
 
     def kernels_for(self, rows: Rows) -> StepKernels | ChunkKernels:

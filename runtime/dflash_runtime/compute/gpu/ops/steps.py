@@ -20,6 +20,7 @@ from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.launch.decode_arrays import (
     GRANULE,
     MOST_TOKENS,
+    StepRows,
     meta_shape,
     most_rows,
     padded_columns,
@@ -28,25 +29,22 @@ from dflash_runtime.compute.gpu.launch.decode_arrays import (
 from dflash_runtime.compute.gpu.launch.decode_experts import (
     Choice,
     DecodeExperts,
+    ExpertsShape,
     MailReply,
-    StepRows,
+    experts_shape,
 )
-from dflash_runtime.compute.gpu.launch.decode_experts_shape import ExpertsShape, experts_shape
 from dflash_runtime.compute.gpu.launch.decode_linear import (
     DecodeLinear,
-    LinearInputs,
-    LinearOutputs,
-)
-from dflash_runtime.compute.gpu.launch.decode_linear_shape import LinearInput, LinearShape
-from dflash_runtime.compute.gpu.launch.decode_router import (
     DecodeRouter,
+    LinearInput,
+    LinearInputs,
+    LinearShape,
     RouterShape,
     is_float_router,
 )
 from dflash_runtime.compute.gpu.launch.decode_tokens import QuantiseRows, RowChange
-from dflash_runtime.compute.gpu.launch.layouts import FLOAT_TYPES
+from dflash_runtime.compute.gpu.launch.layouts import FLOAT_TYPES, DeviceMatrix
 from dflash_runtime.compute.gpu.launch.row_kernels import ChooseExperts, is_plain
-from dflash_runtime.compute.gpu.layers.matrix import DeviceMatrix
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.layers.rows import Input, Norm, Rows
 from dflash_runtime.compute.gpu.ops.kernels import ExpertChoice
@@ -137,7 +135,7 @@ class StepKernels:
         logits = self.rows(num_tokens, matrix.rows)
         normed = self.rows(num_tokens, matrix.columns)
         self._add_int8(normed)
-        outputs = LinearOutputs(normed.array, normed.quants, normed.meta)
+        side = normed.forms
         if is_float_router(matrix.tensor_type, matrix.columns):
             for part in step_parts(num_tokens):
                 inputs = LinearInputs(x=x.rows.array[part], norm_weight=norm.weight, eps=norm.eps)
@@ -147,10 +145,10 @@ class StepKernels:
                 if shape not in self._routers:
                     self._routers[shape] = DecodeRouter(self._device, shape)
                 self._routers[shape].launch(
-                    matrix.weights, logits.array[part], inputs, outputs=outputs.sides_of(part)
+                    matrix.weights, logits.array[part], inputs, side=side[part]
                 )
         else:
-            self._multiply(x, (matrix,), (logits,), outputs=outputs)
+            self._multiply(x, (matrix,), (logits,), side=side)
         x.normed = normed
         return logits
 
@@ -182,7 +180,7 @@ class StepKernels:
             [matrix.weights],
             [out],
             _inputs(linear.shape, x),
-            outputs=LinearOutputs(partials=partials.array),
+            partials=partials.array,
         )
         return partials
 
@@ -225,7 +223,7 @@ class StepKernels:
         adds: bool = False,
         up: Rows | None = None,
         gate: Rows | None = None,
-        outputs: LinearOutputs | None = None,
+        side: StepRows | None = None,
     ) -> None:
         """`x`, or ``silu(x) * up``, times each matrix, and times the sigmoid of the gate [T, 1]."""
         num_tokens = x.rows.num_tokens
@@ -238,7 +236,7 @@ class StepKernels:
                 adds=adds,
                 is_activated=up is not None,
                 is_gated=gate is not None,
-                has_side=outputs is not None,
+                has_side=side is not None,
             )
             linear.launch(
                 [matrix.weights for matrix in matrices],
@@ -249,7 +247,7 @@ class StepKernels:
                     up=None if up is None else up.array[part],
                     gate=None if gate is None else gate.array[part],
                 ),
-                outputs=None if outputs is None else outputs.sides_of(part),
+                side=None if side is None else side[part],
             )
 
     def _most_rows(self, matrices: Sequence[DeviceMatrix]) -> int:
@@ -304,19 +302,15 @@ class StepKernels:
             change = RowChange.FACTORS if norm is None else RowChange.NORM
             out = self.rows(x.num_tokens, x.columns)
         self._add_int8(out)
-        assert out.quants is not None
-        assert out.meta is not None
         key = x.columns, change
         if key not in self._quantisers:
             self._quantisers[key] = QuantiseRows(self._device, columns=x.columns, change=change)
         self._quantisers[key].launch(
             x.array,
-            out.quants,
-            out.meta,
+            StepRows(out.quants, out.meta, None if change is RowChange.NONE else out.array),
             norm_weight=None if norm is None else norm.weight,
             eps=0.0 if norm is None else norm.eps,
             factors=factors,
-            values=None if change is RowChange.NONE else out.array,
         )
         return out
 
@@ -405,8 +399,8 @@ class StepExperts:
             )
             experts, hidden = self._kernels(shape)
             some = choice[part]
-            experts.launch_gate_up(layer.decode, some, rows[part], hidden)
-            experts.launch_down(layer.decode, some, hidden, out[part])
+            experts.launch_gate_up(layer.experts, some, rows[part], hidden)
+            experts.launch_down(layer.experts, some, hidden, out[part])
 
     def answer(
         self,
@@ -423,8 +417,8 @@ class StepExperts:
             layer.layer, choice.topk_ids.shape[0], gives_sums=True, takes_request=takes_request
         )
         experts, hidden = self._kernels(shape)
-        experts.launch_gate_up(layer.decode, choice, asked, hidden)
-        experts.launch_down(layer.decode, choice, hidden, to)
+        experts.launch_gate_up(layer.experts, choice, asked, hidden)
+        experts.launch_down(layer.experts, choice, hidden, to)
 
     def add_with_replies(
         self,
@@ -437,8 +431,8 @@ class StepExperts:
     ) -> None:
         """Add the chosen experts of up to MOST_TOKENS, and what peers answer, to the residual."""
         experts, hidden = self._kernels(experts_shape(layer.layer, choice.topk_ids.shape[0]))
-        experts.launch_gate_up(layer.decode, choice, rows, hidden)
-        experts.launch_down(layer.decode, choice, hidden, residual, replies=replies)
+        experts.launch_gate_up(layer.experts, choice, rows, hidden)
+        experts.launch_down(layer.experts, choice, hidden, residual, replies=replies)
 
     def _kernels(self, shape: ExpertsShape) -> tuple[DecodeExperts, StepRows]:
         """Kernels, and what is between the two."""

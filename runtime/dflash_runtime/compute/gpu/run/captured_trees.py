@@ -18,7 +18,7 @@ from dflash_protocol.ids import F32Array, I32Array, Phase
 from dflash_runtime.compute.gpu.device.buffers import Places
 from dflash_runtime.compute.gpu.device.device import DeviceArray
 from dflash_runtime.compute.gpu.launch.decode_tokens import check_token_ids
-from dflash_runtime.compute.gpu.launch.elementwise import ColumnsOf
+from dflash_runtime.compute.gpu.launch.row_kernels import ColumnsOf
 from dflash_runtime.compute.gpu.layers.branch import Branch
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
 from dflash_runtime.compute.gpu.layers.placed_step import PlacedStep
@@ -129,11 +129,11 @@ class CapturedTrees:
                 whole = ColumnsOf.whole(hidden.array)
                 self._ops.elementwise.take_columns(whole, capture.features[layer_id])
 
-        step = PlacedStep.of_arrays(
+        step = PlacedStep(
             capture.token_ids,
             capture.branch.positions,
-            self._cache,
-            phase=Phase.VERIFY,
+            (self._cache,),
+            Phase.VERIFY,
             context=kept.position + int(kept.depths.max()) + 1,
             tree=kept,
             branch=capture.branch,

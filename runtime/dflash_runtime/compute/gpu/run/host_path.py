@@ -137,12 +137,12 @@ class _Exchange:
         self.exchanger.give(self.box, rows, Choice(choice.ids, choice.weights))
         if self.layer is None:
             yield self.ask_and_add
-            ops.add_sums.launch(residual.array, self.box.mapped_sums)
+            ops.elementwise.add_sums(residual.array, self.box.mapped_sums)
             return
         yield self.ask
         local = local_sums(ops, self.layer, routed, phase=_PHASE)
         yield self.add
-        ops.add_sums.launch(residual.array, local.array, self.box.mapped_sums)
+        ops.elementwise.add_sums(residual.array, local.array, self.box.mapped_sums)
 
     def ask(self) -> None:
         """Wait for the layer's choice; ask the remote owners if it has any of their experts."""

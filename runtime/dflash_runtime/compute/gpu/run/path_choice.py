@@ -11,7 +11,7 @@ from dflash_protocol.errors import DaemonUnavailable, one_line
 from dflash_protocol.ids import I64Array, Phase
 from dflash_runtime.compute.backend import MailRoute, RemoteExperts
 from dflash_runtime.compute.gpu.device.device import KernelDevice
-from dflash_runtime.compute.gpu.launch.mailbox_args import MOST_PEERS
+from dflash_runtime.compute.gpu.launch.decode_experts import MOST_PEERS
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.mailbox import layout
 from dflash_runtime.compute.gpu.mailbox.layout import mail_layout

@@ -70,7 +70,7 @@ class DecodePass:
         """Returns the logits. Shapes: [1, V]."""
         ids, positions = self.tokens.ids, self.tokens.positions
         experts = path.experts(Phase.DECODE)
-        step = PlacedStep.of_arrays(ids, positions, self.cache, phase=Phase.DECODE, context=bucket)
+        step = PlacedStep(ids, positions, (self.cache,), Phase.DECODE, context=bucket)
         hidden = yield from forward(self.model, step, experts)
         return self.model.choose_tokens(
             hidden,

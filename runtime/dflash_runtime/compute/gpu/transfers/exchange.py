@@ -16,7 +16,6 @@ from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
-from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock
 from dflash_runtime.compute.gpu.launch.decode_arrays import ArrayChecker
 from dflash_runtime.compute.gpu.launch.decode_experts import Choice
@@ -137,6 +136,3 @@ class StepBox:
     def close(self) -> None:
         """Unmap it; no kernel that uses it may be running. Idempotent."""
         self._block.close()
-
-
-KERNEL_VARIANTS = (KernelVariant("exchange.cu", {"THREADS": _THREADS}),)

@@ -133,11 +133,6 @@ class FileCopier:
             undo.callback(self._threads.shutdown)
             self._undo = undo.pop_all()
 
-    @property
-    def locked_bytes(self) -> int:
-        """Bytes of locked host memory."""
-        return self._num_threads * _HALVES * self._piece_bytes
-
     def begin(self, runs: Iterable[FilePiece]) -> Transfer:
         """Begin to copy runs of any length; their arrays must exist until the transfer ends."""
         at_once = self._piece_bytes

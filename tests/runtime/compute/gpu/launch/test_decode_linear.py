@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,14 +11,16 @@ import pytest
 from dflash_adapters.quant import TensorType
 from dflash_protocol.ids import AnyArray, F32Array, F64Array
 from dflash_runtime.compute.backend import NOT_FINITE
-from dflash_runtime.compute.gpu.launch.decode_arrays import meta_shape, padded_columns, team_lanes
+from dflash_runtime.compute.gpu.launch.decode_arrays import (
+    StepRows,
+    meta_shape,
+    padded_columns,
+    team_lanes,
+)
 from dflash_runtime.compute.gpu.launch.decode_linear import (
     DecodeLinear,
-    LinearInputs,
-    LinearOutputs,
-)
-from dflash_runtime.compute.gpu.launch.decode_linear_shape import (
     LinearInput,
+    LinearInputs,
     LinearShape,
     LinearTuning,
 )
@@ -40,25 +42,13 @@ F32, F16, BF16 = TensorType.F32, TensorType.F16, TensorType.BF16
 EPS = 1e-5
 
 
-@dataclass(frozen=True)
-class Sides:
-    """What a kernel says of the rows it has multiplied."""
-
-    values: AnyArray
-    quants: AnyArray
-    meta: AnyArray
-
-
-def new_sides(device: EmulatedDevice, num_tokens: int, columns: int) -> Sides:
-    return Sides(
+def new_sides(device: EmulatedDevice, num_tokens: int, columns: int) -> Any:
+    """StepRows, whose arrays are the host's here."""
+    return StepRows(
         values=device.empty((num_tokens, columns), np.float32),
         quants=device.empty((num_tokens, padded_columns(columns)), np.int8),
         meta=device.empty(meta_shape(num_tokens, columns), np.float32),
     )
-
-
-def outputs_of(sides: Sides) -> LinearOutputs:
-    return LinearOutputs(side_values=sides.values, side_quants=sides.quants, side_meta=sides.meta)
 
 
 def normalised(x: F32Array, weight: F32Array) -> F64Array:
@@ -73,13 +63,13 @@ def launch(
     linear: DecodeLinear,
     weights: list[Weights],
     inputs: LinearInputs,
-    outputs: LinearOutputs | None = None,
+    **outputs: Any,
 ) -> list[AnyArray]:
     """The products of all matrices, into poisoned arrays."""
     tokens = linear.shape.num_tokens
     out = [device.empty((tokens, rows), np.float32) for _, rows in linear.shape.matrices]
     packed = [device.upload(each.packed) for each in weights]
-    linear.launch(packed, out, inputs, outputs=outputs)
+    linear.launch(packed, out, inputs, **outputs)
     return out
 
 
@@ -99,7 +89,7 @@ def test_norm_and_several_matrices(device: EmulatedDevice, num_tokens: int) -> N
     )
     sides = new_sides(device, num_tokens, 768)
     inputs = LinearInputs(x=device.upload(x), norm_weight=device.upload(norm_weight), eps=EPS)
-    out = launch(device, linear, weights, inputs, outputs_of(sides))
+    out = launch(device, linear, weights, inputs, side=sides)
 
     assert relative_error(sides.values, normalised(x, norm_weight)) < 3e-7
     wanted = as_int8_rows(sides.values)
@@ -206,8 +196,8 @@ def test_a_head_and_the_likeliest_token(device: EmulatedDevice, num_tokens: int)
     assert linear.num_blocks == 3
     x = random_rows(rng, num_tokens, 256)
     partials = device.empty((3, num_tokens), np.uint64)
-    outputs = LinearOutputs(partials=partials)
-    (logits,) = launch(device, linear, [weights], LinearInputs(x=device.upload(x)), outputs)
+    inputs = LinearInputs(x=device.upload(x))
+    (logits,) = launch(device, linear, [weights], inputs, partials=partials)
     assert relative_error(logits, as_int8_rows(x).values @ weights.values.T) < 1e-6
 
     positions = device.upload(np.arange(7, 7 + num_tokens, dtype=np.int32))
@@ -231,9 +221,7 @@ def test_a_row_that_is_not_finite_has_no_token(bad: float) -> None:
     linear = DecodeLinear(device, shape)
     partials = device.empty((linear.num_blocks, 1), np.uint64)
     x = device.upload(random_rows(rng, 1, 64))
-    (logits,) = launch(
-        device, linear, [weights], LinearInputs(x=x), LinearOutputs(partials=partials)
-    )
+    (logits,) = launch(device, linear, [weights], LinearInputs(x=x), partials=partials)
     assert np.flatnonzero(~np.isfinite(logits)).tolist() == [17, 30]
     token_ids, positions = device.empty(1, np.int32), device.upload(np.zeros(1, np.int32))
     ArgmaxLogits(device, num_tokens=1, advances=False).launch(partials, token_ids, positions)
@@ -257,12 +245,10 @@ def test_quantising_rows_once(device: EmulatedDevice, change: RowChange) -> None
     norm_weight, factors = rng.random(352, np.float32), rng.random((5, 1), np.float32)
     QuantiseRows(device, columns=352, change=change).launch(
         device.upload(x),
-        sides.quants,
-        sides.meta,
+        sides,
         norm_weight=device.upload(norm_weight) if change is RowChange.NORM else None,
         eps=EPS,
         factors=device.upload(factors) if change is RowChange.FACTORS else None,
-        values=sides.values,
     )
     if change is RowChange.NORM:
         assert relative_error(sides.values[:3], normalised(x, norm_weight)[:3]) < 3e-7

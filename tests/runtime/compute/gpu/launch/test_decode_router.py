@@ -8,14 +8,14 @@ import pytest
 from dflash_adapters.quant import TensorType
 from dflash_adapters.routing import Gating, RoutingRule
 from dflash_protocol.ids import AnyArray, F32Array, F64Array
-from dflash_runtime.compute.gpu.launch.decode_arrays import meta_shape, padded_columns
-from dflash_runtime.compute.gpu.launch.decode_linear import LinearInputs, LinearOutputs
-from dflash_runtime.compute.gpu.launch.decode_router import (
+from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows, meta_shape, padded_columns
+from dflash_runtime.compute.gpu.launch.decode_linear import (
     DecodeRouter,
+    LinearInputs,
     RouterShape,
     is_float_router,
 )
-from dflash_runtime.compute.gpu.launch.row_kernels import RouteRows
+from dflash_runtime.compute.gpu.launch.row_kernels import ChooseExperts
 from dflash_runtime.compute.reference.ops import ReferenceOps
 from support.attention_rig import relative_error
 from support.device_weights import Weights, as_int8_rows, as_weights, random_weights
@@ -56,14 +56,14 @@ def logits_of(
     kind: TensorType,
     x: F32Array,
     norm_weight: F32Array,
-    outputs: LinearOutputs | None = None,
+    side: StepRows | None = None,
 ) -> AnyArray:
     """Of one launch. Shapes: x [T, columns]; result [T, E]."""
     num_experts, columns = weights.values.shape
     router = DecodeRouter(device, RouterShape(len(x), num_experts, columns, kind))
     logits = device.empty((len(x), num_experts), np.float32)
     inputs = LinearInputs(x=device.upload(x), norm_weight=device.upload(norm_weight), eps=EPS)
-    router.launch(device.upload(weights.packed), logits, inputs, outputs=outputs)
+    router.launch(device.upload(weights.packed), logits, inputs, side=side)
     return logits
 
 
@@ -83,7 +83,7 @@ def test_logits_and_the_rows_beside_them(
     values = device.empty((num_tokens, columns), np.float32)
     quants = device.empty((num_tokens, padded_columns(columns)), np.int8)
     meta = device.empty(meta_shape(num_tokens, columns), np.float32)
-    sides = LinearOutputs(side_values=values, side_quants=quants, side_meta=meta)
+    sides = StepRows(quants, meta, values)
     logits = logits_of(device, weights, kind, x, norm_weight, sides)
     wanted = normalised(x, norm_weight)
     assert relative_error(logits, wanted @ weights.values.T) < 1e-6
@@ -119,7 +119,7 @@ def test_experts_are_chosen_as_by_the_reference(
     logits[3] = np.nan
     rule = RoutingRule(num_used, Gating.SOFTMAX, normalise)
     ids, weights = device.empty((5, num_used), np.int32), device.empty((5, num_used), np.float32)
-    RouteRows(device, rule, num_experts=num_experts).launch(device.upload(logits), ids, weights)
+    ChooseExperts(device).launch(rule, device.upload(logits), bias=None, ids=ids, weights=weights)
     assert ids[3].tolist() == list(range(num_used))
     assert np.isnan(weights[3]).all()
     kept = [0, 1, 2, 4]

@@ -16,8 +16,12 @@ from dflash_protocol.batch import RoutedBatch, group_by_expert
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, Phase
 from dflash_runtime.compute.gpu.device.kernel_sources import Defines
-from dflash_runtime.compute.gpu.launch.prefill_tiles import TENSOR_TILES, ProductKind, Products
-from dflash_runtime.compute.gpu.launch.prefill_weights import IN_UNITS
+from dflash_runtime.compute.gpu.launch.prefill_operands import (
+    IN_UNITS,
+    TENSOR_TILES,
+    ProductKind,
+    Products,
+)
 from support.emulated_device import EmulatedDevice
 from support.emulated_device.emulated_device import EmulatedModule
 from support.expert_files import write_expert_layer

@@ -11,8 +11,7 @@ import pytest
 from dflash_adapters.spec import DeltaShape
 from dflash_protocol.ids import F32Array, F64Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray
-from dflash_runtime.compute.gpu.launch.decode_arrays import meta_shape, padded_columns
-from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
+from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows, meta_shape, padded_columns
 from dflash_runtime.compute.gpu.layers.branch import Branch
 from dflash_runtime.compute.gpu.layers.delta import (
     RING,
@@ -21,9 +20,9 @@ from dflash_runtime.compute.gpu.layers.delta import (
     DeltaPlan,
     DeltaState,
     DeltaStep,
+    DeltaTree,
     DeltaWeights,
 )
-from dflash_runtime.compute.gpu.layers.delta_tree import DeltaTree
 from dflash_runtime.compute.trees import Tree
 from support.emulated_device import EmulatedDevice
 from support.trees import way_to

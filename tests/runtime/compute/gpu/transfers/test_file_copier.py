@@ -47,7 +47,6 @@ def test_runs_of_any_length_arrive(device: EmulatedDevice, copier: FileCopier) -
         for run in runs:
             assert (run.source == device.download(run.destination)).all()
     copier.begin([]).wait()
-    assert copier.locked_bytes == 3 * 2 * PIECE_BYTES
 
 
 def test_transfers_come_in_the_order_in_which_they_were_begun(
