@@ -126,7 +126,7 @@ class CupyBackend:
         except BaseException:
             self._undo.close()
             raise
-        self._mail = CupyMail(device, self._lock)
+        self.mail = CupyMail(device, self._lock)
         self._captured_experts = CapturedExperts(self.ops)
         self._offload: ExpertOffload | None = None
 
@@ -134,11 +134,6 @@ class CupyBackend:
     def mover(self) -> PayloadMover:
         """Never None."""
         return self.ops.payload
-
-    @property
-    def mail(self) -> CupyMail:
-        """Never None."""
-        return self._mail
 
     def free_memory_bytes(self) -> int:
         """0 if unknown."""
@@ -320,7 +315,7 @@ class CupyBackend:
             model.spec.moe,
             resident,
             remote=remote,
-            keeper=self._mail.keeper,
+            keeper=self.mail.keeper,
         )
         home = HostPath(self.ops, model.spec.moe, resident, remote=remote)
         return GraphStep(self.ops, model, cache, home=home, sessions=sessions)
@@ -367,6 +362,6 @@ class CupyBackend:
             self.device.synchronize()
         self._close_offload()
         self._captured_experts.close()
-        self._mail.close()
+        self.mail.close()
         del self.ops, self.loader, self._captured_experts
         self._undo.close()
