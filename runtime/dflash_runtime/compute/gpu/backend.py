@@ -124,7 +124,7 @@ class CupyBackend:
         except BaseException:
             self._undo.close()
             raise
-        self._mail = CupyMail(device, self._lock)
+        self.mail = CupyMail(device, self._lock)
         self._captured_experts = CapturedExperts(self.ops)
         self._offload: ExpertOffload | None = None
 
@@ -132,11 +132,6 @@ class CupyBackend:
     def mover(self) -> PayloadMover:
         """Never None."""
         return self.ops.payload
-
-    @property
-    def mail(self) -> CupyMail:
-        """Never None."""
-        return self._mail
 
     def free_memory_bytes(self) -> int:
         """0 if unknown."""
@@ -318,7 +313,7 @@ class CupyBackend:
             model.spec.moe,
             resident,
             remote=remote,
-            keeper=self._mail.keeper,
+            keeper=self.mail.keeper,
         )
         home = HostPath(self.ops, model.spec.moe, resident, remote=remote)
         return GraphStep(self.ops, model, cache, home=home, sessions=sessions)
@@ -365,6 +360,6 @@ class CupyBackend:
             self.device.synchronize()
         self._close_offload()
         self._captured_experts.close()
-        self._mail.close()
+        self.mail.close()
         del self.ops, self.loader, self._captured_experts
         self._undo.close()

@@ -339,7 +339,7 @@ class CupyDevice:
         return self._modules[key]
 
     def kernel_of(self, module: int, name: str, args: type[ctypes.Structure]) -> CupyKernel:
-        """A function that may use all of a block's shared memory."""
+        """A function of a module, which may use all of a block's shared memory."""
         self._begin("load a kernel")
         driver = self._driver
         handle = driver.module_function(module, name)
