@@ -203,10 +203,10 @@ class DensePrefill:
                 entry.weights = self._scratch.place(offset_bytes)
                 fill, num_bytes = self._scratch.fill(
                     matrix.tensor_type,
-                    weights_address,
                     rows=piece.num_rows,
                     columns=matrix.columns,
                     offset_bytes=offset_bytes,
+                    weights=weights_address,
                 )
                 made.launches.append(fill)
                 offset_bytes += num_bytes

@@ -334,7 +334,6 @@ class ExpertPrefill:
         )
         _, tile = self.products.of(hidden_parts)
         blocks = -(-2 * self.ffn_size // tile.columns)
-        size = {"rows": self.ffn_size, "columns": self.hidden_size}
         stored = self._stored_type(gate, up, groups=groups)
         converts = stored is None and not {gate.tensor_type, up.tensor_type} <= AS_STORED
         kernel = self._kernels.gate_up(hidden_parts, down_parts, stored)
@@ -342,13 +341,10 @@ class ExpertPrefill:
             args = GemmGateUpArgs.from_buffer_copy(given)
             args.choice = choice
             if converts:
-                args.gate = self._scratch.place()
-                fill, num_bytes = self._scratch.fill_groups(gate, groups, choice, **size)
+                fill, num_bytes = self._fill(gate, groups, choice)
                 yield fill
-                args.up = self._scratch.place(num_bytes)
-                fill, _ = self._scratch.fill_groups(
-                    up, groups, choice, offset_bytes=num_bytes, **size
-                )
+                args.gate, args.up = self._scratch.place(), self._scratch.place(num_bytes)
+                fill, _ = self._fill(up, groups, choice, offset_bytes=num_bytes)
                 yield fill
                 args.gate_stride = args.up_stride = self.ffn_size * half_row_bytes(self.hidden_size)
             yield _product(kernel, (blocks, groups.max_tiles, 1), tile, args)
@@ -383,7 +379,6 @@ class ExpertPrefill:
         )
         _, tile = self.products.of(down_parts)
         blocks = -(-self.hidden_size // tile.columns)
-        size = {"rows": self.hidden_size, "columns": self.ffn_size}
         stored = self._stored_type(down, groups=groups)
         converts = stored is None and down.tensor_type not in AS_STORED
         kernel = self._kernels.down(down_parts, stored)
@@ -392,10 +387,36 @@ class ExpertPrefill:
             args.choice = choice
             if converts:
                 args.down = self._scratch.place()
-                fill, _ = self._scratch.fill_groups(down, groups, choice, **size)
+                fill, _ = self._fill(down, groups, choice, is_down=True)
                 yield fill
                 args.stride = self.hidden_size * half_row_bytes(self.ffn_size)
             yield _product(kernel, (blocks, groups.max_tiles, 1), tile, args)
+
+    def _fill(
+        self,
+        matrices: ResidentMatrices,
+        groups: GroupedPairs,
+        choice: ctypes.Structure,
+        *,
+        is_down: bool = False,
+        offset_bytes: int = 0,
+    ) -> tuple[PreparedLaunch, int]:
+        """WeightScratch.fill for the chosen groups' matrices."""
+        rows, columns = self.ffn_size, self.hidden_size
+        if is_down:
+            rows, columns = columns, rows
+        return self._scratch.fill(
+            matrices.tensor_type,
+            rows=rows,
+            columns=columns,
+            num_matrices=choice.end_group - choice.first_group,
+            offset_bytes=offset_bytes,
+            counts=address(groups.counts),
+            expert_ids=address(groups.expert_ids),
+            weights=address(matrices.weights),
+            stride=rows * row_bytes(matrices.tensor_type, columns),
+            choice=choice,
+        )
 
     @property
     def _activation_part_bytes(self) -> int:
