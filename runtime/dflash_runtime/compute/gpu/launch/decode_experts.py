@@ -148,8 +148,6 @@ class ExpertsTuning:
     down_group: int
     down_most_deep: int
     down_min_blocks: int
-    down_guesses: bool = True
-    """Down starts loading before it has checked the slots. Bits are the same either way."""
 
 
 def default_tuning(shape: ExpertsShape, device: KernelDevice) -> ExpertsTuning:
@@ -224,7 +222,6 @@ def _experts_defines(shape: ExpertsShape, tuning: ExpertsTuning) -> dict[str, in
         "DOWN_GROUP": tuning.down_group,
         "DOWN_MOST_DEEP": tuning.down_most_deep,
         "DOWN_MIN_BLOCKS": tuning.down_min_blocks,
-        "GUESS": int(tuning.down_guesses),
     }
 
 

@@ -109,7 +109,6 @@ class Products:
     half: ProductKind
     half_tile: Tile
     float_tile: Tile = FMA_TILE
-    dense_float_tile: Tile = DENSE_FLOAT_TILE
     few_tile: Tile | None = None
     """See FEW_TILE; for halves."""
 
@@ -132,7 +131,7 @@ class Products:
         """The same for dense matrices; `is_few`: there would be few large tiles."""
         if parts and is_few and self.few_tile is not None:
             return self.half, self.few_tile
-        return (self.half, self.half_tile) if parts else (ProductKind.FLOAT, self.dense_float_tile)
+        return (self.half, self.half_tile) if parts else (ProductKind.FLOAT, DENSE_FLOAT_TILE)
 
 
 def products_of(device: KernelDevice) -> Products:
