@@ -237,17 +237,16 @@ class ExpertPrefill:
         *,
         sums: DeviceArray | None = None,
         residual: DeviceArray | None = None,
-        out: DeviceArray | None = None,
         out_sums: DeviceArray | None = None,
     ) -> None:
         """Terms of all pairs of `groups`, added for each token in float64 in order of its choice.
 
-        ``out = residual + float32(sums + terms)`` and ``out_sums = sums + terms``, each if given;
-        `sums` and `residual` are nothing if not. `out` may be `residual`, `out_sums` be `sums`.
-        Shapes: rows [T, H]; residual, out [T, H] float32; sums, out_sums [T, H] float64.
+        ``residual += float32(sums + terms)`` and ``out_sums = sums + terms``, each if given; `sums`
+        are nothing if not, and may be `out_sums`.
+        Shapes: rows [T, H]; residual [T, H] float32; sums, out_sums [T, H] float64.
         Raises: SettingsError for other shapes or too many pairs.
         """
-        self._check(rows, groups, (residual, out), (sums, out_sums))
+        self._check(rows, groups, residual, (sums, out_sums))
         device = self._device
         for launch in self._launches_of(rows, groups, experts):
             launch.start(device)
@@ -256,7 +255,7 @@ class ExpertPrefill:
             rows_of_tokens=address(groups.rows_of_tokens),
             sums=optional_address(sums),
             residual=optional_address(residual),
-            out=optional_address(out),
+            out=optional_address(residual),
             out_sums=optional_address(out_sums),
             pairs_per_token=groups.pairs_per_token,
         )
@@ -283,7 +282,7 @@ class ExpertPrefill:
         self,
         rows: PreparedRows,
         groups: GroupedPairs,
-        floats: tuple[DeviceArray | None, ...],
+        residual: DeviceArray | None,
         doubles: tuple[DeviceArray | None, ...],
     ) -> None:
         shape = rows.num_rows, self.hidden_size
@@ -294,7 +293,7 @@ class ExpertPrefill:
                 f"{groups.num_pairs} pairs in tiles of {groups.tile_rows}, room for "
                 f"{self.max_pairs} in tiles of {self.products.tile_rows}"
             )
-        for arrays, dtype in ((floats, np.float32), (doubles, np.float64)):
+        for arrays, dtype in (((residual,), np.float32), (doubles, np.float64)):
             for array in arrays:
                 if array is not None and (array.shape != shape or array.dtype != dtype):
                     raise SettingsError(

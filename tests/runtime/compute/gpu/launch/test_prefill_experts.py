@@ -382,9 +382,7 @@ def test_sums_of_others_and_the_residual_are_added(tmp_path: Path) -> None:
     rng = np.random.default_rng(10)
     others, residual = rng.standard_normal((12, HIDDEN_SIZE)), hidden_rows(12, seed=11)
     x, rows = device.upload(residual), rig.rows.prepare(device.upload(hidden))
-    rig.prefill.run(
-        rows, rig.grouped, rig.experts.stored, sums=device.upload(others), residual=x, out=x
-    )
+    rig.prefill.run(rows, rig.grouped, rig.experts.stored, sums=device.upload(others), residual=x)
     wanted = residual + (others + own).astype(np.float32)
     np.testing.assert_allclose(device.download(x), wanted, rtol=0, atol=2e-6)
 
@@ -408,7 +406,7 @@ def test_wrong_shapes_are_refused(tmp_path: Path) -> None:
     rows = rig.rows.prepare(upload(hidden_rows(12)))
     with pytest.raises(SettingsError, match="wanted"):
         rig.prefill.run(
-            rows, rig.grouped, rig.experts.stored, out=upload(np.zeros((12, 32), np.float32))
+            rows, rig.grouped, rig.experts.stored, residual=upload(np.zeros((12, 32), np.float32))
         )
     stored = rig.experts.stored
     mixed = replace(stored, gate=replace(stored.gate, tensor_type=F32))
