@@ -306,8 +306,8 @@ def _attention(device: Any) -> None:
 
 def _deltas(device: Any) -> None:
     for plan in (
-        DeltaPlan(DeltaShape(2, 4, 128, 128), num_taps=4, finishes=True),
-        DeltaPlan(DeltaShape(2, 6, 40, 24, is_tiled=False), num_taps=3, finishes=False),
+        DeltaPlan(DeltaShape(2, 4, 128, 128), num_taps=4),
+        DeltaPlan(DeltaShape(2, 6, 40, 24, is_tiled=False), num_taps=3),
     ):
         DeltaStep(device, plan, 2)
         DeltaChunk(device, plan)

@@ -138,7 +138,7 @@ def _experts(device: Any) -> None:
 
 def _deltas(device: Any) -> None:
     keys, values = _DELTA_HEADS
-    plan = DeltaPlan(DeltaShape(keys, values, _HEAD_DIM, _HEAD_DIM), num_taps=4, finishes=True)
+    plan = DeltaPlan(DeltaShape(keys, values, _HEAD_DIM, _HEAD_DIM), num_taps=4)
     for num_tokens in (1, MOST_TOKENS):
         device.label = _tokens_of(num_tokens)
         DeltaStep(device, plan, num_tokens)

@@ -193,7 +193,7 @@ class Layer:
         ids = skewed_choice(rng, shape)
         self.host = HostLayer(shape, raw, x, ids, rng.random(ids.shape, dtype=np.float32))
         self._inputs = [device.upload(each) for each in (x, ids, self.host.weights)]
-        self.out = device.empty(x.shape, np.float32)
+        self.out = device.empty(x.shape, np.float64)
         kinds = (shape.base, shape.base, shape.more)
         self._dense = [
             DenseProduct(
@@ -240,7 +240,7 @@ class Layer:
         dense.run(preparer.prepare(x, norm=self._norm, eps=1e-6), self._dense)
         rows = preparer.prepare(x)
         dense.run(rows, [self._router])
-        prefill.run(rows, groups.group_chosen(ids, weights), self.experts, out=self.out)
+        prefill.run(rows, groups.group_chosen(ids, weights), self.experts, out_sums=self.out)
         self._buffers = preparer, dense, groups, prefill  # used by repeated launches
 
 

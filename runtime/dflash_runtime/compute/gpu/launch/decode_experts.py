@@ -148,8 +148,6 @@ class ExpertsTuning:
     down_group: int
     down_most_deep: int
     down_min_blocks: int
-    down_guesses: bool = True
-    """Down starts loading before it has checked the slots. Bits are the same either way."""
 
 
 def default_tuning(shape: ExpertsShape, device: KernelDevice) -> ExpertsTuning:
@@ -224,7 +222,6 @@ def _experts_defines(shape: ExpertsShape, tuning: ExpertsTuning) -> dict[str, in
         "DOWN_GROUP": tuning.down_group,
         "DOWN_MOST_DEEP": tuning.down_most_deep,
         "DOWN_MIN_BLOCKS": tuning.down_min_blocks,
-        "GUESS": int(tuning.down_guesses),
     }
 
 
@@ -322,10 +319,12 @@ class DecodeExperts:
         Raises: ValueError for an array that is missing, or not of this shape, type or device.
         """
         shape, tuning = self.shape, self.tuning
+        gate, gate_slots = self._projection("gate", experts.gate, shape.gate_type)
+        up, up_slots = self._projection("up", experts.up, shape.up_type)
         args = GateUpArgs(
-            gate=self._projection("gate", experts.gate, shape.gate_type),
-            up=self._projection("up", experts.up, shape.up_type),
-            choices=self._choices(experts, choice, "gate", "up"),
+            gate=gate,
+            up=up,
+            choices=self._choices(experts, choice, num_slots=min(gate_slots, up_slots)),
             form=(experts.activation_limit, experts.activation_alpha, experts.up_offset),
         )
         if isinstance(x, StepRows) == shape.takes_request:
@@ -373,10 +372,8 @@ class DecodeExperts:
         Raises: ValueError for an array that is missing, or not of this shape, type or device.
         """
         shape, tuning = self.shape, self.tuning
-        args = DownArgs(
-            down=self._projection("down", experts.down, shape.down_type),
-            choices=self._choices(experts, choice, "down"),
-        )
+        down, num_slots = self._projection("down", experts.down, shape.down_type)
+        args = DownArgs(down=down, choices=self._choices(experts, choice, num_slots=num_slots))
         args.h_quants, args.h_meta, args.h = self._hidden(hidden)
         dtype = np.float64 if shape.gives_sums else np.float32
         sizes = {"T": shape.num_tokens, "H": shape.hidden_size}
@@ -398,33 +395,27 @@ class DecodeExperts:
             shared_bytes=self._down_bytes,
         )
 
-    def _rows_and_columns(self, name: str) -> tuple[int, int]:
-        hidden_size, ffn_size = self.shape.hidden_size, self.shape.ffn_size
-        return (hidden_size, ffn_size) if name == "down" else (ffn_size, hidden_size)
-
-    def _num_slots(self, experts: ResidentExperts, *names: str) -> int:
-        """Number of slots, the same in all of these projections."""
-        fewest = []
-        for name in names:
-            rows, columns = self._rows_and_columns(name)
-            kind: TensorType = getattr(self.shape, f"{name}_type")
-            weights: DeviceArray = getattr(experts, name).weights
-            fewest.append(weights.nbytes // (rows * row_bytes(kind, columns)))
-        return min(fewest)
-
-    def _projection(self, name: str, of: ResidentMatrices, kind: TensorType) -> ctypes.Structure:
-        rows, columns = self._rows_and_columns(name)
+    def _projection(
+        self, name: str, of: ResidentMatrices, kind: TensorType
+    ) -> tuple[ctypes.Structure, int]:
+        """A projection as an argument of kernels, and its number of slots."""
+        rows, columns = self.shape.ffn_size, self.shape.hidden_size
+        if name == "down":
+            rows, columns = columns, rows
         num_slots = of.weights.nbytes // (rows * row_bytes(kind, columns))
         if not self.shape.has_vectors and not (of.bias is None and of.scale is None):
             raise ValueError(f"{name} has a bias or scale, for which this was not compiled")
         arrays, num_experts = self._arrays, self.shape.num_experts
-        return Projection(
+        projection = Projection(
             weights=arrays.weights(name, of.weights, kind, rows=num_slots * rows, columns=columns),
             bias=arrays.optional(f"{name}.bias", of.bias, np.float32, E=num_experts, rows=rows),
             scale=arrays.optional(f"{name}.scale", of.scale, np.float32, E=num_experts),
         )
+        return projection, num_slots
 
-    def _choices(self, experts: ResidentExperts, choice: Choice, *names: str) -> ctypes.Structure:
+    def _choices(
+        self, experts: ResidentExperts, choice: Choice, *, num_slots: int
+    ) -> ctypes.Structure:
         shape, arrays = self.shape, self._arrays
         tokens, num_experts = shape.num_tokens, shape.num_experts
         sizes = {"T": tokens, "K": shape.num_experts_used}
@@ -437,7 +428,7 @@ class DecodeExperts:
             topk_weights=arrays.address("topk_weights", choice.topk_weights, np.float32, **sizes),
             pair_slots=arrays.address("slots", slots, np.int32, **sizes),
             selections=arrays.optional("selections", choice.selections, np.uint32, E=num_experts),
-            num_slots=self._num_slots(experts, *names),
+            num_slots=num_slots,
         )
         if choice.slots is not None and (shape.rule or shape.takes_request):
             raise ValueError("slots are given of what is not chosen yet")

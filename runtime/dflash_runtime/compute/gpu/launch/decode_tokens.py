@@ -56,15 +56,10 @@ class Embed:
         defines = {"TYPE": int(tensor_type), **sizes, "THREADS": self._threads}
         self._kernel = device.module("embed.cu", defines).kernel("embed", EmbedArgs)
 
-    def launch(
-        self,
-        table: DeviceArray,
-        token_ids: DeviceArray,
-        out: DeviceArray,
-        *,
-        overlaps_previous: bool = True,
-    ) -> None:
+    def launch(self, table: DeviceArray, token_ids: DeviceArray, out: DeviceArray) -> None:
         """``out[t] = table[token_ids[t]]``; NaN for an id outside the table.
+
+        Begins when the kernel before it, which may have chosen the tokens, has ended.
 
         Shapes: table [V] rows in the device's layout, uint8; token_ids [T] int32; out [T, H].
         Raises: ValueError for an array that is not of this shape, type or device.
@@ -82,7 +77,7 @@ class Embed:
             (num_tokens, 1, 1),
             self._threads,
             args,
-            overlaps_previous=overlaps_previous,
+            overlaps_previous=False,
         )
 
 
@@ -125,12 +120,7 @@ class ArgmaxLogits:
             positions=arrays.address("positions", positions, np.int32, T=tokens),
             history=arrays.optional("history", history, np.int32, N=capacity),
         )
-        self._device.launch(
-            self._kernel,
-            (1, 1, 1),
-            self._warps * self._device.lanes,
-            args,
-        )
+        self._device.launch(self._kernel, (1, 1, 1), self._warps * self._device.lanes, args)
 
 
 class QuantiseRows:
@@ -178,12 +168,8 @@ class QuantiseRows:
         args.out.quants, args.out.meta = arrays.int8_rows(
             "", out.quants, out.meta, rows=num_rows, columns=columns
         )
-        self._device.launch(
-            self._kernel,
-            (num_rows, 1, 1),
-            self._warps * self._device.lanes,
-            args,
-        )
+        block = self._warps * self._device.lanes
+        self._device.launch(self._kernel, (num_rows, 1, 1), block, args)
 
 
 class Repack:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,25 +49,13 @@ class DenseProduct:
     adds: bool = False
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """Rows of a matrix that share a launch with other matrices."""
 
-    index: int
-    """Index of the product in the call."""
+    product_index: int
     matrix: DeviceMatrix
     first_row: int
     num_rows: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Result:
-    """Destination of a product, or of some of its columns."""
-
-    entry: ctypes.Structure
-    index: int
-    """Index of the product in the call."""
-    offset_bytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +64,9 @@ class _Multiplication:
 
     key: tuple[object, ...]
     launches: list[PreparedLaunch]
-    results: list[_Result]
+    results: list[tuple[ctypes.Structure, int, int]]
+    """For each piece its entry in a launch's arguments, the product's index, and the offset of its
+    columns in bytes."""
 
 
 class DensePrefill:
@@ -115,9 +106,9 @@ class DensePrefill:
             if matrices not in self._known and len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
             self._known[matrices] = known
-        for result in known.results:
-            product, entry = products[result.index], result.entry
-            entry.out = address(product.out, result.offset_bytes)
+        for entry, index, offset_bytes in known.results:
+            product = products[index]
+            entry.out = address(product.out, offset_bytes)
             entry.add = entry.out if product.adds else 0
         for launch in known.launches:
             launch.start(self._device)
@@ -203,14 +194,14 @@ class DensePrefill:
                 entry.weights = self._scratch.place(offset_bytes)
                 fill, num_bytes = self._scratch.fill(
                     matrix.tensor_type,
-                    weights_address,
                     rows=piece.num_rows,
                     columns=matrix.columns,
                     offset_bytes=offset_bytes,
+                    weights=weights_address,
                 )
                 made.launches.append(fill)
                 offset_bytes += num_bytes
-            made.results.append(_Result(entry, piece.index, 4 * piece.first_row))
+            made.results.append((entry, piece.product_index, 4 * piece.first_row))
             entry.out_stride = matrix.rows
             entry.num_rows = piece.num_rows
             entry.first_tile = num_tiles

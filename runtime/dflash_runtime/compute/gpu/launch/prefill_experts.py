@@ -237,17 +237,16 @@ class ExpertPrefill:
         *,
         sums: DeviceArray | None = None,
         residual: DeviceArray | None = None,
-        out: DeviceArray | None = None,
         out_sums: DeviceArray | None = None,
     ) -> None:
         """Terms of all pairs of `groups`, added for each token in float64 in order of its choice.
 
-        ``out = residual + float32(sums + terms)`` and ``out_sums = sums + terms``, each if given;
-        `sums` and `residual` are nothing if not. `out` may be `residual`, `out_sums` be `sums`.
-        Shapes: rows [T, H]; residual, out [T, H] float32; sums, out_sums [T, H] float64.
+        ``residual += float32(sums + terms)`` and ``out_sums = sums + terms``, each if given; `sums`
+        are nothing if not, and may be `out_sums`.
+        Shapes: rows [T, H]; residual [T, H] float32; sums, out_sums [T, H] float64.
         Raises: SettingsError for other shapes or too many pairs.
         """
-        self._check(rows, groups, (residual, out), (sums, out_sums))
+        self._check(rows, groups, residual, (sums, out_sums))
         device = self._device
         for launch in self._launches_of(rows, groups, experts):
             launch.start(device)
@@ -256,7 +255,7 @@ class ExpertPrefill:
             rows_of_tokens=address(groups.rows_of_tokens),
             sums=optional_address(sums),
             residual=optional_address(residual),
-            out=optional_address(out),
+            out=optional_address(residual),
             out_sums=optional_address(out_sums),
             pairs_per_token=groups.pairs_per_token,
         )
@@ -283,7 +282,7 @@ class ExpertPrefill:
         self,
         rows: PreparedRows,
         groups: GroupedPairs,
-        floats: tuple[DeviceArray | None, ...],
+        residual: DeviceArray | None,
         doubles: tuple[DeviceArray | None, ...],
     ) -> None:
         shape = rows.num_rows, self.hidden_size
@@ -294,7 +293,7 @@ class ExpertPrefill:
                 f"{groups.num_pairs} pairs in tiles of {groups.tile_rows}, room for "
                 f"{self.max_pairs} in tiles of {self.products.tile_rows}"
             )
-        for arrays, dtype in ((floats, np.float32), (doubles, np.float64)):
+        for arrays, dtype in (((residual,), np.float32), (doubles, np.float64)):
             for array in arrays:
                 if array is not None and (array.shape != shape or array.dtype != dtype):
                     raise SettingsError(
@@ -334,7 +333,6 @@ class ExpertPrefill:
         )
         _, tile = self.products.of(hidden_parts)
         blocks = -(-2 * self.ffn_size // tile.columns)
-        size = {"rows": self.ffn_size, "columns": self.hidden_size}
         stored = self._stored_type(gate, up, groups=groups)
         converts = stored is None and not {gate.tensor_type, up.tensor_type} <= AS_STORED
         kernel = self._kernels.gate_up(hidden_parts, down_parts, stored)
@@ -342,13 +340,10 @@ class ExpertPrefill:
             args = GemmGateUpArgs.from_buffer_copy(given)
             args.choice = choice
             if converts:
-                args.gate = self._scratch.place()
-                fill, num_bytes = self._scratch.fill_groups(gate, groups, choice, **size)
+                fill, num_bytes = self._fill(gate, groups, choice)
                 yield fill
-                args.up = self._scratch.place(num_bytes)
-                fill, _ = self._scratch.fill_groups(
-                    up, groups, choice, offset_bytes=num_bytes, **size
-                )
+                args.gate, args.up = self._scratch.place(), self._scratch.place(num_bytes)
+                fill, _ = self._fill(up, groups, choice, offset_bytes=num_bytes)
                 yield fill
                 args.gate_stride = args.up_stride = self.ffn_size * half_row_bytes(self.hidden_size)
             yield _product(kernel, (blocks, groups.max_tiles, 1), tile, args)
@@ -383,7 +378,6 @@ class ExpertPrefill:
         )
         _, tile = self.products.of(down_parts)
         blocks = -(-self.hidden_size // tile.columns)
-        size = {"rows": self.hidden_size, "columns": self.ffn_size}
         stored = self._stored_type(down, groups=groups)
         converts = stored is None and down.tensor_type not in AS_STORED
         kernel = self._kernels.down(down_parts, stored)
@@ -392,10 +386,36 @@ class ExpertPrefill:
             args.choice = choice
             if converts:
                 args.down = self._scratch.place()
-                fill, _ = self._scratch.fill_groups(down, groups, choice, **size)
+                fill, _ = self._fill(down, groups, choice, is_down=True)
                 yield fill
                 args.stride = self.hidden_size * half_row_bytes(self.ffn_size)
             yield _product(kernel, (blocks, groups.max_tiles, 1), tile, args)
+
+    def _fill(
+        self,
+        matrices: ResidentMatrices,
+        groups: GroupedPairs,
+        choice: ctypes.Structure,
+        *,
+        is_down: bool = False,
+        offset_bytes: int = 0,
+    ) -> tuple[PreparedLaunch, int]:
+        """WeightScratch.fill for the chosen groups' matrices."""
+        rows, columns = self.ffn_size, self.hidden_size
+        if is_down:
+            rows, columns = columns, rows
+        return self._scratch.fill(
+            matrices.tensor_type,
+            rows=rows,
+            columns=columns,
+            num_matrices=choice.end_group - choice.first_group,
+            offset_bytes=offset_bytes,
+            counts=address(groups.counts),
+            expert_ids=address(groups.expert_ids),
+            weights=address(matrices.weights),
+            stride=rows * row_bytes(matrices.tensor_type, columns),
+            choice=choice,
+        )
 
     @property
     def _activation_part_bytes(self) -> int:

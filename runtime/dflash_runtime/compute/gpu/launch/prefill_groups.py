@@ -173,25 +173,19 @@ class ExpertGroups:
         0: none.
         Raises: SettingsError for other shapes or more pairs than there is room for.
         """
-        shape = topk_ids.shape
-        if (
-            len(shape) != 2
-            or topk_weights.shape != shape
-            or not 0 < topk_ids.size <= self.max_pairs
+        shape, experts = topk_ids.shape, (self.num_experts,)
+        if len(shape) != 2 or not 0 < topk_ids.size <= self.max_pairs:
+            raise SettingsError(f"a choice of {shape}, room for {self.max_pairs} pairs")
+        for name, array, wanted, dtype in (
+            ("ids", topk_ids, shape, np.int32),
+            ("weights", topk_weights, shape, np.float32),
+            ("slots", slot_of_expert, experts, np.int32),
+            ("counts", selections, experts, np.uint32),
         ):
-            raise SettingsError(
-                f"choice {shape}, weights {topk_weights.shape}, room for {self.max_pairs} pairs"
-            )
-        if topk_ids.dtype != np.int32 or topk_weights.dtype != np.float32:
-            raise SettingsError(f"choice of {topk_ids.dtype}, weights of {topk_weights.dtype}")
-        if slot_of_expert is not None and (
-            slot_of_expert.shape != (self.num_experts,) or slot_of_expert.dtype != np.int32
-        ):
-            raise SettingsError(f"slots of {slot_of_expert.shape}, {self.num_experts} experts")
-        if selections is not None and (
-            selections.shape != (self.num_experts,) or selections.dtype != np.uint32
-        ):
-            raise SettingsError(f"counts of {selections.shape}, {self.num_experts} experts")
+            if array is not None and (array.shape != wanted or array.dtype != dtype):
+                raise SettingsError(
+                    f"{name}: {array.dtype} of {array.shape}, {np.dtype(dtype)} of {wanted} wanted"
+                )
         num_tokens, pairs_per_token = shape
         num_pairs = topk_ids.size
         most = self.num_experts if num_resident is None else min(num_resident, self.num_experts)

@@ -6,10 +6,10 @@ Sizes of tiles never decide bits: a product's terms are always added in order of
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -27,11 +27,9 @@ from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
 from dflash_runtime.compute.gpu.launch.layouts import (
     FIELDS,
     UNIT,
-    ResidentMatrices,
     num_units,
     row_bytes,
 )
-from dflash_runtime.compute.gpu.launch.prefill_groups import GroupedPairs
 
 _THREADS = 256
 
@@ -111,7 +109,6 @@ class Products:
     half: ProductKind
     half_tile: Tile
     float_tile: Tile = FMA_TILE
-    dense_float_tile: Tile = DENSE_FLOAT_TILE
     few_tile: Tile | None = None
     """See FEW_TILE; for halves."""
 
@@ -134,7 +131,7 @@ class Products:
         """The same for dense matrices; `is_few`: there would be few large tiles."""
         if parts and is_few and self.few_tile is not None:
             return self.half, self.few_tile
-        return (self.half, self.half_tile) if parts else (ProductKind.FLOAT, self.dense_float_tile)
+        return (self.half, self.half_tile) if parts else (ProductKind.FLOAT, DENSE_FLOAT_TILE)
 
 
 def products_of(device: KernelDevice) -> Products:
@@ -171,16 +168,18 @@ def activation_parts(tensor_types: tuple[TensorType, ...]) -> int:
 class PreparedRows:
     """Rows on the device.
 
-    Shapes: floats [T, columns] float32.
+    Shapes: floats [T, columns] float32; halves [parts, max_rows, columns] uint16, scales [T]
+    float32: factors of the sum of the parts. There are no halves if parts is 0.
     """
 
     num_rows: int
     columns: int
     parts: int
     floats: DeviceArray
+    halves: DeviceArray
+    scales: DeviceArray
     half_addresses: tuple[int, int, int] | None
-    """Addresses of the preparer's halves and scales, and bytes from one part to the next; None
-    without parts."""
+    """Addresses of rows and scales, and bytes from one part to the next."""
 
     def addresses(self, parts: int) -> tuple[int, int, int]:
         """Addresses of rows in that many parts and of their scales, and bytes between parts.
@@ -215,13 +214,12 @@ class RowPreparer:
         self._floats: DeviceArray | None = None
         self._args = HalfRowsArgs()
         """Arguments that all rows have in common."""
-        self.halves = device.empty((parts, max_rows, columns), np.uint16)
-        self.scales = device.empty(max_rows if parts else 0, np.float32)
-        """Factors of the sum of the parts. Shapes: [max_rows]."""
+        self._halves = device.empty((parts, max_rows, columns), np.uint16)
+        self._scales = device.empty(max_rows if parts else 0, np.float32)
         self._half_addresses: tuple[int, int, int] | None = None
         if parts:
-            part_bytes = self.halves.nbytes // parts
-            self._half_addresses = address(self.halves), address(self.scales), part_bytes
+            part_bytes = self._halves.nbytes // parts
+            self._half_addresses = address(self._halves), address(self._scales), part_bytes
             self._args.halves, self._args.scales, self._args.part_bytes = self._half_addresses
 
     def reserve_floats(self) -> None:
@@ -269,6 +267,8 @@ class RowPreparer:
             columns=self.columns,
             parts=self.parts,
             floats=floats,
+            halves=self._halves,
+            scales=self._scales,
             half_addresses=self._half_addresses,
         )
 
@@ -333,55 +333,28 @@ class WeightScratch:
     def fill(
         self,
         tensor_type: TensorType,
-        weights_address: int,
         *,
         rows: int,
         columns: int,
+        num_matrices: int = 1,
         offset_bytes: int = 0,
+        **args: Any,
     ) -> tuple[PreparedLaunch, int]:
-        """The launch that converts one matrix, `offset_bytes` into the scratch, and its bytes."""
-        num_bytes = self._reserve(rows * half_row_bytes(columns), offset_bytes)
-        args = DequantiseArgs(
-            weights=weights_address, halves=self.place(offset_bytes), num_rows=rows
-        )
-        return self._launch(tensor_type, columns, args, num_matrices=1), num_bytes
+        """The launch that converts matrices, one after another, `offset_bytes` into the scratch;
+        and the bytes of their halves.
 
-    def fill_groups(
-        self,
-        projection: ResidentMatrices,
-        groups: GroupedPairs,
-        choice: ctypes.Structure,
-        *,
-        rows: int,
-        columns: int,
-        offset_bytes: int = 0,
-    ) -> tuple[PreparedLaunch, int]:
-        """The same for the chosen groups' matrices, one after another."""
-        num_matrices: int = choice.end_group - choice.first_group
+        `args` are the matrices' of DequantiseArgs: `weights`, or all that chosen groups have.
+        """
         num_bytes = num_matrices * rows * half_row_bytes(columns)
-        self._reserve(num_bytes, offset_bytes)
-        args = DequantiseArgs(
-            counts=address(groups.counts),
-            expert_ids=address(groups.expert_ids),
-            weights=address(projection.weights),
-            halves=self.place(offset_bytes),
-            stride=rows * row_bytes(projection.tensor_type, columns),
-            choice=choice,
-            num_rows=rows,
-        )
-        launch = self._launch(projection.tensor_type, columns, args, num_matrices=num_matrices)
-        return launch, num_bytes
-
-    def _reserve(self, num_bytes: int, offset_bytes: int) -> int:
         if offset_bytes < 0 or offset_bytes + num_bytes > self.num_bytes:
             raise SettingsError(
                 f"{num_bytes} bytes from {offset_bytes} of {self.num_bytes} bytes of scratch memory"
             )
-        return num_bytes
-
-    def _launch(
-        self, tensor_type: TensorType, columns: int, args: ctypes.Structure, *, num_matrices: int
-    ) -> PreparedLaunch:
-        kernel = self.prepare(tensor_type, columns)
-        blocks = -(-args.num_rows * num_units(columns) // _THREADS)
-        return PreparedLaunch(kernel, (blocks, num_matrices, 1), _THREADS, args)
+        blocks = -(-rows * num_units(columns) // _THREADS)
+        launch = PreparedLaunch(
+            self.prepare(tensor_type, columns),
+            (blocks, num_matrices, 1),
+            _THREADS,
+            DequantiseArgs(halves=self.place(offset_bytes), num_rows=rows, **args),
+        )
+        return launch, num_bytes

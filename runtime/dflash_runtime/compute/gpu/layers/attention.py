@@ -123,7 +123,6 @@ class PrefillAttention:
         self._store = device.module("attention_store.cu", shape.defines()).kernel(
             "attention_store", AttentionStoreArgs
         )
-        self._kernels: dict[PrefillPlan, Kernel] = {}
         self._launches: dict[int, _ChunkLaunch] = {}
         smallest = PrefillPlan(shape, 1)
         if smallest.shared_bytes > device.max_shared_bytes:
@@ -201,24 +200,17 @@ class PrefillAttention:
         known = self._launches.get(num_tokens)
         if known is None:
             plan, lanes = self.plan(num_tokens), self._device.lanes
+            module = self._device.module("attention_prefill.cu", plan.defines())
             known = self._launches[num_tokens] = _ChunkLaunch(
                 store_grid=plan.store_grid(num_tokens),
                 store_threads=plan.store_threads(lanes),
-                kernel=self._kernel(plan),
+                kernel=module.kernel("attention_prefill", AttentionPrefillArgs),
                 grid=plan.grid(num_tokens),
                 threads=plan.threads(lanes),
                 shared_bytes=plan.shared_bytes,
                 scratch_bytes=plan.scratch_bytes(num_tokens),
             )
         return known
-
-    def _kernel(self, plan: PrefillPlan) -> Kernel:
-        kernel = self._kernels.get(plan)
-        if kernel is None:
-            module = self._device.module("attention_prefill.cu", plan.defines())
-            kernel = module.kernel("attention_prefill", AttentionPrefillArgs)
-            self._kernels[plan] = kernel
-        return kernel
 
 
 @dataclass(slots=True, eq=False)

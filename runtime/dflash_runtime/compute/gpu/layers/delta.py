@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -39,8 +40,6 @@ class DeltaPlan:
 
     delta: DeltaShape
     num_taps: int
-    finishes: bool
-    """Results are normalised, head by head, and gated."""
 
     @property
     def channels(self) -> int:
@@ -83,7 +82,6 @@ class DeltaPlan:
             "VALUE_DIM": delta.value_dim,
             "TAPS": self.num_taps,
             "TILED": int(delta.is_tiled),
-            "FINISH": int(self.finishes),
         }
 
 
@@ -92,7 +90,7 @@ class DeltaArrays:
     """Projected inputs, and the gate.
 
     Shapes: mixed [T, channels] before the convolution; alpha, beta [T, value heads] logits; gate
-    [T, value channels], if the shape finishes; all float32.
+    [T, value channels], which an accepted path does without; all float32.
     """
 
     mixed: DeviceArray
@@ -105,16 +103,15 @@ class DeltaArrays:
 class DeltaWeights:
     """A layer's small weights.
 
-    Shapes: taps [channels, taps]; decay, bias [value heads]; norm [value dim], if the shape
-    finishes; all float32.
+    Shapes: taps [channels, taps]; decay, bias [value heads]; norm [value dim]; all float32.
     """
 
     taps: DeviceArray
     decay: DeviceArray
     bias: DeviceArray
-    norm: DeviceArray | None
+    norm: DeviceArray
     key_eps: float
-    norm_eps: float = 0.0
+    norm_eps: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,9 +163,8 @@ class DeltaStep:
             **_input_args(arrays, shape, inputs, count=count),
             **_weight_args(arrays, shape, weights),
             **_state_args(arrays, shape, state),
-            **_result_args(arrays, shape, inputs, weights=weights, out=out, count=count),
-            key_eps=weights.key_eps,
-            norm_eps=weights.norm_eps,
+            **_result_args(arrays, shape, out, count=count),
+            **_finish_args(arrays, shape, inputs, weights=weights, count=count),
         )
         block = self._warps * self._device.lanes
         self._device.launch(self._kernel, (shape.num_heads, 1, 1), block, args)
@@ -222,14 +218,7 @@ class DeltaChunk:
             self._inputs,
             (count * -(-num_heads // _CHUNK_WARPS), 1, 1),
             block,
-            DeltaInputsArgs(
-                **common,
-                **given,
-                **small,
-                **prepared,
-                ring=kept["ring"],
-                key_eps=weights.key_eps,
-            ),
+            DeltaInputsArgs(**common, **given, **small, **prepared, ring=kept["ring"]),
         )
         device.launch(
             self._scan,
@@ -243,12 +232,8 @@ class DeltaChunk:
             ring=kept["ring"],
             results=results,
             out=results,
-            norm_eps=weights.norm_eps,
+            **_finish_args(arrays, shape, inputs, weights=weights, count=count),
         )
-        if shape.finishes:
-            finish.gate, finish.weight = _finish_args(
-                arrays, shape, inputs, weights=weights, count=count
-            )
         blocks = count * -(-shape.num_heads // _CHUNK_WARPS)
         device.launch(self._finish, (blocks, 1, 1), block, finish)
 
@@ -278,8 +263,7 @@ class DeltaTree:
         branch: Branch,
         out: StepRows,
     ) -> None:
-        """`state` is the one before the tree. Arrays as for DeltaStep.launch, for
-        the tree's W tokens.
+        """`state` is the one before the tree. Arrays are as for DeltaStep.launch, of W tokens.
 
         Raises: ValueError for an array that is missing, or not of this shape, type or device;
         DeviceOutOfMemory.
@@ -305,9 +289,8 @@ class DeltaTree:
                 np.float32,
                 **dict(zip(("places", "heads", "rows", "columns"), places, strict=True)),
             ),
-            **_result_args(arrays, shape, inputs, weights=weights, out=out, count=count),
-            key_eps=weights.key_eps,
-            norm_eps=weights.norm_eps,
+            **_result_args(arrays, shape, out, count=count),
+            **_finish_args(arrays, shape, inputs, weights=weights, count=count),
             num_tokens=count,
         )
         self._device.launch(self._tree, (shape.num_heads, 1, 1), self._block, args)
@@ -345,7 +328,6 @@ class DeltaTree:
                 **where,
                 ancestors=self._ancestors(branch),
                 state=kept["state"],
-                key_eps=weights.key_eps,
             ),
         )
         self._device.launch(
@@ -377,7 +359,7 @@ def _input_args(
     }
 
 
-def _weight_args(arrays: ArrayChecker, shape: DeltaPlan, weights: DeltaWeights) -> dict[str, int]:
+def _weight_args(arrays: ArrayChecker, shape: DeltaPlan, weights: DeltaWeights) -> dict[str, Any]:
     heads = shape.num_heads
     return {
         "taps": arrays.address(
@@ -385,6 +367,7 @@ def _weight_args(arrays: ArrayChecker, shape: DeltaPlan, weights: DeltaWeights) 
         ),
         "decay": arrays.address("decay", weights.decay, np.float32, heads=heads),
         "bias": arrays.address("bias", weights.bias, np.float32, heads=heads),
+        "key_eps": weights.key_eps,
     }
 
 
@@ -405,32 +388,22 @@ def _finish_args(
     *,
     weights: DeltaWeights,
     count: int,
-) -> tuple[int, int]:
-    """Addresses of gate and norm. Raises: ValueError if one is missing."""
-    if inputs.gate is None or weights.norm is None:
-        raise ValueError("no gate, or no norm, where results are to be finished")
-    return (
-        arrays.address("gate", inputs.gate, np.float32, T=count, columns=shape.value_channels),
-        arrays.address("norm", weights.norm, np.float32, rows=shape.delta.value_dim),
-    )
+) -> dict[str, Any]:
+    """Gate and norm, which results go through head by head."""
+    columns = shape.value_channels
+    return {
+        "gate": arrays.address("gate", inputs.gate, np.float32, T=count, columns=columns),
+        "weight": arrays.address("norm", weights.norm, np.float32, rows=shape.delta.value_dim),
+        "norm_eps": weights.norm_eps,
+    }
 
 
 def _result_args(
-    arrays: ArrayChecker,
-    shape: DeltaPlan,
-    inputs: DeltaArrays,
-    *,
-    weights: DeltaWeights,
-    out: StepRows,
-    count: int,
+    arrays: ArrayChecker, shape: DeltaPlan, out: StepRows, *, count: int
 ) -> dict[str, int]:
-    """Addresses of a step's results, norm weight and gate."""
+    """Addresses of a step's results."""
     columns = shape.value_channels
     found = {"values": arrays.optional("values", out.values, np.float32, T=count, columns=columns)}
-    if shape.finishes:
-        found["gate"], found["weight"] = _finish_args(
-            arrays, shape, inputs, weights=weights, count=count
-        )
     if shape.has_quants:
         found["quants"], found["meta"] = arrays.int8_rows(
             "", out.quants, out.meta, rows=count, columns=columns

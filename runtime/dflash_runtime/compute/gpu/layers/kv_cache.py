@@ -265,7 +265,7 @@ class RecurrentStates:
 
 
 def _plans(layers: Iterable[RecurrentLayer]) -> list[DeltaPlan]:
-    return [DeltaPlan(each.delta, num_taps=each.conv_kernel, finishes=False) for each in layers]
+    return [DeltaPlan(each.delta, num_taps=each.conv_kernel) for each in layers]
 
 
 def state_bytes(layers: Iterable[RecurrentLayer]) -> int:

@@ -212,7 +212,7 @@ class ChunkExperts:
 
     def add(self, resident: ResidentLayer, routed: RoutedRows, residual: Rows) -> None:
         """Add a layer's experts, all of which are here, to the residual."""
-        self._run(resident, routed, residual=residual.array, out=residual.array)
+        self._run(resident, routed, residual=residual.array)
 
     def local_sums(
         self, resident: ResidentLayer, routed: RoutedRows, before: DeviceArray | None = None

@@ -278,18 +278,6 @@ def test_experts_may_be_chosen_by_the_kernels_themselves(backward_device: Emulat
         experts.launch_gate_up(resident, made, x, hidden)
 
 
-def test_a_wrong_guess_of_down_is_made_good(device: EmulatedDevice) -> None:
-    """Without a guess every slot is another one than what down began with."""
-    rng = np.random.default_rng(10)
-    layer, step = random_layer(rng, BASE), random_step(rng, BASE)
-    experts = DecodeExperts(device, BASE)
-    slots = [3, 0, -1, 2, 1]
-    guessed, _ = run(device, experts, layer, step, slots=slots)
-    waits = replace(experts.tuning, down_guesses=False)
-    waited, _ = run(device, DecodeExperts(device, BASE, waits), layer, step, slots=slots)
-    np.testing.assert_array_equal(waited, guessed)
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_not_finite_stays_in_its_token(device: EmulatedDevice, bad: float) -> None:
     rng = np.random.default_rng(9)

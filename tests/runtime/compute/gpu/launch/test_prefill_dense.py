@@ -184,7 +184,7 @@ def test_every_type_is_dequantised(tensor_type: TensorType) -> None:
     columns = {64: 448, 256: 512}.get(tensor_type.layout.block_elements, COLUMNS)
     matrix = StoredMatrix(device, tensor_type, 37, columns)
     scratch = WeightScratch(device, 37 * half_row_bytes(columns))
-    fill, _ = scratch.fill(tensor_type, address(matrix.weights), rows=37, columns=columns)
+    fill, _ = scratch.fill(tensor_type, rows=37, columns=columns, weights=address(matrix.weights))
     fill.start(device)
     halves = device.download(scratch.memory).view(np.float16).reshape(37, -1)
     np.testing.assert_allclose(halves[:, :columns], matrix.values, rtol=2.0**-11, atol=1e-7)
@@ -216,8 +216,8 @@ def test_rows_are_normalised_and_kept_from_overflow(lanes: int, parts: int) -> N
         assert np.isnan(floats[5]).any()
         if not parts:
             continue
-        scales = device.download(preparer.scales)[:7]
-        halves = device.download(preparer.halves).view(np.float16)[:, :7].astype(np.float64)
+        scales = device.download(rows.scales)[:7]
+        halves = device.download(rows.halves).view(np.float16)[:, :7].astype(np.float64)
         assert np.isfinite(halves[:, finite]).all()
         found = halves.sum(axis=0) * scales[:, None]
         size = np.abs(wanted[finite]).max(axis=1, keepdims=True)

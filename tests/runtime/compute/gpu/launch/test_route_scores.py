@@ -53,6 +53,27 @@ def test_the_reference_chooses_the_same(device: EmulatedDevice, name: str, has_b
     np.testing.assert_allclose(weights, wanted_weights, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("num_experts", "num_used", "normalise"),
+    [(12, 4, True), (40, 8, False), pytest.param(33, 1, True, marks=pytest.mark.slow)],
+)
+def test_experts_are_chosen_as_by_the_reference(
+    device: EmulatedDevice, num_experts: int, num_used: int, normalise: bool
+) -> None:
+    logits = np.random.default_rng(3).standard_normal((5, num_experts)).astype(np.float32)
+    logits[:, num_experts - 2] = logits[:, 2] = 3  # the first of equals
+    logits[3] = np.nan
+    rule = RoutingRule(num_used, Gating.SOFTMAX, normalise)
+    ids, weights = device.empty((5, num_used), np.int32), device.empty((5, num_used), np.float32)
+    ChooseExperts(device).launch(rule, device.upload(logits), bias=None, ids=ids, weights=weights)
+    assert ids[3].tolist() == list(range(num_used))
+    assert np.isnan(weights[3]).all()
+    kept = [0, 1, 2, 4]
+    wanted_ids, wanted_weights = route(logits[kept], rule, None)
+    np.testing.assert_array_equal(ids[kept], wanted_ids)
+    np.testing.assert_allclose(weights[kept], wanted_weights, rtol=2e-6)
+
+
 def test_groups_that_do_not_divide_the_experts_are_refused(device: EmulatedDevice) -> None:
     rows = device.upload(np.zeros((1, 76), np.float32))
     with pytest.raises(ValueError, match="5 groups"):
