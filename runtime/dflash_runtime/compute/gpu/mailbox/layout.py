@@ -102,8 +102,9 @@ from dflash_runtime.compute.gpu.launch.decode_arrays import GRANULE, MOST_TOKENS
 from dflash_runtime.compute.gpu.launch.layouts import FLOAT_TYPES
 
 
-class MailWord(IntEnum):
-    """Offset of a word that hosts and devices see, or of the first of several."""
+class MailWord:
+    """Offsets of words that hosts and devices see, each of the first if there are several. Plain
+    numbers: hosts compute with them in each step."""
 
     STATE = 0
     DOORBELL, ASKED, ARGUMENT, ANSWERS = 64, 128, 192, 256
@@ -286,12 +287,12 @@ class MailWords:
         # The daemon may have served requests of an earlier parent.
         self._num_asked = self.read(MailWord.DOORBELL)
 
-    def read(self, offset: MailWord) -> int:
+    def read(self, offset: int) -> int:
         """Raises: DaemonUnavailable if the memory is closed."""
         word: int = _WORD.unpack(self._segment.read_mail(offset, _WORD.size))[0]
         return word
 
-    def write(self, offset: MailWord, word: int) -> None:
+    def write(self, offset: int, word: int) -> None:
         """Raises: DaemonUnavailable if the memory is closed."""
         self._segment.write_mail(offset, _WORD.pack(word))
 
