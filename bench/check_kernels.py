@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.clang_hip import PACKAGES, Assembly, assemble, clang_version, why_no_clang
+from bench.kernel_variants import KernelVariant, all_variants, files_without_variant
 from bench.launched_kernels import LaunchedKernel, launched_kernels
 from bench.options import bench_parser
 
@@ -35,11 +36,6 @@ from dflash_runtime.compute.gpu.device.capabilities import (
     hip_capabilities,
 )
 from dflash_runtime.compute.gpu.device.kernel_sources import define_options, kernel_source
-from dflash_runtime.compute.gpu.device.kernel_variants import (
-    KernelVariant,
-    all_variants,
-    files_without_variant,
-)
 from dflash_runtime.compute.gpu.device.rtc import (
     RuntimeCompiler,
     architecture_options,
@@ -168,7 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
         if any(compiler.targets is HIP_TARGETS for compiler in compilers) and not given.file:
             num_failures += _check_launched(has_table=given.table)
         for file in [] if given.file else files_without_variant(declared):
-            print(f"{file} is in no KERNEL_VARIANTS", file=sys.stderr)
+            print(f"{file} has no variant in bench/kernel_variants.py", file=sys.stderr)
             num_failures += 1
     except (DflashError, subprocess.SubprocessError, OSError) as error:
         print(f"check-kernels: {error}", file=sys.stderr)

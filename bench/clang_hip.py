@@ -13,6 +13,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.kernel_variants import KernelVariant
+
 from dflash_protocol.settings import child_environment
 from dflash_runtime.compute.gpu.device.capabilities import Capabilities
 from dflash_runtime.compute.gpu.device.kernel_sources import (
@@ -20,7 +22,6 @@ from dflash_runtime.compute.gpu.device.kernel_sources import (
     kernel_folders,
     kernel_path,
 )
-from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.device.rtc import architecture_options
 
 CLANG = "clang-19"

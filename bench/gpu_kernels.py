@@ -26,8 +26,9 @@ from dflash_protocol.device import Device, parse_device
 from dflash_protocol.ids import Phase
 from dflash_runtime.compute.gpu.backend import CupyBackend
 from dflash_runtime.compute.gpu.device.device import KernelDevice, address
-from dflash_runtime.compute.gpu.layers.matrix import DeviceMatrix
+from dflash_runtime.compute.gpu.launch.layouts import DeviceMatrix
 from dflash_runtime.compute.gpu.run.captured_step import GraphStep
+from dflash_runtime.compute.gpu.run.step_path import LocalPath
 from dflash_runtime.compute.kv_cache import KvType
 
 _ROUNDS = 7
@@ -70,7 +71,7 @@ class StepModel:
     def captured(self) -> GraphStep:
         """A new step, captured once it is started."""
         moe = self.backend.moe(self.banks, Phase.DECODE, None)
-        return GraphStep(self.backend.ops, self.model, self.cache, moe=moe)
+        return GraphStep(self.backend.ops, self.model, self.cache, home=LocalPath(moe))
 
     def close(self) -> None:
         """Give the file back, and the device if it was opened here."""
@@ -91,12 +92,11 @@ class StepModel:
 
     def _note_experts(self) -> None:
         for layer in self.spec.moe.layers:
-            decode = self.banks[layer.layer_id].by_global.decode
-            arrays = (decode.gate, decode.up, decode.down)
-            for projection, arrays_of in zip(layer.projections, arrays, strict=True):
-                used = layer.num_experts_used / layer.num_experts
-                self.reads[address(arrays_of.weights)] = Read(
-                    role_of(projection.tensor_name), weight_bytes=used * arrays_of.weights.nbytes
+            used = layer.num_experts_used / layer.num_experts
+            matrices = self.banks[layer.layer_id].by_global.weights
+            for projection, weights in zip(layer.projections, matrices, strict=True):
+                self.reads[address(weights)] = Read(
+                    role_of(projection.tensor_name), weight_bytes=used * weights.nbytes
                 )
 
     def _note_cache(self) -> None:

@@ -6,40 +6,38 @@ compile. Qwen3-30B-A3B and Qwen3.6-35B-A3B, with the types of Q4_K_M: heads of 1
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import DTypeLike
+from bench.kernel_variants import KernelVariant, NotingDevice
 
 from dflash_adapters.quant import TensorType
 from dflash_adapters.rope import RopePairing
 from dflash_adapters.routing import Gating, RoutingRule
 from dflash_adapters.spec import DeltaShape, KvLayer
-from dflash_protocol.ids import AnyArray
 from dflash_runtime.compute.gpu.device.capabilities import Capabilities
-from dflash_runtime.compute.gpu.device.kernel_sources import Defines, define_options
-from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
-from dflash_runtime.compute.gpu.launch.decode_experts import DecodeExperts
-from dflash_runtime.compute.gpu.launch.decode_experts_shape import ExpertsShape
-from dflash_runtime.compute.gpu.launch.decode_linear import DecodeLinear
-from dflash_runtime.compute.gpu.launch.decode_linear_shape import LinearInput, LinearShape
-from dflash_runtime.compute.gpu.launch.decode_router import DecodeRouter, RouterShape
+from dflash_runtime.compute.gpu.launch.decode_experts import DecodeExperts, ExpertsShape
+from dflash_runtime.compute.gpu.launch.decode_linear import (
+    DecodeLinear,
+    DecodeRouter,
+    LinearInput,
+    LinearShape,
+    RouterShape,
+)
 from dflash_runtime.compute.gpu.launch.decode_tokens import (
     ArgmaxLogits,
     Embed,
     QuantiseRows,
     RowChange,
 )
-from dflash_runtime.compute.gpu.launch.prefill_expert_kernels import ExpertKernelCache
-from dflash_runtime.compute.gpu.launch.prefill_tiles import products_of
+from dflash_runtime.compute.gpu.launch.prefill_experts import ExpertKernels
+from dflash_runtime.compute.gpu.launch.prefill_operands import products_of
 from dflash_runtime.compute.gpu.launch.sample_tokens import SampleTokens
 from dflash_runtime.compute.gpu.layers.attention import DecodeAttention, PrefillAttention
 from dflash_runtime.compute.gpu.layers.attention_plan import AttentionShape, DecodePlan
 from dflash_runtime.compute.gpu.layers.attention_tree import TreeAttention
-from dflash_runtime.compute.gpu.layers.delta import DeltaChunk, DeltaPlan, DeltaStep
-from dflash_runtime.compute.gpu.layers.delta_tree import DeltaTree
+from dflash_runtime.compute.gpu.layers.delta import DeltaChunk, DeltaPlan, DeltaStep, DeltaTree
 from dflash_runtime.compute.kv_cache import KvType
 
 _HIDDEN, _FFN, _EXPERTS, _USED, _VOCABULARY = 2048, 768, 128, 8, 151_936
@@ -59,41 +57,6 @@ class LaunchedKernel:
     label: str
 
 
-class _Module:
-    """A module whose kernels are never launched."""
-
-    def kernel(self, name: str, _args: object) -> str:
-        return name
-
-
-@dataclass
-class NotingDevice:
-    """The part of a KernelDevice that is used to make kernels."""
-
-    capabilities: Capabilities
-    num_multiprocessors: int
-    max_shared_bytes: int = 64 * 1024
-    name: str = "hip:0"
-    label: str = ""
-    noted: dict[tuple[str, tuple[str, ...]], LaunchedKernel] = field(default_factory=dict)
-
-    @property
-    def lanes(self) -> int:
-        return self.capabilities.lanes
-
-    def module(self, file: str, defines: Defines) -> _Module:
-        """Record the file and its defines."""
-        key = file, define_options(defines)
-        self.noted.setdefault(key, LaunchedKernel(KernelVariant(file, defines), self.label))
-        return _Module()
-
-    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> AnyArray:
-        """Memory that is never accessed."""
-        return np.empty(shape, dtype)
-
-    zeros = empty
-
-
 def launched_kernels(
     capabilities: Capabilities, num_multiprocessors: int
 ) -> tuple[LaunchedKernel, ...]:
@@ -101,8 +64,7 @@ def launched_kernels(
     device: Any = NotingDevice(capabilities, num_multiprocessors)
     for note in (_attention, _matrices, _experts, _deltas, _tokens):
         note(device)
-    noted: dict[object, LaunchedKernel] = device.noted
-    return tuple(noted.values())
+    return tuple(LaunchedKernel(variant, label) for variant, label in device.noted.values())
 
 
 def _attention(device: Any) -> None:
@@ -168,13 +130,15 @@ def _experts(device: Any) -> None:
             device.label = f"{label}, {_tokens_of(num_tokens)}"
             DecodeExperts(device, shape)
     device.label = "chunks"
-    kernels = ExpertKernelCache(device, products_of(device), hidden_size=_HIDDEN, ffn_size=_FFN)
-    kernels.of(hidden_parts=1, down_parts=1)
+    kernels = ExpertKernels(device, products_of(device), hidden_size=_HIDDEN, ffn_size=_FFN)
+    kernels.gate_up(1, 1)
+    kernels.level(1, 1)
+    kernels.down(1)
 
 
 def _deltas(device: Any) -> None:
     keys, values = _DELTA_HEADS
-    plan = DeltaPlan(DeltaShape(keys, values, _HEAD_DIM, _HEAD_DIM), num_taps=4, finishes=True)
+    plan = DeltaPlan(DeltaShape(keys, values, _HEAD_DIM, _HEAD_DIM), num_taps=4)
     for num_tokens in (1, MOST_TOKENS):
         device.label = _tokens_of(num_tokens)
         DeltaStep(device, plan, num_tokens)

@@ -22,24 +22,26 @@ from dflash_adapters.quant import TensorType, dequantise
 from dflash_protocol.device import parse_device
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, U8Array
 from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
-from dflash_runtime.compute.gpu.device.device import DeviceArray, Grid, KernelDevice, address
-from dflash_runtime.compute.gpu.launch.layouts import repack, row_bytes
+from dflash_runtime.compute.gpu.device.device import DeviceArray, Grid, KernelDevice
+from dflash_runtime.compute.gpu.launch.layouts import (
+    DeviceMatrix,
+    ResidentExperts,
+    ResidentMatrices,
+    row_bytes,
+)
 from dflash_runtime.compute.gpu.launch.prefill_dense import DensePrefill, DenseProduct
 from dflash_runtime.compute.gpu.launch.prefill_experts import ExpertPrefill
 from dflash_runtime.compute.gpu.launch.prefill_groups import ExpertGroups
-from dflash_runtime.compute.gpu.launch.prefill_rows import RowPreparer
-from dflash_runtime.compute.gpu.launch.prefill_tiles import (
+from dflash_runtime.compute.gpu.launch.prefill_operands import (
     TENSOR_TILES,
     ProductKind,
     Products,
+    RowPreparer,
     Tile,
+    WeightScratch,
     products_of,
 )
-from dflash_runtime.compute.gpu.launch.prefill_weights import (
-    StoredExperts,
-    StoredProjection,
-    WeightScratch,
-)
+from dflash_runtime.compute.gpu.layers.matrix import Uploader
 
 EXAMPLES = """examples:
   python -m bench.prefill_kernels --device cuda:0
@@ -157,46 +159,41 @@ class Layer:
         self._device: Any = self.recorder
         hidden, ffn, experts = shape.hidden_size, shape.ffn_size, shape.num_experts
         raw: dict[str, U8Array] = {}
-        self._arrays: list[DeviceArray] = []
+        uploader = Uploader(device)
 
-        def stored(name: str, kind: TensorType, rows: int, columns: int) -> int:
+        def stored(name: str, kind: TensorType, rows: int, columns: int) -> DeviceArray:
             raw[name] = random_moe.blocks(rng, GGMLQuantizationType(int(kind)), (rows, columns))
-            array = device.upload(repack(kind, raw[name], rows=rows, columns=columns))
-            self._arrays.append(array)
-            return address(array)
+            weights = device.empty(rows * row_bytes(kind, columns), np.uint8)
+            uploader.fill(weights, raw[name], kind, columns=columns)
+            return weights
 
-        def projection(name: str, kind: TensorType, rows: int, columns: int) -> StoredProjection:
-            place = stored(name, kind, experts * rows, columns)
-            return StoredProjection(kind, place, rows * row_bytes(kind, columns))
+        def projection(name: str, kind: TensorType, rows: int, columns: int) -> ResidentMatrices:
+            return ResidentMatrices(kind, stored(name, kind, experts * rows, columns))
 
-        self.experts = StoredExperts(
+        self.experts = ResidentExperts(
             gate=projection("gate", shape.base, ffn, hidden),
             up=projection("up", shape.base, ffn, hidden),
             down=projection("down", shape.more, hidden, ffn),
+            slot_of_expert=device.upload(np.arange(experts, dtype=np.int32)),
         )
         x = rng.standard_normal((shape.num_tokens, hidden), dtype=np.float32)
         ids = skewed_choice(rng, shape)
         self.host = HostLayer(shape, raw, x, ids, rng.random(ids.shape, dtype=np.float32))
         self._inputs = [device.upload(each) for each in (x, ids, self.host.weights)]
-        self.out = device.empty(x.shape, np.float32)
+        self.out = device.empty(x.shape, np.float64)
         kinds = (shape.base, shape.base, shape.more)
         self._dense = [
             DenseProduct(
-                kind,
-                rows,
-                hidden,
-                stored(f"dense {rows} {index}", kind, rows, hidden),
+                DeviceMatrix(
+                    rows, hidden, kind, stored(f"dense {rows} {index}", kind, rows, hidden)
+                ),
                 device.empty((shape.num_tokens, rows), np.float32),
             )
             for index, (kind, rows) in enumerate(zip(kinds, shape.qkv_rows, strict=True))
         ]
         router = device.upload(rng.standard_normal((experts, hidden), dtype=np.float32))
-        self._arrays.append(router)
         self._router = DenseProduct(
-            TensorType.F32,
-            experts,
-            hidden,
-            address(router),
+            DeviceMatrix(experts, hidden, TensorType.F32, router),
             device.empty((shape.num_tokens, experts), np.float32),
         )
         # Float16 gate and up of all experts; 16-byte chunks of rows are whole units of 64 here.
@@ -230,7 +227,7 @@ class Layer:
         dense.run(preparer.prepare(x, norm=self._norm, eps=1e-6), self._dense)
         rows = preparer.prepare(x)
         dense.run(rows, [self._router])
-        prefill.run(rows, groups.group_chosen(ids, weights), self.experts, out=self.out)
+        prefill.run(rows, groups.group_chosen(ids, weights), self.experts, out_sums=self.out)
         self._buffers = preparer, dense, groups, prefill  # used by repeated launches
 
 

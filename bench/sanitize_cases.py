@@ -52,7 +52,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "sample.cu": (
         "launch/test_sample_tokens.py::test_where_rounding_decides_the_host_does[options4-0.3]",
     ),
-    "elementwise.cu": ("launch/test_elementwise.py",),
+    "elementwise.cu": ("launch/test_row_kernels.py",),
     "embed.cu": ("launch/test_layouts.py::test_rows_of_an_embedding[32-14-512]",),
     "exchange.cu": (
         "transfers/test_exchange.py::test_a_step_has_the_same_bits_however_many_tokens_it_has",
@@ -111,7 +111,7 @@ CASES: dict[str, tuple[str, ...]] = {
     ),
     "repack.cu": ("launch/test_layouts.py::test_the_device_repacks_as_numpy_does[32-11-768]",),
     "route_rows.cu": (
-        "launch/test_decode_router.py"
+        "launch/test_route_scores.py"
         "::test_experts_are_chosen_as_by_the_reference[(32, False)-12-4-True]",
     ),
     "route_scores.cu": (
@@ -119,7 +119,7 @@ CASES: dict[str, tuple[str, ...]] = {
         "::test_the_reference_chooses_the_same[(32, False)-sigmoid-True]",
     ),
     "router.cu": (
-        "launch/test_decode_router.py::test_logits_and_the_rows_beside_them[(32, False)-0-12-3-96]",
+        "launch/test_decode_linear.py::test_logits_and_the_rows_beside_them[(32, False)-0-12-3-96]",
     ),
     "argmax_logits.cu": (
         "launch/test_decode_linear.py::test_a_row_that_is_not_finite_has_no_token",

@@ -20,16 +20,12 @@ from bench.check_kernels import (
     main,
 )
 from bench.clang_hip import Assembly, assemble, why_no_clang
+from bench.kernel_variants import KernelVariant, all_variants, files_without_variant
 from bench.launched_kernels import launched_kernels
 
 from bench import check_kernels
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_runtime.compute.gpu.device.capabilities import hip_capabilities
-from dflash_runtime.compute.gpu.device.kernel_variants import (
-    KernelVariant,
-    all_variants,
-    files_without_variant,
-)
 
 TARGETS = (*CUDA_TARGETS, *HIP_TARGETS)
 VARIANTS = [KernelVariant(file, {"N": number}) for file in ("a.cu", "b.cu") for number in range(9)]

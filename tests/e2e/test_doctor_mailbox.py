@@ -18,13 +18,9 @@ import pytest
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ring.segment import Segment, create_segment
 from dflash_runtime.cli.main import main
-from dflash_runtime.compute.gpu.mailbox.layout import (
-    DAEMON_DEVICE_AT,
-    LINE_BYTES,
-    LINES_AT,
-)
-from dflash_runtime.compute.gpu.mailbox.link import MailLink
-from dflash_runtime.compute.gpu.mailbox.trial import TRIAL_LAYOUT
+from dflash_runtime.compute.gpu.mailbox.layout import LINE_BYTES, LINES_AT, MailWord
+from dflash_runtime.compute.gpu.mailbox.mail import TRIAL_LAYOUT
+from dflash_runtime.compute.gpu.mailbox.parent import MailLink
 from dflash_runtime.compute.mail_trial import TrialBatch
 from dflash_runtime.tools import doctor_mailbox
 from support.emulated_device import EmulatedDevice
@@ -219,7 +215,7 @@ def test_one_device_under_two_names_is_no_pair(
 
     def same(segment: Segment, offset: int, num_bytes: int) -> bytes:
         own = gpus.opened[0].uuid
-        return own if offset == DAEMON_DEVICE_AT else read_mail(segment, offset, num_bytes)
+        return own if offset == MailWord.DAEMON_DEVICE else read_mail(segment, offset, num_bytes)
 
     monkeypatch.setattr(Segment, "read_mail", same)
     done = run_main(main, *arguments(launcher))

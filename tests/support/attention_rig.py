@@ -11,14 +11,9 @@ from dflash_adapters.rope import AttentionTemperature, RopePairing, rope_table
 from dflash_adapters.spec import CAUSAL, KvLayer, Mask
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray
-from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
-from dflash_runtime.compute.gpu.layers.attention import (
-    DecodeAttention,
-    NewRows,
-    PrefillAttention,
-    TokenRows,
-    rotation_angles,
-)
+from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows
+from dflash_runtime.compute.gpu.layers.attention import DecodeAttention, PrefillAttention
+from dflash_runtime.compute.gpu.layers.attention_args import NewRows, rotation_angles
 from dflash_runtime.compute.gpu.layers.attention_plan import (
     AttentionShape,
     DecodePlan,
@@ -132,8 +127,11 @@ class AttentionRig:
 
     def rows_of(self, tokens: Sequence[int]) -> NewRows:
         """Rows of any tokens, consecutive or not."""
-        array = self.device.upload(self.rows[list(tokens)])
-        queries, keys, values = (TokenRows(array, column) for column in self.first_columns)
+        rows = self.rows[list(tokens)]
+        queries, keys, values = (
+            self.device.upload(np.ascontiguousarray(part))
+            for part in np.split(rows, self.first_columns[1:], axis=1)
+        )
         query_weight, key_weight = (
             None if weight is None else self.device.upload(weight) for weight in self.weights
         )

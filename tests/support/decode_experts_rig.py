@@ -9,8 +9,8 @@ import numpy as np
 from dflash_adapters.spec import Activation
 from dflash_protocol.ids import F32Array, F64Array, I32Array
 from dflash_runtime.compute.gpu.device.device import KernelDevice
-from dflash_runtime.compute.gpu.launch.decode_experts import ProjectionArrays, ResidentExperts
-from dflash_runtime.compute.gpu.launch.decode_experts_shape import ExpertsShape
+from dflash_runtime.compute.gpu.launch.decode_experts import ExpertsShape
+from dflash_runtime.compute.gpu.launch.layouts import ResidentExperts, ResidentMatrices
 from support.device_weights import Weights, random_weights
 
 
@@ -42,7 +42,8 @@ class Layer:
                 if slot >= 0:
                     stored[slot] = packed[expert]
             parts.append(
-                ProjectionArrays(
+                ResidentMatrices(
+                    (self.shape.gate_type, self.shape.up_type, self.shape.down_type)[index],
                     weights=device.upload(stored),
                     bias=device.upload(self.biases[index]) if self.biases else None,
                     scale=device.upload(self.scales[index]) if self.scales else None,

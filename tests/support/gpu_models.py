@@ -14,6 +14,7 @@ from dflash_runtime import Engine
 from dflash_runtime.compute.gpu.backend import CupyBackend
 from dflash_runtime.compute.gpu.device.device import KernelDevice
 from dflash_runtime.compute.gpu.run.captured_step import GraphStep
+from dflash_runtime.compute.gpu.run.step_path import LocalPath
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.model import Step, forward, run_to_end
 from support.architectures import RANDOM
@@ -58,7 +59,7 @@ class GpuModel:
 
     def captured_step(self) -> GraphStep:
         moe = self.backend.moe(self.banks, Phase.DECODE, None)
-        return GraphStep(self.backend.ops, self.model, self.cache, moe=moe)
+        return GraphStep(self.backend.ops, self.model, self.cache, home=LocalPath(moe))
 
     def close(self) -> None:
         self.poison.close()

@@ -25,16 +25,9 @@ from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.ring.segment import Segment
 from dflash_runtime import Engine
-from dflash_runtime.compute.gpu.device.kept_memory import KEPT_S
-from dflash_runtime.compute.gpu.mailbox.layout import (
-    DAEMON_ABORT_AT,
-    LINE_BYTES,
-    LINES_AT,
-    PARENT_ABORT_AT,
-    PROBE_FOLLOWS_AT,
-    MailLayout,
-)
+from dflash_runtime.compute.gpu.mailbox.layout import LINE_BYTES, LINES_AT, MailLayout, MailWord
 from dflash_runtime.compute.gpu.mailbox.parent import ParentMail
+from dflash_runtime.compute.gpu.mailbox.peer_memory import KEPT_S
 from dflash_runtime.experts.events import EventKind
 from dflash_runtime.placement.split import LOCAL_OWNER, make_placement
 from support.mailbox_pairs import DevicePair, Pace
@@ -208,7 +201,7 @@ class Damage:
 def damages(layout: MailLayout) -> dict[str, list[tuple[int, bytes]]]:
     """Kinds of damage by name, to lines of the first layer: words change, checks stay."""
     request, reply = LINES_AT + 3 * LINE_BYTES, layout.replies_at + 3 * LINE_BYTES
-    aborts = [(at, bytes(4)) for at in (PARENT_ABORT_AT, DAEMON_ABORT_AT)]
+    aborts = [(at, bytes(4)) for at in (MailWord.PARENT_ABORT, MailWord.DAEMON_ABORT)]
     rng = np.random.default_rng(6)
     return {
         "a word of a reply, and what says that the step has failed": [
@@ -217,7 +210,7 @@ def damages(layout: MailLayout) -> dict[str, list[tuple[int, bytes]]]:
         ],
         "a word of a request": [(request + 8, b"\1\2\3\4")],
         "all replies": [(layout.replies_at, rng.bytes(layout.replies_nbytes))],
-        "all that hosts read": [(0, rng.bytes(PROBE_FOLLOWS_AT + 4))],
+        "all that hosts read": [(0, rng.bytes(MailWord.PROBE_FOLLOWS + 4))],
     }
 
 

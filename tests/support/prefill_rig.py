@@ -10,18 +10,23 @@ import numpy as np
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.spec import ExpertProjection, MoeLayer
 from dflash_protocol.ids import F32Array, F64Array, I32Array, U8Array
-from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, address
-from dflash_runtime.compute.gpu.launch.layouts import repack, row_bytes
+from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.gpu.launch.layouts import (
+    ResidentExperts,
+    ResidentMatrices,
+    row_bytes,
+)
 from dflash_runtime.compute.gpu.launch.prefill_experts import ExpertPrefill
 from dflash_runtime.compute.gpu.launch.prefill_groups import ExpertGroups
-from dflash_runtime.compute.gpu.launch.prefill_rows import RowPreparer
-from dflash_runtime.compute.gpu.launch.prefill_tiles import ProductKind, Products, Tile
-from dflash_runtime.compute.gpu.launch.prefill_weights import (
-    StoredExperts,
-    StoredProjection,
+from dflash_runtime.compute.gpu.launch.prefill_operands import (
+    ProductKind,
+    Products,
+    RowPreparer,
+    Tile,
     WeightScratch,
     half_row_bytes,
 )
+from support.device_layout import repack
 
 SMALL_TILE = Tile(rows=32, columns=64, warps_m=2, warps_n=2, stages=2)
 """A tile so small that small shapes have several; warp tiles of 16 x 32."""
@@ -39,25 +44,23 @@ class ExpertsOnDevice:
         layer: MoeLayer,
         slots: I32Array | None = None,
     ) -> None:
-        self._keep: list[DeviceArray] = []
         self._device = device
-        self.slot_of_expert = None if slots is None else device.upload(slots)
         places = np.arange(layer.num_experts, dtype=np.int32) if slots is None else slots
         with GgufFile.open(path) as file:
             gate, up, down = (
                 self._upload(file, projection, places) for projection in layer.projections
             )
-        self.stored = StoredExperts(
+        self.stored = ResidentExperts(
             gate=gate,
             up=up,
             down=down,
-            slot_of_expert=self.slot_of_expert,
+            slot_of_expert=device.upload(places),
             activation_limit=layer.activation_limit,
             activation_alpha=layer.activation_alpha,
-            activation_up_offset=layer.activation.up_offset,
+            up_offset=layer.activation.up_offset,
         )
 
-    def _upload(self, file: GgufFile, part: ExpertProjection, slots: I32Array) -> StoredProjection:
+    def _upload(self, file: GgufFile, part: ExpertProjection, slots: I32Array) -> ResidentMatrices:
         bytes_of_row = row_bytes(part.tensor_type, part.columns)
         # Slots without an expert are NaN in most types, so that reading one by mistake shows.
         matrices = np.full((slots.max() + 1, part.rows, bytes_of_row), 0xFF, np.uint8)
@@ -68,7 +71,6 @@ class ExpertsOnDevice:
                     part.tensor_type, stored, rows=part.rows, columns=part.columns
                 )
         weights = self._device.upload(matrices)
-        self._keep.append(weights)
         vectors: list[DeviceArray | None] = []
         for vector in (part.bias, part.scale):
             if vector is None:
@@ -83,10 +85,9 @@ class ExpertsOnDevice:
                 for e in range(slots.size)
             ]
             vectors.append(self._device.upload(np.array(rows)))
-        return StoredProjection(
+        return ResidentMatrices(
             tensor_type=part.tensor_type,
-            weights_address=address(weights),
-            stride_bytes=part.rows * bytes_of_row,
+            weights=weights,
             bias=vectors[0],
             scale=vectors[1],
         )
@@ -139,7 +140,9 @@ class PrefillRig:
         """Group the pairs of a routing by expert. Shapes: [T, K]."""
         upload = self.device.upload
         self.grouped = self.groups.group_chosen(
-            upload(topk_ids), upload(topk_weights), slot_of_expert=self.experts.slot_of_expert
+            upload(topk_ids),
+            upload(topk_weights),
+            slot_of_expert=self.experts.stored.slot_of_expert,
         )
 
     def sums(self, hidden: F32Array) -> F64Array:

@@ -12,7 +12,7 @@ import pytest
 
 from dflash_runtime.compute.gpu.device import cupy_device
 from dflash_runtime.compute.gpu.device.device import KernelDevice, address
-from dflash_runtime.compute.gpu.launch.row_kernels import AddRows
+from dflash_runtime.compute.gpu.launch.row_kernels import Elementwise
 from support import on_gpu
 from support.fake_driver.fake_driver import FakeDriver, fake_cupy
 
@@ -57,6 +57,6 @@ def test_what_is_launched_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_gpu, "_launched", set())
     device = on_gpu.LikeGpu()
     rows: Any = device.upload(np.ones((1, 4), np.float32))
-    AddRows(device).launch(rows, rows, rows)
+    Elementwise(device).add_rows(rows, rows, rows)
     assert rows.tolist() == [[2, 2, 2, 2]]
     assert on_gpu._launched == {("add_sums.cu", "add_rows")}

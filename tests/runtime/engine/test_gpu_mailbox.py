@@ -28,19 +28,17 @@ from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.gpu.mailbox import layout as mailbox_layout
 from dflash_runtime.compute.gpu.mailbox.kernels import MailKernels, MailPeer, MailSide
 from dflash_runtime.compute.gpu.mailbox.layout import (
-    DAEMON_DEVICE_AT,
-    DAEMON_LAYOUT_AT,
     LAYOUT_NUMBER,
     LINES_AT,
-    STATE_AT,
     Ask,
+    Asked,
     MailState,
+    MailWord,
+    MailWords,
 )
-from dflash_runtime.compute.gpu.mailbox.link import MailLink
-from dflash_runtime.compute.gpu.mailbox.parent import ParentMail, is_ready
-from dflash_runtime.compute.gpu.mailbox.sessions import MailboxSessions
-from dflash_runtime.compute.gpu.mailbox.words import Asked, MailWords
+from dflash_runtime.compute.gpu.mailbox.parent import MailLink, ParentMail, is_ready
 from dflash_runtime.compute.gpu.run.captured_trees import CapturedTrees
+from dflash_runtime.compute.gpu.run.path_choice import MailboxSessions
 from dflash_runtime.compute.mail_trial import Fault, FaultKind, Faults, TrialBatch
 from dflash_runtime.engine.verifying import Verified
 from dflash_runtime.experts.events import EventKind
@@ -382,17 +380,17 @@ def test_one_device_has_no_mailbox_with_itself(run_dir: Path) -> None:
     try:
         route = MailRoute("a", segment, {}, is_live=lambda: True, fail=lambda reason: None)
         words = MailWords(segment)
-        segment.write_mail(DAEMON_DEVICE_AT, device.uuid)
+        segment.write_mail(MailWord.DAEMON_DEVICE, device.uuid)
         assert not is_ready(route, device)
-        words.write(STATE_AT, MailState.READY)
+        words.write(MailWord.STATE, MailState.READY)
         assert not is_ready(route, device)
         assert not is_ready(route, EmulatedDevice())  # which knows no layout
-        words.write(DAEMON_LAYOUT_AT, LAYOUT_NUMBER + 1)
+        words.write(MailWord.DAEMON_LAYOUT, LAYOUT_NUMBER + 1)
         assert not is_ready(route, EmulatedDevice())
-        words.write(DAEMON_LAYOUT_AT, LAYOUT_NUMBER)
+        words.write(MailWord.DAEMON_LAYOUT, LAYOUT_NUMBER)
         assert not is_ready(route, device)
         assert is_ready(route, EmulatedDevice())
-        words.write(STATE_AT, MailState.FAILED)
+        words.write(MailWord.STATE, MailState.FAILED)
         assert not is_ready(route, EmulatedDevice())
     finally:
         segment.close()

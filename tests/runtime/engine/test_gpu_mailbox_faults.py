@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 import pytest
 
-from dflash_runtime.compute.gpu.mailbox import sessions
 from dflash_runtime.compute.gpu.mailbox.layout import MailLayout, mail_layout
+from dflash_runtime.compute.gpu.run import path_choice
 from support.emulated_device.peer_memory import FREED_WHILE_OPEN
 from support.gpu_devices import EMULATED
 from support.hostile_writer import KINDS, hostile_writer
@@ -232,7 +232,7 @@ def test_daemons_that_die_leave_nothing_in_their_parent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # It gives up after ten steps that failed, as a rule.
-    monkeypatch.setattr(sessions, "_MOST_FAILURES", 2 * (WARM_UP + ROUNDS))
+    monkeypatch.setattr(path_choice, "_MOST_FAILURES", 2 * (WARM_UP + ROUNDS))
     folder = socket_of(endpoint).parent
     readings = Readings(pair, psutil.Process(), folder, partial(held_here, pair))
     with ExitStack() as started:

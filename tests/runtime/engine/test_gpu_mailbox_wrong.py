@@ -13,7 +13,7 @@ import pytest
 
 from dflash_protocol.errors import DaemonUnavailable
 from dflash_runtime import Engine
-from dflash_runtime.compute.gpu.mailbox.sessions import MailboxSessions
+from dflash_runtime.compute.gpu.run.path_choice import MailboxSessions
 from support.gpu_devices import EMULATED
 from support.mailbox_faults import Mailing, mailing, remove_sockets
 from support.mailbox_pairs import GPU, PAIRS, QWEN3MOE, DevicePair

@@ -257,7 +257,7 @@ def test_without_room_on_the_device_owners_are_asked(
         return method
 
     with monkeypatch.context() as patched:
-        patched.setattr(EmulatedDevice, "copy_stream", fails(lambda: DeviceUnavailable("no more")))
+        patched.setattr(EmulatedDevice, "new_stream", fails(lambda: DeviceUnavailable("no more")))
         check(": no more")
 
     def lacking() -> DeviceOutOfMemory:

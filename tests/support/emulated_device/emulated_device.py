@@ -27,7 +27,6 @@ from dflash_protocol.ids import AnyArray
 from dflash_runtime.compute.gpu.device.capabilities import Capabilities, Vendor
 from dflash_runtime.compute.gpu.device.device import (
     DeviceArray,
-    Graph,
     Grid,
     address,
     check_args,
@@ -50,14 +49,7 @@ def host_capabilities(*, lanes: int) -> Capabilities:
         vendor=Vendor.HOST,
         architecture="host",
         lanes=lanes,
-        dot4=False,
-        dependent_launch=False,
-        clusters=False,
         mma=lanes == 32,
-        wgmma=False,
-        async_copy=False,
-        redux=False,
-        large_clusters=False,
     )
 
 
@@ -161,20 +153,6 @@ class EmulatedGraph:
         self._launches = [_fail_closed]
 
 
-class EmulatedQueue:
-    """Implements device.Queue: the thread that replays a graph runs it."""
-
-    def replay(self, graph: Graph) -> None:
-        """As Queue.replay."""
-        graph.replay()
-
-    def synchronize(self) -> None:
-        """Everything has ended already."""
-
-    def close(self) -> None:
-        """Nothing is kept."""
-
-
 def _fail_closed() -> None:
     raise AssertionError("a graph that was closed is replayed")
 
@@ -190,34 +168,6 @@ class EmulatedHostMapping:
     def close(self) -> None:
         """From now on kernels that access the memory fail."""
         self._device.drop_range(self.device_address)
-
-
-class EmulatedCopyStream:
-    """Copies as late as the rules allow: in `wait`."""
-
-    def __init__(self, device: EmulatedDevice) -> None:
-        self._device = device
-        self._begun: list[tuple[DeviceArray, AnyArray]] = []
-        self._is_closed = False
-
-    def write(self, destination: DeviceArray, source: AnyArray) -> None:
-        """As CopyStream.write."""
-        assert not self._is_closed
-        assert source.flags.c_contiguous
-        assert source.nbytes == destination.nbytes
-        self._device.require_mapped(source)
-        self._begun.append((destination, source))
-
-    def wait(self) -> None:
-        """As CopyStream.wait."""
-        begun, self._begun = self._begun, []
-        for destination, source in begun:
-            self._device.write(destination, source)
-
-    def close(self) -> None:
-        """As CopyStream.close."""
-        assert not self._begun
-        self._is_closed = True
 
 
 class EmulatedDevice:
@@ -381,10 +331,6 @@ class EmulatedDevice:
             self._captured = None
         return EmulatedGraph(captured)
 
-    def new_queue(self) -> EmulatedQueue:
-        """As KernelDevice.new_queue."""
-        return EmulatedQueue()
-
     def export_memory(self, num_bytes: int) -> EmulatedPeerMemory:
         """As KernelDevice.export_memory."""
         return EmulatedPeerMemory(self, num_bytes=num_bytes)
@@ -397,11 +343,6 @@ class EmulatedDevice:
         """As KernelDevice.map_host."""
         self._must_not_capture("map memory")
         return EmulatedHostMapping(self, array)
-
-    def copy_stream(self) -> EmulatedCopyStream:
-        """As KernelDevice.copy_stream."""
-        self._must_not_capture("open a stream")
-        return EmulatedCopyStream(self)
 
     def require_mapped(self, array: AnyArray) -> None:
         """Fail if the memory is not mapped, as an asynchronous copy needs it to be."""
@@ -427,6 +368,11 @@ class EmulatedDevice:
         """As KernelDevice.mark."""
         self._must_not_capture("mark")
         return EmulatedMark()
+
+    def new_stream(self) -> EmulatedSideStream:
+        """As KernelDevice.new_stream, for copies of mapped memory only."""
+        self._must_not_capture("make a stream")
+        return EmulatedSideStream(self, copies_mapped=True)
 
     def side_stream(self, name: str) -> EmulatedSideStream:
         """As KernelDevice.side_stream."""

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.layers import Description
 from dflash_adapters.quant import TensorType
@@ -15,35 +17,40 @@ from dflash_adapters.spec import KvLayer, ModelSpec, MoeLayer, RecurrentLayer
 from dflash_protocol.device import Device
 from dflash_protocol.errors import DeviceUnavailable, SettingsError, UnsupportedModel
 from dflash_protocol.ids import F32Array, I32Array, I64Array, Phase
-from dflash_runtime.compute.backend import Chunking, ExpertBank, MailedExperts, RemoteExperts
+from dflash_runtime.compute.backend import (
+    Chunking,
+    ExpertBank,
+    MailedExperts,
+    RemoteExperts,
+    argmax_of,
+)
 from dflash_runtime.compute.gpu.device.binary_cache import BinaryCache
 from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
 from dflash_runtime.compute.gpu.device.device import KernelDevice
 from dflash_runtime.compute.gpu.device.devices import DeviceMemory
-from dflash_runtime.compute.gpu.experts.captured_experts import CapturedExperts
-from dflash_runtime.compute.gpu.experts.experts import CupyExpertBank
+from dflash_runtime.compute.gpu.experts.experts import CapturedExperts, CupyExpertBank
 from dflash_runtime.compute.gpu.experts.moe import DeviceMoe, HereRoute, HostRoute, Route
 from dflash_runtime.compute.gpu.experts.offload import ExpertOffload, offload_bytes
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, STEP_SIZES
-from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
-from dflash_runtime.compute.gpu.layers.recurrent_state import state_bytes
+from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache, state_bytes
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer, load_resident
 from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.gpu.mailbox.mail import CupyMail
-from dflash_runtime.compute.gpu.mailbox.sessions import MailboxSessions
 from dflash_runtime.compute.gpu.model.linear import DeviceLoader
 from dflash_runtime.compute.gpu.model.model import GpuModel
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
 from dflash_runtime.compute.gpu.room import (
-    Room,
     cache_bytes,
     experts_bytes,
     logits_bytes,
+    require_room,
     weights_bytes,
     work_bytes,
 )
 from dflash_runtime.compute.gpu.run.captured_step import GraphStep
-from dflash_runtime.compute.gpu.run.host_routes import HostRoutes
+from dflash_runtime.compute.gpu.run.host_path import HostPath
+from dflash_runtime.compute.gpu.run.path_choice import MailboxSessions
+from dflash_runtime.compute.gpu.run.step_path import LocalPath
 from dflash_runtime.compute.gpu.transfers.payload import PayloadMover
 from dflash_runtime.compute.kv_cache import KvCache, KvType
 from dflash_runtime.compute.model import Model
@@ -123,7 +130,7 @@ class CupyBackend:
         except BaseException:
             self._undo.close()
             raise
-        self._mail = CupyMail(device, self._lock)
+        self.mail = CupyMail(device, self._lock)
         self._captured_experts = CapturedExperts(self.ops)
         self._offload: ExpertOffload | None = None
 
@@ -131,11 +138,6 @@ class CupyBackend:
     def mover(self) -> PayloadMover:
         """Never None."""
         return self.ops.payload
-
-    @property
-    def mail(self) -> CupyMail:
-        """Never None."""
-        return self._mail
 
     def free_memory_bytes(self) -> int:
         """0 if unknown."""
@@ -154,25 +156,24 @@ class CupyBackend:
         """Raises: DeviceOutOfMemory, UnsupportedModel, SettingsError."""
         given = list(experts)
         layers = [layer for layer, _ in given]
-        work = 0
+        work = logits_bytes(file, _HEAD_ROWS) if kv_layers else 0
         if not self.ops.chunks.has_worked:
-            work = work_bytes(
+            work += work_bytes(
                 layers,
                 max_chunk=self.chunking.preferred,
                 scratch_bytes=self.ops.chunks.scratch_bytes,
             )
-        if kv_layers:
-            work += logits_bytes(file, _HEAD_ROWS)
-        room = Room(
-            experts_bytes(file, given),
-            weights=weights_bytes(file, layers) if kv_layers else 0,
-            cache=cache_bytes(kv_layers, num_positions, kv_type) + state_bytes(recurrent),
-            scratch=work,
-        )
+        needed = {
+            "experts": experts_bytes(file, given),
+            "other weights": weights_bytes(file, layers) if kv_layers else 0,
+            "keys and values": cache_bytes(kv_layers, num_positions, kv_type)
+            + state_bytes(recurrent),
+            "work": work,
+        }
         if self._memory is not None:
             with self._lock:
                 self.device.trim()
-            room.require(self.device.name, self._memory())
+            require_room(self.device.name, self._memory(), needed)
 
     def load_experts(
         self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array
@@ -198,13 +199,30 @@ class CupyBackend:
             self.device.trim()
 
     def to_host(self, rows: Rows) -> F32Array:
-        return self.ops.to_host(rows)
+        array: F32Array = self.device.download(rows.array)
+        return array
 
     def argmax(self, logits: Rows) -> I32Array:
-        return self.ops.argmax(logits)
+        """For a step it is computed on the device, where logits stay."""
+        if not logits.partials:
+            return argmax_of(self.to_host(logits))
+        token_ids = self.device.empty((logits.num_tokens,), np.int32)
+        first = 0
+        for partials in logits.partials:
+            end = first + partials.shape[1]
+            self.ops.write_argmax(partials, token_ids[first:end])
+            first = end
+        argmax: I32Array = self.device.download(token_ids)
+        return argmax
 
     def joined(self, parts: Sequence[Rows]) -> Rows:
-        return self.ops.joined(parts)
+        num_tokens = sum(part.num_tokens for part in parts)
+        kernels = self.ops.steps if num_tokens <= MOST_TOKENS else self.ops.chunks
+        joined, first = kernels.rows(num_tokens, parts[0].columns), 0
+        for part in parts:
+            self.device.copy(joined.array[first : first + part.num_tokens], part.array)
+            first += part.num_tokens
+        return joined
 
     def load_model(self, file: GgufFile, description: Description) -> GpuModel:
         return GpuModel(file, description, self.ops, loader=self.loader)
@@ -253,8 +271,8 @@ class CupyBackend:
             num_bytes = offload_bytes(missing)
             if self._memory is not None:
                 self.device.trim()
-                room = Room(0, scratch=_LEFT_BYTES, offload=num_bytes)
-                room.require(self.device.name, self._memory())
+                needed = {"work": _LEFT_BYTES, "weights of prompts": num_bytes}
+                require_room(self.device.name, self._memory(), needed)
             self._offload = ExpertOffload(self.ops, file, missing, uploader=self.loader.uploader)
             self._offload.prepare()
         except (DeviceUnavailable, SettingsError, UnsupportedModel) as error:
@@ -295,16 +313,16 @@ class CupyBackend:
         layers = [resident.get(layer.layer_id) for layer in model.spec.moe.layers]
         if all(layer is not None and layer.is_whole for layer in layers):
             whole = self.moe(banks, Phase.DECODE, None)
-            return GraphStep(self.ops, model, cache, moe=whole)
+            return GraphStep(self.ops, model, cache, home=LocalPath(whole))
         sessions = MailboxSessions(
             self.ops,
             model.spec.moe,
             resident,
             remote=remote,
-            keeper=self._mail.keeper,
+            keeper=self.mail.keeper,
         )
-        shared = HostRoutes(self.ops, model.spec.moe, resident, remote=remote)
-        return GraphStep(self.ops, model, cache, moe=shared.block, shared=shared, sessions=sessions)
+        home = HostPath(self.ops, model.spec.moe, resident, remote=remote)
+        return GraphStep(self.ops, model, cache, home=home, sessions=sessions)
 
     def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:
         taken: dict[int, I64Array] = {}
@@ -348,6 +366,6 @@ class CupyBackend:
             self.device.synchronize()
         self._close_offload()
         self._captured_experts.close()
-        self._mail.close()
+        self.mail.close()
         del self.ops, self.loader, self._captured_experts
         self._undo.close()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from math import prod
 
 from dflash_adapters.gguf.file import GgufFile
@@ -16,39 +15,22 @@ from dflash_runtime.compute.gpu.layers.matrix import PRODUCT_COLUMNS, require_ke
 from dflash_runtime.compute.kv_cache import KvType
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Bytes needed, by purpose."""
+def require_room(device: str, memory: DeviceMemory, needed: Mapping[str, int]) -> None:
+    """`needed`: bytes by purpose.
 
-    experts: int
-    weights: int = 0
-    cache: int = 0
-    scratch: int = 0
-    offload: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.experts + self.weights + self.cache + self.scratch + self.offload
-
-    def require(self, device: str, memory: DeviceMemory) -> None:
-        """Raises: DeviceOutOfMemory with the amounts if so much is not free."""
-        if self.total <= memory.free_bytes:
-            return
-        parts = {
-            "experts": self.experts,
-            "other weights": self.weights,
-            "keys and values": self.cache,
-            "work": self.scratch,
-            "weights of prompts": self.offload,
-        }
-        named = ", ".join(f"{size / 2**30:.2f} GiB {what}" for what, size in parts.items() if size)
-        raise DeviceOutOfMemory(
-            device,
-            num_bytes=self.total,
-            free_bytes=memory.free_bytes,
-            total_bytes=memory.total_bytes,
-            what=named,
-        )
+    Raises: DeviceOutOfMemory with the amounts if so much is not free.
+    """
+    num_bytes = sum(needed.values())
+    if num_bytes <= memory.free_bytes:
+        return
+    named = (f"{size / 2**30:.2f} GiB {what}" for what, size in needed.items() if size)
+    raise DeviceOutOfMemory(
+        device,
+        num_bytes=num_bytes,
+        free_bytes=memory.free_bytes,
+        total_bytes=memory.total_bytes,
+        what=", ".join(named),
+    )
 
 
 def experts_bytes(file: GgufFile, experts: Iterable[tuple[MoeLayer, int]]) -> int:

@@ -20,7 +20,7 @@ from dflash_protocol.ids import F32Array, Phase
 from dflash_runtime.compute import sliding_window
 from dflash_runtime.compute.gpu.device.buffers import Buffers
 from dflash_runtime.compute.gpu.device.device import KernelDevice
-from dflash_runtime.compute.gpu.layers.attention_launch import AttentionForm, AttentionLauncher
+from dflash_runtime.compute.gpu.layers.attention import AttentionForm, AttentionLauncher
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
 from dflash_runtime.compute.gpu.layers.placed_step import place
 from dflash_runtime.compute.gpu.layers.rows import Rows

@@ -12,7 +12,7 @@ from dflash_protocol.errors import CheckpointMissing
 from dflash_protocol.ids import AnyArray, F32Array, Phase
 from dflash_runtime.compute import sliding_window
 from dflash_runtime.compute.gpu.device.buffers import Buffers
-from dflash_runtime.compute.gpu.layers.attention_launch import AttentionForm, AttentionLauncher
+from dflash_runtime.compute.gpu.layers.attention import AttentionForm, AttentionLauncher
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
 from dflash_runtime.compute.gpu.layers.kv_rows import layer_bytes
 from dflash_runtime.compute.gpu.layers.placed_step import place

@@ -152,8 +152,3 @@ class _Repetition:
 def _words_of(key: _Key) -> str:
     shape, dtype = key
     return f"{dtype} {list(shape)}"
-
-
-def array_of(buffer: Buffer | None) -> DeviceArray | None:
-    """A buffer's array, if there is a buffer."""
-    return None if buffer is None else buffer.array

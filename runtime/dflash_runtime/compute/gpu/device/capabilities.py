@@ -33,21 +33,21 @@ class Capabilities:
     """The compiler's name: ``sm_90a``, ``gfx1030``."""
     lanes: int
     """Lanes of a warp or wavefront."""
-    dot4: bool
+    dot4: bool = False
     """Dot product of four signed bytes in one instruction."""
-    dependent_launch: bool
+    dependent_launch: bool = False
     """A kernel may begin while the one before it still runs."""
-    clusters: bool
+    clusters: bool = False
     """Clusters: blocks that access each other's shared memory."""
-    mma: bool
+    mma: bool = False
     """Tensor cores: 16x8x16 products of halves by a warp, and loads of their fragments."""
-    wgmma: bool
+    wgmma: bool = False
     """Products of four warps with operands in shared memory."""
-    async_copy: bool
+    async_copy: bool = False
     """Asynchronous copies into shared memory that bypass registers."""
-    redux: bool
+    redux: bool = False
     """Integer reductions of a warp in one instruction."""
-    large_clusters: bool
+    large_clusters: bool = False
     """Clusters of 16 blocks; without, at most 8."""
 
     def missing(self) -> tuple[str, ...]:
@@ -131,13 +131,6 @@ def hip_capabilities(architecture: str) -> Capabilities:
         vendor=Vendor.HIP,
         architecture=name,
         lanes=64 if match[1] == "9" else 32,
+        # Of the others our kernels have only NVIDIA's forms.
         dot4=name in _GFX_DOT4 or name.startswith(_GFX_DOT4_MIXED),
-        # Our kernels have only NVIDIA's forms of these.
-        dependent_launch=False,
-        clusters=False,
-        mma=False,
-        wgmma=False,
-        async_copy=False,
-        redux=False,
-        large_clusters=False,
     )

@@ -1,26 +1,30 @@
-"""A real device: CuPy manages its memory (cupy_memory); everything else calls the driver."""
+"""A real device: CuPy manages its memory; everything else calls the driver.
+
+Imports CuPy when a device is opened, not before.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import importlib
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from dflash_protocol.device import Device
-from dflash_protocol.errors import DeviceUnavailable, SettingsError
+from dflash_protocol.errors import DeviceOutOfMemory, DeviceUnavailable, SettingsError, one_line
 from dflash_protocol.ids import AnyArray
 from dflash_runtime.compute.gpu.device.binary_cache import BinaryCache
 from dflash_runtime.compute.gpu.device.capabilities import Capabilities, Vendor
-from dflash_runtime.compute.gpu.device.cupy_memory import CupyMemory, import_cupy
 from dflash_runtime.compute.gpu.device.device import (
     NANOSECONDS_PER_MS,
     DeviceArray,
-    Graph,
     Grid,
     address,
     check_args,
@@ -29,12 +33,103 @@ from dflash_runtime.compute.gpu.device.devices import (
     VENDORS,
     DeviceMemory,
     capabilities_of,
+    memory_of,
 )
 from dflash_runtime.compute.gpu.device.driver import Driver, open_driver
 from dflash_runtime.compute.gpu.device.driver_table import DeviceAttribute, FunctionAttribute
 from dflash_runtime.compute.gpu.device.kernel_sources import Defines, define_options
 from dflash_runtime.compute.gpu.device.rtc import DeviceCompiler, runtime_compiler
-from dflash_runtime.compute.gpu.device.side_stream import CupyMark, CupySideStream, Events
+from dflash_runtime.compute.gpu.device.side_stream import (
+    CupyGraph,
+    CupyMark,
+    CupySideStream,
+    Events,
+)
+
+_BEFORE_OTHERS = -1
+"""Priority: its few blocks, which wait for remote memory, go before a product's thousands."""
+
+_OUTLIVED_POOLS: deque[tuple[int, Any]] = deque()
+"""Device indices and memory pools of closed devices that still had arrays, as an error's traceback
+may keep some. CuPy does not give the driver what they leave in their pool later."""
+
+
+class CupyMemory:
+    """A pool of one device's memory; call its methods while the device is current.
+
+    The pool reuses a block as soon as nothing refers to it. That is safe because everything that
+    uses the pool runs in the order of the main stream.
+    """
+
+    def __init__(self, cupy: Any, driver: Driver, device: Device) -> None:
+        """`cupy`: what `import_cupy` has given."""
+        self._cupy, self._driver = cupy, driver
+        self._name, self._index = str(device), device.index
+        self._pool = cupy.cuda.MemoryPool()
+        self._empty_outlived_pools()
+
+    def available(self) -> DeviceMemory:
+        """Free and total memory. Raises: DeviceUnavailable."""
+        return memory_of(self._driver, self._index)
+
+    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
+        """Raises: DeviceOutOfMemory with the amounts."""
+        sizes = (shape,) if isinstance(shape, int) else shape
+        num_bytes = prod(sizes) * np.dtype(dtype).itemsize
+        try:
+            with self._cupy.cuda.Device(self._index):
+                memory = self._pool.malloc(num_bytes)
+                array: DeviceArray = self._cupy.ndarray(shape, dtype, memptr=memory)
+                return array
+        except self._cupy.cuda.memory.OutOfMemoryError as error:
+            found = self.available()
+            raise DeviceOutOfMemory(
+                self._name,
+                num_bytes=num_bytes,
+                free_bytes=found.free_bytes,
+                total_bytes=found.total_bytes,
+            ) from error
+
+    def download(self, array: DeviceArray) -> AnyArray:
+        """A copy on the host of what the device has written."""
+        given: Any = array
+        with self._cupy.cuda.Device(self._index):
+            copy: AnyArray = given.get()
+        return copy
+
+    def trim(self) -> None:
+        """Return what no array uses to the driver."""
+        with self._cupy.cuda.Device(self._index):
+            self._pool.free_all_blocks()
+
+    def close(self) -> None:
+        """Return to the driver all memory that no array refers to any more."""
+        _OUTLIVED_POOLS.append((self._index, self._pool))
+        self._empty_outlived_pools()
+
+    def _empty_outlived_pools(self) -> None:
+        """Return to the driver what arrays of closed devices have left in their pools."""
+        for _ in range(len(_OUTLIVED_POOLS)):
+            index, pool = _OUTLIVED_POOLS.popleft()
+            with self._cupy.cuda.Device(index):
+                pool.free_all_blocks()
+            if pool.total_bytes():
+                _OUTLIVED_POOLS.append((index, pool))
+
+
+def import_cupy(device: Device) -> Any:
+    """Raises: DeviceUnavailable if there is none, or one for another vendor; SettingsError if the
+    device is no GPU."""
+    if device.kind not in VENDORS:
+        raise SettingsError(f"{device} is not a GPU")
+    try:
+        cupy = importlib.import_module("cupy")
+        is_hip = bool(cupy.cuda.runtime.is_hip)
+    except Exception as error:  # libraries that it loads may raise anything
+        raise DeviceUnavailable(f"{device}: CuPy cannot be used: {one_line(str(error))}") from error
+    if is_hip != (VENDORS[device.kind] is Vendor.HIP):
+        raise DeviceUnavailable(f"{device}: the installed CuPy is for another vendor")
+    return cupy
 
 
 @dataclass(frozen=True)
@@ -55,58 +150,6 @@ class CupyModule:
 
     def kernel(self, name: str, args: type[ctypes.Structure]) -> CupyKernel:
         return self._device.kernel_of(self.handle, name, args)
-
-
-class CupyGraph:
-    """Launches that the driver has captured."""
-
-    def __init__(self, driver: Driver, *, index: int, stream: int, executable: int) -> None:
-        self._driver = driver
-        self._index = index
-        self._stream = stream
-        self._executable: int | None = executable
-
-    def replay(self) -> None:
-        self.replay_in(self._stream)
-
-    def replay_in(self, stream: int) -> None:
-        """Replay in another stream of the driver."""
-        if self._executable is None:
-            raise SettingsError("the graph is closed")
-        self._driver.use(self._index)
-        self._driver.launch_graph(self._executable, stream)
-
-    def close(self) -> None:
-        """Idempotent."""
-        if self._executable is not None:
-            self._driver.use(self._index)
-            self._driver.destroy_graph(self._executable)
-            self._executable = None
-
-
-class CupyQueue:
-    """Implements device.Queue."""
-
-    def __init__(self, driver: Driver, index: int) -> None:
-        self._driver, self._index = driver, index
-        driver.use(index)
-        self._stream: int | None = driver.create_stream()
-
-    def replay(self, graph: Graph) -> None:
-        assert isinstance(graph, CupyGraph)
-        assert self._stream is not None
-        graph.replay_in(self._stream)
-
-    def synchronize(self) -> None:
-        assert self._stream is not None
-        self._driver.use(self._index)
-        self._driver.synchronize_stream(self._stream)
-
-    def close(self) -> None:
-        if self._stream is not None:
-            self._driver.use(self._index)
-            self._driver.destroy_stream(self._stream)
-            self._stream = None
 
 
 class CupyPeerMemory:
@@ -145,38 +188,6 @@ class CupyHostMapping:
             self._driver.use(self._index)
             self._driver.unregister_host(address(self._array))
             self._array = None
-
-
-class CupyCopyStream:
-    """A stream of its own."""
-
-    def __init__(self, driver: Driver, index: int) -> None:
-        self._driver = driver
-        self._index = index
-        self._stream: int | None = driver.create_stream()
-
-    def write(self, destination: DeviceArray, source: AnyArray) -> None:
-        assert source.flags.c_contiguous
-        assert source.nbytes == destination.nbytes
-        self._driver.use(self._index)
-        self._driver.copy(
-            address(destination), address(source), source.nbytes, stream=self._opened()
-        )
-
-    def wait(self) -> None:
-        self._driver.use(self._index)
-        self._driver.synchronize_stream(self._opened())
-
-    def close(self) -> None:
-        if self._stream is not None:
-            stream, self._stream = self._stream, None
-            self._driver.use(self._index)
-            self._driver.destroy_stream(stream)
-
-    def _opened(self) -> int:
-        if self._stream is None:
-            raise SettingsError("the copy stream is closed")
-        return self._stream
 
 
 @dataclass(frozen=True)
@@ -327,15 +338,8 @@ class CupyDevice:
             self._modules[key] = CupyModule(self, self._driver.load_module(binary))
         return self._modules[key]
 
-    def prepare(self, kernels: list[tuple[str, Defines]], *, num_threads: int) -> None:
-        """Compile several files in parallel, so that `module` finds them on disk.
-
-        Raises: KernelCompileError.
-        """
-        self._compiler.prepare(kernels, num_threads=num_threads)
-
     def kernel_of(self, module: int, name: str, args: type[ctypes.Structure]) -> CupyKernel:
-        """A function that may use all of a block's shared memory."""
+        """A function of a module, which may use all of a block's shared memory."""
         self._begin("load a kernel")
         driver = self._driver
         handle = driver.module_function(module, name)
@@ -388,10 +392,6 @@ class CupyDevice:
             self._is_capturing = False
         return CupyGraph(self._driver, index=self._index, stream=self.stream, executable=executable)
 
-    def new_queue(self) -> CupyQueue:
-        self._begin("make a stream")
-        return CupyQueue(self._driver, self._index)
-
     def export_memory(self, num_bytes: int) -> CupyPeerMemory:
         self._begin("export memory")
         return CupyPeerMemory(self._driver, self._index, num_bytes=num_bytes)
@@ -404,10 +404,6 @@ class CupyDevice:
         self._begin("map memory")
         return CupyHostMapping(self._driver, self._index, array)
 
-    def copy_stream(self) -> CupyCopyStream:
-        self._begin("open a stream")
-        return CupyCopyStream(self._driver, self._index)
-
     def trim(self) -> None:
         self._begin("free memory")
         self._memory.trim()
@@ -416,18 +412,17 @@ class CupyDevice:
         self._begin("mark")
         return self._events.record(self.stream)
 
+    def new_stream(self, *, priority: int = 0) -> CupySideStream:
+        self._begin("make a stream")
+        return CupySideStream(
+            self._driver, self._index, name=self.name, launch=self.launch, priority=priority
+        )
+
     def side_stream(self, name: str) -> CupySideStream:
         side = self._sides.get(name)
         if side is None:
-            self._begin("make a stream")
-            side = self._sides[name] = CupySideStream(
-                self._driver, self._index, name=self.name, launch=self.launch
-            )
+            side = self._sides[name] = self.new_stream(priority=_BEFORE_OTHERS)
         return side
-
-    def use(self) -> None:
-        """Make this device the calling thread's current one."""
-        self._driver.use(self._index)
 
     def synchronize(self, deadline_s: float | None = None) -> None:
         self._begin("synchronise")

@@ -69,19 +69,6 @@ class Graph(Protocol):
         """Release the driver's memory for it. Must not be replayed afterwards. Idempotent."""
 
 
-class Queue(Protocol):
-    """A stream beside the device's main one, in which graphs run; used by any one thread."""
-
-    def replay(self, graph: Graph) -> None:
-        """Start the graph's launches; returns before they have run."""
-
-    def synchronize(self) -> None:
-        """Wait until the stream is empty. Raises the error of a kernel that failed."""
-
-    def close(self) -> None:
-        """Destroy the stream, which must be empty. Idempotent."""
-
-
 class PeerMemory(Protocol):
     """Device memory shared with another process's device."""
 
@@ -111,7 +98,7 @@ class Mark(Protocol):
 
 
 class SideStream(Protocol):
-    """A stream beside the device's main one, for copies.
+    """A stream beside the device's main one, for copies or graphs. Used by one thread at a time.
 
     The caller keeps memory used here until `synchronize` has returned: freed device memory is
     reused in the order of the main stream, which does not wait for this one.
@@ -122,37 +109,26 @@ class SideStream(Protocol):
 
     def write(self, destination: DeviceArray, source: AnyArray) -> None:
         """Copy contiguous host memory into a contiguous array of the same bytes; keep `source`
-        unchanged until `synchronize` has returned."""
+        unchanged until `synchronize` has returned. Beside the host's work if it is mapped
+        (`map_host`)."""
 
     def launch(self, kernel: Kernel, grid: Grid, block: int, args: ctypes.Structure) -> None:
         """Start a kernel when all earlier work in this stream has ended."""
 
+    def replay(self, graph: Graph) -> None:
+        """Start the graph's launches; returns before they have run."""
+
     def is_empty(self) -> bool:
         """Whether all work has ended. Raises: the error of a kernel that failed."""
 
-    def synchronize(self, deadline_s: float) -> None:
+    def synchronize(self, deadline_s: float | None = None) -> None:
         """Wait until all work has ended.
 
         Raises: the error of a kernel that failed; DeviceUnavailable after the deadline.
         """
 
-
-class CopyStream(Protocol):
-    """A stream for copies to the device beside kernels. Used by one thread."""
-
-    def write(self, destination: DeviceArray, source: AnyArray) -> None:
-        """Begin to copy contiguous host memory, which must be mapped (`map_host`) and unchanged
-        until `wait`, into an unused array of the same bytes.
-
-        Raises: DeviceUnavailable.
-        """
-
-    def wait(self) -> None:
-        """Wait until all copies have arrived; kernels launched afterwards read them. Raises:
-        DeviceUnavailable."""
-
     def close(self) -> None:
-        """Destroy the stream; no copy may be under way. Idempotent."""
+        """Wait for its work and destroy it. Idempotent."""
 
 
 class KernelDevice(Protocol):
@@ -234,9 +210,6 @@ class KernelDevice(Protocol):
         """Capture what `launch` launches as a graph, without running it. `launch` may not allocate
         or wait."""
 
-    def new_queue(self) -> Queue:
-        """Raises: DeviceUnavailable."""
-
     def export_memory(self, num_bytes: int) -> PeerMemory:
         """New zeroed memory that other processes can import. Raises: DeviceUnavailable."""
 
@@ -249,17 +222,18 @@ class KernelDevice(Protocol):
     def map_host(self, array: AnyArray) -> HostMapping:
         """Map a contiguous array of the host, which must outlive the mapping."""
 
-    def copy_stream(self) -> CopyStream:
-        """A new copy stream."""
-
     def trim(self) -> None:
         """Return cached memory that no array uses to the driver."""
 
     def mark(self) -> Mark:
         """Record an event in the main stream."""
 
+    def new_stream(self) -> SideStream:
+        """A stream that the caller owns."""
+
     def side_stream(self, name: str) -> SideStream:
-        """The side stream of that name, created at its first use. The device owns it."""
+        """The stream of that name, created at its first use, whose blocks go before the main
+        stream's. The device owns it."""
 
     def synchronize(self, deadline_s: float | None = None) -> None:
         """Wait until the main stream is empty.

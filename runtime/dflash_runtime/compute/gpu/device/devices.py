@@ -36,23 +36,6 @@ class DeviceMemory:
     """How the driver's figures were corrected; empty: they were not."""
 
 
-def corrected_memory(
-    free_bytes: int, total_bytes: int, *, is_shared_with_host: bool
-) -> DeviceMemory:
-    """Memory from a driver's figures, made plausible.
-
-    Drivers of memory that is shared with the host report more free than there is in all: free
-    pages of the system, beside the part that was set aside for the GPU.
-    """
-    if free_bytes <= total_bytes:
-        return DeviceMemory(free_bytes, total_bytes, is_shared_with_host)
-    note = (
-        f"the driver reports {free_bytes:,} of {total_bytes:,} bytes free; "
-        f"counted as {total_bytes:,}"
-    )
-    return DeviceMemory(total_bytes, total_bytes, is_shared_with_host, note)
-
-
 @dataclass(frozen=True)
 class GpuDescription:
     """One GPU, usable or not."""
@@ -70,18 +53,23 @@ class GpuDescription:
 def memory_of(driver: Driver, index: int) -> DeviceMemory:
     """Memory of a device, which becomes the calling thread's current one.
 
+    Drivers of memory that is shared with the host report more free than there is in all: free
+    pages of the system, beside the part that was set aside for the GPU. It is counted as all of it.
     Raises: DeviceUnavailable.
     """
     driver.use(index)
-    memory = corrected_memory(
-        *driver.memory_info(),
-        is_shared_with_host=bool(driver.device_attribute(index, DeviceAttribute.INTEGRATED)),
+    free_bytes, total_bytes = driver.memory_info()
+    is_shared = bool(driver.device_attribute(index, DeviceAttribute.INTEGRATED))
+    if free_bytes <= total_bytes:
+        return DeviceMemory(free_bytes, total_bytes, is_shared)
+    note = (
+        f"the driver reports {free_bytes:,} of {total_bytes:,} bytes free; "
+        f"counted as {total_bytes:,}"
     )
-    if memory.note:
-        # docs: the driver reports more free memory than there is, as for memory shared with the
-        # host; counted as all of it
-        _LOG.warning("memory of %s:%d: %s", driver.vendor, index, memory.note)
-    return memory
+    # docs: the driver reports more free memory than there is, as for memory shared with the host;
+    # counted as all of it
+    _LOG.warning("memory of %s:%d: %s", driver.vendor, index, note)
+    return DeviceMemory(total_bytes, total_bytes, is_shared, note)
 
 
 def capabilities_of(driver: Driver, index: int) -> Capabilities:

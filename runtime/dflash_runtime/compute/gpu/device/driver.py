@@ -1,7 +1,7 @@
 """One vendor's driver, by ctypes: every call checked, every error in the driver's own words.
 
-Handles are ints. A thread must have said whose device it means (`use`) before all but the first
-questions.
+Handles are ints. What takes no device's index concerns the calling thread's current device, which
+`use` selects.
 """
 
 from __future__ import annotations

@@ -87,7 +87,6 @@ FUNCTIONS = {
     ),
     # HIP has a current device, CUDA a current context.
     "retain_context": DriverFunction("cuDevicePrimaryCtxRetain", None, (_OUT, c_int)),
-    "release_context": DriverFunction("cuDevicePrimaryCtxRelease_v2", None, (c_int,)),
     "set_context": DriverFunction("cuCtxSetCurrent", None, (c_void_p,)),
     "set_device": DriverFunction(None, "hipSetDevice", (c_int,)),
     "memory_info": DriverFunction("cuMemGetInfo_v2", "hipMemGetInfo", (_OUT_SIZE, _OUT_SIZE)),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -92,12 +92,8 @@ def define_options(defines: Defines) -> tuple[str, ...]:
 def digest_of(parts: Iterable[str | bytes]) -> bytes:
     """Digest of all parts, each preceded by its length."""
     state = hashlib.sha256()
-    for part in _as_bytes(parts):
-        state.update(len(part).to_bytes(8, "little"))
-        state.update(part)
-    return state.digest()
-
-
-def _as_bytes(parts: Iterable[str | bytes]) -> Iterator[bytes]:
     for part in parts:
-        yield part.encode() if isinstance(part, str) else part
+        data = part.encode() if isinstance(part, str) else part
+        state.update(len(data).to_bytes(8, "little"))
+        state.update(data)
+    return state.digest()

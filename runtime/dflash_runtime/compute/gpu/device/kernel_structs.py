@@ -26,6 +26,7 @@ _NUMBERS: dict[str, Any] = {
     "float": ctypes.c_float,
     "double": ctypes.c_double,
 }
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _DECLARATION = re.compile(r"(?:const )?(\w+) (.+);")
 _DECLARED = re.compile(r"(\*?)(\w+)(?:\[(\w+)\])?")
 
@@ -40,7 +41,8 @@ def kernel_struct(file: str, name: str, **defines: int) -> type[ctypes.Structure
     source = kernel_source(file)
     declared = re.compile(rf"^struct {name} {{\n(.*?)^}};", re.MULTILINE | re.DOTALL)
     if found := declared.search(source.text):
-        texts = source.text, *(text for _, text in source.headers)
+        texts = (source.text, *(text for _, text in source.headers))
+        texts = tuple(_COMMENT.sub("", text) for text in texts)
         return _struct(file, name, tuple(_fields(file, texts, found[1], defines)))
     for header, text in source.headers:
         if declared.search(text):

@@ -9,11 +9,9 @@ from math import prod
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 from numpy.typing import DTypeLike
 
-from dflash_protocol.ids import AnyArray, I32Array
-from dflash_runtime.compute.gpu.device.device import HostMapping, KernelDevice
+from dflash_runtime.compute.gpu.device.device import KernelDevice
 
 _ALIGNMENT = 256
 """Alignment of each array in a block, the same as of device arrays."""
@@ -43,28 +41,9 @@ class MappedArray:
     flags: _Place
 
 
-def whole_pages(count: int, fill: int) -> I32Array:
-    """At least `count` elements in pages of their own: drivers lock whole pages, each only once.
-
-    Shapes: result [count or more] int32.
-    """
-    array = _pages(4 * count).view(np.int32)
-    array[:] = fill
-    return array
-
-
-def mapped_array(
-    device: KernelDevice, mapping: HostMapping, array: AnyArray, *, offset_bytes: int = 0
-) -> MappedArray:
-    """An array inside mapped memory, `offset_bytes` from its start, with its device address."""
-    family, _, index = device.name.partition(":")
-    address = mapping.device_address + offset_bytes
-    place = _Place(None if family == "host" else int(index), address)
-    return MappedArray(array.shape, array.dtype, array.size, place, place, place)
-
-
 class MappedBlock:
-    """Several zeroed arrays in one mapped piece of host memory.
+    """Several zeroed arrays in one mapped piece of host memory, in pages of their own: drivers lock
+    whole pages, each only once.
 
     Owns: the mapping. Raises: DeviceUnavailable.
     """
@@ -75,23 +54,23 @@ class MappedBlock:
             offsets.append(end)
             num_bytes = prod(shape) * np.dtype(dtype).itemsize
             end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        memory = _pages(end)
+        num_pages = max(1, -(-end // mmap.PAGESIZE))
+        memory = np.frombuffer(mmap.mmap(-1, num_pages * mmap.PAGESIZE), np.uint8)
         self._mapping = device.map_host(memory)
         self.host: list[Any] = []
         """The arrays for the host."""
         self.device: list[Any] = []
         """The same as MappedArrays for kernels."""
+        family, _, index = device.name.partition(":")
+        device_id = None if family == "host" else int(index)
         for (shape, dtype), offset in zip(layout, offsets, strict=True):
             num_bytes = prod(shape) * np.dtype(dtype).itemsize
             array = memory[offset : offset + num_bytes].view(dtype).reshape(shape)
             self.host.append(array)
-            self.device.append(mapped_array(device, self._mapping, array, offset_bytes=offset))
+            place = _Place(device_id, self._mapping.device_address + offset)
+            mapped = MappedArray(array.shape, array.dtype, array.size, place, place, place)
+            self.device.append(mapped)
 
     def close(self) -> None:
         """Unmap it; no kernel that uses it may be running. Idempotent."""
         self._mapping.close()
-
-
-def _pages(num_bytes: int) -> npt.NDArray[np.uint8]:
-    whole = max(1, -(-num_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE
-    return np.frombuffer(mmap.mmap(-1, whole), np.uint8)

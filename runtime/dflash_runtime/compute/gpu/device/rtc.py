@@ -1,7 +1,7 @@
 """Run-time compilation of kernels: NVRTC and hipRTC through ctypes, with one interface.
 
-Neither needs a GPU. What they make is kept on disk by all that decides it: text, options, compiler,
-architecture.
+Neither needs a GPU. Machine code is cached on disk, by a digest of all that decides it: text,
+options, compiler, architecture.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import ctypes
 import logging
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -229,15 +228,6 @@ class DeviceCompiler:
             found = compiled.binary
             self._cache.put(key, found)
         return found
-
-    def prepare(self, kernels: Iterable[tuple[str, Defines]], *, num_threads: int) -> None:
-        """Compile several in parallel and cache them on disk.
-
-        Raises: KernelCompileError of the first that cannot be compiled.
-        """
-        with ThreadPoolExecutor(num_threads, "compile") as pool:
-            for result in [pool.submit(self.binary, file, defines) for file, defines in kernels]:
-                result.result()
 
 
 @cache

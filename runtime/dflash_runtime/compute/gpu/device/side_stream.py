@@ -1,18 +1,16 @@
-"""Side streams of a real device: copies that run beside the main stream's kernels."""
+"""Streams of a real device beside its main one, their events, and captured graphs."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from dflash_protocol.errors import DeviceUnavailable, SettingsError
 from dflash_protocol.ids import AnyArray
-from dflash_runtime.compute.gpu.device.device import DeviceArray, Grid, Mark, address
+from dflash_runtime.compute.gpu.device.device import DeviceArray, Graph, Grid, Mark, address
 from dflash_runtime.compute.gpu.device.driver import Driver
-
-_BEFORE_OTHERS = -1
-"""Priority: its few blocks, which wait for remote memory, go before a product's thousands."""
 
 
 class CupyMark:
@@ -46,31 +44,51 @@ class Events:
             self._driver.destroy_event(self._unused.pop())
 
 
-class LaunchInStream(Protocol):
-    """The device's function that launches a kernel in a given stream."""
+class CupyGraph:
+    """Launches that the driver has captured."""
 
-    def __call__(
-        self,
-        kernel: Any,
-        grid: Grid,
-        block: int,
-        args: ctypes.Structure,
-        *,
-        overlaps_previous: bool,
-        stream: int,
-    ) -> None: ...
+    def __init__(self, driver: Driver, *, index: int, stream: int, executable: int) -> None:
+        self._driver = driver
+        self._index = index
+        self._stream = stream
+        self._executable: int | None = executable
+
+    def replay(self) -> None:
+        self.replay_in(self._stream)
+
+    def replay_in(self, stream: int) -> None:
+        """Replay in another stream of the driver."""
+        if self._executable is None:
+            raise SettingsError("the graph is closed")
+        self._driver.use(self._index)
+        self._driver.launch_graph(self._executable, stream)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._executable is not None:
+            self._driver.use(self._index)
+            self._driver.destroy_graph(self._executable)
+            self._executable = None
 
 
 class CupySideStream:
     """Implements device.SideStream. Owns: the driver's stream."""
 
-    def __init__(self, driver: Driver, index: int, *, name: str, launch: LaunchInStream) -> None:
-        """A stream of the driver's device `index`; `name` is for messages."""
-        self._driver = driver
-        self._index = index
-        self._name = name
+    def __init__(
+        self,
+        driver: Driver,
+        index: int,
+        *,
+        name: str,
+        launch: Callable[..., None],
+        priority: int = 0,
+    ) -> None:
+        """A stream of the driver's device `index`, in which `launch` starts kernels; `name` is for
+        messages."""
+        self._driver, self._index, self._name = driver, index, name
         self._launch = launch
-        self._stream: int | None = driver.create_stream(priority=_BEFORE_OTHERS)
+        driver.use(index)
+        self._stream: int | None = driver.create_stream(priority=priority)
 
     def wait_for(self, mark: Mark) -> None:
         assert isinstance(mark, CupyMark)
@@ -81,30 +99,32 @@ class CupySideStream:
         if source.nbytes != destination.nbytes or not source.flags.c_contiguous:
             raise SettingsError(f"{source.nbytes} bytes do not fill {destination.nbytes}")
         if source.nbytes:
-            self._driver.copy(
-                address(destination), int(source.ctypes.data), source.nbytes, stream=stream
-            )
+            self._driver.copy(address(destination), address(source), source.nbytes, stream=stream)
 
     def launch(self, kernel: Any, grid: Grid, block: int, args: ctypes.Structure) -> None:
         self._launch(kernel, grid, block, args, overlaps_previous=False, stream=self._begun())
 
+    def replay(self, graph: Graph) -> None:
+        assert isinstance(graph, CupyGraph)
+        graph.replay_in(self._begun())
+
     def is_empty(self) -> bool:
         return self._driver.is_empty(self._begun())
 
-    def synchronize(self, deadline_s: float) -> None:
+    def synchronize(self, deadline_s: float | None = None) -> None:
         self._driver.synchronize_stream(self._begun(), deadline_s)
 
     def close(self) -> None:
-        """Wait for its work and destroy it. Idempotent."""
         stream, self._stream = self._stream, None
         if stream is not None:
             with suppress(DeviceUnavailable):  # a failed device releases nothing
+                self._driver.use(self._index)
                 self._driver.synchronize_stream(stream)
                 self._driver.destroy_stream(stream)
 
     def _begun(self) -> int:
         """The stream, after making its device the calling thread's current one."""
         if self._stream is None:
-            raise DeviceUnavailable(f"{self._name} is closed")
+            raise DeviceUnavailable(f"a stream of {self._name} is closed")
         self._driver.use(self._index)
         return self._stream

@@ -4,8 +4,8 @@
 * Asked by the host: the choice is copied to the host, and if it has remote experts their owners
   are asked, while the device computes the local ones (HostRoute). Rows of a chunk and the sums that
   return stay on the device unless an owner computes on a CPU; the experts of such an owner may be
-  computed locally, see offload.py. A captured step is left for that: `run/host_routes.py`.
-* Asked by the device, through mailboxes, in captured steps: `mailbox/routes.py`.
+  computed locally, see offload.py. A captured step is left for that: `run/host_path.py`.
+* Asked by the device, through mailboxes, in captured steps: `run/mailbox_path.py`.
 
 Bits are the same whatever the route.
 """
@@ -124,7 +124,7 @@ class HostRoute:
         parts = [] if local is None else [local]
         if ticket is not None:
             parts.append(self._on_device(remote.finish(ticket)))
-        self._ops.add_sums.launch(residual.array, *(part.array for part in parts))
+        self._ops.elementwise.add_sums(residual.array, *(part.array for part in parts))
 
     def _chosen(self, routed: RoutedRows) -> tuple[I32Array, F32Array]:
         """Wait for ids and weights. Shapes: both [T, K]."""

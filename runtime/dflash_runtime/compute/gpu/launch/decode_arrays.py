@@ -1,7 +1,9 @@
-"""Shared by the launches of decode kernels: checks of arrays, rows on lanes."""
+"""Shared by the launches of decode kernels: forms of rows, checks of arrays, rows on lanes."""
 
 from __future__ import annotations
 
+import ctypes
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -100,6 +102,24 @@ def units_of(tensor_type: TensorType, columns: int) -> int:
     return -(-columns // 8) if tensor_type in FLOAT_TYPES else num_units(columns)
 
 
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """Rows of activations in the forms that the weights' types need; the others may be None.
+
+    Shapes: quants [rows, padded_columns] int8; meta `meta_shape` float32; values [rows, columns]
+    float32.
+    """
+
+    quants: DeviceArray | None = None
+    meta: DeviceArray | None = None
+    values: DeviceArray | None = None
+
+    def __getitem__(self, tokens: slice) -> StepRows:
+        """Some of the rows, in place."""
+        forms = (self.quants, self.meta, self.values)
+        return StepRows(*(None if form is None else form[tokens] for form in forms))
+
+
 class ArrayChecker:
     """Checks arrays and returns their addresses."""
 
@@ -108,11 +128,13 @@ class ArrayChecker:
         self._name = device.name
         self._device_id = None if family == "host" else int(index)
 
-    def address(self, name: str, array: DeviceArray, dtype: DTypeLike, **sizes: int) -> int:
+    def address(self, name: str, array: DeviceArray | None, dtype: DTypeLike, **sizes: int) -> int:
         """Address of `array`. `sizes` are its dimensions in order, by shape letter.
 
         Raises: ValueError naming the array, what it is and what is expected.
         """
+        if array is None:
+            raise ValueError(f"{name} is missing")
         given: Any = array
         expected = tuple(sizes.values())
         if array.shape != expected or array.dtype != dtype:
@@ -142,39 +164,30 @@ class ArrayChecker:
         flat: DeviceArray = array.reshape(-1)
         return self.address(name, flat, np.uint8, bytes=expected)
 
+    def int8_rows(
+        self,
+        prefix: str,
+        quants: DeviceArray | None,
+        meta: DeviceArray | None,
+        *,
+        rows: int,
+        columns: int,
+    ) -> tuple[int, int]:
+        """Addresses of int8 rows and of their scales and sums."""
+        padded = padded_columns(columns)
+        return (
+            self.address(f"{prefix}quants", quants, np.int8, T=rows, padded=padded),
+            self.address(
+                f"{prefix}meta", meta, np.float32, T=rows, granules=padded // GRANULE, two=2
+            ),
+        )
 
-def int8_rows(
-    arrays: ArrayChecker,
-    prefix: str,
-    *,
-    quants: DeviceArray | None,
-    meta: DeviceArray | None,
-    rows: int,
-    columns: int,
-) -> tuple[int, int]:
-    """Addresses of int8 rows and of their scales and sums."""
-    _, granules, two = meta_shape(rows, columns)
-    return (
-        arrays.address(
-            f"{prefix}quants",
-            given(f"{prefix}quants", quants),
-            np.int8,
-            T=rows,
-            padded=padded_columns(columns),
-        ),
-        arrays.address(
-            f"{prefix}meta",
-            given(f"{prefix}meta", meta),
-            np.float32,
-            T=rows,
-            granules=granules,
-            two=two,
-        ),
-    )
-
-
-def given(name: str, array: DeviceArray | None) -> DeviceArray:
-    """Returns the array. Raises: ValueError if it is None."""
-    if array is None:
-        raise ValueError(f"{name} is missing")
-    return array
+    def set_forms(
+        self, args: ctypes.Structure, prefix: str, forms: StepRows, *, rows: int, columns: int
+    ) -> None:
+        """Set a struct's values, quants and meta, as far as there are such."""
+        args.values = self.optional(f"{prefix}values", forms.values, np.float32, T=rows, H=columns)
+        if forms.quants is not None:
+            args.quants, args.meta = self.int8_rows(
+                prefix, forms.quants, forms.meta, rows=rows, columns=columns
+            )

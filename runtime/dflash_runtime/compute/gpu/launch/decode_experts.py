@@ -1,7 +1,8 @@
 """Launches of ``experts_decode.cu``: the routed experts of a decode step of 1 to 8 tokens.
 
 The chosen experts and their slots are read or computed on the device; the host does not know them.
-Pairs of experts that are not resident are left out of the result.
+Pairs of experts that are not resident are left out of the result. A shape is what the kernels are
+compiled for, a tuning how their work is cut on a device.
 """
 
 from __future__ import annotations
@@ -13,31 +14,215 @@ from math import ceil
 import numpy as np
 
 from dflash_adapters.quant import TensorType
+from dflash_adapters.routing import Gating, RoutingRule
+from dflash_adapters.spec import MoeLayer
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
 from dflash_runtime.compute.gpu.launch.decode_arrays import (
     ArrayChecker,
+    StepRows,
+    check_columns,
     check_shared_bytes,
-    given,
-    int8_rows,
+    check_tokens,
     meta_shape,
     padded_columns,
     staged_bytes,
+    team_lanes,
+    units_of,
 )
-from dflash_runtime.compute.gpu.launch.decode_experts_shape import (
-    EXPERTS_FILE,
-    ExpertsShape,
-    ExpertsTuning,
-    default_tuning,
-    experts_defines,
+from dflash_runtime.compute.gpu.launch.layouts import (
+    FLOAT_TYPES,
+    ResidentExperts,
+    ResidentMatrices,
+    row_bytes,
 )
-from dflash_runtime.compute.gpu.launch.layouts import row_bytes
-from dflash_runtime.compute.gpu.launch.mailbox_args import MOST_PEERS
+
+MOST_PEERS = 7
+"""Most daemons with a mailbox of one parent."""
 
 Projection = kernel_struct("experts_decode.cu", "Projection")
 Choices = kernel_struct("choices.cuh", "Choices")
 GateUpArgs = kernel_struct("experts_decode.cu", "GateUpArgs", MOST_PEERS=MOST_PEERS)
 DownArgs = kernel_struct("experts_decode.cu", "DownArgs", MOST_PEERS=MOST_PEERS)
+MailArgs = kernel_struct("mailbox.cuh", "Mail", MOST_PEERS=MOST_PEERS)
+"""One side's state and abort words, for all of its mailboxes."""
+MailReplies = kernel_struct("mailbox.cuh", "MailReplies", MOST_PEERS=MOST_PEERS)
+"""Peers' replies for a layer; none by default."""
+MailRequest = kernel_struct("mailbox_request.cuh", "MailRequest", MOST_PEERS=MOST_PEERS)
+"""A parent's request for a layer, in our device's memory."""
+
+GATES = {Gating.SOFTMAX: 0}
+"""Numbered as in route.cuh."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsShape:
+    """Compile-time shape of the kernels."""
+
+    num_tokens: int
+    num_experts_used: int
+    num_experts: int
+    hidden_size: int
+    ffn_size: int
+    gate_type: TensorType
+    up_type: TensorType
+    down_type: TensorType
+    has_vectors: bool = False
+    """There are biases or scales."""
+    gives_sums: bool = False
+    """Down writes float64 sums instead of adding to a residual."""
+    rule: RoutingRule | None = None
+    """Rule by which the kernel chooses experts from logits; None: they are chosen before."""
+    takes_request: bool = False
+    """Gate and up read choice and rows from a mailbox's request."""
+
+    def __post_init__(self) -> None:
+        check_tokens(self.num_tokens)
+        if not 1 <= self.num_experts_used <= self.num_experts:
+            raise ValueError(f"K={self.num_experts_used} of E={self.num_experts} experts")
+        if self.rule and self.rule.num_experts_used != self.num_experts_used:
+            raise ValueError(f"K={self.num_experts_used}, but the rule says otherwise: {self.rule}")
+        if self.takes_request and (self.rule or not self.gives_sums):
+            raise ValueError("what a mailbox asks for is chosen, and answered with sums")
+        check_columns(self.hidden_size, (self.gate_type, self.up_type))
+        check_columns(self.ffn_size, (self.down_type,))
+
+    @property
+    def num_pairs(self) -> int:
+        return self.num_tokens * self.num_experts_used
+
+    @property
+    def x_as_bytes(self) -> bool:
+        """Whether gate or up multiply int8 rows."""
+        return any(kind not in FLOAT_TYPES for kind in (self.gate_type, self.up_type))
+
+    @property
+    def x_as_floats(self) -> bool:
+        """Whether gate or up multiply float32 rows."""
+        return any(kind in FLOAT_TYPES for kind in (self.gate_type, self.up_type))
+
+    @property
+    def h_as_floats(self) -> bool:
+        """Whether down multiplies float32 rows, or else int8."""
+        return self.down_type in FLOAT_TYPES
+
+
+def experts_shape(
+    layer: MoeLayer,
+    num_tokens: int,
+    *,
+    gives_sums: bool = False,
+    rule: RoutingRule | None = None,
+    takes_request: bool = False,
+) -> ExpertsShape:
+    """The shape of a layer of a model."""
+    vectors = (part for each in layer.projections for part in (each.bias, each.scale))
+    return ExpertsShape(
+        num_tokens=num_tokens,
+        num_experts_used=layer.num_experts_used,
+        num_experts=layer.num_experts,
+        hidden_size=layer.hidden_size,
+        ffn_size=layer.ffn_size,
+        gate_type=layer.gate.tensor_type,
+        up_type=layer.up.tensor_type,
+        down_type=layer.down.tensor_type,
+        has_vectors=any(part is not None for part in vectors),
+        gives_sums=gives_sums,
+        rule=rule,
+        takes_request=takes_request,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsTuning:
+    """Teams of lanes and grids on a device; bits of a result depend on the two teams only."""
+
+    gate_up_warps: int
+    gate_up_team: int
+    gate_up_rows: int
+    gate_up_most_deep: int
+    gate_up_min_blocks: int
+    down_warps: int
+    down_team: int
+    down_tile: int
+    down_group: int
+    down_most_deep: int
+    down_min_blocks: int
+
+
+def default_tuning(shape: ExpertsShape, device: KernelDevice) -> ExpertsTuning:
+    """Small blocks, several a multiprocessor, hide each other's barriers, and a block of down fits
+    beside those of gate and up that still run. Does not depend on T.
+    """
+    lanes = device.lanes
+    gate_team = min(
+        team_lanes(units_of(kind, shape.hidden_size), lanes)
+        for kind in (shape.gate_type, shape.up_type)
+    )
+    down_team = team_lanes(units_of(shape.down_type, shape.ffn_size), lanes)
+    gate_warps = 256 // lanes
+    teams = gate_warps * (lanes // gate_team)
+    gate_rows = max(1, 16 // teams)  # a block gives whole granules
+    # A third block needs few registers, which types with many bits do not leave.
+    is_light = _is_light(shape.gate_type) and _is_light(shape.up_type)
+    tile = 8
+    items = tile * shape.num_experts_used
+    down_warps = min(ceil(items * down_team / lanes), 256 // lanes)
+    items_a_team = ceil(items / (down_warps * lanes // down_team))
+    down_passes = ceil(units_of(shape.down_type, shape.ffn_size) / down_team)
+    down_group = min(items_a_team, max(1, 4 // down_passes))
+    # As above; a pass that lies within one block of the type needs few for addresses.
+    is_small = down_group * down_passes <= 3 and (_is_light(shape.down_type) or down_team <= 4)
+    return ExpertsTuning(
+        gate_up_warps=gate_warps,
+        gate_up_team=gate_team,
+        gate_up_rows=gate_rows,
+        gate_up_most_deep=max(1, 2 // gate_rows),
+        gate_up_min_blocks=(3 if is_light else 2) if lanes == 32 else 1,
+        down_warps=down_warps,
+        down_team=down_team,
+        down_tile=tile,
+        down_group=down_group,
+        down_most_deep=4,
+        down_min_blocks=(3 if is_small else 2) if lanes == 32 else 1,
+    )
+
+
+def _is_light(kind: TensorType) -> bool:
+    """Whether the type has few bits per weight."""
+    return kind.layout.block_bytes <= 0.6 * kind.layout.block_elements
+
+
+def _experts_defines(shape: ExpertsShape, tuning: ExpertsTuning) -> dict[str, int | str]:
+    rule = shape.rule
+    return {
+        "TOKENS": shape.num_tokens,
+        "TOP_K": shape.num_experts_used,
+        "EXPERTS": shape.num_experts,
+        "MOST_PEERS": MOST_PEERS,
+        "HIDDEN": shape.hidden_size,
+        "FFN": shape.ffn_size,
+        "TYPE_GATE": int(shape.gate_type),
+        "TYPE_UP": int(shape.up_type),
+        "TYPE_DOWN": int(shape.down_type),
+        "VECTORS": int(shape.has_vectors),
+        "SUMS": int(shape.gives_sums),
+        "ROUTE": int(rule is not None),
+        "MAIL": int(shape.takes_request),
+        "NORMALISE": int(rule is not None and rule.normalise),
+        "GATE": GATES[rule.gating] if rule else 0,
+        "GATE_UP_WARPS": tuning.gate_up_warps,
+        "GATE_UP_TEAM": tuning.gate_up_team,
+        "GATE_UP_ROWS": tuning.gate_up_rows,
+        "GATE_UP_MOST_DEEP": tuning.gate_up_most_deep,
+        "GATE_UP_MIN_BLOCKS": tuning.gate_up_min_blocks,
+        "DOWN_WARPS": tuning.down_warps,
+        "DOWN_TEAM": tuning.down_team,
+        "DOWN_TILE": tuning.down_tile,
+        "DOWN_GROUP": tuning.down_group,
+        "DOWN_MOST_DEEP": tuning.down_most_deep,
+        "DOWN_MIN_BLOCKS": tuning.down_min_blocks,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,36 +231,6 @@ class MailReply:
 
     lines: int
     state: int
-
-
-@dataclass(frozen=True, slots=True)
-class ProjectionArrays:
-    """One projection of the experts in S slots; biases and scales are of all experts.
-
-    Shapes: weights [S * rows] rows in the device's layout, uint8; bias [E, rows] float32;
-    scale [E] float32.
-    """
-
-    weights: DeviceArray
-    bias: DeviceArray | None = None
-    scale: DeviceArray | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ResidentExperts:
-    """The experts of a layer that are on the device.
-
-    Shapes: slot_of_expert [E] int32, -1 for an expert that is not resident.
-    """
-
-    gate: ProjectionArrays
-    up: ProjectionArrays
-    down: ProjectionArrays
-    slot_of_expert: DeviceArray
-    activation_limit: float = float("inf")
-    activation_alpha: float = 1.0
-    up_offset: float = 0.0
-    """These three: see spec.MoeLayer and its Activation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,24 +259,6 @@ class Choice:
             selections=self.selections,
             slots=slots,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class StepRows:
-    """Rows of activations in the forms that the weights' types need; the others may be None.
-
-    Shapes: quants [rows, padded_columns] int8; meta `meta_shape` float32; values [rows, columns]
-    float32.
-    """
-
-    quants: DeviceArray | None = None
-    meta: DeviceArray | None = None
-    values: DeviceArray | None = None
-
-    def __getitem__(self, tokens: slice) -> StepRows:
-        """Some of the rows, in place."""
-        forms = (self.quants, self.meta, self.values)
-        return StepRows(*(None if form is None else form[tokens] for form in forms))
 
 
 class DecodeExperts:
@@ -153,7 +290,7 @@ class DecodeExperts:
             ),
             f"{shape.num_experts_used} rows of {shape.ffn_size}",
         )
-        module = device.module(EXPERTS_FILE, experts_defines(shape, self.tuning))
+        module = device.module("experts_decode.cu", _experts_defines(shape, self.tuning))
         self._gate_up = module.kernel("experts_gate_up", GateUpArgs)
         self._down = module.kernel("experts_down", DownArgs)
 
@@ -182,10 +319,12 @@ class DecodeExperts:
         Raises: ValueError for an array that is missing, or not of this shape, type or device.
         """
         shape, tuning = self.shape, self.tuning
+        gate, gate_slots = self._projection("gate", experts.gate, shape.gate_type)
+        up, up_slots = self._projection("up", experts.up, shape.up_type)
         args = GateUpArgs(
-            gate=self._projection("gate", experts.gate, shape.gate_type),
-            up=self._projection("up", experts.up, shape.up_type),
-            choices=self._choices(experts, choice, "gate", "up"),
+            gate=gate,
+            up=up,
+            choices=self._choices(experts, choice, num_slots=min(gate_slots, up_slots)),
             form=(experts.activation_limit, experts.activation_alpha, experts.up_offset),
         )
         if isinstance(x, StepRows) == shape.takes_request:
@@ -209,13 +348,11 @@ class DecodeExperts:
         shape, arrays = self.shape, self._arrays
         tokens, columns = shape.num_tokens, shape.hidden_size
         if shape.x_as_bytes:
-            args.quants, args.meta = int8_rows(
-                arrays, "x.", quants=x.quants, meta=x.meta, rows=tokens, columns=columns
+            args.quants, args.meta = arrays.int8_rows(
+                "x.", x.quants, x.meta, rows=tokens, columns=columns
             )
         if shape.x_as_floats:
-            args.x = arrays.address(
-                "x.values", given("x.values", x.values), np.float32, T=tokens, H=columns
-            )
+            args.x = arrays.address("x.values", x.values, np.float32, T=tokens, H=columns)
 
     def launch_down(
         self,
@@ -235,10 +372,8 @@ class DecodeExperts:
         Raises: ValueError for an array that is missing, or not of this shape, type or device.
         """
         shape, tuning = self.shape, self.tuning
-        args = DownArgs(
-            down=self._projection("down", experts.down, shape.down_type),
-            choices=self._choices(experts, choice, "down"),
-        )
+        down, num_slots = self._projection("down", experts.down, shape.down_type)
+        args = DownArgs(down=down, choices=self._choices(experts, choice, num_slots=num_slots))
         args.h_quants, args.h_meta, args.h = self._hidden(hidden)
         dtype = np.float64 if shape.gives_sums else np.float32
         sizes = {"T": shape.num_tokens, "H": shape.hidden_size}
@@ -260,33 +395,27 @@ class DecodeExperts:
             shared_bytes=self._down_bytes,
         )
 
-    def _rows_and_columns(self, name: str) -> tuple[int, int]:
-        hidden_size, ffn_size = self.shape.hidden_size, self.shape.ffn_size
-        return (hidden_size, ffn_size) if name == "down" else (ffn_size, hidden_size)
-
-    def _num_slots(self, experts: ResidentExperts, *names: str) -> int:
-        """Number of slots, the same in all of these projections."""
-        fewest = []
-        for name in names:
-            rows, columns = self._rows_and_columns(name)
-            kind: TensorType = getattr(self.shape, f"{name}_type")
-            weights: DeviceArray = getattr(experts, name).weights
-            fewest.append(weights.nbytes // (rows * row_bytes(kind, columns)))
-        return min(fewest)
-
-    def _projection(self, name: str, of: ProjectionArrays, kind: TensorType) -> ctypes.Structure:
-        rows, columns = self._rows_and_columns(name)
+    def _projection(
+        self, name: str, of: ResidentMatrices, kind: TensorType
+    ) -> tuple[ctypes.Structure, int]:
+        """A projection as an argument of kernels, and its number of slots."""
+        rows, columns = self.shape.ffn_size, self.shape.hidden_size
+        if name == "down":
+            rows, columns = columns, rows
         num_slots = of.weights.nbytes // (rows * row_bytes(kind, columns))
         if not self.shape.has_vectors and not (of.bias is None and of.scale is None):
             raise ValueError(f"{name} has a bias or scale, for which this was not compiled")
         arrays, num_experts = self._arrays, self.shape.num_experts
-        return Projection(
+        projection = Projection(
             weights=arrays.weights(name, of.weights, kind, rows=num_slots * rows, columns=columns),
             bias=arrays.optional(f"{name}.bias", of.bias, np.float32, E=num_experts, rows=rows),
             scale=arrays.optional(f"{name}.scale", of.scale, np.float32, E=num_experts),
         )
+        return projection, num_slots
 
-    def _choices(self, experts: ResidentExperts, choice: Choice, *names: str) -> ctypes.Structure:
+    def _choices(
+        self, experts: ResidentExperts, choice: Choice, *, num_slots: int
+    ) -> ctypes.Structure:
         shape, arrays = self.shape, self._arrays
         tokens, num_experts = shape.num_tokens, shape.num_experts
         sizes = {"T": tokens, "K": shape.num_experts_used}
@@ -299,30 +428,23 @@ class DecodeExperts:
             topk_weights=arrays.address("topk_weights", choice.topk_weights, np.float32, **sizes),
             pair_slots=arrays.address("slots", slots, np.int32, **sizes),
             selections=arrays.optional("selections", choice.selections, np.uint32, E=num_experts),
-            num_slots=self._num_slots(experts, *names),
+            num_slots=num_slots,
         )
         if choice.slots is not None and (shape.rule or shape.takes_request):
             raise ValueError("slots are given of what is not chosen yet")
         if shape.rule is not None:
-            logits = given("logits", choice.logits)
-            choices.logits = arrays.address("logits", logits, np.float32, T=tokens, E=num_experts)
+            choices.logits = arrays.address(
+                "logits", choice.logits, np.float32, T=tokens, E=num_experts
+            )
         return choices
 
     def _hidden(self, hidden: StepRows) -> tuple[int, int, int]:
-        pairs, columns = self.shape.num_pairs, self.shape.ffn_size
+        """Addresses of quants, meta and values; 0 for those that the shape does not have."""
+        arrays, pairs, columns = self._arrays, self.shape.num_pairs, self.shape.ffn_size
         if self.shape.h_as_floats:
-            values = given("hidden.values", hidden.values)
-            return (
-                0,
-                0,
-                self._arrays.address("hidden.values", values, np.float32, P=pairs, F=columns),
-            )
-        quants, meta = int8_rows(
-            self._arrays,
-            "hidden.",
-            quants=hidden.quants,
-            meta=hidden.meta,
-            rows=pairs,
-            columns=columns,
+            values = arrays.address("hidden.values", hidden.values, np.float32, P=pairs, F=columns)
+            return 0, 0, values
+        quants, meta = arrays.int8_rows(
+            "hidden.", hidden.quants, hidden.meta, rows=pairs, columns=columns
         )
         return quants, meta, 0

@@ -10,12 +10,11 @@ from dflash_adapters.quant import TensorType
 from dflash_protocol.ids import I32Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray, Grid, Kernel, KernelDevice
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
-from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.decode_arrays import (
     ArrayChecker,
+    StepRows,
     check_columns,
     check_tokens,
-    int8_rows,
 )
 from dflash_runtime.compute.gpu.launch.layouts import row_bytes
 
@@ -53,18 +52,14 @@ class Embed:
         self._device, self._arrays = device, ArrayChecker(device)
         self._type, self._rows, self._columns = tensor_type, rows, columns
         self._threads = 2 * device.lanes
-        defines = _embed_defines(tensor_type, rows=rows, columns=columns, threads=self._threads)
+        sizes = {"ROWS": rows, "COLUMNS": columns}
+        defines = {"TYPE": int(tensor_type), **sizes, "THREADS": self._threads}
         self._kernel = device.module("embed.cu", defines).kernel("embed", EmbedArgs)
 
-    def launch(
-        self,
-        table: DeviceArray,
-        token_ids: DeviceArray,
-        out: DeviceArray,
-        *,
-        overlaps_previous: bool = True,
-    ) -> None:
+    def launch(self, table: DeviceArray, token_ids: DeviceArray, out: DeviceArray) -> None:
         """``out[t] = table[token_ids[t]]``; NaN for an id outside the table.
+
+        Begins when the kernel before it, which may have chosen the tokens, has ended.
 
         Shapes: table [V] rows in the device's layout, uint8; token_ids [T] int32; out [T, H].
         Raises: ValueError for an array that is not of this shape, type or device.
@@ -82,7 +77,7 @@ class Embed:
             (num_tokens, 1, 1),
             self._threads,
             args,
-            overlaps_previous=overlaps_previous,
+            overlaps_previous=False,
         )
 
 
@@ -125,12 +120,7 @@ class ArgmaxLogits:
             positions=arrays.address("positions", positions, np.int32, T=tokens),
             history=arrays.optional("history", history, np.int32, N=capacity),
         )
-        self._device.launch(
-            self._kernel,
-            (1, 1, 1),
-            self._warps * self._device.lanes,
-            args,
-        )
+        self._device.launch(self._kernel, (1, 1, 1), self._warps * self._device.lanes, args)
 
 
 class QuantiseRows:
@@ -143,25 +133,22 @@ class QuantiseRows:
         self._device, self._arrays = device, ArrayChecker(device)
         self._columns, self._change = columns, change
         self._warps = _THREADS // device.lanes
-        defines = _quantise_defines(columns=columns, change=change, warps=self._warps)
+        defines = {"COLUMNS": columns, "INPUT": int(change), "WARPS": self._warps}
         module = device.module("quantise_rows.cu", defines)
         self._kernel = module.kernel("quantise_rows", QuantiseRowsArgs)
 
     def launch(
         self,
         x: DeviceArray,
-        quants: DeviceArray,
-        meta: DeviceArray,
+        out: StepRows,
         *,
         norm_weight: DeviceArray | None = None,
         eps: float = 0.0,
         factors: DeviceArray | None = None,
-        values: DeviceArray | None = None,
     ) -> None:
-        """Quantise each row, and write to `values` what was quantised.
+        """Quantise each row, and write what was quantised, if `out` has values.
 
-        Shapes: x, values [rows, H] float32; quants [rows, padded_columns] int8; meta `meta_shape`;
-        norm_weight [H] float32; factors [rows, 1] float32.
+        Shapes: x [rows, H] float32; norm_weight [H] float32; factors [rows, 1] float32.
         Raises: ValueError for an array that is missing, or not of this shape, type or device.
         """
         arrays, columns, (num_rows, _) = self._arrays, self._columns, x.shape
@@ -177,16 +164,12 @@ class QuantiseRows:
             factors=arrays.optional("factors", factors, np.float32, T=num_rows, one=1),
             eps=eps,
         )
-        args.out.values = arrays.optional("values", values, np.float32, T=num_rows, H=columns)
-        args.out.quants, args.out.meta = int8_rows(
-            arrays, "", quants=quants, meta=meta, rows=num_rows, columns=columns
+        args.out.values = arrays.optional("values", out.values, np.float32, T=num_rows, H=columns)
+        args.out.quants, args.out.meta = arrays.int8_rows(
+            "", out.quants, out.meta, rows=num_rows, columns=columns
         )
-        self._device.launch(
-            self._kernel,
-            (num_rows, 1, 1),
-            self._warps * self._device.lanes,
-            args,
-        )
+        block = self._warps * self._device.lanes
+        self._device.launch(self._kernel, (num_rows, 1, 1), block, args)
 
 
 class Repack:
@@ -197,7 +180,7 @@ class Repack:
         self._row_bytes = row_bytes(tensor_type, columns)
         self._native_bytes = tensor_type.row_bytes(columns)
         self._device, self._arrays = device, ArrayChecker(device)
-        defines = _repack_defines(tensor_type, columns=columns)
+        defines = {"TYPE": int(tensor_type), "COLUMNS": columns, "THREADS": _THREADS}
         self._kernel: Kernel = device.module("repack.cu", defines).kernel("repack", RepackArgs)
 
     def launch(self, native: DeviceArray, out: DeviceArray) -> None:
@@ -218,31 +201,3 @@ class Repack:
         if num_blocks:
             grid: Grid = (num_blocks, 1, 1)
             self._device.launch(self._kernel, grid, _THREADS, args)
-
-
-Defines = dict[str, int | str]
-
-
-def _embed_defines(kind: TensorType, *, rows: int, columns: int, threads: int) -> Defines:
-    return {"TYPE": int(kind), "ROWS": rows, "COLUMNS": columns, "THREADS": threads}
-
-
-def _quantise_defines(*, columns: int, change: RowChange, warps: int) -> Defines:
-    return {"COLUMNS": columns, "INPUT": int(change), "WARPS": warps}
-
-
-def _repack_defines(kind: TensorType, *, columns: int) -> Defines:
-    return {"TYPE": int(kind), "COLUMNS": columns, "THREADS": _THREADS}
-
-
-KERNEL_VARIANTS = (
-    KernelVariant("argmax_logits.cu", {"TOKENS": 3, "ADVANCE": 1, "WARPS": 4}),
-    *(
-        KernelVariant("quantise_rows.cu", _quantise_defines(columns=512, change=each, warps=4))
-        for each in RowChange
-    ),
-    KernelVariant("embed.cu", _embed_defines(TensorType.Q4_K, rows=10, columns=512, threads=64)),
-    KernelVariant("embed.cu", _embed_defines(TensorType.F16, rows=10, columns=96, threads=64)),
-    KernelVariant("repack.cu", _repack_defines(TensorType.Q6_K, columns=512)),
-    KernelVariant("repack.cu", _repack_defines(TensorType.MXFP4, columns=96)),
-)

@@ -1,22 +1,22 @@
-"""Layout of weights in a device's memory: the fields of a row's blocks, one array after another.
+"""Layout of weights in a device's memory: the fields of a row's blocks, one array after another;
+and of a layer's experts.
 
 A file's blocks have odd sizes, so that loads of 16 bytes would not be aligned. On the device a row
 is cut into the fields of its blocks, each field one array over the row's blocks, each array padded
 to 16 bytes; blocks are added until the row is a whole number of units of 64 weights. Padding is
 zero, which every type reads as weights of zero. The order inside a field is the file's.
 
-The table below is the only definition; `formats_table` writes it out for the kernels.
+The table below is the only definition; kernels have it as ``kernels/common/formats_table.cuh``.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-import numpy as np
-
 from dflash_adapters.quant import TensorType
-from dflash_protocol.ids import U8Array
+from dflash_runtime.compute.gpu.device.device import DeviceArray
 
 UNIT = 64
 """Weights unpacked by a lane at once."""
@@ -68,6 +68,48 @@ FLOAT_TYPES = frozenset({TensorType.F32, TensorType.F16, TensorType.BF16})
 """Types that are multiplied with float32 activations; all others are with int8."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceMatrix:
+    """A weight on a device. Shapes: weights [rows * row_bytes] uint8, rows as above."""
+
+    rows: int
+    columns: int
+    tensor_type: TensorType
+    weights: DeviceArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ResidentMatrices:
+    """One projection of a layer's experts on a device: ``y = scale * (W x) + bias``.
+
+    Matrices lie by slot, one after another; biases and scales by expert id, if there are any.
+    Shapes: weights [slots * rows] rows in the device's layout, uint8; bias [E, rows] and scale [E]
+    float32.
+    """
+
+    tensor_type: TensorType
+    weights: DeviceArray
+    bias: DeviceArray | None = None
+    scale: DeviceArray | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class ResidentExperts:
+    """The experts of a layer that are on a device.
+
+    Shapes: slot_of_expert [E] int32, -1 for an expert that is not resident.
+    """
+
+    gate: ResidentMatrices
+    up: ResidentMatrices
+    down: ResidentMatrices
+    slot_of_expert: DeviceArray
+    activation_limit: float = float("inf")
+    activation_alpha: float = 1.0
+    up_offset: float = 0.0
+    """These three: see spec.MoeLayer and its Activation."""
+
+
 def num_units(columns: int) -> int:
     """Units of a row."""
     return -(-columns // UNIT)
@@ -80,7 +122,8 @@ def row_bytes(tensor_type: TensorType, columns: int) -> int:
     Raises: ValueError if kernels have no layout for the type, or if the row is no whole number of
     the file's blocks.
     """
-    return sum(_array_bytes(tensor_type, field, columns) for field in _fields(tensor_type, columns))
+    fields = fields_of(tensor_type, columns)
+    return sum(array_bytes(tensor_type, field, columns) for field in fields)
 
 
 def is_native(tensor_type: TensorType, columns: int) -> bool:
@@ -90,67 +133,8 @@ def is_native(tensor_type: TensorType, columns: int) -> bool:
     ) == tensor_type.row_bytes(columns)
 
 
-def repack(tensor_type: TensorType, raw: U8Array, *, rows: int, columns: int) -> U8Array:
-    """Rows of a file, repacked to the device's layout.
-
-    Shapes: raw [rows * the file's row bytes]; result [rows, row_bytes].
-    Raises: ValueError as `row_bytes` does, or if the bytes are not exactly that many rows.
-    """
-    fields = _fields(tensor_type, columns)
-    native_bytes = tensor_type.row_bytes(columns)
-    if raw.dtype != np.uint8 or raw.size != rows * native_bytes:
-        raise ValueError(
-            f"{raw.size} items of {raw.dtype} for {rows} rows of {columns} {tensor_type.name}, "
-            f"which take {rows * native_bytes} bytes"
-        )
-    layout = tensor_type.layout
-    num_blocks = columns // layout.block_elements
-    blocks = raw.reshape(rows, num_blocks, layout.block_bytes)
-    result = np.zeros((rows, row_bytes(tensor_type, columns)), np.uint8)
-    offset = 0
-    for field in fields:
-        part = blocks[:, :, field.native_offset : field.native_offset + field.num_bytes]
-        result[:, offset : offset + num_blocks * field.num_bytes] = part.reshape(rows, -1)
-        offset += _array_bytes(tensor_type, field, columns)
-    return result
-
-
-def formats_table() -> str:
-    """The table as C++ for the kernels: the text of ``kernels/common/formats_table.cuh``."""
-    lines = [
-        "// Written by layouts.py (`formats_table`), whose table this is; a test compares them.",
-        "#pragma once",
-        "",
-        "// Types of weights: the ids of the file format.",
-        "enum WeightType {",
-        *(f"    {kind.name} = {int(kind)}," for kind in FIELDS),
-        "};",
-        "",
-        "// Elements and bytes of the file's blocks, and what the fields of a row are called.",
-        "template <int Type> struct Blocks;",
-        "// A field's offset in the file's block, and its bytes.",
-        "template <int Type, int Index> struct Field;",
-        "",
-    ]
-    for kind, fields in FIELDS.items():
-        layout = kind.layout
-        names = [f"{field.name} = {index}" for index, field in enumerate(fields)]
-        lines += [
-            f"template <> struct Blocks<{kind.name}> {{",
-            f"    static constexpr int ELEMENTS = {layout.block_elements}, "
-            f"BYTES = {layout.block_bytes};",
-            f"    static constexpr int {', '.join(names)}, NUM_FIELDS = {len(fields)};",
-            "};",
-        ]
-        lines += [
-            f"template <> struct Field<{kind.name}, {index}> {{ static constexpr int "
-            f"OFFSET = {field.native_offset}, BYTES = {field.num_bytes}; }};"
-            for index, field in enumerate(fields)
-        ]
-    return "\n".join(lines) + "\n"
-
-
-def _fields(tensor_type: TensorType, columns: int) -> tuple[Field, ...]:
+def fields_of(tensor_type: TensorType, columns: int) -> tuple[Field, ...]:
+    """Raises: ValueError as `row_bytes` does."""
     fields = FIELDS.get(tensor_type)
     if fields is None:
         raise ValueError(f"no device layout for {tensor_type.name}")
@@ -158,7 +142,8 @@ def _fields(tensor_type: TensorType, columns: int) -> tuple[Field, ...]:
     return fields
 
 
-def _array_bytes(tensor_type: TensorType, field: Field, columns: int) -> int:
+def array_bytes(tensor_type: TensorType, field: Field, columns: int) -> int:
+    """Bytes of one field's array in a row."""
     num_blocks = num_units(columns) * UNIT // tensor_type.layout.block_elements
     # A row of 256-value blocks is a whole number of units anyway.
     num_blocks = max(num_blocks, columns // tensor_type.layout.block_elements)

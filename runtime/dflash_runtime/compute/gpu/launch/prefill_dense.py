@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,25 +17,15 @@ from dflash_runtime.compute.gpu.device.device import (
     KernelDevice,
     PreparedLaunch,
     address,
-    optional_address,
 )
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
-from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
-from dflash_runtime.compute.gpu.launch.layouts import row_bytes
-from dflash_runtime.compute.gpu.launch.prefill_rows import PreparedRows
-from dflash_runtime.compute.gpu.launch.prefill_tiles import (
-    DENSE_FLOAT_TILE,
-    FEW_TILE,
-    FMA_TILE,
-    TENSOR_TILES,
-    ProductKind,
-    Products,
-    Tile,
-    activation_parts,
-)
-from dflash_runtime.compute.gpu.launch.prefill_weights import (
+from dflash_runtime.compute.gpu.launch.layouts import DeviceMatrix, row_bytes
+from dflash_runtime.compute.gpu.launch.prefill_operands import (
     AS_STORED,
+    PreparedRows,
+    Products,
     WeightScratch,
+    activation_parts,
     check_type,
     half_row_bytes,
     product_row_bytes,
@@ -46,44 +37,25 @@ _MOST_KNOWN = 1024
 MAX_MATRICES = 4
 """Most matrices of one launch."""
 
-DenseMatrixArgs = kernel_struct("gemm_dense.cu", "DenseMatrix")
 DenseArgs = kernel_struct("gemm_dense.cu", "DenseArgs")
 
 
 @dataclass(slots=True, eq=False)  # made for every launch, and frozen takes four times as long
 class DenseProduct:
-    """``out = x @ matrix.T``, plus `add`, which may be `out`.
+    """``out = x @ matrix.T``, or added to it. Shapes: out [T, rows] float32."""
 
-    Shapes: the matrix [rows, columns] as layouts.py has it; out, add [T, rows] float32.
-    """
-
-    tensor_type: TensorType
-    rows: int
-    columns: int
-    weights_address: int
+    matrix: DeviceMatrix
     out: DeviceArray
-    add: DeviceArray | None = None
+    adds: bool = False
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """Rows of a matrix that share a launch with other matrices."""
 
-    index: int
-    """Index of the product in the call."""
-    product: DenseProduct
+    product_index: int
+    matrix: DeviceMatrix
     first_row: int
     num_rows: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Result:
-    """Destination of a product, or of some of its columns."""
-
-    entry: ctypes.Structure
-    index: int
-    """Index of the product in the call."""
-    offset_bytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +64,9 @@ class _Multiplication:
 
     key: tuple[object, ...]
     launches: list[PreparedLaunch]
-    results: list[_Result]
+    results: list[tuple[ctypes.Structure, int, int]]
+    """For each piece its entry in a launch's arguments, the product's index, and the offset of its
+    columns in bytes."""
 
 
 class DensePrefill:
@@ -118,11 +92,12 @@ class DensePrefill:
         Raises: SettingsError for other shapes or rows prepared in fewer parts than are needed.
         """
         matrices = tuple(
-            (each.weights_address, each.tensor_type, each.rows, each.columns) for each in products
+            (address(each.weights), each.tensor_type, each.rows, each.columns)
+            for each in (product.matrix for product in products)
         )
         for product in products:
             self._check(rows, product)
-        parts = sorted({activation_parts((each.tensor_type,)) for each in products})
+        parts = sorted({activation_parts((each.matrix.tensor_type,)) for each in products})
         # Layers are multiplied repeatedly, by rows prepared at the same address.
         key = rows.num_rows, rows.columns, *(rows.addresses(each) for each in parts)
         known = self._known.get(matrices)
@@ -131,10 +106,10 @@ class DensePrefill:
             if matrices not in self._known and len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
             self._known[matrices] = known
-        for result in known.results:
-            product, entry = products[result.index], result.entry
-            entry.out = address(product.out, result.offset_bytes)
-            entry.add = optional_address(product.add, result.offset_bytes)
+        for entry, index, offset_bytes in known.results:
+            product = products[index]
+            entry.out = address(product.out, offset_bytes)
+            entry.add = entry.out if product.adds else 0
         for launch in known.launches:
             launch.start(self._device)
 
@@ -148,49 +123,49 @@ class DensePrefill:
         made = _Multiplication(key, [], [])
         for parts in all_parts:
             chosen = [
-                (index, each)
+                (index, each.matrix)
                 for index, each in enumerate(products)
-                if activation_parts((each.tensor_type,)) == parts
+                if activation_parts((each.matrix.tensor_type,)) == parts
             ]
             for pieces in self._launches(chosen):
                 self._multiply(rows, parts, pieces, made)
         return made
 
     def _check(self, rows: PreparedRows, product: DenseProduct) -> None:
-        check_type(product.tensor_type, product.columns)
-        shape = rows.num_rows, product.rows
-        arrays = [product.out] if product.add is None else [product.out, product.add]
-        if rows.columns != product.columns or any(each.shape != shape for each in arrays):
+        matrix, out = product.matrix, product.out
+        check_type(matrix.tensor_type, matrix.columns)
+        shape = rows.num_rows, matrix.rows
+        if rows.columns != matrix.columns or out.shape != shape:
             raise SettingsError(
-                f"{product.rows} x {product.columns} times rows of {rows.columns} gives "
-                f"{[each.shape for each in arrays]}, {shape} wanted"
+                f"{matrix.rows} x {matrix.columns} times rows of {rows.columns} gives "
+                f"{out.shape}, {shape} wanted"
             )
-        if any(each.dtype != np.float32 for each in arrays):
+        if out.dtype != np.float32:
             raise SettingsError("results must be float32")
 
-    def _launches(self, products: Iterable[tuple[int, DenseProduct]]) -> Iterator[list[_Piece]]:
-        """Split the products into groups of pieces that fit the scratch memory."""
+    def _launches(self, matrices: Iterable[tuple[int, DeviceMatrix]]) -> Iterator[list[_Piece]]:
+        """Split the matrices into groups of pieces that fit the scratch memory."""
         pieces: list[_Piece] = []
         free_bytes = self._scratch.num_bytes
-        for index, product in products:
-            needed = 0 if product.tensor_type in AS_STORED else half_row_bytes(product.columns)
+        for index, matrix in matrices:
+            needed = 0 if matrix.tensor_type in AS_STORED else half_row_bytes(matrix.columns)
             first = 0
-            while first < product.rows:
-                num_rows = product.rows - first
+            while first < matrix.rows:
+                num_rows = matrix.rows - first
                 if needed:
                     num_rows = min(num_rows, free_bytes // needed)
                 # A part of a matrix begins a new launch: too little scratch memory is left.
-                is_cut = num_rows < product.rows - first
+                is_cut = num_rows < matrix.rows - first
                 if len(pieces) == MAX_MATRICES or (pieces and is_cut):
                     yield pieces
                     pieces, free_bytes = [], self._scratch.num_bytes
                     continue
                 if num_rows == 0:
                     raise SettingsError(
-                        f"a row of {product.columns} columns does not fit into "
+                        f"a row of {matrix.columns} columns does not fit into "
                         f"{self._scratch.num_bytes} bytes of scratch memory"
                     )
-                pieces.append(_Piece(index, product, first, num_rows))
+                pieces.append(_Piece(index, matrix, first, num_rows))
                 free_bytes -= num_rows * needed
                 first += num_rows
         if pieces:
@@ -212,24 +187,22 @@ class DensePrefill:
         )
         num_tiles = offset_bytes = 0
         for entry, piece in zip(args.matrices, pieces, strict=False):
-            product = piece.product
-            weights_address = product.weights_address + piece.first_row * row_bytes(
-                product.tensor_type, product.columns
-            )
-            entry.weights = weights_address
-            if product.tensor_type not in AS_STORED:
+            matrix = piece.matrix
+            first_byte = piece.first_row * row_bytes(matrix.tensor_type, matrix.columns)
+            entry.weights = weights_address = address(matrix.weights, first_byte)
+            if matrix.tensor_type not in AS_STORED:
                 entry.weights = self._scratch.place(offset_bytes)
                 fill, num_bytes = self._scratch.fill(
-                    product.tensor_type,
-                    weights_address,
+                    matrix.tensor_type,
                     rows=piece.num_rows,
-                    columns=product.columns,
+                    columns=matrix.columns,
                     offset_bytes=offset_bytes,
+                    weights=weights_address,
                 )
                 made.launches.append(fill)
                 offset_bytes += num_bytes
-            made.results.append(_Result(entry, piece.index, 4 * piece.first_row))
-            entry.out_stride = product.rows
+            made.results.append((entry, piece.product_index, 4 * piece.first_row))
+            entry.out_stride = matrix.rows
             entry.num_rows = piece.num_rows
             entry.first_tile = num_tiles
             num_tiles += -(-piece.num_rows // tile.columns)
@@ -250,28 +223,12 @@ class DensePrefill:
         if (columns, parts, is_few) not in self._kernels:
             for each in (False, True):
                 product, tile = self.products.of_dense(parts, is_few=each)
-                defines = _defines(product, tile, columns, parts)
+                defines = {
+                    **tile.defines(product),
+                    "NUM_COLUMNS": columns,
+                    "NUM_PARTS": max(parts, 1),
+                    "WEIGHT_ROW_BYTES": product_row_bytes(columns, parts),
+                }
                 module = self._device.module("gemm_dense.cu", defines)
                 self._kernels[columns, parts, each] = module.kernel("gemm_dense", DenseArgs)
         return self._kernels[columns, parts, is_few]
-
-
-def _defines(product: ProductKind, tile: Tile, columns: int, parts: int) -> dict[str, int | str]:
-    return {
-        **tile.defines(product),
-        "NUM_COLUMNS": columns,
-        "NUM_PARTS": max(parts, 1),
-        "WEIGHT_ROW_BYTES": product_row_bytes(columns, parts),
-    }
-
-
-KERNEL_VARIANTS = (
-    *(
-        KernelVariant(
-            "gemm_dense.cu", _defines(ProductKind.TENSOR, tile, 96, 1), needs=("mma",), lanes=(32,)
-        )
-        for tile in (*TENSOR_TILES, FEW_TILE)
-    ),
-    KernelVariant("gemm_dense.cu", _defines(ProductKind.HALF, FMA_TILE, 96, 2)),
-    KernelVariant("gemm_dense.cu", _defines(ProductKind.FLOAT, DENSE_FLOAT_TILE, 96, 0)),
-)

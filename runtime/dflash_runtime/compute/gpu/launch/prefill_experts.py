@@ -24,33 +24,102 @@ from dflash_runtime.compute.gpu.device.device import (
     address,
     optional_address,
 )
-from dflash_runtime.compute.gpu.launch.prefill_expert_kernels import (
-    ActivationArgs,
-    CombineArgs,
-    ExpertKernelCache,
-    ExpertKernels,
-    GemmDownArgs,
-    GemmGateUpArgs,
-    LevelArgs,
-)
+from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
+from dflash_runtime.compute.gpu.launch.layouts import ResidentExperts, ResidentMatrices, row_bytes
 from dflash_runtime.compute.gpu.launch.prefill_groups import GroupedPairs
-from dflash_runtime.compute.gpu.launch.prefill_rows import PreparedRows
-from dflash_runtime.compute.gpu.launch.prefill_tiles import Products, Tile, activation_parts
-from dflash_runtime.compute.gpu.launch.prefill_weights import (
+from dflash_runtime.compute.gpu.launch.prefill_operands import (
     AS_STORED,
     IN_UNITS,
     MatrixChoice,
-    StoredExperts,
-    StoredProjection,
+    PreparedRows,
+    Products,
+    Tile,
     WeightScratch,
+    activation_parts,
     check_type,
     half_row_bytes,
+    product_row_bytes,
 )
+
+ActivationArgs = kernel_struct("activation.cuh", "ActivationArgs")
+GemmGateUpArgs = kernel_struct("gemm_gate_up.cu", "GemmGateUpArgs")
+LevelArgs = kernel_struct("level_activations.cu", "LevelArgs")
+GemmDownArgs = kernel_struct("gemm_down.cu", "GemmDownArgs")
+CombineArgs = kernel_struct("combine.cu", "CombineArgs")
 
 _COMBINE_THREADS = _LEVEL_THREADS = 256
 _MOST_ROWS = 64
 """Pairs of a group, on average, up to which matrices are read without conversion. With more it is
 faster to convert them to halves first."""
+
+
+class ExpertKernels:
+    """The kernels for experts of one size, each compiled on its first use.
+
+    For rows in so many parts (activation_parts), times matrices that products can read: of halves
+    or floats, or of the type `stored`, which they convert themselves.
+    """
+
+    def __init__(
+        self, device: KernelDevice, products: Products, *, hidden_size: int, ffn_size: int
+    ) -> None:
+        self._device = device
+        self._products = products
+        self._hidden_size, self._ffn_size = hidden_size, ffn_size
+        self._known: dict[tuple[object, ...], Kernel] = {}
+
+    def gate_up(
+        self, hidden_parts: int, down_parts: int, stored: TensorType | None = None
+    ) -> Kernel:
+        product, tile = self._products.of(hidden_parts)
+        defines = {
+            **tile.defines(product),
+            "NUM_COLUMNS": self._hidden_size,
+            "NUM_ROWS": self._ffn_size,
+            "NUM_PARTS": max(hidden_parts, 1),
+            "OUT_PARTS": down_parts,
+            **_weight_rows(self._hidden_size, hidden_parts, stored),
+        }
+        return self._kernel("gemm_gate_up", GemmGateUpArgs, defines)
+
+    def level(self, hidden_parts: int, down_parts: int) -> Kernel:
+        _, tile = self._products.of(hidden_parts)
+        defines: dict[str, int | str] = {
+            "NUM_COLUMNS": self._ffn_size,
+            "NUM_PARTS": max(down_parts, 1),
+            "SEGMENT": tile.segment,
+            "NUM_SEGMENTS": -(-self._ffn_size // tile.segment),
+        }
+        return self._kernel("level_activations", LevelArgs, defines)
+
+    def down(self, down_parts: int, stored: TensorType | None = None) -> Kernel:
+        product, tile = self._products.of(down_parts)
+        defines = {
+            **tile.defines(product),
+            "NUM_COLUMNS": self._ffn_size,
+            "NUM_ROWS": self._hidden_size,
+            "NUM_PARTS": max(down_parts, 1),
+            **_weight_rows(self._ffn_size, down_parts, stored),
+        }
+        return self._kernel("gemm_down", GemmDownArgs, defines)
+
+    def combine(self) -> Kernel:
+        return self._kernel("combine", CombineArgs, {"HIDDEN": self._hidden_size})
+
+    def _kernel(
+        self, name: str, args: type[ctypes.Structure], defines: dict[str, int | str]
+    ) -> Kernel:
+        key = name, *defines.items()
+        if key not in self._known:
+            module = self._device.module(f"{name}.cu", defines)
+            self._known[key] = module.kernel(name, args)
+        return self._known[key]
+
+
+def _weight_rows(columns: int, parts: int, stored: TensorType | None) -> dict[str, int | str]:
+    if stored is None:
+        return {"WEIGHT_ROW_BYTES": product_row_bytes(columns, parts)}
+    return {"WEIGHT_ROW_BYTES": row_bytes(stored, columns), "STORED_TYPE": int(stored)}
 
 
 @dataclass(slots=True, eq=False)
@@ -92,11 +161,8 @@ class ExpertPrefill:
         self.products = products
         self._device = device
         self._scratch = scratch
-        self._kernels = ExpertKernelCache(
-            device, products, hidden_size=hidden_size, ffn_size=ffn_size
-        )
-        combine = device.module("combine.cu", {"HIDDEN": hidden_size})
-        self._combine = combine.kernel("combine", CombineArgs)
+        self._kernels = ExpertKernels(device, products, hidden_size=hidden_size, ffn_size=ffn_size)
+        self._combine = self._kernels.combine()
         segment = min(products.half_tile.segment, products.float_tile.segment)
         self._buffers = _Buffers(
             terms=device.empty((max_pairs, hidden_size), np.float32),
@@ -104,8 +170,8 @@ class ExpertPrefill:
             shifts=device.empty((max_pairs, -(-ffn_size // segment)), np.uint8),
             activations=device.empty(0, np.uint8),
         )
-        self._prepared: WeakSet[StoredExperts] = WeakSet()
-        self._launches: WeakKeyDictionary[StoredExperts, tuple[object, list[PreparedLaunch]]] = (
+        self._prepared: WeakSet[ResidentExperts] = WeakSet()
+        self._launches: WeakKeyDictionary[ResidentExperts, tuple[object, list[PreparedLaunch]]] = (
             WeakKeyDictionary()
         )
         """Launches of each layer's last chunk, and the values that they depend on."""
@@ -118,7 +184,7 @@ class ExpertPrefill:
             self.hidden_size * half_row_bytes(self.ffn_size),
         )
 
-    def prepare(self, experts: StoredExperts) -> None:
+    def prepare(self, experts: ResidentExperts) -> None:
         """Compile kernels and allocate memory for such experts.
 
         Raises: SettingsError if there are no kernels for their types, or no scratch for one expert.
@@ -127,7 +193,7 @@ class ExpertPrefill:
             self._prepare(experts)
             self._prepared.add(experts)
 
-    def _prepare(self, experts: StoredExperts) -> None:
+    def _prepare(self, experts: ResidentExperts) -> None:
         projections = experts.gate, experts.up, experts.down
         for projection, columns in zip(
             projections, (self.hidden_size, self.hidden_size, self.ffn_size), strict=True
@@ -145,44 +211,42 @@ class ExpertPrefill:
         if self._buffers.activations.nbytes < num_bytes:
             self._buffers.activations = self._device.empty(num_bytes, np.uint8)
             self._launches.clear()  # which name those before
-        self._kernels.of(hidden_parts, down_parts)
-        if self._is_stored(experts.gate, experts.up):
-            self._kernels.stored_gate_up(experts.gate.tensor_type, down_parts)
-        if self._is_stored(experts.down):
-            self._kernels.stored_down(experts.down.tensor_type)
+        for stored in {None, self._stored_type(experts.gate, experts.up)}:
+            self._kernels.gate_up(hidden_parts, down_parts, stored)
+        self._kernels.level(hidden_parts, down_parts)
+        for stored in {None, self._stored_type(experts.down)}:
+            self._kernels.down(down_parts, stored)
 
-    def _is_stored(
-        self, *projections: StoredProjection, groups: GroupedPairs | None = None
-    ) -> bool:
-        """Whether products can read such matrices without conversion; and, with `groups`, whether
-        that is faster."""
+    def _stored_type(
+        self, *projections: ResidentMatrices, groups: GroupedPairs | None = None
+    ) -> TensorType | None:
+        """The type of such matrices if products can convert them; and, with `groups`, if that is
+        faster than to convert them before."""
         types = {each.tensor_type for each in projections}
         tile = self.products.half_tile
         if tile.num_threads < tile.columns or len(types) > 1 or not types <= IN_UNITS:
-            return False
-        if groups is None:
-            return True
-        return groups.num_pairs <= _MOST_ROWS * groups.max_groups
+            return None
+        is_faster = groups is None or groups.num_pairs <= _MOST_ROWS * groups.max_groups
+        return projections[0].tensor_type if is_faster else None
 
     def run(
         self,
         rows: PreparedRows,
         groups: GroupedPairs,
-        experts: StoredExperts,
+        experts: ResidentExperts,
         *,
         sums: DeviceArray | None = None,
         residual: DeviceArray | None = None,
-        out: DeviceArray | None = None,
         out_sums: DeviceArray | None = None,
     ) -> None:
         """Terms of all pairs of `groups`, added for each token in float64 in order of its choice.
 
-        ``out = residual + float32(sums + terms)`` and ``out_sums = sums + terms``, each if given;
-        `sums` and `residual` are nothing if not. `out` may be `residual`, `out_sums` be `sums`.
-        Shapes: rows [T, H]; residual, out [T, H] float32; sums, out_sums [T, H] float64.
+        ``residual += float32(sums + terms)`` and ``out_sums = sums + terms``, each if given; `sums`
+        are nothing if not, and may be `out_sums`.
+        Shapes: rows [T, H]; residual [T, H] float32; sums, out_sums [T, H] float64.
         Raises: SettingsError for other shapes or too many pairs.
         """
-        self._check(rows, groups, (residual, out), (sums, out_sums))
+        self._check(rows, groups, residual, (sums, out_sums))
         device = self._device
         for launch in self._launches_of(rows, groups, experts):
             launch.start(device)
@@ -191,27 +255,26 @@ class ExpertPrefill:
             rows_of_tokens=address(groups.rows_of_tokens),
             sums=optional_address(sums),
             residual=optional_address(residual),
-            out=optional_address(out),
+            out=optional_address(residual),
             out_sums=optional_address(out_sums),
             pairs_per_token=groups.pairs_per_token,
         )
         device.launch(self._combine, (groups.num_tokens, 1, 1), _COMBINE_THREADS, args)
 
     def _launches_of(
-        self, rows: PreparedRows, groups: GroupedPairs, experts: StoredExperts
+        self, rows: PreparedRows, groups: GroupedPairs, experts: ResidentExperts
     ) -> list[PreparedLaunch]:
         """All launches but the last; the same for chunks of one size, whatever was chosen."""
         hidden_parts, down_parts = _parts_of(experts)
-        kernels = self._kernels.of(hidden_parts, down_parts)
         hidden = rows.addresses(hidden_parts)
         key = hidden, groups.layout
         known_key, launches = self._launches.get(experts, (None, []))
         if known_key != key:
             self.prepare(experts)
-            launches = [*self._gate_up(kernels, hidden, groups, experts)]
+            launches = [*self._gate_up(hidden, groups, experts)]
             if down_parts:
-                launches.append(self._level(kernels, groups))
-            launches += self._down(kernels, groups, experts)
+                launches.append(self._level(self._kernels.level(hidden_parts, down_parts), groups))
+            launches += self._down(groups, experts)
             self._launches[experts] = key, launches
         return launches
 
@@ -219,7 +282,7 @@ class ExpertPrefill:
         self,
         rows: PreparedRows,
         groups: GroupedPairs,
-        floats: tuple[DeviceArray | None, ...],
+        residual: DeviceArray | None,
         doubles: tuple[DeviceArray | None, ...],
     ) -> None:
         shape = rows.num_rows, self.hidden_size
@@ -230,7 +293,7 @@ class ExpertPrefill:
                 f"{groups.num_pairs} pairs in tiles of {groups.tile_rows}, room for "
                 f"{self.max_pairs} in tiles of {self.products.tile_rows}"
             )
-        for arrays, dtype in ((floats, np.float32), (doubles, np.float64)):
+        for arrays, dtype in (((residual,), np.float32), (doubles, np.float64)):
             for array in arrays:
                 if array is not None and (array.shape != shape or array.dtype != dtype):
                     raise SettingsError(
@@ -238,15 +301,11 @@ class ExpertPrefill:
                     )
 
     def _gate_up(
-        self,
-        kernels: ExpertKernels,
-        rows: tuple[int, int, int],
-        groups: GroupedPairs,
-        experts: StoredExperts,
+        self, rows: tuple[int, int, int], groups: GroupedPairs, experts: ResidentExperts
     ) -> Iterator[PreparedLaunch]:
         """`rows`: from PreparedRows.addresses."""
         gate, up = experts.gate, experts.up
-        hidden_parts, _ = _parts_of(experts)
+        hidden_parts, down_parts = _parts_of(experts)
         hidden, hidden_scales, hidden_part_bytes = rows
         given = GemmGateUpArgs(
             counts=address(groups.counts),
@@ -254,8 +313,8 @@ class ExpertPrefill:
             token_indices=address(groups.token_indices),
             hidden=hidden,
             hidden_scales=hidden_scales,
-            gate=gate.weights_address,
-            up=up.weights_address,
+            gate=address(gate.weights),
+            up=address(up.weights),
             gate_bias=optional_address(gate.bias),
             up_bias=optional_address(up.bias),
             gate_scale=optional_address(gate.scale),
@@ -264,38 +323,32 @@ class ExpertPrefill:
             shifts=address(self._buffers.shifts),
             hidden_part_bytes=hidden_part_bytes,
             activation_part_bytes=self._activation_part_bytes,
-            gate_stride=gate.stride_bytes,
-            up_stride=up.stride_bytes,
+            gate_stride=self.ffn_size * row_bytes(gate.tensor_type, self.hidden_size),
+            up_stride=self.ffn_size * row_bytes(up.tensor_type, self.hidden_size),
             form=ActivationArgs(
                 limit=experts.activation_limit,
                 alpha=experts.activation_alpha,
-                up_offset=experts.activation_up_offset,
+                up_offset=experts.up_offset,
             ),
         )
         _, tile = self.products.of(hidden_parts)
         blocks = -(-2 * self.ffn_size // tile.columns)
-        size = {"rows": self.ffn_size, "columns": self.hidden_size}
-        is_stored = gate.tensor_type is up.tensor_type and gate.tensor_type in AS_STORED
-        kernel = kernels.gate_up
-        if self._is_stored(gate, up, groups=groups):
-            is_stored = True
-            kernel = self._kernels.stored_gate_up(gate.tensor_type, _parts_of(experts)[1])
-        for choice in self._passes(groups, experts, is_stored=is_stored):
+        stored = self._stored_type(gate, up, groups=groups)
+        converts = stored is None and not {gate.tensor_type, up.tensor_type} <= AS_STORED
+        kernel = self._kernels.gate_up(hidden_parts, down_parts, stored)
+        for choice in self._passes(groups, experts, converts=converts):
             args = GemmGateUpArgs.from_buffer_copy(given)
             args.choice = choice
-            if not is_stored:
-                args.gate = self._scratch.place()
-                fill, num_bytes = self._scratch.fill_groups(gate, groups, choice, **size)
+            if converts:
+                fill, num_bytes = self._fill(gate, groups, choice)
                 yield fill
-                args.up = self._scratch.place(num_bytes)
-                fill, _ = self._scratch.fill_groups(
-                    up, groups, choice, offset_bytes=num_bytes, **size
-                )
+                args.gate, args.up = self._scratch.place(), self._scratch.place(num_bytes)
+                fill, _ = self._fill(up, groups, choice, offset_bytes=num_bytes)
                 yield fill
                 args.gate_stride = args.up_stride = self.ffn_size * half_row_bytes(self.hidden_size)
             yield _product(kernel, (blocks, groups.max_tiles, 1), tile, args)
 
-    def _level(self, kernels: ExpertKernels, groups: GroupedPairs) -> PreparedLaunch:
+    def _level(self, kernel: Kernel, groups: GroupedPairs) -> PreparedLaunch:
         args = LevelArgs(
             counts=address(groups.counts),
             shifts=address(self._buffers.shifts),
@@ -305,11 +358,9 @@ class ExpertPrefill:
         )
         rows_of_block = _LEVEL_THREADS // self._device.lanes
         blocks = -(-groups.num_pairs // rows_of_block)
-        return PreparedLaunch(kernels.level, (blocks, 1, 1), _LEVEL_THREADS, args)
+        return PreparedLaunch(kernel, (blocks, 1, 1), _LEVEL_THREADS, args)
 
-    def _down(
-        self, kernels: ExpertKernels, groups: GroupedPairs, experts: StoredExperts
-    ) -> Iterator[PreparedLaunch]:
+    def _down(self, groups: GroupedPairs, experts: ResidentExperts) -> Iterator[PreparedLaunch]:
         down = experts.down
         _, down_parts = _parts_of(experts)
         given = GemmDownArgs(
@@ -318,48 +369,72 @@ class ExpertPrefill:
             activations=address(self._buffers.activations),
             activation_scales=address(self._buffers.scales) if down_parts else 0,
             weights=address(groups.weights),
-            down=down.weights_address,
+            down=address(down.weights),
             bias=optional_address(down.bias),
             scale=optional_address(down.scale),
             terms=address(self._buffers.terms),
             activation_part_bytes=self._activation_part_bytes,
-            stride=down.stride_bytes,
+            stride=self.hidden_size * row_bytes(down.tensor_type, self.ffn_size),
         )
         _, tile = self.products.of(down_parts)
         blocks = -(-self.hidden_size // tile.columns)
-        size = {"rows": self.hidden_size, "columns": self.ffn_size}
-        is_stored = down.tensor_type in AS_STORED
-        kernel = kernels.down
-        if self._is_stored(down, groups=groups):
-            is_stored, kernel = True, self._kernels.stored_down(down.tensor_type)
-        for choice in self._passes(groups, experts, is_stored=is_stored):
+        stored = self._stored_type(down, groups=groups)
+        converts = stored is None and down.tensor_type not in AS_STORED
+        kernel = self._kernels.down(down_parts, stored)
+        for choice in self._passes(groups, experts, converts=converts):
             args = GemmDownArgs.from_buffer_copy(given)
             args.choice = choice
-            if not is_stored:
+            if converts:
                 args.down = self._scratch.place()
-                fill, _ = self._scratch.fill_groups(down, groups, choice, **size)
+                fill, _ = self._fill(down, groups, choice, is_down=True)
                 yield fill
                 args.stride = self.hidden_size * half_row_bytes(self.ffn_size)
             yield _product(kernel, (blocks, groups.max_tiles, 1), tile, args)
+
+    def _fill(
+        self,
+        matrices: ResidentMatrices,
+        groups: GroupedPairs,
+        choice: ctypes.Structure,
+        *,
+        is_down: bool = False,
+        offset_bytes: int = 0,
+    ) -> tuple[PreparedLaunch, int]:
+        """WeightScratch.fill for the chosen groups' matrices."""
+        rows, columns = self.ffn_size, self.hidden_size
+        if is_down:
+            rows, columns = columns, rows
+        return self._scratch.fill(
+            matrices.tensor_type,
+            rows=rows,
+            columns=columns,
+            num_matrices=choice.end_group - choice.first_group,
+            offset_bytes=offset_bytes,
+            counts=address(groups.counts),
+            expert_ids=address(groups.expert_ids),
+            weights=address(matrices.weights),
+            stride=rows * row_bytes(matrices.tensor_type, columns),
+            choice=choice,
+        )
 
     @property
     def _activation_part_bytes(self) -> int:
         return 2 * self.max_pairs * self.ffn_size
 
     def _passes(
-        self, groups: GroupedPairs, experts: StoredExperts, *, is_stored: bool
+        self, groups: GroupedPairs, experts: ResidentExperts, *, converts: bool
     ) -> Iterator[ctypes.Structure]:
         """Groups whose matrices fit the scratch memory; all, if these are not converted."""
-        slots = optional_address(experts.slot_of_expert)
+        slots = address(experts.slot_of_expert)
         at_once = groups.max_groups
-        if not is_stored:
+        if converts:
             at_once = min(at_once, self._scratch.num_bytes // self.bytes_of_group)
         for first in range(0, groups.max_groups, at_once):
             yield MatrixChoice(
                 slot_of_expert=slots,
                 first_group=first,
                 end_group=min(first + at_once, groups.max_groups),
-                is_by_group=not is_stored,
+                is_by_group=converts,
             )
 
 
@@ -367,7 +442,7 @@ def _product(kernel: Kernel, grid: Grid, tile: Tile, args: ctypes.Structure) -> 
     return PreparedLaunch(kernel, grid, tile.num_threads, args, tile.shared_bytes)
 
 
-def _parts_of(experts: StoredExperts) -> tuple[int, int]:
+def _parts_of(experts: ResidentExperts) -> tuple[int, int]:
     """Parts of hidden rows and of activations; see activation_parts."""
     return (
         activation_parts((experts.gate.tensor_type, experts.up.tensor_type)),

@@ -20,7 +20,6 @@ from dflash_runtime.compute.gpu.device.device import (
     optional_address,
 )
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
-from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 
 MAX_EXPERTS = 960
 """Most experts: the sort's block has a thread for each, in whole logical warps."""
@@ -100,7 +99,7 @@ class ExpertGroups:
         tile_rows: int,
         chunk_pairs: int = CHUNK_PAIRS,
     ) -> None:
-        """`tile_rows`: see prefill_tiles.Products."""
+        """`tile_rows`: see prefill_operands.Products."""
         if not 0 < num_experts <= MAX_EXPERTS or max_pairs <= 0:
             raise SettingsError(
                 f"prefill of {max_pairs} pairs, {num_experts} experts; up to {MAX_EXPERTS} can be"
@@ -174,25 +173,19 @@ class ExpertGroups:
         0: none.
         Raises: SettingsError for other shapes or more pairs than there is room for.
         """
-        shape = topk_ids.shape
-        if (
-            len(shape) != 2
-            or topk_weights.shape != shape
-            or not 0 < topk_ids.size <= self.max_pairs
+        shape, experts = topk_ids.shape, (self.num_experts,)
+        if len(shape) != 2 or not 0 < topk_ids.size <= self.max_pairs:
+            raise SettingsError(f"a choice of {shape}, room for {self.max_pairs} pairs")
+        for name, array, wanted, dtype in (
+            ("ids", topk_ids, shape, np.int32),
+            ("weights", topk_weights, shape, np.float32),
+            ("slots", slot_of_expert, experts, np.int32),
+            ("counts", selections, experts, np.uint32),
         ):
-            raise SettingsError(
-                f"choice {shape}, weights {topk_weights.shape}, room for {self.max_pairs} pairs"
-            )
-        if topk_ids.dtype != np.int32 or topk_weights.dtype != np.float32:
-            raise SettingsError(f"choice of {topk_ids.dtype}, weights of {topk_weights.dtype}")
-        if slot_of_expert is not None and (
-            slot_of_expert.shape != (self.num_experts,) or slot_of_expert.dtype != np.int32
-        ):
-            raise SettingsError(f"slots of {slot_of_expert.shape}, {self.num_experts} experts")
-        if selections is not None and (
-            selections.shape != (self.num_experts,) or selections.dtype != np.uint32
-        ):
-            raise SettingsError(f"counts of {selections.shape}, {self.num_experts} experts")
+            if array is not None and (array.shape != wanted or array.dtype != dtype):
+                raise SettingsError(
+                    f"{name}: {array.dtype} of {array.shape}, {np.dtype(dtype)} of {wanted} wanted"
+                )
         num_tokens, pairs_per_token = shape
         num_pairs = topk_ids.size
         most = self.num_experts if num_resident is None else min(num_resident, self.num_experts)
@@ -259,24 +252,14 @@ class ExpertGroups:
         self._device.launch(kernels.tile, (1, 1, 1), kernels.num_threads, args)
         blocks = (-(-batch.num_tokens // _FIND_THREADS), 1, 1)
         self._device.launch(kernels.find, blocks, _FIND_THREADS, args)
-        return GroupedPairs(
-            counts=own.counts,
+        return replace(
+            own,
             expert_ids=expert_ids,
-            tiles=own.tiles,
             token_indices=token_indices,
             weights=weights.view(np.float32),
-            rows_of_tokens=own.rows_of_tokens,
             num_tokens=batch.num_tokens,
             num_pairs=num_pairs,
             pairs_per_token=pairs_per_token,
             max_groups=num_groups,
-            tile_rows=own.tile_rows,
             number=self._loaded_number,
         )
-
-
-KERNEL_VARIANTS = (
-    KernelVariant(
-        "group_experts.cu", {"NUM_EXPERTS": 128, "CHUNK_PAIRS": CHUNK_PAIRS, "TILE_M": 128}
-    ),
-)

@@ -14,7 +14,6 @@ from dflash_protocol.ids import F64Array
 from dflash_runtime.compute.backend import DeviceSampling
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
-from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.decode_arrays import ArrayChecker
 from dflash_runtime.compute.gpu.launch.decode_tokens import ArgmaxLogits
 
@@ -75,7 +74,7 @@ class SampleTokens:
         self._device, self._arrays = device, ArrayChecker(device)
         self._vocab_size = vocab_size
         warps = _THREADS // device.lanes
-        defines = _defines(vocab_size=vocab_size, bin_capacity=bin_capacity, warps=warps)
+        defines = {"VOCAB": vocab_size, "BIN_CAPACITY": bin_capacity, "WARPS": warps}
         module = device.module("sample.cu", defines)
         self._weigh, self._place, self._token = (
             module.kernel(f"sample_{name}", SampleArgs) for name in ("weigh", "place", "token")
@@ -158,12 +157,3 @@ class ChooseTokens:
         self._sampled[vocab_size].launch(
             logits, partials, inputs, token_ids=token_ids, positions=positions, history=history
         )
-
-
-def _defines(*, vocab_size: int, bin_capacity: int, warps: int) -> dict[str, int | str]:
-    return {"VOCAB": vocab_size, "BIN_CAPACITY": bin_capacity, "WARPS": warps}
-
-
-KERNEL_VARIANTS = (
-    KernelVariant("sample.cu", _defines(vocab_size=1003, bin_capacity=_BIN_CAPACITY, warps=4)),
-)

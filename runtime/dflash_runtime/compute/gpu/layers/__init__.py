@@ -1,1 +1,1 @@
-"""A layer on a device: weights, resident experts, KV cache, recurrent states."""
+"""A layer on a device: attention, DeltaNet, caches and their states, weights, resident experts."""

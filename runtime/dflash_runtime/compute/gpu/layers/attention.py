@@ -1,78 +1,45 @@
-"""Launches of attention: checks every array that reaches a kernel, fills in arguments."""
+"""Attention of a layer: launches for steps and chunks, and the choice between them and a tree's."""
 
 from __future__ import annotations
 
-import ctypes
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
-from dflash_adapters.rope import RopePairing, RopeTable
-from dflash_adapters.spec import CAUSAL, KvLayer, Mask
+from dflash_adapters.rope import AttentionTemperature, RopePairing, RopeTable
 from dflash_protocol.errors import SettingsError
-from dflash_protocol.ids import F32Array
-from dflash_runtime.compute.gpu.device.device import (
-    DeviceArray,
-    Grid,
-    Kernel,
-    KernelDevice,
-    address,
-)
+from dflash_protocol.ids import I32Array
+from dflash_runtime.compute.gpu.device.buffers import Buffers
+from dflash_runtime.compute.gpu.device.device import DeviceArray, Grid, Kernel, KernelDevice
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
-from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
-from dflash_runtime.compute.gpu.launch.decode_arrays import GRANULE, ArrayChecker, int8_rows
-from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
+from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, ArrayChecker, StepRows
+from dflash_runtime.compute.gpu.layers.attention_args import (
+    AttentionMergeArgs,
+    NewRows,
+    attention_rows,
+    check_layer,
+    layer_cache,
+    merge_args,
+    out_address,
+    rotation_angles,
+    scratch_address,
+    sinks_address,
+)
 from dflash_runtime.compute.gpu.layers.attention_plan import AttentionShape, DecodePlan, PrefillPlan
-from dflash_runtime.compute.gpu.layers.kv_rows import KvRows, LayerKvCache
+from dflash_runtime.compute.gpu.layers.attention_tree import TreeAttention
+from dflash_runtime.compute.gpu.layers.kv_rows import LayerKvCache
+from dflash_runtime.compute.gpu.layers.placed_step import PlacedStep
+from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.kv_cache import KvType
 
-_ALIGNMENT = 16
-
-LayerCacheArgs = kernel_struct("attention_heads.cuh", "LayerCache")
-NewRowsArgs = kernel_struct("attention_heads.cuh", "NewRows")
 AttentionDecodeArgs = kernel_struct("attention_decode.cu", "AttentionDecodeArgs")
-AttentionMergeArgs = kernel_struct("attention_merge.cu", "AttentionMergeArgs")
 AttentionStoreArgs = kernel_struct("attention_store.cu", "AttentionStoreArgs")
 AttentionPrefillArgs = kernel_struct("attention_prefill.cu", "AttentionPrefillArgs")
 
-
-def rotation_angles(table: RopeTable, num_positions: int) -> F32Array:
-    """{cos, sin} of every pair at every position, scaled. Shapes: result [N, rotated / 2, 2]."""
-    angles = np.arange(num_positions, dtype=np.float64)[:, None] * table.inv_freq
-    pairs = np.empty((*angles.shape, 2), np.float32)
-    pairs[..., 0] = np.cos(angles) * table.scale
-    pairs[..., 1] = np.sin(angles) * table.scale
-    return pairs
-
-
-@dataclass(slots=True, eq=False)  # made for every launch
-class TokenRows:
-    """Rows of heads inside a wider array, such as the joint projection of queries, keys and values.
-
-    Shapes: array [T, columns] float32; a token's heads begin at `first_column` of its row.
-    """
-
-    array: DeviceArray
-    first_column: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class NewRows:
-    """Projected queries, keys and values, and their norms and rotation before attention.
-
-    Shapes: angles from rotation_angles, None: no rotation; weights [D] float32 or None;
-    query_factors [N] float32, by position.
-    """
-
-    queries: TokenRows
-    keys: TokenRows
-    values: TokenRows
-    angles: DeviceArray | None
-    scale: float
-    query_weight: DeviceArray | None = None
-    key_weight: DeviceArray | None = None
-    eps: float = 0.0
-    query_factors: DeviceArray | None = None
+Heads: TypeAlias = tuple[DeviceArray, DeviceArray, DeviceArray]
+"""Projected queries, keys and values. Shapes: each [T, heads * D] float32."""
 
 
 class DecodeAttention:
@@ -156,7 +123,6 @@ class PrefillAttention:
         self._store = device.module("attention_store.cu", shape.defines()).kernel(
             "attention_store", AttentionStoreArgs
         )
-        self._kernels: dict[PrefillPlan, Kernel] = {}
         self._launches: dict[int, _ChunkLaunch] = {}
         smallest = PrefillPlan(shape, 1)
         if smallest.shared_bytes > device.max_shared_bytes:
@@ -203,7 +169,7 @@ class PrefillAttention:
         check_layer(self.shape, layer, rows)
         where = self._arrays.address("first_position", first_position, np.int32, one=1)
         queries = scratch_address(scratch, how.scratch_bytes)
-        target, cache = _out(self.shape, out, num_tokens), layer_cache(layer)
+        target, cache = out_address(self.shape, out, num_tokens), layer_cache(layer)
         self._device.launch(
             self._store,
             how.store_grid,
@@ -223,7 +189,7 @@ class PrefillAttention:
                 queries=queries,
                 first_position=where,
                 cache=cache,
-                sinks=_sinks(self._arrays, self.shape, sinks),
+                sinks=sinks_address(self._arrays, self.shape, sinks),
                 out=target,
                 num_tokens=num_tokens,
             ),
@@ -234,10 +200,11 @@ class PrefillAttention:
         known = self._launches.get(num_tokens)
         if known is None:
             plan, lanes = self.plan(num_tokens), self._device.lanes
+            module = self._device.module("attention_prefill.cu", plan.defines())
             known = self._launches[num_tokens] = _ChunkLaunch(
                 store_grid=plan.store_grid(num_tokens),
                 store_threads=plan.store_threads(lanes),
-                kernel=self._kernel(plan),
+                kernel=module.kernel("attention_prefill", AttentionPrefillArgs),
                 grid=plan.grid(num_tokens),
                 threads=plan.threads(lanes),
                 shared_bytes=plan.shared_bytes,
@@ -245,194 +212,197 @@ class PrefillAttention:
             )
         return known
 
-    def _kernel(self, plan: PrefillPlan) -> Kernel:
-        kernel = self._kernels.get(plan)
-        if kernel is None:
-            module = self._device.module("attention_prefill.cu", plan.defines())
-            kernel = module.kernel("attention_prefill", AttentionPrefillArgs)
-            self._kernels[plan] = kernel
-        return kernel
 
+@dataclass(slots=True, eq=False)
+class AttentionForm:
+    """What one layer's attention does, besides its projections.
 
-def merge_args(
-    arrays: ArrayChecker,
-    shape: AttentionShape,
-    out: StepRows,
-    *,
-    num_tokens: int,
-    sinks: DeviceArray | None,
-) -> ctypes.Structure:
-    """Arguments of the kernel that writes results.
-
-    Raises: ValueError for arrays that do not fit.
-    """
-    args = AttentionMergeArgs(sinks=_sinks(arrays, shape, sinks))
-    if out.values is not None:
-        args.values = _out(shape, out.values, num_tokens)
-    if out.quants is not None:
-        if shape.kv.value_dim % GRANULE:
-            raise ValueError(f"heads of {shape.kv.value_dim} are no whole granules of int8")
-        args.quants, args.meta = int8_rows(
-            arrays,
-            "out.",
-            quants=out.quants,
-            meta=out.meta,
-            rows=num_tokens,
-            columns=shape.num_heads * shape.kv.value_dim,
-        )
-    return args
-
-
-def _out(shape: AttentionShape, out: DeviceArray, num_tokens: int) -> int:
-    """Address of the results. Raises: ValueError if the array does not fit."""
-    width = shape.num_heads * shape.kv.value_dim
-    if out.dtype != np.float32 or out.shape[0] != num_tokens or out.size != num_tokens * width:
-        raise ValueError(
-            f"out is {out.dtype} {out.shape}, expected float32 [{num_tokens}, {width}]"
-        )
-    return address(out)
-
-
-def scratch_address(scratch: DeviceArray, num_bytes: int) -> int:
-    """Its address. Raises: ValueError if it is too small."""
-    if scratch.dtype != np.uint8 or scratch.size < num_bytes:
-        raise ValueError(
-            f"scratch is {scratch.dtype} {scratch.shape}, needed are {num_bytes} bytes"
-        )
-    return _aligned(scratch, "scratch")
-
-
-def check_layer(shape: AttentionShape, layer: LayerKvCache, rows: NewRows) -> None:
-    """Raises: ValueError for a cache of another kind, or tables of fewer positions than it has."""
-    kind = layer.kv, layer.kv_type, layer.window_rows
-    if kind != (shape.kv, shape.kv_type, shape.window_rows):
-        raise ValueError(f"a cache of {layer.kv_type} {layer.kv}, compiled for {shape}")
-    if (rows.angles is None) != (shape.num_rotated == 0):
-        raise ValueError(f"angles are {rows.angles}, compiled for {shape}")
-    if (rows.query_factors is None) == shape.is_tempered:
-        raise ValueError(f"query_factors are {rows.query_factors}, compiled for {shape}")
-    for name, table in (("angles", rows.angles), ("query_factors", rows.query_factors)):
-        if table is not None and table.shape[0] < layer.capacity:
-            raise ValueError(f"{name} of {table.shape[0]} of {layer.capacity} positions")
-
-
-def _sinks(arrays: ArrayChecker, shape: AttentionShape, sinks: DeviceArray | None) -> int:
-    """Their address. Raises: ValueError if they are missing, or not expected."""
-    if (sinks is None) == shape.has_sinks:
-        raise ValueError(f"sinks are {sinks}, compiled for {shape}")
-    return arrays.optional("sinks", sinks, np.float32, heads=shape.num_heads)
-
-
-def _aligned(array: DeviceArray, name: str) -> int:
-    """Raises: ValueError if the array is not aligned for vector loads."""
-    begin = address(array)
-    if begin % _ALIGNMENT:
-        raise ValueError(f"{name} is not aligned to {_ALIGNMENT} bytes")
-    return begin
-
-
-def layer_cache(layer: LayerKvCache) -> ctypes.Structure:
-    """A layer's arrays as arguments of kernels."""
-
-    def scales(rows: KvRows) -> int | None:
-        return None if rows.scales is None else address(rows.scales)
-
-    return LayerCacheArgs(
-        keys=_aligned(layer.keys.elements, "keys"),
-        values=_aligned(layer.values.elements, "values"),
-        key_scales=scales(layer.keys),
-        value_scales=scales(layer.values),
-        num_rows=layer.num_rows,
-    )
-
-
-def attention_rows(
-    arrays: ArrayChecker, shape: AttentionShape, rows: NewRows, *, num_tokens: int
-) -> ctypes.Structure:
-    """Rows of so many tokens as arguments of kernels.
-
-    Raises: ValueError for rows of another shape.
+    Heads of q and k are normalised if there are weights [D], and rotated if there is a `table`;
+    queries are multiplied by the temperature of their position; sinks [heads].
     """
 
-    def begin(given: TokenRows, name: str, width: int) -> int:
-        array, end = given.array, given.first_column + width
-        if (
-            array.dtype != np.float32
-            or len(array.shape) != 2
-            or array.shape[0] != num_tokens
-            or not width <= end <= array.shape[1]
-        ):
-            raise ValueError(
-                f"{name} are {array.dtype} {array.shape} from column {given.first_column} on; "
-                f"{num_tokens} rows with {width} columns are needed"
+    num_heads: int
+    """Query heads."""
+    scale: float
+    """Scores are multiplied by it."""
+    table: RopeTable | None = None
+    query_weight: DeviceArray | None = None
+    key_weight: DeviceArray | None = None
+    eps: float = 0.0
+    temperature: AttentionTemperature | None = None
+    sinks: DeviceArray | None = None
+    prefill: tuple[KvType, int, PrefillAttention] | None = field(default=None, init=False)
+    """Type and window rows of the last chunk's cache, and the kernels for it: looking these up by
+    their shape takes longer than a launch."""
+
+
+class AttentionLauncher:
+    """Launches of attention; one object serves a whole model."""
+
+    def __init__(self, device: KernelDevice, buffers: Buffers) -> None:
+        self._device = device
+        self._buffers = buffers
+        self._has_mma = device.capabilities.mma and device.lanes == 32
+        self._decodes: dict[DecodePlan, DecodeAttention] = {}
+        self._prefills: dict[AttentionShape, PrefillAttention] = {}
+        self._trees: dict[tuple[AttentionShape, int], TreeAttention] = {}
+        self._angles: dict[tuple[int, int], tuple[RopeTable, DeviceArray]] = {}
+        self._factors: dict[tuple[AttentionTemperature, int], DeviceArray] = {}
+
+    def launch(
+        self, form: AttentionForm, heads: Heads, step: PlacedStep, *, cache_layer: int, out: Rows
+    ) -> None:
+        """Write keys and values to the cache, then let every token see what the mask lets it.
+
+        A tree's keys and values get into the cache when a path is accepted.
+        Shapes: out [T, heads * D], as int8 too in a step if wanted.
+        Raises: CheckpointMissing if rows that the first token sees are gone.
+        """
+        if step.branch is not None:
+            self._tree(form, heads, step, cache_layer, out)
+            return
+        num_tokens = out.num_tokens
+        parts = [slice(0, num_tokens)]
+        if step.first_position is not None:
+            window = step.cache.windows[cache_layer]
+            parts = list(window.parts(step.first_position, num_tokens))
+        if num_tokens <= MOST_TOKENS:
+            self._step(form, heads, step, cache_layer, out)
+        else:
+            self._chunk(form, heads, step, step.cache.layers[cache_layer], parts=parts, out=out)
+
+    def _step(
+        self, form: AttentionForm, heads: Heads, step: PlacedStep, cache_layer: int, out: Rows
+    ) -> None:
+        """1 to 8 tokens."""
+        layer = step.cache.layers[cache_layer]
+        shape = self._shape(form, layer)
+        plan = DecodePlan(shape, out.num_tokens, step.bucket, self._device.lanes)
+        if plan not in self._decodes:
+            self._decodes[plan] = DecodeAttention(self._device, plan)
+        scratch = self._buffers.take((plan.scratch_bytes,), np.uint8)
+        self._decodes[plan].launch(
+            self._new_rows(form, heads, layer),
+            layer,
+            positions=step.positions,
+            scratch=scratch.array,
+            sinks=form.sinks,
+            out=out.forms,
+        )
+
+    def _chunk(
+        self,
+        form: AttentionForm,
+        heads: Heads,
+        step: PlacedStep,
+        layer: LayerKvCache,
+        *,
+        parts: Sequence[slice],
+        out: Rows,
+    ) -> None:
+        """Any number of tokens, of which `parts` are computed one after the other."""
+        prefill = self._prefill(form, layer)
+        sizes = [part.stop - part.start for part in parts]
+        scratch = self._device.empty(max(map(prefill.scratch_bytes, sizes)), np.uint8)
+        q, k, v = heads
+        for part, size in zip(parts, sizes, strict=True):
+            some, target = heads, out.array
+            if size < out.num_tokens:
+                some, target = (q[part], k[part], v[part]), target[part]
+            prefill.launch(
+                self._new_rows(form, some, layer),
+                layer,
+                first_position=step.positions[part.start : part.start + 1],
+                num_tokens=size,
+                scratch=scratch,
+                sinks=form.sinks,
+                out=target,
             )
-        return address(array, 4 * given.first_column)
 
-    angles, factors = rows.angles, rows.query_factors
-    key_width = shape.kv.num_heads * shape.kv.key_dim
-    value_width = shape.kv.num_heads * shape.kv.value_dim
-    return NewRowsArgs(
-        queries=begin(rows.queries, "queries", shape.num_heads * shape.kv.key_dim),
-        keys=begin(rows.keys, "keys", key_width),
-        values=begin(rows.values, "values", value_width),
-        query_weight=arrays.optional(
-            "query_weight", rows.query_weight, np.float32, D=shape.kv.key_dim
-        ),
-        key_weight=arrays.optional("key_weight", rows.key_weight, np.float32, D=shape.kv.key_dim),
-        angles=arrays.optional(
-            "angles",
-            angles,
-            np.float32,
-            N=0 if angles is None else angles.shape[0],
-            pairs=shape.num_rotated // 2,
-            two=2,
-        ),
-        query_factors=arrays.optional(
-            "query_factors", factors, np.float32, N=0 if factors is None else factors.shape[0]
-        ),
-        query_stride=rows.queries.array.shape[1],
-        key_stride=rows.keys.array.shape[1],
-        value_stride=rows.values.array.shape[1],
-        eps=rows.eps,
-        scale=rows.scale,
-    )
-
-
-def _variants() -> tuple[KernelVariant, ...]:
-    """Small heads, since all loops over them are unrolled."""
-    variants: list[KernelVariant] = []
-    for kv_type, use_mma, num_tokens, has_all in (
-        (KvType.F32, False, 1, False),
-        (KvType.F16, False, 1, True),
-        (KvType.Q8_0, False, 3, False),
-        (KvType.F16, True, 3, True),
-        (KvType.Q8_0, True, 1, False),
-    ):
-        mask = Mask(window=60, chunk=100) if has_all else CAUSAL
-        kv = KvLayer(num_heads=2, key_dim=48, value_dim=32, mask=mask)
-        pairing = RopePairing.INTERLEAVED if num_tokens == 3 else RopePairing.HALF_SPLIT
-        shape = AttentionShape(
-            16,
-            kv,
-            kv_type,
-            pairing,
-            num_rotated=0 if has_all else 32,
-            use_mma=use_mma,
-            is_tempered=has_all,
-            has_sinks=has_all,
-            window_rows=100 if has_all else 0,
+    def _tree(
+        self, form: AttentionForm, heads: Heads, step: PlacedStep, cache_layer: int, out: Rows
+    ) -> None:
+        """A tree's W tokens; those that are accepted get into the cache."""
+        layer, window = step.cache.layers[cache_layer], step.cache.windows[cache_layer]
+        tree, branch = step.tree, step.branch
+        assert tree is not None
+        assert branch is not None
+        key = self._shape(form, layer), step.bucket
+        if key not in self._trees:
+            self._trees[key] = TreeAttention(self._device, *key)
+        attention = self._trees[key]
+        nodes = branch.memory(("nodes", cache_layer), lambda: attention.new_nodes(out.num_tokens))
+        scratch = self._buffers.take((attention.scratch_bytes,), np.uint8)
+        attention.launch(
+            self._new_rows(form, heads, layer),
+            layer,
+            branch,
+            nodes=nodes,
+            scratch=scratch.array,
+            sinks=form.sinks,
+            out=out.forms,
         )
-        decode = DecodePlan(shape, num_tokens, 1024)
-        files = [
-            ("attention_decode.cu", decode.defines()),
-            ("attention_prefill.cu", PrefillPlan(shape, 1).defines()),
-            ("attention_store.cu", shape.defines()),
-        ]
-        needs, lanes = (("mma",), (32,)) if use_mma else ((), (32, 64))
-        if not use_mma and kv_type is not KvType.Q8_0:
-            files.append(("attention_merge.cu", decode.merge_defines()))
-        variants += (KernelVariant(file, defines, needs, lanes) for file, defines in files)
-    return tuple(variants)
 
+        def accept(path: I32Array) -> None:
+            window.begin(branch.position)
+            window.advance(path.size)
+            attention.accept(layer, branch, branch.path_on_device(path), nodes=nodes)
 
-KERNEL_VARIANTS = _variants()
+        tree.keep(accept)
+
+    def _prefill(self, form: AttentionForm, layer: LayerKvCache) -> PrefillAttention:
+        known, kv_type, window_rows = form.prefill, layer.kv_type, layer.window_rows
+        if known is not None and known[0] is kv_type and known[1] == window_rows:
+            return known[2]
+        shape = self._shape(form, layer)
+        if shape not in self._prefills:
+            self._prefills[shape] = PrefillAttention(self._device, shape)
+        form.prefill = kv_type, window_rows, self._prefills[shape]
+        return self._prefills[shape]
+
+    def _shape(self, form: AttentionForm, layer: LayerKvCache) -> AttentionShape:
+        table = form.table
+        return AttentionShape(
+            form.num_heads,
+            layer.kv,
+            layer.kv_type,
+            RopePairing.HALF_SPLIT if table is None else table.pairing,
+            num_rotated=0 if table is None else table.num_rotated,
+            use_mma=self._has_mma and layer.kv_type is not KvType.F32,
+            is_tempered=form.temperature is not None,
+            has_sinks=form.sinks is not None,
+            window_rows=layer.window_rows,
+        )
+
+    def _new_rows(self, form: AttentionForm, heads: Heads, layer: LayerKvCache) -> NewRows:
+        q, k, v = heads
+        angles = factors = None
+        if form.table is not None:
+            angles = self._angles_of(form.table, layer.capacity)
+        if form.temperature is not None:
+            factors = self._factors_of(form.temperature, layer.capacity)
+        return NewRows(
+            q,
+            k,
+            v,
+            angles,
+            form.scale,
+            query_weight=form.query_weight,
+            key_weight=form.key_weight,
+            eps=form.eps,
+            query_factors=factors,
+        )
+
+    def _factors_of(self, temperature: AttentionTemperature, capacity: int) -> DeviceArray:
+        key = temperature, capacity
+        if key not in self._factors:
+            positions = np.arange(capacity, dtype=np.int32)
+            self._factors[key] = self._device.upload(temperature.factors(positions))
+        return self._factors[key]
+
+    def _angles_of(self, table: RopeTable, capacity: int) -> DeviceArray:
+        key = id(table), capacity
+        if key not in self._angles:  # the table is kept, so that its id stays its own
+            angles = self._device.upload(rotation_angles(table, capacity))
+            self._angles[key] = table, angles
+        return self._angles[key][1]

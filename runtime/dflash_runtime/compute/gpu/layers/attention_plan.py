@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dflash_adapters.rope import RopePairing, RopeTable
+from dflash_adapters.rope import RopePairing
 from dflash_adapters.spec import KvLayer
 from dflash_protocol.errors import SettingsError
 from dflash_runtime.compute.gpu.launch.decode_arrays import (
@@ -79,35 +79,6 @@ class AttentionShape:
             raise SettingsError("tensor cores do not take a float32 cache")
         if self.window_rows and self.most_tokens < MOST_TOKENS:
             raise SettingsError(f"a window of {self.window_rows} positions of {self.kv.mask}")
-
-    @staticmethod
-    def of(
-        num_heads: int,
-        kv: KvLayer,
-        *,
-        kv_type: KvType,
-        table: RopeTable | None,
-        has_mma: bool,
-        is_tempered: bool = False,
-        has_sinks: bool = False,
-        window_rows: int = 0,
-    ) -> AttentionShape:
-        """For a device that has tensor cores or not; float32 caches are computed in float32.
-        Without a `table` nothing is rotated."""
-        use_mma = has_mma and kv_type is not KvType.F32
-        pairing = RopePairing.HALF_SPLIT if table is None else table.pairing
-        num_rotated = 0 if table is None else table.num_rotated
-        return AttentionShape(
-            num_heads,
-            kv,
-            kv_type,
-            pairing,
-            num_rotated,
-            use_mma,
-            is_tempered=is_tempered,
-            has_sinks=has_sinks,
-            window_rows=window_rows,
-        )
 
     @property
     def most_tokens(self) -> int:

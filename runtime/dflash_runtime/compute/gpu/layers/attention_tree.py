@@ -5,21 +5,16 @@ Keys and values of the tokens stay beside the cache until a path is accepted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from dflash_adapters.rope import RopePairing
-from dflash_adapters.spec import CAUSAL, KvLayer, Mask
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
-from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
-from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, ArrayChecker
-from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
-from dflash_runtime.compute.gpu.layers.attention import (
+from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, ArrayChecker, StepRows
+from dflash_runtime.compute.gpu.layers.attention_args import (
     AttentionMergeArgs,
     NewRows,
-    TokenRows,
     attention_rows,
     check_layer,
     layer_cache,
@@ -29,7 +24,6 @@ from dflash_runtime.compute.gpu.layers.attention import (
 from dflash_runtime.compute.gpu.layers.attention_plan import AttentionShape, DecodePlan
 from dflash_runtime.compute.gpu.layers.branch import Branch
 from dflash_runtime.compute.gpu.layers.kv_rows import LayerKvCache, new_layer_cache
-from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.trees import MOST_NODES
 
 _NODES_WARPS = 8
@@ -39,26 +33,6 @@ AttentionNodesArgs = kernel_struct("attention_nodes.cu", "AttentionNodesArgs")
 AttentionAcceptArgs = kernel_struct("attention_nodes.cu", "AttentionAcceptArgs")
 
 
-@dataclass(frozen=True)
-class TreePlan:
-    """How some of a tree's tokens are computed over contexts of up to `bucket` positions: as a step
-    of as many as it can have, whatever their number."""
-
-    step: DecodePlan
-
-    @staticmethod
-    def of(shape: AttentionShape, bucket: int, lanes: int = 32) -> TreePlan:
-        return TreePlan(DecodePlan(shape, MOST_TOKENS, bucket, lanes))
-
-    def grid(self, num_tokens: int) -> tuple[int, int, int]:
-        return replace(self.step, num_tokens=num_tokens).grid_of(self.step.row_warps)
-
-    def defines(self) -> dict[str, int]:
-        defines = self.step.defines()
-        del defines["NUM_TOKENS"]
-        return defines
-
-
 class TreeAttention:
     """Attention of trees, over contexts of one bucket.
 
@@ -66,21 +40,24 @@ class TreeAttention:
     """
 
     def __init__(self, device: KernelDevice, shape: AttentionShape, bucket: int) -> None:
-        self.plan = TreePlan.of(shape, bucket, device.lanes)
+        self.plan = DecodePlan(shape, MOST_TOKENS, bucket, device.lanes)
+        """Of as many tokens as are computed at once: kernels do not depend on their number."""
         self.shape = shape
         self._device, self._arrays = device, ArrayChecker(device)
         nodes = device.module("attention_nodes.cu", shape.defines())
         self._nodes = nodes.kernel("attention_nodes", AttentionNodesArgs)
         self._accept = nodes.kernel("attention_accept", AttentionAcceptArgs)
-        tree = device.module("attention_tree.cu", self.plan.defines())
+        defines = self.plan.defines()
+        del defines["NUM_TOKENS"]
+        tree = device.module("attention_tree.cu", defines)
         self._tree = tree.kernel("attention_tree", AttentionTreeArgs)
-        merge = device.module("attention_merge.cu", self.plan.step.merge_defines())
+        merge = device.module("attention_merge.cu", self.plan.merge_defines())
         self._merge = merge.kernel("attention_merge", AttentionMergeArgs)
 
     @property
     def scratch_bytes(self) -> int:
         """What a launch needs, whatever the tree: tokens go by eights."""
-        return self.plan.step.scratch_bytes
+        return self.plan.scratch_bytes
 
     def new_nodes(self, num_tokens: int) -> LayerKvCache:
         """Memory for keys and values of so many tokens. Raises: DeviceOutOfMemory."""
@@ -124,19 +101,21 @@ class TreeAttention:
         )
         begin = self._arrays.address("begin", branch.begin, np.int32, one=1)
         partials = scratch_address(scratch, self.scratch_bytes)
-        statistics = partials + self.scratch_bytes - self.plan.step.statistics_bytes
+        statistics = partials + self.scratch_bytes - self.plan.statistics_bytes
         for first in range(0, num_tokens, MOST_TOKENS):
             part = slice(first, min(first + MOST_TOKENS, num_tokens))
             count = part.stop - first
             where = self._arrays.address("positions", positions[part], np.int32, T=count)
+            some = replace(
+                rows,
+                queries=rows.queries[part],
+                keys=rows.keys[part],
+                values=rows.values[part],
+            )
             merging = merge_args(
                 self._arrays,
                 shape,
-                StepRows(
-                    values=None if out.values is None else out.values[part],
-                    quants=None if out.quants is None else out.quants[part],
-                    meta=None if out.meta is None else out.meta[part],
-                ),
+                out[part],
                 num_tokens=count,
                 sinks=sinks,
             )
@@ -144,10 +123,10 @@ class TreeAttention:
             merging.partials, merging.statistics = partials, statistics
             device.launch(
                 self._tree,
-                self.plan.grid(count),
-                self.plan.step.threads(device.lanes),
+                replace(self.plan, num_tokens=count).grid_of(self.plan.row_warps),
+                self.plan.threads(device.lanes),
                 AttentionTreeArgs(
-                    rows=attention_rows(self._arrays, shape, _part(rows, part), num_tokens=count),
+                    rows=attention_rows(self._arrays, shape, some, num_tokens=count),
                     positions=where,
                     ancestors=self._arrays.address(
                         "paths", branch.paths[part], np.int32, T=count, nodes=MOST_NODES
@@ -160,7 +139,7 @@ class TreeAttention:
                 ),
             )
             device.launch(
-                self._merge, (shape.num_heads, count, 1), self.plan.step.merge_threads, merging
+                self._merge, (shape.num_heads, count, 1), self.plan.merge_threads, merging
             )
 
     def accept(
@@ -179,43 +158,3 @@ class TreeAttention:
                 cache=layer_cache(layer),
             ),
         )
-
-
-def _part(rows: NewRows, part: slice) -> NewRows:
-    def some(of: TokenRows) -> TokenRows:
-        return TokenRows(of.array[part], of.first_column)
-
-    return replace(rows, queries=some(rows.queries), keys=some(rows.keys), values=some(rows.values))
-
-
-def _variants() -> tuple[KernelVariant, ...]:
-    """Small heads, since all loops over them are unrolled."""
-    variants: list[KernelVariant] = []
-    for kv_type, use_mma in (
-        (KvType.F32, False),
-        (KvType.Q8_0, False),
-        (KvType.F16, True),
-    ):
-        is_window = kv_type is not KvType.F32
-        mask = Mask(window=60) if is_window else CAUSAL
-        kv = KvLayer(num_heads=2, key_dim=48, value_dim=32, mask=mask)
-        shape = AttentionShape(
-            4,
-            kv,
-            kv_type,
-            RopePairing.HALF_SPLIT,
-            num_rotated=32,
-            use_mma=use_mma,
-            is_tempered=is_window,
-            window_rows=100 if is_window else 0,
-        )
-        needs, lanes = (("mma",), (32,)) if use_mma else ((), (32, 64))
-        variants.append(
-            KernelVariant("attention_tree.cu", TreePlan.of(shape, 1024).defines(), needs, lanes)
-        )
-        if not use_mma:
-            variants.append(KernelVariant("attention_nodes.cu", shape.defines(), needs, lanes))
-    return tuple(variants)
-
-
-KERNEL_VARIANTS = _variants()

@@ -1,23 +1,23 @@
-"""Launches of a Gated DeltaNet layer's own kernels (no projections), for steps and chunks."""
+"""Launches of a Gated DeltaNet layer's kernels (no projections), for steps, chunks and trees."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from dflash_adapters.spec import DeltaShape
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
-from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.launch.decode_arrays import (
     GRANULE,
     ArrayChecker,
+    StepRows,
     check_tokens,
-    int8_rows,
     padded_columns,
 )
-from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
+from dflash_runtime.compute.gpu.layers.branch import Branch
 
 RING = 16
 """Inputs kept: those of the last positions."""
@@ -29,6 +29,9 @@ DeltaStepArgs = kernel_struct("delta_step.cu", "DeltaStepArgs")
 DeltaInputsArgs = kernel_struct("delta_chunk.cu", "DeltaInputsArgs")
 DeltaScanArgs = kernel_struct("delta_chunk.cu", "DeltaScanArgs")
 DeltaFinishArgs = kernel_struct("delta_chunk.cu", "DeltaFinishArgs")
+DeltaTreeArgs = kernel_struct("delta_tree.cu", "DeltaTreeArgs")
+DeltaAcceptArgs = kernel_struct("delta_tree.cu", "DeltaAcceptArgs")
+DeltaKeepArgs = kernel_struct("delta_tree.cu", "DeltaKeepArgs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +40,6 @@ class DeltaPlan:
 
     delta: DeltaShape
     num_taps: int
-    finishes: bool
-    """Results are normalised, head by head, and gated."""
 
     @property
     def channels(self) -> int:
@@ -81,7 +82,6 @@ class DeltaPlan:
             "VALUE_DIM": delta.value_dim,
             "TAPS": self.num_taps,
             "TILED": int(delta.is_tiled),
-            "FINISH": int(self.finishes),
         }
 
 
@@ -90,7 +90,7 @@ class DeltaArrays:
     """Projected inputs, and the gate.
 
     Shapes: mixed [T, channels] before the convolution; alpha, beta [T, value heads] logits; gate
-    [T, value channels], if the shape finishes; all float32.
+    [T, value channels], which an accepted path does without; all float32.
     """
 
     mixed: DeviceArray
@@ -103,16 +103,15 @@ class DeltaArrays:
 class DeltaWeights:
     """A layer's small weights.
 
-    Shapes: taps [channels, taps]; decay, bias [value heads]; norm [value dim], if the shape
-    finishes; all float32.
+    Shapes: taps [channels, taps]; decay, bias [value heads]; norm [value dim]; all float32.
     """
 
     taps: DeviceArray
     decay: DeviceArray
     bias: DeviceArray
-    norm: DeviceArray | None
+    norm: DeviceArray
     key_eps: float
-    norm_eps: float = 0.0
+    norm_eps: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,7 +125,7 @@ class DeltaState:
     state: DeviceArray
 
 
-def step_warps(device: KernelDevice) -> int:
+def _step_warps(device: KernelDevice) -> int:
     """Warps of a block that has a head."""
     return _STEP_WARPS // (device.lanes // 32)
 
@@ -138,7 +137,7 @@ class DeltaStep:
         check_tokens(num_tokens)
         self.shape, self.num_tokens = shape, num_tokens
         self._device, self._arrays = device, ArrayChecker(device)
-        self._warps = step_warps(device)
+        self._warps = _step_warps(device)
         defines = {**shape.step_defines(self._warps), "TOKENS": num_tokens}
         module = device.module("delta_step.cu", defines)
         self._kernel = module.kernel("delta_step", DeltaStepArgs)
@@ -161,12 +160,11 @@ class DeltaStep:
         shape, arrays, count = self.shape, self._arrays, self.num_tokens
         args = DeltaStepArgs(
             positions=arrays.address("positions", positions, np.int32, T=count),
-            **input_args(arrays, shape, inputs, count=count),
-            **weight_args(arrays, shape, weights),
-            **state_args(arrays, shape, state),
-            **result_args(arrays, shape, inputs, weights=weights, out=out, count=count),
-            key_eps=weights.key_eps,
-            norm_eps=weights.norm_eps,
+            **_input_args(arrays, shape, inputs, count=count),
+            **_weight_args(arrays, shape, weights),
+            **_state_args(arrays, shape, state),
+            **_result_args(arrays, shape, out, count=count),
+            **_finish_args(arrays, shape, inputs, weights=weights, count=count),
         )
         block = self._warps * self._device.lanes
         self._device.launch(self._kernel, (shape.num_heads, 1, 1), block, args)
@@ -202,9 +200,9 @@ class DeltaChunk:
         count = inputs.mixed.shape[0]
         mixed = device.empty((count, shape.channels), np.float32)
         rates = device.empty((count, shape.num_heads, 2), np.float32)
-        given = input_args(arrays, shape, inputs, count=count)
-        small = weight_args(arrays, shape, weights)
-        kept = state_args(arrays, shape, state)
+        given = _input_args(arrays, shape, inputs, count=count)
+        small = _weight_args(arrays, shape, weights)
+        kept = _state_args(arrays, shape, state)
         where = arrays.address("first_position", first_position, np.int32, one=1)
         common = {"first_position": where, "num_tokens": count}
         prepared = {
@@ -220,14 +218,7 @@ class DeltaChunk:
             self._inputs,
             (count * -(-num_heads // _CHUNK_WARPS), 1, 1),
             block,
-            DeltaInputsArgs(
-                **common,
-                **given,
-                **small,
-                **prepared,
-                ring=kept["ring"],
-                key_eps=weights.key_eps,
-            ),
+            DeltaInputsArgs(**common, **given, **small, **prepared, ring=kept["ring"]),
         )
         device.launch(
             self._scan,
@@ -241,17 +232,119 @@ class DeltaChunk:
             ring=kept["ring"],
             results=results,
             out=results,
-            norm_eps=weights.norm_eps,
+            **_finish_args(arrays, shape, inputs, weights=weights, count=count),
         )
-        if shape.finishes:
-            finish.gate, finish.weight = _finish_args(
-                arrays, shape, inputs, weights=weights, count=count
-            )
         blocks = count * -(-shape.num_heads // _CHUNK_WARPS)
         device.launch(self._finish, (blocks, 1, 1), block, finish)
 
 
-def input_args(
+class DeltaTree:
+    """A tree through a layer: each token continues from its parent's state, as in a step.
+
+    The layer's state is only read until a path is accepted.
+    """
+
+    def __init__(self, device: KernelDevice, shape: DeltaPlan) -> None:
+        self.shape = shape
+        self._device, self._arrays = device, ArrayChecker(device)
+        warps = _step_warps(device)
+        self._block = warps * device.lanes
+        module = device.module("delta_tree.cu", shape.step_defines(warps))
+        self._tree = module.kernel("delta_tree", DeltaTreeArgs)
+        self._accept = module.kernel("delta_accept", DeltaAcceptArgs)
+        self._keep = module.kernel("delta_keep", DeltaKeepArgs)
+
+    def launch(
+        self,
+        inputs: DeltaArrays,
+        weights: DeltaWeights,
+        state: DeltaState,
+        *,
+        branch: Branch,
+        out: StepRows,
+    ) -> None:
+        """`state` is the one before the tree. Arrays are as for DeltaStep.launch, of W tokens.
+
+        Raises: ValueError for an array that is missing, or not of this shape, type or device;
+        DeviceOutOfMemory.
+        """
+        shape, arrays, count = self.shape, self._arrays, branch.num_tokens
+        places = (branch.num_places, *shape.state_shape[1:])
+        # Its memory may be reused right after the launch, in the order of the same stream.
+        kept = None
+        if branch.num_places:
+            kept = branch.memory(
+                ("states", *places), lambda: self._device.empty(places, np.float32)
+            )
+        args = DeltaTreeArgs(
+            **_input_args(arrays, shape, inputs, count=count),
+            **_weight_args(arrays, shape, weights),
+            **_state_args(arrays, shape, state),
+            walk=arrays.address("walk", branch.walk, np.int32, T=count, three=3),
+            ancestors=self._ancestors(branch),
+            begin=arrays.address("begin", branch.begin, np.int32, one=1),
+            kept=arrays.optional(
+                "kept",
+                kept,
+                np.float32,
+                **dict(zip(("places", "heads", "rows", "columns"), places, strict=True)),
+            ),
+            **_result_args(arrays, shape, out, count=count),
+            **_finish_args(arrays, shape, inputs, weights=weights, count=count),
+            num_tokens=count,
+        )
+        self._device.launch(self._tree, (shape.num_heads, 1, 1), self._block, args)
+
+    def accept(
+        self,
+        inputs: DeltaArrays,
+        weights: DeltaWeights,
+        state: DeltaState,
+        *,
+        branch: Branch,
+        path: DeviceArray,
+    ) -> None:
+        """Advance the state along a path, whose inputs were given to `launch`.
+
+        Shapes: path [L] int32, at least one.
+        Raises: ValueError for an array that is missing, or not of this shape, type or device.
+        """
+        shape, arrays, (length,) = self.shape, self._arrays, path.shape
+        given = _input_args(arrays, shape, inputs, count=branch.num_tokens)
+        kept = _state_args(arrays, shape, state)
+        where = {
+            "path": arrays.address("path", path, np.int32, L=length),
+            "begin": arrays.address("begin", branch.begin, np.int32, one=1),
+            "ring": kept["ring"],
+            "num_tokens": length,
+        }
+        self._device.launch(
+            self._accept,
+            (shape.num_heads, 1, 1),
+            self._block,
+            DeltaAcceptArgs(
+                **given,
+                **_weight_args(arrays, shape, weights),
+                **where,
+                ancestors=self._ancestors(branch),
+                state=kept["state"],
+            ),
+        )
+        self._device.launch(
+            self._keep,
+            (min(length, RING), 1, 1),
+            self._block,
+            DeltaKeepArgs(inputs=given["inputs"], **where),
+        )
+
+    def _ancestors(self, branch: Branch) -> int:
+        taps = self.shape.num_taps
+        return self._arrays.address(
+            "ancestors", branch.ancestors(taps), np.int32, T=branch.num_tokens, taps=taps
+        )
+
+
+def _input_args(
     arrays: ArrayChecker, shape: DeltaPlan, inputs: DeltaArrays, *, count: int
 ) -> dict[str, int]:
     """Addresses by the names of kernels' arguments.
@@ -266,7 +359,7 @@ def input_args(
     }
 
 
-def weight_args(arrays: ArrayChecker, shape: DeltaPlan, weights: DeltaWeights) -> dict[str, int]:
+def _weight_args(arrays: ArrayChecker, shape: DeltaPlan, weights: DeltaWeights) -> dict[str, Any]:
     heads = shape.num_heads
     return {
         "taps": arrays.address(
@@ -274,10 +367,11 @@ def weight_args(arrays: ArrayChecker, shape: DeltaPlan, weights: DeltaWeights) -
         ),
         "decay": arrays.address("decay", weights.decay, np.float32, heads=heads),
         "bias": arrays.address("bias", weights.bias, np.float32, heads=heads),
+        "key_eps": weights.key_eps,
     }
 
 
-def state_args(arrays: ArrayChecker, shape: DeltaPlan, state: DeltaState) -> dict[str, int]:
+def _state_args(arrays: ArrayChecker, shape: DeltaPlan, state: DeltaState) -> dict[str, int]:
     places, heads, rows, columns = shape.state_shape
     return {
         "ring": arrays.address("ring", state.ring, np.float32, ring=RING, channels=shape.channels),
@@ -294,62 +388,24 @@ def _finish_args(
     *,
     weights: DeltaWeights,
     count: int,
-) -> tuple[int, int]:
-    """Addresses of gate and norm. Raises: ValueError if one is missing."""
-    if inputs.gate is None or weights.norm is None:
-        raise ValueError("no gate, or no norm, where results are to be finished")
-    return (
-        arrays.address("gate", inputs.gate, np.float32, T=count, columns=shape.value_channels),
-        arrays.address("norm", weights.norm, np.float32, rows=shape.delta.value_dim),
-    )
+) -> dict[str, Any]:
+    """Gate and norm, which results go through head by head."""
+    columns = shape.value_channels
+    return {
+        "gate": arrays.address("gate", inputs.gate, np.float32, T=count, columns=columns),
+        "weight": arrays.address("norm", weights.norm, np.float32, rows=shape.delta.value_dim),
+        "norm_eps": weights.norm_eps,
+    }
 
 
-def result_args(
-    arrays: ArrayChecker,
-    shape: DeltaPlan,
-    inputs: DeltaArrays,
-    *,
-    weights: DeltaWeights,
-    out: StepRows,
-    count: int,
+def _result_args(
+    arrays: ArrayChecker, shape: DeltaPlan, out: StepRows, *, count: int
 ) -> dict[str, int]:
-    """Addresses of a step's results, norm weight and gate."""
+    """Addresses of a step's results."""
     columns = shape.value_channels
     found = {"values": arrays.optional("values", out.values, np.float32, T=count, columns=columns)}
-    if shape.finishes:
-        found["gate"], found["weight"] = _finish_args(
-            arrays, shape, inputs, weights=weights, count=count
-        )
     if shape.has_quants:
-        found["quants"], found["meta"] = int8_rows(
-            arrays, "", quants=out.quants, meta=out.meta, rows=count, columns=columns
+        found["quants"], found["meta"] = arrays.int8_rows(
+            "", out.quants, out.meta, rows=count, columns=columns
         )
     return found
-
-
-def step_variants(file: str, shape: DeltaPlan, **defines: int) -> list[KernelVariant]:
-    """Variants of a file with a head per block."""
-    return [
-        KernelVariant(file, {**shape.step_defines(warps), **defines}, lanes=(lanes,))
-        for lanes, warps in ((32, _STEP_WARPS), (64, _STEP_WARPS // 2))
-    ]
-
-
-VARIANT_SHAPES = (
-    DeltaPlan(DeltaShape(2, 4, 128, 128), num_taps=4, finishes=True),
-    DeltaPlan(DeltaShape(2, 6, 40, 24, is_tiled=False), num_taps=3, finishes=False),
-)
-
-
-def _variants() -> tuple[KernelVariant, ...]:
-    variants = []
-    for shape in VARIANT_SHAPES:
-        chunk = {**shape.defines(), "WARPS": _CHUNK_WARPS, "SCAN_ROWS": _CHUNK_ROWS}
-        variants += [
-            *step_variants("delta_step.cu", shape, TOKENS=2),
-            KernelVariant("delta_chunk.cu", chunk),
-        ]
-    return tuple(variants)
-
-
-KERNEL_VARIANTS = _variants()

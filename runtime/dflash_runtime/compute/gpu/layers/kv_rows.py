@@ -10,9 +10,8 @@ import numpy as np
 from dflash_adapters.spec import KvLayer
 from dflash_protocol.errors import SettingsError
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
-from dflash_runtime.compute.gpu.layers.kept_rows import rows_kept
 from dflash_runtime.compute.kv_cache import KvType
-from dflash_runtime.compute.sliding_window import MOST_KEPT
+from dflash_runtime.compute.sliding_window import MOST_KEPT, WindowRows, num_rows
 
 LARGEST_HEAD = 256
 """Most elements of a head, which kernels keep in registers."""
@@ -27,6 +26,31 @@ _ELEMENTS: dict[KvType, type[np.generic]] = {
     KvType.F16: np.float16,
     KvType.Q8_0: np.int8,
 }
+
+
+def _rows_kept(kv: KvLayer, capacity: int) -> int:
+    """Positions that a layer has rows for: those of a window if that, with all of its snapshots,
+    takes no more memory than rows for all positions, which need no snapshots."""
+    in_window = num_rows(kv.mask, capacity)
+    return in_window if in_window * (1 + MOST_KEPT) <= capacity else capacity
+
+
+class DeviceWindowRows(WindowRows):
+    """WindowRows on a device: the positions that one layer has rows of."""
+
+    __slots__ = ("_device",)
+
+    def __init__(self, device: KernelDevice, kv: KvLayer, capacity: int) -> None:
+        super().__init__(kv.mask, capacity)
+        self.num_rows = _rows_kept(kv, capacity)
+        self.is_window = self.num_rows < capacity
+        self._device = device
+
+    def empty_like(self, array: DeviceArray) -> DeviceArray:
+        return self._device.empty(array.shape, array.dtype)
+
+    def copy(self, target: DeviceArray, source: DeviceArray) -> None:
+        self._device.copy(target, source)
 
 
 def row_elements(kv_type: KvType, dim: int) -> int:
@@ -82,7 +106,7 @@ def layer_bytes(kv: KvLayer, capacity: int, kv_type: KvType) -> int:
     check_capacity(capacity)
     if kv.num_heads < 1:
         raise SettingsError(f"{kv.num_heads} key/value heads")
-    all_rows = kv.num_heads * rows_kept(kv, capacity)
+    all_rows = kv.num_heads * _rows_kept(kv, capacity)
     total = 0
     for row in (row_elements(kv_type, kv.key_dim), row_elements(kv_type, kv.value_dim)):
         total += all_rows * row * np.dtype(_ELEMENTS[kv_type]).itemsize
@@ -93,7 +117,7 @@ def layer_bytes(kv: KvLayer, capacity: int, kv_type: KvType) -> int:
 
 def bytes_with_snapshots(kv: KvLayer, capacity: int, kv_type: KvType) -> int:
     """The same with the snapshots that an engine may keep."""
-    is_window = rows_kept(kv, capacity) < capacity
+    is_window = _rows_kept(kv, capacity) < capacity
     return layer_bytes(kv, capacity, kv_type) * (1 + MOST_KEPT if is_window else 1)
 
 
@@ -114,7 +138,7 @@ def new_layer_cache(
     device: KernelDevice, kv: KvLayer, *, capacity: int, kv_type: KvType
 ) -> LayerKvCache:
     """A new cache, uninitialised. Raises: DeviceOutOfMemory."""
-    kept = rows_kept(kv, capacity)
+    kept = _rows_kept(kv, capacity)
 
     def rows(dim: int) -> KvRows:
         row = row_elements(kv_type, dim)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
@@ -12,26 +10,13 @@ from dflash_protocol.errors import UnsupportedModel
 from dflash_protocol.ids import U8Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.launch.decode_tokens import Repack
-from dflash_runtime.compute.gpu.launch.layouts import FIELDS, is_native, row_bytes
+from dflash_runtime.compute.gpu.launch.layouts import FIELDS, DeviceMatrix, is_native, row_bytes
 
 _STAGED_BYTES = 64 << 20
 """Bytes of the file repacked at once, which are on the device twice meanwhile."""
 
 PRODUCT_COLUMNS = 32
 """Values that products of all types process at once."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DeviceMatrix:
-    """A weight [rows, columns]. Implements ops.Matrix.
-
-    Shapes: weights [rows * row_bytes] uint8, rows in the device's layout.
-    """
-
-    rows: int
-    columns: int
-    tensor_type: TensorType
-    weights: DeviceArray
 
 
 class Uploader:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_protocol.ids import Phase
-from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.gpu.device.device import KernelDevice
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.gpu.launch.decode_tokens import check_token_ids
 from dflash_runtime.compute.gpu.layers.attention_plan import context_bucket
 from dflash_runtime.compute.gpu.layers.branch import Branch
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
 from dflash_runtime.compute.model import Step
-from dflash_runtime.compute.trees import Tree
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,38 +21,14 @@ class PlacedStep(Step):
     All positions lie below the bucket of `context`, and fit the cache.
     """
 
+    token_ids: Any
+    """A DeviceArray, as `positions`. Shapes: those of Step."""
+    positions: Any
     first_position: int | None = None
     """By which the host books what the cache keeps. None in a captured step, which the cache's
     `begin_step` and `count_step` book, and in a tree, whose tokens are not kept yet."""
     branch: Branch | None = None
     """The arrays of `tree`."""
-
-    @classmethod
-    def of_arrays(
-        cls,
-        token_ids: DeviceArray,
-        positions: DeviceArray,
-        cache: DeviceKvCache,
-        *,
-        phase: Phase,
-        context: int,
-        first_position: int | None = None,
-        tree: Tree | None = None,
-        branch: Branch | None = None,
-    ) -> PlacedStep:
-        """A step of arrays on the device."""
-        ids: Any = token_ids  # a Step's arrays are typed as the host's
-        where: Any = positions
-        return cls(
-            ids,
-            where,
-            (cache,),
-            phase,
-            context,
-            tree=tree,
-            first_position=first_position,
-            branch=branch,
-        )
 
     @property
     def cache(self) -> DeviceKvCache:
@@ -97,13 +71,13 @@ def place(step: Step, device: KernelDevice, *, vocab_size: int) -> PlacedStep:
             raise ValueError("positions must ascend by one")
         cache.check_fits(first, step.positions.size)
         positions = device.upload(step.positions)
-    return PlacedStep.of_arrays(
+    return PlacedStep(
         token_ids,
         positions,
-        cache,
-        phase=step.phase,
-        context=step.context,
-        first_position=first,
+        (cache,),
+        step.phase,
+        step.context,
         tree=step.tree,
+        first_position=first,
         branch=branch,
     )

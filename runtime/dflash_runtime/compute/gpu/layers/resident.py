@@ -1,4 +1,4 @@
-"""The experts of one layer on the device, with the tables for decode's and prefill's kernels."""
+"""The experts of one layer on the device, by their ids."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import numpy.typing as npt
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.spec import ExpertProjection, ExpertVector, MoeLayer
 from dflash_protocol.ids import I32Array, I64Array
-from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, address
-from dflash_runtime.compute.gpu.launch.decode_experts import ProjectionArrays, ResidentExperts
-from dflash_runtime.compute.gpu.launch.layouts import row_bytes
-from dflash_runtime.compute.gpu.launch.prefill_weights import StoredExperts, StoredProjection
+from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.gpu.launch.layouts import ResidentExperts, ResidentMatrices, row_bytes
 from dflash_runtime.compute.gpu.layers.matrix import Uploader, require_kernels
 
 
@@ -24,8 +22,7 @@ class ResidentLayer:
 
     layer: MoeLayer
     slot_of_expert: I32Array
-    decode: ResidentExperts
-    prefill: StoredExperts
+    experts: ResidentExperts
     selections: DeviceArray | None = None
     """How often each expert was chosen since `take_selections`, for a whole layer, which is routed
     on the device alone. Shapes: [E] uint32."""
@@ -37,7 +34,8 @@ class ResidentLayer:
     @property
     def weights(self) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
         """The matrices of gate, up and down, by slot. Shapes: [slots * expert_bytes] uint8."""
-        return self.decode.gate.weights, self.decode.up.weights, self.decode.down.weights
+        experts = self.experts
+        return experts.gate.weights, experts.up.weights, experts.down.weights
 
     @property
     def is_whole(self) -> bool:
@@ -54,14 +52,8 @@ class ResidentLayer:
             return self
         if (slots < 0).all():
             return None
-        table = device.upload(slots)
-        return replace(
-            self,
-            slot_of_expert=slots,
-            decode=replace(self.decode, slot_of_expert=table),
-            prefill=replace(self.prefill, slot_of_expert=table),
-            selections=None,
-        )
+        experts = replace(self.experts, slot_of_expert=device.upload(slots))
+        return replace(self, slot_of_expert=slots, experts=experts, selections=None)
 
     def take_selections(self, device: KernelDevice) -> I64Array | None:
         """How often each expert was chosen since the last call; None if not counted, or zero.
@@ -139,34 +131,25 @@ def named_layer(
     names = ids[1]
     slots = np.full(layer.num_experts, -1, np.int32)
     slots[names] = np.arange(names.size, dtype=np.int32) if places is None else places
-    decode, prefill = [], []
+    parts = []
     for projection, matrices in zip(layer.projections, weights, strict=True):
         bias, scale = (
             _by_name(device, file, vector, ids, num_experts=layer.num_experts)
             for vector in (projection.bias, projection.scale)
         )
         scale = None if scale is None else scale.reshape(-1)
-        decode.append(ProjectionArrays(matrices, bias, scale))
-        prefill.append(
-            StoredProjection(
-                tensor_type=projection.tensor_type,
-                weights_address=address(matrices),
-                stride_bytes=expert_bytes(projection),
-                bias=bias,
-                scale=scale,
-            )
-        )
-    table = device.upload(slots)
-    limit, alpha = layer.activation_limit, layer.activation_alpha
-    offset = layer.activation.up_offset
-    gate, up, down = decode
-    stored_gate, stored_up, stored_down = prefill
-    return ResidentLayer(
-        layer=layer,
-        slot_of_expert=slots,
-        decode=ResidentExperts(gate, up, down, table, limit, alpha, offset),
-        prefill=StoredExperts(stored_gate, stored_up, stored_down, table, limit, alpha, offset),
+        parts.append(ResidentMatrices(projection.tensor_type, matrices, bias, scale))
+    gate, up, down = parts
+    experts = ResidentExperts(
+        gate,
+        up,
+        down,
+        device.upload(slots),
+        activation_limit=layer.activation_limit,
+        activation_alpha=layer.activation_alpha,
+        up_offset=layer.activation.up_offset,
     )
+    return ResidentLayer(layer, slots, experts)
 
 
 def _by_name(

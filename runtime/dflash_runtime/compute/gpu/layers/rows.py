@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from dflash_runtime.compute.gpu.device.buffers import Buffer
 from dflash_runtime.compute.gpu.device.device import DeviceArray
-from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
-from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
+from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, StepRows
 
 
 @dataclass(slots=True, eq=False)

@@ -14,11 +14,14 @@ from dflash_adapters.spec import MoeLayer
 from dflash_runtime.compute.gpu.device.device import DeviceArray, Kernel, KernelDevice, address
 from dflash_runtime.compute.gpu.device.kernel_sources import Defines
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
-from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
-from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, ArrayChecker, given
-from dflash_runtime.compute.gpu.launch.decode_experts import Choice, StepRows
-from dflash_runtime.compute.gpu.launch.decode_experts_shape import GATES
-from dflash_runtime.compute.gpu.launch.mailbox_args import MOST_PEERS, MailArgs, MailReplies
+from dflash_runtime.compute.gpu.launch.decode_arrays import ArrayChecker, StepRows
+from dflash_runtime.compute.gpu.launch.decode_experts import (
+    GATES,
+    MOST_PEERS,
+    Choice,
+    MailArgs,
+    MailReplies,
+)
 from dflash_runtime.compute.gpu.mailbox.layout import num_request_lines, part_words
 
 _THREADS = 512
@@ -193,7 +196,7 @@ class MailKernels:
         Shapes: arrays of the choice, slots too, [T, K]; slot_of_expert [E] int32; request: an
         address.
         """
-        slots, num_tokens = given("slots", choice.slots), choice.topk_ids.shape[0]
+        num_tokens = choice.topk_ids.shape[0]
         sizes = {"T": num_tokens, "K": layer.num_experts_used}
         args = MailTakeArgs(
             mail=self.side.args,
@@ -206,7 +209,7 @@ class MailKernels:
             slot_of_expert=self._arrays.address(
                 "slot_of_expert", slot_of_expert, np.int32, E=layer.num_experts
             ),
-            pair_slots=self._arrays.address("slots", slots, np.int32, **sizes),
+            pair_slots=self._arrays.address("slots", choice.slots, np.int32, **sizes),
         )
         kernel = self._daemon_kernel(layer, num_tokens, "mail_take", MailTakeArgs)
         self._device.launch(kernel, (num_tokens, 1, 1), _THREADS, args)
@@ -295,30 +298,3 @@ def _parts(layer: MoeLayer, rows: StepRows, num_tokens: int) -> ctypes.Structure
 
 def _probe_defines(*, is_echo: bool) -> dict[str, int | str]:
     return {"IS_ECHO": int(is_echo), "THREADS": _THREADS, "MOST_PEERS": MOST_PEERS}
-
-
-KERNEL_VARIANTS = (
-    *(
-        KernelVariant(
-            "mailbox_parent.cu",
-            {
-                **{"TOKENS": tokens, "HIDDEN": 96, "TOP_K": 3, "EXPERTS": 70, "ROUTE": route},
-                **{"NORMALISE": 1, "GATE": 0, "THREADS": _THREADS, "ADD_THREADS": _ADD_THREADS},
-                "MOST_PEERS": MOST_PEERS,
-            },
-        )
-        for tokens, route in ((1, 0), (1, 1), (MOST_TOKENS, 1))
-    ),
-    *(
-        KernelVariant(
-            "mailbox_daemon.cu",
-            {
-                **{"TOKENS": tokens, "TOP_K": 3, "EXPERTS": 70},
-                **{"THREADS": _THREADS, "MOST_PEERS": MOST_PEERS},
-            },
-        )
-        for tokens in (1, MOST_TOKENS)
-    ),
-    KernelVariant("mailbox_begin.cu"),
-    *(KernelVariant("mailbox_probe.cu", _probe_defines(is_echo=echo)) for echo in (False, True)),
-)

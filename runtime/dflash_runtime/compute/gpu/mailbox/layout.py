@@ -79,7 +79,7 @@ Why this is correct:
   ``vendor_cuda.cuh`` and ``vendor_hip.cuh``.
 * Memory of a device is released when the other process has closed its mapping. The parent says in
   768 whether it has the daemon's open, and asks for LEAVE, which is answered when the daemon has
-  closed the parent's. A side whose peer is lost keeps its memory for a while (`kept_memory`):
+  closed the parent's. A side whose peer is lost keeps its memory for a while (`peer_memory`):
   kernels that still run there find its abort word, and a host that resumes starts no step then.
 * The parent's host learns from memory of its own whether a step has failed: words that the daemon
   can write too decide when a wait ends, never that a result is right.
@@ -89,22 +89,34 @@ Why this is correct:
 
 from __future__ import annotations
 
+import struct
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
 from dflash_adapters.spec import MoeLayer, MoeSpec
+from dflash_protocol.errors import DaemonUnavailable
+from dflash_protocol.ring.segment import Segment
 from dflash_runtime.compute.gpu.launch.decode_arrays import GRANULE, MOST_TOKENS, padded_columns
 from dflash_runtime.compute.gpu.launch.layouts import FLOAT_TYPES
 
-STATE_AT = 0
-DOORBELL_AT, ASKED_AT, ARGUMENT_AT, ANSWERS_AT = 64, 128, 192, 256
-PARENT_ABORT_AT, DAEMON_ABORT_AT = 320, 384
-LIMIT_MS_AT = 448
-PARENT_DEVICE_AT, DAEMON_DEVICE_AT = 512, 576
-REPLY_MEMORY_AT, REQUEST_MEMORY_AT = 640, 704
-PARENT_HOLDS_AT = 768
-PROBE_SEED_AT, PROBE_PAUSE_AT, PROBE_FAULTS_AT, PROBE_FOLLOWS_AT = 832, 896, 960, 1024
-PARENT_LAYOUT_AT, DAEMON_LAYOUT_AT = 1088, 1152
+
+class MailWord:
+    """Offsets of words that hosts and devices see, each of the first if there are several. Plain
+    numbers: hosts compute with them in each step."""
+
+    STATE = 0
+    DOORBELL, ASKED, ARGUMENT, ANSWERS = 64, 128, 192, 256
+    PARENT_ABORT, DAEMON_ABORT = 320, 384
+    LIMIT_MS = 448
+    PARENT_DEVICE, DAEMON_DEVICE = 512, 576
+    REPLY_MEMORY, REQUEST_MEMORY = 640, 704
+    PARENT_HOLDS = 768
+    PROBE_SEED, PROBE_PAUSE, PROBE_FAULTS, PROBE_FOLLOWS = 832, 896, 960, 1024
+    PARENT_LAYOUT, DAEMON_LAYOUT = 1088, 1152
+
+
 LINES_AT = 4096
 
 LINE_BYTES = 16
@@ -119,7 +131,15 @@ have the same number."""
 LAST_EPOCH = (1 << 31) - (1 << 24)
 """No sequence of steps begins after it; none is longer than the 2^24 epochs that follow."""
 
+CLOSED = 0xFFFFFFFF
+"""In an abort word, in place of a failed step's epoch: the mailbox is closed for good."""
+
+MODULUS = 1 << 32
+"""Numbers of requests are counted modulo this."""
+
 _ALIGNMENT = 256
+_WORD = struct.Struct("<I")
+_POLL_S = 100e-6
 
 
 class MailState(IntEnum):
@@ -149,6 +169,9 @@ class Ask(IntEnum):
     """Unmap the parent's memory, which will be released."""
     SIZE = 6
     """Capture steps of `argument` tokens for the current lines. Those of one token always are."""
+
+
+_ASKS = frozenset(Ask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,3 +266,64 @@ def part_words(layer: MoeLayer) -> tuple[int, int, int]:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request to the daemon's host."""
+
+    number: int
+    """How many requests there were, this one included."""
+    ask: Ask
+    argument: int
+
+
+class MailWords:
+    """The words, as a side's host reads and writes them. Used by one thread a side."""
+
+    def __init__(self, segment: Segment) -> None:
+        """Raises: DaemonUnavailable if the memory is closed."""
+        self._segment = segment
+        # The daemon may have served requests of an earlier parent.
+        self._num_asked = self.read(MailWord.DOORBELL)
+
+    def read(self, offset: int) -> int:
+        """Raises: DaemonUnavailable if the memory is closed."""
+        word: int = _WORD.unpack(self._segment.read_mail(offset, _WORD.size))[0]
+        return word
+
+    def write(self, offset: int, word: int) -> None:
+        """Raises: DaemonUnavailable if the memory is closed."""
+        self._segment.write_mail(offset, _WORD.pack(word))
+
+    # The parent's side
+
+    def ask(self, ask: Ask, argument: int = 0) -> None:
+        """Send a request to the daemon's host. All but STEP must be answered before the next."""
+        self.write(MailWord.ASKED, ask)
+        self.write(MailWord.ARGUMENT, argument)
+        self._num_asked += 1
+        self.write(MailWord.DOORBELL, self._num_asked % MODULUS)
+        self._segment.ring_mail()
+
+    def await_answer(self, timeout_s: float, is_live: Callable[[], bool]) -> None:
+        """Wait until all requests are done. Raises: DaemonUnavailable after `timeout_s`, or when
+        the session is over."""
+        end_s = time.monotonic() + timeout_s
+        while self.read(MailWord.ANSWERS) != self._num_asked % MODULUS:
+            if not is_live() or time.monotonic() > end_s:
+                raise DaemonUnavailable(f"the mailbox has not answered for {timeout_s:.1f} s")
+            time.sleep(_POLL_S)
+
+    # The daemon's side
+
+    def asked(self) -> Asked:
+        """The parent's last request; if its number is the last one's there is no new one."""
+        number = self.read(MailWord.DOORBELL)
+        word = self.read(MailWord.ASKED)
+        ask = Ask(word) if word in _ASKS else Ask.STEP
+        return Asked(number, ask, self.read(MailWord.ARGUMENT))
+
+    def answer(self, number: int) -> None:
+        """Report all requests up to this number as done."""
+        self.write(MailWord.ANSWERS, number % MODULUS)

@@ -20,54 +20,40 @@ from dflash_protocol.errors import (
 )
 from dflash_protocol.ring.segment import Segment, silence_bell
 from dflash_runtime.compute.gpu.device.device import KernelDevice
-from dflash_runtime.compute.gpu.device.kept_memory import MemoryKeeper
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.mailbox.kernels import MailPeer
 from dflash_runtime.compute.gpu.mailbox.layout import (
-    DAEMON_ABORT_AT,
-    DAEMON_DEVICE_AT,
-    DAEMON_LAYOUT_AT,
+    CLOSED,
     HANDLE_BYTES,
     LAYOUT_NUMBER,
-    LIMIT_MS_AT,
-    PARENT_ABORT_AT,
-    PARENT_HOLDS_AT,
-    PARENT_LAYOUT_AT,
-    PROBE_FAULTS_AT,
-    PROBE_FOLLOWS_AT,
-    PROBE_PAUSE_AT,
-    PROBE_SEED_AT,
-    REPLY_MEMORY_AT,
-    REQUEST_MEMORY_AT,
-    STATE_AT,
+    MODULUS,
     Ask,
+    Asked,
     MailLayout,
     MailLines,
     MailState,
+    MailWord,
+    MailWords,
     host_lines,
 )
-from dflash_runtime.compute.gpu.mailbox.memory_exchange import MemoryExchange
+from dflash_runtime.compute.gpu.mailbox.peer_memory import MemoryExchange, MemoryKeeper
 from dflash_runtime.compute.gpu.mailbox.probe import ProbePlan
 from dflash_runtime.compute.gpu.mailbox.served_steps import ServedSteps
-from dflash_runtime.compute.gpu.mailbox.words import Asked, MailWords
 
 _LOG = logging.getLogger(__name__)
 
 _POLL_MS = 250
 _LONGEST_LIMIT_MS = 60_000
-_MODULUS = 1 << 32
 _MOST_STEPS = 64
 """Most steps that can be asked for before any of them is done."""
-_CLOSED = 0xFFFFFFFF
-"""In place of a failed step's epoch: the mailbox is closed for good."""
 
 
 class MailServer:
     """Serves one parent's mailbox with its own thread and its own stream of the device.
 
-    States, in the word STATE_AT: PREPARING, READY, SEES_PEER, FAILED (see MailState); the parent
-    may ask once it is READY. `layers`: with their places in the model, experts by local id. `lock`
-    is held while the device's main stream is used. `is_alone`: whether no other parent is served,
+    States, in MailWord.STATE: PREPARING, READY, SEES_PEER, FAILED (see MailState); the parent may
+    ask once it is READY. `layers`: with their places in the model, experts by local id. `lock` is
+    held while the device's main stream is used. `is_alone`: whether no other parent is served,
     which waiting kernels could hold up.
     Owns: the thread, the captured steps, and memory shared with the parent; not the segment.
     """
@@ -87,8 +73,8 @@ class MailServer:
         self._segment, self._lock, self._layout = segment, lock, layout
         self._base = segment.window.device_address(segment.shape.mail_at)
         self._words = MailWords(segment)
-        segment.write_mail(DAEMON_DEVICE_AT, device.uuid)
-        self._words.write(DAEMON_LAYOUT_AT, LAYOUT_NUMBER)
+        segment.write_mail(MailWord.DAEMON_DEVICE, device.uuid)
+        self._words.write(MailWord.DAEMON_LAYOUT, LAYOUT_NUMBER)
         self._steps = ServedSteps(device, self._words, layers=layers, is_alone=is_alone)
         self._memory = MemoryExchange(device, keeper)
         self._num_done = 0
@@ -107,14 +93,14 @@ class MailServer:
             return
         self._stop.set()
         with suppress(DaemonUnavailable):
-            self._words.write(DAEMON_ABORT_AT, _CLOSED)
+            self._words.write(MailWord.DAEMON_ABORT, CLOSED)
             self._segment.ring_mail()
         self._thread.join()
 
     def _run(self) -> None:
         try:
             self._prepare()
-            self._words.write(STATE_AT, MailState.READY)
+            self._words.write(MailWord.STATE, MailState.READY)
             self._serve()
         except DflashError as error:
             if not self._stop.is_set():
@@ -129,8 +115,8 @@ class MailServer:
 
     def _end(self) -> None:
         with suppress(DaemonUnavailable):
-            self._words.write(STATE_AT, MailState.FAILED)
-            self._words.write(DAEMON_ABORT_AT, _CLOSED)
+            self._words.write(MailWord.STATE, MailState.FAILED)
+            self._words.write(MailWord.DAEMON_ABORT, CLOSED)
         with suppress(DeviceUnavailable):
             self._steps.synchronize()
         with suppress(DeviceUnavailable), self._lock:
@@ -138,26 +124,27 @@ class MailServer:
             self._memory.unmap_other()
             is_held = True  # the parent may have it open
             with suppress(DaemonUnavailable):
-                is_held = self._words.read(PARENT_HOLDS_AT) != 0
+                is_held = self._words.read(MailWord.PARENT_HOLDS) != 0
             self._memory.give_back(may_be_open=is_held)
         self._steps.forget()
 
     def _prepare(self) -> None:
         """Compile and capture the step of one token. Raises: DflashError."""
-        number = self._words.read(PARENT_LAYOUT_AT)
+        number = self._words.read(MailWord.PARENT_LAYOUT)
         if number != LAYOUT_NUMBER:
             raise ProtocolError(f"the parent knows layout {number}, this daemon {LAYOUT_NUMBER}")
-        limit_ms = min(self._words.read(LIMIT_MS_AT), _LONGEST_LIMIT_MS)
+        limit_ms = min(self._words.read(MailWord.LIMIT_MS), _LONGEST_LIMIT_MS)
         with self._lock:
             peer = MailPeer(
-                own_abort=self._base + DAEMON_ABORT_AT, other_abort=self._base + PARENT_ABORT_AT
+                own_abort=self._base + MailWord.DAEMON_ABORT,
+                other_abort=self._base + MailWord.PARENT_ABORT,
             )
             # The parent must time out first: it knows which daemon it waits for.
             limit_ms += limit_ms // 2
             self._steps.prepare(peer, limit_ms, host_lines(self._layout, self._base))
             with suppress(DeviceUnavailable):  # then lines stay in the host's memory
                 own = self._memory.export(self._layout.requests_nbytes)
-                self._segment.write_mail(REQUEST_MEMORY_AT, own.handle)
+                self._segment.write_mail(MailWord.REQUEST_MEMORY, own.handle)
 
     def _see_peer(self) -> None:
         """Map the parent's memory and capture a step that uses the devices' memory."""
@@ -166,7 +153,7 @@ class MailServer:
         if own is None:
             return
         try:
-            handle = self._segment.read_mail(REPLY_MEMORY_AT, HANDLE_BYTES)
+            handle = self._segment.read_mail(MailWord.REPLY_MEMORY, HANDLE_BYTES)
             other = self._memory.map_other(handle, self._layout.replies_nbytes)
         except DeviceUnavailable as error:
             # docs (daemon): no peer access between the two GPUs: mailboxes lie in the host's memory
@@ -174,7 +161,7 @@ class MailServer:
             return
         lines = MailLines(self._layout, requests=own.device_address, replies=other.device_address)
         self._steps.add_devices(lines)
-        self._words.write(STATE_AT, MailState.SEES_PEER)
+        self._words.write(MailWord.STATE, MailState.SEES_PEER)
 
     def _leave_peer(self) -> None:
         """Unmap the parent's memory, and close the steps that use it."""
@@ -182,7 +169,7 @@ class MailServer:
             return
         self._steps.drop_devices()
         self._memory.unmap_other()
-        self._words.write(STATE_AT, MailState.READY)
+        self._words.write(MailWord.STATE, MailState.READY)
 
     def _serve(self) -> None:
         bell = self._segment.mail_bell
@@ -191,7 +178,7 @@ class MailServer:
         poll.register(bell, select.POLLIN)
         while not self._stop.is_set():
             asked = self._words.asked()
-            if asked.number != self._num_done % _MODULUS:
+            if asked.number != self._num_done % MODULUS:
                 self._do(asked)
             elif poll.poll(_POLL_MS):
                 silence_bell(bell)
@@ -199,12 +186,12 @@ class MailServer:
     def _do(self, asked: Asked) -> None:
         if asked.ask is Ask.STEP:
             # Several may have been asked for since the last poll.
-            if (asked.number - self._num_done) % _MODULUS > _MOST_STEPS:
+            if (asked.number - self._num_done) % MODULUS > _MOST_STEPS:
                 raise ProtocolError("a mailbox was asked for more steps than can be under way")
             graph = self._steps.graph_of(asked.argument)
-            while self._num_done % _MODULUS != asked.number:
+            while self._num_done % MODULUS != asked.number:
                 # A parent that has given up may release its memory.
-                if not self._words.read(PARENT_ABORT_AT):
+                if not self._words.read(MailWord.PARENT_ABORT):
                     self._steps.replay(graph)
                 self._num_done += 1
         else:
@@ -232,8 +219,8 @@ class MailServer:
         """Answer a probe's round trips and write the faults found."""
         plan = ProbePlan(
             num_rounds,
-            seed=self._words.read(PROBE_SEED_AT),
-            follows=self._words.read(PROBE_FOLLOWS_AT) != 0,
-            longest_pause_ns=self._words.read(PROBE_PAUSE_AT),
+            seed=self._words.read(MailWord.PROBE_SEED),
+            follows=self._words.read(MailWord.PROBE_FOLLOWS) != 0,
+            longest_pause_ns=self._words.read(MailWord.PROBE_PAUSE),
         )
-        self._segment.write_mail(PROBE_FAULTS_AT, self._steps.echo(plan))
+        self._segment.write_mail(MailWord.PROBE_FAULTS, self._steps.echo(plan))

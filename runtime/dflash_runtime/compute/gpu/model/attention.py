@@ -21,8 +21,8 @@ from dflash_adapters.layers import (
 from dflash_adapters.rope import AttentionTemperature, RopeTable
 from dflash_protocol.errors import UnsupportedModel
 from dflash_runtime.compute.gpu.device.device import DeviceArray
-from dflash_runtime.compute.gpu.launch.elementwise import ColumnsOf
-from dflash_runtime.compute.gpu.layers.attention_launch import AttentionForm
+from dflash_runtime.compute.gpu.launch.row_kernels import ColumnsOf
+from dflash_runtime.compute.gpu.layers.attention import AttentionForm
 from dflash_runtime.compute.gpu.layers.placed_step import PlacedStep
 from dflash_runtime.compute.gpu.layers.rows import Input, Rows
 from dflash_runtime.compute.gpu.model.linear import LayerWeights, project

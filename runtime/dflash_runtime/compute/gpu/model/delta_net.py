@@ -13,9 +13,9 @@ from dflash_runtime.compute.gpu.layers.delta import (
     DeltaChunk,
     DeltaPlan,
     DeltaStep,
+    DeltaTree,
     DeltaWeights,
 )
-from dflash_runtime.compute.gpu.layers.delta_tree import DeltaTree
 from dflash_runtime.compute.gpu.layers.placed_step import PlacedStep
 from dflash_runtime.compute.gpu.layers.rows import Input, Rows
 from dflash_runtime.compute.gpu.model.linear import LayerWeights, project
@@ -31,7 +31,7 @@ class DeltaNetLayer:
         self._ops, self._norm, self._cache_layer = weights.ops, weights.norm(norm), cache_layer
         self._inputs = [weights.projection(each) for each in layer.inputs]
         taps = vectors[layer.conv]
-        self._plan = DeltaPlan(layer.state.delta, num_taps=taps.shape[1], finishes=True)
+        self._plan = DeltaPlan(layer.state.delta, num_taps=taps.shape[1])
         self._weights = DeltaWeights(
             taps=taps,
             decay=vectors[layer.a],

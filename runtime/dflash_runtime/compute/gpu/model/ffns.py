@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from dflash_adapters.layers import Ffn, Gate, InputScaledFfn, RoutedFfn, VectorTensor
-from dflash_runtime.compute.gpu.launch.elementwise import ColumnsOf
+from dflash_runtime.compute.gpu.launch.row_kernels import ColumnsOf
 from dflash_runtime.compute.gpu.layers.rows import Input, Rows
-from dflash_runtime.compute.gpu.model.linear import LayerWeights, Projection, project
+from dflash_runtime.compute.gpu.model.linear import LayerWeights, project
 from dflash_runtime.compute.gpu.ops.kernels import LayerKernels, RoutedRows
 from dflash_runtime.compute.model import Pausable
 
@@ -53,7 +53,7 @@ class DenseFfn:
         if share is not None:
             whole = ColumnsOf.whole(share.array)
             self._ops.elementwise.gated(array, whole, Gate.SIGMOID, array)
-        self._ops.add_rows.launch(residual.array, array, residual.array)
+        self._ops.elementwise.add_rows(residual.array, array, residual.array)
 
 
 class DenseFfnLayer:
@@ -87,7 +87,8 @@ class RoutedFfnLayer:
     def run(self, x: Rows, experts: DeviceExperts) -> Pausable[None]:
         """Add the experts' sums to the residual. Shapes: x [T, H]."""
         kernels, h = self._ops.kernels_for(x), Input(x, self._norm)
-        logits = router_logits(kernels, h, self._router)
+        logits = kernels.router_logits(h, self._router.matrix)
+        self._router.finish(logits)
         routed = RoutedRows(h, kernels.choose(logits, self._rule, self._bias))
         begun = None if self._shared is None else self._shared.begin(kernels, h)
         yield from experts(self._layer_id, routed, x)
@@ -112,16 +113,10 @@ class InputScaledFfnLayer:
     def run(self, x: Rows, experts: DeviceExperts) -> Pausable[None]:
         """Add the expert and the shared one to the residual. Shapes: x [T, H]."""
         kernels, h = self._ops.kernels_for(x), Input(x, self._norm)
-        logits = router_logits(kernels, h, self._router)
+        logits = kernels.router_logits(h, self._router.matrix)
+        self._router.finish(logits)
         choice = kernels.choose(logits, self._choice, None)
         scales = kernels.choose(logits, self._input_scale, None)
         begun = self._shared.begin(kernels, h)
         yield from experts(self._layer_id, RoutedRows(kernels.scaled(h, scales), choice), x)
         self._shared.end(kernels, begun, x)
-
-
-def router_logits(kernels: LayerKernels, h: Input, router: Projection) -> Rows:
-    """Shapes: result [T, E]."""
-    logits = kernels.router_logits(h, router.matrix)
-    router.finish(logits)
-    return logits

@@ -13,7 +13,8 @@ from dflash_adapters.layers import Linear, VectorTensor
 from dflash_adapters.loading import Weights
 from dflash_adapters.quant import dequantise
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
-from dflash_runtime.compute.gpu.layers.matrix import DeviceMatrix, Uploader
+from dflash_runtime.compute.gpu.launch.layouts import DeviceMatrix
+from dflash_runtime.compute.gpu.layers.matrix import Uploader
 from dflash_runtime.compute.gpu.layers.rows import Input, Norm, Rows
 from dflash_runtime.compute.gpu.ops.chunks import ChunkKernels
 from dflash_runtime.compute.gpu.ops.kernels import LayerKernels
@@ -76,7 +77,7 @@ class Projection:
             self.finish(residual)  # a bias, if any
             return
         (product,) = project(kernels, x, (self,))
-        self.ops.add_rows.launch(residual.array, product.array, residual.array)
+        self.ops.elementwise.add_rows(residual.array, product.array, residual.array)
 
 
 def project(kernels: LayerKernels, x: Input, projections: Sequence[Projection]) -> list[Rows]:

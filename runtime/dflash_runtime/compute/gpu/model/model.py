@@ -90,7 +90,7 @@ class GpuModel:
         kernels = self._ops.chunks if step.is_chunk else self._ops.steps
         rows = kernels.rows(step.num_tokens, self._table.columns)
         # What advances positions must have ended before attention, which reads them early.
-        self._embed.launch(self._table.weights, step.token_ids, rows.array, overlaps_previous=False)
+        self._embed.launch(self._table.weights, step.token_ids, rows.array)
         return rows
 
     def layer(self, layer_id: int, x: Rows, step: Step, experts: DeviceExperts) -> Pausable[Rows]:

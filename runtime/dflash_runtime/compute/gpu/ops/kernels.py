@@ -9,7 +9,7 @@ from typing import Protocol
 from dflash_adapters.routing import RoutingRule
 from dflash_runtime.compute.gpu.device.buffers import Buffer
 from dflash_runtime.compute.gpu.device.device import DeviceArray
-from dflash_runtime.compute.gpu.layers.matrix import DeviceMatrix
+from dflash_runtime.compute.gpu.launch.layouts import DeviceMatrix
 from dflash_runtime.compute.gpu.layers.rows import Input, Norm, Rows
 
 

@@ -1,5 +1,5 @@
-"""Products of a decode or verify step: of up to 8 tokens at once; more, a tree's, are taken in
-parts.
+"""Products and routed experts of a decode or verify step: of up to 8 tokens at once; more, a
+tree's, are taken in parts.
 
 Compiles a kernel when a shape is first met, and takes results' memory from buffers that the next
 layer uses again; both must have happened before a step is captured.
@@ -7,7 +7,9 @@ layer uses again; both must have happened before a step is captured.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -18,27 +20,32 @@ from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.launch.decode_arrays import (
     GRANULE,
     MOST_TOKENS,
+    StepRows,
     meta_shape,
     most_rows,
     padded_columns,
     step_parts,
 )
-from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
+from dflash_runtime.compute.gpu.launch.decode_experts import (
+    Choice,
+    DecodeExperts,
+    ExpertsShape,
+    MailReply,
+    experts_shape,
+)
 from dflash_runtime.compute.gpu.launch.decode_linear import (
     DecodeLinear,
-    LinearInputs,
-    LinearOutputs,
-)
-from dflash_runtime.compute.gpu.launch.decode_linear_shape import LinearInput, LinearShape
-from dflash_runtime.compute.gpu.launch.decode_router import (
     DecodeRouter,
+    LinearInput,
+    LinearInputs,
+    LinearShape,
     RouterShape,
     is_float_router,
 )
 from dflash_runtime.compute.gpu.launch.decode_tokens import QuantiseRows, RowChange
-from dflash_runtime.compute.gpu.launch.layouts import FLOAT_TYPES
+from dflash_runtime.compute.gpu.launch.layouts import FLOAT_TYPES, DeviceMatrix
 from dflash_runtime.compute.gpu.launch.row_kernels import ChooseExperts, is_plain
-from dflash_runtime.compute.gpu.layers.matrix import DeviceMatrix
+from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.layers.rows import Input, Norm, Rows
 from dflash_runtime.compute.gpu.ops.kernels import ExpertChoice
 
@@ -128,7 +135,7 @@ class StepKernels:
         logits = self.rows(num_tokens, matrix.rows)
         normed = self.rows(num_tokens, matrix.columns)
         self._add_int8(normed)
-        outputs = LinearOutputs(normed.array, normed.quants, normed.meta)
+        side = normed.forms
         if is_float_router(matrix.tensor_type, matrix.columns):
             for part in step_parts(num_tokens):
                 inputs = LinearInputs(x=x.rows.array[part], norm_weight=norm.weight, eps=norm.eps)
@@ -138,10 +145,10 @@ class StepKernels:
                 if shape not in self._routers:
                     self._routers[shape] = DecodeRouter(self._device, shape)
                 self._routers[shape].launch(
-                    matrix.weights, logits.array[part], inputs, outputs=outputs.sides_of(part)
+                    matrix.weights, logits.array[part], inputs, side=side[part]
                 )
         else:
-            self._multiply(x, (matrix,), (logits,), outputs=outputs)
+            self._multiply(x, (matrix,), (logits,), side=side)
         x.normed = normed
         return logits
 
@@ -173,7 +180,7 @@ class StepKernels:
             [matrix.weights],
             [out],
             _inputs(linear.shape, x),
-            outputs=LinearOutputs(partials=partials.array),
+            partials=partials.array,
         )
         return partials
 
@@ -216,7 +223,7 @@ class StepKernels:
         adds: bool = False,
         up: Rows | None = None,
         gate: Rows | None = None,
-        outputs: LinearOutputs | None = None,
+        side: StepRows | None = None,
     ) -> None:
         """`x`, or ``silu(x) * up``, times each matrix, and times the sigmoid of the gate [T, 1]."""
         num_tokens = x.rows.num_tokens
@@ -229,7 +236,7 @@ class StepKernels:
                 adds=adds,
                 is_activated=up is not None,
                 is_gated=gate is not None,
-                has_side=outputs is not None,
+                has_side=side is not None,
             )
             linear.launch(
                 [matrix.weights for matrix in matrices],
@@ -240,7 +247,7 @@ class StepKernels:
                     up=None if up is None else up.array[part],
                     gate=None if gate is None else gate.array[part],
                 ),
-                outputs=None if outputs is None else outputs.sides_of(part),
+                side=None if side is None else side[part],
             )
 
     def _most_rows(self, matrices: Sequence[DeviceMatrix]) -> int:
@@ -295,19 +302,15 @@ class StepKernels:
             change = RowChange.FACTORS if norm is None else RowChange.NORM
             out = self.rows(x.num_tokens, x.columns)
         self._add_int8(out)
-        assert out.quants is not None
-        assert out.meta is not None
         key = x.columns, change
         if key not in self._quantisers:
             self._quantisers[key] = QuantiseRows(self._device, columns=x.columns, change=change)
         self._quantisers[key].launch(
             x.array,
-            out.quants,
-            out.meta,
+            StepRows(out.quants, out.meta, None if change is RowChange.NONE else out.array),
             norm_weight=None if norm is None else norm.weight,
             eps=0.0 if norm is None else norm.eps,
             factors=factors,
-            values=None if change is RowChange.NONE else out.array,
         )
         return out
 
@@ -338,3 +341,103 @@ def _inputs(
     if x.norm is None:
         return LinearInputs(x=x.rows.array, up=up, gate=gate)
     return LinearInputs(x=x.rows.array, norm_weight=x.norm.weight, eps=x.norm.eps, gate=gate)
+
+
+class StepExperts:
+    """Launches of a step's experts that are on this device.
+
+    Owns: what kernels of gate and up leave for those of down. No other experts of that shape may be
+    launched between the two.
+    """
+
+    def __init__(self, device: KernelDevice) -> None:
+        self._device = device
+        self._experts: dict[ExpertsShape, DecodeExperts] = {}
+        self._hidden: dict[ExpertsShape, StepRows] = {}
+        self._counts = True
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """A context in which choices are not counted."""
+        self._counts = False
+        try:
+            yield
+        finally:
+            self._counts = True
+
+    def counted_in(self, selections: DeviceArray | None) -> DeviceArray | None:
+        """`selections`, or None while choices are not counted. Shapes: [E] uint32."""
+        return selections if self._counts else None
+
+    def new_rows(self, num_tokens: int, columns: int) -> StepRows:
+        """New uninitialised rows for experts, in arrays of their own."""
+        empty = self._device.empty
+        return StepRows(
+            quants=empty((num_tokens, padded_columns(columns)), np.int8),
+            meta=empty(meta_shape(num_tokens, columns), np.float32),
+            values=empty((num_tokens, columns), np.float32),
+        )
+
+    def run(
+        self,
+        layer: ResidentLayer,
+        choice: Choice,
+        rows: StepRows,
+        *,
+        out: DeviceArray,
+        gives_sums: bool,
+        rule: RoutingRule | None = None,
+    ) -> None:
+        """Add the chosen experts, rounded once, to a residual; or write their sums.
+
+        Shapes: out [T, H] float32, or float64 sums. With a `rule` they are chosen first.
+        """
+        num_tokens = out.shape[0]
+        for part in step_parts(num_tokens):
+            shape = experts_shape(
+                layer.layer, part.stop - part.start, gives_sums=gives_sums, rule=rule
+            )
+            experts, hidden = self._kernels(shape)
+            some = choice[part]
+            experts.launch_gate_up(layer.experts, some, rows[part], hidden)
+            experts.launch_down(layer.experts, some, hidden, out[part])
+
+    def answer(
+        self,
+        layer: ResidentLayer,
+        asked: StepRows | ctypes.Structure,
+        choice: Choice,
+        *,
+        to: MailReply,
+        takes_request: bool,
+    ) -> None:
+        """Sums of the chosen experts of up to MOST_TOKENS into a mailbox; a request is waited for,
+        and says which those are."""
+        shape = experts_shape(
+            layer.layer, choice.topk_ids.shape[0], gives_sums=True, takes_request=takes_request
+        )
+        experts, hidden = self._kernels(shape)
+        experts.launch_gate_up(layer.experts, choice, asked, hidden)
+        experts.launch_down(layer.experts, choice, hidden, to)
+
+    def add_with_replies(
+        self,
+        layer: ResidentLayer,
+        choice: Choice,
+        rows: StepRows,
+        *,
+        residual: DeviceArray,
+        replies: ctypes.Structure,
+    ) -> None:
+        """Add the chosen experts of up to MOST_TOKENS, and what peers answer, to the residual."""
+        experts, hidden = self._kernels(experts_shape(layer.layer, choice.topk_ids.shape[0]))
+        experts.launch_gate_up(layer.experts, choice, rows, hidden)
+        experts.launch_down(layer.experts, choice, hidden, residual, replies=replies)
+
+    def _kernels(self, shape: ExpertsShape) -> tuple[DecodeExperts, StepRows]:
+        """Kernels, and what is between the two."""
+        experts = self._experts.get(shape)
+        if experts is None:
+            experts = self._experts[shape] = DecodeExperts(self._device, shape)
+            self._hidden[shape] = experts.hidden_rows()
+        return experts, self._hidden[shape]

@@ -14,35 +14,31 @@ the host may start several without waiting for any. Nothing is allocated or comp
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase
 from dflash_runtime.compute.backend import DeviceSampling
-from dflash_runtime.compute.gpu.experts.moe import DeviceMoe
 from dflash_runtime.compute.gpu.launch.sample_tokens import UNDECIDED
 from dflash_runtime.compute.gpu.layers.attention_plan import context_bucket
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
-from dflash_runtime.compute.gpu.mailbox.sessions import MailboxSessions
 from dflash_runtime.compute.gpu.model.model import GpuModel
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
 from dflash_runtime.compute.gpu.run.decode_tokens import DecodeTokens
-from dflash_runtime.compute.gpu.run.host_routes import HostRoutes
-from dflash_runtime.compute.gpu.run.path_choice import PathChoice
+from dflash_runtime.compute.gpu.run.path_choice import MailboxSessions, PathChoice
 from dflash_runtime.compute.gpu.run.step_captures import DecodePass, StepSampling
-from dflash_runtime.compute.gpu.run.step_paths import HostPath, LocalPath
-from dflash_runtime.compute.gpu.run.step_runner import MailboxRedo, StepRunner
-from dflash_runtime.compute.gpu.run.tree_steps import TreeSteps
+from dflash_runtime.compute.gpu.run.step_path import StepPath
+from dflash_runtime.compute.gpu.run.step_runner import MailboxRedo, StepRunner, TreeSteps
 from dflash_runtime.compute.trees import Tree, TreeResult
 
 
 class GraphStep:
     """Implements backend.CapturedStep for one sequence. Used by the thread that runs the model.
 
-    Three paths to experts: all on the device (one graph); asked by the host (`shared`: a graph in
-    pieces); asked by the device through mailboxes (`sessions`), preferred to the host's while their
-    daemons are there. A mailbox step that fails is recomputed through the host, and so are the
-    steps after it until there are mailboxes again.
+    Three paths to experts: all on the device (one graph); asked by the host (a graph in pieces);
+    asked by the device through mailboxes (`sessions`), preferred to the host's while their daemons
+    are there. A mailbox step that fails is recomputed through the host, and so are the steps after
+    it until there are mailboxes again.
     States: open; closed, when everything is released even if this object is still referred to.
     Owns: graphs of each context bucket used so far, and mapped memory of the host.
     """
@@ -53,23 +49,26 @@ class GraphStep:
         model: GpuModel,
         cache: DeviceKvCache,
         *,
-        moe: DeviceMoe,
-        shared: HostRoutes | None = None,
+        home: StepPath,
         sessions: MailboxSessions | None = None,
     ) -> None:
-        """`moe` is what the model calls where no mailbox is used; `shared` its owner if the host
-        asks."""
-        self._device, self._cache, self._shared = ops.device, cache, shared
-        self._tokens = tokens = DecodeTokens(ops.device, cache.capacity)
-        self._sampling = StepSampling(
-            ops.device, vocab_size=model.spec.vocab_size, num_positions=tokens.sampled.size
-        )
-        decode = DecodePass(ops, model, cache, tokens, self._sampling)
-        home = LocalPath(moe) if shared is None else HostPath(moe, shared)
-        self._choice = PathChoice(decode, home, sessions)
-        self._runner = StepRunner(ops.device, cache, tokens, captures=self._choice.home)
-        self._redo = MailboxRedo(self._runner, self._choice)
-        self._trees = TreeSteps(ops.device, self._choice)
+        """`home` is the path where no mailbox is used. Paths and sessions are closed with this
+        object, and if it cannot be made."""
+        self._device, self._cache = ops.device, cache
+        with ExitStack() as undo:
+            undo.callback(home.close)
+            self._tokens = tokens = DecodeTokens(ops.device, cache.capacity)
+            undo.callback(tokens.close)
+            self._sampling = StepSampling(
+                ops.device, vocab_size=model.spec.vocab_size, num_positions=tokens.sampled.size
+            )
+            decode = DecodePass(ops, model, cache, tokens, self._sampling)
+            self._choice = PathChoice(decode, home, sessions)
+            undo.callback(self._choice.close)
+            self._runner = StepRunner(ops.device, cache, tokens, captures=self._choice.home)
+            self._redo = MailboxRedo(self._runner, self._choice)
+            self._trees = TreeSteps(ops.device, self._choice)
+            self._undo = undo.pop_all()
         self._is_closed = False
 
     @property
@@ -152,9 +151,6 @@ class GraphStep:
         self._is_closed = True
         with suppress(DeviceUnavailable):  # a device that has failed writes nothing any more
             self._device.synchronize()
-        self._choice.close()
-        self._tokens.close()
-        if self._shared is not None:
-            self._shared.close()
-        del self._device, self._cache, self._shared, self._tokens, self._sampling
+        self._undo.close()
+        del self._device, self._cache, self._tokens, self._sampling, self._undo
         del self._choice, self._runner, self._redo, self._trees

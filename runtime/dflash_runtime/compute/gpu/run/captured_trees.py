@@ -18,14 +18,14 @@ from dflash_protocol.ids import F32Array, I32Array, Phase
 from dflash_runtime.compute.gpu.device.buffers import Places
 from dflash_runtime.compute.gpu.device.device import DeviceArray
 from dflash_runtime.compute.gpu.launch.decode_tokens import check_token_ids
+from dflash_runtime.compute.gpu.launch.row_kernels import ColumnsOf
 from dflash_runtime.compute.gpu.layers.branch import Branch
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
 from dflash_runtime.compute.gpu.layers.placed_step import PlacedStep
 from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.gpu.model.model import GpuModel
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
-from dflash_runtime.compute.gpu.run.captured_pieces import GraphPiece
-from dflash_runtime.compute.gpu.run.step_paths import StepPath
+from dflash_runtime.compute.gpu.run.step_path import GraphPiece, StepPath
 from dflash_runtime.compute.model import forward, run_to_end
 from dflash_runtime.compute.trees import OnAccept, Tree, TreeResult
 
@@ -126,13 +126,14 @@ class CapturedTrees:
 
         def on_layer(layer_id: int, hidden: Rows) -> None:
             if layer_id in capture.features:
-                self._ops.copy_rows(hidden, capture.features[layer_id])
+                whole = ColumnsOf.whole(hidden.array)
+                self._ops.elementwise.take_columns(whole, capture.features[layer_id])
 
-        step = PlacedStep.of_arrays(
+        step = PlacedStep(
             capture.token_ids,
             capture.branch.positions,
-            self._cache,
-            phase=Phase.VERIFY,
+            (self._cache,),
+            Phase.VERIFY,
             context=kept.position + int(kept.depths.max()) + 1,
             tree=kept,
             branch=capture.branch,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 
 from dflash_protocol.errors import DeviceUnavailable
+from dflash_protocol.ids import I32Array
 from dflash_runtime.compute.backend import NOT_FINITE
-from dflash_runtime.compute.gpu.device.device import KernelDevice
-from dflash_runtime.compute.gpu.device.mapped_array import mapped_array, whole_pages
+from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock
 
 _NONE = -1
 """In place of a token that is not sampled yet."""
@@ -37,9 +37,10 @@ class DecodeTokens:
         self._device = device
         self.ids, self.positions = (device.zeros(1, np.int32) for _ in range(2))
         # One more: the step of the last position samples a token too.
-        self.sampled = whole_pages(capacity + 1, _NONE)
-        self._mapping = device.map_host(self.sampled)
-        self.history: Any = mapped_array(device, self._mapping, self.sampled)
+        self._block = MappedBlock(device, [((capacity + 1,), np.int32)])
+        self.sampled: I32Array = self._block.host[0]
+        self.sampled[:] = _NONE
+        self.history: DeviceArray = self._block.device[0]
         """`sampled` as kernels write it."""
         self.first = self.position = 0
         self._first_id = 0
@@ -102,4 +103,4 @@ class DecodeTokens:
 
     def close(self) -> None:
         """Unmap the host's memory; no step may be running."""
-        self._mapping.close()
+        self._block.close()

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import time
+from collections.abc import Callable, Mapping
 
-from dflash_protocol.errors import DaemonUnavailable
+from dflash_adapters.spec import MoeSpec
+from dflash_protocol.errors import DaemonUnavailable, one_line
 from dflash_protocol.ids import I64Array, Phase
+from dflash_runtime.compute.backend import MailedExperts, MailRoute
 from dflash_runtime.compute.gpu.device.device import KernelDevice
-from dflash_runtime.compute.gpu.mailbox.sessions import MailboxSessions
+from dflash_runtime.compute.gpu.launch.decode_experts import MOST_PEERS
+from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
+from dflash_runtime.compute.gpu.mailbox import layout
+from dflash_runtime.compute.gpu.mailbox.layout import mail_layout
+from dflash_runtime.compute.gpu.mailbox.parent import ParentMail, is_preparing, is_ready
+from dflash_runtime.compute.gpu.mailbox.peer_memory import MemoryKeeper
+from dflash_runtime.compute.gpu.ops.ops import GpuOps
+from dflash_runtime.compute.gpu.run.mailbox_path import MailboxPath
 from dflash_runtime.compute.gpu.run.step_captures import DecodePass, PathCaptures
-from dflash_runtime.compute.gpu.run.step_paths import MailboxPath, StepPath
+from dflash_runtime.compute.gpu.run.step_path import StepPath
+
+_LOG = logging.getLogger(__name__)
+
+_READY_S = 60.0
+"""Longest wait for daemons, which may have to compile their kernels."""
+_POLL_S = 0.01
+_MOST_FAILURES = 10
+_EPOCHS_OF_OPENING = 1 << 16
+"""Epochs skipped when mailboxes are opened: more than probes and restarts take."""
 
 
 class PathChoice:
@@ -47,9 +67,8 @@ class PathChoice:
         if self.sessions is None or (self.mailbox is not None and self.mailbox.mail.is_live):
             return
         self.leave_mailboxes()
-        moe = self.sessions.present()
-        if moe is not None:
-            self.mailbox = MailboxPath(moe, self.sessions)
+        self.mailbox = self.sessions.present()
+        if self.mailbox is not None:
             self._mailed = PathCaptures(self._decode, self.mailbox)
 
     def leave_mailboxes(self) -> None:
@@ -96,10 +115,9 @@ class PathChoice:
     def take_selections(self) -> dict[tuple[Phase, int], I64Array]:
         """See CapturedStep.take_selections."""
         counted, self._counted = self._counted, {}
-        if self.sessions is not None:
-            self.sessions.settle()
         if self.mailbox is not None:
-            for key, counts in self.mailbox.moe.take_selections().items():
+            self.mailbox.settle()
+            for key, counts in self.mailbox.take_selections().items():
                 counted[key] = counted.get(key, 0) + counts
         return counted
 
@@ -111,3 +129,122 @@ class PathChoice:
         self.mailbox = self._mailed = None
         if self.sessions is not None:
             self.sessions.close()
+
+
+class MailboxSessions:
+    """Opens mailboxes for the daemons' current sessions, and refuses those that failed.
+
+    States: without mailboxes; with those of the daemons' current sessions, from `present` until
+    a session ends, they are refused, or `close`; after _MOST_FAILURES failed steps, or once epochs
+    are used up, without mailboxes for good. Used by the thread that runs the model; lasts as long
+    as the captured step. Owns: the mailboxes in use.
+    """
+
+    def __init__(
+        self,
+        ops: GpuOps,
+        moe: MoeSpec,
+        resident: Mapping[int, ResidentLayer],
+        *,
+        remote: MailedExperts,
+        keeper: MemoryKeeper,
+    ) -> None:
+        """`keeper` takes memory that a lost daemon may still have open."""
+        self._keeper = keeper
+        self._ops, self._moe, self._resident = ops, moe, resident
+        self._remote = remote
+        self._routes: tuple[MailRoute, ...] = ()
+        self._present: MailboxPath | None = None
+        self._refused: tuple[MailRoute, ...] = ()
+        """Sessions whose mailboxes have failed."""
+        self._num_failures = 0
+        self._epoch = 0
+        """The last epoch used with any session, so that a session can be opened again."""
+        self._uses_peers: bool | None = None
+        """Whether lines in devices' memory are faster; None: not measured."""
+
+    def await_ready(self) -> bool:
+        """Whether there are mailboxes; waits for daemons that are preparing theirs."""
+        end_s = time.monotonic() + _READY_S
+        while time.monotonic() < end_s:
+            routes = self._remote.mail_routes()
+            if not any(is_preparing(route) for route in routes):
+                return bool(routes)
+            time.sleep(_POLL_S)
+        return False
+
+    def present(self) -> MailboxPath | None:
+        """The path of the next step; None: the host must ask. No step may be running."""
+        if self._present is not None and self._present.mail.is_live:
+            return self._present
+        self.close()
+        routes = self._remote.mail_routes()
+        if self._num_failures < _MOST_FAILURES and self._is_usable(routes):
+            self._routes = routes
+            try:
+                self._present = self._opened(routes)
+            except DaemonUnavailable as error:
+                self.refuse(error)
+        return self._present
+
+    def _is_usable(self, routes: tuple[MailRoute, ...]) -> bool:
+        is_new = 0 < len(routes) <= MOST_PEERS and routes != self._refused
+        return (
+            is_new
+            and self._epoch < layout.LAST_EPOCH
+            and all(is_ready(route, self._ops.device) for route in routes)
+        )
+
+    def _opened(self, routes: tuple[MailRoute, ...]) -> MailboxPath:
+        """Raises: DaemonUnavailable."""
+        self._epoch += _EPOCHS_OF_OPENING
+        mail = ParentMail(
+            self._ops.device, mail_layout(self._moe), routes, epoch=self._epoch, keeper=self._keeper
+        )
+        try:
+            if mail.has_peers and self._uses_peers is not False:
+                mail.use_peers(True)
+            return MailboxPath(self._ops, self._moe, self._resident, mail=mail, remote=self._remote)
+        except BaseException:
+            mail.close()
+            raise
+
+    def refuse(self, error: DaemonUnavailable) -> None:
+        """Close the current mailboxes and do not use these sessions' again: the hosts are asked."""
+        # docs (parent): a daemon's GPU does not answer ours by itself; the host asks it, which is
+        # slower
+        _LOG.warning("no mailbox: %s", one_line(str(error)))
+        self._refused = self._routes
+        self.close()
+
+    def count_failure(self) -> None:
+        """A step has failed, and a session with it. After _MOST_FAILURES no mailboxes are opened
+        any more, as each failure costs a step's time limit."""
+        self._num_failures += 1
+        if self._num_failures == _MOST_FAILURES:
+            _LOG.warning("no mailbox: %s", f"{_MOST_FAILURES} steps have failed")
+
+    def choose_memory(self, step_s: Callable[[], float]) -> None:
+        """Use the memory in which `step_s` measures the faster step. Raises: DaemonUnavailable."""
+        if self._present is None or not self._present.mail.has_peers:
+            return
+        mail, times_s = self._present.mail, {}
+        for uses_peers in (False, True):
+            mail.use_peers(uses_peers)
+            times_s[uses_peers] = step_s()
+        self._uses_peers = times_s[True] <= times_s[False]
+        mail.use_peers(self._uses_peers)
+        # docs (parent): which memory GPUs ask each other through: the faster one
+        _LOG.info(
+            "mailboxes: a step takes %.0f µs by the host's memory, %.0f µs by the devices'",
+            *(1e6 * times_s[False], 1e6 * times_s[True]),
+        )
+
+    def close(self) -> None:
+        """Close the current mailboxes; no step may be running."""
+        if self._present is not None:
+            self._epoch = max(self._epoch, self._present.mail.epoch)
+            self._present.close()
+            if self._epoch >= layout.LAST_EPOCH:
+                _LOG.warning("no mailbox: %s", "its steps' numbers are used up until a new start")
+        self._present, self._routes = None, ()

@@ -8,6 +8,7 @@ import numpy as np
 
 from dflash_protocol.ids import F64Array, Phase
 from dflash_runtime.compute.backend import DeviceSampling
+from dflash_runtime.compute.gpu.device.buffers import Buffer
 from dflash_runtime.compute.gpu.device.device import KernelDevice
 from dflash_runtime.compute.gpu.launch.sample_tokens import (
     NUM_OPTIONS,
@@ -20,10 +21,9 @@ from dflash_runtime.compute.gpu.layers.placed_step import PlacedStep
 from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.gpu.model.model import GpuModel
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
-from dflash_runtime.compute.gpu.run.captured_pieces import Capture, capture_pieces
 from dflash_runtime.compute.gpu.run.captured_trees import CapturedTrees
 from dflash_runtime.compute.gpu.run.decode_tokens import DecodeTokens
-from dflash_runtime.compute.gpu.run.step_paths import StepPath
+from dflash_runtime.compute.gpu.run.step_path import GraphPiece, StepPath, capture_pieces
 from dflash_runtime.compute.model import Pausable, forward
 
 
@@ -70,7 +70,7 @@ class DecodePass:
         """Returns the logits. Shapes: [1, V]."""
         ids, positions = self.tokens.ids, self.tokens.positions
         experts = path.experts(Phase.DECODE)
-        step = PlacedStep.of_arrays(ids, positions, self.cache, phase=Phase.DECODE, context=bucket)
+        step = PlacedStep(ids, positions, (self.cache,), Phase.DECODE, context=bucket)
         hidden = yield from forward(self.model, step, experts)
         return self.model.choose_tokens(
             hidden,
@@ -79,6 +79,19 @@ class DecodePass:
             history=self.tokens.history,
             sampling=self.sampling.inputs if self.sampling.is_on else None,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A captured step of one context bucket, and the buffers that its graphs use (`kept`)."""
+
+    pieces: list[GraphPiece]
+    logits: Rows
+    kept: list[Buffer]
+
+    def close(self) -> None:
+        for piece in self.pieces:
+            piece.graph.close()
 
 
 class PathCaptures:
@@ -107,14 +120,14 @@ class PathCaptures:
         decode, path = self._decode, self.path
         buffers = decode.ops.steps.buffers
         with (
-            decode.tokens.restored(),
-            buffers.noted() as noted,
             path.trial(),
+            decode.tokens.restored(),  # waits for the pass
+            buffers.noted() as noted,
             decode.ops.step_experts.uncounted(),
         ):
             for _ in decode.launch(path, bucket):
                 pass  # the host's work is left out
-        with buffers.repeated(noted) as kept, path.capturing():
+        with buffers.repeated(noted) as kept:
             pieces, logits = capture_pieces(decode.ops.device, decode.launch(path, bucket))
         # Other work may run between pieces, so a step in pieces keeps its buffers to itself.
         return Capture(pieces, logits, kept if path.needs_host else [])

@@ -1,18 +1,24 @@
-"""Decode steps, started one after the other, and started again where mailboxes were at fault."""
+"""Decode steps, started one after the other, and again where mailboxes were at fault; and trees of
+draft tokens, verified through mailboxes or with all experts here.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 
 from dflash_protocol.errors import DaemonUnavailable
-from dflash_protocol.ids import F32Array
+from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime.compute.backend import NOT_FINITE
 from dflash_runtime.compute.gpu.device.device import KernelDevice
+from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
 from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.gpu.run.decode_tokens import DecodeTokens
+from dflash_runtime.compute.gpu.run.mailbox_path import MailboxPath
 from dflash_runtime.compute.gpu.run.path_choice import PathChoice
 from dflash_runtime.compute.gpu.run.step_captures import PathCaptures
+from dflash_runtime.compute.trees import Tree, TreeResult
 
 _TIMED_STEPS, _TIMED_RUNS = 16, 3
 
@@ -116,28 +122,22 @@ class MailboxRedo:
         Raises: DaemonUnavailable if a lost daemon's experts have no fallback; DeviceUnavailable.
         """
         token_id = self._runner.tokens.wait(position)
-        if self._choice.mailbox is None:
+        mailbox = self._choice.mailbox
+        if mailbox is None:
             return token_id
         if self._is_redone(position - 1):
             return self._runner.tokens.wait(position)
-        if token_id == NOT_FINITE or self._is_to_be_checked():
+        if token_id == NOT_FINITE or mailbox.is_to_be_checked():
             token_id = self._computed_by_host(position - 1)
         return token_id
 
     def check_last(self) -> None:
         """The same for the logits of the step started last; it must have ended."""
-        if self._choice.mailbox is None:
+        mailbox, position = self._choice.mailbox, self._runner.tokens.position
+        if mailbox is None or self._is_redone(position - 1):
             return
-        position = self._runner.tokens.position
-        if self._is_redone(position - 1):
-            return
-        if not self._runner.tokens.is_finite(position) or self._is_to_be_checked():
+        if not self._runner.tokens.is_finite(position) or mailbox.is_to_be_checked():
             self._computed_by_host(position - 1)
-
-    def _is_to_be_checked(self) -> bool:
-        """Whether to recompute a step through the host, to check daemons' replies."""
-        sessions = self._choice.sessions
-        return sessions is not None and sessions.is_to_be_checked()
 
     def _is_redone(self, position: int) -> bool:
         """If the step of this position has failed, lose the mailboxes, recompute it and all after
@@ -158,9 +158,8 @@ class MailboxRedo:
         If only the mailboxes' logits were not finite, these mailboxes are not used any more.
         """
         choice, runner, tokens = self._choice, self._runner, self._runner.tokens
-        mailbox, sessions = choice.mailbox, choice.sessions
+        mailbox = choice.mailbox
         assert mailbox is not None
-        assert sessions is not None
         end, began_s = tokens.position, time.monotonic()
         was_finite = tokens.is_finite(position + 1)
         runner.begin(choice.home, tokens.input_of(position), position)
@@ -176,5 +175,57 @@ class MailboxRedo:
         else:
             runner.go_on(choice.current)
         if was_finite:
-            sessions.note_checked(time.monotonic() - began_s)
+            mailbox.note_checked(time.monotonic() - began_s)
         return found
+
+
+class TreeSteps:
+    """Runs trees of draft tokens, unless the host must ask for their experts.
+
+    Now and then a tree is left to the host to check daemons' replies; what that costs is noted at
+    the next one. Used by the thread that runs the model.
+    """
+
+    def __init__(self, device: KernelDevice, choice: PathChoice) -> None:
+        self._device, self._choice = device, choice
+        self._left_to_host: tuple[MailboxPath, float] | None = None
+        """The path whose last tree was left to the host, and when, until its cost is noted."""
+
+    def run(self, token_ids: I32Array, tree: Tree, features: Collection[int]) -> TreeResult | None:
+        """See CapturedStep.verify. Through mailboxes at most MOST_TOKENS tokens; None for more."""
+        choice = self._choice
+        if self._left_to_host is not None:
+            mailbox, began_s = self._left_to_host
+            mailbox.note_checked(time.monotonic() - began_s)
+            self._left_to_host = None
+        choice.choose()
+        if choice.mailbox is None:
+            if choice.home.path.needs_host:
+                return None
+            return choice.home.trees.run(token_ids, tree, features)
+        if token_ids.size > MOST_TOKENS:
+            return None
+        if choice.mailbox.is_to_be_checked():
+            self._left_to_host = choice.mailbox, time.monotonic()
+            return None
+        return self._mailed(choice.mailbox, token_ids, tree, features)
+
+    def _mailed(
+        self, mailbox: MailboxPath, token_ids: I32Array, tree: Tree, features: Collection[int]
+    ) -> TreeResult | None:
+        """None: a daemon has not answered, or there is no memory; the host must ask instead."""
+        choice, mail = self._choice, mailbox.mail
+        self._device.synchronize()  # surplus steps have another size
+        try:
+            if not mail.failed_epoch():
+                mail.prepare(token_ids.size)
+                result = choice.current.trees.run(token_ids, tree, features)
+                if result is not None:
+                    mailbox.count_tree(token_ids.size)
+                if not mail.failed_epoch():
+                    return result
+        except DaemonUnavailable as error:
+            choice.refuse_mailboxes(error)
+            return None
+        choice.lose_mailboxes()
+        return None

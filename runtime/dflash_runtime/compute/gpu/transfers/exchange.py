@@ -7,7 +7,6 @@ sums.
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Iterable
 
@@ -17,13 +16,11 @@ from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
-from dflash_runtime.compute.gpu.device.kernel_variants import KernelVariant
 from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock
 from dflash_runtime.compute.gpu.launch.decode_arrays import ArrayChecker
 from dflash_runtime.compute.gpu.launch.decode_experts import Choice
 
 _THREADS = 512
-_MOST_COPIES = 3
 _POLLS_PER_CLOCK = 64
 """Polls of the word between two reads of the clock."""
 _BUSY_S = 0.5e-3
@@ -31,8 +28,6 @@ _BUSY_S = 0.5e-3
 _PAUSE_S = 20e-6
 _TIMEOUT_S = 0.5
 """When a piece takes longer the driver is asked whether the device has failed."""
-
-_Copies = ctypes.c_void_p * _MOST_COPIES
 
 ExchangeArgs = kernel_struct("exchange.cu", "ExchangeArgs")
 
@@ -141,6 +136,3 @@ class StepBox:
     def close(self) -> None:
         """Unmap it; no kernel that uses it may be running. Idempotent."""
         self._block.close()
-
-
-KERNEL_VARIANTS = (KernelVariant("exchange.cu", {"THREADS": _THREADS}),)

@@ -21,7 +21,7 @@ import numpy as np
 
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import U8Array
-from dflash_runtime.compute.gpu.device.device import CopyStream, DeviceArray, KernelDevice
+from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, SideStream
 from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock
 
 _MOST_THREADS = 8
@@ -46,7 +46,7 @@ class FilePiece:
 class _Lane:
     """A thread's stream and locked memory."""
 
-    stream: CopyStream
+    stream: SideStream
     block: MappedBlock
     half: int = 0
     """The half to be filled next."""
@@ -55,7 +55,7 @@ class _Lane:
         """Begin to copy a piece; the copy before it has ended when this returns."""
         staged = self.block.host[self.half][: piece.source.size]
         np.copyto(staged, piece.source)
-        self.stream.wait()  # of the other half, which is filled next
+        self.stream.synchronize()  # of the other half, which is filled next
         self.stream.write(piece.destination, staged)
         self.half = 1 - self.half
 
@@ -126,17 +126,12 @@ class FileCopier:
             for _ in range(num_threads):
                 block = MappedBlock(device, [((piece_bytes,), np.uint8)] * _HALVES)
                 undo.callback(block.close)
-                stream = device.copy_stream()
+                stream = device.new_stream()
                 undo.callback(stream.close)
                 self._lanes.put(_Lane(stream, block))
             self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="dflash-copy")
             undo.callback(self._threads.shutdown)
             self._undo = undo.pop_all()
-
-    @property
-    def locked_bytes(self) -> int:
-        """Bytes of locked host memory."""
-        return self._num_threads * _HALVES * self._piece_bytes
 
     def begin(self, runs: Iterable[FilePiece]) -> Transfer:
         """Begin to copy runs of any length; their arrays must exist until the transfer ends."""
@@ -168,7 +163,7 @@ class FileCopier:
                 lane.copy(transfer.pieces[index])
         finally:
             try:
-                lane.stream.wait()
+                lane.stream.synchronize()
             finally:
                 self._lanes.put(lane)
                 ended_s = time.perf_counter()

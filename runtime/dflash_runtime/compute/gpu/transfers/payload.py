@@ -25,13 +25,13 @@ from dflash_runtime.compute.gpu.device.device import (
     address,
 )
 from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock
-from dflash_runtime.compute.gpu.transfers.dma_copies import (
+from dflash_runtime.compute.gpu.transfers.payload_kernels import (
     COPY_DEADLINE_S,
     DmaCopies,
+    PayloadKernels,
     Shares,
     StreamCopy,
 )
-from dflash_runtime.compute.gpu.transfers.payload_kernels import PayloadKernels
 
 _FEWEST_PLACES = 1024
 

@@ -162,6 +162,26 @@ def test_a_graph_is_recorded_and_replayed(device: CupyDevice, fake: FakeDriver) 
     ]
 
 
+def test_a_stream_of_ones_own_replays_graphs_and_ends_when_it_is_empty(
+    device: CupyDevice, fake: FakeDriver
+) -> None:
+    graph, stream = device.capture(lambda: None), device.new_stream()
+    fake.take_notes()
+    stream.replay(graph)
+    stream.synchronize()
+    stream.close()
+    stream.close()
+    notes = fake.take_notes()
+    assert [line.split()[0] for line in notes] == [
+        *("launch_graph", "synchronize_stream", "synchronize_stream", "destroy_stream")
+    ]
+    handle = notes[-1].split()[1]
+    assert notes[0].endswith(f" on {handle}")
+    assert handle != str(device.stream)
+    with pytest.raises(DeviceUnavailable, match="closed"):
+        stream.replay(graph)
+
+
 def test_nothing_but_launches_goes_into_a_graph(device: CupyDevice, fake: FakeDriver) -> None:
     array = device.zeros(4, np.float32)
     forbidden = {

@@ -15,7 +15,7 @@ from dflash_protocol.device import Device, DeviceKind
 from dflash_protocol.errors import DeviceOutOfMemory, DeviceUnavailable
 from dflash_runtime.compute.gpu.device import devices
 from dflash_runtime.compute.gpu.device.capabilities import Vendor, hip_capabilities
-from dflash_runtime.compute.gpu.device.devices import corrected_memory, describe_gpus, memory_of
+from dflash_runtime.compute.gpu.device.devices import describe_gpus, memory_of
 from dflash_runtime.compute.gpu.device.driver import Driver
 from dflash_runtime.compute.gpu.device.driver_table import (
     FUNCTIONS,
@@ -246,7 +246,8 @@ def test_more_free_than_there_is_is_clamped_and_said(
     assert memory.is_shared_with_host
     assert re.search(r"\b9,000 .*\b4,000 bytes\b.*\b4,000\b", memory.note)
     assert [record.args for record in caplog.records] == [("cuda", 0, memory.note)]
-    assert corrected_memory(4000, 4000, is_shared_with_host=True).note == ""
+    fake.set(Setting.FREE, 4000)
+    assert memory_of(driver, 0).note == ""
 
 
 def test_every_gpu_is_described(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dflash_protocol.errors import DeviceUnavailable, KernelCompileError, SettingsError
 from dflash_protocol.ids import AnyArray
-from dflash_runtime.compute.gpu.device.device import KernelDevice, address
+from dflash_runtime.compute.gpu.device.device import KernelDevice, PreparedLaunch, address
 from support.emulated_device import EmulatedDevice, KernelFailure
 from support.emulated_device.device_checks import (
     CASES,
@@ -218,3 +218,22 @@ def test_halves_are_rounded_to_the_nearest_even_one(bits: int) -> None:
 
 def _to_half(device: EmulatedDevice, value: float) -> int:
     return int(check_every_name(device, value=value)[6, 0])
+
+
+def test_a_prepared_launch_takes_its_arguments_as_they_are_then() -> None:
+    device, launched = EmulatedDevice(), []
+
+    class Noting(EmulatedDevice):
+        def launch(self, kernel, grid, block, args, **options):  # type: ignore[no-untyped-def]
+            launched.append((kernel, grid, block, bytes(args), options["shared_bytes"]))
+
+    kernel, args = device.module(CASES, {}).kernel("sum_rows", SumArgs), SumArgs()
+    launch = PreparedLaunch(kernel, (1, 2, 3), 64, args, shared_bytes=5)
+    noting = Noting()
+    launch.start(noting)
+    name, _ = SumArgs._fields_[0][:2]
+    setattr(args, name, 77)
+    launch.start(noting)
+    assert launched[0][:3] == launched[1][:3] == (kernel, (1, 2, 3), 64)
+    assert launched[0][4] == 5
+    assert launched[1][3] == bytes(args) != launched[0][3]

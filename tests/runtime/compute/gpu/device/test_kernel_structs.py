@@ -14,6 +14,9 @@ from dflash_runtime.compute.gpu.device.kernel_sources import KERNELS_FOLDER
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
 
 HEADER = """
+// There may be MOST 5 of them.
+/* Or MOST = 7,
+   or MOST 8. */
 constexpr int MOST = 3;
 struct Inner {
     u8 *place;

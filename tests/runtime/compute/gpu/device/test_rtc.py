@@ -169,16 +169,6 @@ def test_whatever_decides_the_code_is_part_of_the_key(
     kernel_source.cache_clear()
 
 
-def test_several_are_compiled_side_by_side_and_the_first_error_is_raised(
-    nvrtc: RuntimeCompiler, tmp_path: Path
-) -> None:
-    compiler = compiler_of(nvrtc, tmp_path)
-    compiler.prepare([(str(CASES), {"NUMBER": number}) for number in range(3)], num_threads=2)
-    assert len(list(tmp_path.iterdir())) == 3
-    with pytest.raises(KernelCompileError, match=r"cases.cu\(.*error"):
-        compiler.prepare([(str(CASES), {"sum_rows": "1"})], num_threads=2)
-
-
 @pytest.mark.parametrize("defines", [{"A B": 1}, {"": 1}, {"A": "1 2"}, {"A": "x;y"}, {"-D": 1}])
 def test_only_names_and_plain_values_are_defined(defines: dict[str, int | str]) -> None:
     with pytest.raises(SettingsError, match="cannot be defined"):

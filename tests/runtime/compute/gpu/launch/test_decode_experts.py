@@ -11,13 +11,14 @@ from dflash_adapters.quant import TensorType
 from dflash_adapters.routing import Gating, RoutingRule
 from dflash_adapters.spec import Activation
 from dflash_protocol.ids import AnyArray, F32Array, F64Array
+from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows
 from dflash_runtime.compute.gpu.launch.decode_experts import (
     Choice,
     DecodeExperts,
-    StepRows,
+    ExpertsShape,
+    ExpertsTuning,
 )
-from dflash_runtime.compute.gpu.launch.decode_experts_shape import ExpertsShape, ExpertsTuning
-from dflash_runtime.compute.gpu.launch.row_kernels import RouteRows
+from dflash_runtime.compute.gpu.launch.row_kernels import ChooseExperts
 from support.attention_rig import relative_error
 from support.decode_experts_rig import Layer, Step, random_layer, random_step
 from support.device_weights import as_int8_rows, int8_values
@@ -241,8 +242,8 @@ def test_experts_may_be_chosen_by_the_kernels_themselves(backward_device: Emulat
     sizes = BASE.num_tokens, BASE.num_experts_used
     made = Choice(device.empty(sizes, np.int32), device.empty(sizes, np.float32))
     uploaded = device.upload(logits)
-    RouteRows(device, rule, num_experts=BASE.num_experts).launch(
-        uploaded, made.topk_ids, made.topk_weights
+    ChooseExperts(device).launch(
+        rule, uploaded, bias=None, ids=made.topk_ids, weights=made.topk_weights
     )
     layer, step = random_layer(rng, BASE), random_step(rng, BASE)
     step = replace(
@@ -275,18 +276,6 @@ def test_experts_may_be_chosen_by_the_kernels_themselves(backward_device: Emulat
     np.testing.assert_array_equal(selections, 2 * counts)
     with pytest.raises(ValueError, match=r"\blogits\b.*missing"):
         experts.launch_gate_up(resident, made, x, hidden)
-
-
-def test_a_wrong_guess_of_down_is_made_good(device: EmulatedDevice) -> None:
-    """Without a guess every slot is another one than what down began with."""
-    rng = np.random.default_rng(10)
-    layer, step = random_layer(rng, BASE), random_step(rng, BASE)
-    experts = DecodeExperts(device, BASE)
-    slots = [3, 0, -1, 2, 1]
-    guessed, _ = run(device, experts, layer, step, slots=slots)
-    waits = replace(experts.tuning, down_guesses=False)
-    waited, _ = run(device, DecodeExperts(device, BASE, waits), layer, step, slots=slots)
-    np.testing.assert_array_equal(waited, guessed)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

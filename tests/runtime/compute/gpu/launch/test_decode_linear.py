@@ -1,9 +1,9 @@
-"""Matrices times the rows of a step: products, residuals and heads, against float64."""
+"""Matrices times the rows of a step: products, residuals, heads and routers, against float64."""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,20 +11,26 @@ import pytest
 from dflash_adapters.quant import TensorType
 from dflash_protocol.ids import AnyArray, F32Array, F64Array
 from dflash_runtime.compute.backend import NOT_FINITE
-from dflash_runtime.compute.gpu.launch.decode_arrays import meta_shape, padded_columns, team_lanes
+from dflash_runtime.compute.gpu.launch.decode_arrays import (
+    StepRows,
+    meta_shape,
+    padded_columns,
+    team_lanes,
+)
 from dflash_runtime.compute.gpu.launch.decode_linear import (
     DecodeLinear,
-    LinearInputs,
-    LinearOutputs,
-)
-from dflash_runtime.compute.gpu.launch.decode_linear_shape import (
+    DecodeRouter,
     LinearInput,
+    LinearInputs,
     LinearShape,
     LinearTuning,
+    RouterShape,
+    is_float_router,
 )
 from dflash_runtime.compute.gpu.launch.decode_tokens import ArgmaxLogits, QuantiseRows, RowChange
 from support.attention_rig import relative_error
 from support.device_weights import (
+    Int8Rows,
     Weights,
     as_int8_rows,
     as_weights,
@@ -40,25 +46,22 @@ F32, F16, BF16 = TensorType.F32, TensorType.F16, TensorType.BF16
 EPS = 1e-5
 
 
-@dataclass(frozen=True)
-class Sides:
-    """What a kernel says of the rows it has multiplied."""
-
-    values: AnyArray
-    quants: AnyArray
-    meta: AnyArray
-
-
-def new_sides(device: EmulatedDevice, num_tokens: int, columns: int) -> Sides:
-    return Sides(
+def new_sides(device: EmulatedDevice, num_tokens: int, columns: int) -> Any:
+    """StepRows, whose arrays are the host's here."""
+    return StepRows(
         values=device.empty((num_tokens, columns), np.float32),
         quants=device.empty((num_tokens, padded_columns(columns)), np.int8),
         meta=device.empty(meta_shape(num_tokens, columns), np.float32),
     )
 
 
-def outputs_of(sides: Sides) -> LinearOutputs:
-    return LinearOutputs(side_values=sides.values, side_quants=sides.quants, side_meta=sides.meta)
+def assert_int8(sides: Any, columns: int) -> Int8Rows:
+    """The int8 rows are those of the values; returns them."""
+    wanted = as_int8_rows(sides.values)
+    used = columns // 16
+    np.testing.assert_array_equal(sides.quants[:, :columns], wanted.quants[:, :columns])
+    np.testing.assert_array_equal(sides.meta[:, :used], wanted.meta[:, :used])
+    return wanted
 
 
 def normalised(x: F32Array, weight: F32Array) -> F64Array:
@@ -73,13 +76,13 @@ def launch(
     linear: DecodeLinear,
     weights: list[Weights],
     inputs: LinearInputs,
-    outputs: LinearOutputs | None = None,
+    **outputs: Any,
 ) -> list[AnyArray]:
     """The products of all matrices, into poisoned arrays."""
     tokens = linear.shape.num_tokens
     out = [device.empty((tokens, rows), np.float32) for _, rows in linear.shape.matrices]
     packed = [device.upload(each.packed) for each in weights]
-    linear.launch(packed, out, inputs, outputs=outputs)
+    linear.launch(packed, out, inputs, **outputs)
     return out
 
 
@@ -99,12 +102,10 @@ def test_norm_and_several_matrices(device: EmulatedDevice, num_tokens: int) -> N
     )
     sides = new_sides(device, num_tokens, 768)
     inputs = LinearInputs(x=device.upload(x), norm_weight=device.upload(norm_weight), eps=EPS)
-    out = launch(device, linear, weights, inputs, outputs_of(sides))
+    out = launch(device, linear, weights, inputs, side=sides)
 
     assert relative_error(sides.values, normalised(x, norm_weight)) < 3e-7
-    wanted = as_int8_rows(sides.values)
-    np.testing.assert_array_equal(sides.quants[:, :768], wanted.quants[:, :768])
-    np.testing.assert_array_equal(sides.meta[:, : 768 // 16], wanted.meta[:, : 768 // 16])
+    wanted = assert_int8(sides, 768)
     for given, of in zip(out, weights, strict=True):
         assert relative_error(given, wanted.values @ of.values.T) < 1e-6
 
@@ -206,8 +207,8 @@ def test_a_head_and_the_likeliest_token(device: EmulatedDevice, num_tokens: int)
     assert linear.num_blocks == 3
     x = random_rows(rng, num_tokens, 256)
     partials = device.empty((3, num_tokens), np.uint64)
-    outputs = LinearOutputs(partials=partials)
-    (logits,) = launch(device, linear, [weights], LinearInputs(x=device.upload(x)), outputs)
+    inputs = LinearInputs(x=device.upload(x))
+    (logits,) = launch(device, linear, [weights], inputs, partials=partials)
     assert relative_error(logits, as_int8_rows(x).values @ weights.values.T) < 1e-6
 
     positions = device.upload(np.arange(7, 7 + num_tokens, dtype=np.int32))
@@ -231,9 +232,7 @@ def test_a_row_that_is_not_finite_has_no_token(bad: float) -> None:
     linear = DecodeLinear(device, shape)
     partials = device.empty((linear.num_blocks, 1), np.uint64)
     x = device.upload(random_rows(rng, 1, 64))
-    (logits,) = launch(
-        device, linear, [weights], LinearInputs(x=x), LinearOutputs(partials=partials)
-    )
+    (logits,) = launch(device, linear, [weights], LinearInputs(x=x), partials=partials)
     assert np.flatnonzero(~np.isfinite(logits)).tolist() == [17, 30]
     token_ids, positions = device.empty(1, np.int32), device.upload(np.zeros(1, np.int32))
     ArgmaxLogits(device, num_tokens=1, advances=False).launch(partials, token_ids, positions)
@@ -257,12 +256,10 @@ def test_quantising_rows_once(device: EmulatedDevice, change: RowChange) -> None
     norm_weight, factors = rng.random(352, np.float32), rng.random((5, 1), np.float32)
     QuantiseRows(device, columns=352, change=change).launch(
         device.upload(x),
-        sides.quants,
-        sides.meta,
+        sides,
         norm_weight=device.upload(norm_weight) if change is RowChange.NORM else None,
         eps=EPS,
         factors=device.upload(factors) if change is RowChange.FACTORS else None,
-        values=sides.values,
     )
     if change is RowChange.NORM:
         assert relative_error(sides.values[:3], normalised(x, norm_weight)[:3]) < 3e-7
@@ -315,3 +312,84 @@ def test_what_does_not_fit_is_refused() -> None:
         linear.launch([weights[:7]], [out], LinearInputs(x=x))
     with pytest.raises(ValueError, match=r"\b1 weights\b.*\b2 outputs\b.* 1\b"):
         linear.launch([weights], [out, out], LinearInputs(x=x))
+
+
+def router_weights(kind: TensorType, num_experts: int, columns: int = 96) -> Weights:
+    """Random, but for two experts whose logits are equal."""
+    native = random_weights(np.random.default_rng(1), kind, num_experts, columns).native.copy()
+    native[num_experts - 2] = native[2]
+    return as_weights(native, kind, columns)
+
+
+def logits_of(
+    device: EmulatedDevice,
+    weights: Weights,
+    kind: TensorType,
+    x: F32Array,
+    norm_weight: F32Array,
+    side: StepRows | None = None,
+) -> AnyArray:
+    """Of one launch. Shapes: x [T, columns]; result [T, E]."""
+    num_experts, columns = weights.values.shape
+    router = DecodeRouter(device, RouterShape(len(x), num_experts, columns, kind))
+    logits = device.empty((len(x), num_experts), np.float32)
+    inputs = LinearInputs(x=device.upload(x), norm_weight=device.upload(norm_weight), eps=EPS)
+    router.launch(device.upload(weights.packed), logits, inputs, side=side)
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_experts", "num_tokens", "columns"),
+    [
+        *((F32, 12, 3, 96), (BF16, 33, 8, 2080)),
+        pytest.param(F16, 40, 1, 96, marks=pytest.mark.slow),
+    ],
+)
+def test_logits_and_the_rows_beside_them(
+    device: EmulatedDevice, kind: TensorType, num_experts: int, num_tokens: int, columns: int
+) -> None:
+    weights = router_weights(kind, num_experts, columns)
+    x = random_rows(np.random.default_rng(num_tokens), num_tokens, columns)
+    norm_weight = np.random.default_rng(2).random(columns, np.float32)
+    sides = new_sides(device, num_tokens, columns)
+    logits = logits_of(device, weights, kind, x, norm_weight, sides)
+    wanted = normalised(x, norm_weight)
+    assert relative_error(logits, wanted @ weights.values.T) < 1e-6
+    np.testing.assert_array_equal(logits[:, 2], logits[:, num_experts - 2])
+    assert relative_error(sides.values, wanted) < 3e-7
+    assert_int8(sides, columns)
+
+
+@pytest.mark.parametrize("lanes", [32, 64])
+def test_a_token_has_the_same_router_logits_however_many_there_are(lanes: int) -> None:
+    device = EmulatedDevice(lanes=lanes, runs_backward=True)
+    weights, x, ones = (
+        router_weights(F32, 12),
+        random_rows(np.random.default_rng(3), 3, 96),
+        np.ones(96, np.float32),
+    )
+    together = logits_of(device, weights, F32, x, ones)
+    x[0, 5] = np.nan
+    np.testing.assert_array_equal(logits_of(device, weights, F32, x[1:2], ones), together[1:2])
+    beside_nan = logits_of(device, weights, F32, x, ones)
+    assert np.isnan(beside_nan[0]).all()
+    np.testing.assert_array_equal(beside_nan[1:], together[1:])
+
+
+def test_routers_that_do_not_fit_are_refused() -> None:
+    assert not is_float_router(TensorType.Q8_0, 96)
+    assert not is_float_router(F32, 100)
+    with pytest.raises(ValueError, match=r"router\b.*\b100\b.* F32"):
+        RouterShape(1, 8, 100, F32)
+    with pytest.raises(ValueError, match=r"T=9\b.*\b1 .*\b8 tokens"):
+        RouterShape(9, 8, 96, F32)
+    device = EmulatedDevice()
+    weights = router_weights(F32, 12)
+    with pytest.raises(ValueError, match="norm_weight"):
+        logits_of(
+            device,
+            weights,
+            F32,
+            random_rows(np.random.default_rng(3), 3, 96),
+            np.ones(95, np.float32),
+        )

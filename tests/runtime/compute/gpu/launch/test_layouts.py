@@ -15,11 +15,10 @@ from dflash_runtime.compute.gpu.launch.decode_tokens import Embed, Repack
 from dflash_runtime.compute.gpu.launch.layouts import (
     FIELDS,
     FLOAT_TYPES,
-    formats_table,
     is_native,
-    repack,
     row_bytes,
 )
+from support.device_layout import formats_table, repack
 from support.device_weights import random_weights
 from support.emulated_device import EmulatedDevice
 
@@ -37,7 +36,7 @@ class UnpackRowsArgs(ctypes.Structure):
     )
 
 
-def test_kernels_have_the_table_of_this_module() -> None:
+def test_kernels_have_the_table_of_layouts() -> None:
     text = kernel_path("formats_table.cuh").read_text()
     assert text == formats_table()
 

@@ -12,19 +12,21 @@ from dflash_adapters.quant import TensorType, dequantise
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import F32Array, F64Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray, Grid, address
-from dflash_runtime.compute.gpu.launch.layouts import FIELDS, repack
+from dflash_runtime.compute.gpu.launch.layouts import FIELDS, DeviceMatrix
 from dflash_runtime.compute.gpu.launch.prefill_dense import DensePrefill, DenseProduct
-from dflash_runtime.compute.gpu.launch.prefill_rows import RowPreparer
-from dflash_runtime.compute.gpu.launch.prefill_tiles import (
+from dflash_runtime.compute.gpu.launch.prefill_operands import (
     FEW_TILE,
     TENSOR_TILES,
     ProductKind,
     Products,
+    RowPreparer,
     Tile,
+    WeightScratch,
     activation_parts,
+    half_row_bytes,
     products_of,
 )
-from dflash_runtime.compute.gpu.launch.prefill_weights import WeightScratch, half_row_bytes
+from support.device_layout import repack
 from support.emulated_device import EmulatedDevice
 from support.llama_oracle import quantise
 from support.prefill_rig import SMALL_HALF, SMALL_TENSOR
@@ -53,10 +55,9 @@ class StoredMatrix:
         self.values: F64Array = dequantise(raw, tensor_type, (rows, columns)).astype(np.float64)
         self.weights = device.upload(repack(tensor_type, raw, rows=rows, columns=columns))
 
-    def product(self, out: DeviceArray, add: DeviceArray | None = None) -> DenseProduct:
-        return DenseProduct(
-            self.tensor_type, self.rows, self.columns, address(self.weights), out, add
-        )
+    def product(self, out: DeviceArray, *, adds: bool = False) -> DenseProduct:
+        matrix = DeviceMatrix(self.rows, self.columns, self.tensor_type, self.weights)
+        return DenseProduct(matrix, out, adds)
 
 
 def random_rows(num_rows: int, columns: int = COLUMNS) -> F32Array:
@@ -82,11 +83,10 @@ def test_several_matrices_at_once(products: Products, lanes: int, num_rows: int)
     sizes = (9, 70, 130, 33, 2, 8, 1, 70, 3, 5)
     matrices = [StoredMatrix(device, *each) for each in zip(types, sizes, strict=True)]
     outs = [device.empty((num_rows, matrix.rows), np.float32) for matrix in matrices]
-    given = [device.upload(random_rows(num_rows, matrix.rows)) for matrix in matrices[:3]]
-    residuals = [each.copy() for each in given]
-    outs[:2] = given[:2]  # added in place
+    residuals = [random_rows(num_rows, matrix.rows) for matrix in matrices[:3]]
+    outs[:3] = [device.upload(each) for each in residuals]  # added in place
     products_wanted = [
-        matrix.product(out, given[index] if index < 3 else None)
+        matrix.product(out, adds=index < 3)
         for index, (matrix, out) in enumerate(zip(matrices, outs, strict=True))
     ]
     dense.run(rows, products_wanted)
@@ -96,8 +96,8 @@ def test_several_matrices_at_once(products: Products, lanes: int, num_rows: int)
             wanted += residuals[index]
         bound = 2e-6 if activation_parts((matrix.tensor_type,)) != 1 else 1e-3
         assert relative_error(out, wanted) <= bound, matrix.tensor_type
-    alone = device.empty((num_rows, 130), np.float32)
-    dense.run(rows, [matrices[2].product(alone, device.upload(residuals[2]))])
+    alone = device.upload(residuals[2])
+    dense.run(rows, [matrices[2].product(alone, adds=True)])
     np.testing.assert_array_equal(alone, outs[2], strict=True)
 
 
@@ -135,10 +135,9 @@ def test_what_was_launched_before_does_not_matter() -> None:
 
     def multiply(dense: DensePrefill, num_rows: int, preparer: RowPreparer) -> list[F32Array]:
         rows = preparer.prepare(device.upload(random_rows(num_rows)))
-        outs = [device.zeros((num_rows, 33), np.float32) for _ in matrices]
-        adds = [None, device.upload(random_rows(num_rows, 33)), outs[2]]
-        several = zip(matrices, outs, adds, strict=True)
-        dense.run(rows, [matrix.product(out, add) for matrix, out, add in several])
+        outs = [device.upload(random_rows(num_rows, 33)) for _ in matrices]
+        several = zip(matrices, outs, (False, True, True), strict=True)
+        dense.run(rows, [matrix.product(out, adds=adds) for matrix, out, adds in several])
         return [device.download(out) for out in outs]
 
     used = new()
@@ -184,7 +183,7 @@ def test_every_type_is_dequantised(tensor_type: TensorType) -> None:
     columns = {64: 448, 256: 512}.get(tensor_type.layout.block_elements, COLUMNS)
     matrix = StoredMatrix(device, tensor_type, 37, columns)
     scratch = WeightScratch(device, 37 * half_row_bytes(columns))
-    fill, _ = scratch.fill(tensor_type, address(matrix.weights), rows=37, columns=columns)
+    fill, _ = scratch.fill(tensor_type, rows=37, columns=columns, weights=address(matrix.weights))
     fill.start(device)
     halves = device.download(scratch.memory).view(np.float16).reshape(37, -1)
     np.testing.assert_allclose(halves[:, :columns], matrix.values, rtol=2.0**-11, atol=1e-7)
@@ -215,10 +214,7 @@ def test_rows_are_normalised_and_kept_from_overflow(lanes: int, parts: int) -> N
         np.testing.assert_allclose(floats[finite], wanted[finite], rtol=1e-5)
         assert np.isnan(floats[5]).any()
         if not parts:
-            assert rows.halves is None
             continue
-        assert rows.halves is not None
-        assert rows.scales is not None
         scales = device.download(rows.scales)[:7]
         halves = device.download(rows.halves).view(np.float16)[:, :7].astype(np.float64)
         assert np.isfinite(halves[:, finite]).all()

@@ -16,8 +16,12 @@ from dflash_protocol.batch import RoutedBatch, group_by_expert
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, Phase
 from dflash_runtime.compute.gpu.device.kernel_sources import Defines
-from dflash_runtime.compute.gpu.launch.prefill_tiles import TENSOR_TILES, ProductKind, Products
-from dflash_runtime.compute.gpu.launch.prefill_weights import IN_UNITS
+from dflash_runtime.compute.gpu.launch.prefill_operands import (
+    IN_UNITS,
+    TENSOR_TILES,
+    ProductKind,
+    Products,
+)
 from support.emulated_device import EmulatedDevice
 from support.emulated_device.emulated_device import EmulatedModule
 from support.expert_files import write_expert_layer
@@ -80,26 +84,31 @@ def small_layer(
     return layer, path
 
 
-def small_rig(
-    folder: Path,
+def rig_of(
+    layer: MoeLayer,
+    path: Path,
     *,
     products: Products = SMALL_TENSOR,
     device: EmulatedDevice | None = None,
     slots: I32Array | None = None,
+    max_tokens: int = 40,
+    pairs_per_token: int = 2,
     scratch_experts: int = 2,
 ) -> PrefillRig:
     device = device or EmulatedDevice()
-    layer, path = small_layer(folder)
-    experts = ExpertsOnDevice(device, path, layer, slots)
     return PrefillRig(
         device,
         layer,
-        experts,
+        ExpertsOnDevice(device, path, layer, slots),
         products,
-        max_tokens=40,
-        pairs_per_token=2,
+        max_tokens=max_tokens,
+        pairs_per_token=pairs_per_token,
         scratch_experts=scratch_experts,
     )
+
+
+def small_rig(folder: Path, **options: Any) -> PrefillRig:
+    return rig_of(*small_layer(folder), **options)
 
 
 def hidden_rows(num_tokens: int, seed: int = 1) -> F32Array:
@@ -127,9 +136,7 @@ def test_sums_are_those_of_float64(
 ) -> None:
     layer, path = small_layer(tmp_path, types=types)
     slots = np.array([2, -1, 0, 4, 3], np.int32)
-    device = EmulatedDevice()
-    experts = ExpertsOnDevice(device, path, layer, slots)
-    rig = PrefillRig(device, layer, experts, products, max_tokens=40, pairs_per_token=2)
+    rig = rig_of(layer, path, products=products, slots=slots)
     rng, hidden = np.random.default_rng(1), hidden_rows(37)
     ids, weights = choose(rng, 37, NUM_EXPERTS, 2)
     ids[ids == 4] = 3  # nobody chooses expert 4; a token may have expert 3 twice
@@ -146,15 +153,7 @@ def test_sums_are_those_of_float64(
 @pytest.mark.parametrize("activation", list(Activation))
 def test_every_activation_with_biases_and_scales(tmp_path: Path, activation: Activation) -> None:
     layer, path = small_layer(tmp_path, activation=activation, has_vectors=True)
-    device = EmulatedDevice()
-    rig = PrefillRig(
-        device,
-        layer,
-        ExpertsOnDevice(device, path, layer),
-        SMALL_TENSOR,
-        max_tokens=40,
-        pairs_per_token=2,
-    )
+    rig = rig_of(layer, path)
     ids, weights = choose(np.random.default_rng(2), 7, NUM_EXPERTS, 2)
     hidden = hidden_rows(7)
     rig.group(ids, weights)
@@ -169,16 +168,7 @@ def test_types_of_256_values_a_block(tmp_path: Path) -> None:
     layer = write_expert_layer(
         path, num_experts=3, hidden_size=256, ffn_size=256, types=(Q4_K, Q4_K, Q6_K)
     )
-    device = EmulatedDevice()
-    rig = PrefillRig(
-        device,
-        layer,
-        ExpertsOnDevice(device, path, layer),
-        SMALL_TENSOR,
-        max_tokens=10,
-        pairs_per_token=1,
-        scratch_experts=3,
-    )
+    rig = rig_of(layer, path, max_tokens=10, pairs_per_token=1, scratch_experts=3)
     rng = np.random.default_rng(3)
     ids, weights = choose(rng, 10, 3, 1)
     hidden = rng.standard_normal((10, 256), dtype=np.float32)
@@ -263,15 +253,7 @@ def test_matrices_read_as_they_are_stored_give_the_bits_of_their_halves(
         path, num_experts=3, hidden_size=sizes[0], ffn_size=sizes[1], types=types
     )
     device = EmulatedDevice()
-    rig = PrefillRig(
-        device,
-        layer,
-        ExpertsOnDevice(device, path, layer),
-        SMALL_TENSOR,
-        max_tokens=20,
-        pairs_per_token=1,
-        scratch_experts=3,
-    )
+    rig = rig_of(layer, path, device=device, max_tokens=20, pairs_per_token=1, scratch_experts=3)
     rng = np.random.default_rng(3)
     ids, weights = choose(rng, 9, 3, 1)
     hidden = rng.standard_normal((9, sizes[0]), dtype=np.float32)
@@ -378,9 +360,7 @@ def test_sums_of_others_and_the_residual_are_added(tmp_path: Path) -> None:
     rng = np.random.default_rng(10)
     others, residual = rng.standard_normal((12, HIDDEN_SIZE)), hidden_rows(12, seed=11)
     x, rows = device.upload(residual), rig.rows.prepare(device.upload(hidden))
-    rig.prefill.run(
-        rows, rig.grouped, rig.experts.stored, sums=device.upload(others), residual=x, out=x
-    )
+    rig.prefill.run(rows, rig.grouped, rig.experts.stored, sums=device.upload(others), residual=x)
     wanted = residual + (others + own).astype(np.float32)
     np.testing.assert_allclose(device.download(x), wanted, rtol=0, atol=2e-6)
 
@@ -404,7 +384,7 @@ def test_wrong_shapes_are_refused(tmp_path: Path) -> None:
     rows = rig.rows.prepare(upload(hidden_rows(12)))
     with pytest.raises(SettingsError, match="wanted"):
         rig.prefill.run(
-            rows, rig.grouped, rig.experts.stored, out=upload(np.zeros((12, 32), np.float32))
+            rows, rig.grouped, rig.experts.stored, residual=upload(np.zeros((12, 32), np.float32))
         )
     stored = rig.experts.stored
     mixed = replace(stored, gate=replace(stored.gate, tensor_type=F32))
@@ -416,8 +396,5 @@ def test_wrong_shapes_are_refused(tmp_path: Path) -> None:
 
 
 def test_scratch_memory_holds_at_least_one_expert(tmp_path: Path) -> None:
-    layer, path = small_layer(tmp_path)
-    device = EmulatedDevice()
-    experts = ExpertsOnDevice(device, path, layer)
     with pytest.raises(SettingsError, match=r"\bone expert\b"):
-        PrefillRig(device, layer, experts, SMALL_TENSOR, 10, pairs_per_token=2, scratch_experts=0)
+        small_rig(tmp_path, scratch_experts=0)

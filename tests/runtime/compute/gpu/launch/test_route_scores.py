@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dflash_adapters.routing import Gating, RoutingRule
-from dflash_runtime.compute.gpu.launch.row_kernels import RouteRows
+from dflash_runtime.compute.gpu.launch.row_kernels import ChooseExperts
 from dflash_runtime.compute.reference.routing import route
 from support.emulated_device import EmulatedDevice
 
@@ -41,20 +41,40 @@ def test_the_reference_chooses_the_same(device: EmulatedDevice, name: str, has_b
     bias = rng.standard_normal(num_experts).astype(np.float32) if has_bias else None
     shape = TOKENS, rule.num_experts_used
     ids, weights = device.empty(shape, np.int32), device.empty(shape, np.float32)
-    RouteRows(device, rule, num_experts=num_experts, has_bias=has_bias).launch(
-        device.upload(logits), ids, weights, bias=None if bias is None else device.upload(bias)
+    ChooseExperts(device).launch(
+        rule,
+        device.upload(logits),
+        bias=None if bias is None else device.upload(bias),
+        ids=ids,
+        weights=weights,
     )
     wanted_ids, wanted_weights = route(logits, rule, bias)
     np.testing.assert_array_equal(ids, wanted_ids)
     np.testing.assert_allclose(weights, wanted_weights, rtol=1e-5)
 
 
-def test_a_bias_that_was_not_announced_and_groups_that_do_not_divide_are_refused(
-    device: EmulatedDevice,
+@pytest.mark.parametrize(
+    ("num_experts", "num_used", "normalise"),
+    [(12, 4, True), (40, 8, False), pytest.param(33, 1, True, marks=pytest.mark.slow)],
+)
+def test_experts_are_chosen_as_by_the_reference(
+    device: EmulatedDevice, num_experts: int, num_used: int, normalise: bool
 ) -> None:
-    rule = RULES["sigmoid"]
-    rows = device.upload(np.zeros((1, 8), np.float32))
-    with pytest.raises(ValueError, match=r"\bbias\b.*\bNone\b.*\bTrue\b"):
-        RouteRows(device, rule, num_experts=8, has_bias=True).launch(rows, rows, rows)
+    logits = np.random.default_rng(3).standard_normal((5, num_experts)).astype(np.float32)
+    logits[:, num_experts - 2] = logits[:, 2] = 3  # the first of equals
+    logits[3] = np.nan
+    rule = RoutingRule(num_used, Gating.SOFTMAX, normalise)
+    ids, weights = device.empty((5, num_used), np.int32), device.empty((5, num_used), np.float32)
+    ChooseExperts(device).launch(rule, device.upload(logits), bias=None, ids=ids, weights=weights)
+    assert ids[3].tolist() == list(range(num_used))
+    assert np.isnan(weights[3]).all()
+    kept = [0, 1, 2, 4]
+    wanted_ids, wanted_weights = route(logits[kept], rule, None)
+    np.testing.assert_array_equal(ids[kept], wanted_ids)
+    np.testing.assert_allclose(weights[kept], wanted_weights, rtol=2e-6)
+
+
+def test_groups_that_do_not_divide_the_experts_are_refused(device: EmulatedDevice) -> None:
+    rows = device.upload(np.zeros((1, 76), np.float32))
     with pytest.raises(ValueError, match="5 groups"):
-        RouteRows(device, RULES["groups"], num_experts=76)
+        ChooseExperts(device).launch(RULES["groups"], rows, bias=None, ids=rows, weights=rows)

@@ -9,7 +9,7 @@ import pytest
 
 from dflash_adapters.rope import AttentionTemperature, RopePairing
 from dflash_adapters.spec import Mask
-from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
+from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.reference.attention import cached_rows
 from support.attention_rig import AttentionRig, LayerCase, relative_error

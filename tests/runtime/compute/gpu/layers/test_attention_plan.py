@@ -7,16 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dflash_adapters.rope import RopePairing, rope_table
+from dflash_adapters.rope import RopePairing
 from dflash_adapters.spec import KvLayer
 from dflash_protocol.errors import SettingsError
-from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
-from dflash_runtime.compute.gpu.layers.attention import (
-    DecodeAttention,
-    NewRows,
-    PrefillAttention,
-    TokenRows,
-)
+from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows
+from dflash_runtime.compute.gpu.layers.attention import DecodeAttention, PrefillAttention
+from dflash_runtime.compute.gpu.layers.attention_args import NewRows
 from dflash_runtime.compute.gpu.layers.attention_plan import (
     AttentionShape,
     DecodePlan,
@@ -84,15 +80,6 @@ def test_a_shape_that_kernels_cannot_take_is_refused(
         replace(QWEN3, **changes)  # type: ignore[arg-type]
 
 
-def test_float32_caches_do_without_tensor_cores() -> None:
-    table = rope_table(RopePairing.HALF_SPLIT, 128, 1e6)
-    for kv_type in KvType:
-        shape = AttentionShape.of(32, QWEN3.kv, kv_type=kv_type, table=table, has_mma=True)
-        assert shape.use_mma == (kv_type is not KvType.F32)
-        without = AttentionShape.of(32, QWEN3.kv, kv_type=kv_type, table=table, has_mma=False)
-        assert not without.use_mma
-
-
 @pytest.mark.parametrize(("num_tokens", "bucket"), [(0, 1024), (9, 1024), (1, 1000)])
 def test_a_step_that_is_none_is_refused(num_tokens: int, bucket: int) -> None:
     with pytest.raises(ValueError, match=r"T=|bucket"):
@@ -131,9 +118,9 @@ def _with_rows(**changes: object) -> dict[str, object]:
         ({"out": StepRows(values=np.zeros((2, 4, 16), np.float32))}, "out"),
         ({"out": StepRows(quants=np.zeros((1, 128), np.int8))}, "out.quants"),
         ({"out": StepRows(quants=np.zeros((1, 256), np.int8))}, r"out\.meta\b.*missing"),
-        (_with_rows(queries=TokenRows(np.zeros((2, 256), np.float32))), "queries"),
-        (_with_rows(keys=TokenRows(np.zeros((1, 256), np.float32), 193)), "keys"),
-        (_with_rows(values=TokenRows(np.zeros((1, 256), np.float64))), "values"),
+        (_with_rows(queries=np.zeros((2, 128), np.float32)), "queries"),
+        (_with_rows(keys=np.zeros((1, 63), np.float32)), "keys"),
+        (_with_rows(values=np.zeros((1, 64), np.float64)), "values"),
         (_with_rows(key_weight=np.zeros(31, np.float32)), "key_weight"),
         (_with_rows(angles=np.zeros((192, 15, 2), np.float32)), "pairs=16"),
         (_with_rows(angles=np.zeros((191, 16, 2), np.float32)), r"\b191\b.*\b192 positions"),

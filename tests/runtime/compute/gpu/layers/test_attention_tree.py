@@ -8,8 +8,7 @@ import pytest
 from dflash_adapters.rope import RopePairing
 from dflash_adapters.spec import Mask
 from dflash_protocol.ids import AnyArray
-from dflash_runtime.compute.gpu.launch.decode_arrays import meta_shape, padded_columns
-from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
+from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows, meta_shape, padded_columns
 from dflash_runtime.compute.gpu.layers.attention_plan import context_bucket
 from dflash_runtime.compute.gpu.layers.attention_tree import TreeAttention
 from dflash_runtime.compute.gpu.layers.branch import Branch
@@ -143,7 +142,7 @@ def test_arrays_of_another_tree_are_refused() -> None:
     attention = TreeAttention(rig.device, rig.case.shape, 1024)
     _, branch = tree_of(rig, [-1, 0], 4)
     scratch = rig.device.empty(attention.scratch_bytes, np.uint8)
-    for rows, nodes, reason in ((2, 3, "3 rows of"), (3, 2, "2 rows with")):
+    for rows, nodes, reason in ((2, 3, "3 rows of"), (3, 2, r"float32 \[T=2, columns=128\]")):
         with pytest.raises(ValueError, match=reason):
             attention.launch(
                 rig.rows_of(range(rows)),

@@ -11,8 +11,7 @@ import pytest
 from dflash_adapters.spec import DeltaShape
 from dflash_protocol.ids import F32Array, F64Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray
-from dflash_runtime.compute.gpu.launch.decode_arrays import meta_shape, padded_columns
-from dflash_runtime.compute.gpu.launch.decode_experts import StepRows
+from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows, meta_shape, padded_columns
 from dflash_runtime.compute.gpu.layers.branch import Branch
 from dflash_runtime.compute.gpu.layers.delta import (
     RING,
@@ -21,19 +20,17 @@ from dflash_runtime.compute.gpu.layers.delta import (
     DeltaPlan,
     DeltaState,
     DeltaStep,
+    DeltaTree,
     DeltaWeights,
 )
-from dflash_runtime.compute.gpu.layers.delta_tree import DeltaTree
 from dflash_runtime.compute.trees import Tree
 from support.emulated_device import EmulatedDevice
 from support.trees import way_to
 
 SHAPES = {
-    "tiled": DeltaPlan(DeltaShape(2, 4, 32, 48), num_taps=4, finishes=True),
-    "grouped, uneven": DeltaPlan(
-        DeltaShape(2, 6, 40, 20, is_tiled=False), num_taps=3, finishes=True
-    ),
-    "bare": DeltaPlan(DeltaShape(3, 3, 16, 16), num_taps=4, finishes=False),
+    "tiled": DeltaPlan(DeltaShape(2, 4, 32, 48), num_taps=4),
+    "grouped, uneven": DeltaPlan(DeltaShape(2, 6, 40, 20, is_tiled=False), num_taps=3),
+    "even": DeltaPlan(DeltaShape(3, 3, 16, 16), num_taps=4),
 }
 EPS = 1e-6
 
@@ -106,10 +103,9 @@ def expected(layer: Layer) -> F64Array:
             change = written[token, head] * (v[token, head] - state @ key)
             state += np.outer(change, key)
             out[token, head] = state @ q[token, key_head]
-    if shape.finishes:
-        out /= np.sqrt(np.square(out).mean(-1, keepdims=True) + EPS)
-        gate = layer.gate.astype(np.float64).reshape(v.shape)
-        out = out * layer.norm * gate / (1 + np.exp(-gate))
+    out /= np.sqrt(np.square(out).mean(-1, keepdims=True) + EPS)
+    gate = layer.gate.astype(np.float64).reshape(v.shape)
+    out *= layer.norm * gate / (1 + np.exp(-gate))
     return out.reshape(num_tokens, -1)
 
 
@@ -118,12 +114,11 @@ class Sequence:
 
     def __init__(self, device: EmulatedDevice, layer: Layer) -> None:
         self.device, self.layer, self.shape = device, layer, layer.shape
-        has_norm = layer.shape.finishes
         self.weights = DeltaWeights(
             taps=device.upload(layer.taps),
             decay=device.upload(layer.decay),
             bias=device.upload(layer.bias),
-            norm=device.upload(layer.norm) if has_norm else None,
+            norm=device.upload(layer.norm),
             key_eps=EPS,
             norm_eps=EPS,
         )
@@ -134,12 +129,11 @@ class Sequence:
 
     def inputs(self, tokens: slice | list[int]) -> DeltaArrays:
         upload, layer = self.device.upload, self.layer
-        gate = upload(layer.gate[tokens]) if self.shape.finishes else None
         return DeltaArrays(
             upload(layer.mixed[tokens]),
             upload(layer.alpha[tokens]),
             upload(layer.beta[tokens]),
-            gate,
+            upload(layer.gate[tokens]),
         )
 
     def step(self, first: int, count: int, *, tokens: list[int] | None = None) -> F32Array:
@@ -242,7 +236,7 @@ def test_a_step_too_much_spoils_nothing(device: EmulatedDevice) -> None:
     [
         pytest.param((32, False), "tiled", 18, id="tiled"),
         pytest.param((64, True), "grouped, uneven", 1, id="uneven"),
-        pytest.param((32, False), "bare", 3, id="bare"),
+        pytest.param((32, False), "even", 3, id="even"),
     ],
     indirect=["device"],
 )
@@ -277,7 +271,7 @@ def test_tokens_of_a_tree_go_on_from_their_parents(
 def test_a_long_path_fills_the_ring(device: EmulatedDevice) -> None:
     """More tokens than it has room for."""
     parents = list(range(-1, RING + 1))
-    layer = random_layer(SHAPES["bare"], 5 + len(parents) + 3)
+    layer = random_layer(SHAPES["even"], 5 + len(parents) + 3)
     sequence, steps = Sequence(device, layer), Sequence(device, layer)
     for each in (sequence, steps):
         each.chunk(0, 5)
@@ -293,10 +287,12 @@ def test_a_long_path_fills_the_ring(device: EmulatedDevice) -> None:
 def test_arrays_that_do_not_fit_are_refused(device: EmulatedDevice) -> None:
     layer = random_layer(SHAPES["tiled"], 2)
     sequence = Sequence(device, layer)
-    sequence.weights = replace(sequence.weights, norm=None)
+    weights = sequence.weights
+    sequence.weights = replace(weights, norm=device.empty(1, np.float32))
     for run in (sequence.step, sequence.chunk):
-        with pytest.raises(ValueError, match=r"\bgate\b.*\bnorm\b"):
+        with pytest.raises(ValueError, match=r"\bnorm\b.* float32"):
             run(0, 2)
+    sequence.weights = weights
     sequence.state = replace(sequence.state, ring=device.empty((4, 2), np.float32))
     with pytest.raises(ValueError, match=r"\bring\b.* float32"):
         sequence.step(0, 1)

@@ -15,14 +15,14 @@ from dflash_adapters.quant import TensorType
 from dflash_adapters.spec import Activation
 from dflash_protocol.ids import AnyArray, F64Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, address
+from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows
 from dflash_runtime.compute.gpu.launch.decode_experts import (
     Choice,
     DecodeExperts,
+    ExpertsShape,
     MailReply,
-    StepRows,
+    MailRequest,
 )
-from dflash_runtime.compute.gpu.launch.decode_experts_shape import ExpertsShape
-from dflash_runtime.compute.gpu.launch.mailbox_args import MailRequest
 from dflash_runtime.compute.gpu.mailbox.kernels import MailKernels, MailPeer, MailSide
 from support.decode_experts_rig import Layer, Step, random_layer, random_step
 from support.device_weights import as_int8_rows

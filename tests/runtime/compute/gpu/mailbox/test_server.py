@@ -11,15 +11,13 @@ import pytest
 
 from dflash_protocol.ring.segment import create_segment, open_segment
 from dflash_runtime.compute.gpu.device.device import Graph
-from dflash_runtime.compute.gpu.device.kept_memory import MemoryKeeper
-from dflash_runtime.compute.gpu.mailbox.layout import STATE_AT, Ask, MailState
-from dflash_runtime.compute.gpu.mailbox.link import MailLink
-from dflash_runtime.compute.gpu.mailbox.mail import CupyMail
-from dflash_runtime.compute.gpu.mailbox.trial import TRIAL_LAYOUT, TRIAL_SHAPE
-from dflash_runtime.compute.gpu.mailbox.words import MailWords
+from dflash_runtime.compute.gpu.mailbox.layout import Ask, MailState, MailWord, MailWords
+from dflash_runtime.compute.gpu.mailbox.mail import TRIAL_LAYOUT, TRIAL_SHAPE, CupyMail
+from dflash_runtime.compute.gpu.mailbox.parent import MailLink
+from dflash_runtime.compute.gpu.mailbox.peer_memory import MemoryKeeper
 from dflash_runtime.compute.gpu.transfers.payload import PayloadMover
 from support.emulated_device import EmulatedDevice
-from support.emulated_device.emulated_device import EmulatedQueue
+from support.emulated_device.side_stream import EmulatedSideStream
 from support.processes import START_S, wait_until
 
 HOST, HOST_ALONE, PEERS, PEERS_ALONE = range(4)
@@ -33,13 +31,13 @@ class Captured(EmulatedDevice):
         super().__init__()
         self.graphs: list[Graph] = []
         self.replayed: list[int] = []
-        replay = EmulatedQueue.replay
+        replay = EmulatedSideStream.replay
 
-        def noted(queue: EmulatedQueue, graph: Graph) -> None:
+        def noted(stream: EmulatedSideStream, graph: Graph) -> None:
             self.replayed.append(self.graphs.index(graph))
-            replay(queue, graph)
+            replay(stream, graph)
 
-        monkeypatch.setattr(EmulatedQueue, "replay", noted)
+        monkeypatch.setattr(EmulatedSideStream, "replay", noted)
 
     def capture(self, record: Callable[[], None]) -> Graph:  # type: ignore[override]
         self.graphs.append(super().capture(record))
@@ -63,7 +61,7 @@ class Parent:
         server = served.serve_trial(theirs)
         theirs.before_close = server.close
         words = MailWords(segment)
-        wait_until(lambda: words.read(STATE_AT) == MailState.READY, "the mailbox")
+        wait_until(lambda: words.read(MailWord.STATE) == MailState.READY, "the mailbox")
         keeper = MemoryKeeper(lock)
         self._undo.callback(keeper.close)
         self.link = MailLink(

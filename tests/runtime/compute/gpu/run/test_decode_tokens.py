@@ -14,7 +14,7 @@ from dflash_protocol.errors import DeviceUnavailable
 from dflash_runtime.compute.backend import NOT_FINITE
 from dflash_runtime.compute.gpu.run import decode_tokens
 from dflash_runtime.compute.gpu.run.decode_tokens import DecodeTokens
-from dflash_runtime.compute.gpu.run.step_paths import MailboxPath
+from dflash_runtime.compute.gpu.run.mailbox_path import MailboxPath
 from support.emulated_device import EmulatedDevice
 
 
@@ -90,10 +90,9 @@ def test_a_token_of_a_step_that_was_interrupted_is_forgotten(is_trial: bool) -> 
 
 def test_a_failed_step_and_those_after_it_are_known_by_their_positions() -> None:
     failed = [0]
-    mail = SimpleNamespace(epoch=40, failed_epoch=lambda: failed[0])
-    moe: Any = SimpleNamespace(mail=mail)
-    sessions: Any = None
-    path = MailboxPath(moe, sessions)
+    mail: Any = SimpleNamespace(epoch=40, failed_epoch=lambda: failed[0])
+    given: Any = SimpleNamespace(device=SimpleNamespace(upload=None), layers=())
+    path = MailboxPath(given, given, {}, mail=mail, remote=given)
     path.begin(10)  # steps of positions 10, 11, … have the epochs 41, 42, …
     assert not any(path.has_failed(position) for position in range(10, 20))
     failed[0] = 43

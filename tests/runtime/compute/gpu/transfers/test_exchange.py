@@ -16,7 +16,7 @@ from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import F64Array, Phase
 from dflash_runtime.compute.gpu.backend import CupyBackend
 from dflash_runtime.compute.gpu.device.device import Graph, KernelDevice
-from dflash_runtime.compute.gpu.experts import captured_experts
+from dflash_runtime.compute.gpu.experts import experts
 from dflash_runtime.compute.gpu.experts.experts import CupyExpertBank
 from dflash_runtime.compute.gpu.launch.decode_experts import Choice
 from dflash_runtime.compute.gpu.transfers import exchange
@@ -161,7 +161,7 @@ def test_a_token_with_too_many_pairs_is_refused(layer: Layer) -> None:
 def test_few_recordings_are_kept_and_none_of_banks_that_are_gone(
     layer: Layer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(captured_experts, "_MOST_CAPTURES", 2)
+    monkeypatch.setattr(experts, "_MOST_CAPTURES", 2)
     closed: list[Graph] = []
     capture = layer.device.capture
     monkeypatch.setattr(layer.device, "capture", lambda record: noted(capture(record), closed))

@@ -14,7 +14,7 @@ from dflash_protocol.ids import AnyArray, U8Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray
 from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FilePiece
 from support.emulated_device import EmulatedDevice
-from support.emulated_device.emulated_device import EmulatedCopyStream
+from support.emulated_device.side_stream import EmulatedSideStream
 
 PIECE_BYTES = 96
 
@@ -47,20 +47,19 @@ def test_runs_of_any_length_arrive(device: EmulatedDevice, copier: FileCopier) -
         for run in runs:
             assert (run.source == device.download(run.destination)).all()
     copier.begin([]).wait()
-    assert copier.locked_bytes == 3 * 2 * PIECE_BYTES
 
 
 def test_transfers_come_in_the_order_in_which_they_were_begun(
     device: EmulatedDevice, copier: FileCopier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[int] = []
-    write = EmulatedCopyStream.write
+    write = EmulatedSideStream.write
 
-    def noted(stream: EmulatedCopyStream, destination: DeviceArray, source: AnyArray) -> None:
+    def noted(stream: EmulatedSideStream, destination: DeviceArray, source: AnyArray) -> None:
         order.append(int(source[0]))
         write(stream, destination, source)
 
-    monkeypatch.setattr(EmulatedCopyStream, "write", noted)
+    monkeypatch.setattr(EmulatedSideStream, "write", noted)
     transfers = [
         copier.begin(
             [FilePiece(np.full(9 * PIECE_BYTES, number, np.uint8), device.empty(9 * 96, np.uint8))]
@@ -78,14 +77,14 @@ def test_what_is_cancelled_is_not_begun(
     device: EmulatedDevice, copier: FileCopier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_open, has_begun = threading.Event(), threading.Event()
-    wait = EmulatedCopyStream.wait
+    wait = EmulatedSideStream.synchronize
 
-    def held(stream: EmulatedCopyStream) -> None:
+    def held(stream: EmulatedSideStream) -> None:
         has_begun.set()
         assert is_open.wait(20)
         wait(stream)
 
-    monkeypatch.setattr(EmulatedCopyStream, "wait", held)
+    monkeypatch.setattr(EmulatedSideStream, "synchronize", held)
     destination = device.empty(50 * PIECE_BYTES, np.uint8)
     transfer = copier.begin([FilePiece(random_bytes(50 * PIECE_BYTES, 1), destination)])
     behind = copier.begin([FilePiece(random_bytes(9, 1), device.empty(9, np.uint8))])
@@ -109,7 +108,7 @@ def test_what_goes_wrong_in_a_thread_is_told_and_others_go_on(
 
     runs = [FilePiece(random_bytes(999, 1), device.empty(999, np.uint8))]
     with monkeypatch.context() as patched:
-        patched.setattr(EmulatedCopyStream, "write", fails)
+        patched.setattr(EmulatedSideStream, "write", fails)
         transfer = copier.begin(runs)
         with pytest.raises(DeviceUnavailable, match="the device has gone"):
             transfer.wait()
@@ -122,13 +121,13 @@ def test_a_wait_has_an_end(
 ) -> None:
     monkeypatch.setattr("dflash_runtime.compute.gpu.transfers.file_copier._TIMEOUT_S", 0.05)
     is_open = threading.Event()
-    wait = EmulatedCopyStream.wait
+    wait = EmulatedSideStream.synchronize
 
-    def held(stream: EmulatedCopyStream) -> None:
+    def held(stream: EmulatedSideStream) -> None:
         assert is_open.wait(20)
         wait(stream)
 
-    monkeypatch.setattr(EmulatedCopyStream, "wait", held)
+    monkeypatch.setattr(EmulatedSideStream, "synchronize", held)
     transfer = copier.begin([FilePiece(random_bytes(999, 1), device.empty(999, np.uint8))])
     threading.Timer(0.3, is_open.set).start()
     with pytest.raises(DeviceUnavailable, match=r"\b999 bytes\b"):

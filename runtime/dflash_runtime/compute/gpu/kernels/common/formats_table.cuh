@@ -1,4 +1,4 @@
-// Written by layouts.py (`formats_table`), whose table this is; a test compares them.
+// The table of launch/layouts.py, as device_layout.py of the tests writes it.
 #pragma once
 
 // Types of weights: the ids of the file format.

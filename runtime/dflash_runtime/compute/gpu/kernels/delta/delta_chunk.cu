@@ -5,10 +5,10 @@
 //   delta_scan    the delta rule, token after token. Grid (VALUE_HEADS, ceil(VALUE_DIM / (WARPS *
 //                 SCAN_ROWS))); a warp advances SCAN_ROWS rows of a head's state, independently of others.
 //                 Reads the state before the chunk; writes the state after it, and results
-//   delta_finish  norm and gate (if FINISH), and the chunk's last inputs, to the ring. Grid T *
+//   delta_finish  norm and gate, and the chunk's last inputs, to the ring. Grid T *
 //                 ceil(VALUE_HEADS / WARPS), a warp per head of a token
 //
-// Parameters, besides those of delta.cuh: WARPS, SCAN_ROWS, FINISH: results are normalised and gated.
+// Parameters, besides those of delta.cuh: WARPS, SCAN_ROWS.
 #include "delta.cuh"
 
 constexpr int THREADS = WARPS * LANES;
@@ -146,8 +146,8 @@ KERNEL(delta_scan, DeltaScanArgs, THREADS, 1) {
 struct DeltaFinishArgs {
     const float *inputs;   // [T, CHANNELS] before the convolution
     const float *results;  // [T, VALUE_CHANNELS]
-    const float *gate;     // [T, VALUE_CHANNELS], if FINISH
-    const float *weight;   // [VALUE_DIM], if FINISH
+    const float *gate;     // [T, VALUE_CHANNELS]
+    const float *weight;   // [VALUE_DIM]
     const int *first_position;
     float *ring;           // [RING, CHANNELS]
     float *out;            // [T, VALUE_CHANNELS], may be results
@@ -167,7 +167,7 @@ KERNEL(delta_finish, DeltaFinishArgs, THREADS, 1) {
         for (int i = part * THREADS + thread_index(); i < CHANNELS; i += BLOCKS * THREADS)
             kept[i] = fresh(a.inputs + (i64)token * CHANNELS + i);
     }
-    if (!FINISH || head >= VALUE_HEADS) return;
+    if (head >= VALUE_HEADS) return;
     const i64 place = (i64)token * VALUE_CHANNELS + head * VALUE_DIM;
     const float norm = reciprocal_length(VALUE_DIM, (float)VALUE_DIM, a.norm_eps,
                                          [&](int i) { return fresh(a.results + place + i); });

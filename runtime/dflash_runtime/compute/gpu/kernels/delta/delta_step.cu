@@ -10,11 +10,11 @@ struct DeltaStepArgs {
     const float *inputs;    // [T, CHANNELS] before the convolution
     const float *alpha;     // [T, VALUE_HEADS]
     const float *beta;      // [T, VALUE_HEADS]
-    const float *gate;      // [T, VALUE_CHANNELS], if FINISH
+    const float *gate;      // [T, VALUE_CHANNELS]
     const float *taps;      // [CHANNELS, TAPS]
     const float *decay;     // [VALUE_HEADS]
     const float *bias;      // [VALUE_HEADS]
-    const float *weight;    // [VALUE_DIM] of the norm, if FINISH
+    const float *weight;    // [VALUE_DIM] of the norm
     const int *positions;   // [T]
     float *ring;            // [RING, CHANNELS]
     float *state;           // [PLACES, VALUE_HEADS, VALUE_DIM, KEY_DIM]

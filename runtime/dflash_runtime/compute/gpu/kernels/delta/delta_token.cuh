@@ -1,8 +1,8 @@
 // One token through one head of a Gated DeltaNet layer, by a block that holds the head's state in
 // registers: convolution, delta rule, norm, gate. Used by delta_step.cu and delta_tree.cu.
 //
-// Parameters, besides those of delta.cuh: WARPS; FINISH: results are normalised and gated; PADDED_COLUMNS
-// of int8 rows (0: none are written).
+// Parameters, besides those of delta.cuh: WARPS; PADDED_COLUMNS of int8 rows (0: none are
+// written).
 #pragma once
 #include "delta.cuh"
 #include "quantise.cuh"
@@ -69,17 +69,14 @@ INLINE void advance_head(const Args &a, State &state, int head, int token, float
 // Writes a token's results from shared memory, normalised and gated. All threads call.
 template <typename Args>
 INLINE void write_results(const Args &a, int head, int token, const float *results) {
-    float norm = 1.0f;
-    if constexpr (FINISH != 0) {
-        norm = reciprocal_length(VALUE_DIM, (float)VALUE_DIM, a.norm_eps,
-                                 [&](int i) { return results[i]; });
-    }
+    const float norm = reciprocal_length(VALUE_DIM, (float)VALUE_DIM, a.norm_eps,
+                                         [&](int i) { return results[i]; });
     for (int first = 0; first < VALUE_DIM; first += THREADS) {
         if (first + warp_index() * LANES >= VALUE_DIM) break;  // a whole warp
         const int row = first + thread_index();
         const i64 column = (i64)head * VALUE_DIM + row;
         float result = row < VALUE_DIM ? results[row] : 0.0f;
-        if (FINISH && row < VALUE_DIM) {
+        if (row < VALUE_DIM) {
             result *= norm * constant(a.weight + row);
             result *= silu(fresh(a.gate + (i64)token * VALUE_CHANNELS + column));
         }

@@ -11,8 +11,7 @@
 
 // Parameters: HIDDEN, FFN, EXPERTS, TOP_K, TOKENS, MOST_PEERS; TYPE_GATE, TYPE_UP, TYPE_DOWN; VECTORS: experts
 // have biases or scales; SUMS; ROUTE, with NORMALISE and GATE of route.cuh; MAIL: the choice and the rows
-// come from a mailbox's request in this device's memory; GUESS: down prefetches weights by slots that may
-// be outdated, and checks them later (0 in tests).
+// come from a mailbox's request in this device's memory.
 // Tuning, GATE_UP_ or DOWN_: WARPS, TEAM lanes per row, MOST_DEEP units per lane in flight, MIN_BLOCKS;
 // GATE_UP_ROWS per team at once; DOWN_TILE rows per block, DOWN_GROUP items in flight.
 #include "activation.cuh"
@@ -284,8 +283,7 @@ KERNEL(experts_down, DownArgs, DOWN_THREADS, DOWN_MIN_BLOCKS) {
 #pragma unroll
     for (int i = 0; i < DOWN_GROUP; i++) {
         const int item = i * DOWN_TEAMS + team;
-        int guess = -1;
-        if (GUESS) guess = (int)load_early4(a.choices.pair_slots + DownItem::pair(token, item));
+        const int guess = (int)load_early4(a.choices.pair_slots + DownItem::pair(token, item));
         items[i].load(a, a.choices.within(guess), tile, item, place);
     }
     wait_for_previous();

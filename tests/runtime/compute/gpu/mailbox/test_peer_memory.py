@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from dflash_protocol.errors import DeviceUnavailable
-from dflash_runtime.compute.gpu.device import kept_memory
-from dflash_runtime.compute.gpu.device.kept_memory import MemoryKeeper
+from dflash_runtime.compute.gpu.mailbox import peer_memory
+from dflash_runtime.compute.gpu.mailbox.peer_memory import MemoryKeeper
 from support.emulated_device import EmulatedDevice
 from support.emulated_device.peer_memory import EmulatedPeerMemory
 
@@ -29,7 +29,7 @@ class FailedMemory:
 
 @pytest.fixture
 def keeper(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryKeeper]:
-    monkeypatch.setattr(kept_memory, "KEPT_S", 0.2)
+    monkeypatch.setattr(peer_memory, "KEPT_S", 0.2)
     keeper = MemoryKeeper(threading.RLock())
     yield keeper
     keeper.close()

@@ -1,25 +1,36 @@
-"""Steps whose remote experts the host asks for: nothing of a step gets into the next one."""
+"""Steps whose remote experts the host asks for: nothing of a step gets into the next one, and no
+memory stays mapped for a step that cannot be made."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import read_spec
 from dflash_adapters.routing import Gating, RoutingRule
-from dflash_protocol.errors import DaemonUnavailable
-from dflash_protocol.ids import F32Array, F64Array, I32Array
+from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable
+from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, Phase
 from dflash_runtime.compute.gpu.backend import CupyBackend
-from dflash_runtime.compute.gpu.device.device import KernelDevice
+from dflash_runtime.compute.gpu.device.device import HostMapping, KernelDevice
 from dflash_runtime.compute.gpu.layers.rows import Input
 from dflash_runtime.compute.gpu.ops.kernels import ExpertChoice, RoutedRows
-from dflash_runtime.compute.gpu.run.host_routes import HostRoutes
+from dflash_runtime.compute.gpu.run.host_path import HostPath
+from dflash_runtime.compute.gpu.run.step_path import GraphPiece
+from dflash_runtime.compute.kv_cache import KvType
+from support.emulated_device import EmulatedDevice
 from support.emulated_gpu import TINY
+from support.gpu_models import GpuModel
 from support.random_models import write_qwen3moe
+
+LAUNCHED: Any = SimpleNamespace(replay=lambda: None)
+"""In place of a graph whose launches have run already."""
+IS_HERE = np.arange(TINY.num_experts) < TINY.num_experts - 1
 
 
 class LosesOwners:
@@ -31,6 +42,9 @@ class LosesOwners:
     def finish(self, ticket: str, out: F64Array) -> None:
         out.fill(7.0)  # of an owner that was not lost
         raise DaemonUnavailable("the other one was lost")
+
+    def local_experts_mask(self, layer_id: int) -> npt.NDArray[np.bool_]:
+        return IS_HERE
 
     def count_selections(self, layer_id: int, topk_ids: I32Array) -> None:
         pass
@@ -46,15 +60,14 @@ def test_sums_of_a_step_that_failed_are_not_added_in_the_next(
     backend = CupyBackend(any_device, max_chunk=64, scratch_bytes=16 << 20)
     with GgufFile.open(path) as file:
         moe, ops = read_spec(file).moe, backend.ops
-        is_here = np.arange(TINY.num_experts) < TINY.num_experts - 1
         resident: dict[int, Any] = {}
         for layer in moe.layers:
             bank = backend.load_experts(file, layer, np.arange(TINY.num_experts, dtype=np.int32))
-            here = bank.by_global.only(any_device, is_here)
+            here = bank.by_global.only(any_device, IS_HERE)
             assert here is not None
             resident[layer.layer_id] = here
         remote: Any = LosesOwners()
-        routes = HostRoutes(ops, moe, resident, remote=remote)
+        steps = HostPath(ops, moe, resident, remote=remote)
 
         def added(*expert_ids: int) -> F32Array:
             rows, residual = (ops.steps.rows(1, TINY.hidden_size) for _ in range(2))
@@ -65,18 +78,43 @@ def test_sums_of_a_step_that_failed_are_not_added_in_the_next(
                 any_device.upload(np.full((1, len(expert_ids)), 0.5, np.float32)),
                 RoutingRule(len(expert_ids), Gating.SOFTMAX, normalise=True),
             )
-            for host_work in routes.block(0, RoutedRows(Input(rows), choice), residual):
-                assert host_work is not None
-                host_work()
+            launches = steps.experts(Phase.DECODE)(0, RoutedRows(Input(rows), choice), residual)
+            pieces: Any = (GraphPiece(LAUNCHED, host_work) for host_work in launches)
+            steps.run(pieces)
             found: F32Array = any_device.download(residual.array)
             return found
 
         expected = added(0, 1)
         with pytest.raises(DaemonUnavailable):
             added(0, TINY.num_experts - 1)
-        routes.abandon()
-        routes.reset()
+        steps.begin(0)
         np.testing.assert_array_equal(added(0, 1), expected)
         any_device.synchronize()
-        routes.close()
+        steps.close()
     backend.close()
+
+
+@pytest.mark.parametrize("num_mapped", [0, 1, TINY.num_layers])
+def test_a_step_that_cannot_be_made_leaves_no_memory_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_mapped: int
+) -> None:
+    path = write_qwen3moe(tmp_path / "m.gguf", TINY, seed=4, tensor_type="Q8_0")
+    device = EmulatedDevice()
+    remote: Any = LosesOwners()
+    model = GpuModel(path, device, kv_type=KvType.F16)
+    map_host = EmulatedDevice.map_host
+    mapped: list[int] = []
+
+    def failing(device: EmulatedDevice, array: AnyArray) -> HostMapping:
+        if len(mapped) == num_mapped:
+            raise DeviceUnavailable("no more memory can be locked")
+        mapping = map_host(device, array)
+        mapped.append(mapping.device_address)
+        return mapping
+
+    monkeypatch.setattr(EmulatedDevice, "map_host", failing)
+    with pytest.raises(DeviceUnavailable, match="locked"):
+        model.backend.captured_step(model.model, model.cache, model.banks, remote=remote)
+    assert len(mapped) == num_mapped
+    assert not device._range_bytes.keys() & set(mapped)
+    model.close()

@@ -1,4 +1,4 @@
-"""Routes to experts that the host asks for between the pieces of a captured step.
+"""Captured steps whose remote experts the host asks for, between their graphs.
 
 The host asks the remote owners of a layer's experts, starts the device on the local ones, and
 passes on the owners' sums. Rows and sums lie in mapped memory: no copy is asked of the driver.
@@ -6,11 +6,12 @@ passes on the owners' sums. Rows and sums lie in mapped memory: no copy is asked
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_adapters.spec import MoeSpec
+from dflash_adapters.spec import MoeLayer, MoeSpec
 from dflash_protocol.batch import HostHidden
 from dflash_protocol.ids import Phase
 from dflash_runtime.compute.backend import RemoteExperts
@@ -20,18 +21,18 @@ from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.gpu.ops.kernels import RoutedRows
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
+from dflash_runtime.compute.gpu.run.step_path import GraphPiece, StepPath
 from dflash_runtime.compute.gpu.transfers.exchange import Exchanger, StepBox
 from dflash_runtime.compute.model import Pausable
 
 _PHASE = Phase.DECODE
 
 
-class HostRoutes:
-    """Makes the routes of a captured step of one token.
+class HostPath(StepPath):
+    """The path of steps of one token. Owns: mapped memory of the host, for each layer with remote
+    experts."""
 
-    Used by the thread that runs the model. Owns: mapped memory of the host, for each layer with
-    remote experts.
-    """
+    needs_host = True
 
     def __init__(
         self,
@@ -45,33 +46,61 @@ class HostRoutes:
         self._exchanges: list[_Exchange] = []
         self._whole_pairs: list[int] = []
         """Pairs of a token in each layer whose experts are all here."""
-        exchanger = Exchanger(ops.device)
-        routes: dict[int, Route] = {}
-        for spec in moe.layers:
-            layer = resident.get(spec.layer_id)
-            if layer is not None and layer.is_whole:
-                routes[spec.layer_id] = HereRoute(ops, layer, _PHASE)
-                self._whole_pairs.append(spec.num_experts_used)
-                continue
-            box = StepBox(
-                ops.device,
-                num_tokens=1,
-                hidden_size=spec.hidden_size,
-                num_used=spec.num_experts_used,
-            )
-            exchange = _Exchange(ops, exchanger, box, remote, spec.layer_id, layer)
-            routes[spec.layer_id] = exchange
-            self._exchanges.append(exchange)
-        self.block = DeviceMoe(routes.__getitem__)
-        """The experts that the step's model calls."""
+        self._ops, self._exchanger = ops, Exchanger(ops.device)
+        try:
+            routes = {
+                layer.layer_id: self._new_route(layer, resident.get(layer.layer_id))
+                for layer in moe.layers
+            }
+        except BaseException:
+            self.close()
+            raise
+        self._moe = DeviceMoe(routes.__getitem__)
 
-    def reset(self) -> None:
-        """Forget what an incomplete step or a trial has left. No step may be running."""
+    def _new_route(self, layer: MoeLayer, local: ResidentLayer | None) -> Route:
+        if local is not None and local.is_whole:
+            self._whole_pairs.append(layer.num_experts_used)
+            return HereRoute(self._ops, local, _PHASE)
+        box = StepBox(
+            self._ops.device,
+            num_tokens=1,
+            hidden_size=layer.hidden_size,
+            num_used=layer.num_experts_used,
+        )
+        exchange = _Exchange(
+            self._ops, self._exchanger, box, self._remote, layer.layer_id, layer=local
+        )
+        self._exchanges.append(exchange)
+        return exchange
+
+    def experts(self, phase: Phase) -> DeviceMoe:
+        return self._moe
+
+    def begin(self, position: int) -> None:
+        """Forget what an incomplete step has left."""
         for exchange in self._exchanges:
             exchange.box.expect()
 
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        yield
+        for exchange in self._exchanges:
+            exchange.box.expect()
+
+    def run(self, pieces: Sequence[GraphPiece], num_tokens: int = 1) -> None:
+        """If it fails, what remote owners were asked for is dropped."""
+        try:
+            for piece in pieces:
+                piece.graph.replay()
+                if piece.host_work is not None:
+                    piece.host_work()
+        except BaseException:
+            for exchange in self._exchanges:
+                exchange.abandon()
+            raise
+
     def count_step(self) -> None:
-        """A step has been run: count its layers that are wholly local."""
+        """Layers that are wholly local; the others are counted as they are asked for."""
         if self._whole_pairs:
             self._remote.count_local(
                 _PHASE,
@@ -80,13 +109,7 @@ class HostRoutes:
                 num_layers=len(self._whole_pairs),
             )
 
-    def abandon(self) -> None:
-        """A step has failed: drop what remote owners were asked for."""
-        for exchange in self._exchanges:
-            exchange.abandon()
-
     def close(self) -> None:
-        """Release mapped memory. No step may be running."""
         for exchange in self._exchanges:
             exchange.box.close()
         self._exchanges.clear()
@@ -114,12 +137,12 @@ class _Exchange:
         self.exchanger.give(self.box, rows, Choice(choice.ids, choice.weights))
         if self.layer is None:
             yield self.ask_and_add
-            ops.add_sums.launch(residual.array, self.box.mapped_sums)
+            ops.elementwise.add_sums(residual.array, self.box.mapped_sums)
             return
         yield self.ask
         local = local_sums(ops, self.layer, routed, phase=_PHASE)
         yield self.add
-        ops.add_sums.launch(residual.array, local.array, self.box.mapped_sums)
+        ops.elementwise.add_sums(residual.array, local.array, self.box.mapped_sums)
 
     def ask(self) -> None:
         """Wait for the layer's choice; ask the remote owners if it has any of their experts."""

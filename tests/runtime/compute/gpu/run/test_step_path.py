@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from dflash_runtime.compute.gpu.device.device import DeviceArray, Graph
-from dflash_runtime.compute.gpu.launch.row_kernels import AddRows
-from dflash_runtime.compute.gpu.run.captured_pieces import capture_pieces
+from dflash_runtime.compute.gpu.launch.row_kernels import Elementwise
+from dflash_runtime.compute.gpu.run.step_path import capture_pieces
 from dflash_runtime.compute.model import Pausable
 from support.emulated_device import EmulatedDevice
 from support.interrupts import interrupt_main_thread
@@ -20,7 +20,7 @@ from support.interrupts import interrupt_main_thread
 
 def test_pieces_and_what_the_host_does_between_them_are_in_order() -> None:
     device = EmulatedDevice()
-    add = AddRows(device)
+    add = Elementwise(device).add_rows
     x, y = (device.upload(np.full((1, 4), value, np.float32)) for value in (1.0, 10.0))
     seen: list[float] = []
 
@@ -41,7 +41,7 @@ def test_pieces_and_what_the_host_does_between_them_are_in_order() -> None:
         return "logits"
 
     def launch(first: DeviceArray, second: DeviceArray) -> None:
-        add.launch(first, second, x)
+        add(first, second, x)
 
     pieces, result = capture_pieces(device, launches())
     assert result == "logits"
@@ -59,7 +59,7 @@ def test_pieces_and_what_the_host_does_between_them_are_in_order() -> None:
 
 def test_an_interrupt_ends_the_capture_and_the_pass() -> None:
     device = EmulatedDevice()
-    add, x = AddRows(device), device.upload(np.ones((1, 4), np.float32))
+    add, x = Elementwise(device).add_rows, device.upload(np.ones((1, 4), np.float32))
     ended: list[str] = []
 
     def launches() -> Pausable[None]:
@@ -67,7 +67,7 @@ def test_an_interrupt_ends_the_capture_and_the_pass() -> None:
             yield lambda: None
             interrupt_main_thread()
             time.sleep(0.05)
-            add.launch(x, x, x)
+            add(x, x, x)
         finally:
             ended.append("pass")
 
@@ -78,7 +78,7 @@ def test_an_interrupt_ends_the_capture_and_the_pass() -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert ended == ["pass"]
-    add.launch(x, x, x)
+    add(x, x, x)
     np.testing.assert_array_equal(device.download(x), 2.0)
 
 
