@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Iterable, Iterator
+from functools import cache
 
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -142,9 +143,9 @@ def _one(places: list[Line]) -> Line:
     )
 
 
-def _written() -> Iterator[Line]:
-    for path in sources():
-        yield from lines_of(path)
+@cache
+def _written() -> tuple[Line, ...]:
+    return tuple(line for path in sources() for line in lines_of(path))
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

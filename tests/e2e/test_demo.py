@@ -47,7 +47,7 @@ def trained(request: pytest.FixtureRequest) -> Trained:
     path = ROOT / f"demo/{request.param}.gguf"
     text = Path(textwrap.__file__).read_text()
     with Engine.open(path) as engine:
-        num_tokens = min(3000, engine.spec.context_length)
+        num_tokens = min(1500, engine.spec.context_length)
         return Trained(path, engine.encode_prompt(text)[:num_tokens])
 
 

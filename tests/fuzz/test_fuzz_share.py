@@ -1,4 +1,4 @@
-"""Half a minute of `make fuzz` in every test run, and proof that the harness finds faults."""
+"""A share of `make fuzz` in every test run, and proof that the harness finds faults."""
 
 from __future__ import annotations
 
@@ -10,19 +10,15 @@ from fuzz.mutation import Mutator
 from fuzz.planted import BAD_CASE
 from fuzz.runner import hunt_in_processes
 
-_SHARE_S = 30.0
-_NUM_WORKERS = 1  # the other core has the rest of the run
 
-
-def test_half_a_minute_of_damage_to_everything_that_is_read() -> None:
-    tallies = hunt_in_processes(
-        list(TARGETS), seed=7, num_workers=_NUM_WORKERS, seconds=_SHARE_S / len(TARGETS)
-    )
+# The same cases in each run: `make fuzz` is what tries others.
+@pytest.mark.parametrize("num_cases", [8_000, pytest.param(80_000, marks=pytest.mark.slow)])
+def test_damage_to_everything_that_is_read_harms_nothing(num_cases: int) -> None:
+    tallies = hunt_in_processes(list(TARGETS), seed=7, num_workers=1, num_cases=num_cases)
     assert not [tally.findings for tally in tallies if tally.findings], report(tallies)
-    for tally in tallies:
-        # Few are enough to see that the target is alive; nothing may be refused, or taken, always.
-        assert tally.num_cases > 500, report(tallies)
-        assert 0 < tally.num_refused < tally.num_cases, report(tallies)
+    for tally in tallies:  # nothing may be refused, or taken, always
+        assert tally.num_cases == num_cases, report(tallies)
+        assert 0 < tally.num_refused < num_cases, report(tallies)
 
 
 @pytest.mark.parametrize("name", TARGETS)

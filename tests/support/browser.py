@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -155,10 +154,6 @@ class Page:
     def move_to(self, x: float, y: float) -> None:
         """Move the mouse to a position in the window."""
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-
-    def screenshot(self, path: Path, *, is_whole: bool = False) -> None:
-        data = self.call("Page.captureScreenshot", captureBeyondViewport=is_whole)["data"]
-        path.write_bytes(base64.b64decode(data))
 
     def _next_message(self, end_s: float) -> dict[str, Any]:
         while b"\0" not in self._rest:

@@ -62,6 +62,15 @@ SIZES_ON_GPU: dict[str, Any] = {
 }
 """Rows as the GPU's kernels of quantised and float matrices take them."""
 
+SIZES_OF_256: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_experts": 4,
+    "num_experts_used": 4,
+    "ffn_size": 256,
+}
+"""Rows of whole blocks of 256 values. All experts are used: a router whose choice flips would drown
+what is measured."""
+
 
 @dataclass(frozen=True, slots=True)
 class LinearRope:
@@ -88,6 +97,11 @@ class YarnRope:
             "rope.scaling.original_context_length": self.original_context,
             "rope.scaling.yarn_beta_fast": self.beta_fast,
         }
+
+
+def scaling_keys(scaling: LinearRope | YarnRope | None) -> dict[str, Any]:
+    """Keys of a context extension, if there is one."""
+    return {} if scaling is None else scaling.keys()
 
 
 def random_tensors(shape: RandomShape, *, seed: int) -> dict[str, F32Array]:

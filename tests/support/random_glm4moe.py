@@ -1,11 +1,22 @@
-"""Random glm4moe models."""
+"""Random glm4moe models; see architectures.RandomArchitecture."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from support.random_gguf import SIZES_ON_GPU, YarnRope
+from support.random_gguf import SIZES_OF_256, SIZES_ON_GPU, YarnRope, scaling_keys
+from support.tensor_shapes import (
+    TensorShapes,
+    experts,
+    gated_ffn,
+    prediction,
+    qk_norms,
+    qkv,
+    qkv_biases,
+    shared_experts,
+    whole_model,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +69,7 @@ class Glm4MoeShape:
             "rope.freq_base": self.rope_freq_base,
             "rope.dimension_count": self.num_rotated,
             "rope.dimension_sections": None if self.sections is None else list(self.sections),
-            **({} if self.rope_scaling is None else self.rope_scaling.keys()),
+            **scaling_keys(self.rope_scaling),
             "leading_dense_block_count": self.num_dense,
             "expert_count": self.num_experts,
             "expert_used_count": self.num_experts_used,
@@ -71,65 +82,37 @@ class Glm4MoeShape:
             "expert_gating_func": self.gating_func,
         }
 
-    def tensors(self) -> dict[str, tuple[int, ...]]:
+    def tensors(self) -> TensorShapes:
         """See random_gguf.RandomShape."""
-        hidden = self.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (self.vocab_size, hidden)}
-        for layer_id in range(self.num_layers + self.has_prediction_block):
-            layer = self._attention() | self._ffn(is_dense=layer_id < self.num_dense)
-            if layer_id == self.num_layers:
-                layer |= {
-                    "nextn.eh_proj.weight": (hidden, 2 * hidden),
-                    "nextn.enorm.weight": (hidden,),
-                    "nextn.hnorm.weight": (hidden,),
-                    "nextn.shared_head_norm.weight": (hidden,),
-                }
-            shapes |= {f"blk.{layer_id}.{kind}": dims for kind, dims in layer.items()}
-        shapes["output_norm.weight"] = (hidden,)
-        if not self.tied_output:
-            shapes["output.weight"] = (self.vocab_size, hidden)
-        return shapes
+        layers = [
+            self._attention() | self._ffn(is_dense=layer_id < self.num_dense)
+            for layer_id in range(self.num_layers + self.has_prediction_block)
+        ]
+        if self.has_prediction_block:
+            layers[-1] |= prediction(self.hidden_size)
+        return whole_model(self, layers, tied_output=self.tied_output)
 
-    def _attention(self) -> dict[str, tuple[int, ...]]:
+    def _attention(self) -> TensorShapes:
         hidden, width = self.hidden_size, self.num_heads * self.head_dim
         kv_width = self.num_kv_heads * self.head_dim
-        layer: dict[str, tuple[int, ...]] = {
+        return {
             "attn_norm.weight": (hidden,),
-            "attn_q.weight": (width, hidden),
-            "attn_k.weight": (kv_width, hidden),
-            "attn_v.weight": (kv_width, hidden),
+            **qkv(hidden, width, kv_width),
             "attn_output.weight": (hidden, width),
             "post_attention_norm.weight": (hidden,),
+            **(qkv_biases(width, kv_width) if self.has_qkv_biases else {}),
+            **(qk_norms(self.head_dim) if self.has_head_norms else {}),
         }
-        if self.has_qkv_biases:
-            layer |= {
-                "attn_q.bias": (width,),
-                "attn_k.bias": (kv_width,),
-                "attn_v.bias": (kv_width,),
-            }
-        if self.has_head_norms:
-            norms = {"attn_q_norm.weight": (self.head_dim,), "attn_k_norm.weight": (self.head_dim,)}
-            return layer | norms
-        return layer
 
-    def _ffn(self, *, is_dense: bool) -> dict[str, tuple[int, ...]]:
-        hidden, experts, ffn = self.hidden_size, self.num_experts, self.ffn_size
+    def _ffn(self, *, is_dense: bool) -> TensorShapes:
+        hidden, ffn = self.hidden_size, self.ffn_size
         if is_dense:
-            return {
-                "ffn_gate.weight": (self.dense_ffn_size, hidden),
-                "ffn_up.weight": (self.dense_ffn_size, hidden),
-                "ffn_down.weight": (hidden, self.dense_ffn_size),
-            }
-        shared = self.num_shared * ffn
+            return gated_ffn(hidden, self.dense_ffn_size)
         return {
-            "ffn_gate_inp.weight": (experts, hidden),
-            "exp_probs_b.bias": (experts,),
-            "ffn_gate_exps.weight": (experts, ffn, hidden),
-            "ffn_up_exps.weight": (experts, ffn, hidden),
-            "ffn_down_exps.weight": (experts, hidden, ffn),
-            "ffn_gate_shexp.weight": (shared, hidden),
-            "ffn_up_shexp.weight": (shared, hidden),
-            "ffn_down_shexp.weight": (hidden, shared),
+            "ffn_gate_inp.weight": (self.num_experts, hidden),
+            "exp_probs_b.bias": (self.num_experts,),
+            **experts(self.num_experts, hidden, ffn),
+            **shared_experts(hidden, self.num_shared * ffn),
         }
 
 
@@ -179,30 +162,21 @@ SHAPES = (
         gating_func=1,
     ),
 )
-"""Shapes in which nothing is round, for F32 files."""
 
 SMALL = Glm4MoeShape(num_layers=2)
-"""Two layers with all that they may have; for what only metadata says."""
 
 SHAPE_ON_GPU = Glm4MoeShape(
     **SIZES_ON_GPU, num_layers=3, head_dim=16, num_rotated=8, dense_ffn_size=32, num_groups=None
 )
-"""Rows as the GPU's kernels of quantised and float matrices take them."""
 
 BLOCK_256_SHAPE = Glm4MoeShape(
+    **SIZES_OF_256,
     num_layers=3,
-    hidden_size=256,
     num_heads=8,
     num_kv_heads=2,
     head_dim=32,
     num_rotated=16,
-    num_experts=4,
-    num_experts_used=4,
     dense_ffn_size=256,
-    ffn_size=256,
 )
-"""Rows of whole blocks of 256 values. All experts are used: a router whose choice flips would drown
-what is measured."""
 
 REQUIRED_KEYS = ("expert_feed_forward_length", "expert_shared_count", "feed_forward_length")
-"""Beside those that every architecture needs."""

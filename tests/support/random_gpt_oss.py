@@ -1,11 +1,12 @@
-"""Random gpt-oss models."""
+"""Random gpt-oss models; see architectures.RandomArchitecture."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from support.random_gguf import SIZES_ON_GPU, YarnRope
+from support.random_gguf import SIZES_OF_256, SIZES_ON_GPU, YarnRope, scaling_keys
+from support.tensor_shapes import TensorShapes, experts, qkv, qkv_biases, whole_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,46 +45,31 @@ class GptOssShape:
             "attention.sliding_window": self.window,
             "attention.layer_norm_rms_epsilon": self.rms_eps,
             "rope.freq_base": self.rope_freq_base,
-            **({} if self.rope_scaling is None else self.rope_scaling.keys()),
+            **scaling_keys(self.rope_scaling),
             "expert_count": self.num_experts,
             "expert_used_count": self.num_experts_used,
             "expert_feed_forward_length": self.ffn_size,
         }
 
-    def tensors(self) -> dict[str, tuple[int, ...]]:
+    def tensors(self) -> TensorShapes:
         """See random_gguf.RandomShape."""
-        hidden, experts, ffn = self.hidden_size, self.num_experts, self.ffn_size
+        hidden, num_experts, ffn = self.hidden_size, self.num_experts, self.ffn_size
         width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer: dict[str, tuple[int, ...]] = {
+        layer = {
             "attn_norm.weight": (hidden,),
-            "attn_q.weight": (width, hidden),
-            "attn_k.weight": (kv_width, hidden),
-            "attn_v.weight": (kv_width, hidden),
+            **qkv(hidden, width, kv_width),
             "attn_output.weight": (hidden, width),
             "attn_output.bias": (hidden,),
             "attn_sinks.weight": (self.num_heads,),
             "post_attention_norm.weight": (hidden,),
-            "ffn_gate_inp.weight": (experts, hidden),
-            "ffn_gate_inp.bias": (experts,),
-            "ffn_gate_exps.weight": (experts, ffn, hidden),
-            "ffn_gate_exps.bias": (experts, ffn),
-            "ffn_up_exps.weight": (experts, ffn, hidden),
-            "ffn_up_exps.bias": (experts, ffn),
-            "ffn_down_exps.weight": (experts, hidden, ffn),
-            "ffn_down_exps.bias": (experts, hidden),
+            "ffn_gate_inp.weight": (num_experts, hidden),
+            "ffn_gate_inp.bias": (num_experts,),
         }
+        for name, dims in experts(num_experts, hidden, ffn).items():
+            layer |= {name: dims, name.replace(".weight", ".bias"): dims[:2]}
         if self.has_qkv_biases:
-            layer |= {
-                "attn_q.bias": (width,),
-                "attn_k.bias": (kv_width,),
-                "attn_v.bias": (kv_width,),
-            }
-        shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (self.vocab_size, hidden)}
-        for layer_id in range(self.num_layers):
-            shapes |= {f"blk.{layer_id}.{kind}": dims for kind, dims in layer.items()}
-        shapes["output_norm.weight"] = (hidden,)
-        shapes["output.weight"] = (self.vocab_size, hidden)
-        return shapes
+            layer |= qkv_biases(width, kv_width)
+        return whole_model(self, [layer] * self.num_layers)
 
 
 SHAPES = (
@@ -102,27 +88,13 @@ SHAPES = (
     GptOssShape("every expert used", num_kv_heads=1, window=23, num_experts=5, num_experts_used=5),
     GptOssShape("one expert used", num_layers=2, num_experts_used=1, has_qkv_biases=False),
 )
-"""Shapes in which nothing is round, for F32 files."""
 
 SMALL = GptOssShape(num_layers=2)
-"""Two layers with all that they may have; for what only metadata says."""
 
 SHAPE_ON_GPU = GptOssShape(
     **SIZES_ON_GPU, num_layers=3, num_heads=4, head_dim=16, window=5, rope_scaling=YarnRope(4.0, 64)
 )
-"""Rows as the GPU's kernels of quantised and float matrices take them."""
 
-BLOCK_256_SHAPE = GptOssShape(
-    num_layers=2,
-    hidden_size=256,
-    num_heads=8,
-    head_dim=32,
-    num_experts=4,
-    num_experts_used=4,
-    ffn_size=256,
-)
-"""Rows of whole blocks of 256 values. All experts are used: a router whose choice flips would drown
-what is measured."""
+BLOCK_256_SHAPE = GptOssShape(**SIZES_OF_256, num_layers=2, num_heads=8, head_dim=32)
 
 REQUIRED_KEYS = ("expert_feed_forward_length", "attention.sliding_window")
-"""Beside those that every architecture needs."""

@@ -1,11 +1,20 @@
-"""Random laguna models."""
+"""Random laguna models; see architectures.RandomArchitecture."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from support.random_gguf import SIZES_ON_GPU, YarnRope
+from support.random_gguf import SIZES_OF_256, SIZES_ON_GPU, YarnRope, scaling_keys
+from support.tensor_shapes import (
+    TensorShapes,
+    experts,
+    gated_ffn,
+    qk_norms,
+    qkv,
+    shared_experts,
+    whole_model,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,53 +84,33 @@ class LagunaShape:
             "expert_weights_norm": self.weights_norm,
             "expert_weights_scale": self.weights_scale,
             "expert_gating_func": self.gating_func,
-            **({} if self.rope_scaling is None else self.rope_scaling.keys()),
+            **scaling_keys(self.rope_scaling),
         }
 
-    def tensors(self) -> dict[str, tuple[int, ...]]:
+    def tensors(self) -> TensorShapes:
         """See random_gguf.RandomShape."""
-        shapes: dict[str, tuple[int, ...]] = {
-            "token_embd.weight": (self.vocab_size, self.hidden_size)
-        }
-        for layer_id in range(len(self.num_heads)):
-            layer = self._layer(layer_id)
-            shapes |= {f"blk.{layer_id}.{kind}": dims for kind, dims in layer.items()}
-        shapes["output_norm.weight"] = (self.hidden_size,)
-        if not self.tied_output:
-            shapes["output.weight"] = (self.vocab_size, self.hidden_size)
-        return shapes
+        layers = [self._layer(layer_id) for layer_id in range(len(self.num_heads))]
+        return whole_model(self, layers, tied_output=self.tied_output)
 
-    def _layer(self, layer_id: int) -> dict[str, tuple[int, ...]]:
+    def _layer(self, layer_id: int) -> TensorShapes:
         hidden, num_heads = self.hidden_size, self.num_heads[layer_id]
-        q_width, kv_width = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer: dict[str, tuple[int, ...]] = {
+        width, kv_width = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer = {
             "attn_norm.weight": (hidden,),
-            "attn_q.weight": (q_width, hidden),
-            "attn_k.weight": (kv_width, hidden),
-            "attn_v.weight": (kv_width, hidden),
-            "attn_q_norm.weight": (self.head_dim,),
-            "attn_k_norm.weight": (self.head_dim,),
-            "attn_gate.weight": (q_width if self.gates_elements else num_heads, hidden),
-            "attn_output.weight": (hidden, q_width),
+            **qkv(hidden, width, kv_width),
+            **qk_norms(self.head_dim),
+            "attn_gate.weight": (width if self.gates_elements else num_heads, hidden),
+            "attn_output.weight": (hidden, width),
             "ffn_norm.weight": (hidden,),
         }
         if layer_id < self.num_dense:
-            ffn = self.dense_ffn_size
-            return layer | {
-                "ffn_gate.weight": (ffn, hidden),
-                "ffn_up.weight": (ffn, hidden),
-                "ffn_down.weight": (hidden, ffn),
-            }
-        experts, ffn, shared = self.num_experts, self.ffn_size, self.shared_ffn_size
-        return layer | {
-            "ffn_gate_inp.weight": (experts, hidden),
-            "exp_probs_b.bias": (experts,),
-            "ffn_gate_exps.weight": (experts, ffn, hidden),
-            "ffn_up_exps.weight": (experts, ffn, hidden),
-            "ffn_down_exps.weight": (experts, hidden, ffn),
-            "ffn_gate_shexp.weight": (shared, hidden),
-            "ffn_up_shexp.weight": (shared, hidden),
-            "ffn_down_shexp.weight": (hidden, shared),
+            return layer | gated_ffn(hidden, self.dense_ffn_size)
+        return {
+            **layer,
+            "ffn_gate_inp.weight": (self.num_experts, hidden),
+            "exp_probs_b.bias": (self.num_experts,),
+            **experts(self.num_experts, hidden, self.ffn_size),
+            **shared_experts(hidden, self.shared_ffn_size),
         }
 
 
@@ -162,10 +151,8 @@ SHAPES = (
         "a period of two", num_heads=(2, 6, 4), num_kv_heads=1, pattern=2, window=1, vocab_size=97
     ),
 )
-"""Shapes in which nothing is round, for F32 files."""
 
 SMALL = LagunaShape(num_heads=(6, 4))
-"""Two layers with all that they may have; for what only metadata says."""
 
 SHAPE_ON_GPU = LagunaShape(
     **SIZES_ON_GPU,
@@ -177,22 +164,15 @@ SHAPE_ON_GPU = LagunaShape(
     shared_ffn_size=32,
     window=5,
 )
-"""Rows as the GPU's kernels of quantised and float matrices take them."""
 
 BLOCK_256_SHAPE = LagunaShape(
-    hidden_size=256,
+    **SIZES_OF_256,
     num_heads=(8, 16, 16),
     head_dim=32,
     num_rotated=16,
     num_rotated_in_window=32,
     dense_ffn_size=256,
-    num_experts=4,
-    num_experts_used=4,
-    ffn_size=256,
     shared_ffn_size=256,
 )
-"""Rows of whole blocks of 256 values. All experts are used: a router whose choice flips would drown
-what is measured."""
 
 REQUIRED_KEYS = ("expert_feed_forward_length", "leading_dense_block_count", "feed_forward_length")
-"""Beside those that every architecture needs."""

@@ -1,4 +1,4 @@
-"""Random llama models with experts."""
+"""Random llama models with experts; see architectures.RandomArchitecture."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from dflash_protocol.ids import F32Array
-from support.random_gguf import SIZES_ON_GPU, LinearRope
+from support.random_gguf import SIZES_OF_256, SIZES_ON_GPU, LinearRope, scaling_keys
+from support.tensor_shapes import TensorShapes, experts, qkv, qkv_biases, whole_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,40 +50,29 @@ class LlamaShape:
             "attention.layer_norm_rms_epsilon": self.rms_eps,
             "expert_count": self.num_experts,
             "expert_used_count": self.num_experts_used,
-            **({} if self.rope_scaling is None else self.rope_scaling.keys()),
+            **scaling_keys(self.rope_scaling),
         }
 
-    def tensors(self) -> dict[str, tuple[int, ...]]:
+    def tensors(self) -> TensorShapes:
         """See random_gguf.RandomShape."""
-        hidden, experts, ffn = self.hidden_size, self.num_experts, self.ffn_size
-        head_dim = hidden // self.num_heads
+        hidden, head_dim = self.hidden_size, self.hidden_size // self.num_heads
         kv_width = head_dim * self.num_kv_heads
-        layer: dict[str, tuple[int, ...]] = {
+        layer = {
             "attn_norm.weight": (hidden,),
-            "attn_q.weight": (hidden, hidden),
-            "attn_k.weight": (kv_width, hidden),
-            "attn_v.weight": (kv_width, hidden),
+            **qkv(hidden, hidden, kv_width),
             "attn_output.weight": (hidden, hidden),
             "ffn_norm.weight": (hidden,),
-            "ffn_gate_inp.weight": (experts, hidden),
-            "ffn_gate_exps.weight": (experts, ffn, hidden),
-            "ffn_up_exps.weight": (experts, ffn, hidden),
-            "ffn_down_exps.weight": (experts, hidden, ffn),
+            "ffn_gate_inp.weight": (self.num_experts, hidden),
+            **experts(self.num_experts, hidden, self.ffn_size),
+            **(qkv_biases(hidden, kv_width) if self.has_qkv_biases else {}),
+            **({"attn_output.bias": (hidden,)} if self.has_output_bias else {}),
         }
-        if self.has_qkv_biases:
-            sizes = {"q": hidden, "k": kv_width, "v": kv_width}
-            layer |= {f"attn_{letter}.bias": (size,) for letter, size in sizes.items()}
-        if self.has_output_bias:
-            layer["attn_output.bias"] = (hidden,)
-        shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (self.vocab_size, hidden)}
-        if self.has_rope_freqs:
-            shapes["rope_freqs.weight"] = (head_dim // 2,)
-        for layer_id in range(self.num_layers):
-            shapes |= {f"blk.{layer_id}.{kind}": dims for kind, dims in layer.items()}
-        shapes["output_norm.weight"] = (hidden,)
-        if not self.tied_output:
-            shapes["output.weight"] = (self.vocab_size, hidden)
-        return shapes
+        return whole_model(
+            self,
+            [layer] * self.num_layers,
+            tied_output=self.tied_output,
+            num_rope_freqs=head_dim // 2 if self.has_rope_freqs else 0,
+        )
 
 
 SHAPES = (
@@ -110,22 +100,14 @@ SHAPES = (
         rope_scaling=LinearRope(4.0),
     ),
 )
-"""Shapes in which nothing is round, for F32 files."""
 
 SMALL = LlamaShape(num_layers=2, has_rope_freqs=True, has_output_bias=True, has_qkv_biases=True)
-"""Two layers with all that they may have; for what only metadata says."""
 
 SHAPE_ON_GPU = LlamaShape(**SIZES_ON_GPU, num_layers=2, num_heads=4)
-"""Rows as the GPU's kernels of quantised and float matrices take them."""
 
-BLOCK_256_SHAPE = LlamaShape(
-    num_layers=2, hidden_size=256, num_heads=4, num_experts=4, num_experts_used=4, ffn_size=256
-)
-"""Rows of whole blocks of 256 values. All experts are used: a router whose choice flips would drown
-what is measured."""
+BLOCK_256_SHAPE = LlamaShape(**SIZES_OF_256, num_layers=2, num_heads=4)
 
 REQUIRED_KEYS = ("feed_forward_length",)
-"""Beside those that every architecture needs."""
 
 
 def with_separate_experts(tensors: dict[str, F32Array]) -> dict[str, F32Array]:

@@ -1,9 +1,11 @@
-"""Random llama4 models."""
+"""Random llama4 models; see architectures.RandomArchitecture."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+
+from support.tensor_shapes import TensorShapes, experts, gated_ffn, qkv, shared_experts, whole_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,46 +51,34 @@ class Llama4Shape:
             "interleave_moe_layer_step": self.interleave_step,
         }
 
-    def tensors(self) -> dict[str, tuple[int, ...]]:
+    def tensors(self) -> TensorShapes:
         """See random_gguf.RandomShape."""
-        hidden = self.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (self.vocab_size, hidden)}
-        if self.has_rope_freqs:
-            shapes["rope_freqs.weight"] = (self.head_dim // 2,)
-        for layer_id in range(self.num_layers):
-            layer = self._layer(has_experts=(layer_id + 1) % self.interleave_step == 0)
-            shapes |= {f"blk.{layer_id}.{kind}.weight": dims for kind, dims in layer.items()}
-        shapes["output_norm.weight"] = (hidden,)
-        if not self.tied_output:
-            shapes["output.weight"] = (self.vocab_size, hidden)
-        return shapes
+        return whole_model(
+            self,
+            [
+                self._layer(has_experts=(layer_id + 1) % self.interleave_step == 0)
+                for layer_id in range(self.num_layers)
+            ],
+            tied_output=self.tied_output,
+            num_rope_freqs=self.head_dim // 2 if self.has_rope_freqs else 0,
+        )
 
-    def _layer(self, *, has_experts: bool) -> dict[str, tuple[int, ...]]:
-        hidden, experts, ffn = self.hidden_size, self.num_experts, self.ffn_size
-        q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer: dict[str, tuple[int, ...]] = {
-            "attn_norm": (hidden,),
-            "attn_q": (q_width, hidden),
-            "attn_k": (kv_width, hidden),
-            "attn_v": (kv_width, hidden),
-            "attn_output": (hidden, q_width),
-            "ffn_norm": (hidden,),
+    def _layer(self, *, has_experts: bool) -> TensorShapes:
+        hidden, ffn = self.hidden_size, self.ffn_size
+        width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer = {
+            "attn_norm.weight": (hidden,),
+            **qkv(hidden, width, kv_width),
+            "attn_output.weight": (hidden, width),
+            "ffn_norm.weight": (hidden,),
         }
         if not has_experts:
-            dense = self.dense_ffn_size
-            return layer | {
-                "ffn_gate": (dense, hidden),
-                "ffn_up": (dense, hidden),
-                "ffn_down": (hidden, dense),
-            }
-        return layer | {
-            "ffn_gate_inp": (experts, hidden),
-            "ffn_gate_exps": (experts, ffn, hidden),
-            "ffn_up_exps": (experts, ffn, hidden),
-            "ffn_down_exps": (experts, hidden, ffn),
-            "ffn_gate_shexp": (ffn, hidden),
-            "ffn_up_shexp": (ffn, hidden),
-            "ffn_down_shexp": (hidden, ffn),
+            return layer | gated_ffn(hidden, self.dense_ffn_size)
+        return {
+            **layer,
+            "ffn_gate_inp.weight": (self.num_experts, hidden),
+            **experts(self.num_experts, hidden, ffn),
+            **shared_experts(hidden, ffn),
         }
 
 
@@ -109,10 +99,8 @@ SHAPES = (
     ),
     Llama4Shape("unnormed heads", num_layers=4, num_experts=128, ffn_size=7, vocab_size=97),
 )
-"""Shapes in which nothing is round, for F32 files."""
 
 SMALL = Llama4Shape(num_layers=2, interleave_step=2)
-"""Two layers with all that they may have; for what only metadata says."""
 
 SHAPE_ON_GPU = Llama4Shape(
     num_layers=4,
@@ -123,7 +111,6 @@ SHAPE_ON_GPU = Llama4Shape(
     interleave_step=2,
     head_dim=16,
 )
-"""Rows as the GPU's kernels of quantised and float matrices take them."""
 
 BLOCK_256_SHAPE = Llama4Shape(
     num_layers=4,
@@ -136,8 +123,5 @@ BLOCK_256_SHAPE = Llama4Shape(
     interleave_step=2,
     dense_ffn_size=256,
 )
-"""Rows of whole blocks of 256 values. All experts are used: a router whose choice flips would drown
-what is measured."""
 
 REQUIRED_KEYS = ("expert_feed_forward_length", "interleave_moe_layer_step", "feed_forward_length")
-"""Beside those that every architecture needs."""

@@ -24,8 +24,10 @@ from support.random_gguf import (
     byte_characters,
     kind_of,
     random_tensors,
+    scaling_keys,
     write_model,
 )
+from support.tensor_shapes import TensorShapes, experts, qk_norms, qkv, whole_model
 
 __all__ = [
     "BLOCK_32_SHAPE",
@@ -40,7 +42,6 @@ __all__ = [
     "YarnRope",
     "byte_characters",
     "random_tensors",
-    "tensor_shapes",
     "write_qwen3moe",
     "write_sparse_30b",
 ]
@@ -69,7 +70,6 @@ class Qwen3MoeShape:
 
     def keys(self) -> dict[str, Any]:
         """See random_gguf.RandomShape."""
-        scaling = {} if self.rope_scaling is None else self.rope_scaling.keys()
         return {
             "block_count": self.num_layers,
             "context_length": self.context_length,
@@ -84,34 +84,22 @@ class Qwen3MoeShape:
             "expert_count": self.num_experts,
             "expert_used_count": self.num_experts_used,
             "expert_feed_forward_length": self.ffn_size,
-            **scaling,
+            **scaling_keys(self.rope_scaling),
         }
 
-    def tensors(self) -> dict[str, tuple[int, ...]]:
+    def tensors(self) -> TensorShapes:
         """See random_gguf.RandomShape."""
-        hidden, experts = self.hidden_size, self.num_experts
-        q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer: dict[str, tuple[int, ...]] = {
-            "attn_norm": (hidden,),
-            "attn_q": (q_width, hidden),
-            "attn_k": (kv_width, hidden),
-            "attn_v": (kv_width, hidden),
-            "attn_q_norm": (self.head_dim,),
-            "attn_k_norm": (self.head_dim,),
-            "attn_output": (hidden, q_width),
-            "ffn_norm": (hidden,),
-            "ffn_gate_inp": (experts, hidden),
-            "ffn_gate_exps": (experts, self.ffn_size, hidden),
-            "ffn_up_exps": (experts, self.ffn_size, hidden),
-            "ffn_down_exps": (experts, hidden, self.ffn_size),
+        hidden, width = self.hidden_size, self.num_heads * self.head_dim
+        layer = {
+            "attn_norm.weight": (hidden,),
+            **qkv(hidden, width, self.num_kv_heads * self.head_dim),
+            **qk_norms(self.head_dim),
+            "attn_output.weight": (hidden, width),
+            "ffn_norm.weight": (hidden,),
+            "ffn_gate_inp.weight": (self.num_experts, hidden),
+            **experts(self.num_experts, hidden, self.ffn_size),
         }
-        shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (self.vocab_size, hidden)}
-        for layer_id in range(self.num_layers):
-            shapes |= {f"blk.{layer_id}.{kind}.weight": dims for kind, dims in layer.items()}
-        shapes["output_norm.weight"] = (hidden,)
-        if not self.tied_output:
-            shapes["output.weight"] = (self.vocab_size, hidden)
-        return shapes
+        return whole_model(self, [layer] * self.num_layers, tied_output=self.tied_output)
 
 
 ODD_SHAPES: tuple[Qwen3MoeShape, ...] = (
@@ -165,11 +153,6 @@ BLOCK_256_SHAPE = Qwen3MoeShape(
     ffn_size=512,
 )
 """Rows of whole blocks of 256 values: every GGML type."""
-
-
-def tensor_shapes(shape: Qwen3MoeShape) -> dict[str, tuple[int, ...]]:
-    """Row-major shapes by tensor name, in file order."""
-    return shape.tensors()
 
 
 write_qwen3moe = write_model
@@ -243,7 +226,7 @@ def write_sparse_30b(path: Path) -> Path:
     """
     alignment = gguf.GGUF_DEFAULT_ALIGNMENT
     metadata = _metadata_30b()
-    tensors = tensor_shapes(_SHAPE_30B)
+    tensors = _SHAPE_30B.tensors()
     header = bytearray(struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(metadata)))
     for key, value in metadata.items():
         header += _gguf_string(key) + _gguf_value(value)

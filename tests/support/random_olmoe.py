@@ -1,11 +1,12 @@
-"""Random olmoe models."""
+"""Random olmoe models; see architectures.RandomArchitecture."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from support.random_gguf import SIZES_ON_GPU, LinearRope, YarnRope
+from support.random_gguf import SIZES_OF_256, SIZES_ON_GPU, LinearRope, YarnRope, scaling_keys
+from support.tensor_shapes import TensorShapes, experts, qk_norms, qkv, whole_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,6 @@ class OlmoeShape:
 
     def keys(self) -> dict[str, Any]:
         """See random_gguf.RandomShape."""
-        scaling = {} if self.rope_scaling is None else self.rope_scaling.keys()
         return {
             "block_count": self.num_layers,
             "context_length": self.context_length,
@@ -40,32 +40,22 @@ class OlmoeShape:
             "attention.layer_norm_rms_epsilon": self.rms_eps,
             "expert_count": self.num_experts,
             "expert_used_count": self.num_experts_used,
-            **scaling,
+            **scaling_keys(self.rope_scaling),
         }
 
-    def tensors(self) -> dict[str, tuple[int, ...]]:
+    def tensors(self) -> TensorShapes:
         """See random_gguf.RandomShape."""
-        hidden, experts, ffn = self.hidden_size, self.num_experts, self.ffn_size
-        layer: dict[str, tuple[int, ...]] = {
-            "attn_norm": (hidden,),
-            "attn_q": (hidden, hidden),
-            "attn_k": (hidden, hidden),
-            "attn_v": (hidden, hidden),
-            "attn_q_norm": (hidden,),
-            "attn_k_norm": (hidden,),
-            "attn_output": (hidden, hidden),
-            "ffn_norm": (hidden,),
-            "ffn_gate_inp": (experts, hidden),
-            "ffn_gate_exps": (experts, ffn, hidden),
-            "ffn_up_exps": (experts, ffn, hidden),
-            "ffn_down_exps": (experts, hidden, ffn),
+        hidden = self.hidden_size
+        layer = {
+            "attn_norm.weight": (hidden,),
+            **qkv(hidden, hidden, hidden),
+            **qk_norms(hidden),
+            "attn_output.weight": (hidden, hidden),
+            "ffn_norm.weight": (hidden,),
+            "ffn_gate_inp.weight": (self.num_experts, hidden),
+            **experts(self.num_experts, hidden, self.ffn_size),
         }
-        shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (self.vocab_size, hidden)}
-        for layer_id in range(self.num_layers):
-            shapes |= {f"blk.{layer_id}.{kind}.weight": dims for kind, dims in layer.items()}
-        shapes["output_norm.weight"] = (hidden,)
-        shapes["output.weight"] = (self.vocab_size, hidden)
-        return shapes
+        return whole_model(self, [layer] * self.num_layers)
 
 
 SHAPES = (
@@ -82,19 +72,11 @@ SHAPES = (
     ),
     OlmoeShape("yarn", num_heads=7, rms_eps=1e-6, rope_scaling=YarnRope(4.0, 64)),
 )
-"""Shapes in which nothing is round, for F32 files."""
 
 SMALL = OlmoeShape(num_layers=2)
-"""Two layers with all that they may have; for what only metadata says."""
 
 SHAPE_ON_GPU = OlmoeShape(**SIZES_ON_GPU, num_layers=2, num_heads=4)
-"""Rows as the GPU's kernels of quantised and float matrices take them."""
 
-BLOCK_256_SHAPE = OlmoeShape(
-    num_layers=2, hidden_size=256, num_heads=4, num_experts=4, num_experts_used=4, ffn_size=256
-)
-"""Rows of whole blocks of 256 values. All experts are used: a router whose choice flips would drown
-what is measured."""
+BLOCK_256_SHAPE = OlmoeShape(**SIZES_OF_256, num_layers=2, num_heads=4)
 
 REQUIRED_KEYS = ("feed_forward_length",)
-"""Beside those that every architecture needs."""

@@ -1,11 +1,19 @@
-"""Random qwen2moe models."""
+"""Random qwen2moe models; see architectures.RandomArchitecture."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from support.random_gguf import SIZES_ON_GPU, YarnRope
+from support.random_gguf import SIZES_OF_256, SIZES_ON_GPU, YarnRope, scaling_keys
+from support.tensor_shapes import (
+    TensorShapes,
+    experts,
+    qkv,
+    qkv_biases,
+    shared_experts,
+    whole_model,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,41 +61,25 @@ class Qwen2MoeShape:
             "expert_count": self.num_experts,
             "expert_used_count": self.num_experts_used,
             **sizes,
-            **({} if self.rope_scaling is None else self.rope_scaling.keys()),
+            **scaling_keys(self.rope_scaling),
         }
 
-    def tensors(self) -> dict[str, tuple[int, ...]]:
+    def tensors(self) -> TensorShapes:
         """See random_gguf.RandomShape."""
-        hidden, experts, ffn = self.hidden_size, self.num_experts, self.ffn_size
-        kv_width, shared = hidden // self.num_heads * self.num_kv_heads, self.shared_ffn_size
-        layer: dict[str, tuple[int, ...]] = {
+        hidden = self.hidden_size
+        kv_width = hidden // self.num_heads * self.num_kv_heads
+        layer = {
             "attn_norm.weight": (hidden,),
-            "attn_q.weight": (hidden, hidden),
-            "attn_k.weight": (kv_width, hidden),
-            "attn_v.weight": (kv_width, hidden),
+            **qkv(hidden, hidden, kv_width),
             "attn_output.weight": (hidden, hidden),
             "ffn_norm.weight": (hidden,),
-            "ffn_gate_inp.weight": (experts, hidden),
-            "ffn_gate_exps.weight": (experts, ffn, hidden),
-            "ffn_up_exps.weight": (experts, ffn, hidden),
-            "ffn_down_exps.weight": (experts, hidden, ffn),
+            "ffn_gate_inp.weight": (self.num_experts, hidden),
+            **experts(self.num_experts, hidden, self.ffn_size),
             "ffn_gate_inp_shexp.weight": (hidden,) if self.has_flat_gate else (1, hidden),
-            "ffn_gate_shexp.weight": (shared, hidden),
-            "ffn_up_shexp.weight": (shared, hidden),
-            "ffn_down_shexp.weight": (hidden, shared),
+            **shared_experts(hidden, self.shared_ffn_size),
+            **(qkv_biases(hidden, kv_width) if self.has_biases else {}),
         }
-        if self.has_biases:
-            layer |= {
-                "attn_q.bias": (hidden,),
-                "attn_k.bias": (kv_width,),
-                "attn_v.bias": (kv_width,),
-            }
-        shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (self.vocab_size, hidden)}
-        for layer_id in range(self.num_layers):
-            shapes |= {f"blk.{layer_id}.{kind}": dims for kind, dims in layer.items()}
-        shapes["output_norm.weight"] = (hidden,)
-        shapes["output.weight"] = (self.vocab_size, hidden)
-        return shapes
+        return whole_model(self, [layer] * self.num_layers)
 
 
 SHAPES = (
@@ -107,25 +99,11 @@ SHAPES = (
     Qwen2MoeShape("yarn", num_kv_heads=6, num_experts_used=1, rope_scaling=YarnRope(8.0, 32)),
     Qwen2MoeShape("every expert used", num_layers=2, num_experts=5, num_experts_used=5),
 )
-"""Shapes in which nothing is round, for F32 files."""
 
 SMALL = Qwen2MoeShape(num_layers=2)
-"""Two layers with all that they may have; for what only metadata says."""
 
 SHAPE_ON_GPU = Qwen2MoeShape(**SIZES_ON_GPU, num_layers=2, num_heads=4, shared_ffn_size=32)
-"""Rows as the GPU's kernels of quantised and float matrices take them."""
 
-BLOCK_256_SHAPE = Qwen2MoeShape(
-    num_layers=2,
-    hidden_size=256,
-    num_heads=4,
-    num_experts=4,
-    num_experts_used=4,
-    ffn_size=256,
-    shared_ffn_size=256,
-)
-"""Rows of whole blocks of 256 values. All experts are used: a router whose choice flips would drown
-what is measured."""
+BLOCK_256_SHAPE = Qwen2MoeShape(**SIZES_OF_256, num_layers=2, num_heads=4, shared_ffn_size=256)
 
 REQUIRED_KEYS = ()
-"""Beside those that every architecture needs."""

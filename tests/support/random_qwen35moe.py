@@ -1,11 +1,20 @@
-"""Random qwen35moe models."""
+"""Random qwen35moe models; see architectures.RandomArchitecture."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from support.random_gguf import SIZES_ON_GPU, YarnRope
+from support.random_gguf import SIZES_OF_256, SIZES_ON_GPU, YarnRope, scaling_keys
+from support.tensor_shapes import (
+    TensorShapes,
+    experts,
+    prediction,
+    qk_norms,
+    qkv,
+    shared_experts,
+    whole_model,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +84,7 @@ class Qwen35MoeShape:
             "ssm.group_count": self.num_key_heads,
             "ssm.time_step_rank": self.num_value_heads,
             "ssm.inner_size": self.num_value_heads * self.state_size,
-            **({} if self.rope_scaling is None else self.rope_scaling.keys()),
+            **scaling_keys(self.rope_scaling),
         }
         if self.recurrent_layers is not None:
             keys["attention.recurrent_layers"] = self.recurrent_layers
@@ -83,36 +92,25 @@ class Qwen35MoeShape:
             keys["nextn_predict_layers"] = 1
         return keys
 
-    def tensors(self) -> dict[str, tuple[int, ...]]:
+    def tensors(self) -> TensorShapes:
         """See random_gguf.RandomShape."""
-        shapes: dict[str, tuple[int, ...]] = {
-            "token_embd.weight": (self.vocab_size, self.hidden_size)
-        }
-        for layer_id in range(self.num_layers):
-            mixer = self._delta() if self.is_recurrent(layer_id) else self._attention()
-            layer = mixer | self._ffn()
-            shapes |= {f"blk.{layer_id}.{kind}": dims for kind, dims in layer.items()}
+        layers = [
+            (self._delta() if self.is_recurrent(layer_id) else self._attention()) | self._ffn()
+            for layer_id in range(self.num_layers)
+        ]
         if self.has_prediction_block:
-            block = self._attention() | self._ffn() | self._prediction()
-            shapes |= {f"blk.{self.num_layers}.{kind}": dims for kind, dims in block.items()}
-        shapes["output_norm.weight"] = (self.hidden_size,)
-        if not self.tied_output:
-            shapes["output.weight"] = (self.vocab_size, self.hidden_size)
-        return shapes
+            layers.append(self._attention() | self._ffn() | prediction(self.hidden_size))
+        return whole_model(self, layers, tied_output=self.tied_output)
 
-    def _attention(self) -> dict[str, tuple[int, ...]]:
+    def _attention(self) -> TensorShapes:
         hidden, width = self.hidden_size, self.num_heads * self.head_dim
-        kv_width = self.num_kv_heads * self.head_dim
         return {
-            "attn_q.weight": (2 * width, hidden),
-            "attn_k.weight": (kv_width, hidden),
-            "attn_v.weight": (kv_width, hidden),
-            "attn_q_norm.weight": (self.head_dim,),
-            "attn_k_norm.weight": (self.head_dim,),
+            **qkv(hidden, 2 * width, self.num_kv_heads * self.head_dim),
+            **qk_norms(self.head_dim),
             "attn_output.weight": (hidden, width),
         }
 
-    def _delta(self) -> dict[str, tuple[int, ...]]:
+    def _delta(self) -> TensorShapes:
         hidden, inner = self.hidden_size, self.num_value_heads * self.state_size
         return {
             "attn_qkv.weight": (self.num_channels, hidden),
@@ -126,32 +124,21 @@ class Qwen35MoeShape:
             "ssm_out.weight": (hidden, inner),
         }
 
-    def _ffn(self) -> dict[str, tuple[int, ...]]:
-        hidden, experts, ffn = self.hidden_size, self.num_experts, self.ffn_size
-        separate = {
-            "ffn_gate_exps.weight": (experts, ffn, hidden),
-            "ffn_up_exps.weight": (experts, ffn, hidden),
-        }
-        merged = {"ffn_gate_up_exps.weight": (experts, 2 * ffn, hidden)}
+    def _ffn(self) -> TensorShapes:
+        hidden, num_experts, ffn = self.hidden_size, self.num_experts, self.ffn_size
+        routed = experts(num_experts, hidden, ffn)
+        if self.is_merged:
+            routed = {
+                "ffn_gate_up_exps.weight": (num_experts, 2 * ffn, hidden),
+                "ffn_down_exps.weight": (num_experts, hidden, ffn),
+            }
         return {
             "attn_norm.weight": (hidden,),
             "post_attention_norm.weight": (hidden,),
-            "ffn_gate_inp.weight": (experts, hidden),
-            **(merged if self.is_merged else separate),
-            "ffn_down_exps.weight": (experts, hidden, ffn),
+            "ffn_gate_inp.weight": (num_experts, hidden),
+            **routed,
             "ffn_gate_inp_shexp.weight": (hidden,),
-            "ffn_gate_shexp.weight": (self.shared_ffn_size, hidden),
-            "ffn_up_shexp.weight": (self.shared_ffn_size, hidden),
-            "ffn_down_shexp.weight": (hidden, self.shared_ffn_size),
-        }
-
-    def _prediction(self) -> dict[str, tuple[int, ...]]:
-        hidden = self.hidden_size
-        return {
-            "nextn.eh_proj.weight": (hidden, 2 * hidden),
-            "nextn.enorm.weight": (hidden,),
-            "nextn.hnorm.weight": (hidden,),
-            "nextn.shared_head_norm.weight": (hidden,),
+            **shared_experts(hidden, self.shared_ffn_size),
         }
 
 
@@ -201,21 +188,17 @@ SHAPES = (
         rope_scaling=YarnRope(factor=4.0, original_context=128),
     ),
 )
-"""Shapes in which nothing is round, for F32 files."""
 
 SMALL = Qwen35MoeShape(num_layers=2, interval=2)
-"""Two layers with all that they may have; for what only metadata says."""
 
 SHAPE_ON_GPU = Qwen35MoeShape(**SIZES_ON_GPU, num_layers=4, head_dim=16, shared_ffn_size=32)
-"""Rows as the GPU's kernels of quantised and float matrices take them."""
 
 REQUIRED_KEYS = ()
-"""Beside those that every architecture needs."""
 
 BLOCK_256_SHAPE = Qwen35MoeShape(
     "blocks of 256",
+    **SIZES_OF_256,
     num_layers=4,
-    hidden_size=256,
     num_heads=4,
     num_kv_heads=2,
     head_dim=64,
@@ -225,11 +208,6 @@ BLOCK_256_SHAPE = Qwen35MoeShape(
     num_value_heads=4,
     # The real size: in smaller states results nearly cancel, and only rounding errors remain.
     state_size=128,
-    num_experts=4,
-    # All experts are used, as a flipped choice would dominate the error.
-    num_experts_used=4,
-    ffn_size=256,
     shared_ffn_size=256,
     vocab_size=400,
 )
-"""Rows of whole blocks of 256 values: every GGML type."""

@@ -23,7 +23,7 @@ from dflash_adapters.rope import RopePairing, RopeTable, YarnScaling, rope_table
 from dflash_adapters.spec import Activation, KvLayer, ModelSpec
 from dflash_protocol.errors import ModelFileError, UnsupportedModel
 from support.examples import examples
-from support.random_models import Qwen3MoeShape, tensor_shapes
+from support.random_models import Qwen3MoeShape
 
 SHAPE = Qwen3MoeShape(
     num_layers=2,
@@ -83,7 +83,7 @@ def write(
                 writer.add_key_value(key, value, types.FLOAT32)
             case _:
                 writer.add_key_value(key, value, types.STRING)
-    for name, dims in ({**tensor_shapes(SHAPE), **(tensors or {})}).items():
+    for name, dims in ({**SHAPE.tensors(), **(tensors or {})}).items():
         if dims is not None:
             values = np.zeros(dims, dtype=dtype if "_exps" in name else np.float32)
             values += np.arange(dims[0], dtype=values.dtype).reshape(-1, *[1] * (len(dims) - 1))
@@ -328,9 +328,9 @@ def test_a_setting_that_is_not_computed_here_is_unsupported(
     refuse(path, f"qwen3moe.{field}", reason, UnsupportedModel)
 
 
-@pytest.mark.parametrize("name", [name for name in tensor_shapes(SHAPE) if "blk.1." not in name])
+@pytest.mark.parametrize("name", [name for name in SHAPE.tensors() if "blk.1." not in name])
 def test_a_tensor_of_another_shape_is_named_with_both_shapes(tmp_path: Path, name: str) -> None:
-    shape = tensor_shapes(SHAPE)[name]
+    shape = SHAPE.tensors()[name]
     others: list[tuple[int, ...]] = [
         (*shape[:axis], shape[axis] + 1, *shape[axis + 1 :]) for axis in range(len(shape))
     ]

@@ -6,7 +6,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +67,18 @@ pytestmark = pytest.mark.e2e
 
 @dataclass(frozen=True)
 class Mailing:
-    """A model, two daemons on GPUs that know it, and what is asked of them through mailboxes."""
+    """A model, daemons on GPUs that know it, and what is asked of them through mailboxes.
+
+    A daemon takes a second or two to start, so that only those are started that are used.
+    """
 
     model: Path
     gpus: EmulatedGpus
-    daemons: list[tuple[str, subprocess.Popen[str]]]
+    run_dir: Path
+    undo: ExitStack
     rings: Rings
     settings: Settings
+    daemons: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def resident(self) -> Engine:
         """All experts on the parent's GPU."""
@@ -82,8 +87,23 @@ class Mailing:
     def opened(self, num_daemons: int = 1, **options: Any) -> Engine:
         """An engine with the first daemons, without a replacement for them."""
         options = {"require_daemons": True, "settings": self.settings, **options}
-        connect = [endpoint for endpoint, _ in self.daemons[:num_daemons]]
+        self.start(num_daemons)
+        connect = [self._endpoint(index) for index in range(num_daemons)]
         return opened(self.model, connect=connect, **options)
+
+    def start(self, num_daemons: int) -> None:
+        """Start so many daemons, if they have not been."""
+        for index in range(len(self.daemons), num_daemons):
+            daemon = running_daemon(
+                self.model,
+                self._endpoint(index),
+                ["--device", "cuda:0"],
+                module="support.emulated_daemon",
+            )
+            self.daemons.append(self.undo.enter_context(daemon))
+
+    def _endpoint(self, index: int) -> str:
+        return f"ipc://{self.run_dir}/{'ab'[index]}.sock"
 
 
 @pytest.fixture(scope="module")
@@ -96,16 +116,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def mailing(model: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mailing]:
     gpus = install_mailing_gpus(monkeypatch)
     with ExitStack() as undo:
-        daemons = []
-        for name in "ab":
-            endpoint = f"ipc://{run_dir}/{name}.sock"
-            arguments = ["--device", "cuda:0"]
-            process = undo.enter_context(
-                running_daemon(model, endpoint, arguments, module="support.emulated_daemon")
-            )
-            daemons.append((endpoint, process))
-        yield Mailing(model, gpus, daemons, Rings(monkeypatch), patient_settings())
-        for _, process in daemons:
+        mailing = Mailing(model, gpus, run_dir, undo, Rings(monkeypatch), patient_settings())
+        yield mailing
+        for process in mailing.daemons:
             assert FREED_WHILE_OPEN not in ended(process)
     assert not EmulatedPeerMemory.freed_while_open
 
@@ -191,7 +204,7 @@ def test_a_daemon_that_is_lost_within_a_tree_costs_time_and_no_token(
     )
     placement = make_placement(moe, {"link0": whole, "link1": whole})
     with mailing.opened(2, placement=placement, require_daemons=False, settings=settings) as engine:
-        rings.at(2, mailing.daemons[0][1].kill)
+        rings.at(2, mailing.daemons[0].kill)
         check_same(verified(engine), expected)
         kinds = [event.kind for event in engine.stats().events]
         assert kinds.count(EventKind.DAEMON_LOST) == 1
@@ -292,7 +305,8 @@ def test_mailboxes_lie_in_the_hosts_memory_if_that_is_wanted(
 def test_a_daemon_lost_within_a_token_costs_time_and_no_token(
     mailing: Mailing, run_dir: Path, fault: str
 ) -> None:
-    process = mailing.daemons[0][1]
+    mailing.start(1)
+    [process] = mailing.daemons
     rings = mailing.rings
     settings = replace(mailing.settings, step_limit_ms=3000)
     with mailing.opened(local_experts=0, require_daemons=False, settings=settings) as engine:

@@ -210,10 +210,8 @@ def test_a_rounded_reply_is_taken_for_nothing_else(
     rounded, exact = rounded_lines(sums, epoch=1), reply_lines(sums, epoch=1)
     exact[: len(rounded)] = exact[: len(rounded)] if is_right else rounded
     for lines, is_rounded in ((rounded if is_right else exact[::2], True), (exact, False)):
-        side, residual = (
-            side_of(device, limit_ms=20_000 if is_right else 100),
-            device.upload(before),
-        )
+        side = side_of(device, limit_ms=20_000 if is_right else 20)
+        residual = device.upload(before)
         array = device.upload(np.ascontiguousarray(lines))
         side.kernels.begin()
         replies = side.kernels.replies({0: address(array)})
@@ -250,7 +248,7 @@ def test_who_does_not_answer_ends_the_step_and_all_after_it(
     if what.startswith("a damaged"):
         lines[5, 2 if what == "a damaged word" else 3] ^= 1 << 30
     late = device.upload(lines)
-    side = side_of(device, limit_ms=200)
+    side = side_of(device, limit_ms=50)
     before = np.ones((1, layer.hidden_size), np.float32)
     residual = device.upload(before)
     lines_of = {0: address(answered), 1: address(answered), 2: address(late)}
@@ -267,10 +265,7 @@ def test_who_does_not_answer_ends_the_step_and_all_after_it(
         after[0, 5] = 1
     np.testing.assert_array_equal(device.download(residual), after)
     side.kernels.begin()
-    began_s = time.monotonic()
     side.kernels.add(layer, None, residual, replies=replies)
-    device.synchronize()
-    assert time.monotonic() - began_s < 0.15 or device.name.startswith("host")
     assert list(side.state[EPOCH : ABORTED + 1]) == [2, 1]
     np.testing.assert_array_equal(device.download(residual), after)
 

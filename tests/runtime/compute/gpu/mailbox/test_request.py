@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,10 +55,11 @@ SHAPES = {
     ),
     "floats": replace(BASE, hidden_size=100, gate_type=F32, up_type=F16, down_type=F16),
     "bytes and floats": replace(BASE, num_tokens=3, hidden_size=288, gate_type=F16, up_type=Q8_0),
-    "several lines a thread": replace(BASE, num_tokens=2, hidden_size=7168, num_experts_used=1),
+    "several lines a thread": replace(
+        BASE, num_tokens=2, num_experts=3, hidden_size=7168, ffn_size=32, num_experts_used=1
+    ),
 }
 MOST_LINES = 4096
-SLOTS = [-1 if expert % 7 == 3 else (expert * 11) % 70 for expert in range(70)]
 
 
 @dataclass
@@ -78,7 +80,7 @@ class Daemon:
         self.side = MailSide(device, (peer,), self.limit_ms)
         self.kernels = MailKernels(self.side)
         self.experts = DecodeExperts(device, shape)
-        self.resident = self.layer.resident(device, SLOTS)
+        self.resident = self.layer.resident(device, slots_of(shape))
         sizes = shape.num_tokens, shape.num_experts_used
         self.choice = Choice(device.empty(sizes, np.int32), device.empty(sizes, np.float32))
         self.hidden = self.experts.hidden_rows()
@@ -113,19 +115,32 @@ def moe_layer(shape: ExpertsShape) -> Any:
     return SimpleNamespace(gate=gate, up=up, **sizes)
 
 
-def random_case(seed: int, shape: ExpertsShape) -> tuple[Layer, Step]:
-    """Experts that are here, that are not, and a choice of none."""
-    rng = np.random.default_rng(seed)
-    layer, step = random_layer(rng, shape), random_step(rng, shape)
+def slots_of(shape: ExpertsShape) -> list[int]:
+    """By expert; every seventh has none."""
+    count = shape.num_experts
+    return [-1 if expert % 7 == 3 else (expert * 11) % count for expert in range(count)]
+
+
+@cache
+def experts_of(shape: ExpertsShape) -> Layer:
+    """Random ones, made once, as that takes longer than most tests."""
+    rng = np.random.default_rng(1)
+    layer = random_layer(rng, shape)
     if shape.has_vectors:
         rows = shape.ffn_size, shape.ffn_size, shape.hidden_size
         gate, up, down = (
             rng.standard_normal((shape.num_experts, size)).astype(np.float32) for size in rows
         )
         layer = replace(layer, biases=(gate, up, down), activation=Activation.GPT_OSS)
+    return layer
+
+
+def random_case(seed: int, shape: ExpertsShape) -> tuple[Layer, Step]:
+    """Experts that are here, that are not, and a choice of none."""
+    step = random_step(np.random.default_rng(seed), shape)
     if shape.num_experts_used > 1:
-        step.topk_ids[0] = 10, -1, 5  # SLOTS has none for the first
-    return layer, step
+        step.topk_ids[0] = 10, -1, 5  # there is no slot for the first
+    return experts_of(shape), step
 
 
 def checked(words: AnyArray, epoch: int) -> AnyArray:
@@ -156,7 +171,7 @@ def request_lines(shape: ExpertsShape, step: Step, epoch: int, *, rounds: bool =
 def expected_sums(device: KernelDevice, layer: Layer, step: Step) -> F64Array:
     """Of the same kernels, given choice and rows. Shapes: result [T, H]."""
     experts = DecodeExperts(device, replace(layer.shape, takes_request=False))
-    int8, resident = as_int8_rows(step.x), layer.resident(device, SLOTS)
+    int8, resident = as_int8_rows(step.x), layer.resident(device, slots_of(layer.shape))
     x = StepRows(device.upload(int8.quants), device.upload(int8.meta), device.upload(step.x))
     choice = Choice(device.upload(step.topk_ids), device.upload(step.topk_weights))
     hidden, out = experts.hidden_rows(), device.empty(step.x.shape, np.float64)
@@ -192,7 +207,7 @@ def test_what_is_asked_for_has_the_bits_of_rows_and_a_choice(
 def test_every_device_takes_what_it_is_asked_for(
     any_device: KernelDevice, num_tokens: int, relays: bool
 ) -> None:
-    shape = replace(BASE, num_tokens=num_tokens, hidden_size=1024, ffn_size=512)
+    shape = replace(BASE, num_tokens=num_tokens, num_experts=14, hidden_size=1024, ffn_size=512)
     layer, step = random_case(11, shape)
     expected = expected_sums(any_device, layer, step)
     daemon = Daemon(any_device, layer, relays)
@@ -245,7 +260,7 @@ def test_what_does_not_come_whole_ends_the_step_unanswered(
         lines[line, 2] ^= 1 << 9
     else:
         lines[line, 2 * (damage == "half") :] = 0
-    daemon = Daemon(device, layer, relays, limit_ms=100)
+    daemon = Daemon(device, layer, relays, limit_ms=20)
     uploaded = device.upload(lines)
     assert not daemon.step(uploaded).any()
     assert list(daemon.state[EPOCH:BLAMED]) == [1, 1]
