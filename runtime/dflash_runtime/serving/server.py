@@ -146,8 +146,12 @@ class _Life:
             self.state.is_draining = True
             self.manager.stopping()
             if num_left := self.state.num_active:
-                # docs: a signal came; a second one ends these at once
-                self.say(f"ending after the requests that run: {num_left}")
+                if num_left == 1:
+                    # docs: a signal came; a second one ends it at once
+                    self.say("ending once 1 request has ended")
+                else:
+                    # docs: a signal came; a second one ends them at once
+                    self.say(f"ending once {num_left} requests have ended")
                 await self._drained()
         finally:
             self.state.is_draining = True

@@ -15,7 +15,7 @@ import pytest
 
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.process.held_folder import HeldFolder, remove_if_abandoned
-from support.processes import environment
+from support.processes import environment, wait_until
 
 HOLD = """
 import sys
@@ -158,8 +158,13 @@ def test_a_child_does_not_hold_what_we_hold(run_dir: Path) -> None:
         stdin=subprocess.PIPE, close_fds=False,
     ) as child:  # fmt: skip
         os.close(folder._lock_fd)  # as if we were killed
-        remove_if_abandoned(folder.path)
-        assert not folder.path.exists()
+
+        def is_removed() -> bool:
+            remove_if_abandoned(folder.path)
+            return not folder.path.exists()
+
+        # `Popen` may return just before the system has closed what the child does not inherit.
+        wait_until(is_removed, "the child to hold nothing")
         child.communicate(b"")
 
 
