@@ -131,9 +131,12 @@ class Placement:
     owners: tuple[OwnedExperts, ...]
 
     def __post_init__(self) -> None:
-        """Raises: ProtocolError if an owner's list is wrong or an expert has no owner."""
+        """Raises: ProtocolError if an owner's list is wrong, two owners have one name, or an expert
+        has no owner."""
         if len(self.owner_names) != len(self.owners):
             raise ProtocolError("placement: owner names and lists differ in number")
+        if len(set(self.owner_names)) != len(self.owner_names):
+            raise ProtocolError("placement: two owners have one name")
         for owned in self.owners:
             owned.check(self.experts_per_layer)
         for layer_id, routing in self.routing.items():

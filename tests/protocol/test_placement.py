@@ -239,6 +239,8 @@ def test_a_placement_that_does_not_fit_the_model_is_refused(
 def test_a_placement_names_every_owner() -> None:
     with pytest.raises(ProtocolError, match=r"owner names\b.*lists"):
         placement({0: [0, 1, 2]}, names=())
+    with pytest.raises(ProtocolError, match="two owners"):
+        placement({0: [0, 1]}, {0: [2]}, names=("cpu0", "cpu0"))
 
 
 def test_a_layer_without_an_id_of_the_owner_has_no_local_id() -> None:

@@ -122,6 +122,7 @@ def _assert_reply(reply: Reply, batch: RoutedBatch, *, compute_s: float) -> None
 def _check_echo(pair: TransportPair) -> None:
     """0, 1 and many tokens, or none that has an expert, arrive bit for bit, in every phase, and so
     do their sums."""
+    assert example_batch(2, seed=SEED_WITHOUT_PAIRS).num_pairs == 0
     for num_tokens, seed in ((1, 1), (0, 0), (MAX_TOKENS, 3), (2, SEED_WITHOUT_PAIRS)):
         for phase in Phase:
             batch = example_batch(num_tokens, seed=seed, phase=phase)
@@ -216,7 +217,8 @@ def _check_deadline(pair: TransportPair) -> None:
     for deadline_s in (0.0, 0.02):
         sequence = pair.client.submit(0, example_batch(1), deadline_s=deadline_s)
         started_s = time.monotonic()
-        with pytest.raises(DeadlineExceeded):
+        reason = f"no reply within {deadline_s * 1e3:.0f} ms"
+        with pytest.raises(DeadlineExceeded, match=reason):
             pair.client.wait(sequence, deadline_s=deadline_s)
         assert deadline_s <= time.monotonic() - started_s < TIMEOUT_S
         request = received(pair)
@@ -266,8 +268,9 @@ def _check_oversize(pair: TransportPair) -> None:
         assert pair.server.receive(_RECEIVE_S) is None
         pair.client.wait(sequence, deadline_s=TIMEOUT_S)
 
+    reason = rf"\b{MAX_TOKENS + 1} tokens\b.* {MAX_TOKENS}\b"
     for _ in range(2 * NUM_IN_FLIGHT):
-        with pytest.raises(ProtocolError) as caught:
+        with pytest.raises(ProtocolError, match=reason) as caught:
             send()
         assert caught.value.code == "capacity"
         assert_serves(pair)

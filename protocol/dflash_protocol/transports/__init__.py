@@ -1,1 +1,1 @@
-"""Transports: ZeroMQ streams and shared memory, their keys, and the checks that both must pass."""
+"""Transports: ZeroMQ streams and shared memory, and the keys of tcp links."""

@@ -110,6 +110,7 @@ class StreamClient:
 
     def submit(self, layer_id: int, batch: RoutedBatch, *, deadline_s: float) -> int:
         self._sequence += 1
+        bytes_before = self.counters.bytes_sent
         frames = self._codec.encode(
             batch, sequence=self._sequence, layer_id=layer_id, deadline_s=deadline_s
         )
@@ -120,6 +121,7 @@ class StreamClient:
             else:
                 self._socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
         except zmq.Again:
+            self.counters.bytes_sent = bytes_before  # the codec has counted what was not sent
             raise DaemonUnavailable("the daemon's queue is full") from None
         self.counters.send_s += time.perf_counter() - packed_s
         self._num_tokens[self._sequence] = batch.num_tokens

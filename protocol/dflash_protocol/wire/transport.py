@@ -59,7 +59,8 @@ class ClientTransport(Protocol):
     """The parent's end of a link's data path. Owned by one thread for life."""
 
     @property
-    def counters(self) -> TransportCounters: ...
+    def counters(self) -> TransportCounters:
+        """This end's counters; those that it was made with, if any."""
 
     def submit(self, layer_id: int, batch: RoutedBatch, *, deadline_s: float) -> int:
         """Send a request; returns its sequence number, for `wait` and `forget`.

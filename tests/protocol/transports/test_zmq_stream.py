@@ -371,14 +371,20 @@ def test_a_parent_whose_daemon_takes_nothing_is_told_so(run_dir: Path) -> None:
         lost_fd = os.eventfd(0, os.EFD_CLOEXEC)
         undo.callback(os.close, lost_fd)
         client = client_of(undo, context, f"ipc://{run_dir}/nobody", lost_fd, "ab" * 8)
-        empty = batch_of(0, {})
+        batch = batch_of(1, {})
+        client.submit(0, batch, deadline_s=1.0)
+        num_bytes, num_sent = client.counters.bytes_sent, 1
 
         def submit_many() -> None:
+            nonlocal num_sent
             for _ in range(10_000):
-                client.submit(0, empty, deadline_s=1.0)
+                client.submit(0, batch, deadline_s=1.0)
+                num_sent += 1
 
-        with pytest.raises(DaemonUnavailable, match="queue"):
-            submit_many()
+        for _ in range(2):
+            with pytest.raises(DaemonUnavailable, match="queue"):
+                submit_many()
+        assert client.counters.bytes_sent == num_sent * num_bytes
 
 
 def test_a_parent_that_reads_no_replies_does_not_stop_the_server(wire: Wire) -> None:

@@ -9,7 +9,8 @@
        └───────────────────────────────────── half-open ─────────────┘
 
 While it is open nothing is sent, so that a failing owner costs one deadline a pause instead of one
-a step. When half-open it lets a single request through, the probe.
+a step. When half-open it lets a single request through, the probe. A daemon's requests pass its
+RequestGuard, which consults the breaker.
 """
 
 from __future__ import annotations
