@@ -146,8 +146,8 @@ class _Life:
             self.state.is_draining = True
             self.manager.stopping()
             if num_left := self.state.num_active:
-                # docs: a signal came; a second one ends these at once
-                self.say(f"ending after the requests that run: {num_left}")
+                # docs: a signal came; N requests run or wait, and a second signal ends them at once
+                self.say(f"waiting for requests to end: {num_left}")
                 await self._drained()
         finally:
             self.state.is_draining = True
