@@ -51,7 +51,7 @@ _TRIES = 2
 _CLOSED = "the engine is being closed"
 _FIELD = "tokenizer.chat_template"
 _START_S = 30.0
-"""Usually 0.1 s, on a machine that is not busy."""
+"""For a process to be ready. Usually 0.1 s, on a machine that is not busy."""
 _PIPE_BYTES = 1 << 20
 """Capacity of a pipe, where the kernel allows it: fewer process switches for a long chat."""
 _PACKAGES = ("dflash_protocol", "dflash_adapters", "jinja2", "markupsafe", "msgpack")
@@ -200,18 +200,20 @@ def _unsupported(reason: str, path: Path | str) -> UnsupportedModel:
 
 
 def rendering_command() -> list[str]:
-    """The command that starts such a process."""
+    """The command that starts a process which renders chat templates."""
     roots = map(str, package_roots(_PACKAGES))
     return [sys.executable, "-I", "-S", "-W", "ignore", "-c", _RUN, *roots]
 
 
 class RenderingEnded(Exception):
-    """The process ended during a request; the message says how."""
+    """A rendering process ended during a request; the message says how."""
 
 
 class RenderingProcess:
-    """A running child, used by one thread at a time.
+    """A process that renders chat templates, used by one thread at a time.
 
+    It is exec'd in a session of its own and inherits only the pipes of its standard streams. It
+    ends when its input does, and so with this process.
     Owns: the process and our ends of its pipes, until `end`.
     Raises: RenderingUnavailable if it cannot be started.
     """

@@ -164,8 +164,11 @@ def _chosen_by_host(
     position: int,
     captured: CapturedStep | None,
 ) -> Iterator[_Chosen]:
-    """One step at a time: a captured one, or without a forward pass driven by the host, layer by
-    layer. The host chooses from its logits."""
+    """The tokens after `token_id`, which is at `position`; the host chooses each from the logits of
+    a step. Steps are `captured`, or if that is None passes that the host drives layer by layer.
+
+    Raises: as Steps.forward; NotFinite.
+    """
     if captured is not None:
         captured.choose_by(None)
     while True:
@@ -194,11 +197,13 @@ def _sampled_on_device(
     *,
     end_position: int,
 ) -> Iterator[_Chosen]:
-    """Captured steps that sample on the device, launched ahead while the host reads tokens, but not
-    from `end_position` on.
+    """The tokens after `token_id`, which is at `position`, sampled on the device by captured steps.
+    They are launched ahead while the host reads tokens; the last computes position
+    ``end_position - 1``.
 
     Where the device cannot decide a token exactly, the host samples it from the logits. More such
     tokens may follow: for the next ones no step is launched ahead.
+    Raises: as Steps.forward; NotFinite.
     """
     captured.choose_by(sampler.device_sampling)
     started: int | None = None  # the position that the steps started so far lead to

@@ -19,13 +19,13 @@ from dflash_adapters.gguf.weight_check import WeightCheck
 from dflash_adapters.keys import YARN_KEYS
 from dflash_adapters.registry import describe, read_spec
 from dflash_adapters.spec import ModelSpec, MoeLayer
-from dflash_protocol.device import CPU, DeviceKind
+from dflash_protocol.device import CPU, Device, DeviceKind
 from dflash_protocol.endpoint import parse_endpoint
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import AnyArray, I32Array
 from dflash_protocol.placement import Placement
 from dflash_protocol.settings import MAX_THREADS, Settings
-from dflash_protocol.settings.kinds import DaemonSetting, DeviceOrAuto, checked
+from dflash_protocol.settings.kinds import DaemonSetting, DeviceOrAuto, checked, shown
 from dflash_runtime.compute import (
     BackendName,
     ComputeBackend,
@@ -67,8 +67,11 @@ def settings_with(settings: Settings, given: Mapping[str, Any]) -> Settings:
     Raises: SettingsError for the first wrong one.
     """
     options = {name: value for name, value in given.items() if value is not None}
-    if isinstance(options.get("device"), str):
-        options["device"] = checked("device", options["device"], DeviceOrAuto().from_text)
+    device = options.get("device", settings.device)
+    if isinstance(device, str):
+        options["device"] = checked("device", device, DeviceOrAuto().from_text)
+    elif not isinstance(device, Device | None):
+        raise SettingsError(f"device={shown(device)}: must be {DeviceOrAuto.allowed}")
     if "threads" in options:
         options["threads"] = whole_number(
             "threads", options["threads"], smallest=1, largest=MAX_THREADS

@@ -28,7 +28,7 @@ class Answer(ABC):
     id: str = field(init=False)
 
     prefix: ClassVar[str]
-    """Of ids."""
+    """What `id` begins with."""
     whole_kind: ClassVar[str]
     """The ``object`` of a whole answer."""
     chunk_kind: ClassVar[str]

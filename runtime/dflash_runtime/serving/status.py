@@ -23,7 +23,8 @@ from dflash_runtime.experts.telemetry import OwnerStats
 from dflash_runtime.serving.state import ServerState
 
 SCHEMA_VERSION = 1
-"""Version of all three; raised when a field changes its meaning or is removed."""
+"""Version of `props`, `status` and `expert_map`; raised when a field changes its meaning or is
+removed."""
 
 _COUNTERS = (
     "transport", "num_experts", "requests", "pairs", "wait_s", "retries", "fallbacks", "restarts",

@@ -85,6 +85,7 @@ def test_a_wrong_option_of_generate_is_refused_before_anything_is_computed(
         {"threads": 0}, {"threads": 100_000}, {"threads": "2"}, {"context": 0}, {"context": 10.5},
         {"context": 1 << 20}, {"local_experts": 1.5}, {"local_experts": -1}, {"kv_type": "q8"},
         {"backend": "gpu"}, {"daemons": ["tpu"]}, {"connect": ["here"]},
+        {"device": 0}, {"device": ["cpu"]},
     ],
     ids=repr,
 )  # fmt: skip
@@ -118,6 +119,9 @@ def test_a_device_is_opened_or_refused_with_what_to_do(
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(SettingsError, match=r"^device='gpu'.* auto, cpu, cuda:N or hip:N$"):
         Engine.open(model, device="gpu")
+    wrong: Any = 0
+    with pytest.raises(SettingsError, match=r"^device=0: must be auto, cpu, cuda:N or hip:N$"):
+        Engine.open(model, device=wrong)
     with pytest.raises(SettingsError, match=r"^device hip:1\b.* -m pip install 'cupy-rocm"):
         Engine.open(model, settings=Settings(device=parse_device("hip:1")))
     with Engine.open(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -23,6 +24,7 @@ from dflash_runtime.experts.telemetry import OwnerKind, OwnerStats
 from dflash_runtime.serving import worker
 from dflash_runtime.serving.access import ApiKeys
 from dflash_runtime.serving.status import expert_types, owner_status
+from support.processes import ROOT
 from support.routed_batches import moe_layer
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
@@ -67,6 +69,24 @@ async def test_status_says_what_was_done(serve: Serve) -> None:
     assert owner["decode_round_trip_s"] is None
     # Four tokens of the prompt and the first three written ones, in each of two layers.
     assert owner["pairs"] == 2 * NUM_USED * 7
+
+
+@pytest.mark.asyncio
+async def test_the_fields_are_those_of_the_document(serve: Serve) -> None:
+    async with serve() as served:
+        found = (await served.client.get("/status")).json()
+    table = (ROOT / "docs/serving.md").read_text().partition("| `GET /status` | |")[2]
+    rows = dict(re.findall(r"^\| (`.*?) \| (.*) \|$", table.partition("\n\n")[0], re.MULTILINE))
+    assert {"schema_version", *re.findall(r"`(\w+)`", " ".join(rows))} == found.keys()
+    [owner] = found["owners"]
+    values = {"local", "daemon", "fallback", "ready", "lost", "paused", "probed"}
+    for name, fields, others in (
+        ("model", found["model"], set()),
+        ("owners", owner, values),
+        ("queue", found["queue"], {"done", "total"}),
+        ("tokens", found["tokens"], set()),
+    ):
+        assert {*re.findall(r"`(\w+)`", rows[f"`{name}`"])} - others == fields.keys()
 
 
 @pytest.mark.asyncio
