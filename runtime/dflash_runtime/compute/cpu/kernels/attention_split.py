@@ -1,4 +1,6 @@
-"""Attention over a K/V cache, one work item at a time: causal, with optional windows and chunks.
+"""Attention over a K/V cache, split by split: causal, with optional windows and chunks.
+
+The words of a call's arguments, which all parts of attention read, are defined here too.
 
 The order of additions for a query depends on positions alone, so a token has the same bits alone or
 in any chunk, with any number of threads:
@@ -23,9 +25,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dflash_runtime.compute.cpu.compile.compiling import (
-    helper,
-)
+from dflash_runtime.compute.cpu.compile.compiling import helper
 from dflash_runtime.compute.cpu.kernels import attention_tiles as tiles
 from dflash_runtime.compute.cpu.kernels.attention_elements import (
     call_expand_keys,

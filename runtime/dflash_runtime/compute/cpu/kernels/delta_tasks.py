@@ -1,4 +1,5 @@
-"""The gated delta rule: parts, each for some tokens of a block, and the task of tokens in a row.
+"""The gated delta rule: its parts, each for some tokens of a block, and the task that uses them for
+consecutive tokens.
 
 Positions are cut into blocks of 32. Within a block the matrix M of a value head stays as it was at
 the block's start; each token's update is kept beside it as a row:
@@ -434,8 +435,7 @@ def _delta_rule(
     functions: tuple[int, int],
     pool: int,
 ) -> None:
-    """`functions`: addresses of products_function and the task; the rest as in
-    `describe`."""
+    """`functions`: addresses of products_function and the task; the rest as in `describe`."""
     products, task = functions
     describe(layer, inputs, out, first_position, eps, memory, one_scratch, products)
     run_on(pool, task, memory[0], memory[2])

@@ -349,8 +349,8 @@ def _expert_ffn(
 ) -> bool:
     """Run all phases. False: the batch has expert ids, tokens or pairs out of range.
 
-    Shapes: as the words; layer [NUM_LAYER_WORDS]. Memory: NUM_ARGUMENTS
-    words, TOKEN_Q8, PAIR_Q8, ACTIVATIONS, ACTIVATION_Q8, SCRATCH and the counter.
+    Shapes: as the words above; layer [NUM_LAYER_WORDS]. Memory: NUM_ARGUMENTS words,
+    TOKEN_Q8, PAIR_Q8, ACTIVATIONS, ACTIVATION_Q8, SCRATCH and the counter.
     """
     num_groups, num_pairs = expert_ids.shape[0], token_indices.shape[0]
     # Cheap next to the products, and no bug of a caller makes a kernel read outside the mapping.
