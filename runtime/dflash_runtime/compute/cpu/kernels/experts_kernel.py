@@ -28,6 +28,7 @@ from dflash_runtime.compute.cpu.kernels.products import (
 )
 from dflash_runtime.compute.cpu.kernels.words import get
 from dflash_runtime.compute.cpu.simd import vectors as v
+from dflash_runtime.compute.cpu.simd.exponentials import exp_lanes
 from dflash_runtime.compute.cpu.simd.types import (
     DOUBLE,
     FLOAT,
@@ -255,7 +256,7 @@ def _activate(activation: int, gates: int, ups: int, num_items: int) -> None:
     for byte in range(0, 64 * num_items, 128):
         gate = v.minimum(v.load_floats(gates + byte), limit)
         up = v.maximum(v.zeros() - limit, v.minimum(v.load_floats(ups + byte), limit))
-        swish = gate / (one + v.exp_lanes((v.zeros() - alpha) * gate))
+        swish = gate / (one + exp_lanes((v.zeros() - alpha) * gate))
         v.store_floats(gates + byte, swish * (up + up_offset))
 
 
