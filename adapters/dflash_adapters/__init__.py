@@ -1,3 +1,3 @@
 """Reading model files: `gguf` files, `quant` block formats, `text` tokenizers and chat templates,
-and an adapter per architecture in `models`, written in the operations of `ops`.
+and for each architecture a description in `models`, made of the types of `layers`.
 """

@@ -1,7 +1,7 @@
 """Descriptions of models: frozen dataclasses for layers, their parts and the tensors they need.
 
 A description has the names and shapes of its tensors, but no weights. It does not depend on the
-architecture: `loading` checks it against the file and loads the weights, `forward` computes it.
+architecture: `loading` checks it against the file and loads the weights, a backend computes it.
 What only one architecture does is a small type of its own here, not a flag of a shared type.
 
 Letters in shapes: T tokens, H hidden size, V vocabulary, E experts, D head size.

@@ -1,4 +1,4 @@
-"""Rotary frequencies against the formulas, pair by pair."""
+"""Rotary frequencies against the formulas, pair by pair; attention temperature."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_adapters.rope import RopePairing, RopeTable, YarnScaling, rope_table
+from dflash_adapters.rope import (
+    AttentionTemperature,
+    RopePairing,
+    RopeTable,
+    YarnScaling,
+    rope_table,
+)
 from support.examples import examples
 
 BASES = st.floats(1.5, 1e7)
@@ -124,3 +130,10 @@ def test_pairing_is_kept_and_does_not_change_frequencies(pairing: RopePairing) -
     made = rope_table(pairing, 10, 1e4)
     assert made.pairing is pairing
     np.testing.assert_array_equal(made.inv_freq, table(10, 1e4).inv_freq)
+
+
+def test_queries_grow_from_period_to_period() -> None:
+    positions = np.array([0, 8, 9, 10, 29], np.int32)
+    factors = AttentionTemperature(period=10, slope=0.3).factors(positions)
+    assert factors.dtype == np.float32
+    np.testing.assert_allclose(factors, 1 + 0.3 * np.log([1, 1, 2, 2, 4]), rtol=1e-6)

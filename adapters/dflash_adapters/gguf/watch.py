@@ -34,8 +34,8 @@ class _Watched:
     file: io.FileIO
     stamp: os.stat_result
 
-    def now(self) -> os.stat_result:
-        """Its stat now. Raises: ModelFileError if it was written to."""
+    def stat_now(self) -> os.stat_result:
+        """Its current stat. Raises: ModelFileError if its size or mtime has changed."""
         now, was = os.fstat(self.file.fileno()), self.stamp
         if (now.st_size, now.st_mtime_ns) != (was.st_size, was.st_mtime_ns):
             raise _written(self)
@@ -105,7 +105,7 @@ class FileWatch:
             raise _written(self._shards[0])
         is_touched = False
         for shard, ctime_ns in zip(self._shards, self._ctimes, strict=True):
-            is_touched |= shard.now().st_ctime_ns != ctime_ns
+            is_touched |= shard.stat_now().st_ctime_ns != ctime_ns
         if is_touched:
             self._compare_again()
 
@@ -114,7 +114,7 @@ class FileWatch:
         the worst change."""
         try:
             for shard in self._shards:
-                shard.now()
+                shard.stat_now()
         except ModelFileError:
             return FileChange.WRITTEN
         for shard in self._shards:
@@ -213,7 +213,7 @@ class FileWatch:
 
     def _require_untouched(self) -> None:
         for shard, ctime_ns in zip(self._shards, self._ctimes, strict=True):
-            if shard.now().st_ctime_ns != ctime_ns:
+            if shard.stat_now().st_ctime_ns != ctime_ns:
                 raise ModelFileError(
                     "changed while its bytes were read; start again with the file as it is now",
                     path=shard.path,

@@ -38,7 +38,6 @@ DAEMON_MEMORY_ADVICE = (
 )
 """Advice in errors when a daemon's device has too little memory for what a parent asks of it."""
 
-
 NOT_FINITE = -3
 """Returned instead of a token id when a logit of its row is NaN or infinite."""
 
@@ -143,8 +142,7 @@ class MailRoute:
 
 
 class RemoteExperts(Protocol):
-    """The owners of experts that a device's own MoE block does not compute; the block calls
-    them."""
+    """The owners of experts that a device's MoE block does not compute; the block calls them."""
 
     def local_experts_mask(self, layer_id: int) -> npt.NDArray[np.bool_]:
         """Experts that the block is to compute. Shapes: result [E]."""
@@ -217,8 +215,7 @@ class MailedExperts(RemoteExperts, Protocol):
         phase: Phase = Phase.DECODE,
         num_tokens: int = 1,
     ) -> None:
-        """Count steps of `num_tokens` tokens that went through mailboxes; pairs are counted
-        separately."""
+        """Count steps of `num_tokens` tokens that went through mailboxes, without their pairs."""
 
     def is_step_to_be_checked(self, routes: Sequence[MailRoute]) -> bool:
         """Whether a step that went through these mailboxes is to be recomputed with the host's
@@ -432,8 +429,7 @@ class ComputeBackend(Protocol):
         may_offload: bool = True,
     ) -> Any:
         """The routed experts that this backend's models call in a phase: those in `banks`, by layer
-        id, and all others from `remote`. Without `may_offload` it asks for no offloaded experts.
-        """
+        id, and all others from `remote`. Without `may_offload` none are offloaded."""
 
     def captured_step(
         self,

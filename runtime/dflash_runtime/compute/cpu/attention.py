@@ -58,7 +58,6 @@ class CpuAttention:
         positions: I32Array,
         scale: float,
         *,
-        out: F32Array | None = None,
         sinks: F32Array | None = None,
     ) -> F32Array:
         """Write k and v to the cache at `positions`, then attend over all visible positions.
@@ -77,15 +76,11 @@ class CpuAttention:
             or num_heads % kv.num_heads
         ):
             raise ValueError(f"q {q.shape}, k {k.shape}, v {v.shape} do not fit {kv}")
-        shape = (num_tokens, num_heads, kv.value_dim)
-        if out is None:
-            out = np.empty(shape, np.float32)
-        elif out.shape != shape:
-            raise ValueError(f"out is {out.shape}, expected contiguous {shape}")
         if sinks is None:
             sinks = _NO_SINKS
         elif sinks.shape != (num_heads,):
             raise ValueError(f"sinks are {sinks.shape} for {num_heads} heads")
+        out = np.empty((num_tokens, num_heads, kv.value_dim), np.float32)
         if num_tokens == 0:
             return out
         first_position = _first_position(positions, num_tokens, layer.capacity)

@@ -26,7 +26,7 @@ from dflash_runtime.compute.cpu.kernels import route_tasks
 from dflash_runtime.compute.cpu.kernels.products import TOTALS_BYTES, product_scratch_bytes
 from dflash_runtime.compute.cpu.kv_cache import CpuKvCache
 from dflash_runtime.compute.cpu.recurrent import Recurrent
-from dflash_runtime.compute.cpu.threads.scratch import Scratch, result_array
+from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers
 from dflash_runtime.compute.cpu.weights.matrix import CpuMatrix, load_matrix
 from dflash_runtime.compute.cpu.weights.repacked.kernels import Q8_BLOCK_BYTES
@@ -84,9 +84,9 @@ class CpuOps:
             self._recurrent.compile()
         return CpuKvCache(layers, capacity, kv_type, recurrent)
 
-    def embed(self, table: Matrix, token_ids: I32Array, out: F32Array | None = None) -> F32Array:
+    def embed(self, table: Matrix, token_ids: I32Array) -> F32Array:
         assert isinstance(table, CpuMatrix)
-        out = result_array((token_ids.shape[0], table.columns), out)
+        out = np.empty((token_ids.shape[0], table.columns), np.float32)
         expand = expand_function(table.tensor_type).address
         row_bytes = int(table.layout[ROW_BYTES])
         bad = self._embed(token_ids, table.address, expand, row_bytes, table.rows, out)
@@ -94,17 +94,15 @@ class CpuOps:
             raise ValueError(f"token id {token_ids[bad]} is not within 0..{table.rows - 1}")
         return out
 
-    def rms_norm(
-        self, x: F32Array, weight: F32Array, eps: float, out: F32Array | None = None
-    ) -> F32Array:
-        """Normalise over the last axis. `out` may be `x`. Shapes: x [..., n]; weight [n]."""
+    def rms_norm(self, x: F32Array, weight: F32Array, eps: float) -> F32Array:
+        """Normalise over the last axis. Shapes: x [..., n]; weight [n]."""
         columns = x.shape[-1]
         if weight.shape != (columns,):
             raise ValueError(f"weight is {weight.shape} for rows of {columns}")
-        out = result_array(x.shape, out)
+        out: F32Array = np.empty(x.shape, np.float32)
         rows, result = x, out
         if x.ndim != 2:
-            # Both reshapes are views: `out` is contiguous; so is `x`, or the kernel refuses it.
+            # A view of `out`; a copy of `x` if that is not contiguous.
             rows, result = x.reshape(-1, columns), out.reshape(-1, columns)
         kernel, task = tasks.norm_kernel()
         with self._scratch.take(8 * tasks.NUM_WORDS) as memory:
@@ -121,7 +119,10 @@ class CpuOps:
     ) -> F32Array:
         assert isinstance(matrix, CpuMatrix)
         shape = x.shape[0], matrix.rows
-        out = result_array(shape, out)
+        if out is None:
+            out = np.empty(shape, np.float32)
+        elif out.shape != shape or not out.flags.c_contiguous:
+            raise ValueError(f"out is {out.shape}, expected contiguous {shape}")
         if add is None:
             self._products(x, (matrix,), out.reshape(-1))
         else:
@@ -228,14 +229,13 @@ class CpuOps:
         positions: I32Array,
         *,
         scale: float,
-        out: F32Array | None = None,
         sinks: F32Array | None = None,
     ) -> F32Array:
         assert isinstance(cache, CpuKvCache)
         layer, tree = cache.layers[cache_layer], cache.tree
         if tree is None:
-            return self._attention(q, k, v, layer, positions, scale, out=out, sinks=sinks)
-        out = result_array((*q.shape[:2], v.shape[2]), out)
+            return self._attention(q, k, v, layer, positions, scale, sinks=sinks)
+        out = np.empty((*q.shape[:2], v.shape[2]), np.float32)
 
         def attended(q: F32Array, k: F32Array, v: F32Array, positions: I32Array) -> F32Array:
             return self._attention(q, k, v, layer, positions, scale, sinks=sinks)
@@ -306,13 +306,12 @@ class CpuOps:
         cache: KvCache,
         layer: int,
         positions: I32Array,
-        out: F32Array | None = None,
     ) -> F32Array:
         assert isinstance(cache, CpuKvCache)
         state = cache.states[layer]
         if cache.tree is not None:
-            return self._recurrent.tree_conv(x, weight, state, cache.tree, out)
-        return self._recurrent.causal_conv(x, weight, state, positions, out)
+            return self._recurrent.tree_conv(x, weight, state, cache.tree)
+        return self._recurrent.causal_conv(x, weight, state, positions)
 
     def delta_rule(
         self, inputs: DeltaInputs, cache: KvCache, layer: int, positions: I32Array

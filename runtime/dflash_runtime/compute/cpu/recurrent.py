@@ -13,7 +13,7 @@ from dflash_runtime.compute.cpu.kernels import conv_tasks, delta_tree
 from dflash_runtime.compute.cpu.kernels import delta_tasks as d
 from dflash_runtime.compute.cpu.kernels.recurrent_tiles import products_function
 from dflash_runtime.compute.cpu.kv_cache import BlockedState
-from dflash_runtime.compute.cpu.threads.scratch import Scratch, result_array
+from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers
 from dflash_runtime.compute.host_ops import DeltaInputs
 from dflash_runtime.compute.sequence_state import begin_of
@@ -46,18 +46,17 @@ class Recurrent:
         weight: F32Array,
         state: BlockedState,
         positions: I32Array,
-        out: F32Array | None = None,
     ) -> F32Array:
         """Shapes: x [T, C]; weight [C, K]."""
         num_tokens = x.shape[0]
         if num_tokens == 0:
-            return result_array(x.shape, out)
+            return np.empty(x.shape, np.float32)
         first = begin_of(positions, state.conv_positions)
         _check_count(positions, num_tokens)
         if first == 0:
             state.inputs[:] = 0
         state.conv_positions = -1  # until all of it is done
-        result = self._convolved(x, weight, state, out, first=first)
+        result = self._convolved(x, weight, state, first=first)
         num_kept, end = state.inputs.shape[0], first + num_tokens
         for position in range(max(first, end - num_kept), end):
             state.inputs[position % num_kept] = x[position - first]
@@ -70,7 +69,6 @@ class Recurrent:
         weight: F32Array,
         state: BlockedState,
         tree: Tree,
-        out: F32Array | None = None,
     ) -> F32Array:
         """`causal_conv` of a tree's tokens; accepting a path updates the state."""
         tree.check_size(x.shape[0])
@@ -88,14 +86,13 @@ class Recurrent:
             self.causal_conv(x[path], weight, state, tree.positions[path])
 
         tree.keep(keep)
-        return self._convolved(x, weight, state, out, table=int(table.ctypes.data))
+        return self._convolved(x, weight, state, table=int(table.ctypes.data))
 
     def _convolved(
         self,
         x: F32Array,
         weight: F32Array,
         state: BlockedState,
-        out: F32Array | None,
         *,
         first: int = 0,
         table: int = 0,
@@ -104,9 +101,7 @@ class Recurrent:
         taps, kept = self._taps_of(weight), state.inputs
         if taps.shape != (kept.shape[0] + 1, x.shape[1]) or kept.shape[1] != x.shape[1]:
             raise ValueError(f"{x.shape} by {weight.shape} does not fit {kept.shape}")
-        if out is x:
-            raise ValueError("out must not be x: later tokens read earlier rows of x")
-        out = result_array(x.shape, out)
+        out = np.empty(x.shape, np.float32)
         kernel, task = conv_tasks.conv_kernel()
         pool = self._workers.address if x.size >= _PARALLEL_VALUES else 0
         rows_bytes = 8 * taps.shape[0] * self._workers.num_threads
@@ -119,10 +114,9 @@ class Recurrent:
         inputs: DeltaInputs,
         state: BlockedState,
         positions: I32Array,
-        out: F32Array | None = None,
     ) -> F32Array:
         _check_shape(inputs, state)
-        out, shape = result_array(inputs.out_shape, out), inputs.shape
+        out, shape = np.empty(inputs.out_shape, np.float32), inputs.shape
         if inputs.num_tokens == 0:
             return out
         first = begin_of(positions, state.delta_positions)
@@ -150,12 +144,11 @@ class Recurrent:
         inputs: DeltaInputs,
         state: BlockedState,
         tree: Tree,
-        out: F32Array | None = None,
     ) -> F32Array:
         """`delta_rule` of a tree's tokens, each from its parent's state."""
         _check_shape(inputs, state)
         tree.check_size(inputs.num_tokens)
-        out, shape = result_array(inputs.out_shape, out), inputs.shape
+        out, shape = np.empty(inputs.out_shape, np.float32), inputs.shape
         if inputs.num_tokens == 0:
             return out
         last = tree.position + int(tree.depths.max())

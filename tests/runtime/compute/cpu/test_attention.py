@@ -291,9 +291,9 @@ def test_guards(alone: CpuAttention) -> None:
     cache = CpuKvCache((KvLayer(2, 16, 16),), 8, KvType.F32)
     q, k = normal(2, 4, 16), normal(2, 2, 16)
 
-    def attention(first: int, q: Any = q, k: Any = k, step: int = 1, out: Any = None) -> F32Array:
+    def attention(first: int, q: Any = q, k: Any = k, step: int = 1) -> F32Array:
         positions = np.arange(first, first + 2 * step, step, dtype=np.int32)
-        return alone(q, k, k, cache.layers[0], positions, 0.25, out=out)
+        return alone(q, k, k, cache.layers[0], positions, 0.25)
 
     with pytest.raises(ContextExceeded):
         attention(7)
@@ -311,13 +311,9 @@ def test_guards(alone: CpuAttention) -> None:
             attention(0, q=wrong_q)
     with pytest.raises(ValueError, match="sinks"):
         alone(q, k, k, cache.layers[0], np.arange(2, dtype=np.int32), 0.25, sinks=normal(3))
-    with pytest.raises(ValueError, match=r"\bout\b"):
-        attention(0, out=np.empty((2, 4, 8), np.float32))
     for other in (q.astype(np.float64), normal(2, 16, 4).transpose(0, 2, 1)):
         with pytest.raises(TypeError):
             attention(0, q=other)
-    with pytest.raises(TypeError):
-        attention(0, out=np.empty((2, 16, 4), np.float32).transpose(0, 2, 1))
     assert attention(6).shape == (2, 4, 16)
     empty = alone(q[:0], k[:0], k[:0], cache.layers[0], np.zeros(0, np.int32), 0.25)
     assert empty.shape == (0, 4, 16)

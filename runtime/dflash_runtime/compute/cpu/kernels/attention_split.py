@@ -1,4 +1,6 @@
-"""Attention over a K/V cache, one work item at a time: causal, with optional windows and chunks.
+"""Attention over a K/V cache, split by split: causal, with optional windows and chunks.
+
+The words of a call's arguments, which all parts of attention read, are defined here too.
 
 The order of additions for a query depends on positions alone, so a token has the same bits alone or
 in any chunk, with any number of threads:
@@ -23,9 +25,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dflash_runtime.compute.cpu.compile.compiling import (
-    helper,
-)
+from dflash_runtime.compute.cpu.compile.compiling import helper
 from dflash_runtime.compute.cpu.kernels import attention_tiles as tiles
 from dflash_runtime.compute.cpu.kernels.attention_elements import (
     call_expand_keys,
@@ -37,6 +37,7 @@ from dflash_runtime.compute.cpu.kernels.attention_tiles import BLOCK
 from dflash_runtime.compute.cpu.kernels.words import word
 from dflash_runtime.compute.cpu.simd import atomics
 from dflash_runtime.compute.cpu.simd import vectors as v
+from dflash_runtime.compute.cpu.simd.exponentials import exp_lanes, exp_scalar
 
 # Arguments of a call, as words that the kernel writes and the tasks read: addresses, except where
 # the unit or the comment says otherwise.
@@ -168,12 +169,12 @@ def _soften(
         before = v.load_floats(maxima + offset)
         highest = v.maximum(before, v.load_floats(factors + offset))
         v.store_floats(maxima + offset, highest)
-        v.store_floats(factors + offset, v.exp_lanes(before - highest))
+        v.store_floats(factors + offset, exp_lanes(before - highest))
     for row in range(num_rows):
         place, total = scores + 4 * BLOCK * row, lane_sums + 128 * row
         shift = v.splat(v.load_float(maxima + 4 * row))
-        low = v.exp_lanes(v.load_floats(place) - shift)
-        high = v.exp_lanes(v.load_floats(place + 128) - shift)
+        low = exp_lanes(v.load_floats(place) - shift)
+        high = exp_lanes(v.load_floats(place + 128) - shift)
         v.store_floats(place, low)
         v.store_floats(place + 128, high)
         factor = v.splat(v.load_float(factors + 4 * row))
@@ -286,8 +287,8 @@ def merge(
         highest = v.load_float(partial + maxima_offset + 4 * row)
         if before > highest:
             highest = before
-        old = v.exp_scalar(before - highest)
-        new = v.exp_scalar(v.load_float(partial + maxima_offset + 4 * row) - highest)
+        old = exp_scalar(before - highest)
+        new = exp_scalar(v.load_float(partial + maxima_offset + 4 * row) - highest)
         v.store_float(result + maxima_offset + 4 * row, highest)
         old_total = v.load_float(result + totals_offset + 4 * row) * old
         new_total = v.load_float(partial + totals_offset + 4 * row) * new

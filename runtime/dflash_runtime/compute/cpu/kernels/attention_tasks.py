@@ -28,6 +28,7 @@ from dflash_runtime.compute.cpu.kernels.attention_elements import (
 from dflash_runtime.compute.cpu.kernels.words import set_word, word
 from dflash_runtime.compute.cpu.simd import atomics
 from dflash_runtime.compute.cpu.simd import vectors as v
+from dflash_runtime.compute.cpu.simd.exponentials import exp_scalar
 from dflash_runtime.compute.cpu.simd.types import f32, i64
 from dflash_runtime.compute.cpu.simd.untyped import types
 from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
@@ -96,8 +97,8 @@ def _finish(
             if sinks != 0:
                 sink = v.load_float(sinks + 4 * (kv_head * group + head))
                 highest = max(v.load_float(maxima), sink)
-                factor = v.exp_scalar(v.load_float(maxima) - highest)
-                total_one = total_one * factor + v.exp_scalar(sink - highest)
+                factor = exp_scalar(v.load_float(maxima) - highest)
+                total_one = total_one * factor + exp_scalar(sink - highest)
                 maxima += 4
             total = v.splat(total_one)
             for lane in range(0, value_dim, 32):

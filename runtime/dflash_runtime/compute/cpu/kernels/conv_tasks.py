@@ -20,6 +20,7 @@ from dflash_runtime.compute.cpu.compile.compiling import (
 )
 from dflash_runtime.compute.cpu.kernels.words import set_word, word
 from dflash_runtime.compute.cpu.simd import vectors as v
+from dflash_runtime.compute.cpu.simd.exponentials import exp_lanes
 from dflash_runtime.compute.cpu.simd.types import f32, i64
 from dflash_runtime.compute.cpu.simd.untyped import types
 from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
@@ -31,7 +32,7 @@ NUM_WORDS = 10
 
 @helper
 def _silu(x: Any) -> Any:
-    return x / (v.splat(1.0) + v.exp_lanes(v.zeros() - x))
+    return x / (v.splat(1.0) + exp_lanes(v.zeros() - x))
 
 
 @helper

@@ -1,4 +1,5 @@
-"""The gated delta rule: parts, each for some tokens of a block, and the task of tokens in a row.
+"""The gated delta rule: its parts, each for some tokens of a block, and the task that uses them for
+consecutive tokens.
 
 Positions are cut into blocks of 32. Within a block the matrix M of a value head stays as it was at
 the block's start; each token's update is kept beside it as a row:
@@ -34,6 +35,7 @@ from dflash_runtime.compute.cpu.compile.compiling import (
 from dflash_runtime.compute.cpu.kernels.recurrent_tiles import add_products
 from dflash_runtime.compute.cpu.kernels.words import set_word, word
 from dflash_runtime.compute.cpu.simd import vectors as v
+from dflash_runtime.compute.cpu.simd.exponentials import exp_lanes, softplus_lanes
 from dflash_runtime.compute.cpu.simd.types import f32, f64, i64
 from dflash_runtime.compute.cpu.simd.untyped import types
 from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
@@ -170,10 +172,10 @@ def gates(args: int, head: int, token: int, num_tokens: int, decays: int, shares
         v.store_float(shares + 4 * t, v.load_float(word(args, BETA) + place))
     bias = v.splat(v.load_float(word(args, DT_BIAS) + 4 * head))
     rate = v.splat(v.load_float(word(args, A) + 4 * head))
-    decay = rate * v.softplus_lanes(v.load_padded(decays, num_tokens) + bias)
-    v.store_floats(decays, v.exp_lanes(decay))
+    decay = rate * softplus_lanes(v.load_padded(decays, num_tokens) + bias)
+    v.store_floats(decays, exp_lanes(decay))
     one = v.splat(np.float32(1))
-    share = one / (one + v.exp_lanes(v.zeros() - v.load_padded(shares, num_tokens)))
+    share = one / (one + exp_lanes(v.zeros() - v.load_padded(shares, num_tokens)))
     v.store_floats(shares, share)
 
 
@@ -434,8 +436,7 @@ def _delta_rule(
     functions: tuple[int, int],
     pool: int,
 ) -> None:
-    """`functions`: addresses of products_function and the task; the rest as in
-    `describe`."""
+    """`functions`: addresses of products_function and the task; the rest as in `describe`."""
     products, task = functions
     describe(layer, inputs, out, first_position, eps, memory, one_scratch, products)
     run_on(pool, task, memory[0], memory[2])

@@ -24,6 +24,7 @@ from dflash_runtime.compute.cpu.compile.compiling import (
 )
 from dflash_runtime.compute.cpu.kernels.words import set_word, word
 from dflash_runtime.compute.cpu.simd import vectors as v
+from dflash_runtime.compute.cpu.simd.exponentials import exp_lanes, softplus_lanes
 from dflash_runtime.compute.cpu.simd.types import f32, f64, i64
 from dflash_runtime.compute.cpu.simd.untyped import types
 from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
@@ -209,8 +210,8 @@ def _rope(
 @helper
 def _factor(gate: Any, kind: int) -> Any:
     if kind == _SOFTPLUS:
-        return v.softplus_lanes(gate)
-    share = v.splat(1.0) / (v.splat(1.0) + v.exp_lanes(v.zeros() - gate))
+        return softplus_lanes(gate)
+    share = v.splat(1.0) / (v.splat(1.0) + exp_lanes(v.zeros() - gate))
     return share if kind == _SIGMOID else gate * share
 
 

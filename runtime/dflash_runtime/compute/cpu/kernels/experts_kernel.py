@@ -28,6 +28,7 @@ from dflash_runtime.compute.cpu.kernels.products import (
 )
 from dflash_runtime.compute.cpu.kernels.words import get
 from dflash_runtime.compute.cpu.simd import vectors as v
+from dflash_runtime.compute.cpu.simd.exponentials import exp_lanes
 from dflash_runtime.compute.cpu.simd.types import (
     DOUBLE,
     FLOAT,
@@ -255,7 +256,7 @@ def _activate(activation: int, gates: int, ups: int, num_items: int) -> None:
     for byte in range(0, 64 * num_items, 128):
         gate = v.minimum(v.load_floats(gates + byte), limit)
         up = v.maximum(v.zeros() - limit, v.minimum(v.load_floats(ups + byte), limit))
-        swish = gate / (one + v.exp_lanes((v.zeros() - alpha) * gate))
+        swish = gate / (one + exp_lanes((v.zeros() - alpha) * gate))
         v.store_floats(gates + byte, swish * (up + up_offset))
 
 
@@ -349,8 +350,8 @@ def _expert_ffn(
 ) -> bool:
     """Run all phases. False: the batch has expert ids, tokens or pairs out of range.
 
-    Shapes: as the words; layer [NUM_LAYER_WORDS]. Memory: NUM_ARGUMENTS
-    words, TOKEN_Q8, PAIR_Q8, ACTIVATIONS, ACTIVATION_Q8, SCRATCH and the counter.
+    Shapes: as the words above; layer [NUM_LAYER_WORDS]. Memory: NUM_ARGUMENTS words,
+    TOKEN_Q8, PAIR_Q8, ACTIVATIONS, ACTIVATION_Q8, SCRATCH and the counter.
     """
     num_groups, num_pairs = expert_ids.shape[0], token_indices.shape[0]
     # Cheap next to the products, and no bug of a caller makes a kernel read outside the mapping.

@@ -22,6 +22,7 @@ from dflash_runtime.compute.cpu.compile.compiling import (
 )
 from dflash_runtime.compute.cpu.kernels.words import set_word, word
 from dflash_runtime.compute.cpu.simd import vectors as v
+from dflash_runtime.compute.cpu.simd.exponentials import exp_lanes, exp_scalar, softplus_lanes
 from dflash_runtime.compute.cpu.simd.types import f32, f64, i64
 from dflash_runtime.compute.cpu.simd.untyped import types
 from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
@@ -71,7 +72,7 @@ def _softmax(values: int, padded: int) -> None:
         highest = v.maximum(v.load_floats(place), highest)
     shift, total = v.splat(v.largest_of(highest)), v.zeros()
     for place in range(values, values + 4 * padded, 128):
-        term = v.exp_lanes(v.load_floats(place) - shift)
+        term = exp_lanes(v.load_floats(place) - shift)
         v.store_floats(place, term)
         total = total + term
     total = v.splat(v.sum_of(total))
@@ -92,9 +93,9 @@ def _score(args: int, logits: int, scores: int, selection: int) -> None:
             logit = v.pad(v.load_padded(logits + 4 * expert, rest), rest, _MINUS_INFINITY)
         v.store_floats(selection + 4 * expert, logit)
         if gating == _SIGMOID:
-            logit = v.splat(1.0) / (v.splat(1.0) + v.exp_lanes(v.zeros() - logit))
+            logit = v.splat(1.0) / (v.splat(1.0) + exp_lanes(v.zeros() - logit))
         elif gating == _SQRT_SOFTPLUS:
-            logit = v.square_root(v.softplus_lanes(logit))
+            logit = v.square_root(softplus_lanes(logit))
         v.store_floats(scores + 4 * expert, logit)
     if gating == _SOFTMAX:
         _softmax(scores, padded)
@@ -187,7 +188,7 @@ def _softmax_of_few(values: int, count: int) -> None:
     for index in range(count):
         highest = max(highest, v.load_float(values + 4 * index))
     for index in range(count):
-        term = v.exp_scalar(v.load_float(values + 4 * index) - highest)
+        term = exp_scalar(v.load_float(values + 4 * index) - highest)
         v.store_float(values + 4 * index, term)
         total += term
     for index in range(count):

@@ -1,6 +1,6 @@
-"""Numba types of 32 lanes and their operators; what emits a few LLVM instructions for all kernels.
+"""Numba types of vectors of 32 lanes, their operators, and functions that emit LLVM instructions.
 
-`primitive` makes functions that kernels can call out of functions that emit instructions.
+`primitive` turns a function that emits instructions into one that kernels can call.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from threading import Lock
 
 import numpy as np
 
-from dflash_protocol.ids import F32Array, U8Array
+from dflash_protocol.ids import U8Array
 
 _LINE = 64
 _COUNTER_BYTES = 2 * _LINE  # its own cache line, and the one fetched with it
@@ -77,12 +77,3 @@ def zeros_on_lines(*shape: int) -> U8Array:
     room = np.zeros(num_bytes + _LINE, np.uint8)
     first = -room.ctypes.data % _LINE
     return room[first : first + num_bytes].reshape(shape)
-
-
-def result_array(shape: tuple[int, ...], out: F32Array | None) -> F32Array:
-    """A new array, or `out` if it has the right shape and is contiguous."""
-    if out is None:
-        return np.empty(shape, np.float32)
-    if out.shape != shape or not out.flags.c_contiguous:
-        raise ValueError(f"out is {out.shape}, expected contiguous {shape}")
-    return out

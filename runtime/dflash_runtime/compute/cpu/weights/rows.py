@@ -1,7 +1,8 @@
 """How kernels read rows: the fields of a layout, and functions that expand rows to float32.
 
-Most types are a function of a block's address and a group's number, which makes 32 values. Where
-its docstring lists a block's parts, they are in order, with numbers of bytes. A scale is a half, a
+A row is expanded group by group of 32 values. For most types a function takes the address of a
+block and the index of a group in it, and returns the group's values; `scales[16]` in its docstring
+is a part of the block, 16 bytes long, and parts are listed in their order. A scale is a half, a
 quant a few bits: their product is exact; where a minimum is subtracted, the difference is rounded
 once. Addresses are in bytes.
 
@@ -229,6 +230,7 @@ def iq4_xs(block: int, group: int) -> Any:
 
 
 # -- NVFP4, in blocks of 64 -----------------------------------------------------------------------
+# The tensor's global scale, stored separately in the file, is applied by the caller.
 
 _E4M3_BIAS = np.float32(2 ** (127 - 7 - 1))
 
@@ -259,6 +261,7 @@ def _by_group(builder: Any, values: Any) -> Any:
 
 
 # -- ternary types, in blocks of 256 --------------------------------------------------------------
+# A value is -1, 0 or 1 times the block's scale.
 
 
 def expand_tq1_0(row: int, columns: int, out: int) -> None:

@@ -1,9 +1,9 @@
 """Rows of codebook types: IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, IQ1_S and IQ1_M.
 
-A quant is the index of a codebook entry of 8 or 4 small numbers. Each function makes a group's 32
-values, as those in rows, of a block of 256. A scale has few enough bits that its products are
-exact. Codebooks are constants in the code that looks them up: they come from the gguf package,
-imported only when such code is generated, not when it is cached.
+A quant is the index of a codebook entry of 8 or 4 small numbers. Like those in rows, each function
+returns the 32 values of a group, here of a block of 256. A scale has few enough bits that its
+products are exact. Codebooks are constants in the code that looks them up: they come from the gguf
+package, imported only when such code is generated, not when it is cached.
 
 Source: block layouts of ggml (checked against the gguf package by tests).
 """

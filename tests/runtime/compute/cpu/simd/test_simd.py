@@ -7,15 +7,16 @@ import numpy as np
 from dflash_protocol.ids import F32Array
 from dflash_runtime.compute.cpu.compile.compiling import compile_kernel
 from dflash_runtime.compute.cpu.simd import vectors as v
+from dflash_runtime.compute.cpu.simd.exponentials import exp_lanes, exp_scalar
 from dflash_runtime.compute.cpu.simd.types import f32, i64
 
 
 def _exp(x: F32Array, by_lanes: F32Array, one_by_one: F32Array) -> None:
     for place in range(0, x.size, 32):
-        lanes = v.exp_lanes(v.load_floats(v.address_of(x) + 4 * place))
+        lanes = exp_lanes(v.load_floats(v.address_of(x) + 4 * place))
         v.store_floats(v.address_of(by_lanes) + 4 * place, lanes)
     for place in range(x.size):
-        one_by_one[place] = v.exp_scalar(x[place])
+        one_by_one[place] = exp_scalar(x[place])
 
 
 def _copy(source: F32Array, target: F32Array, count: int) -> None:

@@ -64,7 +64,7 @@ class TileRows:
     def gather(self, offset: int) -> Vec:
         """16 bytes of each row, as a quad.
 
-        TileRows 4 lane + j form vector j, so that the rest is a transposition of 4 x 4
+        Rows 4 lane + j form vector j, so that the rest is a transposition of 4 x 4
         words inside 128-bit lanes, for which every CPU has short instructions.
         """
         four = lanes_of(I32, 4)
