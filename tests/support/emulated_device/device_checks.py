@@ -11,6 +11,7 @@ from dflash_protocol.ids import AnyArray
 from dflash_runtime.compute.gpu.device.device import KernelDevice, address
 
 CASES = Path(__file__).parent / "cases.cu"
+WRONG_GUESS = Path(__file__).parent / "wrong_guess.cu"
 
 
 class SumArgs(ctypes.Structure):

@@ -41,6 +41,7 @@ _FLAGS = (
 )
 _SCHEDULER_FLAGS = (*_LANGUAGE, "-O2", "-c")
 _TIMEOUT_S = 300
+_BINARIES = BinaryCache()
 
 
 @cache
@@ -85,9 +86,8 @@ def _scheduler(compiler: str, lanes: str) -> bytes:
 
 def _compiled(key: bytes, path: Path, command: tuple[str, ...], inputs: tuple[str, ...]) -> bytes:
     """The result on disk, or else of running the command. Raises: KernelCompileError."""
-    binaries = BinaryCache()
     with _compiled_by_one(key):
-        content = binaries.get(key)
+        content = _BINARIES.get(key)
         if content is None:
             result = subprocess.run(
                 (*command, "-o", str(path), *inputs),
@@ -98,7 +98,7 @@ def _compiled(key: bytes, path: Path, command: tuple[str, ...], inputs: tuple[st
             if result.returncode:
                 raise KernelCompileError(f"{' '.join(inputs)}\n{result.stderr[:8000]}")
             content = path.read_bytes()
-            binaries.put(key, content)
+            _BINARIES.put(key, content)
     return content
 
 

@@ -46,11 +46,13 @@ class EmulatedSideStream:
 
     def launch(self, kernel: Any, grid: Grid, block: int, args: ctypes.Structure) -> None:
         """As SideStream.launch."""
+        assert not self._is_closed
         run = self._device.prepared(kernel, grid, block, args, overlaps_previous=False)
         self._waiting.append(run)
 
     def replay(self, graph: Graph) -> None:
         """As SideStream.replay: the thread that replays a graph runs it."""
+        assert not self._is_closed
         self.synchronize()
         graph.replay()
 

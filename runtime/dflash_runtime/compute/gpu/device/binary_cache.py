@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import tempfile
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,7 +26,7 @@ _CHECKSUM_BYTES = 32
 class BinaryCache:
     """Files of one folder; beyond `max_bytes` the least recently used are removed.
 
-    The `folder` is by default one in `cache_dir`, as `cache_folder` has it.
+    The `folder` is by default one in `cache_dir`, as `cache_folder` has it. Any thread may use it.
     """
 
     def __init__(
@@ -38,6 +39,10 @@ class BinaryCache:
         self._given_folder = folder
         self._cache_dir = cache_dir
         self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._num_bytes: int | None = None
+        """Bytes of all files, as far as we know: found in the last scan, and written since. None:
+        not scanned yet. Other processes may have written more, which their own scans bound."""
 
     def get(self, key: bytes) -> bytes | None:
         """The binary of this key, or None."""
@@ -77,7 +82,11 @@ class BinaryCache:
                 with suppress(OSError):
                     os.unlink(temporary)
             return
-        self._remove_old(folder, folder / key.hex())
+        with self._lock:
+            if self._num_bytes is not None:
+                self._num_bytes += _CHECKSUM_BYTES + len(content)
+            if self._num_bytes is None or self._num_bytes > self._max_bytes:
+                self._num_bytes = self._bounded(folder, folder / key.hex())
 
     def _folder(self) -> Path | None:
         """The folder, created and checked to be ours; None after a warning."""
@@ -89,15 +98,23 @@ class BinaryCache:
             return None
         return folder
 
-    def _remove_old(self, folder: Path, newest: Path) -> None:
-        """Remove old files beyond `max_bytes`, never `newest`. Another process may do the same at
-        the same time."""
-        with suppress(OSError):
+    def _bounded(self, folder: Path, newest: Path) -> int | None:
+        """Scan the folder; beyond `max_bytes` remove old files, never `newest`, until there is room
+        for more, so that the next writes need no scan. Another process may do the same at the same
+        time.
+
+        Returns the bytes that are left; None if the scan failed.
+        """
+        try:
             found = [(path, path.stat()) for path in folder.iterdir()]
             found.sort(key=lambda each: (each[0] == newest, each[1].st_mtime_ns))
             num_bytes = sum(stat.st_size for _, stat in found)
-            for path, stat in found:
-                if num_bytes <= self._max_bytes:
-                    return
-                path.unlink(missing_ok=True)
-                num_bytes -= stat.st_size
+            if num_bytes > self._max_bytes:
+                for path, stat in found[:-1]:
+                    if num_bytes <= self._max_bytes * 7 // 8:
+                        break
+                    path.unlink(missing_ok=True)
+                    num_bytes -= stat.st_size
+        except OSError:
+            return None
+        return num_bytes

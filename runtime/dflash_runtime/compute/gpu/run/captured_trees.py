@@ -113,7 +113,7 @@ class CapturedTrees:
         with buffers.noted(capture.apart) as noted, uncounted, trial:
             # Buffers that layers keep must not be reused until the pass is complete.
             kept = self._launch(capture, tree)
-        device.synchronize()
+            device.synchronize()  # a trial ends before its context
         kept.clear()
         with buffers.repeated(noted):
             graph = device.capture(lambda: capture.on_accept.extend(self._launch(capture, tree)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,43 @@ def test_what_is_new_is_kept_though_the_clock_was_set_back(tmp_path: Path) -> No
         os.utime(tmp_path / key.hex(), (in_an_hour_s, in_an_hour_s))
     cache.put(KEYS[2], bytes(50))
     assert cache.get(KEYS[2]) == bytes(50)
+
+
+def test_the_folder_is_scanned_once_and_then_when_it_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scanned: list[Path] = []
+    iterdir = Path.iterdir
+
+    def noting(folder: Path) -> Iterator[Path]:
+        scanned.append(folder)
+        return iterdir(folder)
+
+    BinaryCache(tmp_path).put(b"of another process", bytes(168))
+    monkeypatch.setattr(Path, "iterdir", noting)
+    cache = BinaryCache(tmp_path, max_bytes=1000)
+    for number in range(8):  # 200 bytes and 8 of 100
+        cache.put(bytes([number]), bytes(68))
+    assert scanned == [tmp_path]
+    cache.put(bytes([8]), bytes(68))
+    assert scanned == [tmp_path] * 2
+    assert cache.get(b"of another process") is None
+    for number in range(9, 11):  # there is room again
+        cache.put(bytes([number]), bytes(68))
+    assert scanned == [tmp_path] * 2
+
+
+def test_a_scan_that_fails_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(_folder: Path) -> Iterator[Path]:
+        raise FileNotFoundError("removed by another process")
+
+    cache = BinaryCache(tmp_path, max_bytes=200)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "iterdir", failing)
+        for key in KEYS[:3]:
+            cache.put(key, bytes(50))
+    cache.put(KEYS[3], bytes(50))
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 200
 
 
 def test_without_a_folder_nothing_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from dflash_adapters.quant import TensorType
 from dflash_adapters.routing import Gating, RoutingRule
 from dflash_adapters.spec import Activation
 from dflash_protocol.ids import AnyArray, F32Array, F64Array
+from dflash_runtime.compute.gpu.device.kernel_sources import Defines
 from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows
 from dflash_runtime.compute.gpu.launch.decode_experts import (
     Choice,
@@ -23,6 +25,8 @@ from support.attention_rig import relative_error
 from support.decode_experts_rig import Layer, Step, random_layer, random_step
 from support.device_weights import as_int8_rows, int8_values
 from support.emulated_device import EmulatedDevice
+from support.emulated_device.device_checks import WRONG_GUESS
+from support.emulated_device.emulated_device import EmulatedModule
 from support.float64_experts import activated
 
 Q4_0, Q5_0, Q8_0 = TensorType.Q4_0, TensorType.Q5_0, TensorType.Q8_0
@@ -276,6 +280,23 @@ def test_experts_may_be_chosen_by_the_kernels_themselves(backward_device: Emulat
     np.testing.assert_array_equal(selections, 2 * counts)
     with pytest.raises(ValueError, match=r"\blogits\b.*missing"):
         experts.launch_gate_up(resident, made, x, hidden)
+
+
+class GuessesWrong(EmulatedDevice):
+    """Down begins with other slots than gate and up have written."""
+
+    def module(self, file: str | Path, defines: Defines) -> EmulatedModule:
+        return super().module(WRONG_GUESS if file == "experts_decode.cu" else file, defines)
+
+
+def test_a_wrong_guess_of_down_is_made_good() -> None:
+    rng = np.random.default_rng(10)
+    layer, step = random_layer(rng, BASE), random_step(rng, BASE)
+    right, wrong = (
+        run(device, DecodeExperts(device, BASE), layer, step, slots=[3, 0, -1, 2, 1])[0]
+        for device in (EmulatedDevice(), GuessesWrong())
+    )
+    np.testing.assert_array_equal(wrong, right)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
