@@ -169,8 +169,9 @@ class HostModel:
             gate = self._linear(layer.gate.linear, h)
         self._mark_positions(layer.positions, q, k, step.positions)
         sinks = None if layer.sinks is None else self._vectors[layer.sinks]
+        cache, positions, scale = step.cache, step.positions, layer.scale
         attended = ops.attention(
-            q, k, v, step.cache, cache_layer, step.positions, scale=layer.scale, sinks=sinks
+            q, k, v, cache, cache_layer, positions, scale=scale, sinks=sinks, tree=step.tree
         )
         merged = _merge_heads(attended)
         if gate is not None:
@@ -218,10 +219,11 @@ class HostModel:
         ops, vectors = self._ops, self._vectors
         mixed, gate, alpha, beta = self._project(layer.inputs, h)
         conv = vectors[layer.conv]
-        mixed = ops.causal_conv(mixed, conv, step.cache, cache_layer, step.positions)
+        cache, positions, tree = step.cache, step.positions, step.tree
+        mixed = ops.causal_conv(mixed, conv, cache, cache_layer, positions, tree=tree)
         a, dt_bias = vectors[layer.a], vectors[layer.dt_bias]
         inputs = DeltaInputs(mixed, alpha, beta, layer.state.delta, a, dt_bias, self._eps)
-        heads = ops.delta_rule(inputs, step.cache, cache_layer, step.positions)
+        heads = ops.delta_rule(inputs, cache, cache_layer, positions, tree=tree)
         normed = _merge_heads(ops.rms_norm(heads, vectors[layer.norm], self._eps))
         return self._linear(layer.output, ops.gated(normed, gate, Gate.SILU), add=add)
 

@@ -18,6 +18,7 @@ from dflash_adapters.routing import RoutingRule
 from dflash_adapters.spec import DeltaShape, KvLayer, RecurrentLayer
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime.compute.kv_cache import KvCache, KvType
+from dflash_runtime.compute.trees import Tree
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,10 +126,13 @@ class Ops(Loader[F32Array], Protocol):
         *,
         scale: float,
         sinks: F32Array | None = None,
+        tree: Tree | None = None,
     ) -> F32Array:
         """Write k and v at `positions`, then attend with q over what the layer's mask lets it see.
 
-        Positions ascend by one. Query head h reads key/value head ``h // (heads / kv_heads)``.
+        Positions ascend by one, or rows are the tokens of `tree`: each attends to its ancestors,
+        and the cache stays as it is until a path is accepted. Query head h reads key/value head
+        ``h // (heads / kv_heads)``.
         A sink is a score without a value: it has its share in the softmax, and nothing else.
         Shapes: q [T, heads, D]; k, v [T, kv_heads, D]; sinks [heads]; result [T, heads, D].
         """
@@ -158,23 +162,32 @@ class Ops(Loader[F32Array], Protocol):
         cache: KvCache,
         layer: int,
         positions: I32Array,
+        *,
+        tree: Tree | None = None,
     ) -> F32Array:
         """``silu(sum_i weight[:, i] * x[t - K + 1 + i])``: each channel convolved on its own.
 
         `layer` counts the cache's recurrent layers; rows before the first of `positions` are those
-        that it keeps, at position 0 zeros. Positions ascend by one.
+        that it keeps, at position 0 zeros. Positions ascend by one, or rows are the tokens of
+        `tree`: each goes on from its parent, and the state stays until a path is accepted.
         Shapes: x, result [T, C]; weight [C, K].
         Raises: CheckpointMissing if the layer's state is not that before the first position.
         """
 
     def delta_rule(
-        self, inputs: DeltaInputs, cache: KvCache, layer: int, positions: I32Array
+        self,
+        inputs: DeltaInputs,
+        cache: KvCache,
+        layer: int,
+        positions: I32Array,
+        *,
+        tree: Tree | None = None,
     ) -> F32Array:
         """Gated DeltaNet: every value head h reads and writes a matrix M, at position 0 zeros.
 
         ``M *= exp(g)``; ``M += b (v - M k) kᵀ``; result ``M q``, with g = a * softplus(alpha +
         dt_bias), b = sigmoid(beta), queries and keys divided by ``sqrt(sum x² + eps)`` and queries
-        by sqrt(key_dim). `layer`, positions and errors as for `causal_conv`.
+        by sqrt(key_dim). `layer`, positions, `tree` and errors as for `causal_conv`.
         Shapes: result [T, heads, value_dim], where heads are value heads.
         Source: Yang et al. 2024 (arXiv 2412.06464).
         """

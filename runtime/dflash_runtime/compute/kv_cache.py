@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from enum import StrEnum
 from typing import Protocol
 
@@ -51,11 +50,11 @@ class KvCache(Protocol):
         Raises: CheckpointMissing if a layer's state is another one.
         """
 
-    def branching(self, tree: Tree) -> AbstractContextManager[None]:
-        """Compute operations within the context on a tree that starts at the sequence's end;
-        afterwards the sequence is unchanged, and a path of the tree may be accepted.
+    def check_tree(self, tree: Tree) -> None:
+        """Check that a tree can be computed: the sequence stays as it is until a path is accepted.
 
-        Raises: CheckpointMissing if the sequence does not end where the tree starts.
+        Raises: CheckpointMissing if the sequence does not end where the tree starts;
+        ContextExceeded.
         """
 
     def restore(self, snapshot: Snapshot) -> None:

@@ -71,8 +71,12 @@ class Step:
 
     @classmethod
     def of_tree(cls, token_ids: I32Array, tree: Tree, cache: KvCache) -> Step:
-        """Draft tokens to be verified, while `cache` is branching. Shapes: token_ids [W]."""
+        """Draft tokens to be verified; `cache` stays as it is until a path is accepted.
+
+        Shapes: token_ids [W]. Raises: as KvCache.check_tree; ValueError for another number of ids.
+        """
         tree.check_size(token_ids.size)
+        cache.check_tree(tree)
         positions = tree.positions
         context = int(positions.max(initial=tree.position - 1)) + 1
         return cls(token_ids, positions, (cache,), Phase.VERIFY, context, tree)

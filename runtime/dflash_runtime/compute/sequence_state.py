@@ -7,8 +7,7 @@ checkpoint of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,24 +80,15 @@ class SequenceState:
         self.recurrent = list(recurrent)
         self.windows = list(windows)
         """Which rows each K/V layer has."""
-        self.tree: Tree | None = None
-        """The tree being computed, if any: it changes no state except rows after the last accepted
-        token."""
 
     @property
     def state_bytes(self) -> int:
         """Memory of the recurrent layers' states."""
         return sum(state.values.nbytes for state in self.recurrent)
 
-    @contextmanager
-    def branching(self, tree: Tree) -> Iterator[None]:
+    def check_tree(self, tree: Tree) -> None:
         if not self.can_resume(tree.position):
             raise CheckpointMissing(wanted=tree.position, kept=-1)
-        self.tree = tree
-        try:
-            yield
-        finally:
-            self.tree = None
 
     def can_resume(self, num_positions: int) -> bool:
         kept = all(state.num_positions == num_positions for state in self.recurrent)

@@ -224,8 +224,7 @@ class Steps:
         self._guard.require_current(run)
         self.reuse.cut(tree.position)
         step = Step.of_tree(token_ids, tree, self._cache)
-        with self._cache.branching(tree):
-            return self._run(step, self._guard.check, on_layer)
+        return self._run(step, self._guard.check, on_layer)
 
     def accept(self, run: int, token_ids: I32Array, *, tree: Tree, path: I32Array) -> None:
         """Append the draft tokens of a path through the last verified tree to the sequence.

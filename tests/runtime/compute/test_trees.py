@@ -16,6 +16,7 @@ from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime.compute import sliding_window
 from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.compute.model import Step
 from dflash_runtime.compute.reference.ops import ReferenceOps
 from dflash_runtime.compute.trees import MOST_NODES, Tree
 from support.examples import examples
@@ -124,8 +125,7 @@ def test_attention_sees_the_sequence_and_ancestors(
 
     q, k, v = inputs(size, 9)
     tree, cache = tree_of(parents, begin), begun()
-    with cache.branching(tree):
-        got = ops.attention(q, k, v, cache, 0, tree.positions, scale=scale)
+    got = ops.attention(q, k, v, cache, 0, tree.positions, scale=scale, tree=tree)
     for way in ways_to_leaves(parents):
         for node, row in zip(way, steps(begun(), way, begin), strict=True):
             check_same(ops, got[node], row)
@@ -151,14 +151,11 @@ class Recurrent:
         self._ops, self._shape, self._kernel = ops, shape, kernel
         self._weight = delta_inputs(shape, kernel, seed=4).mixed.T.copy()
 
-    def compute(self, cache: Any, inputs: DeltaInputs, positions: I32Array) -> F32Array:
-        mixed = self._ops.causal_conv(inputs.mixed, self._weight, cache, 0, positions)
-        return self.delta(cache, inputs, mixed, positions)
-
-    def delta(
-        self, cache: Any, inputs: DeltaInputs, mixed: F32Array, positions: I32Array
+    def compute(
+        self, cache: Any, inputs: DeltaInputs, positions: I32Array, tree: Tree | None = None
     ) -> F32Array:
-        return self._ops.delta_rule(replace(inputs, mixed=mixed), cache, 0, positions)
+        mixed = self._ops.causal_conv(inputs.mixed, self._weight, cache, 0, positions, tree=tree)
+        return self._ops.delta_rule(replace(inputs, mixed=mixed), cache, 0, positions, tree=tree)
 
     def begun(self, num_positions: int) -> Any:
         cache = recurrent_cache(self._ops, self._shape, kernel=self._kernel)
@@ -190,8 +187,7 @@ def test_recurrent_layers_go_on_from_their_parents(
     layer, size = Recurrent(ops, shape, kernel=4 if begin % 2 else 3), len(parents)
     new = delta_inputs(shape, size, seed=8)
     tree, cache = tree_of(parents, begin), layer.begun(begin)
-    with cache.branching(tree):
-        got = layer.compute(cache, new, tree.positions)
+    got = layer.compute(cache, new, tree.positions, tree)
     for way in ways_to_leaves(parents):
         expected = layer.steps(layer.begun(begin), new, way, begin)
         for each, row in zip(way, expected, strict=True):
@@ -224,11 +220,11 @@ def test_a_tree_goes_on_from_where_the_sequence_is(ops: HostOps) -> None:
     layer = Recurrent(ops, DeltaShape(1, 1, 8, 8))
     cache = layer.begun(30)
     for position in (29, 31):
-        with pytest.raises(CheckpointMissing), cache.branching(tree_of([-1], position)):
-            pass
+        with pytest.raises(CheckpointMissing):
+            Step.of_tree(np.zeros(1, np.int32), tree_of([-1], position), cache)
     tree = tree_of([-1], 30)
-    with cache.branching(tree):
-        layer.compute(cache, delta_inputs(DeltaShape(1, 1, 8, 8), 1), tree.positions)
+    Step.of_tree(np.zeros(1, np.int32), tree, cache)
+    layer.compute(cache, delta_inputs(DeltaShape(1, 1, 8, 8), 1), tree.positions, tree)
     tree.accept(np.empty(0, np.int32))
     assert cache.can_resume(30)
 
@@ -240,14 +236,14 @@ def test_tokens_must_be_as_many_as_the_trees(ops: HostOps) -> None:
     kv_cache = ops.new_kv_cache((KvLayer(1, 8, 8),), 64, KvType.F32)
     q = heads(3, 1, 8, seed=1)
     for parents in ([-1, 0], [-1, 0, 1, 2]):
-        cache.tree = kv_cache.tree = tree_of(parents, 5)
-        positions = cache.tree.positions
+        tree = tree_of(parents, 5)
+        positions = tree.positions
         with pytest.raises(ValueError, match=r"\b3 tokens\b.*tree"):
-            layer.compute(cache, new, positions)
+            layer.compute(cache, new, positions, tree)
         with pytest.raises(ValueError, match=r"\b3 tokens\b.*tree"):
-            layer.delta(cache, new, new.mixed, positions)
+            ops.delta_rule(new, cache, 0, positions, tree=tree)
         with pytest.raises(ValueError, match=r"\b3 tokens\b.*tree"):
-            ops.attention(q, q, q, kv_cache, 0, positions, scale=1.0)
+            ops.attention(q, q, q, kv_cache, 0, positions, scale=1.0, tree=tree)
 
 
 def test_an_empty_tree_is_nothing(ops: HostOps) -> None:
@@ -255,10 +251,11 @@ def test_an_empty_tree_is_nothing(ops: HostOps) -> None:
     layer = Recurrent(ops, shape)
     cache, tree = layer.begun(5), tree_of([], 5)
     kv_cache = ops.new_kv_cache((KvLayer(1, 8, 8),), 64, KvType.F32)
-    with cache.branching(tree):
-        assert layer.compute(cache, delta_inputs(shape, 0), tree.positions).shape == (0, 1, 8)
-    kv_cache.tree, nothing = tree, np.empty((0, 1, 8), np.float32)
-    attended = ops.attention(nothing, nothing, nothing, kv_cache, 0, tree.positions, scale=1.0)
+    assert layer.compute(cache, delta_inputs(shape, 0), tree.positions, tree).shape == (0, 1, 8)
+    nothing, positions = np.empty((0, 1, 8), np.float32), tree.positions
+    attended = ops.attention(
+        nothing, nothing, nothing, kv_cache, 0, positions, scale=1.0, tree=tree
+    )
     assert attended.shape == (0, 1, 8)
     tree.accept(np.empty(0, np.int32))
     assert cache.can_resume(5)

@@ -34,7 +34,7 @@ from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise_func
 from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES, UNPACK, expand_function
 from dflash_runtime.compute.host_ops import DeltaInputs
 from dflash_runtime.compute.kv_cache import KvCache, KvType
-from dflash_runtime.compute.trees import attend_segments
+from dflash_runtime.compute.trees import Tree, attend_segments
 
 PARALLEL_VALUES = 1 << 15
 """With fewer values, waking other threads costs more than it saves."""
@@ -230,9 +230,10 @@ class CpuOps:
         *,
         scale: float,
         sinks: F32Array | None = None,
+        tree: Tree | None = None,
     ) -> F32Array:
         assert isinstance(cache, CpuKvCache)
-        layer, tree = cache.layers[cache_layer], cache.tree
+        layer = cache.layers[cache_layer]
         if tree is None:
             return self._attention(q, k, v, layer, positions, scale, sinks=sinks)
         out = np.empty((*q.shape[:2], v.shape[2]), np.float32)
@@ -306,20 +307,28 @@ class CpuOps:
         cache: KvCache,
         layer: int,
         positions: I32Array,
+        *,
+        tree: Tree | None = None,
     ) -> F32Array:
         assert isinstance(cache, CpuKvCache)
         state = cache.states[layer]
-        if cache.tree is not None:
-            return self._recurrent.tree_conv(x, weight, state, cache.tree)
+        if tree is not None:
+            return self._recurrent.tree_conv(x, weight, state, tree)
         return self._recurrent.causal_conv(x, weight, state, positions)
 
     def delta_rule(
-        self, inputs: DeltaInputs, cache: KvCache, layer: int, positions: I32Array
+        self,
+        inputs: DeltaInputs,
+        cache: KvCache,
+        layer: int,
+        positions: I32Array,
+        *,
+        tree: Tree | None = None,
     ) -> F32Array:
         assert isinstance(cache, CpuKvCache)
         state = cache.states[layer]
-        if cache.tree is not None:
-            return self._recurrent.tree_delta(inputs, state, cache.tree)
+        if tree is not None:
+            return self._recurrent.tree_delta(inputs, state, tree)
         return self._recurrent.delta_rule(inputs, state, positions)
 
     def _pool_for(self, num_values: int) -> int:

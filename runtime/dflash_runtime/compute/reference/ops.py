@@ -32,7 +32,7 @@ from dflash_runtime.compute.reference.recurrent import (
 from dflash_runtime.compute.reference.routing import route
 from dflash_runtime.compute.sequence_state import SequenceState
 from dflash_runtime.compute.sliding_window import WindowRows
-from dflash_runtime.compute.trees import attend_segments
+from dflash_runtime.compute.trees import Tree, attend_segments
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,10 +157,11 @@ class ReferenceOps:
         *,
         scale: float,
         sinks: F32Array | None = None,
+        tree: Tree | None = None,
     ) -> F32Array:
         assert isinstance(cache, HostKvCache)
         rows = cache.keys[cache_layer], cache.values[cache_layer]
-        window, tree = cache.windows[cache_layer], cache.tree
+        window = cache.windows[cache_layer]
         attended = partial(attend, rows=rows, window=window, scale=scale, sinks=sinks)
         if tree is None:
             return attended(q, k, v, positions)
@@ -181,19 +182,32 @@ class ReferenceOps:
         return np.multiply(x, factors, out=out)
 
     def causal_conv(
-        self, x: F32Array, weight: F32Array, cache: KvCache, layer: int, positions: I32Array
+        self,
+        x: F32Array,
+        weight: F32Array,
+        cache: KvCache,
+        layer: int,
+        positions: I32Array,
+        *,
+        tree: Tree | None = None,
     ) -> F32Array:
         assert isinstance(cache, HostKvCache)
-        state, tree = cache.states[layer], cache.tree
+        state = cache.states[layer]
         if tree is not None:
             return tree_conv(x, weight, state, tree=tree)
         return causal_conv(x, weight, state, positions)
 
     def delta_rule(
-        self, inputs: DeltaInputs, cache: KvCache, layer: int, positions: I32Array
+        self,
+        inputs: DeltaInputs,
+        cache: KvCache,
+        layer: int,
+        positions: I32Array,
+        *,
+        tree: Tree | None = None,
     ) -> F32Array:
         assert isinstance(cache, HostKvCache)
-        state, tree = cache.states[layer], cache.tree
+        state = cache.states[layer]
         if tree is not None:
             return tree_delta(inputs, state, tree)
         return delta_rule(inputs, state, positions)

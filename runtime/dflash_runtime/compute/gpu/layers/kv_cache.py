@@ -6,8 +6,7 @@ keeps the positions that rows and states belong to; the data itself is on the de
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -134,17 +133,7 @@ class DeviceKvCache:
             window.require(num_positions)
         self.states.require(num_positions)
 
-    @contextmanager
-    def branching(self, tree: Tree) -> Iterator[None]:
-        """See KvCache.branching: a step's tree leaves the cache as it is until a path
-        is accepted.
-
-        Raises: ContextExceeded too."""
-        self.check_tree(tree)
-        yield
-
     def check_tree(self, tree: Tree) -> None:
-        """Raises: ContextExceeded; CheckpointMissing if it cannot be resumed at the tree."""
         self.require(tree.position)
         self.check_fits(tree.position, int(tree.depths.max(initial=-1)) + 1)
 
