@@ -143,6 +143,6 @@ def test_a_whole_run_without_a_gpu(tiny: Path) -> None:
         *("--tokens", "4", "--rounds", "2"),
     )
     assert done.returncode == 1, done.stderr  # kernels need a GPU
-    assert "cpu is no GPU" in done.stdout
+    assert "cpu is not a GPU" in done.stdout
     assert "5 of 5" in done.stdout
     assert "decode at 16: ours" in done.stderr

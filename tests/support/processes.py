@@ -23,6 +23,8 @@ _SOURCE_ROOTS = [
 ]
 START_S = 30.0
 """Longest a program may take to start on a busy machine with cold kernel caches."""
+MOST_POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)
+"""Of asyncio's pool, which starts them when several are needed at once."""
 
 
 def environment(**extra: str) -> dict[str, str]:
