@@ -54,7 +54,7 @@ class KvCache(Protocol):
         """Check that a tree can be computed: the sequence stays as it is until a path is accepted.
 
         Raises: CheckpointMissing if the sequence does not end where the tree starts;
-        ContextExceeded.
+        ContextExceeded if it does not fit, which on the host the operations raise.
         """
 
     def restore(self, snapshot: Snapshot) -> None:
