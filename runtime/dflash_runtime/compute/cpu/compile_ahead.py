@@ -37,6 +37,7 @@ from dflash_runtime.compute.cpu.kernels import (
     linear_kernel,
     recurrent_tiles,
     route_tasks,
+    words,
 )
 from dflash_runtime.compute.cpu.kernels.attention_elements import element_functions
 from dflash_runtime.compute.cpu.threads import parallel
@@ -62,20 +63,21 @@ _EXPERT_JOBS: dict[str, Callable[[], object]] = {
 }
 _DENSE_JOBS: dict[str, Callable[[], object]] = {
     "attend": attention_tasks.attend_task,
-    "route": route_tasks.route_kernel,
-    "attention": attention_tasks.attention_kernel,
+    "route": route_tasks.route_task,
+    "attention": attention_tasks.run_attention,
     "store": attention_tasks.store_task,
-    "norm": dense_tasks.norm_kernel,
-    "rope": dense_tasks.rope_kernel,
-    "gate": dense_tasks.gate_kernel,
+    "norm": dense_tasks.norm_task,
+    "rope": dense_tasks.rope_task,
+    "gate": dense_tasks.gate_task,
     "linear_tasks": linear_kernel.linear_tasks,
-    "linear_kernel": linear_kernel.linear_kernel,
-    "embed": linear_kernel.embed_kernel,
+    "linear": linear_kernel.run_linear,
+    "embed": linear_kernel.embed_task,
+    "words": lambda: (words.run_task(), words.words_kernel()),
 }
 _RECURRENT_JOBS: dict[str, Callable[[], object]] = {
-    "tree": delta_tree.tree_kernel,
-    "delta": delta_tasks.delta_kernel,
-    "conv": conv_tasks.conv_kernel,
+    "tree": delta_tree.tree_task,
+    "delta": delta_tasks.delta_task,
+    "conv": lambda: (conv_tasks.conv_task(), conv_tasks.keep_task()),
     "products": recurrent_tiles.products_function,
 }
 

@@ -90,7 +90,8 @@ def new_pool(num_workers: int, spin_ns: int) -> I64Array:
 
 
 @primitive(void, i64, i64, i64, i64)
-def _call_task(builder: Any, task: Any, args: Any, counter: Any, worker_idx: Any) -> None:
+def call_task(builder: Any, task: Any, args: Any, counter: Any, worker_idx: Any) -> None:
+    """Call a function ``void(int64, int64, int64)`` by its address."""
     kind = ir.FunctionType(ir.VoidType(), [I64, I64, I64])
     builder.call(builder.inttoptr(task, kind.as_pointer()), [args, counter, worker_idx])
 
@@ -108,7 +109,7 @@ def claim(counter: int) -> int:
 def run_alone(task: int, args: int, counter: int) -> None:
     """A region without workers, for work that takes less time than waking them."""
     atomics.relaxed_store(counter, 0)
-    _call_task(task, args, counter, 0)
+    call_task(task, args, counter, 0)
 
 
 @helper
@@ -124,7 +125,7 @@ def run_region(pool: int, task: int, args: int, counter: int) -> None:
     lock, region = pool + 8 * LOCK, pool + 8 * REGION
     is_ours = atomics.relaxed_load(region) & STOP == 0 and atomics.relaxed_load(lock) == 0
     if not is_ours or not atomics.atomic_replace(lock, 0, 1):
-        _call_task(task, args, counter, 0)
+        call_task(task, args, counter, 0)
         return
     sleepy, left = pool + 8 * SLEEPY, pool + 8 * LEFT
     atomics.relaxed_store(pool + 8 * TASK, task)
@@ -140,7 +141,7 @@ def run_region(pool: int, task: int, args: int, counter: int) -> None:
     atomics.atomic_add(region, EPOCH + OPEN - num_entered)
     if has_sleepers or atomics.atomic_load(sleepy) != 0:
         system.wake(region)
-    _call_task(task, args, counter, 0)
+    call_task(task, args, counter, 0)
     num_entered = atomics.atomic_and(region, ~OPEN) & (OPEN - 1)
     if atomics.atomic_load(left) != num_entered:
         _await_workers(pool, num_entered)
@@ -241,7 +242,7 @@ def _serve(pool: int, worker_idx: int, thread_id: int) -> None:
             args = atomics.relaxed_load(pool + 8 * ARGS)
             counter = atomics.relaxed_load(pool + 8 * COUNTER)
             atomics.atomic_store(inside, thread_id)
-            _call_task(task, args, counter, worker_idx)
+            call_task(task, args, counter, worker_idx)
             atomics.atomic_store(inside, 0)
             num_left = atomics.atomic_add(left, 1) + 1
             if atomics.atomic_load(pool + 8 * AWAITED) == num_left:
