@@ -59,6 +59,7 @@ _EXPERT_JOBS: dict[str, Callable[[], object]] = {
     "expert_tasks": experts_kernel.expert_ffn_tasks,
     "workers": lambda: (parallel.serve_kernel(), parallel.stop_kernel()),
     "expert_kernel": experts_kernel.expert_ffn_kernel,
+    "expert_function": experts_kernel.expert_ffn_function,
     "quantise": quantise_function,
 }
 _DENSE_JOBS: dict[str, Callable[[], object]] = {
