@@ -13,6 +13,7 @@ from dflash_adapters.layers import Description
 from dflash_adapters.spec import KvLayer, ModelSpec, MoeLayer, RecurrentLayer
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, I64Array, Phase
 from dflash_runtime.compute.backend import (
+    CapturedStep,
     Chunking,
     ExpertBank,
     MailedExperts,
@@ -90,8 +91,8 @@ class HostBackend:
         banks: Mapping[int, ExpertBank],
         *,
         remote: MailedExperts,
-    ) -> None:
-        """Return None: nothing is captured on a host."""
+    ) -> CapturedStep | None:
+        """Return None: nothing is captured."""
 
     @property
     def mail(self) -> None:

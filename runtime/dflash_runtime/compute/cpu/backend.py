@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
+from typing import Any
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.quant import TensorType
 from dflash_adapters.spec import MoeLayer
 from dflash_protocol.errors import SettingsError
-from dflash_protocol.ids import I32Array
+from dflash_protocol.ids import AnyArray, I32Array, I64Array
+from dflash_runtime.compute.backend import ExpertBank, MailedExperts
+from dflash_runtime.compute.cpu.captured.step import CpuStep
 from dflash_runtime.compute.cpu.compile import compiling
 from dflash_runtime.compute.cpu.compile.kernel_cache import keeping_in
 from dflash_runtime.compute.cpu.compile_ahead import OnProgress, compile_ahead, jobs_for, run_job
 from dflash_runtime.compute.cpu.experts import CpuExpertBank
+from dflash_runtime.compute.cpu.kv_cache import CpuKvCache
 from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers, check_num_threads
 from dflash_runtime.compute.host import HostBackend
-from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.compute.host_model import HostModel
+from dflash_runtime.compute.kv_cache import KvCache, KvType
+from dflash_runtime.compute.model import Model
 
 
 class CpuBackend(HostBackend):
@@ -59,6 +65,34 @@ class CpuBackend(HostBackend):
 
     def drop_experts(self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:
         """Do nothing: banks are views of the file."""
+
+    def captured_step(
+        self,
+        model: Model[AnyArray, Any],
+        cache: KvCache,
+        banks: Mapping[int, ExpertBank],
+        *,
+        remote: MailedExperts,
+    ) -> CpuStep:
+        """Never None."""
+        assert isinstance(model, HostModel)
+        assert isinstance(cache, CpuKvCache)
+        here = {
+            layer_id: bank for layer_id, bank in banks.items() if isinstance(bank, CpuExpertBank)
+        }
+        is_whole = all(
+            layer.layer_id in here and here[layer.layer_id].num_experts == layer.num_experts
+            for layer in model.spec.moe.layers
+        )
+        return CpuStep(self.ops, model, cache, banks=here if is_whole else None, remote=remote)
+
+    def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:
+        taken: dict[int, I64Array] = {}
+        for layer_id, bank in banks.items():
+            if isinstance(bank, CpuExpertBank) and bank.selections.any():
+                taken[layer_id] = bank.selections.copy()
+                bank.selections[:] = 0
+        return taken
 
     def warm_up(
         self,

@@ -37,6 +37,7 @@ from dflash_runtime.compute.cpu.kernels import (
     linear_kernel,
     recurrent_tiles,
     route_tasks,
+    step_tasks,
     words,
 )
 from dflash_runtime.compute.cpu.kernels.attention_elements import element_functions
@@ -73,7 +74,9 @@ _DENSE_JOBS: dict[str, Callable[[], object]] = {
     "linear_tasks": linear_kernel.linear_tasks,
     "linear": linear_kernel.run_linear,
     "embed": linear_kernel.embed_task,
-    "words": lambda: (words.run_task(), words.words_kernel()),
+    "step": step_tasks.compile_all,
+    "routed": step_tasks.run_routed,
+    "words": lambda: (words.run_task(), words.words_kernel(), words.calls_kernel()),
 }
 _RECURRENT_JOBS: dict[str, Callable[[], object]] = {
     "tree": delta_tree.tree_task,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflash_adapters.spec import KvLayer, RecurrentLayer
+from dflash_protocol.errors import CheckpointMissing, ContextExceeded
 from dflash_protocol.ids import F32Array, I64Array, U8Array
 from dflash_runtime.compute.cpu.kernels import attention_split as a
 from dflash_runtime.compute.cpu.kernels import delta_tasks as d
@@ -107,6 +108,29 @@ class CpuKvCache(SequenceState):
             _layer_cache(kv, capacity, window, kv_type)
             for kv, window in zip(layers, self.windows, strict=True)
         ]
+
+    def begin_step(self, position: int, num_rows: int) -> None:
+        """Note that a step of successive tokens begins, which `end_step` ends.
+
+        Raises: ContextExceeded; CheckpointMissing if the sequence does not end at `position`.
+        """
+        end = position + num_rows
+        if end > self.capacity:
+            raise ContextExceeded(end, self.capacity)
+        if not self.can_resume(position):
+            raise CheckpointMissing(wanted=position, kept=-1)
+        for window in self.windows:
+            window.begin(position)
+            window.advance(num_rows)
+        for state in self.states:
+            if position == 0:
+                state.inputs[:] = 0
+            state.conv_positions = state.delta_positions = -1  # until all of it is done
+
+    def end_step(self, num_positions: int) -> None:
+        """Note that a step has been computed, up to here."""
+        for state in self.states:
+            state.conv_positions = state.delta_positions = num_positions
 
     @property
     def nbytes(self) -> int:

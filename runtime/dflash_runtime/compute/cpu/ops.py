@@ -54,7 +54,7 @@ class CpuOps(ElementOps):
 
     def __init__(self, workers: Workers, scratch: Scratch) -> None:
         self.workers = workers
-        self._scratch = scratch
+        self.scratch = scratch
         self.recurrent = Recurrent(self)
         self._run_words = words_kernel()
         self._plans: dict[tuple[CpuMatrix, ...], _Plan] = {}
@@ -75,7 +75,7 @@ class CpuOps(ElementOps):
     def run(self, call: Call) -> None:
         """Run a call, with scratch memory for it alone."""
         words = call.words
-        with self._scratch.take(*[num_bytes for _, num_bytes in call.scratch]) as memory:
+        with self.scratch.take(*[num_bytes for _, num_bytes in call.scratch]) as memory:
             for (index, _), place in zip(call.scratch, memory, strict=False):
                 words[index] = place
             pool = self.workers.address

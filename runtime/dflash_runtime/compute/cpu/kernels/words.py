@@ -29,11 +29,15 @@ from dflash_runtime.compute.cpu.compile.compiling import (
 from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.simd.atomics import relaxed_load, relaxed_store
 from dflash_runtime.compute.cpu.simd.types import i64
+from dflash_runtime.compute.cpu.threads import system
 from dflash_runtime.compute.cpu.threads.parallel import call_task, run_on
 
 TASK, WORK, LEAST_SHARED = range(3)
 """The first words of calls of `run_task`."""
 FIRST_FIELD = 3
+
+SLICE_NS = 50_000_000
+"""How long calls run before Python can handle a signal."""
 
 PARALLEL_WORK = 1 << 15
 """With less work, waking other threads costs more than it saves. A unit is a value of a row, or as
@@ -120,10 +124,17 @@ def _run_task(args: int, counter: int, pool: int) -> None:
     run_on(pool if is_shared else 0, get(args, TASK), args, counter)
 
 
-def _run_calls(calls: I64Array, first: int, end: int, counter: int, pool: int) -> None:
-    """Shapes: calls [N, 2], function and words."""
+def _run_calls(calls: I64Array, first: int, end: int, counter: int, pool: int) -> int:
+    """Returns the index of the first call that has not run: `end`, or less after SLICE_NS.
+
+    Shapes: calls [N, 2], function and words.
+    """
+    end_ns = system.monotonic_ns() + SLICE_NS
     for index in range(first, end):
         call_task(calls[index, 0], calls[index, 1], counter, pool)
+        if system.monotonic_ns() >= end_ns:
+            return index + 1
+    return end
 
 
 def _run_words(function: int, words: I64Array, counter: int, pool: int) -> None:
@@ -144,5 +155,5 @@ def words_kernel() -> Kernel:
 
 @cache
 def calls_kernel() -> Kernel:
-    """Runs calls in their order: (calls [N, 2], first, end, counter, pool)."""
+    """Runs calls in their order: see `_run_calls`."""
     return compile_kernel(_run_calls, read_only(i64, 2), i64, i64, i64, i64)
