@@ -102,6 +102,7 @@ class CpuKvCache(SequenceState):
     ) -> None:
         self.states = [BlockedState(each) for each in recurrent]
         super().__init__(self.states, [WindowRows(kv.mask, capacity) for kv in layers])
+        self._sliding = [window for window in self.windows if window.is_window]
         self.capacity = capacity
         self.kv_type = kv_type
         self.layers = [
@@ -117,9 +118,10 @@ class CpuKvCache(SequenceState):
         end = position + num_rows
         if end > self.capacity:
             raise ContextExceeded(end, self.capacity)
-        if not self.can_resume(position):
-            raise CheckpointMissing(wanted=position, kept=-1)
-        for window in self.windows:
+        for state in self.states:
+            if position not in (0, state.num_positions):
+                raise CheckpointMissing(wanted=position, kept=state.num_positions)
+        for window in self._sliding:
             window.begin(position)
             window.advance(num_rows)
         for state in self.states:
@@ -131,6 +133,11 @@ class CpuKvCache(SequenceState):
         """Note that a step has been computed, up to here."""
         for state in self.states:
             state.conv_positions = state.delta_positions = num_positions
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether rows can be overwritten and the sequence still resumed before them."""
+        return not self.states and not self._sliding
 
     @property
     def nbytes(self) -> int:

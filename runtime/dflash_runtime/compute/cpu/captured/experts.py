@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -39,20 +39,16 @@ class AskedExperts:
     Sums are added in float64 and rounded once, as HostExperts does.
     """
 
-    def __init__(
-        self, recorder: Recorder, remote: RemoteExperts, num_rows: Callable[[], int]
-    ) -> None:
-        """`num_rows`: how many rows the step at hand has."""
-        self._recorder, self._remote, self._num_rows = recorder, remote, num_rows
+    def __init__(self, recorder: Recorder, remote: RemoteExperts) -> None:
+        self._recorder, self._remote = recorder, remote
 
     def __call__(
         self, layer_id: int, hidden: F32Array, topk_ids: I32Array, topk_weights: F32Array
     ) -> Pausable[F32Array]:
         recorder, remote, out = self._recorder, self._remote, self._recorder.new(hidden.shape)
 
-        def ask() -> None:
+        def ask(rows: int) -> None:
             """Raises: DaemonUnavailable if no owner can compute them."""
-            rows = self._num_rows()
             ticket = remote.begin(
                 layer_id,
                 HostHidden(hidden[:rows]),

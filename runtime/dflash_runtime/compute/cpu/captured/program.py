@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
-from dflash_protocol.ids import AnyArray
 from dflash_runtime.compute.cpu.kernels import step_tasks as tasks
 from dflash_runtime.compute.cpu.kernels.words import Call, calls_kernel
 from dflash_runtime.compute.cpu.threads.parallel import line_of_words
 from dflash_runtime.compute.cpu.threads.scratch import zeros_on_lines
-from dflash_runtime.compute.model import HostWork
 
 _LINE_WORDS = 8
+
+BetweenCalls: TypeAlias = Callable[[int], None]
+"""What the host does between two calls; it gets the number of rows of the run."""
 
 
 class Program:
@@ -26,8 +28,8 @@ class Program:
     def __init__(
         self,
         calls: Sequence[Call],
-        cuts: Sequence[tuple[int, HostWork]],
-        kept: Iterable[AnyArray],
+        cuts: Sequence[tuple[int, BetweenCalls]],
+        kept: Iterable[object],
         num_rows: int,
     ) -> None:
         """`cuts`: what the host does before the call of this index."""
@@ -78,7 +80,7 @@ class Program:
             self._words[self._row_words] = self._row_factors * num_rows
             self._num_rows = num_rows
 
-    def run(self, pool: int, stops: Sequence[tuple[int, HostWork]] = ()) -> None:
+    def run(self, pool: int, stops: Sequence[tuple[int, BetweenCalls]] = ()) -> None:
         """Run all calls on a pool of threads, and what the host does between them; `stops` is more
         of that, for this run.
 
@@ -91,10 +93,10 @@ class Program:
             while index <= end:
                 index = kernel(calls, index, end + 1, counter, pool)
             if work is not None:
-                work()
+                work(self._num_rows)
 
 
-def _index_of(cut: tuple[int, HostWork | None]) -> int:
+def _index_of(cut: tuple[int, BetweenCalls | None]) -> int:
     return cut[0]
 
 

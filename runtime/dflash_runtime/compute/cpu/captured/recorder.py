@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from dflash_adapters.rope import AttentionTemperature, RopeTable
-from dflash_protocol.ids import AnyArray, F32Array, I32Array
+from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime.compute.cpu import attention as attending
-from dflash_runtime.compute.cpu.captured.program import Program
+from dflash_runtime.compute.cpu.captured.program import BetweenCalls, Program
 from dflash_runtime.compute.cpu.kernels import conv_tasks, delta_tasks
 from dflash_runtime.compute.cpu.kernels import step_tasks as tasks
 from dflash_runtime.compute.cpu.kernels.words import Call
@@ -22,7 +22,6 @@ from dflash_runtime.compute.cpu.recurrent import check_shape
 from dflash_runtime.compute.cpu.threads.scratch import zeros_on_lines
 from dflash_runtime.compute.host_ops import DeltaInputs
 from dflash_runtime.compute.kv_cache import KvCache
-from dflash_runtime.compute.model import HostWork
 from dflash_runtime.compute.trees import Tree
 
 _TABLE_POSITIONS = 512
@@ -78,8 +77,8 @@ class Recorder(CpuOps):
         self.tables = PositionTables(num_positions)
         self._num_positions = num_positions
         self._calls: list[Call] = []
-        self._cuts: list[tuple[int, HostWork]] = []
-        self._kept: list[AnyArray] = []
+        self._cuts: list[tuple[int, BetweenCalls]] = []
+        self._kept: list[object] = []
 
     # -- recording --------------------------------------------------------------------------------
 
@@ -93,11 +92,11 @@ class Recorder(CpuOps):
         self.keep(values)
         return values.reshape(shape)
 
-    def keep(self, *arrays: AnyArray) -> None:
-        """Keep what recorded words point into."""
-        self._kept += arrays
+    def keep(self, *owners: object) -> None:
+        """Keep the owners of memory that recorded words point into."""
+        self._kept += owners
 
-    def pause(self, work: HostWork) -> None:
+    def pause(self, work: BetweenCalls) -> None:
         """Record that the host does this between the calls so far and those that follow."""
         self._cuts.append((len(self._calls), work))
 
@@ -107,6 +106,7 @@ class Recorder(CpuOps):
 
     def program(self) -> Program:
         """What was recorded."""
+        self.keep(*self._plans.values())
         return Program(self._calls, self._cuts, self._kept, self.num_rows)
 
     # -- operations that are something else on the host, or depend on the position ----------------
