@@ -85,7 +85,9 @@ class CpuOps:
         return CpuKvCache(layers, capacity, kv_type, recurrent)
 
     def embed(self, table: Matrix, token_ids: I32Array) -> F32Array:
+        """Also tells the workers how many rows the pass has that begins with it."""
         assert isinstance(table, CpuMatrix)
+        self._workers.begin(token_ids.shape[0])
         out = np.empty((token_ids.shape[0], table.columns), np.float32)
         expand = expand_function(table.tensor_type).address
         row_bytes = int(table.layout[ROW_BYTES])
