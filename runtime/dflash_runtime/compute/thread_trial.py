@@ -11,6 +11,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from statistics import median
@@ -29,8 +30,12 @@ LEAST_THREADS = 3
 LIMIT_S = 0.3
 """Longest time of all passes, but for the part that is computed when it is over."""
 
-_ROUNDS = 3
+_ROUNDS = 5
 """How often each count is timed on each part."""
+_COLD_SHARE = 0.3
+"""Share of the time that the first pass may take."""
+_SLOWDOWN = 2
+"""How much longer parts may take with other counts, on average."""
 _MARGIN = 0.97
 """A count replaces the default if it takes at most this share of its time; less may be noise."""
 _MANY_THREADS = 16
@@ -64,20 +69,22 @@ def fastest_count(
     """The count with which passes are fastest: the first of `counts` unless another is clearly
     faster. None if the time was too short to tell.
 
-    `use` sets the count of the parts that follow. Counts take turns from part to part and from pass
-    to pass, so that whatever else the machine does meets all of them alike. A first pass does not
-    count: it reads what is not in memory yet, and shows how many parts there is time for.
+    `use` sets the count of the parts that follow. Counts take turns from pass to pass, so that
+    whatever else the machine does meets all of them alike; not from part to part, since threads
+    take some time to wake up. Two passes do not count: the first reads what is not in memory yet,
+    the second shows how many parts of a pass there is time for.
     """
     end_s = clock() + limit_s
-    first = _timed(one_pass, repeat(counts[0]), use, end_s=end_s, clock=clock)
+    run = partial(_timed, one_pass, use, clock=clock)
+    num_reached = len(run(repeat(counts[0]), end_s=clock() + _COLD_SHARE * limit_s))
     num_passes = _ROUNDS * len(counts)
-    num_parts = _num_that_fit(first, (end_s - clock()) / num_passes)
+    pass_s = (end_s - clock()) / num_passes / _SLOWDOWN
+    num_parts = len(run(repeat(counts[0], num_reached), end_s=clock() + pass_s))
     times: list[dict[int, list[float]]] = [{} for _ in range(num_parts)]
     for turn in range(num_passes):
-        using = [counts[(part + turn) % len(counts)] for part in range(num_parts)]
-        found = _timed(one_pass, using, use, end_s=end_s, clock=clock)
-        for part, elapsed_s in enumerate(found):
-            times[part].setdefault(using[part], []).append(elapsed_s)
+        count = counts[turn % len(counts)]
+        for part, elapsed_s in enumerate(run(repeat(count, num_parts), end_s=end_s)):
+            times[part].setdefault(count, []).append(elapsed_s)
     if not times or any(len(of_part) < len(counts) for of_part in times):
         return None
     total = {count: sum(median(of_part[count]) for of_part in times) for count in counts}
@@ -91,8 +98,8 @@ class _Enough(Exception):
 
 def _timed(
     one_pass: OnePass,
-    counts: Iterable[int],
     use: Callable[[int], None],
+    counts: Iterable[int],
     *,
     end_s: float,
     clock: Callable[[], float],
@@ -115,15 +122,6 @@ def _timed(
     with suppress(_Enough):
         one_pass(before=before, after=after)
     return times
-
-
-def _num_that_fit(times: list[float], limit_s: float) -> int:
-    """How many of the first parts take no longer than this together."""
-    for num_parts, elapsed_s in enumerate(times):
-        limit_s -= elapsed_s
-        if limit_s < 0:
-            return num_parts
-    return len(times)
 
 
 # -- counts kept on disk --------------------------------------------------------------------------
