@@ -10,6 +10,10 @@ from pathlib import Path
 from dflash_protocol.errors import SettingsError
 from dflash_runtime.compute.topology import Topology, parse_processors, read_topology
 
+LEAST_TIMED = 3
+"""With fewer threads the fastest number for decode steps is not looked for: each core adds
+bandwidth."""
+
 _ALMOST = 0.25
 """A quota this close below a whole number of processors counts as that number."""
 

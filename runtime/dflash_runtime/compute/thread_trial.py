@@ -25,8 +25,6 @@ from dflash_protocol.settings import cache_folder
 from dflash_runtime.compute.cores import ThreadCounts, default_counts
 from dflash_runtime.compute.topology import Topology
 
-LEAST_THREADS = 3
-"""With fewer of them nothing is timed: each core adds bandwidth."""
 LIMIT_S = 0.3
 """Longest time of all passes, but for the part that is computed when it is over."""
 

@@ -11,7 +11,7 @@ from dflash_adapters.quant import TensorType
 from dflash_adapters.spec import MoeLayer
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import I32Array
-from dflash_runtime.compute.cores import ThreadCounts, default_counts
+from dflash_runtime.compute.cores import LEAST_TIMED, ThreadCounts, default_counts
 from dflash_runtime.compute.cpu.compile import compiling
 from dflash_runtime.compute.cpu.compile.kernel_cache import keeping_in
 from dflash_runtime.compute.cpu.compile_ahead import OnProgress, compile_ahead, jobs_for, run_job
@@ -22,7 +22,6 @@ from dflash_runtime.compute.cpu.threads.workers import Workers, check_num_thread
 from dflash_runtime.compute.host import HostBackend
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.thread_trial import (
-    LEAST_THREADS,
     OnePass,
     counts_to_try,
     fastest_count,
@@ -98,7 +97,7 @@ class CpuBackend(HostBackend):
     def choose_threads(self, file: GgufFile, one_pass: OnePass | None) -> None:
         """Set how many threads take part in decode steps, unless `num_threads` was given."""
         topology, default = self._topology, self._counts
-        if topology is None or default.prompts < LEAST_THREADS:
+        if topology is None or default.prompts < LEAST_TIMED:
             return
         workers = self._workers
         chosen = kept_count(file, topology, self._cache_dir)
