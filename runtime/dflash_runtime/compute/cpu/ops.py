@@ -161,7 +161,7 @@ class CpuOps:
         if plan is None:
             if len(self._plans) == _MOST_PLANS:  # mostly of closed models
                 self._plans.clear()
-            plan = self._plans[matrices] = _plan(matrices)
+            plan = self._plans[matrices] = _plan(matrices, self._workers.num_threads)
         num_tokens, columns = x.shape
         if columns != plan.columns:
             raise ValueError(f"x is {x.shape}, the matrix has {plan.columns} columns")
@@ -350,13 +350,18 @@ class _Plan:
     words: I64Array
 
 
-def _plan(matrices: tuple[CpuMatrix, ...]) -> _Plan:
+def _plan(matrices: tuple[CpuMatrix, ...], num_threads: int) -> _Plan:
     columns = matrices[0].columns
     layouts = [matrix.layout for matrix in matrices]
     thread_bytes = TOTALS_BYTES + product_scratch_bytes(layouts)
     has_repacked = any(layout[UNPACK] for layout in layouts)
     q8_bytes = Q8_BLOCK_BYTES * (columns // 32) if has_repacked else 0
     words = np.zeros(products.NUM_PLAN_WORDS + len(matrices) * products.NUM_MATRIX_FIELDS, np.int64)
+    run_rows, claims_ahead = products.items_of(
+        sum(matrix.rows for matrix in matrices),
+        min(int(layout[ROW_BYTES]) for layout in layouts),
+        num_threads,
+    )
     num_rows = num_runs = 0
     fields = words[products.NUM_PLAN_WORDS :].reshape(len(matrices), products.NUM_MATRIX_FIELDS)
     for row, matrix in zip(fields, matrices, strict=True):
@@ -368,8 +373,10 @@ def _plan(matrices: tuple[CpuMatrix, ...]) -> _Plan:
         row[products.ROWS_BEFORE] = num_rows
         row[products.RUNS_BEFORE] = num_runs
         num_rows += matrix.rows
-        num_runs += -(-matrix.rows // products.RUN_ROWS)
+        row[products.RUN_ROWS] = run_rows
+        num_runs += -(-matrix.rows // run_rows)
     words[products.NUM_MATRICES], words[products.NUM_RUNS] = len(matrices), num_runs
+    words[products.CLAIMS_AHEAD] = claims_ahead
     words[products.SCRATCH_BYTES], words[products.Q8_BYTES] = thread_bytes, q8_bytes
     functions = quantise_function(), *products.linear_tasks()
     words[products.QUANTISE : products.NUM_PLAN_WORDS] = [each.address for each in functions]
