@@ -138,7 +138,7 @@ def kept_count(file: GgufFile, topology: Topology, cache_dir: str | None) -> int
     return None
 
 
-def keep_count(count: int, file: GgufFile, topology: Topology, cache_dir: str | None) -> None:
+def keep_count(count: int, file: GgufFile, topology: Topology, *, cache_dir: str | None) -> None:
     """Keep a measured count for the next start, if there is a folder that can be written to."""
     with suppress(SettingsError, OSError):
         place = _place(file, topology, cache_dir)

@@ -181,7 +181,7 @@ def open_model(
     model = backend.load_model(file, describe(file))
     is_alone = not choices and not endpoints
     backend.choose_threads(
-        file, trial_steps(backend, model, owners.local_banks, kv_type) if is_alone else None
+        file, trial_steps(backend, model, owners.local_banks, kv_type=kv_type) if is_alone else None
     )
     weights.remember()
     weights.start()

@@ -19,6 +19,7 @@ def trial_steps(
     backend: ComputeBackend,
     model: Model[AnyArray, Any],
     banks: Mapping[int, ExpertBank],
+    *,
     kv_type: KvType,
 ) -> OnePass:
     """Steps of one token at position 0, of a model on the host whose experts are all in `banks`.

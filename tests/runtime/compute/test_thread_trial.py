@@ -139,7 +139,7 @@ def test_a_count_is_kept_for_a_model_on_a_machine(tmp_path: Path, model: Path) -
     folder, machine = str(tmp_path / "cache"), machine_of(8)
     with GgufFile.open(model) as file, GgufFile.open(other) as second:
         assert kept_count(file, machine, folder) is None
-        keep_count(5, file, machine, folder)
+        keep_count(5, file, machine, cache_dir=folder)
         assert kept_count(file, machine, folder) == 5
         assert kept_count(second, machine, folder) is None
         assert kept_count(file, machine_of(9), folder) is None
@@ -152,7 +152,7 @@ def test_a_count_is_kept_for_a_model_on_a_machine(tmp_path: Path, model: Path) -
 def test_a_damaged_count_does_not_count(tmp_path: Path, model: Path, content: str) -> None:
     folder, machine = tmp_path / "cache", machine_of(8)
     with GgufFile.open(model) as file:
-        keep_count(5, file, machine, str(folder))
+        keep_count(5, file, machine, cache_dir=str(folder))
         [place] = folder.glob("threads-*")
         place.write_bytes(content.encode("latin-1"))
         assert kept_count(file, machine, str(folder)) is None
@@ -162,12 +162,12 @@ def test_old_counts_are_removed_and_a_bad_folder_is_no_error(tmp_path: Path, mod
     folder = tmp_path / "cache"
     with GgufFile.open(model) as file:
         for num_cores in range(3, 80):
-            keep_count(3, file, machine_of(num_cores), str(folder))
+            keep_count(3, file, machine_of(num_cores), cache_dir=str(folder))
         assert len(list(folder.glob("threads-*"))) == 64
         assert kept_count(file, machine_of(79), str(folder)) == 3
         no_folder = tmp_path / "file"
         no_folder.write_text("")
-        keep_count(3, file, machine_of(3), str(no_folder))
+        keep_count(3, file, machine_of(3), cache_dir=str(no_folder))
         assert kept_count(file, machine_of(3), str(no_folder)) is None
 
 

@@ -109,7 +109,7 @@ class CpuBackend(HostBackend):
                 # docs: decode steps use the machine's default number of threads
                 _LOG.info("threads of decode steps could not be timed: %s", error)
             if chosen is not None:
-                keep_count(chosen, file, topology, self._cache_dir)
+                keep_count(chosen, file, topology, cache_dir=self._cache_dir)
                 # docs: once for a model on a machine; `--threads` sets another number
                 _LOG.info("decode steps are fastest with %d of %d threads", chosen, default.prompts)
         workers.use_for_decode(chosen or default.decode)
