@@ -8,6 +8,7 @@ shapes, so parts of real steps are timed with several counts.
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -29,13 +30,16 @@ LIMIT_S = 0.3
 """Longest time of all passes, but for the part that is computed when it is over."""
 
 _ROUNDS = 5
-"""How often each count is timed on each part."""
+"""Passes with each count, if there is time."""
+_LEAST_ROUNDS = 2
 _COLD_SHARE = 0.3
 """Share of the time that the first pass may take."""
 _SLOWDOWN = 2
 """How much longer parts may take with other counts, on average."""
-_MARGIN = 0.97
-"""A count replaces the default if it takes at most this share of its time; less may be noise."""
+_MARGIN, _MOSTLY = 0.97, 0.8
+"""A count replaces the default if it takes at most the first share of its time, and is faster in the
+second share of rounds; less may be noise."""
+_BUSY_SHARE = 0.5
 _MANY_THREADS = 16
 _PREFIX = "threads-"
 _NUM_KEPT = 64
@@ -54,6 +58,14 @@ def counts_to_try(default: ThreadCounts) -> tuple[int, ...]:
     most = default.prompts
     others = {most, 3 * most // 4, most // 2, most // 4 if most >= _MANY_THREADS else most}
     return default.decode, *sorted(others - {default.decode}, reverse=True)
+
+
+def is_busy() -> bool:
+    """Whether others use so much of the machine that a trial would say little of it."""
+    try:
+        return os.getloadavg()[0] > _BUSY_SHARE * (os.cpu_count() or 1)
+    except OSError:
+        return False
 
 
 def fastest_count(
@@ -78,16 +90,21 @@ def fastest_count(
     num_passes = _ROUNDS * len(counts)
     pass_s = (end_s - clock()) / num_passes / _SLOWDOWN
     num_parts = len(run(repeat(counts[0], num_reached), end_s=clock() + pass_s))
-    times: list[dict[int, list[float]]] = [{} for _ in range(num_parts)]
-    for turn in range(num_passes):
+    times: dict[int, list[float]] = {count: [] for count in counts}
+    for turn in range(num_passes if num_parts else 0):
         count = counts[turn % len(counts)]
-        for part, elapsed_s in enumerate(run(repeat(count, num_parts), end_s=end_s)):
-            times[part].setdefault(count, []).append(elapsed_s)
-    if not times or any(len(of_part) < len(counts) for of_part in times):
+        found = run(repeat(count, num_parts), end_s=end_s)
+        if len(found) < num_parts:
+            break
+        times[count].append(sum(found))
+    num_rounds = min(map(len, times.values()))
+    if num_rounds < _LEAST_ROUNDS:
         return None
-    total = {count: sum(median(of_part[count]) for of_part in times) for count in counts}
-    best = min(counts, key=lambda count: total[count])
-    return best if total[best] <= _MARGIN * total[counts[0]] else counts[0]
+    best = min(counts, key=lambda count: median(times[count]))
+    usual = times[counts[0]]
+    num_faster = sum(here < there for here, there in zip(times[best], usual, strict=False))
+    is_clear = num_faster >= _MOSTLY * num_rounds
+    return best if is_clear and median(times[best]) <= _MARGIN * median(usual) else counts[0]
 
 
 class _Enough(Exception):

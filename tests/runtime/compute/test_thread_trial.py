@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from dflash_runtime.compute.cpu.backend import CpuBackend
 from dflash_runtime.compute.thread_trial import (
     counts_to_try,
     fastest_count,
+    is_busy,
     keep_count,
     kept_count,
 )
@@ -82,12 +84,12 @@ def test_the_default_stays_unless_another_is_clearly_faster() -> None:
 
 
 def test_a_disturbance_is_met_by_all_counts_alike() -> None:
-    """Every fourth pass takes five times as long."""
+    """Every eighth pass takes five times as long."""
 
     class Disturbed(FakeMachine):
         def one_pass(self, *, before: Callable[[], None], after: Callable[[], None]) -> None:
             usual = self._speed
-            if self.num_passes % 4 == 0:
+            if self.num_passes % 8 == 0:
                 self._speed = lambda threads: usual(threads) / 5
             try:
                 super().one_pass(before=before, after=after)
@@ -178,6 +180,7 @@ def test_old_counts_are_removed_and_a_bad_folder_is_no_error(tmp_path: Path, mod
 def four_cores(monkeypatch: pytest.MonkeyPatch) -> Topology:
     machine = machine_of(4)
     monkeypatch.setattr(cpu_backend, "read_topology", lambda: machine)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     return machine
 
 
@@ -197,6 +200,24 @@ def test_a_number_that_was_given_is_not_timed(
 
     assert choose(CpuBackend(num_threads=4, cache_dir=str(tmp_path / "c")), model, one_pass) == 4
     assert choose(CpuBackend(cache_dir=str(tmp_path / "c")), model, None) == 4
+
+
+def test_nothing_is_timed_while_the_machine_is_busy(
+    monkeypatch: pytest.MonkeyPatch, four_cores: Topology, model: Path, tmp_path: Path
+) -> None:
+    def one_pass(*, before: Callable[[], None], after: Callable[[], None]) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.6 * (os.cpu_count() or 1), 0.0, 0.0))
+    assert is_busy()
+    assert choose(CpuBackend(cache_dir=str(tmp_path / "c")), model, one_pass) == 4
+    assert not (tmp_path / "c").exists() or not list((tmp_path / "c").glob("threads-*"))
+
+    def unknown() -> tuple[float, ...]:
+        raise OSError
+
+    monkeypatch.setattr(os, "getloadavg", unknown)
+    assert not is_busy()
 
 
 def test_what_was_timed_is_used_from_then_on(
@@ -233,6 +254,7 @@ def test_real_steps_are_timed_and_change_no_result(
     with Engine.open(model, settings=settings, threads=1) as engine:
         expected = engine.logits(tokens)
     monkeypatch.setattr(cpu_backend, "read_topology", lambda: machine_of(4))
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     with Engine.open(model, settings=settings) as engine:
         assert len(list((tmp_path / "c").glob("threads-*"))) == 1
         stats = engine.stats()

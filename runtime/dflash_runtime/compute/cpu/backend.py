@@ -25,6 +25,7 @@ from dflash_runtime.compute.thread_trial import (
     OnePass,
     counts_to_try,
     fastest_count,
+    is_busy,
     keep_count,
     kept_count,
 )
@@ -101,7 +102,7 @@ class CpuBackend(HostBackend):
             return
         workers = self._workers
         chosen = kept_count(file, topology, self._cache_dir)
-        if chosen is None and one_pass is not None:
+        if chosen is None and one_pass is not None and not is_busy():
             counts = counts_to_try(default)
             try:
                 chosen = fastest_count(one_pass, counts, workers.use_for_decode)
