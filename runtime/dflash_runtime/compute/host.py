@@ -24,6 +24,7 @@ from dflash_runtime.compute.host_model import HostExperts, HostModel
 from dflash_runtime.compute.host_ops import Ops
 from dflash_runtime.compute.kv_cache import KvCache, KvType
 from dflash_runtime.compute.model import Model
+from dflash_runtime.compute.thread_trial import OnePass
 
 PREFILL_CHUNK = 512
 ONE_TOKEN = ((Phase.DECODE, 1),)
@@ -57,6 +58,9 @@ class HostBackend:
         kv_type: KvType = KvType.F16,
     ) -> None:
         """Do nothing: weights are read from the file when they are used."""
+
+    def choose_threads(self, file: GgufFile, one_pass: OnePass | None) -> None:
+        """Do nothing: it has no threads of its own."""
 
     def to_host(self, rows: AnyArray) -> F32Array:
         return rows

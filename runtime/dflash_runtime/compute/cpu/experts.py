@@ -123,6 +123,7 @@ class CpuExpertBank:
         if hidden.shape != out.shape or hidden.shape[1:] != (self.layer.hidden_size,):
             expected = f"[T, {self.layer.hidden_size}]"
             raise ValueError(f"hidden {hidden.shape}, out {out.shape}, expected {expected}")
+        self._workers.begin(batch.num_tokens)
         with self._scratch.take(
             8 * k.NUM_ARGUMENTS,
             batch.num_tokens * self._hidden_q8_bytes,

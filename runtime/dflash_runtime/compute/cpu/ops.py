@@ -106,7 +106,9 @@ class CpuOps(ElementOps):
         return CpuKvCache(layers, capacity, kv_type, recurrent)
 
     def embed(self, table: Matrix, token_ids: I32Array) -> F32Array:
+        """Also tells the workers how many rows the pass has that begins with it."""
         assert isinstance(table, CpuMatrix)
+        self.workers.begin(token_ids.shape[0])
         out = self.new((token_ids.shape[0], table.columns))
         is_bad = (token_ids < 0) | (token_ids >= table.rows)
         if is_bad.any():
@@ -174,7 +176,7 @@ class CpuOps(ElementOps):
         if plan is None:
             if len(self._plans) == _MOST_PLANS:  # mostly of closed models
                 self._plans.clear()
-            plan = self._plans[matrices] = _plan(matrices)
+            plan = self._plans[matrices] = _plan(matrices, self.num_threads)
         num_tokens, columns = x.shape
         if columns != plan.columns:
             raise ValueError(f"x is {x.shape}, the matrix has {plan.columns} columns")
@@ -357,13 +359,18 @@ class _Plan:
     """Of each matrix, at `matrices_at`. Shapes: [M, NUM_MATRIX_FIELDS]."""
 
 
-def _plan(matrices: tuple[CpuMatrix, ...]) -> _Plan:
+def _plan(matrices: tuple[CpuMatrix, ...], num_threads: int) -> _Plan:
     columns = matrices[0].columns
     layouts = [matrix.layout for matrix in matrices]
     thread_bytes = TOTALS_BYTES + product_scratch_bytes(layouts)
     has_repacked = any(layout[UNPACK] for layout in layouts)
     q8_bytes = Q8_BLOCK_BYTES * (columns // 32) if has_repacked else 0
     fields = np.zeros((len(matrices), products.NUM_MATRIX_FIELDS), np.int64)
+    run_rows, claims_ahead = products.items_of(
+        sum(matrix.rows for matrix in matrices),
+        min(int(layout[ROW_BYTES]) for layout in layouts),
+        num_threads,
+    )
     num_rows = num_runs = 0
     for row, matrix in zip(fields, matrices, strict=True):
         if matrix.columns != columns:
@@ -374,9 +381,11 @@ def _plan(matrices: tuple[CpuMatrix, ...]) -> _Plan:
         row[products.ROWS_BEFORE] = num_rows
         row[products.RUNS_BEFORE] = num_runs
         num_rows += matrix.rows
-        num_runs += -(-matrix.rows // products.RUN_ROWS)
+        row[products.RUN_ROWS] = run_rows
+        num_runs += -(-matrix.rows // run_rows)
     functions = quantise_function(), *products.linear_tasks()
-    words = [len(matrices), num_runs, thread_bytes, q8_bytes, *[each.address for each in functions]]
+    words = [len(matrices), num_runs, int(claims_ahead), thread_bytes, q8_bytes]
+    words += [each.address for each in functions]
     return _Plan(
         matrices,
         columns,

@@ -95,7 +95,7 @@ class CpuStep:
     ) -> None:
         self.counts_itself = banks is None
         self._recorded = _record(ops, model, cache, banks, remote)
-        self._pool, self._cache = ops.workers.address, cache
+        self._workers, self._cache = ops.workers, cache
         self._position = 0
         self._is_greedy = True
 
@@ -155,7 +155,8 @@ class CpuStep:
         self._cache.begin_step(position, num_rows)
         recorded.tables.extend(end)
         recorded.program.place(num_rows, position)
-        recorded.program.run(self._pool, stops)
+        self._workers.begin(num_rows)
+        recorded.program.run(self._workers.address, stops)
         self._cache.end_step(end)
 
     def token(self, position: int) -> int | None:

@@ -25,6 +25,7 @@ from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES
     # A plan: what calls with the same matrices have in common.
     NUM_MATRICES,
     NUM_RUNS,  # of all matrices
+    CLAIMS_AHEAD,  # whether threads claim an item while they compute another
     SCRATCH_BYTES,  # of one thread
     Q8_BYTES,  # of a row of x as q8 blocks, or 0 if none are needed
     QUANTISE,  # the function, and the phases
@@ -40,7 +41,7 @@ from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES
     Q8_BLOCKS,  # [T] rows of x as q8 blocks
     MATRICES,  # [M, NUM_MATRIX_FIELDS]
     SCRATCH,  # [threads, SCRATCH_BYTES]
-) = range(16)
+) = range(17)
 
 NUM_PLAN_WORDS = X
 """Words of a plan, which those of its matrices follow."""
@@ -52,11 +53,26 @@ NUM_PLAN_WORDS = X
     ROWS,
     ROWS_BEFORE,  # of the matrices before it
     RUNS_BEFORE,
+    RUN_ROWS,  # rows in one item
     NUM_MATRIX_FIELDS,
-) = range(6)
+) = range(7)
 
-RUN_ROWS = 32
-"""Rows in one item."""
+_MOST_RUN_ROWS = 32
+_WIDE_RUN_BYTES = 1 << 16
+
+
+def items_of(num_rows: int, row_bytes: int, num_threads: int) -> tuple[int, bool]:
+    """Rows in an item, and whether threads claim the next one early, so that it can be prefetched.
+
+    Matrices of few but wide rows, as a router's in float32, make so few items that threads would
+    get none, or wait for one that holds two: their items are smaller, and not claimed early. Their
+    rows are long enough to be read well without.
+    """
+    is_wide = REPACKED_ROWS * row_bytes >= _WIDE_RUN_BYTES
+    if not is_wide or num_rows >= 2 * _MOST_RUN_ROWS * num_threads:
+        return _MOST_RUN_ROWS, True
+    return REPACKED_ROWS, num_rows >= 2 * REPACKED_ROWS * num_threads
+
 
 FEW_TOKENS = 4
 """The caller quantises up to this many tokens alone: waking workers would take longer."""
@@ -94,25 +110,26 @@ def _find_matrix(args: int, run: int) -> int:
 @helper
 def _first_row(matrix: int, run: int) -> int:
     """Address of a run's first row."""
-    row = (run - get(matrix, RUNS_BEFORE)) * RUN_ROWS
+    row = (run - get(matrix, RUNS_BEFORE)) * get(matrix, RUN_ROWS)
     address: int = get(matrix, WEIGHTS) + row * get(get(matrix, LAYOUT), ROW_BYTES)
     return address
 
 
 def _multiply(args: int, counter: int, worker_idx: int) -> None:
-    """Items are runs of RUN_ROWS rows of one matrix."""
+    """Items are runs of rows of one matrix."""
     num_tokens, num_runs = get(args, NUM_TOKENS), get(args, NUM_RUNS)
     room = get(args, OUT_ROOM)
+    claims_ahead = get(args, CLAIMS_AHEAD) != 0
     totals = get(args, SCRATCH) + worker_idx * get(args, SCRATCH_BYTES)
     scratch = totals + TOTALS_BYTES
     run = claim(counter)
     while run < num_runs:
-        next_run = claim(counter)
+        next_run = claim(counter) if claims_ahead else num_runs
         matrix = _find_matrix(args, run)
         layout, rows = get(matrix, LAYOUT), get(matrix, ROWS)
         row_bytes = get(layout, ROW_BYTES)
-        first_row = (run - get(matrix, RUNS_BEFORE)) * RUN_ROWS
-        end_row = min(first_row + RUN_ROWS, rows)
+        first_row = (run - get(matrix, RUNS_BEFORE)) * get(matrix, RUN_ROWS)
+        end_row = min(first_row + get(matrix, RUN_ROWS), rows)
         following = get(matrix, WEIGHTS)
         if next_run < num_runs:
             following = _first_row(_find_matrix(args, next_run), next_run)
@@ -136,7 +153,7 @@ def _multiply(args: int, counter: int, worker_idx: int) -> None:
                     if get(args, ADDEND):
                         _add(source, get(args, ADDEND) + place, num_rows)
                     v.copy_bytes(get(args, OUT) + place, source, 4 * num_rows)
-        run = next_run
+        run = next_run if claims_ahead else claim(counter)
 
 
 @helper
