@@ -17,6 +17,7 @@ from dflash_runtime.compute.cpu.compile import tiers
 from dflash_runtime.compute.cpu.simd import instruction_sets, tiles
 from dflash_runtime.compute.cpu.simd import types as simd_types
 from dflash_runtime.compute.cpu.simd.dots import Quants
+from dflash_runtime.compute.cpu.simd.emitting import NUM_ROWS
 from dflash_runtime.compute.cpu.simd.instruction_sets import Tier, target_features
 from dflash_runtime.compute.cpu.simd.types import emit_named
 from dflash_runtime.compute.cpu.simd.untyped import ir, llvm
@@ -154,7 +155,7 @@ def lines_of_a_turn(tensor_type: TensorType) -> int:
     """Cache lines of 16 rows' chunk; of two chunks and of one where chunks are small."""
     form = FORMATS[tensor_type]
     turns = (1,) if form.chunk_blocks > 1 else (2, 1)
-    return sum(-(-count * kernels.NUM_ROWS * form.chunk_bytes // 64) for count in turns)
+    return sum(-(-count * NUM_ROWS * form.chunk_bytes // 64) for count in turns)
 
 
 @pytest.mark.parametrize("tensor_type", FORMATS, ids=lambda each: each.name)

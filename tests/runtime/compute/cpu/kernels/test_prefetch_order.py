@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_protocol.ids import I64Array
+from dflash_protocol.ids import AnyArray, I64Array
 from dflash_runtime.compute.cpu.compile.compiling import RowFunction, compile_task, helper, variant
 from dflash_runtime.compute.cpu.kernels import experts_kernel as experts
 from dflash_runtime.compute.cpu.kernels import linear_kernel as linear
-from dflash_runtime.compute.cpu.kernels.products import LEAD_BYTES, REPACKED_ROWS
+from dflash_runtime.compute.cpu.kernels.products import LEAD_BYTES, REPACKED_ROWS, TOTALS_BYTES
 from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.weights.matrix import NUM_FIELDS
 from dflash_runtime.compute.cpu.weights.rows import COLUMNS, ROW_BYTES, UNPACK
@@ -102,7 +102,7 @@ def test_matrices_one_after_another(
     args[linear.OUT], args[linear.SCRATCH] = out.ctypes.data, words.ctypes.data
     args[linear.MATRICES] = fields.ctypes.data
 
-    kept = run(multiply, args, words, linear.TOTALS_BYTES)
+    kept = run(multiply, args, words, TOTALS_BYTES)
     expected = [
         panel
         for address, stride, count in zip(addresses, row_bytes, rows, strict=True)
@@ -124,7 +124,7 @@ def expert_args(row_bytes: int, words: I64Array, kept: list[Any]) -> I64Array:
     activation = np.array([1e9, 1, 0], np.float32)
     hidden, activations = np.zeros((1, 64), np.float32), np.zeros((2, 64), np.float32)
     out = np.zeros((1, 64), np.float64)
-    arrays = {
+    arrays: dict[int, AnyArray] = {
         experts.ADDRESSES: addresses,
         experts.LAYOUTS: layouts,
         experts.ACTIVATION: activation,
@@ -152,7 +152,7 @@ def expert_args(row_bytes: int, words: I64Array, kept: list[Any]) -> I64Array:
 def test_experts_matrices(phase: Callable[..., None], row_bytes: int, distance: int) -> None:
     words, kept_alive = scratch_words(), list[Any]()
     args = expert_args(row_bytes, words, kept_alive)
-    kept = run(recorded(phase), args, words, 2 * experts.TOTALS_BYTES)
+    kept = run(recorded(phase), args, words, 2 * TOTALS_BYTES)
     gate, up, down = (
         {expert: FIRST * (1 + 3 * expert + projection) for expert in (2, 0)}
         for projection in range(3)
