@@ -12,6 +12,8 @@ from dflash_runtime.compute.cpu.kernels.products import (
     group_size,
     largest_group,
     multiply_rows,
+    prefetch_first,
+    rows_ahead,
 )
 from dflash_runtime.compute.cpu.kernels.words import FIRST_FIELD, get
 from dflash_runtime.compute.cpu.simd import vectors as v
@@ -123,6 +125,10 @@ def _multiply(args: int, counter: int, worker_idx: int) -> None:
     totals = get(args, SCRATCH) + worker_idx * get(args, SCRATCH_BYTES)
     scratch = totals + TOTALS_BYTES
     run = claim(counter)
+    if run < num_runs:
+        matrix = _find_matrix(args, run)
+        layout, start = get(matrix, LAYOUT), _first_row(matrix, run)
+        prefetch_first(layout, start, start + REPACKED_ROWS * get(layout, ROW_BYTES))
     while run < num_runs:
         next_run = claim(counter) if claims_ahead else num_runs
         matrix = _find_matrix(args, run)
@@ -130,13 +136,19 @@ def _multiply(args: int, counter: int, worker_idx: int) -> None:
         row_bytes = get(layout, ROW_BYTES)
         first_row = (run - get(matrix, RUNS_BEFORE)) * get(matrix, RUN_ROWS)
         end_row = min(first_row + get(matrix, RUN_ROWS), rows)
-        following = get(matrix, WEIGHTS)
+        start = following = _first_row(matrix, run)
+        following_bytes = row_bytes
         if next_run < num_runs:
-            following = _first_row(_find_matrix(args, next_run), next_run)
+            next_matrix = _find_matrix(args, next_run)
+            following = _first_row(next_matrix, next_run)
+            following_bytes = get(get(next_matrix, LAYOUT), ROW_BYTES)
         for row in range(first_row, end_row, REPACKED_ROWS):
             num_rows = min(REPACKED_ROWS, rows - row)
-            here = get(matrix, WEIGHTS) + row * row_bytes
-            ahead = here + REPACKED_ROWS * row_bytes if row + REPACKED_ROWS < end_row else following
+            in_run = row - first_row
+            here = start + in_run * row_bytes
+            ahead = rows_ahead(
+                start, row_bytes, in_run, end_row - first_row, following, following_bytes
+            )
             for first in range(0, num_tokens, VECTORS_AT_ONCE):
                 end = min(first + VECTORS_AT_ONCE, num_tokens)
                 vectors = (
