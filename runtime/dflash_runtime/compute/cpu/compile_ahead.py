@@ -39,7 +39,7 @@ from dflash_runtime.compute.cpu.kernels import (
     route_tasks,
 )
 from dflash_runtime.compute.cpu.kernels.attention_elements import element_functions
-from dflash_runtime.compute.cpu.threads import parallel
+from dflash_runtime.compute.cpu.threads import pages, parallel
 from dflash_runtime.compute.cpu.weights.matrix import row_layout
 from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise_function
 from dflash_runtime.compute.cpu.weights.rows import expand_function
@@ -65,6 +65,7 @@ _DENSE_JOBS: dict[str, Callable[[], object]] = {
     "route": route_tasks.route_kernel,
     "attention": attention_tasks.attention_kernel,
     "store": attention_tasks.store_task,
+    "touch": pages.touch_kernel,
     "norm": dense_tasks.norm_kernel,
     "rope": dense_tasks.rope_kernel,
     "gate": dense_tasks.gate_kernel,

@@ -5,6 +5,7 @@ Keys and values as in kernels/attention_tiles, recurrent layers' states as in ke
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,10 @@ from dflash_protocol.ids import F32Array, I64Array, U8Array
 from dflash_runtime.compute.cpu.kernels import attention_split as a
 from dflash_runtime.compute.cpu.kernels import delta_tasks as d
 from dflash_runtime.compute.cpu.kernels.attention_tasks import function_words
+from dflash_runtime.compute.cpu.kernels.attention_tiles import BLOCK
+from dflash_runtime.compute.cpu.threads.pages import HUGE_PAGE, touch, zero_pages
 from dflash_runtime.compute.cpu.threads.scratch import zeros_on_lines
+from dflash_runtime.compute.cpu.threads.workers import Workers
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.sequence_state import LayerState, SequenceState
 from dflash_runtime.compute.sliding_window import WindowRows
@@ -72,25 +76,41 @@ class BlockedState(LayerState):
 LANES = 32
 _NO_WINDOW = 1 << 62
 
+_TOUCHED_AHEAD = 256
+"""Positions for which memory is touched beyond those asked for, so that few decode steps ask."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerCache:
     """One layer's keys and values, as bytes, for positions below `capacity`.
 
-    Shapes: keys [kv_heads, N / 32, a block of 32 positions]; values [kv_heads, N, a row], N rows
-    being the window's; words: those of a layer in attention_split.
+    Successive positions share a slab, which has their keys and values of all heads: as many as fill
+    a huge page. So a step touches few pages, and a head's rows are read in long runs.
+    Shapes: slabs [N / R, bytes of R rows]: of each head R / 32 blocks of keys, then R rows of
+    values; N rows are the window's, rounded up. Words: those of a layer in attention_split; they
+    never change.
     """
 
     kv: KvLayer
     capacity: int
     window: WindowRows
-    keys: U8Array
-    values: U8Array
+    slabs: U8Array
     words: I64Array
+
+    def new_ranges(self, first: int, end: int) -> list[tuple[int, int]]:
+        """Address and size of each slab that has positions below `end` and none below `first`."""
+        num_rows, slab_rows = self.window.num_rows, int(self.words[a.SLAB_ROWS])
+        first_slab, end_slab = (-(-min(each, num_rows) // slab_rows) for each in (first, end))
+        address, slab_bytes = self.slabs.ctypes.data, self.slabs.shape[1]
+        return [(address + slab * slab_bytes, slab_bytes) for slab in range(first_slab, end_slab)]
 
 
 class CpuKvCache(SequenceState):
-    """Implements kv_cache.KvCache. Memory of blocks is untouched until they are written."""
+    """Implements kv_cache.KvCache. Addresses stay as they are; memory is allocated by `touch`, or
+    else where it is first written.
+
+    `workers` touch memory together; without them, the caller does it alone.
+    """
 
     def __init__(
         self,
@@ -98,6 +118,7 @@ class CpuKvCache(SequenceState):
         capacity: int,
         kv_type: KvType,
         recurrent: Iterable[RecurrentLayer] = (),
+        workers: Workers | None = None,
     ) -> None:
         self.states = [BlockedState(each) for each in recurrent]
         super().__init__(self.states, [WindowRows(kv.mask, capacity) for kv in layers])
@@ -107,34 +128,56 @@ class CpuKvCache(SequenceState):
             _layer_cache(kv, capacity, window, kv_type)
             for kv, window in zip(layers, self.windows, strict=True)
         ]
+        self._workers = workers
+        self._num_touched = 0
+        touch([(each.values.ctypes.data, each.values.nbytes) for each in self.states], workers)
+        self.touch(1)
 
     @property
     def nbytes(self) -> int:
-        rows = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
-        return rows + self.state_bytes
+        return sum(layer.slabs.nbytes for layer in self.layers) + self.state_bytes
+
+    def touch(self, num_positions: int) -> None:
+        if num_positions > self._num_touched:
+            end = min(num_positions + _TOUCHED_AHEAD, self.capacity)
+            ranges = [each.new_ranges(self._num_touched, end) for each in self.layers]
+            touch(itertools.chain.from_iterable(ranges), self._workers)
+            self._num_touched = end
 
 
 def _layer_cache(kv: KvLayer, capacity: int, window: WindowRows, kv_type: KvType) -> LayerCache:
-    num_blocks = -(-window.num_rows // LANES)
     key_dim, value_dim = kv.key_dim, _padded(kv.value_dim)
     if kv_type is KvType.Q8_0:
         key_block_bytes, row_bytes = _padded(key_dim) * 34, value_dim // LANES * 34
     else:
         size = 2 if kv_type is KvType.F16 else 4
         key_block_bytes, row_bytes = key_dim * LANES * size, value_dim * size
-    keys = zeros_on_lines(kv.num_heads, num_blocks, key_block_bytes)
-    values = zeros_on_lines(kv.num_heads, num_blocks * LANES, row_bytes)
-    window.arrays = keys, values
+    slab_rows = _slab_rows(window.num_rows, kv.num_heads * (key_block_bytes // LANES + row_bytes))
+    key_bytes, value_bytes = slab_rows // LANES * key_block_bytes, slab_rows * row_bytes
+    head_bytes, num_slabs = key_bytes + value_bytes, -(-window.num_rows // slab_rows)
+    slab_bytes = kv.num_heads * head_bytes
+    slabs = zero_pages(num_slabs * slab_bytes).reshape(num_slabs, slab_bytes)
+    window.arrays = (slabs,)
     words = np.zeros(a.NUM_LAYER_WORDS, np.int64)
-    words[a.KEYS], words[a.VALUES] = keys.ctypes.data, values.ctypes.data
+    words[a.KEYS], words[a.VALUES] = slabs.ctypes.data, slabs.ctypes.data + key_bytes
     words[a.KV_HEADS], words[a.KEY_DIM], words[a.VALUE_DIM] = kv.num_heads, key_dim, kv.value_dim
-    words[a.KEY_HEAD_BYTES], words[a.KEY_BLOCK_BYTES] = keys.strides[:2]
-    words[a.VALUE_HEAD_BYTES], words[a.VALUE_ROW_BYTES] = values.strides[:2]
+    words[a.SLAB_ROWS], words[a.SLAB_BYTES], words[a.HEAD_BYTES] = slab_rows, slab_bytes, head_bytes
+    words[a.KEY_BLOCK_BYTES], words[a.VALUE_ROW_BYTES] = key_block_bytes, row_bytes
     words[a.WINDOW_ROWS] = window.num_rows if window.is_window else _NO_WINDOW
     words[a.WINDOW], words[a.CHUNK] = kv.mask.window, kv.mask.chunk
     for index, address in function_words(kv_type).items():
         words[index] = address
-    return LayerCache(kv, capacity, window, keys, values, words)
+    return LayerCache(kv, capacity, window, slabs, words)
+
+
+def _slab_rows(num_rows: int, row_bytes: int) -> int:
+    """Rows of a slab: as many as fill a huge page, or fewer, so that the last is as full as others.
+
+    A multiple of BLOCK, whose values are read as evenly spaced rows.
+    """
+    most = max(1, HUGE_PAGE // row_bytes // BLOCK) * BLOCK
+    num_slabs = -(-num_rows // most)
+    return -(-num_rows // (num_slabs * BLOCK)) * BLOCK
 
 
 def _padded(dim: int) -> int:

@@ -82,7 +82,7 @@ class CpuOps:
         self._attention.compile(kv_type)
         if recurrent:
             self._recurrent.compile()
-        return CpuKvCache(layers, capacity, kv_type, recurrent)
+        return CpuKvCache(layers, capacity, kv_type, recurrent, self._workers)
 
     def embed(self, table: Matrix, token_ids: I32Array) -> F32Array:
         assert isinstance(table, CpuMatrix)
