@@ -5,7 +5,6 @@ Keys and values as in kernels/attention_tiles, recurrent layers' states as in ke
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from dflash_runtime.compute.cpu.kernels import attention_split as a
 from dflash_runtime.compute.cpu.kernels import delta_tasks as d
 from dflash_runtime.compute.cpu.kernels.attention_tasks import function_words
 from dflash_runtime.compute.cpu.kernels.attention_tiles import BLOCK
-from dflash_runtime.compute.cpu.threads.pages import HUGE_PAGE, touch, zero_pages
+from dflash_runtime.compute.cpu.threads.pages import HUGE_PAGE, TouchSchedule, zero_pages
 from dflash_runtime.compute.cpu.threads.scratch import zeros_on_lines
 from dflash_runtime.compute.cpu.threads.workers import Workers
 from dflash_runtime.compute.kv_cache import KvType
@@ -77,7 +76,7 @@ LANES = 32
 _NO_WINDOW = 1 << 62
 
 _TOUCHED_AHEAD = 256
-"""Positions for which memory is touched beyond those asked for, so that few decode steps ask."""
+"""How many positions before its first one a slab is touched, at most."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,13 +95,6 @@ class LayerCache:
     window: WindowRows
     slabs: U8Array
     words: I64Array
-
-    def new_ranges(self, first: int, end: int) -> list[tuple[int, int]]:
-        """Address and size of each slab that has positions below `end` and none below `first`."""
-        num_rows, slab_rows = self.window.num_rows, int(self.words[a.SLAB_ROWS])
-        first_slab, end_slab = (-(-min(each, num_rows) // slab_rows) for each in (first, end))
-        address, slab_bytes = self.slabs.ctypes.data, self.slabs.shape[1]
-        return [(address + slab * slab_bytes, slab_bytes) for slab in range(first_slab, end_slab)]
 
 
 class CpuKvCache(SequenceState):
@@ -128,21 +120,35 @@ class CpuKvCache(SequenceState):
             _layer_cache(kv, capacity, window, kv_type)
             for kv, window in zip(layers, self.windows, strict=True)
         ]
-        self._workers = workers
-        self._num_touched = 0
-        touch([(each.values.ctypes.data, each.values.nbytes) for each in self.states], workers)
-        self.touch(1)
+        self._schedule = _touch_schedule(self.layers, self.states, workers)
+        self.touch(0)
 
     @property
     def nbytes(self) -> int:
         return sum(layer.slabs.nbytes for layer in self.layers) + self.state_bytes
 
     def touch(self, num_positions: int) -> None:
-        if num_positions > self._num_touched:
-            end = min(num_positions + _TOUCHED_AHEAD, self.capacity)
-            ranges = [each.new_ranges(self._num_touched, end) for each in self.layers]
-            touch(itertools.chain.from_iterable(ranges), self._workers)
-            self._num_touched = end
+        self._schedule.touch(num_positions)
+
+
+def _touch_schedule(
+    layers: Sequence[LayerCache], states: Sequence[BlockedState], workers: Workers | None
+) -> TouchSchedule:
+    """States and first slabs at once, further slabs some positions before their first: of each
+    layer another number, so that few steps wait for more than one."""
+    wanted_after = [np.full(len(states), -1)]
+    firsts = [np.array([each.values.ctypes.data for each in states], np.int64)]
+    sizes = [np.array([each.values.nbytes for each in states], np.int64)]
+    for index, layer in enumerate(layers):
+        ahead = max(1, _TOUCHED_AHEAD * (len(layers) - index) // len(layers))
+        slabs = np.arange(layer.slabs.shape[0])
+        wanted_after.append(slabs * layer.words[a.SLAB_ROWS] - ahead)
+        firsts.append(slabs * layer.slabs.shape[1] + layer.words[a.KEYS])
+        sizes.append(np.full(slabs.size, layer.slabs.shape[1]))
+    order = np.argsort(np.concatenate(wanted_after), kind="stable")
+    first, size = np.concatenate(firsts), np.concatenate(sizes)
+    ranges = np.stack([first, first + size], axis=1)
+    return TouchSchedule(np.concatenate(wanted_after)[order], ranges[order], workers)
 
 
 def _layer_cache(kv: KvLayer, capacity: int, window: WindowRows, kv_type: KvType) -> LayerCache:

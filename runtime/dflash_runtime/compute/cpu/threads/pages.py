@@ -8,7 +8,6 @@ too.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 
@@ -29,6 +28,7 @@ from dflash_runtime.compute.cpu.threads.workers import Workers
 
 HUGE_PAGE = 2 << 20
 _PAGE = 4096
+_NEVER = 1 << 62
 
 
 def zero_pages(num_bytes: int) -> U8Array:
@@ -49,20 +49,42 @@ def zero_pages(num_bytes: int) -> U8Array:
     return pages[first : first + num_bytes]
 
 
-def touch(ranges: Iterable[tuple[int, int]], workers: Workers | None) -> None:
-    """Have every page of these ranges allocated; the threads take one range after another.
+class TouchSchedule:
+    """Ranges of memory that are touched as a sequence grows; those of one call by all threads.
 
-    A range is an address, a multiple of 8, and a number of bytes. What is there stays as it is,
-    even if another thread writes it meanwhile.
+    Shapes: wanted_after [N], ascending: a range is touched once there are more positions; ranges
+    [N, 2], first address, a multiple of 8, and end. The memory belongs to the caller. Without
+    `workers` the caller of `touch` does it alone. Used by one thread at a time.
     """
-    ends = [(address, address + num_bytes) for address, num_bytes in ranges]
-    if not ends:
-        return
-    words = line_of_words(LINE + 2 + 2 * len(ends))
-    words[LINE] = len(ends)
-    words[LINE + 2 : LINE + 2 + 2 * len(ends)] = np.ravel(ends)
-    kernel, task = touch_kernel()
-    kernel(words, 0 if workers is None else workers.address, task.address)
+
+    __slots__ = ("_next", "_num_touched", "_ranges", "_wanted_after", "_workers")
+
+    def __init__(
+        self, wanted_after: I64Array, ranges: I64Array, workers: Workers | None = None
+    ) -> None:
+        self._wanted_after, self._ranges, self._workers = wanted_after, ranges, workers
+        self._num_touched = 0
+        self._next = _NEVER
+        self._set_next()
+
+    def touch(self, num_positions: int) -> None:
+        """Have every page allocated that is wanted for so many positions. What is there stays as it
+        is, even if another thread writes it meanwhile."""
+        if num_positions <= self._next:
+            return
+        end = int(np.searchsorted(self._wanted_after, num_positions))
+        ranges = self._ranges[self._num_touched : end]
+        words = line_of_words(LINE + 2 + ranges.size)
+        words[LINE] = ranges.shape[0]
+        words[LINE + 2 : LINE + 2 + ranges.size] = ranges.ravel()
+        kernel, task = touch_kernel()
+        kernel(words, 0 if self._workers is None else self._workers.address, task.address)
+        self._num_touched = end
+        self._set_next()
+
+    def _set_next(self) -> None:
+        left = self._wanted_after[self._num_touched :]
+        self._next = int(left[0]) if left.size else _NEVER
 
 
 def _touch_task(args: int, counter: int, worker_idx: int) -> None:
