@@ -87,6 +87,7 @@ class HostModel:
 
     def place(self, step: Step) -> Step:
         """The step itself; that it fits is checked by the operations."""
+        step.cache.touch(step.context)
         return step
 
     def embed(self, step: Step) -> F32Array:

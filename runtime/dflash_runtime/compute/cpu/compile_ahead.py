@@ -41,7 +41,7 @@ from dflash_runtime.compute.cpu.kernels import (
     words,
 )
 from dflash_runtime.compute.cpu.kernels.attention_elements import element_functions
-from dflash_runtime.compute.cpu.threads import parallel
+from dflash_runtime.compute.cpu.threads import pages, parallel
 from dflash_runtime.compute.cpu.weights.matrix import row_layout
 from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise_function
 from dflash_runtime.compute.cpu.weights.rows import expand_function
@@ -71,6 +71,7 @@ _DENSE_JOBS: dict[str, Callable[[], object]] = {
     "route": route_tasks.route_task,
     "attention": attention_tasks.run_attention,
     "store": attention_tasks.store_task,
+    "touch": pages.touch_kernel,
     "norm": dense_tasks.norm_task,
     "rope": dense_tasks.rope_task,
     "gate": dense_tasks.gate_task,

@@ -103,7 +103,7 @@ class CpuOps(ElementOps):
         attending.compile_attention(kv_type)
         if recurrent:
             self.recurrent.compile()
-        return CpuKvCache(layers, capacity, kv_type, recurrent)
+        return CpuKvCache(layers, capacity, kv_type, recurrent, self.workers)
 
     def embed(self, table: Matrix, token_ids: I32Array) -> F32Array:
         """Also tells the workers how many rows the pass has that begins with it."""

@@ -153,6 +153,7 @@ class CpuStep:
     ) -> None:
         recorded, end = self._recorded, position + num_rows
         self._cache.begin_step(position, num_rows)
+        self._cache.touch(end)
         recorded.tables.extend(end)
         recorded.program.place(num_rows, position)
         self._workers.begin(num_rows)

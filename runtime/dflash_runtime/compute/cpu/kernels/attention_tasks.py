@@ -30,7 +30,7 @@ def _store(args: int, counter: int, worker_idx: int) -> None:
     first_position, kv_heads = word(args, a.FIRST_POSITION), word(args, a.KV_HEADS)
     end_position = first_position + word(args, a.NUM_TOKENS)
     key_dim, value_dim = word(args, a.KEY_DIM), word(args, a.VALUE_DIM)
-    row_bytes, window_rows = word(args, a.VALUE_ROW_BYTES), word(args, a.WINDOW_ROWS)
+    row_bytes = word(args, a.VALUE_ROW_BYTES)
     first_block = first_position // 32
     num_items = kv_heads * ((end_position + 31) // 32 - first_block)
     while True:
@@ -38,16 +38,14 @@ def _store(args: int, counter: int, worker_idx: int) -> None:
         if item >= num_items:
             return
         block, kv_head = first_block + item // kv_heads, item % kv_heads
-        keys = word(args, a.KEYS) + kv_head * word(args, a.KEY_HEAD_BYTES)
-        first_row = 32 * block % window_rows
-        keys += first_row // 32 * word(args, a.KEY_BLOCK_BYTES)
-        values = word(args, a.VALUES) + kv_head * word(args, a.VALUE_HEAD_BYTES)
+        keys = a.keys_of(args, kv_head, 32 * block)
+        values = a.values_of(args, kv_head, 32 * block)
         for position in range(max(first_position, 32 * block), min(end_position, 32 * block + 32)):
             row = (position - first_position) * kv_heads + kv_head
             source = word(args, a.NEW_KEYS) + 4 * key_dim * row
             call_store(word(args, a.STORE_KEY), 0, source, key_dim, keys, position % 32)
             source = word(args, a.NEW_VALUES) + 4 * value_dim * row
-            target = values + (first_row + position % 32) * row_bytes
+            target = values + position % 32 * row_bytes
             block_bytes = row_bytes // a.blocks_of(value_dim)
             call_store(word(args, a.STORE_VALUES), 0, source, value_dim, target, block_bytes)
 

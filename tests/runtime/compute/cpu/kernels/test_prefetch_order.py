@@ -94,11 +94,13 @@ def test_matrices_one_after_another(
         matrix[linear.LAYOUT] = layouts[index].ctypes.data
         matrix[linear.WEIGHTS], matrix[linear.ROWS] = addresses[index], rows[index]
         matrix[linear.ROWS_BEFORE] = sum(rows[:index])
-        matrix[linear.RUNS_BEFORE] = sum(rows[:index]) // linear.RUN_ROWS
+        matrix[linear.RUN_ROWS] = 32
+        matrix[linear.RUNS_BEFORE] = sum(rows[:index]) // 32
     out, words = np.zeros(sum(rows), np.float32), scratch_words()
-    args = np.zeros(linear.NUM_ARGUMENTS, np.int64)
-    args[linear.NUM_MATRICES], args[linear.NUM_RUNS] = 2, sum(rows) // linear.RUN_ROWS
-    args[linear.NUM_TOKENS], args[linear.COLUMNS] = 1, COLUMNS_OF_ALL
+    args = np.zeros(linear.SCRATCH + 1, np.int64)
+    args[linear.NUM_MATRICES], args[linear.NUM_RUNS] = 2, sum(rows) // 32
+    args[linear.CLAIMS_AHEAD] = 1
+    args[linear.NUM_TOKENS], args[linear.OUT_ROOM], args[linear.COLUMNS] = 1, 1, COLUMNS_OF_ALL
     args[linear.OUT], args[linear.SCRATCH] = out.ctypes.data, words.ctypes.data
     args[linear.MATRICES] = fields.ctypes.data
 
