@@ -37,8 +37,8 @@ _COLD_SHARE = 0.3
 _SLOWDOWN = 2
 """How much longer parts may take with other counts, on average."""
 _MARGIN, _MOSTLY = 0.97, 0.8
-"""A count replaces the default if it takes at most the first share of its time, and is faster in the
-second share of rounds; less may be noise."""
+"""A count replaces the default if it takes at most the first share of its time, and is faster in
+the second share of rounds; less may be noise."""
 _BUSY_SHARE = 0.5
 _MANY_THREADS = 16
 _PREFIX = "threads-"

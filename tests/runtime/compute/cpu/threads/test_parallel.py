@@ -126,6 +126,24 @@ def test_workers_that_stop_for_a_while_are_waited_for(spin_us: int) -> None:
         assert os.sched_getaffinity(worker.native_id or 0) == cores
 
 
+def test_limits_that_change_within_regions_lose_no_item() -> None:
+    region, is_over = Region(12), threading.Event()
+
+    def change(workers: Workers) -> None:
+        while not is_over.is_set():
+            for num_rows in (1, 100):
+                workers.begin(num_rows)
+
+    with open_workers(4) as workers:
+        workers.use_for_decode(2)
+        other = threading.Thread(target=change, args=(workers,))
+        other.start()
+        region.run(workers.address, times=3000)
+        is_over.set()
+        other.join()
+    assert (region.items == sum(range(3000))).all()
+
+
 # -- one pool, several callers --------------------------------------------------------------------
 
 
