@@ -6,6 +6,7 @@ import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from dflash_adapters.spec import KvLayer, Mask
 from dflash_protocol.ids import F32Array
 from dflash_runtime import Engine
 from dflash_runtime.compute.cpu import kv_cache
-from dflash_runtime.compute.cpu.attention import CpuAttention
+from dflash_runtime.compute.cpu.captured.program import Program
 from dflash_runtime.compute.cpu.kv_cache import CpuKvCache
 from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
@@ -47,12 +48,13 @@ def allocated_of(cache: CpuKvCache) -> int:
     return sum(allocated_bytes(layer.slabs) for layer in cache.layers)
 
 
-def step(attention: CpuAttention, cache: CpuKvCache, first: int, num_tokens: int) -> list[F32Array]:
+def step(attention: CpuOps, cache: CpuKvCache, first: int, num_tokens: int) -> list[F32Array]:
     """Tokens from a position on through all layers."""
     random = np.random.default_rng(first)
     positions = np.arange(first, first + num_tokens, dtype=np.int32)
     q, k, v = random.standard_normal((3, num_tokens, 2, 64)).astype(np.float32)
-    return [attention(q, k, v, layer, positions, 0.1) for layer in cache.layers]
+    layers = range(len(cache.layers))
+    return [attention.attention(q, k, v, cache, each, positions, scale=0.1) for each in layers]
 
 
 def test_all_heads_of_many_positions_share_a_huge_page() -> None:
@@ -72,7 +74,7 @@ def test_steps_find_their_memory_allocated(
     workers: Workers, kv_type: KvType, small_slabs: None
 ) -> None:
     cache = CpuKvCache((PLAIN, WINDOW, PLAIN), 8192, kv_type, workers=workers)
-    attention = CpuAttention(workers, Scratch())
+    attention = CpuOps(workers, Scratch())
     position = 0
     for num_tokens in (12, 1, 500, 1000, *[1] * 600):
         cache.touch(position + num_tokens)
@@ -115,7 +117,7 @@ def test_no_step_waits_for_the_memory_of_all_layers(small_slabs: None) -> None:
 
 
 def test_touching_changes_nothing(workers: Workers, small_slabs: None) -> None:
-    attention = CpuAttention(workers, Scratch())
+    attention = CpuOps(workers, Scratch())
     untouched, touched = (CpuKvCache((PLAIN, WINDOW), 4096, KvType.F16) for _ in range(2))
     addresses = [layer.words.tolist() for layer in touched.layers]
     step(attention, untouched, 0, 1000)
@@ -135,14 +137,17 @@ def test_a_model_touches_memory_before_its_steps(
     with Engine.open(path, backend="cpu", device="cpu", context=2048) as engine:
         cache = engine._steps._cache
         assert isinstance(cache, CpuKvCache)
-        embed: Callable[..., F32Array] = CpuOps.embed
         before = [allocated_of(cache)]
 
-        def note_and_embed(*args: object) -> F32Array:
-            before.append(allocated_of(cache))
-            return embed(*args)
+        def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+            def note_and_call(*args: object) -> Any:
+                before.append(allocated_of(cache))
+                return function(*args)
 
-        monkeypatch.setattr(CpuOps, "embed", note_and_embed)
+            return note_and_call
+
+        monkeypatch.setattr(CpuOps, "embed", noting(CpuOps.embed))
+        monkeypatch.setattr(Program, "run", noting(Program.run))
         prompt = [token % 7 for token in range(700)]
         for _ in engine.generate(prompt, max_tokens=100, ignore_eos=True):
             assert allocated_of(cache) == before[-1]
