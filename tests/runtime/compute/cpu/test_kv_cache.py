@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,13 +21,12 @@ from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers
 from dflash_runtime.compute.kv_cache import KvType
+from support.allocated import allocated_bytes
 from support.emulated_gpu import TINY
 from support.random_gguf import write_model
 
 WINDOW = KvLayer(2, 64, 64, Mask(window=100))
 PLAIN = KvLayer(2, 64, 64)
-
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @pytest.fixture(scope="module")
@@ -42,21 +40,12 @@ def workers() -> Iterator[Workers]:
 def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slabs of a few pages, none of which is huge."""
     monkeypatch.setattr(kv_cache, "HUGE_PAGE", 100_000)
-    monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", mmap.MADV_NOHUGEPAGE)
 
 
-def allocated_bytes(cache: CpuKvCache) -> int:
-    """Of its keys and values: bytes in pages that the system has allocated."""
-    return sum(_allocated(each.slabs.ctypes.data, each.slabs.nbytes) for each in cache.layers)
-
-
-def _allocated(address: int, num_bytes: int) -> int:
-    first = address // mmap.PAGESIZE * mmap.PAGESIZE
-    num_pages = -(-(address + num_bytes - first) // mmap.PAGESIZE)
-    pages = (ctypes.c_ubyte * num_pages)()
-    length = ctypes.c_size_t(num_pages * mmap.PAGESIZE)
-    assert _LIBC.mincore(ctypes.c_void_p(first), length, pages) == 0
-    return mmap.PAGESIZE * sum(page & 1 for page in pages)
+def allocated_of(cache: CpuKvCache) -> int:
+    """Bytes of its keys and values that the system has allocated."""
+    return sum(allocated_bytes(layer.slabs) for layer in cache.layers)
 
 
 def step(attention: CpuOps, cache: CpuKvCache, first: int, num_tokens: int) -> list[F32Array]:
@@ -89,9 +78,9 @@ def test_steps_find_their_memory_allocated(
     position = 0
     for num_tokens in (12, 1, 500, 1000, *[1] * 600):
         cache.touch(position + num_tokens)
-        before = allocated_bytes(cache)
+        before = allocated_of(cache)
         step(attention, cache, position, num_tokens)
-        assert allocated_bytes(cache) == before
+        assert allocated_of(cache) == before
         position += num_tokens
     assert before < 0.6 * cache.nbytes
 
@@ -102,7 +91,7 @@ def test_memory_grows_with_the_positions_in_use(small_slabs: None) -> None:
 
     def fits(num_positions: int) -> bool:
         """Allocated for these, and for few more: a slab and what is touched ahead."""
-        num_allocated = allocated_bytes(cache) // a_position
+        num_allocated = allocated_of(cache) // a_position
         return num_positions <= num_allocated <= num_positions + 600
 
     assert fits(1)
@@ -112,16 +101,16 @@ def test_memory_grows_with_the_positions_in_use(small_slabs: None) -> None:
     cache.touch(10)
     assert fits(5000)
     cache.touch(cache.capacity + 10)
-    assert allocated_bytes(cache) >= cache.nbytes
+    assert allocated_of(cache) >= cache.nbytes
 
 
 def test_no_step_waits_for_the_memory_of_all_layers(small_slabs: None) -> None:
     cache = CpuKvCache((PLAIN,) * 8, 4096, KvType.F16)
     a_slab = max(layer.slabs.shape[1] for layer in cache.layers)
-    allocated = [allocated_bytes(cache)]
+    allocated = [allocated_of(cache)]
     for position in range(2048):
         cache.touch(position + 1)
-        allocated.append(allocated_bytes(cache))
+        allocated.append(allocated_of(cache))
     steps = np.diff(allocated)
     assert steps.max() <= 2 * a_slab
     assert np.count_nonzero(steps) < 100 + 2048 // 192 * 8
@@ -148,11 +137,11 @@ def test_a_model_touches_memory_before_its_steps(
     with Engine.open(path, backend="cpu", device="cpu", context=2048) as engine:
         cache = engine._steps._cache
         assert isinstance(cache, CpuKvCache)
-        before = [allocated_bytes(cache)]
+        before = [allocated_of(cache)]
 
         def noting(function: Callable[..., Any]) -> Callable[..., Any]:
             def note_and_call(*args: object) -> Any:
-                before.append(allocated_bytes(cache))
+                before.append(allocated_of(cache))
                 return function(*args)
 
             return note_and_call
@@ -161,6 +150,6 @@ def test_a_model_touches_memory_before_its_steps(
         monkeypatch.setattr(Program, "run", noting(Program.run))
         prompt = [token % 7 for token in range(700)]
         for _ in engine.generate(prompt, max_tokens=100, ignore_eos=True):
-            assert allocated_bytes(cache) == before[-1]
+            assert allocated_of(cache) == before[-1]
         assert len(before) > 100
         assert before[0] < before[-1] < 0.7 * cache.nbytes
