@@ -22,6 +22,7 @@ Examples:
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import mmap
 import statistics
@@ -29,13 +30,15 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from bench.bandwidth import add_up
 from bench.build_peer import VARIANTS, build, build_record
-from bench.options import add_save_option, bench_parser
+from bench.machine import be_realtime
+from bench.options import add_realtime_option, add_save_option, bench_parser
 from bench.pairs import Spread, median_cell
 from bench.peer import open_peer
 from bench.peer_source import BuildError
@@ -83,8 +86,8 @@ Samples = dict[str, list[float]]
 # -- compiled loops -------------------------------------------------------------------------------
 
 
-@primitive(void, *[i64] * 7)
-def _call_6(builder: Any, function: Any, *numbers: Any) -> None:
+@primitive(void, *[i64] * 8)
+def _call_7(builder: Any, function: Any, *numbers: Any) -> None:
     emit_call(builder, ir.VoidType(), function, list(numbers))
 
 
@@ -106,7 +109,7 @@ def _multiply_panels(function, rows, num_bytes, row_bytes, columns, q8_blocks, t
     """Rows as repacked tiles, 16 at a time; what they prefetch is in the cache, too."""
     for _ in range(times):
         for panel in range(rows, rows + num_bytes, REPACKED_ROWS * row_bytes):
-            _call_6(function, panel, row_bytes, columns // 32, q8_blocks, panel, totals)
+            _call_7(function, panel, row_bytes, columns // 32, q8_blocks, panel, panel, totals)
 
 
 @njit(nogil=True)
@@ -154,8 +157,16 @@ class RowBench:
     """
 
     def __init__(
-        self, tier: str, num_bytes: int, thread_counts: list[int], peer: Path | None
+        self,
+        tier: str,
+        num_bytes: int,
+        thread_counts: list[int],
+        peer: Path | None,
+        *,
+        realtime: bool = False,
     ) -> None:
+        if realtime:
+            be_realtime()
         choose_tier(tier)
         self._weights = _memory(num_bytes)
         self._vector = _memory(1 << 20)
@@ -321,6 +332,13 @@ def row_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
+def _start(tier: str, options: argparse.Namespace, peer: Path | None) -> Side:
+    """`RowBench` in a process of its own, with real-time priority if that is wanted."""
+    num_bytes, threads = options.mb << 20, options.threads
+    make = partial(RowBench, realtime=options.realtime)
+    return Side(tier, make, tier, num_bytes, threads, peer)
+
+
 def main() -> None:
     parser = bench_parser(__file__, __doc__)
     offered = [tier.value for tier in offered_tiers(host_features())]
@@ -345,6 +363,7 @@ def main() -> None:
     )
     parser.add_argument("--peer", choices=list(VARIANTS), help="measure ggml of this build, too")
     parser.add_argument("--check", action="store_true", help="exit code 1 if a type is not fed")
+    add_realtime_option(parser)
     add_save_option(parser)
     options = parser.parse_args()
     if options.quick:
@@ -360,7 +379,7 @@ def main() -> None:
         raise SystemExit(f"error: {error}") from None
     rows: list[dict[str, Any]] = []
     for tier in options.tiers:
-        with Side(tier, RowBench, tier, options.mb << 20, options.threads, peer) as side:
+        with _start(tier, options, peer) as side:
             in_use = side.call("tier")
             for name in options.types:
                 for columns in options.columns:

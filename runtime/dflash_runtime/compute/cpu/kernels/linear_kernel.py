@@ -20,8 +20,8 @@ from dflash_runtime.compute.cpu.kernels.products import (
     group_size,
     largest_group,
     multiply_rows,
+    panels_ahead,
     prefetch_first,
-    rows_ahead,
 )
 from dflash_runtime.compute.cpu.kernels.words import get
 from dflash_runtime.compute.cpu.simd import vectors as v
@@ -138,7 +138,7 @@ def _multiply(args: int, counter: int, worker_idx: int) -> None:
             num_rows = min(REPACKED_ROWS, rows - row)
             in_run = row - first_row
             here = start + in_run * row_bytes
-            ahead = rows_ahead(
+            ahead = panels_ahead(
                 start, row_bytes, in_run, end_row - first_row, following, following_bytes
             )
             for first in range(0, num_tokens, VECTORS_AT_ONCE):
