@@ -105,24 +105,27 @@ def _call_dot(builder: Any, function: Any, columns: Any, out: Any, row: Any, x: 
 
 
 @njit(nogil=True)
-def _multiply_panels(function, rows, num_bytes, row_bytes, columns, q8_blocks, totals, times):  # type: ignore[no-untyped-def]
-    """Rows as repacked tiles, 16 at a time; what they prefetch is in the cache, too."""
+def _multiply_panels(words, times):  # type: ignore[no-untyped-def]
+    """Rows as repacked tiles; what they prefetch is in the cache, too."""
+    function, first, end, row_bytes, columns, q8_blocks, totals = words
     for _ in range(times):
-        for panel in range(rows, rows + num_bytes, REPACKED_ROWS * row_bytes):
+        for panel in range(first, end, REPACKED_ROWS * row_bytes):
             _call_7(function, panel, row_bytes, columns // 32, q8_blocks, panel, panel, totals)
 
 
 @njit(nogil=True)
-def _multiply_floats(function, rows, num_bytes, row_bytes, layout, x, totals, scratch, times):  # type: ignore[no-untyped-def]
+def _multiply_floats(words, times):  # type: ignore[no-untyped-def]
     """Rows multiplied as float32."""
+    function, first, end, row_bytes, layout, x, totals, scratch = words
     for _ in range(times):
-        for panel in range(rows, rows + num_bytes, REPACKED_ROWS * row_bytes):
+        for panel in range(first, end, REPACKED_ROWS * row_bytes):
             _call_10(function, layout, panel, REPACKED_ROWS, x, 0, 0, 1, totals, 64, scratch)
 
 
 @njit(nogil=True)
-def _multiply_by_ggml(function, rows, num_bytes, row_bytes, columns, x, out):  # type: ignore[no-untyped-def]
-    for row in range(rows, rows + num_bytes, row_bytes):
+def _multiply_by_ggml(words):  # type: ignore[no-untyped-def]
+    function, first, end, row_bytes, columns, x, out = words
+    for row in range(first, end, row_bytes):
         _call_dot(function, columns, out, row, x)
 
 
@@ -266,7 +269,7 @@ class RowBench:
 
         def part(index: int) -> None:
             rows, total = weights.ctypes.data + share * index, out.ctypes.data + 64 * index
-            _multiply_by_ggml(dot, rows, share, row_bytes, columns, x, total)
+            _multiply_by_ggml((dot, rows, rows + share, row_bytes, columns, x, total))
 
         def run() -> int:
             self._shared(num_threads, part)
@@ -292,18 +295,16 @@ class _Part:
             quantise(x, columns // 32, q8_blocks, 0, 1)
 
     def multiply(self, times: int) -> None:
-        layout, rows, totals = self._layout, self._rows, self._totals.ctypes.data
-        row_bytes, where = int(layout[fields.ROW_BYTES]), rows.ctypes.data
+        layout, first = self._layout, self._rows.ctypes.data
+        panels = first, first + self._rows.size, int(layout[fields.ROW_BYTES])
+        totals = self._totals.ctypes.data
         if function := int(layout[fields.MULTIPLY_ONE]):
-            _multiply_panels(
-                function, where, rows.size, row_bytes, self._columns,
-                self._q8_blocks.ctypes.data, totals, times,
-            )  # fmt: skip
+            q8_blocks = self._q8_blocks.ctypes.data
+            _multiply_panels((function, *panels, self._columns, q8_blocks, totals), times)
         else:
-            _multiply_floats(
-                int(layout[fields.FLOAT_ROWS]), where, rows.size, row_bytes, layout.ctypes.data,
-                self._vector.ctypes.data, totals, self._scratch.ctypes.data, times,
-            )  # fmt: skip
+            function, x = int(layout[fields.FLOAT_ROWS]), self._vector.ctypes.data
+            more = layout.ctypes.data, x, totals, self._scratch.ctypes.data
+            _multiply_floats((function, *panels, *more), times)
 
 
 # -- the table ------------------------------------------------------------------------------------
