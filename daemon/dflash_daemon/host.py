@@ -22,6 +22,7 @@ from dflash_runtime.experts.store import (
     expert_tensor_types,
     load_banks,
     measure_pairs_per_second,
+    trial_pass,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class ExpertHost:
         self.store = ExpertStore(backend, self._file, self.spec.moe)
         self._keeps = False
         self._is_compiled = False
+        self._has_threads = False
         self._load_lock = threading.Lock()
         self._waiting: list[OnProgress] = []
         """Callbacks of all threads that wait for kernels to be compiled."""
@@ -132,6 +134,9 @@ class ExpertHost:
             except DeviceOutOfMemory as error:
                 kept = "; it keeps the experts of its --placement" if self._keeps else ""
                 raise error.with_advice(DAEMON_MEMORY_ADVICE + kept) from error
+            if not self._has_threads:  # no parent has asked for anything yet
+                self._has_threads = True
+                self.backend.choose_threads(self._file, trial_pass(held.banks))
         if not is_there:
             # docs: a parent came with a placement that the daemon did not have; those of its own
             # `--placement` are never dropped

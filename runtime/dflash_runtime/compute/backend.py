@@ -26,6 +26,7 @@ from dflash_protocol.ring.segment import Segment
 from dflash_runtime.compute.kv_cache import KvCache, KvType
 from dflash_runtime.compute.mail_trial import MailTrial
 from dflash_runtime.compute.model import Model
+from dflash_runtime.compute.thread_trial import OnePass
 from dflash_runtime.compute.trees import Tree, TreeResult
 
 MEMORY_ADVICE = (
@@ -483,6 +484,11 @@ class ComputeBackend(Protocol):
 
         `on_progress` is called with the number of steps done, and of all.
         """
+
+    def choose_threads(self, file: GgufFile, one_pass: OnePass | None) -> None:
+        """Choose the number of threads for decode steps over this file's weights: the one found
+        before on this machine, else, with `one_pass`, the fastest. Takes thread_trial.LIMIT_S at
+        most, and never fails. Nothing else may use the backend meanwhile."""
 
     def idle(self) -> None:
         """No work is coming for a while: let other processes have the cores."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflash_adapters.spec import KvLayer, RecurrentLayer
+from dflash_protocol.errors import CheckpointMissing, ContextExceeded
 from dflash_protocol.ids import F32Array, I64Array, U8Array
 from dflash_runtime.compute.cpu.kernels import attention_split as a
 from dflash_runtime.compute.cpu.kernels import delta_tasks as d
@@ -101,12 +102,42 @@ class CpuKvCache(SequenceState):
     ) -> None:
         self.states = [BlockedState(each) for each in recurrent]
         super().__init__(self.states, [WindowRows(kv.mask, capacity) for kv in layers])
+        self._sliding = [window for window in self.windows if window.is_window]
         self.capacity = capacity
         self.kv_type = kv_type
         self.layers = [
             _layer_cache(kv, capacity, window, kv_type)
             for kv, window in zip(layers, self.windows, strict=True)
         ]
+
+    def begin_step(self, position: int, num_rows: int) -> None:
+        """Note that a step of successive tokens begins, which `end_step` ends.
+
+        Raises: ContextExceeded; CheckpointMissing if the sequence does not end at `position`.
+        """
+        end = position + num_rows
+        if end > self.capacity:
+            raise ContextExceeded(end, self.capacity)
+        for state in self.states:
+            if position not in (0, state.num_positions):
+                raise CheckpointMissing(wanted=position, kept=state.num_positions)
+        for window in self._sliding:
+            window.begin(position)
+            window.advance(num_rows)
+        for state in self.states:
+            if position == 0:
+                state.inputs[:] = 0
+            state.conv_positions = state.delta_positions = -1  # until all of it is done
+
+    def end_step(self, num_positions: int) -> None:
+        """Note that a step has been computed, up to here."""
+        for state in self.states:
+            state.conv_positions = state.delta_positions = num_positions
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether rows can be overwritten and the sequence still resumed before them."""
+        return not self.states and not self._sliding
 
     @property
     def nbytes(self) -> int:

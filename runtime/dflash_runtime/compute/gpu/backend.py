@@ -54,6 +54,7 @@ from dflash_runtime.compute.gpu.run.step_path import LocalPath
 from dflash_runtime.compute.gpu.transfers.payload import PayloadMover
 from dflash_runtime.compute.kv_cache import KvCache, KvType
 from dflash_runtime.compute.model import Model
+from dflash_runtime.compute.thread_trial import OnePass
 
 _LOG = logging.getLogger(__name__)
 
@@ -197,6 +198,9 @@ class CupyBackend:
         with self._lock:
             self._captured_experts.forget_dropped()
             self.device.trim()
+
+    def choose_threads(self, file: GgufFile, one_pass: OnePass | None) -> None:
+        """Do nothing: it has no threads of its own."""
 
     def to_host(self, rows: Rows) -> F32Array:
         array: F32Array = self.device.download(rows.array)

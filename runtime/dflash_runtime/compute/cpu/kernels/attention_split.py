@@ -39,8 +39,7 @@ from dflash_runtime.compute.cpu.simd import atomics
 from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.simd.exponentials import exp_lanes, exp_scalar
 
-# Arguments of a call, as words that the kernel writes and the tasks read: addresses, except where
-# the unit or the comment says otherwise.
+# The words of a call: addresses, except where the unit or the comment says otherwise.
 (
     # A layer's cache.
     KEYS,
@@ -66,12 +65,20 @@ from dflash_runtime.compute.cpu.simd.exponentials import exp_lanes, exp_scalar
     MIX_EXPANDED,
     STORE_TASK,
     ATTEND_TASK,
+    # How a layer's work is shared.
+    SPAN,  # most positions that a token sees, or 0: all
+    TILE_TOKENS,
+    PARTIAL_BYTES,
+    NUM_THREADS,
+    LEAST_SHARED_VALUES,  # to be stored
+    LEAST_SHARED_PRODUCTS,
     # A call and its scratch memory.
     SCRATCH,
     SCRATCH_BYTES,
     PARTIALS,
-    DONE,
-    QUERIES,
+    PARTIALS_BYTES,  # of PARTIALS; 0: splits are not shared
+    DONE,  # a word for each pair of a tile and a K/V head
+    QUERIES,  # or 0: nothing is attended to
     NEW_KEYS,
     NEW_VALUES,
     SINKS,  # or 0
@@ -80,17 +87,17 @@ from dflash_runtime.compute.cpu.simd.exponentials import exp_lanes, exp_scalar
     NUM_TOKENS,
     NUM_HEADS,
     SCALE_BITS,
-    TILE_TOKENS,
-    PARTIAL_BYTES,
-    ITEMS_A_PAIR,
-) = range(38)
+    ITEMS_A_PAIR,  # set by the call
+) = range(43)
 
-NUM_ARGUMENTS = 38
-NUM_LAYER_WORDS = SCRATCH
+NUM_LAYER_WORDS = SPAN
 
 
 SPLIT = 256
 """Positions in one split, an item of its own when few tokens attend to many positions."""
+
+ENOUGH_PAIRS = 4
+"""Pairs of a tile and a K/V head for each thread, with which splits are not shared out."""
 
 _LOWEST = np.float32(-3.0e38)
 """Maximum score before any: finite, so that the difference of two such maxima is 0, not NaN."""

@@ -355,6 +355,50 @@ FEW_PAIRS = 8
 longer."""
 
 
+@helper
+def _is_sound(args: int) -> bool:
+    """Whether expert ids, groups and tokens lie within the layer's experts and the rows."""
+    num_groups, num_pairs = get(args, NUM_GROUPS), 0
+    for group in range(num_groups):
+        expert = v.load_i32(get(args, EXPERT_IDS) + 4 * group)
+        start, end = pair_range(args, group)
+        if expert < 0 or expert >= get(args, NUM_EXPERTS) or start != num_pairs or end < start:
+            return False
+        num_pairs = end
+    for pair in range(num_pairs):
+        token = v.load_i32(get(args, TOKEN_INDICES) + 4 * pair)
+        if token < 0 or token >= get(args, NUM_TOKENS):
+            return False
+    return v.load_i32(get(args, GROUP_STARTS)) == 0
+
+
+@helper
+def run_experts(args: int, counter: int, pool: int) -> int:
+    """Run all phases for the words at `args`, adding to OUT; 1, or 0 if the batch has expert ids,
+    tokens or pairs out of range. For compiled callers, which write the words themselves and whose
+    arrays are as long as NUM_GROUPS and the last of GROUP_STARTS say.
+
+    `counter`: address of a word to count in, best on a cache line of its own; `pool`: of a pool of
+    threads (threads/parallel).
+    """
+    # Cheap next to the products, and no bug of a caller makes a kernel read outside the mapping.
+    if not _is_sound(args):
+        return 0
+    num_tokens = get(args, NUM_TOKENS)
+    num_pairs = v.load_i32(get(args, GROUP_STARTS) + 4 * get(args, NUM_GROUPS))
+    if get(args, HIDDEN_Q8_BYTES) != 0:
+        few = num_tokens <= FEW_TOKENS
+        run_on(0 if few else pool, get(args, QUANTISE_HIDDEN_TASK), args, counter)
+        if num_tokens > 1:
+            run_region(pool, get(args, REGROUP_TASK), args, counter)
+    run_region(pool, get(args, GATE_UP_TASK), args, counter)
+    if get(args, FFN_Q8_BYTES) != 0:
+        few = num_pairs <= FEW_PAIRS
+        run_on(0 if few else pool, get(args, QUANTISE_ACTIVATIONS_TASK), args, counter)
+    run_region(pool, get(args, DOWN_TASK), args, counter)
+    return 1
+
+
 def _expert_ffn(
     hidden: F32Array,
     expert_ids: I32Array,
@@ -371,20 +415,11 @@ def _expert_ffn(
     Shapes: as the words above; layer [NUM_LAYER_WORDS]. Memory: NUM_ARGUMENTS words,
     TOKEN_Q8, PAIR_Q8, ACTIVATIONS, ACTIVATION_Q8, SCRATCH and the counter.
     """
-    num_groups, num_pairs = expert_ids.shape[0], token_indices.shape[0]
-    # Cheap next to the products, and no bug of a caller makes a kernel read outside the mapping.
-    if group_starts.shape[0] != num_groups + 1 or weights.shape[0] != num_pairs:
+    num_groups = expert_ids.shape[0]
+    if group_starts.shape[0] != num_groups + 1 or weights.shape[0] != token_indices.shape[0]:
         return False
-    if group_starts[0] != 0 or group_starts[num_groups] != num_pairs:
+    if group_starts[num_groups] != token_indices.shape[0]:
         return False
-    for group in range(num_groups):
-        if expert_ids[group] < 0 or expert_ids[group] >= layer[NUM_EXPERTS]:
-            return False
-        if group_starts[group] > group_starts[group + 1]:
-            return False
-    for pair in range(num_pairs):
-        if token_indices[pair] < 0 or token_indices[pair] >= hidden.shape[0]:
-            return False
     args, token_q8, pair_q8, activations, activation_q8, scratch, counter = memory
     v.copy_bytes(args, v.address_of(layer), 8 * NUM_LAYER_WORDS)
     v.store_i64(args + 8 * HIDDEN, v.address_of(hidden))
@@ -401,17 +436,7 @@ def _expert_ffn(
     v.store_i64(args + 8 * ACTIVATIONS, activations)
     v.store_i64(args + 8 * ACTIVATION_Q8, activation_q8 if layer[FFN_Q8_BYTES] else 0)
     v.store_i64(args + 8 * SCRATCH, scratch)
-    if layer[HIDDEN_Q8_BYTES]:
-        few = hidden.shape[0] <= FEW_TOKENS
-        run_on(0 if few else pool, layer[QUANTISE_HIDDEN_TASK], args, counter)
-        if hidden.shape[0] > 1:
-            run_region(pool, layer[REGROUP_TASK], args, counter)
-    run_region(pool, layer[GATE_UP_TASK], args, counter)
-    if layer[FFN_Q8_BYTES]:
-        few = num_pairs <= FEW_PAIRS
-        run_on(0 if few else pool, layer[QUANTISE_ACTIVATIONS_TASK], args, counter)
-    run_region(pool, layer[DOWN_TASK], args, counter)
-    return True
+    return run_experts(args, counter, pool) != 0
 
 
 @cache
@@ -419,6 +444,12 @@ def expert_ffn_tasks() -> tuple[RowFunction, ...]:
     """The phases, in the order of their words, which hold their addresses."""
     phases = (quantise_hidden, regroup_hidden, gate_up, quantise_activations, down_phase)
     return tuple(compile_task(phase) for phase in phases)
+
+
+@cache
+def expert_ffn_function() -> RowFunction:
+    """`run_experts`, for callers that have its address."""
+    return RowFunction(run_experts.py_func, i64, i64, i64, result=i64)  # type: ignore[attr-defined]
 
 
 @cache
