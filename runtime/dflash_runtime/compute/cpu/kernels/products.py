@@ -98,13 +98,12 @@ def panels_ahead(
 ) -> tuple[int, int]:
     """Addresses of the two panels that follow the one at `row` of a run.
 
-    `run` and `next_run` are addresses of first rows. A run has two panels; fewer rows are the end
-    of a matrix.
+    `run` and `next_run` are addresses of first rows; the next run has two panels at least.
     """
-    after = row + REPACKED_ROWS
-    if after < num_rows:
-        return run + after * row_bytes, next_run
-    return next_run, next_run + REPACKED_ROWS * next_row_bytes
+    after, second = row + REPACKED_ROWS, row + 2 * REPACKED_ROWS
+    if after >= num_rows:
+        return next_run, next_run + REPACKED_ROWS * next_row_bytes
+    return run + after * row_bytes, run + second * row_bytes if second < num_rows else next_run
 
 
 @helper
