@@ -22,6 +22,7 @@ Examples:
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import mmap
 import statistics
@@ -29,13 +30,15 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from bench.bandwidth import add_up
 from bench.build_peer import VARIANTS, build, build_record
-from bench.options import add_save_option, bench_parser
+from bench.machine import be_realtime
+from bench.options import add_realtime_option, add_save_option, bench_parser
 from bench.pairs import Spread, median_cell
 from bench.peer import open_peer
 from bench.peer_source import BuildError
@@ -83,8 +86,8 @@ Samples = dict[str, list[float]]
 # -- compiled loops -------------------------------------------------------------------------------
 
 
-@primitive(void, *[i64] * 7)
-def _call_6(builder: Any, function: Any, *numbers: Any) -> None:
+@primitive(void, *[i64] * 8)
+def _call_7(builder: Any, function: Any, *numbers: Any) -> None:
     emit_call(builder, ir.VoidType(), function, list(numbers))
 
 
@@ -102,24 +105,27 @@ def _call_dot(builder: Any, function: Any, columns: Any, out: Any, row: Any, x: 
 
 
 @njit(nogil=True)
-def _multiply_panels(function, rows, num_bytes, row_bytes, columns, q8_blocks, totals, times):  # type: ignore[no-untyped-def]
-    """Rows as repacked tiles, 16 at a time; what they prefetch is in the cache, too."""
+def _multiply_panels(words, times):  # type: ignore[no-untyped-def]
+    """Rows as repacked tiles; what they prefetch is in the cache, too."""
+    function, first, end, row_bytes, columns, q8_blocks, totals = words
     for _ in range(times):
-        for panel in range(rows, rows + num_bytes, REPACKED_ROWS * row_bytes):
-            _call_6(function, panel, row_bytes, columns // 32, q8_blocks, panel, totals)
+        for panel in range(first, end, REPACKED_ROWS * row_bytes):
+            _call_7(function, panel, row_bytes, columns // 32, q8_blocks, panel, panel, totals)
 
 
 @njit(nogil=True)
-def _multiply_floats(function, rows, num_bytes, row_bytes, layout, x, totals, scratch, times):  # type: ignore[no-untyped-def]
+def _multiply_floats(words, times):  # type: ignore[no-untyped-def]
     """Rows multiplied as float32."""
+    function, first, end, row_bytes, layout, x, totals, scratch = words
     for _ in range(times):
-        for panel in range(rows, rows + num_bytes, REPACKED_ROWS * row_bytes):
+        for panel in range(first, end, REPACKED_ROWS * row_bytes):
             _call_10(function, layout, panel, REPACKED_ROWS, x, 0, 0, 1, totals, 64, scratch)
 
 
 @njit(nogil=True)
-def _multiply_by_ggml(function, rows, num_bytes, row_bytes, columns, x, out):  # type: ignore[no-untyped-def]
-    for row in range(rows, rows + num_bytes, row_bytes):
+def _multiply_by_ggml(words):  # type: ignore[no-untyped-def]
+    function, first, end, row_bytes, columns, x, out = words
+    for row in range(first, end, row_bytes):
         _call_dot(function, columns, out, row, x)
 
 
@@ -154,8 +160,16 @@ class RowBench:
     """
 
     def __init__(
-        self, tier: str, num_bytes: int, thread_counts: list[int], peer: Path | None
+        self,
+        tier: str,
+        num_bytes: int,
+        thread_counts: list[int],
+        peer: Path | None,
+        *,
+        realtime: bool = False,
     ) -> None:
+        if realtime:
+            be_realtime()
         choose_tier(tier)
         self._weights = _memory(num_bytes)
         self._vector = _memory(1 << 20)
@@ -255,7 +269,7 @@ class RowBench:
 
         def part(index: int) -> None:
             rows, total = weights.ctypes.data + share * index, out.ctypes.data + 64 * index
-            _multiply_by_ggml(dot, rows, share, row_bytes, columns, x, total)
+            _multiply_by_ggml((dot, rows, rows + share, row_bytes, columns, x, total))
 
         def run() -> int:
             self._shared(num_threads, part)
@@ -281,18 +295,16 @@ class _Part:
             quantise(x, columns // 32, q8_blocks, 0, 1)
 
     def multiply(self, times: int) -> None:
-        layout, rows, totals = self._layout, self._rows, self._totals.ctypes.data
-        row_bytes, where = int(layout[fields.ROW_BYTES]), rows.ctypes.data
+        layout, first = self._layout, self._rows.ctypes.data
+        panels = first, first + self._rows.size, int(layout[fields.ROW_BYTES])
+        totals = self._totals.ctypes.data
         if function := int(layout[fields.MULTIPLY_ONE]):
-            _multiply_panels(
-                function, where, rows.size, row_bytes, self._columns,
-                self._q8_blocks.ctypes.data, totals, times,
-            )  # fmt: skip
+            q8_blocks = self._q8_blocks.ctypes.data
+            _multiply_panels((function, *panels, self._columns, q8_blocks, totals), times)
         else:
-            _multiply_floats(
-                int(layout[fields.FLOAT_ROWS]), where, rows.size, row_bytes, layout.ctypes.data,
-                self._vector.ctypes.data, totals, self._scratch.ctypes.data, times,
-            )  # fmt: skip
+            function, x = int(layout[fields.FLOAT_ROWS]), self._vector.ctypes.data
+            more = layout.ctypes.data, x, totals, self._scratch.ctypes.data
+            _multiply_floats((function, *panels, *more), times)
 
 
 # -- the table ------------------------------------------------------------------------------------
@@ -321,6 +333,13 @@ def row_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
+def _start(tier: str, options: argparse.Namespace, peer: Path | None) -> Side:
+    """`RowBench` in a process of its own, with real-time priority if that is wanted."""
+    num_bytes, threads = options.mb << 20, options.threads
+    make = partial(RowBench, realtime=options.realtime)
+    return Side(tier, make, tier, num_bytes, threads, peer)
+
+
 def main() -> None:
     parser = bench_parser(__file__, __doc__)
     offered = [tier.value for tier in offered_tiers(host_features())]
@@ -345,6 +364,7 @@ def main() -> None:
     )
     parser.add_argument("--peer", choices=list(VARIANTS), help="measure ggml of this build, too")
     parser.add_argument("--check", action="store_true", help="exit code 1 if a type is not fed")
+    add_realtime_option(parser)
     add_save_option(parser)
     options = parser.parse_args()
     if options.quick:
@@ -360,7 +380,7 @@ def main() -> None:
         raise SystemExit(f"error: {error}") from None
     rows: list[dict[str, Any]] = []
     for tier in options.tiers:
-        with Side(tier, RowBench, tier, options.mb << 20, options.threads, peer) as side:
+        with _start(tier, options, peer) as side:
             in_use = side.call("tier")
             for name in options.types:
                 for columns in options.columns:

@@ -23,11 +23,10 @@ from dflash_runtime.compute.cpu.kernels.products import (
     REPACKED_ROWS,
     TOTALS_BYTES,
     VECTORS_AT_ONCE,
-    are_two_ahead,
     group_size,
     multiply_rows,
+    panels_ahead,
     prefetch_first,
-    rows_ahead,
 )
 from dflash_runtime.compute.cpu.kernels.words import get
 from dflash_runtime.compute.cpu.simd import vectors as v
@@ -203,8 +202,7 @@ def gate_up(args: int, counter: int, worker_idx: int) -> None:
         end_row = min(first_row + RUN_ROWS, ffn_size)
         for row in range(first_row, end_row, REPACKED_ROWS):
             num_rows = min(REPACKED_ROWS, ffn_size - row)
-            # Panels of gate and up alternate: after the one at hand come `up_here`, `after_gate`
-            # and `after_up`.
+            # Panels of gate and up alternate.
             gate_here = gate + (row - first_row) * gate_bytes
             up_here = up + (row - first_row) * up_bytes
             after_gate, after_up = next_gate, next_up
@@ -220,7 +218,7 @@ def gate_up(args: int, counter: int, worker_idx: int) -> None:
                     vectors,
                     first,
                     end,
-                    after_gate if are_two_ahead(gate_bytes) else up_here,
+                    (up_here, after_gate),
                     gates,
                     scratch,
                 )
@@ -231,7 +229,7 @@ def gate_up(args: int, counter: int, worker_idx: int) -> None:
                     vectors,
                     first,
                     end,
-                    after_up if are_two_ahead(up_bytes) else after_gate,
+                    (after_gate, after_up),
                     ups,
                     scratch,
                 )
@@ -315,7 +313,7 @@ def down_phase(args: int, counter: int, worker_idx: int) -> None:
             for row in range(first_row, end_row, REPACKED_ROWS):
                 num_rows = min(REPACKED_ROWS, hidden_size - row)
                 in_run = row - first_row
-                ahead = rows_ahead(
+                ahead = panels_ahead(
                     down, row_bytes, in_run, end_row - first_row, following, row_bytes
                 )
                 for first in range(0, num_items, VECTORS_AT_ONCE):

@@ -12,8 +12,8 @@ from dflash_runtime.compute.cpu.kernels.products import (
     group_size,
     largest_group,
     multiply_rows,
+    panels_ahead,
     prefetch_first,
-    rows_ahead,
 )
 from dflash_runtime.compute.cpu.kernels.words import FIRST_FIELD, get
 from dflash_runtime.compute.cpu.simd import vectors as v
@@ -59,7 +59,9 @@ NUM_PLAN_WORDS = X
     NUM_MATRIX_FIELDS,
 ) = range(7)
 
-_MOST_RUN_ROWS = 32
+_RUN_ROWS = 32
+_LONG_RUN_BYTES = 1 << 18
+_LONG_RUNS_A_THREAD = 16
 _WIDE_RUN_BYTES = 1 << 16
 
 
@@ -69,11 +71,19 @@ def items_of(num_rows: int, row_bytes: int, num_threads: int) -> tuple[int, bool
     Matrices of few but wide rows, as a router's in float32, make so few items that threads would
     get none, or wait for one that holds two: their items are smaller, and not claimed early. Their
     rows are long enough to be read well without.
+
+    Where there are items enough, they are longer: behind the end of one, a core's hardware goes on
+    to fetch what another core reads.
     """
     is_wide = REPACKED_ROWS * row_bytes >= _WIDE_RUN_BYTES
-    if not is_wide or num_rows >= 2 * _MOST_RUN_ROWS * num_threads:
-        return _MOST_RUN_ROWS, True
-    return REPACKED_ROWS, num_rows >= 2 * REPACKED_ROWS * num_threads
+    if is_wide and num_rows < 2 * _RUN_ROWS * num_threads:
+        return REPACKED_ROWS, num_rows >= 2 * REPACKED_ROWS * num_threads
+    run_rows = _RUN_ROWS
+    while run_rows * row_bytes < _LONG_RUN_BYTES:
+        if num_rows < 2 * run_rows * _LONG_RUNS_A_THREAD * num_threads:
+            break
+        run_rows *= 2
+    return run_rows, True
 
 
 FEW_TOKENS = 4
@@ -146,7 +156,7 @@ def _multiply(args: int, counter: int, worker_idx: int) -> None:
             num_rows = min(REPACKED_ROWS, rows - row)
             in_run = row - first_row
             here = start + in_run * row_bytes
-            ahead = rows_ahead(
+            ahead = panels_ahead(
                 start, row_bytes, in_run, end_row - first_row, following, following_bytes
             )
             for first in range(0, num_tokens, VECTORS_AT_ONCE):

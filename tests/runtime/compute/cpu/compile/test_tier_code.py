@@ -159,7 +159,7 @@ def lines_of_a_turn(tensor_type: TensorType) -> int:
 
 
 @pytest.mark.parametrize("tensor_type", FORMATS, ids=lambda each: each.name)
-def test_every_line_of_the_rows_ahead_is_prefetched_once(
+def test_every_line_of_both_panels_ahead_is_prefetched(
     emitters: Callable[[Tier], None],
     monkeypatch: pytest.MonkeyPatch,
     tensor_type: TensorType,
@@ -167,8 +167,8 @@ def test_every_line_of_the_rows_ahead_is_prefetched_once(
     emitters(Tier.AVX512_VNNI)
     monkeypatch.setattr(simd_types, "host_cpu", lambda: "znver4")
     emit = kernels.multiplying_one(FORMATS[tensor_type])
-    localities = PREFETCH.findall(str(module_of(emit, 6, X86)))
-    assert localities == ["2"] * lines_of_a_turn(tensor_type)
+    localities = PREFETCH.findall(str(module_of(emit, 7, X86)))
+    assert localities == ["2"] * 2 * lines_of_a_turn(tensor_type)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_weights_are_prefetched_into_the_cache_that_has_buffers_for_them(
     emit = kernels.multiplying_one(FORMATS[TensorType.IQ4_NL])
     code = assembly(emit, triple, name, features)
     found = re.findall(r"prefetch\w+|pld\w+", code)
-    assert found == [wanted] * lines_of_a_turn(TensorType.IQ4_NL)
+    assert found == [wanted] * 2 * lines_of_a_turn(TensorType.IQ4_NL)
 
 
 # -- tiles ----------------------------------------------------------------------------------------
