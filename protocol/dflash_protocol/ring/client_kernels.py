@@ -15,6 +15,7 @@ from dflash_protocol.ring.shared_kernels import (
     STATE,
     array_bytes,
     begin_header,
+    copy_header,
     field,
     has_gaps,
     has_times,
@@ -215,8 +216,7 @@ def receive(port, sequence, spin_ns, wait_ns, num_tokens, to):
         return native.NOTHING
     store(port + 8 * native.LAST, sequence)
     slot, header, state = field(port, native.REPLY_SLOT), port + HEADER, port + STATE
-    for index in range(ring.HEADER_WORDS):
-        store(header + 8 * index, load(slot + 8 * index))
+    copy_header(slot, header)
     violation = reply_violation(port, sequence, num_tokens, 1 if to == 0 else 0)
     if violation != 0:
         return native.FAILURE - violation

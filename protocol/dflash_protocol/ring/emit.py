@@ -159,6 +159,19 @@ def monotonic_ns(builder: Any) -> Any:
     return builder.add(builder.mul(seconds, I64(10**9)), nanoseconds)
 
 
+@primitive(void, i64, i64)
+def clear(builder: Any, address: Any, num_bytes: Any) -> None:
+    """Store zeros."""
+    cgutils.memset(builder, _pointer(builder, address, I8), num_bytes, 0)
+
+
+@primitive(i64, i64, i64, i64)
+def call(builder: Any, function: Any, first: Any, second: Any) -> Any:
+    """Call ``int64 function(int64, int64)`` at an address."""
+    kind = ir.FunctionType(I64, [I64, I64])
+    return builder.call(_pointer(builder, function, kind), [first, second])
+
+
 # -- the operating system ---------------------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 
 from dflash_adapters.gguf.file import GgufFile
@@ -10,9 +10,12 @@ from dflash_adapters.quant import TensorType
 from dflash_adapters.spec import MoeLayer
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import I32Array
+from dflash_protocol.ring.compiled_experts import CompiledExperts
+from dflash_runtime.compute.backend import ExpertBank
 from dflash_runtime.compute.cpu.compile import compiling
 from dflash_runtime.compute.cpu.compile.kernel_cache import keeping_in
 from dflash_runtime.compute.cpu.compile_ahead import OnProgress, compile_ahead, jobs_for, run_job
+from dflash_runtime.compute.cpu.compiled_banks import compile_banks
 from dflash_runtime.compute.cpu.experts import CpuExpertBank
 from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
@@ -59,6 +62,14 @@ class CpuBackend(HostBackend):
 
     def drop_experts(self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:
         """Do nothing: banks are views of the file."""
+
+    def compile_banks(
+        self, banks: Mapping[int, ExpertBank], *, max_tokens: int, max_experts_used: int
+    ) -> CompiledExperts | None:
+        with keeping_in(self._cache_dir):
+            return compile_banks(
+                banks, self._workers, max_tokens=max_tokens, max_experts_used=max_experts_used
+            )
 
     def warm_up(
         self,
