@@ -34,7 +34,8 @@ _LOG = logging.getLogger(__name__)
     HIDDEN, EXPERT_IDS, GROUP_STARTS, TOKEN_INDICES, WEIGHTS, TEXT,  # addresses of private arrays
     LEAST_LAG, REPLIED_NS, RUNG, BELL, ENTRIES, MOVES, SENDS, MOVED_TOKENS,
     LAYERS, NUM_LAYERS, SUMS, REPLIES,
-) = range(35)  # fmt: skip
+    NEXT_SEQUENCE, IN_FLIGHT,
+) = range(37)  # fmt: skip
 ROUTING_BOUND, WAITED, HEADER, STATE = 38, 39, 40, 56
 PORT_WORDS = 88
 """NARROW: the payload type allowed besides the wide one. LAST: the sequence taken last. REFUSED: a
@@ -45,7 +46,8 @@ not. WAITED: float64, how long that request had been waiting. From HEADER on, th
 header; from STATE on, the checksum's lanes.
 
 At a client: ENTRIES, address of its poll entries; SENDS, the payload type of the rows that it
-sends; MOVED_TOKENS, how many rows a device has moved into the slot.
+sends; MOVED_TOKENS, how many rows a device has moved into the slot; NEXT_SEQUENCE, of
+the next request that `post` sends; IN_FLIGHT, of the one that waits for `collect`, or 0.
 
 In the port of a link's first slot, at the server: LEAST_LAG, float64, the least time from a
 request's stamp to its reading; REPLIED_NS, when the last reply was sent; RUNG, not 0 if the bell
@@ -81,6 +83,10 @@ CLIENT_RUNG = 2
 RUNG at a server."""
 
 NOTHING, FAILURE, OUT_OF_RANGE, BAD_ARRAYS, TOO_LARGE = range(-1, -6, -1)
+ABORTED, LATE, LOST, NOT_FINITE = range(-32, -36, -1)
+"""Results of `collect` besides NOTHING, FAILURE and FAILURE - violation."""
+UNSENT = -36
+"""Result of `post` if it has sent nothing, and of `collect` if nothing is in flight."""
 (
     STALE, WRONG_SEQUENCE, WRONG_GENERATION, WRONG_KIND, WRONG_COUNTS, WRONG_PHASE, WRONG_PAYLOAD,
     WRONG_BYTES, WRONG_CHECKSUM, WRONG_TIMES, OVER_CAPACITY,
@@ -171,6 +177,13 @@ class Kernels(NamedTuple):
     checksum: Callable[..., int]
     """(state address, header address, source address, target address, bytes, a multiple of 4):
     copies, and returns the checksum of the copy and 15 words of header. For measuring and tests."""
+
+
+class ClientFunctions(NamedTuple):
+    """Addresses of functions for compiled callers: see `compiled_experts`. Valid for ever."""
+
+    post: int
+    collect: int
 
 
 def why_unavailable() -> str:
@@ -266,6 +279,30 @@ def _kernels(cache_dir: str | None) -> Kernels:
 
 
 _compiled: Kernels | None = None
+
+
+@cache
+def client_functions(cache_dir: str | None = None) -> ClientFunctions:
+    """Load or compile them, as `kernels`.
+
+    Raises: ImportError without numba.
+    """
+    numba: Any = importlib.import_module("numba")
+    ccallback: Any = importlib.import_module("numba.core.ccallback")
+    client = importlib.import_module("dflash_protocol.ring.client_kernels")
+    folder, i64 = _kernel_folder(cache_dir), numba.types.int64
+    options = {"nopython": True, "error_model": "numpy"}
+    for code in (client.post, client.collect):
+        function = ccallback.CFunc(code, ((i64, i64), i64), {}, options)
+        if folder is not None:
+            function._cache = _cache_of(code, folder)
+        function.compile()
+        _functions.append(function)
+    return ClientFunctions(*(int(function.address) for function in _functions))
+
+
+_functions: list[Any] = []
+"""Own the code of ClientFunctions."""
 
 
 def two_counts(found: int) -> tuple[int, int]:
