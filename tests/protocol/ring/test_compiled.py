@@ -255,10 +255,11 @@ def test_importing_the_transport_does_not_import_numba() -> None:
 
 def test_compiled_code_is_kept() -> None:
     ring_native.kernels()
+    ring_native.client_functions()
     folder = ring_native._kernel_folder(None)
     assert folder is not None
     kept = {path.name.split(".")[1].split("-")[0] for path in folder.glob("*.nbc")}
-    assert kept == set(ring_native.Kernels._fields)
+    assert kept == {*ring_native.Kernels._fields, *ring_native.ClientFunctions._fields}
 
 
 def test_a_folder_that_cannot_be_used_costs_time_and_no_more(
