@@ -87,9 +87,10 @@ class ExpertHost:
         """
         self._file.require_unwritten()
 
-    def poll(self) -> None:
-        """`require_unwritten`, at most every tenth of a second."""
-        self._file.watch.poll()
+    def poll(self) -> float:
+        """`require_unwritten`, at most every tenth of a second. Returns when the next call will
+        check again, by the monotonic clock."""
+        return self._file.watch.poll()
 
     def warm_up(self, on_progress: OnProgress = _ignore) -> None:
         """Compile every kernel that the file's experts need, and run it once.

@@ -21,6 +21,7 @@ from dflash_adapters.spec import KvLayer, ModelSpec, MoeLayer, MoeSpec, Recurren
 from dflash_protocol.batch import Hidden, HostSums, RoutedBatch, Sums
 from dflash_protocol.device_payload import DeviceMover
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, I64Array, Phase
+from dflash_protocol.ring.compiled_experts import CompiledExperts
 from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.ring.segment import Segment
 from dflash_runtime.compute.kv_cache import KvCache, KvType
@@ -470,6 +471,13 @@ class ComputeBackend(Protocol):
 
         Unmapping the file is up to the caller.
         """
+
+    def compile_banks(
+        self, banks: Mapping[int, ExpertBank], *, max_tokens: int, max_experts_used: int
+    ) -> CompiledExperts | None:
+        """What compiled code needs to compute small batches with these banks, by layer id; None if
+        the backend has no such code. Batches have at most `max_tokens` tokens, and
+        `max_experts_used` pairs for each."""
 
     def warm_up(
         self,

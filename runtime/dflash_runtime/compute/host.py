@@ -12,6 +12,7 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.layers import Description
 from dflash_adapters.spec import KvLayer, ModelSpec, MoeLayer, RecurrentLayer
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, I64Array, Phase
+from dflash_protocol.ring.compiled_experts import CompiledExperts
 from dflash_runtime.compute.backend import (
     CapturedStep,
     Chunking,
@@ -106,6 +107,12 @@ class HostBackend:
         self, file: GgufFile, layers: Iterable[MoeLayer], remote: RemoteExperts
     ) -> None:
         """Do nothing: weights are already on the host."""
+
+    def compile_banks(
+        self, banks: Mapping[int, ExpertBank], *, max_tokens: int, max_experts_used: int
+    ) -> CompiledExperts | None:
+        """Return None: there is no such code."""
+        return None
 
     def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:
         """Return nothing: the host does the routing."""

@@ -12,12 +12,14 @@ from dflash_adapters.quant import TensorType
 from dflash_adapters.spec import MoeLayer
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import AnyArray, I32Array, I64Array
+from dflash_protocol.ring.compiled_experts import CompiledExperts
 from dflash_runtime.compute.backend import ExpertBank, MailedExperts
 from dflash_runtime.compute.cores import LEAST_TIMED, ThreadCounts, default_counts
 from dflash_runtime.compute.cpu.captured.step import CpuStep
 from dflash_runtime.compute.cpu.compile import compiling
 from dflash_runtime.compute.cpu.compile.kernel_cache import keeping_in
 from dflash_runtime.compute.cpu.compile_ahead import OnProgress, compile_ahead, jobs_for, run_job
+from dflash_runtime.compute.cpu.compiled_banks import compile_banks
 from dflash_runtime.compute.cpu.experts import CpuExpertBank
 from dflash_runtime.compute.cpu.kv_cache import CpuKvCache
 from dflash_runtime.compute.cpu.ops import CpuOps
@@ -114,6 +116,14 @@ class CpuBackend(HostBackend):
                 taken[layer_id] = bank.selections.copy()
                 bank.selections[:] = 0
         return taken
+
+    def compile_banks(
+        self, banks: Mapping[int, ExpertBank], *, max_tokens: int, max_experts_used: int
+    ) -> CompiledExperts | None:
+        with keeping_in(self._cache_dir):
+            return compile_banks(
+                banks, self._workers, max_tokens=max_tokens, max_experts_used=max_experts_used
+            )
 
     def warm_up(
         self,

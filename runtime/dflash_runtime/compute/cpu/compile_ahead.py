@@ -29,6 +29,7 @@ from dflash_runtime.compute.cpu.compile.kernel_cache import can_keep, keeping_in
 from dflash_runtime.compute.cpu.compile.tiers import choose_tier, current_tier
 from dflash_runtime.compute.cpu.kernels import (
     attention_tasks,
+    batch_kernel,
     conv_tasks,
     delta_tasks,
     delta_tree,
@@ -64,6 +65,7 @@ _EXPERT_JOBS: dict[str, Callable[[], object]] = {
     ],
     "expert_kernel": experts_kernel.expert_ffn_kernel,
     "expert_function": experts_kernel.expert_ffn_function,
+    "batch": batch_kernel.compute_batch_function,
     "quantise": quantise_function,
 }
 _DENSE_JOBS: dict[str, Callable[[], object]] = {

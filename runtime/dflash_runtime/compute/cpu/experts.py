@@ -72,7 +72,8 @@ class CpuExpertBank:
         words[k.SCRATCH_BYTES] = self._thread_bytes
         functions = quantise_function(), *k.expert_ffn_tasks()
         words[k.QUANTISE :] = [function.address for function in functions]
-        self._words = words
+        self.words: I64Array = words
+        """The layer's words of experts_kernel. Shapes: [NUM_LAYER_WORDS]."""
         self._arrays = addresses, layouts, scales, biases, activation
 
     def routed_call(
@@ -119,18 +120,14 @@ class CpuExpertBank:
         return call, (sums, indices, weights, self.selections)
 
     def accumulate(self, batch: RoutedBatch, out: F64Array) -> None:
-        hidden, num_pairs = batch.hidden, batch.num_pairs
+        hidden = batch.hidden
         if hidden.shape != out.shape or hidden.shape[1:] != (self.layer.hidden_size,):
             expected = f"[T, {self.layer.hidden_size}]"
             raise ValueError(f"hidden {hidden.shape}, out {out.shape}, expected {expected}")
         self._workers.begin(batch.num_tokens)
         with self._scratch.take(
             8 * k.NUM_ARGUMENTS,
-            batch.num_tokens * self._hidden_q8_bytes,
-            (num_pairs if batch.num_tokens > 1 else 0) * self._hidden_q8_bytes,
-            num_pairs * 4 * self.layer.ffn_size,
-            num_pairs * self._ffn_q8_bytes,
-            self._workers.num_threads * self._thread_bytes,
+            *self.scratch_bytes(batch.num_tokens, batch.num_pairs),
         ) as memory:
             is_sound = self._kernel(
                 hidden,
@@ -139,12 +136,22 @@ class CpuExpertBank:
                 batch.token_indices,
                 batch.weights,
                 out,
-                self._words,
+                self.words,
                 memory,
                 self._workers.address,
             )
         if not is_sound:
             raise ValueError("the batch has expert ids, tokens or pairs out of range")
+
+    def scratch_bytes(self, num_tokens: int, num_pairs: int) -> tuple[int, ...]:
+        """What such a batch needs of each of experts_kernel.SCRATCH_PARTS."""
+        return (
+            num_tokens * self._hidden_q8_bytes,
+            (num_pairs if num_tokens > 1 else 0) * self._hidden_q8_bytes,
+            num_pairs * 4 * self.layer.ffn_size,
+            num_pairs * self._ffn_q8_bytes,
+            self._workers.num_threads * self._thread_bytes,
+        )
 
     def _bias_addresses(self, file: GgufFile, global_expert_ids: I64Array) -> I64Array:
         """Address of each expert's gate, up and down bias, 0 where there is none.

@@ -295,6 +295,11 @@ class CupyBackend:
                 self.device.name,
             )
 
+    def compile_banks(
+        self, banks: Mapping[int, ExpertBank], *, max_tokens: int, max_experts_used: int
+    ) -> None:
+        """Return None: kernels are launched by Python."""
+
     def _close_offload(self) -> None:
         if self._offload is not None:
             with contextlib.suppress(DeviceUnavailable):  # of a device that has failed

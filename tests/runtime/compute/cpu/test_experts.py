@@ -418,10 +418,10 @@ def test_compiled_callers_get_the_same_bits(
     batch = random_batch(made.layer.hidden_size, num_tokens, seed=3)
     run = ctypes.CFUNCTYPE(*[ctypes.c_int64] * 4)(k.expert_ffn_function().address)
     words = np.zeros(k.NUM_ARGUMENTS, np.int64)
-    words[: k.NUM_LAYER_WORDS] = bank._words
+    words[: k.NUM_LAYER_WORDS] = bank.words
     out, memory = np.ones(batch.hidden.shape), np.empty(1 << 22, np.uint8)
     room = memory.ctypes.data
-    arrays = {
+    arrays: dict[int, Any] = {
         k.HIDDEN: batch.hidden,
         k.EXPERT_IDS: batch.expert_ids,
         k.GROUP_STARTS: batch.group_starts.copy(),
@@ -433,8 +433,7 @@ def test_compiled_callers_get_the_same_bits(
         words[word] = array.ctypes.data
     words[k.NUM_TOKENS], words[k.HIDDEN_SIZE] = batch.hidden.shape
     words[k.NUM_GROUPS] = batch.num_groups
-    places = (k.TOKEN_Q8, k.PAIR_Q8, k.ACTIVATIONS, k.ACTIVATION_Q8, k.SCRATCH)
-    words[list(places)] = [room + (part << 19) for part in range(1, 6)]
+    words[list(k.SCRATCH_PARTS)] = [room + (part << 19) for part in range(1, 6)]
     pool = backends[2]._workers.address
     assert run(words.ctypes.data, room, pool) == 1
     expected = np.ones(batch.hidden.shape)

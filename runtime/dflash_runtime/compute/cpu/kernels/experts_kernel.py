@@ -91,6 +91,7 @@ from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES
 
 NUM_ARGUMENTS = 30
 NUM_LAYER_WORDS = HIDDEN
+SCRATCH_PARTS = TOKEN_Q8, PAIR_Q8, ACTIVATIONS, ACTIVATION_Q8, SCRATCH
 
 GATE, UP, DOWN = range(3)
 
@@ -369,7 +370,7 @@ def _is_sound(args: int) -> bool:
         token = v.load_i32(get(args, TOKEN_INDICES) + 4 * pair)
         if token < 0 or token >= get(args, NUM_TOKENS):
             return False
-    return v.load_i32(get(args, GROUP_STARTS)) == 0
+    return v.load_i32(get(args, GROUP_STARTS)) == 0  # type: ignore[no-any-return]
 
 
 @helper
@@ -436,7 +437,7 @@ def _expert_ffn(
     v.store_i64(args + 8 * ACTIVATIONS, activations)
     v.store_i64(args + 8 * ACTIVATION_Q8, activation_q8 if layer[FFN_Q8_BYTES] else 0)
     v.store_i64(args + 8 * SCRATCH, scratch)
-    return run_experts(args, counter, pool) != 0
+    return run_experts(args, counter, pool) != 0  # type: ignore[no-any-return]
 
 
 @cache
