@@ -93,7 +93,7 @@ class CpuExpertBank:
         sums, indices = np.empty(hidden.shape), np.empty((3, num_pairs + 1), np.int32)
         weights = np.empty(num_pairs, np.float32)
         words = [0] * (steps.ROUNDED + 1)
-        words[: k.NUM_LAYER_WORDS] = self._words.tolist()
+        words[: k.NUM_LAYER_WORDS] = self.words.tolist()
         words[k.HIDDEN], words[k.OUT] = address(hidden), address(sums, np.float64)
         words[k.NUM_TOKENS], words[k.HIDDEN_SIZE] = hidden.shape
         places = [address(each, np.int32) for each in indices]

@@ -35,7 +35,7 @@ class Kept:
         self.far: list[int] = []
         self.near: list[int] = []
         self._callback = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 7)(self._keep)
-        self.address = ctypes.cast(self._callback, ctypes.c_void_p).value
+        self.address = ctypes.cast(self._callback, ctypes.c_void_p).value or 0
 
     def _keep(self, panel: int, _stride: int, _blocks: int, _x: int, *addresses: int) -> None:
         far, near, _totals = addresses
