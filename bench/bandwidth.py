@@ -25,7 +25,7 @@ _SAMPLE_BYTES = 1 << 29
 
 
 @njit(nogil=True)
-def _add_up(words, num_streams, begin, end):  # type: ignore[no-untyped-def]
+def add_up(words, num_streams, begin, end):  # type: ignore[no-untyped-def]
     """Sum of words[begin:end], read as `num_streams` runs side by side."""
     run = (end - begin) // num_streams
     total = np.uint64(0)
@@ -66,7 +66,7 @@ class Reader:
 
         def part(index: int) -> int:
             first = begin + index * share
-            return int(_add_up(words, num_streams, first, first + share))
+            return int(add_up(words, num_streams, first, first + share))
 
         started_s = time.perf_counter()
         list(self._pool.map(part, range(self._num_threads)))

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import functools
 import gc
+import math
 import os
 import select
 import statistics
@@ -36,6 +37,7 @@ from dflash_protocol.batch import HostSums, RoutedBatch, group_by_expert
 from dflash_protocol.endpoint import IpcClaim, parse_endpoint
 from dflash_protocol.ids import F64Array, Phase
 from dflash_protocol.payloads import PayloadType
+from dflash_protocol.ring.compiled_experts import CompiledExperts
 from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.ring.segment import create_segment, open_segment
 from dflash_protocol.transports.curve import (
@@ -52,6 +54,8 @@ from dflash_protocol.transports.shared_server import SharedServer
 from dflash_protocol.transports.zmq_stream import StreamClient, StreamServer
 from dflash_protocol.wire.requests import HEADER_BYTES, largest_frame_bytes
 from dflash_protocol.wire.transport import ClientTransport, LinkLimits
+from dflash_runtime.compute.cpu.compile.compiling import RowFunction
+from dflash_runtime.compute.cpu.simd.types import i64
 
 NUM_EXPERTS_USED, NUM_EXPERTS = 8, 128
 NUM_SLOTS = 2
@@ -117,17 +121,30 @@ Secure: TypeAlias = Callable[[zmq.Socket[bytes]], object]
 
 
 def serve_shared(work: Work, folder: Path, name: str, spin_s: float) -> None:
-    """Answer until standard input ends."""
+    """Answer until standard input ends; requests of decode size without Python, as a daemon."""
     server = SharedServer()
-    server.add_link(LINK_ID, open_segment(folder, name, work.shape, generation=1), work.limits)
+    segment = open_segment(folder, name, work.shape, generation=1)
+    server.add_link(LINK_ID, segment, work.limits, _no_experts(work))
+    server.allow_replies(math.inf)
     sums = _sums_by_num_tokens(work)
     print("ready", flush=True)
     while True:
-        request = server.receive(TIMEOUT_S, spin_s=spin_s, others=(0,))
+        request = server.receive(TIMEOUT_S, spin_s=spin_s, others=(0,), until_s=math.inf)
         if request is not None:
             server.reply(request, HostSums(sums(request.header.num_tokens)), 0.0)
         elif server.are_others_ready:
             return server.close()
+
+
+def _no_experts(work: Work) -> CompiledExperts:
+    """Experts of layer 0 that compute nothing."""
+    function = RowFunction(_compute_nothing, i64, i64, result=i64)
+    layer = function.address, 0, NUM_EXPERTS, work.hidden_size, 1, NUM_EXPERTS_USED
+    return CompiledExperts(np.array([layer], np.int64), function, max_tokens=1)
+
+
+def _compute_nothing(experts: int, batch: int) -> int:
+    return 1
 
 
 @contextlib.contextmanager

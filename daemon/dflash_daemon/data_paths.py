@@ -23,6 +23,7 @@ from dflash_protocol.endpoint import Endpoint
 from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable, ProtocolError
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.ring import compiled as ring_native
+from dflash_protocol.ring.compiled_experts import CompiledExperts
 from dflash_protocol.ring.layout import MOVED_FACTOR, RingShape
 from dflash_protocol.ring.segment import Segment, open_segment, sweep_segments
 from dflash_protocol.settings import Settings
@@ -42,6 +43,8 @@ _LOG = logging.getLogger(__name__)
 _POLL_S = 0.25
 _SOCKET_POLL_S = 0.002
 """Interval of polling the socket while rings are busy and the socket has been quiet."""
+_RETURN_S = 0.05
+"""Longest time for which requests are answered without Python."""
 _SOCKET_ACTIVE_S = 0.1
 """For this long after a request through the socket, it is polled at every turn."""
 
@@ -190,15 +193,37 @@ class DataServers:
         self._socket = self._open_socket()
         return self._socket.port
 
-    def attach(self, link_id: str, segment: Segment, limits: LinkLimits | None) -> None:
-        """Serve a link through shared memory too; takes ownership of the segment.
+    def attach(
+        self,
+        link_id: str,
+        segment: Segment,
+        limits: LinkLimits | None,
+        experts: CompiledExperts | None,
+    ) -> None:
+        """Serve a link through shared memory too; takes ownership of the segment. Compiled code
+        answers the requests for `experts`.
 
         Raises: ProtocolError if the link is gone, or memory is not shared.
         """
         if limits is None or self._rings is None:
             segment.close()
             raise ProtocolError("no memory is shared on this link", code="transport")
-        self._rings.add_link(link_id, segment, limits)
+        self._rings.add_link(link_id, segment, limits, experts)
+
+    def set_experts(self, link_id: str, experts: CompiledExperts | None) -> None:
+        """Replace the compiled experts of a link, if it shares memory."""
+        if self._rings is not None:
+            self._rings.set_experts(link_id, experts)
+
+    def allow_replies(self, until_s: float) -> None:
+        """Until when compiled code may send sums without the model's file being checked."""
+        if self._rings is not None:
+            self._rings.allow_replies(until_s)
+
+    @property
+    def busy_s(self) -> float:
+        """How long compiled code has been computing a request; 0 if it is not."""
+        return 0.0 if self._rings is None else self._rings.busy_s
 
     def drop_link(self, link_id: str) -> None:
         if self._rings is not None:
@@ -221,18 +246,19 @@ class DataServers:
     def _of_both(self, rings: SharedServer, stop: threading.Event) -> Iterator[Turn]:
         socket = self._socket
         others = (socket.fd,)
-        is_awaited = is_socket_empty = False
+        is_socket_empty = False
         ring_turn = _Turn()
         while not stop.is_set():
-            request = rings.try_receive(spin_s=self._spin_s if is_awaited else 0.0)
+            until_s = self._return_s(is_socket_empty)
+            request = rings.receive(0.0, spin_s=self._spin_s, others=others, until_s=until_s)
             if request is not None:
                 yield rings, request
-                is_awaited = True
-                if ring_turn.ends_with(request.link_id) and self._is_socket_due():
+            if rings.served:
+                is_due = rings.are_others_ready or self._is_socket_due()
+                if ring_turn.ends_with(rings.served) and is_due:
                     yield from self._of_socket()
                     is_socket_empty = socket.was_empty
                 continue
-            is_awaited = False
             ring_turn.end()
             # Polling the socket takes as long as half a ring request. Its descriptor signals only
             # what arrived since the socket was found empty, but is free to wait for while asleep.
@@ -241,12 +267,21 @@ class DataServers:
                 is_socket_empty = socket.was_empty
                 continue
             self._before_sleep()
-            request = rings.receive(_POLL_S, others=others)
+            until_s = self._return_s(is_socket_empty)
+            request = rings.receive(_POLL_S, spin_s=0.0, others=others, until_s=until_s)
             if request is not None:
                 yield rings, request
-                ring_turn.ends_with(request.link_id)
-                is_awaited = True
-            is_socket_empty = request is not None and not rings.are_others_ready
+            if rings.served:
+                ring_turn.ends_with(rings.served)
+            is_socket_empty = bool(rings.served) and not rings.are_others_ready
+
+    def _return_s(self, is_socket_empty: bool) -> float:
+        """When compiled code is to return between two requests: when the socket is due, which it
+        finds out itself from the descriptor of one that is quiet and empty."""
+        pause_s = self._socket_pause_s()
+        if is_socket_empty and pause_s > 0.0:
+            return time.monotonic() + _RETURN_S
+        return self._socket_polled_s + pause_s
 
     def _of_socket(self) -> Iterator[Turn]:
         """The socket's requests of one turn."""
@@ -265,9 +300,11 @@ class DataServers:
     def _is_socket_due(self) -> bool:
         """Whether to poll the socket now: it takes a third of a small request's time, so a quiet
         socket is polled only at intervals."""
-        now_s = time.monotonic()
-        pause_s = 0.0 if now_s - self._socket_served_s < _SOCKET_ACTIVE_S else _SOCKET_POLL_S
-        return now_s - self._socket_polled_s >= pause_s
+        return time.monotonic() - self._socket_polled_s >= self._socket_pause_s()
+
+    def _socket_pause_s(self) -> float:
+        is_active = time.monotonic() - self._socket_served_s < _SOCKET_ACTIVE_S
+        return 0.0 if is_active else _SOCKET_POLL_S
 
 
 class _Turn:

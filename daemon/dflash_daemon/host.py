@@ -22,6 +22,7 @@ from dflash_runtime.experts.store import (
     expert_tensor_types,
     load_banks,
     measure_pairs_per_second,
+    trial_pass,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class ExpertHost:
         self.store = ExpertStore(backend, self._file, self.spec.moe)
         self._keeps = False
         self._is_compiled = False
+        self._has_threads = False
         self._load_lock = threading.Lock()
         self._waiting: list[OnProgress] = []
         """Callbacks of all threads that wait for kernels to be compiled."""
@@ -85,9 +87,10 @@ class ExpertHost:
         """
         self._file.require_unwritten()
 
-    def poll(self) -> None:
-        """`require_unwritten`, at most every tenth of a second."""
-        self._file.watch.poll()
+    def poll(self) -> float:
+        """`require_unwritten`, at most every tenth of a second. Returns when the next call will
+        check again, by the monotonic clock."""
+        return self._file.watch.poll()
 
     def warm_up(self, on_progress: OnProgress = _ignore) -> None:
         """Compile every kernel that the file's experts need, and run it once.
@@ -132,6 +135,9 @@ class ExpertHost:
             except DeviceOutOfMemory as error:
                 kept = "; it keeps the experts of its --placement" if self._keeps else ""
                 raise error.with_advice(DAEMON_MEMORY_ADVICE + kept) from error
+            if not self._has_threads:  # no parent has asked for anything yet
+                self._has_threads = True
+                self.backend.choose_threads(self._file, trial_pass(held.banks))
         if not is_there:
             # docs: a parent came with a placement that the daemon did not have; those of its own
             # `--placement` are never dropped

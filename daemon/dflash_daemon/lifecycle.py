@@ -179,6 +179,7 @@ async def _serve(
         spin_s=spin_window_s() if settings.spin_us is None else settings.spin_us * 1e-6,
         before_sleep=host.backend.idle,
         check_file=host.poll,
+        compile_banks=host.backend.compile_banks,
         secure=secured(_DATA_IO_THREADS),
     )
     control = None

@@ -1,24 +1,29 @@
 """The compute thread: receive → check → compute → reply, one request at a time.
 
-It owns the data socket, the rings and all use of the expert banks; `control` adds and drops links,
-`data_paths` has the transports and chooses the next request.
+For small requests that come over rings, compiled code does the same without Python, as long as
+nothing is wrong with them (`ring.server_kernels`). The thread owns the
+data socket, the rings and all use of the expert banks; `control` adds and drops links, `data_paths`
+has the transports and chooses the next request.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import zmq
 
 from dflash_daemon.data_paths import DataServers
+from dflash_protocol.batch import Sums
 from dflash_protocol.errors import ModelFileError, ProtocolError
+from dflash_protocol.ring.compiled_experts import CompiledExperts
 from dflash_protocol.ring.segment import Segment
 from dflash_protocol.transports.zmq_stream import StreamServer
 from dflash_protocol.wire.transport import (
@@ -32,6 +37,19 @@ from dflash_runtime.compute.backend import sums_of
 
 Banks: TypeAlias = Mapping[int, ExpertBank]
 """By layer id."""
+
+
+class CompileBanks(Protocol):
+    """`ComputeBackend.compile_banks`."""
+
+    def __call__(
+        self, banks: Banks, *, max_tokens: int, max_experts_used: int
+    ) -> CompiledExperts | None: ...
+
+
+def compile_none(banks: Banks, *, max_tokens: int, max_experts_used: int) -> None:
+    """The CompileBanks of a backend without compiled code."""
+
 
 _LOG = logging.getLogger(__name__)
 
@@ -47,10 +65,12 @@ class _ServedLink:
 class ComputeService:
     """Serves each link the experts of its placement, from `start` to `close`.
 
-    `on_failure` is called from the compute thread if it fails. `check_file` is called before each
-    reply; it raises ModelFileError if the model's file has changed. `secure` sets keys on the data
+    `on_failure` is called from the compute thread if it fails. `check_file` raises ModelFileError
+    if the model's file has changed, and returns until when, by the monotonic clock, replies may be
+    sent without another call. `secure` sets keys on the data
     socket. With `shares_memory`, links may also have a ring; after a request the thread spins on
-    rings for `spin_s`, then calls `before_sleep` and sleeps.
+    rings for `spin_s`, then calls `before_sleep` and sleeps; what `compile_banks` returns answers
+    requests of rings without Python.
 
     Owns: the compute thread and, through it, the data socket and the rings. Links are added and
     dropped by the control thread.
@@ -66,7 +86,8 @@ class ComputeService:
         shares_memory: bool = False,
         spin_s: float = 0.0,
         before_sleep: Callable[[], object] = lambda: None,
-        check_file: Callable[[], object] = lambda: None,
+        check_file: Callable[[], float] = lambda: math.inf,
+        compile_banks: CompileBanks = compile_none,
         secure: Callable[[zmq.Socket[bytes]], object] | None = None,
     ) -> None:
         self.failure: Exception | None = None
@@ -79,6 +100,7 @@ class ComputeService:
         self._busy_since_s: float | None = None
         self._on_failure = on_failure
         self._check_file = check_file
+        self._compile_banks = compile_banks
         self._stop = threading.Event()
         self._port: Future[int] = Future()
         open_socket = partial(
@@ -109,14 +131,21 @@ class ComputeService:
 
     def add_link(self, link_id: str, limits: LinkLimits, banks: Banks) -> None:
         """Serve a link with these banks, by layer; its local ids are the banks'."""
+        is_known = link_id in self._links
         self._links[link_id] = _ServedLink(limits, banks)
+        if is_known:
+            self._servers.set_experts(link_id, self._compiled(self._links[link_id]))
 
     def attach(self, link_id: str, segment: Segment) -> None:
         """Serve a link through shared memory too; takes ownership of the segment.
 
         Raises: ProtocolError if there is no such link, or memory is not shared.
         """
-        self._servers.attach(link_id, segment, self.limits_of(link_id))
+        link = self._links.get(link_id)
+        if link is None:
+            self._servers.attach(link_id, segment, None, None)
+        else:
+            self._servers.attach(link_id, segment, link.limits, self._compiled(link))
 
     def drop_link(self, link_id: str) -> None:
         if self._links.pop(link_id, None) is not None:
@@ -135,12 +164,18 @@ class ComputeService:
     def busy_s(self) -> float:
         """Time spent on the current request; 0 when idle."""
         since_s = self._busy_since_s
-        return 0.0 if since_s is None else time.monotonic() - since_s
+        return self._servers.busy_s if since_s is None else time.monotonic() - since_s
 
     def close(self) -> None:
         """Finish the current request and end the thread."""
         self._stop.set()
         self._thread.join()
+
+    def _compiled(self, link: _ServedLink) -> CompiledExperts | None:
+        limits = link.limits
+        return self._compile_banks(
+            link.banks, max_tokens=limits.max_tokens, max_experts_used=limits.max_experts_used
+        )
 
     def _run(self) -> None:
         try:
@@ -164,25 +199,12 @@ class ComputeService:
 
     def _serve(self, server: ServerTransport, request: ReceivedRequest) -> None:
         self._busy_since_s = started_s = time.monotonic()
-        batch = request.batch
         try:
-            if request.is_late:
-                self.num_late += 1
-                raise ProtocolError(
-                    f"waited {request.waited_s * 1e3:.0f} ms, past its deadline of "
-                    f"{request.header.deadline_ms:.0f} ms",
-                    code="late",
-                )
-            # A link may be dropped between a request's arrival and its turn.
-            link = self._links.get(request.link_id)
-            bank = None if link is None else link.banks.get(request.header.layer_id)
-            if bank is None:
-                raise ProtocolError(
-                    f"no experts of layer {request.header.layer_id} here", code="not_owned"
-                )
-            request.check(hidden_size=bank.layer.hidden_size, num_experts=bank.num_experts)
-            sums = sums_of(bank, batch)
-            self._check_file()
+            if request.computed is None:
+                sums = self._computed(request)
+            else:
+                sums, started_s = request.computed, request.started_s
+            self._servers.allow_replies(self._check_file())
         except ProtocolError as error:
             server.fail(request.link_id, request.header.sequence, error)
         except ModelFileError as error:  # the main loop will see it too and end the daemon
@@ -199,3 +221,22 @@ class ComputeService:
             server.reply(request, sums, time.monotonic() - started_s)
         finally:
             self._busy_since_s = None
+
+    def _computed(self, request: ReceivedRequest) -> Sums:
+        """Raises: ProtocolError if the request cannot be computed here, or not in time."""
+        if request.is_late:
+            self.num_late += 1
+            raise ProtocolError(
+                f"waited {request.waited_s * 1e3:.0f} ms, past its deadline of "
+                f"{request.header.deadline_ms:.0f} ms",
+                code="late",
+            )
+        # A link may be dropped between a request's arrival and its turn.
+        link = self._links.get(request.link_id)
+        bank = None if link is None else link.banks.get(request.header.layer_id)
+        if bank is None:
+            raise ProtocolError(
+                f"no experts of layer {request.header.layer_id} here", code="not_owned"
+            )
+        request.check(hidden_size=bank.layer.hidden_size, num_experts=bank.num_experts)
+        return sums_of(bank, request.batch)

@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from dflash_daemon import data_paths
-from dflash_daemon.service import ComputeService
+from dflash_daemon.service import ComputeService, compile_none
 from dflash_protocol.batch import RoutedBatch
 from dflash_protocol.endpoint import IpcClaim, parse_endpoint
 from dflash_protocol.ids import F64Array, Phase
@@ -26,6 +26,7 @@ from dflash_protocol.transports.shared_client import SharedClient
 from dflash_protocol.transports.zmq_stream import StreamClient
 from dflash_protocol.wire.requests import largest_frame_bytes
 from dflash_protocol.wire.transport import LinkLimits
+from support.called_back import called_back
 from support.routed_batches import (
     HIDDEN_SIZE,
     ScalingBank,
@@ -73,7 +74,7 @@ class SlowBank(ScalingBank):
 class Rig:
     """A service, its bank, and parents with links of either kind."""
 
-    def __init__(self, undo: ExitStack, run_dir: Path) -> None:
+    def __init__(self, undo: ExitStack, run_dir: Path, *, is_compiled: bool) -> None:
         endpoint = parse_endpoint(f"ipc://{run_dir}/cpu0")
         undo.callback(IpcClaim(endpoint).close)
         self._undo, self._folder = undo, run_dir
@@ -84,7 +85,11 @@ class Rig:
             max_tokens=CAPACITY, hidden_size=HIDDEN_SIZE, max_pairs=MAX_EXPERTS_USED * CAPACITY
         )
         self.service = ComputeService(
-            self._context, self._address, max_frame_bytes=self._max_frame_bytes, shares_memory=True
+            self._context,
+            self._address,
+            max_frame_bytes=self._max_frame_bytes,
+            shares_memory=True,
+            compile_banks=called_back if is_compiled else compile_none,
         )
         self.service.start()
         undo.callback(self.service.close)
@@ -118,11 +123,13 @@ class Rig:
         return client
 
 
-@pytest.fixture
-def rig(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+@pytest.fixture(params=[False, True], ids=["by Python", "by compiled code"])
+def rig(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Rig]:
     monkeypatch.setattr(data_paths, "_POLL_S", 0.01)
     with ExitStack() as undo:
-        yield Rig(undo, run_dir)
+        yield Rig(undo, run_dir, is_compiled=request.param)
 
 
 class Flood:

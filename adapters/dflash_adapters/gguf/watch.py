@@ -89,12 +89,14 @@ class FileWatch:
             raise ModelFileError("the file became shorter while it was read", path=path)
         return data
 
-    def poll(self) -> None:
-        """`require_unwritten`, unless the last call was less than LOOK_S ago."""
+    def poll(self) -> float:
+        """`require_unwritten`, unless the last call was less than LOOK_S ago. Returns when the next
+        call will check again, by the monotonic clock."""
         now_s = time.monotonic()
         if now_s >= self._next_check_s:
             self.require_unwritten()
             self._next_check_s = now_s + LOOK_S
+        return self._next_check_s
 
     def require_unwritten(self) -> None:
         """Raises: ModelFileError if the bytes may no longer be those of the opened file.

@@ -33,7 +33,9 @@ _LOG = logging.getLogger(__name__)
     LAST, REFUSED, BUSY,
     HIDDEN, EXPERT_IDS, GROUP_STARTS, TOKEN_INDICES, WEIGHTS, TEXT,  # addresses of private arrays
     LEAST_LAG, REPLIED_NS, RUNG, BELL, ENTRIES, MOVES, SENDS, MOVED_TOKENS,
-) = range(31)  # fmt: skip
+    LAYERS, NUM_LAYERS, SUMS, REPLIES,
+    NEXT_SEQUENCE, IN_FLIGHT,
+) = range(37)  # fmt: skip
 ROUTING_BOUND, WAITED, HEADER, STATE = 38, 39, 40, 56
 PORT_WORDS = 88
 """NARROW: the payload type allowed besides the wide one. LAST: the sequence taken last. REFUSED: a
@@ -44,15 +46,34 @@ not. WAITED: float64, how long that request had been waiting. From HEADER on, th
 header; from STATE on, the checksum's lanes.
 
 At a client: ENTRIES, address of its poll entries; SENDS, the payload type of the rows that it
-sends; MOVED_TOKENS, how many rows a device has moved into the slot.
+sends; MOVED_TOKENS, how many rows a device has moved into the slot; NEXT_SEQUENCE, of
+the next request that `post` sends; IN_FLIGHT, of the one that waits for `collect`, or 0.
 
 In the port of a link's first slot, at the server: LEAST_LAG, float64, the least time from a
 request's stamp to its reading; REPLIED_NS, when the last reply was sent; RUNG, not 0 if the bell
-was rung and has not been silenced yet."""
+was rung and has not been silenced yet; LAYERS and NUM_LAYERS, the link's CompiledExperts
+(`compiled_experts`); SUMS, address of an array for the sums of these; REPLIES, the payload type of
+sums."""
 
-NUM_LINKS, NEXT_LINK, IS_QUICK, FIRST_LINK = range(4)
+NUM_LINKS, NEXT_LINK, IS_QUICK, SERVICE, FIRST_LINK = range(5)
 """A server's table: number of links, the link to look at first, 1 if the last request came soon
-after the reply before it, then the address of each link's first port."""
+after the reply before it, the address of the words below, then that of each link's first port."""
+
+(
+    CHANGED, BUSY_SINCE_NS, RETURN_NS, LOOK_NS, CHECKED_UNTIL_NS, IS_OTHER_READY, NUM_ANSWERED,
+    SAVED,
+) = range(8)  # fmt: skip
+BATCH, SERVICE_WORDS = 24, 40
+"""Words of a server, which outlive its tables. CHANGED: set by any thread, compiled code then
+returns to Python before the next request is computed. BUSY_SINCE_NS: when the request that compiled
+code computes was begun, or 0. RETURN_NS: after this time it returns to Python when it has answered
+a request. LOOK_NS: after this time it looks whether another descriptor is ready, and then returns.
+CHECKED_UNTIL_NS: until when replies may be sent. IS_OTHER_READY: whether the last sleep or look
+found another descriptor than the bells ready. NUM_ANSWERED: requests answered without Python.
+SAVED: the header of the request at hand, while its reply is written. BATCH: its words as of
+`compiled_experts`."""
+
+LOOK_EVERY_NS = 2_000_000
 
 POLLIN = 1 << 32
 FOUND_SHIFT = 48
@@ -62,6 +83,10 @@ CLIENT_RUNG = 2
 RUNG at a server."""
 
 NOTHING, FAILURE, OUT_OF_RANGE, BAD_ARRAYS, TOO_LARGE = range(-1, -6, -1)
+ABORTED, LATE, LOST, NOT_FINITE = range(-32, -36, -1)
+"""Results of `collect` besides NOTHING, FAILURE and FAILURE - violation."""
+UNSENT = -36
+"""Result of `post` if it has sent nothing, and of `collect` if nothing is in flight."""
 (
     STALE, WRONG_SEQUENCE, WRONG_GENERATION, WRONG_KIND, WRONG_COUNTS, WRONG_PHASE, WRONG_PAYLOAD,
     WRONG_BYTES, WRONG_CHECKSUM, WRONG_TIMES, OVER_CAPACITY,
@@ -80,6 +105,10 @@ VIOLATIONS = {
     OVER_CAPACITY: ("capacity", "a slot's counts exceed the capacity of the link"),
 }
 """By violation: the error code on the wire, and the message."""
+
+ANSWERED, COMPUTED = 254, 255
+"""Results of `serve` besides violations: the request has been answered; or its sums were computed,
+and Python is to send them."""
 
 IS_NOT_FINITE = 1 << 62
 """Flag added to a reply's payload bytes: some of its sums are NaN or infinite."""
@@ -115,11 +144,14 @@ class Kernels(NamedTuple):
     moved into the slot."""
     send_failure: Callable[..., int]
     """(port, sequence, text [n] uint8, n a multiple of 4): results of send_request."""
-    next_request: Callable[..., int]
-    """(table, spin_ns, entries address, number of them, timeout_ms): NOTHING, or
-    (link_idx · MAX_SLOTS + slot_idx) << STATUS_BITS | violation; the request is in the port's
-    private arrays. Spins; then, with a timeout, sleeps. Entries are those of poll(2): each link's
-    bell in the table's order, then further descriptors; the events found are left in them."""
+    serve: Callable[..., int]
+    """(table, spin_ns, entries address, number of them, timeout_ms): answers the requests that
+    compiled experts compute, one after another, and returns with the first other one, or when the
+    service's words ask for it: NOTHING, or
+    (link_idx · MAX_SLOTS + slot_idx) << STATUS_BITS | violation, ANSWERED, COMPUTED, or 0: the
+    request is in the port's private arrays. Spins before each request; then, with a timeout and if
+    it has answered none, sleeps. Entries are those of poll(2): each link's bell in the table's
+    order, then further descriptors; the events found are left in them."""
     receive_reply: Callable[..., int]
     """(port, sequence, spin_ns, wait_ns, sums [T, H] float64): payload bytes, possibly with
     IS_NOT_FINITE; or NOTHING; or FAILURE, with its text in the private array; or FAILURE -
@@ -145,6 +177,13 @@ class Kernels(NamedTuple):
     checksum: Callable[..., int]
     """(state address, header address, source address, target address, bytes, a multiple of 4):
     copies, and returns the checksum of the copy and 15 words of header. For measuring and tests."""
+
+
+class ClientFunctions(NamedTuple):
+    """Addresses of functions for compiled callers: see `compiled_experts`. Valid for ever."""
+
+    post: int
+    collect: int
 
 
 def why_unavailable() -> str:
@@ -212,7 +251,7 @@ def _kernels(cache_dir: str | None) -> Kernels:
         server.send_reply: (i64, i64, i64, f64, f64, array(f64, 2)),
         server.send_moved_reply: (i64, i64, f64, f64, i64, i64),
         server.send_failure: (i64, i64, array(types.uint8, 1)),
-        server.next_request: (i64,) * 5,
+        server.serve: (i64,) * 5,
         client.receive_reply: (i64, i64, i64, i64, types.Array(f64, 2, "C")),
         client.receive_moved_reply: (i64,) * 5,
         pairs.choose_pairs: (
@@ -240,6 +279,30 @@ def _kernels(cache_dir: str | None) -> Kernels:
 
 
 _compiled: Kernels | None = None
+
+
+@cache
+def client_functions(cache_dir: str | None = None) -> ClientFunctions:
+    """Load or compile them, as `kernels`.
+
+    Raises: ImportError without numba.
+    """
+    numba: Any = importlib.import_module("numba")
+    ccallback: Any = importlib.import_module("numba.core.ccallback")
+    client = importlib.import_module("dflash_protocol.ring.client_kernels")
+    folder, i64 = _kernel_folder(cache_dir), numba.types.int64
+    options = {"nopython": True, "error_model": "numpy"}
+    for code in (client.post, client.collect):
+        function = ccallback.CFunc(code, ((i64, i64), i64), {}, options)
+        if folder is not None:
+            function._cache = _cache_of(code, folder)
+        function.compile()
+        _functions.append(function)
+    return ClientFunctions(*(int(function.address) for function in _functions))
+
+
+_functions: list[Any] = []
+"""Own the code of ClientFunctions."""
 
 
 def two_counts(found: int) -> tuple[int, int]:

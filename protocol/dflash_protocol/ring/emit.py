@@ -159,6 +159,39 @@ def monotonic_ns(builder: Any) -> Any:
     return builder.add(builder.mul(seconds, I64(10**9)), nanoseconds)
 
 
+@primitive(void, i64, i64)
+def clear(builder: Any, address: Any, num_bytes: Any) -> None:
+    """Store zeros."""
+    cgutils.memset(builder, _pointer(builder, address, I8), num_bytes, 0)
+
+
+@primitive(void, i64, i64, i64)
+def add_doubles(builder: Any, to: Any, source: Any, count: Any) -> None:
+    """Add `count` elements of float64 to others."""
+
+    def add(element: Any, first: Any, number: Any, size: int) -> None:
+        with cgutils.for_range(builder, number, intp=I64) as loop:
+            offset = builder.add(first, builder.mul(loop.index, I64(size)))
+            places = [
+                _pointer(builder, builder.add(each, offset), element) for each in (to, source)
+            ]
+            total = builder.fadd(*(builder.load(place, align=8) for place in places))
+            builder.store(total, places[0], align=8)
+
+    block = ir.VectorType(DOUBLE, _LANES // 8)
+    num_blocks = builder.lshr(count, I64(3))
+    done = builder.shl(num_blocks, I64(3))
+    add(block, I64(0), num_blocks, 64)
+    add(DOUBLE, builder.shl(done, I64(3)), builder.sub(count, done), 8)
+
+
+@primitive(i64, i64, i64, i64)
+def call(builder: Any, function: Any, first: Any, second: Any) -> Any:
+    """Call ``int64 function(int64, int64)`` at an address."""
+    kind = ir.FunctionType(I64, [I64, I64])
+    return builder.call(_pointer(builder, function, kind), [first, second])
+
+
 # -- the operating system ---------------------------------------------------------------------
 
 

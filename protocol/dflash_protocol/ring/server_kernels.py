@@ -1,4 +1,4 @@
-"""The server's kernels of the ring: take requests, send replies.
+"""The server's kernels of the ring: take requests, have them computed, send replies.
 
 `compiled` compiles them and describes their arguments and results.
 """
@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from dflash_protocol.ring import compiled as native
+from dflash_protocol.ring import compiled_experts as experts
 from dflash_protocol.ring import emit
 from dflash_protocol.ring import layout as ring
 from dflash_protocol.ring.emit import helper, load, load_int32, store
@@ -15,6 +16,7 @@ from dflash_protocol.ring.shared_kernels import (
     STATE,
     array_bytes,
     begin_header,
+    copy_header,
     field,
     has_gaps,
     has_times,
@@ -153,8 +155,7 @@ def take(table, port, spin_ns):
     ):
         store(header + 8 * ring.SEQUENCE, sequence)
         return native.STALE
-    for index in range(ring.HEADER_WORDS):
-        store(header + 8 * index, load(slot + 8 * index))
+    copy_header(slot, header)
     violation = request_violation(port, sequence)
     if violation != 0:
         store(header + 8 * ring.SEQUENCE, sequence)
@@ -207,16 +208,29 @@ def sleep_for_request(table, entries, num_entries, timeout_ms):
         num_ready = emit.poll(entries, num_entries, timeout_ms)
         place = find(table)
         if num_ready > 0:
-            for link_idx in range(load(table + 8 * native.NUM_LINKS)):
+            num_links = load(table + 8 * native.NUM_LINKS)
+            for link_idx in range(num_links):
                 port = load(table + 8 * (native.FIRST_LINK + link_idx))
                 # Silenced before the next sleep, off the path of this request.
                 found = load(entries + 8 * link_idx) >> native.FOUND_SHIFT
                 store(port + 8 * native.RUNG, found)
+            note_others(table, entries + 8 * num_links, num_entries - num_links)
     set_flags(table, 0)
     return place
 
 
-def next_request(table, spin_ns, entries, num_entries, timeout_ms):
+@helper
+def note_others(table, entries, num_entries):
+    """Store whether poll(2) has found one of these descriptors ready."""
+    found = 0
+    for index in range(num_entries):
+        found |= load(entries + 8 * index) >> native.FOUND_SHIFT
+    store(load(table + 8 * native.SERVICE) + 8 * native.IS_OTHER_READY, 1 if found != 0 else 0)
+
+
+@helper
+def find_soon(table, spin_ns):
+    """`find`; if requests come quickly, spin for one. Fruitless spinning ends that."""
     place = find(table)
     if place < 0 and spin_ns > 0 and load(table + 8 * native.IS_QUICK) != 0:
         end_ns = emit.monotonic_ns() + spin_ns
@@ -226,15 +240,111 @@ def next_request(table, spin_ns, entries, num_entries, timeout_ms):
                 place = find(table)
                 if place >= 0:
                     break
+        if place < 0:
+            store(table + 8 * native.IS_QUICK, 0)
+    return place
+
+
+@helper
+def answer(service, link, port):
+    """Compute a request that was taken, and send its sums: ANSWERED, COMPUTED, or 0: it is left to
+    Python, which then does what this does, and refuses what is to be refused."""
+    # Read after the request: one that was sent after a change is served by what Python knows now.
+    if emit.load_ordered(service + 8 * native.CHANGED) != 0:
+        return 0
+    header, hidden_size = port + HEADER, field(port, native.HIDDEN_SIZE)
+    layer_id, num_tokens = load(header + 8 * ring.LAYER), load(header + 8 * ring.TOKENS)
+    num_pairs, bound = load(header + 8 * ring.PAIRS), field(port, native.ROUTING_BOUND)
+    if layer_id >= field(link, native.NUM_LAYERS) or load(header + 8 * ring.MOVED) != 0:
+        return 0
+    layer = field(link, native.LAYERS) + 8 * experts.LAYER_WORDS * layer_id
+    compute, waited_s = (
+        field(layer, experts.LAYER_COMPUTE),
+        emit.load_time(port + 8 * native.WAITED),
+    )
+    if (
+        compute == 0
+        or bound < 1
+        or bound > field(layer, experts.LAYER_NUM_EXPERTS)
+        or hidden_size != field(layer, experts.LAYER_HIDDEN_SIZE)
+        or num_tokens > field(layer, experts.LAYER_MAX_TOKENS)
+        or num_pairs > field(layer, experts.LAYER_MAX_PAIRS)
+        or waited_s * 1e3 > emit.load_time(header + 8 * ring.TIME)
+    ):
+        return 0
+    started_ns, sums = emit.monotonic_ns(), field(link, native.SUMS)
+    emit.store_ordered(service + 8 * native.BUSY_SINCE_NS, started_ns)
+    emit.clear(sums, 8 * num_tokens * hidden_size)
+    batch = service + 8 * native.BATCH
+    store(batch + 8 * experts.BATCH_TOKENS, num_tokens)
+    store(batch + 8 * experts.BATCH_GROUPS, load(header + 8 * ring.GROUPS))
+    store(batch + 8 * experts.BATCH_PAIRS, num_pairs)
+    store(batch + 8 * experts.BATCH_HIDDEN, field(port, native.HIDDEN))
+    store(batch + 8 * experts.BATCH_EXPERT_IDS, field(port, native.EXPERT_IDS))
+    store(batch + 8 * experts.BATCH_GROUP_STARTS, field(port, native.GROUP_STARTS))
+    store(batch + 8 * experts.BATCH_TOKEN_INDICES, field(port, native.TOKEN_INDICES))
+    store(batch + 8 * experts.BATCH_WEIGHTS, field(port, native.WEIGHTS))
+    store(batch + 8 * experts.BATCH_SUMS, sums)
+    if emit.call(compute, field(layer, experts.LAYER_EXPERTS), batch) == 0:
+        return 0
+    now_ns = emit.monotonic_ns()
+    if now_ns >= load(service + 8 * native.CHECKED_UNTIL_NS):
+        return native.COMPUTED
+    sequence, payload = load(header + 8 * ring.SEQUENCE), field(link, native.REPLIES)
+    times = (1e-9 * (now_ns - started_ns), waited_s)
+    # Before the reply, after which its receiver may look.
+    num_answered = load(service + 8 * native.NUM_ANSWERED)
+    store(service + 8 * native.NUM_ANSWERED, num_answered + 1)
+    emit.store_ordered(service + 8 * native.BUSY_SINCE_NS, 0)
+    copy_header(header, service + 8 * native.SAVED)
+    if reply(port, sequence, payload, times, num_tokens, sums) < 0:
+        copy_header(service + 8 * native.SAVED, header)
+        store(service + 8 * native.NUM_ANSWERED, num_answered)
+        store(service + 8 * native.BUSY_SINCE_NS, started_ns)
+        return native.COMPUTED
+    return native.ANSWERED
+
+
+@helper
+def is_python_due(table, service, entries, num_entries):
+    """Whether to return to Python before the next request; looks at descriptors at intervals."""
+    now_ns = emit.monotonic_ns()
+    if (
+        emit.load_ordered(service + 8 * native.CHANGED) != 0
+        or now_ns >= load(service + 8 * native.RETURN_NS)
+        or load(service + 8 * native.IS_OTHER_READY) != 0
+    ):
+        return True
+    if now_ns < load(service + 8 * native.LOOK_NS):
+        return False
+    store(service + 8 * native.LOOK_NS, now_ns + native.LOOK_EVERY_NS)
+    num_links = load(table + 8 * native.NUM_LINKS)
+    others, num_others = entries + 8 * num_links, num_entries - num_links
+    if emit.poll(others, num_others, 0) <= 0:
+        return False
+    note_others(table, others, num_others)
+    return True
+
+
+def serve(table, spin_ns, entries, num_entries, timeout_ms):
+    service = load(table + 8 * native.SERVICE)
+    store(service + 8 * native.IS_OTHER_READY, 0)
+    place, found = find_soon(table, spin_ns), native.NOTHING
     if place < 0 and timeout_ms > 0:
         place = sleep_for_request(table, entries, num_entries, timeout_ms)
-    if place < 0:
-        return native.NOTHING
-    link_idx, slot_idx = place // ring.MAX_SLOTS, place % ring.MAX_SLOTS
-    store(table + 8 * native.NEXT_LINK, link_idx + 1)
-    port = load(table + 8 * (native.FIRST_LINK + link_idx))
-    violation = take(table, port + 8 * native.PORT_WORDS * slot_idx, spin_ns)
-    return (place << native.STATUS_BITS) | violation
+    while place >= 0:
+        link_idx, slot_idx = place // ring.MAX_SLOTS, place % ring.MAX_SLOTS
+        store(table + 8 * native.NEXT_LINK, link_idx + 1)
+        link = load(table + 8 * (native.FIRST_LINK + link_idx))
+        port = link + 8 * native.PORT_WORDS * slot_idx
+        status = take(table, port, spin_ns)
+        if status == 0:
+            status = answer(service, link, port)
+        found = (place << native.STATUS_BITS) | status
+        if status != native.ANSWERED or is_python_due(table, service, entries, num_entries):
+            break
+        place = find_soon(table, spin_ns)
+    return found
 
 
 def send_reply(port, sequence, payload, compute_s, queue_s, sums):
@@ -245,10 +355,17 @@ def send_reply(port, sequence, payload, compute_s, queue_s, sums):
         or num_tokens > field(port, native.MAX_TOKENS)
     ):
         return native.BAD_ARRAYS
-    count = num_tokens * hidden_size
-    begin_reply(port, sequence, payload, compute_s, queue_s, num_tokens)
+    times = (compute_s, queue_s)
+    return reply(port, sequence, payload, times, num_tokens, emit.address_of(sums))
+
+
+@helper
+def reply(port, sequence, payload, times, num_tokens, source):
+    """Send sums from a private array; `times` are compute_s and queue_s."""
+    count = num_tokens * field(port, native.HIDDEN_SIZE)
+    begin_reply(port, sequence, payload, times[0], times[1], num_tokens)
     slot, state = field(port, native.REPLY_SLOT), port + STATE
-    to, source, is_large = slot + ring.HEADER_BYTES, emit.address_of(sums), 0
+    to, is_large = slot + ring.HEADER_BYTES, 0
     emit.start_checksum(state)
     if payload == ring.PAYLOAD_BF16:
         is_large = emit.pack_bf16_sums(state, to, source, count)

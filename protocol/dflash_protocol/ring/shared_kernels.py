@@ -52,12 +52,17 @@ def begin_header(port, kind, sequence, payload, num_bytes):
 
 
 @helper
+def copy_header(source, to):
+    for index in range(ring.HEADER_WORDS):
+        store(to + 8 * index, load(source + 8 * index))
+
+
+@helper
 def publish(port, slot, word, sequence, num_bytes):
     """Write the header into the slot, then the sequence into its word; ring if the peer sleeps."""
     header = port + HEADER
     store(header + 8 * ring.CHECKSUM, emit.finish_checksum(port + STATE, header))
-    for index in range(ring.HEADER_WORDS):
-        store(slot + 8 * index, load(header + 8 * index))
+    copy_header(header, slot)
     emit.store_ordered(word, sequence)
     peer_sleeps = field(port, native.PEER_SLEEPS)
     if emit.load_ordered(peer_sleeps) != 0 and emit.exchange(peer_sleeps, 0) != 0:

@@ -252,7 +252,8 @@ class Settings:
     )
     threads: int = setting(
         0, "THREADS", Whole(0, MAX_THREADS), Reader.EACH,
-        "Compute threads of the process; 0 = one for each physical core it may use.",
+        "Compute threads of the process; 0 = one for each physical core, within its CPU quota, and "
+        "in decode steps as many as are fastest.",
         older_variable="DFLASH_COLD_THREADS",
     )
     data_port: int = setting(
@@ -291,7 +292,8 @@ class Settings:
     )
     cache_dir: str = setting(
         "", "CACHE_DIR", PathText("DIR"), Reader.BOTH,
-        "Folder of compiled kernels; default: $XDG_CACHE_HOME/dflash-moe, else in ~/.cache.",
+        "Folder of compiled kernels and what was measured; default: $XDG_CACHE_HOME/dflash-moe, "
+        "else in ~/.cache.",
     )
     keys_dir: str = setting(
         "", "KEYS_DIR", PathText("DIR"), Reader.EACH,

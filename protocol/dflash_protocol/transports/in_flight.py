@@ -99,6 +99,11 @@ class RequestsInFlight:
         """What the last reply took to compute."""
         self.counters = counters
 
+    def next_sequence(self, slot: Slot) -> int:
+        """The next sequence that is congruent to the slot's index."""
+        last = self.sequence
+        return last + 1 + (slot.index - last - 1) % self.num_slots
+
     def complete(self, sequence: int, reply: Reply, num_bytes: int) -> None:
         """Fill in the reply of a pending request whose sums were received, and free its slot."""
         slot = self.pending.pop(sequence)
@@ -114,11 +119,15 @@ class RequestsInFlight:
         """The error of a failure or violation that a pending request has received; frees the slot,
         unless the daemon may still write it."""
         del self.pending[sequence]
-        violation = FAILURE - status
-        if violation == ring_native.STALE:
+        if FAILURE - status == ring_native.STALE:
             self.abandoned[sequence] = slot
         else:
             self.free.append(slot)
+        return self.reason(slot, status)
+
+    def reason(self, slot: Slot, status: int) -> ProtocolError:
+        """The error of a failure or violation that a slot has received; counts violations."""
+        violation = FAILURE - status
         if violation:
             return violation_error(violation, self.counters)
         text = bytes(slot.text[: header_word(slot.taken, ring.PAYLOAD_BYTES)])
@@ -159,7 +168,7 @@ class Waiter:
     called before each sleep.
     """
 
-    __slots__ = ("_before_sleep", "_lost_reason", "_poller", "entries", "spin_ns", "spin_s")
+    __slots__ = ("_before_sleep", "_poller", "entries", "lost_reason", "spin_ns", "spin_s")
 
     def __init__(
         self,
@@ -173,7 +182,7 @@ class Waiter:
         self.spin_s, self.spin_ns = spin_s, int(spin_s * 1e9)
         self.entries = poll_entries(bell, lost_fd, num_more=1)
         """What compiled code sleeps on: the bell and the descriptor of a lost link."""
-        self._lost_reason = lost_reason
+        self.lost_reason = lost_reason
         self._before_sleep = before_sleep
         self._poller = select.poll()
         self._poller.register(lost_fd, select.POLLIN)
@@ -203,6 +212,6 @@ class Waiter:
     def check(self, remaining_s: float, deadline_s: float, what: str) -> None:
         """Raises: DaemonUnavailable if the link is lost; DeadlineExceeded if no time is left."""
         if self._poller.poll(0):
-            raise DaemonUnavailable(self._lost_reason())
+            raise DaemonUnavailable(self.lost_reason())
         if remaining_s <= 0:
             raise DeadlineExceeded(f"no {what} within {deadline_s * 1e3:.0f} ms")

@@ -22,6 +22,7 @@ from dflash_protocol.ring.compiled import NOTHING, OUT_OF_RANGE
 from dflash_protocol.ring.segment import Segment
 from dflash_protocol.transports.device_copies import DeviceCopies
 from dflash_protocol.transports.in_flight import RequestsInFlight, Slot, Waiter, spin_window_s
+from dflash_protocol.transports.lent_slot import LentSlot
 from dflash_protocol.transports.ports import PAYLOAD_CODES, PHASES, Ports
 from dflash_protocol.wire.transport import LinkLimits, Reply, TransportCounters
 
@@ -95,10 +96,8 @@ class SharedClient:
         free = requests.free
         num_tokens, _ = batch.rows.shape
         slot = free.pop() if free else self._free_slot(deadline_s)
-        last = requests.sequence
-        # The next sequence congruent to the slot's index.
-        sequence = last + 1 + (slot.index - last - 1) % requests.num_slots
-        requests.sequence = sequence  # never reused, even if sending fails
+        # Never reused, even if sending fails.
+        sequence = requests.sequence = requests.next_sequence(slot)
         phase = batch.phase
         phase_code = _DECODE_CODE if phase is _DECODE else PHASES.index(phase)
         deadline_ms = deadline_s * 1e3
@@ -165,6 +164,16 @@ class SharedClient:
             return
         if self._copies is None or not self._copies.forget(sequence, slot):
             requests.abandoned[sequence] = slot
+
+    def lend(self) -> LentSlot:
+        """A slot for compiled code to make requests in, until it is given back.
+
+        Raises: DaemonUnavailable if none is free, or the rows of this link are moved by a device.
+        """
+        if self._copies is not None or not self._requests.free:
+            raise DaemonUnavailable("no slot of the ring can be lent")
+        slot = self._requests.free.pop()
+        return LentSlot(slot, self._ports, self._requests, self._waiter)
 
     def push(self, sequence: int) -> None:
         if self._copies is not None:

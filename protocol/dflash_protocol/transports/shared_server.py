@@ -9,20 +9,24 @@ import contextlib
 import math
 import os
 import struct
+import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
-from dflash_protocol.batch import HostHidden, RoutedBatch, Sums
+from dflash_protocol.batch import HostHidden, HostSums, RoutedBatch, Sums
 from dflash_protocol.device_payload import DeviceWindow, ReadRows
 from dflash_protocol.errors import DeviceUnavailable, ProtocolError, one_line
-from dflash_protocol.ids import F32Array, I64Array
+from dflash_protocol.ids import F32Array, F64Array, I64Array
 from dflash_protocol.payloads import PayloadType, pack
 from dflash_protocol.ring import compiled as ring_native
 from dflash_protocol.ring import layout as ring
-from dflash_protocol.ring.compiled import OUT_OF_RANGE
+from dflash_protocol.ring.compiled import ANSWERED, COMPUTED, OUT_OF_RANGE
+from dflash_protocol.ring.compiled_experts import CompiledExperts
 from dflash_protocol.ring.segment import Segment, silence_bell
 from dflash_protocol.transports.ports import (
     PAYLOAD_CODES,
@@ -40,7 +44,12 @@ from dflash_protocol.wire.transport import LinkLimits, ReceivedRequest, Transpor
 _TAKEN = struct.Struct("<qdq16xq40s2d")
 _SHAPE = struct.Struct("<5q")
 _NUM_REQUESTS_KEPT = 32
-_VIOLATION = (1 << ring_native.STATUS_BITS) - 1
+_STATUS = (1 << ring_native.STATUS_BITS) - 1
+
+
+def _nanoseconds(time_s: float) -> int:
+    """A time for compiled code; infinity becomes the latest."""
+    return min(int(time_s * 1e9), sys.maxsize) if time_s < math.inf else sys.maxsize
 
 
 @dataclass(slots=True, eq=False)
@@ -101,6 +110,7 @@ class _Slot:
         header.sequence, header.layer_id = sequence, layer_id
         header.deadline_ms, header.sent_s = deadline_ms, sent_s
         request.waited_s, request.routing_bound = waited_s, bound
+        request.computed = None
         window = self.link.segment.window
         if window is not None and header_word(self.bytes, ring.MOVED):
             request = _moved(request, window, self.request_at)
@@ -141,9 +151,15 @@ def _moved(request: _RingRequest, window: DeviceWindow, at: int) -> _RingRequest
 
 
 class _Link:
-    """A link at the daemon. Owns the segment."""
+    """A link at the daemon. Owns the segment; keeps its compiled experts alive."""
 
-    def __init__(self, link_id: str, segment: Segment, limits: LinkLimits) -> None:
+    def __init__(
+        self,
+        link_id: str,
+        segment: Segment,
+        limits: LinkLimits,
+        experts: CompiledExperts | None,
+    ) -> None:
         self.link_id = link_id
         self.segment = segment
         self.payload = limits.payload
@@ -152,6 +168,21 @@ class _Link:
         self._ports = Ports(segment, is_client=False, narrow=narrow, limits=limits)
         self.address = self._ports.address(0)
         self.slots = [_Slot(self, self._ports, index) for index in range(segment.shape.num_slots)]
+        self._ports.words[0, ring_native.REPLIES] = self.reply_code
+        self.set_experts(experts)
+
+    def set_experts(self, experts: CompiledExperts | None) -> None:
+        """What compiled code computes from now on; not while it runs."""
+        self._experts = experts
+        words, hidden_size = self._ports.words[0], self.segment.shape.hidden_size
+        self._sums: F64Array = np.empty((experts.max_tokens if experts else 0, hidden_size))
+        words[ring_native.NUM_LAYERS] = len(experts.layers) if experts else 0
+        words[ring_native.LAYERS] = experts.layers.ctypes.data if experts else 0
+        words[ring_native.SUMS] = self._sums.ctypes.data
+
+    def sums(self, num_tokens: int) -> HostSums:
+        """Those that compiled code has computed last. Shapes: [T, H]."""
+        return HostSums(self._sums[:num_tokens])
 
     def close(self) -> None:
         """Close the segment and break the cycle of slots and requests, so that their arrays, which
@@ -168,13 +199,14 @@ class _Table:
     Made anew when a link is added or dropped, or other descriptors are to be waited for.
     """
 
-    __slots__ = ("_words", "address", "entries", "entries_address", "num_links", "others", "slots")
+    __slots__ = ("_words", "address", "entries", "entries_address", "others", "slots")
 
-    def __init__(self, links: list[_Link], changed_fd: int, others: tuple[int, ...]) -> None:
-        self.num_links = len(links)
+    def __init__(
+        self, links: list[_Link], service: int, changed_fd: int, others: tuple[int, ...]
+    ) -> None:
         self.others = others
         self._words: I64Array = np.array(
-            [len(links), 0, 0, *(link.address for link in links)], np.int64
+            [len(links), 0, 0, service, *(link.address for link in links)], np.int64
         )
         self.address = int(self._words.ctypes.data)
         self.slots: list[_Slot] = []
@@ -185,32 +217,40 @@ class _Table:
         self.entries = poll_entries(*bells, changed_fd, *others)
         self.entries_address = int(self.entries.ctypes.data)
 
-    @property
-    def are_others_ready(self) -> bool:
-        """Whether the last sleep found one of the `others` readable."""
-        found = self.entries.data[1 + self.num_links :]
-        return any(entry >> ring_native.FOUND_SHIFT for entry in found)
-
 
 class SharedServer:
     """The daemon's end of all rings. Implements ServerTransport.
 
-    Owned by the compute thread; `add_link` and `drop_link` may be called from any thread and take
-    effect at the owner's next receive. One thread can serve this and a socket: `receive` returns
-    when either is ready. `counters` are incremented.
+    Requests of links with compiled experts are answered without Python, as long as they come and
+    need none; `receive` returns all others.
+
+    Owned by the compute thread; `add_link`, `set_experts`, `drop_link` and `interrupt` may be
+    called from any thread and take effect before the owner's next request; so may `busy_s`. One
+    thread can serve this and a socket: `receive` returns when either is ready. `counters` are
+    incremented.
     """
 
     def __init__(self, *, counters: TransportCounters | None = None) -> None:
         self._counters = TransportCounters() if counters is None else counters
         kernels = ring_native.kernels()
-        self._next_request, self._send_reply = kernels.next_request, kernels.send_reply
+        self._serve, self._send_reply = kernels.serve, kernels.send_reply
         self._links: dict[str, _Link] = {}
-        self._changes: deque[tuple[str, Segment | None, LinkLimits | None]] = deque()
+        self._changes: deque[Callable[[], None]] = deque()
         self._changed_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._table = _Table([], self._changed_fd, ())
+        self._words: I64Array = np.zeros(ring_native.SERVICE_WORDS, np.int64)
+        self._table = self._new_table(())
+        self.served = ""
+        """The link of the request that the last `receive` has returned or answered, if any."""
 
-    def add_link(self, link_id: str, segment: Segment, limits: LinkLimits) -> None:
+    def add_link(
+        self,
+        link_id: str,
+        segment: Segment,
+        limits: LinkLimits,
+        experts: CompiledExperts | None = None,
+    ) -> None:
         """Serve a segment, which the server owns from now on; replaces a link of the same id.
+        Compiled code answers the requests for `experts`.
 
         Raises: ValueError if limits and segment differ in the width of a row.
         """
@@ -218,13 +258,49 @@ class SharedServer:
             raise ValueError(
                 f"rows of {limits.hidden_size} in a ring for {segment.shape.hidden_size}"
             )
-        self._changes.append((link_id, segment, limits))
-        os.eventfd_write(self._changed_fd, 1)
+
+        def change() -> None:
+            self._drop(link_id)
+            self._links[link_id] = _Link(link_id, segment, limits, experts)
+
+        self._changes.append(change)
+        self.interrupt()
+
+    def set_experts(self, link_id: str, experts: CompiledExperts | None) -> None:
+        """Replace the compiled experts of a link, if there is such a link."""
+
+        def change() -> None:
+            if link_id in self._links:
+                self._links[link_id].set_experts(experts)
+
+        self._changes.append(change)
+        self.interrupt()
 
     def drop_link(self, link_id: str) -> None:
         """Stop serving a link; its pending requests need no answer."""
-        self._changes.append((link_id, None, None))
+        self._changes.append(partial(self._drop, link_id))
+        self.interrupt()
+
+    def interrupt(self) -> None:
+        """Have `receive` return before it begins another request."""
+        self._words[ring_native.CHANGED] = 1
         os.eventfd_write(self._changed_fd, 1)
+
+    @property
+    def busy_s(self) -> float:
+        """How long compiled code has been computing a request; 0 if it is not."""
+        since_ns = int(self._words[ring_native.BUSY_SINCE_NS])
+        return max(time.monotonic() - 1e-9 * since_ns, 0.0) if since_ns else 0.0
+
+    @property
+    def num_answered(self) -> int:
+        """Requests that were answered without Python."""
+        return int(self._words[ring_native.NUM_ANSWERED])
+
+    def allow_replies(self, until_s: float) -> None:
+        """Until this time of the monotonic clock compiled code sends what it has computed; after
+        it, and at first, `receive` returns such requests with their sums."""
+        self._words[ring_native.CHECKED_UNTIL_NS] = _nanoseconds(until_s)
 
     def try_receive(self, *, spin_s: float = 0.0) -> ReceivedRequest | None:
         """The next valid request, spinning up to `spin_s` for it; None if there is none, or an
@@ -232,33 +308,53 @@ class SharedServer:
         return self._take_next(spin_s, 0)
 
     def receive(
-        self, timeout_s: float, *, spin_s: float = 0.0, others: tuple[int, ...] = ()
+        self,
+        timeout_s: float,
+        *,
+        spin_s: float = 0.0,
+        others: tuple[int, ...] = (),
+        until_s: float = 0.0,
     ) -> ReceivedRequest | None:
         """`try_receive`, then sleep until a request arrives, one of the descriptors `others` is
-        readable, or the time is up."""
+        readable, or the time is up.
+
+        If requests were answered without Python, returns None when no other comes soon, one of
+        `others` is readable, or one was answered after `until_s` of the monotonic clock.
+        """
         if others != self._table.others:
-            self._rebuild(others)
+            self._table = self._new_table(others)
+        self._words[ring_native.RETURN_NS] = _nanoseconds(until_s)
         return self._take_next(spin_s, math.ceil(timeout_s * 1e3))
 
     @property
     def are_others_ready(self) -> bool:
-        """Whether the last sleep in `receive` found one of the `others` readable."""
-        return self._table.are_others_ready
+        """Whether the last `receive` has found one of the `others` readable, or a change."""
+        return bool(self._words[ring_native.IS_OTHER_READY])
 
     def _take_next(self, spin_s: float, timeout_ms: int) -> ReceivedRequest | None:
-        if self._changes:
+        if self._words[ring_native.CHANGED]:
             self._apply_changes()
-        table = self._table
-        found = self._next_request(
+        table, words = self._table, self._words
+        found = self._serve(
             table.address, int(spin_s * 1e9), table.entries_address, table.entries.size, timeout_ms
         )
         if found < 0:
+            self.served = ""
             return None
-        slot = table.slots[found >> ring_native.STATUS_BITS]
-        if found & _VIOLATION:
-            self._refuse(slot, found & _VIOLATION)
+        slot, status = table.slots[found >> ring_native.STATUS_BITS], found & _STATUS
+        self.served = slot.link.link_id
+        if status == ANSWERED:
             return None
-        return slot.take()
+        if status not in (0, COMPUTED):
+            self.served = ""
+            self._refuse(slot, status)
+            return None
+        request = slot.take()
+        if status == COMPUTED:
+            request.computed = slot.link.sums(request.header.num_tokens)
+            request.started_s = 1e-9 * int(words[ring_native.BUSY_SINCE_NS])
+        words[ring_native.BUSY_SINCE_NS] = 0
+        return request
 
     def reply(self, request: ReceivedRequest, sums: Sums, compute_s: float) -> None:
         """Send a request's sums, unless its link was dropped. Shapes: sums [T, H] float64.
@@ -340,25 +436,25 @@ class SharedServer:
         self._apply_changes()
         for link_id in list(self._links):
             self._drop(link_id)
-        self._rebuild(())
+        self._table = self._new_table(())
         os.close(self._changed_fd)
 
     def _apply_changes(self) -> None:
+        # Cleared first: what changes from now on is found the next time.
+        self._words[ring_native.CHANGED] = 0
         silence_bell(self._changed_fd)
         while self._changes:
-            link_id, segment, limits = self._changes.popleft()
-            self._drop(link_id)
-            if segment is not None and limits is not None:
-                self._links[link_id] = _Link(link_id, segment, limits)
-        self._rebuild(self._table.others)
+            self._changes.popleft()()
+        self._table = self._new_table(self._table.others)
 
     def _drop(self, link_id: str) -> None:
         link = self._links.pop(link_id, None)
         if link is not None:
             link.close()
 
-    def _rebuild(self, others: tuple[int, ...]) -> None:
-        self._table = _Table(list(self._links.values()), self._changed_fd, others)
+    def _new_table(self, others: tuple[int, ...]) -> _Table:
+        links, service = list(self._links.values()), int(self._words.ctypes.data)
+        return _Table(links, service, self._changed_fd, others)
 
     def _refuse(self, slot: _Slot, violation: int) -> None:
         error = violation_error(violation, self._counters)

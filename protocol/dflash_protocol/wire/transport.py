@@ -185,6 +185,10 @@ class ReceivedRequest:
     waited_s: float = 0.0
     routing_bound: int = 0
     """The routing was checked against this number of experts; 0: not checked."""
+    computed: Sums | None = None
+    """The sums, if the transport has had them computed: after all checks of the request, since
+    `started_s`."""
+    started_s: float = 0.0
 
     def check(self, *, hidden_size: int, num_experts: int) -> None:
         """RoutedBatch.check, unless the transport has done it already.

@@ -21,11 +21,13 @@ from dflash_adapters.spec import KvLayer, ModelSpec, MoeLayer, MoeSpec, Recurren
 from dflash_protocol.batch import Hidden, HostSums, RoutedBatch, Sums
 from dflash_protocol.device_payload import DeviceMover
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, I64Array, Phase
+from dflash_protocol.ring.compiled_experts import CompiledExperts
 from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.ring.segment import Segment
 from dflash_runtime.compute.kv_cache import KvCache, KvType
 from dflash_runtime.compute.mail_trial import MailTrial
 from dflash_runtime.compute.model import Model
+from dflash_runtime.compute.thread_trial import OnePass
 from dflash_runtime.compute.trees import Tree, TreeResult
 
 MEMORY_ADVICE = (
@@ -470,6 +472,13 @@ class ComputeBackend(Protocol):
         Unmapping the file is up to the caller.
         """
 
+    def compile_banks(
+        self, banks: Mapping[int, ExpertBank], *, max_tokens: int, max_experts_used: int
+    ) -> CompiledExperts | None:
+        """What compiled code needs to compute small batches with these banks, by layer id; None if
+        the backend has no such code. Batches have at most `max_tokens` tokens, and
+        `max_experts_used` pairs for each."""
+
     def warm_up(
         self,
         tensor_types: Iterable[TensorType],
@@ -483,6 +492,11 @@ class ComputeBackend(Protocol):
 
         `on_progress` is called with the number of steps done, and of all.
         """
+
+    def choose_threads(self, file: GgufFile, one_pass: OnePass | None) -> None:
+        """Choose the number of threads for decode steps over this file's weights: the one found
+        before on this machine, else, with `one_pass`, the fastest. Takes thread_trial.LIMIT_S at
+        most, and never fails. Nothing else may use the backend meanwhile."""
 
     def idle(self) -> None:
         """No work is coming for a while: let other processes have the cores."""

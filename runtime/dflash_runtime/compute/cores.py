@@ -1,31 +1,65 @@
-"""Which CPU cores this process may compute on."""
+"""Which CPU cores this process computes on, and with how many threads."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_protocol.errors import SettingsError
+from dflash_runtime.compute.topology import Topology, parse_processors, read_topology
 
-_TOPOLOGY = Path("/sys/devices/system/cpu")
+LEAST_TIMED = 3
+"""With fewer threads the fastest number for decode steps is not looked for: each core adds
+bandwidth."""
+
+_ALMOST = 0.25
+"""A quota this close below a whole number of processors counts as that number."""
 
 
-def usable_cores(topology: Path = _TOPOLOGY) -> list[int]:
-    """Processors that this process may run on, one of each physical core, ascending.
+@dataclass(frozen=True, slots=True)
+class ThreadCounts:
+    """Compute threads of a process, the caller's included; each at least 1."""
+
+    prompts: int
+    """Of a pass over many rows, which computes more than it reads: its speed grows with cores."""
+    decode: int
+    """Of a pass over few rows (a decode step, a verify pass): it reads the weights once for them,
+    and some cores may be enough to use all of the memory's bandwidth. At most `prompts`."""
+
+
+def usable_cores(root: Path = Path("/")) -> list[int]:
+    """Processors that this process may run on, one of each physical core; those that share a cache
+    stand together.
 
     A core's second hardware thread adds next to nothing to kernels that fill its units. Where the
-    system has no topology, every processor counts as a core.
+    system has no topology, every processor counts as a core. `root`: see `read_topology`.
     """
-    allowed = sorted(os.sched_getaffinity(0))
-    by_core: dict[str, int] = {}
-    for cpu in allowed:
-        try:
-            siblings = (topology / f"cpu{cpu}/topology/thread_siblings_list").read_text().strip()
-        except OSError:
-            siblings = str(cpu)
-        by_core.setdefault(siblings, cpu)
-    return sorted(by_core.values())
+    return [core.processors[0] for core in read_topology(root).cores]
+
+
+def most_threads(topology: Topology) -> int | None:
+    """The threads that a quota has room for; None: no quota.
+
+    With more of them the quota is used up before the end of each period (100 ms), and all threads
+    are stopped together until the next one.
+    """
+    return None if topology.quota is None else max(1, int(topology.quota + _ALMOST))
+
+
+def default_counts(topology: Topology) -> ThreadCounts:
+    """Counts for a process that has the machine to itself, before anything was measured.
+
+    Prompts: every physical core, efficiency cores too, since work is shared out item by item.
+    Decode: without efficiency cores. The fast ones can use nearly all of the memory's bandwidth,
+    and a phase of a step is so short that a slow core's last item is noticed.
+    """
+    most = most_threads(topology)
+    num_cores, num_fast = len(topology.cores), topology.num_fast_cores
+    if most is not None:
+        num_cores, num_fast = min(num_cores, most), min(num_fast, most)
+    return ThreadCounts(num_cores, num_fast)
 
 
 def parse_cores(text: str) -> list[int]:
@@ -33,16 +67,12 @@ def parse_cores(text: str) -> list[int]:
 
     Raises: SettingsError if it is malformed, or names a processor that this process may not use.
     """
-    cores: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = part.partition("-")
-        bounds = [first, last] if dash else [first, first]
-        if not all(bound.isascii() and bound.isdigit() and len(bound) <= 5 for bound in bounds):
-            raise SettingsError(f"cores {text!r}: expected numbers and ranges, as in 0-3,8")
-        cores.update(range(int(bounds[0]), int(bounds[1]) + 1))
+    cores = parse_processors(text)
+    if cores is None:
+        raise SettingsError(f"cores {text!r}: expected numbers and ranges, as in 0-3,8")
     missing = cores - os.sched_getaffinity(0)
-    if missing or not cores:
-        raise SettingsError(f"cores {text!r}: {_as_text(missing) or 'none'} cannot be used here")
+    if missing:
+        raise SettingsError(f"cores {text!r}: {_as_text(missing)} cannot be used here")
     return sorted(cores)
 
 

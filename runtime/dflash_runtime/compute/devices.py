@@ -14,7 +14,6 @@ from dflash_protocol.device import CPU, Device, DeviceKind
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.settings import AUTO_TIER
 from dflash_runtime.compute.backend import BackendName, ComputeBackend
-from dflash_runtime.compute.cores import usable_cores
 
 _LOG = logging.getLogger(__name__)
 
@@ -83,9 +82,9 @@ def make_backend(
 ) -> ComputeBackend:
     """Make a CPU backend by name; ``auto`` is ``cpu`` where its kernels run, else ``reference``.
 
-    `num_threads` defaults to the usable physical cores; `cpu_tier`, one of settings.CPU_TIERS,
-    applies to all CPU backends of the process. Compiled kernels are kept in `cache_dir` (see
-    `settings.cache_folder`).
+    `num_threads` defaults to what suits the machine and the model (`CpuBackend.choose_threads`);
+    `cpu_tier`, one of settings.CPU_TIERS, applies to all CPU backends of the process. Compiled
+    kernels are kept in `cache_dir` (see `settings.cache_folder`).
     Raises: SettingsError if the named backend does not work on this machine.
     """
     if name is not BackendName.REFERENCE:
@@ -102,7 +101,7 @@ def make_backend(
             return _reference(reason)
         choose_tier(cpu_tier, cache_dir)
         try:
-            return CpuBackend(num_threads=num_threads or len(usable_cores()), cache_dir=cache_dir)
+            return CpuBackend(num_threads=num_threads, cache_dir=cache_dir)
         except SettingsError as error:
             if name is BackendName.CPU:
                 raise

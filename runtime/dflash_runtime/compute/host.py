@@ -12,7 +12,9 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.layers import Description
 from dflash_adapters.spec import KvLayer, ModelSpec, MoeLayer, RecurrentLayer
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, I64Array, Phase
+from dflash_protocol.ring.compiled_experts import CompiledExperts
 from dflash_runtime.compute.backend import (
+    CapturedStep,
     Chunking,
     ExpertBank,
     MailedExperts,
@@ -23,6 +25,7 @@ from dflash_runtime.compute.host_model import HostExperts, HostModel
 from dflash_runtime.compute.host_ops import Ops
 from dflash_runtime.compute.kv_cache import KvCache, KvType
 from dflash_runtime.compute.model import Model
+from dflash_runtime.compute.thread_trial import OnePass
 
 PREFILL_CHUNK = 512
 ONE_TOKEN = ((Phase.DECODE, 1),)
@@ -57,6 +60,9 @@ class HostBackend:
     ) -> None:
         """Do nothing: weights are read from the file when they are used."""
 
+    def choose_threads(self, file: GgufFile, one_pass: OnePass | None) -> None:
+        """Do nothing: it has no threads of its own."""
+
     def to_host(self, rows: AnyArray) -> F32Array:
         return rows
 
@@ -90,8 +96,8 @@ class HostBackend:
         banks: Mapping[int, ExpertBank],
         *,
         remote: MailedExperts,
-    ) -> None:
-        """Return None: nothing is captured on a host."""
+    ) -> CapturedStep | None:
+        """Return None: nothing is captured."""
 
     @property
     def mail(self) -> None:
@@ -101,6 +107,12 @@ class HostBackend:
         self, file: GgufFile, layers: Iterable[MoeLayer], remote: RemoteExperts
     ) -> None:
         """Do nothing: weights are already on the host."""
+
+    def compile_banks(
+        self, banks: Mapping[int, ExpertBank], *, max_tokens: int, max_experts_used: int
+    ) -> CompiledExperts | None:
+        """Return None: there is no such code."""
+        return None
 
     def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:
         """Return nothing: the host does the routing."""

@@ -6,6 +6,7 @@ How each kind of layer is computed stands here once; which kinds a model has, in
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,7 +63,10 @@ class HostModel:
         self._ops, self._ends, self._eps = ops, description.ends, description.rms_eps
         weights = load_weights(file, ops, description)
         self._vectors, self._matrices = weights.vectors, weights.matrices
-        self._scales, self._rope_tables = weights.scales, weights.rope_tables
+        self._rope_tables = weights.rope_tables
+        self._factors = {
+            tensor: np.full((1, 1), scale, np.float32) for tensor, scale in weights.scales.items()
+        }
         self._is_plain = not any(
             isinstance(part, Linear) and (part.bias or part.scale) for part in parts_of(description)
         )
@@ -75,8 +79,15 @@ class HostModel:
             self._layers.append(_Layer(layer.mixer, layer.ffn, *norms, num_of_kind[kind]))
             num_of_kind[kind] += 1
 
+    def with_ops(self, ops: Ops) -> HostModel:
+        """The same model with other operations on the same weights."""
+        other = copy(self)
+        other._ops = ops
+        return other
+
     def place(self, step: Step) -> Step:
         """The step itself; that it fits is checked by the operations."""
+        step.cache.touch(step.context)
         return step
 
     def embed(self, step: Step) -> F32Array:
@@ -105,8 +116,8 @@ class HostModel:
             _, input_scales = ops.route(logits, ffn.input_scale)
         shared = None if ffn.shared is None else self._begin_ffn(ffn.shared, h)
         if isinstance(ffn, InputScaledFfn):
-            h = h * input_scales
-        x += yield from experts(layer_id, h, topk_ids, topk_weights)
+            ops.multiply(h, input_scales)
+        ops.add(x, (yield from experts(layer_id, h, topk_ids, topk_weights)))
         if ffn.shared is None or shared is None:
             return x
         return self._end_ffn(ffn.shared, shared, add=x)
@@ -126,14 +137,17 @@ class HostModel:
         if linear.bias is None and linear.scale is None:
             return self._ops.linear(x, matrix, out=add, add=add)
         result = self._finished(linear, self._ops.linear(x, matrix))
-        return result if add is None else np.add(add, result, out=add)
+        if add is None:
+            return result
+        self._ops.add(add, result)
+        return add
 
     def _finished(self, linear: Linear, product: F32Array) -> F32Array:
         """What follows the product with the matrix, in place."""
         if linear.scale is not None:
-            product *= np.float32(self._scales[linear.scale])
+            self._ops.multiply(product, self._factors[linear.scale])
         if linear.bias is not None:
-            product += self._vectors[linear.bias]
+            self._ops.add(product, self._vectors[linear.bias])
         return product
 
     def _project(self, linears: Sequence[Linear], x: F32Array) -> list[F32Array]:
@@ -164,7 +178,7 @@ class HostModel:
             pass
         elif isinstance(layer.gate, GateBesideQueries):
             both, dim = q, heads.dim
-            q, gate = _columns(both, 0, dim), _columns(both, dim, 2 * dim)
+            q, gate = ops.columns(both, 0, dim), ops.columns(both, dim, 2 * dim)
         else:
             gate = self._linear(layer.gate.linear, h)
         self._mark_positions(layer.positions, q, k, step.positions)
@@ -187,10 +201,10 @@ class HostModel:
         if len(results) == 1:
             both, end = qkv.sizes[0] + qkv.sizes[1], sum(qkv.sizes)
             bounds = ((0, qkv.sizes[0]), (qkv.sizes[0], both), (both, end))
-            results = [_columns(results[0], first, last) for first, last in bounds]
+            results = [self._ops.columns(results[0], *bound) for bound in bounds]
         if qkv.biases:
             for each, bias in zip(results, qkv.biases, strict=True):
-                each += self._vectors[bias]
+                self._ops.add(each, self._vectors[bias])
         q, k, v = results
         return q, k, v
 
@@ -200,7 +214,7 @@ class HostModel:
         """In place. Shapes: q [T, heads, D]; k [T, kv_heads, D]."""
         ops = self._ops
         if isinstance(kind, AttentionTemperature):
-            q *= kind.factors(positions)[:, None, None]
+            ops.temper(q, kind, positions)
             return
         table = self._rope_tables[kind.rope]
         if isinstance(kind, RotaryUnitNorm):
@@ -240,8 +254,8 @@ class HostModel:
         activated = ops.gated(up, gate, Gate.SILU, out=up)
         if not share:
             return self._linear(ffn.down, activated, add=add)
-        result = ops.gated(self._linear(ffn.down, activated), share[0], Gate.SIGMOID)
-        return np.add(add, result, out=add)
+        ops.add(add, ops.gated(self._linear(ffn.down, activated), share[0], Gate.SIGMOID))
+        return add
 
 
 def _split_heads(x: F32Array, num_heads: int) -> F32Array:
@@ -252,11 +266,6 @@ def _split_heads(x: F32Array, num_heads: int) -> F32Array:
 def _merge_heads(x: F32Array) -> F32Array:
     """View [T, heads, D] as [T, heads*D]."""
     return x.reshape(x.shape[0], x.shape[1] * x.shape[2])
-
-
-def _columns(x: F32Array, first: int, last: int) -> F32Array:
-    """Some columns of rows, or of every head, contiguous. Shapes: x [T, C] or [T, heads, C]."""
-    return np.ascontiguousarray(x[..., first:last])
 
 
 class HostExperts:

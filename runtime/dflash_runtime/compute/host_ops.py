@@ -1,8 +1,8 @@
 """The Ops protocol: the operations that the host's model is written in.
 
-The model says *what* (norm, project, rotate, attend, route); a backend says *how*. What is one line
-of numpy is no op, nor are routed experts: the model is handed what computes them. Positions are
-explicit per token.
+The model says *what* (norm, project, rotate, attend, route); a backend says *how*. Every step of a
+layer is an operation, so that a backend can record them; routed experts are none, the model is
+handed what computes them. Positions are explicit per token.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
+
 from dflash_adapters.layers import Gate
 from dflash_adapters.loading import Loader, Matrix
-from dflash_adapters.rope import RopeTable
+from dflash_adapters.rope import AttentionTemperature, RopeTable
 from dflash_adapters.routing import RoutingRule
 from dflash_adapters.spec import DeltaShape, KvLayer, RecurrentLayer
 from dflash_protocol.ids import F32Array, I32Array
@@ -61,6 +63,27 @@ class DeltaInputs:
         )
 
 
+class ElementOps:
+    """Operations that are one line of numpy on the host."""
+
+    def add(self, x: F32Array, y: F32Array) -> None:
+        """``x += y``. Shapes: x [T, C]; y [T, C] or [C]."""
+        x += y
+
+    def multiply(self, x: F32Array, factors: F32Array) -> None:
+        """``x *= factors``, a factor for each row. Shapes: x [T, C]; factors [T, 1] or [1, 1]."""
+        x *= factors
+
+    def columns(self, x: F32Array, first: int, last: int) -> F32Array:
+        """Some columns of rows, or of every head, contiguous. Shapes: x [T, C] or [T, heads, C]."""
+        return np.ascontiguousarray(x[..., first:last])
+
+    def temper(self, q: F32Array, temperature: AttentionTemperature, positions: I32Array) -> None:
+        """Multiply queries by the temperatures of their positions. Shapes: q [T, heads, D];
+        positions [T]."""
+        q *= temperature.factors(positions)[:, None, None]
+
+
 class Ops(Loader[F32Array], Protocol):
     """Operations of one host backend. Arrays are float32 unless said otherwise."""
 
@@ -72,6 +95,17 @@ class Ops(Loader[F32Array], Protocol):
         recurrent: tuple[RecurrentLayer, ...] = (),
     ) -> KvCache:
         """An empty cache of `capacity` positions; states of recurrent layers are float32."""
+
+    def add(self, x: F32Array, y: F32Array) -> None:
+        """See `ElementOps`, as for the next three."""
+
+    def multiply(self, x: F32Array, factors: F32Array) -> None: ...
+
+    def columns(self, x: F32Array, first: int, last: int) -> F32Array: ...
+
+    def temper(
+        self, q: F32Array, temperature: AttentionTemperature, positions: I32Array
+    ) -> None: ...
 
     def embed(self, table: Matrix, token_ids: I32Array) -> F32Array:
         """Rows of the embedding table. Shapes: token_ids [T] int32; result [T, H]."""

@@ -40,6 +40,10 @@ class KvCache(Protocol):
     def nbytes(self) -> int:
         """Memory that it takes when it is full."""
 
+    def touch(self, num_positions: int) -> None:
+        """Have memory for positions below `num_positions`, and some more, allocated now, where it
+        is not until it is written; at next to no cost if it is already."""
+
     def can_resume(self, num_positions: int) -> bool:
         """Whether the next token may be the one after so many positions, as things are."""
 

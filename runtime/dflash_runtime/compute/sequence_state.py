@@ -86,6 +86,9 @@ class SequenceState:
         """Memory of the recurrent layers' states."""
         return sum(state.values.nbytes for state in self.recurrent)
 
+    def touch(self, num_positions: int) -> None:
+        """Do nothing: memory is allocated where it is first written."""
+
     def check_tree(self, tree: Tree) -> None:
         if not self.can_resume(tree.position):
             raise CheckpointMissing(wanted=tree.position, kept=-1)

@@ -180,8 +180,7 @@ def _chosen_by_host(
             steps.check(run)
             captured.begin(token_id, position)
             captured.start()
-            if not captured.counts_itself:
-                steps.count()
+            steps.note_captured(token_id, position)
             chosen = request.choose(steps.finite(captured.logits()))
         yield chosen
         token_id, position = chosen[0], position + 1
@@ -234,7 +233,6 @@ def _sampled_on_device(
             started, num_alone = None, _ALONE  # the next step starts from the host's token
             number = numbers[position + 1 - first_numbered]
             next_id = sampler.sample(steps.finite(captured.logits()), number)
-        if not captured.counts_itself:
-            steps.count()
+        steps.note_captured(token_id, position)
         yield next_id, None
         token_id, position = next_id, position + 1

@@ -37,6 +37,7 @@ from dflash_runtime.compute.model import Model
 from dflash_runtime.compute.sliding_window import MOST_KEPT, num_rows
 from dflash_runtime.engine.arguments import choice, whole_number
 from dflash_runtime.engine.demo_model import chosen_model_path
+from dflash_runtime.engine.trial_steps import trial_steps
 from dflash_runtime.experts.daemons.launching import choose_daemons, daemon_names
 from dflash_runtime.experts.daemons.supervisor import ProgressCallback
 from dflash_runtime.experts.owners import Owners, is_any_local, open_owners
@@ -178,6 +179,10 @@ def open_model(
     )
     report("parent", "load", 0, 1)
     model = backend.load_model(file, describe(file))
+    is_alone = not choices and not endpoints
+    backend.choose_threads(
+        file, trial_steps(backend, model, owners.local_banks, kv_type=kv_type) if is_alone else None
+    )
     weights.remember()
     weights.start()
     return Opened(file, model, backend, owners, num_positions, kv_type)

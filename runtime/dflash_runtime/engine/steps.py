@@ -290,7 +290,7 @@ class Steps:
 
     def captured(self, run: int) -> CapturedStep | None:
         """The captured step of one token, if the backend has one. It serves the whole rest of this
-        run, with `check` and `count` called for every token.
+        run, with `check` and `note_captured` called for every token.
 
         Raises: as `forward`.
         """
@@ -309,9 +309,13 @@ class Steps:
         """
         self._guard.file.require_unwritten()
 
-    def count(self) -> None:
-        """Count one token of a captured step that was not discarded."""
-        self._count(Phase.DECODE, 1)
+    def note_captured(self, token_id: int, position: int) -> None:
+        """Note a captured step that was not discarded, and the token that it computed."""
+        assert self._captured is not None
+        if not self._captured.counts_itself:
+            self._count(Phase.DECODE, 1)
+        if self._backend.chunking.invariant_from == 1:
+            self.reuse.add(position, np.array([token_id], np.int32))
 
     def _count(self, phase: Phase, num_tokens: int) -> None:
         self._runtime.count_local(

@@ -79,6 +79,10 @@ class MoeExpertComputeRuntime:
         self._fallback = fallback
         self._device_owner = device_owner
         self._is_daemon = tuple(owner.stats.kind is OwnerKind.DAEMON for owner in owners)
+        self._own = device_owner
+        """The owner of what captured steps compute: this process."""
+        if device_owner is None and False in self._is_daemon:
+            self._own = self._is_daemon.index(False)
         self._lost_reason = ""
         self._checks = checks
         self._offload = PromptOffload(
@@ -101,7 +105,7 @@ class MoeExpertComputeRuntime:
     def count_local(
         self, phase: Phase, *, num_tokens: int, num_pairs: int, num_layers: int = 1
     ) -> None:
-        self._count_on_device(
+        self._count_own(
             phase,
             num_requests=num_layers,
             num_tokens=num_layers * num_tokens,
@@ -154,7 +158,7 @@ class MoeExpertComputeRuntime:
         for index, owner in enumerate(self._owners):
             num_pairs = int(counts[owner_index == index].sum())
             if index == self._device_owner:
-                self._count_on_device(phase, num_tokens=0, num_pairs=num_pairs, num_requests=0)
+                self._count_own(phase, num_tokens=0, num_pairs=num_pairs, num_requests=0)
             else:
                 owner.stats.of_phase(phase).pairs += num_pairs
                 self.hits.remote += num_pairs
@@ -313,14 +317,14 @@ class MoeExpertComputeRuntime:
         num_local = topk_ids.size - pairs.num_pairs
         if num_local:
             num_tokens = topk_ids.shape[0] - num_whole_tokens
-            self._count_on_device(phase, num_tokens=num_tokens, num_pairs=num_local)
+            self._count_own(phase, num_tokens=num_tokens, num_pairs=num_local)
         return pairs, counts
 
-    def _count_on_device(
+    def _count_own(
         self, phase: Phase, *, num_tokens: int, num_pairs: int, num_requests: int = 1
     ) -> None:
-        assert self._device_owner is not None
-        stats = self._owners[self._device_owner].stats
+        assert self._own is not None
+        stats = self._owners[self._own].stats
         for counted in (stats, stats.of_phase(phase)):
             counted.requests += num_requests
             counted.tokens += num_tokens

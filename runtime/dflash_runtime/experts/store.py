@@ -22,6 +22,7 @@ from dflash_protocol.ids import F64Array, I32Array, Phase
 from dflash_protocol.placement import OwnedExperts
 from dflash_runtime.compute import ComputeBackend, DivisibleBank, ExpertBank
 from dflash_runtime.compute.host import ONE_TOKEN
+from dflash_runtime.compute.thread_trial import OnePass
 
 LoadProgress = Callable[[int, int], None]
 """Called with layers done and layers in total."""
@@ -91,6 +92,20 @@ def measure_pairs_per_second(
         if kind not in rates:
             rates[kind] = _measured(bank, batches)
     return min((rates[kind] for kind in kinds), default=1e9)
+
+
+def trial_pass(banks: Mapping[int, ExpertBank]) -> OnePass:
+    """A decode step of these banks alone, to time threads with: each computes one token."""
+
+    def one_pass(*, before: Callable[[], None], after: Callable[[], None]) -> None:
+        for bank in banks.values():
+            batch = _trial_batch(bank, Phase.DECODE, 1)
+            sums = np.zeros(batch.hidden.shape)
+            before()
+            bank.accumulate(batch, sums)
+            after()
+
+    return one_pass
 
 
 class _WatchedBank:

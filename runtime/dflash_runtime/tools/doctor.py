@@ -20,6 +20,8 @@ from dflash_protocol.endpoint import parse_endpoint
 from dflash_protocol.errors import DflashError, SettingsError
 from dflash_protocol.process.output import noun
 from dflash_protocol.settings import DaemonSetting, Settings, cache_directory, run_directory
+from dflash_runtime.compute.topology import read_topology
+from dflash_runtime.tools.doctor_cores import core_hints, core_lines, examine_cores
 
 if TYPE_CHECKING:
     from dflash_runtime.experts.daemons.launching import DaemonChoice
@@ -48,26 +50,30 @@ class Findings:
 def examine(settings: Settings) -> Findings:
     """Examine everything. `problems` of the result concern what the settings ask for."""
     found = Findings()
-    _examine_model(settings, found)
+    timed_threads = _examine_model(settings, found)
     _examine_launchers(settings, found)
     _examine_connections(settings, found)
-    _examine_machine(settings, found)
+    _examine_machine(settings, found, timed_threads)
     _add_hints(found)
     return found
 
 
-def _examine_model(settings: Settings, found: Findings) -> None:
-    """If the settings name one: its metadata, no weights."""
+def _examine_model(settings: Settings, found: Findings) -> int | None:
+    """If the settings name one: its metadata, no weights. Returns the threads of decode steps that
+    were found to be the fastest for it on this machine."""
     if not settings.model:
-        return
+        return None
     from dflash_adapters.gguf.file import GgufFile
     from dflash_adapters.registry import read_spec
+    from dflash_runtime.compute.thread_trial import kept_count
 
     try:
         with GgufFile.open(settings.model) as file:
             read_spec(file)
+            return kept_count(file, read_topology(), settings.cache_dir)
     except DflashError as error:
         found.problems.append(f"model: {error}")
+        return None
 
 
 def _examine_launchers(settings: Settings, found: Findings) -> None:
@@ -218,9 +224,10 @@ def _examine_connections(settings: Settings, found: Findings) -> None:
         found.connections.append({"endpoint": address, "why_not": why_not})
 
 
-def _examine_machine(settings: Settings, found: Findings) -> None:
+def _examine_machine(settings: Settings, found: Findings, timed_threads: int | None) -> None:
     found.machine = {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cores": examine_cores(settings, read_topology(), timed=timed_threads),
         "run_directory": _folder(found, run_directory, settings),
         "cache_directory": _folder(found, cache_directory, settings),
         "shared_memory": _space(_SHM) if _SHM.is_dir() else None,
@@ -272,6 +279,7 @@ def _add_hints(found: Findings) -> None:
             f"the run directory is on {folder['filesystem']}: no GPU sees shared memory "
             "there, and CPUs are faster with a tmpfs, as in --ipc-work-dir /dev/shm/moe"
         )
+    found.hints += core_hints(found.machine["cores"])
     open_files = found.machine["open_files"]["soft"]
     if open_files is not None and open_files < _FEW_FILES:
         found.hints.append(f"only {open_files} files may be open; ulimit -n raises it")
@@ -296,6 +304,7 @@ def shown(found: Findings) -> list[str]:
         )
     machine = found.machine
     lines.append(f"system         {machine['system']}")
+    lines += core_lines(machine["cores"])
     for key, what in (("run_directory", "run directory"), ("cache_directory", "cache")):
         lines.append(f"{what:14s} {_folder_text(machine[key])}")
     shm = machine["shared_memory"]

@@ -124,7 +124,9 @@ class Slots:
         ]  # fmt: skip
         for field, array in enumerate(self.private, ring_native.HIDDEN):
             self.server.words[0, field] = array.ctypes.data
-        self.table = np.array([1, 0, 0, self.server.address(0)], np.int64)
+        self.service = np.zeros(ring_native.SERVICE_WORDS, np.int64)
+        service = self.service.ctypes.data
+        self.table = np.array([1, 0, 0, service, self.server.address(0)], np.int64)
 
 
 @pytest.mark.parametrize("payload", NARROW)
@@ -149,7 +151,7 @@ def test_narrow_rows_become_what_the_stream_makes_of_them(
     sent = kernels.send_request(slots.client.address(0), 1, 0, 1, 1.0, *arrays)
     assert (sent == ring_native.OUT_OF_RANGE) == (sent_as is PayloadType.F32)
     if sent >= 0:
-        assert kernels.next_request(slots.table.ctypes.data, 0, 0, 0, 0) == 0
+        assert kernels.serve(slots.table.ctypes.data, 0, 0, 0, 0) == 0
         np.testing.assert_array_equal(slots.private[0], _widened(expected[0], payload))
     slots.segment.close()
 
@@ -253,10 +255,11 @@ def test_importing_the_transport_does_not_import_numba() -> None:
 
 def test_compiled_code_is_kept() -> None:
     ring_native.kernels()
+    ring_native.client_functions()
     folder = ring_native._kernel_folder(None)
     assert folder is not None
     kept = {path.name.split(".")[1].split("-")[0] for path in folder.glob("*.nbc")}
-    assert kept == set(ring_native.Kernels._fields)
+    assert kept == {*ring_native.Kernels._fields, *ring_native.ClientFunctions._fields}
 
 
 def test_a_folder_that_cannot_be_used_costs_time_and_no_more(

@@ -127,9 +127,14 @@ class SpinningServer(SharedServer):
     spin_s = 0.0
 
     def receive(
-        self, timeout_s: float, *, spin_s: float = 0.0, others: tuple[int, ...] = ()
+        self,
+        timeout_s: float,
+        *,
+        spin_s: float = 0.0,
+        others: tuple[int, ...] = (),
+        until_s: float = 0.0,
     ) -> ReceivedRequest | None:
-        return super().receive(timeout_s, spin_s=self.spin_s, others=others)
+        return super().receive(timeout_s, spin_s=self.spin_s, others=others, until_s=until_s)
 
 
 class SharedPair(Pair):

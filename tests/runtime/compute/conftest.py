@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from dflash_runtime.compute.cpu import CpuBackend
-from dflash_runtime.compute.cpu import ops as cpu_ops
+from dflash_runtime.compute.cpu.kernels import words
 from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.reference.ops import ReferenceOps
 
@@ -21,6 +21,6 @@ def ops(request: pytest.FixtureRequest) -> Iterator[CpuOps | ReferenceOps]:
     backend = CpuBackend(num_threads=3 if has_threads else 1)
     with pytest.MonkeyPatch.context() as patch:
         if has_threads:
-            patch.setattr(cpu_ops, "PARALLEL_VALUES", 0)
+            patch.setattr(words, "PARALLEL_WORK", 0)
         yield backend.ops
     backend.close()

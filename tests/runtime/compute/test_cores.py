@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
 from dflash_protocol.errors import SettingsError
 from dflash_runtime.compute.cores import parse_cores, share_of_cores, usable_cores
-
-
-def test_one_processor_of_each_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 2, 4, 5, 9})
-    for cpu, siblings in ((1, "1,5"), (2, "2,6"), (5, "1,5"), (4, "4")):
-        folder = tmp_path / f"cpu{cpu}/topology"
-        folder.mkdir(parents=True)
-        (folder / "thread_siblings_list").write_text(f"{siblings}\n")
-    assert usable_cores(tmp_path) == [1, 2, 4, 9]
 
 
 def test_there_is_a_core_here() -> None:

@@ -2,27 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Mapping
 from functools import cached_property
+from typing import Any
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.quant import TensorType
 from dflash_adapters.spec import MoeLayer
 from dflash_protocol.errors import SettingsError
-from dflash_protocol.ids import I32Array
+from dflash_protocol.ids import AnyArray, I32Array, I64Array
+from dflash_protocol.ring.compiled_experts import CompiledExperts
+from dflash_runtime.compute.backend import ExpertBank, MailedExperts
+from dflash_runtime.compute.cores import LEAST_TIMED, ThreadCounts, default_counts
+from dflash_runtime.compute.cpu.captured.step import CpuStep
 from dflash_runtime.compute.cpu.compile import compiling
 from dflash_runtime.compute.cpu.compile.kernel_cache import keeping_in
 from dflash_runtime.compute.cpu.compile_ahead import OnProgress, compile_ahead, jobs_for, run_job
+from dflash_runtime.compute.cpu.compiled_banks import compile_banks
 from dflash_runtime.compute.cpu.experts import CpuExpertBank
+from dflash_runtime.compute.cpu.kv_cache import CpuKvCache
 from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers, check_num_threads
 from dflash_runtime.compute.host import HostBackend
-from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.compute.host_model import HostModel
+from dflash_runtime.compute.kv_cache import KvCache, KvType
+from dflash_runtime.compute.model import Model
+from dflash_runtime.compute.thread_trial import (
+    OnePass,
+    counts_to_try,
+    fastest_count,
+    is_busy,
+    keep_count,
+    kept_count,
+)
+from dflash_runtime.compute.topology import read_topology
+
+_LOG = logging.getLogger(__name__)
 
 
 class CpuBackend(HostBackend):
     """Implements backend.ComputeBackend on up to `num_threads` threads, the caller's included.
+
+    None: as many as suit the machine; see `cores.default_counts`, and `choose_threads`.
 
     Weights of any type are multiplied as the float32 values they stand for; nothing is rounded to
     fewer bits. Results do not depend on `num_threads`. Kernels that `warm_up` compiles are kept in
@@ -32,11 +55,15 @@ class CpuBackend(HostBackend):
 
     name = "cpu"
 
-    def __init__(self, *, num_threads: int, cache_dir: str | None = None) -> None:
+    def __init__(self, *, num_threads: int | None = None, cache_dir: str | None = None) -> None:
         if not compiling.is_supported_cpu():
             raise SettingsError("backend cpu needs a CPU that converts halves (F16C on x86-64)")
-        check_num_threads(num_threads)
-        self._num_threads = num_threads
+        self._topology = None if num_threads is not None else read_topology()
+        if self._topology is not None:
+            self._counts = default_counts(self._topology)
+        elif num_threads is not None:
+            check_num_threads(num_threads)
+            self._counts = ThreadCounts(num_threads, num_threads)
         self._cache_dir = cache_dir
         self._scratch = Scratch()
 
@@ -46,7 +73,9 @@ class CpuBackend(HostBackend):
 
     @cached_property
     def _workers(self) -> Workers:
-        return Workers(self._num_threads)
+        workers = Workers(self._counts.prompts)
+        workers.use_for_decode(self._counts.decode)
+        return workers
 
     @cached_property
     def ops(self) -> CpuOps:
@@ -59,6 +88,42 @@ class CpuBackend(HostBackend):
 
     def drop_experts(self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:
         """Do nothing: banks are views of the file."""
+
+    def captured_step(
+        self,
+        model: Model[AnyArray, Any],
+        cache: KvCache,
+        banks: Mapping[int, ExpertBank],
+        *,
+        remote: MailedExperts,
+    ) -> CpuStep:
+        """Never None."""
+        assert isinstance(model, HostModel)
+        assert isinstance(cache, CpuKvCache)
+        here = {
+            layer_id: bank for layer_id, bank in banks.items() if isinstance(bank, CpuExpertBank)
+        }
+        is_whole = all(
+            layer.layer_id in here and here[layer.layer_id].num_experts == layer.num_experts
+            for layer in model.spec.moe.layers
+        )
+        return CpuStep(self.ops, model, cache, banks=here if is_whole else None, remote=remote)
+
+    def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:
+        taken: dict[int, I64Array] = {}
+        for layer_id, bank in banks.items():
+            if isinstance(bank, CpuExpertBank) and bank.selections.any():
+                taken[layer_id] = bank.selections.copy()
+                bank.selections[:] = 0
+        return taken
+
+    def compile_banks(
+        self, banks: Mapping[int, ExpertBank], *, max_tokens: int, max_experts_used: int
+    ) -> CompiledExperts | None:
+        with keeping_in(self._cache_dir):
+            return compile_banks(
+                banks, self._workers, max_tokens=max_tokens, max_experts_used=max_experts_used
+            )
 
     def warm_up(
         self,
@@ -73,6 +138,26 @@ class CpuBackend(HostBackend):
             compile_ahead(jobs, on_progress or (lambda num_done, num_total: None))
             for job in jobs:
                 run_job(job)
+
+    def choose_threads(self, file: GgufFile, one_pass: OnePass | None) -> None:
+        """Set how many threads take part in decode steps, unless `num_threads` was given."""
+        topology, default = self._topology, self._counts
+        if topology is None or default.prompts < LEAST_TIMED:
+            return
+        workers = self._workers
+        chosen = kept_count(file, topology, self._cache_dir)
+        if chosen is None and one_pass is not None and not is_busy():
+            counts = counts_to_try(default)
+            try:
+                chosen = fastest_count(one_pass, counts, workers.use_for_decode)
+            except Exception as error:  # what is wrong with the model is reported when it is used
+                # docs: decode steps use the machine's default number of threads
+                _LOG.info("threads of decode steps could not be timed: %s", error)
+            if chosen is not None:
+                keep_count(chosen, file, topology, cache_dir=self._cache_dir)
+                # docs: once for a model on a machine; `--threads` sets another number
+                _LOG.info("decode steps are fastest with %d of %d threads", chosen, default.prompts)
+        workers.use_for_decode(chosen or default.decode)
 
     def idle(self) -> None:
         self._workers.idle()

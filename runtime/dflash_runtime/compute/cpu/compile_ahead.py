@@ -24,11 +24,12 @@ from pathlib import Path
 from dflash_adapters.quant import TensorType
 from dflash_protocol.process.startup import end_with_parent
 from dflash_protocol.settings import child_environment, package_roots
-from dflash_runtime.compute.cores import usable_cores
+from dflash_runtime.compute.cores import default_counts
 from dflash_runtime.compute.cpu.compile.kernel_cache import can_keep, keeping_in, kernel_folder
 from dflash_runtime.compute.cpu.compile.tiers import choose_tier, current_tier
 from dflash_runtime.compute.cpu.kernels import (
     attention_tasks,
+    batch_kernel,
     conv_tasks,
     delta_tasks,
     delta_tree,
@@ -37,13 +38,16 @@ from dflash_runtime.compute.cpu.kernels import (
     linear_kernel,
     recurrent_tiles,
     route_tasks,
+    step_tasks,
+    words,
 )
 from dflash_runtime.compute.cpu.kernels.attention_elements import element_functions
-from dflash_runtime.compute.cpu.threads import parallel
+from dflash_runtime.compute.cpu.threads import pages, parallel
 from dflash_runtime.compute.cpu.weights.matrix import row_layout
 from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise_function
 from dflash_runtime.compute.cpu.weights.rows import expand_function
 from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.compute.topology import read_topology
 
 # -- jobs -----------------------------------------------------------------------------------------
 
@@ -56,26 +60,34 @@ _CACHE_JOBS: dict[str, Callable[[KvType], object]] = {"elements": element_functi
 # The longest jobs come first, so that several processes end at about the same time.
 _EXPERT_JOBS: dict[str, Callable[[], object]] = {
     "expert_tasks": experts_kernel.expert_ffn_tasks,
-    "workers": lambda: (parallel.serve_kernel(), parallel.stop_kernel()),
+    "workers": lambda: [
+        kernel() for kernel in (parallel.serve_kernel, parallel.stop_kernel, parallel.limit_kernel)
+    ],
     "expert_kernel": experts_kernel.expert_ffn_kernel,
+    "expert_function": experts_kernel.expert_ffn_function,
+    "batch": batch_kernel.compute_batch_function,
     "quantise": quantise_function,
 }
 _DENSE_JOBS: dict[str, Callable[[], object]] = {
     "attend": attention_tasks.attend_task,
-    "route": route_tasks.route_kernel,
-    "attention": attention_tasks.attention_kernel,
+    "route": route_tasks.route_task,
+    "attention": attention_tasks.run_attention,
     "store": attention_tasks.store_task,
-    "norm": dense_tasks.norm_kernel,
-    "rope": dense_tasks.rope_kernel,
-    "gate": dense_tasks.gate_kernel,
+    "touch": pages.touch_kernel,
+    "norm": dense_tasks.norm_task,
+    "rope": dense_tasks.rope_task,
+    "gate": dense_tasks.gate_task,
     "linear_tasks": linear_kernel.linear_tasks,
-    "linear_kernel": linear_kernel.linear_kernel,
-    "embed": linear_kernel.embed_kernel,
+    "linear": linear_kernel.run_linear,
+    "embed": linear_kernel.embed_task,
+    "step": step_tasks.compile_all,
+    "routed": step_tasks.run_routed,
+    "words": lambda: (words.run_task(), words.words_kernel(), words.calls_kernel()),
 }
 _RECURRENT_JOBS: dict[str, Callable[[], object]] = {
-    "tree": delta_tree.tree_kernel,
-    "delta": delta_tasks.delta_kernel,
-    "conv": conv_tasks.conv_kernel,
+    "tree": delta_tree.tree_task,
+    "delta": delta_tasks.delta_task,
+    "conv": lambda: (conv_tasks.conv_task(), conv_tasks.keep_task()),
     "products": recurrent_tiles.products_function,
 }
 
@@ -183,7 +195,8 @@ def _compile(folder: Path, jobs: list[str], on_done: Callable[[int], None]) -> N
     children: list[_Child] = []
     try:
         with selectors.DefaultSelector() as selector:
-            for _ in range(min(len(jobs), len(usable_cores()), _MOST_CHILDREN)):
+            num_threads = default_counts(read_topology()).prompts
+            for _ in range(min(len(jobs), num_threads, _MOST_CHILDREN)):
                 child = _Child(folder.parent)
                 children.append(child)
                 child.begin(waiting.pop())

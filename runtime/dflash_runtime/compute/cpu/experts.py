@@ -7,9 +7,11 @@ import numpy as np
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.spec import ExpertProjection, ExpertVector, MoeLayer
 from dflash_protocol.batch import RoutedBatch
-from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, U8Array
+from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, I64Array, U8Array
 from dflash_runtime.compute.cpu.kernels import experts_kernel as k
+from dflash_runtime.compute.cpu.kernels import step_tasks as steps
 from dflash_runtime.compute.cpu.kernels.products import TOTALS_BYTES, product_scratch_bytes
+from dflash_runtime.compute.cpu.kernels.words import Call, address
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers
 from dflash_runtime.compute.cpu.weights.matrix import NUM_FIELDS, row_layout
@@ -37,6 +39,8 @@ class CpuExpertBank:
             raise ValueError(f"expert ids must lie within 0..{layer.num_experts - 1}")
         self.layer = layer
         self.num_experts = int(ids.size)
+        self.selections = np.zeros(layer.num_experts, np.int64)
+        """How often each expert was routed to in calls of `routed_call`, by global id."""
         self._workers = workers
         self._scratch = scratch
         self._kernel = k.expert_ffn_kernel()
@@ -68,21 +72,62 @@ class CpuExpertBank:
         words[k.SCRATCH_BYTES] = self._thread_bytes
         functions = quantise_function(), *k.expert_ffn_tasks()
         words[k.QUANTISE :] = [function.address for function in functions]
-        self._words = words
+        self.words: I64Array = words
+        """The layer's words of experts_kernel. Shapes: [NUM_LAYER_WORDS]."""
         self._arrays = addresses, layouts, scales, biases, activation
 
+    def routed_call(
+        self,
+        hidden: F32Array,
+        routing: tuple[I32Array, F32Array],
+        local_ids: I32Array,
+        out: F32Array,
+    ) -> tuple[Call, tuple[AnyArray, ...]]:
+        """A call that computes routed experts, all of which are here, and counts them in
+        `selections`; and the memory of its own that it uses.
+
+        Shapes: hidden, out [T, H]; routing [T, K] global ids and weights; local_ids [E].
+        """
+        topk_ids, topk_weights = routing
+        num_tokens, num_pairs = hidden.shape[0], topk_ids.size
+        sums, indices = np.empty(hidden.shape), np.empty((3, num_pairs + 1), np.int32)
+        weights = np.empty(num_pairs, np.float32)
+        words = [0] * (steps.ROUNDED + 1)
+        words[: k.NUM_LAYER_WORDS] = self.words.tolist()
+        words[k.HIDDEN], words[k.OUT] = address(hidden), address(sums, np.float64)
+        words[k.NUM_TOKENS], words[k.HIDDEN_SIZE] = hidden.shape
+        places = [address(each, np.int32) for each in indices]
+        words[k.EXPERT_IDS], words[k.GROUP_STARTS], words[k.TOKEN_INDICES] = places
+        words[k.WEIGHTS] = address(weights)
+        words[steps.TOPK_IDS], words[steps.TOPK_WEIGHTS] = (
+            address(topk_ids, np.int32),
+            address(topk_weights),
+        )
+        words[steps.NUM_USED] = topk_ids.shape[1]
+        words[steps.LOCAL_IDS] = address(local_ids, np.int32)
+        words[steps.SELECTIONS] = address(self.selections, np.int64)
+        words[steps.ROUNDED] = address(out)
+        scratch = {
+            k.TOKEN_Q8: num_tokens * self._hidden_q8_bytes,
+            k.PAIR_Q8: num_pairs * self._hidden_q8_bytes,
+            k.ACTIVATIONS: num_pairs * 4 * self.layer.ffn_size,
+            k.ACTIVATION_Q8: num_pairs * self._ffn_q8_bytes,
+            k.SCRATCH: self._workers.num_threads * self._thread_bytes,
+        }
+        # An address of 0 says that there are no q8 blocks.
+        needed = tuple((word, size) for word, size in scratch.items() if size)
+        call = Call(steps.run_routed().address, words, (k.NUM_TOKENS,), scratch=needed)
+        return call, (sums, indices, weights, self.selections)
+
     def accumulate(self, batch: RoutedBatch, out: F64Array) -> None:
-        hidden, num_pairs = batch.hidden, batch.num_pairs
+        hidden = batch.hidden
         if hidden.shape != out.shape or hidden.shape[1:] != (self.layer.hidden_size,):
             expected = f"[T, {self.layer.hidden_size}]"
             raise ValueError(f"hidden {hidden.shape}, out {out.shape}, expected {expected}")
+        self._workers.begin(batch.num_tokens)
         with self._scratch.take(
             8 * k.NUM_ARGUMENTS,
-            batch.num_tokens * self._hidden_q8_bytes,
-            (num_pairs if batch.num_tokens > 1 else 0) * self._hidden_q8_bytes,
-            num_pairs * 4 * self.layer.ffn_size,
-            num_pairs * self._ffn_q8_bytes,
-            self._workers.num_threads * self._thread_bytes,
+            *self.scratch_bytes(batch.num_tokens, batch.num_pairs),
         ) as memory:
             is_sound = self._kernel(
                 hidden,
@@ -91,12 +136,22 @@ class CpuExpertBank:
                 batch.token_indices,
                 batch.weights,
                 out,
-                self._words,
+                self.words,
                 memory,
                 self._workers.address,
             )
         if not is_sound:
             raise ValueError("the batch has expert ids, tokens or pairs out of range")
+
+    def scratch_bytes(self, num_tokens: int, num_pairs: int) -> tuple[int, ...]:
+        """What such a batch needs of each of experts_kernel.SCRATCH_PARTS."""
+        return (
+            num_tokens * self._hidden_q8_bytes,
+            (num_pairs if num_tokens > 1 else 0) * self._hidden_q8_bytes,
+            num_pairs * 4 * self.layer.ffn_size,
+            num_pairs * self._ffn_q8_bytes,
+            self._workers.num_threads * self._thread_bytes,
+        )
 
     def _bias_addresses(self, file: GgufFile, global_expert_ids: I64Array) -> I64Array:
         """Address of each expert's gate, up and down bias, 0 where there is none.

@@ -11,11 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflash_adapters.spec import KvLayer, RecurrentLayer
+from dflash_protocol.errors import CheckpointMissing, ContextExceeded
 from dflash_protocol.ids import F32Array, I64Array, U8Array
 from dflash_runtime.compute.cpu.kernels import attention_split as a
 from dflash_runtime.compute.cpu.kernels import delta_tasks as d
 from dflash_runtime.compute.cpu.kernels.attention_tasks import function_words
+from dflash_runtime.compute.cpu.kernels.attention_tiles import BLOCK
+from dflash_runtime.compute.cpu.threads.pages import HUGE_PAGE, TouchSchedule, zero_pages
 from dflash_runtime.compute.cpu.threads.scratch import zeros_on_lines
+from dflash_runtime.compute.cpu.threads.workers import Workers
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.sequence_state import LayerState, SequenceState
 from dflash_runtime.compute.sliding_window import WindowRows
@@ -72,25 +76,34 @@ class BlockedState(LayerState):
 LANES = 32
 _NO_WINDOW = 1 << 62
 
+_TOUCHED_AHEAD = 256
+"""How many positions before its first one a slab is touched, at most."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerCache:
     """One layer's keys and values, as bytes, for positions below `capacity`.
 
-    Shapes: keys [kv_heads, N / 32, a block of 32 positions]; values [kv_heads, N, a row], N rows
-    being the window's; words: those of a layer in attention_split.
+    Successive positions share a slab, which has their keys and values of all heads: as many as fill
+    a huge page. So a step touches few pages, and a head's rows are read in long runs.
+    Shapes: slabs [N / R, bytes of R rows]: of each head R / 32 blocks of keys, then R rows of
+    values; N rows are the window's, rounded up. Words: those of a layer in attention_split; they
+    never change.
     """
 
     kv: KvLayer
     capacity: int
     window: WindowRows
-    keys: U8Array
-    values: U8Array
+    slabs: U8Array
     words: I64Array
 
 
 class CpuKvCache(SequenceState):
-    """Implements kv_cache.KvCache. Memory of blocks is untouched until they are written."""
+    """Implements kv_cache.KvCache. Addresses stay as they are; memory is allocated by `touch`, or
+    else where it is first written.
+
+    `workers` touch memory together; without them, the caller does it alone.
+    """
 
     def __init__(
         self,
@@ -98,43 +111,110 @@ class CpuKvCache(SequenceState):
         capacity: int,
         kv_type: KvType,
         recurrent: Iterable[RecurrentLayer] = (),
+        workers: Workers | None = None,
     ) -> None:
         self.states = [BlockedState(each) for each in recurrent]
         super().__init__(self.states, [WindowRows(kv.mask, capacity) for kv in layers])
+        self._sliding = [window for window in self.windows if window.is_window]
         self.capacity = capacity
         self.kv_type = kv_type
         self.layers = [
             _layer_cache(kv, capacity, window, kv_type)
             for kv, window in zip(layers, self.windows, strict=True)
         ]
+        self._schedule = _touch_schedule(self.layers, self.states, workers)
+        self.touch(0)
+
+    def begin_step(self, position: int, num_rows: int) -> None:
+        """Note that a step of successive tokens begins, which `end_step` ends.
+
+        Raises: ContextExceeded; CheckpointMissing if the sequence does not end at `position`.
+        """
+        end = position + num_rows
+        if end > self.capacity:
+            raise ContextExceeded(end, self.capacity)
+        for state in self.states:
+            if position not in (0, state.num_positions):
+                raise CheckpointMissing(wanted=position, kept=state.num_positions)
+        for window in self._sliding:
+            window.begin(position)
+            window.advance(num_rows)
+        for state in self.states:
+            if position == 0:
+                state.inputs[:] = 0
+            state.conv_positions = state.delta_positions = -1  # until all of it is done
+
+    def end_step(self, num_positions: int) -> None:
+        """Note that a step has been computed, up to here."""
+        for state in self.states:
+            state.conv_positions = state.delta_positions = num_positions
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether rows can be overwritten and the sequence still resumed before them."""
+        return not self.states and not self._sliding
 
     @property
     def nbytes(self) -> int:
-        rows = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
-        return rows + self.state_bytes
+        return sum(layer.slabs.nbytes for layer in self.layers) + self.state_bytes
+
+    def touch(self, num_positions: int) -> None:
+        self._schedule.touch(num_positions)
+
+
+def _touch_schedule(
+    layers: Sequence[LayerCache], states: Sequence[BlockedState], workers: Workers | None
+) -> TouchSchedule:
+    """States and first slabs at once, further slabs some positions before their first: of each
+    layer another number, so that few steps wait for more than one."""
+    wanted_after = [np.full(len(states), -1)]
+    firsts = [np.array([each.values.ctypes.data for each in states], np.int64)]
+    sizes = [np.array([each.values.nbytes for each in states], np.int64)]
+    for index, layer in enumerate(layers):
+        ahead = max(1, _TOUCHED_AHEAD * (len(layers) - index) // len(layers))
+        slabs = np.arange(layer.slabs.shape[0])
+        wanted_after.append(slabs * layer.words[a.SLAB_ROWS] - ahead)
+        firsts.append(slabs * layer.slabs.shape[1] + layer.words[a.KEYS])
+        sizes.append(np.full(slabs.size, layer.slabs.shape[1]))
+    order = np.argsort(np.concatenate(wanted_after), kind="stable")
+    first, size = np.concatenate(firsts), np.concatenate(sizes)
+    ranges = np.stack([first, first + size], axis=1)
+    return TouchSchedule(np.concatenate(wanted_after)[order], ranges[order], workers)
 
 
 def _layer_cache(kv: KvLayer, capacity: int, window: WindowRows, kv_type: KvType) -> LayerCache:
-    num_blocks = -(-window.num_rows // LANES)
     key_dim, value_dim = kv.key_dim, _padded(kv.value_dim)
     if kv_type is KvType.Q8_0:
         key_block_bytes, row_bytes = _padded(key_dim) * 34, value_dim // LANES * 34
     else:
         size = 2 if kv_type is KvType.F16 else 4
         key_block_bytes, row_bytes = key_dim * LANES * size, value_dim * size
-    keys = zeros_on_lines(kv.num_heads, num_blocks, key_block_bytes)
-    values = zeros_on_lines(kv.num_heads, num_blocks * LANES, row_bytes)
-    window.arrays = keys, values
+    slab_rows = _slab_rows(window.num_rows, kv.num_heads * (key_block_bytes // LANES + row_bytes))
+    key_bytes, value_bytes = slab_rows // LANES * key_block_bytes, slab_rows * row_bytes
+    head_bytes, num_slabs = key_bytes + value_bytes, -(-window.num_rows // slab_rows)
+    slab_bytes = kv.num_heads * head_bytes
+    slabs = zero_pages(num_slabs * slab_bytes).reshape(num_slabs, slab_bytes)
+    window.arrays = (slabs,)
     words = np.zeros(a.NUM_LAYER_WORDS, np.int64)
-    words[a.KEYS], words[a.VALUES] = keys.ctypes.data, values.ctypes.data
+    words[a.KEYS], words[a.VALUES] = slabs.ctypes.data, slabs.ctypes.data + key_bytes
     words[a.KV_HEADS], words[a.KEY_DIM], words[a.VALUE_DIM] = kv.num_heads, key_dim, kv.value_dim
-    words[a.KEY_HEAD_BYTES], words[a.KEY_BLOCK_BYTES] = keys.strides[:2]
-    words[a.VALUE_HEAD_BYTES], words[a.VALUE_ROW_BYTES] = values.strides[:2]
+    words[a.SLAB_ROWS], words[a.SLAB_BYTES], words[a.HEAD_BYTES] = slab_rows, slab_bytes, head_bytes
+    words[a.KEY_BLOCK_BYTES], words[a.VALUE_ROW_BYTES] = key_block_bytes, row_bytes
     words[a.WINDOW_ROWS] = window.num_rows if window.is_window else _NO_WINDOW
     words[a.WINDOW], words[a.CHUNK] = kv.mask.window, kv.mask.chunk
     for index, address in function_words(kv_type).items():
         words[index] = address
-    return LayerCache(kv, capacity, window, keys, values, words)
+    return LayerCache(kv, capacity, window, slabs, words)
+
+
+def _slab_rows(num_rows: int, row_bytes: int) -> int:
+    """Rows of a slab: as many as fill a huge page, or fewer, so that the last is as full as others.
+
+    A multiple of BLOCK, whose values are read as evenly spaced rows.
+    """
+    most = max(1, HUGE_PAGE // row_bytes // BLOCK) * BLOCK
+    num_slabs = -(-num_rows // most)
+    return -(-num_rows // (num_slabs * BLOCK)) * BLOCK
 
 
 def _padded(dim: int) -> int:

@@ -1,7 +1,7 @@
-"""Dense operations on the CPU: checks, buffers and arguments around the kernels.
+"""Dense operations on the CPU: checks, buffers and words of calls.
 
-Everything that reaches a kernel is checked here or in attention and recurrent. Compiled signatures
-check dtypes and layouts: they accept only C-contiguous arrays of one element type and rank.
+Everything that reaches compiled code is checked here or in attention and recurrent: `address`
+accepts only contiguous arrays of one element type.
 """
 
 from __future__ import annotations
@@ -19,11 +19,18 @@ from dflash_adapters.rope import RopePairing, RopeTable
 from dflash_adapters.routing import RoutingRule
 from dflash_adapters.spec import KvLayer, RecurrentLayer
 from dflash_protocol.ids import F32Array, I32Array, I64Array
-from dflash_runtime.compute.cpu.attention import CpuAttention
+from dflash_runtime.compute.cpu import attention as attending
 from dflash_runtime.compute.cpu.kernels import dense_tasks as tasks
 from dflash_runtime.compute.cpu.kernels import linear_kernel as products
 from dflash_runtime.compute.cpu.kernels import route_tasks
 from dflash_runtime.compute.cpu.kernels.products import TOTALS_BYTES, product_scratch_bytes
+from dflash_runtime.compute.cpu.kernels.words import (
+    Call,
+    address,
+    run_task,
+    task_call,
+    words_kernel,
+)
 from dflash_runtime.compute.cpu.kv_cache import CpuKvCache
 from dflash_runtime.compute.cpu.recurrent import Recurrent
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
@@ -32,37 +39,51 @@ from dflash_runtime.compute.cpu.weights.matrix import CpuMatrix, load_matrix
 from dflash_runtime.compute.cpu.weights.repacked.kernels import Q8_BLOCK_BYTES
 from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise_function
 from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES, UNPACK, expand_function
-from dflash_runtime.compute.host_ops import DeltaInputs
+from dflash_runtime.compute.host_ops import DeltaInputs, ElementOps
 from dflash_runtime.compute.kv_cache import KvCache, KvType
 from dflash_runtime.compute.trees import Tree, attend_segments
-
-PARALLEL_VALUES = 1 << 15
-"""With fewer values, waking other threads costs more than it saves."""
-
-_NOTHING = np.empty(0, np.float32)
 
 _MOST_PLANS = 1 << 14
 
 
-class CpuOps:
-    """Implements host_ops.Ops over numpy arrays; can be called from several threads at once."""
+class CpuOps(ElementOps):
+    """Implements host_ops.Ops over numpy arrays; can be called from several threads at once.
+
+    An operation makes a call of compiled code, and `run` runs it.
+    """
 
     def __init__(self, workers: Workers, scratch: Scratch) -> None:
-        self._workers = workers
-        self._scratch = scratch
-        self._attention = CpuAttention(workers, scratch)
-        self._recurrent = Recurrent(workers, scratch)
-        self._embed = products.embed_kernel()
-        self._multiply = products.linear_kernel()
+        self.workers = workers
+        self.scratch = scratch
+        self.recurrent = Recurrent(self)
+        self._run_words = words_kernel()
         self._plans: dict[tuple[CpuMatrix, ...], _Plan] = {}
         self._angles = _AngleCache()
         # Compiled now rather than in the first step.
-        tasks.norm_kernel()
-        tasks.rope_kernel()
-        tasks.gate_kernel()
-        route_tasks.route_kernel()
+        for compiled in (run_task, tasks.norm_task, tasks.rope_task, tasks.gate_task):
+            compiled()
+        for compiled in (route_tasks.route_task, products.run_linear, products.embed_task):
+            compiled()
         products.linear_tasks()
         quantise_function()
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that a call may run on."""
+        return self.workers.num_threads
+
+    def run(self, call: Call) -> None:
+        """Run a call, with scratch memory for it alone."""
+        words = call.words
+        with self.scratch.take(*[num_bytes for _, num_bytes in call.scratch]) as memory:
+            for (index, _), place in zip(call.scratch, memory, strict=False):
+                words[index] = place
+            pool = self.workers.address
+            self._run_words(call.function, np.array(words, np.int64), memory[-1], pool)
+
+    def new(self, shape: tuple[int, ...]) -> F32Array:
+        """Memory for a result, not initialised."""
+        return np.empty(shape, np.float32)
 
     def load_vector(self, file: GgufFile, tensor_name: str) -> F32Array:
         tensor = file.tensor(tensor_name)
@@ -79,34 +100,33 @@ class CpuOps:
         kv_type: KvType,
         recurrent: tuple[RecurrentLayer, ...] = (),
     ) -> CpuKvCache:
-        self._attention.compile(kv_type)
+        attending.compile_attention(kv_type)
         if recurrent:
-            self._recurrent.compile()
-        return CpuKvCache(layers, capacity, kv_type, recurrent)
+            self.recurrent.compile()
+        return CpuKvCache(layers, capacity, kv_type, recurrent, self.workers)
 
     def embed(self, table: Matrix, token_ids: I32Array) -> F32Array:
+        """Also tells the workers how many rows the pass has that begins with it."""
         assert isinstance(table, CpuMatrix)
-        out = np.empty((token_ids.shape[0], table.columns), np.float32)
-        expand = expand_function(table.tensor_type).address
-        row_bytes = int(table.layout[ROW_BYTES])
-        bad = self._embed(token_ids, table.address, expand, row_bytes, table.rows, out)
-        if bad >= 0:
-            raise ValueError(f"token id {token_ids[bad]} is not within 0..{table.rows - 1}")
+        self.workers.begin(token_ids.shape[0])
+        out = self.new((token_ids.shape[0], table.columns))
+        is_bad = (token_ids < 0) | (token_ids >= table.rows)
+        if is_bad.any():
+            bad = token_ids[is_bad][0]
+            raise ValueError(f"token id {bad} is not within 0..{table.rows - 1}")
+        place, expand = table.address, expand_function(table.tensor_type).address
+        row_bytes, columns = int(table.layout[ROW_BYTES]), table.columns
+        fields = [address(token_ids, np.int32), place, expand, row_bytes, columns, address(out)]
+        fields.append(token_ids.shape[0])
+        self.run(task_call(products.embed_task(), 0, fields, per_token=(products.NUM_IDS,)))
         return out
 
     def rms_norm(self, x: F32Array, weight: F32Array, eps: float) -> F32Array:
         """Normalise over the last axis. Shapes: x [..., n]; weight [n]."""
-        columns = x.shape[-1]
-        if weight.shape != (columns,):
-            raise ValueError(f"weight is {weight.shape} for rows of {columns}")
-        out: F32Array = np.empty(x.shape, np.float32)
-        rows, result = x, out
-        if x.ndim != 2:
-            # A view of `out`; a copy of `x` if that is not contiguous.
-            rows, result = x.reshape(-1, columns), out.reshape(-1, columns)
-        kernel, task = tasks.norm_kernel()
-        with self._scratch.take(8 * tasks.NUM_WORDS) as memory:
-            kernel(rows, weight, eps, result, memory, self._pool_for(x.size), task.address)
+        if weight.shape != x.shape[-1:]:
+            raise ValueError(f"weight is {weight.shape} for rows of {x.shape[-1]}")
+        out = self.new(x.shape)
+        self.run(tasks.norm_call(x if x.ndim == 2 else np.ascontiguousarray(x), weight, out, eps))
         return out
 
     def linear(
@@ -120,23 +140,20 @@ class CpuOps:
         assert isinstance(matrix, CpuMatrix)
         shape = x.shape[0], matrix.rows
         if out is None:
-            out = np.empty(shape, np.float32)
+            out = self.new(shape)
         elif out.shape != shape or not out.flags.c_contiguous:
             raise ValueError(f"out is {out.shape}, expected contiguous {shape}")
-        if add is None:
-            self._products(x, (matrix,), out.reshape(-1))
-        else:
-            if add.shape != shape:
-                raise ValueError(f"cannot add {add.shape} to {shape}")
-            self._products(x, (matrix,), out.reshape(-1), add.reshape(-1))
+        if add is not None and add.shape != shape:
+            raise ValueError(f"cannot add {add.shape} to {shape}")
+        self._products(x, (matrix,), out, add)
         return out
 
     def project(self, x: F32Array, matrices: Sequence[Matrix]) -> list[F32Array]:
         several = tuple(matrix for matrix in matrices if isinstance(matrix, CpuMatrix))
         assert len(several) == len(matrices)
         num_tokens = x.shape[0]
-        out = np.empty(num_tokens * sum(matrix.rows for matrix in several), np.float32)
-        self._products(x, several, out)
+        out = self.new((num_tokens * sum(matrix.rows for matrix in several),))
+        self._products(x, several, out, None)
         outs, first = [], 0
         for matrix in several:
             end = first + num_tokens * matrix.rows
@@ -149,32 +166,38 @@ class CpuOps:
         x: F32Array,
         matrices: tuple[CpuMatrix, ...],
         out: F32Array,
-        addend: F32Array = _NOTHING,
+        addend: F32Array | None,
     ) -> None:
-        """``x @ matrix.T`` for each matrix, one after another in `out`, plus `addend` if not empty.
+        """``x @ matrix.T`` for each matrix, one after another in `out`, plus `addend`.
 
-        Shapes: x [T, columns]; out, addend [T * sum of rows]; all contiguous.
+        Shapes: x [T, columns]; out, addend [T * sum of rows].
         """
         plan = self._plans.get(matrices)
         if plan is None:
             if len(self._plans) == _MOST_PLANS:  # mostly of closed models
                 self._plans.clear()
-            plan = self._plans[matrices] = _plan(matrices)
+            plan = self._plans[matrices] = _plan(matrices, self.num_threads)
         num_tokens, columns = x.shape
         if columns != plan.columns:
             raise ValueError(f"x is {x.shape}, the matrix has {plan.columns} columns")
         size = num_tokens * plan.rows
-        if out.size != size or addend.size not in (0, size):
-            raise ValueError(f"{out.size} and {addend.size} values for {size} products")
+        if out.size != size:
+            raise ValueError(f"{out.size} values for {size} products")
         if size == 0:
             return
-        workers = self._workers
-        with self._scratch.take(
-            8 * products.NUM_ARGUMENTS,
-            num_tokens * plan.q8_bytes,
-            workers.num_threads * plan.thread_bytes,
-        ) as memory:
-            self._multiply(x, out, addend, plan.words, memory, workers.address)
+        places = address(x), address(out), 0 if addend is None else address(addend)
+        q8_bytes = max(1, num_tokens * plan.q8_bytes)
+        self.run(
+            Call(
+                products.run_linear().address,
+                [*plan.words, *places, num_tokens, num_tokens, columns, 0, plan.matrices_at, 0],
+                per_token=(products.NUM_TOKENS,),
+                scratch=(
+                    (products.Q8_BLOCKS, q8_bytes),
+                    (products.SCRATCH, self.num_threads * plan.thread_bytes),
+                ),
+            )
+        )
 
     def norm_and_rotate(
         self,
@@ -203,21 +226,19 @@ class CpuOps:
         for weight in (q_weight, k_weight):
             if weight is not None and weight.shape != (dim,):
                 raise ValueError(f"weight is {weight.shape} for heads of {dim}")
-        angles = self._angles.get(table, positions)
-        kernel, task = tasks.rope_kernel()
-        with self._scratch.take(8 * tasks.NUM_WORDS) as memory:
-            kernel(
-                q,
-                k,
-                _NOTHING if q_weight is None else q_weight,
-                _NOTHING if k_weight is None else k_weight,
-                eps,
-                angles,
-                norms_after,
-                memory,
-                self._pool_for(q.size + k.size),
-                task.address,
-            )
+        angles, norms = self.angles(table, positions), (q_weight, k_weight)
+        turns = tasks.Turns(
+            address(angles[0]),
+            address(angles[1]),
+            angles.shape[2],
+            table.pairing is RopePairing.INTERLEAVED,
+        )
+        self.run(tasks.rope_call(q, k, norms, turns, eps=eps, norms_after=norms_after))
+
+    def angles(self, table: RopeTable, positions: I32Array) -> F32Array:
+        """Cosines and sines of ascending positions. Shapes: positions [T]; result [2, T or more,
+        pairs], beginning with those positions."""
+        return self._angles.get(table, positions)
 
     def attention(
         self,
@@ -234,15 +255,26 @@ class CpuOps:
     ) -> F32Array:
         assert isinstance(cache, CpuKvCache)
         layer = cache.layers[cache_layer]
-        if tree is None:
-            return self._attention(q, k, v, layer, positions, scale, sinks=sinks)
-        out = np.empty((*q.shape[:2], v.shape[2]), np.float32)
 
         def attended(q: F32Array, k: F32Array, v: F32Array, positions: I32Array) -> F32Array:
-            return self._attention(q, k, v, layer, positions, scale, sinks=sinks)
+            return attending.attend(
+                self.run,
+                q,
+                k,
+                v,
+                layer,
+                positions,
+                scale=scale,
+                sinks=sinks,
+                num_threads=self.num_threads,
+            )
+
+        if tree is None:
+            return attended(q, k, v, positions)
+        out = np.empty((*q.shape[:2], v.shape[2]), np.float32)
 
         def keep(path: I32Array) -> None:
-            self._attention.store(k[path], v[path], layer, tree.positions[path])
+            attending.store(self.run, k[path], v[path], layer, tree.positions[path])
 
         attend_segments(tree, attended, out, q=q, k=k, v=v)
         tree.keep(keep)
@@ -256,29 +288,11 @@ class CpuOps:
         rule.check(num_experts)
         if bias is not None and bias.shape != (num_experts,):
             raise ValueError(f"bias is {bias.shape} for {num_experts} experts")
-        ids = np.empty((num_tokens, rule.num_experts_used), np.int32)
-        weights = np.empty((num_tokens, rule.num_experts_used), np.float32)
-        kernel, task = route_tasks.route_kernel()
-        scratch_bytes = self._workers.num_threads * route_tasks.scratch_bytes(num_experts)
-        rule_numbers = (
-            route_tasks.GATINGS[rule.gating],
-            rule.selects_by_logits,
-            rule.num_groups,
-            rule.num_groups_used,
-            rule.normalise,
-            rule.scale,
+        weights = self.new((num_tokens, rule.num_experts_used))
+        ids = self.new(weights.shape).view(np.int32)
+        self.run(
+            route_tasks.route_call(logits, rule, bias, ids, weights, num_threads=self.num_threads)
         )
-        with self._scratch.take(8 * route_tasks.NUM_WORDS, scratch_bytes) as memory:
-            kernel(
-                logits,
-                _NOTHING if bias is None else bias,
-                ids,
-                weights,
-                rule_numbers,
-                memory,
-                self._pool_for(rule.num_experts_used * logits.size),
-                task.address,
-            )
         return ids, weights
 
     def gated(
@@ -291,13 +305,10 @@ class CpuOps:
         if gate.shape != (num_tokens, num_gates) or not num_gates or columns % num_gates:
             raise ValueError(f"gates are {gate.shape} for rows {x.shape}")
         if out is None:
-            out = np.empty(x.shape, np.float32)
+            out = self.new(x.shape)
         elif out.shape != x.shape:
             raise ValueError(f"out is {out.shape}, expected contiguous {x.shape}")
-        kernel, task = tasks.gate_kernel()
-        with self._scratch.take(8 * tasks.NUM_WORDS) as memory:
-            number, pool = tasks.KINDS[kind], self._pool_for(x.size)
-            kernel(x, gate, number, out, memory, pool, task.address)
+        self.run(tasks.gate_call(x, gate, kind, out))
         return out
 
     def causal_conv(
@@ -313,8 +324,8 @@ class CpuOps:
         assert isinstance(cache, CpuKvCache)
         state = cache.states[layer]
         if tree is not None:
-            return self._recurrent.tree_conv(x, weight, state, tree)
-        return self._recurrent.causal_conv(x, weight, state, positions)
+            return self.recurrent.tree_conv(x, weight, state, tree)
+        return self.recurrent.causal_conv(x, weight, state, positions)
 
     def delta_rule(
         self,
@@ -328,11 +339,8 @@ class CpuOps:
         assert isinstance(cache, CpuKvCache)
         state = cache.states[layer]
         if tree is not None:
-            return self._recurrent.tree_delta(inputs, state, tree)
-        return self._recurrent.delta_rule(inputs, state, positions)
-
-    def _pool_for(self, num_values: int) -> int:
-        return self._workers.address if num_values >= PARALLEL_VALUES else 0
+            return self.recurrent.tree_delta(inputs, state, tree)
+        return self.recurrent.delta_rule(inputs, state, positions)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -345,18 +353,25 @@ class _Plan:
     thread_bytes: int
     q8_bytes: int
     """Bytes of one token's q8 blocks; 0 if no matrix needs them."""
-    words: I64Array
+    words: list[int]
+    matrices_at: int
+    fields: I64Array
+    """Of each matrix, at `matrices_at`. Shapes: [M, NUM_MATRIX_FIELDS]."""
 
 
-def _plan(matrices: tuple[CpuMatrix, ...]) -> _Plan:
+def _plan(matrices: tuple[CpuMatrix, ...], num_threads: int) -> _Plan:
     columns = matrices[0].columns
     layouts = [matrix.layout for matrix in matrices]
     thread_bytes = TOTALS_BYTES + product_scratch_bytes(layouts)
     has_repacked = any(layout[UNPACK] for layout in layouts)
     q8_bytes = Q8_BLOCK_BYTES * (columns // 32) if has_repacked else 0
-    words = np.zeros(products.NUM_PLAN_WORDS + len(matrices) * products.NUM_MATRIX_FIELDS, np.int64)
+    fields = np.zeros((len(matrices), products.NUM_MATRIX_FIELDS), np.int64)
+    run_rows, claims_ahead = products.items_of(
+        sum(matrix.rows for matrix in matrices),
+        min(int(layout[ROW_BYTES]) for layout in layouts),
+        num_threads,
+    )
     num_rows = num_runs = 0
-    fields = words[products.NUM_PLAN_WORDS :].reshape(len(matrices), products.NUM_MATRIX_FIELDS)
     for row, matrix in zip(fields, matrices, strict=True):
         if matrix.columns != columns:
             raise ValueError(f"matrices of {columns} and {matrix.columns} columns")
@@ -366,12 +381,21 @@ def _plan(matrices: tuple[CpuMatrix, ...]) -> _Plan:
         row[products.ROWS_BEFORE] = num_rows
         row[products.RUNS_BEFORE] = num_runs
         num_rows += matrix.rows
-        num_runs += -(-matrix.rows // products.RUN_ROWS)
-    words[products.NUM_MATRICES], words[products.NUM_RUNS] = len(matrices), num_runs
-    words[products.SCRATCH_BYTES], words[products.Q8_BYTES] = thread_bytes, q8_bytes
+        row[products.RUN_ROWS] = run_rows
+        num_runs += -(-matrix.rows // run_rows)
     functions = quantise_function(), *products.linear_tasks()
-    words[products.QUANTISE : products.NUM_PLAN_WORDS] = [each.address for each in functions]
-    return _Plan(matrices, columns, num_rows, thread_bytes, q8_bytes, words)
+    words = [len(matrices), num_runs, int(claims_ahead), thread_bytes, q8_bytes]
+    words += [each.address for each in functions]
+    return _Plan(
+        matrices,
+        columns,
+        num_rows,
+        thread_bytes,
+        q8_bytes,
+        words,
+        address(fields, np.int64),
+        fields,
+    )
 
 
 class _AngleCache:
@@ -379,21 +403,23 @@ class _AngleCache:
 
     def __init__(self) -> None:
         # Replaced by one assignment: other threads may be reading it.
-        self._last: tuple[bytes, list[tuple[RopeTable, tuple[F32Array, bool]]]] = b"", []
+        self._last: tuple[bytes, list[tuple[RopeTable, F32Array]]] = b"", []
 
-    def get(self, table: RopeTable, positions: I32Array) -> tuple[F32Array, bool]:
-        """Cosines and sines, and whether pairs are interleaved.
-
-        Shapes: positions [T]; result [2, T, num_rotated / 2].
-        """
+    def get(self, table: RopeTable, positions: I32Array) -> F32Array:
+        """Shapes: positions [T]; result [2, T, pairs]."""
         key, last = positions.tobytes(), self._last
         if last[0] != key:
             self._last = last = key, []
         for each, found in last[1]:
             if each is table:
                 return found
-        angles = positions.astype(np.float64)[:, None] * table.inv_freq
-        turns = (np.stack((np.cos(angles), np.sin(angles))) * table.scale).astype(np.float32)
-        found = turns, table.pairing is RopePairing.INTERLEAVED
+        found = turns_of(table, positions)
         last[1].append((table, found))
         return found
+
+
+def turns_of(table: RopeTable, positions: I32Array) -> F32Array:
+    """Cosines and sines. Shapes: positions [T]; result [2, T, pairs]."""
+    angles = positions.astype(np.float64)[:, None] * table.inv_freq
+    turns: F32Array = (np.stack((np.cos(angles), np.sin(angles))) * table.scale).astype(np.float32)
+    return turns

@@ -1,44 +1,41 @@
-"""Launches causal convolution and the gated delta rule: checks and buffers around the kernels.
-
-Compiled signatures check dtypes and layouts: they accept only C-contiguous arrays of one element
-type and rank.
-"""
+"""Causal convolution and the gated delta rule: checks and buffers around their calls."""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import numpy as np
 
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime.compute.cpu.kernels import conv_tasks, delta_tree
 from dflash_runtime.compute.cpu.kernels import delta_tasks as d
-from dflash_runtime.compute.cpu.kernels.recurrent_tiles import products_function
+from dflash_runtime.compute.cpu.kernels.words import Call
 from dflash_runtime.compute.cpu.kv_cache import BlockedState
-from dflash_runtime.compute.cpu.threads.scratch import Scratch
-from dflash_runtime.compute.cpu.threads.workers import Workers
 from dflash_runtime.compute.host_ops import DeltaInputs
 from dflash_runtime.compute.sequence_state import begin_of
 from dflash_runtime.compute.trees import Tree
 
-_PARALLEL_VALUES = 1 << 15
-"""With fewer values of a convolution, waking other threads costs more than it saves."""
 
-_PARALLEL_PRODUCTS = 1 << 17
-"""The same for products of a delta rule."""
+class Runner(Protocol):
+    """Runs calls on a pool of threads."""
+
+    @property
+    def num_threads(self) -> int: ...
+
+    def run(self, call: Call) -> None: ...
 
 
 class Recurrent:
     """Both operations on one pool of threads; can be called from several threads at once."""
 
-    def __init__(self, workers: Workers, scratch: Scratch) -> None:
-        self._workers = workers
-        self._scratch = scratch
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
         self._taps: dict[int, tuple[F32Array, F32Array]] = {}
 
     def compile(self) -> None:
         """Compile everything except what only trees need."""
-        conv_tasks.conv_kernel()
-        d.delta_kernel()
-        products_function()
+        for compiled in (conv_tasks.conv_task, conv_tasks.keep_task, d.delta_task):
+            compiled()
 
     def causal_conv(
         self,
@@ -57,10 +54,9 @@ class Recurrent:
             state.inputs[:] = 0
         state.conv_positions = -1  # until all of it is done
         result = self._convolved(x, weight, state, first=first)
-        num_kept, end = state.inputs.shape[0], first + num_tokens
-        for position in range(max(first, end - num_kept), end):
-            state.inputs[position % num_kept] = x[position - first]
-        state.conv_positions = end
+        taps = self.taps_of(weight)
+        self._runner.run(conv_tasks.keep_call(x, state.inputs, taps, first_position=first))
+        state.conv_positions = first + num_tokens
         return result
 
     def tree_conv(
@@ -98,15 +94,16 @@ class Recurrent:
         table: int = 0,
     ) -> F32Array:
         """Convolve without changing the state; `table` as in conv_tasks."""
-        taps, kept = self._taps_of(weight), state.inputs
+        taps, kept = self.taps_of(weight), state.inputs
         if taps.shape != (kept.shape[0] + 1, x.shape[1]) or kept.shape[1] != x.shape[1]:
             raise ValueError(f"{x.shape} by {weight.shape} does not fit {kept.shape}")
         out = np.empty(x.shape, np.float32)
-        kernel, task = conv_tasks.conv_kernel()
-        pool = self._workers.address if x.size >= _PARALLEL_VALUES else 0
-        rows_bytes = 8 * taps.shape[0] * self._workers.num_threads
-        with self._scratch.take(8 * conv_tasks.NUM_WORDS, rows_bytes) as memory:
-            kernel(x, kept, taps, out, first, table, memory, pool, task.address)
+        threads = self._runner.num_threads
+        self._runner.run(
+            conv_tasks.conv_call(
+                x, kept, taps, out, first_position=first, table=table, num_threads=threads
+            )
+        )
         return out
 
     def delta_rule(
@@ -115,27 +112,17 @@ class Recurrent:
         state: BlockedState,
         positions: I32Array,
     ) -> F32Array:
-        _check_shape(inputs, state)
-        out, shape = np.empty(inputs.out_shape, np.float32), inputs.shape
+        check_shape(inputs, state)
+        out = np.empty(inputs.out_shape, np.float32)
         if inputs.num_tokens == 0:
             return out
         first = begin_of(positions, state.delta_positions)
         _check_count(positions, inputs.num_tokens)
-        one_scratch = d.scratch_bytes(shape.key_dim, shape.value_dim)
-        kernel, task = d.delta_kernel()
         state.delta_positions = -1  # until all of it is done
-        with self._scratch.take(8 * d.NUM_WORDS, self._workers.num_threads * one_scratch) as memory:
-            kernel(
-                state.words,
-                _arrays(inputs),
-                out,
-                first,
-                inputs.eps,
-                memory,
-                one_scratch,
-                (products_function().address, task.address),
-                self._pool_for(inputs),
-            )
+        threads = self._runner.num_threads
+        self._runner.run(
+            d.delta_call(state.words, inputs, out, first_position=first, num_threads=threads)
+        )
         state.delta_positions = first + inputs.num_tokens
         return out
 
@@ -146,33 +133,13 @@ class Recurrent:
         tree: Tree,
     ) -> F32Array:
         """`delta_rule` of a tree's tokens, each from its parent's state."""
-        _check_shape(inputs, state)
+        check_shape(inputs, state)
         tree.check_size(inputs.num_tokens)
-        out, shape = np.empty(inputs.out_shape, np.float32), inputs.shape
+        out = np.empty(inputs.out_shape, np.float32)
         if inputs.num_tokens == 0:
             return out
-        last = tree.position + int(tree.depths.max())
-        num_blocks = last // d.DELTA_BLOCK - tree.position // d.DELTA_BLOCK + 1
-        group = shape.num_value_heads // shape.num_key_heads
-        one_scratch = delta_tree.scratch_bytes(
-            inputs.num_tokens, num_blocks, group, key_dim=shape.key_dim, value_dim=shape.value_dim
-        )
-        kernel, task = delta_tree.tree_kernel()
-        with self._scratch.take(
-            8 * delta_tree.NUM_WORDS, self._workers.num_threads * one_scratch
-        ) as memory:
-            kernel(
-                state.words,
-                _arrays(inputs),
-                out,
-                tree.position,
-                inputs.eps,
-                memory,
-                one_scratch,
-                (products_function().address, task.address),
-                self._pool_for(inputs),
-                (tree.walk, tree.parents, num_blocks),
-            )
+        threads = self._runner.num_threads
+        self._runner.run(delta_tree.tree_call(state.words, inputs, out, tree, num_threads=threads))
 
         def keep(path: I32Array) -> None:
             self.delta_rule(inputs.of(path), state, tree.positions[path])
@@ -180,12 +147,7 @@ class Recurrent:
         tree.keep(keep)
         return out
 
-    def _pool_for(self, inputs: DeltaInputs) -> int:
-        shape = inputs.shape
-        values = inputs.num_tokens * shape.num_value_heads * shape.value_dim
-        return self._workers.address if 2 * values * shape.key_dim >= _PARALLEL_PRODUCTS else 0
-
-    def _taps_of(self, weight: F32Array) -> F32Array:
+    def taps_of(self, weight: F32Array) -> F32Array:
         """A weight transposed, one row for each tap, cached. Shapes: weight [C, K]; result [K,
         C]."""
         known = self._taps.get(id(weight))
@@ -194,11 +156,7 @@ class Recurrent:
         return known[1]
 
 
-def _arrays(inputs: DeltaInputs) -> d.Inputs:
-    return inputs.mixed, inputs.alpha, inputs.beta, inputs.a, inputs.dt_bias
-
-
-def _check_shape(inputs: DeltaInputs, state: BlockedState) -> None:
+def check_shape(inputs: DeltaInputs, state: BlockedState) -> None:
     if inputs.shape != state.delta:
         raise ValueError(f"{inputs.shape} does not fit a state of {state.delta}")
 

@@ -54,6 +54,7 @@ from dflash_runtime.compute.gpu.run.step_path import LocalPath
 from dflash_runtime.compute.gpu.transfers.payload import PayloadMover
 from dflash_runtime.compute.kv_cache import KvCache, KvType
 from dflash_runtime.compute.model import Model
+from dflash_runtime.compute.thread_trial import OnePass
 
 _LOG = logging.getLogger(__name__)
 
@@ -198,6 +199,9 @@ class CupyBackend:
             self._captured_experts.forget_dropped()
             self.device.trim()
 
+    def choose_threads(self, file: GgufFile, one_pass: OnePass | None) -> None:
+        """Do nothing: it has no threads of its own."""
+
     def to_host(self, rows: Rows) -> F32Array:
         array: F32Array = self.device.download(rows.array)
         return array
@@ -290,6 +294,11 @@ class CupyBackend:
                 num_bytes / 2**30,
                 self.device.name,
             )
+
+    def compile_banks(
+        self, banks: Mapping[int, ExpertBank], *, max_tokens: int, max_experts_used: int
+    ) -> None:
+        """Return None: kernels are launched by Python."""
 
     def _close_offload(self) -> None:
         if self._offload is not None:

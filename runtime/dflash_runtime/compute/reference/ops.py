@@ -19,7 +19,7 @@ from dflash_adapters.rope import RopePairing, RopeTable
 from dflash_adapters.routing import RoutingRule
 from dflash_adapters.spec import KvLayer, RecurrentLayer
 from dflash_protocol.ids import F32Array, I32Array
-from dflash_runtime.compute.host_ops import DeltaInputs
+from dflash_runtime.compute.host_ops import DeltaInputs, ElementOps
 from dflash_runtime.compute.kv_cache import KvCache, KvType
 from dflash_runtime.compute.reference.attention import CachedRows, attend, cached_rows, store
 from dflash_runtime.compute.reference.recurrent import (
@@ -79,7 +79,7 @@ class HostKvCache(SequenceState):
         )
 
 
-class ReferenceOps:
+class ReferenceOps(ElementOps):
     """Implements host_ops.Ops."""
 
     def load_vector(self, file: GgufFile, tensor_name: str) -> F32Array:

@@ -17,7 +17,13 @@ from dflash_protocol.errors import SettingsError
 from dflash_protocol.settings import Settings, daemon_environment, package_roots
 from dflash_protocol.settings.kinds import Daemons, DaemonSetting, checked
 from dflash_runtime.compute.backend import BackendName
-from dflash_runtime.compute.cores import parse_cores, share_of_cores, usable_cores
+from dflash_runtime.compute.cores import (
+    most_threads,
+    parse_cores,
+    share_of_cores,
+    usable_cores,
+)
+from dflash_runtime.compute.topology import read_topology
 from dflash_runtime.experts.daemons.link import Launch
 
 _PACKAGES = ("dflash_protocol", "dflash_adapters", "dflash_runtime", "dflash_daemon")
@@ -107,7 +113,8 @@ def launch_of(
     backend_name: str,
     settings: Settings,
 ) -> Launch:
-    """How to start one of the daemons; unless set otherwise, it gets an equal share of the cores.
+    """How to start one of the daemons; unless set otherwise, it gets an equal share of the cores,
+    and no more threads than its share of a CPU quota has room for.
 
     A parent that computes on a GPU keeps one core, to poll for replies.
     """
@@ -130,10 +137,15 @@ def launch_of(
         "--backend",
         backend_name if is_alike else BackendName.AUTO.value,
         "--threads",
-        str(choice.setting.threads or len(cores)),
+        str(choice.setting.threads or _num_threads(cores, len(choices))),
         *(("--cores", ",".join(map(str, cores))) if choice.cores or settings.pin_daemons else ()),
     )
     return Launch(command, choice.environment(settings))
+
+
+def _num_threads(cores: Sequence[int], num_daemons: int) -> int:
+    most = most_threads(read_topology())
+    return len(cores) if most is None else min(len(cores), max(1, most // num_daemons))
 
 
 def _cores_of_daemons(num_daemons: int, backend_name: str) -> list[int]:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,8 +15,9 @@ from dflash_protocol.errors import CheckpointMissing, ContextExceeded
 from dflash_protocol.ids import F32Array, F64Array
 from dflash_runtime.compute import sliding_window
 from dflash_runtime.compute.cpu import attention as launcher
-from dflash_runtime.compute.cpu.attention import CpuAttention
+from dflash_runtime.compute.cpu import kv_cache
 from dflash_runtime.compute.cpu.kv_cache import CpuKvCache
+from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers
 from dflash_runtime.compute.kv_cache import KvType
@@ -27,24 +27,30 @@ from support.examples import examples
 
 
 @pytest.fixture(scope="module")
-def alone() -> CpuAttention:
-    return CpuAttention(Workers(1), Scratch())
+def alone() -> CpuOps:
+    return CpuOps(Workers(1), Scratch())
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[CpuAttention]:
+def shared() -> Iterator[CpuOps]:
     """Three threads."""
     workers = Workers(3)
-    yield CpuAttention(workers, Scratch())
+    yield CpuOps(workers, Scratch())
     workers.close()
 
 
 @pytest.fixture
-def always_shared(shared: CpuAttention, monkeypatch: pytest.MonkeyPatch) -> CpuAttention:
+def always_shared(shared: CpuOps, monkeypatch: pytest.MonkeyPatch) -> CpuOps:
     """Three threads, used for work of any size."""
     monkeypatch.setattr(launcher, "_PARALLEL_PRODUCTS", 0)
     monkeypatch.setattr(launcher, "_PARALLEL_VALUES", 0)
     return shared
+
+
+@pytest.fixture(autouse=True)
+def several_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches of these sizes would have one slab."""
+    monkeypatch.setattr(kv_cache, "HUGE_PAGE", 100_000)
 
 
 def normal(*shape: int, seed: int = 0) -> F32Array:
@@ -81,7 +87,7 @@ def attended(
 
 
 def run(
-    attention: CpuAttention,
+    attention: CpuOps,
     kv_type: KvType,
     q: F32Array,
     k: F32Array,
@@ -95,11 +101,12 @@ def run(
 ) -> F32Array:
     """Compute chunks that end at `ends`, in the second layer of a cache."""
     layers = (KvLayer(1, 1, 1), KvLayer(k.shape[1], k.shape[2], v.shape[2], mask))
-    layer = CpuKvCache(layers, capacity or q.shape[0], kv_type).layers[1]
+    cache = CpuKvCache(layers, capacity or q.shape[0], kv_type)
     parts, first = [], 0
     for end in ends:
         part, positions = slice(first, end), np.arange(first, end, dtype=np.int32)
-        parts.append(attention(q[part], k[part], v[part], layer, positions, scale, sinks=sinks))
+        rows = q[part], k[part], v[part]
+        parts.append(attention.attention(*rows, cache, 1, positions, scale=scale, sinks=sinks))
         first = end
     return np.concatenate(parts)
 
@@ -120,8 +127,8 @@ def run(
     ],
 )
 def test_attention_in_chunks(
-    alone: CpuAttention,
-    always_shared: CpuAttention,
+    alone: CpuOps,
+    always_shared: CpuOps,
     heads: int,
     kv_heads: int,
     dim: int,
@@ -143,7 +150,7 @@ def test_attention_in_chunks(
 @examples(40)
 @given(data=st.data())
 def test_bits_do_not_depend_on_chunks_or_threads(
-    alone: CpuAttention, shared: CpuAttention, data: st.DataObject
+    alone: CpuOps, shared: CpuOps, data: st.DataObject
 ) -> None:
     kv_heads = data.draw(st.integers(1, 3), "kv_heads")
     group = data.draw(st.sampled_from([1, 2, 3, 5, 6, 7, 8, 16, 20]), "group")
@@ -160,6 +167,8 @@ def test_bits_do_not_depend_on_chunks_or_threads(
     in_chunks = sorted(cuts | {num_tokens})
     one_by_one = sorted({alone_from, *range(alone_from, num_tokens + 1)} - {0})
     with pytest.MonkeyPatch.context() as patch:
+        slab_bytes = data.draw(st.sampled_from([1, 100_000, 2 << 20]), "slab_bytes")
+        patch.setattr(kv_cache, "HUGE_PAGE", slab_bytes)
         if data.draw(st.booleans(), "shares small work"):
             patch.setattr(launcher, "_PARALLEL_PRODUCTS", 0)
             patch.setattr(launcher, "_PARALLEL_VALUES", 0)
@@ -178,8 +187,8 @@ MASKS = (Mask(window=1), Mask(window=50), Mask(window=300), Mask(chunk=70), Mask
 @pytest.mark.parametrize("mask", MASKS, ids=repr)
 @pytest.mark.parametrize(("heads", "dim"), [(2, 24), (12, 40)], ids=["few rows", "many rows"])
 def test_masks_in_chunks(
-    alone: CpuAttention,
-    always_shared: CpuAttention,
+    alone: CpuOps,
+    always_shared: CpuOps,
     monkeypatch: pytest.MonkeyPatch,
     heads: int,
     dim: int,
@@ -204,7 +213,7 @@ def test_masks_in_chunks(
 
 
 @pytest.mark.parametrize("size", [1e-3, 80.0, 1e4])
-def test_sinks(alone: CpuAttention, size: float) -> None:
+def test_sinks(alone: CpuOps, size: float) -> None:
     q, k, v = (normal(70, 4, 16, seed=seed) for seed in range(3))
     sinks = np.array([-1, 0, 0.5, 1], np.float32) * np.float32(size)
     got = run(alone, KvType.F32, q, k, v, [70], 0.25, sinks=sinks)
@@ -212,21 +221,21 @@ def test_sinks(alone: CpuAttention, size: float) -> None:
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
 
 
-def test_a_window_keeps_only_what_can_still_be_seen(alone: CpuAttention) -> None:
+def test_a_window_keeps_only_what_can_still_be_seen(alone: CpuOps) -> None:
     mask = Mask(window=100)
     cache = CpuKvCache((KvLayer(2, 16, 16, mask), KvLayer(2, 16, 16)), 10_000, KvType.F32)
     window, plain = cache.layers
     kept = 99 + sliding_window.WINDOW_CHUNK
     assert kept <= sliding_window.num_rows(mask, 10_000) < kept + 64
-    assert window.values.nbytes == sliding_window.num_rows(mask, 10_000) * 2 * 32 * 4
-    assert window.keys.nbytes == sliding_window.num_rows(mask, 10_000) * 2 * 16 * 4
-    assert cache.nbytes == sum(e.keys.nbytes + e.values.nbytes for e in (window, plain))
+    num_rows = window.slabs.nbytes / (2 * (16 + 32) * 4)
+    assert 640 <= num_rows < 640 + 64 * window.slabs.shape[0]
+    assert cache.nbytes == sum(e.slabs.nbytes for e in (window, plain))
     assert sliding_window.num_rows(mask, 200) == 200
 
     def go_on(first: int, num_tokens: int) -> F32Array:
         positions = np.arange(first, first + num_tokens, dtype=np.int32)
         q, k = normal(num_tokens, 2, 16), normal(num_tokens, 2, 16, seed=1)
-        return alone(q, k, k, cache.layers[0], positions, 0.25)
+        return alone.attention(q, k, k, cache, 0, positions, scale=0.25)
 
     go_on(0, 1000)
     go_on(1000, 1)
@@ -237,7 +246,7 @@ def test_a_window_keeps_only_what_can_still_be_seen(alone: CpuAttention) -> None
 
 
 @pytest.mark.parametrize("kv_type", KvType)
-def test_what_lies_after_a_token_does_not_reach_it(shared: CpuAttention, kv_type: KvType) -> None:
+def test_what_lies_after_a_token_does_not_reach_it(shared: CpuOps, kv_type: KvType) -> None:
     """Not even as infinity times zero: neither later tokens of the chunk nor those of a dropped
     draft."""
     q, k, v = (normal(100, 2, 16, seed=seed) for seed in range(3))
@@ -249,15 +258,15 @@ def test_what_lies_after_a_token_does_not_reach_it(shared: CpuAttention, kv_type
     )
     cache = CpuKvCache((KvLayer(2, 16, 16),), 100, kv_type)
     positions = np.arange(100, dtype=np.int32)
-    shared(q, bad_k, bad_v, cache.layers[0], positions, 0.25)
+    shared.attention(q, bad_k, bad_v, cache, 0, positions, scale=0.25)
     for token in range(70, 100):
         part = slice(token, token + 1)
-        got = shared(q[part], k[part], v[part], cache.layers[0], positions[part], 0.25)
+        got = shared.attention(q[part], k[part], v[part], cache, 0, positions[part], scale=0.25)
         np.testing.assert_array_equal(got, whole[part])
 
 
 @pytest.mark.parametrize("size", [80.0, 1e4])
-def test_large_scores(alone: CpuAttention, size: float) -> None:
+def test_large_scores(alone: CpuOps, size: float) -> None:
     q, k, v = (normal(300, 2, 16, seed=seed) for seed in range(3))
     q *= np.float32(size)
     got = run(alone, KvType.F32, q, k, v, [300], 1.0)
@@ -265,7 +274,7 @@ def test_large_scores(alone: CpuAttention, size: float) -> None:
 
 
 @pytest.mark.parametrize("kv_type", KvType)
-def test_kv_type_is_the_only_difference(alone: CpuAttention, kv_type: KvType) -> None:
+def test_kv_type_is_the_only_difference(alone: CpuOps, kv_type: KvType) -> None:
     """A single value comes back exactly as the cache's type stores it."""
     v = np.array([1 + 2**-11, 1 + 3 * 2**-11, 65504, 2**-24, 1e-9, 0], np.float32)[:, None, None]
     v = v * np.linspace(-1, 1, 33, dtype=np.float32)
@@ -276,24 +285,13 @@ def test_kv_type_is_the_only_difference(alone: CpuAttention, kv_type: KvType) ->
         np.testing.assert_array_equal(got, as_stored(v[part], kv_type))
 
 
-def test_positions_never_written_take_no_memory(alone: CpuAttention) -> None:
-    before = psutil.Process().memory_info().rss
-    cache = CpuKvCache((KvLayer(4, 128, 128),) * 8, 65536, KvType.Q8_0)
-    assert (
-        sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) == 8 * 65536 * 1088
-    )
-    q, k = normal(3, 8, 128), normal(3, 4, 128)
-    alone(q, k, k, cache.layers[7], np.arange(3, dtype=np.int32), 0.1)
-    assert psutil.Process().memory_info().rss - before < 16 << 20
-
-
-def test_guards(alone: CpuAttention) -> None:
+def test_guards(alone: CpuOps) -> None:
     cache = CpuKvCache((KvLayer(2, 16, 16),), 8, KvType.F32)
     q, k = normal(2, 4, 16), normal(2, 2, 16)
 
     def attention(first: int, q: Any = q, k: Any = k, step: int = 1) -> F32Array:
         positions = np.arange(first, first + 2 * step, step, dtype=np.int32)
-        return alone(q, k, k, cache.layers[0], positions, 0.25)
+        return alone.attention(q, k, k, cache, 0, positions, scale=0.25)
 
     with pytest.raises(ContextExceeded):
         attention(7)
@@ -310,10 +308,12 @@ def test_guards(alone: CpuAttention) -> None:
         with pytest.raises(ValueError, match="fit"):
             attention(0, q=wrong_q)
     with pytest.raises(ValueError, match="sinks"):
-        alone(q, k, k, cache.layers[0], np.arange(2, dtype=np.int32), 0.25, sinks=normal(3))
+        alone.attention(
+            q, k, k, cache, 0, np.arange(2, dtype=np.int32), scale=0.25, sinks=normal(3)
+        )
     for other in (q.astype(np.float64), normal(2, 16, 4).transpose(0, 2, 1)):
         with pytest.raises(TypeError):
             attention(0, q=other)
     assert attention(6).shape == (2, 4, 16)
-    empty = alone(q[:0], k[:0], k[:0], cache.layers[0], np.zeros(0, np.int32), 0.25)
+    empty = alone.attention(q[:0], k[:0], k[:0], cache, 0, np.zeros(0, np.int32), scale=0.25)
     assert empty.shape == (0, 4, 16)

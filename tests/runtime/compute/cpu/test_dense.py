@@ -11,7 +11,7 @@ import pytest
 from dflash_adapters.rope import RopePairing, RopeTable, rope_table
 from dflash_adapters.routing import Gating, RoutingRule
 from dflash_protocol.ids import F32Array, F64Array
-from dflash_runtime.compute.cpu import ops as launcher
+from dflash_runtime.compute.cpu.kernels import words
 from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers
@@ -25,7 +25,7 @@ def alone() -> CpuOps:
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuOps]:
     """Three threads, used for work of any size."""
-    monkeypatch.setattr(launcher, "PARALLEL_VALUES", 0)
+    monkeypatch.setattr(words, "PARALLEL_WORK", 0)
     workers = Workers(3)
     yield CpuOps(workers, Scratch())
     workers.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from dflash_protocol.batch import HostHidden, RoutedBatch, group_by_expert
 from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
 from dflash_runtime.compute.backend import ExpertBank
 from dflash_runtime.compute.cpu import CpuBackend
+from dflash_runtime.compute.cpu.kernels import experts_kernel as k
 from dflash_runtime.compute.cpu.weights.repacked.formats import FORMATS
 from support.examples import examples
 from support.expert_files import write_expert_layer
@@ -404,3 +406,43 @@ def test_weights_are_read_in_place_and_outlive_the_file(
     before = result_of(bank, batch)
     made.file.close()
     np.testing.assert_array_equal(result_of(bank, batch), before)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 20])
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "float gate"])
+def test_compiled_callers_get_the_same_bits(
+    all_experts: dict[str, Experts], backends: dict[int, CpuBackend], kind: str, num_tokens: int
+) -> None:
+    made = all_experts[kind]
+    bank = backends[2].load_experts(made.file, made.layer, all_ids())
+    batch = random_batch(made.layer.hidden_size, num_tokens, seed=3)
+    run = ctypes.CFUNCTYPE(*[ctypes.c_int64] * 4)(k.expert_ffn_function().address)
+    words = np.zeros(k.NUM_ARGUMENTS, np.int64)
+    words[: k.NUM_LAYER_WORDS] = bank.words
+    out, memory = np.ones(batch.hidden.shape), np.empty(1 << 22, np.uint8)
+    room = memory.ctypes.data
+    arrays: dict[int, Any] = {
+        k.HIDDEN: batch.hidden,
+        k.EXPERT_IDS: batch.expert_ids,
+        k.GROUP_STARTS: batch.group_starts.copy(),
+        k.TOKEN_INDICES: batch.token_indices,
+        k.WEIGHTS: batch.weights,
+        k.OUT: out,
+    }
+    for word, array in arrays.items():
+        words[word] = array.ctypes.data
+    words[k.NUM_TOKENS], words[k.HIDDEN_SIZE] = batch.hidden.shape
+    words[k.NUM_GROUPS] = batch.num_groups
+    words[list(k.SCRATCH_PARTS)] = [room + (part << 19) for part in range(1, 6)]
+    pool = backends[2]._workers.address
+    assert run(words.ctypes.data, room, pool) == 1
+    expected = np.ones(batch.hidden.shape)
+    bank.accumulate(batch, expected)
+    np.testing.assert_array_equal(out, expected)
+    wrong = [(k.EXPERT_IDS, -1), (k.EXPERT_IDS, E), (k.GROUP_STARTS, 0)]
+    for word, bad in [*wrong, (k.TOKEN_INDICES, -1), (k.TOKEN_INDICES, num_tokens)]:
+        array = arrays[word]
+        before, array[-1] = array[-1], bad
+        assert run(words.ctypes.data, room, pool) == 0
+        array[-1] = before
+    np.testing.assert_array_equal(out, expected)

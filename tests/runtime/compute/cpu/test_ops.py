@@ -125,6 +125,26 @@ def test_threads_do_not_change_bits(ops: CpuOps, threaded_ops: CpuOps) -> None:
 # -- guards ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("num_threads", [2, 3, 5, 8])
+def test_few_wide_rows_are_shared_among_threads_without_changing_bits(
+    ops: CpuOps, num_threads: int
+) -> None:
+    """As a router's matrix: its items are smaller with more threads."""
+    rng = np.random.default_rng(num_threads)
+    rows, columns = 113, 1024
+    matrix = as_matrix(
+        rng.standard_normal((rows, columns)).astype(np.float32).view(np.uint8).reshape(-1),
+        TensorType.F32,
+        rows,
+        columns,
+    )
+    backend = CpuBackend(num_threads=num_threads)
+    for num_tokens in (1, 3):
+        x = rng.standard_normal((num_tokens, columns)).astype(np.float32)
+        assert np.array_equal(backend.ops.linear(x, matrix), ops.linear(x, matrix))
+    backend.close()
+
+
 def test_shapes_that_do_not_fit_are_refused(ops: CpuOps) -> None:
     matrix, x = q8_0_matrix(8, 64), normal(2, 64)
     with pytest.raises(ValueError, match="64 columns"):

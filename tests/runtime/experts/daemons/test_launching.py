@@ -13,6 +13,7 @@ from dflash_protocol.endpoint import parse_endpoint
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.settings import DaemonSetting, Settings
 from dflash_runtime.compute.cores import usable_cores
+from dflash_runtime.compute.topology import Core, Topology
 from dflash_runtime.experts.daemons.launching import (
     DaemonChoice,
     choose_daemon,
@@ -166,6 +167,25 @@ def test_a_parent_on_a_gpu_keeps_a_core(
     choices = choose_daemons(["cpu", "cpu"], Settings())
     commands = [launch(choices, index, backend_name=backend_name).command for index in range(2)]
     assert tuple(int(option(each, "--threads") or 0) for each in commands) == threads
+
+
+@pytest.mark.parametrize(
+    ("quota", "threads"),
+    [(None, (4, 4)), (16.0, (4, 4)), (6.0, (3, 3)), (3.0, (1, 1)), (0.5, (1, 1))],
+)
+def test_daemons_share_a_quota(
+    monkeypatch: pytest.MonkeyPatch, quota: float | None, threads: tuple[int, ...]
+) -> None:
+    machine = Topology(tuple(Core((cpu,), 0, False) for cpu in range(8)), quota)
+    monkeypatch.setattr("dflash_runtime.experts.daemons.launching.read_topology", lambda: machine)
+    monkeypatch.setattr(
+        "dflash_runtime.experts.daemons.launching.usable_cores", lambda: list(range(8))
+    )
+    choices = choose_daemons(["cpu", DaemonSetting("cpu")], Settings())
+    commands = [launch(choices, index).command for index in range(2)]
+    assert tuple(int(option(each, "--threads") or 0) for each in commands) == threads
+    own = choose_daemons([DaemonSetting("cpu", threads=7)], Settings())
+    assert option(launch(own).command, "--threads") == "7"
 
 
 def test_cores_that_cannot_be_had_are_refused_with_the_place() -> None:

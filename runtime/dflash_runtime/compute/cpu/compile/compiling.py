@@ -70,13 +70,13 @@ def read_only(element: Any, ndim: int) -> Any:
 
 
 class RowFunction:
-    """A compiled function that other kernels call through its address, without a result.
+    """A compiled function that other kernels call through its address.
 
     Owns the code; `address` is valid while this object lives.
     """
 
-    def __init__(self, function: Kernel, *argument_types: Any) -> None:
-        signature = argument_types, void
+    def __init__(self, function: Kernel, *argument_types: Any, result: Any = void) -> None:
+        signature = argument_types, result
         callback = CFunc(function, signature, {}, dict(_OPTIONS), pipeline_class=KernelCompiler)
         callback._cache = cache_for(function)
         with uninterrupted():

@@ -25,6 +25,7 @@ import llvmlite
 import numba
 
 from dflash_protocol.errors import SettingsError
+from dflash_protocol.ring import compiled_experts
 from dflash_protocol.settings import cache_folder
 from dflash_runtime.compute.cpu.compile.tiers import current_tier
 from dflash_runtime.compute.cpu.simd.untyped import (
@@ -73,9 +74,11 @@ def release(kernel_cache: Any) -> None:
 
 @cache
 def _sources_digest() -> str:
-    """Digest of all modules of this package: a kernel's code depends on its helpers, too."""
+    """Digest of all modules of this package, and of the words that kernels share with the ring's: a
+    kernel's code depends on its helpers, too."""
     state = hashlib.sha256()
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+    words = Path(compiled_experts.__file__)
+    for path in [*sorted(Path(__file__).parents[1].rglob("*.py")), words]:
         state.update(path.read_bytes())
     return state.hexdigest()
 

@@ -158,23 +158,30 @@ def store_values(element: Any, source: int, dim: int, row: int, block_bytes: int
 
 
 def _scores(
-    element: Any, queries: int, num_rows: int, keys: int, dim: int, scores: int, ahead: int
+    element: Any,
+    queries: int,
+    num_rows: int,
+    keys: int,
+    dim: int,
+    scores: int,
+    following: int,
+    ahead: int,
 ) -> None:
-    """`num_rows` queries times 32 keys; for `ahead` see attention_tiles."""
+    """`num_rows` queries times 32 keys; for `following` and `ahead` see attention_tiles."""
     row = 0
     while row < num_rows:
         query, place, left = queries + 4 * dim * row, scores + 4 * BLOCK * row, num_rows - row
         if left >= 8:
-            _tile_8(element, query, keys, dim, place, ahead)
+            _tile_8(element, query, keys, dim, place, following, ahead)
             row += 8
         elif left >= 4:
-            _tile_4(element, query, keys, dim, place, ahead)
+            _tile_4(element, query, keys, dim, place, following, ahead)
             row += 4
         elif left >= 2:
-            _tile_2(element, query, keys, dim, place, ahead)
+            _tile_2(element, query, keys, dim, place, following, ahead)
             row += 2
         else:
-            _tile_1(element, query, keys, dim, place, ahead)
+            _tile_1(element, query, keys, dim, place, following, ahead)
             row += 1
 
 
@@ -249,7 +256,7 @@ def _caller(num_arguments: int) -> Any:
 
 
 call_score, call_mix, call_expand_keys, call_expand_values, call_store = (
-    _caller(num_arguments) for num_arguments in (6, 9, 3, 4, 4)
+    _caller(num_arguments) for num_arguments in (7, 9, 3, 4, 4)
 )
 
 
@@ -272,8 +279,8 @@ def element_functions(kv_type: KvType) -> ElementFunctions:
         return RowFunction(function, ELEMENTS[kv_type], *[i64] * num_arguments)
 
     return ElementFunctions(
-        compiled(_scores, 6),
-        compiled(_fetch_scores, 6),
+        compiled(_scores, 7),
+        compiled(_fetch_scores, 7),
         compiled(_mix, 9),
         compiled(_expand_keys, 3),
         compiled(_expand_values, 4),

@@ -39,8 +39,7 @@ from dflash_runtime.compute.cpu.simd import atomics
 from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.simd.exponentials import exp_lanes, exp_scalar
 
-# Arguments of a call, as words that the kernel writes and the tasks read: addresses, except where
-# the unit or the comment says otherwise.
+# The words of a call: addresses, except where the unit or the comment says otherwise.
 (
     # A layer's cache.
     KEYS,
@@ -48,9 +47,10 @@ from dflash_runtime.compute.cpu.simd.exponentials import exp_lanes, exp_scalar
     KV_HEADS,
     KEY_DIM,
     VALUE_DIM,
-    KEY_HEAD_BYTES,
-    KEY_BLOCK_BYTES,
-    VALUE_HEAD_BYTES,
+    SLAB_ROWS,  # rows whose keys and values, of all heads, lie together
+    SLAB_BYTES,
+    HEAD_BYTES,
+    KEY_BLOCK_BYTES,  # keys of 32 positions
     VALUE_ROW_BYTES,
     WINDOW_ROWS,  # position j is row j % WINDOW_ROWS
     WINDOW,  # 0: none
@@ -66,12 +66,20 @@ from dflash_runtime.compute.cpu.simd.exponentials import exp_lanes, exp_scalar
     MIX_EXPANDED,
     STORE_TASK,
     ATTEND_TASK,
+    # How a layer's work is shared.
+    SPAN,  # most positions that a token sees, or 0: all
+    TILE_TOKENS,
+    PARTIAL_BYTES,
+    NUM_THREADS,
+    LEAST_SHARED_VALUES,  # to be stored
+    LEAST_SHARED_PRODUCTS,
     # A call and its scratch memory.
     SCRATCH,
     SCRATCH_BYTES,
     PARTIALS,
-    DONE,
-    QUERIES,
+    PARTIALS_BYTES,  # of PARTIALS; 0: splits are not shared
+    DONE,  # a word for each pair of a tile and a K/V head
+    QUERIES,  # or 0: nothing is attended to
     NEW_KEYS,
     NEW_VALUES,
     SINKS,  # or 0
@@ -80,17 +88,17 @@ from dflash_runtime.compute.cpu.simd.exponentials import exp_lanes, exp_scalar
     NUM_TOKENS,
     NUM_HEADS,
     SCALE_BITS,
-    TILE_TOKENS,
-    PARTIAL_BYTES,
-    ITEMS_A_PAIR,
-) = range(38)
+    ITEMS_A_PAIR,  # set by the call
+) = range(44)
 
-NUM_ARGUMENTS = 38
-NUM_LAYER_WORDS = SCRATCH
+NUM_LAYER_WORDS = SPAN
 
 
 SPLIT = 256
 """Positions in one split, an item of its own when few tokens attend to many positions."""
+
+ENOUGH_PAIRS = 4
+"""Pairs of a tile and a K/V head for each thread, with which splits are not shared out."""
 
 _LOWEST = np.float32(-3.0e38)
 """Maximum score before any: finite, so that the difference of two such maxima is 0, not NaN."""
@@ -124,6 +132,26 @@ def scratch_bytes(num_rows: int, key_dim: int, value_dim: int) -> int:
 @helper
 def blocks_of(dim: int) -> int:
     return (dim + 31) // 32
+
+
+@helper
+def keys_of(args: int, kv_head: int, position: int) -> int:
+    """The address of a head's keys of 32 positions, of which this one is the first."""
+    row, slab_rows = position % word(args, WINDOW_ROWS), word(args, SLAB_ROWS)
+    keys = word(args, KEYS) + row // slab_rows * word(args, SLAB_BYTES)
+    keys += kv_head * word(args, HEAD_BYTES)
+    keys += row % slab_rows // 32 * word(args, KEY_BLOCK_BYTES)
+    return keys  # type: ignore[no-any-return]
+
+
+@helper
+def values_of(args: int, kv_head: int, position: int) -> int:
+    """The address of a head's row of values; in a slab the next rows lie VALUE_ROW_BYTES apart."""
+    row, slab_rows = position % word(args, WINDOW_ROWS), word(args, SLAB_ROWS)
+    values = word(args, VALUES) + row // slab_rows * word(args, SLAB_BYTES)
+    values += kv_head * word(args, HEAD_BYTES)
+    values += row % slab_rows * word(args, VALUE_ROW_BYTES)
+    return values  # type: ignore[no-any-return]
 
 
 @helper
@@ -211,8 +239,6 @@ def attend_split(
     group = word(args, NUM_HEADS) // word(args, KV_HEADS)
     num_rows = (end_position - first_position) * group
     key_block_bytes, row_bytes = word(args, KEY_BLOCK_BYTES), word(args, VALUE_ROW_BYTES)
-    head_keys = word(args, KEYS) + kv_head * word(args, KEY_HEAD_BYTES)
-    head_values = word(args, VALUES) + kv_head * word(args, VALUE_HEAD_BYTES)
     one = scratch
     scores = queries + in_vectors(tile_rows * dim)
     lane_sums = scores + 4 * BLOCK * tile_rows
@@ -224,23 +250,28 @@ def attend_split(
     totals = partial + stride * tile_rows
     maxima = totals + in_vectors(tile_rows)
     _clear(partial, num_rows, 32 * value_blocks, maxima, lane_sums)
-    lowest, window_rows = first_visible(args, first_position), word(args, WINDOW_ROWS)
+    lowest = first_visible(args, first_position)
     last_hidden = first_visible(args, end_position - 1)
     start = max(split * SPLIT, lowest // BLOCK * BLOCK)
     for first in range(start, min((split + 1) * SPLIT, end_position), BLOCK):
         end = min(first + BLOCK, end_position)
-        values = head_values + first % window_rows * row_bytes
-        for part in range(max(first, lowest // 32 * 32), end, 32):
-            keys = head_keys + part % window_rows // 32 * key_block_bytes
+        values, first_part = values_of(args, kv_head, first), max(first, lowest // 32 * 32)
+        keys = keys_of(args, kv_head, first_part)
+        for part in range(first_part, end, 32):
             place = scores + 4 * (part - first)
+            following = keys + key_block_bytes
+            if part + 32 == first + BLOCK:
+                following = keys_of(args, kv_head, part + 32)
             if num_rows <= _FEW_ROWS:
-                ahead = head_values + part % window_rows * row_bytes
+                ahead = values + (part - first) * row_bytes
                 score = word(args, FETCH_SCORE)
-                call_score(score, 0, queries, num_rows, keys, dim, place, ahead)
+                wanted = following if part + 32 < end_position else keys
+                call_score(score, 0, queries, num_rows, keys, dim, place, wanted, ahead)
             else:
                 call_expand_keys(word(args, EXPAND_KEYS), 0, keys, dim, wide_keys)
                 score = word(args, SCORE_EXPANDED)
-                call_score(score, 0, queries, num_rows, wide_keys, dim, place, 0)
+                call_score(score, 0, queries, num_rows, wide_keys, dim, place, 0, 0)
+            keys = following
         row = 0
         for position in range(first_position, end_position):
             for _ in range(group):

@@ -11,15 +11,7 @@ from functools import cache
 
 import numpy as np
 
-from dflash_protocol.ids import F32Array, I64Array
-from dflash_runtime.compute.cpu.compile.compiling import (
-    Kernel,
-    RowFunction,
-    compile_kernel,
-    compile_task,
-    helper,
-    read_only,
-)
+from dflash_runtime.compute.cpu.compile.compiling import RowFunction, compile_task, helper
 from dflash_runtime.compute.cpu.kernels import attention_split as a
 from dflash_runtime.compute.cpu.kernels.attention_elements import (
     call_store,
@@ -29,8 +21,6 @@ from dflash_runtime.compute.cpu.kernels.words import set_word, word
 from dflash_runtime.compute.cpu.simd import atomics
 from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.simd.exponentials import exp_scalar
-from dflash_runtime.compute.cpu.simd.types import f32, i64
-from dflash_runtime.compute.cpu.simd.untyped import types
 from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
 from dflash_runtime.compute.kv_cache import KvType
 
@@ -40,7 +30,7 @@ def _store(args: int, counter: int, worker_idx: int) -> None:
     first_position, kv_heads = word(args, a.FIRST_POSITION), word(args, a.KV_HEADS)
     end_position = first_position + word(args, a.NUM_TOKENS)
     key_dim, value_dim = word(args, a.KEY_DIM), word(args, a.VALUE_DIM)
-    row_bytes, window_rows = word(args, a.VALUE_ROW_BYTES), word(args, a.WINDOW_ROWS)
+    row_bytes = word(args, a.VALUE_ROW_BYTES)
     first_block = first_position // 32
     num_items = kv_heads * ((end_position + 31) // 32 - first_block)
     while True:
@@ -48,16 +38,14 @@ def _store(args: int, counter: int, worker_idx: int) -> None:
         if item >= num_items:
             return
         block, kv_head = first_block + item // kv_heads, item % kv_heads
-        keys = word(args, a.KEYS) + kv_head * word(args, a.KEY_HEAD_BYTES)
-        first_row = 32 * block % window_rows
-        keys += first_row // 32 * word(args, a.KEY_BLOCK_BYTES)
-        values = word(args, a.VALUES) + kv_head * word(args, a.VALUE_HEAD_BYTES)
+        keys = a.keys_of(args, kv_head, 32 * block)
+        values = a.values_of(args, kv_head, 32 * block)
         for position in range(max(first_position, 32 * block), min(end_position, 32 * block + 32)):
             row = (position - first_position) * kv_heads + kv_head
             source = word(args, a.NEW_KEYS) + 4 * key_dim * row
             call_store(word(args, a.STORE_KEY), 0, source, key_dim, keys, position % 32)
             source = word(args, a.NEW_VALUES) + 4 * value_dim * row
-            target = values + (first_row + position % 32) * row_bytes
+            target = values + position % 32 * row_bytes
             block_bytes = row_bytes // a.blocks_of(value_dim)
             call_store(word(args, a.STORE_VALUES), 0, source, value_dim, target, block_bytes)
 
@@ -175,65 +163,51 @@ def _attend(args: int, counter: int, worker_idx: int) -> None:
         _finish(args, result, start - chunk_start, end - start, kv_head, tile_rows)
 
 
-Sharing = tuple[int, int, int, int, int, int, int]
-"""How a call's work is shared: TILE_TOKENS, the number of pairs, ITEMS_A_PAIR, PARTIAL_BYTES,
-SCRATCH_BYTES; the pools that store and attend, or 0. A pair is a tile and a K/V head."""
+def _run_attention(args: int, counter: int, pool: int) -> None:
+    """Store every new row, then attend: a token sees earlier tokens of its chunk.
 
-
-def _attention(
-    q: F32Array,
-    k: F32Array,
-    v_new: F32Array,
-    sinks: F32Array,
-    out: F32Array,
-    layer: I64Array,
-    first_position: int,
-    scale: float,
-    sharing: Sharing,
-    memory: tuple[int, ...],
-) -> None:
-    """Store every new row, then attend: a token sees earlier tokens of its chunk. Nothing is read
-    if there are no pairs.
-
-    Shapes: as `Attention`'s; sinks [heads], or [0] for none; layer [NUM_LAYER_WORDS]. Memory:
-    NUM_ARGUMENTS words, SCRATCH, PARTIALS, DONE and the counter.
+    Splits are shared among threads where there are few pairs of a tile and a K/V head.
     """
-    tile_tokens, num_pairs, items_a_pair, one_partial, one_scratch, store_pool, attend_pool = (
-        sharing
+    num_tokens, first_position = word(args, a.NUM_TOKENS), word(args, a.FIRST_POSITION)
+    kv_heads, key_dim, value_dim = (
+        word(args, a.KV_HEADS),
+        word(args, a.KEY_DIM),
+        word(args, a.VALUE_DIM),
     )
-    args, scratch, partials, done, counter = memory
-    for index in range(a.NUM_LAYER_WORDS):
-        set_word(args, index, layer[index])
-    set_word(args, a.QUERIES, v.address_of(q))
-    set_word(args, a.NEW_KEYS, v.address_of(k))
-    set_word(args, a.NEW_VALUES, v.address_of(v_new))
-    set_word(args, a.SINKS, v.address_of(sinks) if sinks.size else 0)
-    set_word(args, a.OUT, v.address_of(out))
-    set_word(args, a.NUM_TOKENS, k.shape[0])
-    set_word(args, a.NUM_HEADS, q.shape[1])
-    set_word(args, a.FIRST_POSITION, first_position)
-    set_word(args, a.SCALE_BITS, v.bits_of_float(scale))
-    set_word(args, a.TILE_TOKENS, tile_tokens)
+    num_values = num_tokens * kv_heads * (key_dim + value_dim)
+    store_pool = pool if num_values >= word(args, a.LEAST_SHARED_VALUES) else 0
+    run_on(store_pool, word(args, a.STORE_TASK), args, counter)
+    if word(args, a.QUERIES) == 0:
+        return
+    num_visible, tile_tokens = first_position + num_tokens, word(args, a.TILE_TOKENS)
+    num_tiles = (num_visible - 1) // tile_tokens - first_position // tile_tokens + 1
+    num_pairs = num_tiles * kv_heads
+    base_split = a.first_visible(args, first_position) // a.SPLIT
+    num_splits = (num_visible + a.SPLIT - 1) // a.SPLIT - base_split
+    num_seen = num_visible
+    if word(args, a.SPAN) > 0:
+        num_seen = min(num_visible, word(args, a.SPAN))
+    num_products = num_tokens * word(args, a.NUM_HEADS) * num_seen * (key_dim + value_dim)
+    num_threads = word(args, a.NUM_THREADS)
+    is_shared = num_threads > 1 and num_products >= word(args, a.LEAST_SHARED_PRODUCTS)
+    items_a_pair, all_partials = num_splits, num_pairs * num_splits * word(args, a.PARTIAL_BYTES)
+    if (
+        not is_shared
+        or num_pairs >= a.ENOUGH_PAIRS * num_threads
+        or all_partials > word(args, a.PARTIALS_BYTES)
+    ):
+        items_a_pair = 1
     set_word(args, a.ITEMS_A_PAIR, items_a_pair)
-    set_word(args, a.PARTIAL_BYTES, one_partial)
-    set_word(args, a.SCRATCH_BYTES, one_scratch)
-    set_word(args, a.SCRATCH, scratch)
-    set_word(args, a.PARTIALS, partials)
-    set_word(args, a.DONE, done)
     if items_a_pair > 1:
         for pair in range(num_pairs):
-            atomics.relaxed_store(done + 8 * pair, 0)
-    run_on(store_pool, word(args, a.STORE_TASK), args, counter)
-    if num_pairs > 0:
-        run_on(attend_pool, word(args, a.ATTEND_TASK), args, counter)
+            atomics.relaxed_store(word(args, a.DONE) + 8 * pair, 0)
+    run_on(pool if is_shared else 0, word(args, a.ATTEND_TASK), args, counter)
 
 
 @cache
-def attention_kernel() -> Kernel:
-    new, vector = (read_only(f32, ndim) for ndim in (3, 1))
-    arrays = [new, new, new, vector, f32[:, :, ::1], i64[::1]]
-    sharing, memory = types.UniTuple(i64, 7), types.UniTuple(i64, 5)
-    return compile_kernel(_attention, *arrays, i64, f32, sharing, memory)
+def run_attention() -> RowFunction:
+    """The function of calls."""
+    return compile_task(_run_attention)
 
 
 @cache

@@ -129,9 +129,10 @@ def _zero_sums(builder: Any, rows: int, count: int) -> list[Any]:
 
 
 def _score_tile(num_rows: int, *, from_memory: bool) -> Callable[..., Any]:
-    """Make ``tile(element, queries, keys, dim, scores, ahead)``: `num_rows` queries times 32 keys.
+    """Make ``tile(element, queries, keys, dim, scores, following, ahead)``.
 
-    `from_memory`: prefetch the following keys, and as many bytes from `ahead`, for the next call.
+    It multiplies `num_rows` queries by 32 keys. `from_memory`: it prefetches the next call's keys
+    from `following`, and as many bytes from `ahead`.
     Shapes: queries [num_rows][dim] float32; scores [num_rows][BLOCK], of which 32 are written.
     """
 
@@ -143,17 +144,17 @@ def _score_tile(num_rows: int, *, from_memory: bool) -> Callable[..., Any]:
         keys: Any,
         dim: Any,
         scores: Any,
+        following: Any,
         ahead: Any,
     ) -> Any:
-        del typing_context, queries, keys, dim, scores, ahead
+        del typing_context, queries, keys, dim, scores, following, ahead
 
         def emit(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
             del sig
-            _, queries, keys, dim, scores, ahead = arguments
+            _, queries, keys, dim, scores, following, ahead = arguments
             rows, count = min(num_rows, _registers()[0]), _registers()[1]
             size = _ELEMENT_BYTES[element]
             num_lines = -(-size * LANES // _LINE)
-            following = _scaled_index(builder, keys, dim, size * LANES)
             row_bytes = builder.mul(dim, I64(4))
             for first in range(0, LANES, count):
                 for first_row in range(0, num_rows, rows):
@@ -185,7 +186,7 @@ def _score_tile(num_rows: int, *, from_memory: bool) -> Callable[..., Any]:
                         emit_store(builder, place, builder.load(total))
             return context.get_dummy_value()
 
-        return void(element, i64, i64, i64, i64, i64), emit
+        return void(element, i64, i64, i64, i64, i64, i64), emit
 
     return score_tile  # type: ignore[no-any-return]
 

@@ -1,7 +1,6 @@
 """Causal convolution of each channel with SiLU.
 
-A value depends only on its channel's last inputs. The kernel, which Python calls, writes a call's
-arguments as words; threads run the task on its items.
+A value depends only on its channel's last inputs.
 """
 
 from __future__ import annotations
@@ -10,24 +9,34 @@ from functools import cache
 from typing import Any
 
 from dflash_protocol.ids import F32Array
-from dflash_runtime.compute.cpu.compile.compiling import (
-    Kernel,
-    RowFunction,
-    compile_kernel,
-    compile_task,
-    helper,
-    read_only,
+from dflash_runtime.compute.cpu.compile.compiling import RowFunction, compile_task, helper
+from dflash_runtime.compute.cpu.kernels.words import (
+    FIRST_FIELD,
+    Call,
+    address,
+    get,
+    set_word,
+    task_call,
+    word,
 )
-from dflash_runtime.compute.cpu.kernels.words import set_word, word
 from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.simd.exponentials import exp_lanes
-from dflash_runtime.compute.cpu.simd.types import f32, i64
-from dflash_runtime.compute.cpu.simd.untyped import types
-from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
+from dflash_runtime.compute.cpu.threads.parallel import claim
 
 TOKENS_AN_ITEM = 4
 
-NUM_WORDS = 10
+(
+    X,
+    KEPT,  # [NUM_TAPS - 1, C]: the inputs before, position p's in row p % (NUM_TAPS - 1)
+    TAPS,  # [NUM_TAPS, C]
+    OUT,
+    NUM_TOKENS,
+    CHANNELS,
+    NUM_TAPS,
+    FIRST_POSITION,
+    ROWS,  # scratch: NUM_TAPS words for each thread
+    TABLE,  # [T, NUM_TAPS] addresses of the tokens' inputs, or 0 if each follows the one before it
+) = range(FIRST_FIELD, FIRST_FIELD + 10)
 
 
 @helper
@@ -55,12 +64,10 @@ def _conv_row(rows: int, taps: int, num_taps: int, channels: int, out: int) -> N
 
 
 def _conv_task(args: int, counter: int, worker_idx: int) -> None:
-    """Words: x, kept inputs, taps, out, tokens, channels, taps of a channel, first position,
-    scratch (words for each thread's rows), and addresses of all tokens' rows, or 0."""
-    x, kept, taps, out = word(args, 0), word(args, 1), word(args, 2), word(args, 3)
-    num_tokens, channels, num_taps = word(args, 4), word(args, 5), word(args, 6)
-    first_position, rows = word(args, 7), word(args, 8) + 8 * worker_idx * num_taps
-    stride, table = 4 * channels, word(args, 9)
+    x, kept, taps, out = get(args, X), get(args, KEPT), get(args, TAPS), get(args, OUT)
+    num_tokens, channels, num_taps = get(args, NUM_TOKENS), get(args, CHANNELS), get(args, NUM_TAPS)
+    first_position, rows = get(args, FIRST_POSITION), get(args, ROWS) + 8 * worker_idx * num_taps
+    stride, table = 4 * channels, get(args, TABLE)
     while True:
         first = claim(counter) * TOKENS_AN_ITEM
         if first >= num_tokens:
@@ -81,41 +88,61 @@ def _conv_task(args: int, counter: int, worker_idx: int) -> None:
             _conv_row(rows, taps, num_taps, channels, place)
 
 
-def _conv(
+def _keep_task(args: int, counter: int, worker_idx: int) -> None:
+    """Keep the last inputs for the tokens that follow. One item."""
+    num_tokens, stride = get(args, NUM_TOKENS), 4 * get(args, CHANNELS)
+    num_kept, first = get(args, NUM_TAPS) - 1, get(args, FIRST_POSITION)
+    if claim(counter) > 0:
+        return
+    for token in range(max(0, num_tokens - num_kept), num_tokens):
+        place = get(args, KEPT) + stride * ((first + token) % num_kept)
+        v.copy_bytes(place, get(args, X) + stride * token, stride)
+
+
+def conv_call(
     x: F32Array,
     kept: F32Array,
     taps: F32Array,
     out: F32Array,
+    *,
     first_position: int,
     table: int,
-    memory: tuple[int, ...],
-    pool: int,
-    task: int,
-) -> None:
+    num_threads: int,
+) -> Call:
     """`table`: for every token the addresses of its K inputs, if it does not simply follow the
-    token before it in `x`, else 0. Memory: NUM_WORDS words, K words for each thread, the counter.
+    token before it in `x`, else 0.
 
     Shapes: x, out [T, C]; kept [K - 1, C], position p's input in row ``p % (K - 1)``; taps [K, C].
     """
-    args, rows, counter = memory
-    set_word(args, 0, v.address_of(x))
-    set_word(args, 1, v.address_of(kept))
-    set_word(args, 2, v.address_of(taps))
-    set_word(args, 3, v.address_of(out))
-    set_word(args, 4, x.shape[0])
-    set_word(args, 5, x.shape[1])
-    set_word(args, 6, taps.shape[0])
-    set_word(args, 7, first_position)
-    set_word(args, 8, rows)
-    set_word(args, 9, table)
-    run_on(pool, task, args, counter)
+    fields = _fields(x, kept, taps, first_position)
+    fields[OUT - FIRST_FIELD], fields[TABLE - FIRST_FIELD] = address(out), table
+    return task_call(
+        conv_task(),
+        x.size,
+        fields,
+        per_token=(NUM_TOKENS,),
+        per_position=((FIRST_POSITION, 1),),
+        scratch=((ROWS, 8 * taps.shape[0] * num_threads),),
+    )
+
+
+def keep_call(x: F32Array, kept: F32Array, taps: F32Array, *, first_position: int) -> Call:
+    """Keep the last of the inputs. Shapes: as `conv_call`'s."""
+    fields = _fields(x, kept, taps, first_position)
+    position = ((FIRST_POSITION, 1),)
+    return task_call(keep_task(), 0, fields, per_token=(NUM_TOKENS,), per_position=position)
+
+
+def _fields(x: F32Array, kept: F32Array, taps: F32Array, first_position: int) -> list[int]:
+    places = address(x), address(kept), address(taps)
+    return [*places, 0, *x.shape, taps.shape[0], first_position, 0, 0]
 
 
 @cache
-def conv_kernel() -> tuple[Kernel, RowFunction]:
-    """The kernel, and the task whose address it is passed."""
-    rows = read_only(f32, 2)
-    memory = types.UniTuple(i64, 3)
-    arguments = [rows, rows, rows, f32[:, ::1], i64, i64, memory, i64, i64]
-    task = compile_task(_conv_task)
-    return compile_kernel(_conv, *arguments), task
+def conv_task() -> RowFunction:
+    return compile_task(_conv_task)
+
+
+@cache
+def keep_task() -> RowFunction:
+    return compile_task(_keep_task)

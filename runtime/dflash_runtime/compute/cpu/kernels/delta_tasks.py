@@ -24,21 +24,20 @@ from typing import Any
 import numpy as np
 
 from dflash_protocol.ids import F32Array, I64Array
-from dflash_runtime.compute.cpu.compile.compiling import (
-    Kernel,
-    RowFunction,
-    compile_kernel,
-    compile_task,
-    helper,
-    read_only,
+from dflash_runtime.compute.cpu.compile.compiling import RowFunction, compile_task, helper
+from dflash_runtime.compute.cpu.kernels.recurrent_tiles import add_products, products_function
+from dflash_runtime.compute.cpu.kernels.words import (
+    FIRST_FIELD,
+    Call,
+    address,
+    double_bits,
+    task_call,
+    word,
 )
-from dflash_runtime.compute.cpu.kernels.recurrent_tiles import add_products
-from dflash_runtime.compute.cpu.kernels.words import set_word, word
 from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.simd.exponentials import exp_lanes, softplus_lanes
-from dflash_runtime.compute.cpu.simd.types import f32, f64, i64
-from dflash_runtime.compute.cpu.simd.untyped import types
-from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
+from dflash_runtime.compute.cpu.threads.parallel import claim
+from dflash_runtime.compute.host_ops import DeltaInputs
 
 # -- parts ----------------------------------------------------------------------------------------
 
@@ -70,9 +69,9 @@ DELTA_BLOCK = 32
     SCRATCH,
     SCRATCH_BYTES,
     PRODUCTS,
-) = range(22)
+) = range(FIRST_FIELD, FIRST_FIELD + 22)
 
-NUM_WORDS = 22
+NUM_WORDS = FIRST_FIELD + 22
 NUM_LAYER_WORDS = MIXED
 
 _ROWS_AT_ONCE = 8
@@ -311,49 +310,23 @@ def store_outs(args: int, head: int, token: int, num_tokens: int, outs: int) -> 
                 v.store_partial(target + 4 * lane, v.load_floats(out + 4 * lane), dim - lane)
 
 
-Inputs = tuple[F32Array, F32Array, F32Array, F32Array, F32Array]
-"""A call's `mixed`, `alpha`, `beta`, `a` and `dt_bias`; see `DeltaInputs`."""
+def described(
+    layer: I64Array, inputs: DeltaInputs, out: F32Array, first_position: int, scratch_bytes: int
+) -> list[int]:
+    """The fields of a call. Shapes: layer [NUM_LAYER_WORDS], the words of a state; out [T, heads,
+    V]."""
+    rows = address(inputs.mixed), address(inputs.alpha), address(inputs.beta)
+    vectors = address(inputs.a), address(inputs.dt_bias)
+    call = [inputs.num_tokens, first_position, double_bits(inputs.eps), 0, scratch_bytes]
+    products = products_function().address
+    return [*layer.tolist()[FIRST_FIELD:], *rows, *vectors, address(out), *call, products]
 
 
-@helper
-def describe(
-    layer: I64Array,
-    inputs: Inputs,
-    out: F32Array,
-    first_position: int,
-    eps: float,
-    memory: tuple[int, ...],
-    one_scratch: int,
-    products: int,
-) -> None:
-    """Write the words of a call: first `layer`, the words of a state.
-
-    Memory: NUM_WORDS words, `one_scratch` bytes for every thread, and the counter. `products`:
-    address of products_function.
-    """
-    mixed, alpha, beta, a, dt_bias = inputs
-    args, scratch, _ = memory
-    for index in range(NUM_LAYER_WORDS):
-        set_word(args, index, layer[index])
-    set_word(args, MIXED, v.address_of(mixed))
-    set_word(args, ALPHA, v.address_of(alpha))
-    set_word(args, BETA, v.address_of(beta))
-    set_word(args, A, v.address_of(a))
-    set_word(args, DT_BIAS, v.address_of(dt_bias))
-    set_word(args, OUT, v.address_of(out))
-    set_word(args, NUM_TOKENS, mixed.shape[0])
-    set_word(args, FIRST_POSITION, first_position)
-    set_word(args, EPS_BITS, v.bits_of_double(eps))
-    set_word(args, SCRATCH, scratch)
-    set_word(args, SCRATCH_BYTES, one_scratch)
-    set_word(args, PRODUCTS, products)
-
-
-def described_types() -> list[Any]:
-    """Types of the arguments of `describe`, up to `one_scratch`."""
-    row, rows = (read_only(f32, ndim) for ndim in (1, 2))
-    inputs, memory = types.Tuple((rows, rows, rows, row, row)), types.UniTuple(i64, 3)
-    return [i64[::1], inputs, f32[:, :, ::1], i64, f64, memory, i64]
+def work_of(inputs: DeltaInputs) -> int:
+    """A product takes a quarter of the time of a value of a row."""
+    shape = inputs.shape
+    values = inputs.num_tokens * shape.num_value_heads * shape.value_dim
+    return values * shape.key_dim // 2
 
 
 # -- the task -------------------------------------------------------------------------------------
@@ -425,26 +398,26 @@ def _delta_task(args: int, counter: int, worker_idx: int) -> None:
             position += size
 
 
-def _delta_rule(
+def delta_call(
     layer: I64Array,
-    inputs: Inputs,
+    inputs: DeltaInputs,
     out: F32Array,
+    *,
     first_position: int,
-    eps: float,
-    memory: tuple[int, ...],
-    one_scratch: int,
-    functions: tuple[int, int],
-    pool: int,
-) -> None:
-    """`functions`: addresses of products_function and the task; the rest as in `describe`."""
-    products, task = functions
-    describe(layer, inputs, out, first_position, eps, memory, one_scratch, products)
-    run_on(pool, task, memory[0], memory[2])
+    num_threads: int,
+) -> Call:
+    """Shapes: as `described`'s."""
+    one_scratch = scratch_bytes(inputs.shape.key_dim, inputs.shape.value_dim)
+    return task_call(
+        delta_task(),
+        work_of(inputs),
+        described(layer, inputs, out, first_position, one_scratch),
+        per_token=(NUM_TOKENS,),
+        per_position=((FIRST_POSITION, 1),),
+        scratch=((SCRATCH, num_threads * one_scratch),),
+    )
 
 
 @cache
-def delta_kernel() -> tuple[Kernel, RowFunction]:
-    """The kernel, and the task whose address it is passed, along with that of products_function."""
-    task = compile_task(_delta_task)
-    functions = types.UniTuple(i64, 2)
-    return compile_kernel(_delta_rule, *described_types(), functions, i64), task
+def delta_task() -> RowFunction:
+    return compile_task(_delta_task)

@@ -4,35 +4,27 @@ Tokens are visited in a depth-first walk, so that a token finds its ancestors' r
 their places in the block, as in a sequence; those of other branches are overwritten. The sequence's
 own block is copied first, and a walk that enters the next block has a copy of the matrices there.
 Tokens are computed by the functions of delta_tasks, with the same bits as a step; only products
-with the sequence's matrices are computed for all tokens at once. The kernel, which Python calls,
-writes a call's arguments as words.
+with the sequence's matrices are computed for all tokens at once.
 """
 
 from __future__ import annotations
 
 from functools import cache
 
-from dflash_protocol.ids import F32Array, I32Array, I64Array
-from dflash_runtime.compute.cpu.compile.compiling import (
-    Kernel,
-    RowFunction,
-    compile_kernel,
-    compile_task,
-    helper,
-    read_only,
-)
+import numpy as np
+
+from dflash_protocol.ids import F32Array, I64Array
+from dflash_runtime.compute.cpu.compile.compiling import RowFunction, compile_task, helper
 from dflash_runtime.compute.cpu.kernels import delta_tasks as d
 from dflash_runtime.compute.cpu.kernels.recurrent_tiles import add_products
-from dflash_runtime.compute.cpu.kernels.words import set_word, word
+from dflash_runtime.compute.cpu.kernels.words import Call, address, set_word, task_call, word
 from dflash_runtime.compute.cpu.simd import vectors as v
-from dflash_runtime.compute.cpu.simd.types import i64
-from dflash_runtime.compute.cpu.simd.untyped import types
-from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
+from dflash_runtime.compute.cpu.threads.parallel import claim
+from dflash_runtime.compute.host_ops import DeltaInputs
+from dflash_runtime.compute.trees import Tree
 
 WALK, PARENTS, NUM_BLOCKS = range(d.NUM_WORDS, d.NUM_WORDS + 3)
 """Words besides those of delta_tasks: tokens in walk order, parents by token, number of blocks."""
-
-NUM_WORDS = d.NUM_WORDS + 3
 
 _WORDS_BYTES = 8 * (d.NUM_WORDS + 10)
 
@@ -202,35 +194,27 @@ def _tree_task(args: int, counter: int, worker_idx: int) -> None:
                 set_word(owners, 16 * block, parent)
 
 
-def _tree_rule(
+def tree_call(
     layer: I64Array,
-    inputs: d.Inputs,
+    inputs: DeltaInputs,
     out: F32Array,
-    first_position: int,
-    eps: float,
-    memory: tuple[int, ...],
-    one_scratch: int,
-    functions: tuple[int, int],
-    pool: int,
-    tree: tuple[I32Array, I32Array, int],
-) -> None:
-    """Like delta_tasks' kernel; the state is only read.
-
-    `tree`: tokens in walk order [W], parents by token [W], and NUM_BLOCKS.
-    """
-    products, task = functions
-    walk, parents, num_blocks = tree
-    d.describe(layer, inputs, out, first_position, eps, memory, one_scratch, products)
-    set_word(memory[0], WALK, v.address_of(walk))
-    set_word(memory[0], PARENTS, v.address_of(parents))
-    set_word(memory[0], NUM_BLOCKS, num_blocks)
-    run_on(pool, task, memory[0], memory[2])
+    tree: Tree,
+    *,
+    num_threads: int,
+) -> Call:
+    """Like delta_tasks' call; the state is only read."""
+    shape, last = inputs.shape, tree.position + int(tree.depths.max())
+    num_blocks = last // d.DELTA_BLOCK - tree.position // d.DELTA_BLOCK + 1
+    group = shape.num_value_heads // shape.num_key_heads
+    one_scratch = scratch_bytes(
+        inputs.num_tokens, num_blocks, group, key_dim=shape.key_dim, value_dim=shape.value_dim
+    )
+    fields = d.described(layer, inputs, out, tree.position, one_scratch)
+    fields += [address(tree.walk, np.int32), address(tree.parents, np.int32), num_blocks]
+    scratch = ((d.SCRATCH, num_threads * one_scratch),)
+    return task_call(tree_task(), d.work_of(inputs), fields, scratch=scratch)
 
 
 @cache
-def tree_kernel() -> tuple[Kernel, RowFunction]:
-    """The kernel, and the task whose address it is passed, along with that of products_function."""
-    numbers = read_only(types.int32, 1)
-    tree, functions = types.Tuple((numbers, numbers, i64)), types.UniTuple(i64, 2)
-    task = compile_task(_tree_task)
-    return compile_kernel(_tree_rule, *d.described_types(), functions, i64, tree), task
+def tree_task() -> RowFunction:
+    return compile_task(_tree_task)

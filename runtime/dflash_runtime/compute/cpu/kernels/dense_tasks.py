@@ -1,12 +1,12 @@
 """RMS norm, rotary embedding and gates.
 
-A row's result depends on that row alone. Each kernel, which Python calls, writes a call's arguments
-as words; threads run its task on rows.
+A row's result depends on that row alone.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -14,27 +14,22 @@ import numpy as np
 
 from dflash_adapters.layers import Gate
 from dflash_protocol.ids import F32Array
-from dflash_runtime.compute.cpu.compile.compiling import (
-    Kernel,
-    RowFunction,
-    compile_kernel,
-    compile_task,
-    helper,
-    read_only,
+from dflash_runtime.compute.cpu.compile.compiling import RowFunction, compile_task, helper
+from dflash_runtime.compute.cpu.kernels.words import (
+    FIRST_FIELD,
+    Call,
+    address,
+    double_bits,
+    get,
+    task_call,
 )
-from dflash_runtime.compute.cpu.kernels.words import set_word, word
 from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.simd.exponentials import exp_lanes, softplus_lanes
-from dflash_runtime.compute.cpu.simd.types import f32, f64, i64
-from dflash_runtime.compute.cpu.simd.untyped import types
-from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
+from dflash_runtime.compute.cpu.threads.parallel import claim
 
 ROWS_AN_ITEM = 16
 TOKENS_AN_ITEM = 8
 GATED_ROWS_AN_ITEM = 4
-
-NUM_WORDS = 14
-"""Of a call's arguments, at most."""
 
 KINDS = {kind: number for number, kind in enumerate(Gate)}
 _SIGMOID, _SOFTPLUS = KINDS[Gate.SIGMOID], KINDS[Gate.SOFTPLUS]
@@ -79,10 +74,19 @@ def _norm_in_place(x: int, columns: int, eps: float) -> None:
         v.store_float(x + 4 * column, v.load_float(x + 4 * column) * scale)
 
 
+(
+    X,
+    WEIGHT,
+    OUT,
+    ROWS,
+    COLUMNS,
+    EPS_BITS,
+) = range(FIRST_FIELD, FIRST_FIELD + 6)
+
+
 def _norm_task(args: int, counter: int, worker_idx: int) -> None:
-    """Words: x, weight, out, rows, columns, eps."""
-    x, weight, out, num_rows = word(args, 0), word(args, 1), word(args, 2), word(args, 3)
-    columns, eps = word(args, 4), v.double_from_bits(word(args, 5))
+    x, weight, out, num_rows = get(args, X), get(args, WEIGHT), get(args, OUT), get(args, ROWS)
+    columns, eps = get(args, COLUMNS), v.double_from_bits(get(args, EPS_BITS))
     while True:
         first = claim(counter) * ROWS_AN_ITEM
         if first >= num_rows:
@@ -92,27 +96,25 @@ def _norm_task(args: int, counter: int, worker_idx: int) -> None:
             _norm_row(x + place, weight, columns, eps, out + place)
 
 
-def _norm(
-    x: F32Array,
-    weight: F32Array,
-    eps: float,
-    out: F32Array,
-    memory: tuple[int, ...],
-    pool: int,
-    task: int,
-) -> None:
-    """`out` may be `x`. Shapes: x, out [rows, n]; weight [n]. Memory: as `_rope`'s."""
-    args, counter = memory
-    set_word(args, 0, v.address_of(x))
-    set_word(args, 1, v.address_of(weight))
-    set_word(args, 2, v.address_of(out))
-    set_word(args, 3, x.shape[0])
-    set_word(args, 4, x.shape[1])
-    set_word(args, 5, v.bits_of_double(eps))
-    run_on(pool, task, args, counter)
+def norm_call(x: F32Array, weight: F32Array, out: F32Array, eps: float) -> Call:
+    """Over the last axis. `out` may be `x`. Shapes: x, out [..., n]; weight [n]."""
+    columns = weight.shape[0]
+    places = address(x), address(weight), address(out)
+    fields = [*places, x.size // columns, columns, double_bits(eps)]
+    return task_call(norm_task(), x.size, fields, per_token=(ROWS,))
 
 
 # -- rotary embedding -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """Where the angles of successive tokens lie. Shapes: cosines, sines [T, num_pairs]."""
+
+    cosines: int
+    sines: int
+    num_pairs: int
+    is_interleaved: bool
 
 
 @helper
@@ -142,22 +144,34 @@ def _rotate(x: int, cos: int, sin: int, half: int, is_interleaved: bool) -> None
         v.store_float(place + partner, a1 * s1 + b1 * c1)
 
 
+(
+    NUM_TOKENS,
+    HEAD_DIM,
+    ROPE_EPS_BITS,
+    COSINES,  # [T, PAIRS]
+    SINES,  # the same
+    PAIRS,
+    INTERLEAVED,
+    NORMS_AFTER,
+    QUERIES,  # three fields each: heads, their norm's weight or 0, their number
+    KEYS,
+) = (*range(FIRST_FIELD, FIRST_FIELD + 9), FIRST_FIELD + 11)
+
+
 def _rope_task(args: int, counter: int, worker_idx: int) -> None:
-    """Words: tokens, D, eps, cos, sin, pairs, interleaved; then twice: x, weight or 0, heads; then
-    whether heads are divided by their root mean square afterwards."""
-    num_tokens, dim = word(args, 0), word(args, 1)
-    eps = v.double_from_bits(word(args, 2))
-    half, is_interleaved = word(args, 5), word(args, 6) != 0
-    norms_after = word(args, 13) != 0
+    num_tokens, dim = get(args, NUM_TOKENS), get(args, HEAD_DIM)
+    eps = v.double_from_bits(get(args, ROPE_EPS_BITS))
+    half, is_interleaved = get(args, PAIRS), get(args, INTERLEAVED) != 0
+    norms_after = get(args, NORMS_AFTER) != 0
     while True:
         first = claim(counter) * TOKENS_AN_ITEM
         if first >= num_tokens:
             return
         for token in range(first, min(first + TOKENS_AN_ITEM, num_tokens)):
-            cos, sin = word(args, 3) + 4 * half * token, word(args, 4) + 4 * half * token
-            for which in range(7, 13, 3):
-                weight, num_heads = word(args, which + 1), word(args, which + 2)
-                x = word(args, which) + 4 * dim * num_heads * token
+            cos, sin = get(args, COSINES) + 4 * half * token, get(args, SINES) + 4 * half * token
+            for which in range(QUERIES, KEYS + 3, 3):
+                weight, num_heads = get(args, which + 1), get(args, which + 2)
+                x = get(args, which) + 4 * dim * num_heads * token
                 for _ in range(num_heads):
                     if weight != 0:
                         _norm_row(x, weight, dim, eps, x)
@@ -167,41 +181,32 @@ def _rope_task(args: int, counter: int, worker_idx: int) -> None:
                     x += 4 * dim
 
 
-def _rope(
+def rope_call(
     q: F32Array,
     k: F32Array,
-    q_weight: F32Array,
-    k_weight: F32Array,
+    norms: tuple[F32Array | None, F32Array | None],
+    turns: Turns,
+    *,
     eps: float,
-    angles: tuple[F32Array, bool],
     norms_after: bool,
-    memory: tuple[int, ...],
-    pool: int,
-    task: int,
-) -> None:
-    """In place. `angles`: cosines and sines, and whether pairs are interleaved. Memory: NUM_WORDS
-    words and the counter.
+) -> Call:
+    """In place. `norms` are the weights of the heads' norms.
 
-    Shapes: q, k [T, heads, D]; weights [D], or [0] for none; cosines and sines [2, T, pairs].
+    Shapes: q, k [T, heads, D]; norms [D] each.
     """
-    args, counter = memory
-    turns, is_interleaved = angles
-    num_bytes = 4 * turns.shape[1] * turns.shape[2]
-    set_word(args, 0, q.shape[0])
-    set_word(args, 1, q.shape[2])
-    set_word(args, 2, v.bits_of_double(eps))
-    set_word(args, 3, v.address_of(turns))
-    set_word(args, 4, v.address_of(turns) + num_bytes)
-    set_word(args, 5, turns.shape[2])
-    set_word(args, 6, is_interleaved)
-    set_word(args, 7, v.address_of(q))
-    set_word(args, 8, v.address_of(q_weight) if q_weight.size else 0)
-    set_word(args, 9, q.shape[1])
-    set_word(args, 10, v.address_of(k))
-    set_word(args, 11, v.address_of(k_weight) if k_weight.size else 0)
-    set_word(args, 12, k.shape[1])
-    set_word(args, 13, norms_after)
-    run_on(pool, task, args, counter)
+    heads = []
+    for x, weight in zip((q, k), norms, strict=True):
+        heads += [address(x), 0 if weight is None else address(weight), x.shape[1]]
+    fields = [q.shape[0], q.shape[2], double_bits(eps), turns.cosines, turns.sines]
+    fields += [turns.num_pairs, turns.is_interleaved, norms_after, *heads]
+    row_bytes = 4 * turns.num_pairs
+    return task_call(
+        rope_task(),
+        q.size + k.size,
+        fields,
+        per_token=(NUM_TOKENS,),
+        per_position=((COSINES, row_bytes), (SINES, row_bytes)),
+    )
 
 
 # -- gates ----------------------------------------------------------------------------------------
@@ -238,10 +243,21 @@ def _gate_row(x: int, gate: int, out: int, columns: int, num_gates: int, kind: i
             v.store_partial(target + whole, v.load_padded(place + whole, rest) * factor, rest)
 
 
+(
+    GATED,
+    GATE,
+    GATED_OUT,
+    GATED_ROWS,
+    GATED_COLUMNS,
+    NUM_GATES,  # of a row
+    KIND,
+) = range(FIRST_FIELD, FIRST_FIELD + 7)
+
+
 def _gate_task(args: int, counter: int, worker_idx: int) -> None:
-    """Words: x, gate, out, rows, columns, gates of a row, kind."""
-    x, gate, out, num_rows = word(args, 0), word(args, 1), word(args, 2), word(args, 3)
-    columns, num_gates, kind = word(args, 4), word(args, 5), word(args, 6)
+    x, gate, out = get(args, GATED), get(args, GATE), get(args, GATED_OUT)
+    num_rows, columns = get(args, GATED_ROWS), get(args, GATED_COLUMNS)
+    num_gates, kind = get(args, NUM_GATES), get(args, KIND)
     while True:
         first = claim(counter) * GATED_ROWS_AN_ITEM
         if first >= num_rows:
@@ -251,48 +267,26 @@ def _gate_task(args: int, counter: int, worker_idx: int) -> None:
             _gate_row(x + place, gate + 4 * num_gates * row, out + place, columns, num_gates, kind)
 
 
-def _gate(
-    x: F32Array,
-    gate: F32Array,
-    kind: int,
-    out: F32Array,
-    memory: tuple[int, ...],
-    pool: int,
-    task: int,
-) -> None:
-    """`out` may be `x`. Shapes: x, out [rows, C]; gate [rows, n]. Memory: NUM_WORDS words and the
-    counter."""
-    args, counter = memory
-    set_word(args, 0, v.address_of(x))
-    set_word(args, 1, v.address_of(gate))
-    set_word(args, 2, v.address_of(out))
-    set_word(args, 3, x.shape[0])
-    set_word(args, 4, x.shape[1])
-    set_word(args, 5, gate.shape[1])
-    set_word(args, 6, kind)
-    run_on(pool, task, args, counter)
+def gate_call(x: F32Array, gate: F32Array, kind: Gate, out: F32Array) -> Call:
+    """`out` may be `x`. Shapes: x, out [T, C]; gate [T, n]."""
+    places = address(x), address(gate), address(out)
+    fields = [*places, x.shape[0], x.shape[1], gate.shape[1], KINDS[kind]]
+    return task_call(gate_task(), x.size, fields, per_token=(GATED_ROWS,))
 
 
 # -- compiled -------------------------------------------------------------------------------------
 
 
 @cache
-def norm_kernel() -> tuple[Kernel, RowFunction]:
-    """The kernel, and the task whose address it is passed."""
-    arguments = [read_only(f32, 2), read_only(f32, 1), f64, f32[:, ::1], types.UniTuple(i64, 2)]
-    return compile_kernel(_norm, *arguments, i64, i64), compile_task(_norm_task)
+def norm_task() -> RowFunction:
+    return compile_task(_norm_task)
 
 
 @cache
-def rope_kernel() -> tuple[Kernel, RowFunction]:
-    heads, angles = f32[:, :, ::1], types.Tuple((read_only(f32, 3), types.boolean))
-    arguments = [heads, heads, read_only(f32, 1), read_only(f32, 1), f64, angles, types.boolean]
-    memory = types.UniTuple(i64, 2)
-    return compile_kernel(_rope, *arguments, memory, i64, i64), compile_task(_rope_task)
+def rope_task() -> RowFunction:
+    return compile_task(_rope_task)
 
 
 @cache
-def gate_kernel() -> tuple[Kernel, RowFunction]:
-    rows, memory = read_only(f32, 2), types.UniTuple(i64, 2)
-    arguments = [rows, rows, i64, f32[:, ::1], memory, i64, i64]
-    return compile_kernel(_gate, *arguments), compile_task(_gate_task)
+def gate_task() -> RowFunction:
+    return compile_task(_gate_task)

@@ -25,6 +25,8 @@ from dflash_runtime.compute.cpu.kernels.products import (
     VECTORS_AT_ONCE,
     group_size,
     multiply_rows,
+    panels_ahead,
+    prefetch_first,
 )
 from dflash_runtime.compute.cpu.kernels.words import get
 from dflash_runtime.compute.cpu.simd import vectors as v
@@ -89,6 +91,7 @@ from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES
 
 NUM_ARGUMENTS = 30
 NUM_LAYER_WORDS = HIDDEN
+SCRATCH_PARTS = TOKEN_Q8, PAIR_Q8, ACTIVATIONS, ACTIVATION_Q8, SCRATCH
 
 GATE, UP, DOWN = range(3)
 
@@ -99,13 +102,18 @@ def pair_range(args: int, group: int) -> tuple[int, int]:
     return v.load_i32(starts), v.load_i32(starts + 4)
 
 
+RUN_ROWS = 32
+"""Rows of an expert's gate and up in one item, or of all experts' down."""
+
+
 @helper
-def matrix_of(args: int, group: int, projection: int) -> tuple[int, int, int]:
-    """Address, layout and bytes per row of an expert's matrix."""
+def run_of(args: int, group: int, projection: int, run: int) -> tuple[int, int, int]:
+    """Address of a run's first row, layout and bytes per row of an expert's matrix."""
     expert = v.load_i32(get(args, EXPERT_IDS) + 4 * group)
     layout = get(args, LAYOUTS) + 8 * NUM_FIELDS * projection
     address = v.load_i64(get(args, ADDRESSES) + 8 * (3 * expert + projection))
-    return address, layout, v.load_i64(layout + 8 * ROW_BYTES)
+    row_bytes = v.load_i64(layout + 8 * ROW_BYTES)
+    return address + run * RUN_ROWS * row_bytes, layout, row_bytes
 
 
 # -- phases that write q8 blocks ------------------------------------------------------------------
@@ -160,63 +168,69 @@ def quantise_activations(args: int, counter: int, worker_idx: int) -> None:
 
 # -- phases that multiply -------------------------------------------------------------------------
 
-GATE_UP_ROWS = 32
-"""Rows of gate, and of up, in one item."""
-DOWN_ROWS = 32
-"""Rows of down, of all experts, in one item."""
-
 
 def gate_up(args: int, counter: int, worker_idx: int) -> None:
-    """Items are runs of GATE_UP_ROWS rows of one expert."""
+    """Items are runs of RUN_ROWS rows of one expert."""
     hidden_size, ffn_size = get(args, HIDDEN_SIZE), get(args, FFN_SIZE)
-    num_runs = (ffn_size + GATE_UP_ROWS - 1) // GATE_UP_ROWS
+    num_runs = (ffn_size + RUN_ROWS - 1) // RUN_ROWS
     num_runs_total = num_runs * get(args, NUM_GROUPS)
     gates = get(args, SCRATCH) + worker_idx * get(args, SCRATCH_BYTES)
     ups, scratch = gates + TOTALS_BYTES, gates + 2 * TOTALS_BYTES
     num_blocks = hidden_size // 32
     item = claim(counter)
+    if item < num_runs_total:
+        gate, gate_layout, _ = run_of(args, item // num_runs, GATE, item % num_runs)
+        up, _, _ = run_of(args, item // num_runs, UP, item % num_runs)
+        prefetch_first(gate_layout, gate, up)
     while item < num_runs_total:
         next_item = claim(counter)
-        group, first_row = item // num_runs, item % num_runs * GATE_UP_ROWS
+        group, first_row = item // num_runs, item % num_runs * RUN_ROWS
         first_pair, end_pair = pair_range(args, group)
         num_items = end_pair - first_pair
         # A single token's q8 blocks need no regrouping: all groups share them.
         q8_blocks = get(args, TOKEN_Q8)
         if get(args, NUM_TOKENS) > 1:
             q8_blocks = get(args, PAIR_Q8) + Q8_BLOCK_BYTES * num_blocks * first_pair
-        gate, gate_layout, gate_bytes = matrix_of(args, group, GATE)
-        up, up_layout, up_bytes = matrix_of(args, group, UP)
-        next_gate = gate
+        gate, gate_layout, gate_bytes = run_of(args, group, GATE, item % num_runs)
+        up, up_layout, up_bytes = run_of(args, group, UP, item % num_runs)
+        next_gate, next_up = gate, up
         if next_item < num_runs_total:
-            next_gate, _, _ = matrix_of(args, next_item // num_runs, GATE)
-            next_gate += next_item % num_runs * GATE_UP_ROWS * gate_bytes
+            next_group, next_run = next_item // num_runs, next_item % num_runs
+            next_gate, _, _ = run_of(args, next_group, GATE, next_run)
+            next_up, _, _ = run_of(args, next_group, UP, next_run)
         indices = get(args, TOKEN_INDICES) + 4 * first_pair
         vectors = (get(args, HIDDEN), 4 * hidden_size, indices, q8_blocks, num_items)
-        end_row = min(first_row + GATE_UP_ROWS, ffn_size)
+        end_row = min(first_row + RUN_ROWS, ffn_size)
         for row in range(first_row, end_row, REPACKED_ROWS):
             num_rows = min(REPACKED_ROWS, ffn_size - row)
-            after = row + REPACKED_ROWS
+            # Panels of gate and up alternate.
+            gate_here = gate + (row - first_row) * gate_bytes
+            up_here = up + (row - first_row) * up_bytes
+            after_gate, after_up = next_gate, next_up
+            if row + REPACKED_ROWS < end_row:
+                after_gate = gate_here + REPACKED_ROWS * gate_bytes
+                after_up = up_here + REPACKED_ROWS * up_bytes
             for first in range(0, num_items, VECTORS_AT_ONCE):
                 end = min(first + VECTORS_AT_ONCE, num_items)
                 multiply_rows(
                     gate_layout,
-                    gate + row * gate_bytes,
+                    gate_here,
                     num_rows,
                     vectors,
                     first,
                     end,
-                    up + row * up_bytes,
+                    (up_here, after_gate),
                     gates,
                     scratch,
                 )
                 multiply_rows(
                     up_layout,
-                    up + row * up_bytes,
+                    up_here,
                     num_rows,
                     vectors,
                     first,
                     end,
-                    gate + after * gate_bytes if after < end_row else next_gate,
+                    (after_gate, after_up),
                     ups,
                     scratch,
                 )
@@ -270,44 +284,49 @@ def _add_term(builder: Any, out: Any, totals: Any, weight: Any) -> None:
 
 
 def down_phase(args: int, counter: int, worker_idx: int) -> None:
-    """Items are runs of DOWN_ROWS rows of all experts: each adds to its own columns."""
+    """Items are runs of RUN_ROWS rows of all experts: each adds to its own columns."""
     hidden_size, ffn_size = get(args, HIDDEN_SIZE), get(args, FFN_SIZE)
     num_groups = get(args, NUM_GROUPS)
-    num_runs = (hidden_size + DOWN_ROWS - 1) // DOWN_ROWS
+    num_runs = (hidden_size + RUN_ROWS - 1) // RUN_ROWS
     totals = get(args, SCRATCH) + worker_idx * get(args, SCRATCH_BYTES)
     scratch = totals + 2 * TOTALS_BYTES
     num_blocks = ffn_size // 32
     item = claim(counter)
+    if item < num_runs and num_groups > 0:
+        down, layout, row_bytes = run_of(args, 0, DOWN, item)
+        prefetch_first(layout, down, down + REPACKED_ROWS * row_bytes)
     while item < num_runs:
         next_item = claim(counter)
-        first_row = item * DOWN_ROWS
-        end_row = min(first_row + DOWN_ROWS, hidden_size)
+        first_row = item * RUN_ROWS
+        end_row = min(first_row + RUN_ROWS, hidden_size)
         for group in range(num_groups):
             first_pair, end_pair = pair_range(args, group)
             num_items = end_pair - first_pair
-            down, layout, row_bytes = matrix_of(args, group, DOWN)
+            down, layout, row_bytes = run_of(args, group, DOWN, item)
+            following = down
             if group + 1 < num_groups:
-                following, _, _ = matrix_of(args, group + 1, DOWN)
-                following += first_row * row_bytes
-            else:
-                following, _, _ = matrix_of(args, 0, DOWN)
-                following += min(next_item, num_runs - 1) * DOWN_ROWS * row_bytes
+                following, _, _ = run_of(args, group + 1, DOWN, item)
+            elif next_item < num_runs:
+                following, _, _ = run_of(args, 0, DOWN, next_item)
             x = get(args, ACTIVATIONS) + 4 * ffn_size * first_pair
             q8_blocks = get(args, ACTIVATION_Q8) + Q8_BLOCK_BYTES * num_blocks * first_pair
             vectors = (x, 4 * ffn_size, 0, q8_blocks, num_items)
             for row in range(first_row, end_row, REPACKED_ROWS):
                 num_rows = min(REPACKED_ROWS, hidden_size - row)
-                after = row + REPACKED_ROWS
+                in_run = row - first_row
+                ahead = panels_ahead(
+                    down, row_bytes, in_run, end_row - first_row, following, row_bytes
+                )
                 for first in range(0, num_items, VECTORS_AT_ONCE):
                     end = min(first + VECTORS_AT_ONCE, num_items)
                     multiply_rows(
                         layout,
-                        down + row * row_bytes,
+                        down + in_run * row_bytes,
                         num_rows,
                         vectors,
                         first,
                         end,
-                        down + after * row_bytes if after < end_row else following,
+                        ahead,
                         totals,
                         scratch,
                     )
@@ -337,6 +356,50 @@ FEW_PAIRS = 8
 longer."""
 
 
+@helper
+def _is_sound(args: int) -> bool:
+    """Whether expert ids, groups and tokens lie within the layer's experts and the rows."""
+    num_groups, num_pairs = get(args, NUM_GROUPS), 0
+    for group in range(num_groups):
+        expert = v.load_i32(get(args, EXPERT_IDS) + 4 * group)
+        start, end = pair_range(args, group)
+        if expert < 0 or expert >= get(args, NUM_EXPERTS) or start != num_pairs or end < start:
+            return False
+        num_pairs = end
+    for pair in range(num_pairs):
+        token = v.load_i32(get(args, TOKEN_INDICES) + 4 * pair)
+        if token < 0 or token >= get(args, NUM_TOKENS):
+            return False
+    return v.load_i32(get(args, GROUP_STARTS)) == 0  # type: ignore[no-any-return]
+
+
+@helper
+def run_experts(args: int, counter: int, pool: int) -> int:
+    """Run all phases for the words at `args`, adding to OUT; 1, or 0 if the batch has expert ids,
+    tokens or pairs out of range. For compiled callers, which write the words themselves and whose
+    arrays are as long as NUM_GROUPS and the last of GROUP_STARTS say.
+
+    `counter`: address of a word to count in, best on a cache line of its own; `pool`: of a pool of
+    threads (threads/parallel).
+    """
+    # Cheap next to the products, and no bug of a caller makes a kernel read outside the mapping.
+    if not _is_sound(args):
+        return 0
+    num_tokens = get(args, NUM_TOKENS)
+    num_pairs = v.load_i32(get(args, GROUP_STARTS) + 4 * get(args, NUM_GROUPS))
+    if get(args, HIDDEN_Q8_BYTES) != 0:
+        few = num_tokens <= FEW_TOKENS
+        run_on(0 if few else pool, get(args, QUANTISE_HIDDEN_TASK), args, counter)
+        if num_tokens > 1:
+            run_region(pool, get(args, REGROUP_TASK), args, counter)
+    run_region(pool, get(args, GATE_UP_TASK), args, counter)
+    if get(args, FFN_Q8_BYTES) != 0:
+        few = num_pairs <= FEW_PAIRS
+        run_on(0 if few else pool, get(args, QUANTISE_ACTIVATIONS_TASK), args, counter)
+    run_region(pool, get(args, DOWN_TASK), args, counter)
+    return 1
+
+
 def _expert_ffn(
     hidden: F32Array,
     expert_ids: I32Array,
@@ -353,20 +416,11 @@ def _expert_ffn(
     Shapes: as the words above; layer [NUM_LAYER_WORDS]. Memory: NUM_ARGUMENTS words,
     TOKEN_Q8, PAIR_Q8, ACTIVATIONS, ACTIVATION_Q8, SCRATCH and the counter.
     """
-    num_groups, num_pairs = expert_ids.shape[0], token_indices.shape[0]
-    # Cheap next to the products, and no bug of a caller makes a kernel read outside the mapping.
-    if group_starts.shape[0] != num_groups + 1 or weights.shape[0] != num_pairs:
+    num_groups = expert_ids.shape[0]
+    if group_starts.shape[0] != num_groups + 1 or weights.shape[0] != token_indices.shape[0]:
         return False
-    if group_starts[0] != 0 or group_starts[num_groups] != num_pairs:
+    if group_starts[num_groups] != token_indices.shape[0]:
         return False
-    for group in range(num_groups):
-        if expert_ids[group] < 0 or expert_ids[group] >= layer[NUM_EXPERTS]:
-            return False
-        if group_starts[group] > group_starts[group + 1]:
-            return False
-    for pair in range(num_pairs):
-        if token_indices[pair] < 0 or token_indices[pair] >= hidden.shape[0]:
-            return False
     args, token_q8, pair_q8, activations, activation_q8, scratch, counter = memory
     v.copy_bytes(args, v.address_of(layer), 8 * NUM_LAYER_WORDS)
     v.store_i64(args + 8 * HIDDEN, v.address_of(hidden))
@@ -383,17 +437,7 @@ def _expert_ffn(
     v.store_i64(args + 8 * ACTIVATIONS, activations)
     v.store_i64(args + 8 * ACTIVATION_Q8, activation_q8 if layer[FFN_Q8_BYTES] else 0)
     v.store_i64(args + 8 * SCRATCH, scratch)
-    if layer[HIDDEN_Q8_BYTES]:
-        few = hidden.shape[0] <= FEW_TOKENS
-        run_on(0 if few else pool, layer[QUANTISE_HIDDEN_TASK], args, counter)
-        if hidden.shape[0] > 1:
-            run_region(pool, layer[REGROUP_TASK], args, counter)
-    run_region(pool, layer[GATE_UP_TASK], args, counter)
-    if layer[FFN_Q8_BYTES]:
-        few = num_pairs <= FEW_PAIRS
-        run_on(0 if few else pool, layer[QUANTISE_ACTIVATIONS_TASK], args, counter)
-    run_region(pool, layer[DOWN_TASK], args, counter)
-    return True
+    return run_experts(args, counter, pool) != 0  # type: ignore[no-any-return]
 
 
 @cache
@@ -401,6 +445,12 @@ def expert_ffn_tasks() -> tuple[RowFunction, ...]:
     """The phases, in the order of their words, which hold their addresses."""
     phases = (quantise_hidden, regroup_hidden, gate_up, quantise_activations, down_phase)
     return tuple(compile_task(phase) for phase in phases)
+
+
+@cache
+def expert_ffn_function() -> RowFunction:
+    """`run_experts`, for callers that have its address."""
+    return RowFunction(run_experts.py_func, i64, i64, i64, result=i64)  # type: ignore[attr-defined]
 
 
 @cache

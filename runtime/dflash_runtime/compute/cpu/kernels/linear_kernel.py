@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from dflash_protocol.ids import F32Array, I32Array, I64Array
-from dflash_runtime.compute.cpu.compile.compiling import (
-    Kernel,
-    RowFunction,
-    compile_kernel,
-    compile_task,
-    helper,
-    read_only,
-)
+from dflash_runtime.compute.cpu.compile.compiling import RowFunction, compile_task, helper
 from dflash_runtime.compute.cpu.kernels.products import (
     REPACKED_ROWS,
     TOTALS_BYTES,
@@ -20,11 +12,11 @@ from dflash_runtime.compute.cpu.kernels.products import (
     group_size,
     largest_group,
     multiply_rows,
+    panels_ahead,
+    prefetch_first,
 )
-from dflash_runtime.compute.cpu.kernels.words import get
+from dflash_runtime.compute.cpu.kernels.words import FIRST_FIELD, get
 from dflash_runtime.compute.cpu.simd import vectors as v
-from dflash_runtime.compute.cpu.simd.types import f32, i64
-from dflash_runtime.compute.cpu.simd.untyped import types
 from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
 from dflash_runtime.compute.cpu.weights.repacked.kernels import Q8_BLOCK_BYTES
 from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise
@@ -35,6 +27,7 @@ from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES
     # A plan: what calls with the same matrices have in common.
     NUM_MATRICES,
     NUM_RUNS,  # of all matrices
+    CLAIMS_AHEAD,  # whether threads claim an item while they compute another
     SCRATCH_BYTES,  # of one thread
     Q8_BYTES,  # of a row of x as q8 blocks, or 0 if none are needed
     QUANTISE,  # the function, and the phases
@@ -42,16 +35,16 @@ from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES
     MULTIPLY_TASK,
     # A call and its scratch memory.
     X,  # [T, columns] float32
-    OUT,  # [T, rows] float32 for each matrix, one after another
+    OUT,  # [OUT_ROOM, rows] float32 for each matrix, one after another
     ADDEND,  # added to OUT, same layout; or 0
     NUM_TOKENS,
+    OUT_ROOM,  # tokens that OUT and ADDEND have room for
     COLUMNS,
-    Q8_BLOCKS,  # [T] rows of x as q8 blocks, or 0
+    Q8_BLOCKS,  # [T] rows of x as q8 blocks
     MATRICES,  # [M, NUM_MATRIX_FIELDS]
     SCRATCH,  # [threads, SCRATCH_BYTES]
-) = range(15)
+) = range(17)
 
-NUM_ARGUMENTS = 15
 NUM_PLAN_WORDS = X
 """Words of a plan, which those of its matrices follow."""
 
@@ -62,11 +55,36 @@ NUM_PLAN_WORDS = X
     ROWS,
     ROWS_BEFORE,  # of the matrices before it
     RUNS_BEFORE,
+    RUN_ROWS,  # rows in one item
     NUM_MATRIX_FIELDS,
-) = range(6)
+) = range(7)
 
-RUN_ROWS = 32
-"""Rows in one item."""
+_RUN_ROWS = 32
+_LONG_RUN_BYTES = 1 << 18
+_LONG_RUNS_A_THREAD = 16
+_WIDE_RUN_BYTES = 1 << 16
+
+
+def items_of(num_rows: int, row_bytes: int, num_threads: int) -> tuple[int, bool]:
+    """Rows in an item, and whether threads claim the next one early, so that it can be prefetched.
+
+    Matrices of few but wide rows, as a router's in float32, make so few items that threads would
+    get none, or wait for one that holds two: their items are smaller, and not claimed early. Their
+    rows are long enough to be read well without.
+
+    Where there are items enough, they are longer: behind the end of one, a core's hardware goes on
+    to fetch what another core reads.
+    """
+    is_wide = REPACKED_ROWS * row_bytes >= _WIDE_RUN_BYTES
+    if is_wide and num_rows < 2 * _RUN_ROWS * num_threads:
+        return REPACKED_ROWS, num_rows >= 2 * REPACKED_ROWS * num_threads
+    run_rows = _RUN_ROWS
+    while run_rows * row_bytes < _LONG_RUN_BYTES:
+        if num_rows < 2 * run_rows * _LONG_RUNS_A_THREAD * num_threads:
+            break
+        run_rows *= 2
+    return run_rows, True
+
 
 FEW_TOKENS = 4
 """The caller quantises up to this many tokens alone: waking workers would take longer."""
@@ -104,31 +122,43 @@ def _find_matrix(args: int, run: int) -> int:
 @helper
 def _first_row(matrix: int, run: int) -> int:
     """Address of a run's first row."""
-    row = (run - get(matrix, RUNS_BEFORE)) * RUN_ROWS
+    row = (run - get(matrix, RUNS_BEFORE)) * get(matrix, RUN_ROWS)
     address: int = get(matrix, WEIGHTS) + row * get(get(matrix, LAYOUT), ROW_BYTES)
     return address
 
 
 def _multiply(args: int, counter: int, worker_idx: int) -> None:
-    """Items are runs of RUN_ROWS rows of one matrix."""
+    """Items are runs of rows of one matrix."""
     num_tokens, num_runs = get(args, NUM_TOKENS), get(args, NUM_RUNS)
+    room = get(args, OUT_ROOM)
+    claims_ahead = get(args, CLAIMS_AHEAD) != 0
     totals = get(args, SCRATCH) + worker_idx * get(args, SCRATCH_BYTES)
     scratch = totals + TOTALS_BYTES
     run = claim(counter)
+    if run < num_runs:
+        matrix = _find_matrix(args, run)
+        layout, start = get(matrix, LAYOUT), _first_row(matrix, run)
+        prefetch_first(layout, start, start + REPACKED_ROWS * get(layout, ROW_BYTES))
     while run < num_runs:
-        next_run = claim(counter)
+        next_run = claim(counter) if claims_ahead else num_runs
         matrix = _find_matrix(args, run)
         layout, rows = get(matrix, LAYOUT), get(matrix, ROWS)
         row_bytes = get(layout, ROW_BYTES)
-        first_row = (run - get(matrix, RUNS_BEFORE)) * RUN_ROWS
-        end_row = min(first_row + RUN_ROWS, rows)
-        following = get(matrix, WEIGHTS)
+        first_row = (run - get(matrix, RUNS_BEFORE)) * get(matrix, RUN_ROWS)
+        end_row = min(first_row + get(matrix, RUN_ROWS), rows)
+        start = following = _first_row(matrix, run)
+        following_bytes = row_bytes
         if next_run < num_runs:
-            following = _first_row(_find_matrix(args, next_run), next_run)
+            next_matrix = _find_matrix(args, next_run)
+            following = _first_row(next_matrix, next_run)
+            following_bytes = get(get(next_matrix, LAYOUT), ROW_BYTES)
         for row in range(first_row, end_row, REPACKED_ROWS):
             num_rows = min(REPACKED_ROWS, rows - row)
-            here = get(matrix, WEIGHTS) + row * row_bytes
-            ahead = here + REPACKED_ROWS * row_bytes if row + REPACKED_ROWS < end_row else following
+            in_run = row - first_row
+            here = start + in_run * row_bytes
+            ahead = panels_ahead(
+                start, row_bytes, in_run, end_row - first_row, following, following_bytes
+            )
             for first in range(0, num_tokens, VECTORS_AT_ONCE):
                 end = min(first + VECTORS_AT_ONCE, num_tokens)
                 vectors = (
@@ -141,11 +171,11 @@ def _multiply(args: int, counter: int, worker_idx: int) -> None:
                 multiply_rows(layout, here, num_rows, vectors, first, end, ahead, totals, scratch)
                 for token in range(first, end):
                     source = totals + 4 * REPACKED_ROWS * (token - first)
-                    place = 4 * (num_tokens * get(matrix, ROWS_BEFORE) + rows * token + row)
+                    place = 4 * (room * get(matrix, ROWS_BEFORE) + rows * token + row)
                     if get(args, ADDEND):
                         _add(source, get(args, ADDEND) + place, num_rows)
                     v.copy_bytes(get(args, OUT) + place, source, 4 * num_rows)
-        run = next_run
+        run = next_run if claims_ahead else claim(counter)
 
 
 @helper
@@ -154,50 +184,35 @@ def _add(place: int, addend: int, count: int) -> None:
         v.store_float(place + index, v.load_float(addend + index) + v.load_float(place + index))
 
 
-def _linear(
-    x: F32Array,
-    out: F32Array,
-    addend: F32Array,
-    plan: I64Array,
-    memory: tuple[int, ...],
-    pool: int,
-) -> None:
-    """Run all phases. `addend` may be empty.
-
-    Shapes: x [T, columns]; out, addend [T * sum of rows]; plan [NUM_PLAN_WORDS + M *
-    NUM_MATRIX_FIELDS]. Memory: NUM_ARGUMENTS words, Q8_BLOCKS, SCRATCH and the counter.
-    """
-    num_tokens = x.shape[0]
-    args, q8_blocks, scratch, counter = memory
-    v.copy_bytes(args, v.address_of(plan), 8 * NUM_PLAN_WORDS)
-    v.store_i64(args + 8 * X, v.address_of(x))
-    v.store_i64(args + 8 * OUT, v.address_of(out))
-    v.store_i64(args + 8 * ADDEND, v.address_of(addend) if addend.size else 0)
-    v.store_i64(args + 8 * NUM_TOKENS, num_tokens)
-    v.store_i64(args + 8 * COLUMNS, x.shape[1])
-    v.store_i64(args + 8 * Q8_BLOCKS, q8_blocks if plan[Q8_BYTES] else 0)
-    v.store_i64(args + 8 * MATRICES, v.address_of(plan) + 8 * NUM_PLAN_WORDS)
-    v.store_i64(args + 8 * SCRATCH, scratch)
-    if plan[Q8_BYTES]:
-        run_on(pool if num_tokens > FEW_TOKENS else 0, plan[QUANTISE_TASK], args, counter)
-    run_on(pool if plan[NUM_RUNS] > 1 else 0, plan[MULTIPLY_TASK], args, counter)
+def _run_linear(args: int, counter: int, pool: int) -> None:
+    if get(args, Q8_BYTES):
+        is_few = get(args, NUM_TOKENS) <= FEW_TOKENS
+        run_on(0 if is_few else pool, get(args, QUANTISE_TASK), args, counter)
+    run_on(pool if get(args, NUM_RUNS) > 1 else 0, get(args, MULTIPLY_TASK), args, counter)
 
 
-def _embed(
-    token_ids: I32Array, weights: int, expand: int, row_bytes: int, rows: int, out: F32Array
-) -> int:
-    """Look up rows; returns the index of the first invalid id, or -1.
+# Words of a call that looks up rows.
+(
+    TOKEN_IDS,  # [T] int32, each a row
+    TABLE,
+    EXPAND,
+    TABLE_ROW_BYTES,
+    TABLE_COLUMNS,
+    ROWS_OUT,  # [T, columns] float32
+    NUM_IDS,
+) = range(FIRST_FIELD, FIRST_FIELD + 7)
 
-    Shapes: token_ids [T]; out [T, columns].
-    """
-    columns = out.shape[1]
-    for token in range(token_ids.shape[0]):
-        row = token_ids[token]
-        if row < 0 or row >= rows:
-            return token
-        place = v.address_of(out) + 4 * token * columns
-        v.call_expand(expand, weights + row * row_bytes, columns, place)
-    return -1
+
+def _embed(args: int, counter: int, worker_idx: int) -> None:
+    """Items are tokens."""
+    columns = get(args, TABLE_COLUMNS)
+    token = claim(counter)
+    while token < get(args, NUM_IDS):
+        row = v.load_i32(get(args, TOKEN_IDS) + 4 * token)
+        place = get(args, ROWS_OUT) + 4 * token * columns
+        source = get(args, TABLE) + row * get(args, TABLE_ROW_BYTES)
+        v.call_expand(get(args, EXPAND), source, columns, place)
+        token = claim(counter)
 
 
 @cache
@@ -208,12 +223,11 @@ def linear_tasks() -> tuple[RowFunction, ...]:
 
 
 @cache
-def linear_kernel() -> Kernel:
-    memory = types.UniTuple(i64, 4)
-    arrays = [read_only(f32, 2), f32[::1], read_only(f32, 1), read_only(i64, 1)]
-    return compile_kernel(_linear, *arrays, memory, i64)
+def run_linear() -> RowFunction:
+    """The function of calls with a plan."""
+    return compile_task(_run_linear)
 
 
 @cache
-def embed_kernel() -> Kernel:
-    return compile_kernel(_embed, read_only(types.int32, 1), i64, i64, i64, i64, f32[:, ::1])
+def embed_task() -> RowFunction:
+    return compile_task(_embed)

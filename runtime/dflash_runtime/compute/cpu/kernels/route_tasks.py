@@ -1,7 +1,6 @@
 """Routing: choosing each token's experts.
 
-A token's experts depend on its logits alone. The kernel, which Python calls, writes a call's
-arguments as words; threads run the task on tokens.
+A token's experts depend on its logits alone.
 """
 
 from __future__ import annotations
@@ -10,22 +9,20 @@ from functools import cache
 
 import numpy as np
 
-from dflash_adapters.routing import Gating
+from dflash_adapters.routing import Gating, RoutingRule
 from dflash_protocol.ids import F32Array, I32Array
-from dflash_runtime.compute.cpu.compile.compiling import (
-    Kernel,
-    RowFunction,
-    compile_kernel,
-    compile_task,
-    helper,
-    read_only,
+from dflash_runtime.compute.cpu.compile.compiling import RowFunction, compile_task, helper
+from dflash_runtime.compute.cpu.kernels.words import (
+    FIRST_FIELD,
+    Call,
+    address,
+    float_bits,
+    get,
+    task_call,
 )
-from dflash_runtime.compute.cpu.kernels.words import set_word, word
 from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.simd.exponentials import exp_lanes, exp_scalar, softplus_lanes
-from dflash_runtime.compute.cpu.simd.types import f32, f64, i64
-from dflash_runtime.compute.cpu.simd.untyped import types
-from dflash_runtime.compute.cpu.threads.parallel import claim, run_on
+from dflash_runtime.compute.cpu.threads.parallel import claim
 
 TOKENS_AN_ITEM = 8
 
@@ -48,8 +45,7 @@ _SOFTMAX_WEIGHT, _SQRT_SOFTPLUS = GATINGS[Gating.SOFTMAX_WEIGHT], GATINGS[Gating
     _NUM_GROUPS_USED,
     _NORMALISE,
     _SCALE_BITS,
-) = range(14)
-NUM_WORDS = 14
+) = range(FIRST_FIELD, FIRST_FIELD + 14)
 
 # Markers, in descending order, all below any score that can be chosen: even for logits that are NaN
 # or infinite valid expert ids are chosen, since they are used as indices.
@@ -83,7 +79,7 @@ def _softmax(values: int, padded: int) -> None:
 @helper
 def _score(args: int, logits: int, scores: int, selection: int) -> None:
     """Scores of one token. Shapes: logits [E]; scores, selection [E padded]."""
-    num_experts, gating, bias = word(args, _NUM_EXPERTS), word(args, _GATING), word(args, _BIAS)
+    num_experts, gating, bias = get(args, _NUM_EXPERTS), get(args, _GATING), get(args, _BIAS)
     padded = (num_experts + 31) // 32 * 32
     for expert in range(0, padded, 32):
         rest = num_experts - expert
@@ -101,7 +97,7 @@ def _score(args: int, logits: int, scores: int, selection: int) -> None:
         _softmax(scores, padded)
     for expert in range(0, padded, 32):
         rest = num_experts - expert
-        source = selection if word(args, _SELECTS_BY_LOGITS) != 0 else scores
+        source = selection if get(args, _SELECTS_BY_LOGITS) != 0 else scores
         score = v.load_floats(source + 4 * expert)
         if bias != 0:
             score = score + v.load_padded(bias + 4 * expert, min(rest, 32))
@@ -129,8 +125,8 @@ def _drop_groups(args: int, selection: int, group_scores: int) -> None:
 
     Shapes: group_scores [groups padded].
     """
-    num_groups, num_used = word(args, _NUM_GROUPS), word(args, _NUM_GROUPS_USED)
-    size, padded = word(args, _NUM_EXPERTS) // num_groups, (num_groups + 31) // 32 * 32
+    num_groups, num_used = get(args, _NUM_GROUPS), get(args, _NUM_GROUPS_USED)
+    size, padded = get(args, _NUM_EXPERTS) // num_groups, (num_groups + 31) // 32 * 32
     for group in range(padded):
         first, second = _PADDING, np.float32(0)
         if group < num_groups:
@@ -158,26 +154,26 @@ def _route_token(args: int, logits: int, scratch: int, ids: int, out: int) -> No
 
     Scratch: scores, selection scores, group scores, each [E padded].
     """
-    num_experts, num_used = word(args, _NUM_EXPERTS), word(args, _NUM_USED)
+    num_experts, num_used = get(args, _NUM_EXPERTS), get(args, _NUM_USED)
     padded = (num_experts + 31) // 32 * 32
     left = scratch + 4 * padded
     _score(args, logits, scratch, left)
-    if word(args, _NUM_GROUPS) > 1:
+    if get(args, _NUM_GROUPS) > 1:
         _drop_groups(args, left, left + 4 * padded)
     for rank in range(num_used):
         expert = _highest(left, padded)
         v.store_float(left + 4 * expert, _TAKEN)
         v.store_i32(ids + 4 * rank, expert)
         v.store_float(out + 4 * rank, v.load_float(scratch + 4 * expert))
-    if word(args, _GATING) == _SOFTMAX_WEIGHT:
+    if get(args, _GATING) == _SOFTMAX_WEIGHT:
         _softmax_of_few(out, num_used)
     total = np.float32(0)
     for rank in range(num_used):
         total += v.load_float(out + 4 * rank)
-    scale = v.float_from_bits(word(args, _SCALE_BITS))
+    scale = v.float_from_bits(get(args, _SCALE_BITS))
     for rank in range(num_used):
         share = v.load_float(out + 4 * rank)
-        if word(args, _NORMALISE) != 0:
+        if get(args, _NORMALISE) != 0:
             share /= max(total, _SMALLEST_NORMAL_HALF)
         v.store_float(out + 4 * rank, share * scale)
 
@@ -196,9 +192,9 @@ def _softmax_of_few(values: int, count: int) -> None:
 
 
 def _route_task(args: int, counter: int, worker_idx: int) -> None:
-    num_tokens, num_experts = word(args, _NUM_TOKENS), word(args, _NUM_EXPERTS)
-    num_used = word(args, _NUM_USED)
-    scratch = word(args, _SCRATCH) + worker_idx * 12 * ((num_experts + 31) // 32 * 32)
+    num_tokens, num_experts = get(args, _NUM_TOKENS), get(args, _NUM_EXPERTS)
+    num_used = get(args, _NUM_USED)
+    scratch = get(args, _SCRATCH) + worker_idx * 12 * ((num_experts + 31) // 32 * 32)
     while True:
         first = claim(counter) * TOKENS_AN_ITEM
         if first >= num_tokens:
@@ -207,55 +203,50 @@ def _route_task(args: int, counter: int, worker_idx: int) -> None:
             chosen = 4 * num_used * token
             _route_token(
                 args,
-                word(args, _LOGITS) + 4 * num_experts * token,
+                get(args, _LOGITS) + 4 * num_experts * token,
                 scratch,
-                word(args, _IDS) + chosen,
-                word(args, _WEIGHTS) + chosen,
+                get(args, _IDS) + chosen,
+                get(args, _WEIGHTS) + chosen,
             )
 
 
-Rule = tuple[int, bool, int, int, bool, float]
-"""A RoutingRule: GATINGS' number of the gating, and whether it selects by logits; groups, and those
-used; whether weights are normalised, and their scale."""
-
-
-def _route(
+def route_call(
     logits: F32Array,
-    bias: F32Array,
+    rule: RoutingRule,
+    bias: F32Array | None,
     ids: I32Array,
     weights: F32Array,
-    rule: Rule,
-    memory: tuple[int, ...],
-    pool: int,
-    task: int,
-) -> None:
-    """Shapes: logits [T, E]; bias [E], or [0] for none; ids, weights [T, K]. Memory: NUM_WORDS
-    words, `scratch_bytes` for every thread, and the counter."""
-    gating, selects_by_logits, num_groups, num_groups_used, normalise, scale = rule
-    args, scratch, counter = memory
-    set_word(args, _LOGITS, v.address_of(logits))
-    set_word(args, _BIAS, v.address_of(bias) if bias.size else 0)
-    set_word(args, _IDS, v.address_of(ids))
-    set_word(args, _WEIGHTS, v.address_of(weights))
-    set_word(args, _NUM_TOKENS, logits.shape[0])
-    set_word(args, _NUM_EXPERTS, logits.shape[1])
-    set_word(args, _NUM_USED, ids.shape[1])
-    set_word(args, _SCRATCH, scratch)
-    set_word(args, _GATING, gating)
-    set_word(args, _SELECTS_BY_LOGITS, selects_by_logits)
-    set_word(args, _NUM_GROUPS, num_groups)
-    set_word(args, _NUM_GROUPS_USED, num_groups_used)
-    set_word(args, _NORMALISE, normalise)
-    set_word(args, _SCALE_BITS, v.bits_of_float(np.float32(scale)))
-    run_on(pool, task, args, counter)
+    *,
+    num_threads: int,
+) -> Call:
+    """Shapes: logits [T, E]; bias [E]; ids, weights [T, K]."""
+    num_tokens, num_experts = logits.shape
+    num_used = rule.num_experts_used
+    fields = [
+        address(logits),
+        0 if bias is None else address(bias),
+        address(ids, np.int32),
+        address(weights),
+        num_tokens,
+        num_experts,
+        num_used,
+        0,
+        GATINGS[rule.gating],
+        rule.selects_by_logits,
+        rule.num_groups,
+        rule.num_groups_used,
+        rule.normalise,
+        float_bits(rule.scale),
+    ]
+    return task_call(
+        route_task(),
+        num_used * logits.size,
+        fields,
+        per_token=(_NUM_TOKENS,),
+        scratch=((_SCRATCH, num_threads * scratch_bytes(num_experts)),),
+    )
 
 
 @cache
-def route_kernel() -> tuple[Kernel, RowFunction]:
-    """The kernel, and the task whose address it is passed."""
-    logits, bias = (read_only(f32, ndim) for ndim in (2, 1))
-    arrays = [logits, bias, types.int32[:, ::1], f32[:, ::1]]
-    rule = types.Tuple((i64, types.boolean, i64, i64, types.boolean, f64))
-    memory = types.UniTuple(i64, 3)
-    task = compile_task(_route_task)
-    return compile_kernel(_route, *arrays, rule, memory, i64, i64), task
+def route_task() -> RowFunction:
+    return compile_task(_route_task)

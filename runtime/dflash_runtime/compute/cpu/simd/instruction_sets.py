@@ -87,6 +87,24 @@ def target_features(tier: Tier, features: dict[str, bool]) -> str:
     )
 
 
+_PREFETCH_INTO_L1 = frozenset({"znver5"})
+"""LLVM's names of CPUs on which prefetches into L1 were measured to be quicker, by 5 %."""
+
+
+def prefetch_level(cpu: str) -> int:
+    """The cache, 1 or 2, into which a CPU prefetches what it will read from memory.
+
+    A prefetch into L1 holds one of its miss buffers for the whole latency of memory: Zen 4 has 24,
+    and 24 lines in 110 ns are 14 GB/s, half of what a core can read; Intel's cores have 10 to 16.
+    """
+    return 1 if cpu in _PREFETCH_INTO_L1 else 2
+
+
+def host_cpu() -> str:
+    """LLVM's name of this CPU."""
+    return str(llvm.get_host_cpu_name())
+
+
 def host_features() -> dict[str, bool]:
     """Features of this CPU; empty where LLVM cannot tell."""
     try:

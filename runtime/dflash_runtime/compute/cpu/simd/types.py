@@ -9,6 +9,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dflash_runtime.compute.cpu.simd.instruction_sets import host_cpu, prefetch_level
 from dflash_runtime.compute.cpu.simd.untyped import (
     cgutils,
     ir,
@@ -118,10 +119,10 @@ def emit_store(builder: Any, address: Any, value: Any) -> None:
 
 
 def emit_prefetch(builder: Any, address: Any) -> None:
-    """Prefetch one cache line; any address is allowed."""
+    """Prefetch one cache line, into the cache that suits this CPU; any address is allowed."""
     pointer = builder.inttoptr(address, I8.as_pointer())
-    to_read, to_all_caches, data = I32(0), I32(3), I32(1)
-    emit_named(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, to_read, to_all_caches, data)
+    to_read, locality, data = I32(0), I32(4 - prefetch_level(host_cpu())), I32(1)
+    emit_named(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, to_read, locality, data)
 
 
 def emit_named(builder: Any, name: str, result: Any, *arguments: Any) -> Any:

@@ -12,6 +12,7 @@ lines.
     LOCK     1 while a caller is in a region
     REGION   epoch, STOP (for ever), OPEN and, in the low bits, how many workers have entered
     TASK …   the region's task and its arguments; written by the caller while the region is closed
+    LIMIT    workers with a larger number do not join, and sleep until it changes
     LEFT     how many workers have left the region
     AWAITED  the LEFT for which the caller sleeps, or 0
     SLEEPY   1 if a worker sleeps or is about to
@@ -31,6 +32,9 @@ Why this is correct, also with weakly ordered memory:
   In either order, the caller sees SLEEPY or the kernel sees the new REGION. AWAITED and LEFT work
   in the same way. Besides, every sleep has a timeout: the kernel compares only half the word, and
   with it the epoch's lowest 18 bits.
+* LIMIT saves work, and is no promise: a worker that read it before it was lowered may still join.
+  Those beyond it sleep on LIMIT and leave SLEEPY alone, so that no region wakes them. `stop` sets
+  STOP, then LIMIT: a worker sees the one, or the kernel sees the other.
 """
 
 from __future__ import annotations
@@ -51,7 +55,7 @@ LINE = 16
 """Words between those that must not share cache lines: two lines, as CPUs fetch pairs."""
 
 LOCK, REGION, TASK, LEFT, AWAITED, SLEEPY, IDLE = range(0, 7 * LINE, LINE)
-ARGS, COUNTER, CORE, SPIN_NS, NUM_WORKERS = range(TASK + 1, TASK + 6)
+ARGS, COUNTER, CORE, SPIN_NS, NUM_WORKERS, LIMIT = range(TASK + 1, TASK + 7)
 MOVING = IDLE + 1
 INSIDE, CPU_NS = IDLE + LINE, IDLE + LINE + 1
 
@@ -82,7 +86,7 @@ def line_of_words(num_words: int) -> I64Array:
 def new_pool(num_workers: int, spin_ns: int) -> I64Array:
     """The state of a pool that `num_workers` threads will serve."""
     pool = line_of_words(INSIDE + LINE * num_workers)
-    pool[NUM_WORKERS] = num_workers
+    pool[NUM_WORKERS] = pool[LIMIT] = num_workers
     pool[REGION] = 0 if num_workers else STOP
     pool[SPIN_NS] = spin_ns
     pool[IDLE] = -1
@@ -90,7 +94,8 @@ def new_pool(num_workers: int, spin_ns: int) -> I64Array:
 
 
 @primitive(void, i64, i64, i64, i64)
-def _call_task(builder: Any, task: Any, args: Any, counter: Any, worker_idx: Any) -> None:
+def call_task(builder: Any, task: Any, args: Any, counter: Any, worker_idx: Any) -> None:
+    """Call a function ``void(int64, int64, int64)`` by its address."""
     kind = ir.FunctionType(ir.VoidType(), [I64, I64, I64])
     builder.call(builder.inttoptr(task, kind.as_pointer()), [args, counter, worker_idx])
 
@@ -108,7 +113,7 @@ def claim(counter: int) -> int:
 def run_alone(task: int, args: int, counter: int) -> None:
     """A region without workers, for work that takes less time than waking them."""
     atomics.relaxed_store(counter, 0)
-    _call_task(task, args, counter, 0)
+    call_task(task, args, counter, 0)
 
 
 @helper
@@ -124,7 +129,7 @@ def run_region(pool: int, task: int, args: int, counter: int) -> None:
     lock, region = pool + 8 * LOCK, pool + 8 * REGION
     is_ours = atomics.relaxed_load(region) & STOP == 0 and atomics.relaxed_load(lock) == 0
     if not is_ours or not atomics.atomic_replace(lock, 0, 1):
-        _call_task(task, args, counter, 0)
+        call_task(task, args, counter, 0)
         return
     sleepy, left = pool + 8 * SLEEPY, pool + 8 * LEFT
     atomics.relaxed_store(pool + 8 * TASK, task)
@@ -140,7 +145,7 @@ def run_region(pool: int, task: int, args: int, counter: int) -> None:
     atomics.atomic_add(region, EPOCH + OPEN - num_entered)
     if has_sleepers or atomics.atomic_load(sleepy) != 0:
         system.wake(region)
-    _call_task(task, args, counter, 0)
+    call_task(task, args, counter, 0)
     num_entered = atomics.atomic_and(region, ~OPEN) & (OPEN - 1)
     if atomics.atomic_load(left) != num_entered:
         _await_workers(pool, num_entered)
@@ -232,7 +237,7 @@ def _serve(pool: int, worker_idx: int, thread_id: int) -> None:
     inside = pool + 8 * (INSIDE + LINE * (worker_idx - 1))
     last_epoch = 0
     while True:
-        word = _await_region(pool, last_epoch)
+        word = _await_region(pool, worker_idx, last_epoch)
         if word & STOP:
             return
         if atomics.atomic_replace(region, word, word + 1):
@@ -241,7 +246,7 @@ def _serve(pool: int, worker_idx: int, thread_id: int) -> None:
             args = atomics.relaxed_load(pool + 8 * ARGS)
             counter = atomics.relaxed_load(pool + 8 * COUNTER)
             atomics.atomic_store(inside, thread_id)
-            _call_task(task, args, counter, worker_idx)
+            call_task(task, args, counter, worker_idx)
             atomics.atomic_store(inside, 0)
             num_left = atomics.atomic_add(left, 1) + 1
             if atomics.atomic_load(pool + 8 * AWAITED) == num_left:
@@ -249,8 +254,9 @@ def _serve(pool: int, worker_idx: int, thread_id: int) -> None:
 
 
 @helper
-def _await_region(pool: int, last_epoch: int) -> int:
-    """Wait until REGION says stop, or is open with another epoch than `last_epoch`; return it.
+def _await_region(pool: int, worker_idx: int, last_epoch: int) -> int:
+    """Wait until REGION says stop, or this worker may join it and its epoch is not `last_epoch`;
+    return it.
 
     A worker does not stay on the caller's core. One that the kernel has scheduled there, because
     other cores were busy, would alternate with the caller instead of computing beside it, or even
@@ -267,10 +273,15 @@ def _await_region(pool: int, last_epoch: int) -> int:
             if is_open or word & STOP:
                 break
             system.pause()
-        core = system.current_core()
-        is_on_callers_core = core >= 0 and core == atomics.relaxed_load(pool + 8 * CORE)
         if word & STOP:
             return word  # type: ignore[no-any-return]
+        limit = atomics.relaxed_load(pool + 8 * LIMIT)
+        if worker_idx > limit:
+            system.sleep_while(pool + 8 * LIMIT, limit, _IDLE_TIMEOUT_US)
+            end_spinning_ns = system.monotonic_ns() + spin_ns
+            continue
+        core = system.current_core()
+        is_on_callers_core = core >= 0 and core == atomics.relaxed_load(pool + 8 * CORE)
         if is_open:
             if has_moved or not is_on_callers_core:
                 return word  # type: ignore[no-any-return]
@@ -295,6 +306,19 @@ def _stop(pool: int) -> None:
     region = pool + 8 * REGION
     atomics.atomic_or(region, STOP)
     system.wake(region)
+    _set_limit(pool, MAX_WORKERS)
+
+
+def _limit(pool: int, num_workers: int) -> None:
+    """From now on the first `num_workers` alone join regions; those that sleep are woken."""
+    _set_limit(pool, num_workers)
+
+
+@helper
+def _set_limit(pool: int, num_workers: int) -> None:
+    limit = pool + 8 * LIMIT
+    atomics.atomic_store(limit, num_workers)
+    system.wake(limit)
 
 
 @cache
@@ -305,3 +329,8 @@ def serve_kernel() -> Kernel:
 @cache
 def stop_kernel() -> Kernel:
     return compile_kernel(_stop, i64)
+
+
+@cache
+def limit_kernel() -> Kernel:
+    return compile_kernel(_limit, i64, i64)

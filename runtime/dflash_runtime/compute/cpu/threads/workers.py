@@ -12,10 +12,15 @@ from threading import Thread, current_thread, get_native_id
 from weakref import WeakSet, finalize
 
 from dflash_protocol.ids import I64Array
+from dflash_runtime.compute.cores import most_threads
 from dflash_runtime.compute.cpu.threads import parallel
+from dflash_runtime.compute.topology import read_topology
 
 SPIN_US = 50
 """How long a thread spins for work before it sleeps: several times what waking it takes."""
+
+FEW_ROWS = 8
+"""Passes over up to this many rows read more than they compute: decode steps, verify passes."""
 
 _TIMEOUT_S = 5.0
 """How long `close` waits for threads in a region; one that hangs ends with the process."""
@@ -24,15 +29,17 @@ _TIMEOUT_S = 5.0
 class Workers:
     """Owns ``num_threads - 1`` threads until closed; none for one thread.
 
-    Kernels are passed the pool's `address`, valid while this object lives. After `close`, and in a
-    forked child, callers do all work themselves.
+    Kernels are passed the pool's `address`, valid while this object lives. All threads take part in
+    regions until `begin` says of what size a pass is. After `close`, and in a forked child, callers
+    do all work themselves.
     """
 
     def __init__(self, num_threads: int, *, spin_us: int = SPIN_US) -> None:
         check_num_threads(num_threads)
-        if num_threads > len(os.sched_getaffinity(0)):
+        if num_threads > _num_at_once():
             spin_us = 0  # spinning would take a core from another thread
         self.num_threads = num_threads
+        self._decode_threads = self._num_used = num_threads
         self._pool = parallel.new_pool(num_threads - 1, 1000 * spin_us)
         self._words = self._pool.data
         self.address = int(self._pool.ctypes.data)
@@ -50,6 +57,7 @@ class Workers:
         if threads:
             parallel.serve_kernel()
             parallel.stop_kernel()
+            parallel.limit_kernel()
             _forget_threads_in_children()
             _all_workers.add(self)
         try:
@@ -58,6 +66,27 @@ class Workers:
         except BaseException:  # no more threads available, or interrupted
             self.close()
             raise
+
+    @property
+    def decode_threads(self) -> int:
+        """How many threads take part in passes over few rows."""
+        return self._decode_threads
+
+    def use_for_decode(self, num_threads: int) -> None:
+        """Set `decode_threads`, and begin such a pass. Raises: ValueError for more than there
+        are."""
+        if not 1 <= num_threads <= self.num_threads:
+            raise ValueError(f"{num_threads} threads of {self.num_threads}")
+        self._decode_threads = num_threads
+        self.begin(1)
+
+    def begin(self, num_rows: int) -> None:
+        """Regions until the next call belong to a pass over this many rows: in one over few of them
+        `decode_threads` take part, and the others sleep. Results are the same."""
+        num_used = self.num_threads if num_rows > FEW_ROWS else self._decode_threads
+        if num_used != self._num_used:
+            self._num_used = num_used
+            parallel.limit_kernel()(self.address, num_used - 1)
 
     def idle(self) -> None:
         """No work is coming for a while: spinning threads sleep and free their cores. The next
@@ -86,6 +115,13 @@ def _forget_threads_in_children() -> None:
             workers._forget_threads()
 
     os.register_at_fork(after_in_child=forget)
+
+
+def _num_at_once() -> int:
+    """How many threads of this process can run at the same time."""
+    num_processors = len(os.sched_getaffinity(0))
+    most = most_threads(read_topology())
+    return num_processors if most is None else min(num_processors, most)
 
 
 def check_num_threads(num_threads: int) -> None:

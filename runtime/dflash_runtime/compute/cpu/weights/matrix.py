@@ -125,7 +125,7 @@ def repacked_functions(tensor_type: TensorType) -> dict[int, RowFunction]:
     name, quants = tensor_type.name.lower(), quants_of(form)
     return {
         UNPACK: _compiled(f"unpack_{name}", _four_numbers, unpacking(form)),
-        MULTIPLY_ONE: _compiled(f"multiply_one_{name}", _six_numbers, multiplying_one(form)),
+        MULTIPLY_ONE: _compiled(f"multiply_one_{name}", _seven_numbers, multiplying_one(form)),
         **{MULTIPLY + size: _multiply(size, form.scales_a_block, quants) for size in group_sizes()},
     }
 
@@ -143,8 +143,8 @@ def _four_numbers(a: int, b: int, c: int, d: int) -> None:
     _emitted(a, b, c, d)
 
 
-def _six_numbers(a: int, b: int, c: int, d: int, e: int, f: int) -> None:
-    _emitted(a, b, c, d, e, f)
+def _seven_numbers(a: int, b: int, c: int, d: int, e: int, f: int, g: int) -> None:
+    _emitted(a, b, c, d, e, f, g)
 
 
 def _emitted(*numbers: int) -> None:

@@ -98,6 +98,9 @@ class DeviceKvCache:
         for window in self.windows:
             window.begin(position)
 
+    def touch(self, num_positions: int) -> None:
+        """Do nothing: all memory is allocated."""
+
     def count_step(self) -> None:
         """Count a captured step that was started."""
         for window in self.windows:

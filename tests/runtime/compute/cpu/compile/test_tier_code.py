@@ -15,7 +15,9 @@ from dflash_adapters.quant import TensorType
 from dflash_protocol.ids import AnyArray, U8Array
 from dflash_runtime.compute.cpu.compile import tiers
 from dflash_runtime.compute.cpu.simd import instruction_sets, tiles
+from dflash_runtime.compute.cpu.simd import types as simd_types
 from dflash_runtime.compute.cpu.simd.dots import Quants
+from dflash_runtime.compute.cpu.simd.emitting import NUM_ROWS
 from dflash_runtime.compute.cpu.simd.instruction_sets import Tier, target_features
 from dflash_runtime.compute.cpu.simd.types import emit_named
 from dflash_runtime.compute.cpu.simd.untyped import ir, llvm
@@ -142,6 +144,58 @@ def test_code_for_x86_is_of_its_set(
         assert all(text in code for code in codes[1:]), text
     for text in unwanted:
         assert not any(text in code for code in codes), text
+
+
+# -- prefetches -----------------------------------------------------------------------------------
+
+PREFETCH = re.compile(r"call void @llvm\.prefetch\.p0\(ptr \S+, i32 0, i32 (\d), i32 1\)")
+
+
+def lines_of_a_turn(tensor_type: TensorType) -> int:
+    """Cache lines of 16 rows' chunk; of two chunks and of one where chunks are small."""
+    form = FORMATS[tensor_type]
+    turns = (1,) if form.chunk_blocks > 1 else (2, 1)
+    return sum(-(-count * NUM_ROWS * form.chunk_bytes // 64) for count in turns)
+
+
+@pytest.mark.parametrize("tensor_type", FORMATS, ids=lambda each: each.name)
+def test_every_line_of_both_panels_ahead_is_prefetched(
+    emitters: Callable[[Tier], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tensor_type: TensorType,
+) -> None:
+    emitters(Tier.AVX512_VNNI)
+    monkeypatch.setattr(simd_types, "host_cpu", lambda: "znver4")
+    emit = kernels.multiplying_one(FORMATS[tensor_type])
+    localities = PREFETCH.findall(str(module_of(emit, 7, X86)))
+    assert localities == ["2"] * 2 * lines_of_a_turn(tensor_type)
+
+
+@pytest.mark.parametrize(
+    ("tier", "triple", "name", "features", "wanted"),
+    [
+        (Tier.AVX512_VNNI, X86, "znver4", "", "prefetcht1"),
+        (Tier.AVX512_VNNI, X86, "sapphirerapids", "", "prefetcht1"),
+        (Tier.AVX2, X86, "haswell", "", "prefetcht1"),
+        (Tier.NEON_DOT, ARM, "neoverse-n1", "+neon,+dotprod", "pldl2keep"),
+        (Tier.AVX512_VNNI, X86, "znver5", "", "prefetcht0"),
+    ],
+)
+def test_weights_are_prefetched_into_the_cache_that_has_buffers_for_them(
+    emitters: Callable[[Tier], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tier: Tier,
+    triple: str,
+    name: str,
+    features: str,
+    wanted: str,
+) -> None:
+    emitters(tier)
+    monkeypatch.setattr(simd_types, "host_cpu", lambda: name)
+    emit = kernels.multiplying_one(FORMATS[TensorType.IQ4_NL])
+    code = assembly(emit, triple, name, features)
+    found = re.findall(r"prefetch\w+|pld\w+", code)
+    assert found == [wanted] * 2 * lines_of_a_turn(TensorType.IQ4_NL)
 
 
 # -- tiles ----------------------------------------------------------------------------------------

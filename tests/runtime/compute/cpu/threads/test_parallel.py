@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -81,6 +82,37 @@ def test_a_worker_that_comes_late_is_not_waited_for() -> None:
     assert after.calls[1] == 1
 
 
+@pytest.mark.parametrize("spin_us", [0, 50])
+def test_passes_over_few_rows_leave_some_workers_asleep(spin_us: int) -> None:
+    def run(num_rows: int, num_threads: int) -> None:
+        region = Region(5, awaited_workers=num_threads - 1)
+        workers.begin(num_rows)
+        region.run(workers.address, times=20)
+        # One that was about to join when the limit was lowered may do so once.
+        assert (region.calls[:num_threads] > 0).all()
+        assert (region.calls[num_threads:] <= 1).all()
+
+    with open_workers(4, spin_us=spin_us) as workers:
+        assert workers.decode_threads == 4
+        workers.use_for_decode(2)
+        for _ in range(10):
+            run(1, 2)
+            run(8, 2)
+            run(9, 4)
+        workers.use_for_decode(1)
+        run(1, 1)
+        workers.use_for_decode(4)
+        run(1, 4)
+        for wrong in (0, 5, -1):
+            with pytest.raises(ValueError, match="threads"):
+                workers.use_for_decode(wrong)
+        assert workers.decode_threads == 4
+        workers.use_for_decode(1)
+        time.sleep(0.05)
+        started_s = time.monotonic()
+    assert time.monotonic() - started_s < 0.4  # workers asleep beyond the limit are woken
+
+
 @pytest.mark.parametrize("spin_us", [0, 50, 20_000])
 def test_workers_that_stop_for_a_while_are_waited_for(spin_us: int) -> None:
     """The caller spins, checks for preempted workers, and sleeps."""
@@ -92,6 +124,24 @@ def test_workers_that_stop_for_a_while_are_waited_for(spin_us: int) -> None:
             region.run(workers.address)
         (worker,) = cpu_threads() - before
         assert os.sched_getaffinity(worker.native_id or 0) == cores
+
+
+def test_limits_that_change_within_regions_lose_no_item() -> None:
+    region, is_over = Region(12), threading.Event()
+
+    def change(workers: Workers) -> None:
+        while not is_over.is_set():
+            for num_rows in (1, 100):
+                workers.begin(num_rows)
+
+    with open_workers(4) as workers:
+        workers.use_for_decode(2)
+        other = threading.Thread(target=change, args=(workers,))
+        other.start()
+        region.run(workers.address, times=3000)
+        is_over.set()
+        other.join()
+    assert (region.items == sum(range(3000))).all()
 
 
 # -- one pool, several callers --------------------------------------------------------------------

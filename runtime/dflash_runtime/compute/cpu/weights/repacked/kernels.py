@@ -209,21 +209,24 @@ def _multiply_tile(
 
 
 def multiplying_one(form: RepackedFormat) -> Callable[..., Any]:
-    """Make ``multiply_one(first_row, row_bytes, num_blocks, q8_blocks, ahead, totals)``.
+    """Make ``multiply_one(first_row, row_bytes, num_blocks, q8_blocks, far, near, totals)``.
 
     Multiplies rows of whole chunks by one token straight from the blocks: storing unpacked bytes
-    would cost more than the products. Prefetches as many bytes from `ahead` on.
+    would cost more than the products. Prefetches as many bytes from `far` on, and once more from
+    `near` on: some processors drop prefetches while they wait for many lines (Zen 5 most of them,
+    if they come without a pause), and the second time costs little where the line is there.
     """
     unrolled = _SMALL_CHUNKS_AT_ONCE if form.chunk_blocks == 1 else 1
 
-    @primitive(void, i64, i64, i64, i64, i64, i64)
+    @primitive(void, *[i64] * 7)
     def multiply_one(
         builder: Any,
         first_row: Any,
         row_bytes: Any,
         num_blocks: Any,
         q8_blocks: Any,
-        ahead: Any,
+        far: Any,
+        near: Any,
         totals: Any,
     ) -> None:
         kept = cgutils.alloca_once(builder, LANES)
@@ -236,11 +239,13 @@ def multiplying_one(form: RepackedFormat) -> Callable[..., Any]:
             with cgutils.for_range_slice(builder, first, end, I64(1)) as (index, _):
                 begin = Vec(builder, index) * count
                 rows = TileRows(Vec(builder, first_row), Vec(builder, row_bytes))
-                line = Vec(builder, ahead) + begin * (NUM_ROWS * form.chunk_bytes)
+                done = begin * (NUM_ROWS * form.chunk_bytes)
                 x = Q8Blocks(Vec(builder, q8_blocks), 1).block(begin * form.chunk_blocks)
                 total = Vec(builder, builder.load(kept))
                 lines = _lines_ahead(
-                    line, count * NUM_ROWS * form.chunk_bytes, 2 * count * form.chunk_blocks
+                    [Vec(builder, far) + done, Vec(builder, near) + done],
+                    count * NUM_ROWS * form.chunk_bytes,
+                    2 * count * form.chunk_blocks,
                 )
                 for chunk in range(count):
                     here = rows.at((begin + chunk) * form.chunk_bytes)
@@ -255,13 +260,14 @@ def multiplying_one(form: RepackedFormat) -> Callable[..., Any]:
     return multiply_one
 
 
-def _lines_ahead(first: Vec, num_bytes: int, num_parts: int) -> Iterator[None]:
-    """Each `next` prefetches another part of the lines."""
+def _lines_ahead(firsts: list[Vec], num_bytes: int, num_parts: int) -> Iterator[None]:
+    """Each `next` prefetches another part of `num_bytes` from each of these addresses on."""
     begin = 0
     for part in range(1, num_parts + 1):
-        keep_order(first.builder)
+        keep_order(firsts[0].builder)
         while begin < num_bytes * part // num_parts:
-            prefetch(first + begin)
+            for first in firsts:
+                prefetch(first + begin)
             begin += 64
         yield
 

@@ -1,0 +1,104 @@
+"""A program: recorded calls with their words and memory, which compiled code runs in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from dflash_runtime.compute.cpu.kernels import step_tasks as tasks
+from dflash_runtime.compute.cpu.kernels.words import Call, calls_kernel
+from dflash_runtime.compute.cpu.threads.parallel import line_of_words
+from dflash_runtime.compute.cpu.threads.scratch import zeros_on_lines
+
+_LINE_WORDS = 8
+
+BetweenCalls: TypeAlias = Callable[[int], None]
+"""What the host does between two calls; it gets the number of rows of the run."""
+
+
+class Program:
+    """Calls that compute a step of up to `num_rows` successive tokens, and what the host does
+    between some of them.
+
+    Owns: words, scratch memory, and everything the words point into. Used by one thread at a time.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        cuts: Sequence[tuple[int, BetweenCalls]],
+        kept: Iterable[object],
+        num_rows: int,
+    ) -> None:
+        """`cuts`: what the host does before the call of this index."""
+        self._kernel = calls_kernel()
+        self._kept = list(kept)
+        self._cuts = [*cuts, (len(calls), None)]
+        self._counter = line_of_words(1)
+        self._counter_address = int(self._counter.ctypes.data)
+        starts, end = [], _LINE_WORDS
+        for call in calls:
+            starts.append(end)
+            end += -(-len(call.words) // _LINE_WORDS) * _LINE_WORDS
+        self._words = words = line_of_words(end)
+        self._calls = np.zeros((len(calls) + 1, 2), np.int64)
+        base, scratch = int(words.ctypes.data), self._scratch_of(calls)
+        per_token: list[tuple[int, int]] = []
+        places: list[tuple[int, int, int]] = []
+        for index, (call, start) in enumerate(zip(calls, starts, strict=True), 1):
+            words[start : start + len(call.words)] = call.words
+            place = scratch
+            for word, num_bytes in call.scratch:
+                words[start + word] = place
+                place += _on_lines(num_bytes)
+            self._calls[index] = call.function, base + 8 * start
+            per_token += [(start + word, call.words[word] // num_rows) for word in call.per_token]
+            places += [
+                (base + 8 * (start + word), call.words[word], growth)
+                for word, growth in call.per_position
+            ]
+        self._places = np.array(places, np.int64).reshape(-1, 3)
+        words[tasks.NUM_PLACES], words[tasks.PLACES] = len(places), self._places.ctypes.data
+        self._calls[0] = tasks.run_place().address, base
+        indices, factors = zip(*per_token, strict=True)
+        self._row_words = np.array(indices, np.int64)
+        self._row_factors = np.array(factors, np.int64)
+        self._num_rows = 0
+
+    def _scratch_of(self, calls: Sequence[Call]) -> int:
+        """Address of memory for the calls, which use it one after the other."""
+        sizes = [sum(_on_lines(size) for _, size in call.scratch) for call in calls]
+        self._scratch = zeros_on_lines(max(sizes))
+        return int(self._scratch.ctypes.data)
+
+    def place(self, num_rows: int, position: int) -> None:
+        """Say how many tokens the next run has, and the position of the first."""
+        self._words[tasks.POSITION] = position
+        if num_rows != self._num_rows:
+            self._words[self._row_words] = self._row_factors * num_rows
+            self._num_rows = num_rows
+
+    def run(self, pool: int, stops: Sequence[tuple[int, BetweenCalls]] = ()) -> None:
+        """Run all calls on a pool of threads, and what the host does between them; `stops` is more
+        of that, for this run.
+
+        Raises: what the host's work raises; KeyboardInterrupt.
+        """
+        kernel, calls, counter = self._kernel, self._calls, self._counter_address
+        index = 0
+        cuts = sorted([*self._cuts, *stops], key=_index_of) if stops else self._cuts
+        for end, work in cuts:
+            while index <= end:
+                index = kernel(calls, index, end + 1, counter, pool)
+            if work is not None:
+                work(self._num_rows)
+
+
+def _index_of(cut: tuple[int, BetweenCalls | None]) -> int:
+    return cut[0]
+
+
+def _on_lines(num_bytes: int) -> int:
+    return -(-num_bytes // 64) * 64

@@ -1,0 +1,206 @@
+"""Records a model's operations as calls of compiled code, and makes a program of them.
+
+The model runs once, through `Recorder`, which computes nothing: its results are memory that the
+calls will write. Words that depend on the number of tokens or their position are remembered, so
+that the program serves any.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dflash_adapters.rope import AttentionTemperature, RopeTable
+from dflash_protocol.ids import F32Array, I32Array
+from dflash_runtime.compute.cpu import attention as attending
+from dflash_runtime.compute.cpu.captured.program import BetweenCalls, Program
+from dflash_runtime.compute.cpu.kernels import conv_tasks, delta_tasks
+from dflash_runtime.compute.cpu.kernels import step_tasks as tasks
+from dflash_runtime.compute.cpu.kernels.words import Call
+from dflash_runtime.compute.cpu.kv_cache import CpuKvCache
+from dflash_runtime.compute.cpu.ops import CpuOps, turns_of
+from dflash_runtime.compute.cpu.recurrent import check_shape
+from dflash_runtime.compute.cpu.threads.scratch import zeros_on_lines
+from dflash_runtime.compute.host_ops import DeltaInputs
+from dflash_runtime.compute.kv_cache import KvCache
+from dflash_runtime.compute.trees import Tree
+
+_TABLE_POSITIONS = 512
+"""Positions whose angles are computed at once."""
+
+
+class PositionTables:
+    """Values that depend on a position alone, computed for more positions as a sequence grows.
+
+    Shapes: angles [2, N, pairs], of each rotary embedding; temperatures [N].
+    """
+
+    def __init__(self, num_positions: int) -> None:
+        self._num_positions = num_positions
+        self._num_ready = 0
+        self._angles: dict[RopeTable, F32Array] = {}
+        self._temperatures: dict[AttentionTemperature, F32Array] = {}
+
+    def angles(self, table: RopeTable) -> F32Array:
+        if table not in self._angles:
+            shape = 2, self._num_positions, table.inv_freq.shape[0]
+            self._angles[table] = np.zeros(shape, np.float32)
+        return self._angles[table]
+
+    def temperatures(self, temperature: AttentionTemperature) -> F32Array:
+        if temperature not in self._temperatures:
+            self._temperatures[temperature] = np.zeros(self._num_positions, np.float32)
+        return self._temperatures[temperature]
+
+    def extend(self, num_positions: int) -> None:
+        """Have values for this many positions."""
+        while self._num_ready < num_positions:
+            end = min(self._num_ready + _TABLE_POSITIONS, self._num_positions)
+            some = slice(self._num_ready, end)
+            positions = np.arange(some.start, some.stop, dtype=np.int32)
+            for table, angles in self._angles.items():
+                angles[:, some] = turns_of(table, positions)
+            for temperature, factors in self._temperatures.items():
+                factors[some] = temperature.factors(positions)
+            self._num_ready = end
+
+
+class Recorder(CpuOps):
+    """Implements host_ops.Ops for rows of one sequence at successive positions.
+
+    Used once, on one thread: the model's operations are recorded, then `program` is called.
+    """
+
+    def __init__(self, ops: CpuOps, num_rows: int, num_positions: int) -> None:
+        """`num_rows`: the most rows that a step will have."""
+        super().__init__(ops.workers, ops.scratch)
+        self.num_rows = num_rows
+        self.tables = PositionTables(num_positions)
+        self._num_positions = num_positions
+        self._calls: list[Call] = []
+        self._cuts: list[tuple[int, BetweenCalls]] = []
+        self._kept: list[object] = []
+
+    # -- recording --------------------------------------------------------------------------------
+
+    def run(self, call: Call) -> None:
+        """Record a call."""
+        self._calls.append(call)
+
+    def new(self, shape: tuple[int, ...]) -> F32Array:
+        """Memory of the program's own."""
+        values = zeros_on_lines(4 * int(np.prod(shape, dtype=np.int64))).view(np.float32)
+        self.keep(values)
+        return values.reshape(shape)
+
+    def keep(self, *owners: object) -> None:
+        """Keep the owners of memory that recorded words point into."""
+        self._kept += owners
+
+    def pause(self, work: BetweenCalls) -> None:
+        """Record that the host does this between the calls so far and those that follow."""
+        self._cuts.append((len(self._calls), work))
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
+
+    def program(self) -> Program:
+        """What was recorded."""
+        self.keep(*self._plans.values())
+        return Program(self._calls, self._cuts, self._kept, self.num_rows)
+
+    # -- operations that are something else on the host, or depend on the position ----------------
+
+    def add(self, x: F32Array, y: F32Array) -> None:
+        self.run(tasks.add_call(x, y))
+
+    def multiply(self, x: F32Array, factors: F32Array) -> None:
+        self.run(tasks.multiply_call(x, factors))
+
+    def columns(self, x: F32Array, first: int, last: int) -> F32Array:
+        out = self.new((*x.shape[:-1], last - first))
+        self.run(tasks.columns_call(x, first, out))
+        return out
+
+    def temper(self, q: F32Array, temperature: AttentionTemperature, positions: I32Array) -> None:
+        factors = self.tables.temperatures(temperature)
+        self.run(tasks.multiply_call(q, factors, is_by_position=True))
+
+    def angles(self, table: RopeTable, positions: I32Array) -> F32Array:
+        return self.tables.angles(table)
+
+    def attention(
+        self,
+        q: F32Array,
+        k: F32Array,
+        v: F32Array,
+        cache: KvCache,
+        cache_layer: int,
+        positions: I32Array,
+        *,
+        scale: float,
+        sinks: F32Array | None = None,
+        tree: Tree | None = None,
+    ) -> F32Array:
+        assert isinstance(cache, CpuKvCache)
+        assert tree is None
+        out = self.new((*q.shape[:2], v.shape[2]))
+        self.run(
+            attending.attention_call(
+                (q, k, v),
+                cache.layers[cache_layer],
+                out,
+                0,
+                scale=scale,
+                sinks=sinks,
+                num_threads=self.num_threads,
+                end_position=self._num_positions,
+            )
+        )
+        return out
+
+    def causal_conv(
+        self,
+        x: F32Array,
+        weight: F32Array,
+        cache: KvCache,
+        layer: int,
+        positions: I32Array,
+        *,
+        tree: Tree | None = None,
+    ) -> F32Array:
+        assert isinstance(cache, CpuKvCache)
+        assert tree is None
+        taps, kept, out = (
+            self.recurrent.taps_of(weight),
+            cache.states[layer].inputs,
+            self.new(x.shape),
+        )
+        self.keep(taps)
+        self.run(
+            conv_tasks.conv_call(
+                x, kept, taps, out, first_position=0, table=0, num_threads=self.num_threads
+            )
+        )
+        self.run(conv_tasks.keep_call(x, kept, taps, first_position=0))
+        return out
+
+    def delta_rule(
+        self,
+        inputs: DeltaInputs,
+        cache: KvCache,
+        layer: int,
+        positions: I32Array,
+        *,
+        tree: Tree | None = None,
+    ) -> F32Array:
+        assert isinstance(cache, CpuKvCache)
+        assert tree is None
+        state, out = cache.states[layer], self.new(inputs.out_shape)
+        check_shape(inputs, state)
+        self.run(
+            delta_tasks.delta_call(
+                state.words, inputs, out, first_position=0, num_threads=self.num_threads
+            )
+        )
+        return out

@@ -1,0 +1,176 @@
+"""A decode step as a program, which is recorded when a model is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase
+from dflash_runtime.compute.backend import DeviceSampling, RemoteExperts
+from dflash_runtime.compute.cpu.captured.experts import AskedExperts, LocalExperts
+from dflash_runtime.compute.cpu.captured.program import BetweenCalls, Program
+from dflash_runtime.compute.cpu.captured.recorder import PositionTables, Recorder
+from dflash_runtime.compute.cpu.experts import CpuExpertBank
+from dflash_runtime.compute.cpu.kernels import step_tasks as tasks
+from dflash_runtime.compute.cpu.kv_cache import CpuKvCache
+from dflash_runtime.compute.cpu.ops import CpuOps
+from dflash_runtime.compute.host_model import HostModel
+from dflash_runtime.compute.model import Step, forward, run_to_end
+from dflash_runtime.compute.trees import Tree, TreeResult
+
+MOST_ROWS = 8
+"""Draft tokens that are verified in one step."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Recorded:
+    """A program, and the memory that it reads and writes.
+
+    Shapes: token_ids, next_ids [T] int32; hidden [T, H]; logits [T, V].
+    """
+
+    program: Program
+    tables: PositionTables
+    token_ids: I32Array
+    next_ids: I32Array
+    """The argmax after each token, or NOT_FINITE."""
+    hidden: F32Array
+    """The rows after the last layer that has run."""
+    logits: F32Array
+    layer_ends: tuple[int, ...]
+    """The number of calls up to each layer's end."""
+
+
+def _record(
+    ops: CpuOps,
+    model: HostModel,
+    cache: CpuKvCache,
+    banks: Mapping[int, CpuExpertBank] | None,
+    remote: RemoteExperts,
+) -> _Recorded:
+    num_rows, layer_ends = min(MOST_ROWS, cache.capacity), list[int]()
+    recorder = Recorder(ops, num_rows, cache.capacity)
+    token_ids, next_ids = np.zeros((2, num_rows), np.int32)
+    experts: LocalExperts | AskedExperts
+    experts = AskedExperts(recorder, remote) if banks is None else LocalExperts(recorder, banks)
+    model, step = model.with_ops(recorder), Step.of_chunk(token_ids, 0, cache, Phase.DECODE)
+
+    def end_layer(layer_id: int, hidden: F32Array) -> None:
+        layer_ends.append(recorder.num_calls)
+
+    hidden = run_to_end(forward(model, step, experts, on_layer=end_layer))
+    logits = model.head(hidden)
+    recorder.run(tasks.argmax_call(logits, next_ids))
+    recorder.keep(model)
+    program = recorder.program()
+    return _Recorded(
+        program, recorder.tables, token_ids, next_ids, hidden, logits, tuple(layer_ends)
+    )
+
+
+class CpuStep:
+    """Implements backend.CapturedStep: decode steps of one sequence, and verification of a chain of
+    up to MOST_ROWS draft tokens, as one program from the embedding to the argmax. Used by the
+    thread that runs the model.
+
+    Without `banks`, the host asks the owners of experts in each layer; `remote` counts all work.
+    A step that is interrupted, or that no owner can compute, leaves recurrent states which must be
+    computed again.
+    Owns: the program's memory, until closed.
+    """
+
+    needs_host = True
+
+    def __init__(
+        self,
+        ops: CpuOps,
+        model: HostModel,
+        cache: CpuKvCache,
+        *,
+        banks: Mapping[int, CpuExpertBank] | None,
+        remote: RemoteExperts,
+    ) -> None:
+        self.counts_itself = banks is None
+        self._recorded = _record(ops, model, cache, banks, remote)
+        self._workers, self._cache = ops.workers, cache
+        self._position = 0
+        self._is_greedy = True
+
+    def prepare(self) -> None:
+        """Do nothing: everything is compiled and recorded."""
+
+    def choose_by(self, options: DeviceSampling | None) -> None:
+        """Sampled tokens are left to the host."""
+        self._is_greedy = options is None
+
+    def expect(self, first_position: int, numbers: F64Array) -> None:
+        """Do nothing: the host samples."""
+
+    def begin(self, token_id: int, position: int) -> None:
+        """Set the token and position of the next step.
+
+        Raises: ContextExceeded; ValueError for a token id that the model does not have.
+        """
+        num_ids = self._recorded.logits.shape[1]
+        if not 0 <= token_id < num_ids:
+            raise ValueError(f"token id {token_id} is not within 0..{num_ids - 1}")
+        self._recorded.token_ids[0], self._position = token_id, position
+
+    def start(self) -> None:
+        """Run a step; its argmax is the input of the next one, at the next position.
+
+        Raises: ContextExceeded; CheckpointMissing; DaemonUnavailable.
+        """
+        recorded = self._recorded
+        self._run(self._position, 1)
+        recorded.token_ids[0] = recorded.next_ids[0]
+        self._position += 1
+
+    def verify(
+        self, token_ids: I32Array, tree: Tree, features: Collection[int]
+    ) -> TreeResult | None:
+        """Chains only, of a sequence that can be cut: accepting a part of one leaves the rest of
+        its rows behind the sequence's end."""
+        recorded, num_tokens = self._recorded, token_ids.size
+        is_chain = np.array_equal(tree.parents, np.arange(-1, num_tokens - 1))
+        if not is_chain or num_tokens > recorded.token_ids.size or not self._cache.can_be_cut:
+            return None
+        recorded.token_ids[:num_tokens] = token_ids
+        found: dict[int, F32Array] = {}
+
+        def keep(layer_id: int, num_rows: int) -> None:
+            found[layer_id] = recorded.hidden[:num_rows].copy()
+
+        stops = [(recorded.layer_ends[each], partial(keep, each)) for each in sorted(features)]
+        self._run(tree.position, num_tokens, stops)
+        return TreeResult(recorded.next_ids[:num_tokens].copy(), found)
+
+    def _run(
+        self, position: int, num_rows: int, stops: Sequence[tuple[int, BetweenCalls]] = ()
+    ) -> None:
+        recorded, end = self._recorded, position + num_rows
+        self._cache.begin_step(position, num_rows)
+        self._cache.touch(end)
+        recorded.tables.extend(end)
+        recorded.program.place(num_rows, position)
+        self._workers.begin(num_rows)
+        recorded.program.run(self._workers.address, stops)
+        self._cache.end_step(end)
+
+    def token(self, position: int) -> int | None:
+        return int(self._recorded.next_ids[0]) if self._is_greedy else None
+
+    def logits(self) -> F32Array:
+        logits: F32Array = self._recorded.logits[0]
+        return logits
+
+    def take_selections(self) -> dict[tuple[Phase, int], I64Array]:
+        """None: the host counts, or banks do."""
+        return {}
+
+    def close(self) -> None:
+        if "_recorded" in vars(self):
+            del self._recorded, self._cache
