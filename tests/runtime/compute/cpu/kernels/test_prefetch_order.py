@@ -16,11 +16,16 @@ import pytest
 from dflash_protocol.ids import AnyArray, I64Array
 from dflash_runtime.compute.cpu.kernels import experts_kernel as experts
 from dflash_runtime.compute.cpu.kernels import linear_kernel as linear
-from dflash_runtime.compute.cpu.kernels.products import LEAD_BYTES, REPACKED_ROWS, TOTALS_BYTES
+from dflash_runtime.compute.cpu.kernels.products import (
+    LEAD_BYTES,
+    REPACKED_ROWS,
+    TOTALS_BYTES,
+    runs_a_claim,
+)
 from dflash_runtime.compute.cpu.weights.matrix import NUM_FIELDS
 from dflash_runtime.compute.cpu.weights.rows import COLUMNS, MULTIPLY_ONE, ROW_BYTES, UNPACK
 
-NUM_COLUMNS = 256
+NUM_COLUMNS, RUN_ROWS = 256, 32
 SHORT, LONGER, LONG = 144, 210, LEAD_BYTES
 """Bytes of a row."""
 FIRST = 1 << 40
@@ -62,9 +67,9 @@ class Kept:
         assert {*self.near[-1:], *self.far[-2:]} <= {*panels[-4:]}
 
 
-def run(task: Any, words: dict[int, int | AnyArray], num_words: int) -> None:
+def run(task: Any, words: dict[int, int | AnyArray]) -> None:
     """Run a task alone, as one of a pool's threads would."""
-    args, counter = np.zeros(num_words, np.int64), np.zeros(1, np.int64)
+    args, counter = np.zeros(max(words) + 1, np.int64), np.zeros(1, np.int64)
     for word, value in words.items():
         args[word] = value if isinstance(value, int) else value.ctypes.data
     prototype = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)
@@ -84,18 +89,22 @@ def test_matrices_one_after_another(row_bytes: tuple[int, int]) -> None:
         matrix[linear.LAYOUT] = layouts[index].ctypes.data
         matrix[linear.WEIGHTS], matrix[linear.ROWS] = addresses[index], rows[index]
         matrix[linear.ROWS_BEFORE] = sum(rows[:index])
-        matrix[linear.RUNS_BEFORE] = sum(rows[:index]) // linear.RUN_ROWS
+        matrix[linear.RUNS_BEFORE] = sum(rows[:index]) // RUN_ROWS
+        matrix[linear.RUN_ROWS] = RUN_ROWS
     words: dict[int, int | AnyArray] = {
         linear.NUM_MATRICES: 2,
-        linear.NUM_RUNS: sum(rows) // linear.RUN_ROWS,
+        linear.NUM_RUNS: sum(rows) // RUN_ROWS,
+        linear.CLAIMS_AHEAD: 1,
+        linear.NUM_THREADS: 1,
         linear.NUM_TOKENS: 1,
+        linear.OUT_ROOM: 1,
         linear.COLUMNS: NUM_COLUMNS,
         linear.OUT: np.zeros(sum(rows), np.float32),
         linear.MATRICES: fields,
         linear.SCRATCH: np.zeros(2 * TOTALS_BYTES, np.uint8),
     }
     _, multiply = linear.linear_tasks()
-    run(multiply, words, linear.NUM_ARGUMENTS)
+    run(multiply, words)
     expected = [
         panel
         for address, stride, count in zip(addresses, row_bytes, rows, strict=True)
@@ -134,6 +143,7 @@ def test_matrices_of_chosen_experts(phase: Callable[..., None], row_bytes: int) 
         experts.LAYOUTS: np.concatenate([kept.layout(row_bytes)] * 3),
         experts.ACTIVATION: np.array([1e9, 1, 0], np.float32),
         experts.HIDDEN: np.zeros(64, np.float32),
+        experts.NUM_THREADS: 1,
         experts.NUM_TOKENS: 1,
         experts.NUM_GROUPS: 2,
         experts.EXPERT_IDS: np.array([2, 0], np.int32),
@@ -145,5 +155,19 @@ def test_matrices_of_chosen_experts(phase: Callable[..., None], row_bytes: int) 
         experts.SCRATCH: np.zeros(3 * TOTALS_BYTES, np.uint8),
     }
     _, _, gate_up, _, down = experts.expert_ffn_tasks()
-    run(gate_up if phase is experts.gate_up else down, words, experts.NUM_ARGUMENTS)
+    run(gate_up if phase is experts.gate_up else down, words)
     kept.check(expert_panels(phase, row_bytes), row_bytes)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 16])
+@pytest.mark.parametrize("run_bytes", [1 << 13, 1 << 16, 1 << 19])
+@pytest.mark.parametrize("num_runs", [1, 31, 64, 4748])
+def test_threads_take_neighbouring_runs_where_there_are_many(
+    num_runs: int, run_bytes: int, num_threads: int
+) -> None:
+    size = runs_a_claim.py_func(num_runs, run_bytes, num_threads, 1)
+    assert size == 1 or num_runs >= 16 * size * num_threads
+    assert size == 1 or size * run_bytes < 1 << 19
+    is_most = num_runs < 32 * size * num_threads or size * run_bytes >= 1 << 18
+    assert is_most
+    assert runs_a_claim.py_func(num_runs, run_bytes, num_threads, 512) == 1
