@@ -1,7 +1,7 @@
-"""Which panels are prefetched while others are multiplied: those that follow, in their order.
+"""The order in which threads take panels of weights, and which of them they prefetch meanwhile.
 
-The tasks run as they are, with weights at addresses where nothing is: the function that would
-multiply a panel keeps its arguments instead.
+Where addresses matter, tasks run as they are, with weights where nothing is: the function that
+would multiply a panel keeps its arguments instead.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dflash_adapters.quant import TensorType
 from dflash_protocol.ids import AnyArray, I64Array
 from dflash_runtime.compute.cpu.kernels import experts_kernel as experts
 from dflash_runtime.compute.cpu.kernels import linear_kernel as linear
@@ -22,7 +23,10 @@ from dflash_runtime.compute.cpu.kernels.products import (
     TOTALS_BYTES,
     runs_a_claim,
 )
-from dflash_runtime.compute.cpu.weights.matrix import NUM_FIELDS
+from dflash_runtime.compute.cpu.ops import CpuOps
+from dflash_runtime.compute.cpu.threads.scratch import Scratch
+from dflash_runtime.compute.cpu.threads.workers import Workers
+from dflash_runtime.compute.cpu.weights.matrix import NUM_FIELDS, as_matrix
 from dflash_runtime.compute.cpu.weights.rows import COLUMNS, MULTIPLY_ONE, ROW_BYTES, UNPACK
 
 NUM_COLUMNS, RUN_ROWS = 256, 32
@@ -40,7 +44,7 @@ class Kept:
         self.far: list[int] = []
         self.near: list[int] = []
         self._callback = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 7)(self._keep)
-        self.address = ctypes.cast(self._callback, ctypes.c_void_p).value
+        self.address = ctypes.cast(self._callback, ctypes.c_void_p).value or 0
 
     def _keep(self, panel: int, _stride: int, _blocks: int, _x: int, *addresses: int) -> None:
         far, near, _totals = addresses
@@ -165,9 +169,27 @@ def test_matrices_of_chosen_experts(phase: Callable[..., None], row_bytes: int) 
 def test_threads_take_neighbouring_runs_where_there_are_many(
     num_runs: int, run_bytes: int, num_threads: int
 ) -> None:
-    size = runs_a_claim.py_func(num_runs, run_bytes, num_threads, 1)
+    of: Any = runs_a_claim
+    size = of.py_func(num_runs, run_bytes, num_threads, 1)
     assert size == 1 or num_runs >= 16 * size * num_threads
     assert size == 1 or size * run_bytes < 1 << 19
     is_most = num_runs < 32 * size * num_threads or size * run_bytes >= 1 << 18
     assert is_most
-    assert runs_a_claim.py_func(num_runs, run_bytes, num_threads, 512) == 1
+    assert of.py_func(num_runs, run_bytes, num_threads, 512) == 1
+
+
+def test_every_row_is_computed_once_however_many_are_taken_at_a_time() -> None:
+    """An odd number of runs, of which three threads take two at a time, and one thread four."""
+    num_rows, rng = 4017, np.random.default_rng(0)
+    row_bytes = TensorType.Q4_0.row_bytes(NUM_COLUMNS)
+    data = rng.integers(0x20, 0x3C, num_rows * row_bytes, dtype=np.uint8)
+    matrix = as_matrix(data, TensorType.Q4_0, num_rows, NUM_COLUMNS)
+    x = rng.standard_normal((1, NUM_COLUMNS)).astype(np.float32)
+    results = []
+    for num_threads in (1, 3):
+        workers = Workers(num_threads)
+        ops = CpuOps(workers, Scratch())
+        results.append(ops.linear(x, matrix, np.full((1, num_rows), np.nan, np.float32)))
+        workers.close()
+    assert np.isfinite(results[0]).all()
+    np.testing.assert_array_equal(*results)
