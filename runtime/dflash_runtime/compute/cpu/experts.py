@@ -70,6 +70,7 @@ class CpuExpertBank:
         words[k.HIDDEN_Q8_BYTES] = self._hidden_q8_bytes
         words[k.FFN_Q8_BYTES] = self._ffn_q8_bytes
         words[k.SCRATCH_BYTES] = self._thread_bytes
+        words[k.NUM_THREADS] = workers.num_threads
         functions = quantise_function(), *k.expert_ffn_tasks()
         words[k.QUANTISE :] = [function.address for function in functions]
         self.words: I64Array = words

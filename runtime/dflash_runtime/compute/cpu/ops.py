@@ -384,7 +384,7 @@ def _plan(matrices: tuple[CpuMatrix, ...], num_threads: int) -> _Plan:
         row[products.RUN_ROWS] = run_rows
         num_runs += -(-matrix.rows // run_rows)
     functions = quantise_function(), *products.linear_tasks()
-    words = [len(matrices), num_runs, int(claims_ahead), thread_bytes, q8_bytes]
+    words = [len(matrices), num_runs, int(claims_ahead), num_threads, thread_bytes, q8_bytes]
     words += [each.address for each in functions]
     return _Plan(
         matrices,
