@@ -247,6 +247,7 @@ class SharedServer:
         link_id: str,
         segment: Segment,
         limits: LinkLimits,
+        *,
         experts: CompiledExperts | None = None,
     ) -> None:
         """Serve a segment, which the server owns from now on; replaces a link of the same id.
