@@ -192,4 +192,4 @@ def test_every_row_is_computed_once_however_many_are_taken_at_a_time() -> None:
         results.append(ops.linear(x, matrix, np.full((1, num_rows), np.nan, np.float32)))
         workers.close()
     assert np.isfinite(results[0]).all()
-    np.testing.assert_array_equal(*results)
+    np.testing.assert_array_equal(results[0], results[1])
