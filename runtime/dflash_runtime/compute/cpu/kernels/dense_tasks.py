@@ -108,7 +108,7 @@ def norm_call(x: F32Array, weight: F32Array, out: F32Array, eps: float) -> Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class AngleRows:
     """Where the angles of successive tokens lie. Shapes: cosines, sines [T, num_pairs]."""
 
     cosines: int
@@ -185,7 +185,7 @@ def rope_call(
     q: F32Array,
     k: F32Array,
     norms: tuple[F32Array | None, F32Array | None],
-    turns: Turns,
+    turns: AngleRows,
     *,
     eps: float,
     norms_after: bool,
