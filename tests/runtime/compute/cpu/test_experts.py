@@ -21,6 +21,7 @@ from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
 from dflash_runtime.compute.backend import ExpertBank
 from dflash_runtime.compute.cpu import CpuBackend
 from dflash_runtime.compute.cpu.kernels import experts_kernel as k
+from dflash_runtime.compute.cpu.threads import parallel
 from dflash_runtime.compute.cpu.weights.repacked.formats import FORMATS
 from support.examples import examples
 from support.expert_files import write_expert_layer
@@ -446,3 +447,21 @@ def test_compiled_callers_get_the_same_bits(
         assert run(words.ctypes.data, room, pool) == 0
         array[-1] = before
     np.testing.assert_array_equal(out, expected)
+
+
+def test_a_prompts_few_rows_here_leave_its_threads_as_they_are(
+    all_experts: dict[str, Experts],
+) -> None:
+    made, backend = all_experts["F32"], CpuBackend(num_threads=2)
+    try:
+        workers = backend._workers
+        workers.use_for_decode(1)
+        bank = backend.load_experts(made.file, made.layer, all_ids())
+        workers.begin(512)
+        prompt = random_batch(made.layer.hidden_size, 3, seed=1)
+        result_of(bank, prompt)
+        assert workers._pool[parallel.LIMIT] == 1
+        result_of(bank, replace(prompt, phase=Phase.DECODE))
+        assert workers._pool[parallel.LIMIT] == 0
+    finally:
+        backend.close()

@@ -39,7 +39,7 @@ class Workers:
         if num_threads > _num_at_once():
             spin_us = 0  # spinning would take a core from another thread
         self.num_threads = num_threads
-        self._decode_threads = self._num_used = num_threads
+        self._decode_threads = num_threads
         self._pool = parallel.new_pool(num_threads - 1, 1000 * spin_us)
         self._words = self._pool.data
         self.address = int(self._pool.ctypes.data)
@@ -84,8 +84,9 @@ class Workers:
         """Regions until the next call belong to a pass over this many rows: in one over few of them
         `decode_threads` take part, and the others sleep. Results are the same."""
         num_used = self.num_threads if num_rows > FEW_ROWS else self._decode_threads
-        if num_used != self._num_used:
-            self._num_used = num_used
+        # The pool's own word: with a copy, two threads that call this at once could leave a prompt
+        # the limit of a decode step.
+        if num_used - 1 != self._words[parallel.LIMIT]:
             parallel.limit_kernel()(self.address, num_used - 1)
 
     def idle(self) -> None:
