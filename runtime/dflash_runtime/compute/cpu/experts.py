@@ -12,8 +12,9 @@ from dflash_runtime.compute.cpu.kernels import experts_kernel as k
 from dflash_runtime.compute.cpu.kernels import step_tasks as steps
 from dflash_runtime.compute.cpu.kernels.products import TOTALS_BYTES, product_scratch_bytes
 from dflash_runtime.compute.cpu.kernels.words import Call, address
+from dflash_runtime.compute.cpu.threads.parallel import FEW_ROWS
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
-from dflash_runtime.compute.cpu.threads.workers import FEW_ROWS, Workers
+from dflash_runtime.compute.cpu.threads.workers import Workers
 from dflash_runtime.compute.cpu.weights.matrix import NUM_FIELDS, row_layout
 from dflash_runtime.compute.cpu.weights.repacked.kernels import Q8_BLOCK_BYTES
 from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise_function
