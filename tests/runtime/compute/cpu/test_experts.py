@@ -18,9 +18,11 @@ from dflash_adapters.quant import TensorType
 from dflash_adapters.spec import Activation, ExpertProjection, MoeLayer
 from dflash_protocol.batch import HostHidden, RoutedBatch, group_by_expert
 from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
+from dflash_protocol.ring import compiled_experts
 from dflash_runtime.compute.backend import ExpertBank
 from dflash_runtime.compute.cpu import CpuBackend
 from dflash_runtime.compute.cpu.kernels import experts_kernel as k
+from dflash_runtime.compute.cpu.threads import parallel
 from dflash_runtime.compute.cpu.weights.repacked.formats import FORMATS
 from support.examples import examples
 from support.expert_files import write_expert_layer
@@ -446,3 +448,54 @@ def test_compiled_callers_get_the_same_bits(
         assert run(words.ctypes.data, room, pool) == 0
         array[-1] = before
     np.testing.assert_array_equal(out, expected)
+
+
+def test_a_prompts_few_rows_here_leave_its_threads_as_they_are(
+    all_experts: dict[str, Experts],
+) -> None:
+    made, backend = all_experts["F32"], CpuBackend(num_threads=2)
+    try:
+        workers = backend._workers
+        workers.use_for_decode(1)
+        bank = backend.load_experts(made.file, made.layer, all_ids())
+        workers.begin(512)
+        prompt = random_batch(made.layer.hidden_size, 3, seed=1)
+        result_of(bank, prompt)
+        assert workers._pool[parallel.LIMIT] == 1
+        result_of(bank, replace(prompt, phase=Phase.DECODE))
+        assert workers._pool[parallel.LIMIT] == 0
+    finally:
+        backend.close()
+
+
+def test_batches_of_few_rows_use_the_threads_of_decode_steps_in_compiled_code_too(
+    all_experts: dict[str, Experts],
+) -> None:
+    made, backend = all_experts["F32"], CpuBackend(num_threads=2)
+    try:
+        workers = backend._workers
+        workers.use_for_decode(1)
+        bank = backend.load_experts(made.file, made.layer, all_ids())
+        compiled = backend.compile_banks({0: bank}, max_tokens=32, max_experts_used=3)
+        assert compiled is not None
+        compute = ctypes.CFUNCTYPE(*[ctypes.c_int64] * 3)(
+            int(compiled.layers[0, compiled_experts.LAYER_COMPUTE])
+        )
+        for num_tokens, limit in ((20, 1), (3, 0), (20, 1)):
+            batch = random_batch(made.layer.hidden_size, num_tokens, seed=1)
+            out = np.zeros(batch.hidden.shape)
+            arrays = (
+                batch.hidden,
+                batch.expert_ids,
+                batch.group_starts,
+                batch.token_indices,
+                batch.weights,
+                out,
+            )
+            counts = num_tokens, batch.num_groups, batch.num_pairs
+            words = np.array([*counts, *(each.ctypes.data for each in arrays)], np.int64)
+            experts = int(compiled.layers[0, compiled_experts.LAYER_EXPERTS])
+            assert compute(experts, words.ctypes.data) == 1
+            assert workers._pool[parallel.LIMIT] == limit
+    finally:
+        backend.close()
