@@ -18,10 +18,8 @@ from dflash_protocol.errors import (
     ProtocolError,
     one_line,
 )
-from dflash_protocol.ids import I32Array, I64Array, Phase
+from dflash_protocol.ids import I32Array, Phase
 from dflash_protocol.payloads import PayloadType
-from dflash_protocol.ring import compiled as ring
-from dflash_protocol.ring import compiled_experts as w
 from dflash_protocol.wire.transport import REQUEST_FAILURES, Reply, TransportCounters
 from dflash_runtime.compute.backend import MailRoute
 from dflash_runtime.experts.compute import Ticket
@@ -31,13 +29,7 @@ from dflash_runtime.experts.events import EventKind
 from dflash_runtime.experts.remote.breaker import RequestGuard
 from dflash_runtime.experts.remote.pieces import STREAM_TOKENS, Cutter, ExecutionMode
 from dflash_runtime.experts.remote.reply_checks import ReplyChecker, require_finite
-from dflash_runtime.experts.remote.session import (
-    LentRing,
-    RateEstimate,
-    RemoteSession,
-    RemoteTicket,
-    Sent,
-)
+from dflash_runtime.experts.remote.session import RateEstimate, RemoteSession, RemoteTicket, Sent
 from dflash_runtime.experts.telemetry import OwnerKind, OwnerStats
 
 
@@ -189,47 +181,6 @@ class RemoteExpertCompute:
             return None
         return session.mail_route(self._link, local_ids)
 
-    def lend(self, phase: Phase, *, num_requests: int, num_pairs: int) -> LentRing | None:
-        """What compiled code needs to send a step's requests of up to `num_pairs` pairs each, until
-        `take_back`. None: ask through `begin`, as nothing can be lent, the daemon is in trouble, or
-        one of its replies is to be checked."""
-        opened, checker = self._link.session, self._checker
-        if opened is None or self._guard.is_troubled:
-            return None
-        if checker is not None and checker.schedule.takes_step(num_requests):
-            return None
-        try:
-            session = self._session_of(opened)
-            slot = session.lend()
-        except DaemonUnavailable:
-            return None
-        return LentRing(session, slot, self._rates.deadline_s(phase, num_pairs))
-
-    def take_back(
-        self, lent: LentRing, requests: I64Array, phase: Phase, *, failure: int = 0
-    ) -> DaemonUnavailable | None:
-        """Count what compiled code has asked in a step, and why this daemon has ended it; returns
-        that reason.
-
-        Shapes: requests as in RemoteSession.count_lent. `failure` is a status of `post` or
-        `collect`, ABORTED if the host gave up for another reason, or 0.
-        """
-        session, slot = lent.session, lent.slot
-        slot.give_back()
-        session.count_lent(requests, phase, self._stats.of_phase(phase))
-        if failure == 0 or failure == ring.ABORTED or session is not self._session:
-            return None
-        error = slot.error(failure)
-        if failure in (ring.UNSENT, ring.NOT_FINITE):  # `begin` can send it, `finish` judge it
-            return DaemonUnavailable(f"daemon {self._link.name}: {error}")
-        if failure == ring.LATE:
-            self._rates.note_late(phase)
-        waited_s = 1e-9 * (time.monotonic_ns() - int(requests[:, w.REQUEST_POSTED_NS].max()))
-        self._note_failure(session, error, waited_s, is_probe=False)
-        if isinstance(error, DaemonUnavailable):
-            return error
-        return DaemonUnavailable(f"daemon {self._link.name}: {error}")
-
     def close(self) -> None:
         self._drop_session()
         self._open_path = None  # holds device memory
@@ -275,34 +226,23 @@ class RemoteExpertCompute:
         self, ticket: RemoteTicket, error: DaemonUnavailable | ProtocolError, cost_s: float
     ) -> None:
         """Count a failure, and end the session unless only this request is affected."""
-        if self._note_failure(ticket.session, error, cost_s, is_probe=ticket is self._guard.probe):
-            self._forget(ticket)
-
-    def _note_failure(
-        self,
-        session: RemoteSession,
-        error: DaemonUnavailable | ProtocolError,
-        cost_s: float,
-        *,
-        is_probe: bool,
-    ) -> bool:
-        """Whether the session lasts: only this request is affected."""
         code = error.code if isinstance(error, ProtocolError) else ""
         self._stats.checksum_failures += code == "checksum"
         self._stats.not_finite += code == "not_finite"
         self._stats.deadline_failures += code == "late" or isinstance(error, DeadlineExceeded)
-        lasts = code in REQUEST_FAILURES and not is_probe
-        if not lasts:
-            # If requests keep failing, new memory and a new generation may help.
-            self._link.mark_lost(session.opened.generation, str(error))
-            self._drop_session()
-        elif code == "not_finite":
-            session.end_mail()
-            self._link.note(EventKind.NOT_FINITE, str(error))
+        is_probe = ticket is self._guard.probe
+        if code in REQUEST_FAILURES and not is_probe:
+            self._forget(ticket)
+            if code == "not_finite":
+                ticket.session.end_mail()
+                self._link.note(EventKind.NOT_FINITE, str(error))
+            else:
+                self._link.note(EventKind.REQUEST_FAILED, str(error))
         else:
-            self._link.note(EventKind.REQUEST_FAILED, str(error))
+            # If requests keep failing, new memory and a new generation may help.
+            self._link.mark_lost(ticket.session.opened.generation, str(error))
+            self._drop_session()
         self._guard.note_failure(error, cost_s=cost_s, is_probe=is_probe)
-        return lasts
 
     def _session_of(self, opened: Session) -> RemoteSession:
         """The present session; a new one gets a new data path, made on this thread.

@@ -11,14 +11,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-
 from dflash_protocol.batch import RoutedBatch, SomeRows
-from dflash_protocol.errors import DaemonUnavailable, DeadlineExceeded
-from dflash_protocol.ids import I32Array, I64Array, Phase
-from dflash_protocol.ring import compiled_experts as w
-from dflash_protocol.transports.lent_slot import LentSlot
-from dflash_protocol.transports.shared_client import SharedClient
+from dflash_protocol.errors import DeadlineExceeded
+from dflash_protocol.ids import I32Array, Phase
 from dflash_protocol.wire.transport import Reply, TransportCounters
 from dflash_runtime.compute.backend import MailRoute
 from dflash_runtime.experts.compute import Ticket
@@ -192,44 +187,6 @@ class RemoteSession:
             )
         return self._route
 
-    def lend(self) -> LentSlot:
-        """A slot of the ring for compiled code. Raises: DaemonUnavailable if there is none."""
-        if not isinstance(self._client, SharedClient):
-            raise DaemonUnavailable("requests do not go through shared memory")
-        return self._client.lend()
-
-    def count_lent(self, requests: I64Array, phase: Phase, counted: PhaseStats) -> None:
-        """Count requests that compiled code made; those without a reply count as sent.
-
-        Shapes: requests [N, REQUEST_WORDS], each of one request or, with BYTES_SENT 0, of none.
-        """
-        times = requests.view(np.float64)
-        for request, (compute_s, queue_s) in zip(
-            requests.tolist(),
-            times[:, [w.REQUEST_COMPUTE_S, w.REQUEST_QUEUE_S]].tolist(),
-            strict=True,
-        ):
-            if not request[w.REQUEST_BYTES_SENT]:
-                continue
-            num_pairs, deadline_s = request[w.BATCH_PAIRS], 1e-9 * request[w.REQUEST_DEADLINE_NS]
-            counted.requests += 1
-            counted.tokens += request[w.BATCH_TOKENS]
-            counted.pairs += num_pairs
-            self._counters.bytes_sent += request[w.REQUEST_BYTES_SENT]
-            if not request[w.REQUEST_NUM_REPLIES]:
-                continue
-            received = request[w.REQUEST_BYTES_RECEIVED]
-            self._counters.bytes_received += received
-            counted.bytes_received += received
-            counted.wait_s += 1e-9 * request[w.REQUEST_WAIT_NS]
-            counted.round_trips.add(1e-9 * request[w.REQUEST_TRIP_NS])
-            compute_s = min(max(compute_s, 0.0), deadline_s)
-            counted.compute_s += compute_s
-            counted.queue_s += min(max(queue_s, 0.0), deadline_s)
-            if num_pairs:
-                self._rates.note(phase, compute_s / num_pairs)
-        self._count_sent(counted)
-
     def end_mail(self) -> None:
         """Devices must not ask each other any more."""
         self._mail = self._route = None
@@ -242,15 +199,6 @@ class RemoteSession:
     def _count_sent(self, counted: PhaseStats) -> None:
         counted.bytes_sent += self._counters.bytes_sent - self._num_bytes_counted
         self._num_bytes_counted = self._counters.bytes_sent
-
-
-class LentRing(NamedTuple):
-    """A slot of a session's ring that a captured step asks through, for one step."""
-
-    session: RemoteSession
-    slot: LentSlot
-    deadline_s: float
-    """Of each of its requests."""
 
 
 @dataclass(slots=True, eq=False)
