@@ -227,7 +227,7 @@ class CpuOps(ElementOps):
             if weight is not None and weight.shape != (dim,):
                 raise ValueError(f"weight is {weight.shape} for heads of {dim}")
         angles, norms = self.angles(table, positions), (q_weight, k_weight)
-        turns = tasks.AngleRows(
+        turns = tasks.Angles(
             address(angles[0]),
             address(angles[1]),
             angles.shape[2],

@@ -463,12 +463,6 @@ def expert_ffn_tasks() -> tuple[RowFunction, ...]:
 
 
 @cache
-def expert_ffn_function() -> RowFunction:
-    """`run_experts`, for callers that have its address."""
-    return RowFunction(run_experts.py_func, i64, i64, i64, result=i64)  # type: ignore[attr-defined]
-
-
-@cache
 def expert_ffn_kernel() -> Kernel:
     ids, memory = read_only(types.int32, 1), types.UniTuple(i64, 7)
     hidden, weights, out = read_only(f32, 2), read_only(f32, 1), f64[:, ::1]

@@ -47,9 +47,6 @@ from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES
     SCRATCH,  # [threads, SCRATCH_BYTES]
 ) = range(18)
 
-NUM_PLAN_WORDS = X
-"""Words of a plan, which those of its matrices follow."""
-
 # Fields of one matrix.
 (
     LAYOUT,
