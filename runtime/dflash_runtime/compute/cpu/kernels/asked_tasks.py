@@ -117,7 +117,8 @@ def _share_out(args: int, table: int) -> bool:
 @helper
 def _is_asked(table: int, index: int) -> bool:
     """Whether it is a daemon that has pairs."""
-    return index != get(table, OWN) and get(_owner(table, index), ring.BATCH_PAIRS) > 0
+    num_pairs = get(_owner(table, index), ring.BATCH_PAIRS)
+    return index != get(table, OWN) and num_pairs > 0
 
 
 @helper
