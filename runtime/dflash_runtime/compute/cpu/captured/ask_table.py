@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import numpy as np
@@ -17,6 +18,7 @@ from dflash_runtime.compute.cpu.kernels import asked_tasks as t
 from dflash_runtime.compute.cpu.kernels.experts_kernel import expert_ffn_function
 from dflash_runtime.compute.cpu.threads.parallel import IDLE, REGION
 from dflash_runtime.compute.cpu.threads.scratch import zeros_on_lines
+from dflash_runtime.compute.cpu.threads.workers import Workers
 
 _SETTLE_S = 0.25
 """Statistics, and deadlines with them, follow what was asked after this time, or when read."""
@@ -33,9 +35,14 @@ class AskTable:
     """
 
     def __init__(
-        self, owners: AskedOwners, *, hidden_size: int, num_experts_used: int, pool: int
+        self,
+        owners: AskedOwners,
+        *,
+        hidden_size: int,
+        num_experts_used: int,
+        workers: Workers,
     ) -> None:
-        """`num_experts_used`: the most of any layer; `pool`: address of the threads."""
+        """`num_experts_used`: the most of any layer."""
         self._owners, self._num_used = owners, num_experts_used
         self._lent: list[tuple[AskRoute, LentSlot]] = []
         self._routes: dict[int, AskRoute] = {}
@@ -53,6 +60,9 @@ class AskTable:
         words: I64Array = zeros_on_lines(8 * num_words).view(np.int64)[:num_words]
         words[t.NUM_OWNERS], words[t.OWN] = num_owners, owners.own_index
         words[t.RUN_EXPERTS] = expert_ffn_function().address
+        # Daemons of this machine have as many threads, unless told otherwise.
+        words[t.FREES_CORES] = len(os.sched_getaffinity(0)) < 2 * workers.num_threads
+        idle, region = (workers.address + 8 * word for word in (IDLE, REGION))
         self.address = int(words.ctypes.data)
         self._words, self._times = words.data, words.view(np.float64).data
         for index in range(num_owners):
@@ -64,7 +74,7 @@ class AskTable:
             mine[ring.BATCH_WEIGHTS] = self.weights[index].ctypes.data
             mine[ring.BATCH_SUMS] = self._sums[index].ctypes.data
             mine[ring.REQUEST_PHASE] = PHASES.index(Phase.DECODE)
-            mine[ring.REQUEST_IDLE], mine[ring.REQUEST_REGION] = pool + 8 * IDLE, pool + 8 * REGION
+            mine[ring.REQUEST_IDLE], mine[ring.REQUEST_REGION] = idle, region
         owners.settle_with(self.settle)
 
     def begin(self) -> None:

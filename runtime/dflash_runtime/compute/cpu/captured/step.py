@@ -107,7 +107,7 @@ class CpuStep:
                 owners,
                 hidden_size=model.spec.hidden_size,
                 num_experts_used=max(layer.num_experts_used for layer in layers),
-                pool=ops.workers.address,
+                workers=ops.workers,
             )
         self._recorded = _record(ops, model, cache, banks, owners, self._table)
         self._workers, self._cache = ops.workers, cache

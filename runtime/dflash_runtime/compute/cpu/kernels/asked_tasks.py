@@ -23,9 +23,11 @@ from dflash_runtime.compute.cpu.compile.compiling import RowFunction, compile_ta
 from dflash_runtime.compute.cpu.kernels import experts_kernel as experts
 from dflash_runtime.compute.cpu.kernels.words import HOST, STOP, WAIT, get
 from dflash_runtime.compute.cpu.simd import vectors as v
+from dflash_runtime.compute.cpu.simd.atomics import relaxed_load, relaxed_store
 from dflash_runtime.compute.cpu.simd.types import I64, i64, primitive
 from dflash_runtime.compute.cpu.simd.untyped import ir
 from dflash_runtime.compute.cpu.threads import system
+from dflash_runtime.compute.cpu.threads.parallel import IDLE, REGION
 
 # Words of a layer, which follow those of experts_kernel for this process's experts.
 (
@@ -56,8 +58,9 @@ from dflash_runtime.compute.cpu.threads import system
     NUM_HOT_ONLY,  # those without daemons
     OWN_REQUESTS,
     OWN_NS,
+    FREES_CORES,  # 1: idle threads sleep at once while daemons compute, which need their cores
     FIRST_OWNER,
-) = (*range(13), 16)
+) = (*range(14), 16)
 
 # Words of an owner, after those of its requests; this process has none of these, only a batch.
 PORT, MOST_SPIN_NS, NUM_PAIRS = range(ring.REQUEST_WORDS, ring.REQUEST_WORDS + 3)
@@ -117,7 +120,7 @@ def _share_out(args: int, table: int) -> bool:
 @helper
 def _is_asked(table: int, index: int) -> bool:
     """Whether it is a daemon that has pairs."""
-    num_pairs = get(_owner(table, index), ring.BATCH_PAIRS)
+    num_pairs: int = get(_owner(table, index), ring.BATCH_PAIRS)
     return index != get(table, OWN) and num_pairs > 0
 
 
@@ -201,6 +204,8 @@ def _ask(args: int, table: int, counter: int, pool: int) -> int:
             return HOST
         if not _compute_own(args, table, counter, pool):
             return HOST
+        if get(table, FREES_CORES) != 0:
+            relaxed_store(pool + 8 * IDLE, relaxed_load(pool + 8 * REGION))
         v.store_i64(table + 8 * PROGRESS, get(table, NUM_OWNERS))
     while get(table, PROGRESS) > 0:
         index = get(table, PROGRESS) - 1
