@@ -3,6 +3,7 @@ the host, also when a daemon is killed or stopped within a step, or the user int
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import threading
 import time
@@ -17,8 +18,10 @@ import psutil
 import pytest
 
 from dflash_protocol.ids import Phase
+from dflash_protocol.ring import compiled as ring_native
 from dflash_protocol.transports.shared_client import SharedClient
 from dflash_runtime import Engine
+from dflash_runtime.experts.remote.remote import RemoteExpertCompute
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 from support import undisturbed as rig
 from support.faults import greedy, spawned_daemons
@@ -74,8 +77,10 @@ def test_tokens_and_counts_are_those_of_steps_through_the_host(
 
 def slots_free(engine: Engine) -> list[int]:
     """Number of free slots of each ring."""
-    owners = engine._owners.runtime._owners
-    clients = [each._session._client for each in owners if getattr(each, "_session", None)]
+    owners = [
+        owner for owner in engine._owners.runtime._owners if isinstance(owner, RemoteExpertCompute)
+    ]
+    clients = [owner._session._client for owner in owners if owner._session is not None]
     return [len(each._requests.free) for each in clients if isinstance(each, SharedClient)]
 
 
@@ -90,8 +95,15 @@ def in_a_while(work: Any, delay_s: float) -> Iterator[None]:
         timer.join()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize(
+    ("number", "index"),
+    [
+        (signal.SIGKILL, 0),
+        pytest.param(signal.SIGKILL, 1, marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, 0, marks=pytest.mark.slow),
+        (signal.SIGSTOP, 1),
+    ],
+)
 def test_a_daemon_lost_within_a_step_costs_no_token(
     model: Path, undisturbed: list[int], number: signal.Signals, index: int
 ) -> None:
@@ -148,3 +160,69 @@ def test_a_slow_reply_is_waited_for(model: Path, undisturbed: list[int]) -> None
         stats = engine.stats()
         assert stats.events == []
         assert "fallback" not in stats.owners
+
+
+class Ring:
+    """The ring's functions for compiled code, one of whose calls ends with another status."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.num_left = 0
+        """Calls of `collect` before the one that fails; of `post` if `is_post`."""
+        self.is_post = False
+        kind = ctypes.CFUNCTYPE(*[ctypes.c_int64] * 3)
+        self._post, self._collect = map(kind, ring_native.client_functions())
+        self._kept = kind(self.post), kind(self.collect)
+        addresses = [ctypes.cast(each, ctypes.c_void_p).value or 0 for each in self._kept]
+        self.functions = ring_native.ClientFunctions(*addresses)
+
+    def post(self, port: int, request: int) -> int:
+        return self.status if self._fails(is_post=True) else self._post(port, request)
+
+    def collect(self, port: int, request: int) -> int:
+        return self.status if self._fails(is_post=False) else self._collect(port, request)
+
+    def _fails(self, *, is_post: bool) -> bool:
+        if not self.status or is_post != self.is_post:
+            return False
+        self.num_left -= 1
+        return self.num_left == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "counter", "event"),
+    [
+        (ring_native.LATE, "deadline_failures", "daemon_lost"),
+        (ring_native.LOST, "", "daemon_lost"),
+        (ring_native.FAILURE - ring_native.WRONG_CHECKSUM, "checksum_failures", "request_failed"),
+        (ring_native.FAILURE - ring_native.WRONG_COUNTS, "", "daemon_lost"),
+        (ring_native.NOT_FINITE, "", ""),
+        (ring_native.UNSENT, "", ""),
+    ],
+)
+@pytest.mark.parametrize("num_calls", [pytest.param(1, marks=pytest.mark.slow), 50])
+def test_a_request_that_fails_is_computed_by_the_host(
+    model: Path,
+    undisturbed: list[int],
+    status: int,
+    counter: str,
+    event: str,
+    num_calls: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ring = Ring()
+    monkeypatch.setattr(ring_native, "client_functions", lambda cache_dir=None: ring.functions)
+    settings = settings_with(check_replies=0)
+    with Engine.open(model, daemons=["cpu", "cpu"], settings=settings) as engine:
+        assert greedy(engine, PROMPT, NUM_TOKENS) == undisturbed
+        ring.status, ring.num_left = status, num_calls
+        ring.is_post = status == ring_native.UNSENT
+        assert greedy(engine, PROMPT, NUM_TOKENS) == undisturbed
+        assert ring.num_left <= 0
+        stats = engine.stats()
+        assert [each.kind for each in stats.events][:1] == ([event] if event else [])
+        owners = [owner for owner in stats.owners.values() if owner.kind == "daemon"]
+        for name in ("deadline_failures", "checksum_failures", "not_finite", "wrong_replies"):
+            assert sum(getattr(owner, name) for owner in owners) == (name == counter)
+        num_pairs = sum(map(sum, stats.selections.values()))
+        assert num_pairs == stats.hits.hot + stats.hits.remote + stats.hits.cold
