@@ -33,7 +33,8 @@ def test_a_path_leads_from_generate_to_a_kernel(name: str) -> None:
 
 
 def test_there_is_a_path_for_each_kind_of_owner() -> None:
-    assert len(PATHS) == 3
+    """Two for daemons: from compiled code, and through the host."""
+    assert len(PATHS) == 4
 
 
 def test_rooms_are_the_folders_of_the_packages() -> None:

@@ -282,12 +282,19 @@ def _kernels(cache_dir: str | None) -> Kernels:
 _compiled: Kernels | None = None
 
 
-@cache
 def client_functions(cache_dir: str | None = None) -> ClientFunctions:
     """Load or compile them, as `kernels`.
 
     Raises: ImportError without numba.
     """
+    if not _functions:
+        _functions.extend(_compiled_functions(cache_dir))
+    return ClientFunctions(*(int(function.address) for function in _functions))
+
+
+def _compiled_functions(cache_dir: str | None) -> list[Any]:
+    """`post` and `collect`."""
+    functions: list[Any] = []
     numba: Any = importlib.import_module("numba")
     ccallback: Any = importlib.import_module("numba.core.ccallback")
     client = importlib.import_module("dflash_protocol.ring.client_kernels")
@@ -298,8 +305,8 @@ def client_functions(cache_dir: str | None = None) -> ClientFunctions:
         if folder is not None:
             function._cache = _cache_of(code, folder)
         function.compile()
-        _functions.append(function)
-    return ClientFunctions(*(int(function.address) for function in _functions))
+        functions.append(function)
+    return functions
 
 
 _functions: list[Any] = []

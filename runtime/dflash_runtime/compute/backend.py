@@ -24,6 +24,7 @@ from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, I64Array
 from dflash_protocol.ring.compiled_experts import CompiledExperts
 from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.ring.segment import Segment
+from dflash_runtime.compute.asking import AskedOwners
 from dflash_runtime.compute.kv_cache import KvCache, KvType
 from dflash_runtime.compute.mail_trial import MailTrial
 from dflash_runtime.compute.model import Model
@@ -202,8 +203,8 @@ class RemoteExperts(Protocol):
         """Drop a ticket, which must not be finished afterwards."""
 
 
-class MailedExperts(RemoteExperts, Protocol):
-    """Owners that captured steps may ask through mailboxes."""
+class MailedExperts(RemoteExperts, AskedOwners, Protocol):
+    """Owners that captured steps may ask through mailboxes, or from compiled code."""
 
     def mail_routes(self) -> tuple[MailRoute, ...]:
         """Routes to all owners of what the block does not compute, if each is connected and has a

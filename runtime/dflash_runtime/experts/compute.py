@@ -13,6 +13,7 @@ from typing import Protocol
 from dflash_protocol.batch import Hidden, Pairs, RoutedBatch, Sums
 from dflash_protocol.ids import I32Array, Phase
 from dflash_runtime.compute import ExpertBank
+from dflash_runtime.compute.asking import Asked, AskRoute
 from dflash_runtime.compute.backend import MailRoute, sums_of
 from dflash_runtime.experts.telemetry import OwnerKind, OwnerStats
 
@@ -68,6 +69,13 @@ class ExpertCompute(Protocol):
         """A route to a device that computes these experts through a mailbox; None if there is none
         now. The same object as before while it is valid. `local_ids`: see MailRoute."""
 
+    def ask_route(self, owner_index: int) -> AskRoute | None:
+        """A route for compiled code to ask this owner, which is the one of that index; None if it
+        cannot be asked so now. The same object as before while it is valid."""
+
+    def count_asked(self, asked: Asked) -> None:
+        """Count what compiled code has asked of this owner, or has computed in its place."""
+
     def close(self) -> None:
         """Release what this owner holds."""
 
@@ -110,6 +118,17 @@ class LocalExpertCompute:
 
     def mail_route(self, local_ids: Mapping[int, I32Array]) -> None:
         """None: this process computes without a mailbox."""
+
+    def ask_route(self, owner_index: int) -> None:
+        """None: it is in this process."""
+
+    def count_asked(self, asked: Asked) -> None:
+        phase = self.stats.of_phase(Phase.DECODE)
+        phase.compute_s += asked.compute_s
+        for counted in (self.stats, phase):
+            counted.requests += asked.num_requests
+            counted.tokens += asked.num_requests
+            counted.pairs += asked.num_pairs
 
     def close(self) -> None:
         self._banks.clear()

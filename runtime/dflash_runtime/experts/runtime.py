@@ -9,7 +9,7 @@ Independent of architectures, tokens and sockets.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -18,7 +18,8 @@ import numpy.typing as npt
 from dflash_protocol.batch import Hidden, HostSums, Pairs, Sums
 from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase
-from dflash_protocol.placement import Placement
+from dflash_protocol.placement import LayerRouting, Placement
+from dflash_runtime.compute.asking import AskedLayers, AskRoute
 from dflash_runtime.compute.backend import MailRoute
 from dflash_runtime.experts.compute import ExpertCompute, Ticket
 from dflash_runtime.experts.offload import OffloadMode, PromptOffload
@@ -85,6 +86,7 @@ class MoeExpertComputeRuntime:
             self._own = self._is_daemon.index(False)
         self._lost_reason = ""
         self._checks = checks
+        self._settle: Callable[[], None] | None = None
         self._offload = PromptOffload(
             offload, placement, self._owners, fallback=fallback, device_owner=device_owner
         )
@@ -170,6 +172,51 @@ class MoeExpertComputeRuntime:
     def note_checked_step(self, elapsed_s: float) -> None:
         if self._checks is not None:
             self._checks.note_step(elapsed_s)
+
+    # -- owners that compiled code asks -----------------------------------------------------------
+
+    @property
+    def num_owners(self) -> int:
+        return len(self._owners)
+
+    @property
+    def own_index(self) -> int:
+        return -1 if self._own is None else self._own
+
+    def routing(self, layer_id: int) -> LayerRouting:
+        return self._placement.routing[layer_id]
+
+    def ask_routes(self) -> Sequence[AskRoute]:
+        routes = []
+        for index, owned in enumerate(self._placement.owners):
+            if index == self._own or not owned.num_experts:
+                continue
+            route = self._owners[index].ask_route(index)
+            if route is None:
+                return ()
+            routes.append(route)
+        return routes
+
+    def is_any_to_be_checked(self, num_requests: int) -> bool:
+        return self._checks is not None and self._checks.takes_some(num_requests)
+
+    def count_asked(self, taken: AskedLayers) -> None:
+        hits = self.hits
+        hits.layers += taken.num_layers
+        hits.layers_hot_only += taken.num_hot_only
+        for index, asked in enumerate(taken.owners):
+            if not asked.num_requests:
+                continue
+            self._owners[index].count_asked(asked)
+            if index == self._own:
+                hits.hot += asked.num_pairs
+            else:
+                hits.remote += asked.num_pairs
+        for layer_id, counts in taken.selections.items():
+            self._selections.add_counts(layer_id, counts)
+
+    def settle_with(self, settle: Callable[[], None] | None) -> None:
+        self._settle = settle
 
     @property
     def may_offload(self) -> bool:
@@ -260,6 +307,8 @@ class MoeExpertComputeRuntime:
     def stats(self) -> dict[str, OwnerStats]:
         """A copy of the counters by owner name; the fallback's under ``fallback`` once it has been
         used."""
+        if self._settle is not None:
+            self._settle()
         counters = {
             name: owner.stats.copy()
             for name, owner in zip(self._placement.owner_names, self._owners, strict=True)
@@ -270,6 +319,8 @@ class MoeExpertComputeRuntime:
 
     def selections(self) -> dict[int, list[int]]:
         """How often each expert was chosen: by layer id, then by global id."""
+        if self._settle is not None:
+            self._settle()
         return self._selections.snapshot()
 
     def close(self) -> None:

@@ -41,6 +41,12 @@ class LatencyHistogram:
         self.num_samples += 1
         self.total_s += seconds
 
+    def add_mean(self, mean_s: float, num_samples: int) -> None:
+        """Add times of which only the mean is known."""
+        self._counts[_bucket_of(int(mean_s * 1e9))] += num_samples
+        self.num_samples += num_samples
+        self.total_s += mean_s * num_samples
+
     def copy(self) -> LatencyHistogram:
         copied = LatencyHistogram()
         copied._counts = self._counts.copy()

@@ -18,6 +18,7 @@ from dflash_protocol.batch import Hidden, Pairs, RoutedBatch, Sums
 from dflash_protocol.errors import DaemonUnavailable, DeadlineExceeded
 from dflash_protocol.ids import F32Array, I32Array, Phase
 from dflash_protocol.placement import OwnedExperts, Placement
+from dflash_runtime.compute.asking import Asked
 from dflash_runtime.compute.reference import ReferenceBackend
 from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute, Ticket
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
@@ -92,6 +93,12 @@ class FakeCompute:
 
     def mail_route(self, local_ids: Mapping[int, I32Array]) -> None:
         """None."""
+
+    def ask_route(self, owner_index: int) -> None:
+        """None."""
+
+    def count_asked(self, asked: Asked) -> None:
+        """Not called."""
 
     def close(self) -> None:
         self.log.append(f"close {self.name}")

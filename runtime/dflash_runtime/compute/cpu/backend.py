@@ -107,7 +107,7 @@ class CpuBackend(HostBackend):
             layer.layer_id in here and here[layer.layer_id].num_experts == layer.num_experts
             for layer in model.spec.moe.layers
         )
-        return CpuStep(self.ops, model, cache, banks=here if is_whole else None, remote=remote)
+        return CpuStep(self.ops, model, cache, banks=here, owners=None if is_whole else remote)
 
     def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:
         taken: dict[int, I64Array] = {}

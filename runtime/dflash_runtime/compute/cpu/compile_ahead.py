@@ -28,6 +28,7 @@ from dflash_runtime.compute.cores import default_counts
 from dflash_runtime.compute.cpu.compile.kernel_cache import can_keep, keeping_in, kernel_folder
 from dflash_runtime.compute.cpu.compile.tiers import choose_tier, current_tier
 from dflash_runtime.compute.cpu.kernels import (
+    asked_tasks,
     attention_tasks,
     batch_kernel,
     conv_tasks,
@@ -81,6 +82,7 @@ _DENSE_JOBS: dict[str, Callable[[], object]] = {
     "embed": linear_kernel.embed_task,
     "step": step_tasks.compile_all,
     "routed": step_tasks.run_routed,
+    "asked": asked_tasks.run_asked,
     "words": lambda: (words.run_task(), words.words_kernel(), words.calls_kernel()),
 }
 _RECURRENT_JOBS: dict[str, Callable[[], object]] = {

@@ -109,16 +109,8 @@ class CpuExpertBank:
         words[steps.LOCAL_IDS] = address(local_ids, np.int32)
         words[steps.SELECTIONS] = address(self.selections, np.int64)
         words[steps.ROUNDED] = address(out)
-        scratch = {
-            k.TOKEN_Q8: num_tokens * self._hidden_q8_bytes,
-            k.PAIR_Q8: num_pairs * self._hidden_q8_bytes,
-            k.ACTIVATIONS: num_pairs * 4 * self.layer.ffn_size,
-            k.ACTIVATION_Q8: num_pairs * self._ffn_q8_bytes,
-            k.SCRATCH: self._workers.num_threads * self._thread_bytes,
-        }
-        # An address of 0 says that there are no q8 blocks.
-        needed = tuple((word, size) for word, size in scratch.items() if size)
-        call = Call(steps.run_routed().address, words, (k.NUM_TOKENS,), scratch=needed)
+        scratch = self.scratch_words(num_tokens, num_pairs)
+        call = Call(steps.run_routed().address, words, (k.NUM_TOKENS,), scratch=scratch)
         return call, (self, sums, indices, weights)
 
     def accumulate(self, batch: RoutedBatch, out: F64Array) -> None:
@@ -156,6 +148,11 @@ class CpuExpertBank:
             num_pairs * self._ffn_q8_bytes,
             self._workers.num_threads * self._thread_bytes,
         )
+
+    def scratch_words(self, num_tokens: int, num_pairs: int) -> tuple[tuple[int, int], ...]:
+        """The same by word, as in Call; an address of 0 says that there are no q8 blocks."""
+        sizes = self.scratch_bytes(num_tokens, num_pairs)
+        return tuple(part for part in zip(k.SCRATCH_PARTS, sizes, strict=True) if part[1])
 
     def _bias_addresses(self, file: GgufFile, global_expert_ids: I64Array) -> I64Array:
         """Address of each expert's gate, up and down bias, 0 where there is none.

@@ -92,6 +92,8 @@ def plan_paths(spec: ModelSpec, settings: Settings, backend: ComputeBackend) -> 
         return PathPlan()
     if ring_native.is_available():
         ring_native.kernels(settings.cache_dir)
+        if backend.is_host:
+            ring_native.client_functions(settings.cache_dir)
     sharing = SharingPlan(
         hidden_size=spec.hidden_size,
         num_experts_used=max(layer.num_experts_used for layer in spec.moe.layers),

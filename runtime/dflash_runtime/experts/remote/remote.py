@@ -20,7 +20,9 @@ from dflash_protocol.errors import (
 )
 from dflash_protocol.ids import I32Array, Phase
 from dflash_protocol.payloads import PayloadType
+from dflash_protocol.transports.lent_slot import LentSlot
 from dflash_protocol.wire.transport import REQUEST_FAILURES, Reply, TransportCounters
+from dflash_runtime.compute.asking import Asked, AskRoute
 from dflash_runtime.compute.backend import MailRoute
 from dflash_runtime.experts.compute import Ticket
 from dflash_runtime.experts.daemons.data_path import DataPath
@@ -29,7 +31,13 @@ from dflash_runtime.experts.events import EventKind
 from dflash_runtime.experts.remote.breaker import RequestGuard
 from dflash_runtime.experts.remote.pieces import STREAM_TOKENS, Cutter, ExecutionMode
 from dflash_runtime.experts.remote.reply_checks import ReplyChecker, require_finite
-from dflash_runtime.experts.remote.session import RateEstimate, RemoteSession, RemoteTicket, Sent
+from dflash_runtime.experts.remote.session import (
+    RateEstimate,
+    RemoteSession,
+    RemoteTicket,
+    Sent,
+    late,
+)
 from dflash_runtime.experts.telemetry import OwnerKind, OwnerStats
 
 
@@ -148,7 +156,7 @@ class RemoteExpertCompute:
                     )
                 _fill(ticket)
         except (DaemonUnavailable, ProtocolError) as error:
-            self._failed(ticket, error, time.perf_counter() - waiting_s)
+            self._failed(session, error, time.perf_counter() - waiting_s, ticket)
             if isinstance(error, DaemonUnavailable):
                 raise
             raise DaemonUnavailable(f"daemon {self._link.name}: {error}") from error
@@ -180,6 +188,32 @@ class RemoteExpertCompute:
         except DaemonUnavailable:
             return None
         return session.mail_route(self._link, local_ids)
+
+    def ask_route(self, owner_index: int) -> AskRoute | None:
+        opened = self._link.session
+        if opened is None or self._guard.is_troubled:
+            return None
+        try:
+            session = self._session_of(opened)
+        except DaemonUnavailable:
+            return None
+        return session.ask_route(owner_index, self._asked_in_vain)
+
+    def count_asked(self, asked: Asked) -> None:
+        counted = self._stats.of_phase(Phase.DECODE)
+        counted.requests += asked.num_requests
+        counted.tokens += asked.num_requests
+        counted.pairs += asked.num_pairs
+        counted.bytes_sent += asked.bytes_sent
+        counted.bytes_received += asked.bytes_received
+        counted.wait_s += asked.wait_s
+        # A reply that arrived in time was computed in time, whatever the daemon reports.
+        compute_s = min(max(asked.compute_s, 0.0), asked.trip_s)
+        counted.compute_s += compute_s
+        counted.queue_s += min(max(asked.queue_s, 0.0), asked.trip_s)
+        counted.round_trips.add_mean(asked.trip_s / asked.num_requests, asked.num_requests)
+        if asked.num_pairs:
+            self._rates.note(Phase.DECODE, compute_s / asked.num_pairs)
 
     def close(self) -> None:
         self._drop_session()
@@ -222,25 +256,40 @@ class RemoteExpertCompute:
             self._guard.forget(ticket)
             raise DaemonUnavailable(link.lost_reason())
 
+    def _asked_in_vain(self, slot: LentSlot, status: int, cost_s: float) -> None:
+        """A request of compiled code has failed."""
+        session, error = self._session, slot.error(status)
+        if session is None:
+            return
+        if isinstance(error, DeadlineExceeded):
+            error = late(cost_s)
+            self._rates.note_late(Phase.DECODE)
+        self._failed(session, error, cost_s)
+
     def _failed(
-        self, ticket: RemoteTicket, error: DaemonUnavailable | ProtocolError, cost_s: float
+        self,
+        session: RemoteSession,
+        error: DaemonUnavailable | ProtocolError,
+        cost_s: float,
+        ticket: RemoteTicket | None = None,
     ) -> None:
         """Count a failure, and end the session unless only this request is affected."""
         code = error.code if isinstance(error, ProtocolError) else ""
         self._stats.checksum_failures += code == "checksum"
         self._stats.not_finite += code == "not_finite"
         self._stats.deadline_failures += code == "late" or isinstance(error, DeadlineExceeded)
-        is_probe = ticket is self._guard.probe
+        is_probe = ticket is not None and ticket is self._guard.probe
         if code in REQUEST_FAILURES and not is_probe:
-            self._forget(ticket)
+            if ticket is not None:
+                self._forget(ticket)
             if code == "not_finite":
-                ticket.session.end_mail()
+                session.end_mail()
                 self._link.note(EventKind.NOT_FINITE, str(error))
             else:
                 self._link.note(EventKind.REQUEST_FAILED, str(error))
         else:
             # If requests keep failing, new memory and a new generation may help.
-            self._link.mark_lost(ticket.session.opened.generation, str(error))
+            self._link.mark_lost(session.opened.generation, str(error))
             self._drop_session()
         self._guard.note_failure(error, cost_s=cost_s, is_probe=is_probe)
 

@@ -79,6 +79,14 @@ class CheckSchedule:
         is_owed, self._is_owed = self._is_owed, False
         return is_owed or self._can_afford(_REPLY)
 
+    def takes_some(self, num_requests: int) -> bool:
+        """Whether one of the next `num_requests` requests is checked, for all of which
+        `takes_reply` is called then; else they are counted here."""
+        if self._num_left <= num_requests:
+            return True
+        self._num_left -= num_requests
+        return False
+
     def takes_step(self, num_requests: int) -> bool:
         """Whether a step in which devices would make `num_requests` is run through the host
         instead, so that one of its requests is checked; report the cost of all of it to

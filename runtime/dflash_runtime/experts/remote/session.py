@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -14,7 +14,10 @@ from typing import NamedTuple
 from dflash_protocol.batch import RoutedBatch, SomeRows
 from dflash_protocol.errors import DeadlineExceeded
 from dflash_protocol.ids import I32Array, Phase
+from dflash_protocol.transports.lent_slot import LentSlot
+from dflash_protocol.transports.shared_client import SharedClient
 from dflash_protocol.wire.transport import Reply, TransportCounters
+from dflash_runtime.compute.asking import AskRoute
 from dflash_runtime.compute.backend import MailRoute
 from dflash_runtime.experts.compute import Ticket
 from dflash_runtime.experts.daemons.data_path import DataPath
@@ -95,6 +98,7 @@ class RemoteSession:
         self._client = path.client
         self._mail = path.mail
         self._route: MailRoute | None = None
+        self._ask_route: AskRoute | None = None
         self._rates = rates
         self._counters = counters
         self._pairs_in_flight = 0
@@ -149,8 +153,7 @@ class RemoteSession:
             reply = self._client.wait(sent.sequence, deadline_s=max(remaining_s, 0.0))
         except DeadlineExceeded:
             self._rates.note_late(phase)
-            # docs: the daemon was late: overloaded or stopped; see `IPC_DEADLINE_MS`
-            raise DeadlineExceeded(f"no reply within {sent.deadline_s * 1e3:.0f} ms") from None
+            raise late(sent.deadline_s) from None
         finally:
             ended_s = time.monotonic()
             receive_s = counters.receive_s - receive_before_s
@@ -187,6 +190,14 @@ class RemoteSession:
             )
         return self._route
 
+    def ask_route(
+        self, owner_index: int, fail: Callable[[LentSlot, int, float], None]
+    ) -> AskRoute | None:
+        """See ExpertCompute.ask_route; None if this path is not the ring."""
+        if self._ask_route is None and isinstance(self._client, SharedClient):
+            self._ask_route = AskRoute(owner_index, self._client.lend, self._rates.deadline_s, fail)
+        return self._ask_route
+
     def end_mail(self) -> None:
         """Devices must not ask each other any more."""
         self._mail = self._route = None
@@ -199,6 +210,12 @@ class RemoteSession:
     def _count_sent(self, counted: PhaseStats) -> None:
         counted.bytes_sent += self._counters.bytes_sent - self._num_bytes_counted
         self._num_bytes_counted = self._counters.bytes_sent
+
+
+def late(deadline_s: float) -> DeadlineExceeded:
+    """The error of a request that was not answered within its deadline."""
+    # docs: the daemon was late: overloaded or stopped; see `IPC_DEADLINE_MS`
+    return DeadlineExceeded(f"no reply within {deadline_s * 1e3:.0f} ms")
 
 
 @dataclass(slots=True, eq=False)

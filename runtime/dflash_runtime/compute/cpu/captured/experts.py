@@ -1,4 +1,4 @@
-"""The routed experts of a captured step: computed by its own calls, or asked for by the host."""
+"""The routed experts of a captured step: computed by its own calls, or asked for."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import numpy as np
 
 from dflash_protocol.batch import HostHidden
 from dflash_protocol.ids import F32Array, I32Array, Phase
-from dflash_runtime.compute.backend import RemoteExperts
+from dflash_runtime.compute.backend import MailedExperts
+from dflash_runtime.compute.cpu.captured.ask_table import AskTable
 from dflash_runtime.compute.cpu.captured.recorder import Recorder
 from dflash_runtime.compute.cpu.experts import CpuExpertBank
+from dflash_runtime.compute.cpu.kernels import asked_tasks as asked
+from dflash_runtime.compute.cpu.kernels import experts_kernel as k
+from dflash_runtime.compute.cpu.kernels.words import Call, address
 from dflash_runtime.compute.model import Pausable
 
 
@@ -34,30 +38,73 @@ class LocalExperts:
 
 
 class AskedExperts:
-    """Experts that the host asks their owners for during a step. Implements model.RoutedExperts.
+    """Experts of several owners, which compiled code asks in steps of one token, and else the host.
+    Implements model.RoutedExperts.
 
-    Sums are added in float64 and rounded once, as HostExperts does.
+    Sums are added in float64 and rounded once, as HostExperts does. `banks`: this process's
+    experts, by layer id.
     """
 
-    def __init__(self, recorder: Recorder, remote: RemoteExperts) -> None:
-        self._recorder, self._remote = recorder, remote
+    def __init__(
+        self,
+        recorder: Recorder,
+        owners: MailedExperts,
+        banks: Mapping[int, CpuExpertBank],
+        table: AskTable,
+    ) -> None:
+        self._recorder, self._owners, self._banks, self._table = recorder, owners, banks, table
 
     def __call__(
         self, layer_id: int, hidden: F32Array, topk_ids: I32Array, topk_weights: F32Array
     ) -> Pausable[F32Array]:
-        recorder, remote, out = self._recorder, self._remote, self._recorder.new(hidden.shape)
+        recorder, owners, table = self._recorder, self._owners, self._table
+        out = recorder.new(hidden.shape)
 
         def ask(rows: int) -> None:
             """Raises: DaemonUnavailable if no owner can compute them."""
-            ticket = remote.begin(
+            table.leave_to_host()
+            ticket = owners.begin(
                 layer_id,
                 HostHidden(hidden[:rows]),
                 topk_ids[:rows],
                 topk_weights[:rows],
                 phase=Phase.DECODE if rows == 1 else Phase.VERIFY,
             )
-            out[:rows] = remote.finish(ticket).to_host()
+            out[:rows] = owners.finish(ticket).to_host()
 
-        recorder.pause(ask)
+        recorder.run(self._call(layer_id, hidden, (topk_ids, topk_weights), out), instead=ask)
         yield from ()
         return out
+
+    def _call(
+        self,
+        layer_id: int,
+        hidden: F32Array,
+        routing: tuple[I32Array, F32Array],
+        out: F32Array,
+    ) -> Call:
+        """Shapes: as `CpuExpertBank.routed_call`, of which it computes the first row."""
+        (topk_ids, topk_weights), table = routing, self._table
+        num_used, lookup = topk_ids.shape[1], self._owners.routing(layer_id)
+        words, scratch = [0] * asked.NUM_WORDS, tuple[tuple[int, int], ...]()
+        if layer_id in self._banks:
+            bank, own = self._banks[layer_id], self._owners.own_index
+            words[: k.NUM_LAYER_WORDS] = bank.words.tolist()
+            words[k.EXPERT_IDS] = address(table.expert_ids[own], np.int32)
+            words[k.WEIGHTS] = address(table.weights[own])
+            scratch = bank.scratch_words(1, num_used)
+        selections, sums = np.zeros(lookup.owner_index.size, np.int64), np.zeros(hidden.shape[1])
+        table.selections[layer_id] = selections
+        words[k.HIDDEN], words[k.OUT] = address(hidden), address(sums, np.float64)
+        words[k.NUM_TOKENS], words[k.HIDDEN_SIZE] = 1, hidden.shape[1]
+        words[k.GROUP_STARTS] = address(table.group_starts, np.int32)
+        words[k.TOKEN_INDICES] = address(table.token_indices, np.int32)
+        words[asked.TOPK_IDS] = address(topk_ids, np.int32)
+        words[asked.TOPK_WEIGHTS] = address(topk_weights)
+        words[asked.NUM_USED], words[asked.LAYER_ID] = num_used, layer_id
+        words[asked.OWNER_OF] = address(lookup.owner_index, np.int32)
+        words[asked.LOCAL_IDS] = address(lookup.local_expert_id, np.int32)
+        words[asked.SELECTIONS] = address(selections, np.int64)
+        words[asked.ROUNDED], words[asked.TABLE] = address(out), table.address
+        self._recorder.keep(lookup, selections, sums, self._banks.get(layer_id))
+        return Call(asked.run_asked().address, words, scratch=scratch)

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
 
 from dflash_runtime.compute.cpu.kernels import step_tasks as tasks
-from dflash_runtime.compute.cpu.kernels.words import Call, calls_kernel
+from dflash_runtime.compute.cpu.kernels.words import STOP, WAIT, Call, calls_kernel
 from dflash_runtime.compute.cpu.threads.parallel import line_of_words
 from dflash_runtime.compute.cpu.threads.scratch import zeros_on_lines
 
 _LINE_WORDS = 8
 
 BetweenCalls: TypeAlias = Callable[[int], None]
-"""What the host does between two calls; it gets the number of rows of the run."""
+"""What the host does between two calls, or in place of one; it gets the number of rows of the
+run."""
 
 
 class Program:
-    """Calls that compute a step of up to `num_rows` successive tokens, and what the host does
-    between some of them.
+    """Calls that compute a step of up to `num_rows` successive tokens, and what the host does in
+    place of those that stop.
 
     Owns: words, scratch memory, and everything the words point into. Used by one thread at a time.
     """
@@ -28,15 +29,18 @@ class Program:
     def __init__(
         self,
         calls: Sequence[Call],
-        cuts: Sequence[tuple[int, BetweenCalls]],
         kept: Iterable[object],
         num_rows: int,
+        *,
+        instead: Mapping[int, BetweenCalls],
     ) -> None:
-        """`cuts`: what the host does before the call of this index."""
+        """`instead`: what the host does in place of the call of this index, when that has stopped
+        the program."""
         self._kernel = calls_kernel()
         self._kept = list(kept)
-        self._cuts = [*cuts, (len(calls), None)]
-        self._counter = line_of_words(1)
+        self._cuts = [(len(calls), None)]
+        self._instead = {1 + index: work for index, work in instead.items()}
+        self._counter = line_of_words(STOP + 1)
         self._counter_address = int(self._counter.ctypes.data)
         starts, end = [], _LINE_WORDS
         for call in calls:
@@ -81,19 +85,30 @@ class Program:
             self._num_rows = num_rows
 
     def run(self, pool: int, stops: Sequence[tuple[int, BetweenCalls]] = ()) -> None:
-        """Run all calls on a pool of threads, and what the host does between them; `stops` is more
-        of that, for this run.
+        """Run all calls on a pool of threads. `stops`: what the host does before the call of this
+        index.
 
         Raises: what the host's work raises; KeyboardInterrupt.
         """
         kernel, calls, counter = self._kernel, self._calls, self._counter_address
-        index = 0
+        words, index = self._counter, 0
+        words[STOP] = 0
         cuts = sorted([*self._cuts, *stops], key=_index_of) if stops else self._cuts
         for end, work in cuts:
             while index <= end:
                 index = kernel(calls, index, end + 1, counter, pool)
+                if words[STOP]:
+                    index = self._stopped(index)
             if work is not None:
                 work(self._num_rows)
+
+    def _stopped(self, index: int) -> int:
+        """Do what a call has stopped for; the index of the call to go on with."""
+        reason, self._counter[STOP] = int(self._counter[STOP]), 0
+        if reason == WAIT:
+            return index
+        self._instead[index](self._num_rows)
+        return index + 1
 
 
 def _index_of(cut: tuple[int, BetweenCalls | None]) -> int:

@@ -77,13 +77,15 @@ class Recorder(CpuOps):
         self.tables = PositionTables(num_positions)
         self._num_positions = num_positions
         self._calls: list[Call] = []
-        self._cuts: list[tuple[int, BetweenCalls]] = []
+        self._instead: dict[int, BetweenCalls] = {}
         self._kept: list[object] = []
 
     # -- recording --------------------------------------------------------------------------------
 
-    def run(self, call: Call) -> None:
-        """Record a call."""
+    def run(self, call: Call, *, instead: BetweenCalls | None = None) -> None:
+        """Record a call. `instead`: what the host does in its place if it stops for that."""
+        if instead is not None:
+            self._instead[len(self._calls)] = instead
         self._calls.append(call)
 
     def new(self, shape: tuple[int, ...]) -> F32Array:
@@ -96,10 +98,6 @@ class Recorder(CpuOps):
         """Keep the owners of memory that recorded words point into."""
         self._kept += owners
 
-    def pause(self, work: BetweenCalls) -> None:
-        """Record that the host does this between the calls so far and those that follow."""
-        self._cuts.append((len(self._calls), work))
-
     @property
     def num_calls(self) -> int:
         return len(self._calls)
@@ -107,7 +105,7 @@ class Recorder(CpuOps):
     def program(self) -> Program:
         """What was recorded."""
         self.keep(*self._plans.values())
-        return Program(self._calls, self._cuts, self._kept, self.num_rows)
+        return Program(self._calls, self._kept, self.num_rows, instead=self._instead)
 
     # -- operations that are something else on the host, or depend on the position ----------------
 

@@ -9,7 +9,8 @@ from functools import partial
 import numpy as np
 
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase
-from dflash_runtime.compute.backend import DeviceSampling, RemoteExperts
+from dflash_runtime.compute.backend import DeviceSampling, MailedExperts
+from dflash_runtime.compute.cpu.captured.ask_table import AskTable
 from dflash_runtime.compute.cpu.captured.experts import AskedExperts, LocalExperts
 from dflash_runtime.compute.cpu.captured.program import BetweenCalls, Program
 from dflash_runtime.compute.cpu.captured.recorder import PositionTables, Recorder
@@ -48,14 +49,17 @@ def _record(
     ops: CpuOps,
     model: HostModel,
     cache: CpuKvCache,
-    banks: Mapping[int, CpuExpertBank] | None,
-    remote: RemoteExperts,
+    banks: Mapping[int, CpuExpertBank],
+    owners: MailedExperts | None,
+    table: AskTable | None,
 ) -> _Recorded:
     num_rows, layer_ends = min(MOST_ROWS, cache.capacity), list[int]()
     recorder = Recorder(ops, num_rows, cache.capacity)
     token_ids, next_ids = np.zeros((2, num_rows), np.int32)
     experts: LocalExperts | AskedExperts
-    experts = AskedExperts(recorder, remote) if banks is None else LocalExperts(recorder, banks)
+    experts = LocalExperts(recorder, banks)
+    if owners is not None and table is not None:
+        experts = AskedExperts(recorder, owners, banks, table)
     recording, step = model.with_ops(recorder), Step.of_chunk(token_ids, 0, cache, Phase.DECODE)
 
     def end_layer(layer_id: int, hidden: F32Array) -> None:
@@ -76,7 +80,8 @@ class CpuStep:
     up to MOST_ROWS draft tokens, as one program from the embedding to the argmax. Used by the
     thread that runs the model.
 
-    Without `banks`, the host asks the owners of experts in each layer; `remote` counts all work.
+    With `owners`, some experts are theirs, and they count all work: compiled code asks them in
+    steps of one token, if it can (see AskTable), else the host, layer by layer.
     A step that is interrupted, or that no owner can compute, leaves recurrent states which must be
     computed again.
     Owns: the program's memory, until closed.
@@ -90,11 +95,21 @@ class CpuStep:
         model: HostModel,
         cache: CpuKvCache,
         *,
-        banks: Mapping[int, CpuExpertBank] | None,
-        remote: RemoteExperts,
+        banks: Mapping[int, CpuExpertBank],
+        owners: MailedExperts | None,
     ) -> None:
-        self.counts_itself = banks is None
-        self._recorded = _record(ops, model, cache, banks, remote)
+        """`banks`: this process's experts; all, without `owners`."""
+        self.counts_itself = owners is not None
+        self._table: AskTable | None = None
+        if owners is not None:
+            layers = model.spec.moe.layers
+            self._table = AskTable(
+                owners,
+                hidden_size=model.spec.hidden_size,
+                num_experts_used=max(layer.num_experts_used for layer in layers),
+                workers=ops.workers,
+            )
+        self._recorded = _record(ops, model, cache, banks, owners, self._table)
         self._workers, self._cache = ops.workers, cache
         self._position = 0
         self._is_greedy = True
@@ -165,7 +180,15 @@ class CpuStep:
         recorded.tables.extend(end)
         recorded.program.place(num_rows, position)
         self._workers.begin(num_rows)
-        recorded.program.run(self._workers.address, stops)
+        table = self._table if num_rows == 1 else None
+        if table is None:
+            recorded.program.run(self._workers.address, stops)
+        else:
+            table.begin()
+            try:
+                recorded.program.run(self._workers.address, stops)
+            finally:
+                table.end()
         self._cache.end_step(end)
 
     def token(self, position: int) -> int | None:
@@ -181,4 +204,6 @@ class CpuStep:
 
     def close(self) -> None:
         if "_recorded" in vars(self):
-            del self._recorded, self._cache
+            if self._table is not None:
+                self._table.close()
+            del self._recorded, self._cache, self._table

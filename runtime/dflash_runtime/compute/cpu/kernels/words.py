@@ -30,11 +30,16 @@ from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.simd.atomics import relaxed_load, relaxed_store
 from dflash_runtime.compute.cpu.simd.types import i64
 from dflash_runtime.compute.cpu.threads import system
-from dflash_runtime.compute.cpu.threads.parallel import call_task, run_on
+from dflash_runtime.compute.cpu.threads.parallel import LINE, call_task, run_on
 
 TASK, WORK, LEAST_SHARED = range(3)
 """The first words of calls of `run_task`."""
 FIRST_FIELD = 3
+
+STOP = LINE
+"""A call in a list may stop it: it writes why to the word of this index behind `counter`."""
+WAIT, HOST = 1, 2
+"""The call is to be run again, or the host is to do its work instead."""
 
 SLICE_NS = 50_000_000
 """How long calls run before Python can handle a signal."""
@@ -125,13 +130,16 @@ def _run_task(args: int, counter: int, pool: int) -> None:
 
 
 def _run_calls(calls: I64Array, first: int, end: int, counter: int, pool: int) -> int:
-    """Returns the index of the first call that has not run: `end`, or less after SLICE_NS.
+    """Returns the index of the first call that has not run: `end`, or less after SLICE_NS; or that
+    of the call that has stopped it.
 
     Shapes: calls [N, 2], function and words.
     """
     end_ns = system.monotonic_ns() + SLICE_NS
     for index in range(first, end):
         call_task(calls[index, 0], calls[index, 1], counter, pool)
+        if relaxed_load(counter + 8 * STOP) != 0:
+            return index
         if system.monotonic_ns() >= end_ns:
             return index + 1
     return end

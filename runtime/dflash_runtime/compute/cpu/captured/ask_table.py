@@ -1,0 +1,179 @@
+"""What the layers of a captured step share when compiled code asks the owners of their experts."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+
+from dflash_protocol.errors import DaemonUnavailable
+from dflash_protocol.ids import F32Array, I32Array, I64Array, Phase
+from dflash_protocol.ring import compiled as ring_native
+from dflash_protocol.ring import compiled_experts as ring
+from dflash_protocol.transports.lent_slot import LentSlot
+from dflash_protocol.transports.ports import PHASES
+from dflash_runtime.compute.asking import Asked, AskedLayers, AskedOwners, AskRoute
+from dflash_runtime.compute.cpu.kernels import asked_tasks as t
+from dflash_runtime.compute.cpu.kernels.experts_kernel import expert_ffn_function
+from dflash_runtime.compute.cpu.threads.parallel import IDLE, REGION
+from dflash_runtime.compute.cpu.threads.scratch import zeros_on_lines
+from dflash_runtime.compute.cpu.threads.workers import Workers
+
+_SETTLE_S = 0.25
+"""Statistics, and deadlines with them, follow what was asked after this time, or when read."""
+_NO_FAILURES = ring_native.NOT_FINITE, ring_native.UNSENT
+"""Requests that only the host can judge: rows may not be finite either; or send, widened."""
+
+
+class AskTable:
+    """The words of `kernels.asked_tasks`, and the memory of its requests.
+
+    Between `begin` and `end`, which enclose a step of one token, it has a slot of each daemon's
+    ring, if all daemons can be asked by compiled code; outside, and from the first layer on that
+    the host has to compute, the host asks. Used by the thread that runs the model.
+    """
+
+    def __init__(
+        self,
+        owners: AskedOwners,
+        *,
+        hidden_size: int,
+        num_experts_used: int,
+        workers: Workers,
+    ) -> None:
+        """`num_experts_used`: the most of any layer."""
+        self._owners, self._num_used = owners, num_experts_used
+        self._lent: list[tuple[AskRoute, LentSlot]] = []
+        self._routes: dict[int, AskRoute] = {}
+        """Those that the words are set for, by owner index."""
+        self._settled_s = time.monotonic()
+        self.selections: dict[int, I64Array] = {}
+        """How often each expert was routed to, by layer id. Shapes: each [E], by global id."""
+        num_owners = owners.num_owners
+        self.expert_ids: I32Array = np.zeros((num_owners, num_experts_used), np.int32)
+        self.weights: F32Array = np.zeros((num_owners, num_experts_used), np.float32)
+        self.group_starts: I32Array = np.arange(num_experts_used + 1, dtype=np.int32)
+        self.token_indices: I32Array = np.zeros(num_experts_used, np.int32)
+        self._sums = np.zeros((num_owners, hidden_size))
+        num_words = t.FIRST_OWNER + t.OWNER_WORDS * num_owners
+        words: I64Array = zeros_on_lines(8 * num_words).view(np.int64)[:num_words]
+        words[t.NUM_OWNERS], words[t.OWN] = num_owners, owners.own_index
+        words[t.RUN_EXPERTS] = expert_ffn_function().address
+        # Daemons of this machine have as many threads, unless told otherwise.
+        words[t.FREES_CORES] = len(os.sched_getaffinity(0)) < 2 * workers.num_threads
+        idle, region = (workers.address + 8 * word for word in (IDLE, REGION))
+        self.address = int(words.ctypes.data)
+        self._words, self._times = words.data, words.view(np.float64).data
+        for index in range(num_owners):
+            mine = words[_place(index, 0) :]
+            mine[ring.BATCH_TOKENS] = 1
+            mine[ring.BATCH_EXPERT_IDS] = self.expert_ids[index].ctypes.data
+            mine[ring.BATCH_GROUP_STARTS] = self.group_starts.ctypes.data
+            mine[ring.BATCH_TOKEN_INDICES] = self.token_indices.ctypes.data
+            mine[ring.BATCH_WEIGHTS] = self.weights[index].ctypes.data
+            mine[ring.BATCH_SUMS] = self._sums[index].ctypes.data
+            mine[ring.REQUEST_PHASE] = PHASES.index(Phase.DECODE)
+            mine[ring.REQUEST_IDLE], mine[ring.REQUEST_REGION] = idle, region
+        owners.settle_with(self.settle)
+
+    def begin(self) -> None:
+        """Have compiled code ask in the step that follows, if it can."""
+        routes = self._owners.ask_routes()
+        if not routes:
+            return
+        if self._owners.is_any_to_be_checked(len(routes) * len(self.selections)):
+            return
+        words = self._words
+        try:
+            for route in routes:
+                slot = route.lend()
+                self._lent.append((route, slot))
+                place = _place(route.owner_index, 0)
+                if self._routes.get(route.owner_index) is not route:
+                    self._routes[route.owner_index] = route
+                    words[place + t.MOST_SPIN_NS] = slot.spin_ns
+                    words[place + ring.REQUEST_SPIN_NS] = slot.spin_ns
+                words[place + t.PORT] = slot.port
+                deadline_s = route.deadline_s(Phase.DECODE, self._num_used)
+                words[place + ring.REQUEST_DEADLINE_NS] = int(deadline_s * 1e9)
+        except DaemonUnavailable:
+            self.end()
+            return
+        if not words[t.POST]:
+            words[t.POST], words[t.COLLECT] = ring_native.client_functions()
+        words[t.PROGRESS] = words[t.STATUS] = 0
+        words[t.ENABLED] = 1
+
+    def leave_to_host(self) -> None:
+        """Compiled code has stopped: the host computes this layer and the following ones. Reports
+        the request that failed, if one has."""
+        words, lent = self._words, self._lent.copy()
+        if not words[t.ENABLED]:
+            return
+        self.end()
+        status, index = words[t.STATUS], words[t.FAILED]
+        if status == 0 or status in _NO_FAILURES:
+            return
+        waited_ns = time.monotonic_ns() - words[_place(index, ring.REQUEST_POSTED_NS)]
+        for route, slot in lent:
+            if route.owner_index == index:
+                route.fail(slot, status, waited_ns * 1e-9)
+
+    def end(self) -> None:
+        """Give back the slots; requests in flight are abandoned."""
+        self._words[t.ENABLED] = 0
+        while self._lent:
+            _, slot = self._lent.pop()
+            slot.give_back()
+        if time.monotonic() > self._settled_s + _SETTLE_S:
+            self.settle()
+
+    def settle(self) -> None:
+        """Report what was asked since the last time."""
+        self._settled_s = time.monotonic()
+        words = self._words
+        num_layers = words[t.NUM_LAYERS]
+        if not num_layers:
+            return
+        taken = AskedLayers(
+            num_layers,
+            words[t.NUM_HOT_ONLY],
+            [self._take(index) for index in range(words[t.NUM_OWNERS])],
+            {layer_id: counts.copy() for layer_id, counts in self.selections.items()},
+        )
+        for word in (t.NUM_LAYERS, t.NUM_HOT_ONLY, t.OWN_REQUESTS, t.OWN_NS):
+            words[word] = 0
+        for counts in self.selections.values():
+            counts[:] = 0
+        self._owners.count_asked(taken)
+
+    def close(self) -> None:
+        """Report the last counts. Idempotent."""
+        self.settle()
+        self._owners.settle_with(None)
+
+    def _take(self, index: int) -> Asked:
+        """Take the totals of an owner."""
+        words, times, place = self._words, self._times, _place(index, 0)
+        num_pairs, words[place + t.NUM_PAIRS] = words[place + t.NUM_PAIRS], 0
+        if index == words[t.OWN]:
+            return Asked(words[t.OWN_REQUESTS], num_pairs, words[t.OWN_NS] * 1e-9)
+        asked = Asked(
+            words[place + ring.REQUEST_NUM_REPLIES],
+            num_pairs,
+            compute_s=times[place + ring.REQUEST_COMPUTE_S],
+            queue_s=times[place + ring.REQUEST_QUEUE_S],
+            wait_s=words[place + ring.REQUEST_WAIT_NS] * 1e-9,
+            trip_s=words[place + ring.REQUEST_TRIP_NS] * 1e-9,
+            bytes_sent=words[place + ring.REQUEST_BYTES_SENT],
+            bytes_received=words[place + ring.REQUEST_BYTES_RECEIVED],
+        )
+        for word in range(ring.REQUEST_NUM_REPLIES, ring.REQUEST_WORDS):
+            words[place + word] = 0
+        return asked
+
+
+def _place(owner_index: int, word: int) -> int:
+    """Index of a word of an owner."""
+    return t.FIRST_OWNER + t.OWNER_WORDS * owner_index + word

@@ -1,0 +1,238 @@
+"""A layer of routed experts of one token, whose owners are other processes or this one: posted to
+daemons, computed here, collected from daemons and added, without Python.
+
+The sums are added in the order of `experts.runtime`, this process's first and then those of daemons
+from the last to the first, so that they have the same bits.
+
+What compiled code cannot decide it leaves to the host, by writing why into the word at
+``counter + 8 * STOP``, and returns: WAIT, to be called again, when a reply takes longer than a
+slice; HOST, when the host is to compute the layer. The layer is then as if nothing had been
+computed, but for requests that may be in flight.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from dflash_protocol.ring import compiled as native
+from dflash_protocol.ring import compiled_experts as ring
+from dflash_runtime.compute.cpu.compile.compiling import RowFunction, compile_task, helper
+from dflash_runtime.compute.cpu.kernels import experts_kernel as experts
+from dflash_runtime.compute.cpu.kernels.words import HOST, STOP, WAIT, get
+from dflash_runtime.compute.cpu.simd import vectors as v
+from dflash_runtime.compute.cpu.simd.atomics import relaxed_load, relaxed_store
+from dflash_runtime.compute.cpu.simd.types import I64, i64, primitive
+from dflash_runtime.compute.cpu.simd.untyped import ir
+from dflash_runtime.compute.cpu.threads import system
+from dflash_runtime.compute.cpu.threads.parallel import IDLE, REGION
+
+# Words of a layer, which follow those of experts_kernel for this process's experts.
+(
+    TOPK_IDS,  # [K] int32, global
+    TOPK_WEIGHTS,  # [K] float32
+    NUM_USED,
+    LAYER_ID,
+    OWNER_OF,  # [E] int32, by global id: index of the owner, or -1: the host must ask
+    LOCAL_IDS,  # [E] int32, by global id: the owner's local id
+    SELECTIONS,  # [E] int64, by global id: incremented
+    ROUNDED,  # [H] float32: the sums
+    TABLE,  # of all layers: the words below
+    NUM_WORDS,
+) = range(experts.NUM_ARGUMENTS, experts.NUM_ARGUMENTS + 10)
+
+# Words of the table, before those of the owners.
+(
+    ENABLED,  # 0: the host is to compute all layers
+    POST,  # functions of the ring
+    COLLECT,
+    RUN_EXPERTS,  # the function of experts_kernel
+    NUM_OWNERS,
+    OWN,  # index of this process, or -1
+    PROGRESS,  # of the layer at hand: 1 + the owner that is awaited, or 0 before it is posted
+    STATUS,  # what a request has ended with if it failed, and whose it was
+    FAILED,
+    NUM_LAYERS,  # totals: layers computed
+    NUM_HOT_ONLY,  # those without daemons
+    OWN_REQUESTS,
+    OWN_NS,
+    FREES_CORES,  # 1: idle threads sleep at once while daemons compute, which need their cores
+    FIRST_OWNER,
+) = (*range(14), 16)
+
+# Words of an owner, after those of its requests; this process has none of these, only a batch.
+PORT, MOST_SPIN_NS, NUM_PAIRS = range(ring.REQUEST_WORDS, ring.REQUEST_WORDS + 3)
+OWNER_WORDS = ring.REQUEST_WORDS + 3
+
+
+@primitive(i64, i64, i64, i64)
+def call_ring(builder: Any, function: Any, port: Any, request: Any) -> Any:
+    """Call a function ``int64(int64, int64)`` by its address."""
+    kind = ir.FunctionType(I64, [I64, I64])
+    return builder.call(builder.inttoptr(function, kind.as_pointer()), [port, request])
+
+
+@primitive(i64, i64, i64, i64, i64)
+def call_experts(builder: Any, function: Any, args: Any, counter: Any, pool: Any) -> Any:
+    """Call a function ``int64(int64, int64, int64)`` by its address."""
+    kind = ir.FunctionType(I64, [I64, I64, I64])
+    return builder.call(builder.inttoptr(function, kind.as_pointer()), [args, counter, pool])
+
+
+@helper
+def _owner(table: int, index: int) -> int:
+    """Address of an owner's words."""
+    return table + 8 * (FIRST_OWNER + OWNER_WORDS * index)
+
+
+@helper
+def _increase(words: int, word: int, amount: int) -> None:
+    v.store_i64(words + 8 * word, get(words, word) + amount)
+
+
+@helper
+def _share_out(args: int, table: int) -> bool:
+    """Give each owner its pairs, by ascending local id; whether all have an owner."""
+    for index in range(get(table, NUM_OWNERS)):
+        v.store_i64(_owner(table, index) + 8 * ring.BATCH_PAIRS, 0)
+    for pair in range(get(args, NUM_USED)):
+        chosen = v.load_i32(get(args, TOPK_IDS) + 4 * pair)
+        index = v.load_i32(get(args, OWNER_OF) + 4 * chosen)
+        if index < 0:
+            return False
+        words, expert = _owner(table, index), v.load_i32(get(args, LOCAL_IDS) + 4 * chosen)
+        ids, weights = get(words, ring.BATCH_EXPERT_IDS), get(words, ring.BATCH_WEIGHTS)
+        place = get(words, ring.BATCH_PAIRS)
+        v.store_i64(words + 8 * ring.BATCH_PAIRS, place + 1)
+        while place > 0 and v.load_i32(ids + 4 * (place - 1)) > expert:
+            v.store_i32(ids + 4 * place, v.load_i32(ids + 4 * (place - 1)))
+            v.store_float(weights + 4 * place, v.load_float(weights + 4 * (place - 1)))
+            place -= 1
+        if place > 0 and v.load_i32(ids + 4 * (place - 1)) == expert:
+            return False  # two pairs of one expert would be one group
+        v.store_i32(ids + 4 * place, expert)
+        v.store_float(weights + 4 * place, v.load_float(get(args, TOPK_WEIGHTS) + 4 * pair))
+    return True
+
+
+@helper
+def _is_asked(table: int, index: int) -> bool:
+    """Whether it is a daemon that has pairs."""
+    num_pairs: int = get(_owner(table, index), ring.BATCH_PAIRS)
+    return index != get(table, OWN) and num_pairs > 0
+
+
+@helper
+def _note_failure(table: int, index: int, status: int) -> None:
+    v.store_i64(table + 8 * STATUS, status)
+    v.store_i64(table + 8 * FAILED, index)
+
+
+@helper
+def _post_all(args: int, table: int) -> bool:
+    for index in range(get(table, NUM_OWNERS)):
+        if _is_asked(table, index):
+            words = _owner(table, index)
+            v.store_i64(words + 8 * ring.BATCH_GROUPS, get(words, ring.BATCH_PAIRS))
+            v.store_i64(words + 8 * ring.BATCH_HIDDEN, get(args, experts.HIDDEN))
+            v.store_i64(words + 8 * ring.REQUEST_LAYER, get(args, LAYER_ID))
+            v.store_i64(words + 8 * ring.REQUEST_OUT, get(args, experts.OUT))
+            status = call_ring(get(table, POST), get(words, PORT), words)
+            if status < 0:
+                _note_failure(table, index, status)
+                return False
+    return True
+
+
+@helper
+def _compute_own(args: int, table: int, counter: int, pool: int) -> bool:
+    """Clear the sums, and add those of this process."""
+    for index in range(get(args, experts.HIDDEN_SIZE)):
+        v.store_double(get(args, experts.OUT) + 8 * index, 0.0)
+    if get(table, OWN) < 0:
+        return True
+    num_pairs = get(_owner(table, get(table, OWN)), ring.BATCH_PAIRS)
+    if num_pairs == 0:
+        return True
+    v.store_i64(args + 8 * experts.NUM_GROUPS, num_pairs)
+    started_ns = system.monotonic_ns()
+    is_sound = call_experts(get(table, RUN_EXPERTS), args, counter, pool)
+    _increase(table, OWN_NS, system.monotonic_ns() - started_ns)
+    return is_sound != 0  # type: ignore[no-any-return]
+
+
+@helper
+def _collect(table: int, index: int) -> int:
+    words = _owner(table, index)
+    before_s = v.load_double(words + 8 * ring.REQUEST_COMPUTE_S)
+    status = call_ring(get(table, COLLECT), get(words, PORT), words)
+    if status >= 0:
+        # As on the host: polling pays only for replies that come soon.
+        compute_s = v.load_double(words + 8 * ring.REQUEST_COMPUTE_S) - before_s
+        most_ns = get(words, MOST_SPIN_NS)
+        spin_ns = most_ns if compute_s * 1e9 < most_ns else 0
+        v.store_i64(words + 8 * ring.REQUEST_SPIN_NS, spin_ns)
+    return status  # type: ignore[no-any-return]
+
+
+@helper
+def _count(args: int, table: int) -> None:
+    num_daemons = 0
+    for index in range(get(table, NUM_OWNERS)):
+        words = _owner(table, index)
+        _increase(words, NUM_PAIRS, get(words, ring.BATCH_PAIRS))
+        num_daemons += 1 if _is_asked(table, index) else 0
+    own = get(table, OWN)
+    if own >= 0 and get(_owner(table, own), ring.BATCH_PAIRS) > 0:
+        _increase(table, OWN_REQUESTS, 1)
+    _increase(table, NUM_LAYERS, 1)
+    _increase(table, NUM_HOT_ONLY, 1 if num_daemons == 0 else 0)
+    for pair in range(get(args, NUM_USED)):
+        chosen = v.load_i32(get(args, TOPK_IDS) + 4 * pair)
+        _increase(get(args, SELECTIONS), chosen, 1)
+
+
+@helper
+def _ask(args: int, table: int, counter: int, pool: int) -> int:
+    """0, or why it stopped."""
+    if get(table, ENABLED) == 0:
+        return HOST
+    if get(table, PROGRESS) == 0:
+        if not _share_out(args, table) or not _post_all(args, table):
+            return HOST
+        if not _compute_own(args, table, counter, pool):
+            return HOST
+        if get(table, FREES_CORES) != 0:
+            relaxed_store(pool + 8 * IDLE, relaxed_load(pool + 8 * REGION))
+        v.store_i64(table + 8 * PROGRESS, get(table, NUM_OWNERS))
+    while get(table, PROGRESS) > 0:
+        index = get(table, PROGRESS) - 1
+        if _is_asked(table, index):
+            status = _collect(table, index)
+            if status == native.NOTHING:
+                return WAIT
+            if status < 0:
+                _note_failure(table, index, status)
+                return HOST
+        v.store_i64(table + 8 * PROGRESS, index)
+    return 0
+
+
+def _run_asked(args: int, counter: int, pool: int) -> None:
+    table = get(args, TABLE)
+    stop = _ask(args, table, counter, pool)
+    if stop != 0:
+        v.store_i64(counter + 8 * STOP, stop)
+        return
+    _count(args, table)
+    sums, rounded = get(args, experts.OUT), get(args, ROUNDED)
+    for index in range(get(args, experts.HIDDEN_SIZE)):
+        v.store_float(rounded + 4 * index, np.float32(v.load_double(sums + 8 * index)))
+
+
+@cache
+def run_asked() -> RowFunction:
+    """The function of calls that ask owners."""
+    return compile_task(_run_asked)
