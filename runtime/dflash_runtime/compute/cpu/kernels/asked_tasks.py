@@ -59,7 +59,7 @@ from dflash_runtime.compute.cpu.threads.parallel import IDLE, REGION
     OWN_NS,
     FREES_CORES,  # 1: idle threads sleep at once while daemons compute, which need their cores
     FIRST_OWNER,
-) = (*range(14), 16)
+) = (*range(13), 16)
 
 # Words of an owner, after those of its requests; this process has none of these, only a batch.
 PORT, MOST_SPIN_NS, NUM_PAIRS = range(ring.REQUEST_WORDS, ring.REQUEST_WORDS + 3)
