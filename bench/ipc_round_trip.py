@@ -124,7 +124,7 @@ def serve_shared(work: Work, folder: Path, name: str, spin_s: float) -> None:
     """Answer until standard input ends; requests of decode size without Python, as a daemon."""
     server = SharedServer()
     segment = open_segment(folder, name, work.shape, generation=1)
-    server.add_link(LINK_ID, segment, work.limits, _no_experts(work))
+    server.add_link(LINK_ID, segment, work.limits, experts=_no_experts(work))
     server.allow_replies(math.inf)
     sums = _sums_by_num_tokens(work)
     print("ready", flush=True)

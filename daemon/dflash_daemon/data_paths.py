@@ -198,6 +198,7 @@ class DataServers:
         link_id: str,
         segment: Segment,
         limits: LinkLimits | None,
+        *,
         experts: CompiledExperts | None,
     ) -> None:
         """Serve a link through shared memory too; takes ownership of the segment. Compiled code
@@ -208,7 +209,7 @@ class DataServers:
         if limits is None or self._rings is None:
             segment.close()
             raise ProtocolError("no memory is shared on this link", code="transport")
-        self._rings.add_link(link_id, segment, limits, experts)
+        self._rings.add_link(link_id, segment, limits, experts=experts)
 
     def set_experts(self, link_id: str, experts: CompiledExperts | None) -> None:
         """Replace the compiled experts of a link, if it shares memory."""

@@ -143,9 +143,9 @@ class ComputeService:
         """
         link = self._links.get(link_id)
         if link is None:
-            self._servers.attach(link_id, segment, None, None)
+            self._servers.attach(link_id, segment, None, experts=None)
         else:
-            self._servers.attach(link_id, segment, link.limits, self._compiled(link))
+            self._servers.attach(link_id, segment, link.limits, experts=self._compiled(link))
 
     def drop_link(self, link_id: str) -> None:
         if self._links.pop(link_id, None) is not None:

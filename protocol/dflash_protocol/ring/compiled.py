@@ -69,7 +69,7 @@ returns to Python before the next request is computed. BUSY_SINCE_NS: when the r
 code computes was begun, or 0. RETURN_NS: after this time it returns to Python when it has answered
 a request. LOOK_NS: after this time it looks whether another descriptor is ready, and then returns.
 CHECKED_UNTIL_NS: until when replies may be sent. IS_OTHER_READY: whether the last sleep or look
-found another descriptor than the bells ready. NUM_ANSWERED: requests answered without Python.
+found one of the other descriptors ready. NUM_ANSWERED: requests answered without Python.
 SAVED: the header of the request at hand, while its reply is written. BATCH: its words as of
 `compiled_experts`."""
 
@@ -151,7 +151,8 @@ class Kernels(NamedTuple):
     (link_idx · MAX_SLOTS + slot_idx) << STATUS_BITS | violation, ANSWERED, COMPUTED, or 0: the
     request is in the port's private arrays. Spins before each request; then, with a timeout and if
     it has answered none, sleeps. Entries are those of poll(2): each link's bell in the table's
-    order, then further descriptors; the events found are left in them."""
+    order, then one that wakes a sleeper for CHANGED, then others; the events found are left in
+    them."""
     receive_reply: Callable[..., int]
     """(port, sequence, spin_ns, wait_ns, sums [T, H] float64): payload bytes, possibly with
     IS_NOT_FINITE; or NOTHING; or FAILURE, with its text in the private array; or FAILURE -

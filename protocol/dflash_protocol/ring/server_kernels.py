@@ -221,9 +221,10 @@ def sleep_for_request(table, entries, num_entries, timeout_ms):
 
 @helper
 def note_others(table, entries, num_entries):
-    """Store whether poll(2) has found one of these descriptors ready."""
+    """Store whether poll(2) has found one of these descriptors ready. The first one is not counted:
+    it says that CHANGED is set."""
     found = 0
-    for index in range(num_entries):
+    for index in range(1, num_entries):
         found |= load(entries + 8 * index) >> native.FOUND_SHIFT
     store(load(table + 8 * native.SERVICE) + 8 * native.IS_OTHER_READY, 1 if found != 0 else 0)
 

@@ -17,7 +17,7 @@ class LentSlot:
     """
 
     def __init__(
-        self, slot: Slot, ports: Ports, requests: RequestsInFlight, waiter: Waiter
+        self, slot: Slot, ports: Ports, *, requests: RequestsInFlight, waiter: Waiter
     ) -> None:
         self._slot, self._requests, self._waiter = slot, requests, waiter
         self._words = ports.words[slot.index]

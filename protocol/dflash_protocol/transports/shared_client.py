@@ -173,7 +173,7 @@ class SharedClient:
         if self._copies is not None or not self._requests.free:
             raise DaemonUnavailable("no slot of the ring can be lent")
         slot = self._requests.free.pop()
-        return LentSlot(slot, self._ports, self._requests, self._waiter)
+        return LentSlot(slot, self._ports, requests=self._requests, waiter=self._waiter)
 
     def push(self, sequence: int) -> None:
         if self._copies is not None:

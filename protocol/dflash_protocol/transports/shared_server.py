@@ -247,6 +247,7 @@ class SharedServer:
         link_id: str,
         segment: Segment,
         limits: LinkLimits,
+        *,
         experts: CompiledExperts | None = None,
     ) -> None:
         """Serve a segment, which the server owns from now on; replaces a link of the same id.
@@ -283,8 +284,9 @@ class SharedServer:
 
     def interrupt(self) -> None:
         """Have `receive` return before it begins another request."""
-        self._words[ring_native.CHANGED] = 1
         os.eventfd_write(self._changed_fd, 1)
+        # Last: who sees it finds the descriptor written, and silences it.
+        self._words[ring_native.CHANGED] = 1
 
     @property
     def busy_s(self) -> float:
@@ -328,7 +330,7 @@ class SharedServer:
 
     @property
     def are_others_ready(self) -> bool:
-        """Whether the last `receive` has found one of the `others` readable, or a change."""
+        """Whether the last `receive` has found one of the `others` readable."""
         return bool(self._words[ring_native.IS_OTHER_READY])
 
     def _take_next(self, spin_s: float, timeout_ms: int) -> ReceivedRequest | None:

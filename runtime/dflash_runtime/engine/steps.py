@@ -310,7 +310,7 @@ class Steps:
         self._guard.file.require_unwritten()
 
     def note_captured(self, token_id: int, position: int) -> None:
-        """Note a captured step that was not discarded, and the token that it computed."""
+        """Note a captured step that was not discarded: of this token, at this position."""
         assert self._captured is not None
         if not self._captured.counts_itself:
             self._count(Phase.DECODE, 1)

@@ -283,7 +283,7 @@ shape = RingShape(2, 4, 8, 20)
 segment = open_segment(Path(sys.argv[1]), sys.argv[2], shape, generation=3)
 server = SharedServer()
 experts = called_back({3: Slow(moe_layer(hidden_size=8))}, max_tokens=4, max_experts_used=5)
-server.add_link("ab", segment, LinkLimits(8, 4, 5, generation=3), experts)
+server.add_link("ab", segment, LinkLimits(8, 4, 5, generation=3), experts=experts)
 server.allow_replies(math.inf)
 print("ready", flush=True)
 while True:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from dflash_protocol.device import CPU, parse_device
 from dflash_protocol.errors import ContextExceeded, DaemonUnavailable, SettingsError
 from dflash_protocol.settings import Settings, cache_folder
 from dflash_runtime import Engine
+from dflash_runtime.compute.cpu.captured.step import CpuStep
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.reference.ops import ReferenceOps
 from support.processes import START_S, environment, wait_until
@@ -178,6 +180,25 @@ def test_an_interleaved_call_ends_the_generation_before_it_instead_of_corrupting
     with pytest.raises(SettingsError, match="another call"):
         next(first)
     assert token_ids(engine, 20) == expected
+
+
+def test_closing_frees_memory_at_once(model: Path, request: pytest.FixtureRequest) -> None:
+    """Nothing waits for the garbage collector: neither the mapping nor a captured step's memory."""
+    with Engine.open(model, backend="cpu", context=64, threads=2) as first:
+        token_ids(first, 2)  # compiles what the next one needs
+    del first
+    request.addfinalizer(gc.enable)
+    gc.collect()
+    gc.disable()
+    engine = Engine.open(model, backend="cpu", context=64, threads=2)
+    token_ids(engine, 2)
+    captured = engine._steps._captured
+    assert isinstance(captured, CpuStep)
+    logits = weakref.ref(captured._recorded.logits.base)
+    del captured
+    engine.close()
+    assert logits() is None
+    assert str(model) not in Path("/proc/self/maps").read_text()
 
 
 def test_a_closed_engine_says_so_and_may_be_closed_again(model: Path) -> None:

@@ -65,7 +65,6 @@ _EXPERT_JOBS: dict[str, Callable[[], object]] = {
         kernel() for kernel in (parallel.serve_kernel, parallel.stop_kernel, parallel.limit_kernel)
     ],
     "expert_kernel": experts_kernel.expert_ffn_kernel,
-    "expert_function": experts_kernel.expert_ffn_function,
     "batch": batch_kernel.compute_batch_function,
     "quantise": quantise_function,
 }

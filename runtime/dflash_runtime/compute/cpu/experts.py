@@ -7,11 +7,12 @@ import numpy as np
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.spec import ExpertProjection, ExpertVector, MoeLayer
 from dflash_protocol.batch import RoutedBatch
-from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, I64Array, U8Array
+from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase, U8Array
 from dflash_runtime.compute.cpu.kernels import experts_kernel as k
 from dflash_runtime.compute.cpu.kernels import step_tasks as steps
 from dflash_runtime.compute.cpu.kernels.products import TOTALS_BYTES, product_scratch_bytes
 from dflash_runtime.compute.cpu.kernels.words import Call, address
+from dflash_runtime.compute.cpu.threads.parallel import FEW_ROWS
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers
 from dflash_runtime.compute.cpu.weights.matrix import NUM_FIELDS, row_layout
@@ -70,6 +71,7 @@ class CpuExpertBank:
         words[k.HIDDEN_Q8_BYTES] = self._hidden_q8_bytes
         words[k.FFN_Q8_BYTES] = self._ffn_q8_bytes
         words[k.SCRATCH_BYTES] = self._thread_bytes
+        words[k.NUM_THREADS] = workers.num_threads
         functions = quantise_function(), *k.expert_ffn_tasks()
         words[k.QUANTISE :] = [function.address for function in functions]
         self.words: I64Array = words
@@ -82,9 +84,9 @@ class CpuExpertBank:
         routing: tuple[I32Array, F32Array],
         local_ids: I32Array,
         out: F32Array,
-    ) -> tuple[Call, tuple[AnyArray, ...]]:
+    ) -> tuple[Call, tuple[object, ...]]:
         """A call that computes routed experts, all of which are here, and counts them in
-        `selections`; and the memory of its own that it uses.
+        `selections`; and the owners of the memory that it uses besides the arguments'.
 
         Shapes: hidden, out [T, H]; routing [T, K] global ids and weights; local_ids [E].
         """
@@ -109,14 +111,16 @@ class CpuExpertBank:
         words[steps.ROUNDED] = address(out)
         scratch = self.scratch_words(num_tokens, num_pairs)
         call = Call(steps.run_routed().address, words, (k.NUM_TOKENS,), scratch=scratch)
-        return call, (sums, indices, weights, self.selections)
+        return call, (self, sums, indices, weights)
 
     def accumulate(self, batch: RoutedBatch, out: F64Array) -> None:
         hidden = batch.hidden
         if hidden.shape != out.shape or hidden.shape[1:] != (self.layer.hidden_size,):
             expected = f"[T, {self.layer.hidden_size}]"
             raise ValueError(f"hidden {hidden.shape}, out {out.shape}, expected {expected}")
-        self._workers.begin(batch.num_tokens)
+        # Of a prompt few rows may be routed here: its pass goes on with as many threads as before.
+        if batch.phase is not Phase.PREFILL or batch.num_tokens > FEW_ROWS:
+            self._workers.begin(batch.num_tokens)
         with self._scratch.take(
             8 * k.NUM_ARGUMENTS,
             *self.scratch_bytes(batch.num_tokens, batch.num_pairs),

@@ -55,7 +55,7 @@ class CpuOps(ElementOps):
     def __init__(self, workers: Workers, scratch: Scratch) -> None:
         self.workers = workers
         self.scratch = scratch
-        self.recurrent = Recurrent(self)
+        self.recurrent = Recurrent()
         self._run_words = words_kernel()
         self._plans: dict[tuple[CpuMatrix, ...], _Plan] = {}
         self._angles = _AngleCache()
@@ -122,11 +122,11 @@ class CpuOps(ElementOps):
         return out
 
     def rms_norm(self, x: F32Array, weight: F32Array, eps: float) -> F32Array:
-        """Normalise over the last axis. Shapes: x [..., n]; weight [n]."""
+        """Normalise over the last axis. Shapes: x [..., n], contiguous; weight [n]."""
         if weight.shape != x.shape[-1:]:
             raise ValueError(f"weight is {weight.shape} for rows of {x.shape[-1]}")
         out = self.new(x.shape)
-        self.run(tasks.norm_call(x if x.ndim == 2 else np.ascontiguousarray(x), weight, out, eps))
+        self.run(tasks.norm_call(x, weight, out, eps))
         return out
 
     def linear(
@@ -227,7 +227,7 @@ class CpuOps(ElementOps):
             if weight is not None and weight.shape != (dim,):
                 raise ValueError(f"weight is {weight.shape} for heads of {dim}")
         angles, norms = self.angles(table, positions), (q_weight, k_weight)
-        turns = tasks.Turns(
+        turns = tasks.Angles(
             address(angles[0]),
             address(angles[1]),
             angles.shape[2],
@@ -324,8 +324,8 @@ class CpuOps(ElementOps):
         assert isinstance(cache, CpuKvCache)
         state = cache.states[layer]
         if tree is not None:
-            return self.recurrent.tree_conv(x, weight, state, tree)
-        return self.recurrent.causal_conv(x, weight, state, positions)
+            return self.recurrent.tree_conv(self, x, weight, state, tree)
+        return self.recurrent.causal_conv(self, x, weight, state, positions)
 
     def delta_rule(
         self,
@@ -339,8 +339,8 @@ class CpuOps(ElementOps):
         assert isinstance(cache, CpuKvCache)
         state = cache.states[layer]
         if tree is not None:
-            return self.recurrent.tree_delta(inputs, state, tree)
-        return self.recurrent.delta_rule(inputs, state, positions)
+            return self.recurrent.tree_delta(self, inputs, state, tree)
+        return self.recurrent.delta_rule(self, inputs, state, positions)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -384,7 +384,7 @@ def _plan(matrices: tuple[CpuMatrix, ...], num_threads: int) -> _Plan:
         row[products.RUN_ROWS] = run_rows
         num_runs += -(-matrix.rows // run_rows)
     functions = quantise_function(), *products.linear_tasks()
-    words = [len(matrices), num_runs, int(claims_ahead), thread_bytes, q8_bytes]
+    words = [len(matrices), num_runs, int(claims_ahead), num_threads, thread_bytes, q8_bytes]
     words += [each.address for each in functions]
     return _Plan(
         matrices,

@@ -26,10 +26,13 @@ class Runner(Protocol):
 
 
 class Recurrent:
-    """Both operations on one pool of threads; can be called from several threads at once."""
+    """Both operations, as calls that a runner runs; can be called from several threads at once.
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
+    It does not keep the runner, which owns it: with a cycle, a closed model's memory would wait for
+    the garbage collector.
+    """
+
+    def __init__(self) -> None:
         self._taps: dict[int, tuple[F32Array, F32Array]] = {}
 
     def compile(self) -> None:
@@ -39,6 +42,7 @@ class Recurrent:
 
     def causal_conv(
         self,
+        runner: Runner,
         x: F32Array,
         weight: F32Array,
         state: BlockedState,
@@ -53,14 +57,15 @@ class Recurrent:
         if first == 0:
             state.inputs[:] = 0
         state.conv_positions = -1  # until all of it is done
-        result = self._convolved(x, weight, state, first=first)
+        result = self._convolved(runner, x, weight, state, first=first)
         taps = self.taps_of(weight)
-        self._runner.run(conv_tasks.keep_call(x, state.inputs, taps, first_position=first))
+        runner.run(conv_tasks.keep_call(x, state.inputs, taps, first_position=first))
         state.conv_positions = first + num_tokens
         return result
 
     def tree_conv(
         self,
+        runner: Runner,
         x: F32Array,
         weight: F32Array,
         state: BlockedState,
@@ -79,13 +84,14 @@ class Recurrent:
         table = np.ascontiguousarray(table)
 
         def keep(path: I32Array) -> None:
-            self.causal_conv(x[path], weight, state, tree.positions[path])
+            self.causal_conv(runner, x[path], weight, state, tree.positions[path])
 
         tree.keep(keep)
-        return self._convolved(x, weight, state, table=int(table.ctypes.data))
+        return self._convolved(runner, x, weight, state, table=int(table.ctypes.data))
 
     def _convolved(
         self,
+        runner: Runner,
         x: F32Array,
         weight: F32Array,
         state: BlockedState,
@@ -98,8 +104,8 @@ class Recurrent:
         if taps.shape != (kept.shape[0] + 1, x.shape[1]) or kept.shape[1] != x.shape[1]:
             raise ValueError(f"{x.shape} by {weight.shape} does not fit {kept.shape}")
         out = np.empty(x.shape, np.float32)
-        threads = self._runner.num_threads
-        self._runner.run(
+        threads = runner.num_threads
+        runner.run(
             conv_tasks.conv_call(
                 x, kept, taps, out, first_position=first, table=table, num_threads=threads
             )
@@ -108,6 +114,7 @@ class Recurrent:
 
     def delta_rule(
         self,
+        runner: Runner,
         inputs: DeltaInputs,
         state: BlockedState,
         positions: I32Array,
@@ -119,8 +126,8 @@ class Recurrent:
         first = begin_of(positions, state.delta_positions)
         _check_count(positions, inputs.num_tokens)
         state.delta_positions = -1  # until all of it is done
-        threads = self._runner.num_threads
-        self._runner.run(
+        threads = runner.num_threads
+        runner.run(
             d.delta_call(state.words, inputs, out, first_position=first, num_threads=threads)
         )
         state.delta_positions = first + inputs.num_tokens
@@ -128,6 +135,7 @@ class Recurrent:
 
     def tree_delta(
         self,
+        runner: Runner,
         inputs: DeltaInputs,
         state: BlockedState,
         tree: Tree,
@@ -138,11 +146,11 @@ class Recurrent:
         out = np.empty(inputs.out_shape, np.float32)
         if inputs.num_tokens == 0:
             return out
-        threads = self._runner.num_threads
-        self._runner.run(delta_tree.tree_call(state.words, inputs, out, tree, num_threads=threads))
+        threads = runner.num_threads
+        runner.run(delta_tree.tree_call(state.words, inputs, out, tree, num_threads=threads))
 
         def keep(path: I32Array) -> None:
-            self.delta_rule(inputs.of(path), state, tree.positions[path])
+            self.delta_rule(runner, inputs.of(path), state, tree.positions[path])
 
         tree.keep(keep)
         return out

@@ -188,7 +188,8 @@ def test_shapes_that_do_not_fit_are_refused(alone: CpuOps) -> None:
         alone.norm_and_rotate(q, q, positions, table, k_weight=np.ones(8, np.float32))
     with pytest.raises(ValueError, match=r"\b9 experts\b.*\b8\b"):
         alone.route(normal(1, 8), RoutingRule(9, Gating.SOFTMAX, normalise=True))
-    for wrong in (x.astype(np.float64), normal(64, 2).T, normal(2, 128)[:, ::2]):
+    heads = normal(3, 64, 2).transpose(0, 2, 1)
+    for wrong in (x.astype(np.float64), normal(64, 2).T, normal(2, 128)[:, ::2], heads):
         with pytest.raises(TypeError):
             alone.rms_norm(wrong, np.ones(64, np.float32), 1e-6)  # type: ignore[arg-type]
     assert alone.rms_norm(x, np.ones(64, np.float32), 1e-6).shape == (2, 64)

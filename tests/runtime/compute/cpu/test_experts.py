@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ from dflash_adapters.quant import TensorType
 from dflash_adapters.spec import Activation, ExpertProjection, MoeLayer
 from dflash_protocol.batch import HostHidden, RoutedBatch, group_by_expert
 from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
+from dflash_protocol.ring import compiled_experts as ring
 from dflash_runtime.compute.backend import ExpertBank
 from dflash_runtime.compute.cpu import CpuBackend
-from dflash_runtime.compute.cpu.kernels import experts_kernel as k
+from dflash_runtime.compute.cpu.threads import parallel
 from dflash_runtime.compute.cpu.weights.repacked.formats import FORMATS
 from support.examples import examples
 from support.expert_files import write_expert_layer
@@ -408,6 +409,25 @@ def test_weights_are_read_in_place_and_outlive_the_file(
     np.testing.assert_array_equal(result_of(bank, batch), before)
 
 
+def compiled_run(
+    backend: CpuBackend, bank: ExpertBank, batch: RoutedBatch, out: F64Array
+) -> Callable[[], int]:
+    """What computes a batch as compiled callers do; 0: the batch is not sound."""
+    compiled = backend.compile_banks({0: bank}, max_tokens=32, max_experts_used=3)
+    assert compiled is not None
+    function, experts = compiled.layers[0, [ring.LAYER_COMPUTE, ring.LAYER_EXPERTS]].tolist()
+    compute = ctypes.CFUNCTYPE(*[ctypes.c_int64] * 3)(function)
+    arrays = batch.hidden, batch.expert_ids, batch.group_starts, batch.token_indices, batch.weights
+    counts = batch.num_tokens, batch.num_groups, batch.num_pairs
+    words = np.array([*counts, *(each.ctypes.data for each in (*arrays, out))], np.int64)
+
+    def run() -> int:
+        assert compiled is not None  # and alive
+        return int(compute(experts, words.ctypes.data))
+
+    return run
+
+
 @pytest.mark.parametrize("num_tokens", [1, 5, 20])
 @pytest.mark.parametrize("kind", ["F32", "Q8_0", "float gate"])
 def test_compiled_callers_get_the_same_bits(
@@ -416,33 +436,56 @@ def test_compiled_callers_get_the_same_bits(
     made = all_experts[kind]
     bank = backends[2].load_experts(made.file, made.layer, all_ids())
     batch = random_batch(made.layer.hidden_size, num_tokens, seed=3)
-    run = ctypes.CFUNCTYPE(*[ctypes.c_int64] * 4)(k.expert_ffn_function().address)
-    words = np.zeros(k.NUM_ARGUMENTS, np.int64)
-    words[: k.NUM_LAYER_WORDS] = bank.words
-    out, memory = np.ones(batch.hidden.shape), np.empty(1 << 22, np.uint8)
-    room = memory.ctypes.data
-    arrays: dict[int, Any] = {
-        k.HIDDEN: batch.hidden,
-        k.EXPERT_IDS: batch.expert_ids,
-        k.GROUP_STARTS: batch.group_starts.copy(),
-        k.TOKEN_INDICES: batch.token_indices,
-        k.WEIGHTS: batch.weights,
-        k.OUT: out,
-    }
-    for word, array in arrays.items():
-        words[word] = array.ctypes.data
-    words[k.NUM_TOKENS], words[k.HIDDEN_SIZE] = batch.hidden.shape
-    words[k.NUM_GROUPS] = batch.num_groups
-    words[list(k.SCRATCH_PARTS)] = [room + (part << 19) for part in range(1, 6)]
-    pool = backends[2]._workers.address
-    assert run(words.ctypes.data, room, pool) == 1
+    batch = replace(batch, group_starts=batch.group_starts.copy())
+    out = np.ones(batch.hidden.shape)
+    run = compiled_run(backends[2], bank, batch, out)
+    assert run() == 1
     expected = np.ones(batch.hidden.shape)
     bank.accumulate(batch, expected)
     np.testing.assert_array_equal(out, expected)
-    wrong = [(k.EXPERT_IDS, -1), (k.EXPERT_IDS, E), (k.GROUP_STARTS, 0)]
-    for word, bad in [*wrong, (k.TOKEN_INDICES, -1), (k.TOKEN_INDICES, num_tokens)]:
-        array = arrays[word]
+    for array, bad in (
+        (batch.expert_ids, -1),
+        (batch.expert_ids, E),
+        (batch.group_starts, 0),
+        (batch.token_indices, -1),
+        (batch.token_indices, num_tokens),
+    ):
         before, array[-1] = array[-1], bad
-        assert run(words.ctypes.data, room, pool) == 0
+        assert run() == 0
         array[-1] = before
     np.testing.assert_array_equal(out, expected)
+
+
+def test_a_prompts_few_rows_here_leave_its_threads_as_they_are(
+    all_experts: dict[str, Experts],
+) -> None:
+    made, backend = all_experts["F32"], CpuBackend(num_threads=2)
+    try:
+        workers = backend._workers
+        workers.use_for_decode(1)
+        bank = backend.load_experts(made.file, made.layer, all_ids())
+        workers.begin(512)
+        prompt = random_batch(made.layer.hidden_size, 3, seed=1)
+        result_of(bank, prompt)
+        assert workers._pool[parallel.LIMIT] == 1
+        result_of(bank, replace(prompt, phase=Phase.DECODE))
+        assert workers._pool[parallel.LIMIT] == 0
+    finally:
+        backend.close()
+
+
+def test_batches_of_few_rows_use_the_threads_of_decode_steps_in_compiled_code_too(
+    all_experts: dict[str, Experts],
+) -> None:
+    made, backend = all_experts["F32"], CpuBackend(num_threads=2)
+    try:
+        workers = backend._workers
+        workers.use_for_decode(1)
+        bank = backend.load_experts(made.file, made.layer, all_ids())
+        for num_tokens, limit in ((20, 1), (3, 0), (20, 1)):
+            batch = random_batch(made.layer.hidden_size, num_tokens, seed=1)
+            out = np.zeros(batch.hidden.shape)
+            assert compiled_run(backend, bank, batch, out)() == 1
+            assert workers._pool[parallel.LIMIT] == limit
+    finally:
+        backend.close()

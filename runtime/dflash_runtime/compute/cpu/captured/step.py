@@ -60,13 +60,13 @@ def _record(
     experts = LocalExperts(recorder, banks)
     if owners is not None and table is not None:
         experts = AskedExperts(recorder, owners, banks, table)
-    model, step = model.with_ops(recorder), Step.of_chunk(token_ids, 0, cache, Phase.DECODE)
+    recording, step = model.with_ops(recorder), Step.of_chunk(token_ids, 0, cache, Phase.DECODE)
 
     def end_layer(layer_id: int, hidden: F32Array) -> None:
         layer_ends.append(recorder.num_calls)
 
-    hidden = run_to_end(forward(model, step, experts, on_layer=end_layer))
-    logits = model.head(hidden)
+    hidden = run_to_end(forward(recording, step, experts, on_layer=end_layer))
+    logits = recording.head(hidden)
     recorder.run(tasks.argmax_call(logits, next_ids))
     recorder.keep(model)
     program = recorder.program()
@@ -127,19 +127,19 @@ class CpuStep:
     def begin(self, token_id: int, position: int) -> None:
         """Set the token and position of the next step.
 
-        Raises: ContextExceeded; ValueError for a token id that the model does not have.
+        Raises: ValueError for a token id that the model does not have.
         """
-        num_ids = self._recorded.logits.shape[1]
-        if not 0 <= token_id < num_ids:
-            raise ValueError(f"token id {token_id} is not within 0..{num_ids - 1}")
+        self._check_id(token_id)
         self._recorded.token_ids[0], self._position = token_id, position
 
     def start(self) -> None:
         """Run a step; its argmax is the input of the next one, at the next position.
 
-        Raises: ContextExceeded; CheckpointMissing; DaemonUnavailable.
+        Raises: ContextExceeded; CheckpointMissing; DaemonUnavailable; ValueError if the step before
+        it has chosen no token.
         """
         recorded = self._recorded
+        self._check_id(int(recorded.token_ids[0]))
         self._run(self._position, 1)
         recorded.token_ids[0] = recorded.next_ids[0]
         self._position += 1
@@ -153,6 +153,8 @@ class CpuStep:
         is_chain = np.array_equal(tree.parents, np.arange(-1, num_tokens - 1))
         if not is_chain or num_tokens > recorded.token_ids.size or not self._cache.can_be_cut:
             return None
+        for token_id in token_ids.tolist():
+            self._check_id(token_id)
         recorded.token_ids[:num_tokens] = token_ids
         found: dict[int, F32Array] = {}
 
@@ -162,6 +164,12 @@ class CpuStep:
         stops = [(recorded.layer_ends[each], partial(keep, each)) for each in sorted(features)]
         self._run(tree.position, num_tokens, stops)
         return TreeResult(recorded.next_ids[:num_tokens].copy(), found)
+
+    def _check_id(self, token_id: int) -> None:
+        """Compiled code reads the embedding of any number."""
+        num_ids = self._recorded.logits.shape[1]
+        if not 0 <= token_id < num_ids:
+            raise ValueError(f"token id {token_id} is not within 0..{num_ids - 1}")
 
     def _run(
         self, position: int, num_rows: int, stops: Sequence[tuple[int, BetweenCalls]] = ()

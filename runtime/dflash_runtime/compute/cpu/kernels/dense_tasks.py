@@ -108,7 +108,7 @@ def norm_call(x: F32Array, weight: F32Array, out: F32Array, eps: float) -> Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class Angles:
     """Where the angles of successive tokens lie. Shapes: cosines, sines [T, num_pairs]."""
 
     cosines: int
@@ -185,7 +185,7 @@ def rope_call(
     q: F32Array,
     k: F32Array,
     norms: tuple[F32Array | None, F32Array | None],
-    turns: Turns,
+    angles: Angles,
     *,
     eps: float,
     norms_after: bool,
@@ -197,9 +197,9 @@ def rope_call(
     heads = []
     for x, weight in zip((q, k), norms, strict=True):
         heads += [address(x), 0 if weight is None else address(weight), x.shape[1]]
-    fields = [q.shape[0], q.shape[2], double_bits(eps), turns.cosines, turns.sines]
-    fields += [turns.num_pairs, turns.is_interleaved, norms_after, *heads]
-    row_bytes = 4 * turns.num_pairs
+    fields = [q.shape[0], q.shape[2], double_bits(eps), angles.cosines, angles.sines]
+    fields += [angles.num_pairs, angles.is_interleaved, norms_after, *heads]
+    row_bytes = 4 * angles.num_pairs
     return task_call(
         rope_task(),
         q.size + k.size,

@@ -27,6 +27,7 @@ from dflash_runtime.compute.cpu.kernels.products import (
     multiply_rows,
     panels_ahead,
     prefetch_first,
+    runs_a_claim,
 )
 from dflash_runtime.compute.cpu.kernels.words import get
 from dflash_runtime.compute.cpu.simd import vectors as v
@@ -66,6 +67,7 @@ from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES
     HIDDEN_Q8_BYTES,  # of a row of hidden as q8 blocks, or 0 if none are needed
     FFN_Q8_BYTES,  # of a row of activations as q8 blocks, or 0 if none are needed
     SCRATCH_BYTES,  # of one thread
+    NUM_THREADS,
     QUANTISE,  # the function, and the phases
     QUANTISE_HIDDEN_TASK,
     REGROUP_TASK,
@@ -87,9 +89,9 @@ from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES
     ACTIVATIONS,  # [P, F] float32
     ACTIVATION_Q8,  # [P] rows of activations as q8 blocks, or 0
     SCRATCH,  # [threads, SCRATCH_BYTES]
-) = range(30)
+) = range(31)
 
-NUM_ARGUMENTS = 30
+NUM_ARGUMENTS = 31
 NUM_LAYER_WORDS = HIDDEN
 SCRATCH_PARTS = TOKEN_Q8, PAIR_Q8, ACTIVATIONS, ACTIVATION_Q8, SCRATCH
 
@@ -177,13 +179,19 @@ def gate_up(args: int, counter: int, worker_idx: int) -> None:
     gates = get(args, SCRATCH) + worker_idx * get(args, SCRATCH_BYTES)
     ups, scratch = gates + TOTALS_BYTES, gates + 2 * TOTALS_BYTES
     num_blocks = hidden_size // 32
-    item = claim(counter)
+    run_bytes = RUN_ROWS * get(get(args, LAYOUTS), ROW_BYTES)
+    size = runs_a_claim(num_runs_total, run_bytes, get(args, NUM_THREADS), get(args, NUM_TOKENS))
+    item = size * claim(counter)
+    claimed_end = item + size
     if item < num_runs_total:
         gate, gate_layout, _ = run_of(args, item // num_runs, GATE, item % num_runs)
         up, _, _ = run_of(args, item // num_runs, UP, item % num_runs)
         prefetch_first(gate_layout, gate, up)
     while item < num_runs_total:
-        next_item = claim(counter)
+        next_item = item + 1
+        if next_item == claimed_end:
+            next_item = size * claim(counter)
+            claimed_end = next_item + size
         group, first_row = item // num_runs, item % num_runs * RUN_ROWS
         first_pair, end_pair = pair_range(args, group)
         num_items = end_pair - first_pair
@@ -291,12 +299,19 @@ def down_phase(args: int, counter: int, worker_idx: int) -> None:
     totals = get(args, SCRATCH) + worker_idx * get(args, SCRATCH_BYTES)
     scratch = totals + 2 * TOTALS_BYTES
     num_blocks = ffn_size // 32
-    item = claim(counter)
+    down_layout = get(args, LAYOUTS) + 8 * NUM_FIELDS * DOWN
+    run_bytes = RUN_ROWS * v.load_i64(down_layout + 8 * ROW_BYTES)
+    size = runs_a_claim(num_runs, run_bytes, get(args, NUM_THREADS), get(args, NUM_TOKENS))
+    item = size * claim(counter)
+    claimed_end = item + size
     if item < num_runs and num_groups > 0:
         down, layout, row_bytes = run_of(args, 0, DOWN, item)
         prefetch_first(layout, down, down + REPACKED_ROWS * row_bytes)
     while item < num_runs:
-        next_item = claim(counter)
+        next_item = item + 1
+        if next_item == claimed_end:
+            next_item = size * claim(counter)
+            claimed_end = next_item + size
         first_row = item * RUN_ROWS
         end_row = min(first_row + RUN_ROWS, hidden_size)
         for group in range(num_groups):
@@ -445,12 +460,6 @@ def expert_ffn_tasks() -> tuple[RowFunction, ...]:
     """The phases, in the order of their words, which hold their addresses."""
     phases = (quantise_hidden, regroup_hidden, gate_up, quantise_activations, down_phase)
     return tuple(compile_task(phase) for phase in phases)
-
-
-@cache
-def expert_ffn_function() -> RowFunction:
-    """`run_experts`, for callers that have its address."""
-    return RowFunction(run_experts.py_func, i64, i64, i64, result=i64)  # type: ignore[attr-defined]
 
 
 @cache

@@ -14,6 +14,7 @@ from dflash_runtime.compute.cpu.kernels.products import (
     multiply_rows,
     panels_ahead,
     prefetch_first,
+    runs_a_claim,
 )
 from dflash_runtime.compute.cpu.kernels.words import FIRST_FIELD, get
 from dflash_runtime.compute.cpu.simd import vectors as v
@@ -28,6 +29,7 @@ from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES
     NUM_MATRICES,
     NUM_RUNS,  # of all matrices
     CLAIMS_AHEAD,  # whether threads claim an item while they compute another
+    NUM_THREADS,
     SCRATCH_BYTES,  # of one thread
     Q8_BYTES,  # of a row of x as q8 blocks, or 0 if none are needed
     QUANTISE,  # the function, and the phases
@@ -43,10 +45,7 @@ from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES
     Q8_BLOCKS,  # [T] rows of x as q8 blocks
     MATRICES,  # [M, NUM_MATRIX_FIELDS]
     SCRATCH,  # [threads, SCRATCH_BYTES]
-) = range(17)
-
-NUM_PLAN_WORDS = X
-"""Words of a plan, which those of its matrices follow."""
+) = range(18)
 
 # Fields of one matrix.
 (
@@ -59,9 +58,7 @@ NUM_PLAN_WORDS = X
     NUM_MATRIX_FIELDS,
 ) = range(7)
 
-_RUN_ROWS = 32
-_LONG_RUN_BYTES = 1 << 18
-_LONG_RUNS_A_THREAD = 16
+_MOST_RUN_ROWS = 32
 _WIDE_RUN_BYTES = 1 << 16
 
 
@@ -71,19 +68,11 @@ def items_of(num_rows: int, row_bytes: int, num_threads: int) -> tuple[int, bool
     Matrices of few but wide rows, as a router's in float32, make so few items that threads would
     get none, or wait for one that holds two: their items are smaller, and not claimed early. Their
     rows are long enough to be read well without.
-
-    Where there are items enough, they are longer: behind the end of one, a core's hardware goes on
-    to fetch what another core reads.
     """
     is_wide = REPACKED_ROWS * row_bytes >= _WIDE_RUN_BYTES
-    if is_wide and num_rows < 2 * _RUN_ROWS * num_threads:
-        return REPACKED_ROWS, num_rows >= 2 * REPACKED_ROWS * num_threads
-    run_rows = _RUN_ROWS
-    while run_rows * row_bytes < _LONG_RUN_BYTES:
-        if num_rows < 2 * run_rows * _LONG_RUNS_A_THREAD * num_threads:
-            break
-        run_rows *= 2
-    return run_rows, True
+    if not is_wide or num_rows >= 2 * _MOST_RUN_ROWS * num_threads:
+        return _MOST_RUN_ROWS, True
+    return REPACKED_ROWS, num_rows >= 2 * REPACKED_ROWS * num_threads
 
 
 FEW_TOKENS = 4
@@ -134,13 +123,20 @@ def _multiply(args: int, counter: int, worker_idx: int) -> None:
     claims_ahead = get(args, CLAIMS_AHEAD) != 0
     totals = get(args, SCRATCH) + worker_idx * get(args, SCRATCH_BYTES)
     scratch = totals + TOTALS_BYTES
-    run = claim(counter)
+    first_bytes = get(get(get(args, MATRICES), LAYOUT), ROW_BYTES)
+    run_bytes = first_bytes * get(get(args, MATRICES), RUN_ROWS)
+    size = runs_a_claim(num_runs, run_bytes, get(args, NUM_THREADS), num_tokens)
+    run = size * claim(counter)
+    claimed_end = run + size
     if run < num_runs:
         matrix = _find_matrix(args, run)
         layout, start = get(matrix, LAYOUT), _first_row(matrix, run)
         prefetch_first(layout, start, start + REPACKED_ROWS * get(layout, ROW_BYTES))
     while run < num_runs:
-        next_run = claim(counter) if claims_ahead else num_runs
+        next_run = run + 1
+        if next_run == claimed_end:
+            next_run = size * claim(counter) if claims_ahead else num_runs
+            claimed_end = next_run + size
         matrix = _find_matrix(args, run)
         layout, rows = get(matrix, LAYOUT), get(matrix, ROWS)
         row_bytes = get(layout, ROW_BYTES)
@@ -176,6 +172,7 @@ def _multiply(args: int, counter: int, worker_idx: int) -> None:
                         _add(source, get(args, ADDEND) + place, num_rows)
                     v.copy_bytes(get(args, OUT) + place, source, 4 * num_rows)
         run = next_run if claims_ahead else claim(counter)
+        claimed_end = claimed_end if claims_ahead else run + 1
 
 
 @helper

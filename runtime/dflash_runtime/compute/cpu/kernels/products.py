@@ -50,6 +50,11 @@ rows, three panels would take too much of L2.
 """
 
 
+_CLAIM_BYTES = 1 << 18
+_CLAIMS_A_THREAD = 16
+_FEW_TOKENS = 8
+
+
 def product_scratch_bytes(layouts: Iterable[I64Array]) -> int:
     """Scratch bytes that `multiply_rows` needs for rows of these layouts."""
     num_bytes = 64 + REPACKED_BYTES
@@ -93,17 +98,35 @@ def group_size(item: int, num_items: int) -> int:
 
 
 @helper
+def runs_a_claim(num_runs: int, run_bytes: int, num_threads: int, num_tokens: int) -> int:
+    """How many neighbouring runs of rows a thread takes at a time: where there are many, several.
+
+    Behind the last row, a core's hardware goes on to fetch what another core reads: two threads
+    that take 14 KB at a time read half as much as with 100. With many tokens, rows are read rarely.
+    """
+    size = 1
+    if num_tokens <= _FEW_TOKENS:
+        while (
+            size * run_bytes < _CLAIM_BYTES
+            and num_runs >= 2 * size * _CLAIMS_A_THREAD * num_threads
+        ):
+            size *= 2
+    return size
+
+
+@helper
 def panels_ahead(
     run: int, row_bytes: int, row: int, num_rows: int, next_run: int, next_row_bytes: int
 ) -> tuple[int, int]:
     """Addresses of the two panels that follow the one at `row` of a run.
 
-    `run` and `next_run` are addresses of first rows; the next run has two panels at least.
+    `run` and `next_run` are addresses of first rows. A run has two panels; fewer rows are the end
+    of a matrix.
     """
-    after, second = row + REPACKED_ROWS, row + 2 * REPACKED_ROWS
-    if after >= num_rows:
-        return next_run, next_run + REPACKED_ROWS * next_row_bytes
-    return run + after * row_bytes, run + second * row_bytes if second < num_rows else next_run
+    after = row + REPACKED_ROWS
+    if after < num_rows:
+        return run + after * row_bytes, next_run
+    return next_run, next_run + REPACKED_ROWS * next_row_bytes
 
 
 @helper

@@ -53,6 +53,8 @@ def _add_task(args: int, counter: int, worker_idx: int) -> None:
 def add_call(x: F32Array, y: F32Array) -> Call:
     """``x += y``. Shapes: x [T, C]; y [T, C] or [C]."""
     columns = x.shape[1]
+    if y.shape not in (x.shape, x.shape[1:]):
+        raise ValueError(f"cannot add {y.shape} to {x.shape}")
     stride = 4 * columns if y.ndim == 2 else 0
     fields = [address(x), address(y), x.shape[0], columns, stride, 0]
     return task_call(add_task(), x.size, fields, per_token=(ROWS,))
@@ -77,6 +79,8 @@ def multiply_call(x: F32Array, factors: F32Array, *, is_by_position: bool = Fals
     """``x *= factors``, one for each row. Shapes: x [T, …]; factors [T, 1], [1, 1] for all rows, or
     with `is_by_position` [N], one for each position."""
     num_tokens = x.shape[0]
+    if not is_by_position and factors.shape not in ((num_tokens, 1), (1, 1)):
+        raise ValueError(f"factors are {factors.shape} for {num_tokens} rows")
     stride = 4 if factors.size > 1 else 0
     fields = [address(x), address(factors), num_tokens, x.size // num_tokens, stride, 0]
     positions = ((OTHER, 4),) if is_by_position else ()
@@ -151,10 +155,12 @@ def _group(args: int) -> None:
 
 def _run_routed(args: int, counter: int, pool: int) -> None:
     _group(args)
-    experts.run_experts(args, counter, pool)
+    is_sound = experts.run_experts(args, counter, pool) != 0
     sums, rounded = get(args, experts.OUT), get(args, ROUNDED)
     for index in range(get(args, experts.NUM_TOKENS) * get(args, experts.HIDDEN_SIZE)):
-        v.store_float(rounded + 4 * index, np.float32(v.load_double(sums + 8 * index)))
+        total = np.float32(v.load_double(sums + 8 * index))
+        # A bug of a caller shows in the logits.
+        v.store_float(rounded + 4 * index, total if is_sound else np.float32(np.nan))
 
 
 # -- the next token -------------------------------------------------------------------------------

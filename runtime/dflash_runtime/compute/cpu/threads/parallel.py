@@ -13,6 +13,7 @@ lines.
     REGION   epoch, STOP (for ever), OPEN and, in the low bits, how many workers have entered
     TASK …   the region's task and its arguments; written by the caller while the region is closed
     LIMIT    workers with a larger number do not join, and sleep until it changes
+    FEW      the LIMIT of passes over few rows
     LEFT     how many workers have left the region
     AWAITED  the LEFT for which the caller sleeps, or 0
     SLEEPY   1 if a worker sleeps or is about to
@@ -55,7 +56,7 @@ LINE = 16
 """Words between those that must not share cache lines: two lines, as CPUs fetch pairs."""
 
 LOCK, REGION, TASK, LEFT, AWAITED, SLEEPY, IDLE = range(0, 7 * LINE, LINE)
-ARGS, COUNTER, CORE, SPIN_NS, NUM_WORKERS, LIMIT = range(TASK + 1, TASK + 7)
+ARGS, COUNTER, CORE, SPIN_NS, NUM_WORKERS, LIMIT, FEW = range(TASK + 1, TASK + 8)
 MOVING = IDLE + 1
 INSIDE, CPU_NS = IDLE + LINE, IDLE + LINE + 1
 
@@ -64,6 +65,9 @@ STOP = 2 * OPEN
 EPOCH = 4 * OPEN
 
 MAX_WORKERS = OPEN - 1
+
+FEW_ROWS = 8
+"""Passes over up to this many rows read more than they compute: decode steps, verify passes."""
 
 _NUM_POLLS = 8
 """Reads of a word between two reads of the clock."""
@@ -86,7 +90,7 @@ def line_of_words(num_words: int) -> I64Array:
 def new_pool(num_workers: int, spin_ns: int) -> I64Array:
     """The state of a pool that `num_workers` threads will serve."""
     pool = line_of_words(INSIDE + LINE * num_workers)
-    pool[NUM_WORKERS] = pool[LIMIT] = num_workers
+    pool[NUM_WORKERS] = pool[LIMIT] = pool[FEW] = num_workers
     pool[REGION] = 0 if num_workers else STOP
     pool[SPIN_NS] = spin_ns
     pool[IDLE] = -1
@@ -159,6 +163,23 @@ def run_on(pool: int, task: int, args: int, counter: int) -> None:
         run_alone(task, args, counter)
     else:
         run_region(pool, task, args, counter)
+
+
+@helper
+def _set_limit(pool: int, num_workers: int) -> None:
+    """From now on the first `num_workers` alone join regions; those that sleep are woken."""
+    limit = pool + 8 * LIMIT
+    atomics.atomic_store(limit, num_workers)
+    system.wake(limit)
+
+
+@helper
+def begin_pass(pool: int, num_rows: int) -> None:
+    """Regions until the next call belong to a pass over this many rows: only the first FEW workers
+    join those of a pass over few."""
+    num_workers = atomics.relaxed_load(pool + 8 * (FEW if num_rows <= FEW_ROWS else NUM_WORKERS))
+    if atomics.relaxed_load(pool + 8 * LIMIT) != num_workers:
+        _set_limit(pool, num_workers)
 
 
 @helper
@@ -309,16 +330,8 @@ def _stop(pool: int) -> None:
     _set_limit(pool, MAX_WORKERS)
 
 
-def _limit(pool: int, num_workers: int) -> None:
-    """From now on the first `num_workers` alone join regions; those that sleep are woken."""
-    _set_limit(pool, num_workers)
-
-
-@helper
-def _set_limit(pool: int, num_workers: int) -> None:
-    limit = pool + 8 * LIMIT
-    atomics.atomic_store(limit, num_workers)
-    system.wake(limit)
+def _limit(pool: int, num_rows: int) -> None:
+    begin_pass(pool, num_rows)
 
 
 @cache
@@ -333,4 +346,5 @@ def stop_kernel() -> Kernel:
 
 @cache
 def limit_kernel() -> Kernel:
+    """`begin_pass`, for Python: (pool, num_rows)."""
     return compile_kernel(_limit, i64, i64)

@@ -19,9 +19,6 @@ from dflash_runtime.compute.topology import read_topology
 SPIN_US = 50
 """How long a thread spins for work before it sleeps: several times what waking it takes."""
 
-FEW_ROWS = 8
-"""Passes over up to this many rows read more than they compute: decode steps, verify passes."""
-
 _TIMEOUT_S = 5.0
 """How long `close` waits for threads in a region; one that hangs ends with the process."""
 
@@ -39,7 +36,6 @@ class Workers:
         if num_threads > _num_at_once():
             spin_us = 0  # spinning would take a core from another thread
         self.num_threads = num_threads
-        self._decode_threads = self._num_used = num_threads
         self._pool = parallel.new_pool(num_threads - 1, 1000 * spin_us)
         self._words = self._pool.data
         self.address = int(self._pool.ctypes.data)
@@ -70,23 +66,23 @@ class Workers:
     @property
     def decode_threads(self) -> int:
         """How many threads take part in passes over few rows."""
-        return self._decode_threads
+        return self._words[parallel.FEW] + 1
 
     def use_for_decode(self, num_threads: int) -> None:
         """Set `decode_threads`, and begin such a pass. Raises: ValueError for more than there
         are."""
         if not 1 <= num_threads <= self.num_threads:
             raise ValueError(f"{num_threads} threads of {self.num_threads}")
-        self._decode_threads = num_threads
+        self._words[parallel.FEW] = num_threads - 1
         self.begin(1)
 
     def begin(self, num_rows: int) -> None:
         """Regions until the next call belong to a pass over this many rows: in one over few of them
         `decode_threads` take part, and the others sleep. Results are the same."""
-        num_used = self.num_threads if num_rows > FEW_ROWS else self._decode_threads
-        if num_used != self._num_used:
-            self._num_used = num_used
-            parallel.limit_kernel()(self.address, num_used - 1)
+        words = self._words
+        few_or_all = parallel.FEW if num_rows <= parallel.FEW_ROWS else parallel.NUM_WORKERS
+        if words[few_or_all] != words[parallel.LIMIT]:
+            parallel.limit_kernel()(self.address, num_rows)
 
     def idle(self) -> None:
         """No work is coming for a while: spinning threads sleep and free their cores. The next

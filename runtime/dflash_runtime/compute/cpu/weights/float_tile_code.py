@@ -35,7 +35,7 @@ F32, F16, BF16 = range(3)
 LANES = 16
 LINE = 64
 _ELEMENT_BYTES = (4, 2, 2)
-_PREFETCH_BYTES = 32 * 1024  # at most this far ahead
+_LEAD_BYTES = 4096  # as in kernels/products
 _PREFETCH_VECTORS = 4
 
 
@@ -97,8 +97,10 @@ def _block_function(module: Any, kind: int, num_rows: int, num_vectors: int) -> 
         # Rows beyond the last repeat it: computed and stored more than once.
         indices = [builder.add(first, _smaller(builder, I64(r), last)) for r in range(num_rows)]
         places = [builder.add(row, builder.mul(index, row_bytes)) for index in indices]
-        # The same columns of the next tile, unless that is too far.
-        ahead = _smaller(builder, builder.mul(step, row_bytes), I64(_PREFETCH_BYTES))
+        # The next tile, or with short rows the one after it.
+        is_short = builder.icmp_signed("<", row_bytes, I64(_LEAD_BYTES))
+        tiles_ahead = builder.select(is_short, builder.shl(step, I64(1)), step)
+        ahead = builder.mul(tiles_ahead, row_bytes)
         products = _emit_tile(builder, kind, places, vectors, columns, ahead)
         columns_out = [
             builder.add(out, builder.mul(I64(t), out_stride)) for t in range(num_vectors)
@@ -141,11 +143,12 @@ def _emit_tile(
     turn = 2 * LANES
     with cgutils.for_range(builder, builder.udiv(columns, I64(turn))) as loop:
         first = builder.mul(loop.index, I64(turn))
-        start = builder.add(builder.mul(first, I64(element_bytes)), ahead)
         # With more vectors the hardware prefetcher keeps up, and addresses need the registers.
-        for place in rows if len(vectors) <= _PREFETCH_VECTORS else ():
-            for offset in range(0, turn * element_bytes, LINE):
-                emit_prefetch(builder, builder.add(place, builder.add(start, I64(offset))))
+        if len(vectors) <= _PREFETCH_VECTORS:
+            turn_bytes = len(rows) * turn * element_bytes
+            start = builder.add(builder.mul(loop.index, I64(turn_bytes)), ahead)
+            for offset in range(0, turn_bytes, LINE):
+                emit_prefetch(builder, builder.add(rows[0], builder.add(start, I64(offset))))
         add_products(first)
         add_products(builder.add(first, I64(LANES)))
     with builder.if_then(_is_set(builder, columns, LANES)):

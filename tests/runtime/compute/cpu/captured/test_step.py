@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -12,9 +14,12 @@ import pytest
 
 from dflash_protocol.errors import CheckpointMissing, ContextExceeded
 from dflash_protocol.ids import F32Array, I32Array
+from dflash_runtime.compute.backend import NOT_FINITE
 from dflash_runtime.compute.cpu.captured.program import Program
 from dflash_runtime.compute.cpu.captured.step import MOST_ROWS, CpuStep
 from dflash_runtime.compute.cpu.compile.compiling import RowFunction, compile_task
+from dflash_runtime.compute.cpu.experts import CpuExpertBank
+from dflash_runtime.compute.cpu.kernels import experts_kernel
 from dflash_runtime.compute.cpu.kernels.words import get
 from dflash_runtime.compute.cpu.simd import atomics
 from dflash_runtime.compute.cpu.threads import system
@@ -165,6 +170,44 @@ def test_a_step_beyond_the_context_is_refused(small: HostSteps) -> None:
         captured.start()
     with pytest.raises(ValueError, match="token id"):
         captured.begin(small.spec.vocab_size, 3)
+
+
+def test_token_ids_that_the_model_does_not_have_are_refused(small: HostSteps) -> None:
+    cache = small.new_cache()
+    small.logits(cache, some_ids(small, PROMPT), 0)
+    captured = small.captured(cache)
+    chain = Tree(np.array([-1, 0], np.int32), PROMPT)
+    for bad in (-1, small.spec.vocab_size):
+        with pytest.raises(ValueError, match="token id"):
+            captured.verify(np.array([1, bad], np.int32), chain, ())
+    captured.begin(1, PROMPT)
+    captured._recorded.token_ids[0] = NOT_FINITE  # as the step before may have left it
+    with pytest.raises(ValueError, match="token id"):
+        captured.start()
+
+
+def test_it_keeps_the_experts(small: HostSteps) -> None:
+    cache = small.new_cache()
+    captured = small.captured(cache)
+    expected = step_logits(captured, 1, 0)
+    banks = [weakref.ref(bank) for bank in small.banks.values()]
+    small.banks.clear()
+    gc.collect()
+    assert all(bank() is not None for bank in banks)
+    np.testing.assert_array_equal(step_logits(captured, 1, 0), expected)
+    del captured
+    gc.collect()
+    assert not any(bank() is not None for bank in banks)
+
+
+def test_routing_that_is_not_sound_is_noticed(small: HostSteps) -> None:
+    for bank in small.banks.values():
+        assert isinstance(bank, CpuExpertBank)
+        bank.words[experts_kernel.NUM_EXPERTS] = 1
+    cache = small.new_cache()
+    captured = small.captured(cache)
+    step_logits(captured, 1, 0)
+    assert captured.token(1) == NOT_FINITE
 
 
 def test_a_logit_that_is_not_finite_is_reported(

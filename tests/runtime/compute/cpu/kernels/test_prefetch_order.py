@@ -1,7 +1,7 @@
-"""Which panels are prefetched while others are multiplied: those that follow, in their order.
+"""The order in which threads take panels of weights, and which of them they prefetch meanwhile.
 
-The tasks run as they are, with weights at addresses where nothing is: the function that would
-multiply a panel keeps its arguments instead.
+Where addresses matter, tasks run as they are, with weights where nothing is: the function that
+would multiply a panel keeps its arguments instead.
 """
 
 from __future__ import annotations
@@ -13,14 +13,23 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dflash_adapters.quant import TensorType
 from dflash_protocol.ids import AnyArray, I64Array
 from dflash_runtime.compute.cpu.kernels import experts_kernel as experts
 from dflash_runtime.compute.cpu.kernels import linear_kernel as linear
-from dflash_runtime.compute.cpu.kernels.products import LEAD_BYTES, REPACKED_ROWS, TOTALS_BYTES
-from dflash_runtime.compute.cpu.weights.matrix import NUM_FIELDS
+from dflash_runtime.compute.cpu.kernels.products import (
+    LEAD_BYTES,
+    REPACKED_ROWS,
+    TOTALS_BYTES,
+    runs_a_claim,
+)
+from dflash_runtime.compute.cpu.ops import CpuOps
+from dflash_runtime.compute.cpu.threads.scratch import Scratch
+from dflash_runtime.compute.cpu.threads.workers import Workers
+from dflash_runtime.compute.cpu.weights.matrix import NUM_FIELDS, as_matrix
 from dflash_runtime.compute.cpu.weights.rows import COLUMNS, MULTIPLY_ONE, ROW_BYTES, UNPACK
 
-NUM_COLUMNS = 256
+NUM_COLUMNS, RUN_ROWS = 256, 32
 SHORT, LONGER, LONG = 144, 210, LEAD_BYTES
 """Bytes of a row."""
 FIRST = 1 << 40
@@ -62,9 +71,9 @@ class Kept:
         assert {*self.near[-1:], *self.far[-2:]} <= {*panels[-4:]}
 
 
-def run(task: Any, words: dict[int, int | AnyArray], num_words: int) -> None:
+def run(task: Any, words: dict[int, int | AnyArray]) -> None:
     """Run a task alone, as one of a pool's threads would."""
-    args, counter = np.zeros(num_words, np.int64), np.zeros(1, np.int64)
+    args, counter = np.zeros(max(words) + 1, np.int64), np.zeros(1, np.int64)
     for word, value in words.items():
         args[word] = value if isinstance(value, int) else value.ctypes.data
     prototype = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)
@@ -84,12 +93,13 @@ def test_matrices_one_after_another(row_bytes: tuple[int, int]) -> None:
         matrix[linear.LAYOUT] = layouts[index].ctypes.data
         matrix[linear.WEIGHTS], matrix[linear.ROWS] = addresses[index], rows[index]
         matrix[linear.ROWS_BEFORE] = sum(rows[:index])
-        matrix[linear.RUN_ROWS] = 32
-        matrix[linear.RUNS_BEFORE] = sum(rows[:index]) // 32
+        matrix[linear.RUNS_BEFORE] = sum(rows[:index]) // RUN_ROWS
+        matrix[linear.RUN_ROWS] = RUN_ROWS
     words: dict[int, int | AnyArray] = {
         linear.NUM_MATRICES: 2,
-        linear.NUM_RUNS: sum(rows) // 32,
+        linear.NUM_RUNS: sum(rows) // RUN_ROWS,
         linear.CLAIMS_AHEAD: 1,
+        linear.NUM_THREADS: 1,
         linear.NUM_TOKENS: 1,
         linear.OUT_ROOM: 1,
         linear.COLUMNS: NUM_COLUMNS,
@@ -98,7 +108,7 @@ def test_matrices_one_after_another(row_bytes: tuple[int, int]) -> None:
         linear.SCRATCH: np.zeros(2 * TOTALS_BYTES, np.uint8),
     }
     _, multiply = linear.linear_tasks()
-    run(multiply, words, linear.SCRATCH + 1)
+    run(multiply, words)
     expected = [
         panel
         for address, stride, count in zip(addresses, row_bytes, rows, strict=True)
@@ -137,6 +147,7 @@ def test_matrices_of_chosen_experts(phase: Callable[..., None], row_bytes: int) 
         experts.LAYOUTS: np.concatenate([kept.layout(row_bytes)] * 3),
         experts.ACTIVATION: np.array([1e9, 1, 0], np.float32),
         experts.HIDDEN: np.zeros(64, np.float32),
+        experts.NUM_THREADS: 1,
         experts.NUM_TOKENS: 1,
         experts.NUM_GROUPS: 2,
         experts.EXPERT_IDS: np.array([2, 0], np.int32),
@@ -148,5 +159,37 @@ def test_matrices_of_chosen_experts(phase: Callable[..., None], row_bytes: int) 
         experts.SCRATCH: np.zeros(3 * TOTALS_BYTES, np.uint8),
     }
     _, _, gate_up, _, down = experts.expert_ffn_tasks()
-    run(gate_up if phase is experts.gate_up else down, words, experts.NUM_ARGUMENTS)
+    run(gate_up if phase is experts.gate_up else down, words)
     kept.check(expert_panels(phase, row_bytes), row_bytes)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 16])
+@pytest.mark.parametrize("run_bytes", [1 << 13, 1 << 16, 1 << 19])
+@pytest.mark.parametrize("num_runs", [1, 31, 64, 4748])
+def test_threads_take_neighbouring_runs_where_there_are_many(
+    num_runs: int, run_bytes: int, num_threads: int
+) -> None:
+    of: Any = runs_a_claim
+    size = of.py_func(num_runs, run_bytes, num_threads, 1)
+    assert size == 1 or num_runs >= 16 * size * num_threads
+    assert size == 1 or size * run_bytes < 1 << 19
+    is_most = num_runs < 32 * size * num_threads or size * run_bytes >= 1 << 18
+    assert is_most
+    assert of.py_func(num_runs, run_bytes, num_threads, 512) == 1
+
+
+def test_every_row_is_computed_once_however_many_are_taken_at_a_time() -> None:
+    """An odd number of runs, of which three threads take two at a time, and one thread four."""
+    num_rows, rng = 4017, np.random.default_rng(0)
+    row_bytes = TensorType.Q4_0.row_bytes(NUM_COLUMNS)
+    data = rng.integers(0x20, 0x3C, num_rows * row_bytes, dtype=np.uint8)
+    matrix = as_matrix(data, TensorType.Q4_0, num_rows, NUM_COLUMNS)
+    x = rng.standard_normal((1, NUM_COLUMNS)).astype(np.float32)
+    results = []
+    for num_threads in (1, 3):
+        workers = Workers(num_threads)
+        ops = CpuOps(workers, Scratch())
+        results.append(ops.linear(x, matrix, np.full((1, num_rows), np.nan, np.float32)))
+        workers.close()
+    assert np.isfinite(results[0]).all()
+    np.testing.assert_array_equal(results[0], results[1])

@@ -13,6 +13,7 @@ import time
 import numpy as np
 import pytest
 
+from dflash_runtime.compute.cpu.threads import parallel
 from dflash_runtime.compute.cpu.threads.workers import Workers
 from support.cpu_regions import Region, cpu_threads
 from support.processes import ROOT, START_S, environment
@@ -123,6 +124,18 @@ def test_spinning_threads_sleep_when_told_to_and_come_back() -> None:
     finally:
         workers.close()
         os.sched_setaffinity(0, usable)
+
+
+def test_a_pass_sets_the_limit_whatever_another_thread_has_set() -> None:
+    workers = Workers(3)
+    try:
+        workers.use_for_decode(1)
+        workers.begin(parallel.FEW_ROWS + 1)
+        parallel.limit_kernel()(workers.address, 1)  # a decode step that began at the same time
+        workers.begin(parallel.FEW_ROWS + 1)
+        assert workers._pool[parallel.LIMIT] == 2
+    finally:
+        workers.close()
 
 
 def test_a_pool_has_at_least_one_thread() -> None:

@@ -212,11 +212,12 @@ def multiplying_one(form: RepackedFormat) -> Callable[..., Any]:
     """Make ``multiply_one(first_row, row_bytes, num_blocks, q8_blocks, far, near, totals)``.
 
     Multiplies rows of whole chunks by one token straight from the blocks: storing unpacked bytes
-    would cost more than the products. Prefetches as many bytes from `far` on, and once more from
-    `near` on: some processors drop prefetches while they wait for many lines (Zen 5 most of them,
-    if they come without a pause), and the second time costs little where the line is there.
+    would cost more than the products. Prefetches as many bytes from `far` on. Tiers whose products
+    outrun memory prefetch from `near` on, too, what has been prefetched before: some processors
+    drop prefetches while they wait for many lines, Zen 5 most of them if they come without a pause.
     """
     unrolled = _SMALL_CHUNKS_AT_ONCE if form.chunk_blocks == 1 else 1
+    prefetches_twice = current_tier().has_wide_registers
 
     @primitive(void, *[i64] * 7)
     def multiply_one(
@@ -229,6 +230,7 @@ def multiplying_one(form: RepackedFormat) -> Callable[..., Any]:
         near: Any,
         totals: Any,
     ) -> None:
+        ahead = (far, near) if prefetches_twice else (far,)
         kept = cgutils.alloca_once(builder, LANES)
         builder.store(load(Vec(builder, totals), LANES).value, kept)
         num_chunks = builder.udiv(num_blocks, I64(form.chunk_blocks))
@@ -243,7 +245,7 @@ def multiplying_one(form: RepackedFormat) -> Callable[..., Any]:
                 x = Q8Blocks(Vec(builder, q8_blocks), 1).block(begin * form.chunk_blocks)
                 total = Vec(builder, builder.load(kept))
                 lines = _lines_ahead(
-                    [Vec(builder, far) + done, Vec(builder, near) + done],
+                    [Vec(builder, each) + done for each in ahead],
                     count * NUM_ROWS * form.chunk_bytes,
                     2 * count * form.chunk_blocks,
                 )
