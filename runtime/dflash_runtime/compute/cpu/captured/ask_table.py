@@ -15,7 +15,6 @@ from dflash_protocol.transports.lent_slot import LentSlot
 from dflash_protocol.transports.ports import PHASES
 from dflash_runtime.compute.asking import Asked, AskedLayers, AskedOwners, AskRoute
 from dflash_runtime.compute.cpu.kernels import asked_tasks as t
-from dflash_runtime.compute.cpu.kernels.experts_kernel import expert_ffn_function
 from dflash_runtime.compute.cpu.threads.parallel import IDLE, REGION
 from dflash_runtime.compute.cpu.threads.scratch import zeros_on_lines
 from dflash_runtime.compute.cpu.threads.workers import Workers
@@ -59,7 +58,6 @@ class AskTable:
         num_words = t.FIRST_OWNER + t.OWNER_WORDS * num_owners
         words: I64Array = zeros_on_lines(8 * num_words).view(np.int64)[:num_words]
         words[t.NUM_OWNERS], words[t.OWN] = num_owners, owners.own_index
-        words[t.RUN_EXPERTS] = expert_ffn_function().address
         # Daemons of this machine have as many threads, unless told otherwise.
         words[t.FREES_CORES] = len(os.sched_getaffinity(0)) < 2 * workers.num_threads
         idle, region = (workers.address + 8 * word for word in (IDLE, REGION))

@@ -48,7 +48,6 @@ from dflash_runtime.compute.cpu.threads.parallel import IDLE, REGION
     ENABLED,  # 0: the host is to compute all layers
     POST,  # functions of the ring
     COLLECT,
-    RUN_EXPERTS,  # the function of experts_kernel
     NUM_OWNERS,
     OWN,  # index of this process, or -1
     PROGRESS,  # of the layer at hand: 1 + the owner that is awaited, or 0 before it is posted
@@ -60,7 +59,7 @@ from dflash_runtime.compute.cpu.threads.parallel import IDLE, REGION
     OWN_NS,
     FREES_CORES,  # 1: idle threads sleep at once while daemons compute, which need their cores
     FIRST_OWNER,
-) = (*range(14), 16)
+) = (*range(13), 16)
 
 # Words of an owner, after those of its requests; this process has none of these, only a batch.
 PORT, MOST_SPIN_NS, NUM_PAIRS = range(ring.REQUEST_WORDS, ring.REQUEST_WORDS + 3)
@@ -72,13 +71,6 @@ def call_ring(builder: Any, function: Any, port: Any, request: Any) -> Any:
     """Call a function ``int64(int64, int64)`` by its address."""
     kind = ir.FunctionType(I64, [I64, I64])
     return builder.call(builder.inttoptr(function, kind.as_pointer()), [port, request])
-
-
-@primitive(i64, i64, i64, i64, i64)
-def call_experts(builder: Any, function: Any, args: Any, counter: Any, pool: Any) -> Any:
-    """Call a function ``int64(int64, int64, int64)`` by its address."""
-    kind = ir.FunctionType(I64, [I64, I64, I64])
-    return builder.call(builder.inttoptr(function, kind.as_pointer()), [args, counter, pool])
 
 
 @helper
@@ -158,7 +150,7 @@ def _compute_own(args: int, table: int, counter: int, pool: int) -> bool:
         return True
     v.store_i64(args + 8 * experts.NUM_GROUPS, num_pairs)
     started_ns = system.monotonic_ns()
-    is_sound = call_experts(get(table, RUN_EXPERTS), args, counter, pool)
+    is_sound = experts.run_experts(args, counter, pool)
     _increase(table, OWN_NS, system.monotonic_ns() - started_ns)
     return is_sound != 0  # type: ignore[no-any-return]
 
