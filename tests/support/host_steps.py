@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -58,9 +59,9 @@ class HostSteps:
         yield from ()
         return sums.astype(np.float32)
 
-    def captured(self, cache: KvCache) -> CpuStep:
+    def captured(self, cache: KvCache, check: Callable[[], None] = lambda: None) -> CpuStep:
         remote = cast(Any, _Nothing())
-        return self.backend.captured_step(self.model, cache, self.banks, remote=remote)
+        return self.backend.captured_step(self.model, cache, self.banks, remote=remote, check=check)
 
     def close(self) -> None:
         self.backend.close()

@@ -441,9 +441,11 @@ class ComputeBackend(Protocol):
         banks: Mapping[int, ExpertBank],
         *,
         remote: MailedExperts,
+        check: Callable[[], None],
     ) -> CapturedStep | None:
         """A captured step of a model whose experts are in `banks` or `remote`, as for `moe`; None
-        if the backend captures none."""
+        if the backend captures none. On the host `check` is called within long steps; what it
+        raises ends them."""
 
     def offload_prompts(
         self, file: GgufFile, layers: Iterable[MoeLayer], remote: RemoteExperts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -96,6 +96,7 @@ class HostBackend:
         banks: Mapping[int, ExpertBank],
         *,
         remote: MailedExperts,
+        check: Callable[[], None],
     ) -> CapturedStep | None:
         """Return None: nothing is captured."""
 

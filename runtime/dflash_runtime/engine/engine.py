@@ -294,7 +294,8 @@ class Engine:
         `reuse_prefix`: the prefix that this prompt shares with the run before is taken from the
         cache, with the same bits; but only within one `prefix_scope`, since the time saved would
         tell one client about another's prompt. `is_cancelled` is called before every layer of a
-        prompt and before every token; once it returns True, the generation ends.
+        prompt, before every token, and within steps that take long; once it returns True, the
+        generation ends.
         Raises: SettingsError before anything is computed; DaemonUnavailable while it is, if daemons
         are required.
         """

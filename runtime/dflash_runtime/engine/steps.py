@@ -68,8 +68,10 @@ class Steps:
         self._backend, self._runtime, self._local_banks = backend, runtime, local_banks
         self._experts: dict[tuple[Phase, bool], Any] = {}
         """The model's routed experts, by phase, and whether they may be offloaded."""
-        self._captured = backend.captured_step(model, cache, local_banks, remote=runtime)
         self._guard = RunGuard(file)
+        self._captured = backend.captured_step(
+            model, cache, local_banks, remote=runtime, check=self._guard.check
+        )
         self._pairs_of_token = sum(layer.num_experts_used for layer in model.spec.moe.layers)
 
     def try_out(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -96,6 +96,7 @@ class CpuBackend(HostBackend):
         banks: Mapping[int, ExpertBank],
         *,
         remote: MailedExperts,
+        check: Callable[[], None],
     ) -> CpuStep:
         """Never None."""
         assert isinstance(model, HostModel)
@@ -104,10 +105,12 @@ class CpuBackend(HostBackend):
             layer_id: bank for layer_id, bank in banks.items() if isinstance(bank, CpuExpertBank)
         }
         is_whole = all(
-            layer.layer_id in here and here[layer.layer_id].num_experts == layer.num_experts
+            layer.layer_id in here and here[layer.layer_id].has_all_experts
             for layer in model.spec.moe.layers
         )
-        return CpuStep(self.ops, model, cache, banks=here, owners=None if is_whole else remote)
+        return CpuStep(
+            self.ops, model, cache, banks=here, owners=None if is_whole else remote, check=check
+        )
 
     def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:
         taken: dict[int, I64Array] = {}

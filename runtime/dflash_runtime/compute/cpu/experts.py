@@ -40,6 +40,8 @@ class CpuExpertBank:
             raise ValueError(f"expert ids must lie within 0..{layer.num_experts - 1}")
         self.layer = layer
         self.num_experts = int(ids.size)
+        self.has_all_experts = np.array_equal(ids, np.arange(layer.num_experts))
+        """Whether it has all experts of the layer, under their global ids."""
         self.selections = np.zeros(layer.num_experts, np.int64)
         """How often each expert was routed to in calls of `routed_call`, by global id."""
         self._workers = workers

@@ -314,6 +314,7 @@ class CupyBackend:
         banks: Mapping[int, ExpertBank],
         *,
         remote: MailedExperts,
+        check: Callable[[], None],
     ) -> GraphStep:
         """Never None."""
         assert isinstance(model, GpuModel)

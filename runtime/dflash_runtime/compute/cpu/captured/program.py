@@ -84,11 +84,17 @@ class Program:
             self._words[self._row_words] = self._row_factors * num_rows
             self._num_rows = num_rows
 
-    def run(self, pool: int, stops: Sequence[tuple[int, BetweenCalls]] = ()) -> None:
-        """Run all calls on a pool of threads. `stops`: what the host does before the call of this
+    def run(
+        self,
+        pool: int,
+        check: Callable[[], None],
+        stops: Sequence[tuple[int, BetweenCalls]] = (),
+    ) -> None:
+        """Run all calls on a pool of threads. `check` is called in between, at least every 50 ms
+        (or once a call that takes longer); `stops`: what the host does before the call of this
         index.
 
-        Raises: what the host's work raises; KeyboardInterrupt.
+        Raises: what `check` and the host's work raise; KeyboardInterrupt.
         """
         kernel, calls, counter = self._kernel, self._calls, self._counter_address
         words, index = self._counter, 0
@@ -99,6 +105,8 @@ class Program:
                 index = kernel(calls, index, end + 1, counter, pool)
                 if words[STOP]:
                     index = self._stopped(index)
+                if index <= end:
+                    check()
             if work is not None:
                 work(self._num_rows)
 

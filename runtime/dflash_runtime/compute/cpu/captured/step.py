@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -97,6 +97,7 @@ class CpuStep:
         *,
         banks: Mapping[int, CpuExpertBank],
         owners: MailedExperts | None,
+        check: Callable[[], None],
     ) -> None:
         """`banks`: this process's experts; all, without `owners`."""
         self.counts_itself = owners is not None
@@ -111,6 +112,7 @@ class CpuStep:
             )
         self._recorded = _record(ops, model, cache, banks, owners, self._table)
         self._workers, self._cache = ops.workers, cache
+        self._check = check
         self._position = 0
         self._is_greedy = True
 
@@ -182,11 +184,11 @@ class CpuStep:
         self._workers.begin(num_rows)
         table = self._table if num_rows == 1 else None
         if table is None:
-            recorded.program.run(self._workers.address, stops)
+            recorded.program.run(self._workers.address, self._check, stops)
         else:
             table.begin()
             try:
-                recorded.program.run(self._workers.address, stops)
+                recorded.program.run(self._workers.address, self._check, stops)
             finally:
                 table.end()
         self._cache.end_step(end)
@@ -206,4 +208,4 @@ class CpuStep:
         if "_recorded" in vars(self):
             if self._table is not None:
                 self._table.close()
-            del self._recorded, self._cache, self._table
+            del self._recorded, self._cache, self._table, self._check

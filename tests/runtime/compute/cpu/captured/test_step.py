@@ -279,6 +279,25 @@ def test_a_long_step_returns_to_python(small: HostSteps) -> None:
     assert len(slices) > 3
 
 
+def test_a_long_step_can_be_cancelled(small: HostSteps) -> None:
+    cache, calls = small.new_cache(), list[int]()
+
+    def cancel() -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise InterruptedError
+
+    small.logits(cache, some_ids(small, PROMPT), 0)
+    captured = small.captured(cache, cancel)
+    expected = step_logits(captured, 1, PROMPT)
+    assert not calls
+    with_delays(captured._recorded.program, _long_delay)
+    captured.begin(1, PROMPT)
+    with pytest.raises(InterruptedError):
+        captured.start()
+    np.testing.assert_array_equal(step_logits(captured, 1, PROMPT), expected)
+
+
 # -- delays ---------------------------------------------------------------------------------------
 
 _SEED, _TASK = 0, 16

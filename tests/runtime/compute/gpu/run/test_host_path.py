@@ -114,7 +114,9 @@ def test_a_step_that_cannot_be_made_leaves_no_memory_mapped(
 
     monkeypatch.setattr(EmulatedDevice, "map_host", failing)
     with pytest.raises(DeviceUnavailable, match="locked"):
-        model.backend.captured_step(model.model, model.cache, model.banks, remote=remote)
+        model.backend.captured_step(
+            model.model, model.cache, model.banks, remote=remote, check=lambda: None
+        )
     assert len(mapped) == num_mapped
     assert not device._range_bytes.keys() & set(mapped)
     model.close()
