@@ -59,7 +59,8 @@ class AskTable:
         words: I64Array = zeros_on_lines(8 * num_words).view(np.int64)[:num_words]
         words[t.NUM_OWNERS], words[t.OWN] = num_owners, owners.own_index
         # Daemons of this machine have as many threads, unless told otherwise.
-        words[t.FREES_CORES] = len(os.sched_getaffinity(0)) < 2 * workers.num_threads
+        self._num_cores = len(os.sched_getaffinity(0))
+        words[t.FREES_CORES] = self._num_cores < 2 * workers.num_threads
         idle, region = (workers.address + 8 * word for word in (IDLE, REGION))
         self.address = int(words.ctypes.data)
         self._words, self._times = words.data, words.view(np.float64).data
@@ -90,8 +91,9 @@ class AskTable:
                 place = _place(route.owner_index, 0)
                 if self._routes.get(route.owner_index) is not route:
                     self._routes[route.owner_index] = route
-                    words[place + t.MOST_SPIN_NS] = slot.spin_ns
-                    words[place + ring.REQUEST_SPIN_NS] = slot.spin_ns
+                    # Polling would take a core from the last of the daemons.
+                    spin_ns = slot.spin_ns if len(routes) < self._num_cores else 0
+                    words[place + t.MOST_SPIN_NS] = words[place + ring.REQUEST_SPIN_NS] = spin_ns
                 words[place + t.PORT] = slot.port
                 deadline_s = route.deadline_s(Phase.DECODE, self._num_used)
                 words[place + ring.REQUEST_DEADLINE_NS] = int(deadline_s * 1e9)
