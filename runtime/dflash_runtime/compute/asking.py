@@ -30,7 +30,7 @@ class AskRoute:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class OwnerTotals:
     """What one owner has computed in captured steps of one token, each a request. Of this process
     only the counts and `compute_s` are known."""
 
@@ -51,7 +51,7 @@ class AskedLayers:
     num_layers: int
     num_hot_only: int
     """Layers that needed only this process."""
-    owners: Sequence[Asked]
+    owners: Sequence[OwnerTotals]
     """By owner index."""
     selections: dict[int, I64Array]
     """How often each expert was routed to, by layer id. Shapes: each [E], by global id."""

@@ -13,7 +13,7 @@ from typing import Protocol
 from dflash_protocol.batch import Hidden, Pairs, RoutedBatch, Sums
 from dflash_protocol.ids import I32Array, Phase
 from dflash_runtime.compute import ExpertBank
-from dflash_runtime.compute.asking import Asked, AskRoute
+from dflash_runtime.compute.asking import AskRoute, OwnerTotals
 from dflash_runtime.compute.backend import MailRoute, sums_of
 from dflash_runtime.experts.telemetry import OwnerKind, OwnerStats
 
@@ -73,7 +73,7 @@ class ExpertCompute(Protocol):
         """A route for compiled code to ask this owner, which is the one of that index; None if it
         cannot be asked so now. The same object as before while it is valid."""
 
-    def count_asked(self, asked: Asked) -> None:
+    def count_asked(self, asked: OwnerTotals) -> None:
         """Count what compiled code has asked of this owner, or has computed in its place."""
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class LocalExpertCompute:
     def ask_route(self, owner_index: int) -> None:
         """None: it is in this process."""
 
-    def count_asked(self, asked: Asked) -> None:
+    def count_asked(self, asked: OwnerTotals) -> None:
         phase = self.stats.of_phase(Phase.DECODE)
         phase.compute_s += asked.compute_s
         for counted in (self.stats, phase):

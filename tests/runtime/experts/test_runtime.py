@@ -18,7 +18,7 @@ from dflash_protocol.batch import Hidden, Pairs, RoutedBatch, Sums
 from dflash_protocol.errors import DaemonUnavailable, DeadlineExceeded
 from dflash_protocol.ids import F32Array, I32Array, Phase
 from dflash_protocol.placement import OwnedExperts, Placement
-from dflash_runtime.compute.asking import Asked
+from dflash_runtime.compute.asking import OwnerTotals
 from dflash_runtime.compute.reference import ReferenceBackend
 from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute, Ticket
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
@@ -97,7 +97,7 @@ class FakeCompute:
     def ask_route(self, owner_index: int) -> None:
         """None."""
 
-    def count_asked(self, asked: Asked) -> None:
+    def count_asked(self, asked: OwnerTotals) -> None:
         """Not called."""
 
     def close(self) -> None:

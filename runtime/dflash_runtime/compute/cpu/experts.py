@@ -46,7 +46,7 @@ class CpuExpertBank:
         """How often each expert was routed to in calls of `routed_call`, by global id."""
         self._workers = workers
         self._scratch = scratch
-        self._kernel = k.expert_ffn_kernel()
+        k.expert_ffn_kernel()  # compiled now rather than in the first step
         self._data: list[U8Array] = []
         addresses = np.zeros((self.num_experts, 3), np.int64)
         layouts = np.zeros((3, NUM_FIELDS), np.int64)
@@ -127,7 +127,7 @@ class CpuExpertBank:
             8 * k.NUM_ARGUMENTS,
             *self.scratch_bytes(batch.num_tokens, batch.num_pairs),
         ) as memory:
-            is_sound = self._kernel(
+            is_sound = k.expert_ffn_kernel()(
                 hidden,
                 batch.expert_ids,
                 batch.group_starts,

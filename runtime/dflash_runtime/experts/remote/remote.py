@@ -22,7 +22,7 @@ from dflash_protocol.ids import I32Array, Phase
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.transports.lent_slot import LentSlot
 from dflash_protocol.wire.transport import REQUEST_FAILURES, Reply, TransportCounters
-from dflash_runtime.compute.asking import Asked, AskRoute
+from dflash_runtime.compute.asking import AskRoute, OwnerTotals
 from dflash_runtime.compute.backend import MailRoute
 from dflash_runtime.experts.compute import Ticket
 from dflash_runtime.experts.daemons.data_path import DataPath
@@ -199,7 +199,7 @@ class RemoteExpertCompute:
             return None
         return session.ask_route(owner_index, self._asked_in_vain)
 
-    def count_asked(self, asked: Asked) -> None:
+    def count_asked(self, asked: OwnerTotals) -> None:
         counted = self._stats.of_phase(Phase.DECODE)
         counted.requests += asked.num_requests
         counted.tokens += asked.num_requests

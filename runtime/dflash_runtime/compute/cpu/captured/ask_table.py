@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import time
+from typing import NamedTuple
 
 import numpy as np
 
 from dflash_protocol.errors import DaemonUnavailable
-from dflash_protocol.ids import F32Array, I32Array, I64Array, Phase
+from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase
 from dflash_protocol.ring import compiled as ring_native
 from dflash_protocol.ring import compiled_experts as ring
 from dflash_protocol.transports.lent_slot import LentSlot
 from dflash_protocol.transports.ports import PHASES
-from dflash_runtime.compute.asking import Asked, AskedLayers, AskedOwners, AskRoute
+from dflash_runtime.compute.asking import AskedLayers, AskedOwners, AskRoute, OwnerTotals
 from dflash_runtime.compute.cpu.kernels import asked_tasks as t
 from dflash_runtime.compute.cpu.threads.parallel import IDLE, REGION
 from dflash_runtime.compute.cpu.threads.scratch import zeros_on_lines
@@ -23,6 +24,19 @@ _SETTLE_S = 0.25
 """Statistics, and deadlines with them, follow what was asked after this time, or when read."""
 _NO_FAILURES = ring_native.NOT_FINITE, ring_native.UNSENT
 """Requests that only the host can judge: rows may not be finite either; or send, widened."""
+
+
+class OwnersPairs(NamedTuple):
+    """The pairs of one token by owner, each a group of its own, and the owners' sums.
+
+    Shapes: expert_ids, weights [N, K]; group_starts [K + 1]; token_indices [K]; sums [N, H].
+    """
+
+    expert_ids: I32Array
+    weights: F32Array
+    group_starts: I32Array
+    token_indices: I32Array
+    sums: F64Array
 
 
 class AskTable:
@@ -50,11 +64,13 @@ class AskTable:
         self.selections: dict[int, I64Array] = {}
         """How often each expert was routed to, by layer id. Shapes: each [E], by global id."""
         num_owners = owners.num_owners
-        self.expert_ids: I32Array = np.zeros((num_owners, num_experts_used), np.int32)
-        self.weights: F32Array = np.zeros((num_owners, num_experts_used), np.float32)
-        self.group_starts: I32Array = np.arange(num_experts_used + 1, dtype=np.int32)
-        self.token_indices: I32Array = np.zeros(num_experts_used, np.int32)
-        self._sums = np.zeros((num_owners, hidden_size))
+        self.pairs = pairs = OwnersPairs(
+            np.zeros((num_owners, num_experts_used), np.int32),
+            np.zeros((num_owners, num_experts_used), np.float32),
+            np.arange(num_experts_used + 1, dtype=np.int32),
+            np.zeros(num_experts_used, np.int32),
+            np.zeros((num_owners, hidden_size)),
+        )
         num_words = t.FIRST_OWNER + t.OWNER_WORDS * num_owners
         words: I64Array = zeros_on_lines(8 * num_words).view(np.int64)[:num_words]
         words[t.NUM_OWNERS], words[t.OWN] = num_owners, owners.own_index
@@ -67,11 +83,11 @@ class AskTable:
         for index in range(num_owners):
             mine = words[_place(index, 0) :]
             mine[ring.BATCH_TOKENS] = 1
-            mine[ring.BATCH_EXPERT_IDS] = self.expert_ids[index].ctypes.data
-            mine[ring.BATCH_GROUP_STARTS] = self.group_starts.ctypes.data
-            mine[ring.BATCH_TOKEN_INDICES] = self.token_indices.ctypes.data
-            mine[ring.BATCH_WEIGHTS] = self.weights[index].ctypes.data
-            mine[ring.BATCH_SUMS] = self._sums[index].ctypes.data
+            mine[ring.BATCH_EXPERT_IDS] = pairs.expert_ids[index].ctypes.data
+            mine[ring.BATCH_GROUP_STARTS] = pairs.group_starts.ctypes.data
+            mine[ring.BATCH_TOKEN_INDICES] = pairs.token_indices.ctypes.data
+            mine[ring.BATCH_WEIGHTS] = pairs.weights[index].ctypes.data
+            mine[ring.BATCH_SUMS] = pairs.sums[index].ctypes.data
             mine[ring.REQUEST_PHASE] = PHASES.index(Phase.DECODE)
             mine[ring.REQUEST_IDLE], mine[ring.REQUEST_REGION] = idle, region
         owners.settle_with(self.settle)
@@ -153,13 +169,13 @@ class AskTable:
         self.settle()
         self._owners.settle_with(None)
 
-    def _take(self, index: int) -> Asked:
+    def _take(self, index: int) -> OwnerTotals:
         """Take the totals of an owner."""
         words, times, place = self._words, self._times, _place(index, 0)
         num_pairs, words[place + t.NUM_PAIRS] = words[place + t.NUM_PAIRS], 0
         if index == words[t.OWN]:
-            return Asked(words[t.OWN_REQUESTS], num_pairs, words[t.OWN_NS] * 1e-9)
-        asked = Asked(
+            return OwnerTotals(words[t.OWN_REQUESTS], num_pairs, words[t.OWN_NS] * 1e-9)
+        asked = OwnerTotals(
             words[place + ring.REQUEST_NUM_REPLIES],
             num_pairs,
             compute_s=times[place + ring.REQUEST_COMPUTE_S],

@@ -90,15 +90,15 @@ class AskedExperts:
         if layer_id in self._banks:
             bank, own = self._banks[layer_id], self._owners.own_index
             words[: k.NUM_LAYER_WORDS] = bank.words.tolist()
-            words[k.EXPERT_IDS] = address(table.expert_ids[own], np.int32)
-            words[k.WEIGHTS] = address(table.weights[own])
+            words[k.EXPERT_IDS] = address(table.pairs.expert_ids[own], np.int32)
+            words[k.WEIGHTS] = address(table.pairs.weights[own])
             scratch = bank.scratch_words(1, num_used)
         selections, sums = np.zeros(lookup.owner_index.size, np.int64), np.zeros(hidden.shape[1])
         table.selections[layer_id] = selections
         words[k.HIDDEN], words[k.OUT] = address(hidden), address(sums, np.float64)
         words[k.NUM_TOKENS], words[k.HIDDEN_SIZE] = 1, hidden.shape[1]
-        words[k.GROUP_STARTS] = address(table.group_starts, np.int32)
-        words[k.TOKEN_INDICES] = address(table.token_indices, np.int32)
+        words[k.GROUP_STARTS] = address(table.pairs.group_starts, np.int32)
+        words[k.TOKEN_INDICES] = address(table.pairs.token_indices, np.int32)
         words[asked.TOPK_IDS] = address(topk_ids, np.int32)
         words[asked.TOPK_WEIGHTS] = address(topk_weights)
         words[asked.NUM_USED], words[asked.LAYER_ID] = num_used, layer_id

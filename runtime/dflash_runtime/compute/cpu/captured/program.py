@@ -67,8 +67,7 @@ class Program:
         words[tasks.NUM_PLACES], words[tasks.PLACES] = len(places), self._places.ctypes.data
         self._calls[0] = tasks.run_place().address, base
         indices, factors = zip(*per_token, strict=True)
-        self._row_words = np.array(indices, np.int64)
-        self._row_factors = np.array(factors, np.int64)
+        self._per_token = np.array(indices, np.int64), np.array(factors, np.int64)
         self._num_rows = 0
 
     def _scratch_of(self, calls: Sequence[Call]) -> int:
@@ -81,7 +80,8 @@ class Program:
         """Say how many tokens the next run has, and the position of the first."""
         self._words[tasks.POSITION] = position
         if num_rows != self._num_rows:
-            self._words[self._row_words] = self._row_factors * num_rows
+            indices, factors = self._per_token
+            self._words[indices] = factors * num_rows
             self._num_rows = num_rows
 
     def run(
