@@ -54,6 +54,8 @@ from dflash_runtime.compute.cpu.compile.tiers import choose_tier, current_tier
 from dflash_runtime.compute.cpu.kernels.products import (
     REPACKED_ROWS,
     TOTALS_BYTES,
+    call_7,
+    call_10,
     product_scratch_bytes,
 )
 from dflash_runtime.compute.cpu.ops import CpuOps
@@ -86,16 +88,6 @@ Samples = dict[str, list[float]]
 # -- compiled loops -------------------------------------------------------------------------------
 
 
-@primitive(void, *[i64] * 8)
-def _call_7(builder: Any, function: Any, *numbers: Any) -> None:
-    emit_call(builder, ir.VoidType(), function, list(numbers))
-
-
-@primitive(void, *[i64] * 11)
-def _call_10(builder: Any, function: Any, *numbers: Any) -> None:
-    emit_call(builder, ir.VoidType(), function, list(numbers))
-
-
 @primitive(void, *[i64] * 5)
 def _call_dot(builder: Any, function: Any, columns: Any, out: Any, row: Any, x: Any) -> None:
     """ggml's ``vec_dot(n, out, out_stride, row, row_stride, x, x_stride, num_rows)``."""
@@ -110,7 +102,7 @@ def _multiply_panels(words, times):  # type: ignore[no-untyped-def]
     function, first, end, row_bytes, columns, q8_blocks, totals = words
     for _ in range(times):
         for panel in range(first, end, REPACKED_ROWS * row_bytes):
-            _call_7(function, panel, row_bytes, columns // 32, q8_blocks, panel, panel, totals)
+            call_7(function, panel, row_bytes, columns // 32, q8_blocks, panel, panel, totals)
 
 
 @njit(nogil=True)
@@ -119,7 +111,7 @@ def _multiply_floats(words, times):  # type: ignore[no-untyped-def]
     function, first, end, row_bytes, layout, x, totals, scratch = words
     for _ in range(times):
         for panel in range(first, end, REPACKED_ROWS * row_bytes):
-            _call_10(function, layout, panel, REPACKED_ROWS, x, 0, 0, 1, totals, 64, scratch)
+            call_10(function, layout, panel, REPACKED_ROWS, x, 0, 0, 1, totals, 64, scratch)
 
 
 @njit(nogil=True)

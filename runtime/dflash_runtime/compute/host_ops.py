@@ -63,8 +63,8 @@ class DeltaInputs:
         )
 
 
-class ElementOps:
-    """Operations that are one line of numpy on the host."""
+class ElementOps(Protocol):
+    """Operations of `Ops` that are one line of numpy on the host."""
 
     def add(self, x: F32Array, y: F32Array) -> None:
         """``x += y``. Shapes: x [T, C]; y [T, C] or [C]."""
@@ -84,7 +84,7 @@ class ElementOps:
         q *= temperature.factors(positions)[:, None, None]
 
 
-class Ops(Loader[F32Array], Protocol):
+class Ops(ElementOps, Loader[F32Array], Protocol):
     """Operations of one host backend. Arrays are float32 unless said otherwise."""
 
     def new_kv_cache(
@@ -95,17 +95,6 @@ class Ops(Loader[F32Array], Protocol):
         recurrent: tuple[RecurrentLayer, ...] = (),
     ) -> KvCache:
         """An empty cache of `capacity` positions; states of recurrent layers are float32."""
-
-    def add(self, x: F32Array, y: F32Array) -> None:
-        """See `ElementOps`, as for the next three."""
-
-    def multiply(self, x: F32Array, factors: F32Array) -> None: ...
-
-    def columns(self, x: F32Array, first: int, last: int) -> F32Array: ...
-
-    def temper(
-        self, q: F32Array, temperature: AttentionTemperature, positions: I32Array
-    ) -> None: ...
 
     def embed(self, table: Matrix, token_ids: I32Array) -> F32Array:
         """Rows of the embedding table. Shapes: token_ids [T] int32; result [T, H]."""

@@ -38,9 +38,7 @@ def compile_attention(kv_type: KvType) -> None:
 
 def attend(
     run: Callable[[Call], None],
-    q: F32Array,
-    k: F32Array,
-    v: F32Array,
+    rows: tuple[F32Array, F32Array, F32Array],
     layer: LayerCache,
     positions: I32Array,
     *,
@@ -50,20 +48,21 @@ def attend(
 ) -> F32Array:
     """Write k and v to the cache at `positions`, then attend over all visible positions.
 
-    Shapes: q [T, heads, D]; k [T, kv_heads, D]; v [T, kv_heads, V]; sinks [heads]; result [T,
+    Shapes: rows q [T, heads, D], k [T, kv_heads, D], v [T, kv_heads, V]; sinks [heads]; result [T,
     heads, V].
     Raises: ContextExceeded if the chunk does not fit the cache; CheckpointMissing if rows that
     it sees have been overwritten.
     """
+    q, k, v = rows
     num_tokens, num_heads, _ = q.shape
     out = np.empty((num_tokens, num_heads, layer.kv.value_dim), np.float32)
     if num_tokens == 0:
         return out
     first = _first_position(positions, num_tokens, layer.capacity)
     for part in layer.window.parts(first, num_tokens):
-        rows, begin = (q[part], k[part], v[part]), first + part.start
+        some, begin = (q[part], k[part], v[part]), first + part.start
         call = attention_call(
-            rows, layer, out[part], begin, scale=scale, sinks=sinks, num_threads=num_threads
+            some, layer, out[part], begin, scale=scale, sinks=sinks, num_threads=num_threads
         )
         run(call)
     return out

@@ -12,14 +12,12 @@ from dflash_protocol.ring.compiled_experts import CompiledExperts
 from dflash_runtime.compute.cpu.experts import CpuExpertBank
 from dflash_runtime.compute.cpu.kernels import batch_kernel
 from dflash_runtime.compute.cpu.kernels import experts_kernel as k
-from dflash_runtime.compute.cpu.threads.scratch import zeros_on_lines
+from dflash_runtime.compute.cpu.threads.scratch import on_lines, zeros_on_lines
 from dflash_runtime.compute.cpu.threads.workers import Workers
 
 MOST_TOKENS = 32
 """Of a batch: decode steps, verify passes and the ends of prompts. Larger ones take milliseconds,
 to which Python adds nothing, and megabytes of scratch memory."""
-
-_LINE_WORDS = 8
 
 
 class CompiledBanks:
@@ -38,13 +36,13 @@ class CompiledBanks:
         self._workers = workers
         self._function = batch_kernel.compute_batch_function()
         needed = [bank.scratch_bytes(max_tokens, max_pairs) for bank in self._banks]
-        sizes = [-(-max(parts) // 64) * 64 for parts in zip(*needed, strict=True)]
+        sizes = [on_lines(max(parts)) for parts in zip(*needed, strict=True)]
         # Two lines for the counter, as CPUs fetch pairs.
         self._memory = zeros_on_lines(128 + sum(sizes))
         counter = int(self._memory.ctypes.data)
         places = counter + 128 + np.cumsum([0, *sizes[:-1]])
-        num_words = -(-batch_kernel.NUM_WORDS // _LINE_WORDS) * _LINE_WORDS
-        self._words: I64Array = zeros_on_lines(len(banks), 8 * num_words).view(np.int64)
+        num_bytes = on_lines(8 * batch_kernel.NUM_WORDS)
+        self._words: I64Array = zeros_on_lines(len(banks), num_bytes).view(np.int64)
         self.layers: I64Array = np.zeros((max(banks) + 1, ring.LAYER_WORDS), np.int64)
         """As in CompiledExperts."""
         for words, (layer_id, bank) in zip(self._words, banks.items(), strict=True):

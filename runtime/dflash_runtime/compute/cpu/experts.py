@@ -92,25 +92,17 @@ class CpuExpertBank:
 
         Shapes: hidden, out [T, H]; routing [T, K] global ids and weights; local_ids [E].
         """
-        topk_ids, topk_weights = routing
-        num_tokens, num_pairs = hidden.shape[0], topk_ids.size
+        num_tokens, num_pairs = hidden.shape[0], routing[0].size
         sums, indices = np.empty(hidden.shape), np.empty((3, num_pairs + 1), np.int32)
         weights = np.empty(num_pairs, np.float32)
-        words = [0] * (steps.ROUNDED + 1)
-        words[: k.NUM_LAYER_WORDS] = self.words.tolist()
-        words[k.HIDDEN], words[k.OUT] = address(hidden), address(sums, np.float64)
-        words[k.NUM_TOKENS], words[k.HIDDEN_SIZE] = hidden.shape
+        words = [*self.words.tolist(), *[0] * (steps.NUM_ROUTED_WORDS - k.NUM_LAYER_WORDS)]
+        selections = self.selections
+        steps.set_routing(
+            words, hidden, routing, local_ids=local_ids, selections=selections, sums=sums, out=out
+        )
         places = [address(each, np.int32) for each in indices]
         words[k.EXPERT_IDS], words[k.GROUP_STARTS], words[k.TOKEN_INDICES] = places
         words[k.WEIGHTS] = address(weights)
-        words[steps.TOPK_IDS], words[steps.TOPK_WEIGHTS] = (
-            address(topk_ids, np.int32),
-            address(topk_weights),
-        )
-        words[steps.NUM_USED] = topk_ids.shape[1]
-        words[steps.LOCAL_IDS] = address(local_ids, np.int32)
-        words[steps.SELECTIONS] = address(self.selections, np.int64)
-        words[steps.ROUNDED] = address(out)
         scratch = self.scratch_words(num_tokens, num_pairs)
         call = Call(steps.run_routed().address, words, (k.NUM_TOKENS,), scratch=scratch)
         return call, (self, sums, indices, weights)

@@ -31,7 +31,7 @@ from dflash_runtime.compute.cpu.kernels.words import (
     task_call,
     words_kernel,
 )
-from dflash_runtime.compute.cpu.kv_cache import CpuKvCache
+from dflash_runtime.compute.cpu.kv_cache import CpuKvCache, LayerCache
 from dflash_runtime.compute.cpu.recurrent import Recurrent
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers
@@ -186,14 +186,13 @@ class CpuOps(ElementOps):
         if size == 0:
             return
         places = address(x), address(out), 0 if addend is None else address(addend)
-        q8_bytes = max(1, num_tokens * plan.q8_bytes)
         self.run(
             Call(
                 products.run_linear().address,
                 [*plan.words, *places, num_tokens, num_tokens, columns, 0, plan.matrices_at, 0],
                 per_token=(products.NUM_TOKENS,),
                 scratch=(
-                    (products.Q8_BLOCKS, q8_bytes),
+                    (products.Q8_BLOCKS, num_tokens * plan.q8_bytes),
                     (products.SCRATCH, self.num_threads * plan.thread_bytes),
                 ),
             )
@@ -257,17 +256,7 @@ class CpuOps(ElementOps):
         layer = cache.layers[cache_layer]
 
         def attended(q: F32Array, k: F32Array, v: F32Array, positions: I32Array) -> F32Array:
-            return attending.attend(
-                self.run,
-                q,
-                k,
-                v,
-                layer,
-                positions,
-                scale=scale,
-                sinks=sinks,
-                num_threads=self.num_threads,
-            )
+            return self.attend((q, k, v), layer, positions, scale=scale, sinks=sinks)
 
         if tree is None:
             return attended(q, k, v, positions)
@@ -279,6 +268,21 @@ class CpuOps(ElementOps):
         attend_segments(tree, attended, out, q=q, k=k, v=v)
         tree.keep(keep)
         return out
+
+    def attend(
+        self,
+        rows: tuple[F32Array, F32Array, F32Array],
+        layer: LayerCache,
+        positions: I32Array,
+        *,
+        scale: float,
+        sinks: F32Array | None,
+    ) -> F32Array:
+        """`attention` of consecutive tokens. Shapes: rows, queries, keys and values, as there."""
+        threads = self.num_threads
+        return attending.attend(
+            self.run, rows, layer, positions, scale=scale, sinks=sinks, num_threads=threads
+        )
 
     def route(
         self, logits: F32Array, rule: RoutingRule, *, bias: F32Array | None = None

@@ -24,6 +24,9 @@ class Runner(Protocol):
 
     def run(self, call: Call) -> None: ...
 
+    def new(self, shape: tuple[int, ...]) -> F32Array:
+        """Memory for a result."""
+
 
 class Recurrent:
     """Both operations, as calls that a runner runs; can be called from several threads at once.
@@ -57,10 +60,24 @@ class Recurrent:
         if first == 0:
             state.inputs[:] = 0
         state.conv_positions = -1  # until all of it is done
-        result = self._convolved(runner, x, weight, state, first=first)
-        taps = self.taps_of(weight)
-        runner.run(conv_tasks.keep_call(x, state.inputs, taps, first_position=first))
+        result = self.convolve(runner, x, weight, state, first=first)
         state.conv_positions = first + num_tokens
+        return result
+
+    def convolve(
+        self,
+        runner: Runner,
+        x: F32Array,
+        weight: F32Array,
+        state: BlockedState,
+        *,
+        first: int,
+    ) -> F32Array:
+        """Convolve tokens from position `first` on, and keep their last inputs. Shapes: x [T, C];
+        weight [C, K]."""
+        result = self._convolved(runner, x, weight, state, first=first)
+        taps = self._taps_of(weight)
+        runner.run(conv_tasks.keep_call(x, state.inputs, taps, first_position=first))
         return result
 
     def tree_conv(
@@ -100,11 +117,10 @@ class Recurrent:
         table: int = 0,
     ) -> F32Array:
         """Convolve without changing the state; `table` as in conv_tasks."""
-        taps, kept = self.taps_of(weight), state.inputs
+        taps, kept = self._taps_of(weight), state.inputs
         if taps.shape != (kept.shape[0] + 1, x.shape[1]) or kept.shape[1] != x.shape[1]:
             raise ValueError(f"{x.shape} by {weight.shape} does not fit {kept.shape}")
-        out = np.empty(x.shape, np.float32)
-        threads = runner.num_threads
+        out, threads = runner.new(x.shape), runner.num_threads
         runner.run(
             conv_tasks.conv_call(
                 x, kept, taps, out, first_position=first, table=table, num_threads=threads
@@ -119,18 +135,25 @@ class Recurrent:
         state: BlockedState,
         positions: I32Array,
     ) -> F32Array:
-        check_shape(inputs, state)
-        out = np.empty(inputs.out_shape, np.float32)
         if inputs.num_tokens == 0:
-            return out
+            return np.empty(inputs.out_shape, np.float32)
         first = begin_of(positions, state.delta_positions)
         _check_count(positions, inputs.num_tokens)
+        _check_shape(inputs, state)
         state.delta_positions = -1  # until all of it is done
-        threads = runner.num_threads
+        out = self.apply_rule(runner, inputs, state, first=first)
+        state.delta_positions = first + inputs.num_tokens
+        return out
+
+    def apply_rule(
+        self, runner: Runner, inputs: DeltaInputs, state: BlockedState, *, first: int
+    ) -> F32Array:
+        """Apply the rule to tokens from position `first` on."""
+        _check_shape(inputs, state)
+        out, threads = runner.new(inputs.out_shape), runner.num_threads
         runner.run(
             d.delta_call(state.words, inputs, out, first_position=first, num_threads=threads)
         )
-        state.delta_positions = first + inputs.num_tokens
         return out
 
     def tree_delta(
@@ -141,7 +164,7 @@ class Recurrent:
         tree: Tree,
     ) -> F32Array:
         """`delta_rule` of a tree's tokens, each from its parent's state."""
-        check_shape(inputs, state)
+        _check_shape(inputs, state)
         tree.check_size(inputs.num_tokens)
         out = np.empty(inputs.out_shape, np.float32)
         if inputs.num_tokens == 0:
@@ -155,7 +178,7 @@ class Recurrent:
         tree.keep(keep)
         return out
 
-    def taps_of(self, weight: F32Array) -> F32Array:
+    def _taps_of(self, weight: F32Array) -> F32Array:
         """A weight transposed, one row for each tap, cached. Shapes: weight [C, K]; result [K,
         C]."""
         known = self._taps.get(id(weight))
@@ -164,7 +187,7 @@ class Recurrent:
         return known[1]
 
 
-def check_shape(inputs: DeltaInputs, state: BlockedState) -> None:
+def _check_shape(inputs: DeltaInputs, state: BlockedState) -> None:
     if inputs.shape != state.delta:
         raise ValueError(f"{inputs.shape} does not fit a state of {state.delta}")
 

@@ -456,36 +456,35 @@ def test_compiled_callers_get_the_same_bits(
     np.testing.assert_array_equal(out, expected)
 
 
+@pytest.fixture
+def one_thread_decodes() -> Iterator[CpuBackend]:
+    """Two threads, of which one takes part in decode steps."""
+    backend = CpuBackend(num_threads=2)
+    backend._workers.use_for_decode(1)
+    yield backend
+    backend.close()
+
+
 def test_a_prompts_few_rows_here_leave_its_threads_as_they_are(
-    all_experts: dict[str, Experts],
+    all_experts: dict[str, Experts], one_thread_decodes: CpuBackend
 ) -> None:
-    made, backend = all_experts["F32"], CpuBackend(num_threads=2)
-    try:
-        workers = backend._workers
-        workers.use_for_decode(1)
-        bank = backend.load_experts(made.file, made.layer, all_ids())
-        workers.begin(512)
-        prompt = random_batch(made.layer.hidden_size, 3, seed=1)
-        result_of(bank, prompt)
-        assert workers._pool[parallel.LIMIT] == 1
-        result_of(bank, replace(prompt, phase=Phase.DECODE))
-        assert workers._pool[parallel.LIMIT] == 0
-    finally:
-        backend.close()
+    made, workers = all_experts["F32"], one_thread_decodes._workers
+    bank = one_thread_decodes.load_experts(made.file, made.layer, all_ids())
+    workers.begin(512)
+    prompt = random_batch(made.layer.hidden_size, 3, seed=1)
+    result_of(bank, prompt)
+    assert workers._pool[parallel.LIMIT] == 1
+    result_of(bank, replace(prompt, phase=Phase.DECODE))
+    assert workers._pool[parallel.LIMIT] == 0
 
 
 def test_batches_of_few_rows_use_the_threads_of_decode_steps_in_compiled_code_too(
-    all_experts: dict[str, Experts],
+    all_experts: dict[str, Experts], one_thread_decodes: CpuBackend
 ) -> None:
-    made, backend = all_experts["F32"], CpuBackend(num_threads=2)
-    try:
-        workers = backend._workers
-        workers.use_for_decode(1)
-        bank = backend.load_experts(made.file, made.layer, all_ids())
-        for num_tokens, limit in ((20, 1), (3, 0), (20, 1)):
-            batch = random_batch(made.layer.hidden_size, num_tokens, seed=1)
-            out = np.zeros(batch.hidden.shape)
-            assert compiled_run(backend, bank, batch, out)() == 1
-            assert workers._pool[parallel.LIMIT] == limit
-    finally:
-        backend.close()
+    made, workers = all_experts["F32"], one_thread_decodes._workers
+    bank = one_thread_decodes.load_experts(made.file, made.layer, all_ids())
+    for num_tokens, limit in ((20, 1), (3, 0), (20, 1)):
+        batch = random_batch(made.layer.hidden_size, num_tokens, seed=1)
+        out = np.zeros(batch.hidden.shape)
+        assert compiled_run(one_thread_decodes, bank, batch, out)() == 1
+        assert workers._pool[parallel.LIMIT] == limit

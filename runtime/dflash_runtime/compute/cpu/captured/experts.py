@@ -14,6 +14,7 @@ from dflash_runtime.compute.cpu.captured.recorder import Recorder
 from dflash_runtime.compute.cpu.experts import CpuExpertBank
 from dflash_runtime.compute.cpu.kernels import asked_tasks as asked
 from dflash_runtime.compute.cpu.kernels import experts_kernel as k
+from dflash_runtime.compute.cpu.kernels import step_tasks as steps
 from dflash_runtime.compute.cpu.kernels.words import Call, address
 from dflash_runtime.compute.model import Pausable
 
@@ -84,8 +85,7 @@ class AskedExperts:
         out: F32Array,
     ) -> Call:
         """Shapes: as `CpuExpertBank.routed_call`, of which it computes the first row."""
-        (topk_ids, topk_weights), table = routing, self._table
-        num_used, lookup = topk_ids.shape[1], self._owners.routing(layer_id)
+        table, lookup, num_used = self._table, self._owners.routing(layer_id), routing[0].shape[1]
         words, scratch = [0] * asked.NUM_WORDS, tuple[tuple[int, int], ...]()
         if layer_id in self._banks:
             bank, own = self._banks[layer_id], self._owners.own_index
@@ -93,18 +93,20 @@ class AskedExperts:
             words[k.EXPERT_IDS] = address(table.pairs.expert_ids[own], np.int32)
             words[k.WEIGHTS] = address(table.pairs.weights[own])
             scratch = bank.scratch_words(1, num_used)
-        selections, sums = np.zeros(lookup.owner_index.size, np.int64), np.zeros(hidden.shape[1])
-        table.selections[layer_id] = selections
-        words[k.HIDDEN], words[k.OUT] = address(hidden), address(sums, np.float64)
-        words[k.NUM_TOKENS], words[k.HIDDEN_SIZE] = 1, hidden.shape[1]
         words[k.GROUP_STARTS] = address(table.pairs.group_starts, np.int32)
         words[k.TOKEN_INDICES] = address(table.pairs.token_indices, np.int32)
-        words[asked.TOPK_IDS] = address(topk_ids, np.int32)
-        words[asked.TOPK_WEIGHTS] = address(topk_weights)
-        words[asked.NUM_USED], words[asked.LAYER_ID] = num_used, layer_id
+        selections, sums = np.zeros(lookup.owner_index.size, np.int64), np.zeros(hidden[:1].shape)
+        table.selections[layer_id] = selections
+        steps.set_routing(
+            words,
+            hidden[:1],
+            routing,
+            local_ids=lookup.local_expert_id,
+            selections=selections,
+            sums=sums,
+            out=out,
+        )
+        words[asked.LAYER_ID], words[asked.TABLE] = layer_id, table.address
         words[asked.OWNER_OF] = address(lookup.owner_index, np.int32)
-        words[asked.LOCAL_IDS] = address(lookup.local_expert_id, np.int32)
-        words[asked.SELECTIONS] = address(selections, np.int64)
-        words[asked.ROUNDED], words[asked.TABLE] = address(out), table.address
         self._recorder.keep(lookup, selections, sums, self._banks.get(layer_id))
         return Call(asked.run_asked().address, words, scratch=scratch)

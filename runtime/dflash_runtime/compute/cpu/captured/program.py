@@ -10,9 +10,7 @@ import numpy as np
 from dflash_runtime.compute.cpu.kernels import step_tasks as tasks
 from dflash_runtime.compute.cpu.kernels.words import STOP, WAIT, Call, calls_kernel
 from dflash_runtime.compute.cpu.threads.parallel import line_of_words
-from dflash_runtime.compute.cpu.threads.scratch import zeros_on_lines
-
-_LINE_WORDS = 8
+from dflash_runtime.compute.cpu.threads.scratch import on_lines, zeros_on_lines
 
 BetweenCalls: TypeAlias = Callable[[int], None]
 """What the host does between two calls, or in place of one; it gets the number of rows of the
@@ -38,14 +36,13 @@ class Program:
         the program."""
         self._kernel = calls_kernel()
         self._kept = list(kept)
-        self._cuts = [(len(calls), None)]
         self._instead = {1 + index: work for index, work in instead.items()}
         self._counter = line_of_words(STOP + 1)
         self._counter_address = int(self._counter.ctypes.data)
-        starts, end = [], _LINE_WORDS
+        starts, end = [], on_lines(8 * (tasks.PLACES + 1)) // 8
         for call in calls:
             starts.append(end)
-            end += -(-len(call.words) // _LINE_WORDS) * _LINE_WORDS
+            end += on_lines(8 * len(call.words)) // 8
         self._words = words = line_of_words(end)
         self._calls = np.zeros((len(calls) + 1, 2), np.int64)
         base, scratch = int(words.ctypes.data), self._scratch_of(calls)
@@ -56,7 +53,7 @@ class Program:
             place = scratch
             for word, num_bytes in call.scratch:
                 words[start + word] = place
-                place += _on_lines(num_bytes)
+                place += on_lines(num_bytes)
             self._calls[index] = call.function, base + 8 * start
             per_token += [(start + word, call.words[word] // num_rows) for word in call.per_token]
             places += [
@@ -72,7 +69,7 @@ class Program:
 
     def _scratch_of(self, calls: Sequence[Call]) -> int:
         """Address of memory for the calls, which use it one after the other."""
-        sizes = [sum(_on_lines(size) for _, size in call.scratch) for call in calls]
+        sizes = [sum(on_lines(size) for _, size in call.scratch) for call in calls]
         self._scratch = zeros_on_lines(max(sizes))
         return int(self._scratch.ctypes.data)
 
@@ -91,16 +88,15 @@ class Program:
         stops: Sequence[tuple[int, BetweenCalls]] = (),
     ) -> None:
         """Run all calls on a pool of threads. `check` is called in between, at least every 50 ms
-        (or once a call that takes longer); `stops`: what the host does before the call of this
-        index.
+        (or once a call that takes longer); `stops`: what the host does before the calls of
+        these indices, ascending.
 
         Raises: what `check` and the host's work raise; KeyboardInterrupt.
         """
         kernel, calls, counter = self._kernel, self._calls, self._counter_address
         words, index = self._counter, 0
         words[STOP] = 0
-        cuts = sorted([*self._cuts, *stops], key=_index_of) if stops else self._cuts
-        for end, work in cuts:
+        for end, work in (*stops, (len(calls) - 1, None)):
             while index <= end:
                 index = kernel(calls, index, end + 1, counter, pool)
                 if words[STOP]:
@@ -117,11 +113,3 @@ class Program:
             return index
         self._instead[index](self._num_rows)
         return index + 1
-
-
-def _index_of(cut: tuple[int, BetweenCalls | None]) -> int:
-    return cut[0]
-
-
-def _on_lines(num_bytes: int) -> int:
-    return -(-num_bytes // 64) * 64

@@ -13,16 +13,13 @@ from dflash_adapters.rope import AttentionTemperature, RopeTable
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime.compute.cpu import attention as attending
 from dflash_runtime.compute.cpu.captured.program import BetweenCalls, Program
-from dflash_runtime.compute.cpu.kernels import conv_tasks, delta_tasks
 from dflash_runtime.compute.cpu.kernels import step_tasks as tasks
 from dflash_runtime.compute.cpu.kernels.words import Call
-from dflash_runtime.compute.cpu.kv_cache import CpuKvCache
+from dflash_runtime.compute.cpu.kv_cache import BlockedState, LayerCache
 from dflash_runtime.compute.cpu.ops import CpuOps, turns_of
-from dflash_runtime.compute.cpu.recurrent import check_shape
+from dflash_runtime.compute.cpu.recurrent import Recurrent, Runner
 from dflash_runtime.compute.cpu.threads.scratch import zeros_on_lines
 from dflash_runtime.compute.host_ops import DeltaInputs
-from dflash_runtime.compute.kv_cache import KvCache
-from dflash_runtime.compute.trees import Tree
 
 _TABLE_POSITIONS = 512
 """Positions whose angles are computed at once."""
@@ -64,6 +61,25 @@ class PositionTables:
             self._num_ready = end
 
 
+class RecordedRecurrent(Recurrent):
+    """Operations on states whose positions the cache notes, step by step."""
+
+    def causal_conv(
+        self,
+        runner: Runner,
+        x: F32Array,
+        weight: F32Array,
+        state: BlockedState,
+        positions: I32Array,
+    ) -> F32Array:
+        return self.convolve(runner, x, weight, state, first=0)
+
+    def delta_rule(
+        self, runner: Runner, inputs: DeltaInputs, state: BlockedState, positions: I32Array
+    ) -> F32Array:
+        return self.apply_rule(runner, inputs, state, first=0)
+
+
 class Recorder(CpuOps):
     """Implements host_ops.Ops for rows of one sequence at successive positions.
 
@@ -73,6 +89,7 @@ class Recorder(CpuOps):
     def __init__(self, ops: CpuOps, num_rows: int, num_positions: int) -> None:
         """`num_rows`: the most rows that a step will have."""
         super().__init__(ops.workers, ops.scratch)
+        self.recurrent = RecordedRecurrent()
         self.num_rows = num_rows
         self.tables = PositionTables(num_positions)
         self._num_positions = num_positions
@@ -104,7 +121,7 @@ class Recorder(CpuOps):
 
     def program(self) -> Program:
         """What was recorded."""
-        self.keep(*self._plans.values())
+        self.keep(self.recurrent, *self._plans.values())
         return Program(self._calls, self._kept, self.num_rows, instead=self._instead)
 
     # -- operations that are something else on the host, or depend on the position ----------------
@@ -127,78 +144,27 @@ class Recorder(CpuOps):
     def angles(self, table: RopeTable, positions: I32Array) -> F32Array:
         return self.tables.angles(table)
 
-    def attention(
+    def attend(
         self,
-        q: F32Array,
-        k: F32Array,
-        v: F32Array,
-        cache: KvCache,
-        cache_layer: int,
+        rows: tuple[F32Array, F32Array, F32Array],
+        layer: LayerCache,
         positions: I32Array,
         *,
         scale: float,
-        sinks: F32Array | None = None,
-        tree: Tree | None = None,
+        sinks: F32Array | None,
     ) -> F32Array:
-        assert isinstance(cache, CpuKvCache)
-        assert tree is None
+        q, _, v = rows
         out = self.new((*q.shape[:2], v.shape[2]))
         self.run(
             attending.attention_call(
-                (q, k, v),
-                cache.layers[cache_layer],
+                rows,
+                layer,
                 out,
                 0,
                 scale=scale,
                 sinks=sinks,
                 num_threads=self.num_threads,
                 end_position=self._num_positions,
-            )
-        )
-        return out
-
-    def causal_conv(
-        self,
-        x: F32Array,
-        weight: F32Array,
-        cache: KvCache,
-        layer: int,
-        positions: I32Array,
-        *,
-        tree: Tree | None = None,
-    ) -> F32Array:
-        assert isinstance(cache, CpuKvCache)
-        assert tree is None
-        taps, kept, out = (
-            self.recurrent.taps_of(weight),
-            cache.states[layer].inputs,
-            self.new(x.shape),
-        )
-        self.keep(taps)
-        self.run(
-            conv_tasks.conv_call(
-                x, kept, taps, out, first_position=0, table=0, num_threads=self.num_threads
-            )
-        )
-        self.run(conv_tasks.keep_call(x, kept, taps, first_position=0))
-        return out
-
-    def delta_rule(
-        self,
-        inputs: DeltaInputs,
-        cache: KvCache,
-        layer: int,
-        positions: I32Array,
-        *,
-        tree: Tree | None = None,
-    ) -> F32Array:
-        assert isinstance(cache, CpuKvCache)
-        assert tree is None
-        state, out = cache.states[layer], self.new(inputs.out_shape)
-        check_shape(inputs, state)
-        self.run(
-            delta_tasks.delta_call(
-                state.words, inputs, out, first_position=0, num_threads=self.num_threads
             )
         )
         return out

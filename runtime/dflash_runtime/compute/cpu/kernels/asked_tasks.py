@@ -15,33 +15,31 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import numpy as np
-
 from dflash_protocol.ring import compiled as native
 from dflash_protocol.ring import compiled_experts as ring
 from dflash_runtime.compute.cpu.compile.compiling import RowFunction, compile_task, helper
 from dflash_runtime.compute.cpu.kernels import experts_kernel as experts
+from dflash_runtime.compute.cpu.kernels.step_tasks import (
+    LOCAL_IDS,
+    NUM_ROUTED_WORDS,
+    NUM_USED,
+    SELECTIONS,
+    TOPK_IDS,
+    TOPK_WEIGHTS,
+    fill_sums,
+    round_sums,
+)
 from dflash_runtime.compute.cpu.kernels.words import HOST, STOP, WAIT, get
 from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.simd.atomics import relaxed_load, relaxed_store
-from dflash_runtime.compute.cpu.simd.types import I64, i64, primitive
-from dflash_runtime.compute.cpu.simd.untyped import ir
+from dflash_runtime.compute.cpu.simd.types import I64, emit_call, i64, primitive
 from dflash_runtime.compute.cpu.threads import system
 from dflash_runtime.compute.cpu.threads.parallel import IDLE, REGION
 
-# Words of a layer, which follow those of experts_kernel for this process's experts.
-(
-    TOPK_IDS,  # [K] int32, global
-    TOPK_WEIGHTS,  # [K] float32
-    NUM_USED,
-    LAYER_ID,
-    OWNER_OF,  # [E] int32, by global id: index of the owner, or -1: the host must ask
-    LOCAL_IDS,  # [E] int32, by global id: the owner's local id
-    SELECTIONS,  # [E] int64, by global id: incremented
-    ROUNDED,  # [H] float32: the sums
-    TABLE,  # of all layers: the words below
-    NUM_WORDS,
-) = range(experts.NUM_ARGUMENTS, experts.NUM_ARGUMENTS + 10)
+# Words of a layer, which follow those of step_tasks; LOCAL_IDS are the owners'.
+LAYER_ID, OWNER_OF, TABLE, NUM_WORDS = range(NUM_ROUTED_WORDS, NUM_ROUTED_WORDS + 4)
+"""OWNER_OF: [E] int32, by global id: index of the owner, or -1: the host must ask. TABLE: of all
+layers, the words below."""
 
 # Words of the table, before those of the owners.
 (
@@ -68,9 +66,8 @@ OWNER_WORDS = ring.REQUEST_WORDS + 3
 
 @primitive(i64, i64, i64, i64)
 def call_ring(builder: Any, function: Any, port: Any, request: Any) -> Any:
-    """Call a function ``int64(int64, int64)`` by its address."""
-    kind = ir.FunctionType(I64, [I64, I64])
-    return builder.call(builder.inttoptr(function, kind.as_pointer()), [port, request])
+    """Call ``(port, request)``, one of the ring's functions."""
+    return emit_call(builder, I64, function, [port, request])
 
 
 @helper
@@ -141,8 +138,7 @@ def _post_all(args: int, table: int) -> bool:
 @helper
 def _compute_own(args: int, table: int, counter: int, pool: int) -> bool:
     """Clear the sums, and add those of this process."""
-    for index in range(get(args, experts.HIDDEN_SIZE)):
-        v.store_double(get(args, experts.OUT) + 8 * index, 0.0)
+    fill_sums(args, 0.0)
     if get(table, OWN) < 0:
         return True
     num_pairs = get(_owner(table, get(table, OWN)), ring.BATCH_PAIRS)
@@ -219,9 +215,7 @@ def _run_asked(args: int, counter: int, pool: int) -> None:
         v.store_i64(counter + 8 * STOP, stop)
         return
     _count(args, table)
-    sums, rounded = get(args, experts.OUT), get(args, ROUNDED)
-    for index in range(get(args, experts.HIDDEN_SIZE)):
-        v.store_float(rounded + 4 * index, np.float32(v.load_double(sums + 8 * index)))
+    round_sums(args)
 
 
 @cache

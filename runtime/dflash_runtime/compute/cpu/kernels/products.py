@@ -72,12 +72,12 @@ def _call_4(builder: Any, function: Any, *numbers: Any) -> None:
 
 
 @primitive(void, *[i64] * 8)
-def _call_7(builder: Any, function: Any, *numbers: Any) -> None:
+def call_7(builder: Any, function: Any, *numbers: Any) -> None:
     emit_call(builder, ir.VoidType(), function, list(numbers))
 
 
 @primitive(void, *[i64] * 11)
-def _call_10(builder: Any, function: Any, *numbers: Any) -> None:
+def call_10(builder: Any, function: Any, *numbers: Any) -> None:
     emit_call(builder, ir.VoidType(), function, list(numbers))
 
 
@@ -173,7 +173,7 @@ def multiply_rows(
     unpack = v.load_i64(layout + 8 * UNPACK)
     num_used = end - first
     if unpack == 0:
-        _call_10(
+        call_10(
             v.load_i64(layout + 8 * FLOAT_ROWS),
             layout,
             rows,
@@ -198,7 +198,7 @@ def multiply_rows(
     near, far = (rows, ahead[0]) if row_bytes >= LEAD_BYTES else ahead
     if num_items == 1:
         multiply_one = v.load_i64(layout + 8 * MULTIPLY_ONE)
-        _call_7(multiply_one, rows, row_bytes, num_blocks, q8_blocks, far, near, totals)
+        call_7(multiply_one, rows, row_bytes, num_blocks, q8_blocks, far, near, totals)
         return
     chunk_bytes = row_bytes * BLOCKS_AT_ONCE // num_blocks
     # Prefetch a few lines at a time: all at once they would wait for each other.

@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 
-from dflash_protocol.ids import F32Array, I32Array
+from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array
 from dflash_runtime.compute.backend import NOT_FINITE
 from dflash_runtime.compute.cpu.compile.compiling import RowFunction, compile_task, helper
 from dflash_runtime.compute.cpu.kernels import experts_kernel as experts
@@ -114,12 +114,50 @@ def columns_call(x: F32Array, first: int, out: F32Array) -> Call:
     LOCAL_IDS,  # [E] int32, by global id
     SELECTIONS,  # [E] int64, by global id: incremented
     ROUNDED,  # [T, H] float32: the sums
-) = range(experts.NUM_ARGUMENTS, experts.NUM_ARGUMENTS + 6)
+    NUM_ROUTED_WORDS,
+) = range(experts.NUM_ARGUMENTS, experts.NUM_ARGUMENTS + 7)
+
+
+def set_routing(
+    words: list[int],
+    hidden: F32Array,
+    routing: tuple[I32Array, F32Array],
+    *,
+    local_ids: I32Array,
+    selections: I64Array,
+    sums: F64Array,
+    out: F32Array,
+) -> None:
+    """Fill in what is routed, and where the sums go.
+
+    Shapes: hidden, sums, out [T, H]; routing [T, K] global ids and weights; local_ids, selections
+    [E], by global id.
+    """
+    topk_ids, topk_weights = routing
+    words[experts.HIDDEN], words[experts.OUT] = address(hidden), address(sums, np.float64)
+    words[experts.NUM_TOKENS], words[experts.HIDDEN_SIZE] = hidden.shape
+    words[TOPK_IDS], words[TOPK_WEIGHTS] = address(topk_ids, np.int32), address(topk_weights)
+    words[NUM_USED], words[ROUNDED] = topk_ids.shape[1], address(out)
+    words[LOCAL_IDS] = address(local_ids, np.int32)
+    words[SELECTIONS] = address(selections, np.int64)
+
+
+@helper
+def fill_sums(args: int, value: float) -> None:
+    for index in range(get(args, experts.NUM_TOKENS) * get(args, experts.HIDDEN_SIZE)):
+        v.store_double(get(args, experts.OUT) + 8 * index, value)
+
+
+@helper
+def round_sums(args: int) -> None:
+    sums, rounded = get(args, experts.OUT), get(args, ROUNDED)
+    for index in range(get(args, experts.NUM_TOKENS) * get(args, experts.HIDDEN_SIZE)):
+        v.store_float(rounded + 4 * index, np.float32(v.load_double(sums + 8 * index)))
 
 
 @helper
 def _group(args: int) -> None:
-    """Group pairs by local expert id, in the order of a stable sort, and clear the sums."""
+    """Group pairs by local expert id, in the order of a stable sort."""
     num_used, num_tokens = get(args, NUM_USED), get(args, experts.NUM_TOKENS)
     ids, starts = get(args, experts.EXPERT_IDS), get(args, experts.GROUP_STARTS)
     tokens, weights = get(args, experts.TOKEN_INDICES), get(args, experts.WEIGHTS)
@@ -149,18 +187,14 @@ def _group(args: int) -> None:
             last = expert
     v.store_i32(starts + 4 * num_groups, num_pairs)
     v.store_i64(args + 8 * experts.NUM_GROUPS, num_groups)
-    for index in range(num_tokens * get(args, experts.HIDDEN_SIZE)):
-        v.store_double(get(args, experts.OUT) + 8 * index, 0.0)
 
 
 def _run_routed(args: int, counter: int, pool: int) -> None:
     _group(args)
-    is_sound = experts.run_experts(args, counter, pool) != 0
-    sums, rounded = get(args, experts.OUT), get(args, ROUNDED)
-    for index in range(get(args, experts.NUM_TOKENS) * get(args, experts.HIDDEN_SIZE)):
-        total = np.float32(v.load_double(sums + 8 * index))
-        # A bug of a caller shows in the logits.
-        v.store_float(rounded + 4 * index, total if is_sound else np.float32(np.nan))
+    fill_sums(args, 0.0)
+    if experts.run_experts(args, counter, pool) == 0:
+        fill_sums(args, np.nan)  # a bug of a caller shows in the logits
+    round_sums(args)
 
 
 # -- the next token -------------------------------------------------------------------------------
@@ -170,23 +204,18 @@ def _run_routed(args: int, counter: int, pool: int) -> None:
     VOCABULARY,
     NUM_ROWS,
     NEXT_IDS,  # [T] int32: the argmax of each row, or NOT_FINITE
+    NUM_PARTS,  # of a row
     PARTS,  # scratch: an id and a value for each part, in 16 bytes
     PART_TASK,
-) = range(6)
+) = range(7)
 
 PART_COLUMNS = 1 << 13
 """Logits in one item."""
 
 
-def num_parts(vocabulary: int) -> int:
-    """Parts of a row."""
-    return -(-vocabulary // PART_COLUMNS)
-
-
 def _argmax_part(args: int, counter: int, worker_idx: int) -> None:
     """Items are parts of rows."""
-    vocabulary = get(args, VOCABULARY)
-    parts = (vocabulary + PART_COLUMNS - 1) // PART_COLUMNS
+    vocabulary, parts = get(args, VOCABULARY), get(args, NUM_PARTS)
     item = claim(counter)
     while item < get(args, NUM_ROWS) * parts:
         row, begin = item // parts, item % parts * PART_COLUMNS
@@ -214,8 +243,7 @@ def _argmax_part(args: int, counter: int, worker_idx: int) -> None:
 
 
 def _run_argmax(args: int, counter: int, pool: int) -> None:
-    vocabulary = get(args, VOCABULARY)
-    parts = (vocabulary + PART_COLUMNS - 1) // PART_COLUMNS
+    parts = get(args, NUM_PARTS)
     run_on(pool if parts > 1 else 0, get(args, PART_TASK), args, counter)
     for row in range(get(args, NUM_ROWS)):
         place = get(args, PARTS) + 16 * parts * row
@@ -230,12 +258,13 @@ def _run_argmax(args: int, counter: int, pool: int) -> None:
 def argmax_call(logits: F32Array, next_ids: I32Array) -> Call:
     """The first of the highest logits. Shapes: logits [T, V]; next_ids [T]."""
     num_rows, vocabulary = logits.shape
-    words = [address(logits), vocabulary, num_rows, address(next_ids, np.int32), 0]
+    num_parts = -(-vocabulary // PART_COLUMNS)
+    words = [address(logits), vocabulary, num_rows, address(next_ids, np.int32), num_parts, 0]
     return Call(
         run_argmax().address,
         [*words, argmax_part().address],
         per_token=(NUM_ROWS,),
-        scratch=((PARTS, 16 * num_rows * num_parts(vocabulary)),),
+        scratch=((PARTS, 16 * num_rows * num_parts),),
     )
 
 

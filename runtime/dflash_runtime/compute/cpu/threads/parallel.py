@@ -48,7 +48,7 @@ import numpy as np
 from dflash_protocol.ids import I64Array
 from dflash_runtime.compute.cpu.compile.compiling import Kernel, compile_kernel, helper
 from dflash_runtime.compute.cpu.simd import atomics
-from dflash_runtime.compute.cpu.simd.types import I64, i64, primitive, void
+from dflash_runtime.compute.cpu.simd.types import emit_call, i64, primitive, void
 from dflash_runtime.compute.cpu.simd.untyped import ir
 from dflash_runtime.compute.cpu.threads import system
 
@@ -100,8 +100,7 @@ def new_pool(num_workers: int, spin_ns: int) -> I64Array:
 @primitive(void, i64, i64, i64, i64)
 def call_task(builder: Any, task: Any, args: Any, counter: Any, worker_idx: Any) -> None:
     """Call a function ``void(int64, int64, int64)`` by its address."""
-    kind = ir.FunctionType(ir.VoidType(), [I64, I64, I64])
-    builder.call(builder.inttoptr(task, kind.as_pointer()), [args, counter, worker_idx])
+    emit_call(builder, ir.VoidType(), task, [args, counter, worker_idx])
 
 
 # -- for kernels ----------------------------------------------------------------------------------

@@ -71,6 +71,11 @@ class _Taken:
             self._scratch.lock.release()
 
 
+def on_lines(num_bytes: int) -> int:
+    """Bytes of the cache lines that so many bytes fill."""
+    return -(-num_bytes // _LINE) * _LINE
+
+
 def zeros_on_lines(*shape: int) -> U8Array:
     """Zero bytes that start on a cache line; pages are allocated on first write."""
     num_bytes = int(np.prod(shape, dtype=np.int64))

@@ -349,8 +349,6 @@ def with_delays(program: Program, function: Any) -> None:
     both[0::2] = function().address, words.ctypes.data
     both[1::2] = calls
     program._calls = both
-    assert len(program._cuts) == 1
-    program._cuts = [(len(both) - 1, None)]
 
 
 def run_with_delays(steps: HostSteps, num_steps: int) -> None:
