@@ -137,16 +137,32 @@ class EmulatedModule:
         return EmulatedKernel(name, launch, args, lock=_lock_of(self._library._name))
 
 
+_LAUNCHER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+
+
 class EmulatedGraph:
     """A captured list of launches."""
 
     def __init__(self, launches: list[Callable[[], None]]) -> None:
         self._launches = launches
+        self._function = _LAUNCHER(self._replayed)
 
     def replay(self) -> None:
         """Run the launches; returns when they have ended."""
         for launch in self._launches:
             launch()
+
+    @property
+    def launcher(self) -> tuple[int, int, int]:
+        """As Graph.launcher."""
+        return ctypes.cast(self._function, ctypes.c_void_p).value or 0, 0, 0
+
+    def _replayed(self, graph: int, stream: int) -> int:
+        try:
+            self.replay()
+        except Exception:  # the caller replays it once more, which raises
+            return 1
+        return 0
 
     def close(self) -> None:
         """From now on replaying fails."""
@@ -197,6 +213,9 @@ class EmulatedDevice:
         self._ranges: ctypes.Array[_Range] | None = None
         self._captured: list[Callable[[], None]] | None = None
         self._sides: dict[str, EmulatedSideStream] = {}
+
+    def use(self) -> None:
+        """As KernelDevice.use."""
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> AnyArray:
         """As KernelDevice.empty; every byte is 0xFF, a NaN in most types."""

@@ -331,7 +331,7 @@ class CupyBackend:
             remote=remote,
             keeper=self.mail.keeper,
         )
-        home = HostPath(self.ops, model.spec.moe, resident, remote=remote)
+        home = HostPath(self.ops, model.spec.moe, resident, remote=remote, check=check)
         return GraphStep(self.ops, model, cache, home=home, sessions=sessions)
 
     def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:

@@ -15,7 +15,11 @@ from dflash_protocol.ring import compiled_experts as ring
 from dflash_protocol.transports.lent_slot import LentSlot
 from dflash_protocol.transports.ports import PHASES
 from dflash_runtime.compute.asking import AskedLayers, AskedOwners, AskRoute, OwnerTotals
+from dflash_runtime.compute.cpu.experts import CpuExpertBank
 from dflash_runtime.compute.cpu.kernels import asked_tasks as t
+from dflash_runtime.compute.cpu.kernels import experts_kernel as k
+from dflash_runtime.compute.cpu.kernels import step_tasks as steps
+from dflash_runtime.compute.cpu.kernels.words import Call, address
 from dflash_runtime.compute.cpu.threads.parallel import IDLE, REGION
 from dflash_runtime.compute.cpu.threads.scratch import zeros_on_lines
 from dflash_runtime.compute.cpu.threads.workers import Workers
@@ -53,10 +57,12 @@ class AskTable:
         *,
         hidden_size: int,
         num_experts_used: int,
-        workers: Workers,
+        workers: Workers | None,
     ) -> None:
-        """`num_experts_used`: the most of any layer."""
+        """`num_experts_used`: the most of any layer. `workers` compute this process's experts; None
+        if a device does."""
         self._owners, self._num_used = owners, num_experts_used
+        self._kept: list[object] = []
         self._lent: list[tuple[AskRoute, LentSlot]] = []
         self._routes: dict[int, AskRoute] = {}
         """Those that the words are set for, by owner index."""
@@ -74,10 +80,12 @@ class AskTable:
         num_words = t.FIRST_OWNER + t.OWNER_WORDS * num_owners
         words: I64Array = zeros_on_lines(8 * num_words).view(np.int64)[:num_words]
         words[t.NUM_OWNERS], words[t.OWN] = num_owners, owners.own_index
-        # Daemons of this machine have as many threads, unless told otherwise.
         self._num_cores = len(os.sched_getaffinity(0))
-        words[t.FREES_CORES] = self._num_cores < 2 * workers.num_threads
-        idle, region = (workers.address + 8 * word for word in (IDLE, REGION))
+        idle = region = 0
+        if workers is not None:
+            # Daemons of this machine have as many threads, unless told otherwise.
+            words[t.FREES_CORES] = self._num_cores < 2 * workers.num_threads
+            idle, region = (workers.address + 8 * word for word in (IDLE, REGION))
         self.address = int(words.ctypes.data)
         self._words, self._times = words.data, words.view(np.float64).data
         for index in range(num_owners):
@@ -91,6 +99,48 @@ class AskTable:
             mine[ring.REQUEST_PHASE] = PHASES.index(Phase.DECODE)
             mine[ring.REQUEST_IDLE], mine[ring.REQUEST_REGION] = idle, region
         owners.settle_with(self.settle)
+
+    def call(
+        self,
+        layer_id: int,
+        routed: tuple[F32Array, I32Array, F32Array],
+        *,
+        sums: F64Array,
+        out: F32Array | None = None,
+        bank: CpuExpertBank | None = None,
+    ) -> Call:
+        """The call of a layer. `bank`: this process's experts of it; without, a device computes
+        them. What it points into must be kept, but for the layer's lookup tables and the bank.
+
+        Shapes: routed rows [1, H], global ids and weights [1, K], in the memory that each step
+        uses; sums, out [1, H], as in `step_tasks.set_routing`.
+        """
+        pairs, lookup = self.pairs, self._owners.routing(layer_id)
+        hidden, topk_ids, topk_weights = routed
+        words, scratch = [0] * t.NUM_WORDS, tuple[tuple[int, int], ...]()
+        if bank is not None:
+            own = self._owners.own_index
+            words[: k.NUM_LAYER_WORDS] = bank.words.tolist()
+            words[k.EXPERT_IDS] = address(pairs.expert_ids[own], np.int32)
+            words[k.WEIGHTS] = address(pairs.weights[own])
+            scratch = bank.scratch_words(1, self._num_used)
+        words[k.GROUP_STARTS] = address(pairs.group_starts, np.int32)
+        words[k.TOKEN_INDICES] = address(pairs.token_indices, np.int32)
+        selections = self.selections[layer_id] = np.zeros(lookup.owner_index.size, np.int64)
+        steps.set_routing(
+            words,
+            hidden,
+            (topk_ids, topk_weights),
+            local_ids=lookup.local_expert_id,
+            selections=selections,
+            sums=sums,
+            out=out,
+        )
+        words[t.LAYER_ID], words[t.TABLE] = layer_id, self.address
+        words[t.OWNER_OF] = address(lookup.owner_index, np.int32)
+        words[t.NUM_IDS] = lookup.owner_index.size
+        self._kept += [lookup, bank]
+        return Call(t.run_asked().address, words, scratch=scratch)
 
     def begin(self) -> None:
         """Have compiled code ask in the step that follows, if it can."""

@@ -12,10 +12,6 @@ from dflash_runtime.compute.backend import MailedExperts
 from dflash_runtime.compute.cpu.captured.ask_table import AskTable
 from dflash_runtime.compute.cpu.captured.recorder import Recorder
 from dflash_runtime.compute.cpu.experts import CpuExpertBank
-from dflash_runtime.compute.cpu.kernels import asked_tasks as asked
-from dflash_runtime.compute.cpu.kernels import experts_kernel as k
-from dflash_runtime.compute.cpu.kernels import step_tasks as steps
-from dflash_runtime.compute.cpu.kernels.words import Call, address
 from dflash_runtime.compute.model import Pausable
 
 
@@ -73,40 +69,15 @@ class AskedExperts:
             )
             out[:rows] = owners.finish(ticket).to_host()
 
-        recorder.run(self._call(layer_id, hidden, (topk_ids, topk_weights), out), instead=ask)
-        yield from ()
-        return out
-
-    def _call(
-        self,
-        layer_id: int,
-        hidden: F32Array,
-        routing: tuple[I32Array, F32Array],
-        out: F32Array,
-    ) -> Call:
-        """Shapes: as `CpuExpertBank.routed_call`, of which it computes the first row."""
-        table, lookup, num_used = self._table, self._owners.routing(layer_id), routing[0].shape[1]
-        words, scratch = [0] * asked.NUM_WORDS, tuple[tuple[int, int], ...]()
-        if layer_id in self._banks:
-            bank, own = self._banks[layer_id], self._owners.own_index
-            words[: k.NUM_LAYER_WORDS] = bank.words.tolist()
-            words[k.EXPERT_IDS] = address(table.pairs.expert_ids[own], np.int32)
-            words[k.WEIGHTS] = address(table.pairs.weights[own])
-            scratch = bank.scratch_words(1, num_used)
-        words[k.GROUP_STARTS] = address(table.pairs.group_starts, np.int32)
-        words[k.TOKEN_INDICES] = address(table.pairs.token_indices, np.int32)
-        selections, sums = np.zeros(lookup.owner_index.size, np.int64), np.zeros(hidden[:1].shape)
-        table.selections[layer_id] = selections
-        steps.set_routing(
-            words,
-            hidden[:1],
-            routing,
-            local_ids=lookup.local_expert_id,
-            selections=selections,
+        sums = np.zeros(hidden[:1].shape)
+        call = table.call(
+            layer_id,
+            (hidden[:1], topk_ids, topk_weights),
             sums=sums,
             out=out,
+            bank=self._banks.get(layer_id),
         )
-        words[asked.LAYER_ID], words[asked.TABLE] = layer_id, table.address
-        words[asked.OWNER_OF] = address(lookup.owner_index, np.int32)
-        self._recorder.keep(lookup, selections, sums, self._banks.get(layer_id))
-        return Call(asked.run_asked().address, words, scratch=scratch)
+        recorder.keep(sums)
+        recorder.run(call, instead=ask)
+        yield from ()
+        return out

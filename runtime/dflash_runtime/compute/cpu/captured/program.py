@@ -63,8 +63,7 @@ class Program:
         self._places = np.array(places, np.int64).reshape(-1, 3)
         words[tasks.NUM_PLACES], words[tasks.PLACES] = len(places), self._places.ctypes.data
         self._calls[0] = tasks.run_place().address, base
-        indices, factors = zip(*per_token, strict=True)
-        self._per_token = np.array(indices, np.int64), np.array(factors, np.int64)
+        self._per_token = np.array(per_token, np.int64).reshape(-1, 2)
         self._num_rows = 0
 
     def _scratch_of(self, calls: Sequence[Call]) -> int:
@@ -77,7 +76,7 @@ class Program:
         """Say how many tokens the next run has, and the position of the first."""
         self._words[tasks.POSITION] = position
         if num_rows != self._num_rows:
-            indices, factors = self._per_token
+            indices, factors = self._per_token.T
             self._words[indices] = factors * num_rows
             self._num_rows = num_rows
 

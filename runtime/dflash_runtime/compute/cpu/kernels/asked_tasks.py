@@ -23,6 +23,7 @@ from dflash_runtime.compute.cpu.kernels.step_tasks import (
     LOCAL_IDS,
     NUM_ROUTED_WORDS,
     NUM_USED,
+    ROUNDED,
     SELECTIONS,
     TOPK_IDS,
     TOPK_WEIGHTS,
@@ -37,9 +38,9 @@ from dflash_runtime.compute.cpu.threads import system
 from dflash_runtime.compute.cpu.threads.parallel import IDLE, REGION
 
 # Words of a layer, which follow those of step_tasks; LOCAL_IDS are the owners'.
-LAYER_ID, OWNER_OF, TABLE, NUM_WORDS = range(NUM_ROUTED_WORDS, NUM_ROUTED_WORDS + 4)
-"""OWNER_OF: [E] int32, by global id: index of the owner, or -1: the host must ask. TABLE: of all
-layers, the words below."""
+LAYER_ID, OWNER_OF, NUM_IDS, TABLE, NUM_WORDS = range(NUM_ROUTED_WORDS, NUM_ROUTED_WORDS + 5)
+"""OWNER_OF: [E] int32, by global id: index of the owner, or -1: the host must ask; E is NUM_IDS.
+TABLE: of all layers, the words below."""
 
 # Words of the table, before those of the owners.
 (
@@ -88,6 +89,8 @@ def _share_out(args: int, table: int) -> bool:
         v.store_i64(_owner(table, index) + 8 * ring.BATCH_PAIRS, 0)
     for pair in range(get(args, NUM_USED)):
         chosen = v.load_i32(get(args, TOPK_IDS) + 4 * pair)
+        if chosen < 0 or chosen >= get(args, NUM_IDS):
+            return False
         index = v.load_i32(get(args, OWNER_OF) + 4 * chosen)
         if index < 0:
             return False
@@ -137,9 +140,9 @@ def _post_all(args: int, table: int) -> bool:
 
 @helper
 def _compute_own(args: int, table: int, counter: int, pool: int) -> bool:
-    """Clear the sums, and add those of this process."""
+    """Clear the sums, and add those of this process, unless a device computes them."""
     fill_sums(args, 0.0)
-    if get(table, OWN) < 0:
+    if get(table, OWN) < 0 or get(args, experts.NUM_EXPERTS) == 0:
         return True
     num_pairs = get(_owner(table, get(table, OWN)), ring.BATCH_PAIRS)
     if num_pairs == 0:
@@ -215,7 +218,8 @@ def _run_asked(args: int, counter: int, pool: int) -> None:
         v.store_i64(counter + 8 * STOP, stop)
         return
     _count(args, table)
-    round_sums(args)
+    if get(args, ROUNDED) != 0:
+        round_sums(args)
 
 
 @cache

@@ -126,9 +126,9 @@ def set_routing(
     local_ids: I32Array,
     selections: I64Array,
     sums: F64Array,
-    out: F32Array,
+    out: F32Array | None,
 ) -> None:
-    """Fill in what is routed, and where the sums go.
+    """Fill in what is routed, and where the sums go, which are rounded to `out` if it is given.
 
     Shapes: hidden, sums, out [T, H]; routing [T, K] global ids and weights; local_ids, selections
     [E], by global id.
@@ -137,7 +137,7 @@ def set_routing(
     words[experts.HIDDEN], words[experts.OUT] = address(hidden), address(sums, np.float64)
     words[experts.NUM_TOKENS], words[experts.HIDDEN_SIZE] = hidden.shape
     words[TOPK_IDS], words[TOPK_WEIGHTS] = address(topk_ids, np.int32), address(topk_weights)
-    words[NUM_USED], words[ROUNDED] = topk_ids.shape[1], address(out)
+    words[NUM_USED], words[ROUNDED] = topk_ids.shape[1], 0 if out is None else address(out)
     words[LOCAL_IDS] = address(local_ids, np.int32)
     words[SELECTIONS] = address(selections, np.int64)
 

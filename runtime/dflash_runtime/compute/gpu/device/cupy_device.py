@@ -286,6 +286,9 @@ class CupyDevice:
         """Free and total memory. Raises: DeviceUnavailable."""
         return self._memory.available()
 
+    def use(self) -> None:
+        self._driver.use(self._index)
+
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
         if self._is_capturing:  # composing the message takes longer than allocating
             sizes = [shape] if isinstance(shape, int) else [*shape]

@@ -65,6 +65,11 @@ class Graph(Protocol):
     def replay(self) -> None:
         """Start its launches, in order; returns before they have run."""
 
+    @property
+    def launcher(self) -> tuple[int, int, int]:
+        """Address of a C function ``int(graph, stream)`` and its arguments, for code that starts
+        the launches without Python on a thread whose current device this is; not 0: it failed."""
+
     def close(self) -> None:
         """Release the driver's memory for it. Must not be replayed afterwards. Idempotent."""
 
@@ -162,6 +167,9 @@ class KernelDevice(Protocol):
     @property
     def ticks_per_ms(self) -> int:
         """Rate of the clock that kernels read by clock_ticks()."""
+
+    def use(self) -> None:
+        """Make it the calling thread's current device; all other methods do so too."""
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
         """New memory, 256-byte aligned, uninitialised.

@@ -282,6 +282,10 @@ class Driver:
         """Launch an executable graph."""
         self._call("launch_graph", executable, stream)
 
+    def address_of(self, name: str) -> int:
+        """Address of a function of the table, for compiled code."""
+        return ctypes.cast(self._functions[name], ctypes.c_void_p).value or 0
+
     def destroy_graph(self, executable: int) -> None:
         """Destroy an executable graph."""
         self._call("destroy_executable", executable)

@@ -63,6 +63,11 @@ class CupyGraph:
         self._driver.use(self._index)
         self._driver.launch_graph(self._executable, stream)
 
+    @property
+    def launcher(self) -> tuple[int, int, int]:
+        assert self._executable is not None
+        return self._driver.address_of("launch_graph"), self._executable, self._stream
+
     def close(self) -> None:
         """Idempotent."""
         if self._executable is not None:

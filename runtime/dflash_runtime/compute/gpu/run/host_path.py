@@ -1,20 +1,23 @@
 """Captured steps whose remote experts the host asks for, between their graphs.
 
-The host asks the remote owners of a layer's experts, starts the device on the local ones, and
+The host asks the remote owners of a layer's experts, while the device computes the local ones, and
 passes on the owners' sums. Rows and sums lie in mapped memory: no copy is asked of the driver.
+Compiled code runs a step, from graph to graph, and asks the owners if it can (see AskTable).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from dflash_adapters.spec import MoeLayer, MoeSpec
 from dflash_protocol.batch import HostHidden
 from dflash_protocol.ids import Phase
-from dflash_runtime.compute.backend import RemoteExperts
+from dflash_runtime.compute.backend import MailedExperts
+from dflash_runtime.compute.cpu.captured.ask_table import AskTable
+from dflash_runtime.compute.cpu.captured.program import BetweenCalls, Program
+from dflash_runtime.compute.cpu.kernels.device_tasks import await_call, launch_call
+from dflash_runtime.compute.cpu.kernels.words import Call
 from dflash_runtime.compute.gpu.experts.moe import DeviceMoe, HereRoute, Route, local_sums
 from dflash_runtime.compute.gpu.launch.decode_experts import Choice
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
@@ -40,13 +43,21 @@ class HostPath(StepPath):
         moe: MoeSpec,
         resident: Mapping[int, ResidentLayer],
         *,
-        remote: RemoteExperts,
+        remote: MailedExperts,
+        check: Callable[[], None],
     ) -> None:
-        self._remote = remote
+        """`check` is called within a step, at least every 50 ms; what it raises ends the step."""
+        self._remote, self._check = remote, check
         self._exchanges: list[_Exchange] = []
         self._whole_pairs: list[int] = []
         """Pairs of a token in each layer whose experts are all here."""
         self._ops, self._exchanger = ops, Exchanger(ops.device)
+        self._table = AskTable(
+            remote,
+            hidden_size=max(layer.hidden_size for layer in moe.layers),
+            num_experts_used=max(layer.num_experts_used for layer in moe.layers),
+            workers=None,
+        )
         try:
             routes = {
                 layer.layer_id: self._new_route(layer, resident.get(layer.layer_id))
@@ -67,37 +78,39 @@ class HostPath(StepPath):
             hidden_size=layer.hidden_size,
             num_used=layer.num_experts_used,
         )
-        exchange = _Exchange(
-            self._ops, self._exchanger, box, self._remote, layer.layer_id, layer=local
-        )
+        exchange = _Exchange(self._table, box, self._remote, layer.layer_id)
         self._exchanges.append(exchange)
-        return exchange
+        return _ExchangeRoute(self._ops, self._exchanger, exchange, local)
 
     def experts(self, phase: Phase) -> DeviceMoe:
         return self._moe
 
-    def begin(self, position: int) -> None:
-        """Forget what an incomplete step has left."""
-        for exchange in self._exchanges:
-            exchange.box.expect()
+    def replayed(self, pieces: Sequence[GraphPiece]) -> Callable[[], None]:
+        calls, instead = list[Call](), dict[int, BetweenCalls]()
 
-    @contextmanager
-    def trial(self) -> Iterator[None]:
-        yield
-        for exchange in self._exchanges:
-            exchange.box.expect()
+        def add(call: Call, by_host: Callable[[], None]) -> None:
+            instead[len(calls)] = lambda num_rows: by_host()
+            calls.append(call)
 
-    def run(self, pieces: Sequence[GraphPiece], num_tokens: int = 1) -> None:
-        """If it fails, what remote owners were asked for is dropped."""
+        for piece in pieces:
+            exchange = piece.host_work
+            assert exchange is None or isinstance(exchange, _Exchange)
+            signal = 0 if exchange is None else exchange.box.signal_address
+            add(launch_call(piece.graph.launcher, signal), piece.graph.replay)
+            if exchange is not None:
+                add(await_call(signal), exchange.box.wait)
+                add(exchange.call(), exchange)
+        program = Program(calls, [self._exchanges, pieces], 1, instead=instead)
+        return lambda: self._run(program)
+
+    def _run(self, program: Program) -> None:
+        """Raises: what `check` raises; DaemonUnavailable, DeviceUnavailable."""
+        self._ops.device.use()
+        self._table.begin()
         try:
-            for piece in pieces:
-                piece.graph.replay()
-                if piece.host_work is not None:
-                    piece.host_work()
-        except BaseException:
-            for exchange in self._exchanges:
-                exchange.abandon()
-            raise
+            program.run(0, self._check)
+        finally:
+            self._table.end()
 
     def count_step(self) -> None:
         """Layers that are wholly local; the others are counted as they are asked for."""
@@ -110,70 +123,55 @@ class HostPath(StepPath):
             )
 
     def close(self) -> None:
+        self._table.close()
         for exchange in self._exchanges:
             exchange.box.close()
         self._exchanges.clear()
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Exchange:
-    """Implements moe.Route: remote experts of one layer, step after step."""
+    """Remote experts of one layer, step after step: by a call of compiled code, or by the host."""
+
+    table: AskTable
+    box: StepBox
+    remote: MailedExperts
+    layer_id: int
+
+    def call(self) -> Call:
+        """Asks for the experts that were chosen and passes their sums to the device."""
+        box = self.box
+        return self.table.call(self.layer_id, (box.rows, box.ids, box.weights), sums=box.sums)
+
+    def __call__(self) -> None:
+        """The same by the host. Raises: DaemonUnavailable if no owner can compute them."""
+        self.table.leave_to_host()
+        box = self.box
+        rows = HostHidden(box.rows)
+        ticket = self.remote.begin(self.layer_id, rows, box.ids, box.weights, phase=_PHASE)
+        self.remote.finish(ticket, box.sums)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ExchangeRoute:
+    """Implements moe.Route: gives rows and choice to the host, adds the local experts and its
+    sums."""
 
     ops: GpuOps
     exchanger: Exchanger
-    box: StepBox
-    remote: RemoteExperts
-    layer_id: int
+    exchange: _Exchange
     layer: ResidentLayer | None
-    ticket: Any = None
-    has_sums: bool = False
-    """The box has sums of an earlier step, not zeros."""
 
     def __call__(self, routed: RoutedRows, residual: Rows) -> Pausable[None]:
         """Pauses for the host's work, which is left out in a trial."""
-        ops, choice = self.ops, routed.choice
+        ops, choice, box = self.ops, routed.choice, self.exchange.box
         ops.steps.choose_now(choice)
         rows = ops.steps.for_host(routed.x)
-        self.exchanger.give(self.box, rows, Choice(choice.ids, choice.weights))
+        self.exchanger.give(box, rows, Choice(choice.ids, choice.weights))
         if self.layer is None:
-            yield self.ask_and_add
-            ops.elementwise.add_sums(residual.array, self.box.mapped_sums)
+            yield self.exchange
+            ops.elementwise.add_sums(residual.array, box.mapped_sums)
             return
-        yield self.ask
-        local = local_sums(ops, self.layer, routed, phase=_PHASE)
-        yield self.add
-        ops.elementwise.add_sums(residual.array, local.array, self.box.mapped_sums)
-
-    def ask(self) -> None:
-        """Wait for the layer's choice; ask the remote owners if it has any of their experts."""
-        box = self.box
-        box.wait()
-        box.expect()  # the next step's
-        ids = box.ids
-        if self.layer is not None and (self.layer.slot_of_expert[ids] >= 0).all():
-            self.remote.count_selections(self.layer_id, ids)
-            self.remote.count_local(_PHASE, num_tokens=1, num_pairs=ids.size)
-            return
-        rows = HostHidden(box.rows)
-        self.ticket = self.remote.begin(self.layer_id, rows, ids, box.weights, phase=_PHASE)
-
-    def add(self) -> None:
-        """Wait for the owners' sums and pass them to the device."""
-        ticket, self.ticket = self.ticket, None
-        if ticket is not None:
-            self.has_sums = True  # some of them, even if it fails
-            self.remote.finish(ticket, self.box.sums)
-        elif self.has_sums:
-            self.box.sums.fill(0.0)
-            self.has_sums = False
-
-    def ask_and_add(self) -> None:
-        """Both, for a layer without local experts."""
-        self.ask()
-        self.add()
-
-    def abandon(self) -> None:
-        """Drop what was asked for."""
-        ticket, self.ticket = self.ticket, None
-        if ticket is not None:
-            self.remote.abandon(ticket)
+        local = local_sums(ops, self.layer, routed, phase=_PHASE)  # while the host is at work
+        yield self.exchange
+        ops.elementwise.add_sums(residual.array, local.array, box.mapped_sums)

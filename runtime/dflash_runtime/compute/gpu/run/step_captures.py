@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,6 +89,7 @@ class Capture:
     pieces: list[GraphPiece]
     logits: Rows
     kept: list[Buffer]
+    replay: Callable[[], None]
 
     def close(self) -> None:
         for piece in self.pieces:
@@ -130,7 +132,7 @@ class PathCaptures:
         with buffers.repeated(noted) as kept:
             pieces, logits = capture_pieces(decode.ops.device, decode.launch(path, bucket))
         # Other work may run between pieces, so a step in pieces keeps its buffers to itself.
-        return Capture(pieces, logits, kept if path.needs_host else [])
+        return Capture(pieces, logits, kept if path.needs_host else [], path.replayed(pieces))
 
     def forget(self) -> None:
         """Close all graphs; none may be running."""

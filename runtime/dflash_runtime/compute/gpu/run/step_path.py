@@ -7,9 +7,10 @@ graphs, and how a replay is begun. The launches themselves are those of the expe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from dflash_protocol.ids import I32Array, Phase
@@ -84,6 +85,10 @@ class StepPath:
         """Replay a pass of so many tokens. Raises: DaemonUnavailable."""
         for piece in pieces:
             piece.graph.replay()
+
+    def replayed(self, pieces: Sequence[GraphPiece]) -> Callable[[], None]:
+        """A function that runs a captured step of one token. It raises as `run`."""
+        return partial(self.run, pieces)
 
     def count_step(self) -> None:
         """Count a decode step that was replayed, unless the device counts."""

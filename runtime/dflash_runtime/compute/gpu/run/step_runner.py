@@ -75,7 +75,7 @@ class StepRunner:
         self._cache.check_fits(self.tokens.position, 1)
         capture = self._captures.next_step()
         self._last = capture.logits
-        self._captures.path.run(capture.pieces)
+        capture.replay()
         self._cache.count_step()
         self.tokens.advance()
 

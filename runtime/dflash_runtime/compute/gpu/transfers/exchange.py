@@ -111,6 +111,11 @@ class StepBox:
         """Rows, ids and weights."""
         self.mapped_sums, self.mapped_signal = mapped[3:]
 
+    @property
+    def signal_address(self) -> int:
+        """For compiled code of the host; the signal has eight bytes of its own."""
+        return int(np.asarray(self._signal).ctypes.data)
+
     def expect(self) -> None:
         """Clear the signal; call it before the kernels that will set it are started."""
         self._signal[0] = 0
