@@ -22,18 +22,19 @@ from dflash_runtime.compute.cpu.threads.scratch import zeros_on_lines
 from dflash_runtime.compute.host_ops import DeltaInputs
 
 _TABLE_POSITIONS = 512
-"""Positions whose angles are computed at once."""
+"""Positions of a block, whose angles are computed at once."""
 
 
 class PositionTables:
-    """Values that depend on a position alone, computed for more positions as a sequence grows.
+    """Values that depend on a position alone, computed when a step first needs them.
 
     Shapes: angles [2, N, pairs], of each rotary embedding; temperatures [N].
     """
 
     def __init__(self, num_positions: int) -> None:
         self._num_positions = num_positions
-        self._num_ready = 0
+        self._ready: set[int] = set()
+        """Blocks of positions."""
         self._angles: dict[RopeTable, F32Array] = {}
         self._temperatures: dict[AttentionTemperature, F32Array] = {}
 
@@ -48,17 +49,20 @@ class PositionTables:
             self._temperatures[temperature] = np.zeros(self._num_positions, np.float32)
         return self._temperatures[temperature]
 
-    def extend(self, num_positions: int) -> None:
-        """Have values for this many positions."""
-        while self._num_ready < num_positions:
-            end = min(self._num_ready + _TABLE_POSITIONS, self._num_positions)
-            some = slice(self._num_ready, end)
-            positions = np.arange(some.start, some.stop, dtype=np.int32)
-            for table, angles in self._angles.items():
-                angles[:, some] = turns_of(table, positions)
-            for temperature, factors in self._temperatures.items():
-                factors[some] = temperature.factors(positions)
-            self._num_ready = end
+    def extend(self, first: int, end: int) -> None:
+        """Have values for the positions from `first` to `end` - 1."""
+        for block in range(first // _TABLE_POSITIONS, (end - 1) // _TABLE_POSITIONS + 1):
+            if block not in self._ready:
+                self._compute(block * _TABLE_POSITIONS)
+                self._ready.add(block)
+
+    def _compute(self, first: int) -> None:
+        some = slice(first, min(first + _TABLE_POSITIONS, self._num_positions))
+        positions = np.arange(some.start, some.stop, dtype=np.int32)
+        for table, angles in self._angles.items():
+            angles[:, some] = turns_of(table, positions)
+        for temperature, factors in self._temperatures.items():
+            factors[some] = temperature.factors(positions)
 
 
 class RecordedRecurrent(Recurrent):

@@ -179,7 +179,7 @@ class CpuStep:
         recorded, end = self._recorded, position + num_rows
         self._cache.begin_step(position, num_rows)
         self._cache.touch(end)
-        recorded.tables.extend(end)
+        recorded.tables.extend(position, end)
         recorded.program.place(num_rows, position)
         self._workers.begin(num_rows)
         table = self._table if num_rows == 1 else None
