@@ -100,6 +100,11 @@ class Recorder(CpuOps):
         self._calls: list[Call] = []
         self._instead: dict[int, BetweenCalls] = {}
         self._kept: list[object] = []
+        self._is_first = True
+        # Results of this layer and of the last one, and those that new ones may replace.
+        self._made: list[F32Array] = []
+        self._last: list[F32Array] = []
+        self._free: list[F32Array] = []
 
     # -- recording --------------------------------------------------------------------------------
 
@@ -110,10 +115,25 @@ class Recorder(CpuOps):
         self._calls.append(call)
 
     def new(self, shape: tuple[int, ...]) -> F32Array:
-        """Memory of the program's own."""
-        values = zeros_on_lines(4 * int(np.prod(shape, dtype=np.int64))).view(np.float32)
-        self.keep(values)
+        """Memory of the program's own; within a layer, what the layer before the last one had."""
+        size = int(np.prod(shape, dtype=np.int64))
+        place = next((i for i, each in enumerate(self._free) if each.size == size), None)
+        if place is not None:
+            values = self._free.pop(place)
+        else:
+            values = zeros_on_lines(4 * size).view(np.float32)
+            self.keep(values)
+        self._made.append(values)
         return values.reshape(shape)
+
+    def end_layer(self) -> None:
+        """A layer's results are read by the next layer at most, but for those of the first one:
+        the rows to which all layers add are among them."""
+        if self._is_first:
+            self._is_first, self._made = False, []
+            return
+        self._free += self._last
+        self._last, self._made = self._made, []
 
     def keep(self, *owners: object) -> None:
         """Keep the owners of memory that recorded words point into."""

@@ -64,6 +64,7 @@ def _record(
 
     def end_layer(layer_id: int, hidden: F32Array) -> None:
         layer_ends.append(recorder.num_calls)
+        recorder.end_layer()
 
     hidden = run_to_end(forward(recording, step, experts, on_layer=end_layer))
     logits = recording.head(hidden)
