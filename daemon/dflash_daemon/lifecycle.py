@@ -90,6 +90,8 @@ def run_daemon(settings: Settings, lifeline_fd: int | None) -> None:
         cpu_tier=settings.cpu_tier,
         cache_dir=settings.cache_dir,
     )
+    if settings.spin_us is not None:
+        backend.spin_for(settings.spin_us * 1e-6)
     model_path = Path(settings.model)
     explain_bus_errors("dflash-daemon", model_path)
     try:

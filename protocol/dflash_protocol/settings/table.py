@@ -207,7 +207,8 @@ class Settings:
     )
     spin_us: int | None = setting(
         None, "IPC_SPIN_US", WholeOrAuto(0, 1_000_000), Reader.BOTH,
-        "How long a side polls shared memory before it sleeps, in microseconds; auto = by cores.",
+        "How long a side polls shared memory before it sleeps, in microseconds, and a daemon's "
+        "threads for work; auto = by cores.",
     )
     check_replies: int | None = setting(
         None, "CHECK_REPLIES", WholeOrAuto(0, 1_000_000_000), Reader.PARENT,

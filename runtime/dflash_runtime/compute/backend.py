@@ -501,6 +501,10 @@ class ComputeBackend(Protocol):
         before on this machine, else, with `one_pass`, the fastest. Takes thread_trial.LIMIT_S at
         most, and never fails. Nothing else may use the backend meanwhile."""
 
+    def spin_for(self, spin_s: float) -> None:
+        """From now on threads without work poll for so long before they sleep, or until `idle`, as
+        no other process needs their cores."""
+
     def idle(self) -> None:
         """No work is coming for a while: let other processes have the cores."""
 

@@ -162,6 +162,9 @@ class CpuBackend(HostBackend):
                 _LOG.info("decode steps are fastest with %d of %d threads", chosen, default.prompts)
         workers.use_for_decode(chosen or default.decode)
 
+    def spin_for(self, spin_s: float) -> None:
+        self._workers.spin_for(spin_s)
+
     def idle(self) -> None:
         self._workers.idle()
 

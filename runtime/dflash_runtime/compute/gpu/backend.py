@@ -367,6 +367,9 @@ class CupyBackend:
     ) -> None:
         """Does nothing: kernels are compiled for a model's shapes when they are first used."""
 
+    def spin_for(self, spin_s: float) -> None:
+        """Does nothing: no thread spins."""
+
     def idle(self) -> None:
         """Does nothing: no thread spins."""
 

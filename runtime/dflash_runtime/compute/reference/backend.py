@@ -62,6 +62,9 @@ class ReferenceBackend(HostBackend):
                 np.zeros(layout.block_bytes, np.uint8), tensor_type, (layout.block_elements,)
             )
 
+    def spin_for(self, spin_s: float) -> None:
+        """Do nothing: there are no worker threads."""
+
     def idle(self) -> None:
         """Do nothing: there are no worker threads."""
 

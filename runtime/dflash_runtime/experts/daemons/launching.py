@@ -26,6 +26,9 @@ from dflash_runtime.compute.cores import (
 from dflash_runtime.compute.topology import read_topology
 from dflash_runtime.experts.daemons.link import Launch
 
+_OWN_CORES_SPIN_US = 1000
+"""Longer than a layer takes: threads of a daemon with cores of its own stay awake within a step."""
+
 _PACKAGES = ("dflash_protocol", "dflash_adapters", "dflash_runtime", "dflash_daemon")
 
 
@@ -116,9 +119,11 @@ def launch_of(
     """How to start one of the daemons; unless set otherwise, it gets an equal share of the cores,
     and no more threads than its share of a CPU quota has room for.
 
-    A parent that computes on a GPU keeps one core, to poll for replies.
+    A parent that computes on a GPU keeps one core, to poll for replies. On cores that were chosen
+    for a daemon its threads poll longer, as others need these less.
     """
     choice = choices[daemon_idx]
+    is_alone = bool(choice.cores) and settings.spin_us is None
     cores = choice.cores or share_of_cores(
         _cores_of_daemons(len(choices), backend_name), daemon_idx, len(choices)
     )
@@ -139,6 +144,7 @@ def launch_of(
         "--threads",
         str(choice.setting.threads or _num_threads(cores, len(choices))),
         *(("--cores", ",".join(map(str, cores))) if choice.cores or settings.pin_daemons else ()),
+        *(("--ipc-spin-us", str(_OWN_CORES_SPIN_US)) if is_alone else ()),
     )
     return Launch(command, choice.environment(settings))
 

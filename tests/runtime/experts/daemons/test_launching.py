@@ -152,6 +152,10 @@ def test_daemons_share_the_cores_unless_they_have_their_own() -> None:
     assert (option(kept, "--threads"), option(kept, "--cores")) == ("7", str(cores[0]))
     pinned = launch(choices, settings=Settings(pin_daemons=True)).command
     assert option(pinned, "--cores") == ",".join(map(str, cores[: max(1, len(cores) // 2)]))
+    spins = [option(each, "--ipc-spin-us") for each in (shared, kept, pinned)]
+    assert spins == [None, "1000", None]
+    told = launch(choices, 1, settings=Settings(spin_us=20)).command
+    assert option(told, "--ipc-spin-us") is None  # it reads the setting itself
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,11 @@ class Workers:
         if words[few_or_all] != words[parallel.LIMIT]:
             parallel.limit_kernel()(self.address, num_rows)
 
+    def spin_for(self, spin_s: float) -> None:
+        """Threads without work poll for so long before they sleep, if each has a core."""
+        if self.num_threads <= _num_at_once():
+            self._words[parallel.SPIN_NS] = int(1e9 * spin_s)
+
     def idle(self) -> None:
         """No work is coming for a while: spinning threads sleep and free their cores. The next
         region wakes them as usual."""

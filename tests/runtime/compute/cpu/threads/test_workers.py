@@ -91,6 +91,17 @@ def test_idle_threads_use_no_core() -> None:
     workers.close()
 
 
+def test_threads_that_share_cores_do_not_spin_for_long() -> None:
+    num_cores = len(os.sched_getaffinity(0))
+    for num_threads, is_longer in ((num_cores, True), (num_cores + 1, False)):
+        workers = Workers(num_threads)
+        before_ns = workers._pool[parallel.SPIN_NS]
+        workers.spin_for(1e-3)
+        assert (workers._pool[parallel.SPIN_NS] == 1_000_000) == is_longer
+        assert is_longer or workers._pool[parallel.SPIN_NS] == before_ns
+        workers.close()
+
+
 def test_spinning_threads_sleep_when_told_to_and_come_back() -> None:
     spin_s = 2.0  # long enough for a share of a busy machine's cores
     usable = os.sched_getaffinity(0)
