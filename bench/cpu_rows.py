@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import math
 import mmap
 import statistics
 import sys
@@ -81,6 +82,8 @@ CACHE, MEMORY, READ, GGML = "cache", "memory", "read", "ggml"
 
 _CACHED_BYTES = 1 << 18  # stays in L2 with a vector and its products
 _STREAMS = (1, 4)
+_SAMPLE_S = 0.02
+"""With many threads a matrix takes less than a millisecond, and starting them some 100 µs."""
 
 Samples = dict[str, list[float]]
 
@@ -122,6 +125,23 @@ def _multiply_by_ggml(words):  # type: ignore[no-untyped-def]
 
 
 # -- measuring, in a process for each tier --------------------------------------------------------
+
+
+def repetitions(
+    run: Callable[[int], object], clock: Callable[[], float] = time.perf_counter
+) -> int:
+    """How often work has to be done for a sample of `_SAMPLE_S` or more. ``run(times)`` does it;
+    `clock` is in seconds."""
+    times = 1
+    run(times)  # compiles
+    while True:
+        started_s = clock()
+        run(times)
+        seconds = clock() - started_s
+        if seconds >= _SAMPLE_S:
+            return times
+        # What is shorter than a sample may be mostly the start of threads: not all at once.
+        times = math.ceil(times * min(max(1.2 * _SAMPLE_S / max(seconds, 1e-9), 2), 10))
 
 
 class _Traits(ctypes.Structure):
@@ -186,7 +206,7 @@ class RowBench:
         step = 2 * REPACKED_ROWS * num_threads
         num_rows = max(self._weights.size // row_bytes // step * step, step)
         weights = self._weights[: num_rows * row_bytes]
-        kinds: dict[str, Callable[[], int]] = {
+        kinds: dict[str, Callable[[int], int]] = {
             CACHE: self._cached(tensor_type, columns, num_threads),
             MEMORY: self._from_memory(tensor_type, columns, num_threads, weights),
             **{
@@ -197,65 +217,73 @@ class RowBench:
         dot = self._traits(int(tensor_type)).contents.vec_dot if self._traits else None
         if dot:
             kinds[GGML] = self._by_ggml(dot, weights, row_bytes, columns, num_threads)
+        times = {name: repetitions(run) for name, run in kinds.items()}
         samples: Samples = {name: [] for name in kinds}
-        for number in range(-1, rounds):  # the first warms up
+        for number in range(rounds):
             for name in list(kinds)[:: 1 if number % 2 else -1]:
                 time.sleep(1e-3)  # the workers of the sample before may spin for a while
                 started_s = time.perf_counter()
-                num_bytes = kinds[name]()
+                num_bytes = kinds[name](times[name])
                 seconds = time.perf_counter() - started_s
-                if number >= 0:
-                    samples[name].append(num_bytes / seconds)
+                samples[name].append(num_bytes / seconds)
         reads = [samples.pop(f"{READ} {streams}") for streams in _STREAMS]
         return samples | {READ: max(reads, key=statistics.median)}
 
-    def _shared(self, num_threads: int, part: Callable[[int], None]) -> None:
-        list(self._pool.map(part, range(num_threads)))
+    def _shared(self, num_threads: int, part: Callable[[int], None], times: int) -> None:
+        """Each thread does its part again and again, and does not wait for the others between."""
+
+        def repeated(index: int) -> None:
+            for _ in range(times):
+                part(index)
+
+        list(self._pool.map(repeated, range(num_threads)))
 
     def _from_memory(
         self, tensor_type: TensorType, columns: int, num_threads: int, weights: U8Array
-    ) -> Callable[[], int]:
+    ) -> Callable[[int], int]:
         rows = weights.size // tensor_type.row_bytes(columns)
         matrix = as_matrix(weights, tensor_type, rows, columns)
         x = self._vector[: 4 * columns].view(np.float32).reshape(1, columns)
         out = np.empty((1, rows), np.float32)
 
-        def run() -> int:
-            self._ops[num_threads].linear(x, matrix, out)
-            return weights.size
+        def run(times: int) -> int:
+            for _ in range(times):
+                self._ops[num_threads].linear(x, matrix, out)
+            return weights.size * times
 
         return run
 
-    def _reading(self, weights: U8Array, streams: int, num_threads: int) -> Callable[[], int]:
+    def _reading(self, weights: U8Array, streams: int, num_threads: int) -> Callable[[int], int]:
         words = weights[: weights.size // 8 * 8].view(np.uint64)
         share = words.size // num_threads
 
-        def run() -> int:
-            self._shared(
-                num_threads,
-                lambda index: add_up(words, streams, share * index, share * (index + 1)),
-            )
-            return weights.size
+        def part(index: int) -> None:
+            add_up(words, streams, share * index, share * (index + 1))
+
+        def run(times: int) -> int:
+            self._shared(num_threads, part, times)
+            return weights.size * times
 
         return run
 
-    def _cached(self, tensor_type: TensorType, columns: int, num_threads: int) -> Callable[[], int]:
+    def _cached(
+        self, tensor_type: TensorType, columns: int, num_threads: int
+    ) -> Callable[[int], int]:
         row_bytes = tensor_type.row_bytes(columns)
         panel_bytes = REPACKED_ROWS * row_bytes
         num_bytes = max(_CACHED_BYTES // panel_bytes, 1) * panel_bytes
-        times = max(self._weights.size // num_threads // num_bytes, 1)
         layout = as_matrix(_memory(panel_bytes), tensor_type, REPACKED_ROWS, columns).layout
         parts = [_Part(layout, num_bytes, self._vector) for _ in range(num_threads)]
 
-        def run() -> int:
-            self._shared(num_threads, lambda index: parts[index].multiply(times))
+        def run(times: int) -> int:
+            list(self._pool.map(lambda part: part.multiply(times), parts))
             return num_bytes * times * num_threads
 
         return run
 
     def _by_ggml(
         self, dot: int, weights: U8Array, row_bytes: int, columns: int, num_threads: int
-    ) -> Callable[[], int]:
+    ) -> Callable[[int], int]:
         share = weights.size // num_threads
         out, x = _memory(64 * num_threads), self._vector.ctypes.data
 
@@ -263,9 +291,9 @@ class RowBench:
             rows, total = weights.ctypes.data + share * index, out.ctypes.data + 64 * index
             _multiply_by_ggml((dot, rows, rows + share, row_bytes, columns, x, total))
 
-        def run() -> int:
-            self._shared(num_threads, part)
-            return weights.size
+        def run(times: int) -> int:
+            self._shared(num_threads, part, times)
+            return weights.size * times
 
         return run
 
@@ -348,7 +376,9 @@ def main() -> None:
         help="default: that of the settings",
     )  # fmt: skip
     parser.add_argument(
-        "--mb", type=int, default=128, help="of a matrix: several times the last cache (128)"
+        "--mb",
+        type=int,
+        help="of a matrix: several times the last cache (128, or 32 a thread if that is more)",
     )
     parser.add_argument("--rounds", type=int, default=7, help="default 7")
     parser.add_argument(
@@ -363,6 +393,8 @@ def main() -> None:
         options.types, options.columns, options.rounds = ["Q4_K", "Q8_0", "F32"], [2048], 3
     if any(columns <= 0 or columns % 256 for columns in options.columns):
         parser.error("--columns: multiples of 256")
+    if options.mb is None:
+        options.mb = max(128, 32 * max(options.threads))
     try:
         peer = build(options.peer) if options.peer else None
         record = report.head(

@@ -50,6 +50,17 @@ def be_realtime() -> None:
     os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(REALTIME_PRIORITY))
 
 
+def may_be_realtime() -> bool:
+    """Whether the system permits `be_realtime`; the priority stays as it is."""
+    policy, priority = os.sched_getscheduler(0), os.sched_getparam(0)
+    try:
+        be_realtime()
+        os.sched_setscheduler(0, policy, priority)
+    except PermissionError:
+        return False
+    return True
+
+
 def touch_pages(data: npt.NDArray[np.uint8]) -> None:
     """Read a byte of every page of a mapping, so that no page fault occurs during a measurement."""
     int(data[:: mmap.PAGESIZE].sum())

@@ -6,8 +6,15 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
+from bench.machine import may_be_realtime
+
 NOTHING, SPREAD, SAMPLES = "none", "spread", "samples"
 """What --save keeps: no file; the spread of the samples; each sample."""
+
+_NO_REALTIME = (
+    "the system permits no real-time priority: run this as root or with CAP_SYS_NICE"
+    " (containers: --cap-add SYS_NICE), or leave the option out"
+)
 
 
 def bench_parser(file: str, doc: str | None, examples: str = "") -> argparse.ArgumentParser:
@@ -36,9 +43,26 @@ def add_realtime_option(parser: argparse.ArgumentParser) -> None:
     """``--realtime``."""
     parser.add_argument(
         "--realtime",
-        action="store_true",
+        action=_Realtime,
+        nargs=0,
+        default=False,
         help="real-time priority (root) during samples, on a machine that others use meanwhile",
     )
+
+
+class _Realtime(argparse.Action):
+    """True if given; ends the program at once where the system does not permit it."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        if not may_be_realtime():
+            parser.exit(2, f"error: {option_string}: {_NO_REALTIME}\n")
+        setattr(namespace, self.dest, True)
 
 
 def add_threads_option(parser: argparse.ArgumentParser) -> None:

@@ -254,8 +254,8 @@ def _group(pairs: Pairs, whole_from: int) -> _Grouped:
     """Group pairs; the tokens are indices into the rows that are used, if these are fewer than
     `whole_from`."""
     tokens, used = pairs.token_indices, None
-    firsts = pairs.first_of_token
-    if firsts.size < whole_from:
+    firsts = pairs.first_of_token if whole_from else None
+    if firsts is not None and firsts.size < whole_from:
         used = tokens[firsts]
         is_next = np.zeros(tokens.size, np.int32)
         is_next[firsts[1:]] = 1

@@ -7,9 +7,20 @@ from types import TracebackType
 from typing import Any, Self
 
 import pytest
-from bench.cpu_rows import CACHE, GGML, MEMORY, READ, RowBench, Samples, fed_share, row_cells
+from bench.cpu_rows import (
+    CACHE,
+    GGML,
+    MEMORY,
+    READ,
+    RowBench,
+    Samples,
+    fed_share,
+    repetitions,
+    row_cells,
+)
+from bench.options import add_realtime_option, bench_parser
 
-from bench import cpu_rows
+from bench import cpu_rows, options
 from dflash_protocol.settings import AUTO_TIER
 
 
@@ -24,6 +35,53 @@ def test_each_kind_is_measured_in_every_round(rows: RowBench, type_name: str, th
     samples = rows.measure(type_name, 512, threads, 2)
     assert samples.keys() == {CACHE, MEMORY, READ}
     assert all(len(each) == 2 and min(each) > 0 for each in samples.values())
+
+
+class FakeClock:
+    """Work that takes as long as it says, and a start that takes a while too."""
+
+    def __init__(self, start_s: float, seconds: float) -> None:
+        self.start_s, self.seconds = start_s, seconds
+        self.now_s = 0.0
+        self.runs: list[int] = []
+
+    def run(self, times: int) -> None:
+        # The first one compiles, too.
+        self.now_s += self.start_s + times * self.seconds + (0.0 if self.runs else 3.0)
+        self.runs.append(times)
+
+    def clock(self) -> float:
+        return self.now_s
+
+
+@pytest.mark.parametrize(
+    ("start_s", "seconds"),
+    [(0.0, 1e-7), (3e-4, 5e-6), (1e-4, 3e-4), (2e-3, 1e-4), (0.0, 0.019), (0.0, 0.02), (0.0, 1.0)],
+)
+def test_a_sample_is_long_enough_however_short_the_work(start_s: float, seconds: float) -> None:
+    fake = FakeClock(start_s, seconds)
+    times = repetitions(fake.run, fake.clock)
+    assert start_s + times * seconds >= 0.02 - 1e-9
+    assert times == 1 or times * seconds < 0.05  # nor much longer
+    assert len(fake.runs) < 12
+
+
+@pytest.mark.parametrize("is_permitted", [True, False])
+def test_without_permission_for_real_time_priority_an_error_of_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_permitted: bool
+) -> None:
+    monkeypatch.setattr(options, "may_be_realtime", lambda: is_permitted)
+    parser = bench_parser(__file__, __doc__)
+    add_realtime_option(parser)
+    assert parser.parse_args([]).realtime is False
+    if is_permitted:
+        assert parser.parse_args(["--realtime"]).realtime is True
+        return
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(["--realtime"])
+    assert ended.value.code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--realtime" in line
 
 
 @pytest.mark.parametrize(

@@ -115,10 +115,9 @@ class CpuExpertBank:
         # Of a prompt few rows may be routed here: its pass goes on with as many threads as before.
         if batch.phase is not Phase.PREFILL or batch.num_tokens > FEW_ROWS:
             self._workers.begin(batch.num_tokens)
-        with self._scratch.take(
-            8 * k.NUM_ARGUMENTS,
-            *self.scratch_bytes(batch.num_tokens, batch.num_pairs),
-        ) as memory:
+        sizes = self.scratch_bytes(batch.num_tokens, batch.num_pairs)
+        buffer, memory = self._scratch.take((8 * k.NUM_ARGUMENTS, *sizes))
+        try:
             is_sound = k.expert_ffn_kernel()(
                 hidden,
                 batch.expert_ids,
@@ -127,9 +126,11 @@ class CpuExpertBank:
                 batch.weights,
                 out,
                 self.words,
-                memory,
+                tuple(memory),
                 self._workers.address,
             )
+        finally:
+            self._scratch.give_back(buffer)
         if not is_sound:
             raise ValueError("the batch has expert ids, tokens or pairs out of range")
 

@@ -74,12 +74,17 @@ class CpuOps(ElementOps):
 
     def run(self, call: Call) -> None:
         """Run a call, with scratch memory for it alone."""
-        words = call.words
-        with self.scratch.take(*[num_bytes for _, num_bytes in call.scratch]) as memory:
+        words, pool = call.words, self.workers.address
+        if not call.scratch:
+            self._run_words(call.function, np.array(words, np.int64), pool)
+            return
+        buffer, memory = self.scratch.take([num_bytes for _, num_bytes in call.scratch])
+        try:
             for (index, _), place in zip(call.scratch, memory, strict=False):
                 words[index] = place
-            pool = self.workers.address
-            self._run_words(call.function, np.array(words, np.int64), memory[-1], pool)
+            self._run_words(call.function, np.array(words, np.int64), pool)
+        finally:
+            self.scratch.give_back(buffer)
 
     def new(self, shape: tuple[int, ...]) -> F32Array:
         """Memory for a result, not initialised."""
@@ -193,7 +198,7 @@ class CpuOps(ElementOps):
                 per_token=(products.NUM_TOKENS,),
                 scratch=(
                     (products.Q8_BLOCKS, num_tokens * plan.q8_bytes),
-                    (products.SCRATCH, self.num_threads * plan.thread_bytes),
+                    (products.SCRATCH, plan.scratch_bytes),
                 ),
             )
         )
@@ -225,14 +230,17 @@ class CpuOps(ElementOps):
         for weight in (q_weight, k_weight):
             if weight is not None and weight.shape != (dim,):
                 raise ValueError(f"weight is {weight.shape} for heads of {dim}")
-        angles, norms = self.angles(table, positions), (q_weight, k_weight)
-        turns = tasks.Angles(
-            address(angles[0]),
-            address(angles[1]),
-            angles.shape[2],
-            table.pairing is RopePairing.INTERLEAVED,
+        self.run(
+            tasks.rope_call(
+                q,
+                k,
+                (q_weight, k_weight),
+                self.angles(table, positions),
+                eps=eps,
+                is_interleaved=table.pairing is RopePairing.INTERLEAVED,
+                norms_after=norms_after,
+            )
         )
-        self.run(tasks.rope_call(q, k, norms, turns, eps=eps, norms_after=norms_after))
 
     def angles(self, table: RopeTable, positions: I32Array) -> F32Array:
         """Cosines and sines of ascending positions. Shapes: positions [T]; result [2, T or more,
@@ -354,7 +362,8 @@ class _Plan:
     matrices: tuple[CpuMatrix, ...]
     columns: int
     rows: int
-    thread_bytes: int
+    scratch_bytes: int
+    """Of all threads."""
     q8_bytes: int
     """Bytes of one token's q8 blocks; 0 if no matrix needs them."""
     words: list[int]
@@ -394,7 +403,7 @@ def _plan(matrices: tuple[CpuMatrix, ...], num_threads: int) -> _Plan:
         matrices,
         columns,
         num_rows,
-        thread_bytes,
+        num_threads * thread_bytes,
         q8_bytes,
         words,
         address(fields, np.int64),

@@ -6,7 +6,6 @@ A row's result depends on that row alone.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -107,16 +106,6 @@ def norm_call(x: F32Array, weight: F32Array, out: F32Array, eps: float) -> Call:
 # -- rotary embedding -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Angles:
-    """Where the angles of successive tokens lie. Shapes: cosines, sines [T, num_pairs]."""
-
-    cosines: int
-    sines: int
-    num_pairs: int
-    is_interleaved: bool
-
-
 @helper
 def _rotate(x: int, cos: int, sin: int, half: int, is_interleaved: bool) -> None:
     """One head in place: (a, b) becomes (a cos - b sin, a sin + b cos)."""
@@ -185,21 +174,26 @@ def rope_call(
     q: F32Array,
     k: F32Array,
     norms: tuple[F32Array | None, F32Array | None],
-    angles: Angles,
+    angles: F32Array,
     *,
     eps: float,
+    is_interleaved: bool,
     norms_after: bool,
 ) -> Call:
-    """In place. `norms` are the weights of the heads' norms.
+    """In place. `norms` are the weights of the heads' norms, `angles` cosines and sines of
+    successive tokens, the first of which are these.
 
-    Shapes: q, k [T, heads, D]; norms [D] each.
+    Shapes: q, k [T, heads, D]; norms [D] each; angles [2, T or more, pairs].
     """
-    heads = []
-    for x, weight in zip((q, k), norms, strict=True):
-        heads += [address(x), 0 if weight is None else address(weight), x.shape[1]]
-    fields = [q.shape[0], q.shape[2], double_bits(eps), angles.cosines, angles.sines]
-    fields += [angles.num_pairs, angles.is_interleaved, norms_after, *heads]
-    row_bytes = 4 * angles.num_pairs
+    q_norm, k_norm = norms
+    num_tokens, q_heads, dim = q.shape
+    cosines, num_pairs = address(angles), angles.shape[2]
+    sines = cosines + 4 * num_pairs * angles.shape[1]
+    fields = [num_tokens, dim, double_bits(eps), cosines, sines]
+    fields += [num_pairs, is_interleaved, norms_after]
+    fields += [address(q), 0 if q_norm is None else address(q_norm), q_heads]
+    fields += [address(k), 0 if k_norm is None else address(k_norm), k.shape[1]]
+    row_bytes = 4 * num_pairs
     return task_call(
         rope_task(),
         q.size + k.size,

@@ -48,7 +48,7 @@ import numpy as np
 from dflash_protocol.ids import I64Array
 from dflash_runtime.compute.cpu.compile.compiling import Kernel, compile_kernel, helper
 from dflash_runtime.compute.cpu.simd import atomics
-from dflash_runtime.compute.cpu.simd.types import emit_call, i64, primitive, void
+from dflash_runtime.compute.cpu.simd.types import I64, emit_call, i64, primitive, void
 from dflash_runtime.compute.cpu.simd.untyped import ir
 from dflash_runtime.compute.cpu.threads import system
 
@@ -110,6 +110,16 @@ def call_task(builder: Any, task: Any, args: Any, counter: Any, worker_idx: Any)
 def claim(counter: int) -> int:
     """Take the next item: 0, 1, 2 …"""
     return atomics.relaxed_add(counter, 1)  # type: ignore[no-any-return]
+
+
+@primitive(i64)
+def new_counter(builder: Any) -> Any:
+    """Address of a word for `claim`, with a LINE of words behind it; it lives until the kernel
+    returns."""
+    with builder.goto_entry_block():
+        counter = builder.alloca(ir.ArrayType(I64, 2 * LINE))
+    counter.align = 8 * LINE
+    return builder.ptrtoint(counter, I64)
 
 
 @helper

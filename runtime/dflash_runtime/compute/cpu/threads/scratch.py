@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from threading import Lock
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -13,19 +13,34 @@ _COUNTER_BYTES = 2 * _LINE  # its own cache line, and the one fetched with it
 
 
 class Scratch:
-    """One buffer, used by one call at a time; a concurrent call gets memory of its own."""
+    """Buffers, each used by one call at a time; as many are kept as there were calls at once."""
 
     def __init__(self) -> None:
-        self.lock = Lock()
-        self.buffer = _Buffer(0)
+        self._spare: list[ScratchBuffer] = []
 
-    def take(self, *sizes: int) -> _Taken:
-        """A context manager that gives addresses of parts of these sizes in bytes, each starting on
-        a cache line, and last that of a counter. Memory is not initialised."""
-        return _Taken(self, sizes)
+    def take(self, sizes: Iterable[int]) -> tuple[ScratchBuffer, list[int]]:
+        """A buffer to give back after use; and addresses of parts of these sizes in bytes, each
+        starting on a cache line, and last that of a counter. Memory is not initialised."""
+        offsets, end = [], _COUNTER_BYTES
+        for size in sizes:
+            offsets.append(end)
+            end += on_lines(size)
+        offsets.append(0)
+        try:
+            buffer = self._spare.pop()
+        except IndexError:
+            buffer = ScratchBuffer(end)
+        if buffer.num_bytes < end:
+            buffer = ScratchBuffer(end)
+        first = buffer.address
+        return buffer, [first + offset for offset in offsets]
+
+    def give_back(self, buffer: ScratchBuffer) -> None:
+        """Keep a buffer for later calls. One that is not given back is freed."""
+        self._spare.append(buffer)
 
 
-class _Buffer:
+class ScratchBuffer:
     """Owns memory, and caches its address: looking that up costs more than a small kernel."""
 
     __slots__ = ("_room", "address", "num_bytes")
@@ -34,41 +49,6 @@ class _Buffer:
         self._room: U8Array = np.empty(num_bytes + _LINE, np.uint8)
         self.num_bytes = num_bytes
         self.address = -(-int(self._room.ctypes.data) // _LINE) * _LINE
-
-
-class _Taken:
-    """One call's use of the buffer. A class, since generators are slow to enter and leave."""
-
-    __slots__ = ("_buffer", "_is_shared", "_scratch", "_sizes")
-
-    def __init__(self, scratch: Scratch, sizes: tuple[int, ...]) -> None:
-        self._scratch = scratch
-        self._sizes = sizes
-
-    def __enter__(self) -> tuple[int, ...]:
-        offsets, end = [], _COUNTER_BYTES
-        for size in self._sizes:
-            offsets.append(end)
-            end += (size + _LINE - 1) & -_LINE
-        offsets.append(0)
-        scratch = self._scratch
-        self._is_shared = scratch.lock.acquire(blocking=False)
-        if self._is_shared:
-            if scratch.buffer.num_bytes < end:
-                try:
-                    scratch.buffer = _Buffer(end)
-                except MemoryError:
-                    scratch.lock.release()
-                    raise
-            self._buffer = scratch.buffer
-        else:
-            self._buffer = _Buffer(end)
-        first = self._buffer.address
-        return tuple([first + offset for offset in offsets])
-
-    def __exit__(self, *error: object) -> None:
-        if self._is_shared:
-            self._scratch.lock.release()
 
 
 def on_lines(num_bytes: int) -> int:
