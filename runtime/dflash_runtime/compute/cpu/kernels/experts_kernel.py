@@ -1,8 +1,9 @@
 """The routed experts' FFN: gate and up, activation, down, in phases without Python in between.
 
-Phases: quantise hidden rows to q8 blocks; regroup these by expert; gate, up and activation by runs
-of rows; quantise the activations; down by runs of rows over all experts. No two threads write the
-same element, so results do not depend on how work is shared.
+Phases: quantise hidden rows to q8 blocks; regroup these by expert; gate, up and activation by
+panels of 16 rows; quantise the activations, of few pairs within the phase before; down by panels
+over all experts. No two threads write the same element, so results do not depend on how work is
+shared.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from dflash_runtime.compute.cpu.kernels.products import (
 )
 from dflash_runtime.compute.cpu.kernels.words import get
 from dflash_runtime.compute.cpu.simd import vectors as v
+from dflash_runtime.compute.cpu.simd.atomics import atomic_add
 from dflash_runtime.compute.cpu.simd.exponentials import exp_lanes
 from dflash_runtime.compute.cpu.simd.types import (
     DOUBLE,
@@ -88,12 +90,16 @@ from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES
     TOKEN_Q8,  # [T] rows of hidden as q8 blocks, or 0
     PAIR_Q8,  # [P] the same grouped by expert; unused for a single token
     ACTIVATIONS,  # [P, F] float32
-    ACTIVATION_Q8,  # [P] rows of activations as q8 blocks, or 0
+    ACTIVATION_Q8,  # [P] rows of activations as q8 blocks, or 0; then, if few, halves
     SCRATCH,  # [threads, SCRATCH_BYTES]
 ) = range(31)
 
 NUM_ARGUMENTS = 31
 NUM_LAYER_WORDS = HIDDEN
+FEW_PAIRS = 64
+"""Up to this many pairs' activations are quantised by the threads that compute them, block by
+block, which takes three times the instructions but no phase of its own."""
+
 SCRATCH_PARTS = TOKEN_Q8, PAIR_Q8, ACTIVATIONS, ACTIVATION_Q8, SCRATCH
 
 GATE, UP, DOWN = range(3)
@@ -160,28 +166,51 @@ def regroup_hidden(args: int, counter: int, worker_idx: int) -> None:
         group = claim(counter)
 
 
+@helper
+def _quantise_blocks(args: int, group: int, first: int, num_blocks: int) -> None:
+    """Quantise some blocks of all activations of a group, from block `first` on."""
+    ffn_size = get(args, FFN_SIZE)
+    pair, end = pair_range(args, group)
+    while pair < end:
+        size = group_size(0, end - pair)
+        q8_blocks = get(args, ACTIVATION_Q8) + Q8_BLOCK_BYTES * (
+            ffn_size // 32 * pair + first * size
+        )
+        for slot in range(size):
+            x = get(args, ACTIVATIONS) + 4 * (ffn_size * (pair + slot) + 32 * first)
+            quantise(get(args, QUANTISE), x, num_blocks, q8_blocks, slot, size)
+        pair += size
+
+
 def quantise_activations(args: int, counter: int, worker_idx: int) -> None:
     """Items are groups of pairs."""
-    ffn_size, num_groups = get(args, FFN_SIZE), get(args, NUM_GROUPS)
-    num_blocks = ffn_size // 32
     group = claim(counter)
-    while group < num_groups:
-        pair, end = pair_range(args, group)
-        while pair < end:
-            size = group_size(0, end - pair)
-            q8_blocks = get(args, ACTIVATION_Q8) + Q8_BLOCK_BYTES * num_blocks * pair
-            for slot in range(size):
-                x = get(args, ACTIVATIONS) + 4 * ffn_size * (pair + slot)
-                quantise(get(args, QUANTISE), x, num_blocks, q8_blocks, slot, size)
-            pair += size
+    while group < get(args, NUM_GROUPS):
+        _quantise_blocks(args, group, 0, get(args, FFN_SIZE) // 32)
         group = claim(counter)
+
+
+@helper
+def _quantises_at_once(args: int) -> bool:
+    """Whether `gate_up` quantises the activations."""
+    num_pairs = v.load_i32(get(args, GROUP_STARTS) + 4 * get(args, NUM_GROUPS))
+    return get(args, FFN_Q8_BYTES) != 0 and num_pairs <= FEW_PAIRS  # type: ignore[no-any-return]
+
+
+@helper
+def _halves(args: int, group: int, block: int) -> int:
+    """Address of how many halves of a block have been computed, if two threads compute it."""
+    num_pairs = v.load_i32(get(args, GROUP_STARTS) + 4 * get(args, NUM_GROUPS))
+    halves = get(args, ACTIVATION_Q8) + get(args, FFN_Q8_BYTES) * num_pairs
+    return halves + 8 * (get(args, FFN_SIZE) // 32 * group + block)  # type: ignore[no-any-return]
 
 
 # -- phases that multiply -------------------------------------------------------------------------
 
 
 def gate_up(args: int, counter: int, worker_idx: int) -> None:
-    """Items are panels of gate and up of one expert."""
+    """Items are panels of gate and up of one expert. A q8 block is quantised by the thread that
+    computes the second of its two panels."""
     hidden_size, ffn_size = get(args, HIDDEN_SIZE), get(args, FFN_SIZE)
     group_panels = (ffn_size + REPACKED_ROWS - 1) // REPACKED_ROWS
     num_panels = group_panels * get(args, NUM_GROUPS)
@@ -189,6 +218,8 @@ def gate_up(args: int, counter: int, worker_idx: int) -> None:
     ups, scratch = gates + TOTALS_BYTES, gates + 2 * TOTALS_BYTES
     num_blocks = hidden_size // 32
     shares = _shares(args, num_panels, REPACKED_ROWS * get(get(args, LAYOUTS), ROW_BYTES))
+    quantises = _quantises_at_once(args)
+    before = -1
     panel, end = take(counter, shares)
     if panel < num_panels:
         gate, gate_layout, _ = panel_of(args, panel // group_panels, GATE, panel % group_panels)
@@ -228,7 +259,18 @@ def gate_up(args: int, counter: int, worker_idx: int) -> None:
             place = get(args, ACTIVATIONS) + 4 * (ffn_size * (first_pair + first) + row)
             for index in range(last - first):
                 v.copy_bytes(place + 4 * ffn_size * index, gates + 64 * index, 4 * num_rows)
-        panel = following
+        if quantises:
+            block = row // 32
+            is_first, does_both = row % 32 == 0, panel == before + 1
+            if is_first:
+                does_both = following == panel + 1
+            if not does_both:
+                does_last = atomic_add(_halves(args, group, block), 1) == 1
+            else:
+                does_last = not is_first
+            if does_last:
+                _quantise_blocks(args, group, block, 1)
+        before, panel = panel, following
 
 
 @helper
@@ -357,10 +399,6 @@ def down_phase(args: int, counter: int, worker_idx: int) -> None:
 FEW_TOKENS = 4
 """The caller quantises up to this many tokens alone: waking workers would take longer."""
 
-FEW_PAIRS = 8
-"""The caller quantises up to this many pairs' activations alone: waking workers would take
-longer."""
-
 
 @helper
 def _is_sound(args: int) -> bool:
@@ -392,16 +430,17 @@ def run_experts(args: int, counter: int, pool: int) -> int:
     if not _is_sound(args):
         return 0
     num_tokens = get(args, NUM_TOKENS)
-    num_pairs = v.load_i32(get(args, GROUP_STARTS) + 4 * get(args, NUM_GROUPS))
     if get(args, HIDDEN_Q8_BYTES) != 0:
         few = num_tokens <= FEW_TOKENS
         run_on(0 if few else pool, get(args, QUANTISE_HIDDEN_TASK), args, counter)
         if num_tokens > 1:
             run_region(pool, get(args, REGROUP_TASK), args, counter)
+    if _quantises_at_once(args):
+        for place in range(_halves(args, 0, 0), _halves(args, get(args, NUM_GROUPS), 0), 8):
+            v.store_i64(place, 0)
     run_region(pool, get(args, GATE_UP_TASK), args, counter)
-    if get(args, FFN_Q8_BYTES) != 0:
-        few = num_pairs <= FEW_PAIRS
-        run_on(0 if few else pool, get(args, QUANTISE_ACTIVATIONS_TASK), args, counter)
+    if get(args, FFN_Q8_BYTES) != 0 and not _quantises_at_once(args):
+        run_region(pool, get(args, QUANTISE_ACTIVATIONS_TASK), args, counter)
     run_region(pool, get(args, DOWN_TASK), args, counter)
     return 1
 

@@ -19,7 +19,7 @@ def of(helper: Any, *arguments: Any) -> Any:
 def claims(num_panels: int, size: int, num_threads: int) -> list[range]:
     """The panels of each claim that has any."""
     shares = of(products.shares_of, num_panels, size, num_threads)
-    taken = []
+    taken: list[range] = []
     while (panels := range(*of(products.panels_of, len(taken), shares))).start < num_panels:
         taken.append(panels)
     # Other threads find nothing either, however often they ask.
