@@ -388,8 +388,9 @@ def _plan(matrices: tuple[CpuMatrix, ...], num_threads: int) -> _Plan:
         row[products.PANELS_BEFORE] = panels_before
         num_rows += matrix.rows
         panels_before += -(-matrix.rows // REPACKED_ROWS)
+        row[products.END_PANEL] = panels_before
     functions = quantise_function(), *products.linear_tasks()
-    words = [len(matrices), num_panels, run_panels, int(claims_ahead), num_threads]
+    words = [num_panels, run_panels, int(claims_ahead), num_threads]
     words += [thread_bytes, q8_bytes, *(each.address for each in functions)]
     return _Plan(
         matrices,

@@ -98,7 +98,8 @@ NUM_ARGUMENTS = 31
 NUM_LAYER_WORDS = HIDDEN
 FEW_PAIRS = 64
 """Up to this many pairs' activations are quantised by the threads that compute them, block by
-block, which takes three times the instructions but no phase of its own."""
+block, which takes three times the instructions but no phase of its own. One thread alone has no
+such need."""
 
 SCRATCH_PARTS = TOKEN_Q8, PAIR_Q8, ACTIVATIONS, ACTIVATION_Q8, SCRATCH
 
@@ -194,7 +195,8 @@ def quantise_activations(args: int, counter: int, worker_idx: int) -> None:
 def _quantises_at_once(args: int) -> bool:
     """Whether `gate_up` quantises the activations."""
     num_pairs = v.load_i32(get(args, GROUP_STARTS) + 4 * get(args, NUM_GROUPS))
-    return get(args, FFN_Q8_BYTES) != 0 and num_pairs <= FEW_PAIRS  # type: ignore[no-any-return]
+    is_few: bool = num_pairs <= FEW_PAIRS and get(args, NUM_THREADS) > 1
+    return is_few and get(args, FFN_Q8_BYTES) != 0
 
 
 @helper

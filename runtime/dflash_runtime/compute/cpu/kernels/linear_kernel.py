@@ -28,7 +28,6 @@ from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES
 # Arguments of the tasks, one int64 each: addresses, except where the unit says otherwise.
 (
     # A plan: what calls with the same matrices have in common.
-    NUM_MATRICES,
     NUM_PANELS,  # of all matrices
     RUN_PANELS,  # neighbouring panels that a thread takes, or several times as many
     CLAIMS_AHEAD,  # whether threads claim an item while they compute another
@@ -48,7 +47,7 @@ from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES
     Q8_BLOCKS,  # [T] rows of x as q8 blocks
     MATRICES,  # [M, NUM_MATRIX_FIELDS]
     SCRATCH,  # [threads, SCRATCH_BYTES]
-) = range(19)
+) = range(18)
 
 # Fields of one matrix.
 (
@@ -57,8 +56,9 @@ from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES
     ROWS,
     ROWS_BEFORE,  # of the matrices before it
     PANELS_BEFORE,
+    END_PANEL,
     NUM_MATRIX_FIELDS,
-) = range(6)
+) = range(7)
 
 _MOST_RUN_PANELS = 2
 _WIDE_PANEL_BYTES = 1 << 16
@@ -99,20 +99,17 @@ def _quantise_x(args: int, counter: int, worker_idx: int) -> None:
 
 
 @helper
-def _find_matrix(args: int, panel: int) -> int:
-    """Address of the fields of a panel's matrix."""
-    matrix: int = get(args, MATRICES)
-    for _ in range(1, get(args, NUM_MATRICES)):
-        following = matrix + 8 * NUM_MATRIX_FIELDS
-        if panel < get(following, PANELS_BEFORE):
-            break
-        matrix = following
+def _find_matrix(matrix: int, panel: int) -> int:
+    """Address of the fields of a panel's matrix, which is `matrix` or comes later."""
+    while panel >= get(matrix, END_PANEL):
+        matrix += 8 * NUM_MATRIX_FIELDS
     return matrix
 
 
 @helper
-def _address(args: int, panel: int) -> int:
-    matrix = _find_matrix(args, panel)
+def _address(matrix: int, panel: int) -> int:
+    """Address of a panel of this matrix or a later one."""
+    matrix = _find_matrix(matrix, panel)
     row = REPACKED_ROWS * (panel - get(matrix, PANELS_BEFORE))
     address: int = get(matrix, WEIGHTS) + row * get(get(matrix, LAYOUT), ROW_BYTES)
     return address
@@ -126,28 +123,29 @@ def _multiply(args: int, counter: int, worker_idx: int) -> None:
     num_threads = get(args, NUM_THREADS)
     totals = get(args, SCRATCH) + worker_idx * get(args, SCRATCH_BYTES)
     scratch = totals + TOTALS_BYTES
-    panel_bytes = REPACKED_ROWS * get(get(get(args, MATRICES), LAYOUT), ROW_BYTES)
+    matrix = get(args, MATRICES)
+    panel_bytes = REPACKED_ROWS * get(get(matrix, LAYOUT), ROW_BYTES)
     size = panels_a_claim(num_panels, get(args, RUN_PANELS), panel_bytes, num_threads, num_tokens)
     shares = shares_of(num_panels, size, num_threads)
     panel, end = take(counter, shares)
     next_panel = next_end = num_panels
     if panel < num_panels:
-        layout = get(_find_matrix(args, panel), LAYOUT)
-        prefetch_first(layout, _address(args, panel), _address(args, min(panel + 1, end - 1)))
+        matrix = _find_matrix(matrix, panel)
+        layout, second = get(matrix, LAYOUT), min(panel + 1, end - 1)
+        prefetch_first(layout, _address(matrix, panel), _address(matrix, second))
     while panel < num_panels:
         # As late as it can be: what a thread has claimed is no other thread's.
         if claims_ahead and next_panel >= num_panels and panel + 2 >= end:
             next_panel, next_end = take(counter, shares)
-        matrix = _find_matrix(args, panel)
+        matrix = _find_matrix(matrix, panel)
         layout, rows = get(matrix, LAYOUT), get(matrix, ROWS)
         row = REPACKED_ROWS * (panel - get(matrix, PANELS_BEFORE))
         num_rows = min(REPACKED_ROWS, rows - row)
         near, far = panels_ahead(panel, end, next_panel, next_end)
-        ahead = _address(args, near), _address(args, far)
+        here, ahead = _address(matrix, panel), (_address(matrix, near), _address(matrix, far))
         for first in range(0, num_tokens, VECTORS_AT_ONCE):
             last = min(first + VECTORS_AT_ONCE, num_tokens)
             vectors = (get(args, X), 4 * get(args, COLUMNS), 0, get(args, Q8_BLOCKS), num_tokens)
-            here = _address(args, panel)
             multiply_rows(layout, here, num_rows, vectors, first, last, ahead, totals, scratch)
             for token in range(first, last):
                 source = totals + 4 * REPACKED_ROWS * (token - first)

@@ -96,8 +96,8 @@ def test_matrices_one_after_another(row_bytes: tuple[int, int], num_threads: int
         matrix[linear.WEIGHTS], matrix[linear.ROWS] = addresses[index], rows[index]
         matrix[linear.ROWS_BEFORE] = sum(rows[:index])
         matrix[linear.PANELS_BEFORE] = sum(rows[:index]) // REPACKED_ROWS
+        matrix[linear.END_PANEL] = sum(rows[: index + 1]) // REPACKED_ROWS
     words: dict[int, int | AnyArray] = {
-        linear.NUM_MATRICES: 2,
         linear.NUM_PANELS: sum(rows) // REPACKED_ROWS,
         linear.RUN_PANELS: 2,
         linear.CLAIMS_AHEAD: 1,
