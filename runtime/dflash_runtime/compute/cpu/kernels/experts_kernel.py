@@ -98,8 +98,8 @@ NUM_ARGUMENTS = 31
 NUM_LAYER_WORDS = HIDDEN
 FEW_PAIRS = 64
 """Up to this many pairs' activations are quantised by the threads that compute them, block by
-block, which takes three times the instructions but no phase of its own. One thread alone has no
-such need."""
+block, which takes three times the instructions but no phase of its own. One or two threads
+have no such need."""
 
 SCRATCH_PARTS = TOKEN_Q8, PAIR_Q8, ACTIVATIONS, ACTIVATION_Q8, SCRATCH
 
@@ -195,7 +195,7 @@ def quantise_activations(args: int, counter: int, worker_idx: int) -> None:
 def _quantises_at_once(args: int) -> bool:
     """Whether `gate_up` quantises the activations."""
     num_pairs = v.load_i32(get(args, GROUP_STARTS) + 4 * get(args, NUM_GROUPS))
-    is_few: bool = num_pairs <= FEW_PAIRS and get(args, NUM_THREADS) > 1
+    is_few: bool = num_pairs <= FEW_PAIRS and get(args, NUM_THREADS) > 2
     return is_few and get(args, FFN_Q8_BYTES) != 0
 
 
@@ -398,8 +398,8 @@ def down_phase(args: int, counter: int, worker_idx: int) -> None:
 
 # -- the kernel -----------------------------------------------------------------------------------
 
-FEW_TOKENS = 4
-"""The caller quantises up to this many tokens alone: waking workers would take longer."""
+FEW_TOKENS, VERY_FEW_PAIRS = 4, 8
+"""The caller quantises up to this many tokens or pairs alone: waking workers would take longer."""
 
 
 @helper
@@ -442,7 +442,9 @@ def run_experts(args: int, counter: int, pool: int) -> int:
             v.store_i64(place, 0)
     run_region(pool, get(args, GATE_UP_TASK), args, counter)
     if get(args, FFN_Q8_BYTES) != 0 and not _quantises_at_once(args):
-        run_region(pool, get(args, QUANTISE_ACTIVATIONS_TASK), args, counter)
+        num_pairs = v.load_i32(get(args, GROUP_STARTS) + 4 * get(args, NUM_GROUPS))
+        few = num_pairs <= VERY_FEW_PAIRS
+        run_on(0 if few else pool, get(args, QUANTISE_ACTIVATIONS_TASK), args, counter)
     run_region(pool, get(args, DOWN_TASK), args, counter)
     return 1
 

@@ -125,9 +125,10 @@ def shares_of(num_panels: int, size: int, num_threads: int) -> tuple[int, int, i
     left, then some of each smaller power.
 
     All wait for the thread that ends last, which may hold two claims. With sixteen threads and four
-    claims each this cost a fifth of the time, and half of that if the last claims are small.
+    claims each this cost a fifth of the time, and half of that if the last claims are small. With
+    two threads it is little next to what small claims cost.
     """
-    num_smaller = _SMALLER_CLAIMS_A_THREAD * (num_threads - 1)
+    num_smaller = _SMALLER_CLAIMS_A_THREAD * max(num_threads - 2, 0)
     num_shared = num_panels - (size - 1) * num_smaller
     num_largest = max(num_shared, 0) // size
     if num_smaller == 0:

@@ -44,9 +44,9 @@ def test_claims_never_grow(num_panels: int, size: int, num_threads: int) -> None
     assert sorted(sizes, reverse=True) == sizes
 
 
-@given(st.integers(1, 5000), SIZES)
-def test_one_thread_takes_as_much_as_it_can(num_panels: int, size: int) -> None:
-    assert len(claims(num_panels, size, 1)) == -(-num_panels // size)
+@given(st.integers(1, 5000), SIZES, st.sampled_from([1, 2]))
+def test_two_threads_take_as_much_as_they_can(num_panels: int, size: int, num_threads: int) -> None:
+    assert len(claims(num_panels, size, num_threads)) == -(-num_panels // size)
 
 
 @pytest.mark.parametrize(("num_panels", "size"), [(128, 2), (384, 2), (9496, 16)])
