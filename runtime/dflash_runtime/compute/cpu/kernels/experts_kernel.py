@@ -1,9 +1,8 @@
 """The routed experts' FFN: gate and up, activation, down, in phases without Python in between.
 
 Phases: quantise hidden rows to q8 blocks; regroup these by expert; gate, up and activation by
-panels of 16 rows; quantise the activations, of few pairs within the phase before; down by panels
-over all experts. No two threads write the same element, so results do not depend on how work is
-shared.
+panels; quantise the activations, few within the phase before; down by panels over all experts. No
+two threads write the same element, so results do not depend on how work is shared.
 """
 
 from __future__ import annotations
@@ -97,9 +96,8 @@ from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES
 NUM_ARGUMENTS = 31
 NUM_LAYER_WORDS = HIDDEN
 FEW_PAIRS = 64
-"""Up to this many pairs' activations are quantised by the threads that compute them, block by
-block, which takes three times the instructions but no phase of its own. One or two threads
-have no such need."""
+"""Up to this many pairs' activations are quantised by the threads, three or more, that compute
+them: block by block, which takes three times the instructions but no phase of its own."""
 
 SCRATCH_PARTS = TOKEN_Q8, PAIR_Q8, ACTIVATIONS, ACTIVATION_Q8, SCRATCH
 
@@ -112,8 +110,7 @@ def pair_range(args: int, group: int) -> tuple[int, int]:
     return v.load_i32(starts), v.load_i32(starts + 4)
 
 
-_RUN_PANELS = 2
-"""Neighbouring panels of a matrix that a thread takes, or several times as many."""
+_RUN_PANELS = 2  # neighbouring panels that a thread takes, or several times as many
 
 
 @helper
@@ -442,8 +439,7 @@ def run_experts(args: int, counter: int, pool: int) -> int:
             v.store_i64(place, 0)
     run_region(pool, get(args, GATE_UP_TASK), args, counter)
     if get(args, FFN_Q8_BYTES) != 0 and not _quantises_at_once(args):
-        num_pairs = v.load_i32(get(args, GROUP_STARTS) + 4 * get(args, NUM_GROUPS))
-        few = num_pairs <= VERY_FEW_PAIRS
+        few = v.load_i32(get(args, GROUP_STARTS) + 4 * get(args, NUM_GROUPS)) <= VERY_FEW_PAIRS
         run_on(0 if few else pool, get(args, QUANTISE_ACTIVATIONS_TASK), args, counter)
     run_region(pool, get(args, DOWN_TASK), args, counter)
     return 1
