@@ -135,12 +135,16 @@ class CpuExpertBank:
             raise ValueError("the batch has expert ids, tokens or pairs out of range")
 
     def scratch_bytes(self, num_tokens: int, num_pairs: int) -> tuple[int, ...]:
-        """What such a batch needs of each of experts_kernel.SCRATCH_PARTS."""
+        """What such a batch needs of each of experts_kernel.SCRATCH_PARTS; enough for smaller ones,
+        too."""
+        ffn_q8_bytes = num_pairs * self._ffn_q8_bytes
+        if self._ffn_q8_bytes:
+            ffn_q8_bytes += 8 * min(num_pairs, k.FEW_PAIRS) * (self.layer.ffn_size // 32)
         return (
             num_tokens * self._hidden_q8_bytes,
             (num_pairs if num_tokens > 1 else 0) * self._hidden_q8_bytes,
             num_pairs * 4 * self.layer.ffn_size,
-            num_pairs * self._ffn_q8_bytes,
+            ffn_q8_bytes,
             self._workers.num_threads * self._thread_bytes,
         )
 

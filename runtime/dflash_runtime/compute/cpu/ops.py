@@ -23,7 +23,11 @@ from dflash_runtime.compute.cpu import attention as attending
 from dflash_runtime.compute.cpu.kernels import dense_tasks as tasks
 from dflash_runtime.compute.cpu.kernels import linear_kernel as products
 from dflash_runtime.compute.cpu.kernels import route_tasks
-from dflash_runtime.compute.cpu.kernels.products import TOTALS_BYTES, product_scratch_bytes
+from dflash_runtime.compute.cpu.kernels.products import (
+    REPACKED_ROWS,
+    TOTALS_BYTES,
+    product_scratch_bytes,
+)
 from dflash_runtime.compute.cpu.kernels.words import (
     Call,
     address,
@@ -379,12 +383,10 @@ def _plan(matrices: tuple[CpuMatrix, ...], num_threads: int) -> _Plan:
     has_repacked = any(layout[UNPACK] for layout in layouts)
     q8_bytes = Q8_BLOCK_BYTES * (columns // 32) if has_repacked else 0
     fields = np.zeros((len(matrices), products.NUM_MATRIX_FIELDS), np.int64)
-    run_rows, claims_ahead = products.items_of(
-        sum(matrix.rows for matrix in matrices),
-        min(int(layout[ROW_BYTES]) for layout in layouts),
-        num_threads,
-    )
-    num_rows = num_runs = 0
+    num_panels = sum(-(-matrix.rows // REPACKED_ROWS) for matrix in matrices)
+    row_bytes = min(int(layout[ROW_BYTES]) for layout in layouts)
+    run_panels, claims_ahead = products.items_of(num_panels, row_bytes, num_threads)
+    num_rows = panels_before = 0
     for row, matrix in zip(fields, matrices, strict=True):
         if matrix.columns != columns:
             raise ValueError(f"matrices of {columns} and {matrix.columns} columns")
@@ -392,13 +394,13 @@ def _plan(matrices: tuple[CpuMatrix, ...], num_threads: int) -> _Plan:
         row[products.WEIGHTS] = matrix.address
         row[products.ROWS] = matrix.rows
         row[products.ROWS_BEFORE] = num_rows
-        row[products.RUNS_BEFORE] = num_runs
+        row[products.PANELS_BEFORE] = panels_before
         num_rows += matrix.rows
-        row[products.RUN_ROWS] = run_rows
-        num_runs += -(-matrix.rows // run_rows)
+        panels_before += -(-matrix.rows // REPACKED_ROWS)
+        row[products.END_PANEL] = panels_before
     functions = quantise_function(), *products.linear_tasks()
-    words = [len(matrices), num_runs, int(claims_ahead), num_threads, thread_bytes, q8_bytes]
-    words += [each.address for each in functions]
+    words = [num_panels, run_panels, int(claims_ahead), num_threads]
+    words += [thread_bytes, q8_bytes, *(each.address for each in functions)]
     return _Plan(
         matrices,
         columns,

@@ -295,6 +295,23 @@ def test_a_terms_bits_do_not_depend_on_a_large_batch(
         np.testing.assert_array_equal(result_of(bank, batch), expected)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_threads_share_the_quantising_of_activations(
+    all_experts: dict[str, Experts], backends: dict[int, CpuBackend], num_tokens: int
+) -> None:
+    """Each half of a q8 block may be another thread's, in another way each time."""
+    made = all_experts["of 256"]
+    batches = [random_batch(made.layer.hidden_size, num_tokens, seed) for seed in (1, 2)]
+    one, several = (
+        backends[num_threads].load_experts(made.file, made.layer, all_ids())
+        for num_threads in (1, 3)
+    )
+    expected = [result_of(one, batch) for batch in batches]
+    for index in range(300):
+        result = result_of(several, batches[index % 2])
+        np.testing.assert_array_equal(result, expected[index % 2])
+
+
 @pytest.mark.parametrize("kind", ["F32", "Q8_0", "of 256"])
 def test_one_token_alone_and_beside_others(
     all_experts: dict[str, Experts], backends: dict[int, CpuBackend], kind: str

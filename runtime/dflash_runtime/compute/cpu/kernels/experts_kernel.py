@@ -1,8 +1,8 @@
 """The routed experts' FFN: gate and up, activation, down, in phases without Python in between.
 
-Phases: quantise hidden rows to q8 blocks; regroup these by expert; gate, up and activation by runs
-of rows; quantise the activations; down by runs of rows over all experts. No two threads write the
-same element, so results do not depend on how work is shared.
+Phases: quantise hidden rows to q8 blocks; regroup these by expert; gate, up and activation by
+panels; quantise the activations, few within the phase before; down by panels over all experts. No
+two threads write the same element, so results do not depend on how work is shared.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from dflash_runtime.compute.cpu.kernels.products import (
     VECTORS_AT_ONCE,
     group_size,
     multiply_rows,
-    panels_ahead,
+    panels_a_claim,
     prefetch_first,
-    runs_a_claim,
+    shares_of,
+    take,
 )
 from dflash_runtime.compute.cpu.kernels.words import get
 from dflash_runtime.compute.cpu.simd import vectors as v
+from dflash_runtime.compute.cpu.simd.atomics import atomic_add
 from dflash_runtime.compute.cpu.simd.exponentials import exp_lanes
 from dflash_runtime.compute.cpu.simd.types import (
     DOUBLE,
@@ -87,12 +89,16 @@ from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES
     TOKEN_Q8,  # [T] rows of hidden as q8 blocks, or 0
     PAIR_Q8,  # [P] the same grouped by expert; unused for a single token
     ACTIVATIONS,  # [P, F] float32
-    ACTIVATION_Q8,  # [P] rows of activations as q8 blocks, or 0
+    ACTIVATION_Q8,  # [P] rows of activations as q8 blocks, or 0; then, if few, halves
     SCRATCH,  # [threads, SCRATCH_BYTES]
 ) = range(31)
 
 NUM_ARGUMENTS = 31
 NUM_LAYER_WORDS = HIDDEN
+FEW_PAIRS = 64
+"""Up to this many pairs' activations are quantised by the threads, three or more, that compute
+them: block by block, which takes three times the instructions but no phase of its own."""
+
 SCRATCH_PARTS = TOKEN_Q8, PAIR_Q8, ACTIVATIONS, ACTIVATION_Q8, SCRATCH
 
 GATE, UP, DOWN = range(3)
@@ -104,18 +110,25 @@ def pair_range(args: int, group: int) -> tuple[int, int]:
     return v.load_i32(starts), v.load_i32(starts + 4)
 
 
-RUN_ROWS = 32
-"""Rows of an expert's gate and up in one item, or of all experts' down."""
+_RUN_PANELS = 2  # neighbouring panels that a thread takes, or several times as many
 
 
 @helper
-def run_of(args: int, group: int, projection: int, run: int) -> tuple[int, int, int]:
-    """Address of a run's first row, layout and bytes per row of an expert's matrix."""
+def panel_of(args: int, group: int, projection: int, panel: int) -> tuple[int, int, int]:
+    """Address of a panel's first row, layout and bytes per row of an expert's matrix."""
     expert = v.load_i32(get(args, EXPERT_IDS) + 4 * group)
     layout = get(args, LAYOUTS) + 8 * NUM_FIELDS * projection
     address = v.load_i64(get(args, ADDRESSES) + 8 * (3 * expert + projection))
     row_bytes = v.load_i64(layout + 8 * ROW_BYTES)
-    return address + run * RUN_ROWS * row_bytes, layout, row_bytes
+    return address + panel * REPACKED_ROWS * row_bytes, layout, row_bytes
+
+
+@helper
+def _shares(args: int, num_panels: int, panel_bytes: int) -> tuple[int, int, int, int]:
+    """For `take`."""
+    num_threads, num_tokens = get(args, NUM_THREADS), get(args, NUM_TOKENS)
+    size = panels_a_claim(num_panels, _RUN_PANELS, panel_bytes, num_threads, num_tokens)
+    return shares_of(num_panels, size, num_threads)  # type: ignore[no-any-return]
 
 
 # -- phases that write q8 blocks ------------------------------------------------------------------
@@ -151,104 +164,112 @@ def regroup_hidden(args: int, counter: int, worker_idx: int) -> None:
         group = claim(counter)
 
 
+@helper
+def _quantise_blocks(args: int, group: int, first: int, num_blocks: int) -> None:
+    """Quantise some blocks of all activations of a group, from block `first` on."""
+    ffn_size = get(args, FFN_SIZE)
+    pair, end = pair_range(args, group)
+    while pair < end:
+        size = group_size(0, end - pair)
+        q8_blocks = get(args, ACTIVATION_Q8) + Q8_BLOCK_BYTES * (
+            ffn_size // 32 * pair + first * size
+        )
+        for slot in range(size):
+            x = get(args, ACTIVATIONS) + 4 * (ffn_size * (pair + slot) + 32 * first)
+            quantise(get(args, QUANTISE), x, num_blocks, q8_blocks, slot, size)
+        pair += size
+
+
 def quantise_activations(args: int, counter: int, worker_idx: int) -> None:
     """Items are groups of pairs."""
-    ffn_size, num_groups = get(args, FFN_SIZE), get(args, NUM_GROUPS)
-    num_blocks = ffn_size // 32
     group = claim(counter)
-    while group < num_groups:
-        pair, end = pair_range(args, group)
-        while pair < end:
-            size = group_size(0, end - pair)
-            q8_blocks = get(args, ACTIVATION_Q8) + Q8_BLOCK_BYTES * num_blocks * pair
-            for slot in range(size):
-                x = get(args, ACTIVATIONS) + 4 * ffn_size * (pair + slot)
-                quantise(get(args, QUANTISE), x, num_blocks, q8_blocks, slot, size)
-            pair += size
+    while group < get(args, NUM_GROUPS):
+        _quantise_blocks(args, group, 0, get(args, FFN_SIZE) // 32)
         group = claim(counter)
+
+
+@helper
+def _quantises_at_once(args: int) -> bool:
+    """Whether `gate_up` quantises the activations."""
+    num_pairs = v.load_i32(get(args, GROUP_STARTS) + 4 * get(args, NUM_GROUPS))
+    is_few: bool = num_pairs <= FEW_PAIRS and get(args, NUM_THREADS) > 2
+    return is_few and get(args, FFN_Q8_BYTES) != 0
+
+
+@helper
+def _halves(args: int, group: int, block: int) -> int:
+    """Address of how many halves of a block have been computed, if two threads compute it."""
+    num_pairs = v.load_i32(get(args, GROUP_STARTS) + 4 * get(args, NUM_GROUPS))
+    halves = get(args, ACTIVATION_Q8) + get(args, FFN_Q8_BYTES) * num_pairs
+    return halves + 8 * (get(args, FFN_SIZE) // 32 * group + block)  # type: ignore[no-any-return]
 
 
 # -- phases that multiply -------------------------------------------------------------------------
 
 
 def gate_up(args: int, counter: int, worker_idx: int) -> None:
-    """Items are runs of RUN_ROWS rows of one expert."""
+    """Items are panels of gate and up of one expert. A q8 block is quantised by the thread that
+    computes the second of its two panels."""
     hidden_size, ffn_size = get(args, HIDDEN_SIZE), get(args, FFN_SIZE)
-    num_runs = (ffn_size + RUN_ROWS - 1) // RUN_ROWS
-    num_runs_total = num_runs * get(args, NUM_GROUPS)
+    group_panels = (ffn_size + REPACKED_ROWS - 1) // REPACKED_ROWS
+    num_panels = group_panels * get(args, NUM_GROUPS)
     gates = get(args, SCRATCH) + worker_idx * get(args, SCRATCH_BYTES)
     ups, scratch = gates + TOTALS_BYTES, gates + 2 * TOTALS_BYTES
     num_blocks = hidden_size // 32
-    run_bytes = RUN_ROWS * get(get(args, LAYOUTS), ROW_BYTES)
-    size = runs_a_claim(num_runs_total, run_bytes, get(args, NUM_THREADS), get(args, NUM_TOKENS))
-    item = size * claim(counter)
-    claimed_end = item + size
-    if item < num_runs_total:
-        gate, gate_layout, _ = run_of(args, item // num_runs, GATE, item % num_runs)
-        up, _, _ = run_of(args, item // num_runs, UP, item % num_runs)
+    shares = _shares(args, num_panels, REPACKED_ROWS * get(get(args, LAYOUTS), ROW_BYTES))
+    quantises = _quantises_at_once(args)
+    before = -1
+    panel, end = take(counter, shares)
+    if panel < num_panels:
+        gate, gate_layout, _ = panel_of(args, panel // group_panels, GATE, panel % group_panels)
+        up, _, _ = panel_of(args, panel // group_panels, UP, panel % group_panels)
         prefetch_first(gate_layout, gate, up)
-    while item < num_runs_total:
-        next_item = item + 1
-        if next_item == claimed_end:
-            next_item = size * claim(counter)
-            claimed_end = next_item + size
-        group, first_row = item // num_runs, item % num_runs * RUN_ROWS
+    while panel < num_panels:
+        following = panel + 1
+        if following == end:
+            following, end = take(counter, shares)
+        group, row = panel // group_panels, panel % group_panels * REPACKED_ROWS
+        num_rows = min(REPACKED_ROWS, ffn_size - row)
         first_pair, end_pair = pair_range(args, group)
         num_items = end_pair - first_pair
         # A single token's q8 blocks need no regrouping: all groups share them.
         q8_blocks = get(args, TOKEN_Q8)
         if get(args, NUM_TOKENS) > 1:
             q8_blocks = get(args, PAIR_Q8) + Q8_BLOCK_BYTES * num_blocks * first_pair
-        gate, gate_layout, gate_bytes = run_of(args, group, GATE, item % num_runs)
-        up, up_layout, up_bytes = run_of(args, group, UP, item % num_runs)
+        # Panels of gate and up alternate.
+        gate, gate_layout, _ = panel_of(args, group, GATE, panel % group_panels)
+        up, up_layout, _ = panel_of(args, group, UP, panel % group_panels)
         next_gate, next_up = gate, up
-        if next_item < num_runs_total:
-            next_group, next_run = next_item // num_runs, next_item % num_runs
-            next_gate, _, _ = run_of(args, next_group, GATE, next_run)
-            next_up, _, _ = run_of(args, next_group, UP, next_run)
+        if following < num_panels:
+            next_group, next_panel = following // group_panels, following % group_panels
+            next_gate, _, _ = panel_of(args, next_group, GATE, next_panel)
+            next_up, _, _ = panel_of(args, next_group, UP, next_panel)
         indices = get(args, TOKEN_INDICES) + 4 * first_pair
         vectors = (get(args, HIDDEN), 4 * hidden_size, indices, q8_blocks, num_items)
-        end_row = min(first_row + RUN_ROWS, ffn_size)
-        for row in range(first_row, end_row, REPACKED_ROWS):
-            num_rows = min(REPACKED_ROWS, ffn_size - row)
-            # Panels of gate and up alternate.
-            gate_here = gate + (row - first_row) * gate_bytes
-            up_here = up + (row - first_row) * up_bytes
-            after_gate, after_up = next_gate, next_up
-            if row + REPACKED_ROWS < end_row:
-                after_gate = gate_here + REPACKED_ROWS * gate_bytes
-                after_up = up_here + REPACKED_ROWS * up_bytes
-            for first in range(0, num_items, VECTORS_AT_ONCE):
-                end = min(first + VECTORS_AT_ONCE, num_items)
-                multiply_rows(
-                    gate_layout,
-                    gate_here,
-                    num_rows,
-                    vectors,
-                    first,
-                    end,
-                    (up_here, after_gate),
-                    gates,
-                    scratch,
-                )
-                multiply_rows(
-                    up_layout,
-                    up_here,
-                    num_rows,
-                    vectors,
-                    first,
-                    end,
-                    (after_gate, after_up),
-                    ups,
-                    scratch,
-                )
-                _finish(args, group, GATE, row, num_rows, end - first, gates)
-                _finish(args, group, UP, row, num_rows, end - first, ups)
-                _activate(get(args, ACTIVATION), gates, ups, end - first)
-                place = get(args, ACTIVATIONS) + 4 * (ffn_size * (first_pair + first) + row)
-                for index in range(end - first):
-                    v.copy_bytes(place + 4 * ffn_size * index, gates + 64 * index, 4 * num_rows)
-        item = next_item
+        for first in range(0, num_items, VECTORS_AT_ONCE):
+            last = min(first + VECTORS_AT_ONCE, num_items)
+            ahead = up, next_gate
+            multiply_rows(gate_layout, gate, num_rows, vectors, first, last, ahead, gates, scratch)
+            ahead = next_gate, next_up
+            multiply_rows(up_layout, up, num_rows, vectors, first, last, ahead, ups, scratch)
+            _finish(args, group, GATE, row, num_rows, last - first, gates)
+            _finish(args, group, UP, row, num_rows, last - first, ups)
+            _activate(get(args, ACTIVATION), gates, ups, last - first)
+            place = get(args, ACTIVATIONS) + 4 * (ffn_size * (first_pair + first) + row)
+            for index in range(last - first):
+                v.copy_bytes(place + 4 * ffn_size * index, gates + 64 * index, 4 * num_rows)
+        if quantises:
+            block = row // 32
+            is_first, does_both = row % 32 == 0, panel == before + 1
+            if is_first:
+                does_both = following == panel + 1
+            if not does_both:
+                does_last = atomic_add(_halves(args, group, block), 1) == 1
+            else:
+                does_last = not is_first
+            if does_last:
+                _quantise_blocks(args, group, block, 1)
+        before, panel = panel, following
 
 
 @helper
@@ -291,62 +312,72 @@ def _add_term(builder: Any, out: Any, totals: Any, weight: Any) -> None:
     emit_store(builder, out, builder.fadd(emit_load(builder, out, wide.type), wide))
 
 
+@helper
+def _down_ahead(args: int, group: int, item: int, next_item: int) -> int:
+    """Address of the panels of down at `item` of a group, or behind the last group, of the next
+    item's first ones. Where `next_item` is `item`, none is known, and the last group's are read."""
+    num_groups = get(args, NUM_GROUPS)
+    if group >= num_groups:
+        group = min(group - num_groups, num_groups - 1) if next_item != item else num_groups - 1
+        item = next_item
+    address, _, _ = panel_of(args, group, DOWN, item)
+    return address  # type: ignore[no-any-return]
+
+
 def down_phase(args: int, counter: int, worker_idx: int) -> None:
-    """Items are runs of RUN_ROWS rows of all experts: each adds to its own columns."""
+    """Items are up to _RUN_PANELS panels of all experts: each adds to its own columns."""
     hidden_size, ffn_size = get(args, HIDDEN_SIZE), get(args, FFN_SIZE)
     num_groups = get(args, NUM_GROUPS)
-    num_runs = (hidden_size + RUN_ROWS - 1) // RUN_ROWS
+    if num_groups == 0:
+        return
+    num_panels = (hidden_size + REPACKED_ROWS - 1) // REPACKED_ROWS
     totals = get(args, SCRATCH) + worker_idx * get(args, SCRATCH_BYTES)
     scratch = totals + 2 * TOTALS_BYTES
     num_blocks = ffn_size // 32
-    down_layout = get(args, LAYOUTS) + 8 * NUM_FIELDS * DOWN
-    run_bytes = RUN_ROWS * v.load_i64(down_layout + 8 * ROW_BYTES)
-    size = runs_a_claim(num_runs, run_bytes, get(args, NUM_THREADS), get(args, NUM_TOKENS))
-    item = size * claim(counter)
-    claimed_end = item + size
-    if item < num_runs and num_groups > 0:
-        down, layout, row_bytes = run_of(args, 0, DOWN, item)
-        prefetch_first(layout, down, down + REPACKED_ROWS * row_bytes)
-    while item < num_runs:
-        next_item = item + 1
-        if next_item == claimed_end:
-            next_item = size * claim(counter)
-            claimed_end = next_item + size
-        first_row = item * RUN_ROWS
-        end_row = min(first_row + RUN_ROWS, hidden_size)
+    layout = get(args, LAYOUTS) + 8 * NUM_FIELDS * DOWN
+    panel_bytes = REPACKED_ROWS * get(layout, ROW_BYTES)
+    shares = _shares(args, num_panels, panel_bytes)
+    item, end = take(counter, shares)
+    if item < num_panels:
+        down = _down_ahead(args, 0, item, item)
+        prefetch_first(layout, down, down + panel_bytes)
+    while item < num_panels:
+        end_item = min(item + _RUN_PANELS, end)
+        next_item, next_end = end_item, end
+        has_next = end_item < end
         for group in range(num_groups):
+            # As late as its panels can be prefetched: what a thread has claimed it must compute.
+            if not has_next and group + 2 >= num_groups:
+                next_item, next_end = take(counter, shares)
+                has_next = True
+            known = next_item if next_item < num_panels else item
+            following = _down_ahead(args, group + 1, item, known)
+            after = _down_ahead(args, group + 2, item, known)
+            if group + 1 < num_groups:
+                num_following = end_item - item
+            else:
+                num_following = min(next_item + _RUN_PANELS, next_end) - next_item
+            if num_following > 1:
+                after = following + panel_bytes
             first_pair, end_pair = pair_range(args, group)
             num_items = end_pair - first_pair
-            down, layout, row_bytes = run_of(args, group, DOWN, item)
-            following = down
-            if group + 1 < num_groups:
-                following, _, _ = run_of(args, group + 1, DOWN, item)
-            elif next_item < num_runs:
-                following, _, _ = run_of(args, 0, DOWN, next_item)
             x = get(args, ACTIVATIONS) + 4 * ffn_size * first_pair
             q8_blocks = get(args, ACTIVATION_Q8) + Q8_BLOCK_BYTES * num_blocks * first_pair
             vectors = (x, 4 * ffn_size, 0, q8_blocks, num_items)
-            for row in range(first_row, end_row, REPACKED_ROWS):
+            down = _down_ahead(args, group, item, item)
+            for panel in range(item, end_item):
+                row = panel * REPACKED_ROWS
                 num_rows = min(REPACKED_ROWS, hidden_size - row)
-                in_run = row - first_row
-                ahead = panels_ahead(
-                    down, row_bytes, in_run, end_row - first_row, following, row_bytes
-                )
+                ahead = (following, after)
+                if panel + 1 < end_item:
+                    ahead = (down + panel_bytes, following)
                 for first in range(0, num_items, VECTORS_AT_ONCE):
-                    end = min(first + VECTORS_AT_ONCE, num_items)
+                    last = min(first + VECTORS_AT_ONCE, num_items)
                     multiply_rows(
-                        layout,
-                        down + in_run * row_bytes,
-                        num_rows,
-                        vectors,
-                        first,
-                        end,
-                        ahead,
-                        totals,
-                        scratch,
+                        layout, down, num_rows, vectors, first, last, ahead, totals, scratch
                     )
-                    _finish(args, group, DOWN, row, num_rows, end - first, totals)
-                    for index in range(first, end):
+                    _finish(args, group, DOWN, row, num_rows, last - first, totals)
+                    for index in range(first, last):
                         pair = first_pair + index
                         token = v.load_i32(get(args, TOKEN_INDICES) + 4 * pair)
                         weight = v.load_float(get(args, WEIGHTS) + 4 * pair)
@@ -358,17 +389,14 @@ def down_phase(args: int, counter: int, worker_idx: int) -> None:
                             for r in range(num_rows):
                                 term = v.widen(weight * v.load_float(terms + 4 * r))
                                 v.store_double(place + 8 * r, v.load_double(place + 8 * r) + term)
-        item = next_item
+                down += panel_bytes
+        item, end = next_item, next_end
 
 
 # -- the kernel -----------------------------------------------------------------------------------
 
-FEW_TOKENS = 4
-"""The caller quantises up to this many tokens alone: waking workers would take longer."""
-
-FEW_PAIRS = 8
-"""The caller quantises up to this many pairs' activations alone: waking workers would take
-longer."""
+FEW_TOKENS, VERY_FEW_PAIRS = 4, 8
+"""The caller quantises up to this many tokens or pairs alone: waking workers would take longer."""
 
 
 @helper
@@ -401,15 +429,17 @@ def run_experts(args: int, counter: int, pool: int) -> int:
     if not _is_sound(args):
         return 0
     num_tokens = get(args, NUM_TOKENS)
-    num_pairs = v.load_i32(get(args, GROUP_STARTS) + 4 * get(args, NUM_GROUPS))
     if get(args, HIDDEN_Q8_BYTES) != 0:
         few = num_tokens <= FEW_TOKENS
         run_on(0 if few else pool, get(args, QUANTISE_HIDDEN_TASK), args, counter)
         if num_tokens > 1:
             run_region(pool, get(args, REGROUP_TASK), args, counter)
+    if _quantises_at_once(args):
+        for place in range(_halves(args, 0, 0), _halves(args, get(args, NUM_GROUPS), 0), 8):
+            v.store_i64(place, 0)
     run_region(pool, get(args, GATE_UP_TASK), args, counter)
-    if get(args, FFN_Q8_BYTES) != 0:
-        few = num_pairs <= FEW_PAIRS
+    if get(args, FFN_Q8_BYTES) != 0 and not _quantises_at_once(args):
+        few = v.load_i32(get(args, GROUP_STARTS) + 4 * get(args, NUM_GROUPS)) <= VERY_FEW_PAIRS
         run_on(0 if few else pool, get(args, QUANTISE_ACTIVATIONS_TASK), args, counter)
     run_region(pool, get(args, DOWN_TASK), args, counter)
     return 1

@@ -12,9 +12,11 @@ from dflash_runtime.compute.cpu.kernels.products import (
     group_size,
     largest_group,
     multiply_rows,
+    panels_a_claim,
     panels_ahead,
     prefetch_first,
-    runs_a_claim,
+    shares_of,
+    take,
 )
 from dflash_runtime.compute.cpu.kernels.words import FIRST_FIELD, get
 from dflash_runtime.compute.cpu.simd import vectors as v
@@ -26,8 +28,8 @@ from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES
 # Arguments of the tasks, one int64 each: addresses, except where the unit says otherwise.
 (
     # A plan: what calls with the same matrices have in common.
-    NUM_MATRICES,
-    NUM_RUNS,  # of all matrices
+    NUM_PANELS,  # of all matrices
+    RUN_PANELS,  # neighbouring panels that a thread takes, or several times as many
     CLAIMS_AHEAD,  # whether threads claim an item while they compute another
     NUM_THREADS,
     SCRATCH_BYTES,  # of one thread
@@ -53,26 +55,26 @@ from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES
     WEIGHTS,
     ROWS,
     ROWS_BEFORE,  # of the matrices before it
-    RUNS_BEFORE,
-    RUN_ROWS,  # rows in one item
+    PANELS_BEFORE,
+    END_PANEL,
     NUM_MATRIX_FIELDS,
 ) = range(7)
 
-_MOST_RUN_ROWS = 32
-_WIDE_RUN_BYTES = 1 << 16
+_MOST_RUN_PANELS = 2
+_WIDE_PANEL_BYTES = 1 << 16
 
 
-def items_of(num_rows: int, row_bytes: int, num_threads: int) -> tuple[int, bool]:
-    """Rows in an item, and whether threads claim the next one early, so that it can be prefetched.
+def items_of(num_panels: int, row_bytes: int, num_threads: int) -> tuple[int, bool]:
+    """Panels in a run, and whether threads claim the next one early, so that it can be prefetched.
 
     Matrices of few but wide rows, as a router's in float32, make so few items that threads would
     get none, or wait for one that holds two: their items are smaller, and not claimed early. Their
     rows are long enough to be read well without.
     """
-    is_wide = REPACKED_ROWS * row_bytes >= _WIDE_RUN_BYTES
-    if not is_wide or num_rows >= 2 * _MOST_RUN_ROWS * num_threads:
-        return _MOST_RUN_ROWS, True
-    return REPACKED_ROWS, num_rows >= 2 * REPACKED_ROWS * num_threads
+    is_wide = REPACKED_ROWS * row_bytes >= _WIDE_PANEL_BYTES
+    if not is_wide or num_panels >= 2 * _MOST_RUN_PANELS * num_threads:
+        return _MOST_RUN_PANELS, True
+    return 1, num_panels >= 2 * num_threads
 
 
 FEW_TOKENS = 4
@@ -97,82 +99,66 @@ def _quantise_x(args: int, counter: int, worker_idx: int) -> None:
 
 
 @helper
-def _find_matrix(args: int, run: int) -> int:
-    """Address of the fields of a run's matrix."""
-    matrix: int = get(args, MATRICES)
-    for _ in range(1, get(args, NUM_MATRICES)):
-        following = matrix + 8 * NUM_MATRIX_FIELDS
-        if run < get(following, RUNS_BEFORE):
-            break
-        matrix = following
+def _find_matrix(matrix: int, panel: int) -> int:
+    """Address of the fields of a panel's matrix, which is `matrix` or comes later."""
+    while panel >= get(matrix, END_PANEL):
+        matrix += 8 * NUM_MATRIX_FIELDS
     return matrix
 
 
 @helper
-def _first_row(matrix: int, run: int) -> int:
-    """Address of a run's first row."""
-    row = (run - get(matrix, RUNS_BEFORE)) * get(matrix, RUN_ROWS)
+def _address(matrix: int, panel: int) -> int:
+    """Address of a panel of this matrix or a later one."""
+    matrix = _find_matrix(matrix, panel)
+    row = REPACKED_ROWS * (panel - get(matrix, PANELS_BEFORE))
     address: int = get(matrix, WEIGHTS) + row * get(get(matrix, LAYOUT), ROW_BYTES)
     return address
 
 
 def _multiply(args: int, counter: int, worker_idx: int) -> None:
-    """Items are runs of rows of one matrix."""
-    num_tokens, num_runs = get(args, NUM_TOKENS), get(args, NUM_RUNS)
+    """Items are panels, of one matrix each."""
+    num_tokens, num_panels = get(args, NUM_TOKENS), get(args, NUM_PANELS)
     room = get(args, OUT_ROOM)
     claims_ahead = get(args, CLAIMS_AHEAD) != 0
+    num_threads = get(args, NUM_THREADS)
     totals = get(args, SCRATCH) + worker_idx * get(args, SCRATCH_BYTES)
     scratch = totals + TOTALS_BYTES
-    first_bytes = get(get(get(args, MATRICES), LAYOUT), ROW_BYTES)
-    run_bytes = first_bytes * get(get(args, MATRICES), RUN_ROWS)
-    size = runs_a_claim(num_runs, run_bytes, get(args, NUM_THREADS), num_tokens)
-    run = size * claim(counter)
-    claimed_end = run + size
-    if run < num_runs:
-        matrix = _find_matrix(args, run)
-        layout, start = get(matrix, LAYOUT), _first_row(matrix, run)
-        prefetch_first(layout, start, start + REPACKED_ROWS * get(layout, ROW_BYTES))
-    while run < num_runs:
-        next_run = run + 1
-        if next_run == claimed_end:
-            next_run = size * claim(counter) if claims_ahead else num_runs
-            claimed_end = next_run + size
-        matrix = _find_matrix(args, run)
+    matrix = get(args, MATRICES)
+    panel_bytes = REPACKED_ROWS * get(get(matrix, LAYOUT), ROW_BYTES)
+    size = panels_a_claim(num_panels, get(args, RUN_PANELS), panel_bytes, num_threads, num_tokens)
+    shares = shares_of(num_panels, size, num_threads)
+    panel, end = take(counter, shares)
+    next_panel = next_end = num_panels
+    if panel < num_panels:
+        matrix = _find_matrix(matrix, panel)
+        layout, second = get(matrix, LAYOUT), min(panel + 1, end - 1)
+        prefetch_first(layout, _address(matrix, panel), _address(matrix, second))
+    while panel < num_panels:
+        # As late as it can be: what a thread has claimed is no other thread's.
+        if claims_ahead and next_panel >= num_panels and panel + 2 >= end:
+            next_panel, next_end = take(counter, shares)
+        matrix = _find_matrix(matrix, panel)
         layout, rows = get(matrix, LAYOUT), get(matrix, ROWS)
-        row_bytes = get(layout, ROW_BYTES)
-        first_row = (run - get(matrix, RUNS_BEFORE)) * get(matrix, RUN_ROWS)
-        end_row = min(first_row + get(matrix, RUN_ROWS), rows)
-        start = following = _first_row(matrix, run)
-        following_bytes = row_bytes
-        if next_run < num_runs:
-            next_matrix = _find_matrix(args, next_run)
-            following = _first_row(next_matrix, next_run)
-            following_bytes = get(get(next_matrix, LAYOUT), ROW_BYTES)
-        for row in range(first_row, end_row, REPACKED_ROWS):
-            num_rows = min(REPACKED_ROWS, rows - row)
-            in_run = row - first_row
-            here = start + in_run * row_bytes
-            ahead = panels_ahead(
-                start, row_bytes, in_run, end_row - first_row, following, following_bytes
-            )
-            for first in range(0, num_tokens, VECTORS_AT_ONCE):
-                end = min(first + VECTORS_AT_ONCE, num_tokens)
-                vectors = (
-                    get(args, X),
-                    4 * get(args, COLUMNS),
-                    0,
-                    get(args, Q8_BLOCKS),
-                    num_tokens,
-                )
-                multiply_rows(layout, here, num_rows, vectors, first, end, ahead, totals, scratch)
-                for token in range(first, end):
-                    source = totals + 4 * REPACKED_ROWS * (token - first)
-                    place = 4 * (room * get(matrix, ROWS_BEFORE) + rows * token + row)
-                    if get(args, ADDEND):
-                        _add(source, get(args, ADDEND) + place, num_rows)
-                    v.copy_bytes(get(args, OUT) + place, source, 4 * num_rows)
-        run = next_run if claims_ahead else claim(counter)
-        claimed_end = claimed_end if claims_ahead else run + 1
+        row = REPACKED_ROWS * (panel - get(matrix, PANELS_BEFORE))
+        num_rows = min(REPACKED_ROWS, rows - row)
+        near, far = panels_ahead(panel, end, next_panel, next_end)
+        here, ahead = _address(matrix, panel), (_address(matrix, near), _address(matrix, far))
+        for first in range(0, num_tokens, VECTORS_AT_ONCE):
+            last = min(first + VECTORS_AT_ONCE, num_tokens)
+            vectors = (get(args, X), 4 * get(args, COLUMNS), 0, get(args, Q8_BLOCKS), num_tokens)
+            multiply_rows(layout, here, num_rows, vectors, first, last, ahead, totals, scratch)
+            for token in range(first, last):
+                source = totals + 4 * REPACKED_ROWS * (token - first)
+                place = 4 * (room * get(matrix, ROWS_BEFORE) + rows * token + row)
+                if get(args, ADDEND):
+                    _add(source, get(args, ADDEND) + place, num_rows)
+                v.copy_bytes(get(args, OUT) + place, source, 4 * num_rows)
+        panel += 1
+        if panel == end:
+            if not claims_ahead:
+                next_panel, next_end = take(counter, shares)
+            panel, end = next_panel, next_end
+            next_panel = next_end = num_panels
 
 
 @helper
@@ -185,7 +171,12 @@ def _run_linear(args: int, counter: int, pool: int) -> None:
     if get(args, Q8_BYTES):
         is_few = get(args, NUM_TOKENS) <= FEW_TOKENS
         run_on(0 if is_few else pool, get(args, QUANTISE_TASK), args, counter)
-    run_on(pool if get(args, NUM_RUNS) > 1 else 0, get(args, MULTIPLY_TASK), args, counter)
+    run_on(
+        pool if get(args, NUM_PANELS) > get(args, RUN_PANELS) else 0,
+        get(args, MULTIPLY_TASK),
+        args,
+        counter,
+    )
 
 
 # Words of a call that looks up rows.

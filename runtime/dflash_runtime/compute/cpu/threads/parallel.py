@@ -10,22 +10,24 @@ The pool is an array of int64; words that are written at different times are on 
 lines.
 
     LOCK     1 while a caller is in a region
-    REGION   epoch, STOP (for ever), OPEN and, in the low bits, how many workers have entered
+    REGION   epoch, STOP (for ever), OPEN and, in the low bits, how many workers have entered; of
+             a closed region also those that came too late
     TASK …   the region's task and its arguments; written by the caller while the region is closed
     LIMIT    workers with a larger number do not join, and sleep until it changes
     FEW      the LIMIT of passes over few rows
     LEFT     how many workers have left the region
     AWAITED  the LEFT for which the caller sleeps, or 0
     SLEEPY   1 if a worker sleeps or is about to
-    IDLE     the REGION after which workers sleep at once instead of spinning for the next
+    IDLE     a REGION after whose epoch workers sleep at once instead of spinning for the next
     MOVING   1 while a thread is being moved to another core
     INSIDE … for each worker, its thread's id while it is in a region, else 0
 
 Why this is correct, also with weakly ordered memory:
 
 * TASK, ARGS and the counter are written before REGION is opened; a worker reads them after it has
-  entered, by a compare-and-swap of the REGION that it read. Either that word was open and is now
-  one larger, or it has changed and the worker has not entered. Epochs do not repeat.
+  entered: it adds 1 to a REGION that it saw open, and has entered if the word was still open when
+  it did, maybe of a later epoch. (With a compare-and-swap, many workers would fail in turn.) In an
+  epoch a worker adds at most once: the count does not reach OPEN. Epochs do not repeat.
 * Closing the region and reading the number of workers inside is one operation. The caller releases
   LOCK, and with it TASK and LEFT, only when all of them have left: their writes come before LEFT.
 * A worker reads REGION, sets SLEEPY, and has the kernel compare REGION again before it sleeps. A
@@ -153,9 +155,10 @@ def run_region(pool: int, task: int, args: int, counter: int) -> None:
     has_sleepers = atomics.relaxed_load(sleepy) != 0
     if has_sleepers:
         atomics.relaxed_store(sleepy, 0)
-    # An addition, so that a concurrent STOP is not overwritten.
-    num_entered = atomics.relaxed_load(region) & (OPEN - 1)
-    atomics.atomic_add(region, EPOCH + OPEN - num_entered)
+    # So that neither a concurrent STOP is overwritten nor a late worker counted.
+    word = atomics.relaxed_load(region)
+    while not atomics.atomic_replace(region, word, (word & ~(OPEN - 1)) + EPOCH + OPEN):
+        word = atomics.relaxed_load(region)
     if has_sleepers or atomics.atomic_load(sleepy) != 0:
         system.wake(region)
     call_task(task, args, counter, 0)
@@ -270,7 +273,8 @@ def _serve(pool: int, worker_idx: int, thread_id: int) -> None:
         word = _await_region(pool, worker_idx, last_epoch)
         if word & STOP:
             return
-        if atomics.atomic_replace(region, word, word + 1):
+        word = atomics.atomic_add(region, 1)
+        if word & OPEN:
             last_epoch = word // EPOCH
             task = atomics.relaxed_load(pool + 8 * TASK)
             args = atomics.relaxed_load(pool + 8 * ARGS)
@@ -321,7 +325,7 @@ def _await_region(pool: int, worker_idx: int, last_epoch: int) -> int:
             has_moved = True
         elif (
             is_on_callers_core
-            or word == atomics.relaxed_load(pool + 8 * IDLE)
+            or word // EPOCH == atomics.relaxed_load(pool + 8 * IDLE) // EPOCH
             or system.monotonic_ns() >= end_spinning_ns
         ):
             atomics.atomic_store(pool + 8 * SLEEPY, 1)

@@ -21,7 +21,6 @@ from dflash_runtime.compute.cpu.kernels.products import (
     LEAD_BYTES,
     REPACKED_ROWS,
     TOTALS_BYTES,
-    runs_a_claim,
 )
 from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
@@ -29,7 +28,9 @@ from dflash_runtime.compute.cpu.threads.workers import Workers
 from dflash_runtime.compute.cpu.weights.matrix import NUM_FIELDS, as_matrix
 from dflash_runtime.compute.cpu.weights.rows import COLUMNS, MULTIPLY_ONE, ROW_BYTES, UNPACK
 
-NUM_COLUMNS, RUN_ROWS = 256, 32
+NUM_COLUMNS = 256
+ALONE, MANY = 1, 16
+"""Threads: one takes runs of two panels, of many each takes one panel near the end."""
 SHORT, LONGER, LONG = 144, 210, LEAD_BYTES
 """Bytes of a row."""
 FIRST = 1 << 40
@@ -58,12 +59,12 @@ class Kept:
         layout[UNPACK], layout[MULTIPLY_ONE] = 1, self.address
         return layout
 
-    def check(self, panels: list[int], row_bytes: int) -> None:
+    def check(self, panels: list[int], row_bytes: int, *, is_far_known: bool = True) -> None:
         """`panels`: addresses in the order of reading, of rows as long as these."""
         assert self.panels == panels
         if row_bytes < LEAD_BYTES:
             assert self.near[:-1] == panels[1:]
-            assert self.far[:-2] == panels[2:]
+            assert self.far[:-2] == (panels[2:] if is_far_known else panels[1:-1])
         else:
             assert self.near == panels
             assert self.far[:-1] == panels[1:]
@@ -84,8 +85,9 @@ def panels_of(address: int, row_bytes: int, rows: range) -> list[int]:
     return [address + row * row_bytes for row in rows[::REPACKED_ROWS]]
 
 
+@pytest.mark.parametrize("num_threads", [ALONE, MANY])
 @pytest.mark.parametrize("row_bytes", [(SHORT, LONGER), (LONGER, SHORT), (LONG, LONG)])
-def test_matrices_one_after_another(row_bytes: tuple[int, int]) -> None:
+def test_matrices_one_after_another(row_bytes: tuple[int, int], num_threads: int) -> None:
     rows, addresses, kept = (96, 64), (FIRST, 2 * FIRST), Kept()
     layouts = [kept.layout(each) for each in row_bytes]
     fields = np.zeros((2, linear.NUM_MATRIX_FIELDS), np.int64)
@@ -93,13 +95,13 @@ def test_matrices_one_after_another(row_bytes: tuple[int, int]) -> None:
         matrix[linear.LAYOUT] = layouts[index].ctypes.data
         matrix[linear.WEIGHTS], matrix[linear.ROWS] = addresses[index], rows[index]
         matrix[linear.ROWS_BEFORE] = sum(rows[:index])
-        matrix[linear.RUNS_BEFORE] = sum(rows[:index]) // RUN_ROWS
-        matrix[linear.RUN_ROWS] = RUN_ROWS
+        matrix[linear.PANELS_BEFORE] = sum(rows[:index]) // REPACKED_ROWS
+        matrix[linear.END_PANEL] = sum(rows[: index + 1]) // REPACKED_ROWS
     words: dict[int, int | AnyArray] = {
-        linear.NUM_MATRICES: 2,
-        linear.NUM_RUNS: sum(rows) // RUN_ROWS,
+        linear.NUM_PANELS: sum(rows) // REPACKED_ROWS,
+        linear.RUN_PANELS: 2,
         linear.CLAIMS_AHEAD: 1,
-        linear.NUM_THREADS: 1,
+        linear.NUM_THREADS: num_threads,
         linear.NUM_TOKENS: 1,
         linear.OUT_ROOM: 1,
         linear.COLUMNS: NUM_COLUMNS,
@@ -114,10 +116,10 @@ def test_matrices_one_after_another(row_bytes: tuple[int, int]) -> None:
         for address, stride, count in zip(addresses, row_bytes, rows, strict=True)
         for panel in panels_of(address, stride, range(count))
     ]
-    kept.check(expected, row_bytes[0])
+    kept.check(expected, row_bytes[0], is_far_known=num_threads == ALONE)
 
 
-def expert_panels(phase: Callable[..., None], row_bytes: int) -> list[int]:
+def expert_panels(phase: Callable[..., None], row_bytes: int, run_rows: int) -> list[int]:
     """Panels of experts 2 and 0, of 64 rows each in gate, up and down, in the order of reading."""
 
     def panels(expert: int, projection: int, rows: range) -> list[int]:
@@ -129,15 +131,20 @@ def expert_panels(phase: Callable[..., None], row_bytes: int) -> list[int]:
             for expert in (2, 0)
         )
         return [panel for expert in both for pair in expert for panel in pair]
-    runs = [(first, expert) for first in (0, 32) for expert in (2, 0)]
+    runs = [(first, expert) for first in range(0, 64, run_rows) for expert in (2, 0)]
     return [
-        panel for first, expert in runs for panel in panels(expert, 2, range(first, first + 32))
+        panel
+        for first, expert in runs
+        for panel in panels(expert, 2, range(first, first + run_rows))
     ]
 
 
 @pytest.mark.parametrize("row_bytes", [SHORT, LONG])
 @pytest.mark.parametrize("phase", [experts.gate_up, experts.down_phase])
-def test_matrices_of_chosen_experts(phase: Callable[..., None], row_bytes: int) -> None:
+@pytest.mark.parametrize("num_threads", [ALONE, MANY])
+def test_matrices_of_chosen_experts(
+    num_threads: int, phase: Callable[..., None], row_bytes: int
+) -> None:
     kept = Kept()
     words: dict[int, int | AnyArray] = {
         experts.NUM_EXPERTS: 3,
@@ -147,7 +154,7 @@ def test_matrices_of_chosen_experts(phase: Callable[..., None], row_bytes: int) 
         experts.LAYOUTS: np.concatenate([kept.layout(row_bytes)] * 3),
         experts.ACTIVATION: np.array([1e9, 1, 0], np.float32),
         experts.HIDDEN: np.zeros(64, np.float32),
-        experts.NUM_THREADS: 1,
+        experts.NUM_THREADS: num_threads,
         experts.NUM_TOKENS: 1,
         experts.NUM_GROUPS: 2,
         experts.EXPERT_IDS: np.array([2, 0], np.int32),
@@ -160,22 +167,8 @@ def test_matrices_of_chosen_experts(phase: Callable[..., None], row_bytes: int) 
     }
     _, _, gate_up, _, down = experts.expert_ffn_tasks()
     run(gate_up if phase is experts.gate_up else down, words)
-    kept.check(expert_panels(phase, row_bytes), row_bytes)
-
-
-@pytest.mark.parametrize("num_threads", [1, 2, 16])
-@pytest.mark.parametrize("run_bytes", [1 << 13, 1 << 16, 1 << 19])
-@pytest.mark.parametrize("num_runs", [1, 31, 64, 4748])
-def test_threads_take_neighbouring_runs_where_there_are_many(
-    num_runs: int, run_bytes: int, num_threads: int
-) -> None:
-    of: Any = runs_a_claim
-    size = of.py_func(num_runs, run_bytes, num_threads, 1)
-    assert size == 1 or num_runs >= 16 * size * num_threads
-    assert size == 1 or size * run_bytes < 1 << 19
-    is_most = num_runs < 32 * size * num_threads or size * run_bytes >= 1 << 18
-    assert is_most
-    assert of.py_func(num_runs, run_bytes, num_threads, 512) == 1
+    run_rows = 2 * REPACKED_ROWS if num_threads == ALONE else REPACKED_ROWS
+    kept.check(expert_panels(phase, row_bytes, run_rows), row_bytes)
 
 
 def test_every_row_is_computed_once_however_many_are_taken_at_a_time() -> None:
