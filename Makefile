@@ -37,7 +37,7 @@ $(READY_DEV): $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	@touch $@
 
-# Half as many again as cores: for a quarter of their time tests wait for other processes.
+# For two cores: a worker waits for processes that it has started for a quarter of the time.
 WORKERS ?= 3
 
 DEMO_PROMPT := demo/prompt.txt
