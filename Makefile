@@ -37,6 +37,9 @@ $(READY_DEV): $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	@touch $@
 
+# For two cores: a worker waits for processes that it has started for a quarter of the time.
+WORKERS ?= 3
+
 DEMO_PROMPT := demo/prompt.txt
 
 demo: $(READY)
@@ -45,10 +48,10 @@ demo: $(READY)
 	    --daemon cpu --daemon cpu
 
 test: $(READY_DEV)
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile
 
 test-all: $(READY_DEV)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 fuzz: $(READY_DEV)
 	PYTHONPATH=tests $(BIN)/python -m fuzz --cases 1000000

@@ -31,6 +31,10 @@ hypothesis.settings.load_profile("all")
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# OpenBLAS's threads spin for each other, on cores that several test processes share. Read when
+# numpy is imported.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 restore_interrupts()
 
 _MARK = "DFLASHTEST_SESSION"

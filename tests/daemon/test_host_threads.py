@@ -12,6 +12,7 @@ from dflash_protocol.placement import OwnedExperts
 from dflash_runtime.compute.cpu import CpuBackend
 from dflash_runtime.compute.cpu import backend as cpu_backend
 from dflash_runtime.compute.topology import Core, Topology
+from support.environments import cache_with_our_kernels
 from support.random_models import ODD_SHAPES, write_qwen3moe
 
 
@@ -22,7 +23,8 @@ def test_threads_are_timed_with_the_first_placement(
     machine = Topology(tuple(Core((cpu,), 0, False) for cpu in range(4)), None)
     monkeypatch.setattr(cpu_backend, "read_topology", lambda: machine)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
-    model, folder = write_qwen3moe(tmp_path / "m.gguf", ODD_SHAPES[0], seed=3), tmp_path / "c"
+    model = write_qwen3moe(tmp_path / "m.gguf", ODD_SHAPES[0], seed=3)
+    folder = cache_with_our_kernels(tmp_path / "c")
     backend = CpuBackend(num_threads=num_threads, cache_dir=str(folder))
     host = ExpertHost(model, backend, str(folder))
     try:

@@ -35,8 +35,8 @@ undisturbed = rig.undisturbed
 
 SPLITS = [
     {"daemons": ["cpu"]},
-    {"daemons": ["cpu"], "local_experts": 3},
-    {"daemons": ["cpu", "cpu"]},
+    pytest.param({"daemons": ["cpu"], "local_experts": 3}, marks=pytest.mark.slow),
+    pytest.param({"daemons": ["cpu", "cpu"]}, marks=pytest.mark.slow),
     {"daemons": ["cpu", "cpu"], "local_experts": 2},
 ]
 COUNTS = "requests", "tokens", "pairs", "bytes_sent", "bytes_received"

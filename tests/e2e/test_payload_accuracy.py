@@ -18,7 +18,7 @@ Figures = dict[str, dict[str, float]]
 @pytest.fixture(scope="module")
 def figures() -> Figures:
     """By payload type, what differs from f32: a prompt in chunks, then 32 tokens one by one."""
-    command = [sys.executable, "-m", "bench.payload_accuracy", "--tokens", "1500", "--single", "32"]
+    command = [sys.executable, "-m", "bench.payload_accuracy", "--tokens", "1000", "--single", "32"]
     done = subprocess.run(
         [*command, "--json"],
         env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,

@@ -45,8 +45,8 @@ def logits(model: Path, transport: str, mode: str, *, num_daemons: int) -> F32Ar
 @pytest.mark.parametrize(
     ("transport", "mode"),
     [
-        ("shared", "stream"),
         ("auto", "auto"),
+        pytest.param("shared", "stream", marks=pytest.mark.slow),
         pytest.param("shared", "batched", marks=pytest.mark.slow),
         pytest.param("stream", "stream", marks=pytest.mark.slow),
     ],

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from dflash_protocol.settings import cache_folder
+from dflash_runtime.compute.cpu.compile.kernel_cache import kernel_folder
 from support.processes import ROOT
 
 _OUR_PATHS = [str(ROOT / name) for name in ("protocol", "adapters", "daemon", "runtime")]
@@ -39,6 +41,19 @@ def make_environment(folder: Path, *, linked: Sequence[str] = (), with_ours: boo
     if with_ours:
         (site_packages / "ours.pth").write_text("\n".join(_OUR_PATHS) + "\n")
     return python
+
+
+def cache_with_our_kernels(folder: Path) -> Path:
+    """A new cache folder that shares the compiled kernels of this session and nothing else.
+
+    For tests of what else a cache keeps: compiling a model's kernels takes 20 s.
+    """
+    folder.mkdir(mode=0o700)
+    ours = kernel_folder()
+    for shared in (ours, *cache_folder(None).glob("ring-*")):
+        if shared is not None:
+            (folder / shared.name).symlink_to(shared)
+    return folder
 
 
 def build_wheel(folder: Path) -> Path:

@@ -24,6 +24,7 @@ from dflash_runtime.compute.thread_trial import (
 )
 from dflash_runtime.compute.topology import Core, Topology
 from dflash_runtime.engine.engine import Engine
+from support.environments import cache_with_our_kernels
 from support.random_models import ODD_SHAPES, write_qwen3moe
 
 LIMIT_S = 0.3
@@ -249,7 +250,7 @@ def test_what_was_timed_is_used_from_then_on(
 def test_real_steps_are_timed_and_change_no_result(
     monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path
 ) -> None:
-    settings = Settings(cache_dir=str(tmp_path / "c"))
+    settings = Settings(cache_dir=str(cache_with_our_kernels(tmp_path / "c")))
     tokens = [1, 2, 3]
     with Engine.open(model, settings=settings, threads=1) as engine:
         expected = engine.logits(tokens)

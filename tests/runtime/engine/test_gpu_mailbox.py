@@ -187,7 +187,12 @@ def test_trees_through_mailboxes_have_the_bits_of_a_resident_run(mailing: Mailin
 
 
 @pytest.mark.parametrize(
-    "model", [TINY, SHAPES["qwen35moe"]], ids=["attention", "states"], indirect=True
+    "model",
+    [
+        pytest.param(TINY, id="attention", marks=pytest.mark.slow),
+        pytest.param(SHAPES["qwen35moe"], id="attention and states"),
+    ],
+    indirect=True,
 )
 def test_a_daemon_that_is_lost_within_a_tree_costs_time_and_no_token(
     mailing: Mailing, run_dir: Path

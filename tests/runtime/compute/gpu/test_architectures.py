@@ -67,7 +67,8 @@ def test_logits_are_the_references(
         rows = {layer.window_rows for layer in model.cache.layers}
         has_spans = any(layer.mask.span for layer in model.spec.kv_layers)
         assert rows == ({0, 16} if has_spans else {0})
-        for chunks in ([30], [13, 9, 1, 1, 6], [3, 1, 26]):
+        # Kernels are compiled for each number of tokens up to eight.
+        for chunks in ([30], [13, 9, 1, 1, 6], [6, 1, 23]):
             assert largest_error(model.logits(ids, chunks), expected) < BOUND
         singly = model.logits(ids[:20], [12] + [1] * 8)
         assert largest_error(singly, expected[:20]) < BOUND
