@@ -11,7 +11,6 @@ import click
 from dflash_protocol.process.output import ascii_json
 from dflash_runtime.cli.options import SettingsCommand, settings_options, take_settings
 from dflash_runtime.cli.terminal import ProgressReporter, write_lines
-from dflash_runtime.tools.doctor import examine, shown
 
 _EPILOG = """\b
 Examples:
@@ -71,6 +70,8 @@ def doctor(
         else:
             write_lines(found_mailbox.as_text().split("\n"))
         context.exit(1 if found_mailbox.problems else 0)
+    from dflash_runtime.tools.doctor import examine, shown
+
     found = examine(settings)
     if as_json:
         click.echo(ascii_json(dataclasses.asdict(found)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import click
 import pytest
@@ -61,3 +63,9 @@ def test_every_flag_is_explained_by_whole_sentences() -> None:
     texts |= {f"{name} {option.opts[-1]}": option.help or "" for name, option in own}
     assert len(texts) > len(KNOBS)
     assert {what: text for what, text in texts.items() if not re.match(r"[A-Z].*\.$", text)} == {}
+
+
+def test_help_does_not_wait_for_what_commands_need() -> None:
+    code = "import sys, dflash_runtime.cli.main; print('numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
