@@ -488,10 +488,11 @@ class ComputeBackend(Protocol):
         *,
         kv_type: KvType | None = None,
         is_recurrent: bool = False,
+        asks_daemons: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Compile every kernel that experts of these types need; with `kv_type` those of a whole
-        model, with or without recurrent layers.
+        model, with or without recurrent layers, which perhaps asks daemons for experts.
 
         `on_progress` is called with the number of steps done, and of all.
         """

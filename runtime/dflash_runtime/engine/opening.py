@@ -138,6 +138,7 @@ def open_model(
         (each for each in types if not each.is_integer),
         kv_type=kv_type,
         is_recurrent=bool(spec.recurrent_layers),
+        asks_daemons=bool(choices or endpoints),
         on_progress=partial(report, "parent", "compile"),
     )
     backend.require_room(

@@ -60,12 +60,11 @@ _CACHE_JOBS: dict[str, Callable[[KvType], object]] = {"elements": element_functi
 
 # The longest jobs come first, so that several processes end at about the same time.
 _EXPERT_JOBS: dict[str, Callable[[], object]] = {
-    "expert_tasks": experts_kernel.expert_ffn_tasks,
+    "experts": experts_kernel.expert_functions,
     "workers": lambda: [
         kernel() for kernel in (parallel.serve_kernel, parallel.stop_kernel, parallel.limit_kernel)
     ],
-    "expert_kernel": experts_kernel.expert_ffn_kernel,
-    "batch": batch_kernel.compute_batch_function,
+    "expert_batch": experts_kernel.run_batch,
     "quantise": quantise_function,
 }
 _DENSE_JOBS: dict[str, Callable[[], object]] = {
@@ -82,9 +81,10 @@ _DENSE_JOBS: dict[str, Callable[[], object]] = {
     "embed": linear_kernel.embed_task,
     "step": step_tasks.compile_all,
     "routed": step_tasks.run_routed,
-    "asked": asked_tasks.run_asked,
     "words": lambda: (words.run_task(), words.words_kernel(), words.calls_kernel()),
 }
+_ASKED_JOBS: dict[str, Callable[[], object]] = {"asked": asked_tasks.run_asked}
+_DAEMON_JOBS: dict[str, Callable[[], object]] = {"batch": batch_kernel.compute_batch_function}
 _RECURRENT_JOBS: dict[str, Callable[[], object]] = {
     "tree": delta_tree.tree_task,
     "delta": delta_tasks.delta_task,
@@ -94,12 +94,18 @@ _RECURRENT_JOBS: dict[str, Callable[[], object]] = {
 
 
 def jobs_for(
-    tensor_types: Iterable[TensorType], kv_type: KvType | None, *, is_recurrent: bool = False
+    tensor_types: Iterable[TensorType],
+    kv_type: KvType | None,
+    *,
+    is_recurrent: bool = False,
+    asks_daemons: bool = False,
 ) -> list[str]:
-    """Jobs for experts of these types; with a `kv_type`, for a whole model."""
+    """Jobs for a daemon with experts of these types; with a `kv_type`, for a whole model, which
+    perhaps asks daemons for some of them."""
     types = sorted(tensor_types)
-    jobs = [*_DENSE_JOBS] if kv_type is not None else []
+    jobs = [*(_DENSE_JOBS if kv_type is not None else _DAEMON_JOBS)]
     jobs += _RECURRENT_JOBS if is_recurrent else ()
+    jobs += _ASKED_JOBS if asks_daemons else ()
     jobs += [f"rows.{each.name}" for each in types]
     jobs += _EXPERT_JOBS
     if kv_type is not None:
@@ -117,7 +123,8 @@ def run_job(job: str) -> None:
     elif kind in _CACHE_JOBS:
         _CACHE_JOBS[kind](KvType(what))
     else:
-        (_DENSE_JOBS | _RECURRENT_JOBS | _EXPERT_JOBS)[kind]()
+        jobs = _DENSE_JOBS | _RECURRENT_JOBS | _ASKED_JOBS | _DAEMON_JOBS | _EXPERT_JOBS
+        jobs[kind]()
 
 
 # -- ahead of their use ---------------------------------------------------------------------------

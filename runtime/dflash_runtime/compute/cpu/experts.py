@@ -11,7 +11,7 @@ from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase, U
 from dflash_runtime.compute.cpu.kernels import experts_kernel as k
 from dflash_runtime.compute.cpu.kernels import step_tasks as steps
 from dflash_runtime.compute.cpu.kernels.products import TOTALS_BYTES, product_scratch_bytes
-from dflash_runtime.compute.cpu.kernels.words import Call, address
+from dflash_runtime.compute.cpu.kernels.words import Call, address, words_kernel
 from dflash_runtime.compute.cpu.threads.parallel import FEW_ROWS
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers
@@ -19,6 +19,8 @@ from dflash_runtime.compute.cpu.weights.matrix import NUM_FIELDS, row_layout
 from dflash_runtime.compute.cpu.weights.repacked.kernels import Q8_BLOCK_BYTES
 from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise_function
 from dflash_runtime.compute.cpu.weights.rows import UNPACK
+
+_OUT_OF_RANGE = "the batch has expert ids, tokens or pairs out of range"
 
 
 class CpuExpertBank:
@@ -46,7 +48,7 @@ class CpuExpertBank:
         """How often each expert was routed to in calls of `routed_call`, by global id."""
         self._workers = workers
         self._scratch = scratch
-        k.expert_ffn_kernel()  # compiled now rather than in the first step
+        k.run_batch()  # compiled now rather than in the first step
         self._data: list[U8Array] = []
         addresses = np.zeros((self.num_experts, 3), np.int64)
         layouts = np.zeros((3, NUM_FIELDS), np.int64)
@@ -74,7 +76,7 @@ class CpuExpertBank:
         words[k.FFN_Q8_BYTES] = self._ffn_q8_bytes
         words[k.SCRATCH_BYTES] = self._thread_bytes
         words[k.NUM_THREADS] = workers.num_threads
-        functions = quantise_function(), *k.expert_ffn_tasks()
+        functions = quantise_function(), *k.expert_functions()
         words[k.QUANTISE :] = [function.address for function in functions]
         self.words: I64Array = words
         """The layer's words of experts_kernel. Shapes: [NUM_LAYER_WORDS]."""
@@ -115,24 +117,35 @@ class CpuExpertBank:
         # Of a prompt few rows may be routed here: its pass goes on with as many threads as before.
         if batch.phase is not Phase.PREFILL or batch.num_tokens > FEW_ROWS:
             self._workers.begin(batch.num_tokens)
+        words = self._batch_words(batch, out)
         sizes = self.scratch_bytes(batch.num_tokens, batch.num_pairs)
-        buffer, memory = self._scratch.take((8 * k.NUM_ARGUMENTS, *sizes))
+        buffer, memory = self._scratch.take(sizes)
         try:
-            is_sound = k.expert_ffn_kernel()(
-                hidden,
-                batch.expert_ids,
-                batch.group_starts,
-                batch.token_indices,
-                batch.weights,
-                out,
-                self.words,
-                tuple(memory),
-                self._workers.address,
-            )
+            for part, place, size in zip(k.SCRATCH_PARTS, memory, sizes, strict=False):
+                words[part] = place if size else 0
+            words_kernel()(k.run_batch().address, words, self._workers.address)
         finally:
             self._scratch.give_back(buffer)
-        if not is_sound:
-            raise ValueError("the batch has expert ids, tokens or pairs out of range")
+        if not words[k.NUM_GROUPS]:
+            raise ValueError(_OUT_OF_RANGE)
+
+    def _batch_words(self, batch: RoutedBatch, out: F64Array) -> I64Array:
+        """But for scratch memory. Raises: ValueError if arrays are longer or shorter than others
+        say."""
+        starts, num_groups, num_pairs = batch.group_starts, batch.num_groups, batch.num_pairs
+        is_whole = batch.token_indices.size == batch.weights.size == num_pairs
+        if starts.size != num_groups + 1 or starts[-1] != num_pairs or not is_whole:
+            raise ValueError(_OUT_OF_RANGE)
+        words = np.zeros(k.NUM_ARGUMENTS, np.int64)
+        words[: k.NUM_LAYER_WORDS] = self.words
+        words[k.HIDDEN], words[k.OUT] = address(batch.hidden), address(out, np.float64)
+        words[k.NUM_TOKENS], words[k.HIDDEN_SIZE] = batch.hidden.shape
+        words[k.NUM_GROUPS] = num_groups
+        words[k.EXPERT_IDS] = address(batch.expert_ids, np.int32)
+        words[k.GROUP_STARTS] = address(starts, np.int32)
+        words[k.TOKEN_INDICES] = address(batch.token_indices, np.int32)
+        words[k.WEIGHTS] = address(batch.weights)
+        return words
 
     def scratch_bytes(self, num_tokens: int, num_pairs: int) -> tuple[int, ...]:
         """What such a batch needs of each of experts_kernel.SCRATCH_PARTS; enough for smaller ones,

@@ -97,10 +97,10 @@ def test_what_was_done_before_is_not_done_again(
 
 
 def test_every_job_of_a_model_can_be_run() -> None:
-    jobs = jobs_for([TensorType.F32, TensorType.Q8_0], KvType.F16, is_recurrent=True)
+    types = [TensorType.F32, TensorType.Q8_0]
+    jobs = jobs_for(types, KvType.F16, is_recurrent=True, asks_daemons=True)
     assert len(set(jobs)) == len(jobs)
-    assert set(jobs) > set(jobs_for([TensorType.F32, TensorType.Q8_0], None))
-    for job in jobs:
+    for job in {*jobs, *jobs_for(types, None)}:
         run_job(job)
 
 
@@ -110,7 +110,10 @@ def test_a_model_needs_what_it_has() -> None:
     experts = set(jobs_for(types, None))
     whole = set(jobs_for(types, KvType.F16))
     recurrent = set(jobs_for(types, KvType.F16, is_recurrent=True))
-    assert experts < whole < recurrent
+    asking = set(jobs_for(types, KvType.F16, asks_daemons=True))
+    assert experts - whole == {"batch"}
+    assert whole < recurrent
+    assert asking - whole == {"asked"}
     assert {job for job in experts if "." in job} == {"rows.F32", "rows.Q8_0"}
     assert not {"attend", "attention", "delta", "conv"} & experts
     assert recurrent - whole == {"delta", "conv", "products", "tree"}
@@ -240,9 +243,7 @@ def test_another_process_that_does_not_get_on_is_given_up(
 
 @pytest.mark.usefixtures("one_child", "cache_dir")
 def test_a_backend_reports_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        backend_module, "jobs_for", lambda tensor_types, kv_type, is_recurrent: JOBS
-    )
+    monkeypatch.setattr(backend_module, "jobs_for", lambda *types, **facts: JOBS)
     seen: list[tuple[int, int]] = []
     backend = CpuBackend(num_threads=1)
     backend.warm_up([TensorType.F16], on_progress=lambda *progress: seen.append(progress))
@@ -255,9 +256,7 @@ def test_each_backend_keeps_its_kernels_in_its_own_folder(
     cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever was made last, and whichever thread compiles."""
-    monkeypatch.setattr(
-        backend_module, "jobs_for", lambda tensor_types, kv_type, is_recurrent: JOBS[:1]
-    )
+    monkeypatch.setattr(backend_module, "jobs_for", lambda *types, **facts: JOBS[:1])
     folders = [tmp_path / "first", tmp_path / "second"]
     backends = [CpuBackend(num_threads=1, cache_dir=str(each)) for each in folders]
     for backend, folder in zip(backends, folders, strict=True):

@@ -10,15 +10,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array
-from dflash_runtime.compute.cpu.compile.compiling import (
-    Kernel,
-    RowFunction,
-    compile_kernel,
-    compile_task,
-    helper,
-    read_only,
-)
+from dflash_runtime.compute.cpu.compile.compiling import RowFunction, compile_task, helper
 from dflash_runtime.compute.cpu.kernels.products import (
     REPACKED_ROWS,
     TOTALS_BYTES,
@@ -37,17 +29,17 @@ from dflash_runtime.compute.cpu.simd.exponentials import exp_lanes
 from dflash_runtime.compute.cpu.simd.types import (
     DOUBLE,
     FLOAT,
+    I64,
+    emit_call,
     emit_load,
     emit_splat,
     emit_store,
     f32,
-    f64,
     i64,
     lanes_of,
     primitive,
     void,
 )
-from dflash_runtime.compute.cpu.simd.untyped import types
 from dflash_runtime.compute.cpu.threads.parallel import claim, run_on, run_region
 from dflash_runtime.compute.cpu.weights.matrix import NUM_FIELDS
 from dflash_runtime.compute.cpu.weights.repacked.kernels import Q8_BLOCK_BYTES
@@ -76,6 +68,7 @@ from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES
     GATE_UP_TASK,
     QUANTISE_ACTIVATIONS_TASK,
     DOWN_TASK,
+    RUN,  # the function that runs the phases
     # A call and its scratch memory.
     HIDDEN,  # [T, H] float32
     NUM_TOKENS,
@@ -91,9 +84,9 @@ from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES
     ACTIVATIONS,  # [P, F] float32
     ACTIVATION_Q8,  # [P] rows of activations as q8 blocks, or 0; then, if few, halves
     SCRATCH,  # [threads, SCRATCH_BYTES]
-) = range(31)
+) = range(32)
 
-NUM_ARGUMENTS = 31
+NUM_ARGUMENTS = 32
 NUM_LAYER_WORDS = HIDDEN
 FEW_PAIRS = 64
 """Up to this many pairs' activations are quantised by the threads, three or more, that compute
@@ -416,15 +409,7 @@ def _is_sound(args: int) -> bool:
     return v.load_i32(get(args, GROUP_STARTS)) == 0  # type: ignore[no-any-return]
 
 
-@helper
-def run_experts(args: int, counter: int, pool: int) -> int:
-    """Run all phases for the words at `args`, adding to OUT; 1, or 0 if the batch has expert ids,
-    tokens or pairs out of range. For compiled callers, which write the words themselves and whose
-    arrays are as long as NUM_GROUPS and the last of GROUP_STARTS say.
-
-    `counter`: address of a word to count in, best on a cache line of its own; `pool`: of a pool of
-    threads (threads/parallel).
-    """
+def _run_experts(args: int, counter: int, pool: int) -> int:
     # Cheap next to the products, and no bug of a caller makes a kernel read outside the mapping.
     if not _is_sound(args):
         return 0
@@ -445,56 +430,37 @@ def run_experts(args: int, counter: int, pool: int) -> int:
     return 1
 
 
-def _expert_ffn(
-    hidden: F32Array,
-    expert_ids: I32Array,
-    group_starts: I32Array,
-    token_indices: I32Array,
-    weights: F32Array,
-    out: F64Array,
-    layer: I64Array,
-    memory: tuple[int, ...],
-    pool: int,
-) -> bool:
-    """Run all phases. False: the batch has expert ids, tokens or pairs out of range.
+@primitive(i64, i64, i64, i64, i64)
+def _call_run(builder: Any, function: Any, *numbers: Any) -> Any:
+    return emit_call(builder, I64, function, list(numbers))
 
-    Shapes: as the words above; layer [NUM_LAYER_WORDS]. Memory: NUM_ARGUMENTS words,
-    TOKEN_Q8, PAIR_Q8, ACTIVATIONS, ACTIVATION_Q8, SCRATCH and the counter.
+
+@helper
+def run_experts(args: int, counter: int, pool: int) -> int:
+    """Run all phases for the words at `args`, adding to OUT; 1, or 0 if the batch has expert ids,
+    tokens or pairs out of range. The arrays are as long as NUM_GROUPS and the last of GROUP_STARTS
+    say.
+
+    `counter`: address of a word to count in, best on a cache line of its own; `pool`: of a pool of
+    threads (threads/parallel).
     """
-    num_groups = expert_ids.shape[0]
-    if group_starts.shape[0] != num_groups + 1 or weights.shape[0] != token_indices.shape[0]:
-        return False
-    if group_starts[num_groups] != token_indices.shape[0]:
-        return False
-    args, token_q8, pair_q8, activations, activation_q8, scratch, counter = memory
-    v.copy_bytes(args, v.address_of(layer), 8 * NUM_LAYER_WORDS)
-    v.store_i64(args + 8 * HIDDEN, v.address_of(hidden))
-    v.store_i64(args + 8 * NUM_TOKENS, hidden.shape[0])
-    v.store_i64(args + 8 * HIDDEN_SIZE, hidden.shape[1])
-    v.store_i64(args + 8 * NUM_GROUPS, num_groups)
-    v.store_i64(args + 8 * EXPERT_IDS, v.address_of(expert_ids))
-    v.store_i64(args + 8 * GROUP_STARTS, v.address_of(group_starts))
-    v.store_i64(args + 8 * TOKEN_INDICES, v.address_of(token_indices))
-    v.store_i64(args + 8 * WEIGHTS, v.address_of(weights))
-    v.store_i64(args + 8 * OUT, v.address_of(out))
-    v.store_i64(args + 8 * TOKEN_Q8, token_q8 if layer[HIDDEN_Q8_BYTES] else 0)
-    v.store_i64(args + 8 * PAIR_Q8, pair_q8)
-    v.store_i64(args + 8 * ACTIVATIONS, activations)
-    v.store_i64(args + 8 * ACTIVATION_Q8, activation_q8 if layer[FFN_Q8_BYTES] else 0)
-    v.store_i64(args + 8 * SCRATCH, scratch)
-    return run_experts(args, counter, pool) != 0  # type: ignore[no-any-return]
+    return _call_run(get(args, RUN), args, counter, pool)  # type: ignore[no-any-return]
+
+
+def _run_batch(args: int, counter: int, pool: int) -> None:
+    """`run_experts`, whose result replaces NUM_GROUPS."""
+    v.store_i64(args + 8 * NUM_GROUPS, run_experts(args, counter, pool))
 
 
 @cache
-def expert_ffn_tasks() -> tuple[RowFunction, ...]:
-    """The phases, in the order of their words, which hold their addresses."""
+def expert_functions() -> tuple[RowFunction, ...]:
+    """The phases and what runs them, in the order of their words, which hold their addresses."""
     phases = (quantise_hidden, regroup_hidden, gate_up, quantise_activations, down_phase)
-    return tuple(compile_task(phase) for phase in phases)
+    tasks = (compile_task(phase) for phase in phases)
+    return *tasks, RowFunction(_run_experts, i64, i64, i64, result=i64)
 
 
 @cache
-def expert_ffn_kernel() -> Kernel:
-    ids, memory = read_only(types.int32, 1), types.UniTuple(i64, 7)
-    hidden, weights, out = read_only(f32, 2), read_only(f32, 1), f64[:, ::1]
-    arrays = [hidden, ids, ids, ids, weights, out, read_only(i64, 1)]
-    return compile_kernel(_expert_ffn, *arrays, memory, i64)
+def run_batch() -> RowFunction:
+    """The function of a call for one batch."""
+    return compile_task(_run_batch)

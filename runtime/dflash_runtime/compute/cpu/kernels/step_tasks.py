@@ -323,6 +323,6 @@ def run_place() -> RowFunction:
 
 
 def compile_all() -> None:
-    """Compile everything but `run_routed`, which takes longest."""
-    for compiled in (add_task, multiply_task, columns_task, argmax_part, run_argmax, run_place):
+    """Compile what every model needs, but for `run_routed`, which takes longest."""
+    for compiled in (add_task, argmax_part, run_argmax, run_place):
         compiled()

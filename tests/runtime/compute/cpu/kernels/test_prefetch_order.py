@@ -165,7 +165,7 @@ def test_matrices_of_chosen_experts(
         experts.ACTIVATIONS: np.zeros((2, 64), np.float32),
         experts.SCRATCH: np.zeros(3 * TOTALS_BYTES, np.uint8),
     }
-    _, _, gate_up, _, down = experts.expert_ffn_tasks()
+    _, _, gate_up, _, down, _ = experts.expert_functions()
     run(gate_up if phase is experts.gate_up else down, words)
     run_rows = 2 * REPACKED_ROWS if num_threads == ALONE else REPACKED_ROWS
     kept.check(expert_panels(phase, row_bytes, run_rows), row_bytes)
