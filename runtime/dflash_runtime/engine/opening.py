@@ -160,7 +160,9 @@ def open_model(
         )
         undo.callback(fallback_backend.close)
         fallback_backend.warm_up(
-            expert_tensor_types(spec.moe), on_progress=partial(report, "parent", "compile")
+            expert_tensor_types(spec.moe),
+            asks_daemons=True,
+            on_progress=partial(report, "parent", "compile"),
         )
     weights = WeightCheck(file, spec.moe, settings.cache_dir)
     undo.callback(weights.close)

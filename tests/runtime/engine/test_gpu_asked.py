@@ -53,8 +53,9 @@ def opened(model: Path, **options: Any) -> Engine:
     return Engine.open(model, device="cuda:0", daemons=["cpu"], settings=settings, **options)
 
 
-def tokens_of(engine: Engine) -> list[int]:
-    return [each.token_id for each in engine.generate(PROMPT, NUM_TOKENS, ignore_eos=True)]
+def tokens_of(engine: Engine, **wish: Any) -> list[int]:
+    options = {"ignore_eos": True, **wish}
+    return [each.token_id for each in engine.generate(PROMPT, NUM_TOKENS, **options)]
 
 
 @pytest.mark.parametrize("local_experts", [0, 2])
@@ -67,13 +68,15 @@ def test_tokens_and_counts_are_those_of_steps_that_python_runs(
             if not is_asked:
                 patch.setattr(MoeExpertComputeRuntime, "ask_routes", lambda self: ())
             with opened(model, local_experts=local_experts) as engine:
-                tokens = tokens_of(engine)
+                # Sampled steps are other captures.
+                tokens = [*tokens_of(engine), *tokens_of(engine, temperature=2.0, seed=3)]
+                tokens += tokens_of(engine)
                 stats = engine.stats()
                 pairs = {name: owner.pairs for name, owner in stats.owners.items()}
                 found.append((tokens, pairs, stats.hits, stats.selections))
         if is_asked:
             assert by_host.num_layers == 0
-    assert by_host.num_layers >= (NUM_TOKENS - 1) * TINY.num_layers
+    assert by_host.num_layers >= 3 * (NUM_TOKENS - 1) * TINY.num_layers
     assert found[0] == found[1]
 
 

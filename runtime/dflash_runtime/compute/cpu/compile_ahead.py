@@ -35,6 +35,7 @@ from dflash_runtime.compute.cpu.kernels import (
     delta_tasks,
     delta_tree,
     dense_tasks,
+    device_tasks,
     experts_kernel,
     linear_kernel,
     recurrent_tiles,
@@ -84,6 +85,7 @@ _DENSE_JOBS: dict[str, Callable[[], object]] = {
     "words": lambda: (words.run_task(), words.words_kernel(), words.calls_kernel()),
 }
 _ASKED_JOBS: dict[str, Callable[[], object]] = {"asked": asked_tasks.run_asked}
+_GRAPH_JOBS: dict[str, Callable[[], object]] = {"graphs": device_tasks.compile_calls}
 _DAEMON_JOBS: dict[str, Callable[[], object]] = {"batch": batch_kernel.compute_batch_function}
 _RECURRENT_JOBS: dict[str, Callable[[], object]] = {
     "tree": delta_tree.tree_task,
@@ -101,11 +103,12 @@ def jobs_for(
     asks_daemons: bool = False,
 ) -> list[str]:
     """Jobs for a daemon with experts of these types; with a `kv_type`, for a whole model, which
-    perhaps asks daemons for some of them."""
+    perhaps asks daemons for some of them; for experts that ask them, beside a device's model."""
     types = sorted(tensor_types)
     jobs = [*(_DENSE_JOBS if kv_type is not None else _DAEMON_JOBS)]
     jobs += _RECURRENT_JOBS if is_recurrent else ()
     jobs += _ASKED_JOBS if asks_daemons else ()
+    jobs += _GRAPH_JOBS if asks_daemons and kv_type is None else ()
     jobs += [f"rows.{each.name}" for each in types]
     jobs += _EXPERT_JOBS
     if kv_type is not None:
@@ -123,8 +126,8 @@ def run_job(job: str) -> None:
     elif kind in _CACHE_JOBS:
         _CACHE_JOBS[kind](KvType(what))
     else:
-        jobs = _DENSE_JOBS | _RECURRENT_JOBS | _ASKED_JOBS | _DAEMON_JOBS | _EXPERT_JOBS
-        jobs[kind]()
+        parents = _DENSE_JOBS | _RECURRENT_JOBS | _ASKED_JOBS | _GRAPH_JOBS
+        (parents | _DAEMON_JOBS | _EXPERT_JOBS)[kind]()
 
 
 # -- ahead of their use ---------------------------------------------------------------------------

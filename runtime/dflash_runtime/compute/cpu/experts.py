@@ -117,7 +117,7 @@ class CpuExpertBank:
         # Of a prompt few rows may be routed here: its pass goes on with as many threads as before.
         if batch.phase is not Phase.PREFILL or batch.num_tokens > FEW_ROWS:
             self._workers.begin(batch.num_tokens)
-        words = self._batch_words(batch, out)
+        words = self._batch_words(batch, hidden, out)
         sizes = self.scratch_bytes(batch.num_tokens, batch.num_pairs)
         buffer, memory = self._scratch.take(sizes)
         try:
@@ -129,17 +129,19 @@ class CpuExpertBank:
         if not words[k.NUM_GROUPS]:
             raise ValueError(_OUT_OF_RANGE)
 
-    def _batch_words(self, batch: RoutedBatch, out: F64Array) -> I64Array:
+    def _batch_words(self, batch: RoutedBatch, hidden: F32Array, out: F64Array) -> I64Array:
         """But for scratch memory. Raises: ValueError if arrays are longer or shorter than others
-        say."""
+        say, or `out` cannot be written."""
         starts, num_groups, num_pairs = batch.group_starts, batch.num_groups, batch.num_pairs
         is_whole = batch.token_indices.size == batch.weights.size == num_pairs
         if starts.size != num_groups + 1 or starts[-1] != num_pairs or not is_whole:
             raise ValueError(_OUT_OF_RANGE)
+        if not out.flags.writeable:
+            raise ValueError("the sums cannot be written")
         words = np.zeros(k.NUM_ARGUMENTS, np.int64)
         words[: k.NUM_LAYER_WORDS] = self.words
-        words[k.HIDDEN], words[k.OUT] = address(batch.hidden), address(out, np.float64)
-        words[k.NUM_TOKENS], words[k.HIDDEN_SIZE] = batch.hidden.shape
+        words[k.HIDDEN], words[k.OUT] = address(hidden), address(out, np.float64)
+        words[k.NUM_TOKENS], words[k.HIDDEN_SIZE] = hidden.shape
         words[k.NUM_GROUPS] = num_groups
         words[k.EXPERT_IDS] = address(batch.expert_ids, np.int32)
         words[k.GROUP_STARTS] = address(starts, np.int32)

@@ -234,12 +234,13 @@ class CpuOps(ElementOps):
         for weight in (q_weight, k_weight):
             if weight is not None and weight.shape != (dim,):
                 raise ValueError(f"weight is {weight.shape} for heads of {dim}")
+        angles = self.angles(table, positions)  # which must outlive the call
         self.run(
             tasks.rope_call(
                 q,
                 k,
                 (q_weight, k_weight),
-                self.angles(table, positions),
+                angles,
                 eps=eps,
                 is_interleaved=table.pairing is RopePairing.INTERLEAVED,
                 norms_after=norms_after,

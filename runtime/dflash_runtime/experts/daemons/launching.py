@@ -7,8 +7,9 @@ import shutil
 import stat
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from dflash_protocol.device import Device, DeviceKind, parse_device
@@ -119,11 +120,10 @@ def launch_of(
     """How to start one of the daemons; unless set otherwise, it gets an equal share of the cores,
     and no more threads than its share of a CPU quota has room for.
 
-    A parent that computes on a GPU keeps one core, to poll for replies. On cores that were chosen
-    for a daemon its threads poll longer, as others need these less.
+    A parent that computes on a GPU keeps one core, to poll for replies. A daemon with cores of its
+    own polls longer, unless set otherwise.
     """
     choice = choices[daemon_idx]
-    is_alone = bool(choice.cores) and settings.spin_us is None
     cores = choice.cores or share_of_cores(
         _cores_of_daemons(len(choices), backend_name), daemon_idx, len(choices)
     )
@@ -144,9 +144,17 @@ def launch_of(
         "--threads",
         str(choice.setting.threads or _num_threads(cores, len(choices))),
         *(("--cores", ",".join(map(str, cores))) if choice.cores or settings.pin_daemons else ()),
-        *(("--ipc-spin-us", str(_OWN_CORES_SPIN_US)) if is_alone else ()),
     )
+    if settings.spin_us is None and _has_own_cores(choices, daemon_idx):
+        settings = replace(settings, spin_us=_OWN_CORES_SPIN_US)
     return Launch(command, choice.environment(settings))
+
+
+def _has_own_cores(choices: Sequence[DaemonChoice], daemon_idx: int) -> bool:
+    """Whether several cores, but not all, were chosen for a daemon, and for no other one."""
+    own = set(choices[daemon_idx].cores)
+    others = (each.cores for index, each in enumerate(choices) if index != daemon_idx)
+    return 1 < len(own) < len(usable_cores()) and own.isdisjoint(chain.from_iterable(others))
 
 
 def _num_threads(cores: Sequence[int], num_daemons: int) -> int:

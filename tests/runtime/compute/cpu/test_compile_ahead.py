@@ -100,7 +100,7 @@ def test_every_job_of_a_model_can_be_run() -> None:
     types = [TensorType.F32, TensorType.Q8_0]
     jobs = jobs_for(types, KvType.F16, is_recurrent=True, asks_daemons=True)
     assert len(set(jobs)) == len(jobs)
-    for job in {*jobs, *jobs_for(types, None)}:
+    for job in {*jobs, *jobs_for(types, None, asks_daemons=True)}:
         run_job(job)
 
 
@@ -114,6 +114,7 @@ def test_a_model_needs_what_it_has() -> None:
     assert experts - whole == {"batch"}
     assert whole < recurrent
     assert asking - whole == {"asked"}
+    assert set(jobs_for(types, None, asks_daemons=True)) - experts == {"asked", "graphs"}
     assert {job for job in experts if "." in job} == {"rows.F32", "rows.Q8_0"}
     assert not {"attend", "attention", "delta", "conv"} & experts
     assert recurrent - whole == {"delta", "conv", "products", "tree"}

@@ -295,6 +295,31 @@ def test_a_terms_bits_do_not_depend_on_a_large_batch(
         np.testing.assert_array_equal(result_of(bank, batch), expected)
 
 
+def test_batches_that_are_not_sound_are_refused(
+    all_experts: dict[str, Experts], backends: dict[int, CpuBackend]
+) -> None:
+    made = all_experts["Q8_0"]
+    bank = backends[3].load_experts(made.file, made.layer, all_ids())
+    good = random_batch(made.layer.hidden_size, 1, 1)
+    starts = good.group_starts
+    out = np.zeros((1, made.layer.hidden_size))
+    wrong: list[dict[str, Any]] = [
+        {"group_starts": np.sort(np.concatenate([starts, np.full(200, starts[-1], np.int32)])),
+         "expert_ids": np.resize(good.expert_ids, good.expert_ids.size + 200)},
+        {"group_starts": starts[:-1]},
+        {"weights": good.weights[:-1]},
+        {"expert_ids": np.full_like(good.expert_ids, bank.num_experts)},
+        {"token_indices": np.ones_like(good.token_indices)},
+    ]  # fmt: skip
+    for changed in wrong:
+        with pytest.raises(ValueError, match="out of range"):
+            bank.accumulate(replace(good, **changed), out)
+    out.flags.writeable = False
+    with pytest.raises(ValueError, match="cannot be written"):
+        bank.accumulate(good, out)
+    assert not out.any()
+
+
 @pytest.mark.parametrize("num_tokens", [1, 2])
 def test_threads_share_the_quantising_of_activations(
     all_experts: dict[str, Experts], backends: dict[int, CpuBackend], num_tokens: int

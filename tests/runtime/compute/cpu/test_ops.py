@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,12 +12,15 @@ from gguf import GGMLQuantizationType
 from gguf.quants import quantize
 
 from dflash_adapters.quant import TensorType
-from dflash_adapters.rope import RopePairing, rope_table
+from dflash_adapters.rope import RopePairing, RopeTable, rope_table
 from dflash_adapters.routing import Gating, RoutingRule
 from dflash_adapters.spec import KvLayer
-from dflash_protocol.ids import F32Array
+from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime.compute.cpu import CpuBackend
+from dflash_runtime.compute.cpu.kernels.words import Call
 from dflash_runtime.compute.cpu.ops import CpuOps
+from dflash_runtime.compute.cpu.threads.scratch import Scratch
+from dflash_runtime.compute.cpu.threads.workers import Workers
 from dflash_runtime.compute.cpu.weights.matrix import CpuMatrix, as_matrix
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.reference.ops import DenseMatrix, ReferenceOps
@@ -175,3 +179,24 @@ def test_read_only_inputs_are_accepted(ops: CpuOps) -> None:
     x = normal(2, 64)
     x.setflags(write=False)
     assert ops.linear(x, q8_0_matrix(8, 64)).shape == (2, 8)
+
+
+def test_angles_live_as_long_as_the_call_that_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may have other positions' angles kept meanwhile."""
+    ops, made = CpuOps(Workers(1), Scratch()), list[weakref.ref[F32Array]]()
+    angles = CpuOps.angles
+
+    def fresh(ops: CpuOps, table: RopeTable, positions: I32Array) -> F32Array:
+        found = angles(ops, table, positions).copy()
+        made.append(weakref.ref(found))
+        return found
+
+    def checked(ops: CpuOps, call: Call) -> None:
+        assert made[-1]() is not None
+
+    monkeypatch.setattr(CpuOps, "angles", fresh)
+    monkeypatch.setattr(CpuOps, "run", checked)
+    q, k = np.zeros((2, 4, 8), np.float32), np.zeros((2, 1, 8), np.float32)
+    table = RopeTable(RopePairing.INTERLEAVED, 8, np.ones(4), 1.0)
+    ops.norm_and_rotate(q, k, np.arange(2, dtype=np.int32), table)
+    assert made

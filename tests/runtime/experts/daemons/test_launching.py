@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from dflash_protocol.errors import SettingsError
 from dflash_protocol.settings import DaemonSetting, Settings
 from dflash_runtime.compute.cores import usable_cores
 from dflash_runtime.compute.topology import Core, Topology
+from dflash_runtime.experts.daemons import launching
 from dflash_runtime.experts.daemons.launching import (
     DaemonChoice,
     choose_daemon,
@@ -152,10 +154,26 @@ def test_daemons_share_the_cores_unless_they_have_their_own() -> None:
     assert (option(kept, "--threads"), option(kept, "--cores")) == ("7", str(cores[0]))
     pinned = launch(choices, settings=Settings(pin_daemons=True)).command
     assert option(pinned, "--cores") == ",".join(map(str, cores[: max(1, len(cores) // 2)]))
-    spins = [option(each, "--ipc-spin-us") for each in (shared, kept, pinned)]
-    assert spins == [None, "1000", None]
-    told = launch(choices, 1, settings=Settings(spin_us=20)).command
-    assert option(told, "--ipc-spin-us") is None  # it reads the setting itself
+
+
+def test_only_daemons_with_several_cores_of_their_own_poll_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launching, "usable_cores", lambda: list(range(8)))
+    chosen = choose_daemons(["cpu"] * 6, Settings())
+    cores = [(), (1, 2), (3,), (4, 5), (5, 6), tuple(range(8))]
+
+    def polls(given: list[int], settings: Settings) -> list[str | None]:
+        choices = [replace(chosen[index], cores=cores[index]) for index in given]
+        environments = [launch(choices, i, settings=settings) for i in range(len(given))]
+        return [
+            dict(each.environment).get("DFLASH_MOE_EXPERT_COMPUTE_IPC_SPIN_US")
+            for each in environments
+        ]
+
+    assert polls([0, 1, 2, 3, 4], Settings()) == [None, "1000", None, None, None]
+    assert polls([5], Settings()) == [None]
+    assert polls([1], Settings(spin_us=20)) == ["20"]
 
 
 @pytest.mark.parametrize(

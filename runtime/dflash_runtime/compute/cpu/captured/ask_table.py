@@ -131,7 +131,10 @@ class AskTable:
             scratch = bank.scratch_words(1, self._num_used)
         words[k.GROUP_STARTS] = address(pairs.group_starts, np.int32)
         words[k.TOKEN_INDICES] = address(pairs.token_indices, np.int32)
-        selections = self.selections[layer_id] = np.zeros(lookup.owner_index.size, np.int64)
+        # Several captures of a layer count together.
+        selections = self.selections.setdefault(
+            layer_id, np.zeros(lookup.owner_index.size, np.int64)
+        )
         steps.set_routing(
             words,
             hidden,

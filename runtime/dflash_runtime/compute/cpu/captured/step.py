@@ -187,8 +187,8 @@ class CpuStep:
         if table is None:
             recorded.program.run(self._workers.address, self._check, stops)
         else:
-            table.begin()
             try:
+                table.begin()
                 recorded.program.run(self._workers.address, self._check, stops)
             finally:
                 table.end()

@@ -9,7 +9,9 @@ from functools import cache
 from typing import Any
 
 from dflash_runtime.compute.cpu.compile.compiling import RowFunction, compile_task
-from dflash_runtime.compute.cpu.kernels.words import HOST, STOP, Call, get
+from dflash_runtime.compute.cpu.kernels.asked_tasks import run_asked
+from dflash_runtime.compute.cpu.kernels.step_tasks import run_place
+from dflash_runtime.compute.cpu.kernels.words import HOST, STOP, Call, calls_kernel, get
 from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.simd.atomics import atomic_load, atomic_store
 from dflash_runtime.compute.cpu.simd.types import I32, I64, emit_call, i64, primitive
@@ -56,6 +58,12 @@ def launch_call(launcher: tuple[int, int, int], next_signal: int) -> Call:
 def await_call(signal: int) -> Call:
     """Wait until the signal at this address is not 0; it has eight bytes of its own."""
     return Call(run_await().address, [signal])
+
+
+def compile_calls() -> None:
+    """Compile what such steps are made of, now rather than in the first one."""
+    for compiled in (run_launch, run_await, run_asked, run_place, calls_kernel):
+        compiled()
 
 
 @cache

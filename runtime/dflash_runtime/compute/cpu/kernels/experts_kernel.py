@@ -399,7 +399,7 @@ def _is_sound(args: int) -> bool:
     for group in range(num_groups):
         expert = v.load_i32(get(args, EXPERT_IDS) + 4 * group)
         start, end = pair_range(args, group)
-        if expert < 0 or expert >= get(args, NUM_EXPERTS) or start != num_pairs or end < start:
+        if expert < 0 or expert >= get(args, NUM_EXPERTS) or start != num_pairs or end <= start:
             return False
         num_pairs = end
     for pair in range(num_pairs):

@@ -16,7 +16,11 @@ from dflash_protocol.ids import Phase
 from dflash_runtime.compute.backend import MailedExperts
 from dflash_runtime.compute.cpu.captured.ask_table import AskTable
 from dflash_runtime.compute.cpu.captured.program import BetweenCalls, Program
-from dflash_runtime.compute.cpu.kernels.device_tasks import await_call, launch_call
+from dflash_runtime.compute.cpu.kernels.device_tasks import (
+    await_call,
+    compile_calls,
+    launch_call,
+)
 from dflash_runtime.compute.cpu.kernels.words import Call
 from dflash_runtime.compute.gpu.experts.moe import DeviceMoe, HereRoute, Route, local_sums
 from dflash_runtime.compute.gpu.launch.decode_experts import Choice
@@ -46,7 +50,9 @@ class HostPath(StepPath):
         remote: MailedExperts,
         check: Callable[[], None],
     ) -> None:
-        """`check` is called within a step, at least every 50 ms; what it raises ends the step."""
+        """`check` is called within a step, at least every 50 ms while daemons are awaited; what it
+        raises ends the step."""
+        compile_calls()
         self._remote, self._check = remote, check
         self._exchanges: list[_Exchange] = []
         self._whole_pairs: list[int] = []
@@ -106,8 +112,8 @@ class HostPath(StepPath):
     def _run(self, program: Program) -> None:
         """Raises: what `check` raises; DaemonUnavailable, DeviceUnavailable."""
         self._ops.device.use()
-        self._table.begin()
         try:
+            self._table.begin()
             program.run(0, self._check)
         finally:
             self._table.end()

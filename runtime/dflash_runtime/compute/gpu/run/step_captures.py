@@ -131,8 +131,14 @@ class PathCaptures:
                 pass  # the host's work is left out
         with buffers.repeated(noted) as kept:
             pieces, logits = capture_pieces(decode.ops.device, decode.launch(path, bucket))
+        try:
+            replay = path.replayed(pieces)
+        except BaseException:
+            for piece in pieces:
+                piece.graph.close()
+            raise
         # Other work may run between pieces, so a step in pieces keeps its buffers to itself.
-        return Capture(pieces, logits, kept if path.needs_host else [], path.replayed(pieces))
+        return Capture(pieces, logits, kept if path.needs_host else [], replay)
 
     def forget(self) -> None:
         """Close all graphs; none may be running."""

@@ -75,8 +75,8 @@ class StepRunner:
         self._cache.check_fits(self.tokens.position, 1)
         capture = self._captures.next_step()
         self._last = capture.logits
+        self._cache.count_step()  # also of a step that fails: it has overwritten an older state
         capture.replay()
-        self._cache.count_step()
         self.tokens.advance()
 
     def time_step(self, choice: PathChoice) -> float:

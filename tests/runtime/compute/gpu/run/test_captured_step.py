@@ -16,8 +16,11 @@ from dflash_runtime.compute.gpu.device.device import KernelDevice
 from dflash_runtime.compute.gpu.run.captured_step import GraphStep
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.model import Step, forward, run_to_end
+from support.emulated_device import EmulatedDevice
+from support.emulated_device.emulated_device import EmulatedGraph
 from support.emulated_gpu import TINY
-from support.gpu_models import GpuModel
+from support.gpu_models import SHAPES, GpuModel
+from support.random_gguf import write_model
 from support.random_models import write_qwen3moe
 
 PROMPT = np.arange(9, dtype=np.int32)
@@ -83,4 +86,31 @@ def test_a_recording_takes_what_its_trial_took(
         gc.enable()
     first.close()
     second.close()
+    model.close()
+
+
+def test_a_step_that_fails_has_overwritten_an_older_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_model(tmp_path / "m.gguf", SHAPES["qwen35moe"], seed=4, tensor_type="Q8_0")
+    model = GpuModel(path, EmulatedDevice(), kv_type=KvType.F16)
+    model.logits(PROMPT, [PROMPT.size])
+    step, states = model.captured_step(), model.cache.states
+    step.begin(3, PROMPT.size)
+    for _ in range(5):
+        step.start()
+    end = PROMPT.size + 5
+    oldest = next(each for each in range(1, end) if states.can_resume(each))
+    replay = EmulatedGraph.replay
+
+    def interrupted(graph: EmulatedGraph) -> None:
+        replay(graph)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(EmulatedGraph, "replay", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        step.start()
+    assert not states.can_resume(oldest)
+    assert states.can_resume(end)
+    step.close()
     model.close()
