@@ -28,7 +28,9 @@ from dflash_protocol.wire.transport import Reply, TransportCounters
 
 _TIMES = struct.Struct("<2d")
 _TIMES_AT = HEADER_AT + 8 * ring.TIME
-_SPIN_S, _LONG_SPIN_S = 50e-6, 1e-3
+_SPIN_S = 50e-6
+LONG_SPIN_S = 1e-3
+"""Longer than a layer of a decode step takes."""
 _MANY_CORES = 8
 _LONGEST_WAIT_S = 1.0
 
@@ -157,7 +159,7 @@ def spin_window_s() -> float:
     """
     num_cores = len(os.sched_getaffinity(0))
     if num_cores >= _MANY_CORES:
-        return _LONG_SPIN_S
+        return LONG_SPIN_S
     return _SPIN_S if num_cores > 1 else 0.0
 
 

@@ -17,6 +17,7 @@ from dflash_protocol.endpoint import Endpoint
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.settings import Settings, daemon_environment, package_roots
 from dflash_protocol.settings.kinds import Daemons, DaemonSetting, checked
+from dflash_protocol.transports.in_flight import LONG_SPIN_S
 from dflash_runtime.compute.backend import BackendName
 from dflash_runtime.compute.cores import (
     most_threads,
@@ -26,9 +27,6 @@ from dflash_runtime.compute.cores import (
 )
 from dflash_runtime.compute.topology import read_topology
 from dflash_runtime.experts.daemons.link import Launch
-
-_OWN_CORES_SPIN_US = 1000
-"""Longer than a layer takes: threads of a daemon with cores of its own stay awake within a step."""
 
 _PACKAGES = ("dflash_protocol", "dflash_adapters", "dflash_runtime", "dflash_daemon")
 
@@ -146,7 +144,7 @@ def launch_of(
         *(("--cores", ",".join(map(str, cores))) if choice.cores or settings.pin_daemons else ()),
     )
     if settings.spin_us is None and _has_own_cores(choices, daemon_idx):
-        settings = replace(settings, spin_us=_OWN_CORES_SPIN_US)
+        settings = replace(settings, spin_us=round(1e6 * LONG_SPIN_S))
     return Launch(command, choice.environment(settings))
 
 

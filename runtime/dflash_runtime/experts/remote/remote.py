@@ -180,24 +180,22 @@ class RemoteExpertCompute:
         self._forget(ticket)
 
     def mail_route(self, local_ids: Mapping[int, I32Array]) -> MailRoute | None:
-        opened = self._link.session
-        if opened is None or self._guard.is_troubled:
-            return None
-        try:
-            session = self._session_of(opened)
-        except DaemonUnavailable:
-            return None
-        return session.mail_route(self._link, local_ids)
+        session = self._sound_session()
+        return None if session is None else session.mail_route(self._link, local_ids)
 
     def ask_route(self, owner_index: int) -> AskRoute | None:
+        session = self._sound_session()
+        return None if session is None else session.ask_route(owner_index, self._asked_in_vain)
+
+    def _sound_session(self) -> RemoteSession | None:
+        """The session for requests that others make; None if there is none without trouble."""
         opened = self._link.session
         if opened is None or self._guard.is_troubled:
             return None
         try:
-            session = self._session_of(opened)
+            return self._session_of(opened)
         except DaemonUnavailable:
             return None
-        return session.ask_route(owner_index, self._asked_in_vain)
 
     def count_asked(self, asked: OwnerTotals) -> None:
         counted = self._stats.of_phase(Phase.DECODE)

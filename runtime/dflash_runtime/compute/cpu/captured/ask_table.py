@@ -12,6 +12,7 @@ from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase
 from dflash_protocol.ring import compiled as ring_native
 from dflash_protocol.ring import compiled_experts as ring
+from dflash_protocol.transports.in_flight import LONG_SPIN_S
 from dflash_protocol.transports.lent_slot import LentSlot
 from dflash_protocol.transports.ports import PHASES
 from dflash_runtime.compute.asking import AskedLayers, AskedOwners, AskRoute, OwnerTotals
@@ -26,9 +27,6 @@ from dflash_runtime.compute.cpu.threads.workers import Workers
 
 _SETTLE_S = 0.25
 """Statistics, and deadlines with them, follow what was asked after this time, or when read."""
-_SPIN_S = 1e-3
-"""How long threads without work poll while daemons have cores of their own: longer than one of
-their layers takes, as waking a thread takes a tenth of that."""
 _NO_FAILURES = ring_native.NOT_FINITE, ring_native.UNSENT
 """Requests that only the host can judge: rows may not be finite either; or send, widened."""
 
@@ -88,8 +86,8 @@ class AskTable:
         if workers is not None:
             # Daemons of this machine have as many threads, unless told otherwise.
             words[t.FREES_CORES] = self._num_cores < 2 * workers.num_threads
-            if not words[t.FREES_CORES]:
-                workers.spin_for(_SPIN_S)
+            if not words[t.FREES_CORES]:  # waking a thread takes a tenth of a layer
+                workers.spin_for(LONG_SPIN_S)
             idle, region = (workers.address + 8 * word for word in (IDLE, REGION))
         self.address = int(words.ctypes.data)
         self._words, self._times = words.data, words.view(np.float64).data

@@ -18,10 +18,8 @@ from dflash_runtime.compute.cpu.simd.types import I32, I64, emit_call, i64, prim
 from dflash_runtime.compute.cpu.threads import system
 
 LAUNCH, GRAPH, STREAM, NEXT_SIGNAL = range(4)
-SIGNAL = 0
+SIGNAL, SPIN_NS = range(2)
 
-_BUSY_NS = 500_000
-"""A piece of a step takes less; until then the thread spins."""
 _NUM_POLLS = 16
 """Polls of the signal between two reads of the clock."""
 
@@ -40,7 +38,7 @@ def _run_launch(args: int, counter: int, pool: int) -> None:
 
 
 def _run_await(args: int, counter: int, pool: int) -> None:
-    signal, end_ns = get(args, SIGNAL), system.monotonic_ns() + _BUSY_NS
+    signal, end_ns = get(args, SIGNAL), system.monotonic_ns() + get(args, SPIN_NS)
     while atomic_load(signal) == 0:
         for _ in range(_NUM_POLLS):
             system.pause()
@@ -55,9 +53,9 @@ def launch_call(launcher: tuple[int, int, int], next_signal: int) -> Call:
     return Call(run_launch().address, [*launcher, next_signal])
 
 
-def await_call(signal: int) -> Call:
-    """Wait until the signal at this address is not 0; it has eight bytes of its own."""
-    return Call(run_await().address, [signal])
+def await_call(signal: int, spin_ns: int) -> Call:
+    """Poll for so long until the signal at this address is not 0; it has eight bytes of its own."""
+    return Call(run_await().address, [signal, spin_ns])
 
 
 def compile_calls() -> None:

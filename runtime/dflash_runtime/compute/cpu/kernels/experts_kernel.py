@@ -252,14 +252,11 @@ def gate_up(args: int, counter: int, worker_idx: int) -> None:
             for index in range(last - first):
                 v.copy_bytes(place + 4 * ffn_size * index, gates + 64 * index, 4 * num_rows)
         if quantises:
-            block = row // 32
-            is_first, does_both = row % 32 == 0, panel == before + 1
-            if is_first:
-                does_both = following == panel + 1
+            block, is_second = row // 32, row % 32 != 0
+            does_both = before == panel - 1 if is_second else following == panel + 1
+            does_last = is_second
             if not does_both:
                 does_last = atomic_add(_halves(args, group, block), 1) == 1
-            else:
-                does_last = not is_first
             if does_last:
                 _quantise_blocks(args, group, block, 1)
         before, panel = panel, following

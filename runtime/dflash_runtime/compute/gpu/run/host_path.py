@@ -29,7 +29,7 @@ from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.gpu.ops.kernels import RoutedRows
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
 from dflash_runtime.compute.gpu.run.step_path import GraphPiece, StepPath
-from dflash_runtime.compute.gpu.transfers.exchange import Exchanger, StepBox
+from dflash_runtime.compute.gpu.transfers.exchange import BUSY_S, Exchanger, StepBox
 from dflash_runtime.compute.model import Pausable
 
 _PHASE = Phase.DECODE
@@ -104,7 +104,7 @@ class HostPath(StepPath):
             signal = 0 if exchange is None else exchange.box.signal_address
             add(launch_call(piece.graph.launcher, signal), piece.graph.replay)
             if exchange is not None:
-                add(await_call(signal), exchange.box.wait)
+                add(await_call(signal, int(1e9 * BUSY_S)), exchange.box.wait)
                 add(exchange.call(), exchange)
         program = Program(calls, [self._exchanges, pieces], 1, instead=instead)
         return lambda: self._run(program)

@@ -23,7 +23,7 @@ from dflash_runtime.compute.gpu.launch.decode_experts import Choice
 _THREADS = 512
 _POLLS_PER_CLOCK = 64
 """Polls of the word between two reads of the clock."""
-_BUSY_S = 0.5e-3
+BUSY_S = 0.5e-3
 """A piece of a step takes less; until then the host spins."""
 _PAUSE_S = 20e-6
 _TIMEOUT_S = 0.5
@@ -125,7 +125,7 @@ class StepBox:
         signal = self._signal
         if signal[0]:
             return
-        busy_until_s = time.monotonic() + _BUSY_S
+        busy_until_s = time.monotonic() + BUSY_S
         while time.monotonic() < busy_until_s:
             for _ in range(_POLLS_PER_CLOCK):
                 if signal[0]:
