@@ -37,6 +37,7 @@ from dflash_runtime.compute.model import Model
 from dflash_runtime.compute.sliding_window import MOST_KEPT, num_rows
 from dflash_runtime.engine.arguments import choice, whole_number
 from dflash_runtime.engine.demo_model import chosen_model_path
+from dflash_runtime.engine.heat_keeper import HeatKeeper, open_heat
 from dflash_runtime.engine.trial_steps import trial_steps
 from dflash_runtime.experts.daemons.launching import choose_daemons, daemon_names
 from dflash_runtime.experts.daemons.supervisor import ProgressCallback
@@ -60,6 +61,7 @@ class Opened:
     owners: Owners
     num_positions: int
     kv_type: KvType
+    heat: HeatKeeper
 
 
 def settings_with(settings: Settings, given: Mapping[str, Any]) -> Settings:
@@ -112,6 +114,8 @@ def open_model(
         raise SettingsError(
             f"context={settings.context}: the model was made for up to {spec.context_length}"
         )
+    heat = open_heat(file, spec, settings)
+    undo.callback(heat.close)
     if placement is None:
         names = daemon_names(choices, endpoints)
         placement = even_split(spec.moe, names, settings.local_experts)
@@ -188,7 +192,7 @@ def open_model(
     )
     weights.remember()
     weights.start()
-    return Opened(file, model, backend, owners, num_positions, kv_type)
+    return Opened(file, model, backend, owners, num_positions, kv_type, heat)
 
 
 def _local_experts(spec: ModelSpec, placement: Placement) -> list[tuple[MoeLayer, int]]:

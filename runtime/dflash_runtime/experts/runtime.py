@@ -31,6 +31,7 @@ from dflash_runtime.experts.pairs import (
 )
 from dflash_runtime.experts.remote.reply_checks import CheckSchedule
 from dflash_runtime.experts.telemetry import HitCounts, OwnerKind, OwnerStats, SelectionCounts
+from dflash_runtime.placement.heat import HEAT_PHASES, phase_index
 
 
 @dataclass(slots=True, eq=False)
@@ -116,12 +117,12 @@ class MoeExpertComputeRuntime:
         self.hits.layers += num_layers
         self.hits.layers_hot_only += num_layers
 
-    def count_selections(self, layer_id: int, topk_ids: I32Array) -> None:
-        self._selections.add(layer_id, topk_ids.reshape(-1))
+    def count_selections(self, phase: Phase, layer_id: int, topk_ids: I32Array) -> None:
+        self._selections.add(phase, layer_id, topk_ids.reshape(-1))
 
-    def add_selections(self, layer_id: int, counts: I64Array) -> None:
+    def add_selections(self, phase: Phase, layer_id: int, counts: I64Array) -> None:
         """Add routing that a device has counted, unseen by the host. Shapes: counts [E]."""
-        self._selections.add_counts(layer_id, counts)
+        self._selections.add_counts(phase, layer_id, counts)
 
     def mail_routes(self) -> tuple[MailRoute, ...]:
         routes = []
@@ -155,7 +156,7 @@ class MoeExpertComputeRuntime:
 
     def add_mailed(self, phase: Phase, layer_id: int, counts: I64Array) -> None:
         """Add the routing of steps that went through mailboxes. Shapes: counts [E]."""
-        self._selections.add_counts(layer_id, counts)
+        self._selections.add_counts(phase, layer_id, counts)
         owner_index = self._placement.routing[layer_id].owner_index
         for index, owner in enumerate(self._owners):
             num_pairs = int(counts[owner_index == index].sum())
@@ -213,7 +214,7 @@ class MoeExpertComputeRuntime:
             else:
                 hits.remote += asked.num_pairs
         for layer_id, counts in taken.selections.items():
-            self._selections.add_counts(layer_id, counts)
+            self._selections.add_counts(Phase.DECODE, layer_id, counts)
 
     def settle_with(self, settle: Callable[[], None] | None) -> None:
         self._settle = settle
@@ -264,9 +265,9 @@ class MoeExpertComputeRuntime:
                 self._ask(ticket, pairs)
         # Counted here while daemons compute.
         if counts is None:
-            self._selections.add(layer_id, topk_ids.reshape(-1))
+            self._selections.add(phase, layer_id, topk_ids.reshape(-1))
         else:
-            self._selections.add_counts(layer_id, counts)
+            self._selections.add_counts(phase, layer_id, counts)
         self.hits.layers += 1
         return ticket
 
@@ -322,6 +323,24 @@ class MoeExpertComputeRuntime:
         if self._settle is not None:
             self._settle()
         return self._selections.snapshot()
+
+    def selections_by_phase(self) -> I64Array:
+        """How often each expert was chosen, as `SelectionCounts.as_array`. Shapes: [2, L, E]."""
+        if self._settle is not None:
+            self._settle()
+        return self._selections.as_array()
+
+    def pairs_of_owners(self) -> dict[str, list[int]]:
+        """How many pairs each owner has computed, by name, then by `HEAT_PHASES`; the fallback's
+        under ``fallback``."""
+        owners = dict(zip(self._placement.owner_names, self._owners, strict=True))
+        if self._fallback is not None:
+            owners["fallback"] = self._fallback
+        counted = {name: [0] * len(HEAT_PHASES) for name in owners}
+        for name, owner in owners.items():
+            for phase, stats in owner.stats.phases.items():
+                counted[name][phase_index(phase)] += stats.pairs
+        return counted
 
     def close(self) -> None:
         for owner in self._owners:

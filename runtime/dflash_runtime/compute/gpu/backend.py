@@ -334,13 +334,13 @@ class CupyBackend:
         home = HostPath(self.ops, model.spec.moe, resident, remote=remote, check=check)
         return GraphStep(self.ops, model, cache, home=home, sessions=sessions)
 
-    def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:
-        taken: dict[int, I64Array] = {}
+    def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[tuple[Phase, int], I64Array]:
+        taken: dict[tuple[Phase, int], I64Array] = {}
         for layer_id, bank in banks.items():
             assert isinstance(bank, CupyExpertBank)
             counts = bank.by_global.take_selections(self.device)
             if counts is not None:
-                taken[layer_id] = counts
+                taken[Phase.PREFILL, layer_id], taken[Phase.DECODE, layer_id] = counts
         return taken
 
     def _resident(
