@@ -68,7 +68,7 @@ def stats(file: Path, phase: str, as_json: bool, csv_path: Path | None) -> None:
     else:
         write_lines(_summary(heat_file, phase))
         for line in _picture(heat_file, phase):
-            click.echo(line)
+            click.echo(line, color=True)  # it has colours only where they can be shown
         write_lines(_owner_lines(heat_file, phase))
 
 

@@ -83,7 +83,7 @@ class HeatStore:
     def read(self, path: Path, half_lives: HalfLives) -> Heat:
         """The heat of a file. Raises: SettingsError."""
         file = read_heat_file(path, half_lives=half_lives)
-        return heat_for_model(path, file, self._spec, self._identity())
+        return heat_for_model(path, file, self._spec, identity=self._identity())
 
     def save(self, heat: Heat) -> None:
         """Write the heat to the first place that takes it; a warning, once, if none does."""
@@ -100,11 +100,11 @@ class HeatStore:
                 return
             except (OSError, SettingsError) as error:
                 errors.append(str(error))
-        if not self._has_warned:
-            self._has_warned = True
+        if errors and not self._has_warned:
+            self._has_warned, reason = True, errors[0]
             # docs: neither beside the model nor in the cache folder can it be written, or not where
             # `--heat` says; it is tried again each minute, and all else goes on
-            _LOG.warning("heat is not saved: %s", errors[0])
+            _LOG.warning("heat is not saved: %s", reason)
 
     def content(self, heat: Heat) -> bytes:
         """The content of a file of this model's heat."""

@@ -101,7 +101,7 @@ def read_heat_file(path: Path, *, half_lives: HalfLives | None = None) -> HeatFi
         raise file_error(HEAT_KIND, path, str(error)) from None
 
 
-def heat_for_model(path: Path, file: HeatFile, spec: ModelSpec, identity: str) -> Heat:
+def heat_for_model(path: Path, file: HeatFile, spec: ModelSpec, *, identity: str) -> Heat:
     """The heat of a file that was read from `path`, for this model.
 
     Raises: SettingsError if it is of another model.
@@ -180,8 +180,7 @@ def _parse(content: bytes, half_lives: HalfLives | None) -> HeatFile:
 
 
 def _parse_header(text: bytes) -> dict[str, Any]:
-    # Parsed objects take more memory than text: a list 64 bytes, a number or string 40 to 60.
-    if len(text) > _LONGEST_HEADER or text.count(b"[") > _MOST_LAYERS + _MOST_OWNERS + 8:
+    if len(text) > _LONGEST_HEADER:
         raise ValueError("the header is too long")
     try:
         header = json.loads(text)
