@@ -50,7 +50,7 @@ Examples:
     type=click.Path(path_type=Path),
     help="Write all counts as the older system's CSV, instead of showing them.",
 )
-def stats(file: Path, phase: str, as_json: bool, csv_path: Path | None) -> None:
+def stats(file: Path, *, phase: str, as_json: bool, csv_path: Path | None) -> None:
     """Show how often each expert was chosen, from FILE: a model's heat, statistics or a CSV.
 
     FILE is kept beside a model (MODEL.heat), or written by --expert-stats; see docs/files.md.
