@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class Curve:
 
     def __post_init__(self) -> None:
         amounts = [amount for amount, _ in self.points]
-        if not amounts or any(b <= a for a, b in zip(amounts, amounts[1:], strict=False)):
+        if not amounts or any(b <= a for a, b in pairwise(amounts)):
             raise ValueError("a curve needs points with ascending amounts")
 
     def at(self, amount: float) -> float:
@@ -111,4 +112,4 @@ class Box:
     """By device: a layer's stop within a step, where the host takes over rows and choice and gives
     back sums; by rows."""
     disk: Curve | None = None
-    """Bytes a second of reads of an expert's size past the page cache, by how many are in flight."""
+    """Bytes a second of reads of an expert's size past the page cache, by how many are pending."""
