@@ -206,6 +206,10 @@ class RemoteExperts(Protocol):
 class MailedExperts(RemoteExperts, AskedOwners, Protocol):
     """Owners that captured steps may ask through mailboxes, or from compiled code."""
 
+    @property
+    def own_banks(self) -> Mapping[int, ExpertBank]:
+        """The experts of `own_index`, by layer id: in this process, and in the host's memory."""
+
     def mail_routes(self) -> tuple[MailRoute, ...]:
         """Routes to all owners of what the block does not compute, if each is connected and has a
         mailbox, else none. The same objects as before while their sessions last."""

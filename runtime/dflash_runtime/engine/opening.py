@@ -42,7 +42,7 @@ from dflash_runtime.experts.daemons.launching import choose_daemons, daemon_name
 from dflash_runtime.experts.daemons.supervisor import ProgressCallback
 from dflash_runtime.experts.owners import Owners, is_any_local, open_owners
 from dflash_runtime.experts.store import expert_tensor_types
-from dflash_runtime.placement.split import LOCAL_OWNER, even_split
+from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER, even_split
 
 _DEFAULT_CONTEXT_LIMIT = 32768
 """Default context of models that have more: a larger cache has to be asked for."""
@@ -112,15 +112,16 @@ def open_model(
         raise SettingsError(
             f"context={settings.context}: the model was made for up to {spec.context_length}"
         )
+    is_on_device = (settings.device or CPU).kind is not DeviceKind.CPU
     if placement is None:
         names = daemon_names(choices, endpoints)
-        placement = even_split(spec.moe, names, settings.local_experts)
+        placement = even_split(spec.moe, names, settings.local_experts, has_host=is_on_device)
     if settings.kv_type != "auto":
         kv_type = KvType(settings.kv_type)
     else:
         kv_type = KvType.F32 if spec.all_matrices_f32 else KvType.F16
     num_positions = settings.context or min(spec.context_length, _DEFAULT_CONTEXT_LIMIT)
-    if (settings.device or CPU).kind is DeviceKind.CPU:  # devices check their own memory
+    if not is_on_device:  # devices check their own memory
         _check_cache_fits(spec, num_positions, kv_type)
     num_threads = settings.threads or None
     backend = open_backend(
@@ -149,17 +150,18 @@ def open_model(
         num_positions=num_positions,
         kv_type=kv_type,
     )
-    fallback_backend = backend
-    if not backend.is_host and (choices or endpoints) and is_any_local(settings):
-        # The fallback computes on the host, from the mapped file: the device has no room.
-        fallback_backend = make_backend(
+    host_backend = backend
+    has_fallback = bool(choices or endpoints) and is_any_local(settings)
+    if not backend.is_host and (has_fallback or HOST_OWNER in placement.owner_names):
+        # It computes from the mapped file: the device has no room.
+        host_backend = make_backend(
             BackendName.AUTO,
             num_threads=num_threads,
             cpu_tier=settings.cpu_tier,
             cache_dir=settings.cache_dir,
         )
-        undo.callback(fallback_backend.close)
-        fallback_backend.warm_up(
+        undo.callback(host_backend.close)
+        host_backend.warm_up(
             expert_tensor_types(spec.moe),
             asks_daemons=True,
             on_progress=partial(report, "parent", "compile"),
@@ -171,7 +173,7 @@ def open_model(
         file,
         spec,
         backend=backend,
-        fallback_backend=fallback_backend,
+        host_backend=host_backend,
         weights=weights,
         placement=placement,
         choices=choices,

@@ -38,9 +38,10 @@ from dflash_runtime.experts.store import (
     every_expert,
     load_banks,
     measure_pairs_per_second,
+    trial_pass,
 )
 from dflash_runtime.experts.telemetry import OwnerKind
-from dflash_runtime.placement.split import LOCAL_OWNER
+from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ def open_owners(
     spec: ModelSpec,
     *,
     backend: ComputeBackend,
-    fallback_backend: ComputeBackend,
+    host_backend: ComputeBackend,
     weights: WeightCheck,
     placement: Placement,
     choices: Sequence[DaemonChoice],
@@ -78,7 +79,8 @@ def open_owners(
     launches = _launches(
         undo, file.path, backend, choices=choices, endpoints=endpoints, settings=settings
     )
-    strangers = [n for n in placement.owner_names if n not in launches and n != LOCAL_OWNER]
+    ours = (LOCAL_OWNER,) if backend.is_host else (LOCAL_OWNER, HOST_OWNER)
+    strangers = [n for n in placement.owner_names if n not in launches and n not in ours]
     if strangers:
         raise SettingsError(f"the placement has unknown owners: {strangers}")
     owned_by = dict(zip(placement.owner_names, placement.owners, strict=True))
@@ -119,11 +121,11 @@ def open_owners(
     checker: ReplyChecker | None = None
     if links and is_any_local(settings):
         every = load_banks(
-            fallback_backend, file, spec.moe, owned=every_expert(spec.moe), read_now=False
+            host_backend, file, spec.moe, owned=every_expert(spec.moe), read_now=False
         )
         if settings.check_replies != 0:
             schedule = CheckSchedule(settings.check_replies)
-            checker = ReplyChecker(every, fallback_backend.numeric_class, schedule)
+            checker = ReplyChecker(every, host_backend.numeric_class, schedule)
     computes: list[ExpertCompute] = []
     device_owner: int | None = None
     local_banks: dict[int, ExpertBank] = {}
@@ -149,6 +151,13 @@ def open_owners(
                 checker=checker,
             )
             computes.append(remote)
+        elif name == HOST_OWNER:
+            banks = load_banks(host_backend, file, spec.moe, owned=owned, read_now=True)
+            batches = host_backend.trial_batches
+            pairs_per_s = measure_pairs_per_second(banks.values(), batches=batches)
+            host_backend.choose_threads(file, trial_pass(banks))
+            host = LocalExpertCompute(OwnerKind.LOCAL, banks, pairs_per_s=pairs_per_s)
+            computes.append(host)
         else:
             local_banks = load_banks(backend, file, spec.moe, owned=owned, read_now=True)
             if backend.is_host:  # a device tries them with the whole model
@@ -157,12 +166,10 @@ def open_owners(
             computes.append(LocalExpertCompute(OwnerKind.LOCAL, local_banks))
     fallback = None
     if links and not is_required:
-        pairs_per_s = measure_pairs_per_second(
-            every.values(), batches=fallback_backend.trial_batches
-        )
+        pairs_per_s = measure_pairs_per_second(every.values(), batches=host_backend.trial_batches)
         fallback = LocalExpertCompute(OwnerKind.FALLBACK, every, pairs_per_s=pairs_per_s)
-        if fallback_backend.numeric_class != backend.numeric_class:
-            reason = f"fallback {fallback_backend.numeric_class}, parent {backend.numeric_class}"
+        if host_backend.numeric_class != backend.numeric_class:
+            reason = f"fallback {host_backend.numeric_class}, parent {backend.numeric_class}"
             events.add(EventKind.NUMERIC_CLASS_DIFFERS, "fallback", reason)
     runtime = MoeExpertComputeRuntime(
         placement,

@@ -9,7 +9,7 @@ Independent of architectures, tokens and sockets.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -20,8 +20,8 @@ from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase
 from dflash_protocol.placement import LayerRouting, Placement
 from dflash_runtime.compute.asking import AskedLayers, AskRoute
-from dflash_runtime.compute.backend import MailRoute
-from dflash_runtime.experts.compute import ExpertCompute, Ticket
+from dflash_runtime.compute.backend import ExpertBank, MailRoute
+from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute, Ticket
 from dflash_runtime.experts.offload import OffloadMode, PromptOffload
 from dflash_runtime.experts.pairs import (
     all_pairs,
@@ -57,9 +57,10 @@ class MoeExpertComputeRuntime:
 
     `owners` are in the placement's order. `fallback` has every expert under its global id; it is
     None if all experts are local, or if daemons are required. The experts of `device_owner`, an
-    index, are computed by a device's own MoE block: their pairs are only counted here. `offload`
-    says whether that block may also compute experts of other owners; `checks`, if given, schedules
-    checks of daemons' replies. Used by one thread at a time.
+    index, are computed by a device's own MoE block: their pairs are only counted here. Another
+    owner of this process has experts in the host's memory. `offload` says whether that block may
+    also compute experts of other owners; `checks`, if given, schedules checks of daemons' replies.
+    Used by one thread at a time.
     Owns the owners and the fallback.
     """
 
@@ -80,10 +81,13 @@ class MoeExpertComputeRuntime:
         self._fallback = fallback
         self._device_owner = device_owner
         self._is_daemon = tuple(owner.stats.kind is OwnerKind.DAEMON for owner in owners)
-        self._own = device_owner
-        """The owner of what captured steps compute: this process."""
-        if device_owner is None and False in self._is_daemon:
-            self._own = self._is_daemon.index(False)
+        in_host = (
+            index
+            for index, is_daemon in enumerate(self._is_daemon)
+            if not is_daemon and index != device_owner
+        )
+        self._host_owner = next(in_host, None)
+        """The owner whose experts this process computes in the host's memory."""
         self._lost_reason = ""
         self._checks = checks
         self._settle: Callable[[], None] | None = None
@@ -91,6 +95,11 @@ class MoeExpertComputeRuntime:
             offload, placement, self._owners, fallback=fallback, device_owner=device_owner
         )
         self._selections = SelectionCounts(placement.experts_per_layer)
+
+    @property
+    def _hot_owner(self) -> int | None:
+        """The owner that layers go to at the least cost."""
+        return self._host_owner if self._device_owner is None else self._device_owner
 
     @property
     def asks_daemons(self) -> bool:
@@ -181,19 +190,28 @@ class MoeExpertComputeRuntime:
 
     @property
     def own_index(self) -> int:
-        return -1 if self._own is None else self._own
+        return -1 if self._host_owner is None else self._host_owner
+
+    @property
+    def device_index(self) -> int:
+        return -1 if self._device_owner is None else self._device_owner
+
+    @property
+    def own_banks(self) -> Mapping[int, ExpertBank]:
+        owner = None if self._host_owner is None else self._owners[self._host_owner]
+        return owner.banks if isinstance(owner, LocalExpertCompute) else {}
 
     def routing(self, layer_id: int) -> LayerRouting:
         return self._placement.routing[layer_id]
 
-    def ask_routes(self) -> Sequence[AskRoute]:
+    def ask_routes(self) -> Sequence[AskRoute] | None:
         routes = []
         for index, owned in enumerate(self._placement.owners):
-            if index == self._own or not owned.num_experts:
+            if not self._is_daemon[index] or not owned.num_experts:
                 continue
             route = self._owners[index].ask_route(index)
             if route is None:
-                return ()
+                return None
             routes.append(route)
         return routes
 
@@ -208,10 +226,10 @@ class MoeExpertComputeRuntime:
             if not asked.num_requests:
                 continue
             self._owners[index].count_asked(asked)
-            if index == self._own:
-                hits.hot += asked.num_pairs
-            else:
+            if self._is_daemon[index]:
                 hits.remote += asked.num_pairs
+            else:
+                hits.hot += asked.num_pairs
         for layer_id, counts in taken.selections.items():
             self._selections.add_counts(layer_id, counts)
 
@@ -374,8 +392,8 @@ class MoeExpertComputeRuntime:
     def _count_own(
         self, phase: Phase, *, num_tokens: int, num_pairs: int, num_requests: int = 1
     ) -> None:
-        assert self._own is not None
-        stats = self._owners[self._own].stats
+        assert self._hot_owner is not None
+        stats = self._owners[self._hot_owner].stats
         for counted in (stats, stats.of_phase(phase)):
             counted.requests += num_requests
             counted.tokens += num_tokens
@@ -445,6 +463,7 @@ class MoeExpertComputeRuntime:
             ticket.is_hot_only = False
         else:
             self.hits.hot += num_pairs
+            ticket.is_hot_only &= owner_index == self._hot_owner
         if ticket.phase is Phase.PREFILL:
             self._offload.note(
                 owner_index,

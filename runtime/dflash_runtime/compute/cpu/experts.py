@@ -46,7 +46,7 @@ class CpuExpertBank:
         """Whether it has all experts of the layer, under their global ids."""
         self.selections = np.zeros(layer.num_experts, np.int64)
         """How often each expert was routed to in calls of `routed_call`, by global id."""
-        self._workers = workers
+        self.workers = workers
         self._scratch = scratch
         k.run_batch()  # compiled now rather than in the first step
         self._data: list[U8Array] = []
@@ -116,14 +116,14 @@ class CpuExpertBank:
             raise ValueError(f"hidden {hidden.shape}, out {out.shape}, expected {expected}")
         # Of a prompt few rows may be routed here: its pass goes on with as many threads as before.
         if batch.phase is not Phase.PREFILL or batch.num_tokens > FEW_ROWS:
-            self._workers.begin(batch.num_tokens)
+            self.workers.begin(batch.num_tokens)
         words = self._batch_words(batch, hidden, out)
         sizes = self.scratch_bytes(batch.num_tokens, batch.num_pairs)
         buffer, memory = self._scratch.take(sizes)
         try:
             for part, place, size in zip(k.SCRATCH_PARTS, memory, sizes, strict=False):
                 words[part] = place if size else 0
-            words_kernel()(k.run_batch().address, words, self._workers.address)
+            words_kernel()(k.run_batch().address, words, self.workers.address)
         finally:
             self._scratch.give_back(buffer)
         if not words[k.NUM_GROUPS]:
@@ -160,7 +160,7 @@ class CpuExpertBank:
             (num_pairs if num_tokens > 1 else 0) * self._hidden_q8_bytes,
             num_pairs * 4 * self.layer.ffn_size,
             ffn_q8_bytes,
-            self._workers.num_threads * self._thread_bytes,
+            self.workers.num_threads * self._thread_bytes,
         )
 
     def scratch_words(self, num_tokens: int, num_pairs: int) -> tuple[tuple[int, int], ...]:

@@ -60,8 +60,8 @@ class AskTable:
         num_experts_used: int,
         workers: Workers | None,
     ) -> None:
-        """`num_experts_used`: the most of any layer. `workers` compute this process's experts; None
-        if a device does."""
+        """`num_experts_used`: the most of any layer. `workers` compute the experts of this process
+        that are in the host's memory; None if there are none."""
         self._owners, self._num_used = owners, num_experts_used
         self._kept: list[object] = []
         self._lent: list[tuple[AskRoute, LentSlot]] = []
@@ -80,12 +80,14 @@ class AskTable:
         )
         num_words = t.FIRST_OWNER + t.OWNER_WORDS * num_owners
         words: I64Array = zeros_on_lines(8 * num_words).view(np.int64)[:num_words]
-        words[t.NUM_OWNERS], words[t.OWN] = num_owners, owners.own_index
+        words[t.NUM_OWNERS] = num_owners
+        words[t.OWN], words[t.DEVICE] = owners.own_index, owners.device_index
         self._num_cores = len(os.sched_getaffinity(0))
         idle = region = 0
         if workers is not None:
             # Daemons of this machine have as many threads, unless told otherwise.
-            words[t.FREES_CORES] = self._num_cores < 2 * workers.num_threads
+            has_less = self._num_cores < 2 * workers.num_threads
+            words[t.FREES_CORES] = owners.asks_daemons and has_less
             if not words[t.FREES_CORES]:  # waking a thread takes a tenth of a layer
                 workers.spin_for(LONG_SPIN_S)
             idle, region = (workers.address + 8 * word for word in (IDLE, REGION))
@@ -112,8 +114,8 @@ class AskTable:
         out: F32Array | None = None,
         bank: CpuExpertBank | None = None,
     ) -> Call:
-        """The call of a layer. `bank`: this process's experts of it; without, a device computes
-        them. What it points into must be kept, but for the layer's lookup tables and the bank.
+        """The call of a layer. `bank`: the experts of it that `workers` compute, if any. What it
+        points into must be kept, but for the layer's lookup tables and the bank.
 
         Shapes: routed rows [1, H], global ids and weights [1, K], in the memory that each step
         uses; sums, out [1, H], as in `step_tasks.set_routing`.
@@ -151,7 +153,7 @@ class AskTable:
     def begin(self) -> None:
         """Have compiled code ask in the step that follows, if it can."""
         routes = self._owners.ask_routes()
-        if not routes:
+        if routes is None:
             return
         if self._owners.is_any_to_be_checked(len(routes) * len(self.selections)):
             return
@@ -214,7 +216,7 @@ class AskTable:
             [self._take(index) for index in range(words[t.NUM_OWNERS])],
             {layer_id: counts.copy() for layer_id, counts in self.selections.items()},
         )
-        for word in (t.NUM_LAYERS, t.NUM_HOT_ONLY, t.OWN_REQUESTS, t.OWN_NS):
+        for word in (t.NUM_LAYERS, t.NUM_HOT_ONLY):
             words[word] = 0
         for counts in self.selections.values():
             counts[:] = 0
@@ -229,8 +231,6 @@ class AskTable:
         """Take the totals of an owner."""
         words, times, place = self._words, self._times, _place(index, 0)
         num_pairs, words[place + t.NUM_PAIRS] = words[place + t.NUM_PAIRS], 0
-        if index == words[t.OWN]:
-            return OwnerTotals(words[t.OWN_REQUESTS], num_pairs, words[t.OWN_NS] * 1e-9)
         asked = OwnerTotals(
             words[place + ring.REQUEST_NUM_REPLIES],
             num_pairs,
