@@ -38,9 +38,10 @@ from dflash_runtime.compute.sliding_window import MOST_KEPT, num_rows
 from dflash_runtime.engine.arguments import choice, whole_number
 from dflash_runtime.engine.demo_model import chosen_model_path
 from dflash_runtime.engine.trial_steps import trial_steps
+from dflash_runtime.experts.daemons.connecting import connect
 from dflash_runtime.experts.daemons.launching import choose_daemons, daemon_names
 from dflash_runtime.experts.daemons.supervisor import ProgressCallback
-from dflash_runtime.experts.owners import Owners, is_any_local, open_owners
+from dflash_runtime.experts.owners import Owners, give, is_any_local
 from dflash_runtime.experts.store import expert_tensor_types
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER, even_split
 
@@ -113,9 +114,13 @@ def open_model(
             f"context={settings.context}: the model was made for up to {spec.context_length}"
         )
     is_on_device = (settings.device or CPU).kind is not DeviceKind.CPU
+    names = daemon_names(choices, endpoints)
     if placement is None:
-        names = daemon_names(choices, endpoints)
         placement = even_split(spec.moe, names, settings.local_experts, has_host=is_on_device)
+    ours = {LOCAL_OWNER, HOST_OWNER} if is_on_device else {LOCAL_OWNER}
+    strangers = {*placement.owner_names}.difference(names, ours)
+    if strangers:
+        raise SettingsError(f"the placement has unknown owners: {sorted(strangers)}")
     if settings.kv_type != "auto":
         kv_type = KvType(settings.kv_type)
     else:
@@ -168,19 +173,27 @@ def open_model(
         )
     weights = WeightCheck(file, spec.moe, settings.cache_dir)
     undo.callback(weights.close)
-    owners = open_owners(
+    connected = connect(
         undo,
         file,
         spec,
         backend=backend,
-        host_backend=host_backend,
         weights=weights,
-        placement=placement,
         choices=choices,
         endpoints=endpoints,
         settings=settings,
         tolerates_absent=tolerates_absent,
         on_progress=on_progress,
+    )
+    owners = give(
+        undo,
+        connected,
+        placement,
+        file=file,
+        spec=spec,
+        backend=backend,
+        host_backend=host_backend,
+        settings=settings,
     )
     report("parent", "load", 0, 1)
     model = backend.load_model(file, describe(file))

@@ -1,33 +1,19 @@
-"""Sets up the owners of experts of one engine: local banks, daemons, fallback."""
+"""Gives experts to their owners in one engine: local banks, daemons, fallback."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-
-import zmq
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.gguf.weight_check import WeightCheck
 from dflash_adapters.spec import ModelSpec
-from dflash_protocol.endpoint import Endpoint, parse_endpoint
-from dflash_protocol.errors import SettingsError
-from dflash_protocol.payloads import PayloadType
-from dflash_protocol.placement import OwnedExperts, Placement
-from dflash_protocol.process.held_folder import HeldFolder
-from dflash_protocol.settings import Settings, keys_directory, run_directory
-from dflash_protocol.transports.curve import client_security
+from dflash_protocol.placement import Placement
+from dflash_protocol.settings import Settings
 from dflash_runtime.compute import ComputeBackend, ExpertBank
 from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute
-from dflash_runtime.experts.daemons.data_path import open_data_path, plan_paths
-from dflash_runtime.experts.daemons.handshake import Greeting
-from dflash_runtime.experts.daemons.launching import DaemonChoice, daemon_names, launch_of
-from dflash_runtime.experts.daemons.link import DaemonLink, Launch
-from dflash_runtime.experts.daemons.link_task import LinkOptions, Timeouts
-from dflash_runtime.experts.daemons.supervisor import ProgressCallback, Supervisor
+from dflash_runtime.experts.daemons.connecting import Connected
+from dflash_runtime.experts.daemons.data_path import open_data_path
 from dflash_runtime.experts.events import EventKind, EventLog
 from dflash_runtime.experts.offload import OffloadMode
 from dflash_runtime.experts.remote.pieces import ExecutionMode
@@ -41,12 +27,12 @@ from dflash_runtime.experts.store import (
     trial_pass,
 )
 from dflash_runtime.experts.telemetry import OwnerKind
-from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
+from dflash_runtime.placement.split import HOST_OWNER
 
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """What computes experts for one engine; the stack given to `open_owners` closes it."""
+    """What computes experts for one engine; the stack given to `give` closes it."""
 
     placement: Placement
     runtime: MoeExpertComputeRuntime
@@ -55,68 +41,25 @@ class Owners:
     events: EventLog
 
 
-def open_owners(
+def give(
     undo: contextlib.ExitStack,
+    connected: Connected,
+    placement: Placement,
+    *,
     file: GgufFile,
     spec: ModelSpec,
-    *,
     backend: ComputeBackend,
     host_backend: ComputeBackend,
-    weights: WeightCheck,
-    placement: Placement,
-    choices: Sequence[DaemonChoice],
-    endpoints: Sequence[Endpoint],
     settings: Settings,
-    tolerates_absent: bool,
-    on_progress: ProgressCallback | None,
 ) -> Owners:
-    """Start or find the daemons, and load the experts of this process.
+    """Give the daemons their experts, and load those of this process: of its device, and of its
+    processor.
 
-    `undo` gets the banks, the ZeroMQ context, the supervisor with its child processes, and their
-    socket folder. Raises: DflashError if a daemon is unavailable.
+    `undo` gets the banks and the runtime. Raises: DflashError if a daemon is unavailable.
     """
-    events, is_required = EventLog(), settings.ipc_required
-    launches = _launches(
-        undo, file.path, backend, choices=choices, endpoints=endpoints, settings=settings
-    )
-    ours = (LOCAL_OWNER,) if backend.is_host else (LOCAL_OWNER, HOST_OWNER)
-    strangers = [n for n in placement.owner_names if n not in launches and n not in ours]
-    if strangers:
-        raise SettingsError(f"the placement has unknown owners: {strangers}")
+    links, events, is_required = connected.links, connected.events, settings.ipc_required
     owned_by = dict(zip(placement.owner_names, placement.owners, strict=True))
-    links: dict[str, DaemonLink] = {}
-    for name, (endpoint, launch) in launches.items():
-        security = client_security(keys_directory(settings), endpoint)
-        links[name] = DaemonLink(
-            name,
-            endpoint,
-            owned_by.get(name, OwnedExperts({})),
-            launch=launch,
-            numeric_class=backend.numeric_class,
-            on_event=events.add,
-            secure=None if security is None else security.apply,
-        )
-        undo.callback(links[name].close)
-    context = undo.enter_context(zmq.Context()) if links else None
-    if context is not None:
-        greeting = Greeting(
-            model_identity=file.identity(),
-            moe_digest=spec.moe.digest,
-            numeric_class=backend.numeric_class,
-            max_tokens=settings.batch_capacity,
-            payload=PayloadType(settings.ipc_dtype),
-            paths=plan_paths(spec, settings, backend),
-            weights=weights,
-        )
-        options = LinkOptions(
-            greeting,
-            Timeouts(settings.connect_timeout_ms / 1e3, settings.heartbeat_ms / 1e3),
-            tolerates_absent=tolerates_absent and not is_required,
-            tries_again=tolerates_absent or not is_required,
-        )
-        supervisor = Supervisor(context, list(links.values()), options, on_progress=on_progress)
-        undo.callback(supervisor.close)
-        supervisor.start()
+    connected.give(owned_by)
     every: dict[int, ExpertBank] = {}
     checker: ReplyChecker | None = None
     if links and is_any_local(settings):
@@ -131,11 +74,11 @@ def open_owners(
     local_banks: dict[int, ExpertBank] = {}
     for name, owned in owned_by.items():
         if name in links:
-            assert context is not None
+            assert connected.context is not None
             open_path = partial(
                 open_data_path,
                 links[name],
-                context=context,
+                context=connected.context,
                 hidden_size=spec.hidden_size,
                 num_experts_used=max(x.num_experts_used for x in spec.moe.layers),
                 spin_s=None if settings.spin_us is None else settings.spin_us * 1e-6,
@@ -181,31 +124,6 @@ def open_owners(
     )
     undo.callback(runtime.close)
     return Owners(placement, runtime, local_banks, events)
-
-
-def _launches(
-    undo: contextlib.ExitStack,
-    model_path: Path,
-    backend: ComputeBackend,
-    *,
-    choices: Sequence[DaemonChoice],
-    endpoints: Sequence[Endpoint],
-    settings: Settings,
-) -> dict[str, tuple[Endpoint, Launch | None]]:
-    """Where each daemon is, by owner name, and how to start it if it is to be started."""
-    names = daemon_names(choices, endpoints)
-    launches: dict[str, tuple[Endpoint, Launch | None]] = {}
-    if choices:
-        folder = HeldFolder(run_directory(settings))
-        undo.callback(folder.close)
-    for index, choice in enumerate(choices):
-        launch = launch_of(
-            choices, index, model_path=model_path, backend_name=backend.name, settings=settings
-        )
-        launches[choice.name] = parse_endpoint(f"ipc://{folder.path}/{choice.name}"), launch
-    for name, endpoint in zip(names[len(choices) :], endpoints, strict=True):
-        launches[name] = endpoint, None
-    return launches
 
 
 def is_any_local(settings: Settings) -> bool:
