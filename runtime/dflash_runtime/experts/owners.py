@@ -34,7 +34,6 @@ from dflash_runtime.placement.split import HOST_OWNER
 class Owners:
     """What computes experts for one engine; the stack given to `give` closes it."""
 
-    placement: Placement
     runtime: MoeExpertComputeRuntime
     local_banks: dict[int, ExpertBank]
     """Experts of this process, by layer id."""
@@ -123,7 +122,7 @@ def give(
         checks=None if checker is None else checker.schedule,
     )
     undo.callback(runtime.close)
-    return Owners(placement, runtime, local_banks, events)
+    return Owners(runtime, local_banks, events)
 
 
 def is_any_local(settings: Settings) -> bool:

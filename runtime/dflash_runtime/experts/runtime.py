@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from dflash_adapters.gguf.file import GgufFile
 from dflash_protocol.batch import Hidden, HostSums, Pairs, Sums
 from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase
@@ -30,6 +31,7 @@ from dflash_runtime.experts.pairs import (
     split_by_owner,
 )
 from dflash_runtime.experts.remote.reply_checks import CheckSchedule
+from dflash_runtime.experts.replacing import replace_experts
 from dflash_runtime.experts.telemetry import HitCounts, OwnerKind, OwnerStats, SelectionCounts
 
 
@@ -76,7 +78,8 @@ class MoeExpertComputeRuntime:
     ) -> None:
         assert len(owners) == len(placement.owners)
         self.hits = HitCounts()
-        self._placement = placement
+        self.placement = placement
+        """The owner of each expert; another object after `replace`."""
         self._owners = tuple(owners)
         self._fallback = fallback
         self._device_owner = device_owner
@@ -107,7 +110,7 @@ class MoeExpertComputeRuntime:
         return any(self._is_daemon)
 
     def local_experts_mask(self, layer_id: int) -> npt.NDArray[np.bool_]:
-        owner_index = self._placement.routing[layer_id].owner_index
+        owner_index = self.placement.routing[layer_id].owner_index
         if self._device_owner is None:
             return np.zeros(owner_index.shape, np.bool_)
         is_here: npt.NDArray[np.bool_] = owner_index == self._device_owner
@@ -134,10 +137,10 @@ class MoeExpertComputeRuntime:
 
     def mail_routes(self) -> tuple[MailRoute, ...]:
         routes = []
-        for index, owned in enumerate(self._placement.owners):
+        for index, owned in enumerate(self.placement.owners):
             if index == self._device_owner or not owned.num_experts:
                 continue
-            route = self._owners[index].mail_route(self._placement.local_ids_of(index))
+            route = self._owners[index].mail_route(self.placement.local_ids_of(index))
             if route is None:
                 return ()
             routes.append(route)
@@ -151,21 +154,21 @@ class MoeExpertComputeRuntime:
         phase: Phase = Phase.DECODE,
         num_tokens: int = 1,
     ) -> None:
-        by_name = dict(zip(self._placement.owner_names, self._owners, strict=True))
+        by_name = dict(zip(self.placement.owner_names, self._owners, strict=True))
         layers: set[int] = set()
         for route in routes:
             counted = by_name[route.name].stats.of_phase(phase)
             counted.requests += num_steps * len(route.local_ids)
             counted.tokens += num_steps * num_tokens * len(route.local_ids)
             layers.update(route.local_ids)
-        num_layers = len(self._placement.routing)
+        num_layers = len(self.placement.routing)
         self.hits.layers += num_steps * num_layers
         self.hits.layers_hot_only += num_steps * (num_layers - len(layers))
 
     def add_mailed(self, phase: Phase, layer_id: int, counts: I64Array) -> None:
         """Add the routing of steps that went through mailboxes. Shapes: counts [E]."""
         self._selections.add_counts(layer_id, counts)
-        owner_index = self._placement.routing[layer_id].owner_index
+        owner_index = self.placement.routing[layer_id].owner_index
         for index, owner in enumerate(self._owners):
             num_pairs = int(counts[owner_index == index].sum())
             if index == self._device_owner:
@@ -202,11 +205,11 @@ class MoeExpertComputeRuntime:
         return owner.banks if isinstance(owner, LocalExpertCompute) else {}
 
     def routing(self, layer_id: int) -> LayerRouting:
-        return self._placement.routing[layer_id]
+        return self.placement.routing[layer_id]
 
     def ask_routes(self) -> Sequence[AskRoute] | None:
         routes = []
-        for index, owned in enumerate(self._placement.owners):
+        for index, owned in enumerate(self.placement.owners):
             if not self._is_daemon[index] or not owned.num_experts:
                 continue
             route = self._owners[index].ask_route(index)
@@ -312,6 +315,13 @@ class MoeExpertComputeRuntime:
         self.hits.layers_hot_only += ticket.is_hot_only
         return sums
 
+    def replace(self, file: GgufFile, placement: Placement) -> None:
+        """Use another placement: see `replacing.replace_experts`. Captured steps have to be
+        told."""
+        replace_experts(self._owners, file, before=self.placement, after=placement)
+        self.placement = placement
+        self._offload.use(placement)
+
     def poll(self) -> None:
         """Let owners make progress with what was begun, without waiting."""
         for owner in self._owners:
@@ -329,7 +339,7 @@ class MoeExpertComputeRuntime:
             self._settle()
         counters = {
             name: owner.stats.copy()
-            for name, owner in zip(self._placement.owner_names, self._owners, strict=True)
+            for name, owner in zip(self.placement.owner_names, self._owners, strict=True)
         }
         if self._fallback is not None and self._fallback.stats.requests:
             counters["fallback"] = self._fallback.stats.copy()
@@ -367,7 +377,7 @@ class MoeExpertComputeRuntime:
     ) -> None:
         """Count batches to be recomputed, in the statistics of the owners that failed."""
         for owner_index, pairs in orphans.items():
-            routing = self._placement.routing_without(lost)[layer_id]
+            routing = self.placement.routing_without(lost)[layer_id]
             stats = self._owners[owner_index].stats
             stats.retries += 1
             is_homeless = (routing.owner_index[pairs.expert_ids] < 0).any()
@@ -381,7 +391,7 @@ class MoeExpertComputeRuntime:
 
         Shapes: topk_* [T, K]; counts [E].
         """
-        is_others = self._placement.routing[layer_id].owner_index != self._device_owner
+        is_others = self.placement.routing[layer_id].owner_index != self._device_owner
         pairs, num_whole_tokens, counts = pairs_of_some(topk_ids, topk_weights, is_others)
         num_local = topk_ids.size - pairs.num_pairs
         if num_local:
@@ -406,7 +416,7 @@ class MoeExpertComputeRuntime:
         Pairs of an owner that takes no work become orphans.
         """
         layer_id, in_flight = ticket.layer_id, ticket.in_flight
-        routing = self._placement.routing_without(ticket.lost)[layer_id]
+        routing = self.placement.routing_without(ticket.lost)[layer_id]
         try:
             for owner_index, share in split_by_owner(pairs, routing):
                 owner, own = self._owner(owner_index), share
@@ -451,7 +461,7 @@ class MoeExpertComputeRuntime:
         """A ticket's pairs with global ids instead of its owner's local ones."""
         if owner_index < 0:
             return begun.pairs
-        global_ids = self._placement.owners[owner_index].by_layer[begun.layer_id]
+        global_ids = self.placement.owners[owner_index].by_layer[begun.layer_id]
         return replace(begun.pairs, expert_ids=global_ids[begun.pairs.expert_ids], counts=None)
 
     def _count_finished(self, ticket: LayerTicket, owner_index: int, num_pairs: int) -> None:

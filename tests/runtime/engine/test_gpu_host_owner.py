@@ -13,13 +13,15 @@ import pytest
 
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import F32Array
+from dflash_protocol.placement import OwnedExperts, Placement
 from dflash_protocol.settings import DaemonSetting
 from dflash_runtime import Engine
 from dflash_runtime.compute.gpu.run import host_path
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 from dflash_runtime.experts.telemetry import OwnerKind
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
-from support.emulated_gpu import TINY, EmulatedGpus, install_emulated_gpus
+from support.emulated_gpu import TINY, TINY_GPT_OSS, EmulatedGpus, install_emulated_gpus
+from support.random_gguf import RandomShape, write_model
 from support.random_models import write_qwen3moe
 from support.undisturbed import settings_with
 
@@ -38,8 +40,10 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
     return install_emulated_gpus(monkeypatch)
 
 
-def opened(model: Path, *, daemons: Sequence[str] = (), **options: Any) -> Engine:
-    settings = replace(settings_with(check_replies=0), context=48, prefill_offload="off")
+def opened(
+    model: Path, *, daemons: Sequence[str] = (), offload: str = "off", **options: Any
+) -> Engine:
+    settings = replace(settings_with(check_replies=0), context=48, prefill_offload=offload)
     return Engine.open(model, device="cuda:0", daemons=daemons, settings=settings, **options)
 
 
@@ -137,3 +141,62 @@ def test_a_parent_on_the_cpu_has_no_such_owner(model: Path, gpus: EmulatedGpus) 
 def test_a_daemon_cannot_have_the_parents_name(model: Path, name: str) -> None:
     with pytest.raises(SettingsError, match="rename it"):
         Engine.open(model, daemons=[DaemonSetting("cpu", name=name)])
+
+
+def swapped(placement: Placement, random: np.random.Generator) -> Placement:
+    """The same with some experts of each layer exchanged between its two owners."""
+    owners = [
+        {layer: ids.copy() for layer, ids in each.by_layer.items()} for each in placement.owners
+    ]
+    for layer_id, first in owners[0].items():
+        second = owners[1][layer_id]
+        for _ in range(random.integers(0, 3)):
+            here, there = random.integers(0, first.size), random.integers(0, second.size)
+            first[here], second[there] = second[there], first[here]
+    return replace(placement, owners=tuple(map(OwnedExperts, owners)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "tensor_type", "offload"),
+    [(TINY, "Q8_0", "off"), (TINY, "F16", "on"), (TINY_GPT_OSS, "MXFP4", "on")],
+    ids=["asked", "copied", "biases"],
+)
+def test_texts_after_experts_moved_are_those_of_a_new_engine(
+    gpus: EmulatedGpus, tmp_path: Path, shape: RandomShape, tensor_type: str, offload: str
+) -> None:
+    def type_of(name: str) -> str:
+        is_router = "ffn_gate_inp." in name
+        return "F32" if is_router else tensor_type if "_exps" in name else "Q8_0"
+
+    path = write_model(tmp_path / "m.gguf", shape, seed=5, tensor_type=type_of)
+    random = np.random.default_rng(5)
+    with opened(path, local_experts=2, offload=offload) as engine:
+        results_of(engine)
+        held = None
+        for turn in range(6):
+            placement = swapped(engine.placement, random)
+            engine.replace_experts(placement)
+            found = results_of(engine)
+            if turn in (0, 5):
+                with opened(path, placement=placement, offload=offload) as fresh:
+                    expected = results_of(fresh)
+                assert found[0] == expected[0]
+                np.testing.assert_array_equal(found[1], expected[1])
+            if turn == 2:
+                held = gpus.opened[0].num_bytes
+        assert gpus.opened[0].num_bytes == held
+
+
+def test_a_placement_that_needs_more_than_that_changes_nothing(
+    model: Path, gpus: EmulatedGpus
+) -> None:
+    with opened(model, local_experts=2) as engine:
+        expected, before = results_of(engine), engine.placement
+        with opened(model, local_experts=3) as other:
+            placement = other.placement
+        with pytest.raises(ValueError, match="room for 2 experts"):
+            engine.replace_experts(placement)
+        assert engine.placement is before
+        found = results_of(engine)
+    assert found[0] == expected[0]
+    np.testing.assert_array_equal(found[1], expected[1])

@@ -44,6 +44,16 @@ class OwnersPairs(NamedTuple):
     sums: F64Array
 
 
+class _Lookup(NamedTuple):
+    """Who computes a layer's experts, in memory that compiled code reads: by global id.
+
+    Shapes: both [E].
+    """
+
+    owner_index: I32Array
+    local_expert_id: I32Array
+
+
 class AskTable:
     """The words of `kernels.asked_tasks`, and the memory of its requests.
 
@@ -64,6 +74,7 @@ class AskTable:
         that are in the host's memory; None if there are none."""
         self._owners, self._num_used = owners, num_experts_used
         self._kept: list[object] = []
+        self._lookups: dict[int, _Lookup] = {}
         self._lent: list[tuple[AskRoute, LentSlot]] = []
         self._routes: dict[int, AskRoute] = {}
         """Those that the words are set for, by owner index."""
@@ -115,12 +126,12 @@ class AskTable:
         bank: CpuExpertBank | None = None,
     ) -> Call:
         """The call of a layer. `bank`: the experts of it that `workers` compute, if any. What it
-        points into must be kept, but for the layer's lookup tables and the bank.
+        points into must be kept, but for lookup tables and the bank.
 
         Shapes: routed rows [1, H], global ids and weights [1, K], in the memory that each step
         uses; sums, out [1, H], as in `step_tasks.set_routing`.
         """
-        pairs, lookup = self.pairs, self._owners.routing(layer_id)
+        pairs, lookup = self.pairs, self._lookup_of(layer_id)
         hidden, topk_ids, topk_weights = routed
         words, scratch = [0] * t.NUM_WORDS, tuple[tuple[int, int], ...]()
         if bank is not None:
@@ -147,8 +158,24 @@ class AskTable:
         words[t.LAYER_ID], words[t.TABLE] = layer_id, self.address
         words[t.OWNER_OF] = address(lookup.owner_index, np.int32)
         words[t.NUM_IDS] = lookup.owner_index.size
-        self._kept += [lookup, bank]
+        self._kept.append(bank)
         return Call(t.run_asked().address, words, scratch=scratch)
+
+    def _lookup_of(self, layer_id: int) -> _Lookup:
+        """The layer's, shared by all captures of it."""
+        lookup = self._lookups.get(layer_id)
+        if lookup is None:
+            routing = self._owners.routing(layer_id)
+            lookup = _Lookup(routing.owner_index.copy(), routing.local_expert_id.copy())
+            self._lookups[layer_id] = lookup
+        return lookup
+
+    def refresh(self) -> None:
+        """Experts have moved between the owners; no step is running."""
+        for layer_id, lookup in self._lookups.items():
+            routing = self._owners.routing(layer_id)
+            lookup.owner_index[:] = routing.owner_index
+            lookup.local_expert_id[:] = routing.local_expert_id
 
     def begin(self) -> None:
         """Have compiled code ask in the step that follows, if it can."""

@@ -144,6 +144,9 @@ class HostPath(StepPath):
                 num_layers=len(self._whole_pairs),
             )
 
+    def follow_owners(self) -> None:
+        self._table.refresh()
+
     def close(self) -> None:
         self._table.close()
         for exchange in self._exchanges:
