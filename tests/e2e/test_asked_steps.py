@@ -61,7 +61,7 @@ def test_tokens_and_counts_are_those_of_steps_through_the_host(
     for is_asked in (True, False):
         with monkeypatch.context() as patch:
             if not is_asked:
-                patch.setattr(MoeExpertComputeRuntime, "ask_routes", lambda self: ())
+                patch.setattr(MoeExpertComputeRuntime, "ask_routes", lambda self: None)
             settings = settings_with(check_replies=0)
             with Engine.open(model, settings=settings, **split) as engine:
                 assert greedy(engine, PROMPT, NUM_TOKENS) == undisturbed

@@ -16,6 +16,7 @@ from dflash_runtime.compute.gpu.device.devices import DeviceMemory
 from support.driver_use import DriverUse
 from support.emulated_device import EmulatedDevice
 from support.gpu_devices import first_gpu, used_bytes
+from support.random_gpt_oss import GptOssShape
 from support.random_llama4 import Llama4Shape
 from support.random_models import Qwen3MoeShape
 
@@ -45,6 +46,18 @@ TINY_LLAMA4 = Llama4Shape(
     vocab_size=67,
 )
 """The same with one expert per token, whose input is scaled (llama4)."""
+
+TINY_GPT_OSS = GptOssShape(
+    num_layers=TINY.num_layers,
+    hidden_size=96,
+    num_heads=4,
+    head_dim=16,
+    num_experts=TINY.num_experts,
+    num_experts_used=2,
+    ffn_size=96,
+    vocab_size=TINY.vocab_size,
+)
+"""The same with biases (gpt-oss)."""
 
 NUM_GPUS = 8
 MAX_CHUNK = 20

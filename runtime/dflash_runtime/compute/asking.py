@@ -50,7 +50,7 @@ class AskedLayers:
 
     num_layers: int
     num_hot_only: int
-    """Layers that needed only this process."""
+    """Layers that needed only this process's device, or the host if it has none."""
     owners: Sequence[OwnerTotals]
     """By owner index."""
     selections: dict[int, I64Array]
@@ -64,15 +64,23 @@ class AskedOwners(Protocol):
     def num_owners(self) -> int: ...
 
     @property
+    def asks_daemons(self) -> bool:
+        """Whether some experts belong to other processes, connected or not."""
+
+    @property
     def own_index(self) -> int:
-        """The owner whose experts this process computes; -1 if there is none."""
+        """The owner whose experts this process's host computes; -1 if there is none."""
+
+    @property
+    def device_index(self) -> int:
+        """The owner whose experts this process's device computes; -1 if there is none."""
 
     def routing(self, layer_id: int) -> LayerRouting:
         """Who computes which expert."""
 
-    def ask_routes(self) -> Sequence[AskRoute]:
-        """Routes to all daemons that own experts, or none if one of them cannot be asked by
-        compiled code now."""
+    def ask_routes(self) -> Sequence[AskRoute] | None:
+        """Routes to all daemons that own experts; None if one of them cannot be asked by compiled
+        code now."""
 
     def is_any_to_be_checked(self, num_requests: int) -> bool:
         """Whether a reply to one of this many requests is to be checked: the host, when it

@@ -65,6 +65,20 @@ class ExpertBank(Protocol):
 
 
 @runtime_checkable
+class ReplaceableBank(ExpertBank, Protocol):
+    """A bank that can take other experts in place of some of its own."""
+
+    def replace(
+        self, file: GgufFile, local_expert_ids: I32Array, global_expert_ids: I32Array
+    ) -> None:
+        """From now on these local ids are those experts. Nothing may be computing; what was
+        recorded with this bank stays valid.
+
+        Shapes: both [N]. Raises: DeviceUnavailable.
+        """
+
+
+@runtime_checkable
 class DivisibleBank(ExpertBank, Protocol):
     """A bank whose memory can be shared by a bank of a subset of its experts."""
 
@@ -206,6 +220,10 @@ class RemoteExperts(Protocol):
 class MailedExperts(RemoteExperts, AskedOwners, Protocol):
     """Owners that captured steps may ask through mailboxes, or from compiled code."""
 
+    @property
+    def own_banks(self) -> Mapping[int, ExpertBank]:
+        """The experts of `own_index`, by layer id: in this process, and in the host's memory."""
+
     def mail_routes(self) -> tuple[MailRoute, ...]:
         """Routes to all owners of what the block does not compute, if each is connected and has a
         mailbox, else none. The same objects as before while their sessions last."""
@@ -344,6 +362,10 @@ class CapturedStep(Protocol):
         """How often each expert was routed to since the last call, by phase and layer id, in layers
         that remote owners share without the host. Shapes: each [E]."""
 
+    def follow_owners(self) -> None:
+        """Experts have moved between the owners: use them where they are from the next step on. No
+        step may be running."""
+
     def close(self) -> None:
         """Free what it holds."""
 
@@ -456,6 +478,10 @@ class ComputeBackend(Protocol):
         To be called last, when everything else has its memory. Without room it logs that and does
         nothing.
         """
+
+    def follow_owners(self, layer_ids: Iterable[int], remote: RemoteExperts) -> None:
+        """Experts of these layers have moved between the owners: what was prepared to compute
+        remote experts of prompts follows."""
 
     def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[tuple[Phase, int], I64Array]:
         """How often each expert was routed to since the last call, by phase and layer id, in layers

@@ -109,6 +109,9 @@ class HostBackend:
     ) -> None:
         """Do nothing: weights are already on the host."""
 
+    def follow_owners(self, layer_ids: Iterable[int], remote: RemoteExperts) -> None:
+        """Do nothing: nothing was prepared."""
+
     def compile_banks(
         self, banks: Mapping[int, ExpertBank], *, max_tokens: int, max_experts_used: int
     ) -> CompiledExperts | None:

@@ -196,7 +196,16 @@ class Engine:
     @property
     def placement(self) -> Placement:
         """The owner of each expert."""
-        return self._owners.placement
+        return self._owners.runtime.placement
+
+    def replace_experts(self, placement: Placement) -> None:
+        """Have owners of this process compute other experts, as many of each layer as before.
+
+        Ends a run that is going on. Texts are then those of an engine that was opened with this
+        placement. Raises: ValueError for a placement that needs more; SettingsError if the engine
+        is closed; DeviceUnavailable.
+        """
+        self._steps.replace(placement)
 
     @property
     def tokenizer(self) -> Tokenizer | None:

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,8 @@ from dflash_protocol.errors import DflashError, SettingsError
 from dflash_protocol.process.text_files import file_error, write_file
 from dflash_protocol.settings import Settings, cache_directory
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
-from dflash_runtime.placement.heat import HalfLives, Heat, layers_of
+from dflash_runtime.experts.telemetry import OwnerStats
+from dflash_runtime.placement.heat import HEAT_PHASES, HalfLives, Heat, layers_of, phase_index
 from dflash_runtime.placement.heat_file import (
     HEAT_KIND,
     HeatFile,
@@ -152,7 +153,7 @@ class HeatKeeper:
     def update(self, runtime: MoeExpertComputeRuntime) -> None:
         """Add what was counted since the last call."""
         started_s = time.monotonic()
-        counted, pairs = runtime.selections_by_phase(), runtime.pairs_of_owners()
+        counted, pairs = runtime.selections_by_phase(), _pairs_of(runtime.stats())
         new = counted - self._counted
         if new.any():
             new_pairs = {
@@ -217,6 +218,15 @@ class HeatKeeper:
                 # docs: statistics cannot be written where `--expert-stats` says, or the model's
                 # file cannot be read any more
                 _LOG.warning("counts of experts are not written: %s", error)
+
+
+def _pairs_of(owners: Mapping[str, OwnerStats]) -> dict[str, list[int]]:
+    """How many pairs each owner has computed, by name, then by HEAT_PHASES."""
+    counted = {name: [0] * len(HEAT_PHASES) for name in owners}
+    for name, owner in owners.items():
+        for phase, stats in owner.phases.items():
+            counted[name][phase_index(phase)] += stats.pairs
+    return counted
 
 
 def open_heat(file: GgufFile, spec: ModelSpec, settings: Settings) -> HeatKeeper:

@@ -39,11 +39,12 @@ from dflash_runtime.engine.arguments import choice, whole_number
 from dflash_runtime.engine.demo_model import chosen_model_path
 from dflash_runtime.engine.heat_keeper import HeatKeeper, open_heat
 from dflash_runtime.engine.trial_steps import trial_steps
+from dflash_runtime.experts.daemons.connecting import connect
 from dflash_runtime.experts.daemons.launching import choose_daemons, daemon_names
 from dflash_runtime.experts.daemons.supervisor import ProgressCallback
-from dflash_runtime.experts.owners import Owners, is_any_local, open_owners
+from dflash_runtime.experts.owners import Owners, give, is_any_local
 from dflash_runtime.experts.store import expert_tensor_types
-from dflash_runtime.placement.split import LOCAL_OWNER, even_split
+from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER, even_split
 
 _DEFAULT_CONTEXT_LIMIT = 32768
 """Default context of models that have more: a larger cache has to be asked for."""
@@ -116,15 +117,20 @@ def open_model(
         )
     heat = open_heat(file, spec, settings)
     undo.callback(heat.close)
+    is_on_device = (settings.device or CPU).kind is not DeviceKind.CPU
+    names = daemon_names(choices, endpoints)
     if placement is None:
-        names = daemon_names(choices, endpoints)
-        placement = even_split(spec.moe, names, settings.local_experts)
+        placement = even_split(spec.moe, names, settings.local_experts, has_host=is_on_device)
+    ours = {LOCAL_OWNER, HOST_OWNER} if is_on_device else {LOCAL_OWNER}
+    strangers = {*placement.owner_names}.difference(names, ours)
+    if strangers:
+        raise SettingsError(f"the placement has unknown owners: {sorted(strangers)}")
     if settings.kv_type != "auto":
         kv_type = KvType(settings.kv_type)
     else:
         kv_type = KvType.F32 if spec.all_matrices_f32 else KvType.F16
     num_positions = settings.context or min(spec.context_length, _DEFAULT_CONTEXT_LIMIT)
-    if (settings.device or CPU).kind is DeviceKind.CPU:  # devices check their own memory
+    if not is_on_device:  # devices check their own memory
         _check_cache_fits(spec, num_positions, kv_type)
     num_threads = settings.threads or None
     backend = open_backend(
@@ -153,36 +159,45 @@ def open_model(
         num_positions=num_positions,
         kv_type=kv_type,
     )
-    fallback_backend = backend
-    if not backend.is_host and (choices or endpoints) and is_any_local(settings):
-        # The fallback computes on the host, from the mapped file: the device has no room.
-        fallback_backend = make_backend(
+    host_backend = backend
+    has_fallback = bool(choices or endpoints) and is_any_local(settings)
+    if not backend.is_host and (has_fallback or HOST_OWNER in placement.owner_names):
+        # It computes from the mapped file: the device has no room.
+        host_backend = make_backend(
             BackendName.AUTO,
             num_threads=num_threads,
             cpu_tier=settings.cpu_tier,
             cache_dir=settings.cache_dir,
         )
-        undo.callback(fallback_backend.close)
-        fallback_backend.warm_up(
+        undo.callback(host_backend.close)
+        host_backend.warm_up(
             expert_tensor_types(spec.moe),
             asks_daemons=True,
             on_progress=partial(report, "parent", "compile"),
         )
     weights = WeightCheck(file, spec.moe, settings.cache_dir)
     undo.callback(weights.close)
-    owners = open_owners(
+    connected = connect(
         undo,
         file,
         spec,
         backend=backend,
-        fallback_backend=fallback_backend,
         weights=weights,
-        placement=placement,
         choices=choices,
         endpoints=endpoints,
         settings=settings,
         tolerates_absent=tolerates_absent,
         on_progress=on_progress,
+    )
+    owners = give(
+        undo,
+        connected,
+        placement,
+        file=file,
+        spec=spec,
+        backend=backend,
+        host_backend=host_backend,
+        settings=settings,
     )
     report("parent", "load", 0, 1)
     model = backend.load_model(file, describe(file))

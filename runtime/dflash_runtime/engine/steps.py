@@ -12,6 +12,7 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_protocol.batch import Hidden, Sums
 from dflash_protocol.errors import NotFinite
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, Phase
+from dflash_protocol.placement import Placement
 from dflash_runtime.compute import ComputeBackend, ExpertBank
 from dflash_runtime.compute.backend import NOT_FINITE, CapturedStep
 from dflash_runtime.compute.kv_cache import KvCache
@@ -120,6 +121,22 @@ class Steps:
         self.settle()
         self.heat.update(self._runtime)
         return self.heat.copy()
+
+    def replace(self, placement: Placement) -> None:
+        """Use another placement between two runs: owners of this process have other experts, as
+        many of each layer. Cached positions are dropped, as they were computed by others.
+
+        Raises: ValueError for another one; SettingsError if the engine is closed; ModelFileError if
+        the file was written to; DeviceUnavailable.
+        """
+        runtime, backend = self._runtime, self._backend
+        self._guard.begin(None)
+        self.settle()
+        runtime.replace(self._guard.file, placement)
+        if self._captured is not None:
+            self._captured.follow_owners()
+        backend.follow_owners(placement.experts_per_layer, runtime)
+        self.reuse.cut(0)
 
     def begin(
         self, is_cancelled: Callable[[], bool] | None = None, *, prefix_scope: str = ""

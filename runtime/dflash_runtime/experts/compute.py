@@ -89,7 +89,7 @@ class LocalExpertCompute:
     ) -> None:
         self.pairs_per_s = pairs_per_s
         self.stats = OwnerStats(kind, sum(bank.num_experts for bank in banks.values()))
-        self._banks = banks
+        self.banks = banks
 
     def begin(self, layer_id: int, rows: Hidden, pairs: Pairs, *, phase: Phase) -> Ticket:
         return Ticket(layer_id, phase, rows, pairs)
@@ -99,7 +99,7 @@ class LocalExpertCompute:
 
     def finish(self, ticket: Ticket, out: Sums) -> None:
         batch = RoutedBatch.group(ticket.phase, ticket.rows, ticket.pairs)
-        bank = self._banks[ticket.layer_id]
+        bank = self.banks[ticket.layer_id]
         started_s = time.perf_counter()
         if out.is_on_device:
             out.add(sums_of(bank, batch))
@@ -131,4 +131,4 @@ class LocalExpertCompute:
             counted.pairs += asked.num_pairs
 
     def close(self) -> None:
-        self._banks.clear()
+        self.banks.clear()

@@ -113,6 +113,10 @@ class PromptOffload:
         experts: npt.NDArray[np.bool_] = np.isin(owner_of_expert, list(self._chosen))
         return experts
 
+    def use(self, placement: Placement) -> None:
+        """Experts have moved between the owners."""
+        self._placement = placement
+
     def note(self, owner: int, *, num_tokens: int, num_pairs: int, elapsed_s: float) -> None:
         """Record the time of a layer's share that an owner, or for a negative index the fallback,
         has computed."""

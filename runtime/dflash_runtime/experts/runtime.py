@@ -9,19 +9,20 @@ Independent of architectures, tokens and sockets.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from dflash_adapters.gguf.file import GgufFile
 from dflash_protocol.batch import Hidden, HostSums, Pairs, Sums
 from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase
 from dflash_protocol.placement import LayerRouting, Placement
 from dflash_runtime.compute.asking import AskedLayers, AskRoute
-from dflash_runtime.compute.backend import MailRoute
-from dflash_runtime.experts.compute import ExpertCompute, Ticket
+from dflash_runtime.compute.backend import ExpertBank, MailRoute
+from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute, Ticket
 from dflash_runtime.experts.offload import OffloadMode, PromptOffload
 from dflash_runtime.experts.pairs import (
     all_pairs,
@@ -30,8 +31,8 @@ from dflash_runtime.experts.pairs import (
     split_by_owner,
 )
 from dflash_runtime.experts.remote.reply_checks import CheckSchedule
+from dflash_runtime.experts.replacing import replace_experts
 from dflash_runtime.experts.telemetry import HitCounts, OwnerKind, OwnerStats, SelectionCounts
-from dflash_runtime.placement.heat import HEAT_PHASES, phase_index
 
 
 @dataclass(slots=True, eq=False)
@@ -58,9 +59,10 @@ class MoeExpertComputeRuntime:
 
     `owners` are in the placement's order. `fallback` has every expert under its global id; it is
     None if all experts are local, or if daemons are required. The experts of `device_owner`, an
-    index, are computed by a device's own MoE block: their pairs are only counted here. `offload`
-    says whether that block may also compute experts of other owners; `checks`, if given, schedules
-    checks of daemons' replies. Used by one thread at a time.
+    index, are computed by a device's own MoE block: their pairs are only counted here. Another
+    owner of this process has experts in the host's memory. `offload` says whether that block may
+    also compute experts of other owners; `checks`, if given, schedules checks of daemons' replies.
+    Used by one thread at a time.
     Owns the owners and the fallback.
     """
 
@@ -76,15 +78,19 @@ class MoeExpertComputeRuntime:
     ) -> None:
         assert len(owners) == len(placement.owners)
         self.hits = HitCounts()
-        self._placement = placement
+        self.placement = placement
+        """The owner of each expert; another object after `replace`."""
         self._owners = tuple(owners)
         self._fallback = fallback
         self._device_owner = device_owner
         self._is_daemon = tuple(owner.stats.kind is OwnerKind.DAEMON for owner in owners)
-        self._own = device_owner
-        """The owner of what captured steps compute: this process."""
-        if device_owner is None and False in self._is_daemon:
-            self._own = self._is_daemon.index(False)
+        in_host = (
+            index
+            for index, is_daemon in enumerate(self._is_daemon)
+            if not is_daemon and index != device_owner
+        )
+        self._host_owner = next(in_host, None)
+        """The owner whose experts this process computes in the host's memory."""
         self._lost_reason = ""
         self._checks = checks
         self._settle: Callable[[], None] | None = None
@@ -94,12 +100,17 @@ class MoeExpertComputeRuntime:
         self._selections = SelectionCounts(placement.experts_per_layer)
 
     @property
+    def _hot_owner(self) -> int | None:
+        """The owner that layers go to at the least cost."""
+        return self._host_owner if self._device_owner is None else self._device_owner
+
+    @property
     def asks_daemons(self) -> bool:
         """Whether some experts belong to other processes, connected or not."""
         return any(self._is_daemon)
 
     def local_experts_mask(self, layer_id: int) -> npt.NDArray[np.bool_]:
-        owner_index = self._placement.routing[layer_id].owner_index
+        owner_index = self.placement.routing[layer_id].owner_index
         if self._device_owner is None:
             return np.zeros(owner_index.shape, np.bool_)
         is_here: npt.NDArray[np.bool_] = owner_index == self._device_owner
@@ -126,10 +137,10 @@ class MoeExpertComputeRuntime:
 
     def mail_routes(self) -> tuple[MailRoute, ...]:
         routes = []
-        for index, owned in enumerate(self._placement.owners):
+        for index, owned in enumerate(self.placement.owners):
             if index == self._device_owner or not owned.num_experts:
                 continue
-            route = self._owners[index].mail_route(self._placement.local_ids_of(index))
+            route = self._owners[index].mail_route(self.placement.local_ids_of(index))
             if route is None:
                 return ()
             routes.append(route)
@@ -143,21 +154,21 @@ class MoeExpertComputeRuntime:
         phase: Phase = Phase.DECODE,
         num_tokens: int = 1,
     ) -> None:
-        by_name = dict(zip(self._placement.owner_names, self._owners, strict=True))
+        by_name = dict(zip(self.placement.owner_names, self._owners, strict=True))
         layers: set[int] = set()
         for route in routes:
             counted = by_name[route.name].stats.of_phase(phase)
             counted.requests += num_steps * len(route.local_ids)
             counted.tokens += num_steps * num_tokens * len(route.local_ids)
             layers.update(route.local_ids)
-        num_layers = len(self._placement.routing)
+        num_layers = len(self.placement.routing)
         self.hits.layers += num_steps * num_layers
         self.hits.layers_hot_only += num_steps * (num_layers - len(layers))
 
     def add_mailed(self, phase: Phase, layer_id: int, counts: I64Array) -> None:
         """Add the routing of steps that went through mailboxes. Shapes: counts [E]."""
         self._selections.add_counts(phase, layer_id, counts)
-        owner_index = self._placement.routing[layer_id].owner_index
+        owner_index = self.placement.routing[layer_id].owner_index
         for index, owner in enumerate(self._owners):
             num_pairs = int(counts[owner_index == index].sum())
             if index == self._device_owner:
@@ -182,19 +193,28 @@ class MoeExpertComputeRuntime:
 
     @property
     def own_index(self) -> int:
-        return -1 if self._own is None else self._own
+        return -1 if self._host_owner is None else self._host_owner
+
+    @property
+    def device_index(self) -> int:
+        return -1 if self._device_owner is None else self._device_owner
+
+    @property
+    def own_banks(self) -> Mapping[int, ExpertBank]:
+        owner = None if self._host_owner is None else self._owners[self._host_owner]
+        return owner.banks if isinstance(owner, LocalExpertCompute) else {}
 
     def routing(self, layer_id: int) -> LayerRouting:
-        return self._placement.routing[layer_id]
+        return self.placement.routing[layer_id]
 
-    def ask_routes(self) -> Sequence[AskRoute]:
+    def ask_routes(self) -> Sequence[AskRoute] | None:
         routes = []
-        for index, owned in enumerate(self._placement.owners):
-            if index == self._own or not owned.num_experts:
+        for index, owned in enumerate(self.placement.owners):
+            if not self._is_daemon[index] or not owned.num_experts:
                 continue
             route = self._owners[index].ask_route(index)
             if route is None:
-                return ()
+                return None
             routes.append(route)
         return routes
 
@@ -209,10 +229,10 @@ class MoeExpertComputeRuntime:
             if not asked.num_requests:
                 continue
             self._owners[index].count_asked(asked)
-            if index == self._own:
-                hits.hot += asked.num_pairs
-            else:
+            if self._is_daemon[index]:
                 hits.remote += asked.num_pairs
+            else:
+                hits.hot += asked.num_pairs
         for layer_id, counts in taken.selections.items():
             self._selections.add_counts(Phase.DECODE, layer_id, counts)
 
@@ -295,6 +315,13 @@ class MoeExpertComputeRuntime:
         self.hits.layers_hot_only += ticket.is_hot_only
         return sums
 
+    def replace(self, file: GgufFile, placement: Placement) -> None:
+        """Use another placement: see `replacing.replace_experts`. Captured steps have to be
+        told."""
+        replace_experts(self._owners, file, before=self.placement, after=placement)
+        self.placement = placement
+        self._offload.use(placement)
+
     def poll(self) -> None:
         """Let owners make progress with what was begun, without waiting."""
         for owner in self._owners:
@@ -312,7 +339,7 @@ class MoeExpertComputeRuntime:
             self._settle()
         counters = {
             name: owner.stats.copy()
-            for name, owner in zip(self._placement.owner_names, self._owners, strict=True)
+            for name, owner in zip(self.placement.owner_names, self._owners, strict=True)
         }
         if self._fallback is not None and self._fallback.stats.requests:
             counters["fallback"] = self._fallback.stats.copy()
@@ -329,18 +356,6 @@ class MoeExpertComputeRuntime:
         if self._settle is not None:
             self._settle()
         return self._selections.as_array()
-
-    def pairs_of_owners(self) -> dict[str, list[int]]:
-        """How many pairs each owner has computed, by name, then by `HEAT_PHASES`; the fallback's
-        under ``fallback``."""
-        owners = dict(zip(self._placement.owner_names, self._owners, strict=True))
-        if self._fallback is not None:
-            owners["fallback"] = self._fallback
-        counted = {name: [0] * len(HEAT_PHASES) for name in owners}
-        for name, owner in owners.items():
-            for phase, stats in owner.stats.phases.items():
-                counted[name][phase_index(phase)] += stats.pairs
-        return counted
 
     def close(self) -> None:
         for owner in self._owners:
@@ -368,7 +383,7 @@ class MoeExpertComputeRuntime:
     ) -> None:
         """Count batches to be recomputed, in the statistics of the owners that failed."""
         for owner_index, pairs in orphans.items():
-            routing = self._placement.routing_without(lost)[layer_id]
+            routing = self.placement.routing_without(lost)[layer_id]
             stats = self._owners[owner_index].stats
             stats.retries += 1
             is_homeless = (routing.owner_index[pairs.expert_ids] < 0).any()
@@ -382,7 +397,7 @@ class MoeExpertComputeRuntime:
 
         Shapes: topk_* [T, K]; counts [E].
         """
-        is_others = self._placement.routing[layer_id].owner_index != self._device_owner
+        is_others = self.placement.routing[layer_id].owner_index != self._device_owner
         pairs, num_whole_tokens, counts = pairs_of_some(topk_ids, topk_weights, is_others)
         num_local = topk_ids.size - pairs.num_pairs
         if num_local:
@@ -393,8 +408,8 @@ class MoeExpertComputeRuntime:
     def _count_own(
         self, phase: Phase, *, num_tokens: int, num_pairs: int, num_requests: int = 1
     ) -> None:
-        assert self._own is not None
-        stats = self._owners[self._own].stats
+        assert self._hot_owner is not None
+        stats = self._owners[self._hot_owner].stats
         for counted in (stats, stats.of_phase(phase)):
             counted.requests += num_requests
             counted.tokens += num_tokens
@@ -407,7 +422,7 @@ class MoeExpertComputeRuntime:
         Pairs of an owner that takes no work become orphans.
         """
         layer_id, in_flight = ticket.layer_id, ticket.in_flight
-        routing = self._placement.routing_without(ticket.lost)[layer_id]
+        routing = self.placement.routing_without(ticket.lost)[layer_id]
         try:
             for owner_index, share in split_by_owner(pairs, routing):
                 owner, own = self._owner(owner_index), share
@@ -452,7 +467,7 @@ class MoeExpertComputeRuntime:
         """A ticket's pairs with global ids instead of its owner's local ones."""
         if owner_index < 0:
             return begun.pairs
-        global_ids = self._placement.owners[owner_index].by_layer[begun.layer_id]
+        global_ids = self.placement.owners[owner_index].by_layer[begun.layer_id]
         return replace(begun.pairs, expert_ids=global_ids[begun.pairs.expert_ids], counts=None)
 
     def _count_finished(self, ticket: LayerTicket, owner_index: int, num_pairs: int) -> None:
@@ -464,6 +479,7 @@ class MoeExpertComputeRuntime:
             ticket.is_hot_only = False
         else:
             self.hits.hot += num_pairs
+            ticket.is_hot_only &= owner_index == self._hot_owner
         if ticket.phase is Phase.PREFILL:
             self._offload.note(
                 owner_index,

@@ -1,4 +1,5 @@
-"""The even split: the first N experts of each layer stay local, the rest are dealt to the daemons.
+"""The even split: the first N experts of each layer stay local, the rest are dealt to the daemons;
+without daemons the rest is computed by the processor of a parent that has a device.
 
 All daemons count alike, whatever their speed or memory.
 """
@@ -12,16 +13,26 @@ from dflash_protocol.errors import SettingsError
 from dflash_protocol.placement import OwnedExperts, Placement
 
 LOCAL_OWNER = "local"
+"""The parent, on its device."""
+HOST_OWNER = "host"
+"""The processor of a parent whose device is another one."""
 
 
 def even_split(
-    spec: MoeSpec, daemon_names: Sequence[str], num_local_experts: int | None
+    spec: MoeSpec,
+    daemon_names: Sequence[str],
+    num_local_experts: int | None,
+    *,
+    has_host: bool = False,
 ) -> Placement:
     """Deal experts one by one: the daemons' numbers of experts of a layer differ by at most one.
 
     `num_local_experts` a layer stay in the parent: none by default if there are daemons, else all.
+    `has_host`: without daemons the parent's processor can compute the others.
     Raises: SettingsError if a layer has fewer experts, or if some have no owner.
     """
+    if has_host and not daemon_names and num_local_experts is not None:
+        daemon_names = [HOST_OWNER]
     experts: dict[str, dict[int, range]] = {name: {} for name in (LOCAL_OWNER, *daemon_names)}
     for layer in spec.layers:
         num_local = 0 if daemon_names else layer.num_experts
@@ -43,8 +54,9 @@ def even_split(
                 num_local + index, layer.num_experts, len(daemon_names)
             )
     owners = {name: OwnedExperts.from_lists(by_layer) for name, by_layer in experts.items()}
-    if not owners[LOCAL_OWNER].num_experts:
-        del owners[LOCAL_OWNER]
+    for name in (LOCAL_OWNER, HOST_OWNER):
+        if name in owners and not owners[name].num_experts:
+            del owners[name]
     return make_placement(spec, owners)
 
 

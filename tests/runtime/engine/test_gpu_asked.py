@@ -66,7 +66,7 @@ def test_tokens_and_counts_are_those_of_steps_that_python_runs(
     for is_asked in (True, False):
         with monkeypatch.context() as patch:
             if not is_asked:
-                patch.setattr(MoeExpertComputeRuntime, "ask_routes", lambda self: ())
+                patch.setattr(MoeExpertComputeRuntime, "ask_routes", lambda self: None)
             with opened(model, local_experts=local_experts) as engine:
                 # Sampled steps are other captures.
                 tokens = [*tokens_of(engine), *tokens_of(engine, temperature=2.0, seed=3)]

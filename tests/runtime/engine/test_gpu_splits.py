@@ -14,27 +14,16 @@ import pytest
 from dflash_protocol.errors import DaemonUnavailable
 from dflash_runtime import Engine
 from dflash_runtime.placement.split import LOCAL_OWNER
-from support.emulated_gpu import TINY, TINY_LLAMA4
+from support.emulated_gpu import TINY, TINY_GPT_OSS, TINY_LLAMA4
 from support.gpu_models import error_of
 from support.gpu_splits import Layers, Split
 from support.random_gguf import RandomShape, write_model
-from support.random_gpt_oss import GptOssShape
 from support.random_models import write_qwen3moe
 
 CHUNKS = [20, 3, 1, 9, 1, 1]
 IDS = np.random.default_rng(1).integers(0, TINY.vocab_size, sum(CHUNKS)).astype(np.int32)
 
 PAIRS = IDS.size * TINY.num_layers * TINY.num_experts_used
-TINY_GPT_OSS = GptOssShape(
-    num_layers=TINY.num_layers,
-    hidden_size=96,
-    num_heads=4,
-    head_dim=16,
-    num_experts=TINY.num_experts,
-    num_experts_used=2,
-    ffn_size=96,
-    vocab_size=TINY.vocab_size,
-)
 WHOLE: Layers = dict.fromkeys(range(TINY.num_layers), range(TINY.num_experts))
 
 

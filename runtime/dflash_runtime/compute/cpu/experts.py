@@ -46,10 +46,11 @@ class CpuExpertBank:
         """Whether it has all experts of the layer, under their global ids."""
         self.selections = np.zeros(layer.num_experts, np.int64)
         """How often each expert was routed to in calls of `routed_call`, by global id."""
-        self._workers = workers
+        self.workers = workers
         self._scratch = scratch
         k.run_batch()  # compiled now rather than in the first step
-        self._data: list[U8Array] = []
+        self._data: dict[int, U8Array] = {}
+        """By shard, a view that keeps the mapping."""
         addresses = np.zeros((self.num_experts, 3), np.int64)
         layouts = np.zeros((3, NUM_FIELDS), np.int64)
         for index, projection in enumerate(layer.projections):
@@ -81,6 +82,19 @@ class CpuExpertBank:
         self.words: I64Array = words
         """The layer's words of experts_kernel. Shapes: [NUM_LAYER_WORDS]."""
         self._arrays = addresses, layouts, scales, biases, activation
+
+    def replace(
+        self, file: GgufFile, local_expert_ids: I32Array, global_expert_ids: I32Array
+    ) -> None:
+        """Only addresses and scales change, in place."""
+        addresses, _, scales, biases, _ = self._arrays
+        ids = global_expert_ids.astype(np.int64)
+        for index, projection in enumerate(self.layer.projections):
+            addresses[local_expert_ids, index] = self._in_place(file, projection, ids)
+        if scales.size:
+            scales[local_expert_ids] = _scales(file, self.layer, ids)
+        if biases.size:
+            biases[local_expert_ids] = self._bias_addresses(file, ids)
 
     def routed_call(
         self,
@@ -116,14 +130,14 @@ class CpuExpertBank:
             raise ValueError(f"hidden {hidden.shape}, out {out.shape}, expected {expected}")
         # Of a prompt few rows may be routed here: its pass goes on with as many threads as before.
         if batch.phase is not Phase.PREFILL or batch.num_tokens > FEW_ROWS:
-            self._workers.begin(batch.num_tokens)
+            self.workers.begin(batch.num_tokens)
         words = self._batch_words(batch, hidden, out)
         sizes = self.scratch_bytes(batch.num_tokens, batch.num_pairs)
         buffer, memory = self._scratch.take(sizes)
         try:
             for part, place, size in zip(k.SCRATCH_PARTS, memory, sizes, strict=False):
                 words[part] = place if size else 0
-            words_kernel()(k.run_batch().address, words, self._workers.address)
+            words_kernel()(k.run_batch().address, words, self.workers.address)
         finally:
             self._scratch.give_back(buffer)
         if not words[k.NUM_GROUPS]:
@@ -160,7 +174,7 @@ class CpuExpertBank:
             (num_pairs if num_tokens > 1 else 0) * self._hidden_q8_bytes,
             num_pairs * 4 * self.layer.ffn_size,
             ffn_q8_bytes,
-            self._workers.num_threads * self._thread_bytes,
+            self.workers.num_threads * self._thread_bytes,
         )
 
     def scratch_words(self, num_tokens: int, num_pairs: int) -> tuple[tuple[int, int], ...]:
@@ -176,7 +190,7 @@ class CpuExpertBank:
         biases = [projection.bias for projection in self.layer.projections]
         if not any(biases):
             return np.empty((0, 3), np.int64)
-        addresses = np.zeros((self.num_experts, 3), np.int64)
+        addresses = np.zeros((global_expert_ids.size, 3), np.int64)
         for index, bias in enumerate(biases):
             if bias is not None:
                 addresses[:, index] = self._in_place(file, bias, global_expert_ids)
@@ -193,7 +207,7 @@ class CpuExpertBank:
             data = file.region(shard_index, offset_bytes, part.num_bytes)
             if shard_index not in bases:  # `.ctypes` costs more than the rest of the loop
                 bases[shard_index] = data.ctypes.data - offset_bytes
-                self._data.append(data)
+                self._data[shard_index] = data
             addresses[local_expert_id] = bases[shard_index] + offset_bytes
         return addresses
 

@@ -190,7 +190,12 @@ class CupyBackend:
             )
             self.ops.chunk_experts.expect(by_global)
         return CupyExpertBank(
-            self.ops, by_global, by_local, captured=self._captured_experts, lock=self._lock
+            self.ops,
+            by_global,
+            by_local,
+            captured=self._captured_experts,
+            uploader=self.loader.uploader,
+            lock=self._lock,
         )
 
     def drop_experts(self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:
@@ -294,6 +299,11 @@ class CupyBackend:
                 num_bytes / 2**30,
                 self.device.name,
             )
+
+    def follow_owners(self, layer_ids: Iterable[int], remote: RemoteExperts) -> None:
+        if self._offload is not None:
+            for layer_id in layer_ids:
+                self._offload.follow(layer_id, ~remote.local_experts_mask(layer_id))
 
     def compile_banks(
         self, banks: Mapping[int, ExpertBank], *, max_tokens: int, max_experts_used: int

@@ -71,12 +71,17 @@ class ReferenceExpertBank:
     ) -> None:
         self.layer = layer
         self._file = file
-        self._global_expert_ids = global_expert_ids
+        self._global_expert_ids = global_expert_ids.copy()
         self._cache = cache
 
     @property
     def num_experts(self) -> int:
         return int(self._global_expert_ids.size)
+
+    def replace(
+        self, file: GgufFile, local_expert_ids: I32Array, global_expert_ids: I32Array
+    ) -> None:
+        self._global_expert_ids[local_expert_ids] = global_expert_ids
 
     def accumulate(self, batch: RoutedBatch, out: F64Array) -> None:
         for group, local_expert_id in enumerate(batch.expert_ids):

@@ -27,6 +27,7 @@ from dflash_runtime.compute.cores import (
 )
 from dflash_runtime.compute.topology import read_topology
 from dflash_runtime.experts.daemons.link import Launch
+from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
 
 _PACKAGES = ("dflash_protocol", "dflash_adapters", "dflash_runtime", "dflash_daemon")
 
@@ -97,11 +98,13 @@ def choose_daemon(daemon: DaemonSetting | str, daemon_idx: int, settings: Settin
 def daemon_names(choices: Sequence[DaemonChoice], endpoints: Sequence[Endpoint]) -> list[str]:
     """Names for statistics and messages: of spawned daemons, then ``link0``, ``link1`` …
 
-    Raises: SettingsError if two are equal.
+    Raises: SettingsError if two are equal, or one is that of another owner.
     """
     names = [choice.name for choice in choices]
     names += [f"link{index}" for index in range(len(endpoints))]
     for index, name in enumerate(names):
+        if name in (LOCAL_OWNER, HOST_OWNER):
+            raise SettingsError(f"a daemon is called {name!r}, as the parent is; rename it")
         if name in names[:index]:
             raise SettingsError(f"two daemons are called {name!r}; give one another name")
     return names

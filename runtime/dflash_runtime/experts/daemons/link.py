@@ -78,6 +78,8 @@ class _Sessions:
         """Why there is none."""
         self.away_since_s: float | None = None
         self.is_given_up = False
+        self.refused = ""
+        """Why the last session was refused, until there is one."""
         self.lost_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._untaken: Segment | None = None
 
@@ -112,6 +114,7 @@ class DaemonLink:
 
     States: connected (`session` is set), lost or absent (None, the supervisor keeps trying), given
     up (None for good).
+    It has no session before its experts are given: to the constructor, or later to `give`.
     `on_event` is called with kind, name and reason of an event, without the link's lock.
 
     Owns: an eventfd that is readable exactly while the last session is known to be lost.
@@ -121,7 +124,7 @@ class DaemonLink:
         self,
         name: str,
         endpoint: Endpoint,
-        owned: OwnedExperts,
+        owned: OwnedExperts | None = None,
         *,
         launch: Launch | None,
         numeric_class: str,
@@ -130,7 +133,7 @@ class DaemonLink:
     ) -> None:
         self.name = name
         self.endpoint = endpoint
-        self.owned = owned
+        self._owned = owned
         self.launch = launch
         self.secure = secure
         """Sets the keys of a socket of this link before it connects; None if it needs none."""
@@ -140,9 +143,24 @@ class DaemonLink:
         self._sessions = _Sessions()
         self._numeric_class = numeric_class
         self._on_event = on_event
-        self._refused = ""
-        """Why the last session was refused, until there is one."""
         self._wake_supervisor: Callable[[int], None] = lambda generation: None
+
+    @property
+    def is_given(self) -> bool:
+        """Whether its experts are known, with which a session can be opened."""
+        return self._owned is not None
+
+    @property
+    def owned(self) -> OwnedExperts:
+        """The daemon's experts; to be used once they are given."""
+        assert self._owned is not None, "no experts were given yet"
+        return self._owned
+
+    def give(self, owned: OwnedExperts) -> None:
+        """Set the daemon's experts, once, and have the supervisor open a session."""
+        assert self._owned is None, "experts were given before"
+        self._owned = owned
+        self._wake_supervisor(0)
 
     @property
     def session(self) -> Session | None:
@@ -172,7 +190,8 @@ class DaemonLink:
         return f"daemon {self.name}: {self._sessions.reason}"
 
     def set_supervisor_wake(self, wake: Callable[[int], None]) -> None:
-        """Set `wake`, which is called, from any thread, with the generation of a lost session."""
+        """Set `wake`, which is called, from any thread, with the generation of a lost session, or
+        with 0 when experts are given."""
         self._wake_supervisor = wake
 
     def mark_ready(self, welcome: Welcome, memory: SharedMemory | None = None) -> Session:
@@ -190,7 +209,7 @@ class DaemonLink:
             data_address = self.endpoint.data_address(welcome.data_port)
             session = Session(sessions.num_opened, welcome, data_address, memory)
             away_since_s = sessions.open(session)
-        self._refused = ""
+        self._sessions.refused = ""
         if away_since_s is not None:
             self.note(EventKind.DAEMON_BACK, f"away for {monotonic() - away_since_s:.1f} s")
         if welcome.numeric_class != self._numeric_class:
@@ -245,8 +264,8 @@ class DaemonLink:
 
     def note_refused(self, reason: str) -> None:
         """Report why no session can be opened; each reason once until there is one again."""
-        if reason != self._refused:
-            self._refused = reason
+        if reason != self._sessions.refused:
+            self._sessions.refused = reason
             self.note(EventKind.DAEMON_REFUSED, reason)
 
     def close(self) -> None:

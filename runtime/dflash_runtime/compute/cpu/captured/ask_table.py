@@ -44,6 +44,16 @@ class OwnersPairs(NamedTuple):
     sums: F64Array
 
 
+class _Lookup(NamedTuple):
+    """Who computes a layer's experts, in memory that compiled code reads: by global id.
+
+    Shapes: both [E].
+    """
+
+    owner_index: I32Array
+    local_expert_id: I32Array
+
+
 class AskTable:
     """The words of `kernels.asked_tasks`, and the memory of its requests.
 
@@ -60,10 +70,11 @@ class AskTable:
         num_experts_used: int,
         workers: Workers | None,
     ) -> None:
-        """`num_experts_used`: the most of any layer. `workers` compute this process's experts; None
-        if a device does."""
+        """`num_experts_used`: the most of any layer. `workers` compute the experts of this process
+        that are in the host's memory; None if there are none."""
         self._owners, self._num_used = owners, num_experts_used
         self._kept: list[object] = []
+        self._lookups: dict[int, _Lookup] = {}
         self._lent: list[tuple[AskRoute, LentSlot]] = []
         self._routes: dict[int, AskRoute] = {}
         """Those that the words are set for, by owner index."""
@@ -80,12 +91,14 @@ class AskTable:
         )
         num_words = t.FIRST_OWNER + t.OWNER_WORDS * num_owners
         words: I64Array = zeros_on_lines(8 * num_words).view(np.int64)[:num_words]
-        words[t.NUM_OWNERS], words[t.OWN] = num_owners, owners.own_index
+        words[t.NUM_OWNERS] = num_owners
+        words[t.OWN], words[t.DEVICE] = owners.own_index, owners.device_index
         self._num_cores = len(os.sched_getaffinity(0))
         idle = region = 0
         if workers is not None:
             # Daemons of this machine have as many threads, unless told otherwise.
-            words[t.FREES_CORES] = self._num_cores < 2 * workers.num_threads
+            has_less = self._num_cores < 2 * workers.num_threads
+            words[t.FREES_CORES] = owners.asks_daemons and has_less
             if not words[t.FREES_CORES]:  # waking a thread takes a tenth of a layer
                 workers.spin_for(LONG_SPIN_S)
             idle, region = (workers.address + 8 * word for word in (IDLE, REGION))
@@ -112,13 +125,13 @@ class AskTable:
         out: F32Array | None = None,
         bank: CpuExpertBank | None = None,
     ) -> Call:
-        """The call of a layer. `bank`: this process's experts of it; without, a device computes
-        them. What it points into must be kept, but for the layer's lookup tables and the bank.
+        """The call of a layer. `bank`: the experts of it that `workers` compute, if any. What it
+        points into must be kept, but for lookup tables and the bank.
 
         Shapes: routed rows [1, H], global ids and weights [1, K], in the memory that each step
         uses; sums, out [1, H], as in `step_tasks.set_routing`.
         """
-        pairs, lookup = self.pairs, self._owners.routing(layer_id)
+        pairs, lookup = self.pairs, self._lookup_of(layer_id)
         hidden, topk_ids, topk_weights = routed
         words, scratch = [0] * t.NUM_WORDS, tuple[tuple[int, int], ...]()
         if bank is not None:
@@ -145,13 +158,29 @@ class AskTable:
         words[t.LAYER_ID], words[t.TABLE] = layer_id, self.address
         words[t.OWNER_OF] = address(lookup.owner_index, np.int32)
         words[t.NUM_IDS] = lookup.owner_index.size
-        self._kept += [lookup, bank]
+        self._kept.append(bank)
         return Call(t.run_asked().address, words, scratch=scratch)
+
+    def _lookup_of(self, layer_id: int) -> _Lookup:
+        """The layer's, shared by all captures of it."""
+        lookup = self._lookups.get(layer_id)
+        if lookup is None:
+            routing = self._owners.routing(layer_id)
+            lookup = _Lookup(routing.owner_index.copy(), routing.local_expert_id.copy())
+            self._lookups[layer_id] = lookup
+        return lookup
+
+    def refresh(self) -> None:
+        """Experts have moved between the owners; no step is running."""
+        for layer_id, lookup in self._lookups.items():
+            routing = self._owners.routing(layer_id)
+            lookup.owner_index[:] = routing.owner_index
+            lookup.local_expert_id[:] = routing.local_expert_id
 
     def begin(self) -> None:
         """Have compiled code ask in the step that follows, if it can."""
         routes = self._owners.ask_routes()
-        if not routes:
+        if routes is None:
             return
         if self._owners.is_any_to_be_checked(len(routes) * len(self.selections)):
             return
@@ -214,7 +243,7 @@ class AskTable:
             [self._take(index) for index in range(words[t.NUM_OWNERS])],
             {layer_id: counts.copy() for layer_id, counts in self.selections.items()},
         )
-        for word in (t.NUM_LAYERS, t.NUM_HOT_ONLY, t.OWN_REQUESTS, t.OWN_NS):
+        for word in (t.NUM_LAYERS, t.NUM_HOT_ONLY):
             words[word] = 0
         for counts in self.selections.values():
             counts[:] = 0
@@ -229,8 +258,6 @@ class AskTable:
         """Take the totals of an owner."""
         words, times, place = self._words, self._times, _place(index, 0)
         num_pairs, words[place + t.NUM_PAIRS] = words[place + t.NUM_PAIRS], 0
-        if index == words[t.OWN]:
-            return OwnerTotals(words[t.OWN_REQUESTS], num_pairs, words[t.OWN_NS] * 1e-9)
         asked = OwnerTotals(
             words[place + ring.REQUEST_NUM_REPLIES],
             num_pairs,

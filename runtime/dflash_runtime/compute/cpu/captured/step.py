@@ -205,6 +205,10 @@ class CpuStep:
         """None: the host counts, or banks do."""
         return {}
 
+    def follow_owners(self) -> None:
+        if self._table is not None:
+            self._table.refresh()
+
     def close(self) -> None:
         if "_recorded" in vars(self):
             if self._table is not None:

@@ -48,19 +48,19 @@ TABLE: of all layers, the words below."""
     POST,  # functions of the ring
     COLLECT,
     NUM_OWNERS,
-    OWN,  # index of this process, or -1
+    OWN,  # index of the owner whose experts these threads compute, or -1
+    DEVICE,  # index of the owner whose experts this process's device computes, or -1
     PROGRESS,  # of the layer at hand: 1 + the owner that is awaited, or 0 before it is posted
     STATUS,  # what a request has ended with if it failed, and whose it was
     FAILED,
     NUM_LAYERS,  # totals: layers computed
-    NUM_HOT_ONLY,  # those without daemons
-    OWN_REQUESTS,
-    OWN_NS,
+    NUM_HOT_ONLY,  # those without other owners than the device, or else than this process
     FREES_CORES,  # 1: idle threads sleep at once while daemons compute, which need their cores
     FIRST_OWNER,
-) = (*range(13), 16)
+) = (*range(12), 16)
 
-# Words of an owner, after those of its requests; this process has none of these, only a batch.
+# Words of an owner, after those of its requests; of the latter this process's owners use their
+# batch, the number of replies, and the seconds of computing.
 PORT, MOST_SPIN_NS, NUM_PAIRS = range(ring.REQUEST_WORDS, ring.REQUEST_WORDS + 3)
 OWNER_WORDS = ring.REQUEST_WORDS + 3
 
@@ -113,7 +113,8 @@ def _share_out(args: int, table: int) -> bool:
 def _is_asked(table: int, index: int) -> bool:
     """Whether it is a daemon that has pairs."""
     num_pairs: int = get(_owner(table, index), ring.BATCH_PAIRS)
-    return index != get(table, OWN) and num_pairs > 0
+    is_here = index == get(table, OWN) or index == get(table, DEVICE)
+    return not is_here and num_pairs > 0
 
 
 @helper
@@ -140,17 +141,22 @@ def _post_all(args: int, table: int) -> bool:
 
 @helper
 def _compute_own(args: int, table: int, counter: int, pool: int) -> bool:
-    """Clear the sums, and add those of this process, unless a device computes them."""
+    """Clear the sums, and add those of the experts that these threads compute."""
     fill_sums(args, 0.0)
-    if get(table, OWN) < 0 or get(args, experts.NUM_EXPERTS) == 0:
+    if get(table, OWN) < 0:
         return True
-    num_pairs = get(_owner(table, get(table, OWN)), ring.BATCH_PAIRS)
+    words = _owner(table, get(table, OWN))
+    num_pairs = get(words, ring.BATCH_PAIRS)
     if num_pairs == 0:
         return True
+    if get(args, experts.NUM_EXPERTS) == 0:
+        return False  # no bank for compiled code
     v.store_i64(args + 8 * experts.NUM_GROUPS, num_pairs)
     started_ns = system.monotonic_ns()
     is_sound = experts.run_experts(args, counter, pool)
-    _increase(table, OWN_NS, system.monotonic_ns() - started_ns)
+    compute_s = words + 8 * ring.REQUEST_COMPUTE_S
+    taken_s = 1e-9 * (system.monotonic_ns() - started_ns)
+    v.store_double(compute_s, v.load_double(compute_s) + taken_s)
     return is_sound != 0  # type: ignore[no-any-return]
 
 
@@ -170,16 +176,19 @@ def _collect(table: int, index: int) -> int:
 
 @helper
 def _count(args: int, table: int) -> None:
-    num_daemons = 0
+    # Hot are the experts of the device, or where there is none those of this process.
+    hot = get(table, OWN) if get(table, DEVICE) < 0 else get(table, DEVICE)
+    is_hot_only = 1
     for index in range(get(table, NUM_OWNERS)):
         words = _owner(table, index)
-        _increase(words, NUM_PAIRS, get(words, ring.BATCH_PAIRS))
-        num_daemons += 1 if _is_asked(table, index) else 0
-    own = get(table, OWN)
-    if own >= 0 and get(_owner(table, own), ring.BATCH_PAIRS) > 0:
-        _increase(table, OWN_REQUESTS, 1)
+        num_pairs = get(words, ring.BATCH_PAIRS)
+        _increase(words, NUM_PAIRS, num_pairs)
+        if num_pairs > 0:
+            is_hot_only = is_hot_only if index == hot else 0
+            if not _is_asked(table, index):
+                _increase(words, ring.REQUEST_NUM_REPLIES, 1)
     _increase(table, NUM_LAYERS, 1)
-    _increase(table, NUM_HOT_ONLY, 1 if num_daemons == 0 else 0)
+    _increase(table, NUM_HOT_ONLY, is_hot_only)
     for pair in range(get(args, NUM_USED)):
         chosen = v.load_i32(get(args, TOPK_IDS) + 4 * pair)
         _increase(get(args, SELECTIONS), chosen, 1)

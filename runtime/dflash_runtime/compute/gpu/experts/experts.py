@@ -24,6 +24,7 @@ from dflash_runtime.compute.gpu.device.buffers import Buffer
 from dflash_runtime.compute.gpu.device.device import Graph
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, STEP_SIZES
 from dflash_runtime.compute.gpu.launch.decode_experts import Choice
+from dflash_runtime.compute.gpu.layers.matrix import Uploader
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer, named_layer
 from dflash_runtime.compute.gpu.layers.rows import Input
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
@@ -190,12 +191,14 @@ class CupyExpertBank:
         by_local: ResidentLayer,
         *,
         captured: CapturedExperts,
+        uploader: Uploader,
         lock: threading.RLock,
     ) -> None:
         self.layer: MoeLayer = by_local.layer
         self.num_experts = by_local.num_resident
         self._lock = lock
         self._captured = captured
+        self._uploader = uploader
         self.by_global = by_global
         self._ops = ops
         self.by_local = by_local
@@ -221,8 +224,31 @@ class CupyExpertBank:
                 for names in (global_ids, np.arange(places.size))
             )
         return CupyExpertBank(
-            self._ops, by_global, by_local, captured=self._captured, lock=self._lock
+            self._ops,
+            by_global,
+            by_local,
+            captured=self._captured,
+            uploader=self._uploader,
+            lock=self._lock,
         )
+
+    def replace(
+        self, file: GgufFile, local_expert_ids: I32Array, global_expert_ids: I32Array
+    ) -> None:
+        """Slots get other weights, under the same local ids."""
+        by_global, by_local, device = self.by_global, self.by_local, self._ops.device
+        pairs = zip(local_expert_ids.tolist(), global_expert_ids.tolist(), strict=True)
+        with self._lock:
+            device.synchronize()
+            for local_expert_id, global_expert_id in pairs:
+                slot = int(by_local.slot_of_expert[local_expert_id])
+                leaving = int(np.flatnonzero(by_global.slot_of_expert == slot)[0])
+                by_global.fill(self._uploader, file, slot, global_expert_id)
+                for named, name, before in (
+                    (by_global, global_expert_id, leaving),
+                    (by_local, local_expert_id, local_expert_id),
+                ):
+                    named.rename(device, file, slot, ids=(global_expert_id, name), before=before)
 
     def accumulate(self, batch: RoutedBatch, out: F64Array) -> None:
         """Raises: ValueError for a wrong shape or ids; DeviceUnavailable."""

@@ -124,11 +124,12 @@ class ExpertOffload:
         self._file = file
         place_bytes, laid_out_bytes = _memory_of(missing)
         self._places = [_Place(device.empty(place_bytes, np.uint8)) for _ in range(_NUM_PLACES)]
-        laid_out = device.empty(laid_out_bytes, np.uint8)
+        self._laid_out = device.empty(laid_out_bytes, np.uint8)
+        """Memory for projections whose layout on the device differs."""
         self._laid_out_of: tuple[int, bytes] | None = None
         device.synchronize()  # kernels that used this memory before must have ended
         self._layers = {
-            layer_id: self._made(layer, experts, self._places[index % _NUM_PLACES], laid_out)
+            layer_id: self._made(layer, experts, self._places[index % _NUM_PLACES])
             for index, (layer_id, (layer, experts)) in enumerate(missing.items())
         }
         ids = list(missing)
@@ -164,6 +165,20 @@ class ExpertOffload:
                 transfer.wait()
                 self._bytes_per_s = transfer.bytes_per_s()
             first.place.transfers.clear()
+
+    def follow(self, layer_id: int, missing: Experts) -> None:
+        """Others of a layer's experts are remote now, as many as before; no chunk is computed.
+
+        Shapes: missing [E]. Raises: DeviceUnavailable.
+        """
+        known = self._layers.get(layer_id)
+        if known is None or (known.missing == missing).all():
+            return
+        if known.missing.sum() != missing.sum():
+            raise ValueError(f"layer {layer_id} has room for {known.missing.sum()} experts")
+        known.place.clear()
+        self._laid_out_of = None
+        self._layers[layer_id] = self._made(known.layer, missing, known.place)
 
     def begin(self, layer_id: int, topk_ids: I32Array, remote: RemoteExperts) -> Experts | None:
         """Decide which of a layer's remote experts to compute here, and start to copy those that
@@ -307,10 +322,7 @@ class ExpertOffload:
                     columns=projection.columns,
                 )
 
-    def _made(
-        self, layer: MoeLayer, missing: Experts, place: _Place, laid_out: DeviceArray
-    ) -> _Layer:
-        """`laid_out`: memory for projections whose layout on the device differs."""
+    def _made(self, layer: MoeLayer, missing: Experts, place: _Place) -> _Layer:
         num = int(missing.sum())
         native: list[DeviceArray] = []
         weights: list[DeviceArray] = []
@@ -323,7 +335,7 @@ class ExpertOffload:
                 weights.append(native[-1])
                 continue
             laid_out_end = laid_out_begin + num * expert_bytes(each)
-            weights.append(laid_out[laid_out_begin:laid_out_end])
+            weights.append(self._laid_out[laid_out_begin:laid_out_end])
             laid_out_begin = _aligned(laid_out_end)
         ids = np.flatnonzero(missing)
         resident = named_layer(self._device, self._file, layer, weights=weights, ids=(ids, ids))

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.spec import ExpertProjection, ExpertVector, MoeLayer
-from dflash_protocol.ids import I32Array, I64Array, Phase
+from dflash_protocol.ids import F32Array, I32Array, I64Array, Phase
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.launch.layouts import ResidentExperts, ResidentMatrices, row_bytes
 from dflash_runtime.compute.gpu.layers.matrix import Uploader, require_kernels
@@ -18,7 +18,10 @@ from dflash_runtime.compute.gpu.layers.matrix import Uploader, require_kernels
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResidentLayer:
-    """Experts of a layer on the device. `slot_of_expert` [E] int32, on the host; -1: none."""
+    """Experts of a layer on the device. `slot_of_expert` [E] int32, on the host; -1: none.
+
+    `rename` changes tables and vectors in place, so that what was captured with them stays valid.
+    """
 
     layer: MoeLayer
     slot_of_expert: I32Array
@@ -48,6 +51,30 @@ class ResidentLayer:
     def is_whole(self) -> bool:
         """Whether all experts of the layer are resident."""
         return self.num_resident == self.layer.num_experts
+
+    def rename(
+        self, device: KernelDevice, file: GgufFile, slot: int, *, ids: tuple[int, int], before: int
+    ) -> None:
+        """The expert in a slot is now the one of this global id, called the second of `ids`; what
+        was called `before` is no longer here. No kernel may be running."""
+        global_expert_id, name = ids
+        self.slot_of_expert[before] = -1
+        self.slot_of_expert[name] = slot
+        device.write(self.experts.slot_of_expert, self.slot_of_expert)
+        parts = self.experts.gate, self.experts.up, self.experts.down
+        for projection, matrices in zip(self.layer.projections, parts, strict=True):
+            for vector, rows in (
+                (projection.bias, matrices.bias),
+                (projection.scale, matrices.scale),
+            ):
+                if vector is not None and rows is not None:
+                    row = rows.reshape(-1, vector.length)[name : name + 1]
+                    device.write(row, _vector(file, vector, global_expert_id).reshape(1, -1))
+
+    def fill(self, uploader: Uploader, file: GgufFile, slot: int, global_expert_id: int) -> None:
+        """Write an expert's matrices into a slot."""
+        for projection, weights in zip(self.layer.projections, self.weights, strict=True):
+            _fill(uploader, file, projection, weights, slot=slot, global_expert_id=global_expert_id)
 
     def only(self, device: KernelDevice, chosen: npt.NDArray[np.bool_]) -> ResidentLayer | None:
         """The same weights with only the chosen experts; None if none is left.
@@ -112,13 +139,26 @@ def _matrices(
     require_kernels(
         file, projection.tensor_name, projection.tensor_type, columns=projection.columns
     )
-    num_bytes = expert_bytes(projection)
-    weights = device.empty(max(1, global_ids.size) * num_bytes, np.uint8)
+    weights = device.empty(max(1, global_ids.size) * expert_bytes(projection), np.uint8)
     for slot, global_expert_id in enumerate(global_ids.tolist()):
-        raw = file.region(*projection.place_of(global_expert_id), projection.num_bytes)
-        place = weights[slot * num_bytes : (slot + 1) * num_bytes]
-        uploader.fill(place, raw, projection.tensor_type, columns=projection.columns)
+        _fill(uploader, file, projection, weights, slot=slot, global_expert_id=global_expert_id)
     return weights
+
+
+def _fill(
+    uploader: Uploader,
+    file: GgufFile,
+    projection: ExpertProjection,
+    weights: DeviceArray,
+    *,
+    slot: int,
+    global_expert_id: int,
+) -> None:
+    """Write one expert's matrix into a slot. Shapes: weights [slots * expert_bytes] uint8."""
+    num_bytes = expert_bytes(projection)
+    raw = file.region(*projection.place_of(global_expert_id), projection.num_bytes)
+    place = weights[slot * num_bytes : (slot + 1) * num_bytes]
+    uploader.fill(place, raw, projection.tensor_type, columns=projection.columns)
 
 
 def named_layer(
@@ -173,10 +213,16 @@ def _by_name(
         return None
     values = np.zeros((num_experts, vector.length), np.float32)
     for global_expert_id, name in zip(*(each.tolist() for each in ids), strict=True):
-        # Need not be aligned in the file.
-        raw = file.region(*vector.place_of(global_expert_id), vector.num_bytes).copy()
-        values[name] = raw.view("<f4")
+        values[name] = _vector(file, vector, global_expert_id)
     return device.upload(values)
+
+
+def _vector(file: GgufFile, vector: ExpertVector, global_expert_id: int) -> F32Array:
+    """Shapes: result [length]."""
+    # Need not be aligned in the file.
+    raw = file.region(*vector.place_of(global_expert_id), vector.num_bytes).copy()
+    values: F32Array = raw.view("<f4").astype(np.float32)
+    return values
 
 
 def expert_bytes(projection: ExpertProjection) -> int:

@@ -144,6 +144,10 @@ class GraphStep:
             self._redo.check_last()
         return self._runner.logits()
 
+    def follow_owners(self) -> None:
+        self._device.synchronize()  # steps that were started ahead
+        self._choice.home.path.follow_owners()
+
     def close(self) -> None:
         """Release everything, even if this object is still referred to. Idempotent."""
         if self._is_closed:

@@ -1,8 +1,9 @@
 """Captured steps whose remote experts the host asks for, between their graphs.
 
-The host asks the remote owners of a layer's experts, while the device computes the local ones, and
-passes on the owners' sums. Rows and sums lie in mapped memory: no copy is asked of the driver.
-Compiled code runs a step, from graph to graph, and asks the owners if it can (see AskTable).
+The host asks the remote owners of a layer's experts, and computes those in its own memory, while
+the device computes its own, and passes on the sums. Rows and sums lie in mapped memory: no copy is
+asked of the driver. Compiled code runs a step, from graph to graph, and asks the owners if it can
+(see AskTable).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dflash_protocol.ids import Phase
 from dflash_runtime.compute.backend import MailedExperts
 from dflash_runtime.compute.cpu.captured.ask_table import AskTable
 from dflash_runtime.compute.cpu.captured.program import BetweenCalls, Program
+from dflash_runtime.compute.cpu.experts import CpuExpertBank
 from dflash_runtime.compute.cpu.kernels.device_tasks import (
     await_call,
     compile_calls,
@@ -58,15 +60,23 @@ class HostPath(StepPath):
         self._whole_pairs: list[int] = []
         """Pairs of a token in each layer whose experts are all here."""
         self._ops, self._exchanger = ops, Exchanger(ops.device)
+        banks = {
+            layer_id: bank
+            for layer_id, bank in remote.own_banks.items()
+            if isinstance(bank, CpuExpertBank)
+        }
+        self._workers = next((bank.workers for bank in banks.values()), None)
         self._table = AskTable(
             remote,
             hidden_size=max(layer.hidden_size for layer in moe.layers),
             num_experts_used=max(layer.num_experts_used for layer in moe.layers),
-            workers=None,
+            workers=self._workers,
         )
         try:
             routes = {
-                layer.layer_id: self._new_route(layer, resident.get(layer.layer_id))
+                layer.layer_id: self._new_route(
+                    layer, resident.get(layer.layer_id), banks.get(layer.layer_id)
+                )
                 for layer in moe.layers
             }
         except BaseException:
@@ -74,7 +84,9 @@ class HostPath(StepPath):
             raise
         self._moe = DeviceMoe(routes.__getitem__)
 
-    def _new_route(self, layer: MoeLayer, local: ResidentLayer | None) -> Route:
+    def _new_route(
+        self, layer: MoeLayer, local: ResidentLayer | None, bank: CpuExpertBank | None
+    ) -> Route:
         if local is not None and local.is_whole:
             self._whole_pairs.append(layer.num_experts_used)
             return HereRoute(self._ops, local, _PHASE)
@@ -84,7 +96,7 @@ class HostPath(StepPath):
             hidden_size=layer.hidden_size,
             num_used=layer.num_experts_used,
         )
-        exchange = _Exchange(self._table, box, self._remote, layer.layer_id)
+        exchange = _Exchange(self._table, box, self._remote, layer.layer_id, bank)
         self._exchanges.append(exchange)
         return _ExchangeRoute(self._ops, self._exchanger, exchange, local)
 
@@ -111,10 +123,14 @@ class HostPath(StepPath):
 
     def _run(self, program: Program) -> None:
         """Raises: what `check` raises; DaemonUnavailable, DeviceUnavailable."""
+        workers, pool = self._workers, 0
+        if workers is not None:
+            workers.begin(1)
+            pool = workers.address
         self._ops.device.use()
         try:
             self._table.begin()
-            program.run(0, self._check)
+            program.run(pool, self._check)
         finally:
             self._table.end()
 
@@ -127,6 +143,9 @@ class HostPath(StepPath):
                 num_pairs=sum(self._whole_pairs),
                 num_layers=len(self._whole_pairs),
             )
+
+    def follow_owners(self) -> None:
+        self._table.refresh()
 
     def close(self) -> None:
         self._table.close()
@@ -143,11 +162,14 @@ class _Exchange:
     box: StepBox
     remote: MailedExperts
     layer_id: int
+    bank: CpuExpertBank | None
+    """The experts that this process's processor computes."""
 
     def call(self) -> Call:
         """Asks for the experts that were chosen and passes their sums to the device."""
         box = self.box
-        return self.table.call(self.layer_id, (box.rows, box.ids, box.weights), sums=box.sums)
+        routed = box.rows, box.ids, box.weights
+        return self.table.call(self.layer_id, routed, sums=box.sums, bank=self.bank)
 
     def __call__(self) -> None:
         """The same by the host. Raises: DaemonUnavailable if no owner can compute them."""

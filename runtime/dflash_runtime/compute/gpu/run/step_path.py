@@ -93,6 +93,9 @@ class StepPath:
     def count_step(self) -> None:
         """Count a decode step that was replayed, unless the device counts."""
 
+    def follow_owners(self) -> None:
+        """See CapturedStep.follow_owners."""
+
     def is_trusted(self, argmax: I32Array) -> bool:
         """Whether a pass that has ended is right, as far as can be told. Shapes: argmax [T]."""
         return True

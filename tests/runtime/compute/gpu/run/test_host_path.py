@@ -35,15 +35,16 @@ class LosesOwners:
     """The part of backend.MailedExperts that routes use; its owners are lost one after another, and
     compiled code cannot ask them."""
 
-    num_owners, own_index = 2, 0
+    num_owners, own_index, device_index, own_banks = 2, -1, 0, dict[int, Any]()
+    asks_daemons = True
 
     def routing(self, layer_id: int) -> LayerRouting:
         ids = np.arange(TINY.num_experts, dtype=np.int32)
         owner_index = np.where(IS_HERE, 0, 1).astype(np.int32)
         return LayerRouting(owner_index, ids, sole_owner=None, is_identity=False)
 
-    def ask_routes(self) -> tuple[()]:
-        return ()
+    def ask_routes(self) -> None:
+        """Compiled code can ask none of them."""
 
     def settle_with(self, settle: Any) -> None:
         pass
