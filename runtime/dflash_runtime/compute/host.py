@@ -10,7 +10,7 @@ import psutil
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.layers import Description
-from dflash_adapters.spec import KvLayer, ModelSpec, MoeLayer, RecurrentLayer
+from dflash_adapters.spec import ModelSpec, MoeLayer
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, I64Array, Phase
 from dflash_protocol.ring.compiled_experts import CompiledExperts
 from dflash_runtime.compute.backend import (
@@ -53,10 +53,9 @@ class HostBackend:
         file: GgufFile,
         experts: Iterable[tuple[MoeLayer, int]],
         *,
-        kv_layers: tuple[KvLayer, ...] = (),
-        recurrent: tuple[RecurrentLayer, ...] = (),
         num_positions: int = 0,
         kv_type: KvType = KvType.F16,
+        num_daemons: int = 0,
     ) -> None:
         """Do nothing: weights are read from the file when they are used."""
 

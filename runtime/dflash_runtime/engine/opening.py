@@ -144,10 +144,9 @@ def open_model(
     backend.require_room(
         file,
         _local_experts(spec, placement),
-        kv_layers=spec.kv_layers,
-        recurrent=spec.recurrent_layers,
         num_positions=num_positions,
         kv_type=kv_type,
+        num_daemons=len(choices) + len(endpoints),
     )
     fallback_backend = backend
     if not backend.is_host and (choices or endpoints) and is_any_local(settings):

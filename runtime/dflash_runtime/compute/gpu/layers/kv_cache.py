@@ -23,7 +23,7 @@ from dflash_runtime.compute.gpu.layers.kv_rows import (
     new_layer_cache,
 )
 from dflash_runtime.compute.kv_cache import KvType, Snapshot
-from dflash_runtime.compute.sliding_window import WindowSnapshot
+from dflash_runtime.compute.sliding_window import MOST_KEPT, WindowSnapshot
 from dflash_runtime.compute.trees import Tree
 
 _NOTHING = -1
@@ -263,3 +263,9 @@ def _plans(layers: Iterable[RecurrentLayer]) -> list[DeltaPlan]:
 def state_bytes(layers: Iterable[RecurrentLayer]) -> int:
     """Bytes of device memory of RecurrentStates."""
     return sum(4 * (prod(plan.ring_shape) + prod(plan.state_shape)) for plan in _plans(layers))
+
+
+def snapshot_bytes(layers: Iterable[RecurrentLayer]) -> int:
+    """The same of the snapshots that an engine may keep: a ring and one state each."""
+    each = (4 * (prod(plan.ring_shape) + prod(plan.state_shape[1:])) for plan in _plans(layers))
+    return MOST_KEPT * sum(each)
