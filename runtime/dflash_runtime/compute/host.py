@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import psutil
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.layers import Description
@@ -24,6 +23,7 @@ from dflash_runtime.compute.backend import (
 from dflash_runtime.compute.host_model import HostExperts, HostModel
 from dflash_runtime.compute.host_ops import Ops
 from dflash_runtime.compute.kv_cache import KvCache, KvType
+from dflash_runtime.compute.memory import host_memory
 from dflash_runtime.compute.model import Model
 from dflash_runtime.compute.thread_trial import OnePass
 
@@ -46,7 +46,7 @@ class HostBackend:
         raise NotImplementedError
 
     def free_memory_bytes(self) -> int:
-        return int(psutil.virtual_memory().available)
+        return host_memory().free_bytes
 
     def require_room(
         self,

@@ -138,8 +138,8 @@ class CupyBackend:
         return self.ops.payload
 
     def free_memory_bytes(self) -> int:
-        """0 if unknown."""
-        return 0 if self._memory is None else self._memory().free_bytes
+        """Without what stays free; 0 if unknown."""
+        return 0 if self._memory is None else self._memory().room_bytes
 
     def require_room(
         self,
@@ -164,12 +164,13 @@ class CupyBackend:
             num_remote_layers=num_remote,
             num_daemons=num_daemons,
         )
-        work = 0 if self.ops.chunks.has_worked else needs.work + needs.recorded
+        # The context is open already; once there were chunks, all that they need is there too.
+        work = needs.work + needs.recorded + needs.driver - CONTEXT_BYTES
         needed = {
             "experts": total_experts(given),
             "other weights": needs.weights,
             "keys and values": needs.cache,
-            "work": work + needs.driver - CONTEXT_BYTES,  # the context is open already
+            "work": 0 if self.ops.chunks.has_worked else work,
         }
         if self._memory is not None:
             with self._lock:

@@ -26,6 +26,7 @@ from dflash_adapters.layers import (
     parts_of,
 )
 from dflash_adapters.spec import ModelSpec, MoeLayer
+from dflash_runtime.compute.gpu.device.devices import allocated
 from dflash_runtime.compute.gpu.launch.layouts import UNIT, num_units
 from dflash_runtime.compute.gpu.launch.prefill_groups import CHUNK_PAIRS
 from dflash_runtime.compute.gpu.launch.prefill_operands import (
@@ -48,6 +49,8 @@ HEAD_ROWS = 512
 """Rows of logits computed at once."""
 
 _FLOAT, _DOUBLE = 4, 8
+_SMALL_BYTES = 2 << 20
+"""Tables and counters of a backend, each of some KiB."""
 
 
 def scratch_of_chunk(chunk: int) -> int:
@@ -82,15 +85,20 @@ class ChunkRoom:
         pairs by expert and their terms. A parent's with remote experts (`is_remote`) sends
         normalised rows."""
         scratch = max(scratch_bytes, *map(group_bytes, self._layers))
-        return scratch + self._rows(max_chunk, is_parent, is_remote) + self._experts(max_chunk)
+        return (
+            _SMALL_BYTES
+            + allocated(scratch)
+            + self._rows(max_chunk, is_parent, is_remote)
+            + self._experts(max_chunk)
+        )
 
     def passing_bytes(self, num_tokens: int) -> int:
         """Rows of a chunk of so many tokens that exist at the same time: in its largest layer, and
-        at the head."""
+        at the head; and those of the chunk before, which may be in use until it is replaced."""
         residual = _FLOAT * num_tokens * self._hidden_size
         in_layer = _FLOAT * num_tokens * self.layer_columns
         logits = _FLOAT * min(num_tokens, HEAD_ROWS) * self._vocab_size
-        return residual + max(in_layer, logits)
+        return 2 * residual + max(in_layer, logits)
 
     def remote_bytes(self, num_tokens: int, num_daemons: int) -> int:
         """What a chunk has besides while experts are asked for: the rows that are sent, local sums
@@ -106,8 +114,8 @@ class ChunkRoom:
         """Rows of each length as products read them: in halves, and normalised floats."""
         parts_of_columns: dict[int, set[int]] = {}
         if is_parent:
-            for columns, parts in self._dense.items():
-                parts_of_columns.setdefault(columns, set()).update(parts)
+            for columns, found in self._dense.items():
+                parts_of_columns.setdefault(columns, set()).update(found)
             for columns in self._normed:
                 parts_of_columns.setdefault(columns, set()).add(0)
         for layer in self._layers:
@@ -119,15 +127,17 @@ class ChunkRoom:
         total = 0
         for columns, found in parts_of_columns.items():
             most = max(found)
-            total += max_chunk * (2 * most * columns + _FLOAT * bool(most))
-            total += max_chunk * _FLOAT * columns if 0 in found and is_parent else 0
+            total += allocated(2 * most * max_chunk * columns) + _FLOAT * max_chunk
+            total += allocated(_FLOAT * max_chunk * columns) if 0 in found and is_parent else 0
         return total
 
     def _experts(self, max_chunk: int) -> int:
         """Pairs by expert (ExpertGroups), and what experts compute of them (ExpertPrefill)."""
         groups = {(layer.num_experts, max_chunk * layer.num_experts_used) for layer in self._layers}
         total = sum(
-            _FLOAT * (num_experts * (-(-pairs // CHUNK_PAIRS) + 8) + 6 * pairs)
+            5 * allocated(_FLOAT * pairs)
+            + allocated(_DOUBLE * pairs)
+            + _FLOAT * num_experts * (-(-pairs // CHUNK_PAIRS) + 8)
             for num_experts, pairs in groups
         )
         sizes: dict[tuple[int, int, int], int] = {}
@@ -138,7 +148,8 @@ class ChunkRoom:
             sizes[key] = max(sizes.get(key, 0), of_value)
         for (hidden_size, ffn_size, pairs), of_value in sizes.items():
             shifts = -(-ffn_size // FMA_TILE.segment)
-            total += pairs * (_FLOAT * (hidden_size + 1) + shifts + of_value * ffn_size)
+            total += allocated(_FLOAT * pairs * hidden_size) + allocated(_FLOAT * pairs)
+            total += allocated(pairs * shifts) + allocated(of_value * pairs * ffn_size)
         return total
 
     def _dense_columns(self, description: Description) -> dict[int, set[int]]:

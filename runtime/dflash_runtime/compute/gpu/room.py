@@ -14,32 +14,19 @@ from dflash_adapters.layers import Description, Layer, MatrixTensor, VectorTenso
 from dflash_adapters.spec import ModelSpec, MoeLayer
 from dflash_protocol.errors import DeviceOutOfMemory
 from dflash_runtime.compute.gpu.chunk_room import ChunkRoom, scratch_of_chunk
-from dflash_runtime.compute.gpu.device.devices import DeviceMemory
+from dflash_runtime.compute.gpu.device.devices import DeviceMemory, allocated
 from dflash_runtime.compute.gpu.launch.layouts import row_bytes
 from dflash_runtime.compute.gpu.layers.kv_cache import snapshot_bytes, state_bytes
-from dflash_runtime.compute.gpu.layers.kv_rows import bytes_with_snapshots
+from dflash_runtime.compute.gpu.layers.kv_rows import array_bytes, bytes_with_snapshots, layer_bytes
 from dflash_runtime.compute.gpu.layers.matrix import require_kernels
 from dflash_runtime.compute.gpu.step_room import StepRoom
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.room import LayerBytes, Needs
 
-_LARGE_BYTES = 1 << 20
-_BLOCK_BYTES = 2 << 20
-"""The driver gives memory from `_LARGE_BYTES` on in whole blocks, and cuts smaller pieces from
-blocks."""
-_PIECE_BYTES = 512
-"""CuPy's pool rounds to it."""
-
 CONTEXT_BYTES = 560 << 20
 """What the driver takes for a process that uses a device, before anything is allocated."""
 MODULES_BYTES = 64 << 20
 """Compiled kernels, the memory of their threads, and captured graphs."""
-
-
-def allocated(num_bytes: int) -> int:
-    """Memory that an array of so many bytes takes from the driver."""
-    unit = _BLOCK_BYTES if num_bytes >= _LARGE_BYTES else _PIECE_BYTES
-    return -(-num_bytes // unit) * unit
 
 
 def require_room(device: str, memory: DeviceMemory, needed: Mapping[str, int]) -> None:
@@ -127,9 +114,21 @@ class GpuRoom:
         """Raises: SettingsError as DeviceKvCache."""
         spec = self._spec
         rows = sum(
-            allocated(bytes_with_snapshots(kv, num_positions, kv_type)) for kv in spec.kv_layers
+            allocated(size)
+            for kv in spec.kv_layers
+            for size in array_bytes(kv, num_positions, kv_type)
         )
-        return rows + state_bytes(spec.recurrent_layers) + snapshot_bytes(spec.recurrent_layers)
+        states = state_bytes(spec.recurrent_layers)
+        return rows + states + self._snapshot_bytes(num_positions, kv_type)
+
+    def _snapshot_bytes(self, num_positions: int, kv_type: KvType) -> int:
+        spec = self._spec
+        of_windows = sum(
+            bytes_with_snapshots(kv, num_positions, kv_type)
+            - layer_bytes(kv, num_positions, kv_type)
+            for kv in spec.kv_layers
+        )
+        return of_windows + snapshot_bytes(spec.recurrent_layers)
 
     def passing_bytes(
         self,
@@ -140,12 +139,13 @@ class GpuRoom:
         num_remote_layers: int = 0,
         num_daemons: int = 0,
     ) -> int:
-        """What passes in a chunk, and what steps take; beside what a chunk keeps."""
+        """What passes in a chunk, and what steps and snapshots take; beside what a chunk keeps."""
         num_tokens = min(chunk, num_positions)
         remote = self._chunks.remote_bytes(num_tokens, num_daemons) if num_remote_layers else 0
         steps = self._steps.num_bytes(num_positions, kv_type)
         steps += self._steps.remote_bytes(num_positions, num_remote_layers)
-        return self._chunks.passing_bytes(num_tokens) + remote + steps
+        snapshots = self._snapshot_bytes(num_positions, kv_type)
+        return self._chunks.passing_bytes(num_tokens) + remote + steps + snapshots
 
     def needs(
         self,
@@ -183,7 +183,10 @@ class GpuRoom:
         return Needs(
             weights=self.ends + sum(layer.trunk for layer in self.layers),
             cache=self.cache_bytes(num_positions, kv_type),
-            work=work + allocated(passing) - recorded,
+            work=work
+            + allocated(passing)
+            - recorded
+            - self._snapshot_bytes(num_positions, kv_type),
             recorded=recorded + mail,
             staging=self._steps.staging_bytes(num_positions, num_remote_layers),
             driver=CONTEXT_BYTES + MODULES_BYTES,
