@@ -38,7 +38,7 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import read_spec
 from dflash_protocol.device import parse_device
 from dflash_runtime import Engine
-from dflash_runtime.compute import ComputeBackend, devices
+from dflash_runtime.compute import devices
 from dflash_runtime.compute.gpu.backend import CupyBackend
 from dflash_runtime.compute.gpu.chunk_room import MAX_CHUNK
 from dflash_runtime.compute.gpu.device.devices import VENDORS
@@ -223,7 +223,7 @@ def _compute(case: Case, tell: Any) -> None:
     tell("context", predicted=predicted)
     backends: list[CupyBackend] = []
 
-    def opened(device: Any, cache_dir: str | None) -> ComputeBackend:
+    def opened(device: Any, cache_dir: str | None) -> Any:
         backends.append(CupyBackend(device, max_chunk=case.chunk, cache_dir=cache_dir))
         return backends[0]
 

@@ -12,6 +12,7 @@ import ctypes
 import itertools
 import mmap
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -182,12 +183,13 @@ class CountingDevice(EmulatedDevice):
         shared_bytes: int = 0,
         overlaps_previous: bool = True,
     ) -> None:
-        if kernel.name not in ("argmax_logits", "sample_token"):
+        write = _WRITERS.get(kernel.name)
+        if write is None:
             return
         copy = type(args).from_buffer_copy(args)
 
         def run() -> None:
-            _write_token(copy)
+            write(copy)
 
         if self._captured is not None:
             self._captured.append(run)
@@ -221,3 +223,16 @@ def _write_token(args: Any) -> None:
     position = ctypes.c_int32.from_address(args.positions)
     position.value += 1
     ctypes.c_int32.from_address(args.history + 4 * position.value).value = 0
+
+
+def _signal(args: Any) -> None:
+    if args.signal:
+        ctypes.c_int32.from_address(args.signal).value = 1
+
+
+_WRITERS: dict[str, Callable[[Any], None]] = {
+    "argmax_logits": _write_token,
+    "sample_token": _write_token,
+    "exchange": _signal,
+}
+"""What the host waits for, by kernel."""

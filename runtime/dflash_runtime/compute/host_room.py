@@ -114,6 +114,7 @@ def state_values(layer: RecurrentLayer) -> dict[str, int]:
 def cache_bytes(
     kv_layers: Iterable[KvLayer],
     recurrent: Iterable[RecurrentLayer],
+    *,
     num_positions: int,
     kv_type: KvType,
 ) -> int:
@@ -173,7 +174,12 @@ class HostRoom:
         logits = _FLOAT * min(num_tokens, _HEAD_ROWS) * spec.vocab_size
         return Needs(
             weights=self.ends + sum(layer.trunk for layer in self.layers),
-            cache=cache_bytes(spec.kv_layers, spec.recurrent_layers, num_positions, kv_type),
+            cache=cache_bytes(
+                spec.kv_layers,
+                spec.recurrent_layers,
+                num_positions=num_positions,
+                kv_type=kv_type,
+            ),
             work=rows + logits,
             recorded=_RECORDED_BYTES,
             driver=PROCESS_BYTES,

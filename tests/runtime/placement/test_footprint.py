@@ -9,14 +9,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import describe, read_spec
+from dflash_protocol.batch import group_by_expert
 from dflash_protocol.device import Device
 from dflash_protocol.errors import DeviceOutOfMemory, SettingsError
+from dflash_protocol.ids import Phase
 from dflash_runtime import Engine
 from dflash_runtime.compute import devices
 from dflash_runtime.compute.cpu.kv_cache import CpuKvCache
@@ -208,6 +211,36 @@ def test_a_parent_with_remote_experts_takes_what_is_predicted(
     )
 
 
+@pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss", "llama4"])
+def test_a_daemon_takes_what_is_predicted(sparse: Callable[[str], Path], name: str) -> None:
+    path, chunk, rng = sparse(name), 2048, np.random.default_rng(1)
+    device = CountingDevice()
+    backend = CupyBackend(device, max_chunk=chunk)
+    with GgufFile.open(path) as file:
+        layers = read_spec(file).moe.layers
+        count = layers[0].num_experts // 2
+        ids = np.arange(0, 2 * count, 2, dtype=np.int32)
+        banks = [backend.load_experts(file, layer, ids) for layer in layers]
+        for phase, num_tokens in ((Phase.DECODE, 1), (Phase.DECODE, 7), (Phase.PREFILL, chunk)):
+            for bank in banks:
+                used = bank.layer.num_experts_used
+                batch = group_by_expert(
+                    np.zeros((num_tokens, bank.layer.hidden_size), np.float32),
+                    np.repeat(np.arange(num_tokens, dtype=np.int32), used),
+                    np.concatenate(
+                        [rng.permutation(count)[:used] for _ in range(num_tokens)]
+                    ).astype(np.int32),
+                    weights=np.ones(num_tokens * used, np.float32),
+                    phase=phase,
+                )
+                bank.sums_of(batch)
+    found = footprint_of(path, Memory.GPU)
+    needs = found.needs(num_positions=0, kv_type=KvType.F16, chunk=chunk, is_parent=False)
+    experts = found.experts_bytes({layer.layer_id: count for layer in layers})
+    check(device.pool.peak_bytes, needs.total - needs.driver + experts)
+    backend.close()
+
+
 def test_layers_and_ends_are_all_of_a_file(sparse: Callable[[str], Path]) -> None:
     for name in REAL_SIZES:
         path = sparse(name)
@@ -261,7 +294,7 @@ def test_more_of_anything_never_needs_less(
     contexts, chunks = st.integers(1, 1 << 17), st.integers(1, 8192)
     context, chunk = data.draw(contexts), data.draw(chunks)
 
-    def total(context: int, chunk: int, **more: int) -> int:
+    def total(context: int, chunk: int, **more: Any) -> int:
         needs = found.needs(num_positions=context, kv_type=kv_type, chunk=chunk, **more)
         assert min(needs.as_record().values()) >= 0
         assert needs.as_record()["total"] == needs.total

@@ -111,10 +111,6 @@ class CupyBackend:
             invariant_from=MOST_TOKENS + 1,
             overlapped_from=max(overlapped_from, 2 * (MOST_TOKENS + 1)),
         )
-        self.trial_batches = (
-            *((Phase.DECODE, size) for size in STEP_SIZES),
-            (Phase.PREFILL, max_chunk),
-        )
         self._memory = memory
         self._lock = threading.RLock()
         try:
@@ -131,6 +127,13 @@ class CupyBackend:
         self.mail = CupyMail(device, self._lock)
         self._captured_experts = CapturedExperts(self.ops)
         self._offload: ExpertOffload | None = None
+        self._room: GpuRoom | None = None
+        """Of the model loaded last."""
+
+    @property
+    def trial_batches(self) -> tuple[tuple[Phase, int], ...]:
+        steps = ((Phase.DECODE, size) for size in STEP_SIZES)
+        return (*steps, (Phase.PREFILL, self.chunking.preferred))
 
     @property
     def mover(self) -> PayloadMover:
@@ -231,6 +234,7 @@ class CupyBackend:
 
     def load_model(self, file: GgufFile, description: Description) -> GpuModel:
         model = GpuModel(file, description, self.ops, loader=self.loader)
+        self._room = GpuRoom(file, model.spec, description)
         self.loader.uploader.finish()
         self.device.trim()
         return model
@@ -358,7 +362,8 @@ class CupyBackend:
         if num_remote_layers:
             chunks.expect_floats(model.spec.hidden_size)
         chunks.reserve()
-        passing_bytes = model.room.passing_bytes(
+        assert self._room is not None  # the model is one that was loaded here
+        passing_bytes = self._room.passing_bytes(
             num_positions=cache.capacity,
             kv_type=cache.kv_type,
             chunk=self.chunking.preferred,

@@ -107,8 +107,12 @@ class ChunkRoom:
         return num_tokens * self._hidden_size * of_token
 
     def batch_bytes(self, num_tokens: int) -> int:
-        """A daemon's rows and sums of a batch."""
-        return num_tokens * self._hidden_size * (_FLOAT + _DOUBLE)
+        """A daemon's rows and sums of two batches, as a parent that overlaps its own sends them;
+        and what matrices are repacked from."""
+        staged = max(each.num_bytes for layer in self._layers for each in layer.projections)
+        rows = allocated(_FLOAT * num_tokens * self._hidden_size)
+        sums = allocated(_DOUBLE * num_tokens * self._hidden_size)
+        return 2 * (rows + sums) + allocated(staged)
 
     def _rows(self, max_chunk: int, is_parent: bool, is_remote: bool) -> int:
         """Rows of each length as products read them: in halves, and normalised floats."""

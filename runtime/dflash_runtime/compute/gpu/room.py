@@ -6,6 +6,7 @@ a GPU takes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 
@@ -88,6 +89,7 @@ class GpuRoom:
         for layer in spec.moe.layers:
             for each in layer.projections:
                 require_kernels(file, each.tensor_name, each.tensor_type, columns=each.columns)
+        self._kv_layers = Counter(spec.kv_layers)
         self._chunks = ChunkRoom(file, spec, description)
         self._steps = StepRoom(spec, description, layer_columns=self._chunks.layer_columns)
 
@@ -114,8 +116,8 @@ class GpuRoom:
         """Raises: SettingsError as DeviceKvCache."""
         spec = self._spec
         rows = sum(
-            allocated(size)
-            for kv in spec.kv_layers
+            count * allocated(size)
+            for kv, count in self._kv_layers.items()
             for size in array_bytes(kv, num_positions, kv_type)
         )
         states = state_bytes(spec.recurrent_layers)
@@ -124,9 +126,12 @@ class GpuRoom:
     def _snapshot_bytes(self, num_positions: int, kv_type: KvType) -> int:
         spec = self._spec
         of_windows = sum(
-            bytes_with_snapshots(kv, num_positions, kv_type)
-            - layer_bytes(kv, num_positions, kv_type)
-            for kv in spec.kv_layers
+            count
+            * (
+                bytes_with_snapshots(kv, num_positions, kv_type)
+                - layer_bytes(kv, num_positions, kv_type)
+            )
+            for kv, count in self._kv_layers.items()
         )
         return of_windows + snapshot_bytes(spec.recurrent_layers)
 

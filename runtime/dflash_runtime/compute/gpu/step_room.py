@@ -6,11 +6,12 @@ other sizes take what stays free, and are not captured if nothing does (run/capt
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from dflash_adapters.layers import Attention, Description, Rope, parts_of
 from dflash_adapters.rope import AttentionTemperature, RopePairing
-from dflash_adapters.spec import ModelSpec
+from dflash_adapters.spec import KvLayer, ModelSpec
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.gpu.launch.decode_experts import MOST_PEERS
 from dflash_runtime.compute.gpu.layers.attention_plan import (
@@ -41,7 +42,19 @@ class StepRoom:
 
     def __init__(self, spec: ModelSpec, description: Description, *, layer_columns: int) -> None:
         """`layer_columns`: float32 values of a token that exist at the same time in a layer."""
-        self._spec, self._description = spec, description
+        self._spec = spec
+        self._kv_layers = Counter(spec.kv_layers)
+        ropes, temperatures = dict[int, int](), set[AttentionTemperature]()
+        self._attention_shapes: set[tuple[int, KvLayer]] = set()
+        for part in parts_of(description):
+            match part:
+                case Rope():
+                    ropes[id(part)] = part.num_rotated
+                case AttentionTemperature():
+                    temperatures.add(part)
+                case Attention():
+                    self._attention_shapes.add((part.heads.num, part.kv_layer))
+        self._values_of_position = sum(ropes.values()) + len(temperatures)
         # As float32, and as int8 with scales.
         self._row_bytes = 2 * (_FLOAT + 2) * (spec.hidden_size + layer_columns)
 
@@ -92,12 +105,7 @@ class StepRoom:
 
     def _tables(self, num_positions: int) -> int:
         """Angles of rotations, factors of queries, and random numbers, of each position."""
-        parts = list(parts_of(self._description))
-        rotated = sum(
-            {id(each): each.num_rotated for each in parts if isinstance(each, Rope)}.values()
-        )
-        num_factors = len({each for each in parts if isinstance(each, AttentionTemperature)})
-        return num_positions * (_FLOAT * (rotated + num_factors) + _DOUBLE)
+        return num_positions * (_FLOAT * self._values_of_position + _DOUBLE)
 
     def _steps(self) -> int:
         sampled = _DOUBLE * self._spec.vocab_size
@@ -113,13 +121,10 @@ class StepRoom:
 
     def _attention(self, num_positions: int, kv_type: KvType) -> int:
         """Partial results of each context bucket; layers of one shape share them."""
-        shapes = {
-            AttentionShape(
-                each.heads.num, each.kv_layer, kv_type, RopePairing.HALF_SPLIT, 0, use_mma=False
-            )
-            for each in parts_of(self._description)
-            if isinstance(each, Attention)
-        }
+        shapes = [
+            AttentionShape(heads, kv, kv_type, RopePairing.HALF_SPLIT, 0, use_mma=False)
+            for heads, kv in self._attention_shapes
+        ]
         sizes = {
             DecodePlan(shape, num_tokens, bucket).scratch_bytes
             for shape in shapes
@@ -131,7 +136,9 @@ class StepRoom:
     def _tree(self, kv_type: KvType) -> int:
         """Rows, keys, values and states of the largest tree, until a path is accepted."""
         spec, total = self._spec, MOST_NODES * (self._row_bytes + _FLOAT * (MOST_NODES + 16))
-        total += sum(layer_bytes(kv, MOST_NODES, kv_type) for kv in spec.kv_layers)
+        total += sum(
+            count * layer_bytes(kv, MOST_NODES, kv_type) for kv, count in self._kv_layers.items()
+        )
         plans = [DeltaPlan(each.delta, num_taps=each.conv_kernel) for each in spec.recurrent_layers]
         total += sum(MOST_NODES * _FLOAT * (each.channels + 2 * each.num_heads) for each in plans)
         states = (

@@ -42,7 +42,6 @@ from dflash_runtime.compute.gpu.model.ffns import (
 )
 from dflash_runtime.compute.gpu.model.linear import DeviceLoader, LayerWeights
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
-from dflash_runtime.compute.gpu.room import GpuRoom
 from dflash_runtime.compute.model import Pausable, Step
 
 MixerLayer: TypeAlias = AttentionLayer | DeltaNetLayer
@@ -61,7 +60,6 @@ class GpuModel:
         """Raises: as loading.model_spec and loading.load_weights; UnsupportedModel for what no
         kernel computes; DeviceOutOfMemory."""
         self.spec = model_spec(file, description)
-        self.room = GpuRoom(file, self.spec, description)
         self._path, self._ops = file.path, ops
         weights = LayerWeights(ops, load_weights(file, loader, description), description.rms_eps)
         ends = description.ends
