@@ -216,10 +216,6 @@ def _compute(case: Case, tell: Any) -> None:
     predicted = {**needs.as_record(), "experts": found.experts_bytes(local)}
     predicted["total"] += predicted["experts"]
     open_driver(VENDORS[device.kind]).use(device.index)
-    import cupy
-
-    with cupy.cuda.Device(device.index):
-        cupy.cuda.runtime.memGetInfo()
     tell("context", predicted=predicted)
     backends: list[CupyBackend] = []
 
