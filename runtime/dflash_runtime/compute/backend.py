@@ -17,7 +17,7 @@ import numpy.typing as npt
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.layers import Description
 from dflash_adapters.quant import TensorType
-from dflash_adapters.spec import KvLayer, ModelSpec, MoeLayer, MoeSpec, RecurrentLayer
+from dflash_adapters.spec import ModelSpec, MoeLayer, MoeSpec
 from dflash_protocol.batch import Hidden, HostSums, RoutedBatch, Sums
 from dflash_protocol.device_payload import DeviceMover
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, I64Array, Phase
@@ -414,14 +414,13 @@ class ComputeBackend(Protocol):
         file: GgufFile,
         experts: Iterable[tuple[MoeLayer, int]],
         *,
-        kv_layers: tuple[KvLayer, ...] = (),
-        recurrent: tuple[RecurrentLayer, ...] = (),
         num_positions: int = 0,
         kv_type: KvType = KvType.F16,
+        num_daemons: int = 0,
     ) -> None:
         """Check, before anything is loaded, that this many experts of these layers fit the device;
-        with `kv_layers` a whole model with a cache of `num_positions`, and the states of its
-        recurrent layers.
+        with `num_positions` a whole model, of which that many positions can be cached, and which
+        asks `num_daemons` for the layers' other experts.
 
         Raises: DeviceOutOfMemory with the amounts and advice.
         """

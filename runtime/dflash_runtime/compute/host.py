@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import psutil
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.layers import Description
-from dflash_adapters.spec import KvLayer, ModelSpec, MoeLayer, RecurrentLayer
+from dflash_adapters.spec import ModelSpec, MoeLayer
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, I64Array, Phase
 from dflash_protocol.ring.compiled_experts import CompiledExperts
 from dflash_runtime.compute.backend import (
@@ -24,6 +23,7 @@ from dflash_runtime.compute.backend import (
 from dflash_runtime.compute.host_model import HostExperts, HostModel
 from dflash_runtime.compute.host_ops import Ops
 from dflash_runtime.compute.kv_cache import KvCache, KvType
+from dflash_runtime.compute.memory import host_memory
 from dflash_runtime.compute.model import Model
 from dflash_runtime.compute.thread_trial import OnePass
 
@@ -46,17 +46,16 @@ class HostBackend:
         raise NotImplementedError
 
     def free_memory_bytes(self) -> int:
-        return int(psutil.virtual_memory().available)
+        return host_memory().free_bytes
 
     def require_room(
         self,
         file: GgufFile,
         experts: Iterable[tuple[MoeLayer, int]],
         *,
-        kv_layers: tuple[KvLayer, ...] = (),
-        recurrent: tuple[RecurrentLayer, ...] = (),
         num_positions: int = 0,
         kv_type: KvType = KvType.F16,
+        num_daemons: int = 0,
     ) -> None:
         """Do nothing: weights are read from the file when they are used."""
 

@@ -148,7 +148,16 @@ def _num_processors() -> int:
 
 
 def _memory() -> dict[str, int]:
-    """Total and available bytes."""
+    """Total and available bytes: of this process's cgroup, where our packages can tell."""
+    try:
+        from dflash_runtime.compute.memory import host_memory
+    except ImportError:  # our packages are missing or older
+        return _memory_of_system()
+    memory = host_memory()
+    return {"total_bytes": memory.total_bytes, "free_bytes": memory.free_bytes}
+
+
+def _memory_of_system() -> dict[str, int]:
     names = {"MemTotal": "total_bytes", "MemAvailable": "free_bytes"}
     found = {}
     for line in _lines("/proc/meminfo"):
@@ -226,6 +235,7 @@ def _gpus_of_drivers() -> tuple[dict[str, dict[str, object]], list[dict[str, obj
                     "total_bytes": memory.total_bytes,
                     "free_bytes": memory.free_bytes,
                     "is_shared_with_host": memory.is_shared_with_host,
+                    "stays_free_bytes": memory.stays_free_bytes,
                     "note": memory.note,
                     "pci_bus_id": each.pci_bus_id,
                     "uuid": each.uuid,

@@ -7,20 +7,16 @@ counts as absent: the answer is then one core for each processor, and no quota.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from dflash_runtime.compute.system_files import cgroup_folders, number_in, text_of
 
 _CPUS = Path("sys/devices/system/cpu")
 _EFFICIENT = Path("sys/devices/cpu_atom/cpus"), Path("sys/devices/cpu_lowpower/cpus")
 """Lists that Linux has on Intel's hybrids alone."""
-_CGROUP = Path("proc/self/cgroup")
-_CGROUPS = Path("sys/fs/cgroup")
 
 MOST_PROCESSORS = 1 << 16
-_LONGEST_FILE = 1 << 16
-_DEEPEST_CGROUP = 64
-_LONGEST_NUMBER = 18
 _NUM_CACHES = 10
 
 _EFFICIENT_SHARE = 0.8
@@ -87,7 +83,7 @@ def parse_processors(text: str) -> frozenset[int] | None:
     found: set[int] = set()
     for part in text.strip().split(","):
         first, dash, last = part.partition("-")
-        bounds = [_number(bound) for bound in ((first, last) if dash else (first, first))]
+        bounds = [number_in(bound) for bound in ((first, last) if dash else (first, first))]
         if bounds[0] is None or bounds[1] is None or not bounds[0] <= bounds[1] < MOST_PROCESSORS:
             return None
         found.update(range(bounds[0], bounds[1] + 1))
@@ -102,7 +98,7 @@ def _sharing_last_cache(folder: Path, cpu: int) -> frozenset[int]:
     highest, shared = 0, frozenset[int]()
     for index in range(_NUM_CACHES):
         cache = folder / f"cache/index{index}"
-        level = _number(_text(cache / "level"))
+        level = number_in(text_of(cache / "level"))
         if level is None or level <= highest:
             continue
         sharing = _processors_in(cache / "shared_cpu_list")
@@ -119,7 +115,7 @@ def _efficient_processors(root: Path, allowed: list[int]) -> frozenset[int]:
     if named:
         return named
     for name in ("cpu_capacity", "cpufreq/cpuinfo_max_freq"):
-        speeds = {cpu: _number(_text(root / _CPUS / f"cpu{cpu}" / name)) for cpu in allowed}
+        speeds = {cpu: number_in(text_of(root / _CPUS / f"cpu{cpu}" / name)) for cpu in allowed}
         known = {cpu: speed for cpu, speed in speeds.items() if speed}
         if len(known) == len(allowed):
             least = _EFFICIENT_SHARE * max(known.values())
@@ -135,32 +131,18 @@ def _efficient_processors(root: Path, allowed: list[int]) -> frozenset[int]:
 def _quota(root: Path) -> float | None:
     """The tightest quota of this process's cgroups and those above, of version 2 or 1."""
     quotas = []
-    for line in _text(root / _CGROUP).splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if not controllers:
-            for folder in _upwards(root / _CGROUPS, path):
-                quota, _, period = _text(folder / "cpu.max").partition(" ")
-                quotas.append(_ratio(quota, period))
-        elif "cpu" in controllers.split(","):
-            for name in (controllers, "cpu"):
-                for folder in _upwards(root / _CGROUPS / name, path):
-                    quota = _text(folder / "cpu.cfs_quota_us")  # -1: none
-                    quotas.append(_ratio(quota, _text(folder / "cpu.cfs_period_us")))
+    for version, folder in cgroup_folders(root, "cpu"):
+        if version == 2:
+            quota, _, period = text_of(folder / "cpu.max").partition(" ")
+        else:
+            quota = text_of(folder / "cpu.cfs_quota_us")  # -1: none
+            period = text_of(folder / "cpu.cfs_period_us")
+        quotas.append(_ratio(quota, period))
     return min((each for each in quotas if each is not None), default=None)
 
 
-def _upwards(mount: Path, path: str) -> Iterator[Path]:
-    """A cgroup's folder and those above it; in a container only the mount may exist."""
-    parts = [part for part in path.split("/") if part]
-    if ".." in parts or "\0" in path:  # outside of this namespace
-        parts = []
-    for end in range(min(len(parts), _DEEPEST_CGROUP), -1, -1):
-        yield mount.joinpath(*parts[:end])
-
-
 def _ratio(quota: str, period: str) -> float | None:
-    quota_us, period_us = _number(quota), _number(period)
+    quota_us, period_us = number_in(quota), number_in(period)
     return quota_us / period_us if quota_us and period_us else None
 
 
@@ -168,20 +150,4 @@ def _ratio(quota: str, period: str) -> float | None:
 
 
 def _processors_in(path: Path) -> frozenset[int] | None:
-    return parse_processors(_text(path))
-
-
-def _text(path: Path) -> str:
-    """What a file says, without white space around it; empty if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(_LONGEST_FILE + 1)
-        return content.decode("ascii").strip() if len(content) <= _LONGEST_FILE else ""
-    except (OSError, ValueError):
-        return ""
-
-
-def _number(text: str) -> int | None:
-    text = text.strip()
-    is_number = text.isascii() and text.isdigit() and len(text) <= _LONGEST_NUMBER
-    return int(text) if is_number else None
+    return parse_processors(text_of(path))

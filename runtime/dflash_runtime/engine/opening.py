@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.gguf.weight_check import WeightCheck
 from dflash_adapters.keys import YARN_KEYS
@@ -21,20 +19,23 @@ from dflash_adapters.registry import describe, read_spec
 from dflash_adapters.spec import ModelSpec, MoeLayer
 from dflash_protocol.device import CPU, Device, DeviceKind
 from dflash_protocol.endpoint import parse_endpoint
-from dflash_protocol.errors import SettingsError
+from dflash_protocol.errors import DeviceOutOfMemory, SettingsError
 from dflash_protocol.ids import AnyArray, I32Array
 from dflash_protocol.placement import Placement
 from dflash_protocol.settings import MAX_THREADS, Settings
 from dflash_protocol.settings.kinds import DaemonSetting, DeviceOrAuto, checked, shown
 from dflash_runtime.compute import (
+    MEMORY_ADVICE,
     BackendName,
     ComputeBackend,
     make_backend,
     open_backend,
 )
+from dflash_runtime.compute.gpu.room import CONTEXT_BYTES
+from dflash_runtime.compute.host import PREFILL_CHUNK
 from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.compute.memory import host_memory
 from dflash_runtime.compute.model import Model
-from dflash_runtime.compute.sliding_window import MOST_KEPT, num_rows
 from dflash_runtime.engine.arguments import choice, whole_number
 from dflash_runtime.engine.demo_model import chosen_model_path
 from dflash_runtime.engine.heat_keeper import HeatKeeper, open_heat
@@ -44,12 +45,11 @@ from dflash_runtime.experts.daemons.launching import choose_daemons, daemon_name
 from dflash_runtime.experts.daemons.supervisor import ProgressCallback
 from dflash_runtime.experts.owners import Owners, give, is_any_local
 from dflash_runtime.experts.store import expert_tensor_types
+from dflash_runtime.placement.footprint import Memory, Request, footprint, what_fits
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER, even_split
 
 _DEFAULT_CONTEXT_LIMIT = 32768
 """Default context of models that have more: a larger cache has to be asked for."""
-
-_BYTES_PER_VALUE = {KvType.F32: 4, KvType.F16: 2, KvType.Q8_0: 34 / 32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def open_model(
         kv_type = KvType.F32 if spec.all_matrices_f32 else KvType.F16
     num_positions = settings.context or min(spec.context_length, _DEFAULT_CONTEXT_LIMIT)
     if not is_on_device:  # devices check their own memory
-        _check_cache_fits(spec, num_positions, kv_type)
+        _check_cache_fits(file, spec, num_positions, kv_type)
     num_threads = settings.threads or None
     backend = open_backend(
         settings.device,
@@ -151,13 +151,14 @@ def open_model(
         asks_daemons=bool(choices or endpoints),
         on_progress=partial(report, "parent", "compile"),
     )
-    backend.require_room(
+    _require_room(
+        backend,
         file,
+        spec,
         _local_experts(spec, placement),
-        kv_layers=spec.kv_layers,
-        recurrent=spec.recurrent_layers,
         num_positions=num_positions,
         kv_type=kv_type,
+        num_daemons=len(choices) + len(endpoints),
     )
     host_backend = backend
     has_fallback = bool(choices or endpoints) and is_any_local(settings)
@@ -218,16 +219,54 @@ def _local_experts(spec: ModelSpec, placement: Placement) -> list[tuple[MoeLayer
     return [(each, len(local.get(each.layer_id, ()))) for each in spec.moe.layers]
 
 
-def _check_cache_fits(spec: ModelSpec, num_positions: int, kv_type: KvType) -> None:
-    """Raises: SettingsError if caches and recurrent states exceed this machine's memory."""
-    values = sum(
-        num_rows(kv.mask, num_positions) * kv.num_heads * (kv.key_dim + kv.value_dim)
-        for kv in spec.kv_layers
-    )
-    states = sum(layer.state_bytes for layer in spec.recurrent_layers)
-    num_bytes = values * _BYTES_PER_VALUE[kv_type] + (1 + MOST_KEPT) * states
-    if num_bytes > psutil.virtual_memory().total:
-        raise SettingsError(
-            f"a context of {num_positions} needs {num_bytes / 2**30:.1f} GiB for keys and values, "
-            "more than this machine has; ask for a smaller one"
+def _require_room(
+    backend: ComputeBackend,
+    file: GgufFile,
+    spec: ModelSpec,
+    experts: Sequence[tuple[MoeLayer, int]],
+    *,
+    num_positions: int,
+    kv_type: KvType,
+    num_daemons: int,
+) -> None:
+    """Raises: as ComputeBackend.require_room, with what would fit."""
+    try:
+        backend.require_room(
+            file, experts, num_positions=num_positions, kv_type=kv_type, num_daemons=num_daemons
         )
+    except DeviceOutOfMemory as error:
+        request = Request(
+            kv_type,
+            backend.chunking.preferred,
+            num_experts={layer.layer_id: count for layer, count in experts},
+            num_remote_layers=sum(count < layer.num_experts for layer, count in experts),
+            num_daemons=num_daemons,
+        )
+        fits = what_fits(
+            footprint(file, spec, Memory.GPU),
+            request,
+            room_bytes=error.free_bytes + CONTEXT_BYTES,  # the device is open already
+            num_positions=num_positions,
+            most=spec.context_length,
+        )
+        raise error.with_advice("; or ".join(filter(None, (fits, MEMORY_ADVICE)))) from error
+
+
+def _check_cache_fits(file: GgufFile, spec: ModelSpec, num_positions: int, kv_type: KvType) -> None:
+    """Raises: SettingsError if caches and recurrent states exceed this machine's memory, or that of
+    a cgroup."""
+    found, total_bytes = footprint(file, spec, Memory.HOST), host_memory().total_bytes
+    needs = found.needs(num_positions=num_positions, kv_type=kv_type, chunk=PREFILL_CHUNK)
+    if not 0 < total_bytes < needs.cache:
+        return
+    fits = what_fits(
+        found,
+        Request(kv_type, PREFILL_CHUNK),
+        room_bytes=total_bytes,
+        num_positions=num_positions,
+        most=spec.context_length,
+    )
+    raise SettingsError(
+        f"a context of {num_positions} needs {needs.cache / 2**30:.1f} GiB for keys and values, "
+        f"this process can have {total_bytes / 2**30:.1f}; {fits or 'no context fits'}"
+    )

@@ -16,13 +16,22 @@ from dflash_protocol.ids import F32Array, I64Array, U8Array
 from dflash_runtime.compute.cpu.kernels import attention_split as a
 from dflash_runtime.compute.cpu.kernels import delta_tasks as d
 from dflash_runtime.compute.cpu.kernels.attention_tasks import function_words
-from dflash_runtime.compute.cpu.kernels.attention_tiles import BLOCK
-from dflash_runtime.compute.cpu.threads.pages import HUGE_PAGE, TouchSchedule, zero_pages
+from dflash_runtime.compute.cpu.threads.pages import TouchSchedule, zero_pages
 from dflash_runtime.compute.cpu.threads.scratch import zeros_on_lines
 from dflash_runtime.compute.cpu.threads.workers import Workers
+from dflash_runtime.compute.host_room import Slabs, state_values
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.sequence_state import LayerState, SequenceState
 from dflash_runtime.compute.sliding_window import WindowRows
+
+_STATE_WORDS = {
+    d.MATRICES: "matrices",
+    d.ROWS: "rows",
+    d.KEYS: "keys",
+    d.DECAYS: "decays",
+    d.TOTALS: "totals",
+}
+"""Words of a layer, and the parts of its state at these addresses."""
 
 
 class BlockedState(LayerState):
@@ -37,25 +46,16 @@ class BlockedState(LayerState):
     __slots__ = ("_num_matrices", "delta", "inputs", "words")
 
     def __init__(self, layer: RecurrentLayer) -> None:
-        delta = layer.delta
-        heads, padded = delta.num_value_heads, -(-delta.value_dim // 32) * 32
-        sizes = {
-            d.MATRICES: heads * delta.key_dim * padded,
-            d.ROWS: heads * d.DELTA_BLOCK * padded,
-            d.KEYS: delta.num_key_heads * delta.key_dim * d.DELTA_BLOCK,
-            d.DECAYS: heads * d.DELTA_BLOCK,
-            d.TOTALS: -(-heads // 32) * 32,
-        }
-        num_inputs = (layer.conv_kernel - 1) * delta.num_channels
-        num_values = sum(sizes.values()) + num_inputs
-        super().__init__(zeros_on_lines(4 * num_values).view(np.float32))
+        delta, heads = layer.delta, layer.delta.num_value_heads
+        sizes = state_values(layer)
+        super().__init__(zeros_on_lines(4 * sum(sizes.values())).view(np.float32))
         self.delta = delta
         self.words: I64Array = np.zeros(d.NUM_LAYER_WORDS, np.int64)
         first = 0
-        for word, size in sizes.items():
+        for word, name in _STATE_WORDS.items():
             self.words[word] = self.values[first:].ctypes.data
-            first += size
-        self._num_matrices = sizes[d.MATRICES]
+            first += sizes[name]
+        self._num_matrices = sizes["matrices"]
         self.inputs: F32Array = self.values[first:].reshape(
             layer.conv_kernel - 1, delta.num_channels
         )
@@ -73,7 +73,6 @@ class BlockedState(LayerState):
         np.copyto(target[first:end], source[first:end])
 
 
-LANES = 32
 _NO_WINDOW = 1 << 62
 
 _TOUCHED_AHEAD = 256
@@ -183,39 +182,19 @@ def _touch_schedule(
 
 
 def _layer_cache(kv: KvLayer, capacity: int, window: WindowRows, kv_type: KvType) -> LayerCache:
-    key_dim, value_dim = kv.key_dim, _padded(kv.value_dim)
-    if kv_type is KvType.Q8_0:
-        key_block_bytes, row_bytes = _padded(key_dim) * 34, value_dim // LANES * 34
-    else:
-        size = 2 if kv_type is KvType.F16 else 4
-        key_block_bytes, row_bytes = key_dim * LANES * size, value_dim * size
-    slab_rows = _slab_rows(window.num_rows, kv.num_heads * (key_block_bytes // LANES + row_bytes))
-    key_bytes, value_bytes = slab_rows // LANES * key_block_bytes, slab_rows * row_bytes
-    head_bytes, num_slabs = key_bytes + value_bytes, -(-window.num_rows // slab_rows)
-    slab_bytes = kv.num_heads * head_bytes
-    slabs = zero_pages(num_slabs * slab_bytes).reshape(num_slabs, slab_bytes)
+    how = Slabs.of(kv, window.num_rows, kv_type)
+    slabs = zero_pages(how.num_bytes).reshape(how.num_slabs, how.slab_bytes)
     window.arrays = (slabs,)
     words = np.zeros(a.NUM_LAYER_WORDS, np.int64)
-    words[a.KEYS], words[a.VALUES] = slabs.ctypes.data, slabs.ctypes.data + key_bytes
-    words[a.KV_HEADS], words[a.KEY_DIM], words[a.VALUE_DIM] = kv.num_heads, key_dim, kv.value_dim
-    words[a.SLAB_ROWS], words[a.SLAB_BYTES], words[a.HEAD_BYTES] = slab_rows, slab_bytes, head_bytes
-    words[a.KEY_BLOCK_BYTES], words[a.VALUE_ROW_BYTES] = key_block_bytes, row_bytes
+    words[a.KEYS], words[a.VALUES] = slabs.ctypes.data, slabs.ctypes.data + how.key_bytes
+    words[a.KV_HEADS] = kv.num_heads
+    words[a.KEY_DIM], words[a.VALUE_DIM] = kv.key_dim, kv.value_dim
+    words[a.SLAB_ROWS], words[a.SLAB_BYTES] = how.num_rows, how.slab_bytes
+    words[a.HEAD_BYTES] = how.head_bytes
+    words[a.KEY_BLOCK_BYTES] = how.key_block_bytes
+    words[a.VALUE_ROW_BYTES] = how.value_row_bytes
     words[a.WINDOW_ROWS] = window.num_rows if window.is_window else _NO_WINDOW
     words[a.WINDOW], words[a.CHUNK] = kv.mask.window, kv.mask.chunk
     for index, address in function_words(kv_type).items():
         words[index] = address
     return LayerCache(kv, capacity, window, slabs, words)
-
-
-def _slab_rows(num_rows: int, row_bytes: int) -> int:
-    """Rows of a slab: as many as fill a huge page, or fewer, so that the last is as full as others.
-
-    A multiple of BLOCK, whose values are read as evenly spaced rows.
-    """
-    most = max(1, HUGE_PAGE // row_bytes // BLOCK) * BLOCK
-    num_slabs = -(-num_rows // most)
-    return -(-num_rows // (num_slabs * BLOCK)) * BLOCK
-
-
-def _padded(dim: int) -> int:
-    return -(-dim // LANES) * LANES

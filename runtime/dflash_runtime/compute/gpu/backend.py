@@ -12,10 +12,17 @@ import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.layers import Description
+from dflash_adapters.loading import model_spec
 from dflash_adapters.quant import TensorType
-from dflash_adapters.spec import KvLayer, ModelSpec, MoeLayer, RecurrentLayer
+from dflash_adapters.registry import describe
+from dflash_adapters.spec import ModelSpec, MoeLayer
 from dflash_protocol.device import Device
-from dflash_protocol.errors import DeviceUnavailable, SettingsError, UnsupportedModel
+from dflash_protocol.errors import (
+    DeviceOutOfMemory,
+    DeviceUnavailable,
+    SettingsError,
+    UnsupportedModel,
+)
 from dflash_protocol.ids import F32Array, I32Array, I64Array, Phase
 from dflash_runtime.compute.backend import (
     Chunking,
@@ -24,6 +31,7 @@ from dflash_runtime.compute.backend import (
     RemoteExperts,
     argmax_of,
 )
+from dflash_runtime.compute.gpu.chunk_room import MAX_CHUNK, scratch_of_chunk
 from dflash_runtime.compute.gpu.device.binary_cache import BinaryCache
 from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
 from dflash_runtime.compute.gpu.device.device import KernelDevice
@@ -32,21 +40,14 @@ from dflash_runtime.compute.gpu.experts.experts import CapturedExperts, CupyExpe
 from dflash_runtime.compute.gpu.experts.moe import DeviceMoe, HereRoute, HostRoute, Route
 from dflash_runtime.compute.gpu.experts.offload import ExpertOffload, offload_bytes
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, STEP_SIZES
-from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache, state_bytes
+from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer, load_resident
 from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.gpu.mailbox.mail import CupyMail
 from dflash_runtime.compute.gpu.model.linear import DeviceLoader
 from dflash_runtime.compute.gpu.model.model import GpuModel
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
-from dflash_runtime.compute.gpu.room import (
-    cache_bytes,
-    experts_bytes,
-    logits_bytes,
-    require_room,
-    weights_bytes,
-    work_bytes,
-)
+from dflash_runtime.compute.gpu.room import CONTEXT_BYTES, GpuRoom, require_room, total_experts
 from dflash_runtime.compute.gpu.run.captured_step import GraphStep
 from dflash_runtime.compute.gpu.run.host_path import HostPath
 from dflash_runtime.compute.gpu.run.path_choice import MailboxSessions
@@ -58,21 +59,12 @@ from dflash_runtime.compute.thread_trial import OnePass
 
 _LOG = logging.getLogger(__name__)
 
-MAX_CHUNK = 4096
-"""Tokens of a prompt chunk. Larger ones convert matrices to halves less often."""
-
 HALVED_FROM = 1536
 """Tokens from which on a chunk with remote experts is split into two overlapped halves. For fewer,
 launching and converting matrices twice takes longer than waiting."""
 
-_SCRATCH_BYTES = 1 << 30
-"""For matrices converted to halves: all experts of a layer of a 30B model at once."""
-
 _LEFT_BYTES = 256 << 20
 """Memory left free beside the offload's weights, so that nothing else fails for lack of it."""
-
-_HEAD_ROWS = 512
-"""Rows of logits computed at once."""
 
 KERNEL_VERSION = 1
 """Raise it with every change that changes bits."""
@@ -93,12 +85,14 @@ class CupyBackend:
         device: Device | KernelDevice,
         *,
         max_chunk: int = MAX_CHUNK,
-        scratch_bytes: int = _SCRATCH_BYTES,
+        scratch_bytes: int | None = None,
         overlapped_from: int = HALVED_FROM,
         memory: Callable[[], DeviceMemory] | None = None,
         cache_dir: str | None = None,
     ) -> None:
-        """`memory` reports free memory; without it `require_room` checks nothing, unless the device
+        """`scratch_bytes` are for matrices as halves, by default what suits `max_chunk`.
+
+        `memory` reports free memory; without it `require_room` checks nothing, unless the device
         is opened here. Its compiled kernels are cached in `cache_dir`, see `cache_folder`.
 
         Raises: DeviceUnavailable, KernelCompileError.
@@ -117,15 +111,14 @@ class CupyBackend:
             invariant_from=MOST_TOKENS + 1,
             overlapped_from=max(overlapped_from, 2 * (MOST_TOKENS + 1)),
         )
-        self.trial_batches = (
-            *((Phase.DECODE, size) for size in STEP_SIZES),
-            (Phase.PREFILL, max_chunk),
-        )
         self._memory = memory
         self._lock = threading.RLock()
         try:
             self.ops = GpuOps(
-                device, max_chunk=max_chunk, scratch_bytes=scratch_bytes, lock=self._lock
+                device,
+                max_chunk=max_chunk,
+                scratch_bytes=scratch_bytes or scratch_of_chunk(max_chunk),
+                lock=self._lock,
             )
             self.loader = DeviceLoader(device, self.ops.chunks)
         except BaseException:
@@ -134,6 +127,13 @@ class CupyBackend:
         self.mail = CupyMail(device, self._lock)
         self._captured_experts = CapturedExperts(self.ops)
         self._offload: ExpertOffload | None = None
+        self._room: GpuRoom | None = None
+        """Of the model loaded last."""
+
+    @property
+    def trial_batches(self) -> tuple[tuple[Phase, int], ...]:
+        steps = ((Phase.DECODE, size) for size in STEP_SIZES)
+        return (*steps, (Phase.PREFILL, self.chunking.preferred))
 
     @property
     def mover(self) -> PayloadMover:
@@ -141,35 +141,39 @@ class CupyBackend:
         return self.ops.payload
 
     def free_memory_bytes(self) -> int:
-        """0 if unknown."""
-        return 0 if self._memory is None else self._memory().free_bytes
+        """Without what stays free; 0 if unknown."""
+        return 0 if self._memory is None else self._memory().room_bytes
 
     def require_room(
         self,
         file: GgufFile,
         experts: Iterable[tuple[MoeLayer, int]],
         *,
-        kv_layers: tuple[KvLayer, ...] = (),
-        recurrent: tuple[RecurrentLayer, ...] = (),
         num_positions: int = 0,
         kv_type: KvType = KvType.F16,
+        num_daemons: int = 0,
     ) -> None:
         """Raises: DeviceOutOfMemory, UnsupportedModel, SettingsError."""
         given = list(experts)
-        layers = [layer for layer, _ in given]
-        work = logits_bytes(file, _HEAD_ROWS) if kv_layers else 0
-        if not self.ops.chunks.has_worked:
-            work += work_bytes(
-                layers,
-                max_chunk=self.chunking.preferred,
-                scratch_bytes=self.ops.chunks.scratch_bytes,
-            )
+        description = describe(file)
+        room = GpuRoom(file, model_spec(file, description), description)
+        num_remote = sum(num_experts < layer.num_experts for layer, num_experts in given)
+        needs = room.needs(
+            num_positions=num_positions,
+            kv_type=kv_type,
+            chunk=self.chunking.preferred,
+            scratch_bytes=self.ops.chunks.scratch_bytes,
+            is_parent=num_positions > 0,
+            num_remote_layers=num_remote,
+            num_daemons=num_daemons,
+        )
+        # The context is open already; once there were chunks, all that they need is there too.
+        work = needs.work + needs.recorded + needs.driver - CONTEXT_BYTES
         needed = {
-            "experts": experts_bytes(file, given),
-            "other weights": weights_bytes(file, layers) if kv_layers else 0,
-            "keys and values": cache_bytes(kv_layers, num_positions, kv_type)
-            + state_bytes(recurrent),
-            "work": work,
+            "experts": total_experts(given),
+            "other weights": needs.weights,
+            "keys and values": needs.cache,
+            "work": 0 if self.ops.chunks.has_worked else work,
         }
         if self._memory is not None:
             with self._lock:
@@ -234,7 +238,11 @@ class CupyBackend:
         return joined
 
     def load_model(self, file: GgufFile, description: Description) -> GpuModel:
-        return GpuModel(file, description, self.ops, loader=self.loader)
+        model = GpuModel(file, description, self.ops, loader=self.loader)
+        self._room = GpuRoom(file, model.spec, description)
+        self.loader.uploader.finish()
+        self.device.trim()
+        return model
 
     def new_cache(self, spec: ModelSpec, num_positions: int, kv_type: KvType) -> DeviceKvCache:
         return DeviceKvCache(
@@ -331,7 +339,9 @@ class CupyBackend:
         assert isinstance(cache, DeviceKvCache)
         resident = self._resident(banks, remote)
         layers = [resident.get(layer.layer_id) for layer in model.spec.moe.layers]
-        if all(layer is not None and layer.is_whole for layer in layers):
+        num_remote = sum(layer is None or not layer.is_whole for layer in layers)
+        self._reserve(model, cache, resident.values(), num_remote)
+        if not num_remote:
             whole = self.moe(banks, Phase.DECODE, None)
             return GraphStep(self.ops, model, cache, home=LocalPath(whole))
         sessions = MailboxSessions(
@@ -343,6 +353,35 @@ class CupyBackend:
         )
         home = HostPath(self.ops, model.spec.moe, resident, remote=remote, check=check)
         return GraphStep(self.ops, model, cache, home=home, sessions=sessions)
+
+    def _reserve(
+        self,
+        model: GpuModel,
+        cache: DeviceKvCache,
+        resident: Iterable[ResidentLayer],
+        num_remote_layers: int,
+    ) -> None:
+        """Take the memory for chunks and steps: what is kept, and then the rest in one piece, which
+        the device's pool cuts up as it is needed. Pieces of many sizes would add up to more.
+
+        Raises: DeviceOutOfMemory.
+        """
+        chunks = self.ops.chunks
+        for layer in resident:
+            self.ops.chunk_experts.reserve(layer)
+        if num_remote_layers:
+            chunks.expect_floats(model.spec.hidden_size)
+        chunks.reserve()
+        assert self._room is not None  # the model is one that was loaded here
+        passing_bytes = self._room.passing_bytes(
+            num_positions=cache.capacity,
+            kv_type=cache.kv_type,
+            chunk=self.chunking.preferred,
+            num_remote_layers=num_remote_layers,
+            num_daemons=min(num_remote_layers, 1),
+        )
+        with contextlib.suppress(DeviceOutOfMemory):  # it may do with less
+            self.device.empty(passing_bytes, np.uint8)
 
     def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[tuple[Phase, int], I64Array]:
         taken: dict[tuple[Phase, int], I64Array] = {}

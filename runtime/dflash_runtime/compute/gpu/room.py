@@ -1,18 +1,33 @@
-"""Device memory of a model, or of some of its experts, counted before anything is loaded."""
+"""Device memory of a model, or of some of its experts, counted before anything is loaded.
+
+What the driver adds is in the constants below; `bench/gpu_memory.py` compares the counts with what
+a GPU takes.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from math import prod
+from functools import cached_property
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.spec import KvLayer, MoeLayer
+from dflash_adapters.layers import Description, Layer, MatrixTensor, VectorTensor, parts_of
+from dflash_adapters.spec import ModelSpec, MoeLayer
 from dflash_protocol.errors import DeviceOutOfMemory
-from dflash_runtime.compute.gpu.device.devices import DeviceMemory
-from dflash_runtime.compute.gpu.launch.layouts import FLOAT_TYPES, row_bytes
-from dflash_runtime.compute.gpu.layers.kv_rows import bytes_with_snapshots
-from dflash_runtime.compute.gpu.layers.matrix import PRODUCT_COLUMNS, require_kernels
+from dflash_runtime.compute.gpu.chunk_room import ChunkRoom, scratch_of_chunk
+from dflash_runtime.compute.gpu.device.devices import DeviceMemory, allocated
+from dflash_runtime.compute.gpu.launch.layouts import row_bytes
+from dflash_runtime.compute.gpu.layers.kv_cache import snapshot_bytes, state_bytes
+from dflash_runtime.compute.gpu.layers.kv_rows import array_bytes, bytes_with_snapshots, layer_bytes
+from dflash_runtime.compute.gpu.layers.matrix import require_kernels
+from dflash_runtime.compute.gpu.step_room import StepRoom
 from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.compute.room import LayerBytes, Needs
+
+CONTEXT_BYTES = 560 << 20
+"""What the driver takes for a process that uses a device, before anything is allocated."""
+MODULES_BYTES = 64 << 20
+"""Compiled kernels, the memory of their threads, and captured graphs."""
 
 
 def require_room(device: str, memory: DeviceMemory, needed: Mapping[str, int]) -> None:
@@ -33,61 +48,173 @@ def require_room(device: str, memory: DeviceMemory, needed: Mapping[str, int]) -
     )
 
 
-def experts_bytes(file: GgufFile, experts: Iterable[tuple[MoeLayer, int]]) -> int:
-    """Bytes of so many experts of each of these layers in the device's layout.
+def expert_bytes(layer: MoeLayer) -> int:
+    """Bytes of one expert in the device's layout, its biases and scales among them.
 
-    Raises: UnsupportedModel.
+    Raises: ValueError for a type without layout.
     """
-    total = 0
-    for layer, num in experts:
-        for each in layer.projections:
-            require_kernels(file, each.tensor_name, each.tensor_type, columns=each.columns)
-            total += num * each.rows * row_bytes(each.tensor_type, each.columns)
-    return total
-
-
-def weights_bytes(file: GgufFile, layers: Iterable[MoeLayer]) -> int:
-    """Bytes of all tensors of a file but the experts of these layers. Raises: UnsupportedModel."""
-    left_out = {
-        name
-        for layer in layers
-        for projection in layer.projections
-        for name in projection.tensor_names
-    }
-    total = 0
-    for name, tensor in file.tensors.items():
-        if name in left_out or tensor.tensor_type.is_integer:
-            continue
-        # Floats in rows that products cannot read, as a convolution's taps, are loaded as vectors.
-        is_vector = tensor.tensor_type in FLOAT_TYPES and tensor.columns % PRODUCT_COLUMNS
-        if len(tensor.shape) == 2 and not is_vector:
-            require_kernels(file, name, tensor.tensor_type, columns=tensor.columns)
-            total += tensor.shape[0] * row_bytes(tensor.tensor_type, tensor.shape[1])
-        else:
-            total += 4 * prod(tensor.shape)
-    return total
-
-
-def logits_bytes(file: GgufFile, num_rows: int) -> int:
-    """Bytes of so many rows of logits, bounded by the tensor with the most rows (the head)."""
-    tables = [each.shape[0] for each in file.tensors.values() if len(each.shape) == 2]
-    return 4 * num_rows * max(tables, default=0)
-
-
-def cache_bytes(kv_layers: Iterable[KvLayer], num_positions: int, kv_type: KvType) -> int:
-    """Bytes of the KV cache, and of windows' snapshots. Raises: SettingsError as DeviceKvCache."""
-    return sum(bytes_with_snapshots(kv, num_positions, kv_type) for kv in kv_layers)
-
-
-def work_bytes(layers: Iterable[MoeLayer], *, max_chunk: int, scratch_bytes: int) -> int:
-    """Bytes of intermediate results while a chunk is computed, roughly."""
-    of_token = max(
-        (
-            # Each pair's terms, activations in two halves, and a few rows of everything else.
-            layer.num_experts_used * (4 * layer.hidden_size + 4 * layer.ffn_size)
-            + 24 * 4 * layer.hidden_size
-            for layer in layers
-        ),
-        default=0,
+    matrices = sum(
+        each.rows * row_bytes(each.tensor_type, each.columns) for each in layer.projections
     )
-    return scratch_bytes + max_chunk * of_token
+    return matrices + _vector_bytes(layer)
+
+
+def experts_bytes(layer: MoeLayer, num_experts: int) -> int:
+    """Memory that so many experts of a layer take: each projection's matrices are one array; tables
+    of biases and scales have all of the layer's experts, once by global and once by local ids.
+
+    Raises: ValueError for a type without layout.
+    """
+    if not num_experts:
+        return 0
+    matrices = sum(
+        allocated(num_experts * each.rows * row_bytes(each.tensor_type, each.columns))
+        for each in layer.projections
+    )
+    slots_and_counts = 2 * allocated(4 * layer.num_experts) + allocated(8 * layer.num_experts)
+    return matrices + slots_and_counts + 2 * allocated(layer.num_experts * _vector_bytes(layer))
+
+
+def _vector_bytes(layer: MoeLayer) -> int:
+    vectors = (v for each in layer.projections for v in (each.bias, each.scale) if v is not None)
+    return sum(vector.num_bytes for vector in vectors)
+
+
+class GpuRoom:
+    """Implements room.Room for a GPU."""
+
+    def __init__(self, file: GgufFile, spec: ModelSpec, description: Description) -> None:
+        """Raises: UnsupportedModel for tensors that no kernel reads."""
+        self._file, self._spec, self._description = file, spec, description
+        for layer in spec.moe.layers:
+            for each in layer.projections:
+                require_kernels(file, each.tensor_name, each.tensor_type, columns=each.columns)
+        self._kv_layers = Counter(spec.kv_layers)
+        self._chunks = ChunkRoom(file, spec, description)
+        self._steps = StepRoom(spec, description, layer_columns=self._chunks.layer_columns)
+
+    @cached_property
+    def layers(self) -> tuple[LayerBytes, ...]:
+        moe = self._spec.moe.by_layer_id
+        found = []
+        for layer_id, layer in enumerate(self._description.layers):
+            routed = moe.get(layer_id)
+            expert, num_experts = (
+                (0, 0) if routed is None else (expert_bytes(routed), routed.num_experts)
+            )
+            found.append(LayerBytes(layer_id, self._trunk(layer), expert, num_experts))
+        return tuple(found)
+
+    @cached_property
+    def ends(self) -> int:
+        return self._trunk(self._description.ends)
+
+    def experts_bytes(self, layer_id: int, num_experts: int) -> int:
+        return experts_bytes(self._spec.moe.by_layer_id[layer_id], num_experts)
+
+    def cache_bytes(self, num_positions: int, kv_type: KvType) -> int:
+        """Raises: SettingsError as DeviceKvCache."""
+        spec = self._spec
+        rows = sum(
+            count * allocated(size)
+            for kv, count in self._kv_layers.items()
+            for size in array_bytes(kv, num_positions, kv_type)
+        )
+        states = state_bytes(spec.recurrent_layers)
+        return rows + states + self._snapshot_bytes(num_positions, kv_type)
+
+    def _snapshot_bytes(self, num_positions: int, kv_type: KvType) -> int:
+        spec = self._spec
+        of_windows = sum(
+            count
+            * (
+                bytes_with_snapshots(kv, num_positions, kv_type)
+                - layer_bytes(kv, num_positions, kv_type)
+            )
+            for kv, count in self._kv_layers.items()
+        )
+        return of_windows + snapshot_bytes(spec.recurrent_layers)
+
+    def passing_bytes(
+        self,
+        *,
+        num_positions: int,
+        kv_type: KvType,
+        chunk: int,
+        num_remote_layers: int = 0,
+        num_daemons: int = 0,
+    ) -> int:
+        """What passes in a chunk, and what steps and snapshots take; beside what a chunk keeps."""
+        num_tokens = min(chunk, num_positions)
+        remote = self._chunks.remote_bytes(num_tokens, num_daemons) if num_remote_layers else 0
+        steps = self._steps.num_bytes(num_positions, kv_type)
+        steps += self._steps.remote_bytes(num_positions, num_remote_layers)
+        snapshots = self._snapshot_bytes(num_positions, kv_type)
+        return self._chunks.passing_bytes(num_tokens) + remote + steps + snapshots
+
+    def needs(
+        self,
+        *,
+        num_positions: int,
+        kv_type: KvType,
+        chunk: int,
+        is_parent: bool = True,
+        num_remote_layers: int = 0,
+        num_daemons: int = 0,
+        scratch_bytes: int | None = None,
+    ) -> Needs:
+        """`scratch_bytes`: for matrices as halves, if not what suits the chunk."""
+        if scratch_bytes is None:
+            scratch_bytes = scratch_of_chunk(chunk)
+        work = self._chunks.kept_bytes(
+            chunk, scratch_bytes, is_parent=is_parent, is_remote=num_remote_layers > 0
+        )
+        if not is_parent:
+            return Needs(
+                work=work + self._chunks.batch_bytes(chunk),
+                recorded=self._steps.daemon_bytes,
+                driver=CONTEXT_BYTES + MODULES_BYTES,
+            )
+        passing = self.passing_bytes(
+            num_positions=num_positions,
+            kv_type=kv_type,
+            chunk=chunk,
+            num_remote_layers=num_remote_layers,
+            num_daemons=num_daemons,
+        )
+        recorded = self._steps.num_bytes(num_positions, kv_type)
+        recorded += self._steps.remote_bytes(num_positions, num_remote_layers)
+        mail = num_daemons * allocated(self._steps.mail_bytes) if num_remote_layers else 0
+        return Needs(
+            weights=self.ends + sum(layer.trunk for layer in self.layers),
+            cache=self.cache_bytes(num_positions, kv_type),
+            work=work
+            + allocated(passing)
+            - recorded
+            - self._snapshot_bytes(num_positions, kv_type),
+            recorded=recorded + mail,
+            staging=self._steps.staging_bytes(num_positions, num_remote_layers),
+            driver=CONTEXT_BYTES + MODULES_BYTES,
+        )
+
+    def _trunk(self, part: Layer | object) -> int:
+        """Bytes of dense tensors. Raises: UnsupportedModel."""
+        seen: set[str] = set()
+        total = 0
+        for tensor in parts_of(part):
+            if not isinstance(tensor, MatrixTensor | VectorTensor) or tensor.name in seen:
+                continue
+            seen.add(tensor.name)  # a head may be the embedding table
+            stored = self._file.tensor(tensor.name)
+            if isinstance(tensor, VectorTensor):
+                total += allocated(4 * stored.num_rows * stored.columns)
+                continue
+            columns, tensor_type = stored.columns, stored.tensor_type
+            require_kernels(self._file, tensor.name, tensor_type, columns=columns)
+            total += allocated(stored.num_rows * row_bytes(tensor_type, columns))
+        return total
+
+
+def total_experts(experts: Iterable[tuple[MoeLayer, int]]) -> int:
+    """Memory of so many experts of each of these layers. Raises: ValueError."""
+    return sum(experts_bytes(layer, num_experts) for layer, num_experts in experts)

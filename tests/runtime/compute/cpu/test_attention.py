@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from dflash_adapters.spec import CAUSAL, KvLayer, Mask
 from dflash_protocol.errors import CheckpointMissing, ContextExceeded
 from dflash_protocol.ids import F32Array, F64Array
-from dflash_runtime.compute import sliding_window
+from dflash_runtime.compute import host_room, sliding_window
 from dflash_runtime.compute.cpu import attention as launcher
-from dflash_runtime.compute.cpu import kv_cache
 from dflash_runtime.compute.cpu.kv_cache import CpuKvCache
 from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
@@ -50,7 +49,7 @@ def always_shared(shared: CpuOps, monkeypatch: pytest.MonkeyPatch) -> CpuOps:
 @pytest.fixture(autouse=True)
 def several_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches of these sizes would have one slab."""
-    monkeypatch.setattr(kv_cache, "HUGE_PAGE", 100_000)
+    monkeypatch.setattr(host_room, "HUGE_PAGE", 100_000)
 
 
 def normal(*shape: int, seed: int = 0) -> F32Array:
@@ -168,7 +167,7 @@ def test_bits_do_not_depend_on_chunks_or_threads(
     one_by_one = sorted({alone_from, *range(alone_from, num_tokens + 1)} - {0})
     with pytest.MonkeyPatch.context() as patch:
         slab_bytes = data.draw(st.sampled_from([1, 100_000, 2 << 20]), "slab_bytes")
-        patch.setattr(kv_cache, "HUGE_PAGE", slab_bytes)
+        patch.setattr(host_room, "HUGE_PAGE", slab_bytes)
         if data.draw(st.booleans(), "shares small work"):
             patch.setattr(launcher, "_PARALLEL_PRODUCTS", 0)
             patch.setattr(launcher, "_PARALLEL_VALUES", 0)

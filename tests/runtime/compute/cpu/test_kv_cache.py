@@ -14,6 +14,7 @@ import pytest
 from dflash_adapters.spec import KvLayer, Mask
 from dflash_protocol.ids import F32Array
 from dflash_runtime import Engine
+from dflash_runtime.compute import host_room
 from dflash_runtime.compute.cpu import kv_cache
 from dflash_runtime.compute.cpu.captured.program import Program
 from dflash_runtime.compute.cpu.kv_cache import CpuKvCache
@@ -39,7 +40,7 @@ def workers() -> Iterator[Workers]:
 @pytest.fixture
 def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slabs of a few pages, none of which is huge."""
-    monkeypatch.setattr(kv_cache, "HUGE_PAGE", 100_000)
+    monkeypatch.setattr(host_room, "HUGE_PAGE", 100_000)
     monkeypatch.setattr(mmap, "MADV_HUGEPAGE", mmap.MADV_NOHUGEPAGE)
 
 
@@ -131,7 +132,7 @@ def test_touching_changes_nothing(workers: Workers, small_slabs: None) -> None:
 def test_a_model_touches_memory_before_its_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_cache, "HUGE_PAGE", 20_000)
+    monkeypatch.setattr(host_room, "HUGE_PAGE", 20_000)
     monkeypatch.setattr(kv_cache, "_TOUCHED_AHEAD", 32)
     path = write_model(tmp_path / "model.gguf", replace(TINY, context_length=2048), seed=1)
     with Engine.open(path, backend="cpu", device="cpu", context=2048) as engine:

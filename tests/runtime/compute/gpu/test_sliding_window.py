@@ -14,10 +14,9 @@ from dflash_runtime.compute import sliding_window
 from dflash_runtime.compute.gpu.device.buffers import Buffers
 from dflash_runtime.compute.gpu.layers.attention import AttentionForm, AttentionLauncher
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
-from dflash_runtime.compute.gpu.layers.kv_rows import layer_bytes
+from dflash_runtime.compute.gpu.layers.kv_rows import bytes_with_snapshots, layer_bytes
 from dflash_runtime.compute.gpu.layers.placed_step import place
 from dflash_runtime.compute.gpu.layers.rows import Rows
-from dflash_runtime.compute.gpu.room import cache_bytes
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.model import Step
 from dflash_runtime.compute.sliding_window import MOST_KEPT
@@ -160,6 +159,6 @@ def test_there_is_a_ring_where_it_takes_no_more_memory_with_its_snapshots(kv_typ
         assert cache.nbytes == layer_bytes(plain, num_rows, kv_type)
         snapshot = cache.snapshot(0)
         assert snapshot.nbytes == (cache.nbytes if num_rows < capacity else 0)
-        all_bytes = cache_bytes([layer], capacity, kv_type)
+        all_bytes = bytes_with_snapshots(layer, capacity, kv_type)
         assert all_bytes == cache.nbytes + MOST_KEPT * snapshot.nbytes
         assert all_bytes <= layer_bytes(plain, capacity, kv_type)

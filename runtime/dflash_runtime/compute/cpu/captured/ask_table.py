@@ -44,14 +44,16 @@ class OwnersPairs(NamedTuple):
     sums: F64Array
 
 
-class _Lookup(NamedTuple):
-    """Who computes a layer's experts, in memory that compiled code reads: by global id.
+class _LayerTables(NamedTuple):
+    """Memory of a layer that compiled code uses, by global id; shared by all captures of it.
 
-    Shapes: both [E].
+    Shapes: each [E].
     """
 
     owner_index: I32Array
     local_expert_id: I32Array
+    selections: I64Array
+    """How often each expert was routed to."""
 
 
 class AskTable:
@@ -74,13 +76,11 @@ class AskTable:
         that are in the host's memory; None if there are none."""
         self._owners, self._num_used = owners, num_experts_used
         self._kept: list[object] = []
-        self._lookups: dict[int, _Lookup] = {}
+        self._layers: dict[int, _LayerTables] = {}
         self._lent: list[tuple[AskRoute, LentSlot]] = []
         self._routes: dict[int, AskRoute] = {}
         """Those that the words are set for, by owner index."""
         self._settled_s = time.monotonic()
-        self.selections: dict[int, I64Array] = {}
-        """How often each expert was routed to, by layer id. Shapes: each [E], by global id."""
         num_owners = owners.num_owners
         self.pairs = pairs = OwnersPairs(
             np.zeros((num_owners, num_experts_used), np.int32),
@@ -126,12 +126,12 @@ class AskTable:
         bank: CpuExpertBank | None = None,
     ) -> Call:
         """The call of a layer. `bank`: the experts of it that `workers` compute, if any. What it
-        points into must be kept, but for lookup tables and the bank.
+        points into must be kept, but for tables and the bank.
 
         Shapes: routed rows [1, H], global ids and weights [1, K], in the memory that each step
         uses; sums, out [1, H], as in `step_tasks.set_routing`.
         """
-        pairs, lookup = self.pairs, self._lookup_of(layer_id)
+        pairs, tables = self.pairs, self._tables_of(layer_id)
         hidden, topk_ids, topk_weights = routed
         words, scratch = [0] * t.NUM_WORDS, tuple[tuple[int, int], ...]()
         if bank is not None:
@@ -142,47 +142,45 @@ class AskTable:
             scratch = bank.scratch_words(1, self._num_used)
         words[k.GROUP_STARTS] = address(pairs.group_starts, np.int32)
         words[k.TOKEN_INDICES] = address(pairs.token_indices, np.int32)
-        # Several captures of a layer count together.
-        selections = self.selections.setdefault(
-            layer_id, np.zeros(lookup.owner_index.size, np.int64)
-        )
         steps.set_routing(
             words,
             hidden,
             (topk_ids, topk_weights),
-            local_ids=lookup.local_expert_id,
-            selections=selections,
+            local_ids=tables.local_expert_id,
+            selections=tables.selections,
             sums=sums,
             out=out,
         )
         words[t.LAYER_ID], words[t.TABLE] = layer_id, self.address
-        words[t.OWNER_OF] = address(lookup.owner_index, np.int32)
-        words[t.NUM_IDS] = lookup.owner_index.size
+        words[t.OWNER_OF] = address(tables.owner_index, np.int32)
+        words[t.NUM_IDS] = tables.owner_index.size
         self._kept.append(bank)
         return Call(t.run_asked().address, words, scratch=scratch)
 
-    def _lookup_of(self, layer_id: int) -> _Lookup:
-        """The layer's, shared by all captures of it."""
-        lookup = self._lookups.get(layer_id)
-        if lookup is None:
+    def _tables_of(self, layer_id: int) -> _LayerTables:
+        tables = self._layers.get(layer_id)
+        if tables is None:
             routing = self._owners.routing(layer_id)
-            lookup = _Lookup(routing.owner_index.copy(), routing.local_expert_id.copy())
-            self._lookups[layer_id] = lookup
-        return lookup
+            tables = self._layers[layer_id] = _LayerTables(
+                routing.owner_index.copy(),
+                routing.local_expert_id.copy(),
+                np.zeros(routing.owner_index.size, np.int64),
+            )
+        return tables
 
     def refresh(self) -> None:
         """Experts have moved between the owners; no step is running."""
-        for layer_id, lookup in self._lookups.items():
+        for layer_id, tables in self._layers.items():
             routing = self._owners.routing(layer_id)
-            lookup.owner_index[:] = routing.owner_index
-            lookup.local_expert_id[:] = routing.local_expert_id
+            tables.owner_index[:] = routing.owner_index
+            tables.local_expert_id[:] = routing.local_expert_id
 
     def begin(self) -> None:
         """Have compiled code ask in the step that follows, if it can."""
         routes = self._owners.ask_routes()
         if routes is None:
             return
-        if self._owners.is_any_to_be_checked(len(routes) * len(self.selections)):
+        if self._owners.is_any_to_be_checked(len(routes) * len(self._layers)):
             return
         words = self._words
         try:
@@ -241,12 +239,12 @@ class AskTable:
             num_layers,
             words[t.NUM_HOT_ONLY],
             [self._take(index) for index in range(words[t.NUM_OWNERS])],
-            {layer_id: counts.copy() for layer_id, counts in self.selections.items()},
+            {layer_id: tables.selections.copy() for layer_id, tables in self._layers.items()},
         )
         for word in (t.NUM_LAYERS, t.NUM_HOT_ONLY):
             words[word] = 0
-        for counts in self.selections.values():
-            counts[:] = 0
+        for tables in self._layers.values():
+            tables.selections[:] = 0
         self._owners.count_asked(taken)
 
     def close(self) -> None:

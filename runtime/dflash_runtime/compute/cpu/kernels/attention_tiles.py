@@ -38,9 +38,10 @@ from dflash_runtime.compute.cpu.simd.types import (
     void,
 )
 from dflash_runtime.compute.cpu.simd.untyped import cgutils, intrinsic, ir, types
+from dflash_runtime.compute.host_room import POSITION_BLOCK
 from dflash_runtime.compute.kv_cache import KvType
 
-BLOCK = 64
+BLOCK = POSITION_BLOCK
 """Positions between updates of the running maximum; the stride of rows of scores."""
 
 _FLOAT32, _HALVES, _BYTES = (

@@ -38,10 +38,11 @@ from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.simd.exponentials import exp_lanes, softplus_lanes
 from dflash_runtime.compute.cpu.threads.parallel import claim
 from dflash_runtime.compute.host_ops import DeltaInputs
+from dflash_runtime.compute.host_room import STATE_BLOCK
 
 # -- parts ----------------------------------------------------------------------------------------
 
-DELTA_BLOCK = 32
+DELTA_BLOCK = STATE_BLOCK
 """Positions between updates of a matrix: as many as a vector has lanes."""
 
 (

@@ -25,8 +25,8 @@ from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.simd.types import i64
 from dflash_runtime.compute.cpu.threads.parallel import LINE, claim, line_of_words, run_on
 from dflash_runtime.compute.cpu.threads.workers import Workers
+from dflash_runtime.compute.host_room import HUGE_PAGE
 
-HUGE_PAGE = 2 << 20
 _PAGE = 4096
 _NEVER = 1 << 62
 

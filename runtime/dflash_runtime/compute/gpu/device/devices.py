@@ -6,7 +6,9 @@ Asks the drivers themselves, so that what can be said without CuPy is said.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
 
 from dflash_protocol.device import Device, DeviceKind
 from dflash_protocol.errors import DeviceUnavailable, DflashError
@@ -18,10 +20,29 @@ from dflash_runtime.compute.gpu.device.capabilities import (
 )
 from dflash_runtime.compute.gpu.device.driver import Driver, open_driver
 from dflash_runtime.compute.gpu.device.driver_table import DeviceAttribute
+from dflash_runtime.compute.memory import host_memory
+from dflash_runtime.compute.system_files import text_of
 
 _LOG = logging.getLogger(__name__)
 
 VENDORS = {DeviceKind.CUDA: Vendor.CUDA, DeviceKind.HIP: Vendor.HIP}
+
+
+_LARGE_BYTES = 1 << 20
+_BLOCK_BYTES = 2 << 20
+"""The driver gives memory from `_LARGE_BYTES` on in whole blocks, and cuts smaller pieces from
+blocks."""
+_PIECE_BYTES = 512
+"""CuPy's pool rounds to it."""
+
+_STAYS_FREE, _STAYS_FREE_WITH_DISPLAY = 256 << 20, 768 << 20
+_MOST_OUTPUTS = 64
+
+
+def allocated(num_bytes: int) -> int:
+    """Memory that an array of so many bytes takes from the driver."""
+    unit = _BLOCK_BYTES if num_bytes >= _LARGE_BYTES else _PIECE_BYTES
+    return -(-num_bytes // unit) * unit
 
 
 @dataclass(frozen=True)
@@ -31,9 +52,16 @@ class DeviceMemory:
     free_bytes: int
     total_bytes: int
     is_shared_with_host: bool
-    """Processor and GPU share this memory."""
+    """Processor and GPU share this memory: what one takes, the other lacks."""
     note: str = ""
     """How the driver's figures were corrected; empty: they were not."""
+    stays_free_bytes: int = 0
+    """What is to be left to others: the desktop, or the driver itself."""
+
+    @property
+    def room_bytes(self) -> int:
+        """Free, without what stays free."""
+        return max(0, self.free_bytes - self.stays_free_bytes)
 
 
 @dataclass(frozen=True)
@@ -53,23 +81,60 @@ class GpuDescription:
 def memory_of(driver: Driver, index: int) -> DeviceMemory:
     """Memory of a device, which becomes the calling thread's current one.
 
-    Drivers of memory that is shared with the host report more free than there is in all: free
-    pages of the system, beside the part that was set aside for the GPU. It is counted as all of it.
     Raises: DeviceUnavailable.
     """
     driver.use(index)
     free_bytes, total_bytes = driver.memory_info()
     is_shared = bool(driver.device_attribute(index, DeviceAttribute.INTEGRATED))
-    if free_bytes <= total_bytes:
-        return DeviceMemory(free_bytes, total_bytes, is_shared)
-    note = (
-        f"the driver reports {free_bytes:,} of {total_bytes:,} bytes free; "
-        f"counted as {total_bytes:,}"
+    memory = corrected_memory(
+        free_bytes, total_bytes, host_free_bytes=host_memory().free_bytes if is_shared else None
     )
-    # docs: the driver reports more free memory than there is, as for memory shared with the host;
-    # counted as all of it
-    _LOG.warning("memory of %s:%d: %s", driver.vendor, index, note)
-    return DeviceMemory(total_bytes, total_bytes, is_shared, note)
+    if memory.note:
+        # docs: the driver reports more free memory than there is, as for memory shared with the
+        # host; counted as all of it
+        _LOG.warning("memory of %s:%d: %s", driver.vendor, index, memory.note)
+    return replace(memory, stays_free_bytes=_stays_free_bytes(driver, index))
+
+
+def corrected_memory(
+    free_bytes: int, total_bytes: int, *, host_free_bytes: int | None = None
+) -> DeviceMemory:
+    """What a driver reports, clamped to what there can be.
+
+    Drivers of memory that is shared with the host report more free than there is in all: free
+    pages of the system, beside the part that was set aside for the GPU. It is counted as all of it.
+    `host_free_bytes`: of memory that is shared, what the host has free; None: it is not shared. No
+    more than that can be had, as it is one pool.
+    """
+    note = ""
+    if free_bytes > total_bytes:
+        note = (
+            f"the driver reports {free_bytes:,} of {total_bytes:,} bytes free; "
+            f"counted as {total_bytes:,}"
+        )
+    free_bytes = min(free_bytes, total_bytes)
+    if host_free_bytes is not None:
+        free_bytes = min(free_bytes, host_free_bytes)
+    return DeviceMemory(free_bytes, total_bytes, host_free_bytes is not None, note)
+
+
+def _stays_free_bytes(driver: Driver, index: int) -> int:
+    """More where a display hangs on the device: the driver stops long kernels for its sake, or the
+    system says that one is connected."""
+    has_display = driver.device_attribute(index, DeviceAttribute.KERNEL_TIMEOUT) > 0
+    has_display = has_display or is_display_connected(driver.pci_bus_id(index))
+    return _STAYS_FREE_WITH_DISPLAY if has_display else _STAYS_FREE
+
+
+def is_display_connected(pci_bus_id: str, root: Path = Path("/")) -> bool:
+    """Whether the system says that a display is connected to a GPU. Drivers without kernel mode
+    setting do not tell."""
+    outputs = root.joinpath("sys/bus/pci/devices", pci_bus_id.lower(), "drm")
+    try:
+        found = islice(outputs.glob("card*/card*-*/status"), _MOST_OUTPUTS)
+        return any(text_of(path) == "connected" for path in found)
+    except (OSError, ValueError):
+        return False
 
 
 def capabilities_of(driver: Driver, index: int) -> Capabilities:

@@ -190,6 +190,8 @@ class DeviceAttribute(IntEnum):
     """Device attributes, numbered as in CUDA."""
 
     MULTIPROCESSORS = 16
+    KERNEL_TIMEOUT = 17
+    """Not 0: kernels are stopped after some time, as a display hangs on the device."""
     INTEGRATED = 18
     COMPUTE_CAPABILITY_MAJOR = 75
     COMPUTE_CAPABILITY_MINOR = 76
@@ -201,6 +203,7 @@ class DeviceAttribute(IntEnum):
 HIP_ATTRIBUTES = {
     DeviceAttribute.MULTIPROCESSORS: 63,
     DeviceAttribute.INTEGRATED: 16,
+    DeviceAttribute.KERNEL_TIMEOUT: 18,
     DeviceAttribute.COMPUTE_CAPABILITY_MAJOR: 23,
     DeviceAttribute.COMPUTE_CAPABILITY_MINOR: 61,
     DeviceAttribute.MAX_SHARED_BYTES: 74,

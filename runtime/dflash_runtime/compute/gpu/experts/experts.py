@@ -243,7 +243,7 @@ class CupyExpertBank:
             for local_expert_id, global_expert_id in pairs:
                 slot = int(by_local.slot_of_expert[local_expert_id])
                 leaving = int(np.flatnonzero(by_global.slot_of_expert == slot)[0])
-                by_global.fill(self._uploader, file, slot, global_expert_id)
+                by_global.fill(self._uploader, file, slot, global_expert_id=global_expert_id)
                 for named, name, before in (
                     (by_global, global_expert_id, leaving),
                     (by_local, local_expert_id, local_expert_id),

@@ -15,6 +15,7 @@ import numpy as np
 from dflash_adapters.spec import KvLayer, RecurrentLayer
 from dflash_protocol.errors import CheckpointMissing, ContextExceeded
 from dflash_runtime.compute.gpu.device.device import KernelDevice
+from dflash_runtime.compute.gpu.device.devices import allocated
 from dflash_runtime.compute.gpu.layers.delta import PLACES, DeltaPlan, DeltaState
 from dflash_runtime.compute.gpu.layers.kv_rows import (
     DeviceWindowRows,
@@ -23,7 +24,7 @@ from dflash_runtime.compute.gpu.layers.kv_rows import (
     new_layer_cache,
 )
 from dflash_runtime.compute.kv_cache import KvType, Snapshot
-from dflash_runtime.compute.sliding_window import WindowSnapshot
+from dflash_runtime.compute.sliding_window import MOST_KEPT, WindowSnapshot
 from dflash_runtime.compute.trees import Tree
 
 _NOTHING = -1
@@ -261,5 +262,12 @@ def _plans(layers: Iterable[RecurrentLayer]) -> list[DeltaPlan]:
 
 
 def state_bytes(layers: Iterable[RecurrentLayer]) -> int:
-    """Bytes of device memory of RecurrentStates."""
-    return sum(4 * (prod(plan.ring_shape) + prod(plan.state_shape)) for plan in _plans(layers))
+    """Device memory that RecurrentStates take."""
+    shapes = (shape for plan in _plans(layers) for shape in (plan.ring_shape, plan.state_shape))
+    return sum(allocated(4 * prod(shape)) for shape in shapes)
+
+
+def snapshot_bytes(layers: Iterable[RecurrentLayer]) -> int:
+    """The same of the snapshots that an engine may keep: a ring and one state each."""
+    each = (4 * (prod(plan.ring_shape) + prod(plan.state_shape[1:])) for plan in _plans(layers))
+    return MOST_KEPT * sum(each)

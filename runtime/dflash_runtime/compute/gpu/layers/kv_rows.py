@@ -100,19 +100,25 @@ class LayerKvCache:
         return self.num_rows if self.num_rows < self.capacity else 0
 
 
-def layer_bytes(kv: KvLayer, capacity: int, kv_type: KvType) -> int:
-    """Bytes of device memory of one layer. Raises: SettingsError for heads or a capacity that the
-    kernels do not support."""
+def array_bytes(kv: KvLayer, capacity: int, kv_type: KvType) -> list[int]:
+    """Bytes of each array of one layer on the device: keys and values, and scales of q8_0.
+
+    Raises: SettingsError for heads or a capacity that the kernels do not support.
+    """
     check_capacity(capacity)
     if kv.num_heads < 1:
         raise SettingsError(f"{kv.num_heads} key/value heads")
-    all_rows = kv.num_heads * _rows_kept(kv, capacity)
-    total = 0
+    all_rows, sizes = kv.num_heads * _rows_kept(kv, capacity), []
     for row in (row_elements(kv_type, kv.key_dim), row_elements(kv_type, kv.value_dim)):
-        total += all_rows * row * np.dtype(_ELEMENTS[kv_type]).itemsize
+        sizes.append(all_rows * row * np.dtype(_ELEMENTS[kv_type]).itemsize)
         if kv_type is KvType.Q8_0:
-            total += 2 * _scale_halves(all_rows, row)
-    return total
+            sizes.append(2 * _scale_halves(all_rows, row))
+    return sizes
+
+
+def layer_bytes(kv: KvLayer, capacity: int, kv_type: KvType) -> int:
+    """All of them together. Raises: SettingsError."""
+    return sum(array_bytes(kv, capacity, kv_type))
 
 
 def bytes_with_snapshots(kv: KvLayer, capacity: int, kv_type: KvType) -> int:

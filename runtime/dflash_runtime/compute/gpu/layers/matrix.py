@@ -12,7 +12,7 @@ from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.launch.decode_tokens import Repack
 from dflash_runtime.compute.gpu.launch.layouts import FIELDS, DeviceMatrix, is_native, row_bytes
 
-_STAGED_BYTES = 64 << 20
+STAGED_BYTES = 64 << 20
 """Bytes of the file repacked at once, which are on the device twice meanwhile."""
 
 PRODUCT_COLUMNS = 32
@@ -55,7 +55,7 @@ class Uploader:
             self._device.write(weights[: raw.size], raw)
             return
         num_rows = raw.size // native_bytes
-        at_once = max(1, _STAGED_BYTES // native_bytes)
+        at_once = max(1, STAGED_BYTES // native_bytes)
         if self._staging is None or self._staging.size < min(at_once, num_rows) * native_bytes:
             self._staging = self._device.empty(min(at_once, num_rows) * native_bytes, np.uint8)
         for first in range(0, num_rows, at_once):

@@ -71,7 +71,7 @@ class ResidentLayer:
                     row = rows.reshape(-1, vector.length)[name : name + 1]
                     device.write(row, _vector(file, vector, global_expert_id).reshape(1, -1))
 
-    def fill(self, uploader: Uploader, file: GgufFile, slot: int, global_expert_id: int) -> None:
+    def fill(self, uploader: Uploader, file: GgufFile, slot: int, *, global_expert_id: int) -> None:
         """Write an expert's matrices into a slot."""
         for projection, weights in zip(self.layer.projections, self.weights, strict=True):
             _fill(uploader, file, projection, weights, slot=slot, global_expert_id=global_expert_id)

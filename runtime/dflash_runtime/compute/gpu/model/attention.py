@@ -50,6 +50,8 @@ class AttentionLayer:
         match layer.positions:
             case RowNormRotary(q_norm=q_norm, k_norm=k_norm):
                 self._row_norms = weights.norm(q_norm), weights.norm(k_norm)
+                for columns in (layer.heads.query_size, layer.heads.kv_size):
+                    self._ops.chunks.expect_floats(columns)
         self._gate, self._has_gate_beside = None, False
         match layer.gate:
             case HeadOrElementGate(linear=linear):

@@ -16,6 +16,7 @@ from dflash_adapters.quant import TensorType
 from dflash_adapters.routing import RoutingRule
 from dflash_protocol.batch import RoutedBatch
 from dflash_protocol.ids import Phase
+from dflash_runtime.compute.gpu.chunk_room import group_bytes
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.launch.layouts import DeviceMatrix
 from dflash_runtime.compute.gpu.launch.prefill_dense import DensePrefill, DenseProduct
@@ -78,6 +79,23 @@ class ChunkKernels:
         if parts > known.parts:
             known.parts = parts
             known.preparer = known.prepared = known.prepared_of = None
+
+    def expect_group(self, num_bytes: int) -> None:
+        """Matrices of so many bytes as halves, of one expert, will be converted at once."""
+        if self._scratch is None:
+            self.scratch_bytes = max(self.scratch_bytes, num_bytes)
+
+    def expect_floats(self, columns: int) -> None:
+        """Rows of so many columns will be normalised, and read as floats."""
+        self._columns.setdefault(columns, _Columns()).wants_floats = True
+
+    def reserve(self) -> None:
+        """Take the memory for chunks of what is expected. Raises: DeviceOutOfMemory."""
+        assert self.scratch
+        for columns, known in self._columns.items():
+            preparer = self._preparer(columns, known)
+            if known.wants_floats:
+                preparer.reserve_floats()
 
     @property
     def scratch(self) -> WeightScratch:
@@ -181,18 +199,22 @@ class ChunkKernels:
         known = self._columns.setdefault(rows.columns, _Columns())
         if norm is not None and known.prepared_of is x and known.prepared is not None:
             return known.prepared
-        if known.preparer is None:
-            known.preparer = RowPreparer(
-                self._device, columns=rows.columns, max_rows=self.max_chunk, parts=known.parts
-            )
+        preparer = self._preparer(rows.columns, known)
         if norm is None:
             known.prepared = known.prepared_of = None
-            return known.preparer.prepare(rows.array)
+            return preparer.prepare(rows.array)
         known.prepared_of = x
-        known.prepared = known.preparer.prepare(
+        known.prepared = preparer.prepare(
             rows.array, norm=norm.weight, eps=norm.eps, wants_floats=known.wants_floats
         )
         return known.prepared
+
+    def _preparer(self, columns: int, known: _Columns) -> RowPreparer:
+        if known.preparer is None:
+            known.preparer = RowPreparer(
+                self._device, columns=columns, max_rows=self.max_chunk, parts=known.parts
+            )
+        return known.preparer
 
 
 class ChunkExperts:
@@ -210,6 +232,15 @@ class ChunkExperts:
         """Experts of this layer will be computed."""
         for projection in resident.layer.projections[:2]:
             self._chunks.expect(projection.tensor_type, projection.columns)
+        self._chunks.expect_group(group_bytes(resident.layer))
+
+    def reserve(self, resident: ResidentLayer) -> None:
+        """Take the memory for chunks of this layer, and compile what it needs.
+
+        Raises: DeviceOutOfMemory, SettingsError.
+        """
+        self._groups_for(resident)
+        self._kernels(resident)
 
     def add(self, resident: ResidentLayer, routed: RoutedRows, residual: Rows) -> None:
         """Add a layer's experts, all of which are here, to the residual."""

@@ -34,6 +34,15 @@ _TIMEOUT_S = 120.0
 """Longest wait for a transfer: its bytes may have to come from a slow disk."""
 
 
+def _default_threads() -> int:
+    return min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+
+
+def locked_bytes() -> int:
+    """Locked memory of a FileCopier with as many threads as it has by default."""
+    return _default_threads() * _HALVES * PIECE_BYTES
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class FilePiece:
     """Bytes of a file, and their destination. Shapes: both [bytes] uint8."""
@@ -117,7 +126,7 @@ class FileCopier:
         Raises: DeviceUnavailable if memory cannot be locked.
         """
         if num_threads is None:
-            num_threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+            num_threads = _default_threads()
         self._piece_bytes = piece_bytes
         self._lanes: queue.SimpleQueue[_Lane] = queue.SimpleQueue()
         self._num_threads = num_threads

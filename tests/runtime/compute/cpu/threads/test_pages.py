@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from dflash_protocol.ids import I64Array, U8Array
-from dflash_runtime.compute.cpu.threads import pages
 from dflash_runtime.compute.cpu.threads.pages import TouchSchedule, zero_pages
 from dflash_runtime.compute.cpu.threads.workers import Workers
+from dflash_runtime.compute.host_room import HUGE_PAGE
 from support.allocated import allocated_bytes
 
 MIB = 1 << 20
@@ -35,7 +35,7 @@ def test_new_memory_is_zero_and_not_allocated() -> None:
         del used  # not to be given out again as it is
         memory = zero_pages(num_bytes)
         assert memory.shape == (num_bytes,)
-        assert memory.ctypes.data % (pages.HUGE_PAGE if num_bytes >= pages.HUGE_PAGE else 4096) == 0
+        assert memory.ctypes.data % (HUGE_PAGE if num_bytes >= HUGE_PAGE else 4096) == 0
         assert allocated_bytes(memory) == 0
         assert not memory.any()
         memory[-1] = 1

@@ -1,0 +1,83 @@
+"""Memory that a model needs in one kind of memory, by purpose; counted before anything is loaded.
+
+A backend's own counts are in `gpu/room.py` and `host_room.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+from dflash_runtime.compute.kv_cache import KvType
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBytes:
+    """Bytes of one layer's weights, as they lie in that memory."""
+
+    layer_id: int
+    trunk: int
+    """Everything but its routed experts."""
+    expert: int
+    """One routed expert: its matrices, biases and scales. 0 for a dense layer."""
+    num_experts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Bytes that a process needs beside its routed experts, by purpose."""
+
+    weights: int = 0
+    cache: int = 0
+    """Keys and values, snapshots of sliding windows' rings, recurrent states and copies of them."""
+    work: int = 0
+    """Weights as halves, intermediate results of a chunk, logits."""
+    recorded: int = 0
+    """Captured steps and trees, and memory through which devices ask each other."""
+    staging: int = 0
+    """Locked memory of the host. Counted for the host only; a GPU's is listed, but not in `total`.
+    """
+    driver: int = 0
+    """The driver's context and compiled modules, or a host process without a model."""
+    counts_staging: bool = False
+
+    @property
+    def total(self) -> int:
+        staging = self.staging if self.counts_staging else 0
+        return self.weights + self.cache + self.work + self.recorded + staging + self.driver
+
+    def as_record(self) -> dict[str, int]:
+        """For JSON: bytes by purpose, and `total`."""
+        record = {name: size for name, size in asdict(self).items() if name != "counts_staging"}
+        return {**record, "total": self.total}
+
+
+class Room(Protocol):
+    """Counts the memory of one model. Immutable; needs no device."""
+
+    @property
+    def layers(self) -> tuple[LayerBytes, ...]:
+        """All layers of the model, in order."""
+
+    @property
+    def ends(self) -> int:
+        """Bytes of the embedding, the head, and everything else that is in no layer."""
+
+    def experts_bytes(self, layer_id: int, num_experts: int) -> int:
+        """Memory taken for so many of a layer's experts, as the allocator rounds it."""
+
+    def needs(
+        self,
+        *,
+        num_positions: int,
+        kv_type: KvType,
+        chunk: int,
+        is_parent: bool = True,
+        num_remote_layers: int = 0,
+        num_daemons: int = 0,
+    ) -> Needs:
+        """`chunk`: most tokens of a prompt computed at once. A parent has `num_remote_layers`
+        layers with experts in `num_daemons` daemons; a daemon (not `is_parent`) has no trunk.
+
+        Raises: SettingsError for a cache that the backend does not support.
+        """
