@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,14 @@ from dflash_runtime.compute.backend import (
     CapturedStep,
     Chunking,
     ExpertBank,
+    ExpertMemory,
     MailedExperts,
     RemoteExperts,
     argmax_of,
 )
 from dflash_runtime.compute.host_model import HostExperts, HostModel
 from dflash_runtime.compute.host_ops import Ops
+from dflash_runtime.compute.inventory import cpu_name
 from dflash_runtime.compute.kv_cache import KvCache, KvType
 from dflash_runtime.compute.model import Model
 from dflash_runtime.compute.thread_trial import OnePass
@@ -30,6 +33,12 @@ from dflash_runtime.compute.thread_trial import OnePass
 PREFILL_CHUNK = 512
 ONE_TOKEN = ((Phase.DECODE, 1),)
 """Enough of a trial for kernels that are compiled ahead."""
+
+
+def _host_memory() -> tuple[int, int]:
+    """Bytes that are available, and in all."""
+    memory = psutil.virtual_memory()
+    return int(memory.available), int(memory.total)
 
 
 class HostBackend:
@@ -45,8 +54,21 @@ class HostBackend:
         """The operations that its models are computed with."""
         raise NotImplementedError
 
+    @property
+    def num_threads(self) -> int:
+        return 1
+
+    @cached_property
+    def device_name(self) -> str:
+        return cpu_name()
+
     def free_memory_bytes(self) -> int:
-        return int(psutil.virtual_memory().available)
+        free_bytes, _ = _host_memory()
+        return free_bytes
+
+    def expert_memory(self, file: GgufFile, layers: Iterable[MoeLayer]) -> ExpertMemory:
+        """Of the page cache, as experts are read where they are mapped."""
+        return ExpertMemory(*_host_memory(), {each.layer_id: each.expert_bytes for each in layers})
 
     def require_room(
         self,

@@ -114,7 +114,8 @@ def open_model(
             f"context={settings.context}: the model was made for up to {spec.context_length}"
         )
     names = daemon_names(choices, endpoints)
-    if placement is None:
+    is_split = placement is None
+    if placement is None:  # a first one, so that wishes are checked before anything is started
         placement = even_split(spec.moe, names, settings.local_experts)
     strangers = {*placement.owner_names} - {*names, LOCAL_OWNER}
     if strangers:
@@ -182,6 +183,8 @@ def open_model(
         tolerates_absent=tolerates_absent,
         on_progress=on_progress,
     )
+    if is_split:
+        placement = even_split(spec.moe, names, settings.local_experts, connected.offers)
     owners = give(
         undo,
         connected,

@@ -20,6 +20,7 @@ from dflash_protocol.ids import F32Array, I32Array, I64Array, Phase
 from dflash_runtime.compute.backend import (
     Chunking,
     ExpertBank,
+    ExpertMemory,
     MailedExperts,
     RemoteExperts,
     argmax_of,
@@ -69,7 +70,8 @@ _SCRATCH_BYTES = 1 << 30
 """For matrices converted to halves: all experts of a layer of a 30B model at once."""
 
 _LEFT_BYTES = 256 << 20
-"""Memory left free beside the offload's weights, so that nothing else fails for lack of it."""
+"""Memory left free beside weights that need not be there, so that nothing else fails for lack of
+it."""
 
 _HEAD_ROWS = 512
 """Rows of logits computed at once."""
@@ -140,9 +142,39 @@ class CupyBackend:
         """Never None."""
         return self.ops.payload
 
+    @property
+    def device_name(self) -> str:
+        return self.device.product_name
+
+    @property
+    def num_threads(self) -> int:
+        return 1
+
     def free_memory_bytes(self) -> int:
         """0 if unknown."""
         return 0 if self._memory is None else self._memory().free_bytes
+
+    def expert_memory(self, file: GgufFile, layers: Iterable[MoeLayer]) -> ExpertMemory:
+        """`_LEFT_BYTES` are left free, too."""
+        given = list(layers)
+        expert = {each.layer_id: experts_bytes(file, [(each, 1)]) for each in given}
+        if self._memory is None:
+            return ExpertMemory(0, 0, expert)
+        with self._lock:
+            self.device.trim()
+        memory = self._memory()
+        free_bytes = memory.free_bytes - self._work_bytes(given) - _LEFT_BYTES
+        return ExpertMemory(max(0, free_bytes), memory.total_bytes, expert)
+
+    def _work_bytes(self, layers: Iterable[MoeLayer]) -> int:
+        """Bytes of intermediate results that were not allocated yet, roughly."""
+        if self.ops.chunks.has_worked:
+            return 0
+        return work_bytes(
+            layers,
+            max_chunk=self.chunking.preferred,
+            scratch_bytes=self.ops.chunks.scratch_bytes,
+        )
 
     def require_room(
         self,
@@ -157,13 +189,7 @@ class CupyBackend:
         """Raises: DeviceOutOfMemory, UnsupportedModel, SettingsError."""
         given = list(experts)
         layers = [layer for layer, _ in given]
-        work = logits_bytes(file, _HEAD_ROWS) if kv_layers else 0
-        if not self.ops.chunks.has_worked:
-            work += work_bytes(
-                layers,
-                max_chunk=self.chunking.preferred,
-                scratch_bytes=self.ops.chunks.scratch_bytes,
-            )
+        work = (logits_bytes(file, _HEAD_ROWS) if kv_layers else 0) + self._work_bytes(layers)
         needed = {
             "experts": experts_bytes(file, given),
             "other weights": weights_bytes(file, layers) if kv_layers else 0,
