@@ -277,7 +277,7 @@ class LinkTask:
             conversation, link, greeting.ask(), on_progress=self._first.report_progress
         )
         if offer is not None and greeting.moe is not None:
-            check_offer(offer, greeting.moe, link)
+            check_offer(offer, greeting.moe, link.name)
         link.offer = offer
         self._first.report_asked()
         # The caller decides; it closes the supervisor if it fails.

@@ -67,7 +67,7 @@ def refusal(refused: Refused, link: DaemonLink) -> HandshakeRefused | EndedEarly
     return HandshakeRefused(said, code=one_line(refused.code))
 
 
-def check_offer(offer: Offer, moe: MoeSpec, link: DaemonLink) -> None:
+def check_offer(offer: Offer, moe: MoeSpec, daemon_name: str) -> None:
     """Raises: HandshakeRefused if a value is out of range, or is not for each kind of layer."""
     kinds = kinds_of(moe.first_of_kind)
     lists = (offer.expert_bytes, offer.one_s, offer.used_s, offer.chunk_pairs_per_s)
@@ -87,7 +87,7 @@ def check_offer(offer: Offer, moe: MoeSpec, link: DaemonLink) -> None:
         ("chunk_pairs_per_s", all(0.0 <= each <= _FASTEST for each in offer.chunk_pairs_per_s)),
     ):
         if not is_sound:
-            raise HandshakeRefused(f"daemon {link.name} offers an impossible {what}")
+            raise HandshakeRefused(f"daemon {daemon_name} offers an impossible {what}")
 
 
 def _is_device(text: str) -> bool:
