@@ -115,7 +115,8 @@ def open_model(
         )
     is_on_device = (settings.device or CPU).kind is not DeviceKind.CPU
     names = daemon_names(choices, endpoints)
-    if placement is None:
+    is_split = placement is None
+    if placement is None:  # a first one, so that wishes are checked before anything is started
         placement = even_split(spec.moe, names, settings.local_experts, has_host=is_on_device)
     ours = {LOCAL_OWNER, HOST_OWNER} if is_on_device else {LOCAL_OWNER}
     strangers = {*placement.owner_names}.difference(names, ours)
@@ -186,6 +187,10 @@ def open_model(
         tolerates_absent=tolerates_absent,
         on_progress=on_progress,
     )
+    if is_split:
+        placement = even_split(
+            spec.moe, names, settings.local_experts, connected.offers, has_host=is_on_device
+        )
     owners = give(
         undo,
         connected,
