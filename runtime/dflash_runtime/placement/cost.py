@@ -158,6 +158,11 @@ class CostModel:
         request_s = prompts[own] + self.request.written * step_s
         return Price(step_s, prompts, request_s, float(here), offloaded, int(disk_bytes))
 
+    def layers_s(self, owners: IntArray) -> F64Array:
+        """Seconds that each layer's experts take in the request. Shape: result [L]."""
+        prompt = np.minimum(*self.prompt_of(owners, self.request.prompt))
+        return np.asarray(self.request.written * self.step_layers_s(owners) + prompt)
+
     def step_layers_s(self, owners: IntArray) -> F64Array:
         """Seconds of each layer's experts in a step, stops included. Shape: result [L]."""
         arrays, num_sides = self.arrays, len(self.sides)

@@ -10,6 +10,10 @@ import numpy as np
 from dflash_protocol.ids import F64Array
 from dflash_runtime.placement.cost import BoolArray, CostModel
 from dflash_runtime.placement.expectation import IntArray
+from dflash_runtime.placement.search import SplitProblem, solve
+
+_PRICED = 12
+"""How many numbers of experts are priced where devices and processors share a layer's."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,6 +90,56 @@ def deal(
             _take_turns(model, group, np.flatnonzero(tier), mask, owners)
         elif mask.any():
             _take_turns(model, group, np.flatnonzero(~tier), mask, owners)
+    return owners if _moved_within_limits(model, group, owners) else None
+
+
+def dealt_by_price(model: CostModel, group: Group, elsewhere: BoolArray) -> IntArray | None:
+    """As `deal`, for a group of devices and processors: how many of each layer's experts devices
+    get is chosen by what layers then take, local ones included. None if there are not both.
+
+    Each number is priced for all layers at once, some numbers only, the others on straight lines.
+    """
+    is_cpu = np.array([model.sides[index].is_cpu for index in group.others])
+    if is_cpu.all() or not is_cpu.any():
+        return None
+    devices, cpus = np.flatnonzero(~is_cpu), np.flatnonzero(is_cpu)
+    most = elsewhere.sum(axis=1)
+    heat = np.where(elsewhere, model.arrays.decode, -1.0)
+    rank = np.argsort(np.argsort(-heat, axis=1, kind="stable"), axis=1, kind="stable")
+
+    def assignment(in_devices: IntArray) -> IntArray:
+        owners = np.zeros(elsewhere.shape, np.int64)
+        first = elsewhere & (rank < in_devices[:, None])
+        _take_turns(model, group, devices, first, owners)
+        _take_turns(model, group, cpus, elsewhere & ~first, owners)
+        return owners
+
+    width = int(most.max())
+    numbers = np.unique(np.linspace(0, width, min(width, _PRICED) + 1).astype(np.int64))
+    # A layer that is whole in devices may need no stop: that number is priced for each.
+    seconds = np.stack([model.layers_s(assignment(np.minimum(each, most))) for each in numbers])
+    times = np.full((width + 1, most.size), np.inf)
+    for layer in range(most.size):
+        known = numbers < most[layer]
+        last = seconds[np.searchsorted(numbers, most[layer]), layer]
+        count = int(most[layer])
+        if known.any():
+            times[:count, layer] = np.interp(
+                np.arange(count), numbers[known], seconds[known, layer]
+            )
+        times[count, layer] = last
+    problem = SplitProblem(
+        times,
+        most,
+        group.expert_bytes[devices].max(axis=0),
+        group.expert_bytes[cpus].max(axis=0),
+        float(group.limits[devices].sum()),
+        float(group.limits[cpus].sum()),
+    )
+    found = solve(problem)
+    if found is None:
+        return None
+    owners = assignment(found)
     return owners if _moved_within_limits(model, group, owners) else None
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from dflash_protocol.ids import F64Array
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.placement.cost import LOCAL, CostModel, ExpertArrays, Price
-from dflash_runtime.placement.dealing import Group, deal
+from dflash_runtime.placement.dealing import Group, deal, dealt_by_price
 from dflash_runtime.placement.expectation import IntArray
 from dflash_runtime.placement.search import Shape, SplitProblem, solve
 from dflash_runtime.placement.situation import (
@@ -34,6 +34,9 @@ from dflash_runtime.placement.wishes import MoeMode, Wishes
 
 _MOST_GROUPS = 3
 """How many groups of owners are looked at closely, those that are fastest by estimate."""
+
+_REFINED = 2
+"""How many of a group's options are improved further."""
 
 _TRIES = 6
 """How often a solution that the allocator's rounding makes too large is made smaller."""
@@ -232,12 +235,25 @@ class ParentOptions:
         if self.is_legal(resident, context, chunk):
             yield self.priced(resident, context, chunk)
         for group in self._fastest_groups(context, chunk, 1 if is_brief else _MOST_GROUPS):
-            seen: set[bytes] = set()
+            found: dict[bytes, Option] = {}
             for owners in self._assignments(group, context, chunk):
-                key = owners.tobytes()
-                if key not in seen:
-                    seen.add(key)
-                    yield self.priced(owners, context, chunk)
+                if (key := owners.tobytes()) not in found:
+                    found[key] = self.priced(owners, context, chunk)
+            yield from found.values()
+            by_time = sorted(found.values(), key=lambda each: each.price.request_s)
+            for option in by_time[:_REFINED]:
+                yield from self._refined(option, group, context, chunk)
+
+    def _refined(
+        self, option: Option, group: tuple[int, ...], context: int, chunk: int
+    ) -> Iterator[Option]:
+        """The same local experts, the others divided between devices and processors by price."""
+        elsewhere = (option.owners != LOCAL) & self.arrays.exists
+        owners = dealt_by_price(
+            self._model_of(context, chunk), self._group(group, context, chunk), elsewhere
+        )
+        if owners is not None and self.is_legal(owners, context, chunk):
+            yield self.priced(owners, context, chunk)
 
     def estimate(self, context: int, chunk: int) -> float:
         """About the seconds of the request with the best option; infinite if nothing fits."""
