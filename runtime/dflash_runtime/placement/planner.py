@@ -7,36 +7,29 @@ Pure and deterministic. Every option that fits is priced with each device as par
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from dflash_protocol.errors import SettingsError
-from dflash_protocol.placement import OwnedExperts
 from dflash_runtime.compute.kv_cache import KvType
-from dflash_runtime.placement.cost import LOCAL, PROMPTS, Price
+from dflash_runtime.placement.cost import LOCAL
 from dflash_runtime.placement.expectation import IntArray
 from dflash_runtime.placement.options import Option, ParentOptions
+from dflash_runtime.placement.outcome import Choice, forecast_of, plan_of
 from dflash_runtime.placement.plan import (
     Alternative,
-    DeviceBudget,
-    ExpertRoom,
     Forecast,
-    Origin,
     Plan,
     PlanRefused,
     RoomStatus,
-    Setup,
-    recommended_experts,
 )
 from dflash_runtime.placement.situation import ExpertDaemon, ParentDevice, Situation
-from dflash_runtime.placement.split import HOST_OWNER, make_placement
 from dflash_runtime.placement.wishes import UNASKED, MoeMode, Wishes, assigned, check_wishes
 
 TIE = 1.03
 """Predictions that differ by less are equal; they are no better than that."""
 
-CPU_MOE_TIE = 1.05
+CPU_MOE_TIE = 1.04
 """The same for CPU-MoE where the device has room for less than half of the experts: what is gained
 by moving few of them is most uncertain there."""
 
@@ -51,16 +44,6 @@ UNPLANNED_CONTEXT = 32768
 """The context without a plan, of models that have more."""
 
 _SIMPLEST = list(MoeMode)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Choice:
-    """The best option of one parent."""
-
-    options: ParentOptions
-    context: int
-    option: Option
-    others: tuple[Option, ...]
 
 
 def plan(situation: Situation, wishes: Wishes | None = None) -> Plan | PlanRefused:
@@ -81,7 +64,7 @@ def plan(situation: Situation, wishes: Wishes | None = None) -> Plan | PlanRefus
         )
     kv_type = wishes.kv_type or (KvType.F32 if spec.all_matrices_f32 else KvType.F16)
     connected = [each for each in situation.daemons if each.is_connected]
-    choices: list[_Choice] = []
+    choices: list[Choice] = []
     refused: list[PlanRefused] = []
     unmeasured: list[Alternative] = []
     for parent in _parents(situation, wishes):
@@ -105,7 +88,7 @@ def plan(situation: Situation, wishes: Wishes | None = None) -> Plan | PlanRefus
         *_unconnected(situation, wishes, chosen),
         *unmeasured,
     ]
-    return _plan_of(situation, wishes, chosen, tuple(alternatives))
+    return plan_of(situation, wishes, chosen, tuple(alternatives), tie=TIE)
 
 
 def _parents(situation: Situation, wishes: Wishes) -> list[ParentDevice]:
@@ -137,7 +120,7 @@ def _needs_device(wishes: Wishes) -> bool:
     )
 
 
-def _best_of_parent(options: ParentOptions, wishes: Wishes) -> _Choice | PlanRefused:
+def _best_of_parent(options: ParentOptions, wishes: Wishes) -> Choice | PlanRefused:
     side_names = [side.name for side in options.sides]
     hottest = np.argsort(-options.arrays.decode, axis=1, kind="stable")
     asked = assigned(
@@ -175,7 +158,7 @@ def _best_of_parent(options: ParentOptions, wishes: Wishes) -> _Choice | PlanRef
     others = {each.name: each for each in sorted(found, key=lambda each: -each.price.request_s)}
     others.pop(best.name, None)
     kept = sorted(others.values(), key=lambda each: each.price.request_s)
-    return _Choice(options, context, best, tuple(kept))
+    return Choice(options, context, best, tuple(kept))
 
 
 def _preferred(options: ParentOptions, found: Sequence[Option], context: int, chunk: int) -> Option:
@@ -192,7 +175,7 @@ def _preferred(options: ParentOptions, found: Sequence[Option], context: int, ch
     return min(equal, key=lambda each: (_SIMPLEST.index(each.mode), each.price.request_s))
 
 
-def _simplest(choices: Sequence[_Choice]) -> _Choice:
+def _simplest(choices: Sequence[Choice]) -> Choice:
     """The parent that is fastest; of equal ones the first."""
     fastest = min(each.option.price.request_s for each in choices)
     return next(each for each in choices if each.option.price.request_s <= fastest * TIE)
@@ -252,7 +235,7 @@ def _chosen_setup(
 
 def _asked_for(
     options: ParentOptions, wishes: Wishes, asked: IntArray, contexts: Sequence[int]
-) -> _Choice | PlanRefused:
+) -> Choice | PlanRefused:
     """The assignment that was asked for, with the largest context and chunk that it leaves."""
     excess = ""
     for context in contexts:
@@ -263,7 +246,7 @@ def _asked_for(
                     continue
                 owners = options.fixed_part(asked, context, chunk)
             if owners is not None and options.is_legal(owners, context, chunk):
-                return _Choice(options, context, options.priced(owners, context, chunk), ())
+                return Choice(options, context, options.priced(owners, context, chunk), ())
     used = options.used_bytes(np.where(asked == UNASKED, LOCAL, asked), LOCAL)
     chunk = _chunks(options, wishes)[-1]
     left = options.expert_limit(contexts[-1], chunk, range(1, len(options.sides)))
@@ -291,7 +274,7 @@ def _fewer_layers(options: ParentOptions, asked: IntArray, left: float) -> str:
     return ""
 
 
-def _unplanned(options: ParentOptions, wishes: Wishes, asked: IntArray | None) -> _Choice:
+def _unplanned(options: ParentOptions, wishes: Wishes, asked: IntArray | None) -> Choice:
     """What a parent does without a plan: priced, whether it fits or not."""
     largest = options.situation.spec.context_length
     context = wishes.context or min(largest, UNPLANNED_CONTEXT)
@@ -304,7 +287,7 @@ def _unplanned(options: ParentOptions, wishes: Wishes, asked: IntArray | None) -
     if (owners == UNASKED).any():
         filled = options.fixed_part(owners, context, chunk)
         owners = np.where(owners == UNASKED, LOCAL, owners) if filled is None else filled
-    return _Choice(options, context, options.priced(owners, context, chunk), ())
+    return Choice(options, context, options.priced(owners, context, chunk), ())
 
 
 def _refused(options: ParentOptions, wishes: Wishes, context: int) -> PlanRefused:
@@ -347,25 +330,18 @@ def _largest_context(options: ParentOptions, wishes: Wishes, kv_type: KvType) ->
     return low if low < 256 else low // 256 * 256
 
 
-def _forecast(price: Price) -> Forecast:
-    return Forecast(
-        1.0 / max(price.step_s, 1e-9),
-        *(length / max(price.prompt_s[length], 1e-9) for length in PROMPTS),
-    )
-
-
-def _alternatives(chosen: _Choice, choices: Sequence[_Choice]) -> list[Alternative]:
+def _alternatives(chosen: Choice, choices: Sequence[Choice]) -> list[Alternative]:
     """The other options of the chosen parent, then the best of each other parent."""
     device = str(chosen.options.parent.device)
-    found = [Alternative(each.name, device, _forecast(each.price)) for each in chosen.others]
+    found = [Alternative(each.name, device, forecast_of(each.price)) for each in chosen.others]
     for each in choices:
         if each is not chosen:
             name = str(each.options.parent.device)
-            found.append(Alternative(each.option.name, name, _forecast(each.option.price)))
+            found.append(Alternative(each.option.name, name, forecast_of(each.option.price)))
     return found
 
 
-def _unconnected(situation: Situation, wishes: Wishes, chosen: _Choice) -> list[Alternative]:
+def _unconnected(situation: Situation, wishes: Wishes, chosen: Choice) -> list[Alternative]:
     """What each daemon that is not connected would bring."""
     found = []
     device = str(chosen.options.parent.device)
@@ -381,117 +357,10 @@ def _unconnected(situation: Situation, wishes: Wishes, chosen: _Choice) -> list[
 
 
 def _with_daemon(
-    situation: Situation, wishes: Wishes, chosen: _Choice, daemons: Sequence[ExpertDaemon]
+    situation: Situation, wishes: Wishes, chosen: Choice, daemons: Sequence[ExpertDaemon]
 ) -> Forecast | None:
     parent = chosen.options.parent
     options = ParentOptions(situation, parent, daemons, wishes, chosen.options.kv_type)
     found = list(options.options(chosen.context, chosen.option.chunk))
     best = min(found, key=lambda each: each.price.request_s, default=None)
-    return None if best is None else _forecast(best.price)
-
-
-def _plan_of(
-    situation: Situation, wishes: Wishes, chosen: _Choice, alternatives: tuple[Alternative, ...]
-) -> Plan:
-    options, option = chosen.options, chosen.option
-    arrays, moe = options.arrays, situation.spec.moe
-    owned: dict[str, OwnedExperts] = {}
-    for index, side in enumerate(options.sides):
-        mask = (option.owners == index) & arrays.exists
-        by_layer = {
-            layer_id: np.flatnonzero(mask[row]).tolist()
-            for row, layer_id in enumerate(arrays.layer_ids.tolist())
-        }
-        experts = OwnedExperts.from_lists(by_layer)
-        if experts.num_experts or side.name in options.daemons:
-            owned[side.name] = experts
-    room = _room(options, wishes, chosen)
-    prompts_here = arrays.layer_ids[option.price.offloaded].tolist()
-    return Plan(
-        Origin(situation.model_identity, situation.box.key, situation.shares.num_tokens),
-        Setup(options.parent.device, chosen.context, options.kv_type, option.chunk),
-        make_placement(moe, owned),
-        tuple(prompts_here),
-        option.mode,
-        option.name,
-        _forecast(option.price),
-        option.price.share_here,
-        _budgets(chosen),
-        room,
-        alternatives,
-        _reason(chosen, alternatives, wishes, room),
-    )
-
-
-def _room(options: ParentOptions, wishes: Wishes, chosen: _Choice) -> ExpertRoom:
-    """How many experts the parent's device could hold, as it is set up."""
-    moe = options.situation.spec.moe
-    total, recommended = moe.num_experts_total, recommended_experts(moe)
-    asked = total
-    if wishes.experts.num_local is not None:
-        asked = wishes.experts.num_local * len(moe.layers)
-    limit = options.expert_limit(chosen.context, chosen.option.chunk, range(1, len(options.sides)))
-    sizes = np.repeat(np.sort(options.bytes_of(LOCAL)), options.arrays.num_experts)
-    here = int(((chosen.option.owners == LOCAL) & options.arrays.exists).sum())
-    had = max(here, int((np.cumsum(sizes) <= limit).sum()))
-    status = RoomStatus.OK
-    if not total:
-        status = RoomStatus.EMPTY
-    elif not had:
-        status = RoomStatus.BUDGET_EXHAUSTED
-    elif had < recommended:
-        status = RoomStatus.BELOW_RECOMMENDED
-    return ExpertRoom(status, had, asked, recommended)
-
-
-def _budgets(chosen: _Choice) -> tuple[DeviceBudget, ...]:
-    options, owners = chosen.options, chosen.option.owners
-    exists = options.arrays.exists
-    present = [i for i in range(1, len(options.sides)) if ((owners == i) & exists).any()]
-    needs = options.needs(chosen.context, chosen.option.chunk, group=present)
-    result = []
-    for index in (LOCAL, *present):
-        side = options.sides[index]
-        num_experts = int(((owners == index) & exists).sum())
-        used = options.used_bytes(owners, index)
-        is_mapped = index == LOCAL and options.parent.is_host
-        of_disk = is_mapped or side.name == HOST_OWNER
-        disk = chosen.option.price.disk_bytes if of_disk else 0
-        if index == LOCAL:
-            work = needs.total - needs.weights - needs.cache
-            budget = DeviceBudget(
-                str(options.parent.device), options.free_bytes(), needs.weights, needs.cache, work,
-                used, num_experts, disk,
-            )  # fmt: skip
-        else:
-            daemon = options.daemons.get(side.name)
-            free = options.host_bytes() if daemon is None else daemon.free_bytes
-            work = 0
-            if daemon is not None:
-                work = int(daemon.free_bytes - options.limit_of(index, chosen.option.chunk))
-            budget = DeviceBudget(side.name, free, 0, 0, work, used, num_experts, disk)
-        result.append(budget)
-    return tuple(result)
-
-
-def _reason(
-    chosen: _Choice, alternatives: Sequence[Alternative], wishes: Wishes, room: ExpertRoom
-) -> str:
-    """One sentence that says why."""
-    option = chosen.option
-    if not wishes.fits:
-        return "Nothing was planned (--fit off)."
-    if wishes.experts != type(wishes.experts)() and not chosen.others:
-        return "Experts are where they were asked for."
-    if option.mode is MoeMode.RESIDENT:
-        return f"All experts fit {chosen.options.parent.device}."
-    possible = [each for each in alternatives if each.forecast is not None and not each.why_not]
-    share = f"{option.price.share_here:.0%} of the selections stay on the device"
-    if not possible:
-        return f"Nothing else fits; {share}."
-    best = max(possible, key=lambda each: each.forecast.decode if each.forecast else 0.0)
-    assert best.forecast is not None
-    ratio = _forecast(option.price).decode / best.forecast.decode
-    if ratio < 1.0:
-        return f"It is simpler than {best.name}, and as fast within {TIE - 1:.0%}; {share}."
-    return f"It writes {ratio:.2f} times as fast as {best.name}; {share}."
+    return None if best is None else forecast_of(best.price)
