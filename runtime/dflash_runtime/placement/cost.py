@@ -54,6 +54,8 @@ class ExpertArrays:
     """Of one expert."""
     decode: F64Array
     prefill: F64Array
+    hottest: IntArray
+    """Expert ids by their part of decode, those that do not exist last. Shape: [L, E]."""
 
     @classmethod
     def of(cls, moe: MoeSpec, shares: ExpertShares) -> ExpertArrays:
@@ -71,13 +73,16 @@ class ExpertArrays:
                 result[row, : layer.num_experts] = values
             return checked_shares(result, num_used)
 
+        decode = padded(shares.decode, prior.decode)
+        exists = np.arange(decode.shape[1]) < num_experts[:, None]
         return cls(
             np.array([each.layer_id for each in moe.layers], np.int64),
             num_experts,
             num_used,
             np.array([each.expert_bytes for each in moe.layers], np.float64),
-            padded(shares.decode, prior.decode),
+            decode,
             padded(shares.prefill, prior.prefill),
+            np.argsort(np.where(exists, -decode, np.inf), axis=1, kind="stable"),
         )
 
     @property

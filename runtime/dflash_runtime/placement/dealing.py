@@ -12,7 +12,7 @@ from dflash_runtime.placement.cost import BoolArray, CostModel
 from dflash_runtime.placement.expectation import IntArray
 from dflash_runtime.placement.search import SplitProblem, solve
 
-_PRICED = 12
+_PRICED = 8
 """How many numbers of experts are priced where devices and processors share a layer's."""
 
 
@@ -104,8 +104,7 @@ def dealt_by_price(model: CostModel, group: Group, elsewhere: BoolArray) -> IntA
         return None
     devices, cpus = np.flatnonzero(~is_cpu), np.flatnonzero(is_cpu)
     most = elsewhere.sum(axis=1)
-    heat = np.where(elsewhere, model.arrays.decode, -1.0)
-    rank = np.argsort(np.argsort(-heat, axis=1, kind="stable"), axis=1, kind="stable")
+    rank = _ranks(model, elsewhere)
 
     def assignment(in_devices: IntArray) -> IntArray:
         owners = np.zeros(elsewhere.shape, np.int64)
@@ -178,11 +177,18 @@ def _take_turns(
         )
         turns[turn] = pick
         counts[pick] += 1
-    heat = np.where(mask, model.arrays.decode, -1.0)
-    order = np.argsort(-heat, axis=1, kind="stable")
-    rank = np.argsort(order, axis=1, kind="stable")
+    rank = _ranks(model, mask)
     members_of = np.array(group.others)[members]
     owners[mask] = members_of[turns[rank[mask]]]
+
+
+def _ranks(model: CostModel, mask: BoolArray) -> IntArray:
+    """The place of each masked expert by heat among those of its layer. Shapes: [L, E]."""
+    hottest = model.arrays.hottest
+    counted = np.cumsum(np.take_along_axis(mask, hottest, axis=1), axis=1) - 1
+    result = np.empty_like(hottest)
+    np.put_along_axis(result, hottest, counted, axis=1)
+    return result
 
 
 def _moved_within_limits(model: CostModel, group: Group, owners: IntArray) -> bool:

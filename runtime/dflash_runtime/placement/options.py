@@ -236,12 +236,13 @@ class ParentOptions:
             yield self.priced(resident, context, chunk)
         for group in self._fastest_groups(context, chunk, 1 if is_brief else _MOST_GROUPS):
             found: dict[bytes, Option] = {}
-            for owners in self._assignments(group, context, chunk):
+            shapes = (Shape.ANY,) if is_brief else (None, Shape.WHOLE, Shape.PART, Shape.ANY)
+            for owners in self._assignments(group, shapes, context, chunk):
                 if (key := owners.tobytes()) not in found:
                     found[key] = self.priced(owners, context, chunk)
             yield from found.values()
             by_time = sorted(found.values(), key=lambda each: each.price.request_s)
-            for option in by_time[:_REFINED]:
+            for option in by_time[: 1 if is_brief else _REFINED]:
                 yield from self._refined(option, group, context, chunk)
 
     def _refined(
@@ -305,12 +306,14 @@ class ParentOptions:
                         best = option
         return None if best is None else best.owners
 
-    def _assignments(self, group: tuple[int, ...], context: int, chunk: int) -> Iterator[IntArray]:
+    def _assignments(
+        self, group: tuple[int, ...], shapes: Iterable[Shape | None], context: int, chunk: int
+    ) -> Iterator[IntArray]:
         on_cpu = all(self.sides[index].is_cpu for index in group)
         orders = [Order.HOTTEST]
         if not on_cpu or self.sides[LOCAL].is_cpu:
             orders += [Order.COLDEST, Order.EVEN]
-        for shape in (None, Shape.WHOLE, Shape.PART, Shape.ANY):
+        for shape in shapes:
             best: tuple[float, IntArray] | None = None
             for order in orders if shape in (Shape.PART, Shape.ANY) else orders[:1]:
                 found = self._solved(group, order, shape, context, chunk)
@@ -348,10 +351,10 @@ class ParentOptions:
         self, group: Group, order: Order, num_local: IntArray, context: int, chunk: int
     ) -> IntArray | None:
         arrays = self.arrays
-        rank = np.argsort(self._in_order(order).order, axis=1, kind="stable")
-        elsewhere = (rank >= num_local[:, None]) & arrays.exists
+        elsewhere = (self._in_order(order).rank >= num_local[:, None]) & arrays.exists
         model = self._model_of(context, chunk)
-        ways = [False] if len(group.others) == 1 else [False, True]
+        on_cpu = {self.sides[index].is_cpu for index in group.others}
+        ways = [False] if len(on_cpu) == 1 else [False, True]
         found = [deal(model, group, elsewhere, by_layer=by_layer) for by_layer in ways]
         legal = [each for each in found if each is not None]
         if len(legal) < 2:

@@ -146,12 +146,14 @@ def _reason(
     if option.mode is MoeMode.RESIDENT:
         return f"All experts fit {chosen.options.parent.device}."
     possible = [each for each in alternatives if each.forecast is not None and not each.why_not]
-    share = f"{option.price.share_here:.0%} of the selections stay on the device"
+    share = f"{option.price.share_here * 100:.0f} % of the selections stay on the device"
     if not possible:
         return f"Nothing else fits; {share}."
     best = max(possible, key=lambda each: each.forecast.decode if each.forecast else 0.0)
     assert best.forecast is not None
     ratio = forecast_of(option.price).decode / best.forecast.decode
     if ratio < 1.0:
-        return f"It is simpler than {best.name}, and as fast within {tie - 1:.0%}; {share}."
+        return (
+            f"It is simpler than {best.name}, and as fast within {(tie - 1) * 100:.0f} %; {share}."
+        )
     return f"It writes {ratio:.2f} times as fast as {best.name}; {share}."

@@ -23,7 +23,7 @@ def plan_text(plan: Plan) -> str:
         "chosen".ljust(width)
         + f"{plan.name}    {_speed(forecast.decode)} tok/s, prompts "
         + f"{_speed(forecast.prompt_512)} · {_speed(forecast.prompt_4096)}; "
-        + f"{plan.share_here:.0%} of selections here ".replace("%", " %")
+        + f"{plan.share_here * 100:.0f} % of selections here "
         + f"({_evidence(plan.origin.heat_tokens)})"
     )
     others = "; ".join(_alternatives(plan))

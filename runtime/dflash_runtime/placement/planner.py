@@ -43,6 +43,8 @@ SMALLEST_CONTEXT = 4096
 UNPLANNED_CONTEXT = 32768
 """The context without a plan, of models that have more."""
 
+_MUCH = 1.25
+
 _SIMPLEST = list(MoeMode)
 
 
@@ -66,16 +68,18 @@ def plan(situation: Situation, wishes: Wishes | None = None) -> Plan | PlanRefus
     connected = [each for each in situation.daemons if each.is_connected]
     choices: list[Choice] = []
     refused: list[PlanRefused] = []
-    unmeasured: list[Alternative] = []
+    refusals: list[Alternative] = []
     for parent in _parents(situation, wishes):
         if str(parent.device) not in situation.box.devices:
-            unmeasured.append(Alternative("any", str(parent.device), None, "not measured"))
+            refusals.append(Alternative("any", str(parent.device), None, "not measured"))
             continue
+        best_s = min((each.option.price.request_s for each in choices), default=np.inf)
         found = _best_of_parent(
-            ParentOptions(situation, parent, connected, wishes, kv_type), wishes
+            ParentOptions(situation, parent, connected, wishes, kv_type), wishes, best_s
         )
         if isinstance(found, PlanRefused):
             refused.append(found)
+            refusals.append(Alternative("any", str(parent.device), None, "no room"))
         else:
             choices.append(found)
     if not choices:
@@ -86,7 +90,7 @@ def plan(situation: Situation, wishes: Wishes | None = None) -> Plan | PlanRefus
     alternatives = [
         *_alternatives(chosen, choices),
         *_unconnected(situation, wishes, chosen),
-        *unmeasured,
+        *refusals,
     ]
     return plan_of(situation, wishes, chosen, tuple(alternatives), tie=TIE)
 
@@ -120,15 +124,16 @@ def _needs_device(wishes: Wishes) -> bool:
     )
 
 
-def _best_of_parent(options: ParentOptions, wishes: Wishes) -> Choice | PlanRefused:
+def _best_of_parent(options: ParentOptions, wishes: Wishes, best_s: float) -> Choice | PlanRefused:
+    """`best_s`: the request's time with the best parent so far; those that take much longer by
+    estimate are not looked at closely."""
     side_names = [side.name for side in options.sides]
-    hottest = np.argsort(-options.arrays.decode, axis=1, kind="stable")
     asked = assigned(
         wishes.experts,
         options.situation.spec.moe,
         side_names=side_names,
         device=options.parent.device,
-        hottest=hottest,
+        hottest=options.arrays.hottest,
     )
     if not wishes.fits:
         return _unplanned(options, wishes, asked)
@@ -141,9 +146,10 @@ def _best_of_parent(options: ParentOptions, wishes: Wishes) -> Choice | PlanRefu
     context, chunk = _chosen_setup(options, contexts, chunks)
     if context is None:
         return _refused(options, wishes, contexts[-1])
+    is_slow = options.estimate(context, chunk) > _MUCH * best_s and not wishes.experts.mode
     found = [
         each
-        for each in options.options(context, chunk)
+        for each in options.options(context, chunk, is_brief=is_slow)
         if wishes.experts.mode in (None, each.mode)
         and not (wishes.experts.cpu_moe is False and each.mode is MoeMode.CPU_MOE)
     ]

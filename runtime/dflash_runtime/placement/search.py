@@ -170,7 +170,7 @@ def _improved(problem: SplitProblem, start: IntArray) -> IntArray:
     worth = np.zeros(start.size)
     target = num_local.copy()
     stale = layers
-    for _ in range(4 * start.size + 64):
+    for _ in range(2 * start.size + 64):
         now = num_local[stale]
         change = n - now
         saved = problem.times[now, stale] - problem.times[:, stale]

@@ -28,13 +28,15 @@ class Order(StrEnum):
 class OrderedExperts:
     """The experts of all layers in one order, with what follows from it alone.
 
-    Shapes: `order` [L, E], expert ids, those that do not exist last; `chosen_here` [E + 1, L, K +
+    Shapes: `order` [L, E], expert ids, those that do not exist last; `rank` [L, E], the place of
+    each id in it; `chosen_here` [E + 1, L, K +
     1], see `counts_in_prefixes`; `pairs_here` [E + 1, L], a prompt token's pairs among the first n.
     """
 
     def __init__(self, arrays: ExpertArrays, order: Order) -> None:
         self.arrays = arrays
         self.order = _ordered(arrays, order)
+        self.rank = np.argsort(self.order, axis=1, kind="stable")
         decode = np.take_along_axis(arrays.decode, self.order, axis=1)
         self._prefill = np.take_along_axis(arrays.prefill, self.order, axis=1)
         self.chosen_here = counts_in_prefixes(decode, arrays.num_used)
@@ -104,7 +106,9 @@ def _group_times(model: CostModel, others: Sequence[int], parts: Sequence[float]
     theirs, which are dealt at random. Shapes: result [L, K + 1]."""
     if len(others) == 1:
         return model.step_times[others[0]]
-    times = np.stack([model.step_times[index] for index in others])
+    # Layers with experts of one size take the same time.
+    _, first, layers = np.unique(model.arrays.file_bytes, return_index=True, return_inverse=True)
+    times = np.stack([model.step_times[index][first] for index in others])
     width = times.shape[2]
     factorials = np.cumprod(np.maximum(np.arange(width), 1.0))
     counts = np.power(np.array(parts)[:, None], np.arange(width)) / factorials
@@ -112,13 +116,12 @@ def _group_times(model: CostModel, others: Sequence[int], parts: Sequence[float]
     result = np.zeros(times.shape[1:])
     for k in range(1, width):
         result[:, k] = expected_longest(counts, times, np.full(len(result), k))
-    return result
+    return np.asarray(result[layers])
 
 
 def _ordered(arrays: ExpertArrays, order: Order) -> IntArray:
     """Shapes: result [L, E]."""
-    heat = np.where(arrays.exists, arrays.decode, np.nan)
-    hottest = np.argsort(-heat, axis=1, kind="stable")  # what does not exist is last
+    hottest = arrays.hottest
     if order is Order.HOTTEST:
         return hottest
     if order is Order.COLDEST:
@@ -127,9 +130,9 @@ def _ordered(arrays: ExpertArrays, order: Order) -> IntArray:
         missing = ~np.take_along_axis(arrays.exists, backwards, axis=1)
         return np.take_along_axis(backwards, np.argsort(missing, axis=1, kind="stable"), axis=1)
     # Van der Corput's sequence: its first n numbers are spread evenly, for every n.
-    width = heat.shape[1]
+    width = hottest.shape[1]
     ranks = [int(f"{rank:b}"[::-1], 2) / 2 ** len(f"{rank:b}") for rank in range(width)]
-    return hottest[:, :0] if not width else _spread(hottest, arrays.num_experts, ranks)
+    return _spread(hottest, arrays.num_experts, ranks)
 
 
 def _spread(hottest: IntArray, num_experts: IntArray, places: Sequence[float]) -> IntArray:
