@@ -20,6 +20,8 @@ _NUM_PRICES = 16
 """Prices of a byte that are tried first."""
 _HALVINGS = 6
 """How often prices between the best one and its neighbours are tried."""
+_MOST_EXCHANGED = 512
+"""Layers times numbers of experts up to which pairs of changes are tried."""
 _SLACK = 1.0 + 1e-12
 
 
@@ -72,7 +74,7 @@ def solve(
     best: IntArray | None = None
     best_s = np.inf
     for start in starts:
-        found = _improved(allowed, start) if improves else start
+        found = _exchanged(allowed, _improved(allowed, start)) if improves else start
         if (seconds := allowed.seconds(found)) < best_s:
             best, best_s = found, seconds
     return best
@@ -197,6 +199,33 @@ def _improved(problem: SplitProblem, start: IntArray) -> IntArray:
         there += step * problem.there_bytes[best]
         num_local[best] = target[best]
         stale = layers[best : best + 1]
+    return num_local
+
+
+def _exchanged(problem: SplitProblem, num_local: IntArray) -> IntArray:
+    """Change two layers at a time while that saves something, in models so small that single
+    experts count."""
+    size, num_layers = problem.times.shape
+    if size * num_layers > _MOST_EXCHANGED:
+        return num_local
+    layers = np.tile(np.arange(num_layers), size)
+    n = np.repeat(np.arange(size), num_layers)
+    num_local = num_local.copy()
+    for _ in range(2 * num_layers):
+        change = n - num_local[layers]
+        cost = problem.times[n, layers] - problem.times[num_local[layers], layers]
+        here = change * problem.here_bytes[layers]
+        there = -change * problem.there_bytes[layers]
+        free_here = problem.here_limit * _SLACK - float((num_local * problem.here_bytes).sum())
+        used_there = float(((problem.num_experts - num_local) * problem.there_bytes).sum())
+        free_there = problem.there_limit * _SLACK - used_there
+        fits = (here[:, None] + here <= free_here) & (there[:, None] + there <= free_there)
+        fits &= layers[:, None] != layers
+        both = np.where(fits, cost[:, None] + cost, np.inf)
+        one, two = np.unravel_index(int(np.argmin(both)), both.shape)
+        if not both[one, two] < -1e-12:
+            break
+        num_local[layers[one]], num_local[layers[two]] = n[one], n[two]
     return num_local
 
 
