@@ -47,8 +47,6 @@ from dflash_runtime.placement.split import LOCAL_OWNER, even_split
 _DEFAULT_CONTEXT_LIMIT = 32768
 """Default context of models that have more: a larger cache has to be asked for."""
 
-_BYTES_PER_VALUE = {KvType.F32: 4, KvType.F16: 2, KvType.Q8_0: 34 / 32}
-
 
 @dataclass(frozen=True, slots=True)
 class Opened:
@@ -206,7 +204,7 @@ def _check_cache_fits(spec: ModelSpec, num_positions: int, kv_type: KvType) -> N
         for kv in spec.kv_layers
     )
     states = sum(layer.state_bytes for layer in spec.recurrent_layers)
-    num_bytes = values * _BYTES_PER_VALUE[kv_type] + (1 + MOST_KEPT) * states
+    num_bytes = values * kv_type.bytes_per_value + (1 + MOST_KEPT) * states
     if num_bytes > psutil.virtual_memory().total:
         raise SettingsError(
             f"a context of {num_positions} needs {num_bytes / 2**30:.1f} GiB for keys and values, "
