@@ -29,6 +29,8 @@ from dflash_protocol.device import CPU, parse_device
 from dflash_protocol.ids import Phase
 from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
+from dflash_runtime.compute.gpu.backend import MAX_CHUNK
+from dflash_runtime.compute.host import PREFILL_CHUNK
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.engine.demo_model import demo_model_path
 from dflash_runtime.engine.measuring.devices import cached_bytes
@@ -189,7 +191,7 @@ def compared(
         predicted = Predicted(
             file, description, box, options.device, kv_type, share, device_of(options.daemon), link
         )
-        chunk = chunk_of(box, options.device)
+        chunk = MAX_CHUNK if options.device != "cpu" else PREFILL_CHUNK
         for size in sorted({*prompts, *contexts}):
             runs = [run(engine, size, DECODED, seed) for seed in range(options.rounds + 1)][1:]
             kinds = []
@@ -212,11 +214,6 @@ def compared(
     return rows
 
 
-def chunk_of(box: Box, device: str) -> int:
-    """The chunk of prompts: the largest that was measured."""
-    return max(512, *box.devices[device].trunk)
-
-
 def device_of(daemon: str | None) -> str:
     """The device of ``DEVICE[@LAUNCHER]``."""
     return "" if daemon is None else daemon.partition("@")[0]
@@ -225,9 +222,10 @@ def device_of(daemon: str | None) -> str:
 def measured_link(engine: Engine) -> LinkSpeed | None:
     """Of the one daemon."""
     samples = LinkSamples()
-    run(engine, 64, 16, 0)
-    for phase, sizes in ((Phase.DECODE, ((16, 48),)), (Phase.PREFILL, ((64, 1), (512, 1)))):
-        for num_prompt, num_tokens in sizes:
+    sizes = [(Phase.DECODE, 16, 16), (Phase.PREFILL, 64, 1), (Phase.PREFILL, 512, 1)]
+    for phase, num_prompt, num_tokens in sizes:
+        if num_prompt + num_tokens <= engine.num_positions:
+            run(engine, num_prompt, num_tokens, 0)
             before = engine.stats().owners
             run(engine, num_prompt, num_tokens, 1)
             samples.add(phase, before, engine.stats().owners)

@@ -7,7 +7,7 @@ import mmap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -158,14 +158,15 @@ class LoadedLayers:
         captured: CapturedStep | None,
         here: Experts | None = None,
     ) -> Passes:
-        backend, owners = self.backend, NoOwners(_all_of(model) if here is None else here)
-        if backend.is_host:
-            experts_of: Callable[[Phase], Any] = partial(LocalRoutedExperts, banks)
-        else:
+        backend = self.backend
+        here = _all_of(model) if here is None else here
+        some, owners = {layer_id: banks[layer_id] for layer_id in here}, NoOwners(here)
 
-            def experts_of(phase: Phase) -> Any:
-                return backend.moe(banks, phase, owners)
+        def of_device(phase: Phase) -> Any:
+            return backend.moe(some, phase, owners)
 
+        of_host = partial(LocalRoutedExperts, some)
+        experts_of = cache(of_host if backend.is_host else of_device)
         return Passes(backend, model, self._cache, experts_of, captured)
 
     def _captured(
@@ -196,7 +197,8 @@ class LoadedLayers:
         partial_experts = PartialExperts(self.backend, self._banks, here)
         captured = partial_experts.captured_step(model, self._cache)
         self._undo.callback(captured.close)
-        passes = Passes(self.backend, model, self._cache, partial_experts.moe, captured)
+        experts_of = cache(partial_experts.moe)
+        passes = Passes(self.backend, model, self._cache, experts_of, captured)
         return SomeExperts(passes, lambda: self._pairs_here(here))
 
     def _pairs_here(self, here: Experts) -> float:
