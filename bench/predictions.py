@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,7 +25,6 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.layers import Attention, Description, Ffn
 from dflash_adapters.registry import describe, read_spec
 from dflash_protocol.device import CPU, parse_device
-from dflash_protocol.ids import Phase
 from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
 from dflash_runtime.compute.gpu.backend import MAX_CHUNK
@@ -36,9 +34,10 @@ from dflash_runtime.engine.demo_model import demo_model_path
 from dflash_runtime.engine.measuring.devices import cached_bytes
 from dflash_runtime.engine.measuring.kept import box_record
 from dflash_runtime.engine.measuring.layers import head_bytes, trunk_bytes
-from dflash_runtime.engine.measuring.links import LinkSamples
+from dflash_runtime.engine.measuring.links import measure_links
 from dflash_runtime.engine.measuring.machine import box_of_machine, kv_type_of
 from dflash_runtime.placement.box import Box, Curve, DeviceSpeed, LinkSpeed
+from dflash_runtime.tools.doctor_measure import MeasuredBox
 
 PROMPTS = (64, 512, 1500, 4096)
 CONTEXTS = (64, 448, 2048, 6000)
@@ -151,16 +150,21 @@ def main() -> None:
     path = options.model or str(demo_model_path())
     settings, device = load_settings(), parse_device(options.device)
 
+    began_s = time.monotonic()
+
     def report(what: str, num_done: int, num_total: int) -> None:
-        if sys.stderr.isatty():
-            print(f"\r{what} {num_done}/{num_total}\033[K", end="", file=sys.stderr, flush=True)
+        print(f"{time.monotonic() - began_s:6.1f} s  {what}")
 
     with GgufFile.open(path) as file:
-        began_s = time.monotonic()
         box = box_of_machine(
-            file, settings, measures_all=True, devices=(CPU, device), on_progress=report
+            file,
+            settings,
+            measures_all=True,
+            devices=tuple(dict.fromkeys((CPU, device))),
+            on_progress=report,
         )
-        print(f"\nmeasured in {time.monotonic() - began_s:.1f} s")
+        measured = MeasuredBox(file.path, box, time.monotonic() - began_s)
+        print("\n".join(measured.as_lines()))
         if options.box:
             print(json.dumps(box_record(box)))
         rows = compared(file, box, options, kv_type_of(file, settings), path)
@@ -221,15 +225,11 @@ def device_of(daemon: str | None) -> str:
 
 def measured_link(engine: Engine) -> LinkSpeed | None:
     """Of the one daemon."""
-    samples = LinkSamples()
-    sizes = [(Phase.DECODE, 16, 16), (Phase.PREFILL, 64, 1), (Phase.PREFILL, 512, 1)]
-    for phase, num_prompt, num_tokens in sizes:
-        if num_prompt + num_tokens <= engine.num_positions:
-            run(engine, num_prompt, num_tokens, 0)
-            before = engine.stats().owners
-            run(engine, num_prompt, num_tokens, 1)
-            samples.add(phase, before, engine.stats().owners)
-    found = samples.speeds()
+    found = measure_links(
+        lambda num_prompt, num_tokens: run(engine, num_prompt, num_tokens, 0),
+        lambda: engine.stats().owners,
+        num_positions=engine.num_positions,
+    )
     for name, link in found.items():
         print(f"link to {name}: step {link.step.points}, chunk {link.chunk.points}")
     return next(iter(found.values()), None)

@@ -17,10 +17,13 @@ from dflash_runtime.engine.measuring.timed_passes import Parts, TimedPasses
 from dflash_runtime.engine.measuring.timing import TimeLeft
 from dflash_runtime.placement.box import Curve, DeviceSpeed
 
-STEP_ROWS = (1, 2, 4, 8)
+_TREE_ROWS = (8, 2, 4)
+"""Steps of several tokens, the most telling first."""
 _CHUNKS = (64, 512, 4096)
 CONTEXTS = (2048, 8192)
 """Cached positions that attention is timed with, where the model has so many."""
+_PART_SHARE, _ATTENTION_SHARE = 0.08, 0.05
+"""Of a device's time, for each number of rows."""
 _ALIKE = 1.02
 """Trunks whose bytes differ by less are one point."""
 
@@ -31,7 +34,7 @@ Report: TypeAlias = Callable[[str, int, int], None]
 def chunk_sizes(chunking: Chunking) -> tuple[int, ...]:
     """Chunks that are timed, ascending: the backend's own size, and smaller ones."""
     sizes = {min(size, chunking.preferred) for size in _CHUNKS}
-    return tuple(size for size in sorted(sizes) if size > max(STEP_ROWS))
+    return tuple(size for size in sorted(sizes) if size > max(_TREE_ROWS))
 
 
 def most_positions(chunking: Chunking, context_length: int) -> int:
@@ -45,62 +48,61 @@ def contexts_of(context_length: int) -> tuple[int, ...]:
 
 
 def measure_device(
-    name: str, loaded: LoadedLayers, *, kv_type: KvType, limit_s: float, report: Report
+    name: str,
+    loaded: LoadedLayers,
+    *,
+    far: LoadedLayers | None = None,
+    kv_type: KvType,
+    limit_s: float,
+    report: Report,
 ) -> DeviceSpeed:
-    """Time steps, chunks and attention, each as long as there is time; a chunk that would take too
-    long is left out, and so are larger ones."""
-    chunks, left = chunk_sizes(loaded.backend.chunking), TimeLeft(limit_s)
-    timed, found = TimedPasses(loaded), dict[int, Parts]()
-    num_parts = len(STEP_ROWS) + len(chunks) + 1
-    for index, rows in enumerate((*STEP_ROWS, *chunks)):
-        is_chunk = rows > max(STEP_ROWS)
-        report(f"{name}: {'chunks' if is_chunk else 'steps'} of {rows}", index, num_parts)
-        if is_chunk and rows != chunks[0]:
-            last = max(found)
-            if 3 * found[last].total * rows / last > left.share(0.8):
-                break
-        found[rows] = timed.parts(rows, left.share(0.25 if is_chunk else 0.08))
-    report(f"{name}: attention", num_parts - 1, num_parts)
-    attention = dict[int, Curve]()
+    """Time steps of one token, chunks, attention, and what is left of the time, steps of several
+    tokens, whose kernels may have to be compiled. On a host a chunk that would take too long is
+    left out, and so are larger ones. `far`: see TimedPasses."""
+    backend, left = loaded.backend, TimeLeft(limit_s)
+    chunks = chunk_sizes(backend.chunking)
+    timed, found = TimedPasses(loaded, far), dict[int, Parts]()
+    contexts: tuple[int, ...] = ()
     if loaded.sampled.kinds[0].sees_all:
         contexts = contexts_of(loaded.sampled.description.context_length)
-        attention = _attention(timed, found, contexts, left=left, kv_type=kv_type)
+    attention = _Attention(timed, contexts, kv_type)
+    num_parts = 2 + len(chunks) + len(_TREE_ROWS)
+    for index, rows in enumerate((1, *chunks)):
+        report(f"{name}: {'chunks' if index else 'steps'} of {rows}", index, num_parts)
+        if backend.is_host and index > 1:
+            last = max(found)
+            if 3 * found[last].total * rows / last > left.share(0.6):
+                break
+        found[rows] = timed.parts(rows, _PART_SHARE * limit_s)
+    report(f"{name}: attention", 1 + len(chunks), num_parts)
+    for rows, parts in found.items():
+        if not backend.is_host or 3 * parts.total < left.seconds:
+            attention.measure(rows, _ATTENTION_SHARE * limit_s)
+    for index, rows in enumerate(_TREE_ROWS, 2 + len(chunks)):
+        report(f"{name}: steps of {rows}", index, num_parts)
+        if left.seconds:
+            found[rows] = timed.parts(rows, _PART_SHARE * limit_s)
+            attention.measure(rows, _ATTENTION_SHARE * limit_s)
     report(name, num_parts, num_parts)
-    return _speed(name, found, timed, attention)
+    return _speed(name, found, timed, attention.by_rows)
 
 
-def _attention(
-    timed: TimedPasses,
-    found: Mapping[int, Parts],
-    contexts: Sequence[int],
-    *,
-    left: TimeLeft,
-    kv_type: KvType,
-) -> dict[int, Curve]:
-    """What a layer takes more behind cached positions. Numbers of rows that are not timed are
-    between those that are."""
-    bytes_each = cached_bytes(timed.loaded.spec.kv_layers[0], kv_type)
-    curves: dict[int, Curve] = {}
-    for rows in sorted({1, max(STEP_ROWS), *(rows for rows in found if rows > max(STEP_ROWS))}):
-        if rows > max(STEP_ROWS) and 3 * found[rows].total > left.seconds:
-            break
-        none_s, *times = timed.layer_at(rows, (0, *contexts), left.share(0.25))
+class _Attention:
+    """What a layer takes more behind cached positions, by rows. Used by one thread."""
+
+    def __init__(self, timed: TimedPasses, contexts: Sequence[int], kv_type: KvType) -> None:
+        """`contexts`: none if no layer sees all positions."""
+        self._timed, self._contexts = timed, contexts
+        self._bytes = cached_bytes(timed.loaded.spec.kv_layers[0], kv_type) if contexts else 0.0
+        self.by_rows: dict[int, Curve] = {}
+
+    def measure(self, rows: int, limit_s: float) -> None:
+        if not self._contexts:
+            return
+        none_s, *times = self._timed.layer_at(rows, (0, *self._contexts), limit_s)
         more = np.maximum.accumulate([0.0, *(each - none_s for each in times)])
-        amounts = (0.0, *(bytes_each * context for context in contexts))
-        curves[rows] = Curve(tuple(zip(amounts, more.tolist(), strict=True)))
-    for rows in STEP_ROWS[1:-1]:
-        curves[rows] = _between(rows, (1, curves[1]), (8, curves[8]))
-    return dict(sorted(curves.items()))
-
-
-def _between(rows: int, low: tuple[int, Curve], high: tuple[int, Curve]) -> Curve:
-    share = (rows - low[0]) / (high[0] - low[0])
-    return Curve(
-        tuple(
-            (amount, low_s + share * (high_s - low_s))
-            for (amount, low_s), (_, high_s) in zip(low[1].points, high[1].points, strict=True)
-        )
-    )
+        amounts = (0.0, *(self._bytes * context for context in self._contexts))
+        self.by_rows[rows] = Curve(tuple(zip(amounts, more.tolist(), strict=True)))
 
 
 def cached_bytes(kv: KvLayer, kv_type: KvType) -> float:
@@ -115,7 +117,7 @@ def _speed(
     sampled, file = loaded.sampled, loaded.file
     trunk, experts, head = dict[int, Curve](), dict[int, Curve](), dict[int, Curve]()
     of_head = float(head_bytes(file, sampled.description))
-    for rows, parts in found.items():
+    for rows, parts in sorted(found.items()):
         amounts = [rows * pairs * timed.expert_bytes for pairs in timed.pairs()]
         points, last_s = [(0.0, 0.0)], 0.0
         for amount, seconds in zip(amounts, parts.experts, strict=True):
@@ -125,7 +127,7 @@ def _speed(
         experts[rows] = Curve(tuple(points))
         trunk[rows] = _trunk_curve(parts.trunks, sampled, file)
         head[rows] = Curve(((of_head, parts.outside),))
-    return DeviceSpeed(name, experts, trunk, head, attention)
+    return DeviceSpeed(name, experts, trunk, head, dict(sorted(attention.items())))
 
 
 def _trunk_curve(trunks: Sequence[float], sampled: SampledLayers, file: GgufFile) -> Curve:

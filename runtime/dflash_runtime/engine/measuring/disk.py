@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import time
@@ -24,6 +25,7 @@ _MOST_BYTES = 1 << 30
 """Read at most, all depths together."""
 _LARGEST_READ = 8 << 20
 """An expert is read in parts of this size."""
+_MOST_OF_MOUNTS = 1 << 20
 _LEAST_READS = 4
 """Of each thread."""
 
@@ -66,8 +68,10 @@ def measure_disk(
 ) -> Curve | None:
     """Bytes a second of reads of an expert's size, spread over a file, by how many are pending.
 
-    None if the file cannot be read so, or is too small to tell.
+    None if the file cannot be read so, is too small to tell, or lies in memory.
     """
+    if _is_in_memory(path):
+        return None
     num_bytes = min(_LARGEST_READ, max(_BLOCK, -(-expert_bytes // _BLOCK) * _BLOCK))
     left, points, num_left = TimeLeft(limit_s), list[tuple[float, float]](), _MOST_BYTES
     try:
@@ -110,3 +114,17 @@ def _rate(
         began_s = time.perf_counter()
         num_read = sum(threads.map(read_some, range(depth)))
         return num_read / max(time.perf_counter() - began_s, 1e-9), num_read
+
+
+def _is_in_memory(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
+    """Whether a file's file system has no disk; False if unknown."""
+    with contextlib.suppress(OSError, ValueError):
+        device = path.stat().st_dev
+        wanted = f"{os.major(device)}:{os.minor(device)}"
+        with mounts.open("rb") as file:
+            lines = file.read(_MOST_OF_MOUNTS).decode("utf-8", "replace").splitlines()
+        for line in lines:
+            before, separator, after = line.partition(" - ")
+            if separator and before.split()[2:3] == [wanted]:
+                return after.split()[:1] in [["tmpfs"], ["ramfs"], ["devtmpfs"], ["hugetlbfs"]]
+    return False

@@ -46,6 +46,13 @@ class SampledLayers:
     num_first: int
     """Layers of the first half; 0 if there is a single layer of the first kind."""
 
+    def first_kind(self, num_layers: int) -> SampledLayers:
+        """At most so many layers of the first kind alone."""
+        kind = self.kinds[0]
+        num = min(num_layers, len(kind.layer_ids))
+        cut = replace(self.description, layers=self.description.layers[:num])
+        return SampledLayers(cut, (replace(kind, layer_ids=kind.layer_ids[:num]),), num // 2)
+
     @property
     def ends(self) -> tuple[int, ...]:
         """The number of layers up to each part's end: the first half, then each kind."""

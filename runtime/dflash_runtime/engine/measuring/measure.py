@@ -13,7 +13,7 @@ from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.engine.measuring.devices import measure_device, most_positions
 from dflash_runtime.engine.measuring.disk import measure_disk
 from dflash_runtime.engine.measuring.host_stops import measure_host_stop
-from dflash_runtime.engine.measuring.layers import sampled_layers
+from dflash_runtime.engine.measuring.layers import SampledLayers, sampled_layers
 from dflash_runtime.engine.measuring.loaded_layers import LoadedLayers
 from dflash_runtime.engine.measuring.passes import Passes
 from dflash_runtime.engine.measuring.together import measure_together
@@ -26,9 +26,11 @@ START_LIMIT_S = 10.0
 
 _MOST_BYTES = 5 << 29
 """Weights of the layers that are timed."""
+_FAR_LAYERS = 2
 _FREE_SHARE = 0.3
 """Of a device's free memory, for their weights."""
-_DISK_SHARE, _READ_SHARE, _COPIES_SHARE = 0.08, 0.12, 0.1
+_HOST_SHARE, _ALONE_SHARE = 0.3, 0.7
+_DISK_SHARE, _READ_SHARE, _COPIES_SHARE = 0.06, 0.15, 0.1
 _STOP_SHARE = _TOGETHER_SHARE = 0.06
 
 OnProgress = Callable[[str, int, int], None]
@@ -99,13 +101,23 @@ def measure_box(
     host: tuple[str, Passes] | None = None
     with contextlib.ExitStack() as undo:
         for device in new:
-            device_s = (limit_s - disk_s) / len(new)
-            loaded = _loaded(undo, device, file, kv_type, limit_s=_READ_SHARE * device_s)
+            device_s = _share_of(device, new) * (limit_s - disk_s)
+            loaded, far = _loaded(device, file, kv_type, undo)
             share = 1.0 - _READ_SHARE
-            if not device.backend.is_host:
+            if device.backend.is_host:
+                on_progress(f"{device.name}: weights are read", 0, 1)
+                loaded.read(_READ_SHARE * device_s)
+                trial = trial_steps(device.backend, loaded.model, loaded.banks, kv_type=kv_type)
+                device.backend.choose_threads(file, trial)
+            else:
                 share -= _COPIES_SHARE + _STOP_SHARE + 2 * _TOGETHER_SHARE
             parts.devices[device.name] = measure_device(
-                device.name, loaded, kv_type=kv_type, limit_s=share * device_s, report=on_progress
+                device.name,
+                loaded,
+                far=far,
+                kv_type=kv_type,
+                limit_s=share * device_s,
+                report=on_progress,
             )
             if device.backend.is_host:
                 num_layers = len(loaded.sampled.kinds[0].layer_ids)
@@ -123,31 +135,33 @@ def measure_box(
     )
 
 
+def _share_of(device: MeasuredDevice, devices: Sequence[MeasuredDevice]) -> float:
+    """Of the time, with some left for kernels that are compiled."""
+    num_gpus = sum(not each.backend.is_host for each in devices)
+    if device.backend.is_host:
+        return _HOST_SHARE if num_gpus else _ALONE_SHARE
+    return (_ALONE_SHARE - _HOST_SHARE * (num_gpus < len(devices))) / num_gpus
+
+
 def _loaded(
-    undo: contextlib.ExitStack,
-    device: MeasuredDevice,
-    file: GgufFile,
-    kv_type: KvType,
-    *,
-    limit_s: float,
-) -> LoadedLayers:
+    device: MeasuredDevice, file: GgufFile, kv_type: KvType, undo: contextlib.ExitStack
+) -> tuple[LoadedLayers, LoadedLayers | None]:
+    """The layers to be measured, and those for `TimedPasses.far`."""
     description, backend = describe(file), device.backend
     free_bytes = backend.free_memory_bytes()
     limit = min(_MOST_BYTES, int(_FREE_SHARE * free_bytes)) if free_bytes else _MOST_BYTES
+    sampled = sampled_layers(file, description, limit_bytes=limit)
     num_positions = most_positions(backend.chunking, description.context_length)
-    loaded = LoadedLayers(
-        backend,
-        file,
-        sampled_layers(file, description, limit_bytes=limit),
-        num_positions=num_positions,
-        kv_type=kv_type,
-    )
-    undo.callback(loaded.close)
-    loaded.read(limit_s)
-    if backend.is_host:
-        trial = trial_steps(backend, loaded.model, loaded.banks, kv_type=kv_type)
-        backend.choose_threads(file, trial)
-    return loaded
+
+    def load(layers: SampledLayers) -> LoadedLayers:
+        loaded = LoadedLayers(backend, file, layers, num_positions=num_positions, kv_type=kv_type)
+        undo.callback(loaded.close)
+        return loaded
+
+    loaded = load(sampled)
+    if not loaded.spec.recurrent_layers or not sampled.kinds[0].sees_all:
+        return loaded, None
+    return loaded, load(sampled.first_kind(_FAR_LAYERS))
 
 
 def _measure_crossings(

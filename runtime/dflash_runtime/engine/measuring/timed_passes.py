@@ -23,6 +23,8 @@ from dflash_runtime.engine.measuring.timing import Timer, medians
 
 _LEAST_SHARE = 0.02
 """A part of a layer takes at least this share of it: differences of noisy times may be below 0."""
+_FILLED_WITH = 512
+"""Rows of chunks that fill a cache."""
 _CHUNK_LAYERS = 2
 """Layers of the first kind in a chunk on the host; one of each other kind."""
 
@@ -44,10 +46,13 @@ class Parts:
 class TimedPasses:
     """Times parts of passes through sampled layers. Used by one thread, as long as these are."""
 
-    def __init__(self, loaded: LoadedLayers) -> None:
+    def __init__(self, loaded: LoadedLayers, far: LoadedLayers | None = None) -> None:
+        """`far`: layers of the first kind alone, where other kinds keep states, which passes behind
+        positions that were not computed would miss."""
         self.loaded = loaded
         self._passes = [loaded.passes(num) for num in loaded.sampled.ends]
         self._fewer = loaded.some_experts()
+        self._far = self._passes[1] if far is None else far.passes(far.spec.num_layers)
         num_first = len(loaded.sampled.kinds[0].layer_ids)
         layers = [each for each in loaded.spec.moe.layers if each.layer_id < num_first]
         self._num_used = float(np.mean([layer.num_experts_used for layer in layers]))
@@ -72,9 +77,13 @@ class TimedPasses:
     def layer_at(self, rows: int, positions: Sequence[int], limit_s: float) -> list[float]:
         """Seconds of a layer of the first kind, routed experts perhaps included, behind so many
         cached positions."""
-        passes = self._passes[1]
+        passes = self._far
         if self._is_timed_by_part(rows):
-            found = medians([_chunk(passes, rows, (0,), at) for at in positions], limit_s=limit_s)
+            for first in range(0, max(positions[:-1]), max(rows, _FILLED_WITH)):
+                _chunk(passes, max(rows, _FILLED_WITH), (0,), first)()  # real keys and values
+            found = medians(
+                [_chunk(passes, rows, (0,), at) for at in positions], limit_s=limit_s, least=2
+            )
             return [each[0] for each in found]
         found = medians([_timer(passes, rows, at) for at in positions], limit_s=limit_s)
         return [each[0] / passes.model.spec.num_layers for each in found]
