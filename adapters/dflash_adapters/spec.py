@@ -6,7 +6,7 @@ It is derived from metadata alone, without reading weights, so it is cheap for a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
@@ -290,3 +290,8 @@ class ModelSpec:
         are overwritten.
         """
         return not self.recurrent_layers and all(kv.mask.span is None for kv in self.kv_layers)
+
+    def first_layers(self, num_layers: int) -> ModelSpec:
+        """The same with its first layers only. Caches stay those of all layers."""
+        moe = tuple(layer for layer in self.moe.layers if layer.layer_id < num_layers)
+        return replace(self, num_layers=num_layers, moe=MoeSpec(moe))

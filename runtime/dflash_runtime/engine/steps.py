@@ -9,15 +9,15 @@ from typing import Any, NoReturn, TypeAlias
 import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_protocol.batch import Hidden, Sums
 from dflash_protocol.errors import NotFinite
-from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, Phase
+from dflash_protocol.ids import AnyArray, F32Array, I32Array, Phase
 from dflash_protocol.placement import Placement
 from dflash_runtime.compute import ComputeBackend, ExpertBank
 from dflash_runtime.compute.backend import NOT_FINITE, CapturedStep
 from dflash_runtime.compute.kv_cache import KvCache
 from dflash_runtime.compute.model import Model, OnLayer, Step, forward, run_to_end
 from dflash_runtime.compute.trees import Tree, TreeResult
+from dflash_runtime.engine.absent_owners import AbsentOwners
 from dflash_runtime.engine.arguments import chunk_bounds
 from dflash_runtime.engine.reuse import SequenceReuse
 from dflash_runtime.engine.run_guard import RunGuard
@@ -85,7 +85,7 @@ class Steps:
             return
         for size in (1, min(backend.chunking.preferred, self.num_positions)):
             phase = _phase_of(size)
-            experts = backend.moe(banks, phase, _NoRemoteExperts(self._runtime))
+            experts = backend.moe(banks, phase, AbsentOwners(self._runtime.local_experts_mask))
             step = Step.of_chunk(np.zeros(size, np.int32), 0, self._cache, phase)
             hidden = run_to_end(forward(self._model, step, experts))
             for rows in (hidden[-_HEAD_CHUNK:], hidden[-1:]):
@@ -386,43 +386,3 @@ class Steps:
 def _phase_of(num_tokens: int) -> Phase:
     """The phase of a chunk."""
     return Phase.DECODE if num_tokens == 1 else Phase.PREFILL
-
-
-class _NoRemoteExperts:
-    """Implements backend.RemoteExperts for a trial: remote sums are zero, nothing is counted."""
-
-    def __init__(self, runtime: MoeExpertComputeRuntime) -> None:
-        self.local_experts_mask = runtime.local_experts_mask
-
-    def count_local(
-        self, phase: Phase, *, num_tokens: int, num_pairs: int, num_layers: int = 1
-    ) -> None:
-        """Nothing."""
-
-    def count_selections(self, layer_id: int, topk_ids: I32Array) -> None:
-        """Nothing."""
-
-    may_offload = False
-
-    def to_offload(self, layer_id: int, topk_ids: I32Array | None, *, expert_s: float) -> None:
-        """None."""
-
-    def begin(
-        self,
-        layer_id: int,
-        hidden: Hidden,
-        *choice: AnyArray,
-        phase: Phase,
-        offloaded: AnyArray | None = None,
-    ) -> Sums:
-        return hidden.new_sums()
-
-    def finish(self, ticket: Any, out: F64Array | None = None) -> Sums:
-        sums: Sums = ticket
-        return sums
-
-    def poll(self) -> None:
-        """Nothing."""
-
-    def abandon(self, ticket: Any) -> None:
-        """Nothing."""
