@@ -39,6 +39,7 @@ restore_interrupts()
 
 _MARK = "DFLASHTEST_SESSION"
 _RUN_DIR = "DFLASH_MOE_EXPERT_COMPUTE_IPC_WORK_DIR"
+_HEAT = "DFLASH_MOE_EXPERT_COMPUTE_HEAT"
 _TIMEOUT_S = 5.0
 _TELLS_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 """Linux may be built without this file."""
@@ -80,6 +81,7 @@ def run_dir() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="dflash-test-"))
     os.environ[_MARK] = folder.name
     os.environ[_RUN_DIR] = str(folder)
+    os.environ[_HEAT] = "off"  # no files beside the demo model
     os.environ["XDG_CONFIG_HOME"] = str(folder.with_name(f"{folder.name}-config"))  # no keys here
     # The machines that run this are slow and busy; tests of deadlines set their own.
     os.environ["DFLASH_MOE_EXPERT_COMPUTE_IPC_DEADLINE_MS"] = "20000"

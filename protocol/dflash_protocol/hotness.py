@@ -68,7 +68,7 @@ def read_hotness(
     """
     content = read_file(_KIND, path, limit_bytes=_LIMIT_BYTES)
     try:
-        hotness = _parse(content)
+        hotness = parse_hotness(content)
         wanted = (num_layers or hotness.num_layers, num_experts or hotness.num_experts)
         if hotness.counts.shape != wanted:
             raise ValueError(
@@ -99,8 +99,10 @@ def write_hotness(path: Path, hotness: Hotness) -> None:
     write_file(_KIND, path, "\n".join(lines) + "\n")
 
 
-def _parse(content: bytes) -> Hotness:
-    """Raises: ValueError saying what is wrong."""
+def parse_hotness(content: bytes) -> Hotness:
+    """The counts in a hotness file's content. Raises: ValueError saying what is wrong."""
+    if len(content) > _LIMIT_BYTES:
+        raise ValueError(f"larger than {_LIMIT_BYTES >> 20} MiB")
     if content.count(b"\n") > _MAX_LINES:
         raise ValueError(f"more than {_MAX_LINES} lines")
     header: tuple[int, int, int] | None = None

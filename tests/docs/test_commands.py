@@ -106,6 +106,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     )  # fmt: skip
     for name in ("XDG_CONFIG_HOME", "DFLASH_MOE_EXPERT_COMPUTE_IPC_WORK_DIR", "PYTHONPATH"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("DFLASH_MOE_EXPERT_COMPUTE_HEAT", raising=False)  # as a user has it
     for name in ("MAKEFLAGS", "MAKELEVEL"):  # of the make that runs the tests: it would say more
         monkeypatch.delenv(name, raising=False)
     port, tcp_port = free_port(), free_port()

@@ -22,12 +22,14 @@ from dflash_runtime.compute.gpu.backend import CupyBackend
 from dflash_runtime.compute.gpu.device.device import KernelDevice
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.model import Step, forward, run_to_end
+from dflash_runtime.engine.heat_keeper import HeatKeeper
 from dflash_runtime.engine.steps import Steps
 from dflash_runtime.experts.compute import LocalExpertCompute, Ticket
 from dflash_runtime.experts.offload import OffloadMode
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 from dflash_runtime.experts.store import load_banks
 from dflash_runtime.experts.telemetry import OwnerKind
+from dflash_runtime.placement.heat import HalfLives, Heat, layers_of
 from dflash_runtime.placement.split import LOCAL_OWNER, make_placement
 from support.emulated_device import EmulatedDevice
 from support.emulated_gpu import MAX_CHUNK, SCRATCH_BYTES
@@ -105,6 +107,7 @@ class Split:
             runtime=self.runtime,
             local_banks=self._local_banks,
             num_positions=ids.size,
+            heat=HeatKeeper(Heat(layers_of(spec.moe), HalfLives())),
         )
         undo.callback(self._end)
         if offload is not OffloadMode.OFF:

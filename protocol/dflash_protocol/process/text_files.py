@@ -32,22 +32,24 @@ def read_file(kind: str, path: Path, *, limit_bytes: int) -> bytes:
     return content
 
 
-def write_file(kind: str, path: Path, text: str) -> None:
-    """Replace a file's content atomically: a reader sees the old content or the new.
+def write_file(kind: str, path: Path, content: str | bytes) -> None:
+    """Replace a file's content atomically: a reader sees the old content or the new. Text is
+    written as UTF-8.
 
     Raises: SettingsError if it cannot be written; the old content stays.
     """
     try:
+        data = content.encode() if isinstance(content, str) else content
         if path.exists() and not path.is_file():  # a pipe or /dev/stdout cannot be replaced
-            path.write_text(text)
+            path.write_bytes(data)
             return
         target = path.resolve()  # keep a symbolic link, replace what it points to
         beside = target.with_name(f".{target.name[:64]}-{secrets.token_hex(8)}")
         try:
-            with beside.open("x") as file:
+            with beside.open("xb") as file:
                 if target.exists():
                     os.fchmod(file.fileno(), target.stat().st_mode & 0o777)
-                file.write(text)
+                file.write(data)
             beside.replace(target)
         except BaseException:
             with contextlib.suppress(OSError):

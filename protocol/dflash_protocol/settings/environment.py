@@ -79,7 +79,10 @@ def load_settings(
 def _from_environment(environment: Mapping[str, str]) -> dict[str, object]:
     values: dict[str, object] = {}
     for knob in KNOBS:
-        for variable in (knob.older_variable, knob.variable):
+        older = [each for each in knob.older_variables if each in environment]
+        if len({environment[each] for each in older}) > 1 and knob.variable not in environment:
+            raise SettingsError(f"{' and '.join(older)} differ; set {knob.variable} alone")
+        for variable in (*older, knob.variable):
             if variable in environment:
                 values[knob.field] = _from_text(
                     variable, knob.kind.from_text, environment[variable]

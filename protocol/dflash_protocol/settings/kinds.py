@@ -163,6 +163,18 @@ class PathText(Kind):
         return text
 
 
+class PathOrWord(PathText):
+    """A path, or one of a few words, whose case does not matter."""
+
+    def __init__(self, *words: str) -> None:
+        super().__init__("|".join((*words, "FILE")))
+        self._words = words
+        self.allowed = f"{', '.join(words)} or a path"
+
+    def from_text(self, text: str) -> str:
+        return text.lower() if text.lower() in self._words else super().from_text(text)
+
+
 class _Items(Kind):
     """Several items: comma-separated in a variable, one a flag, an array in TOML."""
 

@@ -19,6 +19,7 @@ from dflash_protocol.settings.kinds import (
     EndpointText,
     Kind,
     OneOf,
+    PathOrWord,
     PathText,
     Switch,
     Text,
@@ -83,7 +84,7 @@ class Knob:
     help: str
     special_flag: str = ""
     special_key: str = ""
-    older_variable: str = ""
+    older_variables: tuple[str, ...] = ()
     field: str = ""
     default: object = None
 
@@ -122,10 +123,10 @@ def setting(
     *,
     flag: str = "",
     key: str = "",
-    older_variable: str = "",
+    older_variables: tuple[str, ...] = (),
 ) -> Any:
     """A field of Settings: see Knob."""
-    knob = Knob(name, kind, reader, help, flag, key, older_variable)
+    knob = Knob(name, kind, reader, help, flag, key, older_variables)
     return field(default=default, metadata={Knob: knob})
 
 
@@ -255,7 +256,7 @@ class Settings:
         0, "THREADS", Whole(0, MAX_THREADS), Reader.EACH,
         "Compute threads of the process; 0 = one for each physical core, within its CPU quota, and "
         "in decode steps as many as are fastest.",
-        older_variable="DFLASH_COLD_THREADS",
+        older_variables=("DFLASH_COLD_THREADS",),
     )
     data_port: int = setting(
         0, "DATA_PORT", Whole(0, 65_535), Reader.DAEMON,
@@ -300,6 +301,27 @@ class Settings:
         "", "KEYS_DIR", PathText("DIR"), Reader.EACH,
         "Folder of keys; if named, a daemon asks for keys on loopback too; "
         "default: $XDG_CONFIG_HOME/dflash-moe/keys, else in ~/.config.",
+    )
+    heat: str = setting(
+        "auto", "HEAT", PathOrWord("auto", "off"), Reader.PARENT,
+        "Where counts of chosen experts are kept; auto is MODEL.heat, else in the cache folder.",
+    )
+    heat_fast: int = setting(
+        500, "HEAT_FAST", Whole(1, 1_000_000_000), Reader.PARENT,
+        "Tokens after which a selection counts half where a change of topic is to be followed.",
+    )
+    heat_slow: int = setting(
+        20_000, "HEAT_SLOW", Whole(1, 1_000_000_000), Reader.PARENT,
+        "The same in the long term; at least HEAT_FAST.",
+    )
+    hotness: str = setting(
+        "", "HOTNESS", PathText("FILE"), Reader.PARENT,
+        "Heat, or the older CSV of counts, that experts are placed by; default: the kept heat.",
+        older_variables=("DFLASH_QWEN35MOE_HOTNESS", "DFLASH_LAGUNA_HOTNESS"),
+    )
+    expert_stats: str = setting(
+        "", "EXPERT_STATS", PathText("FILE"), Reader.PARENT,
+        "File that gets this run's selections at its end, for dflash-moe stats.",
     )
     host: str = setting(
         "127.0.0.1", "HOST", HOST, Reader.SERVER,

@@ -23,6 +23,7 @@ from dflash_runtime.cli.generate import generate
 from dflash_runtime.cli.inspect import inspect
 from dflash_runtime.cli.keygen import keygen
 from dflash_runtime.cli.serve import serve
+from dflash_runtime.cli.stats import stats
 from dflash_runtime.interrupts import interrupt_once
 
 _CANNOT_WRITE = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO, errno.EBADF)
@@ -54,7 +55,7 @@ def version() -> None:
     click.echo(f"dflash-moe {__version__}")
 
 
-for _command in (doctor, generate, inspect, keygen, serve):
+for _command in (doctor, generate, inspect, keygen, serve, stats):
     cli.add_command(_command)
 for _command in cli.commands.values():
     # Else the list of commands truncates it.

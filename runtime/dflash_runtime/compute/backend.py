@@ -181,7 +181,7 @@ class RemoteExperts(Protocol):
     ) -> None:
         """Count tokens whose pairs the block computes itself, in `num_layers` layers."""
 
-    def count_selections(self, layer_id: int, topk_ids: I32Array) -> None:
+    def count_selections(self, phase: Phase, layer_id: int, topk_ids: I32Array) -> None:
         """Count routed experts known to the host when no owner is asked. Shapes: topk_ids [T,
         K]."""
 
@@ -505,9 +505,9 @@ class ComputeBackend(Protocol):
         """Experts of these layers have moved between the owners: what was prepared to compute
         remote experts of prompts follows."""
 
-    def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:
-        """How often each expert was routed to since the last call, by layer id, in layers whose
-        routing the host does not see. Shapes: each [E]."""
+    def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[tuple[Phase, int], I64Array]:
+        """How often each expert was routed to since the last call, by phase and layer id, in layers
+        whose routing the host does not see; verified drafts count as decode. Shapes: each [E]."""
 
     def load_experts(
         self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array

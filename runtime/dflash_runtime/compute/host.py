@@ -134,6 +134,6 @@ class HostBackend:
         """Return None: there is no such code."""
         return None
 
-    def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:
+    def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[tuple[Phase, int], I64Array]:
         """Return nothing: the host does the routing."""
         return {}

@@ -26,7 +26,7 @@ class AbsentOwners:
     ) -> None:
         """Nothing."""
 
-    def count_selections(self, layer_id: int, topk_ids: I32Array) -> None:
+    def count_selections(self, phase: Phase, layer_id: int, topk_ids: I32Array) -> None:
         """Nothing."""
 
     def to_offload(self, layer_id: int, topk_ids: I32Array | None, *, expert_s: float) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from dflash_adapters.text.tokenizer import Tokenizer
 from dflash_protocol.device import Device
-from dflash_protocol.errors import DeviceOutOfMemory, SettingsError
+from dflash_protocol.errors import DeviceOutOfMemory, DflashError, SettingsError
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_protocol.placement import Placement
 from dflash_protocol.settings import DaemonSetting, Settings, load_settings
@@ -44,6 +44,7 @@ from dflash_runtime.experts.daemons.supervisor import ProgressCallback
 from dflash_runtime.experts.events import Event
 from dflash_runtime.experts.telemetry import HitCounts, OwnerStats, Profile
 from dflash_runtime.interrupts import uninterrupted
+from dflash_runtime.placement.heat import Heat
 
 __all__ = ["Engine", "EngineStats", "GeneratedToken", "GenerationStats", "Verified"]
 
@@ -90,6 +91,7 @@ class Engine:
             runtime=opened.owners.runtime,
             local_banks=opened.owners.local_banks,
             num_positions=self.num_positions,
+            heat=opened.heat,
         )
         self._verifier: Verifier | None = None
         self._release: Callable[[], object] = lambda: None
@@ -180,6 +182,8 @@ class Engine:
         May be called twice. Ctrl-C is held back meanwhile.
         """
         with uninterrupted():
+            with contextlib.suppress(DflashError):  # a device that has failed
+                self._steps.heat_now()
             self._steps.end()
             self._verifier = None  # may hold parts of the cache
             self._release()
@@ -400,6 +404,14 @@ class Engine:
             runtime.selections(),
             replace(runtime.hits),
         )
+
+    def heat(self) -> Heat:
+        """How often each expert was chosen, in all and lately, in this run and before (see
+        docs/files.md); a copy. For the thread that uses the engine.
+
+        Raises: DeviceUnavailable.
+        """
+        return self._steps.heat_now()
 
     def _run(self, request: GenerationRequest) -> Iterator[GeneratedToken]:
         """Run a generation; log its profile at the end if the engine is profiled."""

@@ -38,6 +38,7 @@ from dflash_runtime.compute.memory import host_memory
 from dflash_runtime.compute.model import Model
 from dflash_runtime.engine.arguments import choice, whole_number
 from dflash_runtime.engine.demo_model import chosen_model_path
+from dflash_runtime.engine.heat_keeper import HeatKeeper, open_heat
 from dflash_runtime.engine.trial_steps import trial_steps
 from dflash_runtime.experts.daemons.connecting import connect
 from dflash_runtime.experts.daemons.launching import choose_daemons, daemon_names
@@ -61,6 +62,7 @@ class Opened:
     owners: Owners
     num_positions: int
     kv_type: KvType
+    heat: HeatKeeper
 
 
 def settings_with(settings: Settings, given: Mapping[str, Any]) -> Settings:
@@ -113,6 +115,8 @@ def open_model(
         raise SettingsError(
             f"context={settings.context}: the model was made for up to {spec.context_length}"
         )
+    heat = open_heat(file, spec, settings)
+    undo.callback(heat.close)
     is_on_device = (settings.device or CPU).kind is not DeviceKind.CPU
     names = daemon_names(choices, endpoints)
     is_split = placement is None
@@ -209,7 +213,7 @@ def open_model(
     )
     weights.remember()
     weights.start()
-    return Opened(file, model, backend, owners, num_positions, kv_type)
+    return Opened(file, model, backend, owners, num_positions, kv_type, heat)
 
 
 def _local_experts(spec: ModelSpec, placement: Placement) -> list[tuple[MoeLayer, int]]:

@@ -19,10 +19,12 @@ from dflash_runtime.compute.model import Model, OnLayer, Step, forward, run_to_e
 from dflash_runtime.compute.trees import Tree, TreeResult
 from dflash_runtime.engine.absent_owners import AbsentOwners
 from dflash_runtime.engine.arguments import chunk_bounds
+from dflash_runtime.engine.heat_keeper import HeatKeeper
 from dflash_runtime.engine.reuse import SequenceReuse
 from dflash_runtime.engine.run_guard import RunGuard
 from dflash_runtime.engine.two_batch_overlap import run_in_turns
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
+from dflash_runtime.placement.heat import Heat
 
 _HEAD_CHUNK = 512
 """Rows of logits computed at once: each is as long as the vocabulary."""
@@ -41,8 +43,8 @@ _BeforeLayer: TypeAlias = Callable[[], None] | None
 class Steps:
     """The one sequence, its key/value cache, and the current run over it: the latest begun.
 
-    `local_banks` hold the experts of this process, by layer id. File, backend and runtime belong to
-    the caller.
+    `local_banks` hold the experts of this process, by layer id. File, backend, runtime and `heat`
+    belong to the caller.
     Owns: the cache and the captured step, until `end`.
     """
 
@@ -56,9 +58,11 @@ class Steps:
         runtime: MoeExpertComputeRuntime,
         local_banks: Mapping[int, ExpertBank],
         num_positions: int,
+        heat: HeatKeeper,
     ) -> None:
         self.num_positions = num_positions
         """The longest sequence, in tokens."""
+        self.heat = heat
         self.reuse = SequenceReuse(
             cache,
             num_positions,
@@ -97,17 +101,26 @@ class Steps:
         backend.offload_prompts(self._guard.file, self._model.spec.moe.layers, self._runtime)
 
     def settle(self) -> None:
-        """Add to the counters which experts were chosen in steps that the device ran by itself.
+        """Add to the counters which experts were chosen in steps that the device ran by itself, and
+        all counts to the heat, if that is due.
 
         Steps that were launched ahead and discarded are included. Raises: DeviceUnavailable.
         """
         if self._guard.is_closed:
             return
-        for layer_id, counts in self._backend.take_selections(self._local_banks).items():
-            self._runtime.add_selections(layer_id, counts)
+        for (phase, layer_id), counts in self._backend.take_selections(self._local_banks).items():
+            self._runtime.add_selections(phase, layer_id, counts)
         if self._captured is not None:
             for (phase, layer_id), counts in self._captured.take_selections().items():
                 self._runtime.add_mailed(phase, layer_id, counts)
+        if self.heat.is_due:
+            self.heat.update(self._runtime)
+
+    def heat_now(self) -> Heat:
+        """A copy of the heat, with all counts in it. Raises: as `settle`."""
+        self.settle()
+        self.heat.update(self._runtime)
+        return self.heat.copy()
 
     def replace(self, placement: Placement) -> None:
         """Use another placement between two runs: owners of this process have other experts, as
@@ -196,6 +209,8 @@ class Steps:
         """
         guard = self._guard
         guard.require_current(run)
+        if self.heat.is_due:
+            self.settle()
         self.reuse.go_to(first_position)
         guard.poll_file()
         phase, started_s = _phase_of(token_ids.size), time.monotonic()
@@ -320,6 +335,8 @@ class Steps:
         """Raises: as `forward`."""
         self._guard.require_current(run)
         self._guard.check()
+        if self.heat.is_due:
+            self.settle()
 
     def check_last(self) -> None:
         """Check the file before a result is final.

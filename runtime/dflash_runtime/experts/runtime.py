@@ -128,12 +128,12 @@ class MoeExpertComputeRuntime:
         self.hits.layers += num_layers
         self.hits.layers_hot_only += num_layers
 
-    def count_selections(self, layer_id: int, topk_ids: I32Array) -> None:
-        self._selections.add(layer_id, topk_ids.reshape(-1))
+    def count_selections(self, phase: Phase, layer_id: int, topk_ids: I32Array) -> None:
+        self._selections.add(phase, layer_id, topk_ids.reshape(-1))
 
-    def add_selections(self, layer_id: int, counts: I64Array) -> None:
+    def add_selections(self, phase: Phase, layer_id: int, counts: I64Array) -> None:
         """Add routing that a device has counted, unseen by the host. Shapes: counts [E]."""
-        self._selections.add_counts(layer_id, counts)
+        self._selections.add_counts(phase, layer_id, counts)
 
     def mail_routes(self) -> tuple[MailRoute, ...]:
         routes = []
@@ -167,7 +167,7 @@ class MoeExpertComputeRuntime:
 
     def add_mailed(self, phase: Phase, layer_id: int, counts: I64Array) -> None:
         """Add the routing of steps that went through mailboxes. Shapes: counts [E]."""
-        self._selections.add_counts(layer_id, counts)
+        self._selections.add_counts(phase, layer_id, counts)
         owner_index = self.placement.routing[layer_id].owner_index
         for index, owner in enumerate(self._owners):
             num_pairs = int(counts[owner_index == index].sum())
@@ -234,7 +234,7 @@ class MoeExpertComputeRuntime:
             else:
                 hits.hot += asked.num_pairs
         for layer_id, counts in taken.selections.items():
-            self._selections.add_counts(layer_id, counts)
+            self._selections.add_counts(Phase.DECODE, layer_id, counts)
 
     def settle_with(self, settle: Callable[[], None] | None) -> None:
         self._settle = settle
@@ -285,9 +285,9 @@ class MoeExpertComputeRuntime:
                 self._ask(ticket, pairs)
         # Counted here while daemons compute.
         if counts is None:
-            self._selections.add(layer_id, topk_ids.reshape(-1))
+            self._selections.add(phase, layer_id, topk_ids.reshape(-1))
         else:
-            self._selections.add_counts(layer_id, counts)
+            self._selections.add_counts(phase, layer_id, counts)
         self.hits.layers += 1
         return ticket
 
@@ -350,6 +350,12 @@ class MoeExpertComputeRuntime:
         if self._settle is not None:
             self._settle()
         return self._selections.snapshot()
+
+    def selections_by_phase(self) -> I64Array:
+        """How often each expert was chosen, as `SelectionCounts.as_array`. Shapes: [2, L, E]."""
+        if self._settle is not None:
+            self._settle()
+        return self._selections.as_array()
 
     def close(self) -> None:
         for owner in self._owners:

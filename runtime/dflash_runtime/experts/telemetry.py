@@ -13,6 +13,7 @@ import numpy as np
 from dflash_protocol.ids import I32Array, I64Array, Phase
 from dflash_protocol.process.output import noun
 from dflash_protocol.wire.messages import Offer
+from dflash_runtime.placement.heat import HEAT_PHASES, phase_index
 
 _LOG = logging.getLogger(__name__)
 
@@ -302,29 +303,48 @@ class HitCounts:
 
 
 class SelectionCounts:
-    """Counts by layer and global expert id since the start. Written by one thread.
+    """Counts by phase, layer and global expert id since the start. Written by one thread.
 
     Lists of Python ints: adding to eight of them takes half of the fixed cost of numpy, a compiled
     kernel or a memoryview.
     """
 
     def __init__(self, experts_per_layer: Mapping[int, int]) -> None:
-        self._by_layer = {layer: [0] * num for layer, num in experts_per_layer.items()}
+        self._by_phase = tuple(
+            {layer: [0] * num for layer, num in experts_per_layer.items()} for _ in HEAT_PHASES
+        )
 
-    def add(self, layer_id: int, global_expert_ids: I32Array) -> None:
+    def add(self, phase: Phase, layer_id: int, global_expert_ids: I32Array) -> None:
         """Count one layer's selections. Shapes: global_expert_ids [P]."""
-        counts = self._by_layer[layer_id]
+        counts = self._by_phase[phase_index(phase)][layer_id]
         if global_expert_ids.size <= _FEW_PAIRS:
             for global_expert_id in global_expert_ids.tolist():
                 counts[global_expert_id] += 1
             return
-        self.add_counts(layer_id, np.bincount(global_expert_ids, minlength=len(counts)))
+        self.add_counts(phase, layer_id, np.bincount(global_expert_ids, minlength=len(counts)))
 
-    def add_counts(self, layer_id: int, counts: I64Array) -> None:
+    def add_counts(self, phase: Phase, layer_id: int, counts: I64Array) -> None:
         """Add counts made by a device or kernel. Shapes: counts [E]."""
-        ours = self._by_layer[layer_id]
+        ours = self._by_phase[phase_index(phase)][layer_id]
         ours[:] = [old + new for old, new in zip(ours, counts.tolist(), strict=True)]
 
     def snapshot(self) -> dict[int, list[int]]:
-        """A copy by layer id, each list by global expert id."""
-        return {layer_id: counts.copy() for layer_id, counts in self._by_layer.items()}
+        """A copy of both phases' sums by layer id, each list by global expert id.
+
+        A reader in another thread sees a phase's list as it was at one time.
+        """
+        prefill, decode = self._by_phase
+        return {
+            layer_id: [a + b for a, b in zip(counts.copy(), decode[layer_id].copy(), strict=True)]
+            for layer_id, counts in prefill.items()
+        }
+
+    def as_array(self) -> I64Array:
+        """A copy by `HEAT_PHASES`, layer in order of ids, and global expert id; zero beyond a
+        layer's experts. Shapes: result [2, L, E]."""
+        most = max(map(len, self._by_phase[0].values()))
+        result = np.zeros((len(HEAT_PHASES), len(self._by_phase[0]), most), np.int64)
+        for phase, layers in zip(result, self._by_phase, strict=True):
+            for row, layer_id in enumerate(sorted(layers)):
+                phase[row, : len(layers[layer_id])] = layers[layer_id]
+        return result

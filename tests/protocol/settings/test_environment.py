@@ -162,6 +162,23 @@ def test_the_older_systems_thread_count_holds_if_ours_is_not_set() -> None:
         load_settings({"DFLASH_COLD_THREADS": "x"})
 
 
+def test_the_older_systems_hotness_files_hold_unless_they_differ() -> None:
+    older = "DFLASH_QWEN35MOE_HOTNESS", "DFLASH_LAGUNA_HOTNESS"
+    for name in older:
+        assert load_settings({name: "a.csv"}).hotness == "a.csv"
+    assert load_settings(dict.fromkeys(older, "a.csv")).hotness == "a.csv"
+    both = dict(zip(older, ("a.csv", "b.csv"), strict=True))
+    with pytest.raises(SettingsError, match="DFLASH_QWEN35MOE_HOTNESS and DFLASH_LAGUNA_HOTNESS"):
+        load_settings(both)
+    assert load_settings({**both, PREFIX + "HOTNESS": "c.csv"}).hotness == "c.csv"
+
+
+def test_where_heat_is_kept_is_a_word_in_any_case_or_a_path() -> None:
+    assert load_settings({}).heat == "auto"
+    for text, value in (("OFF", "off"), ("Auto", "auto"), ("Off.heat", "Off.heat")):
+        assert load_settings({PREFIX + "HEAT": text}).heat == value
+
+
 def test_daemons_of_a_variable() -> None:
     text = "cpu, cuda:0@/opt/cuda-env/bin/python ,hip"
     loaded = load_settings({PREFIX + "DAEMONS": text})

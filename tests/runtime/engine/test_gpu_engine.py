@@ -99,6 +99,10 @@ def test_what_was_chosen_is_counted_where_it_is_chosen(tmp_path: Path, gpus: Emu
         num_tokens = len(ids) + 10 + 3
         for counts in engine.stats().selections.values():
             assert sum(counts) == num_tokens * TINY.num_experts_used
+        heat = engine.heat()
+        for layer in heat.layers:
+            assert heat.num_tokens(Phase.PREFILL, layer.layer_id) == len(ids) + 10
+            assert heat.num_tokens(Phase.DECODE, layer.layer_id) == 3
         asked = iter([False] * 8 + [True] * 99)
         generated(engine, ids[:2], 9, is_cancelled=lambda: next(asked))
         for counts in engine.stats().selections.values():

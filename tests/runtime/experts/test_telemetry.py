@@ -148,30 +148,38 @@ EXPERTS_PER_LAYER = {1: 5, 4: 3}
             st.integers(0, 300),
             st.integers(0, 2**32 - 1),
             st.booleans(),
+            st.sampled_from(Phase),
         ),
         max_size=6,
     )
 )
 def test_every_selection_is_counted_where_it_belongs(
-    batches: list[tuple[int, int, int, bool]],
+    batches: list[tuple[int, int, int, bool, Phase]],
 ) -> None:
     counts = SelectionCounts(EXPERTS_PER_LAYER)
-    expected = {layer: np.zeros(num, np.int64) for layer, num in EXPERTS_PER_LAYER.items()}
-    for layer_id, num_pairs, seed, is_counted in batches:
+    expected = np.zeros((2, len(EXPERTS_PER_LAYER), max(EXPERTS_PER_LAYER.values())), np.int64)
+    rows = {layer_id: row for row, layer_id in enumerate(sorted(EXPERTS_PER_LAYER))}
+    for layer_id, num_pairs, seed, is_counted, phase in batches:
         random = np.random.default_rng(seed)
         ids = random.integers(0, EXPERTS_PER_LAYER[layer_id], num_pairs).astype(np.int32)
-        np.add.at(expected[layer_id], ids, 1)
+        np.add.at(expected[int(phase is not Phase.PREFILL), rows[layer_id]], ids, 1)
         if is_counted:
-            counts.add_counts(layer_id, np.bincount(ids, minlength=EXPERTS_PER_LAYER[layer_id]))
+            counts.add_counts(
+                phase, layer_id, np.bincount(ids, minlength=EXPERTS_PER_LAYER[layer_id])
+            )
         else:
-            counts.add(layer_id, ids)
-    assert counts.snapshot() == {layer: each.tolist() for layer, each in expected.items()}
+            counts.add(phase, layer_id, ids)
+    np.testing.assert_array_equal(counts.as_array(), expected)
+    for layer_id, num_experts in EXPERTS_PER_LAYER.items():
+        both = expected.sum(axis=0)[rows[layer_id]]
+        assert counts.snapshot()[layer_id] == both[:num_experts].tolist()
+        assert not both[num_experts:].any()
 
 
 def test_a_snapshot_stays_as_it_is() -> None:
     counts = SelectionCounts(EXPERTS_PER_LAYER)
     before = counts.snapshot()
-    counts.add(1, np.array([2, 2, 4], np.int32))
+    counts.add(Phase.DECODE, 1, np.array([2, 2, 4], np.int32))
     before[4][0] = 7
     assert before[1] == [0] * 5
     assert counts.snapshot() == {1: [0, 0, 2, 0, 1], 4: [0] * 3}
@@ -187,7 +195,7 @@ def test_counts_can_be_read_while_they_are_written() -> None:
     def write() -> None:
         nonlocal num_steps
         while not looked.is_set():
-            counts.add(0, step)
+            counts.add(Phase.DECODE, 0, step)
             num_steps += 1
 
     writer = threading.Thread(target=write)

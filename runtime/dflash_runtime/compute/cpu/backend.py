@@ -11,7 +11,7 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.quant import TensorType
 from dflash_adapters.spec import MoeLayer
 from dflash_protocol.errors import SettingsError
-from dflash_protocol.ids import AnyArray, I32Array, I64Array
+from dflash_protocol.ids import AnyArray, I32Array, I64Array, Phase
 from dflash_protocol.ring.compiled_experts import CompiledExperts
 from dflash_runtime.compute.backend import ExpertBank, MailedExperts
 from dflash_runtime.compute.cores import LEAST_TIMED, ThreadCounts, default_counts
@@ -116,11 +116,12 @@ class CpuBackend(HostBackend):
             self.ops, model, cache, banks=here, owners=None if is_whole else remote, check=check
         )
 
-    def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:
-        taken: dict[int, I64Array] = {}
+    def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[tuple[Phase, int], I64Array]:
+        taken: dict[tuple[Phase, int], I64Array] = {}
         for layer_id, bank in banks.items():
             if isinstance(bank, CpuExpertBank) and bank.selections.any():
-                taken[layer_id] = bank.selections.copy()
+                # Recorded steps count: of a prompt's chunks the host sees the routing.
+                taken[Phase.DECODE, layer_id] = bank.selections.copy()
                 bank.selections[:] = 0
         return taken
 

@@ -421,13 +421,13 @@ class CupyBackend:
         with contextlib.suppress(DeviceOutOfMemory):  # it may do with less
             self.device.empty(passing_bytes, np.uint8)
 
-    def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[int, I64Array]:
-        taken: dict[int, I64Array] = {}
+    def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[tuple[Phase, int], I64Array]:
+        taken: dict[tuple[Phase, int], I64Array] = {}
         for layer_id, bank in banks.items():
             assert isinstance(bank, CupyExpertBank)
             counts = bank.by_global.take_selections(self.device)
             if counts is not None:
-                taken[layer_id] = counts
+                taken[Phase.PREFILL, layer_id], taken[Phase.DECODE, layer_id] = counts
         return taken
 
     def _resident(

@@ -106,7 +106,7 @@ class HostRoute:
         self._ops.steps.choose_now(routed.choice)
         ids, weights = self._chosen(routed)
         if layer is not None and not _has_remote(layer.slot_of_expert, ids):
-            remote.count_selections(self._layer_id, ids)
+            remote.count_selections(self._phase, self._layer_id, ids)
             remote.count_local(self._phase, num_tokens=ids.shape[0], num_pairs=ids.size)
             add_local(self._ops, layer, routed, residual=residual, phase=self._phase)
             if is_chunk:
@@ -193,7 +193,7 @@ def add_local(
         ops.chunk_experts.add(layer, routed, residual)
         return
     rule, logits = ops.steps.left_to_choose(choice)
-    counted_in = ops.step_experts.counted_in(layer.selections)
+    counted_in = ops.step_experts.counted_in(layer.counted_in(phase))
     ops.step_experts.run(
         layer,
         Choice(choice.ids, choice.weights, logits, selections=counted_in),

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.spec import ExpertProjection, ExpertVector, MoeLayer
-from dflash_protocol.ids import F32Array, I32Array, I64Array
+from dflash_protocol.ids import F32Array, I32Array, I64Array, Phase
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.launch.layouts import ResidentExperts, ResidentMatrices, row_bytes
 from dflash_runtime.compute.gpu.layers.matrix import Uploader, require_kernels
@@ -28,7 +28,7 @@ class ResidentLayer:
     experts: ResidentExperts
     selections: DeviceArray | None = None
     """How often each expert was chosen since `take_selections`, for a whole layer, which is routed
-    on the device alone. Shapes: [E] uint32."""
+    on the device alone: in chunks of prompts, and in steps. Shapes: [2, E] uint32."""
     num_resident: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -39,6 +39,13 @@ class ResidentLayer:
         """The matrices of gate, up and down, by slot. Shapes: [slots * expert_bytes] uint8."""
         experts = self.experts
         return experts.gate.weights, experts.up.weights, experts.down.weights
+
+    def counted_in(self, phase: Phase) -> DeviceArray | None:
+        """Where choices of a phase are counted, if they are. Shapes: [E] uint32."""
+        if self.selections is None:
+            return None
+        counts: DeviceArray = self.selections[0 if phase is Phase.PREFILL else 1]
+        return counts
 
     @property
     def is_whole(self) -> bool:
@@ -83,16 +90,17 @@ class ResidentLayer:
         return replace(self, slot_of_expert=slots, experts=experts, selections=None)
 
     def take_selections(self, device: KernelDevice) -> I64Array | None:
-        """How often each expert was chosen since the last call; None if not counted, or zero.
+        """How often each expert was chosen since the last call, in chunks and in steps; None if not
+        counted, or zero.
 
-        Shapes: result [E].
+        Shapes: result [2, E].
         """
         if self.selections is None:
             return None
         counts: I64Array = device.download(self.selections).astype(np.int64)
         if not counts.any():
             return None
-        device.write(self.selections, np.zeros(counts.size, np.uint32))
+        device.write(self.selections, np.zeros(counts.shape, np.uint32))
         return counts
 
 
@@ -117,7 +125,7 @@ def load_resident(
         for named in (global_ids, local_ids)
     )
     if by_global.is_whole:
-        by_global = replace(by_global, selections=device.zeros(layer.num_experts, np.uint32))
+        by_global = replace(by_global, selections=device.zeros((2, layer.num_experts), np.uint32))
     return by_global, by_local
 
 

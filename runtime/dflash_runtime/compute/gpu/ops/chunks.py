@@ -15,6 +15,7 @@ from dflash_adapters.layers import Gate
 from dflash_adapters.quant import TensorType
 from dflash_adapters.routing import RoutingRule
 from dflash_protocol.batch import RoutedBatch
+from dflash_protocol.ids import Phase
 from dflash_runtime.compute.gpu.chunk_room import group_bytes
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.launch.layouts import DeviceMatrix
@@ -279,7 +280,7 @@ class ChunkExperts:
             choice.weights,
             slot_of_expert=resident.experts.slot_of_expert,
             num_resident=resident.num_resident,
-            selections=resident.selections,
+            selections=resident.counted_in(Phase.PREFILL),
         )
         self._kernels(resident).run(prepared, groups, resident.experts, **places)
 

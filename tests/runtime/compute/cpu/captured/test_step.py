@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dflash_protocol.errors import CheckpointMissing, ContextExceeded
-from dflash_protocol.ids import F32Array, I32Array
+from dflash_protocol.ids import F32Array, I32Array, Phase
 from dflash_runtime.compute.backend import NOT_FINITE
 from dflash_runtime.compute.cpu.captured.program import Program
 from dflash_runtime.compute.cpu.captured.step import MOST_ROWS, CpuStep
@@ -89,7 +89,7 @@ def test_every_architecture(path: Path, kv_type: KvType, num_threads: int) -> No
         selections = steps.backend.take_selections(steps.banks)
         for layer in steps.spec.moe.layers:
             num_pairs = (ids.size - PROMPT) * layer.num_experts_used
-            assert selections[layer.layer_id].sum() == num_pairs
+            assert selections[Phase.DECODE, layer.layer_id].sum() == num_pairs
         assert not steps.backend.take_selections(steps.banks)
         # What a captured step has left in the cache serves steps layer by layer.
         following = some_ids(steps, 5, seed=1)
