@@ -6,10 +6,10 @@ outputs are zero blocks. Routers and head read these channels alone, so that a t
 the token that follows it, depend on its id. RMSNorm scales them all by one factor, which changes
 no order.
 
-The channels carry a constant, a slow and a fast latent, and a code, in blocks of 32. A *walk* visits
-every token once, and the latents drift along it; text is a stretch of the walk, and what the model
-writes with greedy sampling goes on with it. The constant makes some experts popular, the latents
-keep the chosen ones for a while, the code is noise, and tells the head which token comes next.
+The channels carry a constant, a slow and a fast latent, and a code, in blocks of 32. A *walk*
+visits every token once, and the latents drift along it; text is a stretch of the walk, and what the
+model writes with greedy sampling goes on with it. The constant makes some experts popular, the
+latents keep chosen ones for a while, the code is noise, and tells the head which token comes next.
 
 All values are multiples of one unit, so that the types of embedding and head hold them exactly.
 """
@@ -26,7 +26,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, U8Array
+from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, I64Array, U8Array
 
 KIND_KEY, SEED_KEY = "bench.routing", "bench.routing_seed"
 """Metadata of a file with planted routing."""
@@ -42,8 +42,8 @@ _LARGEST = 15
 _UNIT = 1 / 64
 _CONSTANT_UNIT = _UNIT / 4
 _UNITS = np.repeat(np.array([_CONSTANT_UNIT, _UNIT, _UNIT, _UNIT], np.float32), _BLOCK)
-"""With these, planted channels have twice the energy of an embedding's other channels, and less than
-a hundredth of the residual's behind the first layer."""
+"""With these, planted channels have twice the energy of an embedding's other channels, and a
+hundredth of the residual's behind the second layer."""
 _WHOLE_Q4_K = 2 * _UNIT / 32
 """A block's scale, for 6-bit scales of 32 (and 8 for the constant)."""
 _MIDDLE_Q4_K = 7.5
@@ -71,7 +71,7 @@ class Latent:
     time_constant: float = 0.0
     """Tokens until its correlation is 1/e; 0: tokens are independent."""
     exponent: float = 1.0
-    """Of its values: above 1 they are mostly near 0 and seldom large, below 1 all about as large."""
+    """Of its values: above 1 most are near 0 and few are large, below 1 all are about as large."""
     num_read: int = _BLOCK
     """Channels that one expert reads."""
     largest: float = 3.0
@@ -102,7 +102,7 @@ KINDS = {
     "fickle": Kind(popularity=0.8, slow=_NOISE, fast=_NOISE, code=_NOISE),
     "flat": Kind(popularity=0.0, slow=_NOISE, fast=_NOISE, code=_NOISE),
 }
-"""`qwen3`: found by a search for the published figures of Qwen3-30B-A3B (see routing_figures.py)."""
+"""Amplitudes were searched for, so that figures are as in `routing_figures.WANTED`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,11 +120,9 @@ class Walk:
         return cls(np.append(order, vocabulary - 1).astype(np.int32))
 
     @classmethod
-    def of_file(cls, path: Path) -> Walk | None:
-        """The walk of a file, None if its routing is not planted. Raises: ModelFileError."""
+    def of_file(cls, path: Path) -> Walk:
+        """The walk of a file. Raises: ModelFileError, also if its routing is not planted."""
         with GgufFile.open(path) as file:
-            if not file.has(KIND_KEY):
-                return None
             vocabulary = file.tensor("token_embd.weight").num_rows
             return cls.of(vocabulary, file.get_uint(SEED_KEY))
 
@@ -217,16 +215,21 @@ class PlantedRouting:
         return _TOP_LOGIT * residual_rms / (_BLOCK * _LARGEST * _UNIT)
 
 
-def codes(vocabulary: int) -> I32Array:
-    """A code for each token id, -1 or 1; two differ in 6 places or more. Shapes: [V, 32] int32."""
-    messages = np.arange(vocabulary, dtype=np.uint64) * np.uint64(_SPREAD) % (1 << _MESSAGE_BITS)
-    words = np.zeros(vocabulary, np.uint64)
+def code_words(vocabulary: int) -> I64Array:
+    """A word of 32 bits for each token id; two differ in 6 bits or more. Shapes: [V] int64."""
+    messages = np.arange(vocabulary, dtype=np.int64) * _SPREAD % (1 << _MESSAGE_BITS)
+    words = np.zeros(vocabulary, np.int64)
     for bit in range(_BCH_31_21.bit_length()):
         if _BCH_31_21 >> bit & 1:
-            words ^= messages << np.uint64(bit)
-    words |= (np.bitwise_count(words).astype(np.uint64) & np.uint64(1)) << np.uint64(31)
-    bits = words[:, None] >> np.arange(_BLOCK, dtype=np.uint64) & np.uint64(1)
-    return 2 * bits.astype(np.int32) - 1
+            words ^= messages << bit
+    parity = np.bitwise_count(words).astype(np.int64) & 1
+    return words | parity << (_BLOCK - 1)
+
+
+def codes(vocabulary: int) -> I32Array:
+    """The bits of `code_words`, as -1 or 1. Shapes: [V, 32] int32."""
+    bits = code_words(vocabulary)[:, None] >> np.arange(_BLOCK) & 1
+    return (2 * bits - 1).astype(np.int32)
 
 
 def _drifting(random: np.random.Generator, latent: Latent, length: int) -> I32Array:
@@ -249,7 +252,8 @@ def _directions(random: np.random.Generator, count: int, num_read: int) -> F64Ar
     directions = random.standard_normal((count, _BLOCK))
     dropped = np.argsort(random.random((count, _BLOCK)), axis=1)[:, num_read:]
     np.put_along_axis(directions, dropped, 0.0, axis=1)
-    return directions / np.linalg.norm(directions, axis=1, keepdims=True)
+    directions /= np.linalg.norm(directions, axis=1, keepdims=True)
+    return directions
 
 
 def _embedding_rows(levels: I32Array, tensor_type: Type) -> U8Array:
