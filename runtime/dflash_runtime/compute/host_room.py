@@ -5,7 +5,7 @@ Weights are read where they are mapped from the file; keys and values lie in sla
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -155,6 +155,9 @@ class HostRoom:
 
     def experts_bytes(self, layer_id: int, num_experts: int) -> int:
         return num_experts * self._spec.moe.by_layer_id[layer_id].expert_bytes
+
+    def offload_bytes(self, num_missing: Mapping[int, int]) -> int:
+        return 0
 
     def needs(
         self,

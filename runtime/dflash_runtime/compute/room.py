@@ -5,6 +5,7 @@ A backend's own counts are in `gpu/room.py` and `host_room.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -65,6 +66,10 @@ class Room(Protocol):
 
     def experts_bytes(self, layer_id: int, num_experts: int) -> int:
         """Memory taken for so many of a layer's experts, as the allocator rounds it."""
+
+    def offload_bytes(self, num_missing: Mapping[int, int]) -> int:
+        """Memory through which prompts' experts of other owners, so many of each layer by layer id,
+        are computed here; taken if it is left. 0 where weights need not be copied."""
 
     def needs(
         self,

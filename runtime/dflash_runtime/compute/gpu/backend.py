@@ -323,7 +323,9 @@ class CupyBackend:
         if not missing:
             return
         try:
-            num_bytes = offload_bytes(missing)
+            num_bytes = offload_bytes(
+                (layer, int(experts.sum())) for layer, experts in missing.values()
+            )
             if self._memory is not None:
                 self.device.trim()
                 needed = {"work": _LEFT_BYTES, "weights of prompts": num_bytes}
