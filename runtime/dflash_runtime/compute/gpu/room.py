@@ -72,7 +72,7 @@ def experts_bytes(layer: MoeLayer, num_experts: int) -> int:
         allocated(num_experts * each.rows * row_bytes(each.tensor_type, each.columns))
         for each in layer.projections
     )
-    slots_and_counts = 3 * allocated(4 * layer.num_experts)
+    slots_and_counts = 2 * allocated(4 * layer.num_experts) + allocated(8 * layer.num_experts)
     return matrices + slots_and_counts + 2 * allocated(layer.num_experts * _vector_bytes(layer))
 
 
