@@ -194,7 +194,8 @@ class LoadedLayers:
         from dflash_runtime.engine.measuring.partial_experts import PartialExperts
 
         model = self._model.first_layers(num_layers)
-        partial_experts = PartialExperts(self.backend, self._banks, here)
+        gpu: Any = self.backend  # its rows are of another type than a host's
+        partial_experts = PartialExperts(gpu, self._banks, here)
         captured = partial_experts.captured_step(model, self._cache)
         self._undo.callback(captured.close)
         experts_of = cache(partial_experts.moe)
