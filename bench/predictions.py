@@ -27,7 +27,7 @@ from dflash_adapters.registry import describe, read_spec
 from dflash_protocol.device import CPU, parse_device
 from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
-from dflash_runtime.compute.gpu.backend import MAX_CHUNK
+from dflash_runtime.compute.gpu.chunk_room import MAX_CHUNK
 from dflash_runtime.compute.host import PREFILL_CHUNK
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.engine.demo_model import demo_model_path

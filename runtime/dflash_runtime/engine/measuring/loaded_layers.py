@@ -129,7 +129,7 @@ class LoadedLayers:
 
     def note_selections(self) -> None:
         """Remember which experts a device's passes have chosen."""
-        for layer_id, counts in self.backend.take_selections(self._banks).items():
+        for (_, layer_id), counts in self.backend.take_selections(self._banks).items():
             self._counts[layer_id] = self._counts.get(layer_id, 0) + counts
 
     def close(self) -> None:
@@ -194,7 +194,8 @@ class LoadedLayers:
         from dflash_runtime.engine.measuring.partial_experts import PartialExperts
 
         model = self._model.first_layers(num_layers)
-        partial_experts = PartialExperts(self.backend, self._banks, here)
+        gpu: Any = self.backend  # its rows are of another type than a host's
+        partial_experts = PartialExperts(gpu, self._banks, here)
         captured = partial_experts.captured_step(model, self._cache)
         self._undo.callback(captured.close)
         experts_of = cache(partial_experts.moe)

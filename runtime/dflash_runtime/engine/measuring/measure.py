@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import describe, read_spec
@@ -25,7 +26,9 @@ START_LIMIT_S = 10.0
 """For a start that lacks a figure."""
 
 _MOST_BYTES = 5 << 29
-"""Weights of the layers that are timed."""
+"""Weights of a device's layers that are timed, if there are so many seconds; in proportion fewer,
+as they have to be read or copied."""
+_FOR_MOST_S = 30.0
 _FAR_LAYERS = 2
 _FREE_SHARE = 0.3
 """Of a device's free memory, for their weights."""
@@ -102,7 +105,7 @@ def measure_box(
     with contextlib.ExitStack() as undo:
         for device in new:
             device_s = _share_of(device, new) * (limit_s - disk_s)
-            loaded, far = _loaded(device, file, kv_type, undo)
+            loaded, far = _loaded(device, file, kv_type, limit_s=limit_s, undo=undo)
             share = 1.0 - _READ_SHARE
             if device.backend.is_host:
                 on_progress(f"{device.name}: weights are read", 0, 1)
@@ -144,12 +147,19 @@ def _share_of(device: MeasuredDevice, devices: Sequence[MeasuredDevice]) -> floa
 
 
 def _loaded(
-    device: MeasuredDevice, file: GgufFile, kv_type: KvType, undo: contextlib.ExitStack
+    device: MeasuredDevice,
+    file: GgufFile,
+    kv_type: KvType,
+    *,
+    limit_s: float,
+    undo: contextlib.ExitStack,
 ) -> tuple[LoadedLayers, LoadedLayers | None]:
     """The layers to be measured, and those for `TimedPasses.far`."""
     description, backend = describe(file), device.backend
     free_bytes = backend.free_memory_bytes()
-    limit = min(_MOST_BYTES, int(_FREE_SHARE * free_bytes)) if free_bytes else _MOST_BYTES
+    limit = int(_MOST_BYTES * min(1.0, limit_s / _FOR_MOST_S))
+    if free_bytes:
+        limit = min(limit, int(_FREE_SHARE * free_bytes))
     sampled = sampled_layers(file, description, limit_bytes=limit)
     num_positions = most_positions(backend.chunking, description.context_length)
 
@@ -173,23 +183,22 @@ def _measure_crossings(
     on_progress: OnProgress,
 ) -> None:
     """Stops of a device's steps, copies, and both beside the host's experts."""
-    from dflash_runtime.compute.gpu.backend import CupyBackend
     from dflash_runtime.engine.measuring.copies import (
         DeviceCopies,
         measure_copies,
         parts_of_experts,
     )
 
-    name, backend = device.name, device.backend
+    gpu: Any = device.backend  # its rows are of another type than a host's
+    name = device.name
     on_progress(f"{name}: stops of its steps", 0, 3)
     stop = measure_host_stop(loaded, limit_s=_STOP_SHARE * limit_s)
     if stop is not None:
         parts.host_stop[name] = stop
-    assert isinstance(backend, CupyBackend)
     with contextlib.ExitStack() as undo:
         on_progress(f"{name}: copies", 1, 3)
         sources = parts_of_experts(loaded.file, loaded.spec.moe.layers)
-        copies = DeviceCopies(backend, sources)
+        copies = DeviceCopies(gpu, sources)
         undo.callback(copies.close)
         parts.copies[name] = measure_copies(name, copies, limit_s=_COPIES_SHARE * limit_s)
         copies.from_locked_s()

@@ -3,43 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
 from dflash_protocol.ids import Phase
 from dflash_protocol.placement import LayerRouting
-from dflash_protocol.transports.lent_slot import LentSlot
 from dflash_runtime.compute.asking import AskedLayers, AskRoute
-from dflash_runtime.compute.backend import MailRoute
+from dflash_runtime.compute.backend import ExpertBank, MailRoute
 from dflash_runtime.engine.absent_owners import AbsentOwners
-
-_OWN, _OTHER = 0, 1
 
 
 class NoOwners(AbsentOwners):
-    """Implements backend.MailedExperts: experts outside `here` are never asked for, though compiled
-    code passes by as if they could be. Immutable."""
+    """Implements backend.MailedExperts: experts outside `here` are never asked for. Immutable."""
 
-    num_owners = 2
-    own_index = _OWN
+    num_owners, own_index, device_index = 1, -1, 0
+    asks_daemons = False
+    own_banks: Mapping[int, ExpertBank] = MappingProxyType({})
 
     def __init__(self, here: Mapping[int, npt.NDArray[np.bool_]]) -> None:
         """`here`: by layer id, the experts that this process computes. Shapes: each [E]."""
         super().__init__(here.__getitem__)
         self._here = here
-        self._route = AskRoute(
-            _OTHER, _lend, deadline_s=lambda phase, num_pairs: 1.0, fail=lambda *_: None
-        )
 
     def routing(self, layer_id: int) -> LayerRouting:
         num_experts = self._here[layer_id].size
         ids = np.arange(num_experts, dtype=np.int32)
-        return LayerRouting(np.full(num_experts, _OWN, np.int32), ids, _OWN, is_identity=True)
+        return LayerRouting(np.zeros(num_experts, np.int32), ids, 0, is_identity=True)
 
     def ask_routes(self) -> Sequence[AskRoute]:
-        """One, which nothing is asked through."""
-        return (self._route,)
+        """None is needed."""
+        return ()
 
     def is_any_to_be_checked(self, num_requests: int) -> bool:
         return False
@@ -69,21 +64,3 @@ class NoOwners(AbsentOwners):
 
     def note_checked_step(self, elapsed_s: float) -> None:
         """Nothing."""
-
-
-class _NoSlot(LentSlot):
-    """A slot of no ring."""
-
-    def __init__(self) -> None:
-        self.port = 0
-
-    @property
-    def spin_ns(self) -> int:
-        return 0
-
-    def give_back(self) -> None:
-        """Nothing."""
-
-
-def _lend() -> LentSlot:
-    return _NoSlot()

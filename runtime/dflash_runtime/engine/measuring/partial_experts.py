@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dflash_protocol.ids import Phase
-from dflash_runtime.compute import ComputeBackend, ExpertBank
+from dflash_runtime.compute import ExpertBank
 from dflash_runtime.compute.gpu.backend import CupyBackend
 from dflash_runtime.compute.gpu.experts.experts import CupyExpertBank
 from dflash_runtime.compute.gpu.experts.moe import DeviceMoe, HereRoute
@@ -27,12 +27,11 @@ class PartialExperts:
 
     def __init__(
         self,
-        backend: ComputeBackend,
+        backend: CupyBackend,
         banks: Mapping[int, ExpertBank],
         here: Mapping[int, npt.NDArray[np.bool_]],
     ) -> None:
         """`here`: by layer id, at least one expert. Shapes: each [E]."""
-        assert isinstance(backend, CupyBackend)
         self._backend = backend
         self._layers: dict[int, ResidentLayer] = {}
         for layer_id, mask in here.items():

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,9 +57,9 @@ def check_device(box: Box, name: str, *, rows: set[int]) -> None:
     device = box.devices[name]
     assert set(device.trunk) == set(device.experts) == set(device.head) == rows
     assert set(device.attention) <= rows
-    for rows, curve in device.experts.items():
+    for num_rows, curve in device.experts.items():
         assert curve.points[0] == (0.0, 0.0)
-        assert curve.points[-1][0] == rows * TINY.num_experts_used * 6528  # bytes of an expert
+        assert curve.points[-1][0] == num_rows * TINY.num_experts_used * 6528  # bytes of an expert
         assert curve.points[-1][1] >= curve.points[1][1]
     curves = (device.trunk, device.experts, device.head, device.attention)
     assert all(is_sound(curve) for each in curves for curve in each.values())
@@ -78,7 +80,7 @@ def test_a_gpu_beside_the_host(
 ) -> None:
     monkeypatch.setattr(passes, "STEPS_IN_A_ROW", 1)
     monkeypatch.setattr(copies, "COPY_BYTES", 1 << 15)
-    backend = gpus.open(EmulatedGpus.device)
+    backend: Any = gpus.open(EmulatedGpus.device)
     before = gpus.held()
     box = measured(model, host, MeasuredDevice("cuda:0", backend, lambda: "gen 4 x8"))
     check_device(box, "cuda:0", rows={1, backend.chunking.preferred})
@@ -96,6 +98,27 @@ def test_a_gpu_beside_the_host(
     assert gpus.held()["pieces of memory"] <= before["pieces of memory"]
 
 
+def test_ctrl_c_gives_all_memory_back(model: Path, gpus: EmulatedGpus) -> None:
+    backend: Any = gpus.open(EmulatedGpus.device)
+    before = gpus.held()
+
+    def interrupt(what: str, num_done: int, num_total: int) -> None:
+        if num_done == 1:
+            raise KeyboardInterrupt
+
+    with GgufFile.open(model) as file, pytest.raises(KeyboardInterrupt):
+        measure_box(
+            file,
+            [MeasuredDevice("cuda:0", backend)],
+            key="k",
+            kv_type=KV,
+            limit_s=QUICK_S,
+            on_progress=interrupt,
+        )
+    assert gpus.held()["pieces of memory"] <= before["pieces of memory"]
+    backend.close()
+
+
 def test_what_is_known_is_not_measured_again(model: Path, host: MeasuredDevice) -> None:
     known = measured(model, host)
     again = measured(model, host, known=known)
@@ -111,24 +134,23 @@ def test_layers_of_several_kinds(architecture: str, tmp_path: Path, host: Measur
         assert all(is_sound(curve) for curve in each.values())
 
 
-def test_a_box_is_kept_for_the_next_start(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_box_is_kept_for_the_next_start(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[list[str]] = []
-    box = Box("", {})
 
     def measure(file: GgufFile, devices: list[MeasuredDevice], *, key: str, **_: object) -> Box:
         calls.append([each.name for each in devices])
-        nonlocal box
-        some = {each.name: DeviceSpeed(each.name, {}) for each in devices}
-        box = Box(key, some)
-        return box
+        return Box(key, {each.name: DeviceSpeed(each.name, {}) for each in devices})
 
     monkeypatch.setattr(machine, "measure_box", measure)
-    settings = Settings(threads=1)
+    settings = Settings(backend="reference", cache_dir=str(tmp_path))
     with GgufFile.open(model) as file:
         first = box_of_machine(file, settings, devices=(CPU,))
         assert box_of_machine(file, settings, devices=(CPU,)) == first
         assert calls == [["cpu"]]
         box_of_machine(file, settings, devices=(CPU,), measures_all=True)
         assert len(calls) == 2
-        other = box_of_machine(file, Settings(threads=2), devices=(CPU,))
+        other = box_of_machine(file, replace(settings, kv_type="q8_0"), devices=(CPU,))
         assert other.key != first.key
+        assert len(calls) == 3
