@@ -41,9 +41,9 @@ _LARGEST = 15
 """Values are odd multiples of a unit from -15 to 15: the 16 levels of a Q4_K block."""
 _UNIT = 1 / 64
 _CONSTANT_UNIT = _UNIT / 4
-_UNITS = np.repeat(np.array([_CONSTANT_UNIT, _UNIT, _UNIT, _UNIT], np.float32), _BLOCK)
-"""With these, planted channels have twice the energy of an embedding's other channels, and a
-hundredth of the residual's behind the second layer."""
+UNITS = np.repeat(np.array([_CONSTANT_UNIT, _UNIT, _UNIT, _UNIT], np.float32), _BLOCK)
+"""Of each planted channel. In a width of 2,048 they have twice the energy of an embedding's other
+channels, and less than a hundredth of the residual's behind the first layer."""
 _WHOLE_Q4_K = 2 * _UNIT / 32
 """A block's scale, for 6-bit scales of 32 (and 8 for the constant)."""
 _MIDDLE_Q4_K = 7.5
@@ -197,7 +197,7 @@ class PlantedRouting:
         scale = kind.code.amplitude / _LARGEST
         weights[:, CODE] = scale * _directions(random, num_experts, kind.code.num_read)
         # Logits keep their size as the residual grows.
-        weights[:, :_USED] *= _ROUTER_GAIN * _RESIDUAL_GROWTH * (layer + 1) / _UNITS
+        weights[:, :_USED] *= _ROUTER_GAIN * _RESIDUAL_GROWTH * (layer + 1) / UNITS
         words = weights.view(np.uint32)
         words[:] = (words + 0x1000) & 0xFFFF_E000
         return weights
@@ -260,7 +260,7 @@ def _embedding_rows(levels: I32Array, tensor_type: Type) -> U8Array:
     """The first blocks of each token's row. Shapes: levels [V, 128]; result [V, bytes]."""
     if tensor_type is Type.Q8_0:
         blocks = np.zeros((len(levels), CHANNELS // _BLOCK, 34), np.uint8)
-        blocks[:, :4, :2] = _halves(_UNITS[::_BLOCK])
+        blocks[:, :4, :2] = _halves(UNITS[::_BLOCK])
         blocks[:, :4, 2:] = levels.reshape(-1, 4, _BLOCK).astype(np.int8).view(np.uint8)
         return blocks.reshape(len(levels), -1)
     if tensor_type is not Type.Q4_K:
@@ -268,7 +268,7 @@ def _embedding_rows(levels: I32Array, tensor_type: Type) -> U8Array:
     rows = np.zeros((len(levels), 144), np.uint8)
     rows[:, :2] = _halves(np.array([_WHOLE_Q4_K]))
     rows[:, 2:4] = _halves(np.array([_MIDDLE_Q4_K * _WHOLE_Q4_K]))
-    rows[:, 4:8] = rows[:, 8:12] = 32 * _UNITS[::_BLOCK] / _UNIT
+    rows[:, 4:8] = rows[:, 8:12] = 32 * UNITS[::_BLOCK] / _UNIT
     steps = ((levels + _LARGEST) // 2).astype(np.uint8)
     rows[:, 16:48] = steps[:, CONSTANT] | steps[:, SLOW] << 4
     rows[:, 48:80] = steps[:, FAST] | steps[:, CODE] << 4

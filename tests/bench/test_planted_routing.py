@@ -8,14 +8,23 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from bench.planted_routing import CHANNELS, CODE, PlantedRouting, Walk, code_words, codes
+from bench.planted_routing import (
+    CHANNELS,
+    CODE,
+    KINDS,
+    UNITS,
+    PlantedRouting,
+    Walk,
+    code_words,
+    codes,
+)
 from bench.random_moe import MIXES, blocks, write
 from gguf import GGMLQuantizationType as Type
 
 from bench import model_shapes
 from dflash_adapters.gguf.file import GgufFile
 from dflash_protocol.errors import ModelFileError
-from dflash_protocol.ids import F32Array
+from dflash_protocol.ids import AnyArray, F32Array
 
 HIDDEN, VOCABULARY, LAYERS = 512, 3000, 4
 PLANTED = 128
@@ -84,9 +93,7 @@ def test_only_planted_tensors_change_and_hold_their_values_exactly(
             assert not found[name][:, PLANTED:].any()
 
     embedding, head = found["token_embd.weight"], found["output.weight"]
-    steps = embedding[:, :PLANTED] / np.abs(embedding[:, CODE]).max() * 15
-    steps[:, :32] *= 4  # the constant's unit is smaller
-    np.testing.assert_array_equal(steps, planted.levels)
+    np.testing.assert_array_equal(embedding[:, :PLANTED], planted.levels * UNITS)
     assert not embedding[:, PLANTED:CHANNELS].any()
     np.testing.assert_array_equal(embedding[:, CHANNELS:], plain["token_embd.weight"][:, CHANNELS:])
     before = np.empty(VOCABULARY, int)
@@ -150,6 +157,26 @@ def test_a_seed_decides_all_and_layers_differ() -> None:
     for router in (one.router(0, 16, HIDDEN), other.router(1, 16, HIDDEN)):
         correlation = np.corrcoef(router.ravel(), one.router(1, 16, HIDDEN).ravel())[0, 1]
         assert abs(correlation) < 0.2
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_activations_rounded_to_tf32_choose_nearly_alike(name: str) -> None:
+    made = PlantedRouting(name, 1, vocabulary=4_000, num_layers=1)
+    router = made.router(0, 128, CHANNELS)[:, :PLANTED].astype(np.float64)
+    np.testing.assert_array_equal(rounded_to_tf32(router), router)
+    exact = made.levels * UNITS / np.float32(0.37)  # as a norm scales them
+    chosen = [
+        np.sort(np.argsort(-(x.astype(np.float64) @ router.T), axis=1)[:, :8], axis=1)
+        for x in (exact, rounded_to_tf32(exact))
+    ]
+    shared = [np.intersect1d(*pair).size for pair in zip(*chosen, strict=True)]
+    assert np.mean(shared) / 8 > 0.9995
+
+
+def rounded_to_tf32(values: AnyArray) -> F32Array:
+    """With 10 bits of mantissa."""
+    words = values.astype(np.float32).view(np.uint32)
+    return ((words + 0x1000) & 0xFFFF_E000).view(np.float32)
 
 
 @pytest.mark.usefixtures("small_shapes")
