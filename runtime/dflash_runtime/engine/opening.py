@@ -184,13 +184,13 @@ def open_model(
         on_progress=on_progress,
     )
     if is_split:
-        placement = even_split(spec.moe, names, settings.local_experts, connected.offers)
+        placement = even_split(spec.moe, names, settings.local_experts, offers=connected.offers)
     owners = give(
         undo,
         connected,
         placement,
-        file,
-        spec,
+        file=file,
+        spec=spec,
         backend=backend,
         fallback_backend=fallback_backend,
         settings=settings,

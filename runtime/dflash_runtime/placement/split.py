@@ -22,6 +22,7 @@ def even_split(
     spec: MoeSpec,
     daemon_names: Sequence[str],
     num_local_experts: int | None,
+    *,
     offers: Mapping[str, Offer] | None = None,
 ) -> Placement:
     """Deal experts one by one: the daemons' numbers of experts of a layer differ by at most one,
