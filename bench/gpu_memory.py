@@ -219,7 +219,7 @@ def _compute(case: Case, tell: Any) -> None:
     tell("context", predicted=predicted)
     backends: list[CupyBackend] = []
 
-    def opened(device: Any, cache_dir: str | None) -> Any:
+    def opened(device: Any, cache_dir: str | None, **options: int) -> Any:
         backends.append(CupyBackend(device, max_chunk=case.chunk, cache_dir=cache_dir))
         return backends[0]
 

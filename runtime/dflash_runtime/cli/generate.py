@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dflash_protocol.errors import SettingsError, one_line
+from dflash_protocol.errors import SettingsError
 from dflash_protocol.process.output import ascii_json, noun
 from dflash_runtime.cli.options import (
     SettingsCommand,
@@ -20,7 +20,6 @@ from dflash_runtime.cli.options import (
 from dflash_runtime.cli.terminal import ProgressReporter, write_lines, write_text
 
 if TYPE_CHECKING:
-    from dflash_protocol.wire.messages import Offer
     from dflash_runtime.engine.engine import Engine
 
 _PROMPT_LIMIT_BYTES = 64 << 20
@@ -189,19 +188,10 @@ def _rate(phase: str, num_tokens: int, tokens_per_s: float) -> str:
     return f"{phase:8s} {num_tokens:6d} {noun(num_tokens, 'token'):6s}  {rate}".rstrip()
 
 
-def _offered(offer: Offer) -> str:
-    """What a daemon said of itself before it was given experts."""
-    memory = "memory unknown"
-    if offer.total_bytes:
-        memory = f"{offer.free_bytes / 2**30:.1f} of {offer.total_bytes / 2**30:.1f} GiB free"
-    text = f"{one_line(offer.device_name)}, {memory}"
-    if slowest := max(offer.used_s, default=0.0):
-        text += f", {slowest * 1e6:.0f} us for a layer of a step"
-    return text
-
-
 def _print_summary(engine: Engine) -> None:
     """Rates and owners, to stderr."""
+    from dflash_runtime.experts.daemons.offers import offer_text
+
     last, stats = engine.last_generation, engine.stats()
     lines = [
         "",
@@ -218,6 +208,6 @@ def _print_summary(engine: Engine) -> None:
             f"{owner.wait_s:6.2f} s {owner.restarts:8d}"
         )
         if owner.offer is not None:
-            lines.append(f"{'':10s} offered: {_offered(owner.offer)}")
+            lines.append(f"{'':10s} offered: {offer_text(owner.offer)}")
     lines += [f"event    {e.time_s:.2f} s  {e.kind}  {e.owner}: {e.reason}" for e in stats.events]
     write_lines(lines, to_stderr=True)

@@ -24,11 +24,11 @@ from dflash_runtime.compute.backend import (
 )
 from dflash_runtime.compute.host_model import HostExperts, HostModel
 from dflash_runtime.compute.host_ops import Ops
-from dflash_runtime.compute.inventory import cpu_name
 from dflash_runtime.compute.kv_cache import KvCache, KvType
 from dflash_runtime.compute.memory import host_memory
 from dflash_runtime.compute.model import Model
 from dflash_runtime.compute.thread_trial import OnePass
+from dflash_runtime.compute.topology import processor_name
 
 PREFILL_CHUNK = 512
 ONE_TOKEN = ((Phase.DECODE, 1),)
@@ -54,7 +54,7 @@ class HostBackend:
 
     @cached_property
     def device_name(self) -> str:
-        return cpu_name()
+        return processor_name()
 
     def free_memory_bytes(self) -> int:
         return host_memory().free_bytes

@@ -37,7 +37,7 @@ def inventory() -> dict[str, object]:
         "executable": sys.executable,
         "version": _our_version(),
         "packages": _packages(),
-        "cpu": {"name": cpu_name(), "processors": _num_processors(), "tier": tier},
+        "cpu": {"name": _cpu_name(), "processors": _num_processors(), "tier": tier},
         "memory": _memory(),
         "gpus": gpus,
         "why_no_gpu": why_no_gpu,
@@ -135,8 +135,7 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line}"
 
 
-def cpu_name() -> str:
-    """What its maker calls the processor."""
+def _cpu_name() -> str:
     for line in _lines("/proc/cpuinfo"):
         key, _, value = line.partition(":")
         if key.strip() in ("model name", "Model"):

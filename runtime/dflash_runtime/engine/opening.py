@@ -197,7 +197,7 @@ def open_model(
         require_room(experts=_local_experts(spec, placement))
     elif is_split:
         placement = even_split(
-            spec.moe, names, settings.local_experts, connected.offers, has_host=is_on_device
+            spec.moe, names, settings.local_experts, offers=connected.offers, has_host=is_on_device
         )
     host_backend = backend
     has_fallback = bool(names) and is_any_local(settings)

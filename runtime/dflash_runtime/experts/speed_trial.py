@@ -19,7 +19,7 @@ from dflash_protocol.ids import Phase
 from dflash_runtime.compute import ComputeBackend, ExpertBank
 from dflash_runtime.experts.store import ExpertStore
 
-LIMIT_S = 2.0
+LIMIT_S = 1.9
 """Longest time of a trial of all kinds, but for what is computed when it is over, and for kernels
 that have to be compiled."""
 
@@ -30,7 +30,8 @@ _CHUNK_SHARE = 0.3
 _WORTH_BYTES = 256 << 20
 """Experts of so many bytes are not in any cache when their turn comes again."""
 _MOST_BANKS = 16
-_MOST_ROUNDS = 32
+_MOST_STEPS = 32
+_MOST_CHUNKS = 8
 _MOST_KINDS = 64
 
 
@@ -109,11 +110,11 @@ def _speed_of(
         chunk_s = _CHUNK_SHARE * limit_s
         one = _batch(first, Phase.DECODE, 1, num_experts=1)
         used = _batch(first, Phase.DECODE, 1, num_experts=num_used)
-        ones, useds = _timed(banks, (one, used), until_s=end_s - chunk_s, check=check)
+        ones, useds = _timed(banks, (one, used), _MOST_STEPS, until_s=end_s - chunk_s, check=check)
         # As many rows of an expert as a chunk has on average.
         num_rows = max(1, backend.chunking.preferred * num_used // first.num_experts)
         chunk = _batch(first, Phase.PREFILL, num_rows, num_experts=num_used)
-        (chunks,) = _timed(banks, (chunk,), until_s=end_s, check=check)
+        (chunks,) = _timed(banks, (chunk,), _MOST_CHUNKS, until_s=end_s, check=check)
     rate = chunk.num_pairs / max(median(chunks), 1e-9)
     return KindSpeed(max(median(ones), 1e-9), max(median(useds), 1e-9), rate)
 
@@ -121,14 +122,15 @@ def _speed_of(
 def _timed(
     banks: Sequence[ExpertBank],
     batches: Sequence[RoutedBatch],
+    most: int,
     *,
     until_s: float,
     check: Callable[[], None],
 ) -> list[list[float]]:
-    """Times of each batch, once at least; the banks take turns, and batches have different ones,
-    so that weights come from where those of a whole model do."""
+    """Times of each batch, one at least and `most` at most; the banks take turns, and batches have
+    different ones, so that weights come from where those of a whole model do."""
     times: list[list[float]] = [[] for _ in batches]
-    for num_done in range(_MOST_ROUNDS):
+    for num_done in range(most):
         if num_done and time.perf_counter() >= until_s:
             break
         check()

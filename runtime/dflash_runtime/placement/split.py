@@ -26,8 +26,8 @@ def even_split(
     spec: MoeSpec,
     daemon_names: Sequence[str],
     num_local_experts: int | None,
-    offers: Mapping[str, Offer] | None = None,
     *,
+    offers: Mapping[str, Offer] | None = None,
     has_host: bool = False,
 ) -> Placement:
     """Deal experts one by one: the daemons' numbers of experts of a layer differ by at most one,

@@ -145,9 +145,9 @@ def test_a_daemon_gets_no_more_than_it_has_memory_for(
     total = sum(math.inf if room is None else room for room in rooms.values())
     if total < num_remote:
         with pytest.raises(SettingsError, match="GiB"):
-            even_split(spec, names, num_local, offers)
+            even_split(spec, names, num_local, offers=offers)
         return
-    placement = even_split(spec, names, num_local, offers)
+    placement = even_split(spec, names, num_local, offers=offers)
     lists = lists_of(placement)
     for layer_id, num_experts in experts_per_layer.items():
         owners = Counter(i for layers in lists.values() for i in layers.get(layer_id, []))
@@ -160,14 +160,14 @@ def test_a_daemon_gets_no_more_than_it_has_memory_for(
     shares = {name: sum(map(len, lists_of(even).get(name, {}).values())) for name in names}
     if all(room is None or room >= shares[name] for name, room in rooms.items()):
         assert lists == lists_of(even), "as without offers"
-    assert lists_of(even_split(spec, names, num_local, offers)) == lists
+    assert lists_of(even_split(spec, names, num_local, offers=offers)) == lists
 
 
 def test_less_memory_means_some_of_the_same_experts_of_every_layer() -> None:
     spec = spec_of(dict.fromkeys(range(6), 16))
     before: dict[int, set[int]] = {}
     for room in (6, 12, 24, 36, 48):
-        lists = lists_of(even_split(spec, ["a", "b"], None, {"a": offer_of(spec, room)}))
+        lists = lists_of(even_split(spec, ["a", "b"], None, offers={"a": offer_of(spec, room)}))
         found = {layer_id: {*ids} for layer_id, ids in lists["a"].items()}
         assert {len(ids) for ids in found.values()} == {room // 6}
         assert all(before.get(layer_id, set()) <= ids for layer_id, ids in found.items())
@@ -177,20 +177,20 @@ def test_less_memory_means_some_of_the_same_experts_of_every_layer() -> None:
 def test_experts_that_are_held_count_as_room() -> None:
     """A parent that comes back, or comes second, gets what the first one had."""
     spec = spec_of({0: 8})
-    first = even_split(spec, ["a", "b"], None, {"a": offer_of(spec, 3)})
-    second = even_split(spec, ["a", "b"], None, {"a": offer_of(spec, 3, held=3)})
+    first = even_split(spec, ["a", "b"], None, offers={"a": offer_of(spec, 3)})
+    second = even_split(spec, ["a", "b"], None, offers={"a": offer_of(spec, 3, held=3)})
     assert lists_of(first) == lists_of(second)
     assert lists_of(first)["a"] == {0: [0, 2, 4]}
 
 
 def test_memory_that_is_unknown_limits_nothing() -> None:
     unknown = replace(offer_of(SPEC, 1), total_bytes=0, free_bytes=0)
-    placement = even_split(SPEC, ["a", "b"], None, {"a": unknown})
+    placement = even_split(SPEC, ["a", "b"], None, offers={"a": unknown})
     assert lists_of(placement) == lists_of(even_split(SPEC, ["a", "b"], None))
 
 
 def test_experts_larger_than_memory_stay_in_the_file_of_a_daemon_on_a_processor() -> None:
     offers = {"a": offer_of(SPEC, 2), "cpu": offer_of(SPEC, 3, device="cpu")}
-    lists = lists_of(even_split(SPEC, ["a", "cpu"], None, offers))
+    lists = lists_of(even_split(SPEC, ["a", "cpu"], None, offers=offers))
     assert sum(map(len, lists["a"].values())) == 2
     assert sum(map(len, lists["cpu"].values())) == 11

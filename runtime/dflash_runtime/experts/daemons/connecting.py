@@ -116,6 +116,35 @@ def connect(
     return Connected(links, events, context, supervisor)
 
 
+def offer_at(
+    endpoint: Endpoint, file: GgufFile, spec: ModelSpec, *, settings: Settings
+) -> Offer | None:
+    """What a running daemon offers for a model; it is left alone afterwards. None: an older one,
+    which cannot say.
+
+    Raises: DflashError if it is unavailable, or has another model.
+    """
+    with contextlib.ExitStack() as undo:
+        security = client_security(keys_directory(settings), endpoint)
+        link = DaemonLink(
+            "asked",
+            endpoint,
+            launch=None,
+            numeric_class="",
+            on_event=EventLog().add,
+            secure=None if security is None else security.apply,
+        )
+        undo.callback(link.close)
+        context = undo.enter_context(zmq.Context())
+        greeting = Greeting(file.identity(), spec.moe.digest, "", max_tokens=1, moe=spec.moe)
+        silence_s = settings.connect_timeout_ms / 1e3
+        options = LinkOptions(greeting, Timeouts(silence_s, silence_s))
+        supervisor = Supervisor(context, [link], options)
+        undo.callback(supervisor.close)
+        supervisor.ask()
+        return link.offer
+
+
 def _launches(
     undo: contextlib.ExitStack,
     model_path: Path,

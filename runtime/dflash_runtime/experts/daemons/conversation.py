@@ -57,8 +57,8 @@ class Conversation:
         link: DaemonLink,
         process: DaemonProcess | None,
         control: zmq.asyncio.Socket,
-        disconnected: _Received,
         *,
+        disconnected: _Received,
         silence_s: float,
     ) -> None:
         self._link = link
@@ -93,7 +93,7 @@ class Conversation:
             disconnected = asyncio.ensure_future(monitor.recv_multipart())
             try:
                 control.connect(link.endpoint.address)
-                yield cls(link, process, control, disconnected, silence_s=silence_s)
+                yield cls(link, process, control, disconnected=disconnected, silence_s=silence_s)
             finally:
                 disconnected.cancel()
                 control.disable_monitor()

@@ -90,6 +90,16 @@ def check_offer(offer: Offer, moe: MoeSpec, daemon_name: str) -> None:
             raise HandshakeRefused(f"daemon {daemon_name} offers an impossible {what}")
 
 
+def offer_text(offer: Offer) -> str:
+    """An offer for people, in one line."""
+    memory = "memory unknown"
+    if offer.total_bytes:
+        memory = f"{offer.free_bytes / 2**30:.1f} of {offer.total_bytes / 2**30:.1f} GiB free"
+    slowest_s = max(offer.used_s, default=0.0)
+    speed = f", {slowest_s * 1e6:.0f} us for a layer of a step" if slowest_s else ""
+    return f"{one_line(offer.device_name)}, {memory}{speed}"
+
+
 def _is_device(text: str) -> bool:
     try:
         parse_device(text)
