@@ -55,6 +55,7 @@ from dflash_runtime.compute.gpu.run.step_path import LocalPath
 from dflash_runtime.compute.gpu.transfers.payload import PayloadMover
 from dflash_runtime.compute.kv_cache import KvCache, KvType
 from dflash_runtime.compute.model import Model
+from dflash_runtime.compute.room import Needs
 from dflash_runtime.compute.thread_trial import OnePass
 
 _LOG = logging.getLogger(__name__)
@@ -155,30 +156,51 @@ class CupyBackend:
     ) -> None:
         """Raises: DeviceOutOfMemory, UnsupportedModel, SettingsError."""
         given = list(experts)
-        description = describe(file)
-        room = GpuRoom(file, model_spec(file, description), description)
-        num_remote = sum(num_experts < layer.num_experts for layer, num_experts in given)
-        needs = room.needs(
+        needs = self._needs(
+            file,
             num_positions=num_positions,
             kv_type=kv_type,
-            chunk=self.chunking.preferred,
-            scratch_bytes=self.ops.chunks.scratch_bytes,
-            is_parent=num_positions > 0,
-            num_remote_layers=num_remote,
+            num_remote_layers=sum(count < layer.num_experts for layer, count in given),
             num_daemons=num_daemons,
         )
-        # The context is open already; once there were chunks, all that they need is there too.
-        work = needs.work + needs.recorded + needs.driver - CONTEXT_BYTES
         needed = {
             "experts": total_experts(given),
             "other weights": needs.weights,
             "keys and values": needs.cache,
-            "work": 0 if self.ops.chunks.has_worked else work,
+            "work": self._work_bytes(needs),
         }
         if self._memory is not None:
             with self._lock:
                 self.device.trim()
             require_room(self.device.name, self._memory(), needed)
+
+    def _needs(
+        self,
+        file: GgufFile,
+        *,
+        num_positions: int = 0,
+        kv_type: KvType = KvType.F16,
+        num_remote_layers: int = 0,
+        num_daemons: int = 0,
+    ) -> Needs:
+        """Of a parent, or, without positions, of a daemon. Raises: UnsupportedModel."""
+        description = describe(file)
+        return GpuRoom(file, model_spec(file, description), description).needs(
+            num_positions=num_positions,
+            kv_type=kv_type,
+            chunk=self.chunking.preferred,
+            scratch_bytes=self.ops.chunks.scratch_bytes,
+            is_parent=num_positions > 0,
+            num_remote_layers=num_remote_layers,
+            num_daemons=num_daemons,
+        )
+
+    def _work_bytes(self, needs: Needs) -> int:
+        """What computing is still to take. The context is open already; once there were chunks, all
+        that they need is there too."""
+        if self.ops.chunks.has_worked:
+            return 0
+        return needs.work + needs.recorded + needs.driver - CONTEXT_BYTES
 
     def load_experts(
         self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array
