@@ -11,6 +11,9 @@ from typing import Protocol
 
 from dflash_runtime.compute.kv_cache import KvType
 
+HEAD_ROWS = 512
+"""Rows of logits computed at once: each is as long as the vocabulary."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerBytes:

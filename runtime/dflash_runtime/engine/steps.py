@@ -16,6 +16,7 @@ from dflash_runtime.compute import ComputeBackend, ExpertBank
 from dflash_runtime.compute.backend import NOT_FINITE, CapturedStep
 from dflash_runtime.compute.kv_cache import KvCache
 from dflash_runtime.compute.model import Model, OnLayer, Step, forward, run_to_end
+from dflash_runtime.compute.room import HEAD_ROWS
 from dflash_runtime.compute.trees import Tree, TreeResult
 from dflash_runtime.engine.absent_owners import AbsentOwners
 from dflash_runtime.engine.arguments import chunk_bounds
@@ -25,9 +26,6 @@ from dflash_runtime.engine.run_guard import RunGuard
 from dflash_runtime.engine.two_batch_overlap import run_in_turns
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 from dflash_runtime.placement.heat import Heat
-
-_HEAD_CHUNK = 512
-"""Rows of logits computed at once: each is as long as the vocabulary."""
 
 _NOT_FINITE = (
     # docs: the model's file is damaged, or memory, or a value has become too large; what was
@@ -92,7 +90,7 @@ class Steps:
             experts = backend.moe(banks, phase, AbsentOwners(self._runtime.local_experts_mask))
             step = Step.of_chunk(np.zeros(size, np.int32), 0, self._cache, phase)
             hidden = run_to_end(forward(self._model, step, experts))
-            for rows in (hidden[-_HEAD_CHUNK:], hidden[-1:]):
+            for rows in (hidden[-HEAD_ROWS:], hidden[-1:]):
                 backend.to_host(self._model.head(rows))
         if captured is not None:
             captured.prepare()
@@ -319,7 +317,7 @@ class Steps:
         Raises: NotFinite.
         """
         smallest = self._backend.chunking.smallest
-        for first, last in chunk_bounds(out.shape[0], None, _HEAD_CHUNK, smallest=smallest):
+        for first, last in chunk_bounds(out.shape[0], None, HEAD_ROWS, smallest=smallest):
             out[first:last] = self.head(hidden[first:last])
 
     def captured(self, run: int) -> CapturedStep | None:

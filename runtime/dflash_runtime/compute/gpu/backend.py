@@ -169,18 +169,8 @@ class CupyBackend:
         with self._lock:
             self.device.trim()
         memory = self._memory()
-        free_bytes = memory.room_bytes - self._work_bytes(self._needs(file, is_parent=False))
+        free_bytes = memory.room_bytes - self._work_bytes(self._needs(file))
         return ExpertMemory(max(0, free_bytes), memory.total_bytes, expert)
-
-    def _needs(self, file: GgufFile, *, num_positions: int = 0, **options: Any) -> Needs:
-        """See GpuRoom.needs. Raises: UnsupportedModel, SettingsError."""
-        description = describe(file)
-        return GpuRoom(file, model_spec(file, description), description).needs(
-            num_positions=num_positions,
-            chunk=self.chunking.preferred,
-            scratch_bytes=self.ops.chunks.scratch_bytes,
-            **{"kv_type": KvType.F16, **options},
-        )
 
     def _work_bytes(self, needs: Needs) -> int:
         """Bytes of what is still to be allocated beside weights and caches."""
@@ -203,8 +193,7 @@ class CupyBackend:
             file,
             num_positions=num_positions,
             kv_type=kv_type,
-            is_parent=num_positions > 0,
-            num_remote_layers=sum(number < layer.num_experts for layer, number in given),
+            num_remote_layers=sum(count < layer.num_experts for layer, count in given),
             num_daemons=num_daemons,
         )
         needed = {
@@ -217,6 +206,34 @@ class CupyBackend:
             with self._lock:
                 self.device.trim()
             require_room(self.device.name, self._memory(), needed)
+
+    def _needs(
+        self,
+        file: GgufFile,
+        *,
+        num_positions: int = 0,
+        kv_type: KvType = KvType.F16,
+        num_remote_layers: int = 0,
+        num_daemons: int = 0,
+    ) -> Needs:
+        """Of a parent, or, without positions, of a daemon. Raises: UnsupportedModel."""
+        description = describe(file)
+        return GpuRoom(file, model_spec(file, description), description).needs(
+            num_positions=num_positions,
+            kv_type=kv_type,
+            chunk=self.chunking.preferred,
+            scratch_bytes=self.ops.chunks.scratch_bytes,
+            is_parent=num_positions > 0,
+            num_remote_layers=num_remote_layers,
+            num_daemons=num_daemons,
+        )
+
+    def _work_bytes(self, needs: Needs) -> int:
+        """What computing is still to take. The context is open already; once there were chunks, all
+        that they need is there too."""
+        if self.ops.chunks.has_worked:
+            return 0
+        return needs.work + needs.recorded + needs.driver - CONTEXT_BYTES
 
     def load_experts(
         self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.layers import Description, Layer, MatrixTensor, VectorTensor, parts_of
+from dflash_adapters.layers import Description, MatrixTensor, VectorTensor, parts_of
 from dflash_adapters.spec import ModelSpec, MoeLayer
 from dflash_protocol.errors import DeviceOutOfMemory
 from dflash_runtime.compute.gpu.chunk_room import ChunkRoom, scratch_of_chunk
@@ -195,6 +195,7 @@ class GpuRoom:
         return Needs(
             weights=self.ends + sum(layer.trunk for layer in self.layers),
             cache=self.cache_bytes(num_positions, kv_type),
+            # What passes is one piece, of which steps and snapshots are counted elsewhere.
             work=work
             + allocated(passing)
             - recorded
@@ -204,7 +205,7 @@ class GpuRoom:
             driver=CONTEXT_BYTES + MODULES_BYTES,
         )
 
-    def _trunk(self, part: Layer | object) -> int:
+    def _trunk(self, part: object) -> int:
         """Bytes of dense tensors. Raises: UnsupportedModel."""
         seen: set[str] = set()
         total = 0
