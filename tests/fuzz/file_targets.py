@@ -1,8 +1,9 @@
-"""Fuzz targets that read files: placements, hotness tables, GGUF headers."""
+"""Fuzz targets that read files: placements, hotness tables, heat, GGUF headers."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from dflash_adapters.quant import TensorType
 from dflash_adapters.registry import read_spec
 from dflash_protocol.errors import ModelFileError, SettingsError
 from dflash_protocol.hotness import MAX_COUNTS, Hotness, read_hotness, write_hotness
+from dflash_protocol.ids import Phase
 from dflash_protocol.placement import (
     MAX_IDS,
     OwnedExperts,
@@ -24,6 +26,8 @@ from dflash_protocol.placement import (
     read_placement_file,
     write_owned_experts,
 )
+from dflash_runtime.placement.heat import HalfLives, Heat, HeatLayer
+from dflash_runtime.placement.heat_file import HeatFile, read_heat_file
 from fuzz.mutation import Mutator
 from fuzz.target import FileInMemory, Target
 from support import gguf_builder as raw
@@ -132,6 +136,44 @@ class HotnessFiles(Target):
         with tempfile.TemporaryDirectory() as folder:
             write_hotness(Path(folder) / "hotness.csv", hotness)
             return (Path(folder) / "hotness.csv").read_bytes()
+
+
+class HeatFiles(Target):
+    """Heat files: damaged as a whole, or under a right digest."""
+
+    refusals = (SettingsError,)
+
+    def __init__(self) -> None:
+        self._file = FileInMemory()
+        self._sound = []
+        for num_layers in (1, 3):
+            heat = Heat([HeatLayer(1 + 2 * i, 4 + i, 2) for i in range(num_layers)], HalfLives())
+            counts = np.zeros(heat.shape, np.int64)
+            counts[1, :, :4] = [5, 0, 3, 2]
+            heat.add(counts)
+            heat.add_pairs({"local": [3, 4]})
+            self._sound.append(HeatFile(heat, 9, "ab" * 32, "model").as_bytes())
+
+    def make(self, mutator: Mutator) -> list[bytes]:
+        content = mutator.choose(self._sound)
+        if mutator.chance(0.2):
+            return [mutator.damage(content, mutator.choose(self._sound))]
+        damaged = mutator.damage(content[:-32], mutator.choose(self._sound)[:-32])
+        return [damaged + hashlib.sha256(damaged).digest()]
+
+    def feed(self, frames: list[bytes]) -> None:
+        heat = read_heat_file(self._file.put(frames[0])).heat
+        for layer in heat.layers:
+            chances = heat.probabilities(Phase.DECODE, layer.layer_id)
+            assert chances.shape == (layer.num_experts,)
+            np.testing.assert_allclose(chances.sum(), layer.num_experts_used, rtol=1e-6)
+
+    def serve_good(self) -> None:
+        for content in self._sound:
+            assert read_heat_file(self._file.put(content)).as_bytes() == content
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class KeptDigests(Target):

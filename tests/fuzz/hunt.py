@@ -32,6 +32,7 @@ _NO_LIMIT = resource.RLIM_INFINITY
 TARGETS = {
     "placement-files": "fuzz.file_targets:PlacementFiles",
     "hotness-files": "fuzz.file_targets:HotnessFiles",
+    "heat-files": "fuzz.file_targets:HeatFiles",
     "kept-digests": "fuzz.file_targets:KeptDigests",
     "gguf-headers": "fuzz.file_targets:GgufHeaders",
     "data-frames": "fuzz.data_targets:DataFrames",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -66,15 +68,21 @@ class HeatStore:
         A file that cannot be used is a warning, unless the user has named it.
         Raises: SettingsError.
         """
-        if self._is_named and self._places[0].exists():
-            if not self._places[0].is_file():  # a pipe would be waited for
-                raise file_error(HEAT_KIND, self._places[0], "not a file")
-            return self.read(self._places[0], half_lives)
-        found = [each for each in self._places if each.is_file()]
-        for place in sorted(found, key=lambda each: each.stat().st_mtime, reverse=True):
+        written_ns: dict[Path, int] = {}
+        for place in self._places:
+            try:
+                written_ns[place] = _written_ns(place)
+            except SettingsError:
+                if self._is_named:
+                    raise
+        for place in sorted(self._places, key=lambda each: -written_ns.get(each, 0)):
+            if not written_ns.get(place):
+                break
             try:
                 return self.read(place, half_lives)
             except SettingsError as error:
+                if self._is_named:
+                    raise
                 self._bad.add(place)
                 # docs: it is of another model, or damaged: counting begins anew. It is renamed to
                 # end in `.bad` when new heat is saved
@@ -93,7 +101,8 @@ class HeatStore:
         for place in self._places:
             try:
                 if place in self._bad:
-                    place.replace(place.with_name(place.name + ".bad"))
+                    with contextlib.suppress(FileNotFoundError):
+                        place.replace(place.with_name(place.name + ".bad"))
                     self._bad.remove(place)
                 if place != self._places[0]:
                     place.parent.mkdir(mode=0o700, exist_ok=True)
@@ -155,7 +164,7 @@ class HeatKeeper:
         started_s = time.monotonic()
         counted, pairs = runtime.selections_by_phase(), _pairs_of(runtime.stats())
         new = counted - self._counted
-        if new.any():
+        if new.any() or pairs != self._pairs:
             new_pairs = {
                 name: [now - then for now, then in zip(each, before, strict=True)]
                 for name, each in pairs.items()
@@ -167,6 +176,7 @@ class HeatKeeper:
                         heat.add(new)
                         heat.add_pairs(new_pairs)
                 self._counted, self._pairs = counted, pairs
+        if new.any():
             self._start_saving()
         ended_s = time.monotonic()
         self._due_s = ended_s + max(_LEAST_APART_S, (ended_s - started_s) / _SHARE_OF_TIME)
@@ -185,7 +195,7 @@ class HeatKeeper:
         _LAST_SAVE_S. Idempotent."""
         if self._stop.is_set():
             return
-        if self._stats_path is not None:
+        if self._stats_path is not None and self._pairs:  # else the engine was never open
             self._start_saving()
         self._stop.set()
         if self._saver is not None:
@@ -198,8 +208,10 @@ class HeatKeeper:
         is_kept = self._store is not None and self._store.is_kept
         is_wanted = is_kept or self._stats_path is not None
         if is_wanted and self._saver is None and not self._stop.is_set():
-            self._saver = threading.Thread(target=self._save, name="dflash-heat", daemon=True)
-            self._saver.start()
+            saver = threading.Thread(target=self._save, name="dflash-heat", daemon=True)
+            with contextlib.suppress(RuntimeError):  # no thread now; the next update tries again
+                saver.start()
+                self._saver = saver
 
     def _save(self) -> None:
         assert self._store is not None
@@ -249,11 +261,28 @@ def open_heat(file: GgufFile, spec: ModelSpec, settings: Settings) -> HeatKeeper
     return HeatKeeper(store.load(half_lives), store=store, hotness=hotness, stats_path=stats_path)
 
 
+def _written_ns(path: Path) -> int:
+    """When a file was written last; 0 if there is none.
+
+    Raises: SettingsError if that cannot be said, or it is no file: a pipe would be waited for.
+    """
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    except OSError as error:
+        raise file_error(HEAT_KIND, path, error.strerror or str(error)) from error
+    if not stat.S_ISREG(found.st_mode):
+        raise file_error(HEAT_KIND, path, "not a file")
+    return max(1, found.st_mtime_ns)
+
+
 def _require_folder(path: Path) -> None:
     """Raises: SettingsError if a file can clearly not be made there."""
-    if path.is_dir():
+    if os.path.isdir(path):
         raise file_error(_STATS_KIND, path, "is a folder")
-    if not path.exists() and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+    has_folder = os.path.isdir(path.parent) and os.access(path.parent, os.W_OK | os.X_OK)
+    if not os.path.exists(path) and not has_folder:
         raise file_error(_STATS_KIND, path, "its folder does not exist or cannot be written to")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_protocol.errors import SettingsError
+from dflash_protocol.errors import DflashError, SettingsError
 from dflash_protocol.hotness import Hotness, write_hotness
 from dflash_protocol.ids import I64Array, Phase
 from dflash_protocol.settings import Settings, load_settings
@@ -227,6 +227,29 @@ def test_heat_that_cannot_be_saved_is_a_warning(
         engine.logits(PROMPT)  # it was given back
 
 
+def test_a_pipe_in_place_of_heat_is_not_waited_for(model: Path, beside: Path, cache: Path) -> None:
+    os.mkfifo(beside)
+    with opened(model, cache) as engine:
+        assert tokens_of(engine.heat()) == (0, 0)
+    with pytest.raises(SettingsError, match="not a file"):
+        opened(model, cache, heat=str(beside))
+
+
+def test_without_a_thread_to_save_it_heat_is_counted(
+    model: Path, beside: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with opened(model, cache) as engine:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            run(engine)
+            assert tokens_of(engine.heat()) == ONE_RUN
+        run(engine, 1)
+    assert read_heat_file(beside).heat.num_tokens(Phase.PREFILL) == 2 * len(PROMPT)
+
+
 def test_a_slow_disk_does_not_keep_an_engine_from_closing(
     model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -330,6 +353,18 @@ def test_statistics_are_of_one_run(model: Path, cache: Path, tmp_path: Path) -> 
     with opened(model, cache, heat="off", expert_stats=str(path)):
         pass
     assert read_heat_file(path).heat.num_tokens() == 0
+    path.write_bytes(b"of another run")
+    with pytest.raises(SettingsError):  # it does not come to a run
+        opened(model, cache, expert_stats=str(path), context=1 << 20)
+    with pytest.raises(DflashError):
+        opened(
+            model,
+            cache,
+            expert_stats=str(path),
+            connect=("ipc:///nothing/there",),
+            ipc_required=True,
+        )
+    assert path.read_bytes() == b"of another run"
     for wrong in (tmp_path, tmp_path / "none" / "stats"):
         with pytest.raises(SettingsError, match=f"expert statistics {wrong}: "):
             opened(model, cache, expert_stats=str(wrong))
