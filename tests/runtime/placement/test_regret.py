@@ -125,9 +125,7 @@ def small_boxes(draw: st.DrawFn, num_daemons: int = 0) -> Situation:
     shares = skewed(
         spec.moe, exponent=draw(st.sampled_from((0.0, 0.7, 1.5))), seed=draw(st.integers(0, 99))
     )
-    return situation(
-        spec, row, shares=shares, chunks=(CHUNK,), trunk=20 * MIB, ends=400 * MIB
-    )
+    return situation(spec, row, shares=shares, chunks=(CHUNK,), trunk=20 * MIB, ends=400 * MIB)
 
 
 @examples(60)
