@@ -70,7 +70,8 @@ class ExpertArrays:
                 values = known.get(layer.layer_id)
                 if values is None or np.shape(values) != (layer.num_experts,):
                     values = default[layer.layer_id]
-                result[row, : layer.num_experts] = values
+                # None is impossible: K of them are always chosen.
+                result[row, : layer.num_experts] = np.maximum(values, 1e-9)
             return checked_shares(result, num_used)
 
         decode = padded(shares.decode, prior.decode)

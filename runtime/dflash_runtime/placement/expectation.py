@@ -81,17 +81,21 @@ def expected_longest(counts: F64Array, times: F64Array, num_used: IntArray) -> F
 
 
 def checked_shares(shares: F64Array, num_used: IntArray) -> F64Array:
-    """Shares with the right sums: each in 0..1, a layer's sum its K. Shapes: [L, E], [L]."""
-    result = np.clip(np.nan_to_num(shares, nan=0.0), 0.0, 1.0)
-    for _ in range(32):  # what is cut off at 1 goes to the others
-        sums = result.sum(axis=1, keepdims=True)
-        if (np.abs(sums - num_used[:, None]) <= 1e-9 * num_used[:, None]).all():
-            break
+    """Shares with the right sums: each in 0..1, a layer's sum its K.
+
+    A layer with less than K positive shares cannot have it. Shapes: shares [L, E], num_used [L].
+    """
+    result = np.maximum(np.nan_to_num(shares, posinf=0.0), 0.0)
+    result *= num_used[:, None] / np.maximum(result.sum(axis=1, keepdims=True), 1e-300)
+    for _ in range(64):  # what is cut off at 1 goes to the others
+        result = np.minimum(result, 1.0)
         free = np.where(result < 1.0, result, 0.0)
-        missing = num_used[:, None] - (sums - free.sum(axis=1, keepdims=True))
-        scale = missing / np.maximum(free.sum(axis=1, keepdims=True), 1e-300)
-        result = np.where(result < 1.0, np.clip(free * scale, 0.0, 1.0), 1.0)
-    return result
+        missing = num_used[:, None] - np.where(result < 1.0, 0.0, 1.0).sum(axis=1, keepdims=True)
+        sums = free.sum(axis=1, keepdims=True)
+        if (np.abs(sums - missing) <= 1e-12 * num_used[:, None]).all():
+            break
+        result = np.where(result < 1.0, free * (missing / np.maximum(sums, 1e-300)), 1.0)
+    return np.minimum(result, 1.0)
 
 
 def _with_one_more(counts: F64Array, share: F64Array) -> F64Array:

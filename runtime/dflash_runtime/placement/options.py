@@ -135,12 +135,19 @@ class ParentOptions:
             )
         return self._models[chunk]
 
-    def needs(self, context: int, chunk: int, *, group: Iterable[int] = ()) -> BytesNeeded:
-        """What the parent's device needs besides experts."""
+    def needs(
+        self,
+        context: int,
+        chunk: int,
+        *,
+        group: Iterable[int] = (),
+        kv_type: KvType | None = None,
+    ) -> BytesNeeded:
+        """What the parent's device needs besides experts, if these owners have some of them."""
         group = list(group)
         return self.parent.footprint.needs(
             num_positions=context,
-            kv_type=self.kv_type,
+            kv_type=kv_type or self.kv_type,
             chunk=chunk,
             num_remote_layers=len(self.arrays.layer_ids) if group else 0,
             num_daemons=sum(self.sides[index].name in self.daemons for index in group),
@@ -157,6 +164,8 @@ class ParentOptions:
 
     def host_bytes(self) -> int:
         """Memory for experts of the processor beside the parent's device."""
+        if self.parent.shares_host_memory:
+            return self.free_bytes()
         asked = self.wishes.host_memory_bytes
         free = self.situation.host_bytes
         return max(0, free if asked is None else min(free, asked))
@@ -398,7 +407,8 @@ class ParentOptions:
         """The cost model with the memory that a context leaves."""
         ram = float(self.host_bytes())
         if self.parent.is_host or self.parent.shares_host_memory:
-            ram = max(0.0, float(self.free_bytes() - self.needs(context, chunk).total))
+            needs = self.needs(context, chunk, group=range(1, len(self.sides)))
+            ram = max(0.0, float(self.free_bytes() - needs.total))
         return replace(self.model(chunk), ram_bytes=ram)
 
     def _excess(self, owners: IntArray, context: int, chunk: int) -> dict[int, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,11 +23,11 @@ from dflash_runtime.placement.plan import (
 )
 from dflash_runtime.placement.situation import Situation
 from dflash_runtime.placement.split import HOST_OWNER, make_placement
-from dflash_runtime.placement.wishes import MoeMode, Wishes
+from dflash_runtime.placement.wishes import ExpertWishes, MoeMode, Wishes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Choice:
+class ParentChoice:
     """The best option of one parent."""
 
     options: ParentOptions
@@ -47,7 +47,7 @@ def forecast_of(price: Price) -> Forecast:
 def plan_of(
     situation: Situation,
     wishes: Wishes,
-    chosen: Choice,
+    chosen: ParentChoice,
     alternatives: tuple[Alternative, ...],
     *,
     tie: float,
@@ -83,7 +83,7 @@ def plan_of(
     )
 
 
-def _room(options: ParentOptions, wishes: Wishes, chosen: Choice) -> ExpertRoom:
+def _room(options: ParentOptions, wishes: Wishes, chosen: ParentChoice) -> ExpertRoom:
     """How many experts the parent's device could hold, as it is set up."""
     moe = options.situation.spec.moe
     total, recommended = moe.num_experts_total, recommended_experts(moe)
@@ -104,7 +104,7 @@ def _room(options: ParentOptions, wishes: Wishes, chosen: Choice) -> ExpertRoom:
     return ExpertRoom(status, had, asked, recommended)
 
 
-def _budgets(chosen: Choice) -> tuple[DeviceBudget, ...]:
+def _budgets(chosen: ParentChoice) -> tuple[DeviceBudget, ...]:
     options, owners = chosen.options, chosen.option.owners
     exists = options.arrays.exists
     present = [i for i in range(1, len(options.sides)) if ((owners == i) & exists).any()]
@@ -126,6 +126,8 @@ def _budgets(chosen: Choice) -> tuple[DeviceBudget, ...]:
         else:
             daemon = options.daemons.get(side.name)
             free = options.host_bytes() if daemon is None else daemon.free_bytes
+            if daemon is None and options.parent.shares_host_memory:
+                free = max(0, free - needs.total - options.used_bytes(owners, LOCAL))
             work = 0
             if daemon is not None:
                 work = int(daemon.free_bytes - options.limit_of(index, chosen.option.chunk))
@@ -135,13 +137,13 @@ def _budgets(chosen: Choice) -> tuple[DeviceBudget, ...]:
 
 
 def _reason(
-    chosen: Choice, alternatives: Sequence[Alternative], wishes: Wishes, *, tie: float
+    chosen: ParentChoice, alternatives: Sequence[Alternative], wishes: Wishes, *, tie: float
 ) -> str:
     """One sentence that says why."""
     option = chosen.option
     if not wishes.fits:
         return "Nothing was planned (--fit off)."
-    if wishes.experts != type(wishes.experts)() and not chosen.others:
+    if replace(wishes.experts, mode=None, cpu_moe=None) != ExpertWishes() or wishes.experts.cpu_moe:
         return "Experts are where they were asked for."
     if option.mode is MoeMode.RESIDENT:
         return f"All experts fit {chosen.options.parent.device}."

@@ -15,7 +15,7 @@ from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.placement.cost import LOCAL
 from dflash_runtime.placement.expectation import IntArray
 from dflash_runtime.placement.options import Option, ParentOptions
-from dflash_runtime.placement.outcome import Choice, forecast_of, plan_of
+from dflash_runtime.placement.outcome import ParentChoice, forecast_of, plan_of
 from dflash_runtime.placement.plan import (
     Alternative,
     Forecast,
@@ -66,7 +66,7 @@ def plan(situation: Situation, wishes: Wishes | None = None) -> Plan | PlanRefus
         )
     kv_type = wishes.kv_type or (KvType.F32 if spec.all_matrices_f32 else KvType.F16)
     connected = [each for each in situation.daemons if each.is_connected]
-    choices: list[Choice] = []
+    choices: list[ParentChoice] = []
     refused: list[PlanRefused] = []
     refusals: list[Alternative] = []
     for parent in _parents(situation, wishes):
@@ -124,7 +124,9 @@ def _needs_device(wishes: Wishes) -> bool:
     )
 
 
-def _best_of_parent(options: ParentOptions, wishes: Wishes, best_s: float) -> Choice | PlanRefused:
+def _best_of_parent(
+    options: ParentOptions, wishes: Wishes, best_s: float
+) -> ParentChoice | PlanRefused:
     """`best_s`: the request's time with the best parent so far; those that take much longer by
     estimate are not looked at closely."""
     side_names = [side.name for side in options.sides]
@@ -164,7 +166,7 @@ def _best_of_parent(options: ParentOptions, wishes: Wishes, best_s: float) -> Ch
     others = {each.name: each for each in sorted(found, key=lambda each: -each.price.request_s)}
     others.pop(best.name, None)
     kept = sorted(others.values(), key=lambda each: each.price.request_s)
-    return Choice(options, context, best, tuple(kept))
+    return ParentChoice(options, context, best, tuple(kept))
 
 
 def _preferred(options: ParentOptions, found: Sequence[Option], context: int, chunk: int) -> Option:
@@ -181,7 +183,7 @@ def _preferred(options: ParentOptions, found: Sequence[Option], context: int, ch
     return min(equal, key=lambda each: (_SIMPLEST.index(each.mode), each.price.request_s))
 
 
-def _simplest(choices: Sequence[Choice]) -> Choice:
+def _simplest(choices: Sequence[ParentChoice]) -> ParentChoice:
     """The parent that is fastest; of equal ones the first."""
     fastest = min(each.option.price.request_s for each in choices)
     return next(each for each in choices if each.option.price.request_s <= fastest * TIE)
@@ -241,7 +243,7 @@ def _chosen_setup(
 
 def _asked_for(
     options: ParentOptions, wishes: Wishes, asked: IntArray, contexts: Sequence[int]
-) -> Choice | PlanRefused:
+) -> ParentChoice | PlanRefused:
     """The assignment that was asked for, with the largest context and chunk that it leaves."""
     excess = ""
     for context in contexts:
@@ -252,7 +254,7 @@ def _asked_for(
                     continue
                 owners = options.fixed_part(asked, context, chunk)
             if owners is not None and options.is_legal(owners, context, chunk):
-                return Choice(options, context, options.priced(owners, context, chunk), ())
+                return ParentChoice(options, context, options.priced(owners, context, chunk), ())
     used = options.used_bytes(np.where(asked == UNASKED, LOCAL, asked), LOCAL)
     chunk = _chunks(options, wishes)[-1]
     left = options.expert_limit(contexts[-1], chunk, range(1, len(options.sides)))
@@ -280,7 +282,7 @@ def _fewer_layers(options: ParentOptions, asked: IntArray, left: float) -> str:
     return ""
 
 
-def _unplanned(options: ParentOptions, wishes: Wishes, asked: IntArray | None) -> Choice:
+def _unplanned(options: ParentOptions, wishes: Wishes, asked: IntArray | None) -> ParentChoice:
     """What a parent does without a plan: priced, whether it fits or not."""
     largest = options.situation.spec.context_length
     context = wishes.context or min(largest, UNPLANNED_CONTEXT)
@@ -293,7 +295,7 @@ def _unplanned(options: ParentOptions, wishes: Wishes, asked: IntArray | None) -
     if (owners == UNASKED).any():
         filled = options.fixed_part(owners, context, chunk)
         owners = np.where(owners == UNASKED, LOCAL, owners) if filled is None else filled
-    return Choice(options, context, options.priced(owners, context, chunk), ())
+    return ParentChoice(options, context, options.priced(owners, context, chunk), ())
 
 
 def _refused(options: ParentOptions, wishes: Wishes, context: int) -> PlanRefused:
@@ -321,7 +323,8 @@ def _largest_context(options: ParentOptions, wishes: Wishes, kv_type: KvType) ->
     chunk = _chunks(options, wishes)[-1]
 
     def fits(context: int) -> bool:
-        needs = options.parent.footprint.needs(num_positions=context, kv_type=kv_type, chunk=chunk)
+        everyone = range(1, len(options.sides))
+        needs = options.needs(context, chunk, group=everyone, kv_type=kv_type)
         return needs.total <= options.free_bytes()
 
     low, high = 0, options.situation.spec.context_length
@@ -336,7 +339,7 @@ def _largest_context(options: ParentOptions, wishes: Wishes, kv_type: KvType) ->
     return low if low < 256 else low // 256 * 256
 
 
-def _alternatives(chosen: Choice, choices: Sequence[Choice]) -> list[Alternative]:
+def _alternatives(chosen: ParentChoice, choices: Sequence[ParentChoice]) -> list[Alternative]:
     """The other options of the chosen parent, then the best of each other parent."""
     device = str(chosen.options.parent.device)
     found = [Alternative(each.name, device, forecast_of(each.price)) for each in chosen.others]
@@ -347,7 +350,7 @@ def _alternatives(chosen: Choice, choices: Sequence[Choice]) -> list[Alternative
     return found
 
 
-def _unconnected(situation: Situation, wishes: Wishes, chosen: Choice) -> list[Alternative]:
+def _unconnected(situation: Situation, wishes: Wishes, chosen: ParentChoice) -> list[Alternative]:
     """What each daemon that is not connected would bring."""
     found = []
     device = str(chosen.options.parent.device)
@@ -363,7 +366,7 @@ def _unconnected(situation: Situation, wishes: Wishes, chosen: Choice) -> list[A
 
 
 def _with_daemon(
-    situation: Situation, wishes: Wishes, chosen: Choice, daemons: Sequence[ExpertDaemon]
+    situation: Situation, wishes: Wishes, chosen: ParentChoice, daemons: Sequence[ExpertDaemon]
 ) -> Forecast | None:
     parent = chosen.options.parent
     options = ParentOptions(situation, parent, daemons, wishes, chosen.options.kv_type)
