@@ -172,12 +172,6 @@ class CupyBackend:
         free_bytes = memory.room_bytes - self._work_bytes(self._needs(file))
         return ExpertMemory(max(0, free_bytes), memory.total_bytes, expert)
 
-    def _work_bytes(self, needs: Needs) -> int:
-        """Bytes of what is still to be allocated beside weights and caches."""
-        if self.ops.chunks.has_worked:  # all that chunks need is there
-            return 0
-        return needs.work + needs.recorded + needs.driver - CONTEXT_BYTES  # which is open
-
     def require_room(
         self,
         file: GgufFile,
