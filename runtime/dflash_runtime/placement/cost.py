@@ -176,7 +176,7 @@ class CostModel:
             ((owners == index) & arrays.exists).any(axis=1) for index in range(num_sides)
         ])  # fmt: skip
         present = np.flatnonzero(has.any(axis=1))
-        counts = counts_by_owner(arrays.decode, owners, num_sides, arrays.most_used)
+        counts = counts_by_owner(arrays.decode, owners, num_owners=num_sides, most=arrays.most_used)
         times = np.stack(self.step_times)
         times[LOCAL] *= np.where(has[1:].any(axis=0), self.local_factor, 1.0)[:, None]
         result = expected_longest(counts[present], times[present], arrays.num_used)

@@ -36,6 +36,7 @@ class Group:
         model: CostModel,
         others: Sequence[int],
         limits: Sequence[float],
+        *,
         expert_bytes: F64Array,
         num_elsewhere: float,
     ) -> Group:

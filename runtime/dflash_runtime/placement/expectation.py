@@ -16,7 +16,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 def counts_by_owner(
-    shares: F64Array, owner_of_expert: IntArray, num_owners: int, most: int
+    shares: F64Array, owner_of_expert: IntArray, *, num_owners: int, most: int
 ) -> F64Array:
     """Probabilities that an owner has 0 … `most` of the experts drawn independently.
 

@@ -62,6 +62,7 @@ class ParentOptions:
         situation: Situation,
         parent: ParentDevice,
         daemons: Sequence[ExpertDaemon],
+        *,
         wishes: Wishes,
         kv_type: KvType,
     ) -> None:
@@ -116,7 +117,7 @@ class ParentOptions:
                 rate /= factor(box, f"copies to {device}", f"steps of {device}")
             trunk = TrunkTimes(
                 box.devices[device],
-                [each.trunk for each in parent.footprint.layers],
+                situation.trunk_bytes or [each.trunk for each in parent.footprint.layers],
                 situation.spec,
                 head_bytes=situation.head_bytes,
                 kv_type=self.kv_type,
@@ -377,7 +378,10 @@ class ParentOptions:
         dealt_to = self._group(group, context, chunk)
         if key not in self._tables:
             self._tables[key] = request_times(
-                self.model(chunk), self._in_order(order), group, dealt_to.parts.tolist()
+                self.model(chunk),
+                self._in_order(order),
+                others=group,
+                parts=dealt_to.parts.tolist(),
             )
         problem = SplitProblem(
             self._tables[key],
@@ -396,7 +400,9 @@ class ParentOptions:
         of_expert = max(1.0, float(self.bytes_of(LOCAL).mean()))
         total = float(self.arrays.num_experts.sum())
         elsewhere = total if self.parent.is_host else max(1.0, total - max(0.0, here) / of_expert)
-        return Group.of(self.model(chunk), group, limits, sizes, elsewhere)
+        return Group.of(
+            self.model(chunk), group, limits, expert_bytes=sizes, num_elsewhere=elsewhere
+        )
 
     def _in_order(self, order: Order) -> OrderedExperts:
         if order not in self._ordered:

@@ -48,8 +48,8 @@ def plan_of(
     situation: Situation,
     wishes: Wishes,
     chosen: ParentChoice,
-    alternatives: tuple[Alternative, ...],
     *,
+    alternatives: tuple[Alternative, ...],
     tie: float,
 ) -> Plan:
     """`tie`: predictions that differ by less count as equal."""

@@ -113,7 +113,7 @@ def _read(record: object, of: RecordOf) -> Plan:
     if isinstance(record, dict) and record.get("version") != PLAN_VERSION:
         raise ValueError(f"its version is not {PLAN_VERSION}")
     found = read.fields(record, "it", _KEYS)
-    read.whole(found["version"], "version", PLAN_VERSION, PLAN_VERSION)
+    read.whole(found["version"], "version", (PLAN_VERSION, PLAN_VERSION))
     if read.text(found["model"], "model") != of.model_identity:
         raise ValueError("it was made for another model")
     if read.text(found["box"], "box") != of.box_key and of.box_key is not None:
@@ -128,7 +128,7 @@ def _read(record: object, of: RecordOf) -> Plan:
         Origin(
             found["model"],
             found["box"],
-            read.whole(found["heat_tokens"], "heat_tokens", 0, _MOST_BYTES),
+            read.whole(found["heat_tokens"], "heat_tokens", (0, _MOST_BYTES)),
         ),
         _setup(found["setup"]),
         _placement(found["owners"], of),
@@ -155,9 +155,9 @@ def _setup(value: Any) -> Setup:
         raise ValueError(f"setup: device {error}") from None
     return Setup(
         device,
-        read.whole(found["context"], "context", 1, _MOST_POSITIONS),
+        read.whole(found["context"], "context", (1, _MOST_POSITIONS)),
         KvType(read.one_of(found["kv_type"], "kv_type", list(KvType))),
-        read.whole(found["chunk"], "chunk", 1, _MOST_POSITIONS),
+        read.whole(found["chunk"], "chunk", (1, _MOST_POSITIONS)),
     )
 
 
@@ -177,7 +177,7 @@ def _placement(value: Any, of: RecordOf) -> Placement:
                 raise ValueError(f"{name!a} has experts of {key[:20]!a}, which is not a layer")
             most = of.experts_per_layer[layer_id]
             for each_id in read.items(ids, f"layer {layer_id} of {name!a}", most):
-                read.whole(each_id, f"an expert id of layer {layer_id}", 0, most - 1)
+                read.whole(each_id, f"an expert id of layer {layer_id}", (0, most - 1))
             by_layer[layer_id] = ids
             total += len(ids)
         if total > MAX_IDS:
@@ -197,8 +197,8 @@ def _budget(value: Any) -> DeviceBudget:
     found = read.fields(value, "a budget", ("name", "num_experts", *_BUDGET_BYTES))
     return DeviceBudget(
         name=read.text(found["name"], "a budget's name"),
-        num_experts=read.whole(found["num_experts"], "num_experts", 0, MAX_IDS),
-        **{each: read.whole(found[each], each, 0, _MOST_BYTES) for each in _BUDGET_BYTES},
+        num_experts=read.whole(found["num_experts"], "num_experts", (0, MAX_IDS)),
+        **{each: read.whole(found[each], each, (0, _MOST_BYTES)) for each in _BUDGET_BYTES},
     )
 
 
@@ -206,7 +206,7 @@ def _room(value: Any) -> ExpertRoom:
     counts = ("had", "asked", "recommended")
     found = read.fields(value, "room", ("status", *counts))
     status = RoomStatus(read.one_of(found["status"], "status", list(RoomStatus)))
-    return ExpertRoom(status, *(read.whole(found[each], each, 0, MAX_IDS) for each in counts))
+    return ExpertRoom(status, *(read.whole(found[each], each, (0, MAX_IDS)) for each in counts))
 
 
 def _alternative(value: Any) -> Alternative:

@@ -75,7 +75,9 @@ def plan(situation: Situation, wishes: Wishes | None = None) -> Plan | PlanRefus
             continue
         best_s = min((each.option.price.request_s for each in choices), default=np.inf)
         found = _best_of_parent(
-            ParentOptions(situation, parent, connected, wishes, kv_type), wishes, best_s
+            ParentOptions(situation, parent, connected, wishes=wishes, kv_type=kv_type),
+            wishes,
+            best_s,
         )
         if isinstance(found, PlanRefused):
             refused.append(found)
@@ -92,7 +94,7 @@ def plan(situation: Situation, wishes: Wishes | None = None) -> Plan | PlanRefus
         *_unconnected(situation, wishes, chosen),
         *refusals,
     ]
-    return plan_of(situation, wishes, chosen, tuple(alternatives), tie=TIE)
+    return plan_of(situation, wishes, chosen, alternatives=tuple(alternatives), tie=TIE)
 
 
 def _parents(situation: Situation, wishes: Wishes) -> list[ParentDevice]:
@@ -369,7 +371,9 @@ def _with_daemon(
     situation: Situation, wishes: Wishes, chosen: ParentChoice, daemons: Sequence[ExpertDaemon]
 ) -> Forecast | None:
     parent = chosen.options.parent
-    options = ParentOptions(situation, parent, daemons, wishes, chosen.options.kv_type)
+    options = ParentOptions(
+        situation, parent, daemons, wishes=wishes, kv_type=chosen.options.kv_type
+    )
     found = list(options.options(chosen.context, chosen.option.chunk))
     best = min(found, key=lambda each: each.price.request_s, default=None)
     return None if best is None else forecast_of(best.price)

@@ -56,8 +56,9 @@ def items(value: Any, what: str, most: int) -> list[Any]:
     return value
 
 
-def whole(value: Any, what: str, smallest: int, largest: int) -> int:
-    """Raises: ValueError."""
+def whole(value: Any, what: str, bounds: tuple[int, int]) -> int:
+    """A whole number from one bound to the other. Raises: ValueError."""
+    smallest, largest = bounds
     if type(value) is not int or not smallest <= value <= largest:
         raise ValueError(f"{what} is {_shown(value)}, must be {smallest} to {largest}")
     return value

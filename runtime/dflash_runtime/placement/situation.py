@@ -151,3 +151,6 @@ class Situation:
     """Memory that the processor's experts may take: pages of the mapped file."""
     shares: ExpertShares
     request: PlannedRequest = field(default_factory=PlannedRequest)
+    trunk_bytes: tuple[int, ...] = ()
+    """Bytes in the file of each layer's trunk, as `Box` counts them; empty: as they lie on the
+    device."""

@@ -55,7 +55,7 @@ class OrderedExperts:
 
 
 def request_times(
-    model: CostModel, experts: OrderedExperts, others: Sequence[int], parts: Sequence[float]
+    model: CostModel, experts: OrderedExperts, *, others: Sequence[int], parts: Sequence[float]
 ) -> F64Array:
     """Seconds that experts take in the model's request, by layer and number of local experts n.
 

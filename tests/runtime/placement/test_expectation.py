@@ -57,7 +57,7 @@ def test_the_slowest_owner(layer: tuple[F64Array, int], data: st.DataObject) -> 
         weight * max(times[o, sum(owners[e] == o for e in chosen)] for o in range(num_owners))
         for chosen, weight in sets_of(shares, num_used).items()
     )
-    counts = counts_by_owner(shares[None], owners[None], num_owners, num_used)
+    counts = counts_by_owner(shares[None], owners[None], num_owners=num_owners, most=num_used)
     found = expected_longest(counts, times[:, None, :], np.array([num_used]))
     assert found[0] == pytest.approx(expected, rel=1e-9, abs=1e-12)
 

@@ -80,7 +80,9 @@ def regret(at: Situation) -> float:
     """How many times longer than necessary the plan's request takes."""
     found = plan(at, ASKED)
     assert isinstance(found, Plan)
-    options = ParentOptions(at, at.parents[0], at.daemons, ASKED, found.setup.kv_type)
+    options = ParentOptions(
+        at, at.parents[0], at.daemons, wishes=ASKED, kv_type=found.setup.kv_type
+    )
     owners = np.zeros(options.arrays.decode.shape, np.int64)
     index_of = {side.name: index for index, side in enumerate(options.sides)}
     for row, layer_id in enumerate(options.arrays.layer_ids.tolist()):
