@@ -219,7 +219,7 @@ def _compute(case: Case, tell: Any) -> None:
     tell("context", predicted=predicted)
     backends: list[CupyBackend] = []
 
-    def opened(device: Any, cache_dir: str | None) -> Any:
+    def opened(device: Any, cache_dir: str | None, **options: int) -> Any:
         backends.append(CupyBackend(device, max_chunk=case.chunk, cache_dir=cache_dir))
         return backends[0]
 
@@ -233,7 +233,13 @@ def _compute(case: Case, tell: Any) -> None:
         local_experts=case.local_experts if num_remote else None,
     )
     pool: Any = backends[0].device._memory._pool  # type: ignore[attr-defined]
-    tell("open", pool_opened=pool.total_bytes(), offloads=backends[0]._offload is not None)
+    if backends[0]._offload is not None:
+        missing = {
+            each.layer_id: each.num_experts - local[each.layer_id] for each in spec.moe.layers
+        }
+        predicted["offload"] = found.offload_bytes(missing)
+        predicted["total"] += predicted["offload"]
+    tell("open", predicted=predicted, pool_opened=pool.total_bytes())
     longest = case.context - _DECODED - 1
     prompt = [(7 * index + 11) % spec.vocab_size for index in range(longest)]
     for length in {100, longest // 7, longest // 3, longest}:
@@ -270,7 +276,7 @@ def _table(cases: list[dict[str, Any]]) -> str:
         rest = case["peak"] - context - pool
         rows.append(
             [
-                case["case"] + (", offload" if case["offloads"] else ""),
+                case["case"] + (", offload" if "offload" in predicted else ""),
                 *(_mib(predicted[name]) for name in purposes),
                 _mib(case["peak"]),
                 f"{_mib(case['over'])} ({100 * case['over'] / case['peak']:+.1f} %)",

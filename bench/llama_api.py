@@ -280,11 +280,26 @@ def fill_batch(
         batch.logits[index] = all_logits or index == len(token_ids) - 1
 
 
-def tensor_bytes(library: ctypes.CDLL, tensor: int) -> npt.NDArray[np.uint8]:
+def tensor_bytes(library: Any, tensor: int) -> npt.NDArray[np.uint8]:
     """Copy of all bytes of a tensor. Shapes: result [bytes]."""
     raw = np.empty(library.ggml_nbytes(tensor), np.uint8)
     library.ggml_backend_tensor_get(tensor, raw.ctypes.data, 0, raw.nbytes)
     return raw
+
+
+_ELEMENT_TYPES = {0: np.float32, 1: np.float16, 26: np.int32}
+"""By ggml's type ids."""
+
+
+def tensor_values(library: Any, tensor: int) -> npt.NDArray[Any]:
+    """Copy of a tensor's elements, by its own strides: some are views of wider tensors.
+
+    Shapes: result has ggml's four axes, the last first.
+    """
+    head = TensorHead.from_address(tensor)
+    raw = tensor_bytes(library, tensor)
+    shape, strides = list(head.ne)[::-1], list(head.nb)[::-1]
+    return np.ndarray(shape, _ELEMENT_TYPES[head.type], raw, strides=strides).copy()
 
 
 def open_wheel() -> ctypes.CDLL:

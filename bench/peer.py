@@ -114,6 +114,11 @@ def _keep_errors(level: int, text: bytes, _user_data: object) -> None:
         _recent_errors.append(text.decode(errors="replace").strip())
 
 
+def keep_errors(library: Any) -> None:
+    """Let PeerErrors of this process tell what `library`, a Peer or the wheel, logs as an error."""
+    library.llama_log_set(_keep_errors, None)
+
+
 class Peer:
     """The libraries of one variant; once a process, since their symbols are global.
 
@@ -144,7 +149,7 @@ class Peer:
             declare(library, calls)
             for name in calls:
                 setattr(self, name, getattr(library, name))
-        self.llama_log_set(_keep_errors, None)
+        keep_errors(self)
         self.llama_backend_init()
 
     def device_names(self) -> list[str]:

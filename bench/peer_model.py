@@ -100,9 +100,14 @@ class PeerContext:
         kv_type: str,
         micro_batch: int = 512,
         flash_attention: FlashAttention = FlashAttention.AUTO,
+        on_tensor: Any = None,
     ) -> None:
-        """Raises: PeerError if llama.cpp cannot make a context of this size."""
+        """`on_tensor`: an EVAL_CALLBACK for the tensors that are computed.
+
+        Raises: PeerError if llama.cpp cannot make a context of this size.
+        """
         self._peer = library
+        self._on_tensor = on_tensor  # kept alive for llama.cpp
         params = default_context_params(getattr(library, "llama", library))
         params.n_ctx = context
         params.n_batch = max(_BATCH, micro_batch)
@@ -111,6 +116,8 @@ class PeerContext:
         params.type_k = params.type_v = _KV_TYPES[kv_type]
         params.flash_attn_type = flash_attention
         params.no_perf = True
+        if on_tensor is not None:
+            params.cb_eval = ctypes.cast(on_tensor, P)
         self._context = library.llama_init_from_model(model, params)
         if not self._context:
             raise PeerError(f"llama.cpp makes no context of {context} positions")
@@ -121,6 +128,10 @@ class PeerContext:
     def logits(self, token_ids: Sequence[int], vocab_size: int) -> F32Array:
         """Logits after the last token, from an empty state. Shapes: result [V] float32."""
         self.fill(token_ids)
+        return self.last_logits(vocab_size)
+
+    def last_logits(self, vocab_size: int) -> F32Array:
+        """Logits after the token that was computed last. Shapes: result [V] float32."""
         row = self._peer.llama_get_logits_ith(self._context, -1)
         return np.ctypeslib.as_array(row, (vocab_size,)).copy()
 

@@ -13,9 +13,16 @@ These are Qwen3-30B-A3B; of other models:
   qwen35moe  Qwen3.6-35B-A3B, Q4_K_M, 8 layers
   olmoe      OLMoE-1B-7B, Q4_K_M, all of its 16 layers
 
+Random weights choose experts uniformly. With --routing the file itself holds other routing, which
+any engine follows (see bench.planted_routing), and <name>-<routing>.gguf is its name:
+  qwen3    as Qwen3-30B-A3B routes text: popular experts, of which some stay for a while
+  fickle   popular experts alone, each token's drawn anew
+  flat     all experts alike
+
 Examples:
   python -m bench.random_moe q4_k_m
   python -m bench.random_moe q4_k_m --layers 48 --out /tmp/whole-model.gguf
+  python -m bench.random_moe q4_k_m --layers 48 --routing qwen3 --out /tmp/whole-qwen3.gguf
 """
 
 from __future__ import annotations
@@ -29,6 +36,7 @@ import numpy as np
 from bench.machine import BUILD
 from bench.model_shapes import SHAPES, Mix, add_metadata, tensors
 from bench.options import bench_parser
+from bench.planted_routing import KIND_KEY, KINDS, SEED_KEY, PlantedRouting
 from gguf import GGMLQuantizationType as Type
 
 from dflash_protocol.ids import AnyArray, U8Array
@@ -75,9 +83,23 @@ def model_path(name: str) -> Path:
     return path
 
 
-def write(path: Path, mix: Mix, *, num_layers: int | None = None, seed: int = 0) -> None:
-    """Write one file; it gets its name when it is complete."""
+def write(
+    path: Path,
+    mix: Mix,
+    *,
+    num_layers: int | None = None,
+    seed: int = 0,
+    routing: str | None = None,
+) -> None:
+    """Write one file; it gets its name when it is complete.
+
+    `routing`: one of `planted_routing.KINDS`, or None for random routers.
+    """
     num_layers = num_layers or mix.num_layers
+    vocabulary = mix.vocabulary or SHAPES[mix.shape].vocabulary
+    planted = routing and PlantedRouting(
+        routing, seed, vocabulary=vocabulary, num_layers=num_layers
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     written = list(tensors(mix, num_layers))
@@ -85,7 +107,10 @@ def write(path: Path, mix: Mix, *, num_layers: int | None = None, seed: int = 0)
     writer = gguf.GGUFWriter(unfinished, mix.shape)
     try:
         add_metadata(writer, mix, num_layers)
-        _add_tokenizer(writer, mix.vocabulary or SHAPES[mix.shape].vocabulary)
+        _add_tokenizer(writer, vocabulary)
+        if routing:
+            writer.add_string(KIND_KEY, routing)
+            writer.add_uint32(SEED_KEY, seed)
         for name, tensor_type, shape in written:
             byte_shape = gguf.quant_shape_to_byte_shape(shape, tensor_type)
             num_bytes = int(np.prod(byte_shape, dtype=np.int64))
@@ -97,7 +122,10 @@ def write(path: Path, mix: Mix, *, num_layers: int | None = None, seed: int = 0)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for number, (name, tensor_type, shape) in enumerate(written):
-            writer.write_tensor_data(_values(random, name, tensor_type, shape))
+            values = _values(random, name, tensor_type, shape)
+            if planted:
+                planted.plant(name, tensor_type, shape, values)
+            writer.write_tensor_data(values)
             print(f"\rwriting {path.name}: tensor {number + 1} of {len(written)}", end="")
         print(flush=True)
         writer.close()
@@ -217,10 +245,18 @@ def main() -> None:
     parser.add_argument("name", choices=list(MIXES))
     parser.add_argument("--layers", type=int, help="number of layers (default: see above)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--routing", choices=list(KINDS), help="default: random routers")
     parser.add_argument("--out", type=Path, help="default: build/bench-models/<name>.gguf")
     options = parser.parse_args()
-    path = options.out or MODELS / f"{options.name}.gguf"
-    write(path, MIXES[options.name], num_layers=options.layers, seed=options.seed)
+    name = f"{options.name}-{options.routing}" if options.routing else options.name
+    path = options.out or MODELS / f"{name}.gguf"
+    write(
+        path,
+        MIXES[options.name],
+        num_layers=options.layers,
+        seed=options.seed,
+        routing=options.routing,
+    )
     print(f"{path}: {path.stat().st_size / 1e9:.2f} GB")
 
 

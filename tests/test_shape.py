@@ -32,6 +32,7 @@ SETTINGS, MESSAGE, METRICS = "frozen settings", "a message's fields", "figures o
 ATTRIBUTES = {
     "bench/model_shapes.py:ModelShape": SETTINGS,
     "protocol/dflash_protocol/settings/table.py:Settings": SETTINGS,
+    "protocol/dflash_protocol/wire/messages.py:Offer": MESSAGE,
     "protocol/dflash_protocol/wire/messages.py:Welcome": MESSAGE,
     "runtime/dflash_runtime/serving/requests.py:ChatBody": MESSAGE,
     "runtime/dflash_runtime/serving/requests.py:CompletionBody": MESSAGE,

@@ -6,7 +6,7 @@ It is derived from metadata alone, without reading weights, so it is cheap for a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
@@ -149,6 +149,18 @@ class MoeLayer:
         """Bytes of one expert of this layer."""
         return sum(part.num_bytes for part in self.parts)
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What the time of an expert depends on: types and shapes."""
+        return (
+            self.num_experts_used,
+            self.activation,
+            *(
+                (p.tensor_type, p.rows, p.columns, p.bias is None, p.scale is None)
+                for p in self.projections
+            ),
+        )
+
 
 @dataclass(frozen=True)
 class MoeSpec:
@@ -159,6 +171,14 @@ class MoeSpec:
     @cached_property
     def by_layer_id(self) -> dict[int, MoeLayer]:
         return {layer.layer_id: layer for layer in self.layers}
+
+    @cached_property
+    def first_of_kind(self) -> dict[int, int]:
+        """By layer id, the first layer of the same kind."""
+        first: dict[tuple[object, ...], int] = {}
+        return {
+            layer.layer_id: first.setdefault(layer.kind, layer.layer_id) for layer in self.layers
+        }
 
     @property
     def num_experts_total(self) -> int:
@@ -270,3 +290,8 @@ class ModelSpec:
         are overwritten.
         """
         return not self.recurrent_layers and all(kv.mask.span is None for kv in self.kv_layers)
+
+    def first_layers(self, num_layers: int) -> ModelSpec:
+        """The same with its first layers only. Caches stay those of all layers."""
+        moe = tuple(layer for layer in self.moe.layers if layer.layer_id < num_layers)
+        return replace(self, num_layers=num_layers, moe=MoeSpec(moe))

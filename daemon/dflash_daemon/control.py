@@ -20,6 +20,7 @@ from dflash_adapters.gguf.file import FileChange
 from dflash_adapters.gguf.weight_blocks import nonce_from
 from dflash_daemon.data_paths import MemoryOffers
 from dflash_daemon.host import ExpertHost
+from dflash_daemon.offers import Offers
 from dflash_daemon.service import ComputeService
 from dflash_protocol.endpoint import is_ipv6
 from dflash_protocol.errors import (
@@ -36,7 +37,9 @@ from dflash_protocol.wire import version1
 from dflash_protocol.wire.messages import (
     COMPARING,
     HEADER_LIMIT_BYTES,
+    MEASURING,
     PROTOCOL_VERSIONS,
+    AskOffer,
     Attach,
     Bye,
     Hello,
@@ -68,7 +71,8 @@ _HUNG_S = 10.0
 class ControlServer:
     """Serves all parents on one ROUTER socket; `secure` sets keys on it.
 
-    A link begins with Hello, may Attach shared memory, and ends with Bye or silence.
+    A parent may first send AskOffer. A link begins with Hello, may Attach shared memory, and ends
+    with Bye or silence.
     Owns: the socket, and each link's hold on its experts.
     """
 
@@ -91,6 +95,7 @@ class ControlServer:
         self._max_tokens = max_tokens
         self._device = device
         self._memory = MemoryOffers(host, shared_folder)
+        self._offers = Offers(host, device, can_mail=self._memory.can_mail, send=self._send)
         self._last_seen_s: dict[str, float] = {}
         self._held: dict[str, HeldPlacement] = {}
         self._hellos: dict[bytes, asyncio.Task[None]] = {}
@@ -116,6 +121,7 @@ class ControlServer:
                 routing_id, *frames = await self._socket.recv_multipart()
                 await self._handle(routing_id, frames)
         finally:
+            await self._offers.close()
             tasks = (sweeping, *self._hellos.values())
             for task in tasks:
                 task.cancel()
@@ -131,7 +137,12 @@ class ControlServer:
             if not frames:
                 raise ProtocolError("an empty message")
             message = decode_header(frames[0])
-            if isinstance(message, Hello):
+            if isinstance(message, AskOffer):
+                self._check_model(message)
+                self._offers.start(routing_id)
+                # At once, before any later message is answered: see AskOffer.
+                await self._send(routing_id, Progress(MEASURING, 0, 1))
+            elif isinstance(message, Hello):
                 if len(frames) != 2:
                     raise ProtocolError("hello comes with one placement frame")
                 self._start_hello(routing_id, message, frames[1])
@@ -268,12 +279,6 @@ class ControlServer:
                 code="version",
             )
         self._check_model(hello)
-        if hello.moe_digest != self._host.spec.moe.digest:
-            raise HandshakeRefused(
-                f"this daemon reads the experts as {self._host.spec.moe.digest[:16]}, "
-                f"the parent as {hello.moe_digest[:16]}: different versions of this program?",
-                code="spec",
-            )
         if self._service.busy_s > _HUNG_S:
             raise HandshakeRefused(
                 f"computing one request for {self._service.busy_s:.0f} s already", code="busy"
@@ -283,7 +288,7 @@ class ControlServer:
             raise HandshakeRefused(f"{_MAX_LINKS} parents are connected already", code="busy")
         return max(common)
 
-    def _check_model(self, hello: Hello) -> None:
+    def _check_model(self, hello: Hello | AskOffer) -> None:
         """Raises: HandshakeRefused if the models differ, or the daemon's file has changed."""
         change = self._host.file_change()
         if change is FileChange.WRITTEN:
@@ -307,6 +312,12 @@ class ControlServer:
                 f"this daemon runs model {self._host.identity[:16]} ({self._host.spec.name}), "
                 f"asked for is model {hello.model_identity[:16]}{hint}",
                 code="model",
+            )
+        if hello.moe_digest != self._host.spec.moe.digest:
+            raise HandshakeRefused(
+                f"this daemon reads the experts as {self._host.spec.moe.digest[:16]}, "
+                f"the parent as {hello.moe_digest[:16]}: different versions of this program?",
+                code="spec",
             )
 
     def _file_stamp(self) -> str:

@@ -74,6 +74,12 @@ class MemoryOffers:
         self._host = host
         self._folder = folder
 
+    @property
+    def can_mail(self) -> bool:
+        """Whether a device here can answer parents through a mailbox."""
+        backend = self._host.backend
+        return self._folder is not None and None not in (backend.mail, backend.mover)
+
     def offered(self, welcome: Welcome, limits: LinkLimits) -> Welcome:
         """The welcome with what is offered to such a link."""
         return replace(

@@ -14,8 +14,10 @@ from dflash_adapters.gguf.weight_check import WeightCheck
 from dflash_adapters.registry import read_spec
 from dflash_protocol.errors import DaemonUnavailable, DeviceOutOfMemory
 from dflash_protocol.placement import OwnedExperts
-from dflash_protocol.wire.messages import COMPARING
+from dflash_protocol.wire.messages import COMPARING, MEASURING
 from dflash_runtime.compute import DAEMON_MEMORY_ADVICE, ComputeBackend
+from dflash_runtime.compute.backend import ExpertMemory
+from dflash_runtime.experts.speed_trial import KindSpeed, measure_kinds
 from dflash_runtime.experts.store import (
     ExpertStore,
     HeldPlacement,
@@ -56,10 +58,10 @@ class ExpertHost:
             raise
         self.backend = backend
         self.store = ExpertStore(backend, self._file, self.spec.moe)
-        self._keeps = False
         self._is_compiled = False
         self._has_threads = False
         self._load_lock = threading.Lock()
+        self._speeds: dict[int, KindSpeed] = {}
         self._waiting: list[OnProgress] = []
         """Callbacks of all threads that wait for kernels to be compiled."""
         self._is_cancelled = False
@@ -110,10 +112,31 @@ class ExpertHost:
             for layer in moe.layers:
                 backend.drop_experts(self._file, layer, probe.by_layer[layer.layer_id])
 
+    def speeds(self, on_progress: OnProgress = _ignore) -> dict[int, KindSpeed]:
+        """How fast each kind of layer's experts are computed here, by the kind's first layer;
+        measured once, unless there was no memory for it. Thread-safe.
+
+        Raises: DaemonUnavailable if cancelled.
+        """
+
+        def on_trial(num_done: int, num_total: int) -> None:
+            self._require_not_cancelled()
+            on_progress(MEASURING, num_done, num_total)
+
+        with self._reporting(on_progress), self._load_lock:
+            self._compile()
+            if not any(each.one_s for each in self._speeds.values()):
+                self.backend.choose_threads(self._file, None)
+                self._speeds = measure_kinds(self.store, self.backend, on_progress=on_trial)
+            return self._speeds
+
+    def memory(self) -> ExpertMemory:
+        """Memory for experts of this model. Raises: UnsupportedModel, DeviceUnavailable."""
+        return self.backend.expert_memory(self._file, self.spec.moe.layers)
+
     def keep(self, owned: OwnedExperts, on_progress: OnProgress = _ignore) -> None:
         """Load experts and keep them until the host is closed. Raises: as `load`."""
         self.store.keep(self.load(owned, on_progress))
-        self._keeps = True
 
     def load(self, owned: OwnedExperts, on_progress: OnProgress = _ignore) -> HeldPlacement:
         """Load experts until `release`; returns when every kernel that they need has run once.
@@ -133,7 +156,7 @@ class ExpertHost:
             try:
                 held = self.store.hold(owned, on_layer)
             except DeviceOutOfMemory as error:
-                kept = "; it keeps the experts of its --placement" if self._keeps else ""
+                kept = "; it keeps the experts of its --placement" if self.store.is_kept else ""
                 raise error.with_advice(DAEMON_MEMORY_ADVICE + kept) from error
             if not self._has_threads:  # no parent has asked for anything yet
                 self._has_threads = True

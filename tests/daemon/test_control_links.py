@@ -19,7 +19,12 @@ from dflash_protocol.ring.layout import MOVED_FACTOR
 from dflash_protocol.transports.shared_client import SharedClient
 from dflash_protocol.wire.messages import Attached, Bye, Refused, Welcome, encode_header
 from dflash_protocol.wire.transport import Reply
-from dflash_runtime.experts.daemons.data_path import Offer, OfferFailed, SharingPlan, make_offer
+from dflash_runtime.experts.daemons.data_path import (
+    OfferFailed,
+    SegmentOffer,
+    SharingPlan,
+    make_offer,
+)
 from support.control_rig import CAPACITY, OWNED, SHAPE, TIMEOUT_S, Daemon, GateBackend
 from support.host_mover import HostMover, MovedRows
 from support.routed_batches import batch_of
@@ -69,7 +74,7 @@ async def test_a_parent_of_version_1_is_welcomed_and_served_by_global_ids(daemon
 PLAN = SharingPlan(SHAPE.hidden_size, SHAPE.num_experts_used, 1 << 20)
 
 
-def offer_for(welcome: Welcome, run_dir: Path) -> Offer:
+def offer_for(welcome: Welcome, run_dir: Path) -> SegmentOffer:
     assert welcome.can_share
     return make_offer(run_dir, welcome, PLAN)
 

@@ -147,7 +147,18 @@ def test_a_daemon_that_is_running_answers(tmp_path: Path, run_dir: Path) -> None
     endpoint = f"ipc://{run_dir}/d.sock"
     with running_daemon(model, endpoint, ["--backend", "reference"]):
         code, found = diagnosis("--connect", endpoint)
-    assert (code, found["connections"]) == (0, [{"endpoint": endpoint, "why_not": None}])
+        told = diagnosis(model, "--connect", endpoint)
+        other = write_qwen3moe(tmp_path / "other.gguf", ODD_SHAPES[1], seed=10)
+        refused = diagnosis(other, "--connect", endpoint)
+        shown = run_main(main, "doctor", model, "--connect", endpoint).stdout
+    answers = {"endpoint": endpoint, "why_not": None, "offer": None}
+    assert (code, found["connections"]) == (0, [answers])
+    [connection] = told[1]["connections"]
+    assert (told[0], connection["why_not"]) == (0, None)
+    assert connection["offer"]["free_bytes"] > 0
+    assert f"{endpoint}: answers, {connection['offer']['device_name']}, " in shown
+    assert (refused[0], len(refused[1]["problems"])) == (1, 1)
+    assert " refused: this daemon runs model" in refused[1]["problems"][0]
 
 
 def test_a_bad_setting_is_misuse_not_a_finding() -> None:

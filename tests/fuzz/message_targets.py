@@ -15,9 +15,11 @@ from dflash_adapters.spec import Activation, ExpertProjection, MoeLayer, MoeSpec
 from dflash_protocol.errors import ProtocolError
 from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.wire.messages import (
+    AskOffer,
     Bye,
     Hello,
     Message,
+    Offer,
     Ping,
     Pong,
     Progress,
@@ -26,8 +28,10 @@ from dflash_protocol.wire.messages import (
     decode_header,
     encode_header,
 )
+from dflash_runtime.experts.daemons.offers import check_offer
 from fuzz.mutation import Mutator
 from fuzz.target import Target
+from support.scripted_daemon import good_offer
 
 EXPERTS_PER_LAYER = {0: 8, 1: 8, 3: 5}
 _ROWS, _COLUMNS = 50, 60
@@ -72,6 +76,7 @@ _SAMPLES: dict[Any, object] = {
     bool: True,
     str: "f32",
     tuple[int, ...]: (1, 2),
+    tuple[float, ...]: (0.5, 2.0),
 }
 
 
@@ -117,7 +122,8 @@ class Handshakes(Target):
             for lists in ({0: [3, 0, 7], 1: range(8), 3: [4]}, {1: [5]}, {})
         ]
         self._placements = [owned.canonical_bytes for owned in self._owned]
-        self._good = [sample(record) for record in (Progress, Welcome, Refused, Ping, Pong, Bye)]
+        told = (AskOffer, Progress, Welcome, Refused, Ping, Pong, Bye)
+        self._good = [good_offer(_moe_spec()), *(sample(record) for record in told)]
         self._hellos = [
             sample(Hello, placement_fingerprint=owned.fingerprint, nonce="5e" * 16)
             for owned in self._owned
@@ -140,6 +146,9 @@ class Handshakes(Target):
     def feed(self, frames: list[bytes]) -> None:
         message = decode_header(frames[0])
         assert decode_header(encode_header(message)) == message
+        if isinstance(message, Offer):
+            check_offer(message, self._moe, "cpu0")
+            assert len(message.expert_bytes) == len(message.layer_ids)
         if isinstance(message, Hello):
             if len(frames) != 2:
                 raise ProtocolError("hello comes with one placement frame")

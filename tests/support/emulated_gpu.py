@@ -81,14 +81,16 @@ class EmulatedGpus:
         """`overlapped_from` of backends that are opened from now on."""
         self.opened: list[EmulatedDevice] = []
 
-    def open(self, device: Device, cache_dir: str | None = None) -> CupyBackend:
+    def open(
+        self, device: Device, cache_dir: str | None = None, max_chunk: int = MAX_CHUNK
+    ) -> CupyBackend:
         if device.index >= NUM_GPUS:
             raise DeviceUnavailable(f"{device}: the driver sees {NUM_GPUS} devices of this kind")
         emulated = EmulatedDevice()
         self.opened.append(emulated)
         return CupyBackend(
             emulated,
-            max_chunk=MAX_CHUNK,
+            max_chunk=max_chunk,
             scratch_bytes=SCRATCH_BYTES,
             overlapped_from=self.overlapped_from,
             memory=self._memory,
@@ -125,7 +127,9 @@ class RealGpu:
         self.device = device
         self.held = DriverUse(monkeypatch).held
 
-    def open(self, device: Device, cache_dir: str | None = None) -> CupyBackend:
+    def open(
+        self, device: Device, cache_dir: str | None = None, max_chunk: int = MAX_CHUNK
+    ) -> CupyBackend:
         return CupyBackend(
             device, max_chunk=MAX_CHUNK, scratch_bytes=SCRATCH_BYTES, cache_dir=cache_dir
         )

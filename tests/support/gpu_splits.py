@@ -25,7 +25,7 @@ from dflash_runtime.compute.model import Step, forward, run_to_end
 from dflash_runtime.engine.heat_keeper import HeatKeeper
 from dflash_runtime.engine.steps import Steps
 from dflash_runtime.experts.compute import LocalExpertCompute, Ticket
-from dflash_runtime.experts.offload import OffloadMode
+from dflash_runtime.experts.offload import OffloadChoice, OffloadMode
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 from dflash_runtime.experts.store import load_banks
 from dflash_runtime.experts.telemetry import OwnerKind
@@ -95,7 +95,11 @@ class Split:
                 self._local_banks = banks
             computes.append(compute(kind, banks))
         self.runtime = MoeExpertComputeRuntime(
-            self.placement, computes, fallback=None, device_owner=device_owner, offload=offload
+            self.placement,
+            computes,
+            fallback=None,
+            device_owner=device_owner,
+            offload=OffloadChoice(offload),
         )
         self._backend, self._model = backend, model
         self._cache = backend.new_cache(spec, ids.size, kv_type)

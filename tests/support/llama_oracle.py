@@ -27,20 +27,18 @@ from bench.llama_api import (
     Calls,
     LlamaError,
     P,
-    TensorHead,
     declare,
     default_context_params,
     default_model_params,
     fill_batch,
     open_wheel,
-    tensor_bytes,
+    tensor_values,
 )
 
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, U8Array
 
 _LOG_LEVEL_ERROR = 4
 _FLASH_ATTENTION_DISABLED = 0
-_ELEMENT_TYPES = {0: np.float32, 1: np.float16, 26: np.int32}
 _KV_TYPE_IDS = {"f32": 0, "f16": 1}
 _NOT_FOR_WEIGHTS = frozenset({"Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64"})
 
@@ -273,15 +271,9 @@ class LlamaOracle:
             out[index] = np.ctypeslib.as_array(row, shape=(self.vocab_size,))
 
     def _read_tensor(self, tensor: int, num_tokens: int) -> AnyArray:
-        """Copy of a tensor, by its own strides: some are views of wider tensors."""
-        head = TensorHead.from_address(tensor)
-        raw = tensor_bytes(self._library, tensor)
-        shape, strides = list(head.ne)[::-1], list(head.nb)[::-1]
-        values: AnyArray = np.ndarray(
-            shape, dtype=_ELEMENT_TYPES[head.type], buffer=raw, strides=strides
-        )
-        values = values[0]
-        return (values[0] if values.shape[:2] == (1, num_tokens) else values).copy()
+        """Copy of a tensor with the token axis first."""
+        values: AnyArray = tensor_values(self._library, tensor)[0]
+        return values[0] if values.shape[:2] == (1, num_tokens) else values
 
 
 def quantise(values: F32Array, tensor_type_name: str) -> U8Array:

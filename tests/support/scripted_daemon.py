@@ -12,13 +12,17 @@ from typing import Any, Self, TypeVar
 
 import zmq
 
+from dflash_adapters.spec import MoeSpec
 from dflash_protocol.endpoint import Endpoint, IpcClaim, parse_endpoint
 from dflash_protocol.wire.messages import (
+    AskOffer,
     Bye,
     Hello,
     Message,
+    Offer,
     Ping,
     Pong,
+    Refused,
     Welcome,
     decode_header,
     encode_header,
@@ -90,7 +94,8 @@ class ScriptedDaemon(ListeningSocket):
     ) -> M:
         """The next message, which must be of this kind, but for ones to be skipped.
 
-        The goodbye of a session before this one may come at any time.
+        The goodbye of a session before this one may come at any time. A question for an offer is
+        answered as by an older daemon, unless it is expected.
         """
         end_s = time.monotonic() + within_s
         while True:
@@ -100,6 +105,10 @@ class ScriptedDaemon(ListeningSocket):
             message = decode_header(header)
             if isinstance(message, record):
                 return message
+            if isinstance(message, AskOffer):
+                self.say(Refused("unknown_type", "unknown message type 'ask'"))
+                self.say(Pong(self.expect(Ping).sequence, False, 0.0))
+                continue
             assert isinstance(message, (Bye, *skipping)), f"{message} came, expected {record.TYPE}"
 
     def expect_bye(self) -> None:
@@ -134,6 +143,28 @@ class ScriptedDaemon(ListeningSocket):
         self.say(welcome_to(hello, **changes))
         self.say(Pong(self.expect(Ping).sequence, True, 0.0))
         return hello
+
+
+def good_offer(spec: MoeSpec, **changes: Any) -> Offer:
+    """The offer of a correct daemon for a model of these experts, with some fields replaced."""
+    kinds = tuple(sorted(set(spec.first_of_kind.values())))
+    good = Offer(
+        device="cpu",
+        device_name="a processor",
+        numeric_class="class-3d",
+        free_bytes=1 << 30,
+        total_bytes=1 << 31,
+        held_bytes=0,
+        num_threads=2,
+        can_mail=False,
+        layer_ids=kinds,
+        expert_bytes=tuple(spec.by_layer_id[each].expert_bytes for each in kinds),
+        one_s=(1e-5,) * len(kinds),
+        used_s=(2e-5,) * len(kinds),
+        chunk_tokens=512,
+        chunk_pairs_per_s=(1e6,) * len(kinds),
+    )
+    return replace(good, **changes)
 
 
 def welcome_to(hello: Hello, **changes: Any) -> Welcome:

@@ -25,7 +25,7 @@ UNHURRIED = Timeouts(connect_silence_s=TIMEOUT_S, heartbeat_s=TIMEOUT_S)
 
 
 class Parent:
-    """A supervisor with its links, and a record of its events."""
+    """A supervisor with its links, and a record of its events. `owned` None: to be given later."""
 
     def __init__(
         self,
@@ -36,6 +36,7 @@ class Parent:
         tolerates_absent: bool = False,
         tries_again: bool = False,
         greeting: Greeting = GREETING,
+        owned: OwnedExperts | None = OWNED,
     ) -> None:
         self.losses: queue.Queue[tuple[str, str]] = queue.Queue()
         self.returns: queue.Queue[tuple[str, str]] = queue.Queue()
@@ -46,7 +47,7 @@ class Parent:
             DaemonLink(
                 f"cpu{index}",
                 parse_endpoint(address),
-                OWNED,
+                owned,
                 launch=launch,
                 numeric_class=GREETING.numeric_class,
                 on_event=self._on_event,
@@ -82,6 +83,10 @@ class Parent:
     def start(self) -> Future[None]:
         """Start in another thread, while the test plays the daemon."""
         return self._pool.submit(self.supervisor.start)
+
+    def ask(self) -> Future[None]:
+        """Start in another thread, until the daemons have said what they offer."""
+        return self._pool.submit(self.supervisor.ask)
 
     def next_loss(self) -> str:
         """The reason of the first link's next loss."""

@@ -6,16 +6,17 @@ presence, type and bounds when read; nothing is ever unpickled or evaluated.
 Two families, on two sockets:
 
 ==========  ==========================================================================
-control     Hello → Progress* → Welcome | Refused;  Attach → Attached | Refused;
+control     AskOffer → Progress* → Offer | Refused;
+            Hello → Progress* → Welcome | Refused;  Attach → Attached | Refused;
             Ping → Pong;  Bye
 data        ExpertRequest → sums or failure; wire format in `requests`
 data, v. 1  ComputeBatch → ComputeStatus; wire format in `version1`
 ==========  ==========================================================================
 
 Hello and Welcome negotiate the version, so each side reads them before it knows the other's:
-unknown fields are ignored, and fields added later have defaults. The same holds for Pong, Attach
-and Attached. A field at its default is not sent, so that an older peer, which may be strict, reads
-the rest.
+unknown fields are ignored, and fields added later have defaults. The same holds for AskOffer,
+Offer, Pong, Attach and Attached. A field at its default is not sent, so that an older peer, which
+may be strict, reads the rest.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ PROTOCOL_VERSIONS = (1, 2)
 """Versions this build speaks, best last. Version 1 is the older one, with global expert ids."""
 
 HEADER_LIMIT_BYTES = 16 << 10
+MOST_ITEMS = 64
+"""Longest list in a header."""
 _TEXT_LIMIT = 4096
 _INT_LIMIT = 1 << 62
 
@@ -44,6 +47,59 @@ class Message:
     """Base of all records; ``TYPE`` is the tag on the wire."""
 
     TYPE: ClassVar[str] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AskOffer(Message):
+    """Parent → daemon: what does it have for the parent's model? Comes before any Hello.
+
+    The parent sends a Ping right behind it. A daemon answers the question first, at least with
+    Progress; an older one, which does not know it, with Refused of code ``unknown_type``, or not at
+    all.
+    ``file_digest`` as in Hello.
+    """
+
+    TYPE: ClassVar[str] = "ask"
+    model_identity: str
+    moe_digest: str
+    file_digest: str = ""
+
+
+MEASURING = "measure"
+"""Stage of a Progress: the daemon measures how fast it computes the model's experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer(Message):
+    """Daemon → parent: what it has for experts of this model, and how fast it computes them.
+
+    ``free_bytes`` are free where its experts would lie, less what computing them needs;
+    ``held_bytes`` are taken by experts of this model, of any parent; ``total_bytes`` is 0 if the
+    memory is unknown. ``can_mail``: it can answer a device of the parent through a mailbox.
+
+    Layers of one kind have experts of the same types and shapes (`MoeSpec.first_of_kind`).
+    ``layer_ids`` are the first layers of each kind, ascending, the others have an entry for each of
+    these; a time or rate of 0 was not measured. ``expert_bytes``: memory of one expert there.
+    ``one_s`` and ``used_s``: seconds that a token of a decode step takes with one expert of a
+    layer, and with as many as the model uses. ``chunk_pairs_per_s``: (token, expert) pairs a second
+    of a chunk of ``chunk_tokens`` prompt tokens that choose all of the model's experts alike.
+    """
+
+    TYPE: ClassVar[str] = "offer"
+    device: str
+    device_name: str
+    numeric_class: str
+    free_bytes: int
+    total_bytes: int
+    held_bytes: int
+    num_threads: int
+    can_mail: bool
+    layer_ids: tuple[int, ...]
+    expert_bytes: tuple[int, ...]
+    one_s: tuple[float, ...]
+    used_s: tuple[float, ...]
+    chunk_tokens: int
+    chunk_pairs_per_s: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,25 +304,34 @@ class ComputeStatus(Message):
 _RECORDS: dict[str, type[Message]] = {
     record.TYPE: record
     for record in (
-        Hello, Progress, Welcome, Refused, Attach, Attached, Ping, Pong, Bye,
+        AskOffer, Offer, Hello, Progress, Welcome, Refused, Attach, Attached, Ping, Pong, Bye,
         ComputeBatch, ComputeStatus,
     )
 }  # fmt: skip
-_EXTENSIBLE = (Hello, Welcome, Attach, Attached, Pong)
+_EXTENSIBLE = (AskOffer, Offer, Hello, Welcome, Attach, Attached, Pong)
 
 
 def _is_int(value: object) -> bool:
     return type(value) is int and 0 <= value < _INT_LIMIT
 
 
+def _is_float(value: object) -> bool:
+    return type(value) is float and math.isfinite(value)
+
+
+def _list_of(is_item: Callable[[object], bool]) -> Callable[[Any], bool]:
+    return lambda value: (
+        type(value) is list and len(value) <= MOST_ITEMS and all(map(is_item, value))
+    )
+
+
 _CHECKS: dict[Any, Callable[[Any], bool]] = {
     int: _is_int,
-    float: lambda value: type(value) is float and math.isfinite(value),
+    float: _is_float,
     bool: lambda value: type(value) is bool,
     str: lambda value: type(value) is str and len(value) <= _TEXT_LIMIT,
-    tuple[int, ...]: lambda value: (
-        type(value) is list and len(value) <= 64 and all(map(_is_int, value))
-    ),
+    tuple[int, ...]: _list_of(_is_int),
+    tuple[float, ...]: _list_of(_is_float),
 }
 _FIELDS: dict[type[Message], dict[str, Any]] = {
     record: {field.name: get_type_hints(record)[field.name] for field in fields(record)}
@@ -301,7 +366,12 @@ def decode_header(frame: bytes | memoryview) -> Message:
         raise ProtocolError(f"header of {len(frame)} bytes is longer than {HEADER_LIMIT_BYTES}")
     try:
         values = msgpack.unpackb(
-            frame, raw=False, strict_map_key=True, max_map_len=64, max_array_len=64, max_ext_len=0
+            frame,
+            raw=False,
+            strict_map_key=True,
+            max_map_len=64,
+            max_array_len=MOST_ITEMS,
+            max_ext_len=0,
         )
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
         raise ProtocolError("header is not msgpack within our limits") from error

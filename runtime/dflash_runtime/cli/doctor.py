@@ -1,4 +1,4 @@
-"""``dflash-moe doctor``: what can be used on this machine, or a trial of a mailbox of two GPUs."""
+"""``dflash-moe doctor``: what can be used on this machine; how fast it is; a trial of a mailbox."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ Examples:
   dflash-moe doctor --daemon cpu --daemon cuda:0@/opt/cuda-env/bin/python
   dflash-moe doctor --settings moe.toml --json
   dflash-moe doctor --mailbox cuda:0 cuda:1 --rounds 10000000
+  dflash-moe doctor --measure model.gguf --device cuda:0
 """
 
 
@@ -44,6 +45,14 @@ Examples:
     show_default=True,
     help="Of what --mailbox sends.",
 )
+@click.option(
+    "--measure",
+    is_flag=False,
+    flag_value="",
+    metavar="[MODEL]",
+    help="Measure instead what the devices, links and the disk do with a model: a minute. What is "
+    "found is kept, and used at starts. Without a file: the settings' model, else the demo model.",
+)
 @settings_options
 @click.pass_context
 def doctor(
@@ -54,6 +63,7 @@ def doctor(
     mailbox: tuple[str, str] | None,
     rounds: int,
     seed: int,
+    measure: str | None,
     **options: Any,
 ) -> None:
     """Show what can be used here, and why not; exit code 1 if what is asked for cannot."""
@@ -70,6 +80,16 @@ def doctor(
         else:
             write_lines(found_mailbox.as_text().split("\n"))
         context.exit(1 if found_mailbox.problems else 0)
+    if measure is not None:
+        from dflash_runtime.tools.doctor_measure import measure as measure_machine
+
+        with ProgressReporter(enabled=sys.stderr.isatty()) as progress:
+            measured = measure_machine(measure, settings, on_progress=progress.update)
+        if as_json:
+            click.echo(measured.as_json())
+        else:
+            write_lines(measured.as_lines())
+        return
     from dflash_runtime.tools.doctor import examine, shown
 
     found = examine(settings)

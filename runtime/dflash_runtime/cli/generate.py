@@ -190,6 +190,8 @@ def _rate(phase: str, num_tokens: int, tokens_per_s: float) -> str:
 
 def _print_summary(engine: Engine) -> None:
     """Rates and owners, to stderr."""
+    from dflash_runtime.experts.daemons.offers import offer_text
+
     last, stats = engine.last_generation, engine.stats()
     lines = [
         "",
@@ -205,5 +207,7 @@ def _print_summary(engine: Engine) -> None:
             f"{owner.bytes_sent / 2**20:6.1f} MiB {owner.bytes_received / 2**20:6.1f} MiB "
             f"{owner.wait_s:6.2f} s {owner.restarts:8d}"
         )
+        if owner.offer is not None:
+            lines.append(f"{'':10s} offered: {offer_text(owner.offer)}")
     lines += [f"event    {e.time_s:.2f} s  {e.kind}  {e.owner}: {e.reason}" for e in stats.events]
     write_lines(lines, to_stderr=True)

@@ -141,6 +141,18 @@ class Chunking:
         return self.invariant_from or 1
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertMemory:
+    """Memory for experts where a backend keeps them."""
+
+    free_bytes: int
+    """Free now, less what computing experts needs."""
+    total_bytes: int
+    """All of it; 0 if neither is known."""
+    expert_bytes: Mapping[int, int]
+    """Of one expert, by layer id."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class MailRoute:
     """A daemon whose device answers ours through a mailbox, without the host in between.
@@ -406,8 +418,19 @@ class ComputeBackend(Protocol):
         """(phase, number of tokens) of batches that together compile and run all kernels of a bank.
         The first is one token of a decode step."""
 
+    @property
+    def device_name(self) -> str:
+        """What its maker calls the processor or GPU."""
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of the host that compute prompts; those of a device's caller are one."""
+
     def free_memory_bytes(self) -> int:
         """Free memory where its experts lie, as far as known."""
+
+    def expert_memory(self, file: GgufFile, layers: Iterable[MoeLayer]) -> ExpertMemory:
+        """Memory for experts of these layers. Raises: UnsupportedModel, DeviceUnavailable."""
 
     def require_room(
         self,

@@ -34,8 +34,10 @@ def open_backend(
     num_threads: int | None = None,
     cpu_tier: str = AUTO_TIER,
     cache_dir: str | None = None,
+    max_chunk: int | None = None,
 ) -> ComputeBackend:
     """Open the backend of a device, by default the CPU; for the arguments see `make_backend`.
+    `max_chunk`: the most tokens of a prompt chunk on a GPU.
 
     Raises: SettingsError with advice if the device cannot be used.
     """
@@ -51,7 +53,8 @@ def open_backend(
     reason = why_unusable(device.kind)
     if reason is not None:
         raise SettingsError(f"device {device}: {reason}, or use device cpu")
-    return _open_gpu(device, cache_dir)
+    options = {} if max_chunk is None else {"max_chunk": max_chunk}
+    return _open_gpu(device, cache_dir, **options)
 
 
 def why_unusable(kind: DeviceKind) -> str | None:
@@ -119,7 +122,7 @@ def _reference(reason: str = "") -> ComputeBackend:
     return ReferenceBackend()
 
 
-def _open_gpu(device: Device, cache_dir: str | None) -> ComputeBackend:
+def _open_gpu(device: Device, cache_dir: str | None, **options: int) -> ComputeBackend:
     module = importlib.import_module(_GPU_MODULE)
-    backend: ComputeBackend = module.CupyBackend(device, cache_dir=cache_dir)
+    backend: ComputeBackend = module.CupyBackend(device, cache_dir=cache_dir, **options)
     return backend

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from dflash_runtime.compute.backend import (
     CapturedStep,
     Chunking,
     ExpertBank,
+    ExpertMemory,
     MailedExperts,
     RemoteExperts,
     argmax_of,
@@ -26,6 +28,7 @@ from dflash_runtime.compute.kv_cache import KvCache, KvType
 from dflash_runtime.compute.memory import host_memory
 from dflash_runtime.compute.model import Model
 from dflash_runtime.compute.thread_trial import OnePass
+from dflash_runtime.compute.topology import processor_name
 
 PREFILL_CHUNK = 512
 ONE_TOKEN = ((Phase.DECODE, 1),)
@@ -45,8 +48,22 @@ class HostBackend:
         """The operations that its models are computed with."""
         raise NotImplementedError
 
+    @property
+    def num_threads(self) -> int:
+        return 1
+
+    @cached_property
+    def device_name(self) -> str:
+        return processor_name()
+
     def free_memory_bytes(self) -> int:
         return host_memory().free_bytes
+
+    def expert_memory(self, file: GgufFile, layers: Iterable[MoeLayer]) -> ExpertMemory:
+        """Of the page cache, as experts are read where they are mapped."""
+        memory = host_memory()
+        expert = {each.layer_id: each.expert_bytes for each in layers}
+        return ExpertMemory(memory.free_bytes, memory.total_bytes, expert)
 
     def require_room(
         self,

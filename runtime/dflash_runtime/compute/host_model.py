@@ -85,6 +85,11 @@ class HostModel:
         other._ops = ops
         return other
 
+    def first_layers(self, num_layers: int) -> HostModel:
+        other = copy(self)
+        other.spec = self.spec.first_layers(num_layers)
+        return other
+
     def place(self, step: Step) -> Step:
         """The step itself; that it fits is checked by the operations."""
         step.cache.touch(step.context)

@@ -5,7 +5,7 @@ Weights are read where they are mapped from the file; keys and values lie in sla
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -22,7 +22,7 @@ from dflash_adapters.layers import (
 )
 from dflash_adapters.spec import KvLayer, ModelSpec, RecurrentLayer
 from dflash_runtime.compute.kv_cache import KvType
-from dflash_runtime.compute.room import LayerBytes, Needs
+from dflash_runtime.compute.room import HEAD_ROWS, LayerBytes, Needs
 from dflash_runtime.compute.sliding_window import MOST_KEPT, num_rows
 
 HUGE_PAGE = 2 << 20
@@ -39,7 +39,6 @@ PROCESS_BYTES = 320 << 20
 """Interpreter, libraries and compiled kernels."""
 _RECORDED_BYTES = 16 << 20
 """Captured steps and the rows that they pass on."""
-_HEAD_ROWS = 512
 _FLOAT = 4
 
 
@@ -156,6 +155,9 @@ class HostRoom:
     def experts_bytes(self, layer_id: int, num_experts: int) -> int:
         return num_experts * self._spec.moe.by_layer_id[layer_id].expert_bytes
 
+    def offload_bytes(self, num_missing: Mapping[int, int]) -> int:
+        return 0
+
     def needs(
         self,
         *,
@@ -171,7 +173,7 @@ class HostRoom:
             return Needs(work=chunk * self._bytes_of_pairs, driver=PROCESS_BYTES)
         num_tokens = min(chunk, num_positions)
         rows = num_tokens * (self._bytes_of_token + self._bytes_of_pairs)
-        logits = _FLOAT * min(num_tokens, _HEAD_ROWS) * spec.vocab_size
+        logits = _FLOAT * min(num_tokens, HEAD_ROWS) * spec.vocab_size
         return Needs(
             weights=self.ends + sum(layer.trunk for layer in self.layers),
             cache=cache_bytes(

@@ -16,6 +16,10 @@ class KvType(StrEnum):
     Q8_0 = "q8_0"
     """Blocks of 32 along a row: a half as scale, and signed bytes."""
 
+    @property
+    def bytes_per_value(self) -> float:
+        return {KvType.F32: 4, KvType.F16: 2, KvType.Q8_0: 34 / 32}[self]
+
 
 class Snapshot(Protocol):
     """The state of a sequence's recurrent layers after some positions, as a cache has kept it."""

@@ -127,6 +127,9 @@ class Model(Protocol[A, E_contra]):
     @property
     def spec(self) -> ModelSpec: ...
 
+    def first_layers(self, num_layers: int) -> Model[A, E_contra]:
+        """The same model, with the same weights, that ends after its first layers."""
+
     def place(self, step: Step) -> Step:
         """The step with its arrays where kernels read them; the step itself if they are there.
 

@@ -5,10 +5,14 @@ A backend's own counts are in `gpu/room.py` and `host_room.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from dflash_runtime.compute.kv_cache import KvType
+
+HEAD_ROWS = 512
+"""Rows of logits computed at once: each is as long as the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,10 @@ class Room(Protocol):
 
     def experts_bytes(self, layer_id: int, num_experts: int) -> int:
         """Memory taken for so many of a layer's experts, as the allocator rounds it."""
+
+    def offload_bytes(self, num_missing: Mapping[int, int]) -> int:
+        """Memory through which prompts' experts of other owners, so many of each layer by layer id,
+        are computed here; taken if it is left. 0 where weights need not be copied."""
 
     def needs(
         self,

@@ -7,6 +7,8 @@ counts as absent: the answer is then one core for each processor, and no quota.
 from __future__ import annotations
 
 import os
+import platform
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,6 +78,17 @@ def read_topology(root: Path = Path("/")) -> Topology:
         cores.append(Core(tuple(processors), cluster, processors[0] in efficient))
     cores.sort(key=lambda core: (core.cluster, core.processors))
     return Topology(tuple(cores), _quota(root))
+
+
+def processor_name() -> str:
+    """What its maker calls the processor."""
+    # As in `inventory`, which has to run without this package.
+    with suppress(OSError), Path("/proc/cpuinfo").open(errors="replace") as lines:
+        for line in lines:
+            key, _, value = line.partition(":")
+            if key.strip() in ("model name", "Model"):
+                return value.strip()
+    return platform.machine()
 
 
 def parse_processors(text: str) -> frozenset[int] | None:

@@ -82,6 +82,9 @@ class Engine:
         self.backend_name = opened.backend.name
         self.num_positions = opened.num_positions
         self.kv_type = opened.kv_type
+        self.plan = opened.plan
+        """What was decided when it was opened; None: nothing was to be decided, or the settings
+        say it."""
         self.last_generation = GenerationStats()
         self._steps = Steps(
             opened.file,

@@ -39,6 +39,7 @@ from dflash_runtime.compute.model import Model
 from dflash_runtime.engine.arguments import choice, whole_number
 from dflash_runtime.engine.demo_model import chosen_model_path
 from dflash_runtime.engine.heat_keeper import HeatKeeper, open_heat
+from dflash_runtime.engine.planning import USUAL_CONTEXT, Planned, Planning
 from dflash_runtime.engine.trial_steps import trial_steps
 from dflash_runtime.experts.daemons.connecting import connect
 from dflash_runtime.experts.daemons.launching import choose_daemons, daemon_names
@@ -46,10 +47,8 @@ from dflash_runtime.experts.daemons.supervisor import ProgressCallback
 from dflash_runtime.experts.owners import Owners, give, is_any_local
 from dflash_runtime.experts.store import expert_tensor_types
 from dflash_runtime.placement.footprint import Memory, Request, footprint, what_fits
+from dflash_runtime.placement.plan import Plan
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER, even_split
-
-_DEFAULT_CONTEXT_LIMIT = 32768
-"""Default context of models that have more: a larger cache has to be asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +62,8 @@ class Opened:
     num_positions: int
     kv_type: KvType
     heat: HeatKeeper
+    plan: Plan | None
+    """None: nothing was to be decided, or the settings say it."""
 
 
 def settings_with(settings: Settings, given: Mapping[str, Any]) -> Settings:
@@ -117,9 +118,23 @@ def open_model(
         )
     heat = open_heat(file, spec, settings)
     undo.callback(heat.close)
+    report = on_progress or (lambda owner, stage, num_done, num_total: None)
+    planning: Planning | None = None
+    planned = Planned(settings)
+    if placement is None and settings.backend == BackendName.AUTO:
+        planning = Planning(
+            file,
+            spec,
+            settings,
+            heat.for_planning(),
+            on_progress=lambda what, *progress: report("parent", f"measure {what}", *progress),
+        )
+        planned = planning.before_daemons(num_daemons=len(choices) + len(endpoints))
+        settings, placement = planned.settings, planned.placement
     is_on_device = (settings.device or CPU).kind is not DeviceKind.CPU
     names = daemon_names(choices, endpoints)
-    if placement is None:
+    is_split = placement is None
+    if placement is None:  # a first one, so that wishes are checked before anything is started
         placement = even_split(spec.moe, names, settings.local_experts, has_host=is_on_device)
     ours = {LOCAL_OWNER, HOST_OWNER} if is_on_device else {LOCAL_OWNER}
     strangers = {*placement.owner_names}.difference(names, ours)
@@ -129,7 +144,7 @@ def open_model(
         kv_type = KvType(settings.kv_type)
     else:
         kv_type = KvType.F32 if spec.all_matrices_f32 else KvType.F16
-    num_positions = settings.context or min(spec.context_length, _DEFAULT_CONTEXT_LIMIT)
+    num_positions = settings.context or min(spec.context_length, USUAL_CONTEXT)
     if not is_on_device:  # devices check their own memory
         _check_cache_fits(file, spec, num_positions, kv_type)
     num_threads = settings.threads or None
@@ -139,9 +154,9 @@ def open_model(
         num_threads=num_threads,
         cpu_tier=settings.cpu_tier,
         cache_dir=settings.cache_dir,
+        max_chunk=planned.chunk,
     )
     undo.callback(backend.close)
-    report = on_progress or (lambda owner, stage, num_done, num_total: None)
     report("parent", "compile", 0, 1)
     types = {tensor.tensor_type for tensor in file.tensors.values()}
     backend.warm_up(
@@ -151,31 +166,16 @@ def open_model(
         asks_daemons=bool(choices or endpoints),
         on_progress=partial(report, "parent", "compile"),
     )
-    _require_room(
+    require_room = partial(
+        _require_room,
         backend,
         file,
         spec,
-        _local_experts(spec, placement),
         num_positions=num_positions,
         kv_type=kv_type,
         num_daemons=len(choices) + len(endpoints),
     )
-    host_backend = backend
-    has_fallback = bool(choices or endpoints) and is_any_local(settings)
-    if not backend.is_host and (has_fallback or HOST_OWNER in placement.owner_names):
-        # It computes from the mapped file: the device has no room.
-        host_backend = make_backend(
-            BackendName.AUTO,
-            num_threads=num_threads,
-            cpu_tier=settings.cpu_tier,
-            cache_dir=settings.cache_dir,
-        )
-        undo.callback(host_backend.close)
-        host_backend.warm_up(
-            expert_tensor_types(spec.moe),
-            asks_daemons=True,
-            on_progress=partial(report, "parent", "compile"),
-        )
+    require_room(experts=_local_experts(spec, placement))
     weights = WeightCheck(file, spec.moe, settings.cache_dir)
     undo.callback(weights.close)
     connected = connect(
@@ -190,6 +190,31 @@ def open_model(
         tolerates_absent=tolerates_absent,
         on_progress=on_progress,
     )
+    if planning is not None and names:
+        planned = planning.with_daemons(planned, connected.offers)
+    if planned.placement is not None:
+        placement = planned.placement
+        require_room(experts=_local_experts(spec, placement))
+    elif is_split:
+        placement = even_split(
+            spec.moe, names, settings.local_experts, offers=connected.offers, has_host=is_on_device
+        )
+    host_backend = backend
+    has_fallback = bool(names) and is_any_local(settings)
+    if not backend.is_host and (has_fallback or HOST_OWNER in placement.owner_names):
+        # It computes from the mapped file: the device has no room.
+        host_backend = make_backend(
+            BackendName.AUTO,
+            num_threads=num_threads,
+            cpu_tier=settings.cpu_tier,
+            cache_dir=settings.cache_dir,
+        )
+        undo.callback(host_backend.close)
+        host_backend.warm_up(
+            expert_tensor_types(spec.moe),
+            asks_daemons=True,
+            on_progress=partial(report, "parent", "compile"),
+        )
     owners = give(
         undo,
         connected,
@@ -199,6 +224,7 @@ def open_model(
         backend=backend,
         host_backend=host_backend,
         settings=settings,
+        prompts_here=planned.prompts_here,
     )
     report("parent", "load", 0, 1)
     model = backend.load_model(file, describe(file))
@@ -208,7 +234,7 @@ def open_model(
     )
     weights.remember()
     weights.start()
-    return Opened(file, model, backend, owners, num_positions, kv_type, heat)
+    return Opened(file, model, backend, owners, num_positions, kv_type, heat, planned.plan)
 
 
 def _local_experts(spec: ModelSpec, placement: Placement) -> list[tuple[MoeLayer, int]]:
@@ -223,8 +249,8 @@ def _require_room(
     backend: ComputeBackend,
     file: GgufFile,
     spec: ModelSpec,
-    experts: Sequence[tuple[MoeLayer, int]],
     *,
+    experts: Sequence[tuple[MoeLayer, int]],
     num_positions: int,
     kv_type: KvType,
     num_daemons: int,

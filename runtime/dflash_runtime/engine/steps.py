@@ -9,15 +9,16 @@ from typing import Any, NoReturn, TypeAlias
 import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_protocol.batch import Hidden, Sums
 from dflash_protocol.errors import NotFinite
-from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, Phase
+from dflash_protocol.ids import AnyArray, F32Array, I32Array, Phase
 from dflash_protocol.placement import Placement
 from dflash_runtime.compute import ComputeBackend, ExpertBank
 from dflash_runtime.compute.backend import NOT_FINITE, CapturedStep
 from dflash_runtime.compute.kv_cache import KvCache
 from dflash_runtime.compute.model import Model, OnLayer, Step, forward, run_to_end
+from dflash_runtime.compute.room import HEAD_ROWS
 from dflash_runtime.compute.trees import Tree, TreeResult
+from dflash_runtime.engine.absent_owners import AbsentOwners
 from dflash_runtime.engine.arguments import chunk_bounds
 from dflash_runtime.engine.heat_keeper import HeatKeeper
 from dflash_runtime.engine.reuse import SequenceReuse
@@ -25,9 +26,6 @@ from dflash_runtime.engine.run_guard import RunGuard
 from dflash_runtime.engine.two_batch_overlap import run_in_turns
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 from dflash_runtime.placement.heat import Heat
-
-_HEAD_CHUNK = 512
-"""Rows of logits computed at once: each is as long as the vocabulary."""
 
 _NOT_FINITE = (
     # docs: the model's file is damaged, or memory, or a value has become too large; what was
@@ -89,10 +87,10 @@ class Steps:
             return
         for size in (1, min(backend.chunking.preferred, self.num_positions)):
             phase = _phase_of(size)
-            experts = backend.moe(banks, phase, _NoRemoteExperts(self._runtime))
+            experts = backend.moe(banks, phase, AbsentOwners(self._runtime.local_experts_mask))
             step = Step.of_chunk(np.zeros(size, np.int32), 0, self._cache, phase)
             hidden = run_to_end(forward(self._model, step, experts))
-            for rows in (hidden[-_HEAD_CHUNK:], hidden[-1:]):
+            for rows in (hidden[-HEAD_ROWS:], hidden[-1:]):
                 backend.to_host(self._model.head(rows))
         if captured is not None:
             captured.prepare()
@@ -319,7 +317,7 @@ class Steps:
         Raises: NotFinite.
         """
         smallest = self._backend.chunking.smallest
-        for first, last in chunk_bounds(out.shape[0], None, _HEAD_CHUNK, smallest=smallest):
+        for first, last in chunk_bounds(out.shape[0], None, HEAD_ROWS, smallest=smallest):
             out[first:last] = self.head(hidden[first:last])
 
     def captured(self, run: int) -> CapturedStep | None:
@@ -403,43 +401,3 @@ class Steps:
 def _phase_of(num_tokens: int) -> Phase:
     """The phase of a chunk."""
     return Phase.DECODE if num_tokens == 1 else Phase.PREFILL
-
-
-class _NoRemoteExperts:
-    """Implements backend.RemoteExperts for a trial: remote sums are zero, nothing is counted."""
-
-    def __init__(self, runtime: MoeExpertComputeRuntime) -> None:
-        self.local_experts_mask = runtime.local_experts_mask
-
-    def count_local(
-        self, phase: Phase, *, num_tokens: int, num_pairs: int, num_layers: int = 1
-    ) -> None:
-        """Nothing."""
-
-    def count_selections(self, phase: Phase, layer_id: int, topk_ids: I32Array) -> None:
-        """Nothing."""
-
-    may_offload = False
-
-    def to_offload(self, layer_id: int, topk_ids: I32Array | None, *, expert_s: float) -> None:
-        """None."""
-
-    def begin(
-        self,
-        layer_id: int,
-        hidden: Hidden,
-        *choice: AnyArray,
-        phase: Phase,
-        offloaded: AnyArray | None = None,
-    ) -> Sums:
-        return hidden.new_sums()
-
-    def finish(self, ticket: Any, out: F64Array | None = None) -> Sums:
-        sums: Sums = ticket
-        return sums
-
-    def poll(self) -> None:
-        """Nothing."""
-
-    def abandon(self, ticket: Any) -> None:
-        """Nothing."""

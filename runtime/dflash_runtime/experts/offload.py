@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
@@ -42,6 +43,14 @@ class OffloadMode(StrEnum):
     OFF = "off"
 
 
+@dataclass(frozen=True, slots=True)
+class OffloadChoice:
+    """Whether experts are offloaded, and in which layers if not in all."""
+
+    mode: OffloadMode
+    layers: frozenset[int] | None = None
+
+
 class PromptOffload:
     """Which experts of a chunk the parent's device computes instead of their owners.
 
@@ -53,14 +62,14 @@ class PromptOffload:
 
     def __init__(
         self,
-        mode: OffloadMode,
+        choice: OffloadChoice,
         placement: Placement,
         owners: Sequence[ExpertCompute],
         *,
         fallback: ExpertCompute | None,
         device_owner: int | None,
     ) -> None:
-        self.mode = mode
+        self.mode, self._layers = choice.mode, choice.layers
         self._placement = placement
         self._owners = owners
         self._fallback = fallback
@@ -88,6 +97,8 @@ class PromptOffload:
         self, layer_id: int, topk_ids: I32Array | None, *, expert_s: float
     ) -> npt.NDArray[np.bool_] | None:
         """See RemoteExperts.to_offload."""
+        if self._layers is not None and layer_id not in self._layers:
+            return None
         lost = frozenset(
             index
             for index, owner in enumerate(self._owners)

@@ -15,7 +15,7 @@ from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute
 from dflash_runtime.experts.daemons.connecting import Connected
 from dflash_runtime.experts.daemons.data_path import open_data_path
 from dflash_runtime.experts.events import EventKind, EventLog
-from dflash_runtime.experts.offload import OffloadMode
+from dflash_runtime.experts.offload import OffloadChoice, OffloadMode
 from dflash_runtime.experts.remote.pieces import ExecutionMode
 from dflash_runtime.experts.remote.remote import RemoteExpertCompute
 from dflash_runtime.experts.remote.reply_checks import CheckSchedule, ReplyChecker
@@ -50,11 +50,14 @@ def give(
     backend: ComputeBackend,
     host_backend: ComputeBackend,
     settings: Settings,
+    prompts_here: frozenset[int] | None = None,
 ) -> Owners:
     """Give the daemons their experts, and load those of this process: of its device, and of its
     processor.
 
-    `undo` gets the banks and the runtime. Raises: DflashError if a daemon is unavailable.
+    `prompts_here`: layers whose remote experts the device computes in prompts; None: as the
+    settings say. `undo` gets the banks and the runtime.
+    Raises: DflashError if a daemon is unavailable.
     """
     links, events, is_required = connected.links, connected.events, settings.ipc_required
     owned_by = dict(zip(placement.owner_names, placement.owners, strict=True))
@@ -113,12 +116,15 @@ def give(
         if host_backend.numeric_class != backend.numeric_class:
             reason = f"fallback {host_backend.numeric_class}, parent {backend.numeric_class}"
             events.add(EventKind.NUMERIC_CLASS_DIFFERS, "fallback", reason)
+    offload = OffloadChoice(OffloadMode(settings.prefill_offload))
+    if prompts_here is not None:
+        offload = OffloadChoice(OffloadMode.ON if prompts_here else OffloadMode.OFF, prompts_here)
     runtime = MoeExpertComputeRuntime(
         placement,
         computes,
         fallback=fallback,
         device_owner=device_owner,
-        offload=OffloadMode(settings.prefill_offload),
+        offload=offload,
         checks=None if checker is None else checker.schedule,
     )
     undo.callback(runtime.close)

@@ -23,7 +23,7 @@ from dflash_protocol.placement import LayerRouting, Placement
 from dflash_runtime.compute.asking import AskedLayers, AskRoute
 from dflash_runtime.compute.backend import ExpertBank, MailRoute
 from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute, Ticket
-from dflash_runtime.experts.offload import OffloadMode, PromptOffload
+from dflash_runtime.experts.offload import OffloadChoice, OffloadMode, PromptOffload
 from dflash_runtime.experts.pairs import (
     all_pairs,
     concatenated,
@@ -73,7 +73,7 @@ class MoeExpertComputeRuntime:
         *,
         fallback: ExpertCompute | None,
         device_owner: int | None = None,
-        offload: OffloadMode = OffloadMode.OFF,
+        offload: OffloadChoice = OffloadChoice(OffloadMode.OFF),  # noqa: B008 - frozen
         checks: CheckSchedule | None = None,
     ) -> None:
         assert len(owners) == len(placement.owners)

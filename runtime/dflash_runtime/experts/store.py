@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -123,15 +124,7 @@ class _WatchedBank:
 
 
 def _kind_of(bank: ExpertBank) -> BankKind:
-    layer = bank.layer
-    return (
-        min(layer.num_experts_used, bank.num_experts),
-        layer.activation,
-        *(
-            (p.tensor_type, p.rows, p.columns, p.bias is None, p.scale is None)
-            for p in layer.projections
-        ),
-    )
+    return (min(bank.layer.num_experts_used, bank.num_experts), *bank.layer.kind)
 
 
 def _measured(bank: ExpertBank, batches: TrialBatches) -> float:
@@ -207,7 +200,7 @@ class ExpertStore:
     def __init__(self, backend: ComputeBackend, file: GgufFile, spec: MoeSpec) -> None:
         self._backend = backend
         self._file = file
-        self._spec = spec
+        self.spec = spec
         self._placements: dict[str, HeldPlacement] = {}
         self._kept: HeldPlacement | None = None
         self._lock = threading.Lock()
@@ -220,9 +213,39 @@ class ExpertStore:
         """Number of loaded experts."""
         return sum(map(len, self._loaded.values()))
 
+    def held_bytes(self, expert_bytes: Mapping[int, int]) -> int:
+        """Bytes of all loaded experts; `expert_bytes` has those of one, by layer id."""
+        loaded = self._loaded.copy()  # another thread may be loading
+        return sum(len(ids) * expert_bytes[layer_id] for layer_id, ids in loaded.items())
+
+    @contextmanager
+    def trial_bank(self, layer: MoeLayer, num_experts: int) -> Iterator[ExpertBank]:
+        """A bank of a layer's first experts; those that no placement needs are dropped at the end,
+        after which the bank may not be used.
+
+        Not while another thread is in `hold`.
+        """
+        ids = np.arange(num_experts, dtype=np.int32)
+        loaded = self._loaded.get(layer.layer_id, set())
+        new = np.array([each for each in ids.tolist() if each not in loaded], np.int32)
+        try:
+            _read_experts(self._file, layer, new)
+            yield self._backend.load_experts(self._file, layer, ids)
+        finally:
+            self._drop(layer, new)
+
+    def run_kernels(self, bank: ExpertBank) -> None:
+        """Compile and run every kernel of a bank, unless one of its kind was run before."""
+        measure_pairs_per_second([bank], self._rates, batches=self._backend.trial_batches)
+
     def holds(self, owned: OwnedExperts) -> bool:
         """Whether `hold` would load nothing for this placement."""
         return owned.fingerprint in self._placements
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a placement is kept for good."""
+        return self._kept is not None
 
     def keep(self, held: HeldPlacement) -> None:
         """Keep a held placement for good; a placement within it takes no more memory."""
@@ -255,7 +278,7 @@ class ExpertStore:
             len(self._loaded.get(layer_id, set()).intersection(ids.tolist()))
             for layer_id, ids in owned.by_layer.items()
         )
-        by_layer_id = self._spec.by_layer_id
+        by_layer_id = self.spec.by_layer_id
         self._backend.require_room(
             self._file,
             [
@@ -323,7 +346,7 @@ class ExpertStore:
             on_progress(num_done, len(owned.by_layer))
             bank = reused.get(layer_id)
             if bank is None:
-                layer, loaded = self._spec.by_layer_id[layer_id], self._loaded.get(layer_id, set())
+                layer, loaded = self.spec.by_layer_id[layer_id], self._loaded.get(layer_id, set())
                 new = np.array([each for each in ids.tolist() if each not in loaded], np.int32)
                 _read_experts(self._file, layer, new)
                 bank = self._backend.load_experts(self._file, layer, ids)
@@ -342,10 +365,13 @@ class ExpertStore:
         for layer_id, loaded in self._loaded.items():
             unused = np.array(sorted(loaded - keep.get(layer_id, set())), np.int32)
             if unused.size:
-                layer = self._spec.by_layer_id[layer_id]
-                self._backend.drop_experts(self._file, layer, unused)
-                for each in _byte_ranges(layer, unused):
-                    self._file.advise_dontneed(*each)
+                self._drop(self.spec.by_layer_id[layer_id], unused)
                 loaded.difference_update(unused.tolist())
                 num_dropped += unused.size
         return num_dropped
+
+    def _drop(self, layer: MoeLayer, global_expert_ids: I32Array) -> None:
+        """Free what the backend and the kernel hold for these experts."""
+        self._backend.drop_experts(self._file, layer, global_expert_ids)
+        for each in _byte_ranges(layer, global_expert_ids):
+            self._file.advise_dontneed(*each)

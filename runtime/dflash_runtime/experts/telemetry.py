@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 
 import numpy as np
 
 from dflash_protocol.ids import I32Array, I64Array, Phase
 from dflash_protocol.process.output import noun
+from dflash_protocol.wire.messages import Offer
 from dflash_runtime.placement.heat import HEAT_PHASES, phase_index
 
 _LOG = logging.getLogger(__name__)
@@ -144,6 +145,8 @@ class OwnerStats:
     """How a daemon was last reached: ``stream`` or ``shared``."""
     device: str = ""
     """The device that a daemon reports; empty for this process."""
+    offer: Offer | None = None
+    """What a daemon said before it was given experts; None: it cannot say, or was not there."""
     is_lost: bool = False
     """Whether a daemon cannot be reached now."""
     requests: int = 0
@@ -228,6 +231,7 @@ class OwnerStats:
             field_.name: getattr(self, field_.name) for field_ in fields(self)
         }
         record["kind"] = self.kind.value
+        record["offer"] = None if self.offer is None else asdict(self.offer)
         record["phases"] = {phase.value: each.as_record() for phase, each in self.phases.items()}
         return record
 

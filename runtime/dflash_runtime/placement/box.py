@@ -42,7 +42,8 @@ class DeviceSpeed:
     """How fast one device, or the processor's cores, computes layers of the model.
 
     ``trunk``, ``experts`` and ``head`` are by the number of rows of a pass: 1, 2, 4 and 8 tokens of
-    a step, larger ones of a chunk. A device that holds experts only has just ``experts``.
+    a step, larger ones of a chunk, ascending. There is always 1; others are absent if there was no
+    time for them. A device that holds experts only has just ``experts``. Bytes are the file's.
     """
 
     device: str

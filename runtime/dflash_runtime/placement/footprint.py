@@ -82,6 +82,10 @@ class Footprint:
         each = (self.room.experts_bytes(layer, count) for layer, count in num_experts.items())
         return sum(each)
 
+    def offload_bytes(self, num_missing: Mapping[int, int]) -> int:
+        """See Room.offload_bytes."""
+        return self.room.offload_bytes(num_missing)
+
 
 def footprint(file: GgufFile, spec: ModelSpec, memory: Memory) -> Footprint:
     """Raises: UnsupportedModel if that memory's backend does not compute the model."""

@@ -1,16 +1,20 @@
 """The even split: the first N experts of each layer stay local, the rest are dealt to the daemons;
 without daemons the rest is computed by the processor of a parent that has a device.
 
-All daemons count alike, whatever their speed or memory.
+All daemons count alike, whatever their speed; one that has offered too little memory for its share
+gets what fits, and the others get the rest.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from dflash_adapters.spec import MoeSpec
+from dflash_protocol.device import CPU
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.placement import OwnedExperts, Placement
+from dflash_protocol.wire.messages import Offer
 
 LOCAL_OWNER = "local"
 """The parent, on its device."""
@@ -23,17 +27,22 @@ def even_split(
     daemon_names: Sequence[str],
     num_local_experts: int | None,
     *,
+    offers: Mapping[str, Offer] | None = None,
     has_host: bool = False,
 ) -> Placement:
-    """Deal experts one by one: the daemons' numbers of experts of a layer differ by at most one.
+    """Deal experts one by one: the daemons' numbers of experts of a layer differ by at most one,
+    unless `offers`, by daemon, say that some have too little memory; one without an offer has room
+    for all.
 
     `num_local_experts` a layer stay in the parent: none by default if there are daemons, else all.
     `has_host`: without daemons the parent's processor can compute the others.
-    Raises: SettingsError if a layer has fewer experts, or if some have no owner.
+    Raises: SettingsError if a layer has fewer experts, if some have no owner, or if the daemons
+    have no memory for all.
     """
     if has_host and not daemon_names and num_local_experts is not None:
         daemon_names = [HOST_OWNER]
-    experts: dict[str, dict[int, range]] = {name: {} for name in (LOCAL_OWNER, *daemon_names)}
+    local: dict[int, Sequence[int]] = {}
+    shares: dict[str, dict[int, Sequence[int]]] = {name: {} for name in daemon_names}
     for layer in spec.layers:
         num_local = 0 if daemon_names else layer.num_experts
         if num_local_experts is not None:
@@ -48,16 +57,94 @@ def even_split(
                 f"{layer.num_experts - num_local} experts a layer have no owner: add a daemon, or "
                 "keep all of them local"
             )
-        experts[LOCAL_OWNER][layer.layer_id] = range(num_local)
+        local[layer.layer_id] = range(num_local)
         for index, name in enumerate(daemon_names):
-            experts[name][layer.layer_id] = range(
+            shares[name][layer.layer_id] = range(
                 num_local + index, layer.num_experts, len(daemon_names)
             )
-    owners = {name: OwnedExperts.from_lists(by_layer) for name, by_layer in experts.items()}
+    rooms = {name: _Room(spec, offer) for name, offer in (offers or {}).items() if name in shares}
+    if any(not rooms[name].has_room(shares[name]) for name in rooms):
+        shares = _fitted(spec, shares, rooms)
+    owners = {
+        name: OwnedExperts.from_lists(by_layer)
+        for name, by_layer in {LOCAL_OWNER: local, **shares}.items()
+    }
     for name in (LOCAL_OWNER, HOST_OWNER):
         if name in owners and not owners[name].num_experts:
             del owners[name]
     return make_placement(spec, owners)
+
+
+class _Room:
+    """Memory of one daemon for experts of this model: free, or taken by such experts already, which
+    parents share."""
+
+    def __init__(self, spec: MoeSpec, offer: Offer) -> None:
+        of_kind = dict(zip(offer.layer_ids, offer.expert_bytes, strict=True))
+        self.expert_bytes = {
+            layer_id: of_kind.get(first) for layer_id, first in spec.first_of_kind.items()
+        }
+        self.is_unknown = offer.total_bytes == 0 or None in self.expert_bytes.values()
+        self.num_bytes = offer.free_bytes + offer.held_bytes
+        self.is_mapped = offer.device == str(CPU)
+        """Its experts are read where their file is mapped: without memory they are slow, not
+        impossible."""
+
+    def bytes_of(self, layer_id: int, num_experts: int) -> int:
+        return num_experts * (self.expert_bytes[layer_id] or 0)
+
+    def has_room(self, share: Mapping[int, Sequence[int]]) -> bool:
+        needed = sum(self.bytes_of(layer_id, len(ids)) for layer_id, ids in share.items())
+        return self.is_unknown or needed <= self.num_bytes
+
+
+def _fitted(
+    spec: MoeSpec, shares: Mapping[str, Mapping[int, Sequence[int]]], rooms: Mapping[str, _Room]
+) -> dict[str, dict[int, Sequence[int]]]:
+    """The shares cut to what their daemons have room for, about the same part of each layer, and
+    the rest dealt to daemons with room; what then is left, to those that read it from the file.
+
+    A share is cut at its end, so that a daemon with less room gets some of the same experts, which
+    it may hold already. Raises: SettingsError with the bytes that are missing.
+    """
+    kept: dict[str, dict[int, list[int]]] = {}
+    left: dict[str, float] = {}
+    rest: list[tuple[int, int]] = []
+    for name, share in shares.items():
+        room = rooms.get(name)
+        if room is None or room.is_unknown:
+            kept[name] = {layer_id: [*ids] for layer_id, ids in share.items()}
+            left[name] = math.inf
+            continue
+        bytes_of_layer = {
+            layer_id: room.bytes_of(layer_id, len(ids)) for layer_id, ids in share.items()
+        }
+        part = min(1.0, room.num_bytes / max(1, sum(bytes_of_layer.values())))
+        due, used, kept[name] = 0.0, 0, {}
+        for layer_id, ids in share.items():
+            due += part * bytes_of_layer[layer_id]
+            num_kept = min(len(ids), int((due - used) // room.bytes_of(layer_id, 1)))
+            used += room.bytes_of(layer_id, num_kept)
+            kept[name][layer_id] = [*ids[:num_kept]]
+            rest += ((layer_id, each) for each in ids[num_kept:])
+        left[name] = room.num_bytes - used
+    missing = 0
+    for layer_id, global_expert_id in sorted(rest):
+        need = {name: rooms[name].bytes_of(layer_id, 1) if name in rooms else 0 for name in shares}
+        able = [name for name in shares if left[name] >= need[name]]
+        able = able or [name for name, room in rooms.items() if room.is_mapped]
+        if not able:
+            missing += spec.by_layer_id[layer_id].expert_bytes
+            continue
+        taker = min(able, key=lambda name: len(kept[name][layer_id]))
+        kept[taker][layer_id].append(global_expert_id)
+        left[taker] -= need[taker]
+    if missing:
+        raise SettingsError(
+            f"the daemons have too little memory: {missing / 2**30:.2f} GiB of experts have no "
+            "place; keep more of them local (--local-experts), or add a daemon"
+        )
+    return {name: dict(by_layer) for name, by_layer in kept.items()}
 
 
 def make_placement(spec: MoeSpec, owners: Mapping[str, OwnedExperts]) -> Placement:

@@ -138,6 +138,7 @@ def owner_status(
         "state": state,
         "reason": "" if state == "ready" else _last_reason(name, events),
         **{field: getattr(owner, field) for field in _COUNTERS},
+        "offer": None if owner.offer is None else asdict(owner.offer),
         "decode_round_trip_s": decode.round_trips.quantile_s(0.5)
         if decode is not None and has_round_trips
         else None,

@@ -11,15 +11,16 @@ import shutil
 import signal
 import socket
 import subprocess
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_protocol.device import CPU, Device, DeviceKind
-from dflash_protocol.endpoint import parse_endpoint
+from dflash_protocol.endpoint import Endpoint, parse_endpoint
 from dflash_protocol.errors import DflashError, SettingsError
 from dflash_protocol.process.output import noun
 from dflash_protocol.settings import DaemonSetting, Settings, cache_directory, run_directory
+from dflash_protocol.wire.messages import Offer
 from dflash_runtime.compute.topology import read_topology
 from dflash_runtime.tools.doctor_cores import core_hints, core_lines, examine_cores
 
@@ -51,8 +52,9 @@ def examine(settings: Settings) -> Findings:
     """Examine everything. `problems` of the result concern what the settings ask for."""
     found = Findings()
     timed_threads = _examine_model(settings, found)
+    has_model = bool(settings.model) and not found.problems
     _examine_launchers(settings, found)
-    _examine_connections(settings, found)
+    _examine_connections(settings, found, asks=has_model)
     _examine_machine(settings, found, timed_threads)
     _add_hints(found)
     return found
@@ -202,7 +204,8 @@ def _last_line(command: list[str], environment: dict[str, str]) -> str:
     return (output.strip().splitlines() or [""])[-1]
 
 
-def _examine_connections(settings: Settings, found: Findings) -> None:
+def _examine_connections(settings: Settings, found: Findings, *, asks: bool) -> None:
+    """With `asks`, daemons that answer are asked what they offer for the settings' model."""
     for address in settings.connect:
         endpoint = parse_endpoint(address)
         why_not: str | None = None
@@ -221,7 +224,25 @@ def _examine_connections(settings: Settings, found: Findings) -> None:
         except OSError as error:
             why_not = f"nothing answers: {error.strerror or error}"
             found.problems.append(f"{address}: {why_not}")
-        found.connections.append({"endpoint": address, "why_not": why_not})
+        offer = None
+        if why_not is None and asks:
+            try:
+                offer = _offer_at(endpoint, settings)
+            except DflashError as error:
+                why_not = str(error)
+                found.problems.append(why_not)
+        record = None if offer is None else asdict(offer)
+        found.connections.append({"endpoint": address, "why_not": why_not, "offer": record})
+
+
+def _offer_at(endpoint: Endpoint, settings: Settings) -> Offer | None:
+    """What a daemon offers for the settings' model. Raises: DflashError."""
+    from dflash_adapters.gguf.file import GgufFile
+    from dflash_adapters.registry import read_spec
+    from dflash_runtime.experts.daemons.connecting import offer_at
+
+    with GgufFile.open(settings.model) as file:
+        return offer_at(endpoint, file, read_spec(file), settings=settings)
 
 
 def _examine_machine(settings: Settings, found: Findings, timed_threads: int | None) -> None:
@@ -287,6 +308,8 @@ def _add_hints(found: Findings) -> None:
 
 def shown(found: Findings) -> list[str]:
     """The findings, as lines of text."""
+    from dflash_runtime.experts.daemons.offers import offer_text
+
     lines = []
     for report in found.launchers:
         ours = " (this interpreter)" if report["is_this"] else ""
@@ -299,9 +322,10 @@ def shown(found: Findings) -> list[str]:
         verdict = daemon["why_not"] or f"usable, {daemon['backend']} kernels"
         lines.append(f"daemon         {daemon['name'] or daemon['device']}: {verdict}")
     for connection in found.connections:
-        lines.append(
-            f"connect        {connection['endpoint']}: {connection['why_not'] or 'answers'}"
-        )
+        text = connection["why_not"] or "answers"
+        if connection["offer"] is not None:
+            text += f", {offer_text(Offer(**connection['offer']))}"
+        lines.append(f"connect        {connection['endpoint']}: {text}")
     machine = found.machine
     lines.append(f"system         {machine['system']}")
     lines += core_lines(machine["cores"])

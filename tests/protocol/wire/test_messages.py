@@ -17,11 +17,13 @@ from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.wire.messages import (
     HEADER_LIMIT_BYTES,
     PROTOCOL_VERSIONS,
+    AskOffer,
     Bye,
     ComputeBatch,
     ComputeStatus,
     Hello,
     Message,
+    Offer,
     Ping,
     Pong,
     Progress,
@@ -33,6 +35,11 @@ from dflash_protocol.wire.messages import (
 from support.examples import examples
 
 EXAMPLES: list[Message] = [
+    AskOffer("ab12", "cd34", "0f"),
+    Offer(
+        *("cuda:1", "A GPU", "cupy-1/sm_90", 1 << 34, 1 << 36, 77, 4, True),
+        *((0, 3), (2883584, 3000000), (1e-5, 2e-5), (5e-5, 6e-5), 4096, (1e6, 0.0)),
+    ),
     Hello((1, 2), "ab12", "cd34", "ef56", "cpu-1", 1024, "bf16"),
     Progress("load", 3, 48),
     Welcome(2, "00ff", "ab12", "ef56", "cpu-1", "cpu", 40001, 512, 1 << 34, 12345.5, 77, "f16"),
@@ -43,7 +50,7 @@ EXAMPLES: list[Message] = [
     ComputeBatch(9, 47, 2, 2, 56),
     ComputeStatus(9, False, "too many tokens"),
 ]
-EXTENSIBLE = (Hello, Welcome, Pong)
+EXTENSIBLE = (AskOffer, Offer, Hello, Welcome, Pong)
 """What is read before it is known which version the other side speaks, or may grow."""
 
 BY_KIND: dict[Any, st.SearchStrategy[Any]] = {
@@ -52,6 +59,9 @@ BY_KIND: dict[Any, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
     str: st.text(max_size=20),
     tuple[int, ...]: st.lists(st.integers(0, (1 << 62) - 1), max_size=64).map(tuple),
+    tuple[float, ...]: st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=64).map(
+        tuple
+    ),
 }
 
 
@@ -121,7 +131,7 @@ def test_no_field_may_be_missing_and_none_unknown(message: Message) -> None:
 def test_what_may_grow_is_read_whatever_the_other_side_adds_or_lacks(message: Message) -> None:
     assert decode_header(packed(message, odd=[1, {"x": 2}], odder="?")) == message
     later = {f.name: f.default for f in fields(message) if f.default is not MISSING}
-    assert later.keys() & {"payload", "num_late"}
+    assert isinstance(message, Offer) or later.keys() & {"payload", "num_late", "file_digest"}
     older = msgpack.unpackb(encode_header(message))
     for name in later:
         older.pop(name, None)
@@ -135,6 +145,7 @@ WRONG: dict[Any, list[object]] = {
     float: [float("nan"), float("inf"), float("-inf"), 1, True, "1.0", b"", None, [1.0]],
     bool: [0, 1, 1.0, "true", None, [True]],
     str: ["x" * 4097, b"bytes", 1, None, ["x"], {"x": "y"}, msgpack.ExtType(5, b"")],
+    tuple[float, ...]: [1.0, None, "1", [1], [True], ["1"], [float("nan")], [[1.0]], [0.5] * 65],
     tuple[int, ...]: [1, None, "12", [-1], [1.0], [True], ["1"], [1 << 62], [[1]], list(range(65))],
 }
 

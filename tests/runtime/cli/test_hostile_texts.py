@@ -18,7 +18,7 @@ import rich.console
 
 from dflash_daemon.__main__ import main as daemon_main
 from dflash_protocol.notify import Notifier
-from dflash_protocol.wire.messages import Hello, Progress, Refused
+from dflash_protocol.wire.messages import AskOffer, Hello, Message, Progress, Refused
 from dflash_runtime.cli import terminal as cli_terminal
 from dflash_runtime.cli.main import main
 from dflash_runtime.cli.terminal import write_text
@@ -170,9 +170,9 @@ def test_doctor_shows_what_a_launcher_says_on_one_line(tmp_path: Path) -> None:
     assert done.stdout.count("A\\x1b[2J") >= 8
 
 
-@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize(("as_json", "stage"), [(False, Hello), (True, Hello), (False, AskOffer)])
 def test_generate_shows_a_daemons_refusal_on_one_line(
-    model: Path, run_dir: Path, tmp_path: Path, as_json: bool
+    model: Path, run_dir: Path, tmp_path: Path, as_json: bool, stage: type[Message]
 ) -> None:
     address = f"ipc://{run_dir}/hostile.sock"
     named = tmp_path / "m.gguf"  # a model's path must be printable where it is a setting
@@ -180,7 +180,7 @@ def test_generate_shows_a_daemons_refusal_on_one_line(
     with ScriptedDaemon(address) as daemon:
 
         def refuse() -> None:
-            daemon.expect(Hello)
+            daemon.expect(stage)
             daemon.say(Progress(HOSTILE, 1, 2))
             daemon.say(Refused(HOSTILE, HOSTILE))
 

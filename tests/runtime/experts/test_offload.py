@@ -13,6 +13,7 @@ from dflash_protocol.placement import OwnedExperts
 from dflash_runtime.experts.compute import LocalExpertCompute
 from dflash_runtime.experts.offload import (
     FEWEST_TOKENS,
+    OffloadChoice,
     OffloadMode,
     PromptOffload,
 )
@@ -52,7 +53,7 @@ class Rig:
         self.slow.stats.device, self.quick.stats.device = "cpu", "cuda:1"
         fallback = LocalExpertCompute(OwnerKind.FALLBACK, {}, pairs_per_s=1.0)
         self.offload = PromptOffload(
-            mode,
+            OffloadChoice(mode),
             placement,
             self.owners,
             fallback=fallback if has_fallback else None,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,9 +14,11 @@ from hypothesis import strategies as st
 from dflash_adapters.spec import MoeSpec
 from dflash_protocol.errors import ProtocolError, SettingsError
 from dflash_protocol.placement import OwnedExperts, Placement
+from dflash_protocol.wire.messages import Offer
 from dflash_runtime.placement.split import LOCAL_OWNER, even_split, make_placement
 from support.examples import examples
 from support.routed_batches import moe_layer
+from support.scripted_daemon import good_offer
 
 
 def spec_of(experts_per_layer: dict[int, int]) -> MoeSpec:
@@ -112,3 +116,81 @@ def test_a_placement_knows_the_layers_of_its_model() -> None:
     np.testing.assert_array_equal(placement.routing[1].local_expert_id, np.arange(5))
     with pytest.raises(ProtocolError, match=r"layer 1 expert 4 .*owner"):
         make_placement(SPEC, {"a": OwnedExperts.from_lists({0: range(8), 1: range(4)})})
+
+
+def offer_of(spec: MoeSpec, num_experts: float, *, device: str = "cuda:0", held: int = 0) -> Offer:
+    """An offer of memory for so many of these experts, some of it taken by held ones."""
+    size = spec.layers[0].expert_bytes
+    total = int(num_experts * size)
+    return good_offer(
+        spec,
+        device=device,
+        free_bytes=total - held * size,
+        held_bytes=held * size,
+        total_bytes=max(1, total),
+    )
+
+
+@examples(150)
+@given(MODELS, st.integers(1, 4), st.data())
+def test_a_daemon_gets_no_more_than_it_has_memory_for(
+    experts_per_layer: dict[int, int], num_daemons: int, data: st.DataObject
+) -> None:
+    names = [f"gpu{index}" for index in range(num_daemons)]
+    num_local = data.draw(st.none() | st.integers(0, min(experts_per_layer.values())))
+    spec = spec_of(experts_per_layer)
+    num_remote = sum(experts_per_layer.values()) - (num_local or 0) * len(experts_per_layer)
+    rooms = {name: data.draw(st.none() | st.integers(0, num_remote + 2)) for name in names}
+    offers = {name: offer_of(spec, room) for name, room in rooms.items() if room is not None}
+    total = sum(math.inf if room is None else room for room in rooms.values())
+    if total < num_remote:
+        with pytest.raises(SettingsError, match="GiB"):
+            even_split(spec, names, num_local, offers=offers)
+        return
+    placement = even_split(spec, names, num_local, offers=offers)
+    lists = lists_of(placement)
+    for layer_id, num_experts in experts_per_layer.items():
+        owners = Counter(i for layers in lists.values() for i in layers.get(layer_id, []))
+        assert owners == Counter(range(num_experts))
+        assert lists.get(LOCAL_OWNER, {}).get(layer_id, []) == list(range(num_local or 0))
+    for name, room in rooms.items():
+        num_owned = sum(map(len, lists.get(name, {}).values()))
+        assert room is None or num_owned <= room
+    even = even_split(spec, names, num_local)
+    shares = {name: sum(map(len, lists_of(even).get(name, {}).values())) for name in names}
+    if all(room is None or room >= shares[name] for name, room in rooms.items()):
+        assert lists == lists_of(even), "as without offers"
+    assert lists_of(even_split(spec, names, num_local, offers=offers)) == lists
+
+
+def test_less_memory_means_some_of_the_same_experts_of_every_layer() -> None:
+    spec = spec_of(dict.fromkeys(range(6), 16))
+    before: dict[int, set[int]] = {}
+    for room in (6, 12, 24, 36, 48):
+        lists = lists_of(even_split(spec, ["a", "b"], None, offers={"a": offer_of(spec, room)}))
+        found = {layer_id: {*ids} for layer_id, ids in lists["a"].items()}
+        assert {len(ids) for ids in found.values()} == {room // 6}
+        assert all(before.get(layer_id, set()) <= ids for layer_id, ids in found.items())
+        before = found
+
+
+def test_experts_that_are_held_count_as_room() -> None:
+    """A parent that comes back, or comes second, gets what the first one had."""
+    spec = spec_of({0: 8})
+    first = even_split(spec, ["a", "b"], None, offers={"a": offer_of(spec, 3)})
+    second = even_split(spec, ["a", "b"], None, offers={"a": offer_of(spec, 3, held=3)})
+    assert lists_of(first) == lists_of(second)
+    assert lists_of(first)["a"] == {0: [0, 2, 4]}
+
+
+def test_memory_that_is_unknown_limits_nothing() -> None:
+    unknown = replace(offer_of(SPEC, 1), total_bytes=0, free_bytes=0)
+    placement = even_split(SPEC, ["a", "b"], None, offers={"a": unknown})
+    assert lists_of(placement) == lists_of(even_split(SPEC, ["a", "b"], None))
+
+
+def test_experts_larger_than_memory_stay_in_the_file_of_a_daemon_on_a_processor() -> None:
+    offers = {"a": offer_of(SPEC, 2), "cpu": offer_of(SPEC, 3, device="cpu")}
+    lists = lists_of(even_split(SPEC, ["a", "cpu"], None, offers=offers))
+    assert sum(map(len, lists["a"].values())) == 2
+    assert sum(map(len, lists["cpu"].values())) == 11

@@ -197,7 +197,7 @@ class EmulatedDevice:
         runs_backward: bool = False,
         max_shared_bytes: int = 96 * 1024,
     ) -> None:
-        self.name = "host:0"
+        self.name = self.product_name = "host:0"
         self.uuid = secrets.token_bytes(16)
         self.ticks_per_ms = 1_000_000
         self.lanes = lanes

@@ -7,7 +7,8 @@
 
 // Values that tests can set, in the order of fake_driver.py.
 enum Setting {
-    NUM_DEVICES, FREE, TOTAL, INTEGRATED, MAJOR, MINOR, PARAMETER_BYTES, VERSION, BUSY, SHOWN, NUM
+    NUM_DEVICES, FREE, TOTAL, INTEGRATED, MAJOR, MINOR, PARAMETER_BYTES, VERSION, BUSY, SHOWN,
+    TIMEOUT, NUM
 };
 static int64_t settings[NUM];
 static char notes[1 << 16];
@@ -16,7 +17,7 @@ static int failing_status;
 static uintptr_t num_handles;
 
 void fake_reset(void) {
-    static const int64_t usual[NUM] = {1, 1000, 4000, 0, 9, 0, 24, 12040, 0, 64};
+    static const int64_t usual[NUM] = {1, 1000, 4000, 0, 9, 0, 24, 12040, 0, 64, 0};
     memcpy(settings, usual, sizeof usual);
     notes[0] = failing_name[0] = 0;
     num_handles = 0;
@@ -76,6 +77,7 @@ int hipGetDevicePropertiesR0600(char *properties, int device) {
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
     switch (attribute) {
         case 16: case 63: *value = 7; break;
+        case 17: *value = (int)settings[TIMEOUT]; break;
         case 18: *value = (int)settings[INTEGRATED]; break;
         case 75: *value = (int)settings[MAJOR]; break;
         case 76: *value = (int)settings[MINOR]; break;

@@ -35,6 +35,8 @@ class Setting(IntEnum):
     """Number of queries of a stream that report it busy."""
     SHOWN = 9
     """Bytes of the memory that another process exports."""
+    TIMEOUT = 10
+    """Whether long kernels are stopped."""
 
 
 class FakeDriver:

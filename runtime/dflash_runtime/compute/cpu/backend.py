@@ -71,6 +71,10 @@ class CpuBackend(HostBackend):
     def numeric_class(self) -> str:
         return compiling.numeric_class()
 
+    @property
+    def num_threads(self) -> int:
+        return self._counts.prompts
+
     @cached_property
     def _workers(self) -> Workers:
         workers = Workers(self._counts.prompts)

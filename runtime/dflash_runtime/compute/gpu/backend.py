@@ -27,6 +27,7 @@ from dflash_protocol.ids import F32Array, I32Array, I64Array, Phase
 from dflash_runtime.compute.backend import (
     Chunking,
     ExpertBank,
+    ExpertMemory,
     MailedExperts,
     RemoteExperts,
     argmax_of,
@@ -47,7 +48,13 @@ from dflash_runtime.compute.gpu.mailbox.mail import CupyMail
 from dflash_runtime.compute.gpu.model.linear import DeviceLoader
 from dflash_runtime.compute.gpu.model.model import GpuModel
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
-from dflash_runtime.compute.gpu.room import CONTEXT_BYTES, GpuRoom, require_room, total_experts
+from dflash_runtime.compute.gpu.room import (
+    CONTEXT_BYTES,
+    GpuRoom,
+    expert_bytes,
+    require_room,
+    total_experts,
+)
 from dflash_runtime.compute.gpu.run.captured_step import GraphStep
 from dflash_runtime.compute.gpu.run.host_path import HostPath
 from dflash_runtime.compute.gpu.run.path_choice import MailboxSessions
@@ -55,6 +62,7 @@ from dflash_runtime.compute.gpu.run.step_path import LocalPath
 from dflash_runtime.compute.gpu.transfers.payload import PayloadMover
 from dflash_runtime.compute.kv_cache import KvCache, KvType
 from dflash_runtime.compute.model import Model
+from dflash_runtime.compute.room import Needs
 from dflash_runtime.compute.thread_trial import OnePass
 
 _LOG = logging.getLogger(__name__)
@@ -64,7 +72,8 @@ HALVED_FROM = 1536
 launching and converting matrices twice takes longer than waiting."""
 
 _LEFT_BYTES = 256 << 20
-"""Memory left free beside the offload's weights, so that nothing else fails for lack of it."""
+"""Memory left free beside weights that need not be there, so that nothing else fails for lack of
+it."""
 
 KERNEL_VERSION = 1
 """Raise it with every change that changes bits."""
@@ -140,9 +149,28 @@ class CupyBackend:
         """Never None."""
         return self.ops.payload
 
+    @property
+    def device_name(self) -> str:
+        return self.device.product_name
+
+    @property
+    def num_threads(self) -> int:
+        return 1
+
     def free_memory_bytes(self) -> int:
         """Without what stays free; 0 if unknown."""
         return 0 if self._memory is None else self._memory().room_bytes
+
+    def expert_memory(self, file: GgufFile, layers: Iterable[MoeLayer]) -> ExpertMemory:
+        """Without what stays free."""
+        expert = {each.layer_id: expert_bytes(each) for each in layers}
+        if self._memory is None:
+            return ExpertMemory(0, 0, expert)
+        with self._lock:
+            self.device.trim()
+        memory = self._memory()
+        free_bytes = memory.room_bytes - self._work_bytes(self._needs(file))
+        return ExpertMemory(max(0, free_bytes), memory.total_bytes, expert)
 
     def require_room(
         self,
@@ -155,30 +183,51 @@ class CupyBackend:
     ) -> None:
         """Raises: DeviceOutOfMemory, UnsupportedModel, SettingsError."""
         given = list(experts)
-        description = describe(file)
-        room = GpuRoom(file, model_spec(file, description), description)
-        num_remote = sum(num_experts < layer.num_experts for layer, num_experts in given)
-        needs = room.needs(
+        needs = self._needs(
+            file,
             num_positions=num_positions,
             kv_type=kv_type,
-            chunk=self.chunking.preferred,
-            scratch_bytes=self.ops.chunks.scratch_bytes,
-            is_parent=num_positions > 0,
-            num_remote_layers=num_remote,
+            num_remote_layers=sum(count < layer.num_experts for layer, count in given),
             num_daemons=num_daemons,
         )
-        # The context is open already; once there were chunks, all that they need is there too.
-        work = needs.work + needs.recorded + needs.driver - CONTEXT_BYTES
         needed = {
             "experts": total_experts(given),
             "other weights": needs.weights,
             "keys and values": needs.cache,
-            "work": 0 if self.ops.chunks.has_worked else work,
+            "work": self._work_bytes(needs),
         }
         if self._memory is not None:
             with self._lock:
                 self.device.trim()
             require_room(self.device.name, self._memory(), needed)
+
+    def _needs(
+        self,
+        file: GgufFile,
+        *,
+        num_positions: int = 0,
+        kv_type: KvType = KvType.F16,
+        num_remote_layers: int = 0,
+        num_daemons: int = 0,
+    ) -> Needs:
+        """Of a parent, or, without positions, of a daemon. Raises: UnsupportedModel."""
+        description = describe(file)
+        return GpuRoom(file, model_spec(file, description), description).needs(
+            num_positions=num_positions,
+            kv_type=kv_type,
+            chunk=self.chunking.preferred,
+            scratch_bytes=self.ops.chunks.scratch_bytes,
+            is_parent=num_positions > 0,
+            num_remote_layers=num_remote_layers,
+            num_daemons=num_daemons,
+        )
+
+    def _work_bytes(self, needs: Needs) -> int:
+        """What computing is still to take. The context is open already; once there were chunks, all
+        that they need is there too."""
+        if self.ops.chunks.has_worked:
+            return 0
+        return needs.work + needs.recorded + needs.driver - CONTEXT_BYTES
 
     def load_experts(
         self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array
@@ -285,7 +334,9 @@ class CupyBackend:
         if not missing:
             return
         try:
-            num_bytes = offload_bytes(missing)
+            num_bytes = offload_bytes(
+                (layer, int(experts.sum())) for layer, experts in missing.values()
+            )
             if self._memory is not None:
                 self.device.trim()
                 needed = {"work": _LEFT_BYTES, "weights of prompts": num_bytes}

@@ -35,6 +35,7 @@ from dflash_runtime.compute.gpu.launch.prefill_operands import (
     half_row_bytes,
 )
 from dflash_runtime.compute.gpu.layers.delta import DeltaPlan
+from dflash_runtime.compute.room import HEAD_ROWS
 
 MAX_CHUNK = 4096
 """Tokens of a prompt chunk. Larger ones convert matrices to halves less often."""
@@ -44,9 +45,6 @@ SCRATCH_BYTES = 1 << 30
 once."""
 
 _LEAST_SCRATCH_BYTES = 64 << 20
-
-HEAD_ROWS = 512
-"""Rows of logits computed at once."""
 
 _FLOAT, _DOUBLE = 4, 8
 _SMALL_BYTES = 2 << 20

@@ -11,11 +11,12 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.layers import Description, Layer, MatrixTensor, VectorTensor, parts_of
+from dflash_adapters.layers import Description, MatrixTensor, VectorTensor, parts_of
 from dflash_adapters.spec import ModelSpec, MoeLayer
 from dflash_protocol.errors import DeviceOutOfMemory
 from dflash_runtime.compute.gpu.chunk_room import ChunkRoom, scratch_of_chunk
 from dflash_runtime.compute.gpu.device.devices import DeviceMemory, allocated
+from dflash_runtime.compute.gpu.experts.offload import offload_bytes
 from dflash_runtime.compute.gpu.launch.layouts import row_bytes
 from dflash_runtime.compute.gpu.layers.kv_cache import snapshot_bytes, state_bytes
 from dflash_runtime.compute.gpu.layers.kv_rows import array_bytes, bytes_with_snapshots, layer_bytes
@@ -112,6 +113,12 @@ class GpuRoom:
     def experts_bytes(self, layer_id: int, num_experts: int) -> int:
         return experts_bytes(self._spec.moe.by_layer_id[layer_id], num_experts)
 
+    def offload_bytes(self, num_missing: Mapping[int, int]) -> int:
+        """Memory through which so many remote experts of each layer, by layer id, are copied for
+        prompts. It is taken last, and only if it leaves something free (see ExpertOffload)."""
+        layers = self._spec.moe.by_layer_id
+        return offload_bytes((layers[layer_id], num) for layer_id, num in num_missing.items())
+
     def cache_bytes(self, num_positions: int, kv_type: KvType) -> int:
         """Raises: SettingsError as DeviceKvCache."""
         spec = self._spec
@@ -188,6 +195,7 @@ class GpuRoom:
         return Needs(
             weights=self.ends + sum(layer.trunk for layer in self.layers),
             cache=self.cache_bytes(num_positions, kv_type),
+            # What passes is one piece, of which steps and snapshots are counted elsewhere.
             work=work
             + allocated(passing)
             - recorded
@@ -197,7 +205,7 @@ class GpuRoom:
             driver=CONTEXT_BYTES + MODULES_BYTES,
         )
 
-    def _trunk(self, part: Layer | object) -> int:
+    def _trunk(self, part: object) -> int:
         """Bytes of dense tensors. Raises: UnsupportedModel."""
         seen: set[str] = set()
         total = 0

@@ -1,4 +1,4 @@
-"""Connects an engine with its daemons, before they are given experts."""
+"""Connects an engine with its daemons, which tell what they have before they are given experts."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.process.held_folder import HeldFolder
 from dflash_protocol.settings import Settings, keys_directory, run_directory
 from dflash_protocol.transports.curve import client_security
+from dflash_protocol.wire.messages import Offer
 from dflash_runtime.compute import ComputeBackend
 from dflash_runtime.experts.daemons.data_path import plan_paths
 from dflash_runtime.experts.daemons.handshake import Greeting
@@ -38,6 +39,11 @@ class Connected:
     context: zmq.Context[zmq.Socket[bytes]] | None
     """None without daemons, as is `supervisor`."""
     supervisor: Supervisor | None
+
+    @property
+    def offers(self) -> dict[str, Offer]:
+        """What the daemons have for experts, by owner name, of those that have said so."""
+        return {name: x.offer for name, x in self.links.items() if x.offer is not None}
 
     def give(self, owned_by: Mapping[str, OwnedExperts]) -> None:
         """Give each daemon its experts, by owner name, and wait until all are ready; one that is
@@ -64,7 +70,7 @@ def connect(
     tolerates_absent: bool,
     on_progress: ProgressCallback | None,
 ) -> Connected:
-    """Start or find the daemons.
+    """Start or find the daemons, and wait for what they offer.
 
     `undo` gets the ZeroMQ context, the links, the supervisor with its child processes, and their
     socket folder. Raises: DflashError if a daemon is unavailable.
@@ -96,6 +102,7 @@ def connect(
         payload=PayloadType(settings.ipc_dtype),
         paths=plan_paths(spec, settings, backend),
         weights=weights,
+        moe=spec.moe,
     )
     options = LinkOptions(
         greeting,
@@ -105,7 +112,37 @@ def connect(
     )
     supervisor = Supervisor(context, list(links.values()), options, on_progress=on_progress)
     undo.callback(supervisor.close)
+    supervisor.ask()
     return Connected(links, events, context, supervisor)
+
+
+def offer_at(
+    endpoint: Endpoint, file: GgufFile, spec: ModelSpec, *, settings: Settings
+) -> Offer | None:
+    """What a running daemon offers for a model; it is left alone afterwards. None: an older one,
+    which cannot say.
+
+    Raises: DflashError if it is unavailable, or has another model.
+    """
+    with contextlib.ExitStack() as undo:
+        security = client_security(keys_directory(settings), endpoint)
+        link = DaemonLink(
+            "asked",
+            endpoint,
+            launch=None,
+            numeric_class="",
+            on_event=EventLog().add,
+            secure=None if security is None else security.apply,
+        )
+        undo.callback(link.close)
+        context = undo.enter_context(zmq.Context())
+        greeting = Greeting(file.identity(), spec.moe.digest, "", max_tokens=1, moe=spec.moe)
+        silence_s = settings.connect_timeout_ms / 1e3
+        options = LinkOptions(greeting, Timeouts(silence_s, silence_s))
+        supervisor = Supervisor(context, [link], options)
+        undo.callback(supervisor.close)
+        supervisor.ask()
+        return link.offer
 
 
 def _launches(

@@ -156,7 +156,7 @@ async def agree(
 
 
 async def _attach(
-    link: DaemonLink, offer: Offer, ask: Callable[[Message], Awaitable[Message]]
+    link: DaemonLink, offer: SegmentOffer, ask: Callable[[Message], Awaitable[Message]]
 ) -> SharedMemory:
     """Have the daemon map an offered segment. Raises: OfferFailed if it refuses; as `ask`."""
     try:
@@ -171,7 +171,7 @@ async def _attach(
         raise
 
 
-async def _make_offer(folder: Path, welcome: Welcome, plan: SharingPlan) -> Offer:
+async def _make_offer(folder: Path, welcome: Welcome, plan: SharingPlan) -> SegmentOffer:
     """Make the offer in a thread, as reserving its pages takes a while. Raises: OfferFailed."""
     making = asyncio.ensure_future(asyncio.to_thread(make_offer, folder, welcome, plan))
     try:
@@ -187,7 +187,7 @@ class OfferFailed(Exception):
     """Memory cannot be shared with a daemon; the message says why. The session goes on without."""
 
 
-class Offer:
+class SegmentOffer:
     """A segment that is made for one daemon and not confirmed yet.
 
     Owns: the segment, until `accepted` returns it or `withdraw` closes it.
@@ -232,7 +232,7 @@ class Offer:
         self._segment.close()
 
 
-def make_offer(folder: Path, welcome: Welcome, plan: SharingPlan) -> Offer:
+def make_offer(folder: Path, welcome: Welcome, plan: SharingPlan) -> SegmentOffer:
     """Make a segment for a daemon. Raises: OfferFailed if that fails."""
     moves = plan.moves and welcome.can_move
     mails = moves and welcome.mail_bytes == plan.mail_bytes
@@ -250,7 +250,7 @@ def make_offer(folder: Path, welcome: Welcome, plan: SharingPlan) -> Offer:
         except BaseException:
             segment.close()
             raise
-    return Offer(segment, welcome.link_id, moves=moves)
+    return SegmentOffer(segment, welcome.link_id, moves=moves)
 
 
 def why_not_shared(welcome: Welcome, folder: Path | None) -> str:

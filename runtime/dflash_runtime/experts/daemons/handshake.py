@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from dflash_adapters.gguf.weight_blocks import NONCE_BYTES, nonce_from
 from dflash_adapters.gguf.weight_check import WeightCheck
+from dflash_adapters.spec import MoeSpec
 from dflash_protocol.errors import (
     DaemonUnavailable,
     HandshakeRefused,
@@ -21,7 +22,7 @@ from dflash_protocol.errors import (
 )
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.placement import OwnedExperts
-from dflash_protocol.wire.messages import PROTOCOL_VERSIONS, Hello, Welcome
+from dflash_protocol.wire.messages import PROTOCOL_VERSIONS, AskOffer, Hello, Welcome
 from dflash_runtime.experts.daemons.data_path import PathPlan
 from dflash_runtime.experts.daemons.link import DaemonLink
 from dflash_runtime.experts.events import EventKind
@@ -43,6 +44,14 @@ class Greeting:
     paths: PathPlan = PathPlan()  # noqa: RUF009 - frozen
     weights: WeightCheck | None = None
     """For comparing a daemon's file with ours; None: not compared."""
+
+    moe: MoeSpec | None = None
+    """For checking what daemons offer; None: not checked."""
+
+    def ask(self) -> AskOffer:
+        """The question to a daemon what it has for our model."""
+        digest = "" if self.weights is None else self.weights.full_digest
+        return AskOffer(self.model_identity, self.moe_digest, file_digest=digest)
 
     def hello(self, owned: OwnedExperts) -> Hello:
         """The hello to a daemon that is to hold these experts."""

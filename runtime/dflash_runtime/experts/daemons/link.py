@@ -20,7 +20,7 @@ from dflash_protocol.endpoint import Endpoint
 from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.ring.segment import Segment
-from dflash_protocol.wire.messages import Welcome
+from dflash_protocol.wire.messages import Offer, Welcome
 from dflash_runtime.experts.events import EventKind
 
 
@@ -135,6 +135,9 @@ class DaemonLink:
         self.endpoint = endpoint
         self._owned = owned
         self.launch = launch
+        self.offer: Offer | None = None
+        """What the daemon said before it was given experts; None: it was not asked, or cannot say.
+        """
         self.secure = secure
         """Sets the keys of a socket of this link before it connects; None if it needs none."""
         self.daemon_counters = DaemonCounters()

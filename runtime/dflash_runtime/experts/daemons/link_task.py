@@ -12,23 +12,18 @@ import random
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
 import zmq
 import zmq.asyncio
 
-from dflash_protocol.endpoint import is_ipv6
 from dflash_protocol.errors import (
     DaemonUnavailable,
     DflashError,
     HandshakeRefused,
     ProtocolError,
-    one_line,
 )
 from dflash_protocol.wire.messages import (
     COMPARING,
-    HEADER_LIMIT_BYTES,
-    Bye,
     Hello,
     Message,
     Ping,
@@ -37,9 +32,9 @@ from dflash_protocol.wire.messages import (
     Refused,
     Welcome,
     decode_header,
-    encode_header,
 )
 from dflash_runtime.experts.daemons.child import DaemonProcess
+from dflash_runtime.experts.daemons.conversation import Conversation, EndedEarly, unanswered
 from dflash_runtime.experts.daemons.data_path import agree
 from dflash_runtime.experts.daemons.handshake import (
     OTHER_WEIGHTS,
@@ -55,6 +50,7 @@ from dflash_runtime.experts.daemons.link import (
     Session,
     SharedMemory,
 )
+from dflash_runtime.experts.daemons.offers import check_offer, offer_of, refusal
 from dflash_runtime.experts.events import EventKind
 
 _LOG = logging.getLogger(__name__)
@@ -66,8 +62,6 @@ _BACKOFF_FIRST_S = 0.05
 _BACKOFF_LAST_S = 5.0
 _MOST_EARLY_ENDS = 3
 """A daemon that ended this often before it was ever ready is not tried again at start."""
-_END_S = 3.0
-"""The longest from a child's disconnecting to its end: a driver has to release a device."""
 _OTHER_WEIGHTS_S = 30.0
 """Pause after a daemon was found to have other weights: its file has to be replaced by hand, and
 each comparison costs both sides some 0.1 s of a core."""
@@ -75,10 +69,6 @@ _STABLE_S = 10.0
 """After a session of at least this length, the backoff starts again from its first pause."""
 _FOLDER_POLL_S = 0.05
 """Interval of polling for the folder of a daemon's socket."""
-_GOODBYE_MS = 200
-"""How long a Bye may take to be sent."""
-
-_Received: TypeAlias = "asyncio.Future[list[bytes]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,43 +93,54 @@ class LinkOptions:
 
 
 class FirstAttempt:
-    """How one link's first attempt ends, for `Supervisor.start` to wait on.
+    """How one link's first attempt ends, for the supervisor's caller to wait on.
 
-    Pending until `report`; the link's task writes it, any thread may wait for `future`.
+    `asked` is done once the daemon has said what it offers, or will not; `ready` is pending until
+    `report`, which ends both. The link's task writes them, any thread may wait for them.
     """
 
     def __init__(self, name: str, on_progress: Callable[[str, str, int, int], None] | None) -> None:
         self._name = name
         self._on_progress = on_progress
-        self.future: Future[None] = Future()
+        self.asked: Future[None] = Future()
+        self.ready: Future[None] = Future()
 
     @property
     def is_pending(self) -> bool:
-        """Whether the outcome is not known yet."""
-        return not self.future.done()
+        """Whether it is not known yet if the daemon is ready."""
+        return not self.ready.done()
 
     def report(self, error: DflashError | None) -> bool:
         """Settle the outcome, None for success; False if it was settled before."""
-        if self.future.done():
+        if self.ready.done():
             return False
-        if error is None:
-            self.future.set_result(None)
-        else:
-            self.future.set_exception(error)
+        for future in (self.asked, self.ready):
+            if not future.done():
+                _settle(future, error)
         return True
 
+    def report_asked(self) -> None:
+        """The daemon has answered what it offers."""
+        if not self.asked.done():
+            self.asked.set_result(None)
+
     def report_progress(self, progress: Progress) -> None:
-        """Pass progress on to the caller of `start`, while that waits."""
+        """Pass progress on to the supervisor's caller, while that waits."""
         if self._on_progress is not None and self.is_pending:
             self._on_progress(self._name, progress.stage, progress.num_done, progress.num_total)
 
 
-class _EndedEarly(DaemonUnavailable):
-    """A daemon was there and ended before it was ready: a retry may succeed."""
+def _settle(future: Future[None], error: DflashError | None) -> None:
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
 
 
 class LinkTask:
     """One link: start or find its daemon, shake hands, watch the session, and all of it again.
+
+    Before its experts are known, the daemon is asked what it has for them.
 
     Runs in the supervisor's thread, inside its loop, until cancelled or the link is given up.
     Owns: its control socket, and the child process if the daemon is one of ours.
@@ -159,11 +160,9 @@ class LinkTask:
         self._first = first
         self._loop = asyncio.get_running_loop()
         self._process: DaemonProcess | None = None
-        self._loss_reported = asyncio.Event()
+        self._woken = asyncio.Event()
         self._lost_generation = 0
         self._num_early_ends = 0
-        self._was_heard = False
-        """Whether the daemon has answered over the present connection."""
         loop = self._loop
 
         def wake(lost_generation: int) -> None:
@@ -203,7 +202,7 @@ class LinkTask:
 
     def _note_loss(self, generation: int) -> None:
         self._lost_generation = max(self._lost_generation, generation)
-        self._loss_reported.set()
+        self._woken.set()
 
     def _note_failure(self, error: DflashError) -> None:
         link, options, first = self._link, self._options, self._first
@@ -212,7 +211,7 @@ class LinkTask:
             if first.report(None):
                 link.mark_absent(EventKind.DAEMON_ABSENT, str(error))
         elif first.is_pending:
-            if isinstance(error, _EndedEarly) and options.tries_again:
+            if isinstance(error, EndedEarly) and options.tries_again:
                 self._num_early_ends += 1
                 if self._num_early_ends < _MOST_EARLY_ENDS:
                     link.mark_absent(EventKind.DAEMON_LOST, str(error))
@@ -235,37 +234,26 @@ class LinkTask:
             if self._process is not None:
                 await self._process.stop()
             self._process = DaemonProcess(link.launch, link.endpoint)
-        self._was_heard = False
-        with self._context.socket(zmq.DEALER) as control:
-            control.setsockopt(zmq.LINGER, 0)
-            control.setsockopt(zmq.MAXMSGSIZE, HEADER_LIMIT_BYTES)
-            control.setsockopt(zmq.IPV6, is_ipv6(link.endpoint.address))
-            if link.secure is not None:
-                link.secure(control)
-            control.setsockopt(zmq.RECONNECT_IVL, 20)
-            control.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-            monitor = control.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-            # One future for the whole session: a cancelled receive may consume the event.
-            disconnected = asyncio.ensure_future(monitor.recv_multipart())
+        silence_s = self._options.timeouts.connect_silence_s
+        if self._process is not None:
+            silence_s = max(silence_s, _SPAWN_SILENCE_S)
+        with Conversation.opened(
+            self._context, link, self._process, silence_s=silence_s
+        ) as conversation:
+            self._first.report_progress(Progress("connect", 0, 1))
             try:
-                control.connect(link.endpoint.address)
-                self._first.report_progress(Progress("connect", 0, 1))
-                try:
-                    welcome = await self._handshake(control, disconnected)
-                except DaemonUnavailable:
-                    # A child that does not answer is replaced.
-                    if self._process is not None:
-                        await self._process.stop()
-                    raise
-                memory = await self._agree(control, disconnected, welcome)
-                session = link.mark_ready(welcome, memory)
-                self._first.report_progress(Progress("ready", 1, 1))
-                self._first.report(None)
-                await self._watch(control, disconnected, session)
-            finally:
-                disconnected.cancel()
-                control.disable_monitor()
-                monitor.close(linger=0)
+                await self._until_given(conversation)
+                welcome = await self._handshake(conversation)
+            except DaemonUnavailable:
+                # A child that does not answer is replaced.
+                if self._process is not None:
+                    await self._process.stop()
+                raise
+            memory = await self._agree(conversation, welcome)
+            session = link.mark_ready(welcome, memory)
+            self._first.report_progress(Progress("ready", 1, 1))
+            self._first.report(None)
+            await self._watch(conversation, session)
 
     async def _await_folder(self) -> None:
         """Wait until the folder of an ipc endpoint exists; a child's folder is made by us.
@@ -277,127 +265,83 @@ class LinkTask:
         end_s = loop.time() + silence_s
         while not self._link.endpoint.is_folder_there() and self._link.launch is None:
             if loop.time() > end_s:
-                raise self._unanswered(silence_s)
+                raise unanswered(self._link, silence_s)
             await asyncio.sleep(_FOLDER_POLL_S)
 
-    def _unanswered(self, silence_s: float) -> DaemonUnavailable:
-        link = self._link
-        return DaemonUnavailable(
-            # docs: no daemon listens there, or it belongs to another user
-            f"daemon {link.name}: nothing answers at {link.endpoint.address} "
-            f"({silence_s:.0f} s); is it running?"
+    async def _until_given(self, conversation: Conversation) -> None:
+        """If the daemon's experts are not known yet: ask what it has, and wait for them."""
+        link, greeting = self._link, self._options.greeting
+        if link.is_given:
+            return
+        offer = await offer_of(
+            conversation, link, greeting.ask(), on_progress=self._first.report_progress
         )
+        if offer is not None and greeting.moe is not None:
+            check_offer(offer, greeting.moe, link.name)
+        link.offer = offer
+        self._first.report_asked()
+        # The caller decides; it closes the supervisor if it fails.
+        await conversation.outcome_of(self._given(), None)
 
-    async def _handshake(self, control: zmq.asyncio.Socket, disconnected: _Received) -> Welcome:
+    async def _given(self) -> None:
+        while not self._link.is_given:
+            self._woken.clear()
+            await self._woken.wait()
+
+    async def _handshake(self, conversation: Conversation) -> Welcome:
         greeting, link = self._options.greeting, self._link
         comparison = Comparison(greeting.weights, link)
         try:
             hello = await comparison.asked_in(greeting.hello(link.owned))
-            await control.send_multipart([encode_header(hello), link.owned.canonical_bytes])
-            return await self._answer_to(hello, control, disconnected, comparison)
+            await conversation.say(hello, link.owned.canonical_bytes)
+            return await self._answer_to(hello, conversation, comparison)
         finally:
             await comparison.close()
 
     async def _answer_to(
-        self,
-        hello: Hello,
-        control: zmq.asyncio.Socket,
-        disconnected: _Received,
-        comparison: Comparison,
+        self, hello: Hello, conversation: Conversation, comparison: Comparison
     ) -> Welcome:
         link = self._link
-        silence_s = self._options.timeouts.connect_silence_s
-        if self._process is not None:
-            silence_s = max(silence_s, _SPAWN_SILENCE_S)
         while True:
-            message = await self._next_message(control, disconnected, silence_s)
+            message = await conversation.expect()
             if isinstance(message, Progress):
                 self._first.report_progress(message)
                 if message.stage == COMPARING:
                     comparison.begin()
             elif isinstance(message, Refused):
-                said = f"daemon {link.name} at {link.endpoint.address} refused: {message.reason}"
-                if message.code == "stopping":
-                    raise _EndedEarly(said)
-                raise HandshakeRefused(said, code=one_line(message.code))
+                raise refusal(message, link)
             elif isinstance(message, Welcome):
                 check_welcome(message, hello, link)
-                await self._compare(comparison, message, control)
+                await self._compare(comparison, message, conversation)
                 return message
             else:
                 raise ProtocolError(f"daemon {link.name} answered hello with {message.TYPE}")
 
     async def _compare(
-        self, comparison: Comparison, welcome: Welcome, control: zmq.asyncio.Socket
+        self, comparison: Comparison, welcome: Welcome, conversation: Conversation
     ) -> None:
         """Raises: HandshakeRefused if the daemon has other weights; it is sent a Bye first."""
         try:
             await comparison.finish(welcome)
         except HandshakeRefused:
-            control.setsockopt(zmq.LINGER, _GOODBYE_MS)
-            await control.send(encode_header(Bye(welcome.link_id)))
+            await conversation.say_goodbye(welcome.link_id)
             raise
 
-    async def _agree(
-        self, control: zmq.asyncio.Socket, disconnected: _Received, welcome: Welcome
-    ) -> SharedMemory | None:
+    async def _agree(self, conversation: Conversation, welcome: Welcome) -> SharedMemory | None:
         """Agree on a data path with the daemon: see data_path.agree."""
 
         async def ask(message: Message) -> Message:
-            await control.send_multipart([encode_header(message)])
-            silence_s = self._options.timeouts.connect_silence_s
-            return await self._next_message(control, disconnected, silence_s)
+            await conversation.say(message)
+            return await conversation.expect(self._options.timeouts.connect_silence_s)
 
         return await agree(self._options.greeting.paths, self._link, welcome, ask=ask)
 
-    async def _next_message(
-        self, control: zmq.asyncio.Socket, disconnected: _Received, silence_s: float
-    ) -> Message:
-        """The next control message.
-
-        Raises: DaemonUnavailable after `silence_s` without one, or at once if the child or the
-        connection ended: what was sent over it is lost, and a new hello is needed.
-        """
-        link = self._link
-        receive = asyncio.ensure_future(control.recv_multipart())
-        waiting: list[asyncio.Future[Any]] = [receive]
-        if self._process is not None:
-            waiting.append(asyncio.ensure_future(self._process.ended.wait()))
-        try:
-            await asyncio.wait(
-                [*waiting, disconnected], timeout=silence_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            if receive.done():
-                frames: list[bytes] = receive.result()
-                self._was_heard = True
-                return decode_header(frames[0])
-            if disconnected.done() and self._process is not None:
-                # A child disconnects while it exits: its exit status says more.
-                await asyncio.wait(waiting[1:], timeout=_END_S)
-            if self._process is not None and self._process.has_ended:
-                raise (_EndedEarly if self._process.was_told_to_end else DaemonUnavailable)(
-                    # docs: its own message stands above, on stderr
-                    f"daemon {link.name} {self._process.how_it_ended} before it was ready"
-                )
-            if disconnected.done():
-                # A daemon that never answered may not know our key: trying again would not help.
-                raise (_EndedEarly if self._was_heard else DaemonUnavailable)(
-                    # docs: it ended, or does not know the parent's key: see its own messages
-                    f"daemon {link.name} at {link.endpoint.address} hung up before it was ready"
-                )
-            raise self._unanswered(silence_s)
-        finally:
-            for future in waiting:
-                future.cancel()
-
-    async def _watch(
-        self, control: zmq.asyncio.Socket, disconnected: _Received, session: Session
-    ) -> None:
+    async def _watch(self, conversation: Conversation, session: Session) -> None:
         """Ping until the session ends, and tell the link why it ended."""
         link, heartbeat_s = self._link, self._options.timeouts.heartbeat_s
         watchers = [
-            asyncio.create_task(self._pings(control, session, heartbeat_s)),
-            asyncio.create_task(self._disconnected(disconnected)),
+            asyncio.create_task(self._pings(conversation, session, heartbeat_s)),
+            asyncio.create_task(self._disconnected(conversation)),
             asyncio.create_task(self._reported(session)),
         ]
         if self._process is not None:
@@ -412,27 +356,22 @@ class LinkTask:
             await asyncio.gather(*watchers, return_exceptions=True)
             # The daemon may be well and only the session lost: it should release our experts and
             # drop requests that are no longer waited for.
-            with contextlib.suppress(zmq.ZMQError):
-                control.setsockopt(zmq.LINGER, _GOODBYE_MS)
-                await control.send(encode_header(Bye(session.welcome.link_id)), zmq.NOBLOCK)
+            await conversation.say_goodbye(session.welcome.link_id)
 
-    async def _pings(
-        self, control: zmq.asyncio.Socket, session: Session, heartbeat_s: float
-    ) -> str:
+    async def _pings(self, conversation: Conversation, session: Session, heartbeat_s: float) -> str:
         sequence = 0
         num_missed = 0
         while num_missed < _MISSED_HEARTBEATS:
             sequence += 1
-            ping = Ping(sequence, session.welcome.link_id)
-            await control.send(encode_header(ping))
+            await conversation.say(Ping(sequence, session.welcome.link_id))
             try:
                 async with asyncio.timeout(heartbeat_s):
-                    frames = await control.recv_multipart()
+                    header = await conversation.hear()
             except TimeoutError:
                 num_missed += 1
                 continue
             try:
-                pong = decode_header(frames[0])
+                pong = decode_header(header)
             except ProtocolError as error:
                 return str(error)
             if isinstance(pong, Pong):
@@ -449,16 +388,16 @@ class LinkTask:
         # docs: the daemon hangs, or the machine is stopped; it is tried again
         return f"no heartbeat for {num_missed * heartbeat_s:.1f} s"
 
-    async def _disconnected(self, disconnected: _Received) -> str:
-        await asyncio.wait([disconnected])
+    async def _disconnected(self, conversation: Conversation) -> str:
+        await conversation.disconnected()
         # docs: the daemon ended, or the network did; it is tried again
         return "the connection ended"
 
     async def _reported(self, session: Session) -> str:
         # A late report may belong to an earlier session.
         while self._lost_generation < session.generation:
-            self._loss_reported.clear()
-            await self._loss_reported.wait()
+            self._woken.clear()
+            await self._woken.wait()
         return "lost while computing"
 
     async def _ended(self, process: DaemonProcess) -> str:

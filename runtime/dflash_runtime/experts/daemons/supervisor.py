@@ -48,18 +48,28 @@ class Supervisor:
         self._first_attempts = tuple(FirstAttempt(link.name, on_progress) for link in self._links)
         self._thread = threading.Thread(target=self._run, name="dflash-supervisor", daemon=True)
 
+    def ask(self) -> None:
+        """Start, and wait until every daemon has said what it offers, or will not: see
+        `DaemonLink.offer`.
+
+        Raises: as `start`.
+        """
+        self._await([each.asked for each in self._first_attempts])
+
     def start(self) -> None:
-        """Start and wait until every daemon is ready.
+        """Start, unless `ask` has, and wait until every daemon is ready, once all links were given
+        experts.
 
         Raises: the first daemon's DflashError if one cannot be had; everything is then closed.
         """
-        self._thread.start()
+        self._await([each.ready for each in self._first_attempts])
+
+    def _await(self, outcomes: Sequence[futures.Future[None]]) -> None:
+        if self._thread.ident is None:
+            self._thread.start()
         try:
             # A failed link does not wait for slow ones.
-            done, _ = futures.wait(
-                [each.future for each in self._first_attempts],
-                return_when=futures.FIRST_EXCEPTION,
-            )
+            done, _ = futures.wait(outcomes, return_when=futures.FIRST_EXCEPTION)
             for future in done:
                 future.result()
         except BaseException:

@@ -77,6 +77,7 @@ class RemoteExpertCompute:
         stats.is_lost = opened is None
         if opened is not None:
             stats.device = one_line(opened.welcome.device)
+        stats.offer = self._link.offer
         stats.restarts = self._link.restarts
         breaker = self._guard.breaker
         stats.breaker, stats.breaker_opened = breaker.state.value, breaker.num_opened

@@ -16,7 +16,12 @@ from dflash_protocol.ring import compiled as ring_native
 from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.wire.messages import Welcome
 from dflash_runtime.experts.daemons import data_path
-from dflash_runtime.experts.daemons.data_path import Offer, SharingPlan, make_offer, why_not_shared
+from dflash_runtime.experts.daemons.data_path import (
+    SegmentOffer,
+    SharingPlan,
+    make_offer,
+    why_not_shared,
+)
 
 WELCOME = Welcome(
     version=2,
@@ -73,7 +78,7 @@ def test_a_cancelled_offer_leaves_no_names(run_dir: Path, monkeypatch: pytest.Mo
     """As when an engine is closed while it connects."""
     has_begun, may_end = threading.Event(), threading.Event()
 
-    def slow(*args: Any) -> Offer:
+    def slow(*args: Any) -> SegmentOffer:
         has_begun.set()
         assert may_end.wait(30.0)
         return make_offer(*args)

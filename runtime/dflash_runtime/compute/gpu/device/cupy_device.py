@@ -259,6 +259,10 @@ class CupyDevice:
         facts.capabilities.log(f"{device} ({driver.device_name(device.index)})")
 
     @property
+    def product_name(self) -> str:
+        return self._driver.device_name(self._index)
+
+    @property
     def lanes(self) -> int:
         return self._facts.lanes
 

@@ -147,6 +147,10 @@ class KernelDevice(Protocol):
         """Its name in settings, ``cuda:0``."""
 
     @property
+    def product_name(self) -> str:
+        """What its maker calls it."""
+
+    @property
     def lanes(self) -> int:
         """Lanes of a logical warp; LANES of every module."""
 

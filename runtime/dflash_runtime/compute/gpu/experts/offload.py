@@ -12,7 +12,7 @@ chosen ones once they are known. The parent maps the file anyway, for the expert
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -122,7 +122,9 @@ class ExpertOffload:
         self._device = device = ops.device
         self._uploader = uploader
         self._file = file
-        place_bytes, laid_out_bytes = _memory_of(missing)
+        place_bytes, laid_out_bytes = _memory_of(
+            (layer, int(experts.sum())) for layer, experts in missing.values()
+        )
         self._places = [_Place(device.empty(place_bytes, np.uint8)) for _ in range(_NUM_PLACES)]
         self._laid_out = device.empty(laid_out_bytes, np.uint8)
         """Memory for projections whose layout on the device differs."""
@@ -359,17 +361,16 @@ class ExpertOffload:
         self._device.synchronize()
 
 
-def offload_bytes(missing: Mapping[int, tuple[MoeLayer, Experts]]) -> int:
-    """Device memory for weights of an ExpertOffload."""
+def offload_bytes(missing: Iterable[tuple[MoeLayer, int]]) -> int:
+    """Device memory for weights of an ExpertOffload, with so many remote experts of each layer."""
     place_bytes, laid_out_bytes = _memory_of(missing)
     return _NUM_PLACES * place_bytes + laid_out_bytes
 
 
-def _memory_of(missing: Mapping[int, tuple[MoeLayer, Experts]]) -> tuple[int, int]:
+def _memory_of(missing: Iterable[tuple[MoeLayer, int]]) -> tuple[int, int]:
     """Bytes of a place, and of memory for projections whose layout on the device differs."""
     place_bytes = laid_out_bytes = 0
-    for layer, experts in missing.values():
-        num = int(experts.sum())
+    for layer, num in missing:
         native = sum(_aligned(num * each.num_bytes) for each in layer.projections)
         laid_out = sum(
             _aligned(num * expert_bytes(each))

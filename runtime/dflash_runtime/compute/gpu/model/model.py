@@ -12,6 +12,7 @@ ops/kernels.py.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import TypeAlias
 
 from dflash_adapters.gguf.file import GgufFile
@@ -77,6 +78,11 @@ class GpuModel:
             mixer = _mixer_layer(layer, num_of_kind[kind], weights, forms)
             self._layers.append((mixer, _ffn_layer(layer, layer_id, weights)))
             num_of_kind[kind] += 1
+
+    def first_layers(self, num_layers: int) -> GpuModel:
+        other = copy(self)
+        other.spec = self.spec.first_layers(num_layers)
+        return other
 
     def place(self, step: Step) -> PlacedStep:
         """Raises: as placed_step.place."""

@@ -7,6 +7,7 @@ import ctypes
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,12 @@ from dflash_protocol.device import Device, DeviceKind
 from dflash_protocol.errors import DeviceOutOfMemory, DeviceUnavailable
 from dflash_runtime.compute.gpu.device import devices
 from dflash_runtime.compute.gpu.device.capabilities import Vendor, hip_capabilities
-from dflash_runtime.compute.gpu.device.devices import describe_gpus, memory_of
+from dflash_runtime.compute.gpu.device.devices import (
+    corrected_memory,
+    describe_gpus,
+    is_display_connected,
+    memory_of,
+)
 from dflash_runtime.compute.gpu.device.driver import Driver
 from dflash_runtime.compute.gpu.device.driver_table import (
     FUNCTIONS,
@@ -248,6 +254,49 @@ def test_more_free_than_there_is_is_clamped_and_said(
     assert [record.args for record in caplog.records] == [("cuda", 0, memory.note)]
     fake.set(Setting.FREE, 4000)
     assert memory_of(driver, 0).note == ""
+
+
+def test_memory_that_is_shared_with_the_host_is_one_pool() -> None:
+    memory = corrected_memory(3000, 4000, host_free_bytes=500)
+    assert (memory.free_bytes, memory.total_bytes, memory.note) == (500, 4000, "")
+    assert memory.is_shared_with_host
+    assert corrected_memory(9000, 4000, host_free_bytes=4500).free_bytes == 4000
+    assert corrected_memory(9000, 4000).free_bytes == 4000
+    assert not corrected_memory(10, 4000).is_shared_with_host
+
+
+def test_more_stays_free_where_a_display_hangs_on_the_device(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = fake.open(Vendor.CUDA)
+    fake.set(Setting.FREE, 1 << 30)
+    fake.set(Setting.TOTAL, 1 << 32)
+    memory = memory_of(driver, 0)
+    assert memory.stays_free_bytes == 256 << 20
+    assert memory.room_bytes == 768 << 20
+    fake.set(Setting.TIMEOUT, 1)
+    memory = memory_of(driver, 0)
+    assert memory.stays_free_bytes == 768 << 20
+    assert memory.room_bytes == 256 << 20
+    fake.set(Setting.FREE, 1 << 20)
+    assert memory_of(driver, 0).room_bytes == 0
+    # Or where the system says that one is connected.
+    fake.set(Setting.TIMEOUT, 0)
+    monkeypatch.setattr(devices, "is_display_connected", lambda pci_bus_id: True)
+    assert memory_of(driver, 0).stays_free_bytes == 768 << 20
+
+
+def test_the_system_tells_of_connected_displays(tmp_path: Path) -> None:
+    outputs = tmp_path / "sys/bus/pci/devices/0000:0a:00.0/drm/card1"
+    assert not is_display_connected("0000:0A:00.0", tmp_path)
+    for name, status in (("card1-DP-1", "disconnected\n"), ("card1-HDMI-A-1", "\xff")):
+        (outputs / name).mkdir(parents=True)
+        (outputs / name / "status").write_text(status)
+    assert not is_display_connected("0000:0A:00.0", tmp_path)
+    (outputs / "card1-DP-1" / "status").write_text("connected\n")
+    assert is_display_connected("0000:0A:00.0", tmp_path)
+    assert not is_display_connected("0000:0B:00.0", tmp_path)
+    assert not is_display_connected("\0", tmp_path)
 
 
 def test_every_gpu_is_described(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,120 @@
+"""Copies between the host and a device: how fast, from where."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import numpy as np
+
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.spec import MoeLayer
+from dflash_protocol.ids import U8Array
+from dflash_runtime.compute.gpu.backend import CupyBackend
+from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock
+from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FilePiece, Transfer
+from dflash_runtime.engine.measuring.timing import medians
+from dflash_runtime.placement.box import CopySpeed
+
+COPY_BYTES = 64 << 20
+_COLUMNS = 2048
+_LEAST = 3
+
+
+class DeviceCopies:
+    """Copies of a fixed size to and from one device. Used by one thread.
+
+    Owns: locked memory, device memory and copying threads, until `close`.
+    """
+
+    def __init__(
+        self, backend: CupyBackend, sources: Sequence[U8Array], *, num_bytes: int = COPY_BYTES
+    ) -> None:
+        """`sources`: parts of a mapped file, read before; copied again and again.
+
+        Raises: DeviceUnavailable, DeviceOutOfMemory among them.
+        """
+        device, rows = backend.device, max(1, num_bytes // (8 * _COLUMNS))
+        self._backend, self._device, self.num_bytes = backend, device, rows * 8 * _COLUMNS
+        with ExitStack() as undo:
+            self._locked = MappedBlock(device, [((rows, _COLUMNS), np.float64)])
+            undo.callback(self._locked.close)
+            self._stream = device.new_stream()
+            undo.callback(self._stream.close)
+            self._copier = FileCopier(device)
+            undo.callback(self._copier.close)
+            self._target = device.empty(self.num_bytes, np.uint8)
+            self._residual = device.zeros((rows, _COLUMNS), np.float32)
+            self._sources = sources
+            self._undo = undo.pop_all()
+
+    @property
+    def _flat(self) -> U8Array:
+        flat: U8Array = self._locked.host[0].reshape(-1).view(np.uint8)
+        return flat
+
+    def from_locked_s(self) -> tuple[float]:
+        """One copy from locked memory to the device, in seconds."""
+        began_s = time.perf_counter()
+        self._stream.write(self._target, self._flat)
+        self._stream.synchronize()
+        return (time.perf_counter() - began_s,)
+
+    def begin_from_pages(self) -> Transfer:
+        """Begin to copy from the mapped file, with as many threads as the engine."""
+        pieces, first = list[FilePiece](), 0
+        for source in self._sources:
+            size = min(source.size, self.num_bytes - first)
+            if size:
+                pieces.append(FilePiece(source[:size], self._target[first : first + size]))
+            first += size
+        return self._copier.begin(pieces)
+
+    def from_pages_s(self) -> tuple[float]:
+        """The same, to its end, as seconds of `num_bytes`."""
+        transfer = self.begin_from_pages()
+        transfer.wait()
+        return (self.num_bytes / transfer.bytes_per_s(),)
+
+    def to_host_s(self) -> tuple[float]:
+        """One copy to the host, into memory that is not locked."""
+        began_s = time.perf_counter()
+        self._device.download(self._target)
+        return (time.perf_counter() - began_s,)
+
+    def kernel_reads_s(self) -> tuple[float]:
+        """A kernel reads locked memory."""
+        self._device.synchronize()
+        began_s = time.perf_counter()
+        self._backend.ops.elementwise.add_sums(self._residual, self._locked.device[0])
+        self._device.synchronize()
+        return (time.perf_counter() - began_s,)
+
+    def close(self) -> None:
+        """Release everything. Idempotent."""
+        self._undo.close()
+
+
+def measure_copies(name: str, copies: DeviceCopies, *, pcie: str = "", limit_s: float) -> CopySpeed:
+    """Each kind of copy alone."""
+    timers = copies.from_locked_s, copies.from_pages_s, copies.to_host_s, copies.kernel_reads_s
+    found = medians(timers, limit_s=limit_s, least=_LEAST)
+    rates = [copies.num_bytes / max(seconds, 1e-9) for (seconds,) in found]
+    from_locked, from_page_cache, to_host, kernel_reads = rates
+    return CopySpeed(name, from_locked, from_page_cache, to_host, kernel_reads, pcie)
+
+
+def parts_of_experts(
+    file: GgufFile, layers: Sequence[MoeLayer], num_bytes: int = COPY_BYTES
+) -> list[U8Array]:
+    """Mapped bytes of experts, one after the other, until they are `num_bytes`."""
+    parts, left = list[U8Array](), num_bytes
+    for layer in layers:
+        for global_expert_id in range(layer.num_experts):
+            for each in layer.projections:
+                if left <= 0:
+                    return parts
+                parts.append(file.region(*each.place_of(global_expert_id), each.num_bytes))
+                left -= each.num_bytes
+    return parts

@@ -1,0 +1,256 @@
+"""Boxes kept on disk: one JSON file for each key, in the cache folder.
+
+Files are read strictly: one that is damaged, or of another version, counts as absent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dflash_adapters.gguf.file import GgufFile
+from dflash_protocol import __version__
+from dflash_protocol.errors import SettingsError, one_line
+from dflash_protocol.process.text_files import read_file, write_file
+from dflash_protocol.settings import cache_folder
+from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.compute.topology import Topology
+from dflash_runtime.placement.box import (
+    Box,
+    CopySpeed,
+    Curve,
+    DeviceSpeed,
+    LinkSpeed,
+    Together,
+)
+
+_LOG = logging.getLogger(__name__)
+
+_FORMAT = 1
+_PREFIX, _SUFFIX = "box-", ".json"
+_LIMIT_BYTES = 1 << 20
+_NUM_KEPT = 64
+_MOST = 256
+"""Entries of a mapping, and points of a curve."""
+_LONGEST_NAME = 200
+_DEVICE_CURVES = "experts", "trunk", "head", "attention"
+_RATES = "from_locked", "from_page_cache", "to_host", "kernel_reads"
+
+T = TypeVar("T")
+
+
+def box_key(
+    file: GgufFile,
+    *,
+    device_ids: Sequence[str],
+    classes: Sequence[str],
+    topology: Topology,
+    kv_type: KvType,
+) -> str:
+    """Digest of all that a box depends on. Speed depends on types and shapes, not on weights.
+
+    `device_ids`: of all GPUs of the machine, with their drivers' versions. `classes`: numeric
+    classes of the backends, which name kernels and their versions.
+    """
+    tensors = sorted(
+        (name, each.tensor_type.name, each.shape) for name, each in file.tensors.items()
+    )
+    parts = (_FORMAT, __version__, sorted(device_ids), sorted(classes), topology, kv_type, tensors)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def kept_box(key: str, cache_dir: str | None) -> Box | None:
+    """The box of this key; None if there is none that can be read. `cache_dir`: see
+    `cache_folder`."""
+    try:
+        place = _place(key, cache_dir)
+        if not place.is_file():
+            return None
+        box = box_from_json(read_file("box", place, limit_bytes=_LIMIT_BYTES))
+        if box.key != key:
+            raise ValueError("it is of another machine or model")
+    except (SettingsError, ValueError) as error:
+        # docs: the file of measured speeds is damaged, or of another version; they are measured
+        # again
+        _LOG.warning("kept measurements are not used: %s", one_line(str(error), _LONGEST_NAME))
+        return None
+    return box
+
+
+def keep_box(box: Box, cache_dir: str | None) -> Path | None:
+    """Keep a box for the next start, if there is a folder that can be written to; returns its
+    file."""
+    with suppress(SettingsError, OSError):
+        place = _place(box.key, cache_dir)
+        write_file("box", place, box_as_json(box))
+        by_age = sorted(
+            place.parent.glob(f"{_PREFIX}*{_SUFFIX}"), key=lambda each: each.stat().st_mtime
+        )
+        for old in by_age[:-_NUM_KEPT]:
+            old.unlink(missing_ok=True)
+        return place
+    return None
+
+
+def _place(key: str, cache_dir: str | None) -> Path:
+    """Raises: SettingsError."""
+    return cache_folder(cache_dir) / f"{_PREFIX}{key}{_SUFFIX}"
+
+
+# -- JSON -----------------------------------------------------------------------------------------
+
+
+def box_as_json(box: Box) -> str:
+    """One line for each device, link, …; curves are lists of pairs."""
+    return json.dumps(box_record(box), indent=1) + "\n"
+
+
+def box_record(box: Box) -> dict[str, Any]:
+    """A box as JSON's types."""
+
+    def curves(by_rows: Mapping[int, Curve]) -> dict[str, Any]:
+        return {str(rows): curve.points for rows, curve in by_rows.items()}
+
+    return {
+        "format": _FORMAT,
+        "key": box.key,
+        "devices": {
+            name: {part: curves(getattr(each, part)) for part in _DEVICE_CURVES}
+            for name, each in box.devices.items()
+        },
+        "links": {
+            name: {
+                "step": each.step.points,
+                "chunk": each.chunk.points,
+                "by_device": each.by_device,
+            }
+            for name, each in box.links.items()
+        },
+        "copies": {
+            name: {**{rate: getattr(each, rate) for rate in _RATES}, "pcie": each.pcie}
+            for name, each in box.copies.items()
+        },
+        "together": [
+            [each.first, each.second, each.first_factor, each.second_factor]
+            for each in box.together
+        ],
+        "host_stop": {name: curve.points for name, curve in box.host_stop.items()},
+        "disk": None if box.disk is None else box.disk.points,
+    }
+
+
+def box_from_json(text: bytes) -> Box:
+    """Raises: ValueError for anything that `box_as_json` does not write."""
+    try:
+        record = json.loads(text, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    given = _fields(
+        record,
+        ("format", "key", "devices", "links", "copies", "together", "host_stop", "disk"),
+    )
+    if given["format"] != _FORMAT:
+        raise ValueError(f"format {given['format']!r:.20} instead of {_FORMAT}")
+    disk = given["disk"]
+    return Box(
+        _name(given["key"]),
+        _by_name(given["devices"], _device),
+        _by_name(given["links"], _link),
+        _by_name(given["copies"], _copies),
+        tuple(_together(each) for each in _list(given["together"])),
+        _by_name(given["host_stop"], lambda name, points: _curve(points)),
+        None if disk is None else _curve(disk),
+    )
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is no number of seconds")
+
+
+def _fields(given: object, names: Sequence[str]) -> dict[str, Any]:
+    if not isinstance(given, dict) or set(given) != set(names):
+        raise ValueError(f"not an object of {', '.join(names)}")
+    return given
+
+
+def _list(given: object) -> list[Any]:
+    if not isinstance(given, list) or len(given) > _MOST:
+        raise ValueError(f"not a list of at most {_MOST}")
+    return given
+
+
+def _name(given: object) -> str:
+    if not isinstance(given, str) or len(given) > _LONGEST_NAME:
+        raise ValueError(f"not a text of at most {_LONGEST_NAME} characters")
+    return given
+
+
+def _number(given: object) -> float:
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        raise ValueError(f"{given!r:.40} is not a number")
+    try:
+        number = float(given)
+    except OverflowError:
+        raise ValueError("a number is too large") from None
+    if not math.isfinite(number) or number < 0.0:
+        raise ValueError(f"{number} is below 0, or not finite")
+    return number
+
+
+def _by_name(given: object, made: Callable[[str, Any], T]) -> dict[str, T]:
+    if not isinstance(given, dict) or len(given) > _MOST:
+        raise ValueError(f"not an object of at most {_MOST} fields")
+    return {_name(name): made(name, each) for name, each in given.items()}
+
+
+def _curve(given: object) -> Curve:
+    """Raises: ValueError, also from Curve."""
+    points = []
+    for point in _list(given):
+        pair = _list(point)
+        if len(pair) != 2:
+            raise ValueError("a point is not a pair")
+        points.append((_number(pair[0]), _number(pair[1])))
+    return Curve(tuple(points))
+
+
+def _by_rows(given: object) -> dict[int, Curve]:
+    curves = {}
+    for name, points in _by_name(given, lambda name, each: _curve(each)).items():
+        if not (name.isascii() and name.isdigit()) or len(name) > 9 or int(name) < 1:
+            raise ValueError(f"{name!r:.20} is not a number of rows")
+        curves[int(name)] = points
+    return curves
+
+
+def _device(name: str, given: object) -> DeviceSpeed:
+    curves = _fields(given, _DEVICE_CURVES)
+    return DeviceSpeed(name, **{part: _by_rows(curves[part]) for part in _DEVICE_CURVES})
+
+
+def _link(name: str, given: object) -> LinkSpeed:
+    link = _fields(given, ("step", "chunk", "by_device"))
+    if not isinstance(link["by_device"], bool):
+        raise ValueError("by_device is not true or false")
+    return LinkSpeed(name, _curve(link["step"]), _curve(link["chunk"]), link["by_device"])
+
+
+def _copies(name: str, given: object) -> CopySpeed:
+    rates = _fields(given, (*_RATES, "pcie"))
+    return CopySpeed(
+        name, **{rate: _number(rates[rate]) for rate in _RATES}, pcie=_name(rates["pcie"])
+    )
+
+
+def _together(given: object) -> Together:
+    parts = _list(given)
+    if len(parts) != 4:
+        raise ValueError("two things and two factors were expected")
+    first, second, *factors = parts
+    return Together(_name(first), _name(second), *(_number(each) for each in factors))

@@ -1,0 +1,217 @@
+"""Fills a box: all that it lacks, or everything, within a time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.registry import describe, read_spec
+from dflash_runtime.compute import ComputeBackend
+from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.engine.measuring.devices import measure_device, most_positions
+from dflash_runtime.engine.measuring.disk import measure_disk
+from dflash_runtime.engine.measuring.host_stops import measure_host_stop
+from dflash_runtime.engine.measuring.layers import SampledLayers, sampled_layers
+from dflash_runtime.engine.measuring.loaded_layers import LoadedLayers
+from dflash_runtime.engine.measuring.passes import Passes
+from dflash_runtime.engine.measuring.together import measure_together
+from dflash_runtime.engine.trial_steps import trial_steps
+from dflash_runtime.placement.box import Box, CopySpeed, Curve, DeviceSpeed, Together
+
+LIMIT_S = 60.0
+START_LIMIT_S = 10.0
+"""For a start that lacks a figure."""
+
+_MOST_BYTES = 5 << 29
+"""Weights of a device's layers that are timed, if there are so many seconds; in proportion fewer,
+as they have to be read or copied."""
+_FOR_MOST_S = 30.0
+_FAR_LAYERS = 2
+_FREE_SHARE = 0.3
+"""Of a device's free memory, for their weights."""
+_HOST_SHARE, _ALONE_SHARE = 0.3, 0.7
+_DISK_SHARE, _READ_SHARE, _COPIES_SHARE = 0.06, 0.15, 0.1
+_STOP_SHARE = _TOGETHER_SHARE = 0.06
+
+OnProgress = Callable[[str, int, int], None]
+"""Gets what is measured, the number of parts done, and of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredDevice:
+    """An opened backend, warmed up for the file, to be measured."""
+
+    name: str
+    """``cpu``, ``cuda:0``, …"""
+    backend: ComputeBackend
+    pcie: Callable[[], str] = lambda: ""
+    """Its link as it is now; asked when it is busy."""
+
+
+@dataclass(slots=True)
+class _Parts:
+    """What is measured so far."""
+
+    devices: dict[str, DeviceSpeed] = field(default_factory=dict)
+    copies: dict[str, CopySpeed] = field(default_factory=dict)
+    together: list[Together] = field(default_factory=list)
+    host_stop: dict[str, Curve] = field(default_factory=dict)
+    disk: Curve | None = None
+
+
+def lacking(box: Box | None, devices: Sequence[str]) -> list[str]:
+    """Devices that a box does not have figures of; all without one."""
+    return [name for name in devices if box is None or name not in box.devices]
+
+
+def measure_box(
+    file: GgufFile,
+    devices: Sequence[MeasuredDevice],
+    *,
+    key: str,
+    kv_type: KvType,
+    known: Box | None = None,
+    limit_s: float = LIMIT_S,
+    on_progress: OnProgress = lambda what, num_done, num_total: None,
+) -> Box:
+    """Measure these devices, the host among them first, what connects them, and the disk. What a
+    `known` box of this key has is taken from there.
+
+    Reads weights of some layers, and frees all that it takes. Takes some `limit_s` at most, without
+    kernels that are compiled for the first time; Ctrl-C ends it.
+    Raises: DeviceUnavailable, DeviceOutOfMemory, ModelFileError.
+    """
+    parts = _Parts()
+    if known is not None:
+        parts = _Parts(
+            dict(known.devices),
+            dict(known.copies),
+            list(known.together),
+            dict(known.host_stop),
+            known.disk,
+        )
+    new = [each for each in devices if each.name not in parts.devices]
+    spec = read_spec(file)
+    disk_s = 0.0 if parts.disk is not None else _DISK_SHARE * limit_s
+    if disk_s:
+        expert_bytes = max(layer.expert_bytes for layer in spec.moe.layers)
+        parts.disk = measure_disk(
+            file.path, expert_bytes=expert_bytes, limit_s=disk_s, report=on_progress
+        )
+    host: tuple[str, Passes] | None = None
+    with contextlib.ExitStack() as undo:
+        for device in new:
+            device_s = _share_of(device, new) * (limit_s - disk_s)
+            loaded, far = _loaded(device, file, kv_type, limit_s=limit_s, undo=undo)
+            share = 1.0 - _READ_SHARE
+            if device.backend.is_host:
+                on_progress(f"{device.name}: weights are read", 0, 1)
+                loaded.read(_READ_SHARE * device_s)
+                trial = trial_steps(device.backend, loaded.model, loaded.banks, kv_type=kv_type)
+                device.backend.choose_threads(file, trial)
+            else:
+                share -= _COPIES_SHARE + _STOP_SHARE + 2 * _TOGETHER_SHARE
+            parts.devices[device.name] = measure_device(
+                device.name,
+                loaded,
+                far=far,
+                kv_type=kv_type,
+                limit_s=share * device_s,
+                report=on_progress,
+            )
+            if device.backend.is_host:
+                num_layers = len(loaded.sampled.kinds[0].layer_ids)
+                host = device.name, loaded.passes(num_layers)
+            else:
+                _measure_crossings(device, loaded, parts, host, device_s, on_progress)
+    return Box(
+        key,
+        parts.devices,
+        known.links if known is not None else {},
+        parts.copies,
+        tuple(parts.together),
+        parts.host_stop,
+        parts.disk,
+    )
+
+
+def _share_of(device: MeasuredDevice, devices: Sequence[MeasuredDevice]) -> float:
+    """Of the time, with some left for kernels that are compiled."""
+    num_gpus = sum(not each.backend.is_host for each in devices)
+    if device.backend.is_host:
+        return _HOST_SHARE if num_gpus else _ALONE_SHARE
+    return (_ALONE_SHARE - _HOST_SHARE * (num_gpus < len(devices))) / num_gpus
+
+
+def _loaded(
+    device: MeasuredDevice,
+    file: GgufFile,
+    kv_type: KvType,
+    *,
+    limit_s: float,
+    undo: contextlib.ExitStack,
+) -> tuple[LoadedLayers, LoadedLayers | None]:
+    """The layers to be measured, and those for `TimedPasses.far`."""
+    description, backend = describe(file), device.backend
+    free_bytes = backend.free_memory_bytes()
+    limit = int(_MOST_BYTES * min(1.0, limit_s / _FOR_MOST_S))
+    if free_bytes:
+        limit = min(limit, int(_FREE_SHARE * free_bytes))
+    sampled = sampled_layers(file, description, limit_bytes=limit)
+    num_positions = most_positions(backend.chunking, description.context_length)
+
+    def load(layers: SampledLayers) -> LoadedLayers:
+        loaded = LoadedLayers(backend, file, layers, num_positions=num_positions, kv_type=kv_type)
+        undo.callback(loaded.close)
+        return loaded
+
+    loaded = load(sampled)
+    if not loaded.spec.recurrent_layers or not sampled.kinds[0].sees_all:
+        return loaded, None
+    return loaded, load(sampled.first_kind(_FAR_LAYERS))
+
+
+def _measure_crossings(
+    device: MeasuredDevice,
+    loaded: LoadedLayers,
+    parts: _Parts,
+    host: tuple[str, Passes] | None,
+    limit_s: float,
+    on_progress: OnProgress,
+) -> None:
+    """Stops of a device's steps, copies, and both beside the host's experts."""
+    from dflash_runtime.engine.measuring.copies import (
+        DeviceCopies,
+        measure_copies,
+        parts_of_experts,
+    )
+
+    gpu: Any = device.backend  # its rows are of another type than a host's
+    name = device.name
+    on_progress(f"{name}: stops of its steps", 0, 3)
+    stop = measure_host_stop(loaded, limit_s=_STOP_SHARE * limit_s)
+    if stop is not None:
+        parts.host_stop[name] = stop
+    with contextlib.ExitStack() as undo:
+        on_progress(f"{name}: copies", 1, 3)
+        sources = parts_of_experts(loaded.file, loaded.spec.moe.layers)
+        copies = DeviceCopies(gpu, sources)
+        undo.callback(copies.close)
+        parts.copies[name] = measure_copies(name, copies, limit_s=_COPIES_SHARE * limit_s)
+        copies.from_locked_s()
+        parts.copies[name] = replace(parts.copies[name], pcie=device.pcie())
+        if host is None:
+            return
+        on_progress(f"{name}: beside the processor", 2, 3)
+        of_host, passes = host
+        steps = loaded.passes(len(loaded.sampled.kinds[0].layer_ids))
+        experts = f"experts of {of_host}", lambda: (passes.seconds(1),)
+        for what in (
+            (f"copies to {name}", copies.from_pages_s),
+            (f"steps of {name}", lambda: (steps.seconds(1),)),
+        ):
+            together = measure_together(experts, what, limit_s=_TOGETHER_SHARE * limit_s)
+            parts.together.append(together)

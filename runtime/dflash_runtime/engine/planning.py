@@ -1,0 +1,319 @@
+"""Plans how a model is opened: gathers what the planner reads, and applies what it decides.
+
+A plan is made where there is something to decide: a GPU is there, and the settings do not say where
+experts are. It needs a box, which is measured once for a machine and kept. Where everything fits
+one GPU with memory of its own, nothing is measured.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.registry import describe, read_spec
+from dflash_adapters.spec import ModelSpec
+from dflash_protocol.device import CPU, DeviceKind, parse_device
+from dflash_protocol.errors import DflashError, SettingsError
+from dflash_protocol.ids import Phase
+from dflash_protocol.placement import Placement
+from dflash_protocol.settings import Settings
+from dflash_protocol.wire.messages import Offer
+from dflash_runtime.compute.gpu.device.devices import GpuDescription
+from dflash_runtime.compute.host import PREFILL_CHUNK
+from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.compute.memory import host_memory
+from dflash_runtime.engine.demo_model import chosen_model_path
+from dflash_runtime.engine.heat_keeper import open_heat
+from dflash_runtime.engine.measuring.layers import head_bytes
+from dflash_runtime.engine.measuring.machine import (
+    box_of_machine,
+    devices_to_measure,
+    gpus_of_machine,
+)
+from dflash_runtime.experts.offload import OffloadMode
+from dflash_runtime.placement.box import Box, Curve, DeviceSpeed, LinkSpeed
+from dflash_runtime.placement.footprint import Footprint, Memory, Request, footprint
+from dflash_runtime.placement.heat import Heat
+from dflash_runtime.placement.plan import Plan, PlanRefused
+from dflash_runtime.placement.plan_text import plan_text
+from dflash_runtime.placement.planner import plan
+from dflash_runtime.placement.situation import (
+    ExpertDaemon,
+    ExpertShares,
+    ParentDevice,
+    Situation,
+)
+from dflash_runtime.placement.wishes import Wishes
+
+_LOG = logging.getLogger(__name__)
+
+GPU_CHUNKS = (4096, 2048, 1024, 512)
+"""Sizes of prompt chunks on a GPU, the preferred one first."""
+
+USUAL_CONTEXT = 32768
+"""Default context of models that have more, where it is not planned: a larger cache has to be asked
+for."""
+
+_STEP_LINK_S = 25e-6
+"""A request of a step to a daemon of this machine through shared memory, where it was not measured:
+a round trip, and waking (bench.ipc_round_trip)."""
+_MAIL_LINK_S = 7e-6
+"""The same through a mailbox."""
+_LINK_BYTES_PER_S = 5e9
+
+OnProgress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """How a model is to be opened."""
+
+    settings: Settings
+    """With the device, and what else was decided."""
+    placement: Placement | None = None
+    """None: it is not planned."""
+    chunk: int | None = None
+    """Most tokens of a prompt chunk; None: the backend's own."""
+    prompts_here: frozenset[int] | None = None
+    """See Plan.prompts_here; None: decided as prompts come."""
+    plan: Plan | None = None
+
+
+class Planning:
+    """What a plan of one opening is made from. Used by one thread."""
+
+    def __init__(
+        self,
+        file: GgufFile,
+        spec: ModelSpec,
+        settings: Settings,
+        heat: Heat,
+        *,
+        on_progress: OnProgress,
+    ) -> None:
+        self._file, self._spec, self._settings, self._heat = file, spec, settings, heat
+        self._on_progress = on_progress
+        self._box: Box | None = None
+
+    def before_daemons(self, *, num_daemons: int) -> Planned:
+        """Choose the device, and what goes there if there are no daemons.
+
+        Raises: SettingsError if what was asked for does not fit.
+        """
+        settings = self._settings
+        if settings.device is not None and settings.device.kind is DeviceKind.CPU:
+            return Planned(settings)
+        gpus = self._gpus()
+        if not gpus:
+            return Planned(settings)
+        only = gpus[0] if len(gpus) == 1 else None
+        if only is not None and not only.memory.is_shared_with_host and self._fits(only):
+            settings = replace(settings, device=only.device)
+            if not num_daemons:
+                return Planned(settings)
+        if settings.local_experts is not None:
+            return Planned(
+                settings if settings.device else replace(settings, device=gpus[0].device)
+            )
+        try:
+            found = self._plan(gpus, {})
+        except SettingsError:
+            raise
+        except DflashError as error:
+            if settings.device is not None:
+                raise
+            # docs: a GPU is there but cannot be measured, for the reason given; the model is
+            # computed on the processor. `--device cuda:0` makes it an error
+            _LOG.warning("computing on the processor: %s", error)
+            return Planned(settings)
+        if isinstance(found, PlanRefused):
+            if num_daemons and settings.device is not None:
+                return Planned(settings)  # it may be different with them
+            raise SettingsError(found.reason)
+        planned = self._applied(found)
+        if num_daemons:  # they have not said yet what they have
+            return replace(planned, placement=None, prompts_here=None)
+        return planned
+
+    def alone(self) -> Plan:
+        """A plan without daemons. Raises: SettingsError if what was asked for does not fit."""
+        found = self._plan(self._gpus(), {})
+        if isinstance(found, PlanRefused):
+            raise SettingsError(found.reason)
+        return found
+
+    def with_daemons(self, planned: Planned, offers: Mapping[str, Offer]) -> Planned:
+        """Decide where experts live, on the device that was chosen before.
+
+        Raises: SettingsError if what was asked for does not fit.
+        """
+        settings = planned.settings
+        is_asked = settings.local_experts is not None
+        is_on_host = settings.device is None or settings.device.kind is DeviceKind.CPU
+        if is_asked or is_on_host or not offers or not self._gpus():
+            return planned
+        self._settings = settings
+        found = self._plan(self._gpus(), offers, chunk=planned.chunk)
+        if isinstance(found, PlanRefused):
+            raise SettingsError(found.reason)
+        return self._applied(found)
+
+    def _gpus(self) -> list[GpuDescription]:
+        """GPUs that may be the parent's."""
+        gpus = gpus_of_machine()
+        devices = devices_to_measure(self._settings, gpus)
+        return [gpu for gpu in gpus if gpu.device in devices]
+
+    def _fits(self, gpu: GpuDescription) -> bool:
+        """Whether the whole model fits there, with the usual context and chunks."""
+        settings, spec = self._settings, self._spec
+        if settings.local_experts is not None:
+            return False
+        num_positions = settings.context or min(spec.context_length, USUAL_CONTEXT)
+        request = Request(
+            self.kv_type,
+            GPU_CHUNKS[0],
+            {layer.layer_id: layer.num_experts for layer in spec.moe.layers},
+        )
+        found = footprint(self._file, spec, Memory.GPU)
+        return request.num_bytes(found, num_positions) <= gpu.memory.room_bytes
+
+    @property
+    def kv_type(self) -> KvType:
+        """The type of keys and values."""
+        if self._settings.kv_type != "auto":
+            return KvType(self._settings.kv_type)
+        return KvType.F32 if self._spec.all_matrices_f32 else KvType.F16
+
+    def _plan(
+        self,
+        gpus: Sequence[GpuDescription],
+        offers: Mapping[str, Offer],
+        *,
+        chunk: int | None = None,
+    ) -> Plan | PlanRefused:
+        settings, spec = self._settings, self._spec
+        if self._box is None:
+            self._box = box_of_machine(self._file, settings, on_progress=self._on_progress)
+        box = self._box
+        on_host = footprint(self._file, spec, Memory.HOST)
+        on_gpu = footprint(self._file, spec, Memory.GPU)
+        parents = [
+            ParentDevice(
+                gpu.device,
+                gpu.memory.room_bytes,
+                on_gpu,
+                GPU_CHUNKS,
+                shares_host_memory=gpu.memory.is_shared_with_host,
+            )
+            for gpu in gpus
+        ]
+        host_bytes = host_memory().free_bytes
+        parents.append(ParentDevice(CPU, host_bytes, on_host, (PREFILL_CHUNK,)))
+        situation = Situation(
+            self._file.identity(),
+            spec,
+            head_bytes(self._file, describe(self._file)),
+            _with_offers(box, spec, offers),
+            tuple(parents),
+            tuple(_daemon(name, offer, on_host, on_gpu) for name, offer in offers.items()),
+            host_bytes,
+            _shares(self._heat, spec),
+        )
+        wishes = Wishes(
+            device=settings.device,
+            context=settings.context,
+            kv_type=self.kv_type,
+            chunk=chunk,
+            offloads_prompts=settings.prefill_offload != OffloadMode.OFF,
+        )
+        return plan(situation, wishes)
+
+    def _applied(self, found: Plan) -> Planned:
+        # docs: where the experts are computed, what each device's memory is used for, and how fast
+        # that should be; `dflash-moe plan` says the same without loading the model
+        _LOG.info("plan:\n%s", plan_text(found).rstrip())
+        setup = found.setup
+        settings = replace(
+            self._settings,
+            device=setup.device,
+            context=setup.context,
+            kv_type=setup.kv_type.value,
+        )
+        is_on_gpu = setup.device.kind is not DeviceKind.CPU
+        if not is_on_gpu:
+            return Planned(settings, plan=found)
+        is_left = settings.prefill_offload == OffloadMode.AUTO
+        prompts_here = frozenset(found.prompts_here) if is_left else None
+        return Planned(settings, found.placement, setup.chunk, prompts_here, found)
+
+
+def plan_of_file(settings: Settings, *, on_progress: OnProgress) -> Plan:
+    """What would be decided for the settings' model, without loading it.
+
+    Raises: SettingsError, ModelFileError, DeviceUnavailable.
+    """
+    with GgufFile.open(chosen_model_path(settings)) as file:
+        spec = read_spec(file)
+        heat = open_heat(file, spec, settings)
+        try:
+            known = heat.for_planning()
+            return Planning(file, spec, settings, known, on_progress=on_progress).alone()
+        finally:
+            heat.close()
+
+
+def _shares(heat: Heat, spec: ModelSpec) -> ExpertShares:
+    layer_ids = [layer.layer_id for layer in spec.moe.layers]
+    return ExpertShares(
+        {each: heat.probabilities(Phase.DECODE, each) for each in layer_ids},
+        {each: heat.probabilities(Phase.PREFILL, each) for each in layer_ids},
+        heat.num_tokens(),
+    )
+
+
+def _daemon(name: str, offer: Offer, on_host: Footprint, on_gpu: Footprint) -> ExpertDaemon:
+    device = parse_device(offer.device, default_index=0)
+    is_on_gpu = device.kind is not DeviceKind.CPU
+    # What it holds of this model may be dropped for what it gets.
+    free_bytes = offer.free_bytes + offer.held_bytes
+    return ExpertDaemon(name, device, free_bytes, on_gpu if is_on_gpu else on_host)
+
+
+def _with_offers(box: Box, spec: ModelSpec, offers: Mapping[str, Offer]) -> Box:
+    """The box with the speeds that daemons have told, and links as they usually are."""
+    devices, links = dict(box.devices), dict(box.links)
+    for name, offer in offers.items():
+        speed = _speed_of(name, spec, offer)
+        if speed is None:
+            continue
+        devices[name] = speed
+        if name not in links:
+            row_s = 12 * spec.hidden_size / _LINK_BYTES_PER_S  # float32 there, float64 back
+            link_s = _MAIL_LINK_S if offer.can_mail else _STEP_LINK_S
+            links[name] = LinkSpeed(
+                name,
+                step=Curve(((1, link_s + row_s),)),
+                chunk=Curve(((1, link_s + row_s), (4096, link_s + 4096 * row_s))),
+                by_device=offer.can_mail,
+            )
+    return replace(box, devices=devices, links=links)
+
+
+def _speed_of(name: str, spec: ModelSpec, offer: Offer) -> DeviceSpeed | None:
+    """A daemon's speed from what it has measured of its first layer; None if it did not."""
+    if not offer.layer_ids or not offer.used_s[0]:
+        return None
+    layer = spec.moe.by_layer_id[offer.layer_ids[0]]
+    num_used, num_bytes = layer.num_experts_used, float(layer.expert_bytes)
+    points = [(num_used * num_bytes, offer.used_s[0])]
+    if num_used > 1 and 0 < offer.one_s[0] < offer.used_s[0]:
+        points.insert(0, (num_bytes, offer.one_s[0]))
+    experts = {1: Curve(tuple(points))}
+    if offer.chunk_tokens > 1 and offer.chunk_pairs_per_s[0]:
+        pairs = offer.chunk_tokens * num_used
+        chunk_s = pairs / offer.chunk_pairs_per_s[0]
+        experts[offer.chunk_tokens] = Curve(((0.0, 0.0), (pairs * num_bytes, chunk_s)))
+    return DeviceSpeed(name, experts)

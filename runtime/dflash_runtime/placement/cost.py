@@ -1,0 +1,275 @@
+"""What an assignment of experts costs: the time of a decode step, and of a prompt.
+
+A layer takes its trunk and its slowest owner. In a step, the owners' numbers of chosen experts are
+random (see `expectation`), and a layer whose experts are not all on the parent's device stops for
+the host, unless its owners are asked through mailboxes; if nothing elsewhere is chosen, only the
+stop remains. In a chunk of a prompt, shares are close to their expectation; experts of CPUs are
+computed by these, or by the parent's device with copies of their weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from dflash_adapters.spec import MoeSpec
+from dflash_protocol.ids import F64Array
+from dflash_runtime.placement.box import Curve
+from dflash_runtime.placement.expectation import (
+    IntArray,
+    checked_shares,
+    counts_by_owner,
+    expected_longest,
+)
+from dflash_runtime.placement.situation import ExpertShares, PlannedRequest
+from dflash_runtime.placement.speeds import Side, TrunkTimes, chunk_sizes
+from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
+
+BoolArray = npt.NDArray[np.bool_]
+
+LOCAL = 0
+"""Index of the parent's device among the owners."""
+
+PROMPTS = (512, 4096)
+"""Lengths of prompts whose speed is predicted."""
+
+_DEEPEST_QUEUE = 32
+"""Reads of the disk that are pending while a prompt is computed."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertArrays:
+    """A model's layers with experts, in order.
+
+    Shapes: [L]; decode and prefill (see ExpertShares) [L, E], zero beyond a layer's experts.
+    """
+
+    layer_ids: IntArray
+    num_experts: IntArray
+    num_used: IntArray
+    file_bytes: F64Array
+    """Of one expert."""
+    decode: F64Array
+    prefill: F64Array
+    hottest: IntArray
+    """Expert ids by their part of decode, those that do not exist last. Shape: [L, E]."""
+
+    @classmethod
+    def of(cls, moe: MoeSpec, shares: ExpertShares) -> ExpertArrays:
+        """Layers that `shares` lacks, or has in another size, get those of the prior."""
+        num_experts = np.array([each.num_experts for each in moe.layers], np.int64)
+        num_used = np.array([each.num_experts_used for each in moe.layers], np.int64)
+        prior = ExpertShares.prior(moe)
+
+        def padded(known: Mapping[int, F64Array], default: Mapping[int, F64Array]) -> F64Array:
+            result = np.zeros((len(moe.layers), int(num_experts.max())))
+            for row, layer in enumerate(moe.layers):
+                values = known.get(layer.layer_id)
+                if values is None or np.shape(values) != (layer.num_experts,):
+                    values = default[layer.layer_id]
+                # None is impossible: K of them are always chosen.
+                result[row, : layer.num_experts] = np.maximum(values, 1e-9)
+            return checked_shares(result, num_used)
+
+        decode = padded(shares.decode, prior.decode)
+        exists = np.arange(decode.shape[1]) < num_experts[:, None]
+        return cls(
+            np.array([each.layer_id for each in moe.layers], np.int64),
+            num_experts,
+            num_used,
+            np.array([each.expert_bytes for each in moe.layers], np.float64),
+            decode,
+            padded(shares.prefill, prior.prefill),
+            np.argsort(np.where(exists, -decode, np.inf), axis=1, kind="stable"),
+        )
+
+    @property
+    def exists(self) -> BoolArray:
+        """Shape [L, E]."""
+        return np.asarray(np.arange(self.decode.shape[1]) < self.num_experts[:, None])
+
+    @property
+    def most_used(self) -> int:
+        return int(self.num_used.max())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Price:
+    """What one assignment was predicted to take."""
+
+    step_s: float
+    prompt_s: Mapping[int, float]
+    """By number of tokens."""
+    request_s: float
+    share_here: float
+    """Share of decode's selections that the parent's device computes."""
+    offloaded: BoolArray
+    """Layers whose experts of CPUs are computed on the parent's device in prompts. Shape: [L]."""
+    disk_bytes: int
+    """Bytes of experts that find no room in memory."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CostModel:
+    """Predicts assignments for one parent, chunk size and KV type.
+
+    An assignment is the index in `sides` of each expert's owner. Shape: [L, E].
+    """
+
+    arrays: ExpertArrays
+    sides: tuple[Side, ...]
+    """Owners, the parent's device first."""
+    trunk: TrunkTimes
+    request: PlannedRequest
+    chunk: int
+    stop_s: float = 0.0
+    """The host's stop in a layer of a step."""
+    local_factor: float = 1.0
+    """How many times longer the parent's device takes beside its processor's experts."""
+    copy_rate: float = 0.0
+    """Bytes a second of experts that are copied to the parent's device for a prompt; 0 = none."""
+    disk: Curve | None = None
+    ram_bytes: float = np.inf
+    """Memory for experts that the parent's processor computes."""
+    shares_memory: bool = False
+    """Whether experts on the parent's device take from `ram_bytes` too."""
+    step_times: tuple[F64Array, ...] = field(init=False)
+    """Of each side: see `Side.step_s`."""
+
+    def __post_init__(self) -> None:
+        times = (side.step_s(self.arrays.file_bytes, self.arrays.most_used) for side in self.sides)
+        object.__setattr__(self, "step_times", tuple(times))
+
+    def price(self, owners: IntArray, *, lengths: Iterable[int] = PROMPTS) -> Price:
+        """Price an assignment, with prompts of these lengths besides the request's."""
+        arrays, own = self.arrays, self.request.prompt
+        on_disk = self._on_disk(owners)
+        offloaded = np.zeros(len(arrays.layer_ids), np.bool_)
+        prompts = {}
+        for length in dict.fromkeys((own, *lengths)):
+            asked, copied = self.prompt_of(owners, length)
+            if length == own:
+                offloaded = copied < asked
+            experts_s = float(np.where(offloaded, copied, asked).sum())
+            trunk_s = self.trunk.prompt_s(length, self.chunk)
+            prompts[length] = trunk_s + experts_s + self._disk_prompt_s(on_disk, length)
+        position = own + self.request.written / 2
+        step_s = self.trunk.step_s(position) + float(self.step_layers_s(owners).sum())
+        step_s += self._disk_step_s(on_disk)
+        here = np.where(owners == LOCAL, arrays.decode, 0.0).sum() / arrays.decode.sum()
+        disk_bytes = (on_disk * arrays.file_bytes[:, None]).sum()
+        request_s = prompts[own] + self.request.written * step_s
+        return Price(step_s, prompts, request_s, float(here), offloaded, int(disk_bytes))
+
+    def layers_s(self, owners: IntArray) -> F64Array:
+        """Seconds that each layer's experts take in the request. Shape: result [L]."""
+        prompt = np.minimum(*self.prompt_of(owners, self.request.prompt))
+        return np.asarray(self.request.written * self.step_layers_s(owners) + prompt)
+
+    def step_layers_s(self, owners: IntArray) -> F64Array:
+        """Seconds of each layer's experts in a step, stops included. Shape: result [L]."""
+        arrays, num_sides = self.arrays, len(self.sides)
+        has = np.stack([
+            ((owners == index) & arrays.exists).any(axis=1) for index in range(num_sides)
+        ])  # fmt: skip
+        present = np.flatnonzero(has.any(axis=1))
+        counts = counts_by_owner(arrays.decode, owners, num_owners=num_sides, most=arrays.most_used)
+        times = np.stack(self.step_times)
+        times[LOCAL] *= np.where(has[1:].any(axis=0), self.local_factor, 1.0)[:, None]
+        result = expected_longest(counts[present], times[present], arrays.num_used)
+        stops = np.array([not side.by_device for side in self.sides])
+        stops[LOCAL] = False
+        return result + np.where(has[stops].any(axis=0), self.stop_s, 0.0)
+
+    def prompt_of(self, owners: IntArray, num_tokens: int) -> tuple[F64Array, F64Array]:
+        """`prompt_layers_s` of an assignment. Shapes: results [L]."""
+        arrays = self.arrays
+        pairs = np.stack([
+            np.where(owners == index, arrays.prefill, 0.0).sum(axis=1)
+            for index in range(len(self.sides))
+        ])  # fmt: skip
+        on_cpu = np.isin(owners, self.remote_cpus) & arrays.exists
+
+        def distinct(rows: int) -> F64Array:
+            chosen = 1.0 - (1.0 - arrays.prefill) ** rows
+            return np.asarray(np.where(on_cpu, chosen, 0.0).sum(axis=1))
+
+        return self.prompt_layers_s(pairs, distinct, num_tokens)
+
+    @property
+    def remote_cpus(self) -> list[int]:
+        """Indices of owners whose experts of prompts the parent's device may compute instead."""
+        if not self.copy_rate:
+            return []
+        return [index for index, side in enumerate(self.sides) if side.is_cpu and index != LOCAL]
+
+    def prompt_layers_s(
+        self, pairs: F64Array, distinct: Callable[[int], F64Array], num_tokens: int
+    ) -> tuple[F64Array, F64Array]:
+        """Seconds of each layer's experts in a prompt: asked of their owners, and with copies of
+        the weights of `remote_cpus` (infinite where there are none).
+
+        Shapes: pairs [owners, ..., L], those of a token; `distinct`, by a chunk's number of rows,
+        and results [..., L]: how many experts of `remote_cpus` are expected to be chosen.
+        """
+        sizes = self.arrays.file_bytes
+        asked, copied = np.zeros(pairs.shape[1:]), np.zeros(pairs.shape[1:])
+        cpus = self.remote_cpus
+        if not cpus:
+            copied += np.inf
+        for rows, times in chunk_sizes(num_tokens, self.chunk):
+            each = [
+                side.chunk_s(rows, rows * own, sizes)
+                for side, own in zip(self.sides, pairs, strict=True)
+            ]
+            each[LOCAL] = each[LOCAL] * np.where(pairs[1:].any(axis=0), self.local_factor, 1.0)
+            asked += times * np.max(each, axis=0)
+            if cpus:
+                here = pairs[[LOCAL, *cpus]].sum(axis=0)
+                slowest = self.sides[LOCAL].chunk_s(rows, rows * here, sizes)
+                slowest = np.maximum(slowest, distinct(rows) * sizes / self.copy_rate)
+                for index in set(range(1, len(self.sides))) - set(cpus):
+                    slowest = np.maximum(slowest, each[index])
+                copied += times * slowest
+        return asked, copied
+
+    def _on_disk(self, owners: IntArray) -> BoolArray:
+        """Experts of the parent's processor that find no room in memory: the coldest ones."""
+        mapped = [
+            index
+            for index, side in enumerate(self.sides)
+            if side.is_cpu and side.name in (LOCAL_OWNER, HOST_OWNER)
+        ]
+        held = np.isin(owners, mapped) & self.arrays.exists
+        sizes = np.where(held, self.arrays.file_bytes[:, None], 0.0)
+        room = self.ram_bytes
+        if self.shares_memory:
+            room -= float(((owners == LOCAL) * self.arrays.file_bytes[:, None])[~held].sum())
+        if sizes.sum() <= room:
+            return np.zeros(owners.shape, np.bool_)
+        order = np.argsort(np.where(held, -self.arrays.decode, np.inf), axis=None, kind="stable")
+        filled = np.cumsum(sizes.reshape(-1)[order])
+        result = np.zeros(owners.size, np.bool_)
+        result[order[filled > room]] = True
+        return result.reshape(owners.shape) & held
+
+    def _disk_step_s(self, on_disk: BoolArray) -> float:
+        """Seconds that a step waits for the disk."""
+        if self.disk is None or not on_disk.any():
+            return 0.0
+        misses = np.where(on_disk, self.arrays.decode, 0.0).sum(axis=1)
+        rates = np.array([self.disk.at(max(1.0, each)) for each in misses])
+        return float((misses * self.arrays.file_bytes / np.maximum(rates, 1.0)).sum())
+
+    def _disk_prompt_s(self, on_disk: BoolArray, num_tokens: int) -> float:
+        if self.disk is None or not on_disk.any():
+            return 0.0
+        missing = np.where(on_disk, self.arrays.prefill, 0.0)
+        num_bytes = sum(
+            times * ((1.0 - (1.0 - missing) ** rows) * self.arrays.file_bytes[:, None]).sum()
+            for rows, times in chunk_sizes(num_tokens, self.chunk)
+        )
+        return float(num_bytes) / max(1.0, self.disk.at(_DEEPEST_QUEUE))

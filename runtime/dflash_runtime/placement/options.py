@@ -1,0 +1,470 @@
+"""The ways to place experts with one parent, each solved within its memory and priced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dflash_protocol.ids import F64Array
+from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.placement.cost import LOCAL, CostModel, ExpertArrays, Price
+from dflash_runtime.placement.dealing import Group, deal, dealt_by_price
+from dflash_runtime.placement.expectation import IntArray
+from dflash_runtime.placement.search import Shape, SplitProblem, solve
+from dflash_runtime.placement.situation import (
+    BytesNeeded,
+    DeviceBytes,
+    ExpertDaemon,
+    ParentDevice,
+    Situation,
+)
+from dflash_runtime.placement.speeds import (
+    Side,
+    TrunkTimes,
+    daemon_side,
+    factor,
+    host_side,
+    local_side,
+)
+from dflash_runtime.placement.split import HOST_OWNER
+from dflash_runtime.placement.tables import Order, OrderedExperts, request_times
+from dflash_runtime.placement.wishes import MoeMode, Wishes
+
+_MOST_GROUPS = 3
+"""How many groups of owners are looked at closely, those that are fastest by estimate."""
+
+_REFINED = 2
+"""How many of a group's options are improved further."""
+
+_TRIES = 6
+"""How often a solution that the allocator's rounding makes too large is made smaller."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Option:
+    """One assignment and its price. Shape: owners [L, E], indices of the model's sides."""
+
+    mode: MoeMode
+    name: str
+    owners: IntArray
+    price: Price
+    chunk: int
+
+
+class ParentOptions:
+    """The options of one parent with one KV type. Keeps tables, so that contexts and chunks are
+    compared at little cost. Used by one thread."""
+
+    def __init__(
+        self,
+        situation: Situation,
+        parent: ParentDevice,
+        daemons: Sequence[ExpertDaemon],
+        *,
+        wishes: Wishes,
+        kv_type: KvType,
+    ) -> None:
+        """`daemons`: those that may own experts. Raises: KeyError if the parent's device was not
+        measured."""
+        self.situation, self.parent, self.wishes = situation, parent, wishes
+        self.kv_type = kv_type
+        self.arrays = ExpertArrays.of(situation.spec.moe, situation.shares)
+        sides = [local_side(situation, parent)]
+        host = host_side(situation, parent)
+        if host is not None:
+            sides.append(host)
+        self.daemons: dict[str, ExpertDaemon] = {}
+        for daemon in daemons:
+            side = daemon_side(situation.box, daemon)
+            if side is not None:
+                sides.append(side)
+                self.daemons[daemon.name] = daemon
+        self.sides: tuple[Side, ...] = tuple(sides)
+        self._models: dict[int, CostModel] = {}
+        self._ordered: dict[Order, OrderedExperts] = {}
+        self._tables: dict[tuple[int, Order, tuple[int, ...]], F64Array] = {}
+        self._estimates: dict[tuple[int, int, tuple[int, ...]], float] = {}
+        self._bytes = [self._bytes_of(index) for index in range(len(sides))]
+
+    @property
+    def groups(self) -> list[tuple[int, ...]]:
+        """Owners that may share what does not stay on the parent's device: the processor, each
+        daemon (one of those that are alike), all daemons of a kind, all devices with processors."""
+        hosts = [i for i, side in enumerate(self.sides) if side.name == HOST_OWNER]
+        remote = [i for i, side in enumerate(self.sides) if side.name in self.daemons]
+        devices = [i for i in remote if not self.sides[i].is_cpu]
+        cpus = [i for i in remote if self.sides[i].is_cpu]
+        alike: dict[object, int] = {}
+        for i in remote:
+            kind = replace(self.sides[i], name="", experts={})
+            curves = tuple(sorted((n, c.points) for n, c in self.sides[i].experts.items()))
+            alike.setdefault((repr(kind), curves, self.daemons[self.sides[i].name].free_bytes), i)
+        found = [hosts, *([each] for each in alike.values()), devices, cpus, devices + hosts]
+        found += [devices + cpus]
+        return list(dict.fromkeys(tuple(each) for each in found if each))
+
+    def model(self, chunk: int) -> CostModel:
+        """The cost model of a chunk size."""
+        if chunk not in self._models:
+            situation, parent = self.situation, self.parent
+            box, device = situation.box, str(parent.device)
+            stop, copies = box.host_stop.get(device), box.copies.get(device)
+            rate = 0.0
+            if copies is not None and not parent.shares_host_memory and not parent.is_host:
+                rate = copies.from_page_cache or copies.from_locked
+                rate /= factor(box, f"copies to {device}", f"steps of {device}")
+            trunk = TrunkTimes(
+                box.devices[device],
+                situation.trunk_bytes or [each.trunk for each in parent.footprint.layers],
+                situation.spec,
+                head_bytes=situation.head_bytes,
+                kv_type=self.kv_type,
+            )
+            self._models[chunk] = CostModel(
+                self.arrays,
+                self.sides,
+                trunk,
+                situation.request,
+                chunk,
+                stop_s=0.0 if stop is None else stop.at(1),
+                local_factor=factor(box, f"steps of {device}", "experts of cpu"),
+                copy_rate=rate if self.wishes.offloads_prompts else 0.0,
+                disk=box.disk,
+                shares_memory=parent.shares_host_memory,
+            )
+        return self._models[chunk]
+
+    def needs(
+        self,
+        context: int,
+        chunk: int,
+        *,
+        group: Iterable[int] = (),
+        kv_type: KvType | None = None,
+    ) -> BytesNeeded:
+        """What the parent's device needs besides experts, if these owners have some of them."""
+        group = list(group)
+        return self.parent.footprint.needs(
+            num_positions=context,
+            kv_type=kv_type or self.kv_type,
+            chunk=chunk,
+            num_remote_layers=len(self.arrays.layer_ids) if group else 0,
+            num_daemons=sum(self.sides[index].name in self.daemons for index in group),
+        )
+
+    def free_bytes(self) -> int:
+        """What the parent may use of its device."""
+        free = self.parent.free_bytes
+        if self.parent.is_host and self.wishes.host_memory_bytes is not None:
+            free = min(free, self.wishes.host_memory_bytes)
+        if self.wishes.device_memory_bytes is not None and not self.parent.is_host:
+            free = min(free, self.wishes.device_memory_bytes)
+        return max(0, free)
+
+    def host_bytes(self) -> int:
+        """Memory for experts of the processor beside the parent's device."""
+        if self.parent.shares_host_memory:
+            return self.free_bytes()
+        asked = self.wishes.host_memory_bytes
+        free = self.situation.host_bytes
+        return max(0, free if asked is None else min(free, asked))
+
+    def has_room(self, context: int, chunk: int) -> bool:
+        """Whether everything but experts fits."""
+        return self.needs(context, chunk).total <= self.free_bytes()
+
+    def expert_limit(self, context: int, chunk: int, group: Iterable[int] = ()) -> float:
+        """Bytes that experts may take on the parent's device; below 0 if there is no room for the
+        rest."""
+        room = self.free_bytes() - self.needs(context, chunk, group=group).total
+        limits = [float(room)]
+        if self.wishes.expert_budget_bytes is not None:
+            limits.append(float(self.wishes.expert_budget_bytes))
+        if self.wishes.expert_budget_percent is not None:
+            every = float((self.arrays.num_experts * self.bytes_of(LOCAL)).sum())
+            limits.append(every * self.wishes.expert_budget_percent / 100)
+        if self.parent.is_host and room >= 0 and self.situation.box.disk is not None:
+            limits[0] = np.inf  # pages of the file that find no room are read again
+        return min(limits)
+
+    def limit_of(self, index: int, chunk: int) -> float:
+        """Bytes that experts may take at another owner."""
+        name = self.sides[index].name
+        if name == HOST_OWNER:
+            if self.situation.box.disk is not None:
+                return np.inf
+            return float(self.host_bytes())
+        daemon = self.daemons[name]
+        needs = daemon.footprint.needs(
+            num_positions=0, kv_type=self.kv_type, chunk=chunk, is_parent=False
+        )
+        return float(max(0, daemon.free_bytes - needs.total))
+
+    def bytes_of(self, index: int) -> F64Array:
+        """Bytes of one expert of each layer, at an owner. Shape: result [L]."""
+        return self._bytes[index]
+
+    def _bytes_of(self, index: int) -> F64Array:
+        name = self.sides[index].name
+        if name == HOST_OWNER:
+            return self.arrays.file_bytes
+        footprint = self._footprint(index)
+        known = {each.layer_id: each.expert for each in footprint.layers}
+        return np.array([known.get(i, 0) for i in self.arrays.layer_ids.tolist()], np.float64)
+
+    def used_bytes(self, owners: IntArray, index: int) -> int:
+        """Bytes of an owner's experts, as its allocator rounds them."""
+        counts = ((owners == index) & self.arrays.exists).sum(axis=1)
+        if self.sides[index].name == HOST_OWNER:
+            return int((counts * self.arrays.file_bytes).sum())
+        by_layer = dict(zip(self.arrays.layer_ids.tolist(), counts.tolist(), strict=True))
+        return self._footprint(index).experts_bytes(
+            {layer_id: count for layer_id, count in by_layer.items() if count}
+        )
+
+    def is_legal(self, owners: IntArray, context: int, chunk: int) -> bool:
+        """Whether every owner has room for its experts."""
+        return not self._excess(owners, context, chunk)
+
+    def priced(self, owners: IntArray, context: int, chunk: int) -> Option:
+        """Price an assignment, which need not fit."""
+        mode, name = self._named(owners)
+        price = self._model_of(context, chunk).price(owners)
+        return Option(mode, name, owners, price, chunk)
+
+    def resident(self) -> IntArray:
+        """All experts on the parent's device."""
+        return np.zeros(self.arrays.decode.shape, np.int64)
+
+    def options(self, context: int, chunk: int, *, is_brief: bool = False) -> Iterator[Option]:
+        """Every option that fits; some may be the same. `is_brief`: without groups but the
+        fastest."""
+        resident = self.resident()
+        if self.is_legal(resident, context, chunk):
+            yield self.priced(resident, context, chunk)
+        for group in self._fastest_groups(context, chunk, 1 if is_brief else _MOST_GROUPS):
+            found: dict[bytes, Option] = {}
+            shapes = (Shape.ANY,) if is_brief else (None, Shape.WHOLE, Shape.PART, Shape.ANY)
+            for owners in self._assignments(group, shapes, context, chunk):
+                if (key := owners.tobytes()) not in found:
+                    found[key] = self.priced(owners, context, chunk)
+            yield from found.values()
+            by_time = sorted(found.values(), key=lambda each: each.price.request_s)
+            for option in by_time[: 1 if is_brief else _REFINED]:
+                yield from self._refined(option, group, context, chunk)
+
+    def _refined(
+        self, option: Option, group: tuple[int, ...], context: int, chunk: int
+    ) -> Iterator[Option]:
+        """The same local experts, the others divided between devices and processors by price."""
+        elsewhere = (option.owners != LOCAL) & self.arrays.exists
+        owners = dealt_by_price(
+            self._model_of(context, chunk), self._group(group, context, chunk), elsewhere
+        )
+        if owners is not None and self.is_legal(owners, context, chunk):
+            yield self.priced(owners, context, chunk)
+
+    def estimate(self, context: int, chunk: int) -> float:
+        """About the seconds of the request with the best option; infinite if nothing fits."""
+        found = [self._estimate(group, context, chunk) for group in self.groups]
+        resident = self.resident()
+        if self.is_legal(resident, context, chunk):
+            price = self._model_of(context, chunk).price(resident, lengths=())
+            found.append(price.request_s)
+        return min(found, default=np.inf)
+
+    def _fastest_groups(self, context: int, chunk: int, most: int) -> list[tuple[int, ...]]:
+        groups = self.groups
+        by_time = sorted(groups, key=lambda group: self._estimate(group, context, chunk))
+        kept = by_time[:most]
+        return [group for group in groups if group in kept]
+
+    def _estimate(self, group: tuple[int, ...], context: int, chunk: int) -> float:
+        key = context, chunk, group
+        if key not in self._estimates:
+            model = self._model_of(context, chunk)
+            request = model.request
+            fixed = model.trunk.prompt_s(request.prompt, chunk)
+            fixed += request.written * model.trunk.step_s(request.prompt + request.written / 2)
+            problem, _ = self._problem(group, Order.HOTTEST, context, chunk)
+            found = None if problem.here_limit < 0 else solve(problem, improves=False)
+            seconds = np.inf if found is None else fixed + problem.seconds(found)
+            self._estimates[key] = seconds
+        return self._estimates[key]
+
+    def fixed_part(self, owners: IntArray, context: int, chunk: int) -> IntArray | None:
+        """Fill an assignment's UNASKED experts with the owners that are fastest; None if they do
+        not fit."""
+        best: Option | None = None
+        elsewhere = owners != LOCAL
+        elsewhere &= self.arrays.exists
+        if not elsewhere.any():
+            return np.where(owners == LOCAL, owners, LOCAL)
+        for group in self.groups:
+            for by_layer in (False, True):
+                dealt = deal(
+                    self._model_of(context, chunk),
+                    self._group(group, context, chunk),
+                    elsewhere,
+                    by_layer=by_layer,
+                )
+                if dealt is not None and self.is_legal(dealt, context, chunk):
+                    option = self.priced(dealt, context, chunk)
+                    if best is None or option.price.request_s < best.price.request_s:
+                        best = option
+        return None if best is None else best.owners
+
+    def _assignments(
+        self, group: tuple[int, ...], shapes: Iterable[Shape | None], context: int, chunk: int
+    ) -> Iterator[IntArray]:
+        on_cpu = all(self.sides[index].is_cpu for index in group)
+        orders = [Order.HOTTEST]
+        if not on_cpu or self.sides[LOCAL].is_cpu:
+            orders += [Order.COLDEST, Order.EVEN]
+        for shape in shapes:
+            best: tuple[float, IntArray] | None = None
+            for order in orders if shape in (Shape.PART, Shape.ANY) else orders[:1]:
+                found = self._solved(group, order, shape, context, chunk)
+                if found is not None and (best is None or found[0] < best[0]):
+                    best = found
+            if best is not None:
+                yield best[1]
+
+    def _solved(
+        self, group: tuple[int, ...], order: Order, shape: Shape | None, context: int, chunk: int
+    ) -> tuple[float, IntArray] | None:
+        """The best assignment of a shape (None: no local experts) and its predicted seconds."""
+        problem, dealt_to = self._problem(group, order, context, chunk)
+        for _ in range(_TRIES):
+            if min(problem.here_limit, problem.there_limit) < 0:
+                return None
+            if shape is None:
+                num_local: IntArray | None = np.zeros(self.arrays.num_experts.size, np.int64)
+            else:
+                num_local = solve(problem, shape)
+            if num_local is None or not problem.is_possible(num_local):
+                return None
+            owners = self._dealt(dealt_to, order, num_local, context, chunk)
+            if owners is None:
+                return None
+            excess = self._excess(owners, context, chunk)
+            if not excess:
+                return problem.seconds(num_local), owners
+            if set(excess) != {LOCAL} or shape is None:
+                return None
+            problem = replace(problem, here_limit=problem.here_limit - excess[LOCAL])
+        return None
+
+    def _dealt(
+        self, group: Group, order: Order, num_local: IntArray, context: int, chunk: int
+    ) -> IntArray | None:
+        arrays = self.arrays
+        elsewhere = (self._in_order(order).rank >= num_local[:, None]) & arrays.exists
+        model = self._model_of(context, chunk)
+        on_cpu = {self.sides[index].is_cpu for index in group.others}
+        ways = [False] if len(on_cpu) == 1 else [False, True]
+        found = [deal(model, group, elsewhere, by_layer=by_layer) for by_layer in ways]
+        legal = [each for each in found if each is not None]
+        if len(legal) < 2:
+            return legal[0] if legal else None
+        return min(legal, key=lambda owners: model.price(owners, lengths=()).request_s)
+
+    def _problem(
+        self, group: tuple[int, ...], order: Order, context: int, chunk: int
+    ) -> tuple[SplitProblem, Group]:
+        key = (chunk, order, group)
+        dealt_to = self._group(group, context, chunk)
+        if key not in self._tables:
+            self._tables[key] = request_times(
+                self.model(chunk),
+                self._in_order(order),
+                others=group,
+                parts=dealt_to.parts.tolist(),
+            )
+        problem = SplitProblem(
+            self._tables[key],
+            self.arrays.num_experts,
+            self.bytes_of(LOCAL),
+            dealt_to.expert_bytes.max(axis=0),
+            self.expert_limit(context, chunk, group),
+            float(dealt_to.limits.sum()),
+        )
+        return problem, dealt_to
+
+    def _group(self, group: tuple[int, ...], context: int, chunk: int) -> Group:
+        limits = [self.limit_of(index, chunk) for index in group]
+        sizes = np.stack([self.bytes_of(index) for index in group])
+        here = self.expert_limit(context, chunk, group)
+        of_expert = max(1.0, float(self.bytes_of(LOCAL).mean()))
+        total = float(self.arrays.num_experts.sum())
+        elsewhere = total if self.parent.is_host else max(1.0, total - max(0.0, here) / of_expert)
+        return Group.of(
+            self.model(chunk), group, limits, expert_bytes=sizes, num_elsewhere=elsewhere
+        )
+
+    def _in_order(self, order: Order) -> OrderedExperts:
+        if order not in self._ordered:
+            self._ordered[order] = OrderedExperts(self.arrays, order)
+        return self._ordered[order]
+
+    def _model_of(self, context: int, chunk: int) -> CostModel:
+        """The cost model with the memory that a context leaves."""
+        ram = float(self.host_bytes())
+        if self.parent.is_host or self.parent.shares_host_memory:
+            needs = self.needs(context, chunk, group=range(1, len(self.sides)))
+            ram = max(0.0, float(self.free_bytes() - needs.total))
+        return replace(self.model(chunk), ram_bytes=ram)
+
+    def _excess(self, owners: IntArray, context: int, chunk: int) -> dict[int, float]:
+        """By owner, the bytes for which there is no room."""
+        has = [i for i in range(len(self.sides)) if ((owners == i) & self.arrays.exists).any()]
+        others = [index for index in has if index != LOCAL]
+        excess = {}
+        for index in has:
+            limit = self.limit_of(index, chunk) if index else None
+            if limit is None:
+                limit = self.expert_limit(context, chunk, others)
+            used = self.used_bytes(owners, index)
+            if used > limit:
+                excess[index] = used - limit
+        if LOCAL not in has and self.expert_limit(context, chunk, others) < 0:
+            excess[LOCAL] = -self.expert_limit(context, chunk, others)
+        if self.parent.shares_host_memory and self.situation.box.disk is None:
+            pool = self.free_bytes() - self.needs(context, chunk, group=others).total
+            hosted = [i for i in others if self.sides[i].name == HOST_OWNER]
+            used = sum(self.used_bytes(owners, index) for index in (LOCAL, *hosted))
+            if used > pool:
+                excess[hosted[0] if hosted else LOCAL] = used - pool
+        return excess
+
+    def _named(self, owners: IntArray) -> tuple[MoeMode, str]:
+        """What an assignment is."""
+        exists = self.arrays.exists
+        here = (owners == LOCAL) & exists
+        others = [i for i in range(1, len(self.sides)) if ((owners == i) & exists).any()]
+        if not others:
+            name = "CPU alone" if self.parent.is_host else "resident"
+            return MoeMode.RESIDENT, name
+        names = " + ".join(
+            "CPU" if self.sides[i].name == HOST_OWNER else self.sides[i].name for i in others
+        )
+        if not here.any():
+            if all(self.sides[index].name == HOST_OWNER for index in others):
+                return MoeMode.CPU_MOE, "CPU-MoE"
+            return MoeMode.REMOTE, f"all experts in {names}"
+        whole = (here == exists).all(axis=1)
+        if (whole | ~here.any(axis=1)).all():
+            on_cpu = all(self.sides[index].is_cpu for index in others)
+            kind = "whole layers" if on_cpu else "front-loaded"
+            return MoeMode.LAYERS, kind if names == "CPU" else f"{kind} + {names}"
+        first = "CPU" if self.parent.is_host else "hot"
+        if whole.any():
+            return MoeMode.MIXED, f"whole layers + {first} + {names}"
+        return MoeMode.HOT, f"{first} + {names}"
+
+    def _footprint(self, index: int) -> DeviceBytes:
+        if index == LOCAL:
+            return self.parent.footprint
+        return self.daemons[self.sides[index].name].footprint

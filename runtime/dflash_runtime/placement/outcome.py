@@ -1,0 +1,161 @@
+"""From the option that was chosen to the plan that says all about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dflash_protocol.placement import OwnedExperts
+from dflash_runtime.placement.cost import LOCAL, PROMPTS, Price
+from dflash_runtime.placement.options import Option, ParentOptions
+from dflash_runtime.placement.plan import (
+    Alternative,
+    DeviceBudget,
+    ExpertRoom,
+    Forecast,
+    Origin,
+    Plan,
+    RoomStatus,
+    Setup,
+    recommended_experts,
+)
+from dflash_runtime.placement.situation import Situation
+from dflash_runtime.placement.split import HOST_OWNER, make_placement
+from dflash_runtime.placement.wishes import ExpertWishes, MoeMode, Wishes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParentChoice:
+    """The best option of one parent."""
+
+    options: ParentOptions
+    context: int
+    option: Option
+    others: tuple[Option, ...]
+
+
+def forecast_of(price: Price) -> Forecast:
+    """Speeds of a price."""
+    return Forecast(
+        1.0 / max(price.step_s, 1e-9),
+        *(length / max(price.prompt_s[length], 1e-9) for length in PROMPTS),
+    )
+
+
+def plan_of(
+    situation: Situation,
+    wishes: Wishes,
+    chosen: ParentChoice,
+    *,
+    alternatives: tuple[Alternative, ...],
+    tie: float,
+) -> Plan:
+    """`tie`: predictions that differ by less count as equal."""
+    options, option = chosen.options, chosen.option
+    arrays, moe = options.arrays, situation.spec.moe
+    owned: dict[str, OwnedExperts] = {}
+    for index, side in enumerate(options.sides):
+        mask = (option.owners == index) & arrays.exists
+        by_layer = {
+            layer_id: np.flatnonzero(mask[row]).tolist()
+            for row, layer_id in enumerate(arrays.layer_ids.tolist())
+        }
+        experts = OwnedExperts.from_lists(by_layer)
+        if experts.num_experts or side.name in options.daemons:
+            owned[side.name] = experts
+    room = _room(options, wishes, chosen)
+    prompts_here = arrays.layer_ids[option.price.offloaded].tolist()
+    return Plan(
+        Origin(situation.model_identity, situation.box.key, situation.shares.num_tokens),
+        Setup(options.parent.device, chosen.context, options.kv_type, option.chunk),
+        make_placement(moe, owned),
+        tuple(prompts_here),
+        option.mode,
+        option.name,
+        forecast_of(option.price),
+        option.price.share_here,
+        _budgets(chosen),
+        room,
+        alternatives,
+        _reason(chosen, alternatives, wishes, tie=tie),
+    )
+
+
+def _room(options: ParentOptions, wishes: Wishes, chosen: ParentChoice) -> ExpertRoom:
+    """How many experts the parent's device could hold, as it is set up."""
+    moe = options.situation.spec.moe
+    total, recommended = moe.num_experts_total, recommended_experts(moe)
+    asked = total
+    if wishes.experts.num_local is not None:
+        asked = wishes.experts.num_local * len(moe.layers)
+    limit = options.expert_limit(chosen.context, chosen.option.chunk, range(1, len(options.sides)))
+    sizes = np.repeat(np.sort(options.bytes_of(LOCAL)), options.arrays.num_experts)
+    here = int(((chosen.option.owners == LOCAL) & options.arrays.exists).sum())
+    had = max(here, int((np.cumsum(sizes) <= limit).sum()))
+    status = RoomStatus.OK
+    if not total:
+        status = RoomStatus.EMPTY
+    elif not had:
+        status = RoomStatus.BUDGET_EXHAUSTED
+    elif had < recommended:
+        status = RoomStatus.BELOW_RECOMMENDED
+    return ExpertRoom(status, had, asked, recommended)
+
+
+def _budgets(chosen: ParentChoice) -> tuple[DeviceBudget, ...]:
+    options, owners = chosen.options, chosen.option.owners
+    exists = options.arrays.exists
+    present = [i for i in range(1, len(options.sides)) if ((owners == i) & exists).any()]
+    needs = options.needs(chosen.context, chosen.option.chunk, group=present)
+    result = []
+    for index in (LOCAL, *present):
+        side = options.sides[index]
+        num_experts = int(((owners == index) & exists).sum())
+        used = options.used_bytes(owners, index)
+        is_mapped = index == LOCAL and options.parent.is_host
+        of_disk = is_mapped or side.name == HOST_OWNER
+        disk = chosen.option.price.disk_bytes if of_disk else 0
+        if index == LOCAL:
+            work = needs.total - needs.weights - needs.cache
+            budget = DeviceBudget(
+                str(options.parent.device), options.free_bytes(), needs.weights, needs.cache, work,
+                used, num_experts, disk,
+            )  # fmt: skip
+        else:
+            daemon = options.daemons.get(side.name)
+            free = options.host_bytes() if daemon is None else daemon.free_bytes
+            if daemon is None and options.parent.shares_host_memory:
+                free = max(0, free - needs.total - options.used_bytes(owners, LOCAL))
+            work = 0
+            if daemon is not None:
+                work = int(daemon.free_bytes - options.limit_of(index, chosen.option.chunk))
+            budget = DeviceBudget(side.name, free, 0, 0, work, used, num_experts, disk)
+        result.append(budget)
+    return tuple(result)
+
+
+def _reason(
+    chosen: ParentChoice, alternatives: Sequence[Alternative], wishes: Wishes, *, tie: float
+) -> str:
+    """One sentence that says why."""
+    option = chosen.option
+    if not wishes.fits:
+        return "Nothing was planned (--fit off)."
+    if replace(wishes.experts, mode=None, cpu_moe=None) != ExpertWishes() or wishes.experts.cpu_moe:
+        return "Experts are where they were asked for."
+    if option.mode is MoeMode.RESIDENT:
+        return f"All experts fit {chosen.options.parent.device}."
+    possible = [each for each in alternatives if each.forecast is not None and not each.why_not]
+    share = f"{option.price.share_here * 100:.0f} % of the selections stay on the device"
+    if not possible:
+        return f"Nothing else fits; {share}."
+    best = max(possible, key=lambda each: each.forecast.decode if each.forecast else 0.0)
+    assert best.forecast is not None
+    ratio = forecast_of(option.price).decode / best.forecast.decode
+    if ratio < 1.0:
+        return (
+            f"It is simpler than {best.name}, and as fast within {(tie - 1) * 100:.0f} %; {share}."
+        )
+    return f"It writes {ratio:.2f} times as fast as {best.name}; {share}."

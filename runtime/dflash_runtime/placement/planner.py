@@ -1,0 +1,379 @@
+"""The planner: from what there is and what was asked for to the fastest placement by prediction.
+
+Pure and deterministic. Every option that fits is priced with each device as parent; of those within
+`TIE` of the fastest the simplest is taken (see MoeMode for the order).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dflash_protocol.errors import SettingsError
+from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.placement.cost import LOCAL
+from dflash_runtime.placement.expectation import IntArray
+from dflash_runtime.placement.options import Option, ParentOptions
+from dflash_runtime.placement.outcome import ParentChoice, forecast_of, plan_of
+from dflash_runtime.placement.plan import (
+    Alternative,
+    Forecast,
+    Plan,
+    PlanRefused,
+    RoomStatus,
+)
+from dflash_runtime.placement.situation import ExpertDaemon, ParentDevice, Situation
+from dflash_runtime.placement.wishes import UNASKED, MoeMode, Wishes, assigned, check_wishes
+
+TIE = 1.03
+"""Predictions that differ by less are equal; they are no better than that."""
+
+CPU_MOE_TIE = 1.04
+"""The same for CPU-MoE where the device has room for less than half of the experts: what is gained
+by moving few of them is most uncertain there."""
+
+CONTEXT_COST = 0.9
+"""A context that was not asked for may lower the predicted speed to this part of the speed with the
+smallest one."""
+
+SMALLEST_CONTEXT = 4096
+"""Of contexts that are chosen, if the model's and the planned request allow it."""
+
+UNPLANNED_CONTEXT = 32768
+"""The context without a plan, of models that have more."""
+
+_MUCH = 1.25
+
+_SIMPLEST = list(MoeMode)
+
+
+def plan(situation: Situation, wishes: Wishes | None = None) -> Plan | PlanRefused:
+    """Decide where experts live, and how the model is opened.
+
+    Raises: SettingsError if wishes contradict each other, the model, or the devices there are.
+    """
+    wishes = Wishes() if wishes is None else wishes
+    spec = situation.spec
+    check_wishes(wishes, num_layers=spec.num_layers, moe=spec.moe)
+    if wishes.context is not None and wishes.context > spec.context_length:
+        raise SettingsError(
+            f"context={wishes.context}: the model was made for up to {spec.context_length}"
+        )
+    if any(each.num_experts and not each.expert_bytes for each in spec.moe.layers):
+        return PlanRefused(
+            "the size of the model's experts is not known", RoomStatus.UNKNOWN_EXPERT_SIZE
+        )
+    kv_type = wishes.kv_type or (KvType.F32 if spec.all_matrices_f32 else KvType.F16)
+    connected = [each for each in situation.daemons if each.is_connected]
+    choices: list[ParentChoice] = []
+    refused: list[PlanRefused] = []
+    refusals: list[Alternative] = []
+    for parent in _parents(situation, wishes):
+        if str(parent.device) not in situation.box.devices:
+            refusals.append(Alternative("any", str(parent.device), None, "not measured"))
+            continue
+        best_s = min((each.option.price.request_s for each in choices), default=np.inf)
+        found = _best_of_parent(
+            ParentOptions(situation, parent, connected, wishes=wishes, kv_type=kv_type),
+            wishes,
+            best_s,
+        )
+        if isinstance(found, PlanRefused):
+            refused.append(found)
+            refusals.append(Alternative("any", str(parent.device), None, "no room"))
+        else:
+            choices.append(found)
+    if not choices:
+        if refused:
+            return refused[0]
+        return PlanRefused("no device that could be used was measured", RoomStatus.EMPTY)
+    chosen = _simplest(choices)
+    alternatives = [
+        *_alternatives(chosen, choices),
+        *_unconnected(situation, wishes, chosen),
+        *refusals,
+    ]
+    return plan_of(situation, wishes, chosen, alternatives=tuple(alternatives), tie=TIE)
+
+
+def _parents(situation: Situation, wishes: Wishes) -> list[ParentDevice]:
+    """Devices that may be the parent's. Raises: SettingsError if the one asked for is not there."""
+    found = list(situation.parents)
+    if wishes.device is not None:
+        found = [each for each in found if each.device == wishes.device]
+        if not found:
+            known = ", ".join(str(each.device) for each in situation.parents)
+            raise SettingsError(f"device={wishes.device}: devices here are {known}")
+    elif wishes.num_gpu_layers is not None:
+        wants_host = wishes.num_gpu_layers == 0
+        found = [each for each in found if each.is_host == wants_host]
+        if not found:
+            raise SettingsError(f"-ngl {wishes.num_gpu_layers}: there is no such device")
+    elif _needs_device(wishes) and any(not each.is_host for each in found):
+        found = [each for each in found if not each.is_host]
+    return found
+
+
+def _needs_device(wishes: Wishes) -> bool:
+    """Whether a wish speaks of experts that are not where the trunk is."""
+    experts = wishes.experts
+    return bool(
+        experts.cpu_moe
+        or experts.num_cpu_moe_layers is not None
+        or experts.mode is MoeMode.CPU_MOE
+        or wishes.device_memory_bytes is not None
+    )
+
+
+def _best_of_parent(
+    options: ParentOptions, wishes: Wishes, best_s: float
+) -> ParentChoice | PlanRefused:
+    """`best_s`: the request's time with the best parent so far; those that take much longer by
+    estimate are not looked at closely."""
+    side_names = [side.name for side in options.sides]
+    asked = assigned(
+        wishes.experts,
+        options.situation.spec.moe,
+        side_names=side_names,
+        device=options.parent.device,
+        hottest=options.arrays.hottest,
+    )
+    if not wishes.fits:
+        return _unplanned(options, wishes, asked)
+    contexts = _contexts(options, wishes)
+    chunks = _chunks(options, wishes)
+    if not any(options.has_room(contexts[-1], chunk) for chunk in chunks):
+        return _refused(options, wishes, contexts[-1])
+    if asked is not None:
+        return _asked_for(options, wishes, asked, contexts)
+    context, chunk = _chosen_setup(options, contexts, chunks)
+    if context is None:
+        return _refused(options, wishes, contexts[-1])
+    is_slow = options.estimate(context, chunk) > _MUCH * best_s and not wishes.experts.mode
+    found = [
+        each
+        for each in options.options(context, chunk, is_brief=is_slow)
+        if wishes.experts.mode in (None, each.mode)
+        and not (wishes.experts.cpu_moe is False and each.mode is MoeMode.CPU_MOE)
+    ]
+    if not found:
+        mode = wishes.experts.mode
+        what = "its experts" if mode is None else f"--moe-mode={mode}"
+        return PlanRefused(
+            f"{options.parent.device}: no room for {what} with a context of {context:,}",
+            RoomStatus.BUDGET_EXHAUSTED,
+        )
+    best = _preferred(options, found, context, chunk)
+    others = {each.name: each for each in sorted(found, key=lambda each: -each.price.request_s)}
+    others.pop(best.name, None)
+    kept = sorted(others.values(), key=lambda each: each.price.request_s)
+    return ParentChoice(options, context, best, tuple(kept))
+
+
+def _preferred(options: ParentOptions, found: Sequence[Option], context: int, chunk: int) -> Option:
+    """The simplest of the options that are about as fast as the fastest."""
+    fastest = min(each.price.request_s for each in found)
+    every = float((options.arrays.num_experts * options.bytes_of(LOCAL)).sum())
+    is_small = options.expert_limit(context, chunk) < 0.5 * every
+    equal = [
+        each
+        for each in found
+        if each.price.request_s
+        <= fastest * (CPU_MOE_TIE if each.mode is MoeMode.CPU_MOE and is_small else TIE)
+    ]
+    return min(equal, key=lambda each: (_SIMPLEST.index(each.mode), each.price.request_s))
+
+
+def _simplest(choices: Sequence[ParentChoice]) -> ParentChoice:
+    """The parent that is fastest; of equal ones the first."""
+    fastest = min(each.option.price.request_s for each in choices)
+    return next(each for each in choices if each.option.price.request_s <= fastest * TIE)
+
+
+def _contexts(options: ParentOptions, wishes: Wishes) -> list[int]:
+    """Contexts that may be chosen, the largest first."""
+    if wishes.context is not None:
+        return [wishes.context]
+    largest = options.situation.spec.context_length
+    request = options.situation.request
+    smallest = min(largest, max(SMALLEST_CONTEXT, request.prompt + request.written))
+    found = [largest]
+    while found[-1] > smallest:
+        found.append(max(smallest, found[-1] // 2))
+    return found
+
+
+def _chunks(options: ParentOptions, wishes: Wishes) -> tuple[int, ...]:
+    return options.parent.chunks if wishes.chunk is None else (wishes.chunk,)
+
+
+def _chosen_setup(
+    options: ParentOptions, contexts: Sequence[int], chunks: Sequence[int]
+) -> tuple[int | None, int]:
+    """The context, and the chunk size with which its request is fastest."""
+
+    def seconds(context: int) -> float:
+        for chunk in chunks:
+            if options.has_room(context, chunk):
+                return options.estimate(context, chunk)
+        return np.inf
+
+    # Speed falls with the context: the largest one that is fast enough is found by halving.
+    limit = seconds(contexts[-1]) / CONTEXT_COST
+    if np.isinf(limit):
+        return None, chunks[0]
+    low, high = 0, len(contexts) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if seconds(contexts[middle]) <= limit:
+            high = middle
+        else:
+            low = middle + 1
+    context = contexts[high]
+    best, best_s = chunks[0], np.inf
+    for chunk in chunks:
+        if not options.has_room(context, chunk):
+            continue
+        chunk_s = options.estimate(context, chunk)
+        if chunk_s < best_s:
+            best, best_s = chunk, chunk_s
+        elif chunk_s > best_s * TIE:
+            break
+    return context, best
+
+
+def _asked_for(
+    options: ParentOptions, wishes: Wishes, asked: IntArray, contexts: Sequence[int]
+) -> ParentChoice | PlanRefused:
+    """The assignment that was asked for, with the largest context and chunk that it leaves."""
+    excess = ""
+    for context in contexts:
+        for chunk in _chunks(options, wishes):
+            owners: IntArray | None = asked
+            if (asked == UNASKED).any():
+                if not options.has_room(context, chunk):
+                    continue
+                owners = options.fixed_part(asked, context, chunk)
+            if owners is not None and options.is_legal(owners, context, chunk):
+                return ParentChoice(options, context, options.priced(owners, context, chunk), ())
+    used = options.used_bytes(np.where(asked == UNASKED, LOCAL, asked), LOCAL)
+    chunk = _chunks(options, wishes)[-1]
+    left = options.expert_limit(contexts[-1], chunk, range(1, len(options.sides)))
+    if used > left:
+        excess = (
+            f": they take {used / 2**30:.2f} GiB of {options.parent.device}, which has "
+            f"{max(0.0, left) / 2**30:.2f} GiB for experts beside a context of {contexts[-1]:,}"
+        )
+        excess += _fewer_layers(options, asked, left)
+    return PlanRefused(
+        f"{options.parent.device}: no room for experts where they were asked for{excess}",
+        RoomStatus.BUDGET_EXHAUSTED,
+    )
+
+
+def _fewer_layers(options: ParentOptions, asked: IntArray, left: float) -> str:
+    """The smallest --n-cpu-moe that fits, as advice."""
+    arrays = options.arrays
+    here = ((asked == LOCAL) & arrays.exists).sum(axis=1)
+    if (here == arrays.num_experts).any() and len(options.sides) > 1:
+        after = np.cumsum((arrays.num_experts * options.bytes_of(LOCAL))[::-1])[::-1]
+        fits = np.flatnonzero(after <= left)
+        first = arrays.layer_ids[fits[0]] if fits.size else arrays.layer_ids[-1] + 1
+        return f"; --n-cpu-moe {int(first)} would fit"
+    return ""
+
+
+def _unplanned(options: ParentOptions, wishes: Wishes, asked: IntArray | None) -> ParentChoice:
+    """What a parent does without a plan: priced, whether it fits or not."""
+    largest = options.situation.spec.context_length
+    context = wishes.context or min(largest, UNPLANNED_CONTEXT)
+    chunk = _chunks(options, wishes)[0]
+    owners = options.resident() if asked is None else asked
+    if asked is None and options.daemons:
+        remote = [i for i, side in enumerate(options.sides) if side.name in options.daemons]
+        turns = np.array(remote)[np.arange(owners.shape[1]) % len(remote)]
+        owners = np.where(options.arrays.exists, turns, LOCAL)
+    if (owners == UNASKED).any():
+        filled = options.fixed_part(owners, context, chunk)
+        owners = np.where(owners == UNASKED, LOCAL, owners) if filled is None else filled
+    return ParentChoice(options, context, options.priced(owners, context, chunk), ())
+
+
+def _refused(options: ParentOptions, wishes: Wishes, context: int) -> PlanRefused:
+    """Name the contexts and KV types that would fit."""
+    first = options.kv_type
+    fitting = []
+    for kv_type in (first, *(each for each in (KvType.F16, KvType.Q8_0) if each is not first)):
+        largest = _largest_context(options, wishes, kv_type)
+        if largest:
+            fitting.append((kv_type, largest))
+    needs = options.needs(context, _chunks(options, wishes)[-1]).total
+    room = options.free_bytes()
+    advice = " or ".join(f"--context {size} with --kv-type {kv_type}" for kv_type, size in fitting)
+    return PlanRefused(
+        f"{options.parent.device}: the model without its experts and a context of {context:,} "
+        f"({first}) take {needs / 2**30:.2f} GiB of {room / 2**30:.2f}; "
+        f"{advice + ' would fit' if advice else 'no context fits'}",
+        RoomStatus.BUDGET_EXHAUSTED,
+        tuple(fitting),
+    )
+
+
+def _largest_context(options: ParentOptions, wishes: Wishes, kv_type: KvType) -> int:
+    """The largest context that leaves room for everything but experts; 0 if none does."""
+    chunk = _chunks(options, wishes)[-1]
+
+    def fits(context: int) -> bool:
+        everyone = range(1, len(options.sides))
+        needs = options.needs(context, chunk, group=everyone, kv_type=kv_type)
+        return needs.total <= options.free_bytes()
+
+    low, high = 0, options.situation.spec.context_length
+    if wishes.context is not None:
+        high = min(high, wishes.context)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low if low < 256 else low // 256 * 256
+
+
+def _alternatives(chosen: ParentChoice, choices: Sequence[ParentChoice]) -> list[Alternative]:
+    """The other options of the chosen parent, then the best of each other parent."""
+    device = str(chosen.options.parent.device)
+    found = [Alternative(each.name, device, forecast_of(each.price)) for each in chosen.others]
+    for each in choices:
+        if each is not chosen:
+            name = str(each.options.parent.device)
+            found.append(Alternative(each.option.name, name, forecast_of(each.option.price)))
+    return found
+
+
+def _unconnected(situation: Situation, wishes: Wishes, chosen: ParentChoice) -> list[Alternative]:
+    """What each daemon that is not connected would bring."""
+    found = []
+    device = str(chosen.options.parent.device)
+    connected = [each for each in situation.daemons if each.is_connected]
+    for daemon in situation.daemons:
+        if daemon.is_connected or wishes.experts != type(wishes.experts)():
+            continue
+        name, forecast = f"daemon {daemon.name}", None
+        if daemon.name in situation.box.devices:
+            forecast = _with_daemon(situation, wishes, chosen, [*connected, daemon])
+        found.append(Alternative(name, device, forecast, "not connected"))
+    return found
+
+
+def _with_daemon(
+    situation: Situation, wishes: Wishes, chosen: ParentChoice, daemons: Sequence[ExpertDaemon]
+) -> Forecast | None:
+    parent = chosen.options.parent
+    options = ParentOptions(
+        situation, parent, daemons, wishes=wishes, kv_type=chosen.options.kv_type
+    )
+    found = list(options.options(chosen.context, chosen.option.chunk))
+    best = min(found, key=lambda each: each.price.request_s, default=None)
+    return None if best is None else forecast_of(best.price)

@@ -1,0 +1,107 @@
+"""Reading a JSON record strictly: every key known, every value of its type and within bounds."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+_LONGEST_TEXT = 1000
+_MOST_BYTES = 8 << 20
+_MOST_VALUES = 1 << 19
+_MOST_LISTS = 1 << 17
+
+Record = dict[str, Any]
+
+
+def parsed(content: bytes) -> Any:
+    """The value of a JSON text of bounded size. Raises: ValueError saying what is wrong."""
+    if len(content) > _MOST_BYTES:
+        raise ValueError(f"larger than {_MOST_BYTES >> 20} MiB")
+    # Parsed objects take more memory than text: a list 64 bytes, a number or string 40 to 60.
+    if content.count(b"[") + content.count(b"{") > _MOST_LISTS:
+        raise ValueError(f"more than {_MOST_LISTS} lists and objects")
+    if content.count(b",") > _MOST_VALUES:
+        raise ValueError(f"more than {_MOST_VALUES} values")
+    try:
+        return json.loads(content, object_pairs_hook=_distinct, parse_constant=_no_number)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg}, line {error.lineno}") from None
+    except RecursionError:
+        raise ValueError("not JSON: too deep") from None
+    except UnicodeDecodeError:
+        raise ValueError("not JSON: not UTF-8") from None
+
+
+def fields(value: Any, what: str, keys: Collection[str]) -> Record:
+    """An object with exactly these keys. Raises: ValueError."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is not an object")
+    for key in keys:
+        if key not in value:
+            raise ValueError(f"{what} lacks {key}")
+    for key in value:
+        if key not in keys:
+            raise ValueError(f"{what} has an unknown key {_shown(key)}")
+    return value
+
+
+def items(value: Any, what: str, most: int) -> list[Any]:
+    """A list of at most so many values. Raises: ValueError."""
+    if not isinstance(value, list):
+        raise ValueError(f"{what} is not a list")
+    if len(value) > most:
+        raise ValueError(f"{what} has {len(value)} values; at most {most} are read")
+    return value
+
+
+def whole(value: Any, what: str, bounds: tuple[int, int]) -> int:
+    """A whole number from one bound to the other. Raises: ValueError."""
+    smallest, largest = bounds
+    if type(value) is not int or not smallest <= value <= largest:
+        raise ValueError(f"{what} is {_shown(value)}, must be {smallest} to {largest}")
+    return value
+
+
+def number(value: Any, what: str, largest: float) -> float:
+    """A number from 0. Raises: ValueError."""
+    if type(value) not in (int, float) or not math.isfinite(value) or not 0 <= value <= largest:
+        raise ValueError(f"{what} is {_shown(value)}, must be 0 to {largest:g}")
+    return float(value)
+
+
+def text(value: Any, what: str) -> str:
+    """One printable line. Raises: ValueError."""
+    if not isinstance(value, str) or len(value) > _LONGEST_TEXT or not value.isprintable():
+        raise ValueError(f"{what} is not a line of up to {_LONGEST_TEXT} characters")
+    return value
+
+
+def one_of(value: Any, what: str, known: Sequence[str]) -> str:
+    """Raises: ValueError."""
+    if value not in known or not isinstance(value, str):
+        raise ValueError(f"{what} is {_shown(value)}, must be one of {', '.join(known)}")
+    return value
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> Record:
+    result: Record = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"key {_shown(key)} occurs twice")
+        result[key] = value
+    return result
+
+
+def _no_number(word: str) -> float:
+    raise ValueError(f"{word} is not a number")
+
+
+def _shown(value: Any) -> str:
+    """A value, shortened to fit a line."""
+    if isinstance(value, list | dict):
+        return f"a {type(value).__name__} of {len(value)}"
+    if type(value) is int and not -(1 << 63) <= value < 1 << 64:
+        return "a number beyond 64 bits"
+    return ascii(value[:40] if isinstance(value, str) else value)

@@ -1,0 +1,156 @@
+"""What a plan is made from: the model, the devices, the box, the heat, and what is asked for.
+
+Pure: whoever opens a model fills these, the planner reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from dflash_adapters.spec import ModelSpec, MoeSpec
+from dflash_protocol.device import Device, DeviceKind
+from dflash_protocol.ids import F64Array
+from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.placement.box import Box
+
+
+class BytesOfLayer(Protocol):
+    """Bytes of one layer on a device; `expert` is that of one routed expert, 0 if it has none."""
+
+    @property
+    def layer_id(self) -> int: ...
+    @property
+    def trunk(self) -> int: ...
+    @property
+    def expert(self) -> int: ...
+    @property
+    def num_experts(self) -> int: ...
+
+
+class BytesNeeded(Protocol):
+    """What a process takes on a device besides routed experts, in bytes by purpose."""
+
+    @property
+    def total(self) -> int: ...
+    @property
+    def weights(self) -> int: ...
+    @property
+    def cache(self) -> int: ...
+
+
+class DeviceBytes(Protocol):
+    """The bytes of a model on one device, counted without it."""
+
+    @property
+    def layers(self) -> Sequence[BytesOfLayer]: ...
+    @property
+    def ends(self) -> int: ...
+
+    def needs(
+        self,
+        *,
+        num_positions: int,
+        kv_type: KvType,
+        chunk: int,
+        is_parent: bool = True,
+        num_remote_layers: int = 0,
+        num_daemons: int = 0,
+    ) -> BytesNeeded: ...
+
+    def experts_bytes(self, num_experts: Mapping[int, int]) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ParentDevice:
+    """A device that the parent can compute on."""
+
+    device: Device
+    free_bytes: int
+    """What a plan may use: free memory less what is to stay free."""
+    footprint: DeviceBytes
+    chunks: tuple[int, ...]
+    """Sizes that prompts may be cut into, in tokens, the preferred one first, then smaller ones."""
+    shares_host_memory: bool = False
+    """Whether it has no memory of its own: then `free_bytes` is that of both."""
+
+    @property
+    def is_host(self) -> bool:
+        """Whether it is the processor."""
+        return self.device.kind is DeviceKind.CPU
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertDaemon:
+    """A process that computes experts for the parent; its speed and link are in the box."""
+
+    name: str
+    device: Device
+    free_bytes: int
+    footprint: DeviceBytes
+    is_connected: bool = True
+    """If not, it gets no experts; what it would bring is predicted."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRequest:
+    """The request whose time is minimised, in tokens."""
+
+    prompt: int = 1000
+    written: int = 400
+
+    def __post_init__(self) -> None:
+        assert self.prompt >= 1
+        assert self.written >= 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertShares:
+    """How many of a token's selections each expert is expected to have, by layer id.
+
+    Shapes: each [E], in 0..1, with the number of experts used as sum. `num_tokens` is how many
+    tokens were counted; 0: the prior.
+    """
+
+    decode: Mapping[int, F64Array]
+    prefill: Mapping[int, F64Array]
+    num_tokens: int = 0
+
+    @classmethod
+    def prior(cls, moe: MoeSpec) -> ExpertShares:
+        """Without evidence: all experts alike.
+
+        Routing is skewed (in published traces of Qwen3-30B-A3B half of the experts take 90 % of the
+        selections), but nothing says yet which experts are hot, so that any N of them are expected
+        to have N / E of the selections. Predictions made from this are pessimistic once heat is
+        known.
+        """
+        uniform = {
+            each.layer_id: np.full(each.num_experts, each.num_experts_used / each.num_experts)
+            for each in moe.layers
+        }
+        return cls(uniform, uniform)
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """All that a plan depends on, but for wishes."""
+
+    model_identity: str
+    spec: ModelSpec
+    head_bytes: int
+    """Bytes of the head's matrix on the device, as `Box` counts them."""
+    box: Box
+    parents: tuple[ParentDevice, ...]
+    """Devices that this Python can compute on, in order of preference; the cpu is one of them."""
+    daemons: tuple[ExpertDaemon, ...]
+    host_bytes: int
+    """Memory that the processor's experts may take: pages of the mapped file."""
+    shares: ExpertShares
+    request: PlannedRequest = field(default_factory=PlannedRequest)
+    trunk_bytes: tuple[int, ...] = ()
+    """Bytes in the file of each layer's trunk, as `Box` counts them; empty: as they lie on the
+    device."""

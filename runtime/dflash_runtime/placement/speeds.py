@@ -1,0 +1,194 @@
+"""Times of one parent's trunk and of each owner's experts, read from a box's curves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflash_adapters.spec import ModelSpec
+from dflash_protocol.ids import F64Array
+from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.placement.box import Box, Curve, DeviceSpeed
+from dflash_runtime.placement.situation import ExpertDaemon, ParentDevice, Situation
+from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
+
+BYTES_OF_VALUE = {KvType.F32: 4.0, KvType.F16: 2.0, KvType.Q8_0: 34 / 32}
+"""Bytes of one element of keys or values."""
+
+_CPU = "cpu"
+
+
+def along(curve: Curve, amounts: F64Array) -> F64Array:
+    """`Curve.at` for many amounts, never falling: what falls from one amount to a larger one is
+    noise."""
+    x = np.array([amount for amount, _ in curve.points])
+    y = np.maximum.accumulate(np.array([seconds for _, seconds in curve.points]))
+    if x.size == 1:
+        return np.full(np.shape(amounts), y[0])
+    inside = np.interp(amounts, x, y)
+    below = (y[1] - y[0]) / (x[1] - x[0]) * np.minimum(amounts - x[0], 0.0)
+    above = (y[-1] - y[-2]) / (x[-1] - x[-2]) * np.maximum(amounts - x[-1], 0.0)
+    return np.asarray(np.maximum(inside + below + above, 0.0))
+
+
+def at_rows(
+    curves: Mapping[int, Curve], rows: int, amounts: F64Array, *, is_by_row: bool = False
+) -> F64Array:
+    """Seconds of a pass of `rows` rows, between the measured numbers of rows on a straight line.
+
+    `is_by_row`: `amounts` grow with the rows, as pairs do. More rows than were measured take as
+    long as several passes, fewer as long as the smallest. No curves: nothing.
+    """
+    if not curves:
+        return np.zeros(np.shape(amounts))
+
+    def measured(at: int) -> F64Array:
+        return along(curves[at], amounts * (at / rows) if is_by_row else amounts)
+
+    sizes = sorted(curves)
+    if rows <= sizes[0]:
+        # Fewer rows than measured read the same weights.
+        return along(curves[sizes[0]], amounts)
+    if rows >= sizes[-1]:
+        return measured(sizes[-1]) * (rows / sizes[-1])
+    end = next(size for size in sizes if size >= rows)
+    begin = sizes[sizes.index(end) - 1]
+    part = (rows - begin) / (end - begin)
+    return measured(begin) * (1.0 - part) + measured(end) * part
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One owner of experts, as its parent sees it."""
+
+    name: str
+    experts: Mapping[int, Curve]
+    step_link_s: float = 0.0
+    chunk_link: Curve | None = None
+    by_device: bool = True
+    """Whether steps ask it without the parent's host; the parent's own device is not asked."""
+    is_cpu: bool = False
+    factor: float = 1.0
+    """How many times longer it takes beside the others."""
+
+    def step_s(self, expert_bytes: F64Array, most: int) -> F64Array:
+        """Seconds of a layer of a step by how many of its experts are chosen, link included.
+
+        Shapes: expert_bytes [L], result [L, most + 1].
+        """
+        sizes, layers = np.unique(expert_bytes, return_inverse=True)
+        amounts = sizes[:, None] * np.arange(most + 1)
+        times = at_rows(self.experts, 1, amounts) * self.factor + self.step_link_s
+        times[:, 0] = 0.0
+        return np.asarray(times[layers])
+
+    def chunk_s(self, rows: int, pairs: F64Array, expert_bytes: F64Array) -> F64Array:
+        """Seconds of a layer of a chunk, link included. Shapes: pairs [..., L], as the result."""
+        times = at_rows(self.experts, rows, pairs * expert_bytes, is_by_row=True) * self.factor
+        if self.chunk_link is not None:
+            times = times + self.chunk_link.at(rows)
+        return np.asarray(times * -np.expm1(-pairs))  # unless no expert is chosen
+
+
+def local_side(situation: Situation, parent: ParentDevice) -> Side:
+    """The parent's own device. Raises: KeyError if it was not measured."""
+    speed = situation.box.devices[str(parent.device)]
+    return Side(LOCAL_OWNER, speed.experts, is_cpu=parent.is_host)
+
+
+def host_side(situation: Situation, parent: ParentDevice) -> Side | None:
+    """The processor beside the parent's device; None if it is the parent's device, or was not
+    measured."""
+    box, speed = situation.box, situation.box.devices.get(_CPU)
+    if parent.is_host or speed is None:
+        return None
+    beside = factor(box, f"experts of {_CPU}", f"steps of {parent.device}")
+    return _linked(box, HOST_OWNER, speed, is_cpu=True, factor=beside)
+
+
+def daemon_side(box: Box, daemon: ExpertDaemon) -> Side | None:
+    """A daemon; None if it was not measured."""
+    speed = box.devices.get(daemon.name)
+    if speed is None:
+        return None
+    is_cpu = str(daemon.device) == _CPU
+    return _linked(box, daemon.name, speed, is_cpu=is_cpu, factor=1.0)
+
+
+def factor(box: Box, what: str, beside: str) -> float:
+    """How many times longer something takes beside something else."""
+    for each in box.together:
+        if (each.first, each.second) == (what, beside):
+            return max(1.0, each.first_factor)
+        if (each.second, each.first) == (what, beside):
+            return max(1.0, each.second_factor)
+    return 1.0
+
+
+def _linked(box: Box, owner: str, speed: DeviceSpeed, *, is_cpu: bool, factor: float) -> Side:
+    link = box.links.get(owner)
+    if link is None:
+        return Side(owner, speed.experts, by_device=False, is_cpu=is_cpu, factor=factor)
+    return Side(
+        owner,
+        speed.experts,
+        step_link_s=link.step.at(1),
+        chunk_link=link.chunk,
+        by_device=link.by_device,
+        is_cpu=is_cpu,
+        factor=factor,
+    )
+
+
+class TrunkTimes:
+    """Seconds of everything but routed experts, on one parent's device."""
+
+    def __init__(
+        self,
+        speed: DeviceSpeed,
+        layer_bytes: Sequence[int],
+        spec: ModelSpec,
+        *,
+        head_bytes: int,
+        kv_type: KvType,
+    ) -> None:
+        """`layer_bytes`: of each layer's trunk."""
+        self._speed = speed
+        self._layer_bytes = np.array(layer_bytes, np.float64)
+        self._head_bytes = np.array([head_bytes], np.float64)
+        value = BYTES_OF_VALUE[kv_type]
+        self._row_bytes = np.array(
+            [kv.num_heads * (kv.key_dim + kv.value_dim) * value for kv in spec.kv_layers]
+        )
+        spans = [kv.mask.span for kv in spec.kv_layers]
+        self._spans = np.array([np.inf if span is None else span for span in spans])
+
+    def step_s(self, position: float) -> float:
+        """A step of one token after so many positions."""
+        head = at_rows(self._speed.head, 1, self._head_bytes)
+        return self._pass_s(1, position) + float(head.sum())
+
+    def prompt_s(self, num_tokens: int, chunk: int) -> float:
+        """A prompt, cut into chunks."""
+        total = float(at_rows(self._speed.head, 1, self._head_bytes).sum())
+        begin = 0
+        for rows, times in chunk_sizes(num_tokens, chunk):
+            middle = begin + rows * times / 2  # times grow with the position nearly as a line
+            total += times * self._pass_s(rows, middle)
+            begin += rows * times
+        return total
+
+    def _pass_s(self, rows: int, position: float) -> float:
+        cached = self._row_bytes * np.minimum(self._spans, position)
+        trunk = at_rows(self._speed.trunk, rows, self._layer_bytes)
+        return float(trunk.sum() + at_rows(self._speed.attention, rows, cached).sum())
+
+
+def chunk_sizes(num_tokens: int, chunk: int) -> Iterator[tuple[int, int]]:
+    """The sizes of a prompt's chunks, and how many there are of each."""
+    if num_tokens >= chunk:
+        yield chunk, num_tokens // chunk
+    if num_tokens % chunk:
+        yield num_tokens % chunk, 1

@@ -1,0 +1,264 @@
+"""What was asked for explicitly: obeyed and priced, never changed in silence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+
+from dflash_adapters.spec import MoeSpec
+from dflash_protocol.device import Device, DeviceKind
+from dflash_protocol.errors import SettingsError
+from dflash_protocol.placement import Placement
+from dflash_protocol.settings.kinds import shown
+from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.placement.cost import LOCAL
+from dflash_runtime.placement.expectation import IntArray
+from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
+
+UNASKED = -1
+"""In an assignment: an expert whose owner the plan may choose."""
+
+_LONGEST_PATTERN = 200
+
+
+class MoeMode(StrEnum):
+    """The ways to place experts, the simplest first: of predictions that are nearly equal the
+    simpler way is taken."""
+
+    RESIDENT = "resident"
+    """All on the parent's device."""
+    CPU_MOE = "cpu-moe"
+    """Trunk and shared experts on the device, all routed ones on the processor."""
+    REMOTE = "remote"
+    """All routed experts in daemons."""
+    LAYERS = "layers"
+    """Each layer's experts on the device, or elsewhere: the fewest crossings."""
+    HOT = "hot"
+    """The hottest experts of all layers on the device."""
+    MIXED = "mixed"
+    """Whole layers, and the hottest experts of the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWishes:
+    """Where routed experts are to be computed."""
+
+    cpu_moe: bool | None = None
+    """All on the processor; False: never by the automatic rule."""
+    num_cpu_moe_layers: int | None = None
+    """Those of so many first layers on the processor, the others on the device."""
+    overrides: tuple[tuple[str, str], ...] = ()
+    """Patterns of tensor names, each with an owner, the first that matches counts; other layers'
+    experts on the device."""
+    num_local: int | None = None
+    """So many of each layer on the parent's device, the hottest ones."""
+    mode: MoeMode | None = None
+    placement: Placement | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """Settings that were given; None = the plan chooses."""
+
+    device: Device | None = None
+    context: int | None = None
+    kv_type: KvType | None = None
+    chunk: int | None = None
+    num_gpu_layers: int | None = None
+    """As llama.cpp's ``-ngl``: 0 = on the processor, all of them = on a device."""
+    expert_budget_bytes: int | None = None
+    """For experts on the parent's device."""
+    expert_budget_percent: int | None = None
+    """Of the bytes of all experts, on the parent's device."""
+    device_memory_bytes: int | None = None
+    """What may be used of the parent's device in all."""
+    host_memory_bytes: int | None = None
+    offloads_prompts: bool = True
+    """Whether the device may compute the processors' experts of prompts."""
+    fits: bool = True
+    """Whether what was not asked for is chosen so that it fits; else it is what it would be without
+    a plan."""
+    experts: ExpertWishes = field(default_factory=ExpertWishes)
+
+
+def check_wishes(wishes: Wishes, *, num_layers: int, moe: MoeSpec) -> None:
+    """Raises: SettingsError naming two wishes that contradict, or one that the model cannot
+    have."""
+    experts = wishes.experts
+    given = [
+        flag
+        for flag, is_given in (
+            ("--placement", experts.placement is not None),
+            ("--cpu-moe", experts.cpu_moe is True),
+            ("--n-cpu-moe", experts.num_cpu_moe_layers is not None),
+            ("-ot", bool(experts.overrides)),
+            ("--local-experts", experts.num_local is not None),
+            ("--moe-mode", experts.mode is not None),
+        )
+        if is_given
+    ]
+    if given == ["--cpu-moe", "--moe-mode"] and experts.mode is MoeMode.CPU_MOE:
+        given = given[:1]
+    if len(given) > 1:
+        raise SettingsError(
+            f"{given[0]} and {given[1]} both say where experts are computed; give one of them"
+        )
+    if experts.cpu_moe is False and experts.mode is MoeMode.CPU_MOE:
+        raise SettingsError("--cpu-moe=0 and --moe-mode=cpu-moe contradict each other")
+    if wishes.expert_budget_bytes is not None and wishes.expert_budget_percent is not None:
+        raise SettingsError(
+            "--expert-budget-mb and --expert-budget-pct both say how much memory experts get; give "
+            "one of them"
+        )
+    _check_layers_on_device(wishes, num_layers)
+    if experts.num_cpu_moe_layers is not None and experts.num_cpu_moe_layers < 0:
+        raise SettingsError(f"--n-cpu-moe={experts.num_cpu_moe_layers}: must be 0 or more")
+    if experts.num_local is not None:
+        for layer in moe.layers:
+            if not 0 <= experts.num_local <= layer.num_experts:
+                raise SettingsError(
+                    f"{experts.num_local} local experts asked for; layer {layer.layer_id} has "
+                    f"{layer.num_experts}"
+                )
+    for name, value in (
+        ("--expert-budget-mb", wishes.expert_budget_bytes),
+        ("--expert-budget-pct", wishes.expert_budget_percent),
+        ("--device-memory-mb", wishes.device_memory_bytes),
+        ("--host-memory-mb", wishes.host_memory_bytes),
+    ):
+        if value is not None and value < 0:
+            raise SettingsError(f"{name} is negative")
+
+
+def _check_layers_on_device(wishes: Wishes, num_layers: int) -> None:
+    asked = wishes.num_gpu_layers
+    if asked is None:
+        return
+    if asked < 0 or 0 < asked < num_layers:
+        raise SettingsError(
+            f"-ngl {asked}: the model's {num_layers} layers are computed on one device, all or "
+            f"none; to keep the experts of some layers in the processor's memory, use --n-cpu-moe "
+            f"{max(0, num_layers - max(asked, 0))}"
+        )
+    if wishes.device is None:
+        return
+    is_host = wishes.device.kind is DeviceKind.CPU
+    if is_host != (asked == 0):
+        raise SettingsError(f"-ngl {asked} and --device={wishes.device} contradict each other")
+
+
+def assigned(
+    wishes: ExpertWishes,
+    moe: MoeSpec,
+    *,
+    side_names: Sequence[str],
+    device: Device,
+    hottest: IntArray,
+) -> IntArray | None:
+    """The owners that were asked for, as indices of `side_names`, UNASKED where a plan may choose;
+    None without such wishes.
+
+    Shapes: hottest [L, E], expert ids by heat; result the same. Raises: SettingsError if a wish
+    names an owner, or tensors, that there are not.
+    """
+    index_of = {name: index for index, name in enumerate(side_names)}
+    owners = np.full(hottest.shape, LOCAL, np.int64)
+    host = LOCAL if device.kind is DeviceKind.CPU else index_of.get(HOST_OWNER, -1)
+    if wishes.placement is not None:
+        return _placed(wishes.placement, moe, index_of, owners)
+    if wishes.cpu_moe or wishes.num_cpu_moe_layers is not None:
+        flag = "--cpu-moe" if wishes.cpu_moe else "--n-cpu-moe"
+        if host < 0:
+            raise SettingsError(f"{flag}: the processor's speed was not measured")
+        first = wishes.num_cpu_moe_layers
+        # As llama.cpp counts them: layers of the model, dense ones too.
+        rows = [wishes.cpu_moe or each.layer_id < (first or 0) for each in moe.layers]
+        owners[np.array(rows, np.bool_)] = host
+        return owners
+    if wishes.overrides:
+        return _overridden(wishes.overrides, moe, index_of, owners, device=device)
+    if wishes.num_local is not None:
+        owners[:] = UNASKED
+        np.put_along_axis(owners, hottest[:, : wishes.num_local], LOCAL, axis=1)
+        return owners
+    return None
+
+
+def _placed(
+    placement: Placement, moe: MoeSpec, index_of: Mapping[str, int], owners: IntArray
+) -> IntArray:
+    sizes = {each.layer_id: each.num_experts for each in moe.layers}
+    if dict(placement.experts_per_layer) != sizes:
+        raise SettingsError("the placement is of another model: its layers have other experts")
+    for name, owned in zip(placement.owner_names, placement.owners, strict=True):
+        if name not in index_of and owned.num_experts:
+            raise SettingsError(f"the placement has an unknown owner {shown(name)}")
+    for row, layer in enumerate(moe.layers):
+        of_name = np.array([index_of.get(name, -1) for name in placement.owner_names])
+        indices = placement.routing[layer.layer_id].owner_index
+        owners[row, : layer.num_experts] = of_name[indices]
+    return owners
+
+
+def _overridden(
+    overrides: Sequence[tuple[str, str]],
+    moe: MoeSpec,
+    index_of: Mapping[str, int],
+    owners: IntArray,
+    *,
+    device: Device,
+) -> IntArray:
+    patterns = [
+        (text, _compiled(text), _owner_named(text, owner, index_of, device))
+        for text, owner in overrides
+    ]
+    matched = set()
+    for row, layer in enumerate(moe.layers):
+        found: dict[str, int | None] = {}
+        for name in sorted(n for each in layer.projections for n in each.tensor_names):
+            found[name] = None
+            for text, pattern, owner in patterns:
+                if pattern.search(name):
+                    matched.add(text)
+                    found[name] = owner
+                    break
+        if len(set(found.values())) > 1:
+            odd = [name for name, owner in found.items() if owner != found[next(iter(found))]]
+            raise SettingsError(
+                f"-ot: layer {layer.layer_id}'s experts are computed in one place, but "
+                f"{shown(next(iter(found)))} and {shown(odd[0])} got two"
+            )
+        owner_index = next(iter(found.values()))
+        owners[row] = LOCAL if owner_index is None else owner_index
+    for text, _, _ in patterns:
+        if text not in matched:
+            raise SettingsError(f"-ot {shown(text)} matches no tensor of experts")
+    return owners
+
+
+def _compiled(text: str) -> re.Pattern[str]:
+    if len(text) > _LONGEST_PATTERN:
+        raise SettingsError(f"-ot {shown(text)}: longer than {_LONGEST_PATTERN} characters")
+    try:
+        return re.compile(text)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise SettingsError(f"-ot {shown(text)}: {error}") from None
+
+
+def _owner_named(text: str, owner: str, index_of: Mapping[str, int], device: Device) -> int:
+    """The owner of a name, as ours (``host``, a daemon's) or llama.cpp's (``CPU``, ``CUDA0``)."""
+    if owner in index_of:
+        return index_of[owner]
+    name = owner.casefold()
+    if name == "cpu":
+        name = LOCAL_OWNER if device.kind is DeviceKind.CPU else HOST_OWNER
+    elif name in (str(device), str(device).replace(":", ""), f"rocm{device.index}"):
+        name = LOCAL_OWNER
+    if name not in index_of:
+        known = ", ".join(index_of)
+        raise SettingsError(f"-ot {shown(text)}={shown(owner)}: owners are {known}")
+    return index_of[name]

@@ -1,0 +1,68 @@
+"""Medians of several things that take turns; two things at the same time."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from dflash_runtime.engine.measuring.timing import TimeLeft, medians
+from dflash_runtime.engine.measuring.together import measure_together
+
+
+def test_medians_of_parts_without_the_first_round() -> None:
+    times, turns = iter([99.0, 3.0, 1.0, 2.0]), list[str]()
+
+    def several() -> tuple[float, float]:
+        turns.append("a")
+        value = next(times)
+        return value, 10 * value
+
+    def other() -> tuple[float]:
+        turns.append("b")
+        return (7.0,)
+
+    assert medians([several, other], limit_s=0.0, least=3) == [(2.0, 20.0), (7.0,)]
+    assert turns == ["a", "b"] * 4
+
+
+def test_more_rounds_while_there_is_time() -> None:
+    calls = 0
+
+    def timer() -> tuple[float]:
+        nonlocal calls
+        calls += 1
+        return (1.0,)
+
+    medians([timer], limit_s=10.0)
+    assert 20 < calls < 1000
+    assert TimeLeft(-1.0).seconds == 0.0
+    assert 4.0 < TimeLeft(10.0).share(0.5) <= 5.0
+
+
+def test_things_that_wait_for_each_other_take_longer_together() -> None:
+    lock = threading.Lock()
+
+    def held() -> tuple[float]:
+        began_s = time.perf_counter()
+        with lock:
+            time.sleep(0.002)
+        return (time.perf_counter() - began_s,)
+
+    found = measure_together(("one", held), ("other", held), limit_s=0.1)
+    assert (found.first, found.second) == ("one", "other")
+    assert max(found.first_factor, found.second_factor) > 1.2
+
+
+def test_a_failure_beside_is_raised_and_the_thread_ended() -> None:
+    ours = threading.current_thread()
+
+    def failing() -> tuple[float]:
+        if threading.current_thread() is not ours:
+            raise RuntimeError("it fails beside")
+        return (1e-3,)
+
+    with pytest.raises(RuntimeError):
+        measure_together(("a", failing), ("b", lambda: (1e-3,)), limit_s=0.01)
+    assert not [each for each in threading.enumerate() if each.name == "dflash-together"]

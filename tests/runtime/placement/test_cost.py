@@ -1,0 +1,152 @@
+"""What assignments cost: each law of the model by an example small enough to compute by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.placement.box import Curve, Together
+from dflash_runtime.placement.cost import CostModel
+from dflash_runtime.placement.expectation import IntArray
+from dflash_runtime.placement.options import ParentOptions
+from dflash_runtime.placement.situation import Situation
+from dflash_runtime.placement.speeds import along, at_rows, chunk_sizes
+from dflash_runtime.placement.wishes import Wishes
+from support.planned_boxes import (
+    CARD,
+    CORES_16,
+    GIB,
+    MIB,
+    BoxRow,
+    DaemonRow,
+    line,
+    model_spec,
+    moe_spec,
+    situation,
+)
+
+SPEC = model_spec(moe_spec([3 * MIB] * 2, num_experts=4, num_used=2))
+HERE, HOST, DAEMON = 0, 1, 2
+
+
+def at(*, stop_s: float = 60e-6, by_device: bool = True, bus: float = 25e9) -> Situation:
+    daemon = DaemonRow("cuda:1", "cuda:1", CARD, 8 * GIB, link_s=30e-6, by_device=by_device)
+    row = BoxRow(CARD, 8 * GIB, CORES_16, 8 * GIB, stop_s=stop_s, bus=bus, daemons=(daemon,))
+    return situation(SPEC, row)
+
+
+def model_of(at: Situation, wishes: Wishes | None = None) -> CostModel:
+    wishes = Wishes() if wishes is None else wishes
+    return ParentOptions(at, at.parents[0], at.daemons, wishes=wishes, kv_type=KvType.F16).model(
+        512
+    )
+
+
+def rows(*owners: int) -> IntArray:
+    return np.tile(np.array(owners), (2, 1))
+
+
+def test_a_whole_layer_needs_no_stop() -> None:
+    model = model_of(at())
+    expected = CARD.fixed_s + 2 * SPEC.moe.layers[0].expert_bytes / CARD.reads
+    assert model.step_layers_s(rows(HERE, HERE, HERE, HERE)) == pytest.approx(expected)
+    slower = model_of(at(stop_s=1.0))
+    assert slower.step_layers_s(rows(HERE, HERE, HERE, HERE)) == pytest.approx(expected)
+
+
+def test_mailboxes_need_no_stop_unless_a_processor_shares_the_layer() -> None:
+    layers = (rows(HERE, HERE, DAEMON, DAEMON), rows(HERE, HOST, DAEMON, DAEMON))
+    by_mail, by_host = (
+        [float(model_of(at(stop_s=stop)).step_layers_s(each)[0]) for each in layers]
+        for stop in (0.0, 1.0)
+    )
+    assert by_host[0] == by_mail[0]
+    assert by_host[1] == pytest.approx(by_mail[1] + 1.0)
+    asked = float(model_of(at(stop_s=1.0, by_device=False)).step_layers_s(layers[0])[0])
+    assert asked == pytest.approx(by_mail[0] + 1.0)
+
+
+def test_if_nothing_elsewhere_is_chosen_only_the_stop_remains() -> None:
+    situation_ = at(stop_s=1.0)
+    certain = {each.layer_id: np.array([1.0, 1.0, 0.0, 0.0]) for each in SPEC.moe.layers}
+    shares = replace(situation_.shares, decode=certain)
+    model = model_of(replace(situation_, shares=shares))
+    whole = model.step_layers_s(rows(HERE, HERE, HERE, HERE))
+    assert model.step_layers_s(rows(HERE, HERE, HOST, HOST)) == pytest.approx(whole + 1.0)
+
+
+def test_two_owners_take_as_long_as_the_slower_one() -> None:
+    model = model_of(at(stop_s=0.0))
+    here, host = (model.step_times[index][0] for index in (HERE, HOST))
+    # Of 4 equal experts 2 are chosen: both, one or none of the two here.
+    expected = (
+        max(here[2], host[0]) + 4 * max(here[1], host[1]) + max(here[0], host[2])
+    ) / 6  # fmt: skip
+    assert model.step_layers_s(rows(HERE, HERE, HOST, HOST))[0] == pytest.approx(expected)
+
+
+def test_more_experts_here_are_never_slower_beside_a_slow_processor() -> None:
+    model = model_of(at())
+    assignments = [rows(*[HERE] * n, *[HOST] * (4 - n)) for n in range(5)]
+    steps = [model.step_layers_s(each)[0] for each in assignments]
+    prompts = [np.minimum(*model.prompt_of(each, 1000))[0] for each in assignments]
+    assert steps == sorted(steps, reverse=True)
+    assert prompts == sorted(prompts, reverse=True)
+
+
+def test_prompts_are_copied_over_a_fast_bus_and_asked_over_a_slow_one() -> None:
+    owners = rows(HERE, HOST, HOST, HOST)
+    for bus, is_copied in ((25e9, True), (1e6, False)):
+        price = model_of(at(bus=bus)).price(owners)
+        assert price.offloaded.all() == is_copied
+    refused = model_of(at(), Wishes(offloads_prompts=False)).price(owners)
+    assert not refused.offloaded.any()
+
+
+def test_what_runs_together_is_slower() -> None:
+    situation_ = at()
+    slowed = Together("experts of cpu", "steps of cuda:0", 2.0, 3.0)
+    both = model_of(replace(situation_, box=replace(situation_.box, together=(slowed,))))
+    alone = model_of(situation_)
+    all_host, all_here = rows(HOST, HOST, HOST, HOST), rows(HERE, HERE, HERE, HERE)
+    assert (both.step_layers_s(all_host) > 1.5 * alone.step_layers_s(all_host)).all()
+    assert both.step_layers_s(all_here) == pytest.approx(alone.step_layers_s(all_here))
+    assert both.local_factor == 3.0
+
+
+def test_experts_without_room_in_memory_are_read_from_the_disk() -> None:
+    model = replace(model_of(at()), disk=Curve(((1.0, 1e9),)))
+    owners = rows(HERE, HERE, HOST, HOST)
+    in_memory = model.price(owners)
+    assert in_memory.disk_bytes == 0
+    size = SPEC.moe.layers[0].expert_bytes
+    price = replace(model, ram_bytes=2.0 * size).price(owners)
+    assert price.disk_bytes == 2 * size
+    assert price.step_s == pytest.approx(in_memory.step_s + 2 * 0.5 * size / 1e9)
+    shared = replace(model, ram_bytes=6.0 * size, shares_memory=True).price(owners)
+    assert shared.disk_bytes == 2 * size
+
+
+def test_curves_are_lines_between_points_and_never_fall() -> None:
+    curve = Curve(((1.0, 2.0), (3.0, 1.0), (5.0, 4.0)))
+    found = along(curve, np.array([0.0, 1.0, 2.0, 3.0, 4.0, 7.0]))
+    assert found.tolist() == [2.0, 2.0, 2.0, 2.0, 3.0, 6.0]
+    assert along(Curve(((1.0, 5.0),)), np.array([0.0, 9.0])).tolist() == [5.0, 5.0]
+
+
+def test_rows_between_those_measured_take_times_between_theirs() -> None:
+    curves = {1: line(1.0, 1e9), 4: line(4.0, 1e9)}
+    one = np.array([0.0])
+    assert at_rows(curves, 1, one)[0] == 1.0
+    assert at_rows(curves, 2, one)[0] == pytest.approx(2.0)
+    assert at_rows(curves, 8, one)[0] == pytest.approx(8.0)
+    assert at_rows({}, 8, one)[0] == 0.0
+
+
+def test_chunks() -> None:
+    assert list(chunk_sizes(1000, 512)) == [(512, 1), (488, 1)]
+    assert list(chunk_sizes(1024, 512)) == [(512, 2)]
+    assert list(chunk_sizes(100, 512)) == [(100, 1)]

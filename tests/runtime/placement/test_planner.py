@@ -1,0 +1,288 @@
+"""Plans: legal whatever the memory, the same each time, never slower with more memory."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_protocol.device import CPU, parse_device
+from dflash_protocol.errors import SettingsError
+from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.placement.plan import Plan, PlanRefused, RoomStatus
+from dflash_runtime.placement.plan_record import as_json
+from dflash_runtime.placement.planner import CPU_MOE_TIE, plan
+from dflash_runtime.placement.situation import PlannedRequest, Situation
+from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
+from dflash_runtime.placement.wishes import MoeMode, Wishes
+from support.examples import examples
+from support.planned_boxes import (
+    CARD,
+    CORES_16,
+    GIB,
+    H100,
+    IMPOSED,
+    MIB,
+    SMALL_CARD,
+    BoxRow,
+    DaemonRow,
+    model_spec,
+    moe_spec,
+    qwen3_30b,
+    situation,
+    skewed,
+)
+
+SPEC = model_spec(
+    moe_spec([3 * MIB] * 5 + [2 * MIB], num_experts=16, num_used=4, first_layer=1), num_dense=1
+)
+FIXED = 640 * MIB
+"""About what the model takes on a device besides experts."""
+GPU = parse_device("cuda:0")
+
+
+def box(gpu_bytes: int, *daemons: DaemonRow, **given: object) -> BoxRow:
+    return BoxRow(CARD, gpu_bytes, CORES_16, 8 * GIB, daemons=daemons, **given)  # type: ignore[arg-type]
+
+
+def planned(at: Situation, wishes: Wishes | None = None) -> Plan:
+    found = plan(at, wishes)
+    assert isinstance(found, Plan), found
+    return found
+
+
+def request_s(found: Plan, at: Situation) -> float:
+    """About: prompts of 512 tokens and decode."""
+    forecast, request = found.forecast, at.request
+    return request.prompt / forecast.prompt_512 + request.written / forecast.decode
+
+
+def check_legal(found: Plan, at: Situation) -> None:
+    """Every expert has an owner (a Placement's law), and no owner more than its memory."""
+    assert set(found.placement.experts_per_layer) == set(at.spec.moe.by_layer_id)
+    assert sum(each.num_experts for each in found.budgets) == at.spec.moe.num_experts_total
+    for each in found.budgets:
+        used = each.trunk_bytes + each.cache_bytes + each.work_bytes + each.expert_bytes
+        assert used - each.disk_bytes <= each.free_bytes
+    parent = next(p for p in at.parents if p.device == found.setup.device)
+    owned = dict(zip(found.placement.owner_names, found.placement.owners, strict=True))
+    if LOCAL_OWNER in owned:
+        counts = {i: ids.size for i, ids in owned[LOCAL_OWNER].by_layer.items()}
+        assert found.budgets[0].expert_bytes == parent.footprint.experts_bytes(counts)
+    names = {LOCAL_OWNER, HOST_OWNER, *(d.name for d in at.daemons if d.is_connected)}
+    assert set(owned) <= names
+
+
+BUDGETS = st.integers(0, 3 * GIB) | st.floats(0.0, 1.2).map(
+    lambda part: FIXED + int(part * SPEC.moe.expert_bytes_total)
+)
+
+
+@examples(80)
+@given(
+    BUDGETS,
+    st.none() | BUDGETS,
+    st.sampled_from((0, 100 * MIB, 8 * GIB)),
+    st.sampled_from((None, 2e9)),
+    st.sampled_from((1, 2 * MIB)),
+    st.booleans(),
+)
+def test_any_memory_gives_a_legal_plan_or_a_status(
+    gpu_bytes: int,
+    daemon_bytes: int | None,
+    host_bytes: int,
+    disk: float | None,
+    granule: int,
+    is_unified: bool,
+) -> None:
+    daemons: tuple[DaemonRow, ...] = ()
+    if daemon_bytes is not None:
+        daemons = (DaemonRow("cuda:1", "cuda:1", SMALL_CARD, daemon_bytes),)
+    row = replace(box(gpu_bytes, *daemons), host_bytes=host_bytes, disk=disk, is_unified=is_unified)
+    at = situation(SPEC, row, shares=skewed(SPEC.moe), granule=granule)
+    found = plan(at)
+    if isinstance(found, PlanRefused):
+        assert found.status is RoomStatus.BUDGET_EXHAUSTED
+        assert found.reason
+        return
+    check_legal(found, at)
+    again = plan(at)
+    assert isinstance(again, Plan)
+    assert as_json(again) == as_json(found)
+
+
+@examples(25)
+@given(st.lists(st.floats(0.0, 1.1), min_size=2, max_size=2), st.sampled_from((0.0, 1.0)))
+def test_more_memory_is_never_predicted_slower(parts: list[float], exponent: float) -> None:
+    shares = skewed(SPEC.moe, exponent=exponent)
+    times = []
+    for part in sorted(parts):
+        row = box(FIXED + int(part * SPEC.moe.expert_bytes_total))
+        at = situation(SPEC, row, shares=shares, chunks=(512,))
+        times.append(request_s(planned(at, Wishes(context=4096, device=GPU)), at))
+    # Of options that are nearly as fast the simplest is taken.
+    assert times[1] <= times[0] * CPU_MOE_TIE
+
+
+EXPECTED = {
+    "narrow bus": ("cuda:0", {MoeMode.HOT, MoeMode.MIXED}),
+    "slow cpu": ("cuda:0", {MoeMode.HOT, MoeMode.MIXED}),
+    "many small cards": ("cuda:0", {MoeMode.HOT, MoeMode.LAYERS, MoeMode.MIXED, MoeMode.REMOTE}),
+    "big ram, tiny card": ("cuda:0", {MoeMode.HOT, MoeMode.CPU_MOE}),
+    "unified memory": ("cuda:0", {MoeMode.RESIDENT}),
+    "no gpu": ("cpu", {MoeMode.RESIDENT}),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSED)
+def test_imposed_boxes(name: str) -> None:
+    spec = model_spec(moe_spec([2_870_000] * 24, num_experts=128, num_used=8))
+    row = IMPOSED[name]
+    half = replace(
+        row,
+        gpu_bytes=row.gpu_bytes // 2,
+        daemons=tuple(replace(d, free_bytes=d.free_bytes // 2) for d in row.daemons),
+    )
+    at = situation(spec, half, shares=skewed(spec.moe, exponent=1.2), ends=100 * MIB)
+    found = planned(at)
+    check_legal(found, at)
+    device, modes = EXPECTED[name]
+    assert str(found.setup.device) == device
+    assert found.mode in modes
+    # Never below another choice, simple ones included.
+    for each in found.alternatives:
+        if each.forecast is not None and each.device == device:
+            other_s = at.request.prompt / each.forecast.prompt_512
+            other_s += at.request.written / each.forecast.decode
+            assert request_s(found, at) <= 1.06 * other_s  # the request's prompt has 1,000 tokens
+
+
+@pytest.mark.parametrize(("num_layers", "num_experts", "num_used"), [(48, 128, 8), (94, 512, 10)])
+def test_a_plan_takes_less_than_a_second(num_layers: int, num_experts: int, num_used: int) -> None:
+    moe = moe_spec([2_870_000] * num_layers, num_experts=num_experts, num_used=num_used)
+    spec = model_spec(moe)
+    row = BoxRow(H100, moe.expert_bytes_total // 2, CORES_16, 512 * GIB)
+    at = situation(spec, row, shares=skewed(moe))
+    begin = time.process_time()
+    planned(at)
+    assert time.process_time() - begin < 1.0
+
+
+def test_a_context_is_chosen_that_costs_less_than_a_tenth() -> None:
+    spec = qwen3_30b()
+    shares = skewed(spec.moe)
+    found = planned(situation(spec, BoxRow(H100, 12 * GIB, CORES_16, 64 * GIB), shares=shares))
+    smallest = planned(
+        situation(spec, BoxRow(H100, 12 * GIB, CORES_16, 64 * GIB), shares=shares),
+        Wishes(context=4096),
+    )
+    assert 4096 < found.setup.context < 32768
+    assert found.forecast.decode > 0.88 * smallest.forecast.decode
+    large = planned(situation(spec, BoxRow(H100, 60 * GIB, CORES_16, 64 * GIB)))
+    assert large.setup.context == spec.context_length
+    assert large.mode is MoeMode.RESIDENT
+
+
+def test_scratch_shrinks_before_experts_do() -> None:
+    spec = SPEC
+    needs = 6 * 20 * MIB + 300 * MIB + 4096 * 6 * 4 * 256 * 2
+    row = box(needs + spec.moe.expert_bytes_total + 300 * MIB)
+    at = situation(spec, row, work_of_token=MIB // 2)
+    found = planned(at, Wishes(context=4096))
+    assert found.mode is MoeMode.RESIDENT
+    assert found.setup.chunk < at.parents[0].chunks[0]
+
+
+def test_what_would_fit_is_named_if_the_context_does_not() -> None:
+    spec = model_spec(moe_spec([3 * MIB] * 4, num_experts=8, num_used=2), context_length=131072)
+    at = situation(spec, box(1 * GIB), chunks=(256,))
+    wishes = Wishes(context=131072, device=GPU, kv_type=KvType.F16)
+    found = plan(at, wishes)
+    assert isinstance(found, PlanRefused)
+    assert found.status is RoomStatus.BUDGET_EXHAUSTED
+    for kv_type, context in found.fitting:
+        assert f"{context}" in found.reason
+        assert str(kv_type) in found.reason
+        planned(at, replace(wishes, context=context, kv_type=kv_type))
+    by_type = dict(found.fitting)
+    assert 0 < by_type[KvType.F16] < by_type[KvType.Q8_0]
+    # Without a device asked for, the processor computes it.
+    assert planned(at, Wishes(context=131072)).setup.device == CPU
+
+
+def test_status_of_the_room_for_experts() -> None:
+    every = SPEC.moe.expert_bytes_total
+    fixed = planned(situation(SPEC, box(8 * GIB)), Wishes(context=4096, chunk=256)).budgets[0]
+    used = fixed.trunk_bytes + fixed.cache_bytes + fixed.work_bytes + 64 * 6
+    for room, status in (
+        (every, RoomStatus.OK),
+        (every // 4, RoomStatus.BELOW_RECOMMENDED),
+        (MIB, RoomStatus.BUDGET_EXHAUSTED),
+    ):
+        wishes = Wishes(context=4096, chunk=256, device=GPU)
+        found = planned(situation(SPEC, box(used + room)), wishes)
+        assert found.room.status is status
+        assert found.room.recommended == 6 * 8
+    broken = replace(SPEC.moe.layers[0], gate=replace(SPEC.moe.layers[0].gate, rows=0))
+    broken = replace(broken, up=broken.gate, down=broken.gate)
+    moe = replace(SPEC.moe, layers=(broken, *SPEC.moe.layers[1:]))
+    refused = plan(replace(situation(SPEC, box(GIB)), spec=replace(SPEC, moe=moe)))
+    assert isinstance(refused, PlanRefused)
+    assert refused.status is RoomStatus.UNKNOWN_EXPERT_SIZE
+
+
+def test_a_daemon_that_is_not_connected_gets_nothing_but_a_prediction() -> None:
+    daemon = DaemonRow("cuda:1", "cuda:1", CARD, 4 * GIB, link_s=5e-6, by_device=True)
+    at = situation(SPEC, box(FIXED + 20 * MIB, replace(daemon, is_connected=False)))
+    found = planned(at)
+    assert "cuda:1" not in found.placement.owner_names
+    named = [each for each in found.alternatives if "cuda:1" in each.name]
+    assert [each.why_not for each in named] == ["not connected"]
+    connected = planned(situation(SPEC, box(FIXED + 20 * MIB, daemon)))
+    assert named[0].forecast is not None
+    assert named[0].forecast.decode == pytest.approx(connected.forecast.decode, rel=0.05)
+    assert "cuda:1" in connected.placement.owner_names
+
+
+def test_longer_answers_weigh_decode() -> None:
+    """With prompts alone and a fast bus, fewer experts need to be here."""
+    spec = qwen3_30b()
+    row = BoxRow(H100, 12 * GIB, CORES_16, 64 * GIB)
+    shares = skewed(spec.moe)
+    plans = [
+        planned(situation(spec, row, shares=shares, request=request), Wishes(context=4096))
+        for request in (PlannedRequest(4096, 1), PlannedRequest(16, 2000))
+    ]
+    assert plans[0].forecast.prompt_4096 >= plans[1].forecast.prompt_4096
+    assert plans[1].forecast.decode >= plans[0].forecast.decode
+
+
+def test_devices_that_were_not_measured_are_named() -> None:
+    at = situation(SPEC, box(8 * GIB))
+    devices = {"cpu": at.box.devices["cpu"]}
+    found = planned(replace(at, box=replace(at.box, devices=devices)))
+    assert found.setup.device == CPU
+    assert [each.why_not for each in found.alternatives] == ["not measured"]
+    nothing = plan(replace(at, box=replace(at.box, devices={})))
+    assert isinstance(nothing, PlanRefused)
+
+
+def test_a_context_beyond_the_model_is_refused() -> None:
+    with pytest.raises(SettingsError, match=str(SPEC.context_length)):
+        plan(situation(SPEC, box(GIB)), Wishes(context=SPEC.context_length + 1))
+
+
+def test_cold_experts_of_processors_go_to_the_disk_if_memory_is_too_small() -> None:
+    every = SPEC.moe.expert_bytes_total
+    row = replace(box(FIXED), host_bytes=every // 2, disk=2e9)
+    at = situation(SPEC, row, shares=skewed(SPEC.moe), chunks=(256,))
+    found = planned(at, Wishes(device=GPU, context=4096))
+    assert sum(each.disk_bytes for each in found.budgets) > 0
+    assert isinstance(
+        plan(replace(at, box=replace(at.box, disk=None)), Wishes(device=GPU)), PlanRefused
+    )
+    assert np.isfinite(found.forecast.decode)
