@@ -71,7 +71,7 @@ def options_of_commands() -> dict[str, set[str]]:
 OF_ONE_RUN = {
     # What is asked for this time, and how it is shown.
     "prompt", "prompt_file", "token_ids", "chat", "max_tokens", "temperature", "top_k", "top_p",
-    "min_p", "seed", "ignore_eos", "as_json", "with_digest", "phase",
+    "min_p", "seed", "ignore_eos", "as_json", "with_digest", "phase", "measure", "save_path",
     # What is shown, and what is written of it.
     "file", "csv_path",
     # Of one trial: see docs/operations.md.

@@ -80,7 +80,6 @@ class Engine:
         self._prompts = Prompts(opened.file)
         self.spec = opened.model.spec
         self.backend_name = opened.backend.name
-        self.num_positions = opened.num_positions
         self.kv_type = opened.kv_type
         self.plan = opened.plan
         """What was decided when it was opened; None: nothing was to be decided, or the settings
@@ -89,11 +88,11 @@ class Engine:
         self._steps = Steps(
             opened.file,
             opened.model,
-            opened.backend.new_cache(self.spec, self.num_positions, self.kv_type),
+            opened.backend.new_cache(self.spec, opened.num_positions, self.kv_type),
             backend=opened.backend,
             runtime=opened.owners.runtime,
             local_banks=opened.owners.local_banks,
-            num_positions=self.num_positions,
+            num_positions=opened.num_positions,
             heat=opened.heat,
         )
         self._verifier: Verifier | None = None
@@ -195,6 +194,11 @@ class Engine:
     def model_path(self) -> Path:
         """The file that is open."""
         return self._file.path
+
+    @property
+    def num_positions(self) -> int:
+        """The context: the longest sequence, in tokens."""
+        return self._steps.num_positions
 
     @property
     def placement(self) -> Placement:

@@ -126,7 +126,7 @@ def open_model(
             file,
             spec,
             settings,
-            heat.for_planning(),
+            heat=heat.for_planning(),
             on_progress=lambda what, *progress: report("parent", f"measure {what}", *progress),
         )
         planned = planning.before_daemons(num_daemons=len(choices) + len(endpoints))

@@ -89,8 +89,8 @@ class Planning:
         file: GgufFile,
         spec: ModelSpec,
         settings: Settings,
-        heat: Heat,
         *,
+        heat: Heat,
         on_progress: OnProgress,
     ) -> None:
         self._file, self._spec, self._settings, self._heat = file, spec, settings, heat
@@ -260,7 +260,7 @@ def plan_of_file(settings: Settings, *, on_progress: OnProgress) -> Plan:
         heat = open_heat(file, spec, settings)
         try:
             known = heat.for_planning()
-            return Planning(file, spec, settings, known, on_progress=on_progress).alone()
+            return Planning(file, spec, settings, heat=known, on_progress=on_progress).alone()
         finally:
             heat.close()
 

@@ -147,12 +147,14 @@ class CostModel:
         """Price an assignment, with prompts of these lengths besides the request's."""
         arrays, own = self.arrays, self.request.prompt
         on_disk = self._on_disk(owners)
-        offloaded = np.zeros(len(arrays.layer_ids), np.bool_)
+        prompts_of = {
+            length: self.prompt_of(owners, length) for length in dict.fromkeys((own, *lengths))
+        }
+        # One way for prompts of all lengths, as bits must not depend on it; long ones count more.
+        asked_s, copied_s = np.sum([np.stack(each) for each in prompts_of.values()], axis=0)
+        offloaded = copied_s < asked_s
         prompts = {}
-        for length in dict.fromkeys((own, *lengths)):
-            asked, copied = self.prompt_of(owners, length)
-            if length == own:
-                offloaded = copied < asked
+        for length, (asked, copied) in prompts_of.items():
             experts_s = float(np.where(offloaded, copied, asked).sum())
             trunk_s = self.trunk.prompt_s(length, self.chunk)
             prompts[length] = trunk_s + experts_s + self._disk_prompt_s(on_disk, length)
