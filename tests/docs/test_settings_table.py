@@ -73,7 +73,7 @@ OF_ONE_RUN = {
     "prompt", "prompt_file", "token_ids", "chat", "max_tokens", "temperature", "top_k", "top_p",
     "min_p", "seed", "ignore_eos", "as_json", "with_digest",
     # Of one trial: see docs/operations.md.
-    "mailbox", "rounds",
+    "mailbox", "measure", "rounds",
     # Names the file that has the others.
     "settings_file",
     # Of `keygen`, which makes files.
