@@ -229,6 +229,7 @@ def measured_link(engine: Engine) -> LinkSpeed | None:
         lambda num_prompt, num_tokens: run(engine, num_prompt, num_tokens, 0),
         lambda: engine.stats().owners,
         num_positions=engine.num_positions,
+        num_layers=len(engine.spec.moe.layers),
     )
     for name, link in found.items():
         print(f"link to {name}: step {link.step.points}, chunk {link.chunk.points}")

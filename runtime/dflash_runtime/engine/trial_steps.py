@@ -32,7 +32,7 @@ def trial_steps(
         if not caches:
             caches.append(backend.new_cache(model.spec, 1, kv_type))
         step = Step.of_chunk(np.zeros(1, np.int32), 0, caches[0], Phase.DECODE)
-        experts = LocalRoutedExperts(banks, Phase.DECODE)
+        experts = _LocalExperts(banks)
         run_to_end(
             forward(
                 model,
@@ -46,11 +46,11 @@ def trial_steps(
     return one_pass
 
 
-class LocalRoutedExperts:
+class _LocalExperts:
     """Implements model.RoutedExperts on the host, with every expert of each layer in one bank."""
 
-    def __init__(self, banks: Mapping[int, ExpertBank], phase: Phase) -> None:
-        self._banks, self._phase = banks, phase
+    def __init__(self, banks: Mapping[int, ExpertBank]) -> None:
+        self._banks = banks
 
     def __call__(
         self, layer_id: int, hidden: F32Array, topk_ids: I32Array, topk_weights: F32Array
@@ -61,7 +61,7 @@ class LocalRoutedExperts:
             np.repeat(np.arange(num_tokens, dtype=np.int32), num_used),
             topk_ids.reshape(-1),
             weights=topk_weights.reshape(-1),
-            phase=self._phase,
+            phase=Phase.DECODE,
         )
         sums = np.zeros(hidden.shape)
         self._banks[layer_id].accumulate(batch, sums)

@@ -99,7 +99,10 @@ def _links(path: Path, settings: Settings) -> dict[str, LinkSpeed]:
                 pass
 
         return measure_links(
-            generate, lambda: engine.stats().owners, num_positions=engine.num_positions
+            generate,
+            lambda: engine.stats().owners,
+            num_positions=engine.num_positions,
+            num_layers=len(engine.spec.moe.layers),
         )
 
 

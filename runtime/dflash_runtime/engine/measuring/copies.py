@@ -22,7 +22,7 @@ _COLUMNS = 2048
 _LEAST = 3
 
 
-class DeviceCopies:
+class TimedCopies:
     """Copies of a fixed size to and from one device. Used by one thread.
 
     Owns: locked memory, device memory and copying threads, until `close`.
@@ -96,7 +96,7 @@ class DeviceCopies:
         self._undo.close()
 
 
-def measure_copies(name: str, copies: DeviceCopies, *, pcie: str = "", limit_s: float) -> CopySpeed:
+def measure_copies(name: str, copies: TimedCopies, *, pcie: str = "", limit_s: float) -> CopySpeed:
     """Each kind of copy alone."""
     timers = copies.from_locked_s, copies.from_pages_s, copies.to_host_s, copies.kernel_reads_s
     found = medians(timers, limit_s=limit_s, least=_LEAST)

@@ -17,13 +17,17 @@ Owners = Mapping[str, OwnerStats]
 
 
 def measure_links(
-    generate: Callable[[int, int], object], owners: Callable[[], Owners], *, num_positions: int
+    generate: Callable[[int, int], object],
+    owners: Callable[[], Owners],
+    *,
+    num_positions: int,
+    num_layers: int,
 ) -> dict[str, LinkSpeed]:
     """The link to each daemon of an engine, from some of its requests. Daemons that answer through
     a mailbox are left out.
 
     `generate` computes a prompt of so many tokens, and writes so many; `owners` are the engine's
-    counters now. Raises: what `generate` raises.
+    counters now; `num_layers` of the model have experts. Raises: what `generate` raises.
     """
     samples = LinkSamples()
     for phase, num_prompt, num_tokens in _RUNS:
@@ -31,37 +35,46 @@ def measure_links(
             generate(num_prompt, num_tokens)
             before = owners()
             generate(num_prompt, num_tokens)
-            samples.add(phase, before, owners())
+            if phase is Phase.DECODE:
+                samples.add_steps(before, owners())
+            else:
+                samples.add_chunk(num_prompt, before, owners(), num_layers=num_layers)
     return samples.speeds()
 
 
 class LinkSamples:
-    """Differences of an engine's counters, each of requests of one size. Used by one thread."""
+    """Differences of an engine's counters. Used by one thread."""
 
     def __init__(self) -> None:
         self._points: dict[tuple[str, Phase], dict[float, float]] = {}
 
-    def add(self, phase: Phase, before: Owners, after: Owners) -> None:
-        """Counters from before and after work of one phase, whose requests have about as many rows
-        each."""
-        own_s = _own_s(phase, before, after)
-        for name, owner in after.items():
-            if owner.kind is not OwnerKind.DAEMON:
-                continue
-            earlier = before[name].phases.get(phase) if name in before else None
-            counts = owner.phases.get(phase)
-            if counts is None:
-                continue
-            earlier = PhaseStats() if earlier is None else earlier
-            num = counts.requests - earlier.requests
-            trips = counts.round_trips.num_samples - earlier.round_trips.num_samples
-            if num < _LEAST_REQUESTS or trips < _LEAST_REQUESTS:
+    def add_steps(self, before: Owners, after: Owners) -> None:
+        """Counters from before and after decode steps: what a request's round trip takes beyond
+        what both sides compute."""
+        phase = Phase.DECODE
+        own = _own(phase, before, after)
+        own_s = own.compute_s / own.requests if own.requests else 0.0
+        for name, counts in _of_daemons(phase, before, after):
+            num_trips = counts.round_trips.num_samples
+            if min(counts.requests, num_trips) < _LEAST_REQUESTS:
                 continue  # through a mailbox the host knows no round trips
-            trip_s = (counts.round_trips.total_s - earlier.round_trips.total_s) / trips
+            trip_s = counts.round_trips.total_s / num_trips
             # Replies that come while this process computes its own experts are found after that.
-            busy_s = max((counts.compute_s - earlier.compute_s) / num, own_s)
-            rows = (counts.tokens - earlier.tokens) / num
-            self._points.setdefault((name, phase), {})[rows] = max(0.0, trip_s - busy_s)
+            busy_s = max(counts.compute_s / counts.requests, own_s)
+            self._points.setdefault((name, phase), {})[1.0] = max(0.0, trip_s - busy_s)
+
+    def add_chunk(self, rows: int, before: Owners, after: Owners, *, num_layers: int) -> None:
+        """Counters from before and after a prompt of one chunk: what this process does and waits
+        for in a layer, beyond what the daemon computes longer than itself. Requests may be parts
+        of a chunk."""
+        phase = Phase.PREFILL
+        own = _own(phase, before, after)
+        for name, counts in _of_daemons(phase, before, after):
+            if counts.requests:
+                work_s = counts.pack_s + counts.send_s + counts.receive_s + counts.combine_s
+                waits_s = counts.wait_s - max(0.0, counts.compute_s - own.compute_s)
+                seconds = (work_s + max(0.0, waits_s)) / num_layers
+                self._points.setdefault((name, phase), {})[float(rows)] = seconds
 
     def speeds(self) -> dict[str, LinkSpeed]:
         """By owner: of those whose steps were measured."""
@@ -79,13 +92,30 @@ class LinkSamples:
         return Curve(tuple(sorted(points.items()))) if points else None
 
 
-def _own_s(phase: Phase, before: Owners, after: Owners) -> float:
-    """Seconds that this process's experts of a layer took."""
+def _of_daemons(phase: Phase, before: Owners, after: Owners) -> list[tuple[str, PhaseStats]]:
+    """What each daemon did in between."""
+    return [
+        (name, _difference(phase, before.get(name), owner))
+        for name, owner in after.items()
+        if owner.kind is OwnerKind.DAEMON
+    ]
+
+
+def _own(phase: Phase, before: Owners, after: Owners) -> PhaseStats:
+    """What this process did in between."""
     for name, owner in after.items():
-        counts = owner.phases.get(phase)
-        if owner.kind is OwnerKind.LOCAL and counts is not None:
-            earlier = before[name].phases.get(phase) if name in before else None
-            earlier = PhaseStats() if earlier is None else earlier
-            num = counts.requests - earlier.requests
-            return (counts.compute_s - earlier.compute_s) / num if num > 0 else 0.0
-    return 0.0
+        if owner.kind is OwnerKind.LOCAL:
+            return _difference(phase, before.get(name), owner)
+    return PhaseStats()
+
+
+def _difference(phase: Phase, before: OwnerStats | None, after: OwnerStats) -> PhaseStats:
+    """Of the counters that are read here."""
+    now = after.phases.get(phase, PhaseStats())
+    old = PhaseStats() if before is None else before.phases.get(phase, PhaseStats())
+    found = PhaseStats(requests=now.requests - old.requests)
+    for name in ("pack_s", "send_s", "wait_s", "receive_s", "combine_s", "compute_s"):
+        setattr(found, name, getattr(now, name) - getattr(old, name))
+    found.round_trips.num_samples = now.round_trips.num_samples - old.round_trips.num_samples
+    found.round_trips.total_s = now.round_trips.total_s - old.round_trips.total_s
+    return found

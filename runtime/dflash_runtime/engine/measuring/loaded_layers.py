@@ -7,7 +7,7 @@ import mmap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,15 +16,18 @@ import numpy.typing as npt
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.layers import Tensor, parts_of
 from dflash_adapters.spec import ModelSpec
-from dflash_protocol.ids import AnyArray, Phase
+from dflash_protocol.ids import AnyArray
 from dflash_runtime.compute import ComputeBackend, ExpertBank
-from dflash_runtime.compute.backend import CapturedStep
+from dflash_runtime.compute.backend import CapturedStep, RemoteExperts
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.model import Model
 from dflash_runtime.engine.measuring.layers import SampledLayers, with_experts_used
 from dflash_runtime.engine.measuring.no_owners import NoOwners
 from dflash_runtime.engine.measuring.passes import Passes
-from dflash_runtime.engine.trial_steps import LocalRoutedExperts
+from dflash_runtime.experts.compute import LocalExpertCompute
+from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
+from dflash_runtime.experts.telemetry import OwnerKind
+from dflash_runtime.placement.split import even_split
 
 _READ_BYTES = 64 << 20
 """Bytes of a tensor that are read before the time is looked at."""
@@ -158,16 +161,28 @@ class LoadedLayers:
         captured: CapturedStep | None,
         here: Experts | None = None,
     ) -> Passes:
-        backend = self.backend
-        here = _all_of(model) if here is None else here
-        some, owners = {layer_id: banks[layer_id] for layer_id in here}, NoOwners(here)
+        if here is None and model.spec.moe.layers:
+            owners: RemoteExperts = self._owners(model, banks)
+        else:
+            owners = NoOwners(here or {})
+        some = {layer.layer_id: banks[layer.layer_id] for layer in model.spec.moe.layers}
+        moe = self.backend.moe
+        experts_of = cache(lambda phase: moe(some, phase, owners))
+        return Passes(self.backend, model, self._cache, experts_of, captured)
 
-        def of_device(phase: Phase) -> Any:
-            return backend.moe(some, phase, owners)
-
-        of_host = partial(LocalRoutedExperts, some)
-        experts_of = cache(of_host if backend.is_host else of_device)
-        return Passes(backend, model, self._cache, experts_of, captured)
+    def _owners(
+        self, model: Model[AnyArray, Any], banks: Mapping[int, ExpertBank]
+    ) -> MoeExpertComputeRuntime:
+        """The boundary that an engine without daemons has."""
+        some = {layer.layer_id: banks[layer.layer_id] for layer in model.spec.moe.layers}
+        runtime = MoeExpertComputeRuntime(
+            even_split(model.spec.moe, [], None),
+            [LocalExpertCompute(OwnerKind.LOCAL, some)],
+            fallback=None,
+            device_owner=None if self.backend.is_host else 0,
+        )
+        self._undo.callback(runtime.close)
+        return runtime
 
     def _captured(
         self, model: Model[AnyArray, Any], banks: Mapping[int, ExpertBank], here: Experts

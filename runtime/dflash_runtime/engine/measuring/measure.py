@@ -184,7 +184,7 @@ def _measure_crossings(
 ) -> None:
     """Stops of a device's steps, copies, and both beside the host's experts."""
     from dflash_runtime.engine.measuring.copies import (
-        DeviceCopies,
+        TimedCopies,
         measure_copies,
         parts_of_experts,
     )
@@ -198,7 +198,7 @@ def _measure_crossings(
     with contextlib.ExitStack() as undo:
         on_progress(f"{name}: copies", 1, 3)
         sources = parts_of_experts(loaded.file, loaded.spec.moe.layers)
-        copies = DeviceCopies(gpu, sources)
+        copies = TimedCopies(gpu, sources)
         undo.callback(copies.close)
         parts.copies[name] = measure_copies(name, copies, limit_s=_COPIES_SHARE * limit_s)
         copies.from_locked_s()

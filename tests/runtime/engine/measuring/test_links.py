@@ -20,7 +20,7 @@ def owner(
     trips = LatencyHistogram()
     for _ in range(requests if trip_s else 0):
         trips.add(trip_s)
-    stats = PhaseStats(requests, tokens=4 * requests, compute_s=requests * compute_s)
+    stats = PhaseStats(requests, compute_s=requests * compute_s)
     stats.round_trips = trips
     return OwnerStats(kind, 1, phases={phase: stats})
 
@@ -30,35 +30,45 @@ def test_what_is_beyond_computing() -> None:
     before = {"d": owner(OwnerKind.DAEMON, phase, 10, 9.0, 9.0)}
     after = {"d": owner(OwnerKind.DAEMON, phase, 10, 9.0, 9.0)}
     stats = after["d"].phases[phase]
-    stats.requests, stats.tokens, stats.compute_s = 20, 80, 90.0 + 10 * 0.003
+    stats.requests, stats.compute_s = 20, 90.0 + 10 * 0.003
     for _ in range(10):
         stats.round_trips.add(0.004)
-    samples.add(phase, before, after)
+    samples.add_steps(before, after)
     link = samples.speeds()["d"]
     ((rows, seconds),) = link.step.points
-    assert rows == 4.0
+    assert rows == 1.0
     assert seconds == pytest.approx(0.001)
     assert link.chunk == link.step
 
 
 def test_a_reply_that_waits_for_this_process_costs_nothing_more() -> None:
     phase, samples = Phase.DECODE, LinkSamples()
-    samples.add(
-        phase,
-        {},
-        {
-            "d": owner(OwnerKind.DAEMON, phase, 10, 0.005, 0.001),
-            "local": owner(OwnerKind.LOCAL, phase, 10, 0.0, 0.005),
-        },
-    )
+    after = {
+        "d": owner(OwnerKind.DAEMON, phase, 10, 0.005, 0.001),
+        "local": owner(OwnerKind.LOCAL, phase, 10, 0.0, 0.005),
+    }
+    samples.add_steps({}, after)
     ((_, seconds),) = samples.speeds()["d"].step.points
     assert seconds == pytest.approx(0.0, abs=1e-6)
 
 
+def test_chunks_in_parts() -> None:
+    samples, chunk = LinkSamples(), owner(OwnerKind.DAEMON, Phase.PREFILL, 40, 0.0, 0.01)
+    stats = chunk.phases[Phase.PREFILL]
+    stats.wait_s, stats.pack_s, stats.combine_s = 0.25, 0.02, 0.01
+    own = owner(OwnerKind.LOCAL, Phase.PREFILL, 10, 0.0, 0.02)
+    steps = {"d": owner(OwnerKind.DAEMON, Phase.DECODE, 10, 0.002, 0.001)}
+    samples.add_steps({}, steps)
+    samples.add_chunk(64, {}, {"d": chunk, "l": own}, num_layers=8)
+    ((rows, seconds),) = samples.speeds()["d"].chunk.points
+    assert rows == 64.0
+    assert seconds == pytest.approx((0.03 + 0.25 - (0.4 - 0.2)) / 8)
+
+
 def test_links_without_round_trips_are_left_out() -> None:
     samples = LinkSamples()
-    samples.add(Phase.DECODE, {}, {"d": owner(OwnerKind.DAEMON, Phase.DECODE, 10, 0.0, 0.0)})
-    samples.add(Phase.DECODE, {}, {"l": owner(OwnerKind.LOCAL, Phase.DECODE, 10, 1.0, 0.0)})
+    samples.add_steps({}, {"d": owner(OwnerKind.DAEMON, Phase.DECODE, 10, 0.0, 0.0)})
+    samples.add_steps({}, {"l": owner(OwnerKind.LOCAL, Phase.DECODE, 10, 1.0, 0.0)})
     assert samples.speeds() == {}
 
 
@@ -71,9 +81,12 @@ def test_the_daemons_of_an_engine(tmp_path: Path) -> None:
                 pass
 
         found = measure_links(
-            generate, lambda: engine.stats().owners, num_positions=engine.num_positions
+            generate,
+            lambda: engine.stats().owners,
+            num_positions=engine.num_positions,
+            num_layers=TINY.num_layers,
         )
     (link,) = found.values()
     assert [rows for rows, _ in link.step.points] == [1.0]
-    assert [rows for rows, _ in link.chunk.points] == [pytest.approx(64.0)]
+    assert [rows for rows, _ in link.chunk.points] == [64.0]
     assert link.step.at(1) >= 0.0
