@@ -68,13 +68,11 @@ class Group:
         return cls(tuple(others), parts, kept, expert_bytes)
 
 
-def deal(
-    model: CostModel, group: Group, elsewhere: BoolArray, *, by_layer: bool
-) -> IntArray | None:
+def deal(model: CostModel, group: Group, elsewhere: BoolArray) -> IntArray | None:
     """The owner of each expert that is `elsewhere`, LOCAL for the others; None if they do not fit.
 
     Owners of a tier get hot and cold experts in turns. If devices have not room for all, they get
-    the hottest ones, or with `by_layer` all of the first layers, and processors the others.
+    the hottest ones, and processors the others.
     Shapes: elsewhere, result [L, E].
     """
     owners = np.zeros(elsewhere.shape, np.int64)
@@ -85,7 +83,7 @@ def deal(
     is_cpu = np.array([model.sides[index].is_cpu for index in group.others])
     on_devices = elsewhere
     if is_cpu.any() and not is_cpu.all():
-        on_devices = _in_devices(model, group, elsewhere, is_cpu, by_layer=by_layer)
+        on_devices = _in_devices(model, group, elsewhere, is_cpu)
     for tier, mask in ((~is_cpu, on_devices), (is_cpu, elsewhere & ~on_devices)):
         if tier.any() and mask.any():
             _take_turns(model, group, np.flatnonzero(tier), mask, owners)
@@ -144,16 +142,13 @@ def dealt_by_price(model: CostModel, group: Group, elsewhere: BoolArray) -> IntA
 
 
 def _in_devices(
-    model: CostModel, group: Group, elsewhere: BoolArray, is_cpu: BoolArray, *, by_layer: bool
+    model: CostModel, group: Group, elsewhere: BoolArray, is_cpu: BoolArray
 ) -> BoolArray:
-    """Which experts the devices of a group have room for."""
+    """Which experts the devices of a group have room for: the hottest ones."""
     limit = float(group.limits[~is_cpu].sum())
     sizes = group.expert_bytes[~is_cpu].max(axis=0)[:, None] * elsewhere
-    heat = np.where(elsewhere, model.arrays.decode, -1.0)
-    order = np.argsort(-heat, axis=1 if by_layer else None, kind="stable")
-    if by_layer:
-        order = order + np.arange(len(order))[:, None] * heat.shape[1]
-    order = order.reshape(-1)
+    heat = np.where(elsewhere, model.arrays.decode, -1.0).reshape(-1)
+    order = np.argsort(-heat, kind="stable")
     fits = np.cumsum(sizes.reshape(-1)[order]) <= limit
     result = np.zeros(elsewhere.size, np.bool_)
     result[order[fits]] = True

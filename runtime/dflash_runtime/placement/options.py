@@ -302,14 +302,12 @@ class ParentOptions:
         elsewhere &= self.arrays.exists
         if not elsewhere.any():
             return np.where(owners == LOCAL, owners, LOCAL)
-        for group in self.groups:
-            for by_layer in (False, True):
-                dealt = deal(
-                    self._model_of(context, chunk),
-                    self._group(group, context, chunk),
-                    elsewhere,
-                    by_layer=by_layer,
-                )
+        model = self._model_of(context, chunk)
+        for indices in self.groups:
+            group = self._group(indices, context, chunk)
+            for dealt in (
+                deal(model, group, elsewhere), dealt_by_price(model, group, elsewhere)
+            ):  # fmt: skip
                 if dealt is not None and self.is_legal(dealt, context, chunk):
                     option = self.priced(dealt, context, chunk)
                     if best is None or option.price.request_s < best.price.request_s:
@@ -363,13 +361,7 @@ class ParentOptions:
         arrays = self.arrays
         elsewhere = (self._in_order(order).rank >= num_local[:, None]) & arrays.exists
         model = self._model_of(context, chunk)
-        on_cpu = {self.sides[index].is_cpu for index in group.others}
-        ways = [False] if len(on_cpu) == 1 else [False, True]
-        found = [deal(model, group, elsewhere, by_layer=by_layer) for by_layer in ways]
-        legal = [each for each in found if each is not None]
-        if len(legal) < 2:
-            return legal[0] if legal else None
-        return min(legal, key=lambda owners: model.price(owners, lengths=()).request_s)
+        return deal(model, group, elsewhere)
 
     def _problem(
         self, group: tuple[int, ...], order: Order, context: int, chunk: int
