@@ -17,6 +17,7 @@ from dflash_protocol.ids import F64Array, Phase
 from dflash_protocol.placement import OwnedExperts
 from dflash_runtime.compute import ExpertBank
 from dflash_runtime.compute.gpu.experts.experts import CupyExpertBank
+from dflash_runtime.experts.speed_trial import measure_kinds
 from support.emulated_device import EmulatedDevice
 from support.emulated_gpu import MAX_CHUNK, TINY, EmulatedGpus, install_emulated_gpus
 from support.random_models import write_qwen3moe
@@ -74,6 +75,41 @@ def alone(bank: ExpertBank, batch: RoutedBatch) -> F64Array:
         )
         rows.append(sums_of(bank, one))
     return np.concatenate(rows)
+
+
+def test_a_trial_gives_its_memory_back_and_leaves_what_is_held(
+    host: ExpertHost, gpus: EmulatedGpus
+) -> None:
+    device = gpus.opened[0]
+    host.warm_up()
+    ready_bytes = device.num_bytes
+    speeds = host.speeds()
+    assert min(speeds[0].one_s, speeds[0].used_s, speeds[0].chunk_pairs_per_s) > 0.0
+    trial_bytes = device.num_bytes
+    one_bytes = host.memory().expert_bytes[0]
+    assert trial_bytes < ready_bytes + one_bytes, "arrays of work may stay"
+    measure_kinds(host.store, host.backend)
+    assert device.num_bytes == trial_bytes
+    held = host.load(FIRST)
+    batch = batch_of(held.banks[0], Phase.DECODE, 1)
+    expected, with_first = sums_of(held.banks[0], batch), device.num_bytes
+    assert measure_kinds(host.store, host.backend)[0].used_s > 0.0
+    assert device.num_bytes < with_first + one_bytes
+    np.testing.assert_array_equal(sums_of(held.banks[0], batch), expected)
+
+
+def test_memory_for_experts_is_what_computing_leaves(host: ExpertHost, gpus: EmulatedGpus) -> None:
+    gpus.free_bytes = 2 << 30
+    before = host.memory()
+    assert 0 < before.free_bytes < gpus.free_bytes - (256 << 20), "results of a chunk take some"
+    host.warm_up()
+    after = host.memory()
+    assert after.free_bytes == gpus.free_bytes - (256 << 20), "that memory is taken by now"
+    gpus.free_bytes = 1
+    assert host.memory().free_bytes == 0
+    assert host.backend.device_name == "host:0"
+    assert {*after.expert_bytes} == {0, 1}
+    assert min(after.expert_bytes.values()) > 0
 
 
 def test_placements_come_and_go_with_their_memory(host: ExpertHost, gpus: EmulatedGpus) -> None:

@@ -75,7 +75,7 @@ OF_ONE_RUN = {
     # What is shown, and what is written of it.
     "file", "csv_path",
     # Of one trial: see docs/operations.md.
-    "mailbox", "measure", "rounds",
+    "mailbox", "rounds",
     # Names the file that has the others.
     "settings_file",
     # Of `keygen`, which makes files.
