@@ -19,6 +19,7 @@ MOST_DAEMONS = 64
 """Maximum number of daemons, and of endpoints, of one parent."""
 
 _MOST_DIGITS = 19
+_LONGEST_OVERRIDE = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ class WholeOrAuto(Whole):
         self.allowed = f"auto or {self.allowed}"
 
     def from_text(self, text: str) -> int | None:  # type: ignore[override]
-        return None if text == "auto" else super().from_text(text)
+        return None if text.lower() == "auto" else super().from_text(text)
 
     def from_file(self, value: object) -> int | None:  # type: ignore[override]
         return None if value == "auto" else super().from_file(value)
@@ -113,7 +114,7 @@ class WholeOrAuto(Whole):
 
 
 class OneOf(Kind):
-    """One of a few words."""
+    """One of a few words, which are lower-case; the case of what is given does not matter."""
 
     def __init__(self, *words: str) -> None:
         self.words = words
@@ -121,9 +122,10 @@ class OneOf(Kind):
         self.allowed = "one of " + ", ".join(words)
 
     def from_text(self, text: str) -> str:
-        if text not in self.words:
+        word = text.lower()
+        if word not in self.words:
             raise self.refused()
-        return text
+        return word
 
 
 class Switch(Kind):
@@ -146,6 +148,25 @@ class Switch(Kind):
 
     def to_text(self, value: object) -> str:
         return "1" if value else "0"
+
+
+class SwitchOrAuto(Switch):
+    """On or off; None = the program chooses."""
+
+    allowed = f"auto, {Switch.allowed}"
+
+    def from_text(self, text: str) -> bool | None:  # type: ignore[override]
+        return None if text.lower() == "auto" else super().from_text(text)
+
+    def from_file(self, value: object) -> bool | None:  # type: ignore[override]
+        if value == "auto":
+            return None
+        if not isinstance(value, bool):
+            raise ValueError("must be auto, true or false")
+        return value
+
+    def to_text(self, value: object) -> str:
+        return "auto" if value is None else super().to_text(value)
 
 
 class PathText(Kind):
@@ -192,6 +213,27 @@ class _Items(Kind):
         if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
             raise ValueError(f"must be an array of strings, each {self.allowed}")
         return self.from_items(value)
+
+
+class Overrides(_Items):
+    """Patterns of names of tensors, each with an owner of what matches."""
+
+    metavar = "PATTERN=OWNER"
+    allowed = "PATTERN=OWNER, a regular expression and an owner, as in blk\\.[0-9]\\..*_exps=cpu"
+
+    def from_item(self, text: str) -> tuple[str, str]:
+        pattern, _, owner = text.rpartition("=")
+        if not (pattern and owner and text.isprintable() and len(text) <= _LONGEST_OVERRIDE):
+            raise self.refused()
+        try:
+            re.compile(pattern)
+        except (re.error, RecursionError, OverflowError):
+            raise self.refused() from None
+        return pattern, owner
+
+    def to_text(self, value: object) -> str:
+        assert isinstance(value, tuple)
+        return ",".join("=".join(each) for each in value)
 
 
 class EndpointText(Kind):
@@ -256,6 +298,7 @@ class DeviceOrAuto(Kind):
     allowed = f"auto, {DEVICES_ALLOWED}"
 
     def from_text(self, text: str) -> Device | None:
+        text = text.lower()
         if text == "auto":
             return None
         try:

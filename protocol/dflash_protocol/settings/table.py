@@ -19,9 +19,11 @@ from dflash_protocol.settings.kinds import (
     EndpointText,
     Kind,
     OneOf,
+    Overrides,
     PathOrWord,
     PathText,
     Switch,
+    SwitchOrAuto,
     Text,
     Whole,
     WholeOrAuto,
@@ -35,6 +37,8 @@ HOST = Text(
     "ADDRESS", r"[A-Za-z0-9._:%-]{1,253}", "an address or a host name, as in 127.0.0.1 or ::1"
 )
 CORES = Text("LIST", r"[0-9,-]*", "numbers and ranges with commas, as in 0-3,8")
+
+TOKENS = Text("PROMPT:WRITTEN", r"[1-9][0-9]{0,6}:[0-9]{1,7}", "two numbers, as in 1000:400")
 
 MAX_THREADS = 1024
 """Maximum number of compute threads of a process."""
@@ -54,6 +58,8 @@ _MODES = ("auto", "batched", "stream")
 _TRANSPORTS = ("auto", "device", "shared", "stream")
 _DTYPES = ("f32", "f16", "bf16")
 _OFFLOADS = ("auto", "on", "off")
+_MOE_MODES = ("auto", "resident", "cpu-moe", "remote", "layers", "hot", "mixed")
+_MOST_MIB = 1 << 24
 
 
 class Reader(StrEnum):
@@ -83,6 +89,8 @@ class Knob:
     reader: Reader
     help: str
     special_flag: str = ""
+    short_flag: str = ""
+    """Another name of the flag, as llama.cpp has it."""
     special_key: str = ""
     older_variables: tuple[str, ...] = ()
     field: str = ""
@@ -109,7 +117,7 @@ class Knob:
     @property
     def default_text(self) -> str:
         """The default, as shown in help and documents."""
-        if isinstance(self.kind, Switch):
+        if self.default is False:
             return "off"
         return "" if self.default == () else self.kind.to_text(self.default)
 
@@ -122,11 +130,12 @@ def setting(
     help: str,
     *,
     flag: str = "",
+    short_flag: str = "",
     key: str = "",
     older_variables: tuple[str, ...] = (),
 ) -> Any:
     """A field of Settings: see Knob."""
-    knob = Knob(name, kind, reader, help, flag, key, older_variables)
+    knob = Knob(name, kind, reader, help, flag, short_flag, key, older_variables)
     return field(default=default, metadata={Knob: knob})
 
 
@@ -144,6 +153,7 @@ class Settings:
     context: int | None = setting(
         None, "CONTEXT", WholeOrAuto(1, 1 << 30), Reader.PARENT,
         "Positions that a sequence may have; auto is the model's, up to 32768.",
+        short_flag="-c", older_variables=("DFLASH_MAX_CONTEXT",),
     )
     local_experts: int | None = setting(
         None, "LOCAL_EXPERTS", WholeOrAuto(0, 65_536), Reader.PARENT,
@@ -268,8 +278,9 @@ class Settings:
         "default: daemon-DEVICE.sock in the run directory.",
     )
     placement: str = setting(
-        "", "PLACEMENT", PathText("FILE"), Reader.DAEMON,
-        "Experts that a daemon loads at start and keeps, besides those that its parents ask for.",
+        "", "PLACEMENT", PathText("FILE"), Reader.EACH,
+        "Experts that a daemon loads at start and keeps, besides those that its parents ask for; "
+        "of a parent, those on its device, the others elsewhere.",
     )
     cores: str = setting(
         "", "CORES", CORES, Reader.DAEMON,
@@ -301,6 +312,68 @@ class Settings:
         "", "KEYS_DIR", PathText("DIR"), Reader.EACH,
         "Folder of keys; if named, a daemon asks for keys on loopback too; "
         "default: $XDG_CONFIG_HOME/dflash-moe/keys, else in ~/.config.",
+    )
+    plan: str = setting(
+        "", "PLAN", PathText("FILE"), Reader.PARENT,
+        "Plan of where experts live, saved by dflash-moe plan; default: one is made.",
+    )
+    plan_for: str = setting(
+        "1000:400", "PLAN_FOR", TOKENS, Reader.PARENT,
+        "Request whose time a plan minimises: tokens of its prompt, and of what is written.",
+    )
+    fit: str = setting(
+        "on", "FIT", OneOf("on", "off"), Reader.PARENT,
+        "Choose what is not given so that it fits; off: place experts without a plan.",
+    )
+    moe_mode: str = setting(
+        "auto", "MOE_MODE", OneOf(*_MOE_MODES), Reader.PARENT,
+        "Way to place experts; auto is the fastest one.",
+    )
+    cpu_moe: bool | None = setting(
+        None, "CPU_MOE", SwitchOrAuto(), Reader.PARENT,
+        "Compute all routed experts on the processor, the rest on the GPU; 0: never by itself.",
+    )
+    n_cpu_moe: int | None = setting(
+        None, "N_CPU_MOE", WholeOrAuto(0, 4096), Reader.PARENT,
+        "The same for the experts of the first N layers; the others' stay on the GPU.",
+    )
+    override_tensor: tuple[tuple[str, str], ...] = setting(
+        (), "OVERRIDE_TENSOR", Overrides(), Reader.PARENT,
+        "Owner of experts whose tensors' names match: cpu, the GPU, or a daemon.",
+        short_flag="-ot",
+    )
+    gpu_layers: int | None = setting(
+        None, "GPU_LAYERS", WholeOrAuto(0, 65_536), Reader.PARENT,
+        "Layers that a GPU computes: 0, or all of them, which any larger number means too.",
+        short_flag="-ngl",
+    )
+    expert_budget_mb: int | None = setting(
+        None, "EXPERT_BUDGET_MB", WholeOrAuto(0, _MOST_MIB), Reader.PARENT,
+        "Most MiB of experts on the parent's GPU.",
+        older_variables=("DFLASH_EXPERT_BUDGET_MB",),
+    )
+    expert_budget_pct: int | None = setting(
+        None, "EXPERT_BUDGET_PCT", WholeOrAuto(0, 100), Reader.PARENT,
+        "The same, as a percentage of the bytes of all experts.",
+        older_variables=("DFLASH_EXPERT_BUDGET_PCT",),
+    )
+    device_memory_mb: int | None = setting(
+        None, "DEVICE_MEMORY_MB", WholeOrAuto(0, _MOST_MIB), Reader.PARENT,
+        "Most MiB of the parent's GPU that are used in all; auto is what is free.",
+    )
+    host_memory_mb: int | None = setting(
+        None, "HOST_MEMORY_MB", WholeOrAuto(0, _MOST_MIB), Reader.PARENT,
+        "Most MiB of the machine's memory for experts of the processor; auto is what is free.",
+    )
+    swap_max: int | None = setting(
+        None, "SWAP_MAX", WholeOrAuto(0, 65_536), Reader.PARENT,
+        "Most experts that move between owners at a time; 0: experts stay where they are.",
+        older_variables=("DFLASH_QWEN35MOE_SWAP_MAX", "DFLASH_LAGUNA_SWAP_MAX"),
+    )
+    swap_min_gain: int | None = setting(
+        None, "SWAP_MIN_GAIN", WholeOrAuto(0, 1_000_000_000), Reader.PARENT,
+        "Fewest selections more than another's for which an expert takes its place.",
+        older_variables=("DFLASH_QWEN35MOE_SWAP_MIN_GAIN", "DFLASH_LAGUNA_SWAP_MIN_GAIN"),
     )
     heat: str = setting(
         "auto", "HEAT", PathOrWord("auto", "off"), Reader.PARENT,

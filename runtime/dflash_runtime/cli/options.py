@@ -107,8 +107,9 @@ def _option_of(knob: Knob) -> Callable[[F], F]:
     if isinstance(knob.kind, Switch):
         flags = f"{knob.flag}/--no-{knob.flag.removeprefix('--')}"
         return click.option(flags, knob.field, default=None, cls=SettingOption, help=_help_of(knob))
+    names = [knob.flag, *([knob.short_flag] if knob.short_flag else [])]
     return click.option(
-        knob.flag,
+        *names,
         knob.field,
         metavar=knob.kind.metavar,
         type=str,

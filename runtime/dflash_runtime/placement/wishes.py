@@ -13,10 +13,12 @@ from dflash_adapters.spec import MoeSpec
 from dflash_protocol.device import Device, DeviceKind
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.placement import Placement
+from dflash_protocol.settings import Settings
 from dflash_protocol.settings.kinds import shown
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.placement.cost import LOCAL
 from dflash_runtime.placement.expectation import IntArray
+from dflash_runtime.placement.situation import PlannedRequest
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
 
 UNASKED = -1
@@ -83,6 +85,41 @@ class Wishes:
     """Whether what was not asked for is chosen so that it fits; else it is what it would be without
     a plan."""
     experts: ExpertWishes = field(default_factory=ExpertWishes)
+
+
+def wishes_of(settings: Settings, placement: Placement | None = None) -> Wishes:
+    """What settings ask for; `placement` is the one that was given, read and checked."""
+    mib = 1 << 20
+
+    def num_bytes(num_mib: int | None) -> int | None:
+        return None if num_mib is None else num_mib * mib
+
+    return Wishes(
+        device=settings.device,
+        context=settings.context,
+        kv_type=None if settings.kv_type == "auto" else KvType(settings.kv_type),
+        num_gpu_layers=settings.gpu_layers,
+        expert_budget_bytes=num_bytes(settings.expert_budget_mb),
+        expert_budget_percent=settings.expert_budget_pct,
+        device_memory_bytes=num_bytes(settings.device_memory_mb),
+        host_memory_bytes=num_bytes(settings.host_memory_mb),
+        offloads_prompts=settings.prefill_offload != "off",
+        fits=settings.fit == "on",
+        experts=ExpertWishes(
+            settings.cpu_moe,
+            settings.n_cpu_moe,
+            settings.override_tensor,
+            settings.local_experts,
+            None if settings.moe_mode == "auto" else MoeMode(settings.moe_mode),
+            placement,
+        ),
+    )
+
+
+def request_of(settings: Settings) -> PlannedRequest:
+    """The request to plan for."""
+    prompt, _, written = settings.plan_for.partition(":")
+    return PlannedRequest(int(prompt), int(written))
 
 
 def check_wishes(wishes: Wishes, *, num_layers: int, moe: MoeSpec) -> None:

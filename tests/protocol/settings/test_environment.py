@@ -109,9 +109,9 @@ def test_an_unknown_variable_of_ours_is_refused_in_a_short_line_with_the_nearest
 
 def test_a_number_may_be_left_to_the_program() -> None:
     name = PREFIX + "IPC_SPIN_US"
-    assert load_settings({name: "auto"}) == load_settings({})
-    with pytest.raises(SettingsError, match=f"{name}='Auto'.* auto "):
-        load_settings({name: "Auto"})
+    assert load_settings({name: "auto"}) == load_settings({name: "Auto"}) == load_settings({})
+    with pytest.raises(SettingsError, match=f"{name}='automatic'.* auto "):
+        load_settings({name: "automatic"})
 
 
 @pytest.mark.parametrize(("variable", "field", "default", "words"), WORDS)
@@ -119,12 +119,40 @@ def test_a_word_is_one_of_the_known(
     variable: str, field: str, default: str, words: tuple[str, ...]
 ) -> None:
     for word in words:
-        assert getattr(load_settings({PREFIX + variable: word}), field) == word
+        for text in (word, word.upper()):
+            assert getattr(load_settings({PREFIX + variable: text}), field) == word
     allowed = ", ".join(words)
-    for text in ("", words[1].upper(), "sse", words[1] + " "):
+    for text in ("", "sse", words[1] + " "):
         with pytest.raises(SettingsError, match=f"{variable}='{text}'.* {allowed}$"):
             load_settings({PREFIX + variable: text})
     assert getattr(load_settings({}), field) == default
+
+
+def test_a_switch_may_be_left_to_the_program() -> None:
+    name = PREFIX + "CPU_MOE"
+    assert load_settings({}).cpu_moe is None
+    assert load_settings({name: "Auto"}).cpu_moe is None
+
+
+def test_overrides_are_patterns_with_owners() -> None:
+    name = PREFIX + "OVERRIDE_TENSOR"
+    loaded = load_settings({name: r"blk\.[01]\.=cpu, a=b=cuda:1"})
+    assert loaded.override_tensor == ((r"blk\.[01]\.", "cpu"), ("a=b", "cuda:1"))
+    for text in ("exps", "=cpu", "exps=", "(=cpu", "x" * 400 + "=cpu"):
+        with pytest.raises(SettingsError, match=name):
+            load_settings({name: text})
+
+
+def test_older_variables_of_placement_are_read() -> None:
+    loaded = load_settings({
+        "DFLASH_MAX_CONTEXT": "512",
+        "DFLASH_EXPERT_BUDGET_MB": "7",
+        "DFLASH_EXPERT_BUDGET_PCT": "50",
+        "DFLASH_LAGUNA_SWAP_MAX": "0",
+        "DFLASH_QWEN35MOE_SWAP_MIN_GAIN": "3",
+    })  # fmt: skip
+    assert (loaded.context, loaded.expert_budget_mb, loaded.expert_budget_pct) == (512, 7, 50)
+    assert (loaded.swap_max, loaded.swap_min_gain) == (0, 3)
 
 
 @pytest.mark.parametrize(("variable", "field"), SWITCHES)

@@ -9,11 +9,15 @@ import pytest
 from dflash_protocol.device import CPU, parse_device
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.placement import OwnedExperts, Placement
+from dflash_protocol.settings import Settings
+from dflash_protocol.settings.kinds import OneOf
+from dflash_protocol.settings.table import KNOBS
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.placement.plan import Plan, PlanRefused
 from dflash_runtime.placement.planner import UNPLANNED_CONTEXT, plan
+from dflash_runtime.placement.situation import PlannedRequest
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER, make_placement
-from dflash_runtime.placement.wishes import ExpertWishes, MoeMode, Wishes
+from dflash_runtime.placement.wishes import ExpertWishes, MoeMode, Wishes, request_of, wishes_of
 from support.planned_boxes import (
     CARD,
     CORES_16,
@@ -48,6 +52,32 @@ def counts(found: Plan, owner: str) -> list[int]:
         return [0] * 4
     by_layer = found.placement.owners[names.index(owner)].by_layer
     return [len(by_layer.get(layer, ())) for layer in range(4)]
+
+
+def test_settings_are_wishes() -> None:
+    assert wishes_of(Settings()) == Wishes()
+    assert request_of(Settings()) == PlannedRequest(1000, 400)
+    asked = Settings(
+        device=GPU, context=5, kv_type="q8_0", gpu_layers=99, expert_budget_mb=2,
+        device_memory_mb=3, host_memory_mb=0, fit="off", moe_mode="cpu-moe", cpu_moe=True,
+        prefill_offload="off", override_tensor=(("exps", "cpu"),), plan_for="7:9",
+    )  # fmt: skip
+    wishes = wishes_of(asked, PLACED.placement)
+    assert (wishes.expert_budget_bytes, wishes.device_memory_bytes) == (2 * MIB, 3 * MIB)
+    assert (wishes.host_memory_bytes, wishes.num_gpu_layers) == (0, 99)
+    assert (wishes.kv_type, wishes.fits, wishes.offloads_prompts) == (KvType.Q8_0, False, False)
+    assert wishes.experts.mode is MoeMode.CPU_MOE
+    assert wishes.experts.overrides == (("exps", "cpu"),)
+    assert wishes.experts.placement is PLACED.placement
+    assert request_of(asked) == PlannedRequest(7, 9)
+    assert set(words_of("MOE_MODE")) == {"auto", *MoeMode}
+
+
+def words_of(name: str) -> tuple[str, ...]:
+    """The words that a setting may be."""
+    kind = next(knob.kind for knob in KNOBS if knob.name == name)
+    assert isinstance(kind, OneOf)
+    return kind.words
 
 
 def test_setup_is_as_asked() -> None:
