@@ -44,7 +44,7 @@ def most_positions(chunking: Chunking, context_length: int) -> int:
 
 def contexts_of(context_length: int) -> tuple[int, ...]:
     """The contexts that are timed of a model made for so many positions."""
-    return tuple(sorted({min(context, context_length // 2) for context in CONTEXTS}))
+    return tuple(sorted({min(context, context_length // 2) for context in CONTEXTS} - {0}))
 
 
 def measure_device(
