@@ -1,11 +1,12 @@
 """The planner against all assignments of small models: it may lose a few percent, by its own
-prediction, and nothing to the simplest choice."""
+prediction (options within 3 % of the fastest are equal). The same models each time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
 
+import hypothesis
 import numpy as np
 import pytest
 from hypothesis import given
@@ -130,14 +131,14 @@ def small_boxes(draw: st.DrawFn, num_daemons: int = 0) -> Situation:
     return situation(spec, row, shares=shares, chunks=(CHUNK,), trunk=20 * MIB, ends=400 * MIB)
 
 
-@examples(60)
+@hypothesis.settings(examples(60), derandomize=True)
 @given(small_boxes())
 def test_a_device_and_a_processor(at: Situation) -> None:
     assert regret(at) <= 1.05
 
 
 @pytest.mark.parametrize("num_daemons", [1])
-@examples(30)
+@hypothesis.settings(examples(30), derandomize=True)
 @given(st.data())
 def test_a_device_a_processor_and_daemons(num_daemons: int, data: st.DataObject) -> None:
     assert regret(data.draw(small_boxes(num_daemons))) <= 1.05
