@@ -207,6 +207,7 @@ class Planning:
                 on_gpu,
                 GPU_CHUNKS,
                 shares_host_memory=gpu.memory.is_shared_with_host,
+                copies_bytes=on_gpu.offload_bytes,
             )
             for gpu in gpus
         ]

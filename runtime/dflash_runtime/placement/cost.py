@@ -148,7 +148,8 @@ class CostModel:
         arrays, own = self.arrays, self.request.prompt
         on_disk = self._on_disk(owners)
         prompts_of = {
-            length: self.prompt_of(owners, length) for length in dict.fromkeys((own, *lengths))
+            length: self.prompt_of(owners, length)
+            for length in dict.fromkeys((own, self.request.long_prompt, *lengths))
         }
         # One way for prompts of all lengths, as bits must not depend on it; long ones count more.
         asked_s, copied_s = np.sum([np.stack(each) for each in prompts_of.values()], axis=0)
@@ -164,6 +165,7 @@ class CostModel:
         here = np.where(owners == LOCAL, arrays.decode, 0.0).sum() / arrays.decode.sum()
         disk_bytes = (on_disk * arrays.file_bytes[:, None]).sum()
         request_s = prompts[own] + self.request.written * step_s
+        request_s += self.request.long_share * prompts[self.request.long_prompt]
         return Price(step_s, prompts, request_s, float(here), offloaded, int(disk_bytes))
 
     def layers_s(self, owners: IntArray) -> F64Array:

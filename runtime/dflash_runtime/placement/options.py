@@ -175,11 +175,19 @@ class ParentOptions:
         """Whether everything but experts fits."""
         return self.needs(context, chunk).total <= self.free_bytes()
 
-    def expert_limit(self, context: int, chunk: int, group: Iterable[int] = ()) -> float:
+    def expert_limit(
+        self,
+        context: int,
+        chunk: int,
+        group: Iterable[int] = (),
+        *,
+        owners: IntArray | None = None,
+    ) -> float:
         """Bytes that experts may take on the parent's device; below 0 if there is no room for the
-        rest."""
+        rest. `owners`: an assignment, for the exact size of what its prompts are copied to."""
+        group = list(group)
         room = self.free_bytes() - self.needs(context, chunk, group=group).total
-        limits = [float(room)]
+        limits = [float(room - self._copies_bytes(chunk, group, room, owners))]
         if self.wishes.expert_budget_bytes is not None:
             limits.append(float(self.wishes.expert_budget_bytes))
         if self.wishes.expert_budget_percent is not None:
@@ -188,6 +196,27 @@ class ParentOptions:
         if self.parent.is_host and room >= 0 and self.situation.box.disk is not None:
             limits[0] = np.inf  # pages of the file that find no room are read again
         return min(limits)
+
+    def _copies_bytes(
+        self, chunk: int, group: Sequence[int], room: int, owners: IntArray | None
+    ) -> int:
+        """Memory for copies of processors' experts of prompts, where the device takes them.
+
+        Without `owners` about as much, if experts fill the room that is left.
+        """
+        cpus = set(self.model(chunk).remote_cpus).intersection(group)
+        if not cpus:
+            return 0
+        layer_ids, numbers = self.arrays.layer_ids.tolist(), self.arrays.num_experts
+        if owners is not None:
+            missing = (np.isin(owners, list(cpus)) & self.arrays.exists).sum(axis=1)
+            return self.parent.copies_bytes(dict(zip(layer_ids, missing.tolist(), strict=True)))
+        every, taken = float((numbers * self.bytes_of(LOCAL)).sum()), 0
+        for _ in range(2):  # what copies take leaves fewer experts here
+            share = min(1.0, max(0.0, (room - taken) / max(every, 1.0)))
+            missing = np.ceil(numbers * (1.0 - share)).astype(np.int64)
+            taken = self.parent.copies_bytes(dict(zip(layer_ids, missing.tolist(), strict=True)))
+        return taken
 
     def limit_of(self, index: int, chunk: int) -> float:
         """Bytes that experts may take at another owner."""
@@ -417,12 +446,13 @@ class ParentOptions:
         for index in has:
             limit = self.limit_of(index, chunk) if index else None
             if limit is None:
-                limit = self.expert_limit(context, chunk, others)
+                limit = self.expert_limit(context, chunk, others, owners=owners)
             used = self.used_bytes(owners, index)
             if used > limit:
                 excess[index] = used - limit
-        if LOCAL not in has and self.expert_limit(context, chunk, others) < 0:
-            excess[LOCAL] = -self.expert_limit(context, chunk, others)
+        left = self.expert_limit(context, chunk, others, owners=owners)
+        if LOCAL not in has and left < 0:
+            excess[LOCAL] = -left
         if self.parent.shares_host_memory and self.situation.box.disk is None:
             pool = self.free_bytes() - self.needs(context, chunk, group=others).total
             hosted = [i for i in others if self.sides[i].name == HOST_OWNER]

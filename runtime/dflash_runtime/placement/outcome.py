@@ -128,6 +128,8 @@ def _budgets(chosen: ParentChoice) -> tuple[DeviceBudget, ...]:
             free = options.host_bytes() if daemon is None else daemon.free_bytes
             if daemon is None and options.parent.shares_host_memory:
                 free = max(0, free - needs.total - options.used_bytes(owners, LOCAL))
+                if disk:  # the device's allocator rounds, what was priced does not
+                    disk = max(disk, used - free)
             work = 0
             if daemon is not None:
                 work = int(daemon.free_bytes - options.limit_of(index, chosen.option.chunk))

@@ -7,6 +7,7 @@ Pure and deterministic. Every option that fits is priced with each device as par
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -74,11 +75,7 @@ def plan(situation: Situation, wishes: Wishes | None = None) -> Plan | PlanRefus
             refusals.append(Alternative("any", str(parent.device), None, "not measured"))
             continue
         best_s = min((each.option.price.request_s for each in choices), default=np.inf)
-        found = _best_of_parent(
-            ParentOptions(situation, parent, connected, wishes=wishes, kv_type=kv_type),
-            wishes,
-            best_s,
-        )
+        found = _with_or_without_copies(situation, parent, connected, wishes, kv_type, best_s)
         if isinstance(found, PlanRefused):
             refused.append(found)
             refusals.append(Alternative("any", str(parent.device), None, "no room"))
@@ -95,6 +92,33 @@ def plan(situation: Situation, wishes: Wishes | None = None) -> Plan | PlanRefus
         *refusals,
     ]
     return plan_of(situation, wishes, chosen, alternatives=tuple(alternatives), tie=TIE)
+
+
+def _with_or_without_copies(
+    situation: Situation,
+    parent: ParentDevice,
+    daemons: Sequence[ExpertDaemon],
+    wishes: Wishes,
+    kv_type: KvType,
+    best_s: float,
+) -> ParentChoice | PlanRefused:
+    """The best choice of a parent: its device computes the processor's experts of prompts with
+    copies of their weights, which take memory from experts, or does not."""
+    best: ParentChoice | PlanRefused | None = None
+    for copies in dict.fromkeys((wishes.offloads_prompts, False)):
+        wished = replace(wishes, offloads_prompts=copies)
+        options = ParentOptions(situation, parent, daemons, wishes=wished, kv_type=kv_type)
+        found = _best_of_parent(options, wished, best_s)
+        if best is None or isinstance(best, PlanRefused):
+            best = found
+        elif isinstance(found, ParentChoice):
+            before_s, without_s = (x.option.price.request_s for x in (best, found))
+            if without_s <= before_s:
+                best = found
+        if not any(each.is_cpu for each in options.sides[1:]):
+            break
+    assert best is not None
+    return best
 
 
 def _parents(situation: Situation, wishes: Wishes) -> list[ParentDevice]:

@@ -5,7 +5,7 @@ Pure: whoever opens a model fills these, the planner reads them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -76,6 +76,8 @@ class ParentDevice:
     """Sizes that prompts may be cut into, in tokens, the preferred one first, then smaller ones."""
     shares_host_memory: bool = False
     """Whether it has no memory of its own: then `free_bytes` is that of both."""
+    copies_bytes: Callable[[Mapping[int, int]], int] = lambda num_missing: 0
+    """Memory for copies of the processor's experts of prompts: by layer id, how many of them."""
 
     @property
     def is_host(self) -> bool:
@@ -101,6 +103,9 @@ class PlannedRequest:
 
     prompt: int = 1000
     written: int = 400
+    long_prompt: int = 4096
+    long_share: float = 0.1
+    """For each such request so many prompts of `long_prompt` tokens are expected."""
 
     def __post_init__(self) -> None:
         assert self.prompt >= 1
