@@ -365,16 +365,6 @@ class Settings:
         None, "HOST_MEMORY_MB", WholeOrAuto(0, _MOST_MIB), Reader.PARENT,
         "Most MiB of the machine's memory for experts of the processor; auto is what is free.",
     )
-    swap_max: int | None = setting(
-        None, "SWAP_MAX", WholeOrAuto(0, 65_536), Reader.PARENT,
-        "Most experts that move between owners at a time; 0: experts stay where they are.",
-        older_variables=("DFLASH_QWEN35MOE_SWAP_MAX", "DFLASH_LAGUNA_SWAP_MAX"),
-    )
-    swap_min_gain: int | None = setting(
-        None, "SWAP_MIN_GAIN", WholeOrAuto(0, 1_000_000_000), Reader.PARENT,
-        "Fewest selections more than another's for which an expert takes its place.",
-        older_variables=("DFLASH_QWEN35MOE_SWAP_MIN_GAIN", "DFLASH_LAGUNA_SWAP_MIN_GAIN"),
-    )
     heat: str = setting(
         "auto", "HEAT", PathOrWord("auto", "off"), Reader.PARENT,
         "Where counts of chosen experts are kept; auto is MODEL.heat, else in the cache folder.",

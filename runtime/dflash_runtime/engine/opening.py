@@ -21,7 +21,7 @@ from dflash_protocol.device import CPU, Device, DeviceKind
 from dflash_protocol.endpoint import parse_endpoint
 from dflash_protocol.errors import DeviceOutOfMemory, SettingsError
 from dflash_protocol.ids import AnyArray, I32Array
-from dflash_protocol.placement import Placement
+from dflash_protocol.placement import OwnedExperts, Placement, read_owned_experts
 from dflash_protocol.settings import MAX_THREADS, Settings
 from dflash_protocol.settings.kinds import DaemonSetting, DeviceOrAuto, checked, shown
 from dflash_runtime.compute import (
@@ -121,7 +121,11 @@ def open_model(
     report = on_progress or (lambda owner, stage, num_done, num_total: None)
     planning: Planning | None = None
     planned = Planned(settings)
-    if placement is None and settings.backend == BackendName.AUTO:
+    names = daemon_names(choices, endpoints)
+    owned: OwnedExperts | None = None
+    if settings.placement and placement is None:
+        owned = _owned_in(Path(settings.placement), spec, settings)
+    if placement is None and owned is None and settings.backend == BackendName.AUTO:
         planning = Planning(
             file,
             spec,
@@ -129,13 +133,14 @@ def open_model(
             heat=heat.for_planning(),
             on_progress=lambda what, *progress: report("parent", f"measure {what}", *progress),
         )
-        planned = planning.before_daemons(num_daemons=len(choices) + len(endpoints))
+        planned = planning.before_daemons(names)
         settings, placement = planned.settings, planned.placement
     is_on_device = (settings.device or CPU).kind is not DeviceKind.CPU
-    names = daemon_names(choices, endpoints)
     is_split = placement is None
     if placement is None:  # a first one, so that wishes are checked before anything is started
-        placement = even_split(spec.moe, names, settings.local_experts, has_host=is_on_device)
+        placement = even_split(
+            spec.moe, names, settings.local_experts, has_host=is_on_device, owned=owned
+        )
     ours = {LOCAL_OWNER, HOST_OWNER} if is_on_device else {LOCAL_OWNER}
     strangers = {*placement.owner_names}.difference(names, ours)
     if strangers:
@@ -197,7 +202,12 @@ def open_model(
         require_room(experts=_local_experts(spec, placement))
     elif is_split:
         placement = even_split(
-            spec.moe, names, settings.local_experts, offers=connected.offers, has_host=is_on_device
+            spec.moe,
+            names,
+            settings.local_experts,
+            offers=connected.offers,
+            has_host=is_on_device,
+            owned=owned,
         )
     host_backend = backend
     has_fallback = bool(names) and is_any_local(settings)
@@ -235,6 +245,13 @@ def open_model(
     weights.remember()
     weights.start()
     return Opened(file, model, backend, owners, num_positions, kv_type, heat, planned.plan)
+
+
+def _owned_in(path: Path, spec: ModelSpec, settings: Settings) -> OwnedExperts:
+    """The experts of a placement file. Raises: SettingsError if another setting says it, too."""
+    if settings.local_experts is not None:
+        raise SettingsError("--placement and --local-experts both say where experts are computed")
+    return read_owned_experts(path, {x.layer_id: x.num_experts for x in spec.moe.layers})
 
 
 def _local_experts(spec: ModelSpec, placement: Placement) -> list[tuple[MoeLayer, int]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import describe, read_spec
@@ -18,6 +19,7 @@ from dflash_protocol.device import CPU, DeviceKind, parse_device
 from dflash_protocol.errors import DflashError, SettingsError
 from dflash_protocol.ids import Phase
 from dflash_protocol.placement import Placement
+from dflash_protocol.process.text_files import file_error, read_file
 from dflash_protocol.settings import Settings
 from dflash_protocol.wire.messages import Offer
 from dflash_runtime.compute.gpu.device.devices import GpuDescription
@@ -37,6 +39,7 @@ from dflash_runtime.placement.box import Box, Curve, DeviceSpeed, LinkSpeed
 from dflash_runtime.placement.footprint import Footprint, Memory, Request, footprint
 from dflash_runtime.placement.heat import Heat
 from dflash_runtime.placement.plan import Plan, PlanRefused
+from dflash_runtime.placement.plan_record import RecordOf, from_json
 from dflash_runtime.placement.plan_text import plan_text
 from dflash_runtime.placement.planner import plan
 from dflash_runtime.placement.situation import (
@@ -45,7 +48,8 @@ from dflash_runtime.placement.situation import (
     ParentDevice,
     Situation,
 )
-from dflash_runtime.placement.wishes import Wishes
+from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
+from dflash_runtime.placement.wishes import ExpertWishes, check_wishes, request_of, wishes_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -55,6 +59,8 @@ GPU_CHUNKS = (4096, 2048, 1024, 512)
 USUAL_CONTEXT = 32768
 """Default context of models that have more, where it is not planned: a larger cache has to be asked
 for."""
+
+_PLAN_BYTES = 16 << 20
 
 _STEP_LINK_S = 25e-6
 """A request of a step to a daemon of this machine through shared memory, where it was not measured:
@@ -96,24 +102,34 @@ class Planning:
         self._file, self._spec, self._settings, self._heat = file, spec, settings, heat
         self._on_progress = on_progress
         self._box: Box | None = None
+        self._wishes = wishes_of(settings)
 
-    def before_daemons(self, *, num_daemons: int) -> Planned:
+    def before_daemons(self, daemon_names: Sequence[str]) -> Planned:
         """Choose the device, and what goes there if there are no daemons.
 
         Raises: SettingsError if what was asked for does not fit.
         """
-        settings = self._settings
-        if settings.device is not None and settings.device.kind is DeviceKind.CPU:
+        settings, wishes = self._settings, self._wishes
+        check_wishes(wishes, num_layers=self._spec.num_layers, moe=self._spec.moe)
+        if settings.plan:
+            return self._read(Path(settings.plan), daemon_names)
+        num_daemons = len(daemon_names)
+        if wishes.num_gpu_layers == 0:
+            settings = replace(settings, device=CPU)
+        if not wishes.fits:
             return Planned(settings)
-        gpus = self._gpus()
+        is_on_host = settings.device is not None and settings.device.kind is DeviceKind.CPU
+        gpus = [] if is_on_host else self._gpus()
         if not gpus:
+            if wishes.num_gpu_layers:
+                raise SettingsError(f"-ngl {wishes.num_gpu_layers}: there is no GPU to compute on")
             return Planned(settings)
-        only = gpus[0] if len(gpus) == 1 else None
+        only = gpus[0] if len(gpus) == 1 and not self._asks_for_experts else None
         if only is not None and not only.memory.is_shared_with_host and self._fits(only):
             settings = replace(settings, device=only.device)
             if not num_daemons:
                 return Planned(settings)
-        if settings.local_experts is not None:
+        if settings.local_experts is not None and not self._asks_for_experts:
             return Planned(
                 settings if settings.device else replace(settings, device=gpus[0].device)
             )
@@ -137,6 +153,31 @@ class Planning:
             return replace(planned, placement=None, prompts_here=None)
         return planned
 
+    @property
+    def _asks_for_experts(self) -> bool:
+        """Whether settings say more of experts' places than how many of a layer are local."""
+        wishes = self._wishes
+        budgets = (
+            wishes.expert_budget_bytes,
+            wishes.expert_budget_percent,
+            wishes.device_memory_bytes,
+        )
+        asked = replace(wishes.experts, num_local=None)
+        return asked != ExpertWishes() or any(each is not None for each in budgets)
+
+    def _read(self, path: Path, daemon_names: Sequence[str]) -> Planned:
+        """A plan that was saved. Raises: SettingsError if it is of another model, or damaged."""
+        content = read_file("plan", path, limit_bytes=_PLAN_BYTES)
+        of = RecordOf(
+            self._file.identity(),
+            {layer.layer_id: layer.num_experts for layer in self._spec.moe.layers},
+            (LOCAL_OWNER, HOST_OWNER, *daemon_names),
+        )
+        try:
+            return self._applied(from_json(content, of))
+        except SettingsError as error:
+            raise file_error("plan", path, str(error).removeprefix("plan: ")) from error
+
     def alone(self) -> Plan:
         """A plan without daemons. Raises: SettingsError if what was asked for does not fit."""
         found = self._plan(self._gpus(), {})
@@ -150,7 +191,8 @@ class Planning:
         Raises: SettingsError if what was asked for does not fit.
         """
         settings = planned.settings
-        is_asked = settings.local_experts is not None
+        is_asked = settings.local_experts is not None and not self._asks_for_experts
+        is_asked = is_asked or bool(settings.plan) or not self._wishes.fits
         is_on_host = settings.device is None or settings.device.kind is DeviceKind.CPU
         if is_asked or is_on_host or not offers or not self._gpus():
             return planned
@@ -217,18 +259,19 @@ class Planning:
             self._file.identity(),
             spec,
             head_bytes(self._file, describe(self._file)),
-            _with_offers(box, spec, offers),
+            _with_links(box, spec, offers),
             tuple(parents),
             tuple(_daemon(name, offer, on_host, on_gpu) for name, offer in offers.items()),
             host_bytes,
             _shares(self._heat, spec),
+            request_of(settings),
         )
-        wishes = Wishes(
+        wishes = replace(
+            self._wishes,
             device=settings.device,
             context=settings.context,
             kv_type=self.kv_type,
             chunk=chunk,
-            offloads_prompts=settings.prefill_offload != OffloadMode.OFF,
         )
         return plan(situation, wishes)
 
@@ -283,9 +326,16 @@ def _daemon(name: str, offer: Offer, on_host: Footprint, on_gpu: Footprint) -> E
     return ExpertDaemon(name, device, free_bytes, on_gpu if is_on_gpu else on_host)
 
 
-def _with_offers(box: Box, spec: ModelSpec, offers: Mapping[str, Offer]) -> Box:
-    """The box with the speeds that daemons have told, and links as they usually are."""
+def _with_links(box: Box, spec: ModelSpec, offers: Mapping[str, Offer]) -> Box:
+    """The box with the speeds that daemons have told, and links as they usually are where they were
+    not measured."""
     devices, links = dict(box.devices), dict(box.links)
+    rates = [copies.to_host for copies in box.copies.values() if copies.to_host]
+    if rates and HOST_OWNER not in links:
+        # Rows of a chunk go to the host, and sums return, through memory that is not locked.
+        row_s = 12 * spec.hidden_size / min(rates)
+        chunk = Curve(((0, 0.0), (4096, 4096 * row_s)))
+        links[HOST_OWNER] = LinkSpeed(HOST_OWNER, step=Curve(((1, 0.0),)), chunk=chunk)
     for name, offer in offers.items():
         speed = _speed_of(name, spec, offer)
         if speed is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from dflash_adapters.spec import MoeSpec
+from dflash_adapters.spec import MoeLayer, MoeSpec
 from dflash_protocol.device import CPU
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.placement import OwnedExperts, Placement
@@ -29,39 +29,33 @@ def even_split(
     *,
     offers: Mapping[str, Offer] | None = None,
     has_host: bool = False,
+    owned: OwnedExperts | None = None,
 ) -> Placement:
     """Deal experts one by one: the daemons' numbers of experts of a layer differ by at most one,
     unless `offers`, by daemon, say that some have too little memory; one without an offer has room
     for all.
 
     `num_local_experts` a layer stay in the parent: none by default if there are daemons, else all.
-    `has_host`: without daemons the parent's processor can compute the others.
+    `has_host`: without daemons the parent's processor can compute the others. `owned`: those that
+    stay in the parent, instead of a number.
     Raises: SettingsError if a layer has fewer experts, if some have no owner, or if the daemons
     have no memory for all.
     """
-    if has_host and not daemon_names and num_local_experts is not None:
+    if has_host and not daemon_names and (num_local_experts is not None or owned is not None):
         daemon_names = [HOST_OWNER]
     local: dict[int, Sequence[int]] = {}
     shares: dict[str, dict[int, Sequence[int]]] = {name: {} for name in daemon_names}
     for layer in spec.layers:
-        num_local = 0 if daemon_names else layer.num_experts
-        if num_local_experts is not None:
-            num_local = num_local_experts
-        if not 0 <= num_local <= layer.num_experts:
+        here = _ids_here(layer, num_local_experts, owned, has_others=bool(daemon_names))
+        elsewhere = sorted({*range(layer.num_experts)}.difference(here))
+        if elsewhere and not daemon_names:
             raise SettingsError(
-                f"{num_local} local experts asked for; layer {layer.layer_id} has "
-                f"{layer.num_experts}"
+                f"{len(elsewhere)} experts a layer have no owner: add a daemon, or keep all of "
+                "them local"
             )
-        if num_local < layer.num_experts and not daemon_names:
-            raise SettingsError(
-                f"{layer.num_experts - num_local} experts a layer have no owner: add a daemon, or "
-                "keep all of them local"
-            )
-        local[layer.layer_id] = range(num_local)
+        local[layer.layer_id] = here
         for index, name in enumerate(daemon_names):
-            shares[name][layer.layer_id] = range(
-                num_local + index, layer.num_experts, len(daemon_names)
-            )
+            shares[name][layer.layer_id] = elsewhere[index :: len(daemon_names)]
     rooms = {name: _Room(spec, offer) for name, offer in (offers or {}).items() if name in shares}
     if any(not rooms[name].has_room(shares[name]) for name in rooms):
         shares = _fitted(spec, shares, rooms)
@@ -73,6 +67,22 @@ def even_split(
         if name in owners and not owners[name].num_experts:
             del owners[name]
     return make_placement(spec, owners)
+
+
+def _ids_here(
+    layer: MoeLayer, num_local: int | None, owned: OwnedExperts | None, *, has_others: bool
+) -> Sequence[int]:
+    """Experts of a layer that stay in the parent. Raises: SettingsError if it has fewer."""
+    if owned is not None:
+        ids: list[int] = [*map(int, owned.by_layer.get(layer.layer_id, ()))]
+        return ids
+    if num_local is None:
+        num_local = 0 if has_others else layer.num_experts
+    if not 0 <= num_local <= layer.num_experts:
+        raise SettingsError(
+            f"{num_local} local experts asked for; layer {layer.layer_id} has {layer.num_experts}"
+        )
+    return range(num_local)
 
 
 class _Room:

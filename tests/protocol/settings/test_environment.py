@@ -148,11 +148,8 @@ def test_older_variables_of_placement_are_read() -> None:
         "DFLASH_MAX_CONTEXT": "512",
         "DFLASH_EXPERT_BUDGET_MB": "7",
         "DFLASH_EXPERT_BUDGET_PCT": "50",
-        "DFLASH_LAGUNA_SWAP_MAX": "0",
-        "DFLASH_QWEN35MOE_SWAP_MIN_GAIN": "3",
     })  # fmt: skip
     assert (loaded.context, loaded.expert_budget_mb, loaded.expert_budget_pct) == (512, 7, 50)
-    assert (loaded.swap_max, loaded.swap_min_gain) == (0, 3)
 
 
 @pytest.mark.parametrize(("variable", "field"), SWITCHES)
