@@ -18,7 +18,6 @@ from dflash_runtime.engine.measuring.timing import medians
 from dflash_runtime.placement.box import CopySpeed
 
 COPY_BYTES = 256 << 20
-_NEIGHBOURS = 4
 _COLUMNS = 2048
 _LEAST = 3
 
@@ -109,18 +108,14 @@ def measure_copies(name: str, copies: TimedCopies, *, pcie: str = "", limit_s: f
 def parts_of_experts(
     file: GgufFile, layers: Sequence[MoeLayer], num_bytes: int = COPY_BYTES
 ) -> list[U8Array]:
-    """Mapped bytes of experts until they are `num_bytes`: matrices of a few neighbours at once, as
-    experts that are copied for a prompt lie between others."""
+    """Mapped bytes of experts until they are `num_bytes`, matrix by matrix: the hottest experts are
+    on the device, so that those that are copied for a prompt lie scattered between them."""
     parts, left = list[U8Array](), num_bytes
     for layer in layers:
-        for first in range(0, layer.num_experts, _NEIGHBOURS):
-            num = min(_NEIGHBOURS, layer.num_experts - first)
+        for global_expert_id in range(layer.num_experts):
             for each in layer.projections:
                 if left <= 0:
                     return parts
-                shard, offset = each.place_of(first)
-                if each.place_of(first + num - 1) != (shard, offset + (num - 1) * each.num_bytes):
-                    num = 1
-                parts.append(file.region(shard, offset, num * each.num_bytes))
-                left -= num * each.num_bytes
+                parts.append(file.region(*each.place_of(global_expert_id), each.num_bytes))
+                left -= each.num_bytes
     return parts
