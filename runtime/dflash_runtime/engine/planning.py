@@ -16,7 +16,7 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import describe, read_spec
 from dflash_adapters.spec import ModelSpec
 from dflash_protocol.device import CPU, DeviceKind, parse_device
-from dflash_protocol.errors import DflashError, SettingsError
+from dflash_protocol.errors import DflashError, SettingsError, UnsupportedModel
 from dflash_protocol.ids import Phase
 from dflash_protocol.placement import Placement
 from dflash_protocol.process.text_files import file_error, read_file
@@ -140,9 +140,7 @@ class Planning:
         except DflashError as error:
             if settings.device is not None:
                 raise
-            # docs: a GPU is there but cannot be measured, for the reason given; the model is
-            # computed on the processor. `--device cuda:0` makes it an error
-            _LOG.warning("computing on the processor: %s", error)
+            _log_why_on_host(error)
             return Planned(settings)
         if isinstance(found, PlanRefused):
             if num_daemons and settings.device is not None:
@@ -206,7 +204,14 @@ class Planning:
         """GPUs that may be the parent's."""
         gpus = gpus_of_machine()
         devices = devices_to_measure(self._settings, gpus)
-        return [gpu for gpu in gpus if gpu.device in devices]
+        found = [gpu for gpu in gpus if gpu.device in devices]
+        if found and self._settings.device is None:
+            try:
+                footprint(self._file, self._spec, Memory.GPU)
+            except UnsupportedModel as error:
+                _log_why_on_host(error)
+                return []
+        return found
 
     def _fits(self, gpu: GpuDescription) -> bool:
         """Whether the whole model fits there, with the usual context and chunks."""
@@ -240,8 +245,9 @@ class Planning:
         if self._box is None:
             self._box = box_of_machine(self._file, settings, on_progress=self._on_progress)
         box = self._box
-        on_host = footprint(self._file, spec, Memory.HOST)
-        on_gpu = footprint(self._file, spec, Memory.GPU)
+        on_host = on_gpu = footprint(self._file, spec, Memory.HOST)
+        if gpus or any(offer.device != str(CPU) for offer in offers.values()):
+            on_gpu = footprint(self._file, spec, Memory.GPU)
         parents = [
             ParentDevice(
                 gpu.device,
@@ -292,6 +298,12 @@ class Planning:
         is_left = settings.prefill_offload == OffloadMode.AUTO
         prompts_here = frozenset(found.prompts_here) if is_left else None
         return Planned(settings, found.placement, setup.chunk, prompts_here, found)
+
+
+def _log_why_on_host(error: DflashError) -> None:
+    # docs: a GPU is there, but cannot be measured, or has no kernels for the model; it is computed
+    # on the processor. `--device cuda:0` makes it an error
+    _LOG.warning("computing on the processor: %s", str(error))
 
 
 def plan_of_file(settings: Settings, *, on_progress: OnProgress) -> Plan:

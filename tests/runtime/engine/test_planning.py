@@ -15,7 +15,7 @@ import pytest
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import read_spec
 from dflash_protocol.device import CPU, Device, DeviceKind
-from dflash_protocol.errors import SettingsError
+from dflash_protocol.errors import SettingsError, UnsupportedModel
 from dflash_protocol.settings import Settings, load_settings
 from dflash_runtime import Engine
 from dflash_runtime.compute.gpu.device.devices import DeviceMemory, GpuDescription
@@ -205,3 +205,15 @@ def test_daemons_are_planned_for_once_they_have_said_what_they_have(
     assert len(tokens) == 8
     assert "cpu0" in names
     assert sum(each.pairs for each in owners.values()) > 0
+
+
+def test_a_model_without_gpu_kernels_is_computed_on_the_processor(
+    gpu: OneGpu, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    narrow = replace(TINY, ffn_size=52)
+    path = write_qwen3moe(tmp_path / "narrow.gguf", narrow, seed=4, tensor_type="F16")
+    with opened(path) as engine:
+        assert engine.backend_name == "cpu"
+    assert "there are no GPU kernels" in caplog.text
+    with pytest.raises(UnsupportedModel, match="no GPU kernels"):
+        opened(path, device=GPU)
