@@ -29,13 +29,13 @@ from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
 from dflash_runtime.compute.gpu.chunk_room import MAX_CHUNK
 from dflash_runtime.compute.host import PREFILL_CHUNK
-from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.compute.kv_cache import KvType, chosen_kv_type
 from dflash_runtime.engine.demo_model import demo_model_path
 from dflash_runtime.engine.measuring.devices import cached_bytes
 from dflash_runtime.engine.measuring.kept import box_record
 from dflash_runtime.engine.measuring.layers import head_bytes, trunk_bytes
 from dflash_runtime.engine.measuring.links import measure_links
-from dflash_runtime.engine.measuring.machine import box_of_machine, kv_type_of
+from dflash_runtime.engine.measuring.machine import box_of_machine
 from dflash_runtime.placement.box import Box, Curve, DeviceSpeed, LinkSpeed
 from dflash_runtime.tools.doctor_measure import MeasuredBox
 
@@ -167,7 +167,7 @@ def main() -> None:
         print("\n".join(measured.as_lines()))
         if options.box:
             print(json.dumps(box_record(box)))
-        rows = compared(file, box, options, kv_type_of(file, settings), path)
+        rows = compared(file, box, options, chosen_kv_type(settings.kv_type, read_spec(file)), path)
     print(table(["", "predicted ms", "measured ms", "least ms", "error"], rows))
 
 

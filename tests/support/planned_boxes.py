@@ -28,7 +28,6 @@ from dflash_runtime.placement.situation import (
     PlannedRequest,
     Situation,
 )
-from dflash_runtime.placement.speeds import BYTES_OF_VALUE
 from dflash_runtime.placement.split import HOST_OWNER
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -135,7 +134,7 @@ class FakeFootprint:
         if not is_parent:
             return FakeNeeds(0, 0, work)
         values = sum(kv.num_heads * (kv.key_dim + kv.value_dim) for kv in self.spec.kv_layers)
-        cache = int(num_positions * values * BYTES_OF_VALUE[kv_type])
+        cache = int(num_positions * values * kv_type.bytes_per_value)
         work += num_remote_layers * 64 + num_daemons * 1024
         return FakeNeeds(self.ends + self.spec.num_layers * self.trunk, cache, work)
 

@@ -157,7 +157,7 @@ class Settings:
     )
     local_experts: int | None = setting(
         None, "LOCAL_EXPERTS", WholeOrAuto(0, 65_536), Reader.PARENT,
-        "Experts of each layer that a parent with daemons keeps; auto is an even share.",
+        "Experts of each layer on a parent's device; auto is planned, or none beside daemons.",
     )
     backend: str = setting(
         "auto", "BACKEND", OneOf(*BACKENDS), Reader.EACH,
@@ -260,7 +260,8 @@ class Settings:
     )
     device: Device | None = setting(  # noqa: RUF009 - it is a field
         None, "DEVICE", DeviceOrAuto(), Reader.EACH,
-        "What the process computes on; auto is cpu. Daemons that are spawned name their own.",
+        "What the process computes on; auto is cpu, or of a parent the fastest device. Daemons that "
+        "are spawned name their own.",
     )
     threads: int = setting(
         0, "THREADS", Whole(0, MAX_THREADS), Reader.EACH,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Protocol
 
+from dflash_adapters.spec import ModelSpec
 from dflash_runtime.compute.trees import Tree
 
 
@@ -19,6 +20,14 @@ class KvType(StrEnum):
     @property
     def bytes_per_value(self) -> float:
         return {KvType.F32: 4, KvType.F16: 2, KvType.Q8_0: 34 / 32}[self]
+
+
+def chosen_kv_type(asked: str, spec: ModelSpec) -> KvType:
+    """The type that a setting names; ``auto`` is F32 if all of the model's matrices are, else
+    F16."""
+    if asked != "auto":
+        return KvType(asked)
+    return KvType.F32 if spec.all_matrices_f32 else KvType.F16
 
 
 class Snapshot(Protocol):

@@ -33,7 +33,7 @@ from dflash_runtime.compute import (
 )
 from dflash_runtime.compute.gpu.room import CONTEXT_BYTES
 from dflash_runtime.compute.host import PREFILL_CHUNK
-from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.compute.kv_cache import KvType, chosen_kv_type
 from dflash_runtime.compute.memory import host_memory
 from dflash_runtime.compute.model import Model
 from dflash_runtime.engine.arguments import choice, whole_number
@@ -145,10 +145,7 @@ def open_model(
     strangers = {*placement.owner_names}.difference(names, ours)
     if strangers:
         raise SettingsError(f"the placement has unknown owners: {sorted(strangers)}")
-    if settings.kv_type != "auto":
-        kv_type = KvType(settings.kv_type)
-    else:
-        kv_type = KvType.F32 if spec.all_matrices_f32 else KvType.F16
+    kv_type = chosen_kv_type(settings.kv_type, spec)
     num_positions = settings.context or min(spec.context_length, USUAL_CONTEXT)
     if not is_on_device:  # devices check their own memory
         _check_cache_fits(file, spec, num_positions, kv_type)

@@ -24,7 +24,7 @@ from dflash_protocol.settings import Settings
 from dflash_protocol.wire.messages import Offer
 from dflash_runtime.compute.gpu.device.devices import GpuDescription
 from dflash_runtime.compute.host import PREFILL_CHUNK
-from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.compute.kv_cache import KvType, chosen_kv_type
 from dflash_runtime.compute.memory import host_memory
 from dflash_runtime.engine.demo_model import chosen_model_path
 from dflash_runtime.engine.heat_keeper import open_heat
@@ -102,6 +102,8 @@ class Planning:
         self._file, self._spec, self._settings, self._heat = file, spec, settings, heat
         self._on_progress = on_progress
         self._box: Box | None = None
+        self._described: list[GpuDescription] | None = None
+        """All GPUs, before anything was taken of their memory."""
         self._wishes = wishes_of(settings)
 
     def before_daemons(self, daemon_names: Sequence[str]) -> Planned:
@@ -202,9 +204,10 @@ class Planning:
 
     def _gpus(self) -> list[GpuDescription]:
         """GPUs that may be the parent's."""
-        gpus = gpus_of_machine()
-        devices = devices_to_measure(self._settings, gpus)
-        found = [gpu for gpu in gpus if gpu.device in devices]
+        if self._described is None:
+            self._described = gpus_of_machine()
+        devices = devices_to_measure(self._settings, self._described)
+        found = [gpu for gpu in self._described if gpu.device in devices]
         if found and self._settings.device is None:
             try:
                 footprint(self._file, self._spec, Memory.GPU)
@@ -230,9 +233,7 @@ class Planning:
     @property
     def kv_type(self) -> KvType:
         """The type of keys and values."""
-        if self._settings.kv_type != "auto":
-            return KvType(self._settings.kv_type)
-        return KvType.F32 if self._spec.all_matrices_f32 else KvType.F16
+        return chosen_kv_type(self._settings.kv_type, self._spec)
 
     def _plan(
         self,

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from dflash_protocol.errors import SettingsError
-from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.compute.kv_cache import KvType, chosen_kv_type
 from dflash_runtime.placement.cost import LOCAL
 from dflash_runtime.placement.expectation import IntArray
 from dflash_runtime.placement.options import Option, ParentOptions
@@ -65,7 +65,7 @@ def plan(situation: Situation, wishes: Wishes | None = None) -> Plan | PlanRefus
         return PlanRefused(
             "the size of the model's experts is not known", RoomStatus.UNKNOWN_EXPERT_SIZE
         )
-    kv_type = wishes.kv_type or (KvType.F32 if spec.all_matrices_f32 else KvType.F16)
+    kv_type = wishes.kv_type or chosen_kv_type("auto", spec)
     connected = [each for each in situation.daemons if each.is_connected]
     choices: list[ParentChoice] = []
     refused: list[PlanRefused] = []

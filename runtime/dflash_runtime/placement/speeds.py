@@ -14,9 +14,6 @@ from dflash_runtime.placement.box import Box, Curve, DeviceSpeed
 from dflash_runtime.placement.situation import ExpertDaemon, ParentDevice, Situation
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
 
-BYTES_OF_VALUE = {KvType.F32: 4.0, KvType.F16: 2.0, KvType.Q8_0: 34 / 32}
-"""Bytes of one element of keys or values."""
-
 _CPU = "cpu"
 
 
@@ -158,7 +155,7 @@ class TrunkTimes:
         self._speed = speed
         self._layer_bytes = np.array(layer_bytes, np.float64)
         self._head_bytes = np.array([head_bytes], np.float64)
-        value = BYTES_OF_VALUE[kv_type]
+        value = kv_type.bytes_per_value
         self._row_bytes = np.array(
             [kv.num_heads * (kv.key_dim + kv.value_dim) * value for kv in spec.kv_layers]
         )

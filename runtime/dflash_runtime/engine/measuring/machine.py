@@ -16,7 +16,7 @@ from dflash_runtime.compute import BackendName, open_backend
 from dflash_runtime.compute.devices import why_unusable
 from dflash_runtime.compute.gpu.device.devices import VENDORS, GpuDescription, describe_gpus
 from dflash_runtime.compute.gpu.device.driver import open_driver
-from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.compute.kv_cache import KvType, chosen_kv_type
 from dflash_runtime.compute.topology import read_topology
 from dflash_runtime.engine.measuring.kept import box_key, keep_box, kept_box
 from dflash_runtime.engine.measuring.measure import (
@@ -48,13 +48,6 @@ def devices_to_measure(settings: Settings, gpus: Sequence[GpuDescription]) -> tu
     return CPU, *usable
 
 
-def kv_type_of(file: GgufFile, settings: Settings) -> KvType:
-    """The cache's type, as an engine chooses it. Raises: as read_spec."""
-    if settings.kv_type != "auto":
-        return KvType(settings.kv_type)
-    return KvType.F32 if read_spec(file).all_matrices_f32 else KvType.F16
-
-
 def box_of_machine(
     file: GgufFile,
     settings: Settings,
@@ -69,7 +62,7 @@ def box_of_machine(
     measured alone, within START_LIMIT_S, and that is logged.
     Raises: as measure_box; SettingsError for a device that cannot be used.
     """
-    gpus, kv_type = gpus_of_machine(), kv_type_of(file, settings)
+    gpus, kv_type = gpus_of_machine(), chosen_kv_type(settings.kv_type, read_spec(file))
     if devices is None:
         devices = devices_to_measure(settings, gpus)
     with _opened(file, settings, devices, gpus, kv_type, on_progress) as opened:

@@ -41,18 +41,22 @@ def test_more_rounds_while_there_is_time() -> None:
     assert 4.0 < TimeLeft(10.0).share(0.5) <= 5.0
 
 
-def test_things_that_wait_for_each_other_take_longer_together() -> None:
-    lock = threading.Lock()
+def test_things_that_take_longer_beside_each_other_are_timed_so() -> None:
+    lock, num_running = threading.Lock(), 0
 
-    def held() -> tuple[float]:
-        began_s = time.perf_counter()
+    def timed() -> tuple[float]:
+        nonlocal num_running
         with lock:
-            time.sleep(0.002)
-        return (time.perf_counter() - began_s,)
+            num_running += 1
+        time.sleep(0.002)
+        with lock:
+            seconds = float(num_running)
+            num_running -= 1
+        return (seconds,)
 
-    found = measure_together(("one", held), ("other", held), limit_s=0.1)
+    found = measure_together(("one", timed), ("other", timed), limit_s=0.1)
     assert (found.first, found.second) == ("one", "other")
-    assert max(found.first_factor, found.second_factor) > 1.2
+    assert (found.first_factor, found.second_factor) == (2.0, 2.0)
 
 
 def test_a_failure_beside_is_raised_and_the_thread_ended() -> None:
