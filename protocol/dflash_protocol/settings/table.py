@@ -260,8 +260,8 @@ class Settings:
     )
     device: Device | None = setting(  # noqa: RUF009 - it is a field
         None, "DEVICE", DeviceOrAuto(), Reader.EACH,
-        "What the process computes on; auto is cpu, or of a parent the fastest device. Daemons that "
-        "are spawned name their own.",
+        "What the process computes on; auto is cpu, or of a parent the fastest device. Spawned "
+        "daemons name their own.",
     )
     threads: int = setting(
         0, "THREADS", Whole(0, MAX_THREADS), Reader.EACH,
