@@ -39,7 +39,7 @@ from dflash_runtime.compute.model import Model
 from dflash_runtime.engine.arguments import choice, whole_number
 from dflash_runtime.engine.demo_model import chosen_model_path
 from dflash_runtime.engine.heat_keeper import HeatKeeper, open_heat
-from dflash_runtime.engine.planning import USUAL_CONTEXT, Planned, Planning
+from dflash_runtime.engine.planning import Planned, Planning
 from dflash_runtime.engine.trial_steps import trial_steps
 from dflash_runtime.experts.daemons.connecting import connect
 from dflash_runtime.experts.daemons.launching import choose_daemons, daemon_names
@@ -48,6 +48,7 @@ from dflash_runtime.experts.owners import Owners, give, is_any_local
 from dflash_runtime.experts.store import expert_tensor_types
 from dflash_runtime.placement.footprint import Memory, Request, footprint, what_fits
 from dflash_runtime.placement.plan import Plan
+from dflash_runtime.placement.planner import UNPLANNED_CONTEXT
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER, even_split
 
 
@@ -146,7 +147,7 @@ def open_model(
     if strangers:
         raise SettingsError(f"the placement has unknown owners: {sorted(strangers)}")
     kv_type = chosen_kv_type(settings.kv_type, spec)
-    num_positions = settings.context or min(spec.context_length, USUAL_CONTEXT)
+    num_positions = settings.context or min(spec.context_length, UNPLANNED_CONTEXT)
     if not is_on_device:  # devices check their own memory
         _check_cache_fits(file, spec, num_positions, kv_type)
     num_threads = settings.threads or None
@@ -165,7 +166,7 @@ def open_model(
         (each for each in types if not each.is_integer),
         kv_type=kv_type,
         is_recurrent=bool(spec.recurrent_layers),
-        asks_daemons=bool(choices or endpoints),
+        asks_daemons=bool(names),
         on_progress=partial(report, "parent", "compile"),
     )
     require_room = partial(
@@ -175,7 +176,7 @@ def open_model(
         spec,
         num_positions=num_positions,
         kv_type=kv_type,
-        num_daemons=len(choices) + len(endpoints),
+        num_daemons=len(names),
     )
     require_room(experts=_local_experts(spec, placement))
     weights = WeightCheck(file, spec.moe, settings.cache_dir)
@@ -235,10 +236,8 @@ def open_model(
     )
     report("parent", "load", 0, 1)
     model = backend.load_model(file, describe(file))
-    is_alone = not choices and not endpoints
-    backend.choose_threads(
-        file, trial_steps(backend, model, owners.local_banks, kv_type=kv_type) if is_alone else None
-    )
+    trial = None if names else trial_steps(backend, model, owners.local_banks, kv_type=kv_type)
+    backend.choose_threads(file, trial)
     weights.remember()
     weights.start()
     return Opened(file, model, backend, owners, num_positions, kv_type, heat, planned.plan)

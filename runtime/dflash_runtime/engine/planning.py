@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from dflash_adapters.gguf.file import GgufFile
@@ -22,6 +23,7 @@ from dflash_protocol.placement import Placement
 from dflash_protocol.process.text_files import file_error, read_file
 from dflash_protocol.settings import Settings
 from dflash_protocol.wire.messages import Offer
+from dflash_runtime.compute.gpu.chunk_room import MAX_CHUNK
 from dflash_runtime.compute.gpu.device.devices import GpuDescription
 from dflash_runtime.compute.host import PREFILL_CHUNK
 from dflash_runtime.compute.kv_cache import KvType, chosen_kv_type
@@ -41,7 +43,7 @@ from dflash_runtime.placement.heat import Heat
 from dflash_runtime.placement.plan import Plan, PlanRefused
 from dflash_runtime.placement.plan_record import RecordOf, from_json
 from dflash_runtime.placement.plan_text import plan_text
-from dflash_runtime.placement.planner import plan
+from dflash_runtime.placement.planner import UNPLANNED_CONTEXT, plan
 from dflash_runtime.placement.situation import (
     ExpertDaemon,
     ExpertShares,
@@ -53,12 +55,8 @@ from dflash_runtime.placement.wishes import ExpertWishes, check_wishes, request_
 
 _LOG = logging.getLogger(__name__)
 
-GPU_CHUNKS = (4096, 2048, 1024, 512)
+GPU_CHUNKS = tuple(MAX_CHUNK >> halvings for halvings in range(4))
 """Sizes of prompt chunks on a GPU, the preferred one first."""
-
-USUAL_CONTEXT = 32768
-"""Default context of models that have more, where it is not planned: a larger cache has to be asked
-for."""
 
 _PLAN_BYTES = 16 << 20
 
@@ -144,11 +142,9 @@ class Planning:
                 raise
             _log_why_on_host(error)
             return Planned(settings)
-        if isinstance(found, PlanRefused):
-            if num_daemons and settings.device is not None:
-                return Planned(settings)  # it may be different with them
-            raise SettingsError(found.reason)
-        planned = self._applied(found)
+        if isinstance(found, PlanRefused) and num_daemons and settings.device is not None:
+            return Planned(settings)  # it may be different with them
+        planned = self._applied(_accepted(found))
         if num_daemons:  # they have not said yet what they have
             return replace(planned, placement=None, prompts_here=None)
         return planned
@@ -180,10 +176,7 @@ class Planning:
 
     def alone(self) -> Plan:
         """A plan without daemons. Raises: SettingsError if what was asked for does not fit."""
-        found = self._plan(self._gpus(), {})
-        if isinstance(found, PlanRefused):
-            raise SettingsError(found.reason)
-        return found
+        return _accepted(self._plan(self._gpus(), {}))
 
     def with_daemons(self, planned: Planned, offers: Mapping[str, Offer]) -> Planned:
         """Decide where experts live, on the device that was chosen before.
@@ -197,10 +190,7 @@ class Planning:
         if is_asked or is_on_host or not offers or not self._gpus():
             return planned
         self._settings = settings
-        found = self._plan(self._gpus(), offers, chunk=planned.chunk)
-        if isinstance(found, PlanRefused):
-            raise SettingsError(found.reason)
-        return self._applied(found)
+        return self._applied(_accepted(self._plan(self._gpus(), offers, chunk=planned.chunk)))
 
     def _gpus(self) -> list[GpuDescription]:
         """GPUs that may be the parent's."""
@@ -210,25 +200,29 @@ class Planning:
         found = [gpu for gpu in self._described if gpu.device in devices]
         if found and self._settings.device is None:
             try:
-                footprint(self._file, self._spec, Memory.GPU)
+                _ = self._on_gpu
             except UnsupportedModel as error:
                 _log_why_on_host(error)
                 return []
         return found
+
+    @cached_property
+    def _on_gpu(self) -> Footprint:
+        """The model on a GPU. Raises: UnsupportedModel if there are no kernels for it."""
+        return footprint(self._file, self._spec, Memory.GPU)
 
     def _fits(self, gpu: GpuDescription) -> bool:
         """Whether the whole model fits there, with the usual context and chunks."""
         settings, spec = self._settings, self._spec
         if settings.local_experts is not None:
             return False
-        num_positions = settings.context or min(spec.context_length, USUAL_CONTEXT)
+        num_positions = settings.context or min(spec.context_length, UNPLANNED_CONTEXT)
         request = Request(
             self.kv_type,
             GPU_CHUNKS[0],
             {layer.layer_id: layer.num_experts for layer in spec.moe.layers},
         )
-        found = footprint(self._file, spec, Memory.GPU)
-        return request.num_bytes(found, num_positions) <= gpu.memory.room_bytes
+        return request.num_bytes(self._on_gpu, num_positions) <= gpu.memory.room_bytes
 
     @property
     def kv_type(self) -> KvType:
@@ -248,7 +242,7 @@ class Planning:
         box = self._box
         on_host = on_gpu = footprint(self._file, spec, Memory.HOST)
         if gpus or any(offer.device != str(CPU) for offer in offers.values()):
-            on_gpu = footprint(self._file, spec, Memory.GPU)
+            on_gpu = self._on_gpu
         parents = [
             ParentDevice(
                 gpu.device,
@@ -299,6 +293,13 @@ class Planning:
         is_left = settings.prefill_offload == OffloadMode.AUTO
         prompts_here = frozenset(found.prompts_here) if is_left else None
         return Planned(settings, found.placement, setup.chunk, prompts_here, found)
+
+
+def _accepted(found: Plan | PlanRefused) -> Plan:
+    """Raises: SettingsError if there is no plan that keeps to what was asked for."""
+    if isinstance(found, PlanRefused):
+        raise SettingsError(found.reason)
+    return found
 
 
 def _log_why_on_host(error: DflashError) -> None:

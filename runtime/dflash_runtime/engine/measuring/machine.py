@@ -12,7 +12,7 @@ from dflash_adapters.registry import read_spec
 from dflash_protocol.device import CPU, Device, DeviceKind
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.settings import Settings
-from dflash_runtime.compute import BackendName, open_backend
+from dflash_runtime.compute import BackendName, ComputeBackend, open_backend
 from dflash_runtime.compute.devices import why_unusable
 from dflash_runtime.compute.gpu.device.devices import VENDORS, GpuDescription, describe_gpus
 from dflash_runtime.compute.gpu.device.driver import open_driver
@@ -65,8 +65,7 @@ def box_of_machine(
     gpus, kv_type = gpus_of_machine(), chosen_kv_type(settings.kv_type, read_spec(file))
     if devices is None:
         devices = devices_to_measure(settings, gpus)
-    with _opened(file, settings, devices, gpus, kv_type, on_progress) as opened:
-        host = opened[0].backend
+    with contextlib.closing(_backend_of(CPU, settings)) as host:  # devices take longer to open
         key = box_key(
             file,
             device_ids=[_identity(gpu) for gpu in gpus],
@@ -74,14 +73,15 @@ def box_of_machine(
             topology=read_topology(),
             kv_type=kv_type,
         )
-        known = None if measures_all else kept_box(key, settings.cache_dir)
-        missing = lacking(known, [each.name for each in opened])
-        if known is not None and not missing:
-            return known
-        if not measures_all:
-            # docs: no measurement of this device with such a model is kept; it is made now, and
-            # kept for the next start
-            _LOG.info("measuring %s, which takes up to %.0f s", ", ".join(missing), START_LIMIT_S)
+    known = None if measures_all else kept_box(key, settings.cache_dir)
+    missing = lacking(known, [str(each) for each in devices])
+    if known is not None and not missing:
+        return known
+    if not measures_all:
+        # docs: no measurement of this device with such a model is kept; it is made now, and kept
+        # for the next start
+        _LOG.info("measuring %s, which takes up to %.0f s", ", ".join(missing), START_LIMIT_S)
+    with _opened(file, settings, devices, gpus, kv_type, on_progress) as opened:
         box = measure_box(
             file,
             opened,
@@ -110,14 +110,7 @@ def _opened(
     with contextlib.ExitStack() as undo:
         opened = []
         for device in sorted(devices, key=lambda each: each.kind is not DeviceKind.CPU):
-            is_host = device.kind is DeviceKind.CPU
-            backend = open_backend(
-                device,
-                backend=BackendName(settings.backend) if is_host else BackendName.AUTO,
-                num_threads=settings.threads or None,
-                cpu_tier=settings.cpu_tier,
-                cache_dir=settings.cache_dir,
-            )
+            backend = _backend_of(device, settings)
             undo.callback(backend.close)
             backend.warm_up(
                 (each for each in types if not each.is_integer),
@@ -127,6 +120,18 @@ def _opened(
             )
             opened.append(MeasuredDevice(str(device), backend, _link_of(device, gpus)))
         yield opened
+
+
+def _backend_of(device: Device, settings: Settings) -> ComputeBackend:
+    """Raises: SettingsError, DeviceUnavailable."""
+    is_host = device.kind is DeviceKind.CPU
+    return open_backend(
+        device,
+        backend=BackendName(settings.backend) if is_host else BackendName.AUTO,
+        num_threads=settings.threads or None,
+        cpu_tier=settings.cpu_tier,
+        cache_dir=settings.cache_dir,
+    )
 
 
 def _link_of(device: Device, gpus: Sequence[GpuDescription]) -> Callable[[], str]:
