@@ -1,4 +1,4 @@
-"""Builds llama.cpp, the program that benches compare with, from the llama-cpp-python sdist.
+"""Builds llama.cpp, the program that benches compare with, from the xllamacpp sdist.
 
 Downloads the sdist through pip and compiles shared libraries into build/peer/<variant>/. CMake and
 Ninja come from pip where the system has none; a C++ compiler must be there, for CUDA nvcc too.
@@ -42,9 +42,10 @@ from typing import Any
 from bench.cuda_toolkit import TOOLKIT, device_architecture, find_toolkit
 from bench.machine import processor
 from bench.options import bench_parser
+from bench.peer_fit import FIT_LIBRARY, build_fit
 from bench.peer_source import (
-    LLAMA_CPP_PYTHON,
     PEER,
+    SDIST,
     BuildError,
     downloaded_source,
     pack,
@@ -74,7 +75,8 @@ def libraries_of(variant: str) -> tuple[str, ...]:
     """Files of a variant's folder, ordered so that each finds those it needs."""
     cuda = ("libggml-cuda.so.0",) if variant in WITH_CUDA else ()
     rpc = ("libggml-rpc.so.0",) if variant in WITH_RPC else ()
-    return ("libggml-base.so.0", "libggml-cpu.so.0", *cuda, *rpc, "libggml.so.0", "libllama.so.0")
+    ggml = ("libggml-base.so.0", "libggml-cpu.so.0", *cuda, *rpc, "libggml.so.0")
+    return (*ggml, "libllama.so.0", FIT_LIBRARY)
 
 
 def build(
@@ -110,6 +112,7 @@ def build(
         "-DLLAMA_BUILD_COMMON=OFF",
         "-DLLAMA_BUILD_APP=OFF",
         "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",
+        *_compiler_flags(),
         *_set_flags(variant),
         *(["-DGGML_RPC=ON"] if variant in WITH_RPC else []),
     ]
@@ -119,10 +122,12 @@ def build(
         architecture = architecture or device_architecture()
         cuda = {"cuda": toolkit.version, "architecture": architecture}
         flags += [*toolkit.flags, *_cuda_flags(architecture)]
+        flags.append(f"-DCMAKE_CUDA_HOST_COMPILER={shutil.which('c++')}")
     flags.append(f"-DCMAKE_INSTALL_RPATH=$ORIGIN{f';{TOOLKIT}/lib64' if cuda else ''}")
     started_s = time.monotonic()
     run([cmake, "-G", "Ninja", "-S", str(source), "-B", str(objects), *flags], objects)
     _build_with_progress(cmake, objects, jobs or os.cpu_count() or 1, variant)
+    build_fit(source, objects / "bin", objects / "fit")
     _collect(objects, folder, libraries_of(variant))
     record = {
         "variant": variant,
@@ -158,7 +163,14 @@ def _is_ready(folder: Path, variant: str, architecture: str | None) -> bool:
     record = build_record(folder)
     is_of_this_machine = VARIANTS[variant] is not None or record["processor"] == processor()
     is_for_it = architecture is None or record.get("architecture") == architecture
-    return record["llama_cpp_python"] == LLAMA_CPP_PYTHON and is_of_this_machine and is_for_it
+    return record.get("sdist") == SDIST and is_of_this_machine and is_for_it
+
+
+def _compiler_flags() -> list[str]:
+    """The compilers that the record names and `build_fit` uses, whatever CMake would find: one
+    process must not mix the C++ libraries of two."""
+    found = {"C": shutil.which("cc"), "CXX": shutil.which("c++")}
+    return [f"-DCMAKE_{name}_COMPILER={path}" for name, path in found.items() if path]
 
 
 def _set_flags(variant: str) -> list[str]:
@@ -260,7 +272,7 @@ def main() -> None:
         record = build_record(folder)
         print(
             f"{variant}: llama.cpp {record['llama_cpp']}, ggml {record['ggml']} "
-            f"(llama-cpp-python {record['llama_cpp_python']}), {record['compiler']}, in {folder}"
+            f"({record['sdist']}), {record['compiler']}, in {folder}"
         )
 
 

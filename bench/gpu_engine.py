@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from bench.our_model import owners_of
 from dflash_protocol.ids import F32Array
 from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
+from dflash_runtime.placement.plan_text import plan_text
 
 
 class EngineSide:
@@ -34,16 +35,24 @@ class EngineSide:
         local_experts: int | None = None,
         ipc_transport: str | None = None,
         mail_memory: str | None = None,
+        heat: Path | None = None,
+        wishes: Mapping[str, object] | None = None,
+        cores: int | None = None,
     ) -> None:
-        """`ipc_transport`, `mail_memory`: None = as settings have it.
+        """`ipc_transport`, `mail_memory`, `heat`: None = as settings have it. `wishes`: other
+        settings, by field; `cores`: how many processors may be used, None = all of them.
 
         Raises: DflashError if the engine cannot be opened.
         """
-        settings = load_settings()
+        if cores is not None:
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+        settings = replace(load_settings(), **dict(wishes or {}))  # type: ignore[arg-type]
         if ipc_transport is not None:
             settings = replace(settings, ipc_transport=ipc_transport)
         if mail_memory is not None:
             settings = replace(settings, mail_memory=mail_memory)
+        if heat is not None:
+            settings = replace(settings, heat=str(heat))
         started_s = time.perf_counter()
         self._engine = Engine.open(
             path,
@@ -61,6 +70,22 @@ class EngineSide:
             "open_s": round(self._open_s, 1),
             "kv_type": self._engine.kv_type.value,
             "positions": self._engine.num_positions,
+        }
+
+    def planned(self) -> dict[str, object]:
+        """The plan that the engine was opened with; empty without one."""
+        plan = self._engine.plan
+        if plan is None:
+            return {}
+        return {
+            "chosen": plan.name,
+            "forecast": asdict(plan.forecast),
+            "share_here": plan.share_here,
+            "experts_here": plan.budgets[0].num_experts,
+            "chunk": plan.setup.chunk,
+            "layers_copied": len(plan.prompts_here),
+            "heat_tokens": plan.origin.heat_tokens,
+            "text": plan_text(plan),
         }
 
     def logits(self, token_ids: Sequence[int]) -> F32Array:
@@ -100,6 +125,17 @@ class EngineSide:
         if num_written != num_tokens:
             raise RuntimeError(f"{num_written} tokens were written, not {num_tokens}")
         return num_tokens / (time.perf_counter() - started_s)
+
+    def request(self, prompt: Sequence[int], num_tokens: int) -> float:
+        """Seconds of a whole request from an empty state."""
+        started_s = time.perf_counter()
+        for _ in self._engine.generate(prompt, num_tokens, ignore_eos=True):
+            pass
+        return time.perf_counter() - started_s
+
+    def moved(self) -> int:
+        """How many experts have moved since it was opened."""
+        return self._engine.stats().moves.experts_moved
 
     def close(self) -> None:
         """End the daemons. May be called twice."""

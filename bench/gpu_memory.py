@@ -77,8 +77,9 @@ class Case:
 class Watch:
     """The least free memory of a device since `begin`, sampled by a thread of its own."""
 
-    def __init__(self, driver: Driver, index: int) -> None:
+    def __init__(self, driver: Driver, index: int, *, sample_s: float = _SAMPLE_S) -> None:
         self._driver, self._index = driver, index
+        self._sample_s = sample_s
         self._least = 0
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -104,7 +105,7 @@ class Watch:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._is_over.wait(_SAMPLE_S):
+        while not self._is_over.wait(self._sample_s):
             self._least = min(self._least, self.free())
 
 

@@ -1,5 +1,5 @@
-"""An expert-compute daemon with an added handicap: slower compute, a delay of each request, or
-only the older version of the protocol.
+"""An expert-compute daemon with an added handicap: slower compute, a delay of each request, little
+memory, or only the older version of the protocol.
 
 All else is the real daemon's: its sockets, its shared memory, its threads. Arguments after ``--``
 are passed to it. The added time is slept, as if a slower device computed.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -25,6 +26,8 @@ from dflash_daemon import __main__ as daemon
 from dflash_protocol.batch import RoutedBatch
 from dflash_protocol.ids import F64Array
 from dflash_runtime.compute import ComputeBackend, ExpertBank, open_backend
+from dflash_runtime.compute.backend import ExpertMemory
+from dflash_runtime.compute.host_room import PROCESS_BYTES
 
 
 class ImposedBank:
@@ -60,6 +63,21 @@ def impose(backend: ComputeBackend, *, compute_factor: float, request_s: float) 
     patch.object(backend, "load_experts", load_imposed).start()
 
 
+def limit(backend: ComputeBackend, num_bytes: int) -> None:
+    """Let the backend have so much memory for experts, beside what else a process takes."""
+    told = backend.expert_memory
+
+    def expert_memory(*args: Any) -> ExpertMemory:
+        memory, room = told(*args), num_bytes + PROCESS_BYTES
+        return replace(
+            memory,
+            free_bytes=min(memory.free_bytes, room),
+            total_bytes=min(memory.total_bytes, room),
+        )
+
+    patch.object(backend, "expert_memory", expert_memory).start()
+
+
 def main() -> int:
     parser = bench_parser(__file__, __doc__)
     parser.add_argument(
@@ -67,6 +85,9 @@ def main() -> int:
     )
     parser.add_argument(
         "--request-ms", type=float, default=0.0, help="every request takes so much longer"
+    )
+    parser.add_argument(
+        "--free-mib", type=int, help="the daemon has so much memory for experts, and says so"
     )
     parser.add_argument(
         "--version-1", action="store_true", help="speak only version 1 of the protocol"
@@ -80,6 +101,8 @@ def main() -> int:
             impose(
                 backend, compute_factor=options.compute_factor, request_s=options.request_ms / 1e3
             )
+        if options.free_mib is not None:
+            limit(backend, options.free_mib << 20)
         return backend
 
     # Patched from outside, so that the real daemon contains none of this.

@@ -175,6 +175,7 @@ def llama_calls(context_params: type[ctypes.Structure]) -> Calls:
         "llama_model_free": (None, [P]),
         "llama_model_get_vocab": (P, [P]),
         "llama_model_load_from_file": (P, [ctypes.c_char_p, ModelParams]),
+        "llama_set_n_threads": (None, [P, I32, I32]),
         "llama_tokenize": (I32, [P, ctypes.c_char_p, I32, P, I32, FLAG, FLAG]),
         "llama_vocab_n_tokens": (I32, [P]),
     }
@@ -189,6 +190,7 @@ TENSOR_CALLS: Calls = {
 
 DEVICE_CALLS: Calls = {
     "ggml_backend_dev_buffer_type": (P, [P]),
+    "ggml_backend_dev_memory": (None, [P, P, P]),
     "ggml_backend_dev_name": (ctypes.c_char_p, [P]),
 }
 REGISTRY_CALLS: Calls = {

@@ -30,6 +30,7 @@ from bench.llama_api import (
     default_context_params,
     llama_calls,
 )
+from bench.peer_fit import FIT_CALLS, LIMIT_CALLS
 
 _OPENMP_VARIABLES = (
     "OMP_WAIT_POLICY",
@@ -135,15 +136,19 @@ class Peer:
         # The peer uses its own default of waiting, whatever this process's environment says.
         for name in _OPENMP_VARIABLES:
             os.unsetenv(name)
+        # Some of a build's libraries have parts of the C++ library in them, others use the shared
+        # one. It comes first, so that all of them use that: two of them crash on streams.
+        ctypes.CDLL("libstdc++.so.6", ctypes.RTLD_GLOBAL)
         names = libraries_of(variant)
         libraries = [ctypes.CDLL(str(folder / name), ctypes.RTLD_GLOBAL) for name in names]
-        base, cpu, *_, ggml, self.llama = libraries
+        base, cpu, *_, ggml, self.llama, fit = libraries
         of_llama = llama_calls(type(default_context_params(self.llama)))
         of_libraries = (
             (base, _GGML_BASE),
             (cpu, _GGML_CPU),
             (ggml, REGISTRY_CALLS),
-            (self.llama, of_llama),
+            (self.llama, {**of_llama, **LIMIT_CALLS}),
+            (fit, FIT_CALLS),
         )
         for library, calls in of_libraries:
             declare(library, calls)

@@ -87,8 +87,32 @@ def load_model(
     return int(model)
 
 
+def context_params(
+    library: Any,
+    *,
+    num_threads: int,
+    context: int,
+    kv_type: str,
+    micro_batch: int,
+    flash_attention: FlashAttention,
+    num_outputs: int,
+) -> Any:
+    """llama_context_params of one sequence; see PeerContext."""
+    params = default_context_params(getattr(library, "llama", library))
+    params.n_ctx = context
+    params.n_batch = max(_BATCH, micro_batch)
+    params.n_ubatch = micro_batch
+    params.n_outputs_max = num_outputs
+    params.n_threads = params.n_threads_batch = num_threads
+    params.type_k = params.type_v = _KV_TYPES[kv_type]
+    params.flash_attn_type = flash_attention
+    params.no_perf = True
+    return params
+
+
 class PeerContext:
-    """One sequence of a loaded model. Owns context and batches until the process ends."""
+    """One sequence of a loaded model. Owns context and batches, until `close` or the process's
+    end."""
 
     def __init__(
         self,
@@ -100,22 +124,25 @@ class PeerContext:
         kv_type: str,
         micro_batch: int = 512,
         flash_attention: FlashAttention = FlashAttention.AUTO,
+        num_outputs: int = 0,
         on_tensor: Any = None,
     ) -> None:
-        """`on_tensor`: an EVAL_CALLBACK for the tensors that are computed.
+        """`num_outputs`: most tokens of a batch with logits, for which memory is reserved; 0: all.
+        `on_tensor`: an EVAL_CALLBACK for the tensors that are computed.
 
         Raises: PeerError if llama.cpp cannot make a context of this size.
         """
         self._peer = library
         self._on_tensor = on_tensor  # kept alive for llama.cpp
-        params = default_context_params(getattr(library, "llama", library))
-        params.n_ctx = context
-        params.n_batch = max(_BATCH, micro_batch)
-        params.n_ubatch = micro_batch
-        params.n_threads = params.n_threads_batch = num_threads
-        params.type_k = params.type_v = _KV_TYPES[kv_type]
-        params.flash_attn_type = flash_attention
-        params.no_perf = True
+        params = context_params(
+            library,
+            num_threads=num_threads,
+            context=context,
+            kv_type=kv_type,
+            micro_batch=micro_batch,
+            flash_attention=flash_attention,
+            num_outputs=num_outputs,
+        )
         if on_tensor is not None:
             params.cb_eval = ctypes.cast(on_tensor, P)
         self._context = library.llama_init_from_model(model, params)
@@ -124,6 +151,16 @@ class PeerContext:
         self._memory = library.llama_get_memory(self._context)
         self._batch_size = int(params.n_batch)
         self._batches: list[Batch] = []
+
+    def close(self) -> None:
+        """Free them; the last call."""
+        for batch in self._batches:
+            self._peer.llama_batch_free(batch)
+        self._peer.llama_free(self._context)
+
+    def use_threads(self, num_threads: int) -> None:
+        """Threads from now on, of decode and of prompts."""
+        self._peer.llama_set_n_threads(self._context, num_threads, num_threads)
 
     def logits(self, token_ids: Sequence[int], vocab_size: int) -> F32Array:
         """Logits after the last token, from an empty state. Shapes: result [V] float32."""

@@ -1,4 +1,4 @@
-"""llama.cpp's sources: from the llama-cpp-python sdist, or from an archive made for one build.
+"""llama.cpp's sources: from the xllamacpp sdist, or from an archive made for one build.
 
 The archive has only what a build with CUDA needs, a few megabytes to be carried to a machine with a
 GPU and without a network. Of the many kernels compiled for each head size and tensor type, it has
@@ -21,8 +21,11 @@ from typing import Any
 
 from bench.machine import BUILD
 
-LLAMA_CPP_PYTHON = "0.3.36"
-"""The pinned version: its sdist holds the sources of one llama.cpp commit."""
+XLLAMACPP = "2026.10.11549"
+"""The pinned version: its sdist holds the sources of one llama.cpp release, whose number is the
+last part."""
+SDIST = f"xllamacpp {XLLAMACPP}"
+"""As records name it."""
 
 PEER = BUILD / "peer"
 
@@ -32,9 +35,12 @@ _BARRIER_FILE = "ggml/src/ggml-cpu/amx/mmq.cpp"
 _BARRIER_BEFORE = "    _tile_loadconfig(&tc);\n"
 _BARRIER = '    __asm__ __volatile__("" : : "r"(&tc) : "memory");\n'
 
+FIT_FILES = ("common/fit.cpp", "common/fit.h")
+"""llama.cpp's choice of a placement that fits (``--fit``), which is in no library's C interface."""
+
 _FACTS = "bench-source.json"
 """File next to an archive's CMakeLists.txt: versions, and what was left out."""
-_PACKED = ("CMakeLists.txt", "LICENSE", "cmake", "include", "src", "ggml")
+_PACKED = ("CMakeLists.txt", "LICENSE", "cmake", "include", "src", "ggml", *FIT_FILES)
 _BACKENDS = frozenset({"ggml-cpu", "ggml-cuda", "ggml-rpc"})
 _CUDA = "ggml/src/ggml-cuda/"
 _INSTANCES = _CUDA + "template-instances/"
@@ -101,14 +107,14 @@ def run(command: list[str], folder: Path) -> str:
 def downloaded_source() -> Path:
     """llama.cpp's sources, downloaded and patched once. Raises: BuildError."""
     top = PEER / "source"
-    source = top / f"llama_cpp_python-{LLAMA_CPP_PYTHON}" / "vendor" / "llama.cpp"
+    source = top / f"xllamacpp-{XLLAMACPP}" / "thirdparty" / "llama.cpp"
     if (top / "patched").exists() and source.is_dir():
         return source
     shutil.rmtree(top, ignore_errors=True)
     top.mkdir(parents=True)
-    print(f"downloading the sources of llama-cpp-python {LLAMA_CPP_PYTHON} (77 MB)", flush=True)
-    requirement = f"llama-cpp-python=={LLAMA_CPP_PYTHON}"
-    options = ["--no-deps", "--no-binary", "llama-cpp-python", "--dest", str(top)]
+    print(f"downloading the sources of xllamacpp {XLLAMACPP} (38 MB), two minutes", flush=True)
+    requirement = f"xllamacpp=={XLLAMACPP}"
+    options = ["--no-deps", "--no-binary", "xllamacpp", "--dest", str(top)]
     quiet = ["--quiet", "--disable-pip-version-check"]
     run([sys.executable, "-m", "pip", "download", *quiet, *options, requirement], top)
     archives = list(top.glob("*.tar.gz"))
@@ -136,22 +142,16 @@ def unpacked_archive(archive: Path, folder: Path) -> Path:
 
 
 def source_facts(source: Path) -> dict[str, Any]:
-    """Versions of sources, and what was left out of an archive.
-
-    llama.cpp's commit is in the binding's changelog.
-    """
+    """Versions of sources, and what was left out of an archive."""
     packed = source / _FACTS
     if packed.is_file():
         facts: dict[str, Any] = json.loads(packed.read_text())
         return facts
-    changelog = (source.parent.parent / "CHANGELOG.md").read_text()
-    release = changelog.partition(f"## [{LLAMA_CPP_PYTHON}]")[2]
-    found = re.search(r"ggml-org/llama\.cpp@([0-9a-f]+)", release)
     cmake = (source / "ggml" / "CMakeLists.txt").read_text()
     parts = re.findall(r"set\(GGML_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)\)", cmake)
     return {
-        "llama_cpp_python": LLAMA_CPP_PYTHON,
-        "llama_cpp": found.group(1) if found else "unknown",
+        "sdist": SDIST,
+        "llama_cpp": f"b{XLLAMACPP.rpartition('.')[2]}",
         "ggml": ".".join(parts),
     }
 

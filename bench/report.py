@@ -90,8 +90,8 @@ def save(name: str, record: Mapping[str, Any], tables: str, how: str) -> None:
     facts += "."
     if peer := record.get("peer"):
         facts += (
-            f" Peer: llama.cpp {peer['llama_cpp']} (ggml {peer['ggml']}, from llama-cpp-python "
-            f"{peer['llama_cpp_python']}), variant {peer['variant']}, {peer['compiler']}."
+            f" Peer: llama.cpp {peer['llama_cpp']} (ggml {peer['ggml']}, from "
+            f"{peer['sdist']}), variant {peer['variant']}, {peer['compiler']}."
         )
     path = RESULTS / f"{stem}.md"
     try:

@@ -14,7 +14,9 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from tooling.written_lines import ANY, Line, lines_of, sources
 
+from dflash_protocol.device import CPU
 from dflash_protocol.ids import Phase
+from dflash_protocol.placement import Placement
 from dflash_protocol.settings.kinds import Switch
 from dflash_protocol.settings.table import (
     KNOBS,
@@ -23,9 +25,20 @@ from dflash_protocol.settings.table import (
     SETTINGS_HELP,
     Knob,
 )
-from dflash_runtime.engine.engine import EngineStats
+from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.engine.engine import EngineStats, GenerationStats
 from dflash_runtime.experts.events import EventKind
 from dflash_runtime.experts.telemetry import OwnerKind, OwnerStats
+from dflash_runtime.placement.plan import (
+    DeviceBudget,
+    ExpertRoom,
+    Forecast,
+    Origin,
+    Plan,
+    RoomStatus,
+    Setup,
+)
+from dflash_runtime.placement.wishes import MoeMode
 from dflash_runtime.serving.metrics import NAMESPACE, Metrics
 
 
@@ -100,7 +113,23 @@ def metric_families() -> Iterator[Metric]:
     metrics, owner = Metrics(), OwnerStats(OwnerKind.DAEMON, num_experts=1)
     owner.of_phase(Phase.DECODE).round_trips.add(1e-3)
     stats = EngineStats(owners={"cpu": owner}, events=[], selections={})
-    metrics.watch_engine(lambda: stats)
+    budget = DeviceBudget("cpu", *[0] * 6)
+    plan = Plan(
+        Origin("", "", 0),
+        Setup(CPU, 1, KvType.F16, 1),
+        Placement({}, (), ()),
+        (),
+        MoeMode.RESIDENT,
+        "",
+        Forecast(1.0, 1.0, 1.0),
+        1.0,
+        (budget,),
+        ExpertRoom(RoomStatus.EMPTY, 0, 0, 0),
+        (),
+        "",
+    )
+    metrics.watch_engine(lambda: stats, lambda: plan)
+    metrics.count_generation("stop", GenerationStats(512, 0, 2, prefill_s=1.0, decode_s=1.0))
     metrics.watch_queue(lambda: 0)
     metrics.count_owners(stats.owners)
     metrics.http_requests.labels("/ready", "200").inc()

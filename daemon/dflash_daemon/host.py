@@ -26,6 +26,8 @@ from dflash_runtime.experts.store import (
     measure_pairs_per_second,
     trial_pass,
 )
+from dflash_runtime.placement.footprint import Memory, footprint
+from dflash_runtime.placement.host_context import require_daemon_room
 
 _LOG = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ def _ignore(stage: str, num_done: int, num_total: int) -> None:
 class ExpertHost:
     """A model whose metadata are read at once and whose experts are loaded by placement.
 
+    Raises: ModelFileError; SettingsError if this process can have too little memory.
     `weights` computes digests of the file and caches them in `cache_dir` (see `cache_folder`).
     Owns: the file, a thread that hashes it, and the backend.
     """
@@ -50,6 +53,9 @@ class ExpertHost:
         self._file = GgufFile.open(model_path)
         try:
             self.spec = read_spec(self._file)
+            if backend.is_host:
+                found = footprint(self._file, self.spec, Memory.HOST)
+                require_daemon_room(found, backend.chunking.preferred)
             self.identity = self._file.identity()
             self.weights = WeightCheck(self._file, self.spec.moe, cache_dir)
             self.weights.start()

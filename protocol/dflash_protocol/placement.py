@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from dflash_protocol.errors import ProtocolError
 from dflash_protocol.fingerprint import digest
@@ -120,29 +121,60 @@ class LayerRouting:
     """Index of the owner that answers for all experts; None if there are several."""
     is_identity: bool
     """Whether the sole owner's local ids equal the global ones."""
+    shared: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """Experts with an entry in `Placement.answering` and several owners of one numeric class, with
+    these, ascending: any of them may answer for a chunk's pairs."""
 
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """All owners of a model's experts. The first owner that has an expert answers for it."""
+    """All owners of a model's experts. An expert may have several: replicas.
+
+    The first owner that has an expert answers for it, unless `answering` names another one of the
+    same numeric class, which computes the same bits. Owners of other classes are asked only after
+    those of the first one's class are lost.
+    """
 
     experts_per_layer: Mapping[int, int]
     owner_names: tuple[str, ...]
     owners: tuple[OwnedExperts, ...]
+    answering: Mapping[int, I32Array] = field(default_factory=dict)
+    """By layer id, the index of the owner that answers for each expert; -1, and in layers that are
+    not named: the first one that has it. Shapes: each [E]."""
+    numeric_classes: Mapping[str, str] = field(default_factory=dict)
+    """By owner name; one that is empty or missing is not known, and equals no other."""
 
     def __post_init__(self) -> None:
-        """Raises: ProtocolError if an owner's list is wrong, two owners have one name, or an expert
-        has no owner."""
+        """Raises: ProtocolError if an owner's list is wrong, two owners have one name, an expert
+        has no owner, or one is to answer for experts that it does not have."""
         if len(self.owner_names) != len(self.owners):
             raise ProtocolError("placement: owner names and lists differ in number")
         if len(set(self.owner_names)) != len(self.owner_names):
             raise ProtocolError("placement: two owners have one name")
         for owned in self.owners:
             owned.check(self.experts_per_layer)
+        self._check_answering()
         for layer_id, routing in self.routing.items():
             unowned = np.flatnonzero(routing.owner_index < 0)
             if unowned.size:
                 raise ProtocolError(f"placement: layer {layer_id} expert {unowned[0]} has no owner")
+
+    def _check_answering(self) -> None:
+        for layer_id, answering in self.answering.items():
+            num_experts = self.experts_per_layer.get(layer_id)
+            if num_experts is None or answering.shape != (num_experts,):
+                raise ProtocolError(
+                    f"placement: layer {layer_id} has not as many experts to answer"
+                )
+            named = np.flatnonzero(answering != -1)
+            indices = answering[named]
+            if ((indices < 0) | (indices >= len(self.owners))).any():
+                raise ProtocolError(f"placement: layer {layer_id} names an owner that is not there")
+            without = named[self.local_ids(layer_id)[indices, named] < 0]
+            if without.size:
+                raise ProtocolError(
+                    f"placement: layer {layer_id} expert {without[0]} is not its owner's"
+                )
 
     @property
     def routing(self) -> dict[int, LayerRouting]:
@@ -177,21 +209,67 @@ class Placement:
     def _tables(self) -> dict[frozenset[int], dict[int, LayerRouting]]:
         return {}
 
+    def local_ids(self, layer_id: int) -> I32Array:
+        """Each owner's local id of each expert, -1 where it does not have it; read-only.
+
+        Shapes: result [owners, E].
+        """
+        found = self._local_ids.get(layer_id)
+        if found is None:
+            found = np.full((len(self.owners), self.experts_per_layer[layer_id]), -1, np.int32)
+            for index, owned in enumerate(self.owners):
+                ids = owned.by_layer.get(layer_id)
+                if ids is not None:
+                    found[index, ids] = np.arange(ids.size, dtype=np.int32)
+            found.flags.writeable = False
+            self._local_ids[layer_id] = found
+        return found
+
+    @cached_property
+    def _local_ids(self) -> dict[int, I32Array]:
+        return {}
+
+    def equal_holders(self, layer_id: int) -> npt.NDArray[np.bool_]:
+        """Which owners have an expert and the numeric class of the first that has it: any of them
+        computes the same bits. Shapes: result [owners, E].
+        """
+        holds = self.local_ids(layer_id) >= 0
+        first = holds.argmax(axis=0)
+        classes = [self.numeric_classes.get(name, "") for name in self.owner_names]
+        # An owner of an unknown class is equal to itself alone.
+        number = [classes.index(name) if name else index for index, name in enumerate(classes)]
+        of_owner = np.array(number)
+        return np.asarray(holds & (of_owner[:, None] == of_owner[first]))
+
     def _make_tables(self, lost: frozenset[int]) -> dict[int, LayerRouting]:
         tables = {}
+        is_left = np.array([index not in lost for index in range(len(self.owners))], np.bool_)
         for layer_id, num_experts in self.experts_per_layer.items():
-            owner_index = np.full(num_experts, -1, dtype=np.int32)
-            local_id = np.full(num_experts, -1, dtype=np.int32)
-            # Later owners first, so that the first owner of an expert overwrites the others.
-            for index in reversed(range(len(self.owners))):
-                if index in lost:
-                    continue
-                ids = self.owners[index].by_layer.get(layer_id)
-                if ids is not None:
-                    owner_index[ids] = index
-                    local_id[ids] = np.arange(ids.size, dtype=np.int32)
+            local_ids = self.local_ids(layer_id)
+            is_held, places = (local_ids >= 0) & is_left[:, None], np.arange(num_experts)
+            if not is_left.any():
+                missing = np.full(num_experts, -1, np.int32)
+                tables[layer_id] = LayerRouting(missing, missing, None, is_identity=False)
+                continue
+            equal = self.equal_holders(layer_id)
+            # The least is asked: the one named, then the first of its class, then the first.
+            order = np.where(equal, 0, len(self.owners)) + np.arange(len(self.owners))[:, None]
+            shared: list[tuple[int, tuple[int, ...]]] = []
+            answering = self.answering.get(layer_id)
+            if answering is not None:
+                named = np.flatnonzero((answering >= 0) & equal[answering, places])
+                order[answering[named], named] = -1
+                for expert in named[(equal & is_held)[:, named].sum(axis=0) > 1].tolist():
+                    able = np.flatnonzero(equal[:, expert] & is_held[:, expert])
+                    shared.append((expert, tuple(able.tolist())))
+            order[~is_held] = 2 * len(self.owners)
+            chosen = order.argmin(axis=0).astype(np.int32)
+            owner_index = np.where(is_held.any(axis=0), chosen, np.int32(-1)).astype(np.int32)
+            local_id = np.where(owner_index >= 0, local_ids[chosen, places], np.int32(-1))
             sole_owner, is_identity = _sole_owner(owner_index, local_id)
-            tables[layer_id] = LayerRouting(owner_index, local_id, sole_owner, is_identity)
+            tables[layer_id] = LayerRouting(
+                owner_index, local_id, sole_owner, is_identity, tuple(shared)
+            )
         return tables
 
 

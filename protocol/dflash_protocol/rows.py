@@ -5,6 +5,7 @@ A GPU backend implements it for its memory, this module for arrays of the host.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -54,11 +55,21 @@ class Sums(Protocol):
         """Add `sums` to the distinct `rows`, or to all. Takes over `sums`, which must not be used
         afterwards. Raises: DeviceUnavailable."""
 
+    def add_computed(self, hidden: Hidden, rows: I32Array | None, compute: HostCompute) -> None:
+        """Add sums that the host computes from `hidden` to the distinct `rows`, or to all.
+
+        Shapes: hidden [T', H]; rows [T']. Raises: DeviceUnavailable, and what `compute` raises.
+        """
+
     def to_host(self) -> F64Array:
         """The sums on the host: their own memory if they are there, else a copy.
 
         Raises: DeviceUnavailable.
         """
+
+
+HostCompute: TypeAlias = Callable[[Hidden, F64Array], None]
+"""Adds to sums what it computes from rows on the host. Shapes: [T, H]; [T, H]."""
 
 
 class HostHidden:
@@ -100,6 +111,14 @@ class HostSums:
             np.add(self._array, more, out=self._array)
         else:
             self._array[rows] += more
+
+    def add_computed(self, hidden: Hidden, rows: I32Array | None, compute: HostCompute) -> None:
+        if rows is None:
+            compute(hidden, self._array)
+            return
+        sums = np.zeros(hidden.shape)
+        compute(hidden, sums)
+        self._array[rows] += sums
 
     def to_host(self) -> F64Array:
         return self._array

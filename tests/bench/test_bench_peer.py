@@ -17,6 +17,7 @@ from bench.llama_api import DEVICE_CALLS, REGISTRY_CALLS, TensorPlace, declare, 
 from bench.peer import PeerError
 from bench.peer_model import PeerContext, Placement, load_model
 from bench.peer_source import (
+    XLLAMACPP,
     BuildError,
     pack,
     source_facts,
@@ -24,7 +25,7 @@ from bench.peer_source import (
     unpacked_archive,
 )
 
-from bench import cuda_toolkit, peer_model
+from bench import build_peer, cuda_toolkit, peer_model
 from dflash_protocol.ids import F32Array
 from support.llama_oracle import relative_error
 from support.random_models import BLOCK_32_SHAPE, write_qwen3moe
@@ -35,6 +36,9 @@ FILES = {
     "LICENSE": "MIT\n",
     "README.md": "not needed\n",
     "cmake/common.cmake": "\n",
+    "common/common.cpp": "not needed\n",
+    "common/fit.cpp": "\n",
+    "common/fit.h": "\n",
     "include/llama.h": "\n",
     "src/llama.cpp": "\n",
     "src/convert.py": "not needed\n",
@@ -65,11 +69,10 @@ WANTED = {name for name, text in FILES.items() if text != "not needed\n"} - {
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """Sources as laid out in the sdist."""
-    top = tmp_path / "vendor" / "llama.cpp"
+    top = tmp_path / "thirdparty" / "llama.cpp"
     for name, text in FILES.items():
         (top / name).parent.mkdir(parents=True, exist_ok=True)
         (top / name).write_text(text)
-    (tmp_path / "CHANGELOG.md").write_text("## [0.3.36]\n- ggml-org/llama.cpp@abc123\n## [0.3.35]")
     return top
 
 
@@ -87,7 +90,7 @@ def test_an_archive_holds_what_the_build_needs(source: Path, tmp_path: Path) -> 
     assert "LEFT_OUT_MMQ(GGML_TYPE_MXFP4, GGML_PREC_Q8)" in stubs
     assert "LEFT_OUT_MMQ(GGML_TYPE_MXFP4, GGML_PREC_Q4)" in stubs
     facts = source_facts(unpacked)
-    assert (facts["llama_cpp"], facts["ggml"]) == ("abc123", "1.2")
+    assert (facts["llama_cpp"], facts["ggml"]) == ("b" + XLLAMACPP.split(".")[-1], "1.2")
     assert facts["llama_cpp"] == source_facts(source)["llama_cpp"]
     assert "MMQ GGML_TYPE_Q4_K" in facts["kernels"]
 
@@ -274,3 +277,11 @@ def test_experts_go_where_they_are_sent(
     monkeypatch.setattr(peer_model, "_EXPERT_TENSORS", b"(")
     with pytest.raises(PeerError, match="does not load"):
         load_model(library, model_path, Placement(experts_on="CPU"))
+
+
+def test_cmake_is_told_the_compilers_that_the_record_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", {"cc": "/a/cc", "c++": "/a/c++"}.get)
+    assert build_peer._compiler_flags() == [
+        "-DCMAKE_C_COMPILER=/a/cc",
+        "-DCMAKE_CXX_COMPILER=/a/c++",
+    ]

@@ -77,6 +77,8 @@ OF_ONE_RUN = {
     "file", "csv_path",
     # Of one trial: see docs/operations.md.
     "mailbox", "rounds",
+    # llama.cpp's two names of one setting.
+    "keys_type", "values_type",
     # Names the file that has the others.
     "settings_file",
     # Of `keygen`, which makes files.

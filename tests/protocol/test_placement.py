@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import tracemalloc
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -249,3 +250,57 @@ def test_a_layer_without_an_id_of_the_owner_has_no_local_id() -> None:
     replicas_first = placement({0: [2, 1]}, {0: [0, 1, 2]})
     np.testing.assert_array_equal(replicas_first.routing[0].owner_index, [1, 0, 0])
     np.testing.assert_array_equal(replicas_first.routing[0].local_expert_id, [0, 1, 0])
+
+
+def test_the_owner_that_is_named_answers_if_it_is_of_the_first_ones_class() -> None:
+    lists: list[Lists] = [{0: [0, 1]}, {0: [2, 1, 0]}, {0: [1, 0]}]
+    named = {0: np.array([2, 1, -1], np.int32)}
+
+    def owners_of(*classes: str, lost: tuple[int, ...] = ()) -> list[int]:
+        of = {f"owner{index}": each for index, each in enumerate(classes)}
+        placed = replace(placement(*lists), answering=named, numeric_classes=of)
+        table = placed.routing_without(frozenset(lost))[0]
+        for expert, owner in enumerate(table.owner_index.tolist()):
+            assert lists[owner][0][table.local_expert_id[expert]] == expert
+        return [*map(int, table.owner_index)]
+
+    assert owners_of("a", "a", "a") == [2, 1, 1]
+    assert owners_of("a", "b", "a") == [2, 0, 1]  # expert 1: another class is asked only at need
+    assert owners_of("a", "b", "b") == [0, 0, 1]
+    assert owners_of() == owners_of("", "", "") == [0, 0, 1]
+    # One of the same class before the first of another one.
+    assert owners_of("a", "b", "a", lost=(0,)) == [2, 2, 1]
+    assert owners_of("a", "b", "a", lost=(2,)) == [0, 0, 1]
+    assert owners_of("a", "b", "a", lost=(0, 2)) == [1, 1, 1]
+
+
+def test_equal_owners_share_what_is_named_while_they_are_there() -> None:
+    lists: list[Lists] = [{0: [0, 1, 2]}, {0: [0, 1]}, {0: [1]}]
+    named = {0: np.array([1, 0, -1], np.int32)}
+    classes = {"owner0": "a", "owner1": "a", "owner2": "b"}
+    placed = replace(placement(*lists), answering=named, numeric_classes=classes)
+    assert placed.routing[0].shared == ((0, (0, 1)), (1, (0, 1)))
+    assert placed.routing_without(frozenset({1}))[0].shared == ()
+    assert replace(placed, numeric_classes={}).routing[0].shared == ()
+    assert placement(*lists).routing[0].shared == ()
+    assert placed.local_ids_of(1)[0].tolist() == [0, -1, -1]
+    assert placed.local_ids(0).tolist() == [[0, 1, 2], [0, 1, -1], [-1, 0, -1]]
+
+
+@pytest.mark.parametrize(
+    ("answering", "reason"),
+    [
+        ({0: [0, 0, 2]}, "not there"),
+        ({0: [0, 0, -2]}, "not there"),
+        ({0: [1, 0, 0]}, r"expert 0\b"),
+        ({0: [0, 0]}, "layer 0"),
+        ({1: [0, 0, 0]}, "layer 1"),
+    ],
+)
+def test_only_owners_of_an_expert_answer_for_it(
+    answering: dict[int, list[int]], reason: str
+) -> None:
+    placed = placement({0: [0, 1, 2]}, {0: [2]})
+    tables = {layer_id: np.array(indices, np.int32) for layer_id, indices in answering.items()}
+    with pytest.raises(ProtocolError, match=reason):
+        replace(placed, answering=tables)

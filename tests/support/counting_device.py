@@ -200,7 +200,7 @@ class CountingDevice(EmulatedDevice):
         self.locked_bytes += array.nbytes
         return super().map_host(array)
 
-    def require_mapped(self, array: AnyArray) -> None:
+    def require_mapped(self, begin: int, num_bytes: int) -> None:
         """Nothing: no range is known."""
 
     def write_at(self, place: int, origin: int, num_bytes: int) -> None:

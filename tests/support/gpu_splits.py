@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,11 @@ class Split:
         overlapped_from: int = MAX_CHUNK + 1,
         offload: OffloadMode = OffloadMode.OFF,
         kv_type: KvType = KvType.F16,
+        answering: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         """`new_device` opens a device that `undo` closes; the default is an emulated one. With
-        `offload` the parent has run its trial of copies.
+        `offload` the parent has run its trial of copies. `answering`: see Placement.answering; all
+        devices are of one class.
 
         Shapes: ids [T].
         """
@@ -81,7 +84,13 @@ class Split:
         spec = self.spec
         self._vocab_size = spec.vocab_size
         owned = {name: OwnedExperts.from_lists(layers) for name, layers in owners.items()}
-        self.placement: Placement = make_placement(spec.moe, owned)
+        self.placement: Placement = replace(
+            make_placement(spec.moe, owned),
+            answering={
+                layer: np.array(each, np.int32) for layer, each in (answering or {}).items()
+            },
+            numeric_classes={name: "cpu" if name.startswith("cpu") else "gpu" for name in owned},
+        )
         computes, self._local_banks, device_owner = [], {}, None
         for index, (name, each) in enumerate(owned.items()):
             kind, compute, of = OwnerKind.DAEMON, LocalExpertCompute, backend
@@ -99,7 +108,7 @@ class Split:
             computes,
             fallback=None,
             device_owner=device_owner,
-            offload=OffloadChoice(offload),
+            offload=OffloadChoice(offload, frozenset(self.placement.experts_per_layer)),
         )
         self._backend, self._model = backend, model
         self._cache = backend.new_cache(spec, ids.size, kv_type)

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflash_protocol.batch import Hidden, SomeRows, Sums
+from dflash_protocol.batch import Hidden, HostSums, SomeRows, Sums
 from dflash_protocol.device_payload import ExpectedSums, digest_of
 from dflash_protocol.errors import DeviceUnavailable
-from dflash_protocol.ids import AnyArray, F32Array, F64Array, U8Array
+from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, U8Array
+from dflash_protocol.rows import HostCompute
 
 
 class MovedRows:
@@ -55,6 +56,11 @@ class MovedSums:
 
     def add(self, sums: Sums, rows: SomeRows | None = None) -> None:
         self.array[slice(None) if rows is None else rows] += sums.to_host()
+
+    def add_computed(self, hidden: Hidden, rows: I32Array | None, compute: HostCompute) -> None:
+        sums = HostSums(np.zeros(hidden.shape))
+        compute(hidden, sums.to_host())
+        self.add(sums, rows)
 
     def to_host(self) -> F64Array:
         return self.array.copy()

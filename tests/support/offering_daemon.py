@@ -1,6 +1,7 @@
 """The real daemon, with memory for few experts, or of a version that cannot say what it has.
 
-DFLASHTEST_FREE_BYTES: memory on a pretended GPU, which computes as the CPU does. DFLASHTEST_OLDER:
+DFLASHTEST_FREE_BYTES: memory on a pretended GPU, which computes as the CPU does and says that it
+is as fast as any other of them. DFLASHTEST_OLDER:
 it does not know the question for an offer.
 
 Example:
@@ -22,6 +23,8 @@ from dflash_daemon.offers import Offers
 from dflash_protocol.wire import messages
 from dflash_protocol.wire.messages import Offer
 
+_USED_S = 100e-6
+
 
 def main() -> int:
     with pytest.MonkeyPatch.context() as patched:
@@ -39,7 +42,16 @@ def _pretend(patched: pytest.MonkeyPatch, num_bytes: int) -> None:
     def on_gpu(self: Offers, speeds: Any) -> Offer:
         offer = offer_of(self, speeds)
         free_bytes = max(0, num_bytes - offer.held_bytes)
-        return replace(offer, device="cuda:0", free_bytes=free_bytes, total_bytes=1 << 40)
+        seconds = (_USED_S,) * len(offer.layer_ids)
+        return replace(
+            offer,
+            device="cuda:0",
+            free_bytes=free_bytes,
+            total_bytes=1 << 40,
+            one_s=tuple(each / 2 for each in seconds),
+            used_s=seconds,
+            chunk_pairs_per_s=tuple(1 / each for each in seconds),
+        )
 
     patched.setattr(Offers, "_offer", on_gpu)
 

@@ -21,6 +21,7 @@ from dflash_protocol.device import CPU, parse_device
 from dflash_protocol.ids import F64Array
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.placement.box import Box, CopySpeed, Curve, DeviceSpeed, LinkSpeed
+from dflash_runtime.placement.footprint import Footprint, LayerBytes, Memory, Needs
 from dflash_runtime.placement.situation import (
     ExpertDaemon,
     ExpertShares,
@@ -79,27 +80,8 @@ def model_spec(moe: MoeSpec, *, context_length: int = 32768, num_dense: int = 0)
 
 
 @dataclass(frozen=True, slots=True)
-class FakeNeeds:
-    weights: int
-    cache: int
-    work: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.cache + self.work
-
-
-@dataclass(frozen=True, slots=True)
-class FakeLayerBytes:
-    layer_id: int
-    trunk: int
-    expert: int
-    num_experts: int
-
-
-@dataclass(frozen=True, slots=True)
-class FakeFootprint:
-    """Trunk and experts as in the file, experts of a layer rounded up to `granule`."""
+class FakeRoom:
+    """Implements room.Room: trunk and experts as in the file, a layer's experts in granules."""
 
     spec: ModelSpec
     trunk: int
@@ -108,10 +90,10 @@ class FakeFootprint:
     granule: int = 1
 
     @property
-    def layers(self) -> tuple[FakeLayerBytes, ...]:
+    def layers(self) -> tuple[LayerBytes, ...]:
         by_id = self.spec.moe.by_layer_id
         return tuple(
-            FakeLayerBytes(
+            LayerBytes(
                 layer_id,
                 self.trunk,
                 by_id[layer_id].expert_bytes if layer_id in by_id else 0,
@@ -129,21 +111,21 @@ class FakeFootprint:
         is_parent: bool = True,
         num_remote_layers: int = 0,
         num_daemons: int = 0,
-    ) -> FakeNeeds:
+    ) -> Needs:
         work = chunk * self.work_of_token
         if not is_parent:
-            return FakeNeeds(0, 0, work)
+            return Needs(work=work)
         values = sum(kv.num_heads * (kv.key_dim + kv.value_dim) for kv in self.spec.kv_layers)
         cache = int(num_positions * values * kv_type.bytes_per_value)
         work += num_remote_layers * 64 + num_daemons * 1024
-        return FakeNeeds(self.ends + self.spec.num_layers * self.trunk, cache, work)
+        return Needs(self.ends + self.spec.num_layers * self.trunk, cache, work)
 
-    def experts_bytes(self, num_experts: Mapping[int, int]) -> int:
-        by_id = self.spec.moe.by_layer_id
-        return sum(
-            -(-count * by_id[layer_id].expert_bytes // self.granule) * self.granule
-            for layer_id, count in num_experts.items()
-        )
+    def experts_bytes(self, layer_id: int, num_experts: int) -> int:
+        num_bytes = num_experts * self.spec.moe.by_layer_id[layer_id].expert_bytes
+        return -(-num_bytes // self.granule) * self.granule
+
+    def offload_bytes(self, num_missing: Mapping[int, int]) -> int:
+        return 0
 
 
 def line(fixed_s: float, bytes_per_s: float) -> Curve:
@@ -186,6 +168,7 @@ class DaemonRow:
     link_s: float = 30e-6
     by_device: bool = False
     is_connected: bool = True
+    numeric_class: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +183,8 @@ class BoxRow:
     bus: float = 25e9
     disk: float | None = None
     is_unified: bool = False
+    numeric_class: str = ""
+    """Of the GPU."""
     daemons: tuple[DaemonRow, ...] = field(default_factory=tuple)
 
 
@@ -216,8 +201,8 @@ def situation(
     work_of_token: int = 256 << 10,
 ) -> Situation:
     """This model on this machine."""
-    footprint = FakeFootprint(spec, trunk, ends, work_of_token, granule)
-    host = FakeFootprint(spec, trunk, ends, work_of_token // 4)
+    footprint = Footprint(Memory.GPU, FakeRoom(spec, trunk, ends, work_of_token, granule))
+    host = Footprint(Memory.HOST, FakeRoom(spec, trunk, ends, work_of_token // 4))
     gpu = parse_device("cuda:0")
     devices = {"cpu": row.cpu.of("cpu")}
     parents = [ParentDevice(CPU, row.host_bytes, host, (512, 256))]
@@ -226,10 +211,14 @@ def situation(
         devices["cuda:0"] = row.gpu.of("cuda:0")
         stops["cuda:0"] = Curve(((1.0, row.stop_s),))
         copies["cuda:0"] = CopySpeed("cuda:0", from_locked=row.bus, from_page_cache=row.bus)
-        parents.insert(0, ParentDevice(gpu, row.gpu_bytes, footprint, chunks, row.is_unified))
+        parent = ParentDevice(
+            gpu, row.gpu_bytes, footprint, chunks, row.is_unified, row.numeric_class
+        )
+        parents.insert(0, parent)
     links = {HOST_OWNER: LinkSpeed(HOST_OWNER, Curve(((1.0, 5e-6),)), line(20e-6, 2e10))}
+    speeds = {}
     for each in row.daemons:
-        devices[each.name] = each.speed.of(each.name)
+        speeds[each.name] = each.speed.of(each.name)
         links[each.name] = LinkSpeed(
             each.name, Curve(((1.0, each.link_s),)), line(each.link_s, 2e10), each.by_device
         )
@@ -240,10 +229,16 @@ def situation(
         copies=copies,
         host_stop=stops,
         disk=None if row.disk is None else Curve(((1.0, row.disk / 2), (32.0, row.disk))),
+        daemons=speeds,
     )
     daemons = tuple(
         ExpertDaemon(
-            each.name, parse_device(each.device), each.free_bytes, footprint, each.is_connected
+            each.name,
+            parse_device(each.device),
+            each.free_bytes,
+            footprint,
+            each.is_connected,
+            each.numeric_class,
         )
         for each in row.daemons
     )

@@ -383,6 +383,17 @@ class Settings:
         "Heat, or the older CSV of counts, that experts are placed by; default: the kept heat.",
         older_variables=("DFLASH_QWEN35MOE_HOTNESS", "DFLASH_LAGUNA_HOTNESS"),
     )
+    swap_max: int = setting(
+        48, "SWAP_MAX", Whole(0, 65_536), Reader.PARENT,
+        "Most experts that move to the parent's GPU between two requests, as memory for their "
+        "copies permits; 0 keeps all experts where they are.",
+        older_variables=("DFLASH_QWEN35MOE_SWAP_MAX", "DFLASH_LAGUNA_SWAP_MAX"),
+    )
+    swap_min_gain: int = setting(
+        2, "SWAP_MIN_GAIN", Whole(0, 1_000_000), Reader.PARENT,
+        "How many times what moving experts costs it has to save over the next 2,000 tokens.",
+        older_variables=("DFLASH_QWEN35MOE_SWAP_MIN_GAIN", "DFLASH_LAGUNA_SWAP_MIN_GAIN"),
+    )
     expert_stats: str = setting(
         "", "EXPERT_STATS", PathText("FILE"), Reader.PARENT,
         "File that gets this run's selections at its end, for dflash-moe stats.",

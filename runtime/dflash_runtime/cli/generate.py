@@ -160,7 +160,11 @@ def _parse_token_ids(text: str) -> list[int]:
 
 
 def _record(engine: Engine, prompt: list[int], tokens: list[int], text: str) -> dict[str, object]:
+    from dflash_runtime.engine.measured_speeds import MeasuredSpeeds, plan_report
+
     last, stats = engine.last_generation, engine.stats()
+    measured = MeasuredSpeeds()
+    measured.add(last)
     return {
         "model": engine.spec.name,
         "arch": engine.spec.architecture,
@@ -177,6 +181,8 @@ def _record(engine: Engine, prompt: list[int], tokens: list[int], text: str) -> 
             for name, owner in stats.owners.items()
         },
         "hits": asdict(stats.hits),
+        "plan": plan_report(engine.plan, measured),
+        "moves": asdict(stats.moves),
         "events": [asdict(event) for event in stats.events],
     }
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from dflash_protocol.errors import SettingsError
 from dflash_protocol.process.text_files import file_error, read_file
 from dflash_protocol.settings import Settings, load_settings
 from dflash_protocol.settings.kinds import Switch
@@ -28,6 +29,10 @@ _COMMON = (
     "--threads",
 )  # fmt: skip
 """Settings listed among a command's own options; the rest have a heading of their own."""
+
+
+_KV_FLAGS = {"-ctk": "keys_type", "-ctv": "values_type"}
+"""llama.cpp's two flags for what is one setting here, with their parameters' names."""
 
 
 class SettingOption(click.Option):
@@ -63,6 +68,15 @@ def settings_options(function: F) -> F:
     `take_settings` reads them.
     """
     function = _with_options(knobs_of(daemon=False), function)
+    for flag in reversed(_KV_FLAGS):
+        function = click.option(
+            flag,
+            _KV_FLAGS[flag],
+            metavar="TYPE",
+            type=str,
+            cls=SettingOption,
+            help="As --kv-type: keys and values have one type, so both are given, and equal.",
+        )(function)
     return click.option(
         SETTINGS_FLAG,
         _FILE,
@@ -80,7 +94,25 @@ def take_settings(options: dict[str, Any]) -> Settings:
     """
     file = options.pop(_FILE)
     flags = {knob.field: options.pop(knob.field) for knob in KNOBS if knob.field in options}
+    kv_types = {flag: options.pop(name, None) for flag, name in _KV_FLAGS.items()}
+    if any(kv_types.values()):
+        flags["kv_type"] = _one_kv_type({**kv_types, "--kv-type": flags["kv_type"]})
     return load_settings(file=file, flags=flags)
+
+
+def _one_kv_type(given: Mapping[str, str | None]) -> str:
+    """The type that llama.cpp's two flags name, and `--kv-type` if it is given.
+
+    Raises: SettingsError if they are not equal.
+    """
+    values = [value.strip().lower() for value in given.values() if value]
+    if all(given[flag] for flag in _KV_FLAGS) and len(set(values)) == 1:
+        return values[0]
+    asked = ", ".join(f"{flag} {value}" for flag, value in given.items() if value)
+    raise SettingsError(
+        f"{asked}: keys and values have one type: give {' and '.join(_KV_FLAGS)} the same, "
+        "or --kv-type alone"
+    )
 
 
 def read_text(kind: str, path: Path, *, limit_bytes: int) -> str:

@@ -64,15 +64,53 @@ class ExpertBank(Protocol):
         """
 
 
+class ExpertStage(Protocol):
+    """Memory of a device for experts that are about to take slots there; it is filled while the
+    device computes.
+
+    States: empty; from `begin` on being filled, then filled; empty again after `clear`. Used by one
+    thread. Owns: the memory, and what copies to it, until closed.
+    """
+
+    @property
+    def num_slots(self) -> int:
+        """How many experts it has room for."""
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether all copies have ended, well or not."""
+
+    def begin(self, experts: Sequence[tuple[MoeLayer, int]]) -> None:
+        """Start to copy experts, by layer and global id, in place of those before.
+
+        Raises: ModelFileError if the file was written to; DeviceUnavailable.
+        """
+
+    def wait(self) -> None:
+        """Wait for the copies. Raises: ModelFileError, DeviceUnavailable if they have failed."""
+
+    def clear(self) -> None:
+        """Cancel what is being copied, and forget what is here."""
+
+    def close(self) -> None:
+        """Release everything. Idempotent."""
+
+
 @runtime_checkable
 class ReplaceableBank(ExpertBank, Protocol):
     """A bank that can take other experts in place of some of its own."""
 
     def replace(
-        self, file: GgufFile, local_expert_ids: I32Array, global_expert_ids: I32Array
+        self,
+        file: GgufFile,
+        local_expert_ids: I32Array,
+        global_expert_ids: I32Array,
+        *,
+        stage: ExpertStage | None = None,
     ) -> None:
         """From now on these local ids are those experts. Nothing may be computing; what was
-        recorded with this bank stays valid.
+        recorded with this bank stays valid. A `stage` of the bank's device, filled, has the weights
+        of some.
 
         Shapes: both [N]. Raises: DeviceUnavailable.
         """
@@ -157,11 +195,13 @@ class ExpertMemory:
 class MailRoute:
     """A daemon whose device answers ours through a mailbox, without the host in between.
 
+    `owner_index`: of the daemon among all owners.
     `local_ids`: by layer id of the layers that the daemon has experts of, the daemon's local ids of
     the experts it is to compute. Shapes: each [E] int32; negative: not computed by it.
     """
 
     name: str
+    owner_index: int
     segment: Segment
     local_ids: Mapping[int, I32Array]
     is_live: Callable[[], bool]
@@ -189,15 +229,13 @@ class RemoteExperts(Protocol):
     def may_offload(self) -> bool:
         """Whether `to_offload` can ever return an expert."""
 
-    def to_offload(
-        self, layer_id: int, topk_ids: I32Array | None, *, expert_s: float
-    ) -> npt.NDArray[np.bool_] | None:
-        """Remote experts of a chunk that the block should compute with weights copied to its
-        device, because that is faster; copying one expert takes `expert_s`. None: no experts.
-
-        Without `topk_ids`: a prediction from the last chunk, for a layer that is not routed yet.
-        Shapes: topk_ids [T, K]; result [E], all experts of these owners.
+    def to_offload(self, layer_id: int, num_tokens: int) -> npt.NDArray[np.bool_] | None:
+        """Remote experts of a chunk of so many tokens that the block is to compute with weights
+        copied to its device; None: no experts. Shapes: result [E], all experts of these owners.
         """
+
+    def never_offload(self) -> None:
+        """`to_offload` returns no experts from now on: the device cannot copy their weights."""
 
     def begin(
         self,
@@ -208,9 +246,11 @@ class RemoteExperts(Protocol):
         *,
         phase: Phase,
         offloaded: npt.NDArray[np.bool_] | None = None,
+        mailed: frozenset[int] = frozenset(),
     ) -> Any:
         """Ask the owners of what the block does not compute; returns a ticket, to be finished or
         abandoned once. The block computes the `offloaded` experts itself; None if nothing is left.
+        It asks the owners of the indices `mailed` itself: their pairs are only counted.
 
         Shapes: hidden [T, H]; topk_ids, topk_weights [T, K]; offloaded [E]; ids are global.
         """
@@ -237,8 +277,9 @@ class MailedExperts(RemoteExperts, AskedOwners, Protocol):
         """The experts of `own_index`, by layer id: in this process, and in the host's memory."""
 
     def mail_routes(self) -> tuple[MailRoute, ...]:
-        """Routes to all owners of what the block does not compute, if each is connected and has a
-        mailbox, else none. The same objects as before while their sessions last."""
+        """Routes to the owners that have a mailbox now; the host asks the others. None if one that
+        is lost has replicas: the host asks for these. The same objects as before while their
+        sessions last."""
 
     def count_mailed(
         self,
@@ -247,8 +288,10 @@ class MailedExperts(RemoteExperts, AskedOwners, Protocol):
         *,
         phase: Phase = Phase.DECODE,
         num_tokens: int = 1,
+        but: Collection[int] = (),
     ) -> None:
-        """Count steps of `num_tokens` tokens that went through mailboxes, without their pairs."""
+        """Count steps of `num_tokens` tokens that went through mailboxes, without their pairs.
+        `but`: ids of layers without that, which are counted elsewhere."""
 
     def is_step_to_be_checked(self, routes: Sequence[MailRoute]) -> bool:
         """Whether a step that went through these mailboxes is to be recomputed with the host's
@@ -503,7 +546,16 @@ class ComputeBackend(Protocol):
 
     def follow_owners(self, layer_ids: Iterable[int], remote: RemoteExperts) -> None:
         """Experts of these layers have moved between the owners: what was prepared to compute
-        remote experts of prompts follows."""
+        remote experts of prompts follows, or nothing has changed if that fails.
+
+        Raises: DeviceUnavailable.
+        """
+
+    def new_stage(
+        self, file: GgufFile, layers: Sequence[MoeLayer], most: int
+    ) -> ExpertStage | None:
+        """Memory for up to `most` experts that move to the device at a time; None if it has no
+        memory of its own, or too little: then experts stay where they are."""
 
     def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[tuple[Phase, int], I64Array]:
         """How often each expert was routed to since the last call, by phase and layer id, in layers

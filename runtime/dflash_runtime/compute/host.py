@@ -128,6 +128,9 @@ class HostBackend:
     def follow_owners(self, layer_ids: Iterable[int], remote: RemoteExperts) -> None:
         """Do nothing: nothing was prepared."""
 
+    def new_stage(self, file: GgufFile, layers: Sequence[MoeLayer], most: int) -> None:
+        """Return None: experts stay where the file is mapped."""
+
     def compile_banks(
         self, banks: Mapping[int, ExpertBank], *, max_tokens: int, max_experts_used: int
     ) -> CompiledExperts | None:

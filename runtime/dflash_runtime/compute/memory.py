@@ -13,6 +13,7 @@ from pathlib import Path
 from dflash_runtime.compute.system_files import cgroup_folders, number_in, text_of
 
 _MEMINFO = Path("proc/meminfo")
+_STATUS = Path("proc/self/status")
 _LIMITS = {2: ("memory.max", "memory.high"), 1: ("memory.limit_in_bytes",)}
 """By version. Above memory.high a process is slowed down until it uses less."""
 _USED = {2: "memory.current", 1: "memory.usage_in_bytes"}
@@ -38,7 +39,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     `root`: where ``proc`` and ``sys`` are, for tests. What cannot be read is no limit; both are 0
     where the system says nothing of its memory.
     """
-    of_system = _meminfo(root)
+    of_system = _sizes(root / _MEMINFO)
     free = [of_system.get("MemAvailable", 0)]
     total = [of_system.get("MemTotal", 0)]
     for limit, room in _cgroup_rooms(root):
@@ -48,9 +49,17 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     return HostMemory(min(*free, total_bytes), total_bytes)
 
 
-def _meminfo(root: Path) -> dict[str, int]:
+def process_room(root: Path = Path("/")) -> int:
+    """Bytes that this process may use in all: those that are free, and those that it has already,
+    but for pages of files. 0 where the system says nothing of its memory."""
+    free_bytes = host_memory(root).free_bytes
+    return free_bytes + _sizes(root / _STATUS).get("RssAnon", 0) if free_bytes else 0
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    """Lines of a name and a size in kB."""
     found = {}
-    for line in text_of(root / _MEMINFO).splitlines():
+    for line in text_of(path).splitlines():
         name, _, value = line.partition(":")
         number = number_in(value.strip().removesuffix("kB"))
         if number is not None:

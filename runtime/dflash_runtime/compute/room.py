@@ -5,11 +5,15 @@ A backend's own counts are in `gpu/room.py` and `host_room.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
+from dflash_adapters.spec import MoeLayer
 from dflash_runtime.compute.kv_cache import KvType
+
+SLOT_ALIGNMENT = 256
+"""Of each matrix in a slot."""
 
 HEAD_ROWS = 512
 """Rows of logits computed at once: each is as long as the vocabulary."""
@@ -54,6 +58,20 @@ class Needs:
         """For JSON: bytes by purpose, and `total`."""
         record = {name: size for name, size in asdict(self).items() if name != "counts_staging"}
         return {**record, "total": self.total}
+
+
+_MOST_STAGED_BYTES = 128 << 20
+
+
+def staged_slots(layers: Iterable[MoeLayer], most: int) -> tuple[int, int]:
+    """How many experts that are about to move to a device are copied there at a time, `most` if
+    they are small, and the bytes of one slot: of an expert of any layer, as in the file."""
+    sizes = [
+        sum(-(-each.num_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for each in layer.projections)
+        for layer in layers
+    ]
+    slot_bytes = max(sizes, default=0)
+    return min(most, max(1, _MOST_STAGED_BYTES // max(1, slot_bytes))), slot_bytes
 
 
 class Room(Protocol):

@@ -29,8 +29,11 @@ class AbsentOwners:
     def count_selections(self, phase: Phase, layer_id: int, topk_ids: I32Array) -> None:
         """Nothing."""
 
-    def to_offload(self, layer_id: int, topk_ids: I32Array | None, *, expert_s: float) -> None:
+    def to_offload(self, layer_id: int, num_tokens: int) -> None:
         """None."""
+
+    def never_offload(self) -> None:
+        """Nothing."""
 
     def begin(
         self,
@@ -39,6 +42,7 @@ class AbsentOwners:
         *choice: AnyArray,
         phase: Phase,
         offloaded: AnyArray | None = None,
+        mailed: frozenset[int] = frozenset(),
     ) -> Sums:
         return hidden.new_sums()
 

@@ -7,6 +7,7 @@ chunks through the layers, `generation` makes tokens, `verifying` verifies draft
 from __future__ import annotations
 
 import contextlib
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ from dflash_runtime.engine.generation import (
     GenerationRequest,
     GenerationStats,
     generated_tokens,
+    num_reusable,
 )
 from dflash_runtime.engine.opening import (
     Opened,
@@ -36,15 +38,17 @@ from dflash_runtime.engine.opening import (
     settings_with,
 )
 from dflash_runtime.engine.prompts import Prompts
+from dflash_runtime.engine.replacing import ExpertMover, mover_of
 from dflash_runtime.engine.run_guard import Cancelled
 from dflash_runtime.engine.sampling import Sampler, SamplingParams
 from dflash_runtime.engine.steps import Steps
 from dflash_runtime.engine.verifying import Verified, Verifier
 from dflash_runtime.experts.daemons.supervisor import ProgressCallback
 from dflash_runtime.experts.events import Event
-from dflash_runtime.experts.telemetry import HitCounts, OwnerStats, Profile
+from dflash_runtime.experts.telemetry import HitCounts, MoveStats, OwnerStats, Profile
 from dflash_runtime.interrupts import uninterrupted
 from dflash_runtime.placement.heat import Heat
+from dflash_runtime.placement.plan import Plan
 
 __all__ = ["Engine", "EngineStats", "GeneratedToken", "GenerationStats", "Verified"]
 
@@ -64,6 +68,8 @@ class EngineStats:
     were launched after its last."""
     hits: HitCounts = field(default_factory=HitCounts)
     """How many chosen experts were local."""
+    moves: MoveStats = field(default_factory=MoveStats)
+    """Experts that were moved between this process's owners."""
 
 
 class Engine:
@@ -74,16 +80,14 @@ class Engine:
 
     def __init__(self, opened: Opened, *, is_profiled: bool = False) -> None:
         """For `open`; not to be called directly."""
-        self._file = opened.file
         self._owners = opened.owners
         self._profile = Profile() if is_profiled else None
         self._prompts = Prompts(opened.file)
         self.spec = opened.model.spec
         self.backend_name = opened.backend.name
         self.kv_type = opened.kv_type
-        self.plan = opened.plan
-        """What was decided when it was opened; None: nothing was to be decided, or the settings
-        say it."""
+        self.predictions = opened.predictions
+        """Its plan's, beside what is measured; for the thread that uses the engine."""
         self.last_generation = GenerationStats()
         self._steps = Steps(
             opened.file,
@@ -96,6 +100,7 @@ class Engine:
             heat=opened.heat,
         )
         self._verifier: Verifier | None = None
+        self._mover: ExpertMover | None = None
         self._release: Callable[[], object] = lambda: None
 
     @classmethod
@@ -159,6 +164,15 @@ class Engine:
                 undo.callback(engine._steps.end)
                 undo.callback(engine._prompts.close)
                 engine._steps.try_out()
+                engine._mover = mover_of(
+                    engine._steps,
+                    engine.spec.moe,
+                    opened.move_prices,
+                    most=settings.swap_max,
+                    min_gain=settings.swap_min_gain,
+                )
+                if engine._mover is not None:
+                    undo.callback(engine._mover.close)
             except DeviceOutOfMemory as error:
                 raise error.with_advice(MEMORY_ADVICE) from error
             if on_progress is not None:
@@ -193,7 +207,7 @@ class Engine:
     @property
     def model_path(self) -> Path:
         """The file that is open."""
-        return self._file.path
+        return self._prompts.model_path
 
     @property
     def num_positions(self) -> int:
@@ -201,18 +215,36 @@ class Engine:
         return self._steps.num_positions
 
     @property
+    def plan(self) -> Plan | None:
+        """What was decided when it was opened; None: nothing was to be decided, or the settings say
+        it."""
+        return self.predictions.plan
+
+    @property
     def placement(self) -> Placement:
         """The owner of each expert."""
         return self._owners.runtime.placement
 
     def replace_experts(self, placement: Placement) -> None:
-        """Have owners of this process compute other experts, as many of each layer as before.
+        """Have owners of this process compute other experts, as many of each layer as before, or
+        other owners answer for experts that several have.
 
         Ends a run that is going on. Texts are then those of an engine that was opened with this
         placement. Raises: ValueError for a placement that needs more; SettingsError if the engine
         is closed; DeviceUnavailable.
         """
         self._steps.replace(placement)
+
+    def move_experts(self) -> None:
+        """Between two runs, move experts to where the heat says they should be, if that is worth
+        its cost; some milliseconds at most. Each generation begins with it; a server also calls it
+        while nobody asks.
+
+        Experts move between a parent's GPU and its processor, if their places were planned: see
+        `EngineStats.moves`.
+        """
+        if self._mover is not None:
+            self._mover.between_runs(self._steps.reuse.num_cached)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -410,6 +442,7 @@ class Engine:
             self._owners.events.latest(),
             runtime.selections(),
             replace(runtime.hits),
+            MoveStats() if self._mover is None else self._mover.stats,
         )
 
     def heat(self) -> Heat:
@@ -422,18 +455,24 @@ class Engine:
 
     def _run(self, request: GenerationRequest) -> Iterator[GeneratedToken]:
         """Run a generation; log its profile at the end if the engine is profiled."""
+        stats = GenerationStats(num_prompt_tokens=request.prompt.size)
+        started_s = time.perf_counter()
         try:
-            run = self._steps.begin(request.is_cancelled, prefix_scope=request.prefix_scope)
-            stats = GenerationStats(num_prompt_tokens=request.prompt.size)
+            steps = self._steps
+            run = steps.begin(request.is_cancelled, prefix_scope=request.prefix_scope)
+            if self._mover is not None:
+                self._mover.between_runs(num_reusable(steps, request, self.tokenizer)[0])
+                run = steps.begin(request.is_cancelled, prefix_scope=request.prefix_scope)
             self.last_generation = stats
-            yield from generated_tokens(
-                self._steps, run, request, tokenizer=self.tokenizer, stats=stats
-            )
-            self._steps.settle()
+            tokens = generated_tokens(steps, run, request, tokenizer=self.tokenizer, stats=stats)
+            yield from tokens if self._mover is None else self._mover.beside(tokens)
+            steps.settle()
         except Cancelled:
             self.last_generation.finish_reason = "cancelled"
             self._steps.settle()
         finally:
+            elapsed_s = time.perf_counter() - started_s
+            self.predictions.note(stats, elapsed_s - stats.prefill_s)
             if self._profile is not None:
                 owners = self._owners.runtime.stats()
                 self._profile.log_generation(

@@ -88,6 +88,17 @@ class GenerationRequest:
         return token_id, token_logprobs(logits, token_id, self.top_logprobs)
 
 
+def num_reusable(
+    steps: Steps, request: GenerationRequest, tokenizer: Tokenizer | None
+) -> tuple[int, int]:
+    """How many tokens of the prompt are taken from the cache, and where its last turn begins."""
+    stop_ids = tokenizer.stop_ids if tokenizer is not None else ()
+    boundary = steps.reuse.boundary(request.prompt, stop_ids)
+    if not request.reuse_prefix:
+        return 0, boundary
+    return steps.num_reusable(request.prompt, boundary), boundary
+
+
 def generated_tokens(
     steps: Steps,
     run: int,
@@ -106,10 +117,8 @@ def generated_tokens(
     if tokenizer is not None and not request.ignore_eos:
         stop_ids = tokenizer.stop_ids
     started_s = time.perf_counter()
-    boundary = steps.reuse.boundary(prompt, tokenizer.stop_ids if tokenizer is not None else ())
-    reused = 0
-    if request.reuse_prefix:
-        stats.num_reused_tokens = reused = steps.num_reusable(prompt, boundary)
+    reused, boundary = num_reusable(steps, request, tokenizer)
+    stats.num_reused_tokens = reused
     for first, last in steps.prompt_chunks(prompt.size, boundary=boundary, first=reused):
         request.on_prefill(first, prompt.size)
         hidden = steps.forward(run, prompt[first:last], first)

@@ -52,7 +52,7 @@ class HeatStore:
         self._spec = spec
         self._identity: Callable[[], str] = file.identity
         self._is_named = settings.heat not in ("auto", "off", "")
-        self._places = _places(file.path, settings)
+        self._places = heat_places(file.path, settings)
         self._bad: set[Path] = set()
         """Files that could not be read: kept beside the new one."""
         self._has_warned = False
@@ -71,7 +71,7 @@ class HeatStore:
         written_ns: dict[Path, int] = {}
         for place in self._places:
             try:
-                written_ns[place] = _written_ns(place)
+                written_ns[place] = modified_ns(place)
             except SettingsError:
                 if self._is_named:
                     raise
@@ -261,7 +261,7 @@ def open_heat(file: GgufFile, spec: ModelSpec, settings: Settings) -> HeatKeeper
     return HeatKeeper(store.load(half_lives), store=store, hotness=hotness, stats_path=stats_path)
 
 
-def _written_ns(path: Path) -> int:
+def modified_ns(path: Path) -> int:
     """When a file was written last; 0 if there is none.
 
     Raises: SettingsError if that cannot be said, or it is no file: a pipe would be waited for.
@@ -286,17 +286,19 @@ def _require_folder(path: Path) -> None:
         raise file_error(_STATS_KIND, path, "its folder does not exist or cannot be written to")
 
 
-def _places(model_path: Path, settings: Settings) -> tuple[Path, ...]:
-    """Where a model's heat may be: where the user says, or beside the model, else in the cache."""
+def heat_places(model_path: Path, settings: Settings, suffix: str = SUFFIX) -> tuple[Path, ...]:
+    """Where a model's heat may be: where the user says, or beside the model, else in the cache; and
+    with another `suffix`, what is kept beside it."""
     if settings.heat == "off":
         return ()
     if settings.heat not in ("auto", ""):
-        return (Path(settings.heat).absolute(),)
+        place = Path(settings.heat).absolute()
+        return (place if suffix == SUFFIX else place.with_name(place.name + suffix),)
     path = model_path.absolute()
-    places = [path.with_name(path.name + SUFFIX)]
+    places = [path.with_name(path.name + suffix)]
     try:
         name = hashlib.sha256(os.fsencode(path)).hexdigest()[:32]
-        places.append(cache_directory(settings) / "heat" / (name + SUFFIX))
+        places.append(cache_directory(settings) / "heat" / (name + suffix))
     except SettingsError:
         pass  # the kernels' cache reports the error
     return tuple(places)

@@ -34,22 +34,31 @@ from dflash_runtime.compute import (
 from dflash_runtime.compute.gpu.room import CONTEXT_BYTES
 from dflash_runtime.compute.host import PREFILL_CHUNK
 from dflash_runtime.compute.kv_cache import KvType, chosen_kv_type
-from dflash_runtime.compute.memory import host_memory
 from dflash_runtime.compute.model import Model
 from dflash_runtime.engine.arguments import choice, whole_number
+from dflash_runtime.engine.daemon_offers import classes_of
 from dflash_runtime.engine.demo_model import chosen_model_path
 from dflash_runtime.engine.heat_keeper import HeatKeeper, open_heat
 from dflash_runtime.engine.planning import Planned, Planning
+from dflash_runtime.engine.predictions import Predictions
 from dflash_runtime.engine.trial_steps import trial_steps
 from dflash_runtime.experts.daemons.connecting import connect
 from dflash_runtime.experts.daemons.launching import choose_daemons, daemon_names
 from dflash_runtime.experts.daemons.supervisor import ProgressCallback
+from dflash_runtime.experts.offload import OffloadChoice, OffloadMode
 from dflash_runtime.experts.owners import Owners, give, is_any_local
 from dflash_runtime.experts.store import expert_tensor_types
 from dflash_runtime.placement.footprint import Memory, Request, footprint, what_fits
-from dflash_runtime.placement.plan import Plan
+from dflash_runtime.placement.host_context import context_on_host
+from dflash_runtime.placement.moves import MovePrices
 from dflash_runtime.placement.planner import UNPLANNED_CONTEXT
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER, even_split
+from dflash_runtime.placement.wishes import (
+    check_unplanned,
+    check_wishes,
+    request_of,
+    wishes_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +72,9 @@ class Opened:
     num_positions: int
     kv_type: KvType
     heat: HeatKeeper
-    plan: Plan | None
-    """None: nothing was to be decided, or the settings say it."""
+    predictions: Predictions
+    move_prices: MovePrices | None = None
+    """None: experts stay where they are."""
 
 
 def settings_with(settings: Settings, given: Mapping[str, Any]) -> Settings:
@@ -126,7 +136,7 @@ def open_model(
     owned: OwnedExperts | None = None
     if settings.placement and placement is None:
         owned = _owned_in(Path(settings.placement), spec, settings)
-    if placement is None and owned is None and settings.backend == BackendName.AUTO:
+    if settings.backend == BackendName.AUTO:
         planning = Planning(
             file,
             spec,
@@ -134,6 +144,12 @@ def open_model(
             heat=heat.for_planning(),
             on_progress=lambda what, *progress: report("parent", f"measure {what}", *progress),
         )
+    is_placed = placement is not None or owned is not None
+    if planning is None:
+        settings = _unplanned(settings, spec, f"--backend={settings.backend}")
+    elif owned is not None:
+        settings = _unplanned(settings, spec, "--placement")
+    if planning is not None and not is_placed:
         planned = planning.before_daemons(names)
         settings, placement = planned.settings, planned.placement
     is_on_device = (settings.device or CPU).kind is not DeviceKind.CPU
@@ -149,7 +165,15 @@ def open_model(
     kv_type = chosen_kv_type(settings.kv_type, spec)
     num_positions = settings.context or min(spec.context_length, UNPLANNED_CONTEXT)
     if not is_on_device:  # devices check their own memory
-        _check_cache_fits(file, spec, num_positions, kv_type)
+        num_positions = context_on_host(
+            footprint(file, spec, Memory.HOST),
+            Request(kv_type, PREFILL_CHUNK),
+            num_positions=num_positions,
+            most=spec.context_length,
+            is_asked=settings.context is not None,
+            most_bytes=wishes_of(settings).host_memory_bytes,
+            num_daemons=len(choices),
+        )
     num_threads = settings.threads or None
     backend = open_backend(
         settings.device,
@@ -193,8 +217,10 @@ def open_model(
         tolerates_absent=tolerates_absent,
         on_progress=on_progress,
     )
-    if planning is not None and names:
-        planned = planning.with_daemons(planned, connected.offers)
+    if planning is not None and names and not is_placed:
+        planned = planning.with_daemons(
+            planned, connected.offers, numeric_class=backend.numeric_class
+        )
     if planned.placement is not None:
         placement = planned.placement
         require_room(experts=_local_experts(spec, placement))
@@ -207,6 +233,9 @@ def open_model(
             has_host=is_on_device,
             owned=owned,
         )
+    if planning is not None and planned.prompts_here is None:
+        here = planning.prompts_here(settings, placement, connected.offers)
+        planned = replace(planned, prompts_here=here)
     host_backend = backend
     has_fallback = bool(names) and is_any_local(settings)
     if not backend.is_host and (has_fallback or HOST_OWNER in placement.owner_names):
@@ -223,16 +252,20 @@ def open_model(
             asks_daemons=True,
             on_progress=partial(report, "parent", "compile"),
         )
+        host_backend.choose_threads(file, None)  # as many as were measured
+    classes = classes_of(connected.offers, settings)
+    classes |= {LOCAL_OWNER: backend.numeric_class, HOST_OWNER: host_backend.numeric_class}
     owners = give(
         undo,
         connected,
-        placement,
+        # Those that a plan or a caller has named may have changed since.
+        replace(placement, numeric_classes=classes),
         file=file,
         spec=spec,
         backend=backend,
         host_backend=host_backend,
         settings=settings,
-        prompts_here=planned.prompts_here,
+        offload=_offload_of(settings, planned, is_on_host=backend.is_host),
     )
     report("parent", "load", 0, 1)
     model = backend.load_model(file, describe(file))
@@ -240,14 +273,44 @@ def open_model(
     backend.choose_threads(file, trial)
     weights.remember()
     weights.start()
-    return Opened(file, model, backend, owners, num_positions, kv_type, heat, planned.plan)
+    predictions = Predictions(
+        planned.plan, request=request_of(settings), cache_dir=settings.cache_dir
+    )
+    return Opened(
+        file, model, backend, owners, num_positions, kv_type, heat, predictions, planned.move_prices
+    )
+
+
+def _offload_of(settings: Settings, planned: Planned, *, is_on_host: bool) -> OffloadChoice:
+    """Which of the others' experts of prompts this process's device computes."""
+    mode, layers = OffloadMode(settings.prefill_offload), planned.prompts_here or frozenset()
+    if is_on_host or (mode is OffloadMode.AUTO and planned.plan is not None and not layers):
+        return OffloadChoice(OffloadMode.OFF)  # a plan has left no memory for copies
+    if mode is not OffloadMode.AUTO:
+        return OffloadChoice(mode)
+    return OffloadChoice(mode, layers)
 
 
 def _owned_in(path: Path, spec: ModelSpec, settings: Settings) -> OwnedExperts:
     """The experts of a placement file. Raises: SettingsError if another setting says it, too."""
     if settings.local_experts is not None:
         raise SettingsError("--placement and --local-experts both say where experts are computed")
+    if settings.plan:
+        raise SettingsError("--placement and --plan both say where experts are computed")
     return read_owned_experts(path, {x.layer_id: x.num_experts for x in spec.moe.layers})
+
+
+def _unplanned(settings: Settings, spec: ModelSpec, instead: str) -> Settings:
+    """The settings with the device that they mean, where `instead` is why nothing is planned.
+
+    Raises: SettingsError if one of them needs a plan, or two contradict.
+    """
+    wishes = wishes_of(settings)
+    check_unplanned(wishes, instead)
+    check_wishes(wishes, num_layers=spec.num_layers, moe=spec.moe)
+    if wishes.num_gpu_layers and settings.device is None:
+        raise SettingsError(f"-ngl {wishes.num_gpu_layers} and {instead}: name a GPU (--device)")
+    return replace(settings, device=CPU) if wishes.num_gpu_layers == 0 else settings
 
 
 def _local_experts(spec: ModelSpec, placement: Placement) -> list[tuple[MoeLayer, int]]:
@@ -289,23 +352,3 @@ def _require_room(
             most=spec.context_length,
         )
         raise error.with_advice("; or ".join(filter(None, (fits, MEMORY_ADVICE)))) from error
-
-
-def _check_cache_fits(file: GgufFile, spec: ModelSpec, num_positions: int, kv_type: KvType) -> None:
-    """Raises: SettingsError if caches and recurrent states exceed this machine's memory, or that of
-    a cgroup."""
-    found, total_bytes = footprint(file, spec, Memory.HOST), host_memory().total_bytes
-    needs = found.needs(num_positions=num_positions, kv_type=kv_type, chunk=PREFILL_CHUNK)
-    if not 0 < total_bytes < needs.cache:
-        return
-    fits = what_fits(
-        found,
-        Request(kv_type, PREFILL_CHUNK),
-        room_bytes=total_bytes,
-        num_positions=num_positions,
-        most=spec.context_length,
-    )
-    raise SettingsError(
-        f"a context of {num_positions} needs {needs.cache / 2**30:.1f} GiB for keys and values, "
-        f"this process can have {total_bytes / 2**30:.1f}; {fits or 'no context fits'}"
-    )

@@ -16,7 +16,7 @@ from pathlib import Path
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import describe, read_spec
 from dflash_adapters.spec import ModelSpec
-from dflash_protocol.device import CPU, DeviceKind, parse_device
+from dflash_protocol.device import CPU, DeviceKind
 from dflash_protocol.errors import DflashError, SettingsError, UnsupportedModel
 from dflash_protocol.ids import Phase
 from dflash_protocol.placement import Placement
@@ -28,44 +28,57 @@ from dflash_runtime.compute.gpu.device.devices import GpuDescription
 from dflash_runtime.compute.host import PREFILL_CHUNK
 from dflash_runtime.compute.kv_cache import KvType, chosen_kv_type
 from dflash_runtime.compute.memory import host_memory
+from dflash_runtime.engine.daemon_offers import are_unlike, daemons_of, with_daemons
 from dflash_runtime.engine.demo_model import chosen_model_path
-from dflash_runtime.engine.heat_keeper import open_heat
+from dflash_runtime.engine.heat_keeper import heat_places, open_heat
+from dflash_runtime.engine.kept_plan import (
+    PLAN_BYTES,
+    PLAN_SUFFIX,
+    KeptPlan,
+    digest_of_wishes,
+    gain_of,
+)
 from dflash_runtime.engine.measuring.layers import head_bytes
 from dflash_runtime.engine.measuring.machine import (
     box_of_machine,
     devices_to_measure,
     gpus_of_machine,
+    key_of_machine,
 )
 from dflash_runtime.experts.offload import OffloadMode
-from dflash_runtime.placement.box import Box, Curve, DeviceSpeed, LinkSpeed
+from dflash_runtime.placement.box import Box
 from dflash_runtime.placement.footprint import Footprint, Memory, Request, footprint
 from dflash_runtime.placement.heat import Heat
+from dflash_runtime.placement.moves import MovePrices, move_prices
 from dflash_runtime.placement.plan import Plan, PlanRefused
-from dflash_runtime.placement.plan_record import RecordOf, from_json
+from dflash_runtime.placement.plan_record import OTHER_BOX, RecordOf, from_json
 from dflash_runtime.placement.plan_text import plan_text
 from dflash_runtime.placement.planner import UNPLANNED_CONTEXT, plan
 from dflash_runtime.placement.situation import (
-    ExpertDaemon,
     ExpertShares,
     ParentDevice,
     Situation,
 )
-from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
-from dflash_runtime.placement.wishes import ExpertWishes, check_wishes, request_of, wishes_of
+from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER, even_split
+from dflash_runtime.placement.wishes import (
+    ExpertWishes,
+    MoeMode,
+    check_on_processor,
+    check_overrides,
+    check_unplanned,
+    check_wishes,
+    planned_flags,
+    request_of,
+    wishes_of,
+)
 
 _LOG = logging.getLogger(__name__)
 
 GPU_CHUNKS = tuple(MAX_CHUNK >> halvings for halvings in range(4))
 """Sizes of prompt chunks on a GPU, the preferred one first."""
 
-_PLAN_BYTES = 16 << 20
-
-_STEP_LINK_S = 25e-6
-"""A request of a step to a daemon of this machine through shared memory, where it was not measured:
-a round trip, and waking (bench.ipc_round_trip)."""
-_MAIL_LINK_S = 7e-6
-"""The same through a mailbox."""
-_LINK_BYTES_PER_S = 5e9
+WORTH = 1.05
+"""Predicted gain that is worth another placement than an even split."""
 
 OnProgress = Callable[[str, int, int], None]
 
@@ -81,8 +94,10 @@ class Planned:
     chunk: int | None = None
     """Most tokens of a prompt chunk; None: the backend's own."""
     prompts_here: frozenset[int] | None = None
-    """See Plan.prompts_here; None: decided as prompts come."""
+    """See Plan.prompts_here; None: nothing was planned."""
     plan: Plan | None = None
+    move_prices: MovePrices | None = None
+    """Of moving experts while serving; None: they stay where they are."""
 
 
 class Planning:
@@ -103,6 +118,9 @@ class Planning:
         self._described: list[GpuDescription] | None = None
         """All GPUs, before anything was taken of their memory."""
         self._wishes = wishes_of(settings)
+        self._numeric_class = ""
+        """Of the settings' device, once it is open."""
+        self._num_daemons = 0
 
     def before_daemons(self, daemon_names: Sequence[str]) -> Planned:
         """Choose the device, and what goes there if there are no daemons.
@@ -111,18 +129,27 @@ class Planning:
         """
         settings, wishes = self._settings, self._wishes
         check_wishes(wishes, num_layers=self._spec.num_layers, moe=self._spec.moe)
+        self._num_daemons = num_daemons = len(daemon_names)
         if settings.plan:
+            check_unplanned(wishes, "--plan")
+            if settings.local_experts is not None:
+                raise SettingsError("--local-experts and --plan both say where experts are")
             return self._read(Path(settings.plan), daemon_names)
-        num_daemons = len(daemon_names)
         if wishes.num_gpu_layers == 0:
             settings = replace(settings, device=CPU)
         if not wishes.fits:
+            check_unplanned(wishes, "--fit=off")
             return Planned(settings)
         is_on_host = settings.device is not None and settings.device.kind is DeviceKind.CPU
         gpus = [] if is_on_host else self._gpus()
         if not gpus:
             if wishes.num_gpu_layers:
                 raise SettingsError(f"-ngl {wishes.num_gpu_layers}: there is no GPU to compute on")
+            reason = "--device=cpu" if is_on_host else "no GPU"
+            reason = "-ngl 0" if wishes.num_gpu_layers == 0 else reason
+            check_on_processor(wishes, reason, has_daemons=bool(daemon_names))
+            owners = (LOCAL_OWNER, *daemon_names)
+            check_overrides(wishes.experts, self._spec.moe, side_names=owners, device=CPU)
             return Planned(settings)
         only = gpus[0] if len(gpus) == 1 and not self._asks_for_experts else None
         if only is not None and not only.memory.is_shared_with_host and self._fits(only):
@@ -133,18 +160,28 @@ class Planning:
             return Planned(
                 settings if settings.device else replace(settings, device=gpus[0].device)
             )
+        if wishes.experts.names_some_of(daemon_names):
+            owners = (LOCAL_OWNER, HOST_OWNER, *daemon_names)
+            device = gpus[0].device
+            check_overrides(wishes.experts, self._spec.moe, side_names=owners, device=device)
+            # The device and the context are chosen now, and what daemons get once they are there.
+            self._wishes = replace(wishes, experts=ExpertWishes())
         try:
             found = self._plan(gpus, {})
         except SettingsError:
             raise
         except DflashError as error:
-            if settings.device is not None:
+            if settings.device is not None or planned_flags(wishes):
                 raise
             _log_why_on_host(error)
             return Planned(settings)
+        finally:
+            self._wishes = wishes
         if isinstance(found, PlanRefused) and num_daemons and settings.device is not None:
             return Planned(settings)  # it may be different with them
-        planned = self._applied(_accepted(found))
+        if isinstance(found, Plan) and not num_daemons:
+            found = self._kept_or(found, gpus, {})
+        planned = self._applied(_accepted(found), self._situation(gpus, {}))
         if num_daemons:  # they have not said yet what they have
             return replace(planned, placement=None, prompts_here=None)
         return planned
@@ -162,24 +199,35 @@ class Planning:
         return asked != ExpertWishes() or any(each is not None for each in budgets)
 
     def _read(self, path: Path, daemon_names: Sequence[str]) -> Planned:
-        """A plan that was saved. Raises: SettingsError if it is of another model, or damaged."""
-        content = read_file("plan", path, limit_bytes=_PLAN_BYTES)
-        of = RecordOf(
+        """A plan that was saved. Raises: SettingsError if it is of another model, machine, driver
+        or version, or damaged."""
+        content = read_file("plan", path, limit_bytes=PLAN_BYTES)
+        try:
+            found = from_json(content, self._record_of(daemon_names))
+        except SettingsError as error:
+            raise file_error("plan", path, str(error).removeprefix("plan: ")) from error
+        of_plan = replace(self._settings, kv_type=found.setup.kv_type.value)
+        if found.origin.box_key != key_of_machine(self._file, of_plan, gpus_of_machine()):
+            raise file_error("plan", path, OTHER_BOX)
+        return self._applied(found)
+
+    def _record_of(self, daemon_names: Sequence[str], box_key: str | None = None) -> RecordOf:
+        return RecordOf(
             self._file.identity(),
             {layer.layer_id: layer.num_experts for layer in self._spec.moe.layers},
             (LOCAL_OWNER, HOST_OWNER, *daemon_names),
+            box_key,
         )
-        try:
-            return self._applied(from_json(content, of))
-        except SettingsError as error:
-            raise file_error("plan", path, str(error).removeprefix("plan: ")) from error
 
     def alone(self) -> Plan:
         """A plan without daemons. Raises: SettingsError if what was asked for does not fit."""
-        return _accepted(self._plan(self._gpus(), {}))
+        gpus = self._gpus()
+        return self._kept_or(_accepted(self._plan(gpus, {})), gpus, {}, keeps=False)
 
-    def with_daemons(self, planned: Planned, offers: Mapping[str, Offer]) -> Planned:
-        """Decide where experts live, on the device that was chosen before.
+    def with_daemons(
+        self, planned: Planned, offers: Mapping[str, Offer], *, numeric_class: str
+    ) -> Planned:
+        """Decide where experts live, on the device that was chosen before, which is of this class.
 
         Raises: SettingsError if what was asked for does not fit.
         """
@@ -187,10 +235,97 @@ class Planning:
         is_asked = settings.local_experts is not None and not self._asks_for_experts
         is_asked = is_asked or bool(settings.plan) or not self._wishes.fits
         is_on_host = settings.device is None or settings.device.kind is DeviceKind.CPU
-        if is_asked or is_on_host or not offers or not self._gpus():
+        asks = bool(planned_flags(self._wishes))
+        if is_asked or not (offers or asks):
+            return planned
+        if is_on_host and asks:
+            return self._as_asked(planned, offers)
+        if is_on_host:
+            return self._beside_processor(planned, offers)
+        if not self._gpus():
             return planned
         self._settings = settings
-        return self._applied(_accepted(self._plan(self._gpus(), offers, chunk=planned.chunk)))
+        self._numeric_class = numeric_class
+        found = _accepted(self._plan(self._gpus(), offers, chunk=planned.chunk))
+        found = self._kept_or(found, self._gpus(), offers)
+        return self._applied(found, self._situation(self._gpus(), offers))
+
+    def prompts_here(
+        self, settings: Settings, placement: Placement, offers: Mapping[str, Offer]
+    ) -> frozenset[int]:
+        """See Plan.prompts_here, for a placement that was asked for: none if it cannot be priced.
+
+        `settings` name the device.
+        """
+        on_cpu = (
+            owned.num_experts and (name not in offers or offers[name].device == str(CPU))
+            for name, owned in zip(placement.owner_names, placement.owners, strict=True)
+            if name != LOCAL_OWNER
+        )
+        if settings.device is None or settings.device.kind is DeviceKind.CPU or not any(on_cpu):
+            return frozenset()
+        if settings.prefill_offload != OffloadMode.AUTO:
+            return frozenset()
+        self._settings = settings
+        self._wishes = replace(self._wishes, fits=False, experts=ExpertWishes(placement=placement))
+        try:
+            gpus = self._gpus()
+            found = self._plan(gpus, offers) if gpus else None
+        except DflashError as error:
+            # docs: where experts were asked for is obeyed; owners of this process and daemons
+            # compute their experts of prompts, as nothing says that copies are faster
+            _LOG.warning("the placement that was asked for is not priced: %s", str(error))
+            return frozenset()
+        return frozenset(found.prompts_here) if isinstance(found, Plan) else frozenset()
+
+    def _beside_processor(self, planned: Planned, offers: Mapping[str, Offer]) -> Planned:
+        """Where experts live if the parent computes on the processor: an even split among daemons,
+        unless they are unlike and another placement is predicted to be faster by WORTH.
+
+        Daemons that are alike are on the parent's cores, mostly, where a split gains nothing.
+        """
+        before, spec = self._settings, self._spec
+        if len(offers) < self._num_daemons or not are_unlike(offers):
+            return planned
+        context = before.context or min(spec.context_length, UNPLANNED_CONTEXT)
+        self._settings = replace(planned.settings, device=CPU, context=context)
+        wishes = self._wishes
+        try:
+            found = self._plan([], offers)
+            even = even_split(spec.moe, [*offers], None, offers=offers)
+            # Priced even where a daemon on a processor has less memory than its share.
+            self._wishes = replace(wishes, fits=False, experts=ExpertWishes(placement=even))
+            split = self._plan([], offers)
+        except DflashError as error:
+            # docs: the processor could not be measured, or offers were not understood: daemons get
+            # equal shares
+            _LOG.warning("nothing is planned: %s", str(error))
+            return planned
+        finally:
+            self._settings, self._wishes = before, wishes
+        if isinstance(found, PlanRefused) or isinstance(split, PlanRefused):
+            return planned
+        if gain_of(found.forecast, split.forecast, request_of(before)) < WORTH:
+            return planned
+        _log_plan(found)
+        return replace(planned, placement=found.placement, plan=found)
+
+    def _as_asked(self, planned: Planned, offers: Mapping[str, Offer]) -> Planned:
+        """Where settings place experts beside a parent on the processor.
+
+        Raises: SettingsError if that is not possible.
+        """
+        before, wishes, spec = self._settings, self._wishes, self._spec
+        context = before.context or min(spec.context_length, UNPLANNED_CONTEXT)
+        self._settings = replace(planned.settings, device=CPU, context=context)
+        if wishes.experts.mode is MoeMode.CPU_MOE:
+            self._wishes = replace(wishes, experts=ExpertWishes(cpu_moe=True))
+        try:
+            found = _accepted(self._plan([], offers))
+        finally:
+            self._settings, self._wishes = before, wishes
+        _log_plan(found)
+        return replace(planned, placement=found.placement, plan=found)
 
     def _gpus(self) -> list[GpuDescription]:
         """GPUs that may be the parent's."""
@@ -229,6 +364,22 @@ class Planning:
         """The type of keys and values."""
         return chosen_kv_type(self._settings.kv_type, self._spec)
 
+    def _kept_or(
+        self,
+        new: Plan,
+        gpus: Sequence[GpuDescription],
+        offers: Mapping[str, Offer],
+        *,
+        keeps: bool = True,
+    ) -> Plan:
+        """The plan that is kept, unless the new one gains enough: see KeptPlan.or_new."""
+        kept = KeptPlan(
+            heat_places(self._file.path, self._settings, PLAN_SUFFIX),
+            self._record_of([*offers], new.origin.box_key),
+            digest_of_wishes(self._wishes, request_of(self._settings), offers),
+        )
+        return kept.or_new(new, self._situation(gpus, offers), self._wishes, keeps=keeps)
+
     def _plan(
         self,
         gpus: Sequence[GpuDescription],
@@ -236,6 +387,16 @@ class Planning:
         *,
         chunk: int | None = None,
     ) -> Plan | PlanRefused:
+        wishes = replace(
+            self._wishes,
+            device=self._settings.device,
+            context=self._settings.context,
+            kv_type=self.kv_type,
+            chunk=chunk,
+        )
+        return plan(self._situation(gpus, offers), wishes)
+
+    def _situation(self, gpus: Sequence[GpuDescription], offers: Mapping[str, Offer]) -> Situation:
         settings, spec = self._settings, self._spec
         if self._box is None:
             self._box = box_of_machine(self._file, settings, on_progress=self._on_progress)
@@ -250,36 +411,28 @@ class Planning:
                 on_gpu,
                 GPU_CHUNKS,
                 shares_host_memory=gpu.memory.is_shared_with_host,
-                copies_bytes=on_gpu.offload_bytes,
+                numeric_class=self._numeric_class if gpu.device == settings.device else "",
             )
             for gpu in gpus
         ]
         host_bytes = host_memory().free_bytes
         parents.append(ParentDevice(CPU, host_bytes, on_host, (PREFILL_CHUNK,)))
-        situation = Situation(
+        return Situation(
             self._file.identity(),
             spec,
             head_bytes(self._file, describe(self._file)),
-            _with_links(box, spec, offers),
+            with_daemons(box, spec, offers),
             tuple(parents),
-            tuple(_daemon(name, offer, on_host, on_gpu) for name, offer in offers.items()),
+            daemons_of(offers, settings, on_host=on_host, on_gpu=on_gpu),
             host_bytes,
             _shares(self._heat, spec),
             request_of(settings),
+            settings.swap_max,
         )
-        wishes = replace(
-            self._wishes,
-            device=settings.device,
-            context=settings.context,
-            kv_type=self.kv_type,
-            chunk=chunk,
-        )
-        return plan(situation, wishes)
 
-    def _applied(self, found: Plan) -> Planned:
-        # docs: where the experts are computed, what each device's memory is used for, and how fast
-        # that should be; `dflash-moe plan` says the same without loading the model
-        _LOG.info("plan:\n%s", plan_text(found).rstrip())
+    def _applied(self, found: Plan, situation: Situation | None = None) -> Planned:
+        """`situation`: what it was made from; None for a plan that was read, which is obeyed."""
+        _log_plan(found)
         setup = found.setup
         settings = replace(
             self._settings,
@@ -289,10 +442,14 @@ class Planning:
         )
         is_on_gpu = setup.device.kind is not DeviceKind.CPU
         if not is_on_gpu:
-            return Planned(settings, plan=found)
-        is_left = settings.prefill_offload == OffloadMode.AUTO
-        prompts_here = frozenset(found.prompts_here) if is_left else None
-        return Planned(settings, found.placement, setup.chunk, prompts_here, found)
+            return Planned(settings, found.placement, plan=found)
+        prompts_here = frozenset(found.prompts_here)
+        prices = None
+        if situation is not None and HOST_OWNER in found.placement.owner_names:
+            parents = {each.device: each for each in situation.parents}
+            prompt_s = 1.0 / max(found.forecast.prompt_512, 1e-9)
+            prices = move_prices(situation, parents[setup.device], prompt_s=prompt_s)
+        return Planned(settings, found.placement, setup.chunk, prompts_here, found, prices)
 
 
 def _accepted(found: Plan | PlanRefused) -> Plan:
@@ -300,6 +457,12 @@ def _accepted(found: Plan | PlanRefused) -> Plan:
     if isinstance(found, PlanRefused):
         raise SettingsError(found.reason)
     return found
+
+
+def _log_plan(found: Plan) -> None:
+    # docs: where the experts are computed, what each device's memory is used for, and how fast that
+    # should be; `dflash-moe plan` says the same without loading the model
+    _LOG.info("plan:\n%s", plan_text(found).rstrip())
 
 
 def _log_why_on_host(error: DflashError) -> None:
@@ -330,55 +493,3 @@ def _shares(heat: Heat, spec: ModelSpec) -> ExpertShares:
         {each: heat.probabilities(Phase.PREFILL, each) for each in layer_ids},
         heat.num_tokens(),
     )
-
-
-def _daemon(name: str, offer: Offer, on_host: Footprint, on_gpu: Footprint) -> ExpertDaemon:
-    device = parse_device(offer.device, default_index=0)
-    is_on_gpu = device.kind is not DeviceKind.CPU
-    # What it holds of this model may be dropped for what it gets.
-    free_bytes = offer.free_bytes + offer.held_bytes
-    return ExpertDaemon(name, device, free_bytes, on_gpu if is_on_gpu else on_host)
-
-
-def _with_links(box: Box, spec: ModelSpec, offers: Mapping[str, Offer]) -> Box:
-    """The box with the speeds that daemons have told, and links as they usually are where they were
-    not measured."""
-    devices, links = dict(box.devices), dict(box.links)
-    rates = [copies.to_host for copies in box.copies.values() if copies.to_host]
-    if rates and HOST_OWNER not in links:
-        # Rows of a chunk go to the host, and sums return, through memory that is not locked.
-        row_s = 12 * spec.hidden_size / min(rates)
-        chunk = Curve(((0, 0.0), (4096, 4096 * row_s)))
-        links[HOST_OWNER] = LinkSpeed(HOST_OWNER, step=Curve(((1, 0.0),)), chunk=chunk)
-    for name, offer in offers.items():
-        speed = _speed_of(name, spec, offer)
-        if speed is None:
-            continue
-        devices[name] = speed
-        if name not in links:
-            row_s = 12 * spec.hidden_size / _LINK_BYTES_PER_S  # float32 there, float64 back
-            link_s = _MAIL_LINK_S if offer.can_mail else _STEP_LINK_S
-            links[name] = LinkSpeed(
-                name,
-                step=Curve(((1, link_s + row_s),)),
-                chunk=Curve(((1, link_s + row_s), (4096, link_s + 4096 * row_s))),
-                by_device=offer.can_mail,
-            )
-    return replace(box, devices=devices, links=links)
-
-
-def _speed_of(name: str, spec: ModelSpec, offer: Offer) -> DeviceSpeed | None:
-    """A daemon's speed from what it has measured of its first layer; None if it did not."""
-    if not offer.layer_ids or not offer.used_s[0]:
-        return None
-    layer = spec.moe.by_layer_id[offer.layer_ids[0]]
-    num_used, num_bytes = layer.num_experts_used, float(layer.expert_bytes)
-    points = [(num_used * num_bytes, offer.used_s[0])]
-    if num_used > 1 and 0 < offer.one_s[0] < offer.used_s[0]:
-        points.insert(0, (num_bytes, offer.one_s[0]))
-    experts = {1: Curve(tuple(points))}
-    if offer.chunk_tokens > 1 and offer.chunk_pairs_per_s[0]:
-        pairs = offer.chunk_tokens * num_used
-        chunk_s = pairs / offer.chunk_pairs_per_s[0]
-        experts[offer.chunk_tokens] = Curve(((0.0, 0.0), (pairs * num_bytes, chunk_s)))
-    return DeviceSpeed(name, experts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from dflash_adapters.gguf.file import GgufFile
@@ -25,6 +26,11 @@ class Prompts:
     def __init__(self, file: GgufFile) -> None:
         self._file = file
         self._renderer = ChatRenderer()
+
+    @property
+    def model_path(self) -> Path:
+        """The file."""
+        return self._file.path
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:

@@ -7,7 +7,7 @@ state there must have been copied, as a checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from itertools import pairwise
 
@@ -28,14 +28,22 @@ class SequenceReuse:
 
     `invariant_from`: the smallest chunk from which on a position's keys and values have the same
     bits whatever the chunk; positions of smaller chunks are not tracked. If it is None, bits depend
-    on the chunk, and only chunks with the same bounds are reused.
+    on the chunk, and only chunks with the same bounds are reused. `num_other_class`: how many
+    selections other classes than the class map's have computed, see `HitCounts.other_class`.
 
-    States: the positions up to the last `add` are known, until `go_to` or `cut`. Used by one
+    States: the positions up to the last `add` are known, until `go_to` or `cut`. Once
+    `num_other_class` has changed, nothing more becomes known until the next `enter`. Used by one
     thread. Owns: the checkpoints' memory.
     """
 
     def __init__(
-        self, cache: KvCache, num_positions: int, *, invariant_from: int | None, can_be_cut: bool
+        self,
+        cache: KvCache,
+        num_positions: int,
+        *,
+        invariant_from: int | None,
+        can_be_cut: bool,
+        num_other_class: Callable[[], int] = lambda: 0,
     ) -> None:
         self.checkpoints = StateCheckpoints(cache)
         self._cache = cache
@@ -44,18 +52,21 @@ class SequenceReuse:
         self._invariant_from = invariant_from
         self._smallest = invariant_from or 1
         self._can_be_cut = can_be_cut
-        self._scope = ""
+        self._scope = "", ""
+        self._num_other_class, self._num_at_enter = num_other_class, num_other_class()
 
     @property
     def num_cached(self) -> int:
         """Positions that are in the cache."""
         return self._bounds[-1][1] if self._bounds else 0
 
-    def enter(self, scope: str) -> None:
-        """Drop everything that was computed in another scope."""
-        if scope != self._scope:
+    def enter(self, scope: str, computed_by: str = "") -> None:
+        """Drop everything that was computed in another scope, or by something else: a fingerprint
+        of all that bits depend on beside weights and tokens. A run begins."""
+        self._num_at_enter = self._num_other_class()
+        if (scope, computed_by) != self._scope:
             self.cut(0)
-            self._scope = scope
+            self._scope = scope, computed_by
 
     def cut(self, first_position: int) -> None:
         """Forget cached positions from this one on, which are about to be overwritten."""
@@ -71,7 +82,10 @@ class SequenceReuse:
         self.checkpoints.restore(position)
 
     def add(self, first_position: int, token_ids: I32Array) -> None:
-        """Note that these tokens were computed as one chunk. Shapes: token_ids [T]."""
+        """Note that these tokens were computed as one chunk, unless another class than the class
+        map's has computed some of this run. Shapes: token_ids [T]."""
+        if self._num_other_class() != self._num_at_enter:
+            return
         if first_position != self.num_cached or token_ids.size < self._smallest:
             return
         last = first_position + token_ids.size
@@ -103,8 +117,8 @@ class SequenceReuse:
 
     def save_state(self, num_positions: int) -> None:
         """Save a checkpoint of the state at that many positions, where the last chunk has ended;
-        nothing if the cache can be cut anywhere."""
-        if not self._can_be_cut:
+        nothing if the cache can be cut anywhere, or these positions are not known."""
+        if not self._can_be_cut and num_positions <= self.num_cached:
             self.checkpoints.save(num_positions)
 
     def reusable(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.gguf.watch import LOOK_S
-from dflash_protocol.errors import SettingsError
+from dflash_protocol.errors import DflashError, SettingsError
 from dflash_protocol.ids import Phase
 
 _CLOSED = -1
@@ -32,6 +32,7 @@ class RunGuard:
         self._number = 0
         self._is_cancelled: Callable[[], bool] | None = None
         self._token_s = math.inf
+        self._refusal: DflashError | None = None
 
     @property
     def is_closed(self) -> bool:
@@ -40,14 +41,20 @@ class RunGuard:
     def begin(self, is_cancelled: Callable[[], bool] | None) -> int:
         """Begin a run, which ends the one before; returns its number.
 
-        Raises: SettingsError if closed; ModelFileError.
+        Raises: SettingsError if closed; ModelFileError; what `refuse` was given.
         """
         if self.is_closed:
             raise SettingsError("this engine is closed")
+        if self._refusal is not None:
+            raise self._refusal
         self.file.require_unwritten()
         self._number += 1
         self._is_cancelled = is_cancelled
         return self._number
+
+    def refuse(self, error: DflashError) -> None:
+        """Further runs raise this: what they would compute may be wrong."""
+        self._refusal = error
 
     def close(self) -> None:
         """End the run, and refuse further ones."""

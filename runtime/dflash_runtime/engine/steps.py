@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_protocol.errors import NotFinite
+from dflash_adapters.spec import MoeLayer
+from dflash_protocol.errors import DflashError, NotFinite
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, Phase
 from dflash_protocol.placement import Placement
 from dflash_runtime.compute import ComputeBackend, ExpertBank
-from dflash_runtime.compute.backend import NOT_FINITE, CapturedStep
+from dflash_runtime.compute.backend import NOT_FINITE, CapturedStep, ExpertStage
 from dflash_runtime.compute.kv_cache import KvCache
 from dflash_runtime.compute.model import Model, OnLayer, Step, forward, run_to_end
 from dflash_runtime.compute.room import HEAD_ROWS
@@ -24,6 +25,7 @@ from dflash_runtime.engine.heat_keeper import HeatKeeper
 from dflash_runtime.engine.reuse import SequenceReuse
 from dflash_runtime.engine.run_guard import RunGuard
 from dflash_runtime.engine.two_batch_overlap import run_in_turns
+from dflash_runtime.experts.replacing import NotUndone
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 from dflash_runtime.placement.heat import Heat
 
@@ -66,6 +68,7 @@ class Steps:
             num_positions,
             invariant_from=backend.chunking.invariant_from,
             can_be_cut=model.spec.can_be_cut,
+            num_other_class=lambda: runtime.hits.other_class,
         )
         self._model, self._cache = model, cache
         self._backend, self._runtime, self._local_banks = backend, runtime, local_banks
@@ -120,33 +123,57 @@ class Steps:
         self.heat.update(self._runtime)
         return self.heat.copy()
 
-    def replace(self, placement: Placement) -> None:
+    def new_stage(self, layers: Sequence[MoeLayer], most: int) -> ExpertStage | None:
+        """See ComputeBackend.new_stage."""
+        return self._backend.new_stage(self._guard.file, layers, most)
+
+    @property
+    def placement(self) -> Placement:
+        """The owner of each expert."""
+        return self._runtime.placement
+
+    def replace(self, placement: Placement, stage: ExpertStage | None = None) -> None:
         """Use another placement between two runs: owners of this process have other experts, as
-        many of each layer. Cached positions are dropped, as they were computed by others.
+        many of each layer. The next run reuses no cached positions if others compute them now.
+        `stage` may have weights of some. If it fails, the old placement stays in use; if not even
+        that can be, all further runs fail.
 
         Raises: ValueError for another one; SettingsError if the engine is closed; ModelFileError if
         the file was written to; DeviceUnavailable.
         """
-        runtime, backend = self._runtime, self._backend
-        self._guard.begin(None)
+        guard, runtime = self._guard, self._runtime
+        guard.begin(None)
         self.settle()
-        runtime.replace(self._guard.file, placement)
+
+        def follow() -> None:
+            self._backend.follow_owners(placement.experts_per_layer, runtime)
+
+        try:
+            runtime.replace(guard.file, placement, follow=follow, stage=stage)
+        except NotUndone as error:
+            guard.refuse(error)
+            raise
+        except BaseException:
+            try:
+                follow()  # the old placement, which is in use again
+            except DflashError as error:
+                guard.refuse(error)
+                raise
+            raise
         if self._captured is not None:
             self._captured.follow_owners()
-        backend.follow_owners(placement.experts_per_layer, runtime)
-        self.reuse.cut(0)
 
     def begin(
         self, is_cancelled: Callable[[], bool] | None = None, *, prefix_scope: str = ""
     ) -> int:
         """Begin a run over the one sequence, which ends the one before; returns its number.
 
-        Cached positions of another `prefix_scope` are dropped.
+        Cached positions of another `prefix_scope`, or another class map, are dropped.
         Raises: SettingsError if the engine is closed; ModelFileError if the file was written to
         since it was opened.
         """
         run = self._guard.begin(is_cancelled)
-        self.reuse.enter(prefix_scope)
+        self.reuse.enter(prefix_scope, self._runtime.class_map.digest)
         return run
 
     def end(self) -> None:

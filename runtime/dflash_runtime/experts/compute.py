@@ -6,16 +6,18 @@ An owner gets batches of its own experts, already routed, and returns weighted s
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias
 
 from dflash_protocol.batch import Hidden, Pairs, RoutedBatch, Sums
 from dflash_protocol.ids import I32Array, Phase
 from dflash_runtime.compute import ExpertBank
 from dflash_runtime.compute.asking import AskRoute, OwnerTotals
-from dflash_runtime.compute.backend import MailRoute, sums_of
+from dflash_runtime.compute.backend import DeviceBank, MailRoute, sums_of
 from dflash_runtime.experts.telemetry import OwnerKind, OwnerStats
+
+LocalIds: TypeAlias = Callable[[], Mapping[int, I32Array]]
 
 
 @dataclass(slots=True, eq=False)
@@ -40,10 +42,6 @@ class ExpertCompute(Protocol):
     def stats(self) -> OwnerStats:
         """The counters themselves, brought up to date; for the thread that uses the owner."""
 
-    @property
-    def pairs_per_s(self) -> float:
-        """The owner's rate as it reported it before any request; 0 if it did not."""
-
     def begin(self, layer_id: int, rows: Hidden, pairs: Pairs, *, phase: Phase) -> Ticket:
         """Begin to compute pairs, whose expert ids are this owner's local ids. Shapes: rows [T, H],
         which must not change until the ticket is finished or abandoned.
@@ -65,9 +63,10 @@ class ExpertCompute(Protocol):
     def abandon(self, ticket: Ticket) -> None:
         """Drop a ticket that will not be finished."""
 
-    def mail_route(self, local_ids: Mapping[int, I32Array]) -> MailRoute | None:
-        """A route to a device that computes these experts through a mailbox; None if there is none
-        now. The same object as before while it is valid. `local_ids`: see MailRoute."""
+    def mail_route(self, owner_index: int, local_ids: LocalIds) -> MailRoute | None:
+        """A route to this owner, which is the one of that index, through a mailbox with its device;
+        None if there is none now. The same object as before while it is valid. `local_ids` is
+        called for a new one: see MailRoute."""
 
     def ask_route(self, owner_index: int) -> AskRoute | None:
         """A route for compiled code to ask this owner, which is the one of that index; None if it
@@ -85,10 +84,10 @@ class LocalExpertCompute:
     were all asked before, compute at the same time."""
 
     def __init__(
-        self, kind: OwnerKind, banks: dict[int, ExpertBank], *, pairs_per_s: float = 0.0
+        self, kind: OwnerKind, banks: dict[int, ExpertBank], *, numeric_class: str = ""
     ) -> None:
-        self.pairs_per_s = pairs_per_s
         self.stats = OwnerStats(kind, sum(bank.num_experts for bank in banks.values()))
+        self.stats.numeric_class = numeric_class
         self.banks = banks
 
     def begin(self, layer_id: int, rows: Hidden, pairs: Pairs, *, phase: Phase) -> Ticket:
@@ -98,13 +97,22 @@ class LocalExpertCompute:
         """Do nothing: work is done in `finish`."""
 
     def finish(self, ticket: Ticket, out: Sums) -> None:
-        batch = RoutedBatch.group(ticket.phase, ticket.rows, ticket.pairs)
-        bank = self.banks[ticket.layer_id]
+        bank, is_on_device = self.banks[ticket.layer_id], out.is_on_device
+        is_here = is_on_device and isinstance(bank, DeviceBank)
+        # Only rows that are used leave a device.
+        whole_from = None if is_on_device and not is_here else 0
+        batch, used = RoutedBatch.group_used(
+            ticket.phase, ticket.rows, ticket.pairs, whole_from=whole_from
+        )
         started_s = time.perf_counter()
-        if out.is_on_device:
+        if is_here:
             out.add(sums_of(bank, batch))
         else:
-            bank.accumulate(batch, out.to_host())
+            out.add_computed(
+                batch.rows,
+                used,
+                lambda rows, sums: bank.accumulate(replace(batch, rows=rows), sums),
+            )
         phase = self.stats.of_phase(ticket.phase)
         phase.compute_s += time.perf_counter() - started_s
         num_tokens, num_pairs = batch.num_tokens, batch.num_pairs
@@ -116,7 +124,7 @@ class LocalExpertCompute:
     def abandon(self, ticket: Ticket) -> None:
         """Do nothing: work is done in `finish`."""
 
-    def mail_route(self, local_ids: Mapping[int, I32Array]) -> None:
+    def mail_route(self, owner_index: int, local_ids: LocalIds) -> None:
         """None: this process computes without a mailbox."""
 
     def ask_route(self, owner_index: int) -> None:

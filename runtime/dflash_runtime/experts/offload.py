@@ -2,7 +2,8 @@
 weights copied for that chunk, because their owner's CPU would take longer.
 
 A chunk of many tokens does much work with each weight, so that copying it to a GPU costs less than
-a CPU's products; a few tokens do not. Only decides: the time of copying is passed in.
+a CPU's products. It is decided at opening, by the plan's prices, and by layer: bits depend on what
+computes an expert, and must depend neither on a clock nor on a chunk's size.
 """
 
 from __future__ import annotations
@@ -15,20 +16,18 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from dflash_protocol.ids import I32Array
 from dflash_protocol.placement import Placement
 from dflash_runtime.experts.compute import ExpertCompute
 from dflash_runtime.experts.telemetry import OwnerKind, OwnerStats
+from dflash_runtime.placement.class_map import ClassMap
+from dflash_runtime.placement.split import LOCAL_OWNER
 
 _LOG = logging.getLogger(__name__)
 
 FEWEST_TOKENS = 64
-"""Smaller chunks are never offloaded: they use nearly as many weights as large ones."""
+"""Of a chunk whose experts' owner is lost: smaller ones use nearly as many weights as large ones,
+and are left to the fallback."""
 
-_CERTAIN = 16.0
-"""An owner that is this many times slower than copying, by the rate it reported, is not even tried.
-Reported rates are those of decode and may be off by a factor of ten at prefill."""
-_RATE_WEIGHT = 0.5
 _FALLBACK = -1
 """Stands for an owner's index."""
 _ON_CPU = ("", "cpu")
@@ -45,133 +44,136 @@ class OffloadMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OffloadChoice:
-    """Whether experts are offloaded, and in which layers if not in all."""
+    """Which experts are offloaded: with ON all of other owners, with AUTO those of owners on CPUs
+    in `layers`, and those of lost owners in chunks of FEWEST_TOKENS or more."""
 
     mode: OffloadMode
-    layers: frozenset[int] | None = None
+    layers: frozenset[int] = frozenset()
+    numeric_class: str = ""
+    """Of the parent's device."""
 
 
 class PromptOffload:
     """Which experts of a chunk the parent's device computes instead of their owners.
 
-    Compares the time of asking an owner with that of copying. The former is measured end to end, by
-    owner and by order of magnitude of the chunk, on ordinary requests or on a layer asked as a
-    trial. `owners` are in the placement's order; the experts of `device_owner`, an index, are on
-    the device already.
+    `owners` are in the placement's order; the experts of `device_owner`, an index, are on the
+    device already. Used by one thread.
     """
 
     def __init__(
         self,
         choice: OffloadChoice,
-        placement: Placement,
         owners: Sequence[ExpertCompute],
         *,
         fallback: ExpertCompute | None,
         device_owner: int | None,
     ) -> None:
-        self.mode, self._layers = choice.mode, choice.layers
-        self._placement = placement
+        self.mode = choice.mode
+        self._choice = choice
         self._owners = owners
-        self._fallback = fallback
+        self._has_fallback = fallback is not None
         self._device_owner = device_owner
-        self._s_per_pair: dict[tuple[int, int], float] = {}
-        """By owner, and bits of the chunk's number of tokens."""
-        self._chosen: frozenset[int] = frozenset()
-        """Owners whose experts are offloaded, by the last decision."""
+        self._map: tuple[Placement, object, ClassMap] | None = None
+        """The class map asked for last, and what it is of."""
         self._logged: set[int] = set()
 
     @property
     def may_name_some_now(self) -> bool:
-        """Whether any expert may be offloaded with the owners as they are; only their losses change
-        that."""
+        """Whether experts of a large chunk may be offloaded with the owners as they are; only their
+        losses change that."""
         if self.mode is not OffloadMode.AUTO:
             return self.mode is OffloadMode.ON
-        return any(
-            owned.num_experts and index != self._device_owner and self._is_on_cpu(owner.stats)
-            for index, (owned, owner) in enumerate(
-                zip(self._placement.owners, self._owners, strict=True)
-            )
-        )
+        on_cpu = any(self._is_offloaded(index) for index in range(len(self._owners)))
+        return (bool(self._choice.layers) and on_cpu) or (self._has_fallback and bool(self._lost()))
 
     def experts(
-        self, layer_id: int, topk_ids: I32Array | None, *, expert_s: float
+        self, placement: Placement, layer_id: int, num_tokens: int
     ) -> npt.NDArray[np.bool_] | None:
         """See RemoteExperts.to_offload."""
-        if self._layers is not None and layer_id not in self._layers:
+        if self.mode is OffloadMode.OFF:
             return None
-        lost = frozenset(
-            index
-            for index, owner in enumerate(self._owners)
-            if index != self._device_owner and _is_lost(owner.stats)
-        )
-        owner_of_expert = self._placement.routing_without(lost)[layer_id].owner_index
-        if topk_ids is not None:
-            counts = np.bincount(topk_ids.reshape(-1), minlength=owner_of_expert.size)
-            chosen = frozenset(
-                index
-                for index in np.unique(owner_of_expert[counts > 0]).tolist()
-                if self._is_worth_it(
-                    index,
-                    counts[owner_of_expert == index],
-                    num_tokens=topk_ids.shape[0],
-                    expert_s=expert_s,
-                )
-            )
-            self._log(chosen - self._logged, topk_ids.shape[0])
-            self._chosen = chosen
-        if not self._chosen:
+        is_named = self.mode is OffloadMode.ON or layer_id in self._choice.layers
+        chosen = [i for i in range(len(self._owners)) if is_named and self._is_offloaded(i)]
+        if self._has_fallback and (is_named or num_tokens >= FEWEST_TOKENS):
+            chosen.append(_FALLBACK)  # else asking it raises the error that is due
+        owner_of_expert = placement.routing_without(self._lost())[layer_id].owner_index
+        experts: npt.NDArray[np.bool_] = np.isin(owner_of_expert, chosen)
+        if not experts.any():
             return None
-        experts: npt.NDArray[np.bool_] = np.isin(owner_of_expert, list(self._chosen))
+        if new := {*owner_of_expert[experts].tolist()} - self._logged:
+            self._log(placement, new)
         return experts
 
-    def use(self, placement: Placement) -> None:
-        """Experts have moved between the owners."""
-        self._placement = placement
+    def other_class(self, placement: Placement, layer_id: int) -> npt.NDArray[np.bool_]:
+        """Experts whose bits in prompts change if the device computes them: the class map leaves
+        them to owners of other classes. Shapes: result [E]."""
+        is_named = self.mode is OffloadMode.ON or layer_id in self._choice.layers
+        of_owner = [
+            index != self._device_owner
+            and not (is_named and self._is_offloaded(index))
+            and not is_same_class(numeric_class, self._choice.numeric_class)
+            for index, numeric_class in enumerate(exact_classes(placement, self._owners))
+        ]
+        return np.array(of_owner, np.bool_)[placement.routing[layer_id].owner_index]
 
-    def note(self, owner: int, *, num_tokens: int, num_pairs: int, elapsed_s: float) -> None:
-        """Record the time of a layer's share that an owner, or for a negative index the fallback,
-        has computed."""
-        kind = owner, num_tokens.bit_length()
-        s_per_pair = elapsed_s / max(num_pairs, 1)
-        known = self._s_per_pair.get(kind, s_per_pair)
-        self._s_per_pair[kind] = known + _RATE_WEIGHT * (s_per_pair - known)
+    def class_map(self, placement: Placement) -> ClassMap:
+        """What computes each expert with a placement, while no owner is lost."""
+        is_on = self.mode is OffloadMode.ON
+        layers = placement.experts_per_layer if is_on else self._choice.layers
+        offloads = self.mode is not OffloadMode.OFF
+        of_owners = tuple(
+            (name, owner.stats.numeric_class, offloads and self._is_offloaded(index))
+            for index, (name, owner) in enumerate(
+                zip(placement.owner_names, self._owners, strict=True)
+            )
+        )
+        if self._map is None or self._map[0] is not placement or self._map[1] != of_owners:
+            made = ClassMap.of(
+                placement,
+                {LOCAL_OWNER: self._choice.numeric_class}
+                | {name: numeric_class for name, numeric_class, _ in of_owners},
+                prompts_here=layers if offloads else (),
+                processors=[name for name, _, is_offloaded in of_owners if is_offloaded],
+            )
+            self._map = placement, of_owners, made
+        return self._map[2]
 
-    def _is_worth_it(
-        self, index: int, counts: npt.NDArray[np.intp], *, num_tokens: int, expert_s: float
-    ) -> bool:
-        """Shapes: counts [experts of this owner], pairs of each."""
-        owner = self._fallback if index == _FALLBACK else self._owners[index]
-        if owner is None or index == self._device_owner:
-            return False  # asking it raises the error that is due
-        if self.mode is not OffloadMode.AUTO:
-            return self.mode is OffloadMode.ON
-        if num_tokens < FEWEST_TOKENS or not self._is_on_cpu(owner.stats):
+    def _is_offloaded(self, index: int) -> bool:
+        """Whether an owner's experts are, in the layers of the choice."""
+        if index == self._device_owner:
             return False
-        num_pairs, copying_s = int(counts.sum()), float(np.count_nonzero(counts) * expert_s)
-        known = self._s_per_pair.get((index, num_tokens.bit_length()))
-        if known is not None:
-            return known * num_pairs > copying_s
-        return owner.pairs_per_s > 0 and num_pairs / owner.pairs_per_s > _CERTAIN * copying_s
+        return self.mode is OffloadMode.ON or self._owners[index].stats.device in _ON_CPU
 
-    def _is_on_cpu(self, stats: OwnerStats) -> bool:
-        """Whether a CPU would compute an owner's experts: the fallback's, if the owner is lost."""
-        if stats.device in _ON_CPU:
-            return True
-        return _is_lost(stats) and self._fallback is not None
+    def _lost(self) -> frozenset[int]:
+        return frozenset(i for i, owner in enumerate(self._owners) if _is_lost(owner.stats))
 
-    def _log(self, new: frozenset[int], num_tokens: int) -> None:
-        """Log once for each owner: decisions change from chunk to chunk."""
+    def _log(self, placement: Placement, new: set[int]) -> None:
+        """Log once for each owner."""
         self._logged |= new
         for index in sorted(new):
-            name = "the fallback" if index == _FALLBACK else self._placement.owner_names[index]
+            name = "the fallback" if index == _FALLBACK else placement.owner_names[index]
             # docs: once for each owner: its CPU would take longer (`PREFILL_OFFLOAD`);
             # `selections_total{place="offloaded"}` counts them
             _LOG.info(
-                "experts of %s in a chunk of %d tokens: computed on the parent's device, with "
-                "copies of their weights",
+                "experts of %s in prompts: computed on the parent's device, with copies of their "
+                "weights",
                 name,
-                num_tokens,
             )
+
+
+def exact_classes(placement: Placement, owners: Sequence[ExpertCompute]) -> list[str]:
+    """The numeric class of each owner now, by index; empty where it is not known, or sums are
+    rounded on their way."""
+    exact = placement.numeric_classes
+    return [
+        owner.stats.numeric_class if exact.get(name) else ""
+        for name, owner in zip(placement.owner_names, owners, strict=True)
+    ]
+
+
+def is_same_class(first: str, second: str) -> bool:
+    """Whether two numeric classes compute the same bits; one that is not known equals no other."""
+    return bool(first) and first == second
 
 
 def _is_lost(stats: OwnerStats) -> bool:

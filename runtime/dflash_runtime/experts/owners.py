@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from dflash_adapters.gguf.file import GgufFile
@@ -15,7 +15,7 @@ from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute
 from dflash_runtime.experts.daemons.connecting import Connected
 from dflash_runtime.experts.daemons.data_path import open_data_path
 from dflash_runtime.experts.events import EventKind, EventLog
-from dflash_runtime.experts.offload import OffloadChoice, OffloadMode
+from dflash_runtime.experts.offload import OffloadChoice
 from dflash_runtime.experts.remote.pieces import ExecutionMode
 from dflash_runtime.experts.remote.remote import RemoteExpertCompute
 from dflash_runtime.experts.remote.reply_checks import CheckSchedule, ReplyChecker
@@ -50,13 +50,13 @@ def give(
     backend: ComputeBackend,
     host_backend: ComputeBackend,
     settings: Settings,
-    prompts_here: frozenset[int] | None = None,
+    offload: OffloadChoice,
 ) -> Owners:
     """Give the daemons their experts, and load those of this process: of its device, and of its
     processor.
 
-    `prompts_here`: layers whose remote experts the device computes in prompts; None: as the
-    settings say. `undo` gets the banks and the runtime.
+    `offload`: which of the others' experts its device computes in prompts. `undo` gets the banks
+    and the runtime.
     Raises: DflashError if a daemon is unavailable.
     """
     links, events, is_required = connected.links, connected.events, settings.ipc_required
@@ -99,32 +99,36 @@ def give(
         elif name == HOST_OWNER:
             banks = load_banks(host_backend, file, spec.moe, owned=owned, read_now=True)
             batches = host_backend.trial_batches
-            pairs_per_s = measure_pairs_per_second(banks.values(), batches=batches)
+            measure_pairs_per_second(banks.values(), batches=batches)
             host_backend.choose_threads(file, trial_pass(banks))
-            host = LocalExpertCompute(OwnerKind.LOCAL, banks, pairs_per_s=pairs_per_s)
-            computes.append(host)
+            computes.append(
+                LocalExpertCompute(OwnerKind.LOCAL, banks, numeric_class=host_backend.numeric_class)
+            )
         else:
             local_banks = load_banks(backend, file, spec.moe, owned=owned, read_now=True)
             if backend.is_host:  # a device tries them with the whole model
                 measure_pairs_per_second(local_banks.values(), batches=backend.trial_batches)
             device_owner = None if backend.is_host else len(computes)
-            computes.append(LocalExpertCompute(OwnerKind.LOCAL, local_banks))
+            computes.append(
+                LocalExpertCompute(
+                    OwnerKind.LOCAL, local_banks, numeric_class=backend.numeric_class
+                )
+            )
     fallback = None
     if links and not is_required:
-        pairs_per_s = measure_pairs_per_second(every.values(), batches=host_backend.trial_batches)
-        fallback = LocalExpertCompute(OwnerKind.FALLBACK, every, pairs_per_s=pairs_per_s)
+        measure_pairs_per_second(every.values(), batches=host_backend.trial_batches)
+        fallback = LocalExpertCompute(
+            OwnerKind.FALLBACK, every, numeric_class=host_backend.numeric_class
+        )
         if host_backend.numeric_class != backend.numeric_class:
             reason = f"fallback {host_backend.numeric_class}, parent {backend.numeric_class}"
             events.add(EventKind.NUMERIC_CLASS_DIFFERS, "fallback", reason)
-    offload = OffloadChoice(OffloadMode(settings.prefill_offload))
-    if prompts_here is not None:
-        offload = OffloadChoice(OffloadMode.ON if prompts_here else OffloadMode.OFF, prompts_here)
     runtime = MoeExpertComputeRuntime(
         placement,
         computes,
         fallback=fallback,
         device_owner=device_owner,
-        offload=offload,
+        offload=replace(offload, numeric_class=backend.numeric_class),
         checks=None if checker is None else checker.schedule,
     )
     undo.callback(runtime.close)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from dflash_protocol.batch import Pairs
 from dflash_protocol.ids import F32Array, I32Array, I64Array
-from dflash_protocol.placement import LayerRouting
+from dflash_protocol.placement import LayerRouting, Placement
 from dflash_protocol.ring import compiled as ring_native
 
 _FEW_PAIRS = 64
@@ -84,6 +84,40 @@ def split_by_owner(pairs: Pairs, routing: LayerRouting) -> Iterator[tuple[int, P
         found = (np.flatnonzero(np.bincount(owner_of_pair + 1)) - 1).tolist()
     for owner_index in found:
         yield owner_index, pairs if len(found) == 1 else pairs.where(owner_of_pair == owner_index)
+
+
+def shared_routing(
+    placement: Placement, routing: LayerRouting, pairs: Pairs, *, layer_id: int, never: int | None
+) -> LayerRouting:
+    """A chunk's routing: experts with several equal owners go to these so that they have about as
+    many pairs.
+
+    It follows from the numbers of pairs alone: the expert with most of them first, to the owner
+    that has least. `never`: an owner that is asked for none of them; `pairs` have none of its own.
+    """
+    counts = pairs.counts
+    if counts is None:
+        counts = np.bincount(pairs.expert_ids, minlength=routing.owner_index.size)
+    shared = [
+        (-int(counts[expert]), expert, [index for index in able if index != never])
+        for expert, able in routing.shared
+        if counts[expert]
+    ]
+    if not shared:
+        return routing
+    owner_index = routing.owner_index.copy()
+    fixed = counts.copy()
+    fixed[[expert for _, expert, _ in shared]] = 0
+    loads = np.bincount(owner_index + 1, fixed, minlength=len(placement.owners) + 1)[1:].tolist()
+    for count, expert, able in sorted(shared):
+        owner = min(able, key=loads.__getitem__)
+        owner_index[expert] = owner
+        loads[owner] -= count
+    places = np.arange(owner_index.size)
+    local_ids = np.where(
+        owner_index >= 0, placement.local_ids(layer_id)[owner_index, places], np.int32(-1)
+    )
+    return LayerRouting(owner_index, local_ids, sole_owner=None, is_identity=False)
 
 
 def concatenated(shares: Sequence[Pairs]) -> Pairs:

@@ -2,42 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
+from dflash_protocol.errors import DeviceUnavailable, DflashError
 from dflash_protocol.ids import I32Array
 from dflash_protocol.placement import OwnedExperts, Placement
-from dflash_runtime.compute.backend import ReplaceableBank
+from dflash_runtime.compute.backend import ExpertStage, ReplaceableBank
 from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute
+from dflash_runtime.experts.telemetry import OwnerKind
+
+OnUse: TypeAlias = Callable[[], None]
+"""What else has to follow when another placement is used."""
+
+
+class NotUndone(DeviceUnavailable):
+    """A re-placement failed, and the device could not be put back either: nothing may be computed
+    with it any more."""
 
 
 def replace_experts(
-    owners: Sequence[ExpertCompute], file: GgufFile, *, before: Placement, after: Placement
+    owners: Sequence[ExpertCompute],
+    file: GgufFile,
+    *,
+    before: Placement,
+    after: Placement,
+    stage: ExpertStage | None = None,
 ) -> None:
     """Give owners of this process the experts of another placement, which has as many for each of
-    them in each layer. Nothing may be in flight.
+    them in each layer. Nothing may be in flight. `stage` may have weights of some.
 
-    All is checked before anything changes. Raises: ValueError for a placement that needs more than
-    that; DeviceUnavailable.
+    All is checked before anything changes; what has changed when it fails is undone.
+    Raises: ValueError for a placement that needs more than that; DeviceUnavailable; NotUndone.
     """
     if after.owner_names != before.owner_names:
         raise ValueError(f"the owners are {before.owner_names}, not {after.owner_names}")
+    _check_answers(owners, before, after)
     changes = [
         change
         for owner, old, new in zip(owners, before.owners, after.owners, strict=True)
         if old.fingerprint != new.fingerprint
         for change in _changes(owner, old, new)
     ]
-    for bank, local_expert_ids, global_expert_ids in changes:
-        bank.replace(file, local_expert_ids, global_expert_ids)
+    for index, (bank, local_expert_ids, _, arriving) in enumerate(changes):
+        try:
+            bank.replace(file, local_expert_ids, arriving, stage=stage)
+        except BaseException as error:
+            try:
+                for changed, places, leaving, _ in changes[: index + 1]:
+                    changed.replace(file, places, leaving)
+            except DflashError:
+                raise NotUndone(str(error)) from error
+            raise
 
 
 def _changes(
     owner: ExpertCompute, old: OwnedExperts, new: OwnedExperts
-) -> Iterator[tuple[ReplaceableBank, I32Array, I32Array]]:
-    """Banks with the local ids that get other experts, and those experts."""
+) -> Iterator[tuple[ReplaceableBank, I32Array, I32Array, I32Array]]:
+    """Banks with the local ids that get other experts, the experts that leave, and those."""
     if not isinstance(owner, LocalExpertCompute):
         raise ValueError("experts of daemons cannot be replaced")
     if {*old.by_layer} != {*new.by_layer}:
@@ -48,4 +73,24 @@ def _changes(
             raise ValueError(f"layer {layer_id} has room for {was.size} experts, not {ids.size}")
         changed = np.flatnonzero(was != ids).astype(np.int32)
         if changed.size:
-            yield bank, changed, ids[changed]
+            yield bank, changed, was[changed], ids[changed]
+
+
+def _check_answers(owners: Sequence[ExpertCompute], before: Placement, after: Placement) -> None:
+    """An owner of this process answers for all that it has, or for the same as before: tables of a
+    device that leave out some of its experts do not follow.
+
+    Raises: ValueError.
+    """
+    for index, owner in enumerate(owners):
+        if owner.stats.kind is not OwnerKind.LOCAL:
+            continue
+        old, new = before.local_ids_of(index), after.local_ids_of(index)
+        for layer_id in old.keys() & new.keys():
+            is_whole = all(
+                np.count_nonzero(ids[layer_id] >= 0) == each.owners[index].by_layer[layer_id].size
+                for ids, each in ((old, before), (new, after))
+            )
+            if not is_whole and not np.array_equal(old[layer_id], new[layer_id]):
+                name = after.owner_names[index]
+                raise ValueError(f"layer {layer_id}: others answer for some experts of {name!a}")

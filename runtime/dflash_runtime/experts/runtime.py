@@ -8,8 +8,7 @@ Independent of architectures, tokens and sockets.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -21,18 +20,27 @@ from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase
 from dflash_protocol.placement import LayerRouting, Placement
 from dflash_runtime.compute.asking import AskedLayers, AskRoute
-from dflash_runtime.compute.backend import ExpertBank, MailRoute
+from dflash_runtime.compute.backend import ExpertBank, ExpertStage, MailRoute
 from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute, Ticket
-from dflash_runtime.experts.offload import OffloadChoice, OffloadMode, PromptOffload
+from dflash_runtime.experts.mailed import mail_routes, without_mailed
+from dflash_runtime.experts.offload import (
+    OffloadChoice,
+    OffloadMode,
+    PromptOffload,
+    exact_classes,
+    is_same_class,
+)
 from dflash_runtime.experts.pairs import (
     all_pairs,
     concatenated,
     pairs_of_some,
+    shared_routing,
     split_by_owner,
 )
 from dflash_runtime.experts.remote.reply_checks import CheckSchedule
-from dflash_runtime.experts.replacing import replace_experts
+from dflash_runtime.experts.replacing import OnUse, replace_experts
 from dflash_runtime.experts.telemetry import HitCounts, OwnerKind, OwnerStats, SelectionCounts
+from dflash_runtime.placement.class_map import ClassMap
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +59,8 @@ class LayerTicket:
     orphans: dict[int, Pairs] = field(default_factory=dict)
     """Pairs whose owner was lost, by owner index; with global ids."""
     lost: frozenset[int] = frozenset()
-    begun_s: float = 0.0
+    mailed: frozenset[int] = frozenset()
+    """Owners whose devices are in a step of the mailbox: they must not be asked."""
 
 
 class MoeExpertComputeRuntime:
@@ -95,7 +104,7 @@ class MoeExpertComputeRuntime:
         self._checks = checks
         self._settle: Callable[[], None] | None = None
         self._offload = PromptOffload(
-            offload, placement, self._owners, fallback=fallback, device_owner=device_owner
+            offload, self._owners, fallback=fallback, device_owner=device_owner
         )
         self._selections = SelectionCounts(placement.experts_per_layer)
 
@@ -136,15 +145,7 @@ class MoeExpertComputeRuntime:
         self._selections.add_counts(phase, layer_id, counts)
 
     def mail_routes(self) -> tuple[MailRoute, ...]:
-        routes = []
-        for index, owned in enumerate(self.placement.owners):
-            if index == self._device_owner or not owned.num_experts:
-                continue
-            route = self._owners[index].mail_route(self.placement.local_ids_of(index))
-            if route is None:
-                return ()
-            routes.append(route)
-        return tuple(routes)
+        return mail_routes(self.placement, self._owners, self._is_daemon)
 
     def count_mailed(
         self,
@@ -153,17 +154,18 @@ class MoeExpertComputeRuntime:
         *,
         phase: Phase = Phase.DECODE,
         num_tokens: int = 1,
+        but: Collection[int] = (),
     ) -> None:
-        by_name = dict(zip(self.placement.owner_names, self._owners, strict=True))
-        layers: set[int] = set()
+        mailed = set[int]()
         for route in routes:
-            counted = by_name[route.name].stats.of_phase(phase)
-            counted.requests += num_steps * len(route.local_ids)
-            counted.tokens += num_steps * num_tokens * len(route.local_ids)
-            layers.update(route.local_ids)
-        num_layers = len(self.placement.routing)
+            layers = route.local_ids.keys() - but
+            counted = self._owners[route.owner_index].stats.of_phase(phase)
+            counted.requests += num_steps * len(layers)
+            counted.tokens += num_steps * num_tokens * len(layers)
+            mailed |= layers
+        num_layers = len(self.placement.routing) - len(but)
         self.hits.layers += num_steps * num_layers
-        self.hits.layers_hot_only += num_steps * (num_layers - len(layers))
+        self.hits.layers_hot_only += num_steps * (num_layers - len(mailed))
 
     def add_mailed(self, phase: Phase, layer_id: int, counts: I64Array) -> None:
         """Add the routing of steps that went through mailboxes. Shapes: counts [E]."""
@@ -248,10 +250,23 @@ class MoeExpertComputeRuntime:
         """`may_offload`, given which owners are connected at the moment."""
         return self._offload.may_name_some_now
 
-    def to_offload(
-        self, layer_id: int, topk_ids: I32Array | None, *, expert_s: float
-    ) -> npt.NDArray[np.bool_] | None:
-        return self._offload.experts(layer_id, topk_ids, expert_s=expert_s)
+    def to_offload(self, layer_id: int, num_tokens: int) -> npt.NDArray[np.bool_] | None:
+        return self._offload.experts(self.placement, layer_id, num_tokens)
+
+    def never_offload(self) -> None:
+        """The device cannot: it has no room, or no kernels."""
+        self._offload.mode = OffloadMode.OFF
+
+    @property
+    def class_map(self) -> ClassMap:
+        """What computes each expert: bits of keys, values and logits depend on it, so that what was
+        computed with another one is not reused."""
+        return self._offload.class_map(self.placement)
+
+    def keeps_classes(self, placement: Placement) -> bool:
+        """Whether the class map is the same with another placement, which has the same owners: then
+        experts may move between any two steps, else between requests."""
+        return self._offload.class_map(placement).digest == self.class_map.digest
 
     def begin(
         self,
@@ -262,11 +277,14 @@ class MoeExpertComputeRuntime:
         *,
         phase: Phase,
         offloaded: npt.NDArray[np.bool_] | None = None,
+        mailed: frozenset[int] = frozenset(),
     ) -> LayerTicket | None:
-        """Ask the owners for every pair except those of a device's own block.
+        """Ask the owners for every pair except those of a device's own block, and of owners that it
+        asks itself.
 
         Shapes: hidden [T, H]; topk_ids [T, K] int32 global ids; topk_weights [T, K]; offloaded [E].
-        Raises: DaemonUnavailable if all owners of an expert are lost and there is no fallback.
+        Raises: DaemonUnavailable if all owners of an expert are lost and there is no fallback, or
+        one of them is `mailed`.
         """
         counts: I64Array | None = None
         if self._device_owner is None:
@@ -274,13 +292,23 @@ class MoeExpertComputeRuntime:
         else:
             pairs, counts = self._without_device(layer_id, topk_ids, topk_weights, phase)
         if offloaded is not None:
-            num_before = pairs.num_pairs
-            pairs = pairs.where(~offloaded[pairs.expert_ids])
-            self.hits.offloaded += num_before - pairs.num_pairs
+            is_here = offloaded[pairs.expert_ids]
+            changed = (
+                is_here & self._offload.other_class(self.placement, layer_id)[pairs.expert_ids]
+            )
+            self.hits.offloaded += int(is_here.sum())
+            self.hits.other_class += int(changed.sum())
+            pairs = pairs.where(~is_here)
         ticket = None
         if offloaded is None or pairs.num_pairs:
             ticket = LayerTicket(layer_id, phase, hidden, is_hot_only=offloaded is None)
-            ticket.begun_s = time.perf_counter()
+            if mailed:
+                ticket.mailed, num_before = mailed, pairs.num_pairs
+                pairs = without_mailed(
+                    pairs, self.routing(layer_id), self._owners, mailed=mailed, phase=phase
+                )
+                self.hits.remote += num_before - pairs.num_pairs
+                ticket.is_hot_only &= pairs.num_pairs == num_before
             if pairs.num_pairs:
                 self._ask(ticket, pairs)
         # Counted here while daemons compute.
@@ -315,12 +343,20 @@ class MoeExpertComputeRuntime:
         self.hits.layers_hot_only += ticket.is_hot_only
         return sums
 
-    def replace(self, file: GgufFile, placement: Placement) -> None:
-        """Use another placement: see `replacing.replace_experts`. Captured steps have to be
-        told."""
-        replace_experts(self._owners, file, before=self.placement, after=placement)
-        self.placement = placement
-        self._offload.use(placement)
+    def replace(
+        self, file: GgufFile, placement: Placement, *, follow: OnUse, stage: ExpertStage | None
+    ) -> None:
+        """Use another placement: see `replacing.replace_experts`. `follow` is called with it before
+        any weights change, for what may need memory. Captured steps have to be told."""
+        before = self.placement
+        classes = before.numeric_classes  # of the owners that there are
+        self.placement = placement = replace(placement, numeric_classes=classes)
+        try:
+            follow()
+            replace_experts(self._owners, file, before=before, after=placement, stage=stage)
+        except BaseException:
+            self.placement = before
+            raise
 
     def poll(self) -> None:
         """Let owners make progress with what was begun, without waiting."""
@@ -389,6 +425,14 @@ class MoeExpertComputeRuntime:
             is_homeless = (routing.owner_index[pairs.expert_ids] < 0).any()
             stats.fallbacks += bool(is_homeless and self._fallback is not None)
 
+    def _count_other_class(self, layer_id: int, owner_index: int, pairs: Pairs) -> None:
+        """Count those of lost owners' pairs whose bits another one's computing them may change."""
+        classes = exact_classes(self.placement, self._owners)
+        now = classes[owner_index] if owner_index >= 0 else self._owner(-1).stats.numeric_class
+        differs = np.array([not is_same_class(each, now) for each in classes], np.bool_)
+        usual = self.placement.routing[layer_id].owner_index
+        self.hits.other_class += int(differs[usual[pairs.expert_ids]].sum())
+
     def _without_device(
         self, layer_id: int, topk_ids: I32Array, topk_weights: F32Array, phase: Phase
     ) -> tuple[Pairs, I64Array | None]:
@@ -417,14 +461,21 @@ class MoeExpertComputeRuntime:
         self.hits.hot += num_pairs
 
     def _ask(self, ticket: LayerTicket, pairs: Pairs) -> None:
-        """Ask the first of the pairs' owners that is not lost, else the fallback.
+        """Ask the first of the pairs' owners that is not lost, else the fallback; in prompts, equal
+        owners share what each of them has.
 
         Pairs of an owner that takes no work become orphans.
         """
         layer_id, in_flight = ticket.layer_id, ticket.in_flight
         routing = self.placement.routing_without(ticket.lost)[layer_id]
+        if routing.shared and ticket.phase is Phase.PREFILL:
+            never = self._device_owner
+            routing = shared_routing(self.placement, routing, pairs, layer_id=layer_id, never=never)
         try:
             for owner_index, share in split_by_owner(pairs, routing):
+                if owner_index in ticket.mailed:
+                    name = self.placement.owner_names[owner_index]
+                    raise DaemonUnavailable(f"{self._lost_reason}; {name} is in a mailbox's step")
                 owner, own = self._owner(owner_index), share
                 if owner_index >= 0 and not routing.is_identity:
                     local_ids = routing.local_expert_id[share.expert_ids]
@@ -436,6 +487,8 @@ class MoeExpertComputeRuntime:
                     self._lost_reason = str(error)
                 else:
                     in_flight.append((owner_index, begun))
+                    if ticket.lost:
+                        self._count_other_class(layer_id, owner_index, share)
         except BaseException:
             self.abandon(ticket)
             raise
@@ -480,10 +533,3 @@ class MoeExpertComputeRuntime:
         else:
             self.hits.hot += num_pairs
             ticket.is_hot_only &= owner_index == self._hot_owner
-        if ticket.phase is Phase.PREFILL:
-            self._offload.note(
-                owner_index,
-                num_tokens=ticket.rows.shape[0],
-                num_pairs=num_pairs,
-                elapsed_s=time.perf_counter() - ticket.begun_s,
-            )

@@ -145,6 +145,8 @@ class OwnerStats:
     """How a daemon was last reached: ``stream`` or ``shared``."""
     device: str = ""
     """The device that a daemon reports; empty for this process."""
+    numeric_class: str = ""
+    """Results of owners of one class have the same bits; empty for a daemon that never came."""
     offer: Offer | None = None
     """What a daemon said before it was given experts; None: it cannot say, or was not there."""
     is_lost: bool = False
@@ -300,6 +302,25 @@ class HitCounts:
     offloaded: int = 0
     """Selections of remote experts that the parent's device computed with weights copied for a
     chunk."""
+    other_class: int = 0
+    """Selections of lost owners that another numeric class computed than the class map says, or
+    whose owner rounds its sums on their way: their bits may differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoveStats:
+    """Re-placement while serving, since the engine was opened."""
+
+    rounds: int = 0
+    """Rounds in which experts were exchanged."""
+    rounds_not_applied: int = 0
+    """Rounds that were decided on, but gave up or failed: the placement stayed as it was."""
+    experts_moved: int = 0
+    """Experts that came to the parent's device; as many have left it."""
+    last_reason: str = ""
+    """Why the last round was applied, or was not; empty before the first."""
+    last_pause_s: float = 0.0
+    """How long requests had to wait for the last round."""
 
 
 class SelectionCounts:

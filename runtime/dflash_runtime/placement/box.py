@@ -47,7 +47,7 @@ class DeviceSpeed:
     """
 
     device: str
-    """``cpu``, ``cuda:0``, …, or the name of a daemon."""
+    """``cpu``, ``cuda:0``, …; of a daemon its name."""
     experts: Mapping[int, Curve]
     """A layer's routed experts, by pairs times the bytes of an expert in the file."""
     trunk: Mapping[int, Curve] = field(default_factory=dict)
@@ -79,6 +79,7 @@ class CopySpeed:
     from_locked: float = 0.0
     from_page_cache: float = 0.0
     to_host: float = 0.0
+    """Writes to the host's memory by kernels beside others."""
     kernel_reads: float = 0.0
     """Reads of the host's memory by kernels."""
     pcie: str = ""
@@ -112,5 +113,11 @@ class Box:
     host_stop: Mapping[str, Curve] = field(default_factory=dict)
     """By device: a layer's stop within a step, where the host takes over rows and choice and gives
     back sums; by rows."""
+    host_asked: Mapping[str, Curve] = field(default_factory=dict)
+    """By device: what a layer of a step of one token takes more than its trunk and its stop if the
+    host computes some of its experts, by their bytes in the file: the start of the processor's
+    threads, products and sums, and what the device then waits for. From one expert on."""
     disk: Curve | None = None
     """Bytes a second of reads of an expert's size past the page cache, by how many are pending."""
+    daemons: Mapping[str, DeviceSpeed] = field(default_factory=dict)
+    """By daemon, which may have the name of a device: what it has told of its speed. Not kept."""

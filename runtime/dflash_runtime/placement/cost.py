@@ -21,6 +21,7 @@ from dflash_runtime.placement.box import Curve
 from dflash_runtime.placement.expectation import (
     IntArray,
     checked_shares,
+    chosen_by_prompt,
     counts_by_owner,
     expected_longest,
 )
@@ -151,9 +152,7 @@ class CostModel:
             length: self.prompt_of(owners, length)
             for length in dict.fromkeys((own, self.request.long_prompt, *lengths))
         }
-        # One way for prompts of all lengths, as bits must not depend on it; long ones count more.
-        asked_s, copied_s = np.sum([np.stack(each) for each in prompts_of.values()], axis=0)
-        offloaded = copied_s < asked_s
+        offloaded = _offloaded(prompts_of[own], prompts_of[self.request.long_prompt])
         prompts = {}
         for length, (asked, copied) in prompts_of.items():
             experts_s = float(np.where(offloaded, copied, asked).sum())
@@ -168,10 +167,27 @@ class CostModel:
         request_s += self.request.long_share * prompts[self.request.long_prompt]
         return Price(step_s, prompts, request_s, float(here), offloaded, int(disk_bytes))
 
+    @property
+    def trunk_request_s(self) -> float:
+        """Seconds of everything but experts in the request."""
+        request, trunk = self.request, self.trunk
+        seconds = trunk.prompt_s(request.prompt, self.chunk)
+        seconds += request.long_share * trunk.prompt_s(request.long_prompt, self.chunk)
+        return seconds + request.written * trunk.step_s(request.prompt + request.written / 2)
+
     def layers_s(self, owners: IntArray) -> F64Array:
         """Seconds that each layer's experts take in the request. Shape: result [L]."""
-        prompt = np.minimum(*self.prompt_of(owners, self.request.prompt))
-        return np.asarray(self.request.written * self.step_layers_s(owners) + prompt)
+        prompts = self.request_prompts_s(lambda length: self.prompt_of(owners, length))
+        return np.asarray(self.request.written * self.step_layers_s(owners) + prompts)
+
+    def request_prompts_s(self, prompt_of: Callable[[int], tuple[F64Array, F64Array]]) -> F64Array:
+        """Seconds of each layer's experts in the request's prompts, from `prompt_layers_s` of a
+        prompt by its length. Shapes: as there."""
+        request = self.request
+        own, long = prompt_of(request.prompt), prompt_of(request.long_prompt)
+        offloaded = _offloaded(own, long)
+        each = [np.where(offloaded, copied, asked) for asked, copied in (own, long)]
+        return np.asarray(each[0] + request.long_share * each[1])
 
     def step_layers_s(self, owners: IntArray) -> F64Array:
         """Seconds of each layer's experts in a step, stops included. Shape: result [L]."""
@@ -188,17 +204,21 @@ class CostModel:
         stops[LOCAL] = False
         return result + np.where(has[stops].any(axis=0), self.stop_s, 0.0)
 
-    def prompt_of(self, owners: IntArray, num_tokens: int) -> tuple[F64Array, F64Array]:
-        """`prompt_layers_s` of an assignment. Shapes: results [L]."""
+    def prompt_of(
+        self, owners: IntArray, num_tokens: int, pairs: F64Array | None = None
+    ) -> tuple[F64Array, F64Array]:
+        """`prompt_layers_s` of an assignment, whose owners have these pairs of a token, or those of
+        their experts. Shapes: pairs [owners, L], results [L]."""
         arrays = self.arrays
-        pairs = np.stack([
-            np.where(owners == index, arrays.prefill, 0.0).sum(axis=1)
-            for index in range(len(self.sides))
-        ])  # fmt: skip
+        if pairs is None:
+            pairs = np.stack([
+                np.where(owners == index, arrays.prefill, 0.0).sum(axis=1)
+                for index in range(len(self.sides))
+            ])  # fmt: skip
         on_cpu = np.isin(owners, self.remote_cpus) & arrays.exists
 
         def distinct(rows: int) -> F64Array:
-            chosen = 1.0 - (1.0 - arrays.prefill) ** rows
+            chosen = chosen_by_prompt(arrays.prefill, rows)
             return np.asarray(np.where(on_cpu, chosen, 0.0).sum(axis=1))
 
         return self.prompt_layers_s(pairs, distinct, num_tokens)
@@ -224,18 +244,20 @@ class CostModel:
         cpus = self.remote_cpus
         if not cpus:
             copied += np.inf
+        beside = np.where(pairs[1:].any(axis=0), self.local_factor, 1.0)
         for rows, times in chunk_sizes(num_tokens, self.chunk):
-            each = [
-                side.chunk_s(rows, rows * own, sizes)
-                for side, own in zip(self.sides, pairs, strict=True)
-            ]
-            each[LOCAL] = each[LOCAL] * np.where(pairs[1:].any(axis=0), self.local_factor, 1.0)
-            asked += times * np.max(each, axis=0)
+            each = {
+                index: self.sides[index].chunk_s(rows, rows * own, sizes)
+                for index, own in enumerate(pairs)
+                if index == LOCAL or own.any()
+            }
+            each[LOCAL] = each[LOCAL] * beside
+            asked += times * np.max(list(each.values()), axis=0)
             if cpus:
                 here = pairs[[LOCAL, *cpus]].sum(axis=0)
                 slowest = self.sides[LOCAL].chunk_s(rows, rows * here, sizes)
                 slowest = np.maximum(slowest, distinct(rows) * sizes / self.copy_rate)
-                for index in set(range(1, len(self.sides))) - set(cpus):
+                for index in each.keys() - {LOCAL, *cpus}:
                     slowest = np.maximum(slowest, each[index])
                 copied += times * slowest
         return asked, copied
@@ -251,7 +273,8 @@ class CostModel:
         sizes = np.where(held, self.arrays.file_bytes[:, None], 0.0)
         room = self.ram_bytes
         if self.shares_memory:
-            room -= float(((owners == LOCAL) * self.arrays.file_bytes[:, None])[~held].sum())
+            here = (owners == LOCAL) & self.arrays.exists & ~held
+            room -= float((here * self.arrays.file_bytes[:, None]).sum())
         if sizes.sum() <= room:
             return np.zeros(owners.shape, np.bool_)
         order = np.argsort(np.where(held, -self.arrays.decode, np.inf), axis=None, kind="stable")
@@ -273,7 +296,13 @@ class CostModel:
             return 0.0
         missing = np.where(on_disk, self.arrays.prefill, 0.0)
         num_bytes = sum(
-            times * ((1.0 - (1.0 - missing) ** rows) * self.arrays.file_bytes[:, None]).sum()
+            times * (chosen_by_prompt(missing, rows) * self.arrays.file_bytes[:, None]).sum()
             for rows, times in chunk_sizes(num_tokens, self.chunk)
         )
         return float(num_bytes) / max(1.0, self.disk.at(_DEEPEST_QUEUE))
+
+
+def _offloaded(own: tuple[F64Array, F64Array], long: tuple[F64Array, F64Array]) -> BoolArray:
+    """Where prompts take less with copies, from `prompt_layers_s` of the request's and of a long
+    one: one way for all lengths, as bits must not depend on it; long ones count more."""
+    return np.asarray(own[1] + long[1] < own[0] + long[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -54,6 +55,12 @@ class Group:
         ])  # fmt: skip
         parts, left = np.zeros(len(others)), 1.0
         is_cpu = np.array([model.sides[index].is_cpu for index in others])
+        # Devices get the hottest, so that their selections are more than their experts.
+        coldest = np.sort(arrays.decode[arrays.exists])[: max(1, int(num_elsewhere))]
+        in_devices = min(coldest.size, int(room[~is_cpu].sum() * num_elsewhere))
+        if in_devices:
+            of_devices = coldest[coldest.size - in_devices :].sum() / coldest.sum()
+            room[~is_cpu] *= max(1.0, of_devices * num_elsewhere / in_devices)
         for tier in (~is_cpu, is_cpu):
             for _ in range(len(others)):  # what does not fit one goes to the others
                 open_ = tier & (parts < room - 1e-12)
@@ -159,23 +166,25 @@ def _take_turns(
     model: CostModel, group: Group, members: IntArray, mask: BoolArray, owners: IntArray
 ) -> None:
     """Deal experts by heat, each to the member that lacks most of its part."""
-    parts = group.parts[members]
-    parts = parts / parts.sum() if parts.sum() > 0 else np.full(members.size, 1 / members.size)
-    turns = np.zeros(mask.shape[1], np.int64)
-    counts = np.zeros(members.size)
-    for turn in range(turns.size):
-        lacking = parts * (turn + 1) - counts
-        # Of equals the last after odd turns: so the hottest do not all go to the first.
-        pick = (
-            int(np.argmax(lacking))
-            if turn % 2 == 0
-            else int(members.size - 1 - np.argmax(lacking[::-1]))
-        )
-        turns[turn] = pick
-        counts[pick] += 1
+    turns = _turns(tuple(group.parts[members].tolist()), mask.shape[1])
     rank = _ranks(model, mask)
     members_of = np.array(group.others)[members]
     owners[mask] = members_of[turns[rank[mask]]]
+
+
+@lru_cache(maxsize=256)
+def _turns(parts: tuple[float, ...], num_turns: int) -> IntArray:
+    """Who is dealt each expert: the member that lacks most of its part. Shapes: result [turns]."""
+    total = sum(parts)
+    each = [part / total if total > 0 else 1 / len(parts) for part in parts]
+    members, counts, turns = range(len(parts)), [0] * len(parts), []
+    for turn in range(num_turns):
+        # Of equals the last after odd turns: so the hottest do not all go to the first.
+        order = members if turn % 2 == 0 else reversed(members)
+        pick = max(order, key=lambda member: each[member] * (turn + 1) - counts[member])
+        turns.append(pick)
+        counts[pick] += 1
+    return np.array(turns, np.int64)
 
 
 def _ranks(model: CostModel, mask: BoolArray) -> IntArray:

@@ -14,6 +14,20 @@ from dflash_protocol.ids import F64Array
 
 IntArray = npt.NDArray[np.int64]
 
+_REPEATS = 3.0
+"""Neighbouring tokens of a prompt choose alike: they choose as many different experts as a third of
+them would if they were independent, in routing planted as that of Qwen3-30B-A3B
+(`bench.planted_routing`), where 45 % of the selections repeat at the next token. Where nothing
+persists, this is 16 % too few, for 512 tokens and the 88 coldest of 128 experts."""
+
+
+def chosen_by_prompt(shares: F64Array, num_rows: int) -> F64Array:
+    """Probabilities that so many tokens of a prompt choose an expert at least once.
+
+    Shapes: shares, those of one token, and result alike.
+    """
+    return np.asarray(1.0 - (1.0 - shares) ** max(1.0, num_rows / _REPEATS))
+
 
 def counts_by_owner(
     shares: F64Array, owner_of_expert: IntArray, *, num_owners: int, most: int
@@ -24,13 +38,17 @@ def counts_by_owner(
     L, most + 1].
     """
     num_layers, num_experts = shares.shape
-    counts = np.zeros((num_owners, num_layers, most + 1))
-    counts[:, :, 0] = 1.0
-    rows = np.arange(num_layers)
+    counts = np.zeros((num_owners * num_layers, most + 1))
+    counts[:, 0] = 1.0
+    places = owner_of_expert.T * num_layers + np.arange(num_layers)  # [E, L]
+    chosen = np.ascontiguousarray(shares.T)[:, :, None]
+    others = 1.0 - chosen
     for index in range(num_experts):
-        owner, share = owner_of_expert[:, index], shares[:, index, None]
-        counts[owner, rows] = _with_one_more(counts[owner, rows], share)
-    return counts
+        before = counts.take(places[index], axis=0)
+        more = before * others[index]
+        more[:, 1:] += before[:, :-1] * chosen[index]
+        counts[places[index]] = more
+    return counts.reshape(num_owners, num_layers, most + 1)
 
 
 def counts_in_prefixes(shares: F64Array, num_used: IntArray) -> F64Array:

@@ -18,6 +18,14 @@ from dflash_protocol.ids import F64Array, I64Array, Phase
 HEAT_PHASES = (Phase.PREFILL, Phase.DECODE)
 """What the first axis of counts stands for."""
 
+ALIKE = 16.0
+"""Counts are believed if they differ from what is expected by more than this multiple of what
+independent tokens would. Neighbouring tokens choose alike: routing planted as that of
+Qwen3-30B-A3B (`bench.planted_routing`) differs by 8 to 13 times as much as independent tokens, and
+after a change of a quarter of the popular experts by 80."""
+_LEAST_BELIEVED = 0.01
+"""Of what was counted at all, so that its order is kept where differences may be chance."""
+
 
 def phase_index(phase: Phase) -> int:
     """Index of a phase in `HEAT_PHASES`; of `VERIFY` that of decode."""
@@ -58,7 +66,7 @@ class Heat:
     often counts are taken. Used by one thread at a time.
 
     Shapes: all [2, L, E], by `HEAT_PHASES`, `layers` and global expert id; zero beyond a layer's
-    experts. `log_odds` [2, L].
+    experts.
     """
 
     def __init__(self, layers: Iterable[HeatLayer], half_lives: HalfLives) -> None:
@@ -69,14 +77,10 @@ class Heat:
         self.totals: I64Array = np.zeros(shape, np.int64)
         self.slow: F64Array = np.zeros(shape)
         self.fast: F64Array = np.zeros(shape)
-        self.log_odds: F64Array = np.zeros(shape[:2])
-        """How much better `fast` has predicted the latest selections than `slow`: the logarithm of
-        the ratio of likelihoods, with the fast half-life."""
         self.pairs_of_owner: dict[str, list[int]] = {}
         """How many selections each owner has computed, by owner name, then by `HEAT_PHASES`."""
         self._rows = {each.layer_id: row for row, each in enumerate(self.layers)}
         self._num_used = np.array([each.num_experts_used for each in self.layers], np.float64)
-        self._num_experts = np.array([each.num_experts for each in self.layers], np.float64)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -90,15 +94,6 @@ class Heat:
         if not num_pairs.any():
             return
         num_tokens = num_pairs / self._num_used
-        # Dynamic model averaging of two predictions (Raftery, Karny, Ettler 2010): each is scored
-        # by selections that it has not seen yet, and old scores are forgotten.
-        odds = np.log(self._shares(self.fast) / self._shares(self.slow)) * selections
-        self._decay(
-            self.log_odds[:, :, None],
-            odds.sum(axis=2, keepdims=True),
-            num_tokens=num_tokens,
-            half_life=self.half_lives.fast,
-        )
         self.totals += selections
         for counts, half_life in (
             (self.slow, self.half_lives.slow),
@@ -117,24 +112,27 @@ class Heat:
         """How many of a token's selections are expected to be each expert: its probability to be
         chosen. Sums to the number of experts used. Shapes: result [E], by global id.
 
-        A mixture of the two decayed counts by how well they have predicted lately, each with half a
-        selection added to every expert (Jeffreys' prior; Krichevsky, Trofimov 1981), so that none
-        is impossible. What a phase has
-        not counted yet is taken from the other one. Without any selections all experts are equally
-        likely, whatever their skew: nothing says which ones are hot.
-        Raises: KeyError for a layer without experts.
+        All experts are equally likely at first. Then the slow counts of both phases, the slow ones
+        of this phase and its fast ones are each believed as far as they differ from the result so
+        far by more than chance (James-Stein's positive-part estimator; Baranchik 1970). So the fast
+        counts matter after a change of topic, and on steady traffic not at all, though they fit the
+        latest tokens better: those that follow are not the latest ones. No expert is impossible.
+        What a phase has not counted yet is taken from the other one. Raises: KeyError for a layer
+        without experts.
         """
         row = self._rows[layer_id]
         index = phase_index(phase)
         if not self.totals[index, row].any():
             index = 1 - index
-        layer, odds = self.layers[row], np.exp(np.clip(self.log_odds[index, row], -30.0, 30.0))
-        weight = float(odds / (1.0 + odds))
-        result: F64Array = np.zeros(layer.num_experts)
-        for counts, share in ((self.slow, 1.0 - weight), (self.fast, weight)):
-            smoothed = counts[index, row, : layer.num_experts] + 0.5
-            result += smoothed * (share * layer.num_experts_used / smoothed.sum())
-        return result
+        layer = self.layers[row]
+        expected: F64Array = np.full(layer.num_experts, layer.num_experts_used / layer.num_experts)
+        for counts, least in (
+            (self.slow[:, row].sum(axis=0), _LEAST_BELIEVED),
+            (self.slow[index, row], 0.0),
+            (self.fast[index, row], 0.0),
+        ):
+            expected = _revised(expected, counts[: layer.num_experts], least)
+        return expected
 
     def selections(self, phase: Phase, layer_id: int) -> I64Array | None:
         """All selections of a layer in a phase, undecayed; None if it has never reported any.
@@ -155,29 +153,22 @@ class Heat:
     def copy(self) -> Self:
         """The same heat, which later counts don't change."""
         copied = type(self)(self.layers, self.half_lives)
-        for name in ("totals", "slow", "fast", "log_odds"):
+        for name in ("totals", "slow", "fast"):
             setattr(copied, name, getattr(self, name).copy())
         copied.pairs_of_owner = {name: list(each) for name, each in self.pairs_of_owner.items()}
         return copied
 
-    def _shares(self, counts: F64Array) -> F64Array:
-        """The share of a layer's selections that each expert is expected to have, as in
-        `probabilities`. Shapes: counts, result [2, L, E], not defined beyond a layer's experts."""
-        smoothed_sums: F64Array = counts.sum(axis=2) + 0.5 * self._num_experts
-        shares: F64Array = (counts + 0.5) / smoothed_sums[:, :, None]
-        return shares
-
     @staticmethod
     def _decay(
         decayed: F64Array,
-        new: I64Array | F64Array,
+        new: I64Array,
         *,
         num_tokens: F64Array,
         half_life: float,
     ) -> None:
         """Add what so many tokens have brought.
 
-        Shapes: decayed, new [2, L, …]; num_tokens [2, L].
+        Shapes: decayed, new [2, L, E]; num_tokens [2, L].
         """
         rate = np.log(2.0) / half_life
         lost = -np.expm1(-rate * num_tokens)
@@ -185,6 +176,24 @@ class Heat:
         mean = lost / np.maximum(-np.expm1(-rate) * num_tokens, 1e-300)
         decayed *= (1.0 - lost)[:, :, None]
         decayed += new * mean[:, :, None]
+
+
+def _revised(expected: F64Array, counts: F64Array, least: float) -> F64Array:
+    """How many of a token's selections are expected to be each expert, after these decayed counts.
+
+    `least`: how far they are believed at least, of 1. Shapes: expected, counts, result [E].
+    """
+    num_used = float(expected.sum())
+    num_tokens = float(counts.sum()) / num_used
+    if num_tokens < 1e-6:  # the latest token alone counts 1
+        return expected
+    found = counts / num_tokens
+    # Selections decayed by half-lives vary like those of twice as many tokens that have not.
+    variance = (expected * (1.0 - expected / num_used)).sum() / (2.0 * max(num_tokens, 1.0))
+    differs = max(float(((found - expected) ** 2).sum()), 1e-300)
+    weight = max(least, 1.0 - ALIKE * float(variance) / differs)
+    revised: F64Array = (1.0 - weight) * expected + weight * found
+    return revised
 
 
 def hottest_share(counts: I64Array, num_experts: int) -> float:

@@ -1,8 +1,8 @@
 """Heat files: a model's heat in a small binary file; the older system's CSV of counts is read too.
 
-Its parts: the line ``dflash-moe heat 1``; a line of JSON with the model, the layers, the half-lives
-and the owners; the arrays of `Heat`, little-endian (totals as int64, slow, fast and log_odds as
-float64); the SHA-256 of all that.
+Its parts: the line ``dflash-moe heat 2``; a line of JSON with the model, the layers, the half-lives
+and the owners; the arrays of `Heat`, little-endian (totals as int64, slow and fast as float64); the
+SHA-256 of all that. Version 1 is read too: one more array followed these, which is not used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dflash_runtime.placement.heat import HEAT_PHASES, HalfLives, Heat, HeatLaye
 
 HEAT_KIND = "heat file"
 
-_NAME, _VERSION = b"dflash-moe heat ", b"1"
+_NAME, _VERSION, _OLDER_VERSION = b"dflash-moe heat ", b"2", b"1"
 _LIMIT_BYTES = 16 << 20
 """Room for the arrays of MAX_COUNTS experts, 12 MiB, and the header."""
 _LONGEST_HEADER = 1 << 20
@@ -35,10 +35,9 @@ _MOST_OWNERS = 256
 _LONGEST_NAME = 200
 _MOST_SELECTIONS = 1 << 40
 """Of one expert: a trillion. No sum of a layer's can overflow."""
-_LARGEST_ODDS = 1e9
 _LONGEST_HALF_LIFE = 1e9
 _IDENTITY = re.compile(r"([0-9a-f]{64})?")
-_ARRAYS = (("totals", "<i8"), ("slow", "<f8"), ("fast", "<f8"), ("log_odds", "<f8"))
+_ARRAYS = (("totals", "<i8"), ("slow", "<f8"), ("fast", "<f8"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,8 +157,8 @@ def _parse(content: bytes, half_lives: HalfLives | None) -> HeatFile:
     """Raises: ValueError saying what is wrong."""
     first, _, rest = content.partition(b"\n")
     version = first.removeprefix(_NAME)
-    if version != _VERSION:
-        raise ValueError(f"version {version[:20]!a}, this program reads version 1")
+    if version not in (_VERSION, _OLDER_VERSION):
+        raise ValueError(f"version {version[:20]!a}, this program reads versions 1 and 2")
     if hashlib.sha256(content[:-32]).digest() != content[-32:]:
         raise ValueError("damaged: it is truncated, or its bytes have changed")
     text, _, body = rest[:-32].partition(b"\n")
@@ -174,7 +173,9 @@ def _parse(content: bytes, half_lives: HalfLives | None) -> HeatFile:
     if not isinstance(name, str) or len(name) > _LONGEST_NAME:
         raise ValueError("model must be a short text")
     heat = Heat(layers, half_lives or _half_lives(header.get("half_lives")))
-    _fill(heat, body)
+    # In version 1 a float64 for each phase and layer: which decayed counts predicted better.
+    num_unused = 8 * heat.totals[..., 0].size if version == _OLDER_VERSION else 0
+    _fill(heat, body, num_unused)
     heat.pairs_of_owner.update(_owners(header.get("owners")))
     return HeatFile(heat, num_layers, identity, name)
 
@@ -237,11 +238,11 @@ def _owners(value: Any) -> dict[str, list[int]]:
     return value
 
 
-def _fill(heat: Heat, body: bytes) -> None:
-    """Set a heat's arrays. Raises: ValueError."""
+def _fill(heat: Heat, body: bytes, num_unused: int) -> None:
+    """Set a heat's arrays; so many bytes behind them are not used. Raises: ValueError."""
     sizes = [getattr(heat, name).size * 8 for name, _ in _ARRAYS]
-    if len(body) != sum(sizes):
-        raise ValueError(f"{len(body)} bytes of counts, {sum(sizes)} expected")
+    if len(body) != sum(sizes) + num_unused:
+        raise ValueError(f"{len(body)} bytes of counts, {sum(sizes) + num_unused} expected")
     place = 0
     for (name, kind), size in zip(_ARRAYS, sizes, strict=True):
         ours = getattr(heat, name)
@@ -258,8 +259,6 @@ def _fill(heat: Heat, body: bytes) -> None:
                 raise ValueError(f"{where}: a decayed count is not within 0 and the count")
         if totals[:, layer.num_experts :].any():
             raise ValueError(f"{where}: counts of experts that it does not have")
-    if not (np.abs(heat.log_odds) <= _LARGEST_ODDS).all():
-        raise ValueError("log_odds are not finite")
 
 
 def _is_whole(value: Any, smallest: int, largest: int) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -12,31 +14,32 @@ from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.placement.cost import LOCAL, CostModel, ExpertArrays, Price
 from dflash_runtime.placement.dealing import Group, deal, dealt_by_price
 from dflash_runtime.placement.expectation import IntArray
+from dflash_runtime.placement.footprint import Footprint, Needs
+from dflash_runtime.placement.moves import staged_bytes
+from dflash_runtime.placement.naming import named
 from dflash_runtime.placement.search import Shape, SplitProblem, solve
-from dflash_runtime.placement.situation import (
-    BytesNeeded,
-    DeviceBytes,
-    ExpertDaemon,
-    ParentDevice,
-    Situation,
-)
+from dflash_runtime.placement.situation import ExpertDaemon, ParentDevice, Situation
 from dflash_runtime.placement.speeds import (
     Side,
     TrunkTimes,
+    copy_rate,
     daemon_side,
     factor,
     host_side,
     local_side,
 )
 from dflash_runtime.placement.split import HOST_OWNER
-from dflash_runtime.placement.tables import Order, OrderedExperts, request_times
+from dflash_runtime.placement.tables import Order, RequestTables
 from dflash_runtime.placement.wishes import MoeMode, Wishes
 
 _MOST_GROUPS = 3
 """How many groups of owners are looked at closely, those that are fastest by estimate."""
 
 _REFINED = 2
-"""How many of a group's options are improved further."""
+"""How many options, those that are fastest, are improved further."""
+
+_CLOSE = 1.1
+"""Groups of devices and processors that are estimated to be slower by this are not looked at."""
 
 _TRIES = 6
 """How often a solution that the allocator's rounding makes too large is made smaller."""
@@ -83,10 +86,22 @@ class ParentOptions:
                 self.daemons[daemon.name] = daemon
         self.sides: tuple[Side, ...] = tuple(sides)
         self._models: dict[int, CostModel] = {}
-        self._ordered: dict[Order, OrderedExperts] = {}
-        self._tables: dict[tuple[int, Order, tuple[int, ...]], F64Array] = {}
+        self._tables = RequestTables(self.arrays)
         self._estimates: dict[tuple[int, int, tuple[int, ...]], float] = {}
         self._bytes = [self._bytes_of(index) for index in range(len(sides))]
+
+    @property
+    def copies_prompts(self) -> bool:
+        """Whether copies of processors' experts may be computed here in prompts."""
+        return bool(self.model(self.parent.chunks[0]).remote_cpus)
+
+    def without_copies(self) -> ParentOptions:
+        """The same options without these copies, which leaves more memory to experts."""
+        result = copy(self)
+        result.wishes = replace(self.wishes, offloads_prompts=False)
+        result._models, result._estimates = {}, {}
+        result._tables = self._tables.of_other_prompts()
+        return result
 
     @property
     def groups(self) -> list[tuple[int, ...]]:
@@ -110,11 +125,7 @@ class ParentOptions:
         if chunk not in self._models:
             situation, parent = self.situation, self.parent
             box, device = situation.box, str(parent.device)
-            stop, copies = box.host_stop.get(device), box.copies.get(device)
-            rate = 0.0
-            if copies is not None and not parent.shares_host_memory and not parent.is_host:
-                rate = copies.from_page_cache or copies.from_locked
-                rate /= factor(box, f"copies to {device}", f"steps of {device}")
+            stop, rate = box.host_stop.get(device), copy_rate(box, parent)
             trunk = TrunkTimes(
                 box.devices[device],
                 situation.trunk_bytes or [each.trunk for each in parent.footprint.layers],
@@ -143,7 +154,7 @@ class ParentOptions:
         *,
         group: Iterable[int] = (),
         kv_type: KvType | None = None,
-    ) -> BytesNeeded:
+    ) -> Needs:
         """What the parent's device needs besides experts, if these owners have some of them."""
         group = list(group)
         return self.parent.footprint.needs(
@@ -187,6 +198,8 @@ class ParentOptions:
         rest. `owners`: an assignment, for the exact size of what its prompts are copied to."""
         group = list(group)
         room = self.free_bytes() - self.needs(context, chunk, group=group).total
+        if any(self.sides[index].name == HOST_OWNER for index in group):
+            room -= self._staged_bytes
         limits = [float(room - self._copies_bytes(chunk, group, room, owners))]
         if self.wishes.expert_budget_bytes is not None:
             limits.append(float(self.wishes.expert_budget_bytes))
@@ -196,6 +209,10 @@ class ParentOptions:
         if self.parent.is_host and room >= 0 and self.situation.box.disk is not None:
             limits[0] = np.inf  # pages of the file that find no room are read again
         return min(limits)
+
+    @cached_property
+    def _staged_bytes(self) -> int:
+        return staged_bytes(self.situation, self.parent)
 
     def _copies_bytes(
         self, chunk: int, group: Sequence[int], room: int, owners: IntArray | None
@@ -210,12 +227,16 @@ class ParentOptions:
         layer_ids, numbers = self.arrays.layer_ids.tolist(), self.arrays.num_experts
         if owners is not None:
             missing = (np.isin(owners, list(cpus)) & self.arrays.exists).sum(axis=1)
-            return self.parent.copies_bytes(dict(zip(layer_ids, missing.tolist(), strict=True)))
+            return self.parent.footprint.offload_bytes(
+                dict(zip(layer_ids, missing.tolist(), strict=True))
+            )
         every, taken = float((numbers * self.bytes_of(LOCAL)).sum()), 0
         for _ in range(2):  # what copies take leaves fewer experts here
             share = min(1.0, max(0.0, (room - taken) / max(every, 1.0)))
             missing = np.ceil(numbers * (1.0 - share)).astype(np.int64)
-            taken = self.parent.copies_bytes(dict(zip(layer_ids, missing.tolist(), strict=True)))
+            taken = self.parent.footprint.offload_bytes(
+                dict(zip(layer_ids, missing.tolist(), strict=True))
+            )
         return taken
 
     def limit_of(self, index: int, chunk: int) -> float:
@@ -259,7 +280,7 @@ class ParentOptions:
 
     def priced(self, owners: IntArray, context: int, chunk: int) -> Option:
         """Price an assignment, which need not fit."""
-        mode, name = self._named(owners)
+        mode, name = named(owners, self.arrays, self.sides, is_host=self.parent.is_host)
         price = self._model_of(context, chunk).price(owners)
         return Option(mode, name, owners, price, chunk)
 
@@ -273,16 +294,15 @@ class ParentOptions:
         resident = self.resident()
         if self.is_legal(resident, context, chunk):
             yield self.priced(resident, context, chunk)
+        found: dict[bytes, tuple[Option, tuple[int, ...]]] = {}
         for group in self._fastest_groups(context, chunk, 1 if is_brief else _MOST_GROUPS):
-            found: dict[bytes, Option] = {}
-            shapes = (Shape.ANY,) if is_brief else (None, Shape.WHOLE, Shape.PART, Shape.ANY)
-            for owners in self._assignments(group, shapes, context, chunk):
+            for owners in self._assignments(group, context, chunk, is_brief=is_brief):
                 if (key := owners.tobytes()) not in found:
-                    found[key] = self.priced(owners, context, chunk)
-            yield from found.values()
-            by_time = sorted(found.values(), key=lambda each: each.price.request_s)
-            for option in by_time[: 1 if is_brief else _REFINED]:
-                yield from self._refined(option, group, context, chunk)
+                    found[key] = self.priced(owners, context, chunk), group
+                    yield found[key][0]
+        by_time = sorted(found.values(), key=lambda each: each[0].price.request_s)
+        for option, group in by_time[: 0 if is_brief else _REFINED]:
+            yield from self._refined(option, group, context, chunk)
 
     def _refined(
         self, option: Option, group: tuple[int, ...], context: int, chunk: int
@@ -306,20 +326,31 @@ class ParentOptions:
 
     def _fastest_groups(self, context: int, chunk: int, most: int) -> list[tuple[int, ...]]:
         groups = self.groups
-        by_time = sorted(groups, key=lambda group: self._estimate(group, context, chunk))
-        kept = by_time[:most]
+        times = {group: self._estimate(group, context, chunk) for group in groups}
+        limit = min(times.values(), default=0.0) * _CLOSE
+        kept = [
+            group
+            for group in sorted(groups, key=times.__getitem__)[:most]
+            if times[group] <= limit or not self._is_mixed(group)
+        ]
         return [group for group in groups if group in kept]
+
+    def is_mixed(self, context: int, chunk: int) -> bool:
+        """Whether devices and processors share experts in what is fastest by estimate."""
+        fastest = self._fastest_groups(context, chunk, 1)
+        return any(self._is_mixed(group) for group in fastest)
+
+    def _is_mixed(self, group: Iterable[int]) -> bool:
+        return len({self.sides[index].is_cpu for index in group}) > 1
 
     def _estimate(self, group: tuple[int, ...], context: int, chunk: int) -> float:
         key = context, chunk, group
         if key not in self._estimates:
-            model = self._model_of(context, chunk)
-            request = model.request
-            fixed = model.trunk.prompt_s(request.prompt, chunk)
-            fixed += request.written * model.trunk.step_s(request.prompt + request.written / 2)
-            problem, _ = self._problem(group, Order.HOTTEST, context, chunk)
+            step = self._tables.coarse_step
+            problem, _ = self._problem(group, Order.HOTTEST, context, chunk, step=step)
             found = None if problem.here_limit < 0 else solve(problem, improves=False)
-            seconds = np.inf if found is None else fixed + problem.seconds(found)
+            seconds = np.inf if found is None else problem.seconds(found)
+            seconds += self.model(chunk).trunk_request_s
             self._estimates[key] = seconds
         return self._estimates[key]
 
@@ -344,11 +375,12 @@ class ParentOptions:
         return None if best is None else best.owners
 
     def _assignments(
-        self, group: tuple[int, ...], shapes: Iterable[Shape | None], context: int, chunk: int
+        self, group: tuple[int, ...], context: int, chunk: int, *, is_brief: bool
     ) -> Iterator[IntArray]:
+        shapes = (Shape.ANY,) if is_brief else (None, Shape.WHOLE, Shape.PART, Shape.ANY)
         on_cpu = all(self.sides[index].is_cpu for index in group)
         orders = [Order.HOTTEST]
-        if not on_cpu or self.sides[LOCAL].is_cpu:
+        if not is_brief and (not on_cpu or self.sides[LOCAL].is_cpu):
             orders += [Order.COLDEST, Order.EVEN]
         for shape in shapes:
             best: tuple[float, IntArray] | None = None
@@ -373,7 +405,9 @@ class ParentOptions:
                 num_local = solve(problem, shape)
             if num_local is None or not problem.is_possible(num_local):
                 return None
-            owners = self._dealt(dealt_to, order, num_local, context, chunk)
+            rank = self._tables.in_order(order).rank
+            elsewhere = (rank >= num_local[:, None]) & self.arrays.exists
+            owners = deal(self._model_of(context, chunk), dealt_to, elsewhere)
             if owners is None:
                 return None
             excess = self._excess(owners, context, chunk)
@@ -384,31 +418,16 @@ class ParentOptions:
             problem = replace(problem, here_limit=problem.here_limit - excess[LOCAL])
         return None
 
-    def _dealt(
-        self, group: Group, order: Order, num_local: IntArray, context: int, chunk: int
-    ) -> IntArray | None:
-        arrays = self.arrays
-        elsewhere = (self._in_order(order).rank >= num_local[:, None]) & arrays.exists
-        model = self._model_of(context, chunk)
-        return deal(model, group, elsewhere)
-
     def _problem(
-        self, group: tuple[int, ...], order: Order, context: int, chunk: int
+        self, group: tuple[int, ...], order: Order, context: int, chunk: int, *, step: int = 1
     ) -> tuple[SplitProblem, Group]:
-        key = (chunk, order, group)
+        """`step`: experts are counted in pieces of so many."""
         dealt_to = self._group(group, context, chunk)
-        if key not in self._tables:
-            self._tables[key] = request_times(
-                self.model(chunk),
-                self._in_order(order),
-                others=group,
-                parts=dealt_to.parts.tolist(),
-            )
         problem = SplitProblem(
-            self._tables[key],
-            self.arrays.num_experts,
-            self.bytes_of(LOCAL),
-            dealt_to.expert_bytes.max(axis=0),
+            self._tables.request_times(self.model(chunk), dealt_to, order, step=step),
+            self.arrays.num_experts // step,
+            self.bytes_of(LOCAL) * step,
+            dealt_to.expert_bytes.max(axis=0) * step,
             self.expert_limit(context, chunk, group),
             float(dealt_to.limits.sum()),
         )
@@ -424,11 +443,6 @@ class ParentOptions:
         return Group.of(
             self.model(chunk), group, limits, expert_bytes=sizes, num_elsewhere=elsewhere
         )
-
-    def _in_order(self, order: Order) -> OrderedExperts:
-        if order not in self._ordered:
-            self._ordered[order] = OrderedExperts(self.arrays, order)
-        return self._ordered[order]
 
     def _model_of(self, context: int, chunk: int) -> CostModel:
         """The cost model with the memory that a context leaves."""
@@ -461,32 +475,7 @@ class ParentOptions:
                 excess[hosted[0] if hosted else LOCAL] = used - pool
         return excess
 
-    def _named(self, owners: IntArray) -> tuple[MoeMode, str]:
-        """What an assignment is."""
-        exists = self.arrays.exists
-        here = (owners == LOCAL) & exists
-        others = [i for i in range(1, len(self.sides)) if ((owners == i) & exists).any()]
-        if not others:
-            name = "CPU alone" if self.parent.is_host else "resident"
-            return MoeMode.RESIDENT, name
-        names = " + ".join(
-            "CPU" if self.sides[i].name == HOST_OWNER else self.sides[i].name for i in others
-        )
-        if not here.any():
-            if all(self.sides[index].name == HOST_OWNER for index in others):
-                return MoeMode.CPU_MOE, "CPU-MoE"
-            return MoeMode.REMOTE, f"all experts in {names}"
-        whole = (here == exists).all(axis=1)
-        if (whole | ~here.any(axis=1)).all():
-            on_cpu = all(self.sides[index].is_cpu for index in others)
-            kind = "whole layers" if on_cpu else "front-loaded"
-            return MoeMode.LAYERS, kind if names == "CPU" else f"{kind} + {names}"
-        first = "CPU" if self.parent.is_host else "hot"
-        if whole.any():
-            return MoeMode.MIXED, f"whole layers + {first} + {names}"
-        return MoeMode.HOT, f"{first} + {names}"
-
-    def _footprint(self, index: int) -> DeviceBytes:
+    def _footprint(self, index: int) -> Footprint:
         if index == LOCAL:
             return self.parent.footprint
         return self.daemons[self.sides[index].name].footprint

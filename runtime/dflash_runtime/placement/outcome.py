@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dflash_protocol.ids import I32Array
 from dflash_protocol.placement import OwnedExperts
-from dflash_runtime.placement.cost import LOCAL, PROMPTS, Price
+from dflash_runtime.placement.cost import LOCAL, PROMPTS, BoolArray, Price
+from dflash_runtime.placement.moves import staged_bytes
 from dflash_runtime.placement.options import Option, ParentOptions
 from dflash_runtime.placement.plan import (
     Alternative,
@@ -21,9 +23,10 @@ from dflash_runtime.placement.plan import (
     Setup,
     recommended_experts,
 )
+from dflash_runtime.placement.replicas import Replicas, class_of
 from dflash_runtime.placement.situation import Situation
 from dflash_runtime.placement.split import HOST_OWNER, make_placement
-from dflash_runtime.placement.wishes import ExpertWishes, MoeMode, Wishes
+from dflash_runtime.placement.wishes import MoeMode, Wishes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,6 +37,18 @@ class ParentChoice:
     context: int
     option: Option
     others: tuple[Option, ...]
+    replicas: Replicas | None = None
+    """Second copies; the option's price is with them."""
+
+    def held(self, index: int) -> BoolArray:
+        """The experts that an owner has, copies included. Shape: [L, E]."""
+        if self.replicas is not None:
+            return np.asarray(self.replicas.holders[index])
+        return np.asarray((self.option.owners == index) & self.options.arrays.exists)
+
+    def num_copies(self, index: int) -> int:
+        """How many of an owner's experts are second copies."""
+        return int((self.held(index) & (self.option.owners != index)).sum())
 
 
 def forecast_of(price: Price) -> Forecast:
@@ -57,7 +72,7 @@ def plan_of(
     arrays, moe = options.arrays, situation.spec.moe
     owned: dict[str, OwnedExperts] = {}
     for index, side in enumerate(options.sides):
-        mask = (option.owners == index) & arrays.exists
+        mask = chosen.held(index)
         by_layer = {
             layer_id: np.flatnonzero(mask[row]).tolist()
             for row, layer_id in enumerate(arrays.layer_ids.tolist())
@@ -70,7 +85,11 @@ def plan_of(
     return Plan(
         Origin(situation.model_identity, situation.box.key, situation.shares.num_tokens),
         Setup(options.parent.device, chosen.context, options.kv_type, option.chunk),
-        make_placement(moe, owned),
+        replace(
+            make_placement(moe, owned),
+            answering=_answering(chosen, tuple(owned)),
+            numeric_classes={name: class_of(options, name) for name in owned},
+        ),
         tuple(prompts_here),
         option.mode,
         option.name,
@@ -79,8 +98,25 @@ def plan_of(
         _budgets(chosen),
         room,
         alternatives,
-        _reason(chosen, alternatives, wishes, tie=tie),
+        _reason(chosen, alternatives, wishes, tie=tie) + _replicas_reason(chosen),
     )
+
+
+def _answering(chosen: ParentChoice, owner_names: tuple[str, ...]) -> dict[int, I32Array]:
+    """Who answers for experts that have copies, by layer id; see `Placement.answering`."""
+    if chosen.replicas is None:
+        return {}
+    places = [
+        owner_names.index(side.name) if side.name in owner_names else -1
+        for side in chosen.options.sides
+    ]
+    answering = np.array(places, np.int32)[chosen.replicas.answering]
+    has_copy = chosen.replicas.holders.sum(axis=0) > 1
+    return {
+        layer.layer_id: np.where(has_copy[row], answering[row], np.int32(-1))[: layer.num_experts]
+        for row, layer in enumerate(chosen.options.situation.spec.moe.layers)
+        if has_copy[row].any()
+    }
 
 
 def _room(options: ParentOptions, wishes: Wishes, chosen: ParentChoice) -> ExpertRoom:
@@ -91,7 +127,7 @@ def _room(options: ParentOptions, wishes: Wishes, chosen: ParentChoice) -> Exper
     if wishes.experts.num_local is not None:
         asked = wishes.experts.num_local * len(moe.layers)
     limit = options.expert_limit(chosen.context, chosen.option.chunk, range(1, len(options.sides)))
-    sizes = np.repeat(np.sort(options.bytes_of(LOCAL)), options.arrays.num_experts)
+    sizes = np.sort(np.repeat(options.bytes_of(LOCAL), options.arrays.num_experts))
     here = int(((chosen.option.owners == LOCAL) & options.arrays.exists).sum())
     had = max(here, int((np.cumsum(sizes) <= limit).sum()))
     status = RoomStatus.OK
@@ -112,16 +148,19 @@ def _budgets(chosen: ParentChoice) -> tuple[DeviceBudget, ...]:
     result = []
     for index in (LOCAL, *present):
         side = options.sides[index]
-        num_experts = int(((owners == index) & exists).sum())
-        used = options.used_bytes(owners, index)
+        held = chosen.held(index)
+        num_experts, num_copies = int(held.sum()), chosen.num_copies(index)
+        used = options.used_bytes(np.where(held, index, -1), index)
         is_mapped = index == LOCAL and options.parent.is_host
         of_disk = is_mapped or side.name == HOST_OWNER
         disk = chosen.option.price.disk_bytes if of_disk else 0
         if index == LOCAL:
             work = needs.total - needs.weights - needs.cache
+            if any(options.sides[i].name == HOST_OWNER for i in present):
+                work += staged_bytes(options.situation, options.parent)
             budget = DeviceBudget(
                 str(options.parent.device), options.free_bytes(), needs.weights, needs.cache, work,
-                used, num_experts, disk,
+                used, num_experts, disk, num_copies,
             )  # fmt: skip
         else:
             daemon = options.daemons.get(side.name)
@@ -133,7 +172,7 @@ def _budgets(chosen: ParentChoice) -> tuple[DeviceBudget, ...]:
             work = 0
             if daemon is not None:
                 work = int(daemon.free_bytes - options.limit_of(index, chosen.option.chunk))
-            budget = DeviceBudget(side.name, free, 0, 0, work, used, num_experts, disk)
+            budget = DeviceBudget(side.name, free, 0, 0, work, used, num_experts, disk, num_copies)
         result.append(budget)
     return tuple(result)
 
@@ -145,7 +184,7 @@ def _reason(
     option = chosen.option
     if not wishes.fits:
         return "Nothing was planned (--fit off)."
-    if replace(wishes.experts, mode=None, cpu_moe=None) != ExpertWishes() or wishes.experts.cpu_moe:
+    if wishes.experts.names_places:
         return "Experts are where they were asked for."
     if option.mode is MoeMode.RESIDENT:
         return f"All experts fit {chosen.options.parent.device}."
@@ -156,8 +195,23 @@ def _reason(
     best = max(possible, key=lambda each: each.forecast.decode if each.forecast else 0.0)
     assert best.forecast is not None
     ratio = forecast_of(option.price).decode / best.forecast.decode
+    if ratio * tie < 1.0:
+        return (
+            f"The planned request is not faster with {best.name}, within {(tie - 1) * 100:.0f} %, "
+            f"though that writes {1 / ratio:.2f} times as fast; {share}."
+        )
     if ratio < 1.0:
         return (
             f"It is simpler than {best.name}, and as fast within {(tie - 1) * 100:.0f} %; {share}."
         )
     return f"It writes {ratio:.2f} times as fast as {best.name}; {share}."
+
+
+def _replicas_reason(chosen: ParentChoice) -> str:
+    """A second sentence, on copies, if there are any."""
+    if chosen.replicas is None or chosen.replicas.saved_s <= 0:
+        return ""
+    num_copies, saved_s = chosen.replicas.num_copies, chosen.replicas.saved_s
+    percent = 100 * saved_s / (chosen.option.price.request_s + saved_s)
+    saved = f"{percent:.1f} %" if percent >= 0.1 else "less than 0.1 %"
+    return f" {num_copies:,} experts have a second copy, which saves {saved} of the time."

@@ -63,6 +63,20 @@ class DeviceBudget:
     num_experts: int
     disk_bytes: int = 0
     """Of `expert_bytes`, what finds no room and is read from the disk when it is used."""
+    num_replicas: int = 0
+    """Of `num_experts`, second copies of what another device has."""
+
+    @property
+    def bytes_by_use(self) -> dict[str, int]:
+        """Bytes by ``free``, ``trunk``, ``cache``, ``work``, ``experts``, ``disk``."""
+        return {
+            "free": self.free_bytes,
+            "trunk": self.trunk_bytes,
+            "cache": self.cache_bytes,
+            "work": self.work_bytes,
+            "experts": self.expert_bytes,
+            "disk": self.disk_bytes,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +109,8 @@ class Origin:
     box_key: str
     heat_tokens: int
     """Tokens whose selections were counted; 0: the prior was used."""
+    asked: str = ""
+    """Digest of what was asked for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,7 +135,7 @@ class Plan:
     room: ExpertRoom
     alternatives: tuple[Alternative, ...]
     reason: str
-    """One sentence."""
+    """A line: why this option, and what became of a plan that was kept."""
 
     @property
     def num_experts(self) -> int:

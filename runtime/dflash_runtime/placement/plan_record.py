@@ -7,8 +7,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from dflash_protocol.device import parse_device
 from dflash_protocol.errors import ProtocolError, SettingsError
+from dflash_protocol.ids import I32Array
 from dflash_protocol.placement import MAX_IDS, MAX_LAYERS, OwnedExperts, Placement
 from dflash_protocol.settings.kinds import MOST_DAEMONS
 from dflash_runtime.compute.kv_cache import KvType
@@ -25,8 +28,10 @@ from dflash_runtime.placement.plan import (
 )
 from dflash_runtime.placement.wishes import MoeMode
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 """Of the record's form, and of what its predictions mean."""
+
+OTHER_BOX = "it was made for another machine, driver or version"
 
 _MOST_POSITIONS = 1 << 30
 _MOST_BYTES = 1 << 60
@@ -36,8 +41,9 @@ _BUDGET_BYTES = (
     "free_bytes", "trunk_bytes", "cache_bytes", "work_bytes", "expert_bytes", "disk_bytes",
 )  # fmt: skip
 _KEYS = (
-    "version", "model", "box", "heat_tokens", "setup", "owners", "prompts_here", "mode", "name",
-    "forecast", "share_here", "budgets", "room", "alternatives", "reason",
+    "version", "model", "box", "heat_tokens", "asked", "setup", "owners", "answering",
+    "prompts_here", "mode", "name", "forecast", "share_here", "budgets", "room", "alternatives",
+    "reason",
 )  # fmt: skip
 
 
@@ -54,7 +60,7 @@ class RecordOf:
 
 
 def as_record(plan: Plan) -> dict[str, Any]:
-    """The JSON object of a plan."""
+    """The JSON object of a plan: its summary, and the experts of each owner."""
     owners = [
         {
             "name": name,
@@ -62,18 +68,26 @@ def as_record(plan: Plan) -> dict[str, Any]:
         }
         for name, owned in zip(plan.placement.owner_names, plan.placement.owners, strict=True)
     ]
+    answering = {
+        str(layer_id): indices.tolist() for layer_id, indices in plan.placement.answering.items()
+    }
+    return {**summary_of(plan), "owners": owners, "answering": answering}
+
+
+def summary_of(plan: Plan) -> dict[str, Any]:
+    """The JSON object of a plan without its experts' ids, as `/status` shows it."""
     return {
         "version": PLAN_VERSION,
         "model": plan.origin.model_identity,
         "box": plan.origin.box_key,
         "heat_tokens": plan.origin.heat_tokens,
+        "asked": plan.origin.asked,
         "setup": {
             "device": str(plan.setup.device),
             "context": plan.setup.context,
             "kv_type": str(plan.setup.kv_type),
             "chunk": plan.setup.chunk,
         },
-        "owners": owners,
         "prompts_here": list(plan.prompts_here),
         "mode": str(plan.mode),
         "name": plan.name,
@@ -117,7 +131,7 @@ def _read(record: object, of: RecordOf) -> Plan:
     if read.text(found["model"], "model") != of.model_identity:
         raise ValueError("it was made for another model")
     if read.text(found["box"], "box") != of.box_key and of.box_key is not None:
-        raise ValueError("it was made for another machine, driver or version")
+        raise ValueError(OTHER_BOX)
     layer_ids = read.items(found["prompts_here"], "prompts_here", MAX_LAYERS)
     for layer_id in layer_ids:
         if type(layer_id) is not int or layer_id not in of.experts_per_layer:
@@ -129,9 +143,10 @@ def _read(record: object, of: RecordOf) -> Plan:
             found["model"],
             found["box"],
             read.whole(found["heat_tokens"], "heat_tokens", (0, _MOST_BYTES)),
+            read.text(found["asked"], "asked"),
         ),
         _setup(found["setup"]),
-        _placement(found["owners"], of),
+        _placement(found["owners"], found["answering"], of),
         tuple(layer_ids),
         MoeMode(read.one_of(found["mode"], "mode", list(MoeMode))),
         read.text(found["name"], "name"),
@@ -161,7 +176,7 @@ def _setup(value: Any) -> Setup:
     )
 
 
-def _placement(value: Any, of: RecordOf) -> Placement:
+def _placement(value: Any, answering: Any, of: RecordOf) -> Placement:
     names, owners, total = [], [], 0
     for each in read.items(value, "owners", MOST_DAEMONS + 2):
         found = read.fields(each, "an owner", ("name", "experts"))
@@ -172,9 +187,7 @@ def _placement(value: Any, of: RecordOf) -> Placement:
             raise ValueError(f"the experts of {name!a} are not an object")
         by_layer = {}
         for key, ids in found["experts"].items():
-            layer_id = int(key) if key.isascii() and key.isdigit() and len(key) < 6 else -1
-            if layer_id not in of.experts_per_layer or str(layer_id) != key:
-                raise ValueError(f"{name!a} has experts of {key[:20]!a}, which is not a layer")
+            layer_id = _layer_id(key, of, f"{name!a} has experts of")
             most = of.experts_per_layer[layer_id]
             for each_id in read.items(ids, f"layer {layer_id} of {name!a}", most):
                 read.whole(each_id, f"an expert id of layer {layer_id}", (0, most - 1))
@@ -184,20 +197,49 @@ def _placement(value: Any, of: RecordOf) -> Placement:
             raise ValueError(f"more than {MAX_IDS} expert ids")
         names.append(name)
         owners.append(OwnedExperts.from_lists(by_layer))
-    return Placement(dict(of.experts_per_layer), tuple(names), tuple(owners))
+    return Placement(
+        dict(of.experts_per_layer),
+        tuple(names),
+        tuple(owners),
+        _answering(answering, len(owners), of),
+    )
+
+
+def _answering(value: Any, num_owners: int, of: RecordOf) -> dict[int, I32Array]:
+    if not isinstance(value, dict):
+        raise ValueError("answering is not an object")
+    by_layer = {}
+    for key, indices in value.items():
+        layer_id = _layer_id(key, of, "answering names")
+        what = f"answering of layer {layer_id}"
+        for each in read.items(indices, what, of.experts_per_layer[layer_id]):
+            read.whole(each, what, (-1, num_owners - 1))
+        by_layer[layer_id] = np.array(indices, np.int32)
+    return by_layer
+
+
+def _layer_id(key: str, of: RecordOf, what: str) -> int:
+    layer_id = int(key) if key.isascii() and key.isdigit() and len(key) < 6 else -1
+    if layer_id not in of.experts_per_layer or str(layer_id) != key:
+        raise ValueError(f"{what} {key[:20]!a}, which is not a layer")
+    return layer_id
 
 
 def _forecast(value: Any) -> Forecast:
     names = ("decode", "prompt_512", "prompt_4096")
     found = read.fields(value, "forecast", names)
-    return Forecast(*(read.number(found[name], name, _FASTEST) for name in names))
+    speeds = [read.number(found[name], name, _FASTEST) for name in names]
+    if not all(speeds):
+        raise ValueError("a speed of the forecast is 0")
+    return Forecast(*speeds)
 
 
 def _budget(value: Any) -> DeviceBudget:
-    found = read.fields(value, "a budget", ("name", "num_experts", *_BUDGET_BYTES))
+    found = read.fields(value, "a budget", ("name", "num_experts", "num_replicas", *_BUDGET_BYTES))
     return DeviceBudget(
         name=read.text(found["name"], "a budget's name"),
         num_experts=read.whole(found["num_experts"], "num_experts", (0, MAX_IDS)),
+        num_replicas=read.whole(found["num_replicas"], "num_replicas", (0, MAX_IDS)),
         **{each: read.whole(found[each], each, (0, _MOST_BYTES)) for each in _BUDGET_BYTES},
     )
 

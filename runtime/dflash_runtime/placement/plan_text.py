@@ -51,6 +51,8 @@ def _budget(budget: DeviceBudget, plan: Plan) -> str:
         parts.append(f"{budget.work_bytes / _GIB:.1f} work")
     experts = f"{budget.expert_bytes / _GIB:.1f} experts: {budget.num_experts:,}"
     experts += f" of {plan.num_experts:,}"
+    if budget.num_replicas:
+        experts += f", {budget.num_replicas:,} of them second copies"
     if budget.disk_bytes:
         experts += f", {budget.disk_bytes / _GIB:.1f} of them on the disk"
     return "  ".join([*parts, experts])

@@ -15,6 +15,7 @@ from dflash_protocol.errors import SettingsError
 from dflash_runtime.compute.kv_cache import KvType, chosen_kv_type
 from dflash_runtime.placement.cost import LOCAL
 from dflash_runtime.placement.expectation import IntArray
+from dflash_runtime.placement.layer_split import best_layer_split
 from dflash_runtime.placement.options import Option, ParentOptions
 from dflash_runtime.placement.outcome import ParentChoice, forecast_of, plan_of
 from dflash_runtime.placement.plan import (
@@ -24,6 +25,7 @@ from dflash_runtime.placement.plan import (
     PlanRefused,
     RoomStatus,
 )
+from dflash_runtime.placement.replicas import has_room, replicas_of, with_replicas
 from dflash_runtime.placement.situation import ExpertDaemon, ParentDevice, Situation
 from dflash_runtime.placement.wishes import UNASKED, MoeMode, Wishes, assigned, check_wishes
 
@@ -45,6 +47,9 @@ UNPLANNED_CONTEXT = 32768
 """The context without a plan, of models that have more."""
 
 _MUCH = 1.25
+
+_NEAR = 1.1
+"""Chunk sizes that are estimated to be slower by this are not looked at."""
 
 _SIMPLEST = list(MoeMode)
 
@@ -75,7 +80,8 @@ def plan(situation: Situation, wishes: Wishes | None = None) -> Plan | PlanRefus
             refusals.append(Alternative("any", str(parent.device), None, "not measured"))
             continue
         best_s = min((each.option.price.request_s for each in choices), default=np.inf)
-        found = _with_or_without_copies(situation, parent, connected, wishes, kv_type, best_s)
+        options = ParentOptions(situation, parent, connected, wishes=wishes, kv_type=kv_type)
+        found = _best_of_parent(options, wishes, best_s)
         if isinstance(found, PlanRefused):
             refused.append(found)
             refusals.append(Alternative("any", str(parent.device), None, "no room"))
@@ -85,40 +91,17 @@ def plan(situation: Situation, wishes: Wishes | None = None) -> Plan | PlanRefus
         if refused:
             return refused[0]
         return PlanRefused("no device that could be used was measured", RoomStatus.EMPTY)
-    chosen = _simplest(choices)
+    replicated = _replicated(_simplest(choices), wishes)
+    if isinstance(replicated, PlanRefused):
+        return replicated
+    chosen = replicated
     alternatives = [
         *_alternatives(chosen, choices),
         *_unconnected(situation, wishes, chosen),
+        *_layer_split(situation, wishes, chosen),
         *refusals,
     ]
     return plan_of(situation, wishes, chosen, alternatives=tuple(alternatives), tie=TIE)
-
-
-def _with_or_without_copies(
-    situation: Situation,
-    parent: ParentDevice,
-    daemons: Sequence[ExpertDaemon],
-    wishes: Wishes,
-    kv_type: KvType,
-    best_s: float,
-) -> ParentChoice | PlanRefused:
-    """The best choice of a parent: its device computes the processor's experts of prompts with
-    copies of their weights, which take memory from experts, or does not."""
-    best: ParentChoice | PlanRefused | None = None
-    for copies in dict.fromkeys((wishes.offloads_prompts, False)):
-        wished = replace(wishes, offloads_prompts=copies)
-        options = ParentOptions(situation, parent, daemons, wishes=wished, kv_type=kv_type)
-        found = _best_of_parent(options, wished, best_s)
-        if best is None or isinstance(best, PlanRefused):
-            best = found
-        elif isinstance(found, ParentChoice):
-            before_s, without_s = (x.option.price.request_s for x in (best, found))
-            if without_s <= before_s:
-                best = found
-        if not any(each.is_cpu for each in options.sides[1:]):
-            break
-    assert best is not None
-    return best
 
 
 def _parents(situation: Situation, wishes: Wishes) -> list[ParentDevice]:
@@ -169,23 +152,45 @@ def _best_of_parent(
     chunks = _chunks(options, wishes)
     if not any(options.has_room(contexts[-1], chunk) for chunk in chunks):
         return _refused(options, wishes, contexts[-1])
+    # Copies of the processor's experts of prompts take memory from experts.
+    both = [options, options.without_copies()] if options.copies_prompts else [options]
     if asked is not None:
-        return _asked_for(options, wishes, asked, contexts)
-    context, chunk = _chosen_setup(options, contexts, chunks)
-    if context is None:
+        return _better([_asked_for(each, wishes, asked, contexts) for each in both])
+    setups = [_chosen_setup(each, contexts, chunks, much_s=_MUCH * best_s) for each in both]
+    ways = [
+        (each.estimate(context, chunk), each, context, chunk)
+        for each, (context, chunk) in zip(both, setups, strict=True)
+        if context is not None
+    ]
+    if not ways:
         return _refused(options, wishes, contexts[-1])
-    is_slow = options.estimate(context, chunk) > _MUCH * best_s and not wishes.experts.mode
+    mode = wishes.experts.mode
+    ways.sort(key=lambda each: (each[0], each[1] is options))
+    found: list[ParentChoice | PlanRefused] = []
+    for seconds, each, context, chunk in ways:
+        is_slow = seconds > _MUCH * best_s and not mode
+        if each.is_mixed(context, chunk) and not is_slow:
+            chunk = _priced_chunk(each, chunks, context, chunk)
+        found.append(_best_option(each, wishes, context, chunk, is_brief=is_slow))
+        if isinstance(found[-1], ParentChoice) and not mode:
+            break  # estimates are of the best option, whatever its mode
+    return _better(found)
+
+
+def _best_option(
+    options: ParentOptions, wishes: Wishes, context: int, chunk: int, *, is_brief: bool
+) -> ParentChoice | PlanRefused:
     found = [
         each
-        for each in options.options(context, chunk, is_brief=is_slow)
+        for each in options.options(context, chunk, is_brief=is_brief)
         if wishes.experts.mode in (None, each.mode)
         and not (wishes.experts.cpu_moe is False and each.mode is MoeMode.CPU_MOE)
     ]
     if not found:
         mode = wishes.experts.mode
-        what = "its experts" if mode is None else f"--moe-mode={mode}"
+        what = "there is no room for its experts" if mode is None else f"no --moe-mode={mode}"
         return PlanRefused(
-            f"{options.parent.device}: no room for {what} with a context of {context:,}",
+            f"{options.parent.device}: {what} with a context of {context:,}",
             RoomStatus.BUDGET_EXHAUSTED,
         )
     best = _preferred(options, found, context, chunk)
@@ -193,6 +198,27 @@ def _best_of_parent(
     others.pop(best.name, None)
     kept = sorted(others.values(), key=lambda each: each.price.request_s)
     return ParentChoice(options, context, best, tuple(kept))
+
+
+def _priced_chunk(options: ParentOptions, chunks: Sequence[int], context: int, chunk: int) -> int:
+    """The chunk size with the fastest option, of those that are as good by estimate; where devices
+    and processors share experts, an estimate is only near."""
+    limit = options.estimate(context, chunk) * _NEAR
+    times = {}
+    for each in chunks:
+        if options.has_room(context, each) and options.estimate(context, each) <= limit:
+            found = options.options(context, each, is_brief=True)
+            times[each] = min((one.price.request_s for one in found), default=np.inf)
+    best = min(times, key=times.__getitem__, default=chunk)
+    return best if times.get(best, np.inf) * TIE < times.get(chunk, np.inf) else chunk
+
+
+def _better(found: Sequence[ParentChoice | PlanRefused]) -> ParentChoice | PlanRefused:
+    """The fastest choice, of equal ones the last; a refusal if there is none."""
+    choices = [each for each in found if isinstance(each, ParentChoice)]
+    if not choices:
+        return found[0]
+    return min(reversed(choices), key=lambda each: each.option.price.request_s)
 
 
 def _preferred(options: ParentOptions, found: Sequence[Option], context: int, chunk: int) -> Option:
@@ -215,6 +241,28 @@ def _simplest(choices: Sequence[ParentChoice]) -> ParentChoice:
     return next(each for each in choices if each.option.price.request_s <= fastest * TIE)
 
 
+def _replicated(chosen: ParentChoice, wishes: Wishes) -> ParentChoice | PlanRefused:
+    """With second copies where they save time; where experts were asked for, with those alone that
+    were asked for too."""
+    options, option, context = chosen.options, chosen.option, chosen.context
+    asked = wishes.experts.placement
+    if not wishes.fits or (asked is None and wishes.experts.names_places):
+        return chosen
+    if asked is None:
+        found = with_replicas(options, option, context)
+    else:
+        found = replicas_of(options, option, asked)
+        if found is not None and not has_room(options, option, found, context=context):
+            return PlanRefused(
+                f"{options.parent.device}: no room for the second copies that were asked for",
+                RoomStatus.BUDGET_EXHAUSTED,
+            )
+    if found is None:
+        return chosen
+    price = options.priced(found.answering, context, option.chunk).price
+    return replace(chosen, option=replace(option, price=price), replicas=found)
+
+
 def _contexts(options: ParentOptions, wishes: Wishes) -> list[int]:
     """Contexts that may be chosen, the largest first."""
     if wishes.context is not None:
@@ -233,9 +281,10 @@ def _chunks(options: ParentOptions, wishes: Wishes) -> tuple[int, ...]:
 
 
 def _chosen_setup(
-    options: ParentOptions, contexts: Sequence[int], chunks: Sequence[int]
+    options: ParentOptions, contexts: Sequence[int], chunks: Sequence[int], *, much_s: float
 ) -> tuple[int | None, int]:
-    """The context, and the chunk size with which its request is fastest."""
+    """The context, and the chunk size with which its request is fastest; the smallest context if
+    its request takes more than `much_s`."""
 
     def seconds(context: int) -> float:
         for chunk in chunks:
@@ -244,9 +293,12 @@ def _chosen_setup(
         return np.inf
 
     # Speed falls with the context: the largest one that is fast enough is found by halving.
-    limit = seconds(contexts[-1]) / CONTEXT_COST
-    if np.isinf(limit):
+    smallest_s = seconds(contexts[-1])
+    if np.isinf(smallest_s):
         return None, chunks[0]
+    if smallest_s > much_s:
+        return contexts[-1], next(each for each in chunks if options.has_room(contexts[-1], each))
+    limit = smallest_s / CONTEXT_COST
     low, high = 0, len(contexts) - 1
     while low < high:
         middle = (low + high) // 2
@@ -281,7 +333,7 @@ def _asked_for(
                 owners = options.fixed_part(asked, context, chunk)
             if owners is not None and options.is_legal(owners, context, chunk):
                 return ParentChoice(options, context, options.priced(owners, context, chunk), ())
-    used = options.used_bytes(np.where(asked == UNASKED, LOCAL, asked), LOCAL)
+    used = options.used_bytes(asked, LOCAL)
     chunk = _chunks(options, wishes)[-1]
     left = options.expert_limit(contexts[-1], chunk, range(1, len(options.sides)))
     if used > left:
@@ -353,16 +405,17 @@ def _largest_context(options: ParentOptions, wishes: Wishes, kv_type: KvType) ->
         needs = options.needs(context, chunk, group=everyone, kv_type=kv_type)
         return needs.total <= options.free_bytes()
 
-    low, high = 0, options.situation.spec.context_length
+    most = options.situation.spec.context_length
     if wishes.context is not None:
-        high = min(high, wishes.context)
+        most = min(most, wishes.context)
+    low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
         if fits(middle):
             low = middle
         else:
             high = middle - 1
-    return low if low < 256 else low // 256 * 256
+    return low if low < 256 or low == most else low // 256 * 256
 
 
 def _alternatives(chosen: ParentChoice, choices: Sequence[ParentChoice]) -> list[Alternative]:
@@ -385,10 +438,21 @@ def _unconnected(situation: Situation, wishes: Wishes, chosen: ParentChoice) -> 
         if daemon.is_connected or wishes.experts != type(wishes.experts)():
             continue
         name, forecast = f"daemon {daemon.name}", None
-        if daemon.name in situation.box.devices:
+        if daemon.name in situation.box.daemons:
             forecast = _with_daemon(situation, wishes, chosen, [*connected, daemon])
         found.append(Alternative(name, device, forecast, "not connected"))
     return found
+
+
+def _layer_split(situation: Situation, wishes: Wishes, chosen: ParentChoice) -> list[Alternative]:
+    """Another engine's split of all layers over two GPUs, if it would be faster."""
+    option = chosen.option
+    found = best_layer_split(
+        situation, wishes, chosen.options, context=chosen.context, chunk=option.chunk
+    )
+    if found is None or found.forecast is None:
+        return []
+    return [found] if found.forecast.decode > TIE * forecast_of(option.price).decode else []
 
 
 def _with_daemon(

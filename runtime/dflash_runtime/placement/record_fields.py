@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
-_LONGEST_TEXT = 1000
+_LONGEST_TEXT = 4096
+"""Options name their daemons, at most MOST_DAEMONS of up to 32 characters."""
 _MOST_BYTES = 8 << 20
 _MOST_VALUES = 1 << 19
 _MOST_LISTS = 1 << 17
@@ -66,7 +66,8 @@ def whole(value: Any, what: str, bounds: tuple[int, int]) -> int:
 
 def number(value: Any, what: str, largest: float) -> float:
     """A number from 0. Raises: ValueError."""
-    if type(value) not in (int, float) or not math.isfinite(value) or not 0 <= value <= largest:
+    # NaN fails too; `math.isfinite` does not take all whole numbers.
+    if type(value) not in (int, float) or not 0 <= value <= largest:
         raise ValueError(f"{what} is {_shown(value)}, must be 0 to {largest:g}")
     return float(value)
 

@@ -20,6 +20,8 @@ _NUM_PRICES = 16
 """Prices of a byte that are tried first."""
 _HALVINGS = 6
 """How often prices between the best one and its neighbours are tried."""
+_STARTS = 2
+"""How many choices, those that are fastest, are improved."""
 _MOST_EXCHANGED = 512
 """Layers times numbers of experts up to which pairs of changes are tried."""
 _SLACK = 1.0 + 1e-12
@@ -37,10 +39,10 @@ class Shape(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SplitProblem:
-    """Times and bytes by number of local experts.
+    """Times and bytes by number of local experts, or of pieces of several.
 
-    Shapes: times [E + 1, L]; num_experts, here_bytes, there_bytes (bytes of one expert on the
-    parent's device, and at the others) [L].
+    Shapes: times [E + 1, L], infinite where a layer has less experts; num_experts, here_bytes,
+    there_bytes (bytes of one expert on the parent's device, and at the others) [L].
     """
 
     times: F64Array
@@ -73,7 +75,7 @@ def solve(
         starts += [each for each in _filled(allowed, shape) if allowed.is_possible(each)]
     best: IntArray | None = None
     best_s = np.inf
-    for start in starts:
+    for start in sorted(starts, key=allowed.seconds)[:_STARTS]:
         found = _exchanged(allowed, _improved(allowed, start)) if improves else start
         if (seconds := allowed.seconds(found)) < best_s:
             best, best_s = found, seconds
@@ -93,7 +95,8 @@ def _restricted(problem: SplitProblem, shape: Shape) -> SplitProblem:
 def _priced(problem: SplitProblem, shape: Shape) -> list[IntArray]:
     """The best choices that are possible, over prices of a byte and numbers of whole layers."""
     prices = _prices(problem)
-    tried = {float(price): _at_price(problem, shape, price) for price in prices}
+    sizes = np.arange(len(problem.times))[:, None] * problem.here_bytes
+    tried = {float(price): _at_price(problem, sizes, shape, price) for price in prices}
     for _ in range(_HALVINGS):
         found = sorted(tried)
         best = min(found, key=lambda price: tried[price][0])
@@ -102,18 +105,24 @@ def _priced(problem: SplitProblem, shape: Shape) -> list[IntArray]:
         for other in (found[max(0, at - 1)], found[min(len(found) - 1, at + 1)]):
             middle = (best + other) / 2
             if middle not in tried:
-                tried[middle] = _at_price(problem, shape, middle)
+                tried[middle] = _at_price(problem, sizes, shape, middle)
     choices = sorted(tried.values(), key=lambda each: each[0])
     return [num_local for _, num_local in choices[:1] if num_local is not None]
 
 
-def _at_price(problem: SplitProblem, shape: Shape, price: float) -> tuple[float, IntArray | None]:
-    """The best choice at one price, over numbers of whole layers; None if none is possible."""
+def _at_price(
+    problem: SplitProblem, sizes: F64Array, shape: Shape, price: float
+) -> tuple[float, IntArray | None]:
+    """The best choice at one price, over numbers of whole layers; None if none is possible.
+
+    `sizes`: bytes of so many local experts. Shapes: sizes [E + 1, L].
+    """
     times, num_layers = problem.times, problem.num_experts.size
     layers = np.arange(num_layers)
     here, total = problem.here_bytes, problem.num_experts * problem.here_bytes
     whole_s = times[problem.num_experts, layers]
-    costs = times + price * (np.arange(len(times))[:, None] * here)
+    costs = price * sizes
+    costs += times
     costs[problem.num_experts, layers] = np.inf
     num_part = np.argmin(costs, axis=0)
     part_s = times[num_part, layers]

@@ -5,63 +5,16 @@ Pure: whoever opens a model fills these, the planner reads them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
 from dflash_adapters.spec import ModelSpec, MoeSpec
 from dflash_protocol.device import Device, DeviceKind
 from dflash_protocol.ids import F64Array
-from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.placement.box import Box
-
-
-class BytesOfLayer(Protocol):
-    """Bytes of one layer on a device; `expert` is that of one routed expert, 0 if it has none."""
-
-    @property
-    def layer_id(self) -> int: ...
-    @property
-    def trunk(self) -> int: ...
-    @property
-    def expert(self) -> int: ...
-    @property
-    def num_experts(self) -> int: ...
-
-
-class BytesNeeded(Protocol):
-    """What a process takes on a device besides routed experts, in bytes by purpose."""
-
-    @property
-    def total(self) -> int: ...
-    @property
-    def weights(self) -> int: ...
-    @property
-    def cache(self) -> int: ...
-
-
-class DeviceBytes(Protocol):
-    """The bytes of a model on one device, counted without it."""
-
-    @property
-    def layers(self) -> Sequence[BytesOfLayer]: ...
-    @property
-    def ends(self) -> int: ...
-
-    def needs(
-        self,
-        *,
-        num_positions: int,
-        kv_type: KvType,
-        chunk: int,
-        is_parent: bool = True,
-        num_remote_layers: int = 0,
-        num_daemons: int = 0,
-    ) -> BytesNeeded: ...
-
-    def experts_bytes(self, num_experts: Mapping[int, int]) -> int: ...
+from dflash_runtime.placement.footprint import Footprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +24,13 @@ class ParentDevice:
     device: Device
     free_bytes: int
     """What a plan may use: free memory less what is to stay free."""
-    footprint: DeviceBytes
+    footprint: Footprint
     chunks: tuple[int, ...]
     """Sizes that prompts may be cut into, in tokens, the preferred one first, then smaller ones."""
     shares_host_memory: bool = False
     """Whether it has no memory of its own: then `free_bytes` is that of both."""
-    copies_bytes: Callable[[Mapping[int, int]], int] = lambda num_missing: 0
-    """Memory for copies of the processor's experts of prompts: by layer id, how many of them."""
+    numeric_class: str = ""
+    """Devices of one class compute the same bits; empty: not known, equal to no other."""
 
     @property
     def is_host(self) -> bool:
@@ -92,9 +45,11 @@ class ExpertDaemon:
     name: str
     device: Device
     free_bytes: int
-    footprint: DeviceBytes
+    footprint: Footprint
     is_connected: bool = True
     """If not, it gets no experts; what it would bring is predicted."""
+    numeric_class: str = ""
+    """See ParentDevice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +111,9 @@ class Situation:
     """Memory that the processor's experts may take: pages of the mapped file."""
     shares: ExpertShares
     request: PlannedRequest = field(default_factory=PlannedRequest)
+    most_swaps: int = 0
+    """Experts that may move to the parent's device between two requests: it keeps memory for copies
+    of so many."""
     trunk_bytes: tuple[int, ...] = ()
     """Bytes in the file of each layer's trunk, as `Box` counts them; empty: as they lie on the
     device."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -69,6 +69,9 @@ class Side:
     is_cpu: bool = False
     factor: float = 1.0
     """How many times longer it takes beside the others."""
+    asked: Curve | None = None
+    """Of the processor that the parent's device asks: see Box.host_asked. Steps take this instead
+    of what the curves, link and factor say."""
 
     def step_s(self, expert_bytes: F64Array, most: int) -> F64Array:
         """Seconds of a layer of a step by how many of its experts are chosen, link included.
@@ -77,7 +80,10 @@ class Side:
         """
         sizes, layers = np.unique(expert_bytes, return_inverse=True)
         amounts = sizes[:, None] * np.arange(most + 1)
-        times = at_rows(self.experts, 1, amounts) * self.factor + self.step_link_s
+        if self.asked is not None:
+            times = along(self.asked, amounts)
+        else:
+            times = at_rows(self.experts, 1, amounts) * self.factor + self.step_link_s
         times[:, 0] = 0.0
         return np.asarray(times[layers])
 
@@ -85,7 +91,8 @@ class Side:
         """Seconds of a layer of a chunk, link included. Shapes: pairs [..., L], as the result."""
         times = at_rows(self.experts, rows, pairs * expert_bytes, is_by_row=True) * self.factor
         if self.chunk_link is not None:
-            times = times + self.chunk_link.at(rows)
+            crossing = rows * -np.expm1(-pairs / rows)  # rows that have any
+            times = times + along(self.chunk_link, crossing)
         return np.asarray(times * -np.expm1(-pairs))  # unless no expert is chosen
 
 
@@ -102,16 +109,28 @@ def host_side(situation: Situation, parent: ParentDevice) -> Side | None:
     if parent.is_host or speed is None:
         return None
     beside = factor(box, f"experts of {_CPU}", f"steps of {parent.device}")
-    return _linked(box, HOST_OWNER, speed, is_cpu=True, factor=beside)
+    side = _linked(box, HOST_OWNER, speed, is_cpu=True, factor=beside)
+    return replace(side, asked=box.host_asked.get(str(parent.device)))
 
 
 def daemon_side(box: Box, daemon: ExpertDaemon) -> Side | None:
     """A daemon; None if it was not measured."""
-    speed = box.devices.get(daemon.name)
+    speed = box.daemons.get(daemon.name)
     if speed is None:
         return None
     is_cpu = str(daemon.device) == _CPU
     return _linked(box, daemon.name, speed, is_cpu=is_cpu, factor=1.0)
+
+
+def copy_rate(box: Box, parent: ParentDevice) -> float:
+    """Bytes a second of the file's weights to the parent's device, beside its steps; 0 if it was
+    not measured, or nothing need be copied."""
+    device = str(parent.device)
+    copies = box.copies.get(device)
+    if copies is None or parent.shares_host_memory or parent.is_host:
+        return 0.0
+    rate = copies.from_page_cache or copies.from_locked
+    return rate / factor(box, f"copies to {device}", f"steps of {device}")
 
 
 def factor(box: Box, what: str, beside: str) -> float:

@@ -6,14 +6,25 @@ the others: then the time of a request is a sum over layers, and a plan chooses 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from copy import copy
 from enum import StrEnum
 
 import numpy as np
 
 from dflash_protocol.ids import F64Array
 from dflash_runtime.placement.cost import LOCAL, CostModel, ExpertArrays
-from dflash_runtime.placement.expectation import IntArray, counts_in_prefixes, expected_longest
+from dflash_runtime.placement.dealing import Group
+from dflash_runtime.placement.expectation import (
+    IntArray,
+    chosen_by_prompt,
+    counts_in_prefixes,
+    expected_longest,
+)
+
+_COARSE = 64
+"""Estimates look at about so many numbers of local experts."""
 
 
 class Order(StrEnum):
@@ -29,12 +40,14 @@ class OrderedExperts:
     """The experts of all layers in one order, with what follows from it alone.
 
     Shapes: `order` [L, E], expert ids, those that do not exist last; `rank` [L, E], the place of
-    each id in it; `chosen_here` [E + 1, L, K +
-    1], see `counts_in_prefixes`; `pairs_here` [E + 1, L], a prompt token's pairs among the first n.
+    each id in it; `numbers` [N], the numbers n of local experts that are looked at;
+    `chosen_here` [N, L, K + 1], see `counts_in_prefixes`; `pairs_here` [N, L], a prompt token's
+    pairs among the first n.
     """
 
     def __init__(self, arrays: ExpertArrays, order: Order) -> None:
         self.arrays = arrays
+        self.numbers = np.arange(arrays.decode.shape[1] + 1)
         self.order = _ordered(arrays, order)
         self.rank = np.argsort(self.order, axis=1, kind="stable")
         decode = np.take_along_axis(arrays.decode, self.order, axis=1)
@@ -43,49 +56,83 @@ class OrderedExperts:
         self.pairs_here = _sums(self._prefill)
         self._distinct: dict[int, F64Array] = {}
 
+    def every(self, step: int) -> OrderedExperts:
+        """The same with every `step`th number n."""
+        result = copy(self)
+        result.numbers = self.numbers[::step]
+        result.chosen_here = self.chosen_here[::step]
+        result.pairs_here = self.pairs_here[::step]
+        result._distinct = {}
+        return result
+
     def distinct_elsewhere(self, rows: int) -> F64Array:
         """How many experts but the first n so many prompt tokens are expected to choose.
 
-        Shapes: result [E + 1, L].
+        Shapes: result [N, L].
         """
         if rows not in self._distinct:
-            sums = _sums(1.0 - (1.0 - self._prefill) ** rows)
-            self._distinct[rows] = sums[-1] - sums
+            sums = _sums(chosen_by_prompt(self._prefill, rows))
+            self._distinct[rows] = (sums[-1] - sums)[self.numbers]
         return self._distinct[rows]
 
 
-def request_times(
-    model: CostModel, experts: OrderedExperts, *, others: Sequence[int], parts: Sequence[float]
-) -> F64Array:
-    """Seconds that experts take in the model's request, by layer and number of local experts n.
+class RequestTables:
+    """The times of requests by number of local experts, for one parent; each is made once. Used by
+    one thread."""
 
-    `others`: indices of the owners of all but the first n; `parts`: the part of these that each
-    has. Shapes: result [E + 1, L], infinite where a layer has less than n experts.
-    """
-    arrays = model.arrays
-    steps = _step_times(model, experts, others, parts)
-    pairs = np.zeros((len(model.sides), *experts.pairs_here.shape))
-    pairs[LOCAL] = experts.pairs_here
-    away = np.maximum(arrays.num_used - experts.pairs_here, 0.0)
-    n = np.arange(len(away))[:, None]
-    away[n >= arrays.num_experts] = 0.0
-    for index, part in zip(others, parts, strict=True):
-        pairs[index] += part * away
-    part_of_cpus = sum(
-        part for index, part in zip(others, parts, strict=True) if index in model.remote_cpus
-    )
-    asked, copied = model.prompt_layers_s(
-        pairs, lambda rows: part_of_cpus * experts.distinct_elsewhere(rows), model.request.prompt
-    )
-    times = model.request.written * steps + np.minimum(asked, copied)
-    times[n > arrays.num_experts] = np.inf
-    return np.asarray(times)
+    def __init__(self, arrays: ExpertArrays) -> None:
+        self._arrays = arrays
+        self._ordered: dict[tuple[Order, int], OrderedExperts] = {}
+        self._steps: dict[tuple[object, ...], tuple[list[float], F64Array]] = {}
+        """Of a group's owners the parts, and with these the times of steps."""
+        self._times: dict[tuple[object, ...], F64Array] = {}
+
+    def of_other_prompts(self) -> RequestTables:
+        """For models with which only prompts take other times."""
+        result = copy(self)
+        result._times = {}
+        return result
+
+    @property
+    def coarse_step(self) -> int:
+        """Looking at every so many numbers of local experts is enough for an estimate."""
+        every = int(np.gcd.reduce(self._arrays.num_experts))
+        return math.gcd(every, 1 << max(0, (every // _COARSE).bit_length() - 1))
+
+    def in_order(self, order: Order, step: int = 1) -> OrderedExperts:
+        """All layers' experts, with every `step`th number of local ones."""
+        if (order, step) not in self._ordered:
+            found = OrderedExperts(self._arrays, order) if step == 1 else self.in_order(order)
+            self._ordered[order, step] = found if step == 1 else found.every(step)
+        return self._ordered[order, step]
+
+    def request_times(
+        self, model: CostModel, group: Group, order: Order, *, step: int = 1
+    ) -> F64Array:
+        """Seconds that experts take in the request, by every `step`th number of local experts;
+        infinite where a layer has less. Shapes: result [N, L]."""
+        key = order, step, group.others
+        experts = self.in_order(order, step)
+        if key not in self._steps:
+            parts = group.parts.tolist()
+            steps_s = _step_times(model, experts, group.others, parts)
+            steps_s[experts.numbers[:, None] > self._arrays.num_experts] = np.inf
+            self._steps[key] = parts, model.request.written * steps_s
+        parts, written_s = self._steps[key]
+        if (model.chunk, *key) not in self._times:
+            prompts_s = _prompt_times(model, experts, group.others, parts)
+            self._times[model.chunk, *key] = written_s + prompts_s
+        return self._times[model.chunk, *key]
 
 
 def _step_times(
     model: CostModel, experts: OrderedExperts, others: Sequence[int], parts: Sequence[float]
 ) -> F64Array:
-    """Shapes: result [E + 1, L]."""
+    """Seconds that experts take in a step, by number of local experts n and layer.
+
+    `others`: indices of the owners of all but the first n; `parts`: the part of these that each
+    has. Shapes: result [N, L].
+    """
     arrays = model.arrays
     here = model.step_times[LOCAL]
     there = _group_times(model, others, parts)
@@ -97,8 +144,30 @@ def _step_times(
     if any(not model.sides[index].by_device for index in others):
         steps += model.stop_s
     alone = here[np.arange(len(here)), arrays.num_used]
-    n = np.arange(len(steps))[:, None]
-    return np.where(n >= arrays.num_experts, alone, steps)
+    return np.where(experts.numbers[:, None] >= arrays.num_experts, alone, steps)
+
+
+def _prompt_times(
+    model: CostModel, experts: OrderedExperts, others: Sequence[int], parts: Sequence[float]
+) -> F64Array:
+    """The same of the request's prompts."""
+    arrays = model.arrays
+    pairs = np.zeros((len(model.sides), *experts.pairs_here.shape))
+    pairs[LOCAL] = experts.pairs_here
+    away = np.maximum(arrays.num_used - experts.pairs_here, 0.0)
+    away[experts.numbers[:, None] >= arrays.num_experts] = 0.0
+    for index, part in zip(others, parts, strict=True):
+        pairs[index] += part * away
+    part_of_cpus = sum(
+        part for index, part in zip(others, parts, strict=True) if index in model.remote_cpus
+    )
+
+    def prompt_of(num_tokens: int) -> tuple[F64Array, F64Array]:
+        return model.prompt_layers_s(
+            pairs, lambda rows: part_of_cpus * experts.distinct_elsewhere(rows), num_tokens
+        )
+
+    return model.request_prompts_s(prompt_of)
 
 
 def _group_times(model: CostModel, others: Sequence[int], parts: Sequence[float]) -> F64Array:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
@@ -60,6 +60,16 @@ class ExpertWishes:
     """So many of each layer on the parent's device, the hottest ones."""
     mode: MoeMode | None = None
     placement: Placement | None = None
+
+    @property
+    def names_places(self) -> bool:
+        """Whether it says where experts are to be, not only in which way they are to be placed."""
+        return bool(self.cpu_moe) or replace(self, mode=None, cpu_moe=None) != ExpertWishes()
+
+    def names_some_of(self, daemon_names: Collection[str]) -> bool:
+        """Whether some of these daemons are to have experts."""
+        is_named = any(owner in daemon_names for _, owner in self.overrides)
+        return is_named or (self.mode is MoeMode.REMOTE and bool(daemon_names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,18 +136,14 @@ def check_wishes(wishes: Wishes, *, num_layers: int, moe: MoeSpec) -> None:
     """Raises: SettingsError naming two wishes that contradict, or one that the model cannot
     have."""
     experts = wishes.experts
-    given = [
-        flag
-        for flag, is_given in (
-            ("--placement", experts.placement is not None),
-            ("--cpu-moe", experts.cpu_moe is True),
-            ("--n-cpu-moe", experts.num_cpu_moe_layers is not None),
-            ("-ot", bool(experts.overrides)),
-            ("--local-experts", experts.num_local is not None),
-            ("--moe-mode", experts.mode is not None),
-        )
-        if is_given
-    ]
+    given = _given(
+        ("--placement", experts.placement is not None),
+        ("--cpu-moe", experts.cpu_moe is True),
+        ("--n-cpu-moe", experts.num_cpu_moe_layers is not None),
+        ("-ot", bool(experts.overrides)),
+        ("--local-experts", experts.num_local is not None),
+        ("--moe-mode", experts.mode is not None),
+    )
     if given == ["--cpu-moe", "--moe-mode"] and experts.mode is MoeMode.CPU_MOE:
         given = given[:1]
     if len(given) > 1:
@@ -169,6 +175,52 @@ def check_wishes(wishes: Wishes, *, num_layers: int, moe: MoeSpec) -> None:
     ):
         if value is not None and value < 0:
             raise SettingsError(f"{name} is negative")
+
+
+def _given(*flags: tuple[str, bool]) -> list[str]:
+    return [flag for flag, is_given in flags if is_given]
+
+
+def planned_flags(wishes: Wishes) -> list[str]:
+    """The settings given of experts' places that only a plan obeys."""
+    experts = wishes.experts
+    return _given(
+        ("--cpu-moe", experts.cpu_moe is True),
+        ("--n-cpu-moe", experts.num_cpu_moe_layers is not None),
+        ("-ot", bool(experts.overrides)),
+        ("--moe-mode", experts.mode is not None),
+        ("--expert-budget-mb", wishes.expert_budget_bytes is not None),
+        ("--expert-budget-pct", wishes.expert_budget_percent is not None),
+        ("--device-memory-mb", wishes.device_memory_bytes is not None),
+    )
+
+
+def check_unplanned(wishes: Wishes, instead: str) -> None:
+    """Raises: SettingsError naming a setting that only a plan obeys, and the one, `instead`, with
+    which there is none."""
+    for flag in planned_flags(wishes):
+        raise SettingsError(f"{flag} and {instead}: where experts are is not planned then")
+
+
+def check_on_processor(wishes: Wishes, reason: str, *, has_daemons: bool) -> None:
+    """`reason`: the setting by which the parent computes on the processor, or why it does.
+
+    Raises: SettingsError for a wish that makes no sense there.
+    """
+    if wishes.device_memory_bytes is not None:
+        raise SettingsError(
+            f"--device-memory-mb and {reason}: memory of the processor is --host-memory-mb"
+        )
+    is_whole = wishes.experts.mode in (None, MoeMode.RESIDENT, MoeMode.CPU_MOE)
+    flags = _given(
+        (f"--moe-mode={wishes.experts.mode}", not is_whole),
+        ("--expert-budget-mb", wishes.expert_budget_bytes is not None),
+        ("--expert-budget-pct", wishes.expert_budget_percent is not None),
+    )
+    if flags and not has_daemons:
+        raise SettingsError(
+            f"{flags[0]} and {reason}: without a daemon the processor computes all experts"
+        )
 
 
 def _check_layers_on_device(wishes: Wishes, num_layers: int) -> None:
@@ -223,6 +275,16 @@ def assigned(
         np.put_along_axis(owners, hottest[:, : wishes.num_local], LOCAL, axis=1)
         return owners
     return None
+
+
+def check_overrides(
+    wishes: ExpertWishes, moe: MoeSpec, *, side_names: Sequence[str], device: Device
+) -> None:
+    """Raises: SettingsError if an override names an owner, or tensors, that there are not."""
+    if wishes.overrides:
+        shape = len(moe.layers), max(layer.num_experts for layer in moe.layers)
+        index_of = {name: index for index, name in enumerate(side_names)}
+        _overridden(wishes.overrides, moe, index_of, np.zeros(shape, np.int64), device=device)
 
 
 def _placed(

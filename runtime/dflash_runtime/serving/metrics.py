@@ -26,7 +26,10 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from dflash_runtime.engine.engine import EngineStats, GenerationStats
+from dflash_runtime.engine.measured_speeds import MeasuredSpeeds
 from dflash_runtime.experts.telemetry import HitCounts, LatencyHistogram, OwnerStats
+from dflash_runtime.placement.plan import Plan
+from dflash_runtime.serving.plan_metrics import move_metrics, plan_metrics
 
 NAMESPACE = "dflash_moe"
 
@@ -166,6 +169,7 @@ class Metrics:
             "owner",
             buckets=[4**power for power in range(11)],
         )
+        self.speeds = MeasuredSpeeds()
         self.running = self._gauge("num_requests_running", "Generations being computed: 0 or 1.")
         self._owners_before: dict[str, tuple[float, int]] = {}
 
@@ -173,16 +177,19 @@ class Metrics:
         """Add the length of the queue to the metrics."""
         self._gauge("num_requests_waiting", "Length of the queue.").set_function(length)
 
-    def watch_engine(self, stats: Callable[[], EngineStats]) -> None:
-        """Add the counters of the engine and its owners to the metrics; `stats` is called at each
-        scrape, from any thread."""
-        self.registry.register(_EngineCollector(stats))
+    def watch_engine(
+        self, stats: Callable[[], EngineStats], plan: Callable[[], Plan | None] = lambda: None
+    ) -> None:
+        """Add the counters of the engine and its owners, and its plan, to the metrics; both are
+        called at each scrape, from any thread."""
+        self.registry.register(_EngineCollector(stats, plan, self.speeds))
 
     def count_generation(self, reason: str, stats: GenerationStats) -> None:
         """Count a generation that ended."""
         self.finished.labels(reason).inc()
         self.prompt_tokens.inc(stats.num_prompt_tokens)
         self.reused_tokens.inc(stats.num_reused_tokens)
+        self.speeds.add(stats)
         if stats.num_generated_tokens:
             self.prefill_s.observe(stats.prefill_s)
         if stats.num_generated_tokens > 1:
@@ -207,8 +214,13 @@ class Metrics:
 class _EngineCollector(Collector):
     """Reads the counters of an engine and its owners at each scrape."""
 
-    def __init__(self, stats: Callable[[], EngineStats]) -> None:
-        self._stats = stats
+    def __init__(
+        self,
+        stats: Callable[[], EngineStats],
+        plan: Callable[[], Plan | None],
+        speeds: MeasuredSpeeds,
+    ) -> None:
+        self._stats, self._plan, self._speeds = stats, plan, speeds
 
     def describe(self) -> Iterator[Metric]:
         """Nothing: registering must not read the engine."""
@@ -218,6 +230,8 @@ class _EngineCollector(Collector):
         stats = self._stats()
         yield from _hits(stats.hits)
         yield from _owners(stats.owners)
+        yield from plan_metrics(self._plan(), self._speeds, NAMESPACE)
+        yield from move_metrics(stats.moves, NAMESPACE)
 
 
 def _hits(hits: HitCounts) -> Iterator[Metric]:

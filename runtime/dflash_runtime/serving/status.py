@@ -17,6 +17,7 @@ from dflash_adapters.spec import MoeSpec
 from dflash_protocol import __version__
 from dflash_protocol.ids import Phase
 from dflash_runtime.engine.engine import Engine
+from dflash_runtime.engine.measured_speeds import plan_report
 from dflash_runtime.experts.events import Event
 from dflash_runtime.experts.remote.breaker import BreakerState
 from dflash_runtime.experts.telemetry import OwnerStats
@@ -95,6 +96,8 @@ def status(state: ServerState, engine: Engine) -> dict[str, Any]:
             owner_status(name, owner, stats.events, parent_device=engine.backend_name)
             for name, owner in stats.owners.items()
         ],
+        "plan": plan_report(engine.plan, state.metrics.speeds),
+        "moves": asdict(stats.moves),
         "queue": {
             **_queue(state),
             "reading": None if reading is None else {"done": reading[0], "total": reading[1]},

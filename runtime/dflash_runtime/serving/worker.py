@@ -219,7 +219,7 @@ class EngineWorker:
             if (tokenizer := engine.tokenizer) is not None:
                 tokenizer.fewest_tokens("")  # scans the whole vocabulary, once
             self._publish(engine)
-            self._metrics.watch_engine(lambda: self.stats)
+            self._metrics.watch_engine(lambda: self.stats, lambda: engine.plan)
             self.opened.set_result(engine)
             while (job := self._next_job(engine)) is not None:
                 self._stepped_s = time.monotonic()
@@ -236,6 +236,7 @@ class EngineWorker:
             try:
                 return self._queue.take(_PUBLISH_S)
             except TimeoutError:  # a daemon may have been lost, or come back
+                engine.move_experts()
                 self._publish(engine)
 
     def _publish(self, engine: Engine) -> EngineStats:

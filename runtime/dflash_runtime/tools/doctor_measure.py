@@ -42,6 +42,9 @@ class MeasuredBox:
             lines += ["", device.device, *_device_lines(device)]
             if (stop := self.box.host_stop.get(device.device)) is not None:
                 lines.append(f"{_INDENT}stop of a step for the host: {_points(stop, _rows, _us)}")
+            if (asked := self.box.host_asked.get(device.device)) is not None:
+                shown = _points(asked, _megabytes, _us)
+                lines.append(f"{_INDENT}experts of a step asked of it: {shown}")
             if (copies := self.box.copies.get(device.device)) is not None:
                 lines += [f"{_INDENT}{line}" for line in _copy_lines(copies)]
         for link in self.box.links.values():
@@ -130,7 +133,7 @@ def _copy_lines(copies: CopySpeed) -> Iterator[str]:
     rates: dict[str, float] = {
         "from locked memory": copies.from_locked,
         "from the page cache": copies.from_page_cache,
-        "to the host": copies.to_host,
+        "written by kernels": copies.to_host,
         "read by kernels": copies.kernel_reads,
     }
     yield ", ".join(f"{what} {_gb_per_s(rate)}" for what, rate in rates.items() if rate)

@@ -150,6 +150,11 @@ def test_older_variables_of_placement_are_read() -> None:
         "DFLASH_EXPERT_BUDGET_PCT": "50",
     })  # fmt: skip
     assert (loaded.context, loaded.expert_budget_mb, loaded.expert_budget_pct) == (512, 7, 50)
+    for name in ("QWEN35MOE", "LAGUNA"):
+        loaded = load_settings(
+            {f"DFLASH_{name}_SWAP_MAX": "3", f"DFLASH_{name}_SWAP_MIN_GAIN": "1"}
+        )
+        assert (loaded.swap_max, loaded.swap_min_gain) == (3, 1)
 
 
 @pytest.mark.parametrize(("variable", "field"), SWITCHES)

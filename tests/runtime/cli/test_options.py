@@ -142,3 +142,29 @@ def test_what_is_advised_where_memory_is_short_can_be_done(
     named = set(re.findall(r"--[a-z-]+", advice))
     assert named
     assert named <= {flag for option in command.params for flag in option.opts}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("-ctk", "q8_0", "-ctv", "Q8_0"), ("-ctk", "q8_0", "-ctv", "q8_0", "--kv-type", "q8_0")],
+)
+def test_equal_types_of_keys_and_values_are_the_kv_type(arguments: tuple[str, ...]) -> None:
+    assert taken(*arguments).kv_type == "q8_0"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("-ctk", "q8_0"),
+        ("-ctv", "f16", "--kv-type", "f16"),
+        ("-ctk", "q8_0", "-ctv", "f16"),
+        ("-ctk", "q8_0", "-ctv", "q8_0", "--kv-type", "f16"),
+        ("-ctk", "q4_0", "-ctv", "q4_0"),
+    ],
+)
+def test_other_types_of_keys_and_values_are_refused_by_name(arguments: tuple[str, ...]) -> None:
+    with pytest.raises(SettingsError) as caught:
+        taken(*arguments)
+    text = str(caught.value)
+    assert "--kv-type" in text
+    assert len(text.splitlines()) == 1

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_runtime.compute.memory import HostMemory, host_memory
+from dflash_runtime.compute.memory import HostMemory, host_memory, process_room
 
 MIB = 1 << 20
 MEMINFO = "MemTotal:  8388608 kB\nMemFree:  100 kB\nMemAvailable:  4194304 kB\n"
@@ -47,6 +47,15 @@ def test_without_a_cgroup_the_machine_limits(tmp_path: Path) -> None:
     assert host_memory(tmp_path) == HostMemory(GIB_4, GIB_8)
     real = host_memory()
     assert 0 < real.free_bytes <= real.total_bytes
+
+
+def test_what_a_process_has_already_is_its_own(tmp_path: Path) -> None:
+    write(tmp_path, {"proc/self/status": "Name:\tx\nRssAnon:\t    1024 kB\nRssFile:\t 77 kB\n"})
+    assert process_room(tmp_path) == 0  # nothing is known of the machine
+    write(tmp_path, {"proc/meminfo": MEMINFO})
+    assert process_room(tmp_path) == GIB_4 + MIB
+    version_2(tmp_path, user=limits(600 * MIB, 500 * MIB, cached=100 * MIB))
+    assert process_room(tmp_path) == 201 * MIB
 
 
 def test_the_tightest_of_nested_cgroups_limits(tmp_path: Path) -> None:

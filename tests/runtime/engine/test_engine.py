@@ -248,7 +248,7 @@ def test_a_failure_late_in_opening_leaves_nothing_behind(
 def test_a_cache_larger_than_memory_is_refused_before_anything_is_started(tmp_path: Path) -> None:
     shape = Qwen3MoeShape(num_layers=1, vocab_size=300, context_length=2**31 - 1)
     path = write_qwen3moe(tmp_path / "m.gguf", shape, seed=1)
-    with pytest.raises(SettingsError, match=r"\bGiB\b.*keys and values"):
+    with pytest.raises(SettingsError, match=r"\bMiB\b.*keys and values"):
         Engine.open(path, daemons=["cpu"], context=2**31 - 1)
 
 

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from dflash_protocol.errors import SettingsError
-from dflash_protocol.ids import F32Array
+from dflash_protocol.ids import F32Array, I32Array
 from dflash_protocol.placement import OwnedExperts, Placement
 from dflash_protocol.settings import DaemonSetting
 from dflash_runtime import Engine
 from dflash_runtime.compute.gpu.run import host_path
+from dflash_runtime.compute.gpu.transfers.host_rows import HostRows, LentRows
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 from dflash_runtime.experts.telemetry import OwnerKind
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
@@ -104,6 +105,27 @@ def test_compiled_steps_have_tokens_and_counts_of_those_that_python_runs(
     assert (LOCAL_OWNER in pairs) == (local_experts > 0)
 
 
+def test_only_used_rows_of_chunks_come_to_the_host(
+    model: Path, gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They lie in mapped memory, all of which is given back."""
+    lent: list[tuple[int, int]] = []
+    lend = HostRows.lend
+
+    def noted(rows: HostRows, array: Any, indices: I32Array | None, mark: Any) -> LentRows:
+        found = lend(rows, array, indices, mark)
+        lent.append((array.shape[0], found.hidden.shape[0]))
+        return found
+
+    monkeypatch.setattr(HostRows, "lend", noted)
+    with opened(model, local_experts=TINY.num_experts - 1) as engine:
+        engine.logits(PROMPT, 11)
+        pairs = engine.stats().owners[HOST_OWNER].pairs
+    assert {whole for whole, _ in lent} == {len(PROMPT)}
+    assert 0 < sum(used for _, used in lent) == pairs  # one expert of each layer
+    assert not any(device._range_bytes for device in gpus.opened)
+
+
 def test_a_daemon_may_have_some_as_well(model: Path, gpus: EmulatedGpus) -> None:
     with opened(model, daemons=["cpu"], local_experts=2) as engine:
         expected, placement = results_of(engine), engine.placement
@@ -158,7 +180,11 @@ def swapped(placement: Placement, random: np.random.Generator) -> Placement:
 
 @pytest.mark.parametrize(
     ("shape", "tensor_type", "offload"),
-    [(TINY, "Q8_0", "off"), (TINY, "F16", "on"), (TINY_GPT_OSS, "MXFP4", "on")],
+    [
+        (TINY, "Q8_0", "off"),
+        pytest.param(TINY, "F16", "on", marks=pytest.mark.slow),
+        (TINY_GPT_OSS, "MXFP4", "on"),
+    ],
     ids=["asked", "copied", "biases"],
 )
 def test_texts_after_experts_moved_are_those_of_a_new_engine(
@@ -185,6 +211,38 @@ def test_texts_after_experts_moved_are_those_of_a_new_engine(
             if turn == 2:
                 held = gpus.opened[0].num_bytes
         assert gpus.opened[0].num_bytes == held
+
+
+def test_prefixes_are_reused_after_moves_within_a_class_and_not_across(
+    model: Path, gpus: EmulatedGpus
+) -> None:
+    def reused(engine: Engine) -> int:
+        tokens.append(tokens_of(engine, reuse_prefix=True))
+        return engine.last_generation.num_reused_tokens
+
+    tokens: list[list[int]] = []
+    with opened(model, local_experts=2) as engine:
+        assert reused(engine) == 0
+        most = reused(engine)
+        assert most > 0
+        before = engine.placement
+        turned = [
+            {layer_id: ids[::-1] for layer_id, ids in owned.by_layer.items()}
+            for owned in before.owners
+        ]
+        within = replace(before, owners=tuple(map(OwnedExperts, turned)))
+        assert engine._owners.runtime.keeps_classes(within)
+        engine.replace_experts(within)
+        assert reused(engine) == most
+        assert tokens[1:] == tokens[:-1]
+        across = swapped(within, np.random.default_rng(1))
+        assert not engine._owners.runtime.keeps_classes(across)
+        engine.replace_experts(across)
+        assert reused(engine) == 0
+        assert reused(engine) == most
+        engine.replace_experts(within)
+        assert reused(engine) == 0
+        assert tokens[-1] == tokens[0]
 
 
 def test_a_placement_that_needs_more_than_that_changes_nothing(

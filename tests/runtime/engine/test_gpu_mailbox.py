@@ -218,6 +218,34 @@ def test_a_daemon_that_is_lost_within_a_tree_costs_time_and_no_token(
         left.unlink()
 
 
+def test_whichever_daemon_answers_by_mailbox_the_bits_are_those_of_a_resident_run(
+    mailing: Mailing,
+) -> None:
+    with mailing.resident() as engine:
+        expected = tokens(engine)
+    rings = mailing.rings
+    settings = replace(mailing.settings, ipc_transport="device")
+    with GgufFile.open(mailing.model) as file:
+        moe = read_spec(file).moe
+    whole = OwnedExperts.from_lists(
+        {layer.layer_id: range(layer.num_experts) for layer in moe.layers}
+    )
+    random = np.random.default_rng(1)
+    placement = replace(
+        make_placement(moe, {"link0": whole, "link1": whole}),
+        answering={
+            layer.layer_id: random.permutation(np.arange(layer.num_experts, dtype=np.int32) % 2)
+            for layer in moe.layers
+        },
+    )
+    with mailing.opened(2, placement=placement, settings=settings) as engine:
+        rings.count = 0
+        assert tokens(engine) == expected
+        assert rings.count >= NUM_TOKENS - 1
+        owners = engine.stats().owners
+        assert min(owners[name].pairs for name in ("link0", "link1")) > 0
+
+
 def test_a_trial_that_fails_leaves_steps_as_they_were(
     mailing: Mailing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -397,7 +425,7 @@ def test_one_device_has_no_mailbox_with_itself(run_dir: Path) -> None:
     shape = RingShape(2, 1, TINY.hidden_size, TINY.num_experts_used, mail_bytes=LINES_AT)
     segment = create_segment(run_dir, shape, generation=1)
     try:
-        route = MailRoute("a", segment, {}, is_live=lambda: True, fail=lambda reason: None)
+        route = MailRoute("a", 0, segment, {}, is_live=lambda: True, fail=lambda reason: None)
         words = MailWords(segment)
         segment.write_mail(MailWord.DAEMON_DEVICE, device.uuid)
         assert not is_ready(route, device)

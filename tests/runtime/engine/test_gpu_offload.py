@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -14,11 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_protocol.errors import DaemonUnavailable, DeviceOutOfMemory, DeviceUnavailable
+from dflash_protocol.errors import (
+    DaemonUnavailable,
+    DeviceOutOfMemory,
+    DeviceUnavailable,
+    ModelFileError,
+)
 from dflash_protocol.ids import F32Array
 from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
-from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FilePiece, Transfer
+from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FileRuns, Transfer
 from dflash_runtime.experts.offload import OffloadMode
 from dflash_runtime.placement.split import LOCAL_OWNER
 from support.emulated_device import EmulatedDevice
@@ -61,7 +67,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     begin = FileCopier.begin
 
-    def noted(copier: FileCopier, runs: list[FilePiece]) -> Transfer:
+    def noted(copier: FileCopier, runs: FileRuns) -> Transfer:
         transfer = begin(copier, runs)
         sizes.append(transfer.num_bytes)
         return transfer
@@ -91,12 +97,13 @@ def test_bits_are_those_of_a_resident_run(
     assert hits.layers == len(CHUNKS) * SHAPE.num_layers
     assert hits.layers_hot_only == 0
     assert sum(map(sum, remote.runtime.selections().values())) == IDS.size * PAIRS_OF_TOKEN
-    # Layers were on their way before anybody knew what was chosen. The first one is there from the
-    # trial, and of the second chunk comes when it is known; the second is still there then.
+    # Layers are on their way before it is known what was chosen, but for the first one of a chunk.
+    # The second is still there in the second chunk.
     layer = remote.steps._model.spec.moe.layers[0]
     whole = SHAPE.num_experts * layer.expert_bytes
-    assert copied == [whole, whole, copied[2], whole]
-    assert 0 < copied[2] <= whole
+    assert copied == [copied[0], whole, whole, copied[3], whole]
+    assert 0 < copied[0] <= whole
+    assert 0 < copied[3] <= whole
 
 
 @pytest.mark.parametrize("tensor_type", [pytest.param("F32", marks=pytest.mark.slow), "Q8_0"])
@@ -119,17 +126,13 @@ def test_owners_on_devices_are_asked_all_the_same(
     model: Path,
     resident: F32Array,
     undo: contextlib.ExitStack,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By themselves only what a CPU would compute is."""
-    monkeypatch.setattr("dflash_runtime.experts.offload.FEWEST_TOKENS", 1)
+    """By plan only what a CPU would compute is."""
     slow: Layers = {layer: [0, 3] for layer in WHOLE}
     rest: Layers = {layer: [1, 2, 4] for layer in WHOLE}
     split = opened(undo, model, {"cpu1": slow, "gpu1": rest}, OffloadMode.AUTO)
     on_cpu, on_gpu = split.runtime._owners
     on_gpu.stats.device = "cuda:1"
-    monkeypatch.setattr(on_cpu, "pairs_per_s", 1e-3)
-    monkeypatch.setattr(on_gpu, "pairs_per_s", 1e-3)
     found = split.logits()
     assert (found[:-NUM_STEPS] == resident[:-NUM_STEPS]).all()
     selections = split.runtime.selections()
@@ -153,8 +156,22 @@ def test_only_chosen_experts_are_copied(
     assert (split.logits() == expected).all()
     chosen = [np.count_nonzero(counts) for counts in split.runtime.selections().values()]
     assert max(chosen) < 30
-    # The first layer's are there from the trial.
-    assert copied == [num * layer.expert_bytes for num in chosen[1:]]
+    assert copied == [num * layer.expert_bytes for num in chosen]
+
+
+def test_a_file_that_has_become_shorter_is_not_read(
+    undo: contextlib.ExitStack, tmp_path: Path, copied: list[int]
+) -> None:
+    """Its mapped bytes may be gone."""
+    path = write_qwen3moe(tmp_path / "m.gguf", SHAPE, seed=4, tensor_type="Q8_0")
+    split = opened(undo, path, {"gpu1": WHOLE})
+    offload, ids = split._backend._offload, np.zeros((16, 2), np.int32)
+    assert offload is not None
+    copied.clear()
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(ModelFileError):
+        offload.begin(1, ids, split.runtime)
+    assert copied == []
 
 
 def test_a_lost_daemon_is_not_missed_by_prompts(
@@ -208,8 +225,10 @@ def test_cold_experts_of_prompts_are_brought_to_the_device(
         hits = engine.stats().hits
         assert hits.cold == 2 * PAIRS_OF_TOKEN
     told = [record.args for record in caplog.records if record.module == "offload"]
-    assert told == [("the fallback", 16)]
-    place = [text for text in caplog.messages if re.search(r" GB/s\b.*\bhost:0\b", text)]
+    assert told == [("the fallback",)]
+    place = [
+        text for text in caplog.messages if re.search(r"weights of prompts.* GiB on host:0\b", text)
+    ]
     assert len(place) == 1
     for device in gpus.opened:
         assert not device.num_bytes

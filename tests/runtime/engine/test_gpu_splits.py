@@ -131,6 +131,44 @@ def test_replicas_here_are_used_when_their_owner_is_lost(
         assert (stats[name].retries > 0) == (name == "lost1")
 
 
+def test_whichever_equal_device_answers_the_bits_are_the_same(
+    model: Path, undo: contextlib.ExitStack
+) -> None:
+    expected = opened(undo, model, {LOCAL_OWNER: WHOLE}).logits()
+    owners: dict[str, Layers] = {LOCAL_OWNER: {0: [4, 0, 2], 1: [3]}, "gpu1": WHOLE, "gpu2": WHOLE}
+    random, found = np.random.default_rng(2), []
+    for _ in range(2):
+        answering = {layer: random.integers(0, 3, TINY.num_experts) for layer in WHOLE}
+        for layer, indices in answering.items():  # the parent answers for what it has
+            missing = [each for each in WHOLE[layer] if each not in owners[LOCAL_OWNER][layer]]
+            indices[missing] = random.integers(1, 3, len(missing))
+        split = Split(
+            undo,
+            model,
+            owners,
+            ids=IDS,
+            chunks=CHUNKS,
+            answering={layer: indices.tolist() for layer, indices in answering.items()},
+        )
+        assert (split.logits() == expected).all()
+        assert (split.captured_logits() == expected[-2:]).all()
+        stats = split.runtime.stats()
+        found.append([stats[name].pairs for name in owners])
+        assert sum(found[-1]) == PAIRS + 2 * PAIRS // IDS.size
+        assert min(found[-1][1:]) > 0
+        # Other devices may be asked from now on, but the parent's tables do not follow.
+        tables = split.placement.answering
+        others = {layer: np.where(each > 0, 3 - each, each) for layer, each in tables.items()}
+        split.steps.replace(replace(split.placement, answering=others))
+        assert (split.logits() == expected).all()
+        assert (split.captured_logits() == expected[-2:]).all()
+        here = {layer: np.where(each == 0, 1, each) for layer, each in others.items()}
+        with pytest.raises(ValueError, match=r"others answer .*local"):
+            split.steps.replace(replace(split.placement, answering=here))
+        assert (split.logits() == expected).all()
+    assert found[0] != found[1]
+
+
 def test_a_step_without_any_owner_left_fails_and_the_next_one_does_not(
     model: Path, undo: contextlib.ExitStack
 ) -> None:

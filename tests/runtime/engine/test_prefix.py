@@ -173,6 +173,24 @@ def test_what_is_kept_is_what_would_be_computed_again(
     assert prefix.num_cached <= len(computed)
 
 
+def test_nothing_is_known_of_a_run_once_another_class_has_computed_some_of_it() -> None:
+    cache: Any = None
+    counted = [0]
+    prefix = SequenceReuse(
+        cache, 64, invariant_from=1, can_be_cut=True, num_other_class=lambda: counted[0]
+    )
+    for _ in range(2):
+        prefix.enter("", "map")
+        prefix.cut(3)
+        prefix.add(prefix.num_cached, np.arange(prefix.num_cached, 9, dtype=np.int32))
+        assert prefix.num_cached == 9
+        counted[0] += 1
+        prefix.cut(5)
+        prefix.add(5, ids(5, 6, 7))
+        prefix.add(8, ids(8))
+        assert prefix.num_cached == 5
+
+
 def test_tokens_one_by_one_do_not_make_it_grow() -> None:
     prefix = cached_prefix(1000, invariant_from=1)
     for position in range(1000):

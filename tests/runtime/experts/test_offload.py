@@ -1,14 +1,16 @@
-"""Whose experts of a chunk are copied to the parent's device, by what this and that takes."""
+"""Whose experts of a chunk are copied to the parent's device, and what computes each expert."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from dflash_adapters.spec import MoeSpec
-from dflash_protocol.ids import I32Array
+from dflash_protocol.ids import Phase
 from dflash_protocol.placement import OwnedExperts
 from dflash_runtime.experts.compute import LocalExpertCompute
 from dflash_runtime.experts.offload import (
@@ -29,7 +31,12 @@ class Rig:
     """A device's own experts 0 and 1, a CPU's 2 and 3, a GPU's 4 and 5 and perhaps a copy of 3."""
 
     def __init__(
-        self, mode: OffloadMode, *, has_fallback: bool = True, replica: bool = False
+        self,
+        mode: OffloadMode,
+        layers: Collection[int] = (2,),
+        *,
+        has_fallback: bool = True,
+        replica: bool = False,
     ) -> None:
         owned = {
             LOCAL_OWNER: [0, 1],
@@ -37,7 +44,7 @@ class Rig:
             "quick": [4, 5, *([3] if replica else [])],
         }
         layer = moe_layer(layer_id=2, num_experts=NUM_EXPERTS)
-        placement = make_placement(
+        self.placement = make_placement(
             MoeSpec((layer,)),
             {name: OwnedExperts.from_lists({2: ids}) for name, ids in owned.items()},
         )
@@ -45,62 +52,65 @@ class Rig:
             LocalExpertCompute(
                 OwnerKind.LOCAL if name == LOCAL_OWNER else OwnerKind.DAEMON,
                 {},
-                pairs_per_s=1.0,
+                numeric_class={LOCAL_OWNER: "cuda", "slow": "avx512", "quick": "cuda"}[name],
             )
             for name in owned
         ]
         _, self.slow, self.quick = self.owners
         self.slow.stats.device, self.quick.stats.device = "cpu", "cuda:1"
-        fallback = LocalExpertCompute(OwnerKind.FALLBACK, {}, pairs_per_s=1.0)
+        fallback = LocalExpertCompute(OwnerKind.FALLBACK, {})
         self.offload = PromptOffload(
-            OffloadChoice(mode),
-            placement,
+            OffloadChoice(mode, frozenset(layers), "cuda"),
             self.owners,
             fallback=fallback if has_fallback else None,
             device_owner=0,
         )
 
-    def experts(
-        self, *chosen: int, expert_s: float = 1e-3, num_tokens: int = NUM_TOKENS
-    ) -> list[int]:
-        """Those to be copied if all tokens choose these, or if it is not known."""
-        ids: I32Array | None = np.tile(np.array(chosen, np.int32), (num_tokens, 1))
-        found = self.offload.experts(2, ids if chosen else None, expert_s=expert_s)
+    def experts(self, num_tokens: int = NUM_TOKENS) -> list[int]:
+        """Those to be copied for a chunk."""
+        found = self.offload.experts(self.placement, 2, num_tokens)
         return [] if found is None else np.flatnonzero(found).tolist()
+
+    def classes(self, phase: Phase) -> list[str]:
+        found = self.offload.class_map(self.placement)
+        return [found.class_of(phase, 2, each) for each in range(NUM_EXPERTS)]
 
 
 def test_modes_that_have_been_set_hold() -> None:
-    on, off = Rig(OffloadMode.ON), Rig(OffloadMode.OFF)
-    on.slow.pairs_per_s = 0.0
-    assert on.experts(2, expert_s=1e9, num_tokens=9) == [2, 3]
-    assert off.experts(2, expert_s=1e-9) == []
+    on, off = Rig(OffloadMode.ON, ()), Rig(OffloadMode.OFF)
+    assert on.experts(9) == [2, 3, 4, 5]
+    assert off.experts() == []
+    assert on.classes(Phase.PREFILL) == ["cuda"] * NUM_EXPERTS
+    assert on.classes(Phase.DECODE) == ["cuda", "cuda", "avx512", "avx512", "cuda", "cuda"]
+    assert off.classes(Phase.PREFILL) == off.classes(Phase.DECODE) == on.classes(Phase.DECODE)
 
 
-def test_an_owner_that_is_slow_by_its_own_account_is_not_tried() -> None:
+def test_of_planned_layers_those_of_processors_are_named_whatever_the_chunk() -> None:
+    planned, other = Rig(OffloadMode.AUTO), Rig(OffloadMode.AUTO, (0,))
+    for num_tokens in (1, FEWEST_TOKENS, 4096):
+        assert planned.experts(num_tokens) == [2, 3]
+        assert other.experts(num_tokens) == []
+    assert planned.classes(Phase.PREFILL) == ["cuda"] * NUM_EXPERTS
+    assert other.classes(Phase.PREFILL)[2:4] == ["avx512"] * 2
+
+
+def test_what_no_chunk_gets_is_of_its_owners_class() -> None:
     rig = Rig(OffloadMode.AUTO)
-    said_s = NUM_TOKENS / rig.slow.pairs_per_s
-    assert rig.experts(2, expert_s=said_s / 17) == [2, 3]
-    assert rig.experts(2, expert_s=said_s / 15) == []  # it may be much quicker than that
-    assert rig.experts(2, expert_s=2 * said_s) == []
-    assert rig.experts(2, expert_s=1e-9, num_tokens=FEWEST_TOKENS - 1) == []
-    rig.slow.pairs_per_s = 0.0
-    assert rig.experts(2, expert_s=1e-9) == []
+    before = rig.offload.class_map(rig.placement)
+    assert rig.offload.class_map(rig.placement) is before
+    rig.offload.mode = OffloadMode.OFF
+    assert rig.experts() == []
+    assert rig.classes(Phase.PREFILL)[2:4] == ["avx512"] * 2
+    assert rig.offload.class_map(rig.placement).digest != before.digest
 
 
-def test_what_was_measured_decides() -> None:
+def test_a_daemon_that_comes_back_as_another_class_changes_the_map() -> None:
     rig = Rig(OffloadMode.AUTO)
-    slow, quick = rig.owners.index(rig.slow), rig.owners.index(rig.quick)
-    rig.offload.note(slow, num_tokens=NUM_TOKENS, num_pairs=50, elapsed_s=0.1)
-    assert rig.experts(2, expert_s=0.21) == []
-    assert rig.experts(2, expert_s=0.19) == [2, 3]
-    # Of other owners, and of chunks of another magnitude, nothing is known.
-    rig.offload.note(quick, num_tokens=NUM_TOKENS, num_pairs=50, elapsed_s=1e-6)
-    rig.offload.note(slow, num_tokens=4 * NUM_TOKENS, num_pairs=50, elapsed_s=1e-6)
-    assert rig.experts(2, expert_s=0.19) == [2, 3]
-    for _ in range(20):
-        rig.offload.note(slow, num_tokens=NUM_TOKENS, num_pairs=50, elapsed_s=0.01)
-    assert rig.experts(2, expert_s=0.021) == []
-    assert rig.experts(2, expert_s=0.019) == [2, 3]
+    before = rig.offload.class_map(rig.placement).digest
+    rig.quick.stats.numeric_class = "hip"
+    after = rig.offload.class_map(rig.placement)
+    assert after.digest != before
+    assert after.class_of(Phase.DECODE, 2, 4) == "hip"
 
 
 def test_whether_some_may_be_named_is_known_before_a_chunk() -> None:
@@ -112,35 +122,52 @@ def test_whether_some_may_be_named_is_known_before_a_chunk() -> None:
         assert rig.offload.mode is OffloadMode.AUTO
         rig.quick.stats.is_lost = True  # the fallback computes on the CPU
         assert rig.offload.may_name_some_now == has_fallback
-        assert bool(rig.experts(4)) == has_fallback
+        assert bool(rig.experts()) == has_fallback
+    assert not Rig(OffloadMode.AUTO, ()).offload.may_name_some_now
     assert Rig(OffloadMode.ON).offload.may_name_some_now
     assert not Rig(OffloadMode.OFF).offload.may_name_some_now
 
 
-def test_experts_of_slow_owners_are_named_and_those_of_devices_are_not(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_each_owner_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     rig = Rig(OffloadMode.AUTO)
-    assert rig.experts(0, 1, 4, 5) == []
-    assert rig.experts() == []
     for _ in range(2):
-        assert rig.experts(1, 2, 4) == [2, 3]
-        assert rig.experts() == [2, 3]  # of a layer whose choice is not known yet
-    assert rig.experts(0, 4) == []
-    assert rig.experts(2) == [2, 3]
-    [record] = caplog.records  # however often it is decided
-    assert record.args == ("slow", 100)
-    assert Rig(OffloadMode.ON).experts(0, 2, 4) == [2, 3, 4, 5]
+        assert rig.experts() == [2, 3]
+    [record] = caplog.records
+    assert record.args == ("slow",)
 
 
 def test_a_lost_owner_counts_as_whoever_computes_for_it() -> None:
     rig = Rig(OffloadMode.AUTO, replica=True)
     rig.slow.stats.is_lost = True
-    assert rig.experts(2, 3, 4) == [2]  # the fallback's; a GPU has the other one
+    assert rig.experts() == [2]  # the fallback's; a GPU has the other one
     rig.quick.stats.is_lost = True
-    assert rig.experts(2, 3, 4) == [2, 3, 4, 5]
+    assert rig.experts() == [2, 3, 4, 5]
     without = Rig(OffloadMode.ON, has_fallback=False)  # daemons are required
-    assert without.experts(2, 4) == [2, 3, 4, 5]
+    assert without.experts() == [2, 3, 4, 5]
     without.slow.stats.is_lost = True
-    assert without.experts(2, 4) == [4, 5]
+    assert without.experts() == [4, 5]
+
+
+def test_beyond_the_planned_layers_lost_experts_are_named_in_large_chunks() -> None:
+    rig = Rig(OffloadMode.AUTO, ())
+    rig.slow.stats.is_lost = True
+    assert rig.experts(FEWEST_TOKENS) == [2, 3]
+    assert rig.experts(FEWEST_TOKENS - 1) == []
+    assert rig.classes(Phase.PREFILL)[2:4] == ["avx512"] * 2  # a loss is none of its business
+
+
+def test_bits_change_where_the_class_map_leaves_experts_to_other_classes() -> None:
+    def changed(rig: Rig) -> list[int]:
+        return np.flatnonzero(rig.offload.other_class(rig.placement, 2)).tolist()
+
+    names = (LOCAL_OWNER, "slow", "quick")
+    for exact, same in ((names, [4, 5]), (("slow",), [])):
+        known, unplanned = Rig(OffloadMode.AUTO), Rig(OffloadMode.AUTO, ())
+        for rig in (known, unplanned):
+            classes = {name: name for name in exact}  # only whether there is one counts
+            rig.placement = replace(rig.placement, numeric_classes=classes)
+        rounded = [each for each in (4, 5) if each not in same]
+        assert changed(known) == rounded
+        assert changed(unplanned) == [2, 3, *rounded]
+    assert changed(Rig(OffloadMode.ON, ())) == []

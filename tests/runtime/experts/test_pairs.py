@@ -8,9 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_protocol.batch import Pairs
-from dflash_protocol.placement import LayerRouting
+from dflash_protocol.placement import LayerRouting, OwnedExperts, Placement
 from dflash_protocol.ring import compiled as ring_native
-from dflash_runtime.experts.pairs import all_pairs, pairs_of_some, split_by_owner
+from dflash_runtime.experts.pairs import (
+    all_pairs,
+    pairs_of_some,
+    shared_routing,
+    split_by_owner,
+)
 from support.examples import examples
 
 NUM_EXPERTS, NUM_USED, NUM_OWNERS = 11, 3, 3
@@ -59,3 +64,51 @@ def test_shares_are_the_same_whatever_finds_them(seed: int, num_tokens: int, own
     assert 0 not in by_owner
     for owner, pairs in by_owner.items():
         assert_same_pairs(pairs, plain_by_owner[owner])
+
+
+@examples(100)
+@given(
+    st.integers(0, 1 << 32),
+    st.integers(1, 60),
+    st.frozensets(st.integers(0, NUM_OWNERS - 1)),
+    st.booleans(),
+)
+def test_equal_owners_have_about_as_many_pairs_of_a_chunk(
+    seed: int, num_tokens: int, lost: frozenset[int], has_device: bool
+) -> None:
+    random = np.random.default_rng(seed)
+    holds = random.random((NUM_OWNERS, NUM_EXPERTS)) < 0.6
+    holds[0] |= ~holds.any(axis=0)
+    lists = [{0: random.permutation(np.flatnonzero(each))} for each in holds]
+    answering = np.array([random.choice(np.flatnonzero(each)) for each in holds.T], np.int32)
+    placement = Placement(
+        {0: NUM_EXPERTS},
+        ("a", "b", "c"),
+        tuple(OwnedExperts.from_lists(each) for each in lists),
+        {0: answering},
+        dict.fromkeys("abc", "x"),
+    )
+    never = 0 if has_device else None
+    routing = placement.routing_without(lost)[0]
+    ids = random.random((num_tokens, NUM_EXPERTS)).argsort(axis=1)[:, :NUM_USED].astype(np.int32)
+    # Pairs of the device's are its own.
+    pairs, _, _ = pairs_of_some(
+        ids, np.ones(ids.shape, np.float32), routing.owner_index != (-2 if never is None else never)
+    )
+    found = shared_routing(placement, routing, pairs, layer_id=0, never=never)
+    again = shared_routing(placement, routing, pairs, layer_id=0, never=never)
+    np.testing.assert_array_equal(found.owner_index, again.owner_index)
+    used = np.unique(pairs.expert_ids)
+    asked = found.owner_index[used]
+    assert not set(asked.tolist()) & set(lost)
+    assert has_device is False or 0 not in asked
+    assert ((asked >= 0) == (routing.owner_index[used] >= 0)).all()
+    for expert in used[asked >= 0].tolist():
+        owner, local_id = int(found.owner_index[expert]), int(found.local_expert_id[expert])
+        assert placement.owners[owner].by_layer[0][local_id] == expert
+    # No expert could go from the fullest to another that then has less than that one.
+    counts = np.bincount(pairs.expert_ids, minlength=NUM_EXPERTS)
+    loads = [int(counts[found.owner_index == index].sum()) for index in range(NUM_OWNERS)]
+    able = [index for index in range(NUM_OWNERS) if index not in lost and index != never]
+    if len(able) == 2 and holds[able].all():
+        assert abs(loads[able[0]] - loads[able[1]]) <= counts.max()

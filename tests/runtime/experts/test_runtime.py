@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +20,12 @@ from dflash_protocol.ids import F32Array, I32Array, Phase
 from dflash_protocol.placement import OwnedExperts, Placement
 from dflash_runtime.compute.asking import OwnerTotals
 from dflash_runtime.compute.reference import ReferenceBackend
-from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute, Ticket
+from dflash_runtime.experts.compute import (
+    ExpertCompute,
+    LocalExpertCompute,
+    LocalIds,
+    Ticket,
+)
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 from dflash_runtime.experts.store import every_expert, load_banks
 from dflash_runtime.experts.telemetry import OwnerKind, OwnerStats
@@ -58,7 +63,6 @@ class FakeCompute:
         fails: str = "",
     ) -> None:
         self.stats = OwnerStats(kind, owned.num_experts)
-        self.pairs_per_s = 0.0
         self.name = name
         self.fails = fails
         self.log = log
@@ -91,7 +95,7 @@ class FakeCompute:
     def abandon(self, ticket: Ticket) -> None:
         self.log.append(f"abandon {self.name}")
 
-    def mail_route(self, local_ids: Mapping[int, I32Array]) -> None:
+    def mail_route(self, owner_index: int, local_ids: LocalIds) -> None:
         """None."""
 
     def ask_route(self, owner_index: int) -> None:
@@ -273,6 +277,26 @@ def test_a_replica_answers_for_a_lost_owner_before_the_fallback_does() -> None:
     )
     replicated.assert_right()
     assert {"finish cpu1", "finish local"} <= set(replicated.log)
+
+
+@pytest.mark.parametrize(("with_replica", "how"), [(False, "begin"), (True, "finish")])
+@pytest.mark.parametrize("now", ["a", "b", ""])
+def test_what_another_class_computes_for_a_lost_owner_is_counted(
+    with_replica: bool, how: str, now: str
+) -> None:
+    every = list(range(NUM_EXPERTS))
+    placement = split(*([every] * (1 + with_replica)), names=("cpu0", "cpu1"))
+    classes = {"cpu0": "a", "cpu1": now}
+    rig = Rig(replace(placement, numeric_classes=classes), fails={"cpu0": how})
+    for name, owner in rig.owners.items():
+        owner.stats.numeric_class = classes[name]
+    rig.fallback.stats.numeric_class = now
+    rig.assert_right()
+    assert rig.runtime.hits.other_class == (0 if now == "a" else 4 * 3)
+    rig.owners["cpu0"].fails = ""
+    before = rig.runtime.hits.other_class
+    rig.assert_right()
+    assert rig.runtime.hits.other_class == before
 
 
 def test_an_interrupt_abandons_whatever_was_in_flight() -> None:

@@ -13,7 +13,7 @@ from dflash_runtime.placement.cost import CostModel
 from dflash_runtime.placement.expectation import IntArray
 from dflash_runtime.placement.options import ParentOptions
 from dflash_runtime.placement.situation import Situation
-from dflash_runtime.placement.speeds import along, at_rows, chunk_sizes
+from dflash_runtime.placement.speeds import Side, along, at_rows, chunk_sizes
 from dflash_runtime.placement.wishes import Wishes
 from support.planned_boxes import (
     CARD,
@@ -78,6 +78,23 @@ def test_if_nothing_elsewhere_is_chosen_only_the_stop_remains() -> None:
     assert model.step_layers_s(rows(HERE, HERE, HOST, HOST)) == pytest.approx(whole + 1.0)
 
 
+def test_steps_take_what_asking_the_processor_was_measured_to_take() -> None:
+    size, gpu = SPEC.moe.layers[0].expert_bytes, "cuda:0"
+    asked = Curve(((size, 1.0), (2 * size, 1.5)))
+    situation_ = at(stop_s=0.25)
+    box = replace(situation_.box, host_asked={gpu: asked})
+    model, before = model_of(replace(situation_, box=box)), model_of(situation_)
+    assert model.step_times[HOST][0].tolist() == [0.0, 1.0, 1.5]
+    # Of 4 equal experts 2 are chosen: in 1 of 6 cases both of the two here.
+    found = model.step_layers_s(rows(HERE, HERE, HOST, HOST))[0] - model.step_times[HERE][0][2] / 6
+    assert found == pytest.approx(0.25 + (4 * 1.0 + 1.5) / 6)
+    pairs = np.array([8.0, 8.0])
+    sizes = model.arrays.file_bytes
+    for each in (64, 512):
+        chunk = model.sides[HOST].chunk_s(each, pairs, sizes)
+        np.testing.assert_array_equal(chunk, before.sides[HOST].chunk_s(each, pairs, sizes))
+
+
 def test_two_owners_take_as_long_as_the_slower_one() -> None:
     model = model_of(at(stop_s=0.0))
     here, host = (model.step_times[index][0] for index in (HERE, HOST))
@@ -130,6 +147,18 @@ def test_experts_without_room_in_memory_are_read_from_the_disk() -> None:
     assert shared.disk_bytes == 2 * size
 
 
+def test_experts_that_a_layer_does_not_have_take_no_shared_memory() -> None:
+    layers = (SPEC.moe.layers[0], replace(SPEC.moe.layers[1], num_experts=2))
+    situation_ = situation(
+        replace(SPEC, moe=replace(SPEC.moe, layers=layers)),
+        BoxRow(CARD, 8 * GIB, CORES_16, 8 * GIB),
+    )
+    size = layers[0].expert_bytes
+    model = replace(model_of(situation_), ram_bytes=6.0 * size, shares_memory=True)
+    owners = np.array([[HERE, HERE, HOST, HOST], [HERE, HOST, HERE, HERE]])
+    assert model.price(owners).disk_bytes == 0  # six experts in all
+
+
 def test_curves_are_lines_between_points_and_never_fall() -> None:
     curve = Curve(((1.0, 2.0), (3.0, 1.0), (5.0, 4.0)))
     found = along(curve, np.array([0.0, 1.0, 2.0, 3.0, 4.0, 7.0]))
@@ -144,6 +173,13 @@ def test_rows_between_those_measured_take_times_between_theirs() -> None:
     assert at_rows(curves, 2, one)[0] == pytest.approx(2.0)
     assert at_rows(curves, 8, one)[0] == pytest.approx(8.0)
     assert at_rows({}, 8, one)[0] == 0.0
+
+
+def test_only_rows_with_pairs_cross_a_link() -> None:
+    side = Side("host", {}, chunk_link=Curve(((0, 0.0), (4096, 4.096))))
+    pairs = np.array([0.0, 41.0, 4096.0, 8 * 4096.0])
+    expected = 4.096 * -np.expm1(-pairs / 4096)
+    assert side.chunk_s(4096, pairs, np.ones(4)) == pytest.approx(expected, abs=1e-9)
 
 
 def test_chunks() -> None:

@@ -27,10 +27,9 @@ from dflash_runtime.compute.gpu.backend import CupyBackend
 from dflash_runtime.compute.gpu.device.devices import DeviceMemory, allocated
 from dflash_runtime.compute.gpu.room import CONTEXT_BYTES, MODULES_BYTES
 from dflash_runtime.compute.kv_cache import KvType
-from dflash_runtime.compute.memory import HostMemory
 from dflash_runtime.compute.sliding_window import MOST_KEPT
-from dflash_runtime.engine import opening
 from dflash_runtime.experts import store
+from dflash_runtime.placement import host_context
 from dflash_runtime.placement.footprint import (
     Footprint,
     Memory,
@@ -185,7 +184,7 @@ def test_every_architecture_takes_what_is_predicted(
     )
 
 
-@pytest.mark.parametrize("local", [0, 3])
+@pytest.mark.parametrize("local", [0, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["qwen3moe", "gpt_oss", "qwen35moe"])
 def test_a_parent_with_remote_experts_takes_what_is_predicted(
     counted: Counted, tmp_path: Path, name: str, local: int
@@ -361,7 +360,7 @@ def test_errors_say_which_context_and_type_would_fit(
     with counted.engine(path, context=smaller) as engine:
         use(engine, longest=5000)
     assert counted.opened[-1].pool.peak_bytes <= counted.free_bytes
-    monkeypatch.setattr(opening, "host_memory", lambda: HostMemory(0, 1000 * MIB))
+    monkeypatch.setattr(host_context, "process_room", lambda: 1400 * MIB)
     model = write_sparse(path.with_name("many.gguf"), *REAL_SIZES["glm4moe"])
     with pytest.raises(SettingsError, match=r"a context of [\d,]+ fits, or --kv-type q8_0"):
         Engine.open(model, context=131_000, kv_type="f16")

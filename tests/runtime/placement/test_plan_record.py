@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_protocol.errors import SettingsError
+from dflash_protocol.settings.kinds import MOST_DAEMONS
 from dflash_runtime.placement.plan import Plan
 from dflash_runtime.placement.plan_record import (
     RecordOf,
@@ -69,6 +71,13 @@ def test_what_was_written_is_read() -> None:
     assert plan_text(again) == plan_text(PLAN)
 
 
+def test_an_option_with_as_many_daemons_as_there_may_be_is_read() -> None:
+    name = "all experts in " + " + ".join(["d" * 32] * MOST_DAEMONS)
+    found = replace(PLAN, name=name, reason=f"It writes twice as fast as {name}.")
+    again = from_json(as_json(found).encode(), OF)
+    assert (again.name, again.reason) == (found.name, found.reason)
+
+
 def changed(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
     record: dict[str, Any] = json.loads(as_json(PLAN))
     change(record)
@@ -83,10 +92,13 @@ def ids(record: dict[str, Any]) -> list[Any]:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda r: r.update(version=2), "version"),
+        (lambda r: r.update(version=1), "version"),
+        (lambda r: r.update(version=3), "version"),
         (lambda r: r.update(version=True), "version"),
         (lambda r: r.update(model="other"), "another model"),
         (lambda r: r.update(box="other"), "another machine"),
+        (lambda r: r.update(asked=3), "asked"),
+        (lambda r: r.update(asked="x" * 5000), "asked"),
         (lambda r: r.pop("setup"), "setup"),
         (lambda r: r.update(more=1), "more"),
         (lambda r: r["setup"].update(context=-5), "context"),
@@ -106,16 +118,27 @@ def ids(record: dict[str, Any]) -> list[Any]:
         (lambda r: ids(r).append(True), "True"),
         (lambda r: ids(r).append(ids(r)[0]), "twice"),
         (lambda r: ids(r).extend(range(8)), "at most"),
+        (lambda r: r.update(answering=[]), "answering"),
+        (lambda r: r["answering"].update({"7": [0]}), "7"),
+        (lambda r: r["answering"].update({"0": [0]}), "layer 0"),
+        (lambda r: r["answering"].update({"0": [0] * 9}), "at most"),
+        (lambda r: r["answering"].update({"0": [9] * 8}), "answering"),
+        (lambda r: r["answering"].update({"0": [-2] * 8}), "answering"),
+        (lambda r: r["answering"].update({"0": [0.0] * 8}), "answering"),
+        (lambda r: r["answering"].update({"0": [0] * 8}), "its owner's"),
         (lambda r: r.update(prompts_here=[9]), "prompts_here"),
         (lambda r: r.update(prompts_here=[1, 0]), "prompts_here"),
         (lambda r: r.update(mode="fast"), "mode"),
         (lambda r: r["forecast"].update(decode=-1), "decode"),
         (lambda r: r["forecast"].update(decode=float("inf")), "decode"),
         (lambda r: r["forecast"].update(decode=1e300), "decode"),
+        (lambda r: r["forecast"].update(decode=10**400), "decode"),
+        (lambda r: r["forecast"].update(decode=0), "forecast"),
         (lambda r: r.update(share_here=2), "share_here"),
         (lambda r: r.update(reason="a\nb"), "reason"),
-        (lambda r: r.update(reason="a" * 2000), "reason"),
+        (lambda r: r.update(reason="a" * 5000), "reason"),
         (lambda r: r["budgets"][0].update(free_bytes=-1), "free_bytes"),
+        (lambda r: r["budgets"][0].update(num_replicas=-1), "num_replicas"),
         (lambda r: r.update(budgets=[{}] * 100), "budgets"),
         (lambda r: r["room"].update(status="fine"), "status"),
         (lambda r: r.update(alternatives=[None]), "alternative"),
@@ -128,7 +151,7 @@ def test_bad_records(change: Callable[[dict[str, Any]], object], named: str) -> 
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("record", [None, [], 3, "plan", {}, {"version": 1}])
+@pytest.mark.parametrize("record", [None, [], 3, "plan", {}, {"version": 2}])
 def test_records_of_other_types(record: object) -> None:
     with pytest.raises(SettingsError):
         from_record(record, OF)

@@ -53,8 +53,7 @@ def best_of_all(options: ParentOptions) -> float:
     costs, sizes = [], []
     for pattern in patterns(len(options.sides), num_experts):
         owners = np.tile(np.array(pattern), (num_layers, 1))
-        prompt = np.minimum(*model.prompt_of(owners, model.request.prompt))
-        costs.append(model.request.written * model.step_layers_s(owners) + prompt)
+        costs.append(model.layers_s(owners))
         counts = np.bincount(pattern, minlength=len(options.sides))
         sizes.append([count * options.bytes_of(i) for i, count in enumerate(counts)])
     cost, size = np.array(costs), np.array(sizes)  # [patterns, L], [patterns, sides, L]
@@ -70,10 +69,7 @@ def best_of_all(options: ParentOptions) -> float:
         total, used = total[fits], used[fits]
     anywhere = np.full(arrays.decode.shape, LOCAL)
     fixed = options.priced(anywhere, CONTEXT, CHUNK).price.request_s
-    fixed -= float((
-        model.request.written * model.step_layers_s(anywhere)
-        + np.minimum(*model.prompt_of(anywhere, model.request.prompt))
-    ).sum())  # fmt: skip
+    fixed -= float(model.layers_s(anywhere).sum())
     return float(total.min()) + fixed
 
 

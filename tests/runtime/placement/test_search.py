@@ -51,8 +51,11 @@ def test_it_is_close_to_the_optimum(problem: SplitProblem, shape: Shape) -> None
     assert all(n in allowed for n, allowed in zip(found.tolist(), ranges, strict=True))
     best = min(problem.seconds(each) for each in possible)
     worst = max(problem.seconds(each) for each in possible)
-    # The times of these layers have no structure; those of models are met far closer.
-    assert problem.seconds(found) <= best + 0.25 * (worst - best) + 1e-12
+    # The times of these layers have no structure; those of models are met far closer. What one
+    # layer saves may be lost, where it needs the room of several others.
+    most = np.where(np.isfinite(problem.times), problem.times, 0.0).max(axis=0)
+    one_layer = float((most - problem.times.min(axis=0)).max())
+    assert problem.seconds(found) <= best + max(0.25 * (worst - best), one_layer) + 1e-12
 
 
 def test_what_others_have_no_room_for_stays() -> None:

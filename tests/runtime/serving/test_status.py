@@ -8,7 +8,7 @@ import re
 import threading
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -20,15 +20,37 @@ from dflash_runtime.compute.reference import ReferenceBackend
 from dflash_runtime.engine.engine import Engine, EngineStats
 from dflash_runtime.engine.steps import Steps
 from dflash_runtime.experts.events import Event, EventKind
-from dflash_runtime.experts.telemetry import OwnerKind, OwnerStats
+from dflash_runtime.experts.telemetry import MoveStats, OwnerKind, OwnerStats
+from dflash_runtime.placement.plan import Plan
+from dflash_runtime.placement.plan_record import as_record
+from dflash_runtime.placement.planner import plan as planned
 from dflash_runtime.serving import worker
 from dflash_runtime.serving.access import ApiKeys
 from dflash_runtime.serving.status import expert_types, owner_status
+from support.planned_boxes import (
+    CARD,
+    CORES_16,
+    GIB,
+    MIB,
+    BoxRow,
+    model_spec,
+    moe_spec,
+    situation,
+)
 from support.processes import ROOT
 from support.routed_batches import moe_layer
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
 NUM_USED = 2
+PLANNED = planned(
+    situation(
+        model_spec(moe_spec([3 * MIB] * 3, num_experts=8, num_used=2)),
+        BoxRow(CARD, 550 * MIB, CORES_16, 8 * GIB),
+        chunks=(256,),
+    )
+)
+assert isinstance(PLANNED, Plan)
+PLAN: Plan = PLANNED
 EVENTS = [
     Event(1.0, EventKind.DAEMON_LOST, "cpu0", "no heartbeat"),
     Event(2.0, EventKind.BREAKER_OPEN, "cpu1", "3 requests in a row failed"),
@@ -87,6 +109,50 @@ async def test_the_fields_are_those_of_the_document(serve: Serve) -> None:
         ("tokens", found["tokens"], set()),
     ):
         assert {*re.findall(r"`(\w+)`", rows[f"`{name}`"])} - others == fields.keys()
+
+
+@pytest.mark.asyncio
+async def test_the_plan_is_told_with_what_is_measured(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves = MoveStats(rounds=2, rounds_not_applied=1, experts_moved=6, last_reason="it pays")
+    stats = Engine.stats
+    monkeypatch.setattr(Engine, "stats", lambda engine: replace(stats(engine), moves=moves))
+    async with serve() as served:
+        assert (await served.client.get("/status")).json()["plan"] is None
+        plan_of = property(lambda engine: PLAN)
+        monkeypatch.setattr(Engine, "plan", plan_of, raising=False)
+        before = (await served.client.get("/status")).json()
+        await served.post("/v1/completions", prompt="x" * 300, max_tokens=4, ignore_eos=True)
+        after = (await served.client.get("/status")).json()
+        metrics = (await served.client.get("/metrics")).text.splitlines()
+    plan = before["plan"]
+    assert plan.pop("measured") == dict.fromkeys(plan["forecast"])
+    assert plan == {
+        key: value for key, value in as_record(PLAN).items() if key not in ("owners", "answering")
+    }
+    measured = after["plan"]["measured"]
+    assert measured["decode"] > 0
+    assert measured["prompt_512"] > 0
+    assert measured["prompt_4096"] is None
+    assert after["moves"] == asdict(moves)
+    table = (ROOT / "docs/serving.md").read_text()
+    for name, keys in (("plan", after["plan"].keys()), ("moves", after["moves"].keys())):
+        [row] = re.findall(rf"^\| `{name}` \| (.*) \|$", table, re.MULTILINE)
+        assert keys <= {*re.findall(r"`(\w+)`", row)}
+    assert f'dflash_moe_predicted_tokens_per_second{{work="decode"}} {PLAN.forecast.decode}' in (
+        metrics
+    )
+    found = [each for each in metrics if each.startswith("dflash_moe_measured_tokens_per_second{")]
+    assert len(found) == 2
+    free = PLAN.budgets[0].free_bytes
+    assert any(
+        each.startswith('dflash_moe_plan_device_bytes{device="cuda:0",use="free"}')
+        and float(each.split()[-1]) == free
+        for each in metrics
+    )
+    assert 'dflash_moe_expert_move_rounds_total{outcome="applied"} 2.0' in metrics
+    assert "dflash_moe_experts_moved_total 6.0" in metrics
 
 
 @pytest.mark.asyncio

@@ -33,6 +33,7 @@ BOX = Box(
     {"cuda:0": CopySpeed("cuda:0", 2e10, 1e10, 0.0, 0.0, "gen 4 x8 of gen 5 x16")},
     (Together("experts of cpu", "steps of cuda:0", 1.5, 1.25),),
     {"cuda:0": LINE},
+    {"cuda:0": LINE},
     LINE,
 )
 

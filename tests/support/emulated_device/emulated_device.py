@@ -363,10 +363,9 @@ class EmulatedDevice:
         self._must_not_capture("map memory")
         return EmulatedHostMapping(self, array)
 
-    def require_mapped(self, array: AnyArray) -> None:
+    def require_mapped(self, begin: int, num_bytes: int) -> None:
         """Fail if the memory is not mapped, as an asynchronous copy needs it to be."""
-        begin = address(array)
-        end = begin + array.nbytes
+        end = begin + num_bytes
         mapped = list(self._range_bytes.items())  # other threads may add to it
         assert any(first <= begin and end <= first + size for first, size in mapped)
 

@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from support.emulated_device.emulated_device import EmulatedDevice
 
 
+_COPY = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
+)
+_SYNCHRONIZE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+
+
 class EmulatedMark:
     """A position in the order of launches, which have all run at once."""
 
@@ -23,6 +29,10 @@ class EmulatedSideStream:
 
     def __init__(self, device: EmulatedDevice, *, copies_mapped: bool = False) -> None:
         self._device, self._copies_mapped = device, copies_mapped
+        self._copy_function = _COPY(self._copied)
+        self._synchronize_function = _SYNCHRONIZE(self._synchronized)
+        self._failure: Exception | None = None
+        """What compiled code was told as a status."""
         self._is_closed = False
         self._waiting: list[Callable[[], None]] = []
         self._was_asked = False
@@ -37,12 +47,39 @@ class EmulatedSideStream:
         """As SideStream.write."""
         assert not self._is_closed
         assert source.flags.c_contiguous
+        assert destination.nbytes == source.nbytes
+        self.copy(address(destination), int(source.ctypes.data), source.nbytes)
+
+    def copy(self, place: int, origin: int, num_bytes: int) -> None:
+        """The same by address: the caller must keep both alive."""
+        assert not self._is_closed
         if self._copies_mapped:
-            self._device.require_mapped(source)
-        place, origin, num_bytes = address(destination), int(source.ctypes.data), source.nbytes
-        assert destination.nbytes == num_bytes
-        # By address: the caller must keep both alive.
+            self._device.require_mapped(origin, num_bytes)
         self._waiting.append(lambda: self._device.write_at(place, origin, num_bytes))
+
+    @property
+    def functions(self) -> tuple[int, int, int]:
+        """As SideStream.functions."""
+        copy, synchronize = (
+            ctypes.cast(each, ctypes.c_void_p).value or 0
+            for each in (self._copy_function, self._synchronize_function)
+        )
+        return copy, synchronize, 0
+
+    def _copied(self, place: int, origin: int, num_bytes: int, stream: int | None) -> int:
+        return self._status_of(lambda: self.copy(place, origin, num_bytes))
+
+    def _synchronized(self, stream: int | None) -> int:
+        return self._status_of(self.synchronize)
+
+    def _status_of(self, run: Callable[[], None]) -> int:
+        """0, or 1 if it fails: `synchronize` then raises why."""
+        try:
+            run()
+        except Exception as error:  # nothing can be raised through compiled code
+            self._failure = error
+            return 1
+        return 0
 
     def launch(self, kernel: Any, grid: Grid, block: int, args: ctypes.Structure) -> None:
         """As SideStream.launch."""
@@ -67,6 +104,9 @@ class EmulatedSideStream:
         """As SideStream.synchronize. Raises: KernelFailure."""
         assert deadline_s is None or deadline_s > 0
         self._was_asked = False
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
         waiting, self._waiting = self._waiting, []
         for run in waiting:
             run()

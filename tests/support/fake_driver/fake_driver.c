@@ -216,6 +216,13 @@ int hipMemcpyAsync(void *destination, const void *source, size_t num_bytes, int 
     memcpy(destination, source, num_bytes);
     return note("copy %zu kind %d on %zu", num_bytes, kind, (size_t)stream);
 }
+int cuMemcpyHtoDAsync_v2(void *destination, const void *source, size_t num_bytes, void *stream) {
+    memcpy(destination, source, num_bytes);
+    return note("copy_to_device %zu on %zu", num_bytes, (size_t)stream);
+}
+int hipMemcpyHtoDAsync(void *destination, void *source, size_t num_bytes, void *stream) {
+    return cuMemcpyHtoDAsync_v2(destination, source, num_bytes, stream);
+}
 int cuMemsetD8Async(void *address, unsigned char value, size_t num_bytes, void *stream) {
     if ((uintptr_t)address > num_handles) memset(address, value, num_bytes);  // memory from `allocate`
     return note("clear %zu on %zu", num_bytes, (size_t)stream);

@@ -49,6 +49,7 @@ from dflash_runtime.compute.cpu.weights.matrix import row_layout
 from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise_function
 from dflash_runtime.compute.cpu.weights.rows import expand_function
 from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.compute.memory import host_memory
 from dflash_runtime.compute.topology import read_topology
 
 # -- jobs -----------------------------------------------------------------------------------------
@@ -141,7 +142,8 @@ from it stops the compiling."""
 _CHILD = f"from {__name__} import serve_jobs; serve_jobs()"
 _PACKAGES = ("dflash_protocol", "dflash_adapters", "dflash_runtime")
 _MOST_CHILDREN = 8
-"""Each takes about 200 MB while it compiles."""
+_CHILD_BYTES = 160 << 20
+"""Most memory of one while it compiles, without pages of libraries."""
 _JOB_TIMEOUT_S = 60.0
 _POLL_S = 0.1
 _REPORT_S = 1.0
@@ -206,8 +208,7 @@ def _compile(folder: Path, jobs: list[str], on_done: Callable[[int], None]) -> N
     children: list[_Child] = []
     try:
         with selectors.DefaultSelector() as selector:
-            num_threads = default_counts(read_topology()).prompts
-            for _ in range(min(len(jobs), num_threads, _MOST_CHILDREN)):
+            for _ in range(min(len(jobs), _num_children())):
                 child = _Child(folder.parent)
                 children.append(child)
                 child.begin(waiting.pop())
@@ -234,6 +235,13 @@ def _compile(folder: Path, jobs: list[str], on_done: Callable[[int], None]) -> N
     finally:
         for child in children:
             child.end()
+
+
+def _num_children() -> int:
+    """As many as there are threads, and there is memory."""
+    most = min(default_counts(read_topology()).prompts, _MOST_CHILDREN)
+    free_bytes = host_memory().free_bytes
+    return min(most, max(1, free_bytes // _CHILD_BYTES)) if free_bytes else most
 
 
 class _Child:

@@ -8,6 +8,7 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.spec import ExpertProjection, ExpertVector, MoeLayer
 from dflash_protocol.batch import RoutedBatch
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase, U8Array
+from dflash_runtime.compute.backend import ExpertStage
 from dflash_runtime.compute.cpu.kernels import experts_kernel as k
 from dflash_runtime.compute.cpu.kernels import step_tasks as steps
 from dflash_runtime.compute.cpu.kernels.products import TOTALS_BYTES, product_scratch_bytes
@@ -84,7 +85,12 @@ class CpuExpertBank:
         self._arrays = addresses, layouts, scales, biases, activation
 
     def replace(
-        self, file: GgufFile, local_expert_ids: I32Array, global_expert_ids: I32Array
+        self,
+        file: GgufFile,
+        local_expert_ids: I32Array,
+        global_expert_ids: I32Array,
+        *,
+        stage: ExpertStage | None = None,
     ) -> None:
         """Only addresses and scales change, in place."""
         addresses, _, scales, biases, _ = self._arrays

@@ -39,7 +39,9 @@ from dflash_runtime.compute.gpu.device.device import KernelDevice
 from dflash_runtime.compute.gpu.device.devices import DeviceMemory
 from dflash_runtime.compute.gpu.experts.experts import CapturedExperts, CupyExpertBank
 from dflash_runtime.compute.gpu.experts.moe import DeviceMoe, HereRoute, HostRoute, Route
-from dflash_runtime.compute.gpu.experts.offload import ExpertOffload, offload_bytes
+from dflash_runtime.compute.gpu.experts.offload import ExpertOffload
+from dflash_runtime.compute.gpu.experts.offload_room import offload_bytes
+from dflash_runtime.compute.gpu.experts.stage import DeviceStage, open_stage
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, STEP_SIZES
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer, load_resident
@@ -349,20 +351,30 @@ class CupyBackend:
             # or no memory can be locked, or no kernel reads them; prompts take as long as their
             # owners do
             _LOG.warning("no offload of remote experts in prompts: %s", str(error))
+            remote.never_offload()
         else:
-            # docs (parent): how fast weights come from the file, and the memory on the device that
-            # is kept for them
+            # docs (parent): the memory on the device that is kept for weights of remote experts,
+            # which it computes in prompts
             _LOG.info(
-                "remote experts of prompts can be copied at %.1f GB/s, through %.2f GiB on %s",
-                self._offload.bytes_per_s / 1e9,
+                "weights of prompts that are remote come through %.2f GiB on %s",
                 num_bytes / 2**30,
                 self.device.name,
             )
 
     def follow_owners(self, layer_ids: Iterable[int], remote: RemoteExperts) -> None:
         if self._offload is not None:
-            for layer_id in layer_ids:
-                self._offload.follow(layer_id, ~remote.local_experts_mask(layer_id))
+            self._offload.follow({each: ~remote.local_experts_mask(each) for each in layer_ids})
+
+    def new_stage(
+        self, file: GgufFile, layers: Sequence[MoeLayer], most: int
+    ) -> DeviceStage | None:
+        def require(num_bytes: int) -> None:
+            if self._memory is not None:
+                self.device.trim()
+                needed = {"experts that are about to move": num_bytes}
+                require_room(self.device.name, self._memory(), needed)
+
+        return open_stage(self.device, file, layers, most=most, require_room=require)
 
     def compile_banks(
         self, banks: Mapping[int, ExpertBank], *, max_tokens: int, max_experts_used: int
@@ -395,14 +407,15 @@ class CupyBackend:
         if not num_remote:
             whole = self.moe(banks, Phase.DECODE, None)
             return GraphStep(self.ops, model, cache, home=LocalPath(whole))
+        home = HostPath(self.ops, model.spec.moe, resident, remote=remote, check=check)
         sessions = MailboxSessions(
             self.ops,
             model.spec.moe,
             resident,
             remote=remote,
+            home=home,
             keeper=self.mail.keeper,
         )
-        home = HostPath(self.ops, model.spec.moe, resident, remote=remote, check=check)
         return GraphStep(self.ops, model, cache, home=home, sessions=sessions)
 
     def _reserve(
@@ -481,5 +494,7 @@ class CupyBackend:
         self._close_offload()
         self._captured_experts.close()
         self.mail.close()
+        with contextlib.suppress(DeviceUnavailable):
+            self.ops.payload.close()
         del self.ops, self.loader, self._captured_experts
         self._undo.close()

@@ -16,12 +16,13 @@ from dflash_adapters.spec import ModelSpec, MoeLayer
 from dflash_protocol.errors import DeviceOutOfMemory
 from dflash_runtime.compute.gpu.chunk_room import ChunkRoom, scratch_of_chunk
 from dflash_runtime.compute.gpu.device.devices import DeviceMemory, allocated
-from dflash_runtime.compute.gpu.experts.offload import offload_bytes
+from dflash_runtime.compute.gpu.experts.offload_room import offload_bytes
 from dflash_runtime.compute.gpu.launch.layouts import row_bytes
 from dflash_runtime.compute.gpu.layers.kv_cache import snapshot_bytes, state_bytes
 from dflash_runtime.compute.gpu.layers.kv_rows import array_bytes, bytes_with_snapshots, layer_bytes
 from dflash_runtime.compute.gpu.layers.matrix import require_kernels
 from dflash_runtime.compute.gpu.step_room import StepRoom
+from dflash_runtime.compute.gpu.transfers.locked_room import rows_bytes
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.room import LayerBytes, Needs
 
@@ -192,6 +193,9 @@ class GpuRoom:
         recorded = self._steps.num_bytes(num_positions, kv_type)
         recorded += self._steps.remote_bytes(num_positions, num_remote_layers)
         mail = num_daemons * allocated(self._steps.mail_bytes) if num_remote_layers else 0
+        staging = self._steps.staging_bytes(num_positions, num_remote_layers)
+        if num_remote_layers:
+            staging += rows_bytes(min(chunk, num_positions), self._spec.hidden_size)
         return Needs(
             weights=self.ends + sum(layer.trunk for layer in self.layers),
             cache=self.cache_bytes(num_positions, kv_type),
@@ -201,7 +205,7 @@ class GpuRoom:
             - recorded
             - self._snapshot_bytes(num_positions, kv_type),
             recorded=recorded + mail,
-            staging=self._steps.staging_bytes(num_positions, num_remote_layers),
+            staging=staging,
             driver=CONTEXT_BYTES + MODULES_BYTES,
         )
 

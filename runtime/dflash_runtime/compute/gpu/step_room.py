@@ -23,7 +23,7 @@ from dflash_runtime.compute.gpu.layers.attention_plan import (
 from dflash_runtime.compute.gpu.layers.delta import DeltaPlan
 from dflash_runtime.compute.gpu.layers.kv_rows import layer_bytes
 from dflash_runtime.compute.gpu.mailbox.layout import mail_layout
-from dflash_runtime.compute.gpu.transfers.file_copier import locked_bytes
+from dflash_runtime.compute.gpu.transfers.locked_room import copier_bytes
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.trees import MOST_NODES
 
@@ -100,7 +100,7 @@ class StepRoom:
                 (_FLOAT + _DOUBLE) * layer.hidden_size + _DOUBLE * layer.num_experts_used
                 for layer in layers
             )
-            total += num_remote_layers * _pages(box + 5 * 256) + locked_bytes()
+            total += num_remote_layers * _pages(box + 5 * 256) + copier_bytes()
         return total
 
     def _tables(self, num_positions: int) -> int:

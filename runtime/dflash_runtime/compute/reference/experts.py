@@ -19,6 +19,7 @@ from dflash_adapters.quant import TensorType, dequantise
 from dflash_adapters.spec import ExpertProjection, ExpertVector, MoeLayer
 from dflash_protocol.batch import RoutedBatch
 from dflash_protocol.ids import F32Array, F64Array, I32Array
+from dflash_runtime.compute.backend import ExpertStage
 
 
 def activate(layer: MoeLayer, gate: F32Array, up: F32Array) -> F32Array:
@@ -79,7 +80,12 @@ class ReferenceExpertBank:
         return int(self._global_expert_ids.size)
 
     def replace(
-        self, file: GgufFile, local_expert_ids: I32Array, global_expert_ids: I32Array
+        self,
+        file: GgufFile,
+        local_expert_ids: I32Array,
+        global_expert_ids: I32Array,
+        *,
+        stage: ExpertStage | None = None,
     ) -> None:
         self._global_expert_ids[local_expert_ids] = global_expert_ids
 

@@ -54,31 +54,35 @@ def measure_device(
     far: LoadedLayers | None = None,
     kv_type: KvType,
     limit_s: float,
+    for_plan: bool = False,
     report: Report,
 ) -> DeviceSpeed:
     """Time steps of one token, chunks, attention, and what is left of the time, steps of several
-    tokens, whose kernels may have to be compiled. On a host a chunk that would take too long is
-    left out, and so are larger ones. `far`: see TimedPasses."""
+    tokens, whose kernels may have to be compiled; not those if it is `for_plan`. On a host a chunk
+    that would take too long is left out, and so are larger ones. `far`: see TimedPasses."""
     backend, left = loaded.backend, TimeLeft(limit_s)
     chunks = chunk_sizes(backend.chunking)
     timed, found = TimedPasses(loaded, far), dict[int, Parts]()
     contexts: tuple[int, ...] = ()
     if loaded.sampled.kinds[0].sees_all:
         contexts = contexts_of(loaded.sampled.description.context_length)
+        if for_plan:  # in between and beyond it grows as a line
+            contexts = contexts[:1]
+    trees = () if for_plan else _TREE_ROWS
     attention = _Attention(timed, contexts, kv_type)
-    num_parts = 2 + len(chunks) + len(_TREE_ROWS)
+    num_parts = 2 + len(chunks) + len(trees)
     for index, rows in enumerate((1, *chunks)):
         report(f"{name}: {'chunks' if index else 'steps'} of {rows}", index, num_parts)
         if backend.is_host and index > 1:
             last = max(found)
             if 3 * found[last].total * rows / last > left.share(0.6):
                 break
-        found[rows] = timed.parts(rows, _PART_SHARE * limit_s)
+        found[rows] = timed.parts(rows, min(_PART_SHARE * limit_s, left.share(0.5)))
     report(f"{name}: attention", 1 + len(chunks), num_parts)
     for rows, parts in found.items():
         if not backend.is_host or 3 * parts.total < left.seconds:
-            attention.measure(rows, _ATTENTION_SHARE * limit_s)
-    for index, rows in enumerate(_TREE_ROWS, 2 + len(chunks)):
+            attention.measure(rows, min(_ATTENTION_SHARE * limit_s, left.share(0.5)))
+    for index, rows in enumerate(trees, 2 + len(chunks)):
         report(f"{name}: steps of {rows}", index, num_parts)
         if left.seconds:
             found[rows] = timed.parts(rows, _PART_SHARE * limit_s)

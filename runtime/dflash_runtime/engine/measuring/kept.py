@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +20,7 @@ from dflash_protocol.process.text_files import read_file, write_file
 from dflash_protocol.settings import cache_folder
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.topology import Topology
+from dflash_runtime.placement import record_fields as read
 from dflash_runtime.placement.box import (
     Box,
     CopySpeed,
@@ -32,13 +32,18 @@ from dflash_runtime.placement.box import (
 
 _LOG = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 3
 _PREFIX, _SUFFIX = "box-", ".json"
 _LIMIT_BYTES = 1 << 20
 _NUM_KEPT = 64
 _MOST = 256
 """Entries of a mapping, and points of a curve."""
-_LONGEST_NAME = 200
+_LONGEST_LINE = 200
+_LARGEST = 1e18
+"""Of seconds, bytes, rates and factors: no sum or product of them is infinite."""
+_KEYS = (
+    "format", "key", "devices", "links", "copies", "together", "host_stop", "host_asked", "disk",
+)  # fmt: skip
 _DEVICE_CURVES = "experts", "trunk", "head", "attention"
 _RATES = "from_locked", "from_page_cache", "to_host", "kernel_reads"
 
@@ -78,7 +83,7 @@ def kept_box(key: str, cache_dir: str | None) -> Box | None:
     except (SettingsError, ValueError) as error:
         # docs: the file of measured speeds is damaged, or of another version; they are measured
         # again
-        _LOG.warning("kept measurements are not used: %s", one_line(str(error), _LONGEST_NAME))
+        _LOG.warning("kept measurements are not used: %s", one_line(str(error), _LONGEST_LINE))
         return None
     return box
 
@@ -96,6 +101,12 @@ def keep_box(box: Box, cache_dir: str | None) -> Path | None:
             old.unlink(missing_ok=True)
         return place
     return None
+
+
+def drop_box(key: str, cache_dir: str | None) -> None:
+    """Forget a kept box, if there is one."""
+    with suppress(SettingsError, OSError):
+        _place(key, cache_dir).unlink(missing_ok=True)
 
 
 def _place(key: str, cache_dir: str | None) -> Path:
@@ -141,116 +152,85 @@ def box_record(box: Box) -> dict[str, Any]:
             for each in box.together
         ],
         "host_stop": {name: curve.points for name, curve in box.host_stop.items()},
+        "host_asked": {name: curve.points for name, curve in box.host_asked.items()},
         "disk": None if box.disk is None else box.disk.points,
     }
 
 
 def box_from_json(text: bytes) -> Box:
     """Raises: ValueError for anything that `box_as_json` does not write."""
-    try:
-        record = json.loads(text, parse_constant=_refuse)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    given = _fields(
-        record,
-        ("format", "key", "devices", "links", "copies", "together", "host_stop", "disk"),
-    )
-    if given["format"] != _FORMAT:
-        raise ValueError(f"format {given['format']!r:.20} instead of {_FORMAT}")
+    given = read.fields(read.parsed(text), "it", _KEYS)
+    read.whole(given["format"], "format", (_FORMAT, _FORMAT))
     disk = given["disk"]
     return Box(
-        _name(given["key"]),
+        read.text(given["key"], "key"),
         _by_name(given["devices"], _device),
         _by_name(given["links"], _link),
         _by_name(given["copies"], _copies),
-        tuple(_together(each) for each in _list(given["together"])),
-        _by_name(given["host_stop"], lambda name, points: _curve(points)),
-        None if disk is None else _curve(disk),
+        tuple(_together(each) for each in read.items(given["together"], "together", _MOST)),
+        _by_name(given["host_stop"], _curve),
+        _by_name(given["host_asked"], _curve),
+        None if disk is None else _curve("disk", disk),
     )
-
-
-def _refuse(constant: str) -> float:
-    raise ValueError(f"{constant} is no number of seconds")
-
-
-def _fields(given: object, names: Sequence[str]) -> dict[str, Any]:
-    if not isinstance(given, dict) or set(given) != set(names):
-        raise ValueError(f"not an object of {', '.join(names)}")
-    return given
-
-
-def _list(given: object) -> list[Any]:
-    if not isinstance(given, list) or len(given) > _MOST:
-        raise ValueError(f"not a list of at most {_MOST}")
-    return given
-
-
-def _name(given: object) -> str:
-    if not isinstance(given, str) or len(given) > _LONGEST_NAME:
-        raise ValueError(f"not a text of at most {_LONGEST_NAME} characters")
-    return given
-
-
-def _number(given: object) -> float:
-    if isinstance(given, bool) or not isinstance(given, int | float):
-        raise ValueError(f"{given!r:.40} is not a number")
-    try:
-        number = float(given)
-    except OverflowError:
-        raise ValueError("a number is too large") from None
-    if not math.isfinite(number) or number < 0.0:
-        raise ValueError(f"{number} is below 0, or not finite")
-    return number
 
 
 def _by_name(given: object, made: Callable[[str, Any], T]) -> dict[str, T]:
     if not isinstance(given, dict) or len(given) > _MOST:
         raise ValueError(f"not an object of at most {_MOST} fields")
-    return {_name(name): made(name, each) for name, each in given.items()}
+    return {read.text(name, "a name"): made(name, each) for name, each in given.items()}
 
 
-def _curve(given: object) -> Curve:
+def _curve(name: str, given: object) -> Curve:
     """Raises: ValueError, also from Curve."""
     points = []
-    for point in _list(given):
-        pair = _list(point)
+    for point in read.items(given, f"the curve of {name}", _MOST):
+        pair = read.items(point, "a point", 2)
         if len(pair) != 2:
             raise ValueError("a point is not a pair")
-        points.append((_number(pair[0]), _number(pair[1])))
+        amount, seconds = (read.number(each, "a point's part", _LARGEST) for each in pair)
+        points.append((amount, seconds))
     return Curve(tuple(points))
 
 
 def _by_rows(given: object) -> dict[int, Curve]:
     curves = {}
-    for name, points in _by_name(given, lambda name, each: _curve(each)).items():
+    for name, curve in _by_name(given, _curve).items():
         if not (name.isascii() and name.isdigit()) or len(name) > 9 or int(name) < 1:
             raise ValueError(f"{name!r:.20} is not a number of rows")
-        curves[int(name)] = points
+        curves[int(name)] = curve
     return curves
 
 
 def _device(name: str, given: object) -> DeviceSpeed:
-    curves = _fields(given, _DEVICE_CURVES)
+    curves = read.fields(given, "a device", _DEVICE_CURVES)
     return DeviceSpeed(name, **{part: _by_rows(curves[part]) for part in _DEVICE_CURVES})
 
 
 def _link(name: str, given: object) -> LinkSpeed:
-    link = _fields(given, ("step", "chunk", "by_device"))
+    link = read.fields(given, "a link", ("step", "chunk", "by_device"))
     if not isinstance(link["by_device"], bool):
         raise ValueError("by_device is not true or false")
-    return LinkSpeed(name, _curve(link["step"]), _curve(link["chunk"]), link["by_device"])
+    return LinkSpeed(
+        name, _curve("step", link["step"]), _curve("chunk", link["chunk"]), link["by_device"]
+    )
 
 
 def _copies(name: str, given: object) -> CopySpeed:
-    rates = _fields(given, (*_RATES, "pcie"))
+    rates = read.fields(given, "copies", (*_RATES, "pcie"))
     return CopySpeed(
-        name, **{rate: _number(rates[rate]) for rate in _RATES}, pcie=_name(rates["pcie"])
+        name,
+        **{rate: read.number(rates[rate], rate, _LARGEST) for rate in _RATES},
+        pcie=read.text(rates["pcie"], "pcie"),
     )
 
 
 def _together(given: object) -> Together:
-    parts = _list(given)
+    parts = read.items(given, "together", 4)
     if len(parts) != 4:
         raise ValueError("two things and two factors were expected")
     first, second, *factors = parts
-    return Together(_name(first), _name(second), *(_number(each) for each in factors))
+    return Together(
+        read.text(first, "a thing"),
+        read.text(second, "a thing"),
+        *(read.number(each, "a factor", _LARGEST) for each in factors),
+    )

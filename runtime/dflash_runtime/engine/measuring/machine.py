@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -32,6 +33,9 @@ from dflash_runtime.placement.box import Box
 
 _LOG = logging.getLogger(__name__)
 
+_LEAST_SHARE = 0.5
+"""Of the time, however long devices take to open, and their kernels to compile."""
+
 
 def gpus_of_machine() -> list[GpuDescription]:
     """All GPUs that a driver names, usable or not."""
@@ -58,21 +62,14 @@ def box_of_machine(
 ) -> Box:
     """The box of these devices, by default as `devices_to_measure`, and a model.
 
-    What is kept from before is used, unless `measures_all`. A device that is lacking there is
-    measured alone, within START_LIMIT_S, and that is logged.
+    What is kept from before is used, unless `measures_all`. Devices that are lacking there are
+    measured, what plans need of them, within START_LIMIT_S, and that is logged.
     Raises: as measure_box; SettingsError for a device that cannot be used.
     """
     gpus, kv_type = gpus_of_machine(), chosen_kv_type(settings.kv_type, read_spec(file))
     if devices is None:
         devices = devices_to_measure(settings, gpus)
-    with contextlib.closing(_backend_of(CPU, settings)) as host:  # devices take longer to open
-        key = box_key(
-            file,
-            device_ids=[_identity(gpu) for gpu in gpus],
-            classes=[host.numeric_class, f"threads {settings.threads}", _gpu_kernels()],
-            topology=read_topology(),
-            kv_type=kv_type,
-        )
+    key = key_of_machine(file, settings, gpus)
     known = None if measures_all else kept_box(key, settings.cache_dir)
     missing = lacking(known, [str(each) for each in devices])
     if known is not None and not missing:
@@ -81,6 +78,7 @@ def box_of_machine(
         # docs: no measurement of this device with such a model is kept; it is made now, and kept
         # for the next start
         _LOG.info("measuring %s, which takes up to %.0f s", ", ".join(missing), START_LIMIT_S)
+    began_s, limit_s = time.monotonic(), LIMIT_S if measures_all else START_LIMIT_S
     with _opened(file, settings, devices, gpus, kv_type, on_progress) as opened:
         box = measure_box(
             file,
@@ -88,11 +86,27 @@ def box_of_machine(
             key=key,
             kv_type=kv_type,
             known=known,
-            limit_s=LIMIT_S if measures_all else START_LIMIT_S * len(missing),
+            limit_s=max(limit_s - (time.monotonic() - began_s), _LEAST_SHARE * limit_s),
+            for_plan=not measures_all,
             on_progress=on_progress,
         )
+    if not measures_all:
+        # docs: opening devices, and compiling kernels for them, included
+        _LOG.info("measured in %.1f s", time.monotonic() - began_s)
     keep_box(box, settings.cache_dir)
     return box
+
+
+def key_of_machine(file: GgufFile, settings: Settings, gpus: Sequence[GpuDescription]) -> str:
+    """The key of this machine's box for a model; `gpus`: all there are. Nothing is measured."""
+    with contextlib.closing(_backend_of(CPU, settings)) as host:  # devices take longer to open
+        return box_key(
+            file,
+            device_ids=[_identity(gpu) for gpu in gpus],
+            classes=[host.numeric_class, f"threads {settings.threads}", _gpu_kernels()],
+            topology=read_topology(),
+            kv_type=chosen_kv_type(settings.kv_type, read_spec(file)),
+        )
 
 
 @contextlib.contextmanager

@@ -9,7 +9,8 @@ from typing import Any
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import describe, read_spec
-from dflash_runtime.compute import ComputeBackend
+from dflash_protocol.device import CPU
+from dflash_runtime.compute import BackendName, ComputeBackend
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.engine.measuring.devices import measure_device, most_positions
 from dflash_runtime.engine.measuring.disk import measure_disk
@@ -17,13 +18,14 @@ from dflash_runtime.engine.measuring.host_stops import measure_host_stop
 from dflash_runtime.engine.measuring.layers import SampledLayers, sampled_layers
 from dflash_runtime.engine.measuring.loaded_layers import LoadedLayers
 from dflash_runtime.engine.measuring.passes import Passes
+from dflash_runtime.engine.measuring.timing import TimeLeft
 from dflash_runtime.engine.measuring.together import measure_together
 from dflash_runtime.engine.trial_steps import trial_steps
 from dflash_runtime.placement.box import Box, CopySpeed, Curve, DeviceSpeed, Together
 
 LIMIT_S = 60.0
 START_LIMIT_S = 10.0
-"""For a start that lacks a figure."""
+"""For a start that lacks a figure, whatever it lacks."""
 
 _MOST_BYTES = 5 << 29
 """Weights of a device's layers that are timed, if there are so many seconds; in proportion fewer,
@@ -32,9 +34,10 @@ _FOR_MOST_S = 30.0
 _FAR_LAYERS = 2
 _FREE_SHARE = 0.3
 """Of a device's free memory, for their weights."""
-_HOST_SHARE, _ALONE_SHARE = 0.3, 0.7
+_HOST_SHARE, _GPU_SHARE = 3, 4
+"""Of the time, in proportion: a device's weights are loaded in its share."""
 _DISK_SHARE, _READ_SHARE, _COPIES_SHARE = 0.06, 0.15, 0.1
-_STOP_SHARE = _TOGETHER_SHARE = 0.06
+_STOP_SHARE, _TOGETHER_SHARE = 0.12, 0.06
 
 OnProgress = Callable[[str, int, int], None]
 """Gets what is measured, the number of parts done, and of all."""
@@ -59,6 +62,7 @@ class _Parts:
     copies: dict[str, CopySpeed] = field(default_factory=dict)
     together: list[Together] = field(default_factory=list)
     host_stop: dict[str, Curve] = field(default_factory=dict)
+    host_asked: dict[str, Curve] = field(default_factory=dict)
     disk: Curve | None = None
 
 
@@ -75,22 +79,26 @@ def measure_box(
     kv_type: KvType,
     known: Box | None = None,
     limit_s: float = LIMIT_S,
+    for_plan: bool = False,
     on_progress: OnProgress = lambda what, num_done, num_total: None,
 ) -> Box:
     """Measure these devices, the host among them first, what connects them, and the disk. What a
     `known` box of this key has is taken from there.
 
-    Reads weights of some layers, and frees all that it takes. Takes some `limit_s` at most, without
-    kernels that are compiled for the first time; Ctrl-C ends it.
+    Reads weights of some layers, and frees all that it takes; Ctrl-C ends it. All share one
+    deadline, `limit_s` from now: what loading or compiling takes is taken from what follows, and
+    each figure gets a share of what is left, or else its shortest time (see `medians`).
+    `for_plan`: without figures that plans do not need.
     Raises: DeviceUnavailable, DeviceOutOfMemory, ModelFileError.
     """
-    parts = _Parts()
+    parts, left = _Parts(), TimeLeft(limit_s)
     if known is not None:
         parts = _Parts(
             dict(known.devices),
             dict(known.copies),
             list(known.together),
             dict(known.host_stop),
+            dict(known.host_asked),
             known.disk,
         )
     new = [each for each in devices if each.name not in parts.devices]
@@ -102,14 +110,17 @@ def measure_box(
             file.path, expert_bytes=expert_bytes, limit_s=disk_s, report=on_progress
         )
     host: tuple[str, Passes] | None = None
+    processor = next((each.backend for each in devices if each.backend.is_host), None)
+    if processor is not None:
+        processor.choose_threads(file, None)
     with contextlib.ExitStack() as undo:
-        for device in new:
-            device_s = _share_of(device, new) * (limit_s - disk_s)
+        for index, device in enumerate(new):
+            device_left = TimeLeft(left.share(_share_of_first(new[index:])))
             loaded, far = _loaded(device, file, kv_type, limit_s=limit_s, undo=undo)
-            share = 1.0 - _READ_SHARE
+            share = 1.0
             if device.backend.is_host:
                 on_progress(f"{device.name}: weights are read", 0, 1)
-                loaded.read(_READ_SHARE * device_s)
+                loaded.read(device_left.share(_READ_SHARE))
                 trial = trial_steps(device.backend, loaded.model, loaded.banks, kv_type=kv_type)
                 device.backend.choose_threads(file, trial)
             else:
@@ -119,14 +130,24 @@ def measure_box(
                 loaded,
                 far=far,
                 kv_type=kv_type,
-                limit_s=share * device_s,
+                limit_s=device_left.share(share),
+                for_plan=for_plan,
                 report=on_progress,
             )
             if device.backend.is_host:
                 num_layers = len(loaded.sampled.kinds[0].layer_ids)
                 host = device.name, loaded.passes(num_layers)
             else:
-                _measure_crossings(device, loaded, parts, host, device_s, on_progress)
+                _measure_crossings(
+                    device,
+                    loaded,
+                    parts,
+                    host,
+                    processor=processor,
+                    left=device_left,
+                    for_plan=for_plan,
+                    on_progress=on_progress,
+                )
     return Box(
         key,
         parts.devices,
@@ -134,16 +155,15 @@ def measure_box(
         parts.copies,
         tuple(parts.together),
         parts.host_stop,
+        parts.host_asked,
         parts.disk,
     )
 
 
-def _share_of(device: MeasuredDevice, devices: Sequence[MeasuredDevice]) -> float:
-    """Of the time, with some left for kernels that are compiled."""
-    num_gpus = sum(not each.backend.is_host for each in devices)
-    if device.backend.is_host:
-        return _HOST_SHARE if num_gpus else _ALONE_SHARE
-    return (_ALONE_SHARE - _HOST_SHARE * (num_gpus < len(devices))) / num_gpus
+def _share_of_first(devices: Sequence[MeasuredDevice]) -> float:
+    """Of the time that is left for these devices."""
+    shares = [_HOST_SHARE if each.backend.is_host else _GPU_SHARE for each in devices]
+    return shares[0] / sum(shares)
 
 
 def _loaded(
@@ -179,10 +199,14 @@ def _measure_crossings(
     loaded: LoadedLayers,
     parts: _Parts,
     host: tuple[str, Passes] | None,
-    limit_s: float,
+    *,
+    processor: ComputeBackend | None,
+    left: TimeLeft,
+    for_plan: bool,
     on_progress: OnProgress,
 ) -> None:
-    """Stops of a device's steps, copies, and both beside the host's experts."""
+    """Stops of a device's steps, copies, and both beside the host's experts, which `processor`
+    computes."""
     from dflash_runtime.engine.measuring.copies import (
         TimedCopies,
         measure_copies,
@@ -192,9 +216,24 @@ def _measure_crossings(
     gpu: Any = device.backend  # its rows are of another type than a host's
     name = device.name
     on_progress(f"{name}: stops of its steps", 0, 3)
-    stop = measure_host_stop(loaded, limit_s=_STOP_SHARE * limit_s)
-    if stop is not None:
-        parts.host_stop[name] = stop
+    limit_s = left.seconds / (_STOP_SHARE + _COPIES_SHARE + 2 * _TOGETHER_SHARE)
+    banks = alone = None
+    if processor is not None and processor.name == BackendName.CPU:  # steps ask no other
+        banks = loaded.banks_of(processor, _READ_SHARE * left.seconds)
+        speed = parts.devices.get(str(CPU))
+        alone = None if speed is None else speed.experts[1]
+    found = measure_host_stop(
+        loaded,
+        experts_s=parts.devices[name].experts[1].points[-1][1],
+        banks=banks,
+        alone=alone,
+        limit_s=_STOP_SHARE * limit_s,
+        for_plan=for_plan,
+    )
+    if found is not None:
+        parts.host_stop[name] = found.stop
+        if found.asked is not None:
+            parts.host_asked[name] = found.asked
     with contextlib.ExitStack() as undo:
         on_progress(f"{name}: copies", 1, 3)
         sources = parts_of_experts(loaded.file, loaded.spec.moe.layers)

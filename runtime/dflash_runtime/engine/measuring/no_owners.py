@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -56,6 +56,7 @@ class NoOwners(AbsentOwners):
         *,
         phase: Phase = Phase.DECODE,
         num_tokens: int = 1,
+        but: Collection[int] = (),
     ) -> None:
         """Nothing."""
 
@@ -64,3 +65,43 @@ class NoOwners(AbsentOwners):
 
     def note_checked_step(self, elapsed_s: float) -> None:
         """Nothing."""
+
+
+class AskedProcessor(NoOwners):
+    """Implements backend.MailedExperts: the processor computes some experts of each layer, and
+    nothing computes the others. Used by one captured step."""
+
+    num_owners, own_index = 2, 1
+
+    def __init__(
+        self, asked: Mapping[int, npt.NDArray[np.bool_]], banks: Mapping[int, ExpertBank]
+    ) -> None:
+        """`asked`: by layer id, the experts that the processor computes. Shapes: each [E]. `banks`:
+        all experts of each layer, under their global ids."""
+        super().__init__({layer_id: np.zeros_like(mask) for layer_id, mask in asked.items()})
+        self.own_banks = banks
+        self._asked = asked
+        self._settle: Callable[[], None] | None = None
+        self._num_layers = self._num_asked = self._num_pairs = 0
+
+    def routing(self, layer_id: int) -> LayerRouting:
+        asked = self._asked[layer_id]
+        ids = np.arange(asked.size, dtype=np.int32)
+        return LayerRouting(asked.astype(np.int32), ids, 0, is_identity=True)
+
+    def settle_with(self, settle: Callable[[], None] | None) -> None:
+        self._settle = settle
+
+    def count_asked(self, taken: AskedLayers) -> None:
+        own = taken.owners[self.own_index]
+        self._num_layers += taken.num_layers
+        self._num_asked += own.num_requests
+        self._num_pairs += own.num_pairs
+
+    def counts(self) -> tuple[float, float]:
+        """The share of layers that asked so far, and the mean number of experts asked in a layer,
+        those that did not ask included."""
+        if self._settle is not None:
+            self._settle()
+        num_layers = max(1, self._num_layers)
+        return self._num_asked / num_layers, self._num_pairs / num_layers

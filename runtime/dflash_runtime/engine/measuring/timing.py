@@ -10,17 +10,23 @@ Timer = Callable[[], tuple[float, ...]]
 """Does something once; returns the seconds of each part of it that is measured."""
 
 _MOST_ROUNDS = 100
+_QUICK_S = 0.1
 
 
 def medians(timers: Sequence[Timer], *, limit_s: float, least: int = 3) -> list[tuple[float, ...]]:
     """The median seconds of each part, by timer. They take turns, so that whatever else the machine
     does meets all of them alike. A first round, which compiles and reads what is missing, is not
-    counted; then `least` rounds follow, and more while `limit_s` lasts."""
+    counted; then rounds follow while `limit_s` lasts: `least` of them if these are done in twice
+    that time or _QUICK_S, but at least one."""
     for timer in timers:
         timer()
-    end_s, rounds = time.perf_counter() + limit_s, list[list[tuple[float, ...]]]()
-    while len(rounds) < least or (len(rounds) < _MOST_ROUNDS and time.perf_counter() < end_s):
+    began_s, rounds = time.perf_counter(), list[list[tuple[float, ...]]]()
+    while True:
         rounds.append([timer() for timer in timers])
+        passed_s = time.perf_counter() - began_s
+        is_enough = len(rounds) >= least or passed_s > max(2 * limit_s, _QUICK_S)
+        if len(rounds) == _MOST_ROUNDS or (passed_s >= limit_s and is_enough):
+            break
     return [
         tuple(median(part) for part in zip(*of_timer, strict=True))
         for of_timer in zip(*rounds, strict=True)

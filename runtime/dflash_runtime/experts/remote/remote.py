@@ -7,7 +7,7 @@ flight at a time. The supervisor starts and watches daemons.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 
@@ -18,13 +18,13 @@ from dflash_protocol.errors import (
     ProtocolError,
     one_line,
 )
-from dflash_protocol.ids import I32Array, Phase
+from dflash_protocol.ids import Phase
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.transports.lent_slot import LentSlot
 from dflash_protocol.wire.transport import REQUEST_FAILURES, Reply, TransportCounters
 from dflash_runtime.compute.asking import AskRoute, OwnerTotals
 from dflash_runtime.compute.backend import MailRoute
-from dflash_runtime.experts.compute import Ticket
+from dflash_runtime.experts.compute import LocalIds, Ticket
 from dflash_runtime.experts.daemons.data_path import DataPath
 from dflash_runtime.experts.daemons.link import DaemonLink, Session
 from dflash_runtime.experts.events import EventKind
@@ -77,6 +77,7 @@ class RemoteExpertCompute:
         stats.is_lost = opened is None
         if opened is not None:
             stats.device = one_line(opened.welcome.device)
+            stats.numeric_class = one_line(opened.welcome.numeric_class)
         stats.offer = self._link.offer
         stats.restarts = self._link.restarts
         breaker = self._guard.breaker
@@ -88,11 +89,6 @@ class RemoteExpertCompute:
         stats.widened = counters.widened
         stats.add_up_phases()
         return stats
-
-    @property
-    def pairs_per_s(self) -> float:
-        opened = self._link.session
-        return 0.0 if opened is None else opened.welcome.pairs_per_second
 
     def begin(self, layer_id: int, rows: Hidden, pairs: Pairs, *, phase: Phase) -> Ticket:
         opened = self._link.session
@@ -180,9 +176,9 @@ class RemoteExpertCompute:
         self._guard.forget(ticket)
         self._forget(ticket)
 
-    def mail_route(self, local_ids: Mapping[int, I32Array]) -> MailRoute | None:
+    def mail_route(self, owner_index: int, local_ids: LocalIds) -> MailRoute | None:
         session = self._sound_session()
-        return None if session is None else session.mail_route(self._link, local_ids)
+        return None if session is None else session.mail_route(self._link, owner_index, local_ids)
 
     def ask_route(self, owner_index: int) -> AskRoute | None:
         session = self._sound_session()
@@ -203,6 +199,8 @@ class RemoteExpertCompute:
         counted.requests += asked.num_requests
         counted.tokens += asked.num_requests
         counted.pairs += asked.num_pairs
+        if not asked.trip_s:
+            return  # a device has asked, through the mailbox
         counted.bytes_sent += asked.bytes_sent
         counted.bytes_received += asked.bytes_received
         counted.wait_s += asked.wait_s

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+
 from dflash_protocol.batch import RoutedBatch, SomeRows
 from dflash_protocol.errors import DeadlineExceeded
 from dflash_protocol.ids import I32Array, Phase
@@ -19,7 +21,7 @@ from dflash_protocol.transports.shared_client import SharedClient
 from dflash_protocol.wire.transport import Reply, TransportCounters
 from dflash_runtime.compute.asking import AskRoute
 from dflash_runtime.compute.backend import MailRoute
-from dflash_runtime.experts.compute import Ticket
+from dflash_runtime.experts.compute import LocalIds, Ticket
 from dflash_runtime.experts.daemons.data_path import DataPath
 from dflash_runtime.experts.daemons.link import DaemonLink, Session
 from dflash_runtime.experts.remote.pieces import Cut, Limits
@@ -178,16 +180,23 @@ class RemoteSession:
             self._client.forget(sent.sequence)
             self._pairs_in_flight -= sent.num_pairs
 
-    def mail_route(self, link: DaemonLink, local_ids: Mapping[int, I32Array]) -> MailRoute | None:
+    def mail_route(
+        self, link: DaemonLink, owner_index: int, local_ids: LocalIds
+    ) -> MailRoute | None:
         """See ExpertCompute.mail_route."""
+        tables = local_ids()
+        if self._route is not None and not _are_equal(self._route.local_ids, tables):
+            self._route = None  # it answers for other experts now
         if self._route is None and self._mail is not None:
-            self._route = MailRoute(
+            route = MailRoute(
                 link.name,
+                owner_index,
                 self._mail,
-                local_ids,
-                is_live=lambda: link.session is self.opened and self._mail is not None,
+                tables,
+                is_live=lambda: link.session is self.opened and self._route is route,
                 fail=partial(link.mark_lost, self.opened.generation),
             )
+            self._route = route
         return self._route
 
     def ask_route(
@@ -229,3 +238,9 @@ class RemoteTicket(Ticket):
     in_flight: deque[Sent] = field(default_factory=deque)
     is_checked: bool = False
     """Whether replies are compared with the parent's own results."""
+
+
+def _are_equal(one: Mapping[int, I32Array], other: Mapping[int, I32Array]) -> bool:
+    return one.keys() == other.keys() and all(
+        np.array_equal(ids, other[layer_id]) for layer_id, ids in one.items()
+    )

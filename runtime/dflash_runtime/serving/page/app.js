@@ -4,6 +4,7 @@ import { Chat } from "./chat.js";
 import { compact, count, duration, plural } from "./format.js";
 import { HeatMap } from "./heat_map.js";
 import { OwnerTable } from "./owners.js";
+import { PlanView } from "./plan.js";
 import { forgetKey, hasKey, keepKey, probe, read } from "./server.js";
 import { Speed } from "./speed.js";
 
@@ -20,6 +21,15 @@ const speed = new Speed({
   line: find("speed-line"),
 });
 const owners = new OwnerTable(find("owners"));
+const plan = new PlanView({
+  section: find("plan"),
+  name: find("plan-name"),
+  share: find("plan-share"),
+  speeds: find("plan-speeds"),
+  devices: find("plan-devices"),
+  reason: find("plan-reason"),
+  moves: find("plan-moves"),
+});
 const heatMap = new HeatMap({
   canvas: find("map"),
   readout: find("cell"),
@@ -88,6 +98,7 @@ function showStatus(status) {
   setText("requested", `in ${plural(total("requests"), "request")} to owners`);
   show(...conditionOf(status));
   owners.update(status.time_s, status.owners, placed);
+  plan.update(status.plan, status.moves);
   chat.setModel(model);
   find("main").hidden = false;
   find("key-form").hidden = true;

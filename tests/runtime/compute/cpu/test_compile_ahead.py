@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from dflash_adapters.quant import TensorType
+from dflash_runtime.compute.cores import ThreadCounts
 from dflash_runtime.compute.cpu import backend as backend_module
 from dflash_runtime.compute.cpu import compile_ahead as ahead
 from dflash_runtime.compute.cpu.backend import CpuBackend
@@ -26,6 +27,7 @@ from dflash_runtime.compute.cpu.simd.types import i64
 from dflash_runtime.compute.cpu.weights import float_tile
 from dflash_runtime.compute.cpu.weights.rows import expand_f16, expand_f32
 from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.compute.memory import HostMemory
 from support.processes import START_S, environment, wait_for_ends
 
 JOBS = ["expand.F32", "expand.F16", "expand.BF16"]
@@ -267,3 +269,16 @@ def test_each_backend_keeps_its_kernels_in_its_own_folder(
         assert done.stem == JOBS[0]
         backend.close()
     assert not cache_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("free_mib", "num_children"), [(0, 8), (60, 1), (330, 2), (100_000, 8)], ids=str
+)
+def test_children_are_as_many_as_memory_has_room_for(
+    monkeypatch: pytest.MonkeyPatch, free_mib: int, num_children: int
+) -> None:
+    """In a small memory cgroup several were killed."""
+    free = HostMemory(free_mib << 20, 1 << 40)
+    monkeypatch.setattr(ahead, "host_memory", lambda: free)
+    monkeypatch.setattr(ahead, "default_counts", lambda topology: ThreadCounts(16, 16))
+    assert ahead._num_children() == num_children

@@ -14,6 +14,7 @@ from dflash_runtime.engine.measuring.kept import (
     box_as_json,
     box_from_json,
     box_record,
+    drop_box,
     keep_box,
     kept_box,
 )
@@ -35,6 +36,7 @@ BOX = Box(
     {"cuda:0": CopySpeed("cuda:0", 2e10, 1e10, 3e9, 1e10, "gen 4 x8 of gen 5 x16")},
     (Together("experts of cpu", "copies to cuda:0", 1.5, 1.25),),
     {"cuda:0": LINE},
+    {"cuda:0": LINE},
     POINT,
 )
 
@@ -45,6 +47,10 @@ def test_a_box_comes_back(tmp_path: Path) -> None:
         assert place is not None
         assert kept_box(box.key, str(tmp_path)) == box
     assert kept_box("other", str(tmp_path)) is None
+    for _ in range(2):
+        drop_box("k", str(tmp_path))
+        assert kept_box("k", str(tmp_path)) is None
+    assert kept_box(BOX.key, str(tmp_path)) == BOX
 
 
 def test_a_box_of_another_key_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

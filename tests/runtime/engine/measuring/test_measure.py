@@ -3,20 +3,29 @@ here."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.registry import describe
 from dflash_protocol.device import CPU
 from dflash_protocol.settings import Settings
 from dflash_runtime.compute import BackendName, make_backend
 from dflash_runtime.compute.kv_cache import KvType
-from dflash_runtime.engine.measuring import copies, machine, passes
+from dflash_runtime.engine.measuring import copies, machine, measure, passes
+from dflash_runtime.engine.measuring.host_stops import time_of_one
+from dflash_runtime.engine.measuring.layers import sampled_layers
+from dflash_runtime.engine.measuring.loaded_layers import LoadedLayers
 from dflash_runtime.engine.measuring.machine import box_of_machine
 from dflash_runtime.engine.measuring.measure import MeasuredDevice, measure_box
 from dflash_runtime.placement.box import Box, Curve, DeviceSpeed
@@ -75,6 +84,40 @@ def test_the_host(model: Path, host: MeasuredDevice) -> None:
     assert not box.copies
 
 
+def test_what_plans_need(model: Path, host: MeasuredDevice) -> None:
+    with GgufFile.open(model) as file:
+        box = measure_box(file, [host], key="k", kv_type=KV, limit_s=5.0, for_plan=True)
+    check_device(box, "cpu", rows={1, 64, 512})
+    assert all(len(curve.points) == 2 for curve in box.devices["cpu"].attention.values())
+
+
+def test_all_that_is_measured_shares_one_deadline(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: dict[str, float] = {}
+    load = measure._loaded
+
+    def slowly(*args: Any, **options: Any) -> Any:
+        time.sleep(0.3)
+        return load(*args, **options)
+
+    def measured_within(name: str, *_: Any, limit_s: float, **__: Any) -> DeviceSpeed:
+        limits[name] = limit_s
+        time.sleep(0.3)
+        return DeviceSpeed(name, {})
+
+    monkeypatch.setattr(measure, "_loaded", slowly)
+    monkeypatch.setattr(measure, "measure_device", measured_within)
+    with contextlib.ExitStack() as undo:
+        names = "one", "two", "three"
+        hosts = [MeasuredDevice(name, make_backend(BackendName.AUTO)) for name in names]
+        for each in hosts:
+            undo.callback(each.backend.close)
+        measured(model, *hosts, limit_s=1.2)
+    assert 0.0 <= limits["one"] < 0.15  # a third of the time, less what loading took
+    assert limits["three"] <= 0.1
+
+
 def test_a_gpu_beside_the_host(
     model: Path, host: MeasuredDevice, gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,6 +128,10 @@ def test_a_gpu_beside_the_host(
     box = measured(model, host, MeasuredDevice("cuda:0", backend, lambda: "gen 4 x8"))
     check_device(box, "cuda:0", rows={1, backend.chunking.preferred})
     assert [rows for rows, _ in box.host_stop["cuda:0"].points] == [1.0, 20.0]
+    one, all_used = (amount for amount, _ in box.host_asked["cuda:0"].points)
+    assert (one, all_used) == (6528, TINY.num_experts_used * 6528)
+    alone = box.devices["cpu"].experts[1]
+    assert all(alone.at(size) <= taken for size, taken in box.host_asked["cuda:0"].points)
     rates = box.copies["cuda:0"]
     assert min(rates.from_locked, rates.from_page_cache, rates.to_host, rates.kernel_reads) > 0.0
     assert rates.pcie == "gen 4 x8"
@@ -96,6 +143,42 @@ def test_a_gpu_beside_the_host(
     backend.close()
     del backend
     assert gpus.held()["pieces of memory"] <= before["pieces of memory"]
+
+
+def test_the_processor_computes_what_steps_ask(model: Path, gpus: EmulatedGpus) -> None:
+    backend: Any = gpus.open(EmulatedGpus.device)
+    processor = make_backend(BackendName.AUTO, num_threads=1)
+    with GgufFile.open(model) as file, contextlib.ExitStack() as undo:
+        undo.callback(processor.close)
+        undo.callback(backend.close)
+        sampled = sampled_layers(file, describe(file), limit_bytes=1 << 30)
+        loaded = LoadedLayers(backend, file, sampled, num_positions=64, kv_type=KV)
+        undo.callback(loaded.close)
+        num_layers, num_used = len(sampled.kinds[0].layer_ids), TINY.num_experts_used
+        banks = loaded.banks_of(processor, 1.0)
+        for every, least, most in ((1, num_used, num_used), (2, 0, num_used)):
+            asked = loaded.asked_passes(num_layers, banks, every)
+            assert asked.passes.captured is not None
+            assert asked.passes.captured.needs_host
+            for _ in range(3):
+                assert asked.passes.seconds(1) > 0.0
+            share_asking, num_asked = asked.counts()
+            assert least <= num_asked <= most
+            assert num_asked / num_used <= share_asking <= 1.0
+        assert not any(loaded.backend.take_selections(loaded.banks).values())
+
+
+@given(st.floats(0, 1e-4), st.floats(0, 1e-4), st.integers(2, 16), st.floats(0.3, 1.0))
+def test_what_asking_for_one_expert_takes(
+    any_s: float, slope_s: float, num_all: int, share_asking: float
+) -> None:
+    num_few = min(share_asking, 0.2 * num_all)
+    all_s, few_s = any_s + slope_s * num_all, share_asking * any_s + slope_s * num_few
+    told = partial(time_of_one, share_asking=share_asking, num_few=num_few, num_all=num_all)
+    assert told(all_s, few_s) == pytest.approx(any_s + slope_s, abs=1e-12)
+    for noisy_s in (0.0, 2 * all_s):
+        found = told(all_s, noisy_s)
+        assert 0.0 <= found <= all_s + 1e-12
 
 
 def test_ctrl_c_gives_all_memory_back(model: Path, gpus: EmulatedGpus) -> None:
@@ -143,11 +226,11 @@ def test_a_box_is_kept_for_the_next_start(
 ) -> None:
     calls: list[list[str]] = []
 
-    def measure(file: GgufFile, devices: list[MeasuredDevice], *, key: str, **_: object) -> Box:
+    def made(file: GgufFile, devices: list[MeasuredDevice], *, key: str, **_: object) -> Box:
         calls.append([each.name for each in devices])
         return Box(key, {each.name: DeviceSpeed(each.name, {}) for each in devices})
 
-    monkeypatch.setattr(machine, "measure_box", measure)
+    monkeypatch.setattr(machine, "measure_box", made)
     settings = Settings(backend="reference", cache_dir=str(tmp_path))
     with GgufFile.open(model) as file:
         first = box_of_machine(file, settings, devices=(CPU,))

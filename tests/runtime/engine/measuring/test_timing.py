@@ -41,6 +41,20 @@ def test_more_rounds_while_there_is_time() -> None:
     assert 4.0 < TimeLeft(10.0).share(0.5) <= 5.0
 
 
+@pytest.mark.parametrize(("limit_s", "num_calls"), [(0.0, 3), (0.2, 6)])
+def test_long_rounds_end_with_the_time(limit_s: float, num_calls: int) -> None:
+    calls = 0
+
+    def timer() -> tuple[float]:
+        nonlocal calls
+        calls += 1
+        time.sleep(0.09)
+        return (1.0,)
+
+    medians([timer], limit_s=limit_s, least=5)
+    assert calls <= num_calls
+
+
 def test_things_that_take_longer_beside_each_other_are_timed_so() -> None:
     lock, num_running = threading.Lock(), 0
 

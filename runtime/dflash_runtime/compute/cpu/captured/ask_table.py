@@ -74,7 +74,9 @@ class AskTable:
     ) -> None:
         """`num_experts_used`: the most of any layer. `workers` compute the experts of this process
         that are in the host's memory; None if there are none."""
-        self._owners, self._num_used = owners, num_experts_used
+        self.mailed: frozenset[int] = frozenset()
+        """Owners that a device asks in the present step, or has asked in the last one."""
+        self._owners = owners
         self._kept: list[object] = []
         self._layers: dict[int, _LayerTables] = {}
         self._lent: list[tuple[AskRoute, LentSlot]] = []
@@ -115,6 +117,10 @@ class AskTable:
             mine[ring.REQUEST_PHASE] = PHASES.index(Phase.DECODE)
             mine[ring.REQUEST_IDLE], mine[ring.REQUEST_REGION] = idle, region
         owners.settle_with(self.settle)
+
+    @property
+    def _num_used(self) -> int:
+        return len(self.pairs.token_indices)
 
     def call(
         self,
@@ -175,11 +181,18 @@ class AskTable:
             tables.owner_index[:] = routing.owner_index
             tables.local_expert_id[:] = routing.local_expert_id
 
-    def begin(self) -> None:
-        """Have compiled code ask in the step that follows, if it can."""
+    def begin(self, mailed: frozenset[int] = frozenset()) -> None:
+        """Have compiled code ask in the step that follows, if it can. `mailed`: indices of owners
+        that a device asks in it, through mailboxes; their pairs are only counted."""
+        if mailed != self.mailed:
+            self.settle()  # requests through mailboxes have no times
+            self.mailed = mailed
+            for index in range(self._owners.num_owners):
+                self._words[_place(index, t.MAILED)] = index in mailed
         routes = self._owners.ask_routes()
         if routes is None:
             return
+        routes = [route for route in routes if route.owner_index not in mailed]
         if self._owners.is_any_to_be_checked(len(routes) * len(self._layers)):
             return
         words = self._words

@@ -61,8 +61,9 @@ TABLE: of all layers, the words below."""
 
 # Words of an owner, after those of its requests; of the latter this process's owners use their
 # batch, the number of replies, and the seconds of computing.
-PORT, MOST_SPIN_NS, NUM_PAIRS = range(ring.REQUEST_WORDS, ring.REQUEST_WORDS + 3)
-OWNER_WORDS = ring.REQUEST_WORDS + 3
+# MAILED: 1: a device asks it, through a mailbox; its pairs are only counted here.
+PORT, MOST_SPIN_NS, NUM_PAIRS, MAILED = range(ring.REQUEST_WORDS, ring.REQUEST_WORDS + 4)
+OWNER_WORDS = ring.REQUEST_WORDS + 4
 
 
 @primitive(i64, i64, i64, i64)
@@ -111,10 +112,11 @@ def _share_out(args: int, table: int) -> bool:
 
 @helper
 def _is_asked(table: int, index: int) -> bool:
-    """Whether it is a daemon that has pairs."""
-    num_pairs: int = get(_owner(table, index), ring.BATCH_PAIRS)
+    """Whether it is a daemon that has pairs, and that no device asks."""
+    words = _owner(table, index)
+    num_pairs: int = get(words, ring.BATCH_PAIRS)
     is_here = index == get(table, OWN) or index == get(table, DEVICE)
-    return not is_here and num_pairs > 0
+    return not is_here and num_pairs > 0 and get(words, MAILED) == 0
 
 
 @helper

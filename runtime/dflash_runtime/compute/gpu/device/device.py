@@ -123,6 +123,12 @@ class SideStream(Protocol):
     def replay(self, graph: Graph) -> None:
         """Start the graph's launches; returns before they have run."""
 
+    @property
+    def functions(self) -> tuple[int, int, int]:
+        """For code that copies to the device without Python, on a thread whose current device this
+        is: addresses of the C functions ``int copy(destination, source, num_bytes, stream)`` and
+        ``int synchronize(stream)``, and the stream; not 0: it failed. See `write`."""
+
     def is_empty(self) -> bool:
         """Whether all work has ended. Raises: the error of a kernel that failed."""
 

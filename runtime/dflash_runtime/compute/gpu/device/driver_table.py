@@ -175,6 +175,10 @@ FUNCTIONS = {
     "copy_of_kind": DriverFunction(
         None, "hipMemcpyAsync", (c_void_p, c_void_p, c_size_t, c_int, c_void_p)
     ),
+    # Of both vendors alike, for compiled code.
+    "copy_to_device": DriverFunction(
+        "cuMemcpyHtoDAsync_v2", "hipMemcpyHtoDAsync", (c_void_p, c_void_p, c_size_t, c_void_p)
+    ),
     "clear": DriverFunction(
         "cuMemsetD8Async", "hipMemsetD8Async", (c_void_p, c_ubyte, c_size_t, c_void_p)
     ),

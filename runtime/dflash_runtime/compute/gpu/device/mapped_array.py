@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, TypeAlias
 
@@ -39,6 +39,12 @@ class MappedArray:
     device: _Place
     data: _Place
     flags: _Place
+
+
+def first_rows(array: Any, num_rows: int) -> Any:
+    """The first rows of a MappedArray."""
+    shape = num_rows, *array.shape[1:]
+    return replace(array, shape=shape, size=prod(shape))
 
 
 class MappedBlock:

@@ -113,6 +113,11 @@ class CupySideStream:
         assert isinstance(graph, CupyGraph)
         graph.replay_in(self._begun())
 
+    @property
+    def functions(self) -> tuple[int, int, int]:
+        stream, address_of = self._begun(), self._driver.address_of
+        return address_of("copy_to_device"), address_of("synchronize_stream"), stream
+
     def is_empty(self) -> bool:
         return self._driver.is_empty(self._begun())
 

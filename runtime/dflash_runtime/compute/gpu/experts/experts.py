@@ -20,8 +20,10 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.spec import MoeLayer
 from dflash_protocol.batch import HostSums, RoutedBatch, Sums, slice_tokens
 from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
+from dflash_runtime.compute.backend import ExpertStage
 from dflash_runtime.compute.gpu.device.buffers import Buffer
 from dflash_runtime.compute.gpu.device.device import Graph
+from dflash_runtime.compute.gpu.experts.stage import DeviceStage
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, STEP_SIZES
 from dflash_runtime.compute.gpu.launch.decode_experts import Choice
 from dflash_runtime.compute.gpu.layers.matrix import Uploader
@@ -233,22 +235,33 @@ class CupyExpertBank:
         )
 
     def replace(
-        self, file: GgufFile, local_expert_ids: I32Array, global_expert_ids: I32Array
+        self,
+        file: GgufFile,
+        local_expert_ids: I32Array,
+        global_expert_ids: I32Array,
+        *,
+        stage: ExpertStage | None = None,
     ) -> None:
         """Slots get other weights, under the same local ids."""
+        assert stage is None or isinstance(stage, DeviceStage)  # this backend's
         by_global, by_local, device = self.by_global, self.by_local, self._ops.device
-        pairs = zip(local_expert_ids.tolist(), global_expert_ids.tolist(), strict=True)
+        slots = by_local.slot_of_expert[local_expert_ids]
         with self._lock:
             device.synchronize()
-            for local_expert_id, global_expert_id in pairs:
-                slot = int(by_local.slot_of_expert[local_expert_id])
-                leaving = int(np.flatnonzero(by_global.slot_of_expert == slot)[0])
-                by_global.fill(self._uploader, file, slot, global_expert_id=global_expert_id)
-                for named, name, before in (
-                    (by_global, global_expert_id, leaving),
-                    (by_local, local_expert_id, local_expert_id),
-                ):
-                    named.rename(device, file, slot, ids=(global_expert_id, name), before=before)
+            # They are no longer here, but for those that get another slot below.
+            by_global.slot_of_expert[np.isin(by_global.slot_of_expert, slots)] = -1
+            for slot, local_expert_id, global_expert_id in zip(
+                slots.tolist(), local_expert_ids.tolist(), global_expert_ids.tolist(), strict=True
+            ):
+                native = None
+                if stage is not None:
+                    native = stage.matrices(self.layer.layer_id, global_expert_id)
+                by_global.fill(
+                    self._uploader, file, slot, global_expert_id=global_expert_id, native=native
+                )
+                for named, name in ((by_global, global_expert_id), (by_local, local_expert_id)):
+                    named.rename(device, file, slot, ids=(global_expert_id, name))
+            self._uploader.finish()
 
     def accumulate(self, batch: RoutedBatch, out: F64Array) -> None:
         """Raises: ValueError for a wrong shape or ids; DeviceUnavailable."""

@@ -12,7 +12,7 @@ chosen ones once they are known. The parent maps the file anyway, for the expert
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -20,28 +20,22 @@ import numpy as np
 import numpy.typing as npt
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.spec import ExpertProjection, MoeLayer
+from dflash_adapters.spec import MoeLayer
 from dflash_protocol.batch import group_by_expert
-from dflash_protocol.ids import I32Array, I64Array, Phase
+from dflash_protocol.ids import I32Array, Phase
 from dflash_runtime.compute.backend import RemoteExperts
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.gpu.experts.offload_room import NUM_PLACES, aligned, memory_of
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.gpu.launch.layouts import is_native
 from dflash_runtime.compute.gpu.layers.matrix import Uploader, require_kernels
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer, expert_bytes, named_layer
 from dflash_runtime.compute.gpu.ops.kernels import RoutedRows
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
-from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FilePiece, Transfer
+from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FileRuns, Transfer
 
-_ALIGNMENT = 256
-_NUM_PLACES = 2
 _NEARLY_ALL = 0.75
 """If this share of a layer's experts was chosen, all of the next layer's are copied ahead."""
-_TRIAL_BYTES = 128 << 20
-"""Copied twice at the start, to measure the rate."""
-_TELLING_BYTES = 16 << 20
-"""Transfers from this size on update the measured rate."""
-_RATE_WEIGHT = 0.2
 
 Experts = npt.NDArray[np.bool_]
 """A mask of a layer's experts. Shapes: [E]."""
@@ -80,6 +74,8 @@ class _Layer:
     """The same in the device's layout; the same arrays if the layouts agree."""
     resident: ResidentLayer
     """All missing experts as a resident layer."""
+    runs: FileRuns
+    """From the file to `native`: each missing expert's matrix, projection by projection."""
     some: tuple[Experts, ResidentLayer] | None = None
     """The experts computed last, as a resident layer."""
 
@@ -89,10 +85,9 @@ class _Layer:
         pairs = zip(self.native, self.weights, strict=True)
         return any(native is not weights for native, weights in pairs)
 
-    @property
-    def slots(self) -> I64Array:
-        """Index of each missing expert in the arrays. Shapes: [E]."""
-        return np.cumsum(self.missing) - 1
+    def runs_of(self, experts: Experts) -> FileRuns:
+        """Those of some of the missing experts. Shapes: experts [E]."""
+        return self.runs.chosen(np.tile(experts[self.missing], len(self.native)))
 
 
 class ExpertOffload:
@@ -122,30 +117,24 @@ class ExpertOffload:
         self._device = device = ops.device
         self._uploader = uploader
         self._file = file
-        place_bytes, laid_out_bytes = _memory_of(
+        place_bytes, laid_out_bytes = memory_of(
             (layer, int(experts.sum())) for layer, experts in missing.values()
         )
-        self._places = [_Place(device.empty(place_bytes, np.uint8)) for _ in range(_NUM_PLACES)]
+        self._places = [_Place(device.empty(place_bytes, np.uint8)) for _ in range(NUM_PLACES)]
         self._laid_out = device.empty(laid_out_bytes, np.uint8)
         """Memory for projections whose layout on the device differs."""
         self._laid_out_of: tuple[int, bytes] | None = None
         device.synchronize()  # kernels that used this memory before must have ended
         self._layers = {
-            layer_id: self._made(layer, experts, self._places[index % _NUM_PLACES])
+            layer_id: self._made(layer, experts, self._places[index % NUM_PLACES])
             for index, (layer_id, (layer, experts)) in enumerate(missing.items())
         }
         ids = list(missing)
         self._following = dict(pairwise(ids))
-        self._bytes_per_s = self._last_ended_s = 0.0
         self._copier = new_copier(device)
 
-    @property
-    def bytes_per_s(self) -> float:
-        """Measured rate of copies."""
-        return self._bytes_per_s
-
     def prepare(self) -> None:
-        """Measure the rate of copies, compile every kernel and allocate all memory.
+        """Compile every kernel and allocate all memory.
 
         Raises: SettingsError, DeviceUnavailable, DeviceOutOfMemory among them.
         """
@@ -157,30 +146,27 @@ class ExpertOffload:
             if kind not in tried:
                 tried.add(kind)
                 self._try_out(layer_id, known)
-        first_id, first = next(iter(self._layers.items()))
-        most = max(1, _TRIAL_BYTES // first.layer.expert_bytes)
-        some = first.missing & (first.slots < most)
-        for _ in range(2):  # the first time pages are read from the disk
-            first.place.clear()
-            self._load(first_id, some)
-            for transfer in first.place.transfers:
-                transfer.wait()
-                self._bytes_per_s = transfer.bytes_per_s()
-            first.place.transfers.clear()
+        for place in self._places:
+            place.clear()
 
-    def follow(self, layer_id: int, missing: Experts) -> None:
-        """Others of a layer's experts are remote now, as many as before; no chunk is computed.
+    def follow(self, missing_of: Mapping[int, Experts]) -> None:
+        """Others of these layers' experts are remote now, as many as before; no chunk is computed.
+        If that fails, nothing has changed.
 
-        Shapes: missing [E]. Raises: DeviceUnavailable.
+        Shapes: by layer id [E]. Raises: DeviceUnavailable.
         """
-        known = self._layers.get(layer_id)
-        if known is None or (known.missing == missing).all():
-            return
-        if known.missing.sum() != missing.sum():
-            raise ValueError(f"layer {layer_id} has room for {known.missing.sum()} experts")
-        known.place.clear()
-        self._laid_out_of = None
-        self._layers[layer_id] = self._made(known.layer, missing, known.place)
+        made = {}
+        for layer_id, missing in missing_of.items():
+            known = self._layers.get(layer_id)
+            if known is None or (known.missing == missing).all():
+                continue
+            if known.missing.sum() != missing.sum():
+                raise ValueError(f"layer {layer_id} has room for {known.missing.sum()} experts")
+            made[layer_id] = self._made(known.layer, missing, known.place)
+        for layer in made.values():
+            layer.place.clear()
+            self._laid_out_of = None
+        self._layers.update(made)
 
     def begin(self, layer_id: int, topk_ids: I32Array, remote: RemoteExperts) -> Experts | None:
         """Decide which of a layer's remote experts to compute here, and start to copy those that
@@ -191,7 +177,7 @@ class ExpertOffload:
         known = self._layers.get(layer_id)
         if known is None:
             return None
-        wanted = self._wanted(layer_id, topk_ids, remote)
+        wanted = self._wanted(layer_id, topk_ids.shape[0], remote)
         if wanted is None:
             return None
         self._file.require_unwritten()
@@ -201,7 +187,7 @@ class ExpertOffload:
         self._load(layer_id, chosen)
         following = self._following.get(layer_id)
         if following is not None and chosen.sum() >= _NEARLY_ALL * wanted.sum():
-            unseen = self._wanted(following, None, remote)
+            unseen = self._wanted(following, topk_ids.shape[0], remote)
             if unseen is not None:
                 self._load(following, unseen)
         return wanted
@@ -225,12 +211,9 @@ class ExpertOffload:
         self._layers.clear()
         self._places.clear()
 
-    def _wanted(
-        self, layer_id: int, topk_ids: I32Array | None, remote: RemoteExperts
-    ) -> Experts | None:
+    def _wanted(self, layer_id: int, num_tokens: int, remote: RemoteExperts) -> Experts | None:
         known = self._layers[layer_id]
-        expert_s = known.layer.expert_bytes / max(self._bytes_per_s, 1.0)
-        wanted = remote.to_offload(layer_id, topk_ids, expert_s=expert_s)
+        wanted = remote.to_offload(layer_id, num_tokens)
         if wanted is None or not (wanted & known.missing).any():
             return None
         return wanted & known.missing
@@ -248,36 +231,8 @@ class ExpertOffload:
             place.loaded = np.zeros(experts.size, np.bool_)
         more = experts & ~place.loaded
         if more.any():
-            runs = [
-                piece
-                for projection, native in zip(known.layer.projections, known.native, strict=True)
-                for piece in self._runs(projection, native, more, known.slots)
-            ]
-            place.transfers.append(self._copier.begin(runs))
+            place.transfers.append(self._copier.begin(known.runs_of(more)))
             place.loaded = place.loaded | more
-
-    def _runs(
-        self, projection: ExpertProjection, native: DeviceArray, experts: Experts, slots: I64Array
-    ) -> list[FilePiece]:
-        """Copies for these experts, one for each run contiguous in the file and on the device."""
-        size = projection.num_bytes
-        found: list[tuple[int, int, int, int]] = []  # shard, offset, first slot, experts
-        for global_expert_id in np.flatnonzero(experts).tolist():
-            shard, offset = projection.place_of(global_expert_id)
-            slot = int(slots[global_expert_id])
-            if found:
-                last_shard, begin, first, count = found[-1]
-                if (shard, offset, slot) == (last_shard, begin + count * size, first + count):
-                    found[-1] = shard, begin, first, count + 1
-                    continue
-            found.append((shard, offset, slot, 1))
-        return [
-            FilePiece(
-                self._file.region(shard, offset, count * size),
-                native[first * size : (first + count) * size],
-            )
-            for shard, offset, first, count in found
-        ]
 
     def _arrived(self, layer_id: int, known: _Layer, experts: Experts) -> ResidentLayer:
         """Wait for a layer's copies and return `experts` in the device's layout."""
@@ -286,10 +241,6 @@ class ExpertOffload:
         try:
             for transfer in place.transfers:
                 transfer.wait()
-                if transfer.num_bytes >= _TELLING_BYTES:
-                    rate = transfer.bytes_per_s(self._last_ended_s)
-                    self._bytes_per_s += _RATE_WEIGHT * (rate - self._bytes_per_s)
-                self._last_ended_s = max(self._last_ended_s, transfer.ended_s)
         except BaseException:
             place.clear()
             raise
@@ -309,20 +260,21 @@ class ExpertOffload:
         if state == self._laid_out_of or not known.is_laid_out:
             return
         self._laid_out_of = state
-        bounds = np.flatnonzero(np.diff(loaded[known.missing], prepend=False, append=False))
+        # In one launch, with what lies between them.
+        slots = np.flatnonzero(loaded[known.missing])
+        first, end = int(slots[0]), int(slots[-1]) + 1
         for projection, native, weights in zip(
             known.layer.projections, known.native, known.weights, strict=True
         ):
             if native is weights:
                 continue
             size, laid_out_size = projection.num_bytes, expert_bytes(projection)
-            for first, end in bounds.reshape(-1, 2).tolist():
-                self._uploader.lay_out(
-                    native[first * size : end * size],
-                    weights[first * laid_out_size : end * laid_out_size],
-                    projection.tensor_type,
-                    columns=projection.columns,
-                )
+            self._uploader.lay_out(
+                native[first * size : end * size],
+                weights[first * laid_out_size : end * laid_out_size],
+                projection.tensor_type,
+                columns=projection.columns,
+            )
 
     def _made(self, layer: MoeLayer, missing: Experts, place: _Place) -> _Layer:
         num = int(missing.sum())
@@ -332,16 +284,32 @@ class ExpertOffload:
         for each in layer.projections:
             end = begin + num * each.num_bytes
             native.append(place.memory[begin:end])
-            begin = _aligned(end)
+            begin = aligned(end)
             if is_native(each.tensor_type, each.columns):
                 weights.append(native[-1])
                 continue
             laid_out_end = laid_out_begin + num * expert_bytes(each)
             weights.append(self._laid_out[laid_out_begin:laid_out_end])
-            laid_out_begin = _aligned(laid_out_end)
+            laid_out_begin = aligned(laid_out_end)
         ids = np.flatnonzero(missing)
         resident = named_layer(self._device, self._file, layer, weights=weights, ids=(ids, ids))
-        return _Layer(layer, missing, place, tuple(native), tuple(weights), resident)
+        runs = FileRuns.of(
+            (
+                self._file.region(*each.place_of(global_expert_id), each.num_bytes),
+                array[slot * each.num_bytes : (slot + 1) * each.num_bytes],
+            )
+            for each, array in zip(layer.projections, native, strict=True)
+            for slot, global_expert_id in enumerate(ids.tolist())
+        )
+        return _Layer(
+            layer,
+            missing,
+            place,
+            native=tuple(native),
+            weights=tuple(weights),
+            resident=resident,
+            runs=runs,
+        )
 
     def _try_out(self, layer_id: int, known: _Layer) -> None:
         """Compute the smallest chunk, with all tokens routed to one expert."""
@@ -359,27 +327,3 @@ class ExpertOffload:
         )
         self._ops.chunk_experts.sums_of_batch(resident, batch)
         self._device.synchronize()
-
-
-def offload_bytes(missing: Iterable[tuple[MoeLayer, int]]) -> int:
-    """Device memory for weights of an ExpertOffload, with so many remote experts of each layer."""
-    place_bytes, laid_out_bytes = _memory_of(missing)
-    return _NUM_PLACES * place_bytes + laid_out_bytes
-
-
-def _memory_of(missing: Iterable[tuple[MoeLayer, int]]) -> tuple[int, int]:
-    """Bytes of a place, and of memory for projections whose layout on the device differs."""
-    place_bytes = laid_out_bytes = 0
-    for layer, num in missing:
-        native = sum(_aligned(num * each.num_bytes) for each in layer.projections)
-        laid_out = sum(
-            _aligned(num * expert_bytes(each))
-            for each in layer.projections
-            if not is_native(each.tensor_type, each.columns)
-        )
-        place_bytes, laid_out_bytes = max(place_bytes, native), max(laid_out_bytes, laid_out)
-    return place_bytes, laid_out_bytes
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -68,10 +68,14 @@ class Uploader:
     def lay_out(
         self, native: DeviceArray, out: DeviceArray, tensor_type: TensorType, *, columns: int
     ) -> None:
-        """Repack rows of a file that are on the device already.
+        """Repack rows of a file that are on the device already, or copy them if the layout is the
+        file's.
 
         Shapes: native [rows * the file's row bytes], out [rows * row_bytes] uint8.
         """
+        if is_native(tensor_type, columns):
+            self._device.copy(out, native)
+            return
         key = tensor_type, columns
         if key not in self._repacks:
             self._repacks[key] = Repack(self._device, tensor_type, columns=columns)

@@ -53,12 +53,11 @@ class ResidentLayer:
         return self.num_resident == self.layer.num_experts
 
     def rename(
-        self, device: KernelDevice, file: GgufFile, slot: int, *, ids: tuple[int, int], before: int
+        self, device: KernelDevice, file: GgufFile, slot: int, *, ids: tuple[int, int]
     ) -> None:
-        """The expert in a slot is now the one of this global id, called the second of `ids`; what
-        was called `before` is no longer here. No kernel may be running."""
+        """The expert in a slot is now the one of this global id, called the second of `ids`. No
+        kernel may be running."""
         global_expert_id, name = ids
-        self.slot_of_expert[before] = -1
         self.slot_of_expert[name] = slot
         device.write(self.experts.slot_of_expert, self.slot_of_expert)
         parts = self.experts.gate, self.experts.up, self.experts.down
@@ -71,10 +70,24 @@ class ResidentLayer:
                     row = rows.reshape(-1, vector.length)[name : name + 1]
                     device.write(row, _vector(file, vector, global_expert_id).reshape(1, -1))
 
-    def fill(self, uploader: Uploader, file: GgufFile, slot: int, *, global_expert_id: int) -> None:
-        """Write an expert's matrices into a slot."""
-        for projection, weights in zip(self.layer.projections, self.weights, strict=True):
-            _fill(uploader, file, projection, weights, slot=slot, global_expert_id=global_expert_id)
+    def fill(
+        self,
+        uploader: Uploader,
+        file: GgufFile,
+        slot: int,
+        *,
+        global_expert_id: int,
+        native: Sequence[DeviceArray] | None = None,
+    ) -> None:
+        """Write an expert's matrices into a slot: from `native`, where they lie on the device as in
+        the file, else from the file."""
+        if native is None:
+            for each, weights in zip(self.layer.projections, self.weights, strict=True):
+                _fill(uploader, file, each, weights, slot=slot, global_expert_id=global_expert_id)
+            return
+        for each, weights, source in zip(self.layer.projections, self.weights, native, strict=True):
+            place = _slot(each, weights, slot)
+            uploader.lay_out(source, place, each.tensor_type, columns=each.columns)
 
     def only(self, device: KernelDevice, chosen: npt.NDArray[np.bool_]) -> ResidentLayer | None:
         """The same weights with only the chosen experts; None if none is left.
@@ -155,10 +168,15 @@ def _fill(
     global_expert_id: int,
 ) -> None:
     """Write one expert's matrix into a slot. Shapes: weights [slots * expert_bytes] uint8."""
-    num_bytes = expert_bytes(projection)
     raw = file.region(*projection.place_of(global_expert_id), projection.num_bytes)
-    place = weights[slot * num_bytes : (slot + 1) * num_bytes]
+    place = _slot(projection, weights, slot)
     uploader.fill(place, raw, projection.tensor_type, columns=projection.columns)
+
+
+def _slot(projection: ExpertProjection, weights: DeviceArray, slot: int) -> DeviceArray:
+    num_bytes = expert_bytes(projection)
+    place: DeviceArray = weights[slot * num_bytes : (slot + 1) * num_bytes]
+    return place
 
 
 def named_layer(

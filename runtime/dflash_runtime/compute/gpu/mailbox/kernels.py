@@ -165,16 +165,22 @@ class MailKernels:
         *,
         replies: ctypes.Structure,
         rounded: bool = False,
+        local: DeviceArray | None = None,
+        host: DeviceArray | None = None,
     ) -> None:
-        """Add the peers' sums to the residual. `rounded`: the single peer answers in float32.
+        """Add the peers' sums to the residual, rounded once, together with those of local experts
+        and of owners that the host has asked, if given. `rounded`: the single peer answers in
+        float32, and there are no other sums.
 
-        Shapes: residual [T, H] float32; H is even if `rounded`.
+        Shapes: residual [T, H] float32; H is even if `rounded`; local, host [T, H] float64.
         """
         num_tokens = residual.shape[0]
         sizes = {"T": num_tokens, "H": layer.hidden_size}
         args = MailAddArgs(
             replies=replies,
             residual=self._arrays.address("residual", residual, np.float32, **sizes),
+            local=self._arrays.optional("local", local, np.float64, **sizes),
+            host=self._arrays.optional("host", host, np.float64, **sizes),
         )
         name = "mail_add_rounded" if rounded else "mail_add"
         kernel = self._parent_kernel(layer, rule, num_tokens, name, MailAddArgs)

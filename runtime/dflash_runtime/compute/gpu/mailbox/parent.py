@@ -119,9 +119,10 @@ class MailLink:
 
     def restart(self, epoch: int) -> None:
         """Set both sides to this epoch, the one before the next step's; no step may be running."""
-        self.words.write(MailWord.PARENT_ABORT, 0)
         self.words.ask(Ask.PEER_EPOCH if self.lines is self.peer_lines else Ask.EPOCH, epoch)
         self.words.await_answer(_ANSWER_S, self._is_live)
+        # Not before: kernels of a step that was cut short must find it.
+        self.words.write(MailWord.PARENT_ABORT, 0)
 
     def prepare(self, num_tokens: int) -> None:
         """Have the daemon capture steps of so many tokens; call `restart` afterwards."""
@@ -265,6 +266,8 @@ class ParentMail:
         self.kernels = MailKernels(self._side)
         self.epoch = epoch
         """Epoch of the last step that was asked for."""
+        self.is_cut = False
+        """Whether the last step was cut short, until a restart."""
         self._sizes = {1}
         """Step sizes, in tokens, that every daemon is ready for."""
         try:
@@ -330,6 +333,7 @@ class ParentMail:
         for link in self._links:
             link.restart(self.epoch)
         self._side.set_epoch(self.epoch)
+        self.is_cut = False
 
     def prepare(self, num_tokens: int) -> None:
         """Have every daemon capture steps of so many tokens; no step may be running.
@@ -350,6 +354,23 @@ class ParentMail:
         self.epoch += 1
         for link in self._links:
             link.words.ask(Ask.STEP, num_tokens)
+
+    def cut(self) -> None:
+        """Have the step under way fail, whose launches end here: daemons stop waiting for it.
+        `restart` before the next one."""
+        self.is_cut = True
+        self._failed[0] = self.epoch
+        for link in self._links:
+            with suppress(DaemonUnavailable):  # its session is over
+                link.words.write(MailWord.PARENT_ABORT, self.epoch)
+
+    def is_answering(self) -> bool:
+        """Whether every daemon is ready for another step; no step of ours may be running."""
+        try:
+            self.restart()
+        except DaemonUnavailable:
+            return False
+        return True
 
     def failed_epoch(self) -> int:
         """Epoch of the first step that failed; 0: none has."""

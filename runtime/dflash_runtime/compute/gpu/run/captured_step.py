@@ -36,9 +36,9 @@ class GraphStep:
     """Implements backend.CapturedStep for one sequence. Used by the thread that runs the model.
 
     Three paths to experts: all on the device (one graph); asked by the host (a graph in pieces);
-    asked by the device through mailboxes (`sessions`), preferred to the host's while their daemons
-    are there. A mailbox step that fails is recomputed through the host, and so are the steps after
-    it until there are mailboxes again.
+    asked by the device through mailboxes (`sessions`), preferred to the host's while there are any:
+    the host then asks the other owners only, if there are some. A mailbox step that fails is
+    recomputed through the host, and so are the steps after it until there are mailboxes again.
     States: open; closed, when everything is released even if this object is still referred to.
     Owns: graphs of each context bucket used so far, and mapped memory of the host.
     """

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from dflash_adapters.spec import MoeLayer, MoeSpec
 from dflash_protocol.batch import HostHidden
@@ -24,6 +25,7 @@ from dflash_runtime.compute.cpu.kernels.device_tasks import (
     launch_call,
 )
 from dflash_runtime.compute.cpu.kernels.words import Call
+from dflash_runtime.compute.gpu.device.buffers import Buffer
 from dflash_runtime.compute.gpu.experts.moe import DeviceMoe, HereRoute, Route, local_sums
 from dflash_runtime.compute.gpu.launch.decode_experts import Choice
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
@@ -56,7 +58,8 @@ class HostPath(StepPath):
         raises ends the step."""
         compile_calls()
         self._remote, self._check = remote, check
-        self._exchanges: list[_Exchange] = []
+        self.exchanges: dict[int, ExchangeRoute] = {}
+        """Routes of layers whose experts are not all here, by layer id."""
         self._whole_pairs: list[int] = []
         """Pairs of a token in each layer whose experts are all here."""
         self._ops, self._exchanger = ops, Exchanger(ops.device)
@@ -97,13 +100,18 @@ class HostPath(StepPath):
             num_used=layer.num_experts_used,
         )
         exchange = _Exchange(self._table, box, self._remote, layer.layer_id, bank)
-        self._exchanges.append(exchange)
-        return _ExchangeRoute(self._ops, self._exchanger, exchange, local)
+        route = ExchangeRoute(self._ops, self._exchanger, exchange, local)
+        self.exchanges[layer.layer_id] = route
+        return route
 
     def experts(self, phase: Phase) -> DeviceMoe:
         return self._moe
 
     def replayed(self, pieces: Sequence[GraphPiece]) -> Callable[[], None]:
+        return partial(self.run_program, self.program(pieces))
+
+    def program(self, pieces: Sequence[GraphPiece]) -> Program:
+        """What runs these graphs, and the host's work between them."""
         calls, instead = list[Call](), dict[int, BetweenCalls]()
 
         def add(call: Call, by_host: Callable[[], None]) -> None:
@@ -118,30 +126,36 @@ class HostPath(StepPath):
             if exchange is not None:
                 add(await_call(signal, int(1e9 * BUSY_S)), exchange.box.wait)
                 add(exchange.call(), exchange)
-        program = Program(calls, [self._exchanges, pieces], 1, instead=instead)
-        return lambda: self._run(program)
+        return Program(calls, [self.exchanges, pieces], 1, instead=instead)
 
-    def _run(self, program: Program) -> None:
-        """Raises: what `check` raises; DaemonUnavailable, DeviceUnavailable."""
+    def run_program(self, program: Program, mailed: frozenset[int] = frozenset()) -> None:
+        """Run a step. `mailed`: indices of owners that the device asks itself.
+
+        Raises: what `check` raises; DaemonUnavailable, DeviceUnavailable.
+        """
         workers, pool = self._workers, 0
         if workers is not None:
             workers.begin(1)
             pool = workers.address
         self._ops.device.use()
         try:
-            self._table.begin()
+            self._table.begin(mailed)
             program.run(pool, self._check)
         finally:
             self._table.end()
 
     def count_step(self) -> None:
         """Layers that are wholly local; the others are counted as they are asked for."""
+        self.count_whole(_PHASE)
+
+    def count_whole(self, phase: Phase, num_steps: int = 1, *, num_tokens: int = 1) -> None:
+        """Count layers that are wholly local, in steps of so many tokens."""
         if self._whole_pairs:
             self._remote.count_local(
-                _PHASE,
-                num_tokens=1,
-                num_pairs=sum(self._whole_pairs),
-                num_layers=len(self._whole_pairs),
+                phase,
+                num_tokens=num_tokens,
+                num_pairs=num_steps * num_tokens * sum(self._whole_pairs),
+                num_layers=num_steps * len(self._whole_pairs),
             )
 
     def follow_owners(self) -> None:
@@ -149,9 +163,9 @@ class HostPath(StepPath):
 
     def close(self) -> None:
         self._table.close()
-        for exchange in self._exchanges:
-            exchange.box.close()
-        self._exchanges.clear()
+        for route in self.exchanges.values():
+            route.exchange.box.close()
+        self.exchanges.clear()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,16 +188,18 @@ class _Exchange:
     def __call__(self) -> None:
         """The same by the host. Raises: DaemonUnavailable if no owner can compute them."""
         self.table.leave_to_host()
-        box = self.box
+        box, mailed = self.box, self.table.mailed
         rows = HostHidden(box.rows)
-        ticket = self.remote.begin(self.layer_id, rows, box.ids, box.weights, phase=_PHASE)
+        ticket = self.remote.begin(
+            self.layer_id, rows, box.ids, box.weights, phase=_PHASE, mailed=mailed
+        )
         self.remote.finish(ticket, box.sums)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _ExchangeRoute:
+class ExchangeRoute:
     """Implements moe.Route: gives rows and choice to the host, adds the local experts and its
-    sums."""
+    sums. Immutable, but for the exchange's memory."""
 
     ops: GpuOps
     exchanger: Exchanger
@@ -192,14 +208,22 @@ class _ExchangeRoute:
 
     def __call__(self, routed: RoutedRows, residual: Rows) -> Pausable[None]:
         """Pauses for the host's work, which is left out in a trial."""
-        ops, choice, box = self.ops, routed.choice, self.exchange.box
+        local = yield from self.asked(routed)
+        add, host = self.ops.elementwise.add_sums, self.exchange.box.mapped_sums
+        if local is None:
+            add(residual.array, host)
+        else:
+            add(residual.array, local.array, host)
+
+    def asked(self, routed: RoutedRows) -> Pausable[Buffer | None]:
+        """Have the host ask; then its sums are in the box's memory. Returns those of the local
+        experts, if there are any: [1, H] float64."""
+        ops, choice = self.ops, routed.choice
         ops.steps.choose_now(choice)
         rows = ops.steps.for_host(routed.x)
-        self.exchanger.give(box, rows, Choice(choice.ids, choice.weights))
-        if self.layer is None:
-            yield self.exchange
-            ops.elementwise.add_sums(residual.array, box.mapped_sums)
-            return
-        local = local_sums(ops, self.layer, routed, phase=_PHASE)  # while the host is at work
+        self.exchanger.give(self.exchange.box, rows, Choice(choice.ids, choice.weights))
+        local = None
+        if self.layer is not None:  # while the host is at work
+            local = local_sums(ops, self.layer, routed, phase=_PHASE)
         yield self.exchange
-        ops.elementwise.add_sums(residual.array, local.array, box.mapped_sums)
+        return local

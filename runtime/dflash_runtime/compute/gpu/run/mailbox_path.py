@@ -1,38 +1,50 @@
 """Captured steps and trees whose remote experts are asked for through mailboxes.
 
 Kernels ask and daemons' kernels answer, with no host in between; a lost daemon is noticed
-afterwards.
+afterwards. Owners without a mailbox are asked by the host, as in host_path.py, in the layers that
+they have experts of. A layer may have both::
+
+    device   choose ─ post to mailboxes ─ give to host ─ local experts ─┐   ┌─ wait, add all ─►
+    host                                            └─ asks the others ─┴───┘
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
+from dflash_adapters.routing import RoutingRule
 from dflash_adapters.spec import MoeLayer, MoeSpec
+from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.ids import I32Array, I64Array, Phase
 from dflash_runtime.compute.backend import NOT_FINITE, MailedExperts
+from dflash_runtime.compute.cpu.captured.program import Program
 from dflash_runtime.compute.gpu.device.device import DeviceArray
 from dflash_runtime.compute.gpu.experts.moe import DeviceMoe, HereRoute, Route
+from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows
 from dflash_runtime.compute.gpu.launch.decode_experts import Choice
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.gpu.mailbox.parent import ParentMail
 from dflash_runtime.compute.gpu.ops.kernels import RoutedRows
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
+from dflash_runtime.compute.gpu.run.host_path import ExchangeRoute, HostPath
 from dflash_runtime.compute.gpu.run.step_path import GraphPiece, StepPath
 from dflash_runtime.compute.model import Pausable
 
 
 class MailboxPath(StepPath):
     """The path of steps and trees of up to MOST_TOKENS tokens, for which every daemon must be
-    prepared.
+    prepared. Where the host has to ask for some experts (`needs_host`), of steps only.
 
-    States: live; failed, from the first step that was not answered on: its results and all later
-    ones are wrong; closed. Owns: the mailboxes, and memory of the device.
+    States: live; failed, from the first step that was not answered or was cut short: its results
+    and all later ones are wrong, until the mailboxes are restarted; closed. Owns: the mailboxes,
+    and memory of the device.
     """
 
     def __init__(
@@ -43,24 +55,46 @@ class MailboxPath(StepPath):
         *,
         mail: ParentMail,
         remote: MailedExperts,
+        home: HostPath,
     ) -> None:
-        """`remote` is told what was computed."""
+        """`remote` is told what was computed; `home` asks owners that have no mailbox."""
         self.mail = mail
-        self._remote = remote
+        self._remote, self._home = remote, home
+        self._by_host = {
+            layer_id: route
+            for layer_id, route in home.exchanges.items()
+            if self._has_others(layer_id)
+        }
+        """Layers with experts of such owners, by layer id."""
+        self.needs_host = bool(self._by_host)
         self._num_steps = self._epoch_of_position_0 = 0
         self._ops, self._resident = ops, resident
-        self._layers = {layer.layer_id: (index, layer) for index, layer in enumerate(moe.layers)}
-        upload = ops.device.upload
-        self._tables: dict[int, dict[int, DeviceArray]] = {
-            layer.layer_id: {
-                peer: upload(route.local_ids[layer.layer_id])
-                for peer, route in enumerate(mail.routes)
-                if layer.layer_id in route.local_ids
-            }
-            for layer in moe.layers
+        self._layers = {
+            layer.layer_id: (index, layer, self._tables_of(layer.layer_id))
+            for index, layer in enumerate(moe.layers)
         }
+        """By layer id: its place in the model, and by peer the local ids of its experts."""
         self._selections: dict[tuple[Phase, int], DeviceArray] = {}
         self._blocks: dict[Phase, DeviceMoe] = {}
+
+    @property
+    def _mailed(self) -> frozenset[int]:
+        """Indices of the owners behind mailboxes."""
+        return frozenset(route.owner_index for route in self.mail.routes)
+
+    def _has_others(self, layer_id: int) -> bool:
+        """Whether the host must ask for experts of this layer."""
+        asked_here = [self._remote.device_index, *self._mailed]
+        owner_index = self._remote.routing(layer_id).owner_index
+        return bool(np.isin(owner_index, asked_here, invert=True).any())
+
+    def _tables_of(self, layer_id: int) -> dict[int, DeviceArray]:
+        """Shapes: each [E] int32."""
+        return {
+            peer: self._ops.device.upload(route.local_ids[layer_id])
+            for peer, route in enumerate(self.mail.routes)
+            if layer_id in route.local_ids
+        }
 
     def experts(self, phase: Phase) -> DeviceMoe:
         """Begins the step on the device. Selections are counted by phase."""
@@ -80,6 +114,26 @@ class MailboxPath(StepPath):
         self.mail.ring(num_tokens)
         for piece in pieces:
             piece.graph.replay()
+
+    def replayed(self, pieces: Sequence[GraphPiece]) -> Callable[[], None]:
+        if not self.needs_host:
+            return super().replayed(pieces)
+        return partial(self._run_program, self._home.program(pieces), self._mailed)
+
+    def _run_program(self, program: Program, mailed: frozenset[int]) -> None:
+        """Run a step with the host's work in it. If an owner's experts cannot be had so, the step
+        fails, and is computed anew by the host alone.
+
+        Raises: what the host's `check` raises; DeviceUnavailable.
+        """
+        try:
+            self.mail.ring()
+            self._home.run_program(program, mailed)
+        except DaemonUnavailable:
+            self.mail.cut()
+        except BaseException:
+            self.mail.cut()
+            raise
 
     def has_failed(self, position: int) -> bool:
         """Whether the step of this position has failed, or one before it."""
@@ -105,13 +159,26 @@ class MailboxPath(StepPath):
 
     def count_tree(self, num_tokens: int) -> None:
         """Count a tree of so many tokens that was replayed."""
-        self._remote.count_mailed(self.mail.routes, 1, phase=Phase.VERIFY, num_tokens=num_tokens)
+        self._count(Phase.VERIFY, 1, num_tokens=num_tokens)
 
     def settle(self) -> None:
         """Report the counted steps to `remote`."""
         num_steps, self._num_steps = self._num_steps, 0
         if num_steps:
-            self._remote.count_mailed(self.mail.routes, num_steps)
+            self._count(Phase.DECODE, num_steps)
+
+    def _count(self, phase: Phase, num_steps: int, *, num_tokens: int = 1) -> None:
+        """Count layers that the host did not ask for. Pairs of those with remote experts are
+        counted on the device."""
+        others = [
+            layer_id
+            for layer_id, (_, _, tables) in self._layers.items()
+            if not tables or layer_id in self._by_host
+        ]
+        self._home.count_whole(phase, num_steps, num_tokens=num_tokens)
+        self._remote.count_mailed(
+            self.mail.routes, num_steps, phase=phase, num_tokens=num_tokens, but=others
+        )
 
     def close(self) -> None:
         self.settle()
@@ -129,57 +196,106 @@ class MailboxPath(StepPath):
         return taken
 
     def _new_route(self, phase: Phase, layer_id: int) -> Route:
-        local, (index, layer) = self._resident.get(layer_id), self._layers[layer_id]
-        tables = self._tables[layer_id]
+        local, (index, layer, tables) = self._resident.get(layer_id), self._layers[layer_id]
+        by_host = self._by_host.get(layer_id)
+        if by_host is not None:  # and counts
+            posts = _Posts(self._ops, self.mail, layer, index, tables, None)
+            return _MixedRoute(posts, by_host) if tables else by_host
         if not tables:  # the layer has no remote experts
             assert local is not None
             return HereRoute(self._ops, local, phase)
         selections = self._ops.device.zeros(layer.num_experts, np.uint32)
         self._selections[phase, layer_id] = selections
-        return _MailboxRoute(self._ops, self.mail, layer, index, local, tables, selections)
+        posts = _Posts(self._ops, self.mail, layer, index, tables, selections)
+        return _MailboxRoute(posts, local)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _MailboxRoute:
-    """Implements moe.Route: posts requests, computes local experts, adds these and the replies."""
+class _Posts:
+    """A layer's requests to the owners behind mailboxes."""
 
     ops: GpuOps
     mail: ParentMail
     layer: MoeLayer
     index: int
     """The layer's place among those with experts."""
-    local: ResidentLayer | None
     tables: Mapping[int, DeviceArray]
     """By peer, its local ids of the experts. Shapes: each [E] int32."""
-    selections: DeviceArray
+    selections: DeviceArray | None
+    """Choices are counted here, unless they are counted elsewhere. Shapes: [E] uint32."""
 
-    def __call__(self, routed: RoutedRows, residual: Rows) -> Pausable[None]:
-        yield from ()  # the host has nothing to do
-        ops, layer, tables, choice = self.ops, self.layer, self.tables, routed.choice
-        rule, logits = ops.steps.left_to_choose(choice)
+    def post(
+        self, routed: RoutedRows, *, rounds: bool = False
+    ) -> tuple[RoutingRule | None, StepRows, ctypes.Structure]:
+        """Returns the rule by which the kernel chooses experts, if it does; the rows; and the
+        replies to be added. `rounds`: see MailKernels.post."""
+        tables, choice = self.tables, routed.choice
+        rule, logits = self.ops.steps.left_to_choose(choice)
         requests, replies = self.mail.requests(self.index), self.mail.replies(self.index)
-        rows = ops.steps.for_experts(routed.x)
-        # A single float64 sum may be rounded by the daemon: two float32 fit a line.
-        rounds = self.local is None and len(tables) == 1 and layer.hidden_size % 2 == 0
-        counted_in = ops.step_experts.counted_in(self.selections)
-        kernels = self.mail.kernels
-        kernels.post(
-            layer,
+        rows = self.ops.steps.for_experts(routed.x)
+        self.mail.kernels.post(
+            self.layer,
             rule,
             rows,
-            choice=Choice(choice.ids, choice.weights, logits, selections=counted_in),
+            choice=Choice(
+                choice.ids,
+                choice.weights,
+                logits,
+                selections=self.ops.step_experts.counted_in(self.selections),
+            ),
             local_ids=list(tables.values()),
             requests=[requests[peer] for peer in tables],
             rounds=rounds,
         )
-        answers = kernels.replies({peer: replies[peer] for peer in tables})
+        return rule, rows, self.mail.kernels.replies({peer: replies[peer] for peer in tables})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _MailboxRoute:
+    """Implements moe.Route: posts requests, computes local experts, adds these and the replies."""
+
+    posts: _Posts
+    local: ResidentLayer | None
+
+    def __call__(self, routed: RoutedRows, residual: Rows) -> Pausable[None]:
+        yield from ()  # the host has nothing to do
+        posts, choice = self.posts, routed.choice
+        ops, layer = posts.ops, posts.layer
+        # A single float64 sum may be rounded by the daemon: two float32 fit a line.
+        rounds = self.local is None and len(posts.tables) == 1 and layer.hidden_size % 2 == 0
+        rule, rows, replies = posts.post(routed, rounds=rounds)
         if self.local is None:
-            kernels.add(layer, rule, residual.array, replies=answers, rounded=rounds)
+            add = posts.mail.kernels.add
+            add(layer, rule, residual.array, replies=replies, rounded=rounds)
             return
         ops.step_experts.add_with_replies(
             self.local,
             Choice(choice.ids, choice.weights),
             rows,
             residual=residual.array,
-            replies=answers,
+            replies=replies,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _MixedRoute:
+    """Implements moe.Route: posts requests, has the host ask the owners without a mailbox, and adds
+    local experts, the host's sums and the replies, rounded once."""
+
+    posts: _Posts
+    by_host: ExchangeRoute
+
+    def __call__(self, routed: RoutedRows, residual: Rows) -> Pausable[None]:
+        """Pauses for the host's work, which is left out in a trial."""
+        posts = self.posts
+        posts.ops.steps.choose_now(routed.choice)
+        _, _, replies = posts.post(routed)
+        local = yield from self.by_host.asked(routed)
+        posts.mail.kernels.add(
+            posts.layer,
+            None,
+            residual.array,
+            replies=replies,
+            local=None if local is None else local.array,
+            host=self.by_host.exchange.box.mapped_sums,
         )

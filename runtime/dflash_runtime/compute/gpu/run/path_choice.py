@@ -1,4 +1,5 @@
-"""Which path the next captured step takes to its experts: mailboxes while there are any."""
+"""Which path the next captured step takes to its experts: mailboxes while there are any, with the
+host's help for owners without one."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from dflash_runtime.compute.gpu.mailbox.layout import mail_layout
 from dflash_runtime.compute.gpu.mailbox.parent import ParentMail, is_preparing, is_ready
 from dflash_runtime.compute.gpu.mailbox.peer_memory import MemoryKeeper
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
+from dflash_runtime.compute.gpu.run.host_path import HostPath
 from dflash_runtime.compute.gpu.run.mailbox_path import MailboxPath
 from dflash_runtime.compute.gpu.run.step_captures import DecodePass, PathCaptures
 from dflash_runtime.compute.gpu.run.step_path import StepPath
@@ -64,12 +66,23 @@ class PathChoice:
     def choose(self) -> None:
         """Use mailboxes if there are any, perhaps of new sessions; else the path at home. No step
         may be running."""
-        if self.sessions is None or (self.mailbox is not None and self.mailbox.mail.is_live):
+        if self.sessions is None:
+            return
+        if self.mailbox is not None and self.sessions.is_current:
+            if self.mailbox.mail.is_cut:
+                self._restart(self.mailbox.mail)
             return
         self.leave_mailboxes()
         self.mailbox = self.sessions.present()
         if self.mailbox is not None:
             self._mailed = PathCaptures(self._decode, self.mailbox)
+
+    def _restart(self, mail: ParentMail) -> None:
+        """After a step that was cut short."""
+        try:
+            mail.restart()
+        except DaemonUnavailable as error:
+            self.refuse_mailboxes(error)
 
     def leave_mailboxes(self) -> None:
         """Go on without them."""
@@ -88,9 +101,13 @@ class PathChoice:
         assert self.mailbox is not None
         assert self.sessions is not None
         self._device.synchronize()
-        self.mailbox.mail.fail()
+        mail, is_cut = self.mailbox.mail, self.mailbox.mail.is_cut
+        # The host's work may have taken the time: daemons that answer now are not at fault.
+        if not (self.mailbox.needs_host and mail.is_answering()):
+            mail.fail()
         self.leave_mailboxes()
-        self.sessions.count_failure()
+        if not is_cut:
+            self.sessions.count_failure()
 
     def refuse_mailboxes(self, error: DaemonUnavailable) -> None:
         """Go on without them, and don't use these sessions' again."""
@@ -101,6 +118,8 @@ class PathChoice:
     def choose_memory(self, step_s: Callable[[], float]) -> None:
         """Choose the memory in which mailbox steps are fastest; `step_s` measures them."""
         assert self.sessions is not None
+        if self.mailbox is not None and self.mailbox.needs_host:
+            return  # which would count what is asked; devices' memory is mostly the faster
 
         def captured_anew() -> float:
             self.forget_mailed()
@@ -134,10 +153,10 @@ class PathChoice:
 class MailboxSessions:
     """Opens mailboxes for the daemons' current sessions, and refuses those that failed.
 
-    States: without mailboxes; with those of the daemons' current sessions, from `present` until
-    a session ends, they are refused, or `close`; after _MOST_FAILURES failed steps, or once epochs
-    are used up, without mailboxes for good. Used by the thread that runs the model; lasts as long
-    as the captured step. Owns: the mailboxes in use.
+    States: without mailboxes; with those of the daemons that have one, from `present` until a
+    session of these ends, another daemon has one, they are refused, or `close`; after
+    _MOST_FAILURES failed steps, or once epochs are used up, without mailboxes for good. Used by
+    the thread that runs the model; lasts as long as the captured step. Owns: the mailboxes in use.
     """
 
     def __init__(
@@ -147,12 +166,14 @@ class MailboxSessions:
         resident: Mapping[int, ResidentLayer],
         *,
         remote: MailedExperts,
+        home: HostPath,
         keeper: MemoryKeeper,
     ) -> None:
-        """`keeper` takes memory that a lost daemon may still have open."""
+        """`home` asks owners that have no mailbox; `keeper` takes memory that a lost daemon may
+        still have open."""
         self._keeper = keeper
         self._ops, self._moe, self._resident = ops, moe, resident
-        self._remote = remote
+        self._remote, self._home = remote, home
         self._routes: tuple[MailRoute, ...] = ()
         self._present: MailboxPath | None = None
         self._refused: tuple[MailRoute, ...] = ()
@@ -174,12 +195,12 @@ class MailboxSessions:
         return False
 
     def present(self) -> MailboxPath | None:
-        """The path of the next step; None: the host must ask. No step may be running."""
-        if self._present is not None and self._present.mail.is_live:
+        """The path of the next step; None: the host must ask for all. No step may be running."""
+        if self.is_current:
             return self._present
         self.close()
-        routes = self._remote.mail_routes()
-        if self._num_failures < _MOST_FAILURES and self._is_usable(routes):
+        routes = self._usable()
+        if routes and self._num_failures < _MOST_FAILURES and self._epoch < layout.LAST_EPOCH:
             self._routes = routes
             try:
                 self._present = self._opened(routes)
@@ -187,13 +208,22 @@ class MailboxSessions:
                 self.refuse(error)
         return self._present
 
-    def _is_usable(self, routes: tuple[MailRoute, ...]) -> bool:
-        is_new = 0 < len(routes) <= MOST_PEERS and routes != self._refused
-        return (
-            is_new
-            and self._epoch < layout.LAST_EPOCH
-            and all(is_ready(route, self._ops.device) for route in routes)
-        )
+    @property
+    def is_current(self) -> bool:
+        """Whether there are mailboxes, of all daemons that can be asked so now."""
+        if self._present is None or not self._present.mail.is_live:
+            return False
+        usable = self._usable()
+        return bool(usable) and all(route in self._routes for route in usable)
+
+    def _usable(self) -> tuple[MailRoute, ...]:
+        """Routes of mailboxes that are ready and were not refused; the host asks the other
+        owners."""
+        return tuple(
+            route
+            for route in self._remote.mail_routes()
+            if route not in self._refused and is_ready(route, self._ops.device)
+        )[:MOST_PEERS]
 
     def _opened(self, routes: tuple[MailRoute, ...]) -> MailboxPath:
         """Raises: DaemonUnavailable."""
@@ -204,7 +234,14 @@ class MailboxSessions:
         try:
             if mail.has_peers and self._uses_peers is not False:
                 mail.use_peers(True)
-            return MailboxPath(self._ops, self._moe, self._resident, mail=mail, remote=self._remote)
+            return MailboxPath(
+                self._ops,
+                self._moe,
+                self._resident,
+                mail=mail,
+                remote=self._remote,
+                home=self._home,
+            )
         except BaseException:
             mail.close()
             raise
@@ -214,7 +251,8 @@ class MailboxSessions:
         # docs (parent): a daemon's GPU does not answer ours by itself; the host asks it, which is
         # slower
         _LOG.warning("no mailbox: %s", one_line(str(error)))
-        self._refused = self._routes
+        refused = (*self._refused, *self._routes)
+        self._refused = tuple(route for route in refused if route.is_live())
         self.close()
 
     def count_failure(self) -> None:

@@ -121,6 +121,8 @@ class MailboxRedo:
 
         Raises: DaemonUnavailable if a lost daemon's experts have no fallback; DeviceUnavailable.
         """
+        if self._is_redone(position - 1):  # a step that was cut short samples none
+            return self._runner.tokens.wait(position)
         token_id = self._runner.tokens.wait(position)
         mailbox = self._choice.mailbox
         if mailbox is None:
@@ -192,7 +194,8 @@ class TreeSteps:
         """The path whose last tree was left to the host, and when, until its cost is noted."""
 
     def run(self, token_ids: I32Array, tree: Tree, features: Collection[int]) -> TreeResult | None:
-        """See CapturedStep.verify. Through mailboxes at most MOST_TOKENS tokens; None for more."""
+        """See CapturedStep.verify. Through mailboxes at most MOST_TOKENS tokens; None for more, or
+        where the host has to ask for some experts."""
         choice = self._choice
         if self._left_to_host is not None:
             mailbox, began_s = self._left_to_host
@@ -203,7 +206,7 @@ class TreeSteps:
             if choice.home.path.needs_host:
                 return None
             return choice.home.trees.run(token_ids, tree, features)
-        if token_ids.size > MOST_TOKENS:
+        if token_ids.size > MOST_TOKENS or choice.mailbox.needs_host:
             return None
         if choice.mailbox.is_to_be_checked():
             self._left_to_host = choice.mailbox, time.monotonic()

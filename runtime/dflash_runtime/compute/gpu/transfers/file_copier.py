@@ -1,54 +1,58 @@
 """Copies bytes of mapped files to the device, with several threads, beside kernels.
 
-Each thread fills one half of its own locked memory while the device reads the other. Copying,
-waiting and reading from the disk release the interpreter's lock.
+Each thread fills one half of its own locked memory, with as many runs as there is room for, while
+the device reads the other. Compiled code does all of it, without the interpreter's lock.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import os
 import queue
-import threading
-import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from dflash_protocol.errors import DeviceUnavailable
-from dflash_protocol.ids import U8Array
-from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, SideStream
+from dflash_protocol.ids import I64Array, U8Array
+from dflash_runtime.compute.cpu.kernels import copy_runs as k
+from dflash_runtime.compute.gpu.device.device import (
+    DeviceArray,
+    KernelDevice,
+    SideStream,
+    address,
+)
 from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock
+from dflash_runtime.compute.gpu.transfers.locked_room import HALVES, PIECE_BYTES, default_threads
 
-_MOST_THREADS = 8
-"""Enough to saturate PCIe 5; each costs 16 MiB of locked memory."""
-PIECE_BYTES = 8 << 20
-"""Bytes that a thread copies at once; with fewer the interpreter's lock, taken in between, is the
-bottleneck."""
-_HALVES = 2
 _TIMEOUT_S = 120.0
 """Longest wait for a transfer: its bytes may have to come from a slow disk."""
 
 
-def _default_threads() -> int:
-    return min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-
-
-def locked_bytes() -> int:
-    """Locked memory of a FileCopier with as many threads as it has by default."""
-    return _default_threads() * _HALVES * PIECE_BYTES
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class FilePiece:
-    """Bytes of a file, and their destination. Shapes: both [bytes] uint8."""
+class FileRuns:
+    """Runs of mapped files, of any length, and where each is to be copied.
 
-    source: U8Array
-    destination: DeviceArray
+    Shapes: table [N, 3], columns of copy_runs. Neighbours on the device should follow each other.
+    """
+
+    table: I64Array
+    held: object
+    """What keeps the memory at both ends."""
+
+    @classmethod
+    def of(cls, runs: Iterable[tuple[U8Array, DeviceArray]]) -> FileRuns:
+        """Sources and destinations. Shapes: both of a run [bytes] uint8."""
+        runs = [(source, destination) for source, destination in runs if source.size]
+        rows = [(each.ctypes.data, address(destination), each.size) for each, destination in runs]
+        return cls(np.array(rows, np.int64).reshape(-1, 3), runs)
+
+    def chosen(self, runs: npt.NDArray[np.bool_]) -> FileRuns:
+        """Some of them. Shapes: runs [N]."""
+        return FileRuns(self.table[runs], self.held)
 
 
 @dataclass(slots=True, eq=False)
@@ -57,16 +61,16 @@ class _Lane:
 
     stream: SideStream
     block: MappedBlock
-    half: int = 0
-    """The half to be filled next."""
 
-    def copy(self, piece: FilePiece) -> None:
-        """Begin to copy a piece; the copy before it has ended when this returns."""
-        staged = self.block.host[self.half][: piece.source.size]
-        np.copyto(staged, piece.source)
-        self.stream.synchronize()  # of the other half, which is filled next
-        self.stream.write(piece.destination, staged)
-        self.half = 1 - self.half
+    def copy(self, transfer: Transfer) -> None:
+        """Copy pieces of a transfer until none is left. Raises: DeviceUnavailable."""
+        staged: U8Array = self.block.host[0]
+        lane = *self.stream.functions, staged.ctypes.data, staged.size // HALVES
+        table, words = transfer.runs.table, transfer.words
+        status = k.copy_runs()(table, words.ctypes.data, np.array(lane, np.int64))
+        if status:
+            self.stream.synchronize()  # raises the driver's error, if it is not of this call alone
+            raise DeviceUnavailable(f"a copy to the device has failed (error {status})")
 
     def close(self) -> None:
         self.stream.close()
@@ -75,37 +79,38 @@ class _Lane:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """Pieces being copied."""
+    """Runs being copied."""
 
-    pieces: list[FilePiece]
-    num_bytes: int
-    counter: itertools.count[int] = field(default_factory=itertools.count)
-    runs: list[Future[None]] = field(default_factory=list)
-    is_cancelled: bool = False
-    begun_s: float = float("inf")
-    ended_s: float = 0.0
+    runs: FileRuns
+    words: I64Array
+    """See copy_runs."""
+    threads: list[Future[None]] = field(default_factory=list)
 
-    def bytes_per_s(self, free_from_s: float = 0.0) -> float:
-        """Rate, once it has ended: from its first byte, or from `free_from_s`, when earlier
-        transfers that shared the threads had ended, to its last."""
-        return self.num_bytes / max(self.ended_s - max(self.begun_s, free_from_s), 1e-7)
+    @property
+    def num_bytes(self) -> int:
+        return int(self.words[k.TOTAL_BYTES])
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is being copied any more."""
+        return all(each.done() for each in self.threads)
 
     def wait(self) -> None:
         """Wait until all pieces that were not cancelled have arrived. Raises: DeviceUnavailable."""
-        runs = [run for run in self.runs if not run.cancelled()]
-        _, left = wait_for(runs, timeout=_TIMEOUT_S)
+        threads = [each for each in self.threads if not each.cancelled()]
+        _, left = wait_for(threads, timeout=_TIMEOUT_S)
         if left:
             self.cancel()
             raise DeviceUnavailable(
                 f"{self.num_bytes} bytes of the model file have not come within {_TIMEOUT_S:.0f} s"
             )
-        for run in runs:
-            run.result()
+        for each in threads:
+            each.result()
 
     def cancel(self) -> None:
         """Drop pieces that are not begun; returns when none is being copied."""
-        self.is_cancelled = True
-        wait_for([run for run in self.runs if not run.cancel()])
+        self.words[k.NEXT] = k.NO_MORE
+        wait_for([each for each in self.threads if not each.cancel()])
 
 
 class FileCopier:
@@ -126,14 +131,14 @@ class FileCopier:
         Raises: DeviceUnavailable if memory cannot be locked.
         """
         if num_threads is None:
-            num_threads = _default_threads()
+            num_threads = default_threads()
+        k.copy_runs()  # compiled now rather than by a thread
         self._piece_bytes = piece_bytes
         self._lanes: queue.SimpleQueue[_Lane] = queue.SimpleQueue()
         self._num_threads = num_threads
-        self._times = threading.Lock()
         with contextlib.ExitStack() as undo:
             for _ in range(num_threads):
-                block = MappedBlock(device, [((piece_bytes,), np.uint8)] * _HALVES)
+                block = MappedBlock(device, [((HALVES * piece_bytes,), np.uint8)])
                 undo.callback(block.close)
                 stream = device.new_stream()
                 undo.callback(stream.close)
@@ -142,19 +147,12 @@ class FileCopier:
             undo.callback(self._threads.shutdown)
             self._undo = undo.pop_all()
 
-    def begin(self, runs: Iterable[FilePiece]) -> Transfer:
-        """Begin to copy runs of any length; their arrays must exist until the transfer ends."""
-        at_once = self._piece_bytes
-        pieces = [
-            FilePiece(
-                each.source[first : first + at_once], each.destination[first : first + at_once]
-            )
-            for each in runs
-            for first in range(0, each.source.size, at_once)
-        ]
-        transfer = Transfer(pieces, sum(each.source.size for each in pieces))
-        for _ in range(min(self._num_threads, len(pieces))):
-            transfer.runs.append(self._threads.submit(self._run, transfer))
+    def begin(self, runs: FileRuns) -> Transfer:
+        """Begin to copy."""
+        num_bytes = int(runs.table[:, k.SIZE].sum())
+        transfer = Transfer(runs, np.array((0, num_bytes), np.int64))
+        for _ in range(min(self._num_threads, -(-num_bytes // self._piece_bytes))):
+            transfer.threads.append(self._threads.submit(self._run, transfer))
         return transfer
 
     def close(self) -> None:
@@ -162,20 +160,12 @@ class FileCopier:
         self._undo.close()
 
     def _run(self, transfer: Transfer) -> None:
-        """Run one thread of a transfer: it takes the next piece until none is left."""
+        """Run one thread of a transfer."""
         lane = self._lanes.get_nowait()  # there are as many as threads
-        begun_s = time.perf_counter()
         try:
-            for index in transfer.counter:
-                if index >= len(transfer.pieces) or transfer.is_cancelled:
-                    break
-                lane.copy(transfer.pieces[index])
+            lane.copy(transfer)
         finally:
             try:
                 lane.stream.synchronize()
             finally:
                 self._lanes.put(lane)
-                ended_s = time.perf_counter()
-                with self._times:
-                    transfer.begun_s = min(transfer.begun_s, begun_s)
-                    transfer.ended_s = max(transfer.ended_s, ended_s)

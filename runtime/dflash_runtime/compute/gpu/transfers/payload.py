@@ -15,9 +15,10 @@ import threading
 import numpy as np
 
 from dflash_protocol import device_payload
-from dflash_protocol.batch import Hidden, SomeRows, Sums
+from dflash_protocol.batch import Hidden, HostHidden, SomeRows, Sums
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array
+from dflash_protocol.rows import HostCompute
 from dflash_runtime.compute.gpu.device.device import (
     DeviceArray,
     KernelDevice,
@@ -25,6 +26,7 @@ from dflash_runtime.compute.gpu.device.device import (
     address,
 )
 from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock
+from dflash_runtime.compute.gpu.transfers.host_rows import HostRows, RowIndices
 from dflash_runtime.compute.gpu.transfers.payload_kernels import (
     COPY_DEADLINE_S,
     DmaCopies,
@@ -46,6 +48,14 @@ class PayloadMover:
         self.device = device
         self.lock = lock
         self.kernels = PayloadKernels(device, lock)
+        self.indices = RowIndices(device)
+        self.host_rows = HostRows(self.kernels, self.indices)
+
+    def close(self) -> None:
+        """Unmap memory of the host. Idempotent."""
+        with self.lock:
+            self.host_rows.close()
+            self.indices.close()
 
     def open(self, address: int, num_bytes: int) -> SegmentWindow:
         with self.lock:
@@ -129,7 +139,7 @@ class PlacedRows:
         if self._indices is None:
             return self._array
         gathered = self.mover.device.empty(self.shape, np.float32)
-        rows = self.mover.device.upload(self._indices)
+        rows = self.mover.indices.put(self._indices)
         self.mover.kernels.move(
             address(self._array), address(gathered), self.shape, itemsize=4, rows=rows
         )
@@ -171,7 +181,17 @@ class PlacedSums:
             if isinstance(rows, slice):
                 mover.kernels.add_to_rows(self.array()[rows], more)
             else:
-                mover.kernels.add_to_rows(self.array(), more, mover.device.upload(rows))
+                mover.kernels.add_to_rows(self.array(), more, mover.indices.put(rows))
+
+    def add_computed(self, hidden: Hidden, rows: I32Array | None, compute: HostCompute) -> None:
+        mover = self.mover
+        if not isinstance(hidden, PlacedRows) or hidden.mover is not mover:
+            hidden = mover.rows(mover.array_of(hidden))
+        with mover.lock:
+            lent = mover.host_rows.lend(*hidden.chosen_rows, hidden.mark)
+        compute(HostHidden(lent.hidden), lent.sums)
+        with mover.lock:
+            mover.host_rows.add_sums(lent, self.array(), rows)
 
     def to_host(self) -> F64Array:
         with self.mover.lock:

@@ -86,9 +86,16 @@ class PayloadKernels:
         return num_blocks
 
     def add_to_rows(
-        self, out: DeviceArray, sums: DeviceArray, rows: DeviceArray | None = None
+        self,
+        out: DeviceArray,
+        sums: DeviceArray,
+        rows: DeviceArray | None = None,
+        *,
+        clears: bool = False,
     ) -> None:
-        """Shapes: out [T, H], sums [T', H] float64; rows [T'] int32, None: the first."""
+        """With `clears` sums are zero afterwards.
+
+        Shapes: out [T, H], sums [T', H] float64; rows [T'] int32, None: the first."""
         num_rows, columns = sums.shape
         if num_rows:
             args = AddToRowsArgs(
@@ -97,8 +104,11 @@ class PayloadKernels:
                 out=address(out),
                 num_rows=num_rows,
                 columns=columns,
+                clears=clears,
             )
-            self.device.launch(self._add, (num_rows, 1, 1), _THREADS, args)
+            # It begins after the host has written sums and rows.
+            grid = num_rows, 1, 1
+            self.device.launch(self._add, grid, _THREADS, args, overlaps_previous=False)
 
 
 class Shares(NamedTuple):

@@ -18,6 +18,7 @@ from dflash_runtime.compute.gpu.device.capabilities import Vendor
 from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
 from dflash_runtime.compute.gpu.device.device import KernelDevice, address
 from dflash_runtime.compute.gpu.device.rtc import DeviceCompiler
+from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FileRuns
 from support.emulated_device.device_checks import CASES, SumArgs
 from support.fake_driver.fake_driver import FakeDriver, Setting, fake_cupy
 
@@ -97,6 +98,29 @@ def test_arrays_go_to_the_device_and_back(device: CupyDevice, fake: FakeDriver) 
     # A source may change at once: nothing returns before it has been read.
     names = [line.split()[0] for line in fake.take_notes()]
     assert all(names[i + 1] == "synchronize_stream" for i, n in enumerate(names) if n == "copy")
+
+
+@pytest.mark.parametrize("kind", [CUDA, HIP], ids=str)
+def test_compiled_code_copies_by_the_driver(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: Device
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(is_hip=kind is HIP))
+    device = CupyDevice(kind, cache=BinaryCache(tmp_path))
+    copier = FileCopier(device, num_threads=1, piece_bytes=64)
+    source, place = np.arange(200, dtype=np.uint8), device.empty(100, np.uint8)
+    runs = [(source[2 * i : 2 * i + 20], place[i : i + 20]) for i in range(0, 100, 20)]
+    fake.take_notes()
+    copier.begin(FileRuns.of(runs)).wait()
+    asked = [line.split()[:2] for line in fake.take_notes()]
+    copies = [size for name, size in asked if name == "copy_to_device"]
+    assert copies == ["64", "36"]
+    assert asked[-1][0] == "synchronize_stream"
+    assert (device.download(place) == np.concatenate([each for each, _ in runs])).all()
+    fake.fail("copy_to_device", 700)
+    with pytest.raises(DeviceUnavailable, match="error 700"):
+        copier.begin(FileRuns.of(runs)).wait()
+    copier.close()
+    device.close()
 
 
 def test_too_much_memory_is_refused_with_amounts(device: CupyDevice) -> None:

@@ -92,7 +92,8 @@ def test_a_failed_step_and_those_after_it_are_known_by_their_positions() -> None
     failed = [0]
     mail: Any = SimpleNamespace(epoch=40, failed_epoch=lambda: failed[0])
     given: Any = SimpleNamespace(device=SimpleNamespace(upload=None), layers=())
-    path = MailboxPath(given, given, {}, mail=mail, remote=given)
+    home: Any = SimpleNamespace(exchanges={})
+    path = MailboxPath(given, given, {}, mail=mail, remote=given, home=home)
     path.begin(10)  # steps of positions 10, 11, … have the epochs 41, 42, …
     assert not any(path.has_failed(position) for position in range(10, 20))
     failed[0] = 43

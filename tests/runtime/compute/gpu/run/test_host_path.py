@@ -50,7 +50,7 @@ class LosesOwners:
         pass
 
     def begin(
-        self, layer_id: int, hidden: Any, topk_ids: I32Array, topk_weights: Any, *, phase: Any
+        self, layer_id: int, hidden: Any, topk_ids: I32Array, topk_weights: Any, **options: Any
     ) -> bool:
         return bool(IS_HERE[topk_ids].all())
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import AnyArray, U8Array
-from dflash_runtime.compute.gpu.device.device import DeviceArray
-from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FilePiece
+from dflash_runtime.compute.cpu.kernels import copy_runs
+from dflash_runtime.compute.gpu.device.device import DeviceArray, address
+from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FileRuns
 from support.emulated_device import EmulatedDevice
 from support.emulated_device.side_stream import EmulatedSideStream
+from support.examples import examples
 
 PIECE_BYTES = 96
 
@@ -35,37 +40,112 @@ def random_bytes(size: int, seed: int) -> U8Array:
     return np.random.default_rng(seed).integers(0, 256, size).astype(np.uint8)
 
 
+def one_run(device: EmulatedDevice, source: U8Array) -> tuple[FileRuns, DeviceArray]:
+    destination = device.empty(source.size, np.uint8)
+    return FileRuns.of([(source, destination)]), destination
+
+
 def test_runs_of_any_length_arrive(device: EmulatedDevice, copier: FileCopier) -> None:
     sizes = [1, PIECE_BYTES, PIECE_BYTES + 1, 0, 40 * PIECE_BYTES + 7]
     for seed in range(3):
-        runs = [FilePiece(random_bytes(size, seed), device.empty(size, np.uint8)) for size in sizes]
-        transfer = copier.begin(runs)
+        runs = [(random_bytes(size, seed), device.empty(size, np.uint8)) for size in sizes]
+        transfer = copier.begin(FileRuns.of(runs))
         transfer.wait()
         assert transfer.num_bytes == sum(sizes)
-        assert transfer.bytes_per_s() > 0
-        assert transfer.bytes_per_s(transfer.ended_s - 1e-6) > transfer.bytes_per_s()
-        for run in runs:
-            assert (run.source == device.download(run.destination)).all()
-    copier.begin([]).wait()
+        assert transfer.has_ended
+        for source, destination in runs:
+            assert (source == device.download(destination)).all()
+    copier.begin(FileRuns.of([])).wait()
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Destination and size of every copy that is asked of the driver."""
+    asked: list[tuple[int, int]] = []
+    copy = EmulatedSideStream.copy
+
+    def noted(stream: EmulatedSideStream, place: int, origin: int, num_bytes: int) -> None:
+        asked.append((place, num_bytes))
+        copy(stream, place, origin, num_bytes)
+
+    monkeypatch.setattr(EmulatedSideStream, "copy", noted)
+    return asked
+
+
+@examples(60)
+@given(
+    sizes=st.lists(st.integers(0, 2 * PIECE_BYTES + 5), max_size=12),
+    gaps=st.lists(st.integers(0, 2), min_size=12, max_size=12),
+    num_threads=st.integers(1, 3),
+)
+def test_what_lies_around_destinations_stays(
+    sizes: list[int], gaps: list[int], num_threads: int
+) -> None:
+    device = EmulatedDevice()
+    source = random_bytes(sum(sizes), 1)
+    place = device.upload(np.full(sum(sizes) + sum(gaps), 0xA5, np.uint8))
+    expected, runs, begin, end = device.download(place), [], 0, 0
+    for size, gap in zip(sizes, gaps, strict=False):
+        end += gap
+        expected[end : end + size] = source[begin : begin + size]
+        runs.append((source[begin : begin + size], place[end : end + size]))
+        begin, end = begin + size, end + size
+    copier = FileCopier(device, num_threads=num_threads, piece_bytes=PIECE_BYTES)
+    copier.begin(FileRuns.of(runs)).wait()
+    copier.close()
+    assert (device.download(place) == expected).all()
+
+
+def test_scattered_runs_with_neighbouring_destinations_are_one_copy(
+    device: EmulatedDevice, copier: FileCopier, copies: list[tuple[int, int]]
+) -> None:
+    size, num = PIECE_BYTES // 4, 10
+    source, place = random_bytes(3 * size * num, 1), device.empty(size * num, np.uint8)
+    parts = [source[3 * size * i : (3 * i + 1) * size] for i in range(num)]
+    runs = [(each, place[size * i : size * (i + 1)]) for i, each in enumerate(parts)]
+    copier.begin(FileRuns.of(runs)).wait()
+    begin = address(place)
+    pieces = [(begin + first, PIECE_BYTES) for first in (0, PIECE_BYTES)]
+    assert sorted(copies) == [*pieces, (begin + 2 * PIECE_BYTES, 2 * size)]
+    copies.clear()
+    chosen = np.arange(num) != 2  # a gap, in the middle of a piece
+    copier.begin(FileRuns.of(runs).chosen(chosen)).wait()
+    assert sorted(num_bytes for _, num_bytes in copies) == sorted([48, 48, 96, 24])
+    assert (device.download(place) == np.concatenate(parts)).all()
+
+
+def test_compiled_code_does_all_of_it_in_one_call_of_a_thread(
+    device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were the interpreter needed for each piece, threads and launches would wait for its lock."""
+    num_calls = 0
+    kernel = copy_runs.copy_runs()
+
+    def counted(*args: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        return kernel(*args)
+
+    monkeypatch.setattr(copy_runs, "copy_runs", lambda: counted)
+    copier = FileCopier(device, num_threads=2, piece_bytes=PIECE_BYTES)
+    copier.begin(one_run(device, random_bytes(50 * PIECE_BYTES, 1))[0]).wait()
+    copier.close()
+    assert num_calls == 2
 
 
 def test_transfers_come_in_the_order_in_which_they_were_begun(
     device: EmulatedDevice, copier: FileCopier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[int] = []
-    write = EmulatedSideStream.write
+    copy = EmulatedSideStream.copy
 
-    def noted(stream: EmulatedSideStream, destination: DeviceArray, source: AnyArray) -> None:
-        order.append(int(source[0]))
-        write(stream, destination, source)
+    def noted(stream: EmulatedSideStream, place: int, origin: int, num_bytes: int) -> None:
+        order.append(ctypes.c_uint8.from_address(origin).value)
+        copy(stream, place, origin, num_bytes)
 
-    monkeypatch.setattr(EmulatedSideStream, "write", noted)
-    transfers = [
-        copier.begin(
-            [FilePiece(np.full(9 * PIECE_BYTES, number, np.uint8), device.empty(9 * 96, np.uint8))]
-        )
-        for number in range(4)
-    ]
+    monkeypatch.setattr(EmulatedSideStream, "copy", noted)
+    runs = [one_run(device, np.full(9 * PIECE_BYTES, number, np.uint8)) for number in range(4)]
+    transfers = [copier.begin(each) for each, _ in runs]
     for transfer in reversed(transfers):
         transfer.wait()
     assert sorted(order) == sorted(list(range(4)) * 9)
@@ -85,9 +165,9 @@ def test_what_is_cancelled_is_not_begun(
         wait(stream)
 
     monkeypatch.setattr(EmulatedSideStream, "synchronize", held)
-    destination = device.empty(50 * PIECE_BYTES, np.uint8)
-    transfer = copier.begin([FilePiece(random_bytes(50 * PIECE_BYTES, 1), destination)])
-    behind = copier.begin([FilePiece(random_bytes(9, 1), device.empty(9, np.uint8))])
+    runs, destination = one_run(device, random_bytes(50 * PIECE_BYTES, 1))
+    transfer = copier.begin(runs)
+    behind = copier.begin(one_run(device, random_bytes(9, 1))[0])
     assert has_begun.wait(20)
     threading.Timer(0.05, is_open.set).start()
     behind.cancel()
@@ -96,8 +176,9 @@ def test_what_is_cancelled_is_not_begun(
         each.wait()
     copied = (device.download(destination).reshape(50, -1) != 0xFF).any(axis=1)
     assert copied.sum() <= 3  # of each thread the one that it was at
-    follower = copier.begin([FilePiece(random_bytes(300, 2), device.empty(300, np.uint8))])
-    follower.wait()
+    runs, destination = one_run(device, random_bytes(300, 2))
+    copier.begin(runs).wait()
+    assert (device.download(destination) == random_bytes(300, 2)).all()
 
 
 def test_what_goes_wrong_in_a_thread_is_told_and_others_go_on(
@@ -106,14 +187,14 @@ def test_what_goes_wrong_in_a_thread_is_told_and_others_go_on(
     def fails(*_: Any) -> None:
         raise DeviceUnavailable("the device has gone")
 
-    runs = [FilePiece(random_bytes(999, 1), device.empty(999, np.uint8))]
+    runs, destination = one_run(device, random_bytes(999, 1))
     with monkeypatch.context() as patched:
-        patched.setattr(EmulatedSideStream, "write", fails)
+        patched.setattr(EmulatedSideStream, "copy", fails)
         transfer = copier.begin(runs)
         with pytest.raises(DeviceUnavailable, match="the device has gone"):
             transfer.wait()
     copier.begin(runs).wait()
-    assert (runs[0].source == device.download(runs[0].destination)).all()
+    assert (device.download(destination) == random_bytes(999, 1)).all()
 
 
 def test_a_wait_has_an_end(
@@ -128,7 +209,7 @@ def test_a_wait_has_an_end(
         wait(stream)
 
     monkeypatch.setattr(EmulatedSideStream, "synchronize", held)
-    transfer = copier.begin([FilePiece(random_bytes(999, 1), device.empty(999, np.uint8))])
+    transfer = copier.begin(one_run(device, random_bytes(999, 1))[0])
     threading.Timer(0.3, is_open.set).start()
     with pytest.raises(DeviceUnavailable, match=r"\b999 bytes\b"):
         transfer.wait()

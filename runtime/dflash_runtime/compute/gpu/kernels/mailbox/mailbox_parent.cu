@@ -2,7 +2,8 @@
 //
 //   mail_post         routes (if ROUTE) and sends rows, ids and weights. Grid: peers, THREADS threads
 //   mail_add          waits for the replies and adds them to the residual, rounded once, for a layer
-//                     without local experts (with local ones experts_down does). A thread per element
+//                     without local experts, or with experts that the host asks for. (Elsewhere
+//                     experts_down adds them to the local ones.) A thread per element
 //   mail_add_rounded  the same for a single peer whose sums are rounded already. A thread per two elements
 //
 // Parameters: TOKENS, HIDDEN, TOP_K, EXPERTS; ROUTE: experts are chosen here, from logits, with NORMALISE
@@ -99,7 +100,9 @@ KERNEL(mail_post, MailPostArgs, THREADS, 1) {
 
 struct MailAddArgs {
     MailReplies replies;
-    float *residual;  // [T, HIDDEN], added to in place
+    float *residual;      // [T, HIDDEN], added to in place
+    const double *local;  // null, or [T, HIDDEN]: sums of local experts
+    const double *host;   // null, or [T, HIDDEN]: sums of owners that the host has asked
 };
 
 KERNEL(mail_add, MailAddArgs, ADD_THREADS, 1) {
@@ -109,8 +112,9 @@ KERNEL(mail_add, MailAddArgs, ADD_THREADS, 1) {
     if (i >= TOKENS * HIDDEN) return;
     const float before = bits_to_float(load_fresh4(a.residual + i));
     const u32 epoch = a.replies.mail.epoch();
-    double total = 0.0;
+    double total = a.host ? a.host[i] : 0.0;
     if (!a.replies.add(i, epoch, a.replies.mail.deadline(), total)) return;
+    if (a.local) total = a.local[i] + total;
     a.residual[i] = before + (float)total;
 }
 

@@ -3,7 +3,7 @@
 //   move_payload  copies rows, and computes their digest on the way. Grid: any number of blocks, which take
 //                 rows in turn. Every byte is read once, so that a process which writes the source meanwhile
 //                 cannot make copy and digest differ
-//   add_to_rows   adds float64 sums to rows of another array. Grid num_rows: a block per row
+//   add_to_rows   adds float64 sums to rows of another array, and may clear them. Grid num_rows: a block per row
 //
 // Parameters: THREADS.
 #include "common.cuh"
@@ -63,18 +63,21 @@ KERNEL(move_payload, MovePayloadArgs, THREADS, 1) {
 }
 
 struct AddToRowsArgs {
-    const double *sums;  // [num_rows, columns]
-    const int *rows;     // [num_rows] distinct indices of rows of `out`; null: the first num_rows
-    double *out;         // rows of `columns`
+    double *sums;     // [num_rows, columns]
+    const int *rows;  // [num_rows] distinct indices of rows of `out`; null: the first num_rows
+    double *out;      // rows of `columns`
     int num_rows;
     int columns;
+    int clears;  // whether sums are zero afterwards
 };
 
 KERNEL(add_to_rows, AddToRowsArgs, THREADS, 1) {
     wait_for_previous();
     const i64 row = block_index_x();
-    const double *sums = a.sums + row * a.columns;
+    double *sums = a.sums + row * a.columns;
     double *out = a.out + (a.rows ? (i64)(int)load_fresh4(a.rows + row) : row) * a.columns;
-    for (int column = thread_index(); column < a.columns; column += THREADS)
+    for (int column = thread_index(); column < a.columns; column += THREADS) {
         out[column] += sums[column];
+        if (a.clears) sums[column] = 0.0;
+    }
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dflash_runtime.placement.prediction_watch import PredictionWatch
+from dflash_runtime.engine.predictions import PredictionWatch
 
 
 def served(watch: PredictionWatch, ratio: float, seconds: float, step_s: float = 0.05) -> None:

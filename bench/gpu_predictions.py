@@ -1,0 +1,298 @@
+"""What plans predict beside what is measured, for real set-ups with a GPU.
+
+Each set-up is opened as a user opens it, without any option but those that make it this set-up; its
+plan says how fast decode and prompts will be (`Engine.plan.forecast`; where nothing had to be
+planned, `dflash-moe plan` says it). A process takes all of the GPU's memory but the budget of the
+set-up. All know heat of other texts than are measured, which the first engine of a file learns.
+
+  decode         after 448 tokens
+  decode later   after 1,152: plans predict decode in the middle of the request that they are made
+                 for, 1,000:400
+  prompts        of 512 and 4,096 tokens
+
+The error is predicted ÷ measured - 1, of medians. Median and worst are of decode and prompts; those
+of decode later are shown besides.
+
+Set-ups (--only, --list), those of other shapes with their own files:
+  python -m bench.random_moe q4_k_m --layers 48 --routing qwen3 --out /dev/shm/m48.gguf
+  python -m bench.random_moe qwen35moe --layers 16 --out /dev/shm/q35.gguf
+  python -m bench.random_moe olmoe --out /dev/shm/olmoe.gguf
+
+Examples:
+  python -m bench.gpu_predictions --model /dev/shm/m48.gguf --save
+  python -m bench.gpu_predictions --model /dev/shm/m48.gguf --only 8gib 12gib --keep $OUT/p.json
+  python -m bench.gpu_predictions --qwen35moe /dev/shm/q35.gguf --olmoe /dev/shm/olmoe.gguf
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.gpu_budgets import Ballast
+from bench.gpu_parts import Parts, Result, say
+from bench.gpu_turns import (
+    DECODE,
+    LATER,
+    Bench,
+    Texts,
+    budget_of,
+    is_gpu,
+    medians,
+    tokens_of,
+    walk_of,
+)
+from bench.options import add_save_option, bench_parser
+from bench.sides import Side
+
+from bench import report
+from dflash_protocol.device import parse_device
+from dflash_protocol.settings import load_settings
+from dflash_runtime.engine.planning import plan_of_file
+
+_GIB = 1 << 30
+_CONTEXT = 8192
+FORECASTS = {
+    DECODE: "decode",
+    LATER: "decode",
+    "prompt 512": "prompt_512",
+    "prompt 4096": "prompt_4096",
+}
+"""Rows, and what the forecast calls them."""
+_COUNTED = (DECODE, "prompt 512", "prompt 4096")
+"""Rows whose errors count."""
+
+
+@dataclass(frozen=True)
+class SetUp:
+    """One way to open a model."""
+
+    file: str = "model"
+    """Which of the files."""
+    gib: float = 0.0
+    """The budget; 0: as `part` says."""
+    part: float = 0.0
+    """A budget that holds such a part of the experts."""
+    device: str = ""
+    """Empty: the bench's GPU."""
+    daemons: tuple[str, ...] = ()
+    """``gpu``: on the parent's."""
+    transport: str | None = None
+    mode: str = "auto"
+    """The way to place experts: a plan leaves a daemon out that gains nothing."""
+    cores: int | None = None
+    context: int = _CONTEXT
+    samples: int = 2
+
+
+SETUPS: dict[str, SetUp] = {
+    "8gib": SetUp(gib=8),
+    "12gib": SetUp(gib=12),
+    "16gib": SetUp(gib=16),
+    "24gib": SetUp(gib=24),
+    "8gib-8cores": SetUp(gib=8, cores=8),
+    "12gib-8cores": SetUp(gib=12, cores=8),
+    "12gib-32k": SetUp(gib=12, context=32_768),
+    "8gib-cpu-daemon": SetUp(gib=8, daemons=("cpu",)),
+    "8gib-cpu-daemon-all": SetUp(gib=8, daemons=("cpu",), mode="remote"),
+    "gpu-daemon-mail": SetUp(gib=32, daemons=("gpu",), mode="remote"),
+    "gpu-daemon-host": SetUp(gib=32, daemons=("gpu",), mode="remote", transport="shared"),
+    "cpu": SetUp(device="cpu", samples=1),
+    "qwen35moe-half": SetUp("qwen35moe", part=0.5),
+    "qwen35moe-quarter": SetUp("qwen35moe", part=0.25),
+    "olmoe-half": SetUp("olmoe", part=0.5),
+    "olmoe-quarter": SetUp("olmoe", part=0.25),
+}
+
+
+class Forecaster:
+    """What `dflash-moe plan` predicts. The object of a Side."""
+
+    def __init__(
+        self, path: Path, *, device: str, context: int, heat: Path, cores: int | None
+    ) -> None:
+        if cores is not None:
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+        settings = replace(
+            load_settings(),
+            model=str(path),
+            device=parse_device(device),
+            context=context,
+            hotness=str(heat),
+            heat="off",
+        )
+        self._forecast = asdict(plan_of_file(settings, on_progress=lambda *_: None).forecast)
+
+    def forecast(self) -> dict[str, float]:
+        return self._forecast
+
+
+def measure_setup(result: Result, until_s: float, *, bench: Bench, heat: Path, of: SetUp) -> None:
+    """Fill `result` with one set-up's speeds within its budget, and its plan's forecast."""
+    with ExitStack() as stack:
+        if is_gpu(bench.device):
+            num_bytes = int(of.gib * _GIB) or budget_of(bench.path, of.context, of.part)
+            held = Side("ballast", Ballast, bench.device, num_bytes, until_s=until_s)
+            result["budget_bytes"] = stack.enter_context(held).call("budget")
+        _measure_within(result, until_s, bench=bench, heat=heat, of=of)
+
+
+def _measure_within(result: Result, until_s: float, *, bench: Bench, heat: Path, of: SetUp) -> None:
+    options: dict[str, Any] = {"cores": of.cores, "ipc_transport": of.transport}
+    if of.mode != "auto":
+        options["wishes"] = {"moe_mode": of.mode}
+    if of.daemons:
+        options["daemons"] = [bench.device if each == "gpu" else each for each in of.daemons]
+    if not of.daemons:  # before: it uses what the engine then measures anyway
+        with bench.open_side(
+            "plan",
+            Forecaster,
+            bench.path,
+            device=bench.device,
+            context=bench.context,
+            heat=heat,
+            cores=of.cores,
+            until_s=until_s,
+        ) as side:
+            result["forecast"] = side.call("forecast")
+    bench.turn(result, until_s, heat=heat, **options)
+    planned = result["plan"].get("forecast")
+    if planned:
+        result["forecast"] = planned
+        say(f"  {result['plan']['text']}")
+
+
+def errors_of(result: Mapping[str, Any]) -> dict[str, float]:
+    """Predicted ÷ measured - 1, by row."""
+    forecast, found = result.get("forecast") or {}, {}
+    for row, seconds in medians(result.get("seconds_of", {})).items():
+        predicted = forecast.get(FORECASTS.get(row, ""))
+        if predicted:
+            found[row] = predicted * seconds / tokens_of(row) - 1
+    return found
+
+
+def predictions_table(results: Mapping[str, Result]) -> str:
+    """Set-ups, and the median and the worst error."""
+    rows = []
+    for name, result in results.items():
+        errors, forecast = errors_of(result), result.get("forecast") or {}
+        times, cells = medians(result.get("seconds_of", {})), []
+        for row, what in FORECASTS.items():
+            cell = f"{tokens_of(row) / times[row]:,.1f}" if row in times else ""
+            if row in errors:
+                cell = f"{forecast[what]:,.1f} / {cell} ({errors[row]:+.1%})"
+            cells.append(cell)
+        why = "".join(str(each).strip().splitlines()[-1] for each in result.get("errors", [])[-1:])
+        rows.append([name, (result.get("plan") or {}).get("chosen", ""), *cells, why[:70]])
+    for name, counted in (("decode and prompts", _COUNTED), (DECODE, (DECODE,)), (LATER, (LATER,))):
+        sizes = [
+            abs(error)
+            for result in results.values()
+            for row, error in errors_of(result).items()
+            if row in counted
+        ]
+        if sizes:
+            spread = f"median {statistics.median(sizes):.1%}, worst {max(sizes):.1%}"
+            rows.append([f"error, {name}", spread, *[""] * (len(FORECASTS) + 1)])
+    columns = ["tokens/s, predicted / measured", "chosen", *FORECASTS, ""]
+    return report.table(columns, rows)
+
+
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """What was asked for."""
+    parser = bench_parser(__file__, __doc__)
+    parser.add_argument("--model", type=Path, help="the 48-layer file, with planted routing")
+    parser.add_argument("--qwen35moe", type=Path, help="a file of this shape")
+    parser.add_argument("--olmoe", type=Path, help="a file of this shape")
+    parser.add_argument("--only", nargs="+", choices=list(SETUPS), help="default: all with a file")
+    parser.add_argument("--list", action="store_true", help="print the set-ups, and end")
+    parser.add_argument("--device", default="cuda:0", help="default cuda:0")
+    parser.add_argument("--turn-limit", type=float, default=90, help="seconds a set-up (90)")
+    parser.add_argument("--limit", type=float, default=560, help="seconds in all (default 560)")
+    parser.add_argument(
+        "--keep", type=Path, help="JSON that is written after each set-up, if a run is killed"
+    )
+    add_save_option(parser)
+    return parser.parse_args(arguments)
+
+
+def chosen_setups(options: argparse.Namespace) -> dict[str, SetUp]:
+    """Those that were asked for and have a file."""
+    names = options.only or list(SETUPS)
+    return {name: SETUPS[name] for name in names if getattr(options, SETUPS[name].file)}
+
+
+def measure_all(
+    setups: Mapping[str, SetUp],
+    results: dict[str, Result],
+    *,
+    options: argparse.Namespace,
+    bench_of: Callable[[SetUp], Bench],
+    keep: Callable[[], None],
+) -> Parts:
+    """Each set-up within its budget, as far as time permits."""
+    parts, heats = Parts(options.limit), dict[str, Path]()
+    for name, of in setups.items():
+        bench = bench_of(of)
+        if of.file not in heats:
+            # With all of the GPU, and so fast; each file's heat is the same whoever computes.
+            learning = replace(bench, device=options.device)
+
+            def learn(_result: Result, until_s: float, from_: Bench = learning) -> None:
+                heats[of.file] = from_.learn(until_s)  # noqa: B023 - it is called at once
+
+            if parts.run(f"heat of {of.file}", 2 * options.turn_limit, learn)["errors"]:
+                results[name] = {"errors": ["no heat was learnt"]}
+                continue
+        results[name] = parts.run(
+            name,
+            options.turn_limit,
+            partial(measure_setup, bench=bench, heat=heats[of.file], of=of),
+        )
+        keep()
+    return parts
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print, keep. Returns the exit status."""
+    setups = chosen_setups(options)
+    if options.list:
+        print("\n".join(f"{name:20s} {each}" for name, each in SETUPS.items()))
+        return 0
+    results: dict[str, Result] = {}
+    record = report.head("Predictions of plans beside real set-ups")
+    record |= {"cores": os.cpu_count(), "setups": results}
+
+    def keep() -> None:
+        if options.keep is not None:
+            options.keep.write_text(report.as_text(record) + "\n")
+
+    with tempfile.TemporaryDirectory(prefix="predictions-") as folder:
+
+        def bench_of(of: SetUp) -> Bench:
+            path = getattr(options, of.file)
+            lengths = [each for each in (512, 4096) if each < of.context]
+            texts = Texts.of(walk_of(path), lengths=lengths, samples=of.samples, request=None)
+            device = of.device or options.device
+            return Bench(path, device, of.context, texts, Path(folder), Side)
+
+        parts = measure_all(setups, results, options=options, bench_of=bench_of, keep=keep)
+    report.finish("gpu-predictions", record, predictions_table(results), options.save)
+    return 1 if parts.failed else 0
+
+
+def main() -> None:
+    raise SystemExit(run(parsed()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""What daemons' offers tell the planner: their memory, speeds, links and numeric classes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from dflash_adapters.spec import ModelSpec
+from dflash_protocol.device import DeviceKind, parse_device
+from dflash_protocol.payloads import PayloadType
+from dflash_protocol.settings import Settings
+from dflash_protocol.wire.messages import Offer
+from dflash_runtime.placement.box import Box, Curve, DeviceSpeed, LinkSpeed
+from dflash_runtime.placement.footprint import Footprint
+from dflash_runtime.placement.situation import ExpertDaemon
+from dflash_runtime.placement.split import HOST_OWNER
+
+_STEP_LINK_S = 25e-6
+"""A request of a step to a daemon of this machine through shared memory, where it was not measured:
+a round trip, and waking (bench.ipc_round_trip)."""
+_MAIL_LINK_S = 7e-6
+"""The same through a mailbox."""
+_LINK_BYTES_PER_S = 5e9
+
+_UNLIKE, _UNLIKE_S = 3.0, 1e-4
+"""Daemons are unlike if one takes so many times as long as another for a layer of a step, and so
+many seconds more: trials on busy processors are noisy."""
+
+
+def daemons_of(
+    offers: Mapping[str, Offer], settings: Settings, *, on_host: Footprint, on_gpu: Footprint
+) -> tuple[ExpertDaemon, ...]:
+    """The daemons, with the model's footprint in their memory."""
+    classes, found = classes_of(offers, settings), []
+    for name, offer in offers.items():
+        device = parse_device(offer.device, default_index=0)
+        of_model = on_host if device.kind is DeviceKind.CPU else on_gpu
+        # What it holds of this model may be dropped for what it gets.
+        free_bytes = offer.free_bytes + offer.held_bytes
+        found.append(ExpertDaemon(name, device, free_bytes, of_model, numeric_class=classes[name]))
+    return tuple(found)
+
+
+def are_unlike(offers: Mapping[str, Offer]) -> bool:
+    """Whether one daemon computes experts much faster than another. Those that were not timed count
+    as any other."""
+    times = [offer.used_s[0] for offer in offers.values() if offer.used_s and offer.used_s[0]]
+    fastest_s, slowest_s = min(times, default=0.0), max(times, default=0.0)
+    return slowest_s > _UNLIKE * fastest_s and slowest_s - fastest_s > _UNLIKE_S
+
+
+def classes_of(offers: Mapping[str, Offer], settings: Settings) -> dict[str, str]:
+    """Numeric classes of daemons by name; empty where sums are rounded on their way, so that it
+    shows in the bits which of a token's experts one of them had."""
+    is_exact = PayloadType(settings.ipc_dtype) is PayloadType.F32
+    return {name: offer.numeric_class if is_exact else "" for name, offer in offers.items()}
+
+
+def with_daemons(box: Box, spec: ModelSpec, offers: Mapping[str, Offer]) -> Box:
+    """The box with the speeds that daemons have told, and links as they usually are where they were
+    not measured."""
+    daemons, links = dict(box.daemons), dict(box.links)
+    # Kernels write rows of a chunk, float32, to the host's memory, and read sums, float64, there.
+    rows_s = [
+        spec.hidden_size * (4 / copies.to_host + 8 / copies.kernel_reads)
+        for copies in box.copies.values()
+        if copies.to_host and copies.kernel_reads
+    ]
+    if rows_s and HOST_OWNER not in links:
+        row_s = max(rows_s)
+        chunk = Curve(((0, 0.0), (4096, 4096 * row_s)))
+        links[HOST_OWNER] = LinkSpeed(HOST_OWNER, step=Curve(((1, 0.0),)), chunk=chunk)
+    for name, offer in offers.items():
+        speed = _speed_of(name, spec, offer)
+        if speed is None:
+            continue
+        daemons[name] = speed
+        # A kept link is of a daemon of this name, which may have been asked in another way.
+        if name not in links or links[name].by_device != offer.can_mail:
+            row_s = 12 * spec.hidden_size / _LINK_BYTES_PER_S  # float32 there, float64 back
+            link_s = _MAIL_LINK_S if offer.can_mail else _STEP_LINK_S
+            links[name] = LinkSpeed(
+                name,
+                step=Curve(((1, link_s + row_s),)),
+                chunk=Curve(((1, link_s + row_s), (4096, link_s + 4096 * row_s))),
+                by_device=offer.can_mail,
+            )
+    return replace(box, daemons=daemons, links=links)
+
+
+def _speed_of(name: str, spec: ModelSpec, offer: Offer) -> DeviceSpeed | None:
+    """A daemon's speed from what it has measured of its first layer; None if it did not."""
+    if not offer.layer_ids or not offer.used_s[0]:
+        return None
+    layer = spec.moe.by_layer_id[offer.layer_ids[0]]
+    num_used, num_bytes = layer.num_experts_used, float(layer.expert_bytes)
+    points = [(num_used * num_bytes, offer.used_s[0])]
+    if num_used > 1 and 0 < offer.one_s[0] < offer.used_s[0]:
+        points.insert(0, (num_bytes, offer.one_s[0]))
+    experts = {1: Curve(tuple(points))}
+    if offer.chunk_tokens > 1 and offer.chunk_pairs_per_s[0]:
+        pairs = offer.chunk_tokens * num_used
+        chunk_s = pairs / offer.chunk_pairs_per_s[0]
+        experts[offer.chunk_tokens] = Curve(((0.0, 0.0), (pairs * num_bytes, chunk_s)))
+    return DeviceSpeed(name, experts)

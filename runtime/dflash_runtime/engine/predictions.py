@@ -1,0 +1,122 @@
+"""What was predicted of an engine, beside what it measures, and whether it still holds."""
+
+from __future__ import annotations
+
+import logging
+
+from dflash_runtime.engine.generation import GenerationStats
+from dflash_runtime.engine.measuring.kept import drop_box
+from dflash_runtime.placement.plan import Plan
+from dflash_runtime.placement.situation import PlannedRequest
+
+_LOG = logging.getLogger(__name__)
+
+TOLERANCE = 0.25
+"""Predictions may be off by this share."""
+STALE_AFTER_S = 60.0
+_WINDOW_S = 5.0
+"""Service that is compared as a whole: single steps vary."""
+
+_FEWEST_STEPS = 32
+"""Of a generation that tells something: its first steps fill a pipeline."""
+_FARTHEST = 2.0
+"""Generations are compared up to so many times the planned request's positions: later steps take
+longer than those that were predicted."""
+
+
+class PredictionWatch:
+    """Compares predicted times with measured ones.
+
+    States: fresh; stale, once all service of a minute was off by more than TOLERANCE in the same
+    direction, until `reset`. Used by one thread.
+    """
+
+    def __init__(self) -> None:
+        self._predicted_s = self._measured_s = 0.0
+        self._off_s = 0.0
+        """Service that was off without a break; below 0: faster than predicted."""
+        self._ratio = 1.0
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the box should be measured anew."""
+        return abs(self._off_s) >= STALE_AFTER_S
+
+    @property
+    def ratio(self) -> float:
+        """Measured time divided by the predicted one, of the last whole window; 1 before."""
+        return self._ratio
+
+    def add(self, *, predicted_s: float, measured_s: float) -> None:
+        """Add a piece of service, such as a step. Times that are not positive are ignored."""
+        if not (predicted_s > 0.0 and measured_s > 0.0) or self.is_stale:
+            return
+        self._predicted_s += predicted_s
+        self._measured_s += measured_s
+        if self._measured_s < _WINDOW_S:
+            return
+        self._ratio = ratio = self._measured_s / self._predicted_s
+        direction = (ratio > 1.0 + TOLERANCE) - (ratio < 1.0 - TOLERANCE)
+        if direction * self._off_s <= 0.0:  # right again, or off the other way
+            self._off_s = 0.0
+        self._off_s += direction * self._measured_s
+        self._predicted_s = self._measured_s = 0.0
+
+    def reset(self) -> None:
+        """Begin anew, with another box."""
+        self._predicted_s = self._measured_s = self._off_s = 0.0
+        self._ratio = 1.0
+
+
+class Predictions:
+    """An engine's plan, and whether its steps take what they were predicted to.
+
+    Decoding is compared by generation, from times that are taken anyway. Once it was off for a
+    minute of service, the kept box is dropped, so that the next start measures again. Predictions
+    from no heat are not compared, unless all experts are on the parent's device.
+    States: as PredictionWatch. Used by the engine's thread.
+    """
+
+    def __init__(
+        self, plan: Plan | None, *, request: PlannedRequest, cache_dir: str | None = None
+    ) -> None:
+        """`plan`: None if nothing was planned; `cache_dir`: of the kept box."""
+        self.plan = plan
+        self._farthest = _FARTHEST * (request.prompt + request.written)
+        self._cache_dir = cache_dir
+        self._watch = PredictionWatch()
+
+    @property
+    def ratio(self) -> float:
+        """Measured time of a step divided by the predicted one, lately; 1 before."""
+        return self._watch.ratio
+
+    def follow(self, plan: Plan) -> None:
+        """Compare with another plan from now on."""
+        self.plan = plan
+        self._watch.reset()
+
+    def note(self, stats: GenerationStats, elapsed_s: float) -> None:
+        """Compare a generation that has ended. `elapsed_s`: from its first token on, its reader's
+        time included; a device computes ahead in that, so that a step takes something between this
+        and the time that was waited for tokens."""
+        plan, num_steps = self.plan, stats.num_generated_tokens - (stats.finish_reason != "stop")
+        if plan is None or num_steps < _FEWEST_STEPS or self._watch.is_stale:
+            return
+        if not plan.origin.heat_tokens and plan.share_here < 1.0:
+            return
+        if stats.num_prompt_tokens + num_steps / 2 > self._farthest:
+            return
+        predicted_s = num_steps / plan.forecast.decode
+        measured_s = min(max(predicted_s, stats.decode_s), max(elapsed_s, stats.decode_s))
+        self._watch.add(predicted_s=predicted_s, measured_s=measured_s)
+        if self._watch.is_stale:
+            drop_box(plan.origin.box_key, self._cache_dir)
+            # docs: something else uses the machine, or its clocks, memory or driver have changed;
+            # the next start measures it again
+            _LOG.warning(
+                "decoding takes %.2f times as long as predicted, for %.0f s of service: the kept "
+                "measurements are dropped",
+                self.ratio,
+                STALE_AFTER_S,
+            )

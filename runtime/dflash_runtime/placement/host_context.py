@@ -1,0 +1,85 @@
+"""The context of a parent on the processor, within the memory that it and its daemons can have."""
+
+from __future__ import annotations
+
+import logging
+
+from dflash_protocol.errors import SettingsError
+from dflash_runtime.compute.host_room import LEAST_PROCESS_BYTES, PROCESS_BYTES
+from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.compute.memory import process_room
+from dflash_runtime.placement.footprint import Footprint, Request, largest_context, what_fits
+
+_LOG = logging.getLogger(__name__)
+
+_LEAST_CONTEXT = 256
+"""Positions of a context that was not asked for, unless the model has fewer."""
+
+_FILE_PAGES = PROCESS_BYTES - LEAST_PROCESS_BYTES
+"""Of libraries, which a process can be without for a moment."""
+
+
+def context_on_host(
+    found: Footprint,
+    request: Request,
+    *,
+    num_positions: int,
+    most: int,
+    is_asked: bool,
+    num_daemons: int,
+    most_bytes: int | None = None,
+) -> int:
+    """`num_positions`, or the most that fit if they are not asked for.
+
+    `most`: positions that the model was made for. `num_daemons` are started beside this process.
+    `most_bytes`: what it may use in all, as asked for. Weights are not counted: their pages are
+    read again when they are needed.
+    Raises: SettingsError with what would fit.
+    """
+    rooms = [each for each in (process_room() or None, most_bytes) if each is not None]
+    room_bytes = min(rooms, default=0)
+    least_bytes = request.num_bytes(found, num_positions) - _FILE_PAGES
+    left_bytes = room_bytes - num_daemons * _daemon_bytes(found, request.chunk)
+    if not rooms or least_bytes <= left_bytes:
+        return num_positions
+    fits = largest_context(found, request, room_bytes=left_bytes + _FILE_PAGES, most=num_positions)
+    if not is_asked and fits >= min(_LEAST_CONTEXT, num_positions):
+        # docs: keys and values of the usual context would not fit the memory that this process can
+        # have; `--context` asks for another one
+        _LOG.warning(
+            "a context of %d fits the memory of this process, %d would not", fits, num_positions
+        )
+        return fits
+    other = what_fits(
+        found,
+        request,
+        room_bytes=left_bytes + _FILE_PAGES,
+        num_positions=num_positions,
+        most=most,
+    )
+    needs = found.needs(num_positions=num_positions, kv_type=request.kv_type, chunk=request.chunk)
+    beside = " beside its daemons" if num_daemons else ""
+    raise SettingsError(
+        f"a context of {num_positions} needs {_mib(least_bytes)}, {_mib(needs.cache)} of it for "
+        f"keys and values; this process can have {_mib(left_bytes)}{beside}; "
+        f"{other or 'no context fits'}"
+    )
+
+
+def require_daemon_room(found: Footprint, chunk: int) -> None:
+    """Raises: SettingsError if a daemon on the processor has not the memory that it needs beside
+    its experts, whose pages are read again when they are needed."""
+    room_bytes, needed_bytes = process_room(), _daemon_bytes(found, chunk)
+    if 0 < room_bytes < needed_bytes:
+        raise SettingsError(
+            f"a daemon needs {_mib(needed_bytes)}, this process can have {_mib(room_bytes)}"
+        )
+
+
+def _daemon_bytes(found: Footprint, chunk: int) -> int:
+    needs = found.needs(num_positions=0, kv_type=KvType.F16, chunk=chunk, is_parent=False)
+    return needs.total - _FILE_PAGES
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{max(0, num_bytes) / 2**20:,.0f} MiB"

@@ -1,0 +1,79 @@
+"""Metrics of the plan: what it predicted, beside what is measured, and what it gave to devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from dflash_runtime.engine.measured_speeds import MeasuredSpeeds, predicted
+from dflash_runtime.experts.telemetry import MoveStats
+from dflash_runtime.placement.plan import Plan
+
+_WORK = "decode, or prompts of 512 and 4,096 tokens"
+
+
+def plan_metrics(plan: Plan | None, measured: MeasuredSpeeds, namespace: str) -> Iterator[Metric]:
+    """Gauges of a plan; without one only what is measured."""
+
+    def gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+        return GaugeMetricFamily(f"{namespace}_{name}", text, labels=labels)
+
+    def speeds(name: str, text: str, rates: Mapping[str, float | None]) -> GaugeMetricFamily:
+        family = gauge(name, text, "work")
+        for work, rate in rates.items():
+            if rate is not None:
+                family.add_metric([work], rate)
+        return family
+
+    yield speeds(
+        "measured_tokens_per_second",
+        f"Speed of the latest generations, by work: {_WORK}.",
+        measured.rates,
+    )
+    yield speeds(
+        "predicted_tokens_per_second",
+        f"The plan's speed, by work: {_WORK}.",
+        {} if plan is None else dict(predicted(plan)),
+    )
+    here = gauge(
+        "plan_selections_here",
+        "The part of written tokens' selections that the plan expects on the parent's device.",
+    )
+    budget = gauge(
+        "plan_device_bytes",
+        "A device's memory in the plan: free, and of it trunk, cache, work and experts; disk is "
+        "the part of experts that has no room.",
+        "device",
+        "use",
+    )
+    experts = gauge("plan_device_experts", "Experts that the plan gives to a device.", "device")
+    if plan is not None:
+        here.add_metric([], plan.share_here)
+        for each in plan.budgets:
+            for use, num_bytes in each.bytes_by_use.items():
+                budget.add_metric([each.name, use], num_bytes)
+            experts.add_metric([each.name], each.num_experts)
+    yield from (here, budget, experts)
+
+
+def move_metrics(moves: MoveStats, namespace: str) -> Iterator[Metric]:
+    """Counters of experts that were moved while serving."""
+    rounds = CounterMetricFamily(
+        f"{namespace}_expert_move_rounds",
+        "Rounds of moves that were decided on: applied, or given up.",
+        labels=["outcome"],
+    )
+    rounds.add_metric(["applied"], moves.rounds)
+    rounds.add_metric(["given_up"], moves.rounds_not_applied)
+    yield rounds
+    yield CounterMetricFamily(
+        f"{namespace}_experts_moved",
+        "Experts that were moved to the parent's device; as many have left it.",
+        value=moves.experts_moved,
+    )
+    yield GaugeMetricFamily(
+        f"{namespace}_expert_move_pause_seconds",
+        "How long requests had to wait for the last round of moves.",
+        value=moves.last_pause_s,
+    )

@@ -1,0 +1,237 @@
+"""Budgets of device memory: what llama.cpp is told, the search for its best, the table."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from bench.budget_peer import (
+    MICRO_BATCHES,
+    PeerSearch,
+    PeerWork,
+    PlacedPeer,
+    fewest_elsewhere,
+)
+from bench.gpu_budgets import best, budgets_table, bytes_of, learnt_prompts, parsed, work_of
+from bench.llama_api import DEVICE_CALLS, REGISTRY_CALLS, declare, open_wheel
+from bench.peer import PeerError
+from bench.peer_fit import FIT_CALLS, LIMIT_CALLS, FitStatus
+from bench.planted_routing import Walk
+from bench.sides import SideError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_adapters.gguf.file import GgufFile
+from support.random_models import BLOCK_32_SHAPE, write_qwen3moe
+
+LAYERS = [300, 500, 400, 600]
+"""Bytes of each layer's experts."""
+WORK = PeerWork(64, [([1, 2, 3], [4, 5])] * 3, {8: [[1] * 8] * 3, 16: [[2] * 16] * 3})
+
+
+@given(st.lists(st.integers(1, 100), max_size=12), st.integers(-50, 600))
+def test_no_fewer_layers_would_fit(layer_bytes: list[int], free: int) -> None:
+    found = fewest_elsewhere(layer_bytes, len(layer_bytes), free)
+    assert found == len(layer_bytes) or sum(layer_bytes[found:]) <= free
+    assert found == 0 or sum(layer_bytes[found - 1 :]) > free
+
+
+@dataclass
+class FakePeer:
+    """llama.cpp with so much memory, where a context takes `per_token` bytes of each token that it
+    computes at once, and more while it computes, which ends the process."""
+
+    memory: int
+    per_token: float = 0.1
+    while_computing: float = 0.0
+    is_alive: bool = True
+    placed: int = 0
+    taken: float = 0.0
+    threads: int = 4
+    calls: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def call(self, method: str, *args: Any) -> Any:
+        if not self.is_alive:
+            raise SideError("llama.cpp ended: exit code -6")
+        self.calls.append((method, *args))
+        return getattr(self, method)(*args)
+
+    def close(self) -> None:
+        self.is_alive = False
+
+    def drop(self) -> None:
+        self.placed, self.taken = 0, 0.0
+
+    def free_bytes(self) -> int:
+        return int(self.memory - self.taken)
+
+    def place(self, num_layers: int) -> dict[str, Any]:
+        self.drop()
+        self._take(sum(LAYERS[num_layers:]))
+        self.placed = num_layers
+        return {"n_cpu_moe": num_layers}
+
+    def place_by_fit(self, micro_batch: int, margin: int) -> dict[str, Any]:
+        return self.place(3) | {"n_gpu_layers": 5}
+
+    def open_context(self, micro_batch: int) -> None:
+        self.taken = sum(LAYERS[self.placed :])
+        self._take(self.per_token * micro_batch)
+        self.micro_batch = micro_batch
+
+    def prefill(self, prompt: list[int]) -> float:
+        self.compute()
+        return self.micro_batch / (1 + self.placed)
+
+    def decode_after(self, prompt: list[int], token_ids: list[int]) -> float:
+        self.compute()
+        return 100 - 10 * self.placed + self.threads
+
+    def use_threads(self, num_threads: int) -> None:
+        self.threads = num_threads
+
+    def compute(self) -> None:
+        if self.taken + self.while_computing > self.memory:
+            self.is_alive = False
+            raise SideError("llama.cpp ended: exit code -6")
+
+    def _take(self, num_bytes: float) -> None:
+        if self.taken + num_bytes > self.memory:
+            raise SideError("Traceback\nPeerError: llama.cpp does not load")
+        self.taken += num_bytes
+
+
+def searched(monkeypatch: pytest.MonkeyPatch, memory: int, **options: Any) -> PeerSearch:
+    monkeypatch.setattr("bench.budget_peer._SLACK", 10)
+    monkeypatch.setattr("bench.budget_peer._OPEN_WORK", 500)
+    search = PeerSearch(lambda: FakePeer(memory, **options), LAYERS, 0, WORK)  # type: ignore[arg-type,return-value]
+    search.run([4, 2])
+    return search
+
+
+def test_the_fewest_layers_that_fit_and_the_best_micro_batch_are_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    search = searched(monkeypatch, 1070)
+    assert [str(each) for each in search.setups] == [
+        "--n-cpu-moe 2, 512 at once",
+        "--n-cpu-moe 3, 4096 at once",
+        "--fit, 512 at once",
+        "--fit, 4096 at once",
+    ]
+    assert search.threads == {4: 64, 2: 62}
+    assert list(search.setups[0].tokens_per_s) == ["prompt 16", "prompt 8", "decode at 3"]
+    assert search.setups[0].tokens_per_s["decode at 3"] == [84.0] * 3
+    assert "decode at 3" not in search.setups[1].tokens_per_s
+    setups = [{"name": str(each), "tokens_per_s": each.tokens_per_s} for each in search.setups]
+    assert best(setups, "decode at 3") == (84.0, "--n-cpu-moe 2, 512 at once")
+    assert best(setups, "prompt 16")[1] == "--n-cpu-moe 3, 4096 at once"
+    assert best(setups, "prompt 99") == (0.0, "")
+
+
+def test_one_more_layer_goes_elsewhere_until_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process ends while it computes; what free memory told was too little."""
+    search = searched(monkeypatch, 1070, while_computing=30)
+    assert str(search.setups[0]) == "--n-cpu-moe 3, 512 at once"
+    assert search.setups[0].tokens_per_s["decode at 3"] == [74.0] * 3
+
+
+def test_where_all_fits_fit_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = searched(monkeypatch, 10_000)
+    assert {str(each) for each in search.setups} == {
+        "--n-cpu-moe 0, 512 at once",
+        "--n-cpu-moe 0, 4096 at once",
+    }
+
+
+def test_what_does_not_fit_at_all_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SideError):
+        searched(monkeypatch, 40)
+
+
+@pytest.fixture(scope="module")
+def library() -> Any:
+    """llama.cpp from the wheel, which has --fit too."""
+    opened = open_wheel()
+    for calls in (DEVICE_CALLS, REGISTRY_CALLS, FIT_CALLS, LIMIT_CALLS):
+        declare(opened, calls)
+    opened.llama_backend_init()
+    return opened
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("budgets") / "model.gguf"
+    return write_qwen3moe(path, BLOCK_32_SHAPE, seed=3, tensor_type="Q8_0")
+
+
+def test_llama_cpp_is_placed_anew_as_often_as_asked(library: Any, model_path: Path) -> None:
+    peer = PlacedPeer(library, model_path, context=256, num_threads=2)
+    ids = [(7 * position) % 101 for position in range(40)]
+    for method, argument in (("place", 0), ("place", 1), ("place_by_fit", 64)):
+        getattr(peer, method)(argument)
+        for micro_batch in (32, 64):
+            peer.open_context(micro_batch)
+            peer.use_threads(1)
+            assert peer.prefill(ids) > 0
+            assert peer.decode_after(ids[:30], ids[30:]) > 0
+    peer.drop()
+    assert peer.free_bytes() > 0
+    with pytest.raises(PeerError, match="no context"):
+        peer.prefill(ids)
+
+
+def test_fit_says_whether_its_margin_can_be_kept(library: Any, model_path: Path) -> None:
+    peer = PlacedPeer(library, model_path, context=256, num_threads=2)
+    fitted, params = peer.fitted(512)
+    assert (fitted.status, fitted.patterns, params.n_gpu_layers) == (FitStatus.SUCCESS, [], -1)
+    with pytest.raises(PeerError, match="--fit: FAILURE"):
+        peer.place_by_fit(512, 1 << 50)
+
+
+def test_bytes_are_counted_by_layer(model_path: Path) -> None:
+    layers, others = bytes_of(model_path, 0)
+    with GgufFile.open(model_path) as file:
+        sizes = {name: tensor.num_bytes for name, tensor in file.tensors.items()}
+    assert len(layers) == BLOCK_32_SHAPE.num_layers
+    assert all(layers)
+    assert sum(layers) + others + sizes["token_embd.weight"] == sum(sizes.values())
+    assert bytes_of(model_path, 10)[1] > others
+
+
+def test_heat_is_learnt_on_other_text_than_is_measured() -> None:
+    walk = Walk.of(151_936, 1)
+    work = work_of(walk, context=8192, rounds=3, num_tokens=96, lengths=(512, 4096))
+    learnt = set(itertools.chain.from_iterable(learnt_prompts(walk)))
+    ends = [np.flatnonzero(walk.token_ids == each[-1])[0] for each in learnt_prompts(walk)]
+    learnt |= {int(each) for end in ends for each in walk.token_ids[end : end + 401]}
+    measured = [*itertools.chain(*work.decode), *itertools.chain(*work.prompts.values())]
+    assert not learnt & set(itertools.chain.from_iterable(measured))
+    prompt, following = work.decode[1]
+    assert (len(prompt), len(following)) == (448, 96)
+    assert walk.stretch(walk.token_ids.tolist().index(prompt[-1]) + 1, 96) == following
+
+
+def test_the_table_says_what_is_wanted() -> None:
+    setups = [{"name": "--fit, 512 at once", "tokens_per_s": {"decode at 448": [50.0, 60.0, 70.0]}}]
+    result = {
+        "ours": {"tokens_per_s": {"decode at 448": [120.0]}, "peak_bytes": 8 << 30},
+        "peer": {"setups": setups},
+    }
+    shown = budgets_table({"8": result}, "qwen3").splitlines()[-1]
+    cells = [each.strip() for each in shown.split("|")[1:-1]]
+    assert cells == [
+        "8 GiB, qwen3: decode at 448",
+        "120.0",
+        "60.0",
+        "--fit, 512 at once",
+        "2.00",
+        "1.7",
+        "8,192 /",
+    ]
+    assert parsed(["--model", "a.gguf"]).budgets == [8, 12, 16, 24]
+    assert MICRO_BATCHES[0] == 512

@@ -1,0 +1,214 @@
+"""A process in a memory cgroup: the right text, or one line that says what would fit; never killed.
+
+The cgroup has no swap. The model's pages count in it, as they are dropped from the page cache
+before; they are read again whenever the memory is needed for something else.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import signal
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from dflash_runtime import Engine
+from support.faults import drop_from_memory, greedy
+from support.memory_cgroup import memory_cgroup
+from support.processes import START_S, cli_command, environment, wait_until
+from support.random_models import Qwen3MoeShape, write_qwen3moe
+
+pytestmark = pytest.mark.e2e
+
+MIB = 1 << 20
+NUM_TOKENS = 6
+CONTEXT = 4096
+SHAPE = Qwen3MoeShape(
+    "large cache",
+    num_layers=4,
+    hidden_size=256,
+    num_heads=16,
+    num_kv_heads=16,
+    head_dim=128,
+    num_experts=8,
+    num_experts_used=2,
+    ffn_size=256,
+    vocab_size=300,
+    context_length=CONTEXT,
+)
+"""32 KiB of keys and values for a position in f16: 128 MiB in all."""
+LARGE = Qwen3MoeShape(
+    **{name: getattr(SHAPE, name) for name in SHAPE.__slots__}
+    | {"num_experts": 64, "ffn_size": 1024}
+)
+"""The same with 204 MiB of experts in Q8_0."""
+LENGTHS = (5, 700, 3000)
+"""Of prompts."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A model, and what it writes without a limit after a prompt of each length."""
+
+    path: Path
+    expected: dict[int, list[int]]
+
+
+def prompt_of(length: int) -> list[int]:
+    return [(7 * index + 11) % SHAPE.vocab_size for index in range(length)]
+
+
+def written(folder: Path, shape: Qwen3MoeShape) -> Written:
+    path = folder / f"{shape.num_experts}.gguf"
+    write_qwen3moe(path, shape, seed=5, tensor_type="Q8_0", tokenizer="bytes")
+    # Also compiles the kernels.
+    with Engine.open(path, kv_type="f16", daemons=["cpu"]):
+        pass
+    with Engine.open(path, kv_type="f16") as engine:
+        return Written(
+            path, {each: greedy(engine, prompt_of(each), NUM_TOKENS) for each in LENGTHS}
+        )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    return written(tmp_path_factory.mktemp("model"), SHAPE)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    return written(tmp_path_factory.mktemp("model"), LARGE)
+
+
+def run_within(limit_mib: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """``dflash-moe`` in a cgroup of its own; skips the test where none can be made."""
+    with memory_cgroup(limit_mib * MIB) as group:
+        if group is None:
+            pytest.skip("may not make a memory cgroup")
+        done = subprocess.run(
+            group.command([*cli_command(), *map(str, arguments)]),
+            env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=4 * START_S, check=False,
+        )  # fmt: skip
+        assert group.num_kills == 0, (limit_mib, arguments[:1], arguments[-4:])
+    return done
+
+
+def generate(
+    model: Written, limit_mib: int, length: int, *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    drop_from_memory(model.path, [])
+    prompt = ",".join(map(str, prompt_of(length)))
+    return run_within(
+        limit_mib, "generate", model.path, "--token-ids", prompt, "-n", str(NUM_TOKENS), "--json",
+        "--temp", "0", *arguments,
+    )  # fmt: skip
+
+
+def assert_right_or_refused(
+    model: Written, done: subprocess.CompletedProcess[str], length: int
+) -> str:
+    """Returns the line with which it was refused; empty if there is text."""
+    if done.returncode == 0:
+        assert json.loads(done.stdout)["tokens"] == model.expected[length]
+        return ""
+    assert done.returncode in (1, 2), (done.returncode, done.stderr)
+    assert done.stdout == ""
+    lines = [each for each in done.stderr.splitlines() if "error:" in each]
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+def test_without_room_for_a_process_one_line_says_so(model: Written) -> None:
+    done = generate(model, 100, LENGTHS[0])
+    line = assert_right_or_refused(model, done, LENGTHS[0])
+    assert len(done.stderr.splitlines()) == 1
+    assert "no context fits" in line
+
+
+def test_a_context_that_was_not_asked_for_is_what_fits(model: Written) -> None:
+    done = generate(model, 310, LENGTHS[1], "--kv-type", "f16")
+    assert assert_right_or_refused(model, done, LENGTHS[1]) == ""
+    said = re.search(r"a context of (\d+) fits", done.stderr)
+    assert said is not None
+    assert LENGTHS[1] < int(said[1]) < CONTEXT
+
+
+def test_the_context_that_is_said_to_fit_does(model: Written) -> None:
+    options = ("--kv-type", "f16", "-c")
+    done = generate(model, 370, LENGTHS[2], *options, str(CONTEXT))
+    said = re.search(r"a context of ([\d,]+) fits", assert_right_or_refused(model, done, 3000))
+    assert said is not None
+    context = said[1].replace(",", "")
+    assert int(context) > LENGTHS[2] + NUM_TOKENS
+    done = generate(model, 370, LENGTHS[2], *options, context)
+    assert assert_right_or_refused(model, done, LENGTHS[2]) == ""
+
+
+@pytest.mark.parametrize("limit_mib", [100, 170])
+def test_a_daemon_without_room_says_so(model: Written, run_dir: Path, limit_mib: int) -> None:
+    done = run_within(limit_mib, "daemon", model.path, "--listen", f"ipc://{run_dir}/d.sock")
+    assert done.returncode in (1, 2)
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_what_is_said_to_be_needed_is_enough_to_compile_kernels(
+    model: Written, tmp_path: Path
+) -> None:
+    wish = ("--kv-type", "f16", "-c", "64")
+    said = re.search(r"needs (\d+) MiB", generate(model, 100, LENGTHS[0], *wish).stderr)
+    assert said is not None
+    done = generate(model, int(said[1]) + 4, LENGTHS[0], *wish, "--cache-dir", str(tmp_path))
+    assert assert_right_or_refused(model, done, LENGTHS[0]) == ""
+    assert any(tmp_path.rglob("*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit_mib", [205, 240, 300])
+def test_a_daemon_with_less_memory_than_its_experts_serves(
+    large: Written, run_dir: Path, limit_mib: int
+) -> None:
+    drop_from_memory(large.path, [])
+    listen = f"ipc://{run_dir}/d.sock"
+    with memory_cgroup(limit_mib * MIB) as group:
+        if group is None:
+            pytest.skip("may not make a memory cgroup")
+        command = [*cli_command(), "daemon", str(large.path), "--listen", listen]
+        with subprocess.Popen(group.command(command), env=environment()) as process:
+            try:
+                wait_until((run_dir / "d.sock").exists, "the daemon to listen")
+                with Engine.open(large.path, kv_type="f16", connect=[listen]) as engine:
+                    for length, expected in large.expected.items():
+                        assert greedy(engine, prompt_of(length), NUM_TOKENS) == expected
+                    assert engine.stats().owners["link0"].pairs > 0
+                    assert engine.stats().events == []
+            finally:
+                process.send_signal(signal.SIGTERM)
+                code = process.wait(START_S)
+        assert (code, group.num_kills) == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_fifty_limits(large: Written) -> None:
+    """Smaller than the weights among them, and beside a daemon in the same cgroup."""
+    rng = random.Random(21)
+    num_right = 0
+    for _ in range(50):
+        limit_mib, length = rng.randrange(64, 700), rng.choice(LENGTHS)
+        arguments: list[str] = []
+        if rng.random() < 0.5:
+            arguments += ["-c", str(rng.randrange(length + NUM_TOKENS, CONTEXT))]
+        if rng.random() < 0.3:
+            arguments += ["--daemon", "cpu"]
+        done = generate(large, limit_mib, length, "--kv-type", "f16", *arguments)
+        line = assert_right_or_refused(large, done, length)
+        num_right += not line
+        is_refused_early = limit_mib < 200 or "context" in line or "position" in line
+        assert not line or is_refused_early, (limit_mib, length, arguments, line)
+    assert num_right >= 20

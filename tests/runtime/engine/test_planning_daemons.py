@@ -1,0 +1,180 @@
+"""Placements of a parent on the processor: even, unless its daemons are unlike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.registry import read_spec
+from dflash_adapters.spec import ModelSpec
+from dflash_protocol.device import Device, DeviceKind
+from dflash_protocol.errors import DeviceUnavailable
+from dflash_protocol.settings import Settings, load_settings
+from dflash_protocol.wire.messages import Offer
+from dflash_runtime.engine import planning
+from dflash_runtime.engine.daemon_offers import with_daemons
+from dflash_runtime.engine.planning import Planned, Planning
+from dflash_runtime.placement.box import Curve, LinkSpeed
+from dflash_runtime.placement.heat import HalfLives, Heat, layers_of
+from dflash_runtime.placement.split import LOCAL_OWNER
+from support.planned_gpu import made_up_box
+from support.random_models import Qwen3MoeShape, write_qwen3moe
+
+GIB = 1 << 30
+SHAPE = Qwen3MoeShape(num_experts=20, hidden_size=64, ffn_size=96)
+OURS_S = 1e-3
+"""Of the parent's processor, for a layer of a step."""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GgufFile]:
+    path = tmp_path_factory.mktemp("model") / "m.gguf"
+    with GgufFile.open(write_qwen3moe(path, SHAPE, seed=4)) as file:
+        yield file
+
+
+@pytest.fixture
+def spec(file: GgufFile) -> ModelSpec:
+    return read_spec(file)
+
+
+def offer_of(spec: ModelSpec, used_s: float, free_bytes: int = GIB) -> Offer:
+    layer = spec.moe.layers[0]
+    return Offer(
+        device="cpu",
+        device_name="it",
+        numeric_class="cpu",
+        free_bytes=free_bytes,
+        total_bytes=2 * GIB,
+        held_bytes=0,
+        num_threads=1,
+        can_mail=False,
+        layer_ids=(layer.layer_id,),
+        expert_bytes=(layer.expert_bytes,),
+        one_s=(used_s / layer.num_experts_used,),
+        used_s=(used_s,),
+        chunk_tokens=512,
+        chunk_pairs_per_s=(layer.num_experts_used / used_s,),
+    )
+
+
+class OneProcessor:
+    """A machine without a GPU, whose processor takes OURS_S for a layer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, file: GgufFile, spec: ModelSpec) -> None:
+        layer = spec.moe.layers[0]
+        self.s_per_byte = OURS_S / (layer.num_experts_used * layer.expert_bytes)
+        self.num_measured, self._file, self._spec = 0, file, spec
+        monkeypatch.setattr(planning, "gpus_of_machine", list)
+        monkeypatch.setattr(planning, "box_of_machine", self._box)
+
+    def _box(self, *args: Any, **options: Any) -> Any:
+        self.num_measured += 1
+        gpu = Device(DeviceKind.CUDA, 0)
+        return made_up_box(gpu, cpu_s_per_byte=self.s_per_byte)
+
+    def planned(self, offers: Mapping[str, Offer], names: list[str], **wishes: Any) -> Planned:
+        settings: Settings = replace(load_settings(), **wishes)
+        heat = Heat(layers_of(self._spec.moe), HalfLives())
+        found = Planning(
+            self._file, self._spec, settings, heat=heat, on_progress=lambda *progress: None
+        )
+        return found.with_daemons(found.before_daemons(names), offers, numeric_class="")
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, file: GgufFile, spec: ModelSpec) -> OneProcessor:
+    return OneProcessor(monkeypatch, file, spec)
+
+
+def numbers(planned: Planned) -> dict[str, int]:
+    assert planned.placement is not None
+    placement = planned.placement
+    pairs = zip(placement.owner_names, placement.owners, strict=True)
+    return {name: owned.num_experts for name, owned in pairs}
+
+
+def test_daemons_that_are_alike_are_not_planned_for(machine: OneProcessor, spec: ModelSpec) -> None:
+    for times in ((1e-3, 2.5e-3), (1e-6, 9e-6), (1e-3,)):
+        offers = {f"d{index}": offer_of(spec, used_s) for index, used_s in enumerate(times)}
+        planned = machine.planned(offers, [*offers])
+        assert (planned.placement, planned.plan) == (None, None)
+    assert machine.num_measured == 0
+
+
+def test_a_daemon_that_was_not_timed_is_like_any_other(
+    machine: OneProcessor, spec: ModelSpec
+) -> None:
+    timed = offer_of(spec, 1e-3)
+    offers = {"timed": timed, "not": replace(timed, one_s=(0.0,), used_s=(0.0,))}
+    planned = machine.planned(offers, [*offers])
+    assert (planned.placement, planned.plan) == (None, None)
+    assert machine.num_measured == 0
+
+
+def test_a_daemon_may_have_the_name_of_a_device(spec: ModelSpec) -> None:
+    box = made_up_box(Device(DeviceKind.CUDA, 0))
+    found = with_daemons(box, spec, {"cpu": offer_of(spec, 40 * OURS_S)})
+    assert found.devices == box.devices
+    assert found.daemons["cpu"].experts[1].points[-1][1] == 40 * OURS_S
+
+
+@pytest.mark.parametrize("can_mail", [False, True])
+def test_a_link_that_was_measured_another_way_is_not_used(spec: ModelSpec, can_mail: bool) -> None:
+    measured = LinkSpeed("d", Curve(((1, 0.5),)), Curve(((1, 0.5),)))
+    box = replace(made_up_box(Device(DeviceKind.CUDA, 0)), links={"d": measured})
+    offers = {"d": replace(offer_of(spec, OURS_S), can_mail=can_mail)}
+    link = with_daemons(box, spec, offers).links["d"]
+    assert link.by_device is can_mail
+    assert (link == measured) is not can_mail
+
+
+def test_a_slow_daemon_gets_less_than_a_fast_one(machine: OneProcessor, spec: ModelSpec) -> None:
+    offers = {"fast": offer_of(spec, OURS_S), "slow": offer_of(spec, 40 * OURS_S)}
+    planned = machine.planned(offers, [*offers])
+    assert planned.plan is not None
+    found = numbers(planned)
+    assert found.get("slow", 0) < found["fast"]
+    assert found[LOCAL_OWNER] > 0
+    assert planned.settings.context is None  # it was chosen before
+    assert sum(found.values()) == SHAPE.num_layers * SHAPE.num_experts
+
+
+def test_a_daemon_with_little_memory_is_planned_for(machine: OneProcessor, spec: ModelSpec) -> None:
+    """The even split was not priced, as it needs more: it was kept whatever it costs."""
+    offers = {
+        "fast": offer_of(spec, OURS_S, free_bytes=2 << 20),
+        "slow": offer_of(spec, 40 * OURS_S),
+    }
+    found = numbers(machine.planned(offers, [*offers]))
+    assert found.get("slow", 0) + found.get("fast", 0) < found[LOCAL_OWNER]
+
+
+@pytest.mark.parametrize("wishes", [{"fit": "off"}, {"local_experts": 3}])
+def test_what_is_asked_for_is_not_planned(
+    machine: OneProcessor, spec: ModelSpec, wishes: dict[str, Any]
+) -> None:
+    offers = {"fast": offer_of(spec, OURS_S), "slow": offer_of(spec, 40 * OURS_S)}
+    assert machine.planned(offers, [*offers], **wishes).placement is None
+
+
+def test_a_daemon_that_offers_nothing_keeps_its_share(
+    machine: OneProcessor, spec: ModelSpec
+) -> None:
+    offers = {"fast": offer_of(spec, OURS_S), "slow": offer_of(spec, 40 * OURS_S)}
+    assert machine.planned(offers, [*offers, "older"]).placement is None
+
+
+def test_without_measurements_shares_are_even(
+    machine: OneProcessor, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*args: Any, **options: Any) -> Any:
+        raise DeviceUnavailable("gone")
+
+    monkeypatch.setattr(planning, "box_of_machine", failing)
+    offers = {"fast": offer_of(spec, OURS_S), "slow": offer_of(spec, 40 * OURS_S)}
+    assert machine.planned(offers, [*offers]).placement is None

@@ -1,0 +1,85 @@
+"""Memory cgroups that tests make within their own, or version 2 beside it where that may be."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflash_runtime.compute.system_files import cgroup_folders
+
+_LIMIT = {1: "memory.limit_in_bytes", 2: "memory.max"}
+_NO_SWAP = {1: "memory.swappiness", 2: "memory.swap.max"}
+_KILLS = {1: "memory.oom_control", 2: "memory.events"}
+_PEAK = {1: "memory.max_usage_in_bytes", 2: "memory.peak"}
+_END_S = 5.0
+
+
+@dataclass(frozen=True)
+class MemoryCgroup:
+    """A cgroup with a limit, and no swap. Pages of files count, but are given up when needed."""
+
+    version: int
+    folder: Path
+
+    def command(self, command: Sequence[str]) -> list[str]:
+        """`command`, run within it."""
+        procs = self.folder / "cgroup.procs"
+        return ["sh", "-c", f'echo 0 > "{procs}" && exec "$@"', "sh", *command]
+
+    @property
+    def num_kills(self) -> int:
+        """Processes that were killed for lack of memory."""
+        lines = (self.folder / _KILLS[self.version]).read_text().splitlines()
+        return int(dict(line.split() for line in lines)["oom_kill"])
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most memory that was used at once, pages of files included; 0 if that is not known."""
+        path = self.folder / _PEAK[self.version]
+        return int(path.read_text()) if path.exists() else 0
+
+
+@contextlib.contextmanager
+def memory_cgroup(limit_bytes: int) -> Iterator[MemoryCgroup | None]:
+    """A cgroup of that size, removed afterwards; None where none may be made."""
+    group = _made()
+    if group is None:
+        yield None
+        return
+    try:
+        for name, value in ((_LIMIT, limit_bytes), (_NO_SWAP, 0)):
+            (group.folder / name[group.version]).write_text(str(value))
+        yield group
+    finally:
+        _remove(group.folder)
+
+
+def _made() -> MemoryCgroup | None:
+    for version, own in cgroup_folders(Path("/"), "memory"):
+        folder = own / f"dflash-test-{os.getpid()}"
+        with contextlib.suppress(OSError):
+            folder.mkdir()
+            if (folder / _LIMIT[version]).exists():
+                return MemoryCgroup(version, folder)
+            folder.rmdir()
+        if version == 1:
+            return None  # not above our own, whose limits hold
+    return None
+
+
+def _remove(folder: Path) -> None:
+    """Processes that have ended leave it a moment later."""
+    end_s = time.monotonic() + _END_S
+    while True:
+        try:
+            folder.rmdir()
+        except OSError:
+            if time.monotonic() > end_s:
+                raise
+            time.sleep(0.02)
+        else:
+            return
