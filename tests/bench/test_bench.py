@@ -133,4 +133,5 @@ def test_an_imposed_daemon_computes_the_same_slower_or_as_an_older_one(
     assert owner.transport == transport
     phase = owner.phases[Phase.PREFILL]
     assert phase.requests == BLOCK_32_SHAPE.num_layers
-    assert (phase.wait_s / phase.requests > 0.02) == ("--request-ms" in arguments)
+    if "--request-ms" in arguments:
+        assert phase.wait_s / phase.requests > 0.02

@@ -117,6 +117,8 @@ class LlamaOracle:
         params.use_extra_bufts = False
         params.vocab_only = vocab_only
         _recent_errors.clear()
+        # `bench.peer` and the demo's oracle, in the same process, set a function of their own.
+        self._library.llama_log_set(_on_log, None)
         self._model = self._library.llama_model_load_from_file(str(path).encode(), params)
         if not self._model:
             raise OracleError(f"llama.cpp does not load {path}: {'; '.join(_recent_errors)}")

@@ -18,6 +18,7 @@ from bench.llama_api import (
     default_params,
     written_params,
 )
+from bench.peer import keep_errors
 
 from dflash_adapters.rope import RopePairing, YarnScaling, rope_table
 from dflash_protocol.ids import AnyArray
@@ -169,6 +170,7 @@ def test_oracle_refuses_what_would_abort_the_process(
 def test_oracle_says_why_a_file_does_not_load(tmp_path: Path) -> None:
     path = tmp_path / "not.gguf"
     path.write_bytes(b"GGUF, but not really")
+    keep_errors(llama_library())  # as a bench of the same process does
     with pytest.raises(OracleError, match=r"not\.gguf: .+"):
         LlamaOracle(path, context_length=64)
 
