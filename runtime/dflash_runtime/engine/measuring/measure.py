@@ -28,9 +28,8 @@ START_LIMIT_S = 10.0
 """For a start that lacks a figure, whatever it lacks."""
 
 _MOST_BYTES = 5 << 29
-"""Weights of a device's layers that are timed, if there are so many seconds; in proportion fewer,
-as they have to be read or copied."""
-_FOR_MOST_S = 30.0
+"""Weights of a device's layers that are timed: many times what a processor's caches hold, as
+processors of servers cache 300 MB. Reading them costs a start nothing, which needs them anyway."""
 _FAR_LAYERS = 2
 _FREE_SHARE = 0.3
 """Of a device's free memory, for their weights."""
@@ -116,7 +115,7 @@ def measure_box(
     with contextlib.ExitStack() as undo:
         for index, device in enumerate(new):
             device_left = TimeLeft(left.share(_share_of_first(new[index:])))
-            loaded, far = _loaded(device, file, kv_type, limit_s=limit_s, undo=undo)
+            loaded, far = _loaded(device, file, kv_type, undo=undo)
             share = 1.0
             if device.backend.is_host:
                 on_progress(f"{device.name}: weights are read", 0, 1)
@@ -171,15 +170,12 @@ def _loaded(
     file: GgufFile,
     kv_type: KvType,
     *,
-    limit_s: float,
     undo: contextlib.ExitStack,
 ) -> tuple[LoadedLayers, LoadedLayers | None]:
     """The layers to be measured, and those for `TimedPasses.far`."""
     description, backend = describe(file), device.backend
     free_bytes = backend.free_memory_bytes()
-    limit = int(_MOST_BYTES * min(1.0, limit_s / _FOR_MOST_S))
-    if free_bytes:
-        limit = min(limit, int(_FREE_SHARE * free_bytes))
+    limit = min(_MOST_BYTES, int(_FREE_SHARE * free_bytes)) if free_bytes else _MOST_BYTES
     sampled = sampled_layers(file, description, limit_bytes=limit)
     num_positions = most_positions(backend.chunking, description.context_length)
 

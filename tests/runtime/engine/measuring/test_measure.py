@@ -91,6 +91,13 @@ def test_what_plans_need(model: Path, host: MeasuredDevice) -> None:
     assert all(len(curve.points) == 2 for curve in box.devices["cpu"].attention.values())
 
 
+def test_chunks_of_512_rows_however_short_the_time(model: Path, host: MeasuredDevice) -> None:
+    """Smaller ones are half as fast: plans would copy fewer experts of prompts than is best."""
+    with GgufFile.open(model) as file:
+        box = measure_box(file, [host], key="k", kv_type=KV, limit_s=0.01, for_plan=True)
+    assert {1, 64, 512} <= set(box.devices["cpu"].experts)
+
+
 def test_all_that_is_measured_shares_one_deadline(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
