@@ -41,7 +41,7 @@ _REFINED = 2
 _CLOSE = 1.1
 """Groups of devices and processors that are estimated to be slower by this are not looked at."""
 
-_TRIES = 6
+_TRIES = 10
 """How often a solution that the allocator's rounding makes too large is made smaller."""
 
 
@@ -396,7 +396,7 @@ class ParentOptions:
     ) -> tuple[float, IntArray] | None:
         """The best assignment of a shape (None: no local experts) and its predicted seconds."""
         problem, dealt_to = self._problem(group, order, context, chunk)
-        for _ in range(_TRIES):
+        for attempt in range(_TRIES):
             if min(problem.here_limit, problem.there_limit) < 0:
                 return None
             if shape is None:
@@ -415,7 +415,11 @@ class ParentOptions:
                 return problem.seconds(num_local), owners
             if set(excess) != {LOCAL} or shape is None:
                 return None
-            problem = replace(problem, here_limit=problem.here_limit - excess[LOCAL])
+            # What was chosen may be less than the limit. Where the allocator rounds up each layer,
+            # a few experts less may take as much: each step is twice as long.
+            chosen_bytes = float((num_local * problem.here_bytes).sum())
+            less = excess[LOCAL] * max(1, 2 ** (attempt - 1))
+            problem = replace(problem, here_limit=min(problem.here_limit, chosen_bytes) - less)
         return None
 
     def _problem(

@@ -307,16 +307,14 @@ def _chosen_setup(
         else:
             low = middle + 1
     context = contexts[high]
-    best, best_s = chunks[0], np.inf
-    for chunk in chunks:
-        if not options.has_room(context, chunk):
-            continue
-        chunk_s = options.estimate(context, chunk)
-        if chunk_s < best_s:
-            best, best_s = chunk, chunk_s
-        elif chunk_s > best_s * TIE:
-            break
-    return context, best
+    times = {
+        chunk: options.estimate(context, chunk)
+        for chunk in chunks
+        if options.has_room(context, chunk)
+    }
+    # Of equal ones the largest: where weights are copied for prompts, each chunk copies them all.
+    limit = min(times.values(), default=np.inf) * TIE
+    return context, next((chunk for chunk, time_s in times.items() if time_s <= limit), chunks[0])
 
 
 def _asked_for(

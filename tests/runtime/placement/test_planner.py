@@ -279,6 +279,35 @@ def test_a_plan_takes_about_a_second(
     assert time.process_time() - begin < (3.0 if has_daemons else 1.0)
 
 
+@pytest.mark.parametrize("name", ["narrow bus", "slow cpu", "big ram, tiny card"])
+def test_no_option_is_lost_to_the_size_of_the_memory(name: str) -> None:
+    """What the allocator rounds up made some sizes look as if whole layers, or hot experts, did not
+    fit at all."""
+    spec, row = qwen3_30b(), IMPOSED[name]
+    for megabytes in range(4000, 12000, 400):
+        at = situation(
+            spec,
+            replace(row, gpu_bytes=megabytes << 20),
+            shares=skewed(spec.moe),
+            granule=2 * MIB,
+        )
+        found = planned(at, Wishes(context=8192))
+        names = [each.name for each in found.alternatives]
+        assert found.mode is not MoeMode.LAYERS, megabytes
+        assert "whole layers" in names, megabytes
+
+
+def test_of_equal_chunks_the_largest_is_taken() -> None:
+    spec = qwen3_30b()
+    row = BoxRow(H100, 8 * GIB, CORES_16, 64 * GIB)
+    at = situation(spec, row, shares=skewed(spec.moe))
+    found = planned(at, Wishes(context=8192))
+    sizes = (2048, 1024, 512, 256)
+    times = [request_s(planned(at, Wishes(context=8192, chunk=size)), at) for size in sizes]
+    assert found.setup.chunk > sizes[times.index(min(times))]
+    assert request_s(found, at) <= 1.03 * min(times)
+
+
 def test_a_context_is_chosen_that_costs_less_than_a_tenth() -> None:
     spec = qwen3_30b()
     shares = skewed(spec.moe)
