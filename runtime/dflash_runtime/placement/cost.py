@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from dflash_adapters.spec import MoeSpec
 from dflash_protocol.ids import F64Array
+from dflash_runtime.compute.gpu.experts.offload_room import AHEAD_BYTES
 from dflash_runtime.placement.box import Curve
 from dflash_runtime.placement.expectation import (
     IntArray,
@@ -256,7 +257,10 @@ class CostModel:
             if cpus:
                 here = pairs[[LOCAL, *cpus]].sum(axis=0)
                 slowest = self.sides[LOCAL].chunk_s(rows, rows * here, sizes)
-                slowest = np.maximum(slowest, distinct(rows) * sizes / self.copy_rate)
+                # Copies go on while the next layer's trunk is computed, as far as there is room.
+                ahead_s = min(self.trunk.chunk_layer_s(rows), AHEAD_BYTES / self.copy_rate)
+                copies_s = distinct(rows) * sizes / self.copy_rate
+                slowest = np.maximum(slowest, copies_s - ahead_s)
                 for index in each.keys() - {LOCAL, *cpus}:
                     slowest = np.maximum(slowest, each[index])
                 copied += times * slowest

@@ -186,6 +186,10 @@ class TrunkTimes:
         head = at_rows(self._speed.head, 1, self._head_bytes)
         return self._pass_s(1, position) + float(head.sum())
 
+    def chunk_layer_s(self, rows: int) -> float:
+        """A layer of a prompt's first chunk, on average."""
+        return self._pass_s(rows, 0.0) / self._layer_bytes.size
+
     def prompt_s(self, num_tokens: int, chunk: int) -> float:
         """A prompt, cut into chunks."""
         total = float(at_rows(self._speed.head, 1, self._head_bytes).sum())

@@ -15,6 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.registry import read_spec
+from dflash_adapters.spec import MoeLayer
 from dflash_protocol.errors import (
     DaemonUnavailable,
     DeviceOutOfMemory,
@@ -24,6 +27,8 @@ from dflash_protocol.errors import (
 from dflash_protocol.ids import F32Array
 from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
+from dflash_runtime.compute.gpu.device.device import Mark
+from dflash_runtime.compute.gpu.experts import offload_room
 from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FileRuns, Transfer
 from dflash_runtime.experts.offload import OffloadMode
 from dflash_runtime.placement.split import LOCAL_OWNER
@@ -38,6 +43,7 @@ CHUNKS = [16, 9, 1]
 IDS = np.random.default_rng(1).integers(0, SHAPE.vocab_size, sum(CHUNKS)).astype(np.int32)
 NUM_STEPS = 1
 """Of the chunks: tokens by themselves."""
+REST: Layers = {0: [0, 1, 2, 4], 1: range(5), 2: [1, 2, 3, 4]}
 WHOLE: Layers = dict.fromkeys(range(SHAPE.num_layers), range(SHAPE.num_experts))
 PAIRS_OF_TOKEN = SHAPE.num_layers * SHAPE.num_experts_used
 
@@ -55,6 +61,11 @@ def resident(model: Path) -> F32Array:
         return opened(undo, model, {LOCAL_OWNER: WHOLE}, OffloadMode.OFF).logits()
 
 
+def moe_layer(path: Path) -> MoeLayer:
+    with GgufFile.open(path) as file:
+        return read_spec(file).moe.layers[0]
+
+
 @pytest.fixture
 def undo() -> Iterator[contextlib.ExitStack]:
     with contextlib.ExitStack() as stack:
@@ -67,8 +78,8 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     begin = FileCopier.begin
 
-    def noted(copier: FileCopier, runs: FileRuns) -> Transfer:
-        transfer = begin(copier, runs)
+    def noted(copier: FileCopier, runs: FileRuns, *, after: Mark | None = None) -> Transfer:
+        transfer = begin(copier, runs, after=after)
         sizes.append(transfer.num_bytes)
         return transfer
 
@@ -98,12 +109,69 @@ def test_bits_are_those_of_a_resident_run(
     assert hits.layers_hot_only == 0
     assert sum(map(sum, remote.runtime.selections().values())) == IDS.size * PAIRS_OF_TOKEN
     # Layers are on their way before it is known what was chosen, but for the first one of a chunk.
-    # The second is still there in the second chunk.
+    # Each has a place of its own here: what was copied for the first chunk is there in the second.
     layer = remote.steps._model.spec.moe.layers[0]
     whole = SHAPE.num_experts * layer.expert_bytes
-    assert copied == [copied[0], whole, whole, copied[3], whole]
-    assert 0 < copied[0] <= whole
-    assert 0 < copied[3] <= whole
+    assert copied[1:3] == [whole, whole]
+    assert whole - layer.expert_bytes <= copied[0] <= copied[0] + sum(copied[3:]) <= whole
+
+
+@pytest.mark.parametrize("experts_of_part", [1, 2])
+def test_bits_where_layers_are_copied_in_parts(
+    model: Path,
+    resident: F32Array,
+    undo: contextlib.ExitStack,
+    copied: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    experts_of_part: int,
+) -> None:
+    """More parts than places: each place is used by several parts of each layer."""
+    size = moe_layer(model).expert_bytes
+    monkeypatch.setattr(offload_room, "_PLACE_BYTES", (experts_of_part + 1) * size - 1)
+    split = opened(undo, model, {LOCAL_OWNER: {0: [3], 1: [], 2: [0]}, "gpu1": REST})
+    offload = split._backend._offload
+    assert offload is not None
+    assert len(offload._places) == offload_room.NUM_PLACES
+    assert max(place.memory.size for place in offload._places) < (experts_of_part + 0.5) * size
+    copied.clear()
+    for _ in range(2):
+        assert (split.logits() == resident).all()
+    assert max(copied) <= experts_of_part * size
+    assert len(copied) > 4 * SHAPE.num_layers
+
+
+def test_a_chunk_that_is_given_up_leaves_no_part_behind(
+    model: Path,
+    resident: F32Array,
+    undo: contextlib.ExitStack,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a part of the next layer in each place, and one that is due."""
+    monkeypatch.setattr(offload_room, "_PLACE_BYTES", moe_layer(model).expert_bytes)
+    split = opened(undo, model, {"gpu1": WHOLE})
+    offload, every = split._backend._offload, np.tile(np.arange(5, dtype=np.int32), (16, 1))
+    assert offload is not None
+    for layer_id in (2, 0, 1, 1, 2, 0):
+        assert offload.begin(layer_id, every, split.runtime) is not None
+        assert (split.logits() == resident).all()
+
+
+def test_a_part_that_was_not_wanted_ahead_has_its_place_all_the_same(
+    model: Path,
+    undo: contextlib.ExitStack,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another part of its layer, which comes later, is in it."""
+    monkeypatch.setattr(offload_room, "_PLACE_BYTES", moe_layer(model).expert_bytes)
+    split = opened(undo, model, {"gpu1": WHOLE})
+    offload, ids = split._backend._offload, np.tile(np.arange(5, dtype=np.int32), (16, 1))
+    assert offload is not None
+    parts = offload._layers[1].parts
+    assert parts[0].place is parts[3].place
+    parts[3].place.take(parts[3])
+    parts[3].place.is_due = True
+    assert offload.begin(1, ids, split.runtime) is not None
+    assert parts[0].place.part is parts[0]
 
 
 @pytest.mark.parametrize("tensor_type", [pytest.param("F32", marks=pytest.mark.slow), "Q8_0"])
@@ -284,7 +352,7 @@ def test_without_room_on_the_device_owners_are_asked(
 
     with monkeypatch.context() as patched:
         patched.setattr(
-            "dflash_runtime.compute.gpu.experts.offload.ExpertOffload._load", fails(lacking)
+            "dflash_runtime.compute.gpu.experts.offload.ExpertOffload._copy", fails(lacking)
         )
         check(": host:0")
 

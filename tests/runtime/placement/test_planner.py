@@ -462,7 +462,7 @@ def test_a_plan_for_prompts_does_not_claim_to_write_as_fast() -> None:
     spec = qwen3_30b()
     at = situation(
         spec,
-        BoxRow(CARD, 6 * GIB, CORES_16, 64 * GIB),
+        BoxRow(CARD, 4 * GIB, CORES_16, 64 * GIB),
         shares=skewed(spec.moe),
         request=PlannedRequest(4096, 1),
     )

@@ -347,9 +347,9 @@ class CupyBackend:
             self._offload.prepare()
         except (DeviceUnavailable, SettingsError, UnsupportedModel) as error:
             self._close_offload()
-            # docs (parent): there is no room on the device for two layers' experts beside all else,
-            # or no memory can be locked, or no kernel reads them; prompts take as long as their
-            # owners do
+            # docs (parent): there is no room on the device for parts of layers' experts beside all
+            # else, or no memory can be locked, or no kernel reads them; prompts take as long as
+            # their owners do
             _LOG.warning("no offload of remote experts in prompts: %s", str(error))
             remote.never_offload()
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import cycle
 
 import numpy as np
 
@@ -12,13 +13,16 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.spec import MoeLayer
 from dflash_protocol.ids import U8Array
 from dflash_runtime.compute.gpu.backend import CupyBackend
-from dflash_runtime.compute.gpu.device.device import address
+from dflash_runtime.compute.gpu.device.device import DeviceArray, address
 from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock
 from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FileRuns
 from dflash_runtime.engine.measuring.timing import medians
 from dflash_runtime.placement.box import CopySpeed
 
 COPY_BYTES = 256 << 20
+_SOURCE_BYTES = 2 << 30
+"""Of the mapped file, from which copies are taken in turns: many times what a processor's caches
+hold."""
 _COLUMNS = 2048
 _LEAST = 3
 _IN_FLIGHT = 2
@@ -35,7 +39,8 @@ class TimedCopies:
     def __init__(
         self, backend: CupyBackend, sources: Sequence[U8Array], *, num_bytes: int = COPY_BYTES
     ) -> None:
-        """`sources`: parts of a mapped file, read before; copied again and again.
+        """`sources`: parts of a mapped file, read before; so many bytes are copied at a time, then
+        the following ones, and all of them again.
 
         Raises: DeviceUnavailable, DeviceOutOfMemory among them.
         """
@@ -50,17 +55,20 @@ class TimedCopies:
             undo.callback(self._copier.close)
             self._target = device.empty(self.num_bytes, np.uint8)
             self._residual = device.zeros((rows, _COLUMNS), np.float32)
-            self._runs = self._runs_of(sources)
+            self._runs = cycle(self._runs_of(sources))
             self._undo = undo.pop_all()
 
-    def _runs_of(self, sources: Sequence[U8Array]) -> FileRuns:
-        runs, first = [], 0
+    def _runs_of(self, sources: Sequence[U8Array]) -> list[FileRuns]:
+        """The sources, cut where the target ends."""
+        found, runs, first = [], list[tuple[U8Array, DeviceArray]](), 0
         for source in sources:
-            size = min(source.size, self.num_bytes - first)
-            if size:
-                runs.append((source[:size], self._target[first : first + size]))
+            if runs and first + source.size > self.num_bytes:
+                found.append(FileRuns.of(runs))
+                runs, first = [], 0
+            size = min(source.size, self.num_bytes)
+            runs.append((source[:size], self._target[first : first + size]))
             first += size
-        return FileRuns.of(runs)
+        return [*found, FileRuns.of(runs)]
 
     @property
     def _flat(self) -> U8Array:
@@ -78,7 +86,7 @@ class TimedCopies:
         """Copies from the mapped file to their end, with as many threads as the engine, as seconds
         of `num_bytes`."""
         began_s = time.perf_counter()
-        transfers = [self._copier.begin(self._runs) for _ in range(_IN_FLIGHT)]
+        transfers = [self._copier.begin(next(self._runs)) for _ in range(_IN_FLIGHT)]
         for each in transfers:
             each.wait()
         elapsed_s = time.perf_counter() - began_s
@@ -117,7 +125,7 @@ def measure_copies(name: str, copies: TimedCopies, *, pcie: str = "", limit_s: f
 
 
 def parts_of_experts(
-    file: GgufFile, layers: Sequence[MoeLayer], num_bytes: int = COPY_BYTES
+    file: GgufFile, layers: Sequence[MoeLayer], num_bytes: int = _SOURCE_BYTES
 ) -> list[U8Array]:
     """Mapped bytes of experts until they are `num_bytes`, matrix by matrix: the hottest experts are
     on the device, so that those that are copied for a prompt lie scattered between them."""

@@ -17,7 +17,8 @@ from dflash_runtime.compute.model import Model, Step, forward, run_to_end
 from dflash_runtime.compute.trees import Tree
 
 STEPS_IN_A_ROW = 16
-"""Steps of a device that are started without waiting for any, as the engine does."""
+"""Steps of a device that are started without waiting for any, as the engine does. A single one
+whose host takes part would find the processor's threads asleep."""
 _BEFORE_TREES = 8
 """Positions before a tree."""
 
@@ -96,7 +97,7 @@ class Passes:
 
     @property
     def _num_in_a_row(self) -> int:
-        return 1 if self.captured is None or self.captured.needs_host else STEPS_IN_A_ROW
+        return 1 if self.captured is None or self.backend.is_host else STEPS_IN_A_ROW
 
     def token_ids(self, num: int) -> I32Array:
         """Random ones. Shapes: result [num]."""

@@ -2,19 +2,21 @@
 
 ::
 
-    file ──threads──► locked memory ──copies──► place 0 │ place 1 ──(repacked)──► products
+    file ──threads──► locked memory ──copies──► place 0 │ place 1 │ place 2 ──(repacked)──► products
 
-Layers alternate between the two places. While a layer is computed from one, the next one's experts
-are copied into the other: all of them if this layer's tokens chose nearly all of its own, else the
-chosen ones once they are known. The parent maps the file anyway, for the experts of lost daemons.
-`RemoteExperts` decides which experts are offloaded.
+A layer's experts are cut into parts, each with a place, which parts of all layers take in turns.
+While one part is computed, the next ones are copied, of this layer and then of the next one: of
+that, before its tokens have chosen, what the last chunk's chose there, or all if this layer's
+tokens chose nearly all of its own. The parent maps the file anyway, for the experts of lost
+daemons. `RemoteExperts` decides which experts are offloaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +26,13 @@ from dflash_adapters.spec import MoeLayer
 from dflash_protocol.batch import group_by_expert
 from dflash_protocol.ids import I32Array, Phase
 from dflash_runtime.compute.backend import RemoteExperts
-from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
-from dflash_runtime.compute.gpu.experts.offload_room import NUM_PLACES, aligned, memory_of
+from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, Mark
+from dflash_runtime.compute.gpu.experts.offload_room import (
+    aligned,
+    memory_of,
+    most_of_part,
+    num_places,
+)
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.gpu.launch.layouts import is_native
 from dflash_runtime.compute.gpu.layers.matrix import Uploader, require_kernels
@@ -35,7 +42,8 @@ from dflash_runtime.compute.gpu.ops.ops import GpuOps
 from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FileRuns, Transfer
 
 _NEARLY_ALL = 0.75
-"""If this share of a layer's experts was chosen, all of the next layer's are copied ahead."""
+"""If this share of a layer's experts was chosen, all of the next layer's are copied ahead, unless
+it is known what was chosen there before."""
 
 Experts = npt.NDArray[np.bool_]
 """A mask of a layer's experts. Shapes: [E]."""
@@ -43,39 +51,46 @@ Experts = npt.NDArray[np.bool_]
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """Memory for the experts of one layer in the file's layout, and the layer in it now."""
+    """Memory for one part in the file's layout, and the part in it now."""
 
     memory: DeviceArray
-    layer_id: int = -1
+    part: _Part | None = None
     loaded: Experts = field(default_factory=lambda: np.zeros(0, np.bool_))
     """Experts in it, or being copied."""
     transfers: list[Transfer] = field(default_factory=list)
-    is_read: bool = False
-    """Kernels that read it may be running."""
+    is_due: bool = False
+    """The part is yet to be computed for this chunk."""
+    read: Mark | None = None
+    """Behind the kernels that read it last."""
+
+    def take(self, part: _Part) -> None:
+        """Give it to a part of which nothing is here."""
+        self.clear()
+        self.part, self.loaded = part, np.zeros(part.experts.size, np.bool_)
 
     def clear(self) -> None:
         """Cancel transfers and forget the content."""
         for transfer in self.transfers:
             transfer.cancel()
         self.transfers.clear()
-        self.layer_id = -1
+        self.part, self.is_due = None, False
 
 
 @dataclass(slots=True, eq=False)
-class _Layer:
-    """A layer with remote experts."""
+class _Part:
+    """Some of a layer's remote experts, copied together."""
 
     layer: MoeLayer
-    missing: Experts
+    experts: Experts
     place: _Place
     native: tuple[DeviceArray, ...]
-    """For each projection, the missing experts one after another in the file's layout."""
+    """For each projection, the experts one after another in the file's layout."""
     weights: tuple[DeviceArray, ...]
     """The same in the device's layout; the same arrays if the layouts agree."""
     resident: ResidentLayer
-    """All missing experts as a resident layer."""
+    """All of them as a resident layer."""
     runs: FileRuns
-    """From the file to `native`: each missing expert's matrix, projection by projection."""
+    """From the file to `native`: each expert's matrix, projection by projection."""
     some: tuple[Experts, ResidentLayer] | None = None
     """The experts computed last, as a resident layer."""
 
@@ -86,8 +101,22 @@ class _Layer:
         return any(native is not weights for native, weights in pairs)
 
     def runs_of(self, experts: Experts) -> FileRuns:
-        """Those of some of the missing experts. Shapes: experts [E]."""
-        return self.runs.chosen(np.tile(experts[self.missing], len(self.native)))
+        """Those of some of the experts. Shapes: experts [E]."""
+        return self.runs.chosen(np.tile(experts[self.experts], len(self.native)))
+
+
+@dataclass(slots=True, eq=False)
+class _Layer:
+    """A layer with remote experts."""
+
+    layer: MoeLayer
+    missing: Experts
+    places: tuple[_Place, ...]
+    """Of its parts."""
+    parts: tuple[_Part, ...] = ()
+    """None until they are needed."""
+    chosen: Experts | None = None
+    """By the last chunk, whose choice the next one's resembles."""
 
 
 class ExpertOffload:
@@ -120,17 +149,24 @@ class ExpertOffload:
         place_bytes, laid_out_bytes = memory_of(
             (layer, int(experts.sum())) for layer, experts in missing.values()
         )
-        self._places = [_Place(device.empty(place_bytes, np.uint8)) for _ in range(NUM_PLACES)]
+        num = num_places((layer, int(experts.sum())) for layer, experts in missing.values())
+        self._places = [_Place(device.empty(place_bytes, np.uint8)) for _ in range(num)]
         self._laid_out = device.empty(laid_out_bytes, np.uint8)
         """Memory for projections whose layout on the device differs."""
-        self._laid_out_of: tuple[int, bytes] | None = None
+        self._laid_out_of: tuple[_Part, bytes] | None = None
         device.synchronize()  # kernels that used this memory before must have ended
+        in_turns = cycle(self._places)
         self._layers = {
-            layer_id: self._made(layer, experts, self._places[index % NUM_PLACES])
-            for index, (layer_id, (layer, experts)) in enumerate(missing.items())
+            layer_id: _Layer(
+                layer, experts, tuple(next(in_turns) for _ in _parts_of(layer, experts))
+            )
+            for layer_id, (layer, experts) in missing.items()
         }
-        ids = list(missing)
-        self._following = dict(pairwise(ids))
+        self._following = dict(pairwise(missing))
+        self._computed_next: deque[tuple[_Part, Experts]] = deque()
+        """This layer's parts with chosen experts that are not computed yet."""
+        self._copied_next: deque[tuple[_Part, Experts]] = deque()
+        """Experts whose copies are not begun yet, in the order in which they are computed."""
         self._copier = new_copier(device)
 
     def prepare(self) -> None:
@@ -139,38 +175,40 @@ class ExpertOffload:
         Raises: SettingsError, DeviceUnavailable, DeviceOutOfMemory among them.
         """
         tried: set[object] = set()
-        for layer_id, known in self._layers.items():
-            layer = known.layer
-            self._ops.chunk_experts.expect(known.resident)
+        for known in self._layers.values():
+            layer, parts = known.layer, self._parts(known)
+            self._ops.chunk_experts.expect(parts[0].resident)
             kind = tuple((each.tensor_type, each.rows, each.columns) for each in layer.projections)
             if kind not in tried:
                 tried.add(kind)
-                self._try_out(layer_id, known)
+                self._try_out(parts[0])
         for place in self._places:
             place.clear()
 
     def follow(self, missing_of: Mapping[int, Experts]) -> None:
         """Others of these layers' experts are remote now, as many as before; no chunk is computed.
-        If that fails, nothing has changed.
 
-        Shapes: by layer id [E]. Raises: DeviceUnavailable.
+        Shapes: by layer id [E].
         """
-        made = {}
-        for layer_id, missing in missing_of.items():
-            known = self._layers.get(layer_id)
-            if known is None or (known.missing == missing).all():
-                continue
-            if known.missing.sum() != missing.sum():
-                raise ValueError(f"layer {layer_id} has room for {known.missing.sum()} experts")
-            made[layer_id] = self._made(known.layer, missing, known.place)
-        for layer in made.values():
-            layer.place.clear()
-            self._laid_out_of = None
-        self._layers.update(made)
+        changed = {
+            layer_id: missing
+            for layer_id, missing in missing_of.items()
+            if layer_id in self._layers and (self._layers[layer_id].missing != missing).any()
+        }
+        for layer_id, missing in changed.items():
+            num = self._layers[layer_id].missing.sum()
+            if num != missing.sum():
+                raise ValueError(f"layer {layer_id} has room for {num} experts")
+        for layer_id, missing in changed.items():
+            known = self._layers[layer_id]
+            for part in known.parts:
+                if part.place.part is part:
+                    part.place.clear()
+            self._layers[layer_id] = _Layer(known.layer, missing, known.places)
 
     def begin(self, layer_id: int, topk_ids: I32Array, remote: RemoteExperts) -> Experts | None:
         """Decide which of a layer's remote experts to compute here, and start to copy those that
-        were chosen; None: none. All kernels launched for the chunk must have ended.
+        were chosen; None: none.
 
         Shapes: topk_ids [T, K]; result [E]. Raises: ModelFileError if the file was written to.
         """
@@ -184,12 +222,20 @@ class ExpertOffload:
         chosen = np.zeros(wanted.size, np.bool_)
         chosen[topk_ids] = True
         chosen &= wanted
-        self._load(layer_id, chosen)
+        known.chosen = chosen
+        is_nearly_all = chosen.sum() >= _NEARLY_ALL * wanted.sum()
         following = self._following.get(layer_id)
-        if following is not None and chosen.sum() >= _NEARLY_ALL * wanted.sum():
-            unseen = self._wanted(following, topk_ids.shape[0], remote)
-            if unseen is not None:
-                self._load(following, unseen)
+        for place in self._places:  # what else was on its way, of a chunk that was given up
+            place.is_due = False
+        self._computed_next = deque(self._parts_with(known, chosen))
+        self._copied_next = deque(self._computed_next)
+        if following is not None:
+            ahead = self._wanted(following, topk_ids.shape[0], remote)
+            before = self._layers[following].chosen
+            if ahead is not None and (before is not None or is_nearly_all):
+                likely = ahead if before is None else ahead & before
+                self._copied_next.extend(self._parts_with(self._layers[following], likely))
+        self._copy()
         return wanted
 
     def sums(
@@ -199,15 +245,24 @@ class ExpertOffload:
 
         Shapes: result [T, H] float64. Raises: DeviceUnavailable.
         """
-        known = self._layers[layer_id]
-        resident = self._arrived(layer_id, known, experts)
-        return self._ops.chunk_experts.local_sums(resident, routed, before)
+        while self._computed_next:
+            part, _ = self._computed_next.popleft()
+            resident = self._arrived(part, experts)
+            before = self._ops.chunk_experts.local_sums(resident, routed, before)
+            part.place.read, part.place.is_due = self._device.mark(), False
+            self._copy()
+        if before is None:
+            before = self._device.zeros(routed.x.rows.array.shape, np.float64)
+        return before
 
     def close(self) -> None:
         """Release everything. Idempotent."""
         for place in self._places:
             place.clear()
         self._copier.close()
+        self._computed_next.clear()
+        self._copied_next.clear()
+        self._laid_out_of = None
         self._layers.clear()
         self._places.clear()
 
@@ -218,26 +273,33 @@ class ExpertOffload:
             return None
         return wanted & known.missing
 
-    def _load(self, layer_id: int, experts: Experts) -> None:
-        """Start to copy those of these experts that are not in the layer's place yet."""
-        known = self._layers[layer_id]
-        place = known.place
-        if place.layer_id != layer_id:
-            place.clear()
-            if place.is_read:
-                self._device.synchronize()
-                place.is_read = False
-            place.layer_id = layer_id
-            place.loaded = np.zeros(experts.size, np.bool_)
-        more = experts & ~place.loaded
-        if more.any():
-            place.transfers.append(self._copier.begin(known.runs_of(more)))
-            place.loaded = place.loaded | more
+    def _parts_with(self, known: _Layer, experts: Experts) -> Iterator[tuple[_Part, Experts]]:
+        """A layer's parts with any of these experts, and which of them."""
+        for part in self._parts(known):
+            some = part.experts & experts
+            if some.any():
+                yield part, some
 
-    def _arrived(self, layer_id: int, known: _Layer, experts: Experts) -> ResidentLayer:
-        """Wait for a layer's copies and return `experts` in the device's layout."""
-        place = known.place
-        assert place.layer_id == layer_id
+    def _copy(self) -> None:
+        """Begin copies, in their order, until the next part's place is due to be computed."""
+        while self._copied_next:
+            part, experts = self._copied_next[0]
+            place = part.place
+            if place.part is not part:
+                if place.is_due:
+                    return
+                place.take(part)
+            more = experts & ~place.loaded
+            if more.any():
+                place.transfers.append(self._copier.begin(part.runs_of(more), after=place.read))
+                place.loaded = place.loaded | more
+            place.is_due = True
+            self._copied_next.popleft()
+
+    def _arrived(self, part: _Part, experts: Experts) -> ResidentLayer:
+        """Wait for a part's copies and return those of `experts` in it, in the device's layout."""
+        place = part.place
+        assert place.part is part
         try:
             for transfer in place.transfers:
                 transfer.wait()
@@ -245,26 +307,25 @@ class ExpertOffload:
             place.clear()
             raise
         place.transfers.clear()
-        place.is_read = True
-        self._lay_out(layer_id, known)
-        if known.some is None or (known.some[0] != experts).any():
-            resident = known.resident.only(self._device, experts)
+        self._lay_out(part)
+        if part.some is None or (part.some[0] != experts).any():
+            resident = part.resident.only(self._device, experts)
             assert resident is not None
-            known.some = experts, resident
-        return known.some[1]
+            part.some = experts, resident
+        return part.some[1]
 
-    def _lay_out(self, layer_id: int, known: _Layer) -> None:
+    def _lay_out(self, part: _Part) -> None:
         """Repack what was copied into the device's layout, if that differs."""
-        loaded = known.place.loaded
-        state = layer_id, loaded.tobytes()
-        if state == self._laid_out_of or not known.is_laid_out:
+        loaded = part.place.loaded
+        state = part, loaded.tobytes()
+        if state == self._laid_out_of or not part.is_laid_out:
             return
         self._laid_out_of = state
         # In one launch, with what lies between them.
-        slots = np.flatnonzero(loaded[known.missing])
+        slots = np.flatnonzero(loaded[part.experts])
         first, end = int(slots[0]), int(slots[-1]) + 1
         for projection, native, weights in zip(
-            known.layer.projections, known.native, known.weights, strict=True
+            part.layer.projections, part.native, part.weights, strict=True
         ):
             if native is weights:
                 continue
@@ -276,8 +337,18 @@ class ExpertOffload:
                 columns=projection.columns,
             )
 
-    def _made(self, layer: MoeLayer, missing: Experts, place: _Place) -> _Layer:
-        num = int(missing.sum())
+    def _parts(self, known: _Layer) -> tuple[_Part, ...]:
+        """A layer's parts, made when they are first needed."""
+        if not known.parts:
+            masks = _parts_of(known.layer, known.missing)
+            known.parts = tuple(
+                self._made(known.layer, mask, place)
+                for mask, place in zip(masks, known.places, strict=True)
+            )
+        return known.parts
+
+    def _made(self, layer: MoeLayer, experts: Experts, place: _Place) -> _Part:
+        num = int(experts.sum())
         native: list[DeviceArray] = []
         weights: list[DeviceArray] = []
         begin = laid_out_begin = 0
@@ -291,7 +362,7 @@ class ExpertOffload:
             laid_out_end = laid_out_begin + num * expert_bytes(each)
             weights.append(self._laid_out[laid_out_begin:laid_out_end])
             laid_out_begin = aligned(laid_out_end)
-        ids = np.flatnonzero(missing)
+        ids = np.flatnonzero(experts)
         resident = named_layer(self._device, self._file, layer, weights=weights, ids=(ids, ids))
         runs = FileRuns.of(
             (
@@ -301,9 +372,9 @@ class ExpertOffload:
             for each, array in zip(layer.projections, native, strict=True)
             for slot, global_expert_id in enumerate(ids.tolist())
         )
-        return _Layer(
+        return _Part(
             layer,
-            missing,
+            experts,
             place,
             native=tuple(native),
             weights=tuple(weights),
@@ -311,13 +382,15 @@ class ExpertOffload:
             runs=runs,
         )
 
-    def _try_out(self, layer_id: int, known: _Layer) -> None:
+    def _try_out(self, part: _Part) -> None:
         """Compute the smallest chunk, with all tokens routed to one expert."""
-        layer, num_tokens = known.layer, MOST_TOKENS + 1
+        layer, num_tokens = part.layer, MOST_TOKENS + 1
         expert = np.zeros(layer.num_experts, np.bool_)
-        expert[np.flatnonzero(known.missing)[0]] = True
-        self._load(layer_id, expert)
-        resident = self._arrived(layer_id, known, expert)
+        expert[np.flatnonzero(part.experts)[0]] = True
+        self._copied_next.append((part, expert))
+        self._copy()
+        resident = self._arrived(part, expert)
+        part.place.is_due = False
         batch = group_by_expert(
             np.ones((num_tokens, layer.hidden_size), np.float32),
             np.arange(num_tokens, dtype=np.int32),
@@ -327,3 +400,14 @@ class ExpertOffload:
         )
         self._ops.chunk_experts.sums_of_batch(resident, batch)
         self._device.synchronize()
+
+
+def _parts_of(layer: MoeLayer, missing: Experts) -> list[Experts]:
+    """A layer's remote experts, cut into parts of nearly the same size. Shapes: each [E]."""
+    ids = np.flatnonzero(missing)
+    masks = []
+    for chosen in np.array_split(ids, -(-ids.size // most_of_part(layer, ids.size))):
+        mask = np.zeros(missing.size, np.bool_)
+        mask[chosen] = True
+        masks.append(mask)
+    return masks

@@ -11,21 +11,29 @@ from dflash_adapters.spec import MoeLayer
 from dflash_runtime.compute.gpu.launch.layouts import is_native
 from dflash_runtime.compute.gpu.layers.resident import expert_bytes
 
-NUM_PLACES = 2
-"""Layers whose weights are on the device at once: one is computed, the next one copied."""
+NUM_PLACES = 3
+"""Parts of layers whose weights are on the device at once: one is computed while the next ones are
+copied. Two of them last a bus of 40 GB/s for 3 ms, in which the next layer's experts are chosen."""
+_PLACE_BYTES = 64 << 20
+"""Of one part, unless a single expert is larger. Each part costs a pass over a chunk's sums, far
+less than its copies."""
+AHEAD_BYTES = (NUM_PLACES - 1) * _PLACE_BYTES
+"""What is copied before it is known which of a layer's experts were chosen, at most."""
 _ALIGNMENT = 256
 
 
 def offload_bytes(missing: Iterable[tuple[MoeLayer, int]]) -> int:
     """Device memory for weights of an ExpertOffload, with so many remote experts of each layer."""
+    missing = list(missing)
     place_bytes, laid_out_bytes = memory_of(missing)
-    return NUM_PLACES * place_bytes + laid_out_bytes
+    return num_places(missing) * place_bytes + laid_out_bytes
 
 
 def memory_of(missing: Iterable[tuple[MoeLayer, int]]) -> tuple[int, int]:
     """Bytes of a place, and of memory for projections whose layout on the device differs."""
     place_bytes = laid_out_bytes = 0
-    for layer, num in missing:
+    for layer, num_missing in missing:
+        num = most_of_part(layer, num_missing)
         native = sum(aligned(num * each.num_bytes) for each in layer.projections)
         laid_out = sum(
             aligned(num * expert_bytes(each))
@@ -34,6 +42,18 @@ def memory_of(missing: Iterable[tuple[MoeLayer, int]]) -> tuple[int, int]:
         )
         place_bytes, laid_out_bytes = max(place_bytes, native), max(laid_out_bytes, laid_out)
     return place_bytes, laid_out_bytes
+
+
+def num_places(missing: Iterable[tuple[MoeLayer, int]]) -> int:
+    """How many places there are: no more than parts."""
+    num_parts = sum(-(-num // most_of_part(layer, num)) for layer, num in missing if num)
+    return min(NUM_PLACES, num_parts)
+
+
+def most_of_part(layer: MoeLayer, num_missing: int) -> int:
+    """The most experts of a layer that are copied together."""
+    of_expert = sum(each.num_bytes for each in layer.projections)
+    return min(num_missing, max(1, _PLACE_BYTES // of_expert))
 
 
 def aligned(num_bytes: int) -> int:

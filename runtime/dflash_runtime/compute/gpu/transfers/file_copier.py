@@ -22,6 +22,7 @@ from dflash_runtime.compute.cpu.kernels import copy_runs as k
 from dflash_runtime.compute.gpu.device.device import (
     DeviceArray,
     KernelDevice,
+    Mark,
     SideStream,
     address,
 )
@@ -65,6 +66,8 @@ class _Lane:
     def copy(self, transfer: Transfer) -> None:
         """Copy pieces of a transfer until none is left. Raises: DeviceUnavailable."""
         staged: U8Array = self.block.host[0]
+        if transfer.after is not None:
+            self.stream.wait_for(transfer.after)
         lane = *self.stream.functions, staged.ctypes.data, staged.size // HALVES
         table, words = transfer.runs.table, transfer.words
         status = k.copy_runs()(table, words.ctypes.data, np.array(lane, np.int64))
@@ -84,6 +87,7 @@ class Transfer:
     runs: FileRuns
     words: I64Array
     """See copy_runs."""
+    after: Mark | None = None
     threads: list[Future[None]] = field(default_factory=list)
 
     @property
@@ -147,10 +151,10 @@ class FileCopier:
             undo.callback(self._threads.shutdown)
             self._undo = undo.pop_all()
 
-    def begin(self, runs: FileRuns) -> Transfer:
-        """Begin to copy."""
+    def begin(self, runs: FileRuns, *, after: Mark | None = None) -> Transfer:
+        """Begin to copy; the device writes nothing before the mark."""
         num_bytes = int(runs.table[:, k.SIZE].sum())
-        transfer = Transfer(runs, np.array((0, num_bytes), np.int64))
+        transfer = Transfer(runs, np.array((0, num_bytes), np.int64), after)
         for _ in range(min(self._num_threads, -(-num_bytes // self._piece_bytes))):
             transfer.threads.append(self._threads.submit(self._run, transfer))
         return transfer

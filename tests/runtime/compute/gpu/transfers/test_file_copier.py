@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import AnyArray, U8Array
 from dflash_runtime.compute.cpu.kernels import copy_runs
-from dflash_runtime.compute.gpu.device.device import DeviceArray, address
+from dflash_runtime.compute.gpu.device.device import DeviceArray, Mark, address
 from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FileRuns
 from support.emulated_device import EmulatedDevice
 from support.emulated_device.side_stream import EmulatedSideStream
@@ -151,6 +151,30 @@ def test_transfers_come_in_the_order_in_which_they_were_begun(
     assert sorted(order) == sorted(list(range(4)) * 9)
     first_of = [order.index(number) for number in range(4)]
     assert first_of == sorted(first_of)
+
+
+def test_nothing_is_written_before_a_mark(
+    device: EmulatedDevice, copier: FileCopier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[object] = []
+    copy, wait_for = EmulatedSideStream.copy, EmulatedSideStream.wait_for
+
+    def noted(stream: EmulatedSideStream, place: int, origin: int, num_bytes: int) -> None:
+        order.append(id(stream))
+        copy(stream, place, origin, num_bytes)
+
+    def waits(stream: EmulatedSideStream, mark: Mark) -> None:
+        order.append((id(stream), mark))
+        wait_for(stream, mark)
+
+    monkeypatch.setattr(EmulatedSideStream, "copy", noted)
+    monkeypatch.setattr(EmulatedSideStream, "wait_for", waits)
+    mark = device.mark()
+    copier.begin(one_run(device, random_bytes(9 * PIECE_BYTES, 1))[0], after=mark).wait()
+    streams = {each for each in order if isinstance(each, int)}
+    assert streams
+    for each in streams:
+        assert order.index((each, mark)) < order.index(each)
 
 
 def test_what_is_cancelled_is_not_begun(
