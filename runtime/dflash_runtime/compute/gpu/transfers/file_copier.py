@@ -29,6 +29,9 @@ from dflash_runtime.compute.gpu.device.device import (
 from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock
 from dflash_runtime.compute.gpu.transfers.locked_room import HALVES, PIECE_BYTES, default_threads
 
+_MOST_OF_TRANSFER = 4
+"""Threads of one transfer: two in flight keep a bus busy, and each thread that begins or ends a
+transfer takes the interpreter's lock, for which launches then wait."""
 _TIMEOUT_S = 120.0
 """Longest wait for a transfer: its bytes may have to come from a slow disk."""
 
@@ -64,7 +67,7 @@ class _Lane:
     block: MappedBlock
 
     def copy(self, transfer: Transfer) -> None:
-        """Copy pieces of a transfer until none is left. Raises: DeviceUnavailable."""
+        """Copy pieces of a transfer until none is left, to their end. Raises: DeviceUnavailable."""
         staged: U8Array = self.block.host[0]
         if transfer.after is not None:
             self.stream.wait_for(transfer.after)
@@ -155,7 +158,8 @@ class FileCopier:
         """Begin to copy; the device writes nothing before the mark."""
         num_bytes = int(runs.table[:, k.SIZE].sum())
         transfer = Transfer(runs, np.array((0, num_bytes), np.int64), after)
-        for _ in range(min(self._num_threads, -(-num_bytes // self._piece_bytes))):
+        num_threads = min(_MOST_OF_TRANSFER, self._num_threads)
+        for _ in range(min(num_threads, -(-num_bytes // self._piece_bytes))):
             transfer.threads.append(self._threads.submit(self._run, transfer))
         return transfer
 
@@ -169,7 +173,4 @@ class FileCopier:
         try:
             lane.copy(transfer)
         finally:
-            try:
-                lane.stream.synchronize()
-            finally:
-                self._lanes.put(lane)
+            self._lanes.put(lane)
