@@ -45,6 +45,7 @@ from dflash_runtime.engine.measuring.machine import (
 from dflash_runtime.engine.saved_plan import saved_plan
 from dflash_runtime.experts.offload import OffloadMode
 from dflash_runtime.placement.box import Box
+from dflash_runtime.placement.budgets import ExpertBudget
 from dflash_runtime.placement.footprint import Footprint, Memory, Request, footprint
 from dflash_runtime.placement.heat import Heat
 from dflash_runtime.placement.moves import MovePrices, move_prices
@@ -109,9 +110,11 @@ class Planning:
         *,
         heat: Heat,
         on_progress: OnProgress,
+        budgets: Mapping[str, ExpertBudget] | None = None,
     ) -> None:
+        """`budgets`: the most that daemons get of experts, by name."""
         self._file, self._spec, self._settings, self._heat = file, spec, settings, heat
-        self._on_progress = on_progress
+        self._on_progress, self._budgets = on_progress, budgets or {}
         self._box: Box | None = None
         self._described: list[GpuDescription] | None = None
         """All GPUs, before anything was taken of their memory."""
@@ -226,7 +229,7 @@ class Planning:
         is_asked = settings.local_experts is not None and not self._asks_for_experts
         is_asked = is_asked or bool(settings.plan) or not self._wishes.fits
         is_on_host = settings.device is None or settings.device.kind is DeviceKind.CPU
-        asks = bool(planned_flags(self._wishes))
+        asks = bool(planned_flags(self._wishes) or self._budgets)
         if is_asked or not (offers or asks):
             return planned
         if is_on_host and asks:
@@ -367,7 +370,9 @@ class Planning:
         kept = KeptPlan(
             heat_places(self._file.path, self._settings, PLAN_SUFFIX),
             self._record_of([*offers], new.origin.box_key),
-            digest_of_wishes(self._wishes, request_of(self._settings), offers),
+            digest_of_wishes(
+                self._wishes, request_of(self._settings), offers, budgets=self._budgets
+            ),
         )
         return kept.or_new(new, self._situation(gpus, offers), self._wishes, keeps=keeps)
 
@@ -414,7 +419,7 @@ class Planning:
             head_bytes(self._file, describe(self._file)),
             with_daemons(box, spec, offers),
             tuple(parents),
-            daemons_of(offers, settings, on_host=on_host, on_gpu=on_gpu),
+            daemons_of(offers, settings, on_host=on_host, on_gpu=on_gpu, budgets=self._budgets),
             host_bytes,
             _shares(self._heat, spec),
             request_of(settings),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,11 @@ from dflash_protocol.errors import SettingsError
 from dflash_protocol.hotness import Hotness, write_hotness
 from dflash_protocol.settings import Settings, load_settings
 from dflash_protocol.settings.table import KNOBS
-from dflash_protocol.wire.messages import Offer
 from dflash_runtime import Engine
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.room import staged_slots
 from dflash_runtime.engine import planning, replacing
-from dflash_runtime.engine.heat_keeper import open_heat
-from dflash_runtime.engine.planning import Planned, Planning, plan_of_file
+from dflash_runtime.engine.planning import Planned, plan_of_file
 from dflash_runtime.placement import host_context
 from dflash_runtime.placement.footprint import Memory, footprint
 from dflash_runtime.placement.moves import MovePolicy
@@ -37,15 +35,13 @@ from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
 from support.emulated_gpu import TINY
 from support.placements import write_even_placement
 from support.planned_gpu import CONTEXT, GPU, OneGpu
+from support.planned_settings import numbers, planned, settings_with
 from support.random_models import write_qwen3moe
 
 A_LAYER, EVERY = TINY.num_experts, TINY.num_layers * TINY.num_experts
 ALL_HERE, UNPLANNED = {LOCAL_OWNER: EVERY}, None
 HALVES = {LOCAL_OWNER: A_LAYER, HOST_OWNER: A_LAYER}
 HALF_IN_DAEMON = {LOCAL_OWNER: A_LAYER, "d0": A_LAYER}
-
-USUAL: Mapping[str, Any] = {"context": CONTEXT, "kv_type": "f16", "heat": "off"}
-"""Settings of most tests, where the environment says nothing else."""
 
 Found = Mapping[str, int] | str | None
 """Experts by owner; a part of the refusal; None: as without a plan, all here or an even split."""
@@ -66,48 +62,6 @@ def file(model: Path) -> Iterator[GgufFile]:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, model: Path) -> OneGpu:
     return OneGpu(monkeypatch, model)
-
-
-def settings_with(**wishes: Any) -> Settings:
-    """Of the environment, with the usual ones and these wishes."""
-    loaded, defaults = load_settings(), Settings()
-    unset = {n: v for n, v in USUAL.items() if getattr(loaded, n) == getattr(defaults, n)}
-    return replace(loaded, **{**unset, **wishes})
-
-
-def planned(file: GgufFile, *, has_daemon: bool, **wishes: Any) -> Planned:
-    spec = read_spec(file)
-    settings = settings_with(**wishes)
-    layer = spec.moe.layers[0]
-    offer = Offer(
-        device="cpu",
-        device_name="it",
-        numeric_class="cpu",
-        free_bytes=1 << 30,
-        total_bytes=2 << 30,
-        held_bytes=0,
-        num_threads=1,
-        can_mail=False,
-        layer_ids=(layer.layer_id,),
-        expert_bytes=(layer.expert_bytes,),
-        one_s=(1e-6,),
-        used_s=(3e-6,),
-        chunk_tokens=512,
-        chunk_pairs_per_s=(1e6,),
-    )
-    offers = {"d0": offer} if has_daemon else {}
-    with closing(open_heat(file, spec, settings)) as keeper:
-        heat = keeper.for_planning()
-    found = Planning(file, spec, settings, heat=heat, on_progress=lambda *progress: None)
-    before = found.before_daemons([*offers])
-    return found.with_daemons(before, offers, numeric_class="") if has_daemon else before
-
-
-def numbers(found: Planned) -> dict[str, int] | None:
-    if found.placement is None:
-        return None
-    owners = zip(found.placement.owner_names, found.placement.owners, strict=True)
-    return {name: owned.num_experts for name, owned in owners if owned.num_experts}
 
 
 @pytest.mark.parametrize(
@@ -276,7 +230,7 @@ def plan_of(found: Planned) -> Plan:
 def test_context_and_kv_type_are_those_that_were_given(
     gpu: OneGpu, file: GgufFile, context: int, kv_type: str, has_daemon: bool
 ) -> None:
-    wishes = {"context": context, "kv_type": kv_type}
+    wishes: dict[str, Any] = {"context": context, "kv_type": kv_type}
     found = planned(file, has_daemon=has_daemon, device=GPU, expert_budget_pct=50, **wishes)
     plan = plan_of(found)
     assert (found.settings.context, found.settings.kv_type) == (context, kv_type)
@@ -295,7 +249,7 @@ def test_context_and_kv_type_of_a_processor_are_those_that_were_given(
 ) -> None:
     if not wishes:
         gpu.room_bytes = 0  # so that only the processor has room
-    asked = {"context": 250, "kv_type": "f32"}
+    asked: dict[str, Any] = {"context": 250, "kv_type": "f32"}
     settings = planned(file, has_daemon=has_daemon, **asked, **wishes).settings
     assert (settings.context, settings.kv_type) == (250, "f32")
 
@@ -312,7 +266,7 @@ def test_a_context_without_room_is_refused_with_those_that_fit(
     assert fitting[0][1] == wishes.get("kv_type", "f16")
     for context, kv_type in fitting:
         assert 0 < int(context) < 256
-        asked = {"context": int(context), "kv_type": kv_type}
+        asked: dict[str, Any] = {"context": int(context), "kv_type": kv_type}
         found = planned(file, has_daemon=False, device=GPU, **asked)
         assert plan_of(found).setup.context == int(context)
 
@@ -465,7 +419,8 @@ def test_a_variable_makes_the_plan_that_its_flag_makes(
 ) -> None:
     gpu_with_moves(gpu, file, Settings().swap_max)
     usual = planned(file, has_daemon=False)
-    asked = planned(file, has_daemon=False, **{field: int(PLANNED[field])})
+    wish: dict[str, Any] = {field: int(PLANNED[field])}
+    asked = planned(file, has_daemon=False, **wish)
     monkeypatch.setenv(variable, PLANNED[field])
     found = planned(file, has_daemon=False)
     assert summary_of(plan_of(found)) == summary_of(plan_of(asked)) != summary_of(plan_of(usual))
