@@ -83,6 +83,11 @@ def plan(situation: Situation, wishes: Wishes | None = None) -> Plan | PlanRefus
         best_s = min((each.option.price.request_s for each in choices), default=np.inf)
         options = ParentOptions(situation, parent, connected, wishes=wishes, kv_type=kv_type)
         found = _best_of_parent(options, wishes, best_s)
+        if isinstance(found, PlanRefused) and situation.most_swaps:
+            # Experts need not move: without memory for that, they stay where they are.
+            still = replace(situation, most_swaps=0)
+            options = ParentOptions(still, parent, connected, wishes=wishes, kv_type=kv_type)
+            found = _best_of_parent(options, wishes, best_s)
         if isinstance(found, PlanRefused):
             refused.append(found)
             refusals.append(Alternative("any", str(parent.device), None, "no room"))

@@ -418,11 +418,12 @@ def test_a_variable_makes_the_plan_that_its_flag_makes(
     gpu: OneGpu, file: GgufFile, monkeypatch: pytest.MonkeyPatch, field: str, variable: str
 ) -> None:
     gpu_with_moves(gpu, file, Settings().swap_max)
-    usual = planned(file, has_daemon=False)
+    always: dict[str, Any] = {"host_memory_mb": 64}  # what is free changes all the time
+    usual = planned(file, **always)
     wish: dict[str, Any] = {field: int(PLANNED[field])}
-    asked = planned(file, has_daemon=False, **wish)
+    asked = planned(file, **always, **wish)
     monkeypatch.setenv(variable, PLANNED[field])
-    found = planned(file, has_daemon=False)
+    found = planned(file, **always)
     assert summary_of(plan_of(found)) == summary_of(plan_of(asked)) != summary_of(plan_of(usual))
     assert experts_here(found) == experts_here(asked)
 
@@ -455,3 +456,17 @@ def test_a_variable_bounds_moves(
     is_number = variable.endswith("SWAP_MAX")
     open_and_close(model, **({} if is_number else {"swap_max": 3}))
     assert noted == [(1, Settings().swap_min_gain) if is_number else (3, 1)]
+
+
+@pytest.mark.parametrize("wishes", [{}, {"cpu_moe": True}, {"expert_budget_mb": 0}], ids=str)
+def test_memory_for_moves_is_no_reason_to_refuse_a_plan(
+    gpu: OneGpu, file: GgufFile, wishes: dict[str, Any]
+) -> None:
+    """It was, with the default number of moves, and the advice was what had been asked for."""
+    gpu_with_moves(gpu, file, 0)
+    gpu.make_room_for(1)
+    asked = {"device": GPU, "host_memory_mb": 64, **wishes}
+    found = plan_of(planned(file, **asked))
+    assert HOST_OWNER in found.placement.owner_names
+    fewer = plan_of(planned(file, swap_max=0, **asked))
+    assert found.budgets == fewer.budgets
