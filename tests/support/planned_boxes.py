@@ -169,6 +169,7 @@ class DaemonRow:
     by_device: bool = False
     is_connected: bool = True
     numeric_class: str = ""
+    budget_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +240,7 @@ def situation(
             footprint,
             each.is_connected,
             each.numeric_class,
+            each.budget_bytes,
         )
         for each in row.daemons
     )

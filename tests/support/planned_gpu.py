@@ -13,7 +13,7 @@ from dflash_adapters.registry import read_spec
 from dflash_protocol.device import Device, DeviceKind
 from dflash_runtime.compute.gpu.device.devices import DeviceMemory, GpuDescription
 from dflash_runtime.compute.kv_cache import KvType
-from dflash_runtime.engine import planning
+from dflash_runtime.engine import planning, saved_plan
 from dflash_runtime.engine.measuring import machine
 from dflash_runtime.placement.box import Box, CopySpeed, Curve, DeviceSpeed
 from dflash_runtime.placement.footprint import Memory, footprint
@@ -65,6 +65,7 @@ def install_planned_gpu(
 
     monkeypatch.setattr(machine, "why_unusable", lambda kind: None)
     monkeypatch.setattr(planning, "gpus_of_machine", described)
+    monkeypatch.setattr(saved_plan, "gpus_of_machine", described)
     monkeypatch.setattr(planning, "box_of_machine", measured)
 
 
@@ -85,7 +86,7 @@ class OneGpu:
         self.copies_per_s = 0.0
         self.key, self.cpu_ns = "key", 1.0
         install_planned_gpu(monkeypatch, GPU, self._memory, self._box)
-        monkeypatch.setattr(planning, "key_of_machine", lambda *_: self.key)
+        monkeypatch.setattr(saved_plan, "key_of_machine", lambda *_: self.key)
 
     def make_room_for(self, num_experts: int) -> None:
         self.room_bytes = self.needed + num_experts * self.one_expert

@@ -21,12 +21,14 @@ from pathlib import Path
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.process.text_files import file_error, read_file
 from dflash_protocol.settings.kinds import (
+    EXPERT_BUDGETS,
     MOST_DAEMONS,
     Daemons,
     DaemonSetting,
     PathText,
     Whole,
     check_daemon_device,
+    check_expert_budget,
     checked,
     shown,
     unknown,
@@ -91,7 +93,9 @@ def _daemon(where: str, table: object) -> DaemonSetting:
             raise SettingsError(f"{where}: unknown key {shown(key)}; known are {known}")
         field, read = DAEMON_KEYS[key]
         values[field] = checked(f"{where}.{key}", value, read)
-    return DaemonSetting(**values, source=where)  # type: ignore[arg-type]
+    daemon = DaemonSetting(**values, source=where)  # type: ignore[arg-type]
+    check_expert_budget(where, daemon)
+    return daemon
 
 
 def _device(value: object) -> str:
@@ -141,5 +145,6 @@ DAEMON_KEYS: dict[str, tuple[str, Callable[..., object]]] = {
     "env": ("environment", _environment),
     "cores": ("cores", _text),
     "threads": ("threads", Whole(1, MAX_THREADS).from_file),
+    **{key: (key, kind.from_file) for key, kind in EXPERT_BUDGETS.items()},
 }
 """The keys of a ``[[daemon]]`` table."""

@@ -18,6 +18,9 @@ from dflash_protocol.errors import SettingsError, one_line
 MOST_DAEMONS = 64
 """Maximum number of daemons, and of endpoints, of one parent."""
 
+MOST_MIB = 1 << 24
+"""Of an amount of memory that is set."""
+
 _MOST_DIGITS = 19
 _LONGEST_OVERRIDE = 300
 
@@ -27,8 +30,10 @@ class DaemonSetting:
     """A daemon to spawn, as configured; empty or 0 = not given.
 
     `device` is a name for `parse_device`, possibly without an index; `launcher` is a Python
-    interpreter or another executable. `environment` has variables for this daemon only; `source`
-    is where it was configured, for messages.
+    interpreter or another executable. `expert_budget_mb` and `expert_budget_pct`, of which one may
+    be given, are the most that it gets of experts' weights, in MiB or as a percentage of all.
+    `environment` has variables for this daemon only; `source` is where it was configured, for
+    messages.
     """
 
     device: str
@@ -36,6 +41,8 @@ class DaemonSetting:
     name: str = ""
     cores: str = ""
     threads: int = 0
+    expert_budget_mb: int | None = None
+    expert_budget_pct: int | None = None
     environment: tuple[tuple[str, str], ...] = ()
     source: str = field(default="", compare=False)
 
@@ -111,6 +118,13 @@ class WholeOrAuto(Whole):
 
     def to_text(self, value: object) -> str:
         return "auto" if value is None else str(value)
+
+
+EXPERT_BUDGETS = {
+    "expert_budget_mb": WholeOrAuto(0, MOST_MIB),
+    "expert_budget_pct": WholeOrAuto(0, 100),
+}
+"""The most memory that a process gives to experts."""
 
 
 class OneOf(Kind):
@@ -316,6 +330,17 @@ def check_daemon_device(text: str) -> None:
         parse_device(text)
     except ValueError:
         raise ValueError(f"must be {Daemons.allowed}") from None
+
+
+def check_expert_budget(where: str, daemon: DaemonSetting) -> None:
+    """Raises: SettingsError for a budget out of bounds, or two of them; `where`: the daemon."""
+    given = [key for key in EXPERT_BUDGETS if getattr(daemon, key) is not None]
+    for key in given:
+        checked(f"{where}.{key}", getattr(daemon, key), EXPERT_BUDGETS[key].from_file)
+    if len(given) > 1:
+        raise SettingsError(
+            f"{where}: {' and '.join(given)} both say how much memory experts get; give one of them"
+        )
 
 
 def checked(where: str, value: object, read: Callable[..., object]) -> object:

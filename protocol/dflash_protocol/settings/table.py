@@ -12,6 +12,8 @@ from typing import Any
 
 from dflash_protocol.device import MAX_DEVICE_INDEX, Device
 from dflash_protocol.settings.kinds import (
+    EXPERT_BUDGETS,
+    MOST_MIB,
     Daemons,
     DaemonSetting,
     DeviceOrAuto,
@@ -59,7 +61,6 @@ _TRANSPORTS = ("auto", "device", "shared", "stream")
 _DTYPES = ("f32", "f16", "bf16")
 _OFFLOADS = ("auto", "on", "off")
 _MOE_MODES = ("auto", "resident", "cpu-moe", "remote", "layers", "hot", "mixed")
-_MOST_MIB = 1 << 24
 
 
 class Reader(StrEnum):
@@ -349,21 +350,21 @@ class Settings:
         short_flag="-ngl",
     )
     expert_budget_mb: int | None = setting(
-        None, "EXPERT_BUDGET_MB", WholeOrAuto(0, _MOST_MIB), Reader.PARENT,
+        None, "EXPERT_BUDGET_MB", EXPERT_BUDGETS["expert_budget_mb"], Reader.PARENT,
         "Most MiB of experts on the parent's GPU.",
         older_variables=("DFLASH_EXPERT_BUDGET_MB",),
     )
     expert_budget_pct: int | None = setting(
-        None, "EXPERT_BUDGET_PCT", WholeOrAuto(0, 100), Reader.PARENT,
+        None, "EXPERT_BUDGET_PCT", EXPERT_BUDGETS["expert_budget_pct"], Reader.PARENT,
         "The same, as a percentage of the bytes of all experts.",
         older_variables=("DFLASH_EXPERT_BUDGET_PCT",),
     )
     device_memory_mb: int | None = setting(
-        None, "DEVICE_MEMORY_MB", WholeOrAuto(0, _MOST_MIB), Reader.PARENT,
+        None, "DEVICE_MEMORY_MB", WholeOrAuto(0, MOST_MIB), Reader.PARENT,
         "Most MiB of the parent's GPU that are used in all; auto is what is free.",
     )
     host_memory_mb: int | None = setting(
-        None, "HOST_MEMORY_MB", WholeOrAuto(0, _MOST_MIB), Reader.PARENT,
+        None, "HOST_MEMORY_MB", WholeOrAuto(0, MOST_MIB), Reader.PARENT,
         "Most MiB of the machine's memory for experts of the processor; auto is what is free.",
     )
     heat: str = setting(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
+from dflash_protocol.settings import Settings
 from dflash_runtime.cli.options import SettingsCommand, settings_options, take_settings
 from dflash_runtime.cli.terminal import ProgressReporter, write_lines
 
@@ -53,4 +55,14 @@ def plan(*, as_json: bool, save_path: Path | None, **options: Any) -> None:
     if as_json:
         click.echo(json_of(found), nl=False)
     else:
-        write_lines(plan_text(found).splitlines())
+        write_lines([*plan_text(found).splitlines(), *_budget_lines(settings)])
+
+
+def _budget_lines(settings: Settings) -> Iterator[str]:
+    """What daemons get at most, once a model is opened with them."""
+    from dflash_runtime.placement.budgets import budget_of
+
+    for daemon in settings.daemons:
+        budget = budget_of(daemon)
+        if budget is not None:
+            yield f"daemon {daemon.name or daemon.device}: {budget} once it is started"

@@ -11,6 +11,7 @@ from dflash_protocol.payloads import PayloadType
 from dflash_protocol.settings import Settings
 from dflash_protocol.wire.messages import Offer
 from dflash_runtime.placement.box import Box, Curve, DeviceSpeed, LinkSpeed
+from dflash_runtime.placement.budgets import ExpertBudget
 from dflash_runtime.placement.footprint import Footprint
 from dflash_runtime.placement.situation import ExpertDaemon
 from dflash_runtime.placement.split import HOST_OWNER
@@ -28,16 +29,31 @@ many seconds more: trials on busy processors are noisy."""
 
 
 def daemons_of(
-    offers: Mapping[str, Offer], settings: Settings, *, on_host: Footprint, on_gpu: Footprint
+    offers: Mapping[str, Offer],
+    settings: Settings,
+    *,
+    on_host: Footprint,
+    on_gpu: Footprint,
+    budgets: Mapping[str, ExpertBudget],
 ) -> tuple[ExpertDaemon, ...]:
-    """The daemons, with the model's footprint in their memory."""
+    """The daemons, with the model's footprint in their memory; `budgets` by name."""
     classes, found = classes_of(offers, settings), []
     for name, offer in offers.items():
         device = parse_device(offer.device, default_index=0)
         of_model = on_host if device.kind is DeviceKind.CPU else on_gpu
         # What it holds of this model may be dropped for what it gets.
         free_bytes = offer.free_bytes + offer.held_bytes
-        found.append(ExpertDaemon(name, device, free_bytes, of_model, numeric_class=classes[name]))
+        budget = budgets.get(name)
+        found.append(
+            ExpertDaemon(
+                name,
+                device,
+                free_bytes,
+                of_model,
+                numeric_class=classes[name],
+                budget_bytes=None if budget is None else budget.most_bytes(of_model.every_expert),
+            )
+        )
     return tuple(found)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from dflash_protocol.errors import SettingsError
 from dflash_protocol.fingerprint import digest
 from dflash_protocol.process.text_files import read_file, write_file
 from dflash_runtime.engine.heat_keeper import modified_ns
+from dflash_runtime.placement.budgets import ExpertBudget
 from dflash_runtime.placement.plan import Forecast, Plan, PlanRefused
 from dflash_runtime.placement.plan_record import RecordOf, as_json, from_json
 from dflash_runtime.placement.planner import plan
@@ -114,9 +115,17 @@ def _with_reason(found: Plan, sentence: str) -> Plan:
     return replace(found, reason=f"{found.reason} {sentence}")
 
 
-def digest_of_wishes(wishes: Wishes, request: PlannedRequest, daemons: Collection[str]) -> str:
-    """Fingerprint of what was asked for. `daemons`: names of those that are connected."""
-    return digest("wishes-v1", [repr((wishes, request, sorted(daemons))).encode()])
+def digest_of_wishes(
+    wishes: Wishes,
+    request: PlannedRequest,
+    daemons: Collection[str],
+    *,
+    budgets: Mapping[str, ExpertBudget],
+) -> str:
+    """Fingerprint of what was asked for. `daemons`: names of those that are connected; `budgets`:
+    of some daemons, by name."""
+    asked = wishes, request, sorted(daemons), sorted(budgets.items())
+    return digest("wishes-v2", [repr(asked).encode()])
 
 
 def _priced(kept: Plan, situation: Situation, wishes: Wishes) -> Plan | None:

@@ -6,6 +6,7 @@ Options are checked before anything is started.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,11 +44,12 @@ from dflash_runtime.engine.planning import Planned, Planning
 from dflash_runtime.engine.predictions import Predictions
 from dflash_runtime.engine.trial_steps import trial_steps
 from dflash_runtime.experts.daemons.connecting import connect
-from dflash_runtime.experts.daemons.launching import choose_daemons, daemon_names
+from dflash_runtime.experts.daemons.launching import budgets_of, choose_daemons, daemon_names
 from dflash_runtime.experts.daemons.supervisor import ProgressCallback
 from dflash_runtime.experts.offload import OffloadChoice, OffloadMode
 from dflash_runtime.experts.owners import Owners, give, is_any_local
 from dflash_runtime.experts.store import expert_tensor_types
+from dflash_runtime.placement.budgets import check_given
 from dflash_runtime.placement.footprint import Memory, Request, footprint, what_fits
 from dflash_runtime.placement.host_context import context_on_host
 from dflash_runtime.placement.moves import MovePrices
@@ -59,6 +61,8 @@ from dflash_runtime.placement.wishes import (
     request_of,
     wishes_of,
 )
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +136,10 @@ def open_model(
     report = on_progress or (lambda owner, stage, num_done, num_total: None)
     planning: Planning | None = None
     planned = Planned(settings)
-    names = daemon_names(choices, endpoints)
+    names, budgets = daemon_names(choices, endpoints), budgets_of(choices)
+    for name, budget in budgets.items():
+        # docs: what its table in the settings file says; a plan, or the even split, keeps to it
+        _LOG.info("daemon %s gets %s", name, budget)
     owned: OwnedExperts | None = None
     if settings.placement and placement is None:
         owned = _owned_in(Path(settings.placement), spec, settings)
@@ -143,6 +150,7 @@ def open_model(
             settings,
             heat=heat.for_planning(),
             on_progress=lambda what, *progress: report("parent", f"measure {what}", *progress),
+            budgets=budgets,
         )
     is_placed = placement is not None or owned is not None
     if planning is None:
@@ -162,6 +170,8 @@ def open_model(
     strangers = {*placement.owner_names}.difference(names, ours)
     if strangers:
         raise SettingsError(f"the placement has unknown owners: {sorted(strangers)}")
+    if not is_split:
+        check_given(placement, budgets, spec.moe)
     kv_type = chosen_kv_type(settings.kv_type, spec)
     num_positions = settings.context or min(spec.context_length, UNPLANNED_CONTEXT)
     if not is_on_device:  # devices check their own memory
@@ -230,6 +240,7 @@ def open_model(
             names,
             settings.local_experts,
             offers=connected.offers,
+            budgets=budgets,
             has_host=is_on_device,
             owned=owned,
         )

@@ -20,7 +20,6 @@ from dflash_protocol.device import CPU, DeviceKind
 from dflash_protocol.errors import DflashError, SettingsError, UnsupportedModel
 from dflash_protocol.ids import Phase
 from dflash_protocol.placement import Placement
-from dflash_protocol.process.text_files import file_error, read_file
 from dflash_protocol.settings import Settings
 from dflash_protocol.wire.messages import Offer
 from dflash_runtime.compute.gpu.chunk_room import MAX_CHUNK
@@ -32,7 +31,6 @@ from dflash_runtime.engine.daemon_offers import are_unlike, daemons_of, with_dae
 from dflash_runtime.engine.demo_model import chosen_model_path
 from dflash_runtime.engine.heat_keeper import heat_places, open_heat
 from dflash_runtime.engine.kept_plan import (
-    PLAN_BYTES,
     PLAN_SUFFIX,
     KeptPlan,
     digest_of_wishes,
@@ -43,15 +41,16 @@ from dflash_runtime.engine.measuring.machine import (
     box_of_machine,
     devices_to_measure,
     gpus_of_machine,
-    key_of_machine,
 )
+from dflash_runtime.engine.saved_plan import saved_plan
 from dflash_runtime.experts.offload import OffloadMode
 from dflash_runtime.placement.box import Box
+from dflash_runtime.placement.budgets import ExpertBudget
 from dflash_runtime.placement.footprint import Footprint, Memory, Request, footprint
 from dflash_runtime.placement.heat import Heat
 from dflash_runtime.placement.moves import MovePrices, move_prices
 from dflash_runtime.placement.plan import Plan, PlanRefused
-from dflash_runtime.placement.plan_record import OTHER_BOX, RecordOf, from_json
+from dflash_runtime.placement.plan_record import RecordOf
 from dflash_runtime.placement.plan_text import plan_text
 from dflash_runtime.placement.planner import UNPLANNED_CONTEXT, plan
 from dflash_runtime.placement.situation import (
@@ -111,9 +110,11 @@ class Planning:
         *,
         heat: Heat,
         on_progress: OnProgress,
+        budgets: Mapping[str, ExpertBudget] | None = None,
     ) -> None:
+        """`budgets`: the most that daemons get of experts, by name."""
         self._file, self._spec, self._settings, self._heat = file, spec, settings, heat
-        self._on_progress = on_progress
+        self._on_progress, self._budgets = on_progress, budgets or {}
         self._box: Box | None = None
         self._described: list[GpuDescription] | None = None
         """All GPUs, before anything was taken of their memory."""
@@ -199,16 +200,9 @@ class Planning:
         return asked != ExpertWishes() or any(each is not None for each in budgets)
 
     def _read(self, path: Path, daemon_names: Sequence[str]) -> Planned:
-        """A plan that was saved. Raises: SettingsError if it is of another model, machine, driver
-        or version, or damaged."""
-        content = read_file("plan", path, limit_bytes=PLAN_BYTES)
-        try:
-            found = from_json(content, self._record_of(daemon_names))
-        except SettingsError as error:
-            raise file_error("plan", path, str(error).removeprefix("plan: ")) from error
-        of_plan = replace(self._settings, kv_type=found.setup.kv_type.value)
-        if found.origin.box_key != key_of_machine(self._file, of_plan, gpus_of_machine()):
-            raise file_error("plan", path, OTHER_BOX)
+        """A plan that was saved: see `saved_plan`."""
+        of = self._record_of(daemon_names)
+        found = saved_plan(path, of, self._file, settings=self._settings)
         return self._applied(found)
 
     def _record_of(self, daemon_names: Sequence[str], box_key: str | None = None) -> RecordOf:
@@ -235,7 +229,7 @@ class Planning:
         is_asked = settings.local_experts is not None and not self._asks_for_experts
         is_asked = is_asked or bool(settings.plan) or not self._wishes.fits
         is_on_host = settings.device is None or settings.device.kind is DeviceKind.CPU
-        asks = bool(planned_flags(self._wishes))
+        asks = bool(planned_flags(self._wishes) or self._budgets)
         if is_asked or not (offers or asks):
             return planned
         if is_on_host and asks:
@@ -376,7 +370,9 @@ class Planning:
         kept = KeptPlan(
             heat_places(self._file.path, self._settings, PLAN_SUFFIX),
             self._record_of([*offers], new.origin.box_key),
-            digest_of_wishes(self._wishes, request_of(self._settings), offers),
+            digest_of_wishes(
+                self._wishes, request_of(self._settings), offers, budgets=self._budgets
+            ),
         )
         return kept.or_new(new, self._situation(gpus, offers), self._wishes, keeps=keeps)
 
@@ -423,7 +419,7 @@ class Planning:
             head_bytes(self._file, describe(self._file)),
             with_daemons(box, spec, offers),
             tuple(parents),
-            daemons_of(offers, settings, on_host=on_host, on_gpu=on_gpu),
+            daemons_of(offers, settings, on_host=on_host, on_gpu=on_gpu, budgets=self._budgets),
             host_bytes,
             _shares(self._heat, spec),
             request_of(settings),

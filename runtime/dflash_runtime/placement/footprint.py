@@ -82,6 +82,13 @@ class Footprint:
         each = (self.room.experts_bytes(layer, count) for layer, count in num_experts.items())
         return sum(each)
 
+    @property
+    def every_expert(self) -> int:
+        """Memory of all experts, as the allocator rounds it."""
+        return self.experts_bytes(
+            {each.layer_id: each.num_experts for each in self.layers if each.num_experts}
+        )
+
     def offload_bytes(self, num_missing: Mapping[int, int]) -> int:
         """See Room.offload_bytes."""
         return self.room.offload_bytes(num_missing)

@@ -106,7 +106,8 @@ class ParentOptions:
     @property
     def groups(self) -> list[tuple[int, ...]]:
         """Owners that may share what does not stay on the parent's device: the processor, each
-        daemon (one of those that are alike), all daemons of a kind, all devices with processors."""
+        daemon (one of those that are alike), all daemons of a kind, all devices with
+        processors. If a daemon has a budget, all of these with the processor too."""
         hosts = [i for i, side in enumerate(self.sides) if side.name == HOST_OWNER]
         remote = [i for i, side in enumerate(self.sides) if side.name in self.daemons]
         devices = [i for i in remote if not self.sides[i].is_cpu]
@@ -115,9 +116,12 @@ class ParentOptions:
         for i in remote:
             kind = replace(self.sides[i], name="", experts={})
             curves = tuple(sorted((n, c.points) for n, c in self.sides[i].experts.items()))
-            alike.setdefault((repr(kind), curves, self.daemons[self.sides[i].name].free_bytes), i)
+            daemon = self.daemons[self.sides[i].name]
+            alike.setdefault((repr(kind), curves, daemon.free_bytes, daemon.budget_bytes), i)
         found = [hosts, *([each] for each in alike.values()), devices, cpus, devices + hosts]
         found += [devices + cpus]
+        if any(self.asked_limit(i) < np.inf for i in remote):  # the rest goes to the processor
+            found += [[*each, *hosts] for each in found if not {*hosts} & {*each}]
         return list(dict.fromkeys(tuple(each) for each in found if each))
 
     def model(self, chunk: int) -> CostModel:
@@ -200,15 +204,23 @@ class ParentOptions:
         room = self.free_bytes() - self.needs(context, chunk, group=group).total
         if any(self.sides[index].name == HOST_OWNER for index in group):
             room -= self._staged_bytes
-        limits = [float(room - self._copies_bytes(chunk, group, room, owners))]
-        if self.wishes.expert_budget_bytes is not None:
-            limits.append(float(self.wishes.expert_budget_bytes))
-        if self.wishes.expert_budget_percent is not None:
-            every = float((self.arrays.num_experts * self.bytes_of(LOCAL)).sum())
-            limits.append(every * self.wishes.expert_budget_percent / 100)
+        limit = float(room - self._copies_bytes(chunk, group, room, owners))
         if self.parent.is_host and room >= 0 and self.situation.box.disk is not None:
-            limits[0] = np.inf  # pages of the file that find no room are read again
-        return min(limits)
+            limit = np.inf  # pages of the file that find no room are read again
+        return min(limit, self.asked_limit(LOCAL))
+
+    def asked_limit(self, index: int) -> float:
+        """Most bytes of an owner's experts that were asked for; infinite if none were."""
+        limit: float | None = None
+        daemon = self.daemons.get(self.sides[index].name)
+        if index == LOCAL and self.wishes.expert_budget_percent is not None:
+            every = float((self.arrays.num_experts * self.bytes_of(LOCAL)).sum())
+            limit = every * self.wishes.expert_budget_percent / 100
+        elif index == LOCAL:
+            limit = self.wishes.expert_budget_bytes
+        elif daemon is not None:
+            limit = daemon.budget_bytes
+        return np.inf if limit is None else float(limit)
 
     @cached_property
     def _staged_bytes(self) -> int:
@@ -241,6 +253,10 @@ class ParentOptions:
 
     def limit_of(self, index: int, chunk: int) -> float:
         """Bytes that experts may take at another owner."""
+        return min(self.room_of(index, chunk), self.asked_limit(index))
+
+    def room_of(self, index: int, chunk: int) -> float:
+        """Memory of another owner for experts, whatever was asked for."""
         name = self.sides[index].name
         if name == HOST_OWNER:
             if self.situation.box.disk is not None:

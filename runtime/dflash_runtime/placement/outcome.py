@@ -171,9 +171,10 @@ def _budgets(chosen: ParentChoice) -> tuple[DeviceBudget, ...]:
                     disk = max(disk, used - free)
             work = 0
             if daemon is not None:
-                work = int(daemon.free_bytes - options.limit_of(index, chosen.option.chunk))
+                work = int(daemon.free_bytes - options.room_of(index, chosen.option.chunk))
             budget = DeviceBudget(side.name, free, 0, 0, work, used, num_experts, disk, num_copies)
-        result.append(budget)
+        asked = options.asked_limit(index)
+        result.append(replace(budget, limit_bytes=None if np.isinf(asked) else int(asked)))
     return tuple(result)
 
 

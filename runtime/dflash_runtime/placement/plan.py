@@ -65,6 +65,8 @@ class DeviceBudget:
     """Of `expert_bytes`, what finds no room and is read from the disk when it is used."""
     num_replicas: int = 0
     """Of `num_experts`, second copies of what another device has."""
+    limit_bytes: int | None = None
+    """Most bytes of experts that were asked for; None: only memory limits them."""
 
     @property
     def bytes_by_use(self) -> dict[str, int]:

@@ -28,7 +28,7 @@ from dflash_runtime.placement.plan import (
 )
 from dflash_runtime.placement.wishes import MoeMode
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 """Of the record's form, and of what its predictions mean."""
 
 OTHER_BOX = "it was made for another machine, driver or version"
@@ -235,11 +235,14 @@ def _forecast(value: Any) -> Forecast:
 
 
 def _budget(value: Any) -> DeviceBudget:
-    found = read.fields(value, "a budget", ("name", "num_experts", "num_replicas", *_BUDGET_BYTES))
+    keys = ("name", "num_experts", "num_replicas", "limit_bytes", *_BUDGET_BYTES)
+    found = read.fields(value, "a budget", keys)
+    limit = found["limit_bytes"]
     return DeviceBudget(
         name=read.text(found["name"], "a budget's name"),
         num_experts=read.whole(found["num_experts"], "num_experts", (0, MAX_IDS)),
         num_replicas=read.whole(found["num_replicas"], "num_replicas", (0, MAX_IDS)),
+        limit_bytes=None if limit is None else read.whole(limit, "limit_bytes", (0, _MOST_BYTES)),
         **{each: read.whole(found[each], each, (0, _MOST_BYTES)) for each in _BUDGET_BYTES},
     )
 

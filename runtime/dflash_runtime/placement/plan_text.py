@@ -55,6 +55,8 @@ def _budget(budget: DeviceBudget, plan: Plan) -> str:
         experts += f", {budget.num_replicas:,} of them second copies"
     if budget.disk_bytes:
         experts += f", {budget.disk_bytes / _GIB:.1f} of them on the disk"
+    if budget.limit_bytes is not None:
+        experts += f" (at most {budget.limit_bytes >> 20:,} MiB were asked for)"
     return "  ".join([*parts, experts])
 
 

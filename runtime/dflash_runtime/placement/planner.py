@@ -27,6 +27,7 @@ from dflash_runtime.placement.plan import (
 )
 from dflash_runtime.placement.replicas import has_room, replicas_of, with_replicas
 from dflash_runtime.placement.situation import ExpertDaemon, ParentDevice, Situation
+from dflash_runtime.placement.split import HOST_OWNER
 from dflash_runtime.placement.wishes import UNASKED, MoeMode, Wishes, assigned, check_wishes
 
 TIE = 1.03
@@ -82,6 +83,11 @@ def plan(situation: Situation, wishes: Wishes | None = None) -> Plan | PlanRefus
         best_s = min((each.option.price.request_s for each in choices), default=np.inf)
         options = ParentOptions(situation, parent, connected, wishes=wishes, kv_type=kv_type)
         found = _best_of_parent(options, wishes, best_s)
+        if isinstance(found, PlanRefused) and situation.most_swaps:
+            # Experts need not move: without memory for that, they stay where they are.
+            still = replace(situation, most_swaps=0)
+            options = ParentOptions(still, parent, connected, wishes=wishes, kv_type=kv_type)
+            found = _best_of_parent(options, wishes, best_s)
         if isinstance(found, PlanRefused):
             refused.append(found)
             refusals.append(Alternative("any", str(parent.device), None, "no room"))
@@ -184,6 +190,7 @@ def _best_option(
         each
         for each in options.options(context, chunk, is_brief=is_brief)
         if wishes.experts.mode in (None, each.mode)
+        and not (wishes.experts.mode is MoeMode.REMOTE and _uses_processor(options, each))
         and not (wishes.experts.cpu_moe is False and each.mode is MoeMode.CPU_MOE)
     ]
     if not found:
@@ -198,6 +205,12 @@ def _best_option(
     others.pop(best.name, None)
     kept = sorted(others.values(), key=lambda each: each.price.request_s)
     return ParentChoice(options, context, best, tuple(kept))
+
+
+def _uses_processor(options: ParentOptions, option: Option) -> bool:
+    """Whether the parent's processor has experts beside its device."""
+    hosts = [index for index, side in enumerate(options.sides) if side.name == HOST_OWNER]
+    return bool((np.isin(option.owners, hosts) & options.arrays.exists).any())
 
 
 def _priced_chunk(options: ParentOptions, chunks: Sequence[int], context: int, chunk: int) -> int:
@@ -340,6 +353,13 @@ def _asked_for(
             f"{max(0.0, left) / 2**30:.2f} GiB for experts beside a context of {contexts[-1]:,}"
         )
         excess += _fewer_layers(options, asked, left)
+    for index in range(1, len(options.sides)):
+        used, most = options.used_bytes(asked, index), options.asked_limit(index)
+        if used > most:
+            excess = (
+                f": they take {used / 2**20:,.0f} MiB of daemon {options.sides[index].name}, whose "
+                f"budget is {most / 2**20:,.0f}"
+            )
     return PlanRefused(
         f"{options.parent.device}: no room for experts where they were asked for{excess}",
         RoomStatus.BUDGET_EXHAUSTED,

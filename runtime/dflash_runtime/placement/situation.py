@@ -50,6 +50,8 @@ class ExpertDaemon:
     """If not, it gets no experts; what it would bring is predicted."""
     numeric_class: str = ""
     """See ParentDevice."""
+    budget_bytes: int | None = None
+    """The most that experts may take there, if that was asked for."""
 
 
 @dataclass(frozen=True, slots=True)

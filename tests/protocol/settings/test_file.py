@@ -120,6 +120,16 @@ def test_a_value_of_another_type_is_refused_with_file_and_key(
         ('[[daemon]]\nname = "a/b"', r"daemon\[0\]\.name='a/b'.*letter"),
         ('[[daemon]]\nname = "local"', r"daemon\[0\]\.name='local'"),
         ("[[daemon]]\nthreads = 0", r"daemon\[0\]\.threads=0\b.* 1 .* 1024"),
+        ("[[daemon]]\nexpert_budget_mb = -1", r"daemon\[0\]\.expert_budget_mb=-1: .* 0 to \d"),
+        ("[[daemon]]\nexpert_budget_mb = 99999999", r"\[0\]\.expert_budget_mb=9+: .* 16777216"),
+        ('[[daemon]]\nexpert_budget_mb = "all"', r"\[0\]\.expert_budget_mb='all': .*auto"),
+        ("[[daemon]]\nexpert_budget_pct = 101", r"daemon\[0\]\.expert_budget_pct=101: .* 100"),
+        ("[[daemon]]\nexpert_budget_pct = 0.5", r"daemon\[0\]\.expert_budget_pct=0\.5: "),
+        ("[[daemon]]\nexpert_budget = 1", r"daemon\[0\]: .*'expert_budget'; .* expert_budget_mb"),
+        (
+            "[[daemon]]\n[[daemon]]\nexpert_budget_mb = 1\nexpert_budget_pct = 1",
+            r"daemon\[1\]: expert_budget_mb and expert_budget_pct",
+        ),
         ("[[daemon]]\ncores = [0]", r"daemon\[0\]\.cores=\[0\].*text"),
         ("[[daemon]]\nlauncher = 1", r"daemon\[0\]\.launcher=1\b.*path"),
         ("[[daemon]]\nenv = 1", r"daemon\[0\]\.env=1\b.*table"),
@@ -163,9 +173,14 @@ def test_daemons_have_launcher_device_environment_and_cores_of_their_own(file: P
         launcher = "/opt/cuda-env/bin/python"
         cores = "0-3,8"
         threads = 4
+        expert_budget_mb = 512
         [daemon.env]
         CUDA_VISIBLE_DEVICES = "1"
         DFLASH_MOE_EXPERT_COMPUTE_CPU_TIER = "avx2"
+
+        [[daemon]]
+        expert_budget_mb = "auto"
+        expert_budget_pct = 0
     """)
     assert load_settings({}, file=file).daemons == (
         DaemonSetting("cpu"),
@@ -175,14 +190,16 @@ def test_daemons_have_launcher_device_environment_and_cores_of_their_own(file: P
             name="second.card",
             cores="0-3,8",
             threads=4,
+            expert_budget_mb=512,
             environment=(
                 ("CUDA_VISIBLE_DEVICES", "1"),
                 ("DFLASH_MOE_EXPERT_COMPUTE_CPU_TIER", "avx2"),
             ),
         ),
+        DaemonSetting("cpu", expert_budget_pct=0),
     )
     sources = [each.source for each in load_settings({}, file=file).daemons]
-    assert sources == [f"{file}: daemon[0]", f"{file}: daemon[1]"]
+    assert sources == [f"{file}: daemon[{index}]" for index in range(3)]
 
 
 @examples(300)

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from dflash_protocol.settings.table import EXPERT_COMPUTE
+from dflash_protocol.settings.kinds import Whole
+from dflash_protocol.settings.table import EXPERT_COMPUTE, KNOBS
 from dflash_runtime.cli.main import _run
 from support.emulated_gpu import TINY
 from support.random_models import write_qwen3moe
@@ -121,6 +122,9 @@ BUDGETS = {
     "--gpu-layers": "GPU_LAYERS",
     "--context": "CONTEXT",
     "--local-experts": "LOCAL_EXPERTS",
+    "--swap-max": "SWAP_MAX",
+    "--swap-min-gain": "SWAP_MIN_GAIN",
+    "--kv-type": "KV_TYPE",
 }
 
 
@@ -140,7 +144,10 @@ def test_a_budget_that_is_negative_or_absurd(
             monkeypatch.delenv(variable)
 
 
-@pytest.mark.parametrize("variable", ["DFLASH_EXPERT_BUDGET_MB", "DFLASH_EXPERT_BUDGET_PCT"])
+@pytest.mark.parametrize(
+    "variable",
+    [name for knob in KNOBS for name in knob.older_variables if isinstance(knob.kind, Whole)],
+)
 def test_an_older_variable_with_such_a_budget(
     folder: Path,
     capfd: pytest.CaptureFixture[str],

@@ -10,23 +10,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import read_spec
 from dflash_protocol.device import CPU, Device
 from dflash_protocol.errors import SettingsError
-from dflash_protocol.settings import load_settings
-from dflash_protocol.wire.messages import Offer
+from dflash_protocol.hotness import Hotness, write_hotness
+from dflash_protocol.settings import Settings, load_settings
+from dflash_protocol.settings.table import KNOBS
 from dflash_runtime import Engine
-from dflash_runtime.engine import planning
-from dflash_runtime.engine.planning import Planned, Planning
+from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.compute.room import staged_slots
+from dflash_runtime.engine import planning, replacing
+from dflash_runtime.engine.planning import Planned, plan_of_file
 from dflash_runtime.placement import host_context
-from dflash_runtime.placement.heat import HalfLives, Heat, layers_of
+from dflash_runtime.placement.footprint import Memory, footprint
+from dflash_runtime.placement.moves import MovePolicy
+from dflash_runtime.placement.plan import Plan
+from dflash_runtime.placement.plan_record import as_json, summary_of
+from dflash_runtime.placement.plan_text import plan_text
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
 from support.emulated_gpu import TINY
 from support.placements import write_even_placement
 from support.planned_gpu import CONTEXT, GPU, OneGpu
+from support.planned_settings import numbers, planned, settings_with
 from support.random_models import write_qwen3moe
 
 A_LAYER, EVERY = TINY.num_experts, TINY.num_layers * TINY.num_experts
@@ -53,40 +62,6 @@ def file(model: Path) -> Iterator[GgufFile]:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, model: Path) -> OneGpu:
     return OneGpu(monkeypatch, model)
-
-
-def planned(file: GgufFile, *, has_daemon: bool, **wishes: Any) -> Planned:
-    spec = read_spec(file)
-    settings = replace(load_settings(), context=CONTEXT, kv_type="f16", heat="off", **wishes)
-    layer = spec.moe.layers[0]
-    offer = Offer(
-        device="cpu",
-        device_name="it",
-        numeric_class="cpu",
-        free_bytes=1 << 30,
-        total_bytes=2 << 30,
-        held_bytes=0,
-        num_threads=1,
-        can_mail=False,
-        layer_ids=(layer.layer_id,),
-        expert_bytes=(layer.expert_bytes,),
-        one_s=(1e-6,),
-        used_s=(3e-6,),
-        chunk_tokens=512,
-        chunk_pairs_per_s=(1e6,),
-    )
-    offers = {"d0": offer} if has_daemon else {}
-    heat = Heat(layers_of(spec.moe), HalfLives())
-    found = Planning(file, spec, settings, heat=heat, on_progress=lambda *progress: None)
-    before = found.before_daemons([*offers])
-    return found.with_daemons(before, offers, numeric_class="") if has_daemon else before
-
-
-def numbers(found: Planned) -> dict[str, int] | None:
-    if found.placement is None:
-        return None
-    owners = zip(found.placement.owner_names, found.placement.owners, strict=True)
-    return {name: owned.num_experts for name, owned in owners if owned.num_experts}
 
 
 @pytest.mark.parametrize(
@@ -240,3 +215,258 @@ def test_an_engine_has_its_experts_where_they_were_asked_for(
         assert {*engine.placement.owner_names} == {LOCAL_OWNER, "cpu0"}
         owners = engine.stats().owners
     assert owners[LOCAL_OWNER].pairs == owners["cpu0"].pairs > 0
+
+
+def plan_of(found: Planned) -> Plan:
+    assert found.plan is not None
+    return found.plan
+
+
+# -- context and type of keys and values ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_daemon", [False, True])
+@pytest.mark.parametrize(("context", "kv_type"), [(1, "f16"), (40, "q8_0"), (256, "f32")])
+def test_context_and_kv_type_are_those_that_were_given(
+    gpu: OneGpu, file: GgufFile, context: int, kv_type: str, has_daemon: bool
+) -> None:
+    wishes: dict[str, Any] = {"context": context, "kv_type": kv_type}
+    found = planned(file, has_daemon=has_daemon, device=GPU, expert_budget_pct=50, **wishes)
+    plan = plan_of(found)
+    assert (found.settings.context, found.settings.kv_type) == (context, kv_type)
+    assert (plan.setup.context, str(plan.setup.kv_type)) == (context, kv_type)
+    needs = footprint(file, read_spec(file), Memory.GPU).needs(
+        num_positions=context, kv_type=KvType(kv_type), chunk=plan.setup.chunk, num_remote_layers=2
+    )
+    assert plan.budgets[0].cache_bytes == needs.cache > 0
+    assert f"keys and values ({context:,}, {kv_type})" in plan_text(plan)
+
+
+@pytest.mark.parametrize("has_daemon", [False, True])
+@pytest.mark.parametrize("wishes", [{"device": CPU}, {"gpu_layers": 0}, {}], ids=str)
+def test_context_and_kv_type_of_a_processor_are_those_that_were_given(
+    gpu: OneGpu, file: GgufFile, wishes: dict[str, Any], has_daemon: bool
+) -> None:
+    if not wishes:
+        gpu.room_bytes = 0  # so that only the processor has room
+    asked: dict[str, Any] = {"context": 250, "kv_type": "f32"}
+    settings = planned(file, has_daemon=has_daemon, **asked, **wishes).settings
+    assert (settings.context, settings.kv_type) == (250, "f32")
+
+
+@pytest.mark.parametrize("wishes", [{"context": 256}, {"context": 256, "kv_type": "f32"}], ids=str)
+def test_a_context_without_room_is_refused_with_those_that_fit(
+    gpu: OneGpu, file: GgufFile, wishes: dict[str, Any]
+) -> None:
+    gpu.room_bytes = gpu.needed
+    with pytest.raises(SettingsError, match=r"context of 256 \(f") as caught:
+        planned(file, has_daemon=False, device=GPU, **wishes)
+    assert "\n" not in str(caught.value)
+    fitting = re.findall(r"--context (\d+) with --kv-type (\w+)", str(caught.value))
+    assert fitting[0][1] == wishes.get("kv_type", "f16")
+    for context, kv_type in fitting:
+        assert 0 < int(context) < 256
+        asked: dict[str, Any] = {"context": int(context), "kv_type": kv_type}
+        found = planned(file, has_daemon=False, device=GPU, **asked)
+        assert plan_of(found).setup.context == int(context)
+
+
+@pytest.mark.parametrize("wishes", [{"context": 257}, {"context": 1 << 20}], ids=str)
+def test_a_context_that_the_model_does_not_have_is_refused(
+    gpu: OneGpu, file: GgufFile, wishes: dict[str, Any]
+) -> None:
+    gpu.make_room_for(5)
+    with pytest.raises(SettingsError, match=rf"^context={wishes['context']}: .* 256$"):
+        planned(file, has_daemon=False, **wishes)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "flag"),
+    [
+        ({"context": 40}, "--context=40"),
+        ({"kv_type": "q8_0"}, "--kv-type=q8_0"),
+        ({"device": CPU}, "--device=cpu"),
+        ({"gpu_layers": 0}, "-ngl 0"),
+    ],
+    ids=str,
+)
+def test_a_saved_plan_changes_no_setting_in_silence(
+    gpu: OneGpu, file: GgufFile, tmp_path: Path, wishes: dict[str, Any], flag: str
+) -> None:
+    gpu.make_room_for(5)
+    path = tmp_path / "plan.json"
+    path.write_text(as_json(plan_of(planned(file, has_daemon=False))))
+    for same in ({}, {"device": GPU}, {"gpu_layers": 99}, {"context": None, "kv_type": "auto"}):
+        found = planned(file, has_daemon=False, plan=str(path), **same)
+        assert found.settings.device == GPU
+        assert (found.settings.context, found.settings.kv_type) == (CONTEXT, "f16")
+    with pytest.raises(SettingsError, match=f"^{flag} and --plan ") as caught:
+        planned(file, has_daemon=False, plan=str(path), **wishes)
+    assert "\n" not in str(caught.value)
+
+
+# -- heat, and moves ------------------------------------------------------------------------------
+
+
+def hotness_file(path: Path, hot: int) -> Path:
+    """An older table of counts, in which one expert of each layer is chosen nearly always."""
+    counts = np.ones((TINY.num_layers, TINY.num_experts), np.uint64)
+    counts[:, hot] = 100_000
+    write_hotness(path, Hotness(counts, TINY.num_experts_used))
+    return path
+
+
+def experts_here(found: Planned) -> set[tuple[int, int]]:
+    """Layers and ids of the parent's experts."""
+    assert found.placement is not None
+    if LOCAL_OWNER not in found.placement.owner_names:
+        return set()
+    owned = found.placement.owners[found.placement.owner_names.index(LOCAL_OWNER)]
+    return {(layer, each) for layer, ids in owned.by_layer.items() for each in ids.tolist()}
+
+
+@pytest.mark.parametrize("hot", range(TINY.num_experts))
+def test_the_hot_experts_of_a_file_are_on_the_gpu(
+    gpu: OneGpu, file: GgufFile, tmp_path: Path, hot: int
+) -> None:
+    gpu.make_room_for(4)
+    gpu.cpu_ns = 1000.0
+    table = hotness_file(tmp_path / "older.csv", hot)
+    found = planned(file, has_daemon=False, moe_mode="hot", hotness=str(table))
+    assert {(layer, hot) for layer in range(TINY.num_layers)} <= experts_here(found)
+    assert "heat of 50.0 k tokens" in plan_text(plan_of(found))
+    unknown = planned(file, has_daemon=False, moe_mode="hot")
+    assert plan_of(unknown).share_here < plan_of(found).share_here
+
+
+def gpu_with_moves(gpu: OneGpu, file: GgufFile, most: int) -> OneGpu:
+    """With room for five experts, and for so many that are about to move there."""
+    gpu.copies_per_s = 1e12
+    gpu.make_room_for(5)
+    gpu.room_bytes += staged(file, most)
+    return gpu
+
+
+def staged(file: GgufFile, most: int) -> int:
+    num_slots, slot_bytes = staged_slots(read_spec(file).moe.layers, most)
+    return num_slots * slot_bytes
+
+
+def test_a_plan_keeps_memory_for_the_moves_that_are_allowed(gpu: OneGpu, file: GgufFile) -> None:
+    gpu_with_moves(gpu, file, 3)
+    works = {
+        most: plan_of(planned(file, has_daemon=False, moe_mode="hot", swap_max=most))
+        .budgets[0]
+        .work_bytes
+        for most in (0, 1, 3)
+    }
+    assert works[1] - works[0] == staged(file, 1) > 0
+    assert works[3] - works[0] == staged(file, 3)
+
+
+class NotedPolicy(MovePolicy):
+    """Notes what it was made with."""
+
+    noted: list[tuple[int, float]]
+
+    def __init__(self, *args: Any, most: int, min_gain: float) -> None:
+        self.noted.append((most, min_gain))
+        super().__init__(*args, most=most, min_gain=min_gain)
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, float]]:
+    """How many experts may move, and what they have to save, of each engine that moves some."""
+    monkeypatch.setattr(NotedPolicy, "noted", [], raising=False)
+    monkeypatch.setattr(replacing, "MovePolicy", NotedPolicy)
+    return NotedPolicy.noted
+
+
+def open_and_close(model: Path, **wishes: Any) -> None:
+    settings = settings_with(moe_mode="hot", prefill_offload="off", **wishes)
+    with Engine.open(model, settings=settings) as engine:
+        assert engine.plan is not None
+
+
+def test_moves_are_as_many_and_gain_as_much_as_was_asked_for(
+    gpu: OneGpu, file: GgufFile, model: Path, noted: list[tuple[int, float]]
+) -> None:
+    gpu_with_moves(gpu, file, 3)
+    open_and_close(model, swap_max=3, swap_min_gain=7)
+    assert noted == [(3, 7)]
+    open_and_close(model, swap_max=0, swap_min_gain=7)
+    assert noted == [(3, 7)]
+    open_and_close(model, swap_max=1, swap_min_gain=0)
+    assert noted == [(3, 7), (1, 0)]
+
+
+# -- variables, the older system's too ------------------------------------------------------------
+
+
+PLANNED = {"context": "40", "expert_budget_mb": "0", "expert_budget_pct": "30", "swap_max": "0"}
+"""Values, by field, with which another plan is made."""
+VARIABLES = [
+    (knob.field, variable)
+    for knob in KNOBS
+    for variable in (knob.variable, *knob.older_variables)
+    if knob.older_variables
+]
+
+
+@pytest.mark.parametrize(("field", "variable"), [each for each in VARIABLES if each[0] in PLANNED])
+def test_a_variable_makes_the_plan_that_its_flag_makes(
+    gpu: OneGpu, file: GgufFile, monkeypatch: pytest.MonkeyPatch, field: str, variable: str
+) -> None:
+    gpu_with_moves(gpu, file, Settings().swap_max)
+    always: dict[str, Any] = {"host_memory_mb": 64}  # what is free changes all the time
+    usual = planned(file, **always)
+    wish: dict[str, Any] = {field: int(PLANNED[field])}
+    asked = planned(file, **always, **wish)
+    monkeypatch.setenv(variable, PLANNED[field])
+    found = planned(file, **always)
+    assert summary_of(plan_of(found)) == summary_of(plan_of(asked)) != summary_of(plan_of(usual))
+    assert experts_here(found) == experts_here(asked)
+
+
+@pytest.mark.parametrize("variable", [name for field, name in VARIABLES if field == "hotness"])
+def test_a_variable_names_the_file_of_hot_experts(
+    gpu: OneGpu, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    gpu.make_room_for(4)
+    gpu.cpu_ns = 1000.0
+    monkeypatch.setenv(variable, str(hotness_file(tmp_path / "older.csv", 3)))
+    settings = settings_with(model=str(model), moe_mode="hot")
+    found = plan_of_file(settings, on_progress=lambda *progress: None)
+    assert {(layer, 3) for layer in range(TINY.num_layers)} <= experts_here(
+        Planned(settings, found.placement)
+    )
+
+
+@pytest.mark.parametrize("variable", [name for field, name in VARIABLES if "swap" in field])
+def test_a_variable_bounds_moves(
+    gpu: OneGpu,
+    file: GgufFile,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    noted: list[tuple[int, float]],
+    variable: str,
+) -> None:
+    gpu_with_moves(gpu, file, 3)
+    monkeypatch.setenv(variable, "1")
+    is_number = variable.endswith("SWAP_MAX")
+    open_and_close(model, **({} if is_number else {"swap_max": 3}))
+    assert noted == [(1, Settings().swap_min_gain) if is_number else (3, 1)]
+
+
+@pytest.mark.parametrize("wishes", [{}, {"cpu_moe": True}, {"expert_budget_mb": 0}], ids=str)
+def test_memory_for_moves_is_no_reason_to_refuse_a_plan(
+    gpu: OneGpu, file: GgufFile, wishes: dict[str, Any]
+) -> None:
+    """It was, with the default number of moves, and the advice was what had been asked for."""
+    gpu_with_moves(gpu, file, 0)
+    gpu.make_room_for(1)
+    asked = {"device": GPU, "host_memory_mb": 64, **wishes}
+    found = plan_of(planned(file, **asked))
+    assert HOST_OWNER in found.placement.owner_names
+    fewer = plan_of(planned(file, swap_max=0, **asked))
+    assert found.budgets == fewer.budgets

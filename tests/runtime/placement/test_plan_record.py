@@ -71,6 +71,15 @@ def test_what_was_written_is_read() -> None:
     assert plan_text(again) == plan_text(PLAN)
 
 
+def test_a_limit_that_was_asked_for_is_read() -> None:
+    for limit in (0, 5 * MIB):
+        budgets = replace(PLAN.budgets[0], limit_bytes=limit), *PLAN.budgets[1:]
+        found = replace(PLAN, budgets=budgets)
+        assert from_json(as_json(found).encode(), OF).budgets == budgets
+        assert f"(at most {limit // MIB} MiB were asked for)" in plan_text(found)
+    assert "at most" not in plan_text(PLAN)
+
+
 def test_an_option_with_as_many_daemons_as_there_may_be_is_read() -> None:
     name = "all experts in " + " + ".join(["d" * 32] * MOST_DAEMONS)
     found = replace(PLAN, name=name, reason=f"It writes twice as fast as {name}.")
@@ -93,7 +102,7 @@ def ids(record: dict[str, Any]) -> list[Any]:
     ("change", "named"),
     [
         (lambda r: r.update(version=1), "version"),
-        (lambda r: r.update(version=3), "version"),
+        (lambda r: r.update(version=4), "version"),
         (lambda r: r.update(version=True), "version"),
         (lambda r: r.update(model="other"), "another model"),
         (lambda r: r.update(box="other"), "another machine"),
@@ -139,6 +148,9 @@ def ids(record: dict[str, Any]) -> list[Any]:
         (lambda r: r.update(reason="a" * 5000), "reason"),
         (lambda r: r["budgets"][0].update(free_bytes=-1), "free_bytes"),
         (lambda r: r["budgets"][0].update(num_replicas=-1), "num_replicas"),
+        (lambda r: r["budgets"][0].update(limit_bytes=-1), "limit_bytes"),
+        (lambda r: r["budgets"][0].update(limit_bytes="all"), "limit_bytes"),
+        (lambda r: r["budgets"][0].pop("limit_bytes"), "limit_bytes"),
         (lambda r: r.update(budgets=[{}] * 100), "budgets"),
         (lambda r: r["room"].update(status="fine"), "status"),
         (lambda r: r.update(alternatives=[None]), "alternative"),
@@ -151,7 +163,7 @@ def test_bad_records(change: Callable[[dict[str, Any]], object], named: str) -> 
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("record", [None, [], 3, "plan", {}, {"version": 2}])
+@pytest.mark.parametrize("record", [None, [], 3, "plan", {}, {"version": 3}])
 def test_records_of_other_types(record: object) -> None:
     with pytest.raises(SettingsError):
         from_record(record, OF)

@@ -71,6 +71,9 @@ def check_legal(found: Plan, at: Situation) -> None:
     for each in found.budgets:
         used = each.trunk_bytes + each.cache_bytes + each.work_bytes + each.expert_bytes
         assert used - each.disk_bytes <= each.free_bytes
+        assert each.limit_bytes is None or each.expert_bytes <= each.limit_bytes
+    limits = {each.name: each.limit_bytes for each in found.budgets[1:]}
+    assert all(limits.get(each.name, each.budget_bytes) == each.budget_bytes for each in at.daemons)
     parent = next(p for p in at.parents if p.device == found.setup.device)
     owned = dict(zip(found.placement.owner_names, found.placement.owners, strict=True))
     if LOCAL_OWNER in owned:
@@ -146,6 +149,7 @@ def boxes(draw: st.DrawFn) -> BoxRow:
                 draw(BUDGETS),
                 by_device=device != "cpu" and draw(st.booleans()),
                 is_connected=draw(st.booleans()),
+                budget_bytes=draw(st.none() | st.integers(0, SPEC.moe.expert_bytes_total)),
             )
         )
     return BoxRow(
@@ -295,6 +299,51 @@ def test_no_option_is_lost_to_the_size_of_the_memory(name: str) -> None:
         names = [each.name for each in found.alternatives]
         assert found.mode is not MoeMode.LAYERS, megabytes
         assert "whole layers" in names, megabytes
+
+
+def test_a_budget_bounds_one_of_two_daemons_that_are_alike() -> None:
+    every = SPEC.moe.expert_bytes_total
+    for budgets in ((every // 4, None), (None, every // 4)):
+        daemons = [
+            DaemonRow(f"d{index}", "cuda:1", CARD, 8 * GIB, budget_bytes=budget)
+            for index, budget in enumerate(budgets)
+        ]
+        row = replace(box(FIXED, *daemons), host_bytes=0, disk=None)
+        found = planned(situation(SPEC, row, shares=skewed(SPEC.moe)), Wishes(device=GPU))
+        check_legal(found, situation(SPEC, row))
+        used = {each.name: each.expert_bytes for each in found.budgets}
+        assert used.get(f"d{budgets.index(None)}", 0) >= every // 2
+
+
+def test_remote_means_that_the_processor_has_no_experts() -> None:
+    every = SPEC.moe.expert_bytes_total
+    daemon = DaemonRow("d0", "cuda:1", CARD, every // 2 + 64 * MIB)
+    remote = Wishes(device=GPU, experts=ExpertWishes(mode=MoeMode.REMOTE))
+    at = situation(SPEC, box(FIXED, daemon), shares=skewed(SPEC.moe), chunks=(256,))
+    assert HOST_OWNER in planned(at, Wishes(device=GPU)).placement.owner_names
+    found = plan(at, remote)
+    assert isinstance(found, PlanRefused)
+    assert "no --moe-mode=remote" in found.reason
+    row = box(FIXED, replace(daemon, free_bytes=8 * GIB))
+    found = planned(situation(SPEC, row, shares=skewed(SPEC.moe)), remote)
+    assert found.placement.owner_names == ("d0",)
+
+
+def test_budgets_that_leave_experts_without_an_owner_are_refused() -> None:
+    every = SPEC.moe.expert_bytes_total
+    daemon = DaemonRow("d0", "cuda:1", CARD, 8 * GIB, budget_bytes=every // 4)
+    row = replace(box(FIXED, daemon), host_bytes=0, disk=None)
+    at = situation(SPEC, row)
+    found = plan(at, Wishes(device=GPU))
+    assert isinstance(found, PlanRefused)
+    assert found.status is RoomStatus.BUDGET_EXHAUSTED
+    assert isinstance(plan(situation(SPEC, replace(row, daemons=(
+        replace(daemon, budget_bytes=None),
+    ))), Wishes(device=GPU)), Plan)  # fmt: skip
+    asked = Wishes(device=GPU, experts=ExpertWishes(overrides=(("exps", "d0"),)))
+    found = plan(at, asked)
+    assert isinstance(found, PlanRefused)
+    assert f"of daemon d0, whose budget is {every // 4 / MIB:,.0f}" in found.reason
 
 
 def test_of_equal_chunks_the_largest_is_taken() -> None:

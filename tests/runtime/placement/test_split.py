@@ -15,6 +15,7 @@ from dflash_adapters.spec import MoeSpec
 from dflash_protocol.errors import ProtocolError, SettingsError
 from dflash_protocol.placement import OwnedExperts, Placement
 from dflash_protocol.wire.messages import Offer
+from dflash_runtime.placement.budgets import ExpertBudget
 from dflash_runtime.placement.split import LOCAL_OWNER, even_split, make_placement
 from support.examples import examples
 from support.routed_batches import moe_layer
@@ -194,3 +195,55 @@ def test_experts_larger_than_memory_stay_in_the_file_of_a_daemon_on_a_processor(
     lists = lists_of(even_split(SPEC, ["a", "cpu"], None, offers=offers))
     assert sum(map(len, lists["a"].values())) == 2
     assert sum(map(len, lists["cpu"].values())) == 11
+
+
+@examples(150)
+@given(MODELS, st.integers(1, 4), st.data())
+def test_a_daemon_gets_no_more_than_its_budget(
+    experts_per_layer: dict[int, int], num_daemons: int, data: st.DataObject
+) -> None:
+    """Whatever memory it offers; without an offer, too."""
+    names = [f"d{index}" for index in range(num_daemons)]
+    spec = spec_of(experts_per_layer)
+    every = spec.expert_bytes_total
+    percents = {name: data.draw(st.none() | st.integers(0, 100)) for name in names}
+    budgets = {n: ExpertBudget(percent=each) for n, each in percents.items() if each is not None}
+    rooms = {name: data.draw(st.none() | st.integers(0, 90)) for name in names}
+    offers = {
+        name: offer_of(spec, room, device=data.draw(st.sampled_from(("cpu", "cuda:0"))))
+        for name, room in rooms.items()
+        if room is not None
+    }
+    try:
+        placement = even_split(spec, names, None, offers=offers, budgets=budgets)
+    except SettingsError:
+        num_roomy = sum(
+            name not in budgets and (name not in offers or offers[name].device == "cpu")
+            for name in names
+        )
+        assert not num_roomy
+        return
+    lists = lists_of(placement)
+    assert sum(len(ids) for each in lists.values() for ids in each.values()) == sum(
+        experts_per_layer.values()
+    )
+    for name, budget in budgets.items():
+        used = sum(
+            spec.by_layer_id[layer_id].expert_bytes * len(ids)
+            for layer_id, ids in lists.get(name, {}).items()
+        )
+        assert used <= budget.most_bytes(every)
+        if name in offers and offers[name].device != "cpu":
+            assert used <= offers[name].free_bytes
+
+
+def test_a_budget_without_room_for_all_is_refused_with_where_it_was_set() -> None:
+    budgets = {"cpu": ExpertBudget(percent=50, source="moe.toml: daemon[0].expert_budget_pct")}
+    offers = {"cpu": offer_of(SPEC, 3, device="cpu")}
+    with pytest.raises(SettingsError, match=r"no place; .* raise moe\.toml: daemon\[0\]\.expert_b"):
+        even_split(SPEC, ["cpu"], None, offers=offers, budgets=budgets)
+    lists = lists_of(even_split(SPEC, ["cpu", "d"], None, offers=offers, budgets=budgets))
+    assert sum(map(len, lists["cpu"].values())) <= 6
+    for whole in (ExpertBudget(percent=100), ExpertBudget(num_mib=1)):
+        lists = lists_of(even_split(SPEC, ["cpu"], None, offers=offers, budgets={"cpu": whole}))
+        assert sum(map(len, lists["cpu"].values())) == 13

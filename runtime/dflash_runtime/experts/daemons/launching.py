@@ -16,7 +16,12 @@ from dflash_protocol.device import Device, DeviceKind, parse_device
 from dflash_protocol.endpoint import Endpoint
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.settings import Settings, daemon_environment, package_roots
-from dflash_protocol.settings.kinds import Daemons, DaemonSetting, checked
+from dflash_protocol.settings.kinds import (
+    Daemons,
+    DaemonSetting,
+    check_expert_budget,
+    checked,
+)
 from dflash_protocol.transports.in_flight import LONG_SPIN_S
 from dflash_runtime.compute.backend import BackendName
 from dflash_runtime.compute.cores import (
@@ -27,6 +32,7 @@ from dflash_runtime.compute.cores import (
 )
 from dflash_runtime.compute.topology import read_topology
 from dflash_runtime.experts.daemons.link import Launch
+from dflash_runtime.placement.budgets import ExpertBudget, budget_of
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
 
 _PACKAGES = ("dflash_protocol", "dflash_adapters", "dflash_runtime", "dflash_daemon")
@@ -76,6 +82,7 @@ def choose_daemon(daemon: DaemonSetting | str, daemon_idx: int, settings: Settin
         assert isinstance(setting, DaemonSetting)
     else:
         setting = daemon
+    check_expert_budget(setting.source or "daemon", setting)
     where = f"{setting.source or 'daemon'}={setting.device!r}"
     read = partial(parse_device, default_index=settings.ipc_gpu)
     device = checked(setting.source or "daemon", setting.device, read)
@@ -108,6 +115,12 @@ def daemon_names(choices: Sequence[DaemonChoice], endpoints: Sequence[Endpoint])
         if name in names[:index]:
             raise SettingsError(f"two daemons are called {name!r}; give one another name")
     return names
+
+
+def budgets_of(choices: Sequence[DaemonChoice]) -> dict[str, ExpertBudget]:
+    """The most that daemons get of experts' weights, by name, of those that have a budget."""
+    found = {choice.name: budget_of(choice.setting) for choice in choices}
+    return {name: budget for name, budget in found.items() if budget is not None}
 
 
 def launch_of(

@@ -38,13 +38,17 @@ export class PlanView {
           ["Model", gib(each.trunk_bytes)],
           ["Context", gib(each.cache_bytes)],
           ["Work", gib(each.work_bytes)],
-          ["Experts", gib(each.expert_bytes) + (each.disk_bytes ? `, ${gib(each.disk_bytes)} on the disk` : "")],
+          ["Experts", gib(each.expert_bytes) + limits(each)],
           ["Number", `${count(each.num_experts)} of ${count(total)}`],
         ),
       ),
     );
   }
 }
+
+const limits = (budget) =>
+  (budget.disk_bytes ? `, ${gib(budget.disk_bytes)} on the disk` : "") +
+  (budget.limit_bytes == null ? "" : `, at most ${gib(budget.limit_bytes)}`);
 
 const evidence = (plan) =>
   plan.heat_tokens ? `by the choices of ${plural(plan.heat_tokens, "token")}` : "no choices counted yet";

@@ -18,12 +18,14 @@ from dflash_runtime.compute.topology import Core, Topology
 from dflash_runtime.experts.daemons import launching
 from dflash_runtime.experts.daemons.launching import (
     DaemonChoice,
+    budgets_of,
     choose_daemon,
     choose_daemons,
     daemon_names,
     launch_of,
 )
 from dflash_runtime.experts.daemons.link import Launch
+from dflash_runtime.placement.budgets import ExpertBudget
 
 OURS = Path(sys.executable)
 
@@ -113,6 +115,27 @@ def test_our_own_interpreter_is_no_other_even_if_it_is_named(python: Path) -> No
         if (OURS.parent / name).exists():
             assert choose_daemon(f"cpu@{OURS.parent / name}", 0, Settings()).launcher is None
     assert choose_daemon(f"cpu@{python}", 0, Settings()).launcher == python
+
+
+def test_budgets_are_by_name_and_within_bounds() -> None:
+    daemons: list[DaemonSetting | str] = [
+        "cpu",
+        DaemonSetting("cpu", expert_budget_mb=0, source="moe.toml: daemon[1]"),
+        DaemonSetting("cuda:0", name="x", expert_budget_pct=30),
+    ]
+    budgets = budgets_of(choose_daemons(daemons, Settings()))
+    assert budgets == {"cpu1": ExpertBudget(num_mib=0), "x": ExpertBudget(percent=30)}
+    assert budgets["cpu1"].source == "moe.toml: daemon[1].expert_budget_mb"
+    assert budgets["x"].source == "daemon.expert_budget_pct"
+    assert [budgets[name].most_bytes(1000) for name in ("cpu1", "x")] == [0, 300]
+    assert ExpertBudget(percent=100).most_bytes(999) == 999
+    for key, value in (("mb", -1), ("mb", 1 << 40), ("mb", 1.5), ("pct", 101), ("pct", True)):
+        wrong = DaemonSetting("cpu", source="s", **{f"expert_budget_{key}": value})  # type: ignore[arg-type]
+        with pytest.raises(SettingsError, match=rf"^s\.expert_budget_{key}={value}: must be "):
+            choose_daemon(wrong, 0, Settings())
+    both = DaemonSetting("cpu", expert_budget_mb=1, expert_budget_pct=1)
+    with pytest.raises(SettingsError, match=r"^daemon: expert_budget_mb and expert_budget_pct"):
+        choose_daemon(both, 0, Settings())
 
 
 def test_names_are_given_and_must_differ() -> None:
