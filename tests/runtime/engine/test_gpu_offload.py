@@ -140,6 +140,56 @@ def test_bits_where_layers_are_copied_in_parts(
     assert len(copied) > 4 * SHAPE.num_layers
 
 
+def test_every_kind_of_layer_is_tried_out_whatever_its_place(
+    undo: contextlib.ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Types of experts may differ from layer to layer; here all parts have few places."""
+    shape = replace(
+        SHAPE, num_layers=4, hidden_size=256, ffn_size=256, num_experts=3, num_experts_used=2
+    )
+
+    def type_of(name: str) -> str:
+        is_odd = name.endswith("ffn_down_exps.weight") and int(name.split(".")[1]) % 2
+        return "Q6_K" if is_odd else "Q8_0"
+
+    path = write_qwen3moe(tmp_path / "m.gguf", shape, seed=4, tensor_type=type_of)
+    every: Layers = dict.fromkeys(range(4), range(3))
+    ids, chunks = IDS[:25], [16, 9]
+    expected = Split(undo, path, {LOCAL_OWNER: every}, ids=ids, chunks=chunks).logits()
+    monkeypatch.setattr(offload_room, "_PLACE_BYTES", 1)
+    split = Split(undo, path, {"gpu1": every}, ids=ids, chunks=chunks, offload=OffloadMode.ON)
+    offload = split._backend._offload
+    assert offload is not None
+    kinds = {known.layer.down.tensor_type for known in offload._layers.values()}
+    assert len(kinds) == 2
+    for _ in range(2):
+        assert (split.logits() == expected).all()
+        assert split.runtime.hits.offloaded
+
+
+def test_what_the_last_chunk_chose_is_copied_ahead(
+    tmp_path: Path, undo: contextlib.ExitStack, copied: list[int]
+) -> None:
+    """Though that is a small part of a layer's experts."""
+    shape = replace(SHAPE, num_experts=40)
+    path = write_qwen3moe(tmp_path / "m.gguf", shape, seed=4, tensor_type="Q8_0")
+    whole: Layers = dict.fromkeys(range(3), range(40))
+    ids, chunks = IDS[:9], [9]
+    split = Split(undo, path, {"gpu1": whole}, ids=ids, chunks=chunks, offload=OffloadMode.ON)
+    offload = split._backend._offload
+    assert offload is not None
+    split.logits()
+    chosen = [known.chosen for known in offload._layers.values()]
+    for place in offload._places:
+        place.clear()
+    copied.clear()
+    few = np.flatnonzero(chosen[0])[:8].astype(np.int32).reshape(4, 2)
+    assert offload.begin(0, few, split.runtime) is not None
+    size = split.steps._model.spec.moe.layers[0].expert_bytes
+    assert chosen[1] is not None
+    assert copied == [8 * size, np.count_nonzero(chosen[1]) * size]
+
+
 def test_a_chunk_that_is_given_up_leaves_no_part_behind(
     model: Path,
     resident: F32Array,
