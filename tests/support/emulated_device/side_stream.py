@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from dflash_protocol.ids import AnyArray
 from dflash_runtime.compute.gpu.device.device import DeviceArray, Graph, Grid, address
@@ -17,10 +19,19 @@ _COPY = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
 )
 _SYNCHRONIZE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+_WAIT_FOR = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
+
+_MARKS: WeakValueDictionary[int, EmulatedMark] = WeakValueDictionary()
+"""By handle, those that are referred to."""
+_HANDLES = itertools.count(1)
 
 
 class EmulatedMark:
     """A position in the order of launches, which have all run at once."""
+
+    def __init__(self) -> None:
+        self.handle = next(_HANDLES)
+        _MARKS[self.handle] = self
 
 
 class EmulatedSideStream:
@@ -31,6 +42,7 @@ class EmulatedSideStream:
         self._device, self._copies_mapped = device, copies_mapped
         self._copy_function = _COPY(self._copied)
         self._synchronize_function = _SYNCHRONIZE(self._synchronized)
+        self._wait_for_function = _WAIT_FOR(self._waits_for)
         self._failure: Exception | None = None
         """What compiled code was told as a status."""
         self._is_closed = False
@@ -58,19 +70,24 @@ class EmulatedSideStream:
         self._waiting.append(lambda: self._device.write_at(place, origin, num_bytes))
 
     @property
-    def functions(self) -> tuple[int, int, int]:
+    def functions(self) -> tuple[int, int, int, int]:
         """As SideStream.functions."""
-        copy, synchronize = (
+        copy, synchronize, wait_for = (
             ctypes.cast(each, ctypes.c_void_p).value or 0
-            for each in (self._copy_function, self._synchronize_function)
-        )
-        return copy, synchronize, 0
+            for each in (
+                self._copy_function, self._synchronize_function, self._wait_for_function
+            )
+        )  # fmt: skip
+        return copy, synchronize, wait_for, 0
 
     def _copied(self, place: int, origin: int, num_bytes: int, stream: int | None) -> int:
         return self._status_of(lambda: self.copy(place, origin, num_bytes))
 
     def _synchronized(self, stream: int | None) -> int:
         return self._status_of(self.synchronize)
+
+    def _waits_for(self, stream: int | None, mark: int | None, flags: int) -> int:
+        return self._status_of(lambda: self.wait_for(_MARKS[mark or 0]))
 
     def _status_of(self, run: Callable[[], None]) -> int:
         """0, or 1 if it fails: `synchronize` then raises why."""

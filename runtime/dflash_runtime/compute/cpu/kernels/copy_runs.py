@@ -1,7 +1,13 @@
 """Copies runs of host memory to a device through locked memory, without the interpreter.
 
 Scattered runs fill one piece of locked memory; those whose destinations are neighbours leave it in
-one copy. Each thread of a transfer runs this function and takes the next piece until none is left.
+one copy. Threads take transfers from a queue, in its order, and each takes the next piece of one
+until none is left. They stay in compiled code while transfers follow each other: a thread that
+begins or ends work in Python takes the interpreter's lock, for which launches of kernels wait.
+
+A thread that has found nothing for a while says that it is asleep, looks at the queue once more,
+and returns. `post` puts a transfer into the queue and then looks for threads that sleep: in either
+order one of both sees the other. A thread is started by whoever has made it awake.
 """
 
 from __future__ import annotations
@@ -9,24 +15,45 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from dflash_protocol.ids import I64Array
-from dflash_runtime.compute.cpu.compile.compiling import Kernel, compile_kernel, read_only
+from dflash_runtime.compute.cpu.compile.compiling import Kernel, compile_kernel, helper
 from dflash_runtime.compute.cpu.simd import vectors as v
-from dflash_runtime.compute.cpu.simd.atomics import atomic_add
+from dflash_runtime.compute.cpu.simd.atomics import (
+    atomic_add,
+    atomic_load,
+    atomic_replace,
+    atomic_store,
+)
 from dflash_runtime.compute.cpu.simd.types import I32, I64, emit_call, i64, primitive
+from dflash_runtime.compute.cpu.threads import system
 
 SOURCE, DESTINATION, SIZE = range(3)
 """Columns of the table of runs: two addresses, and bytes."""
+_COLUMNS = 3
 
-COPY, SYNCHRONIZE, STREAM, STAGED, PIECE_BYTES = range(5)
-"""Words of a thread: the driver's functions and the stream, see `SideStream.functions`; the address
-of two halves of locked memory, and the bytes of one."""
+STATE, POSITION, COPY, SYNCHRONIZE, WAIT_FOR, STREAM, STAGED = range(7)
+"""Words of a thread: whether it is awake, and which transfer of the queue comes next; the driver's
+functions and the stream, see `SideStream.functions`; the address of two halves of locked memory."""
+LANE_WORDS = 8
+ASLEEP, AWAKE = range(2)
 
-NEXT, TOTAL_BYTES = range(2)
-"""Words of a transfer: the next piece, which all of its threads count up, and bytes of all runs."""
+RUNS, TOTAL_BYTES, PIECE_BYTES, EVENT, NEXT, ENDED, INSIDE = range(7)
+"""Words of a transfer: the address of its table; bytes of all runs, and of a piece; the event
+before which nothing is written, or 0; the next piece, which all threads count up; pieces that have
+arrived; threads at work on it."""
+TRANSFER_WORDS = 7
+
+HEAD, IS_CLOSED, FIRST = range(3)
+"""Words of a queue: how many transfers were posted; whether threads end as soon as none is left;
+the addresses of the latest ones, in turns."""
+MOST_POSTED = 64
 
 NO_MORE = 1 << 62
 """As the next piece: no further one is begun."""
+
+_IDLE_NS = 100_000_000
+"""How long a thread without work waits in compiled code."""
+_NAP_US = 1000
+"""The longest that it, or who waits for a transfer, sleeps without looking."""
 
 
 @primitive(i64, i64, i64, i64, i64, i64)
@@ -44,52 +71,166 @@ def _synchronize(builder: Any, function: Any, stream: Any) -> Any:
     return builder.sext(emit_call(builder, I32, function, [stream]), I64)
 
 
-def _copy_runs(runs: I64Array, transfer: int, lane: I64Array) -> int:
-    """Returns the driver's status: 0, or the first error. No copy is under way then unless there
-    was an error.
+@primitive(i64, i64, i64, i64)
+def _wait_for(builder: Any, function: Any, stream: Any, event: Any) -> Any:
+    """Call ``int(stream, event, 0)`` of the driver."""
+    return builder.sext(emit_call(builder, I32, function, [stream, event, I32(0)]), I64)
 
-    Shapes: runs [N, 3]; lane [5]; `transfer` is the address of its words.
-    """
-    stream, piece_bytes, half = lane[STREAM], lane[PIECE_BYTES], 0
-    total_bytes = v.load_i64(transfer + 8 * TOTAL_BYTES)
+
+@helper
+def _get(words: int, index: int) -> int:
+    return v.load_i64(words + 8 * index)  # type: ignore[no-any-return]
+
+
+@helper
+def _run(transfer: int, run: int, column: int) -> int:
+    return _get(_get(transfer, RUNS), _COLUMNS * run + column)  # type: ignore[no-any-return]
+
+
+@helper
+def _copy_pieces(transfer: int, lane: int) -> int:
+    """Copy pieces until none is left, to their end. Returns the driver's status: 0, or the first
+    error."""
+    stream, piece_bytes, half, num_begun = _get(lane, STREAM), _get(transfer, PIECE_BYTES), 0, 0
+    total_bytes = _get(transfer, TOTAL_BYTES)
     num_pieces = (total_bytes + piece_bytes - 1) // piece_bytes
     while True:
         piece = atomic_add(transfer + 8 * NEXT, 1)
         if piece >= num_pieces:
-            return _synchronize(lane[SYNCHRONIZE], stream)  # type: ignore[no-any-return]
+            status = 0
+            if num_begun > 0:
+                status = _synchronize(_get(lane, SYNCHRONIZE), stream)
+                if status == 0:
+                    atomic_add(transfer + 8 * ENDED, num_begun)
+            return status
         skipped, first = piece * piece_bytes, 0
         left = min(piece_bytes, total_bytes - skipped)
-        while runs[first, SIZE] <= skipped:
-            skipped -= runs[first, SIZE]
+        while _run(transfer, first, SIZE) <= skipped:
+            skipped -= _run(transfer, first, SIZE)
             first += 1
-        staged = lane[STAGED] + half * piece_bytes
+        staged = _get(lane, STAGED) + half * piece_bytes
         # Filled first, while the device reads the other half; then copied run by run, or several
         # at once.
         run, offset, place, end = first, skipped, staged, staged + left
         while place < end:
-            size = min(runs[run, SIZE] - offset, end - place)
-            v.copy_bytes(place, runs[run, SOURCE] + offset, size)
+            size = min(_run(transfer, run, SIZE) - offset, end - place)
+            v.copy_bytes(place, _run(transfer, run, SOURCE) + offset, size)
             place, run, offset = place + size, run + 1, 0
-        status = _synchronize(lane[SYNCHRONIZE], stream)
+        status = 0
+        if num_begun > 0:
+            status = _synchronize(_get(lane, SYNCHRONIZE), stream)
+        elif _get(transfer, EVENT) != 0:
+            status = _wait_for(_get(lane, WAIT_FOR), stream, _get(transfer, EVENT))
         if status != 0:
-            return status  # type: ignore[no-any-return]
+            return status
         run, offset, place = first, skipped, staged
-        begin, destination = staged, runs[first, DESTINATION] + skipped
+        begin, destination = staged, _run(transfer, first, DESTINATION) + skipped
         while place < end:
-            if runs[run, DESTINATION] + offset != destination + (place - begin):
-                status = _copy(lane[COPY], destination, begin, place - begin, stream)
+            if _run(transfer, run, DESTINATION) + offset != destination + (place - begin):
+                status = _copy(_get(lane, COPY), destination, begin, place - begin, stream)
                 if status != 0:
                     return status  # type: ignore[no-any-return]
-                begin, destination = place, runs[run, DESTINATION] + offset
-            place += min(runs[run, SIZE] - offset, end - place)
+                begin, destination = place, _run(transfer, run, DESTINATION) + offset
+            place += min(_run(transfer, run, SIZE) - offset, end - place)
             run, offset = run + 1, 0
-        status = _copy(lane[COPY], destination, begin, end - begin, stream)
+        status = _copy(_get(lane, COPY), destination, begin, end - begin, stream)
         if status != 0:
             return status  # type: ignore[no-any-return]
-        half = 1 - half
+        half, num_begun = 1 - half, num_begun + 1
+
+
+@helper
+def _leave(transfer: int, lane: int) -> None:
+    """A thread has done what it can for a transfer, and goes on to the next one."""
+    atomic_add(transfer + 8 * INSIDE, -1)
+    atomic_store(lane + 8 * POSITION, _get(lane, POSITION) + 1)
+    system.wake(transfer + 8 * ENDED)
+
+
+def _serve(queue: int, lane: int) -> int:
+    """Run one thread, until it sleeps (0) or the driver's status of a copy is not 0: the caller
+    calls `fail` then, and this again."""
+    head, end_ns = queue + 8 * HEAD, system.monotonic_ns() + _IDLE_NS
+    while True:
+        num_posted, position = atomic_load(head), _get(lane, POSITION)
+        if position < num_posted:
+            transfer = _get(queue, FIRST + position % MOST_POSTED)
+            atomic_add(transfer + 8 * INSIDE, 1)
+            status = _copy_pieces(transfer, lane)
+            if status != 0:
+                return status  # type: ignore[no-any-return]
+            _leave(transfer, lane)
+            end_ns = system.monotonic_ns() + _IDLE_NS
+        elif _get(queue, IS_CLOSED) != 0 or system.monotonic_ns() >= end_ns:
+            atomic_store(lane + 8 * STATE, ASLEEP)
+            if atomic_load(head) == position:
+                return 0
+            if not atomic_replace(lane + 8 * STATE, ASLEEP, AWAKE):
+                return 0  # another thread goes on
+        else:
+            system.sleep_while(head, num_posted, _NAP_US)
+
+
+def _fail(queue: int, lane: int) -> None:
+    """No further piece of the transfer that a thread is at is begun; the thread leaves it."""
+    transfer = _get(queue, FIRST + _get(lane, POSITION) % MOST_POSTED)
+    atomic_store(transfer + 8 * NEXT, NO_MORE)
+    _leave(transfer, lane)
+
+
+def _post(queue: int, transfer: int, lanes: int, num_lanes: int) -> int:
+    """Put a transfer into the queue. Returns the threads that slept, one bit for each: the caller
+    starts them."""
+    head, started = _get(queue, HEAD), 0
+    v.store_i64(queue + 8 * (FIRST + head % MOST_POSTED), transfer)
+    atomic_store(queue + 8 * HEAD, head + 1)
+    system.wake(queue + 8 * HEAD)
+    piece_bytes = _get(transfer, PIECE_BYTES)
+    num_left = (_get(transfer, TOTAL_BYTES) + piece_bytes - 1) // piece_bytes
+    for index in range(num_lanes):
+        lane = lanes + 8 * LANE_WORDS * index
+        if num_left > 0 and atomic_replace(lane + 8 * STATE, ASLEEP, AWAKE):
+            atomic_store(lane + 8 * POSITION, head)
+            started |= 1 << index
+        num_left -= 1
+    return started
+
+
+def _has_ended(transfer: int, limit_ns: int) -> bool:
+    """Wait until all pieces of a transfer have arrived, or no further one will; False if that takes
+    longer."""
+    piece_bytes, end_ns = _get(transfer, PIECE_BYTES), system.monotonic_ns() + limit_ns
+    num_pieces = (_get(transfer, TOTAL_BYTES) + piece_bytes - 1) // piece_bytes
+    while True:
+        num_ended = atomic_load(transfer + 8 * ENDED)
+        if num_ended == num_pieces:
+            return True
+        if atomic_load(transfer + 8 * NEXT) >= NO_MORE and atomic_load(transfer + 8 * INSIDE) == 0:
+            return True
+        if system.monotonic_ns() >= end_ns:
+            return False
+        system.sleep_while(transfer + 8 * ENDED, num_ended, _NAP_US)
 
 
 @cache
-def copy_runs() -> Kernel:
-    """``int(runs, transfer, lane)``: see `_copy_runs`."""
-    return compile_kernel(_copy_runs, read_only(i64, 2), i64, read_only(i64, 1))
+def serve() -> Kernel:
+    """``int(queue, lane)``, addresses: see `_serve`."""
+    return compile_kernel(_serve, i64, i64)
+
+
+@cache
+def fail() -> Kernel:
+    """``fail(queue, lane)``: see `_fail`."""
+    return compile_kernel(_fail, i64, i64)
+
+
+@cache
+def post() -> Kernel:
+    """``int(queue, transfer, lanes, num_lanes)``: see `_post`."""
+    return compile_kernel(_post, i64, i64, i64, i64)
+
+
+@cache
+def has_ended() -> Kernel:
+    """``bool(transfer, limit_ns)``: see `_has_ended`."""
+    return compile_kernel(_has_ended, i64, i64)

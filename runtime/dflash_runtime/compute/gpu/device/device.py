@@ -101,6 +101,10 @@ class HostMapping(Protocol):
 class Mark(Protocol):
     """An event in the main stream: reached when all launches before it have ended."""
 
+    @property
+    def handle(self) -> int:
+        """The driver's, for compiled code; valid while this object lives."""
+
 
 class SideStream(Protocol):
     """A stream beside the device's main one, for copies or graphs. Used by one thread at a time.
@@ -124,10 +128,11 @@ class SideStream(Protocol):
         """Start the graph's launches; returns before they have run."""
 
     @property
-    def functions(self) -> tuple[int, int, int]:
+    def functions(self) -> tuple[int, int, int, int]:
         """For code that copies to the device without Python, on a thread whose current device this
-        is: addresses of the C functions ``int copy(destination, source, num_bytes, stream)`` and
-        ``int synchronize(stream)``, and the stream; not 0: it failed. See `write`."""
+        is: addresses of the C functions ``int copy(destination, source, num_bytes, stream)``,
+        ``int synchronize(stream)`` and ``int wait_for(stream, mark, 0)``, and the stream; not 0: it
+        failed. See `write`, `wait_for`."""
 
     def is_empty(self) -> bool:
         """Whether all work has ended. Raises: the error of a kernel that failed."""

@@ -114,9 +114,11 @@ class CupySideStream:
         graph.replay_in(self._begun())
 
     @property
-    def functions(self) -> tuple[int, int, int]:
+    def functions(self) -> tuple[int, int, int, int]:
         stream, address_of = self._begun(), self._driver.address_of
-        return address_of("copy_to_device"), address_of("synchronize_stream"), stream
+        names = "copy_to_device", "synchronize_stream", "wait_for_event"
+        copy, synchronize, wait_for = map(address_of, names)
+        return copy, synchronize, wait_for, stream
 
     def is_empty(self) -> bool:
         return self._driver.is_empty(self._begun())

@@ -7,10 +7,9 @@ the device reads the other. Compiled code does all of it, without the interprete
 from __future__ import annotations
 
 import contextlib
-import queue
-from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,12 +27,12 @@ from dflash_runtime.compute.gpu.device.device import (
 )
 from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock
 from dflash_runtime.compute.gpu.transfers.locked_room import HALVES, PIECE_BYTES, default_threads
+from dflash_runtime.interrupts import uninterrupted
 
-_MOST_OF_TRANSFER = 4
-"""Threads of one transfer: two in flight keep a bus busy, and each thread that begins or ends a
-transfer takes the interpreter's lock, for which launches then wait."""
 _TIMEOUT_S = 120.0
 """Longest wait for a transfer: its bytes may have to come from a slow disk."""
+_SLICE_S = 0.02
+"""Of a wait, after which the interpreter can be interrupted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,30 +59,6 @@ class FileRuns:
 
 
 @dataclass(slots=True, eq=False)
-class _Lane:
-    """A thread's stream and locked memory."""
-
-    stream: SideStream
-    block: MappedBlock
-
-    def copy(self, transfer: Transfer) -> None:
-        """Copy pieces of a transfer until none is left, to their end. Raises: DeviceUnavailable."""
-        staged: U8Array = self.block.host[0]
-        if transfer.after is not None:
-            self.stream.wait_for(transfer.after)
-        lane = *self.stream.functions, staged.ctypes.data, staged.size // HALVES
-        table, words = transfer.runs.table, transfer.words
-        status = k.copy_runs()(table, words.ctypes.data, np.array(lane, np.int64))
-        if status:
-            self.stream.synchronize()  # raises the driver's error, if it is not of this call alone
-            raise DeviceUnavailable(f"a copy to the device has failed (error {status})")
-
-    def close(self) -> None:
-        self.stream.close()
-        self.block.close()
-
-
-@dataclass(slots=True, eq=False)
 class Transfer:
     """Runs being copied."""
 
@@ -91,7 +66,8 @@ class Transfer:
     words: I64Array
     """See copy_runs."""
     after: Mark | None = None
-    threads: list[Future[None]] = field(default_factory=list)
+    errors: list[DeviceUnavailable] = field(default_factory=list)
+    """Of threads."""
 
     @property
     def num_bytes(self) -> int:
@@ -100,24 +76,31 @@ class Transfer:
     @property
     def has_ended(self) -> bool:
         """Whether nothing is being copied any more."""
-        return all(each.done() for each in self.threads)
+        return self._has_ended(0.0)
 
     def wait(self) -> None:
         """Wait until all pieces that were not cancelled have arrived. Raises: DeviceUnavailable."""
-        threads = [each for each in self.threads if not each.cancelled()]
-        _, left = wait_for(threads, timeout=_TIMEOUT_S)
-        if left:
+        if not self._has_ended(_TIMEOUT_S):
             self.cancel()
             raise DeviceUnavailable(
                 f"{self.num_bytes} bytes of the model file have not come within {_TIMEOUT_S:.0f} s"
             )
-        for each in threads:
-            each.result()
+        if self.errors:
+            raise self.errors[0]
 
     def cancel(self) -> None:
         """Drop pieces that are not begun; returns when none is being copied."""
         self.words[k.NEXT] = k.NO_MORE
-        wait_for([each for each in self.threads if not each.cancel()])
+        self._has_ended(_TIMEOUT_S)
+
+    def _has_ended(self, limit_s: float) -> bool:
+        end_s = time.monotonic() + limit_s
+        while True:
+            slice_s = min(_SLICE_S, max(0.0, end_s - time.monotonic()))
+            if k.has_ended()(self.words.ctypes.data, int(1e9 * slice_s)):
+                return True
+            if time.monotonic() >= end_s:
+                return False
 
 
 class FileCopier:
@@ -139,38 +122,87 @@ class FileCopier:
         """
         if num_threads is None:
             num_threads = default_threads()
-        k.copy_runs()  # compiled now rather than by a thread
+        for kernel in (k.serve, k.fail, k.post, k.has_ended):
+            kernel()  # compiled now rather than by a thread
         self._piece_bytes = piece_bytes
-        self._lanes: queue.SimpleQueue[_Lane] = queue.SimpleQueue()
-        self._num_threads = num_threads
+        self._queue = np.zeros(k.FIRST + k.MOST_POSTED, np.int64)
+        self._posted: list[Transfer | None] = [None] * k.MOST_POSTED
+        """The transfers that threads may still look at."""
+        self._lanes = np.zeros((num_threads, k.LANE_WORDS), np.int64)
+        self._streams: Sequence[SideStream] = []
         with contextlib.ExitStack() as undo:
-            for _ in range(num_threads):
-                block = MappedBlock(device, [((HALVES * piece_bytes,), np.uint8)])
-                undo.callback(block.close)
-                stream = device.new_stream()
-                undo.callback(stream.close)
-                self._lanes.put(_Lane(stream, block))
+            self._streams = [self._opened(device, lane, undo) for lane in self._lanes]
             self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="dflash-copy")
-            undo.callback(self._threads.shutdown)
+            undo.callback(self._end)
             self._undo = undo.pop_all()
 
     def begin(self, runs: FileRuns, *, after: Mark | None = None) -> Transfer:
-        """Begin to copy; the device writes nothing before the mark."""
-        num_bytes = int(runs.table[:, k.SIZE].sum())
-        transfer = Transfer(runs, np.array((0, num_bytes), np.int64), after)
-        num_threads = min(_MOST_OF_TRANSFER, self._num_threads)
-        for _ in range(min(num_threads, -(-num_bytes // self._piece_bytes))):
-            transfer.threads.append(self._threads.submit(self._run, transfer))
+        """Begin to copy; the device writes nothing before the mark.
+
+        Raises: DeviceUnavailable if earlier transfers do not end.
+        """
+        words = np.zeros(k.TRANSFER_WORDS, np.int64)
+        words[k.RUNS], words[k.PIECE_BYTES] = runs.table.ctypes.data, self._piece_bytes
+        words[k.TOTAL_BYTES] = runs.table[:, k.SIZE].sum()
+        words[k.EVENT] = 0 if after is None else after.handle
+        transfer = Transfer(runs, words, after)
+        self._await_place()
+        self._posted[int(self._queue[k.HEAD]) % k.MOST_POSTED] = transfer
+        queue, lanes = self._queue.ctypes.data, self._lanes.ctypes.data
+        with uninterrupted():  # a thread that is awake is started
+            started = k.post()(queue, words.ctypes.data, lanes, len(self._lanes))
+            for index in range(len(self._lanes)):
+                if started >> index & 1:
+                    self._threads.submit(self._run, index)
         return transfer
 
     def close(self) -> None:
         """Wait for copies under way and end the threads. Idempotent."""
         self._undo.close()
 
-    def _run(self, transfer: Transfer) -> None:
-        """Run one thread of a transfer."""
-        lane = self._lanes.get_nowait()  # there are as many as threads
-        try:
-            lane.copy(transfer)
-        finally:
-            self._lanes.put(lane)
+    def _opened(
+        self, device: KernelDevice, lane: I64Array, undo: contextlib.ExitStack
+    ) -> SideStream:
+        """The stream of a thread, whose words are filled in."""
+        block = MappedBlock(device, [((HALVES * self._piece_bytes,), np.uint8)])
+        undo.callback(block.close)
+        stream = device.new_stream()
+        undo.callback(stream.close)
+        lane[[k.COPY, k.SYNCHRONIZE, k.WAIT_FOR, k.STREAM]] = stream.functions
+        staged: U8Array = block.host[0]
+        lane[k.STAGED] = staged.ctypes.data
+        return stream
+
+    def _await_place(self) -> None:
+        """Wait until no thread that is awake is so far behind that it could look for the transfer
+        whose place the next one takes."""
+        oldest, end_s = int(self._queue[k.HEAD]) - k.MOST_POSTED, time.monotonic() + _TIMEOUT_S
+        while oldest >= 0:
+            is_awake = self._lanes[:, k.STATE] == k.AWAKE
+            if (self._lanes[is_awake, k.POSITION] > oldest).all():
+                return
+            if time.monotonic() > end_s:
+                raise DeviceUnavailable(f"copies have not ended within {_TIMEOUT_S:.0f} s")
+            time.sleep(1e-3)
+
+    def _run(self, index: int) -> None:
+        """Run one thread until it sleeps."""
+        stream = self._streams[index]
+        lane: I64Array = self._lanes[index]
+        _ = stream.functions  # makes the device this thread's
+        addresses = self._queue.ctypes.data, lane.ctypes.data
+        while status := k.serve()(*addresses):
+            transfer = self._posted[int(lane[k.POSITION]) % k.MOST_POSTED]
+            assert transfer is not None
+            try:
+                stream.synchronize()  # raises the driver's error, if it is not of this call alone
+            except DeviceUnavailable as error:
+                transfer.errors.append(error)
+            else:
+                text = f"a copy to the device has failed (error {status})"
+                transfer.errors.append(DeviceUnavailable(text))
+            k.fail()(*addresses)
+
+    def _end(self) -> None:
+        self._queue[k.IS_CLOSED] = 1
+        self._threads.shutdown()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -114,23 +115,77 @@ def test_scattered_runs_with_neighbouring_destinations_are_one_copy(
     assert (device.download(place) == np.concatenate(parts)).all()
 
 
-def test_compiled_code_does_all_of_it_in_one_call_of_a_thread(
+def test_threads_stay_in_compiled_code_from_transfer_to_transfer(
     device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Were the interpreter needed for each piece, threads and launches would wait for its lock."""
+    """Were the interpreter needed for each transfer, launches would wait for its lock."""
     num_calls = 0
-    kernel = copy_runs.copy_runs()
+    kernel = copy_runs.serve()
 
     def counted(*args: Any) -> Any:
         nonlocal num_calls
         num_calls += 1
         return kernel(*args)
 
-    monkeypatch.setattr(copy_runs, "copy_runs", lambda: counted)
+    monkeypatch.setattr(copy_runs, "serve", lambda: counted)
     copier = FileCopier(device, num_threads=2, piece_bytes=PIECE_BYTES)
-    copier.begin(one_run(device, random_bytes(50 * PIECE_BYTES, 1))[0]).wait()
-    copier.close()
+    for seed in range(5):
+        runs, destination = one_run(device, random_bytes(50 * PIECE_BYTES, seed))
+        copier.begin(runs).wait()
+        assert (device.download(destination) == random_bytes(50 * PIECE_BYTES, seed)).all()
     assert num_calls == 2
+    copier.close()
+
+
+def test_threads_without_work_end_and_are_started_again(
+    device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copier = FileCopier(device, num_threads=3, piece_bytes=PIECE_BYTES)
+    for seed in range(3):
+        runs, destination = one_run(device, random_bytes(9 * PIECE_BYTES, seed))
+        copier.begin(runs).wait()
+        assert (device.download(destination) == random_bytes(9 * PIECE_BYTES, seed)).all()
+        deadline_s = time.monotonic() + 20
+        while (copier._lanes[:, copy_runs.STATE] != copy_runs.ASLEEP).any():
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+    copier.close()
+
+
+def test_transfers_without_number(device: EmulatedDevice) -> None:
+    """More than a queue has places, most of them begun before earlier ones have ended."""
+    copier = FileCopier(device, num_threads=3, piece_bytes=PIECE_BYTES)
+    begun = []
+    for seed in range(3 * copy_runs.MOST_POSTED):
+        source = random_bytes(2 * PIECE_BYTES + seed, seed)
+        runs, destination = one_run(device, source)
+        begun.append((copier.begin(runs), source, destination))
+    for transfer, source, destination in begun:
+        transfer.wait()
+        assert (device.download(destination) == source).all()
+    copier.close()
+
+
+def test_transfers_that_do_not_end_are_an_error_for_later_ones(
+    device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash_runtime.compute.gpu.transfers.file_copier._TIMEOUT_S", 0.05)
+    is_open = threading.Event()
+    wait = EmulatedSideStream.synchronize
+
+    def held(stream: EmulatedSideStream) -> None:
+        assert is_open.wait(20)
+        wait(stream)
+
+    monkeypatch.setattr(EmulatedSideStream, "synchronize", held)
+    copier = FileCopier(device, num_threads=1, piece_bytes=PIECE_BYTES)
+    runs, _ = one_run(device, random_bytes(9, 1))
+    for _ in range(copy_runs.MOST_POSTED):
+        copier.begin(runs)
+    with pytest.raises(DeviceUnavailable, match="copies have not ended"):
+        copier.begin(runs)
+    is_open.set()
+    copier.close()
 
 
 def test_transfers_come_in_the_order_in_which_they_were_begun(
@@ -199,7 +254,7 @@ def test_what_is_cancelled_is_not_begun(
     for each in (behind, transfer):
         each.wait()
     copied = (device.download(destination).reshape(50, -1) != 0xFF).any(axis=1)
-    assert copied.sum() <= 3  # of each thread the one that it was at
+    assert copied.sum() <= 6  # of each thread what was in both halves of its memory
     runs, destination = one_run(device, random_bytes(300, 2))
     copier.begin(runs).wait()
     assert (device.download(destination) == random_bytes(300, 2)).all()
