@@ -13,6 +13,7 @@ from dflash_adapters.registry import read_spec
 from dflash_adapters.spec import ModelSpec
 from dflash_protocol.settings import Settings, load_settings
 from dflash_protocol.wire.messages import Offer
+from dflash_runtime.engine.daemon_offers import OwnProcessor
 from dflash_runtime.engine.heat_keeper import open_heat
 from dflash_runtime.engine.planning import Planned, Planning
 from dflash_runtime.placement.budgets import ExpertBudget
@@ -68,7 +69,11 @@ def planned(
         file, spec, settings, heat=heat, on_progress=lambda *progress: None, budgets=budgets
     )
     before = found.before_daemons([*offers])
-    return found.with_daemons(before, offers, numeric_class="") if has_daemon else before
+    return (
+        found.with_daemons(before, offers, numeric_class="", own=OwnProcessor(lambda: 1.0, 1))
+        if has_daemon
+        else before
+    )
 
 
 def numbers(found: Planned) -> dict[str, int] | None:

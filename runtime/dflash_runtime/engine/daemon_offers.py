@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 
 from dflash_adapters.spec import ModelSpec
 from dflash_protocol.device import DeviceKind, parse_device
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.settings import Settings
 from dflash_protocol.wire.messages import Offer
+from dflash_runtime.compute.cores import usable_cores
 from dflash_runtime.placement.box import Box, Curve, DeviceSpeed, LinkSpeed
 from dflash_runtime.placement.budgets import ExpertBudget
 from dflash_runtime.placement.footprint import Footprint
@@ -26,6 +27,31 @@ _LINK_BYTES_PER_S = 5e9
 _UNLIKE, _UNLIKE_S = 3.0, 1e-4
 """Daemons are unlike if one takes so many times as long as another for a layer of a step, and so
 many seconds more: trials on busy processors are noisy."""
+_SLOWER, _SLOWER_S = 2.0, 5e-4
+"""A daemon is slower than the parent's processor if it takes so many times as long for a layer of a
+step, and so many seconds more: 24 ms a token in 48 layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnProcessor:
+    """The parent's processor, beside daemons."""
+
+    step_s: Callable[[], float]
+    """Times a layer's experts in a decode step, as daemons' offers have it."""
+    num_threads: int
+    neighbours: Collection[str] = ()
+    """Daemons of this machine."""
+
+    def sharing(self, offers: Mapping[str, Offer]) -> list[str]:
+        """Daemons on processors that compute on the parent's cores: what they do takes as much from
+        the parent, so that none makes it faster."""
+        found = [name for name in self.neighbours if _is_on_processor(offers.get(name))]
+        num_threads = self.num_threads + sum(offers[name].num_threads for name in found)
+        return found if num_threads > len(usable_cores()) else []
+
+
+def _is_on_processor(offer: Offer | None) -> bool:
+    return offer is not None and parse_device(offer.device).kind is DeviceKind.CPU
 
 
 def daemons_of(
@@ -60,9 +86,20 @@ def daemons_of(
 def are_unlike(offers: Mapping[str, Offer]) -> bool:
     """Whether one daemon computes experts much faster than another. Those that were not timed count
     as any other."""
-    times = [offer.used_s[0] for offer in offers.values() if offer.used_s and offer.used_s[0]]
+    times = _times_of(offers)
     fastest_s, slowest_s = min(times, default=0.0), max(times, default=0.0)
     return slowest_s > _UNLIKE * fastest_s and slowest_s - fastest_s > _UNLIKE_S
+
+
+def is_any_slower(offers: Mapping[str, Offer], own_s: float) -> bool:
+    """Whether a daemon takes much longer for a layer of a step than `own_s`, which the parent's
+    processor takes."""
+    slowest_s = max(_times_of(offers), default=0.0)
+    return slowest_s > _SLOWER * own_s and slowest_s - own_s > _SLOWER_S
+
+
+def _times_of(offers: Mapping[str, Offer]) -> list[float]:
+    return [offer.used_s[0] for offer in offers.values() if offer.used_s and offer.used_s[0]]
 
 
 def classes_of(offers: Mapping[str, Offer], settings: Settings) -> dict[str, str]:

@@ -37,17 +37,23 @@ from dflash_runtime.compute.host import PREFILL_CHUNK
 from dflash_runtime.compute.kv_cache import KvType, chosen_kv_type
 from dflash_runtime.compute.model import Model
 from dflash_runtime.engine.arguments import choice, whole_number
-from dflash_runtime.engine.daemon_offers import classes_of
+from dflash_runtime.engine.daemon_offers import OwnProcessor, classes_of
 from dflash_runtime.engine.demo_model import chosen_model_path
 from dflash_runtime.engine.heat_keeper import HeatKeeper, open_heat
 from dflash_runtime.engine.planning import Planned, Planning
 from dflash_runtime.engine.predictions import Predictions
 from dflash_runtime.engine.trial_steps import trial_steps
 from dflash_runtime.experts.daemons.connecting import connect
-from dflash_runtime.experts.daemons.launching import budgets_of, choose_daemons, daemon_names
+from dflash_runtime.experts.daemons.launching import (
+    budgets_of,
+    choose_daemons,
+    daemon_names,
+    names_here,
+)
 from dflash_runtime.experts.daemons.supervisor import ProgressCallback
 from dflash_runtime.experts.offload import OffloadChoice, OffloadMode
 from dflash_runtime.experts.owners import Owners, give, is_any_local
+from dflash_runtime.experts.speed_trial import own_step_s
 from dflash_runtime.experts.store import expert_tensor_types
 from dflash_runtime.placement.budgets import check_given
 from dflash_runtime.placement.footprint import Memory, Request, footprint, what_fits
@@ -229,7 +235,14 @@ def open_model(
     )
     if planning is not None and names and not is_placed:
         planned = planning.with_daemons(
-            planned, connected.offers, numeric_class=backend.numeric_class
+            planned,
+            connected.offers,
+            numeric_class=backend.numeric_class,
+            own=OwnProcessor(
+                partial(own_step_s, backend, file, spec.moe),
+                backend.num_threads,
+                names_here(names, len(choices), endpoints),
+            ),
         )
     if planned.placement is not None:
         placement = planned.placement

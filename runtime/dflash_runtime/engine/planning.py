@@ -8,7 +8,7 @@ one GPU with memory of its own, nothing is measured.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +27,13 @@ from dflash_runtime.compute.gpu.device.devices import GpuDescription
 from dflash_runtime.compute.host import PREFILL_CHUNK
 from dflash_runtime.compute.kv_cache import KvType, chosen_kv_type
 from dflash_runtime.compute.memory import host_memory
-from dflash_runtime.engine.daemon_offers import are_unlike, daemons_of, with_daemons
+from dflash_runtime.engine.daemon_offers import (
+    OwnProcessor,
+    are_unlike,
+    daemons_of,
+    is_any_slower,
+    with_daemons,
+)
 from dflash_runtime.engine.demo_model import chosen_model_path
 from dflash_runtime.engine.heat_keeper import heat_places, open_heat
 from dflash_runtime.engine.kept_plan import (
@@ -219,7 +225,12 @@ class Planning:
         return self._kept_or(_accepted(self._plan(gpus, {})), gpus, {}, keeps=False)
 
     def with_daemons(
-        self, planned: Planned, offers: Mapping[str, Offer], *, numeric_class: str
+        self,
+        planned: Planned,
+        offers: Mapping[str, Offer],
+        *,
+        numeric_class: str,
+        own: OwnProcessor,
     ) -> Planned:
         """Decide where experts live, on the device that was chosen before, which is of this class.
 
@@ -235,7 +246,7 @@ class Planning:
         if is_on_host and asks:
             return self._as_asked(planned, offers)
         if is_on_host:
-            return self._beside_processor(planned, offers)
+            return self._beside_processor(planned, offers, own)
         if not self._gpus():
             return planned
         self._settings = settings
@@ -272,20 +283,27 @@ class Planning:
             return frozenset()
         return frozenset(found.prompts_here) if isinstance(found, Plan) else frozenset()
 
-    def _beside_processor(self, planned: Planned, offers: Mapping[str, Offer]) -> Planned:
+    def _beside_processor(
+        self, planned: Planned, offers: Mapping[str, Offer], own: OwnProcessor
+    ) -> Planned:
         """Where experts live if the parent computes on the processor: an even split among daemons,
-        unless they are unlike and another placement is predicted to be faster by WORTH.
+        unless they are unlike, or slower than the parent, and another placement is predicted to be
+        faster by WORTH.
 
         Daemons that are alike are on the parent's cores, mostly, where a split gains nothing.
         """
         before, spec = self._settings, self._spec
-        if len(offers) < self._num_daemons or not are_unlike(offers):
+        if len(offers) < self._num_daemons:
+            return planned
+        # Most need not be compared with the parent: they are fast enough for any.
+        is_slower = is_any_slower(offers, 0.0) and is_any_slower(offers, own.step_s())
+        if not (are_unlike(offers) or is_slower):
             return planned
         context = before.context or min(spec.context_length, UNPLANNED_CONTEXT)
         self._settings = replace(planned.settings, device=CPU, context=context)
         wishes = self._wishes
         try:
-            found = self._plan([], offers)
+            found = self._without(own.sharing(offers), offers)
             even = even_split(spec.moe, [*offers], None, offers=offers)
             # Priced even where a daemon on a processor has less memory than its share.
             self._wishes = replace(wishes, fits=False, experts=ExpertWishes(placement=even))
@@ -303,6 +321,24 @@ class Planning:
             return planned
         _log_plan(found)
         return replace(planned, placement=found.placement, plan=found)
+
+    def _without(self, names: Collection[str], offers: Mapping[str, Offer]) -> Plan | PlanRefused:
+        """A plan that gives these daemons nothing; if that is not possible, any."""
+        if not names:
+            return self._plan([], offers)
+        budgets = self._budgets
+        self._budgets = {**budgets, **dict.fromkeys(names, ExpertBudget(0))}
+        try:
+            found = self._plan([], offers)
+        finally:
+            self._budgets = budgets
+        if isinstance(found, PlanRefused):
+            return self._plan([], offers)
+        of_devices = (
+            each if each.name in budgets else replace(each, limit_bytes=None)
+            for each in found.budgets
+        )
+        return replace(found, budgets=tuple(of_devices))
 
     def _as_asked(self, planned: Planned, offers: Mapping[str, Offer]) -> Planned:
         """Where settings place experts beside a parent on the processor.

@@ -12,7 +12,8 @@ from statistics import median
 
 import numpy as np
 
-from dflash_adapters.spec import MoeLayer
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.spec import MoeLayer, MoeSpec
 from dflash_protocol.batch import RoutedBatch, group_by_expert
 from dflash_protocol.errors import DeviceOutOfMemory
 from dflash_protocol.ids import Phase
@@ -23,6 +24,7 @@ LIMIT_S = 1.9
 """Longest time of a trial of all kinds, but for what is computed when it is over, and for kernels
 that have to be compiled."""
 
+_OWN_LIMIT_S = 0.5
 _LOADING_SHARE = 0.4
 """Share of a kind's time in which experts are read from the file."""
 _CHUNK_SHARE = 0.3
@@ -80,6 +82,30 @@ def measure_kinds(
         except DeviceOutOfMemory:  # other programs have it; the daemon says how little is left
             continue
     return speeds
+
+
+def own_step_s(
+    backend: ComputeBackend, file: GgufFile, moe: MoeSpec, *, limit_s: float = _OWN_LIMIT_S
+) -> float:
+    """Seconds of the first layer's experts in a decode step, on the host's own `backend`, measured
+    as a daemon measures itself."""
+    end_s, first = time.perf_counter() + limit_s, moe.layers[0]
+    ids = np.arange(min(first.num_experts_used, first.num_experts), dtype=np.int32)
+    layers = [each for each in moe.layers if each.kind == first.kind]
+    layers = layers[:: max(1, len(layers) // _MOST_BANKS)][:_MOST_BANKS]
+    used = _batch(first, Phase.DECODE, 1, num_experts=ids.size)
+    with ExitStack() as undo:
+        banks: list[ExpertBank] = []
+        for layer in layers:
+            if banks and time.perf_counter() > end_s - limit_s * (1.0 - _LOADING_SHARE):
+                break
+            banks.append(backend.load_experts(file, layer, ids))
+            undo.callback(backend.drop_experts, file, layer, ids)
+            banks[-1].accumulate(used, np.zeros(used.hidden.shape))  # reads and compiles
+        until_s = time.perf_counter() + limit_s * (1.0 - _LOADING_SHARE)
+        (times,) = _timed(banks, (used,), _MOST_STEPS, until_s=until_s, check=lambda: None)
+        undo.callback(banks.clear)  # before what they hold is dropped
+    return median(times)
 
 
 def _speed_of(

@@ -1,4 +1,4 @@
-"""Placements of a parent on the processor: even, unless its daemons are unlike."""
+"""Placements of a parent on the processor: even, unless daemons are unlike, or slower than it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from dflash_protocol.device import Device, DeviceKind
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.settings import Settings, load_settings
 from dflash_protocol.wire.messages import Offer
+from dflash_runtime.compute import BackendName, make_backend
 from dflash_runtime.engine import planning
-from dflash_runtime.engine.daemon_offers import with_daemons
+from dflash_runtime.engine.daemon_offers import OwnProcessor, with_daemons
 from dflash_runtime.engine.planning import Planned, Planning
+from dflash_runtime.experts.speed_trial import own_step_s
 from dflash_runtime.placement.box import Curve, LinkSpeed
 from dflash_runtime.placement.heat import HalfLives, Heat, layers_of
 from dflash_runtime.placement.split import LOCAL_OWNER
@@ -69,6 +71,7 @@ class OneProcessor:
         layer = spec.moe.layers[0]
         self.s_per_byte = OURS_S / (layer.num_experts_used * layer.expert_bytes)
         self.num_measured, self._file, self._spec = 0, file, spec
+        self.own = OwnProcessor(lambda: OURS_S, 1)
         monkeypatch.setattr(planning, "gpus_of_machine", list)
         monkeypatch.setattr(planning, "box_of_machine", self._box)
 
@@ -83,7 +86,8 @@ class OneProcessor:
         found = Planning(
             self._file, self._spec, settings, heat=heat, on_progress=lambda *progress: None
         )
-        return found.with_daemons(found.before_daemons(names), offers, numeric_class="")
+        before = found.before_daemons(names)
+        return found.with_daemons(before, offers, numeric_class="", own=self.own)
 
 
 @pytest.fixture
@@ -99,11 +103,53 @@ def numbers(planned: Planned) -> dict[str, int]:
 
 
 def test_daemons_that_are_alike_are_not_planned_for(machine: OneProcessor, spec: ModelSpec) -> None:
-    for times in ((1e-3, 2.5e-3), (1e-6, 9e-6), (1e-3,)):
+    for times in ((1e-3, 1.9e-3), (1e-6, 9e-6), (1e-3,)):
         offers = {f"d{index}": offer_of(spec, used_s) for index, used_s in enumerate(times)}
         planned = machine.planned(offers, [*offers])
         assert (planned.placement, planned.plan) == (None, None)
     assert machine.num_measured == 0
+
+
+def test_a_daemon_that_is_slower_than_the_parent_gets_less(
+    machine: OneProcessor, spec: ModelSpec
+) -> None:
+    """It was given all experts, being like all daemons there are."""
+    found = numbers(machine.planned({"slow": offer_of(spec, 12 * OURS_S)}, ["slow"]))
+    assert found.get("slow", 0) < 0.2 * found[LOCAL_OWNER]
+
+
+def test_daemons_on_the_parents_cores_get_nothing_unless_memory_is_short(
+    machine: OneProcessor, spec: ModelSpec
+) -> None:
+    """What they compute takes as long from the parent."""
+    offers = {"fast": offer_of(spec, OURS_S), "slow": offer_of(spec, 40 * OURS_S)}
+    machine.own = OwnProcessor(lambda: OURS_S, 4096, ["fast", "slow"])
+    planned = machine.planned(offers, [*offers])
+    assert numbers(planned)[LOCAL_OWNER] == SHAPE.num_layers * SHAPE.num_experts
+    assert planned.plan is not None
+    assert {each.limit_bytes for each in planned.plan.budgets} == {None}
+    apart = {name: replace(each, device="cuda:0") for name, each in offers.items()}
+    assert machine.own.sharing(apart) == []
+    few = OwnProcessor(lambda: OURS_S, -4096, ["fast", "slow"])
+    assert few.sharing(offers) == []
+
+
+@pytest.mark.parametrize(("own_s", "their_s"), [(OURS_S, 1.9 * OURS_S), (1e-6, 4e-4)])
+def test_a_daemon_that_is_little_slower_than_the_parent_is_not_planned_for(
+    machine: OneProcessor, spec: ModelSpec, own_s: float, their_s: float
+) -> None:
+    machine.own = OwnProcessor(lambda: own_s, 1)
+    planned = machine.planned({"d": offer_of(spec, their_s)}, ["d"])
+    assert (planned.placement, machine.num_measured) == (None, 0)
+
+
+def test_the_parent_times_itself_as_daemons_do(file: GgufFile, spec: ModelSpec) -> None:
+    backend = make_backend(BackendName.CPU, num_threads=1)
+    try:
+        found_s = own_step_s(backend, file, spec.moe, limit_s=0.2)
+        assert 0 < found_s < 0.2
+    finally:
+        backend.close()
 
 
 def test_a_daemon_that_was_not_timed_is_like_any_other(

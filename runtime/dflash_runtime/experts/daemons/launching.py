@@ -117,6 +117,15 @@ def daemon_names(choices: Sequence[DaemonChoice], endpoints: Sequence[Endpoint])
     return names
 
 
+def names_here(
+    names: Sequence[str], num_spawned: int, endpoints: Sequence[Endpoint]
+) -> frozenset[str]:
+    """Daemons of this machine, of `names` that begin with those that are spawned."""
+    connected = zip(names[num_spawned:], endpoints, strict=True)
+    near = (name for name, each in connected if each.path is not None or each.is_loopback)
+    return frozenset((*names[:num_spawned], *near))
+
+
 def budgets_of(choices: Sequence[DaemonChoice]) -> dict[str, ExpertBudget]:
     """The most that daemons get of experts' weights, by name, of those that have a budget."""
     found = {choice.name: budget_of(choice.setting) for choice in choices}
