@@ -13,8 +13,8 @@ from dflash_runtime.compute.gpu.layers.resident import expert_bytes
 
 NUM_PLACES = 3
 """Parts of layers whose weights are on the device at once: one is computed while the next ones are
-copied. Two of them last a bus of 40 GB/s for 3 ms, in which the next layer's experts are chosen."""
-_PLACE_BYTES = 64 << 20
+copied. Two of them last a bus of 40 GB/s for 6 ms, in which the next layer's experts are chosen."""
+_PLACE_BYTES = 128 << 20
 """Of one part, unless a single expert is larger. Each part costs a pass over a chunk's sums, far
 less than its copies."""
 AHEAD_BYTES = (NUM_PLACES - 1) * _PLACE_BYTES
