@@ -22,7 +22,7 @@ from dflash_runtime.compute.backend import CapturedStep, RemoteExperts
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.model import Model
 from dflash_runtime.engine.measuring.layers import SampledLayers, with_experts_used
-from dflash_runtime.engine.measuring.no_owners import AskedProcessor, NoOwners
+from dflash_runtime.engine.measuring.no_owners import NoOwners
 from dflash_runtime.engine.measuring.passes import Passes
 from dflash_runtime.experts.compute import LocalExpertCompute
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
@@ -43,15 +43,6 @@ class SomeExperts:
     passes: Passes
     num_pairs: Callable[[], float]
     """Pairs of a token in a layer, on average; asked after the passes with all experts."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AskedPasses:
-    """Passes of a device whose host computes experts."""
-
-    passes: Passes
-    counts: Callable[[], tuple[float, float]]
-    """See `AskedProcessor.counts`; asked after the passes."""
 
 
 class LoadedLayers:
@@ -93,10 +84,8 @@ class LoadedLayers:
     def read(self, limit_s: float) -> bool:
         """Read the layers' weights, so that no pass waits for the disk; on a device they are there.
         False if that takes longer: passes may then wait."""
-        return not self.backend.is_host or self._read_file(limit_s)
-
-    def _read_file(self, limit_s: float) -> bool:
-        """Read the layers' weights in the mapped file; False if that takes longer."""
+        if not self.backend.is_host:
+            return True
         end_s, file = time.perf_counter() + limit_s, self.file
         for tensor in parts_of(self.sampled.description):
             if isinstance(tensor, Tensor):
@@ -124,35 +113,6 @@ class LoadedLayers:
             mask[-1] = False
         captured = self._captured(model, self._banks, NoOwners(here))
         return self._passes(model, self._banks, captured, here)
-
-    def asked_passes(
-        self, num_layers: int, banks: Mapping[int, ExpertBank], asked_every: int
-    ) -> AskedPasses:
-        """The same of a device that computes no experts, whose host computes every so many-th of
-        each layer in its own memory, from `banks`, and no others."""
-        model = self._model.first_layers(num_layers)
-        layers = model.spec.moe.layers
-        owners = AskedProcessor(
-            {
-                each.layer_id: _mask(each.num_experts, range(0, each.num_experts, asked_every))
-                for each in layers
-            },
-            {each.layer_id: banks[each.layer_id] for each in layers},
-        )
-        none = {each.layer_id: _mask(each.num_experts, ()) for each in layers}
-        captured = self._captured(model, self._banks, owners)
-        return AskedPasses(self._passes(model, self._banks, captured, none), owners.counts)
-
-    def banks_of(self, host: ComputeBackend, limit_s: float) -> Mapping[int, ExpertBank]:
-        """The layers' experts in the mapped file, for `host`. They are read before, so that no pass
-        waits for the disk, unless that takes longer."""
-        self._read_file(limit_s)
-        return {
-            layer.layer_id: host.load_experts(
-                self.file, layer, np.arange(layer.num_experts, dtype=np.int32)
-            )
-            for layer in self.spec.moe.layers
-        }
 
     def some_experts(self) -> Sequence[SomeExperts]:
         """Passes with fewer pairs, fewest first; none if a token has a single expert, on the

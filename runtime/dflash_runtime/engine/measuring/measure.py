@@ -12,6 +12,7 @@ from dflash_adapters.registry import describe, read_spec
 from dflash_protocol.device import CPU
 from dflash_runtime.compute import BackendName, ComputeBackend
 from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.engine.measuring.asked_layers import AskedLayers, measure_asked
 from dflash_runtime.engine.measuring.devices import measure_device, most_positions
 from dflash_runtime.engine.measuring.disk import measure_disk
 from dflash_runtime.engine.measuring.host_stops import measure_host_stop
@@ -36,7 +37,7 @@ _FREE_SHARE = 0.3
 _HOST_SHARE, _GPU_SHARE = 3, 4
 """Of the time, in proportion: a device's weights are loaded in its share."""
 _DISK_SHARE, _READ_SHARE, _COPIES_SHARE = 0.06, 0.15, 0.1
-_STOP_SHARE, _TOGETHER_SHARE = 0.12, 0.06
+_STOP_SHARE, _ASKED_SHARE, _TOGETHER_SHARE = 0.06, 0.12, 0.06
 
 OnProgress = Callable[[str, int, int], None]
 """Gets what is measured, the number of parts done, and of all."""
@@ -123,7 +124,7 @@ def measure_box(
                 trial = trial_steps(device.backend, loaded.model, loaded.banks, kv_type=kv_type)
                 device.backend.choose_threads(file, trial)
             else:
-                share -= _COPIES_SHARE + _STOP_SHARE + 2 * _TOGETHER_SHARE
+                share -= _STOP_SHARE + _ASKED_SHARE + _COPIES_SHARE + 2 * _TOGETHER_SHARE
             parts.devices[device.name] = measure_device(
                 device.name,
                 loaded,
@@ -143,6 +144,7 @@ def measure_box(
                     parts,
                     host,
                     processor=processor,
+                    kv_type=kv_type,
                     left=device_left,
                     for_plan=for_plan,
                     on_progress=on_progress,
@@ -197,6 +199,7 @@ def _measure_crossings(
     host: tuple[str, Passes] | None,
     *,
     processor: ComputeBackend | None,
+    kv_type: KvType,
     left: TimeLeft,
     for_plan: bool,
     on_progress: OnProgress,
@@ -211,27 +214,18 @@ def _measure_crossings(
 
     gpu: Any = device.backend  # its rows are of another type than a host's
     name = device.name
-    on_progress(f"{name}: stops of its steps", 0, 3)
-    limit_s = left.seconds / (_STOP_SHARE + _COPIES_SHARE + 2 * _TOGETHER_SHARE)
-    banks = alone = None
-    if processor is not None and processor.name == BackendName.CPU:  # steps ask no other
-        banks = loaded.banks_of(processor, _READ_SHARE * left.seconds)
-        speed = parts.devices.get(str(CPU))
-        alone = None if speed is None else speed.experts[1]
-    found = measure_host_stop(
-        loaded,
-        experts_s=parts.devices[name].experts[1].points[-1][1],
-        banks=banks,
-        alone=alone,
-        limit_s=_STOP_SHARE * limit_s,
-        for_plan=for_plan,
-    )
-    if found is not None:
-        parts.host_stop[name] = found.stop
-        if found.asked is not None:
-            parts.host_asked[name] = found.asked
+    on_progress(f"{name}: stops of its steps", 0, 4)
+    limit_s = left.seconds / (_STOP_SHARE + _ASKED_SHARE + _COPIES_SHARE + 2 * _TOGETHER_SHARE)
+    stop = measure_host_stop(loaded, limit_s=_STOP_SHARE * limit_s, for_plan=for_plan)
+    if stop is not None:
+        parts.host_stop[name] = stop
+    if stop is not None and processor is not None and processor.name == BackendName.CPU:
+        on_progress(f"{name}: experts of the processor", 1, 4)  # steps ask no other backend
+        _measure_asked(
+            device, loaded.file, parts, processor, kv_type=kv_type, limit_s=_ASKED_SHARE * limit_s
+        )
     with contextlib.ExitStack() as undo:
-        on_progress(f"{name}: copies", 1, 3)
+        on_progress(f"{name}: copies", 2, 4)
         sources = parts_of_experts(loaded.file, loaded.spec.moe.layers)
         copies = TimedCopies(gpu, sources)
         undo.callback(copies.close)
@@ -240,7 +234,7 @@ def _measure_crossings(
         parts.copies[name] = replace(parts.copies[name], pcie=device.pcie())
         if host is None:
             return
-        on_progress(f"{name}: beside the processor", 2, 3)
+        on_progress(f"{name}: beside the processor", 3, 4)
         of_host, passes = host
         steps = loaded.passes(len(loaded.sampled.kinds[0].layer_ids))
         experts = f"experts of {of_host}", lambda: (passes.seconds(1),)
@@ -250,3 +244,35 @@ def _measure_crossings(
         ):
             together = measure_together(experts, what, limit_s=_TOGETHER_SHARE * limit_s)
             parts.together.append(together)
+
+
+def _measure_asked(
+    device: MeasuredDevice,
+    file: GgufFile,
+    parts: _Parts,
+    processor: ComputeBackend,
+    *,
+    kv_type: KvType,
+    limit_s: float,
+) -> None:
+    """Experts of a device's steps that `processor` computes."""
+    free_bytes = device.backend.free_memory_bytes() or 0
+    asked = AskedLayers(
+        device.backend,
+        processor,
+        file,
+        kv_type=kv_type,
+        limit_bytes=int(_FREE_SHARE * free_bytes),
+        limit_s=_READ_SHARE * limit_s / _ASKED_SHARE,
+    )
+    with contextlib.closing(asked):
+        alone = parts.devices.get(str(CPU))
+        curve = measure_asked(
+            asked,
+            trunk=parts.devices[device.name].trunk[1],
+            stop_s=parts.host_stop[device.name].at(1),
+            alone=None if alone is None else alone.experts[1],
+            limit_s=limit_s,
+        )
+        if curve is not None:
+            parts.host_asked[device.name] = curve

@@ -17,15 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.registry import describe
 from dflash_protocol.device import CPU
 from dflash_protocol.settings import Settings
 from dflash_runtime.compute import BackendName, make_backend
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.engine.measuring import copies, machine, measure, passes
-from dflash_runtime.engine.measuring.host_stops import time_of_one
-from dflash_runtime.engine.measuring.layers import sampled_layers
-from dflash_runtime.engine.measuring.loaded_layers import LoadedLayers
+from dflash_runtime.engine.measuring.asked_layers import AskedLayers, time_of_one
 from dflash_runtime.engine.measuring.machine import box_of_machine
 from dflash_runtime.engine.measuring.measure import MeasuredDevice, measure_box
 from dflash_runtime.placement.box import Box, Curve, DeviceSpeed
@@ -158,21 +155,36 @@ def test_the_processor_computes_what_steps_ask(model: Path, gpus: EmulatedGpus) 
     with GgufFile.open(model) as file, contextlib.ExitStack() as undo:
         undo.callback(processor.close)
         undo.callback(backend.close)
-        sampled = sampled_layers(file, describe(file), limit_bytes=1 << 30)
-        loaded = LoadedLayers(backend, file, sampled, num_positions=64, kv_type=KV)
-        undo.callback(loaded.close)
-        num_layers, num_used = len(sampled.kinds[0].layer_ids), TINY.num_experts_used
-        banks = loaded.banks_of(processor, 1.0)
+        layers = AskedLayers(backend, processor, file, kv_type=KV, limit_bytes=1 << 30, limit_s=1.0)
+        undo.callback(layers.close)
+        assert len(layers.description.layers) == TINY.num_layers
+        num_used = TINY.num_experts_used
         for every, least, most in ((1, num_used, num_used), (2, 0, num_used)):
-            asked = loaded.asked_passes(num_layers, banks, every)
-            assert asked.passes.captured is not None
-            assert asked.passes.captured.needs_host
-            for _ in range(3):
-                assert asked.passes.seconds(1) > 0.0
-            share_asking, num_asked = asked.counts()
+            asked = layers.asked(every)
+            for passes in asked.ends:
+                assert passes.captured is not None
+                assert passes.captured.needs_host
+                assert passes.seconds(1) > 0.0
+            share_asking, num_asked = asked.owners.counts()
             assert least <= num_asked <= most
             assert num_asked / num_used <= share_asking <= 1.0
-        assert not any(loaded.backend.take_selections(loaded.banks).values())
+
+
+def test_as_many_layers_are_asked_as_there_is_room_for(tmp_path: Path, gpus: EmulatedGpus) -> None:
+    shape = replace(TINY, num_layers=4)
+    model = write_qwen3moe(tmp_path / "m.gguf", shape, seed=4, tensor_type="Q8_0")
+    backend: Any = gpus.open(EmulatedGpus.device)
+    processor = make_backend(BackendName.AUTO, num_threads=1)
+    with GgufFile.open(model) as file, contextlib.ExitStack() as undo:
+        undo.callback(processor.close)
+        undo.callback(backend.close)
+        for limit_bytes, limit_s, expected in ((0, 9.0, 2), (1 << 30, 0.0, 2), (1 << 30, 9.0, 4)):
+            layers = AskedLayers(
+                backend, processor, file, kv_type=KV, limit_bytes=limit_bytes, limit_s=limit_s
+            )
+            assert len(layers.description.layers) == expected
+            layers.close()
+            layers.close()
 
 
 @given(st.floats(0, 1e-4), st.floats(0, 1e-4), st.integers(2, 16), st.floats(0.3, 1.0))
