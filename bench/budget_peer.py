@@ -30,6 +30,8 @@ LOAD_MODES = {"auto": -1, "none": 0}
 """llama_load_mode: as llama.cpp chooses (the mapped file), or copied into locked memory."""
 
 _ALL_LAYERS = -1
+_GPU = b"CUDA"
+"""What the names of GPUs begin with."""
 _EXPERTS = r"blk\.{}\.ffn_(up|down|gate|gate_up)_(ch|)exps"
 """As in llama.cpp's own ``--n-cpu-moe``."""
 _OPEN_WORK = 5 << 29
@@ -102,15 +104,18 @@ class PlacedPeer:
         devices = [
             library.ggml_backend_dev_get(each) for each in range(library.ggml_backend_dev_count())
         ]
-        self._device = devices[0]
+        gpus = [each for each in devices if library.ggml_backend_dev_name(each).startswith(_GPU)]
+        self._devices = gpus or devices[:1]
 
     def free_bytes(self) -> int:
-        """Of the first device, as its driver says."""
-        free, total = SIZE(), SIZE()
-        self._library.ggml_backend_dev_memory(
-            self._device, ctypes.addressof(free), ctypes.addressof(total)
-        )
-        return free.value
+        """Of all GPUs together, as their driver says."""
+        free, total, found = SIZE(), SIZE(), 0
+        for device in self._devices:
+            self._library.ggml_backend_dev_memory(
+                device, ctypes.addressof(free), ctypes.addressof(total)
+            )
+            found += free.value
+        return found
 
     def drop(self) -> None:
         """Free context and model."""

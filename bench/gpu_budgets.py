@@ -12,11 +12,15 @@ come, one after the other:
 Decode goes on after 448 tokens, greedily; llama.cpp gets the tokens that this writes, which the
 file's planted routing tells. Its times contain no choice of a token.
 
+With --daemons each of these GPUs has the same budget: ours gets a daemon there, and llama.cpp
+splits its layers over all GPUs that it sees (by their free memory, its default).
+
 The file needs planted routing: python -m bench.random_moe q4_k_m --layers 48 --routing qwen3
 
 Examples:
   python -m bench.gpu_budgets --model /dev/shm/m48.gguf --budgets 8 12 16 24 --save
   python -m bench.gpu_budgets --model /dev/shm/m48.gguf --budgets 8 --only ours
+  python -m bench.gpu_budgets --model /dev/shm/m48.gguf --budgets 12 --daemons cuda:1 --save
   python -m bench.gpu_budgets --model small.gguf --budgets 4 --device cpu --peer native
 """
 
@@ -81,6 +85,11 @@ GOALS: dict[str, dict[int, dict[str, float]]] = {
     },
 }
 """Ours ÷ llama.cpp that is wanted, by routing and GiB: Qwen3-30B-A3B, Q4_K_M, one H100."""
+GOALS_OF_TWO: dict[str, dict[int, dict[str, float]]] = {
+    "qwen3": {12: {DECODE: 2.0}},
+    "flat": {12: {DECODE: 2.0}},
+}
+"""The same of two cards with so much each, beside llama.cpp's layers split over both."""
 
 
 class Ballast:
@@ -145,8 +154,11 @@ def learnt_prompts(walk: Walk) -> list[list[int]]:
 class OurSide:
     """Our engine on a device, with heat that is learnt once. Owns a folder of heat files."""
 
-    def __init__(self, path: Path, device: str, work: PeerWork, folder: Path) -> None:
+    def __init__(
+        self, path: Path, device: str, work: PeerWork, folder: Path, *, daemons: Sequence[str] = ()
+    ) -> None:
         self._path, self._device, self._work, self._folder = path, device, work, folder
+        self._daemons = daemons
         self._learnt = folder / "learnt.heat"
 
     def measure(self, result: Result, until_s: float) -> None:
@@ -186,6 +198,7 @@ class OurSide:
             EngineSide,
             self._path,
             device=self._device,
+            daemons=self._daemons,
             context=self._work.context,
             heat=heat,
             until_s=until_s,
@@ -251,12 +264,14 @@ def best(setups: Sequence[Mapping[str, Any]], row: str) -> tuple[float, str]:
     return max(found, default=(0.0, ""))
 
 
-def budgets_table(results: Mapping[str, Result], routing: str) -> str:
+def budgets_table(results: Mapping[str, Result], routing: str, num_cards: int = 1) -> str:
     """Both sides of each budget and row, their ratio, what is wanted, and what they took."""
+    goals = GOALS if num_cards == 1 else GOALS_OF_TWO if num_cards == 2 else {}
+    cards = "" if num_cards == 1 else f"{num_cards} cards, each "
     rows = []
     for name, result in results.items():
         budget = float(name)
-        wanted = GOALS.get(routing, {}).get(int(budget), {})
+        wanted = goals.get(routing, {}).get(int(budget), {})
         ours = result.get("ours", {}).get("tokens_per_s", {})
         setups = result.get("peer", {}).get("setups", [])
         names = dict.fromkeys([*ours, *(row for each in setups for row in each["tokens_per_s"])])
@@ -266,7 +281,7 @@ def budgets_table(results: Mapping[str, Result], routing: str) -> str:
             goal = wanted.get(DECODE if row.startswith(DECODE) else row)
             rows.append(
                 [
-                    f"{budget:g} GiB, {routing}: {row}",
+                    f"{cards}{budget:g} GiB, {routing}: {row}",
                     f"{mine:,.1f}" if mine else "",
                     f"{theirs:,.1f}" if theirs else "",
                     which,
@@ -280,8 +295,9 @@ def budgets_table(results: Mapping[str, Result], routing: str) -> str:
 
 
 def _peaks(result: Result) -> str:
-    peaks = [result.get(side, {}).get("peak_bytes") for side in ("ours", "peer")]
-    return " / ".join("" if each is None else f"{each / _MIB:,.0f}" for each in peaks)
+    """Of each side, card by card."""
+    peaks = [result.get(side, {}).get("peak_bytes", []) for side in ("ours", "peer")]
+    return " / ".join(" + ".join(f"{each / _MIB:,.0f}" for each in of_side) for of_side in peaks)
 
 
 def _medians(rows: Mapping[str, Sequence[float]]) -> str:
@@ -294,17 +310,17 @@ def measure_budget(
     """Both sides within one budget, one after the other."""
     found: Result = {}
     with ExitStack() as stack:
-        ballast = None
-        if parse_device(options.device).kind in VENDORS:
-            held = Side("ballast", Ballast, options.device, int(budget * _GIB))
-            ballast = stack.enter_context(held)
-            found["budget_bytes"] = ballast.call("budget")
+        ballasts = [
+            stack.enter_context(Side("ballast", Ballast, each, int(budget * _GIB)))
+            for each in (options.device, *options.daemons)
+            if parse_device(each).kind in VENDORS
+        ]
+        found["budget_bytes"] = [each.call("budget") for each in ballasts]
         for name, measure in sides.items():
-            if ballast is not None:
-                ballast.call("begin")
+            for each in ballasts:
+                each.call("begin")
             found[name] = parts.run(f"{budget:g} GiB, {name}", options.side_limit, measure)
-            if ballast is not None:
-                found[name]["peak_bytes"] = ballast.call("peak")
+            found[name]["peak_bytes"] = [each.call("peak") for each in ballasts]
     return found
 
 
@@ -314,6 +330,9 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True, help="a file with planted routing")
     parser.add_argument("--budgets", type=float, nargs="+", default=[8, 12, 16, 24], help="GiB")
     parser.add_argument("--device", default="cuda:0", help="cpu: no budget, to try this out")
+    parser.add_argument(
+        "--daemons", nargs="+", default=[], help="more GPUs with such a budget, such as cuda:1"
+    )
     parser.add_argument("--only", choices=["ours", "peer"], help="one side alone")
     parser.add_argument(
         "--peer",
@@ -360,7 +379,10 @@ def run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as heat:
         sides: dict[str, Any] = {}
         if options.only != "peer":
-            sides["ours"] = OurSide(options.model, options.device, work, Path(heat)).measure
+            our_side = OurSide(
+                options.model, options.device, work, Path(heat), daemons=options.daemons
+            )
+            sides["ours"] = our_side.measure
         if folder is not None:
             sides["peer"] = partial(measure_peer, folder=folder, work=work, options=options)
         for budget in options.budgets:
@@ -373,12 +395,14 @@ def run(options: argparse.Namespace) -> int:
         "cores": os.cpu_count(),
         "model": {"name": options.model.name, "bytes": options.model.stat().st_size},
         "routing": routing,
+        "daemons": options.daemons,
         "context": options.context,
         "load_mode": options.load_mode,
         "fit_margin_mib": options.fit_margin,
         "budgets": results,
     }
-    report.finish("gpu-budgets", record, budgets_table(results, routing), options.save)
+    table = budgets_table(results, routing, num_cards=1 + len(options.daemons))
+    report.finish("gpu-budgets", record, table, options.save)
     return 1 if parts.failed else 0
 
 

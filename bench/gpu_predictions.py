@@ -4,6 +4,8 @@ Each set-up is opened as a user opens it, without any option but those that make
 plan says how fast decode and prompts will be (`Engine.plan.forecast`; where nothing had to be
 planned, `dflash-moe plan` says it). A process takes all of the GPU's memory but the budget of the
 set-up. All know heat of other texts than are measured, which the first engine of a file learns.
+Each set-up measures the machine anew, as a first start does: what others do on a shared host
+changes within minutes (--kept-box: as later starts do).
 
   decode         after 448 tokens
   decode later   after 1,152: plans predict decode in the middle of the request that they are made
@@ -54,12 +56,17 @@ from bench.options import add_save_option, bench_parser
 from bench.sides import Side
 
 from bench import report
+from dflash_adapters.gguf.file import GgufFile
 from dflash_protocol.device import parse_device
 from dflash_protocol.settings import load_settings
+from dflash_runtime.engine.measuring.kept import drop_box
+from dflash_runtime.engine.measuring.machine import gpus_of_machine, key_of_machine
 from dflash_runtime.engine.planning import plan_of_file
 
 _GIB = 1 << 30
 _CONTEXT = 8192
+_ON_GPU = "gpu"
+"""Stands for a daemon's GPU in a set-up."""
 FORECASTS = {
     DECODE: "decode",
     LATER: "decode",
@@ -84,7 +91,7 @@ class SetUp:
     device: str = ""
     """Empty: the bench's GPU."""
     daemons: tuple[str, ...] = ()
-    """``gpu``: on the parent's."""
+    """``gpu``: on a second one, within the same budget."""
     transport: str | None = None
     mode: str = "auto"
     """The way to place experts: a plan leaves a daemon out that gains nothing."""
@@ -103,8 +110,8 @@ SETUPS: dict[str, SetUp] = {
     "12gib-32k": SetUp(gib=12, context=32_768),
     "8gib-cpu-daemon": SetUp(gib=8, daemons=("cpu",)),
     "8gib-cpu-daemon-all": SetUp(gib=8, daemons=("cpu",), mode="remote"),
-    "gpu-daemon-mail": SetUp(gib=32, daemons=("gpu",), mode="remote"),
-    "gpu-daemon-host": SetUp(gib=32, daemons=("gpu",), mode="remote", transport="shared"),
+    "gpu-daemon-mail": SetUp(gib=12, daemons=("gpu",)),
+    "gpu-daemon-host": SetUp(gib=12, daemons=("gpu",), transport="shared"),
     "cpu": SetUp(device="cpu", samples=1),
     "qwen35moe-half": SetUp("qwen35moe", part=0.5),
     "qwen35moe-quarter": SetUp("qwen35moe", part=0.25),
@@ -135,22 +142,47 @@ class Forecaster:
         return self._forecast
 
 
-def measure_setup(result: Result, until_s: float, *, bench: Bench, heat: Path, of: SetUp) -> None:
-    """Fill `result` with one set-up's speeds within its budget, and its plan's forecast."""
+class FreshBox:
+    """Forgets what is known of the machine. The object of a Side, as it may load drivers."""
+
+    def __init__(self, path: Path, *, device: str) -> None:
+        settings = replace(load_settings(), model=str(path), device=parse_device(device))
+        with GgufFile.open(path) as file:
+            drop_box(key_of_machine(file, settings, gpus_of_machine()), settings.cache_dir)
+
+
+def forgetting_box(
+    result: Result, until_s: float, *, measure: Callable[[Result, float], None], bench: Bench
+) -> None:
+    """Measure after what was known of the machine is forgotten."""
+    with bench.open_side("box", FreshBox, bench.path, device=bench.device, until_s=until_s):
+        pass
+    measure(result, until_s)
+
+
+def measure_setup(
+    result: Result, until_s: float, *, bench: Bench, heat: Path, of: SetUp, second: str
+) -> None:
+    """Fill `result` with one set-up's speeds within its budget, and its plan's forecast.
+    `second`: the GPU of daemons."""
     with ExitStack() as stack:
-        if is_gpu(bench.device):
-            num_bytes = int(of.gib * _GIB) or budget_of(bench.path, of.context, of.part)
-            held = Side("ballast", Ballast, bench.device, num_bytes, until_s=until_s)
-            result["budget_bytes"] = stack.enter_context(held).call("budget")
-        _measure_within(result, until_s, bench=bench, heat=heat, of=of)
+        devices = [bench.device, *(second for each in of.daemons if each == _ON_GPU)]
+        for device in devices:
+            if is_gpu(device):
+                num_bytes = int(of.gib * _GIB) or budget_of(bench.path, of.context, of.part)
+                held = Side("ballast", Ballast, device, num_bytes, until_s=until_s)
+                result["budget_bytes"] = stack.enter_context(held).call("budget")
+        _measure_within(result, until_s, bench=bench, heat=heat, of=of, second=second)
 
 
-def _measure_within(result: Result, until_s: float, *, bench: Bench, heat: Path, of: SetUp) -> None:
+def _measure_within(
+    result: Result, until_s: float, *, bench: Bench, heat: Path, of: SetUp, second: str
+) -> None:
     options: dict[str, Any] = {"cores": of.cores, "ipc_transport": of.transport}
     if of.mode != "auto":
         options["wishes"] = {"moe_mode": of.mode}
     if of.daemons:
-        options["daemons"] = [bench.device if each == "gpu" else each for each in of.daemons]
+        options["daemons"] = [second if each == _ON_GPU else each for each in of.daemons]
     if not of.daemons:  # before: it uses what the engine then measures anyway
         with bench.open_side(
             "plan",
@@ -216,6 +248,10 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=list(SETUPS), help="default: all with a file")
     parser.add_argument("--list", action="store_true", help="print the set-ups, and end")
     parser.add_argument("--device", default="cuda:0", help="default cuda:0")
+    parser.add_argument("--daemon-device", default="cuda:1", help="GPU of daemons (default cuda:1)")
+    parser.add_argument(
+        "--kept-box", action="store_true", help="measure the machine once, not for each set-up"
+    )
     parser.add_argument("--turn-limit", type=float, default=90, help="seconds a set-up (90)")
     parser.add_argument("--limit", type=float, default=560, help="seconds in all (default 560)")
     parser.add_argument(
@@ -253,11 +289,12 @@ def measure_all(
             if parts.run(f"heat of {of.file}", 2 * options.turn_limit, learn)["errors"]:
                 results[name] = {"errors": ["no heat was learnt"]}
                 continue
-        results[name] = parts.run(
-            name,
-            options.turn_limit,
-            partial(measure_setup, bench=bench, heat=heats[of.file], of=of),
+        measure: Callable[[Result, float], None] = partial(
+            measure_setup, bench=bench, heat=heats[of.file], of=of, second=options.daemon_device
         )
+        if not options.kept_box:
+            measure = partial(forgetting_box, measure=measure, bench=bench)
+        results[name] = parts.run(name, options.turn_limit, measure)
         keep()
     return parts
 

@@ -219,7 +219,7 @@ def test_heat_is_learnt_on_other_text_than_is_measured() -> None:
 def test_the_table_says_what_is_wanted() -> None:
     setups = [{"name": "--fit, 512 at once", "tokens_per_s": {"decode at 448": [50.0, 60.0, 70.0]}}]
     result = {
-        "ours": {"tokens_per_s": {"decode at 448": [120.0]}, "peak_bytes": 8 << 30},
+        "ours": {"tokens_per_s": {"decode at 448": [120.0]}, "peak_bytes": [8 << 30]},
         "peer": {"setups": setups},
     }
     shown = budgets_table({"8": result}, "qwen3").splitlines()[-1]
