@@ -26,6 +26,7 @@ Examples:
   python -m bench.gpu_regret --model /dev/shm/m12.gguf --save
   python -m bench.gpu_regret --model /dev/shm/m12.gguf --parts 0.5 --limit 560 --keep $OUT/r.json
   python -m bench.gpu_regret --model /dev/shm/m12.gguf --budgets 3 --decode-only --grid 3
+  python -m bench.gpu_regret --model /dev/shm/m48.gguf --budgets 8 12 --only old
 """
 
 from __future__ import annotations
@@ -236,7 +237,8 @@ def measure_budget(
             found["sweep"] = side.call("saved")
 
     parts.run(f"{name}: plans", options.turn_limit * 2, plans)
-    each = [PLANNED, *found.get("sweep", {})]
+    sweep = found.get("sweep", {})
+    each = [PLANNED, *(way for way in sweep if not options.only or way.split()[0] in options.only)]
 
     def turn(_part: Result, until_s: float, into: Result, wishes: Mapping[str, Any]) -> None:
         bench.turn(into, until_s, heat=heat, wishes=wishes)
@@ -353,6 +355,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=8192, help="positions (default 8192)")
     parser.add_argument("--decode-only", action="store_true", help="no prompts, no request")
     parser.add_argument("--grid", type=int, default=4, help="numbers of a way (default 4)")
+    parser.add_argument("--only", nargs="+", help="ways by their first word (default: all)")
     parser.add_argument("--rounds", type=int, default=2, help="default 2")
     parser.add_argument("--turn-limit", type=float, default=60, help="seconds a turn (default 60)")
     parser.add_argument("--limit", type=float, default=560, help="seconds in all (default 560)")
