@@ -15,10 +15,11 @@ changes within minutes (--kept-box: as later starts do).
 The error is predicted ÷ measured - 1, of medians. Median and worst are of decode and prompts; those
 of decode later are shown besides.
 
-Set-ups (--only, --list), those of other shapes with their own files:
+Set-ups (--only, --list), those of other shapes with their own files. Routing is planted in all: a
+model of random weights writes a few tokens again and again, and heat of that tells nothing.
   python -m bench.random_moe q4_k_m --layers 48 --routing qwen3 --out /dev/shm/m48.gguf
-  python -m bench.random_moe qwen35moe --layers 16 --out /dev/shm/q35.gguf
-  python -m bench.random_moe olmoe --out /dev/shm/olmoe.gguf
+  python -m bench.random_moe qwen35moe --layers 16 --routing qwen3 --out /dev/shm/q35.gguf
+  python -m bench.random_moe olmoe --routing qwen3 --out /dev/shm/olmoe.gguf
 
 Examples:
   python -m bench.gpu_predictions --model /dev/shm/m48.gguf --save
@@ -65,6 +66,8 @@ from dflash_runtime.engine.planning import plan_of_file
 
 _GIB = 1 << 30
 _CONTEXT = 8192
+_DECODES = 3
+"""Texts that decode is measured with: their shares of experts differ."""
 _ON_GPU = "gpu"
 """Stands for a daemon's GPU in a set-up."""
 FORECASTS = {
@@ -318,7 +321,9 @@ def run(options: argparse.Namespace) -> int:
         def bench_of(of: SetUp) -> Bench:
             path = getattr(options, of.file)
             lengths = [each for each in (512, 4096) if each < of.context]
-            texts = Texts.of(walk_of(path), lengths=lengths, samples=of.samples, request=None)
+            texts = Texts.of(
+                walk_of(path), lengths=lengths, samples=of.samples, decodes=_DECODES, request=None
+            )
             device = of.device or options.device
             return Bench(path, device, of.context, texts, Path(folder), Side)
 

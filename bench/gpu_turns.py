@@ -62,14 +62,18 @@ class Texts:
         *,
         lengths: Sequence[int] = (512, 4096),
         samples: int = 2,
+        decodes: int | None = None,
         request: tuple[int, int] | None = (1000, 400),
     ) -> Texts:
-        """Stretches of a walk that do not overlap. Raises: ValueError if the walk is too short."""
+        """Stretches of a walk, `samples` of each kind, `decodes` (by default as many) of those that
+        decode goes on behind. Those that heat is learnt on overlap no other. Raises: ValueError if
+        the walk is too short."""
         step = len(walk.token_ids) // 50
+        decodes = samples if decodes is None else decodes
         return cls(
             [walk.stretch(step * number, 2048) for number in (8, 10)],
-            [walk.stretch(step * number, CONTEXT_OF_DECODE) for number in range(samples)],
-            [walk.stretch(step * (14 + number), _LATER) for number in range(samples)],
+            [walk.stretch(step * number, CONTEXT_OF_DECODE) for number in range(decodes)],
+            [walk.stretch(step * (14 + number), _LATER) for number in range(decodes)],
             {
                 length: [walk.stretch(step * (17 + 2 * n), length) for n in range(samples)]
                 for length in lengths

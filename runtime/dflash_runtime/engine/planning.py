@@ -22,7 +22,7 @@ from dflash_protocol.ids import Phase
 from dflash_protocol.placement import Placement
 from dflash_protocol.settings import Settings
 from dflash_protocol.wire.messages import Offer
-from dflash_runtime.compute.gpu.chunk_room import MAX_CHUNK
+from dflash_runtime.compute.gpu.chunk_room import GPU_CHUNKS
 from dflash_runtime.compute.gpu.device.devices import GpuDescription
 from dflash_runtime.compute.host import PREFILL_CHUNK
 from dflash_runtime.compute.kv_cache import KvType, chosen_kv_type
@@ -78,9 +78,6 @@ from dflash_runtime.placement.wishes import (
 )
 
 _LOG = logging.getLogger(__name__)
-
-GPU_CHUNKS = tuple(MAX_CHUNK >> halvings for halvings in range(4))
-"""Sizes of prompt chunks on a GPU, the preferred one first."""
 
 WORTH = 1.05
 """Predicted gain that is worth another placement than an even split."""

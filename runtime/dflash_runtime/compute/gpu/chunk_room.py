@@ -39,6 +39,8 @@ from dflash_runtime.compute.room import HEAD_ROWS
 
 MAX_CHUNK = 4096
 """Tokens of a prompt chunk. Larger ones convert matrices to halves less often."""
+GPU_CHUNKS = tuple(MAX_CHUNK >> halvings for halvings in range(4))
+"""Sizes of prompt chunks that are chosen from, the preferred one first."""
 
 SCRATCH_BYTES = 1 << 30
 """For matrices converted to halves in chunks of MAX_CHUNK: all experts of a layer of a 30B model at

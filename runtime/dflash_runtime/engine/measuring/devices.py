@@ -40,9 +40,9 @@ def chunk_sizes(chunking: Chunking) -> tuple[int, ...]:
     return tuple(size for size in sorted(sizes) if size > max(_TREE_ROWS))
 
 
-def most_positions(chunking: Chunking, context_length: int) -> int:
-    """Positions that passes need."""
-    return max(contexts_of(context_length), default=0) + 2 * chunking.preferred
+def most_positions(chunk: int, context_length: int) -> int:
+    """Positions that passes of up to `chunk` rows need."""
+    return max(contexts_of(context_length), default=0) + 2 * chunk
 
 
 def contexts_of(context_length: int) -> tuple[int, ...]:

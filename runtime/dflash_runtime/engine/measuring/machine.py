@@ -25,6 +25,7 @@ from dflash_runtime.engine.measuring.measure import (
     START_LIMIT_S,
     MeasuredDevice,
     OnProgress,
+    chunk_to_measure,
     lacking,
     measure_box,
 )
@@ -124,7 +125,11 @@ def _opened(
     with contextlib.ExitStack() as undo:
         opened = []
         for device in sorted(devices, key=lambda each: each.kind is not DeviceKind.CPU):
-            backend = _backend_of(device, settings)
+            free_bytes = next((gpu.memory.room_bytes for gpu in gpus if gpu.device == device), None)
+            chunk = None
+            if free_bytes is not None:
+                chunk = chunk_to_measure(file, kv_type=kv_type, free_bytes=free_bytes)
+            backend = _backend_of(device, settings, max_chunk=chunk)
             undo.callback(backend.close)
             backend.warm_up(
                 (each for each in types if not each.is_integer),
@@ -136,7 +141,7 @@ def _opened(
         yield opened
 
 
-def _backend_of(device: Device, settings: Settings) -> ComputeBackend:
+def _backend_of(device: Device, settings: Settings, max_chunk: int | None = None) -> ComputeBackend:
     """Raises: SettingsError, DeviceUnavailable."""
     is_host = device.kind is DeviceKind.CPU
     return open_backend(
@@ -145,6 +150,7 @@ def _backend_of(device: Device, settings: Settings) -> ComputeBackend:
         num_threads=settings.threads or None,
         cpu_tier=settings.cpu_tier,
         cache_dir=settings.cache_dir,
+        max_chunk=max_chunk,
     )
 
 

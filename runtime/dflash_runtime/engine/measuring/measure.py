@@ -8,9 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.loading import model_spec
 from dflash_adapters.registry import describe, read_spec
 from dflash_protocol.device import CPU
 from dflash_runtime.compute import BackendName, ComputeBackend
+from dflash_runtime.compute.gpu.chunk_room import GPU_CHUNKS
+from dflash_runtime.compute.gpu.room import GpuRoom
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.engine.measuring.asked_layers import AskedLayers, measure_asked
 from dflash_runtime.engine.measuring.devices import measure_device, most_positions
@@ -23,6 +26,7 @@ from dflash_runtime.engine.measuring.timing import TimeLeft
 from dflash_runtime.engine.measuring.together import measure_together
 from dflash_runtime.engine.trial_steps import trial_steps
 from dflash_runtime.placement.box import Box, CopySpeed, Curve, DeviceSpeed, Together
+from dflash_runtime.placement.footprint import Footprint, Memory
 
 LIMIT_S = 60.0
 START_LIMIT_S = 10.0
@@ -64,6 +68,29 @@ class _Parts:
     host_stop: dict[str, Curve] = field(default_factory=dict)
     host_asked: dict[str, Curve] = field(default_factory=dict)
     disk: Curve | None = None
+
+
+def chunk_to_measure(file: GgufFile, *, kv_type: KvType, free_bytes: int) -> int:
+    """The largest chunk that a GPU is measured with within its free memory: what chunks of the
+    sampled layers need leaves a share to what comes after them.
+
+    Raises: UnsupportedModel.
+    """
+    whole = describe(file)
+    cut = sampled_layers(file, whole, limit_bytes=_sample_bytes(free_bytes)).description
+    spec = model_spec(file, cut)
+    room = Footprint(Memory.GPU, GpuRoom(file, spec, cut))
+    for chunk in GPU_CHUNKS:
+        num_positions = most_positions(chunk, whole.context_length)
+        needs = room.needs(num_positions=num_positions, kv_type=kv_type, chunk=chunk)
+        if needs.total + room.every_expert <= (1.0 - _FREE_SHARE) * free_bytes:
+            return chunk
+    return GPU_CHUNKS[-1]
+
+
+def _sample_bytes(free_bytes: int | None) -> int:
+    """Most bytes of the layers that are timed on a device; None: it tells nothing of its memory."""
+    return min(_MOST_BYTES, int(_FREE_SHARE * free_bytes)) if free_bytes else _MOST_BYTES
 
 
 def lacking(box: Box | None, devices: Sequence[str]) -> list[str]:
@@ -176,10 +203,9 @@ def _loaded(
 ) -> tuple[LoadedLayers, LoadedLayers | None]:
     """The layers to be measured, and those for `TimedPasses.far`."""
     description, backend = describe(file), device.backend
-    free_bytes = backend.free_memory_bytes()
-    limit = min(_MOST_BYTES, int(_FREE_SHARE * free_bytes)) if free_bytes else _MOST_BYTES
+    limit = _sample_bytes(backend.free_memory_bytes())
     sampled = sampled_layers(file, description, limit_bytes=limit)
-    num_positions = most_positions(backend.chunking, description.context_length)
+    num_positions = most_positions(backend.chunking.preferred, description.context_length)
 
     def load(layers: SampledLayers) -> LoadedLayers:
         loaded = LoadedLayers(backend, file, layers, num_positions=num_positions, kv_type=kv_type)

@@ -20,11 +20,16 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_protocol.device import CPU
 from dflash_protocol.settings import Settings
 from dflash_runtime.compute import BackendName, make_backend
+from dflash_runtime.compute.gpu.chunk_room import GPU_CHUNKS
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.engine.measuring import copies, machine, measure, passes
 from dflash_runtime.engine.measuring.asked_layers import AskedLayers, time_of_one
 from dflash_runtime.engine.measuring.machine import box_of_machine
-from dflash_runtime.engine.measuring.measure import MeasuredDevice, measure_box
+from dflash_runtime.engine.measuring.measure import (
+    MeasuredDevice,
+    chunk_to_measure,
+    measure_box,
+)
 from dflash_runtime.placement.box import Box, Curve, DeviceSpeed
 from support.architectures import RANDOM
 from support.emulated_gpu import TINY, EmulatedGpus
@@ -185,6 +190,17 @@ def test_as_many_layers_are_asked_as_there_is_room_for(tmp_path: Path, gpus: Emu
             assert len(layers.description.layers) == expected
             layers.close()
             layers.close()
+
+
+def test_a_gpu_with_little_memory_is_measured_with_smaller_chunks(model: Path) -> None:
+    with GgufFile.open(model) as file:
+        chunks = [
+            chunk_to_measure(file, kv_type=KV, free_bytes=free_bytes)
+            for free_bytes in (0, 1 << 29, 1 << 30, 1 << 31, 1 << 36)
+        ]
+    assert chunks == sorted(chunks)
+    assert (chunks[0], chunks[-1]) == (GPU_CHUNKS[-1], GPU_CHUNKS[0])
+    assert len({*chunks}) > 2
 
 
 @given(st.floats(0, 1e-4), st.floats(0, 1e-4), st.integers(2, 16), st.floats(0.3, 1.0))
