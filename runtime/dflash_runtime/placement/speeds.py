@@ -195,7 +195,8 @@ class TrunkTimes:
         total = float(at_rows(self._speed.head, 1, self._head_bytes).sum())
         begin = 0
         for rows, times in chunk_sizes(num_tokens, chunk):
-            middle = begin + rows * times / 2  # times grow with the position nearly as a line
+            # What is cached before a chunk, on average: times grow with it nearly as a line.
+            middle = begin + rows * (times - 1) / 2
             total += times * self._pass_s(rows, middle)
             begin += rows * times
         return total

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from dflash_runtime.compute.kv_cache import KvType
-from dflash_runtime.placement.box import Curve, Together
+from dflash_runtime.placement.box import Curve, DeviceSpeed, Together
 from dflash_runtime.placement.cost import CostModel
 from dflash_runtime.placement.expectation import IntArray
 from dflash_runtime.placement.options import ParentOptions
 from dflash_runtime.placement.situation import Situation
-from dflash_runtime.placement.speeds import Side, along, at_rows, chunk_sizes
+from dflash_runtime.placement.speeds import Side, TrunkTimes, along, at_rows, chunk_sizes
 from dflash_runtime.placement.wishes import Wishes
 from support.planned_boxes import (
     CARD,
@@ -186,3 +186,13 @@ def test_chunks() -> None:
     assert list(chunk_sizes(1000, 512)) == [(512, 1), (488, 1)]
     assert list(chunk_sizes(1024, 512)) == [(512, 2)]
     assert list(chunk_sizes(100, 512)) == [(100, 1)]
+
+
+def test_a_prompts_chunks_attend_to_those_before_them() -> None:
+    per_layer = SPEC.kv_layers[0]
+    row_bytes = per_layer.num_heads * (per_layer.key_dim + per_layer.value_dim) * 2
+    speed = DeviceSpeed("cuda:0", {}, attention={512: line(0.0, 1e9)})
+    trunk = TrunkTimes(speed, [0, 0], SPEC, head_bytes=0, kv_type=KvType.F16)
+    of_one_before = SPEC.num_layers * 512 * row_bytes / 1e9
+    times = [trunk.prompt_s(num_tokens, 512) for num_tokens in (512, 1024, 2048)]
+    assert times == pytest.approx([0.0, of_one_before, (1 + 2 + 3) * of_one_before])
