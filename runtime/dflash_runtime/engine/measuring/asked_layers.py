@@ -140,19 +140,12 @@ def _banks_read(
 
 
 def measure_asked(
-    loaded: AskedLayers,
-    *,
-    trunk: Curve,
-    stop_s: float,
-    alone: Curve | None,
-    limit_s: float,
+    loaded: AskedLayers, *, trunk: Curve, stop_s: float, limit_s: float
 ) -> Curve | None:
     """What a layer takes beyond its trunk and its stop, by the bytes of its asked experts, from one
     to all of a token's: see Box.host_asked. None if there are too few layers with experts.
 
-    `trunk`: seconds of a layer without experts, by bytes; `alone`: by their bytes, what experts
-    take in the processor's own steps. Asking for them takes as long at least: times that are
-    differences may be far below on a busy machine.
+    `trunk`: seconds of a layer without experts, by bytes.
     """
     half = len(loaded.description.layers) // 2
     timed = loaded.description.layers[half:]
@@ -166,10 +159,7 @@ def measure_asked(
     trunks_s = sum(trunk.at(trunk_bytes(loaded.file, layer)) for layer in timed)
     beyond_s = (np.diff(times)[:, 0] - trunks_s) / len(layers) - stop_s
     expert_bytes = float(np.mean([layer.expert_bytes for layer in layers]))
-    curve = _curve(parts, np.maximum(beyond_s, 0.0).tolist(), expert_bytes)
-    if alone is None:
-        return curve
-    return Curve(tuple((amount, max(s, alone.at(amount))) for amount, s in curve.points))
+    return _curve(parts, np.maximum(beyond_s, 0.0).tolist(), expert_bytes)
 
 
 def _parts(num_used: int) -> tuple[int, ...]:

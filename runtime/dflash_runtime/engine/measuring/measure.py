@@ -10,7 +10,6 @@ from typing import Any
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.loading import model_spec
 from dflash_adapters.registry import describe, read_spec
-from dflash_protocol.device import CPU
 from dflash_runtime.compute import BackendName, ComputeBackend
 from dflash_runtime.compute.gpu.chunk_room import GPU_CHUNKS
 from dflash_runtime.compute.gpu.room import GpuRoom
@@ -292,13 +291,8 @@ def _measure_asked(
         limit_s=_READ_SHARE * limit_s / _ASKED_SHARE,
     )
     with contextlib.closing(asked):
-        alone = parts.devices.get(str(CPU))
-        curve = measure_asked(
-            asked,
-            trunk=parts.devices[device.name].trunk[1],
-            stop_s=parts.host_stop[device.name].at(1),
-            alone=None if alone is None else alone.experts[1],
-            limit_s=limit_s,
-        )
+        trunk = parts.devices[device.name].trunk[1]
+        stop_s = parts.host_stop[device.name].at(1)
+        curve = measure_asked(asked, trunk=trunk, stop_s=stop_s, limit_s=limit_s)
         if curve is not None:
             parts.host_asked[device.name] = curve

@@ -139,8 +139,6 @@ def test_a_gpu_beside_the_host(
     assert [rows for rows, _ in box.host_stop["cuda:0"].points] == [1.0, 20.0]
     one, all_used = (amount for amount, _ in box.host_asked["cuda:0"].points)
     assert (one, all_used) == (6528, TINY.num_experts_used * 6528)
-    alone = box.devices["cpu"].experts[1]
-    assert all(alone.at(size) <= taken for size, taken in box.host_asked["cuda:0"].points)
     rates = box.copies["cuda:0"]
     assert min(rates.from_locked, rates.from_page_cache, rates.to_host, rates.kernel_reads) > 0.0
     assert rates.pcie == "gen 4 x8"
