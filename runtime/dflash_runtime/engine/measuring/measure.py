@@ -14,7 +14,7 @@ from dflash_runtime.compute import BackendName, ComputeBackend
 from dflash_runtime.compute.gpu.chunk_room import GPU_CHUNKS
 from dflash_runtime.compute.gpu.room import GpuRoom
 from dflash_runtime.compute.kv_cache import KvType
-from dflash_runtime.engine.measuring.asked_layers import AskedLayers, measure_asked
+from dflash_runtime.engine.measuring.asked_model import AskedModel, measure_asked
 from dflash_runtime.engine.measuring.devices import measure_device, most_positions
 from dflash_runtime.engine.measuring.disk import measure_disk
 from dflash_runtime.engine.measuring.host_stops import measure_host_stop
@@ -282,7 +282,7 @@ def _measure_asked(
 ) -> None:
     """Experts of a device's steps that `processor` computes."""
     free_bytes = device.backend.free_memory_bytes() or 0
-    asked = AskedLayers(
+    asked = AskedModel(
         device.backend,
         processor,
         file,

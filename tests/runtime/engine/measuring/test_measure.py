@@ -23,7 +23,7 @@ from dflash_runtime.compute import BackendName, make_backend
 from dflash_runtime.compute.gpu.chunk_room import GPU_CHUNKS
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.engine.measuring import copies, machine, measure, passes
-from dflash_runtime.engine.measuring.asked_layers import AskedLayers, time_of_one
+from dflash_runtime.engine.measuring.asked_model import AskedModel, time_of_one
 from dflash_runtime.engine.measuring.machine import box_of_machine
 from dflash_runtime.engine.measuring.measure import (
     MeasuredDevice,
@@ -158,7 +158,7 @@ def test_the_processor_computes_what_steps_ask(model: Path, gpus: EmulatedGpus) 
     with GgufFile.open(model) as file, contextlib.ExitStack() as undo:
         undo.callback(processor.close)
         undo.callback(backend.close)
-        layers = AskedLayers(backend, processor, file, kv_type=KV, limit_bytes=1 << 30, limit_s=1.0)
+        layers = AskedModel(backend, processor, file, kv_type=KV, limit_bytes=1 << 30, limit_s=1.0)
         undo.callback(layers.close)
         assert len(layers.description.layers) == TINY.num_layers
         num_used = TINY.num_experts_used
@@ -182,7 +182,7 @@ def test_as_many_layers_are_asked_as_there_is_room_for(tmp_path: Path, gpus: Emu
         undo.callback(processor.close)
         undo.callback(backend.close)
         for limit_bytes, limit_s, expected in ((0, 9.0, 2), (1 << 30, 0.0, 2), (1 << 30, 9.0, 4)):
-            layers = AskedLayers(
+            layers = AskedModel(
                 backend, processor, file, kv_type=KV, limit_bytes=limit_bytes, limit_s=limit_s
             )
             assert len(layers.description.layers) == expected

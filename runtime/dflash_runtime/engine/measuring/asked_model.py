@@ -44,7 +44,7 @@ class AskedPasses:
     """Of the passes through all layers."""
 
 
-class AskedLayers:
+class AskedModel:
     """A model on a device without its experts, and the experts in the mapped file for a processor.
 
     Used by one thread. Owns: the model there, until `close`; both backends are the caller's.
@@ -140,7 +140,7 @@ def _banks_read(
 
 
 def measure_asked(
-    loaded: AskedLayers, *, trunk: Curve, stop_s: float, limit_s: float
+    loaded: AskedModel, *, trunk: Curve, stop_s: float, limit_s: float
 ) -> Curve | None:
     """What a layer takes beyond its trunk and its stop, by the bytes of its asked experts, from one
     to all of a token's: see Box.host_asked. None if there are too few layers with experts.
