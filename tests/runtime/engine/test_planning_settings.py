@@ -24,7 +24,8 @@ from dflash_runtime import Engine
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.room import staged_slots
 from dflash_runtime.engine import planning, replacing
-from dflash_runtime.engine.planning import Planned, plan_of_file
+from dflash_runtime.engine.deciding import plan_of_file
+from dflash_runtime.engine.planning import Planned
 from dflash_runtime.placement import host_context
 from dflash_runtime.placement.footprint import Memory, footprint
 from dflash_runtime.placement.moves import MovePolicy
