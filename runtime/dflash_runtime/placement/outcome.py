@@ -187,6 +187,8 @@ def _reason(
         return f"Nothing was planned: {_unplanned(option.mode, str(chosen.options.parent.device))}."
     if wishes.experts.names_places:
         return "Experts are where they were asked for."
+    if wishes.experts.mode is not None:
+        return f"It is the fastest with --moe-mode={wishes.experts.mode}."
     if option.mode is MoeMode.RESIDENT:
         return f"All experts fit {chosen.options.parent.device}."
     possible = [each for each in alternatives if each.forecast is not None and not each.why_not]
