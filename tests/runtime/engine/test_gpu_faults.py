@@ -9,32 +9,29 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.registry import read_spec
 from dflash_protocol.errors import DeviceUnavailable
-from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
-from dflash_runtime.compute.room import staged_slots
 from dflash_runtime.engine import replacing
 from dflash_runtime.engine.sampling import SamplingParams
-from dflash_runtime.experts.telemetry import MoveStats
 from dflash_runtime.serving.metrics import Metrics
 from dflash_runtime.serving.worker import Channel, EngineWorker, Finished, Job
 from support.emulated_gpu import TINY
 from support.failing_gpu import ALLOCATIONS, FailingGpu, taken
-from support.planned_gpu import CONTEXT, OneGpu
+from support.moving_parent import (
+    NUM_TOKENS,
+    PROMPT,
+    install_moving_gpu,
+    next_round,
+    opened,
+    text_of,
+)
+from support.planned_gpu import OneGpu
 from support.random_models import write_qwen3moe
-from support.scripted_moves import ScriptedPolicy
-
-PROMPT = [5, 9, 2, 40, 11, 3, 17, 8, 1, 30, 22]
-NUM_TOKENS = 6
-MOST = 6
 
 
 @pytest.fixture(scope="module")
@@ -45,30 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def gpu(model: Path, monkeypatch: pytest.MonkeyPatch) -> OneGpu:
-    """With room for half of the experts, and for those that are about to move there."""
-    monkeypatch.setattr(replacing, "MovePolicy", ScriptedPolicy)
-    monkeypatch.setattr(ScriptedPolicy, "is_silent", False)
-    gpu = OneGpu(monkeypatch, model)
-    gpu.copies_per_s = 1e12
-    gpu.make_room_for(5)
-    with GgufFile.open(model) as file:
-        num_slots, slot_bytes = staged_slots(read_spec(file).moe.layers, MOST)
-    gpu.room_bytes += num_slots * slot_bytes
-    return gpu
-
-
-def opened(model: Path) -> Engine:
-    settings = replace(
-        load_settings(),
-        model=str(model),
-        context=CONTEXT,
-        kv_type="f16",
-        heat="off",
-        prefill_offload="off",
-        swap_max=MOST,
-        moe_mode="hot",
-    )
-    return Engine.open(model, settings=settings)
+    return install_moving_gpu(monkeypatch, model)
 
 
 @pytest.fixture
@@ -78,26 +52,6 @@ def engine(gpu: OneGpu, model: Path) -> Iterator[Engine]:
         text_of(engine)
         next_round(engine)
         yield engine
-
-
-def text_of(engine: Engine, written: list[int] | None = None) -> list[int]:
-    """Without moves. `written` gets the tokens as they come."""
-    written = [] if written is None else written
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "_mover", None)
-        for each in engine.generate(PROMPT, NUM_TOKENS, ignore_eos=True):
-            written.append(each.token_id)
-    return written
-
-
-def next_round(engine: Engine) -> MoveStats:
-    """Try to move experts until a round has ended one way or the other."""
-    before = engine.stats().moves
-    end_s = time.monotonic() + 30
-    while (now := engine.stats().moves) == before:
-        engine.move_experts()
-        assert time.monotonic() < end_s
-    return now
 
 
 def fingerprints(engine: Engine) -> list[str]:
