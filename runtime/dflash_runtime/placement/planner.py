@@ -341,7 +341,7 @@ def _asked_for(
                 owners = options.fixed_part(asked, context, chunk)
             if owners is not None and options.is_legal(owners, context, chunk):
                 return ParentChoice(options, context, options.priced(owners, context, chunk), ())
-    return no_place(options, asked, contexts[-1], _chunks(options, wishes)[-1])
+    return no_place(options, asked, context=contexts[-1], chunk=_chunks(options, wishes)[-1])
 
 
 def _unplanned(options: ParentOptions, wishes: Wishes, asked: IntArray | None) -> ParentChoice:

@@ -63,7 +63,7 @@ def no_room(options: ParentOptions, context: int, chunk: int) -> PlanRefused:
     return PlanRefused(f"{options.parent.device}: {asked}{why}", RoomStatus.BUDGET_EXHAUSTED)
 
 
-def no_place(options: ParentOptions, asked: IntArray, context: int, chunk: int) -> PlanRefused:
+def no_place(options: ParentOptions, asked: IntArray, *, context: int, chunk: int) -> PlanRefused:
     """Experts do not fit where they were asked for. Shape: asked [L, E], UNASKED where the plan may
     choose."""
     excess = ""
