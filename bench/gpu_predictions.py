@@ -60,9 +60,9 @@ from bench import report
 from dflash_adapters.gguf.file import GgufFile
 from dflash_protocol.device import parse_device
 from dflash_protocol.settings import load_settings
+from dflash_runtime.engine.deciding import plan_of_file
 from dflash_runtime.engine.measuring.kept import drop_box
 from dflash_runtime.engine.measuring.machine import gpus_of_machine, key_of_machine
-from dflash_runtime.engine.planning import plan_of_file
 
 _GIB = 1 << 30
 _CONTEXT = 8192

@@ -66,7 +66,7 @@ from dflash_protocol.device import parse_device
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.placement import OwnedExperts, Placement
 from dflash_protocol.settings import Settings, load_settings
-from dflash_runtime.engine.planning import plan_of_file
+from dflash_runtime.engine.deciding import plan_of_file
 from dflash_runtime.placement.footprint import Memory, footprint
 from dflash_runtime.placement.plan import Plan
 from dflash_runtime.placement.plan_record import as_json

@@ -17,10 +17,14 @@ import httpx
 import pytest
 
 from dflash_runtime import Engine
+from dflash_runtime.cli.main import _run
+from dflash_runtime.engine import planning
 from support import undisturbed as rig
-from support.faults import greedy, small_file_system
+from support.environments import cache_with_our_kernels
+from support.faults import fill, greedy, small_file_system
+from support.planned_gpu import GPU, made_up_box
 from support.processes import START_S, cli_command, environment, run_cli, wait_until
-from support.serving import NO_TLS
+from support.serving import NO_TLS, running_server
 from support.undisturbed import NUM_TOKENS, PROMPT
 
 pytestmark = pytest.mark.e2e
@@ -38,6 +42,12 @@ def generate(model: Path, *arguments: str, **extra: str) -> subprocess.Completed
         "generate", model, "--token-ids", prompt, "-n", str(NUM_TOKENS), "--json", *arguments,
         **extra,
     )  # fmt: skip
+
+
+def sizes(folder: Path) -> dict[Path, int]:
+    """Of all files there that have any content."""
+    found = {path: path.lstat().st_size for path in folder.rglob("*") if path.is_file()}
+    return {path: size for path, size in found.items() if size}
 
 
 def assert_right(done: subprocess.CompletedProcess[str], undisturbed: list[int]) -> list[str]:
@@ -166,3 +176,74 @@ def test_a_cache_without_room_is_one_line_and_time(
         [line] = [line for line in said if "kernels" in line]
         assert "No space left on device" in line
         assert len(said) <= 2  # the ring's code is another
+
+
+# What is counted, measured and planned
+
+
+@pytest.mark.slow
+def test_a_full_disk_keeps_nothing_of_it_and_costs_no_token(
+    model: Path, undisturbed: list[int], tmp_path: Path
+) -> None:
+    done = generate(model)
+    assert_right(done, undisturbed)
+    disk = tmp_path / "disk"
+    disk.mkdir(mode=0o700)
+    with small_file_system(disk) as is_mounted:
+        if not is_mounted:
+            pytest.skip("may not mount a tmpfs")
+        cache = cache_with_our_kernels(disk / "cache")
+        fill(disk)
+        before = sizes(disk)
+        settings = tmp_path / "settings.toml"  # with a budget there is something to plan
+        settings.write_text('[[daemon]]\ndevice = "cpu"\nexpert_budget_pct = 50\n')
+        options = ["--heat", disk / "m.heat", "--expert-stats", disk / "run.heat"]
+        options += ["--settings", settings, "--cache-dir", cache]
+        with running_server(model, *map(str, options)) as server:
+            url = f"{server.url}/v1/completions"
+            body = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0}
+            answer = httpx.post(url, json=body, verify=NO_TLS, timeout=START_S)
+            plan = server.get("/status").json()["plan"]
+        assert server.process.returncode == 0
+        assert sizes(disk) == before
+    assert answer.json()["choices"][0]["text"] == json.loads(done.stdout)["text"]
+    told = [line for line in server.lines if "No space left on device" in line]
+    for name in ("box-", "m.heat", "run.heat"):
+        assert len([line for line in told if f"/{name}" in line]) == 1, server.lines
+    # What was decided is said.
+    planned = [line for line in server.lines if "plan: " in line]
+    for text in (plan["name"], plan["reason"], *(each["name"] for each in plan["budgets"])):
+        assert any(text in line for line in planned)
+
+
+@pytest.mark.parametrize("command", [["plan"], ["stats", "--csv"]], ids=str)
+def test_a_full_disk_leaves_an_older_file_whole(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    command: list[str],
+) -> None:
+    monkeypatch.setattr(planning, "box_of_machine", lambda *_, **__: made_up_box(GPU))
+    disk, heat = tmp_path / "disk", tmp_path / "m.heat"
+    disk.mkdir(mode=0o700)
+    arguments = ["--token-ids", "1,2,3", "-n", "3", "--heat", str(heat)]
+    assert _run(["generate", str(model), *arguments]) == 0
+    with small_file_system(disk) as is_mounted:
+        if not is_mounted:
+            pytest.skip("may not mount a tmpfs")
+        out = disk / "out"
+        if command == ["plan"]:
+            command = ["plan", str(model), "--heat", "off", "--save", str(out)]
+        else:
+            command = ["stats", str(heat), "--csv", str(out)]
+        assert _run(command) == 0
+        content = out.read_bytes()
+        filler = fill(disk)
+        capfd.readouterr()
+        assert _run(command) == 2
+        [line] = capfd.readouterr().err.splitlines()
+        assert str(out) in line
+        assert "No space left on device" in line
+        assert out.read_bytes() == content
+        assert {*disk.iterdir()} == {out, filler}

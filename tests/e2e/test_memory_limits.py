@@ -11,12 +11,19 @@ import random
 import re
 import signal
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.registry import read_spec
+from dflash_protocol.placement import OwnedExperts
 from dflash_runtime import Engine
+from dflash_runtime.placement.split import make_placement
+from support import moving_parent
+from support.emulated_gpu import TINY
 from support.faults import drop_from_memory, greedy
 from support.memory_cgroup import memory_cgroup
 from support.processes import START_S, cli_command, environment, wait_until
@@ -154,6 +161,38 @@ def test_a_daemon_without_room_says_so(model: Written, run_dir: Path, limit_mib:
     done = run_within(limit_mib, "daemon", model.path, "--listen", f"ipc://{run_dir}/d.sock")
     assert done.returncode in (1, 2)
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_experts_move_while_the_limit_falls_to_what_is_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each text is that of a new engine with its placement; the GPU is emulated."""
+    path = write_qwen3moe(tmp_path / "m.gguf", TINY, seed=4, tensor_type="Q8_0")
+    moving_parent.install_moving_gpu(monkeypatch, path)
+    with moving_parent.opened(path):
+        pass  # compiles the kernels
+    with memory_cgroup(1024 * MIB) as group:
+        if group is None:
+            pytest.skip("may not make a memory cgroup")
+        program = [sys.executable, "-m", "support.moving_parent", str(path), str(group.limit)]
+        done = subprocess.run(
+            group.command(program), env=environment(), capture_output=True, text=True,
+            timeout=4 * START_S, check=False,
+        )  # fmt: skip
+        assert group.num_kills == 0
+        assert int(group.limit.read_text()) < 1024 * MIB
+    assert done.returncode == 0, done.stderr
+    rounds = json.loads(done.stdout)
+    assert len(rounds) == moving_parent.NUM_ROUNDS
+    with GgufFile.open(path) as file:
+        moe = read_spec(file).moe
+    for each in rounds[:: moving_parent.NUM_ROUNDS // 4]:
+        owned = {
+            name: OwnedExperts.from_lists({int(layer): ids for layer, ids in by_layer.items()})
+            for name, by_layer in each["owners"].items()
+        }
+        with moving_parent.opened(path, make_placement(moe, owned)) as engine:
+            assert moving_parent.text_of(engine) == each["text"]
 
 
 @pytest.mark.slow

@@ -86,6 +86,17 @@ def small_file_system(
             subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+def fill(folder: Path) -> Path:
+    """Take all room that is left on a small file system; returns the file that has it."""
+    filler = folder / "filler"
+    with filler.open("ab", buffering=0) as file:
+        for size in (1 << 16, 1):
+            with contextlib.suppress(OSError):
+                while file.write(bytes(size)) == size:
+                    pass
+    return filler
+
+
 def shared_memory_of(pid: int) -> list[str]:
     """Ring segments that a process has mapped, and their doorbells that it has open."""
     held = [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "ring-" in line]

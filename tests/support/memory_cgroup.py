@@ -31,6 +31,11 @@ class MemoryCgroup:
         return ["sh", "-c", f'echo 0 > "{procs}" && exec "$@"', "sh", *command]
 
     @property
+    def limit(self) -> Path:
+        """The file that has its limit."""
+        return self.folder / _LIMIT[self.version]
+
+    @property
     def num_kills(self) -> int:
         """Processes that were killed for lack of memory."""
         lines = (self.folder / _KILLS[self.version]).read_text().splitlines()
@@ -51,8 +56,8 @@ def memory_cgroup(limit_bytes: int) -> Iterator[MemoryCgroup | None]:
         yield None
         return
     try:
-        for name, value in ((_LIMIT, limit_bytes), (_NO_SWAP, 0)):
-            (group.folder / name[group.version]).write_text(str(value))
+        group.limit.write_text(str(limit_bytes))
+        (group.folder / _NO_SWAP[group.version]).write_text("0")
         yield group
     finally:
         _remove(group.folder)

@@ -197,6 +197,7 @@ def _rate(phase: str, num_tokens: int, tokens_per_s: float) -> str:
 def _print_summary(engine: Engine) -> None:
     """Rates and owners, to stderr."""
     from dflash_runtime.experts.daemons.offers import offer_text
+    from dflash_runtime.placement.plan_text import plan_text
 
     last, stats = engine.last_generation, engine.stats()
     lines = [
@@ -216,4 +217,5 @@ def _print_summary(engine: Engine) -> None:
         if owner.offer is not None:
             lines.append(f"{'':10s} offered: {offer_text(owner.offer)}")
     lines += [f"event    {e.time_s:.2f} s  {e.kind}  {e.owner}: {e.reason}" for e in stats.events]
+    lines += [] if engine.plan is None else ["", *plan_text(engine.plan).splitlines()]
     write_lines(lines, to_stderr=True)

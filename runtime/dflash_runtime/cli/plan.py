@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
-from dflash_protocol.settings import Settings
 from dflash_runtime.cli.options import SettingsCommand, settings_options, take_settings
 from dflash_runtime.cli.terminal import ProgressReporter, write_lines
 
@@ -36,33 +34,21 @@ def plan(*, as_json: bool, save_path: Path | None, **options: Any) -> None:
     """Say where MODEL's experts would be computed, and how fast, without loading it.
 
     A device that was not measured yet with such a model is measured first, which takes some
-    seconds. Daemons are asked for their speed when a model is opened, not here.
+    seconds. Daemons are started or found, and asked what they have.
     """
     settings = take_settings(options)
 
     # Late: --help and wrong usage must not wait for numpy and the rest.
     from dflash_protocol.process.text_files import write_file
-    from dflash_runtime.engine.planning import plan_of_file
+    from dflash_runtime.engine.deciding import plan_of_file
     from dflash_runtime.placement.plan_record import as_json as json_of
     from dflash_runtime.placement.plan_text import plan_text
 
     with ProgressReporter(enabled=sys.stderr.isatty()) as progress:
-        found = plan_of_file(
-            settings, on_progress=lambda what, *done: progress.update("parent", what, *done)
-        )
+        found = plan_of_file(settings, on_progress=progress.update)
     if save_path is not None:
         write_file("plan", save_path, json_of(found))
     if as_json:
         click.echo(json_of(found), nl=False)
     else:
-        write_lines([*plan_text(found).splitlines(), *_budget_lines(settings)])
-
-
-def _budget_lines(settings: Settings) -> Iterator[str]:
-    """What daemons get at most, once a model is opened with them."""
-    from dflash_runtime.placement.budgets import budget_of
-
-    for daemon in settings.daemons:
-        budget = budget_of(daemon)
-        if budget is not None:
-            yield f"daemon {daemon.name or daemon.device}: {budget} once it is started"
+        write_lines(plan_text(found).splitlines())

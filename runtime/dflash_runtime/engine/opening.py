@@ -6,7 +6,6 @@ Options are checked before anything is started.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,15 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.gguf.weight_check import WeightCheck
-from dflash_adapters.keys import YARN_KEYS
-from dflash_adapters.registry import describe, read_spec
+from dflash_adapters.registry import describe
 from dflash_adapters.spec import ModelSpec, MoeLayer
-from dflash_protocol.device import CPU, Device, DeviceKind
-from dflash_protocol.endpoint import parse_endpoint
+from dflash_protocol.device import Device
 from dflash_protocol.errors import DeviceOutOfMemory, SettingsError
 from dflash_protocol.ids import AnyArray, I32Array
-from dflash_protocol.placement import OwnedExperts, Placement, read_owned_experts
+from dflash_protocol.placement import Placement
 from dflash_protocol.settings import MAX_THREADS, Settings
 from dflash_protocol.settings.kinds import DaemonSetting, DeviceOrAuto, checked, shown
 from dflash_runtime.compute import (
@@ -30,45 +26,27 @@ from dflash_runtime.compute import (
     BackendName,
     ComputeBackend,
     make_backend,
-    open_backend,
 )
 from dflash_runtime.compute.gpu.room import CONTEXT_BYTES
-from dflash_runtime.compute.host import PREFILL_CHUNK
 from dflash_runtime.compute.kv_cache import KvType, chosen_kv_type
 from dflash_runtime.compute.model import Model
 from dflash_runtime.engine.arguments import choice, whole_number
-from dflash_runtime.engine.daemon_offers import OwnProcessor, classes_of
-from dflash_runtime.engine.demo_model import chosen_model_path
-from dflash_runtime.engine.heat_keeper import HeatKeeper, open_heat
-from dflash_runtime.engine.planning import Planned, Planning
+from dflash_runtime.engine.daemon_offers import classes_of
+from dflash_runtime.engine.deciding import ask_daemons, decide
+from dflash_runtime.engine.heat_keeper import HeatKeeper
+from dflash_runtime.engine.planning import Planned
 from dflash_runtime.engine.predictions import Predictions
 from dflash_runtime.engine.trial_steps import trial_steps
-from dflash_runtime.experts.daemons.connecting import connect
-from dflash_runtime.experts.daemons.launching import (
-    budgets_of,
-    choose_daemons,
-    daemon_names,
-    names_here,
-)
 from dflash_runtime.experts.daemons.supervisor import ProgressCallback
 from dflash_runtime.experts.offload import OffloadChoice, OffloadMode
 from dflash_runtime.experts.owners import Owners, give, is_any_local
-from dflash_runtime.experts.speed_trial import own_step_s
 from dflash_runtime.experts.store import expert_tensor_types
-from dflash_runtime.placement.budgets import check_given
 from dflash_runtime.placement.footprint import Memory, Request, footprint, what_fits
-from dflash_runtime.placement.host_context import context_on_host
 from dflash_runtime.placement.moves import MovePrices
-from dflash_runtime.placement.planner import UNPLANNED_CONTEXT
-from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER, even_split
+from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
 from dflash_runtime.placement.wishes import (
-    check_unplanned,
-    check_wishes,
     request_of,
-    wishes_of,
 )
-
-_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,78 +105,15 @@ def open_model(
 
     Raises: SettingsError, ModelFileError, DeviceUnavailable, DaemonUnavailable, HandshakeRefused.
     """
-    choices = choose_daemons(daemons, settings)
-    endpoints = [parse_endpoint(each) for each in settings.connect]
-    file = undo.enter_context(GgufFile.open(chosen_model_path(settings) if path is None else path))
-    if settings.yarn == "llama.cpp":
-        file.ignore(f"{file.architecture}.{key}" for key in YARN_KEYS)
-    spec = read_spec(file)
-    if settings.context is not None and settings.context > spec.context_length:
-        raise SettingsError(
-            f"context={settings.context}: the model was made for up to {spec.context_length}"
-        )
-    heat = open_heat(file, spec, settings)
-    undo.callback(heat.close)
     report = on_progress or (lambda owner, stage, num_done, num_total: None)
-    planning: Planning | None = None
-    planned = Planned(settings)
-    names, budgets = daemon_names(choices, endpoints), budgets_of(choices)
-    for name, budget in budgets.items():
-        # docs: what its table in the settings file says; a plan, or the even split, keeps to it
-        _LOG.info("daemon %s gets %s", name, budget)
-    owned: OwnedExperts | None = None
-    if settings.placement and placement is None:
-        owned = _owned_in(Path(settings.placement), spec, settings)
-    if settings.backend == BackendName.AUTO:
-        planning = Planning(
-            file,
-            spec,
-            settings,
-            heat=heat.for_planning(),
-            on_progress=lambda what, *progress: report("parent", f"measure {what}", *progress),
-            budgets=budgets,
-        )
-    is_placed = placement is not None or owned is not None
-    if planning is None:
-        settings = _unplanned(settings, spec, f"--backend={settings.backend}")
-    elif owned is not None:
-        settings = _unplanned(settings, spec, "--placement")
-    if planning is not None and not is_placed:
-        planned = planning.before_daemons(names)
-        settings, placement = planned.settings, planned.placement
-    is_on_device = (settings.device or CPU).kind is not DeviceKind.CPU
-    is_split = placement is None
-    if placement is None:  # a first one, so that wishes are checked before anything is started
-        placement = even_split(
-            spec.moe, names, settings.local_experts, has_host=is_on_device, owned=owned
-        )
-    ours = {LOCAL_OWNER, HOST_OWNER} if is_on_device else {LOCAL_OWNER}
-    strangers = {*placement.owner_names}.difference(names, ours)
-    if strangers:
-        raise SettingsError(f"the placement has unknown owners: {sorted(strangers)}")
-    if not is_split:
-        check_given(placement, budgets, spec.moe)
-    kv_type = chosen_kv_type(settings.kv_type, spec)
-    num_positions = settings.context or min(spec.context_length, UNPLANNED_CONTEXT)
-    if not is_on_device:  # devices check their own memory
-        num_positions = context_on_host(
-            footprint(file, spec, Memory.HOST),
-            Request(kv_type, PREFILL_CHUNK),
-            num_positions=num_positions,
-            most=spec.context_length,
-            is_asked=settings.context is not None,
-            most_bytes=wishes_of(settings).host_memory_bytes,
-            num_daemons=len(choices),
-        )
-    num_threads = settings.threads or None
-    backend = open_backend(
-        settings.device,
-        backend=BackendName(settings.backend),
-        num_threads=num_threads,
-        cpu_tier=settings.cpu_tier,
-        cache_dir=settings.cache_dir,
-        max_chunk=planned.chunk,
+    decision = decide(
+        undo, path, settings, daemons=daemons, placement=placement, on_progress=on_progress
     )
+    file, spec, settings = decision.file, decision.spec, decision.settings
+    names, num_positions = decision.names, decision.num_positions
+    kv_type = chosen_kv_type(settings.kv_type, spec)
+    num_threads = settings.threads or None
+    backend = decision.open_backend()
     undo.callback(backend.close)
     report("parent", "compile", 0, 1)
     types = {tensor.tensor_type for tensor in file.tensors.values()}
@@ -218,47 +133,16 @@ def open_model(
         kv_type=kv_type,
         num_daemons=len(names),
     )
-    require_room(experts=_local_experts(spec, placement))
-    weights = WeightCheck(file, spec.moe, settings.cache_dir)
-    undo.callback(weights.close)
-    connected = connect(
-        undo,
-        file,
-        spec,
-        backend=backend,
-        weights=weights,
-        choices=choices,
-        endpoints=endpoints,
-        settings=settings,
-        tolerates_absent=tolerates_absent,
-        on_progress=on_progress,
+    before = decision.placement()
+    require_room(experts=_local_experts(spec, before))
+    asked = ask_daemons(
+        undo, decision, backend, tolerates_absent=tolerates_absent, on_progress=on_progress
     )
-    if planning is not None and names and not is_placed:
-        planned = planning.with_daemons(
-            planned,
-            connected.offers,
-            numeric_class=backend.numeric_class,
-            own=OwnProcessor(
-                partial(own_step_s, backend, file, spec.moe),
-                backend.num_threads,
-                names_here(names, len(choices), endpoints),
-            ),
-        )
-    if planned.placement is not None:
-        placement = planned.placement
+    planned, connected, placement = asked.planned, asked.connected, asked.placement
+    if placement is not before:
         require_room(experts=_local_experts(spec, placement))
-    elif is_split:
-        placement = even_split(
-            spec.moe,
-            names,
-            settings.local_experts,
-            offers=connected.offers,
-            budgets=budgets,
-            has_host=is_on_device,
-            owned=owned,
-        )
-    if planning is not None and planned.prompts_here is None:
-        here = planning.prompts_here(settings, placement, connected.offers)
+    if planned.prompts_here is None and settings.backend == BackendName.AUTO:
+        here = decision.planning.prompts_here(settings, placement, connected.offers)
         planned = replace(planned, prompts_here=here)
     host_backend = backend
     has_fallback = bool(names) and is_any_local(settings)
@@ -295,13 +179,21 @@ def open_model(
     model = backend.load_model(file, describe(file))
     trial = None if names else trial_steps(backend, model, owners.local_banks, kv_type=kv_type)
     backend.choose_threads(file, trial)
-    weights.remember()
-    weights.start()
+    asked.weights.remember()
+    asked.weights.start()
     predictions = Predictions(
         planned.plan, request=request_of(settings), cache_dir=settings.cache_dir
     )
     return Opened(
-        file, model, backend, owners, num_positions, kv_type, heat, predictions, planned.move_prices
+        file,
+        model,
+        backend,
+        owners,
+        num_positions,
+        kv_type,
+        decision.heat,
+        predictions,
+        planned.move_prices,
     )
 
 
@@ -313,28 +205,6 @@ def _offload_of(settings: Settings, planned: Planned, *, is_on_host: bool) -> Of
     if mode is not OffloadMode.AUTO:
         return OffloadChoice(mode)
     return OffloadChoice(mode, layers)
-
-
-def _owned_in(path: Path, spec: ModelSpec, settings: Settings) -> OwnedExperts:
-    """The experts of a placement file. Raises: SettingsError if another setting says it, too."""
-    if settings.local_experts is not None:
-        raise SettingsError("--placement and --local-experts both say where experts are computed")
-    if settings.plan:
-        raise SettingsError("--placement and --plan both say where experts are computed")
-    return read_owned_experts(path, {x.layer_id: x.num_experts for x in spec.moe.layers})
-
-
-def _unplanned(settings: Settings, spec: ModelSpec, instead: str) -> Settings:
-    """The settings with the device that they mean, where `instead` is why nothing is planned.
-
-    Raises: SettingsError if one of them needs a plan, or two contradict.
-    """
-    wishes = wishes_of(settings)
-    check_unplanned(wishes, instead)
-    check_wishes(wishes, num_layers=spec.num_layers, moe=spec.moe)
-    if wishes.num_gpu_layers and settings.device is None:
-        raise SettingsError(f"-ngl {wishes.num_gpu_layers} and {instead}: name a GPU (--device)")
-    return replace(settings, device=CPU) if wishes.num_gpu_layers == 0 else settings
 
 
 def _local_experts(spec: ModelSpec, placement: Placement) -> list[tuple[MoeLayer, int]]:

@@ -14,9 +14,9 @@ from functools import cached_property
 from pathlib import Path
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.registry import describe, read_spec
+from dflash_adapters.registry import describe
 from dflash_adapters.spec import ModelSpec
-from dflash_protocol.device import CPU, DeviceKind
+from dflash_protocol.device import CPU, Device, DeviceKind
 from dflash_protocol.errors import DflashError, SettingsError, UnsupportedModel
 from dflash_protocol.ids import Phase
 from dflash_protocol.placement import Placement
@@ -34,8 +34,7 @@ from dflash_runtime.engine.daemon_offers import (
     is_any_slower,
     with_daemons,
 )
-from dflash_runtime.engine.demo_model import chosen_model_path
-from dflash_runtime.engine.heat_keeper import heat_places, open_heat
+from dflash_runtime.engine.heat_keeper import heat_places
 from dflash_runtime.engine.kept_plan import (
     PLAN_SUFFIX,
     KeptPlan,
@@ -55,9 +54,8 @@ from dflash_runtime.placement.budgets import ExpertBudget
 from dflash_runtime.placement.footprint import Footprint, Memory, Request, footprint
 from dflash_runtime.placement.heat import Heat
 from dflash_runtime.placement.moves import MovePrices, move_prices
-from dflash_runtime.placement.plan import Plan, PlanRefused
+from dflash_runtime.placement.plan import Alternative, Plan, PlanRefused
 from dflash_runtime.placement.plan_record import RecordOf
-from dflash_runtime.placement.plan_text import plan_text
 from dflash_runtime.placement.planner import UNPLANNED_CONTEXT, plan
 from dflash_runtime.placement.situation import (
     ExpertShares,
@@ -114,8 +112,10 @@ class Planning:
         heat: Heat,
         on_progress: OnProgress,
         budgets: Mapping[str, ExpertBudget] | None = None,
+        keeps_plan: bool = True,
     ) -> None:
-        """`budgets`: the most that daemons get of experts, by name."""
+        """`budgets`: the most that daemons get of experts, by name. `keeps_plan`: for the next
+        start."""
         self._file, self._spec, self._settings, self._heat = file, spec, settings, heat
         self._on_progress, self._budgets = on_progress, budgets or {}
         self._box: Box | None = None
@@ -124,7 +124,8 @@ class Planning:
         self._wishes = wishes_of(settings)
         self._numeric_class = ""
         """Of the settings' device, once it is open."""
-        self._num_daemons = 0
+        self._daemon_names: Sequence[str] = ()
+        self._keeps_plan = keeps_plan
 
     def before_daemons(self, daemon_names: Sequence[str]) -> Planned:
         """Choose the device, and what goes there if there are no daemons.
@@ -133,8 +134,10 @@ class Planning:
         """
         settings, wishes = self._settings, self._wishes
         check_wishes(wishes, num_layers=self._spec.num_layers, moe=self._spec.moe)
-        self._num_daemons = num_daemons = len(daemon_names)
+        self._daemon_names, num_daemons = daemon_names, len(daemon_names)
         if settings.plan:
+            if not wishes.fits:
+                raise SettingsError("--fit=off and --plan contradict each other")
             check_unplanned(wishes, "--plan")
             if settings.local_experts is not None:
                 raise SettingsError("--local-experts and --plan both say where experts are")
@@ -216,10 +219,18 @@ class Planning:
             box_key,
         )
 
-    def alone(self) -> Plan:
-        """A plan without daemons. Raises: SettingsError if what was asked for does not fit."""
-        gpus = self._gpus()
-        return self._kept_or(_accepted(self._plan(gpus, {})), gpus, {}, keeps=False)
+    def priced(self, settings: Settings, placement: Placement, offers: Mapping[str, Offer]) -> Plan:
+        """What is done without a plan: the settings' device has all experts, or the placement says
+        who has them. Raises: as `plan`."""
+        device = settings.device or CPU
+        self._settings, wishes = replace(settings, device=device), self._wishes
+        gpus, is_whole = self._gpus(), placement.owner_names == (LOCAL_OWNER,)
+        if not (gpus and is_whole and wishes.fits):
+            self._wishes = replace(wishes, fits=False, experts=ExpertWishes(placement=placement))
+        try:
+            return _accepted(self._plan(gpus, offers))
+        finally:
+            self._wishes = wishes
 
     def with_daemons(
         self,
@@ -236,6 +247,8 @@ class Planning:
         settings = planned.settings
         is_asked = settings.local_experts is not None and not self._asks_for_experts
         is_asked = is_asked or bool(settings.plan) or not self._wishes.fits
+        if not is_asked and not offers:
+            planned = replace(planned, plan=None)  # which was made without daemons
         is_on_host = settings.device is None or settings.device.kind is DeviceKind.CPU
         asks = bool(planned_flags(self._wishes) or self._budgets)
         if is_asked or not (offers or asks):
@@ -269,16 +282,15 @@ class Planning:
         if settings.prefill_offload != OffloadMode.AUTO:
             return frozenset()
         self._settings = settings
-        self._wishes = replace(self._wishes, fits=False, experts=ExpertWishes(placement=placement))
         try:
-            gpus = self._gpus()
-            found = self._plan(gpus, offers) if gpus else None
+            if not self._gpus():
+                return frozenset()
+            return frozenset(self.priced(settings, placement, offers).prompts_here)
         except DflashError as error:
             # docs: where experts were asked for is obeyed; owners of this process and daemons
             # compute their experts of prompts, as nothing says that copies are faster
             _LOG.warning("the placement that was asked for is not priced: %s", str(error))
             return frozenset()
-        return frozenset(found.prompts_here) if isinstance(found, Plan) else frozenset()
 
     def _beside_processor(
         self, planned: Planned, offers: Mapping[str, Offer], own: OwnProcessor
@@ -290,7 +302,7 @@ class Planning:
         Daemons that are alike are on the parent's cores, mostly, where a split gains nothing.
         """
         before, spec = self._settings, self._spec
-        if len(offers) < self._num_daemons:
+        if len(offers) < len(self._daemon_names):
             return planned
         # Most need not be compared with the parent: they are fast enough for any.
         is_slower = is_any_slower(offers, 0.0) and is_any_slower(offers, own.step_s())
@@ -316,7 +328,6 @@ class Planning:
             return planned
         if gain_of(found.forecast, split.forecast, request_of(before)) < WORTH:
             return planned
-        _log_plan(found)
         return replace(planned, placement=found.placement, plan=found)
 
     def _without(self, names: Collection[str], offers: Mapping[str, Offer]) -> Plan | PlanRefused:
@@ -351,7 +362,6 @@ class Planning:
             found = _accepted(self._plan([], offers))
         finally:
             self._settings, self._wishes = before, wishes
-        _log_plan(found)
         return replace(planned, placement=found.placement, plan=found)
 
     def _gpus(self) -> list[GpuDescription]:
@@ -396,8 +406,6 @@ class Planning:
         new: Plan,
         gpus: Sequence[GpuDescription],
         offers: Mapping[str, Offer],
-        *,
-        keeps: bool = True,
     ) -> Plan:
         """The plan that is kept, unless the new one gains enough: see KeptPlan.or_new."""
         kept = KeptPlan(
@@ -407,7 +415,7 @@ class Planning:
                 self._wishes, request_of(self._settings), offers, budgets=self._budgets
             ),
         )
-        return kept.or_new(new, self._situation(gpus, offers), self._wishes, keeps=keeps)
+        return kept.or_new(new, self._situation(gpus, offers), self._wishes, keeps=self._keeps_plan)
 
     def _plan(
         self,
@@ -423,7 +431,26 @@ class Planning:
             kv_type=self.kv_type,
             chunk=chunk,
         )
-        return plan(self._situation(gpus, offers), wishes)
+        found = plan(self._situation(gpus, offers), wishes)
+        if isinstance(found, PlanRefused):
+            return found
+        away = [
+            Alternative(f"daemon {name}", str(found.setup.device), None, "not connected")
+            for name in self._daemon_names
+            if name not in offers
+        ]
+        return replace(found, alternatives=(*found.alternatives, *away, *self._unusable()))
+
+    def _unusable(self) -> list[Alternative]:
+        """GPUs that could be the parent's, had this Python their libraries."""
+        if self._wishes.device is not None or not self._described:
+            return []
+        usable = devices_to_measure(replace(self._settings, device=None), self._described)
+        return [
+            Alternative("any", str(gpu.device), None, gpu.why_not or _as_daemon(gpu.device))
+            for gpu in self._described
+            if gpu.device not in usable
+        ]
 
     def _situation(self, gpus: Sequence[GpuDescription], offers: Mapping[str, Offer]) -> Situation:
         settings, spec = self._settings, self._spec
@@ -461,7 +488,6 @@ class Planning:
 
     def _applied(self, found: Plan, situation: Situation | None = None) -> Planned:
         """`situation`: what it was made from; None for a plan that was read, which is obeyed."""
-        _log_plan(found)
         setup = found.setup
         settings = replace(
             self._settings,
@@ -488,31 +514,18 @@ def _accepted(found: Plan | PlanRefused) -> Plan:
     return found
 
 
-def _log_plan(found: Plan) -> None:
-    # docs: where the experts are computed, what each device's memory is used for, and how fast that
-    # should be; `dflash-moe plan` says the same without loading the model
-    _LOG.info("plan:\n%s", plan_text(found).rstrip())
+def _as_daemon(device: Device) -> str:
+    """How a GPU is used that another Python can drive."""
+    return (
+        f"this Python cannot use it; [[daemon]] with device = '{device}' and launcher = "
+        "'a Python that can' adds it (`dflash-moe doctor` says more)"
+    )
 
 
 def _log_why_on_host(error: DflashError) -> None:
     # docs: a GPU is there, but cannot be measured, or has no kernels for the model; it is computed
     # on the processor. `--device cuda:0` makes it an error
     _LOG.warning("computing on the processor: %s", str(error))
-
-
-def plan_of_file(settings: Settings, *, on_progress: OnProgress) -> Plan:
-    """What would be decided for the settings' model, without loading it.
-
-    Raises: SettingsError, ModelFileError, DeviceUnavailable.
-    """
-    with GgufFile.open(chosen_model_path(settings)) as file:
-        spec = read_spec(file)
-        heat = open_heat(file, spec, settings)
-        try:
-            known = heat.for_planning()
-            return Planning(file, spec, settings, heat=known, on_progress=on_progress).alone()
-        finally:
-            heat.close()
 
 
 def _shares(heat: Heat, spec: ModelSpec) -> ExpertShares:

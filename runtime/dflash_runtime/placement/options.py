@@ -214,7 +214,7 @@ class ParentOptions:
         limit: float | None = None
         daemon = self.daemons.get(self.sides[index].name)
         if index == LOCAL and self.wishes.expert_budget_percent is not None:
-            every = float((self.arrays.num_experts * self.bytes_of(LOCAL)).sum())
+            every = self.parent.footprint.every_expert
             limit = every * self.wishes.expert_budget_percent / 100
         elif index == LOCAL:
             limit = self.wishes.expert_budget_bytes

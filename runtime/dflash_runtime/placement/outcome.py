@@ -184,9 +184,11 @@ def _reason(
     """One sentence that says why."""
     option = chosen.option
     if not wishes.fits:
-        return "Nothing was planned (--fit off)."
+        return f"Nothing was planned: {_unplanned(option.mode, str(chosen.options.parent.device))}."
     if wishes.experts.names_places:
         return "Experts are where they were asked for."
+    if wishes.experts.mode is not None:
+        return f"It is the fastest with --moe-mode={wishes.experts.mode}."
     if option.mode is MoeMode.RESIDENT:
         return f"All experts fit {chosen.options.parent.device}."
     possible = [each for each in alternatives if each.forecast is not None and not each.why_not]
@@ -206,6 +208,13 @@ def _reason(
             f"It is simpler than {best.name}, and as fast within {(tie - 1) * 100:.0f} %; {share}."
         )
     return f"It writes {ratio:.2f} times as fast as {best.name}; {share}."
+
+
+def _unplanned(mode: MoeMode, device: str) -> str:
+    """Where experts are without a plan."""
+    if mode is MoeMode.RESIDENT:
+        return f"{device} computes all experts"
+    return "experts are where they were asked for, or in equal shares"
 
 
 def _replicas_reason(chosen: ParentChoice) -> str:

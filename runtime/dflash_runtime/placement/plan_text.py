@@ -71,10 +71,12 @@ def _alternatives(plan: Plan) -> Iterator[str]:
         yield ", ".join(here)
     for each in plan.alternatives:
         if each.forecast is None or each.why_not or each.device != str(plan.setup.device):
-            yield _other(each)
+            yield _other(each, plan)
 
 
-def _other(each: Alternative) -> str:
+def _other(each: Alternative, plan: Plan) -> str:
+    if each.forecast is None and each.device == str(plan.setup.device):
+        return f"{each.name} {each.why_not}"
     if each.forecast is None:
         return f"{each.name} on {each.device}: {each.why_not}"
     if each.why_not:

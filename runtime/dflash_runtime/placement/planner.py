@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from dflash_protocol.errors import SettingsError
-from dflash_runtime.compute.kv_cache import KvType, chosen_kv_type
+from dflash_runtime.compute.kv_cache import chosen_kv_type
 from dflash_runtime.placement.cost import LOCAL
 from dflash_runtime.placement.expectation import IntArray
 from dflash_runtime.placement.layer_split import best_layer_split
@@ -25,6 +25,7 @@ from dflash_runtime.placement.plan import (
     PlanRefused,
     RoomStatus,
 )
+from dflash_runtime.placement.refusals import no_context, no_place, no_room
 from dflash_runtime.placement.replicas import has_room, replicas_of, with_replicas
 from dflash_runtime.placement.situation import ExpertDaemon, ParentDevice, Situation
 from dflash_runtime.placement.split import HOST_OWNER
@@ -136,6 +137,8 @@ def _needs_device(wishes: Wishes) -> bool:
         or experts.num_cpu_moe_layers is not None
         or experts.mode is MoeMode.CPU_MOE
         or wishes.device_memory_bytes is not None
+        or wishes.expert_budget_bytes is not None
+        or wishes.expert_budget_percent is not None
     )
 
 
@@ -157,7 +160,7 @@ def _best_of_parent(
     contexts = _contexts(options, wishes)
     chunks = _chunks(options, wishes)
     if not any(options.has_room(contexts[-1], chunk) for chunk in chunks):
-        return _refused(options, wishes, contexts[-1])
+        return no_context(options, contexts[-1], chunks[-1])
     # Copies of the processor's experts of prompts take memory from experts.
     both = [options, options.without_copies()] if options.copies_prompts else [options]
     if asked is not None:
@@ -169,7 +172,7 @@ def _best_of_parent(
         if context is not None
     ]
     if not ways:
-        return _refused(options, wishes, contexts[-1])
+        return no_room(options, contexts[-1], chunks[-1])
     mode = wishes.experts.mode
     ways.sort(key=lambda each: (each[0], each[1] is options))
     found: list[ParentChoice | PlanRefused] = []
@@ -194,12 +197,7 @@ def _best_option(
         and not (wishes.experts.cpu_moe is False and each.mode is MoeMode.CPU_MOE)
     ]
     if not found:
-        mode = wishes.experts.mode
-        what = "there is no room for its experts" if mode is None else f"no --moe-mode={mode}"
-        return PlanRefused(
-            f"{options.parent.device}: {what} with a context of {context:,}",
-            RoomStatus.BUDGET_EXHAUSTED,
-        )
+        return no_room(options, context, chunk)
     best = _preferred(options, found, context, chunk)
     others = {each.name: each for each in sorted(found, key=lambda each: -each.price.request_s)}
     others.pop(best.name, None)
@@ -334,7 +332,6 @@ def _asked_for(
     options: ParentOptions, wishes: Wishes, asked: IntArray, contexts: Sequence[int]
 ) -> ParentChoice | PlanRefused:
     """The assignment that was asked for, with the largest context and chunk that it leaves."""
-    excess = ""
     for context in contexts:
         for chunk in _chunks(options, wishes):
             owners: IntArray | None = asked
@@ -344,38 +341,7 @@ def _asked_for(
                 owners = options.fixed_part(asked, context, chunk)
             if owners is not None and options.is_legal(owners, context, chunk):
                 return ParentChoice(options, context, options.priced(owners, context, chunk), ())
-    used = options.used_bytes(asked, LOCAL)
-    chunk = _chunks(options, wishes)[-1]
-    left = options.expert_limit(contexts[-1], chunk, range(1, len(options.sides)))
-    if used > left:
-        excess = (
-            f": they take {used / 2**30:.2f} GiB of {options.parent.device}, which has "
-            f"{max(0.0, left) / 2**30:.2f} GiB for experts beside a context of {contexts[-1]:,}"
-        )
-        excess += _fewer_layers(options, asked, left)
-    for index in range(1, len(options.sides)):
-        used, most = options.used_bytes(asked, index), options.asked_limit(index)
-        if used > most:
-            excess = (
-                f": they take {used / 2**20:,.0f} MiB of daemon {options.sides[index].name}, whose "
-                f"budget is {most / 2**20:,.0f}"
-            )
-    return PlanRefused(
-        f"{options.parent.device}: no room for experts where they were asked for{excess}",
-        RoomStatus.BUDGET_EXHAUSTED,
-    )
-
-
-def _fewer_layers(options: ParentOptions, asked: IntArray, left: float) -> str:
-    """The smallest --n-cpu-moe that fits, as advice."""
-    arrays = options.arrays
-    here = ((asked == LOCAL) & arrays.exists).sum(axis=1)
-    if (here == arrays.num_experts).any() and len(options.sides) > 1:
-        after = np.cumsum((arrays.num_experts * options.bytes_of(LOCAL))[::-1])[::-1]
-        fits = np.flatnonzero(after <= left)
-        first = arrays.layer_ids[fits[0]] if fits.size else arrays.layer_ids[-1] + 1
-        return f"; --n-cpu-moe {int(first)} would fit"
-    return ""
+    return no_place(options, asked, context=contexts[-1], chunk=_chunks(options, wishes)[-1])
 
 
 def _unplanned(options: ParentOptions, wishes: Wishes, asked: IntArray | None) -> ParentChoice:
@@ -392,48 +358,6 @@ def _unplanned(options: ParentOptions, wishes: Wishes, asked: IntArray | None) -
         filled = options.fixed_part(owners, context, chunk)
         owners = np.where(owners == UNASKED, LOCAL, owners) if filled is None else filled
     return ParentChoice(options, context, options.priced(owners, context, chunk), ())
-
-
-def _refused(options: ParentOptions, wishes: Wishes, context: int) -> PlanRefused:
-    """Name the contexts and KV types that would fit."""
-    first = options.kv_type
-    fitting = []
-    for kv_type in (first, *(each for each in (KvType.F16, KvType.Q8_0) if each is not first)):
-        largest = _largest_context(options, wishes, kv_type)
-        if largest:
-            fitting.append((kv_type, largest))
-    needs = options.needs(context, _chunks(options, wishes)[-1]).total
-    room = options.free_bytes()
-    advice = " or ".join(f"--context {size} with --kv-type {kv_type}" for kv_type, size in fitting)
-    return PlanRefused(
-        f"{options.parent.device}: the model without its experts and a context of {context:,} "
-        f"({first}) take {needs / 2**30:.2f} GiB of {room / 2**30:.2f}; "
-        f"{advice + ' would fit' if advice else 'no context fits'}",
-        RoomStatus.BUDGET_EXHAUSTED,
-        tuple(fitting),
-    )
-
-
-def _largest_context(options: ParentOptions, wishes: Wishes, kv_type: KvType) -> int:
-    """The largest context that leaves room for everything but experts; 0 if none does."""
-    chunk = _chunks(options, wishes)[-1]
-
-    def fits(context: int) -> bool:
-        everyone = range(1, len(options.sides))
-        needs = options.needs(context, chunk, group=everyone, kv_type=kv_type)
-        return needs.total <= options.free_bytes()
-
-    most = options.situation.spec.context_length
-    if wishes.context is not None:
-        most = min(most, wishes.context)
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low if low < 256 or low == most else low // 256 * 256
 
 
 def _alternatives(chosen: ParentChoice, choices: Sequence[ParentChoice]) -> list[Alternative]:

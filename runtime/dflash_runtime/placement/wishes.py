@@ -358,6 +358,7 @@ def _owner_named(text: str, owner: str, index_of: Mapping[str, int], device: Dev
     elif name in (str(device), str(device).replace(":", ""), f"rocm{device.index}"):
         name = LOCAL_OWNER
     if name not in index_of:
-        known = ", ".join(index_of)
+        ours = {LOCAL_OWNER: str(device), HOST_OWNER: "cpu"}
+        known = ", ".join(ours.get(each, each) for each in index_of)
         raise SettingsError(f"-ot {shown(text)}={shown(owner)}: owners are {known}")
     return index_of[name]

@@ -19,6 +19,7 @@ from dflash_protocol.errors import RenderingUnavailable
 from dflash_protocol.notify import Notifier
 from dflash_protocol.settings import Settings
 from dflash_runtime.engine.engine import Engine
+from dflash_runtime.placement.plan_text import plan_text
 from dflash_runtime.serving.access import ApiKeys, listening_socket
 from dflash_runtime.serving.app import create_app
 from dflash_runtime.serving.connections import Acceptor, BoundedProtocol
@@ -135,6 +136,10 @@ class _Life:
                 if chat_template(self.state, engine) is not None:
                     with contextlib.suppress(RenderingUnavailable):  # the first chat raises it
                         engine.prepare_chat()
+                for line in [] if engine.plan is None else plan_text(engine.plan).splitlines():
+                    # docs: what each device's memory is used for, what was chosen and how fast that
+                    # should be, and why; `dflash-moe plan` says the same without loading the model
+                    self.say(f"plan: {line}")
                 summary = (
                     f"{engine.spec.name}; experts: {', '.join(self.state.worker.stats.owners)}"
                 )

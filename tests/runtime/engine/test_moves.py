@@ -27,14 +27,14 @@ from dflash_runtime.compute.room import staged_slots
 from dflash_runtime.engine import replacing
 from dflash_runtime.engine.sampling import SamplingParams
 from dflash_runtime.placement import moves
-from dflash_runtime.placement.moves import MoveRound, Swap
-from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
+from dflash_runtime.placement.split import LOCAL_OWNER
 from dflash_runtime.serving.metrics import Metrics
 from dflash_runtime.serving.worker import Channel, EngineWorker, Finished, Job
 from support.emulated_gpu import TINY, TINY_GPT_OSS
 from support.planned_gpu import CONTEXT, OneGpu
 from support.random_gguf import write_model
 from support.random_models import write_qwen3moe
+from support.scripted_moves import ScriptedPolicy
 
 PROMPT = [5, 9, 2, 40, 11, 3, 17, 8, 1, 30, 22]
 NUM_TOKENS = 10
@@ -45,36 +45,6 @@ MOST = 6
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "m.gguf"
     return write_qwen3moe(path, TINY, seed=4, tensor_type="Q8_0")
-
-
-class ScriptedPolicy:
-    """In place of MovePolicy: random swaps, whatever was counted."""
-
-    saved_s = 1.0
-    is_silent = False
-
-    def __init__(self, *args: object, most: int, **options: object) -> None:
-        self.most = most
-        self.random = np.random.default_rng(3)
-
-    def decide(self, placement: Placement, heat: object) -> MoveRound | None:
-        if self.is_silent:
-            return None
-        owned = dict(zip(placement.owner_names, placement.owners, strict=True))
-        swaps = []
-        for layer_id, here in owned[LOCAL_OWNER].by_layer.items():
-            there = owned[HOST_OWNER].by_layer.get(layer_id, np.zeros(0, np.int32))
-            num = min(here.size, there.size, int(self.random.integers(1, 3)))
-            for pair in zip(
-                self.random.permutation(there)[:num],
-                self.random.permutation(here)[:num],
-                strict=True,
-            ):
-                swaps.append(Swap(layer_id, *map(int, pair)))
-        return MoveRound(tuple(swaps[: self.most]), self.saved_s, 0.01, 0)
-
-    def note_applied(self, done: MoveRound, num_tokens: int) -> None:
-        pass
 
 
 @pytest.fixture

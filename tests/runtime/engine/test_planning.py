@@ -23,8 +23,8 @@ from dflash_protocol.settings import Settings, load_settings
 from dflash_runtime import Engine
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.engine import kept_plan
+from dflash_runtime.engine.deciding import plan_of_file
 from dflash_runtime.engine.generation import GenerationStats
-from dflash_runtime.engine.planning import plan_of_file
 from dflash_runtime.engine.predictions import Predictions
 from dflash_runtime.placement.footprint import Memory, footprint
 from dflash_runtime.placement.plan import Plan
@@ -32,6 +32,7 @@ from dflash_runtime.placement.plan_record import as_json, summary_of
 from dflash_runtime.placement.plan_text import plan_text
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
 from support.emulated_gpu import TINY
+from support.faults import fill, small_file_system
 from support.planned_gpu import CONTEXT, GPU, OneGpu
 from support.processes import START_S, running_daemon
 from support.random_models import write_qwen3moe
@@ -182,17 +183,17 @@ class KeptPlans:
 
     def __init__(self, model: Path, heat: Path, caplog: pytest.LogCaptureFixture) -> None:
         self.model, self.heat, self.place = model, heat, heat.with_name(heat.name + ".plan")
-        self._caplog = caplog
+        self.caplog = caplog
         caplog.set_level(logging.INFO)
 
     def opened(self, **wishes: Any) -> tuple[Plan, str]:
         """The plan of an opening, and what was logged of kept ones."""
-        self._caplog.clear()
+        self.caplog.clear()
         with opened(self.model, heat=str(self.heat), **wishes) as engine:
             found = engine.plan
         assert found is not None
-        texts = self._caplog.messages
-        told = [each for each in self._caplog.records if each.msg.startswith("the kept plan")]
+        texts = self.caplog.messages
+        told = [each for each in self.caplog.records if each.msg.startswith("the kept plan")]
         assert len(told) <= 1
         for record in told:  # as in the plan's reason, but not in the file that is kept
             assert isinstance(record.args, tuple)
@@ -276,6 +277,37 @@ def test_a_plan_that_cannot_be_kept_is_a_warning(
         settings_of(kept.model, heat=str(kept.heat), plan_for="9:9"), on_progress=lambda *_: None
     )
     assert kept.place.read_bytes() == content  # nothing was opened
+
+
+def test_a_full_disk_keeps_no_plan_and_no_heat(
+    gpu: OneGpu, kept: KeptPlans, model: Path, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir(mode=0o700)
+    with small_file_system(disk) as is_mounted:
+        if not is_mounted:
+            pytest.skip("may not mount a tmpfs")
+        gpu.make_room_for(5)
+        heat = disk / "it.heat"
+        texts: list[list[int]] = []
+        files: list[dict[str, bytes]] = []
+        for has_room in (True, False, True):
+            filler = fill(disk)
+            if has_room:
+                filler.unlink()
+            caplog = kept.caplog
+            caplog.clear()
+            with opened(model, heat=str(heat), plan_for=f"64:{64 + len(texts)}") as engine:
+                texts.append(text_of(engine))
+            warned = [each for each in caplog.records if each.levelno == logging.WARNING]
+            assert len(warned) == (0 if has_room else 2)
+            assert all(str(heat) in each.getMessage() for each in warned)
+            filler.unlink(missing_ok=True)
+            files.append({path.name: path.read_bytes() for path in disk.iterdir()})
+    assert texts[1:] == texts[:1] * 2
+    assert {*files[0]} == {"it.heat", "it.heat.plan"}
+    assert files[1] == files[0]  # whole, as they were
+    assert all(files[2][name] != content for name, content in files[0].items())
 
 
 @pytest.mark.parametrize(

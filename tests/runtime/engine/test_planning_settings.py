@@ -24,7 +24,8 @@ from dflash_runtime import Engine
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.room import staged_slots
 from dflash_runtime.engine import planning, replacing
-from dflash_runtime.engine.planning import Planned, plan_of_file
+from dflash_runtime.engine.deciding import plan_of_file
+from dflash_runtime.engine.planning import Planned
 from dflash_runtime.placement import host_context
 from dflash_runtime.placement.footprint import Memory, footprint
 from dflash_runtime.placement.moves import MovePolicy
@@ -70,7 +71,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, model: Path) -> OneGpu:
         ({"cpu_moe": True}, UNPLANNED, ALL_HERE),
         ({"cpu_moe": False}, UNPLANNED, UNPLANNED),
         ({"n_cpu_moe": 1}, UNPLANNED, ALL_HERE),
-        ({"override_tensor": ((r"blk\.1\.", "d0"),)}, "owners are local", HALF_IN_DAEMON),
+        ({"override_tensor": ((r"blk\.1\.", "d0"),)}, "owners are cpu", HALF_IN_DAEMON),
         ({"override_tensor": ((r"blk\.1\.", "cpu"),)}, UNPLANNED, ALL_HERE),
         ({"moe_mode": "resident"}, UNPLANNED, ALL_HERE),
         ({"moe_mode": "cpu-moe"}, UNPLANNED, ALL_HERE),
@@ -116,7 +117,7 @@ def test_a_parent_on_the_processor(
     [
         ({"cpu_moe": True}, {HOST_OWNER: EVERY}, {HOST_OWNER: EVERY}),
         ({"n_cpu_moe": 1}, HALVES, HALVES),
-        ({"override_tensor": ((r"blk\.1\.", "d0"),)}, "owners are local", HALF_IN_DAEMON),
+        ({"override_tensor": ((r"blk\.1\.", "d0"),)}, "owners are cuda:0, cpu", HALF_IN_DAEMON),
         ({"override_tensor": ((r"blk\.1\.", "cpu"),)}, HALVES, HALVES),
         ({"moe_mode": "resident"}, ALL_HERE, ALL_HERE),
         ({"moe_mode": "cpu-moe"}, {HOST_OWNER: EVERY}, {HOST_OWNER: EVERY}),

@@ -13,7 +13,7 @@ from dflash_protocol.settings import Settings
 from dflash_protocol.settings.kinds import OneOf
 from dflash_protocol.settings.table import KNOBS
 from dflash_runtime.compute.kv_cache import KvType
-from dflash_runtime.placement.plan import Plan, PlanRefused
+from dflash_runtime.placement.plan import Plan, PlanRefused, RoomStatus
 from dflash_runtime.placement.planner import UNPLANNED_CONTEXT, plan
 from dflash_runtime.placement.situation import PlannedRequest
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER, make_placement
@@ -234,6 +234,52 @@ def test_contradictions(wishes: Wishes | ExpertWishes, named: tuple[str, ...]) -
     with pytest.raises(SettingsError) as error:
         plan(ROOMY, wishes)
     assert all(each in str(error.value) for each in named)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "named"),
+    [
+        (Wishes(expert_budget_bytes=2 * MIB, experts=ExpertWishes(num_local=8)),
+         ("--expert-budget-mb 2", "--n-cpu-moe")),
+        (Wishes(expert_budget_percent=10, experts=ExpertWishes(mode=MoeMode.RESIDENT)),
+         ("--expert-budget-pct 10", "--moe-mode=resident")),
+        (Wishes(device_memory_bytes=100 * MIB, context=65536),
+         ("--device-memory-mb 100", "65,536")),
+        (Wishes(device=CPU, host_memory_bytes=100 * MIB), ("--host-memory-mb 100",)),
+        (Wishes(experts=ExpertWishes(mode=MoeMode.REMOTE)), ("--moe-mode=remote", "no daemon")),
+        (Wishes(host_memory_bytes=MIB), ("--host-memory-mb 1", "cuda:0")),
+        (Wishes(experts=ExpertWishes(overrides=(("exps", "cuda:3"),))), ("cuda:0, cpu",)),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_the_settings_that_are_the_reason(
+    wishes: Wishes, named: tuple[str, ...]
+) -> None:
+    try:
+        refused = plan(TIGHT, replace(wishes, device=wishes.device or GPU))
+    except SettingsError as error:
+        reason = str(error)
+    else:
+        assert isinstance(refused, PlanRefused)
+        assert refused.status is RoomStatus.BUDGET_EXHAUSTED
+        reason = refused.reason
+    assert all(each in reason for each in named), reason
+    is_context = wishes.context is not None or wishes.device == CPU
+    assert ("no context" in reason or "--context" in reason) == is_context
+
+
+def test_all_of_the_experts_bytes_are_all_experts() -> None:
+    row = BoxRow(CARD, 8 * GIB, CORES_16, 8 * GIB)
+    at = situation(SPEC, row, shares=SHARES, granule=2 * MIB)
+    found = planned(Wishes(expert_budget_percent=100), at)
+    assert found.mode is MoeMode.RESIDENT
+    assert found.setup.device == GPU
+
+
+def test_a_budget_is_of_a_gpu() -> None:
+    """Nothing is said of the processor as parent, which it does not bound."""
+    found = planned(Wishes(expert_budget_bytes=0))
+    assert found.setup.device == GPU
+    assert all(each.device == str(GPU) for each in found.alternatives)
 
 
 def test_all_layers_or_none_on_the_device() -> None:

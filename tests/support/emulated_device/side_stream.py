@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import AnyArray
 from dflash_runtime.compute.gpu.device.device import DeviceArray, Graph, Grid, address
 
@@ -131,5 +133,6 @@ class EmulatedSideStream:
 
     def close(self) -> None:
         """As SideStream.close."""
-        self.synchronize()
+        with contextlib.suppress(DeviceUnavailable):  # a failed device releases nothing
+            self.synchronize()
         self._is_closed = True

@@ -89,9 +89,9 @@ def kept_box(key: str, cache_dir: str | None) -> Box | None:
 
 
 def keep_box(box: Box, cache_dir: str | None) -> Path | None:
-    """Keep a box for the next start, if there is a folder that can be written to; returns its
-    file."""
-    with suppress(SettingsError, OSError):
+    """Keep a box for the next start; returns its file, or None and a warning if it cannot be
+    written."""
+    try:
         place = _place(box.key, cache_dir)
         write_file("box", place, box_as_json(box))
         by_age = sorted(
@@ -99,8 +99,11 @@ def keep_box(box: Box, cache_dir: str | None) -> Path | None:
         )
         for old in by_age[:-_NUM_KEPT]:
             old.unlink(missing_ok=True)
-        return place
-    return None
+    except (SettingsError, OSError) as error:
+        # docs: the cache folder is full, or cannot be written to; each start measures again
+        _LOG.warning("measurements are not kept: %s", one_line(str(error), _LONGEST_LINE))
+        return None
+    return place
 
 
 def drop_box(key: str, cache_dir: str | None) -> None:

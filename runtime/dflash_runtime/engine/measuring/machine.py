@@ -78,7 +78,7 @@ def box_of_machine(
     if not measures_all:
         # docs: no measurement of this device with such a model is kept; it is made now, and kept
         # for the next start
-        _LOG.info("measuring %s, which takes up to %.0f s", ", ".join(missing), START_LIMIT_S)
+        _LOG.warning("measuring %s, which takes up to %.0f s", ", ".join(missing), START_LIMIT_S)
     began_s, limit_s = time.monotonic(), LIMIT_S if measures_all else START_LIMIT_S
     with _opened(file, settings, devices, gpus, kv_type, on_progress) as opened:
         box = measure_box(

@@ -81,9 +81,15 @@ def test_a_damaged_file_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFi
         assert "\n" not in record.getMessage()
 
 
-def test_a_folder_that_cannot_be_written_to_costs_nothing(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    assert keep_box(BOX, str(tmp_path / "file")) is None
+def test_a_folder_that_cannot_be_written_to_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "file"
+    folder.write_text("")
+    assert keep_box(BOX, str(folder)) is None
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert str(folder) in record.getMessage()
 
 
 def places(record: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

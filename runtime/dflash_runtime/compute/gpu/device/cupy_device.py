@@ -167,9 +167,10 @@ class CupyPeerMemory:
 
     def close(self) -> None:
         if self.device_address:
-            self._driver.use(self._index)
-            give_back = self._driver.free if self._is_ours else self._driver.close_memory
-            give_back(self.device_address)
+            with suppress(DeviceUnavailable):  # a failed device releases nothing
+                self._driver.use(self._index)
+                give_back = self._driver.free if self._is_ours else self._driver.close_memory
+                give_back(self.device_address)
             self.device_address = 0
 
 
@@ -185,8 +186,9 @@ class CupyHostMapping:
     def close(self) -> None:
         """Idempotent."""
         if self._array is not None:
-            self._driver.use(self._index)
-            self._driver.unregister_host(address(self._array))
+            with suppress(DeviceUnavailable):  # a failed device releases nothing
+                self._driver.use(self._index)
+                self._driver.unregister_host(address(self._array))
             self._array = None
 
 

@@ -71,8 +71,9 @@ class CupyGraph:
     def close(self) -> None:
         """Idempotent."""
         if self._executable is not None:
-            self._driver.use(self._index)
-            self._driver.destroy_graph(self._executable)
+            with suppress(DeviceUnavailable):  # a failed device releases nothing
+                self._driver.use(self._index)
+                self._driver.destroy_graph(self._executable)
             self._executable = None
 
 

@@ -75,7 +75,9 @@ class DeviceStage:
             self._transfer = None
         if self._matrices:
             self._matrices.clear()
-            self._device.synchronize()  # kernels that read what was here
+            # Kernels that read what was here. What a failed device says, its next step says too.
+            with contextlib.suppress(DeviceUnavailable):
+                self._device.synchronize()
 
     def close(self) -> None:
         self.clear()

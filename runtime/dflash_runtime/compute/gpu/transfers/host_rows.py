@@ -6,10 +6,12 @@ All calls are made with the mover's lock held.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
+from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, Mark, address
 from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock, first_rows
@@ -63,7 +65,8 @@ class RowIndices:
     def close(self) -> None:
         """Wait for all launches and unmap it. It can be used again."""
         if self._block is not None:
-            self._device.synchronize(COPY_DEADLINE_S)
+            with suppress(DeviceUnavailable):  # a failed device writes nothing any more
+                self._device.synchronize(COPY_DEADLINE_S)
             self._block.close()
             self._block = None
 
@@ -125,7 +128,8 @@ class HostRows:
     def close(self) -> None:
         """Wait for all launches and unmap it. It can be used again."""
         if self._block is not None:
-            self._device.synchronize(COPY_DEADLINE_S)
+            with suppress(DeviceUnavailable):  # a failed device writes nothing any more
+                self._device.synchronize(COPY_DEADLINE_S)
             self._block.close()
             self._block = self._read = None
 

@@ -300,8 +300,12 @@ def test_closing_gives_everything_back_even_when_the_device_has_failed(
     names = [line.split()[0] for line in fake.take_notes()]
     assert names == ["synchronize_stream", "unload_module", "destroy_stream"]
     other = CupyDevice(CUDA)
-    fake.fail("synchronize_stream", 700)
-    other.close()
+    mapping, graph = other.map_host(np.zeros(4096, np.uint8)), other.capture(lambda: None)
+    stream, peer = other.new_stream(), other.export_memory(4096)
+    for name in ("synchronize_stream", "unregister_host", "destroy_executable", "free"):
+        fake.fail(name, 700)
+    for each in (mapping, graph, stream, peer, other):
+        each.close()
 
 
 def test_what_cannot_be_opened_says_why(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
