@@ -153,7 +153,8 @@ class Settings:
     )
     context: int | None = setting(
         None, "CONTEXT", WholeOrAuto(1, 1 << 30), Reader.PARENT,
-        "Positions that a sequence may have; auto is the model's, up to 32768.",
+        "Positions that a sequence may have; auto is the model's, or the largest below it that "
+        "costs little speed; on processors up to 32768.",
         short_flag="-c", older_variables=("DFLASH_MAX_CONTEXT",),
     )
     local_experts: int | None = setting(

@@ -56,7 +56,7 @@ from dflash_runtime.placement.heat import Heat
 from dflash_runtime.placement.moves import MovePrices, move_prices
 from dflash_runtime.placement.plan import Alternative, Plan, PlanRefused
 from dflash_runtime.placement.plan_record import RecordOf
-from dflash_runtime.placement.planner import UNPLANNED_CONTEXT, plan
+from dflash_runtime.placement.planner import UNPLANNED_CONTEXT, contexts_of, plan
 from dflash_runtime.placement.situation import (
     ExpertShares,
     ParentDevice,
@@ -159,10 +159,12 @@ class Planning:
             check_overrides(wishes.experts, self._spec.moe, side_names=owners, device=CPU)
             return Planned(settings)
         only = gpus[0] if len(gpus) == 1 and not self._asks_for_experts else None
-        if only is not None and not only.memory.is_shared_with_host and self._fits(only):
-            settings = replace(settings, device=only.device)
-            if not num_daemons:
-                return Planned(settings)
+        if only is not None and not only.memory.is_shared_with_host:
+            context = self._resident_context(only)
+            if context is not None:
+                settings = replace(settings, device=only.device)
+                if not num_daemons:
+                    return Planned(replace(settings, context=context))
         if settings.local_experts is not None and not self._asks_for_experts:
             return Planned(
                 settings if settings.device else replace(settings, device=gpus[0].device)
@@ -383,18 +385,21 @@ class Planning:
         """The model on a GPU. Raises: UnsupportedModel if there are no kernels for it."""
         return footprint(self._file, self._spec, Memory.GPU)
 
-    def _fits(self, gpu: GpuDescription) -> bool:
-        """Whether the whole model fits there, with the usual context and chunks."""
+    def _resident_context(self, gpu: GpuDescription) -> int | None:
+        """The largest context with which the whole model fits there, with the usual chunks; None if
+        it does not with any."""
         settings, spec = self._settings, self._spec
         if settings.local_experts is not None:
-            return False
-        num_positions = settings.context or min(spec.context_length, UNPLANNED_CONTEXT)
+            return None
         request = Request(
             self.kv_type,
             GPU_CHUNKS[0],
             {layer.layer_id: layer.num_experts for layer in spec.moe.layers},
         )
-        return request.num_bytes(self._on_gpu, num_positions) <= gpu.memory.room_bytes
+        for context in contexts_of(spec, request_of(settings), settings.context):
+            if request.num_bytes(self._on_gpu, context) <= gpu.memory.room_bytes:
+                return context
+        return None
 
     @property
     def kv_type(self) -> KvType:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from dflash_adapters.spec import ModelSpec
 from dflash_protocol.errors import SettingsError
 from dflash_runtime.compute.kv_cache import chosen_kv_type
 from dflash_runtime.placement.cost import LOCAL
@@ -27,7 +28,12 @@ from dflash_runtime.placement.plan import (
 )
 from dflash_runtime.placement.refusals import no_context, no_place, no_room
 from dflash_runtime.placement.replicas import has_room, replicas_of, with_replicas
-from dflash_runtime.placement.situation import ExpertDaemon, ParentDevice, Situation
+from dflash_runtime.placement.situation import (
+    ExpertDaemon,
+    ParentDevice,
+    PlannedRequest,
+    Situation,
+)
 from dflash_runtime.placement.split import HOST_OWNER
 from dflash_runtime.placement.wishes import UNASKED, MoeMode, Wishes, assigned, check_wishes
 
@@ -46,7 +52,8 @@ SMALLEST_CONTEXT = 4096
 """Of contexts that are chosen, if the model's and the planned request allow it."""
 
 UNPLANNED_CONTEXT = 32768
-"""The context without a plan, of models that have more."""
+"""The context of a parent on the processor without a plan, and without --fit, of models that have
+more."""
 
 _MUCH = 1.25
 
@@ -157,7 +164,8 @@ def _best_of_parent(
     )
     if not wishes.fits:
         return _unplanned(options, wishes, asked)
-    contexts = _contexts(options, wishes)
+    situation = options.situation
+    contexts = contexts_of(situation.spec, situation.request, wishes.context)
     chunks = _chunks(options, wishes)
     if not any(options.has_room(contexts[-1], chunk) for chunk in chunks):
         return no_context(options, contexts[-1], chunks[-1])
@@ -274,12 +282,12 @@ def _replicated(chosen: ParentChoice, wishes: Wishes) -> ParentChoice | PlanRefu
     return replace(chosen, option=replace(option, price=price), replicas=found)
 
 
-def _contexts(options: ParentOptions, wishes: Wishes) -> list[int]:
-    """Contexts that may be chosen, the largest first."""
-    if wishes.context is not None:
-        return [wishes.context]
-    largest = options.situation.spec.context_length
-    request = options.situation.request
+def contexts_of(spec: ModelSpec, request: PlannedRequest, asked: int | None) -> list[int]:
+    """Contexts that may be chosen, the largest first: the one that was asked for, or the model's,
+    and smaller ones that have room for the request."""
+    if asked is not None:
+        return [asked]
+    largest = spec.context_length
     smallest = min(largest, max(SMALLEST_CONTEXT, request.prompt + request.written))
     found = [largest]
     while found[-1] > smallest:

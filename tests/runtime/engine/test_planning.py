@@ -21,6 +21,7 @@ from dflash_protocol.device import CPU, Device
 from dflash_protocol.errors import SettingsError, UnsupportedModel
 from dflash_protocol.settings import Settings, load_settings
 from dflash_runtime import Engine
+from dflash_runtime.compute.gpu.chunk_room import GPU_CHUNKS
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.engine import kept_plan
 from dflash_runtime.engine.deciding import plan_of_file
@@ -69,6 +70,25 @@ def test_where_all_fits_nothing_is_measured(gpu: OneGpu, model: Path) -> None:
         assert engine.backend_name == "cupy"
         assert engine.placement.owner_names == (LOCAL_OWNER,)
         assert engine.plan is None
+    assert gpu.num_measured == 0
+
+
+def test_where_all_fits_the_context_is_the_largest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shape = replace(TINY, context_length=16_384)
+    model = write_qwen3moe(tmp_path / "m.gguf", shape, seed=4, tensor_type="Q8_0")
+    gpu = OneGpu(monkeypatch, model)
+    with opened(model, context=None) as engine:
+        assert engine.num_positions == 16_384
+    with GgufFile.open(model) as file:
+        found = footprint(file, read_spec(file), Memory.GPU)
+    needs = found.needs(num_positions=16_383, kv_type=KvType.F16, chunk=GPU_CHUNKS[0])
+    gpu.room_bytes = needs.total + found.every_expert
+    with opened(model, context=None) as engine:
+        assert (engine.num_positions, engine.plan) == (8192, None)
+    with opened(model, context=100) as engine:
+        assert engine.num_positions == 100
     assert gpu.num_measured == 0
 
 
