@@ -240,7 +240,7 @@ class RemoteExperts(Protocol):
     def begin(
         self,
         layer_id: int,
-        hidden: Hidden,
+        hidden: Hidden | None,
         topk_ids: I32Array,
         topk_weights: F32Array,
         *,
@@ -250,6 +250,7 @@ class RemoteExperts(Protocol):
     ) -> Any:
         """Ask the owners of what the block does not compute; returns a ticket, to be finished or
         abandoned once. The block computes the `offloaded` experts itself; None if nothing is left.
+        `hidden` may be None if these are all remote ones.
         It asks the owners of the indices `mailed` itself: their pairs are only counted.
 
         Shapes: hidden [T, H]; topk_ids, topk_weights [T, K]; offloaded [E]; ids are global.

@@ -38,12 +38,13 @@ class AbsentOwners:
     def begin(
         self,
         layer_id: int,
-        hidden: Hidden,
+        hidden: Hidden | None,
         *choice: AnyArray,
         phase: Phase,
         offloaded: AnyArray | None = None,
         mailed: frozenset[int] = frozenset(),
     ) -> Sums:
+        assert hidden is not None  # nothing is offloaded
         return hidden.new_sums()
 
     def finish(self, ticket: Any, out: F64Array | None = None) -> Sums:

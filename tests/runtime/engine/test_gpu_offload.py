@@ -24,13 +24,15 @@ from dflash_protocol.errors import (
     DeviceUnavailable,
     ModelFileError,
 )
-from dflash_protocol.ids import F32Array
+from dflash_protocol.ids import F32Array, Phase
 from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
 from dflash_runtime.compute.gpu.device.device import Mark
 from dflash_runtime.compute.gpu.experts import offload_room
 from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FileRuns, Transfer
+from dflash_runtime.compute.gpu.transfers.host_rows import HostChoice
 from dflash_runtime.experts.offload import OffloadMode
+from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 from dflash_runtime.placement.split import LOCAL_OWNER
 from support.emulated_device import EmulatedDevice
 from support.emulated_gpu import TINY, EmulatedGpus
@@ -114,6 +116,56 @@ def test_bits_are_those_of_a_resident_run(
     whole = SHAPE.num_experts * layer.expert_bytes
     assert copied[1:3] == [whole, whole]
     assert whole - layer.expert_bytes <= copied[0] <= copied[0] + sum(copied[3:]) <= whole
+
+
+def test_experts_that_are_here_are_launched_before_the_choice_has_come(
+    model: Path, undo: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the device computes while the host begins copies and launches what they bring."""
+    split = opened(undo, model, {LOCAL_OWNER: {0: [3], 1: [], 2: [0]}, "gpu1": REST})
+    device: Any = split._backend.device
+    launched: list[int] = []
+    begin, wait = HostChoice.begin, HostChoice.wait
+
+    def begun(choice: HostChoice, *arrays: Any) -> None:
+        begin(choice, *arrays)
+        launched.append(-device.num_launches)
+
+    def waited(choice: HostChoice) -> Any:
+        launched[-1] += device.num_launches
+        return wait(choice)
+
+    monkeypatch.setattr(HostChoice, "begin", begun)
+    monkeypatch.setattr(HostChoice, "wait", waited)
+    split.logits()
+    num_chunks = len(CHUNKS) - 1
+    assert [bool(each) for each in launched] == [True, False, True] * num_chunks
+
+
+def test_rows_of_which_nothing_is_asked_are_not_copied(
+    model: Path, undo: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here a device's experts are asked all the same, so that some chunks need theirs."""
+    given: list[bool] = []
+    begin = MoeExpertComputeRuntime.begin
+
+    def begun(runtime: Any, layer_id: int, hidden: Any, *choice: Any, **how: Any) -> Any:
+        if how["phase"] is Phase.PREFILL:
+            given.append(hidden is not None)
+        return begin(runtime, layer_id, hidden, *choice, **how)
+
+    monkeypatch.setattr(MoeExpertComputeRuntime, "begin", begun)
+    rest: Layers = {0: [1, 2, 4], 2: [1, 2, 3, 4]}
+    owners: dict[str, Layers] = {
+        LOCAL_OWNER: {0: [3], 2: [0]},
+        "cpu1": {0: [0], 1: range(5)},
+        "gpu1": rest,
+    }
+    split = opened(undo, model, owners, OffloadMode.AUTO)
+    split.runtime._owners[2].stats.device = "cuda:1"
+    split.logits()
+    num_chunks = len(CHUNKS) - 1
+    assert given == [True, False, True] * num_chunks
 
 
 @pytest.mark.parametrize("experts_of_part", [1, 2])

@@ -2,9 +2,11 @@
 
 * Here: all of a layer's experts are on the device, and nothing leaves it (HereRoute).
 * Asked by the host: the choice is copied to the host, and if it has remote experts their owners
-  are asked, while the device computes the local ones (HostRoute). Rows of a chunk and the sums that
-  return stay on the device unless an owner computes on a CPU; the experts of such an owner may be
-  computed locally, see offload.py. A captured step is left for that: `run/host_path.py`.
+  are asked, while the device computes the local ones (HostRoute). Those of a chunk are launched
+  before the choice has come, so that all that the host then does is beside them. Rows of a chunk
+  and the sums that return stay on the device unless an owner computes on a CPU; the experts of such
+  an owner may be computed locally, see offload.py. A captured step is left for that:
+  `run/host_path.py`.
 * Asked by the device, through mailboxes, in captured steps: `run/mailbox_path.py`.
 
 Bits are the same whatever the route.
@@ -14,8 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Protocol
-
-import numpy as np
 
 from dflash_protocol.batch import Hidden, HostHidden, Sums
 from dflash_protocol.ids import F32Array, I32Array, Phase
@@ -100,20 +100,27 @@ class HostRoute:
         self._remote, self._offload = remote, offload
 
     def __call__(self, routed: RoutedRows, residual: Rows) -> Pausable[None]:
-        layer, remote, is_chunk = self._layer, self._remote, self._phase is Phase.PREFILL
-        if is_chunk:
-            remote.poll()  # the device is busy until experts are chosen
+        if self._phase is Phase.PREFILL:
+            yield from self._chunk(routed, residual)
+        else:
+            self._step(routed, residual)
+
+    def _chunk(self, routed: RoutedRows, residual: Rows) -> Pausable[None]:
+        layer, remote = self._layer, self._remote
+        remote.poll()  # the device is busy until experts are chosen
         self._ops.steps.choose_now(routed.choice)
-        ids, weights = self._chosen(routed)
+        chosen = self._ops.payload.choice
+        chosen.begin(routed.choice.ids, routed.choice.weights)
+        hidden, local = self._hidden_of_chunk(routed), None
+        if layer is not None:
+            local = local_sums(self._ops, layer, routed, phase=self._phase)
+        ids, weights = chosen.wait()
+        ticket = None
         if layer is not None and not _has_remote(layer.slot_of_expert, ids):
-            remote.count_selections(self._phase, self._layer_id, ids)
-            remote.count_local(self._phase, num_tokens=ids.shape[0], num_pairs=ids.size)
-            add_local(self._ops, layer, routed, residual=residual, phase=self._phase)
-            if is_chunk:
-                yield None
-            return
-        local, ticket = self._begin(routed, ids, weights)
-        if is_chunk:
+            self._count_local(ids)
+            yield None
+        else:
+            local, ticket = self._begin_chunk(routed, hidden, ids, weights, local=local)
             try:
                 remote.poll()
                 yield None
@@ -121,36 +128,25 @@ class HostRoute:
                 if ticket is not None:
                     remote.abandon(ticket)
                 raise
-        parts = [] if local is None else [local]
-        if ticket is not None:
-            parts.append(self._on_device(remote.finish(ticket)))
-        self._ops.elementwise.add_sums(residual.array, *(part.array for part in parts))
+        self._add(residual, local, ticket)
 
-    def _chosen(self, routed: RoutedRows) -> tuple[I32Array, F32Array]:
-        """Wait for ids and weights. Shapes: both [T, K]."""
-        download, choice = self._ops.device.download, routed.choice
-        if choice.both is None:
-            return download(choice.ids), download(choice.weights)
-        both: I32Array = download(choice.both)
-        return both[0], both[1].view(np.float32)
-
-    def _begin(
-        self, routed: RoutedRows, ids: I32Array, weights: F32Array
+    def _begin_chunk(
+        self,
+        routed: RoutedRows,
+        hidden: Hidden | None,
+        ids: I32Array,
+        weights: F32Array,
+        *,
+        local: Buffer | None,
     ) -> tuple[Buffer | None, Any]:
-        """Launch the local experts and ask for the remote ones: sums of the former, if any, and
-        the ticket of what `remote` has begun, if anything.
+        """Ask for the remote experts, and add those that are offloaded to the sums of the local
+        ones: these sums, if any, and the ticket of what `remote` has begun, if anything.
 
         Shapes: ids, weights [T, K]; sums [T, H] float64.
         """
         layer_id, remote, offload = self._layer_id, self._remote, self._offload
-        hidden = self._hidden_of(routed)
         offloaded = None if offload is None else offload.begin(layer_id, ids, remote)
-        if self._phase is Phase.PREFILL:
-            remote.poll()
-        # Launched first, so that the device works while the host groups pairs and sends rows.
-        local = None
-        if self._layer is not None:
-            local = local_sums(self._ops, self._layer, routed, phase=self._phase)
+        remote.poll()
         ticket = remote.begin(
             layer_id, hidden, ids, weights, phase=self._phase, offloaded=offloaded
         )
@@ -164,14 +160,45 @@ class HostRoute:
             raise
         return local, ticket
 
-    def _hidden_of(self, routed: RoutedRows) -> Hidden:
-        """The experts' input rows; those of a chunk stay on the device.
+    def _hidden_of_chunk(self, routed: RoutedRows) -> Hidden | None:
+        """The experts' input rows, which stay on the device; None if no owner is asked.
 
         They are a copy, which may be sent while the device goes on with other rows.
         """
-        if self._phase is Phase.PREFILL:
-            return self._ops.payload.rows(self._ops.chunks.copy_of(routed.x).array)
-        return HostHidden(self._ops.device.download(self._ops.steps.for_host(routed.x)))
+        num_tokens = routed.choice.ids.shape[0]
+        offload = self._offload
+        if offload is not None and offload.has_all(self._layer_id, num_tokens, self._remote):
+            return None
+        return self._ops.payload.rows(self._ops.chunks.copy_of(routed.x).array)
+
+    def _step(self, routed: RoutedRows, residual: Rows) -> None:
+        ops, layer, remote = self._ops, self._layer, self._remote
+        ops.steps.choose_now(routed.choice)
+        ids = ops.device.download(routed.choice.ids)
+        if layer is not None and not _has_remote(layer.slot_of_expert, ids):
+            self._count_local(ids)
+            add_local(ops, layer, routed, residual=residual, phase=self._phase)
+            return
+        weights = ops.device.download(routed.choice.weights)
+        hidden = HostHidden(ops.device.download(ops.steps.for_host(routed.x)))
+        # Launched first, so that the device works while the host groups pairs and sends rows.
+        local = None
+        if layer is not None:
+            local = local_sums(ops, layer, routed, phase=self._phase)
+        ticket = remote.begin(self._layer_id, hidden, ids, weights, phase=self._phase)
+        self._add(residual, local, ticket)
+
+    def _count_local(self, ids: I32Array) -> None:
+        """Count a pass in which nothing remote was chosen. Shapes: ids [T, K]."""
+        self._remote.count_selections(self._phase, self._layer_id, ids)
+        self._remote.count_local(self._phase, num_tokens=ids.shape[0], num_pairs=ids.size)
+
+    def _add(self, residual: Rows, local: Buffer | None, ticket: Any) -> None:
+        """Add the local sums, and those that were asked for, to the residual."""
+        parts = [] if local is None else [local]
+        if ticket is not None:
+            parts.append(self._on_device(self._remote.finish(ticket)))
+        self._ops.elementwise.add_sums(residual.array, *(part.array for part in parts))
 
     def _on_device(self, sums: Sums) -> Buffer:
         """Remote sums as a buffer of the device. Shapes: sums [T, H]."""

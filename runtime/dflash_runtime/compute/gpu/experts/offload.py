@@ -206,6 +206,12 @@ class ExpertOffload:
                     part.place.clear()
             self._layers[layer_id] = _Layer(known.layer, missing, known.places)
 
+    def has_all(self, layer_id: int, num_tokens: int, remote: RemoteExperts) -> bool:
+        """Whether `begin` gives all remote experts of a layer for chunks of so many tokens."""
+        known = self._layers.get(layer_id)
+        wanted = None if known is None else self._wanted(layer_id, num_tokens, remote)
+        return known is not None and wanted is not None and bool((wanted == known.missing).all())
+
     def begin(self, layer_id: int, topk_ids: I32Array, remote: RemoteExperts) -> Experts | None:
         """Decide which of a layer's remote experts to compute here, and start to copy those that
         were chosen; None: none.
@@ -219,9 +225,9 @@ class ExpertOffload:
         if wanted is None:
             return None
         self._file.require_unwritten()
-        chosen = np.zeros(wanted.size, np.bool_)
-        chosen[topk_ids] = True
-        chosen &= wanted
+        # A quarter of the time of a mask that is written by all ids.
+        counts = np.bincount(topk_ids.reshape(-1), minlength=wanted.size)
+        chosen = (counts > 0) & wanted
         known.chosen = chosen
         is_nearly_all = chosen.sum() >= _NEARLY_ALL * wanted.sum()
         following = self._following.get(layer_id)

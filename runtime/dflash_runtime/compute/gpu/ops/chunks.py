@@ -168,10 +168,10 @@ class ChunkKernels:
 
     def choose(self, logits: Rows, rule: RoutingRule, bias: DeviceArray | None) -> ExpertChoice:
         """At once."""
-        both = self._device.empty((2, logits.num_tokens, rule.num_experts_used), np.int32)
-        ids, weights = both[0], both[1].view(np.float32)
+        shape = logits.num_tokens, rule.num_experts_used
+        ids, weights = self._device.empty(shape, np.int32), self._device.empty(shape, np.float32)
         self._choose.launch(rule, logits.array, bias=bias, ids=ids, weights=weights)
-        return ExpertChoice(ids, weights, rule, both=both)
+        return ExpertChoice(ids, weights, rule)
 
     # -- rows as products read them ---------------------------------------------------------------
 
