@@ -29,6 +29,7 @@ from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
 from dflash_runtime.compute.gpu.device.device import Mark
 from dflash_runtime.compute.gpu.experts import offload_room
+from dflash_runtime.compute.gpu.launch.prefill_experts import ExpertPrefill
 from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FileRuns, Transfer
 from dflash_runtime.compute.gpu.transfers.host_rows import HostChoice
 from dflash_runtime.experts.offload import OffloadMode
@@ -327,6 +328,24 @@ def test_only_chosen_experts_are_copied(
     chosen = [np.count_nonzero(counts) for counts in split.runtime.selections().values()]
     assert max(chosen) < 30
     assert copied == [num * layer.expert_bytes for num in chosen]
+
+
+def test_how_matrices_are_read_follows_from_the_pairs_of_the_experts_that_were_chosen(
+    model: Path, undo: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts that are elsewhere are the cold ones: a chunk has fewer pairs of each of them."""
+    means: list[float] = []
+    run = ExpertPrefill.run
+
+    def noted(prefill: ExpertPrefill, *what: Any, **how: Any) -> None:
+        means.append(how["mean_rows"])
+        run(prefill, *what, **how)
+
+    split = opened(undo, model, {"gpu1": WHOLE})
+    monkeypatch.setattr(ExpertPrefill, "run", noted)
+    split.steps.forward(split.steps.begin(), IDS[:16], 0)
+    counts = np.array([*split.runtime.selections().values()])
+    assert means == [16 * SHAPE.num_experts_used / np.count_nonzero(each) for each in counts]
 
 
 def test_a_file_that_has_become_shorter_is_not_read(

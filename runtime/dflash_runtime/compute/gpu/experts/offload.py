@@ -163,8 +163,9 @@ class ExpertOffload:
             for layer_id, (layer, experts) in missing.items()
         }
         self._following = dict(pairwise(missing))
-        self._computed_next: deque[tuple[_Part, Experts]] = deque()
-        """This layer's parts with chosen experts that are not computed yet."""
+        self._computed_next: deque[tuple[_Part, float]] = deque()
+        """This layer's parts with chosen experts that are not computed yet, and these experts' mean
+        number of pairs."""
         self._copied_next: deque[tuple[_Part, Experts]] = deque()
         """Experts whose copies are not begun yet, in the order in which they are computed."""
         self._copier = new_copier(device)
@@ -233,8 +234,10 @@ class ExpertOffload:
         following = self._following.get(layer_id)
         for place in self._places:  # what else was on its way, of a chunk that was given up
             place.is_due = False
-        self._computed_next = deque(self._parts_with(known, chosen))
-        self._copied_next = deque(self._computed_next)
+        self._copied_next = deque(self._parts_with(known, chosen))
+        self._computed_next = deque(
+            (part, float(counts[some].mean())) for part, some in self._copied_next
+        )
         if following is not None:
             ahead = self._wanted(following, topk_ids.shape[0], remote)
             before = self._layers[following].chosen
@@ -252,9 +255,11 @@ class ExpertOffload:
         Shapes: result [T, H] float64. Raises: DeviceUnavailable.
         """
         while self._computed_next:
-            part, _ = self._computed_next.popleft()
+            part, mean_rows = self._computed_next.popleft()
             resident = self._arrived(part, experts)
-            before = self._ops.chunk_experts.local_sums(resident, routed, before)
+            before = self._ops.chunk_experts.local_sums(
+                resident, routed, before, mean_rows=mean_rows
+            )
             part.place.read, part.place.is_due = self._device.mark(), False
             self._copy()
         if before is None:
