@@ -246,6 +246,7 @@ class RemoteExperts(Protocol):
         *,
         phase: Phase,
         offloaded: npt.NDArray[np.bool_] | None = None,
+        counts: I64Array | None = None,
         mailed: frozenset[int] = frozenset(),
     ) -> Any:
         """Ask the owners of what the block does not compute; returns a ticket, to be finished or
@@ -253,7 +254,8 @@ class RemoteExperts(Protocol):
         `hidden` may be None if these are all remote ones.
         It asks the owners of the indices `mailed` itself: their pairs are only counted.
 
-        Shapes: hidden [T, H]; topk_ids, topk_weights [T, K]; offloaded [E]; ids are global.
+        Shapes: hidden [T, H]; topk_ids, topk_weights [T, K]; offloaded [E]; ids are global; counts
+        [E], of how many tokens each expert was chosen, with `offloaded`.
         """
 
     def finish(self, ticket: Any, out: F64Array | None = None) -> Sums:

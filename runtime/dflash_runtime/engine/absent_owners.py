@@ -42,6 +42,7 @@ class AbsentOwners:
         *choice: AnyArray,
         phase: Phase,
         offloaded: AnyArray | None = None,
+        counts: AnyArray | None = None,
         mailed: frozenset[int] = frozenset(),
     ) -> Sums:
         assert hidden is not None  # nothing is offloaded

@@ -277,18 +277,19 @@ class MoeExpertComputeRuntime:
         *,
         phase: Phase,
         offloaded: npt.NDArray[np.bool_] | None = None,
+        counts: I64Array | None = None,
         mailed: frozenset[int] = frozenset(),
     ) -> LayerTicket | None:
         """Ask the owners for every pair except those of a device's own block, and of owners that it
         asks itself. `hidden` may be None if no pair is left.
 
-        Shapes: hidden [T, H]; topk_ids [T, K] int32 global ids; topk_weights [T, K]; offloaded [E].
+        Shapes: hidden [T, H]; topk_ids [T, K] int32 global ids; topk_weights [T, K]; offloaded,
+        counts [E], see RemoteExperts.begin.
         Raises: DaemonUnavailable if all owners of an expert are lost and there is no fallback, or
         one of them is `mailed`.
         """
-        counts: I64Array | None = None
         if offloaded is not None:
-            counts = np.bincount(topk_ids.reshape(-1), minlength=offloaded.size)
+            assert counts is not None
             self._count_offloaded(layer_id, counts, offloaded)
             is_local = self.local_experts_mask(layer_id)
             if not counts[~(is_local | offloaded)].any():  # without pairs, which take longer
@@ -301,7 +302,8 @@ class MoeExpertComputeRuntime:
         if self._device_owner is None:
             pairs = all_pairs(topk_ids, topk_weights)
         else:
-            pairs, counts = self._without_device(layer_id, topk_ids, topk_weights, phase)
+            pairs, found = self._without_device(layer_id, topk_ids, topk_weights, phase)
+            counts = found if counts is None else counts
         if offloaded is not None:
             pairs = pairs.where(~offloaded[pairs.expert_ids])
         ticket = None

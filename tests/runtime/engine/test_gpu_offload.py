@@ -24,7 +24,7 @@ from dflash_protocol.errors import (
     DeviceUnavailable,
     ModelFileError,
 )
-from dflash_protocol.ids import F32Array, Phase
+from dflash_protocol.ids import F32Array, I32Array, Phase
 from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
 from dflash_runtime.compute.gpu.device.device import Mark
@@ -97,6 +97,16 @@ def opened(
     offload: OffloadMode = OffloadMode.ON,
 ) -> Split:
     return Split(undo, path, owners, ids=IDS, chunks=CHUNKS, offload=offload)
+
+
+def begin_copies(split: Split, layer_id: int, ids: I32Array) -> None:
+    """For a chunk that chose these experts, some of which are copied. Shapes: ids [T, K]."""
+    offload, num_tokens = split._backend._offload, ids.shape[0]
+    assert offload is not None
+    wanted = offload.wanted(layer_id, num_tokens, split.runtime)
+    assert wanted is not None
+    counts = np.bincount(ids.reshape(-1), minlength=wanted.size)
+    offload.begin(layer_id, counts, wanted, num_tokens=num_tokens, remote=split.runtime)
 
 
 def test_bits_are_those_of_a_resident_run(
@@ -237,7 +247,7 @@ def test_what_the_last_chunk_chose_is_copied_ahead(
         place.clear()
     copied.clear()
     few = np.flatnonzero(chosen[0])[:8].astype(np.int32).reshape(4, 2)
-    assert offload.begin(0, few, split.runtime) is not None
+    begin_copies(split, 0, few)
     size = split.steps._model.spec.moe.layers[0].expert_bytes
     assert chosen[1] is not None
     assert copied == [8 * size, np.count_nonzero(chosen[1]) * size]
@@ -255,7 +265,7 @@ def test_a_chunk_that_is_given_up_leaves_no_part_behind(
     offload, every = split._backend._offload, np.tile(np.arange(5, dtype=np.int32), (16, 1))
     assert offload is not None
     for layer_id in (2, 0, 1, 1, 2, 0):
-        assert offload.begin(layer_id, every, split.runtime) is not None
+        begin_copies(split, layer_id, every)
         assert (split.logits() == resident).all()
 
 
@@ -273,7 +283,7 @@ def test_a_part_that_was_not_wanted_ahead_has_its_place_all_the_same(
     assert parts[0].place is parts[3].place
     parts[3].place.take(parts[3])
     parts[3].place.is_due = True
-    assert offload.begin(1, ids, split.runtime) is not None
+    begin_copies(split, 1, ids)
     assert parts[0].place.part is parts[0]
 
 
@@ -359,7 +369,7 @@ def test_a_file_that_has_become_shorter_is_not_read(
     copied.clear()
     os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(ModelFileError):
-        offload.begin(1, ids, split.runtime)
+        begin_copies(split, 1, ids)
     assert copied == []
 
 

@@ -179,21 +179,40 @@ def _fail(queue: int, lane: int) -> None:
 
 
 def _post(queue: int, transfer: int, lanes: int, num_lanes: int) -> int:
-    """Put a transfer into the queue. Returns the threads that slept, one bit for each: the caller
-    starts them."""
-    head, started = _get(queue, HEAD), 0
+    """Put a transfer into the queue. Returns the threads that sleep and could copy pieces of it,
+    one bit for each: see `_start`."""
+    head, asleep = _get(queue, HEAD), 0
     v.store_i64(queue + 8 * (FIRST + head % MOST_POSTED), transfer)
     atomic_store(queue + 8 * HEAD, head + 1)
     system.wake(queue + 8 * HEAD)
     piece_bytes = _get(transfer, PIECE_BYTES)
-    num_left = (_get(transfer, TOTAL_BYTES) + piece_bytes - 1) // piece_bytes
+    num_pieces = (_get(transfer, TOTAL_BYTES) + piece_bytes - 1) // piece_bytes
+    for index in range(min(num_lanes, num_pieces)):
+        if atomic_load(lanes + 8 * (LANE_WORDS * index + STATE)) == ASLEEP:
+            asleep |= 1 << index
+    return asleep
+
+
+def _start(queue: int, lanes: int, asleep: int) -> int:
+    """Make threads that sleep awake, from the transfer that was posted last on. Returns those that
+    still slept: the caller starts them."""
+    started, index = 0, 0
+    while asleep >> index != 0:
+        lane = lanes + 8 * LANE_WORDS * index
+        if asleep >> index & 1 != 0 and atomic_replace(lane + 8 * STATE, ASLEEP, AWAKE):
+            atomic_store(lane + 8 * POSITION, _get(queue, HEAD) - 1)
+            started |= 1 << index
+        index += 1
+    return started
+
+
+def _is_behind(lanes: int, num_lanes: int, position: int) -> bool:
+    """Whether a thread that is awake may still look at the transfer of this number."""
     for index in range(num_lanes):
         lane = lanes + 8 * LANE_WORDS * index
-        if num_left > 0 and atomic_replace(lane + 8 * STATE, ASLEEP, AWAKE):
-            atomic_store(lane + 8 * POSITION, head)
-            started |= 1 << index
-        num_left -= 1
-    return started
+        if atomic_load(lane + 8 * STATE) == AWAKE and _get(lane, POSITION) <= position:
+            return True
+    return False
 
 
 def _has_ended(transfer: int, limit_ns: int) -> bool:
@@ -228,6 +247,18 @@ def fail() -> Kernel:
 def post() -> Kernel:
     """``int(queue, transfer, lanes, num_lanes)``: see `_post`."""
     return compile_kernel(_post, i64, i64, i64, i64)
+
+
+@cache
+def start() -> Kernel:
+    """``int(queue, lanes, asleep)``: see `_start`."""
+    return compile_kernel(_start, i64, i64, i64)
+
+
+@cache
+def is_behind() -> Kernel:
+    """``bool(lanes, num_lanes, position)``: see `_is_behind`."""
+    return compile_kernel(_is_behind, i64, i64, i64)
 
 
 @cache

@@ -17,8 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from dflash_protocol.batch import Hidden, HostHidden, Sums
-from dflash_protocol.ids import F32Array, I32Array, Phase
+import numpy as np
+
+from dflash_protocol.batch import HostHidden, Sums
+from dflash_protocol.ids import I32Array, Phase
 from dflash_runtime.compute.backend import RemoteExperts
 from dflash_runtime.compute.gpu.device.buffers import Buffer
 from dflash_runtime.compute.gpu.experts.offload import ExpertOffload
@@ -98,6 +100,7 @@ class HostRoute:
         if that is faster than asking."""
         self._ops, self._layer_id, self._layer, self._phase = ops, layer_id, layer, phase
         self._remote, self._offload = remote, offload
+        self._num_experts = remote.local_experts_mask(layer_id).size
 
     def __call__(self, routed: RoutedRows, residual: Rows) -> Pausable[None]:
         if self._phase is Phase.PREFILL:
@@ -106,76 +109,48 @@ class HostRoute:
             self._step(routed, residual)
 
     def _chunk(self, routed: RoutedRows, residual: Rows) -> Pausable[None]:
-        layer, remote = self._layer, self._remote
+        layer, remote, offload = self._layer, self._remote, self._offload
+        layer_id, num_tokens = self._layer_id, routed.choice.ids.shape[0]
         remote.poll()  # the device is busy until experts are chosen
         self._ops.steps.choose_now(routed.choice)
-        chosen = self._ops.payload.choice
-        chosen.begin(routed.choice.ids, routed.choice.weights)
-        hidden, local = self._hidden_of_chunk(routed), None
+        choice = self._ops.payload.choice
+        choice.begin(routed.choice.ids, routed.choice.weights)
+        wanted = None if offload is None else offload.wanted(layer_id, num_tokens, remote)
+        hidden = local = ticket = None
+        if offload is None or wanted is None or not offload.is_all(layer_id, wanted):
+            # A copy, which may be sent while the device goes on with other rows.
+            hidden = self._ops.payload.rows(self._ops.chunks.copy_of(routed.x).array)
         if layer is not None:
             local = local_sums(self._ops, layer, routed, phase=self._phase)
-        ids, weights = chosen.wait()
-        ticket = None
-        if layer is not None and not _has_remote(layer.slot_of_expert, ids):
+        ids, weights = choice.wait()
+        counts = np.bincount(ids.reshape(-1), minlength=self._num_experts)
+        if layer is not None and not counts[layer.slot_of_expert < 0].any():
             self._count_local(ids)
-            yield None
+            wanted = None
         else:
-            local, ticket = self._begin_chunk(routed, hidden, ids, weights, local=local)
-            try:
-                remote.poll()
-                yield None
-            except BaseException:
-                if ticket is not None:
-                    remote.abandon(ticket)
-                raise
-        self._add(residual, local, ticket)
-
-    def _begin_chunk(
-        self,
-        routed: RoutedRows,
-        hidden: Hidden | None,
-        ids: I32Array,
-        weights: F32Array,
-        *,
-        local: Buffer | None,
-    ) -> tuple[Buffer | None, Any]:
-        """Ask for the remote experts, and add those that are offloaded to the sums of the local
-        ones: these sums, if any, and the ticket of what `remote` has begun, if anything.
-
-        Shapes: ids, weights [T, K]; sums [T, H] float64.
-        """
-        layer_id, remote, offload = self._layer_id, self._remote, self._offload
-        offloaded = None if offload is None else offload.begin(layer_id, ids, remote)
-        remote.poll()
-        ticket = remote.begin(
-            layer_id, hidden, ids, weights, phase=self._phase, offloaded=offloaded
-        )
+            if offload is not None and wanted is not None:
+                offload.begin(layer_id, counts, wanted, num_tokens=num_tokens, remote=remote)
+            remote.poll()
+            ticket = remote.begin(
+                layer_id, hidden, ids, weights, phase=self._phase, offloaded=wanted, counts=counts
+            )
         try:
-            if offload is not None and offloaded is not None:
+            if offload is not None and wanted is not None:
                 before = None if local is None else local.array
-                local = Buffer(offload.sums(layer_id, routed, experts=offloaded, before=before))
+                local = Buffer(offload.sums(layer_id, routed, experts=wanted, before=before))
+            remote.poll()
+            yield None
         except BaseException:
             if ticket is not None:
                 remote.abandon(ticket)
             raise
-        return local, ticket
-
-    def _hidden_of_chunk(self, routed: RoutedRows) -> Hidden | None:
-        """The experts' input rows, which stay on the device; None if no owner is asked.
-
-        They are a copy, which may be sent while the device goes on with other rows.
-        """
-        num_tokens = routed.choice.ids.shape[0]
-        offload = self._offload
-        if offload is not None and offload.has_all(self._layer_id, num_tokens, self._remote):
-            return None
-        return self._ops.payload.rows(self._ops.chunks.copy_of(routed.x).array)
+        self._add(residual, local, ticket)
 
     def _step(self, routed: RoutedRows, residual: Rows) -> None:
         ops, layer, remote = self._ops, self._layer, self._remote
         ops.steps.choose_now(routed.choice)
         ids = ops.device.download(routed.choice.ids)
-        if layer is not None and not _has_remote(layer.slot_of_expert, ids):
+        if layer is not None and (layer.slot_of_expert[ids] >= 0).all():
             self._count_local(ids)
             add_local(ops, layer, routed, residual=residual, phase=self._phase)
             return
@@ -240,10 +215,3 @@ def local_sums(ops: GpuOps, layer: ResidentLayer, routed: RoutedRows, *, phase: 
     rows = ops.steps.for_experts(routed.x)
     ops.step_experts.run(layer, choice, rows, out=sums.array, gives_sums=True)
     return sums
-
-
-def _has_remote(slot_of_expert: I32Array, ids: I32Array) -> bool:
-    """Whether remote experts were chosen. Shapes: slot_of_expert [E]; ids [T, K]."""
-    if (slot_of_expert[ids[0]] < 0).any():  # mostly the first of thousands of tokens decides
-        return True
-    return bool((slot_of_expert[ids] < 0).any())
