@@ -1,7 +1,8 @@
 """Copies bytes of mapped files to the device, with several threads, beside kernels.
 
 Each thread fills one half of its own locked memory, with as many runs as there is room for, while
-the device reads the other. Compiled code does all of it, without the interpreter's lock.
+the device reads the other, from transfer to transfer. Compiled code does all of it, without the
+interpreter's lock.
 """
 
 from __future__ import annotations
@@ -193,16 +194,16 @@ class FileCopier:
         _ = stream.functions  # makes the device this thread's
         addresses = self._queue.ctypes.data, lane.ctypes.data
         while status := k.serve()(*addresses):
-            transfer = self._posted[int(lane[k.POSITION]) % k.MOST_POSTED]
-            assert transfer is not None
+            failure = DeviceUnavailable(f"a copy to the device has failed (error {status})")
             try:
                 stream.synchronize()  # raises the driver's error, if it is not of this call alone
             except DeviceUnavailable as error:
-                transfer.errors.append(error)
-            else:
-                text = f"a copy to the device has failed (error {status})"
-                transfer.errors.append(DeviceUnavailable(text))
-            k.fail()(*addresses)
+                failure = error
+            at = set(lane[[k.CURRENT, k.PENDING]].tolist())
+            for transfer in self._posted:
+                if transfer is not None and transfer.words.ctypes.data in at:
+                    transfer.errors.append(failure)
+            k.fail()(lane.ctypes.data)
 
     def _end(self) -> None:
         self._queue[k.IS_CLOSED] = 1
