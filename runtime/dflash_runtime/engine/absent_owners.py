@@ -29,8 +29,9 @@ class AbsentOwners:
     def count_selections(self, phase: Phase, layer_id: int, topk_ids: I32Array) -> None:
         """Nothing."""
 
-    def to_offload(self, layer_id: int, num_tokens: int) -> None:
+    def to_offload(self, layer_id: int, num_tokens: int) -> npt.NDArray[np.bool_] | None:
         """None."""
+        return None
 
     def never_offload(self) -> None:
         """Nothing."""
@@ -44,7 +45,7 @@ class AbsentOwners:
         offloaded: AnyArray | None = None,
         counts: AnyArray | None = None,
         mailed: frozenset[int] = frozenset(),
-    ) -> Sums:
+    ) -> Any:
         assert hidden is not None  # nothing is offloaded
         return hidden.new_sums()
 

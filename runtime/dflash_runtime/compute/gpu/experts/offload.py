@@ -186,6 +186,10 @@ class ExpertOffload:
             if kind not in tried:
                 tried.add(kind)
                 self._try_out(parts[0])
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what was copied; no chunk is computed."""
         for place in self._places:
             place.clear()
 
@@ -278,8 +282,7 @@ class ExpertOffload:
 
     def close(self) -> None:
         """Release everything. Idempotent."""
-        for place in self._places:
-            place.clear()
+        self.forget()
         self._copier.close()
         self._computed_next.clear()
         self._copied_next.clear()

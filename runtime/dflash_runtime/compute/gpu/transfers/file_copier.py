@@ -125,6 +125,8 @@ class FileCopier:
             num_threads = default_threads()
         for kernel in (k.serve, k.fail, k.post, k.start, k.is_behind, k.has_ended):
             kernel()  # compiled now rather than by a thread
+        self.num_bytes = 0
+        """Of all transfers so far."""
         self._piece_bytes = piece_bytes
         self._queue = np.zeros(k.FIRST + k.MOST_POSTED, np.int64)
         self._posted: list[Transfer | None] = [None] * k.MOST_POSTED
@@ -148,6 +150,7 @@ class FileCopier:
         words[k.TOTAL_BYTES] = runs.table[:, k.SIZE].sum()
         words[k.EVENT] = 0 if after is None else after.handle
         transfer = Transfer(runs, words, after)
+        self.num_bytes += transfer.num_bytes
         (queue, lanes), num_lanes = self._addresses, len(self._lanes)
         self._posted[self._next_place()] = transfer
         asleep = k.post()(queue, words.ctypes.data, lanes, num_lanes)
