@@ -145,11 +145,12 @@ class PrefillRig:
             slot_of_expert=self.experts.stored.slot_of_expert,
         )
 
-    def sums(self, hidden: F32Array) -> F64Array:
+    def sums(self, hidden: F32Array, mean_rows: float | None = None) -> F64Array:
         """Sums of the grouped pairs. Shapes: hidden, result [T, H]."""
         out_sums = self.device.empty(hidden.shape, np.float64)
         rows = self.rows.prepare(self.device.upload(hidden))
-        self.prefill.run(rows, self.grouped, self.experts.stored, out_sums=out_sums)
+        stored = self.experts.stored
+        self.prefill.run(rows, self.grouped, stored, mean_rows=mean_rows, out_sums=out_sums)
         return self.device.download(out_sums)
 
 

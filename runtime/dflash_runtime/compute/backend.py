@@ -240,19 +240,22 @@ class RemoteExperts(Protocol):
     def begin(
         self,
         layer_id: int,
-        hidden: Hidden,
+        hidden: Hidden | None,
         topk_ids: I32Array,
         topk_weights: F32Array,
         *,
         phase: Phase,
         offloaded: npt.NDArray[np.bool_] | None = None,
+        counts: I64Array | None = None,
         mailed: frozenset[int] = frozenset(),
     ) -> Any:
         """Ask the owners of what the block does not compute; returns a ticket, to be finished or
         abandoned once. The block computes the `offloaded` experts itself; None if nothing is left.
+        `hidden` may be None if these are all remote ones.
         It asks the owners of the indices `mailed` itself: their pairs are only counted.
 
-        Shapes: hidden [T, H]; topk_ids, topk_weights [T, K]; offloaded [E]; ids are global.
+        Shapes: hidden [T, H]; topk_ids, topk_weights [T, K]; offloaded [E]; ids are global; counts
+        [E], of how many tokens each expert was chosen, with `offloaded`.
         """
 
     def finish(self, ticket: Any, out: F64Array | None = None) -> Sums:

@@ -29,8 +29,9 @@ class AbsentOwners:
     def count_selections(self, phase: Phase, layer_id: int, topk_ids: I32Array) -> None:
         """Nothing."""
 
-    def to_offload(self, layer_id: int, num_tokens: int) -> None:
+    def to_offload(self, layer_id: int, num_tokens: int) -> npt.NDArray[np.bool_] | None:
         """None."""
+        return None
 
     def never_offload(self) -> None:
         """Nothing."""
@@ -38,12 +39,14 @@ class AbsentOwners:
     def begin(
         self,
         layer_id: int,
-        hidden: Hidden,
+        hidden: Hidden | None,
         *choice: AnyArray,
         phase: Phase,
         offloaded: AnyArray | None = None,
+        counts: AnyArray | None = None,
         mailed: frozenset[int] = frozenset(),
-    ) -> Sums:
+    ) -> Any:
+        assert hidden is not None  # nothing is offloaded
         return hidden.new_sums()
 
     def finish(self, ticket: Any, out: F64Array | None = None) -> Sums:

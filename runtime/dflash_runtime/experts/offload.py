@@ -97,11 +97,13 @@ class PromptOffload:
         if self._has_fallback and (is_named or num_tokens >= FEWEST_TOKENS):
             chosen.append(_FALLBACK)  # else asking it raises the error that is due
         owner_of_expert = placement.routing_without(self._lost())[layer_id].owner_index
-        experts: npt.NDArray[np.bool_] = np.isin(owner_of_expert, chosen)
+        is_chosen = np.zeros(len(self._owners) + 1, np.bool_)
+        is_chosen[chosen] = True
+        experts: npt.NDArray[np.bool_] = is_chosen[owner_of_expert]
         if not experts.any():
             return None
-        if new := {*owner_of_expert[experts].tolist()} - self._logged:
-            self._log(placement, new)
+        if not self._logged.issuperset(chosen):
+            self._log(placement, {*owner_of_expert[experts].tolist()} - self._logged)
         return experts
 
     def other_class(self, placement: Placement, layer_id: int) -> npt.NDArray[np.bool_]:

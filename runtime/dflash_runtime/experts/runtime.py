@@ -271,36 +271,44 @@ class MoeExpertComputeRuntime:
     def begin(
         self,
         layer_id: int,
-        hidden: Hidden,
+        hidden: Hidden | None,
         topk_ids: I32Array,
         topk_weights: F32Array,
         *,
         phase: Phase,
         offloaded: npt.NDArray[np.bool_] | None = None,
+        counts: I64Array | None = None,
         mailed: frozenset[int] = frozenset(),
     ) -> LayerTicket | None:
         """Ask the owners for every pair except those of a device's own block, and of owners that it
-        asks itself.
+        asks itself. `hidden` may be None if no pair is left.
 
-        Shapes: hidden [T, H]; topk_ids [T, K] int32 global ids; topk_weights [T, K]; offloaded [E].
+        Shapes: hidden [T, H]; topk_ids [T, K] int32 global ids; topk_weights [T, K]; offloaded,
+        counts [E], see RemoteExperts.begin.
         Raises: DaemonUnavailable if all owners of an expert are lost and there is no fallback, or
         one of them is `mailed`.
         """
-        counts: I64Array | None = None
+        if offloaded is not None:
+            assert counts is not None
+            self._count_offloaded(layer_id, counts, offloaded)
+            is_local = self.local_experts_mask(layer_id)
+            if not counts[~(is_local | offloaded)].any():  # without pairs, which take longer
+                num_local = int(counts[is_local].sum())
+                if num_local:
+                    self._count_own(phase, num_tokens=topk_ids.shape[0], num_pairs=num_local)
+                self._selections.add_counts(phase, layer_id, counts)
+                self.hits.layers += 1
+                return None
         if self._device_owner is None:
             pairs = all_pairs(topk_ids, topk_weights)
         else:
-            pairs, counts = self._without_device(layer_id, topk_ids, topk_weights, phase)
+            pairs, found = self._without_device(layer_id, topk_ids, topk_weights, phase)
+            counts = found if counts is None else counts
         if offloaded is not None:
-            is_here = offloaded[pairs.expert_ids]
-            changed = (
-                is_here & self._offload.other_class(self.placement, layer_id)[pairs.expert_ids]
-            )
-            self.hits.offloaded += int(is_here.sum())
-            self.hits.other_class += int(changed.sum())
-            pairs = pairs.where(~is_here)
+            pairs = pairs.where(~offloaded[pairs.expert_ids])
         ticket = None
         if offloaded is None or pairs.num_pairs:
+            assert hidden is not None
             ticket = LayerTicket(layer_id, phase, hidden, is_hot_only=offloaded is None)
             if mailed:
                 ticket.mailed, num_before = mailed, pairs.num_pairs
@@ -432,6 +440,14 @@ class MoeExpertComputeRuntime:
         differs = np.array([not is_same_class(each, now) for each in classes], np.bool_)
         usual = self.placement.routing[layer_id].owner_index
         self.hits.other_class += int(differs[usual[pairs.expert_ids]].sum())
+
+    def _count_offloaded(
+        self, layer_id: int, counts: I64Array, offloaded: npt.NDArray[np.bool_]
+    ) -> None:
+        """Shapes: counts, offloaded [E]."""
+        other_class = self._offload.other_class(self.placement, layer_id)
+        self.hits.offloaded += int(counts[offloaded].sum())
+        self.hits.other_class += int(counts[offloaded & other_class].sum())
 
     def _without_device(
         self, layer_id: int, topk_ids: I32Array, topk_weights: F32Array, phase: Phase

@@ -87,6 +87,19 @@ class CopySpeed:
 
 
 @dataclass(frozen=True, slots=True)
+class OffloadSpeed:
+    """Chunks of prompts whose experts are copied to one device, timed as an engine runs them. By
+    rows, two points or one."""
+
+    device: str
+    copies: Curve
+    """Seconds for a gigabyte of experts, if a layer waits for nothing else: 1e9 bytes."""
+    part: Curve
+    """Seconds that a part of a layer's experts takes more than experts that are there, beside its
+    copies."""
+
+
+@dataclass(frozen=True, slots=True)
 class Together:
     """How many times longer two things take when both run, each as a factor of 1 or more."""
 
@@ -117,6 +130,8 @@ class Box:
     """By device: what a layer of a step of one token takes more than its trunk and its stop if the
     host computes some of its experts, by their bytes in the file: the start of the processor's
     threads, products and sums, and what the device then waits for. From one expert on."""
+    offload: Mapping[str, OffloadSpeed] = field(default_factory=dict)
+    """By device: prompts whose experts are copied there."""
     disk: Curve | None = None
     """Bytes a second of reads of an expert's size past the page cache, by how many are pending."""
     daemons: Mapping[str, DeviceSpeed] = field(default_factory=dict)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from dflash_adapters.spec import MoeSpec
 from dflash_protocol.ids import F64Array
-from dflash_runtime.compute.gpu.experts.offload_room import AHEAD_BYTES
+from dflash_runtime.compute.gpu.experts.offload_room import AHEAD_BYTES, parts_of_missing
 from dflash_runtime.placement.box import Curve
 from dflash_runtime.placement.expectation import (
     IntArray,
@@ -27,7 +27,7 @@ from dflash_runtime.placement.expectation import (
     expected_longest,
 )
 from dflash_runtime.placement.situation import ExpertShares, PlannedRequest
-from dflash_runtime.placement.speeds import Side, TrunkTimes, chunk_sizes
+from dflash_runtime.placement.speeds import ExpertCopies, Side, TrunkTimes, chunk_sizes
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
 
 BoolArray = npt.NDArray[np.bool_]
@@ -131,8 +131,8 @@ class CostModel:
     """The host's stop in a layer of a step."""
     local_factor: float = 1.0
     """How many times longer the parent's device takes beside its processor's experts."""
-    copy_rate: float = 0.0
-    """Bytes a second of experts that are copied to the parent's device for a prompt; 0 = none."""
+    copies: ExpertCopies | None = None
+    """Of experts that are copied to the parent's device for a prompt; None: none are."""
     disk: Curve | None = None
     ram_bytes: float = np.inf
     """Memory for experts that the parent's processor computes."""
@@ -222,25 +222,32 @@ class CostModel:
             chosen = chosen_by_prompt(arrays.prefill, rows)
             return np.asarray(np.where(on_cpu, chosen, 0.0).sum(axis=1))
 
-        return self.prompt_layers_s(pairs, distinct, num_tokens)
+        return self.prompt_layers_s(pairs, distinct, num_tokens, missing=on_cpu.sum(axis=1))
 
     @property
     def remote_cpus(self) -> list[int]:
         """Indices of owners whose experts of prompts the parent's device may compute instead."""
-        if not self.copy_rate:
+        if self.copies is None:
             return []
         return [index for index, side in enumerate(self.sides) if side.is_cpu and index != LOCAL]
 
     def prompt_layers_s(
-        self, pairs: F64Array, distinct: Callable[[int], F64Array], num_tokens: int
+        self,
+        pairs: F64Array,
+        distinct: Callable[[int], F64Array],
+        num_tokens: int,
+        *,
+        missing: F64Array | IntArray,
     ) -> tuple[F64Array, F64Array]:
         """Seconds of each layer's experts in a prompt: asked of their owners, and with copies of
         the weights of `remote_cpus` (infinite where there are none).
 
         Shapes: pairs [owners, ..., L], those of a token; `distinct`, by a chunk's number of rows,
-        and results [..., L]: how many experts of `remote_cpus` are expected to be chosen.
+        and results [..., L]: how many experts of `remote_cpus` are expected to be chosen; missing
+        [..., L]: how many these have.
         """
         sizes = self.arrays.file_bytes
+        num_parts = parts_of_missing(sizes, missing)
         asked, copied = np.zeros(pairs.shape[1:]), np.zeros(pairs.shape[1:])
         cpus = self.remote_cpus
         if not cpus:
@@ -254,12 +261,14 @@ class CostModel:
             }
             each[LOCAL] = each[LOCAL] * beside
             asked += times * np.max(list(each.values()), axis=0)
-            if cpus:
+            if cpus and self.copies is not None:
                 here = pairs[[LOCAL, *cpus]].sum(axis=0)
                 slowest = self.sides[LOCAL].chunk_s(rows, rows * here, sizes)
+                slowest += num_parts * self.copies.part_s(rows)
                 # Copies go on while the next layer's trunk is computed, as far as there is room.
-                ahead_s = min(self.trunk.chunk_layer_s(rows), AHEAD_BYTES / self.copy_rate)
-                copies_s = distinct(rows) * sizes / self.copy_rate
+                most_ahead_s = float(self.copies.seconds(rows, np.array(AHEAD_BYTES)))
+                ahead_s = min(self.trunk.chunk_layer_s(rows), most_ahead_s)
+                copies_s = self.copies.seconds(rows, distinct(rows) * sizes)
                 slowest = np.maximum(slowest, copies_s - ahead_s)
                 for index in each.keys() - {LOCAL, *cpus}:
                     slowest = np.maximum(slowest, each[index])

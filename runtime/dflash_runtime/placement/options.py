@@ -20,9 +20,9 @@ from dflash_runtime.placement.naming import named
 from dflash_runtime.placement.search import Shape, SplitProblem, solve
 from dflash_runtime.placement.situation import ExpertDaemon, ParentDevice, Situation
 from dflash_runtime.placement.speeds import (
+    ExpertCopies,
     Side,
     TrunkTimes,
-    copy_rate,
     daemon_side,
     factor,
     host_side,
@@ -129,7 +129,7 @@ class ParentOptions:
         if chunk not in self._models:
             situation, parent = self.situation, self.parent
             box, device = situation.box, str(parent.device)
-            stop, rate = box.host_stop.get(device), copy_rate(box, parent)
+            stop = box.host_stop.get(device)
             trunk = TrunkTimes(
                 box.devices[device],
                 situation.trunk_bytes or [each.trunk for each in parent.footprint.layers],
@@ -145,7 +145,7 @@ class ParentOptions:
                 chunk,
                 stop_s=0.0 if stop is None else stop.at(1),
                 local_factor=factor(box, f"steps of {device}", "experts of cpu"),
-                copy_rate=rate if self.wishes.offloads_prompts else 0.0,
+                copies=ExpertCopies.of(box, parent) if self.wishes.offloads_prompts else None,
                 disk=box.disk,
                 shares_memory=parent.shares_host_memory,
             )

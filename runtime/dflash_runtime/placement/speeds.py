@@ -133,6 +133,40 @@ def copy_rate(box: Box, parent: ParentDevice) -> float:
     return rate / factor(box, f"copies to {device}", f"steps of {device}")
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertCopies:
+    """Copies of experts to the parent's device in chunks of prompts."""
+
+    copies: Curve
+    part: Curve
+    """See OffloadSpeed."""
+
+    @classmethod
+    def of(cls, box: Box, parent: ParentDevice) -> ExpertCopies | None:
+        """As prompts were timed; else at the rate of copies. None if neither was measured, or
+        nothing need be copied."""
+        rate, found = copy_rate(box, parent), box.offload.get(str(parent.device))
+        if not rate:
+            return None
+        if found is None:
+            return cls(Curve(((0.0, 1e9 / rate),)), Curve(((0.0, 0.0),)))
+        return cls(found.copies, found.part)
+
+    def seconds(self, rows: int, num_bytes: F64Array) -> F64Array:
+        """Of so many bytes in a chunk of so many rows. Shapes: both [...]."""
+        return np.asarray(num_bytes * (_within(self.copies, rows) / 1e9))
+
+    def part_s(self, rows: int) -> float:
+        """What each part of a layer takes, beside its copies."""
+        return _within(self.part, rows)
+
+
+def _within(curve: Curve, amount: float) -> float:
+    """Beyond the measured points as at the nearest one."""
+    (first, _), (last, _) = curve.points[0], curve.points[-1]
+    return curve.at(min(max(amount, first), last))
+
+
 def factor(box: Box, what: str, beside: str) -> float:
     """How many times longer something takes beside something else."""
     for each in box.together:

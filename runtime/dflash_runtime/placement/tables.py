@@ -162,9 +162,14 @@ def _prompt_times(
         part for index, part in zip(others, parts, strict=True) if index in model.remote_cpus
     )
 
+    missing = part_of_cpus * np.maximum(arrays.num_experts - experts.numbers[:, None], 0)
+
     def prompt_of(num_tokens: int) -> tuple[F64Array, F64Array]:
         return model.prompt_layers_s(
-            pairs, lambda rows: part_of_cpus * experts.distinct_elsewhere(rows), num_tokens
+            pairs,
+            lambda rows: part_of_cpus * experts.distinct_elsewhere(rows),
+            num_tokens,
+            missing=missing,
         )
 
     return model.request_prompts_s(prompt_of)

@@ -47,6 +47,11 @@ class MeasuredBox:
                 lines.append(f"{_INDENT}experts of a step asked of it: {shown}")
             if (copies := self.box.copies.get(device.device)) is not None:
                 lines += [f"{_INDENT}{line}" for line in _copy_lines(copies)]
+            if (offload := self.box.offload.get(device.device)) is not None:
+                shown = _points(offload.copies, _rows, lambda seconds: _gb_per_s(1e9 / seconds))
+                lines.append(f"{_INDENT}copies of experts in prompts: {shown}")
+                shown = _points(offload.part, _rows, _us)
+                lines.append(f"{_INDENT}a part of a layer's experts, beside them: {shown}")
         for link in self.box.links.values():
             lines += ["", f"link to {link.owner}, beyond what is computed"]
             lines.append(f"{_INDENT}steps   {_points(link.step, _rows, _us)}")

@@ -24,13 +24,16 @@ from dflash_protocol.errors import (
     DeviceUnavailable,
     ModelFileError,
 )
-from dflash_protocol.ids import F32Array
+from dflash_protocol.ids import F32Array, I32Array, Phase
 from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
 from dflash_runtime.compute.gpu.device.device import Mark
 from dflash_runtime.compute.gpu.experts import offload_room
+from dflash_runtime.compute.gpu.launch.prefill_experts import ExpertPrefill
 from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FileRuns, Transfer
+from dflash_runtime.compute.gpu.transfers.host_rows import HostChoice
 from dflash_runtime.experts.offload import OffloadMode
+from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 from dflash_runtime.placement.split import LOCAL_OWNER
 from support.emulated_device import EmulatedDevice
 from support.emulated_gpu import TINY, EmulatedGpus
@@ -96,6 +99,16 @@ def opened(
     return Split(undo, path, owners, ids=IDS, chunks=CHUNKS, offload=offload)
 
 
+def begin_copies(split: Split, layer_id: int, ids: I32Array) -> None:
+    """For a chunk that chose these experts, some of which are copied. Shapes: ids [T, K]."""
+    offload, num_tokens = split._backend._offload, ids.shape[0]
+    assert offload is not None
+    wanted = offload.wanted(layer_id, num_tokens, split.runtime)
+    assert wanted is not None
+    counts = np.bincount(ids.reshape(-1), minlength=wanted.size)
+    offload.begin(layer_id, counts, wanted, num_tokens=num_tokens, remote=split.runtime)
+
+
 def test_bits_are_those_of_a_resident_run(
     model: Path, resident: F32Array, undo: contextlib.ExitStack, copied: list[int]
 ) -> None:
@@ -114,6 +127,56 @@ def test_bits_are_those_of_a_resident_run(
     whole = SHAPE.num_experts * layer.expert_bytes
     assert copied[1:3] == [whole, whole]
     assert whole - layer.expert_bytes <= copied[0] <= copied[0] + sum(copied[3:]) <= whole
+
+
+def test_experts_that_are_here_are_launched_before_the_choice_has_come(
+    model: Path, undo: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the device computes while the host begins copies and launches what they bring."""
+    split = opened(undo, model, {LOCAL_OWNER: {0: [3], 1: [], 2: [0]}, "gpu1": REST})
+    device: Any = split._backend.device
+    launched: list[int] = []
+    begin, wait = HostChoice.begin, HostChoice.wait
+
+    def begun(choice: HostChoice, *arrays: Any) -> None:
+        begin(choice, *arrays)
+        launched.append(-device.num_launches)
+
+    def waited(choice: HostChoice) -> Any:
+        launched[-1] += device.num_launches
+        return wait(choice)
+
+    monkeypatch.setattr(HostChoice, "begin", begun)
+    monkeypatch.setattr(HostChoice, "wait", waited)
+    split.logits()
+    num_chunks = len(CHUNKS) - 1
+    assert [bool(each) for each in launched] == [True, False, True] * num_chunks
+
+
+def test_rows_of_which_nothing_is_asked_are_not_copied(
+    model: Path, undo: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here a device's experts are asked all the same, so that some chunks need theirs."""
+    given: list[bool] = []
+    begin = MoeExpertComputeRuntime.begin
+
+    def begun(runtime: Any, layer_id: int, hidden: Any, *choice: Any, **how: Any) -> Any:
+        if how["phase"] is Phase.PREFILL:
+            given.append(hidden is not None)
+        return begin(runtime, layer_id, hidden, *choice, **how)
+
+    monkeypatch.setattr(MoeExpertComputeRuntime, "begin", begun)
+    rest: Layers = {0: [1, 2, 4], 2: [1, 2, 3, 4]}
+    owners: dict[str, Layers] = {
+        LOCAL_OWNER: {0: [3], 2: [0]},
+        "cpu1": {0: [0], 1: range(5)},
+        "gpu1": rest,
+    }
+    split = opened(undo, model, owners, OffloadMode.AUTO)
+    split.runtime._owners[2].stats.device = "cuda:1"
+    split.logits()
+    num_chunks = len(CHUNKS) - 1
+    assert given == [True, False, True] * num_chunks
 
 
 @pytest.mark.parametrize("experts_of_part", [1, 2])
@@ -184,7 +247,7 @@ def test_what_the_last_chunk_chose_is_copied_ahead(
         place.clear()
     copied.clear()
     few = np.flatnonzero(chosen[0])[:8].astype(np.int32).reshape(4, 2)
-    assert offload.begin(0, few, split.runtime) is not None
+    begin_copies(split, 0, few)
     size = split.steps._model.spec.moe.layers[0].expert_bytes
     assert chosen[1] is not None
     assert copied == [8 * size, np.count_nonzero(chosen[1]) * size]
@@ -202,7 +265,7 @@ def test_a_chunk_that_is_given_up_leaves_no_part_behind(
     offload, every = split._backend._offload, np.tile(np.arange(5, dtype=np.int32), (16, 1))
     assert offload is not None
     for layer_id in (2, 0, 1, 1, 2, 0):
-        assert offload.begin(layer_id, every, split.runtime) is not None
+        begin_copies(split, layer_id, every)
         assert (split.logits() == resident).all()
 
 
@@ -220,7 +283,7 @@ def test_a_part_that_was_not_wanted_ahead_has_its_place_all_the_same(
     assert parts[0].place is parts[3].place
     parts[3].place.take(parts[3])
     parts[3].place.is_due = True
-    assert offload.begin(1, ids, split.runtime) is not None
+    begin_copies(split, 1, ids)
     assert parts[0].place.part is parts[0]
 
 
@@ -277,6 +340,24 @@ def test_only_chosen_experts_are_copied(
     assert copied == [num * layer.expert_bytes for num in chosen]
 
 
+def test_how_matrices_are_read_follows_from_the_pairs_of_the_experts_that_were_chosen(
+    model: Path, undo: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts that are elsewhere are the cold ones: a chunk has fewer pairs of each of them."""
+    means: list[float] = []
+    run = ExpertPrefill.run
+
+    def noted(prefill: ExpertPrefill, *what: Any, **how: Any) -> None:
+        means.append(how["mean_rows"])
+        run(prefill, *what, **how)
+
+    split = opened(undo, model, {"gpu1": WHOLE})
+    monkeypatch.setattr(ExpertPrefill, "run", noted)
+    split.steps.forward(split.steps.begin(), IDS[:16], 0)
+    counts = np.array([*split.runtime.selections().values()])
+    assert means == [16 * SHAPE.num_experts_used / np.count_nonzero(each) for each in counts]
+
+
 def test_a_file_that_has_become_shorter_is_not_read(
     undo: contextlib.ExitStack, tmp_path: Path, copied: list[int]
 ) -> None:
@@ -288,7 +369,7 @@ def test_a_file_that_has_become_shorter_is_not_read(
     copied.clear()
     os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(ModelFileError):
-        offload.begin(1, ids, split.runtime)
+        begin_copies(split, 1, ids)
     assert copied == []
 
 

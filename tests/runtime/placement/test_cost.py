@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dflash_runtime.compute.kv_cache import KvType
-from dflash_runtime.placement.box import Curve, DeviceSpeed, Together
+from dflash_runtime.placement.box import Curve, DeviceSpeed, OffloadSpeed, Together
 from dflash_runtime.placement.cost import CostModel
-from dflash_runtime.placement.expectation import IntArray
+from dflash_runtime.placement.expectation import IntArray, chosen_by_prompt
 from dflash_runtime.placement.options import ParentOptions
 from dflash_runtime.placement.situation import Situation
 from dflash_runtime.placement.speeds import Side, TrunkTimes, along, at_rows, chunk_sizes
@@ -121,6 +124,52 @@ def test_prompts_are_copied_over_a_fast_bus_and_asked_over_a_slow_one() -> None:
         assert price.offloaded.all() == is_copied
     refused = model_of(at(), Wishes(offloads_prompts=False)).price(owners)
     assert not refused.offloaded.any()
+
+
+def copies_of(at: Situation, copies: Curve, part: Curve) -> Situation:
+    """The same, whose prompts with copies were timed."""
+    offload = {"cuda:0": OffloadSpeed("cuda:0", copies, part)}
+    return replace(at, box=replace(at.box, offload=offload))
+
+
+def test_prompts_take_what_copies_in_prompts_were_measured_to_take() -> None:
+    at_, owners = at(bus=1e6), rows(HERE, HOST, HOST, HOST)
+    size, gb_s, part_s = SPEC.moe.layers[0].expert_bytes, 25.0, 2e-3
+    fast = model_of(copies_of(at_, Curve(((512.0, 0.0),)), Curve(((512.0, part_s),))))
+    slow = model_of(copies_of(at_, Curve(((512.0, gb_s),)), Curve(((512.0, part_s),))))
+    here, _ = model_of(at_).prompt_of(rows(HERE, HERE, HERE, HERE), 512)
+    _, copied = fast.prompt_of(owners, 512)
+    assert copied == pytest.approx(here + part_s)
+    _, copied = slow.prompt_of(owners, 512)
+    distinct = chosen_by_prompt(slow.arrays.prefill, 512)[:, 1:].sum(axis=1)
+    # As long as they take, less what is done while the next layer's trunk is computed.
+    assert copied == pytest.approx(distinct * size * gb_s / 1e9 - slow.trunk.chunk_layer_s(512))
+
+
+@given(
+    gb_s=st.lists(st.floats(0.0, 1.0), min_size=2, max_size=2),
+    part_s=st.lists(st.floats(0.0, 1e-2), min_size=2, max_size=2),
+    num_rows=st.integers(1, 9000),
+)
+def test_prompts_with_more_missing_experts_are_never_faster(
+    gb_s: list[float], part_s: list[float], num_rows: int
+) -> None:
+    spec = model_spec(moe_spec([70 * MIB], num_experts=8, num_used=2))  # one to a part
+    row = BoxRow(CARD, 8 * GIB, CORES_16, 8 * GIB)
+    copies, part = (
+        Curve(tuple(zip((512.0, 2048.0), each, strict=True))) for each in (gb_s, part_s)
+    )
+    model = model_of(copies_of(situation(spec, row), copies, part))
+    times = [
+        float(model.prompt_of(np.array([[HERE] * (8 - n) + [HOST] * n]), num_rows)[1].sum())
+        for n in range(9)
+    ]
+    assert all(later >= before * (1 - 1e-9) for before, later in pairwise(times))
+    for (rows_, of_gb), (_, of_part) in zip(copies.points, part.points, strict=True):
+        assert model.copies is not None
+        gigabytes = np.array([1e9, 2e9])
+        assert model.copies.seconds(int(rows_), gigabytes) == pytest.approx([of_gb, 2 * of_gb])
+        assert model.copies.part_s(int(rows_)) == pytest.approx(of_part)
 
 
 def test_what_runs_together_is_slower() -> None:

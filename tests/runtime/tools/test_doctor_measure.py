@@ -17,6 +17,7 @@ from dflash_runtime.placement.box import (
     Curve,
     DeviceSpeed,
     LinkSpeed,
+    OffloadSpeed,
     Together,
 )
 from dflash_runtime.tools import doctor_measure
@@ -34,6 +35,7 @@ BOX = Box(
     (Together("experts of cpu", "steps of cuda:0", 1.5, 1.25),),
     {"cuda:0": LINE},
     {"cuda:0": LINE},
+    {"cuda:0": OffloadSpeed("cuda:0", Curve(((512.0, 0.04),)), Curve(((512.0, 3e-4),)))},
     LINE,
 )
 
@@ -49,6 +51,8 @@ def test_lines_name_what_was_measured() -> None:
         "gen 4 x8 of gen 5 x16",
         "1.50",
         "25.0 us",
+        "25.00 GB/s",
+        "300.0 us",
         "40.0 GB/s",
     ):
         assert part in text

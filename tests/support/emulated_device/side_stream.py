@@ -48,7 +48,7 @@ class EmulatedSideStream:
         self._failure: Exception | None = None
         """What compiled code was told as a status."""
         self._is_closed = False
-        self._waiting: list[Callable[[], None]] = []
+        self._waiting: list[Callable[[], object]] = []
         self._was_asked = False
         self.num_runs = 0
         """Number of copies and launches that have run."""
@@ -99,6 +99,15 @@ class EmulatedSideStream:
             self._failure = error
             return 1
         return 0
+
+    def read(self, destination: AnyArray, source: DeviceArray) -> None:
+        """As SideStream.read, into mapped memory only."""
+        assert not self._is_closed
+        assert destination.flags.c_contiguous
+        assert destination.nbytes == source.nbytes
+        place = int(destination.ctypes.data)
+        self._device.require_mapped(place, destination.nbytes)
+        self._waiting.append(lambda: ctypes.memmove(place, address(source), source.nbytes))
 
     def launch(self, kernel: Any, grid: Grid, block: int, args: ctypes.Structure) -> None:
         """As SideStream.launch."""

@@ -27,12 +27,13 @@ from dflash_runtime.placement.box import (
     Curve,
     DeviceSpeed,
     LinkSpeed,
+    OffloadSpeed,
     Together,
 )
 
 _LOG = logging.getLogger(__name__)
 
-_FORMAT = 4
+_FORMAT = 5
 _PREFIX, _SUFFIX = "box-", ".json"
 _LIMIT_BYTES = 1 << 20
 _NUM_KEPT = 64
@@ -42,7 +43,8 @@ _LONGEST_LINE = 200
 _LARGEST = 1e18
 """Of seconds, bytes, rates and factors: no sum or product of them is infinite."""
 _KEYS = (
-    "format", "key", "devices", "links", "copies", "together", "host_stop", "host_asked", "disk",
+    "format", "key", "devices", "links", "copies", "together", "host_stop", "host_asked", "offload",
+    "disk",
 )  # fmt: skip
 _DEVICE_CURVES = "experts", "trunk", "head", "attention"
 _RATES = "from_locked", "from_page_cache", "to_host", "kernel_reads"
@@ -156,6 +158,10 @@ def box_record(box: Box) -> dict[str, Any]:
         ],
         "host_stop": {name: curve.points for name, curve in box.host_stop.items()},
         "host_asked": {name: curve.points for name, curve in box.host_asked.items()},
+        "offload": {
+            name: {"copies": each.copies.points, "part": each.part.points}
+            for name, each in box.offload.items()
+        },
         "disk": None if box.disk is None else box.disk.points,
     }
 
@@ -173,6 +179,7 @@ def box_from_json(text: bytes) -> Box:
         tuple(_together(each) for each in read.items(given["together"], "together", _MOST)),
         _by_name(given["host_stop"], _curve),
         _by_name(given["host_asked"], _curve),
+        _by_name(given["offload"], _offload),
         None if disk is None else _curve("disk", disk),
     )
 
@@ -225,6 +232,11 @@ def _copies(name: str, given: object) -> CopySpeed:
         **{rate: read.number(rates[rate], rate, _LARGEST) for rate in _RATES},
         pcie=read.text(rates["pcie"], "pcie"),
     )
+
+
+def _offload(name: str, given: object) -> OffloadSpeed:
+    curves = read.fields(given, "copies in prompts", ("copies", "part"))
+    return OffloadSpeed(name, _curve("copies", curves["copies"]), _curve("part", curves["part"]))
 
 
 def _together(given: object) -> Together:

@@ -114,6 +114,11 @@ class LoadedLayers:
         captured = self._captured(model, self._banks, NoOwners(here))
         return self._passes(model, self._banks, captured, here)
 
+    def chunk_passes(self, num_layers: int, experts: Any) -> Passes:
+        """Chunks through the first layers, which call these routed experts."""
+        model = self._model.first_layers(num_layers)
+        return Passes(self.backend, model, self._cache, lambda phase: experts, None)
+
     def some_experts(self) -> Sequence[SomeExperts]:
         """Passes with fewer pairs, fewest first; none if a token has a single expert, on the
         host."""

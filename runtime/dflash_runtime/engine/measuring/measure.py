@@ -10,6 +10,7 @@ from typing import Any
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.loading import model_spec
 from dflash_adapters.registry import describe, read_spec
+from dflash_protocol.errors import DeviceOutOfMemory, SettingsError, UnsupportedModel
 from dflash_runtime.compute import BackendName, ComputeBackend
 from dflash_runtime.compute.gpu.chunk_room import GPU_CHUNKS
 from dflash_runtime.compute.gpu.room import GpuRoom
@@ -24,7 +25,14 @@ from dflash_runtime.engine.measuring.passes import Passes
 from dflash_runtime.engine.measuring.timing import TimeLeft
 from dflash_runtime.engine.measuring.together import measure_together
 from dflash_runtime.engine.trial_steps import trial_steps
-from dflash_runtime.placement.box import Box, CopySpeed, Curve, DeviceSpeed, Together
+from dflash_runtime.placement.box import (
+    Box,
+    CopySpeed,
+    Curve,
+    DeviceSpeed,
+    OffloadSpeed,
+    Together,
+)
 from dflash_runtime.placement.footprint import Footprint, Memory
 
 LIMIT_S = 60.0
@@ -41,6 +49,8 @@ _HOST_SHARE, _GPU_SHARE = 3, 4
 """Of the time, in proportion: a device's weights are loaded in its share."""
 _DISK_SHARE, _READ_SHARE, _COPIES_SHARE = 0.06, 0.15, 0.1
 _STOP_SHARE, _ASKED_SHARE, _TOGETHER_SHARE = 0.06, 0.12, 0.06
+_OFFLOAD_SHARE = 0.1
+_CROSSINGS_SHARE = _STOP_SHARE + _ASKED_SHARE + _COPIES_SHARE + _OFFLOAD_SHARE + 2 * _TOGETHER_SHARE
 
 OnProgress = Callable[[str, int, int], None]
 """Gets what is measured, the number of parts done, and of all."""
@@ -66,6 +76,7 @@ class _Parts:
     together: list[Together] = field(default_factory=list)
     host_stop: dict[str, Curve] = field(default_factory=dict)
     host_asked: dict[str, Curve] = field(default_factory=dict)
+    offload: dict[str, OffloadSpeed] = field(default_factory=dict)
     disk: Curve | None = None
 
 
@@ -125,6 +136,7 @@ def measure_box(
             list(known.together),
             dict(known.host_stop),
             dict(known.host_asked),
+            dict(known.offload),
             known.disk,
         )
     new = [each for each in devices if each.name not in parts.devices]
@@ -150,7 +162,7 @@ def measure_box(
                 trial = trial_steps(device.backend, loaded.model, loaded.banks, kv_type=kv_type)
                 device.backend.choose_threads(file, trial)
             else:
-                share -= _STOP_SHARE + _ASKED_SHARE + _COPIES_SHARE + 2 * _TOGETHER_SHARE
+                share -= _CROSSINGS_SHARE
             parts.devices[device.name] = measure_device(
                 device.name,
                 loaded,
@@ -183,6 +195,7 @@ def measure_box(
         tuple(parts.together),
         parts.host_stop,
         parts.host_asked,
+        parts.offload,
         parts.disk,
     )
 
@@ -229,8 +242,9 @@ def _measure_crossings(
     for_plan: bool,
     on_progress: OnProgress,
 ) -> None:
-    """Stops of a device's steps, copies, and both beside the host's experts, which `processor`
-    computes."""
+    """Stops of a device's steps, copies, both beside the host's experts, which `processor`
+    computes, and prompts whose experts are copied."""
+    from dflash_runtime.engine.measuring.copied_experts import measure_offload
     from dflash_runtime.engine.measuring.copies import (
         TimedCopies,
         measure_copies,
@@ -239,36 +253,47 @@ def _measure_crossings(
 
     gpu: Any = device.backend  # its rows are of another type than a host's
     name = device.name
-    on_progress(f"{name}: stops of its steps", 0, 4)
-    limit_s = left.seconds / (_STOP_SHARE + _ASKED_SHARE + _COPIES_SHARE + 2 * _TOGETHER_SHARE)
+    on_progress(f"{name}: stops of its steps", 0, 5)
+    limit_s = left.seconds / _CROSSINGS_SHARE
     stop = measure_host_stop(loaded, limit_s=_STOP_SHARE * limit_s, for_plan=for_plan)
     if stop is not None:
         parts.host_stop[name] = stop
     if stop is not None and processor is not None and processor.name == BackendName.CPU:
-        on_progress(f"{name}: experts of the processor", 1, 4)  # steps ask no other backend
+        on_progress(f"{name}: experts of the processor", 1, 5)  # steps ask no other backend
         _measure_asked(
             device, loaded.file, parts, processor, kv_type=kv_type, limit_s=_ASKED_SHARE * limit_s
         )
     with contextlib.ExitStack() as undo:
-        on_progress(f"{name}: copies", 2, 4)
+        on_progress(f"{name}: copies", 2, 5)
         sources = parts_of_experts(loaded.file, loaded.spec.moe.layers)
         copies = TimedCopies(gpu, sources)
         undo.callback(copies.close)
         parts.copies[name] = measure_copies(name, copies, limit_s=_COPIES_SHARE * limit_s)
         copies.from_locked_s()
         parts.copies[name] = replace(parts.copies[name], pcie=device.pcie())
-        if host is None:
-            return
-        on_progress(f"{name}: beside the processor", 3, 4)
-        of_host, passes = host
-        steps = loaded.passes(len(loaded.sampled.kinds[0].layer_ids))
-        experts = f"experts of {of_host}", lambda: (passes.seconds(1),)
-        for what in (
-            (f"copies to {name}", copies.from_pages_s),
-            (f"steps of {name}", lambda: (steps.seconds(1),)),
-        ):
-            together = measure_together(experts, what, limit_s=_TOGETHER_SHARE * limit_s)
-            parts.together.append(together)
+        if host is not None:
+            on_progress(f"{name}: beside the processor", 3, 5)
+            of_host, passes = host
+            steps = loaded.passes(len(loaded.sampled.kinds[0].layer_ids))
+            experts = f"experts of {of_host}", lambda: (passes.seconds(1),)
+            for what in (
+                (f"copies to {name}", copies.from_pages_s),
+                (f"steps of {name}", lambda: (steps.seconds(1),)),
+            ):
+                together = measure_together(experts, what, limit_s=_TOGETHER_SHARE * limit_s)
+                parts.together.append(together)
+    on_progress(f"{name}: prompts with copies", 4, 5)
+    with contextlib.suppress(DeviceOutOfMemory, SettingsError, UnsupportedModel):
+        # Where there is no room, or no kernel, no plan copies experts either.
+        found = measure_offload(
+            name,
+            loaded,
+            parts.devices[name],
+            rate=parts.copies[name].from_page_cache,
+            limit_s=_OFFLOAD_SHARE * limit_s,
+        )
+        if found is not None:
+            parts.offload[name] = found
 
 
 def _measure_asked(

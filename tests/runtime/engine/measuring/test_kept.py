@@ -24,6 +24,7 @@ from dflash_runtime.placement.box import (
     Curve,
     DeviceSpeed,
     LinkSpeed,
+    OffloadSpeed,
     Together,
 )
 
@@ -37,6 +38,7 @@ BOX = Box(
     (Together("experts of cpu", "copies to cuda:0", 1.5, 1.25),),
     {"cuda:0": LINE},
     {"cuda:0": LINE},
+    {"cuda:0": OffloadSpeed("cuda:0", LINE, POINT)},
     POINT,
 )
 

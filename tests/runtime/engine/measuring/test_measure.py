@@ -142,6 +142,10 @@ def test_a_gpu_beside_the_host(
     rates = box.copies["cuda:0"]
     assert min(rates.from_locked, rates.from_page_cache, rates.to_host, rates.kernel_reads) > 0.0
     assert rates.pcie == "gen 4 x8"
+    offload = box.offload["cuda:0"]
+    for curve in (offload.copies, offload.part):
+        assert [rows for rows, _ in curve.points] == [backend.chunking.preferred]
+        assert is_sound(curve)
     assert [(each.first, each.second) for each in box.together] == [
         ("experts of cpu", "copies to cuda:0"),
         ("experts of cpu", "steps of cuda:0"),

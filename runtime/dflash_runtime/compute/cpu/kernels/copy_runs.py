@@ -4,6 +4,8 @@ Scattered runs fill one piece of locked memory; those whose destinations are nei
 one copy. Threads take transfers from a queue, in its order, and each takes the next piece of one
 until none is left. They stay in compiled code while transfers follow each other: a thread that
 begins or ends work in Python takes the interpreter's lock, for which launches of kernels wait.
+While the device reads a thread's last piece of a transfer, the thread fills its first piece of the
+next one.
 
 A thread that has found nothing for a while says that it is asleep, looks at the queue once more,
 and returns. `post` puts a transfer into the queue and then looks for threads that sleep: in either
@@ -30,10 +32,15 @@ SOURCE, DESTINATION, SIZE = range(3)
 """Columns of the table of runs: two addresses, and bytes."""
 _COLUMNS = 3
 
-STATE, POSITION, COPY, SYNCHRONIZE, WAIT_FOR, STREAM, STAGED = range(7)
+(
+    STATE, POSITION, COPY, SYNCHRONIZE, WAIT_FOR, STREAM, STAGED, HALF,
+    CURRENT, PENDING, IN_FLIGHT,
+) = range(11)  # fmt: skip
 """Words of a thread: whether it is awake, and which transfer of the queue comes next; the driver's
-functions and the stream, see `SideStream.functions`; the address of two halves of locked memory."""
-LANE_WORDS = 8
+functions and the stream, see `SideStream.functions`; the address of two halves of locked memory,
+and which of them is filled next; the transfer that it is at, or 0; the one before, if pieces of it
+are on their way, or 0, and how many."""
+LANE_WORDS = 16
 ASLEEP, AWAKE = range(2)
 
 RUNS, TOTAL_BYTES, PIECE_BYTES, EVENT, NEXT, ENDED, INSIDE = range(7)
@@ -88,26 +95,50 @@ def _run(transfer: int, run: int, column: int) -> int:
 
 
 @helper
+def _leave(transfer: int) -> None:
+    """A thread has done what it can for a transfer."""
+    atomic_add(transfer + 8 * INSIDE, -1)
+    system.wake(transfer + 8 * ENDED)
+
+
+@helper
+def _settle(lane: int) -> int:
+    """Wait until what is on its way has arrived. Returns the driver's status."""
+    transfer = _get(lane, PENDING)
+    if transfer == 0:
+        return 0
+    status = _synchronize(_get(lane, SYNCHRONIZE), _get(lane, STREAM))
+    if status == 0:
+        v.store_i64(lane + 8 * PENDING, 0)
+        atomic_add(transfer + 8 * ENDED, _get(lane, IN_FLIGHT))
+        _leave(transfer)
+    return status  # type: ignore[no-any-return]
+
+
+@helper
 def _copy_pieces(transfer: int, lane: int) -> int:
-    """Copy pieces until none is left, to their end. Returns the driver's status: 0, or the first
-    error."""
-    stream, piece_bytes, half, num_begun = _get(lane, STREAM), _get(transfer, PIECE_BYTES), 0, 0
+    """Copy pieces until none is left; the last may still be on its way. Returns the driver's
+    status: 0, or the first error."""
+    stream, piece_bytes, num_begun = _get(lane, STREAM), _get(transfer, PIECE_BYTES), 0
     total_bytes = _get(transfer, TOTAL_BYTES)
     num_pieces = (total_bytes + piece_bytes - 1) // piece_bytes
     while True:
         piece = atomic_add(transfer + 8 * NEXT, 1)
         if piece >= num_pieces:
-            status = 0
             if num_begun > 0:
-                status = _synchronize(_get(lane, SYNCHRONIZE), stream)
-                if status == 0:
-                    atomic_add(transfer + 8 * ENDED, num_begun)
-            return status
+                v.store_i64(lane + 8 * IN_FLIGHT, num_begun)
+                v.store_i64(lane + 8 * PENDING, transfer)
+                return 0
+            status = _settle(lane)
+            if status == 0:
+                _leave(transfer)
+            return status  # type: ignore[no-any-return]
         skipped, first = piece * piece_bytes, 0
         left = min(piece_bytes, total_bytes - skipped)
         while _run(transfer, first, SIZE) <= skipped:
             skipped -= _run(transfer, first, SIZE)
             first += 1
+        half = _get(lane, HALF)
         staged = _get(lane, STAGED) + half * piece_bytes
         # Filled first, while the device reads the other half; then copied run by run, or several
         # at once.
@@ -116,13 +147,14 @@ def _copy_pieces(transfer: int, lane: int) -> int:
             size = min(_run(transfer, run, SIZE) - offset, end - place)
             v.copy_bytes(place, _run(transfer, run, SOURCE) + offset, size)
             place, run, offset = place + size, run + 1, 0
-        status = 0
         if num_begun > 0:
             status = _synchronize(_get(lane, SYNCHRONIZE), stream)
-        elif _get(transfer, EVENT) != 0:
-            status = _wait_for(_get(lane, WAIT_FOR), stream, _get(transfer, EVENT))
+        else:
+            status = _settle(lane)
+            if status == 0 and _get(transfer, EVENT) != 0:
+                status = _wait_for(_get(lane, WAIT_FOR), stream, _get(transfer, EVENT))
         if status != 0:
-            return status
+            return status  # type: ignore[no-any-return]
         run, offset, place = first, skipped, staged
         begin, destination = staged, _run(transfer, first, DESTINATION) + skipped
         while place < end:
@@ -136,15 +168,8 @@ def _copy_pieces(transfer: int, lane: int) -> int:
         status = _copy(_get(lane, COPY), destination, begin, end - begin, stream)
         if status != 0:
             return status  # type: ignore[no-any-return]
-        half, num_begun = 1 - half, num_begun + 1
-
-
-@helper
-def _leave(transfer: int, lane: int) -> None:
-    """A thread has done what it can for a transfer, and goes on to the next one."""
-    atomic_add(transfer + 8 * INSIDE, -1)
-    atomic_store(lane + 8 * POSITION, _get(lane, POSITION) + 1)
-    system.wake(transfer + 8 * ENDED)
+        v.store_i64(lane + 8 * HALF, 1 - half)
+        num_begun += 1
 
 
 def _serve(queue: int, lane: int) -> int:
@@ -156,11 +181,17 @@ def _serve(queue: int, lane: int) -> int:
         if position < num_posted:
             transfer = _get(queue, FIRST + position % MOST_POSTED)
             atomic_add(transfer + 8 * INSIDE, 1)
+            v.store_i64(lane + 8 * CURRENT, transfer)
             status = _copy_pieces(transfer, lane)
             if status != 0:
                 return status  # type: ignore[no-any-return]
-            _leave(transfer, lane)
+            v.store_i64(lane + 8 * CURRENT, 0)
+            atomic_store(lane + 8 * POSITION, position + 1)
             end_ns = system.monotonic_ns() + _IDLE_NS
+        elif _get(lane, PENDING) != 0:
+            status = _settle(lane)
+            if status != 0:
+                return status  # type: ignore[no-any-return]
         elif _get(queue, IS_CLOSED) != 0 or system.monotonic_ns() >= end_ns:
             atomic_store(lane + 8 * STATE, ASLEEP)
             if atomic_load(head) == position:
@@ -171,29 +202,54 @@ def _serve(queue: int, lane: int) -> int:
             system.sleep_while(head, num_posted, _NAP_US)
 
 
-def _fail(queue: int, lane: int) -> None:
-    """No further piece of the transfer that a thread is at is begun; the thread leaves it."""
-    transfer = _get(queue, FIRST + _get(lane, POSITION) % MOST_POSTED)
-    atomic_store(transfer + 8 * NEXT, NO_MORE)
-    _leave(transfer, lane)
+def _fail(lane: int) -> None:
+    """No further piece of the transfers that a thread is at is begun; the thread leaves them."""
+    if _get(lane, CURRENT) != 0:
+        atomic_store(lane + 8 * POSITION, _get(lane, POSITION) + 1)
+    for word in (CURRENT, PENDING):
+        transfer = _get(lane, word)
+        if transfer != 0:
+            v.store_i64(lane + 8 * word, 0)
+            atomic_store(transfer + 8 * NEXT, NO_MORE)
+            _leave(transfer)
 
 
 def _post(queue: int, transfer: int, lanes: int, num_lanes: int) -> int:
-    """Put a transfer into the queue. Returns the threads that slept, one bit for each: the caller
-    starts them."""
-    head, started = _get(queue, HEAD), 0
+    """Put a transfer into the queue. Returns the threads that sleep and could copy pieces of it,
+    one bit for each: see `_start`."""
+    head, asleep = _get(queue, HEAD), 0
     v.store_i64(queue + 8 * (FIRST + head % MOST_POSTED), transfer)
     atomic_store(queue + 8 * HEAD, head + 1)
     system.wake(queue + 8 * HEAD)
     piece_bytes = _get(transfer, PIECE_BYTES)
-    num_left = (_get(transfer, TOTAL_BYTES) + piece_bytes - 1) // piece_bytes
+    num_pieces = (_get(transfer, TOTAL_BYTES) + piece_bytes - 1) // piece_bytes
+    for index in range(min(num_lanes, num_pieces)):
+        if atomic_load(lanes + 8 * (LANE_WORDS * index + STATE)) == ASLEEP:
+            asleep |= 1 << index
+    return asleep
+
+
+def _start(queue: int, lanes: int, asleep: int) -> int:
+    """Make threads that sleep awake, from the transfer that was posted last on. Returns those that
+    still slept: the caller starts them."""
+    started, index = 0, 0
+    while asleep >> index != 0:
+        lane = lanes + 8 * LANE_WORDS * index
+        if asleep >> index & 1 != 0 and atomic_replace(lane + 8 * STATE, ASLEEP, AWAKE):
+            atomic_store(lane + 8 * POSITION, _get(queue, HEAD) - 1)
+            started |= 1 << index
+        index += 1
+    return started
+
+
+def _is_behind(lanes: int, num_lanes: int, position: int) -> bool:
+    """Whether a thread that is awake may still look at the transfer of this number, perhaps as the
+    one before the next."""
     for index in range(num_lanes):
         lane = lanes + 8 * LANE_WORDS * index
-        if num_left > 0 and atomic_replace(lane + 8 * STATE, ASLEEP, AWAKE):
-            atomic_store(lane + 8 * POSITION, head)
-            started |= 1 << index
-        num_left -= 1
-    return started
+        if atomic_load(lane + 8 * STATE) == AWAKE and _get(lane, POSITION) <= position + 1:
+            return True
+    return False
 
 
 def _has_ended(transfer: int, limit_ns: int) -> bool:
@@ -220,14 +276,26 @@ def serve() -> Kernel:
 
 @cache
 def fail() -> Kernel:
-    """``fail(queue, lane)``: see `_fail`."""
-    return compile_kernel(_fail, i64, i64)
+    """``fail(lane)``: see `_fail`."""
+    return compile_kernel(_fail, i64)
 
 
 @cache
 def post() -> Kernel:
     """``int(queue, transfer, lanes, num_lanes)``: see `_post`."""
     return compile_kernel(_post, i64, i64, i64, i64)
+
+
+@cache
+def start() -> Kernel:
+    """``int(queue, lanes, asleep)``: see `_start`."""
+    return compile_kernel(_start, i64, i64, i64)
+
+
+@cache
+def is_behind() -> Kernel:
+    """``bool(lanes, num_lanes, position)``: see `_is_behind`."""
+    return compile_kernel(_is_behind, i64, i64, i64)
 
 
 @cache

@@ -121,6 +121,10 @@ class SideStream(Protocol):
         unchanged until `synchronize` has returned. Beside the host's work if it is mapped
         (`map_host`)."""
 
+    def read(self, destination: AnyArray, source: DeviceArray) -> None:
+        """Copy a contiguous array into contiguous host memory of the same bytes; it is there when
+        `synchronize` has returned. Beside the host's work if the memory is mapped."""
+
     def launch(self, kernel: Kernel, grid: Grid, block: int, args: ctypes.Structure) -> None:
         """Start a kernel when all earlier work in this stream has ended."""
 

@@ -107,6 +107,13 @@ class CupySideStream:
         if source.nbytes:
             self._driver.copy(address(destination), address(source), source.nbytes, stream=stream)
 
+    def read(self, destination: AnyArray, source: DeviceArray) -> None:
+        stream = self._begun()
+        if destination.nbytes != source.nbytes or not destination.flags.c_contiguous:
+            raise SettingsError(f"{source.nbytes} bytes do not fill {destination.nbytes}")
+        if source.nbytes:
+            self._driver.copy(address(destination), address(source), source.nbytes, stream=stream)
+
     def launch(self, kernel: Any, grid: Grid, block: int, args: ctypes.Structure) -> None:
         self._launch(kernel, grid, block, args, overlaps_previous=False, stream=self._begun())
 

@@ -2,9 +2,11 @@
 
 * Here: all of a layer's experts are on the device, and nothing leaves it (HereRoute).
 * Asked by the host: the choice is copied to the host, and if it has remote experts their owners
-  are asked, while the device computes the local ones (HostRoute). Rows of a chunk and the sums that
-  return stay on the device unless an owner computes on a CPU; the experts of such an owner may be
-  computed locally, see offload.py. A captured step is left for that: `run/host_path.py`.
+  are asked, while the device computes the local ones (HostRoute). Those of a chunk are launched
+  before the choice has come, so that all that the host then does is beside them. Rows of a chunk
+  and the sums that return stay on the device unless an owner computes on a CPU; the experts of such
+  an owner may be computed locally, see offload.py. A captured step is left for that:
+  `run/host_path.py`.
 * Asked by the device, through mailboxes, in captured steps: `run/mailbox_path.py`.
 
 Bits are the same whatever the route.
@@ -17,8 +19,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dflash_protocol.batch import Hidden, HostHidden, Sums
-from dflash_protocol.ids import F32Array, I32Array, Phase
+from dflash_protocol.batch import HostHidden, Sums
+from dflash_protocol.ids import I32Array, Phase
 from dflash_runtime.compute.backend import RemoteExperts
 from dflash_runtime.compute.gpu.device.buffers import Buffer
 from dflash_runtime.compute.gpu.experts.offload import ExpertOffload
@@ -98,80 +100,80 @@ class HostRoute:
         if that is faster than asking."""
         self._ops, self._layer_id, self._layer, self._phase = ops, layer_id, layer, phase
         self._remote, self._offload = remote, offload
+        self._num_experts = remote.local_experts_mask(layer_id).size
 
     def __call__(self, routed: RoutedRows, residual: Rows) -> Pausable[None]:
-        layer, remote, is_chunk = self._layer, self._remote, self._phase is Phase.PREFILL
-        if is_chunk:
-            remote.poll()  # the device is busy until experts are chosen
-        self._ops.steps.choose_now(routed.choice)
-        ids, weights = self._chosen(routed)
-        if layer is not None and not _has_remote(layer.slot_of_expert, ids):
-            remote.count_selections(self._phase, self._layer_id, ids)
-            remote.count_local(self._phase, num_tokens=ids.shape[0], num_pairs=ids.size)
-            add_local(self._ops, layer, routed, residual=residual, phase=self._phase)
-            if is_chunk:
-                yield None
-            return
-        local, ticket = self._begin(routed, ids, weights)
-        if is_chunk:
-            try:
-                remote.poll()
-                yield None
-            except BaseException:
-                if ticket is not None:
-                    remote.abandon(ticket)
-                raise
-        parts = [] if local is None else [local]
-        if ticket is not None:
-            parts.append(self._on_device(remote.finish(ticket)))
-        self._ops.elementwise.add_sums(residual.array, *(part.array for part in parts))
-
-    def _chosen(self, routed: RoutedRows) -> tuple[I32Array, F32Array]:
-        """Wait for ids and weights. Shapes: both [T, K]."""
-        download, choice = self._ops.device.download, routed.choice
-        if choice.both is None:
-            return download(choice.ids), download(choice.weights)
-        both: I32Array = download(choice.both)
-        return both[0], both[1].view(np.float32)
-
-    def _begin(
-        self, routed: RoutedRows, ids: I32Array, weights: F32Array
-    ) -> tuple[Buffer | None, Any]:
-        """Launch the local experts and ask for the remote ones: sums of the former, if any, and
-        the ticket of what `remote` has begun, if anything.
-
-        Shapes: ids, weights [T, K]; sums [T, H] float64.
-        """
-        layer_id, remote, offload = self._layer_id, self._remote, self._offload
-        hidden = self._hidden_of(routed)
-        offloaded = None if offload is None else offload.begin(layer_id, ids, remote)
         if self._phase is Phase.PREFILL:
+            yield from self._chunk(routed, residual)
+        else:
+            self._step(routed, residual)
+
+    def _chunk(self, routed: RoutedRows, residual: Rows) -> Pausable[None]:
+        layer, remote, offload = self._layer, self._remote, self._offload
+        layer_id, num_tokens = self._layer_id, routed.choice.ids.shape[0]
+        remote.poll()  # the device is busy until experts are chosen
+        self._ops.steps.choose_now(routed.choice)
+        choice = self._ops.payload.choice
+        choice.begin(routed.choice.ids, routed.choice.weights)
+        wanted = None if offload is None else offload.wanted(layer_id, num_tokens, remote)
+        hidden = local = ticket = None
+        if offload is None or wanted is None or not offload.is_all(layer_id, wanted):
+            # A copy, which may be sent while the device goes on with other rows.
+            hidden = self._ops.payload.rows(self._ops.chunks.copy_of(routed.x).array)
+        if layer is not None:
+            local = local_sums(self._ops, layer, routed, phase=self._phase)
+        ids, weights = choice.wait()
+        counts = np.bincount(ids.reshape(-1), minlength=self._num_experts)
+        if layer is not None and not counts[layer.slot_of_expert < 0].any():
+            self._count_local(ids)
+            wanted = None
+        else:
+            if offload is not None and wanted is not None:
+                offload.begin(layer_id, counts, wanted, num_tokens=num_tokens, remote=remote)
             remote.poll()
-        # Launched first, so that the device works while the host groups pairs and sends rows.
-        local = None
-        if self._layer is not None:
-            local = local_sums(self._ops, self._layer, routed, phase=self._phase)
-        ticket = remote.begin(
-            layer_id, hidden, ids, weights, phase=self._phase, offloaded=offloaded
-        )
+            ticket = remote.begin(
+                layer_id, hidden, ids, weights, phase=self._phase, offloaded=wanted, counts=counts
+            )
         try:
-            if offload is not None and offloaded is not None:
+            if offload is not None and wanted is not None:
                 before = None if local is None else local.array
-                local = Buffer(offload.sums(layer_id, routed, experts=offloaded, before=before))
+                local = Buffer(offload.sums(layer_id, routed, experts=wanted, before=before))
+            remote.poll()
+            yield None
         except BaseException:
             if ticket is not None:
                 remote.abandon(ticket)
             raise
-        return local, ticket
+        self._add(residual, local, ticket)
 
-    def _hidden_of(self, routed: RoutedRows) -> Hidden:
-        """The experts' input rows; those of a chunk stay on the device.
+    def _step(self, routed: RoutedRows, residual: Rows) -> None:
+        ops, layer, remote = self._ops, self._layer, self._remote
+        ops.steps.choose_now(routed.choice)
+        ids = ops.device.download(routed.choice.ids)
+        if layer is not None and (layer.slot_of_expert[ids] >= 0).all():
+            self._count_local(ids)
+            add_local(ops, layer, routed, residual=residual, phase=self._phase)
+            return
+        weights = ops.device.download(routed.choice.weights)
+        hidden = HostHidden(ops.device.download(ops.steps.for_host(routed.x)))
+        # Launched first, so that the device works while the host groups pairs and sends rows.
+        local = None
+        if layer is not None:
+            local = local_sums(ops, layer, routed, phase=self._phase)
+        ticket = remote.begin(self._layer_id, hidden, ids, weights, phase=self._phase)
+        self._add(residual, local, ticket)
 
-        They are a copy, which may be sent while the device goes on with other rows.
-        """
-        if self._phase is Phase.PREFILL:
-            return self._ops.payload.rows(self._ops.chunks.copy_of(routed.x).array)
-        return HostHidden(self._ops.device.download(self._ops.steps.for_host(routed.x)))
+    def _count_local(self, ids: I32Array) -> None:
+        """Count a pass in which nothing remote was chosen. Shapes: ids [T, K]."""
+        self._remote.count_selections(self._phase, self._layer_id, ids)
+        self._remote.count_local(self._phase, num_tokens=ids.shape[0], num_pairs=ids.size)
+
+    def _add(self, residual: Rows, local: Buffer | None, ticket: Any) -> None:
+        """Add the local sums, and those that were asked for, to the residual."""
+        parts = [] if local is None else [local]
+        if ticket is not None:
+            parts.append(self._on_device(self._remote.finish(ticket)))
+        self._ops.elementwise.add_sums(residual.array, *(part.array for part in parts))
 
     def _on_device(self, sums: Sums) -> Buffer:
         """Remote sums as a buffer of the device. Shapes: sums [T, H]."""
@@ -213,10 +215,3 @@ def local_sums(ops: GpuOps, layer: ResidentLayer, routed: RoutedRows, *, phase: 
     rows = ops.steps.for_experts(routed.x)
     ops.step_experts.run(layer, choice, rows, out=sums.array, gives_sums=True)
     return sums
-
-
-def _has_remote(slot_of_expert: I32Array, ids: I32Array) -> bool:
-    """Whether remote experts were chosen. Shapes: slot_of_expert [E]; ids [T, K]."""
-    if (slot_of_expert[ids[0]] < 0).any():  # mostly the first of thousands of tokens decides
-        return True
-    return bool((slot_of_expert[ids] < 0).any())

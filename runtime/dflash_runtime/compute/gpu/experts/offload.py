@@ -24,7 +24,7 @@ import numpy.typing as npt
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.spec import MoeLayer
 from dflash_protocol.batch import group_by_expert
-from dflash_protocol.ids import I32Array, Phase
+from dflash_protocol.ids import I64Array, Phase
 from dflash_runtime.compute.backend import RemoteExperts
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, Mark
 from dflash_runtime.compute.gpu.experts.offload_room import (
@@ -58,6 +58,8 @@ class _Place:
     loaded: Experts = field(default_factory=lambda: np.zeros(0, np.bool_))
     """Experts in it, or being copied."""
     transfers: list[Transfer] = field(default_factory=list)
+    num_fillings: int = 0
+    """Transfers into it so far."""
     is_due: bool = False
     """The part is yet to be computed for this chunk."""
     read: Mark | None = None
@@ -91,14 +93,14 @@ class _Part:
     """All of them as a resident layer."""
     runs: FileRuns
     """From the file to `native`: each expert's matrix, projection by projection."""
+    is_laid_out: bool = field(init=False)
+    """Whether any projection has another layout on the device than in the file."""
     some: tuple[Experts, ResidentLayer] | None = None
     """The experts computed last, as a resident layer."""
 
-    @property
-    def is_laid_out(self) -> bool:
-        """Whether any projection has another layout on the device than in the file."""
+    def __post_init__(self) -> None:
         pairs = zip(self.native, self.weights, strict=True)
-        return any(native is not weights for native, weights in pairs)
+        self.is_laid_out = any(native is not weights for native, weights in pairs)
 
     def runs_of(self, experts: Experts) -> FileRuns:
         """Those of some of the experts. Shapes: experts [E]."""
@@ -122,8 +124,8 @@ class _Layer:
 class ExpertOffload:
     """Computes experts of chunks with weights copied for them. Used by one thread.
 
-    Per layer: `begin` starts the copies, `sums` waits for them and computes. Owns: memory on the
-    device, and a FileCopier, until it is closed.
+    Per layer: `wanted` says what is to be computed, `begin` starts the copies, `sums` waits for
+    them and computes. Owns: memory on the device, and a FileCopier, until it is closed.
     """
 
     def __init__(
@@ -153,7 +155,8 @@ class ExpertOffload:
         self._places = [_Place(device.empty(place_bytes, np.uint8)) for _ in range(num)]
         self._laid_out = device.empty(laid_out_bytes, np.uint8)
         """Memory for projections whose layout on the device differs."""
-        self._laid_out_of: tuple[_Part, bytes] | None = None
+        self._laid_out_of: tuple[_Part, int] | None = None
+        """The part in it, and its place's `num_fillings` then."""
         device.synchronize()  # kernels that used this memory before must have ended
         in_turns = cycle(self._places)
         self._layers = {
@@ -163,8 +166,9 @@ class ExpertOffload:
             for layer_id, (layer, experts) in missing.items()
         }
         self._following = dict(pairwise(missing))
-        self._computed_next: deque[tuple[_Part, Experts]] = deque()
-        """This layer's parts with chosen experts that are not computed yet."""
+        self._computed_next: deque[tuple[_Part, float]] = deque()
+        """This layer's parts with chosen experts that are not computed yet, and these experts' mean
+        number of pairs."""
         self._copied_next: deque[tuple[_Part, Experts]] = deque()
         """Experts whose copies are not begun yet, in the order in which they are computed."""
         self._copier = new_copier(device)
@@ -182,6 +186,10 @@ class ExpertOffload:
             if kind not in tried:
                 tried.add(kind)
                 self._try_out(parts[0])
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what was copied; no chunk is computed."""
         for place in self._places:
             place.clear()
 
@@ -206,49 +214,66 @@ class ExpertOffload:
                     part.place.clear()
             self._layers[layer_id] = _Layer(known.layer, missing, known.places)
 
-    def begin(self, layer_id: int, topk_ids: I32Array, remote: RemoteExperts) -> Experts | None:
-        """Decide which of a layer's remote experts to compute here, and start to copy those that
-        were chosen; None: none.
-
-        Shapes: topk_ids [T, K]; result [E]. Raises: ModelFileError if the file was written to.
-        """
+    def wanted(self, layer_id: int, num_tokens: int, remote: RemoteExperts) -> Experts | None:
+        """Which of a layer's remote experts a chunk of so many tokens has computed here; None:
+        none. Shapes: result [E]."""
         known = self._layers.get(layer_id)
-        if known is None:
+        experts = None if known is None else remote.to_offload(layer_id, num_tokens)
+        if known is None or experts is None or not (experts & known.missing).any():
             return None
-        wanted = self._wanted(layer_id, topk_ids.shape[0], remote)
-        if wanted is None:
-            return None
+        return experts & known.missing
+
+    def is_all(self, layer_id: int, wanted: Experts) -> bool:
+        """Whether these are all remote experts of a layer. Shapes: wanted [E]."""
+        return bool((wanted == self._layers[layer_id].missing).all())
+
+    def begin(
+        self,
+        layer_id: int,
+        counts: I64Array,
+        wanted: Experts,
+        *,
+        num_tokens: int,
+        remote: RemoteExperts,
+    ) -> None:
+        """Start to copy those of the `wanted` experts that the tokens chose.
+
+        Shapes: counts [E], of how many tokens each was chosen; wanted [E]. Raises: ModelFileError
+        if the file was written to.
+        """
+        known = self._layers[layer_id]
         self._file.require_unwritten()
-        chosen = np.zeros(wanted.size, np.bool_)
-        chosen[topk_ids] = True
-        chosen &= wanted
+        chosen = (counts > 0) & wanted
         known.chosen = chosen
         is_nearly_all = chosen.sum() >= _NEARLY_ALL * wanted.sum()
         following = self._following.get(layer_id)
         for place in self._places:  # what else was on its way, of a chunk that was given up
             place.is_due = False
-        self._computed_next = deque(self._parts_with(known, chosen))
-        self._copied_next = deque(self._computed_next)
+        self._copied_next = deque(self._parts_with(known, chosen))
+        self._computed_next = deque(
+            (part, float(counts[some].sum() / some.sum())) for part, some in self._copied_next
+        )
         if following is not None:
-            ahead = self._wanted(following, topk_ids.shape[0], remote)
+            ahead = self.wanted(following, num_tokens, remote)
             before = self._layers[following].chosen
             if ahead is not None and (before is not None or is_nearly_all):
                 likely = ahead if before is None else ahead & before
                 self._copied_next.extend(self._parts_with(self._layers[following], likely))
         self._copy()
-        return wanted
 
     def sums(
         self, layer_id: int, routed: RoutedRows, *, experts: Experts, before: DeviceArray | None
     ) -> DeviceArray:
-        """Sums of the pairs of these experts, which `begin` gave, added to those `before`.
+        """Sums of the pairs of these experts, which `begin` was given, added to those `before`.
 
         Shapes: result [T, H] float64. Raises: DeviceUnavailable.
         """
         while self._computed_next:
-            part, _ = self._computed_next.popleft()
+            part, mean_rows = self._computed_next.popleft()
             resident = self._arrived(part, experts)
-            before = self._ops.chunk_experts.local_sums(resident, routed, before)
+            before = self._ops.chunk_experts.local_sums(
+                resident, routed, before, mean_rows=mean_rows
+            )
             part.place.read, part.place.is_due = self._device.mark(), False
             self._copy()
         if before is None:
@@ -257,21 +282,13 @@ class ExpertOffload:
 
     def close(self) -> None:
         """Release everything. Idempotent."""
-        for place in self._places:
-            place.clear()
+        self.forget()
         self._copier.close()
         self._computed_next.clear()
         self._copied_next.clear()
         self._laid_out_of = None
         self._layers.clear()
         self._places.clear()
-
-    def _wanted(self, layer_id: int, num_tokens: int, remote: RemoteExperts) -> Experts | None:
-        known = self._layers[layer_id]
-        wanted = remote.to_offload(layer_id, num_tokens)
-        if wanted is None or not (wanted & known.missing).any():
-            return None
-        return wanted & known.missing
 
     def _parts_with(self, known: _Layer, experts: Experts) -> Iterator[tuple[_Part, Experts]]:
         """A layer's parts with any of these experts, and which of them."""
@@ -293,6 +310,7 @@ class ExpertOffload:
             if more.any():
                 place.transfers.append(self._copier.begin(part.runs_of(more), after=place.read))
                 place.loaded = place.loaded | more
+                place.num_fillings += 1
             place.is_due = True
             self._copied_next.popleft()
 
@@ -315,27 +333,19 @@ class ExpertOffload:
         return part.some[1]
 
     def _lay_out(self, part: _Part) -> None:
-        """Repack what was copied into the device's layout, if that differs."""
-        loaded = part.place.loaded
-        state = part, loaded.tobytes()
-        if state == self._laid_out_of or not part.is_laid_out:
+        """Repack a part into the device's layout, if that differs and it was not done; also what of
+        it was not copied, as most is."""
+        state = part, part.place.num_fillings
+        if not part.is_laid_out or state == self._laid_out_of:
             return
         self._laid_out_of = state
-        # In one launch, with what lies between them.
-        slots = np.flatnonzero(loaded[part.experts])
-        first, end = int(slots[0]), int(slots[-1]) + 1
         for projection, native, weights in zip(
             part.layer.projections, part.native, part.weights, strict=True
         ):
-            if native is weights:
-                continue
-            size, laid_out_size = projection.num_bytes, expert_bytes(projection)
-            self._uploader.lay_out(
-                native[first * size : end * size],
-                weights[first * laid_out_size : end * laid_out_size],
-                projection.tensor_type,
-                columns=projection.columns,
-            )
+            if native is not weights:
+                self._uploader.lay_out(
+                    native, weights, projection.tensor_type, columns=projection.columns
+                )
 
     def _parts(self, known: _Layer) -> tuple[_Part, ...]:
         """A layer's parts, made when they are first needed."""

@@ -49,7 +49,7 @@ CombineArgs = kernel_struct("combine.cu", "CombineArgs")
 
 _COMBINE_THREADS = _LEVEL_THREADS = 256
 _MOST_ROWS = 64
-"""Pairs of a group, on average, up to which matrices are read without conversion. With more it is
+"""Rows of a group, on average, up to which matrices are read without conversion. With more it is
 faster to convert them to halves first."""
 
 
@@ -217,17 +217,13 @@ class ExpertPrefill:
         for stored in {None, self._stored_type(experts.down)}:
             self._kernels.down(down_parts, stored)
 
-    def _stored_type(
-        self, *projections: ResidentMatrices, groups: GroupedPairs | None = None
-    ) -> TensorType | None:
-        """The type of such matrices if products can convert them; and, with `groups`, if that is
-        faster than to convert them before."""
+    def _stored_type(self, *projections: ResidentMatrices) -> TensorType | None:
+        """The type of such matrices if products can convert them."""
         types = {each.tensor_type for each in projections}
         tile = self.products.half_tile
         if tile.num_threads < tile.columns or len(types) > 1 or not types <= IN_UNITS:
             return None
-        is_faster = groups is None or groups.num_pairs <= _MOST_ROWS * groups.max_groups
-        return projections[0].tensor_type if is_faster else None
+        return projections[0].tensor_type
 
     def run(
         self,
@@ -235,6 +231,7 @@ class ExpertPrefill:
         groups: GroupedPairs,
         experts: ResidentExperts,
         *,
+        mean_rows: float | None = None,
         sums: DeviceArray | None = None,
         residual: DeviceArray | None = None,
         out_sums: DeviceArray | None = None,
@@ -242,13 +239,16 @@ class ExpertPrefill:
         """Terms of all pairs of `groups`, added for each token in float64 in order of its choice.
 
         ``residual += float32(sums + terms)`` and ``out_sums = sums + terms``, each if given; `sums`
-        are nothing if not, and may be `out_sums`.
+        are nothing if not, and may be `out_sums`. `mean_rows`: pairs of an expert that has any, on
+        average, if known; it decides how matrices are read, and no bit.
         Shapes: rows [T, H]; residual [T, H] float32; sums, out_sums [T, H] float64.
         Raises: SettingsError for other shapes or too many pairs.
         """
         self._check(rows, groups, residual, (sums, out_sums))
         device = self._device
-        for launch in self._launches_of(rows, groups, experts):
+        if mean_rows is None:
+            mean_rows = groups.num_pairs / groups.max_groups
+        for launch in self._launches_of(rows, groups, experts, converts=mean_rows > _MOST_ROWS):
             launch.start(device)
         args = CombineArgs(
             terms=address(self._buffers.terms),
@@ -262,19 +262,27 @@ class ExpertPrefill:
         device.launch(self._combine, (groups.num_tokens, 1, 1), _COMBINE_THREADS, args)
 
     def _launches_of(
-        self, rows: PreparedRows, groups: GroupedPairs, experts: ResidentExperts
+        self,
+        rows: PreparedRows,
+        groups: GroupedPairs,
+        experts: ResidentExperts,
+        *,
+        converts: bool,
     ) -> list[PreparedLaunch]:
-        """All launches but the last; the same for chunks of one size, whatever was chosen."""
+        """All launches but the last; the same for chunks of one size, whatever was chosen.
+
+        `converts`: to halves, before the products, also what products can convert themselves.
+        """
         hidden_parts, down_parts = _parts_of(experts)
         hidden = rows.addresses(hidden_parts)
-        key = hidden, groups.layout
+        key = hidden, groups.layout, converts
         known_key, launches = self._launches.get(experts, (None, []))
         if known_key != key:
             self.prepare(experts)
-            launches = [*self._gate_up(hidden, groups, experts)]
+            launches = [*self._gate_up(hidden, groups, experts, converts=converts)]
             if down_parts:
                 launches.append(self._level(self._kernels.level(hidden_parts, down_parts), groups))
-            launches += self._down(groups, experts)
+            launches += self._down(groups, experts, converts=converts)
             self._launches[experts] = key, launches
         return launches
 
@@ -301,7 +309,12 @@ class ExpertPrefill:
                     )
 
     def _gate_up(
-        self, rows: tuple[int, int, int], groups: GroupedPairs, experts: ResidentExperts
+        self,
+        rows: tuple[int, int, int],
+        groups: GroupedPairs,
+        experts: ResidentExperts,
+        *,
+        converts: bool,
     ) -> Iterator[PreparedLaunch]:
         """`rows`: from PreparedRows.addresses."""
         gate, up = experts.gate, experts.up
@@ -333,7 +346,7 @@ class ExpertPrefill:
         )
         _, tile = self.products.of(hidden_parts)
         blocks = -(-2 * self.ffn_size // tile.columns)
-        stored = self._stored_type(gate, up, groups=groups)
+        stored = None if converts else self._stored_type(gate, up)
         converts = stored is None and not {gate.tensor_type, up.tensor_type} <= AS_STORED
         kernel = self._kernels.gate_up(hidden_parts, down_parts, stored)
         for choice in self._passes(groups, experts, converts=converts):
@@ -360,7 +373,9 @@ class ExpertPrefill:
         blocks = -(-groups.num_pairs // rows_of_block)
         return PreparedLaunch(kernel, (blocks, 1, 1), _LEVEL_THREADS, args)
 
-    def _down(self, groups: GroupedPairs, experts: ResidentExperts) -> Iterator[PreparedLaunch]:
+    def _down(
+        self, groups: GroupedPairs, experts: ResidentExperts, *, converts: bool
+    ) -> Iterator[PreparedLaunch]:
         down = experts.down
         _, down_parts = _parts_of(experts)
         given = GemmDownArgs(
@@ -378,7 +393,7 @@ class ExpertPrefill:
         )
         _, tile = self.products.of(down_parts)
         blocks = -(-self.hidden_size // tile.columns)
-        stored = self._stored_type(down, groups=groups)
+        stored = None if converts else self._stored_type(down)
         converts = stored is None and down.tensor_type not in AS_STORED
         kernel = self._kernels.down(down_parts, stored)
         for choice in self._passes(groups, experts, converts=converts):

@@ -168,10 +168,10 @@ class ChunkKernels:
 
     def choose(self, logits: Rows, rule: RoutingRule, bias: DeviceArray | None) -> ExpertChoice:
         """At once."""
-        both = self._device.empty((2, logits.num_tokens, rule.num_experts_used), np.int32)
-        ids, weights = both[0], both[1].view(np.float32)
+        shape = logits.num_tokens, rule.num_experts_used
+        ids, weights = self._device.empty(shape, np.int32), self._device.empty(shape, np.float32)
         self._choose.launch(rule, logits.array, bias=bias, ids=ids, weights=weights)
-        return ExpertChoice(ids, weights, rule, both=both)
+        return ExpertChoice(ids, weights, rule)
 
     # -- rows as products read them ---------------------------------------------------------------
 
@@ -247,17 +247,22 @@ class ChunkExperts:
         self._run(resident, routed, residual=residual.array)
 
     def local_sums(
-        self, resident: ResidentLayer, routed: RoutedRows, before: DeviceArray | None = None
+        self,
+        resident: ResidentLayer,
+        routed: RoutedRows,
+        before: DeviceArray | None = None,
+        *,
+        mean_rows: float | None = None,
     ) -> DeviceArray:
         """Sums of those experts that are here, added to those `before`, which they then are.
 
-        Shapes: result, before [T, H] float64.
+        `mean_rows`: see ExpertPrefill.run. Shapes: result, before [T, H] float64.
         """
         if before is not None:
-            self._run(resident, routed, sums=before, out_sums=before)
+            self._run(resident, routed, mean_rows, sums=before, out_sums=before)
             return before
         here = self._device.empty(routed.x.rows.array.shape, np.float64)
-        self._run(resident, routed, out_sums=here)
+        self._run(resident, routed, mean_rows, out_sums=here)
         return here
 
     def sums_of_batch(self, resident: ResidentLayer, batch: RoutedBatch) -> DeviceArray:
@@ -272,7 +277,13 @@ class ChunkExperts:
         self._kernels(resident).run(prepared, groups, resident.experts, out_sums=out)
         return out
 
-    def _run(self, resident: ResidentLayer, routed: RoutedRows, **places: DeviceArray) -> None:
+    def _run(
+        self,
+        resident: ResidentLayer,
+        routed: RoutedRows,
+        mean_rows: float | None = None,
+        **places: DeviceArray,
+    ) -> None:
         """`places` are what ExpertPrefill.run adds to and writes."""
         prepared, choice = self._chunks.prepare(routed.x), routed.choice
         groups = self._groups_for(resident).group_chosen(
@@ -282,7 +293,8 @@ class ChunkExperts:
             num_resident=resident.num_resident,
             selections=resident.counted_in(Phase.PREFILL),
         )
-        self._kernels(resident).run(prepared, groups, resident.experts, **places)
+        kernels = self._kernels(resident)
+        kernels.run(prepared, groups, resident.experts, mean_rows=mean_rows, **places)
 
     def _groups_for(self, resident: ResidentLayer) -> ExpertGroups:
         num_experts = resident.layer.num_experts

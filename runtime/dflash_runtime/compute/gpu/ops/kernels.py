@@ -27,8 +27,6 @@ class ExpertChoice:
     """What `rule` chooses by; None once ids and weights are written."""
     bias: DeviceArray | None = None
     """Of experts, used for the choice only."""
-    both: DeviceArray | None = None
-    """Ids and then weights, as int32, if they lie one after the other. Shapes: [2, T, K]."""
     buffers: tuple[Buffer, ...] = ()
 
 

@@ -1,7 +1,8 @@
 """Copies bytes of mapped files to the device, with several threads, beside kernels.
 
 Each thread fills one half of its own locked memory, with as many runs as there is room for, while
-the device reads the other. Compiled code does all of it, without the interpreter's lock.
+the device reads the other, from transfer to transfer. Compiled code does all of it, without the
+interpreter's lock.
 """
 
 from __future__ import annotations
@@ -122,13 +123,16 @@ class FileCopier:
         """
         if num_threads is None:
             num_threads = default_threads()
-        for kernel in (k.serve, k.fail, k.post, k.has_ended):
+        for kernel in (k.serve, k.fail, k.post, k.start, k.is_behind, k.has_ended):
             kernel()  # compiled now rather than by a thread
+        self.num_bytes = 0
+        """Of all transfers so far."""
         self._piece_bytes = piece_bytes
         self._queue = np.zeros(k.FIRST + k.MOST_POSTED, np.int64)
         self._posted: list[Transfer | None] = [None] * k.MOST_POSTED
         """The transfers that threads may still look at."""
         self._lanes = np.zeros((num_threads, k.LANE_WORDS), np.int64)
+        self._addresses = self._queue.ctypes.data, self._lanes.ctypes.data
         self._streams: Sequence[SideStream] = []
         with contextlib.ExitStack() as undo:
             self._streams = [self._opened(device, lane, undo) for lane in self._lanes]
@@ -146,14 +150,16 @@ class FileCopier:
         words[k.TOTAL_BYTES] = runs.table[:, k.SIZE].sum()
         words[k.EVENT] = 0 if after is None else after.handle
         transfer = Transfer(runs, words, after)
-        self._await_place()
-        self._posted[int(self._queue[k.HEAD]) % k.MOST_POSTED] = transfer
-        queue, lanes = self._queue.ctypes.data, self._lanes.ctypes.data
-        with uninterrupted():  # a thread that is awake is started
-            started = k.post()(queue, words.ctypes.data, lanes, len(self._lanes))
-            for index in range(len(self._lanes)):
-                if started >> index & 1:
-                    self._threads.submit(self._run, index)
+        self.num_bytes += transfer.num_bytes
+        (queue, lanes), num_lanes = self._addresses, len(self._lanes)
+        self._posted[self._next_place()] = transfer
+        asleep = k.post()(queue, words.ctypes.data, lanes, num_lanes)
+        if asleep:  # rarely: threads wait in compiled code for a while
+            with uninterrupted():  # a thread that is awake is started
+                started = k.start()(queue, lanes, asleep)
+                for index in range(num_lanes):
+                    if started >> index & 1:
+                        self._threads.submit(self._run, index)
         return transfer
 
     def close(self) -> None:
@@ -173,17 +179,16 @@ class FileCopier:
         lane[k.STAGED] = staged.ctypes.data
         return stream
 
-    def _await_place(self) -> None:
-        """Wait until no thread that is awake is so far behind that it could look for the transfer
-        whose place the next one takes."""
-        oldest, end_s = int(self._queue[k.HEAD]) - k.MOST_POSTED, time.monotonic() + _TIMEOUT_S
-        while oldest >= 0:
-            is_awake = self._lanes[:, k.STATE] == k.AWAKE
-            if (self._lanes[is_awake, k.POSITION] > oldest).all():
-                return
+    def _next_place(self) -> int:
+        """The next transfer's place among the posted ones. Waits until no thread that is awake is
+        so far behind that it could look for the one that was there."""
+        (_, lanes), head = self._addresses, int(self._queue[k.HEAD])
+        end_s = time.monotonic() + _TIMEOUT_S
+        while k.is_behind()(lanes, len(self._lanes), head - k.MOST_POSTED):
             if time.monotonic() > end_s:
                 raise DeviceUnavailable(f"copies have not ended within {_TIMEOUT_S:.0f} s")
             time.sleep(1e-3)
+        return head % k.MOST_POSTED
 
     def _run(self, index: int) -> None:
         """Run one thread until it sleeps."""
@@ -192,16 +197,16 @@ class FileCopier:
         _ = stream.functions  # makes the device this thread's
         addresses = self._queue.ctypes.data, lane.ctypes.data
         while status := k.serve()(*addresses):
-            transfer = self._posted[int(lane[k.POSITION]) % k.MOST_POSTED]
-            assert transfer is not None
+            failure = DeviceUnavailable(f"a copy to the device has failed (error {status})")
             try:
                 stream.synchronize()  # raises the driver's error, if it is not of this call alone
             except DeviceUnavailable as error:
-                transfer.errors.append(error)
-            else:
-                text = f"a copy to the device has failed (error {status})"
-                transfer.errors.append(DeviceUnavailable(text))
-            k.fail()(*addresses)
+                failure = error
+            at = set(lane[[k.CURRENT, k.PENDING]].tolist())
+            for transfer in self._posted:
+                if transfer is not None and transfer.words.ctypes.data in at:
+                    transfer.errors.append(failure)
+            k.fail()(lane.ctypes.data)
 
     def _end(self) -> None:
         self._queue[k.IS_CLOSED] = 1

@@ -1,5 +1,6 @@
-"""Rows of a chunk for owners that compute on the host, the sums that they give back, and indices of
-rows, in mapped memory: kernels write and read them there, and only the rows that are used.
+"""Rows of a chunk for owners that compute on the host, the sums that they give back, indices of
+rows, and what a chunk's tokens chose, in mapped memory: the device writes and reads them there, and
+only the rows that are used.
 
 All calls are made with the mover's lock held.
 """
@@ -69,6 +70,52 @@ class RowIndices:
                 self._device.synchronize(COPY_DEADLINE_S)
             self._block.close()
             self._block = None
+
+
+class HostChoice:
+    """Brings what a chunk's tokens chose to the host; does not wait for what is launched meanwhile.
+
+    Owns: mapped memory, until `close`.
+    """
+
+    def __init__(self, device: KernelDevice) -> None:
+        self._device = device
+        self._block: MappedBlock | None = None
+        self._begun: tuple[DeviceArray, ...] = ()
+
+    def begin(self, ids: DeviceArray, weights: DeviceArray) -> None:
+        """Begin to bring them, complete after all launches so far. Shapes: ids [T, K] int32;
+        weights [T, K] float32."""
+        block, size = self._block, ids.size
+        if block is None or block.host[0].size < size:
+            self.close()
+            block = self._block = MappedBlock(
+                self._device, [((size,), np.int32), ((size,), np.float32)]
+            )
+        stream = self._device.side_stream(_STREAM)
+        stream.wait_for(self._device.mark())
+        self._begun = ids, weights
+        for place, source in zip(block.host, self._begun, strict=True):
+            stream.read(place[:size], source)
+
+    def wait(self) -> tuple[I32Array, F32Array]:
+        """What `begin` has begun, in memory of its own. Shapes: both [T, K].
+
+        Raises: DeviceUnavailable.
+        """
+        assert self._block is not None
+        (ids, _), host = self._begun, self._block.host
+        self._device.side_stream(_STREAM).synchronize()
+        self._begun = ()
+        chosen, weights = (place[: ids.size].reshape(ids.shape).copy() for place in host)
+        return chosen, weights
+
+    def close(self) -> None:
+        """Wait for what was begun and unmap the memory. It can be used again."""
+        if self._block is not None:
+            self._device.side_stream(_STREAM).synchronize(COPY_DEADLINE_S)
+            self._block.close()
+            self._block, self._begun = None, ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

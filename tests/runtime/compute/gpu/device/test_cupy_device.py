@@ -248,6 +248,9 @@ def test_what_runs_beside_waits_for_marks_alone(device: CupyDevice, fake: FakeDr
     mark = device.mark()
     side.wait_for(mark)
     side.write(array, np.arange(4, dtype=np.float32))
+    found = np.zeros(4, np.float32)
+    side.read(found, array)
+    assert found.tolist() == [0, 1, 2, 3]
     side.launch(kernel, (1, 1, 1), 64, SumArgs())
     assert side.is_empty()
     side.synchronize(10.0)
@@ -260,12 +263,14 @@ def test_what_runs_beside_waits_for_marks_alone(device: CupyDevice, fake: FakeDr
     event = notes[1].split()[1]
     assert notes[1] == f"record_event {event} in {device.stream}"
     assert notes[2] == f"wait_for_event {event} in {stream} flags 0"
-    assert notes[3] == f"copy 16 on {stream}"
-    assert notes[4].startswith("launch ")
-    assert f"stream {stream} " in notes[4]
-    assert notes[5:] == [f"query_stream {stream}"] * 2 + [notes[1]]
+    assert notes[3:5] == [f"copy 16 on {stream}"] * 2
+    assert notes[5].startswith("launch ")
+    assert f"stream {stream} " in notes[5]
+    assert notes[6:] == [f"query_stream {stream}"] * 2 + [notes[1]]
     with pytest.raises(SettingsError, match="fill"):
         side.write(array, np.zeros(3, np.float32))
+    with pytest.raises(SettingsError, match="fill"):
+        side.read(np.zeros(3, np.float32), array)
     device.close()
     names = [line.split()[0] for line in fake.take_notes()]
     assert names.count("destroy_stream") == 3

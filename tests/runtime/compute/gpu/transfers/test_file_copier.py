@@ -137,6 +137,40 @@ def test_threads_stay_in_compiled_code_from_transfer_to_transfer(
     copier.close()
 
 
+def test_the_next_transfer_is_begun_while_the_last_piece_is_on_its_way(
+    device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that waited for it first would leave the bus idle while it fills the next piece."""
+    opened = FileCopier(device, num_threads=1, piece_bytes=PIECE_BYTES)
+    found: list[U8Array] = []
+    has_begun, is_open = threading.Event(), threading.Event()
+    copy, wait = EmulatedSideStream.copy, EmulatedSideStream.synchronize
+
+    def noted(stream: EmulatedSideStream, *what: int) -> None:
+        copy(stream, *what)
+        has_begun.set()
+        assert is_open.wait(20)
+
+    def looked(stream: EmulatedSideStream) -> None:
+        staged = int(opened._lanes[0, copy_runs.STAGED])
+        found.append(np.frombuffer(ctypes.string_at(staged, 2 * PIECE_BYTES), np.uint8))
+        wait(stream)
+
+    monkeypatch.setattr(EmulatedSideStream, "copy", noted)
+    monkeypatch.setattr(EmulatedSideStream, "synchronize", looked)
+    sources = [random_bytes(PIECE_BYTES, seed) for seed in range(2)]
+    runs = [one_run(device, source) for source in sources]
+    first = opened.begin(runs[0][0])
+    assert has_begun.wait(20)
+    second = opened.begin(runs[1][0])
+    is_open.set()
+    for transfer, (_, destination), source in zip((first, second), runs, sources, strict=True):
+        transfer.wait()
+        assert (device.download(destination) == source).all()
+    assert (found[0] == np.concatenate(sources)).all()
+    opened.close()
+
+
 def test_threads_without_work_end_and_are_started_again(
     device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,6 +308,40 @@ def test_what_goes_wrong_in_a_thread_is_told_and_others_go_on(
             transfer.wait()
     copier.begin(runs).wait()
     assert (device.download(destination) == random_bytes(999, 1)).all()
+
+
+def test_what_goes_wrong_after_a_transfer_s_last_piece_was_begun_is_told(
+    device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by the one that the thread has gone on to."""
+    copier = FileCopier(device, num_threads=1, piece_bytes=PIECE_BYTES)
+    runs, destination = one_run(device, random_bytes(PIECE_BYTES, 1))
+    copy, wait = EmulatedSideStream.copy, EmulatedSideStream.synchronize
+    for num_others in (0, 1):
+        has_begun, is_open = threading.Event(), threading.Event()
+
+        def held(stream: EmulatedSideStream, *what: int) -> None:
+            copy(stream, *what)
+            has_begun.set()  # noqa: B023 - it is called at once
+            assert is_open.wait(20)  # noqa: B023
+
+        def fails_once(stream: EmulatedSideStream) -> None:
+            patched.setattr(EmulatedSideStream, "synchronize", wait)
+            raise DeviceUnavailable("the device has gone")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(EmulatedSideStream, "copy", held)
+            patched.setattr(EmulatedSideStream, "synchronize", fails_once)
+            transfers = [copier.begin(runs)]
+            assert has_begun.wait(20)
+            transfers += [copier.begin(runs) for _ in range(num_others)]
+            is_open.set()
+            for transfer in transfers:
+                with pytest.raises(DeviceUnavailable, match="the device has gone"):
+                    transfer.wait()
+    copier.begin(runs).wait()
+    assert (device.download(destination) == random_bytes(PIECE_BYTES, 1)).all()
+    copier.close()
 
 
 def test_a_wait_has_an_end(

@@ -14,7 +14,7 @@ from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array
 from dflash_runtime.compute.gpu.device.device import address
 from dflash_runtime.compute.gpu.transfers import locked_room
-from dflash_runtime.compute.gpu.transfers.host_rows import RowIndices
+from dflash_runtime.compute.gpu.transfers.host_rows import HostChoice, RowIndices
 from dflash_runtime.compute.gpu.transfers.payload import PayloadMover
 from support.emulated_device import EmulatedDevice
 from support.emulated_device.side_stream import EmulatedMark, EmulatedSideStream
@@ -133,6 +133,30 @@ def test_what_fails_while_the_host_computes_leaves_the_sums(rig: Rig) -> None:
         sums.add_computed(rig.rows, None, fails)
     sums.add_computed(rig.rows, None, doubled)
     assert (sums.to_host() == 4.0 * rig.hidden).all()
+
+
+def test_a_choice_comes_without_a_wait_for_later_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise AssertionError("a copy that waits for all launches")
+
+    device = EmulatedDevice()
+    choice, rng = HostChoice(device), np.random.default_rng(1)
+    kept = []
+    for num_tokens, num_used in ((5, 2), (3, 1), (40, 8)):
+        ids = rng.integers(0, 99, (num_tokens, num_used), np.int32)
+        weights = rng.random(ids.shape, np.float32)
+        with monkeypatch.context() as patched:
+            sources = device.upload(ids), device.upload(weights)
+            for name in ("download", "write", "synchronize"):
+                patched.setattr(EmulatedDevice, name, fails)
+            choice.begin(*sources)
+            kept.append(((ids, weights), choice.wait()))
+    for given, found in kept:  # later ones have not overwritten it
+        for wanted, array in zip(given, found, strict=True):
+            np.testing.assert_array_equal(array, wanted, strict=True)
+    choice.close()
+    choice.close()
+    assert not device._range_bytes.keys() - device._buffers.keys()
 
 
 def test_a_slot_of_indices_is_written_when_its_readers_have_ended(

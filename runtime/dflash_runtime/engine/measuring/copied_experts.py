@@ -1,0 +1,204 @@
+"""What a chunk of a prompt takes on a device that computes experts with copies of their weights, as
+an engine does it: in passes through layers that lack all of their experts, or a few."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dflash_adapters.spec import MoeLayer
+from dflash_protocol.ids import Phase
+from dflash_runtime.compute.gpu.experts.experts import CupyExpertBank
+from dflash_runtime.compute.gpu.experts.moe import DeviceMoe, HostRoute
+from dflash_runtime.compute.gpu.experts.offload import ExpertOffload
+from dflash_runtime.compute.gpu.experts.offload_room import AHEAD_BYTES, most_of_part
+from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier
+from dflash_runtime.engine.absent_owners import AbsentOwners
+from dflash_runtime.engine.measuring.layers import trunk_bytes
+from dflash_runtime.engine.measuring.loaded_layers import LoadedLayers
+from dflash_runtime.engine.measuring.passes import Passes
+from dflash_runtime.engine.measuring.timing import TimeLeft, Timer, medians
+from dflash_runtime.placement.box import Curve, DeviceSpeed, OffloadSpeed
+from dflash_runtime.placement.speeds import at_rows
+
+_CHUNK_ROWS = 512
+_PASS_BYTES = 1 << 30
+"""Of the experts that a pass copies; two layers' at least."""
+_FEW_SHARE = 0.5
+"""Of a layer's time, that copies of a few experts take at most: it does not wait for them."""
+_LEAST_SHARE = 0.02
+"""What a difference is at least of what it is a part of."""
+
+Missing = npt.NDArray[np.bool_]
+"""Shapes: [E]."""
+Ends = tuple[int, int]
+"""Numbers of layers, whose passes differ in layers alone."""
+
+
+class _Copied(AbsentOwners):
+    """Implements backend.RemoteExperts: in chunks of any size what is missing is copied."""
+
+    may_offload = True
+
+    def __init__(self, missing: Mapping[int, Missing]) -> None:
+        """`missing`: by layer id, at least one."""
+        super().__init__(lambda layer_id: ~missing[layer_id])
+        self._missing = missing
+
+    def to_offload(self, layer_id: int, num_tokens: int) -> Missing | None:
+        return self._missing.get(layer_id)
+
+    def begin(self, *_: Any, **__: Any) -> None:
+        """Nothing is left to be asked."""
+
+
+class CopiedPasses:
+    """Chunks through both numbers of layers, some of whose experts are missing. Used by one thread.
+
+    Owns: memory on the device, until `close`, which ends the copier too.
+    """
+
+    def __init__(
+        self, loaded: LoadedLayers, copier: FileCopier, num_missing: int, ends: Ends
+    ) -> None:
+        """Of each layer the last `num_missing` experts, or all if it has less.
+
+        Raises: as ExpertOffload and its `prepare`.
+        """
+        gpu: Any = loaded.backend  # its rows are of another type than a host's
+        layers = {
+            layer.layer_id: layer for layer in loaded.spec.moe.layers if layer.layer_id < ends[1]
+        }
+        missing = {layer_id: _last(layer, num_missing) for layer_id, layer in layers.items()}
+        self._copier = copier
+        self._offload = offload = ExpertOffload(
+            gpu.ops,
+            loaded.file,
+            {layer_id: (layer, missing[layer_id]) for layer_id, layer in layers.items()},
+            uploader=gpu.loader.uploader,
+            new_copier=lambda _: copier,
+        )
+        try:
+            offload.prepare()
+        except BaseException:
+            offload.close()
+            raise
+
+        def route_of(owners: _Copied, layer_id: int) -> HostRoute:
+            bank = loaded.banks[layer_id]
+            assert isinstance(bank, CupyExpertBank)
+            here = bank.by_global.only(gpu.device, ~missing[layer_id])
+            return HostRoute(
+                gpu.ops, layer_id, here, phase=Phase.PREFILL, remote=owners, offload=offload
+            )
+
+        def passes(num_layers: int) -> Passes:
+            # Of the layer after the last one nothing is copied ahead.
+            owners = _Copied({each: missing[each] for each in layers if each < num_layers})
+            return loaded.chunk_passes(num_layers, DeviceMoe(partial(route_of, owners)))
+
+        self._passes = tuple(passes(num) for num in ends)
+
+    def timers(self, rows: int) -> list[Timer]:
+        """Seconds of a chunk that finds nothing copied, and the bytes that it copies."""
+        return [partial(self._timed, passes, rows) for passes in self._passes]
+
+    def _timed(self, passes: Passes, rows: int) -> tuple[float, ...]:
+        self._offload.forget()
+        before = self._copier.num_bytes
+        seconds = passes.seconds(rows)
+        return seconds, float(self._copier.num_bytes - before)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._offload.close()
+
+
+def measure_offload(
+    name: str, loaded: LoadedLayers, speed: DeviceSpeed, *, rate: float, limit_s: float
+) -> OffloadSpeed | None:
+    """Time chunks of 512 rows and of the largest size: with all experts of a layer missing, with a
+    few, and with none. None without routed layers.
+
+    `speed`: of the same device and layers; `rate`: bytes a second that copies make about.
+    Raises: as CopiedPasses; DeviceUnavailable if no memory can be locked.
+    """
+    kind, chunk = loaded.sampled.kinds[0], loaded.backend.chunking.preferred
+    if not kind.is_routed:
+        return None
+    num_all, left = len(kind.layer_ids), TimeLeft(limit_s)
+    ends = loaded.sampled.num_first, num_all
+    layers = [each for each in loaded.spec.moe.layers if each.layer_id < num_all]
+    described = loaded.sampled.description.layers[:num_all]
+    trunk = np.array([np.mean([trunk_bytes(loaded.file, each) for each in described])])
+    sizes = sorted({min(_CHUNK_ROWS, chunk), chunk})
+    gpu: Any = loaded.backend
+    copies, parts = [], []
+    with contextlib.ExitStack() as undo:
+        copier = FileCopier(gpu.device)
+        undo.callback(copier.close)
+        most = max(layer.num_experts for layer in layers)
+        every = CopiedPasses(loaded, copier, most, _ends_of(layers))
+        undo.callback(every.close)
+        resident = gpu.moe(loaded.banks, Phase.PREFILL, None)
+        here = [loaded.chunk_passes(num, resident) for num in ends]
+        for index, rows in enumerate(sizes):
+            few = CopiedPasses(loaded, copier, _few(layers[0], speed, rows, rate), ends)
+            undo.callback(few.close)
+            timers = [*every.timers(rows), *few.timers(rows)]
+            timers += [partial(_seconds, passes, rows) for passes in here]
+            found = medians(timers, limit_s=left.share(1.0 / (len(sizes) - index)))
+            all_s, num_bytes = _of_layer(found[:2], _ends_of(layers))
+            few_s, _ = _of_layer(found[2:4], ends)
+            (here_s,) = _of_layer(found[4:], ends)
+            trunk_s = float(at_rows(speed.trunk, rows, trunk).sum())
+            copies.append((float(rows), seconds_of_gb(all_s, num_bytes, trunk_s=trunk_s)))
+            parts.append((float(rows), max(0.0, few_s - here_s)))
+    return OffloadSpeed(name, Curve(tuple(copies)), Curve(tuple(parts)))
+
+
+def seconds_of_gb(layer_s: float, num_bytes: float, *, trunk_s: float) -> float:
+    """What a gigabyte of copies takes, if a layer that copies so many bytes takes so long: while
+    its trunk is computed copies go on, as far as there is room (see CostModel)."""
+    byte_s = layer_s / max(1.0, num_bytes)
+    if trunk_s > AHEAD_BYTES * byte_s:
+        beyond_s = (layer_s - trunk_s) / max(1.0, num_bytes - AHEAD_BYTES)
+        byte_s = max(beyond_s, _LEAST_SHARE * byte_s)
+    return 1e9 * byte_s
+
+
+def _ends_of(layers: Sequence[MoeLayer]) -> Ends:
+    """Of passes that copy all experts of layers."""
+    of_layer = max(layer.num_experts * layer.expert_bytes for layer in layers)
+    num = min(len(layers), max(2, _PASS_BYTES // of_layer))
+    return num // 2, num
+
+
+def _few(layer: MoeLayer, speed: DeviceSpeed, rows: int, rate: float) -> int:
+    """So many experts of a layer that it does not wait for their copies, but one at least."""
+    layer_s = speed.trunk[rows].points[-1][1] + speed.experts[rows].points[-1][1]
+    num = int(_FEW_SHARE * layer_s * rate / layer.expert_bytes)
+    return max(1, min(num, most_of_part(layer, layer.num_experts - 1)))
+
+
+def _last(layer: MoeLayer, num: int) -> Missing:
+    missing = np.zeros(layer.num_experts, np.bool_)
+    missing[-num:] = True
+    return missing
+
+
+def _of_layer(found: Sequence[tuple[float, ...]], ends: Ends) -> list[float]:
+    """Of each part of what both passes found, a layer's."""
+    fewer, more = np.array(found)
+    least = _LEAST_SHARE * more / ends[1]  # differences of noisy times may be below 0
+    of_layer: list[float] = np.maximum((more - fewer) / (ends[1] - ends[0]), least).tolist()
+    return of_layer
+
+
+def _seconds(passes: Passes, rows: int) -> tuple[float, ...]:
+    return (passes.seconds(rows),)

@@ -1,0 +1,120 @@
+"""Chunks whose experts are copied are timed as an engine runs them, on an emulated GPU here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.registry import describe
+from dflash_protocol.errors import DeviceOutOfMemory
+from dflash_runtime.compute.gpu.experts.offload import ExpertOffload
+from dflash_runtime.compute.gpu.experts.offload_room import AHEAD_BYTES
+from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier
+from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.engine.measuring.copied_experts import (
+    CopiedPasses,
+    measure_offload,
+    seconds_of_gb,
+)
+from dflash_runtime.engine.measuring.layers import sampled_layers
+from dflash_runtime.engine.measuring.loaded_layers import LoadedLayers
+from dflash_runtime.placement.box import Curve, DeviceSpeed
+from support.emulated_gpu import TINY, EmulatedGpus
+from support.random_models import write_qwen3moe
+
+ROWS = 20
+
+
+@pytest.fixture
+def loaded(tmp_path: Path, gpus: EmulatedGpus) -> Iterator[LoadedLayers]:
+    path = write_qwen3moe(tmp_path / "m.gguf", TINY, seed=4, tensor_type="Q8_0")
+    with contextlib.ExitStack() as undo:
+        backend: Any = gpus.open(EmulatedGpus.device)
+        undo.callback(backend.close)
+        file = undo.enter_context(GgufFile.open(path))
+        sampled = sampled_layers(file, describe(file), limit_bytes=1 << 30)
+        made = LoadedLayers(backend, file, sampled, num_positions=64, kv_type=KvType.F16)
+        undo.callback(made.close)
+        yield made
+
+
+@pytest.fixture
+def copier(loaded: LoadedLayers) -> Iterator[FileCopier]:
+    gpu: Any = loaded.backend
+    opened = FileCopier(gpu.device, num_threads=2)
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("num_missing", [1, 3, 99])
+def test_each_chunk_copies_the_experts_that_its_layers_lack(
+    loaded: LoadedLayers, copier: FileCopier, num_missing: int
+) -> None:
+    """Whatever earlier ones have copied, and nothing of layers that follow the last one."""
+    passes = CopiedPasses(loaded, copier, num_missing, (1, 2))
+    size = loaded.spec.moe.layers[0].expert_bytes
+    for _ in range(2):
+        for timer, num_layers in zip(passes.timers(ROWS), (1, 2), strict=True):
+            seconds, num_bytes = timer()
+            assert seconds > 0.0
+            assert num_bytes % size == 0
+            # Of five experts, 20 tokens that choose two each may leave one out.
+            most = num_layers * min(num_missing, TINY.num_experts)
+            assert most - num_layers <= num_bytes / size <= most
+    passes.close()
+    passes.close()
+
+
+LINE = Curve(((0.0, 0.0), (1e6, 1e-3)))
+SPEED = DeviceSpeed("cuda:0", {ROWS: LINE}, {ROWS: LINE})
+
+
+def test_what_is_told_of_a_device(loaded: LoadedLayers, gpus: EmulatedGpus) -> None:
+    held = []
+    for _ in range(2):
+        found = measure_offload("cuda:0", loaded, SPEED, rate=1e9, limit_s=0.05)
+        held.append(gpus.held())
+    assert held[0] == held[1]
+    assert found is not None
+    assert found.device == "cuda:0"
+    for curve in (found.copies, found.part):
+        ((rows, seconds),) = curve.points
+        assert rows == ROWS
+        assert seconds >= 0.0
+    assert found.copies.points[0][1] > 0.0
+
+
+def test_what_fails_gives_its_memory_back(
+    loaded: LoadedLayers, gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure_offload("cuda:0", loaded, SPEED, rate=1e9, limit_s=0.0)
+    before = gpus.held()
+
+    def fails(offload: ExpertOffload) -> None:
+        raise DeviceOutOfMemory("cuda:0", num_bytes=9, free_bytes=1, total_bytes=8)
+
+    monkeypatch.setattr(ExpertOffload, "prepare", fails)
+    with pytest.raises(DeviceOutOfMemory):
+        measure_offload("cuda:0", loaded, SPEED, rate=1e9, limit_s=0.0)
+    assert gpus.held() == before
+
+
+@given(
+    layer_s=st.floats(1e-4, 1.0),
+    num_bytes=st.floats(1e6, 1e10),
+    trunk_share=st.floats(0.0, 0.97),
+)
+def test_a_layer_that_waits_for_copies_is_predicted_to_take_what_it_took(
+    layer_s: float, num_bytes: float, trunk_share: float
+) -> None:
+    trunk_s = trunk_share * layer_s
+    byte_s = seconds_of_gb(layer_s, num_bytes, trunk_s=trunk_s) / 1e9
+    ahead_s = min(trunk_s, AHEAD_BYTES * byte_s)
+    assert trunk_s + num_bytes * byte_s - ahead_s == pytest.approx(layer_s, rel=1e-6)
