@@ -113,7 +113,8 @@ class HostChoice:
     def close(self) -> None:
         """Wait for what was begun and unmap the memory. It can be used again."""
         if self._block is not None:
-            self._device.side_stream(_STREAM).synchronize(COPY_DEADLINE_S)
+            with suppress(DeviceUnavailable):  # a failed device writes nothing any more
+                self._device.side_stream(_STREAM).synchronize(COPY_DEADLINE_S)
             self._block.close()
             self._block, self._begun = None, ()
 
