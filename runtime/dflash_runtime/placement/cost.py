@@ -226,9 +226,8 @@ class CostModel:
 
     @property
     def remote_cpus(self) -> list[int]:
-        """Indices of owners whose experts of prompts the parent's device may compute instead."""
-        if self.copies is None:
-            return []
+        """Indices of owners on processors, whose experts of prompts the parent's device may compute
+        instead, if there are `copies`."""
         return [index for index, side in enumerate(self.sides) if side.is_cpu and index != LOCAL]
 
     def prompt_layers_s(
@@ -240,7 +239,7 @@ class CostModel:
         missing: F64Array | IntArray,
     ) -> tuple[F64Array, F64Array]:
         """Seconds of each layer's experts in a prompt: asked of their owners, and with copies of
-        the weights of `remote_cpus` (infinite where there are none).
+        the weights of `remote_cpus` (infinite without such owners or without copies).
 
         Shapes: pairs [owners, ..., L], those of a token; `distinct`, by a chunk's number of rows,
         and results [..., L]: how many experts of `remote_cpus` are expected to be chosen; missing
@@ -250,12 +249,15 @@ class CostModel:
         num_parts = parts_of_missing(sizes, missing)
         asked, copied = np.zeros(pairs.shape[1:]), np.zeros(pairs.shape[1:])
         cpus = self.remote_cpus
-        if not cpus:
+        if not cpus or self.copies is None:
             copied += np.inf
         beside = np.where(pairs[1:].any(axis=0), self.local_factor, 1.0)
         for rows, times in chunk_sizes(num_tokens, self.chunk):
+            of_cpus = distinct(rows) / np.maximum(pairs[cpus].sum(axis=0), 1e-12) if cpus else 0.0
             each = {
-                index: self.sides[index].chunk_s(rows, rows * own, sizes)
+                index: self.sides[index].chunk_s(
+                    rows, rows * own, sizes, distinct=of_cpus * own if index in cpus else None
+                )
                 for index, own in enumerate(pairs)
                 if index == LOCAL or own.any()
             }

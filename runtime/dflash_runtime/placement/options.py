@@ -93,7 +93,8 @@ class ParentOptions:
     @property
     def copies_prompts(self) -> bool:
         """Whether copies of processors' experts may be computed here in prompts."""
-        return bool(self.model(self.parent.chunks[0]).remote_cpus)
+        model = self.model(self.parent.chunks[0])
+        return model.copies is not None and bool(model.remote_cpus)
 
     def without_copies(self) -> ParentOptions:
         """The same options without these copies, which leaves more memory to experts."""
@@ -233,8 +234,9 @@ class ParentOptions:
 
         Without `owners` about as much, if experts fill the room that is left.
         """
-        cpus = set(self.model(chunk).remote_cpus).intersection(group)
-        if not cpus:
+        model = self.model(chunk)
+        cpus = set(model.remote_cpus).intersection(group)
+        if not cpus or model.copies is None:
             return 0
         layer_ids, numbers = self.arrays.layer_ids.tolist(), self.arrays.num_experts
         if owners is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dflash_adapters.spec import ModelSpec
+from dflash_adapters.spec import ModelSpec, MoeSpec
 from dflash_protocol.ids import F64Array
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.placement.box import Box, Curve, DeviceSpeed
@@ -15,6 +15,8 @@ from dflash_runtime.placement.situation import ExpertDaemon, ParentDevice, Situa
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
 
 _CPU = "cpu"
+_STEP_ROWS = 8
+"""Passes of more rows are chunks."""
 
 
 def along(curve: Curve, amounts: F64Array) -> F64Array:
@@ -57,6 +59,43 @@ def at_rows(
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkParts:
+    """What a processor's experts take in chunks, told apart: reading their weights, of each chosen
+    expert once, and computing pairs. Seconds by bytes of experts.
+
+    Chunks are measured with uniform routing, which chooses all experts. Those that a device leaves
+    to its processor are the ones that few tokens choose: their weights take most of the time.
+    """
+
+    read: Curve
+    """By rows: of a byte of weights."""
+    pair: Curve
+    """By rows: of a byte of an expert, for each of its pairs."""
+
+    @classmethod
+    def of(cls, experts: Mapping[int, Curve], moe: MoeSpec) -> ChunkParts | None:
+        """From `DeviceSpeed.experts`; None if no chunk was measured with two numbers of pairs."""
+        num_experts = float(np.mean([each.num_experts for each in moe.layers]))
+        size = float(np.mean([each.expert_bytes for each in moe.layers]))
+        reads, pairs = [], []
+        for rows, curve in sorted(experts.items()):
+            points = [each for each in curve.points if each[0] > 0]
+            if rows <= _STEP_ROWS or len(points) < 2:
+                continue
+            (few, few_s), (many, many_s) = points[0], points[-1]
+            read = size * num_experts * -np.expm1(-np.array([few, many]) / (size * num_experts))
+            pair_s = (many_s * read[0] - few_s * read[1]) / (many * read[0] - few * read[1])
+            pair_s = float(np.clip(pair_s, 0.0, few_s / few))
+            pairs.append((float(rows), pair_s))
+            reads.append((float(rows), float((few_s - pair_s * few) / read[0])))
+        return cls(Curve(tuple(reads)), Curve(tuple(pairs))) if pairs else None
+
+    def seconds(self, rows: int, pairs: F64Array, distinct: F64Array) -> F64Array:
+        """Of so many bytes of pairs, and of the weights that these need."""
+        return np.asarray(_within(self.read, rows) * distinct + _within(self.pair, rows) * pairs)
+
+
+@dataclass(frozen=True, slots=True)
 class Side:
     """One owner of experts, as its parent sees it."""
 
@@ -69,6 +108,8 @@ class Side:
     is_cpu: bool = False
     factor: float = 1.0
     """How many times longer it takes beside the others."""
+    chunks: ChunkParts | None = None
+    """Of a processor."""
     asked: Curve | None = None
     """Of the processor that the parent's device asks: see Box.host_asked. Steps take this instead
     of what the curves, link and factor say."""
@@ -87,9 +128,22 @@ class Side:
         times[:, 0] = 0.0
         return np.asarray(times[layers])
 
-    def chunk_s(self, rows: int, pairs: F64Array, expert_bytes: F64Array) -> F64Array:
-        """Seconds of a layer of a chunk, link included. Shapes: pairs [..., L], as the result."""
-        times = at_rows(self.experts, rows, pairs * expert_bytes, is_by_row=True) * self.factor
+    def chunk_s(
+        self,
+        rows: int,
+        pairs: F64Array,
+        expert_bytes: F64Array,
+        *,
+        distinct: F64Array | None = None,
+    ) -> F64Array:
+        """Seconds of a layer of a chunk, link included. `distinct`: how many experts are expected
+        to be chosen; None: as many as by uniform routing. Shapes: pairs, distinct [..., L], as the
+        result."""
+        if distinct is None or self.chunks is None:
+            times = at_rows(self.experts, rows, pairs * expert_bytes, is_by_row=True)
+        else:
+            times = self.chunks.seconds(rows, pairs * expert_bytes, distinct * expert_bytes)
+        times = times * self.factor
         if self.chunk_link is not None:
             crossing = rows * -np.expm1(-pairs / rows)  # rows that have any
             times = times + along(self.chunk_link, crossing)
@@ -110,7 +164,11 @@ def host_side(situation: Situation, parent: ParentDevice) -> Side | None:
         return None
     beside = factor(box, f"experts of {_CPU}", f"steps of {parent.device}")
     side = _linked(box, HOST_OWNER, speed, is_cpu=True, factor=beside)
-    return replace(side, asked=box.host_asked.get(str(parent.device)))
+    return replace(
+        side,
+        chunks=ChunkParts.of(speed.experts, situation.spec.moe),
+        asked=box.host_asked.get(str(parent.device)),
+    )
 
 
 def daemon_side(box: Box, daemon: ExpertDaemon) -> Side | None:

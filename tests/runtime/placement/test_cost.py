@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -16,7 +17,14 @@ from dflash_runtime.placement.cost import CostModel
 from dflash_runtime.placement.expectation import IntArray, chosen_by_prompt
 from dflash_runtime.placement.options import ParentOptions
 from dflash_runtime.placement.situation import Situation
-from dflash_runtime.placement.speeds import Side, TrunkTimes, along, at_rows, chunk_sizes
+from dflash_runtime.placement.speeds import (
+    ChunkParts,
+    Side,
+    TrunkTimes,
+    along,
+    at_rows,
+    chunk_sizes,
+)
 from dflash_runtime.placement.wishes import Wishes
 from support.planned_boxes import (
     CARD,
@@ -245,3 +253,34 @@ def test_a_prompts_chunks_attend_to_those_before_them() -> None:
     of_one_before = SPEC.num_layers * 512 * row_bytes / 1e9
     times = [trunk.prompt_s(num_tokens, 512) for num_tokens in (512, 1024, 2048)]
     assert times == pytest.approx([0.0, of_one_before, (1 + 2 + 3) * of_one_before])
+
+
+@given(st.floats(0, 1e-9), st.floats(0, 1e-10), st.integers(1, 4096), st.floats(0, 8), st.data())
+def test_chunks_of_a_processor_read_each_chosen_expert_once(
+    read_s: float, pair_s: float, rows: int, pairs_of_row: float, data: st.DataObject
+) -> None:
+    moe = moe_spec([3 * MIB], num_experts=64, num_used=8)
+    size = float(moe.layers[0].expert_bytes)
+
+    def seconds(pairs: float, distinct: float) -> float:
+        return size * (read_s * distinct + pair_s * pairs)
+
+    def measured(num_rows: int) -> Curve:
+        pairs = [num_rows * used for used in (2, 4, 8)]
+        times = [seconds(each, 64 * -math.expm1(-each / 64)) for each in pairs]
+        amounts = [size * each for each in pairs]
+        return Curve(((0.0, 0.0), *zip(amounts, times, strict=True)))
+
+    found = ChunkParts.of({1: line(0.0, 1e9), 64: measured(64), 512: measured(512)}, moe)
+    assert found is not None
+    pairs = rows * pairs_of_row
+    distinct = data.draw(st.floats(0, min(64.0, pairs)))
+    side = Side("host", {512: measured(512)}, is_cpu=True, chunks=found)
+    told = side.chunk_s(rows, np.array([pairs]), np.array([size]), distinct=np.array([distinct]))
+    most = seconds(pairs, distinct) * -math.expm1(-pairs)
+    assert told == pytest.approx(most, rel=1e-6, abs=1e-12)
+
+
+def test_a_processors_chunks_without_two_numbers_of_pairs_are_not_told_apart() -> None:
+    assert ChunkParts.of({1: line(0.0, 1e9), 512: line(0.0, 1e9)}, SPEC.moe) is None
+    assert ChunkParts.of({}, SPEC.moe) is None

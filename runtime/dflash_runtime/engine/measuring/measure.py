@@ -10,6 +10,7 @@ from typing import Any
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.loading import model_spec
 from dflash_adapters.registry import describe, read_spec
+from dflash_protocol.device import CPU
 from dflash_protocol.errors import DeviceOutOfMemory, SettingsError, UnsupportedModel
 from dflash_runtime.compute import BackendName, ComputeBackend
 from dflash_runtime.compute.gpu.chunk_room import GPU_CHUNKS
@@ -30,6 +31,7 @@ from dflash_runtime.placement.box import (
     CopySpeed,
     Curve,
     DeviceSpeed,
+    LinkSpeed,
     OffloadSpeed,
     Together,
 )
@@ -48,7 +50,7 @@ _FREE_SHARE = 0.3
 _HOST_SHARE, _GPU_SHARE = 3, 4
 """Of the time, in proportion: a device's weights are loaded in its share."""
 _DISK_SHARE, _READ_SHARE, _COPIES_SHARE = 0.06, 0.15, 0.1
-_STOP_SHARE, _ASKED_SHARE, _TOGETHER_SHARE = 0.06, 0.12, 0.06
+_STOP_SHARE, _ASKED_SHARE, _TOGETHER_SHARE = 0.06, 0.14, 0.06
 _OFFLOAD_SHARE = 0.1
 _CROSSINGS_SHARE = _STOP_SHARE + _ASKED_SHARE + _COPIES_SHARE + _OFFLOAD_SHARE + 2 * _TOGETHER_SHARE
 
@@ -76,6 +78,7 @@ class _Parts:
     together: list[Together] = field(default_factory=list)
     host_stop: dict[str, Curve] = field(default_factory=dict)
     host_asked: dict[str, Curve] = field(default_factory=dict)
+    links: dict[str, LinkSpeed] = field(default_factory=dict)
     offload: dict[str, OffloadSpeed] = field(default_factory=dict)
     disk: Curve | None = None
 
@@ -136,6 +139,7 @@ def measure_box(
             list(known.together),
             dict(known.host_stop),
             dict(known.host_asked),
+            dict(known.links),
             dict(known.offload),
             known.disk,
         )
@@ -190,7 +194,7 @@ def measure_box(
     return Box(
         key,
         parts.devices,
-        known.links if known is not None else {},
+        parts.links,
         parts.copies,
         tuple(parts.together),
         parts.host_stop,
@@ -261,7 +265,7 @@ def _measure_crossings(
     if stop is not None and processor is not None and processor.name == BackendName.CPU:
         on_progress(f"{name}: experts of the processor", 1, 5)  # steps ask no other backend
         _measure_asked(
-            device, loaded.file, parts, processor, kv_type=kv_type, limit_s=_ASKED_SHARE * limit_s
+            device, loaded, parts, processor, kv_type=kv_type, limit_s=_ASKED_SHARE * limit_s
         )
     with contextlib.ExitStack() as undo:
         on_progress(f"{name}: copies", 2, 5)
@@ -298,26 +302,35 @@ def _measure_crossings(
 
 def _measure_asked(
     device: MeasuredDevice,
-    file: GgufFile,
+    loaded: LoadedLayers,
     parts: _Parts,
     processor: ComputeBackend,
     *,
     kv_type: KvType,
     limit_s: float,
 ) -> None:
-    """Experts of a device's steps that `processor` computes."""
+    """Experts of a device's steps and chunks that `processor` computes."""
+    from dflash_runtime.engine.measuring.asked_chunks import measure_asked_chunks
+
+    speed, left = parts.devices[device.name], TimeLeft(limit_s)
     free_bytes = device.backend.free_memory_bytes() or 0
     asked = AskedModel(
         device.backend,
         processor,
-        file,
+        loaded.file,
         kv_type=kv_type,
         limit_bytes=int(_FREE_SHARE * free_bytes),
         limit_s=_READ_SHARE * limit_s / _ASKED_SHARE,
     )
     with contextlib.closing(asked):
-        trunk = parts.devices[device.name].trunk[1]
         stop_s = parts.host_stop[device.name].at(1)
-        curve = measure_asked(asked, trunk=trunk, stop_s=stop_s, limit_s=limit_s)
+        curve = measure_asked(asked, trunk=speed.trunk[1], stop_s=stop_s, limit_s=left.share(0.6))
         if curve is not None:
             parts.host_asked[device.name] = curve
+    host = parts.devices.get(str(CPU))
+    if host is not None:
+        link = measure_asked_chunks(
+            loaded, processor, device=speed, host=host, limit_s=left.seconds
+        )
+        if link is not None:
+            parts.links.setdefault(link.owner, link)

@@ -31,6 +31,7 @@ from dflash_runtime.engine.measuring.measure import (
     measure_box,
 )
 from dflash_runtime.placement.box import Box, Curve, DeviceSpeed
+from dflash_runtime.placement.split import HOST_OWNER
 from support.architectures import RANDOM
 from support.emulated_gpu import TINY, EmulatedGpus
 from support.random_gguf import write_model
@@ -139,6 +140,11 @@ def test_a_gpu_beside_the_host(
     assert [rows for rows, _ in box.host_stop["cuda:0"].points] == [1.0, 20.0]
     one, all_used = (amount for amount, _ in box.host_asked["cuda:0"].points)
     assert (one, all_used) == (6528, TINY.num_experts_used * 6528)
+    crossing = box.links[HOST_OWNER]
+    assert not crossing.by_device
+    assert crossing.step.at(1) == 0.0
+    chunk_rows = backend.chunking.preferred
+    assert all(0 < rows < chunk_rows and s >= 0.0 for rows, s in crossing.chunk.points)
     rates = box.copies["cuda:0"]
     assert min(rates.from_locked, rates.from_page_cache, rates.to_host, rates.kernel_reads) > 0.0
     assert rates.pcie == "gen 4 x8"
