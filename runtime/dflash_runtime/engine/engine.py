@@ -226,14 +226,16 @@ class Engine:
         return self._owners.runtime.placement
 
     def replace_experts(self, placement: Placement) -> None:
-        """Have owners of this process compute other experts, as many of each layer as before, or
-        other owners answer for experts that several have.
+        """Have owners compute other experts, or other owners answer for experts that several have.
 
-        Ends a run that is going on. Texts are then those of an engine that was opened with this
-        placement. Raises: ValueError for a placement that needs more; SettingsError if the engine
-        is closed; DeviceUnavailable.
+        Daemons first load what they miss, beside what they have; owners of this process have as
+        many experts of each layer as before. Ends a run that is going on. Texts are then those of
+        an engine that was opened with this placement. If it fails, the old one stays in use.
+        Raises: ValueError for a placement that cannot be; SettingsError if the engine is closed;
+        DaemonUnavailable, HandshakeRefused if a daemon is lost, or has no memory for both;
+        ModelFileError; DeviceUnavailable.
         """
-        self._steps.replace(placement)
+        self._steps.replace(self._steps.prepare(placement))
 
     def move_experts(self) -> None:
         """Between two runs, move experts to where the heat says they should be, if that is worth

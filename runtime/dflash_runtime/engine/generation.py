@@ -215,11 +215,13 @@ def _sampled_on_device(
     """
     captured.choose_by(sampler.device_sampling)
     started: int | None = None  # the position that the steps started so far lead to
-    num_alone = 0
+    num_alone, num_interrupted = 0, steps.num_interrupted
     numbers: list[float] = []  # of the positions from `first_numbered` on
     first_numbered = position + 1
     while True:
         steps.check(run)
+        if num_interrupted != steps.num_interrupted:
+            num_interrupted, started = steps.num_interrupted, None
         if started is None:
             captured.begin(token_id, position)
             started = position

@@ -111,7 +111,7 @@ class ExpertMover:
             return
         started_s = time.monotonic()
         self._stage.wait()
-        self._steps.replace(placement, self._stage)
+        self._steps.replace(self._steps.prepare(placement), self._stage)
         self._next = None
         self._stage.clear()
         self._policy.note_applied(found, now)

@@ -29,6 +29,8 @@ class RunGuard:
         self.file = file
         self.poll_file = file.watch.poll
         """Raises: ModelFileError once the file was written to; looks at it now and then."""
+        self.num_interrupted = 0
+        """How often steps that were started ahead have been dropped."""
         self._number = 0
         self._is_cancelled: Callable[[], bool] | None = None
         self._token_s = math.inf
@@ -43,14 +45,18 @@ class RunGuard:
 
         Raises: SettingsError if closed; ModelFileError; what `refuse` was given.
         """
+        self.require_usable()
+        self._number += 1
+        self._is_cancelled = is_cancelled
+        return self._number
+
+    def require_usable(self) -> None:
+        """Raises: as `begin`."""
         if self.is_closed:
             raise SettingsError("this engine is closed")
         if self._refusal is not None:
             raise self._refusal
         self.file.require_unwritten()
-        self._number += 1
-        self._is_cancelled = is_cancelled
-        return self._number
 
     def refuse(self, error: DflashError) -> None:
         """Further runs raise this: what they would compute may be wrong."""

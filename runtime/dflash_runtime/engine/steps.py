@@ -25,8 +25,9 @@ from dflash_runtime.engine.heat_keeper import HeatKeeper
 from dflash_runtime.engine.reuse import SequenceReuse
 from dflash_runtime.engine.run_guard import RunGuard
 from dflash_runtime.engine.two_batch_overlap import run_in_turns
-from dflash_runtime.experts.replacing import NotUndone
+from dflash_runtime.experts.replacing import NotUndone, Prepared
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
+from dflash_runtime.interrupts import uninterrupted
 from dflash_runtime.placement.heat import Heat
 
 _NOT_FINITE = (
@@ -132,24 +133,62 @@ class Steps:
         """The owner of each expert."""
         return self._runtime.placement
 
-    def replace(self, placement: Placement, stage: ExpertStage | None = None) -> None:
-        """Use another placement between two runs: owners of this process have other experts, as
-        many of each layer. The next run reuses no cached positions if others compute them now.
+    def prepare(self, placement: Placement) -> Prepared:
+        """Have daemons load what they miss for another placement, beside what they have. To be
+        withdrawn unless `replace` is called with it.
+
+        Raises: ValueError if it cannot be used; DaemonUnavailable; SettingsError if the engine is
+        closed; ModelFileError if the file was written to.
+        """
+        self._guard.require_usable()
+        return self._runtime.prepare(placement)
+
+    def keeps_classes(self, placement: Placement) -> bool:
+        """Whether experts may move to their places in it within a run."""
+        return self._runtime.keeps_classes(placement)
+
+    def replace(
+        self, prepared: Prepared, stage: ExpertStage | None = None, *, ends_run: bool = True
+    ) -> None:
+        """Use another placement between two runs, once daemons have what they miss; or, where
+        `keeps_classes`, between two steps. Owners of this process have other experts, as many of
+        each layer. The next run reuses no cached positions if other classes compute them now.
         `stage` may have weights of some. If it fails, the old placement stays in use; if not even
         that can be, all further runs fail.
 
-        Raises: ValueError for another one; SettingsError if the engine is closed; ModelFileError if
-        the file was written to; DeviceUnavailable.
+        Raises: SettingsError if the engine is closed; ModelFileError if the file was written to;
+        DflashError if a daemon cannot have what it misses; DeviceUnavailable.
         """
+        guard, captured = self._guard, self._captured
+        try:
+            if ends_run:
+                guard.begin(None)
+            guard.require_usable()
+            prepared.wait()
+            with uninterrupted():
+                self.settle()
+                if captured is not None and prepared.is_of_daemons:
+                    guard.num_interrupted += 1
+                    captured.leave_owners()
+                self._replace(prepared, stage)
+                if captured is not None:
+                    captured.follow_owners()
+        finally:
+            prepared.withdraw()
+
+    @property
+    def num_interrupted(self) -> int:
+        """How often captured steps that were started ahead have been dropped."""
+        return self._guard.num_interrupted
+
+    def _replace(self, prepared: Prepared, stage: ExpertStage | None) -> None:
         guard, runtime = self._guard, self._runtime
-        guard.begin(None)
-        self.settle()
 
         def follow() -> None:
-            self._backend.follow_owners(placement.experts_per_layer, runtime)
+            self._backend.follow_owners(prepared.placement.experts_per_layer, runtime)
 
         try:
-            runtime.replace(guard.file, placement, follow=follow, stage=stage)
+            runtime.replace(guard.file, prepared, follow=follow, stage=stage)
         except NotUndone as error:
             guard.refuse(error)
             raise
@@ -160,8 +199,6 @@ class Steps:
                 guard.refuse(error)
                 raise
             raise
-        if self._captured is not None:
-            self._captured.follow_owners()
 
     def begin(
         self, is_cancelled: Callable[[], bool] | None = None, *, prefix_scope: str = ""

@@ -12,6 +12,7 @@ from typing import Protocol, TypeAlias
 
 from dflash_protocol.batch import Hidden, Pairs, RoutedBatch, Sums
 from dflash_protocol.ids import I32Array, Phase
+from dflash_protocol.placement import OwnedExperts
 from dflash_runtime.compute import ExpertBank
 from dflash_runtime.compute.asking import AskRoute, OwnerTotals
 from dflash_runtime.compute.backend import DeviceBank, MailRoute, sums_of
@@ -29,6 +30,25 @@ class Ticket:
     rows: Hidden
     pairs: Pairs
     """Their expert ids are the owner's local ids."""
+
+
+class PreparedExperts(Protocol):
+    """Other experts that an owner loads, until they are its own or withdrawn. Used by the thread
+    that uses the owner."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has them. Raises: DflashError, if it cannot have them any more."""
+
+    def wait(self) -> None:
+        """Wait until it has them, or cannot have them. Raises: DflashError, as above."""
+
+    def take_over(self) -> None:
+        """These are the owner's experts from now on. If it cannot have them any more, it is lost
+        until it can. Nothing may be in flight."""
+
+    def withdraw(self) -> None:
+        """It keeps those that it has, unless these have taken over."""
 
 
 class ExpertCompute(Protocol):
@@ -74,6 +94,13 @@ class ExpertCompute(Protocol):
 
     def count_asked(self, asked: OwnerTotals) -> None:
         """Count what compiled code has asked of this owner, or has computed in its place."""
+
+    def prepare(self, owned: OwnedExperts) -> PreparedExperts | None:
+        """Begin to load other experts beside those of this owner, which it goes on computing. None:
+        this owner's are replaced in place.
+
+        Raises: DaemonUnavailable.
+        """
 
     def close(self) -> None:
         """Release what this owner holds."""
@@ -137,6 +164,9 @@ class LocalExpertCompute:
             counted.requests += asked.num_requests
             counted.tokens += asked.num_requests
             counted.pairs += asked.num_pairs
+
+    def prepare(self, owned: OwnedExperts) -> None:
+        """None: see replacing.replace_experts."""
 
     def close(self) -> None:
         self.banks.clear()

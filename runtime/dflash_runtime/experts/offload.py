@@ -119,14 +119,27 @@ class PromptOffload:
         return np.array(of_owner, np.bool_)[placement.routing[layer_id].owner_index]
 
     def class_map(self, placement: Placement) -> ClassMap:
-        """What computes each expert with a placement, while no owner is lost."""
+        """What computes each expert with a placement, while no owner is lost.
+
+        An owner whose sums are rounded on their way has a class of its own: bits show which of a
+        token's experts it has.
+        """
         is_on = self.mode is OffloadMode.ON
         layers = placement.experts_per_layer if is_on else self._choice.layers
         offloads = self.mode is not OffloadMode.OFF
         of_owners = tuple(
-            (name, owner.stats.numeric_class, offloads and self._is_offloaded(index))
-            for index, (name, owner) in enumerate(
-                zip(placement.owner_names, self._owners, strict=True)
+            (
+                name,
+                exact or f"{owner.stats.numeric_class} of {name}",
+                offloads and self._is_offloaded(index),
+            )
+            for index, (name, owner, exact) in enumerate(
+                zip(
+                    placement.owner_names,
+                    self._owners,
+                    exact_classes(placement, self._owners),
+                    strict=True,
+                )
             )
         )
         if self._map is None or self._map[0] is not placement or self._map[1] != of_owners:

@@ -1,7 +1,9 @@
-"""Replaces experts of this process's owners by others, without loading their banks anew."""
+"""Another placement for the owners that there are: daemons load what they miss beside what they
+have, experts of this process are replaced in place, without loading their banks anew."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
@@ -12,16 +14,75 @@ from dflash_protocol.errors import DeviceUnavailable, DflashError
 from dflash_protocol.ids import I32Array
 from dflash_protocol.placement import OwnedExperts, Placement
 from dflash_runtime.compute.backend import ExpertStage, ReplaceableBank
-from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute
+from dflash_runtime.experts.compute import (
+    ExpertCompute,
+    LocalExpertCompute,
+    PreparedExperts,
+)
 from dflash_runtime.experts.telemetry import OwnerKind
 
 OnUse: TypeAlias = Callable[[], None]
 """What else has to follow when another placement is used."""
 
+_Change: TypeAlias = tuple[ReplaceableBank, I32Array, I32Array, I32Array]
+"""A bank, the local ids that get other experts, the experts that leave, and those."""
+
 
 class NotUndone(DeviceUnavailable):
     """A re-placement failed, and the device could not be put back either: nothing may be computed
     with it any more."""
+
+
+class Prepared:
+    """What daemons have prepared for another placement. Used by the thread that uses the owners.
+
+    States: being prepared; ready, once all have what they need; over, by `take_over` or `withdraw`.
+    """
+
+    def __init__(
+        self, owners: Sequence[ExpertCompute], *, before: Placement, after: Placement
+    ) -> None:
+        """Begin. Raises: ValueError for a placement that needs what owners cannot do;
+        DaemonUnavailable if a daemon that is to change is lost."""
+        if after.owner_names != before.owner_names:
+            raise ValueError(f"the owners are {before.owner_names}, not {after.owner_names}")
+        _changes(owners, before, after)
+        self.placement = after
+        self._experts: list[PreparedExperts] = []
+        try:
+            for owner, old, new in zip(owners, before.owners, after.owners, strict=True):
+                if old.fingerprint != new.fingerprint:
+                    experts = owner.prepare(new)
+                    self._experts += [] if experts is None else [experts]
+        except BaseException:
+            self.withdraw()
+            raise
+
+    @property
+    def is_of_daemons(self) -> bool:
+        """Whether daemons get other experts."""
+        return bool(self._experts)
+
+    @property
+    def is_ready(self) -> bool:
+        """Raises: DflashError if a daemon cannot have them."""
+        return all([each.is_ready for each in self._experts])
+
+    def wait(self) -> None:
+        """Wait until it is ready. Raises: DflashError if a daemon cannot have them."""
+        for each in self._experts:
+            each.wait()
+
+    def take_over(self) -> None:
+        """Give daemons their experts, all of them even if one fails; nothing may be in flight."""
+        with contextlib.ExitStack() as all_of_them:
+            while self._experts:
+                all_of_them.callback(self._experts.pop().take_over)
+
+    def withdraw(self) -> None:
+        """Have daemons keep those that they have, unless others have taken over. Idempotent."""
+        while self._experts:
+            self._experts.pop().withdraw()
 
 
 def replace_experts(
@@ -38,15 +99,7 @@ def replace_experts(
     All is checked before anything changes; what has changed when it fails is undone.
     Raises: ValueError for a placement that needs more than that; DeviceUnavailable; NotUndone.
     """
-    if after.owner_names != before.owner_names:
-        raise ValueError(f"the owners are {before.owner_names}, not {after.owner_names}")
-    _check_answers(owners, before, after)
-    changes = [
-        change
-        for owner, old, new in zip(owners, before.owners, after.owners, strict=True)
-        if old.fingerprint != new.fingerprint
-        for change in _changes(owner, old, new)
-    ]
+    changes = _changes(owners, before, after)
     for index, (bank, local_expert_ids, _, arriving) in enumerate(changes):
         try:
             bank.replace(file, local_expert_ids, arriving, stage=stage)
@@ -59,12 +112,23 @@ def replace_experts(
             raise
 
 
-def _changes(
-    owner: ExpertCompute, old: OwnedExperts, new: OwnedExperts
-) -> Iterator[tuple[ReplaceableBank, I32Array, I32Array, I32Array]]:
-    """Banks with the local ids that get other experts, the experts that leave, and those."""
-    if not isinstance(owner, LocalExpertCompute):
-        raise ValueError("experts of daemons cannot be replaced")
+def _changes(owners: Sequence[ExpertCompute], before: Placement, after: Placement) -> list[_Change]:
+    """Of all owners of this process, which have as many experts of each layer as before.
+
+    Raises: ValueError.
+    """
+    _check_answers(owners, before, after)
+    return [
+        change
+        for owner, old, new in zip(owners, before.owners, after.owners, strict=True)
+        if isinstance(owner, LocalExpertCompute) and old.fingerprint != new.fingerprint
+        for change in _changes_of(owner, old, new)
+    ]
+
+
+def _changes_of(
+    owner: LocalExpertCompute, old: OwnedExperts, new: OwnedExperts
+) -> Iterator[_Change]:
     if {*old.by_layer} != {*new.by_layer}:
         raise ValueError("an owner has experts of the same layers as before")
     for layer_id, ids in new.by_layer.items():

@@ -38,7 +38,7 @@ from dflash_runtime.experts.pairs import (
     split_by_owner,
 )
 from dflash_runtime.experts.remote.reply_checks import CheckSchedule
-from dflash_runtime.experts.replacing import OnUse, replace_experts
+from dflash_runtime.experts.replacing import OnUse, Prepared, replace_experts
 from dflash_runtime.experts.telemetry import HitCounts, OwnerKind, OwnerStats, SelectionCounts
 from dflash_runtime.placement.class_map import ClassMap
 
@@ -351,20 +351,29 @@ class MoeExpertComputeRuntime:
         self.hits.layers_hot_only += ticket.is_hot_only
         return sums
 
+    def prepare(self, placement: Placement) -> Prepared:
+        """Have daemons load what they miss for another placement. Raises: as `Prepared`."""
+        classes = self.placement.numeric_classes  # of the owners that there are
+        placement = replace(placement, numeric_classes=classes)
+        return Prepared(self._owners, before=self.placement, after=placement)
+
     def replace(
-        self, file: GgufFile, placement: Placement, *, follow: OnUse, stage: ExpertStage | None
+        self, file: GgufFile, prepared: Prepared, *, follow: OnUse, stage: ExpertStage | None
     ) -> None:
-        """Use another placement: see `replacing.replace_experts`. `follow` is called with it before
-        any weights change, for what may need memory. Captured steps have to be told."""
-        before = self.placement
-        classes = before.numeric_classes  # of the owners that there are
-        self.placement = placement = replace(placement, numeric_classes=classes)
+        """Use the placement that was prepared: see `replacing.replace_experts`. `follow` is called
+        with it before anything changes, for what may need memory. Captured steps have to be told.
+
+        Raises: DflashError if a daemon cannot have its experts any more; as `replace_experts`.
+        """
+        prepared.wait()
+        before, self.placement = self.placement, prepared.placement
         try:
             follow()
-            replace_experts(self._owners, file, before=before, after=placement, stage=stage)
+            replace_experts(self._owners, file, before=before, after=self.placement, stage=stage)
         except BaseException:
             self.placement = before
             raise
+        prepared.take_over()
 
     def poll(self) -> None:
         """Let owners make progress with what was begun, without waiting."""

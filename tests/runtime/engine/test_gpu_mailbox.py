@@ -17,7 +17,7 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import read_spec
 from dflash_protocol.errors import DaemonUnavailable, DeviceOutOfMemory
 from dflash_protocol.ids import Phase
-from dflash_protocol.placement import OwnedExperts
+from dflash_protocol.placement import OwnedExperts, Placement
 from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.ring.segment import create_segment
 from dflash_protocol.settings import Settings
@@ -58,7 +58,7 @@ from support.mailbox_rig import (
     patient_settings,
     tokens,
 )
-from support.processes import running_daemon
+from support.processes import START_S, running_daemon, wait_until
 from support.random_gguf import write_model
 from support.trees import way_to
 
@@ -244,6 +244,48 @@ def test_whichever_daemon_answers_by_mailbox_the_bits_are_those_of_a_resident_ru
         assert rings.count >= NUM_TOKENS - 1
         owners = engine.stats().owners
         assert min(owners[name].pairs for name in ("link0", "link1")) > 0
+
+
+def test_experts_move_between_gpus_between_two_steps(mailing: Mailing) -> None:
+    """Between daemons, and with the parent's device. Mailboxes are opened anew, with nothing of the
+    ones before left; until then the host asks."""
+    with mailing.resident() as engine:
+        expected, logits = tokens(engine), engine.logits(PROMPT)
+    rings = mailing.rings
+    settings = replace(mailing.settings, ipc_transport="device")
+    with mailing.opened(2, local_experts=2, settings=settings) as engine:
+        steps, first = engine._steps, engine.placement
+
+        def turned(by: int) -> Placement:
+            """Experts of each layer go to the next owner; the daemons' numbers change too."""
+            owners = {name: dict[int, list[int]]() for name in first.owner_names}
+            for layer_id, num_experts in first.experts_per_layer.items():
+                ids = np.roll(np.arange(num_experts), by).tolist()
+                cuts = 2, 3 + by % 2
+                parts = ids[: cuts[0]], ids[cuts[0] : cuts[1]], ids[cuts[1] :]
+                for name, part in zip(first.owner_names, parts, strict=True):
+                    owners[name][layer_id] = part
+            lists = tuple(map(OwnedExperts.from_lists, owners.values()))
+            return replace(first, owners=lists)
+
+        def mailed() -> int:
+            before = rings.count
+            assert tokens(engine) == expected
+            return rings.count - before
+
+        assert mailed() >= NUM_TOKENS - 1
+        for turn in (1, 2):
+            found = []
+            for token in engine.generate(PROMPT, NUM_TOKENS, ignore_eos=True):
+                found.append(token.token_id)
+                if len(found) == 4:  # more steps were started
+                    assert steps.keeps_classes(turned(turn))
+                    steps.replace(steps.prepare(turned(turn)), ends_run=False)
+            assert found == expected
+            wait_until(lambda: mailed() >= NUM_TOKENS - 1, "mailboxes", within_s=4 * START_S)
+            assert (engine.logits(PROMPT) == logits).all()
+        assert engine.stats().events == []
+    assert all(not device.num_bytes for device in mailing.gpus.opened)
 
 
 def test_a_trial_that_fails_leaves_steps_as_they_were(

@@ -159,12 +159,12 @@ def test_whichever_equal_device_answers_the_bits_are_the_same(
         # Other devices may be asked from now on, but the parent's tables do not follow.
         tables = split.placement.answering
         others = {layer: np.where(each > 0, 3 - each, each) for layer, each in tables.items()}
-        split.steps.replace(replace(split.placement, answering=others))
+        split.steps.replace(split.steps.prepare(replace(split.placement, answering=others)))
         assert (split.logits() == expected).all()
         assert (split.captured_logits() == expected[-2:]).all()
         here = {layer: np.where(each == 0, 1, each) for layer, each in others.items()}
         with pytest.raises(ValueError, match=r"others answer .*local"):
-            split.steps.replace(replace(split.placement, answering=here))
+            split.steps.prepare(replace(split.placement, answering=here))
         assert (split.logits() == expected).all()
     assert found[0] != found[1]
 

@@ -44,15 +44,17 @@ class Rig:
             "quick": [4, 5, *([3] if replica else [])],
         }
         layer = moe_layer(layer_id=2, num_experts=NUM_EXPERTS)
-        self.placement = make_placement(
+        classes = {LOCAL_OWNER: "cuda", "slow": "avx512", "quick": "cuda"}
+        placement = make_placement(
             MoeSpec((layer,)),
             {name: OwnedExperts.from_lists({2: ids}) for name, ids in owned.items()},
         )
+        self.placement = replace(placement, numeric_classes=classes)
         self.owners = [
             LocalExpertCompute(
                 OwnerKind.LOCAL if name == LOCAL_OWNER else OwnerKind.DAEMON,
                 {},
-                numeric_class={LOCAL_OWNER: "cuda", "slow": "avx512", "quick": "cuda"}[name],
+                numeric_class=classes[name],
             )
             for name in owned
         ]

@@ -104,6 +104,9 @@ class FakeCompute:
     def count_asked(self, asked: OwnerTotals) -> None:
         """Not called."""
 
+    def prepare(self, owned: OwnedExperts) -> None:
+        """None."""
+
     def close(self) -> None:
         self.log.append(f"close {self.name}")
 

@@ -74,9 +74,11 @@ class Comparison:
     thread. To be closed.
     """
 
-    def __init__(self, weights: WeightCheck | None, link: DaemonLink) -> None:
+    def __init__(self, weights: WeightCheck | None, link: DaemonLink, owned: OwnedExperts) -> None:
+        """`owned`: the experts whose weights are compared."""
         self._weights = weights
         self._link = link
+        self._owned = owned
         self._nonce = self._stamp = ""
         self._hashing: asyncio.Future[str] | None = None
         self._is_over = threading.Event()
@@ -157,7 +159,7 @@ class Comparison:
             if self._is_over.is_set():
                 raise DaemonUnavailable(f"daemon {self._link.name}: the handshake has ended")
 
-        return weights.answer(self._link.owned, nonce_from(self._nonce), on_group)
+        return weights.answer(self._owned, nonce_from(self._nonce), on_group)
 
 
 def differ(ours: str, theirs: str) -> bool:

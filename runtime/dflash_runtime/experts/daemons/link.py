@@ -1,7 +1,8 @@
 """DaemonLink: the state of one link, shared by the supervisor's thread and the data thread.
 
 The supervisor opens sessions; the data thread uses the current one and may report it lost. The
-first report of a lost session counts, further ones are ignored.
+first report of a lost session counts, further ones are ignored. A session with other experts can be
+prepared beside the current one, and take over from it: a handover.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
@@ -17,7 +19,7 @@ from typing import Any
 import zmq
 
 from dflash_protocol.endpoint import Endpoint
-from dflash_protocol.errors import DaemonUnavailable
+from dflash_protocol.errors import DaemonUnavailable, DflashError
 from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.ring.segment import Segment
 from dflash_protocol.wire.messages import Offer, Welcome
@@ -64,6 +66,32 @@ class Session:
     """Its segment is to be taken with DaemonLink.take_segment."""
 
 
+class Handover:
+    """Other experts for a daemon, with a session of their own beside the current one.
+
+    Made by `DaemonLink.prepare`. States: being prepared; ready, once the daemon has the experts;
+    over: its session is the link's, or it has failed or was withdrawn. Guarded by the link's lock.
+    """
+
+    def __init__(self, owned: OwnedExperts) -> None:
+        self.owned = owned
+        self.ready: Future[None] = Future()
+        """Done when the daemon has them, or with the reason why it will not."""
+        self.session: Session | None = None
+        """From when it is ready until it is over. Owns the segment."""
+        self.error: DflashError | None = None
+        """Why it has failed, before or after it was ready."""
+
+    def end(self, error: DflashError) -> None:
+        """Fail, unless it is over."""
+        self.error = self.error or error
+        if not self.ready.done():
+            self.ready.set_exception(error)
+        session, self.session = self.session, None
+        if session is not None and session.memory is not None:
+            session.memory.segment.close()
+
+
 class _Sessions:
     """A link's sessions: none yet, one, the last one lost, or none ever again.
 
@@ -73,7 +101,10 @@ class _Sessions:
 
     def __init__(self) -> None:
         self.current: Session | None = None
-        self.num_opened = 0
+        self.handover: Handover | None = None
+        self.last_generation = 0
+        self.num_restarts = -1
+        """How often the daemon came back; -1 before the first session."""
         self.reason = "not connected yet"
         """Why there is none."""
         self.away_since_s: float | None = None
@@ -82,6 +113,12 @@ class _Sessions:
         """Why the last session was refused, until there is one."""
         self.lost_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._untaken: Segment | None = None
+
+    def new(self, endpoint: Endpoint, welcome: Welcome, memory: SharedMemory | None) -> Session:
+        """A session that is not begun."""
+        self.last_generation += 1
+        data_address = endpoint.data_address(welcome.data_port)
+        return Session(self.last_generation, welcome, data_address, memory)
 
     def open(self, session: Session) -> float | None:
         """Begin a session; returns since when the daemon was away."""
@@ -183,7 +220,7 @@ class DaemonLink:
     @property
     def restarts(self) -> int:
         """Times the daemon came back after it was lost."""
-        return max(0, self._sessions.num_opened - 1)
+        return max(0, self._sessions.num_restarts)
 
     def lost_reason(self) -> str:
         with self._lock:
@@ -194,23 +231,30 @@ class DaemonLink:
 
     def set_supervisor_wake(self, wake: Callable[[int], None]) -> None:
         """Set `wake`, which is called, from any thread, with the generation of a lost session, or
-        with 0 when experts are given."""
+        with 0 when experts are given, or a handover begins or ends."""
         self._wake_supervisor = wake
 
-    def mark_ready(self, welcome: Welcome, memory: SharedMemory | None = None) -> Session:
-        """Open a new session; the link owns the memory's segment until it is taken.
+    def mark_ready(
+        self,
+        welcome: Welcome,
+        memory: SharedMemory | None = None,
+        *,
+        owned: OwnedExperts | None = None,
+    ) -> Session:
+        """Open a new session; the link owns the memory's segment until it is taken. `owned`: what
+        the daemon was told to hold.
 
-        Raises: DaemonUnavailable if the daemon was given up.
+        Raises: DaemonUnavailable if the daemon was given up, or other experts since.
         """
         with self._lock:
             sessions = self._sessions
-            if sessions.is_given_up:
+            is_outdated = owned is not None and owned is not self._owned
+            if sessions.is_given_up or is_outdated:
                 if memory is not None:
                     memory.segment.close()
                 raise DaemonUnavailable(self._why_lost())
-            sessions.num_opened += 1
-            data_address = self.endpoint.data_address(welcome.data_port)
-            session = Session(sessions.num_opened, welcome, data_address, memory)
+            sessions.num_restarts += 1
+            session = sessions.new(self.endpoint, welcome, memory)
             away_since_s = sessions.open(session)
         self._sessions.refused = ""
         if away_since_s is not None:
@@ -246,10 +290,78 @@ class DaemonLink:
             if sessions.is_given_up:
                 return
             sessions.is_given_up = True
-            generation = sessions.num_opened
+            generation = sessions.last_generation
             sessions.end(reason)
         self.note(EventKind.WRONG_REPLY, reason)
         self._wake_supervisor(generation)
+
+    # -- handovers --------------------------------------------------------------------------------
+
+    @property
+    def handover(self) -> Handover | None:
+        """What is being prepared, or ready; None if nothing is."""
+        return self._sessions.handover
+
+    def prepare(self, owned: OwnedExperts) -> Handover:
+        """Have the supervisor give the daemon other experts, beside those that it has, until
+        `take_over` or `end_handover`. One at a time.
+
+        Raises: DaemonUnavailable without a session.
+        """
+        with self._lock:
+            sessions = self._sessions
+            if sessions.current is None:
+                raise DaemonUnavailable(self._why_lost())
+            assert sessions.handover is None, "another handover is not over"
+            handover = sessions.handover = Handover(owned)
+        self._wake_supervisor(0)
+        return handover
+
+    def mark_prepared(
+        self, handover: Handover, welcome: Welcome, memory: SharedMemory | None
+    ) -> Session:
+        """The daemon has a handover's experts; the handover owns the memory's segment.
+
+        Raises: DaemonUnavailable if it is over.
+        """
+        with self._lock:
+            if handover is not self._sessions.handover:
+                if memory is not None:
+                    memory.segment.close()
+                raise DaemonUnavailable(f"daemon {self.name}: its other experts are not wanted")
+            session = handover.session = self._sessions.new(self.endpoint, welcome, memory)
+            handover.ready.set_result(None)
+        return session
+
+    def take_over(self, handover: Handover) -> None:
+        """Use a handover's experts from now on, and its session instead of the current one.
+
+        If either was lost, the daemon is lost, until the supervisor has a session with the new
+        experts. Called by the data thread, with no request in flight.
+        """
+        with self._lock:
+            sessions, current, self._owned = self._sessions, self._sessions.current, handover.owned
+            session = handover.session
+            if session is not None and current is not None:
+                handover.session = current = None
+                sessions.close_untaken()
+                sessions.open(session)
+            else:
+                handover.end(DaemonUnavailable(self._why_lost()))
+            if sessions.handover is handover:
+                sessions.handover = None
+        if current is not None:
+            self.mark_lost(current.generation, f"its other experts: {handover.error}")
+        self._wake_supervisor(0)
+
+    def end_handover(self, handover: Handover, error: DflashError) -> None:
+        """Fail or withdraw a handover, unless it is over."""
+        with self._lock:
+            if handover is not self._sessions.handover:
+                return
+            self._sessions.handover = None
+            handover.end(error)
+        self._wake_supervisor(0)
 
     def take_segment(self, session: Session) -> Segment | None:
         """The session's shared memory; the caller owns it from now on.
@@ -273,5 +385,7 @@ class DaemonLink:
 
     def close(self) -> None:
         """Release the eventfd and a segment that was not taken. The link is unusable afterwards."""
+        if self._sessions.handover is not None:
+            self.end_handover(self._sessions.handover, DaemonUnavailable("the engine was closed"))
         self._sessions.close_untaken()
         os.close(self._sessions.lost_fd)

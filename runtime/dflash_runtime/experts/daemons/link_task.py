@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -22,6 +23,7 @@ from dflash_protocol.errors import (
     HandshakeRefused,
     ProtocolError,
 )
+from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.wire.messages import (
     COMPARING,
     Hello,
@@ -47,6 +49,7 @@ from dflash_runtime.experts.daemons.handshake import (
 from dflash_runtime.experts.daemons.link import (
     DaemonCounters,
     DaemonLink,
+    Handover,
     Session,
     SharedMemory,
 )
@@ -69,6 +72,8 @@ _STABLE_S = 10.0
 """After a session of at least this length, the backoff starts again from its first pause."""
 _FOLDER_POLL_S = 0.05
 """Interval of polling for the folder of a daemon's socket."""
+_HANDOVER_S = 600.0
+"""The longest that a daemon may take to load other experts beside those that it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +142,25 @@ def _settle(future: Future[None], error: DflashError | None) -> None:
         future.set_exception(error)
 
 
+@dataclass(frozen=True, slots=True)
+class _Connected:
+    """A session, the socket on which it was agreed, and what closes that."""
+
+    session: Session
+    conversation: Conversation
+    undo: contextlib.ExitStack
+
+    async def leave(self) -> None:
+        """Say goodbye, and close the socket."""
+        with self.undo:
+            await self.conversation.say_goodbye(self.session.welcome.link_id)
+
+
 class LinkTask:
     """One link: start or find its daemon, shake hands, watch the session, and all of it again.
 
-    Before its experts are known, the daemon is asked what it has for them.
+    Before its experts are known, the daemon is asked what it has for them. A handover to other
+    experts is prepared over a socket of its own, while the session before it goes on.
 
     Runs in the supervisor's thread, inside its loop, until cancelled or the link is given up.
     Owns: its control socket, and the child process if the daemon is one of ours.
@@ -237,23 +257,32 @@ class LinkTask:
         silence_s = self._options.timeouts.connect_silence_s
         if self._process is not None:
             silence_s = max(silence_s, _SPAWN_SILENCE_S)
-        with Conversation.opened(
-            self._context, link, self._process, silence_s=silence_s
-        ) as conversation:
+        with contextlib.ExitStack() as undo:
+            conversation = undo.enter_context(
+                Conversation.opened(self._context, link, self._process, silence_s=silence_s)
+            )
             self._first.report_progress(Progress("connect", 0, 1))
             try:
                 await self._until_given(conversation)
-                welcome = await self._handshake(conversation)
+                owned = link.owned
+                welcome = await self._handshake(conversation, owned)
             except DaemonUnavailable:
                 # A child that does not answer is replaced.
                 if self._process is not None:
                     await self._process.stop()
                 raise
             memory = await self._agree(conversation, welcome)
-            session = link.mark_ready(welcome, memory)
+            try:
+                session = link.mark_ready(welcome, memory, owned=owned)
+            except DaemonUnavailable:
+                await conversation.say_goodbye(welcome.link_id)
+                raise
             self._first.report_progress(Progress("ready", 1, 1))
             self._first.report(None)
-            await self._watch(conversation, session)
+            connected: _Connected | None = _Connected(session, conversation, undo.pop_all())
+        while connected is not None:
+            with connected.undo:
+                connected = await self._watch(connected)
 
     async def _await_folder(self) -> None:
         """Wait until the folder of an ipc endpoint exists; a child's folder is made by us.
@@ -281,19 +310,21 @@ class LinkTask:
         link.offer = offer
         self._first.report_asked()
         # The caller decides; it closes the supervisor if it fails.
-        await conversation.outcome_of(self._given(), None)
+        await conversation.outcome_of(self._until(lambda: link.is_given), None)
 
-    async def _given(self) -> None:
-        while not self._link.is_given:
+    async def _until(self, holds: Callable[[], bool]) -> str:
+        """Wait until something holds that whoever changes it wakes us for; returns ""."""
+        while not holds():
             self._woken.clear()
             await self._woken.wait()
+        return ""
 
-    async def _handshake(self, conversation: Conversation) -> Welcome:
-        greeting, link = self._options.greeting, self._link
-        comparison = Comparison(greeting.weights, link)
+    async def _handshake(self, conversation: Conversation, owned: OwnedExperts) -> Welcome:
+        greeting = self._options.greeting
+        comparison = Comparison(greeting.weights, self._link, owned)
         try:
-            hello = await comparison.asked_in(greeting.hello(link.owned))
-            await conversation.say(hello, link.owned.canonical_bytes)
+            hello = await comparison.asked_in(greeting.hello(owned))
+            await conversation.say(hello, owned.canonical_bytes)
             return await self._answer_to(hello, conversation, comparison)
         finally:
             await comparison.close()
@@ -336,27 +367,104 @@ class LinkTask:
 
         return await agree(self._options.greeting.paths, self._link, welcome, ask=ask)
 
-    async def _watch(self, conversation: Conversation, session: Session) -> None:
-        """Ping until the session ends, and tell the link why it ended."""
-        link, heartbeat_s = self._link, self._options.timeouts.heartbeat_s
+    async def _watch(self, connected: _Connected) -> _Connected | None:
+        """Ping until the session ends, and tell the link why it ended. Returns what has taken over
+        from it, if that is why."""
+        link, session = self._link, connected.session
+        reported = self._until(lambda: self._lost_generation >= session.generation)
+        over = asyncio.create_task(self._end_of(session, connected.conversation, reported))
+        following = asyncio.create_task(self._following())
+        taken_over: _Connected | None = None
+        try:
+            await asyncio.wait([over, following], return_when=asyncio.FIRST_COMPLETED)
+            if over.done():
+                link.mark_lost(session.generation, over.result() or "lost while computing")
+            if following.done() or link.session is not None:
+                taken_over = await following
+        finally:
+            over.cancel()
+            following.cancel()
+            _, outcome = await asyncio.gather(over, following, return_exceptions=True)
+            if isinstance(outcome, _Connected) and outcome is not taken_over:
+                await outcome.leave()
+            if taken_over is None and (handover := link.handover) is not None:
+                link.end_handover(handover, DaemonUnavailable(link.lost_reason()))
+            # The daemon may be well and only the session lost: it should release our experts and
+            # drop requests that are no longer waited for.
+            await connected.conversation.say_goodbye(session.welcome.link_id)
+        return taken_over
+
+    async def _end_of(
+        self, session: Session, conversation: Conversation, other: Coroutine[Any, Any, str]
+    ) -> str:
+        """Ping until the session ends, or something else does; returns why."""
+        heartbeat_s = self._options.timeouts.heartbeat_s
         watchers = [
+            asyncio.create_task(other),
             asyncio.create_task(self._pings(conversation, session, heartbeat_s)),
             asyncio.create_task(self._disconnected(conversation)),
-            asyncio.create_task(self._reported(session)),
         ]
         if self._process is not None:
             watchers.append(asyncio.create_task(self._ended(self._process)))
         try:
             done, _ = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                link.mark_lost(session.generation, task.result())
+            return next(iter(done)).result()
         finally:
             for task in watchers:
                 task.cancel()
             await asyncio.gather(*watchers, return_exceptions=True)
-            # The daemon may be well and only the session lost: it should release our experts and
-            # drop requests that are no longer waited for.
-            await conversation.say_goodbye(session.welcome.link_id)
+
+    async def _following(self) -> _Connected:
+        """What takes over from the current session; handovers that fail before are ended."""
+        link = self._link
+        while True:
+            await self._until(lambda: link.handover is not None)
+            handover = link.handover
+            if handover is None:
+                continue
+            try:
+                return await self._handed_over(handover)
+            except DflashError as error:
+                failure = error
+            except (OSError, zmq.ZMQError) as error:
+                failure = DaemonUnavailable(f"daemon {link.name}: {error}")
+            link.end_handover(handover, failure)
+            # docs: the daemon could not be given other experts beside those that it has, for lack
+            # of memory for example, or they are no longer wanted; it goes on with those
+            _LOG.info("daemon %s keeps its experts: %s", link.name, failure)
+
+    async def _handed_over(self, handover: Handover) -> _Connected:
+        """Prepare a handover, and wait until its session is the link's.
+
+        Raises: DflashError if it fails or is withdrawn; OSError; zmq.ZMQError.
+        """
+        link, silence_s = self._link, self._options.timeouts.connect_silence_s
+        with contextlib.ExitStack() as undo:
+            conversation = undo.enter_context(
+                Conversation.opened(self._context, link, self._process, silence_s=silence_s)
+            )
+            try:
+                async with asyncio.timeout(_HANDOVER_S):
+                    welcome = await self._handshake(conversation, handover.owned)
+            except TimeoutError:
+                reason = f"it has loaded other experts for {_HANDOVER_S:.0f} s"
+                raise DaemonUnavailable(f"daemon {link.name}: {reason}") from None
+            try:
+                memory = await self._agree(conversation, welcome)
+                session = link.mark_prepared(handover, welcome, memory)
+                decided = self._until(lambda: link.handover is not handover)
+                reason = await self._end_of(session, conversation, decided)
+                if reason:
+                    link.end_handover(handover, DaemonUnavailable(f"daemon {link.name}: {reason}"))
+                if handover.error is not None:
+                    raise handover.error
+                if reason:  # it has taken over just before
+                    link.mark_lost(session.generation, reason)
+                    raise DaemonUnavailable(link.lost_reason())
+            except BaseException:
+                await conversation.say_goodbye(welcome.link_id)
+                raise
+            return _Connected(session, conversation, undo.pop_all())
 
     async def _pings(self, conversation: Conversation, session: Session, heartbeat_s: float) -> str:
         sequence = 0
@@ -392,13 +500,6 @@ class LinkTask:
         await conversation.disconnected()
         # docs: the daemon ended, or the network did; it is tried again
         return "the connection ended"
-
-    async def _reported(self, session: Session) -> str:
-        # A late report may belong to an earlier session.
-        while self._lost_generation < session.generation:
-            self._woken.clear()
-            await self._woken.wait()
-        return "lost while computing"
 
     async def _ended(self, process: DaemonProcess) -> str:
         await process.ended.wait()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,13 +21,14 @@ from dflash_protocol.errors import (
 )
 from dflash_protocol.ids import Phase
 from dflash_protocol.payloads import PayloadType
+from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.transports.lent_slot import LentSlot
 from dflash_protocol.wire.transport import REQUEST_FAILURES, Reply, TransportCounters
 from dflash_runtime.compute.asking import AskRoute, OwnerTotals
 from dflash_runtime.compute.backend import MailRoute
 from dflash_runtime.experts.compute import LocalIds, Ticket
 from dflash_runtime.experts.daemons.data_path import DataPath
-from dflash_runtime.experts.daemons.link import DaemonLink, Session
+from dflash_runtime.experts.daemons.link import DaemonLink, Handover, Session
 from dflash_runtime.experts.events import EventKind
 from dflash_runtime.experts.remote.breaker import RequestGuard
 from dflash_runtime.experts.remote.pieces import STREAM_TOKENS, Cutter, ExecutionMode
@@ -212,6 +214,14 @@ class RemoteExpertCompute:
         if asked.num_pairs:
             self._rates.note(Phase.DECODE, compute_s / asked.num_pairs)
 
+    def prepare(self, owned: OwnedExperts) -> PreparedHandover:
+        return PreparedHandover(self._link, self._link.prepare(owned), self._take_over)
+
+    def _take_over(self, handover: Handover) -> None:
+        self._link.take_over(handover)
+        self._drop_session()
+        self._stats.num_experts = handover.owned.num_experts
+
     def close(self) -> None:
         self._drop_session()
         self._open_path = None  # holds device memory
@@ -311,6 +321,31 @@ class RemoteExpertCompute:
         session, self._session = self._session, None
         if session is not None:
             session.close()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedHandover:
+    """Implements compute.PreparedExperts. `take_it`: what the daemon's owner does."""
+
+    link: DaemonLink
+    handover: Handover
+    take_it: Callable[[Handover], None]
+
+    @property
+    def is_ready(self) -> bool:
+        if self.handover.error is not None:
+            raise self.handover.error
+        return self.handover.ready.done()
+
+    def wait(self) -> None:
+        self.handover.ready.result()
+
+    def take_over(self) -> None:
+        self.take_it(self.handover)
+
+    def withdraw(self) -> None:
+        reason = f"daemon {self.link.name}: its other experts are not wanted"
+        self.link.end_handover(self.handover, DaemonUnavailable(reason))
 
 
 def _fill(ticket: RemoteTicket) -> None:

@@ -205,6 +205,9 @@ class CpuStep:
         """None: the host counts, or banks do."""
         return {}
 
+    def leave_owners(self) -> None:
+        """Do nothing: between two steps it has nothing of theirs."""
+
     def follow_owners(self) -> None:
         if self._table is not None:
             self._table.refresh()

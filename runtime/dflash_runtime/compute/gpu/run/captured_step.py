@@ -144,6 +144,12 @@ class GraphStep:
             self._redo.check_last()
         return self._runner.logits()
 
+    def leave_owners(self) -> None:
+        self._device.synchronize()  # steps that were started ahead
+        self._choice.leave_mailboxes()
+        if self._choice.sessions is not None:
+            self._choice.sessions.close()
+
     def follow_owners(self) -> None:
         self._device.synchronize()  # steps that were started ahead
         self._choice.home.path.follow_owners()

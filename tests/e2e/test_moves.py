@@ -1,0 +1,485 @@
+"""Experts that move between owners of an open engine: texts stay, nothing is lost, whatever happens
+to the daemons meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from dflash_protocol.errors import DaemonUnavailable, DflashError, HandshakeRefused, SettingsError
+from dflash_protocol.ids import F32Array, Phase
+from dflash_protocol.placement import OwnedExperts, Placement
+from dflash_runtime import Engine
+from dflash_runtime.experts import runtime
+from dflash_runtime.experts.replacing import Prepared
+from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
+from support import undisturbed as rig
+from support.descriptors import num_descriptors
+from support.emulated_daemon import FREE
+from support.emulated_gpu import TINY
+from support.faults import greedy, shared_memory_of, spawned_daemons
+from support.interrupts import interrupt_main_thread
+from support.processes import MOST_POOL_THREADS, running_daemon, wait_until
+from support.random_models import write_qwen3moe
+from support.undisturbed import FAULT_AFTER, NUM_TOKENS, PROMPT, settings_with
+
+pytestmark = pytest.mark.e2e
+
+model = rig.model
+undisturbed = rig.undisturbed
+DAEMONS = "cpu0", "cpu1"
+
+
+@contextlib.contextmanager
+def opened(model: Path, **changes: Any) -> Iterator[Engine]:
+    """An engine with half of the experts in each of two daemons, of which none may be missed."""
+    placement = changes.pop("placement", None)
+    connect = changes.pop("connect", None)
+    settings = settings_with(**{"check_replies": 0, "ipc_required": True, **changes})
+    with Engine.open(
+        model,
+        daemons=[] if connect else ["cpu", "cpu"],
+        connect=connect,
+        placement=placement,
+        settings=settings,
+    ) as engine:
+        yield engine
+
+
+def daemon_called(name: str) -> psutil.Process:
+    return next(each for each in spawned_daemons() if f"/{name}" in " ".join(each.cmdline()))
+
+
+def moved(placement: Placement, num: int, *, first: str = "", second: str = "") -> Placement:
+    """With so many experts of each layer moved from the first daemon to the second; a negative
+    number: the other way."""
+    names = first or placement.owner_names[-2], second or placement.owner_names[-1]
+    lists: list[dict[int, list[int]]] = []
+    for name in names:
+        owned = placement.owners[placement.owner_names.index(name)].by_layer
+        lists.append({each: owned.get(each, np.zeros(0, np.int32)).tolist()
+                      for each in placement.experts_per_layer})  # fmt: skip
+    here, there = lists if num > 0 else lists[::-1]
+    for layer_id, ids in here.items():
+        there[layer_id] += ids[: abs(num)]
+        del ids[: abs(num)]
+    return placed(placement, dict(zip(names, lists, strict=True)))
+
+
+def placed(placement: Placement, lists: dict[str, dict[int, list[int]]]) -> Placement:
+    """With these experts of some owners."""
+    owners = [
+        OwnedExperts.from_lists(lists[name]) if name in lists else owned
+        for name, owned in zip(placement.owner_names, placement.owners, strict=True)
+    ]
+    return replace(placement, owners=tuple(owners))
+
+
+def shuffled(placement: Placement, seed: int) -> Placement:
+    """With the daemons' experts dealt anew, in any order."""
+    random = np.random.default_rng(seed)
+    lists: dict[str, dict[int, list[int]]] = {name: {} for name in DAEMONS}
+    for layer_id in placement.experts_per_layer:
+        theirs = np.concatenate([
+            owned.by_layer.get(layer_id, np.zeros(0, np.int32))
+            for name, owned in zip(placement.owner_names, placement.owners, strict=True)
+            if name in DAEMONS
+        ])  # fmt: skip
+        random.shuffle(theirs)
+        cut = int(random.integers(0, theirs.size + 1))
+        lists["cpu0"][layer_id], lists["cpu1"][layer_id] = (
+            theirs[:cut].tolist(),
+            theirs[cut:].tolist(),
+        )
+    return placed(placement, lists)
+
+
+def same_owners(one: Placement, other: Placement) -> bool:
+    return [each.fingerprint for each in one.owners] == [each.fingerprint for each in other.owners]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> F32Array:
+    with Engine.open(model) as engine:
+        return engine.logits(PROMPT)
+
+
+def assert_right(engine: Engine, undisturbed: list[int], expected: F32Array) -> None:
+    """Steps and prompts, by daemons alone."""
+    before = engine.stats().owners
+    assert greedy(engine, PROMPT, NUM_TOKENS) == undisturbed
+    assert (engine.logits(PROMPT) == expected).all()
+    for name, owned in zip(engine.placement.owner_names, engine.placement.owners, strict=True):
+        now = engine.stats().owners[name]
+        assert now.num_experts == owned.num_experts
+        assert (now.pairs > before[name].pairs) == (owned.num_experts > 0)
+
+
+@pytest.mark.parametrize(
+    ("transport", "is_spawned"),
+    [("shared", True), ("stream", False), pytest.param("stream", True, marks=pytest.mark.slow)],
+)
+def test_text_is_the_same_wherever_experts_are_moved(
+    model: Path,
+    run_dir: Path,
+    undisturbed: list[int],
+    expected: F32Array,
+    transport: str,
+    is_spawned: bool,
+) -> None:
+    """All of a layer, all of a daemon, none, and back."""
+    with contextlib.ExitStack() as undo:
+        connect = [] if is_spawned else [f"ipc://{run_dir}/{name}.sock" for name in DAEMONS]
+        for each in connect:
+            undo.enter_context(running_daemon(model, each))
+        engine = undo.enter_context(opened(model, ipc_transport=transport, connect=connect))
+        first = engine.placement
+        for after in (
+            moved(first, 1),
+            moved(first, -2),
+            moved(first, 1000),
+            moved(first, -1000),
+            first,
+            shuffled(first, 1) if is_spawned else first,
+        ):
+            engine.replace_experts(after)
+            assert same_owners(engine.placement, after)
+            assert_right(engine, undisturbed, expected)
+        stats = engine.stats()
+        assert stats.events == []
+        assert all(owner.restarts == 0 for owner in stats.owners.values())
+        assert all(owner.transport == transport for owner in stats.owners.values())
+
+
+def test_experts_move_between_the_parent_and_daemons(
+    model: Path, undisturbed: list[int], expected: F32Array
+) -> None:
+    """Its own are replaced in place, as many of each layer as before."""
+    with opened(model, local_experts=2) as engine:
+        first = engine.placement
+        lists = {
+            name: {layer: ids.tolist() for layer, ids in owned.by_layer.items()}
+            for name, owned in zip(first.owner_names, first.owners, strict=True)
+        }
+        for layer_id, here in lists["local"].items():
+            here[0], lists["cpu1"][layer_id][1] = lists["cpu1"][layer_id][1], here[0]
+        engine.replace_experts(placed(first, lists))
+        assert_right(engine, undisturbed, expected)
+        for layer_id, here in lists["local"].items():
+            lists["cpu0"][layer_id].append(here.pop())
+        with pytest.raises(ValueError, match="room"):
+            engine.replace_experts(placed(first, lists))
+        assert_right(engine, undisturbed, expected)
+        engine.replace_experts(first)
+        assert_right(engine, undisturbed, expected)
+
+
+def test_a_placement_is_that_of_a_new_engine(model: Path, undisturbed: list[int]) -> None:
+    with opened(model) as engine:
+        engine.replace_experts(shuffled(engine.placement, 3))
+        after = engine.placement
+        tokens = greedy(engine, PROMPT, NUM_TOKENS)
+    with opened(model, placement=after) as engine:
+        assert same_owners(engine.placement, after)
+        assert greedy(engine, PROMPT, NUM_TOKENS) == tokens == undisturbed
+
+
+@pytest.mark.parametrize(("dtype", "is_kept"), [("f32", True), ("f16", False)])
+def test_prefixes_are_reused_after_moves_unless_sums_are_rounded(
+    model: Path, dtype: str, is_kept: bool
+) -> None:
+    """Rounded sums show which of a token's experts one owner has."""
+
+    def reused(engine: Engine) -> int:
+        options: dict[str, Any] = {"reuse_prefix": True, "ignore_eos": True}
+        for _ in engine.generate(PROMPT, 2, **options):
+            pass
+        return engine.last_generation.num_reused_tokens
+
+    with opened(model, ipc_dtype=dtype) as engine:
+        assert reused(engine) == 0
+        most = reused(engine)
+        assert most > 0
+        engine.replace_experts(shuffled(engine.placement, 1))
+        assert reused(engine) == (most if is_kept else 0)
+        assert reused(engine) == most
+
+
+# Faults within a move
+
+
+STAGES = {
+    "begun": (Prepared, "wait"),
+    "ready": (MoeExpertComputeRuntime, "replace"),
+    "here": (runtime, "replace_experts"),
+    "over": (MoeExpertComputeRuntime, "replace"),
+}
+"""Before these functions, for the last stage after it."""
+
+
+class Within:
+    """Calls a fault once, at a stage of the next move."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stage = ""
+        self.fault: Callable[[], object] = gc.collect
+        for place in {*STAGES.values()}:
+            monkeypatch.setattr(*place, self._watched(place))
+
+    def arm(self, stage: str, fault: Callable[[], object]) -> None:
+        self.stage, self.fault = stage, fault
+
+    def _watched(self, place: tuple[Any, str]) -> Callable[..., Any]:
+        function: Callable[..., Any] = getattr(*place)
+
+        def call(*args: Any, **options: Any) -> Any:
+            is_here = self.stage and STAGES[self.stage] == place
+            if is_here and self.stage != "over":
+                self._set_off()
+            found = function(*args, **options)
+            if is_here and self.stage == "over":
+                self._set_off()
+            return found
+
+        return call
+
+    def _set_off(self) -> None:
+        self.stage = ""
+        self.fault()
+
+
+@pytest.fixture
+def within(monkeypatch: pytest.MonkeyPatch) -> Within:
+    return Within(monkeypatch)
+
+
+def assert_both_used(engine: Engine, undisturbed: list[int]) -> None:
+    """In the end, by the same text meanwhile."""
+
+    def is_back() -> bool:
+        before = engine.stats().owners
+        assert greedy(engine, PROMPT, NUM_TOKENS) == undisturbed
+        now = engine.stats().owners
+        return all(
+            now[name].pairs > before[name].pairs and now[name].retries == before[name].retries
+            for name in DAEMONS
+        )
+
+    wait_until(is_back, "the daemons to be used", pause_s=0.1)
+
+
+def assert_moved_or_not(engine: Engine, after: Placement, stage: str) -> None:
+    """A move, in which a fault was set off, has been made, or not at all."""
+    first = engine.placement
+    try:
+        engine.replace_experts(after)
+    except DaemonUnavailable:
+        assert same_owners(engine.placement, first)
+    else:
+        assert same_owners(engine.placement, after)
+        assert stage != "begun"
+
+
+@pytest.mark.parametrize("index", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_daemon_that_is_killed_within_a_move_changes_no_token(
+    model: Path, undisturbed: list[int], within: Within, index: int
+) -> None:
+    with opened(model, ipc_required=False) as engine:
+        for number, stage in enumerate(STAGES):
+            within.arm(stage, daemon_called(DAEMONS[index]).kill)
+            assert_moved_or_not(engine, shuffled(engine.placement, number), stage)
+            assert greedy(engine, PROMPT, NUM_TOKENS) == undisturbed
+            assert_both_used(engine, undisturbed)
+        assert engine.stats().owners[DAEMONS[index]].restarts == len(STAGES)
+        engine.replace_experts(shuffled(engine.placement, len(STAGES)))
+        assert_both_used(engine, undisturbed)
+
+
+def test_a_daemon_that_is_stopped_within_a_move_changes_no_token(
+    model: Path, undisturbed: list[int], within: Within
+) -> None:
+    with opened(model, ipc_required=False, deadline_ms=300) as engine:
+        victim = daemon_called("cpu1")
+        for number, stage in enumerate(STAGES):
+            after = shuffled(engine.placement, number)
+            if stage == "begun":  # or it would be ready before
+                victim.suspend()
+            within.arm(stage, victim.suspend)
+            try:
+                assert_moved_or_not(engine, after, stage)
+                assert greedy(engine, PROMPT, NUM_TOKENS) == undisturbed
+            finally:
+                victim.resume()
+            assert_both_used(engine, undisturbed)
+        assert "daemon_lost" in {event.kind for event in engine.stats().events}
+
+
+def take_memory(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGUSR2)
+    assert process.stderr is not None
+    while FREE not in process.stderr.readline():
+        pass
+
+
+def test_a_daemon_without_memory_for_both_keeps_what_it_has(tmp_path: Path, run_dir: Path) -> None:
+    """A second program takes the memory of its GPU, and then gives it back."""
+    model = write_qwen3moe(tmp_path / "m.gguf", TINY, seed=4, tensor_type="Q8_0")
+    endpoint = f"ipc://{run_dir}/gpu.sock"
+    with (
+        running_daemon(
+            model, endpoint, ["--device", "cuda:0"], module="support.emulated_daemon"
+        ) as process,
+        opened(model, connect=[endpoint], local_experts=2) as engine,
+    ):
+        first, expected = engine.placement, engine.logits(PROMPT)
+        lists = {
+            name: {layer: ids.tolist() for layer, ids in owned.by_layer.items()}
+            for name, owned in zip(first.owner_names, first.owners, strict=True)
+        }
+        for ids in lists[first.owner_names[1]].values():
+            ids.reverse()
+        after = placed(first, lists)
+        take_memory(process)
+        with pytest.raises(HandshakeRefused, match="1,000 of") as caught:
+            engine.replace_experts(after)
+        assert caught.value.code == "memory"
+        assert same_owners(engine.placement, first)
+        assert (engine.logits(PROMPT) == expected).all()
+        take_memory(process)  # gives it back
+        engine.replace_experts(after)
+        assert (engine.logits(PROMPT) == expected).all()
+        assert {event.kind for event in engine.stats().events} == {"numeric_class_differs"}
+
+
+def test_ctrl_c_leaves_one_placement_or_the_other(
+    model: Path, undisturbed: list[int], within: Within
+) -> None:
+    with opened(model) as engine:
+        for number, stage in enumerate(STAGES):
+            first = engine.placement
+            within.arm(stage, interrupt_main_thread)
+            with pytest.raises(KeyboardInterrupt):
+                engine.replace_experts(shuffled(first, number))
+            assert same_owners(engine.placement, first) == (stage == "begun")
+            assert greedy(engine, PROMPT, NUM_TOKENS) == undisturbed
+            engine.replace_experts(shuffled(first, number + 7))
+            assert greedy(engine, PROMPT, NUM_TOKENS) == undisturbed
+
+
+def test_an_engine_may_be_closed_within_a_move(model: Path) -> None:
+    """And then nothing is prepared any more."""
+    with opened(model) as engine:
+        after = moved(engine.placement, 1)
+        prepared = engine._steps.prepare(after)
+    with pytest.raises(DflashError):
+        prepared.wait()
+    with pytest.raises(SettingsError, match="closed"):
+        engine.replace_experts(after)
+
+
+def test_nothing_is_begun_with_a_lost_daemon(model: Path, undisturbed: list[int]) -> None:
+    with opened(model, ipc_required=False) as engine:
+        first = engine.placement
+        victim = daemon_called("cpu1")
+        victim.suspend()
+        try:
+            wait_until(lambda: engine.stats().owners["cpu1"].is_lost, "silence to be noticed")
+            with pytest.raises(DaemonUnavailable, match="cpu1"):
+                engine.replace_experts(moved(first, 1))
+            assert same_owners(engine.placement, first)
+        finally:
+            victim.resume()
+        assert greedy(engine, PROMPT, NUM_TOKENS) == undisturbed
+
+
+@pytest.mark.parametrize("num_rounds", [50, pytest.param(1000, marks=pytest.mark.slow)])
+def test_memory_stays_flat_over_rounds_of_moves(
+    model: Path, undisturbed: list[int], num_rounds: int
+) -> None:
+    """Of this process and the daemons: memory, descriptors, shared memory; and threads."""
+
+    def held() -> list[tuple[int, int]]:
+        gc.collect()
+        processes = [psutil.Process(), *spawned_daemons()]
+        return [(num_descriptors(each.pid), len(shared_memory_of(each.pid))) for each in processes]
+
+    def resident() -> list[int]:
+        gc.collect()
+        return [each.memory_info().rss for each in (psutil.Process(), *spawned_daemons())]
+
+    with opened(model) as engine:
+        first = engine.placement
+
+        def turn(number: int) -> None:
+            engine.replace_experts(moved(first, 1 + number % 3) if number % 2 else first)
+
+        for number in range(30):
+            turn(number)
+            greedy(engine, PROMPT, 3)
+        wait_until(lambda: len({tuple(held()) for _ in range(3)}) == 1, "the last links to end")
+        before, before_held = resident(), held()
+        for number in range(num_rounds):
+            turn(number)
+            if number % 10 == 0:
+                greedy(engine, PROMPT, 3)
+        assert greedy(engine, PROMPT, NUM_TOKENS) == undisturbed
+        after = resident()
+        wait_until(lambda: held() == before_held, f"{held()} to become {before_held}", within_s=5)
+        grown = [now - then for now, then in zip(after, before, strict=True)]
+        assert max(grown) <= 4 << 20, grown
+        daemon_threads = [each.num_threads() for each in spawned_daemons()]
+        assert max(daemon_threads) <= 4 + MOST_POOL_THREADS
+
+
+def test_what_takes_over_is_used_from_the_next_step_on(model: Path, undisturbed: list[int]) -> None:
+    """Between any two tokens of a run, as all owners are of one class."""
+    with opened(model) as engine:
+        steps, first, tokens = engine._steps, engine.placement, []
+        for token in engine.generate(PROMPT, NUM_TOKENS):
+            tokens.append(token.token_id)
+            if len(tokens) % 4 == 0:
+                after = shuffled(first, len(tokens))
+                assert steps.keeps_classes(after)
+                steps.replace(steps.prepare(after), ends_run=False)
+                assert same_owners(engine.placement, after)
+            if len(tokens) == FAULT_AFTER:
+                before = engine.stats().owners
+        assert tokens == undisturbed
+        now = engine.stats().owners
+        for name in DAEMONS:
+            assert now[name].phases[Phase.DECODE].pairs > before[name].phases[Phase.DECODE].pairs
+        assert engine.stats().events == []
+
+
+def test_daemons_of_several_parents_move_for_each_alone(
+    model: Path, run_dir: Path, undisturbed: list[int]
+) -> None:
+    """While the other writes."""
+    connect = [f"ipc://{run_dir}/{name}.sock" for name in DAEMONS]
+    with contextlib.ExitStack() as undo:
+        for each in connect:
+            undo.enter_context(running_daemon(model, each))
+        one, other = (undo.enter_context(opened(model, connect=connect)) for _ in range(2))
+        found: list[list[int]] = []
+        writer = threading.Thread(
+            target=lambda: found.extend(greedy(other, PROMPT, NUM_TOKENS) for _ in range(8))
+        )
+        writer.start()
+        first = one.placement
+        for number in range(8):
+            one.replace_experts(moved(first, 2) if number % 2 else moved(first, -1))
+            assert greedy(one, PROMPT, NUM_TOKENS) == undisturbed
+        writer.join()
+        assert found == [undisturbed] * 8
+        assert other.stats().events == []
