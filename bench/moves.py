@@ -1,12 +1,13 @@
 """How experts that move while serving change speed, and how long requests wait for it.
 
-The file's routing is planted (random_moe.py, --routing), and does not fit the GPU. An engine that
-has no heat yet writes one request after the other, the text of a stretch of the walk each time;
-first with moves, then with experts that stay (--swap-max 0).
+The file's routing is planted (random_moe.py, --routing), and does not fit the GPU, or its experts
+are in daemons. An engine that has no heat yet writes one request after the other, the text of a
+stretch of the walk each time; first with moves, then with experts that stay (--swap-max 0).
 
 Examples:
   python -m bench.random_moe q4_k_m --routing qwen3
   python -m bench.moves build/bench-models/q4_k_m-qwen3.gguf --device cuda:0 --expert-budget-mb 5000
+  python -m bench.moves build/bench-models/q4_k_m-qwen3.gguf --device cpu --daemon cpu --daemon cpu
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class Request:
     """0 if nothing moved."""
     share_here: float
     """Of the selections, those that the GPU computed."""
+    share_of_fullest: float
+    """Of the selections, those of the owner that computed most of them."""
 
 
 def served(engine: Engine, prompts: Iterable[Sequence[int]], num_tokens: int) -> list[Request]:
@@ -57,6 +60,7 @@ def served(engine: Engine, prompts: Iterable[Sequence[int]], num_tokens: int) ->
         pairs = {name: each.pairs for name, each in after.owners.items()}
         for name, each in before.owners.items():
             pairs[name] -= each.pairs
+        total = max(1, sum(pairs.values()))
         found.append(
             Request(
                 (num_tokens - 1) / (times[-1] - times[1]),
@@ -64,7 +68,8 @@ def served(engine: Engine, prompts: Iterable[Sequence[int]], num_tokens: int) ->
                 times[1] - times[0],
                 after.moves.experts_moved - moved.experts_moved,
                 after.moves.last_pause_s if after.moves.rounds > moved.rounds else 0.0,
-                pairs.get("local", 0) / max(1, sum(pairs.values())),
+                pairs.get("local", 0) / total,
+                max(pairs.values()) / total,
             )
         )
     return found
@@ -81,6 +86,7 @@ def rows_of(name: str, requests: Sequence[Request]) -> list[list[str]]:
             f"{name}, requests {first + 1} to {first + num}",
             f"{sum(each.tokens_per_s for each in some) / num:.1f}",
             f"{sum(each.share_here for each in some) / num:.1%}",
+            f"{sum(each.share_of_fullest for each in some) / num:.1%}",
             f"{sum(each.num_moved for each in some)}",
             *(
                 f"{1e3 * max(getattr(each, field) for each in some):.2f}"
@@ -90,15 +96,22 @@ def rows_of(name: str, requests: Sequence[Request]) -> list[list[str]]:
     return rows
 
 
-def measure(settings: Settings, walk: Walk, *, num_requests: int, num_tokens: int) -> str:
+def measure(
+    settings: Settings,
+    walk: Walk,
+    *,
+    num_requests: int,
+    num_tokens: int,
+    daemons: Sequence[str] = (),
+) -> str:
     """A table. The stretches do not overlap."""
     length = PROMPT + num_tokens
     prompts = [walk.stretch(number * length, PROMPT) for number in range(num_requests)]
     rows = []
     for name, most in (("moves", settings.swap_max), ("stays", 0)):
-        with Engine.open(settings=replace(settings, swap_max=most)) as engine:
+        with Engine.open(settings=replace(settings, swap_max=most), daemons=daemons) as engine:
             rows += rows_of(name, served(engine, prompts, num_tokens))
-    columns = ["", "tokens/s", "selections here", "moved", "longest pause, ms"]
+    columns = ["", "tokens/s", "selections here", "of the fullest", "moved", "longest pause, ms"]
     return table([*columns, "longest first token, ms", "longest step, ms"], rows)
 
 
@@ -107,6 +120,7 @@ def main() -> None:
     parser = bench_parser(__file__, __doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--daemon", action="append", default=[], help="DEVICE, once for each")
     parser.add_argument("--expert-budget-mb", type=int, help="of the GPU; default: what fits")
     parser.add_argument("--swap-max", type=int, default=48)
     parser.add_argument("--requests", type=int, default=30)
@@ -122,7 +136,15 @@ def main() -> None:
         heat="off",
     )
     walk = Walk.of_file(options.model)
-    print(measure(settings, walk, num_requests=options.requests, num_tokens=options.tokens))
+    print(
+        measure(
+            settings,
+            walk,
+            num_requests=options.requests,
+            num_tokens=options.tokens,
+            daemons=options.daemon,
+        )
+    )
 
 
 if __name__ == "__main__":

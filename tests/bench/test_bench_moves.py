@@ -30,4 +30,4 @@ def test_requests_are_served_with_moves_and_without(
     found = measure(settings, Walk.of(400, 4), num_requests=5, num_tokens=6)
     rows = [line for line in found.splitlines() if ", requests " in line]
     assert [row.split(",")[0].strip("| ") for row in rows] == ["moves"] * 5 + ["stays"] * 5
-    assert all(row.split("|")[4].strip() == "0" for row in rows[5:])
+    assert all(row.split("|")[5].strip() == "0" for row in rows[5:])

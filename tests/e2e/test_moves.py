@@ -5,21 +5,22 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
+import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 
 from dflash_protocol.errors import DaemonUnavailable, DflashError, HandshakeRefused, SettingsError
 from dflash_protocol.ids import F32Array, Phase
-from dflash_protocol.placement import OwnedExperts, Placement
+from dflash_protocol.placement import Placement
 from dflash_runtime import Engine
 from dflash_runtime.experts import runtime
 from dflash_runtime.experts.replacing import Prepared
@@ -28,85 +29,28 @@ from support import undisturbed as rig
 from support.descriptors import num_descriptors
 from support.emulated_daemon import FREE
 from support.emulated_gpu import TINY
-from support.faults import greedy, shared_memory_of, spawned_daemons
+from support.faults import greedy, shared_memory_of
 from support.interrupts import interrupt_main_thread
+from support.moved_experts import (
+    DAEMONS,
+    daemon_called,
+    lists_of,
+    moved,
+    opened,
+    placed,
+    same_owners,
+    shuffled,
+)
 from support.processes import MOST_POOL_THREADS, running_daemon, wait_until
 from support.random_models import write_qwen3moe
-from support.undisturbed import FAULT_AFTER, NUM_TOKENS, PROMPT, settings_with
+from support.scripted_moves import move_between_daemons
+from support.undisturbed import FAULT_AFTER, NUM_TOKENS, PROMPT
+from support.watched_daemon import HOLDS, RESIDENT, resident_bytes
 
 pytestmark = pytest.mark.e2e
 
 model = rig.model
 undisturbed = rig.undisturbed
-DAEMONS = "cpu0", "cpu1"
-
-
-@contextlib.contextmanager
-def opened(model: Path, **changes: Any) -> Iterator[Engine]:
-    """An engine with half of the experts in each of two daemons, of which none may be missed."""
-    placement = changes.pop("placement", None)
-    connect = changes.pop("connect", None)
-    settings = settings_with(**{"check_replies": 0, "ipc_required": True, **changes})
-    with Engine.open(
-        model,
-        daemons=[] if connect else ["cpu", "cpu"],
-        connect=connect,
-        placement=placement,
-        settings=settings,
-    ) as engine:
-        yield engine
-
-
-def daemon_called(name: str) -> psutil.Process:
-    return next(each for each in spawned_daemons() if f"/{name}" in " ".join(each.cmdline()))
-
-
-def moved(placement: Placement, num: int, *, first: str = "", second: str = "") -> Placement:
-    """With so many experts of each layer moved from the first daemon to the second; a negative
-    number: the other way."""
-    names = first or placement.owner_names[-2], second or placement.owner_names[-1]
-    lists: list[dict[int, list[int]]] = []
-    for name in names:
-        owned = placement.owners[placement.owner_names.index(name)].by_layer
-        lists.append({each: owned.get(each, np.zeros(0, np.int32)).tolist()
-                      for each in placement.experts_per_layer})  # fmt: skip
-    here, there = lists if num > 0 else lists[::-1]
-    for layer_id, ids in here.items():
-        there[layer_id] += ids[: abs(num)]
-        del ids[: abs(num)]
-    return placed(placement, dict(zip(names, lists, strict=True)))
-
-
-def placed(placement: Placement, lists: dict[str, dict[int, list[int]]]) -> Placement:
-    """With these experts of some owners."""
-    owners = [
-        OwnedExperts.from_lists(lists[name]) if name in lists else owned
-        for name, owned in zip(placement.owner_names, placement.owners, strict=True)
-    ]
-    return replace(placement, owners=tuple(owners))
-
-
-def shuffled(placement: Placement, seed: int) -> Placement:
-    """With the daemons' experts dealt anew, in any order."""
-    random = np.random.default_rng(seed)
-    lists: dict[str, dict[int, list[int]]] = {name: {} for name in DAEMONS}
-    for layer_id in placement.experts_per_layer:
-        theirs = np.concatenate([
-            owned.by_layer.get(layer_id, np.zeros(0, np.int32))
-            for name, owned in zip(placement.owner_names, placement.owners, strict=True)
-            if name in DAEMONS
-        ])  # fmt: skip
-        random.shuffle(theirs)
-        cut = int(random.integers(0, theirs.size + 1))
-        lists["cpu0"][layer_id], lists["cpu1"][layer_id] = (
-            theirs[:cut].tolist(),
-            theirs[cut:].tolist(),
-        )
-    return placed(placement, lists)
-
-
-def same_owners(one: Placement, other: Placement) -> bool:
-    return [each.fingerprint for each in one.owners] == [each.fingerprint for each in other.owners]
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +95,7 @@ def test_text_is_the_same_wherever_experts_are_moved(
             moved(first, 1000),
             moved(first, -1000),
             first,
-            shuffled(first, 1) if is_spawned else first,
+            shuffled(first, 1),
         ):
             engine.replace_experts(after)
             assert same_owners(engine.placement, after)
@@ -168,10 +112,7 @@ def test_experts_move_between_the_parent_and_daemons(
     """Its own are replaced in place, as many of each layer as before."""
     with opened(model, local_experts=2) as engine:
         first = engine.placement
-        lists = {
-            name: {layer: ids.tolist() for layer, ids in owned.by_layer.items()}
-            for name, owned in zip(first.owner_names, first.owners, strict=True)
-        }
+        lists = lists_of(first)
         for layer_id, here in lists["local"].items():
             here[0], lists["cpu1"][layer_id][1] = lists["cpu1"][layer_id][1], here[0]
         engine.replace_experts(placed(first, lists))
@@ -326,7 +267,7 @@ def test_a_daemon_that_is_stopped_within_a_move_changes_no_token(
 
 
 def take_memory(process: subprocess.Popen[str]) -> None:
-    process.send_signal(signal.SIGUSR2)
+    process.send_signal(signal.SIGRTMIN)
     assert process.stderr is not None
     while FREE not in process.stderr.readline():
         pass
@@ -343,10 +284,7 @@ def test_a_daemon_without_memory_for_both_keeps_what_it_has(tmp_path: Path, run_
         opened(model, connect=[endpoint], local_experts=2) as engine,
     ):
         first, expected = engine.placement, engine.logits(PROMPT)
-        lists = {
-            name: {layer: ids.tolist() for layer, ids in owned.by_layer.items()}
-            for name, owned in zip(first.owner_names, first.owners, strict=True)
-        }
+        lists = lists_of(first)
         for ids in lists[first.owner_names[1]].values():
             ids.reverse()
         after = placed(first, lists)
@@ -405,41 +343,72 @@ def test_nothing_is_begun_with_a_lost_daemon(model: Path, undisturbed: list[int]
 
 @pytest.mark.parametrize("num_rounds", [50, pytest.param(1000, marks=pytest.mark.slow)])
 def test_memory_stays_flat_over_rounds_of_moves(
-    model: Path, undisturbed: list[int], num_rounds: int
+    model: Path, run_dir: Path, undisturbed: list[int], num_rounds: int
 ) -> None:
     """Of this process and the daemons: memory, descriptors, shared memory; and threads."""
-
-    def held() -> list[tuple[int, int]]:
-        gc.collect()
-        processes = [psutil.Process(), *spawned_daemons()]
-        return [(num_descriptors(each.pid), len(shared_memory_of(each.pid))) for each in processes]
-
-    def resident() -> list[int]:
-        gc.collect()
-        return [each.memory_info().rss for each in (psutil.Process(), *spawned_daemons())]
-
-    with opened(model) as engine:
+    with contextlib.ExitStack() as undo:
+        connect = [f"ipc://{run_dir}/{name}.sock" for name in DAEMONS]
+        daemons = [
+            undo.enter_context(running_daemon(model, each, module="support.watched_daemon"))
+            for each in connect
+        ]
+        engine = undo.enter_context(opened(model, connect=connect))
         first = engine.placement
+
+        def held() -> list[tuple[int, int]]:
+            pids = [os.getpid(), *(each.pid for each in daemons)]
+            return [(num_descriptors(pid), len(shared_memory_of(pid))) for pid in pids]
+
+        def resident() -> list[int]:
+            return [resident_bytes(), *(held_by(each)[RESIDENT] for each in daemons)]
 
         def turn(number: int) -> None:
             engine.replace_experts(moved(first, 1 + number % 3) if number % 2 else first)
+            if number % 10 == 0:
+                greedy(engine, PROMPT, 3)
 
-        for number in range(30):
+        for number in range(100):
             turn(number)
-            greedy(engine, PROMPT, 3)
         wait_until(lambda: len({tuple(held()) for _ in range(3)}) == 1, "the last links to end")
         before, before_held = resident(), held()
         for number in range(num_rounds):
             turn(number)
-            if number % 10 == 0:
-                greedy(engine, PROMPT, 3)
         assert greedy(engine, PROMPT, NUM_TOKENS) == undisturbed
-        after = resident()
         wait_until(lambda: held() == before_held, f"{held()} to become {before_held}", within_s=5)
-        grown = [now - then for now, then in zip(after, before, strict=True)]
+        grown = [now - then for now, then in zip(resident(), before, strict=True)]
         assert max(grown) <= 4 << 20, grown
-        daemon_threads = [each.num_threads() for each in spawned_daemons()]
-        assert max(daemon_threads) <= 4 + MOST_POOL_THREADS
+        num_threads = [psutil.Process(each.pid).num_threads() for each in daemons]
+        assert max(num_threads) <= 4 + MOST_POOL_THREADS
+
+
+def held_by(process: subprocess.Popen[str]) -> dict[str, int]:
+    process.send_signal(signal.SIGUSR1)
+    assert process.stderr is not None
+    while not (line := process.stderr.readline()).startswith(HOLDS):
+        pass
+    found: dict[str, int] = json.loads(line.removeprefix(HOLDS))
+    return found
+
+
+def test_a_move_by_hand_ends_the_one_that_is_being_prepared(
+    model: Path, undisturbed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    move_between_daemons(monkeypatch)
+    with opened(model) as engine:
+        first, mover = engine.placement, engine._mover
+        assert mover is not None
+        num_pending = 0
+        for number in range(5):
+            assert greedy(engine, PROMPT, 3) == undisturbed[:3]
+            num_pending += mover._next is not None
+            after = shuffled(first, number)
+            engine.replace_experts(after)
+            assert same_owners(engine.placement, after)
+            assert greedy(engine, PROMPT, NUM_TOKENS) == undisturbed
+        assert num_pending > 0
+        other = replace(first, experts_per_layer={**first.experts_per_layer, 99: 0})
+        with pytest.raises(ValueError, match="model"):
+            engine.replace_experts(other)
 
 
 def test_what_takes_over_is_used_from_the_next_step_on(model: Path, undisturbed: list[int]) -> None:

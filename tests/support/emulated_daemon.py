@@ -1,6 +1,6 @@
 """A daemon on an emulated GPU, as a separate process; otherwise the real daemon.
 
-At SIGUSR1 it prints the resources it holds, as `watched_daemon` does; at SIGUSR2 another program
+At SIGUSR1 it prints the resources it holds, as `watched_daemon` does; at SIGRTMIN another program
 takes what is free of its memory, at the next one gives it back.
 
 Example:
@@ -30,7 +30,7 @@ def main() -> int:
             gpus.free_bytes = sizes[gpus.free_bytes == sizes[0]]
             os.write(sys.stderr.fileno(), f"{FREE}{gpus.free_bytes}\n".encode())
 
-        signal.signal(signal.SIGUSR2, take)
+        signal.signal(signal.SIGRTMIN, take)
         return serve(gpus.held)
 
 

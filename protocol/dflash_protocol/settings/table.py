@@ -387,8 +387,8 @@ class Settings:
     )
     swap_max: int = setting(
         48, "SWAP_MAX", Whole(0, 65_536), Reader.PARENT,
-        "Most experts that move to the parent's GPU between two requests, as memory for their "
-        "copies permits; 0 keeps all experts where they are.",
+        "Most experts that change places with others in a round, as memory for copies on the "
+        "parent's GPU permits; 0 keeps all experts where they are.",
         older_variables=("DFLASH_QWEN35MOE_SWAP_MAX", "DFLASH_LAGUNA_SWAP_MAX"),
     )
     swap_min_gain: int = setting(

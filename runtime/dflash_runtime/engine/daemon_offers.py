@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
-from dflash_adapters.spec import ModelSpec
+import numpy as np
+
+from dflash_adapters.spec import ModelSpec, MoeSpec
 from dflash_protocol.device import DeviceKind, parse_device
+from dflash_protocol.ids import F64Array
 from dflash_protocol.payloads import PayloadType
+from dflash_protocol.placement import Placement
 from dflash_protocol.settings import Settings
 from dflash_protocol.wire.messages import Offer
 from dflash_runtime.compute.cores import usable_cores
 from dflash_runtime.placement.box import Box, Curve, DeviceSpeed, LinkSpeed
 from dflash_runtime.placement.budgets import ExpertBudget
 from dflash_runtime.placement.footprint import Footprint
+from dflash_runtime.placement.moves import MovePrices, OwnerPrice
 from dflash_runtime.placement.situation import ExpertDaemon
 from dflash_runtime.placement.split import HOST_OWNER
 
@@ -30,6 +35,10 @@ many seconds more: trials on busy processors are noisy."""
 _SLOWER, _SLOWER_S = 2.0, 5e-4
 """A daemon is slower than the parent's processor if it takes so many times as long for a layer of a
 step, and so many seconds more: 24 ms a token in 48 layers."""
+_ALIKE = 1.5
+"""Daemons of one class whose times differ by less are taken to be as fast as each other."""
+_LOADED_BYTES_PER_S = 5e9
+"""What a daemon's GPU gets of the file beside its work, where nothing was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +116,48 @@ def classes_of(offers: Mapping[str, Offer], settings: Settings) -> dict[str, str
     shows in the bits which of a token's experts one of them had."""
     is_exact = PayloadType(settings.ipc_dtype) is PayloadType.F32
     return {name: offer.numeric_class if is_exact else "" for name, offer in offers.items()}
+
+
+def with_daemon_prices(
+    prices: MovePrices | None, offers: Mapping[str, Offer], *, placement: Placement, moe: MoeSpec
+) -> MovePrices:
+    """With those of daemons that have timed themselves, and have memory for moves."""
+    rates, by_class = dict[str, F64Array](), dict[str, list[str]]()
+    for name, offer in offers.items():
+        if name in placement.owner_names and offer.used_s and all(offer.used_s):
+            rates[name] = _selection_s(offer, moe)
+            by_class.setdefault(offer.numeric_class, []).append(name)
+    for names in by_class.values():
+        found = [rates[name] for name in names]
+        if max(each.sum() for each in found) < _ALIKE * min(each.sum() for each in found):
+            mean: F64Array = np.mean(found, axis=0)
+            rates |= dict.fromkeys(names, mean)
+    owners = {} if prices is None else dict(prices.owners)
+    for name, selection_s in rates.items():
+        offer, arrival_s, most_layers = offers[name], np.zeros(len(moe.layers)), None
+        if not _is_on_processor(offer):  # a layer's experts are loaded anew, beside the others
+            owned = placement.owners[placement.owner_names.index(name)].by_layer
+            layer_bytes = np.array([
+                each.expert_bytes * len(owned.get(each.layer_id, ())) for each in moe.layers
+            ])  # fmt: skip
+            arrival_s = layer_bytes / _LOADED_BYTES_PER_S
+            room = offer.free_bytes + offer.held_bytes - int(layer_bytes.sum())
+            most_layers = room // max(1, int(layer_bytes.max(initial=0)))
+        if most_layers is None or most_layers > 0:
+            owners[name] = OwnerPrice(selection_s, arrival_s, most_layers)
+    return MovePrices(owners, 0.0 if prices is None else prices.prompt_s)
+
+
+def _selection_s(offer: Offer, moe: MoeSpec) -> F64Array:
+    """Seconds of each further expert of a layer. Shapes: result [L]."""
+    found = []
+    for layer in moe.layers:
+        kind, num_used = moe.first_of_kind[layer.layer_id], layer.num_experts_used
+        at = offer.layer_ids.index(kind) if kind in offer.layer_ids else 0
+        one_s, used_s = offer.one_s[at], offer.used_s[at]
+        slope_s = (used_s - one_s) / (num_used - 1) if num_used > 1 and one_s else 0.0
+        found.append(slope_s if slope_s > 0.0 else used_s / num_used)
+    return np.array(found)
 
 
 def with_daemons(box: Box, spec: ModelSpec, offers: Mapping[str, Offer]) -> Box:

@@ -235,6 +235,8 @@ class Engine:
         DaemonUnavailable, HandshakeRefused if a daemon is lost, or has no memory for both;
         ModelFileError; DeviceUnavailable.
         """
+        if self._mover is not None:
+            self._mover.forget()
         self._steps.replace(self._steps.prepare(placement))
 
     def move_experts(self) -> None:

@@ -31,7 +31,7 @@ from dflash_runtime.compute.gpu.room import CONTEXT_BYTES
 from dflash_runtime.compute.kv_cache import KvType, chosen_kv_type
 from dflash_runtime.compute.model import Model
 from dflash_runtime.engine.arguments import choice, whole_number
-from dflash_runtime.engine.daemon_offers import classes_of
+from dflash_runtime.engine.daemon_offers import classes_of, with_daemon_prices
 from dflash_runtime.engine.deciding import ask_daemons, decide
 from dflash_runtime.engine.heat_keeper import HeatKeeper
 from dflash_runtime.engine.planning import Planned
@@ -44,9 +44,7 @@ from dflash_runtime.experts.store import expert_tensor_types
 from dflash_runtime.placement.footprint import Memory, Request, footprint, what_fits
 from dflash_runtime.placement.moves import MovePrices
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
-from dflash_runtime.placement.wishes import (
-    request_of,
-)
+from dflash_runtime.placement.wishes import request_of, wishes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +182,11 @@ def open_model(
     predictions = Predictions(
         planned.plan, request=request_of(settings), cache_dir=settings.cache_dir
     )
+    move_prices = planned.move_prices
+    if not decision.is_fixed and _may_daemons_change(settings, names):
+        move_prices = with_daemon_prices(
+            move_prices, connected.offers, placement=placement, moe=spec.moe
+        )
     return Opened(
         file,
         model,
@@ -193,8 +196,14 @@ def open_model(
         kv_type,
         decision.heat,
         predictions,
-        planned.move_prices,
+        move_prices,
     )
+
+
+def _may_daemons_change(settings: Settings, names: Sequence[str]) -> bool:
+    """Whether nothing says which experts these daemons have."""
+    is_said = settings.plan or settings.local_experts is not None
+    return bool(names) and not is_said and not wishes_of(settings).experts.names_some_of(names)
 
 
 def _offload_of(settings: Settings, planned: Planned, *, is_on_host: bool) -> OffloadChoice:

@@ -59,8 +59,9 @@ class RunGuard:
         self.file.require_unwritten()
 
     def refuse(self, error: DflashError) -> None:
-        """Further runs raise this: what they would compute may be wrong."""
+        """The run, and further ones, raise this: what they would compute may be wrong."""
         self._refusal = error
+        self._number += not self.is_closed
 
     def close(self) -> None:
         """End the run, and refuse further ones."""
@@ -69,6 +70,8 @@ class RunGuard:
     def require_current(self, run: int) -> None:
         """Raises: SettingsError if another run has begun, or all are over."""
         if run != self._number:
+            if self._refusal is not None:
+                raise self._refusal
             raise SettingsError(
                 "this engine is closed"
                 if self.is_closed

@@ -147,6 +147,12 @@ class Steps:
         """Whether experts may move to their places in it within a run."""
         return self._runtime.keeps_classes(placement)
 
+    @property
+    def asks_by_mailbox(self) -> bool:
+        """Whether a device asks daemons: a run in which they get other experts goes on through the
+        host."""
+        return bool(self._runtime.mail_routes())
+
     def replace(
         self, prepared: Prepared, stage: ExpertStage | None = None, *, ends_run: bool = True
     ) -> None:

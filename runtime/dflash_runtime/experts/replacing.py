@@ -46,6 +46,8 @@ class Prepared:
         DaemonUnavailable if a daemon that is to change is lost."""
         if after.owner_names != before.owner_names:
             raise ValueError(f"the owners are {before.owner_names}, not {after.owner_names}")
+        if after.experts_per_layer != before.experts_per_layer:
+            raise ValueError("it is the placement of another model")
         _changes(owners, before, after)
         self.placement = after
         self._experts: list[PreparedExperts] = []

@@ -316,7 +316,7 @@ class MoveStats:
     rounds_not_applied: int = 0
     """Rounds that were decided on, but gave up or failed: the placement stayed as it was."""
     experts_moved: int = 0
-    """Experts that came to the parent's device; as many have left it."""
+    """Experts that came to another owner, each in exchange for one of its own."""
     last_reason: str = ""
     """Why the last round was applied, or was not; empty before the first."""
     last_pause_s: float = 0.0

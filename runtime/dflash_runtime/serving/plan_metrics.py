@@ -69,7 +69,7 @@ def move_metrics(moves: MoveStats, namespace: str) -> Iterator[Metric]:
     yield rounds
     yield CounterMetricFamily(
         f"{namespace}_experts_moved",
-        "Experts that were moved to the parent's device; as many have left it.",
+        "Experts that came to another owner, each in exchange for one of its own.",
         value=moves.experts_moved,
     )
     yield GaugeMetricFamily(

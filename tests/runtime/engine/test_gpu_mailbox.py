@@ -40,8 +40,10 @@ from dflash_runtime.compute.gpu.mailbox.parent import MailLink, ParentMail, is_r
 from dflash_runtime.compute.gpu.run.captured_trees import CapturedTrees
 from dflash_runtime.compute.gpu.run.path_choice import MailboxSessions
 from dflash_runtime.compute.mail_trial import Fault, FaultKind, Faults, TrialBatch
+from dflash_runtime.engine.replacing import ExpertMover
 from dflash_runtime.engine.verifying import Verified
 from dflash_runtime.experts.events import EventKind
+from dflash_runtime.placement.moves import MovePrices
 from dflash_runtime.placement.split import make_placement
 from support.emulated_device import EmulatedDevice
 from support.emulated_device.peer_memory import FREED_WHILE_OPEN, EmulatedPeerMemory
@@ -60,6 +62,7 @@ from support.mailbox_rig import (
 )
 from support.processes import START_S, running_daemon, wait_until
 from support.random_gguf import write_model
+from support.scripted_moves import ScriptedPolicy, move_between_daemons
 from support.trees import way_to
 
 pytestmark = pytest.mark.e2e
@@ -286,6 +289,40 @@ def test_experts_move_between_gpus_between_two_steps(mailing: Mailing) -> None:
             assert (engine.logits(PROMPT) == logits).all()
         assert engine.stats().events == []
     assert all(not device.num_bytes for device in mailing.gpus.opened)
+
+
+def test_rounds_wait_for_the_end_of_a_run_and_for_new_mailboxes(
+    mailing: Mailing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run whose daemons get other experts would go on through the host."""
+    move_between_daemons(monkeypatch)
+    monkeypatch.setattr(ScriptedPolicy, "owners", ("link0", "link1"))
+    settings = replace(mailing.settings, ipc_transport="device")
+    rings = mailing.rings
+    with mailing.opened(2, local_experts=0, settings=settings) as engine:
+        expected = tokens(engine)
+        prices = MovePrices({})
+        moe = engine.spec.moe
+        engine._mover = ExpertMover(engine._steps, None, moe, prices=prices, most=4, min_gain=1)
+        for _ in range(3):
+            before, placement = rings.count, engine.placement
+            found = []
+            for token in engine.generate(PROMPT, NUM_TOKENS, ignore_eos=True):
+                found.append(token.token_id)
+                placement = placement if len(found) > 1 else engine.placement
+                assert engine.placement is placement
+            assert found == expected
+            assert rings.count - before >= NUM_TOKENS - 1
+            num_rounds = engine.stats().moves.rounds
+
+            def is_applied(num_before: int = num_rounds) -> bool:
+                engine.move_experts()
+                return engine.stats().moves.rounds > num_before
+
+            wait_until(is_applied, "a round", within_s=4 * START_S)
+        assert engine.stats().moves.rounds_not_applied == 0
+        assert engine.stats().events == []
+        engine._mover.close()
 
 
 def test_a_trial_that_fails_leaves_steps_as_they_were(

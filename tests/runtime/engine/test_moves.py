@@ -32,6 +32,7 @@ from dflash_runtime.serving.metrics import Metrics
 from dflash_runtime.serving.worker import Channel, EngineWorker, Finished, Job
 from support.emulated_gpu import TINY, TINY_GPT_OSS
 from support.planned_gpu import CONTEXT, OneGpu
+from support.processes import wait_until
 from support.random_gguf import write_model
 from support.random_models import write_qwen3moe
 from support.scripted_moves import ScriptedPolicy
@@ -113,12 +114,13 @@ def assert_as_new(
 def apply_next(engine: Engine) -> None:
     """Wait for what is being copied, and have it applied."""
     before = engine.stats().moves
-    for _ in range(10_000):
+
+    def is_applied() -> bool:
         engine.move_experts()
-        if (now := engine.stats().moves).rounds > before.rounds:
-            assert now.experts_moved > before.experts_moved
-            return
-    raise AssertionError(engine.stats().moves)
+        return engine.stats().moves.rounds > before.rounds
+
+    wait_until(is_applied, "a round", pause_s=0.0)
+    assert engine.stats().moves.experts_moved > before.experts_moved
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", pytest.param("F16", marks=pytest.mark.slow), "gpt-oss"])

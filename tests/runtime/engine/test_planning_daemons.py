@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dflash_adapters.gguf.file import GgufFile
@@ -15,14 +16,16 @@ from dflash_protocol.device import Device, DeviceKind
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.settings import Settings, load_settings
 from dflash_protocol.wire.messages import Offer
+from dflash_runtime import Engine
 from dflash_runtime.compute import BackendName, make_backend
 from dflash_runtime.engine import planning
-from dflash_runtime.engine.daemon_offers import OwnProcessor, with_daemons
+from dflash_runtime.engine.daemon_offers import OwnProcessor, with_daemon_prices, with_daemons
 from dflash_runtime.engine.planning import Planned, Planning
 from dflash_runtime.experts.speed_trial import own_step_s
 from dflash_runtime.placement.box import Curve, LinkSpeed
 from dflash_runtime.placement.heat import HalfLives, Heat, layers_of
-from dflash_runtime.placement.split import LOCAL_OWNER
+from dflash_runtime.placement.moves import OwnerPrice
+from dflash_runtime.placement.split import LOCAL_OWNER, even_split
 from support.planned_gpu import made_up_box
 from support.random_models import Qwen3MoeShape, write_qwen3moe
 
@@ -224,3 +227,63 @@ def test_without_measurements_shares_are_even(
     monkeypatch.setattr(planning, "box_of_machine", failing)
     offers = {"fast": offer_of(spec, OURS_S), "slow": offer_of(spec, 40 * OURS_S)}
     assert machine.planned(offers, [*offers]).placement is None
+
+
+def prices_of(spec: ModelSpec, offers: Mapping[str, Offer]) -> Mapping[str, OwnerPrice]:
+    placement = even_split(spec.moe, [*offers], None)
+    return with_daemon_prices(None, offers, placement=placement, moe=spec.moe).owners
+
+
+def test_moves_are_priced_by_what_daemons_have_timed(spec: ModelSpec) -> None:
+    used = spec.moe.layers[0].num_experts_used
+    offers = {"one": offer_of(spec, 1e-3), "slow": offer_of(spec, 4e-3)}
+    untimed = replace(offer_of(spec, 1.0), one_s=(0.0,), used_s=(0.0,))
+    prices = prices_of(spec, {**offers, "untimed": untimed})
+    assert {*prices} == {*offers}
+    np.testing.assert_allclose(prices["one"].selection_s, 1e-3 / used)
+    np.testing.assert_allclose(prices["slow"].selection_s, 4e-3 / used)
+    assert all(not each.arrival_s.any() and each.most_layers is None for each in prices.values())
+
+
+def test_daemons_of_a_class_that_are_nearly_alike_are_taken_for_alike(spec: ModelSpec) -> None:
+    """Trials are noisy."""
+    one, other = offer_of(spec, 1e-3), offer_of(spec, 1.2e-3)
+    prices = prices_of(spec, {"one": one, "other": other})
+    np.testing.assert_array_equal(prices["one"].selection_s, prices["other"].selection_s)
+    elsewhere = replace(other, numeric_class="another")
+    prices = prices_of(spec, {"one": one, "other": elsewhere})
+    assert (prices["one"].selection_s < prices["other"].selection_s).all()
+
+
+@pytest.mark.parametrize("num_layers", [0, 2])
+def test_a_gpu_without_memory_for_a_layer_more_keeps_its_experts(
+    spec: ModelSpec, num_layers: int
+) -> None:
+    num_experts = SHAPE.num_experts // 2
+    layer_bytes = num_experts * max(each.expert_bytes for each in spec.moe.layers)
+    held = num_experts * sum(each.expert_bytes for each in spec.moe.layers)
+    on_gpu = replace(
+        offer_of(spec, 1e-3, held + num_layers * layer_bytes), device="cuda:0", numeric_class="gpu"
+    )
+    prices = prices_of(spec, {"gpu": on_gpu, "cpu": offer_of(spec, 1e-3)})
+    assert ("gpu" in prices) == (num_layers > 0)
+    if num_layers:
+        assert prices["gpu"].most_layers == num_layers
+        assert (prices["gpu"].arrival_s > 0.0).all()
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [{"swap_max": 0}, {"local_experts": 1}, {"override_tensor": (("exps", "cpu0"),)}],
+    ids=str,
+)
+def test_what_daemons_were_told_to_have_stays(file: GgufFile, wishes: dict[str, Any]) -> None:
+    settings = replace(load_settings(), **wishes)
+    with Engine.open(file.path, daemons=["cpu", "cpu"], settings=settings) as engine:
+        assert engine._mover is None
+        placement = engine.placement
+    if "swap_max" in wishes:
+        with Engine.open(file.path, daemons=["cpu", "cpu"], placement=placement) as engine:
+            assert engine._mover is None
+        with Engine.open(file.path, daemons=["cpu", "cpu"]) as engine:
+            assert engine._mover is not None

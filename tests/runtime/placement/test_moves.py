@@ -23,6 +23,7 @@ from dflash_runtime.placement.moves import (
     MovePolicy,
     MovePrices,
     MoveRound,
+    OwnerPrice,
     Swap,
     move_prices,
     staged_bytes,
@@ -35,7 +36,10 @@ from support.planned_boxes import IMPOSED, moe_spec, qwen3_30b, situation
 
 LAYERS, EXPERTS, USED = 4, 128, 8
 MOE = moe_spec([2_870_000] * LAYERS, num_experts=EXPERTS, num_used=USED)
-PRICES = MovePrices(np.full(LAYERS, 33e-6), np.full(LAYERS, 0.3e-3))
+PRICES = MovePrices({
+    LOCAL_OWNER: OwnerPrice(np.full(LAYERS, 2e-6), np.full(LAYERS, 0.3e-3)),
+    HOST_OWNER: OwnerPrice(np.full(LAYERS, 33e-6), np.zeros(LAYERS)),
+})  # fmt: skip
 """As in the 30B shape: products of 80 GB/s, copies of 10."""
 REQUEST = 400
 WALK = 46_000
@@ -268,8 +272,11 @@ def test_prices_are_those_of_the_processor_and_the_bus() -> None:
     gpu, _ = found.parents
     prices = move_prices(found, gpu, prompt_s=1e-3)
     assert prices is not None
-    np.testing.assert_allclose(prices.saved_s, 2.87e6 / 80e9, rtol=0.02)
-    np.testing.assert_allclose(prices.moved_s, 2.87e6 / 2e9, rtol=0.02)
+    here, there = (prices.owners[name] for name in (LOCAL_OWNER, HOST_OWNER))
+    np.testing.assert_allclose(there.selection_s, 2.87e6 / 80e9, rtol=0.02)
+    np.testing.assert_allclose(here.arrival_s, 2.87e6 / 2e9, rtol=0.02)
+    assert (here.selection_s < 0.2 * there.selection_s).all()
+    assert (there.arrival_s == 0.0).all()
     assert prices.prompt_s == 1e-3
     assert staged_bytes(found, gpu) == 0
     assert 40 * 2.87e6 <= staged_bytes(replace(found, most_swaps=1000), gpu) <= 128 * 2**20

@@ -26,6 +26,7 @@ from dflash_protocol.transports.lent_slot import LentSlot
 from dflash_protocol.wire.transport import REQUEST_FAILURES, Reply, TransportCounters
 from dflash_runtime.compute.asking import AskRoute, OwnerTotals
 from dflash_runtime.compute.backend import MailRoute
+from dflash_runtime.compute.gpu.mailbox.layout import is_preparing
 from dflash_runtime.experts.compute import LocalIds, Ticket
 from dflash_runtime.experts.daemons.data_path import DataPath
 from dflash_runtime.experts.daemons.link import DaemonLink, Handover, Session
@@ -333,9 +334,14 @@ class PreparedHandover:
 
     @property
     def is_ready(self) -> bool:
-        if self.handover.error is not None:
-            raise self.handover.error
-        return self.handover.ready.done()
+        handover = self.handover
+        if handover.error is not None:
+            raise handover.error
+        session = handover.session
+        if session is None:
+            return False
+        memory = session.memory  # until its mailbox is ready the host would have to ask
+        return memory is None or not memory.mails or not is_preparing(memory.segment)
 
     def wait(self) -> None:
         self.handover.ready.result()

@@ -1,4 +1,4 @@
-"""Other experts for a daemon, prepared beside the session that goes on; against a scripted daemon."""
+"""Other experts for a daemon, prepared beside the session that goes on. The daemon is scripted."""
 
 from __future__ import annotations
 

@@ -327,3 +327,11 @@ class MailWords:
     def answer(self, number: int) -> None:
         """Report all requests up to this number as done."""
         self.write(MailWord.ANSWERS, number % MODULUS)
+
+
+def is_preparing(segment: Segment) -> bool:
+    """Whether a daemon is still preparing its end."""
+    try:
+        return MailWords(segment).read(MailWord.STATE) == MailState.PREPARING
+    except DaemonUnavailable:
+        return False

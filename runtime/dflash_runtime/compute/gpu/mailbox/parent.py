@@ -65,14 +65,6 @@ def is_ready(route: MailRoute, device: KernelDevice) -> bool:
     return is_usable and state in (MailState.READY, MailState.SEES_PEER)
 
 
-def is_preparing(route: MailRoute) -> bool:
-    """Whether a daemon is still preparing its end."""
-    try:
-        return MailWords(route.segment).read(MailWord.STATE) == MailState.PREPARING
-    except DaemonUnavailable:
-        return False
-
-
 class MailLink:
     """Used by one thread. Every request raises DaemonUnavailable if the daemon does not answer.
 

@@ -15,8 +15,8 @@ from dflash_runtime.compute.gpu.device.device import KernelDevice
 from dflash_runtime.compute.gpu.launch.decode_experts import MOST_PEERS
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.mailbox import layout
-from dflash_runtime.compute.gpu.mailbox.layout import mail_layout
-from dflash_runtime.compute.gpu.mailbox.parent import ParentMail, is_preparing, is_ready
+from dflash_runtime.compute.gpu.mailbox.layout import is_preparing, mail_layout
+from dflash_runtime.compute.gpu.mailbox.parent import ParentMail, is_ready
 from dflash_runtime.compute.gpu.mailbox.peer_memory import MemoryKeeper
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
 from dflash_runtime.compute.gpu.run.host_path import HostPath
@@ -189,7 +189,7 @@ class MailboxSessions:
         end_s = time.monotonic() + _READY_S
         while time.monotonic() < end_s:
             routes = self._remote.mail_routes()
-            if not any(is_preparing(route) for route in routes):
+            if not any(is_preparing(route.segment) for route in routes):
                 return bool(routes)
             time.sleep(_POLL_S)
         return False
