@@ -596,10 +596,12 @@ class ComputeBackend(Protocol):
         kv_type: KvType | None = None,
         is_recurrent: bool = False,
         asks_daemons: bool = False,
+        beside_device: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Compile every kernel that experts of these types need; with `kv_type` those of a whole
-        model, with or without recurrent layers, which perhaps asks daemons for experts.
+        model, with or without recurrent layers, which perhaps asks daemons for experts; with
+        `beside_device` also what steps and prompts of a device need that asks for the experts.
 
         `on_progress` is called with the number of steps done, and of all.
         """

@@ -155,7 +155,7 @@ def open_model(
         undo.callback(host_backend.close)
         host_backend.warm_up(
             expert_tensor_types(spec.moe),
-            asks_daemons=True,
+            beside_device=True,
             on_progress=partial(report, "parent", "compile"),
         )
         host_backend.choose_threads(file, None)  # as many as were measured

@@ -140,9 +140,16 @@ class CpuBackend(HostBackend):
         kv_type: KvType | None = None,
         is_recurrent: bool = False,
         asks_daemons: bool = False,
+        beside_device: bool = False,
         on_progress: OnProgress | None = None,
     ) -> None:
-        jobs = jobs_for(tensor_types, kv_type, is_recurrent=is_recurrent, asks_daemons=asks_daemons)
+        jobs = jobs_for(
+            tensor_types,
+            kv_type,
+            is_recurrent=is_recurrent,
+            asks_daemons=asks_daemons,
+            beside_device=beside_device,
+        )
         with keeping_in(self._cache_dir):
             compile_ahead(jobs, on_progress or (lambda num_done, num_total: None))
             for job in jobs:

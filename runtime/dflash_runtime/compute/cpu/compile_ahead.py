@@ -32,6 +32,7 @@ from dflash_runtime.compute.cpu.kernels import (
     attention_tasks,
     batch_kernel,
     conv_tasks,
+    copy_runs,
     delta_tasks,
     delta_tree,
     dense_tasks,
@@ -60,7 +61,6 @@ _TYPE_JOBS: dict[str, Callable[[TensorType], object]] = {
 }
 _CACHE_JOBS: dict[str, Callable[[KvType], object]] = {"elements": element_functions}
 
-# The longest jobs come first, so that several processes end at about the same time.
 _EXPERT_JOBS: dict[str, Callable[[], object]] = {
     "experts": experts_kernel.expert_functions,
     "workers": lambda: [
@@ -86,7 +86,10 @@ _DENSE_JOBS: dict[str, Callable[[], object]] = {
     "words": lambda: (words.run_task(), words.words_kernel(), words.calls_kernel()),
 }
 _ASKED_JOBS: dict[str, Callable[[], object]] = {"asked": asked_tasks.run_asked}
-_GRAPH_JOBS: dict[str, Callable[[], object]] = {"graphs": device_tasks.compile_calls}
+_DEVICE_JOBS: dict[str, Callable[[], object]] = {
+    "graphs": device_tasks.compile_calls,
+    "copies": copy_runs.compile_all,
+}
 _DAEMON_JOBS: dict[str, Callable[[], object]] = {"batch": batch_kernel.compute_batch_function}
 _RECURRENT_JOBS: dict[str, Callable[[], object]] = {
     "tree": delta_tree.tree_task,
@@ -102,16 +105,18 @@ def jobs_for(
     *,
     is_recurrent: bool = False,
     asks_daemons: bool = False,
+    beside_device: bool = False,
 ) -> list[str]:
-    """Jobs for a daemon with experts of these types; with a `kv_type`, for a whole model, which
-    perhaps asks daemons for some of them; for experts that ask them, beside a device's model."""
+    """Jobs for experts of these types, with a `kv_type` for a whole model; see
+    ComputeBackend.warm_up. The longest come first, so that several processes end at about the same
+    time."""
     types = sorted(tensor_types)
-    jobs = [*(_DENSE_JOBS if kv_type is not None else _DAEMON_JOBS)]
+    jobs = [*_EXPERT_JOBS]
+    jobs += _DENSE_JOBS if kv_type is not None else _DAEMON_JOBS
+    jobs += _DEVICE_JOBS if beside_device else ()
     jobs += _RECURRENT_JOBS if is_recurrent else ()
-    jobs += _ASKED_JOBS if asks_daemons else ()
-    jobs += _GRAPH_JOBS if asks_daemons and kv_type is None else ()
+    jobs += _ASKED_JOBS if asks_daemons or beside_device else ()
     jobs += [f"rows.{each.name}" for each in types]
-    jobs += _EXPERT_JOBS
     if kv_type is not None:
         caches = sorted({kv_type.value, KvType.F32.value})
         jobs += [f"elements.{each}" for each in caches]
@@ -127,7 +132,7 @@ def run_job(job: str) -> None:
     elif kind in _CACHE_JOBS:
         _CACHE_JOBS[kind](KvType(what))
     else:
-        parents = _DENSE_JOBS | _RECURRENT_JOBS | _ASKED_JOBS | _GRAPH_JOBS
+        parents = _DENSE_JOBS | _RECURRENT_JOBS | _ASKED_JOBS | _DEVICE_JOBS
         (parents | _DAEMON_JOBS | _EXPERT_JOBS)[kind]()
 
 

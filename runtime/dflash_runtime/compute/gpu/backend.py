@@ -477,6 +477,7 @@ class CupyBackend:
         kv_type: KvType | None = None,
         is_recurrent: bool = False,
         asks_daemons: bool = False,
+        beside_device: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Does nothing: kernels are compiled for a model's shapes when they are first used."""

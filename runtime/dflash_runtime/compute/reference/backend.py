@@ -54,6 +54,7 @@ class ReferenceBackend(HostBackend):
         kv_type: KvType | None = None,
         is_recurrent: bool = False,
         asks_daemons: bool = False,
+        beside_device: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Compiles nothing; raises for a type that cannot be dequantised."""

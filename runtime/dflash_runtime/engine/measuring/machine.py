@@ -135,6 +135,7 @@ def _opened(
                 (each for each in types if not each.is_integer),
                 kv_type=kv_type,
                 is_recurrent=bool(spec.recurrent_layers),
+                beside_device=len(devices) > 1,
                 on_progress=partial(on_progress, f"{device}: compile"),
             )
             opened.append(MeasuredDevice(str(device), backend, _link_of(device, gpus)))

@@ -102,7 +102,7 @@ def test_every_job_of_a_model_can_be_run() -> None:
     types = [TensorType.F32, TensorType.Q8_0]
     jobs = jobs_for(types, KvType.F16, is_recurrent=True, asks_daemons=True)
     assert len(set(jobs)) == len(jobs)
-    for job in {*jobs, *jobs_for(types, None, asks_daemons=True)}:
+    for job in {*jobs, *jobs_for(types, None, beside_device=True)}:
         run_job(job)
 
 
@@ -116,7 +116,9 @@ def test_a_model_needs_what_it_has() -> None:
     assert experts - whole == {"batch"}
     assert whole < recurrent
     assert asking - whole == {"asked"}
-    assert set(jobs_for(types, None, asks_daemons=True)) - experts == {"asked", "graphs"}
+    beside = {"asked", "graphs", "copies"}
+    assert set(jobs_for(types, None, beside_device=True)) - experts == beside
+    assert set(jobs_for(types, KvType.F16, beside_device=True)) - whole == beside
     assert {job for job in experts if "." in job} == {"rows.F32", "rows.Q8_0"}
     assert not {"attend", "attention", "delta", "conv"} & experts
     assert recurrent - whole == {"delta", "conv", "products", "tree"}

@@ -20,6 +20,7 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_protocol.device import CPU
 from dflash_protocol.settings import Settings
 from dflash_runtime.compute import BackendName, make_backend
+from dflash_runtime.compute.cpu import backend as cpu_backend
 from dflash_runtime.compute.gpu.chunk_room import GPU_CHUNKS
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.engine.measuring import copies, machine, measure, passes
@@ -284,3 +285,18 @@ def test_a_box_is_kept_for_the_next_start(
         other = box_of_machine(file, replace(settings, kv_type="q8_0"), devices=(CPU,))
         assert other.key != first.key
         assert len(calls) == 3
+
+
+def test_what_steps_of_a_gpu_need_of_the_processor_is_compiled_with_all_else(
+    model: Path, tmp_path: Path, gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by the thread that measures, one kernel after another."""
+    ahead: list[set[str]] = []
+    monkeypatch.setattr(cpu_backend, "compile_ahead", lambda jobs, _: ahead.append({*jobs}))
+    monkeypatch.setattr(cpu_backend, "run_job", lambda job: None)
+    monkeypatch.setattr(machine, "measure_box", lambda *_, key, **__: Box(key, {}))
+    settings = Settings(cache_dir=str(tmp_path))
+    with GgufFile.open(model) as file:
+        for devices in ((CPU,), (CPU, EmulatedGpus.device)):
+            box_of_machine(file, settings, devices=devices)
+    assert ahead[1] - ahead[0] == {"asked", "graphs", "copies"}

@@ -268,6 +268,12 @@ def _has_ended(transfer: int, limit_ns: int) -> bool:
         system.sleep_while(transfer + 8 * ENDED, num_ended, _NAP_US)
 
 
+def compile_all() -> None:
+    """Compile the functions below now, rather than in a thread that copies."""
+    for compiled in (serve, fail, post, start, is_behind, has_ended):
+        compiled()
+
+
 @cache
 def serve() -> Kernel:
     """``int(queue, lane)``, addresses: see `_serve`."""

@@ -123,8 +123,7 @@ class FileCopier:
         """
         if num_threads is None:
             num_threads = default_threads()
-        for kernel in (k.serve, k.fail, k.post, k.start, k.is_behind, k.has_ended):
-            kernel()  # compiled now rather than by a thread
+        k.compile_all()
         self.num_bytes = 0
         """Of all transfers so far."""
         self._piece_bytes = piece_bytes
