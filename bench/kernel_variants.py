@@ -13,14 +13,12 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from dflash_adapters.layers import Gate
 from dflash_adapters.quant import TensorType
 from dflash_adapters.rope import RopePairing
 from dflash_adapters.routing import Gating, RoutingRule
 from dflash_adapters.spec import CAUSAL, DeltaShape, KvLayer, Mask
-from dflash_protocol.ids import AnyArray
 from dflash_runtime.compute.gpu.device.capabilities import (
     Capabilities,
     cuda_capabilities,
@@ -31,6 +29,7 @@ from dflash_runtime.compute.gpu.device.kernel_sources import (
     Defines,
     define_options,
 )
+from dflash_runtime.compute.gpu.device.noting_device import NotingDevice
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.gpu.launch.decode_experts import (
     MOST_PEERS,
@@ -106,47 +105,26 @@ class KernelVariant:
         return " ".join((self.file, *(f"{name}={value}" for name, value in self.defines.items())))
 
 
-class _Module:
-    """A module whose kernels are never launched."""
-
-    def kernel(self, name: str, _args: object) -> str:
-        return name
-
-
 Noted = dict[tuple[str, tuple[str, ...]], tuple[KernelVariant, str]]
 """By file and defines: a variant that was asked for, and the device's label at that time."""
 
 
-@dataclass
-class NotingDevice:
-    """The part of a KernelDevice that launching needs. It compiles and runs nothing."""
+class LabellingDevice(NotingDevice):
+    """Notes what it is asked for."""
 
-    capabilities: Capabilities
-    num_multiprocessors: int
-    max_shared_bytes: int = 64 * 1024
-    name: str = "host:0"
-    """Arrays are the host's."""
-    label: str = ""
-    noted: Noted = field(default_factory=dict)
+    def __init__(self, capabilities: Capabilities, num_multiprocessors: int) -> None:
+        super().__init__(
+            capabilities,
+            lanes=capabilities.lanes,
+            num_multiprocessors=num_multiprocessors,
+            max_shared_bytes=64 * 1024,
+            on_module=self._note,
+        )
+        self.label = ""
+        self.noted: Noted = {}
 
-    @property
-    def lanes(self) -> int:
-        return self.capabilities.lanes
-
-    def module(self, file: str, defines: Defines) -> _Module:
-        """Note the file and its defines."""
-        key = file, define_options(defines)
-        self.noted.setdefault(key, (KernelVariant(file, defines), self.label))
-        return _Module()
-
-    def launch(self, *_args: object, **_options: object) -> None:
-        """Nothing runs."""
-
-    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> AnyArray:
-        """Memory that is never accessed."""
-        return np.empty(shape, dtype)
-
-    zeros = empty
+    def _note(self, file: str, defines: Defines) -> None:
+        self.noted[file, define_options(defines)] = KernelVariant(file, defines), self.label
 
 
 @cache
@@ -169,11 +147,10 @@ def files_without_variant(variants: Iterable[KernelVariant]) -> list[str]:
 
 
 def _noted(capabilities: Capabilities) -> Noted:
-    device: Any = NotingDevice(capabilities, num_multiprocessors=40)
+    device = LabellingDevice(capabilities, num_multiprocessors=40)
     for note in (_tokens, _rows, _linears, _experts, _chunks, _attention, _deltas, _transfers):
         note(device)
-    noted: Noted = device.noted
-    return noted
+    return device.noted
 
 
 def _tokens(device: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from bench.kernel_variants import KernelVariant, NotingDevice
+from bench.kernel_variants import KernelVariant, LabellingDevice
 
 from dflash_adapters.quant import TensorType
 from dflash_adapters.rope import RopePairing
@@ -61,7 +61,7 @@ def launched_kernels(
     capabilities: Capabilities, num_multiprocessors: int
 ) -> tuple[LaunchedKernel, ...]:
     """Files with their defines on such a device."""
-    device: Any = NotingDevice(capabilities, num_multiprocessors)
+    device = LabellingDevice(capabilities, num_multiprocessors)
     for note in (_attention, _matrices, _experts, _deltas, _tokens):
         note(device)
     return tuple(LaunchedKernel(variant, label) for variant, label in device.noted.values())

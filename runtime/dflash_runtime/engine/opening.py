@@ -34,6 +34,7 @@ from dflash_runtime.engine.arguments import choice, whole_number
 from dflash_runtime.engine.daemon_offers import classes_of, with_daemon_prices
 from dflash_runtime.engine.deciding import ask_daemons, decide
 from dflash_runtime.engine.heat_keeper import HeatKeeper
+from dflash_runtime.engine.kernels_ahead import compile_kernels
 from dflash_runtime.engine.planning import Planned
 from dflash_runtime.engine.predictions import Predictions
 from dflash_runtime.engine.trial_steps import trial_steps
@@ -159,6 +160,13 @@ def open_model(
             on_progress=partial(report, "parent", "compile"),
         )
         host_backend.choose_threads(file, None)  # as many as were measured
+    compile_kernels(
+        backend,
+        file,
+        kv_type=kv_type,
+        asks_host=len(placement.owner_names) > 1,
+        on_progress=partial(report, "parent", "compile"),
+    )
     classes = classes_of(connected.offers, settings)
     classes |= {LOCAL_OWNER: backend.numeric_class, HOST_OWNER: host_backend.numeric_class}
     owners = give(

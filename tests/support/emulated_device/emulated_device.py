@@ -273,6 +273,9 @@ class EmulatedDevice:
             self._modules[key] = EmulatedModule(kernel_library(str(file), options))
         return self._modules[key]
 
+    def compile_ahead(self, *_: object) -> None:
+        """Modules are compiled when they are asked for."""
+
     def launch(
         self,
         kernel: Any,

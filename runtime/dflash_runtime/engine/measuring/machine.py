@@ -19,6 +19,7 @@ from dflash_runtime.compute.gpu.device.devices import VENDORS, GpuDescription, d
 from dflash_runtime.compute.gpu.device.driver import open_driver
 from dflash_runtime.compute.kv_cache import KvType, chosen_kv_type
 from dflash_runtime.compute.topology import read_topology
+from dflash_runtime.engine.kernels_ahead import compile_kernels
 from dflash_runtime.engine.measuring.kept import box_key, keep_box, kept_box
 from dflash_runtime.engine.measuring.measure import (
     LIMIT_S,
@@ -131,13 +132,15 @@ def _opened(
                 chunk = chunk_to_measure(file, kv_type=kv_type, free_bytes=free_bytes)
             backend = _backend_of(device, settings, max_chunk=chunk)
             undo.callback(backend.close)
+            compiled = partial(on_progress, f"{device}: compile")
             backend.warm_up(
                 (each for each in types if not each.is_integer),
                 kv_type=kv_type,
                 is_recurrent=bool(spec.recurrent_layers),
                 beside_device=len(devices) > 1,
-                on_progress=partial(on_progress, f"{device}: compile"),
+                on_progress=compiled,
             )
+            compile_kernels(backend, file, kv_type=kv_type, asks_host=True, on_progress=compiled)
             opened.append(MeasuredDevice(str(device), backend, _link_of(device, gpus)))
         yield opened
 

@@ -44,6 +44,10 @@ class BinaryCache:
         """Bytes of all files, as far as we know: found in the last scan, and written since. None:
         not scanned yet. Other processes may have written more, which their own scans bound."""
 
+    def can_keep(self) -> bool:
+        """Whether there is a usable folder."""
+        return self._folder() is not None
+
     def get(self, key: bytes) -> bytes | None:
         """The binary of this key, or None."""
         folder = self._folder()

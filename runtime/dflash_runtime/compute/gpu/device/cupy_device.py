@@ -26,6 +26,7 @@ from dflash_runtime.compute.gpu.device.device import (
     NANOSECONDS_PER_MS,
     DeviceArray,
     Grid,
+    KernelDevice,
     address,
     check_args,
 )
@@ -38,6 +39,7 @@ from dflash_runtime.compute.gpu.device.devices import (
 from dflash_runtime.compute.gpu.device.driver import Driver, open_driver
 from dflash_runtime.compute.gpu.device.driver_table import DeviceAttribute, FunctionAttribute
 from dflash_runtime.compute.gpu.device.kernel_sources import Defines, define_options
+from dflash_runtime.compute.gpu.device.noting_device import NotingDevice
 from dflash_runtime.compute.gpu.device.rtc import DeviceCompiler, runtime_compiler
 from dflash_runtime.compute.gpu.device.side_stream import (
     CupyGraph,
@@ -346,6 +348,25 @@ class CupyDevice:
             binary = self._compiler.binary(file, defines)
             self._modules[key] = CupyModule(self, self._driver.load_module(binary))
         return self._modules[key]
+
+    def compile_ahead(
+        self,
+        what: str,
+        launch: Callable[[KernelDevice], None],
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        def note(on_module: Callable[[str, Defines], None]) -> None:
+            facts = self._facts
+            device = NotingDevice(
+                facts.capabilities,
+                lanes=facts.lanes,
+                num_multiprocessors=facts.num_multiprocessors,
+                max_shared_bytes=facts.max_shared_bytes,
+                on_module=on_module,
+            )
+            launch(device)
+
+        self._compiler.compile_ahead(what, note, on_progress)
 
     def kernel_of(self, module: int, name: str, args: type[ctypes.Structure]) -> CupyKernel:
         """A function of a module, which may use all of a block's shared memory."""

@@ -217,6 +217,19 @@ class KernelDevice(Protocol):
         Raises: KernelCompileError with the compiler's first error.
         """
 
+    def compile_ahead(
+        self,
+        what: str,
+        launch: Callable[[KernelDevice], None],
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        """Compile, several at once, the modules that `launch` asks for of a device like this one
+        that runs nothing; unless that was done before for the same `what`.
+
+        `on_progress` is called with the number compiled, and of all. Raises: what both raise; a
+        module that cannot be compiled fails when it is asked for here.
+        """
+
     def launch(
         self,
         kernel: Kernel,

@@ -10,7 +10,8 @@ import ctypes
 import logging
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_protocol.errors import DeviceUnavailable, KernelCompileError, one_line
+from dflash_runtime.compute.cores import default_counts
 from dflash_runtime.compute.gpu.device.binary_cache import BinaryCache
 from dflash_runtime.compute.gpu.device.capabilities import Capabilities, Vendor
 from dflash_runtime.compute.gpu.device.kernel_sources import (
@@ -27,11 +29,14 @@ from dflash_runtime.compute.gpu.device.kernel_sources import (
     digest_of,
     kernel_source,
 )
+from dflash_runtime.compute.topology import read_topology
 
 _LOG = logging.getLogger(__name__)
 
 _MAX_BINARY_BYTES = 64 << 20
 _MAX_LOG_BYTES = 1 << 20
+_MOST_AT_ONCE = 16
+"""Kernels that are compiled at once; each takes some 30 MiB."""
 
 _ONE_AT_A_TIME = threading.Lock()
 """For hipRTC. LLVM's options are the process's own, and ROCm 5.2 lets several threads read them at
@@ -228,6 +233,34 @@ class DeviceCompiler:
             found = compiled.binary
             self._cache.put(key, found)
         return found
+
+    def compile_ahead(
+        self,
+        what: str,
+        note: Callable[[Callable[[str, Defines], None]], None],
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        """Compile the files with defines that `note` gives to the function it is given, several at
+        once, and keep them on disk; unless that was done before for the same `what`.
+
+        What cannot be compiled fails when it is needed. `on_progress` gets the number that is
+        compiled, and of all; what it raises, or `note`, ends the compiling.
+        """
+        mark = digest_of(("ahead", what, self._compiler.version, *self._options, str(self._lanes)))
+        if not self._cache.can_keep() or self._cache.get(mark) is not None:
+            return
+        is_hip = self._compiler.vendor is Vendor.HIP
+        most = 1 if is_hip else min(_MOST_AT_ONCE, default_counts(read_topology()).prompts)
+        begun: list[Future[bytes]] = []
+        with ThreadPoolExecutor(most, thread_name_prefix="dflash-compile") as pool:
+            try:
+                note(lambda file, defines: begun.append(pool.submit(self.binary, file, defines)))
+                for num_done, _ in enumerate(as_completed(begun), 1):
+                    on_progress(num_done, len(begun))
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        self._cache.put(mark, b"")
 
 
 @cache

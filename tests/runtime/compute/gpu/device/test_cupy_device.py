@@ -17,6 +17,7 @@ from dflash_runtime.compute.gpu.device.binary_cache import BinaryCache
 from dflash_runtime.compute.gpu.device.capabilities import Vendor
 from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
 from dflash_runtime.compute.gpu.device.device import KernelDevice, address
+from dflash_runtime.compute.gpu.device.kernel_sources import Defines
 from dflash_runtime.compute.gpu.device.rtc import DeviceCompiler
 from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FileRuns
 from support.emulated_device.device_checks import CASES, SumArgs
@@ -35,6 +36,7 @@ class NoCompiler:
 
     version = "none"
     major = 12
+    vendor = Vendor.CUDA
 
     def supports(self, architecture: str) -> bool:
         return True
@@ -83,6 +85,29 @@ def test_amd_is_known_by_its_architecture(
         *("load_module", "module_function", "function_attribute", "launch"),
     ]
     device.close()
+
+
+def test_kernels_are_compiled_ahead_for_such_a_device(
+    device: CupyDevice, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[tuple[str, dict[str, int | str]]] = []
+
+    def binary(compiler: DeviceCompiler, file: str, defines: Defines) -> bytes:
+        compiled.append((file, dict(defines)))
+        return b""
+
+    monkeypatch.setattr(DeviceCompiler, "binary", binary)
+
+    def launch(like: KernelDevice) -> None:
+        facts = "lanes", "num_multiprocessors", "max_shared_bytes", "capabilities"
+        assert all(getattr(like, name) == getattr(device, name) for name in facts)
+        for number in (1, 2, 1):
+            kernel = like.module("a.cu", {"N": number}).kernel("a", SumArgs)
+            like.launch(kernel, (1, 1, 1), 64, SumArgs())
+
+    device.compile_ahead("model", launch, lambda num_done, num_total: None)
+    assert sorted(compiled, key=str) == [("a.cu", {"N": 1}), ("a.cu", {"N": 2})]
+    assert not fake.take_notes()  # the driver was asked for nothing
 
 
 def test_arrays_go_to_the_device_and_back(device: CupyDevice, fake: FakeDriver) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +14,8 @@ from typing import Any, cast
 import pytest
 
 from dflash_protocol.errors import DeviceUnavailable, KernelCompileError, SettingsError
-from dflash_runtime.compute.gpu.device import kernel_sources
+from dflash_runtime.compute.cores import ThreadCounts
+from dflash_runtime.compute.gpu.device import kernel_sources, rtc
 from dflash_runtime.compute.gpu.device.binary_cache import BinaryCache
 from dflash_runtime.compute.gpu.device.capabilities import (
     Capabilities,
@@ -42,6 +44,8 @@ def nvrtc() -> RuntimeCompiler:
 
 class CountingCompiler(RuntimeCompiler):
     """Makes its options, of any version."""
+
+    vendor = Vendor.CUDA
 
     def __init__(self, version: str = "counting 1") -> None:
         self.version = version
@@ -74,6 +78,50 @@ class HipRtc:
         time.sleep(0.01)
         self.num_within -= 1
         return 0
+
+
+class SlowCompiler(CountingCompiler):
+    """Takes a while for each kernel, and notes how many are compiled at the same time; a file with
+    BAD cannot be compiled."""
+
+    def __init__(self, vendor: Vendor = Vendor.CUDA) -> None:
+        super().__init__()
+        self.vendor = vendor
+        self.num_within = self.most_within = 0
+        self._lock = threading.Lock()
+
+    def compile(self, source: kernel_sources.KernelSource, options: Sequence[str]) -> Compiled:
+        with self._lock:
+            self.num_within += 1
+            self.most_within = max(self.most_within, self.num_within)
+        time.sleep(0.02)
+        with self._lock:
+            self.num_within -= 1
+            made = super().compile(source, options)
+        if "-DBAD=1" in options:
+            raise KernelCompileError("bad")
+        return made
+
+
+@pytest.fixture
+def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rtc, "default_counts", lambda topology: ThreadCounts(4, 4))
+
+
+WANTED: list[dict[str, int]] = [{"A": number} for number in range(48)]
+
+
+def note_wanted(on_module: Callable[[str, kernel_sources.Defines], None]) -> None:
+    for defines in WANTED:
+        on_module(str(CASES), defines)
+
+
+def no_progress(num_done: int, num_total: int) -> None:
+    pass
+
+
+def compiling_threads() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name.startswith("dflash-compile")]
 
 
 def compiler_of(
@@ -212,3 +260,84 @@ def test_amds_compiler_is_entered_by_one_thread_at_a_time() -> None:
         ]
     assert [each.result().binary for each in under_way] == [b""] * 8
     assert library.most_within == 1
+
+
+@pytest.mark.usefixtures("four_cores")
+@pytest.mark.parametrize(("vendor", "most"), [(Vendor.CUDA, 4), (Vendor.HIP, 1)])
+def test_kernels_are_compiled_ahead_several_at_once(
+    tmp_path: Path, vendor: Vendor, most: int
+) -> None:
+    slow, seen = SlowCompiler(vendor), list[tuple[int, int]]()
+    compiler = compiler_of(slow, tmp_path)
+    compiler.compile_ahead("model", note_wanted, lambda *progress: seen.append(progress))
+    assert seen == [(number, len(WANTED)) for number in range(1, len(WANTED) + 1)]
+    assert slow.most_within == most
+    assert not compiling_threads()
+    for defines in WANTED:
+        compiler.binary(str(CASES), defines)
+    assert slow.num_compiled == len(WANTED)
+
+
+def test_what_was_compiled_ahead_is_not_even_asked_for_again(tmp_path: Path) -> None:
+    counting, asked = CountingCompiler(), list[str]()
+
+    def ahead(what: str) -> int:
+        before = len(asked)
+        compiler_of(counting, tmp_path).compile_ahead(
+            what, lambda _: asked.append(what), no_progress
+        )
+        return len(asked) - before
+
+    assert (ahead("one"), ahead("one"), ahead("other"), ahead("one")) == (1, 0, 1, 0)
+    counting.version = "counting 2"
+    assert (ahead("one"), ahead("one")) == (1, 0)
+
+
+@pytest.mark.usefixtures("four_cores")
+def test_a_kernel_that_cannot_be_compiled_fails_when_it_is_needed(tmp_path: Path) -> None:
+    slow = SlowCompiler()
+    compiler = compiler_of(slow, tmp_path)
+
+    def note(on_module: Callable[[str, kernel_sources.Defines], None]) -> None:
+        on_module(str(CASES), {"BAD": 1})
+        on_module("none.cu", {})
+        note_wanted(on_module)
+
+    compiler.compile_ahead("model", note, no_progress)
+    for defines in WANTED:
+        compiler.binary(str(CASES), defines)
+    assert slow.num_compiled == len(WANTED) + 1
+    with pytest.raises(KernelCompileError):
+        compiler.binary(str(CASES), {"BAD": 1})
+    with pytest.raises(SettingsError):
+        compiler.binary("none.cu", {})
+
+
+@pytest.mark.usefixtures("four_cores")
+def test_ctrl_c_ends_compiling_ahead(tmp_path: Path) -> None:
+    slow = SlowCompiler()
+    compiler = compiler_of(slow, tmp_path)
+
+    def interrupt(num_done: int, num_total: int) -> None:
+        raise KeyboardInterrupt
+
+    def interrupted_note(on_module: Callable[[str, kernel_sources.Defines], None]) -> None:
+        note_wanted(on_module)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compiler.compile_ahead("model", interrupted_note, no_progress)
+    with pytest.raises(KeyboardInterrupt):
+        compiler.compile_ahead("model", note_wanted, interrupt)
+    assert slow.num_compiled < len(WANTED)
+    assert not compiling_threads()
+    compiler.compile_ahead("model", note_wanted, no_progress)  # the next start goes on
+    assert slow.num_compiled == len(WANTED)
+
+
+def test_without_a_folder_nothing_is_compiled_ahead(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    counting, asked = CountingCompiler(), list[str]()
+    compiler = compiler_of(counting, tmp_path / "file/below")
+    compiler.compile_ahead("model", lambda _: asked.append("model"), no_progress)
+    assert not asked
