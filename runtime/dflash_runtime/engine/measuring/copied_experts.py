@@ -64,7 +64,7 @@ class CopiedPasses:
     """
 
     def __init__(
-        self, loaded: LoadedLayers, copier: FileCopier, num_missing: int, ends: Ends
+        self, loaded: LoadedLayers, copier: FileCopier, *, num_missing: int, ends: Ends
     ) -> None:
         """Of each layer the last `num_missing` experts, or all if it has less.
 
@@ -143,12 +143,14 @@ def measure_offload(
         copier = FileCopier(gpu.device)
         undo.callback(copier.close)
         most = max(layer.num_experts for layer in layers)
-        every = CopiedPasses(loaded, copier, most, _ends_of(layers))
+        every = CopiedPasses(loaded, copier, num_missing=most, ends=_ends_of(layers))
         undo.callback(every.close)
         resident = gpu.moe(loaded.banks, Phase.PREFILL, None)
         here = [loaded.chunk_passes(num, resident) for num in ends]
         for index, rows in enumerate(sizes):
-            few = CopiedPasses(loaded, copier, _few(layers[0], speed, rows, rate), ends)
+            few = CopiedPasses(
+                loaded, copier, num_missing=_few(layers[0], speed, rows, rate), ends=ends
+            )
             undo.callback(few.close)
             timers = [*every.timers(rows), *few.timers(rows)]
             timers += [partial(_seconds, passes, rows) for passes in here]

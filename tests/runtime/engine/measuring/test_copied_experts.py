@@ -58,7 +58,7 @@ def test_each_chunk_copies_the_experts_that_its_layers_lack(
     loaded: LoadedLayers, copier: FileCopier, num_missing: int
 ) -> None:
     """Whatever earlier ones have copied, and nothing of layers that follow the last one."""
-    passes = CopiedPasses(loaded, copier, num_missing, (1, 2))
+    passes = CopiedPasses(loaded, copier, num_missing=num_missing, ends=(1, 2))
     size = loaded.spec.moe.layers[0].expert_bytes
     for _ in range(2):
         for timer, num_layers in zip(passes.timers(ROWS), (1, 2), strict=True):
