@@ -359,9 +359,9 @@ class CapturedStep(Protocol):
     """
 
     @property
-    def needs_host(self) -> bool:
-        """Whether the host asks remote owners during each step: `start` then returns when the step
-        is done."""
+    def most_ahead(self) -> int:
+        """Steps that are worth starting before the token of the one before them is read; their
+        results are discarded when that is a stop token."""
 
     @property
     def counts_itself(self) -> bool:
@@ -610,6 +610,14 @@ class ComputeBackend(Protocol):
         """Choose the number of threads for decode steps over this file's weights: the one found
         before on this machine, else, with `one_pass`, the fastest. Takes thread_trial.LIMIT_S at
         most, and never fails. Nothing else may use the backend meanwhile."""
+
+    def device_seconds(self, banks: Sequence[ExpertBank], batch: RoutedBatch) -> float | None:
+        """Seconds that a device takes for a batch in one of these banks, from rows to sums that are
+        both there: what a mailbox or another device waits for. A decode step has one token with the
+        first experts. None if the host computes.
+
+        The banks are of layers that are alike. Raises: DeviceUnavailable.
+        """
 
     def spin_for(self, spin_s: float) -> None:
         """From now on threads without work poll for so long before they sleep, or until `idle`, as

@@ -11,6 +11,7 @@ import numpy as np
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.layers import Description
 from dflash_adapters.spec import ModelSpec, MoeLayer
+from dflash_protocol.batch import RoutedBatch
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, I64Array, Phase
 from dflash_protocol.ring.compiled_experts import CompiledExperts
 from dflash_runtime.compute.backend import (
@@ -75,6 +76,9 @@ class HostBackend:
         num_daemons: int = 0,
     ) -> None:
         """Do nothing: weights are read from the file when they are used."""
+
+    def device_seconds(self, banks: Sequence[ExpertBank], batch: RoutedBatch) -> None:
+        """Return None: the host computes."""
 
     def choose_threads(self, file: GgufFile, one_pass: OnePass | None) -> None:
         """Do nothing: it has no threads of its own."""

@@ -18,10 +18,6 @@ from dflash_runtime.compute.backend import NOT_FINITE, CapturedStep
 from dflash_runtime.engine.sampling import Sampler, TokenLogprobs, token_logprobs
 from dflash_runtime.engine.steps import Steps
 
-_AHEAD = 2
-"""Captured steps launched before a token is read: one runs, one is queued behind it while the host
-is busy. Their results are discarded when a stop token comes."""
-
 _ALONE = 16
 """Tokens without launching ahead, after one that the device has left to the host."""
 
@@ -225,7 +221,7 @@ def _sampled_on_device(
         if started is None:
             captured.begin(token_id, position)
             started = position
-        ahead = 0 if captured.needs_host or num_alone else _AHEAD
+        ahead = 0 if num_alone else captured.most_ahead
         while started < min(position + 1 + ahead, end_position):
             started += 1
             if not sampler.is_greedy and started == first_numbered + len(numbers):

@@ -39,7 +39,8 @@ _MOST_KINDS = 64
 
 @dataclass(frozen=True, slots=True)
 class KindSpeed:
-    """How fast experts of one kind of layer are computed; 0: not measured."""
+    """How fast experts of one kind of layer are computed; 0: not measured. A device's times are
+    without its host, which takes part only where the parent's host asks."""
 
     one_s: float = 0.0
     """A token of a decode step with one expert of a layer."""
@@ -136,6 +137,13 @@ def _speed_of(
         chunk_s = _CHUNK_SHARE * limit_s
         one = _batch(first, Phase.DECODE, 1, num_experts=1)
         used = _batch(first, Phase.DECODE, 1, num_experts=num_used)
+        one_s = backend.device_seconds(banks, one)
+        used_s = backend.device_seconds(banks, used)
+        if one_s is not None and used_s is not None:
+            check()
+            whole = _batch(first, Phase.PREFILL, backend.chunking.preferred, num_experts=num_used)
+            whole_s = backend.device_seconds(banks[:_MOST_CHUNKS], whole) or 0.0
+            return KindSpeed(one_s, used_s, whole.num_pairs / max(whole_s, 1e-9))
         ones, useds = _timed(banks, (one, used), _MOST_STEPS, until_s=end_s - chunk_s, check=check)
         # As many rows of an expert as a chunk has on average.
         num_rows = max(1, backend.chunking.preferred * num_used // first.num_experts)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from dflash_adapters.loading import model_spec
 from dflash_adapters.quant import TensorType
 from dflash_adapters.registry import describe
 from dflash_adapters.spec import ModelSpec, MoeLayer
+from dflash_protocol.batch import RoutedBatch
 from dflash_protocol.device import Device
 from dflash_protocol.errors import (
     DeviceOutOfMemory,
@@ -31,6 +34,7 @@ from dflash_runtime.compute.backend import (
     MailedExperts,
     RemoteExperts,
     argmax_of,
+    sums_of,
 )
 from dflash_runtime.compute.gpu.chunk_room import MAX_CHUNK, scratch_of_chunk
 from dflash_runtime.compute.gpu.device.binary_cache import BinaryCache
@@ -258,6 +262,23 @@ class CupyBackend:
         with self._lock:
             self._captured_experts.forget_dropped()
             self.device.trim()
+
+    def device_seconds(self, banks: Sequence[ExpertBank], batch: RoutedBatch) -> float:
+        """Never None."""
+        with self._lock:
+            self.device.use()
+            layers = [bank.captured_layer for bank in banks if isinstance(bank, CupyExpertBank)]
+            if batch.phase is not Phase.PREFILL:
+                return self._captured_experts.token_s(layers, batch.num_pairs)
+            rows = self.mover.rows(self.device.upload(batch.rows.to_host()))
+            placed = replace(batch, rows=rows)
+            sums_of(banks[0], placed)  # allocates what is needed
+            self.device.synchronize()
+            begun_s = time.perf_counter()
+            for bank in banks:
+                sums_of(bank, placed)
+            self.device.synchronize()
+            return (time.perf_counter() - begun_s) / len(banks)
 
     def choose_threads(self, file: GgufFile, one_pass: OnePass | None) -> None:
         """Do nothing: it has no threads of its own."""

@@ -28,8 +28,6 @@ from dflash_runtime.engine.measuring.timing import Timer, medians
 from dflash_runtime.experts.store import load_banks
 from dflash_runtime.placement.box import Curve
 
-_FEW_PAIRS = 2
-"""Experts that a layer asks in a step in which few are asked: nearly all layers then ask some."""
 _LEAST_WEIGHT = 0.05
 """Of what few experts tell of the cost of asking for any."""
 
@@ -163,8 +161,10 @@ def measure_asked(
 
 
 def _parts(num_used: int) -> tuple[int, ...]:
-    """Every how many-th expert is asked: first all, then, if a token has several, few."""
-    return (1, max(2, num_used // _FEW_PAIRS)) if num_used > 1 else (1,)
+    """Every how many-th expert is asked: first all; then, if a token has several, one of a layer on
+    average. Layers that ask any then ask one or two, as with the hottest experts on the device: few
+    take longer, each, than many."""
+    return (1, num_used) if num_used > 1 else (1,)
 
 
 def _curve(parts: Sequence[AskedPasses], beyond_s: Sequence[float], expert_bytes: float) -> Curve:

@@ -177,7 +177,7 @@ def test_the_processor_computes_what_steps_ask(model: Path, gpus: EmulatedGpus) 
             asked = layers.asked(every)
             for passes in asked.ends:
                 assert passes.captured is not None
-                assert passes.captured.needs_host
+                assert passes.captured.most_ahead == 1
                 assert passes.seconds(1) > 0.0
             share_asking, num_asked = asked.owners.counts()
             assert least <= num_asked <= most

@@ -88,7 +88,7 @@ class CpuStep:
     Owns: the program's memory, until closed.
     """
 
-    needs_host = True
+    most_ahead = 0
 
     def __init__(
         self,

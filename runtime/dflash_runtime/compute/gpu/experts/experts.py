@@ -10,8 +10,10 @@ copies by the driver.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,13 +30,15 @@ from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, STEP_SI
 from dflash_runtime.compute.gpu.launch.decode_experts import Choice
 from dflash_runtime.compute.gpu.layers.matrix import Uploader
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer, named_layer
-from dflash_runtime.compute.gpu.layers.rows import Input
+from dflash_runtime.compute.gpu.layers.rows import Input, Rows
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
 from dflash_runtime.compute.gpu.transfers.exchange import Exchanger, StepBox
 from dflash_runtime.compute.gpu.transfers.payload import PlacedSums
 
 _MOST_CAPTURES = 1024
 """Captures kept; the least recently used is dropped. Each has some 20 kB of buffers per token."""
+_TIMED = 8
+"""Replays of a graph that is timed."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -105,6 +109,40 @@ class CapturedExperts:
         capture.graph.replay()
         box.wait()
         out += box.sums[:num_tokens]
+
+    def token_s(self, layers: Sequence[CapturedLayer], num_experts: int) -> float:
+        """Seconds that the device takes for `num_experts` of a token in one of these layers, which
+        are alike: all of them in one graph, without the host. Raises: DeviceUnavailable."""
+        device, steps, first = self._ops.device, self._ops.steps, layers[0].resident.layer
+        ids = np.full((1, first.num_experts_used), -1, np.int32)
+        ids[0, :num_experts] = np.arange(num_experts)
+        choice = Choice(device.upload(ids), device.upload(np.ones(ids.shape, np.float32)))
+        hidden = device.zeros((1, first.hidden_size), np.float32)
+
+        def launch() -> None:
+            for layer in layers:
+                rows = steps.for_experts(Input(Rows(hidden, of_step=True)))
+                sums = steps.sums(*hidden.shape)
+                self._ops.step_experts.run(
+                    layer.resident, choice, rows, out=sums.array, gives_sums=True
+                )
+
+        with self._ops.step_experts.uncounted():
+            with steps.buffers.noted() as noted:
+                launch()  # compiles and allocates what is needed
+            device.synchronize()
+            with steps.buffers.repeated(noted):
+                graph = device.capture(launch)
+                try:
+                    graph.replay()
+                    device.synchronize()
+                    begun_s = time.perf_counter()
+                    for _ in range(_TIMED):
+                        graph.replay()
+                    device.synchronize()
+                    return (time.perf_counter() - begun_s) / (_TIMED * len(layers))
+                finally:
+                    graph.close()
 
     def forget_dropped(self) -> None:
         """Close captures of banks that no longer exist."""
@@ -303,6 +341,10 @@ class CupyExpertBank:
             self.accumulate(batch, on_host)
             sums.add(HostSums(on_host))
         return sums
+
+    @property
+    def captured_layer(self) -> CapturedLayer:
+        return self._steps
 
     def _add_chunks(self, batch: RoutedBatch, out: Sums) -> None:
         """Call with the lock held. Shapes: out [T, H]."""

@@ -31,6 +31,13 @@ from dflash_runtime.compute.gpu.run.step_path import StepPath
 from dflash_runtime.compute.gpu.run.step_runner import MailboxRedo, StepRunner, TreeSteps
 from dflash_runtime.compute.trees import Tree, TreeResult
 
+_AHEAD = 2
+"""Steps launched before a token is read: one runs, one is queued behind it while the host is
+busy."""
+_AHEAD_OF_HOST = 1
+"""The same of steps that ask the host, whose `start` returns when all is launched: while a token is
+read, the device has its next step's first layer to compute."""
+
 
 class GraphStep:
     """Implements backend.CapturedStep for one sequence. Used by the thread that runs the model.
@@ -72,8 +79,8 @@ class GraphStep:
         self._is_closed = False
 
     @property
-    def needs_host(self) -> bool:
-        return self._choice.current.path.needs_host
+    def most_ahead(self) -> int:
+        return _AHEAD_OF_HOST if self._choice.current.path.needs_host else _AHEAD
 
     @property
     def counts_itself(self) -> bool:
