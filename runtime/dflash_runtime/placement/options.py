@@ -353,11 +353,6 @@ class ParentOptions:
         ]
         return [group for group in groups if group in kept]
 
-    def is_mixed(self, context: int, chunk: int) -> bool:
-        """Whether devices and processors share experts in what is fastest by estimate."""
-        fastest = self._fastest_groups(context, chunk, 1)
-        return any(self._is_mixed(group) for group in fastest)
-
     def _is_mixed(self, group: Iterable[int]) -> bool:
         return len({self.sides[index].is_cpu for index in group}) > 1
 

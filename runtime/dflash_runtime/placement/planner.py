@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 import numpy as np
 
@@ -57,8 +58,13 @@ more."""
 
 _MUCH = 1.25
 
-_NEAR = 1.1
-"""Chunk sizes that are estimated to be slower by this are not looked at."""
+_NEAR = 1.35
+"""Chunk sizes that are estimated to be slower by this are not priced."""
+_MOST_NEAR, _MOST_NEAR_WITH_DAEMONS = 4, 2
+"""How many are priced; with daemons each takes several times as long."""
+
+Way: TypeAlias = tuple[float, ParentOptions, int, int]
+"""Seconds of the planned request, and the options, context and chunk size that take so long."""
 
 _SIMPLEST = list(MoeMode)
 
@@ -173,24 +179,24 @@ def _best_of_parent(
     both = [options, options.without_copies()] if options.copies_prompts else [options]
     if asked is not None:
         return _better([_asked_for(each, wishes, asked, contexts) for each in both])
-    setups = [_chosen_setup(each, contexts, chunks, much_s=_MUCH * best_s) for each in both]
-    ways = [
-        (each.estimate(context, chunk), each, context, chunk)
-        for each, (context, chunk) in zip(both, setups, strict=True)
-        if context is not None
-    ]
+    ways = []
+    for each in both:
+        context = _chosen_context(each, contexts, chunks, much_s=_MUCH * best_s)
+        if context is not None:
+            ways += [(each.estimate(context, chunk), each, context, chunk) for chunk in chunks]
+    ways = [way for way in ways if np.isfinite(way[0])]
     if not ways:
         return no_room(options, contexts[-1], chunks[-1])
-    mode = wishes.experts.mode
-    ways.sort(key=lambda each: (each[0], each[1] is options))
+    # Of equal ones the largest chunk: where weights are copied for prompts, each chunk copies all.
+    ways.sort(key=lambda way: way[0])
+    mode, is_slow = wishes.experts.mode, ways[0][0] > _MUCH * best_s
+    if not is_slow:
+        ways = _priced_ways(ways)
     found: list[ParentChoice | PlanRefused] = []
-    for seconds, each, context, chunk in ways:
-        is_slow = seconds > _MUCH * best_s and not mode
-        if each.is_mixed(context, chunk) and not is_slow:
-            chunk = _priced_chunk(each, chunks, context, chunk)
-        found.append(_best_option(each, wishes, context, chunk, is_brief=is_slow))
+    for _, each, context, chunk in ways:
+        found.append(_best_option(each, wishes, context, chunk, is_brief=is_slow and not mode))
         if isinstance(found[-1], ParentChoice) and not mode:
-            break  # estimates are of the best option, whatever its mode
+            break  # estimates and prices are of the best option, whatever its mode
     return _better(found)
 
 
@@ -219,17 +225,17 @@ def _uses_processor(options: ParentOptions, option: Option) -> bool:
     return bool((np.isin(option.owners, hosts) & options.arrays.exists).any())
 
 
-def _priced_chunk(options: ParentOptions, chunks: Sequence[int], context: int, chunk: int) -> int:
-    """The chunk size with the fastest option, of those that are as good by estimate; where devices
-    and processors share experts, an estimate is only near."""
-    limit = options.estimate(context, chunk) * _NEAR
-    times = {}
-    for each in chunks:
-        if options.has_room(context, each) and options.estimate(context, each) <= limit:
-            found = options.options(context, each, is_brief=True)
-            times[each] = min((one.price.request_s for one in found), default=np.inf)
-    best = min(times, key=times.__getitem__, default=chunk)
-    return best if times.get(best, np.inf) * TIE < times.get(chunk, np.inf) else chunk
+def _priced_ways(ways: Sequence[Way]) -> list[Way]:
+    """Those ways, by estimate, in the order of the prices of their fastest options, as far as they
+    are near the first; estimates are off by up to a third where few layers share few bytes."""
+    most = _MOST_NEAR_WITH_DAEMONS if ways[0][1].daemons else _MOST_NEAR
+    near = [way for way in ways if way[0] <= _NEAR * ways[0][0]][:most]
+    priced = []
+    for _, each, context, chunk in near:
+        options = each.options(context, chunk, is_brief=True)
+        price_s = min((option.price.request_s for option in options), default=np.inf)
+        priced.append((price_s, each, context, chunk))
+    return [*sorted(priced, key=lambda way: way[0]), *ways[len(near) :]]
 
 
 def _better(found: Sequence[ParentChoice | PlanRefused]) -> ParentChoice | PlanRefused:
@@ -299,24 +305,23 @@ def _chunks(options: ParentOptions, wishes: Wishes) -> tuple[int, ...]:
     return options.parent.chunks if wishes.chunk is None else (wishes.chunk,)
 
 
-def _chosen_setup(
+def _chosen_context(
     options: ParentOptions, contexts: Sequence[int], chunks: Sequence[int], *, much_s: float
-) -> tuple[int | None, int]:
-    """The context, and the chunk size with which its request is fastest; the smallest context if
-    its request takes more than `much_s`."""
+) -> int | None:
+    """The largest context with which the planned request takes at most 1 / CONTEXT_COST of what it
+    takes with the smallest; that one if it takes more than `much_s`. None if there is no room."""
 
     def seconds(context: int) -> float:
-        for chunk in chunks:
-            if options.has_room(context, chunk):
-                return options.estimate(context, chunk)
-        return np.inf
+        # A chunk may have room without any experts, and not beside those that are elsewhere.
+        times = (options.estimate(context, each) for each in chunks)
+        return next((time_s for time_s in times if np.isfinite(time_s)), np.inf)
 
     # Speed falls with the context: the largest one that is fast enough is found by halving.
     smallest_s = seconds(contexts[-1])
     if np.isinf(smallest_s):
-        return None, chunks[0]
+        return None
     if smallest_s > much_s:
-        return contexts[-1], next(each for each in chunks if options.has_room(contexts[-1], each))
+        return contexts[-1]
     limit = smallest_s / CONTEXT_COST
     low, high = 0, len(contexts) - 1
     while low < high:
@@ -325,15 +330,7 @@ def _chosen_setup(
             high = middle
         else:
             low = middle + 1
-    context = contexts[high]
-    times = {
-        chunk: options.estimate(context, chunk)
-        for chunk in chunks
-        if options.has_room(context, chunk)
-    }
-    # Of equal ones the largest: where weights are copied for prompts, each chunk copies them all.
-    limit = min(times.values(), default=np.inf) * TIE
-    return context, next((chunk for chunk, time_s in times.items() if time_s <= limit), chunks[0])
+    return contexts[high]
 
 
 def _asked_for(
