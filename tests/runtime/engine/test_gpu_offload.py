@@ -233,7 +233,7 @@ def test_every_kind_of_layer_is_tried_out_whatever_its_place(
 def test_what_the_last_chunk_chose_is_copied_ahead(
     tmp_path: Path, undo: contextlib.ExitStack, copied: list[int]
 ) -> None:
-    """Though that is a small part of a layer's experts."""
+    """Though that is a small part of a layer's experts; what one token chose is not."""
     shape = replace(SHAPE, num_experts=40)
     path = write_qwen3moe(tmp_path / "m.gguf", shape, seed=4, tensor_type="Q8_0")
     whole: Layers = dict.fromkeys(range(3), range(40))
@@ -242,15 +242,16 @@ def test_what_the_last_chunk_chose_is_copied_ahead(
     offload = split._backend._offload
     assert offload is not None
     split.logits()
-    chosen = [known.chosen for known in offload._layers.values()]
+    often = [known.likely for known in offload._layers.values()]
     for place in offload._places:
         place.clear()
     copied.clear()
-    few = np.flatnonzero(chosen[0])[:8].astype(np.int32).reshape(4, 2)
+    few = np.arange(8, dtype=np.int32).reshape(4, 2)
     begin_copies(split, 0, few)
     size = split.steps._model.spec.moe.layers[0].expert_bytes
-    assert chosen[1] is not None
-    assert copied == [8 * size, np.count_nonzero(chosen[1]) * size]
+    assert often[1] is not None
+    assert 0 < np.count_nonzero(often[1]) < 9 * 2 / 2 + 1  # nine tokens, two experts each
+    assert copied == [8 * size, np.count_nonzero(often[1]) * size]
 
 
 def test_a_chunk_that_is_given_up_leaves_no_part_behind(
