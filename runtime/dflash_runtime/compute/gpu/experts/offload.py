@@ -6,9 +6,9 @@
 
 A layer's experts are cut into parts, each with a place, which parts of all layers take in turns.
 While one part is computed, the next ones are copied, of this layer and then of the next one: of
-that, before its tokens have chosen, what several tokens of the last chunk chose, or all if this layer's
-tokens chose nearly all of its own. The parent maps the file anyway, for the experts of lost
-daemons. `RemoteExperts` decides which experts are offloaded.
+that, before its tokens have chosen, what several tokens of the last chunk chose there, or all if
+this layer's tokens chose nearly all of its own. The parent maps the file anyway, for the experts of
+lost daemons. `RemoteExperts` decides which experts are offloaded.
 """
 
 from __future__ import annotations
