@@ -95,7 +95,9 @@ class ControlServer:
         self._max_tokens = max_tokens
         self._device = device
         self._memory = MemoryOffers(host, shared_folder)
-        self._offers = Offers(host, device, can_mail=self._memory.can_mail, send=self._send)
+        self._offers = Offers(
+            host, device, can_mail=self._memory.can_mail, data_port=data_port, send=self._send
+        )
         self._last_seen_s: dict[str, float] = {}
         self._held: dict[str, HeldPlacement] = {}
         self._hellos: dict[bytes, asyncio.Task[None]] = {}

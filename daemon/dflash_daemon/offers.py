@@ -26,10 +26,13 @@ class Offers:
     Owns: a task for each parent that waits.
     """
 
-    def __init__(self, host: ExpertHost, device: str, *, can_mail: bool, send: Send) -> None:
+    def __init__(
+        self, host: ExpertHost, device: str, *, can_mail: bool, data_port: int, send: Send
+    ) -> None:
         self._host = host
         self._device = device
         self._can_mail = can_mail
+        self._data_port = data_port
         self._send = send
         self._asked: dict[bytes, asyncio.Task[None]] = {}
 
@@ -101,4 +104,5 @@ class Offers:
             used_s=tuple(each.used_s for each in by_kind),
             chunk_tokens=backend.chunking.preferred,
             chunk_pairs_per_s=tuple(each.chunk_pairs_per_s for each in by_kind),
+            data_port=self._data_port,
         )

@@ -148,15 +148,21 @@ def test_a_daemon_that_is_running_answers(tmp_path: Path, run_dir: Path) -> None
     with running_daemon(model, endpoint, ["--backend", "reference"]):
         code, found = diagnosis("--connect", endpoint)
         told = diagnosis(model, "--connect", endpoint)
+        timed = diagnosis(model, "--connect", endpoint, "--ipc-transport", "stream")
         other = write_qwen3moe(tmp_path / "other.gguf", ODD_SHAPES[1], seed=10)
         refused = diagnosis(other, "--connect", endpoint)
-        shown = run_main(main, "doctor", model, "--connect", endpoint).stdout
-    answers = {"endpoint": endpoint, "why_not": None, "offer": None}
+        shown = run_main(
+            main, "doctor", model, "--connect", endpoint, "--ipc-transport", "stream"
+        ).stdout
+    answers = {"endpoint": endpoint, "why_not": None, "offer": None, "request_s": None}
     assert (code, found["connections"]) == (0, [answers])
     [connection] = told[1]["connections"]
     assert (told[0], connection["why_not"]) == (0, None)
     assert connection["offer"]["free_bytes"] > 0
+    assert connection["request_s"] is None  # memory is shared
+    assert 0 < timed[1]["connections"][0]["request_s"] < 1
     assert f"{endpoint}: answers, {connection['offer']['device_name']}, " in shown
+    assert " us to ask it\n" in shown
     assert (refused[0], len(refused[1]["problems"])) == (1, 1)
     assert " refused: this daemon runs model" in refused[1]["problems"][0]
 

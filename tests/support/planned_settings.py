@@ -70,7 +70,7 @@ def planned(
     )
     before = found.before_daemons([*offers])
     return (
-        found.with_daemons(before, offers, numeric_class="", own=OwnProcessor(lambda: 1.0, 1))
+        found.with_daemons(before, offers, {}, numeric_class="", own=OwnProcessor(lambda: 1.0, 1))
         if has_daemon
         else before
     )

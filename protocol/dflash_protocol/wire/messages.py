@@ -83,6 +83,8 @@ class Offer(Message):
     ``one_s`` and ``used_s``: seconds that a token of a decode step takes with one expert of a
     layer, and with as many as the model uses. ``chunk_pairs_per_s``: (token, expert) pairs a second
     of a chunk of ``chunk_tokens`` prompt tokens that choose all of the model's experts alike.
+    ``data_port`` as in Welcome; 0 of a tcp endpoint: an older daemon. A request there, from a link
+    that does not exist, is answered by a failure of code ``unknown_link``: the parent times some.
     """
 
     TYPE: ClassVar[str] = "offer"
@@ -100,6 +102,7 @@ class Offer(Message):
     used_s: tuple[float, ...]
     chunk_tokens: int
     chunk_pairs_per_s: tuple[float, ...]
+    data_port: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from dflash_protocol.placement import Placement
 from dflash_protocol.settings import Settings
 from dflash_protocol.wire.messages import Offer
 from dflash_runtime.compute.cores import usable_cores
+from dflash_runtime.experts.daemons.link_trial import BYTES_PER_S
 from dflash_runtime.placement.box import Box, Curve, DeviceSpeed, LinkSpeed
 from dflash_runtime.placement.budgets import ExpertBudget
 from dflash_runtime.placement.footprint import Footprint
@@ -27,7 +28,6 @@ _STEP_LINK_S = 25e-6
 a round trip, and waking (bench.ipc_round_trip)."""
 _MAIL_LINK_S = 7e-6
 """The same through a mailbox."""
-_LINK_BYTES_PER_S = 5e9
 
 _UNLIKE, _UNLIKE_S = 3.0, 1e-4
 """Daemons are unlike if one takes so many times as long as another for a layer of a step, and so
@@ -92,23 +92,28 @@ def daemons_of(
     return tuple(found)
 
 
-def are_unlike(offers: Mapping[str, Offer]) -> bool:
-    """Whether one daemon computes experts much faster than another. Those that were not timed count
-    as any other."""
-    times = _times_of(offers)
+def times_of(offers: Mapping[str, Offer], links: Mapping[str, LinkSpeed]) -> list[float]:
+    """Seconds of a layer of a step by daemons that have timed themselves; with their links, where
+    these were timed."""
+    return [
+        offer.used_s[0] + (links[name].step.at(1) if name in links else 0.0)
+        for name, offer in offers.items()
+        if offer.used_s and offer.used_s[0]
+    ]
+
+
+def are_unlike(times: Collection[float]) -> bool:
+    """Whether one daemon answers much faster than another. Those that were not timed count as any
+    other."""
     fastest_s, slowest_s = min(times, default=0.0), max(times, default=0.0)
     return slowest_s > _UNLIKE * fastest_s and slowest_s - fastest_s > _UNLIKE_S
 
 
-def is_any_slower(offers: Mapping[str, Offer], own_s: float) -> bool:
+def is_any_slower(times: Collection[float], own_s: float) -> bool:
     """Whether a daemon takes much longer for a layer of a step than `own_s`, which the parent's
     processor takes."""
-    slowest_s = max(_times_of(offers), default=0.0)
+    slowest_s = max(times, default=0.0)
     return slowest_s > _SLOWER * own_s and slowest_s - own_s > _SLOWER_S
-
-
-def _times_of(offers: Mapping[str, Offer]) -> list[float]:
-    return [offer.used_s[0] for offer in offers.values() if offer.used_s and offer.used_s[0]]
 
 
 def classes_of(offers: Mapping[str, Offer], settings: Settings) -> dict[str, str]:
@@ -160,10 +165,12 @@ def _selection_s(offer: Offer, moe: MoeSpec) -> F64Array:
     return np.array(found)
 
 
-def with_daemons(box: Box, spec: ModelSpec, offers: Mapping[str, Offer]) -> Box:
-    """The box with the speeds that daemons have told, and links as they usually are where they were
-    not measured."""
-    daemons, links = dict(box.daemons), dict(box.links)
+def with_daemons(
+    box: Box, spec: ModelSpec, offers: Mapping[str, Offer], timed: Mapping[str, LinkSpeed]
+) -> Box:
+    """The box with the speeds that daemons have told, and their links: `timed` ones, else those of
+    the box, else as they usually are."""
+    daemons, links = dict(box.daemons), {**box.links, **timed}
     # Kernels write rows of a chunk, float32, to the host's memory, and read sums, float64, there.
     rows_s = [
         spec.hidden_size * (4 / copies.to_host + 8 / copies.kernel_reads)
@@ -180,8 +187,9 @@ def with_daemons(box: Box, spec: ModelSpec, offers: Mapping[str, Offer]) -> Box:
             continue
         daemons[name] = speed
         # A kept link is of a daemon of this name, which may have been asked in another way.
-        if name not in links or links[name].by_device != offer.can_mail:
-            row_s = 12 * spec.hidden_size / _LINK_BYTES_PER_S  # float32 there, float64 back
+        is_timed = name in timed
+        if not is_timed and (name not in links or links[name].by_device != offer.can_mail):
+            row_s = 12 * spec.hidden_size / BYTES_PER_S  # float32 there, float64 back
             link_s = _MAIL_LINK_S if offer.can_mail else _STEP_LINK_S
             links[name] = LinkSpeed(
                 name,

@@ -228,6 +228,7 @@ def ask_daemons(
         planned = decision.planning.with_daemons(
             planned,
             connected.offers,
+            connected.timed_links(spec, settings),
             numeric_class=backend.numeric_class,
             own=OwnProcessor(
                 partial(own_step_s, backend, file, spec.moe),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from dflash_runtime.engine.daemon_offers import (
     are_unlike,
     daemons_of,
     is_any_slower,
+    times_of,
     with_daemons,
 )
 from dflash_runtime.engine.heat_keeper import heat_places
@@ -49,7 +50,7 @@ from dflash_runtime.engine.measuring.machine import (
 )
 from dflash_runtime.engine.saved_plan import saved_plan
 from dflash_runtime.experts.offload import OffloadMode
-from dflash_runtime.placement.box import Box
+from dflash_runtime.placement.box import Box, LinkSpeed
 from dflash_runtime.placement.budgets import ExpertBudget
 from dflash_runtime.placement.footprint import Footprint, Memory, Request, footprint
 from dflash_runtime.placement.heat import Heat
@@ -100,6 +101,16 @@ class Planned:
     """Of moving experts while serving; None: they stay where they are."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """What is known once the settings' device is open, and daemons are there."""
+
+    numeric_class: str = ""
+    """The device's."""
+    links: Mapping[str, LinkSpeed] = field(default_factory=dict)
+    """Those that were timed, by daemon."""
+
+
 class Planning:
     """What a plan of one opening is made from. Used by one thread."""
 
@@ -122,8 +133,7 @@ class Planning:
         self._described: list[GpuDescription] | None = None
         """All GPUs, before anything was taken of their memory."""
         self._wishes = wishes_of(settings)
-        self._numeric_class = ""
-        """Of the settings' device, once it is open."""
+        self._opened = _Opened()
         self._daemon_names: Sequence[str] = ()
         self._keeps_plan = keeps_plan
 
@@ -238,15 +248,17 @@ class Planning:
         self,
         planned: Planned,
         offers: Mapping[str, Offer],
+        links: Mapping[str, LinkSpeed],
         *,
         numeric_class: str,
         own: OwnProcessor,
     ) -> Planned:
         """Decide where experts live, on the device that was chosen before, which is of this class.
+        `links`: those that were timed, by daemon.
 
         Raises: SettingsError if what was asked for does not fit.
         """
-        settings = planned.settings
+        settings, self._opened = planned.settings, _Opened(links=links)
         is_asked = settings.local_experts is not None and not self._asks_for_experts
         is_asked = is_asked or bool(settings.plan) or not self._wishes.fits
         if not is_asked and not offers:
@@ -262,7 +274,7 @@ class Planning:
         if not self._gpus():
             return planned
         self._settings = settings
-        self._numeric_class = numeric_class
+        self._opened = _Opened(numeric_class, links)
         found = _accepted(self._plan(self._gpus(), offers, chunk=planned.chunk))
         found = self._kept_or(found, self._gpus(), offers)
         return self._applied(found, self._situation(self._gpus(), offers))
@@ -307,8 +319,9 @@ class Planning:
         if len(offers) < len(self._daemon_names):
             return planned
         # Most need not be compared with the parent: they are fast enough for any.
-        is_slower = is_any_slower(offers, 0.0) and is_any_slower(offers, own.step_s())
-        if not (are_unlike(offers) or is_slower):
+        times = times_of(offers, self._opened.links)
+        is_slower = is_any_slower(times, 0.0) and is_any_slower(times, own.step_s())
+        if not (are_unlike(times) or is_slower):
             return planned
         context = before.context or min(spec.context_length, UNPLANNED_CONTEXT)
         self._settings = replace(planned.settings, device=CPU, context=context)
@@ -472,7 +485,7 @@ class Planning:
                 on_gpu,
                 GPU_CHUNKS,
                 shares_host_memory=gpu.memory.is_shared_with_host,
-                numeric_class=self._numeric_class if gpu.device == settings.device else "",
+                numeric_class=self._opened.numeric_class if gpu.device == settings.device else "",
             )
             for gpu in gpus
         ]
@@ -482,7 +495,7 @@ class Planning:
             self._file.identity(),
             spec,
             head_bytes(self._file, describe(self._file)),
-            with_daemons(box, spec, offers),
+            with_daemons(box, spec, offers, self._opened.links),
             tuple(parents),
             daemons_of(offers, settings, on_host=on_host, on_gpu=on_gpu, budgets=self._budgets),
             host_bytes,

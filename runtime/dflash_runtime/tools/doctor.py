@@ -26,6 +26,7 @@ from dflash_runtime.tools.doctor_cores import core_hints, core_lines, examine_co
 
 if TYPE_CHECKING:
     from dflash_runtime.experts.daemons.launching import DaemonChoice
+    from dflash_runtime.placement.box import LinkSpeed
 
 _PROBE_S = 120.0
 """Limit for a launcher's report: it may have to compile the test of a CPU tier."""
@@ -224,19 +225,22 @@ def _examine_connections(settings: Settings, found: Findings, *, asks: bool) -> 
         except OSError as error:
             why_not = f"nothing answers: {error.strerror or error}"
             found.problems.append(f"{address}: {why_not}")
-        offer = None
+        offer, link = None, None
         if why_not is None and asks:
             try:
-                offer = _offer_at(endpoint, settings)
+                offer, link = _offer_at(endpoint, settings)
             except DflashError as error:
                 why_not = str(error)
                 found.problems.append(why_not)
         record = None if offer is None else asdict(offer)
-        found.connections.append({"endpoint": address, "why_not": why_not, "offer": record})
+        request_s = None if link is None else link.step.at(1)
+        found.connections.append(
+            {"endpoint": address, "why_not": why_not, "offer": record, "request_s": request_s}
+        )
 
 
-def _offer_at(endpoint: Endpoint, settings: Settings) -> Offer | None:
-    """What a daemon offers for the settings' model. Raises: DflashError."""
+def _offer_at(endpoint: Endpoint, settings: Settings) -> tuple[Offer | None, LinkSpeed | None]:
+    """What a daemon offers for the settings' model, and its link. Raises: DflashError."""
     from dflash_adapters.gguf.file import GgufFile
     from dflash_adapters.registry import read_spec
     from dflash_runtime.experts.daemons.connecting import offer_at
@@ -325,6 +329,8 @@ def shown(found: Findings) -> list[str]:
         text = connection["why_not"] or "answers"
         if connection["offer"] is not None:
             text += f", {offer_text(Offer(**connection['offer']))}"
+        if connection["request_s"] is not None:
+            text += f", {connection['request_s'] * 1e6:.0f} us to ask it"
         lines.append(f"connect        {connection['endpoint']}: {text}")
     machine = found.machine
     lines.append(f"system         {machine['system']}")

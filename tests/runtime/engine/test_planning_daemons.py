@@ -74,7 +74,7 @@ class OneProcessor:
         layer = spec.moe.layers[0]
         self.s_per_byte = OURS_S / (layer.num_experts_used * layer.expert_bytes)
         self.num_measured, self._file, self._spec = 0, file, spec
-        self.own = OwnProcessor(lambda: OURS_S, 1)
+        self.own, self.links = OwnProcessor(lambda: OURS_S, 1), dict[str, LinkSpeed]()
         monkeypatch.setattr(planning, "gpus_of_machine", list)
         monkeypatch.setattr(planning, "box_of_machine", self._box)
 
@@ -90,7 +90,7 @@ class OneProcessor:
             self._file, self._spec, settings, heat=heat, on_progress=lambda *progress: None
         )
         before = found.before_daemons(names)
-        return found.with_daemons(before, offers, numeric_class="", own=self.own)
+        return found.with_daemons(before, offers, self.links, numeric_class="", own=self.own)
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_a_daemon_that_was_not_timed_is_like_any_other(
 
 def test_a_daemon_may_have_the_name_of_a_device(spec: ModelSpec) -> None:
     box = made_up_box(Device(DeviceKind.CUDA, 0))
-    found = with_daemons(box, spec, {"cpu": offer_of(spec, 40 * OURS_S)})
+    found = with_daemons(box, spec, {"cpu": offer_of(spec, 40 * OURS_S)}, {})
     assert found.devices == box.devices
     assert found.daemons["cpu"].experts[1].points[-1][1] == 40 * OURS_S
 
@@ -177,9 +177,41 @@ def test_a_link_that_was_measured_another_way_is_not_used(spec: ModelSpec, can_m
     measured = LinkSpeed("d", Curve(((1, 0.5),)), Curve(((1, 0.5),)))
     box = replace(made_up_box(Device(DeviceKind.CUDA, 0)), links={"d": measured})
     offers = {"d": replace(offer_of(spec, OURS_S), can_mail=can_mail)}
-    link = with_daemons(box, spec, offers).links["d"]
+    link = with_daemons(box, spec, offers, {}).links["d"]
     assert link.by_device is can_mail
     assert (link == measured) is not can_mail
+
+
+def test_a_link_that_was_timed_is_used(spec: ModelSpec) -> None:
+    other, timed = link_of("d", 0.5), link_of("d", 0.2)
+    box = replace(made_up_box(Device(DeviceKind.CUDA, 0)), links={"d": other})
+    offers = {"d": offer_of(spec, OURS_S)}
+    assert with_daemons(box, spec, offers, {"d": timed}).links["d"] == timed
+
+
+def link_of(name: str, seconds: float) -> LinkSpeed:
+    return LinkSpeed(name, Curve(((1, seconds),)), Curve(((1, seconds), (64, 4 * seconds))))
+
+
+def test_a_far_daemon_that_computes_as_fast_gets_less_than_a_near_one(
+    machine: OneProcessor, spec: ModelSpec
+) -> None:
+    """They were given equal shares, and the parent nothing."""
+    offers = {"near": offer_of(spec, OURS_S), "far": offer_of(spec, OURS_S)}
+    machine.links = {"near": link_of("near", 1e-4)}
+    assert machine.planned(offers, [*offers]).placement is None
+    machine.links["far"] = link_of("far", 20 * OURS_S)
+    found = numbers(machine.planned(offers, [*offers]))
+    assert found.get("far", 0) < 0.2 * found["near"]
+    assert sum(found.values()) == SHAPE.num_layers * SHAPE.num_experts
+
+
+def test_a_far_daemon_alone_gets_less_than_the_parent(
+    machine: OneProcessor, spec: ModelSpec
+) -> None:
+    machine.links = {"far": link_of("far", 20 * OURS_S)}
+    found = numbers(machine.planned({"far": offer_of(spec, OURS_S)}, ["far"]))
+    assert found.get("far", 0) < 0.2 * found[LOCAL_OWNER]
 
 
 def test_a_slow_daemon_gets_less_than_a_fast_one(machine: OneProcessor, spec: ModelSpec) -> None:

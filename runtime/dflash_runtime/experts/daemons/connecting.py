@@ -20,13 +20,15 @@ from dflash_protocol.settings import Settings, keys_directory, run_directory
 from dflash_protocol.transports.curve import client_security
 from dflash_protocol.wire.messages import Offer
 from dflash_runtime.compute import ComputeBackend
-from dflash_runtime.experts.daemons.data_path import plan_paths
+from dflash_runtime.experts.daemons.data_path import is_through_socket, plan_paths
 from dflash_runtime.experts.daemons.handshake import Greeting
 from dflash_runtime.experts.daemons.launching import DaemonChoice, daemon_names, launch_of
 from dflash_runtime.experts.daemons.link import DaemonLink, Launch
 from dflash_runtime.experts.daemons.link_task import LinkOptions, Timeouts
+from dflash_runtime.experts.daemons.link_trial import timed_link
 from dflash_runtime.experts.daemons.supervisor import ProgressCallback, Supervisor
 from dflash_runtime.experts.events import EventLog
+from dflash_runtime.placement.box import LinkSpeed
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,16 @@ class Connected:
     def offers(self) -> dict[str, Offer]:
         """What the daemons have for experts, by owner name, of those that have said so."""
         return {name: x.offer for name, x in self.links.items() if x.offer is not None}
+
+    def timed_links(self, spec: ModelSpec, settings: Settings) -> dict[str, LinkSpeed]:
+        """What asking daemons costs, one after the other, by owner name: of those that are asked
+        through sockets and answer in time (`timed_link`)."""
+        found = {}
+        for name, link in self.links.items():
+            speed = None if self.context is None else _timed(self.context, link, spec, settings)
+            if speed is not None:
+                found[name] = speed
+        return found
 
     def give(self, owned_by: Mapping[str, OwnedExperts]) -> None:
         """Give each daemon its experts, by owner name, and wait until all are ready; one that is
@@ -118,9 +130,9 @@ def connect(
 
 def offer_at(
     endpoint: Endpoint, file: GgufFile, spec: ModelSpec, *, settings: Settings
-) -> Offer | None:
-    """What a running daemon offers for a model; it is left alone afterwards. None: an older one,
-    which cannot say.
+) -> tuple[Offer | None, LinkSpeed | None]:
+    """What a running daemon offers for a model, and what asking it costs; it is left alone
+    afterwards. None: an older one, which cannot say; the link as in `timed_links`.
 
     Raises: DflashError if it is unavailable, or has another model.
     """
@@ -142,7 +154,21 @@ def offer_at(
         supervisor = Supervisor(context, [link], options)
         undo.callback(supervisor.close)
         supervisor.ask()
-        return link.offer
+        return link.offer, _timed(context, link, spec, settings)
+
+
+def _timed(
+    context: zmq.Context[zmq.Socket[bytes]], link: DaemonLink, spec: ModelSpec, settings: Settings
+) -> LinkSpeed | None:
+    if not is_through_socket(link.endpoint, settings):
+        return None
+    return timed_link(
+        context,
+        link,
+        hidden_size=spec.hidden_size,
+        payload=PayloadType(settings.ipc_dtype),
+        max_rows=settings.batch_capacity,
+    )
 
 
 def _launches(

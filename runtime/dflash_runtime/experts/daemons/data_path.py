@@ -20,6 +20,7 @@ import zmq
 
 from dflash_adapters.spec import ModelSpec
 from dflash_protocol.device_payload import DeviceMover
+from dflash_protocol.endpoint import Endpoint
 from dflash_protocol.errors import (
     DaemonUnavailable,
     DeviceUnavailable,
@@ -113,6 +114,12 @@ def plan_paths(spec: ModelSpec, settings: Settings, backend: ComputeBackend) -> 
         is_sharing_required=settings.ipc_transport in ("shared", "device"),
         is_mail_required=settings.ipc_transport == "device",
     )
+
+
+def is_through_socket(endpoint: Endpoint, settings: Settings) -> bool:
+    """Whether payloads to a daemon there go through a socket, as no memory can be shared."""
+    is_asked = settings.ipc_transport == "stream"
+    return is_asked or endpoint.path is None or not ring_native.is_available()
 
 
 async def agree(

@@ -80,6 +80,7 @@ def check_offer(offer: Offer, moe: MoeSpec, daemon_name: str) -> None:
         ("held_bytes", offer.held_bytes <= _LARGEST_MEMORY),
         ("num_threads", 1 <= offer.num_threads <= MAX_THREADS),
         ("chunk_tokens", 1 <= offer.chunk_tokens <= _LONGEST_CHUNK),
+        ("data_port", offer.data_port < 65536),
         ("layer_ids", offer.layer_ids == kinds and all(len(x) == len(kinds) for x in lists)),
         ("expert_bytes", all(1 <= each <= _LARGEST_EXPERT for each in offer.expert_bytes)),
         ("one_s", all(0.0 <= each <= _LONGEST_S for each in offer.one_s)),

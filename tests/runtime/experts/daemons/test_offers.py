@@ -159,6 +159,7 @@ def test_a_daemon_that_goes_between_offer_and_experts_is_found_again(
         {"num_threads": 1 << 40},
         {"chunk_tokens": 0},
         {"chunk_tokens": 1 << 30},
+        {"data_port": 65536},
         {"layer_ids": ()},
         {"layer_ids": (2,)},
         {"layer_ids": (0, 2)},
