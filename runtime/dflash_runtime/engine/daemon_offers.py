@@ -26,8 +26,11 @@ from dflash_runtime.placement.split import HOST_OWNER
 _STEP_LINK_S = 25e-6
 """A request of a step to a daemon of this machine through shared memory, where it was not measured:
 a round trip, and waking (bench.ipc_round_trip)."""
-_MAIL_LINK_S = 7e-6
-"""The same through a mailbox."""
+_START_S = 30e-6
+"""What starting its device takes a daemon more, where its host is asked for a step."""
+_MAIL_LINK_S = 4e-6
+"""The same through a mailbox: what a layer of two H200s took more than on one
+(bench/results/gpu-20261122-053617)."""
 
 _UNLIKE, _UNLIKE_S = 3.0, 1e-4
 """Daemons are unlike if one takes so many times as long as another for a layer of a step, and so
@@ -166,10 +169,15 @@ def _selection_s(offer: Offer, moe: MoeSpec) -> F64Array:
 
 
 def with_daemons(
-    box: Box, spec: ModelSpec, offers: Mapping[str, Offer], timed: Mapping[str, LinkSpeed]
+    box: Box,
+    spec: ModelSpec,
+    offers: Mapping[str, Offer],
+    timed: Mapping[str, LinkSpeed],
+    *,
+    mails: bool,
 ) -> Box:
     """The box with the speeds that daemons have told, and their links: `timed` ones, else those of
-    the box, else as they usually are."""
+    the box, else as they usually are. `mails`: the parent's device uses mailboxes where it can."""
     daemons, links = dict(box.daemons), {**box.links, **timed}
     # Kernels write rows of a chunk, float32, to the host's memory, and read sums, float64, there.
     rows_s = [
@@ -177,8 +185,8 @@ def with_daemons(
         for copies in box.copies.values()
         if copies.to_host and copies.kernel_reads
     ]
-    if rows_s and HOST_OWNER not in links:
-        row_s = max(rows_s)
+    row_s = max(rows_s, default=None)
+    if row_s is not None and HOST_OWNER not in links:
         chunk = Curve(((0, 0.0), (4096, 4096 * row_s)))
         links[HOST_OWNER] = LinkSpeed(HOST_OWNER, step=Curve(((1, 0.0),)), chunk=chunk)
     for name, offer in offers.items():
@@ -187,17 +195,29 @@ def with_daemons(
             continue
         daemons[name] = speed
         # A kept link is of a daemon of this name, which may have been asked in another way.
-        is_timed = name in timed
-        if not is_timed and (name not in links or links[name].by_device != offer.can_mail):
-            row_s = 12 * spec.hidden_size / BYTES_PER_S  # float32 there, float64 back
-            link_s = _MAIL_LINK_S if offer.can_mail else _STEP_LINK_S
-            links[name] = LinkSpeed(
-                name,
-                step=Curve(((1, link_s + row_s),)),
-                chunk=Curve(((1, link_s + row_s), (4096, link_s + 4096 * row_s))),
-                by_device=offer.can_mail,
-            )
+        by_device = mails and offer.can_mail
+        if name not in timed and (name not in links or links[name].by_device != by_device):
+            links[name] = _usual_link(name, spec, offer, row_s, by_device=by_device)
     return replace(box, daemons=daemons, links=links)
+
+
+def _usual_link(
+    name: str, spec: ModelSpec, offer: Offer, row_s: float | None, *, by_device: bool
+) -> LinkSpeed:
+    """The link to a daemon of this machine. `row_s`: seconds of a row between the parent's device
+    and the host's memory, both ways; None without such a device."""
+    link_s, is_on_device = _STEP_LINK_S, not _is_on_processor(offer)
+    if by_device:
+        link_s = _MAIL_LINK_S
+    elif is_on_device:
+        link_s += _START_S
+    if row_s is None:
+        row_s = 12 * spec.hidden_size / BYTES_PER_S  # float32 there, float64 back
+    elif is_on_device:  # it reads and writes the same, about as fast
+        row_s *= 2
+    chunk = Curve(((1, link_s + row_s), (4096, link_s + 4096 * row_s)))
+    step = link_s if by_device else link_s + row_s
+    return LinkSpeed(name, step=Curve(((1, step),)), chunk=chunk, by_device=by_device)
 
 
 def _speed_of(name: str, spec: ModelSpec, offer: Offer) -> DeviceSpeed | None:

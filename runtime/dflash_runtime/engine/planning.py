@@ -49,6 +49,7 @@ from dflash_runtime.engine.measuring.machine import (
     gpus_of_machine,
 )
 from dflash_runtime.engine.saved_plan import saved_plan
+from dflash_runtime.experts.daemons.data_path import may_mail
 from dflash_runtime.experts.offload import OffloadMode
 from dflash_runtime.placement.box import Box, LinkSpeed
 from dflash_runtime.placement.budgets import ExpertBudget
@@ -475,6 +476,7 @@ class Planning:
         if self._box is None:
             self._box = box_of_machine(self._file, settings, on_progress=self._on_progress)
         box = self._box
+        mails = may_mail(settings) and (settings.device or CPU).kind is not DeviceKind.CPU
         on_host = on_gpu = footprint(self._file, spec, Memory.HOST)
         if gpus or any(offer.device != str(CPU) for offer in offers.values()):
             on_gpu = self._on_gpu
@@ -495,7 +497,7 @@ class Planning:
             self._file.identity(),
             spec,
             head_bytes(self._file, describe(self._file)),
-            with_daemons(box, spec, offers, self._opened.links),
+            with_daemons(box, spec, offers, self._opened.links, mails=mails),
             tuple(parents),
             daemons_of(offers, settings, on_host=on_host, on_gpu=on_gpu, budgets=self._budgets),
             host_bytes,

@@ -87,6 +87,11 @@ class PathPlan:
     """A daemon must have a mailbox, through which our device asks its."""
 
 
+def may_mail(settings: Settings) -> bool:
+    """Whether daemons are asked through mailboxes, where both sides can."""
+    return settings.ipc_transport not in ("stream", "shared")
+
+
 def plan_paths(spec: ModelSpec, settings: Settings, backend: ComputeBackend) -> PathPlan:
     """The plan of an engine; compiles what it needs before any daemon waits for it."""
     if settings.ipc_transport == "stream":
@@ -101,7 +106,7 @@ def plan_paths(spec: ModelSpec, settings: Settings, backend: ComputeBackend) -> 
         max_bytes=settings.ipc_shared_bytes,
         moves=backend.mover is not None,
     )
-    if settings.ipc_transport != "shared" and backend.mail is not None:
+    if may_mail(settings) and backend.mail is not None:
         begin_mail = partial(
             backend.mail.begin,
             limit_ms=settings.step_limit_ms,
