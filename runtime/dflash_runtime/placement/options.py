@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 
 from dflash_protocol.ids import F64Array
 from dflash_runtime.compute.kv_cache import KvType
-from dflash_runtime.placement.cost import LOCAL, CostModel, ExpertArrays, Price
+from dflash_runtime.placement.cost import LOCAL, BoolArray, CostModel, ExpertArrays, Price
 from dflash_runtime.placement.dealing import Group, deal, dealt_by_price
 from dflash_runtime.placement.expectation import IntArray
 from dflash_runtime.placement.footprint import Footprint, Needs
@@ -43,6 +44,9 @@ _CLOSE = 1.1
 
 _TRIES = 10
 """How often a solution that the allocator's rounding makes too large is made smaller."""
+
+Deal: TypeAlias = Callable[[CostModel, Group, BoolArray], IntArray | None]
+"""As `deal`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -327,8 +331,8 @@ class ParentOptions:
     ) -> Iterator[Option]:
         """The same local experts, the others divided between devices and processors by price."""
         elsewhere = (option.owners != LOCAL) & self.arrays.exists
-        owners = dealt_by_price(
-            self._model_of(context, chunk), self._group(group, context, chunk), elsewhere
+        owners = self._dealt(
+            dealt_by_price, self._group(group, context, chunk), elsewhere, context, chunk
         )
         if owners is not None and self.is_legal(owners, context, chunk):
             yield self.priced(owners, context, chunk)
@@ -375,12 +379,10 @@ class ParentOptions:
         elsewhere &= self.arrays.exists
         if not elsewhere.any():
             return np.where(owners == LOCAL, owners, LOCAL)
-        model = self._model_of(context, chunk)
         for indices in self.groups:
             group = self._group(indices, context, chunk)
-            for dealt in (
-                deal(model, group, elsewhere), dealt_by_price(model, group, elsewhere)
-            ):  # fmt: skip
+            for deals in (deal, dealt_by_price):
+                dealt = self._dealt(deals, group, elsewhere, context, chunk)
                 if dealt is not None and self.is_legal(dealt, context, chunk):
                     option = self.priced(dealt, context, chunk)
                     if best is None or option.price.request_s < best.price.request_s:
@@ -420,19 +422,42 @@ class ParentOptions:
                 return None
             rank = self._tables.in_order(order).rank
             elsewhere = (rank >= num_local[:, None]) & self.arrays.exists
-            owners = deal(self._model_of(context, chunk), dealt_to, elsewhere)
+            owners = self._dealt(deal, dealt_to, elsewhere, context, chunk)
             if owners is None:
                 return None
             excess = self._excess(owners, context, chunk)
             if not excess:
                 return problem.seconds(num_local), owners
-            if set(excess) != {LOCAL} or shape is None:
+            if shape is None:
                 return None
             # What was chosen may be less than the limit. Where the allocator rounds up each layer,
             # a few experts less may take as much: each step is twice as long.
             chosen_bytes = float((num_local * problem.here_bytes).sum())
             less = excess[LOCAL] * max(1, 2 ** (attempt - 1))
             problem = replace(problem, here_limit=min(problem.here_limit, chosen_bytes) - less)
+        return None
+
+    def _dealt(
+        self, deals: Deal, group: Group, elsewhere: BoolArray, context: int, chunk: int
+    ) -> IntArray | None:
+        """What `deals` says, with less for daemons whose allocator rounds up more than they have
+        room for; None if that leaves experts over. The parent's device is not looked at."""
+        model = self._model_of(context, chunk)
+        for attempt in range(_TRIES):
+            owners = deals(model, group, elsewhere)
+            if owners is None:
+                return None
+            excess = self._excess(owners, context, chunk)
+            excess.pop(LOCAL, None)
+            if not excess:
+                return owners
+            limits = group.limits.copy()
+            for place, index in enumerate(group.others):
+                counts = ((owners == index) & self.arrays.exists).sum(axis=1)
+                taken = float((counts * group.expert_bytes[place]).sum())
+                if index in excess:
+                    limits[place] = min(limits[place], taken) - excess[index] * 2**attempt
+            group = replace(group, limits=limits)
         return None
 
     def _problem(

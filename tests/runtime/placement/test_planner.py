@@ -358,6 +358,20 @@ def test_the_chunk_with_the_fastest_request_is_taken(gpu_gib: int) -> None:
     assert request_s(found, at) <= 1.02 * min(times)
 
 
+@pytest.mark.parametrize("granule", [1, 2 * MIB, 64 * MIB])
+def test_a_daemon_too_small_for_the_rest_is_filled_beside_the_processor(granule: int) -> None:
+    """Its allocator rounds up, by layer."""
+    spec = qwen3_30b()
+    daemon = DaemonRow("cuda0", "cuda:1", H100, 6 * GIB)
+    row = BoxRow(H100, 8 * GIB, CORES_16, 64 * GIB, daemons=(daemon,))
+    at = situation(spec, row, shares=skewed(spec.moe), granule=granule)
+    found = planned(at, Wishes(context=8192))
+    taken = {each.name: each.expert_bytes for each in found.budgets}
+    assert 0.8 * 6 * GIB < taken["cuda0"] <= 6 * GIB
+    assert taken["host"] > 0
+    check_legal(found, at)
+
+
 def test_a_chunk_that_has_room_without_experts_alone_is_passed_over() -> None:
     """Owners elsewhere take memory of the parent's device, too."""
     at = situation(SPEC, box(GIB), work_of_token=MIB // 2)
