@@ -50,18 +50,19 @@ class _Way:
         self._dead = dead
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._dead[0]:
-            self._dead[0] -= 1
-            while await reader.read(_PIECE):
-                pass
-        else:
+        with contextlib.closing(writer):
+            if self._dead[0]:
+                self._dead[0] -= 1
+                while await reader.read(_PIECE):
+                    pass
+                return
             inner_reader, inner_writer = await asyncio.open_connection(NEAR, self._port)
-            await asyncio.gather(
-                self._carry(reader, inner_writer, self._bytes_per_s),
-                self._carry(inner_reader, writer, 1e12),
-                return_exceptions=True,
-            )
-        writer.close()
+            with contextlib.closing(inner_writer):
+                await asyncio.gather(
+                    self._carry(reader, inner_writer, self._bytes_per_s),
+                    self._carry(inner_reader, writer, 1e12),
+                    return_exceptions=True,
+                )
 
     async def _carry(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, bytes_per_s: float

@@ -36,7 +36,7 @@ BYTES_PER_S = 5e9
 """Payload through memory of this machine, where it was not measured; no socket is faster."""
 
 
-def payload_row_bytes(payload: PayloadType, hidden_size: int) -> tuple[int, int]:
+def _row_bytes(payload: PayloadType, hidden_size: int) -> tuple[int, int]:
     """Bytes of a row on its way to a daemon, and of its sum on the way back."""
     back = PayloadType.F64 if payload is PayloadType.F32 else payload
     return payload.num_bytes * hidden_size, back.num_bytes * hidden_size
@@ -60,8 +60,7 @@ def timed_link(
     if offer is None or (link.endpoint.path is None and not offer.data_port):
         return None
     steps, chunks = list[float](), list[float]()
-    begun_s = time.monotonic()
-    end_s = begun_s + LIMIT_S
+    end_s = begun_s = time.monotonic() + LIMIT_S
     try:
         client = StreamClient(
             context,
@@ -90,7 +89,7 @@ def timed_link(
     except DflashError as error:
         _note_untimed(link, error)
         return None
-    there, back = payload_row_bytes(payload, hidden_size)
+    there, back = _row_bytes(payload, hidden_size)
     step_s = median(steps)
     seconds = (median(chunks) - step_s) * (there + back) / there
     chunk_s = step_s + max(seconds, num_rows * (there + back) / BYTES_PER_S)
