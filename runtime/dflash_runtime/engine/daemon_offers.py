@@ -26,8 +26,11 @@ from dflash_runtime.placement.split import HOST_OWNER
 _STEP_LINK_S = 25e-6
 """A request of a step to a daemon of this machine through shared memory, where it was not measured:
 a round trip, and waking (bench.ipc_round_trip)."""
-_START_S = 30e-6
-"""What starting its device takes a daemon more, where its host is asked for a step."""
+_START_S = 65e-6
+"""What starting its device takes a daemon more, where its host is asked for a step; as the next
+one, what two H100s took (gpu-predictions-20261127-163610)."""
+_CHUNK_S = 1e-3
+"""What both hosts take for a chunk that a daemon's device computes, beyond copies."""
 _MAIL_LINK_S = 4e-6
 """The same through a mailbox: what a layer of two H200s took more than on one
 (bench/results/gpu-20261122-053617)."""
@@ -215,7 +218,8 @@ def _usual_link(
         row_s = 12 * spec.hidden_size / BYTES_PER_S  # float32 there, float64 back
     elif is_on_device:  # it reads and writes the same, about as fast
         row_s *= 2
-    chunk = Curve(((1, link_s + row_s), (4096, link_s + 4096 * row_s)))
+    chunk_s = link_s + (_CHUNK_S if is_on_device else 0.0)
+    chunk = Curve(((1, chunk_s + row_s), (4096, chunk_s + 4096 * row_s)))
     step = link_s if by_device else link_s + row_s
     return LinkSpeed(name, step=Curve(((1, step),)), chunk=chunk, by_device=by_device)
 
