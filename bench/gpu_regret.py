@@ -159,7 +159,7 @@ class Sweep:
         file.write_text(as_json(found))
         forecast = found.forecast if is_priced else None
         self._saved[name] = {
-            "file": str(file),
+            "file": file.name,
             "chunk": found.setup.chunk,
             "layers_copied": len(found.prompts_here),
             "forecast": forecast and {key: getattr(forecast, key) for key in FORECASTS.values()},
@@ -250,7 +250,7 @@ def measure_budget(
                 continue
             wishes = {}
             if way != PLANNED:
-                wishes = {"plan": found["sweep"][way]["file"], "swap_max": 0}
+                wishes = {"plan": str(bench.folder / found["sweep"][way]["file"]), "swap_max": 0}
             part = parts.run(
                 f"{name}: round {number + 1}, {way}",
                 options.turn_limit,
