@@ -92,26 +92,29 @@ def run(trained: Trained) -> Run:
     return run_of(trained, "cpu")
 
 
-def check_top_tokens(logits: F32Array, expected: F32Array, least: float = 0.99) -> None:
+def check_top_tokens(logits: F32Array, expected: F32Array, path: Path) -> None:
+    """The small models are less sure of their tokens. With AVX2 alone, qwen35moe's are llama.cpp's
+    at 98.8 % of the positions, and the float reference's at 98.9: of the two, llama.cpp is further
+    from the reference (relative RMS 0.0094 and 0.0080)."""
+    least = 0.99 if path == demo_model_path() else 0.985
     assert logits.shape == expected.shape
     assert len(logits) >= 1000
     agreement = np.mean(logits.argmax(axis=1) == expected.argmax(axis=1))
     assert agreement >= least
 
 
-def test_the_top_token_is_llama_cpps_at_99_percent_of_positions(
-    run: Run, expected: F32Array
+def test_the_top_token_is_llama_cpps_at_nearly_all_positions(
+    trained: Trained, run: Run, expected: F32Array
 ) -> None:
-    check_top_tokens(run.logits, expected)
+    check_top_tokens(run.logits, expected, trained.path)
 
 
 @pytest.mark.slow
 def test_the_reference_backends_top_token_is_llama_cpps_too(
     trained: Trained, expected: F32Array
 ) -> None:
-    # It rounds no activations, as llama.cpp does; the small models are less sure of their tokens.
-    least = 0.99 if trained.path == demo_model_path() else 0.985
-    check_top_tokens(run_of(trained, "reference").logits, expected, least)
+    """It rounds no activations, as llama.cpp does."""
+    check_top_tokens(run_of(trained, "reference").logits, expected, trained.path)
 
 
 def test_tokens_are_llama_cpps(trained: Trained) -> None:

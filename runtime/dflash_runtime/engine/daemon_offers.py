@@ -175,8 +175,8 @@ def with_daemons(
     box: Box,
     spec: ModelSpec,
     offers: Mapping[str, Offer],
-    timed: Mapping[str, LinkSpeed],
     *,
+    timed: Mapping[str, LinkSpeed],
     mails: bool,
 ) -> Box:
     """The box with the speeds that daemons have told, and their links: `timed` ones, else those of

@@ -497,7 +497,7 @@ class Planning:
             self._file.identity(),
             spec,
             head_bytes(self._file, describe(self._file)),
-            with_daemons(box, spec, offers, self._opened.links, mails=mails),
+            with_daemons(box, spec, offers, timed=self._opened.links, mails=mails),
             tuple(parents),
             daemons_of(offers, settings, on_host=on_host, on_gpu=on_gpu, budgets=self._budgets),
             host_bytes,

@@ -270,14 +270,16 @@ class CostModel:
             if cpus and self.copies is not None:
                 here = pairs[[LOCAL, *cpus]].sum(axis=0)
                 slowest = self.sides[LOCAL].chunk_s(rows, rows * here, sizes)
-                slowest += num_parts * self.copies.part_s(rows)
+                part_s = self.copies.part_s(rows)
+                slowest += num_parts * part_s
                 # Copies go on while the next layer's trunk is computed, as far as there is room.
                 most_ahead_s = float(self.copies.seconds(rows, np.array(AHEAD_BYTES)))
                 ahead_s = min(self.trunk.chunk_layer_s(rows), most_ahead_s)
                 chosen = distinct(rows)
                 in_vain = _IN_VAIN * np.minimum(chosen, np.maximum(missing - chosen, 0.0))
                 copies_s = self.copies.seconds(rows, (chosen + in_vain) * sizes)
-                slowest = np.maximum(slowest, copies_s - ahead_s)
+                # The last part is computed when it has arrived.
+                slowest = np.maximum(slowest, (copies_s > 0.0) * (copies_s - ahead_s + part_s))
                 for index in each.keys() - {LOCAL, *cpus}:
                     slowest = np.maximum(slowest, each[index])
                 copied += times * slowest

@@ -167,7 +167,7 @@ def test_a_daemon_that_was_not_timed_is_like_any_other(
 
 def test_a_daemon_may_have_the_name_of_a_device(spec: ModelSpec) -> None:
     box = made_up_box(Device(DeviceKind.CUDA, 0))
-    found = with_daemons(box, spec, {"cpu": offer_of(spec, 40 * OURS_S)}, {}, mails=True)
+    found = with_daemons(box, spec, {"cpu": offer_of(spec, 40 * OURS_S)}, timed={}, mails=True)
     assert found.devices == box.devices
     assert found.daemons["cpu"].experts[1].points[-1][1] == 40 * OURS_S
 
@@ -177,7 +177,7 @@ def test_a_link_that_was_measured_another_way_is_not_used(spec: ModelSpec, can_m
     measured = LinkSpeed("d", Curve(((1, 0.5),)), Curve(((1, 0.5),)))
     box = replace(made_up_box(Device(DeviceKind.CUDA, 0)), links={"d": measured})
     offers = {"d": replace(offer_of(spec, OURS_S), can_mail=can_mail)}
-    link = with_daemons(box, spec, offers, {}, mails=True).links["d"]
+    link = with_daemons(box, spec, offers, timed={}, mails=True).links["d"]
     assert link.by_device is can_mail
     assert (link == measured) is not can_mail
 
@@ -189,8 +189,8 @@ def test_a_gpu_daemon_that_its_host_is_asked_for_takes_longer(spec: ModelSpec) -
     box = replace(box, copies={"cuda:0": copies}, links={})
     near = replace(offer_of(spec, OURS_S), can_mail=True)
     offers = {"cpu": near, "gpu": replace(near, device="cuda:1")}
-    mailed = with_daemons(box, spec, offers, {}, mails=True).links["gpu"]
-    asked = with_daemons(box, spec, offers, {}, mails=False).links
+    mailed = with_daemons(box, spec, offers, timed={}, mails=True).links["gpu"]
+    asked = with_daemons(box, spec, offers, timed={}, mails=False).links
     assert mailed.by_device
     assert not asked["gpu"].by_device
     assert mailed.step.at(1) < asked["cpu"].step.at(1) < asked["gpu"].step.at(1)
@@ -204,7 +204,7 @@ def test_a_link_that_was_timed_is_used(spec: ModelSpec) -> None:
     other, timed = link_of("d", 0.5), link_of("d", 0.2)
     box = replace(made_up_box(Device(DeviceKind.CUDA, 0)), links={"d": other})
     offers = {"d": offer_of(spec, OURS_S)}
-    assert with_daemons(box, spec, offers, {"d": timed}, mails=True).links["d"] == timed
+    assert with_daemons(box, spec, offers, timed={"d": timed}, mails=True).links["d"] == timed
 
 
 def link_of(name: str, seconds: float) -> LinkSpeed:

@@ -130,7 +130,8 @@ def test_float_rows_are_compiled_for_the_kinds_they_have() -> None:
     float_tile.float_rows.cache_clear()
     sizes = {kind: len(kept_code(kind)) for kind in (float_tile.F32, float_tile.F16)}
     float_tile.float_rows.cache_clear()
-    assert sizes[float_tile.F32] < 0.8 * sizes[float_tile.F16]
+    # Below 0.8 with AVX512, 0.855 with AVX2; if all kinds were compiled it would be 1.
+    assert sizes[float_tile.F32] < 0.9 * sizes[float_tile.F16]
 
 
 def kept_code(kind: int) -> bytes:
