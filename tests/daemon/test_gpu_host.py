@@ -77,6 +77,26 @@ def alone(bank: ExpertBank, batch: RoutedBatch) -> F64Array:
     return np.concatenate(rows)
 
 
+def test_a_gpu_is_timed_without_its_host(host: ExpertHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and sums stay there: what its parent waits for, which asks by mailbox."""
+    held = host.load(FIRST)
+    bank, backend = held.banks[0], host.backend
+    batches = [batch_of(bank, Phase.DECODE, 1), batch_of(bank, Phase.PREFILL, 40)]
+    expected = [sums_of(bank, each) for each in batches]
+
+    def download(*_: object) -> None:
+        raise AssertionError("sums came back")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(EmulatedDevice, "download", download)
+        for batch in batches:
+            seconds = backend.device_seconds([bank, bank], batch)
+            assert seconds is not None
+            assert seconds > 0.0
+    for batch, sums in zip(batches, expected, strict=True):
+        np.testing.assert_array_equal(sums_of(bank, batch), sums)
+
+
 def test_a_trial_gives_its_memory_back_and_leaves_what_is_held(
     host: ExpertHost, gpus: EmulatedGpus
 ) -> None:
