@@ -192,11 +192,13 @@ def _best_of_parent(
     mode, is_slow = wishes.experts.mode, ways[0][0] > _MUCH * best_s
     if not is_slow:
         ways = _priced_ways(ways)
+    if mode:  # estimates and prices are of the best option, whatever its mode
+        ways = list({id(way[1]): way for way in reversed(ways)}.values())
     found: list[ParentChoice | PlanRefused] = []
     for _, each, context, chunk in ways:
         found.append(_best_option(each, wishes, context, chunk, is_brief=is_slow and not mode))
         if isinstance(found[-1], ParentChoice) and not mode:
-            break  # estimates and prices are of the best option, whatever its mode
+            break
     return _better(found)
 
 
