@@ -26,14 +26,15 @@ from dflash_runtime.placement.split import HOST_OWNER
 _STEP_LINK_S = 25e-6
 """A request of a step to a daemon of this machine through shared memory, where it was not measured:
 a round trip, and waking (bench.ipc_round_trip)."""
-_START_S = 65e-6
-"""What starting its device takes a daemon more, where its host is asked for a step; as the next
-one, what two H100s took (gpu-predictions-20261127-163610)."""
-_CHUNK_S = 1e-3
-"""What both hosts take for a chunk that a daemon's device computes, beyond copies."""
 _MAIL_LINK_S = 4e-6
-"""The same through a mailbox: what a layer of two H200s took more than on one
-(bench/results/gpu-20261122-053617)."""
+"""The same through a mailbox: what a layer took more on two H200 than on one, with 682 and 774
+tokens/s (gpu-20261122-083747)."""
+_START_S = 65e-6
+"""What a daemon takes more to start its device, where its host is asked for a step: what two H100
+took beyond the prediction (gpu-predictions-20261127-163610)."""
+_CHUNK_S = 1e-3
+"""What both hosts take for a chunk that a daemon's device computes, beyond copies, in the same
+run."""
 
 _UNLIKE, _UNLIKE_S = 3.0, 1e-4
 """Daemons are unlike if one takes so many times as long as another for a layer of a step, and so

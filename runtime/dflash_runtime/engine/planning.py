@@ -259,7 +259,7 @@ class Planning:
 
         Raises: SettingsError if what was asked for does not fit.
         """
-        settings, self._opened = planned.settings, _Opened(links=links)
+        settings, self._opened = planned.settings, _Opened(numeric_class, links)
         is_asked = settings.local_experts is not None and not self._asks_for_experts
         is_asked = is_asked or bool(settings.plan) or not self._wishes.fits
         if not is_asked and not offers:
@@ -275,7 +275,6 @@ class Planning:
         if not self._gpus():
             return planned
         self._settings = settings
-        self._opened = _Opened(numeric_class, links)
         found = _accepted(self._plan(self._gpus(), offers, chunk=planned.chunk))
         found = self._kept_or(found, self._gpus(), offers)
         return self._applied(found, self._situation(self._gpus(), offers))

@@ -142,8 +142,8 @@ def _speed_of(
         if one_s is not None and used_s is not None:
             check()
             whole = _batch(first, Phase.PREFILL, backend.chunking.preferred, num_experts=num_used)
-            whole_s = backend.device_seconds(banks[:_MOST_CHUNKS], whole) or 0.0
-            return KindSpeed(one_s, used_s, whole.num_pairs / max(whole_s, 1e-9))
+            whole_s = backend.device_seconds(banks[:_MOST_CHUNKS], whole)
+            return KindSpeed(one_s, used_s, whole.num_pairs / whole_s if whole_s else 0.0)
         ones, useds = _timed(banks, (one, used), _MOST_STEPS, until_s=end_s - chunk_s, check=check)
         # As many rows of an expert as a chunk has on average.
         num_rows = max(1, backend.chunking.preferred * num_used // first.num_experts)

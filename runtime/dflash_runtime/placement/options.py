@@ -331,11 +331,11 @@ class ParentOptions:
     ) -> Iterator[Option]:
         """The same local experts, the others divided between devices and processors by price."""
         elsewhere = (option.owners != LOCAL) & self.arrays.exists
-        owners = self._dealt(
+        dealt = self._dealt(
             dealt_by_price, self._group(group, context, chunk), elsewhere, context, chunk
         )
-        if owners is not None and self.is_legal(owners, context, chunk):
-            yield self.priced(owners, context, chunk)
+        if dealt is not None and not dealt[1]:
+            yield self.priced(dealt[0], context, chunk)
 
     def estimate(self, context: int, chunk: int) -> float:
         """About the seconds of the request with the best option; infinite if nothing fits."""
@@ -383,8 +383,8 @@ class ParentOptions:
             group = self._group(indices, context, chunk)
             for deals in (deal, dealt_by_price):
                 dealt = self._dealt(deals, group, elsewhere, context, chunk)
-                if dealt is not None and self.is_legal(dealt, context, chunk):
-                    option = self.priced(dealt, context, chunk)
+                if dealt is not None and not dealt[1]:
+                    option = self.priced(dealt[0], context, chunk)
                     if best is None or option.price.request_s < best.price.request_s:
                         best = option
         return None if best is None else best.owners
@@ -422,10 +422,10 @@ class ParentOptions:
                 return None
             rank = self._tables.in_order(order).rank
             elsewhere = (rank >= num_local[:, None]) & self.arrays.exists
-            owners = self._dealt(deal, dealt_to, elsewhere, context, chunk)
-            if owners is None:
+            dealt = self._dealt(deal, dealt_to, elsewhere, context, chunk)
+            if dealt is None:
                 return None
-            excess = self._excess(owners, context, chunk)
+            owners, excess = dealt
             if not excess:
                 return problem.seconds(num_local), owners
             if shape is None:
@@ -433,30 +433,31 @@ class ParentOptions:
             # What was chosen may be less than the limit. Where the allocator rounds up each layer,
             # a few experts less may take as much: each step is twice as long.
             chosen_bytes = float((num_local * problem.here_bytes).sum())
-            less = excess[LOCAL] * max(1, 2 ** (attempt - 1))
+            less = excess * max(1, 2 ** (attempt - 1))
             problem = replace(problem, here_limit=min(problem.here_limit, chosen_bytes) - less)
         return None
 
     def _dealt(
         self, deals: Deal, group: Group, elsewhere: BoolArray, context: int, chunk: int
-    ) -> IntArray | None:
+    ) -> tuple[IntArray, float] | None:
         """What `deals` says, with less for daemons whose allocator rounds up more than they have
-        room for; None if that leaves experts over. The parent's device is not looked at."""
+        room for, and the bytes for which there is then no room on the parent's device; None if
+        experts are left over."""
         model = self._model_of(context, chunk)
         for attempt in range(_TRIES):
             owners = deals(model, group, elsewhere)
             if owners is None:
                 return None
             excess = self._excess(owners, context, chunk)
-            excess.pop(LOCAL, None)
+            here = excess.pop(LOCAL, 0.0)
             if not excess:
-                return owners
+                return owners, here
             limits = group.limits.copy()
-            for place, index in enumerate(group.others):
+            for index, num_bytes in excess.items():
+                place = group.others.index(index)
                 counts = ((owners == index) & self.arrays.exists).sum(axis=1)
                 taken = float((counts * group.expert_bytes[place]).sum())
-                if index in excess:
-                    limits[place] = min(limits[place], taken) - excess[index] * 2**attempt
+                limits[place] = min(limits[place], taken) - num_bytes * 2**attempt
             group = replace(group, limits=limits)
         return None
 

@@ -180,7 +180,7 @@ def _best_of_parent(
     if asked is not None:
         return _better([_asked_for(each, wishes, asked, contexts) for each in both])
     ways = []
-    for each in both:
+    for each in reversed(both):  # of equal ones the first, without copies
         context = _chosen_context(each, contexts, chunks, much_s=_MUCH * best_s)
         if context is not None:
             ways += [(each.estimate(context, chunk), each, context, chunk) for chunk in chunks]
@@ -193,7 +193,10 @@ def _best_of_parent(
     if not is_slow:
         ways = _priced_ways(ways)
     if mode:  # estimates and prices are of the best option, whatever its mode
-        ways = list({id(way[1]): way for way in reversed(ways)}.values())
+        best_of = dict[bool, Way]()
+        for way in ways:
+            best_of.setdefault(way[1] is options, way)
+        ways = [*best_of.values()]
     found: list[ParentChoice | PlanRefused] = []
     for _, each, context, chunk in ways:
         found.append(_best_option(each, wishes, context, chunk, is_brief=is_slow and not mode))

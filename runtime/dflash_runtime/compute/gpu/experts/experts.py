@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -128,21 +128,17 @@ class CapturedExperts:
                 )
 
         with self._ops.step_experts.uncounted():
-            with steps.buffers.noted() as noted:
-                launch()  # compiles and allocates what is needed
+            graph, _kept = self._recorded(launch)
+        try:
+            graph.replay()
             device.synchronize()
-            with steps.buffers.repeated(noted):
-                graph = device.capture(launch)
-                try:
-                    graph.replay()
-                    device.synchronize()
-                    begun_s = time.perf_counter()
-                    for _ in range(_TIMED):
-                        graph.replay()
-                    device.synchronize()
-                    return (time.perf_counter() - begun_s) / (_TIMED * len(layers))
-                finally:
-                    graph.close()
+            begun_s = time.perf_counter()
+            for _ in range(_TIMED):
+                graph.replay()
+            device.synchronize()
+            return (time.perf_counter() - begun_s) / (_TIMED * len(layers))
+        finally:
+            graph.close()
 
     def forget_dropped(self) -> None:
         """Close captures of banks that no longer exist."""
@@ -183,18 +179,22 @@ class CapturedExperts:
         return capture
 
     def _captured(self, layer: CapturedLayer, box: StepBox) -> _Capture:
-        device, buffers = self._ops.device, self._ops.steps.buffers
         if self._exchanger is None:
-            self._exchanger = Exchanger(device)
-        with buffers.noted() as noted:
-            # A trial, which compiles and allocates what is needed.
-            self._launch(self._exchanger, layer.resident, box)
-        device.synchronize()
+            self._exchanger = Exchanger(self._ops.device)
         exchanger, resident = self._exchanger, layer.resident
-        # The graph's buffers are kept: a graph always writes to the same ones.
-        with buffers.repeated(noted) as kept:
-            graph = device.capture(lambda: self._launch(exchanger, resident, box))
+        graph, kept = self._recorded(lambda: self._launch(exchanger, resident, box))
         return _Capture(weakref.ref(layer), graph, kept)
+
+    def _recorded(self, launch: Callable[[], None]) -> tuple[Graph, list[Buffer]]:
+        """A graph of what `launch` launches, and its buffers, which are to be kept: it always
+        writes to the same ones."""
+        device, buffers = self._ops.device, self._ops.steps.buffers
+        with buffers.noted() as noted:
+            launch()  # a trial, which compiles and allocates what is needed
+        device.synchronize()
+        with buffers.repeated(noted) as kept:
+            graph = device.capture(launch)
+        return graph, kept
 
     def _launch(self, exchanger: Exchanger, layer: ResidentLayer, box: StepBox) -> None:
         steps = self._ops.steps
