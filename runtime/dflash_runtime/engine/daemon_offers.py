@@ -100,8 +100,7 @@ def daemons_of(
 
 
 def times_of(offers: Mapping[str, Offer], links: Mapping[str, LinkSpeed]) -> list[float]:
-    """Seconds of a layer of a step by daemons that have timed themselves; with their links, where
-    these were timed."""
+    """Seconds of a layer of a step by daemons that have timed themselves, with these links."""
     return [
         offer.used_s[0] + (links[name].step.at(1) if name in links else 0.0)
         for name, offer in offers.items()

@@ -318,8 +318,10 @@ class Planning:
         before, spec = self._settings, self._spec
         if len(offers) < len(self._daemon_names):
             return planned
+        # How late a daemon of this machine answers says how busy that is.
+        far = {name: x for name, x in self._opened.links.items() if name not in own.neighbours}
         # Most need not be compared with the parent: they are fast enough for any.
-        times = times_of(offers, self._opened.links)
+        times = times_of(offers, far)
         is_slower = is_any_slower(times, 0.0) and is_any_slower(times, own.step_s())
         if not (are_unlike(times) or is_slower):
             return planned

@@ -232,6 +232,17 @@ def test_a_far_daemon_alone_gets_less_than_the_parent(
     assert found.get("far", 0) < 0.2 * found[LOCAL_OWNER]
 
 
+def test_a_daemon_of_this_machine_keeps_its_share_though_it_answers_late(
+    machine: OneProcessor, spec: ModelSpec
+) -> None:
+    """On busy cores a round trip takes a millisecond; such a daemon then got no experts."""
+    offers = {"here": offer_of(spec, OURS_S)}
+    machine.links = {"here": link_of("here", 20 * OURS_S)}
+    machine.own = replace(machine.own, neighbours=["here"])
+    assert machine.planned(offers, [*offers]).placement is None
+    assert machine.num_measured == 0
+
+
 def test_a_slow_daemon_gets_less_than_a_fast_one(machine: OneProcessor, spec: ModelSpec) -> None:
     offers = {"fast": offer_of(spec, OURS_S), "slow": offer_of(spec, 40 * OURS_S)}
     planned = machine.planned(offers, [*offers])
