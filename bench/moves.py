@@ -1,8 +1,8 @@
 """How experts that move while serving change speed, and how long requests wait for it.
 
 The file's routing is planted (random_moe.py, --routing), and does not fit the GPU, or its experts
-are in daemons. An engine that has no heat yet writes one request after the other, the text of a
-stretch of the walk each time; first with moves, then with experts that stay (--swap-max 0).
+are in daemons. An engine that knows heat of other text writes one request after the other, the text
+of a stretch of the walk each time; first with moves, then with experts that stay (--swap-max 0).
 
 Examples:
   python -m bench.random_moe q4_k_m --routing qwen3
@@ -12,6 +12,8 @@ Examples:
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +30,8 @@ from dflash_runtime import Engine
 
 PROMPT = 48
 """Tokens of each prompt."""
+_LEARNT = 8
+"""Requests that heat is learnt from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +110,18 @@ def measure(
 ) -> str:
     """A table. The stretches do not overlap."""
     length = PROMPT + num_tokens
-    prompts = [walk.stretch(number * length, PROMPT) for number in range(num_requests)]
+    prompts = [walk.stretch(number * length, PROMPT) for number in range(num_requests + _LEARNT)]
     rows = []
-    for name, most in (("moves", settings.swap_max), ("stays", 0)):
-        with Engine.open(settings=replace(settings, swap_max=most), daemons=daemons) as engine:
-            rows += rows_of(name, served(engine, prompts, num_tokens))
+    with tempfile.TemporaryDirectory(prefix="moves-") as folder:
+        learnt, used = Path(folder, "learnt.heat"), Path(folder, "used.heat")
+        still = replace(settings, heat=str(learnt), swap_max=0)
+        with Engine.open(settings=still, daemons=daemons) as engine:
+            served(engine, prompts[num_requests:], num_tokens)
+        for name, most in (("moves", settings.swap_max), ("stays", 0)):
+            shutil.copy(learnt, used)
+            own = replace(settings, heat=str(used), swap_max=most)
+            with Engine.open(settings=own, daemons=daemons) as engine:
+                rows += rows_of(name, served(engine, prompts[:num_requests], num_tokens))
     columns = ["", "tokens/s", "selections here", "of the fullest", "moved", "longest pause, ms"]
     return table([*columns, "longest first token, ms", "longest step, ms"], rows)
 
@@ -133,7 +144,6 @@ def main() -> None:
         expert_budget_mb=options.expert_budget_mb,
         swap_max=options.swap_max,
         context=max(512, PROMPT + options.tokens),
-        heat="off",
     )
     walk = Walk.of_file(options.model)
     print(

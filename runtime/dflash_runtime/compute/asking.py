@@ -67,6 +67,9 @@ class AskedOwners(Protocol):
     def asks_daemons(self) -> bool:
         """Whether some experts belong to other processes, connected or not."""
 
+    def daemon_threads(self, unknown: int) -> int:
+        """Threads that daemons compute with; of each that did not say it, `unknown`."""
+
     @property
     def own_index(self) -> int:
         """The owner whose experts this process's host computes; -1 if there is none."""

@@ -118,6 +118,10 @@ class MoeExpertComputeRuntime:
         """Whether some experts belong to other processes, connected or not."""
         return any(self._is_daemon)
 
+    def daemon_threads(self, unknown: int) -> int:
+        daemons = (x.stats for x in self._owners if x.stats.kind is OwnerKind.DAEMON)
+        return sum(unknown if x.offer is None else x.offer.num_threads for x in daemons)
+
     def local_experts_mask(self, layer_id: int) -> npt.NDArray[np.bool_]:
         owner_index = self.placement.routing[layer_id].owner_index
         if self._device_owner is None:

@@ -32,6 +32,8 @@ from dflash_runtime.experts.telemetry import OwnerKind, OwnerStats
 from dflash_runtime.placement.split import make_placement
 from support.examples import examples
 from support.placements import random_placement
+from support.planned_boxes import model_spec
+from support.planned_settings import large_offer
 from support.random_models import ODD_SHAPES, write_qwen3moe
 from support.routed_batches import (
     HIDDEN_SIZE,
@@ -390,6 +392,14 @@ def test_the_callers_arrays_are_left_alone() -> None:
     for array, old in zip((hidden, ids, weights), before, strict=True):
         np.testing.assert_array_equal(array, old)
     assert not np.shares_memory(sums, hidden)
+
+
+def test_threads_of_daemons_are_those_that_they_told() -> None:
+    offer = large_offer(model_spec(SPEC))
+    rig = Rig(split([0, 1], [2, 3], [4, 5]), fails={})
+    assert rig.runtime.daemon_threads(8) == 16
+    rig.owners["cpu0"].stats.offer = replace(offer, num_threads=3)
+    assert rig.runtime.daemon_threads(8) == 11
 
 
 def test_stats_are_by_owner_name_and_the_fallback_appears_when_used() -> None:

@@ -109,7 +109,9 @@ class AskedModel:
         def no_experts(phase: object) -> None:
             raise NotImplementedError("steps of one token are recorded")
 
-        return Passes(self._backend, model, self._cache, no_experts, captured), owners
+        # Its own tokens: experts that other passes have just read may be in the caches.
+        random = np.random.default_rng((num_layers, every))
+        return Passes(self._backend, model, self._cache, no_experts, captured, random), owners
 
 
 def _num_that_fit(file: GgufFile, description: Description, limit_bytes: int) -> int:

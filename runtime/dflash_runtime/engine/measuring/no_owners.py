@@ -27,6 +27,10 @@ class NoOwners(AbsentOwners):
         super().__init__(here.__getitem__)
         self._here = here
 
+    def daemon_threads(self, unknown: int) -> int:
+        """None."""
+        return 0
+
     def routing(self, layer_id: int) -> LayerRouting:
         num_experts = self._here[layer_id].size
         ids = np.arange(num_experts, dtype=np.int32)

@@ -98,9 +98,8 @@ class AskTable:
         self._num_cores = len(os.sched_getaffinity(0))
         idle = region = 0
         if workers is not None:
-            # Daemons of this machine have as many threads, unless told otherwise.
-            has_less = self._num_cores < 2 * workers.num_threads
-            words[t.FREES_CORES] = owners.asks_daemons and has_less
+            num_threads = workers.decode_threads + owners.daemon_threads(workers.num_threads)
+            words[t.FREES_CORES] = owners.asks_daemons and self._num_cores < num_threads
             if not words[t.FREES_CORES]:  # waking a thread takes a tenth of a layer
                 workers.spin_for(LONG_SPIN_S)
             idle, region = (workers.address + 8 * word for word in (IDLE, REGION))
