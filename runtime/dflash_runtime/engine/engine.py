@@ -200,6 +200,7 @@ class Engine:
         with uninterrupted():
             with contextlib.suppress(DflashError):  # a device that has failed
                 self._steps.heat_now()
+                self.predictions.learn()
             self._steps.end()
             self._verifier = None  # may hold parts of the cache
             self._release()

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from dflash_adapters.gguf.file import GgufFile
@@ -17,7 +18,7 @@ from dflash_adapters.registry import describe
 from dflash_adapters.spec import ModelSpec, MoeLayer
 from dflash_protocol.device import Device
 from dflash_protocol.errors import DeviceOutOfMemory, SettingsError
-from dflash_protocol.ids import AnyArray, I32Array
+from dflash_protocol.ids import AnyArray, I32Array, Phase
 from dflash_protocol.placement import Placement
 from dflash_protocol.settings import MAX_THREADS, Settings
 from dflash_protocol.settings.kinds import DaemonSetting, DeviceOrAuto, checked, shown
@@ -41,7 +42,9 @@ from dflash_runtime.engine.trial_steps import trial_steps
 from dflash_runtime.experts.daemons.supervisor import ProgressCallback
 from dflash_runtime.experts.offload import OffloadChoice, OffloadMode
 from dflash_runtime.experts.owners import Owners, give, is_any_local
+from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 from dflash_runtime.experts.store import expert_tensor_types
+from dflash_runtime.experts.telemetry import PhaseStats
 from dflash_runtime.placement.footprint import Memory, Request, footprint, what_fits
 from dflash_runtime.placement.moves import MovePrices
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
@@ -188,7 +191,11 @@ def open_model(
     asked.weights.remember()
     asked.weights.start()
     predictions = Predictions(
-        planned.plan, request=request_of(settings), cache_dir=settings.cache_dir
+        planned.plan,
+        request=request_of(settings),
+        cache_dir=settings.cache_dir,
+        asked=partial(_asked_in_steps, owners.runtime),
+        expert_bytes=fmean([layer.expert_bytes for layer in spec.moe.layers] or [0]),
     )
     move_prices = planned.move_prices
     if not decision.is_fixed and _may_daemons_change(settings, names):
@@ -206,6 +213,12 @@ def open_model(
         predictions,
         move_prices,
     )
+
+
+def _asked_in_steps(runtime: MoeExpertComputeRuntime) -> PhaseStats | None:
+    """What the processor beside the parent's device has computed in steps."""
+    owner = runtime.stats().get(HOST_OWNER)
+    return None if owner is None else owner.phases.get(Phase.DECODE)
 
 
 def _may_daemons_change(settings: Settings, names: Sequence[str]) -> bool:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import replace
 
 from dflash_runtime.engine.generation import GenerationStats
-from dflash_runtime.engine.measuring.kept import drop_box
+from dflash_runtime.engine.measuring.kept import drop_box, keep_box, kept_box
+from dflash_runtime.experts.telemetry import PhaseStats
 from dflash_runtime.placement.plan import Plan
 from dflash_runtime.placement.situation import PlannedRequest
 
@@ -22,6 +25,14 @@ _FEWEST_STEPS = 32
 _FARTHEST = 2.0
 """Generations are compared up to so many times the planned request's positions: later steps take
 longer than those that were predicted."""
+
+
+_FEWEST_ASKS = 2000
+"""Layers of steps that asked the processor, before what they took is believed."""
+_EXPLAINS = 0.1
+"""A difference of the asked experts from what was measured that explains one of whole steps."""
+_SAME = 0.02
+"""A difference that is not kept."""
 
 
 class PredictionWatch:
@@ -72,16 +83,27 @@ class Predictions:
     """An engine's plan, and whether its steps take what they were predicted to.
 
     Decoding is compared by generation, from times that are taken anyway. Once it was off for a
-    minute of service, the kept box is dropped, so that the next start measures again. Predictions
-    from no heat are not compared, unless all experts are on the parent's device.
+    minute of service, the kept box is dropped, so that the next start measures again; but if it is
+    the experts that a device's steps ask of the processor, what they took is kept instead, as it
+    also is by `learn`. Predictions from no heat are not compared, unless all experts are on the
+    parent's device.
     States: as PredictionWatch. Used by the engine's thread.
     """
 
     def __init__(
-        self, plan: Plan | None, *, request: PlannedRequest, cache_dir: str | None = None
+        self,
+        plan: Plan | None,
+        *,
+        request: PlannedRequest,
+        cache_dir: str | None = None,
+        asked: Callable[[], PhaseStats | None] = lambda: None,
+        expert_bytes: float = 0.0,
     ) -> None:
-        """`plan`: None if nothing was planned; `cache_dir`: of the kept box."""
+        """`plan`: None if nothing was planned; `cache_dir`: of the kept box. `asked`: what steps
+        have asked of the processor so far, None if it has no experts; `expert_bytes`: of one expert
+        in the file, on average."""
         self.plan = plan
+        self._asked, self._expert_bytes = asked, expert_bytes
         self._farthest = _FARTHEST * (request.prompt + request.written)
         self._cache_dir = cache_dir
         self._watch = PredictionWatch()
@@ -110,7 +132,7 @@ class Predictions:
         predicted_s = num_steps / plan.forecast.decode
         measured_s = min(max(predicted_s, stats.decode_s), max(elapsed_s, stats.decode_s))
         self._watch.add(predicted_s=predicted_s, measured_s=measured_s)
-        if self._watch.is_stale:
+        if self._watch.is_stale and not self.learn():
             drop_box(plan.origin.box_key, self._cache_dir)
             # docs: something else uses the machine, or its clocks, memory or driver have changed;
             # the next start measures it again
@@ -120,3 +142,26 @@ class Predictions:
                 self.ratio,
                 STALE_AFTER_S,
             )
+
+    def learn(self) -> bool:
+        """Keep in the box what the processor's experts took in steps that asked for them, for the
+        next plan: passes that are measured before an engine is open may be faster. It does so
+        once. Returns whether it differed so much that it explains wrong predictions."""
+        plan, counted = self.plan, self._asked()
+        if plan is None or counted is None or counted.requests < _FEWEST_ASKS:
+            return False
+        key, device = plan.origin.box_key, str(plan.setup.device)
+        box = kept_box(key, self._cache_dir)
+        speed = None if box is None else box.host_asked.get(device)
+        if box is None or speed is None:
+            return False
+        num_bytes = counted.pairs / counted.requests * self._expert_bytes
+        served = speed.as_served(num_bytes, counted.compute_s / counted.requests)
+        before_s, now_s = speed.computing.at(num_bytes), served.computing.at(num_bytes)
+        if before_s <= 0.0 or abs(now_s / before_s - 1.0) < _SAME:
+            return False
+        self._asked = lambda: None
+        keep_box(replace(box, host_asked={**box.host_asked, device: served}), self._cache_dir)
+        # docs: the next plan expects of the processor what it took in this service
+        _LOG.info("asked experts took %.2f times as long as was measured", now_s / before_s)
+        return abs(now_s / before_s - 1.0) >= _EXPLAINS

@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+_MOST_SLOWER = 2.0
+"""What service tells is believed up to this factor: other programs may have used the machine."""
+
 
 @dataclass(frozen=True, slots=True)
 class Curve:
@@ -100,6 +103,31 @@ class OffloadSpeed:
 
 
 @dataclass(frozen=True, slots=True)
+class AskedSpeed:
+    """What the processor's experts cost in a device's steps of one token, where these ask for them.
+    Both curves are of a layer, by the bytes in the file of its asked experts, from one expert on.
+    """
+
+    beyond: Curve
+    """What the layer takes more than its trunk and its stop: the start of the processor's threads,
+    products and sums, and what the device then waits for."""
+    computing: Curve
+    """Of that, what the processor counts as computing. While serving, the same is counted."""
+
+    def as_served(self, num_bytes: float, seconds: float) -> AskedSpeed:
+        """With computing that takes `seconds` for so many bytes, and for others in proportion."""
+        found_s = self.computing.at(num_bytes)
+        ratio = seconds / found_s if found_s > 0.0 else 1.0
+        ratio = min(_MOST_SLOWER, max(1.0 / _MOST_SLOWER, ratio))
+        computing = tuple((amount, ratio * each_s) for amount, each_s in self.computing.points)
+        beyond = tuple(
+            (amount, max(0.0, each_s + (ratio - 1.0) * self.computing.at(amount)))
+            for amount, each_s in self.beyond.points
+        )
+        return AskedSpeed(Curve(beyond), Curve(computing))
+
+
+@dataclass(frozen=True, slots=True)
 class Together:
     """How many times longer two things take when both run, each as a factor of 1 or more."""
 
@@ -126,10 +154,8 @@ class Box:
     host_stop: Mapping[str, Curve] = field(default_factory=dict)
     """By device: a layer's stop within a step, where the host takes over rows and choice and gives
     back sums; by rows."""
-    host_asked: Mapping[str, Curve] = field(default_factory=dict)
-    """By device: what a layer of a step of one token takes more than its trunk and its stop if the
-    host computes some of its experts, by their bytes in the file: the start of the processor's
-    threads, products and sums, and what the device then waits for. From one expert on."""
+    host_asked: Mapping[str, AskedSpeed] = field(default_factory=dict)
+    """By device."""
     offload: Mapping[str, OffloadSpeed] = field(default_factory=dict)
     """By device: prompts whose experts are copied there."""
     disk: Curve | None = None

@@ -164,10 +164,11 @@ def host_side(situation: Situation, parent: ParentDevice) -> Side | None:
         return None
     beside = factor(box, f"experts of {_CPU}", f"steps of {parent.device}")
     side = _linked(box, HOST_OWNER, speed, is_cpu=True, factor=beside)
+    asked = box.host_asked.get(str(parent.device))
     return replace(
         side,
         chunks=ChunkParts.of(speed.experts, situation.spec.moe),
-        asked=box.host_asked.get(str(parent.device)),
+        asked=None if asked is None else asked.beyond,
     )
 
 

@@ -43,7 +43,7 @@ class MeasuredBox:
             if (stop := self.box.host_stop.get(device.device)) is not None:
                 lines.append(f"{_INDENT}stop of a step for the host: {_points(stop, _rows, _us)}")
             if (asked := self.box.host_asked.get(device.device)) is not None:
-                shown = _points(asked, _megabytes, _us)
+                shown = _points(asked.beyond, _megabytes, _us)
                 lines.append(f"{_INDENT}experts of a step asked of it: {shown}")
             if (copies := self.box.copies.get(device.device)) is not None:
                 lines += [f"{_INDENT}{line}" for line in _copy_lines(copies)]

@@ -123,6 +123,16 @@ def apply_next(engine: Engine) -> None:
     assert engine.stats().moves.experts_moved > before.experts_moved
 
 
+def fail_next(engine: Engine) -> None:
+    """Wait for what is being copied, and have it fail."""
+
+    def has_failed() -> bool:
+        engine.move_experts()
+        return engine.stats().moves.rounds_not_applied > 0
+
+    wait_until(has_failed, "a round that fails", pause_s=0.0)
+
+
 @pytest.mark.parametrize("kind", ["Q8_0", pytest.param("F16", marks=pytest.mark.slow), "gpt-oss"])
 def test_texts_after_many_moves_are_those_of_a_new_engine(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scripted: type[ScriptedPolicy]
@@ -342,10 +352,7 @@ def test_a_round_that_fails_leaves_the_old_placement_in_use(
         caplog.clear()
         with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
             fault(patch)
-            for _ in range(10_000):
-                engine.move_experts()
-                if engine.stats().moves.rounds_not_applied:
-                    break
+            fail_next(engine)
         stats = engine.stats().moves
         assert stats.rounds_not_applied == 1
         assert "broke" in stats.last_reason
@@ -377,10 +384,7 @@ def test_a_file_that_vanishes_is_still_mapped_and_one_that_is_written_to_is_not_
         with (tmp_path / "other").open("ab") as file:
             file.write(b"x")
         with caplog.at_level(logging.WARNING):
-            for _ in range(10_000):  # what was begun before is filled first
-                engine.move_experts()
-                if engine.stats().moves.rounds_not_applied:
-                    break
+            fail_next(engine)
         assert engine.placement is before
         assert "written" in engine.stats().moves.last_reason
         assert len([each for each in caplog.records if "moved" in each.message]) == 1
@@ -393,10 +397,7 @@ def test_if_it_cannot_be_undone_nothing_is_computed_any_more(
         tokens_of(engine)
         with monkeypatch.context() as patch:
             patch.setattr(ResidentLayer, "rename", broken)
-            for _ in range(10_000):
-                engine.move_experts()
-                if engine.stats().moves.rounds_not_applied:
-                    break
+            fail_next(engine)
         with pytest.raises(DeviceUnavailable, match="broke"):
             tokens_of(engine)
 

@@ -1,4 +1,4 @@
-"""Service that takes other times than predicted has the box measured anew at the next start."""
+"""Service that takes other times than predicted has the box measured anew, or corrected."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ import pytest
 
 from dflash_protocol.device import Device, DeviceKind
 from dflash_protocol.placement import Placement
+from dflash_protocol.settings import load_settings
+from dflash_runtime import Engine
 from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.engine import predictions
 from dflash_runtime.engine.generation import GenerationStats
 from dflash_runtime.engine.measuring.kept import keep_box, kept_box
 from dflash_runtime.engine.predictions import Predictions
-from dflash_runtime.placement.box import Box
+from dflash_runtime.experts.telemetry import PhaseStats
+from dflash_runtime.placement.box import AskedSpeed, Box, Curve
 from dflash_runtime.placement.plan import (
     ExpertRoom,
     Forecast,
@@ -24,6 +28,9 @@ from dflash_runtime.placement.plan import (
 )
 from dflash_runtime.placement.situation import PlannedRequest
 from dflash_runtime.placement.wishes import MoeMode
+from support.emulated_gpu import TINY
+from support.planned_gpu import GPU, OneGpu
+from support.random_models import write_qwen3moe
 
 STEP_S = 0.01
 PLAN = Plan(
@@ -42,13 +49,40 @@ PLAN = Plan(
 )
 
 
+EXPERT_BYTES = 1e6
+ASKED = AskedSpeed(
+    Curve(((EXPERT_BYTES, 30e-6), (8 * EXPERT_BYTES, 210e-6))),
+    Curve(((EXPERT_BYTES, 20e-6), (8 * EXPERT_BYTES, 160e-6))),
+)
+
+
+def asked(num_requests: int, microseconds: float) -> PhaseStats:
+    """Of two experts each, and what each request took."""
+    total_s = num_requests * microseconds * 1e-6
+    return PhaseStats(requests=num_requests, pairs=2 * num_requests, compute_s=total_s)
+
+
 class Service:
     """Generations of 100 steps, and the box that their plan was made from."""
 
     def __init__(self, folder: Path, plan: Plan | None = PLAN) -> None:
         self._folder = str(folder)
-        keep_box(Box("box", {}), self._folder)
-        self.predictions = Predictions(plan, request=PlannedRequest(), cache_dir=self._folder)
+        keep_box(Box("box", {}, host_asked={"cuda:0": ASKED}), self._folder)
+        self.asked: PhaseStats | None = None
+        self.predictions = Predictions(
+            plan,
+            request=PlannedRequest(),
+            cache_dir=self._folder,
+            asked=lambda: self.asked,
+            expert_bytes=EXPERT_BYTES,
+        )
+
+    @property
+    def asked_s(self) -> float:
+        """What two asked experts of a layer are expected to take the next time."""
+        box = kept_box("box", self._folder)
+        assert box is not None
+        return box.host_asked["cuda:0"].beyond.at(2 * EXPERT_BYTES)
 
     @property
     def is_kept(self) -> bool:
@@ -117,3 +151,54 @@ def test_all_experts_on_the_device_need_no_heat(tmp_path: Path) -> None:
     service = Service(tmp_path, replace(PLAN, origin=origin, share_here=1.0))
     service.serve(3.0, 100)
     assert not service.is_kept
+
+
+def test_what_asked_experts_took_is_kept_instead_of_dropping_the_box(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    before_s = service.asked_s
+    service.asked = asked(5000, 60.0)
+    service.serve(1.4, 100)
+    assert service.asked_s == pytest.approx(before_s + 20e-6)
+    assert not service.predictions.learn()  # it is known by now
+    assert service.asked_s == pytest.approx(before_s + 20e-6)
+
+
+@pytest.mark.parametrize(
+    "counted",
+    [None, PhaseStats(), asked(100, 80.0), asked(5000, 40.5)],
+    ids=["no experts", "nothing", "little", "as measured"],
+)
+def test_little_or_nothing_new_is_not_kept(tmp_path: Path, counted: PhaseStats | None) -> None:
+    service = Service(tmp_path)
+    before_s, service.asked = service.asked_s, counted
+    assert not service.predictions.learn()
+    assert service.asked_s == before_s
+    service.serve(1.4, 100)
+    assert not service.is_kept
+    assert not service.predictions.learn()
+
+
+def test_an_engine_learns_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predictions, "_FEWEST_ASKS", 1)
+    path = write_qwen3moe(tmp_path / "m.gguf", TINY, seed=4, tensor_type="Q8_0")
+    gpu = OneGpu(monkeypatch, path)
+    gpu.make_room_for(5)
+    settings = replace(
+        load_settings(),
+        model=str(path),
+        device=GPU,
+        context=64,
+        moe_mode="hot",
+        cache_dir=str(tmp_path),
+    )
+    with Engine.open(settings=settings) as engine:
+        assert engine.plan is not None
+        key = engine.plan.origin.box_key
+        keep_box(Box(key, {}, host_asked={str(GPU): ASKED}), str(tmp_path))
+        for _ in engine.generate([1, 2, 3], 8, ignore_eos=True):
+            pass
+    found = kept_box(key, str(tmp_path))
+    assert found is not None
+    assert found.host_asked[str(GPU)] != ASKED
+    engine.close()
+    assert kept_box(key, str(tmp_path)) == found

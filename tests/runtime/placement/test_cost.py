@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_runtime.compute.kv_cache import KvType
-from dflash_runtime.placement.box import Curve, DeviceSpeed, OffloadSpeed, Together
+from dflash_runtime.placement.box import AskedSpeed, Curve, DeviceSpeed, OffloadSpeed, Together
 from dflash_runtime.placement.cost import CostModel
 from dflash_runtime.placement.expectation import IntArray, chosen_by_prompt
 from dflash_runtime.placement.options import ParentOptions
@@ -91,7 +91,8 @@ def test_if_nothing_elsewhere_is_chosen_only_the_stop_remains() -> None:
 
 def test_steps_take_what_asking_the_processor_was_measured_to_take() -> None:
     size, gpu = SPEC.moe.layers[0].expert_bytes, "cuda:0"
-    asked = Curve(((size, 1.0), (2 * size, 1.5)))
+    beyond = Curve(((size, 1.0), (2 * size, 1.5)))
+    asked = AskedSpeed(beyond, computing=beyond)
     situation_ = at(stop_s=0.25)
     box = replace(situation_.box, host_asked={gpu: asked})
     model, before = model_of(replace(situation_, box=box)), model_of(situation_)

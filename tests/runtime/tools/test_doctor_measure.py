@@ -12,6 +12,7 @@ from dflash_protocol.settings import Settings
 from dflash_runtime.cli.main import cli
 from dflash_runtime.engine.demo_model import demo_model_path
 from dflash_runtime.placement.box import (
+    AskedSpeed,
     Box,
     CopySpeed,
     Curve,
@@ -34,7 +35,7 @@ BOX = Box(
     {"cuda:0": CopySpeed("cuda:0", 2e10, 1e10, 0.0, 0.0, "gen 4 x8 of gen 5 x16")},
     (Together("experts of cpu", "steps of cuda:0", 1.5, 1.25),),
     {"cuda:0": LINE},
-    {"cuda:0": LINE},
+    {"cuda:0": AskedSpeed(LINE, LINE)},
     {"cuda:0": OffloadSpeed("cuda:0", Curve(((512.0, 0.04),)), Curve(((512.0, 3e-4),)))},
     LINE,
 )

@@ -26,7 +26,7 @@ from dflash_runtime.engine.measuring.no_owners import AskedProcessor
 from dflash_runtime.engine.measuring.passes import STEPS_IN_A_ROW, Passes
 from dflash_runtime.engine.measuring.timing import Timer, medians
 from dflash_runtime.experts.store import load_banks
-from dflash_runtime.placement.box import Curve
+from dflash_runtime.placement.box import AskedSpeed, Curve
 
 _LEAST_WEIGHT = 0.05
 """Of what few experts tell of the cost of asking for any."""
@@ -141,9 +141,9 @@ def _banks_read(
 
 def measure_asked(
     loaded: AskedModel, *, trunk: Curve, stop_s: float, limit_s: float
-) -> Curve | None:
-    """What a layer takes beyond its trunk and its stop, by the bytes of its asked experts, from one
-    to all of a token's: see Box.host_asked. None if there are too few layers with experts.
+) -> AskedSpeed | None:
+    """What a layer takes beyond its trunk and its stop, from one to all of a token's experts. None
+    if there are too few layers with experts.
 
     `trunk`: seconds of a layer without experts, by bytes.
     """
@@ -155,11 +155,16 @@ def measure_asked(
     num_used = min(layer.num_experts_used for layer in layers)
     parts = [loaded.asked(every) for every in _parts(num_used)]
     timers = [_timer(passes) for part in parts for passes in part.ends]
+    for timer in timers:
+        timer()  # compiles
+    for part in parts:
+        part.owners.begin_counts()
     times = np.array(medians(timers, limit_s=limit_s)).reshape(len(parts), 2)
     trunks_s = sum(trunk.at(trunk_bytes(loaded.file, layer)) for layer in timed)
     beyond_s = (np.diff(times)[:, 0] - trunks_s) / len(layers) - stop_s
     expert_bytes = float(np.mean([layer.expert_bytes for layer in layers]))
-    return _curve(parts, np.maximum(beyond_s, 0.0).tolist(), expert_bytes)
+    beyond = _curve(parts, np.maximum(beyond_s, 0.0).tolist(), expert_bytes)
+    return AskedSpeed(beyond, _computing(parts, expert_bytes))
 
 
 def _parts(num_used: int) -> tuple[int, ...]:
@@ -177,6 +182,16 @@ def _curve(parts: Sequence[AskedPasses], beyond_s: Sequence[float], expert_bytes
     share, num_few = parts[1].owners.counts()
     one_s = time_of_one(all_s, beyond_s[1], share_asking=share, num_few=num_few, num_all=num_all)
     return Curve(((expert_bytes, one_s), (num_all * expert_bytes, all_s)))
+
+
+def _computing(parts: Sequence[AskedPasses], expert_bytes: float) -> Curve:
+    """What layers that ask counted as computing."""
+    points = dict[float, float]()
+    for part in parts:
+        num_experts, seconds = part.owners.of_one()
+        if num_experts > 0.0:
+            points[num_experts * expert_bytes] = seconds
+    return Curve(tuple(sorted(points.items())) or ((expert_bytes, 0.0),))
 
 
 def time_of_one(

@@ -22,6 +22,7 @@ from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.topology import Topology
 from dflash_runtime.placement import record_fields as read
 from dflash_runtime.placement.box import (
+    AskedSpeed,
     Box,
     CopySpeed,
     Curve,
@@ -33,7 +34,7 @@ from dflash_runtime.placement.box import (
 
 _LOG = logging.getLogger(__name__)
 
-_FORMAT = 6
+_FORMAT = 7
 _PREFIX, _SUFFIX = "box-", ".json"
 _LIMIT_BYTES = 1 << 20
 _NUM_KEPT = 64
@@ -157,7 +158,10 @@ def box_record(box: Box) -> dict[str, Any]:
             for each in box.together
         ],
         "host_stop": {name: curve.points for name, curve in box.host_stop.items()},
-        "host_asked": {name: curve.points for name, curve in box.host_asked.items()},
+        "host_asked": {
+            name: {"beyond": each.beyond.points, "computing": each.computing.points}
+            for name, each in box.host_asked.items()
+        },
         "offload": {
             name: {"copies": each.copies.points, "part": each.part.points}
             for name, each in box.offload.items()
@@ -178,7 +182,7 @@ def box_from_json(text: bytes) -> Box:
         _by_name(given["copies"], _copies),
         tuple(_together(each) for each in read.items(given["together"], "together", _MOST)),
         _by_name(given["host_stop"], _curve),
-        _by_name(given["host_asked"], _curve),
+        _by_name(given["host_asked"], _asked),
         _by_name(given["offload"], _offload),
         None if disk is None else _curve("disk", disk),
     )
@@ -231,6 +235,13 @@ def _copies(name: str, given: object) -> CopySpeed:
         name,
         **{rate: read.number(rates[rate], rate, _LARGEST) for rate in _RATES},
         pcie=read.text(rates["pcie"], "pcie"),
+    )
+
+
+def _asked(name: str, given: object) -> AskedSpeed:
+    curves = read.fields(given, "asked experts", ("beyond", "computing"))
+    return AskedSpeed(
+        _curve("asked experts", curves["beyond"]), _curve("computing", curves["computing"])
     )
 
 

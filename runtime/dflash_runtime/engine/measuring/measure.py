@@ -27,6 +27,7 @@ from dflash_runtime.engine.measuring.timing import TimeLeft
 from dflash_runtime.engine.measuring.together import measure_together
 from dflash_runtime.engine.trial_steps import trial_steps
 from dflash_runtime.placement.box import (
+    AskedSpeed,
     Box,
     CopySpeed,
     Curve,
@@ -77,7 +78,7 @@ class _Parts:
     copies: dict[str, CopySpeed] = field(default_factory=dict)
     together: list[Together] = field(default_factory=list)
     host_stop: dict[str, Curve] = field(default_factory=dict)
-    host_asked: dict[str, Curve] = field(default_factory=dict)
+    host_asked: dict[str, AskedSpeed] = field(default_factory=dict)
     links: dict[str, LinkSpeed] = field(default_factory=dict)
     offload: dict[str, OffloadSpeed] = field(default_factory=dict)
     disk: Curve | None = None
@@ -324,9 +325,9 @@ def _measure_asked(
     )
     with contextlib.closing(asked):
         stop_s = parts.host_stop[device.name].at(1)
-        curve = measure_asked(asked, trunk=speed.trunk[1], stop_s=stop_s, limit_s=left.share(0.6))
-        if curve is not None:
-            parts.host_asked[device.name] = curve
+        found = measure_asked(asked, trunk=speed.trunk[1], stop_s=stop_s, limit_s=left.share(0.6))
+        if found is not None:
+            parts.host_asked[device.name] = found
     host = parts.devices.get(str(CPU))
     if host is not None:
         link = measure_asked_chunks(

@@ -86,7 +86,7 @@ class AskedProcessor(NoOwners):
         self.own_banks = banks
         self._asked = asked
         self._settle: Callable[[], None] | None = None
-        self._num_layers = self._num_asked = self._num_pairs = 0
+        self.begin_counts()
 
     def routing(self, layer_id: int) -> LayerRouting:
         asked = self._asked[layer_id]
@@ -101,6 +101,14 @@ class AskedProcessor(NoOwners):
         self._num_layers += taken.num_layers
         self._num_asked += own.num_requests
         self._num_pairs += own.num_pairs
+        self._compute_s += own.compute_s
+
+    def begin_counts(self) -> None:
+        """Count from now on."""
+        if self._settle is not None:
+            self._settle()
+        self._num_layers = self._num_asked = self._num_pairs = 0
+        self._compute_s = 0.0
 
     def counts(self) -> tuple[float, float]:
         """The share of layers that asked so far, and the mean number of experts asked in a layer,
@@ -109,3 +117,11 @@ class AskedProcessor(NoOwners):
             self._settle()
         num_layers = max(1, self._num_layers)
         return self._num_asked / num_layers, self._num_pairs / num_layers
+
+    def of_one(self) -> tuple[float, float]:
+        """What a layer that asks has asked so far, on average: experts, and seconds of computing
+        them. Both are 0 if none did."""
+        if self._settle is not None:
+            self._settle()
+        num_asked = max(1, self._num_asked)
+        return self._num_pairs / num_asked, self._compute_s / num_asked

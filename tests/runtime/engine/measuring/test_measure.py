@@ -139,8 +139,12 @@ def test_a_gpu_beside_the_host(
     box = measured(model, host, MeasuredDevice("cuda:0", backend, lambda: "gen 4 x8"))
     check_device(box, "cuda:0", rows={1, backend.chunking.preferred})
     assert [rows for rows, _ in box.host_stop["cuda:0"].points] == [1.0, 20.0]
-    one, all_used = (amount for amount, _ in box.host_asked["cuda:0"].points)
+    asked = box.host_asked["cuda:0"]
+    one, all_used = (amount for amount, _ in asked.beyond.points)
     assert (one, all_used) == (6528, TINY.num_experts_used * 6528)
+    (least, _), (most, _) = asked.computing.points
+    assert one <= least < most == all_used
+    assert is_sound(asked.computing)
     crossing = box.links[HOST_OWNER]
     assert not crossing.by_device
     assert crossing.step.at(1) == 0.0
