@@ -5,7 +5,8 @@ plan says how fast decode and prompts will be (`Engine.plan.forecast`; where not
 planned, `dflash-moe plan` says it). A process takes all of the GPU's memory but the budget of the
 set-up. All know heat of other texts than are measured, which the first engine of a file learns.
 Each set-up measures the machine anew, as a first start does: what others do on a shared host
-changes within minutes (--kept-box: as later starts do).
+changes within minutes. With --kept-box it is as at later starts: the machine is measured once, and
+heat is learnt with half of the experts on the processor, whose times correct what was measured.
 
   decode         after 448 tokens
   decode later   after 1,152: plans predict decode in the middle of the request that they are made
@@ -283,11 +284,16 @@ def measure_all(
     for name, of in setups.items():
         bench = bench_of(of)
         if of.file not in heats:
-            # With all of the GPU, and so fast; each file's heat is the same whoever computes.
+            # Within all of the GPU's memory; each file's heat is the same whoever computes.
             learning = replace(bench, device=options.device)
+            half: dict[str, Any] = {}
+            if options.kept_box:
+                half["wishes"] = {"expert_budget_pct": 50}
 
-            def learn(_result: Result, until_s: float, from_: Bench = learning) -> None:
-                heats[of.file] = from_.learn(until_s)  # noqa: B023 - it is called at once
+            def learn(
+                _result: Result, until_s: float, from_: Bench = learning, half: Any = half
+            ) -> None:
+                heats[of.file] = from_.learn(until_s, **half)  # noqa: B023 - it is called at once
 
             if parts.run(f"heat of {of.file}", 2 * options.turn_limit, learn)["errors"]:
                 results[name] = {"errors": ["no heat was learnt"]}

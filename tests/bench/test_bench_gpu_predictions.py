@@ -33,14 +33,15 @@ TEXTS = Texts(
 )
 
 
+@pytest.mark.parametrize("more", [(), ("--kept-box",)])
 def test_setups_are_opened_as_asked_and_forecast(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    more: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = write_qwen3moe(tmp_path / "m.gguf", TINY, seed=4, tensor_type="Q8_0")
     gpu = OneGpu(monkeypatch, model)
     gpu.make_room_for(7)
     monkeypatch.setattr("bench.gpu_predictions.is_gpu", lambda device: False)
-    options = parsed(["--model", str(model)])
+    options = parsed(["--model", str(model), *more])
     results: dict[str, Result] = {}
     num_kept = 0
 
