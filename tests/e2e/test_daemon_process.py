@@ -266,7 +266,7 @@ def test_a_launcher_that_fails_is_reported(model: Path) -> None:
     assert re.search(r"\bcpu0\b.* exit code 1\b", done.stderr)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.slow), "cpu"])
 def test_engines_that_are_closed_have_nothing_open(
     model: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,7 +105,9 @@ def check_reuse(undo: ExitStack, daemon: Daemon, open_engine: Callable[[], Engin
     assert engine.last_generation.num_reused_tokens >= num_reused
 
 
-@pytest.mark.parametrize("write", [attention_model, recurrent_model])
+@pytest.mark.parametrize(
+    "write", [pytest.param(attention_model, marks=pytest.mark.slow), recurrent_model]
+)
 def test_a_processors_fallback_of_another_class(
     write: Callable[[Path], Path], tmp_path: Path, endpoint: str
 ) -> None:
@@ -115,7 +117,7 @@ def test_a_processors_fallback_of_another_class(
         check_reuse(undo, daemon, partial(opened, model, endpoint, backend="cpu"))
 
 
-@pytest.mark.parametrize("offload", ["off", "auto"])
+@pytest.mark.parametrize("offload", ["off", pytest.param("auto", marks=pytest.mark.slow)])
 def test_a_gpus_experts_computed_by_the_parents_processor(
     tmp_path: Path, endpoint: str, gpus: EmulatedGpus, offload: str
 ) -> None:

@@ -37,6 +37,7 @@ undisturbed = rig.undisturbed
 CLIENTS = 32
 
 
+@pytest.mark.slow
 def test_experts_move_within_requests_of_many_clients(
     model: Path, undisturbed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

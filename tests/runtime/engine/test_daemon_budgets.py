@@ -119,7 +119,7 @@ def test_a_plan_is_kept_for_one_budget(gpu: OneGpu, file: GgufFile, tmp_path: Pa
     assert "other settings were given" in reason(40)
 
 
-@pytest.mark.parametrize("backend", ["auto", "cpu"])
+@pytest.mark.parametrize("backend", [pytest.param("auto", marks=pytest.mark.slow), "cpu"])
 def test_an_engine_gives_its_daemon_no_more(model: Path, backend: str) -> None:
     def opened(daemon: DaemonSetting, **options: Any) -> Engine:
         settings = settings_with(backend=backend, device=CPU)

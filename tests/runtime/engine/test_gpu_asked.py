@@ -58,7 +58,7 @@ def tokens_of(engine: Engine, **wish: Any) -> list[int]:
     return [each.token_id for each in engine.generate(PROMPT, NUM_TOKENS, **options)]
 
 
-@pytest.mark.parametrize("local_experts", [0, 2])
+@pytest.mark.parametrize("local_experts", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_tokens_and_counts_are_those_of_steps_that_python_runs(
     model: Path, gpus: EmulatedGpus, local_experts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -183,7 +183,7 @@ def swapped(placement: Placement, random: np.random.Generator) -> Placement:
     [
         (TINY, "Q8_0", "off"),
         pytest.param(TINY, "F16", "on", marks=pytest.mark.slow),
-        (TINY_GPT_OSS, "MXFP4", "on"),
+        pytest.param(TINY_GPT_OSS, "MXFP4", "on", marks=pytest.mark.slow),
     ],
     ids=["asked", "copied", "biases"],
 )

@@ -133,7 +133,14 @@ def fail_next(engine: Engine) -> None:
     wait_until(has_failed, "a round that fails", pause_s=0.0)
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", pytest.param("F16", marks=pytest.mark.slow), "gpt-oss"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "Q8_0",
+        pytest.param("F16", marks=pytest.mark.slow),
+        pytest.param("gpt-oss", marks=pytest.mark.slow),
+    ],
+)
 def test_texts_after_many_moves_are_those_of_a_new_engine(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scripted: type[ScriptedPolicy]
 ) -> None:
@@ -313,7 +320,13 @@ class FailsOnce:
         return call
 
 
-FAULTS = ["begin", "rename", "rename later", "fill", "follow"]
+FAULTS = [
+    "begin",
+    pytest.param("rename", marks=pytest.mark.slow),
+    "rename later",
+    pytest.param("fill", marks=pytest.mark.slow),
+    "follow",
+]
 
 
 @pytest.fixture(params=FAULTS)

@@ -185,7 +185,9 @@ def test_every_architecture_takes_what_is_predicted(
 
 
 @pytest.mark.parametrize("local", [0, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["qwen3moe", "gpt_oss", "qwen35moe"])
+@pytest.mark.parametrize(
+    "name", ["qwen3moe", pytest.param("gpt_oss", marks=pytest.mark.slow), "qwen35moe"]
+)
 def test_a_parent_with_remote_experts_takes_what_is_predicted(
     counted: Counted, tmp_path: Path, name: str, local: int
 ) -> None:
