@@ -6,7 +6,8 @@ planned, `dflash-moe plan` says it). A process takes all of the GPU's memory but
 set-up. All know heat of other texts than are measured, which the first engine of a file learns.
 Each set-up measures the machine anew, as a first start does: what others do on a shared host
 changes within minutes. With --kept-box it is as at later starts: the machine is measured once, and
-heat is learnt with half of the experts on the processor, whose times correct what was measured.
+heat is learnt with half of the experts on the processor. Their times in steps replace those that
+were measured.
 
   decode         after 448 tokens
   decode later   after 1,152: plans predict decode in the middle of the request that they are made
@@ -281,19 +282,15 @@ def measure_all(
 ) -> Parts:
     """Each set-up within its budget, as far as time permits."""
     parts, heats = Parts(options.limit), dict[str, Path]()
+    wishes = {"expert_budget_pct": 50} if options.kept_box else {}
     for name, of in setups.items():
         bench = bench_of(of)
         if of.file not in heats:
             # Within all of the GPU's memory; each file's heat is the same whoever computes.
             learning = replace(bench, device=options.device)
-            half: dict[str, Any] = {}
-            if options.kept_box:
-                half["wishes"] = {"expert_budget_pct": 50}
 
-            def learn(
-                _result: Result, until_s: float, from_: Bench = learning, half: Any = half
-            ) -> None:
-                heats[of.file] = from_.learn(until_s, **half)  # noqa: B023 - it is called at once
+            def learn(_result: Result, until_s: float, from_: Bench = learning) -> None:
+                heats[of.file] = from_.learn(until_s, wishes=wishes)  # noqa: B023 - called at once
 
             if parts.run(f"heat of {of.file}", 2 * options.turn_limit, learn)["errors"]:
                 results[name] = {"errors": ["no heat was learnt"]}

@@ -68,7 +68,8 @@ class AskedOwners(Protocol):
         """Whether some experts belong to other processes, connected or not."""
 
     def daemon_threads(self, unknown: int) -> int:
-        """Threads that daemons compute with; of each that did not say it, `unknown`."""
+        """How many threads daemons compute with, those of other machines included; `unknown` is
+        taken for a daemon that did not say."""
 
     @property
     def own_index(self) -> int:

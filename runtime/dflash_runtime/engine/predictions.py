@@ -28,11 +28,11 @@ longer than those that were predicted."""
 
 
 _FEWEST_ASKS = 2000
-"""Layers of steps that asked the processor, before what they took is believed."""
+"""Requests of steps to the processor, before the time that they took is used."""
 _EXPLAINS = 0.1
-"""A difference of the asked experts from what was measured that explains one of whole steps."""
+"""A change of the experts' time by this share explains a wrong prediction of steps."""
 _SAME = 0.02
-"""A difference that is not kept."""
+"""A smaller change is not written."""
 
 
 class PredictionWatch:
@@ -83,9 +83,9 @@ class Predictions:
     """An engine's plan, and whether its steps take what they were predicted to.
 
     Decoding is compared by generation, from times that are taken anyway. Once it was off for a
-    minute of service, the kept box is dropped, so that the next start measures again; but if it is
-    the experts that a device's steps ask of the processor, what they took is kept instead, as it
-    also is by `learn`. Predictions from no heat are not compared, unless all experts are on the
+    minute of service, the kept box is dropped, so that the next start measures again. If the cause
+    is the processor's experts in a device's steps, the box gets the time that they took instead
+    (see `learn`). Predictions from no heat are not compared, unless all experts are on the
     parent's device.
     States: as PredictionWatch. Used by the engine's thread.
     """
@@ -144,9 +144,9 @@ class Predictions:
             )
 
     def learn(self) -> bool:
-        """Keep in the box what the processor's experts took in steps that asked for them, for the
-        next plan: passes that are measured before an engine is open may be faster. It does so
-        once. Returns whether it differed so much that it explains wrong predictions."""
+        """Write into the kept box, once, how long the processor's experts took in steps. The next
+        plan uses this time: passes that are measured before an engine is open may be faster.
+        Returns whether it differs enough from the box to explain wrong predictions."""
         plan, counted = self.plan, self._asked()
         if plan is None or counted is None or counted.requests < _FEWEST_ASKS:
             return False
@@ -162,6 +162,6 @@ class Predictions:
             return False
         self._asked = lambda: None
         keep_box(replace(box, host_asked={**box.host_asked, device: served}), self._cache_dir)
-        # docs: the next plan expects of the processor what it took in this service
-        _LOG.info("asked experts took %.2f times as long as was measured", now_s / before_s)
+        # docs: the next plan uses this time
+        _LOG.info("the processor's experts took %.2f times as long as measured", now_s / before_s)
         return abs(now_s / before_s - 1.0) >= _EXPLAINS

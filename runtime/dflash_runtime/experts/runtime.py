@@ -119,8 +119,9 @@ class MoeExpertComputeRuntime:
         return any(self._is_daemon)
 
     def daemon_threads(self, unknown: int) -> int:
-        daemons = (x.stats for x in self._owners if x.stats.kind is OwnerKind.DAEMON)
-        return sum(unknown if x.offer is None else x.offer.num_threads for x in daemons)
+        owners = zip(self._owners, self._is_daemon, strict=True)
+        offers = (owner.stats.offer for owner, is_daemon in owners if is_daemon)
+        return sum(unknown if offer is None else offer.num_threads for offer in offers)
 
     def local_experts_mask(self, layer_id: int) -> npt.NDArray[np.bool_]:
         owner_index = self.placement.routing[layer_id].owner_index

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 _MOST_SLOWER = 2.0
-"""What service tells is believed up to this factor: other programs may have used the machine."""
+"""Times from service change those of the box by at most this factor: other programs may have used
+the machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +105,8 @@ class OffloadSpeed:
 
 @dataclass(frozen=True, slots=True)
 class AskedSpeed:
-    """What the processor's experts cost in a device's steps of one token, where these ask for them.
-    Both curves are of a layer, by the bytes in the file of its asked experts, from one expert on.
-    """
+    """The time of experts that the processor computes for a device's steps of one token. Both
+    curves are of a layer, by the bytes in the file of these experts, from one expert on."""
 
     beyond: Curve
     """What the layer takes more than its trunk and its stop: the start of the processor's threads,
@@ -115,7 +115,7 @@ class AskedSpeed:
     """Of that, what the processor counts as computing. While serving, the same is counted."""
 
     def as_served(self, num_bytes: float, seconds: float) -> AskedSpeed:
-        """With computing that takes `seconds` for so many bytes, and for others in proportion."""
+        """The same, scaled so that computing so many bytes takes `seconds`."""
         found_s = self.computing.at(num_bytes)
         ratio = seconds / found_s if found_s > 0.0 else 1.0
         ratio = min(_MOST_SLOWER, max(1.0 / _MOST_SLOWER, ratio))

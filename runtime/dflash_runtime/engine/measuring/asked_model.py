@@ -155,11 +155,13 @@ def measure_asked(
     num_used = min(layer.num_experts_used for layer in layers)
     parts = [loaded.asked(every) for every in _parts(num_used)]
     timers = [_timer(passes) for part in parts for passes in part.ends]
-    for timer in timers:
-        timer()  # compiles
-    for part in parts:
-        part.owners.begin_counts()
-    times = np.array(medians(timers, limit_s=limit_s)).reshape(len(parts), 2)
+
+    def begin_counts() -> None:
+        for part in parts:
+            part.owners.begin_counts()
+
+    found = medians(timers, limit_s=limit_s, after_first=begin_counts)
+    times = np.array(found).reshape(len(parts), 2)
     trunks_s = sum(trunk.at(trunk_bytes(loaded.file, layer)) for layer in timed)
     beyond_s = (np.diff(times)[:, 0] - trunks_s) / len(layers) - stop_s
     expert_bytes = float(np.mean([layer.expert_bytes for layer in layers]))
@@ -188,7 +190,7 @@ def _computing(parts: Sequence[AskedPasses], expert_bytes: float) -> Curve:
     """What layers that ask counted as computing."""
     points = dict[float, float]()
     for part in parts:
-        num_experts, seconds = part.owners.of_one()
+        num_experts, seconds = part.owners.mean_ask()
         if num_experts > 0.0:
             points[num_experts * expert_bytes] = seconds
     return Curve(tuple(sorted(points.items())) or ((expert_bytes, 0.0),))

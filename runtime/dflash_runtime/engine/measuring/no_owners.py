@@ -85,7 +85,7 @@ class AskedProcessor(NoOwners):
         super().__init__({layer_id: np.zeros_like(mask) for layer_id, mask in asked.items()})
         self.own_banks = banks
         self._asked = asked
-        self._settle: Callable[[], None] | None = None
+        self._settle: Callable[[], None] = _nothing
         self.begin_counts()
 
     def routing(self, layer_id: int) -> LayerRouting:
@@ -94,7 +94,7 @@ class AskedProcessor(NoOwners):
         return LayerRouting(asked.astype(np.int32), ids, 0, is_identity=True)
 
     def settle_with(self, settle: Callable[[], None] | None) -> None:
-        self._settle = settle
+        self._settle = _nothing if settle is None else settle
 
     def count_asked(self, taken: AskedLayers) -> None:
         own = taken.owners[self.own_index]
@@ -105,23 +105,24 @@ class AskedProcessor(NoOwners):
 
     def begin_counts(self) -> None:
         """Count from now on."""
-        if self._settle is not None:
-            self._settle()
+        self._settle()
         self._num_layers = self._num_asked = self._num_pairs = 0
         self._compute_s = 0.0
 
     def counts(self) -> tuple[float, float]:
         """The share of layers that asked so far, and the mean number of experts asked in a layer,
         those that did not ask included."""
-        if self._settle is not None:
-            self._settle()
+        self._settle()
         num_layers = max(1, self._num_layers)
         return self._num_asked / num_layers, self._num_pairs / num_layers
 
-    def of_one(self) -> tuple[float, float]:
-        """What a layer that asks has asked so far, on average: experts, and seconds of computing
-        them. Both are 0 if none did."""
-        if self._settle is not None:
-            self._settle()
+    def mean_ask(self) -> tuple[float, float]:
+        """The mean number of experts of the layers that asked so far, and the mean seconds that
+        computing them took; both 0 if none asked."""
+        self._settle()
         num_asked = max(1, self._num_asked)
         return self._num_pairs / num_asked, self._compute_s / num_asked
+
+
+def _nothing() -> None:
+    """There is no step whose counts are to be taken."""

@@ -13,13 +13,20 @@ _MOST_ROUNDS = 100
 _QUICK_S = 0.1
 
 
-def medians(timers: Sequence[Timer], *, limit_s: float, least: int = 3) -> list[tuple[float, ...]]:
+def medians(
+    timers: Sequence[Timer],
+    *,
+    limit_s: float,
+    least: int = 3,
+    after_first: Callable[[], None] = lambda: None,
+) -> list[tuple[float, ...]]:
     """The median seconds of each part, by timer. They take turns, so that whatever else the machine
     does meets all of them alike. A first round, which compiles and reads what is missing, is not
     counted; then rounds follow while `limit_s` lasts: `least` of them if these are done in twice
-    that time or _QUICK_S, but at least one."""
+    that time or _QUICK_S, but at least one. `after_first` is called after the first round."""
     for timer in timers:
         timer()
+    after_first()
     began_s, rounds = time.perf_counter(), list[list[tuple[float, ...]]]()
     while True:
         rounds.append([timer() for timer in timers])

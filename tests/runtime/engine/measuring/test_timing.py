@@ -27,6 +27,19 @@ def test_medians_of_parts_without_the_first_round() -> None:
     assert turns == ["a", "b"] * 4
 
 
+def test_counts_may_begin_after_the_first_round() -> None:
+    turns = list[str]()
+
+    def timer() -> tuple[float]:
+        turns.append("a")
+        return (1.0,)
+
+    medians([timer, timer], limit_s=0.0, least=1, after_first=lambda: turns.append("counts"))
+    assert turns[:3] == ["a", "a", "counts"]
+    assert turns.count("counts") == 1
+    assert len(turns) >= 5
+
+
 def test_more_rounds_while_there_is_time() -> None:
     calls = 0
 

@@ -98,6 +98,7 @@ class AskTable:
         self._num_cores = len(os.sched_getaffinity(0))
         idle = region = 0
         if workers is not None:
+            # Idle threads that poll would take cores from daemons of this machine.
             num_threads = workers.decode_threads + owners.daemon_threads(workers.num_threads)
             words[t.FREES_CORES] = owners.asks_daemons and self._num_cores < num_threads
             if not words[t.FREES_CORES]:  # waking a thread takes a tenth of a layer
