@@ -338,7 +338,8 @@ class EmulatedDevice:
 
     def write_at(self, place: int, origin: int, num_bytes: int) -> None:
         """Copy to an array, which must still exist."""
-        if not any(begin <= place < begin + size for begin, size in self._range_bytes.items()):
+        ranges = tuple(self._range_bytes.items())  # other threads allocate meanwhile
+        if not any(begin <= place < begin + size for begin, size in ranges):
             raise KernelFailure("something is written into an array that is not there any more")
         ctypes.memmove(place, origin, num_bytes)
 

@@ -230,13 +230,15 @@ def _post(queue: int, transfer: int, lanes: int, num_lanes: int) -> int:
 
 
 def _start(queue: int, lanes: int, asleep: int) -> int:
-    """Make threads that sleep awake, from the transfer that was posted last on. Returns those that
-    still slept: the caller starts them."""
+    """Make threads that sleep awake. They go on where they stopped, as they may have missed a
+    transfer that was posted while they fell asleep, or with the oldest that is still in the queue.
+    Returns those that still slept: the caller starts them."""
     started, index = 0, 0
     while asleep >> index != 0:
         lane = lanes + 8 * LANE_WORDS * index
         if asleep >> index & 1 != 0 and atomic_replace(lane + 8 * STATE, ASLEEP, AWAKE):
-            atomic_store(lane + 8 * POSITION, _get(queue, HEAD) - 1)
+            oldest = _get(queue, HEAD) - MOST_POSTED + 2  # see `_is_behind`
+            atomic_store(lane + 8 * POSITION, max(_get(lane, POSITION), oldest))
             started |= 1 << index
         index += 1
     return started

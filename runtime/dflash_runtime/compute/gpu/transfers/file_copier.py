@@ -201,6 +201,8 @@ class FileCopier:
                 stream.synchronize()  # raises the driver's error, if it is not of this call alone
             except DeviceUnavailable as error:
                 failure = error
+            except Exception as error:  # else the transfer would never end, nor the next ones
+                failure.__cause__ = error
             at = set(lane[[k.CURRENT, k.PENDING]].tolist())
             for transfer in self._posted:
                 if transfer is not None and transfer.words.ctypes.data in at:

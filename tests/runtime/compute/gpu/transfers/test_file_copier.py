@@ -294,18 +294,38 @@ def test_what_is_cancelled_is_not_begun(
     assert (device.download(destination) == random_bytes(300, 2)).all()
 
 
+def test_a_thread_that_fell_asleep_goes_on_with_what_it_missed(device: EmulatedDevice) -> None:
+    """Two transfers are posted while it falls asleep: one before it says so, one after."""
+    copier = FileCopier(device, num_threads=1, piece_bytes=PIECE_BYTES)
+    lane = copier._lanes[0]
+    begun = []
+    for seed, state in enumerate([copy_runs.AWAKE, copy_runs.ASLEEP]):
+        lane[copy_runs.STATE] = state
+        runs, destination = one_run(device, random_bytes(3 * PIECE_BYTES, seed))
+        begun.append((copier.begin(runs), destination))
+    for seed, (transfer, destination) in enumerate(begun):
+        transfer.wait()
+        assert (device.download(destination) == random_bytes(3 * PIECE_BYTES, seed)).all()
+    copier.close()
+
+
+@pytest.mark.parametrize("error", [DeviceUnavailable, RuntimeError])
 def test_what_goes_wrong_in_a_thread_is_told_and_others_go_on(
-    device: EmulatedDevice, copier: FileCopier, monkeypatch: pytest.MonkeyPatch
+    device: EmulatedDevice,
+    copier: FileCopier,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[Exception],
 ) -> None:
     def fails(*_: Any) -> None:
-        raise DeviceUnavailable("the device has gone")
+        raise error("the device has gone")
 
     runs, destination = one_run(device, random_bytes(999, 1))
     with monkeypatch.context() as patched:
         patched.setattr(EmulatedSideStream, "copy", fails)
         transfer = copier.begin(runs)
-        with pytest.raises(DeviceUnavailable, match="the device has gone"):
+        with pytest.raises(DeviceUnavailable) as raised:
             transfer.wait()
+    assert "the device has gone" in f"{raised.value} {raised.value.__cause__}"
     copier.begin(runs).wait()
     assert (device.download(destination) == random_bytes(999, 1)).all()
 
