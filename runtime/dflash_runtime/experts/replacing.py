@@ -24,7 +24,7 @@ from dflash_runtime.experts.telemetry import OwnerKind
 OnUse: TypeAlias = Callable[[], None]
 """What else has to follow when another placement is used."""
 
-_Change: TypeAlias = tuple[ReplaceableBank, I32Array, I32Array, I32Array]
+Change: TypeAlias = tuple[ReplaceableBank, I32Array, I32Array, I32Array]
 """A bank, the local ids that get other experts, the experts that leave, and those."""
 
 
@@ -48,7 +48,8 @@ class Prepared:
             raise ValueError(f"the owners are {before.owner_names}, not {after.owner_names}")
         if after.experts_per_layer != before.experts_per_layer:
             raise ValueError("it is the placement of another model")
-        _changes(owners, before, after)
+        self._before, self._owners = before, owners
+        self._changes = _changes(owners, before, after)
         self.placement = after
         self._experts: list[PreparedExperts] = []
         try:
@@ -75,6 +76,15 @@ class Prepared:
         for each in self._experts:
             each.wait()
 
+    def changes_from(self, before: Placement) -> list[Change]:
+        """What changes in this process, in place of the placement that is in use by now.
+
+        Raises: ValueError for one that needs more than that.
+        """
+        if before is self._before:
+            return self._changes
+        return _changes(self._owners, before, self.placement)
+
     def take_over(self) -> None:
         """Give daemons their experts, all of them even if one fails; nothing may be in flight."""
         with contextlib.ExitStack() as all_of_them:
@@ -88,20 +98,13 @@ class Prepared:
 
 
 def replace_experts(
-    owners: Sequence[ExpertCompute],
-    file: GgufFile,
-    *,
-    before: Placement,
-    after: Placement,
-    stage: ExpertStage | None = None,
+    file: GgufFile, changes: Sequence[Change], *, stage: ExpertStage | None = None
 ) -> None:
-    """Give owners of this process the experts of another placement, which has as many for each of
-    them in each layer. Nothing may be in flight. `stage` may have weights of some.
+    """Give banks of this process other experts. Nothing may be in flight. `stage` may have weights
+    of some. What has changed when it fails is undone.
 
-    All is checked before anything changes; what has changed when it fails is undone.
-    Raises: ValueError for a placement that needs more than that; DeviceUnavailable; NotUndone.
+    Raises: DeviceUnavailable; NotUndone.
     """
-    changes = _changes(owners, before, after)
     for index, (bank, local_expert_ids, _, arriving) in enumerate(changes):
         try:
             bank.replace(file, local_expert_ids, arriving, stage=stage)
@@ -114,7 +117,7 @@ def replace_experts(
             raise
 
 
-def _changes(owners: Sequence[ExpertCompute], before: Placement, after: Placement) -> list[_Change]:
+def _changes(owners: Sequence[ExpertCompute], before: Placement, after: Placement) -> list[Change]:
     """Of all owners of this process, which have as many experts of each layer as before.
 
     Raises: ValueError.
@@ -130,7 +133,7 @@ def _changes(owners: Sequence[ExpertCompute], before: Placement, after: Placemen
 
 def _changes_of(
     owner: LocalExpertCompute, old: OwnedExperts, new: OwnedExperts
-) -> Iterator[_Change]:
+) -> Iterator[Change]:
     if {*old.by_layer} != {*new.by_layer}:
         raise ValueError("an owner has experts of the same layers as before")
     for layer_id, ids in new.by_layer.items():

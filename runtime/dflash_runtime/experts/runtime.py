@@ -371,10 +371,11 @@ class MoeExpertComputeRuntime:
         Raises: DflashError if a daemon cannot have its experts any more; as `replace_experts`.
         """
         prepared.wait()
+        changes = prepared.changes_from(self.placement)
         before, self.placement = self.placement, prepared.placement
         try:
             follow()
-            replace_experts(self._owners, file, before=before, after=self.placement, stage=stage)
+            replace_experts(file, changes, stage=stage)
         except BaseException:
             self.placement = before
             raise

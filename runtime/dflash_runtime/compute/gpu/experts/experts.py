@@ -283,22 +283,22 @@ class CupyExpertBank:
         """Slots get other weights, under the same local ids."""
         assert stage is None or isinstance(stage, DeviceStage)  # this backend's
         by_global, by_local, device = self.by_global, self.by_local, self._ops.device
-        slots = by_local.slot_of_expert[local_expert_ids]
+        slots = by_local.slot_of_expert[local_expert_ids].tolist()
+        global_ids, local_ids = global_expert_ids.tolist(), local_expert_ids.tolist()
+        slot_of_expert = by_global.slot_of_expert
         with self._lock:
             device.synchronize()
-            # They are no longer here, but for those that get another slot below.
-            by_global.slot_of_expert[np.isin(by_global.slot_of_expert, slots)] = -1
-            for slot, local_expert_id, global_expert_id in zip(
-                slots.tolist(), local_expert_ids.tolist(), global_expert_ids.tolist(), strict=True
-            ):
+            for slot, global_expert_id in zip(slots, global_ids, strict=True):
+                slot_of_expert[slot_of_expert == slot] = -1  # the expert that leaves
                 native = None
                 if stage is not None:
                     native = stage.matrices(self.layer.layer_id, global_expert_id)
                 by_global.fill(
                     self._uploader, file, slot, global_expert_id=global_expert_id, native=native
                 )
-                for named, name in ((by_global, global_expert_id), (by_local, local_expert_id)):
-                    named.rename(device, file, slot, ids=(global_expert_id, name))
+            for named, names in ((by_global, global_ids), (by_local, local_ids)):
+                ids = list(zip(global_ids, names, strict=True))
+                named.rename(device, file, slots, ids=ids)
             self._uploader.finish()
 
     def accumulate(self, batch: RoutedBatch, out: F64Array) -> None:

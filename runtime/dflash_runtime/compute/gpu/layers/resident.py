@@ -53,13 +53,19 @@ class ResidentLayer:
         return self.num_resident == self.layer.num_experts
 
     def rename(
-        self, device: KernelDevice, file: GgufFile, slot: int, *, ids: tuple[int, int]
+        self,
+        device: KernelDevice,
+        file: GgufFile,
+        slots: Sequence[int],
+        *,
+        ids: Sequence[tuple[int, int]],
     ) -> None:
-        """The expert in a slot is now the one of this global id, called the second of `ids`. No
-        kernel may be running."""
-        global_expert_id, name = ids
-        self.slot_of_expert[name] = slot
-        device.write(self.experts.slot_of_expert, self.slot_of_expert)
+        """The expert in each of these slots is now the one of this global id, called the second of
+        `ids`. No kernel may be running."""
+        names = [name for _, name in ids]
+        if (self.slot_of_expert[names] != slots).any():
+            self.slot_of_expert[names] = slots
+            device.write(self.experts.slot_of_expert, self.slot_of_expert)
         parts = self.experts.gate, self.experts.up, self.experts.down
         for projection, matrices in zip(self.layer.projections, parts, strict=True):
             for vector, rows in (
@@ -67,8 +73,9 @@ class ResidentLayer:
                 (projection.scale, matrices.scale),
             ):
                 if vector is not None and rows is not None:
-                    row = rows.reshape(-1, vector.length)[name : name + 1]
-                    device.write(row, _vector(file, vector, global_expert_id).reshape(1, -1))
+                    for global_expert_id, name in ids:
+                        row = rows.reshape(-1, vector.length)[name : name + 1]
+                        device.write(row, _vector(file, vector, global_expert_id).reshape(1, -1))
 
     def fill(
         self,
