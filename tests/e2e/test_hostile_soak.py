@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -104,9 +105,9 @@ def test_a_thousand_reconnects_of_a_parent_to_one_daemon(
     links: list[DaemonLink] = []
     mark_ready = DaemonLink.mark_ready
 
-    def noted(link: DaemonLink, *arguments: object) -> Session:
+    def noted(link: DaemonLink, *arguments: Any, **options: Any) -> Session:
         links[:] = [link]
-        return mark_ready(link, *arguments)  # type: ignore[arg-type]
+        return mark_ready(link, *arguments, **options)
 
     monkeypatch.setattr(DaemonLink, "mark_ready", noted)
     with (
