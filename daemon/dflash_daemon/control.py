@@ -260,7 +260,7 @@ class ControlServer:
             device=self._device,
             data_port=self._data_port,
             max_tokens=limits.max_tokens,
-            free_memory_bytes=self._host.backend.free_memory_bytes(),
+            free_memory_bytes=self._host.backend.free_memory_bytes() or 0,
             pairs_per_second=held.pairs_per_second,
             generation=limits.generation,
             payload=limits.payload.value,

@@ -476,8 +476,8 @@ class ComputeBackend(Protocol):
     def num_threads(self) -> int:
         """Threads of the host that compute prompts; those of a device's caller are one."""
 
-    def free_memory_bytes(self) -> int:
-        """Free memory where its experts lie, as far as known."""
+    def free_memory_bytes(self) -> int | None:
+        """Free memory where its experts lie; None if unknown."""
 
     def expert_memory(self, file: GgufFile, layers: Iterable[MoeLayer]) -> ExpertMemory:
         """Memory for experts of these layers. Raises: UnsupportedModel, DeviceUnavailable."""

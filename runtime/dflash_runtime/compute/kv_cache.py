@@ -10,7 +10,7 @@ from dflash_runtime.compute.trees import Tree
 
 
 class KvType(StrEnum):
-    """Element type of the key/value cache."""
+    """Element type of the key/value cache; each takes less memory than the one before."""
 
     F32 = "f32"
     F16 = "f16"
@@ -20,6 +20,12 @@ class KvType(StrEnum):
     @property
     def bytes_per_value(self) -> float:
         return {KvType.F32: 4, KvType.F16: 2, KvType.Q8_0: 34 / 32}[self]
+
+    @property
+    def and_smaller(self) -> list[KvType]:
+        """This type, then those that take less memory."""
+        types = list(KvType)
+        return types[types.index(self) :]
 
 
 def chosen_kv_type(asked: str, spec: ModelSpec) -> KvType:

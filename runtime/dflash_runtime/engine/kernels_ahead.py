@@ -84,7 +84,6 @@ def _launch_all(
         kinds = [layers.passes, layers.host_passes] if asks_host else [layers.passes]
         for passes_of in kinds:
             passes = passes_of(num_layers)
-            assert passes is not None
             assert passes.captured is not None
             passes.captured.prepare()
             for rows in (1, *chunk_sizes(backend.chunking)):

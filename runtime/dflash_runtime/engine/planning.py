@@ -68,6 +68,7 @@ from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER, even_split
 from dflash_runtime.placement.wishes import (
     ExpertWishes,
     MoeMode,
+    Wishes,
     check_on_processor,
     check_overrides,
     check_unplanned,
@@ -262,7 +263,7 @@ class Planning:
         settings, self._opened = planned.settings, _Opened(numeric_class, links)
         is_asked = settings.local_experts is not None and not self._asks_for_experts
         is_asked = is_asked or bool(settings.plan) or not self._wishes.fits
-        if not is_asked and not offers:
+        if not is_asked:
             planned = replace(planned, plan=None)  # which was made without daemons
         is_on_host = settings.device is None or settings.device.kind is DeviceKind.CPU
         asks = bool(planned_flags(self._wishes) or self._budgets)
@@ -276,7 +277,7 @@ class Planning:
             return planned
         self._settings = settings
         found = _accepted(self._plan(self._gpus(), offers, chunk=planned.chunk))
-        found = self._kept_or(found, self._gpus(), offers)
+        found = self._kept_or(found, self._gpus(), offers, chunk=planned.chunk)
         return self._applied(found, self._situation(self._gpus(), offers))
 
     def prompts_here(
@@ -426,16 +427,28 @@ class Planning:
         new: Plan,
         gpus: Sequence[GpuDescription],
         offers: Mapping[str, Offer],
+        *,
+        chunk: int | None = None,
     ) -> Plan:
         """The plan that is kept, unless the new one gains enough: see KeptPlan.or_new."""
+        wishes = self._wishes_now(chunk)
         kept = KeptPlan(
             heat_places(self._file.path, self._settings, PLAN_SUFFIX),
             self._record_of([*offers], new.origin.box_key),
-            digest_of_wishes(
-                self._wishes, request_of(self._settings), offers, budgets=self._budgets
-            ),
+            digest_of_wishes(wishes, request_of(self._settings), offers, budgets=self._budgets),
         )
-        return kept.or_new(new, self._situation(gpus, offers), self._wishes, keeps=self._keeps_plan)
+        return kept.or_new(new, self._situation(gpus, offers), wishes, keeps=self._keeps_plan)
+
+    def _wishes_now(self, chunk: int | None) -> Wishes:
+        """What is asked for, with what is already decided: with daemons, the parent's device, its
+        context and chunks."""
+        return replace(
+            self._wishes,
+            device=self._settings.device,
+            context=self._settings.context,
+            kv_type=self.kv_type,
+            chunk=chunk,
+        )
 
     def _plan(
         self,
@@ -444,14 +457,7 @@ class Planning:
         *,
         chunk: int | None = None,
     ) -> Plan | PlanRefused:
-        wishes = replace(
-            self._wishes,
-            device=self._settings.device,
-            context=self._settings.context,
-            kv_type=self.kv_type,
-            chunk=chunk,
-        )
-        found = plan(self._situation(gpus, offers), wishes)
+        found = plan(self._situation(gpus, offers), self._wishes_now(chunk))
         if isinstance(found, PlanRefused):
             return found
         away = [

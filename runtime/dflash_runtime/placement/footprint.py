@@ -29,8 +29,6 @@ __all__ = [
 ]
 
 _ROUND_CONTEXT = 256
-_SMALLER = (KvType.F32, KvType.F16, KvType.Q8_0)
-"""Each takes less memory than the one before."""
 
 
 class Memory(StrEnum):
@@ -155,7 +153,7 @@ def what_fits(
     `most`: positions that the model was made for.
     """
     offers = []
-    for kv_type in _SMALLER[_SMALLER.index(request.kv_type) :]:
+    for kv_type in request.kv_type.and_smaller:
         other = replace(request, kv_type=kv_type)
         context = largest_context(
             found, other, room_bytes=room_bytes, most=min(most, num_positions)

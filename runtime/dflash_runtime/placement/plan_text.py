@@ -16,7 +16,7 @@ def plan_text(plan: Plan) -> str:
 
     Sizes in GiB; speeds in tokens a second, of prompts for 512 and 4,096 tokens.
     """
-    width = max(_COLUMN, *(len(each.name) + 2 for each in plan.budgets))
+    width = max([_COLUMN, *(len(each.name) + 2 for each in plan.budgets)])
     lines = [each.name.ljust(width) + _budget(each, plan) for each in plan.budgets]
     forecast = plan.forecast
     lines.append(

@@ -167,6 +167,7 @@ def _best_of_parent(
         side_names=side_names,
         device=options.parent.device,
         hottest=options.arrays.hottest,
+        is_obeyed=wishes.fits,
     )
     if not wishes.fits:
         return _unplanned(options, wishes, asked)

@@ -20,7 +20,7 @@ def no_context(options: ParentOptions, context: int, chunk: int) -> PlanRefused:
     """The context, the smallest that may be chosen, has no room, whatever is done with experts."""
     first = options.kv_type
     fitting = []
-    for kv_type in (first, *(each for each in (KvType.F16, KvType.Q8_0) if each is not first)):
+    for kv_type in first.and_smaller:
         largest = _largest_context(options, kv_type, chunk)
         if largest:
             fitting.append((kv_type, largest))
@@ -117,7 +117,7 @@ def _fewer_layers(options: ParentOptions, asked: IntArray, left: float) -> str:
     """The smallest --n-cpu-moe that fits, as advice."""
     arrays = options.arrays
     here = ((asked == LOCAL) & arrays.exists).sum(axis=1)
-    if (here == arrays.num_experts).any() and len(options.sides) > 1:
+    if left >= 0 and (here == arrays.num_experts).any() and len(options.sides) > 1:
         after = np.cumsum((arrays.num_experts * options.bytes_of(LOCAL))[::-1])[::-1]
         fits = np.flatnonzero(after <= left)
         first = arrays.layer_ids[fits[0]] if fits.size else arrays.layer_ids[-1] + 1

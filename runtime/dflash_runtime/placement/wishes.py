@@ -247,10 +247,12 @@ def assigned(
     side_names: Sequence[str],
     device: Device,
     hottest: IntArray,
+    is_obeyed: bool = True,
 ) -> IntArray | None:
     """The owners that were asked for, as indices of `side_names`, UNASKED where a plan may choose;
     None without such wishes.
 
+    `is_obeyed`: whether every owner of a placement has to be there; else a plan may choose.
     Shapes: hottest [L, E], expert ids by heat; result the same. Raises: SettingsError if a wish
     names an owner, or tensors, that there are not.
     """
@@ -258,7 +260,7 @@ def assigned(
     owners = np.full(hottest.shape, LOCAL, np.int64)
     host = LOCAL if device.kind is DeviceKind.CPU else index_of.get(HOST_OWNER, -1)
     if wishes.placement is not None:
-        return _placed(wishes.placement, moe, index_of, owners)
+        return _placed(wishes.placement, moe, index_of, owners, is_obeyed=is_obeyed)
     if wishes.cpu_moe or wishes.num_cpu_moe_layers is not None:
         flag = "--cpu-moe" if wishes.cpu_moe else "--n-cpu-moe"
         if host < 0:
@@ -288,16 +290,21 @@ def check_overrides(
 
 
 def _placed(
-    placement: Placement, moe: MoeSpec, index_of: Mapping[str, int], owners: IntArray
+    placement: Placement,
+    moe: MoeSpec,
+    index_of: Mapping[str, int],
+    owners: IntArray,
+    *,
+    is_obeyed: bool,
 ) -> IntArray:
     sizes = {each.layer_id: each.num_experts for each in moe.layers}
     if dict(placement.experts_per_layer) != sizes:
         raise SettingsError("the placement is of another model: its layers have other experts")
     for name, owned in zip(placement.owner_names, placement.owners, strict=True):
-        if name not in index_of and owned.num_experts:
+        if is_obeyed and name not in index_of and owned.num_experts:
             raise SettingsError(f"the placement has an unknown owner {shown(name)}")
     for row, layer in enumerate(moe.layers):
-        of_name = np.array([index_of.get(name, -1) for name in placement.owner_names])
+        of_name = np.array([index_of.get(name, UNASKED) for name in placement.owner_names])
         indices = placement.routing[layer.layer_id].owner_index
         owners[row, : layer.num_experts] = of_name[indices]
     return owners

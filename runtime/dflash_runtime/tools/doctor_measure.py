@@ -91,7 +91,7 @@ def measure(
         box = box_of_machine(file, settings, measures_all=True, on_progress=report)
     if settings.daemons or settings.connect:
         report("links to daemons", 0, 1)
-        box = replace(box, links=_links(path, settings))
+        box = replace(box, links={**box.links, **_links(path, settings)})
         keep_box(box, settings.cache_dir)
     return MeasuredBox(path, box, time.monotonic() - began_s)
 

@@ -247,6 +247,17 @@ def test_daemons_are_asked_and_those_that_are_not_there_are_named(
     ]
 
 
+def test_a_daemon_of_a_processor_that_is_not_there_is_named(
+    no_gpu: None, model: Path, capfd: pytest.CaptureFixture[str], run_dir: Path
+) -> None:
+    away = ["--connect-timeout-ms", "300", "--connect", f"ipc://{run_dir}/away.sock"]
+    found = planned(model, capfd, [*USUAL, *away])
+    assert found["setup"]["device"] == "cpu"
+    assert [(each["name"], each["why_not"]) for each in found["alternatives"]] == [
+        ("daemon link0", "not connected")
+    ]
+
+
 def test_a_gpu_of_the_other_vendor_is_named_with_what_adds_it(
     gpu: OneGpu, model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

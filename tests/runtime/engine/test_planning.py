@@ -23,7 +23,7 @@ from dflash_protocol.settings import Settings, load_settings
 from dflash_runtime import Engine
 from dflash_runtime.compute.gpu.chunk_room import GPU_CHUNKS
 from dflash_runtime.compute.kv_cache import KvType
-from dflash_runtime.engine import kept_plan
+from dflash_runtime.engine import kept_plan, planning
 from dflash_runtime.engine.deciding import plan_of_file
 from dflash_runtime.engine.generation import GenerationStats
 from dflash_runtime.engine.predictions import Predictions
@@ -32,6 +32,7 @@ from dflash_runtime.placement.plan import Plan
 from dflash_runtime.placement.plan_record import as_json, summary_of
 from dflash_runtime.placement.plan_text import plan_text
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
+from dflash_runtime.placement.wishes import Wishes
 from support.emulated_gpu import TINY
 from support.faults import fill, small_file_system
 from support.planned_gpu import CONTEXT, GPU, OneGpu
@@ -362,10 +363,18 @@ def test_without_a_gpu_one_cannot_be_asked_for(model: Path) -> None:
 
 
 def test_daemons_are_planned_for_once_they_have_said_what_they_have(
-    gpu: OneGpu, model: Path
+    gpu: OneGpu, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu.make_room_for(5)
     settings = settings_of(model)
+    kept_for: list[Wishes] = []
+    digest = kept_plan.digest_of_wishes
+
+    def noted(wishes: Wishes, *args: Any, **options: Any) -> str:
+        kept_for.append(wishes)
+        return digest(wishes, *args, **options)
+
+    monkeypatch.setattr(planning, "digest_of_wishes", noted)
     with Engine.open(model, daemons=["cpu"], settings=settings) as engine:
         plan = engine.plan
         tokens = [each.token_id for each in engine.generate(PROMPT, 8, ignore_eos=True)]
@@ -375,6 +384,8 @@ def test_daemons_are_planned_for_once_they_have_said_what_they_have(
     assert plan is not None
     assert len(tokens) == 8
     assert "cpu0" in names
+    # The device is open already: a plan with chunks of another size is not for this start.
+    assert [wishes.chunk for wishes in kept_for] == [plan.setup.chunk]
     # Daemons and processor are of one class, between which experts may move at any step.
     assert {*classes} == {owners[LOCAL_OWNER].numeric_class, owners["cpu0"].numeric_class}
     assert len(classes) == 2

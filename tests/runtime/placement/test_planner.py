@@ -423,6 +423,10 @@ def test_what_would_fit_is_named_if_the_context_does_not() -> None:
         planned(at, replace(wishes, context=context, kv_type=kv_type))
     by_type = dict(found.fitting)
     assert 0 < by_type[KvType.F16] < by_type[KvType.Q8_0]
+    less = situation(spec, box(by_type[KvType.F16] * GIB // 131072), chunks=(256,))
+    found = plan(less, replace(wishes, kv_type=KvType.Q8_0))
+    assert isinstance(found, PlanRefused)
+    assert "f16" not in found.reason  # a larger type is no advice
     # Without a device asked for, the processor computes it.
     assert planned(at, Wishes(context=131072)).setup.device == CPU
 

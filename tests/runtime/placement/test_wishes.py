@@ -109,6 +109,10 @@ def test_n_cpu_moe_counts_layers_of_the_model() -> None:
     assert counts(planned(Wishes(context=4096, experts=fitting), TIGHT), HOST_OWNER)[0] == 8
     too_few = replace(fitting, num_cpu_moe_layers=advised - 1)
     assert isinstance(plan(TIGHT, Wishes(context=4096, experts=too_few)), PlanRefused)
+    full = situation(SPEC, BoxRow(CARD, MIB, CORES_16, 8 * GIB), shares=SHARES, chunks=(256,))
+    refused = plan(full, Wishes(context=4096, device=GPU, experts=fitting))
+    assert isinstance(refused, PlanRefused)
+    assert "would fit" not in refused.reason
 
 
 @pytest.mark.parametrize("owner", ["CPU", "cpu", "host"])

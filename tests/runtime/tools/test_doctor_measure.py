@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,18 @@ def test_the_model(asked: list[tuple[str, bool]], tmp_path: Path) -> None:
     measure(None, Settings(model=str(copy)))
     measure("", Settings())
     assert asked == [(str(copy), True), (str(copy), True), (str(demo_model_path()), True)]
+
+
+def test_links_to_daemons_are_added(
+    asked: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processor's is one of the box."""
+    kept: list[Box] = []
+    link = LinkSpeed("link0", LINE, LINE)
+    monkeypatch.setattr(doctor_measure, "_links", lambda path, settings: {"link0": link})
+    monkeypatch.setattr(doctor_measure, "keep_box", lambda box, folder: kept.append(box))
+    measure(None, replace(Settings(), connect=("ipc:///tmp/away.sock",)))
+    assert [set(each.links) for each in kept] == [{"cpu0", "link0"}]
 
 
 @pytest.mark.parametrize("arguments", [[], [str(demo_model_path())]])

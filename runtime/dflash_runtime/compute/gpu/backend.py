@@ -163,9 +163,9 @@ class CupyBackend:
     def num_threads(self) -> int:
         return 1
 
-    def free_memory_bytes(self) -> int:
-        """Without what stays free; 0 if unknown."""
-        return 0 if self._memory is None else self._memory().room_bytes
+    def free_memory_bytes(self) -> int | None:
+        """Without what stays free."""
+        return None if self._memory is None else self._memory().room_bytes
 
     def expert_memory(self, file: GgufFile, layers: Iterable[MoeLayer]) -> ExpertMemory:
         """Without what stays free."""

@@ -17,7 +17,6 @@ from dflash_runtime.compute.gpu.experts.experts import CupyExpertBank
 from dflash_runtime.compute.gpu.experts.moe import DeviceMoe, HostRoute
 from dflash_runtime.engine.measuring.layers import trunk_bytes
 from dflash_runtime.engine.measuring.loaded_layers import LoadedLayers
-from dflash_runtime.engine.measuring.passes import Passes
 from dflash_runtime.engine.measuring.timing import TimeLeft, Timer, medians
 from dflash_runtime.experts.compute import LocalExpertCompute
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
@@ -73,7 +72,7 @@ class AskedChunks:
 
     def timers(self, rows: int) -> list[Timer]:
         """A chunk's, through both numbers of layers."""
-        return [partial(_seconds, passes, rows) for passes in self._passes]
+        return [passes.timer(rows) for passes in self._passes]
 
     def close(self) -> None:
         """Idempotent."""
@@ -88,15 +87,13 @@ def measure_asked_chunks(
     device: DeviceSpeed,
     host: DeviceSpeed,
     limit_s: float,
-) -> LinkSpeed | None:
+) -> LinkSpeed:
     """The link to the processor: what a layer of a chunk takes more than its trunk and the slower
-    of both sides, by the rows that cross. None without routed layers.
+    of both sides, by the rows that cross.
 
     `device`, `host`: how fast these layers are on either side. Raises: as AskedChunks.
     """
     kind, chunk = loaded.sampled.kinds[0], loaded.backend.chunking.preferred
-    if not kind.is_routed:
-        return None
     left, sizes = TimeLeft(limit_s), sorted({min(_CHUNK_ROWS, chunk), chunk})
     described = loaded.sampled.description.layers[: len(kind.layer_ids)]
     trunk = np.array([np.mean([trunk_bytes(loaded.file, each) for each in described])])
@@ -122,7 +119,3 @@ def measure_asked_chunks(
             crossing = rows * -np.expm1(-pairs[1] / rows)
             points.append((float(crossing), max(0.0, layer_s - trunk_s - slowest_s)))
     return LinkSpeed(HOST_OWNER, step=Curve(((1.0, 0.0),)), chunk=Curve(tuple(points)))
-
-
-def _seconds(passes: Passes, rows: int) -> tuple[float, ...]:
-    return (passes.seconds(rows),)

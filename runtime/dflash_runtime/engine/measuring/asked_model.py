@@ -24,7 +24,7 @@ from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.engine.measuring.layers import trunk_bytes
 from dflash_runtime.engine.measuring.no_owners import AskedProcessor
 from dflash_runtime.engine.measuring.passes import STEPS_IN_A_ROW, Passes
-from dflash_runtime.engine.measuring.timing import Timer, medians
+from dflash_runtime.engine.measuring.timing import medians
 from dflash_runtime.experts.store import load_banks
 from dflash_runtime.placement.box import AskedSpeed, Curve
 
@@ -154,7 +154,7 @@ def measure_asked(
         return None
     num_used = min(layer.num_experts_used for layer in layers)
     parts = [loaded.asked(every) for every in _parts(num_used)]
-    timers = [_timer(passes) for part in parts for passes in part.ends]
+    timers = [passes.timer(1) for part in parts for passes in part.ends]
 
     def begin_counts() -> None:
         for part in parts:
@@ -207,7 +207,3 @@ def time_of_one(
     if weight > _LEAST_WEIGHT:
         any_s = min(all_s, max(0.0, (few_s - num_few / num_all * all_s) / weight))
     return any_s + (all_s - any_s) / num_all
-
-
-def _timer(passes: Passes) -> Timer:
-    return lambda: (passes.seconds(1),)

@@ -121,16 +121,14 @@ class CopiedPasses:
 
 def measure_offload(
     name: str, loaded: LoadedLayers, speed: DeviceSpeed, *, rate: float, limit_s: float
-) -> OffloadSpeed | None:
+) -> OffloadSpeed:
     """Time chunks of 512 rows and of the largest size: with all experts of a layer missing, with a
-    few, and with none. None without routed layers.
+    few, and with none.
 
     `speed`: of the same device and layers; `rate`: bytes a second that copies make about.
     Raises: as CopiedPasses; DeviceUnavailable if no memory can be locked.
     """
     kind, chunk = loaded.sampled.kinds[0], loaded.backend.chunking.preferred
-    if not kind.is_routed:
-        return None
     num_all, left = len(kind.layer_ids), TimeLeft(limit_s)
     ends = loaded.sampled.num_first, num_all
     layers = [each for each in loaded.spec.moe.layers if each.layer_id < num_all]
@@ -153,7 +151,7 @@ def measure_offload(
             )
             undo.callback(few.close)
             timers = [*every.timers(rows), *few.timers(rows)]
-            timers += [partial(_seconds, passes, rows) for passes in here]
+            timers += [passes.timer(rows) for passes in here]
             found = medians(timers, limit_s=left.share(1.0 / (len(sizes) - index)))
             all_s, num_bytes = _of_layer(found[:2], _ends_of(layers))
             few_s, _ = _of_layer(found[2:4], ends)
@@ -200,7 +198,3 @@ def _of_layer(found: Sequence[tuple[float, ...]], ends: Ends) -> list[float]:
     least = _LEAST_SHARE * more / ends[1]  # differences of noisy times may be below 0
     of_layer: list[float] = np.maximum((more - fewer) / (ends[1] - ends[0]), least).tolist()
     return of_layer
-
-
-def _seconds(passes: Passes, rows: int) -> tuple[float, ...]:
-    return (passes.seconds(rows),)

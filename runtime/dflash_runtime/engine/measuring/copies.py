@@ -24,7 +24,6 @@ _SOURCE_BYTES = 2 << 30
 """Of the mapped file, from which copies are taken in turns: many times what a processor's caches
 hold."""
 _COLUMNS = 2048
-_LEAST = 3
 _IN_FLIGHT = 2
 """Transfers from the mapped file at a time: while a layer of a prompt is computed the next one's
 experts are copied, so that the start of a transfer costs nothing."""
@@ -36,15 +35,13 @@ class TimedCopies:
     Owns: locked memory, device memory and copying threads, until `close`.
     """
 
-    def __init__(
-        self, backend: CupyBackend, sources: Sequence[U8Array], *, num_bytes: int = COPY_BYTES
-    ) -> None:
+    def __init__(self, backend: CupyBackend, sources: Sequence[U8Array]) -> None:
         """`sources`: parts of a mapped file, read before; so many bytes are copied at a time, then
         the following ones, and all of them again.
 
         Raises: DeviceUnavailable, DeviceOutOfMemory among them.
         """
-        device, rows = backend.device, max(1, num_bytes // (8 * _COLUMNS))
+        device, rows = backend.device, max(1, COPY_BYTES // (8 * _COLUMNS))
         self._backend, self._device, self.num_bytes = backend, device, rows * 8 * _COLUMNS
         with ExitStack() as undo:
             self._locked = MappedBlock(device, [((rows, _COLUMNS), np.float64)])
@@ -115,21 +112,19 @@ class TimedCopies:
         self._undo.close()
 
 
-def measure_copies(name: str, copies: TimedCopies, *, pcie: str = "", limit_s: float) -> CopySpeed:
+def measure_copies(name: str, copies: TimedCopies, *, limit_s: float) -> CopySpeed:
     """Each kind of copy alone."""
     timers = copies.from_locked_s, copies.from_pages_s, copies.to_host_s, copies.kernel_reads_s
-    found = medians(timers, limit_s=limit_s, least=_LEAST)
+    found = medians(timers, limit_s=limit_s)
     rates = [copies.num_bytes / max(seconds, 1e-9) for (seconds,) in found]
     from_locked, from_page_cache, to_host, kernel_reads = rates
-    return CopySpeed(name, from_locked, from_page_cache, to_host, kernel_reads, pcie)
+    return CopySpeed(name, from_locked, from_page_cache, to_host, kernel_reads)
 
 
-def parts_of_experts(
-    file: GgufFile, layers: Sequence[MoeLayer], num_bytes: int = _SOURCE_BYTES
-) -> list[U8Array]:
-    """Mapped bytes of experts until they are `num_bytes`, matrix by matrix: the hottest experts are
-    on the device, so that those that are copied for a prompt lie scattered between them."""
-    parts, left = list[U8Array](), num_bytes
+def parts_of_experts(file: GgufFile, layers: Sequence[MoeLayer]) -> list[U8Array]:
+    """Mapped bytes of the first experts, matrix by matrix: the hottest experts are on the device,
+    so that those that are copied for a prompt lie scattered between them."""
+    parts, left = list[U8Array](), _SOURCE_BYTES
     for layer in layers:
         for global_expert_id in range(layer.num_experts):
             for each in layer.projections:

@@ -5,30 +5,24 @@ from __future__ import annotations
 import numpy as np
 
 from dflash_runtime.engine.measuring.loaded_layers import LoadedLayers
-from dflash_runtime.engine.measuring.passes import Passes
-from dflash_runtime.engine.measuring.timing import TimeLeft, Timer, medians
+from dflash_runtime.engine.measuring.timing import TimeLeft, medians
 from dflash_runtime.placement.box import Curve
 
 _TREE_ROWS = 8
 _CHUNK_ROWS = 512
 
 
-def measure_host_stop(
-    loaded: LoadedLayers, *, limit_s: float, for_plan: bool = False
-) -> Curve | None:
-    """Seconds of a stop by rows: of a recorded step; unless it is `for_plan` of a chunk, and if
-    there is time of a tree, whose layers the host then launches one by one. None if the backend is
-    the host."""
+def measure_host_stop(loaded: LoadedLayers, *, limit_s: float, for_plan: bool = False) -> Curve:
+    """Seconds of a stop of a device, by rows: of a recorded step; unless it is `for_plan` of a
+    chunk, and if there is time of a tree, whose layers the host then launches one by one."""
     left, chunk = TimeLeft(limit_s), min(_CHUNK_ROWS, loaded.backend.chunking.preferred)
     num_first, num_all = loaded.sampled.num_first, len(loaded.sampled.kinds[0].layer_ids)
     ends = num_first, num_all
     plain = [loaded.passes(num) for num in ends]
-    stopping = [each for each in map(loaded.host_passes, ends) if each is not None]
-    if not stopping:
-        return None
+    stopping = [loaded.host_passes(num) for num in ends]
 
     def stop_s(rows: int, limit_s: float) -> float:
-        timers = [_timer(each, rows) for both in (plain, stopping) for each in both]
+        timers = [each.timer(rows) for both in (plain, stopping) for each in both]
         times = np.array(medians(timers, limit_s=limit_s)).reshape(2, len(ends))
         plain_s, stopping_s = np.diff(times)[:, 0] / (num_all - num_first)
         return max(0.0, float(stopping_s - plain_s))
@@ -39,7 +33,3 @@ def measure_host_stop(
             break
         points.append((float(rows), stop_s(rows, left.share(0.5))))
     return Curve(tuple(sorted(points)))
-
-
-def _timer(passes: Passes, rows: int) -> Timer:
-    return lambda: (passes.seconds(rows),)

@@ -81,20 +81,17 @@ class LoadedLayers:
     def banks(self) -> Mapping[int, ExpertBank]:
         return self._banks
 
-    def read(self, limit_s: float) -> bool:
-        """Read the layers' weights, so that no pass waits for the disk; on a device they are there.
-        False if that takes longer: passes may then wait."""
-        if not self.backend.is_host:
-            return True
+    def read(self, limit_s: float) -> None:
+        """Read the weights of the host's layers, so that no pass waits for the disk, unless that
+        takes longer."""
         end_s, file = time.perf_counter() + limit_s, self.file
         for tensor in parts_of(self.sampled.description):
             if isinstance(tensor, Tensor):
                 weights = file.tensor_bytes(tensor.name)
                 for first in range(0, weights.size, _READ_BYTES):
                     if time.perf_counter() > end_s:
-                        return False
+                        return
                     weights[first : first + _READ_BYTES : mmap.PAGESIZE].sum()
-        return True
 
     def passes(self, num_layers: int) -> Passes:
         """Passes through the first layers, with all experts."""
@@ -102,11 +99,9 @@ class LoadedLayers:
         owners = NoOwners(_all_of(model))
         return self._passes(model, self._banks, self._captured(model, self._banks, owners))
 
-    def host_passes(self, num_layers: int) -> Passes | None:
+    def host_passes(self, num_layers: int) -> Passes:
         """The same of a device, with a stop in each layer in which the host could ask for experts,
-        but asks for none. None if the backend is the host."""
-        if self.backend.is_host:
-            return None
+        but asks for none."""
         model = self._model.first_layers(num_layers)
         here = {layer_id: mask.copy() for layer_id, mask in _all_of(model).items()}
         for mask in here.values():

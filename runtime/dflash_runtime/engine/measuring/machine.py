@@ -90,6 +90,7 @@ def box_of_machine(
             known=known,
             limit_s=max(limit_s - (time.monotonic() - began_s), _LEAST_SHARE * limit_s),
             for_plan=not measures_all,
+            leaves_out=settings.device is None,
             on_progress=on_progress,
         )
     if not measures_all:
@@ -130,17 +131,27 @@ def _opened(
             chunk = None
             if free_bytes is not None:
                 chunk = chunk_to_measure(file, kv_type=kv_type, free_bytes=free_bytes)
-            backend = _backend_of(device, settings, max_chunk=chunk)
-            undo.callback(backend.close)
             compiled = partial(on_progress, f"{device}: compile")
-            backend.warm_up(
-                (each for each in types if not each.is_integer),
-                kv_type=kv_type,
-                is_recurrent=bool(spec.recurrent_layers),
-                beside_device=len(devices) > 1,
-                on_progress=compiled,
-            )
-            compile_kernels(backend, file, kv_type=kv_type, asks_host=True, on_progress=compiled)
+            try:
+                backend = _backend_of(device, settings, max_chunk=chunk)
+                undo.callback(backend.close)
+                backend.warm_up(
+                    (each for each in types if not each.is_integer),
+                    kv_type=kv_type,
+                    is_recurrent=bool(spec.recurrent_layers),
+                    beside_device=len(devices) > 1,
+                    on_progress=compiled,
+                )
+                compile_kernels(
+                    backend, file, kv_type=kv_type, asks_host=True, on_progress=compiled
+                )
+            except DeviceUnavailable as error:
+                if device == CPU or settings.device is not None:
+                    raise
+                # docs: this GPU cannot be opened, mostly because other programs have its memory;
+                # plans are made without it until a start can measure it
+                _LOG.warning("%s is left out: %s", device, str(error))
+                continue
             opened.append(MeasuredDevice(str(device), backend, _link_of(device, gpus)))
         yield opened
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.loading import model_spec
 from dflash_adapters.registry import describe, read_spec
-from dflash_protocol.device import CPU
-from dflash_protocol.errors import DeviceOutOfMemory, SettingsError, UnsupportedModel
+from dflash_protocol.errors import (
+    DeviceOutOfMemory,
+    DeviceUnavailable,
+    SettingsError,
+    UnsupportedModel,
+)
 from dflash_runtime.compute import BackendName, ComputeBackend
 from dflash_runtime.compute.gpu.chunk_room import GPU_CHUNKS
 from dflash_runtime.compute.gpu.room import GpuRoom
@@ -26,17 +32,11 @@ from dflash_runtime.engine.measuring.passes import Passes
 from dflash_runtime.engine.measuring.timing import TimeLeft
 from dflash_runtime.engine.measuring.together import measure_together
 from dflash_runtime.engine.trial_steps import trial_steps
-from dflash_runtime.placement.box import (
-    AskedSpeed,
-    Box,
-    CopySpeed,
-    Curve,
-    DeviceSpeed,
-    LinkSpeed,
-    OffloadSpeed,
-    Together,
-)
+from dflash_runtime.placement.box import Box
 from dflash_runtime.placement.footprint import Footprint, Memory
+from dflash_runtime.placement.split import HOST_OWNER
+
+_LOG = logging.getLogger(__name__)
 
 LIMIT_S = 60.0
 START_LIMIT_S = 10.0
@@ -48,6 +48,8 @@ processors of servers cache 300 MB. Reading them costs a start nothing, which ne
 _FAR_LAYERS = 2
 _FREE_SHARE = 0.3
 """Of a device's free memory, for their weights."""
+_READ_AGAIN_S = 1.0
+"""For weights of the processor's layers where its figures are known."""
 _HOST_SHARE, _GPU_SHARE = 3, 4
 """Of the time, in proportion: a device's weights are loaded in its share."""
 _DISK_SHARE, _READ_SHARE, _COPIES_SHARE = 0.06, 0.15, 0.1
@@ -70,20 +72,6 @@ class MeasuredDevice:
     """Its link as it is now; asked when it is busy."""
 
 
-@dataclass(slots=True)
-class _Parts:
-    """What is measured so far."""
-
-    devices: dict[str, DeviceSpeed] = field(default_factory=dict)
-    copies: dict[str, CopySpeed] = field(default_factory=dict)
-    together: list[Together] = field(default_factory=list)
-    host_stop: dict[str, Curve] = field(default_factory=dict)
-    host_asked: dict[str, AskedSpeed] = field(default_factory=dict)
-    links: dict[str, LinkSpeed] = field(default_factory=dict)
-    offload: dict[str, OffloadSpeed] = field(default_factory=dict)
-    disk: Curve | None = None
-
-
 def chunk_to_measure(file: GgufFile, *, kv_type: KvType, free_bytes: int) -> int:
     """The largest chunk that a GPU is measured with within its free memory: what chunks of the
     sampled layers need leaves a share to what comes after them.
@@ -104,7 +92,7 @@ def chunk_to_measure(file: GgufFile, *, kv_type: KvType, free_bytes: int) -> int
 
 def _sample_bytes(free_bytes: int | None) -> int:
     """Most bytes of the layers that are timed on a device; None: it tells nothing of its memory."""
-    return min(_MOST_BYTES, int(_FREE_SHARE * free_bytes)) if free_bytes else _MOST_BYTES
+    return _MOST_BYTES if free_bytes is None else min(_MOST_BYTES, int(_FREE_SHARE * free_bytes))
 
 
 def lacking(box: Box | None, devices: Sequence[str]) -> list[str]:
@@ -121,6 +109,7 @@ def measure_box(
     known: Box | None = None,
     limit_s: float = LIMIT_S,
     for_plan: bool = False,
+    leaves_out: bool = False,
     on_progress: OnProgress = lambda what, num_done, num_total: None,
 ) -> Box:
     """Measure these devices, the host among them first, what connects them, and the disk. What a
@@ -129,79 +118,136 @@ def measure_box(
     Reads weights of some layers, and frees all that it takes; Ctrl-C ends it. All share one
     deadline, `limit_s` from now: what loading or compiling takes is taken from what follows, and
     each figure gets a share of what is left, or else its shortest time (see `medians`).
-    `for_plan`: without figures that plans do not need.
+    `for_plan`: without figures that plans do not need. `leaves_out`: a GPU that fails is left out.
     Raises: DeviceUnavailable, DeviceOutOfMemory, ModelFileError.
     """
-    parts, left = _Parts(), TimeLeft(limit_s)
-    if known is not None:
-        parts = _Parts(
-            dict(known.devices),
-            dict(known.copies),
-            list(known.together),
-            dict(known.host_stop),
-            dict(known.host_asked),
-            dict(known.links),
-            dict(known.offload),
-            known.disk,
-        )
-    new = [each for each in devices if each.name not in parts.devices]
+    box, left = Box(key, {}) if known is None else known, TimeLeft(limit_s)
+    new = [each for each in devices if each.name not in box.devices]
     spec = read_spec(file)
-    disk_s = 0.0 if parts.disk is not None else _DISK_SHARE * limit_s
-    if disk_s:
+    if box.disk is None:
         expert_bytes = max(layer.expert_bytes for layer in spec.moe.layers)
-        parts.disk = measure_disk(
+        disk_s = _DISK_SHARE * limit_s
+        disk = measure_disk(
             file.path, expert_bytes=expert_bytes, limit_s=disk_s, report=on_progress
         )
-    host: tuple[str, Passes] | None = None
-    processor = next((each.backend for each in devices if each.backend.is_host), None)
+        box = replace(box, disk=disk)
+    processor = next((each for each in devices if each.backend.is_host), None)
     if processor is not None:
-        processor.choose_threads(file, None)
+        processor.backend.choose_threads(file, None)
     with contextlib.ExitStack() as undo:
+        host = None if processor is None else _HostPasses(processor, file, kv_type, undo)
         for index, device in enumerate(new):
-            device_left = TimeLeft(left.share(_share_of_first(new[index:])))
-            loaded, far = _loaded(device, file, kv_type, undo=undo)
-            share = 1.0
-            if device.backend.is_host:
-                on_progress(f"{device.name}: weights are read", 0, 1)
-                loaded.read(device_left.share(_READ_SHARE))
-                trial = trial_steps(device.backend, loaded.model, loaded.banks, kv_type=kv_type)
-                device.backend.choose_threads(file, trial)
-            else:
-                share -= _CROSSINGS_SHARE
-            parts.devices[device.name] = measure_device(
-                device.name,
-                loaded,
-                far=far,
-                kv_type=kv_type,
-                limit_s=device_left.share(share),
+            measuring = _Measuring(
+                file,
+                kv_type,
+                TimeLeft(left.share(_share_of_first(new[index:]))),
                 for_plan=for_plan,
-                report=on_progress,
+                on_progress=on_progress,
             )
             if device.backend.is_host:
-                num_layers = len(loaded.sampled.kinds[0].layer_ids)
-                host = device.name, loaded.passes(num_layers)
-            else:
-                _measure_crossings(
-                    device,
-                    loaded,
-                    parts,
-                    host,
-                    processor=processor,
-                    kv_type=kv_type,
-                    left=device_left,
-                    for_plan=for_plan,
-                    on_progress=on_progress,
-                )
-    return Box(
-        key,
-        parts.devices,
-        parts.links,
-        parts.copies,
-        tuple(parts.together),
-        parts.host_stop,
-        parts.host_asked,
-        parts.offload,
-        parts.disk,
+                host = _HostPasses(device, file, kv_type, undo)
+                box = _joined(box, _measured_host(host, measuring))
+                continue
+            try:
+                box = _joined(box, _measured_gpu(device, box, host, measuring))
+            except DeviceUnavailable as error:
+                if not leaves_out:
+                    raise
+                # docs: this GPU cannot be measured, mostly because other programs have its memory;
+                # plans are made without it until a start can measure it
+                _LOG.warning("%s is left out: %s", device.name, str(error))
+    return box
+
+
+@dataclass(frozen=True, slots=True)
+class _Measuring:
+    """How one device is measured."""
+
+    file: GgufFile
+    kv_type: KvType
+    left: TimeLeft
+    for_plan: bool
+    on_progress: OnProgress
+
+
+class _HostPasses:
+    """The host's sampled layers, loaded when they are first needed; `undo` frees them."""
+
+    def __init__(
+        self,
+        device: MeasuredDevice,
+        file: GgufFile,
+        kv_type: KvType,
+        undo: contextlib.ExitStack,
+    ) -> None:
+        self.device = device
+        self._load = partial(_loaded, device, file, kv_type, undo=undo)
+
+    @cached_property
+    def loaded(self) -> tuple[LoadedLayers, LoadedLayers | None]:
+        """As `_loaded`."""
+        return self._load()
+
+    @cached_property
+    def experts(self) -> Passes:
+        """Passes through all sampled layers of the first kind, whose weights have been read."""
+        loaded, _ = self.loaded
+        loaded.read(_READ_AGAIN_S)
+        return loaded.passes(len(loaded.sampled.kinds[0].layer_ids))
+
+
+def _measured_host(host: _HostPasses, measuring: _Measuring) -> Box:
+    device, left = host.device, measuring.left
+    loaded, far = host.loaded
+    measuring.on_progress(f"{device.name}: weights are read", 0, 1)
+    loaded.read(left.share(_READ_SHARE))
+    trial = trial_steps(device.backend, loaded.model, loaded.banks, kv_type=measuring.kv_type)
+    device.backend.choose_threads(measuring.file, trial)
+    return _measured_device(device, loaded, far, measuring, share=1.0)
+
+
+def _measured_gpu(
+    device: MeasuredDevice, box: Box, host: _HostPasses | None, measuring: _Measuring
+) -> Box:
+    """`box`: what is known by now."""
+    with contextlib.ExitStack() as undo:
+        loaded, far = _loaded(device, measuring.file, measuring.kv_type, undo=undo)
+        found = _measured_device(device, loaded, far, measuring, share=1.0 - _CROSSINGS_SHARE)
+        return _measured_crossings(device, loaded, found, box, host, measuring)
+
+
+def _measured_device(
+    device: MeasuredDevice,
+    loaded: LoadedLayers,
+    far: LoadedLayers | None,
+    measuring: _Measuring,
+    *,
+    share: float,
+) -> Box:
+    """`share`: of the time that is left."""
+    speed = measure_device(
+        device.name,
+        loaded,
+        far=far,
+        kv_type=measuring.kv_type,
+        limit_s=measuring.left.share(share),
+        for_plan=measuring.for_plan,
+        report=measuring.on_progress,
+    )
+    return Box("", {device.name: speed})
+
+
+def _joined(box: Box, found: Box) -> Box:
+    """A box with what was found of one more device."""
+    return replace(
+        box,
+        devices={**box.devices, **found.devices},
+        links={**box.links, **found.links},
+        copies={**box.copies, **found.copies},
+        together=(*box.together, *found.together),
+        host_stop={**box.host_stop, **found.host_stop},
+        host_asked={**box.host_asked, **found.host_asked},
+        offload={**box.offload, **found.offload},
     )
 
 
@@ -235,20 +281,16 @@ def _loaded(
     return loaded, load(sampled.first_kind(_FAR_LAYERS))
 
 
-def _measure_crossings(
+def _measured_crossings(
     device: MeasuredDevice,
     loaded: LoadedLayers,
-    parts: _Parts,
-    host: tuple[str, Passes] | None,
-    *,
-    processor: ComputeBackend | None,
-    kv_type: KvType,
-    left: TimeLeft,
-    for_plan: bool,
-    on_progress: OnProgress,
-) -> None:
-    """Stops of a device's steps, copies, both beside the host's experts, which `processor`
-    computes, and prompts whose experts are copied."""
+    found: Box,
+    box: Box,
+    host: _HostPasses | None,
+    measuring: _Measuring,
+) -> Box:
+    """`found`, with stops of the device's steps, experts that the host computes for it, copies,
+    both beside the host's experts, and prompts whose experts are copied."""
     from dflash_runtime.engine.measuring.copied_experts import measure_offload
     from dflash_runtime.engine.measuring.copies import (
         TimedCopies,
@@ -257,81 +299,80 @@ def _measure_crossings(
     )
 
     gpu: Any = device.backend  # its rows are of another type than a host's
-    name = device.name
+    name, on_progress, left = device.name, measuring.on_progress, measuring.left
     on_progress(f"{name}: stops of its steps", 0, 5)
     limit_s = left.seconds / _CROSSINGS_SHARE
-    stop = measure_host_stop(loaded, limit_s=_STOP_SHARE * limit_s, for_plan=for_plan)
-    if stop is not None:
-        parts.host_stop[name] = stop
-    if stop is not None and processor is not None and processor.name == BackendName.CPU:
-        on_progress(f"{name}: experts of the processor", 1, 5)  # steps ask no other backend
-        _measure_asked(
-            device, loaded, parts, processor, kv_type=kv_type, limit_s=_ASKED_SHARE * limit_s
+    stop = measure_host_stop(loaded, limit_s=_STOP_SHARE * limit_s, for_plan=measuring.for_plan)
+    found = replace(found, host_stop={name: stop})
+    # Steps ask no other backend.
+    if host is not None and host.device.backend.name == BackendName.CPU:
+        on_progress(f"{name}: experts of the processor", 1, 5)
+        found = _with_asked(
+            device, loaded, found, box, host, measuring, limit_s=_ASKED_SHARE * limit_s
         )
     with contextlib.ExitStack() as undo:
         on_progress(f"{name}: copies", 2, 5)
-        sources = parts_of_experts(loaded.file, loaded.spec.moe.layers)
-        copies = TimedCopies(gpu, sources)
+        copies = TimedCopies(gpu, parts_of_experts(loaded.file, loaded.spec.moe.layers))
         undo.callback(copies.close)
-        parts.copies[name] = measure_copies(name, copies, limit_s=_COPIES_SHARE * limit_s)
+        speed = measure_copies(name, copies, limit_s=_COPIES_SHARE * limit_s)
         copies.from_locked_s()
-        parts.copies[name] = replace(parts.copies[name], pcie=device.pcie())
+        found = replace(found, copies={name: replace(speed, pcie=device.pcie())})
         if host is not None:
             on_progress(f"{name}: beside the processor", 3, 5)
-            of_host, passes = host
             steps = loaded.passes(len(loaded.sampled.kinds[0].layer_ids))
-            experts = f"experts of {of_host}", lambda: (passes.seconds(1),)
+            experts = f"experts of {host.device.name}", host.experts.timer(1)
             for what in (
                 (f"copies to {name}", copies.from_pages_s),
-                (f"steps of {name}", lambda: (steps.seconds(1),)),
+                (f"steps of {name}", steps.timer(1)),
             ):
-                together = measure_together(experts, what, limit_s=_TOGETHER_SHARE * limit_s)
-                parts.together.append(together)
+                both = measure_together(experts, what, limit_s=_TOGETHER_SHARE * limit_s)
+                found = replace(found, together=(*found.together, both))
     on_progress(f"{name}: prompts with copies", 4, 5)
     with contextlib.suppress(DeviceOutOfMemory, SettingsError, UnsupportedModel):
         # Where there is no room, or no kernel, no plan copies experts either.
-        found = measure_offload(
+        offload = measure_offload(
             name,
             loaded,
-            parts.devices[name],
-            rate=parts.copies[name].from_page_cache,
+            found.devices[name],
+            rate=found.copies[name].from_page_cache,
             limit_s=_OFFLOAD_SHARE * limit_s,
         )
-        if found is not None:
-            parts.offload[name] = found
+        found = replace(found, offload={name: offload})
+    return found
 
 
-def _measure_asked(
+def _with_asked(
     device: MeasuredDevice,
     loaded: LoadedLayers,
-    parts: _Parts,
-    processor: ComputeBackend,
+    found: Box,
+    box: Box,
+    host: _HostPasses,
+    measuring: _Measuring,
     *,
-    kv_type: KvType,
     limit_s: float,
-) -> None:
-    """Experts of a device's steps and chunks that `processor` computes."""
+) -> Box:
+    """`found`, with experts of the device's steps and chunks that the processor computes."""
     from dflash_runtime.engine.measuring.asked_chunks import measure_asked_chunks
 
-    speed, left = parts.devices[device.name], TimeLeft(limit_s)
-    free_bytes = device.backend.free_memory_bytes() or 0
+    speed, left = found.devices[device.name], TimeLeft(limit_s)
+    processor, free_bytes = host.device.backend, device.backend.free_memory_bytes() or 0
     asked = AskedModel(
         device.backend,
         processor,
         loaded.file,
-        kv_type=kv_type,
+        kv_type=measuring.kv_type,
         limit_bytes=int(_FREE_SHARE * free_bytes),
         limit_s=_READ_SHARE * limit_s / _ASKED_SHARE,
     )
     with contextlib.closing(asked):
-        stop_s = parts.host_stop[device.name].at(1)
-        found = measure_asked(asked, trunk=speed.trunk[1], stop_s=stop_s, limit_s=left.share(0.6))
-        if found is not None:
-            parts.host_asked[device.name] = found
-    host = parts.devices.get(str(CPU))
-    if host is not None:
+        stop_s = found.host_stop[device.name].at(1)
+        steps = measure_asked(asked, trunk=speed.trunk[1], stop_s=stop_s, limit_s=left.share(0.6))
+        if steps is not None:
+            found = replace(found, host_asked={device.name: steps})
+    on_host = box.devices.get(host.device.name)
+    if on_host is not None and HOST_OWNER not in box.links:  # the first device's is that of all
         link = measure_asked_chunks(
-            loaded, processor, device=speed, host=host, limit_s=left.seconds
+            loaded, processor, device=speed, host=on_host, limit_s=left.seconds
         )
-        if link is not None:
-            parts.links.setdefault(link.owner, link)
+        found = replace(found, links={link.owner: link})
+    return found

@@ -15,6 +15,7 @@ from dflash_runtime.compute.backend import CapturedStep
 from dflash_runtime.compute.kv_cache import KvCache
 from dflash_runtime.compute.model import Model, Step, forward, run_to_end
 from dflash_runtime.compute.trees import Tree
+from dflash_runtime.engine.measuring.timing import Timer
 
 STEPS_IN_A_ROW = 16
 """Steps of a device that are started without waiting for any, as the engine does. A single one
@@ -49,6 +50,10 @@ class Passes:
         if num_rows <= 8:
             return self._tree_s(num_rows, position)
         return self._chunk_s(num_rows, position)
+
+    def timer(self, num_rows: int, position: int = 0) -> Timer:
+        """Takes `seconds`, as `medians` expects it."""
+        return lambda: (self.seconds(num_rows, position),)
 
     def _step_s(self, position: int) -> float:
         captured, (token_id,) = self.captured, self.token_ids(1).tolist()

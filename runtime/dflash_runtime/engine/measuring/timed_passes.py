@@ -68,7 +68,7 @@ class TimedPasses:
         if self._is_timed_by_part(rows):
             return self._chunk_parts(rows, limit_s)
         passes = [*self._passes, *(each.passes for each in self._fewer)]
-        found = medians([_timer(each, rows) for each in passes], limit_s=limit_s)
+        found = medians([each.timer(rows) for each in passes], limit_s=limit_s)
         times = [seconds for (seconds,) in found]
         self.loaded.note_selections()
         num = len(self._passes)
@@ -85,7 +85,7 @@ class TimedPasses:
                 [_chunk(passes, rows, (0,), at) for at in positions], limit_s=limit_s, least=2
             )
             return [each[0] for each in found]
-        found = medians([_timer(passes, rows, at) for at in positions], limit_s=limit_s)
+        found = medians([passes.timer(rows, at) for at in positions], limit_s=limit_s)
         return [each[0] / passes.model.spec.num_layers for each in found]
 
     def _is_timed_by_part(self, rows: int) -> bool:
@@ -135,10 +135,6 @@ class TimedPasses:
         experts = [fmean(each[num : 2 * num]) for each in fewer]
         experts.append(fmean(whole[num_all : num_all + num]))
         return Parts(trunks, tuple(experts), whole[-1], sum(map(sum, (*fewer, whole))))
-
-
-def _timer(passes: Passes, rows: int, position: int = 0) -> Timer:
-    return lambda: (passes.seconds(rows, position),)
 
 
 def _chunk(passes: Passes, rows: int, layer_ids: Sequence[int], position: int = 0) -> Timer:

@@ -19,6 +19,7 @@ _LARGEST_MEMORY = 1 << 56
 _LARGEST_EXPERT = 1 << 40
 _LONGEST_S = 1e4
 _FASTEST = 1e12
+_SLOWEST = 1e-3
 _LONGEST_CHUNK = 1 << 20
 _LONGEST_NAME = 200
 
@@ -85,7 +86,10 @@ def check_offer(offer: Offer, moe: MoeSpec, daemon_name: str) -> None:
         ("expert_bytes", all(1 <= each <= _LARGEST_EXPERT for each in offer.expert_bytes)),
         ("one_s", all(0.0 <= each <= _LONGEST_S for each in offer.one_s)),
         ("used_s", all(0.0 <= each <= _LONGEST_S for each in offer.used_s)),
-        ("chunk_pairs_per_s", all(0.0 <= each <= _FASTEST for each in offer.chunk_pairs_per_s)),
+        (
+            "chunk_pairs_per_s",
+            all(not each or _SLOWEST <= each <= _FASTEST for each in offer.chunk_pairs_per_s),
+        ),
     ):
         if not is_sound:
             raise HandshakeRefused(f"daemon {daemon_name} offers an impossible {what}")

@@ -17,13 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_protocol.device import CPU
+from dflash_protocol.device import CPU, Device, DeviceKind
+from dflash_protocol.errors import DeviceOutOfMemory
 from dflash_protocol.settings import Settings
 from dflash_runtime.compute import BackendName, make_backend
 from dflash_runtime.compute.cpu import backend as cpu_backend
 from dflash_runtime.compute.gpu.chunk_room import GPU_CHUNKS
 from dflash_runtime.compute.kv_cache import KvType
-from dflash_runtime.engine.measuring import copies, machine, measure, passes
+from dflash_runtime.engine.measuring import copies, devices, machine, measure, passes
 from dflash_runtime.engine.measuring.asked_model import AskedModel, time_of_one
 from dflash_runtime.engine.measuring.machine import box_of_machine
 from dflash_runtime.engine.measuring.measure import (
@@ -165,6 +166,54 @@ def test_a_gpu_beside_the_host(
     backend.close()
     del backend
     assert gpus.held()["pieces of memory"] <= before["pieces of memory"]
+
+
+def test_a_gpu_that_fails_is_left_out(
+    model: Path,
+    host: MeasuredDevice,
+    gpus: EmulatedGpus,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Another program has its memory, say; a GPU that was asked for is an error."""
+    monkeypatch.setattr(passes, "STEPS_IN_A_ROW", 1)
+    monkeypatch.setattr(copies, "COPY_BYTES", 1 << 15)
+    measured_device = devices.measure_device
+
+    def fails(name: str, *args: Any, **options: Any) -> DeviceSpeed:
+        if name == "cuda:0":
+            raise DeviceOutOfMemory(name, num_bytes=1, free_bytes=0, total_bytes=1)
+        return measured_device(name, *args, **options)
+
+    monkeypatch.setattr(measure, "measure_device", fails)
+    with contextlib.ExitStack() as undo:
+        here = [host]
+        for index in range(2):
+            backend: Any = gpus.open(Device(DeviceKind.CUDA, index))
+            undo.callback(backend.close)
+            here.append(MeasuredDevice(f"cuda:{index}", backend))
+        with GgufFile.open(model) as file:
+            options: Any = {"key": "k", "kv_type": KV, "limit_s": QUICK_S, "for_plan": True}
+            box = measure_box(file, here, leaves_out=True, **options)
+            with pytest.raises(DeviceOutOfMemory):
+                measure_box(file, here[:2], **options)
+    assert set(box.devices) == {"cpu", "cuda:1"}
+    assert set(box.host_stop) == set(box.copies) == {"cuda:1"}
+    assert "cuda:0 is left out" in caplog.text
+
+
+def test_a_gpu_that_comes_later_is_measured_beside_the_host(
+    model: Path, host: MeasuredDevice, gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(passes, "STEPS_IN_A_ROW", 1)
+    monkeypatch.setattr(copies, "COPY_BYTES", 1 << 15)
+    known = measured(model, host)
+    backend: Any = gpus.open(EmulatedGpus.device)
+    box = measured(model, host, MeasuredDevice("cuda:0", backend), known=known)
+    backend.close()
+    assert box.devices["cpu"] is known.devices["cpu"]
+    assert [each.second for each in box.together] == ["copies to cuda:0", "steps of cuda:0"]
+    assert set(box.links) == {HOST_OWNER}
 
 
 def test_the_processor_computes_what_steps_ask(model: Path, gpus: EmulatedGpus) -> None:

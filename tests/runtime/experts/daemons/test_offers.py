@@ -170,6 +170,7 @@ def test_a_daemon_that_goes_between_offer_and_experts_is_found_again(
         {"one_s": (-1e-9,)},
         {"used_s": (1e5,)},
         {"chunk_pairs_per_s": (1e13,)},
+        {"chunk_pairs_per_s": (5e-324,)},
     ],
 )
 def test_an_impossible_offer_is_refused(
