@@ -420,6 +420,9 @@ class CapturedStep(Protocol):
         """How often each expert was routed to since the last call, by phase and layer id, in layers
         that remote owners share without the host. Shapes: each [E]."""
 
+    def wait(self) -> None:
+        """Wait until no step is running. Raises: DeviceUnavailable."""
+
     def leave_owners(self) -> None:
         """Sessions with owners in other processes are about to end: close what goes through them.
         Steps that were started ahead are dropped: `begin` the next one."""

@@ -173,12 +173,17 @@ class Steps:
             prepared.wait()
             with uninterrupted():
                 self.settle()
+                if captured is not None:
+                    captured.wait()
                 if captured is not None and prepared.is_of_daemons:
                     guard.num_interrupted += 1
                     captured.leave_owners()
-                self._replace(prepared, stage)
-                if captured is not None:
-                    captured.follow_owners()
+                before = self._runtime.placement
+                try:
+                    self._replace(prepared, stage)
+                finally:  # a daemon that fails to take over keeps nothing from what has changed
+                    if captured is not None and self._runtime.placement is not before:
+                        captured.follow_owners()
         finally:
             prepared.withdraw()
 

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_protocol.errors import DeviceUnavailable, DflashError
+from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import I32Array
 from dflash_protocol.placement import OwnedExperts, Placement
 from dflash_runtime.compute.backend import ExpertStage, ReplaceableBank
@@ -112,7 +112,7 @@ def replace_experts(
             try:
                 for changed, places, leaving, _ in changes[: index + 1]:
                     changed.replace(file, places, leaving)
-            except DflashError:
+            except BaseException:
                 raise NotUndone(str(error)) from error
             raise
 

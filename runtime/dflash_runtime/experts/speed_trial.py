@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -95,8 +95,7 @@ def own_step_s(
     layers = [each for each in moe.layers if each.kind == first.kind]
     layers = layers[:: max(1, len(layers) // _MOST_BANKS)][:_MOST_BANKS]
     used = _batch(first, Phase.DECODE, 1, num_experts=ids.size)
-    with ExitStack() as undo:
-        banks: list[ExpertBank] = []
+    with ExitStack() as undo, _dropped_first() as banks:
         for layer in layers:
             if banks and time.perf_counter() > end_s - limit_s * (1.0 - _LOADING_SHARE):
                 break
@@ -105,8 +104,17 @@ def own_step_s(
             banks[-1].accumulate(used, np.zeros(used.hidden.shape))  # reads and compiles
         until_s = time.perf_counter() + limit_s * (1.0 - _LOADING_SHARE)
         (times,) = _timed(banks, (used,), _MOST_STEPS, until_s=until_s, check=lambda: None)
-        undo.callback(banks.clear)  # before what they hold is dropped
     return median(times)
+
+
+@contextmanager
+def _dropped_first() -> Iterator[list[ExpertBank]]:
+    """Banks that are forgotten before what they hold is dropped."""
+    banks: list[ExpertBank] = []
+    try:
+        yield banks
+    finally:
+        banks.clear()
 
 
 def _speed_of(
@@ -122,15 +130,12 @@ def _speed_of(
     first = layers[0]
     num_used = min(first.num_experts_used, first.num_experts)
     num_banks = min(_MOST_BANKS, max(2, _WORTH_BYTES // (num_used * first.expert_bytes)))
-    with ExitStack() as undo:
-        banks: list[ExpertBank] = []
-        undo.callback(banks.clear)
+    with ExitStack() as undo, _dropped_first() as banks:
         for layer in layers[:: max(1, len(layers) // num_banks)][:num_banks]:
             if banks and time.perf_counter() - started_s > _LOADING_SHARE * limit_s:
                 break
             check()
             banks.append(undo.enter_context(store.trial_bank(layer, num_used)))
-        undo.callback(banks.clear)  # before what they hold is dropped
         store.run_kernels(banks[0])
         # Compiling counts for nothing.
         end_s = time.perf_counter() + limit_s * (1.0 - _LOADING_SHARE)

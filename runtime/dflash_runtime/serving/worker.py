@@ -236,7 +236,11 @@ class EngineWorker:
             try:
                 return self._queue.take(_PUBLISH_S)
             except TimeoutError:  # a daemon may have been lost, or come back
-                engine.move_experts()
+                try:
+                    engine.move_experts()
+                except Exception:
+                    # docs: a bug, with its traceback: report it. Experts stay where they are
+                    _LOG.exception("experts are not moved")
                 self._publish(engine)
 
     def _publish(self, engine: Engine) -> EngineStats:

@@ -403,9 +403,17 @@ def test_a_file_that_vanishes_is_still_mapped_and_one_that_is_written_to_is_not_
         assert len([each for each in caplog.records if "moved" in each.message]) == 1
 
 
+@pytest.mark.parametrize("error", [DeviceUnavailable, MemoryError])
 def test_if_it_cannot_be_undone_nothing_is_computed_any_more(
-    gpu: OneGpu, model: Path, monkeypatch: pytest.MonkeyPatch, scripted: type[ScriptedPolicy]
+    gpu: OneGpu,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    scripted: type[ScriptedPolicy],
+    error: type[Exception],
 ) -> None:
+    def broken(*args: object, **options: object) -> Any:
+        raise error("it broke")
+
     with opened(model) as engine:
         tokens_of(engine)
         with monkeypatch.context() as patch:

@@ -98,6 +98,25 @@ async def test_a_full_queue_says_so_and_takes_others_later(model: Path) -> None:
         await end_of(waiting[2])
 
 
+async def test_moves_that_fail_while_nothing_runs_end_nothing(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    has_failed = threading.Event()
+
+    def fail(engine: Engine) -> None:
+        has_failed.set()
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(Engine, "move_experts", fail)
+    with worker_of(model) as worker:
+        await asyncio.wrap_future(worker.opened)
+        assert await asyncio.to_thread(has_failed.wait, 20)
+        job = job_of(max_tokens=2)
+        worker.submit(job)
+        assert (await end_of(job)).finish_reason == "length"
+    assert "experts are not moved" in caplog.text
+
+
 async def test_a_failure_is_the_jobs_own(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     generate = Engine.generate
 

@@ -26,8 +26,6 @@ _MOST_BYTES = 1 << 30
 _LARGEST_READ = 8 << 20
 """An expert is read in parts of this size."""
 _MOST_OF_MOUNTS = 1 << 20
-_LEAST_READS = 4
-"""Of each thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +81,9 @@ def measure_disk(
             for index, depth in enumerate(DEPTHS):
                 report(f"disk: {depth} at a time", index, len(DEPTHS))
                 part_s = left.seconds / (len(DEPTHS) - index)
-                most = max(_LEAST_READS * depth * num_bytes, num_left // (len(DEPTHS) - index))
+                most = num_left // (len(DEPTHS) - index)
+                if points and (not part_s or most < depth * num_bytes):
+                    break
                 rate, num_read = _rate(reader, offsets, num_bytes, depth, part_s, most)
                 num_left = max(0, num_left - num_read)
                 points.append((float(depth), rate))
@@ -104,7 +104,7 @@ def _rate(
         done = 0
         with mmap.mmap(-1, num_bytes) as buffer:
             for turn in range(most_reads):
-                if turn >= _LEAST_READS and time.perf_counter() > end_s:
+                if turn and time.perf_counter() > end_s:
                     break
                 place = offsets[(first + turn * depth) % offsets.size]
                 done += reader.read(int(place), buffer)

@@ -65,7 +65,7 @@ def test_bytes_are_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "preadv", counted)
     monkeypatch.setattr(disk, "_MOST_BYTES", 1 << 20)
     measure_disk(path, expert_bytes=4096, limit_s=100.0)
-    assert 0 < num_bytes <= 4 << 20
+    assert 0 < num_bytes <= 1 << 20
 
 
 def test_files_that_tell_nothing(path: Path) -> None:

@@ -205,6 +205,9 @@ class CpuStep:
         """None: the host counts, or banks do."""
         return {}
 
+    def wait(self) -> None:
+        """Return at once: steps end before `start` returns."""
+
     def leave_owners(self) -> None:
         """Do nothing: between two steps it has nothing of theirs."""
 

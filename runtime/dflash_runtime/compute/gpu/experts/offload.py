@@ -40,6 +40,7 @@ from dflash_runtime.compute.gpu.layers.resident import ResidentLayer, expert_byt
 from dflash_runtime.compute.gpu.ops.kernels import RoutedRows
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
 from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FileRuns, Transfer
+from dflash_runtime.interrupts import uninterrupted
 
 _NEARLY_ALL = 0.75
 """If this share of a layer's experts was chosen, all of the next layer's are copied ahead, unless
@@ -313,7 +314,9 @@ class ExpertOffload:
                 place.take(part)
             more = experts & ~place.loaded
             if more.any():
-                place.transfers.append(self._copier.begin(part.runs_of(more), after=place.read))
+                with uninterrupted():  # no transfer may be under way that a place knows not of
+                    transfer = self._copier.begin(part.runs_of(more), after=place.read)
+                    place.transfers.append(transfer)
                 place.loaded = place.loaded | more
                 place.num_fillings += 1
             place.is_due = True

@@ -80,9 +80,11 @@ class DeviceStage:
                 self._device.synchronize()
 
     def close(self) -> None:
-        self.clear()
-        self._undo.close()
-        self._memory = None
+        try:
+            self.clear()
+        finally:
+            self._undo.close()
+            self._memory = None
 
 
 def open_stage(

@@ -155,14 +155,15 @@ class GraphStep:
             self._redo.check_last()
         return self._runner.logits()
 
-    def leave_owners(self) -> None:
+    def wait(self) -> None:
         self._device.synchronize()  # steps that were started ahead
+
+    def leave_owners(self) -> None:
         self._choice.leave_mailboxes()
         if self._choice.sessions is not None:
             self._choice.sessions.close()
 
     def follow_owners(self) -> None:
-        self._device.synchronize()  # steps that were started ahead
         self._choice.home.path.follow_owners()
 
     def close(self) -> None:

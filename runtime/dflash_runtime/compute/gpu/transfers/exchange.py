@@ -19,6 +19,7 @@ from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
 from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock
 from dflash_runtime.compute.gpu.launch.decode_arrays import ArrayChecker
 from dflash_runtime.compute.gpu.launch.decode_experts import Choice
+from dflash_runtime.compute.gpu.transfers.payload_kernels import COPY_DEADLINE_S
 
 _THREADS = 512
 _POLLS_PER_CLOCK = 64
@@ -133,7 +134,7 @@ class StepBox:
         patient_until_s = busy_until_s + _TIMEOUT_S
         while not signal[0]:
             if time.monotonic() > patient_until_s:
-                self._device.synchronize()
+                self._device.synchronize(COPY_DEADLINE_S)
                 if not signal[0]:
                     raise DeviceUnavailable(f"{self._device.name}: work has ended without a result")
             time.sleep(_PAUSE_S)

@@ -83,16 +83,23 @@ class Transfer:
         """Wait until all pieces that were not cancelled have arrived. Raises: DeviceUnavailable."""
         if not self._has_ended(_TIMEOUT_S):
             self.cancel()
-            raise DeviceUnavailable(
-                f"{self.num_bytes} bytes of the model file have not come within {_TIMEOUT_S:.0f} s"
-            )
+            raise self._late()
         if self.errors:
             raise self.errors[0]
 
     def cancel(self) -> None:
-        """Drop pieces that are not begun; returns when none is being copied."""
+        """Drop pieces that are not begun; returns when none is being copied.
+
+        Raises: DeviceUnavailable if some do not end: their memory must not be used again.
+        """
         self.words[k.NEXT] = k.NO_MORE
-        self._has_ended(_TIMEOUT_S)
+        if not self._has_ended(_TIMEOUT_S):
+            raise self._late()
+
+    def _late(self) -> DeviceUnavailable:
+        return DeviceUnavailable(
+            f"{self.num_bytes} bytes of the model file have not come within {_TIMEOUT_S:.0f} s"
+        )
 
     def _has_ended(self, limit_s: float) -> bool:
         end_s = time.monotonic() + limit_s

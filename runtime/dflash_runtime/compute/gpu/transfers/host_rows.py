@@ -105,7 +105,7 @@ class HostChoice:
         """
         assert self._block is not None
         (ids, _), host = self._begun, self._block.host
-        self._device.side_stream(_STREAM).synchronize()
+        self._device.side_stream(_STREAM).synchronize(COPY_DEADLINE_S)
         self._begun = ()
         chosen, weights = (place[: ids.size].reshape(ids.shape).copy() for place in host)
         return chosen, weights
