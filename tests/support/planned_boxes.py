@@ -167,7 +167,6 @@ class DaemonRow:
     free_bytes: int
     link_s: float = 30e-6
     by_device: bool = False
-    is_connected: bool = True
     numeric_class: str = ""
     budget_bytes: int | None = None
 
@@ -238,7 +237,6 @@ def situation(
             parse_device(each.device),
             each.free_bytes,
             footprint,
-            each.is_connected,
             each.numeric_class,
             each.budget_bytes,
         )

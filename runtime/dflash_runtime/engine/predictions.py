@@ -39,7 +39,7 @@ class PredictionWatch:
     """Compares predicted times with measured ones.
 
     States: fresh; stale, once all service of a minute was off by more than TOLERANCE in the same
-    direction, until `reset`. Used by one thread.
+    direction. Used by one thread.
     """
 
     def __init__(self) -> None:
@@ -73,11 +73,6 @@ class PredictionWatch:
         self._off_s += direction * self._measured_s
         self._predicted_s = self._measured_s = 0.0
 
-    def reset(self) -> None:
-        """Begin anew, with another box."""
-        self._predicted_s = self._measured_s = self._off_s = 0.0
-        self._ratio = 1.0
-
 
 class Predictions:
     """An engine's plan, and whether its steps take what they were predicted to.
@@ -108,16 +103,6 @@ class Predictions:
         self._cache_dir = cache_dir
         self._watch = PredictionWatch()
 
-    @property
-    def ratio(self) -> float:
-        """Measured time of a step divided by the predicted one, lately; 1 before."""
-        return self._watch.ratio
-
-    def follow(self, plan: Plan) -> None:
-        """Compare with another plan from now on."""
-        self.plan = plan
-        self._watch.reset()
-
     def note(self, stats: GenerationStats, elapsed_s: float) -> None:
         """Compare a generation that has ended. `elapsed_s`: from its first token on, its reader's
         time included; a device computes ahead in that, so that a step takes something between this
@@ -139,7 +124,7 @@ class Predictions:
             _LOG.warning(
                 "decoding takes %.2f times as long as predicted, for %.0f s of service: the kept "
                 "measurements are dropped",
-                self.ratio,
+                self._watch.ratio,
                 STALE_AFTER_S,
             )
 

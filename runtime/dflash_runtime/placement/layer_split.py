@@ -5,6 +5,7 @@ dflash-moe does not compute so. Where it would be faster for one user, a plan sa
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 from dflash_runtime.placement.cost import PROMPTS
@@ -25,9 +26,9 @@ def best_layer_split(
     `like`: options of the plan's parent, `context` and `chunk` its own. Each GPU takes as long for
     its share of the layers as if it had all of them; prompts are not pipelined.
     """
-    found = []
+    found, alone = [], replace(situation, daemons=())
     gpus = [
-        ParentOptions(situation, parent, (), wishes=wishes, kv_type=like.kv_type)
+        ParentOptions(alone, parent, wishes, like.kv_type)
         for parent in situation.parents
         if not parent.is_host and str(parent.device) in situation.box.devices
     ]

@@ -68,13 +68,10 @@ class ParentOptions:
         self,
         situation: Situation,
         parent: ParentDevice,
-        daemons: Sequence[ExpertDaemon],
-        *,
         wishes: Wishes,
         kv_type: KvType,
     ) -> None:
-        """`daemons`: those that may own experts. Raises: KeyError if the parent's device was not
-        measured."""
+        """Raises: KeyError if the parent's device was not measured."""
         self.situation, self.parent, self.wishes = situation, parent, wishes
         self.kv_type = kv_type
         self.arrays = ExpertArrays.of(situation.spec.moe, situation.shares)
@@ -83,7 +80,7 @@ class ParentOptions:
         if host is not None:
             sides.append(host)
         self.daemons: dict[str, ExpertDaemon] = {}
-        for daemon in daemons:
+        for daemon in situation.daemons:
             side = daemon_side(situation.box, daemon)
             if side is not None:
                 sides.append(side)
@@ -92,7 +89,8 @@ class ParentOptions:
         self._models: dict[int, CostModel] = {}
         self._tables = RequestTables(self.arrays)
         self._estimates: dict[tuple[int, int, tuple[int, ...]], float] = {}
-        self._bytes = [self._bytes_of(index) for index in range(len(sides))]
+        self.expert_bytes = [self._bytes_of(index) for index in range(len(sides))]
+        """Of one expert of each layer, by owner. Shapes: each [L]."""
 
     @property
     def copies_prompts(self) -> bool:
@@ -108,7 +106,7 @@ class ParentOptions:
         result._tables = self._tables.of_other_prompts()
         return result
 
-    @property
+    @cached_property
     def groups(self) -> list[tuple[int, ...]]:
         """Owners that may share what does not stay on the parent's device: the processor, each
         daemon (one of those that are alike), all daemons of a kind, all devices with
@@ -137,7 +135,7 @@ class ParentOptions:
             stop = box.host_stop.get(device)
             trunk = TrunkTimes(
                 box.devices[device],
-                situation.trunk_bytes or [each.trunk for each in parent.footprint.layers],
+                [each.trunk for each in parent.footprint.layers],
                 situation.spec,
                 head_bytes=situation.head_bytes,
                 kv_type=self.kv_type,
@@ -248,7 +246,7 @@ class ParentOptions:
             return self.parent.footprint.offload_bytes(
                 dict(zip(layer_ids, missing.tolist(), strict=True))
             )
-        every, taken = float((numbers * self.bytes_of(LOCAL)).sum()), 0
+        every, taken = float((numbers * self.expert_bytes[LOCAL]).sum()), 0
         for _ in range(2):  # what copies take leaves fewer experts here
             share = min(1.0, max(0.0, (room - taken) / max(every, 1.0)))
             missing = np.ceil(numbers * (1.0 - share)).astype(np.int64)
@@ -273,10 +271,6 @@ class ParentOptions:
             num_positions=0, kv_type=self.kv_type, chunk=chunk, is_parent=False
         )
         return float(max(0, daemon.free_bytes - needs.total))
-
-    def bytes_of(self, index: int) -> F64Array:
-        """Bytes of one expert of each layer, at an owner. Shape: result [L]."""
-        return self._bytes[index]
 
     def _bytes_of(self, index: int) -> F64Array:
         name = self.sides[index].name
@@ -375,10 +369,9 @@ class ParentOptions:
         """Fill an assignment's UNASKED experts with the owners that are fastest; None if they do
         not fit."""
         best: Option | None = None
-        elsewhere = owners != LOCAL
-        elsewhere &= self.arrays.exists
+        elsewhere = (owners != LOCAL) & self.arrays.exists
         if not elsewhere.any():
-            return np.where(owners == LOCAL, owners, LOCAL)
+            return self.resident()
         for indices in self.groups:
             group = self._group(indices, context, chunk)
             for deals in (deal, dealt_by_price):
@@ -469,7 +462,7 @@ class ParentOptions:
         problem = SplitProblem(
             self._tables.request_times(self.model(chunk), dealt_to, order, step=step),
             self.arrays.num_experts // step,
-            self.bytes_of(LOCAL) * step,
+            self.expert_bytes[LOCAL] * step,
             dealt_to.expert_bytes.max(axis=0) * step,
             self.expert_limit(context, chunk, group),
             float(dealt_to.limits.sum()),
@@ -478,9 +471,9 @@ class ParentOptions:
 
     def _group(self, group: tuple[int, ...], context: int, chunk: int) -> Group:
         limits = [self.limit_of(index, chunk) for index in group]
-        sizes = np.stack([self.bytes_of(index) for index in group])
+        sizes = np.stack([self.expert_bytes[index] for index in group])
         here = self.expert_limit(context, chunk, group)
-        of_expert = max(1.0, float(self.bytes_of(LOCAL).mean()))
+        of_expert = max(1.0, float(self.expert_bytes[LOCAL].mean()))
         total = float(self.arrays.num_experts.sum())
         elsewhere = total if self.parent.is_host else max(1.0, total - max(0.0, here) / of_expert)
         return Group.of(
@@ -500,16 +493,14 @@ class ParentOptions:
         has = [i for i in range(len(self.sides)) if ((owners == i) & self.arrays.exists).any()]
         others = [index for index in has if index != LOCAL]
         excess = {}
+        here = self.expert_limit(context, chunk, others, owners=owners)
         for index in has:
-            limit = self.limit_of(index, chunk) if index else None
-            if limit is None:
-                limit = self.expert_limit(context, chunk, others, owners=owners)
+            limit = here if index == LOCAL else self.limit_of(index, chunk)
             used = self.used_bytes(owners, index)
             if used > limit:
                 excess[index] = used - limit
-        left = self.expert_limit(context, chunk, others, owners=owners)
-        if LOCAL not in has and left < 0:
-            excess[LOCAL] = -left
+        if LOCAL not in has and here < 0:
+            excess[LOCAL] = -here
         if self.parent.shares_host_memory and self.situation.box.disk is None:
             pool = self.free_bytes() - self.needs(context, chunk, group=others).total
             hosted = [i for i in others if self.sides[i].name == HOST_OWNER]

@@ -13,6 +13,7 @@ from dflash_runtime.placement.cost import LOCAL, PROMPTS, BoolArray, Price
 from dflash_runtime.placement.moves import staged_bytes
 from dflash_runtime.placement.options import Option, ParentOptions
 from dflash_runtime.placement.plan import (
+    TIE,
     Alternative,
     DeviceBudget,
     ExpertRoom,
@@ -65,9 +66,8 @@ def plan_of(
     chosen: ParentChoice,
     *,
     alternatives: tuple[Alternative, ...],
-    tie: float,
 ) -> Plan:
-    """`tie`: predictions that differ by less count as equal."""
+    """The plan of a choice."""
     options, option = chosen.options, chosen.option
     arrays, moe = options.arrays, situation.spec.moe
     owned: dict[str, OwnedExperts] = {}
@@ -98,7 +98,7 @@ def plan_of(
         _budgets(chosen),
         room,
         alternatives,
-        _reason(chosen, alternatives, wishes, tie=tie) + _replicas_reason(chosen),
+        _reason(chosen, alternatives, wishes) + _replicas_reason(chosen),
     )
 
 
@@ -127,7 +127,7 @@ def _room(options: ParentOptions, wishes: Wishes, chosen: ParentChoice) -> Exper
     if wishes.experts.num_local is not None:
         asked = wishes.experts.num_local * len(moe.layers)
     limit = options.expert_limit(chosen.context, chosen.option.chunk, range(1, len(options.sides)))
-    sizes = np.sort(np.repeat(options.bytes_of(LOCAL), options.arrays.num_experts))
+    sizes = np.sort(np.repeat(options.expert_bytes[LOCAL], options.arrays.num_experts))
     here = int(((chosen.option.owners == LOCAL) & options.arrays.exists).sum())
     had = max(here, int((np.cumsum(sizes) <= limit).sum()))
     status = RoomStatus.OK
@@ -178,9 +178,7 @@ def _budgets(chosen: ParentChoice) -> tuple[DeviceBudget, ...]:
     return tuple(result)
 
 
-def _reason(
-    chosen: ParentChoice, alternatives: Sequence[Alternative], wishes: Wishes, *, tie: float
-) -> str:
+def _reason(chosen: ParentChoice, alternatives: Sequence[Alternative], wishes: Wishes) -> str:
     """One sentence that says why."""
     option = chosen.option
     if not wishes.fits:
@@ -198,14 +196,14 @@ def _reason(
     best = max(possible, key=lambda each: each.forecast.decode if each.forecast else 0.0)
     assert best.forecast is not None
     ratio = forecast_of(option.price).decode / best.forecast.decode
-    if ratio * tie < 1.0:
+    if ratio * TIE < 1.0:
         return (
-            f"The planned request is not faster with {best.name}, within {(tie - 1) * 100:.0f} %, "
+            f"The planned request is not faster with {best.name}, within {(TIE - 1) * 100:.0f} %, "
             f"though that writes {1 / ratio:.2f} times as fast; {share}."
         )
     if ratio < 1.0:
         return (
-            f"It is simpler than {best.name}, and as fast within {(tie - 1) * 100:.0f} %; {share}."
+            f"It is simpler than {best.name}, and as fast within {(TIE - 1) * 100:.0f} %; {share}."
         )
     return f"It writes {ratio:.2f} times as fast as {best.name}; {share}."
 

@@ -11,6 +11,9 @@ from dflash_protocol.placement import Placement
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.placement.wishes import MoeMode
 
+TIE = 1.03
+"""Predictions that differ by less are equal; they are no better than that."""
+
 
 class RoomStatus(StrEnum):
     """Whether the parent's device has room for enough experts."""

@@ -127,7 +127,6 @@ def _read(record: object, of: RecordOf) -> Plan:
     if isinstance(record, dict) and record.get("version") != PLAN_VERSION:
         raise ValueError(f"its version is not {PLAN_VERSION}")
     found = read.fields(record, "it", _KEYS)
-    read.whole(found["version"], "version", (PLAN_VERSION, PLAN_VERSION))
     if read.text(found["model"], "model") != of.model_identity:
         raise ValueError("it was made for another model")
     if read.text(found["box"], "box") != of.box_key and of.box_key is not None:

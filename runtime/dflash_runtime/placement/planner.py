@@ -21,8 +21,8 @@ from dflash_runtime.placement.layer_split import best_layer_split
 from dflash_runtime.placement.options import Option, ParentOptions
 from dflash_runtime.placement.outcome import ParentChoice, forecast_of, plan_of
 from dflash_runtime.placement.plan import (
+    TIE,
     Alternative,
-    Forecast,
     Plan,
     PlanRefused,
     RoomStatus,
@@ -30,16 +30,12 @@ from dflash_runtime.placement.plan import (
 from dflash_runtime.placement.refusals import no_context, no_place, no_room
 from dflash_runtime.placement.replicas import has_room, replicas_of, with_replicas
 from dflash_runtime.placement.situation import (
-    ExpertDaemon,
     ParentDevice,
     PlannedRequest,
     Situation,
 )
 from dflash_runtime.placement.split import HOST_OWNER
 from dflash_runtime.placement.wishes import UNASKED, MoeMode, Wishes, assigned, check_wishes
-
-TIE = 1.03
-"""Predictions that differ by less are equal; they are no better than that."""
 
 CPU_MOE_TIE = 1.04
 """The same for CPU-MoE where the device has room for less than half of the experts: what is gained
@@ -86,7 +82,6 @@ def plan(situation: Situation, wishes: Wishes | None = None) -> Plan | PlanRefus
             "the size of the model's experts is not known", RoomStatus.UNKNOWN_EXPERT_SIZE
         )
     kv_type = wishes.kv_type or chosen_kv_type("auto", spec)
-    connected = [each for each in situation.daemons if each.is_connected]
     choices: list[ParentChoice] = []
     refused: list[PlanRefused] = []
     refusals: list[Alternative] = []
@@ -95,12 +90,12 @@ def plan(situation: Situation, wishes: Wishes | None = None) -> Plan | PlanRefus
             refusals.append(Alternative("any", str(parent.device), None, "not measured"))
             continue
         best_s = min((each.option.price.request_s for each in choices), default=np.inf)
-        options = ParentOptions(situation, parent, connected, wishes=wishes, kv_type=kv_type)
+        options = ParentOptions(situation, parent, wishes, kv_type)
         found = _best_of_parent(options, wishes, best_s)
         if isinstance(found, PlanRefused) and situation.most_swaps:
             # Experts need not move: without memory for that, they stay where they are.
             still = replace(situation, most_swaps=0)
-            options = ParentOptions(still, parent, connected, wishes=wishes, kv_type=kv_type)
+            options = ParentOptions(still, parent, wishes, kv_type)
             found = _best_of_parent(options, wishes, best_s)
         if isinstance(found, PlanRefused):
             refused.append(found)
@@ -117,11 +112,10 @@ def plan(situation: Situation, wishes: Wishes | None = None) -> Plan | PlanRefus
     chosen = replicated
     alternatives = [
         *_alternatives(chosen, choices),
-        *_unconnected(situation, wishes, chosen),
         *_layer_split(situation, wishes, chosen),
         *refusals,
     ]
-    return plan_of(situation, wishes, chosen, alternatives=tuple(alternatives), tie=TIE)
+    return plan_of(situation, wishes, chosen, alternatives=tuple(alternatives))
 
 
 def _parents(situation: Situation, wishes: Wishes) -> list[ParentDevice]:
@@ -255,7 +249,7 @@ def _better(found: Sequence[ParentChoice | PlanRefused]) -> ParentChoice | PlanR
 def _preferred(options: ParentOptions, found: Sequence[Option], context: int, chunk: int) -> Option:
     """The simplest of the options that are about as fast as the fastest."""
     fastest = min(each.price.request_s for each in found)
-    every = float((options.arrays.num_experts * options.bytes_of(LOCAL)).sum())
+    every = float((options.arrays.num_experts * options.expert_bytes[LOCAL]).sum())
     is_small = options.expert_limit(context, chunk) < 0.5 * every
     equal = [
         each
@@ -382,21 +376,6 @@ def _alternatives(chosen: ParentChoice, choices: Sequence[ParentChoice]) -> list
     return found
 
 
-def _unconnected(situation: Situation, wishes: Wishes, chosen: ParentChoice) -> list[Alternative]:
-    """What each daemon that is not connected would bring."""
-    found = []
-    device = str(chosen.options.parent.device)
-    connected = [each for each in situation.daemons if each.is_connected]
-    for daemon in situation.daemons:
-        if daemon.is_connected or wishes.experts != type(wishes.experts)():
-            continue
-        name, forecast = f"daemon {daemon.name}", None
-        if daemon.name in situation.box.daemons:
-            forecast = _with_daemon(situation, wishes, chosen, [*connected, daemon])
-        found.append(Alternative(name, device, forecast, "not connected"))
-    return found
-
-
 def _layer_split(situation: Situation, wishes: Wishes, chosen: ParentChoice) -> list[Alternative]:
     """Another engine's split of all layers over two GPUs, if it would be faster."""
     option = chosen.option
@@ -406,15 +385,3 @@ def _layer_split(situation: Situation, wishes: Wishes, chosen: ParentChoice) -> 
     if found is None or found.forecast is None:
         return []
     return [found] if found.forecast.decode > TIE * forecast_of(option.price).decode else []
-
-
-def _with_daemon(
-    situation: Situation, wishes: Wishes, chosen: ParentChoice, daemons: Sequence[ExpertDaemon]
-) -> Forecast | None:
-    parent = chosen.options.parent
-    options = ParentOptions(
-        situation, parent, daemons, wishes=wishes, kv_type=chosen.options.kv_type
-    )
-    found = list(options.options(chosen.context, chosen.option.chunk))
-    best = min(found, key=lambda each: each.price.request_s, default=None)
-    return None if best is None else forecast_of(best.price)

@@ -118,7 +118,7 @@ def _fewer_layers(options: ParentOptions, asked: IntArray, left: float) -> str:
     arrays = options.arrays
     here = ((asked == LOCAL) & arrays.exists).sum(axis=1)
     if left >= 0 and (here == arrays.num_experts).any() and len(options.sides) > 1:
-        after = np.cumsum((arrays.num_experts * options.bytes_of(LOCAL))[::-1])[::-1]
+        after = np.cumsum((arrays.num_experts * options.expert_bytes[LOCAL])[::-1])[::-1]
         fits = np.flatnonzero(after <= left)
         first = arrays.layer_ids[fits[0]] if fits.size else arrays.layer_ids[-1] + 1
         return f"; --n-cpu-moe {int(first)} would fit"

@@ -189,7 +189,7 @@ class _Filling:
         owners = option.owners
         sides = range(len(options.sides))
         self._held = np.stack([(owners == index) & arrays.exists for index in sides])
-        self._bytes = np.stack([options.bytes_of(index) for index in members])
+        self._bytes = np.stack([options.expert_bytes[index] for index in members])
         self._limits = np.array(_limits(options, option, context, members))
         used = [options.used_bytes(owners, index) for index in members]
         self._room = np.maximum(self._limits - np.array(used), 0.0)

@@ -46,8 +46,6 @@ class ExpertDaemon:
     device: Device
     free_bytes: int
     footprint: Footprint
-    is_connected: bool = True
-    """If not, it gets no experts; what it would bring is predicted."""
     numeric_class: str = ""
     """See ParentDevice."""
     budget_bytes: int | None = None
@@ -116,6 +114,3 @@ class Situation:
     most_swaps: int = 0
     """Experts that may move to the parent's device between two requests: it keeps memory for copies
     of so many."""
-    trunk_bytes: tuple[int, ...] = ()
-    """Bytes in the file of each layer's trunk, as `Box` counts them; empty: as they lie on the
-    device."""

@@ -32,7 +32,6 @@ from support.planned_boxes import (
     GIB,
     MIB,
     BoxRow,
-    DaemonRow,
     model_spec,
     moe_spec,
     situation,
@@ -40,10 +39,9 @@ from support.planned_boxes import (
 )
 
 SPEC = model_spec(moe_spec([3 * MIB] * 3, num_experts=8, num_used=2))
-DAEMON = DaemonRow("cuda:1", "cuda:1", CARD, 4 * GIB, is_connected=False)
 AT = situation(
     SPEC,
-    BoxRow(CARD, 550 * MIB, CORES_16, 8 * GIB, daemons=(DAEMON,)),
+    BoxRow(CARD, 550 * MIB, CORES_16, 8 * GIB),
     shares=skewed(SPEC.moe),
     chunks=(256,),
 )

@@ -79,7 +79,7 @@ def check_legal(found: Plan, at: Situation) -> None:
     if LOCAL_OWNER in owned:
         counts = {i: ids.size for i, ids in owned[LOCAL_OWNER].by_layer.items()}
         assert found.budgets[0].expert_bytes == parent.footprint.experts_bytes(counts)
-    names = {LOCAL_OWNER, HOST_OWNER, *(d.name for d in at.daemons if d.is_connected)}
+    names = {LOCAL_OWNER, HOST_OWNER, *(d.name for d in at.daemons)}
     assert set(owned) <= names
 
 
@@ -137,7 +137,7 @@ def models(draw: st.DrawFn) -> ModelSpec:
 
 @st.composite
 def boxes(draw: st.DrawFn) -> BoxRow:
-    """Up to three daemons, on cards and processors, connected or not; memory that is shared."""
+    """Up to three daemons, on cards and processors; memory that is shared."""
     daemons = []
     for index in range(draw(st.integers(0, 3))):
         device = draw(st.sampled_from((f"cuda:{index + 1}", "cpu")))
@@ -148,7 +148,6 @@ def boxes(draw: st.DrawFn) -> BoxRow:
                 CORES_16 if device == "cpu" else draw(st.sampled_from((CARD, SMALL_CARD))),
                 draw(BUDGETS),
                 by_device=device != "cpu" and draw(st.booleans()),
-                is_connected=draw(st.booleans()),
                 budget_bytes=draw(st.none() | st.integers(0, SPEC.moe.expert_bytes_total)),
             )
         )
@@ -472,19 +471,6 @@ def test_a_context_that_fits_with_another_type_is_named_as_it_is() -> None:
     found = plan(at, Wishes(context=300, device=GPU, kv_type=KvType.F16))
     assert isinstance(found, PlanRefused)
     assert dict(found.fitting)[KvType.Q8_0] == 300
-
-
-def test_a_daemon_that_is_not_connected_gets_nothing_but_a_prediction() -> None:
-    daemon = DaemonRow("cuda:1", "cuda:1", CARD, 4 * GIB, link_s=5e-6, by_device=True)
-    at = situation(SPEC, box(FIXED + 20 * MIB, replace(daemon, is_connected=False)))
-    found = planned(at)
-    assert "cuda:1" not in found.placement.owner_names
-    named = [each for each in found.alternatives if "cuda:1" in each.name]
-    assert [each.why_not for each in named] == ["not connected"]
-    connected = planned(situation(SPEC, box(FIXED + 20 * MIB, daemon)))
-    assert named[0].forecast is not None
-    assert named[0].forecast.decode == pytest.approx(connected.forecast.decode, rel=0.05)
-    assert "cuda:1" in connected.placement.owner_names
 
 
 @pytest.mark.parametrize("part", [-0.35, 0.6, 1.2])

@@ -55,7 +55,7 @@ def best_of_all(options: ParentOptions) -> float:
         owners = np.tile(np.array(pattern), (num_layers, 1))
         costs.append(model.layers_s(owners))
         counts = np.bincount(pattern, minlength=len(options.sides))
-        sizes.append([count * options.bytes_of(i) for i, count in enumerate(counts)])
+        sizes.append([count * options.expert_bytes[i] for i, count in enumerate(counts)])
     cost, size = np.array(costs), np.array(sizes)  # [patterns, L], [patterns, sides, L]
     others = range(1, len(options.sides))
     limits = np.array([options.expert_limit(CONTEXT, CHUNK, others)] + [
@@ -77,9 +77,7 @@ def regret(at: Situation) -> float:
     """How many times longer than necessary the plan's request takes."""
     found = plan(at, ASKED)
     assert isinstance(found, Plan)
-    options = ParentOptions(
-        at, at.parents[0], at.daemons, wishes=ASKED, kv_type=found.setup.kv_type
-    )
+    options = ParentOptions(at, at.parents[0], ASKED, found.setup.kv_type)
     owners = np.zeros(options.arrays.decode.shape, np.int64)
     index_of = {side.name: index for index, side in enumerate(options.sides)}
     for row, layer_id in enumerate(options.arrays.layer_ids.tolist()):
