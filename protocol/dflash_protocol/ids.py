@@ -28,6 +28,7 @@ F32Array: TypeAlias = npt.NDArray[np.float32]
 F64Array: TypeAlias = npt.NDArray[np.float64]
 I32Array: TypeAlias = npt.NDArray[np.int32]
 I64Array: TypeAlias = npt.NDArray[np.int64]
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
 U8Array: TypeAlias = npt.NDArray[np.uint8]
 
 

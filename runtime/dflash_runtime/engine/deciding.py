@@ -44,7 +44,7 @@ from dflash_runtime.placement.host_context import context_on_host
 from dflash_runtime.placement.plan import Plan
 from dflash_runtime.placement.planner import UNPLANNED_CONTEXT
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER, even_split
-from dflash_runtime.placement.wishes import check_unplanned, check_wishes, wishes_of
+from dflash_runtime.placement.wishes import check_context, check_unplanned, check_wishes, wishes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +138,7 @@ def decide(
     if settings.yarn == "llama.cpp":
         file.ignore(f"{file.architecture}.{key}" for key in YARN_KEYS)
     spec = read_spec(file)
-    if settings.context is not None and settings.context > spec.context_length:
-        raise SettingsError(
-            f"context={settings.context}: the model was made for up to {spec.context_length}"
-        )
+    check_context(settings.context, spec)
     heat = open_heat(file, spec, settings)
     undo.callback(heat.close)
     names, budgets = daemon_names(choices, endpoints), budgets_of(choices)
@@ -287,7 +284,7 @@ def _unplanned(settings: Settings, spec: ModelSpec, instead: str) -> Settings:
     """
     wishes = wishes_of(settings)
     check_unplanned(wishes, instead)
-    check_wishes(wishes, num_layers=spec.num_layers, moe=spec.moe)
+    check_wishes(wishes, spec)
     if wishes.num_gpu_layers and settings.device is None:
         raise SettingsError(f"-ngl {wishes.num_gpu_layers} and {instead}: name a GPU (--device)")
     return replace(settings, device=CPU) if wishes.num_gpu_layers == 0 else settings

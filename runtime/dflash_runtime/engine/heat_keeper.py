@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
-import stat
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,7 +16,8 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.spec import ModelSpec
 from dflash_protocol.errors import DflashError, SettingsError
 from dflash_protocol.process.text_files import file_error, write_file
-from dflash_protocol.settings import Settings, cache_directory
+from dflash_protocol.settings import Settings
+from dflash_runtime.engine.kept_files import HEAT_SUFFIX, kept_places, newest_first, write_first
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 from dflash_runtime.experts.telemetry import OwnerStats
 from dflash_runtime.placement.heat import HEAT_PHASES, HalfLives, Heat, layers_of, phase_index
@@ -31,8 +30,6 @@ from dflash_runtime.placement.heat_file import (
 
 _LOG = logging.getLogger(__name__)
 
-SUFFIX = ".heat"
-"""Of the model's file name."""
 _STATS_KIND = "expert statistics"
 _LEAST_APART_S = 0.5
 _SHARE_OF_TIME = 1 / 200
@@ -52,7 +49,7 @@ class HeatStore:
         self._spec = spec
         self._identity: Callable[[], str] = file.identity
         self._is_named = settings.heat not in ("auto", "off", "")
-        self._places = heat_places(file.path, settings)
+        self._places = kept_places(file.path, settings, HEAT_SUFFIX)
         self._bad: set[Path] = set()
         """Files that could not be read: kept beside the new one."""
         self._has_warned = False
@@ -68,16 +65,7 @@ class HeatStore:
         A file that cannot be used is a warning, unless the user has named it.
         Raises: SettingsError.
         """
-        written_ns: dict[Path, int] = {}
-        for place in self._places:
-            try:
-                written_ns[place] = modified_ns(place)
-            except SettingsError:
-                if self._is_named:
-                    raise
-        for place in sorted(self._places, key=lambda each: -written_ns.get(each, 0)):
-            if not written_ns.get(place):
-                break
+        for place in newest_first(HEAT_KIND, self._places, is_named=self._is_named):
             try:
                 return self.read(place, half_lives)
             except SettingsError as error:
@@ -96,25 +84,16 @@ class HeatStore:
 
     def save(self, heat: Heat) -> None:
         """Write the heat to the first place that takes it; a warning, once, if none does."""
-        content = self.content(heat)
-        errors = []
-        for place in self._places:
-            try:
-                if place in self._bad:
-                    with contextlib.suppress(FileNotFoundError):
-                        place.replace(place.with_name(place.name + ".bad"))
-                    self._bad.remove(place)
-                if place != self._places[0]:
-                    place.parent.mkdir(mode=0o700, exist_ok=True)
-                write_file(HEAT_KIND, place, content)
-                return
-            except (OSError, SettingsError) as error:
-                errors.append(str(error))
-        if errors and not self._has_warned:
-            self._has_warned, reason = True, errors[0]
+        while self._bad:
+            place = self._bad.pop()
+            with contextlib.suppress(OSError):  # then it cannot be written either
+                place.replace(place.with_name(place.name + ".bad"))
+        error = write_first(HEAT_KIND, self._places, self.content(heat))
+        if error and not self._has_warned:
+            self._has_warned = True
             # docs: neither beside the model nor in the cache folder can it be written, or not where
             # `--heat` says; it is tried again each minute, and all else goes on
-            _LOG.warning("heat is not saved: %s", reason)
+            _LOG.warning("heat is not saved: %s", error)
 
     def content(self, heat: Heat) -> bytes:
         """The content of a file of this model's heat."""
@@ -261,22 +240,6 @@ def open_heat(file: GgufFile, spec: ModelSpec, settings: Settings) -> HeatKeeper
     return HeatKeeper(store.load(half_lives), store=store, hotness=hotness, stats_path=stats_path)
 
 
-def modified_ns(path: Path) -> int:
-    """When a file was written last; 0 if there is none.
-
-    Raises: SettingsError if that cannot be said, or it is no file: a pipe would be waited for.
-    """
-    try:
-        found = path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return 0
-    except OSError as error:
-        raise file_error(HEAT_KIND, path, error.strerror or str(error)) from error
-    if not stat.S_ISREG(found.st_mode):
-        raise file_error(HEAT_KIND, path, "not a file")
-    return max(1, found.st_mtime_ns)
-
-
 def _require_folder(path: Path) -> None:
     """Raises: SettingsError if a file can clearly not be made there."""
     if os.path.isdir(path):
@@ -284,21 +247,3 @@ def _require_folder(path: Path) -> None:
     has_folder = os.path.isdir(path.parent) and os.access(path.parent, os.W_OK | os.X_OK)
     if not os.path.exists(path) and not has_folder:
         raise file_error(_STATS_KIND, path, "its folder does not exist or cannot be written to")
-
-
-def heat_places(model_path: Path, settings: Settings, suffix: str = SUFFIX) -> tuple[Path, ...]:
-    """Where a model's heat may be: where the user says, or beside the model, else in the cache; and
-    with another `suffix`, what is kept beside it."""
-    if settings.heat == "off":
-        return ()
-    if settings.heat not in ("auto", ""):
-        place = Path(settings.heat).absolute()
-        return (place if suffix == SUFFIX else place.with_name(place.name + suffix),)
-    path = model_path.absolute()
-    places = [path.with_name(path.name + suffix)]
-    try:
-        name = hashlib.sha256(os.fsencode(path)).hexdigest()[:32]
-        places.append(cache_directory(settings) / "heat" / (name + suffix))
-    except SettingsError:
-        pass  # the kernels' cache reports the error
-    return tuple(places)

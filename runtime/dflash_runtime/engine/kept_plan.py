@@ -13,20 +13,19 @@ from pathlib import Path
 
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.fingerprint import digest
-from dflash_protocol.process.text_files import read_file, write_file
-from dflash_runtime.engine.heat_keeper import modified_ns
+from dflash_protocol.process.text_files import read_file
+from dflash_runtime.engine.kept_files import newest_first, write_first
 from dflash_runtime.placement.budgets import ExpertBudget
 from dflash_runtime.placement.plan import Forecast, Plan, PlanRefused
 from dflash_runtime.placement.plan_record import RecordOf, as_json, from_json
 from dflash_runtime.placement.planner import plan
+from dflash_runtime.placement.record_fields import MOST_BYTES
 from dflash_runtime.placement.situation import PlannedRequest, Situation
 from dflash_runtime.placement.wishes import ExpertWishes, Wishes
 
 _LOG = logging.getLogger(__name__)
 
-PLAN_SUFFIX = ".plan"
-"""Of the model's file name."""
-PLAN_BYTES = 16 << 20
+PLAN_BYTES = MOST_BYTES
 LEAST_GAIN = 1.05
 """A plan replaces the kept one if its request is predicted to be so many times faster."""
 
@@ -71,16 +70,17 @@ class KeptPlan:
     def load(self) -> tuple[Plan | None, str]:
         """None, and why, if there is none of this model, box and wishes; empty if there is none at
         all."""
-        try:
-            written = [(modified_ns(each), each) for each in self._places]
-            last_ns, place = max(written, default=(0, Path()))
-            if not last_ns:
-                return None, ""
-            content = read_file("plan", place, limit_bytes=PLAN_BYTES)
-        except SettingsError as error:
-            # docs: a file of the plan's name is too large, or no file that can be read
-            _LOG.info("a plan is not read: %s", str(error))
-            return None, "its file cannot be read"
+        content = None
+        places = newest_first("plan", self._places)
+        for place in places:
+            try:
+                content = read_file("plan", place, limit_bytes=PLAN_BYTES)
+                break
+            except SettingsError as error:
+                # docs: a file of the plan's name is too large, or cannot be read
+                _LOG.info("a plan is not read: %s", str(error))
+        if content is None:
+            return None, "its file cannot be read" if places else ""
         try:
             found = from_json(content, self._of)
             if found.origin.asked != self._asked:
@@ -91,19 +91,11 @@ class KeptPlan:
 
     def save(self, made: Plan) -> None:
         """Keep a plan for the next start; a warning if no place takes it."""
-        errors = []
-        for place in self._places:
-            try:
-                if place != self._places[0]:
-                    place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                write_file("plan", place, as_json(made))
-                return
-            except (OSError, SettingsError) as error:
-                errors.append(str(error))
-        if errors:
+        error = write_first("plan", self._places, as_json(made))
+        if error:
             # docs: neither beside the model nor in the cache folder can it be written; the next
             # start plans anew
-            _LOG.warning("the plan is not kept: %s", errors[0])
+            _LOG.warning("the plan is not kept: %s", error)
 
 
 def _faster(gain: float) -> str:

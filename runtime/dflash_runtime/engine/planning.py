@@ -35,9 +35,8 @@ from dflash_runtime.engine.daemon_offers import (
     times_of,
     with_daemons,
 )
-from dflash_runtime.engine.heat_keeper import heat_places
+from dflash_runtime.engine.kept_files import PLAN_SUFFIX, kept_places
 from dflash_runtime.engine.kept_plan import (
-    PLAN_SUFFIX,
     KeptPlan,
     digest_of_wishes,
     gain_of,
@@ -145,7 +144,7 @@ class Planning:
         Raises: SettingsError if what was asked for does not fit.
         """
         settings, wishes = self._settings, self._wishes
-        check_wishes(wishes, num_layers=self._spec.num_layers, moe=self._spec.moe)
+        check_wishes(wishes, self._spec)
         self._daemon_names, num_daemons = daemon_names, len(daemon_names)
         if settings.plan:
             if not wishes.fits:
@@ -433,7 +432,7 @@ class Planning:
         """The plan that is kept, unless the new one gains enough: see KeptPlan.or_new."""
         wishes = self._wishes_now(chunk)
         kept = KeptPlan(
-            heat_places(self._file.path, self._settings, PLAN_SUFFIX),
+            kept_places(self._file.path, self._settings, PLAN_SUFFIX),
             self._record_of([*offers], new.origin.box_key),
             digest_of_wishes(wishes, request_of(self._settings), offers, budgets=self._budgets),
         )

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.registry import read_spec
 from dflash_protocol.device import DeviceKind
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.process.text_files import file_error, read_file
@@ -14,6 +15,7 @@ from dflash_runtime.engine.kept_plan import PLAN_BYTES
 from dflash_runtime.engine.measuring.machine import gpus_of_machine, key_of_machine
 from dflash_runtime.placement.plan import Plan, Setup
 from dflash_runtime.placement.plan_record import OTHER_BOX, RecordOf, from_json
+from dflash_runtime.placement.wishes import check_context
 
 
 def saved_plan(path: Path, of: RecordOf, file: GgufFile, *, settings: Settings) -> Plan:
@@ -25,6 +27,7 @@ def saved_plan(path: Path, of: RecordOf, file: GgufFile, *, settings: Settings) 
     except SettingsError as error:
         raise file_error("plan", path, str(error).removeprefix("plan: ")) from error
     _check(settings, found.setup)
+    check_context(found.setup.context, read_spec(file))
     of_plan = replace(settings, kv_type=found.setup.kv_type.value)
     if found.origin.box_key != key_of_machine(file, of_plan, gpus_of_machine()):
         raise file_error("plan", path, OTHER_BOX)

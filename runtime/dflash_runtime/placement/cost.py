@@ -13,14 +13,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from dflash_adapters.spec import MoeSpec
-from dflash_protocol.ids import F64Array
+from dflash_protocol.ids import BoolArray, F64Array, I64Array
 from dflash_runtime.compute.gpu.experts.offload_room import AHEAD_BYTES, parts_of_missing
 from dflash_runtime.placement.box import Curve
 from dflash_runtime.placement.expectation import (
-    IntArray,
     checked_shares,
     chosen_by_prompt,
     counts_by_owner,
@@ -29,8 +27,6 @@ from dflash_runtime.placement.expectation import (
 from dflash_runtime.placement.situation import ExpertShares, PlannedRequest
 from dflash_runtime.placement.speeds import ExpertCopies, Side, TrunkTimes, chunk_sizes
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
-
-BoolArray = npt.NDArray[np.bool_]
 
 LOCAL = 0
 """Index of the parent's device among the owners."""
@@ -53,14 +49,14 @@ class ExpertArrays:
     Shapes: [L]; decode and prefill (see ExpertShares) [L, E], zero beyond a layer's experts.
     """
 
-    layer_ids: IntArray
-    num_experts: IntArray
-    num_used: IntArray
+    layer_ids: I64Array
+    num_experts: I64Array
+    num_used: I64Array
     file_bytes: F64Array
     """Of one expert."""
     decode: F64Array
     prefill: F64Array
-    hottest: IntArray
+    hottest: I64Array
     """Expert ids by their part of decode, those that do not exist last. Shape: [L, E]."""
 
     @classmethod
@@ -149,7 +145,7 @@ class CostModel:
         times = (side.step_s(self.arrays.file_bytes, self.arrays.most_used) for side in self.sides)
         object.__setattr__(self, "step_times", tuple(times))
 
-    def price(self, owners: IntArray, *, lengths: Iterable[int] = PROMPTS) -> Price:
+    def price(self, owners: I64Array, *, lengths: Iterable[int] = PROMPTS) -> Price:
         """Price an assignment, with prompts of these lengths besides the request's."""
         arrays, own = self.arrays, self.request.prompt
         on_disk = self._on_disk(owners)
@@ -180,7 +176,7 @@ class CostModel:
         seconds += request.long_share * trunk.prompt_s(request.long_prompt, self.chunk)
         return seconds + request.written * trunk.step_s(request.prompt + request.written / 2)
 
-    def layers_s(self, owners: IntArray) -> F64Array:
+    def layers_s(self, owners: I64Array) -> F64Array:
         """Seconds that each layer's experts take in the request. Shape: result [L]."""
         prompts = self.request_prompts_s(lambda length: self.prompt_of(owners, length))
         return np.asarray(self.request.written * self.step_layers_s(owners) + prompts)
@@ -194,7 +190,7 @@ class CostModel:
         each = [np.where(offloaded, copied, asked) for asked, copied in (own, long)]
         return np.asarray(each[0] + request.long_share * each[1])
 
-    def step_layers_s(self, owners: IntArray) -> F64Array:
+    def step_layers_s(self, owners: I64Array) -> F64Array:
         """Seconds of each layer's experts in a step, stops included. Shape: result [L]."""
         arrays, num_sides = self.arrays, len(self.sides)
         has = np.stack([
@@ -210,7 +206,7 @@ class CostModel:
         return result + np.where(has[stops].any(axis=0), self.stop_s, 0.0)
 
     def prompt_of(
-        self, owners: IntArray, num_tokens: int, pairs: F64Array | None = None
+        self, owners: I64Array, num_tokens: int, pairs: F64Array | None = None
     ) -> tuple[F64Array, F64Array]:
         """`prompt_layers_s` of an assignment, whose owners have these pairs of a token, or those of
         their experts. Shapes: pairs [owners, L], results [L]."""
@@ -240,7 +236,7 @@ class CostModel:
         distinct: Callable[[int], F64Array],
         num_tokens: int,
         *,
-        missing: F64Array | IntArray,
+        missing: F64Array | I64Array,
     ) -> tuple[F64Array, F64Array]:
         """Seconds of each layer's experts in a prompt: asked of their owners, and with copies of
         the weights of `remote_cpus` (infinite without such owners or without copies).
@@ -285,7 +281,7 @@ class CostModel:
                 copied += times * slowest
         return asked, copied
 
-    def _on_disk(self, owners: IntArray) -> BoolArray:
+    def _on_disk(self, owners: I64Array) -> BoolArray:
         """Experts of the parent's processor that find no room in memory: the coldest ones."""
         mapped = [
             index

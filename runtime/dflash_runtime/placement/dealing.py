@@ -8,9 +8,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from dflash_protocol.ids import F64Array
-from dflash_runtime.placement.cost import BoolArray, CostModel
-from dflash_runtime.placement.expectation import IntArray
+from dflash_protocol.ids import BoolArray, F64Array, I64Array
+from dflash_runtime.placement.cost import CostModel
 from dflash_runtime.placement.search import SplitProblem, solve
 
 _PRICED = 8
@@ -75,7 +74,7 @@ class Group:
         return cls(tuple(others), parts, kept, expert_bytes)
 
 
-def deal(model: CostModel, group: Group, elsewhere: BoolArray) -> IntArray | None:
+def deal(model: CostModel, group: Group, elsewhere: BoolArray) -> I64Array | None:
     """The owner of each expert that is `elsewhere`, LOCAL for the others; None if they do not fit.
 
     Owners of a tier get hot and cold experts in turns. If devices have not room for all, they get
@@ -99,7 +98,7 @@ def deal(model: CostModel, group: Group, elsewhere: BoolArray) -> IntArray | Non
     return owners if _moved_within_limits(model, group, owners) else None
 
 
-def dealt_by_price(model: CostModel, group: Group, elsewhere: BoolArray) -> IntArray | None:
+def dealt_by_price(model: CostModel, group: Group, elsewhere: BoolArray) -> I64Array | None:
     """As `deal`, for a group of devices and processors: how many of each layer's experts devices
     get is chosen by what layers then take, local ones included. None if there are not both.
 
@@ -112,7 +111,7 @@ def dealt_by_price(model: CostModel, group: Group, elsewhere: BoolArray) -> IntA
     most = elsewhere.sum(axis=1)
     rank = _ranks(model, elsewhere)
 
-    def assignment(in_devices: IntArray) -> IntArray:
+    def assignment(in_devices: I64Array) -> I64Array:
         owners = np.zeros(elsewhere.shape, np.int64)
         first = elsewhere & (rank < in_devices[:, None])
         _take_turns(model, group, devices, first, owners)
@@ -163,7 +162,7 @@ def _in_devices(
 
 
 def _take_turns(
-    model: CostModel, group: Group, members: IntArray, mask: BoolArray, owners: IntArray
+    model: CostModel, group: Group, members: I64Array, mask: BoolArray, owners: I64Array
 ) -> None:
     """Deal experts by heat, each to the member that lacks most of its part."""
     turns = _turns(tuple(group.parts[members].tolist()), mask.shape[1])
@@ -173,7 +172,7 @@ def _take_turns(
 
 
 @lru_cache(maxsize=256)
-def _turns(parts: tuple[float, ...], num_turns: int) -> IntArray:
+def _turns(parts: tuple[float, ...], num_turns: int) -> I64Array:
     """Who is dealt each expert: the member that lacks most of its part. Shapes: result [turns]."""
     total = sum(parts)
     each = [part / total if total > 0 else 1 / len(parts) for part in parts]
@@ -187,7 +186,7 @@ def _turns(parts: tuple[float, ...], num_turns: int) -> IntArray:
     return np.array(turns, np.int64)
 
 
-def _ranks(model: CostModel, mask: BoolArray) -> IntArray:
+def _ranks(model: CostModel, mask: BoolArray) -> I64Array:
     """The place of each masked expert by heat among those of its layer. Shapes: [L, E]."""
     hottest = model.arrays.hottest
     counted = np.cumsum(np.take_along_axis(mask, hottest, axis=1), axis=1) - 1
@@ -196,7 +195,7 @@ def _ranks(model: CostModel, mask: BoolArray) -> IntArray:
     return result
 
 
-def _moved_within_limits(model: CostModel, group: Group, owners: IntArray) -> bool:
+def _moved_within_limits(model: CostModel, group: Group, owners: I64Array) -> bool:
     """Move the coldest experts of owners that lack room to those that have some; False if there is
     none."""
     heat = model.arrays.decode

@@ -8,11 +8,8 @@ independent draws are Poisson-binomial, and computed expert by expert.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from dflash_protocol.ids import F64Array
-
-IntArray = npt.NDArray[np.int64]
+from dflash_protocol.ids import F64Array, I64Array
 
 _REPEATS = 3.0
 """Neighbouring tokens of a prompt choose alike: they choose as many different experts as a third of
@@ -30,7 +27,7 @@ def chosen_by_prompt(shares: F64Array, num_rows: int) -> F64Array:
 
 
 def counts_by_owner(
-    shares: F64Array, owner_of_expert: IntArray, *, num_owners: int, most: int
+    shares: F64Array, owner_of_expert: I64Array, *, num_owners: int, most: int
 ) -> F64Array:
     """Probabilities that an owner has 0 … `most` of the experts drawn independently.
 
@@ -51,7 +48,7 @@ def counts_by_owner(
     return counts.reshape(num_owners, num_layers, most + 1)
 
 
-def counts_in_prefixes(shares: F64Array, num_used: IntArray) -> F64Array:
+def counts_in_prefixes(shares: F64Array, num_used: I64Array) -> F64Array:
     """Probabilities that k of the K chosen experts are among the first n of a layer.
 
     Shapes: shares [L, E] in order, num_used [L] (K); result [E + 1, L, max(K) + 1], by n, layer and
@@ -74,7 +71,7 @@ def counts_in_prefixes(shares: F64Array, num_used: IntArray) -> F64Array:
     return first
 
 
-def expected_longest(counts: F64Array, times: F64Array, num_used: IntArray) -> F64Array:
+def expected_longest(counts: F64Array, times: F64Array, num_used: I64Array) -> F64Array:
     """The expected time of each layer's slowest owner.
 
     Shapes: counts [owners, L, K + 1] as from `counts_by_owner`, times the same by number of
@@ -98,7 +95,7 @@ def expected_longest(counts: F64Array, times: F64Array, num_used: IntArray) -> F
     return np.asarray((limits * np.diff(reached, axis=1, prepend=0.0)).sum(axis=1))
 
 
-def checked_shares(shares: F64Array, num_used: IntArray) -> F64Array:
+def checked_shares(shares: F64Array, num_used: I64Array) -> F64Array:
     """Shares with the right sums: each in 0..1, a layer's sum its K.
 
     A layer with less than K positive shares cannot have it. Shapes: shares [L, E], num_used [L].

@@ -15,10 +15,9 @@ from itertools import permutations
 from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from dflash_adapters.spec import MoeSpec
-from dflash_protocol.ids import F64Array, I32Array, I64Array, Phase
+from dflash_protocol.ids import BoolArray, F64Array, I32Array, I64Array, Phase
 from dflash_protocol.placement import OwnedExperts, Placement
 from dflash_runtime.compute.room import staged_slots
 from dflash_runtime.placement.balancing import Share, apply, best_exchange
@@ -46,7 +45,6 @@ _HANDOVER_S = 0.1
 _Priced: TypeAlias = "tuple[float, float, Swap]"
 """What a swap saves and costs, in seconds."""
 _DECODE = phase_index(Phase.DECODE)
-_Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -201,7 +199,7 @@ class MovePolicy:
         self._has_more |= len(found) > len(best)
         return MoveRound(swaps, sum(saved_s), cost_s, now)
 
-    def _upward(self, sight: _Sight, may_move: _Mask, row: int) -> Iterator[_Priced]:
+    def _upward(self, sight: _Sight, may_move: BoolArray, row: int) -> Iterator[_Priced]:
         """Swaps of a layer that bring hot experts of slow owners to fast ones of another class,
         which compute at the same time. Shapes: may_move [N, E]."""
         expected, variance = sight.expected[row], sight.variance[row]
@@ -228,7 +226,7 @@ class MovePolicy:
                 )
                 yield float(saved[place]), cost, swap
 
-    def _balancing(self, sight: _Sight, may_move: _Mask, row: int) -> Iterator[_Priced]:
+    def _balancing(self, sight: _Sight, may_move: BoolArray, row: int) -> Iterator[_Priced]:
         """Swaps of a layer that take work from the owner of a class that has most, as far as the
         layer does not wait for other owners. Shapes: may_move [N, E]."""
         if not sight.groups:
@@ -314,7 +312,7 @@ class _Sight:
         indices = [index for index, name in enumerate(names) if name in prices.owners]
         self.names = [names[index] for index in indices]
         self.expected, self.variance = expected, variance
-        self.has: _Mask = np.zeros((len(indices), *expected.shape), np.bool_)
+        self.has: BoolArray = np.zeros((len(indices), *expected.shape), np.bool_)
         for row, layer_id in enumerate(layer_ids):
             holds = placement.local_ids(layer_id) >= 0
             self.has[:, row, : holds.shape[1]] = holds[indices] & (holds.sum(axis=0) == 1)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dflash_protocol.ids import I64Array
 from dflash_runtime.placement.cost import LOCAL, ExpertArrays
-from dflash_runtime.placement.expectation import IntArray
 from dflash_runtime.placement.speeds import Side
 from dflash_runtime.placement.split import HOST_OWNER
 from dflash_runtime.placement.wishes import MoeMode
 
 
 def named(
-    owners: IntArray, arrays: ExpertArrays, sides: Sequence[Side], *, is_host: bool
+    owners: I64Array, arrays: ExpertArrays, sides: Sequence[Side], *, is_host: bool
 ) -> tuple[MoeMode, str]:
     """The mode and name of an assignment.
 

@@ -10,11 +10,10 @@ from typing import TypeAlias
 
 import numpy as np
 
-from dflash_protocol.ids import F64Array
+from dflash_protocol.ids import BoolArray, F64Array, I64Array
 from dflash_runtime.compute.kv_cache import KvType
-from dflash_runtime.placement.cost import LOCAL, BoolArray, CostModel, ExpertArrays, Price
+from dflash_runtime.placement.cost import LOCAL, CostModel, ExpertArrays, Price
 from dflash_runtime.placement.dealing import Group, deal, dealt_by_price
-from dflash_runtime.placement.expectation import IntArray
 from dflash_runtime.placement.footprint import Footprint, Needs
 from dflash_runtime.placement.moves import staged_bytes
 from dflash_runtime.placement.naming import named
@@ -45,7 +44,7 @@ _CLOSE = 1.1
 _TRIES = 10
 """How often a solution that the allocator's rounding makes too large is made smaller."""
 
-Deal: TypeAlias = Callable[[CostModel, Group, BoolArray], IntArray | None]
+Deal: TypeAlias = Callable[[CostModel, Group, BoolArray], I64Array | None]
 """As `deal`."""
 
 
@@ -55,7 +54,7 @@ class Option:
 
     mode: MoeMode
     name: str
-    owners: IntArray
+    owners: I64Array
     price: Price
     chunk: int
 
@@ -199,7 +198,7 @@ class ParentOptions:
         chunk: int,
         group: Iterable[int] = (),
         *,
-        owners: IntArray | None = None,
+        owners: I64Array | None = None,
     ) -> float:
         """Bytes that experts may take on the parent's device; below 0 if there is no room for the
         rest. `owners`: an assignment, for the exact size of what its prompts are copied to."""
@@ -230,7 +229,7 @@ class ParentOptions:
         return staged_bytes(self.situation, self.parent)
 
     def _copies_bytes(
-        self, chunk: int, group: Sequence[int], room: int, owners: IntArray | None
+        self, chunk: int, group: Sequence[int], room: int, owners: I64Array | None
     ) -> int:
         """Memory for copies of processors' experts of prompts, where the device takes them.
 
@@ -280,7 +279,7 @@ class ParentOptions:
         known = {each.layer_id: each.expert for each in footprint.layers}
         return np.array([known.get(i, 0) for i in self.arrays.layer_ids.tolist()], np.float64)
 
-    def used_bytes(self, owners: IntArray, index: int) -> int:
+    def used_bytes(self, owners: I64Array, index: int) -> int:
         """Bytes of an owner's experts, as its allocator rounds them."""
         counts = ((owners == index) & self.arrays.exists).sum(axis=1)
         if self.sides[index].name == HOST_OWNER:
@@ -290,17 +289,17 @@ class ParentOptions:
             {layer_id: count for layer_id, count in by_layer.items() if count}
         )
 
-    def is_legal(self, owners: IntArray, context: int, chunk: int) -> bool:
+    def is_legal(self, owners: I64Array, context: int, chunk: int) -> bool:
         """Whether every owner has room for its experts."""
         return not self._excess(owners, context, chunk)
 
-    def priced(self, owners: IntArray, context: int, chunk: int) -> Option:
+    def priced(self, owners: I64Array, context: int, chunk: int) -> Option:
         """Price an assignment, which need not fit."""
         mode, name = named(owners, self.arrays, self.sides, is_host=self.parent.is_host)
         price = self._model_of(context, chunk).price(owners)
         return Option(mode, name, owners, price, chunk)
 
-    def resident(self) -> IntArray:
+    def resident(self) -> I64Array:
         """All experts on the parent's device."""
         return np.zeros(self.arrays.decode.shape, np.int64)
 
@@ -365,7 +364,7 @@ class ParentOptions:
             self._estimates[key] = seconds
         return self._estimates[key]
 
-    def fixed_part(self, owners: IntArray, context: int, chunk: int) -> IntArray | None:
+    def fixed_part(self, owners: I64Array, context: int, chunk: int) -> I64Array | None:
         """Fill an assignment's UNASKED experts with the owners that are fastest; None if they do
         not fit."""
         best: Option | None = None
@@ -384,14 +383,14 @@ class ParentOptions:
 
     def _assignments(
         self, group: tuple[int, ...], context: int, chunk: int, *, is_brief: bool
-    ) -> Iterator[IntArray]:
+    ) -> Iterator[I64Array]:
         shapes = (Shape.ANY,) if is_brief else (None, Shape.WHOLE, Shape.PART, Shape.ANY)
         on_cpu = all(self.sides[index].is_cpu for index in group)
         orders = [Order.HOTTEST]
         if not is_brief and (not on_cpu or self.sides[LOCAL].is_cpu):
             orders += [Order.COLDEST, Order.EVEN]
         for shape in shapes:
-            best: tuple[float, IntArray] | None = None
+            best: tuple[float, I64Array] | None = None
             for order in orders if shape in (Shape.PART, Shape.ANY) else orders[:1]:
                 found = self._solved(group, order, shape, context, chunk)
                 if found is not None and (best is None or found[0] < best[0]):
@@ -401,14 +400,14 @@ class ParentOptions:
 
     def _solved(
         self, group: tuple[int, ...], order: Order, shape: Shape | None, context: int, chunk: int
-    ) -> tuple[float, IntArray] | None:
+    ) -> tuple[float, I64Array] | None:
         """The best assignment of a shape (None: no local experts) and its predicted seconds."""
         problem, dealt_to = self._problem(group, order, context, chunk)
         for attempt in range(_TRIES):
             if min(problem.here_limit, problem.there_limit) < 0:
                 return None
             if shape is None:
-                num_local: IntArray | None = np.zeros(self.arrays.num_experts.size, np.int64)
+                num_local: I64Array | None = np.zeros(self.arrays.num_experts.size, np.int64)
             else:
                 num_local = solve(problem, shape)
             if num_local is None or not problem.is_possible(num_local):
@@ -432,7 +431,7 @@ class ParentOptions:
 
     def _dealt(
         self, deals: Deal, group: Group, elsewhere: BoolArray, context: int, chunk: int
-    ) -> tuple[IntArray, float] | None:
+    ) -> tuple[I64Array, float] | None:
         """What `deals` says, with less for daemons whose allocator rounds up more than they have
         room for, and the bytes for which there is then no room on the parent's device; None if
         experts are left over."""
@@ -488,7 +487,7 @@ class ParentOptions:
             ram = max(0.0, float(self.free_bytes() - needs.total))
         return replace(self.model(chunk), ram_bytes=ram)
 
-    def _excess(self, owners: IntArray, context: int, chunk: int) -> dict[int, float]:
+    def _excess(self, owners: I64Array, context: int, chunk: int) -> dict[int, float]:
         """By owner, the bytes for which there is no room."""
         has = [i for i in range(len(self.sides)) if ((owners == i) & self.arrays.exists).any()]
         others = [index for index in has if index != LOCAL]

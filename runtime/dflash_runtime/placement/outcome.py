@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dflash_protocol.ids import I32Array
+from dflash_protocol.ids import BoolArray, I32Array
 from dflash_protocol.placement import OwnedExperts
-from dflash_runtime.placement.cost import LOCAL, PROMPTS, BoolArray, Price
+from dflash_runtime.placement.cost import LOCAL, PROMPTS, Price
 from dflash_runtime.placement.moves import staged_bytes
 from dflash_runtime.placement.options import Option, ParentOptions
 from dflash_runtime.placement.plan import (

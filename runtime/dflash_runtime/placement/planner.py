@@ -14,9 +14,9 @@ import numpy as np
 
 from dflash_adapters.spec import ModelSpec
 from dflash_protocol.errors import SettingsError
+from dflash_protocol.ids import I64Array
 from dflash_runtime.compute.kv_cache import chosen_kv_type
 from dflash_runtime.placement.cost import LOCAL
-from dflash_runtime.placement.expectation import IntArray
 from dflash_runtime.placement.layer_split import best_layer_split
 from dflash_runtime.placement.options import Option, ParentOptions
 from dflash_runtime.placement.outcome import ParentChoice, forecast_of, plan_of
@@ -72,11 +72,7 @@ def plan(situation: Situation, wishes: Wishes | None = None) -> Plan | PlanRefus
     """
     wishes = Wishes() if wishes is None else wishes
     spec = situation.spec
-    check_wishes(wishes, num_layers=spec.num_layers, moe=spec.moe)
-    if wishes.context is not None and wishes.context > spec.context_length:
-        raise SettingsError(
-            f"context={wishes.context}: the model was made for up to {spec.context_length}"
-        )
+    check_wishes(wishes, spec)
     if any(each.num_experts and not each.expert_bytes for each in spec.moe.layers):
         return PlanRefused(
             "the size of the model's experts is not known", RoomStatus.UNKNOWN_EXPERT_SIZE
@@ -334,12 +330,12 @@ def _chosen_context(
 
 
 def _asked_for(
-    options: ParentOptions, wishes: Wishes, asked: IntArray, contexts: Sequence[int]
+    options: ParentOptions, wishes: Wishes, asked: I64Array, contexts: Sequence[int]
 ) -> ParentChoice | PlanRefused:
     """The assignment that was asked for, with the largest context and chunk that it leaves."""
     for context in contexts:
         for chunk in _chunks(options, wishes):
-            owners: IntArray | None = asked
+            owners: I64Array | None = asked
             if (asked == UNASKED).any():
                 if not options.has_room(context, chunk):
                     continue
@@ -349,7 +345,7 @@ def _asked_for(
     return no_place(options, asked, context=contexts[-1], chunk=_chunks(options, wishes)[-1])
 
 
-def _unplanned(options: ParentOptions, wishes: Wishes, asked: IntArray | None) -> ParentChoice:
+def _unplanned(options: ParentOptions, wishes: Wishes, asked: I64Array | None) -> ParentChoice:
     """What a parent does without a plan: priced, whether it fits or not."""
     largest = options.situation.spec.context_length
     context = wishes.context or min(largest, UNPLANNED_CONTEXT)

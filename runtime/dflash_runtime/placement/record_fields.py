@@ -8,7 +8,7 @@ from typing import Any
 
 _LONGEST_TEXT = 4096
 """Options name their daemons, at most MOST_DAEMONS of up to 32 characters."""
-_MOST_BYTES = 8 << 20
+MOST_BYTES = 8 << 20
 _MOST_VALUES = 1 << 19
 _MOST_LISTS = 1 << 17
 
@@ -17,8 +17,8 @@ Record = dict[str, Any]
 
 def parsed(content: bytes) -> Any:
     """The value of a JSON text of bounded size. Raises: ValueError saying what is wrong."""
-    if len(content) > _MOST_BYTES:
-        raise ValueError(f"larger than {_MOST_BYTES >> 20} MiB")
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"larger than {MOST_BYTES >> 20} MiB")
     # Parsed objects take more memory than text: a list 64 bytes, a number or string 40 to 60.
     if content.count(b"[") + content.count(b"{") > _MOST_LISTS:
         raise ValueError(f"more than {_MOST_LISTS} lists and objects")

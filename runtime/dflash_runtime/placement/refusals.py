@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from dflash_protocol.ids import I64Array
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.placement.cost import LOCAL
-from dflash_runtime.placement.expectation import IntArray
 from dflash_runtime.placement.options import ParentOptions
 from dflash_runtime.placement.plan import PlanRefused, RoomStatus
 from dflash_runtime.placement.split import HOST_OWNER
@@ -63,7 +63,7 @@ def no_room(options: ParentOptions, context: int, chunk: int) -> PlanRefused:
     return PlanRefused(f"{options.parent.device}: {asked}{why}", RoomStatus.BUDGET_EXHAUSTED)
 
 
-def no_place(options: ParentOptions, asked: IntArray, *, context: int, chunk: int) -> PlanRefused:
+def no_place(options: ParentOptions, asked: I64Array, *, context: int, chunk: int) -> PlanRefused:
     """Experts do not fit where they were asked for. Shape: asked [L, E], UNASKED where the plan may
     choose."""
     excess = ""
@@ -113,7 +113,7 @@ def _memory_asked(options: ParentOptions) -> str:
     return f" (--{'host' if is_host else 'device'}-memory-mb {asked >> 20})"
 
 
-def _fewer_layers(options: ParentOptions, asked: IntArray, left: float) -> str:
+def _fewer_layers(options: ParentOptions, asked: I64Array, left: float) -> str:
     """The smallest --n-cpu-moe that fits, as advice."""
     arrays = options.arrays
     here = ((asked == LOCAL) & arrays.exists).sum(axis=1)

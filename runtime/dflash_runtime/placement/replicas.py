@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dflash_protocol.ids import F64Array
+from dflash_protocol.ids import BoolArray, F64Array, I64Array
 from dflash_protocol.placement import Placement
-from dflash_runtime.placement.cost import LOCAL, BoolArray
-from dflash_runtime.placement.expectation import IntArray
+from dflash_runtime.placement.cost import LOCAL
 from dflash_runtime.placement.options import Option, ParentOptions
 
 _ALIKE = 32
@@ -41,7 +40,7 @@ class Replicas:
     """
 
     holders: BoolArray
-    answering: IntArray
+    answering: I64Array
     saved_s: float
     """What they save of the planned request, in seconds."""
 
@@ -50,7 +49,7 @@ class Replicas:
         return int(np.maximum(self.holders.sum(axis=0) - 1, 0).sum())
 
 
-def choose_answering(loads: F64Array, holders: BoolArray, begun_s: F64Array) -> IntArray:
+def choose_answering(loads: F64Array, holders: BoolArray, begun_s: F64Array) -> I64Array:
     """Who answers for each expert, so that the fullest owner of each layer has least to do.
 
     The hottest experts are given first, each to the owner that then ends first; then experts of
@@ -217,13 +216,13 @@ class _Filling:
             self._room = np.maximum(self._room - np.maximum(excess, 0.0), 0.0)
         return None
 
-    def _depths(self) -> IntArray:
+    def _depths(self) -> I64Array:
         """Numbers of copies of a layer that are priced."""
         most = int(self._copies.max(initial=0))
         doubled = [0, *(1 << power for power in range(most.bit_length()))]
         return np.array([each for each in doubled if each <= most], np.int64)
 
-    def _candidates(self) -> tuple[IntArray, IntArray]:
+    def _candidates(self) -> tuple[I64Array, I64Array]:
         """How many experts of each layer may have a second copy, and where: the hottest to the
         member that has least to do. Devices without experts of a layer get none, as steps would
         have to ask them too; the parent's is asked in any case.
@@ -248,12 +247,12 @@ class _Filling:
             loads[owner.argmax(axis=0), layers] -= half
         return (targets >= 0).sum(axis=1), targets
 
-    def _is_copied(self, counts: IntArray) -> BoolArray:
+    def _is_copied(self, counts: I64Array) -> BoolArray:
         """Whether a layer's experts, by place, are among the first so many candidates."""
         is_able = self._targets >= 0
         return np.asarray(is_able & (np.cumsum(is_able, axis=1) <= counts[:, None]))
 
-    def _holders(self, counts: IntArray) -> BoolArray:
+    def _holders(self, counts: I64Array) -> BoolArray:
         """Who has each expert with so many copies in each layer."""
         holders = self._held.copy()
         rows, places = np.nonzero(self._is_copied(counts))
@@ -261,7 +260,7 @@ class _Filling:
         holders[self._members[self._targets[rows, places]], rows, experts] = True
         return holders
 
-    def _answering(self, holders: BoolArray) -> IntArray:
+    def _answering(self, holders: BoolArray) -> I64Array:
         """Who answers in steps."""
         model, arrays = self._model, self._options.arrays
         most = arrays.most_used
@@ -275,7 +274,7 @@ class _Filling:
         begun *= holders.any(axis=2)
         return choose_answering(of_one[:, :, None] * arrays.decode, holders, begun)
 
-    def _layers_s(self, counts: IntArray) -> F64Array:
+    def _layers_s(self, counts: I64Array) -> F64Array:
         """Seconds of each layer's experts in the planned request, with a chunk's selections as they
         vary. Shapes: counts, result [L]."""
         model, prefill, members = self._model, self._options.arrays.prefill, self._members
@@ -300,7 +299,7 @@ class _Filling:
         prompt = np.minimum(*model.prompt_of(self._option.owners, request.prompt, pairs))
         return np.asarray(request.written * model.step_layers_s(answering) + prompt)
 
-    def _taken(self, depths: IntArray, seconds: F64Array) -> IntArray:
+    def _taken(self, depths: I64Array, seconds: F64Array) -> I64Array:
         """How many copies each layer gets: what saves most for its bytes first. Shape: [L]."""
         num_layers = seconds.shape[1]
         room, at = self._room.copy(), np.zeros(num_layers, np.int64)

@@ -13,8 +13,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from dflash_protocol.ids import F64Array
-from dflash_runtime.placement.expectation import IntArray
+from dflash_protocol.ids import F64Array, I64Array
 
 _NUM_PRICES = 16
 """Prices of a byte that are tried first."""
@@ -46,24 +45,24 @@ class SplitProblem:
     """
 
     times: F64Array
-    num_experts: IntArray
+    num_experts: I64Array
     here_bytes: F64Array
     there_bytes: F64Array
     here_limit: float
     there_limit: float
 
-    def is_possible(self, num_local: IntArray) -> bool:
+    def is_possible(self, num_local: I64Array) -> bool:
         here = float((num_local * self.here_bytes).sum())
         there = float(((self.num_experts - num_local) * self.there_bytes).sum())
         return here <= self.here_limit * _SLACK and there <= self.there_limit * _SLACK
 
-    def seconds(self, num_local: IntArray) -> float:
+    def seconds(self, num_local: I64Array) -> float:
         return float(self.times[num_local, np.arange(num_local.size)].sum())
 
 
 def solve(
     problem: SplitProblem, shape: Shape = Shape.ANY, *, improves: bool = True
-) -> IntArray | None:
+) -> I64Array | None:
     """The number of local experts of each layer; None if the limits cannot be kept.
 
     Deterministic; within a few percent of the optimum (tests compare it with all assignments).
@@ -73,7 +72,7 @@ def solve(
     starts = _priced(allowed, shape)
     if improves or not starts:
         starts += [each for each in _filled(allowed, shape) if allowed.is_possible(each)]
-    best: IntArray | None = None
+    best: I64Array | None = None
     best_s = np.inf
     for start in sorted(starts, key=allowed.seconds)[:_STARTS]:
         found = _exchanged(allowed, _improved(allowed, start)) if improves else start
@@ -92,7 +91,7 @@ def _restricted(problem: SplitProblem, shape: Shape) -> SplitProblem:
     return replace(problem, times=np.where(forbidden, np.inf, problem.times))
 
 
-def _priced(problem: SplitProblem, shape: Shape) -> list[IntArray]:
+def _priced(problem: SplitProblem, shape: Shape) -> list[I64Array]:
     """The best choices that are possible, over prices of a byte and numbers of whole layers."""
     prices = _prices(problem)
     sizes = np.arange(len(problem.times))[:, None] * problem.here_bytes
@@ -112,7 +111,7 @@ def _priced(problem: SplitProblem, shape: Shape) -> list[IntArray]:
 
 def _at_price(
     problem: SplitProblem, sizes: F64Array, shape: Shape, price: float
-) -> tuple[float, IntArray | None]:
+) -> tuple[float, I64Array | None]:
     """The best choice at one price, over numbers of whole layers; None if none is possible.
 
     `sizes`: bytes of so many local experts. Shapes: sizes [E + 1, L].
@@ -154,7 +153,7 @@ def _prices(problem: SplitProblem) -> list[float]:
     return [0.0, most, -most, *(saved[places] * (1 + 1e-9)).tolist()]
 
 
-def _filled(problem: SplitProblem, shape: Shape) -> list[IntArray]:
+def _filled(problem: SplitProblem, shape: Shape) -> list[I64Array]:
     """Choices to start from: as many experts as fit, layer by layer, and in equal parts."""
     most = problem.num_experts - (shape is Shape.PART)
     size = problem.num_experts * problem.here_bytes
@@ -169,7 +168,7 @@ def _filled(problem: SplitProblem, shape: Shape) -> list[IntArray]:
     return [front, equal, np.zeros_like(most)]
 
 
-def _improved(problem: SplitProblem, start: IntArray) -> IntArray:
+def _improved(problem: SplitProblem, start: I64Array) -> I64Array:
     """Take the change of one layer that saves most for its bytes, while there is one."""
     num_local = start.copy()
     layers = np.arange(start.size)
@@ -211,7 +210,7 @@ def _improved(problem: SplitProblem, start: IntArray) -> IntArray:
     return num_local
 
 
-def _exchanged(problem: SplitProblem, num_local: IntArray) -> IntArray:
+def _exchanged(problem: SplitProblem, num_local: I64Array) -> I64Array:
     """Change two layers at a time while that saves something, in models so small that single
     experts count."""
     size, num_layers = problem.times.shape

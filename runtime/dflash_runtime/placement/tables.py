@@ -13,11 +13,10 @@ from enum import StrEnum
 
 import numpy as np
 
-from dflash_protocol.ids import F64Array
+from dflash_protocol.ids import F64Array, I64Array
 from dflash_runtime.placement.cost import LOCAL, CostModel, ExpertArrays
 from dflash_runtime.placement.dealing import Group
 from dflash_runtime.placement.expectation import (
-    IntArray,
     chosen_by_prompt,
     counts_in_prefixes,
     expected_longest,
@@ -193,7 +192,7 @@ def _group_times(model: CostModel, others: Sequence[int], parts: Sequence[float]
     return np.asarray(result[layers])
 
 
-def _ordered(arrays: ExpertArrays, order: Order) -> IntArray:
+def _ordered(arrays: ExpertArrays, order: Order) -> I64Array:
     """Shapes: result [L, E]."""
     hottest = arrays.hottest
     if order is Order.HOTTEST:
@@ -209,7 +208,7 @@ def _ordered(arrays: ExpertArrays, order: Order) -> IntArray:
     return _spread(hottest, arrays.num_experts, ranks)
 
 
-def _spread(hottest: IntArray, num_experts: IntArray, places: Sequence[float]) -> IntArray:
+def _spread(hottest: I64Array, num_experts: I64Array, places: Sequence[float]) -> I64Array:
     """Each layer's experts in the order in which `places`, of 0..1, visit their ranks."""
     result = hottest.copy()
     for size in np.unique(num_experts).tolist():

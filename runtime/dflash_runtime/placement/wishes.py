@@ -9,15 +9,15 @@ from enum import StrEnum
 
 import numpy as np
 
-from dflash_adapters.spec import MoeSpec
+from dflash_adapters.spec import ModelSpec, MoeSpec
 from dflash_protocol.device import Device, DeviceKind
 from dflash_protocol.errors import SettingsError
+from dflash_protocol.ids import I64Array
 from dflash_protocol.placement import Placement
 from dflash_protocol.settings import Settings
 from dflash_protocol.settings.kinds import shown
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.placement.cost import LOCAL
-from dflash_runtime.placement.expectation import IntArray
 from dflash_runtime.placement.situation import PlannedRequest
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
 
@@ -97,8 +97,8 @@ class Wishes:
     experts: ExpertWishes = field(default_factory=ExpertWishes)
 
 
-def wishes_of(settings: Settings, placement: Placement | None = None) -> Wishes:
-    """What settings ask for; `placement` is the one that was given, read and checked."""
+def wishes_of(settings: Settings) -> Wishes:
+    """What settings ask for."""
     mib = 1 << 20
 
     def num_bytes(num_mib: int | None) -> int | None:
@@ -121,7 +121,6 @@ def wishes_of(settings: Settings, placement: Placement | None = None) -> Wishes:
             settings.override_tensor,
             settings.local_experts,
             None if settings.moe_mode == "auto" else MoeMode(settings.moe_mode),
-            placement,
         ),
     )
 
@@ -132,9 +131,10 @@ def request_of(settings: Settings) -> PlannedRequest:
     return PlannedRequest(int(prompt), int(written))
 
 
-def check_wishes(wishes: Wishes, *, num_layers: int, moe: MoeSpec) -> None:
+def check_wishes(wishes: Wishes, spec: ModelSpec) -> None:
     """Raises: SettingsError naming two wishes that contradict, or one that the model cannot
     have."""
+    check_context(wishes.context, spec)
     experts = wishes.experts
     given = _given(
         ("--placement", experts.placement is not None),
@@ -157,11 +157,11 @@ def check_wishes(wishes: Wishes, *, num_layers: int, moe: MoeSpec) -> None:
             "--expert-budget-mb and --expert-budget-pct both say how much memory experts get; give "
             "one of them"
         )
-    _check_layers_on_device(wishes, num_layers)
+    _check_layers_on_device(wishes, spec.num_layers)
     if experts.num_cpu_moe_layers is not None and experts.num_cpu_moe_layers < 0:
         raise SettingsError(f"--n-cpu-moe={experts.num_cpu_moe_layers}: must be 0 or more")
     if experts.num_local is not None:
-        for layer in moe.layers:
+        for layer in spec.moe.layers:
             if not 0 <= experts.num_local <= layer.num_experts:
                 raise SettingsError(
                     f"{experts.num_local} local experts asked for; layer {layer.layer_id} has "
@@ -175,6 +175,14 @@ def check_wishes(wishes: Wishes, *, num_layers: int, moe: MoeSpec) -> None:
     ):
         if value is not None and value < 0:
             raise SettingsError(f"{name} is negative")
+
+
+def check_context(context: int | None, spec: ModelSpec) -> None:
+    """Raises: SettingsError for more positions than the model was made for."""
+    if context is not None and context > spec.context_length:
+        raise SettingsError(
+            f"context={context}: the model was made for up to {spec.context_length}"
+        )
 
 
 def _given(*flags: tuple[str, bool]) -> list[str]:
@@ -246,9 +254,9 @@ def assigned(
     *,
     side_names: Sequence[str],
     device: Device,
-    hottest: IntArray,
+    hottest: I64Array,
     is_obeyed: bool = True,
-) -> IntArray | None:
+) -> I64Array | None:
     """The owners that were asked for, as indices of `side_names`, UNASKED where a plan may choose;
     None without such wishes.
 
@@ -293,10 +301,10 @@ def _placed(
     placement: Placement,
     moe: MoeSpec,
     index_of: Mapping[str, int],
-    owners: IntArray,
+    owners: I64Array,
     *,
     is_obeyed: bool,
-) -> IntArray:
+) -> I64Array:
     sizes = {each.layer_id: each.num_experts for each in moe.layers}
     if dict(placement.experts_per_layer) != sizes:
         raise SettingsError("the placement is of another model: its layers have other experts")
@@ -314,10 +322,10 @@ def _overridden(
     overrides: Sequence[tuple[str, str]],
     moe: MoeSpec,
     index_of: Mapping[str, int],
-    owners: IntArray,
+    owners: I64Array,
     *,
     device: Device,
-) -> IntArray:
+) -> I64Array:
     patterns = [
         (text, _compiled(text), _owner_named(text, owner, index_of, device))
         for text, owner in overrides

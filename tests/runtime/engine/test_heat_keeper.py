@@ -19,7 +19,7 @@ from dflash_protocol.hotness import Hotness, write_hotness
 from dflash_protocol.ids import I64Array, Phase
 from dflash_protocol.settings import Settings, load_settings
 from dflash_runtime import Engine
-from dflash_runtime.engine import heat_keeper
+from dflash_runtime.engine import heat_keeper, kept_files
 from dflash_runtime.placement.heat import Heat
 from dflash_runtime.placement.heat_file import read_heat_file
 from support.processes import wait_until
@@ -255,7 +255,7 @@ def test_a_slow_disk_does_not_keep_an_engine_from_closing(
 ) -> None:
     goes_on = threading.Event()
     monkeypatch.setattr(heat_keeper, "_LAST_SAVE_S", 0.05)
-    monkeypatch.setattr(heat_keeper, "write_file", lambda *_: goes_on.wait(60.0))
+    monkeypatch.setattr(kept_files, "write_file", lambda *_: goes_on.wait(60.0))
     try:
         with opened(model, cache) as engine:
             run(engine)

@@ -193,6 +193,10 @@ def test_a_saved_plan_is_used(gpu: OneGpu, model: Path, tmp_path: Path) -> None:
     path.write_text(as_json(found).replace(found.origin.model_identity, "0" * 64))
     with pytest.raises(SettingsError, match="another model"):
         opened(model, plan=str(path))
+    longer = replace(found, setup=replace(found.setup, context=1 << 29))
+    path.write_text(as_json(longer))
+    with pytest.raises(SettingsError, match="was made for up to"):
+        opened(model, plan=str(path), context=None)
     path.write_text(as_json(found))
     gpu.key = "other"
     with pytest.raises(SettingsError, match="another machine, driver or version"):

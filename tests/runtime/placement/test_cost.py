@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dflash_protocol.ids import I64Array
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.placement.box import AskedSpeed, Curve, DeviceSpeed, OffloadSpeed, Together
 from dflash_runtime.placement.cost import CostModel
-from dflash_runtime.placement.expectation import IntArray, chosen_by_prompt
+from dflash_runtime.placement.expectation import chosen_by_prompt
 from dflash_runtime.placement.options import ParentOptions
 from dflash_runtime.placement.situation import Situation
 from dflash_runtime.placement.speeds import (
@@ -54,7 +55,7 @@ def model_of(at: Situation, wishes: Wishes | None = None) -> CostModel:
     return ParentOptions(at, at.parents[0], wishes, KvType.F16).model(512)
 
 
-def rows(*owners: int) -> IntArray:
+def rows(*owners: int) -> I64Array:
     return np.tile(np.array(owners), (2, 1))
 
 

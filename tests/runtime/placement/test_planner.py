@@ -189,7 +189,7 @@ def test_any_budget_model_and_box_give_a_legal_plan_or_a_status(
 ) -> None:
     at = situation(spec, row, shares=skewed(spec.moe, exponent=exponent), granule=2 * MIB)
     try:
-        check_wishes(wishes, num_layers=spec.num_layers, moe=spec.moe)
+        check_wishes(wishes, spec)
     except SettingsError:  # two of them contradict each other
         with pytest.raises(SettingsError):
             plan(at, wishes)

@@ -12,10 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_protocol.ids import F64Array
+from dflash_protocol.ids import BoolArray, F64Array, I64Array
 from dflash_runtime.placement.class_map import ClassMap
-from dflash_runtime.placement.cost import BoolArray
-from dflash_runtime.placement.expectation import IntArray
 from dflash_runtime.placement.plan import Plan, PlanRefused
 from dflash_runtime.placement.plan_record import RecordOf, as_json, from_json
 from dflash_runtime.placement.plan_text import plan_text
@@ -44,7 +42,7 @@ FIXED = 640 * MIB
 """About what the model takes on a device besides experts."""
 
 
-def fullest(loads: F64Array, chosen: IntArray, begun_s: F64Array) -> F64Array:
+def fullest(loads: F64Array, chosen: I64Array, begun_s: F64Array) -> F64Array:
     """Seconds of the fullest owner of each layer."""
     ends = [
         begun_s[index] + np.where(chosen == index, loads[index], 0.0).sum(axis=1)

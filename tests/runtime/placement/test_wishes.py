@@ -62,13 +62,12 @@ def test_settings_are_wishes() -> None:
         device_memory_mb=3, host_memory_mb=0, fit="off", moe_mode="cpu-moe", cpu_moe=True,
         prefill_offload="off", override_tensor=(("exps", "cpu"),), plan_for="7:9",
     )  # fmt: skip
-    wishes = wishes_of(asked, PLACED.placement)
+    wishes = wishes_of(asked)
     assert (wishes.expert_budget_bytes, wishes.device_memory_bytes) == (2 * MIB, 3 * MIB)
     assert (wishes.host_memory_bytes, wishes.num_gpu_layers) == (0, 99)
     assert (wishes.kv_type, wishes.fits, wishes.offloads_prompts) == (KvType.Q8_0, False, False)
     assert wishes.experts.mode is MoeMode.CPU_MOE
     assert wishes.experts.overrides == (("exps", "cpu"),)
-    assert wishes.experts.placement is PLACED.placement
     assert request_of(asked) == PlannedRequest(7, 9)
     assert set(words_of("MOE_MODE")) == {"auto", *MoeMode}
 

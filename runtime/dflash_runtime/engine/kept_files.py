@@ -1,0 +1,83 @@
+"""Files that are kept with a model from start to start: beside it, else in the cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+from dflash_protocol.errors import SettingsError
+from dflash_protocol.process.text_files import file_error, write_file
+from dflash_protocol.settings import Settings, cache_directory
+
+HEAT_SUFFIX, PLAN_SUFFIX = ".heat", ".plan"
+"""Of the model's file name."""
+
+
+def kept_places(model_path: Path, settings: Settings, suffix: str) -> tuple[Path, ...]:
+    """Where a model's heat, or its plan, may be: where the user says, or beside the model, else in
+    the cache; none if heat is off."""
+    if settings.heat == "off":
+        return ()
+    if settings.heat not in ("auto", ""):
+        place = Path(settings.heat).absolute()
+        return (place if suffix == HEAT_SUFFIX else place.with_name(place.name + suffix),)
+    path = model_path.absolute()
+    places = [path.with_name(path.name + suffix)]
+    try:
+        name = hashlib.sha256(os.fsencode(path)).hexdigest()[:32]
+        places.append(cache_directory(settings) / "heat" / (name + suffix))
+    except SettingsError:
+        pass  # the kernels' cache reports the error
+    return tuple(places)
+
+
+def newest_first(kind: str, places: Sequence[Path], *, is_named: bool = False) -> list[Path]:
+    """Those of the files that are there, the one that was written last first.
+
+    Raises: SettingsError for one that cannot be looked at, or is no file, if the user has named it;
+    else it is left out.
+    """
+    written_ns: dict[Path, int] = {}
+    for place in places:
+        try:
+            written_ns[place] = _modified_ns(kind, place)
+        except FileNotFoundError:
+            continue
+        except SettingsError:
+            if is_named:
+                raise
+    return sorted(written_ns, key=lambda each: -written_ns[each])
+
+
+def write_first(kind: str, places: Sequence[Path], content: bytes | str) -> str:
+    """Write to the first place that takes it. Returns why none did; empty if one did."""
+    errors = []
+    for place in places:
+        try:
+            if place != places[0]:
+                place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_file(kind, place, content)
+            return ""
+        except (OSError, SettingsError) as error:
+            errors.append(str(error))
+    return errors[0] if errors else ""
+
+
+def _modified_ns(kind: str, path: Path) -> int:
+    """When a file was written last.
+
+    Raises: FileNotFoundError; SettingsError if that cannot be said, or it is no file: a pipe would
+    be waited for.
+    """
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError(str(error)) from error
+    except OSError as error:
+        raise file_error(kind, path, error.strerror or str(error)) from error
+    if not stat.S_ISREG(found.st_mode):
+        raise file_error(kind, path, "not a file")
+    return found.st_mtime_ns
