@@ -45,8 +45,10 @@ def _other_step(mail: bytearray | mmap.mmap, rng: random.Random) -> None:
     at = rng.randrange(LINES_AT, len(mail), 8)
     word, check = (int.from_bytes(mail[at + i : at + i + 4], "little") for i in (0, 4))
     epoch = check ^ (word * _FACTOR & 0xFFFFFFFF)
-    other = rng.getrandbits(32)
-    changed = (epoch + rng.choice((-2, -1, _NEVER)) & 0xFFFFFFFF) ^ (other * _FACTOR & 0xFFFFFFFF)
+    other, steps = rng.getrandbits(32), rng.choice((-2, -1, _NEVER))
+    if epoch >> 31:  # the complement of a rounded reply's epoch: it counts downwards
+        steps = -steps
+    changed = (epoch + steps & 0xFFFFFFFF) ^ (other * _FACTOR & 0xFFFFFFFF)
     mail[at : at + 8] = other.to_bytes(4, "little") + changed.to_bytes(4, "little")
 
 

@@ -213,8 +213,9 @@ class MailboxSessions:
         """Whether there are mailboxes, of all daemons that can be asked so now."""
         if self._present is None or not self._present.mail.is_live:
             return False
-        usable = self._usable()
-        return bool(usable) and all(route in self._routes for route in usable)
+        # Of those in use, what their daemons say may be damaged: a step that fails will tell.
+        is_new = (route not in self._routes for route in self._usable())
+        return bool(self._remote.mail_routes()) and not any(is_new)
 
     def _usable(self) -> tuple[MailRoute, ...]:
         """Routes of mailboxes that are ready and were not refused; the host asks the other
