@@ -25,7 +25,7 @@ from dflash_protocol.wire.messages import Offer
 from dflash_runtime.compute.gpu.chunk_room import GPU_CHUNKS
 from dflash_runtime.compute.gpu.device.devices import GpuDescription
 from dflash_runtime.compute.host import PREFILL_CHUNK
-from dflash_runtime.compute.kv_cache import KvType, chosen_kv_type
+from dflash_runtime.compute.kv_cache import chosen_kv_type
 from dflash_runtime.compute.memory import host_memory
 from dflash_runtime.engine.daemon_offers import (
     OwnProcessor,
@@ -103,13 +103,22 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
-class _Opened:
-    """What is known once the settings' device is open, and daemons are there."""
+class _Asked:
+    """What a plan is asked for: by settings, and by what is decided already."""
 
-    numeric_class: str = ""
-    """The device's."""
-    links: Mapping[str, LinkSpeed] = field(default_factory=dict)
-    """Those that were timed, by daemon."""
+    settings: Settings
+    wishes: Wishes
+    budgets: Mapping[str, ExpertBudget]
+    """The most that daemons get of experts, by name."""
+    offers: Mapping[str, Offer] = field(default_factory=dict)
+    """Of the daemons that are connected."""
+    chunk: int | None = None
+    """Of the device that is open already."""
+
+    def on_processor(self, settings: Settings, spec: ModelSpec) -> _Asked:
+        """The same of a parent on the processor."""
+        context = self.settings.context or min(spec.context_length, UNPLANNED_CONTEXT)
+        return replace(self, settings=replace(settings, device=CPU, context=context))
 
 
 class Planning:
@@ -128,13 +137,16 @@ class Planning:
     ) -> None:
         """`budgets`: the most that daemons get of experts, by name. `keeps_plan`: for the next
         start."""
-        self._file, self._spec, self._settings, self._heat = file, spec, settings, heat
-        self._on_progress, self._budgets = on_progress, budgets or {}
+        self._file, self._spec, self._heat = file, spec, heat
+        self._on_progress = on_progress
+        self._asked = _Asked(settings, wishes_of(settings), budgets or {})
         self._box: Box | None = None
         self._described: list[GpuDescription] | None = None
         """All GPUs, before anything was taken of their memory."""
-        self._wishes = wishes_of(settings)
-        self._opened = _Opened()
+        self._numeric_class = ""
+        """Of the device, once it is open."""
+        self._links: Mapping[str, LinkSpeed] = {}
+        """Those that were timed, by daemon."""
         self._daemon_names: Sequence[str] = ()
         self._keeps_plan = keeps_plan
 
@@ -143,7 +155,7 @@ class Planning:
 
         Raises: SettingsError if what was asked for does not fit.
         """
-        settings, wishes = self._settings, self._wishes
+        settings, wishes = self._asked.settings, self._asked.wishes
         check_wishes(wishes, self._spec)
         self._daemon_names, num_daemons = daemon_names, len(daemon_names)
         if settings.plan:
@@ -159,7 +171,7 @@ class Planning:
             check_unplanned(wishes, "--fit=off")
             return Planned(settings)
         is_on_host = settings.device is not None and settings.device.kind is DeviceKind.CPU
-        gpus = [] if is_on_host else self._gpus()
+        gpus = [] if is_on_host else self._gpus(settings)
         if not gpus:
             if wishes.num_gpu_layers:
                 raise SettingsError(f"-ngl {wishes.num_gpu_layers}: there is no GPU to compute on")
@@ -171,7 +183,7 @@ class Planning:
             return Planned(settings)
         only = gpus[0] if len(gpus) == 1 and not self._asks_for_experts else None
         if only is not None and not only.memory.is_shared_with_host:
-            context = self._resident_context(only)
+            context = self._resident_context(only, settings)
             if context is not None:
                 settings = replace(settings, device=only.device)
                 if not num_daemons:
@@ -180,14 +192,15 @@ class Planning:
             return Planned(
                 settings if settings.device else replace(settings, device=gpus[0].device)
             )
+        asked = self._asked
         if wishes.experts.names_some_of(daemon_names):
             owners = (LOCAL_OWNER, HOST_OWNER, *daemon_names)
             device = gpus[0].device
             check_overrides(wishes.experts, self._spec.moe, side_names=owners, device=device)
             # The device and the context are chosen now, and what daemons get once they are there.
-            self._wishes = replace(wishes, experts=ExpertWishes())
+            asked = replace(asked, wishes=replace(wishes, experts=ExpertWishes()))
         try:
-            found = self._plan(gpus, {})
+            found = self._plan(asked, gpus)
         except SettingsError:
             raise
         except DflashError as error:
@@ -195,13 +208,11 @@ class Planning:
                 raise
             _log_why_on_host(error)
             return Planned(settings)
-        finally:
-            self._wishes = wishes
         if isinstance(found, PlanRefused) and num_daemons and settings.device is not None:
             return Planned(settings)  # it may be different with them
         if isinstance(found, Plan) and not num_daemons:
-            found = self._kept_or(found, gpus, {})
-        planned = self._applied(_accepted(found), self._situation(gpus, {}))
+            found = self._kept_or(found, asked, gpus)
+        planned = self._applied(_accepted(found), asked, self._situation(asked, gpus))
         if num_daemons:  # they have not said yet what they have
             return replace(planned, placement=None, prompts_here=None)
         return planned
@@ -209,7 +220,7 @@ class Planning:
     @property
     def _asks_for_experts(self) -> bool:
         """Whether settings say more of experts' places than how many of a layer are local."""
-        wishes = self._wishes
+        wishes = self._asked.wishes
         budgets = (
             wishes.expert_budget_bytes,
             wishes.expert_budget_percent,
@@ -221,8 +232,8 @@ class Planning:
     def _read(self, path: Path, daemon_names: Sequence[str]) -> Planned:
         """A plan that was saved: see `saved_plan`."""
         of = self._record_of(daemon_names)
-        found = saved_plan(path, of, self._file, settings=self._settings)
-        return self._applied(found)
+        found = saved_plan(path, of, self._file, settings=self._asked.settings)
+        return self._applied(found, self._asked)
 
     def _record_of(self, daemon_names: Sequence[str], box_key: str | None = None) -> RecordOf:
         return RecordOf(
@@ -235,15 +246,12 @@ class Planning:
     def priced(self, settings: Settings, placement: Placement, offers: Mapping[str, Offer]) -> Plan:
         """What is done without a plan: the settings' device has all experts, or the placement says
         who has them. Raises: as `plan`."""
-        device = settings.device or CPU
-        self._settings, wishes = replace(settings, device=device), self._wishes
-        gpus, is_whole = self._gpus(), placement.owner_names == (LOCAL_OWNER,)
+        settings, wishes = replace(settings, device=settings.device or CPU), self._asked.wishes
+        gpus, is_whole = self._gpus(settings), placement.owner_names == (LOCAL_OWNER,)
         if not (gpus and is_whole and wishes.fits):
-            self._wishes = replace(wishes, fits=False, experts=ExpertWishes(placement=placement))
-        try:
-            return _accepted(self._plan(gpus, offers))
-        finally:
-            self._wishes = wishes
+            wishes = replace(wishes, fits=False, experts=ExpertWishes(placement=placement))
+        asked = replace(self._asked, settings=settings, wishes=wishes, offers=offers)
+        return _accepted(self._plan(asked, gpus))
 
     def with_daemons(
         self,
@@ -259,25 +267,27 @@ class Planning:
 
         Raises: SettingsError if what was asked for does not fit.
         """
-        settings, self._opened = planned.settings, _Opened(numeric_class, links)
+        self._numeric_class, self._links = numeric_class, links
+        asked = replace(self._asked, offers=offers)
+        settings, wishes = planned.settings, asked.wishes
         is_asked = settings.local_experts is not None and not self._asks_for_experts
-        is_asked = is_asked or bool(settings.plan) or not self._wishes.fits
+        is_asked = is_asked or bool(settings.plan) or not wishes.fits
         if not is_asked:
             planned = replace(planned, plan=None)  # which was made without daemons
         is_on_host = settings.device is None or settings.device.kind is DeviceKind.CPU
-        asks = bool(planned_flags(self._wishes) or self._budgets)
+        asks = bool(planned_flags(wishes) or asked.budgets)
         if is_asked or not (offers or asks):
             return planned
         if is_on_host and asks:
-            return self._as_asked(planned, offers)
+            return self._as_asked(planned, asked)
         if is_on_host:
-            return self._beside_processor(planned, offers, own)
-        if not self._gpus():
+            return self._beside_processor(planned, asked, own)
+        gpus = self._gpus(settings)
+        if not gpus:
             return planned
-        self._settings = settings
-        found = _accepted(self._plan(self._gpus(), offers, chunk=planned.chunk))
-        found = self._kept_or(found, self._gpus(), offers, chunk=planned.chunk)
-        return self._applied(found, self._situation(self._gpus(), offers))
+        asked = replace(asked, settings=settings, chunk=planned.chunk)
+        found = self._kept_or(_accepted(self._plan(asked, gpus)), asked, gpus)
+        return self._applied(found, asked, self._situation(asked, gpus))
 
     def prompts_here(
         self, settings: Settings, placement: Placement, offers: Mapping[str, Offer]
@@ -295,9 +305,8 @@ class Planning:
             return frozenset()
         if settings.prefill_offload != OffloadMode.AUTO:
             return frozenset()
-        self._settings = settings
         try:
-            if not self._gpus():
+            if not self._gpus(settings):
                 return frozenset()
             return frozenset(self.priced(settings, placement, offers).prompts_here)
         except DflashError as error:
@@ -306,88 +315,75 @@ class Planning:
             _LOG.warning("the placement that was asked for is not priced: %s", str(error))
             return frozenset()
 
-    def _beside_processor(
-        self, planned: Planned, offers: Mapping[str, Offer], own: OwnProcessor
-    ) -> Planned:
+    def _beside_processor(self, planned: Planned, asked: _Asked, own: OwnProcessor) -> Planned:
         """Where experts live if the parent computes on the processor: an even split among daemons,
         unless they are unlike, or slower than the parent, and another placement is predicted to be
         faster by WORTH.
 
         Daemons that are alike are on the parent's cores, mostly, where a split gains nothing.
         """
-        before, spec = self._settings, self._spec
+        offers, settings = asked.offers, asked.settings
         if len(offers) < len(self._daemon_names):
             return planned
         # How late a daemon of this machine answers says how busy that is.
-        far = {name: x for name, x in self._opened.links.items() if name not in own.neighbours}
+        far = {name: x for name, x in self._links.items() if name not in own.neighbours}
         # Most need not be compared with the parent: they are fast enough for any.
         times = times_of(offers, far)
         is_slower = is_any_slower(times, 0.0) and is_any_slower(times, own.step_s())
         if not (are_unlike(times) or is_slower):
             return planned
-        context = before.context or min(spec.context_length, UNPLANNED_CONTEXT)
-        self._settings = replace(planned.settings, device=CPU, context=context)
-        wishes = self._wishes
+        asked = asked.on_processor(planned.settings, self._spec)
         try:
-            found = self._without(own.sharing(offers), offers)
-            even = even_split(spec.moe, [*offers], None, offers=offers)
+            found = self._without(own.sharing(offers), asked)
+            even = ExpertWishes(
+                placement=even_split(self._spec.moe, [*offers], None, offers=offers)
+            )
             # Priced even where a daemon on a processor has less memory than its share.
-            self._wishes = replace(wishes, fits=False, experts=ExpertWishes(placement=even))
-            split = self._plan([], offers)
+            wishes = replace(asked.wishes, fits=False, experts=even)
+            split = self._plan(replace(asked, wishes=wishes), [])
         except DflashError as error:
             # docs: the processor could not be measured, or offers were not understood: daemons get
             # equal shares
             _LOG.warning("nothing is planned: %s", str(error))
             return planned
-        finally:
-            self._settings, self._wishes = before, wishes
         if isinstance(found, PlanRefused) or isinstance(split, PlanRefused):
             return planned
-        if gain_of(found.forecast, split.forecast, request_of(before)) < WORTH:
+        if gain_of(found.forecast, split.forecast, request_of(settings)) < WORTH:
             return planned
         return replace(planned, placement=found.placement, plan=found)
 
-    def _without(self, names: Collection[str], offers: Mapping[str, Offer]) -> Plan | PlanRefused:
+    def _without(self, names: Collection[str], asked: _Asked) -> Plan | PlanRefused:
         """A plan that gives these daemons nothing; if that is not possible, any."""
         if not names:
-            return self._plan([], offers)
-        budgets = self._budgets
-        self._budgets = {**budgets, **dict.fromkeys(names, ExpertBudget(0))}
-        try:
-            found = self._plan([], offers)
-        finally:
-            self._budgets = budgets
+            return self._plan(asked, [])
+        none = dict.fromkeys(names, ExpertBudget(0))
+        found = self._plan(replace(asked, budgets={**asked.budgets, **none}), [])
         if isinstance(found, PlanRefused):
-            return self._plan([], offers)
+            return self._plan(asked, [])
         of_devices = (
-            each if each.name in budgets else replace(each, limit_bytes=None)
+            each if each.name in asked.budgets else replace(each, limit_bytes=None)
             for each in found.budgets
         )
         return replace(found, budgets=tuple(of_devices))
 
-    def _as_asked(self, planned: Planned, offers: Mapping[str, Offer]) -> Planned:
+    def _as_asked(self, planned: Planned, asked: _Asked) -> Planned:
         """Where settings place experts beside a parent on the processor.
 
         Raises: SettingsError if that is not possible.
         """
-        before, wishes, spec = self._settings, self._wishes, self._spec
-        context = before.context or min(spec.context_length, UNPLANNED_CONTEXT)
-        self._settings = replace(planned.settings, device=CPU, context=context)
+        asked, wishes = asked.on_processor(planned.settings, self._spec), asked.wishes
         if wishes.experts.mode is MoeMode.CPU_MOE:
-            self._wishes = replace(wishes, experts=ExpertWishes(cpu_moe=True))
-        try:
-            found = _accepted(self._plan([], offers))
-        finally:
-            self._settings, self._wishes = before, wishes
+            wishes = replace(wishes, experts=ExpertWishes(cpu_moe=True))
+        found = _accepted(self._plan(replace(asked, wishes=wishes), []))
         return replace(planned, placement=found.placement, plan=found)
 
-    def _gpus(self) -> list[GpuDescription]:
+    def _gpus(self, settings: Settings) -> list[GpuDescription]:
         """GPUs that may be the parent's."""
         if self._described is None:
             self._described = gpus_of_machine()
-        devices = devices_to_measure(self._settings, self._described)
+        devices = devices_to_measure(settings, self._described)
         found = [gpu for gpu in self._described if gpu.device in devices]
-        if found and self._settings.device is None:
+        if found and settings.device is None:
             try:
                 _ = self._on_gpu
             except UnsupportedModel as error:
@@ -400,14 +396,14 @@ class Planning:
         """The model on a GPU. Raises: UnsupportedModel if there are no kernels for it."""
         return footprint(self._file, self._spec, Memory.GPU)
 
-    def _resident_context(self, gpu: GpuDescription) -> int | None:
+    def _resident_context(self, gpu: GpuDescription, settings: Settings) -> int | None:
         """The largest context with which the whole model fits there, with the usual chunks; None if
         it does not with any."""
-        settings, spec = self._settings, self._spec
+        spec = self._spec
         if settings.local_experts is not None:
             return None
         request = Request(
-            self.kv_type,
+            chosen_kv_type(settings.kv_type, spec),
             GPU_CHUNKS[0],
             {layer.layer_id: layer.num_experts for layer in spec.moe.layers},
         )
@@ -416,69 +412,52 @@ class Planning:
                 return context
         return None
 
-    @property
-    def kv_type(self) -> KvType:
-        """The type of keys and values."""
-        return chosen_kv_type(self._settings.kv_type, self._spec)
-
-    def _kept_or(
-        self,
-        new: Plan,
-        gpus: Sequence[GpuDescription],
-        offers: Mapping[str, Offer],
-        *,
-        chunk: int | None = None,
-    ) -> Plan:
+    def _kept_or(self, new: Plan, asked: _Asked, gpus: Sequence[GpuDescription]) -> Plan:
         """The plan that is kept, unless the new one gains enough: see KeptPlan.or_new."""
-        wishes = self._wishes_now(chunk)
+        wishes, settings, offers = self._wishes_of(asked), asked.settings, asked.offers
         kept = KeptPlan(
-            kept_places(self._file.path, self._settings, PLAN_SUFFIX),
+            kept_places(self._file.path, settings, PLAN_SUFFIX),
             self._record_of([*offers], new.origin.box_key),
-            digest_of_wishes(wishes, request_of(self._settings), offers, budgets=self._budgets),
+            digest_of_wishes(wishes, request_of(settings), offers, budgets=asked.budgets),
         )
-        return kept.or_new(new, self._situation(gpus, offers), wishes, keeps=self._keeps_plan)
+        return kept.or_new(new, self._situation(asked, gpus), wishes, keeps=self._keeps_plan)
 
-    def _wishes_now(self, chunk: int | None) -> Wishes:
-        """What is asked for, with what is already decided: with daemons, the parent's device, its
-        context and chunks."""
+    def _wishes_of(self, asked: _Asked) -> Wishes:
+        """The wishes, with what is decided already."""
+        settings = asked.settings
         return replace(
-            self._wishes,
-            device=self._settings.device,
-            context=self._settings.context,
-            kv_type=self.kv_type,
-            chunk=chunk,
+            asked.wishes,
+            device=settings.device,
+            context=settings.context,
+            kv_type=chosen_kv_type(settings.kv_type, self._spec),
+            chunk=asked.chunk,
         )
 
-    def _plan(
-        self,
-        gpus: Sequence[GpuDescription],
-        offers: Mapping[str, Offer],
-        *,
-        chunk: int | None = None,
-    ) -> Plan | PlanRefused:
-        found = plan(self._situation(gpus, offers), self._wishes_now(chunk))
+    def _plan(self, asked: _Asked, gpus: Sequence[GpuDescription]) -> Plan | PlanRefused:
+        found = plan(self._situation(asked, gpus), self._wishes_of(asked))
         if isinstance(found, PlanRefused):
             return found
         away = [
             Alternative(f"daemon {name}", str(found.setup.device), None, "not connected")
             for name in self._daemon_names
-            if name not in offers
+            if name not in asked.offers
         ]
-        return replace(found, alternatives=(*found.alternatives, *away, *self._unusable()))
+        others = self._unusable(asked.settings)
+        return replace(found, alternatives=(*found.alternatives, *away, *others))
 
-    def _unusable(self) -> list[Alternative]:
+    def _unusable(self, settings: Settings) -> list[Alternative]:
         """GPUs that could be the parent's, had this Python their libraries."""
-        if self._wishes.device is not None or not self._described:
+        if self._asked.wishes.device is not None or not self._described:
             return []
-        usable = devices_to_measure(replace(self._settings, device=None), self._described)
+        usable = devices_to_measure(replace(settings, device=None), self._described)
         return [
             Alternative("any", str(gpu.device), None, gpu.why_not or _as_daemon(gpu.device))
             for gpu in self._described
             if gpu.device not in usable
         ]
 
-    def _situation(self, gpus: Sequence[GpuDescription], offers: Mapping[str, Offer]) -> Situation:
-        settings, spec = self._settings, self._spec
+    def _situation(self, asked: _Asked, gpus: Sequence[GpuDescription]) -> Situation:
+        settings, offers, spec = asked.settings, asked.offers, self._spec
         if self._box is None:
             self._box = box_of_machine(self._file, settings, on_progress=self._on_progress)
         box = self._box
@@ -493,7 +472,7 @@ class Planning:
                 on_gpu,
                 GPU_CHUNKS,
                 shares_host_memory=gpu.memory.is_shared_with_host,
-                numeric_class=self._opened.numeric_class if gpu.device == settings.device else "",
+                numeric_class=self._numeric_class if gpu.device == settings.device else "",
             )
             for gpu in gpus
         ]
@@ -503,20 +482,20 @@ class Planning:
             self._file.identity(),
             spec,
             head_bytes(self._file, describe(self._file)),
-            with_daemons(box, spec, offers, timed=self._opened.links, mails=mails),
+            with_daemons(box, spec, offers, timed=self._links, mails=mails),
             tuple(parents),
-            daemons_of(offers, settings, on_host=on_host, on_gpu=on_gpu, budgets=self._budgets),
+            daemons_of(offers, settings, on_host=on_host, on_gpu=on_gpu, budgets=asked.budgets),
             host_bytes,
             _shares(self._heat, spec),
             request_of(settings),
             settings.swap_max,
         )
 
-    def _applied(self, found: Plan, situation: Situation | None = None) -> Planned:
+    def _applied(self, found: Plan, asked: _Asked, situation: Situation | None = None) -> Planned:
         """`situation`: what it was made from; None for a plan that was read, which is obeyed."""
         setup = found.setup
         settings = replace(
-            self._settings,
+            asked.settings,
             device=setup.device,
             context=setup.context,
             kv_type=setup.kv_type.value,
