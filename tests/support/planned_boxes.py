@@ -250,9 +250,18 @@ def situation(
         tuple(parents),
         daemons,
         row.host_bytes,
-        ExpertShares.prior(spec.moe) if shares is None else shares,
+        alike(spec.moe) if shares is None else shares,
         PlannedRequest() if request is None else request,
     )
+
+
+def alike(moe: MoeSpec) -> ExpertShares:
+    """Without evidence."""
+    uniform = {
+        each.layer_id: np.full(each.num_experts, each.num_experts_used / each.num_experts)
+        for each in moe.layers
+    }
+    return ExpertShares(uniform, uniform)
 
 
 def skewed(moe: MoeSpec, *, exponent: float = 1.0, seed: int = 0) -> ExpertShares:

@@ -61,22 +61,18 @@ class ExpertArrays:
 
     @classmethod
     def of(cls, moe: MoeSpec, shares: ExpertShares) -> ExpertArrays:
-        """Layers that `shares` lacks, or has in another size, get those of the prior."""
+        """`shares`: of all layers."""
         num_experts = np.array([each.num_experts for each in moe.layers], np.int64)
         num_used = np.array([each.num_experts_used for each in moe.layers], np.int64)
-        prior = ExpertShares.prior(moe)
 
-        def padded(known: Mapping[int, F64Array], default: Mapping[int, F64Array]) -> F64Array:
+        def padded(known: Mapping[int, F64Array]) -> F64Array:
             result = np.zeros((len(moe.layers), int(num_experts.max())))
             for row, layer in enumerate(moe.layers):
-                values = known.get(layer.layer_id)
-                if values is None or np.shape(values) != (layer.num_experts,):
-                    values = default[layer.layer_id]
                 # None is impossible: K of them are always chosen.
-                result[row, : layer.num_experts] = np.maximum(values, 1e-9)
+                result[row, : layer.num_experts] = np.maximum(known[layer.layer_id], 1e-9)
             return checked_shares(result, num_used)
 
-        decode = padded(shares.decode, prior.decode)
+        decode = padded(shares.decode)
         exists = np.arange(decode.shape[1]) < num_experts[:, None]
         return cls(
             np.array([each.layer_id for each in moe.layers], np.int64),
@@ -84,7 +80,7 @@ class ExpertArrays:
             num_used,
             np.array([each.expert_bytes for each in moe.layers], np.float64),
             decode,
-            padded(shares.prefill, prior.prefill),
+            padded(shares.prefill),
             np.argsort(np.where(exists, -decode, np.inf), axis=1, kind="stable"),
         )
 

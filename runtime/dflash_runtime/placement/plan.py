@@ -113,7 +113,7 @@ class Origin:
     model_identity: str
     box_key: str
     heat_tokens: int
-    """Tokens whose selections were counted; 0: the prior was used."""
+    """Tokens whose selections were counted; 0: none."""
     asked: str = ""
     """Digest of what was asked for."""
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from dflash_adapters.spec import ModelSpec, MoeSpec
+from dflash_adapters.spec import ModelSpec
 from dflash_protocol.device import Device, DeviceKind
 from dflash_protocol.ids import F64Array
 from dflash_runtime.placement.box import Box
@@ -72,27 +70,13 @@ class ExpertShares:
     """How many of a token's selections each expert is expected to have, by layer id.
 
     Shapes: each [E], in 0..1, with the number of experts used as sum. `num_tokens` is how many
-    tokens were counted; 0: the prior.
+    tokens were counted; 0: nothing says which experts are hot, and all are alike, so that any N of
+    them are expected to have N / E of the selections.
     """
 
     decode: Mapping[int, F64Array]
     prefill: Mapping[int, F64Array]
     num_tokens: int = 0
-
-    @classmethod
-    def prior(cls, moe: MoeSpec) -> ExpertShares:
-        """Without evidence: all experts alike.
-
-        Routing is skewed (in published traces of Qwen3-30B-A3B half of the experts take 90 % of the
-        selections), but nothing says yet which experts are hot, so that any N of them are expected
-        to have N / E of the selections. Predictions made from this are pessimistic once heat is
-        known.
-        """
-        uniform = {
-            each.layer_id: np.full(each.num_experts, each.num_experts_used / each.num_experts)
-            for each in moe.layers
-        }
-        return cls(uniform, uniform)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from dflash_runtime.engine.measuring.measure import (
     OnProgress,
     chunk_to_measure,
     lacking,
+    log_left_out,
     measure_box,
 )
 from dflash_runtime.engine.measuring.pcie import pcie_link
@@ -148,9 +149,7 @@ def _opened(
             except DeviceUnavailable as error:
                 if device == CPU or settings.device is not None:
                     raise
-                # docs: this GPU cannot be opened, mostly because other programs have its memory;
-                # plans are made without it until a start can measure it
-                _LOG.warning("%s is left out: %s", device, str(error))
+                log_left_out(str(device), error)
                 continue
             opened.append(MeasuredDevice(str(device), backend, _link_of(device, gpus)))
         yield opened

@@ -153,10 +153,15 @@ def measure_box(
             except DeviceUnavailable as error:
                 if not leaves_out:
                     raise
-                # docs: this GPU cannot be measured, mostly because other programs have its memory;
-                # plans are made without it until a start can measure it
-                _LOG.warning("%s is left out: %s", device.name, str(error))
+                log_left_out(device.name, error)
     return box
+
+
+def log_left_out(device_name: str, error: DeviceUnavailable) -> None:
+    """Say that plans are made without a GPU, and why."""
+    # docs: this GPU cannot be opened or measured, mostly because other programs have its memory;
+    # plans are made without it until a start can measure it
+    _LOG.warning("%s is left out: %s", device_name, str(error))
 
 
 @dataclass(frozen=True, slots=True)
