@@ -19,6 +19,7 @@ import numpy.typing as npt
 from dflash_protocol.errors import ProtocolError
 from dflash_protocol.fingerprint import digest
 from dflash_protocol.ids import I32Array
+from dflash_protocol.json_fields import is_whole, parsed, shown, whole
 from dflash_protocol.process.text_files import file_error, read_file, write_file
 
 MAX_LAYERS = 4096
@@ -325,9 +326,7 @@ def read_placement_file(path: Path) -> PlacementFile:
     """
     content = read_file(_KIND, path, limit_bytes=_JSON_LIMIT_BYTES)
     try:
-        return _parse_placement(_parse_json(content))
-    except RecursionError as error:
-        raise file_error(_KIND, path, "not JSON") from error
+        return _parse_placement(parsed(content, most_lists=MOST_LISTS, most_values=MAX_IDS))
     except ValueError as error:
         raise file_error(_KIND, path, str(error)) from None
 
@@ -363,42 +362,12 @@ def write_owned_experts(
     write_file(_KIND, path, json.dumps(document, indent=1) + "\n")
 
 
-def _parse_json(content: bytes) -> Any:
-    """Raises: ValueError, RecursionError."""
-    # Parsed objects take more memory than text: a list 64 bytes, a number or string 40 to 60.
-    if content.count(b"[") + content.count(b"{") > MAX_LAYERS + 64:
-        raise ValueError(f"more than {MAX_LAYERS} lists")
-    if content.count(b",") > MAX_IDS:
-        raise ValueError(f"more than {MAX_IDS} values")
-    try:
-        return json.loads(content, object_pairs_hook=_without_repeats)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg}, line {error.lineno}") from None
-    except _RepeatedKey:
-        raise
-    except ValueError:  # no text, or a number of thousands of digits
-        raise ValueError("not JSON") from None
-
-
-class _RepeatedKey(ValueError):
-    pass
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    document: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in document:
-            raise _RepeatedKey(f"key {key[:40]!a} occurs twice")
-        document[key] = value
-    return document
-
-
 def _parse_placement(document: Any) -> PlacementFile:
     """Raises: ValueError saying what is wrong."""
-    if not isinstance(document, dict) or not _is_whole(document.get("version"), 1, 1):
+    if not isinstance(document, dict) or not is_whole(document.get("version"), 1, 1):
         raise ValueError("version must be 1")
     layers = document.get("hot_expert_ids")
-    if not isinstance(layers, list) or not _is_whole(
+    if not isinstance(layers, list) or not is_whole(
         document.get("n_layer"), len(layers), len(layers)
     ):
         raise ValueError("hot_expert_ids must be a list of n_layer lists")
@@ -413,14 +382,14 @@ def _parse_placement(document: Any) -> PlacementFile:
     if not isinstance(counts, list) or len(counts) != len(layers):
         raise ValueError("hot_counts must be a list of n_layer numbers")
     for layer_id, (count, ids) in enumerate(zip(counts, layers, strict=True)):
-        if not _is_whole(count, len(ids), len(ids)):
+        if not is_whole(count, len(ids), len(ids)):
             raise ValueError(
-                f"layer {layer_id}: hot_counts says {_shown(count)}, "
+                f"layer {layer_id}: hot_counts says {shown(count)}, "
                 f"hot_expert_ids has {len(ids)} ids"
             )
     total = document.get("total_hot", owned.num_experts)
-    if not _is_whole(total, owned.num_experts, owned.num_experts):
-        raise ValueError(f"total_hot is {_shown(total)}, the layers have {owned.num_experts} ids")
+    if not is_whole(total, owned.num_experts, owned.num_experts):
+        raise ValueError(f"total_hot is {shown(total)}, the layers have {owned.num_experts} ids")
     return PlacementFile(len(layers), num_experts, num_experts_used, owned)
 
 
@@ -430,9 +399,9 @@ def _check_ids(layer_id: int, ids: Any, num_experts: int) -> None:
         raise ValueError(f"layer {layer_id} is not a list of expert ids")
     seen = set()
     for global_expert_id in ids:
-        if not _is_whole(global_expert_id, 0, num_experts - 1):
+        if not is_whole(global_expert_id, 0, num_experts - 1):
             raise ValueError(
-                f"layer {layer_id}: {_shown(global_expert_id)} is not an expert id "
+                f"layer {layer_id}: {shown(global_expert_id)} is not an expert id "
                 f"in 0..{num_experts - 1}"
             )
         if global_expert_id in seen:
@@ -445,23 +414,8 @@ def _optional(document: Mapping[str, Any], key: str, smallest: int, largest: int
     type."""
     if key not in document:
         return 0
-    value = document[key]
-    if not _is_whole(value, smallest, largest):
-        raise ValueError(f"{key} is {_shown(value)}, must be {smallest} to {largest}")
-    number: int = value
-    return number
+    return whole(document[key], key, (smallest, largest))
 
 
-def _is_whole(value: Any, smallest: int, largest: int) -> bool:
-    return type(value) is int and smallest <= value <= largest
-
-
-def _shown(value: Any) -> str:
-    """A value from a file, shortened to fit a line."""
-    if isinstance(value, list | dict):
-        return f"a {type(value).__name__} of {len(value)}"
-    if isinstance(value, str):
-        value = value[:40]
-    if type(value) is int and not -(1 << 63) <= value < 1 << 64:
-        return "a number beyond 64 bits"
-    return ascii(value)
+MOST_LISTS = MAX_LAYERS + 64
+"""In a placement file: one for each layer, and some for keys that are not known."""

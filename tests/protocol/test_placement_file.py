@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.placement import (
     MAX_IDS,
-    MAX_LAYERS,
+    MOST_LISTS,
     OwnedExperts,
     read_owned_experts,
     read_placement_file,
@@ -227,12 +227,12 @@ def test_a_sound_file_of_another_model_is_refused(
         (b'{"version": 1} trailing', "not JSON"),
         (b'{"version": \xff}', "not JSON"),
         (b'{"a":' * 900, "not JSON"),
-        (b"[" * 100_000, rf"\b{MAX_LAYERS} lists"),
+        (b"[" * 100_000, rf"\b{MOST_LISTS} lists"),
         (b"9" * 5000, "not JSON"),
         (b"[1]", r"version\b.* 1\b"),
         (b"null", r"version\b.* 1\b"),
         (b'{"version": 1, "version": 1}', "'version'.*twice"),
-        (b'{"version": NaN}', r"version\b.* 1\b"),
+        (b'{"version": NaN}', "NaN"),
     ],
     ids=lambda value: None if isinstance(value, str) else value[:12].decode(errors="replace"),
 )
@@ -275,7 +275,7 @@ def test_what_would_take_much_memory_is_refused_first(tmp_path: Path, content: b
     path.write_bytes(content)
     tracemalloc.start()
     try:
-        refuse(tmp_path, path, f"{MAX_IDS}|{MAX_LAYERS}|n_layer")
+        refuse(tmp_path, path, f"{MAX_IDS}|{MOST_LISTS}|n_layer")
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
     finally:
         tracemalloc.stop()

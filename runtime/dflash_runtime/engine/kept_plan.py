@@ -13,13 +13,13 @@ from pathlib import Path
 
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.fingerprint import digest
+from dflash_protocol.json_fields import MOST_BYTES
 from dflash_protocol.process.text_files import read_file
 from dflash_runtime.engine.kept_files import newest_first, write_first
 from dflash_runtime.placement.budgets import ExpertBudget
 from dflash_runtime.placement.plan import Forecast, Plan, PlanRefused
 from dflash_runtime.placement.plan_record import RecordOf, as_json, from_json
 from dflash_runtime.placement.planner import plan
-from dflash_runtime.placement.record_fields import MOST_BYTES
 from dflash_runtime.placement.situation import PlannedRequest, Situation
 from dflash_runtime.placement.wishes import ExpertWishes, Wishes
 

@@ -21,6 +21,7 @@ from dflash_adapters.spec import ModelSpec
 from dflash_protocol.errors import one_line
 from dflash_protocol.hotness import MAX_COUNTS, Hotness, parse_hotness
 from dflash_protocol.ids import I64Array, Phase
+from dflash_protocol.json_fields import is_whole, parsed
 from dflash_protocol.process.text_files import file_error, read_file
 from dflash_runtime.placement.heat import HEAT_PHASES, HalfLives, Heat, HeatLayer, layers_of
 
@@ -183,10 +184,7 @@ def _parse(content: bytes, half_lives: HalfLives | None) -> HeatFile:
 def _parse_header(text: bytes) -> dict[str, Any]:
     if len(text) > _LONGEST_HEADER:
         raise ValueError("the header is too long")
-    try:
-        header = json.loads(text)
-    except (ValueError, RecursionError):
-        raise ValueError("the header is not JSON") from None
+    header = parsed(text)
     if not isinstance(header, dict):
         raise ValueError("the header is not a JSON object")
     return header
@@ -200,9 +198,9 @@ def _layers(value: Any) -> list[HeatLayer]:
         if not (
             isinstance(each, list)
             and len(each) == 3
-            and _is_whole(each[0], 0, _MOST_LAYERS - 1)
-            and _is_whole(each[1], 1, MAX_COUNTS)
-            and _is_whole(each[2], 1, each[1])
+            and is_whole(each[0], 0, _MOST_LAYERS - 1)
+            and is_whole(each[1], 1, MAX_COUNTS)
+            and is_whole(each[2], 1, each[1])
         ):
             raise ValueError(f"layer {str(each)[:40]!a}: must be its id, experts, experts used")
         layers.append(HeatLayer(*each))
@@ -232,7 +230,7 @@ def _owners(value: Any) -> dict[str, list[int]]:
             len(name) <= _LONGEST_NAME
             and isinstance(pairs, list)
             and len(pairs) == len(HEAT_PHASES)
-            and all(_is_whole(each, 0, 1 << 62) for each in pairs)
+            and all(is_whole(each, 0, 1 << 62) for each in pairs)
         ):
             raise ValueError(f"owner {name[:40]!a}: must have a count for each phase")
     return value
@@ -259,7 +257,3 @@ def _fill(heat: Heat, body: bytes, num_unused: int) -> None:
                 raise ValueError(f"{where}: a decayed count is not within 0 and the count")
         if totals[:, layer.num_experts :].any():
             raise ValueError(f"{where}: counts of experts that it does not have")
-
-
-def _is_whole(value: Any, smallest: int, largest: int) -> bool:
-    return type(value) is int and smallest <= value <= largest

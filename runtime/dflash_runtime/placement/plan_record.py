@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from dflash_protocol import json_fields as read
 from dflash_protocol.device import parse_device
 from dflash_protocol.errors import ProtocolError, SettingsError
 from dflash_protocol.ids import I32Array
 from dflash_protocol.placement import MAX_IDS, MAX_LAYERS, OwnedExperts, Placement
 from dflash_protocol.settings.kinds import MOST_DAEMONS
 from dflash_runtime.compute.kv_cache import KvType
-from dflash_runtime.placement import record_fields as read
 from dflash_runtime.placement.plan import (
     Alternative,
     DeviceBudget,

@@ -166,7 +166,7 @@ BAD_HEADERS: list[tuple[str, Any, str]] = [
     ("identity", None, "identity"),
     ("model", "a" * 1000, "model must be"),
     ("half_lives", [0, 5], "half_lives"),
-    ("half_lives", [float("nan"), 5], "half_lives"),
+    ("half_lives", [float("nan"), 5], "NaN"),
     ("half_lives", [1e300, 5], "half_lives"),
     ("half_lives", [5], "half_lives"),
     ("owners", [], "owners must be"),

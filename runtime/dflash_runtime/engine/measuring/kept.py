@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_protocol import __version__
+from dflash_protocol import json_fields as read
 from dflash_protocol.errors import SettingsError, one_line
 from dflash_protocol.process.text_files import read_file, write_file
 from dflash_protocol.settings import cache_folder
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.topology import Topology
-from dflash_runtime.placement import record_fields as read
 from dflash_runtime.placement.box import (
     AskedSpeed,
     Box,

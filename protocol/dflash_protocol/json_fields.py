@@ -11,21 +11,29 @@ _LONGEST_TEXT = 4096
 MOST_BYTES = 8 << 20
 _MOST_VALUES = 1 << 19
 _MOST_LISTS = 1 << 17
+_MOST_DIGITS = 40
 
 Record = dict[str, Any]
 
 
-def parsed(content: bytes) -> Any:
+def parsed(
+    content: bytes, *, most_lists: int = _MOST_LISTS, most_values: int = _MOST_VALUES
+) -> Any:
     """The value of a JSON text of bounded size. Raises: ValueError saying what is wrong."""
     if len(content) > MOST_BYTES:
         raise ValueError(f"larger than {MOST_BYTES >> 20} MiB")
     # Parsed objects take more memory than text: a list 64 bytes, a number or string 40 to 60.
-    if content.count(b"[") + content.count(b"{") > _MOST_LISTS:
-        raise ValueError(f"more than {_MOST_LISTS} lists and objects")
-    if content.count(b",") > _MOST_VALUES:
-        raise ValueError(f"more than {_MOST_VALUES} values")
+    if content.count(b"[") + content.count(b"{") > most_lists:
+        raise ValueError(f"more than {most_lists} lists and objects")
+    if content.count(b",") > most_values:
+        raise ValueError(f"more than {most_values} values")
     try:
-        return json.loads(content, object_pairs_hook=_distinct, parse_constant=_no_number)
+        return json.loads(
+            content,
+            object_pairs_hook=_distinct,
+            parse_constant=_no_number,
+            parse_int=_bounded,
+        )
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg}, line {error.lineno}") from None
     except RecursionError:
@@ -43,7 +51,7 @@ def fields(value: Any, what: str, keys: Collection[str]) -> Record:
             raise ValueError(f"{what} lacks {key}")
     for key in value:
         if key not in keys:
-            raise ValueError(f"{what} has an unknown key {_shown(key)}")
+            raise ValueError(f"{what} has an unknown key {shown(key)}")
     return value
 
 
@@ -56,19 +64,25 @@ def items(value: Any, what: str, most: int) -> list[Any]:
     return value
 
 
+def is_whole(value: Any, smallest: int, largest: int) -> bool:
+    """Whether it is a whole number within these bounds."""
+    return type(value) is int and smallest <= value <= largest
+
+
 def whole(value: Any, what: str, bounds: tuple[int, int]) -> int:
     """A whole number from one bound to the other. Raises: ValueError."""
     smallest, largest = bounds
-    if type(value) is not int or not smallest <= value <= largest:
-        raise ValueError(f"{what} is {_shown(value)}, must be {smallest} to {largest}")
-    return value
+    if not is_whole(value, smallest, largest):
+        raise ValueError(f"{what} is {shown(value)}, must be {smallest} to {largest}")
+    found: int = value
+    return found
 
 
 def number(value: Any, what: str, largest: float) -> float:
     """A number from 0. Raises: ValueError."""
     # NaN fails too; `math.isfinite` does not take all whole numbers.
     if type(value) not in (int, float) or not 0 <= value <= largest:
-        raise ValueError(f"{what} is {_shown(value)}, must be 0 to {largest:g}")
+        raise ValueError(f"{what} is {shown(value)}, must be 0 to {largest:g}")
     return float(value)
 
 
@@ -82,7 +96,7 @@ def text(value: Any, what: str) -> str:
 def one_of(value: Any, what: str, known: Sequence[str]) -> str:
     """Raises: ValueError."""
     if value not in known or not isinstance(value, str):
-        raise ValueError(f"{what} is {_shown(value)}, must be one of {', '.join(known)}")
+        raise ValueError(f"{what} is {shown(value)}, must be one of {', '.join(known)}")
     return value
 
 
@@ -90,16 +104,22 @@ def _distinct(pairs: list[tuple[str, Any]]) -> Record:
     result: Record = {}
     for key, value in pairs:
         if key in result:
-            raise ValueError(f"key {_shown(key)} occurs twice")
+            raise ValueError(f"key {shown(key)} occurs twice")
         result[key] = value
     return result
+
+
+def _bounded(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"not JSON: a number of {len(digits)} digits")
+    return int(digits)
 
 
 def _no_number(word: str) -> float:
     raise ValueError(f"{word} is not a number")
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value, shortened to fit a line."""
     if isinstance(value, list | dict):
         return f"a {type(value).__name__} of {len(value)}"
