@@ -11,7 +11,7 @@ _LONGEST_TEXT = 4096
 MOST_BYTES = 8 << 20
 _MOST_VALUES = 1 << 19
 _MOST_LISTS = 1 << 17
-_MOST_DIGITS = 40
+_MOST_DIGITS = 4000
 
 Record = dict[str, Any]
 
