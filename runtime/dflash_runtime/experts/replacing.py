@@ -4,7 +4,7 @@ have, experts of this process are replaced in place, without loading their banks
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -20,9 +20,6 @@ from dflash_runtime.experts.compute import (
     PreparedExperts,
 )
 from dflash_runtime.experts.telemetry import OwnerKind
-
-OnUse: TypeAlias = Callable[[], None]
-"""What else has to follow when another placement is used."""
 
 Change: TypeAlias = tuple[ReplaceableBank, I32Array, I32Array, I32Array]
 """A bank, the local ids that get other experts, the experts that leave, and those."""
@@ -48,8 +45,9 @@ class Prepared:
             raise ValueError(f"the owners are {before.owner_names}, not {after.owner_names}")
         if after.experts_per_layer != before.experts_per_layer:
             raise ValueError("it is the placement of another model")
-        self._before, self._owners = before, owners
-        self._changes = _changes(owners, before, after)
+        self.before = before
+        self.changes = _changes(owners, before, after)
+        """In banks of this process."""
         self.placement = after
         self._experts: list[PreparedExperts] = []
         try:
@@ -75,15 +73,6 @@ class Prepared:
         """Wait until it is ready. Raises: DflashError if a daemon cannot have them."""
         for each in self._experts:
             each.wait()
-
-    def changes_from(self, before: Placement) -> list[Change]:
-        """What changes in this process, in place of the placement that is in use by now.
-
-        Raises: ValueError for one that needs more than that.
-        """
-        if before is self._before:
-            return self._changes
-        return _changes(self._owners, before, self.placement)
 
     def take_over(self) -> None:
         """Give daemons their experts, all of them even if one fails; nothing may be in flight."""

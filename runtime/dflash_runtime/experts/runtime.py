@@ -38,7 +38,7 @@ from dflash_runtime.experts.pairs import (
     split_by_owner,
 )
 from dflash_runtime.experts.remote.reply_checks import CheckSchedule
-from dflash_runtime.experts.replacing import OnUse, Prepared, replace_experts
+from dflash_runtime.experts.replacing import Prepared, replace_experts
 from dflash_runtime.experts.telemetry import HitCounts, OwnerKind, OwnerStats, SelectionCounts
 from dflash_runtime.placement.class_map import ClassMap
 
@@ -363,7 +363,12 @@ class MoeExpertComputeRuntime:
         return Prepared(self._owners, before=self.placement, after=placement)
 
     def replace(
-        self, file: GgufFile, prepared: Prepared, *, follow: OnUse, stage: ExpertStage | None
+        self,
+        file: GgufFile,
+        prepared: Prepared,
+        *,
+        follow: Callable[[], None],
+        stage: ExpertStage | None,
     ) -> None:
         """Use the placement that was prepared: see `replacing.replace_experts`. `follow` is called
         with it before anything changes, for what may need memory. Captured steps have to be told.
@@ -371,11 +376,11 @@ class MoeExpertComputeRuntime:
         Raises: DflashError if a daemon cannot have its experts any more; as `replace_experts`.
         """
         prepared.wait()
-        changes = prepared.changes_from(self.placement)
+        assert prepared.before is self.placement  # one is prepared at a time
         before, self.placement = self.placement, prepared.placement
         try:
             follow()
-            replace_experts(file, changes, stage=stage)
+            replace_experts(file, prepared.changes, stage=stage)
         except BaseException:
             self.placement = before
             raise

@@ -28,7 +28,7 @@ def best_layer_split(
     """
     found, alone = [], replace(situation, daemons=())
     gpus = [
-        ParentOptions(alone, parent, wishes, like.kv_type)
+        ParentOptions(alone, parent, wishes)
         for parent in situation.parents
         if not parent.is_host and str(parent.device) in situation.box.devices
     ]

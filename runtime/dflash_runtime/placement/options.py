@@ -68,11 +68,12 @@ class ParentOptions:
         situation: Situation,
         parent: ParentDevice,
         wishes: Wishes,
-        kv_type: KvType,
     ) -> None:
-        """Raises: KeyError if the parent's device was not measured."""
+        """`wishes`: with a type of keys and values. Raises: KeyError if the parent's device was not
+        measured."""
+        assert wishes.kv_type is not None
         self.situation, self.parent, self.wishes = situation, parent, wishes
-        self.kv_type = kv_type
+        self.kv_type: KvType = wishes.kv_type
         self.arrays = ExpertArrays.of(situation.spec.moe, situation.shares)
         sides = [local_side(situation, parent)]
         host = host_side(situation, parent)

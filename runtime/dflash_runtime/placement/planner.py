@@ -77,7 +77,7 @@ def plan(situation: Situation, wishes: Wishes | None = None) -> Plan | PlanRefus
         return PlanRefused(
             "the size of the model's experts is not known", RoomStatus.UNKNOWN_EXPERT_SIZE
         )
-    kv_type = wishes.kv_type or chosen_kv_type("auto", spec)
+    wishes = replace(wishes, kv_type=wishes.kv_type or chosen_kv_type("auto", spec))
     choices: list[ParentChoice] = []
     refused: list[PlanRefused] = []
     refusals: list[Alternative] = []
@@ -86,12 +86,12 @@ def plan(situation: Situation, wishes: Wishes | None = None) -> Plan | PlanRefus
             refusals.append(Alternative("any", str(parent.device), None, "not measured"))
             continue
         best_s = min((each.option.price.request_s for each in choices), default=np.inf)
-        options = ParentOptions(situation, parent, wishes, kv_type)
+        options = ParentOptions(situation, parent, wishes)
         found = _best_of_parent(options, wishes, best_s)
         if isinstance(found, PlanRefused) and situation.most_swaps:
             # Experts need not move: without memory for that, they stay where they are.
             still = replace(situation, most_swaps=0)
-            options = ParentOptions(still, parent, wishes, kv_type)
+            options = ParentOptions(still, parent, wishes)
             found = _best_of_parent(options, wishes, best_s)
         if isinstance(found, PlanRefused):
             refused.append(found)

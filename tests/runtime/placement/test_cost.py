@@ -52,7 +52,7 @@ def at(*, stop_s: float = 60e-6, by_device: bool = True, bus: float = 25e9) -> S
 
 def model_of(at: Situation, wishes: Wishes | None = None) -> CostModel:
     wishes = Wishes() if wishes is None else wishes
-    return ParentOptions(at, at.parents[0], wishes, KvType.F16).model(512)
+    return ParentOptions(at, at.parents[0], replace(wishes, kv_type=KvType.F16)).model(512)
 
 
 def rows(*owners: int) -> I64Array:

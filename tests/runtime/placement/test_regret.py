@@ -4,6 +4,7 @@ prediction (options within 3 % of the fastest are equal). The same models each t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import hypothesis
@@ -77,7 +78,7 @@ def regret(at: Situation) -> float:
     """How many times longer than necessary the plan's request takes."""
     found = plan(at, ASKED)
     assert isinstance(found, Plan)
-    options = ParentOptions(at, at.parents[0], ASKED, found.setup.kv_type)
+    options = ParentOptions(at, at.parents[0], replace(ASKED, kv_type=found.setup.kv_type))
     owners = np.zeros(options.arrays.decode.shape, np.int64)
     index_of = {side.name: index for index, side in enumerate(options.sides)}
     for row, layer_id in enumerate(options.arrays.layer_ids.tolist()):
