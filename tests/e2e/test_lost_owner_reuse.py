@@ -63,7 +63,7 @@ def prompt_of(engine: Engine) -> list[int]:
 
 def opened(model: Path, endpoint: str, **options: Any) -> Engine:
     # A busy machine does not lose a daemon that lives.
-    patient = replace(load_settings(), deadline_ms=20_000, step_limit_ms=10_000)
+    patient = replace(load_settings(), deadline_ms=20_000, step_limit_ms=2_000)
     settings = replace(patient, **options.pop("settings", {}))
     return Engine.open(
         model, connect=[endpoint], local_experts=0, threads=1, settings=settings, **options
