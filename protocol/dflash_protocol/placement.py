@@ -24,6 +24,8 @@ from dflash_protocol.process.text_files import file_error, read_file, write_file
 
 MAX_LAYERS = 4096
 """Maximum number of layers in a placement file; published models have up to 126."""
+MOST_LISTS = MAX_LAYERS + 64
+"""In a placement file: one for each layer, and some in keys that are not known."""
 
 MAX_IDS = 1 << 18
 """Maximum number of expert ids in a placement file; published models have below 1 << 17."""
@@ -415,7 +417,3 @@ def _optional(document: Mapping[str, Any], key: str, smallest: int, largest: int
     if key not in document:
         return 0
     return whole(document[key], key, (smallest, largest))
-
-
-MOST_LISTS = MAX_LAYERS + 64
-"""In a placement file: one for each layer, and some for keys that are not known."""
