@@ -379,7 +379,7 @@ class EmulatedDevice:
     @property
     def num_bytes(self) -> int:
         """Bytes of all arrays."""
-        return sum(self._range_bytes[begin] for begin in self._buffers)
+        return sum(self._range_bytes.get(begin, 0) for begin in list(self._buffers))
 
     @property
     def num_ranges(self) -> int:
@@ -422,13 +422,14 @@ class EmulatedDevice:
                 guarded = set(self._buffers)
                 ranges = self._ranges = _as_ranges(sorted(self._range_bytes.items()), guarded)
             alive = [reference() for reference in list(self._buffers.values())]
-            if self._ranges is ranges:  # unchanged meanwhile
+            # Unchanged meanwhile, and no other thread is about to free one.
+            if self._ranges is ranges and all(each is not None for each in alive):
                 return ranges, alive
 
     def _forget(self, payload_address: int) -> Callable[[Any], None]:
         def forget(_: Any) -> None:
-            self._buffers.pop(payload_address, None)
             self.drop_range(payload_address)
+            self._buffers.pop(payload_address, None)  # last: see `_current_ranges`
 
         return forget
 
