@@ -40,7 +40,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from bench.gpu_budgets import Ballast
@@ -75,7 +74,6 @@ from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER, make_placeme
 
 PLANNED = "planned"
 _GIB = 1 << 30
-NO_WISHES: Mapping[str, Any] = MappingProxyType({})
 FORECASTS = {DECODE: "decode", "prompt 512": "prompt_512", "prompt 4096": "prompt_4096"}
 """Rows that plans predict, and what the prediction is called."""
 
@@ -242,13 +240,12 @@ def measure_budget(
     sweep = found.get("sweep", {})
     each = [PLANNED, *(way for way in sweep if not options.only or way.split()[0] in options.only)]
 
-    def turn(
-        _part: Result, until_s: float, into: Result, wishes: Mapping[str, Any] = NO_WISHES
-    ) -> None:
+    def turn(_part: Result, until_s: float, into: Result, wishes: Mapping[str, Any]) -> None:
         bench.turn(into, until_s, heat=heat, wishes=wishes)
 
     # On a machine that has just started, copies of experts were three times as slow at first.
-    parts.run(f"{name}: one turn that is dropped", options.turn_limit, partial(turn, into={}))
+    dropped = partial(turn, into={}, wishes={})
+    parts.run(f"{name}: one turn that is dropped", options.turn_limit, dropped)
     for number in range(options.rounds):
         for way in each[:: -1 if number % 2 else 1]:
             result = turns.setdefault(way, {})

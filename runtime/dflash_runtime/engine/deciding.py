@@ -42,7 +42,7 @@ from dflash_runtime.placement.budgets import check_given
 from dflash_runtime.placement.footprint import Memory, Request, footprint
 from dflash_runtime.placement.host_context import context_on_host
 from dflash_runtime.placement.plan import Plan
-from dflash_runtime.placement.planner import UNPLANNED_CONTEXT
+from dflash_runtime.placement.planner import unplanned_context
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER, even_split
 from dflash_runtime.placement.wishes import check_context, check_unplanned, check_wishes, wishes_of
 
@@ -166,7 +166,7 @@ def decide(
         planned = planning.before_daemons(names)
         settings, placement = planned.settings, planned.placement
     kv_type = chosen_kv_type(settings.kv_type, spec)
-    num_positions = settings.context or min(spec.context_length, UNPLANNED_CONTEXT)
+    num_positions = unplanned_context(spec, settings.context)
     found = Decision(
         file, spec, settings, heat, choices, endpoints, planning, planned, placement, owned,
         is_fixed, num_positions,

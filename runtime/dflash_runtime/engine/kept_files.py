@@ -43,12 +43,13 @@ def newest_first(kind: str, places: Sequence[Path], *, is_named: bool = False) -
     written_ns: dict[Path, int] = {}
     for place in places:
         try:
-            written_ns[place] = _modified_ns(kind, place)
-        except FileNotFoundError:
-            continue
+            modified_ns = _modified_ns(kind, place)
         except SettingsError:
             if is_named:
                 raise
+            continue
+        if modified_ns is not None:
+            written_ns[place] = modified_ns
     return sorted(written_ns, key=lambda each: -written_ns[each])
 
 
@@ -66,16 +67,15 @@ def write_first(kind: str, places: Sequence[Path], content: bytes | str) -> str:
     return errors[0] if errors else ""
 
 
-def _modified_ns(kind: str, path: Path) -> int:
-    """When a file was written last.
+def _modified_ns(kind: str, path: Path) -> int | None:
+    """When a file was written last; None if there is none.
 
-    Raises: FileNotFoundError; SettingsError if that cannot be said, or it is no file: a pipe would
-    be waited for.
+    Raises: SettingsError if that cannot be said, or it is no file: a pipe would be waited for.
     """
     try:
         found = path.stat()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise FileNotFoundError(str(error)) from error
+    except (FileNotFoundError, NotADirectoryError):
+        return None
     except OSError as error:
         raise file_error(kind, path, error.strerror or str(error)) from error
     if not stat.S_ISREG(found.st_mode):

@@ -57,7 +57,7 @@ from dflash_runtime.placement.heat import Heat
 from dflash_runtime.placement.moves import MovePrices, move_prices
 from dflash_runtime.placement.plan import Alternative, Plan, PlanRefused
 from dflash_runtime.placement.plan_record import RecordOf
-from dflash_runtime.placement.planner import UNPLANNED_CONTEXT, contexts_of, plan
+from dflash_runtime.placement.planner import contexts_of, plan, unplanned_context
 from dflash_runtime.placement.situation import (
     ExpertShares,
     ParentDevice,
@@ -117,7 +117,7 @@ class _Asked:
 
     def on_processor(self, settings: Settings, spec: ModelSpec) -> _Asked:
         """The same of a parent on the processor."""
-        context = self.settings.context or min(spec.context_length, UNPLANNED_CONTEXT)
+        context = unplanned_context(spec, self.settings.context)
         return replace(self, settings=replace(settings, device=CPU, context=context))
 
 
@@ -200,7 +200,8 @@ class Planning:
             # The device and the context are chosen now, and what daemons get once they are there.
             asked = replace(asked, wishes=replace(wishes, experts=ExpertWishes()))
         try:
-            found = self._plan(asked, gpus)
+            situation = self._situation(asked, gpus)
+            found = self._plan(asked, situation)
         except SettingsError:
             raise
         except DflashError as error:
@@ -211,8 +212,8 @@ class Planning:
         if isinstance(found, PlanRefused) and num_daemons and settings.device is not None:
             return Planned(settings)  # it may be different with them
         if isinstance(found, Plan) and not num_daemons:
-            found = self._kept_or(found, asked, gpus)
-        planned = self._applied(_accepted(found), asked, self._situation(asked, gpus))
+            found = self._kept_or(found, asked, situation)
+        planned = self._applied(_accepted(found), asked, situation)
         if num_daemons:  # they have not said yet what they have
             return replace(planned, placement=None, prompts_here=None)
         return planned
@@ -251,7 +252,7 @@ class Planning:
         if not (gpus and is_whole and wishes.fits):
             wishes = replace(wishes, fits=False, experts=ExpertWishes(placement=placement))
         asked = replace(self._asked, settings=settings, wishes=wishes, offers=offers)
-        return _accepted(self._plan(asked, gpus))
+        return _accepted(self._plan(asked, self._situation(asked, gpus)))
 
     def with_daemons(
         self,
@@ -286,8 +287,9 @@ class Planning:
         if not gpus:
             return planned
         asked = replace(asked, settings=settings, chunk=planned.chunk)
-        found = self._kept_or(_accepted(self._plan(asked, gpus)), asked, gpus)
-        return self._applied(found, asked, self._situation(asked, gpus))
+        situation = self._situation(asked, gpus)
+        found = self._kept_or(_accepted(self._plan(asked, situation)), asked, situation)
+        return self._applied(found, asked, situation)
 
     def prompts_here(
         self, settings: Settings, placement: Placement, offers: Mapping[str, Offer]
@@ -340,7 +342,7 @@ class Planning:
             )
             # Priced even where a daemon on a processor has less memory than its share.
             wishes = replace(asked.wishes, fits=False, experts=even)
-            split = self._plan(replace(asked, wishes=wishes), [])
+            split = self._plan_on_processor(replace(asked, wishes=wishes))
         except DflashError as error:
             # docs: the processor could not be measured, or offers were not understood: daemons get
             # equal shares
@@ -355,11 +357,11 @@ class Planning:
     def _without(self, names: Collection[str], asked: _Asked) -> Plan | PlanRefused:
         """A plan that gives these daemons nothing; if that is not possible, any."""
         if not names:
-            return self._plan(asked, [])
+            return self._plan_on_processor(asked)
         none = dict.fromkeys(names, ExpertBudget(0))
-        found = self._plan(replace(asked, budgets={**asked.budgets, **none}), [])
+        found = self._plan_on_processor(replace(asked, budgets={**asked.budgets, **none}))
         if isinstance(found, PlanRefused):
-            return self._plan(asked, [])
+            return self._plan_on_processor(asked)
         of_devices = (
             each if each.name in asked.budgets else replace(each, limit_bytes=None)
             for each in found.budgets
@@ -374,7 +376,7 @@ class Planning:
         asked, wishes = asked.on_processor(planned.settings, self._spec), asked.wishes
         if wishes.experts.mode is MoeMode.CPU_MOE:
             wishes = replace(wishes, experts=ExpertWishes(cpu_moe=True))
-        found = _accepted(self._plan(replace(asked, wishes=wishes), []))
+        found = _accepted(self._plan_on_processor(replace(asked, wishes=wishes)))
         return replace(planned, placement=found.placement, plan=found)
 
     def _gpus(self, settings: Settings) -> list[GpuDescription]:
@@ -412,7 +414,7 @@ class Planning:
                 return context
         return None
 
-    def _kept_or(self, new: Plan, asked: _Asked, gpus: Sequence[GpuDescription]) -> Plan:
+    def _kept_or(self, new: Plan, asked: _Asked, situation: Situation) -> Plan:
         """The plan that is kept, unless the new one gains enough: see KeptPlan.or_new."""
         wishes, settings, offers = self._wishes_of(asked), asked.settings, asked.offers
         kept = KeptPlan(
@@ -420,7 +422,7 @@ class Planning:
             self._record_of([*offers], new.origin.box_key),
             digest_of_wishes(wishes, request_of(settings), offers, budgets=asked.budgets),
         )
-        return kept.or_new(new, self._situation(asked, gpus), wishes, keeps=self._keeps_plan)
+        return kept.or_new(new, situation, wishes, keeps=self._keeps_plan)
 
     def _wishes_of(self, asked: _Asked) -> Wishes:
         """The wishes, with what is decided already."""
@@ -433,8 +435,11 @@ class Planning:
             chunk=asked.chunk,
         )
 
-    def _plan(self, asked: _Asked, gpus: Sequence[GpuDescription]) -> Plan | PlanRefused:
-        found = plan(self._situation(asked, gpus), self._wishes_of(asked))
+    def _plan_on_processor(self, asked: _Asked) -> Plan | PlanRefused:
+        return self._plan(asked, self._situation(asked, []))
+
+    def _plan(self, asked: _Asked, situation: Situation) -> Plan | PlanRefused:
+        found = plan(situation, self._wishes_of(asked))
         if isinstance(found, PlanRefused):
             return found
         away = [

@@ -175,13 +175,13 @@ class Steps:
                 self.settle()
                 if captured is not None:
                     captured.wait()
-                if captured is not None and prepared.is_of_daemons:
-                    guard.num_interrupted += 1
-                    captured.leave_owners()
+                    if prepared.is_of_daemons:
+                        guard.num_interrupted += 1
+                        captured.leave_owners()
                 before = self._runtime.placement
                 try:
                     self._replace(prepared, stage)
-                finally:  # a daemon that fails to take over keeps nothing from what has changed
+                finally:  # also if daemons fail to take over, after experts here have changed
                     if captured is not None and self._runtime.placement is not before:
                         captured.follow_owners()
         finally:

@@ -95,7 +95,7 @@ def own_step_s(
     layers = [each for each in moe.layers if each.kind == first.kind]
     layers = layers[:: max(1, len(layers) // _MOST_BANKS)][:_MOST_BANKS]
     used = _batch(first, Phase.DECODE, 1, num_experts=ids.size)
-    with ExitStack() as undo, _dropped_first() as banks:
+    with ExitStack() as undo, _trial_banks() as banks:
         for layer in layers:
             if banks and time.perf_counter() > end_s - limit_s * (1.0 - _LOADING_SHARE):
                 break
@@ -108,7 +108,7 @@ def own_step_s(
 
 
 @contextmanager
-def _dropped_first() -> Iterator[list[ExpertBank]]:
+def _trial_banks() -> Iterator[list[ExpertBank]]:
     """Banks that are forgotten before what they hold is dropped."""
     banks: list[ExpertBank] = []
     try:
@@ -130,7 +130,7 @@ def _speed_of(
     first = layers[0]
     num_used = min(first.num_experts_used, first.num_experts)
     num_banks = min(_MOST_BANKS, max(2, _WORTH_BYTES // (num_used * first.expert_bytes)))
-    with ExitStack() as undo, _dropped_first() as banks:
+    with ExitStack() as undo, _trial_banks() as banks:
         for layer in layers[:: max(1, len(layers) // num_banks)][:num_banks]:
             if banks and time.perf_counter() - started_s > _LOADING_SHARE * limit_s:
                 break

@@ -284,6 +284,11 @@ def _replicated(chosen: ParentChoice, wishes: Wishes) -> ParentChoice | PlanRefu
     return replace(chosen, option=replace(option, price=price), replicas=found)
 
 
+def unplanned_context(spec: ModelSpec, asked: int | None) -> int:
+    """The context without a plan: see UNPLANNED_CONTEXT."""
+    return asked or min(spec.context_length, UNPLANNED_CONTEXT)
+
+
 def contexts_of(spec: ModelSpec, request: PlannedRequest, asked: int | None) -> list[int]:
     """Contexts that may be chosen, the largest first: the one that was asked for, or the model's,
     and smaller ones that have room for the request."""
@@ -347,8 +352,7 @@ def _asked_for(
 
 def _unplanned(options: ParentOptions, wishes: Wishes, asked: I64Array | None) -> ParentChoice:
     """What a parent does without a plan: priced, whether it fits or not."""
-    largest = options.situation.spec.context_length
-    context = wishes.context or min(largest, UNPLANNED_CONTEXT)
+    context = unplanned_context(options.situation.spec, wishes.context)
     chunk = _chunks(options, wishes)[0]
     owners = options.resident() if asked is None else asked
     if asked is None and options.daemons:

@@ -48,8 +48,8 @@ processors of servers cache 300 MB. Reading them costs a start nothing, which ne
 _FAR_LAYERS = 2
 _FREE_SHARE = 0.3
 """Of a device's free memory, for their weights."""
-_READ_AGAIN_S = 1.0
-"""For weights of the processor's layers where its figures are known."""
+_READ_KNOWN_S = 1.0
+"""For weights of the processor's layers, if its own figures are known."""
 _HOST_SHARE, _GPU_SHARE = 3, 4
 """Of the time, in proportion: a device's weights are loaded in its share."""
 _DISK_SHARE, _READ_SHARE, _COPIES_SHARE = 0.06, 0.15, 0.1
@@ -135,7 +135,9 @@ def measure_box(
     if processor is not None:
         processor.backend.choose_threads(file, None)
     with contextlib.ExitStack() as undo:
-        host = None if processor is None else _HostPasses(processor, file, kv_type, undo)
+        host: _HostPasses | None = None
+        if processor is not None:
+            host = _HostPasses(processor, file, kv_type, undo, read_s=_READ_KNOWN_S)
         for index, device in enumerate(new):
             measuring = _Measuring(
                 file,
@@ -145,7 +147,8 @@ def measure_box(
                 on_progress=on_progress,
             )
             if device.backend.is_host:
-                host = _HostPasses(device, file, kv_type, undo)
+                read_s = measuring.left.share(_READ_SHARE)
+                host = _HostPasses(device, file, kv_type, undo, read_s=read_s)
                 box = _joined(box, _measured_host(host, measuring))
                 continue
             try:
@@ -176,7 +179,7 @@ class _Measuring:
 
 
 class _HostPasses:
-    """The host's sampled layers, loaded when they are first needed; `undo` frees them."""
+    """The host's sampled layers, loaded and read when they are first needed; `undo` frees them."""
 
     def __init__(
         self,
@@ -184,28 +187,31 @@ class _HostPasses:
         file: GgufFile,
         kv_type: KvType,
         undo: contextlib.ExitStack,
+        *,
+        read_s: float,
     ) -> None:
+        """`read_s`: for reading weights."""
         self.device = device
-        self._load = partial(_loaded, device, file, kv_type, undo=undo)
+        self._load, self._read_s = partial(_loaded, device, file, kv_type, undo=undo), read_s
 
     @cached_property
     def loaded(self) -> tuple[LoadedLayers, LoadedLayers | None]:
         """As `_loaded`."""
-        return self._load()
+        found = self._load()
+        found[0].read(self._read_s)
+        return found
 
     @cached_property
     def experts(self) -> Passes:
-        """Passes through all sampled layers of the first kind, whose weights have been read."""
+        """Passes through all sampled layers of the first kind."""
         loaded, _ = self.loaded
-        loaded.read(_READ_AGAIN_S)
         return loaded.passes(len(loaded.sampled.kinds[0].layer_ids))
 
 
 def _measured_host(host: _HostPasses, measuring: _Measuring) -> Box:
-    device, left = host.device, measuring.left
-    loaded, far = host.loaded
+    device = host.device
     measuring.on_progress(f"{device.name}: weights are read", 0, 1)
-    loaded.read(left.share(_READ_SHARE))
+    loaded, far = host.loaded
     trial = trial_steps(device.backend, loaded.model, loaded.banks, kv_type=measuring.kv_type)
     device.backend.choose_threads(measuring.file, trial)
     return _measured_device(device, loaded, far, measuring, share=1.0)
