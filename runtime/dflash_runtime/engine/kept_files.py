@@ -35,10 +35,10 @@ def kept_places(model_path: Path, settings: Settings, suffix: str) -> tuple[Path
 
 
 def newest_first(kind: str, places: Sequence[Path], *, is_named: bool = False) -> list[Path]:
-    """Those of the files that are there, the one that was written last first.
+    """The files that exist, the one that was written last first.
 
-    Raises: SettingsError for one that cannot be looked at, or is no file, if the user has named it;
-    else it is left out.
+    One that cannot be looked at, or is no file, is left out, or if the user has named it an error.
+    Raises: SettingsError.
     """
     written_ns: dict[Path, int] = {}
     for place in places:

@@ -104,7 +104,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What a plan is asked for: by settings, and by what is decided already."""
+    """What a plan must obey: settings, and what is decided already."""
 
     settings: Settings
     wishes: Wishes

@@ -109,7 +109,7 @@ def own_step_s(
 
 @contextmanager
 def _trial_banks() -> Iterator[list[ExpertBank]]:
-    """Banks that are forgotten before what they hold is dropped."""
+    """A list of banks that is cleared at the end, before the experts that they hold are dropped."""
     banks: list[ExpertBank] = []
     try:
         yield banks

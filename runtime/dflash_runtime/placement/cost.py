@@ -61,7 +61,7 @@ class ExpertArrays:
 
     @classmethod
     def of(cls, moe: MoeSpec, shares: ExpertShares) -> ExpertArrays:
-        """`shares`: of all layers."""
+        """`shares` must have all layers."""
         num_experts = np.array([each.num_experts for each in moe.layers], np.int64)
         num_used = np.array([each.num_experts_used for each in moe.layers], np.int64)
 

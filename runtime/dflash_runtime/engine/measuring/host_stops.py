@@ -13,8 +13,8 @@ _CHUNK_ROWS = 512
 
 
 def measure_host_stop(loaded: LoadedLayers, *, limit_s: float, for_plan: bool = False) -> Curve:
-    """Seconds of a stop of a device, by rows: of a recorded step; unless it is `for_plan` of a
-    chunk, and if there is time of a tree, whose layers the host then launches one by one."""
+    """Seconds that a stop of a device takes, by rows: in a recorded step; unless it is `for_plan`,
+    in a chunk; and if there is time, in a tree, whose layers the host launches one by one."""
     left, chunk = TimeLeft(limit_s), min(_CHUNK_ROWS, loaded.backend.chunking.preferred)
     num_first, num_all = loaded.sampled.num_first, len(loaded.sampled.kinds[0].layer_ids)
     ends = num_first, num_all

@@ -190,7 +190,7 @@ class _HostPasses:
         *,
         read_s: float,
     ) -> None:
-        """`read_s`: for reading weights."""
+        """`read_s`: the most that reading weights may take."""
         self.device = device
         self._load, self._read_s = partial(_loaded, device, file, kv_type, undo=undo), read_s
 
@@ -220,7 +220,7 @@ def _measured_host(host: _HostPasses, measuring: _Measuring) -> Box:
 def _measured_gpu(
     device: MeasuredDevice, box: Box, host: _HostPasses | None, measuring: _Measuring
 ) -> Box:
-    """`box`: what is known by now."""
+    """`box`: what is known of other devices."""
     with contextlib.ExitStack() as undo:
         loaded, far = _loaded(device, measuring.file, measuring.kv_type, undo=undo)
         found = _measured_device(device, loaded, far, measuring, share=1.0 - _CROSSINGS_SHARE)
@@ -249,7 +249,7 @@ def _measured_device(
 
 
 def _joined(box: Box, found: Box) -> Box:
-    """A box with what was found of one more device."""
+    """`box` with the figures of one more device."""
     return replace(
         box,
         devices={**box.devices, **found.devices},
@@ -300,8 +300,9 @@ def _measured_crossings(
     host: _HostPasses | None,
     measuring: _Measuring,
 ) -> Box:
-    """`found`, with stops of the device's steps, experts that the host computes for it, copies,
-    both beside the host's experts, and prompts whose experts are copied."""
+    """Add to `found`: stops of the device's steps, experts that the host computes for it, copies,
+    steps and copies beside the host's experts, and prompts whose experts are copied. `box`: what is
+    known of other devices."""
     from dflash_runtime.engine.measuring.copied_experts import measure_offload
     from dflash_runtime.engine.measuring.copies import (
         TimedCopies,
@@ -362,7 +363,7 @@ def _with_asked(
     *,
     limit_s: float,
 ) -> Box:
-    """`found`, with experts of the device's steps and chunks that the processor computes."""
+    """Add to `found`: experts of the device's steps and chunks that the processor computes."""
     from dflash_runtime.engine.measuring.asked_chunks import measure_asked_chunks
 
     speed, left = found.devices[device.name], TimeLeft(limit_s)

@@ -125,4 +125,4 @@ class AskedProcessor(NoOwners):
 
 
 def _nothing() -> None:
-    """There is no step whose counts are to be taken."""
+    """Do nothing: there is no step yet."""

@@ -52,7 +52,7 @@ class Passes:
         return self._chunk_s(num_rows, position)
 
     def timer(self, num_rows: int, position: int = 0) -> Timer:
-        """Takes `seconds`, as `medians` expects it."""
+        """A timer of such a pass, for `medians`."""
         return lambda: (self.seconds(num_rows, position),)
 
     def _step_s(self, position: int) -> float:

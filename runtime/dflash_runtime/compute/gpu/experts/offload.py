@@ -314,7 +314,7 @@ class ExpertOffload:
                 place.take(part)
             more = experts & ~place.loaded
             if more.any():
-                with uninterrupted():  # a place knows of all transfers that are under way
+                with uninterrupted():  # so that a place knows each transfer under way
                     transfer = self._copier.begin(part.runs_of(more), after=place.read)
                     place.transfers.append(transfer)
                 place.loaded = place.loaded | more

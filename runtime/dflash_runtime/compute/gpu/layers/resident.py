@@ -60,8 +60,8 @@ class ResidentLayer:
         *,
         ids: Sequence[tuple[int, int]],
     ) -> None:
-        """The expert in each of these slots is now the one of this global id, called the second of
-        `ids`. No kernel may be running."""
+        """These slots hold other experts now. `ids`: for each slot its expert's global id, and the
+        id that this object uses. No kernel may be running."""
         names = [name for _, name in ids]
         if (self.slot_of_expert[names] != slots).any():
             self.slot_of_expert[names] = slots

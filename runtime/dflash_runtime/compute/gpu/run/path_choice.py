@@ -213,7 +213,8 @@ class MailboxSessions:
         """Whether there are mailboxes, of all daemons that can be asked so now."""
         if self._present is None or not self._present.mail.is_live:
             return False
-        # Of those in use, what their daemons say may be damaged: a step that fails will tell.
+        # Mailboxes in use are not asked again whether they are ready: that word may be damaged, and
+        # a step that fails shows what is wrong.
         is_new = (route not in self._routes for route in self._usable())
         return bool(self._remote.mail_routes()) and not any(is_new)
 

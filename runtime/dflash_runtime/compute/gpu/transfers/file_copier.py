@@ -208,7 +208,7 @@ class FileCopier:
                 stream.synchronize()  # raises the driver's error, if it is not of this call alone
             except DeviceUnavailable as error:
                 failure = error
-            except Exception as error:  # else the transfer would never end, nor the next ones
+            except Exception as error:  # or all transfers from here on would never end
                 failure.__cause__ = error
             at = set(lane[[k.CURRENT, k.PENDING]].tolist())
             for transfer in self._posted:
