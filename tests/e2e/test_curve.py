@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -86,7 +87,8 @@ def test_a_parent_and_a_daemon_with_keys_work_together(
         Engine.open(
             model,
             connect=[endpoint],
-            settings=settings_with(made, "parent"),
+            # However late a daemon on a busy machine answers, it gets its share.
+            settings=replace(settings_with(made, "parent"), fit="off"),
             require_daemons=True,
         ) as engine,
     ):
