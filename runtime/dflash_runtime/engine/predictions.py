@@ -9,7 +9,7 @@ from dataclasses import replace
 from dflash_runtime.engine.generation import GenerationStats
 from dflash_runtime.engine.measuring.kept import drop_box, keep_box, kept_box
 from dflash_runtime.experts.telemetry import PhaseStats
-from dflash_runtime.placement.plan import Plan
+from dflash_runtime.placement.plan import Forecast, Plan
 from dflash_runtime.placement.situation import PlannedRequest
 
 _LOG = logging.getLogger(__name__)
@@ -22,6 +22,8 @@ _WINDOW_S = 5.0
 
 _FEWEST_STEPS = 32
 """Of a generation that tells something: its first steps fill a pipeline."""
+_FEWEST_PROMPT_TOKENS, _MOST_PROMPT_TOKENS = 512, 8192
+"""Of a prompt that tells something: predictions are of 512 and 4,096 tokens."""
 _FARTHEST = 2.0
 """Generations are compared up to so many times the planned request's positions: later steps take
 longer than those that were predicted."""
@@ -75,12 +77,12 @@ class PredictionWatch:
 
 
 class Predictions:
-    """An engine's plan, and whether its steps take what they were predicted to.
+    """An engine's plan, and whether its steps and prompts take what they were predicted to.
 
-    Decoding is compared by generation, from times that are taken anyway. Once it was off for a
-    minute of service, the kept box is dropped, so that the next start measures again. If the cause
-    is the processor's experts in a device's steps, the box gets the time that they took instead
-    (see `learn`). Predictions from no heat are not compared, unless all experts are on the
+    Both are compared by generation, from times that are taken anyway. Once one of them was off for
+    a minute of service, the kept box is dropped, so that the next start measures again. If the
+    cause is the processor's experts in a device's steps, the box gets the time that they took
+    instead (see `learn`). Predictions from no heat are not compared, unless all experts are on the
     parent's device.
     States: as PredictionWatch. Used by the engine's thread.
     """
@@ -101,32 +103,52 @@ class Predictions:
         self._asked, self._expert_bytes = asked, expert_bytes
         self._farthest = _FARTHEST * (request.prompt + request.written)
         self._cache_dir = cache_dir
-        self._watch = PredictionWatch()
+        self._steps, self._prompts = PredictionWatch(), PredictionWatch()
 
     def note(self, stats: GenerationStats, elapsed_s: float) -> None:
         """Compare a generation that has ended. `elapsed_s`: from its first token on, its reader's
         time included; a device computes ahead in that, so that a step takes something between this
         and the time that was waited for tokens."""
-        plan, num_steps = self.plan, stats.num_generated_tokens - (stats.finish_reason != "stop")
-        if plan is None or num_steps < _FEWEST_STEPS or self._watch.is_stale:
+        plan = self.plan
+        if plan is None or self._steps.is_stale or self._prompts.is_stale:
             return
         if not plan.origin.heat_tokens and plan.share_here < 1.0:
             return
+        self._note_prompt(plan.forecast, stats)
+        self._note_steps(plan.forecast, stats, elapsed_s)
+        if self._prompts.is_stale:
+            self._drop(plan, "prompts take", self._prompts.ratio)
+        elif self._steps.is_stale and not self.learn():
+            self._drop(plan, "decoding takes", self._steps.ratio)
+
+    def _note_steps(self, forecast: Forecast, stats: GenerationStats, elapsed_s: float) -> None:
+        num_steps = stats.num_generated_tokens - (stats.finish_reason != "stop")
+        if num_steps < _FEWEST_STEPS:
+            return
         if stats.num_prompt_tokens + num_steps / 2 > self._farthest:
             return
-        predicted_s = num_steps / plan.forecast.decode
+        predicted_s = num_steps / forecast.decode
         measured_s = min(max(predicted_s, stats.decode_s), max(elapsed_s, stats.decode_s))
-        self._watch.add(predicted_s=predicted_s, measured_s=measured_s)
-        if self._watch.is_stale and not self.learn():
-            drop_box(plan.origin.box_key, self._cache_dir)
-            # docs: something else uses the machine, or its clocks, memory or driver have changed;
-            # the next start measures it again
-            _LOG.warning(
-                "decoding takes %.2f times as long as predicted, for %.0f s of service: the kept "
-                "measurements are dropped",
-                self._watch.ratio,
-                STALE_AFTER_S,
-            )
+        self._steps.add(predicted_s=predicted_s, measured_s=measured_s)
+
+    def _note_prompt(self, forecast: Forecast, stats: GenerationStats) -> None:
+        num_tokens = stats.num_prompt_tokens - stats.num_reused_tokens
+        # Attention to many reused positions takes longer than was predicted.
+        if max(_FEWEST_PROMPT_TOKENS, stats.num_reused_tokens) <= num_tokens <= _MOST_PROMPT_TOKENS:
+            predicted_s = forecast.prompt_s(num_tokens)
+            self._prompts.add(predicted_s=predicted_s, measured_s=stats.prefill_s)
+
+    def _drop(self, plan: Plan, what: str, ratio: float) -> None:
+        drop_box(plan.origin.box_key, self._cache_dir)
+        # docs: something else uses the machine, or its clocks, memory or driver have changed; the
+        # next start measures it again
+        _LOG.warning(
+            "%s %.2f times as long as predicted, for %.0f s of service: the kept measurements are "
+            "dropped",
+            what,
+            ratio,
+            STALE_AFTER_S,
+        )
 
     def learn(self) -> bool:
         """Write into the kept box, once, how long the processor's experts took in steps. The next

@@ -92,6 +92,11 @@ class Forecast:
     prompt_512: float
     prompt_4096: float
 
+    def prompt_s(self, num_tokens: int) -> float:
+        """Seconds of a prompt, on the line through both predicted ones."""
+        short_s, long_s = 512 / self.prompt_512, 4096 / self.prompt_4096
+        return short_s + (num_tokens - 512) / (4096 - 512) * (long_s - short_s)
+
 
 @dataclass(frozen=True, slots=True)
 class Alternative:

@@ -33,6 +33,7 @@ from support.planned_gpu import GPU, OneGpu
 from support.random_models import write_qwen3moe
 
 STEP_S = 0.01
+FORECAST = Forecast(1.0 / STEP_S, prompt_512=1024.0, prompt_4096=2048.0)
 PLAN = Plan(
     Origin("model", "box", heat_tokens=1000),
     Setup(Device(DeviceKind.CUDA, 0), 4096, KvType.F16, 512),
@@ -40,7 +41,7 @@ PLAN = Plan(
     (),
     MoeMode.HOT,
     "hot + CPU",
-    Forecast(1.0 / STEP_S, 1000.0, 1000.0),
+    FORECAST,
     0.5,
     (),
     ExpertRoom(RoomStatus.OK, 1, 1, 1),
@@ -104,6 +105,16 @@ class Service:
             stats.decode_s, stats.finish_reason = num_steps * STEP_S * ratio, "length"
             self.predictions.note(stats, stats.decode_s + num_steps * reader_s)
 
+    def prefill(
+        self, ratio: float, seconds: float, *, num_prompt: int = 2000, num_reused: int = 1000
+    ) -> None:
+        """Prompts that take `ratio` of the predicted time; no token is written."""
+        predicted_s = FORECAST.prompt_s(num_prompt - num_reused)
+        for _ in range(round(seconds / (predicted_s * ratio))):
+            stats = GenerationStats(num_prompt_tokens=num_prompt, num_reused_tokens=num_reused)
+            stats.prefill_s, stats.num_generated_tokens = predicted_s * ratio, 1
+            self.predictions.note(stats, 0.0)
+
 
 @pytest.mark.parametrize("ratio", [0.5, 1.4])
 def test_a_minute_that_was_off_drops_the_box(
@@ -117,6 +128,36 @@ def test_a_minute_that_was_off_drops_the_box(
     assert not service.is_kept
     [record] = caplog.records
     assert f"{ratio:.2f} times" in record.getMessage()
+
+
+def test_times_of_prompts_lie_on_a_line_through_the_predicted_ones() -> None:
+    found = [FORECAST.prompt_s(num_tokens) for num_tokens in (512, 2304, 4096, 7680)]
+    assert found == [0.5, 1.25, 2.0, 3.5]
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.4])
+def test_a_minute_of_prompts_that_was_off_drops_the_box(
+    tmp_path: Path, ratio: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = Service(tmp_path)
+    service.prefill(1.1, 300)
+    service.prefill(ratio, 50)
+    assert service.is_kept
+    service.prefill(ratio, 60)
+    assert not service.is_kept
+    [record] = caplog.records
+    assert f"prompts take {ratio:.2f} times" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "num_reused"), [(100, 0), (4000, 3600), (4000, 2100), (10_000, 0)]
+)
+def test_prompts_that_were_not_predicted_are_not_compared(
+    tmp_path: Path, num_prompt: int, num_reused: int
+) -> None:
+    service = Service(tmp_path)
+    service.prefill(3.0, 300, num_prompt=num_prompt, num_reused=num_reused)
+    assert service.is_kept
 
 
 def test_a_slow_reader_is_no_fault_of_predictions(tmp_path: Path) -> None:
