@@ -20,8 +20,8 @@ from dflash_adapters.spec import (
 from dflash_protocol.device import CPU, parse_device
 from dflash_protocol.ids import F64Array
 from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.compute.room import LayerBytes, Needs, Room
 from dflash_runtime.placement.box import Box, CopySpeed, Curve, DeviceSpeed, LinkSpeed
-from dflash_runtime.placement.footprint import Footprint, LayerBytes, Memory, Needs
 from dflash_runtime.placement.situation import (
     ExpertDaemon,
     ExpertShares,
@@ -80,7 +80,7 @@ def model_spec(moe: MoeSpec, *, context_length: int = 32768, num_dense: int = 0)
 
 
 @dataclass(frozen=True, slots=True)
-class FakeRoom:
+class FakeRoom(Room):
     """Implements room.Room: trunk and experts as in the file, a layer's experts in granules."""
 
     spec: ModelSpec
@@ -120,7 +120,7 @@ class FakeRoom:
         work += num_remote_layers * 64 + num_daemons * 1024
         return Needs(self.ends + self.spec.num_layers * self.trunk, cache, work)
 
-    def experts_bytes(self, layer_id: int, num_experts: int) -> int:
+    def layer_experts_bytes(self, layer_id: int, num_experts: int) -> int:
         num_bytes = num_experts * self.spec.moe.by_layer_id[layer_id].expert_bytes
         return -(-num_bytes // self.granule) * self.granule
 
@@ -201,8 +201,8 @@ def situation(
     work_of_token: int = 256 << 10,
 ) -> Situation:
     """This model on this machine."""
-    footprint = Footprint(Memory.GPU, FakeRoom(spec, trunk, ends, work_of_token, granule))
-    host = Footprint(Memory.HOST, FakeRoom(spec, trunk, ends, work_of_token // 4))
+    footprint = FakeRoom(spec, trunk, ends, work_of_token, granule)
+    host = FakeRoom(spec, trunk, ends, work_of_token // 4)
     gpu = parse_device("cuda:0")
     devices = {"cpu": row.cpu.of("cpu")}
     parents = [ParentDevice(CPU, row.host_bytes, host, (512, 256))]

@@ -22,7 +22,7 @@ from dflash_adapters.layers import (
 )
 from dflash_adapters.spec import KvLayer, ModelSpec, RecurrentLayer
 from dflash_runtime.compute.kv_cache import KvType
-from dflash_runtime.compute.room import HEAD_ROWS, LayerBytes, Needs
+from dflash_runtime.compute.room import HEAD_ROWS, LayerBytes, Needs, Room
 from dflash_runtime.compute.sliding_window import MOST_KEPT, num_rows
 
 HUGE_PAGE = 2 << 20
@@ -129,8 +129,10 @@ def cache_bytes(
     return total + (1 + MOST_KEPT) * states
 
 
-class HostRoom:
+class HostRoom(Room):
     """Implements room.Room for backends that compute in host memory."""
+
+    maps_weights = True
 
     def __init__(self, file: GgufFile, spec: ModelSpec, description: Description) -> None:
         self._file, self._spec, self._description = file, spec, description
@@ -154,7 +156,7 @@ class HostRoom:
     def ends(self) -> int:
         return self._stored(self._description.ends)
 
-    def experts_bytes(self, layer_id: int, num_experts: int) -> int:
+    def layer_experts_bytes(self, layer_id: int, num_experts: int) -> int:
         return num_experts * self._spec.moe.by_layer_id[layer_id].expert_bytes
 
     def offload_bytes(self, num_missing: Mapping[int, int]) -> int:

@@ -5,9 +5,10 @@ A backend's own counts are in `gpu/room.py` and `host_room.py`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import ClassVar
 
 from dflash_adapters.spec import MoeLayer
 from dflash_runtime.compute.kv_cache import KvType
@@ -74,24 +75,32 @@ def staged_slots(layers: Iterable[MoeLayer], most: int) -> tuple[int, int]:
     return min(most, max(1, _MOST_STAGED_BYTES // max(1, slot_bytes))), slot_bytes
 
 
-class Room(Protocol):
+class Room(ABC):
     """Counts the memory of one model. Immutable; needs no device."""
 
+    maps_weights: ClassVar[bool] = False
+    """Whether weights are pages of the file, which are read again if they do not stay in memory."""
+
     @property
+    @abstractmethod
     def layers(self) -> tuple[LayerBytes, ...]:
         """All layers of the model, in order."""
 
     @property
+    @abstractmethod
     def ends(self) -> int:
         """Bytes of the embedding, the head, and everything else that is in no layer."""
 
-    def experts_bytes(self, layer_id: int, num_experts: int) -> int:
+    @abstractmethod
+    def layer_experts_bytes(self, layer_id: int, num_experts: int) -> int:
         """Memory taken for so many of a layer's experts, as the allocator rounds it."""
 
+    @abstractmethod
     def offload_bytes(self, num_missing: Mapping[int, int]) -> int:
         """Memory through which prompts' experts of other owners, so many of each layer by layer id,
         are computed here; taken if it is left. 0 where weights need not be copied."""
 
+    @abstractmethod
     def needs(
         self,
         *,
@@ -107,3 +116,14 @@ class Room(Protocol):
 
         Raises: SettingsError for a cache that the backend does not support.
         """
+
+    def experts_bytes(self, num_experts: Mapping[int, int]) -> int:
+        """Memory of so many experts of each layer, by layer id."""
+        return sum(self.layer_experts_bytes(*each) for each in num_experts.items())
+
+    @property
+    def every_expert(self) -> int:
+        """Memory of all experts."""
+        return self.experts_bytes(
+            {each.layer_id: each.num_experts for each in self.layers if each.num_experts}
+        )

@@ -15,10 +15,10 @@ from dflash_protocol.placement import Placement
 from dflash_protocol.settings import Settings
 from dflash_protocol.wire.messages import Offer
 from dflash_runtime.compute.cores import usable_cores
+from dflash_runtime.compute.room import Room
 from dflash_runtime.experts.daemons.link_trial import BYTES_PER_S
 from dflash_runtime.placement.box import Box, Curve, DeviceSpeed, LinkSpeed
 from dflash_runtime.placement.budgets import ExpertBudget
-from dflash_runtime.placement.footprint import Footprint
 from dflash_runtime.placement.moves import MovePrices, OwnerPrice
 from dflash_runtime.placement.situation import ExpertDaemon
 from dflash_runtime.placement.split import HOST_OWNER
@@ -74,8 +74,8 @@ def daemons_of(
     offers: Mapping[str, Offer],
     settings: Settings,
     *,
-    on_host: Footprint,
-    on_gpu: Footprint,
+    on_host: Room,
+    on_gpu: Room,
     budgets: Mapping[str, ExpertBudget],
 ) -> tuple[ExpertDaemon, ...]:
     """The daemons, with the model's footprint in their memory; `budgets` by name."""

@@ -27,6 +27,7 @@ from dflash_runtime.compute.gpu.device.devices import GpuDescription
 from dflash_runtime.compute.host import PREFILL_CHUNK
 from dflash_runtime.compute.kv_cache import chosen_kv_type
 from dflash_runtime.compute.memory import host_memory
+from dflash_runtime.compute.room import Room
 from dflash_runtime.engine.daemon_offers import (
     OwnProcessor,
     are_unlike,
@@ -52,7 +53,7 @@ from dflash_runtime.experts.daemons.data_path import may_mail
 from dflash_runtime.experts.offload import OffloadMode
 from dflash_runtime.placement.box import Box, LinkSpeed
 from dflash_runtime.placement.budgets import ExpertBudget
-from dflash_runtime.placement.footprint import Footprint, Memory, Request, footprint
+from dflash_runtime.placement.footprint import Memory, Request, footprint
 from dflash_runtime.placement.heat import Heat
 from dflash_runtime.placement.moves import MovePrices, move_prices
 from dflash_runtime.placement.plan import Alternative, Plan, PlanRefused
@@ -394,7 +395,7 @@ class Planning:
         return found
 
     @cached_property
-    def _on_gpu(self) -> Footprint:
+    def _on_gpu(self) -> Room:
         """The model on a GPU. Raises: UnsupportedModel if there are no kernels for it."""
         return footprint(self._file, self._spec, Memory.GPU)
 

@@ -15,18 +15,7 @@ from dflash_adapters.spec import ModelSpec
 from dflash_runtime.compute.gpu.room import GpuRoom
 from dflash_runtime.compute.host_room import HostRoom
 from dflash_runtime.compute.kv_cache import KvType
-from dflash_runtime.compute.room import LayerBytes, Needs, Room
-
-__all__ = [
-    "Footprint",
-    "LayerBytes",
-    "Memory",
-    "Needs",
-    "Request",
-    "footprint",
-    "largest_context",
-    "what_fits",
-]
+from dflash_runtime.compute.room import Room
 
 _ROUND_CONTEXT = 256
 
@@ -38,64 +27,10 @@ class Memory(StrEnum):
     HOST = "host"
 
 
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """A model's bytes in one kind of memory."""
-
-    memory: Memory
-    room: Room
-
-    @property
-    def layers(self) -> tuple[LayerBytes, ...]:
-        """All layers of the model, in order."""
-        return self.room.layers
-
-    @property
-    def ends(self) -> int:
-        """Bytes of embedding, head, output norm: everything that is in no layer."""
-        return self.room.ends
-
-    def needs(
-        self,
-        *,
-        num_positions: int,
-        kv_type: KvType,
-        chunk: int,
-        is_parent: bool = True,
-        num_remote_layers: int = 0,
-        num_daemons: int = 0,
-    ) -> Needs:
-        """See Room.needs."""
-        return self.room.needs(
-            num_positions=num_positions,
-            kv_type=kv_type,
-            chunk=chunk,
-            is_parent=is_parent,
-            num_remote_layers=num_remote_layers,
-            num_daemons=num_daemons,
-        )
-
-    def experts_bytes(self, num_experts: Mapping[int, int]) -> int:
-        """Memory of so many experts of each layer, by layer id, as the allocator rounds it."""
-        each = (self.room.experts_bytes(layer, count) for layer, count in num_experts.items())
-        return sum(each)
-
-    @property
-    def every_expert(self) -> int:
-        """Memory of all experts, as the allocator rounds it."""
-        return self.experts_bytes(
-            {each.layer_id: each.num_experts for each in self.layers if each.num_experts}
-        )
-
-    def offload_bytes(self, num_missing: Mapping[int, int]) -> int:
-        """See Room.offload_bytes."""
-        return self.room.offload_bytes(num_missing)
-
-
-def footprint(file: GgufFile, spec: ModelSpec, memory: Memory) -> Footprint:
+def footprint(file: GgufFile, spec: ModelSpec, memory: Memory) -> Room:
     """Raises: UnsupportedModel if that memory's backend does not compute the model."""
     room = GpuRoom if memory is Memory.GPU else HostRoom
-    return Footprint(memory, room(file, spec, describe(file)))
+    return room(file, spec, describe(file))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +45,7 @@ class Request:
     num_remote_layers: int = 0
     num_daemons: int = 0
 
-    def num_bytes(self, found: Footprint, num_positions: int) -> int:
+    def num_bytes(self, found: Room, num_positions: int) -> int:
         """Memory that must be there. The host's pages of weights are read again if they are not.
 
         Raises: SettingsError for a context that the backend does not support.
@@ -122,12 +57,12 @@ class Request:
             num_remote_layers=self.num_remote_layers,
             num_daemons=self.num_daemons,
         )
-        if found.memory is Memory.HOST:
+        if found.maps_weights:
             return needs.total - needs.weights
         return needs.total + found.experts_bytes(self.num_experts)
 
 
-def largest_context(found: Footprint, request: Request, *, room_bytes: int, most: int) -> int:
+def largest_context(found: Room, request: Request, *, room_bytes: int, most: int) -> int:
     """The largest context up to `most` positions that fits into so much memory; 0: none does.
 
     `room_bytes`: what is free before the process has taken anything, the driver's context included.
@@ -145,7 +80,7 @@ def largest_context(found: Footprint, request: Request, *, room_bytes: int, most
 
 
 def what_fits(
-    found: Footprint, request: Request, *, room_bytes: int, num_positions: int, most: int
+    found: Room, request: Request, *, room_bytes: int, num_positions: int, most: int
 ) -> str:
     """What could be asked for instead of a context of `num_positions` that does not fit: a smaller
     one, or a smaller type of keys and values; empty if there is neither.

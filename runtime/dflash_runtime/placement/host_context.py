@@ -8,7 +8,8 @@ from dflash_protocol.errors import SettingsError
 from dflash_runtime.compute.host_room import LEAST_PROCESS_BYTES, PROCESS_BYTES
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.memory import process_room
-from dflash_runtime.placement.footprint import Footprint, Request, largest_context, what_fits
+from dflash_runtime.compute.room import Room
+from dflash_runtime.placement.footprint import Request, largest_context, what_fits
 
 _LOG = logging.getLogger(__name__)
 
@@ -20,7 +21,7 @@ _FILE_PAGES = PROCESS_BYTES - LEAST_PROCESS_BYTES
 
 
 def context_on_host(
-    found: Footprint,
+    found: Room,
     request: Request,
     *,
     num_positions: int,
@@ -66,7 +67,7 @@ def context_on_host(
     )
 
 
-def require_daemon_room(found: Footprint, chunk: int) -> None:
+def require_daemon_room(found: Room, chunk: int) -> None:
     """Raises: SettingsError if a daemon on the processor has not the memory that it needs beside
     its experts, whose pages are read again when they are needed."""
     room_bytes, needed_bytes = process_room(), _daemon_bytes(found, chunk)
@@ -76,7 +77,7 @@ def require_daemon_room(found: Footprint, chunk: int) -> None:
         )
 
 
-def _daemon_bytes(found: Footprint, chunk: int) -> int:
+def _daemon_bytes(found: Room, chunk: int) -> int:
     needs = found.needs(num_positions=0, kv_type=KvType.F16, chunk=chunk, is_parent=False)
     return needs.total - _FILE_PAGES
 

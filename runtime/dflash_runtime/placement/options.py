@@ -12,9 +12,9 @@ import numpy as np
 
 from dflash_protocol.ids import BoolArray, F64Array, I64Array
 from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.compute.room import Needs, Room
 from dflash_runtime.placement.cost import LOCAL, CostModel, ExpertArrays, Price
 from dflash_runtime.placement.dealing import Group, deal, dealt_by_price
-from dflash_runtime.placement.footprint import Footprint, Needs
 from dflash_runtime.placement.moves import staged_bytes
 from dflash_runtime.placement.naming import named
 from dflash_runtime.placement.search import Shape, SplitProblem, solve
@@ -509,7 +509,7 @@ class ParentOptions:
                 excess[hosted[0] if hosted else LOCAL] = used - pool
         return excess
 
-    def _footprint(self, index: int) -> Footprint:
+    def _footprint(self, index: int) -> Room:
         if index == LOCAL:
             return self.parent.footprint
         return self.daemons[self.sides[index].name].footprint

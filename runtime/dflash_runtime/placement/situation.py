@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from dflash_adapters.spec import ModelSpec
 from dflash_protocol.device import Device, DeviceKind
 from dflash_protocol.ids import F64Array
+from dflash_runtime.compute.room import Room
 from dflash_runtime.placement.box import Box
-from dflash_runtime.placement.footprint import Footprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class ParentDevice:
     device: Device
     free_bytes: int
     """What a plan may use: free memory less what is to stay free."""
-    footprint: Footprint
+    footprint: Room
     chunks: tuple[int, ...]
     """Sizes that prompts may be cut into, in tokens, the preferred one first, then smaller ones."""
     shares_host_memory: bool = False
@@ -43,7 +43,7 @@ class ExpertDaemon:
     name: str
     device: Device
     free_bytes: int
-    footprint: Footprint
+    footprint: Room
     numeric_class: str = ""
     """See ParentDevice."""
     budget_bytes: int | None = None

@@ -27,11 +27,11 @@ from dflash_runtime.compute.gpu.backend import CupyBackend
 from dflash_runtime.compute.gpu.device.devices import DeviceMemory, allocated
 from dflash_runtime.compute.gpu.room import CONTEXT_BYTES, MODULES_BYTES
 from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.compute.room import Room
 from dflash_runtime.compute.sliding_window import MOST_KEPT
 from dflash_runtime.experts import store
 from dflash_runtime.placement import host_context
 from dflash_runtime.placement.footprint import (
-    Footprint,
     Memory,
     Request,
     footprint,
@@ -49,7 +49,7 @@ CHAIN = [-1, *range(63)]
 
 
 @cache
-def footprint_of(path: Path, memory: Memory) -> Footprint:
+def footprint_of(path: Path, memory: Memory) -> Room:
     with GgufFile.open(path) as file:
         return footprint(file, read_spec(file), memory)
 
@@ -257,7 +257,7 @@ def test_layers_and_ends_are_all_of_a_file(sparse: Callable[[str], Path]) -> Non
             experts = {each.layer_id: each.num_experts for each in found.layers}
             total = found.ends + sum(each.trunk for each in found.layers)
             total += found.experts_bytes({k: v for k, v in experts.items() if v})
-            assert num_bytes <= total <= tolerance * num_bytes, (name, found.memory)
+            assert num_bytes <= total <= tolerance * num_bytes, (name, tolerance)
             assert [each.layer_id for each in found.layers] == [*range(spec.num_layers)]
         dense = [each for each in gpu.layers if not each.num_experts]
         assert len(dense) == spec.num_layers - len(spec.moe.layers)

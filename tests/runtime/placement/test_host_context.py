@@ -9,8 +9,9 @@ from dflash_adapters.registry import read_spec
 from dflash_protocol.errors import SettingsError
 from dflash_runtime.compute.host_room import LEAST_PROCESS_BYTES
 from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.compute.room import Room
 from dflash_runtime.placement import host_context
-from dflash_runtime.placement.footprint import Footprint, Memory, Request, footprint
+from dflash_runtime.placement.footprint import Memory, Request, footprint
 from dflash_runtime.placement.host_context import context_on_host, require_daemon_room
 from support.random_gguf import write_model
 from support.random_models import Qwen3MoeShape
@@ -24,7 +25,7 @@ SHAPE = Qwen3MoeShape(
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Footprint:
+def found(tmp_path_factory: pytest.TempPathFactory) -> Room:
     path = write_model(tmp_path_factory.mktemp("model") / "m.gguf", SHAPE, seed=1)
     with GgufFile.open(path) as file:
         return footprint(file, read_spec(file), Memory.HOST)
@@ -37,7 +38,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return room
 
 
-def chosen(found: Footprint, *, is_asked: bool = False, num_daemons: int = 0) -> int:
+def chosen(found: Room, *, is_asked: bool = False, num_daemons: int = 0) -> int:
     return context_on_host(
         found,
         Request(KvType.F16, 512),
@@ -49,7 +50,7 @@ def chosen(found: Footprint, *, is_asked: bool = False, num_daemons: int = 0) ->
 
 
 def test_a_context_that_fits_is_taken_and_one_that_was_asked_for_is_not_changed(
-    found: Footprint, room: dict[str, int]
+    found: Room, room: dict[str, int]
 ) -> None:
     assert chosen(found) == CONTEXT  # the system says nothing
     room["bytes"] = LEAST_PROCESS_BYTES + 80 * MIB
@@ -64,7 +65,7 @@ def test_a_context_that_fits_is_taken_and_one_that_was_asked_for_is_not_changed(
         chosen(found)
 
 
-def test_daemons_that_are_started_take_memory_too(found: Footprint, room: dict[str, int]) -> None:
+def test_daemons_that_are_started_take_memory_too(found: Room, room: dict[str, int]) -> None:
     room["bytes"] = LEAST_PROCESS_BYTES + 80 * MIB
     with pytest.raises(SettingsError, match="beside its daemons"):
         chosen(found, num_daemons=2)
@@ -72,7 +73,7 @@ def test_daemons_that_are_started_take_memory_too(found: Footprint, room: dict[s
     assert chosen(found, num_daemons=2) == CONTEXT
 
 
-def test_a_daemon_needs_a_process(found: Footprint, room: dict[str, int]) -> None:
+def test_a_daemon_needs_a_process(found: Room, room: dict[str, int]) -> None:
     require_daemon_room(found, 512)
     room["bytes"] = LEAST_PROCESS_BYTES + 8 * MIB
     require_daemon_room(found, 512)

@@ -24,7 +24,7 @@ from dflash_runtime.compute.gpu.layers.matrix import require_kernels
 from dflash_runtime.compute.gpu.step_room import StepRoom
 from dflash_runtime.compute.gpu.transfers.locked_room import rows_bytes
 from dflash_runtime.compute.kv_cache import KvType
-from dflash_runtime.compute.room import LayerBytes, Needs
+from dflash_runtime.compute.room import LayerBytes, Needs, Room
 
 CONTEXT_BYTES = 560 << 20
 """What the driver takes for a process that uses a device, before anything is allocated."""
@@ -82,7 +82,7 @@ def _vector_bytes(layer: MoeLayer) -> int:
     return sum(vector.num_bytes for vector in vectors)
 
 
-class GpuRoom:
+class GpuRoom(Room):
     """Implements room.Room for a GPU."""
 
     def __init__(self, file: GgufFile, spec: ModelSpec, description: Description) -> None:
@@ -111,7 +111,7 @@ class GpuRoom:
     def ends(self) -> int:
         return self._trunk(self._description.ends)
 
-    def experts_bytes(self, layer_id: int, num_experts: int) -> int:
+    def layer_experts_bytes(self, layer_id: int, num_experts: int) -> int:
         return experts_bytes(self._spec.moe.by_layer_id[layer_id], num_experts)
 
     def offload_bytes(self, num_missing: Mapping[int, int]) -> int:

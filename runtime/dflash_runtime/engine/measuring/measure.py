@@ -33,7 +33,6 @@ from dflash_runtime.engine.measuring.timing import TimeLeft
 from dflash_runtime.engine.measuring.together import measure_together
 from dflash_runtime.engine.trial_steps import trial_steps
 from dflash_runtime.placement.box import Box
-from dflash_runtime.placement.footprint import Footprint, Memory
 from dflash_runtime.placement.split import HOST_OWNER
 
 _LOG = logging.getLogger(__name__)
@@ -81,7 +80,7 @@ def chunk_to_measure(file: GgufFile, *, kv_type: KvType, free_bytes: int) -> int
     whole = describe(file)
     cut = sampled_layers(file, whole, limit_bytes=_sample_bytes(free_bytes)).description
     spec = model_spec(file, cut)
-    room = Footprint(Memory.GPU, GpuRoom(file, spec, cut))
+    room = GpuRoom(file, spec, cut)
     for chunk in GPU_CHUNKS:
         num_positions = most_positions(chunk, whole.context_length)
         needs = room.needs(num_positions=num_positions, kv_type=kv_type, chunk=chunk)
