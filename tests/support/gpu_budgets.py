@@ -124,7 +124,7 @@ def run_cases(
                 ballast = driver.export_memory(taken)[0] if taken else 0
             tell(taken)
             with pytest.MonkeyPatch.context() as patch:
-                install_planned_gpu(patch, device, lambda: memory_of(driver, device.index))
+                install_planned_gpu(patch, [device], lambda: memory_of(driver, device.index))
                 found = open_within(case.path, device, **options)
             tell(found)
             driver.use(device.index)

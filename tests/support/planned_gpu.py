@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,12 @@ _GPU_S_PER_BYTE = 1e-11
 
 
 def made_up_box(
-    gpu: Device,
-    *,
+    *gpus: Device,
     cpu_s_per_byte: float = _CPU_S_PER_BYTE,
     copies_per_s: float = 0.0,
     key: str = "key",
 ) -> Box:
-    """The speeds of a GPU a hundred times as fast as the usual processor.
+    """The speeds of GPUs a hundred times as fast as the usual processor.
 
     `copies_per_s`: bytes from the page cache; 0: not measured, so that no expert is copied.
     """
@@ -42,26 +41,31 @@ def made_up_box(
         curve = {rows: Curve(((0.0, 0.0), (1e6, 1e6 * s_per_byte))) for rows in (1, 512)}
         return DeviceSpeed(name, curve, curve, curve, curve)
 
-    name = str(gpu)
-    speeds = {"cpu": speed("cpu", cpu_s_per_byte), name: speed(name, _GPU_S_PER_BYTE)}
-    stop = {name: Curve(((1.0, 1e-6),))}
-    copies = {name: CopySpeed(name, from_page_cache=copies_per_s)}
+    names = [str(gpu) for gpu in gpus]
+    speeds = {"cpu": speed("cpu", cpu_s_per_byte)}
+    speeds |= {name: speed(name, _GPU_S_PER_BYTE) for name in names}
+    stop = {name: Curve(((1.0, 1e-6),)) for name in names}
+    copies = {name: CopySpeed(name, from_page_cache=copies_per_s) for name in names}
     return Box(key, speeds, copies=copies, host_stop=stop)
 
 
 def install_planned_gpu(
     monkeypatch: pytest.MonkeyPatch,
-    gpu: Device,
+    gpus: Sequence[Device],
     memory: Callable[[], DeviceMemory],
     box: Callable[[], Box] | None = None,
 ) -> None:
-    """Let plans see one GPU, with the speeds of `box`; without, of `made_up_box`."""
+    """Let plans see GPUs of so much memory each, with the speeds of `box`; without, of
+    `made_up_box`."""
 
     def described() -> list[GpuDescription]:
-        return [GpuDescription(gpu, "it", "uuid", "0000:01:00.0", memory(), None, None)]
+        return [
+            GpuDescription(gpu, "it", str(gpu), "0000:01:00.0", memory(), None, None)
+            for gpu in gpus
+        ]
 
     def measured(*args: Any, **options: Any) -> Box:
-        return made_up_box(gpu) if box is None else box()
+        return made_up_box(*gpus) if box is None else box()
 
     monkeypatch.setattr(machine, "why_unusable", lambda kind: None)
     monkeypatch.setattr(planning, "gpus_of_machine", described)
@@ -85,7 +89,8 @@ class OneGpu:
         self.num_measured = 0
         self.copies_per_s = 0.0
         self.key, self.cpu_ns = "key", 1.0
-        install_planned_gpu(monkeypatch, GPU, self._memory, self._box)
+        self.gpus = [GPU]
+        install_planned_gpu(monkeypatch, self.gpus, self._memory, self._box)
         monkeypatch.setattr(saved_plan, "key_of_machine", lambda *_: self.key)
 
     def make_room_for(self, num_experts: int) -> None:
@@ -97,7 +102,7 @@ class OneGpu:
     def _box(self) -> Box:
         self.num_measured += 1
         return made_up_box(
-            GPU,
+            *self.gpus,
             cpu_s_per_byte=self.cpu_ns * 1e-9,
             copies_per_s=self.copies_per_s,
             key=self.key,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dflash_adapters.spec import ModelSpec, MoeSpec
-from dflash_protocol.device import DeviceKind, parse_device
+from dflash_protocol.device import Device, DeviceKind, parse_device
 from dflash_protocol.ids import F64Array
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.placement import Placement
@@ -97,6 +97,31 @@ def daemons_of(
             )
         )
     return tuple(found)
+
+
+def offer_of_gpu(
+    device: Device, speed: DeviceSpeed, spec: ModelSpec, *, free_bytes: int, can_mail: bool
+) -> Offer:
+    """What a daemon on a GPU of this machine would offer, by what was measured of the GPU."""
+    layer = spec.moe.layers[0]
+    num_used, num_bytes = layer.num_experts_used, float(layer.expert_bytes)
+    rows, chunk = max(speed.experts.items())
+    return Offer(
+        device=str(device),
+        device_name="",
+        numeric_class="",
+        free_bytes=free_bytes,
+        total_bytes=0,
+        held_bytes=0,
+        num_threads=1,
+        can_mail=can_mail,
+        layer_ids=(layer.layer_id,),
+        expert_bytes=(layer.expert_bytes,),
+        one_s=(speed.experts[1].at(num_bytes),),
+        used_s=(speed.experts[1].at(num_used * num_bytes),),
+        chunk_tokens=rows,
+        chunk_pairs_per_s=(rows * num_used / max(chunk.at(rows * num_used * num_bytes), 1e-9),),
+    )
 
 
 def times_of(offers: Mapping[str, Offer], links: Mapping[str, LinkSpeed]) -> list[float]:

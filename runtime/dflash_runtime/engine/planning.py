@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 from dflash_adapters.gguf.file import GgufFile
@@ -33,6 +34,7 @@ from dflash_runtime.engine.daemon_offers import (
     are_unlike,
     daemons_of,
     is_any_slower,
+    offer_of_gpu,
     times_of,
     with_daemons,
 )
@@ -448,8 +450,38 @@ class Planning:
             for name in self._daemon_names
             if name not in asked.offers
         ]
-        others = self._unusable(asked.settings)
-        return replace(found, alternatives=(*found.alternatives, *away, *others))
+        others = self._unusable(asked.settings), self._with_other_gpus(found, asked, situation)
+        return replace(found, alternatives=(*found.alternatives, *away, *chain(*others)))
+
+    def _with_other_gpus(
+        self, found: Plan, asked: _Asked, situation: Situation
+    ) -> list[Alternative]:
+        """What a daemon on each other GPU of this machine would bring, where it is worth it."""
+        device, alternatives = found.setup.device, list[Alternative]()
+        if device.kind is DeviceKind.CPU or found.share_here >= 1.0 or self._asks_for_experts:
+            return []
+        taken = {str(device), *(offer.device for offer in asked.offers.values())}
+        gpus = {gpu.device: gpu for gpu in self._described or []}
+        for other, gpu in gpus.items():
+            speed = situation.box.devices.get(str(other))
+            if str(other) in taken or speed is None or gpu.memory.is_shared_with_host:
+                continue
+            offer = offer_of_gpu(
+                other,
+                speed,
+                self._spec,
+                free_bytes=gpu.memory.room_bytes,
+                can_mail=other.kind is device.kind,
+            )
+            setup = replace(asked.settings, device=device, context=found.setup.context)
+            beside = replace(asked, settings=setup, offers={**asked.offers, str(other): offer})
+            better = plan(self._situation(beside, [gpus[device]]), self._wishes_of(beside))
+            if isinstance(better, PlanRefused):
+                continue
+            if gain_of(better.forecast, found.forecast, request_of(asked.settings)) >= WORTH:
+                name = f"--daemon {other}"
+                alternatives.append(Alternative(name, str(device), better.forecast, "not given"))
+        return alternatives
 
     def _unusable(self, settings: Settings) -> list[Alternative]:
         """GPUs that could be the parent's, had this Python their libraries."""

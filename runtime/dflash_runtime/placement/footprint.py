@@ -12,7 +12,6 @@ from enum import StrEnum
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import describe
 from dflash_adapters.spec import ModelSpec
-from dflash_runtime.compute.gpu.room import GpuRoom
 from dflash_runtime.compute.host_room import HostRoom
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.room import Room
@@ -29,8 +28,13 @@ class Memory(StrEnum):
 
 def footprint(file: GgufFile, spec: ModelSpec, memory: Memory) -> Room:
     """Raises: UnsupportedModel if that memory's backend does not compute the model."""
-    room = GpuRoom if memory is Memory.GPU else HostRoom
-    return room(file, spec, describe(file))
+    description = describe(file)
+    if memory is Memory.HOST:
+        return HostRoom(file, spec, description)
+    # Imported late: daemons on processors do without, and start the sooner.
+    from dflash_runtime.compute.gpu.room import GpuRoom
+
+    return GpuRoom(file, spec, description)
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ class PooledGpu:
         monkeypatch.setattr(devices, "why_unusable", lambda kind: None)
         monkeypatch.setattr(devices, "_open_gpu", self._open)
         monkeypatch.setattr(planning, "GPU_CHUNKS", CHUNKS)
-        install_planned_gpu(monkeypatch, GPU, lambda: self._memory(self.free_bytes))
+        install_planned_gpu(monkeypatch, [GPU], lambda: self._memory(self.free_bytes))
 
     def _open(
         self, device: Device, cache_dir: str | None = None, max_chunk: int = CHUNKS[0]

@@ -44,7 +44,7 @@ class Resident:
 def install_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     install_emulated_gpus(monkeypatch)
     memory = DeviceMemory(1 << 40, 1 << 40, is_shared_with_host=False)
-    install_planned_gpu(monkeypatch, Device(DeviceKind.CUDA, 0), lambda: memory)
+    install_planned_gpu(monkeypatch, [Device(DeviceKind.CUDA, 0)], lambda: memory)
 
 
 def opened(path: Path, **wishes: Any) -> Engine:

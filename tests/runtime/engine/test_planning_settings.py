@@ -15,7 +15,7 @@ import pytest
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import read_spec
-from dflash_protocol.device import CPU, Device
+from dflash_protocol.device import CPU, Device, DeviceKind
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.hotness import Hotness, write_hotness
 from dflash_protocol.settings import Settings, load_settings
@@ -29,7 +29,7 @@ from dflash_runtime.engine.planning import Planned
 from dflash_runtime.placement import host_context
 from dflash_runtime.placement.footprint import Memory, footprint
 from dflash_runtime.placement.moves import MovePolicy
-from dflash_runtime.placement.plan import Plan
+from dflash_runtime.placement.plan import Alternative, Plan
 from dflash_runtime.placement.plan_record import as_json, summary_of
 from dflash_runtime.placement.plan_text import plan_text
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
@@ -471,3 +471,36 @@ def test_memory_for_moves_is_no_reason_to_refuse_a_plan(
     assert HOST_OWNER in found.placement.owner_names
     fewer = plan_of(planned(file, swap_max=0, **asked))
     assert found.budgets == fewer.budgets
+
+
+SECOND = Device(DeviceKind.CUDA, 1)
+
+
+def offered_gpu(found: Planned) -> Alternative | None:
+    named = {each.name: each for each in plan_of(found).alternatives}
+    return named.get(f"--daemon {SECOND}")
+
+
+def test_what_a_second_gpu_would_bring_is_said(gpu: OneGpu, file: GgufFile) -> None:
+    gpu.gpus.append(SECOND)
+    gpu.make_room_for(4)
+    gpu.cpu_ns = 1000.0
+    found = planned(file, host_memory_mb=64)
+    better = offered_gpu(found)
+    assert better is not None
+    assert better.forecast is not None
+    assert better.device == str(GPU)
+    assert better.forecast.decode > 2.0 * plan_of(found).forecast.decode
+    assert f"--daemon {SECOND} not given: would be " in plan_text(plan_of(found))
+
+
+def test_a_second_gpu_that_brings_nothing_is_not_named(gpu: OneGpu, file: GgufFile) -> None:
+    gpu.gpus.append(SECOND)
+    gpu.cpu_ns = 1000.0
+    gpu.make_room_for(4)
+    assert offered_gpu(planned(file, host_memory_mb=64, cpu_moe=True)) is None
+    gpu.make_room_for(EVERY)
+    assert offered_gpu(planned(file, host_memory_mb=64, moe_mode="hot")) is None
+    gpu.gpus.remove(SECOND)
+    gpu.make_room_for(4)
+    assert offered_gpu(planned(file, host_memory_mb=64)) is None
