@@ -16,6 +16,7 @@ import hypothesis
 import psutil
 import pytest
 
+from support import fork_server
 from support.examples import SHARE
 from support.interrupts import restore_interrupts
 
@@ -95,8 +96,18 @@ def run_dir() -> Iterator[Path]:
     assert not orphans, f"processes left behind: {orphans}"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def fast_starts(run_dir: Path, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where slow tests are left out, our programs start as copies: see `support.fork_server`."""
+    if "not slow" not in request.config.option.markexpr or not fork_server.is_possible():
+        yield
+        return
+    with fork_server.installed():
+        yield
+
+
 @pytest.fixture(autouse=True)
-def nothing_left_behind(run_dir: Path) -> Iterator[None]:
+def nothing_left_behind(run_dir: Path, fast_starts: None) -> Iterator[None]:
     """Fail a test that leaves a child process, a socket file or a shared segment."""
     segments_before = _segments()
     children_before = _descendants()
