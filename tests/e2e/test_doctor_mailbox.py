@@ -27,7 +27,7 @@ from support.emulated_device import EmulatedDevice
 from support.emulated_device.peer_memory import EmulatedPeerMemory
 from support.emulated_gpu import EmulatedGpus, install_emulated_gpus
 from support.environments import write_launcher
-from support.processes import START_S, environment, run_main, wait_until
+from support.processes import START_S, environment, own_children, run_main, wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -160,7 +160,7 @@ def test_a_process_that_is_killed_is_said_so(
         nonlocal num_probes
         num_probes += 1
         if num_probes == 3:
-            for child in psutil.Process().children():
+            for child in own_children():
                 child.kill()
         return probe(link, *args, **options)
 

@@ -8,14 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from dflash_protocol.settings import Settings, load_settings
 from dflash_runtime import Engine
 from dflash_runtime.engine.engine import EngineStats
 from support.faults import drop_from_memory, greedy, resident_bytes
-from support.processes import ROOT, environment
+from support.processes import ROOT, environment, own_children
 from support.random_models import BLOCK_32_SHAPE, write_qwen3moe
 
 pytestmark = pytest.mark.e2e
@@ -89,7 +88,7 @@ def ask_slow_daemon(
     longest_s = 0.0
     drop_from_memory(model, [os.getpid()])
     with Engine.open(model, daemons=[f"cpu@{launcher}"], settings=settings) as engine:
-        [daemon] = psutil.Process().children()
+        [daemon] = own_children()
         for num_tokens, tokens in zip(prompts, expected, strict=True):
             before = engine.stats().owners["cpu0"].wait_s
             drop_from_memory(model, [daemon.pid, os.getpid()])
@@ -132,7 +131,7 @@ def test_long_prompts_in_many_requests_with_a_daemon_twenty_times_slower(
 def test_dropping_a_file_from_memory_does(model: Path) -> None:
     """Or what is said above of caches would mean little."""
     with Engine.open(model, daemons=["cpu"]) as engine:
-        [daemon] = psutil.Process().children()
+        [daemon] = own_children()
         expected = greedy(engine, prompt_of(64), 4)
         before = resident_bytes(daemon.pid, model)
         assert before > model.stat().st_size / 2

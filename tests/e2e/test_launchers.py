@@ -10,7 +10,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 
 from dflash_protocol.errors import DaemonUnavailable
@@ -24,7 +23,7 @@ from support.environments import (
     versions,
     write_launcher,
 )
-from support.processes import run_cli, run_main
+from support.processes import own_children, run_cli, run_main
 from support.random_models import ODD_SHAPES, write_qwen3moe
 
 pytestmark = pytest.mark.e2e
@@ -204,7 +203,7 @@ def test_an_engine_takes_from_the_settings_what_it_is_not_told(model: Path, run_
         ) as engine:
             engine.logits([1, 2, 3])
             assert set(engine.stats().owners) == {"cpu0"}
-            [daemon] = psutil.Process().children()
+            [daemon] = own_children()
             daemon.kill()
             if require_daemons is None:
                 with pytest.raises(DaemonUnavailable):

@@ -26,14 +26,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from support.processes import cli_command, environment
+from support.processes import SESSION_HELPERS, cli_command, environment
 
 _PROGRAMS = ("dflash_daemon", "support.emulated_daemon", "support.watched_daemon")
 _PRELOADED = (
     *("dflash_daemon.lifecycle", "dflash_runtime.cli", "dflash_runtime.engine.engine"),
     *("dflash_runtime.compute.cpu.backend", "support.emulated_daemon"),
 )
-_FREE_VARIABLES = ("DFLASH", "XDG_CONFIG_HOME", "OMP_WAIT_POLICY", "PYTHONPATH")
+_FREE_VARIABLES = ("DFLASH", "XDG_CONFIG_HOME", "OMP_WAIT_POLICY", "PYTHONPATH", "PYTEST_")
 """Beginnings of names. Ours are read when a program starts, never at import."""
 _KEPT_PARTS = ("CACHE", "TIER", "BACKEND_NAME")
 """Of names of ours that say which kernels are loaded."""
@@ -71,6 +71,7 @@ class ForkServer:
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
             )
+        SESSION_HELPERS.add(self.process.pid)
 
     def close(self) -> None:
         self._door.close()
@@ -79,6 +80,8 @@ class ForkServer:
     def takes(self, command: Sequence[str], variables: Mapping[str, str]) -> bool:
         """Whether a copy would be as good as a new process."""
         if _program_of(command) is None or _surroundings() != self._surroundings:
+            return False
+        if not _paths_of(variables) <= _paths_of(environment()):
             return False
         names = {*variables} | {*self._environment}
         return all(
@@ -163,6 +166,10 @@ def _program_of(command: Sequence[str]) -> list[str] | None:
     return rest if is_known or rest[:2] == cli_command()[1:] else None
 
 
+def _paths_of(variables: Mapping[str, str]) -> set[str]:
+    return {*variables.get("PYTHONPATH", "").split(os.pathsep)}
+
+
 def _surroundings() -> tuple[object, ...]:
     """What a new process has of its parent, beside the environment."""
     status = Path("/proc/self/status").read_text()
@@ -204,6 +211,11 @@ def _become(order: Mapping[str, Any], received: Sequence[int]) -> list[str]:
     for source, target in zip(moved, targets, strict=True):
         os.dup2(source, target)
         os.close(source)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        mode, errors = "w" if number else "r", "backslashreplace" if number == 2 else None
+        stream = open(number, mode, 1 if number == 2 else -1, errors=errors, closefd=False)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
     if order["group"] != -1:
         os.setpgid(0, order["group"])
     os.chdir(order["folder"])

@@ -21,10 +21,20 @@ ROOT = Path(__file__).resolve().parents[2]
 _SOURCE_ROOTS = [
     str(ROOT / name) for name in ("protocol", "adapters", "daemon", "runtime", "tests")
 ]
-START_S = 30.0
+START_S = 60.0
 """Longest a program may take to start on a busy machine with cold kernel caches."""
 MOST_POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)
 """Of asyncio's pool, which starts them when several are needed at once."""
+
+
+SESSION_HELPERS: set[int] = set()
+"""Process ids of our children that end with the test session."""
+
+
+def own_children() -> list[psutil.Process]:
+    """Our child processes that a test has started."""
+    children = psutil.Process().children()
+    return [each for each in children if each.pid not in SESSION_HELPERS]
 
 
 def environment(**extra: str) -> dict[str, str]:

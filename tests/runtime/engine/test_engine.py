@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from dflash_protocol.device import CPU, parse_device
@@ -25,7 +24,7 @@ from dflash_runtime import Engine
 from dflash_runtime.compute.cpu.captured.step import CpuStep
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.reference.ops import ReferenceOps
-from support.processes import START_S, environment, wait_until
+from support.processes import START_S, environment, own_children, wait_until
 from support.random_models import Qwen3MoeShape, write_qwen3moe
 
 SHAPE = Qwen3MoeShape(num_layers=2, num_experts=4, num_experts_used=2, vocab_size=300)
@@ -223,11 +222,11 @@ def test_a_dropped_engine_ends_its_daemons(
     model: Path, threads_before: set[threading.Thread]
 ) -> None:
     engine = Engine.open(model, daemons=["cpu"])
-    assert len(psutil.Process().children()) == 1
+    assert len(own_children()) == 1
     assert set(threading.enumerate()) - threads_before
     del engine
     gc.collect()
-    wait_until(lambda: not psutil.Process().children(), "the daemon to end")
+    wait_until(lambda: not own_children(), "the daemon to end")
     assert set(threading.enumerate()) <= threads_before
 
 
@@ -241,7 +240,7 @@ def test_a_failure_late_in_opening_leaves_nothing_behind(
     monkeypatch.setattr(ReferenceOps, "new_kv_cache", fail)
     with pytest.raises(MemoryError):
         Engine.open(model, daemons=["cpu"], backend="reference")
-    assert psutil.Process().children() == []
+    assert own_children() == []
     assert set(threading.enumerate()) <= threads_before
 
 

@@ -28,7 +28,7 @@ from dflash_runtime.compute.cpu.weights import float_tile
 from dflash_runtime.compute.cpu.weights.rows import expand_f16, expand_f32
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.memory import HostMemory
-from support.processes import START_S, environment, wait_for_ends
+from support.processes import START_S, environment, own_children, wait_for_ends
 
 JOBS = ["expand.F32", "expand.F16", "expand.BF16"]
 
@@ -56,11 +56,6 @@ def no_progress(num_done: int, num_total: int) -> None:
     pass
 
 
-def children() -> list[psutil.Process]:
-    found = psutil.Process().children()
-    return [each for each in found if "support.fork_server" not in each.cmdline()]
-
-
 @pytest.fixture
 def one_child(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes a second to start."""
@@ -75,7 +70,7 @@ def test_what_is_compiled_ahead_is_loaded_later() -> None:
     assert marks() == set(JOBS)
     assert came_from_cache(expand_f32)
     assert came_from_cache(expand_f16)
-    assert not children()
+    assert not own_children()
 
 
 def test_a_folder_that_is_given_holds_for_compiling_processes_too(
@@ -162,7 +157,7 @@ def test_trouble_costs_nothing_but_time(
     else:
         jobs = ["nonsense", "more nonsense", *JOBS]
     ahead.compile_ahead(jobs, no_progress)
-    assert not children()
+    assert not own_children()
     assert marks() <= set(JOBS)
     assert [came_from_cache(expand_f32) for _ in range(2)] == [False, True]
 
@@ -177,7 +172,7 @@ def test_a_child_that_does_not_answer_is_not_waited_for(
     begin_s = time.monotonic()
     ahead.compile_ahead(JOBS, no_progress)
     assert time.monotonic() - begin_s < START_S
-    assert not children()
+    assert not own_children()
 
 
 def test_without_a_cache_nothing_is_compiled_ahead(
@@ -191,12 +186,12 @@ def test_without_a_cache_nothing_is_compiled_ahead(
 @pytest.mark.usefixtures("one_child", "cache_dir")
 def test_an_interruption_leaves_no_process_behind() -> None:
     def interrupt(num_done: int, num_total: int) -> None:
-        assert children()
+        assert own_children()
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         ahead.compile_ahead(JOBS, interrupt)
-    assert not children()
+    assert not own_children()
     ahead.compile_ahead(JOBS[:1], no_progress)
     assert marks() >= set(JOBS[:1])
 

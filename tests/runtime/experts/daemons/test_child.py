@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
-import psutil
 import pytest
 import pytest_asyncio
 
@@ -23,7 +22,7 @@ from dflash_runtime.experts.daemons import child
 from dflash_runtime.experts.daemons.child import DaemonProcess
 from dflash_runtime.experts.daemons.link import Launch
 from support.descriptors import no_descriptor_leak
-from support.processes import environment
+from support.processes import environment, own_children
 
 pytestmark = pytest.mark.asyncio
 
@@ -269,7 +268,7 @@ async def test_children_leave_no_zombies_and_no_descriptors(nursery: Nursery) ->
             process = nursery.start("raise SystemExit(0)")
             await ended(process)
             await process.stop()
-        assert psutil.Process().children() == []
+        assert own_children() == []
 
 
 async def test_a_child_ends_when_we_are_killed(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from dflash_runtime.experts.daemons import link_task
 from dflash_runtime.experts.daemons.link import Launch
 from dflash_runtime.experts.daemons.link_task import Timeouts
 from support.descriptors import no_descriptor_leak
-from support.processes import wait_until
+from support.processes import own_children, wait_until
 from support.scripted_daemon import LINK_ID, TIMEOUT_S, ScriptedDaemon, welcome_to
 from support.supervised import Parent, assert_starts, started, thread_names
 
@@ -106,7 +106,7 @@ def test_closing_during_a_handshake_does_not_wait_for_the_daemon(
 
 
 def children() -> list[psutil.Process]:
-    processes: list[psutil.Process] = psutil.Process().children()
+    processes: list[psutil.Process] = own_children()
     return processes
 
 
