@@ -213,7 +213,7 @@ def _become(order: Mapping[str, Any], received: Sequence[int]) -> list[str]:
         os.close(source)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         mode, errors = "w" if number else "r", "backslashreplace" if number == 2 else None
-        stream = open(number, mode, 1 if number == 2 else -1, errors=errors, closefd=False)
+        stream = os.fdopen(number, mode, 1 if number == 2 else -1, errors=errors, closefd=False)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     if order["group"] != -1:
