@@ -37,8 +37,8 @@ $(READY_DEV): $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	@touch $@
 
-# For two cores: a worker waits for processes that it has started for half of the time.
-WORKERS ?= 4
+# For two cores: a worker waits for processes that it has started for a quarter of the time.
+WORKERS ?= 3
 
 DEMO_PROMPT := demo/prompt.txt
 

@@ -141,7 +141,9 @@ def test_every_expert_is_alive(run: Run) -> None:
 def test_the_demo_writes_the_same_python_with_and_without_daemons() -> None:
     arguments = ["generate", "--prompt-file", str(PROMPT_FILE), "-n", "60", "--json"]
     alone = json.loads(run_main(main, *arguments).stdout)
-    spread = json.loads(run_cli(*arguments, "--daemon", "cpu", "--daemon", "cpu").stdout)
+    # On a busy machine they may seem slower than the parent, which then keeps some experts.
+    daemons = "--daemon", "cpu", "--daemon", "cpu", "--fit", "off"
+    spread = json.loads(run_cli(*arguments, *daemons).stdout)
     assert alone["tokens"] == spread["tokens"]
     assert alone["text"] == spread["text"]
     assert set(spread["owners"]) == {"cpu0", "cpu1"}

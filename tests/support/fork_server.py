@@ -99,7 +99,7 @@ class ForkServer:
         folder: str,
         group: int,
     ) -> int:
-        """The process id. `descriptors`: ours, by what they are there; `group`: see Popen."""
+        """The process id, -1 if the system refuses. `descriptors`: ours, by what they are there; `group`: see Popen."""
         order = {
             "command": [*command],
             "variables": dict(variables),
@@ -130,22 +130,25 @@ def installed() -> Iterator[ForkServer]:
             isinstance(args, (str, bytes, os.PathLike)), not close_fds,
         )  # fmt: skip
         command = [] if any(unusual) else [*map(os.fspath, args)]
-        if not server.takes(command, variables):
+        pipes = zip((0, 1, 2), (p2cread, c2pwrite, errwrite), strict=True)
+        descriptors = {there: there if here == -1 else here for there, here in pipes}
+        pid = -1
+        if server.takes(command, variables):
+            pid = server.fork(
+                command,
+                variables,
+                descriptors={**descriptors, **{each: each for each in pass_fds}},
+                folder=os.fspath(cwd or os.getcwd()),
+                group=process_group,
+            )
+        if pid < 0:
             usual(
                 self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo,
                 creationflags, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite,
                 restore_signals, gid, gids, uid, umask, start_new_session, process_group,
             )  # fmt: skip
             return
-        pipes = zip((0, 1, 2), (p2cread, c2pwrite, errwrite), strict=True)
-        descriptors = {there: there if here == -1 else here for there, here in pipes}
-        self.pid = server.fork(
-            command,
-            variables,
-            descriptors={**descriptors, **{each: each for each in pass_fds}},
-            folder=os.fspath(cwd or os.getcwd()),
-            group=process_group,
-        )
+        self.pid = pid
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
 
