@@ -99,7 +99,10 @@ class ForkServer:
         folder: str,
         group: int,
     ) -> int:
-        """The process id, -1 if the system refuses. `descriptors`: ours, by what they are there; `group`: see Popen."""
+        """The process id, -1 if the system refuses.
+
+        `descriptors`: ours, by what they are there; `group`: see Popen.
+        """
         order = {
             "command": [*command],
             "variables": dict(variables),
