@@ -302,9 +302,10 @@ def test_more_of_anything_never_needs_less(
         return needs.total
 
     least = total(context, chunk)
-    # Slabs of the host are whole, and as full as each other.
-    slack = 1.0 if memory is Memory.GPU else 0.99
-    assert total(context + data.draw(contexts), chunk) >= slack * least
+    # Slabs of the host are whole, and as full as each other. The GPU's pieces of 2 MiB may fit one
+    # length better than a shorter one (gpt-oss, f32: 3,200 positions take 4 MiB less than 3,073).
+    slack = 8 * MIB if memory is Memory.GPU else least // 100
+    assert total(context + data.draw(contexts), chunk) >= least - slack
     assert total(context, chunk + data.draw(chunks)) >= least
     remote = data.draw(st.integers(1, 4))
     assert total(context, chunk, num_remote_layers=remote, num_daemons=remote) >= least
