@@ -6,7 +6,6 @@ It is bound to its model, its box, and what was asked for, and is replaced only 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -155,8 +154,5 @@ def gain_of(new: Forecast, kept: Forecast, request: PlannedRequest) -> float:
 
 
 def _request_s(forecast: Forecast, request: PlannedRequest) -> float:
-    """Prompts between the two predicted lengths are on a straight line of the logarithm."""
-    share = min(1.0, max(0.0, math.log2(request.prompt / 512) / math.log2(4096 / 512)))
-    rate = forecast.prompt_512 * (1.0 - share) + forecast.prompt_4096 * share
     long_s = request.long_share * request.long_prompt / forecast.prompt_4096
-    return request.prompt / rate + request.written / forecast.decode + long_s
+    return forecast.prompt_s(request.prompt) + request.written / forecast.decode + long_s

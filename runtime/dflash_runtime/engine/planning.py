@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 
 from dflash_adapters.gguf.file import GgufFile
@@ -450,8 +449,12 @@ class Planning:
             for name in self._daemon_names
             if name not in asked.offers
         ]
-        others = self._unusable(asked.settings), self._with_other_gpus(found, asked, situation)
-        return replace(found, alternatives=(*found.alternatives, *away, *chain(*others)))
+        others = [
+            *away,
+            *self._unusable(asked.settings),
+            *self._with_other_gpus(found, asked, situation),
+        ]
+        return replace(found, alternatives=(*found.alternatives, *others))
 
     def _with_other_gpus(
         self, found: Plan, asked: _Asked, situation: Situation

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+from dflash_protocol.ids import Phase
 from dflash_runtime.engine.generation import GenerationStats
 from dflash_runtime.engine.measuring.kept import drop_box, keep_box, kept_box
 from dflash_runtime.experts.telemetry import PhaseStats
@@ -117,9 +118,9 @@ class Predictions:
         self._note_prompt(plan.forecast, stats)
         self._note_steps(plan.forecast, stats, elapsed_s)
         if self._prompts.is_stale:
-            self._drop(plan, "prompts take", self._prompts.ratio)
+            self._drop(plan, Phase.PREFILL, self._prompts.ratio)
         elif self._steps.is_stale and not self.learn():
-            self._drop(plan, "decoding takes", self._steps.ratio)
+            self._drop(plan, Phase.DECODE, self._steps.ratio)
 
     def _note_steps(self, forecast: Forecast, stats: GenerationStats, elapsed_s: float) -> None:
         num_steps = stats.num_generated_tokens - (stats.finish_reason != "stop")
@@ -138,14 +139,14 @@ class Predictions:
             predicted_s = forecast.prompt_s(num_tokens)
             self._prompts.add(predicted_s=predicted_s, measured_s=stats.prefill_s)
 
-    def _drop(self, plan: Plan, what: str, ratio: float) -> None:
+    def _drop(self, plan: Plan, phase: Phase, ratio: float) -> None:
         drop_box(plan.origin.box_key, self._cache_dir)
         # docs: something else uses the machine, or its clocks, memory or driver have changed; the
         # next start measures it again
         _LOG.warning(
-            "%s %.2f times as long as predicted, for %.0f s of service: the kept measurements are "
-            "dropped",
-            what,
+            "%s takes %.2f times as long as predicted, for %.0f s of service: the kept "
+            "measurements are dropped",
+            phase,
             ratio,
             STALE_AFTER_S,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -93,9 +94,10 @@ class Forecast:
     prompt_4096: float
 
     def prompt_s(self, num_tokens: int) -> float:
-        """Seconds of a prompt, on the line through both predicted ones."""
-        short_s, long_s = 512 / self.prompt_512, 4096 / self.prompt_4096
-        return short_s + (num_tokens - 512) / (4096 - 512) * (long_s - short_s)
+        """Seconds of a prompt. Between the two predicted lengths speeds are on a straight line of
+        the logarithm; beyond, they are the nearer one's."""
+        share = min(1.0, max(0.0, math.log2(num_tokens / 512) / math.log2(4096 / 512)))
+        return num_tokens / (self.prompt_512 * (1.0 - share) + self.prompt_4096 * share)
 
 
 @dataclass(frozen=True, slots=True)

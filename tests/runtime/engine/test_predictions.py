@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dflash_protocol.device import Device, DeviceKind
+from dflash_protocol.ids import Phase
 from dflash_protocol.placement import Placement
 from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
@@ -116,37 +117,25 @@ class Service:
             self.predictions.note(stats, 0.0)
 
 
+def test_speeds_of_prompts_lie_on_a_line_of_the_logarithm() -> None:
+    found = [FORECAST.prompt_s(num_tokens) for num_tokens in (256, 512, 2048, 4096, 8192)]
+    assert found == pytest.approx([0.25, 0.5, 1.2, 2.0, 4.0])
+
+
+@pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.DECODE])
 @pytest.mark.parametrize("ratio", [0.5, 1.4])
 def test_a_minute_that_was_off_drops_the_box(
-    tmp_path: Path, ratio: float, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, phase: Phase, ratio: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     service = Service(tmp_path)
-    service.serve(1.1, 300)
-    service.serve(ratio, 50)
+    serve = service.prefill if phase is Phase.PREFILL else service.serve
+    serve(1.1, 300)
+    serve(ratio, 50)
     assert service.is_kept
-    service.serve(ratio, 60)
+    serve(ratio, 60)
     assert not service.is_kept
     [record] = caplog.records
-    assert f"{ratio:.2f} times" in record.getMessage()
-
-
-def test_times_of_prompts_lie_on_a_line_through_the_predicted_ones() -> None:
-    found = [FORECAST.prompt_s(num_tokens) for num_tokens in (512, 2304, 4096, 7680)]
-    assert found == [0.5, 1.25, 2.0, 3.5]
-
-
-@pytest.mark.parametrize("ratio", [0.5, 1.4])
-def test_a_minute_of_prompts_that_was_off_drops_the_box(
-    tmp_path: Path, ratio: float, caplog: pytest.LogCaptureFixture
-) -> None:
-    service = Service(tmp_path)
-    service.prefill(1.1, 300)
-    service.prefill(ratio, 50)
-    assert service.is_kept
-    service.prefill(ratio, 60)
-    assert not service.is_kept
-    [record] = caplog.records
-    assert f"prompts take {ratio:.2f} times" in record.getMessage()
+    assert f"{phase} takes {ratio:.2f} times" in record.getMessage()
 
 
 @pytest.mark.parametrize(
