@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import gc
+import inspect
 import json
 import os
 import platform
@@ -22,8 +23,10 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import wraps
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from support.processes import SESSION_HELPERS, cli_command, environment
@@ -35,7 +38,7 @@ _PRELOADED = (
 )
 _FREE_VARIABLES = ("DFLASH", "XDG_CONFIG_HOME", "OMP_WAIT_POLICY", "PYTHONPATH", "PYTEST_")
 """Beginnings of names. Ours are read when a program starts, never at import."""
-_KEPT_PARTS = ("CACHE", "TIER", "BACKEND_NAME")
+_KEPT_PARTS = ("CACHE", "TIER")
 """Of names of ours that say which kernels are loaded."""
 _MOST_BYTES = 1 << 17
 _MOST_DESCRIPTORS = 32
@@ -119,41 +122,36 @@ class ForkServer:
 def installed() -> Iterator[ForkServer]:
     """Have `subprocess.Popen` use a server."""
     server, usual = ForkServer(), subprocess.Popen._execute_child  # type: ignore[attr-defined]
+    _, *names = inspect.signature(usual).parameters
 
-    def execute(
-        self: Any, args: Any, executable: Any, preexec_fn: Any, close_fds: bool,
-        pass_fds: Any, cwd: Any, env: Any, startupinfo: Any, creationflags: Any, shell: bool,
-        p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int, errread: int, errwrite: int,
-        restore_signals: bool, gid: Any, gids: Any, uid: Any, umask: int,
-        start_new_session: bool, process_group: int,
-    ) -> None:  # fmt: skip
-        variables = dict(os.environ if env is None else env)
+    @wraps(usual)  # whose signature a server within another one reads
+    def execute(self: Any, *arguments: Any) -> None:
+        given = SimpleNamespace(**dict(zip(names, arguments, strict=True)))
+        variables = dict(os.environ if given.env is None else given.env)
         unusual = (
-            executable, preexec_fn, shell, gid, gids, uid, umask != -1, start_new_session,
-            isinstance(args, (str, bytes, os.PathLike)), not close_fds,
-        )  # fmt: skip
-        command = [] if any(unusual) else [*map(os.fspath, args)]
-        pipes = zip((0, 1, 2), (p2cread, c2pwrite, errwrite), strict=True)
-        descriptors = {there: there if here == -1 else here for there, here in pipes}
+            *(given.executable, given.preexec_fn, given.shell, given.start_new_session),
+            *(given.gid, given.gids, given.uid, given.umask != -1, not given.close_fds),
+            isinstance(given.args, (str, bytes, os.PathLike)),
+        )
+        command = [] if any(unusual) else [*map(os.fspath, given.args)]
         pid = -1
         if server.takes(command, variables):
+            pipes = enumerate((given.p2cread, given.c2pwrite, given.errwrite))
+            descriptors = {there: there if here == -1 else here for there, here in pipes}
             pid = server.fork(
                 command,
                 variables,
-                descriptors={**descriptors, **{each: each for each in pass_fds}},
-                folder=os.fspath(cwd or os.getcwd()),
-                group=process_group,
+                descriptors={**descriptors, **{each: each for each in given.pass_fds}},
+                folder=os.fspath(given.cwd or os.getcwd()),
+                group=given.process_group,
             )
         if pid < 0:
-            usual(
-                self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo,
-                creationflags, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite,
-                restore_signals, gid, gids, uid, umask, start_new_session, process_group,
-            )  # fmt: skip
+            usual(self, *arguments)
             return
         self.pid = pid
         self._child_created = True
-        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+        ends = (given.p2cread, given.p2cwrite, given.c2pread, given.c2pwrite)
+        self._close_pipe_fds(*ends, given.errread, given.errwrite)
 
     subprocess.Popen._execute_child = execute  # type: ignore[attr-defined]
     try:
