@@ -126,10 +126,21 @@ def nothing_left_behind(run_dir: Path, fast_starts: None) -> Iterator[None]:
 
 def _leftovers(run_dir: Path, segments_before: set[str], children_before: set[int]) -> list[str]:
     return [
-        *(f"process {pid}" for pid in sorted(_descendants() - children_before)),
+        *(
+            f"process {pid}"
+            for pid in sorted(_descendants() - children_before)
+            if not _is_resource_tracker(pid)
+        ),
         *(str(path) for path in run_dir.rglob("*")),
         *sorted(_segments() - segments_before),
     ]
+
+
+def _is_resource_tracker(pid: int) -> bool:
+    """Python's own helper of processes that `multiprocessing` spawns: it ends with its parent."""
+    with suppress(OSError):
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def _descendants() -> set[int]:

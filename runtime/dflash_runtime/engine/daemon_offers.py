@@ -32,9 +32,10 @@ tokens/s (gpu-20261122-083747)."""
 _START_S = 65e-6
 """What a daemon takes more to start its device, where its host is asked for a step: what two H100
 took beyond the prediction (gpu-predictions-20261127-163610)."""
-_CHUNK_S = 1e-3
-"""What both hosts take for a chunk that a daemon's device computes, beyond copies, in the same
-run."""
+_CHUNK_S = 2.1e-3
+"""What both hosts take for a chunk that a daemon's device computes, beyond copies: with 1 ms, each
+layer's chunks of 512 and 1,024 tokens were predicted 1.1 to 1.5 ms too fast on two H200 and on two
+H100 (gpu-predictions-20261127-203629)."""
 
 _UNLIKE, _UNLIKE_S = 3.0, 1e-4
 """Daemons are unlike if one takes so many times as long as another for a layer of a step, and so

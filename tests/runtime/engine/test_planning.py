@@ -84,8 +84,8 @@ def test_where_all_fits_the_context_is_the_largest(
         assert engine.num_positions == 16_384
     with GgufFile.open(model) as file:
         found = footprint(file, read_spec(file), Memory.GPU)
-    needs = found.needs(num_positions=16_383, kv_type=KvType.F16, chunk=GPU_CHUNKS[0])
-    gpu.room_bytes = needs.total + found.every_expert
+    needs = found.needs(num_positions=16_384, kv_type=KvType.F16, chunk=GPU_CHUNKS[0])
+    gpu.room_bytes = needs.total + found.every_expert - 1
     with opened(model, context=None) as engine:
         assert (engine.num_positions, engine.plan) == (8192, None)
     with opened(model, context=100) as engine:

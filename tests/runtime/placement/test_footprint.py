@@ -380,8 +380,8 @@ def test_errors_say_which_context_and_type_would_fit(
 
 def test_a_driver_gives_whole_blocks() -> None:
     assert [allocated(size) for size in (0, 1, 512, 513)] == [0, 512, 512, 1024]
-    assert allocated(MIB - 1) == MIB
-    assert allocated(MIB) == allocated(2 * MIB) == 2 * MIB
+    assert allocated(MIB - 1) == allocated(MIB) == MIB
+    assert allocated(MIB + 1) == allocated(2 * MIB) == 2 * MIB
     assert allocated(2 * MIB + 1) == 4 * MIB
 
 

@@ -69,6 +69,12 @@ INLINE int dot4(int a, int b, int sum) {
     return sum;
 }
 
+#if defined(__F16C__)
+typedef short halves8 __attribute__((vector_size(16)));
+inline float half_to_float(u32 half) {
+    return __builtin_ia32_vcvtph2ps(halves8{(short)half})[0];
+}
+#else
 inline float half_to_float(u32 half) {
     u32 sign = (half & 0x8000) << 16, exponent = half >> 10 & 31, fraction = half & 0x3FF, bits;
     if (exponent == 31) bits = 0x7F800000 | fraction << 13;
@@ -82,6 +88,7 @@ inline float half_to_float(u32 half) {
     memcpy(&value, &bits, 4);
     return value;
 }
+#endif
 
 inline u16 float_to_half(float value) {
     u32 bits;

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import re
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -39,6 +40,8 @@ _FLAGS = (
     "-fsanitize=alignment,bounds,shift-exponent,integer-divide-by-zero",
     *("-fno-sanitize-recover=all", "-fno-sanitize=vptr", "-Wframe-larger-than=65536"),
 )
+_INSTRUCTIONS = ("f16c", "fma", "sse4_1")
+"""Of the processor, if it has them all: halves are converted often, and functions of libm called."""
 _SCHEDULER_FLAGS = (*_LANGUAGE, "-O2", "-c")
 _TIMEOUT_S = 300
 _BINARIES = BinaryCache()
@@ -56,6 +59,7 @@ def kernel_library(file: str, options: tuple[str, ...]) -> ctypes.CDLL:
     source = kernel_source(file, (_FOLDER,))
     scheduler = _scheduler(compiler, next(each for each in options if each.startswith("-DLANES=")))
     version = _compiler_version(compiler)
+    options += tuple(f"-m{each.replace('_', '.')}" for each in _instructions())
     key = digest_of((source.digest, scheduler, *_FLAGS, *options, version))
     with tempfile.TemporaryDirectory(prefix="dflash-emulated-") as folder:
         other, path = Path(folder) / "scheduler.o", Path(folder) / "kernel.so"
@@ -68,6 +72,16 @@ def kernel_library(file: str, options: tuple[str, ...]) -> ctypes.CDLL:
         )
         path.write_bytes(content)
         return ctypes.CDLL(str(path))
+
+
+@cache
+def _instructions() -> tuple[str, ...]:
+    """What compilers may use."""
+    with suppress(OSError):
+        flags = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if flags is not None and {*_INSTRUCTIONS} <= {*flags[1].split()}:
+            return _INSTRUCTIONS
+    return ()
 
 
 @cache

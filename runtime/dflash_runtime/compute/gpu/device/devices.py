@@ -30,7 +30,7 @@ VENDORS = {DeviceKind.CUDA: Vendor.CUDA, DeviceKind.HIP: Vendor.HIP}
 
 _LARGE_BYTES = 1 << 20
 _BLOCK_BYTES = 2 << 20
-"""The driver gives memory from `_LARGE_BYTES` on in whole blocks, and cuts smaller pieces from
+"""The driver gives more than `_LARGE_BYTES` in whole blocks, and cuts pieces up to that size from
 blocks."""
 _PIECE_BYTES = 512
 """CuPy's pool rounds to it."""
@@ -41,7 +41,7 @@ _MOST_OUTPUTS = 64
 
 def allocated(num_bytes: int) -> int:
     """Memory that an array of so many bytes takes from the driver."""
-    unit = _BLOCK_BYTES if num_bytes >= _LARGE_BYTES else _PIECE_BYTES
+    unit = _BLOCK_BYTES if num_bytes > _LARGE_BYTES else _PIECE_BYTES
     return -(-num_bytes // unit) * unit
 
 

@@ -57,20 +57,25 @@ INLINE const void **show_address(const void *p) {
     return shown_addresses();
 }
 
-INLINE float half_of(u32 pair, int index) { return half_to_float((pair >> (16 * index)) & 0xffff); }
-
+// A lane shows its fragments as floats, so that each half is converted once.
 INLINE void mma_f16(float d[4], const u32 a[4], const u32 b[2]) {
-    struct Fragments { u32 a[4], b[2]; } own = {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
+    struct Fragments { float a[4][2], b[2][2]; } own;
+    for (int half = 0; half < 2; half++) {
+        for (int i = 0; i < 4; i++) own.a[i][half] = half_to_float(a[i] >> (16 * half) & 0xffff);
+        for (int i = 0; i < 2; i++) own.b[i][half] = half_to_float(b[i] >> (16 * half) & 0xffff);
+    }
     const void **all = show_address(&own);
     const int g = lane_index() / 4, t = lane_index() % 4;
-    for (int k = 0; k < 16; k++) {
-        const int lane = (k % 8) / 2, upper = k / 8;
-        const Fragments *row = (const Fragments *)all[4 * g + lane];
-        for (int c = 0; c < 2; c++) {
-            const Fragments *column = (const Fragments *)all[4 * (2 * t + c) + lane];
-            const float weight = half_of(column->b[upper], k % 2);
-            d[c] += half_of(row->a[2 * upper], k % 2) * weight;
-            d[2 + c] += half_of(row->a[2 * upper + 1], k % 2) * weight;
+    for (int upper = 0; upper < 2; upper++) {
+        for (int lane = 0; lane < 4; lane++) {
+            const Fragments &row = *(const Fragments *)all[4 * g + lane];
+            for (int c = 0; c < 2; c++) {
+                const Fragments &column = *(const Fragments *)all[4 * (2 * t + c) + lane];
+                for (int half = 0; half < 2; half++) {
+                    d[c] += row.a[2 * upper][half] * column.b[upper][half];
+                    d[2 + c] += row.a[2 * upper + 1][half] * column.b[upper][half];
+                }
+            }
         }
     }
     lanes_meet();
