@@ -41,7 +41,7 @@ _FLAGS = (
     *("-fno-sanitize-recover=all", "-fno-sanitize=vptr", "-Wframe-larger-than=65536"),
 )
 _INSTRUCTIONS = ("f16c", "fma", "sse4_1")
-"""Of the processor, if it has them all: halves are converted often, and functions of libm called."""
+"""Of the processor, if it has them all: halves are converted often, and libm is called."""
 _SCHEDULER_FLAGS = (*_LANGUAGE, "-O2", "-c")
 _TIMEOUT_S = 300
 _BINARIES = BinaryCache()
