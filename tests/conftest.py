@@ -90,7 +90,9 @@ def run_dir() -> Iterator[Path]:
     orphans = [
         process.info
         for process in psutil.process_iter(["pid", "cmdline"])
-        if process.pid != os.getpid() and _is_marked(process, folder.name)
+        if process.pid != os.getpid()
+        and _is_marked(process, folder.name)
+        and not _is_resource_tracker(process.pid)
     ]
     shutil.rmtree(folder, ignore_errors=True)
     assert not orphans, f"processes left behind: {orphans}"

@@ -32,6 +32,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_a_parent_and_its_daemon_are_watched_while_they_wait(tmp_path: Path) -> None:
     model = write_qwen3moe(tmp_path / "tiny.gguf", TINY, seed=1, tensor_type="Q8_0")
     done = run_python("-c", IDLE, str(model))

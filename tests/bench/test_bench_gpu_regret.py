@@ -44,6 +44,7 @@ def model(tmp_path: Path) -> Path:
     return write_qwen3moe(tmp_path / "m.gguf", TINY, seed=4, tensor_type="Q8_0")
 
 
+@pytest.mark.slow
 def test_each_placement_is_opened_in_turn_within_the_budget(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from support.planned_gpu import GPU, OneGpu
 from support.random_models import write_qwen3moe
 
 
+@pytest.mark.slow
 def test_requests_are_served_with_moves_and_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

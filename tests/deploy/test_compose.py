@@ -330,7 +330,7 @@ class _containing(str):
 @pytest.mark.parametrize(
     ("profile", "modes"),
     [
-        ("cpu", ("stream",)),
+        pytest.param("cpu", ("stream",), marks=pytest.mark.slow),
         ("mixed", ("auto",)),
         pytest.param("cpu", ("batched", "stream"), marks=pytest.mark.slow),
         pytest.param("cuda", ("auto",), marks=pytest.mark.slow),

@@ -321,7 +321,7 @@ def compiled_daemon(
             os.close(lost_fd)
 
 
-@pytest.mark.parametrize("spin_s", [0.0, 50e-6])
+@pytest.mark.parametrize("spin_s", [0.0, pytest.param(50e-6, marks=pytest.mark.slow)])
 def test_many_requests_from_compiled_code_to_compiled_code(run_dir: Path, spin_s: float) -> None:
     choose, bank = random.Random(1), ScalingBank(moe_layer(hidden_size=8))
     examples = []

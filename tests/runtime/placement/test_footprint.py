@@ -147,7 +147,12 @@ def check(pool_bytes: int, prediction: int) -> None:
 
 @pytest.mark.parametrize(
     ("context", "chunk", "kv_type"),
-    [(8192, 4096, "f16"), (3000, 4096, "q8_0"), (32_768, 1024, "f16"), (4096, 256, "f32")],
+    [
+        (8192, 4096, "f16"),
+        (3000, 4096, "q8_0"),
+        pytest.param(32_768, 1024, "f16", marks=pytest.mark.slow),
+        pytest.param(4096, 256, "f32", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("name", REAL_SIZES)
 def test_a_model_of_real_size_takes_what_is_predicted(

@@ -283,7 +283,16 @@ def test_a_plan_takes_about_a_second(
     assert time.process_time() - begin < (4.5 if has_daemons else 1.5)
 
 
-@pytest.mark.parametrize("name", ["narrow bus", "slow cpu", "big ram, tiny card"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "narrow bus",
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ("slow cpu", "big ram, tiny card")
+        ),
+    ],
+)
 def test_no_option_is_lost_to_the_size_of_the_memory(name: str) -> None:
     """What the allocator rounds up made some sizes look as if whole layers, or hot experts, did not
     fit at all."""
