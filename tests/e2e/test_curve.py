@@ -187,5 +187,5 @@ def test_a_flood_of_strangers_does_not_stop_a_good_client(kind: str, target: str
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert result["connections_per_s"] > 100  # 269 were seen with both cores in use
+    assert result["connections_per_s"] > 300
     assert result["slow_down_p50"] < 0.5

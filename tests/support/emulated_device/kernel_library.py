@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import re
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 from dflash_protocol.errors import KernelCompileError
 from dflash_protocol.settings import cache_folder
+from dflash_runtime.compute.cpu.simd.instruction_sets import host_features
 from dflash_runtime.compute.gpu.device.binary_cache import BinaryCache
 from dflash_runtime.compute.gpu.device.kernel_sources import (
     digest_of,
@@ -40,7 +40,7 @@ _FLAGS = (
     "-fsanitize=alignment,bounds,shift-exponent,integer-divide-by-zero",
     *("-fno-sanitize-recover=all", "-fno-sanitize=vptr", "-Wframe-larger-than=65536"),
 )
-_INSTRUCTIONS = ("f16c", "fma", "sse4_1")
+_INSTRUCTIONS = ("f16c", "fma", "sse4.1")
 """Of the processor, if it has them all: halves are converted often, and libm is called."""
 _SCHEDULER_FLAGS = (*_LANGUAGE, "-O2", "-c")
 _TIMEOUT_S = 300
@@ -59,7 +59,7 @@ def kernel_library(file: str, options: tuple[str, ...]) -> ctypes.CDLL:
     source = kernel_source(file, (_FOLDER,))
     scheduler = _scheduler(compiler, next(each for each in options if each.startswith("-DLANES=")))
     version = _compiler_version(compiler)
-    options += tuple(f"-m{each.replace('_', '.')}" for each in _instructions())
+    options += _instructions()
     key = digest_of((source.digest, scheduler, *_FLAGS, *options, version))
     with tempfile.TemporaryDirectory(prefix="dflash-emulated-") as folder:
         other, path = Path(folder) / "scheduler.o", Path(folder) / "kernel.so"
@@ -76,12 +76,9 @@ def kernel_library(file: str, options: tuple[str, ...]) -> ctypes.CDLL:
 
 @cache
 def _instructions() -> tuple[str, ...]:
-    """What compilers may use."""
-    with suppress(OSError):
-        flags = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        if flags is not None and {*_INSTRUCTIONS} <= {*flags[1].split()}:
-            return _INSTRUCTIONS
-    return ()
+    """Compiler flags for them."""
+    has = host_features()
+    return tuple(f"-m{each}" for each in _INSTRUCTIONS) if all(map(has.get, _INSTRUCTIONS)) else ()
 
 
 @cache
