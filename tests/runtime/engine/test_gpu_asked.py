@@ -12,6 +12,7 @@ import pytest
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_runtime import Engine
 from dflash_runtime.compute.gpu.run import host_path
+from dflash_runtime.experts.daemons import link_task
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 from support.emulated_device.emulated_device import EmulatedGraph
 from support.emulated_gpu import TINY, EmulatedGpus, install_emulated_gpus
@@ -84,6 +85,8 @@ def test_a_daemon_killed_between_two_tokens_costs_none(
     model: Path, gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_host = ByHost(monkeypatch)
+    # A daemon that were back at once would be asked by the host instead of the fallback.
+    monkeypatch.setattr(link_task, "_BACKOFF_FIRST_S", link_task._BACKOFF_LAST_S)
     with opened(model, local_experts=2) as engine:
         expected = tokens_of(engine)
         assert by_host.num_layers == 0
