@@ -141,7 +141,7 @@ class ControlServer:
             message = decode_header(frames[0])
             if isinstance(message, AskOffer):
                 self._check_model(message)
-                self._offers.start(routing_id)
+                self._offers.start(routing_id, message.numeric_class)
                 # At once, before any later message is answered: see AskOffer.
                 await self._send(routing_id, Progress(MEASURING, 0, 1))
             elif isinstance(message, Hello):
@@ -256,7 +256,7 @@ class ControlServer:
             link_id=link_id,
             model_identity=self._host.identity,
             placement_fingerprint=owned.fingerprint,
-            numeric_class=self._host.backend.numeric_class,
+            numeric_class=self._host.backend.class_beside(hello.numeric_class),
             device=self._device,
             data_port=self._data_port,
             max_tokens=limits.max_tokens,
@@ -267,7 +267,12 @@ class ControlServer:
         )
         welcome = self._memory.offered(welcome, limits)
         # Last, since the above may fail: no link may exist that the parent does not know.
-        self._service.add_link(link_id, limits, held.banks)
+        backend, parent_class = self._host.backend, hello.numeric_class
+        banks = {
+            layer_id: backend.bank_beside(parent_class, bank)
+            for layer_id, bank in held.banks.items()
+        }
+        self._service.add_link(link_id, limits, banks)
         self._held[link_id] = held
         self._last_seen_s[link_id] = time.monotonic()
         return welcome

@@ -36,14 +36,14 @@ class Offers:
         self._send = send
         self._asked: dict[bytes, asyncio.Task[None]] = {}
 
-    def start(self, routing_id: bytes) -> None:
-        """Answer a parent later, with an Offer or Refused.
+    def start(self, routing_id: bytes, parent_class: str) -> None:
+        """Answer a parent of this numeric class later, with an Offer or Refused.
 
         Raises: ProtocolError if too many wait, or the same one does.
         """
         if len(self._asked) >= _MAX_ASKED or routing_id in self._asked:
             raise ProtocolError("too many questions at once", code="busy")
-        task = asyncio.create_task(self._answer(routing_id))
+        task = asyncio.create_task(self._answer(routing_id, parent_class))
         self._asked[routing_id] = task
         task.add_done_callback(lambda _: self._asked.pop(routing_id, None))
 
@@ -54,9 +54,9 @@ class Offers:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _answer(self, routing_id: bytes) -> None:
+    async def _answer(self, routing_id: bytes, parent_class: str) -> None:
         try:
-            offer = await self._measured(routing_id)
+            offer = await self._measured(routing_id, parent_class)
         except DaemonUnavailable as error:
             await self._send(routing_id, Refused("stopping", f"measuring failed: {error}"[:1000]))
         except Exception as error:
@@ -67,7 +67,7 @@ class Offers:
         else:
             await self._send(routing_id, offer)
 
-    async def _measured(self, routing_id: bytes) -> Offer:
+    async def _measured(self, routing_id: bytes, parent_class: str) -> Offer:
         """The offer; the parent is sent Progress until it is known."""
         state = (MEASURING, 0, 1)
 
@@ -76,7 +76,7 @@ class Offers:
             state = (stage, num_done, num_total)
 
         def work() -> Offer:
-            return self._offer(self._host.speeds(on_progress))
+            return self._offer(self._host.speeds(on_progress), parent_class)
 
         working = asyncio.ensure_future(asyncio.to_thread(work))
         while True:
@@ -85,14 +85,14 @@ class Offers:
                 return working.result()
             await self._send(routing_id, Progress(*state))
 
-    def _offer(self, speeds: dict[int, KindSpeed]) -> Offer:
+    def _offer(self, speeds: dict[int, KindSpeed], parent_class: str) -> Offer:
         host, memory = self._host, self._host.memory()
         backend, layer_ids = host.backend, tuple(sorted(speeds))
         by_kind = [speeds[layer_id] for layer_id in layer_ids]
         return Offer(
             device=self._device,
             device_name=backend.device_name,
-            numeric_class=backend.numeric_class,
+            numeric_class=backend.class_beside(parent_class),
             free_bytes=memory.free_bytes,
             total_bytes=memory.total_bytes,
             held_bytes=host.store.held_bytes(memory.expert_bytes),

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from dflash_protocol.batch import HostHidden, RoutedBatch
-from dflash_protocol.ids import AnyArray, Phase
+from dflash_protocol.ids import AnyArray
 from dflash_protocol.ring import compiled_experts as ring
 from dflash_protocol.ring.compiled_experts import CompiledExperts
+from dflash_protocol.transports.ports import PHASES
 from dflash_runtime.compute import ExpertBank
 
 _COMPUTE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
@@ -28,7 +29,7 @@ def _compute(bank: ExpertBank, batch: int) -> int:
     num_tokens, num_groups, num_pairs = words[: ring.BATCH_HIDDEN]
     width = bank.layer.hidden_size
     routed = RoutedBatch(
-        Phase.DECODE,
+        PHASES[words[ring.BATCH_PHASE]],
         HostHidden(_array(words[ring.BATCH_HIDDEN], np.float32, num_tokens, width)),
         _array(words[ring.BATCH_EXPERT_IDS], np.int32, num_groups),
         _array(words[ring.BATCH_GROUP_STARTS], np.int32, num_groups + 1),

@@ -39,8 +39,8 @@ def main() -> int:
 def _pretend(patched: pytest.MonkeyPatch, num_bytes: int) -> None:
     offer_of = Offers._offer
 
-    def on_gpu(self: Offers, speeds: Any) -> Offer:
-        offer = offer_of(self, speeds)
+    def on_gpu(self: Offers, speeds: Any, parent_class: str) -> Offer:
+        offer = offer_of(self, speeds, parent_class)
         free_bytes = max(0, num_bytes - offer.held_bytes)
         seconds = (_USED_S,) * len(offer.layer_ids)
         return replace(

@@ -275,7 +275,7 @@ def post(port, request):
     sequence = field(port, native.NEXT_SEQUENCE)
     store(port + 8 * native.NEXT_SEQUENCE, sequence + field(port, native.NUM_SLOTS))
     deadline_ms = 1e-6 * field(request, experts.REQUEST_DEADLINE_NS)
-    layer_id, phase = field(request, experts.REQUEST_LAYER), field(request, experts.REQUEST_PHASE)
+    layer_id, phase = field(request, experts.REQUEST_LAYER), field(request, experts.BATCH_PHASE)
     counts = (
         field(request, experts.BATCH_TOKENS),
         field(request, experts.BATCH_GROUPS),

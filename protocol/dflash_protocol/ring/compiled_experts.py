@@ -41,13 +41,13 @@ from dflash_protocol.ids import I64Array
     BATCH_TOKEN_INDICES,  # [P] int32
     BATCH_WEIGHTS,  # [P] float32
     BATCH_SUMS,  # [T, H] float64
+    BATCH_PHASE,  # index in ports.PHASES
     BATCH_WORDS,
-) = range(10)
+) = range(11)
 
 # Of a request, after those of its batch. Times are of the monotonic clock.
 (
     REQUEST_LAYER,
-    REQUEST_PHASE,  # index in ports.PHASES
     REQUEST_DEADLINE_NS,  # from `post` on
     REQUEST_SPIN_NS,  # how long the first `collect` polls before it sleeps
     REQUEST_ROWS,  # address of [T] int32, the rows of OUT that the sums belong to; 0: all, in order
@@ -67,7 +67,7 @@ from dflash_protocol.ids import I64Array
     REQUEST_COMPUTE_S,  # float64, as reported by the daemon
     REQUEST_QUEUE_S,  # float64, likewise
     REQUEST_WORDS,
-) = range(BATCH_WORDS, BATCH_WORDS + 19)
+) = range(BATCH_WORDS, BATCH_WORDS + 18)
 
 SLICE_NS = 50_000_000
 """Longest time that `collect` waits."""

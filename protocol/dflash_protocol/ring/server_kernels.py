@@ -286,6 +286,7 @@ def answer(service, link, port):
     store(batch + 8 * experts.BATCH_TOKEN_INDICES, field(port, native.TOKEN_INDICES))
     store(batch + 8 * experts.BATCH_WEIGHTS, field(port, native.WEIGHTS))
     store(batch + 8 * experts.BATCH_SUMS, sums)
+    store(batch + 8 * experts.BATCH_PHASE, load(header + 8 * ring.PHASE))
     if emit.call(compute, field(layer, experts.LAYER_EXPERTS), batch) == 0:
         return 0
     now_ns = emit.monotonic_ns()

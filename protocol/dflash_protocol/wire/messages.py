@@ -56,13 +56,14 @@ class AskOffer(Message):
     The parent sends a Ping right behind it. A daemon answers the question first, at least with
     Progress; an older one, which does not know it, with Refused of code ``unknown_type``, or not at
     all.
-    ``file_digest`` as in Hello.
+    ``file_digest`` and ``numeric_class``, the parent's, as in Hello.
     """
 
     TYPE: ClassVar[str] = "ask"
     model_identity: str
     moe_digest: str
     file_digest: str = ""
+    numeric_class: str = ""
 
 
 MEASURING = "measure"

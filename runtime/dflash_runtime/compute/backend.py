@@ -444,7 +444,15 @@ class ComputeBackend(Protocol):
 
     @property
     def numeric_class(self) -> str:
-        """Names everything that decides a result's bits: kernels, their version, the processor."""
+        """Names everything that decides a result's bits: kernels, their version, the processor.
+        See protocol.numeric_class."""
+
+    def class_beside(self, parent_class: str) -> str:
+        """The numeric class of a `bank_beside` such a parent."""
+
+    def bank_beside(self, parent_class: str, bank: ExpertBank) -> ExpertBank:
+        """A bank as it serves a parent of this numeric class: in step order if the parent is, where
+        there are kernels for it."""
 
     @property
     def chunking(self) -> Chunking: ...

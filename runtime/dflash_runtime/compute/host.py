@@ -50,6 +50,18 @@ class HostBackend:
         raise NotImplementedError
 
     @property
+    def numeric_class(self) -> str:
+        raise NotImplementedError
+
+    def class_beside(self, parent_class: str) -> str:
+        del parent_class
+        return self.numeric_class
+
+    def bank_beside(self, parent_class: str, bank: ExpertBank) -> ExpertBank:
+        del parent_class
+        return bank
+
+    @property
     def num_threads(self) -> int:
         return 1
 

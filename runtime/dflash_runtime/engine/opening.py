@@ -171,7 +171,10 @@ def open_model(
         on_progress=partial(report, "parent", "compile"),
     )
     classes = classes_of(connected.offers, settings)
-    classes |= {LOCAL_OWNER: backend.numeric_class, HOST_OWNER: host_backend.numeric_class}
+    classes |= {
+        LOCAL_OWNER: backend.numeric_class,
+        HOST_OWNER: host_backend.class_beside(backend.numeric_class),
+    }
     owners = give(
         undo,
         connected,

@@ -16,6 +16,8 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
+from dflash_protocol.ids import Phase
+from dflash_protocol.numeric_class import is_same_class
 from dflash_protocol.placement import Placement
 from dflash_runtime.experts.compute import ExpertCompute
 from dflash_runtime.experts.telemetry import OwnerKind, OwnerStats
@@ -113,7 +115,7 @@ class PromptOffload:
         of_owner = [
             index != self._device_owner
             and not (is_named and self._is_offloaded(index))
-            and not is_same_class(numeric_class, self._choice.numeric_class)
+            and not is_same_class(numeric_class, self._choice.numeric_class, Phase.PREFILL)
             for index, numeric_class in enumerate(exact_classes(placement, self._owners))
         ]
         return np.array(of_owner, np.bool_)[placement.routing[layer_id].owner_index]
@@ -130,7 +132,7 @@ class PromptOffload:
         of_owners = tuple(
             (
                 name,
-                exact or f"{owner.stats.numeric_class} of {name}",
+                exact or f"{name}'s {owner.stats.numeric_class}",
                 offloads and self._is_offloaded(index),
             )
             for index, (name, owner, exact) in enumerate(
@@ -184,11 +186,6 @@ def exact_classes(placement: Placement, owners: Sequence[ExpertCompute]) -> list
         owner.stats.numeric_class if exact.get(name) else ""
         for name, owner in zip(placement.owner_names, owners, strict=True)
     ]
-
-
-def is_same_class(first: str, second: str) -> bool:
-    """Whether two numeric classes compute the same bits; one that is not known equals no other."""
-    return bool(first) and first == second
 
 
 def _is_lost(stats: OwnerStats) -> bool:

@@ -62,15 +62,21 @@ def give(
     links, events, is_required = connected.links, connected.events, settings.ipc_required
     owned_by = dict(zip(placement.owner_names, placement.owners, strict=True))
     connected.give(owned_by)
+    host_class = host_backend.class_beside(backend.numeric_class)
     every: dict[int, ExpertBank] = {}
     checker: ReplyChecker | None = None
     if links and is_any_local(settings):
         every = load_banks(
-            host_backend, file, spec.moe, owned=every_expert(spec.moe), read_now=False
+            host_backend,
+            file,
+            spec.moe,
+            owned=every_expert(spec.moe),
+            read_now=False,
+            parent_class=backend.numeric_class,
         )
         if settings.check_replies != 0:
             schedule = CheckSchedule(settings.check_replies)
-            checker = ReplyChecker(every, host_backend.numeric_class, schedule)
+            checker = ReplyChecker(every, host_class, schedule)
     computes: list[ExpertCompute] = []
     device_owner: int | None = None
     local_banks: dict[int, ExpertBank] = {}
@@ -97,13 +103,18 @@ def give(
             )
             computes.append(remote)
         elif name == HOST_OWNER:
-            banks = load_banks(host_backend, file, spec.moe, owned=owned, read_now=True)
+            banks = load_banks(
+                host_backend,
+                file,
+                spec.moe,
+                owned=owned,
+                read_now=True,
+                parent_class=backend.numeric_class,
+            )
             batches = host_backend.trial_batches
             measure_pairs_per_second(banks.values(), batches=batches)
             host_backend.choose_threads(file, trial_pass(banks))
-            computes.append(
-                LocalExpertCompute(OwnerKind.LOCAL, banks, numeric_class=host_backend.numeric_class)
-            )
+            computes.append(LocalExpertCompute(OwnerKind.LOCAL, banks, numeric_class=host_class))
         else:
             local_banks = load_banks(backend, file, spec.moe, owned=owned, read_now=True)
             if backend.is_host:  # a device tries them with the whole model
@@ -117,11 +128,9 @@ def give(
     fallback = None
     if links and not is_required:
         measure_pairs_per_second(every.values(), batches=host_backend.trial_batches)
-        fallback = LocalExpertCompute(
-            OwnerKind.FALLBACK, every, numeric_class=host_backend.numeric_class
-        )
-        if host_backend.numeric_class != backend.numeric_class:
-            reason = f"fallback {host_backend.numeric_class}, parent {backend.numeric_class}"
+        fallback = LocalExpertCompute(OwnerKind.FALLBACK, every, numeric_class=host_class)
+        if host_class != backend.numeric_class:
+            reason = f"fallback {host_class}, parent {backend.numeric_class}"
             events.add(EventKind.NUMERIC_CLASS_DIFFERS, "fallback", reason)
     runtime = MoeExpertComputeRuntime(
         placement,

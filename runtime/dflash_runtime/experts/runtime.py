@@ -18,6 +18,7 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_protocol.batch import Hidden, HostSums, Pairs, Sums
 from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase
+from dflash_protocol.numeric_class import is_same_class
 from dflash_protocol.placement import LayerRouting, Placement
 from dflash_runtime.compute.asking import AskedLayers, AskRoute
 from dflash_runtime.compute.backend import ExpertBank, ExpertStage, MailRoute
@@ -28,7 +29,6 @@ from dflash_runtime.experts.offload import (
     OffloadMode,
     PromptOffload,
     exact_classes,
-    is_same_class,
 )
 from dflash_runtime.experts.pairs import (
     all_pairs,
@@ -453,12 +453,13 @@ class MoeExpertComputeRuntime:
             is_homeless = (routing.owner_index[pairs.expert_ids] < 0).any()
             stats.fallbacks += bool(is_homeless and self._fallback is not None)
 
-    def _count_other_class(self, layer_id: int, owner_index: int, pairs: Pairs) -> None:
+    def _count_other_class(self, ticket: LayerTicket, owner_index: int, pairs: Pairs) -> None:
         """Count those of lost owners' pairs whose bits another one's computing them may change."""
         classes = exact_classes(self.placement, self._owners)
         now = classes[owner_index] if owner_index >= 0 else self._owner(-1).stats.numeric_class
-        differs = np.array([not is_same_class(each, now) for each in classes], np.bool_)
-        usual = self.placement.routing[layer_id].owner_index
+        phase = ticket.phase
+        differs = np.array([not is_same_class(each, now, phase) for each in classes], np.bool_)
+        usual = self.placement.routing[ticket.layer_id].owner_index
         self.hits.other_class += int(differs[usual[pairs.expert_ids]].sum())
 
     def _count_offloaded(
@@ -524,7 +525,7 @@ class MoeExpertComputeRuntime:
                 else:
                     in_flight.append((owner_index, begun))
                     if ticket.lost:
-                        self._count_other_class(layer_id, owner_index, share)
+                        self._count_other_class(ticket, owner_index, share)
         except BaseException:
             self.abandon(ticket)
             raise

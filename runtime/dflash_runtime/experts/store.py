@@ -56,8 +56,10 @@ def load_banks(
     *,
     owned: OwnedExperts,
     read_now: bool,
+    parent_class: str = "",
 ) -> dict[int, ExpertBank]:
-    """Make a bank for each layer in which experts are owned.
+    """Make a bank for each layer in which experts are owned, as for a parent of this numeric class
+    (`ComputeBackend.bank_beside`).
 
     `read_now` reads the owned byte ranges, and no others, into memory; otherwise they are read on
     first use, as suits a fallback that is rarely needed. Such banks raise ModelFileError if the
@@ -68,7 +70,8 @@ def load_banks(
         layer = spec.by_layer_id[layer_id]
         if read_now:
             _read_experts(file, layer, global_expert_ids)
-        bank = backend.load_experts(file, layer, global_expert_ids)
+        loaded = backend.load_experts(file, layer, global_expert_ids)
+        bank = backend.bank_beside(parent_class, loaded)
         banks[layer_id] = bank if read_now else _WatchedBank(bank, file)
     return banks
 

@@ -16,6 +16,7 @@ import numpy as np
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.fingerprint import digest
 from dflash_protocol.ids import I32Array, Phase
+from dflash_protocol.numeric_class import class_in_phase
 from dflash_protocol.placement import Placement
 from dflash_runtime.placement.split import LOCAL_OWNER
 
@@ -57,18 +58,24 @@ class ClassMap:
         for name in sorted(used):
             if name not in class_of_owner:
                 raise SettingsError(f"the numeric class of {name!a} is not known")
-        classes = tuple(sorted({class_of_owner[name] for name in used}))
+        named = {class_of_owner[name] for name in used}
+        classes = tuple(sorted(named | {class_in_phase(each, Phase.DECODE) for each in named}))
         index_of = {name: index for index, name in enumerate(classes)}
-        decoded = [index_of.get(class_of_owner.get(name, ""), -1) for name in placement.owner_names]
-        prompted = [
-            index_of[class_of_owner[LOCAL_OWNER]] if name in processors and name in used else index
-            for name, index in zip(placement.owner_names, decoded, strict=True)
-        ] if prompts_here and used & set(processors) else decoded  # fmt: skip
+
+        def indices(phase: Phase, layer_id: int) -> I32Array:
+            """By owner; -1 for owners that are not used."""
+            is_here = phase is Phase.PREFILL and layer_id in prompts_here
+            of_owners = []
+            for name in placement.owner_names:
+                by = LOCAL_OWNER if is_here and name in processors else name
+                own = class_in_phase(class_of_owner[by], phase) if name in used else ""
+                of_owners.append(index_of.get(own, -1))
+            return np.array(of_owners, np.int32)
+
         decode, prefill = {}, {}
         for layer_id, routing in placement.routing.items():
-            of_owner = prompted if layer_id in prompts_here else decoded
-            decode[layer_id] = np.array(decoded, np.int32)[routing.owner_index]
-            prefill[layer_id] = np.array(of_owner, np.int32)[routing.owner_index]
+            decode[layer_id] = indices(Phase.DECODE, layer_id)[routing.owner_index]
+            prefill[layer_id] = indices(Phase.PREFILL, layer_id)[routing.owner_index]
         return cls(classes, prefill, decode)
 
     def class_of(self, phase: Phase, layer_id: int, global_expert_id: int) -> str:

@@ -73,7 +73,7 @@ class Asker:
         words[w.BATCH_GROUPS] = batch.num_groups
         for word, array in enumerate(arrays, w.BATCH_HIDDEN):
             words[word] = array.ctypes.data
-        words[w.REQUEST_LAYER], words[w.REQUEST_PHASE] = layer_id, PHASES.index(batch.phase)
+        words[w.REQUEST_LAYER], words[w.BATCH_PHASE] = layer_id, PHASES.index(batch.phase)
         words[w.REQUEST_DEADLINE_NS] = int(deadline_s * 1e9)
         words[w.REQUEST_OUT] = out.ctypes.data
         return self._post(self.lent.port, words.ctypes.data)

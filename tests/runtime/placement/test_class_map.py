@@ -6,6 +6,7 @@ import pytest
 
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import Phase
+from dflash_protocol.numeric_class import in_step_order
 from dflash_protocol.placement import OwnedExperts, Placement
 from dflash_runtime.placement.class_map import ClassMap
 
@@ -41,6 +42,23 @@ def test_prompts_may_have_another_class() -> None:
     assert found.digest != ClassMap.of(SPLIT, CLASSES).digest
     other = ClassMap.of(SPLIT, CLASSES, prompts_here=(0,), processors=("host",))
     assert other.class_of(Phase.PREFILL, 2, 0) == "avx512"
+
+
+def test_moves_keep_the_map_where_steps_are_in_step_order_and_prompts_are_here() -> None:
+    classes = {"local": in_step_order("cuda"), "host": in_step_order("avx512")}
+    moved = placement(local={0: [0, 1, 2, 3], 2: [0, 1]}, host={2: [2, 3]})
+    here, elsewhere = (
+        [
+            ClassMap.of(each, classes, prompts_here=layers, processors=("host",)).digest
+            for each in (SPLIT, moved)
+        ]
+        for layers in ((2,), ())
+    )
+    assert here[0] == here[1]
+    assert elsewhere[0] != elsewhere[1]
+    found = ClassMap.of(SPLIT, classes)
+    assert found.class_of(Phase.DECODE, 2, 0) == found.class_of(Phase.DECODE, 2, 1)
+    assert found.class_of(Phase.PREFILL, 2, 0) == classes["host"]
 
 
 def test_an_owner_without_a_class() -> None:

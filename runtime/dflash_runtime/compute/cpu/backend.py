@@ -12,6 +12,7 @@ from dflash_adapters.quant import TensorType
 from dflash_adapters.spec import MoeLayer
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import AnyArray, I32Array, I64Array, Phase
+from dflash_protocol.numeric_class import in_step_order, is_in_step_order
 from dflash_protocol.ring.compiled_experts import CompiledExperts
 from dflash_runtime.compute.backend import ExpertBank, MailedExperts
 from dflash_runtime.compute.cores import LEAST_TIMED, ThreadCounts, default_counts
@@ -70,6 +71,16 @@ class CpuBackend(HostBackend):
     @cached_property
     def numeric_class(self) -> str:
         return compiling.numeric_class()
+
+    def class_beside(self, parent_class: str) -> str:
+        own = self.numeric_class
+        return in_step_order(own) if is_in_step_order(parent_class) else own
+
+    def bank_beside(self, parent_class: str, bank: ExpertBank) -> ExpertBank:
+        if not (is_in_step_order(parent_class) and isinstance(bank, CpuExpertBank)):
+            return bank
+        with keeping_in(self._cache_dir):
+            return bank.in_step_order()
 
     @property
     def num_threads(self) -> int:

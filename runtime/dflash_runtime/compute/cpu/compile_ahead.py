@@ -46,8 +46,9 @@ from dflash_runtime.compute.cpu.kernels import (
 )
 from dflash_runtime.compute.cpu.kernels.attention_elements import element_functions
 from dflash_runtime.compute.cpu.threads import pages, parallel
-from dflash_runtime.compute.cpu.weights.matrix import row_layout
+from dflash_runtime.compute.cpu.weights.matrix import row_layout, step_fields
 from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise_function
+from dflash_runtime.compute.cpu.weights.repacked.step_quantising import quantise_step_function
 from dflash_runtime.compute.cpu.weights.rows import expand_function
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.memory import host_memory
@@ -58,6 +59,7 @@ from dflash_runtime.compute.topology import read_topology
 _TYPE_JOBS: dict[str, Callable[[TensorType], object]] = {
     "rows": lambda tensor_type: row_layout(tensor_type, tensor_type.layout.block_elements),
     "expand": expand_function,
+    "step_rows": lambda tensor_type: step_fields(tensor_type, 1),
 }
 _CACHE_JOBS: dict[str, Callable[[KvType], object]] = {"elements": element_functions}
 
@@ -90,6 +92,7 @@ _DEVICE_JOBS: dict[str, Callable[[], object]] = {
     "graphs": device_tasks.compile_calls,
     "copies": copy_runs.compile_all,
 }
+_STEP_ORDER_JOBS: dict[str, Callable[[], object]] = {"quantise_step": quantise_step_function}
 _DAEMON_JOBS: dict[str, Callable[[], object]] = {"batch": batch_kernel.compute_batch_function}
 _RECURRENT_JOBS: dict[str, Callable[[], object]] = {
     "tree": delta_tree.tree_task,
@@ -117,6 +120,8 @@ def jobs_for(
     jobs += _RECURRENT_JOBS if is_recurrent else ()
     jobs += _ASKED_JOBS if asks_daemons or beside_device else ()
     jobs += [f"rows.{each.name}" for each in types]
+    if beside_device or kv_type is None:  # a daemon's parent may compute on a GPU
+        jobs += [*_STEP_ORDER_JOBS, *(f"step_rows.{each.name}" for each in types)]
     if kv_type is not None:
         caches = sorted({kv_type.value, KvType.F32.value})
         jobs += [f"elements.{each}" for each in caches]
@@ -133,7 +138,7 @@ def run_job(job: str) -> None:
         _CACHE_JOBS[kind](KvType(what))
     else:
         parents = _DENSE_JOBS | _RECURRENT_JOBS | _ASKED_JOBS | _DEVICE_JOBS
-        (parents | _DAEMON_JOBS | _EXPERT_JOBS)[kind]()
+        (parents | _DAEMON_JOBS | _STEP_ORDER_JOBS | _EXPERT_JOBS)[kind]()
 
 
 # -- ahead of their use ---------------------------------------------------------------------------

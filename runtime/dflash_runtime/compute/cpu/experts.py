@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
@@ -16,10 +18,15 @@ from dflash_runtime.compute.cpu.kernels.words import Call, address, words_kernel
 from dflash_runtime.compute.cpu.threads.parallel import FEW_ROWS
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers
-from dflash_runtime.compute.cpu.weights.matrix import NUM_FIELDS, row_layout
+from dflash_runtime.compute.cpu.weights.matrix import NUM_FIELDS, row_layout, step_fields
 from dflash_runtime.compute.cpu.weights.repacked.kernels import Q8_BLOCK_BYTES
 from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise_function
+from dflash_runtime.compute.cpu.weights.repacked.step_kernels import STEP_BLOCK_BYTES
+from dflash_runtime.compute.cpu.weights.repacked.step_quantising import quantise_step_function
 from dflash_runtime.compute.cpu.weights.rows import UNPACK
+from dflash_runtime.compute.step_order import expert_sum_lanes
+
+_BLOCK_BYTES = max(Q8_BLOCK_BYTES, STEP_BLOCK_BYTES)
 
 _OUT_OF_RANGE = "the batch has expert ids, tokens or pairs out of range"
 
@@ -65,9 +72,9 @@ class CpuExpertBank:
         wants_q8 = layouts[:, UNPACK] != 0
         self._hidden_q8_bytes = self._ffn_q8_bytes = 0
         if wants_q8[:2].any():
-            self._hidden_q8_bytes = Q8_BLOCK_BYTES * (layer.hidden_size // 32)
+            self._hidden_q8_bytes = _BLOCK_BYTES * (layer.hidden_size // 32)
         if wants_q8[2]:
-            self._ffn_q8_bytes = Q8_BLOCK_BYTES * (layer.ffn_size // 32)
+            self._ffn_q8_bytes = _BLOCK_BYTES * (layer.ffn_size // 32)
         words = np.zeros(k.NUM_LAYER_WORDS, np.int64)
         words[k.NUM_EXPERTS], words[k.FFN_SIZE] = self.num_experts, layer.ffn_size
         words[k.ADDRESSES], words[k.LAYOUTS] = addresses.ctypes.data, layouts.ctypes.data
@@ -83,6 +90,28 @@ class CpuExpertBank:
         self.words: I64Array = words
         """The layer's words of experts_kernel. Shapes: [NUM_LAYER_WORDS]."""
         self._arrays = addresses, layouts, scales, biases, activation
+
+    def in_step_order(self) -> CpuExpertBank:
+        """The same experts, with decode steps in step order (see step_order).
+
+        What is replaced in one of both is replaced in the other.
+        """
+        if self.words[k.STEP_ORDER]:
+            return self
+        bank, layer = copy(self), self.layer
+        addresses, layouts, scales, biases, activation = self._arrays
+        layouts, bank.words = layouts.copy(), self.words.copy()
+        gate_up_lanes, down_lanes = expert_sum_lanes(layer)
+        for layout, projection, num_lanes in zip(
+            layouts, layer.projections, (gate_up_lanes, gate_up_lanes, down_lanes), strict=True
+        ):
+            for field, value in step_fields(projection.tensor_type, num_lanes).items():
+                layout[field] = value
+        bank.words[k.LAYOUTS] = layouts.ctypes.data
+        bank.words[k.STEP_ORDER] = 1
+        bank.words[k.QUANTISE_STEP] = quantise_step_function().address
+        bank._arrays = addresses, layouts, scales, biases, activation
+        return bank
 
     def replace(
         self,
@@ -124,7 +153,7 @@ class CpuExpertBank:
         )
         places = [address(each, np.int32) for each in indices]
         words[k.EXPERT_IDS], words[k.GROUP_STARTS], words[k.TOKEN_INDICES] = places
-        words[k.WEIGHTS] = address(weights)
+        words[k.WEIGHTS], words[k.IS_STEP] = address(weights), words[k.STEP_ORDER]
         scratch = self.scratch_words(num_tokens, num_pairs)
         call = Call(steps.run_routed().address, words, (k.NUM_TOKENS,), scratch=scratch)
         return call, (self, sums, indices, weights)
@@ -162,6 +191,7 @@ class CpuExpertBank:
         words[: k.NUM_LAYER_WORDS] = self.words
         words[k.HIDDEN], words[k.OUT] = address(hidden), address(out, np.float64)
         words[k.NUM_TOKENS], words[k.HIDDEN_SIZE] = hidden.shape
+        words[k.IS_STEP] = self.words[k.STEP_ORDER] if batch.phase is not Phase.PREFILL else 0
         words[k.NUM_GROUPS] = num_groups
         words[k.EXPERT_IDS] = address(batch.expert_ids, np.int32)
         words[k.GROUP_STARTS] = address(starts, np.int32)

@@ -27,6 +27,7 @@ from dflash_protocol.errors import (
     UnsupportedModel,
 )
 from dflash_protocol.ids import F32Array, I32Array, I64Array, Phase
+from dflash_protocol.numeric_class import in_step_order
 from dflash_runtime.compute.backend import (
     Chunking,
     ExpertBank,
@@ -81,7 +82,7 @@ _LEFT_BYTES = 256 << 20
 """Memory left free beside weights that need not be there, so that nothing else fails for lack of
 it."""
 
-KERNEL_VERSION = 1
+KERNEL_VERSION = 2
 """Raise it with every change that changes bits."""
 
 
@@ -118,7 +119,8 @@ class CupyBackend:
             self._undo.callback(opened.close)
             device, memory = opened, opened.memory
         self.device: KernelDevice = device
-        self.numeric_class = f"cupy-{KERNEL_VERSION}/{device.capabilities.architecture}"
+        own = f"cupy-{KERNEL_VERSION}/{device.capabilities.architecture}"
+        self.numeric_class = in_step_order(own)
         # Fewer tokens are computed by step kernels, which have other bits.
         self.chunking = Chunking(
             max_chunk,
@@ -324,6 +326,15 @@ class CupyBackend:
             kv_type=kv_type,
             recurrent=spec.recurrent_layers,
         )
+
+    def class_beside(self, parent_class: str) -> str:
+        del parent_class
+        return self.numeric_class
+
+    def bank_beside(self, parent_class: str, bank: ExpertBank) -> ExpertBank:
+        """Always in step order."""
+        del parent_class
+        return bank
 
     def moe(
         self,

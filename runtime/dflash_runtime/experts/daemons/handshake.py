@@ -51,7 +51,12 @@ class Greeting:
     def ask(self) -> AskOffer:
         """The question to a daemon what it has for our model."""
         digest = "" if self.weights is None else self.weights.full_digest
-        return AskOffer(self.model_identity, self.moe_digest, file_digest=digest)
+        return AskOffer(
+            self.model_identity,
+            self.moe_digest,
+            file_digest=digest,
+            numeric_class=self.numeric_class,
+        )
 
     def hello(self, owned: OwnedExperts) -> Hello:
         """The hello to a daemon that is to hold these experts."""

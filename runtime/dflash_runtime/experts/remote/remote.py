@@ -20,6 +20,7 @@ from dflash_protocol.errors import (
     one_line,
 )
 from dflash_protocol.ids import Phase
+from dflash_protocol.numeric_class import is_same_class
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.transports.lent_slot import LentSlot
@@ -254,7 +255,8 @@ class RemoteExpertCompute:
             global_ids=link.owned.by_layer[layer_id],
             payload=PayloadType(welcome.payload),
             # Sums of version 1 were rounded.
-            is_same_class=welcome.numeric_class == checker.numeric_class and welcome.version > 1,
+            is_same_class=welcome.version > 1
+            and is_same_class(welcome.numeric_class, checker.numeric_class, ticket.phase),
         )
         checker.schedule.note_reply(time.perf_counter() - started_s)
         if reason:

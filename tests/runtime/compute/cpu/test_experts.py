@@ -19,6 +19,7 @@ from dflash_adapters.spec import Activation, ExpertProjection, MoeLayer
 from dflash_protocol.batch import HostHidden, RoutedBatch, group_by_expert
 from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
 from dflash_protocol.ring import compiled_experts as ring
+from dflash_protocol.transports.ports import PHASES
 from dflash_runtime.compute.backend import ExpertBank
 from dflash_runtime.compute.cpu import CpuBackend
 from dflash_runtime.compute.cpu.threads import parallel
@@ -96,7 +97,9 @@ def all_ids() -> I32Array:
     return np.arange(E, dtype=np.int32)
 
 
-def random_batch(hidden_size: int, num_tokens: int, seed: int) -> RoutedBatch:
+def random_batch(
+    hidden_size: int, num_tokens: int, seed: int, phase: Phase = Phase.PREFILL
+) -> RoutedBatch:
     rng = np.random.default_rng(seed)
     tokens = np.repeat(np.arange(num_tokens, dtype=np.int32), 3)
     ids = [rng.choice(E, 3, replace=False) for _ in range(num_tokens)]
@@ -105,7 +108,7 @@ def random_batch(hidden_size: int, num_tokens: int, seed: int) -> RoutedBatch:
         tokens,
         np.concatenate([*ids, np.zeros(0)]).astype(np.int32),
         weights=rng.random(tokens.size).astype(np.float32),
-        phase=Phase.PREFILL,
+        phase=phase,
     )
 
 
@@ -118,7 +121,7 @@ def result_of(bank: ExpertBank, batch: RoutedBatch) -> F64Array:
 def one_pair(batch: RoutedBatch, pair: int, local_expert_id: int) -> RoutedBatch:
     token = batch.token_indices[pair]
     return RoutedBatch(
-        phase=Phase.DECODE,
+        phase=batch.phase,
         rows=HostHidden(batch.hidden[token : token + 1].copy()),
         expert_ids=np.array([local_expert_id], np.int32),
         group_starts=np.array([0, 1], np.int32),
@@ -144,9 +147,12 @@ def sum_of_terms(bank: ExpertBank, batch: RoutedBatch, held: I32Array) -> F64Arr
 # -- values ---------------------------------------------------------------------------------------
 
 
-def seen_by(projection: ExpertProjection, x: F32Array) -> F64Array:
+def seen_by(projection: ExpertProjection, x: F32Array, phase: Phase) -> F64Array:
     """Activations as rounded for a projection's products."""
-    return as_int8(x) if projection.tensor_type in FORMATS else x.astype(np.float64)
+    of_step = phase is not Phase.PREFILL
+    return (
+        as_int8(x, of_step=of_step) if projection.tensor_type in FORMATS else x.astype(np.float64)
+    )
 
 
 def int8_sums(made: Experts, batch: RoutedBatch) -> tuple[F64Array, F64Array]:
@@ -157,7 +163,10 @@ def int8_sums(made: Experts, batch: RoutedBatch) -> tuple[F64Array, F64Array]:
     """
     layer, values = made.layer, made.values
     sums, doubt = np.zeros((2, *batch.hidden.shape))
-    x_by_projection = {name: seen_by(getattr(layer, name), batch.hidden) for name in ("gate", "up")}
+    phase, of_step = batch.phase, batch.phase is not Phase.PREFILL
+    x_by_projection = {
+        name: seen_by(getattr(layer, name), batch.hidden, phase) for name in ("gate", "up")
+    }
 
     def project(name: str, expert: int, x: F64Array) -> F64Array:
         scale = values[f"{name}.scale"][expert] if f"{name}.scale" in values else 1.0
@@ -169,9 +178,9 @@ def int8_sums(made: Experts, batch: RoutedBatch) -> tuple[F64Array, F64Array]:
         token, weight = batch.token_indices[pair], batch.weights[pair]
         gate, up = (project(name, expert, x[token]) for name, x in x_by_projection.items())
         inner = activated(layer.activation, gate, up, layer.activation_limit).astype(np.float32)
-        sums[token] += weight * project("down", expert, seen_by(layer.down, inner))
+        sums[token] += weight * project("down", expert, seen_by(layer.down, inner, phase))
         if layer.down.tensor_type in FORMATS:
-            steps = np.abs(values["down"][expert]) @ doubtful_steps(inner, DOUBT)
+            steps = np.abs(values["down"][expert]) @ doubtful_steps(inner, DOUBT, of_step=of_step)
             scale = values["down.scale"][expert] if "down.scale" in values else 1.0
             doubt[token] += abs(weight * scale) * steps
     return sums, doubt
@@ -188,16 +197,20 @@ def assert_right(made: Experts, batch: RoutedBatch, got: F64Array) -> None:
     assert np.linalg.norm(got - exact) <= 0.02 * np.linalg.norm(exact)
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 2, 9, 150])
+@pytest.mark.parametrize(
+    ("phase", "num_tokens"),
+    [*((Phase.PREFILL, size) for size in (0, 1, 2, 9, 150)), (Phase.DECODE, 1), (Phase.VERIFY, 9)],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_against_float64(
     all_experts: dict[str, Experts],
     backends: dict[int, CpuBackend],
     kind: str,
+    phase: Phase,
     num_tokens: int,
 ) -> None:
     made = all_experts[kind]
-    batch = random_batch(made.layer.hidden_size, num_tokens, seed=num_tokens)
+    batch = random_batch(made.layer.hidden_size, num_tokens, num_tokens, phase)
     bank = backends[1].load_experts(made.file, made.layer, all_ids())
     assert bank.num_experts == E
     assert bank.layer is made.layer
@@ -261,7 +274,9 @@ def test_a_terms_bits_depend_on_nothing_else(
     num_threads = data.draw(st.sampled_from([1, 2, 3]), "num_threads")
     order = data.draw(st.permutations(range(E)), "local numbering")
     held = np.array(order[: data.draw(st.integers(1, E), "num_held")], np.int32)
-    full = random_batch(made.layer.hidden_size, num_tokens, data.draw(st.integers(0, 99), "seed"))
+    phase = data.draw(st.sampled_from([Phase.PREFILL, Phase.VERIFY]), "phase")
+    seed = data.draw(st.integers(0, 99), "seed")
+    full = random_batch(made.layer.hidden_size, num_tokens, seed, phase)
 
     local_id_of = {int(expert): local for local, expert in enumerate(held)}
     kept = [p for p, expert in enumerate(pair_expert_ids(full)) if int(expert) in local_id_of]
@@ -271,20 +286,21 @@ def test_a_terms_bits_depend_on_nothing_else(
         full.token_indices[kept],
         np.array(local_ids, np.int32),
         weights=full.weights[kept],
-        phase=Phase.PREFILL,
+        phase=phase,
     )
     bank = backends[num_threads].load_experts(made.file, made.layer, held)
     alone = backends[1].load_experts(made.file, made.layer, all_ids())
     np.testing.assert_array_equal(result_of(bank, batch), sum_of_terms(alone, batch, held))
 
 
+@pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.VERIFY])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_terms_bits_do_not_depend_on_a_large_batch(
-    all_experts: dict[str, Experts], backends: dict[int, CpuBackend], kind: str
+    all_experts: dict[str, Experts], backends: dict[int, CpuBackend], kind: str, phase: Phase
 ) -> None:
     """More pairs of an expert than totals are kept for, not all of them a multiple of 8."""
     made = all_experts[kind]
-    batch = random_batch(made.layer.hidden_size, 520, seed=7)
+    batch = random_batch(made.layer.hidden_size, 520, 7, phase)
     num_pairs = np.diff(batch.group_starts)
     assert num_pairs.max() > 256
     assert (num_pairs % 8).any()
@@ -320,13 +336,14 @@ def test_batches_that_are_not_sound_are_refused(
     assert not out.any()
 
 
+@pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.VERIFY])
 @pytest.mark.parametrize("num_tokens", [1, 2])
 def test_threads_share_the_quantising_of_activations(
-    all_experts: dict[str, Experts], backends: dict[int, CpuBackend], num_tokens: int
+    all_experts: dict[str, Experts], backends: dict[int, CpuBackend], num_tokens: int, phase: Phase
 ) -> None:
     """Each half of a q8 block may be another thread's, in another way each time."""
     made = all_experts["of 256"]
-    batches = [random_batch(made.layer.hidden_size, num_tokens, seed) for seed in (1, 2)]
+    batches = [random_batch(made.layer.hidden_size, num_tokens, seed, phase) for seed in (1, 2)]
     one, several = (
         backends[num_threads].load_experts(made.file, made.layer, all_ids())
         for num_threads in (1, 3)
@@ -461,7 +478,8 @@ def compiled_run(
     compute = ctypes.CFUNCTYPE(*[ctypes.c_int64] * 3)(function)
     arrays = batch.hidden, batch.expert_ids, batch.group_starts, batch.token_indices, batch.weights
     counts = batch.num_tokens, batch.num_groups, batch.num_pairs
-    words = np.array([*counts, *(each.ctypes.data for each in (*arrays, out))], np.int64)
+    places = [each.ctypes.data for each in (*arrays, out)]
+    words = np.array([*counts, *places, PHASES.index(batch.phase)], np.int64)
 
     def run() -> int:
         assert compiled is not None  # and alive
@@ -470,14 +488,19 @@ def compiled_run(
     return run
 
 
+@pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.VERIFY])
 @pytest.mark.parametrize("num_tokens", [1, 5, 20])
 @pytest.mark.parametrize("kind", ["F32", "Q8_0", "float gate"])
 def test_compiled_callers_get_the_same_bits(
-    all_experts: dict[str, Experts], backends: dict[int, CpuBackend], kind: str, num_tokens: int
+    all_experts: dict[str, Experts],
+    backends: dict[int, CpuBackend],
+    kind: str,
+    num_tokens: int,
+    phase: Phase,
 ) -> None:
     made = all_experts[kind]
     bank = backends[2].load_experts(made.file, made.layer, all_ids())
-    batch = random_batch(made.layer.hidden_size, num_tokens, seed=3)
+    batch = random_batch(made.layer.hidden_size, num_tokens, 3, phase)
     batch = replace(batch, group_starts=batch.group_starts.copy())
     out = np.ones(batch.hidden.shape)
     run = compiled_run(backends[2], bank, batch, out)

@@ -114,7 +114,7 @@ class AskTable:
             mine[ring.BATCH_TOKEN_INDICES] = pairs.token_indices.ctypes.data
             mine[ring.BATCH_WEIGHTS] = pairs.weights[index].ctypes.data
             mine[ring.BATCH_SUMS] = pairs.sums[index].ctypes.data
-            mine[ring.REQUEST_PHASE] = PHASES.index(Phase.DECODE)
+            mine[ring.BATCH_PHASE] = PHASES.index(Phase.DECODE)
             mine[ring.REQUEST_IDLE], mine[ring.REQUEST_REGION] = idle, region
         owners.settle_with(self.settle)
 
@@ -143,6 +143,7 @@ class AskTable:
         if bank is not None:
             own = self._owners.own_index
             words[: k.NUM_LAYER_WORDS] = bank.words.tolist()
+            words[k.IS_STEP] = words[k.STEP_ORDER]
             words[k.EXPERT_IDS] = address(pairs.expert_ids[own], np.int32)
             words[k.WEIGHTS] = address(pairs.weights[own])
             scratch = bank.scratch_words(1, self._num_used)

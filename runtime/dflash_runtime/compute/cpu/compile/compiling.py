@@ -38,7 +38,7 @@ from dflash_runtime.compute.cpu.simd.untyped import (
 from dflash_runtime.interrupts import uninterrupted
 
 # Part of the numeric class: raise it when a change to a kernel changes the bits of a result.
-KERNEL_VERSION = 2
+KERNEL_VERSION = 3
 
 Kernel = Callable[..., Any]
 

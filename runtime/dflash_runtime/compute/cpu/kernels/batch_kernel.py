@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from functools import cache
 
+from dflash_protocol.ids import Phase
 from dflash_protocol.ring import compiled_experts as ring
+from dflash_protocol.transports.ports import PHASES
 from dflash_runtime.compute.cpu.compile.compiling import RowFunction
 from dflash_runtime.compute.cpu.kernels import experts_kernel as k
 from dflash_runtime.compute.cpu.kernels.words import get
 from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.simd.types import i64
 from dflash_runtime.compute.cpu.threads.parallel import begin_pass
+
+_PREFILL = PHASES.index(Phase.PREFILL)
 
 # Words of a layer: addresses, then those of experts_kernel, complete but for a batch's.
 POOL, COUNTER, ARGUMENTS = range(3)
@@ -32,6 +36,8 @@ def _compute_batch(experts: int, batch: int) -> int:
     v.store_i64(args + 8 * k.TOKEN_INDICES, get(batch, ring.BATCH_TOKEN_INDICES))
     v.store_i64(args + 8 * k.WEIGHTS, get(batch, ring.BATCH_WEIGHTS))
     v.store_i64(args + 8 * k.OUT, get(batch, ring.BATCH_SUMS))
+    is_step = get(batch, ring.BATCH_PHASE) != _PREFILL and get(args, k.STEP_ORDER) != 0
+    v.store_i64(args + 8 * k.IS_STEP, is_step)
     begin_pass(get(experts, POOL), get(batch, ring.BATCH_TOKENS))
     is_sound: int = k.run_experts(args, get(experts, COUNTER), get(experts, POOL))
     return is_sound

@@ -17,6 +17,7 @@ from dflash_runtime.compute.cpu.kernels.products import (
     VECTORS_AT_ONCE,
     group_size,
     multiply_rows,
+    multiply_step_rows,
     panels_a_claim,
     prefetch_first,
     shares_of,
@@ -44,6 +45,8 @@ from dflash_runtime.compute.cpu.threads.parallel import claim, run_on, run_regio
 from dflash_runtime.compute.cpu.weights.matrix import NUM_FIELDS
 from dflash_runtime.compute.cpu.weights.repacked.kernels import Q8_BLOCK_BYTES
 from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise, regroup
+from dflash_runtime.compute.cpu.weights.repacked.step_kernels import STEP_BLOCK_BYTES
+from dflash_runtime.compute.cpu.weights.repacked.step_quantising import quantise_step
 from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES
 
 # -- arguments of the phases ----------------------------------------------------------------------
@@ -58,10 +61,12 @@ from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES
     SCALES,  # [E, 3] float32, or 0
     BIASES,  # [E, 3] int64: addresses, or 0; or 0 for all
     ACTIVATION,  # [3] float32: limit, alpha, offset of up
+    STEP_ORDER,  # not 0: decode steps are in step order (step_order)
     HIDDEN_Q8_BYTES,  # of a row of hidden as q8 blocks, or 0 if none are needed
     FFN_Q8_BYTES,  # of a row of activations as q8 blocks, or 0 if none are needed
     SCRATCH_BYTES,  # of one thread
     NUM_THREADS,
+    QUANTISE_STEP,  # the function, if decode steps are in step order
     QUANTISE,  # the function, and the phases
     QUANTISE_HIDDEN_TASK,
     REGROUP_TASK,
@@ -73,20 +78,21 @@ from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES
     HIDDEN,  # [T, H] float32
     NUM_TOKENS,
     HIDDEN_SIZE,
+    IS_STEP,  # not 0: a decode step in step order
     NUM_GROUPS,
     EXPERT_IDS,  # [G] int32, local
     GROUP_STARTS,  # [G + 1] int32
     TOKEN_INDICES,  # [P] int32
     WEIGHTS,  # [P] float32
     OUT,  # [T, H] float64
-    TOKEN_Q8,  # [T] rows of hidden as q8 blocks, or 0
-    PAIR_Q8,  # [P] the same grouped by expert; unused for a single token
+    TOKEN_Q8,  # [T] rows of hidden as q8 blocks, or as step blocks; 0: none are needed
+    PAIR_Q8,  # [P] the same grouped by expert; unused for a single token, and in steps
     ACTIVATIONS,  # [P, F] float32
-    ACTIVATION_Q8,  # [P] rows of activations as q8 blocks, or 0; then, if few, halves
+    ACTIVATION_Q8,  # [P] rows of activations as q8 or step blocks, or 0; then, if few, halves
     SCRATCH,  # [threads, SCRATCH_BYTES]
-) = range(32)
+) = range(35)
 
-NUM_ARGUMENTS = 32
+NUM_ARGUMENTS = 35
 NUM_LAYER_WORDS = HIDDEN
 FEW_PAIRS = 64
 """Up to this many pairs' activations are quantised by the threads, three or more, that compute
@@ -133,8 +139,12 @@ def quantise_hidden(args: int, counter: int, worker_idx: int) -> None:
     token = claim(counter)
     while token < get(args, NUM_TOKENS):
         x = get(args, HIDDEN) + 4 * get(args, HIDDEN_SIZE) * token
-        q8_block = get(args, TOKEN_Q8) + Q8_BLOCK_BYTES * num_blocks * token
-        quantise(get(args, QUANTISE), x, num_blocks, q8_block, 0, 1)
+        if get(args, IS_STEP):
+            step_block = get(args, TOKEN_Q8) + STEP_BLOCK_BYTES * num_blocks * token
+            quantise_step(get(args, QUANTISE_STEP), x, num_blocks, step_block)
+        else:
+            q8_block = get(args, TOKEN_Q8) + Q8_BLOCK_BYTES * num_blocks * token
+            quantise(get(args, QUANTISE), x, num_blocks, q8_block, 0, 1)
         token = claim(counter)
 
 
@@ -162,6 +172,12 @@ def _quantise_blocks(args: int, group: int, first: int, num_blocks: int) -> None
     """Quantise some blocks of all activations of a group, from block `first` on."""
     ffn_size = get(args, FFN_SIZE)
     pair, end = pair_range(args, group)
+    while pair < end and get(args, IS_STEP):
+        block = ffn_size // 32 * pair + first
+        out = get(args, ACTIVATION_Q8) + STEP_BLOCK_BYTES * block
+        x = get(args, ACTIVATIONS) + 128 * block
+        quantise_step(get(args, QUANTISE_STEP), x, num_blocks, out)
+        pair += 1
     while pair < end:
         size = group_size(0, end - pair)
         q8_blocks = get(args, ACTIVATION_Q8) + Q8_BLOCK_BYTES * (
@@ -210,7 +226,7 @@ def gate_up(args: int, counter: int, worker_idx: int) -> None:
     ups, scratch = gates + TOTALS_BYTES, gates + 2 * TOTALS_BYTES
     num_blocks = hidden_size // 32
     shares = _shares(args, num_panels, REPACKED_ROWS * get(get(args, LAYOUTS), ROW_BYTES))
-    quantises = _quantises_at_once(args)
+    quantises, is_step = _quantises_at_once(args), get(args, IS_STEP)
     before = -1
     panel, end = take(counter, shares)
     if panel < num_panels:
@@ -227,7 +243,7 @@ def gate_up(args: int, counter: int, worker_idx: int) -> None:
         num_items = end_pair - first_pair
         # A single token's q8 blocks need no regrouping: all groups share them.
         q8_blocks = get(args, TOKEN_Q8)
-        if get(args, NUM_TOKENS) > 1:
+        if get(args, NUM_TOKENS) > 1 and not is_step:
             q8_blocks = get(args, PAIR_Q8) + Q8_BLOCK_BYTES * num_blocks * first_pair
         # Panels of gate and up alternate.
         gate, gate_layout, _ = panel_of(args, group, GATE, panel % group_panels)
@@ -241,10 +257,11 @@ def gate_up(args: int, counter: int, worker_idx: int) -> None:
         vectors = (get(args, HIDDEN), 4 * hidden_size, indices, q8_blocks, num_items)
         for first in range(0, num_items, VECTORS_AT_ONCE):
             last = min(first + VECTORS_AT_ONCE, num_items)
+            part = first, last
             ahead = up, next_gate
-            multiply_rows(gate_layout, gate, num_rows, vectors, first, last, ahead, gates, scratch)
+            _multiply(args, gate_layout, (gate, num_rows), vectors, part, ahead, gates, scratch)
             ahead = next_gate, next_up
-            multiply_rows(up_layout, up, num_rows, vectors, first, last, ahead, ups, scratch)
+            _multiply(args, up_layout, (up, num_rows), vectors, part, ahead, ups, scratch)
             _finish(args, group, GATE, row, num_rows, last - first, gates)
             _finish(args, group, UP, row, num_rows, last - first, ups)
             _activate(get(args, ACTIVATION), gates, ups, last - first)
@@ -263,22 +280,46 @@ def gate_up(args: int, counter: int, worker_idx: int) -> None:
 
 
 @helper
+def _multiply(
+    args: int,
+    layout: int,
+    panel: tuple[int, int],
+    vectors: tuple[int, int, int, int, int],
+    part: tuple[int, int],
+    ahead: tuple[int, int],
+    totals: int,
+    scratch: int,
+) -> None:
+    """A panel's rows and number of rows times part of a set of vectors, from first to end: see
+    products."""
+    rows, num_rows = panel
+    first, end = part
+    if get(args, IS_STEP):
+        multiply_step_rows(layout, rows, num_rows, vectors, first, end, ahead, totals, scratch)
+    else:
+        multiply_rows(layout, rows, num_rows, vectors, first, end, ahead, totals, scratch)
+
+
+@helper
 def _finish(
     args: int, group: int, projection: int, row: int, num_rows: int, num_items: int, totals: int
 ) -> None:
     """Apply the expert's scale and bias, if any."""
     expert = v.load_i32(get(args, EXPERT_IDS) + 4 * group)
+    scale = v.as_float(1)
     if get(args, SCALES):
-        scale = v.splat(v.load_float(get(args, SCALES) + 4 * (3 * expert + projection)))
-        for place in range(totals, totals + 64 * num_items, 128):
-            v.store_floats(place, v.load_floats(place) * scale)
+        scale = v.load_float(get(args, SCALES) + 4 * (3 * expert + projection))
     biases = get(args, BIASES)
     bias = v.load_i64(biases + 8 * (3 * expert + projection)) if biases else 0
     if bias:
         for index in range(num_items):
             for r in range(num_rows):
                 place = totals + 64 * index + 4 * r
-                v.store_float(place, v.load_float(place) + v.load_float(bias + 4 * (row + r)))
+                of_row = v.load_float(bias + 4 * (row + r))
+                v.store_float(place, v.fma_scalar(v.load_float(place), scale, of_row))
+    elif get(args, SCALES):
+        for place in range(totals, totals + 64 * num_items, 128):
+            v.store_floats(place, v.load_floats(place) * v.splat(scale))
 
 
 @helper
@@ -289,7 +330,7 @@ def _activate(activation: int, gates: int, ups: int, num_items: int) -> None:
     for byte in range(0, 64 * num_items, 128):
         gate = v.minimum(v.load_floats(gates + byte), limit)
         up = v.maximum(v.zeros() - limit, v.minimum(v.load_floats(ups + byte), limit))
-        swish = gate / (one + exp_lanes((v.zeros() - alpha) * gate))
+        swish = gate * (one / (one + exp_lanes((v.zeros() - alpha) * gate)))
         v.store_floats(gates + byte, swish * (up + up_offset))
 
 
@@ -352,7 +393,8 @@ def down_phase(args: int, counter: int, worker_idx: int) -> None:
             first_pair, end_pair = pair_range(args, group)
             num_items = end_pair - first_pair
             x = get(args, ACTIVATIONS) + 4 * ffn_size * first_pair
-            q8_blocks = get(args, ACTIVATION_Q8) + Q8_BLOCK_BYTES * num_blocks * first_pair
+            block_bytes = STEP_BLOCK_BYTES if get(args, IS_STEP) else Q8_BLOCK_BYTES
+            q8_blocks = get(args, ACTIVATION_Q8) + block_bytes * num_blocks * first_pair
             vectors = (x, 4 * ffn_size, 0, q8_blocks, num_items)
             down = _down_ahead(args, group, item, item)
             for panel in range(item, end_item):
@@ -363,9 +405,8 @@ def down_phase(args: int, counter: int, worker_idx: int) -> None:
                     ahead = (down + panel_bytes, following)
                 for first in range(0, num_items, VECTORS_AT_ONCE):
                     last = min(first + VECTORS_AT_ONCE, num_items)
-                    multiply_rows(
-                        layout, down, num_rows, vectors, first, last, ahead, totals, scratch
-                    )
+                    rows, part = (down, num_rows), (first, last)
+                    _multiply(args, layout, rows, vectors, part, ahead, totals, scratch)
                     _finish(args, group, DOWN, row, num_rows, last - first, totals)
                     for index in range(first, last):
                         pair = first_pair + index
@@ -414,7 +455,7 @@ def _run_experts(args: int, counter: int, pool: int) -> int:
     if get(args, HIDDEN_Q8_BYTES) != 0:
         few = num_tokens <= FEW_TOKENS
         run_on(0 if few else pool, get(args, QUANTISE_HIDDEN_TASK), args, counter)
-        if num_tokens > 1:
+        if num_tokens > 1 and not get(args, IS_STEP):
             run_region(pool, get(args, REGROUP_TASK), args, counter)
     if _quantises_at_once(args):
         for place in range(_halves(args, 0, 0), _halves(args, get(args, NUM_GROUPS), 0), 8):

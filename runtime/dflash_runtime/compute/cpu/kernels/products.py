@@ -25,14 +25,19 @@ from dflash_runtime.compute.cpu.weights.repacked.kernels import (
     REPACKED_BYTES,
     group_sizes,
 )
+from dflash_runtime.compute.cpu.weights.repacked.step_kernels import STEP_BLOCK_BYTES
 from dflash_runtime.compute.cpu.weights.rows import (
     COLUMNS,
+    EXPAND_STEP,
     FLOAT_ROWS,
     MULTIPLY,
     MULTIPLY_ONE,
+    MULTIPLY_STEP,
     ROW_BYTES,
+    SUM_LANES,
     UNPACK,
 )
+from dflash_runtime.compute.cpu.weights.step_floats import LANES_BYTES, multiply_step_float
 
 REPACKED_ROWS = 16
 
@@ -75,6 +80,11 @@ def _call_4(builder: Any, function: Any, *numbers: Any) -> None:
 
 @primitive(void, *[i64] * 8)
 def call_7(builder: Any, function: Any, *numbers: Any) -> None:
+    emit_call(builder, ir.VoidType(), function, list(numbers))
+
+
+@primitive(void, *[i64] * 9)
+def _call_8(builder: Any, function: Any, *numbers: Any) -> None:
     emit_call(builder, ir.VoidType(), function, list(numbers))
 
 
@@ -229,11 +239,7 @@ def multiply_rows(
         return
     for place in range(totals, totals + 4 * REPACKED_ROWS * num_used, 128):
         v.store_floats(place, v.zeros())
-    if num_rows < REPACKED_ROWS:
-        # Kernels read 16 rows: results of the rows beyond the copied ones are ignored.
-        copied = scratch + REPACKED_BYTES
-        v.copy_bytes(copied, rows, num_rows * row_bytes)
-        rows = copied
+    rows = _whole_panel(rows, num_rows, row_bytes, scratch)
     num_blocks = columns // 32
     near, far = (rows, ahead[0]) if row_bytes >= LEAD_BYTES else ahead
     if num_items == 1:
@@ -264,3 +270,62 @@ def multiply_rows(
             _call_4(multiply, scratch, count, place, totals + 4 * REPACKED_ROWS * (item - first))
             item += size
     end_tiles(num_used)
+
+
+@helper
+def _whole_panel(rows: int, num_rows: int, row_bytes: int, scratch: int) -> int:
+    """Address of the rows, with memory of 16. Kernels read as many: results of the rows beyond the
+    copied ones are ignored."""
+    if num_rows == REPACKED_ROWS:
+        return rows
+    copied = scratch + REPACKED_BYTES
+    v.copy_bytes(copied, rows, num_rows * row_bytes)
+    return copied
+
+
+@helper
+def multiply_step_rows(
+    layout: int,
+    rows: int,
+    num_rows: int,
+    vectors: tuple[int, int, int, int, int],
+    first: int,
+    end: int,
+    ahead: tuple[int, int],
+    totals: int,
+    scratch: int,
+) -> None:
+    """``totals[item - first][row] = rows[row] · x[item]`` for vectors of a decode step, in step
+    order.
+
+    `vectors`: x, x_stride, indices, step_blocks and num_items; step blocks are found like the
+    float32 vectors. All else as `multiply_rows`.
+    """
+    x, x_stride, indices, step_blocks, _ = vectors
+    multiply_step = v.load_i64(layout + 8 * MULTIPLY_STEP)
+    row_bytes = v.load_i64(layout + 8 * ROW_BYTES)
+    columns = v.load_i64(layout + 8 * COLUMNS)
+    num_lanes = v.load_i64(layout + 8 * SUM_LANES)
+    num_blocks = columns // 32
+    if v.load_i64(layout + 8 * UNPACK) == 0:
+        lanes = (scratch + 63) & -64
+        expanded = lanes + LANES_BYTES
+        for row in range(num_rows):
+            place = rows + row_bytes * row
+            v.call_expand(v.load_i64(layout + 8 * EXPAND_STEP), place, columns, expanded)
+            for item in range(first, end):
+                index = v.load_i32(indices + 4 * item) if indices else item
+                vector = x + x_stride * index
+                product = multiply_step_float(
+                    multiply_step, expanded, vector, columns, num_lanes, lanes
+                )
+                v.store_float(totals + 4 * (REPACKED_ROWS * (item - first) + row), product)
+        return
+    rows = _whole_panel(rows, num_rows, row_bytes, scratch)
+    near, far = (rows, ahead[0]) if row_bytes >= LEAD_BYTES else ahead
+    for item in range(first, end):
+        index = v.load_i32(indices + 4 * item) if indices else item
+        place = step_blocks + STEP_BLOCK_BYTES * num_blocks * index
+        out = totals + 4 * REPACKED_ROWS * (item - first)
+        _call_8(multiply_step, rows, row_bytes, num_blocks, place, num_lanes, far, near, out)
+        near, far = rows, rows  # the next vector finds them in the cache

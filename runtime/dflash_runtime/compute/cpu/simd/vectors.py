@@ -304,6 +304,7 @@ def table_lookup(table: tuple[int, ...]) -> Callable[..., Any]:
 
 
 fma = primitive(floats, floats, floats, floats)(emit_fma)
+fma_scalar = primitive(f32, f32, f32, f32)(emit_fma)
 
 
 @primitive(floats, floats)

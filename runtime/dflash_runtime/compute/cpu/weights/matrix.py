@@ -30,16 +30,21 @@ from dflash_runtime.compute.cpu.weights.repacked.kernels import (
     quants_of,
     unpacking,
 )
+from dflash_runtime.compute.cpu.weights.repacked.step_kernels import multiplying_step
 from dflash_runtime.compute.cpu.weights.rows import (
     COLUMNS,
     EXPAND,
+    EXPAND_STEP,
     FLOAT_ROWS,
     MULTIPLY,
     MULTIPLY_ONE,
+    MULTIPLY_STEP,
     ROW_BYTES,
+    SUM_LANES,
     UNPACK,
     expand_function,
 )
+from dflash_runtime.compute.cpu.weights.step_floats import step_float_function
 
 _PLAIN = {
     TensorType.F32: float_tile.F32,
@@ -112,6 +117,17 @@ def row_layout(tensor_type: TensorType, columns: int) -> I64Array:
     return layout
 
 
+def step_fields(tensor_type: TensorType, num_sum_lanes: int) -> dict[int, int]:
+    """Values of the fields of a layout by which decode steps multiply rows in step order (see
+    step_order); compiles the functions."""
+    if tensor_type in FORMATS:
+        multiply, expand = step_function(tensor_type).address, 0
+    else:
+        multiply = step_float_function(tensor_type).address
+        expand = expand_function(tensor_type).address
+    return {MULTIPLY_STEP: multiply, EXPAND_STEP: expand, SUM_LANES: num_sum_lanes}
+
+
 # -- functions of repacked tiles, compiled on first use of a type ---------------------------------
 
 
@@ -131,6 +147,13 @@ def repacked_functions(tensor_type: TensorType) -> dict[int, RowFunction]:
 
 
 @cache
+def step_function(tensor_type: TensorType) -> RowFunction:
+    """`multiply_step` of a type. Raises: KeyError for one that has no repacked tiles."""
+    name, multiply = tensor_type.name.lower(), multiplying_step(FORMATS[tensor_type])
+    return _compiled(f"multiply_step_{name}", _eight_numbers, multiply)
+
+
+@cache
 def _multiply(num_tokens: int, scales_a_block: int, quants: Quants) -> RowFunction:
     if num_tokens == NUM_TOKENS:
         name, primitive = "tiles", multiplying_by_tiles(scales_a_block)
@@ -145,6 +168,10 @@ def _four_numbers(a: int, b: int, c: int, d: int) -> None:
 
 def _seven_numbers(a: int, b: int, c: int, d: int, e: int, f: int, g: int) -> None:
     _emitted(a, b, c, d, e, f, g)
+
+
+def _eight_numbers(a: int, b: int, c: int, d: int, e: int, f: int, g: int, h: int) -> None:
+    _emitted(a, b, c, d, e, f, g, h)
 
 
 def _emitted(*numbers: int) -> None:

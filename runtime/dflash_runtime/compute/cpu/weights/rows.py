@@ -35,9 +35,21 @@ from dflash_runtime.compute.cpu.simd.types import (
 )
 from dflash_runtime.compute.cpu.weights import rows_codebook
 
-ROW_BYTES, COLUMNS, UNPACK, MULTIPLY_ONE, EXPAND, FLOAT_ROWS, MULTIPLY = range(7)
+(
+    ROW_BYTES,
+    COLUMNS,
+    UNPACK,
+    MULTIPLY_ONE,
+    MULTIPLY_STEP,
+    SUM_LANES,
+    EXPAND_STEP,
+    EXPAND,
+    FLOAT_ROWS,
+    MULTIPLY,
+) = range(10)
 """Fields of a row layout, int64: all that kernels need to know of rows except their address.
-Functions are addresses; MULTIPLY is followed by one for each group size."""
+Functions are addresses; MULTIPLY is followed by one for each group size. MULTIPLY_STEP, SUM_LANES
+and EXPAND_STEP are 0 but for experts in step order."""
 
 
 # -- plain numbers --------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from numpy.typing import DTypeLike
 
 from dflash_adapters.quant import TensorType
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, address
-from dflash_runtime.compute.gpu.launch.layouts import FLOAT_TYPES, num_units, row_bytes
+from dflash_runtime.compute.gpu.launch.layouts import row_bytes
+from dflash_runtime.compute.step_order import FLOAT_TYPES
 
 MOST_TOKENS = 8
 """Most tokens that a step's kernels take at once."""
@@ -49,19 +50,6 @@ def check_shared_bytes(device: KernelDevice, num_bytes: int, what: str) -> int:
     return num_bytes
 
 
-def team_lanes(num_units: int, most: int) -> int:
-    """Lanes that share a row: as many as possible with few of them idle at its end.
-
-    It decides the order of a row's sum, so it depends only on the row and the device.
-    """
-    lanes = 1
-    while lanes * 2 <= most:
-        lanes *= 2
-    while lanes > 1 and 8 * -(-num_units // lanes) * lanes > 9 * num_units:
-        lanes //= 2
-    return lanes
-
-
 def check_columns(columns: int, tensor_types: tuple[TensorType, ...]) -> None:
     """Raises: ValueError if rows of activations of this length cannot be multiplied."""
     step = 4 if all(kind in FLOAT_TYPES for kind in tensor_types) else 32
@@ -93,13 +81,6 @@ def check_tokens(num_tokens: int) -> None:
     """Raises: ValueError outside of 1 to MOST_TOKENS."""
     if not 1 <= num_tokens <= MOST_TOKENS:
         raise ValueError(f"T={num_tokens}, a step has 1 to {MOST_TOKENS} tokens")
-
-
-def units_of(tensor_type: TensorType, columns: int) -> int:
-    """Units of a row in the kernels: 64 quantised weights, or 16 bytes of floats."""
-    if tensor_type is TensorType.F32:
-        return -(-columns // 4)
-    return -(-columns // 8) if tensor_type in FLOAT_TYPES else num_units(columns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,15 +27,13 @@ from dflash_runtime.compute.gpu.launch.decode_arrays import (
     meta_shape,
     padded_columns,
     staged_bytes,
-    team_lanes,
-    units_of,
 )
 from dflash_runtime.compute.gpu.launch.layouts import (
-    FLOAT_TYPES,
     ResidentExperts,
     ResidentMatrices,
     row_bytes,
 )
+from dflash_runtime.compute.step_order import FLOAT_TYPES, sum_lanes, units_of
 
 MOST_PEERS = 7
 """Most daemons with a mailbox of one parent."""
@@ -156,10 +154,9 @@ def default_tuning(shape: ExpertsShape, device: KernelDevice) -> ExpertsTuning:
     """
     lanes = device.lanes
     gate_team = min(
-        team_lanes(units_of(kind, shape.hidden_size), lanes)
-        for kind in (shape.gate_type, shape.up_type)
+        sum_lanes(units_of(kind, shape.hidden_size)) for kind in (shape.gate_type, shape.up_type)
     )
-    down_team = team_lanes(units_of(shape.down_type, shape.ffn_size), lanes)
+    down_team = sum_lanes(units_of(shape.down_type, shape.ffn_size))
     gate_warps = 256 // lanes
     teams = gate_warps * (lanes // gate_team)
     gate_rows = max(1, 16 // teams)  # a block gives whole granules

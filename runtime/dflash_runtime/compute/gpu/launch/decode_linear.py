@@ -24,10 +24,9 @@ from dflash_runtime.compute.gpu.launch.decode_arrays import (
     check_shared_bytes,
     check_tokens,
     staged_bytes,
-    team_lanes,
-    units_of,
 )
-from dflash_runtime.compute.gpu.launch.layouts import FLOAT_TYPES, num_units
+from dflash_runtime.compute.gpu.launch.layouts import num_units
+from dflash_runtime.compute.step_order import FLOAT_TYPES, sum_lanes, units_of
 
 LinearDecodeArgs = kernel_struct("linear_decode.cu", "LinearDecodeArgs")
 RouterArgs = kernel_struct("router.cu", "RouterArgs")
@@ -114,7 +113,7 @@ def default_tuning(shape: LinearShape, device: KernelDevice) -> LinearTuning:
     It does not depend on T.
     """
     lanes, num_multiprocessors = device.lanes, device.num_multiprocessors
-    team = team_lanes(num_units(shape.columns), lanes)
+    team = sum_lanes(num_units(shape.columns), lanes)
     rows = sum(count for _, count in shape.matrices)
     most_threads = 512 if lanes == 64 else 640
     if not shape.has_bytes and rows <= 4 * num_multiprocessors:

@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 from dflash_adapters.quant import TensorType
 from dflash_runtime.compute.gpu.device.device import DeviceArray
+from dflash_runtime.compute.step_order import UNIT_VALUES
 
-UNIT = 64
+UNIT = UNIT_VALUES
 """Weights unpacked by a lane at once."""
 
 _ALIGNMENT = 16
@@ -64,7 +65,6 @@ FIELDS: dict[TensorType, tuple[Field, ...]] = {
 }
 """Types supported by the kernels, and their fields in the order of the arrays."""
 
-FLOAT_TYPES = frozenset({TensorType.F32, TensorType.F16, TensorType.BF16})
 """Types that are multiplied with float32 activations; all others are with int8."""
 
 

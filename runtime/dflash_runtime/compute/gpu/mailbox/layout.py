@@ -99,7 +99,7 @@ from dflash_adapters.spec import MoeLayer, MoeSpec
 from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.ring.segment import Segment
 from dflash_runtime.compute.gpu.launch.decode_arrays import GRANULE, MOST_TOKENS, padded_columns
-from dflash_runtime.compute.gpu.launch.layouts import FLOAT_TYPES
+from dflash_runtime.compute.step_order import FLOAT_TYPES
 
 
 class MailWord:

@@ -43,11 +43,12 @@ from dflash_runtime.compute.gpu.launch.decode_linear import (
     is_float_router,
 )
 from dflash_runtime.compute.gpu.launch.decode_tokens import QuantiseRows, RowChange
-from dflash_runtime.compute.gpu.launch.layouts import FLOAT_TYPES, DeviceMatrix
+from dflash_runtime.compute.gpu.launch.layouts import DeviceMatrix
 from dflash_runtime.compute.gpu.launch.row_kernels import ChooseExperts, is_plain
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.layers.rows import Input, Norm, Rows
 from dflash_runtime.compute.gpu.ops.kernels import ExpertChoice
+from dflash_runtime.compute.step_order import FLOAT_TYPES
 
 
 class StepKernels:

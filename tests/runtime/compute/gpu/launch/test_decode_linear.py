@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from dflash_runtime.compute.gpu.launch.decode_arrays import (
     StepRows,
     meta_shape,
     padded_columns,
-    team_lanes,
 )
 from dflash_runtime.compute.gpu.launch.decode_linear import (
     DecodeLinear,
@@ -273,17 +271,6 @@ def test_quantising_rows_once(device: EmulatedDevice, change: RowChange) -> None
     assert not int8_values(sides.quants, sides.meta, 352)[3].any()
     assert not sides.quants[:, 352:].any()
     assert not sides.meta[:, 22:].any()
-
-
-def test_teams_leave_few_lanes_idle() -> None:
-    for num_units, most in itertools.product(range(1, 300), (32, 64)):
-        lanes = team_lanes(num_units, most)
-        taken = -(-num_units // lanes) * lanes
-        assert lanes <= most
-        assert 8 * taken <= 9 * num_units
-    assert team_lanes(32, 32) == 32
-    assert team_lanes(32, 64) == 32
-    assert team_lanes(12, 32) == 4
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -14,10 +14,10 @@ from dflash_runtime.compute.gpu.device.kernel_sources import kernel_path
 from dflash_runtime.compute.gpu.launch.decode_tokens import Embed, Repack
 from dflash_runtime.compute.gpu.launch.layouts import (
     FIELDS,
-    FLOAT_TYPES,
     is_native,
     row_bytes,
 )
+from dflash_runtime.compute.step_order import FLOAT_TYPES
 from support.device_layout import formats_table, repack
 from support.device_weights import random_weights
 from support.emulated_device import EmulatedDevice

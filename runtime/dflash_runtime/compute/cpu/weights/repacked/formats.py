@@ -353,6 +353,29 @@ def quads_iq4_xs(rows: TileRows) -> Quads:
 
 # -- all types ------------------------------------------------------------------------------------
 
+Granules = tuple[tuple[int, int], ...]
+"""(block of 32, half) of 16 values each, four for a unit of 64 values; see step_kernels."""
+
+
+def _in_order(num_units: int) -> tuple[Granules, ...]:
+    return tuple(
+        tuple((2 * unit + granule // 2, granule % 2) for granule in range(4))
+        for unit in range(num_units)
+    )
+
+
+_UNITS_Q6_K = tuple(
+    tuple((4 * run + side + 2 * part, half) for part in range(2) for half in range(2))
+    for run in range(2)
+    for side in range(2)
+)
+"""32 bytes of low bits are a unit: a block, and the one after the next."""
+
+_UNITS_OF_2_BITS = tuple(
+    tuple((4 * run + part, half) for part in range(4)) for run in range(2) for half in range(2)
+)
+"""16 bytes are a unit: the same halves of four blocks."""
+
 
 @dataclass(frozen=True, slots=True)
 class RepackedFormat:
@@ -366,6 +389,10 @@ class RepackedFormat:
     chunk_blocks: int
     """Blocks of 32 that one call of `scales` or `quads` emits."""
     scales_a_block: int = 1
+    centre: int = 0
+    """GPUs multiply ``quant - centre``, without an offset; 0: quants as they are, and offsets."""
+    units: tuple[Granules, ...] = ()
+    """Granules of each unit of a chunk, in a GPU's order; none if a unit is more than a chunk."""
 
     @property
     def chunk_bytes(self) -> int:
@@ -380,15 +407,15 @@ FORMATS = {
         RepackedFormat(TensorType.Q4_1, scales_q4_1, quads_q4_1, 4, 1),
         RepackedFormat(TensorType.Q5_0, scales_q5_0, quads_q5_0, 5, 1),
         RepackedFormat(TensorType.Q5_1, scales_q4_1, quads_q5_1, 5, 1),
-        RepackedFormat(TensorType.Q8_0, scales_q8_0, quads_q8_0, 8, 1),
-        RepackedFormat(TensorType.IQ4_NL, scales_q8_0, quads_iq4_nl, 8, 1),
-        RepackedFormat(TensorType.MXFP4, scales_mxfp4, quads_mxfp4, 5, 1),
-        RepackedFormat(TensorType.NVFP4, scales_nvfp4, quads_nvfp4, 5, 2, 2),
-        RepackedFormat(TensorType.Q2_K, scales_q2_k, quads_q2_k, 2, 8, 2),
-        RepackedFormat(TensorType.Q3_K, scales_q3_k, quads_q3_k, 3, 8, 2),
-        RepackedFormat(TensorType.Q4_K, scales_q4_k, quads_q4_k, 4, 8),
-        RepackedFormat(TensorType.Q5_K, scales_q4_k, quads_q5_k, 5, 8),
-        RepackedFormat(TensorType.Q6_K, scales_q6_k, quads_q6_k, 6, 8, 2),
-        RepackedFormat(TensorType.IQ4_XS, scales_iq4_xs, quads_iq4_xs, 8, 8),
+        RepackedFormat(TensorType.Q8_0, scales_q8_0, quads_q8_0, 8, 1, centre=128),
+        RepackedFormat(TensorType.IQ4_NL, scales_q8_0, quads_iq4_nl, 8, 1, centre=128),
+        RepackedFormat(TensorType.MXFP4, scales_mxfp4, quads_mxfp4, 5, 1, centre=12),
+        RepackedFormat(TensorType.NVFP4, scales_nvfp4, quads_nvfp4, 5, 2, 2, 12, _in_order(1)),
+        RepackedFormat(TensorType.Q2_K, scales_q2_k, quads_q2_k, 2, 8, 2, 0, _UNITS_OF_2_BITS),
+        RepackedFormat(TensorType.Q3_K, scales_q3_k, quads_q3_k, 3, 8, 2, 0, _UNITS_OF_2_BITS),
+        RepackedFormat(TensorType.Q4_K, scales_q4_k, quads_q4_k, 4, 8, 1, 0, _in_order(4)),
+        RepackedFormat(TensorType.Q5_K, scales_q4_k, quads_q5_k, 5, 8, 1, 0, _in_order(4)),
+        RepackedFormat(TensorType.Q6_K, scales_q6_k, quads_q6_k, 6, 8, 2, 0, _UNITS_Q6_K),
+        RepackedFormat(TensorType.IQ4_XS, scales_iq4_xs, quads_iq4_xs, 8, 8, 1, 128, _in_order(4)),
     )
 }

@@ -244,7 +244,7 @@ def multiplying_one(form: RepackedFormat) -> Callable[..., Any]:
                 done = begin * (NUM_ROWS * form.chunk_bytes)
                 x = Q8Blocks(Vec(builder, q8_blocks), 1).block(begin * form.chunk_blocks)
                 total = Vec(builder, builder.load(kept))
-                lines = _lines_ahead(
+                lines = lines_ahead(
                     [Vec(builder, each) + done for each in ahead],
                     count * NUM_ROWS * form.chunk_bytes,
                     2 * count * form.chunk_blocks,
@@ -262,7 +262,7 @@ def multiplying_one(form: RepackedFormat) -> Callable[..., Any]:
     return multiply_one
 
 
-def _lines_ahead(firsts: list[Vec], num_bytes: int, num_parts: int) -> Iterator[None]:
+def lines_ahead(firsts: list[Vec], num_bytes: int, num_parts: int) -> Iterator[None]:
     """Each `next` prefetches another part of `num_bytes` from each of these addresses on."""
     begin = 0
     for part in range(1, num_parts + 1):

@@ -43,7 +43,7 @@ _BLOCKS_AT_ONCE = 8
 _MAGNITUDE_BITS = 0x7FFFFFFF
 
 
-def _reduced(vectors: list[Vec], combine: Callable[[Vec, Vec], Vec]) -> Vec:
+def reduced(vectors: list[Vec], combine: Callable[[Vec, Vec], Vec]) -> Vec:
     """Combine each vector's 16 lanes into one lane: first the halves, then their halves, …
 
     The number of vectors must be a power of two.
@@ -63,17 +63,19 @@ def _reduced(vectors: list[Vec], combine: Callable[[Vec, Vec], Vec]) -> Vec:
     return vectors[0]
 
 
-def _plus(a: Vec, b: Vec) -> Vec:
+def plus(a: Vec, b: Vec) -> Vec:
+    """For `reduced`."""
     return a + b
 
 
-def _rounded(values: Vec) -> Vec:
+def rounded(values: Vec) -> Vec:
+    """To the nearest integer, ties to even."""
     kind = values.value.type
     name = f"llvm.rint.v{kind.count}f32"
     return Vec(values.builder, emit_named(values.builder, name, kind, values.value))
 
 
-def _clamped(turns: Vec) -> Vec:
+def clamped(turns: Vec) -> Vec:
     """Clamp to 127 steps; a NaN, too, becomes a number."""
     builder = turns.builder
     for comparison, limit in (("<", 127.0), (">", -127.0)):
@@ -104,9 +106,9 @@ class _Grids:
                 rests = []
                 for each in halves:
                     exact = each * inverses[-1].take([block] * 16)
-                    rests.append(exact - _rounded(exact))
+                    rests.append(exact - rounded(exact))
                 squares.append(rests[0] * rests[0] + rests[1] * rests[1])
-            errors.append(_reduced(squares, _plus) * _float32(1.0 / steps**2))
+            errors.append(reduced(squares, plus) * _float32(1.0 / steps**2))
         # For a NaN neither grid is better, and the scale is NaN too.
         is_second = builder.fcmp_ordered("<", errors[1].value, errors[0].value)
         self.inverse = Vec(builder, builder.select(is_second, inverses[1].value, inverses[0].value))
@@ -128,7 +130,7 @@ def _quantising(num_blocks: int) -> Callable[..., Any]:
         for halves in values:
             bits = [each.as_type(_WORDS) & _MAGNITUDE_BITS for each in halves]
             sizes.append(bits[0].maximum(bits[1]))
-        grids = _Grids(values, _reduced(sizes, Vec.maximum).bits_to_float())
+        grids = _Grids(values, reduced(sizes, Vec.maximum).bits_to_float())
         sums: tuple[list[Vec], list[Vec]] = [], []
         q8_blocks = [
             Vec(builder, q8_block) + slots * (Q8_BLOCK_BYTES * i) for i in range(num_blocks)
@@ -136,12 +138,12 @@ def _quantising(num_blocks: int) -> Callable[..., Any]:
         for block, halves in enumerate(values):
             inverse = grids.inverse.take([block] * 16)
             for half, each in enumerate(halves):
-                turns = _clamped(_rounded(each * inverse))
+                turns = clamped(rounded(each * inverse))
                 integers = Vec(builder, builder.fptosi(turns.value, _WORDS))
                 quants = Vec(builder, builder.trunc(integers.value, _BYTES))
                 quants.store(q8_blocks[block] + slot_v * 32 + 16 * half)
                 sums[half].append(integers)
-        halves_sums = [_reduced(each, _plus).to_float() for each in sums]
+        halves_sums = [reduced(each, plus).to_float() for each in sums]
         whole = halves_sums[0] + halves_sums[1]  # exact: small integers
         parts = [grids.scale * each for each in (whole, *halves_sums)]
         for block in range(num_blocks):
