@@ -10,6 +10,7 @@ Examples:
   DFLASH_MOE_EXPERT_COMPUTE_CPU_TIER=avx2 python -m bench.cpu_layer --peer avx2
                                                              both sides with AVX2 alone
   python -m bench.cpu_layer --only-peer --files q8_0         the peer's figures alone
+  python -m bench.cpu_layer --step-order --tokens 1 8        ours beside ours as beside a GPU
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ _TOKENS_A_SAMPLE = 96
 _CHECKED_TOKENS = 2
 
 OURS, PEER, REPACKED, _READ = "ours", "peer", "peer, repacked", "read"
+STEP_ORDER = "ours, in step order"
 
 
 class LayerBench:
@@ -139,13 +141,17 @@ class LayerBench:
         }
 
 
+OTHERS = PEER, REPACKED, STEP_ORDER
+
 COLUMNS = (
     "file, tokens",
     "ours µs",
     "peer µs",
     "repacked µs",
+    "step order µs",
     "ours ÷ peer (range)",
     "ours ÷ repacked (range)",
+    "ours ÷ step order (range)",
     "quiet rounds",
     "read GB/s",
     "ours of it",
@@ -168,8 +174,8 @@ def row_cells(name: str, row: dict[str, Any]) -> list[str]:
     seconds = row["seconds_a_layer"]
     return [
         f"{name}, {row['tokens']}",
-        *(median_cell(seconds.get(side), scale=1e6) for side in (OURS, PEER, REPACKED)),
-        *(ratio_cell(row["ratios"], side) for side in (PEER, REPACKED)),
+        *(median_cell(seconds.get(side), scale=1e6) for side in (OURS, *OTHERS)),
+        *(ratio_cell(row["ratios"], side) for side in OTHERS),
         row["quiet_rounds"],
         median_cell(row.get("read_bytes_per_s"), 1, scale=1e-9),
         *map(share, (OURS, PEER)),
@@ -179,8 +185,8 @@ def row_cells(name: str, row: dict[str, Any]) -> list[str]:
 
 def measure_file(name: str, tokens: list[int], options: argparse.Namespace) -> dict[str, Any]:
     """All rows of one file, printed as they are measured."""
-    path, folder = model_path(name), build(options.peer)
-    threads = options.threads
+    path, threads = model_path(name), options.threads
+    folder = None if options.step_order else build(options.peer)
     with contextlib.ExitStack() as open_sides:
 
         def start(side: str, factory: Callable[..., object], *args: Any, **kwargs: Any) -> Side:
@@ -195,12 +201,16 @@ def measure_file(name: str, tokens: list[int], options: argparse.Namespace) -> d
                 )
             )
 
-        sides = {PEER: start(PEER, PeerLayers, folder, path, repack=False)}
+        sides = {}
+        if options.step_order:
+            sides[STEP_ORDER] = start(STEP_ORDER, OurLayers, path, in_step_order=True)
+        else:
+            sides[PEER] = start(PEER, PeerLayers, folder, path, repack=False)
         result: dict[str, Any] = {"file": name, "bytes": path.stat().st_size, "rows": []}
         if not options.only_peer:
             sides[OURS] = start(OURS, OurLayers, path)
             result["kernels"] = sides[OURS].call("numeric_class")
-        if options.repacked:
+        if options.repacked and not options.step_order:
             repacked = start(REPACKED, PeerLayers, folder, path, repack=True)
             if types := repacked.call("repacked_types"):
                 sides[REPACKED] = repacked
@@ -224,6 +234,9 @@ def main() -> None:
         type=int,
         help=f"chunk sizes (default: {' '.join(map(str, TOKENS))}; one-type files: 1)",
     )
+    parser.add_argument(
+        "--step-order", action="store_true", help="compare with ours as beside a GPU, not the peer"
+    )
     add_pair_options(parser, rounds=9, variants=VARIANTS)
     options = parser.parse_args()
     results = []
@@ -231,7 +244,7 @@ def main() -> None:
         for name in options.files:
             default = TOKENS if name in MAIN_FILES else (1,)
             results.append(measure_file(name, options.tokens or list(default), options))
-        peer = build_record(build(options.peer))
+        peer = None if options.step_order else build_record(build(options.peer))
     except BuildError as error:
         raise SystemExit(f"error: {error}") from None
     record = report.head("One expert layer: seconds", num_threads=options.threads, peer=peer) | {

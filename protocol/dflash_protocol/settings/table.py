@@ -400,6 +400,14 @@ class Settings:
         "", "EXPERT_STATS", PathText("FILE"), Reader.PARENT,
         "File that gets this run's selections at its end, for dflash-moe stats.",
     )
+    expert_trace: str = setting(
+        "", "EXPERT_TRACE", PathText("FILE"), Reader.PARENT,
+        "File that gets the experts of each token, for dflash-moe simulate; on CPUs.",
+    )
+    expert_trace_mb: int = setting(
+        256, "EXPERT_TRACE_MB", Whole(1, 1024), Reader.PARENT,
+        "Largest size of that file, in MiB.",
+    )
     host: str = setting(
         "127.0.0.1", "HOST", HOST, Reader.SERVER,
         "Address that the server listens on; beyond loopback it needs keys.",

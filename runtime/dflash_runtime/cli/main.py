@@ -24,6 +24,7 @@ from dflash_runtime.cli.inspect import inspect
 from dflash_runtime.cli.keygen import keygen
 from dflash_runtime.cli.plan import plan
 from dflash_runtime.cli.serve import serve
+from dflash_runtime.cli.simulate import simulate
 from dflash_runtime.cli.stats import stats
 from dflash_runtime.interrupts import interrupt_once
 
@@ -56,7 +57,7 @@ def version() -> None:
     click.echo(f"dflash-moe {__version__}")
 
 
-for _command in (doctor, generate, inspect, keygen, plan, serve, stats):
+for _command in (doctor, generate, inspect, keygen, plan, serve, simulate, stats):
     cli.add_command(_command)
 for _command in cli.commands.values():
     # Else the list of commands truncates it.

@@ -416,6 +416,10 @@ class CapturedStep(Protocol):
         Raises: ContextExceeded, CheckpointMissing; DeviceUnavailable.
         """
 
+    def choices(self, num_rows: int) -> I32Array:
+        """Global expert ids that the rows of the last step chose, layer after layer, if it was
+        captured to keep them. Shapes: result [T, K of all layers]."""
+
     def take_selections(self) -> dict[tuple[Phase, int], I64Array]:
         """How often each expert was routed to since the last call, by phase and layer id, in layers
         that remote owners share without the host. Shapes: each [E]."""
@@ -547,10 +551,11 @@ class ComputeBackend(Protocol):
         *,
         remote: MailedExperts,
         check: Callable[[], None],
+        keeps_choices: bool = False,
     ) -> CapturedStep | None:
         """A captured step of a model whose experts are in `banks` or `remote`, as for `moe`; None
         if the backend captures none. On the host `check` is called within long steps; what it
-        raises ends them."""
+        raises ends them. `keeps_choices`, on the host: CapturedStep.choices is wanted."""
 
     def offload_prompts(
         self, file: GgufFile, layers: Iterable[MoeLayer], remote: RemoteExperts

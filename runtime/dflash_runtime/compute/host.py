@@ -129,6 +129,7 @@ class HostBackend:
         *,
         remote: MailedExperts,
         check: Callable[[], None],
+        keeps_choices: bool = False,
     ) -> CapturedStep | None:
         """Return None: nothing is captured."""
 

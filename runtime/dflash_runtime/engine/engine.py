@@ -98,6 +98,7 @@ class Engine:
             local_banks=opened.owners.local_banks,
             num_positions=opened.num_positions,
             heat=opened.heat,
+            tracer=opened.tracer,
         )
         self._verifier: Verifier | None = None
         self._mover: ExpertMover | None = None

@@ -38,6 +38,7 @@ from dflash_runtime.engine.heat_keeper import HeatKeeper
 from dflash_runtime.engine.kernels_ahead import compile_kernels
 from dflash_runtime.engine.planning import Planned
 from dflash_runtime.engine.predictions import Predictions
+from dflash_runtime.engine.tracing import ExpertTracer, open_tracer
 from dflash_runtime.engine.trial_steps import trial_steps
 from dflash_runtime.experts.daemons.supervisor import ProgressCallback
 from dflash_runtime.experts.offload import OffloadChoice, OffloadMode
@@ -63,6 +64,7 @@ class Opened:
     kv_type: KvType
     heat: HeatKeeper
     predictions: Predictions
+    tracer: ExpertTracer | None = None
     move_prices: MovePrices | None = None
     """None: experts stay where they are."""
 
@@ -117,6 +119,9 @@ def open_model(
     num_threads = settings.threads or None
     backend = decision.open_backend()
     undo.callback(backend.close)
+    tracer = open_tracer(file, spec, settings, is_on_host=backend.is_host)
+    if tracer is not None:
+        undo.callback(tracer.close)
     report("parent", "compile", 0, 1)
     types = {tensor.tensor_type for tensor in file.tensors.values()}
     backend.warm_up(
@@ -214,6 +219,7 @@ def open_model(
         kv_type,
         decision.heat,
         predictions,
+        tracer,
         move_prices,
     )
 

@@ -24,6 +24,7 @@ from dflash_runtime.engine.arguments import chunk_bounds
 from dflash_runtime.engine.heat_keeper import HeatKeeper
 from dflash_runtime.engine.reuse import SequenceReuse
 from dflash_runtime.engine.run_guard import RunGuard
+from dflash_runtime.engine.tracing import ExpertTracer
 from dflash_runtime.engine.two_batch_overlap import run_in_turns
 from dflash_runtime.experts.replacing import NotUndone, Prepared
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
@@ -60,10 +61,12 @@ class Steps:
         local_banks: Mapping[int, ExpertBank],
         num_positions: int,
         heat: HeatKeeper,
+        tracer: ExpertTracer | None = None,
     ) -> None:
         self.num_positions = num_positions
         """The longest sequence, in tokens."""
         self.heat = heat
+        self._tracer = tracer
         self.reuse = SequenceReuse(
             cache,
             num_positions,
@@ -77,7 +80,12 @@ class Steps:
         """The model's routed experts, by phase, and whether they may be offloaded."""
         self._guard = RunGuard(file)
         self._captured = backend.captured_step(
-            model, cache, local_banks, remote=runtime, check=self._guard.check
+            model,
+            cache,
+            local_banks,
+            remote=runtime,
+            check=self._guard.check,
+            keeps_choices=tracer is not None,
         )
         self._pairs_of_token = sum(layer.num_experts_used for layer in model.spec.moe.layers)
 
@@ -230,6 +238,8 @@ class Steps:
             self._guard.close()
             if self._captured is not None:
                 self._captured.close()
+            if self._tracer is not None:
+                self._tracer.close()
             del self._backend, self._model, self._cache, self._local_banks
             del self._experts, self._captured, self.reuse
 
@@ -312,6 +322,8 @@ class Steps:
         if result is not None:
             if not self._captured.counts_itself:
                 self._count(Phase.VERIFY, token_ids.size)
+            if self._tracer is not None:
+                self._tracer.add(Phase.VERIFY, self._captured.choices(token_ids.size))
             self._require_known(result.next_token_ids)
         return result
 
@@ -423,6 +435,8 @@ class Steps:
         assert self._captured is not None
         if not self._captured.counts_itself:
             self._count(Phase.DECODE, 1)
+        if self._tracer is not None:
+            self._tracer.add(Phase.DECODE, self._captured.choices(1))
         if self._backend.chunking.invariant_from == 1:
             self.reuse.add(position, np.array([token_id], np.int32))
 
@@ -459,10 +473,18 @@ class Steps:
     def _run(
         self, step: Step, before_layer: _BeforeLayer, on_layer: OnLayer[AnyArray] | None
     ) -> AnyArray:
-        experts = self._experts_of(step.phase)
-        return run_to_end(
-            forward(self._model, step, experts, before_layer=before_layer, on_layer=on_layer)
-        )
+        experts, tracer, phase = self._experts_of(step.phase), self._tracer, None
+        if tracer is not None:
+            experts = tracer.noting(experts)
+        try:
+            rows = run_to_end(
+                forward(self._model, step, experts, before_layer=before_layer, on_layer=on_layer)
+            )
+            phase = step.phase
+        finally:
+            if tracer is not None:
+                tracer.end_chunk(phase)
+        return rows
 
     def _experts_of(self, phase: Phase, *, may_offload: bool = True) -> Any:
         experts = self._experts.get((phase, may_offload))

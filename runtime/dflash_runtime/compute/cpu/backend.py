@@ -112,6 +112,7 @@ class CpuBackend(HostBackend):
         *,
         remote: MailedExperts,
         check: Callable[[], None],
+        keeps_choices: bool = False,
     ) -> CpuStep:
         """Never None."""
         assert isinstance(model, HostModel)
@@ -124,7 +125,13 @@ class CpuBackend(HostBackend):
             for layer in model.spec.moe.layers
         )
         return CpuStep(
-            self.ops, model, cache, banks=here, owners=None if is_whole else remote, check=check
+            self.ops,
+            model,
+            cache,
+            banks=here,
+            owners=None if is_whole else remote,
+            check=check,
+            keeps_choices=keeps_choices,
         )
 
     def take_selections(self, banks: Mapping[int, ExpertBank]) -> dict[tuple[Phase, int], I64Array]:

@@ -428,6 +428,7 @@ class CupyBackend:
         *,
         remote: MailedExperts,
         check: Callable[[], None],
+        keeps_choices: bool = False,
     ) -> GraphStep:
         """Never None."""
         assert isinstance(model, GpuModel)

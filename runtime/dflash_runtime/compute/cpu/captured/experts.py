@@ -12,6 +12,7 @@ from dflash_runtime.compute.backend import MailedExperts
 from dflash_runtime.compute.cpu.captured.ask_table import AskTable
 from dflash_runtime.compute.cpu.captured.recorder import Recorder
 from dflash_runtime.compute.cpu.experts import CpuExpertBank
+from dflash_runtime.compute.cpu.kernels.step_tasks import columns_call
 from dflash_runtime.compute.model import Pausable
 
 
@@ -32,6 +33,25 @@ class LocalExperts:
         recorder.run(call)
         yield from ()
         return out
+
+
+class KeptChoices:
+    """Records that the choices of other experts' tokens are kept, as arrays [T, K] int32 appended
+    to `choices`, layer after layer. Implements model.RoutedExperts."""
+
+    def __init__(
+        self, recorder: Recorder, experts: LocalExperts | AskedExperts, choices: list[I32Array]
+    ) -> None:
+        self._recorder, self._experts, self._choices = recorder, experts, choices
+
+    def __call__(
+        self, layer_id: int, hidden: F32Array, topk_ids: I32Array, topk_weights: F32Array
+    ) -> Pausable[F32Array]:
+        kept = np.zeros(topk_ids.shape, np.float32)  # copied as bits
+        self._recorder.keep(kept)
+        self._recorder.run(columns_call(topk_ids.view(np.float32), 0, kept))
+        self._choices.append(kept.view(np.int32))
+        return (yield from self._experts(layer_id, hidden, topk_ids, topk_weights))
 
 
 class AskedExperts:

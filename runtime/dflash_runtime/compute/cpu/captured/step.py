@@ -11,7 +11,7 @@ import numpy as np
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase
 from dflash_runtime.compute.backend import DeviceSampling, MailedExperts
 from dflash_runtime.compute.cpu.captured.ask_table import AskTable
-from dflash_runtime.compute.cpu.captured.experts import AskedExperts, LocalExperts
+from dflash_runtime.compute.cpu.captured.experts import AskedExperts, KeptChoices, LocalExperts
 from dflash_runtime.compute.cpu.captured.program import BetweenCalls, Program
 from dflash_runtime.compute.cpu.captured.recorder import PositionTables, Recorder
 from dflash_runtime.compute.cpu.experts import CpuExpertBank
@@ -43,6 +43,8 @@ class _Recorded:
     logits: F32Array
     layer_ends: tuple[int, ...]
     """The number of calls up to each layer's end."""
+    choices: tuple[I32Array, ...]
+    """Global expert ids [T, K] of each layer with experts, if they are kept."""
 
 
 def _record(
@@ -52,14 +54,18 @@ def _record(
     banks: Mapping[int, CpuExpertBank],
     owners: MailedExperts | None,
     table: AskTable | None,
+    keeps_choices: bool,
 ) -> _Recorded:
     num_rows, layer_ends = min(MOST_ROWS, cache.capacity), list[int]()
     recorder = Recorder(ops, num_rows, cache.capacity)
     token_ids, next_ids = np.zeros((2, num_rows), np.int32)
-    experts: LocalExperts | AskedExperts
+    experts: LocalExperts | AskedExperts | KeptChoices
     experts = LocalExperts(recorder, banks)
     if owners is not None and table is not None:
         experts = AskedExperts(recorder, owners, banks, table)
+    choices: list[I32Array] = []
+    if keeps_choices:
+        experts = KeptChoices(recorder, experts, choices)
     recording, step = model.with_ops(recorder), Step.of_chunk(token_ids, 0, cache, Phase.DECODE)
 
     def end_layer(layer_id: int, hidden: F32Array) -> None:
@@ -72,7 +78,14 @@ def _record(
     recorder.keep(model)
     program = recorder.program()
     return _Recorded(
-        program, recorder.tables, token_ids, next_ids, hidden, logits, tuple(layer_ends)
+        program,
+        recorder.tables,
+        token_ids,
+        next_ids,
+        hidden,
+        logits,
+        tuple(layer_ends),
+        tuple(choices),
     )
 
 
@@ -99,6 +112,7 @@ class CpuStep:
         banks: Mapping[int, CpuExpertBank],
         owners: MailedExperts | None,
         check: Callable[[], None],
+        keeps_choices: bool,
     ) -> None:
         """`banks`: this process's experts; all, without `owners`."""
         self.counts_itself = owners is not None
@@ -111,7 +125,7 @@ class CpuStep:
                 num_experts_used=max(layer.num_experts_used for layer in layers),
                 workers=ops.workers,
             )
-        self._recorded = _record(ops, model, cache, banks, owners, self._table)
+        self._recorded = _record(ops, model, cache, banks, owners, self._table, keeps_choices)
         self._workers, self._cache = ops.workers, cache
         self._check = check
         self._position = 0
@@ -200,6 +214,9 @@ class CpuStep:
     def logits(self) -> F32Array:
         logits: F32Array = self._recorded.logits[0]
         return logits
+
+    def choices(self, num_rows: int) -> I32Array:
+        return np.concatenate([each[:num_rows] for each in self._recorded.choices], axis=1)
 
     def take_selections(self) -> dict[tuple[Phase, int], I64Array]:
         """None: the host counts, or banks do."""

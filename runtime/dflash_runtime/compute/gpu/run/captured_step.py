@@ -90,6 +90,10 @@ class GraphStep:
     def counts_itself(self) -> bool:
         return self._choice.home.path.needs_host
 
+    def choices(self, num_rows: int) -> I32Array:
+        """They stay on the device."""
+        raise NotImplementedError(f"choices of {num_rows} rows")
+
     def take_selections(self) -> dict[tuple[Phase, int], I64Array]:
         return self._choice.take_selections()
 

@@ -1,0 +1,173 @@
+"""``dflash-moe simulate``: what caches of some sizes would have found of traces' experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dflash_protocol.errors import SettingsError
+from dflash_protocol.process.output import ascii_json, noun
+from dflash_runtime.cli.terminal import write_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dflash_runtime.placement.cache.simulation import Replay
+    from dflash_runtime.placement.cache.traces import ExpertTrace
+
+_PARTS = (12, 25, 50, 75)
+"""Percent of a layer's experts, where no size is given."""
+
+_EPILOG = """\b
+Examples:
+  dflash-moe simulate run.trace
+  dflash-moe simulate monday.trace tuesday.trace --slots 40
+  dflash-moe simulate run.trace --budget-mb 8192 --per-layer
+  dflash-moe simulate run.trace --slots 64 --json
+"""
+
+
+@click.command(epilog=_EPILOG)
+@click.argument(
+    "traces", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="TRACE…"
+)
+@click.option(
+    "--slots",
+    type=click.IntRange(1, 1 << 16),
+    help="Room for so many experts of each layer; by default several parts of them.",
+)
+@click.option(
+    "--budget-mb",
+    type=click.IntRange(1, 1 << 24),
+    help="Room for experts of all layers together, in MiB: as many of each layer.",
+)
+@click.option("--per-layer", is_flag=True, help="Show each layer's hits too.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def simulate(
+    traces: tuple[Path, ...],
+    *,
+    slots: int | None,
+    budget_mb: int | None,
+    per_layer: bool,
+    as_json: bool,
+) -> None:
+    """Show what cache policies would have found of the experts in TRACE, and brought.
+
+    Traces are written by --expert-trace; see docs/files.md.
+    """
+    from dflash_runtime.placement.cache.simulation import replayed
+    from dflash_runtime.placement.cache.traces import read_trace
+
+    if slots is not None and budget_mb is not None:
+        raise SettingsError("--slots and --budget-mb exclude each other")
+    records = []
+    for path in traces:
+        trace = read_trace(path)
+        if not as_json:
+            write_lines(_head(path, trace))
+        for num_slots in _sizes(trace, slots, budget_mb):
+            found = replayed(trace, num_slots)
+            records.append(_record(path, trace, num_slots, found))
+            if not as_json:
+                write_lines(_table(trace, num_slots, found))
+                if per_layer:
+                    write_lines(_layers(trace, found))
+    if as_json:
+        click.echo(ascii_json({"replays": records}))
+
+
+def _sizes(trace: ExpertTrace, slots: int | None, budget_mb: int | None) -> list[list[int]]:
+    """Slots of each layer, for each size. Raises: SettingsError for a budget below what a token
+    uses."""
+    layers = trace.header.layers
+    if budget_mb is not None:
+        num_bytes = sum(layer.expert_bytes for layer in layers)
+        slots = (budget_mb << 20) // max(1, num_bytes)
+    least = max(layer.num_experts_used for layer in layers)
+    if slots is None:
+        most = max(layer.num_experts for layer in layers)
+        counts = [max(least, most * part // 100) for part in _PARTS]
+    else:
+        counts = [slots]
+    if counts[0] < least:
+        raise SettingsError(f"room for {counts[0]} experts of a layer; a token uses {least}")
+    return [[min(count, layer.num_experts) for layer in layers] for count in sorted(set(counts))]
+
+
+def _head(path: Path, trace: ExpertTrace) -> list[str]:
+    header, layers = trace.header, trace.header.layers
+    most = max(layer.num_experts for layer in layers)
+    return [
+        f"trace    {path}: {trace.num_tokens:,} {noun(trace.num_tokens, 'token')}",
+        f"model    {header.model_name or 'not named'}, identity {header.identity[:16]}: "
+        f"{len(layers)} layers of up to {most} experts",
+    ]
+
+
+def _table(trace: ExpertTrace, num_slots: Sequence[int], found: dict[str, Replay]) -> list[str]:
+    """A row for each policy."""
+    layers = trace.header.layers
+    most = max(layer.num_experts for layer in layers)
+    num_bytes = sum(
+        slots * layer.expert_bytes for slots, layer in zip(num_slots, layers, strict=True)
+    )
+    lines = [
+        "",
+        f"{max(num_slots)} of {most} experts of a layer ({num_bytes / 2**20:,.0f} MiB)",
+        f"  {'policy':8s} {'found':>7s} {'whole layers':>13s} {'brought':>9s} {'MiB':>8s}",
+        f"  {'':8s} {'':7s} {'':13s} {'a token':>9s} {'a token':>8s}",
+    ]
+    num_tokens = _num_counted(trace)
+    for name, replay in found.items():
+        lines.append(
+            f"  {name:8s} {replay.hit_share:7.1%} {replay.hot_share:13.1%} "
+            f"{replay.brought.sum() / num_tokens:9.2f} "
+            f"{replay.brought_bytes / num_tokens / 2**20:8.1f}"
+        )
+    return lines
+
+
+def _layers(trace: ExpertTrace, found: dict[str, Replay]) -> list[str]:
+    lines = ["", "  " + "layer".ljust(8) + "".join(f" {name:>7s}" for name in found)]
+    for index, layer in enumerate(trace.header.layers):
+        shares = [
+            replay.hits[index] / max(1, replay.num_selections[index]) for replay in found.values()
+        ]
+        lines.append(f"  {layer.layer_id:<8d}" + "".join(f" {share:7.1%}" for share in shares))
+    return lines
+
+
+def _num_counted(trace: ExpertTrace) -> int:
+    """Tokens after the warm-up; at least 1."""
+    from dflash_runtime.placement.cache.simulation import WARM_UP
+
+    return max(1, trace.num_tokens - trace.num_tokens // WARM_UP)
+
+
+def _record(
+    path: Path, trace: ExpertTrace, num_slots: Sequence[int], found: dict[str, Replay]
+) -> dict[str, object]:
+    return {
+        "trace": str(path),
+        "identity": trace.header.identity,
+        "tokens": trace.num_tokens,
+        "counted_tokens": _num_counted(trace),
+        "slots": list(num_slots),
+        "policies": {
+            name: {
+                "found": replay.hit_share,
+                "whole_layers": replay.hot_share,
+                "brought": int(replay.brought.sum()),
+                "brought_bytes": replay.brought_bytes,
+                "found_by_layer": [
+                    hits / max(1, number)
+                    for hits, number in zip(
+                        replay.hits.tolist(), replay.num_selections.tolist(), strict=True
+                    )
+                ],
+            }
+            for name, replay in found.items()
+        },
+    }

@@ -1,0 +1,274 @@
+"""Replays a trace through cache policies: how many selections each finds, and how many experts it
+brings.
+
+Misses of a token are brought after its hits were looked up, one after the other. The first tenth of
+the trace fills the cache, and counts what the static set is chosen by: figures are of the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from dflash_protocol.ids import BoolArray, F64Array, I32Array, I64Array, U8Array
+from dflash_runtime.placement.cache import policies as p
+from dflash_runtime.placement.cache.policies import CachePolicy
+from dflash_runtime.placement.cache.traces import ExpertTrace
+
+BELADY = "belady"
+"""The bound: what is used again the latest leaves, or is not kept at all. No policy can know that.
+
+Source: Belady, "A study of replacement algorithms for a virtual-storage computer", 1966.
+"""
+
+WARM_UP = 10
+"""The first of so many parts of a trace fills the caches."""
+
+HALF_LIFE = 1000.0
+"""Tokens after which a use counts half, for LFU."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replay:
+    """What one policy did after the warm-up.
+
+    Shapes: hits, brought [L] selections and experts; num_selections [L]; hot_layers: of num_layers
+    (a token's layers), how many found all experts.
+    """
+
+    hits: I64Array
+    brought: I64Array
+    num_selections: I64Array
+    brought_bytes: int
+    hot_layers: int
+    num_layers: int
+
+    @property
+    def hit_share(self) -> float:
+        return float(self.hits.sum() / max(1, self.num_selections.sum()))
+
+    @property
+    def hot_share(self) -> float:
+        """Layers of tokens whose experts were all there."""
+        return self.hot_layers / max(1, self.num_layers)
+
+
+def replayed(
+    trace: ExpertTrace, num_slots: Sequence[int], *, half_life: float = HALF_LIFE
+) -> dict[str, Replay]:
+    """Each policy's replay by name, and Belady's. `num_slots`: experts that each layer has room
+    for; at least as many as a token uses of it.
+
+    Raises: ValueError if there are fewer.
+    """
+    functions = _functions()
+    warm = trace.num_tokens // WARM_UP
+    found: dict[str, list[tuple[int, int, int, BoolArray]]] = {}
+    for (layer, ids), slots in zip(trace.by_layer(), num_slots, strict=True):
+        if slots < min(layer.num_experts_used, layer.num_experts):
+            raise ValueError(
+                f"layer {layer.layer_id}: {slots} slots, a token uses {layer.num_experts_used}"
+            )
+        ids = np.ascontiguousarray(ids)
+        hits = np.zeros(ids.shape, np.uint8)
+        brought = np.zeros(ids.shape, np.uint8)
+        for policy in CachePolicy:
+            state = _State(layer.num_experts)
+            if policy is CachePolicy.STATIC:
+                counts = np.bincount(ids[:warm].ravel(), minlength=layer.num_experts)
+                state.place[np.argsort(-counts, kind="stable")[:slots]] = p.PROTECTED
+            growth = 2.0 ** (1.0 / half_life)
+            sizes = int(policy), min(slots, layer.num_experts), growth
+            functions.replay(ids, *sizes, *state.arrays, hits, brought)
+            found.setdefault(policy.name.lower(), []).append(
+                _figures(hits[warm:], brought[warm:], layer.expert_bytes)
+            )
+        following = np.empty(ids.shape, np.int32)
+        functions.next_uses(ids, np.full(layer.num_experts, ids.shape[0], np.int32), following)
+        there = np.zeros(layer.num_experts, np.uint8)
+        functions.belady(ids, following, min(slots, layer.num_experts), there, hits, brought)
+        found.setdefault(BELADY, []).append(
+            _figures(hits[warm:], brought[warm:], layer.expert_bytes)
+        )
+    sizes_of = [(trace.num_tokens - warm) * x.num_experts_used for x in trace.header.layers]
+    return {name: _joined(layers, sizes_of) for name, layers in found.items()}
+
+
+class _State:
+    """A layer's arrays, as policies take them; an empty cache, nothing pinned."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.place: U8Array = np.full(num_experts, p.ABSENT, np.uint8)
+        self.arrays: tuple[U8Array, I64Array, F64Array, U8Array] = (
+            self.place,
+            np.full(num_experts, -1, np.int64),
+            np.zeros(num_experts),
+            np.zeros(num_experts, np.uint8),
+        )
+
+
+def _figures(hits: U8Array, brought: U8Array, expert_bytes: int) -> tuple[int, int, int, BoolArray]:
+    num_brought, is_hot = int(brought.sum()), np.asarray(hits.all(axis=1))
+    return int(hits.sum()), num_brought, num_brought * expert_bytes, is_hot
+
+
+def _joined(
+    layers: Sequence[tuple[int, int, int, BoolArray]], num_selections: Sequence[int]
+) -> Replay:
+    return Replay(
+        hits=np.array([hits for hits, *_ in layers], np.int64),
+        brought=np.array([brought for _, brought, *_ in layers], np.int64),
+        num_selections=np.array(num_selections, np.int64),
+        brought_bytes=sum(num_bytes for _, _, num_bytes, _ in layers),
+        hot_layers=sum(int(hot.sum()) for *_, hot in layers),
+        num_layers=sum(hot.size for *_, hot in layers),
+    )
+
+
+# -- one layer ------------------------------------------------------------------------------------
+
+# `_functions` substitutes compiled ones.
+_note_use, _demoted, _victim, _is_kept = p.note_use, p.demoted, p.victim, p.is_kept
+
+
+def _replay(
+    ids: I32Array,
+    policy: int,
+    num_slots: int,
+    growth: float,
+    place: U8Array,
+    last_use: I64Array,
+    uses: F64Array,
+    is_pinned: U8Array,
+    hits: U8Array,
+    brought: U8Array,
+) -> None:
+    """Writes hits and brought [N, K], 1 or 0."""
+    num_tokens, num_used = ids.shape
+    num_there = 0
+    for expert in range(place.size):
+        num_there += place[expert] != p.ABSENT
+    most_protected = int(num_slots * p.PROTECTED_SHARE)
+    weight = 1.0
+    for token in range(num_tokens):
+        for k in range(num_used):
+            expert = ids[token, k]
+            hits[token, k] = place[expert] != p.ABSENT
+            brought[token, k] = 0
+            if _note_use(policy, expert, token, weight, place, last_use, uses):
+                leaving = _demoted(most_protected, place, last_use, is_pinned)
+                if leaving >= 0:
+                    place[leaving] = p.PROBATION
+        for k in range(num_used):
+            expert = ids[token, k]
+            if place[expert] != p.ABSENT or policy == p.STATIC:
+                continue
+            if num_there < num_slots:
+                num_there += 1
+            else:
+                leaving = _victim(policy, token, place, last_use, uses, is_pinned)
+                if not _is_kept(policy, expert, leaving, uses):
+                    continue
+                place[leaving] = p.ABSENT
+                if policy != p.LFU:
+                    uses[leaving] = 0.0
+            place[expert] = p.PROBATION
+            brought[token, k] = 1
+        weight *= growth
+        if weight > p.LARGEST_WEIGHT:
+            for expert in range(uses.size):
+                uses[expert] /= weight
+            weight = 1.0
+
+
+def _next_uses(ids: I32Array, following: I32Array, out: I32Array) -> None:
+    """The number of the token that uses each choice's expert next. `following` [E]: what to write
+    for the last; overwritten. Shapes: ids, out [N, K]."""
+    num_tokens, num_used = ids.shape
+    for token in range(num_tokens - 1, -1, -1):
+        for k in range(num_used):
+            out[token, k] = following[ids[token, k]]
+        for k in range(num_used):
+            following[ids[token, k]] = token
+
+
+def _belady(
+    ids: I32Array,
+    next_use: I32Array,
+    num_slots: int,
+    there: U8Array,
+    hits: U8Array,
+    brought: U8Array,
+) -> None:
+    """Writes hits and brought [N, K]. Shapes: there [E], zeros."""
+    num_tokens, num_used = ids.shape
+    following = np.zeros(there.size, np.int32)
+    num_there = 0
+    for token in range(num_tokens):
+        for k in range(num_used):
+            expert = ids[token, k]
+            hits[token, k], brought[token, k] = there[expert], 0
+            following[expert] = next_use[token, k]
+        for k in range(num_used):
+            expert = ids[token, k]
+            if there[expert]:
+                continue
+            if num_there < num_slots:
+                num_there += 1
+            else:
+                latest = expert
+                for other in range(there.size):
+                    if there[other] and following[other] > following[latest]:
+                        latest = other
+                if latest == expert:
+                    continue
+                there[latest] = 0
+            there[expert], brought[token, k] = 1, 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Functions:
+    replay: Callable[..., None]
+    next_uses: Callable[..., None]
+    belady: Callable[..., None]
+
+
+@cache
+def _functions() -> _Functions:
+    """Compiled, where that is possible: a trace of an hour takes Python minutes."""
+    try:
+        import numba  # noqa: F401 - is it there?
+
+        from dflash_runtime.compute.cpu.compile.compiling import compile_kernel, helper, variant
+        from dflash_runtime.compute.cpu.simd.untyped import types
+    except ImportError:
+        return _Functions(_replay, _next_uses, _belady)
+
+    def array(element: Any, ndim: int) -> Any:
+        return types.Array(element, ndim, "C")
+
+    ids, flags = array(types.int32, 2), array(types.uint8, 2)
+    state = (
+        array(types.uint8, 1),
+        array(types.int64, 1),
+        array(types.float64, 1),
+        array(types.uint8, 1),
+    )
+    replay = variant(
+        _replay,
+        "cache_replay",
+        _note_use=helper(p.note_use),
+        _demoted=helper(p.demoted),
+        _victim=helper(p.victim),
+        _is_kept=helper(p.is_kept),
+    )
+    sizes = types.int64, types.int64, types.float64
+    return _Functions(
+        compile_kernel(replay, ids, *sizes, *state, flags, flags),
+        compile_kernel(_next_uses, ids, array(types.int32, 1), ids),
+        compile_kernel(_belady, ids, ids, types.int64, array(types.uint8, 1), flags, flags),
+    )

@@ -1,0 +1,85 @@
+"""What `dflash-moe simulate` shows of traces, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from dflash_protocol.errors import SettingsError
+from dflash_protocol.ids import Phase
+from dflash_runtime.cli.simulate import simulate
+from dflash_runtime.placement.cache.traces import TraceHeader, TraceLayer, TraceWriter
+
+LAYERS = TraceLayer(1, 64, 2, 1 << 20), TraceLayer(2, 32, 2, 1 << 19)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Layer 1 chooses experts 5 and 6 only, layer 2 another two each time."""
+    header = TraceHeader("ab" * 32, "a model", "cd" * 32, LAYERS)
+    writer = TraceWriter(tmp_path / "run.trace", header, most_bytes=1 << 20)
+    for token in range(320):
+        writer.add(Phase.DECODE, np.array([[5, 6, 2 * token % 32, (2 * token + 1) % 32]]))
+    writer.close()
+    return tmp_path / "run.trace"
+
+
+def result_of(*arguments: str | Path) -> Result:
+    result = CliRunner().invoke(simulate, [*map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result
+
+
+def test_each_size_is_a_table_of_policies(path: Path) -> None:
+    lines = result_of(path).output.splitlines()
+    assert lines[0].endswith("run.trace: 320 tokens")
+    assert lines[1].endswith("a model, identity abababababababab: 2 layers of up to 64 experts")
+    heads = [line for line in lines if "experts of a layer (" in line]
+    assert [line.split()[0] for line in heads] == ["7", "16", "32", "48"]
+    assert heads[0].endswith("(10 MiB)")
+    rows = [line.split() for line in lines if line.startswith("  lru")]
+    assert rows[0] == ["lru", "50.0%", "50.0%", "2.00", "1.0"]  # layer 2 finds nothing
+    assert rows[2] == ["lru", "100.0%", "100.0%", "0.00", "0.0"]
+    belady = [line.split()[1] for line in lines if line.startswith("  belady")]
+    assert float(belady[0][:-1]) > 55
+
+
+def test_layers_may_be_shown(path: Path) -> None:
+    lines = result_of(path, "--slots", "7", "--per-layer").output.splitlines()
+    first, second = (line.split() for line in lines[-2:])
+    assert first[:3] == ["1", "100.0%", "100.0%"]
+    assert second[:2] == ["2", "0.0%"]
+
+
+def test_a_budget_is_for_all_layers(path: Path) -> None:
+    output = result_of(path, path, "--budget-mb", "15", "--json").output
+    replays = json.loads(output)["replays"]
+    assert len(replays) == 2
+    assert replays[0]["slots"] == [10, 10]
+    assert replays[0]["tokens"] == 320
+    assert replays[0]["counted_tokens"] == 288
+    assert replays[0]["policies"]["lru"]["found_by_layer"] == [1.0, 0.0]
+    assert {*replays[0]["policies"]} == {"lru", "lfu", "slru", "static", "belady"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--slots", "1"], r"room for 1 experts of a layer; a token uses 2"),
+        (["--budget-mb", "1"], r"room for 0 experts"),
+        (["--slots", "3", "--budget-mb", "1"], r"exclude each other"),
+    ],
+)
+def test_what_cannot_be_is_refused(path: Path, arguments: list[str], reason: str) -> None:
+    with pytest.raises(SettingsError, match=reason):
+        CliRunner().invoke(simulate, [str(path), *arguments], catch_exceptions=False)
+
+
+def test_a_trace_must_be_named_and_be_one(tmp_path: Path) -> None:
+    assert CliRunner().invoke(simulate, []).exit_code == 2
+    with pytest.raises(SettingsError, match="No such file"):
+        CliRunner().invoke(simulate, [str(tmp_path / "no")], catch_exceptions=False)
