@@ -402,7 +402,7 @@ class Settings:
     )
     expert_trace: str = setting(
         "", "EXPERT_TRACE", PathText("FILE"), Reader.PARENT,
-        "File that gets the experts of each token, for dflash-moe simulate; on CPUs.",
+        "File that gets the experts of each token, for dflash-moe simulate.",
     )
     expert_trace_mb: int = setting(
         256, "EXPERT_TRACE_MB", Whole(1, 1024), Reader.PARENT,

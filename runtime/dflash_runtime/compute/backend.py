@@ -7,6 +7,7 @@ local id, and computes the (token, expert, weight) pairs it is given.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
@@ -416,9 +417,17 @@ class CapturedStep(Protocol):
         Raises: ContextExceeded, CheckpointMissing; DeviceUnavailable.
         """
 
-    def choices(self, num_rows: int) -> I32Array:
-        """Global expert ids that the rows of the last step chose, layer after layer, if it was
-        captured to keep them. Shapes: result [T, K of all layers]."""
+    @property
+    def most_choices(self) -> int:
+        """Steps whose choices are kept; 0: it was not captured to keep them."""
+
+    def choices(self, first_position: int, num_tokens: int) -> I32Array:
+        """Global expert ids that the tokens of the last steps chose, layer after layer: up to
+        `most_choices` of them, not counting steps that were started ahead. Shapes: result [T, K of
+        all layers]."""
+
+    def tree_choices(self, num_tokens: int) -> I32Array:
+        """The same of the last tree that `verify` computed."""
 
     def take_selections(self) -> dict[tuple[Phase, int], I64Array]:
         """How often each expert was routed to since the last call, by phase and layer id, in layers
@@ -542,6 +551,13 @@ class ComputeBackend(Protocol):
     ) -> Any:
         """The routed experts that this backend's models call in a phase: those in `banks`, by layer
         id, and all others from `remote`. Without `may_offload` none are offloaded."""
+
+    def noted_choices(
+        self, experts: Any
+    ) -> AbstractContextManager[tuple[Any, Callable[[], I32Array]]]:
+        """A context for one pass through all layers: what to give it as its routed experts instead
+        of `moe`'s, and a function for its end that returns the global expert ids that its tokens
+        chose, layer after layer. Shapes: result [T, K of all layers]."""
 
     def captured_step(
         self,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -27,7 +28,7 @@ from dflash_runtime.compute.host_model import HostExperts, HostModel
 from dflash_runtime.compute.host_ops import Ops
 from dflash_runtime.compute.kv_cache import KvCache, KvType
 from dflash_runtime.compute.memory import host_memory
-from dflash_runtime.compute.model import Model
+from dflash_runtime.compute.model import Model, Pausable
 from dflash_runtime.compute.thread_trial import OnePass
 from dflash_runtime.compute.topology import processor_name
 
@@ -120,6 +121,18 @@ class HostBackend:
     ) -> HostExperts:
         """All from `remote`, those in `banks` too."""
         return HostExperts(remote, phase)
+
+    @contextmanager
+    def noted_choices(self, experts: HostExperts) -> Iterator[tuple[Any, Callable[[], I32Array]]]:
+        noted: dict[int, I32Array] = {}
+
+        def noting(
+            layer_id: int, hidden: F32Array, topk_ids: I32Array, topk_weights: F32Array
+        ) -> Pausable[F32Array]:
+            noted[layer_id] = topk_ids.copy()
+            return (yield from experts(layer_id, hidden, topk_ids, topk_weights))
+
+        yield noting, lambda: np.concatenate([noted[each] for each in sorted(noted)], axis=1)
 
     def captured_step(
         self,

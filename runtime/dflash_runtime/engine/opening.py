@@ -119,7 +119,7 @@ def open_model(
     num_threads = settings.threads or None
     backend = decision.open_backend()
     undo.callback(backend.close)
-    tracer = open_tracer(file, spec, settings, is_on_host=backend.is_host)
+    tracer = open_tracer(file, spec, settings)
     if tracer is not None:
         undo.callback(tracer.close)
     report("parent", "compile", 0, 1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
@@ -236,10 +238,12 @@ class Steps:
         """End the run, refuse further ones, release the device's memory. May be called twice."""
         if not self._guard.is_closed:
             self._guard.close()
+            if self._tracer is not None:
+                with suppress(DflashError):  # a device that has failed
+                    self._tracer.write_steps()
+                self._tracer.close()
             if self._captured is not None:
                 self._captured.close()
-            if self._tracer is not None:
-                self._tracer.close()
             del self._backend, self._model, self._cache, self._local_banks
             del self._experts, self._captured, self.reuse
 
@@ -323,7 +327,8 @@ class Steps:
             if not self._captured.counts_itself:
                 self._count(Phase.VERIFY, token_ids.size)
             if self._tracer is not None:
-                self._tracer.add(Phase.VERIFY, self._captured.choices(token_ids.size))
+                choices = self._captured.tree_choices(token_ids.size)
+                self._tracer.add(Phase.VERIFY, choices)
             self._require_known(result.next_token_ids)
         return result
 
@@ -436,7 +441,7 @@ class Steps:
         if not self._captured.counts_itself:
             self._count(Phase.DECODE, 1)
         if self._tracer is not None:
-            self._tracer.add(Phase.DECODE, self._captured.choices(1))
+            self._tracer.note_step(self._captured, position)
         if self._backend.chunking.invariant_from == 1:
             self.reuse.add(position, np.array([token_id], np.int32))
 
@@ -453,11 +458,12 @@ class Steps:
     ) -> AnyArray:
         """A chunk at once, or in two micro-batches (two-batch overlap) if experts are remote.
 
-        Not overlapped if `on_layer` is given, or experts are offloaded to this device.
+        Not overlapped if `on_layer` is given, choices are traced, or experts are offloaded to this
+        device.
         Shapes: result [T, H].
         """
         size, overlapped_from = step.token_ids.size, self._backend.chunking.overlapped_from
-        is_short = overlapped_from is None or size < overlapped_from
+        is_short = overlapped_from is None or size < overlapped_from or self._tracer is not None
         # Weights that are copied here for a layer serve the whole chunk.
         is_whole = is_short or self._runtime.may_offload_now or on_layer is not None
         if is_whole or not self._runtime.asks_daemons:
@@ -473,17 +479,14 @@ class Steps:
     def _run(
         self, step: Step, before_layer: _BeforeLayer, on_layer: OnLayer[AnyArray] | None
     ) -> AnyArray:
-        experts, tracer, phase = self._experts_of(step.phase), self._tracer, None
-        if tracer is not None:
-            experts = tracer.noting(experts)
-        try:
-            rows = run_to_end(
-                forward(self._model, step, experts, before_layer=before_layer, on_layer=on_layer)
-            )
-            phase = step.phase
-        finally:
-            if tracer is not None:
-                tracer.end_chunk(phase)
+        experts, tracer = self._experts_of(step.phase), self._tracer
+        passed = partial(forward, self._model, step, before_layer=before_layer, on_layer=on_layer)
+        if tracer is None:
+            return run_to_end(passed(experts))
+        tracer.write_steps()  # before their places are used again
+        with self._backend.noted_choices(experts) as (noting, noted):
+            rows = run_to_end(passed(noting))
+            tracer.add(step.phase, noted())
         return rows
 
     def _experts_of(self, phase: Phase, *, may_offload: bool = True) -> Any:

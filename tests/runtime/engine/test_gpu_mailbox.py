@@ -43,6 +43,7 @@ from dflash_runtime.compute.mail_trial import Fault, FaultKind, Faults, TrialBat
 from dflash_runtime.engine.replacing import ExpertMover
 from dflash_runtime.engine.verifying import Verified
 from dflash_runtime.experts.events import EventKind
+from dflash_runtime.placement.cache.traces import PHASES, read_trace
 from dflash_runtime.placement.moves import MovePrices
 from dflash_runtime.placement.split import make_placement
 from support.emulated_device import EmulatedDevice
@@ -160,6 +161,26 @@ def test_steps_through_mailboxes_have_the_bits_of_a_resident_run(
             assert rings.count >= 2 * (NUM_TOKENS - 1)
             assert rounded == is_rounded
     assert all(not device.num_bytes for device in mailing.gpus.opened)
+
+
+@pytest.mark.parametrize("num_local", [0, 2])
+def test_traces_of_steps_through_mailboxes_are_those_of_a_resident_run(
+    mailing: Mailing, tmp_path: Path, num_local: int
+) -> None:
+    traces = [tmp_path / name for name in ("resident", "mailed")]
+    settings = [replace(mailing.settings, expert_trace=str(trace)) for trace in traces]
+    with opened(mailing.model, settings=settings[0]) as engine:
+        tokens(engine)
+        verified(engine)
+    by_mail = replace(settings[1], ipc_transport="device")
+    with mailing.opened(1, local_experts=num_local, settings=by_mail) as engine:
+        tokens(engine)
+        verified(engine)
+        assert mailing.rings.count > NUM_TOKENS
+    resident, mailed = map(read_trace, traces)
+    np.testing.assert_array_equal(mailed.phases, resident.phases)
+    np.testing.assert_array_equal(mailed.ids, resident.ids)
+    assert (resident.phases == PHASES.index(Phase.VERIFY)).sum() == sum(map(len, TREES))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import Phase
 from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
+from dflash_runtime.compute.gpu.ops import choice_notes
 from dflash_runtime.placement.cache.traces import PHASES, ExpertTrace, read_trace
 from support.emulated_gpu import TINY, install_emulated_gpus
 from support.random_models import write_qwen3moe
@@ -94,13 +95,64 @@ def test_a_full_trace_stops_nothing(model: Path, tmp_path: Path) -> None:
         assert len(list(engine.generate(PROMPT, NUM_TOKENS, ignore_eos=True))) == NUM_TOKENS
 
 
-def test_a_parent_on_a_gpu_says_that_it_writes_none(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"local_experts": 2, "daemons": ["cpu"]}, {"local_experts": 0, "daemons": ["cpu"]}],
+    ids=["all on the GPU", "some in a daemon", "all in a daemon"],
+)
+def test_choices_on_a_gpu_are_those_that_are_counted(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     install_emulated_gpus(monkeypatch)
-    with pytest.raises(SettingsError, match=r"expert_trace: .* use device cpu"):
-        opened(model, tmp_path / "run.trace", device="cuda:0")
-    assert not (tmp_path / "run.trace").exists()
+    monkeypatch.setattr(choice_notes, "MOST_CHOICE_ROWS", 6)  # written in parts
+    with opened(model, tmp_path / "run.trace", device="cuda:0", **options) as engine:
+        for _ in range(2):
+            list(engine.generate(PROMPT, NUM_TOKENS + 4, ignore_eos=True))
+        list(engine.generate(PROMPT, 5, ignore_eos=True, temperature=2.0, seed=1))
+    trace = read_trace(tmp_path / "run.trace")
+    run = [Phase.PREFILL] * len(PROMPT) + [Phase.DECODE] * (NUM_TOKENS + 3)
+    assert [PHASES[each] for each in trace.phases[: 2 * len(run)]] == 2 * run
+    np.testing.assert_array_equal(trace.ids[: len(run)], trace.ids[len(run) : 2 * len(run)])
+    assert trace.num_tokens == 2 * len(run) + len(PROMPT) + 4
+    # Counts on a device include steps that were started ahead and discarded.
+    with opened(model, tmp_path / "host.trace", backend="cpu") as engine:
+        list(engine.generate(PROMPT, NUM_TOKENS + 4, ignore_eos=True))
+    on_host = read_trace(tmp_path / "host.trace").ids
+    assert (on_host == trace.ids[: len(run)]).mean() > 0.95  # bits of activations differ
+
+
+@pytest.mark.parametrize("parents", [[-1, 0, 1, 2], [-1, 0, 0, 1]], ids=["chain", "tree"])
+def test_drafts_verified_on_a_gpu_are_in_it(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parents: list[int]
+) -> None:
+    install_emulated_gpus(monkeypatch)
+    drafts = [7, 3, 9, 4]
+    with opened(model, tmp_path / "run.trace", device="cuda:0") as engine:
+        engine.prefill(PROMPT)
+        for _ in range(2):  # captured, then replayed
+            engine.verify(drafts, parents)
+    trace = read_trace(tmp_path / "run.trace")
+    assert [PHASES[each] for each in trace.phases[len(PROMPT) :]] == [Phase.VERIFY] * 8
+    first, second = trace.ids[-8:-4], trace.ids[-4:]
+    np.testing.assert_array_equal(first, second)
+    with opened(model, tmp_path / "host.trace", backend="cpu") as engine:
+        engine.prefill(PROMPT)
+        engine.verify(drafts, parents)
+    assert (read_trace(tmp_path / "host.trace").ids[-4:] == first).mean() > 0.9
+
+
+def test_a_gpus_shares_of_a_chunk_are_in_it(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks that would be computed in two halves, in turns, are not while choices are traced."""
+    install_emulated_gpus(monkeypatch)
+    prompt = [each % TINY.vocab_size for each in range(40)]
+    with opened(model, tmp_path / "run.trace", device="cuda:0", daemons=["cpu"]) as engine:
+        list(engine.generate(prompt, 1, ignore_eos=True))
+        counts = engine.stats().selections
+    trace = read_trace(tmp_path / "run.trace")
+    assert trace.num_tokens == len(prompt)
+    assert counts_of(trace) == counts
 
 
 def test_a_file_that_cannot_be_written_is_named(model: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,6 +54,7 @@ from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.gpu.mailbox.mail import CupyMail
 from dflash_runtime.compute.gpu.model.linear import DeviceLoader
 from dflash_runtime.compute.gpu.model.model import GpuModel
+from dflash_runtime.compute.gpu.ops.choice_notes import downloaded
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
 from dflash_runtime.compute.gpu.room import (
     CONTEXT_BYTES,
@@ -420,6 +421,17 @@ class CupyBackend:
             self._offload = None
             self.device.trim()
 
+    @contextlib.contextmanager
+    def noted_choices(
+        self, experts: DeviceMoe
+    ) -> Iterator[tuple[DeviceMoe, Callable[[], I32Array]]]:
+        notes, device = self.ops.notes, self.device
+        notes.begin()
+        try:
+            yield experts, lambda: downloaded(device, notes.end())
+        finally:
+            notes.end()
+
     def captured_step(
         self,
         model: Model[Any, Any],
@@ -439,7 +451,8 @@ class CupyBackend:
         self._reserve(model, cache, resident.values(), num_remote)
         if not num_remote:
             whole = self.moe(banks, Phase.DECODE, None)
-            return GraphStep(self.ops, model, cache, home=LocalPath(whole))
+            here = LocalPath(whole)
+            return GraphStep(self.ops, model, cache, home=here, keeps_choices=keeps_choices)
         home = HostPath(self.ops, model.spec.moe, resident, remote=remote, check=check)
         sessions = MailboxSessions(
             self.ops,
@@ -449,7 +462,9 @@ class CupyBackend:
             home=home,
             keeper=self.mail.keeper,
         )
-        return GraphStep(self.ops, model, cache, home=home, sessions=sessions)
+        return GraphStep(
+            self.ops, model, cache, home=home, sessions=sessions, keeps_choices=keeps_choices
+        )
 
     def _reserve(
         self,

@@ -215,8 +215,17 @@ class CpuStep:
         logits: F32Array = self._recorded.logits[0]
         return logits
 
-    def choices(self, num_rows: int) -> I32Array:
-        return np.concatenate([each[:num_rows] for each in self._recorded.choices], axis=1)
+    @property
+    def most_choices(self) -> int:
+        return min(1, len(self._recorded.choices))
+
+    def choices(self, first_position: int, num_tokens: int) -> I32Array:
+        assert num_tokens == 1
+        assert first_position == self._position - 1
+        return self.tree_choices(1)
+
+    def tree_choices(self, num_tokens: int) -> I32Array:
+        return np.concatenate([each[:num_tokens] for each in self._recorded.choices], axis=1)
 
     def take_selections(self) -> dict[tuple[Phase, int], I64Array]:
         """None: the host counts, or banks do."""

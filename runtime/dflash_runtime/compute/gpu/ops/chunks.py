@@ -36,6 +36,7 @@ from dflash_runtime.compute.gpu.launch.row_kernels import (
 )
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.layers.rows import Input, Norm, Rows
+from dflash_runtime.compute.gpu.ops.choice_notes import ChoiceNotes
 from dflash_runtime.compute.gpu.ops.kernels import ExpertChoice, RoutedRows
 from dflash_runtime.compute.gpu.transfers.payload import PayloadMover
 
@@ -55,8 +56,11 @@ class _Columns:
 class ChunkKernels:
     """Launches of chunks. Implements kernels.LayerKernels. One serves a whole model."""
 
-    def __init__(self, device: KernelDevice, *, max_chunk: int, scratch_bytes: int) -> None:
+    def __init__(
+        self, device: KernelDevice, notes: ChoiceNotes, *, max_chunk: int, scratch_bytes: int
+    ) -> None:
         self.max_chunk = max_chunk
+        self._notes = notes
         self.products = products_of(device)
         self._device = device
         self.scratch_bytes = scratch_bytes
@@ -171,7 +175,7 @@ class ChunkKernels:
         shape = logits.num_tokens, rule.num_experts_used
         ids, weights = self._device.empty(shape, np.int32), self._device.empty(shape, np.float32)
         self._choose.launch(rule, logits.array, bias=bias, ids=ids, weights=weights)
-        return ExpertChoice(ids, weights, rule)
+        return self._notes.add(ExpertChoice(ids, weights, rule))
 
     # -- rows as products read them ---------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from dflash_runtime.compute.gpu.launch.decode_tokens import ArgmaxLogits
 from dflash_runtime.compute.gpu.launch.row_kernels import Elementwise
 from dflash_runtime.compute.gpu.layers.attention import AttentionLauncher
 from dflash_runtime.compute.gpu.layers.rows import Rows
+from dflash_runtime.compute.gpu.ops.choice_notes import ChoiceNotes
 from dflash_runtime.compute.gpu.ops.chunks import ChunkExperts, ChunkKernels
 from dflash_runtime.compute.gpu.ops.steps import StepExperts, StepKernels
 from dflash_runtime.compute.gpu.transfers.payload import PayloadMover
@@ -29,9 +30,12 @@ class GpuOps:
         `lock`: see payload.PayloadMover."""
         self.device = device
         self.payload = PayloadMover(device, lock)
-        self.steps = StepKernels(device)
+        self.notes = ChoiceNotes()
+        self.steps = StepKernels(device, self.notes)
         self.step_experts = StepExperts(device)
-        self.chunks = ChunkKernels(device, max_chunk=max_chunk, scratch_bytes=scratch_bytes)
+        self.chunks = ChunkKernels(
+            device, self.notes, max_chunk=max_chunk, scratch_bytes=scratch_bytes
+        )
         self.chunk_experts = ChunkExperts(self.chunks, self.payload)
         self.attention = AttentionLauncher(device, self.steps.buffers)
         self.elementwise = Elementwise(device)

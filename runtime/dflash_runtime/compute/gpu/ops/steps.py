@@ -47,6 +47,7 @@ from dflash_runtime.compute.gpu.launch.layouts import DeviceMatrix
 from dflash_runtime.compute.gpu.launch.row_kernels import ChooseExperts, is_plain
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.layers.rows import Input, Norm, Rows
+from dflash_runtime.compute.gpu.ops.choice_notes import ChoiceNotes
 from dflash_runtime.compute.gpu.ops.kernels import ExpertChoice
 from dflash_runtime.compute.step_order import FLOAT_TYPES
 
@@ -54,8 +55,9 @@ from dflash_runtime.compute.step_order import FLOAT_TYPES
 class StepKernels:
     """Launches of steps. Implements kernels.LayerKernels. One serves a whole model."""
 
-    def __init__(self, device: KernelDevice) -> None:
+    def __init__(self, device: KernelDevice, notes: ChoiceNotes) -> None:
         self.buffers = Buffers(device)
+        self._notes = notes
         self._device = device
         self._linears: dict[LinearShape, DecodeLinear] = {}
         self._quantisers: dict[tuple[int, RowChange], QuantiseRows] = {}
@@ -191,7 +193,8 @@ class StepKernels:
         """Left to the kernel that needs it first."""
         shape = (logits.num_tokens, rule.num_experts_used)
         ids, weights = self._take(shape, np.int32), self._take(shape, np.float32)
-        return ExpertChoice(ids.array, weights.array, rule, logits, bias, buffers=(ids, weights))
+        choice = ExpertChoice(ids.array, weights.array, rule, logits, bias, buffers=(ids, weights))
+        return self._notes.add(choice)
 
     def choose_now(self, choice: ExpertChoice) -> None:
         """Write ids and weights, unless a kernel has done so."""

@@ -23,6 +23,7 @@ from dflash_runtime.compute.gpu.launch.sample_tokens import UNDECIDED
 from dflash_runtime.compute.gpu.layers.attention_plan import context_bucket
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
 from dflash_runtime.compute.gpu.model.model import GpuModel
+from dflash_runtime.compute.gpu.ops.choice_notes import ChoiceRows
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
 from dflash_runtime.compute.gpu.run.decode_tokens import DecodeTokens
 from dflash_runtime.compute.gpu.run.path_choice import MailboxSessions, PathChoice
@@ -58,6 +59,7 @@ class GraphStep:
         *,
         home: StepPath,
         sessions: MailboxSessions | None = None,
+        keeps_choices: bool = False,
     ) -> None:
         """`home` is the path where no mailbox is used. Paths and sessions are closed with this
         object, and if it cannot be made."""
@@ -69,7 +71,10 @@ class GraphStep:
             self._sampling = StepSampling(
                 ops.device, vocab_size=model.spec.vocab_size, num_positions=tokens.sampled.size
             )
-            decode = DecodePass(ops, model, cache, tokens, self._sampling)
+            self._choices: ChoiceRows | None = None
+            if keeps_choices:
+                self._choices = ChoiceRows(ops.device, model.spec.moe, cache.capacity)
+            decode = DecodePass(ops, model, cache, tokens, self._sampling, self._choices)
             self._choice = PathChoice(decode, home, sessions)
             undo.callback(self._choice.close)
             self._runner = StepRunner(ops.device, cache, tokens, captures=self._choice.home)
@@ -90,9 +95,17 @@ class GraphStep:
     def counts_itself(self) -> bool:
         return self._choice.home.path.needs_host
 
-    def choices(self, num_rows: int) -> I32Array:
-        """They stay on the device."""
-        raise NotImplementedError(f"choices of {num_rows} rows")
+    @property
+    def most_choices(self) -> int:
+        return 0 if self._choices is None else self._choices.num_rows
+
+    def choices(self, first_position: int, num_tokens: int) -> I32Array:
+        assert self._choices is not None
+        return self._choices.of_steps(first_position, num_tokens)
+
+    def tree_choices(self, num_tokens: int) -> I32Array:
+        assert self._choices is not None
+        return self._choices.of_tree(num_tokens)
 
     def take_selections(self) -> dict[tuple[Phase, int], I64Array]:
         return self._choice.take_selections()
@@ -179,4 +192,4 @@ class GraphStep:
             self._device.synchronize()
         self._undo.close()
         del self._device, self._cache, self._tokens, self._sampling, self._undo
-        del self._choice, self._runner, self._redo, self._trees
+        del self._choice, self._choices, self._runner, self._redo, self._trees

@@ -24,6 +24,7 @@ from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
 from dflash_runtime.compute.gpu.layers.placed_step import PlacedStep
 from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.gpu.model.model import GpuModel
+from dflash_runtime.compute.gpu.ops.choice_notes import ChoiceRows, ChoiceTable
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
 from dflash_runtime.compute.gpu.run.step_path import GraphPiece, StepPath
 from dflash_runtime.compute.model import forward, run_to_end
@@ -41,8 +42,16 @@ class CapturedTrees:
     """
 
     def __init__(
-        self, ops: GpuOps, model: GpuModel, cache: DeviceKvCache, *, path: StepPath
+        self,
+        ops: GpuOps,
+        model: GpuModel,
+        cache: DeviceKvCache,
+        *,
+        path: StepPath,
+        choices: ChoiceRows | None = None,
     ) -> None:
+        """`choices` gets the experts that are chosen, if they are wanted."""
+        self._choices = choices
         self._ops, self._model, self._cache, self._path = ops, model, cache, path
         self._captures: OrderedDict[_Key, _Capture] = OrderedDict()
 
@@ -78,6 +87,8 @@ class CapturedTrees:
         argmax: I32Array = download(capture.argmax)
         if not self._path.is_trusted(argmax):
             return None
+        if self._choices is not None:
+            self._choices.last_tree = capture.choices
         by_layer: dict[int, F32Array] = {
             layer: download(array) for layer, array in capture.features.items()
         }
@@ -109,6 +120,9 @@ class CapturedTrees:
             device.empty(size, np.int32),
             {layer: device.empty((size, hidden_size), np.float32) for layer in key.features},
         )
+        if self._choices is not None:
+            capture.choices = self._choices.new_rows(size)
+            capture.table = self._choices.new_table()
         uncounted, trial = self._ops.step_experts.uncounted(), self._path.trial()
         with buffers.noted(capture.apart) as noted, uncounted, trial:
             # Buffers that layers keep must not be reused until the pass is complete.
@@ -138,7 +152,12 @@ class CapturedTrees:
             tree=kept,
             branch=capture.branch,
         )
+        choices, table = self._choices, capture.table
+        if choices is not None:
+            self._ops.notes.begin()
         hidden = run_to_end(forward(self._model, step, experts, on_layer=on_layer))
+        if choices is not None and table is not None:
+            choices.append(self._ops.notes.end(), table, rows=capture.choices)
         self._model.write_argmax(hidden, capture.argmax)
         return kept.kept
 
@@ -161,6 +180,9 @@ class _Capture:
     on_accept: list[OnAccept] = field(default_factory=list)
     apart: Places = field(default_factory=dict)
     """Rows of large trees."""
+    choices: DeviceArray | None = None
+    """[W, K of all layers], if they are kept, and where the pass has them."""
+    table: ChoiceTable | None = None
     pieces: list[GraphPiece] = field(default_factory=list)
     """A single one."""
 

@@ -21,6 +21,7 @@ from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
 from dflash_runtime.compute.gpu.layers.placed_step import PlacedStep
 from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.gpu.model.model import GpuModel
+from dflash_runtime.compute.gpu.ops.choice_notes import ChoiceRows, ChoiceTable
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
 from dflash_runtime.compute.gpu.run.captured_trees import CapturedTrees
 from dflash_runtime.compute.gpu.run.decode_tokens import DecodeTokens
@@ -66,13 +67,20 @@ class DecodePass:
     cache: DeviceKvCache
     tokens: DecodeTokens
     sampling: StepSampling
+    choices: ChoiceRows | None = None
+    """Gets the experts that are chosen, if they are wanted."""
 
-    def launch(self, path: StepPath, bucket: int) -> Pausable[Rows]:
-        """Returns the logits. Shapes: [1, V]."""
+    def launch(self, path: StepPath, bucket: int, table: ChoiceTable | None) -> Pausable[Rows]:
+        """Returns the logits. `table`: of this pass, for `choices`. Shapes: [1, V]."""
+        notes = self.ops.notes
+        if self.choices is not None:
+            notes.begin()
         ids, positions = self.tokens.ids, self.tokens.positions
         experts = path.experts(Phase.DECODE)
         step = PlacedStep(ids, positions, (self.cache,), Phase.DECODE, context=bucket)
         hidden = yield from forward(self.model, step, experts)
+        if self.choices is not None and table is not None:
+            self.choices.append(notes.end(), table, position=positions)
         return self.model.choose_tokens(
             hidden,
             token_ids=ids,
@@ -90,6 +98,7 @@ class Capture:
     logits: Rows
     kept: list[Buffer]
     replay: Callable[[], None]
+    table: ChoiceTable | None
 
     def close(self) -> None:
         for piece in self.pieces:
@@ -104,7 +113,9 @@ class PathCaptures:
 
     def __init__(self, decode: DecodePass, path: StepPath) -> None:
         self.path = path
-        self.trees = CapturedTrees(decode.ops, decode.model, decode.cache, path=path)
+        self.trees = CapturedTrees(
+            decode.ops, decode.model, decode.cache, path=path, choices=decode.choices
+        )
         self._decode = decode
         self._steps: dict[tuple[int, bool], Capture] = {}
 
@@ -121,16 +132,17 @@ class PathCaptures:
         """Run the step once, which compiles and allocates what it needs, then capture it."""
         decode, path = self._decode, self.path
         buffers = decode.ops.steps.buffers
+        table = None if decode.choices is None else decode.choices.new_table()
         with (
             path.trial(),
             decode.tokens.restored(),  # waits for the pass
             buffers.noted() as noted,
             decode.ops.step_experts.uncounted(),
         ):
-            for _ in decode.launch(path, bucket):
+            for _ in decode.launch(path, bucket, table):
                 pass  # the host's work is left out
         with buffers.repeated(noted) as kept:
-            pieces, logits = capture_pieces(decode.ops.device, decode.launch(path, bucket))
+            pieces, logits = capture_pieces(decode.ops.device, decode.launch(path, bucket, table))
         try:
             replay = path.replayed(pieces)
         except BaseException:
@@ -138,7 +150,7 @@ class PathCaptures:
                 piece.graph.close()
             raise
         # Other work may run between pieces, so a step in pieces keeps its buffers to itself.
-        return Capture(pieces, logits, kept if path.needs_host else [], replay)
+        return Capture(pieces, logits, kept if path.needs_host else [], replay, table)
 
     def forget(self) -> None:
         """Close all graphs; none may be running."""
