@@ -24,6 +24,8 @@ CPU = "runtime/dflash_runtime/compute/cpu"
 COMPILED = (
     "protocol/dflash_protocol/ring/*_kernels.py",
     *(f"{CPU}/{folder}/**/*.py" for folder in ("kernels", "simd", "weights")),
+    "runtime/dflash_runtime/placement/cache/policies.py",
+    "runtime/dflash_runtime/placement/cache/simulation.py",
 )
 """Files whose functions are compiled, or emit what is."""
 

@@ -184,6 +184,11 @@ class MoeSpec:
     def num_experts_total(self) -> int:
         return sum(layer.num_experts for layer in self.layers)
 
+    @cached_property
+    def num_used_total(self) -> int:
+        """Experts that a token uses, all layers together."""
+        return sum(layer.num_experts_used for layer in self.layers)
+
     @property
     def expert_bytes_total(self) -> int:
         return sum(layer.num_experts * layer.expert_bytes for layer in self.layers)

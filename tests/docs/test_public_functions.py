@@ -14,7 +14,11 @@ from support.processes import ROOT
 SOURCES = ("protocol", "adapters", "runtime", "daemon")
 MOST = 3
 
-COMPILED = ("runtime/dflash_runtime/compute/cpu/", "protocol/dflash_protocol/ring/")
+COMPILED = (
+    "runtime/dflash_runtime/compute/cpu/",
+    "runtime/dflash_runtime/placement/cache/policies.py",
+    "protocol/dflash_protocol/ring/",
+)
 """Compiled functions, and what emits their code: they know no keywords."""
 BY_PLACE = {
     # Operands of an operation, as in its formula.

@@ -89,7 +89,6 @@ class Steps:
             check=self._guard.check,
             keeps_choices=tracer is not None,
         )
-        self._pairs_of_token = sum(layer.num_experts_used for layer in model.spec.moe.layers)
 
     def try_out(self) -> None:
         """On a device, compile every kernel that the model needs and allocate all memory.
@@ -449,7 +448,7 @@ class Steps:
         self._runtime.count_local(
             phase,
             num_tokens=num_tokens,
-            num_pairs=num_tokens * self._pairs_of_token,
+            num_pairs=num_tokens * self._model.spec.moe.num_used_total,
             num_layers=len(self._model.spec.moe.layers),
         )
 

@@ -19,6 +19,8 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import read_spec
 from dflash_protocol.device import CPU, Device
 from dflash_protocol.errors import SettingsError, UnsupportedModel
+from dflash_protocol.ids import Phase
+from dflash_protocol.numeric_class import class_in_phase
 from dflash_protocol.settings import Settings, load_settings
 from dflash_runtime import Engine
 from dflash_runtime.compute.gpu.chunk_room import GPU_CHUNKS
@@ -390,9 +392,11 @@ def test_daemons_are_planned_for_once_they_have_said_what_they_have(
     assert "cpu0" in names
     # The device is open already: a plan with chunks of another size is not for this start.
     assert [wishes.chunk for wishes in kept_for] == [plan.setup.chunk]
-    # Daemons and processor are of one class, between which experts may move at any step.
-    assert {*classes} == {owners[LOCAL_OWNER].numeric_class, owners["cpu0"].numeric_class}
-    assert len(classes) == 2
+    # Daemons and processor are of one class, between which experts may move at any step; decode
+    # steps are of one class everywhere.
+    local, daemon = owners[LOCAL_OWNER].numeric_class, owners["cpu0"].numeric_class
+    assert {*classes} == {local, daemon, class_in_phase(local, Phase.DECODE)}
+    assert len(classes) == 3
     if HOST_OWNER in owners:
         assert owners[HOST_OWNER].numeric_class == owners["cpu0"].numeric_class
     assert sum(each.pairs for each in owners.values()) > 0

@@ -30,7 +30,7 @@ MATRIX_TYPES = [tensor_type for tensor_type in TensorType if not tensor_type.is_
 def test_it_is_a_compute_backend() -> None:
     backend: ComputeBackend = CpuBackend(num_threads=1)
     assert backend.name == "cpu"
-    assert backend.numeric_class.startswith("cpu-2/")
+    assert backend.numeric_class.startswith("cpu-3/")
     assert backend.numeric_class == CpuBackend(num_threads=2).numeric_class
     assert not any(character.isspace() for character in backend.numeric_class)
     backend.close()

@@ -69,7 +69,9 @@ def test_experts_are_given_after_the_offer(undo: ExitStack, daemon: ScriptedDaem
     parent = parent_of(undo, daemon.endpoint.address)
     asking = parent.ask()
     question = daemon.expect(AskOffer)
-    assert question == AskOffer(GREETING.model_identity, GREETING.moe_digest)
+    assert question == AskOffer(
+        GREETING.model_identity, GREETING.moe_digest, numeric_class=GREETING.numeric_class
+    )
     assert not asking.done()
     daemon.say(OFFER)
     assert not asking.done()

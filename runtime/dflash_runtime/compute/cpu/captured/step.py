@@ -54,6 +54,7 @@ def _record(
     banks: Mapping[int, CpuExpertBank],
     owners: MailedExperts | None,
     table: AskTable | None,
+    *,
     keeps_choices: bool,
 ) -> _Recorded:
     num_rows, layer_ends = min(MOST_ROWS, cache.capacity), list[int]()
@@ -125,7 +126,9 @@ class CpuStep:
                 num_experts_used=max(layer.num_experts_used for layer in layers),
                 workers=ops.workers,
             )
-        self._recorded = _record(ops, model, cache, banks, owners, self._table, keeps_choices)
+        self._recorded = _record(
+            ops, model, cache, banks, owners, self._table, keeps_choices=keeps_choices
+        )
         self._workers, self._cache = ops.workers, cache
         self._check = check
         self._position = 0

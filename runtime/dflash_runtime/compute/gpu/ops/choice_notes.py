@@ -79,7 +79,7 @@ class ChoiceRows:
     """
 
     def __init__(self, device: KernelDevice, moe: MoeSpec, num_positions: int) -> None:
-        self.num_columns = sum(layer.num_experts_used for layer in moe.layers)
+        self.num_columns = moe.num_used_total
         self.num_rows = min(num_positions, MOST_CHOICE_ROWS)
         self.last_tree: DeviceArray | None = None
         self._num_layers = len(moe.layers)
