@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from dflash_adapters.spec import MoeSpec
 from dflash_protocol.batch import HostHidden
 from dflash_protocol.ids import F32Array, I32Array, Phase
 from dflash_runtime.compute.backend import MailedExperts
@@ -36,22 +37,34 @@ class LocalExperts:
 
 
 class KeptChoices:
-    """Records that the choices of other experts' tokens are kept, as arrays [T, K] int32 appended
-    to `choices`, layer after layer. Implements model.RoutedExperts."""
+    """Records that other experts' choices are kept. Implements model.RoutedExperts."""
 
     def __init__(
-        self, recorder: Recorder, experts: LocalExperts | AskedExperts, choices: list[I32Array]
+        self, recorder: Recorder, experts: LocalExperts | AskedExperts, moe: MoeSpec
     ) -> None:
-        self._recorder, self._experts, self._choices = recorder, experts, choices
+        self._recorder, self._experts = recorder, experts
+        self._kept = np.zeros(recorder.num_rows * moe.num_used_total, np.float32)
+        """Bits of int32: [T, K] of each layer, one after the other."""
+        self._num_recorded = 0
+        self._places = np.empty((recorder.num_rows, moe.num_used_total), np.intp)
+        """Indices of each row's choices."""
 
     def __call__(
         self, layer_id: int, hidden: F32Array, topk_ids: I32Array, topk_weights: F32Array
     ) -> Pausable[F32Array]:
-        kept = np.zeros(topk_ids.shape, np.float32)  # copied as bits
-        self._recorder.keep(kept)
-        self._recorder.run(columns_call(topk_ids.view(np.float32), 0, kept))
-        self._choices.append(kept.view(np.int32))
+        num_rows, num_used = topk_ids.shape
+        first = self._num_recorded
+        self._num_recorded = end = first + num_used
+        kept = self._kept[num_rows * first : num_rows * end]
+        places = np.arange(num_rows * first, num_rows * end)
+        self._places[:, first:end] = places.reshape(topk_ids.shape)
+        self._recorder.keep(self._kept)
+        self._recorder.run(columns_call(topk_ids.view(np.float32), 0, kept.reshape(topk_ids.shape)))
         return (yield from self._experts(layer_id, hidden, topk_ids, topk_weights))
+
+    def rows(self, num_rows: int) -> I32Array:
+        """Those of the last step's first rows. Shapes: result [T, K of all layers]."""
+        return self._kept.view(np.int32)[self._places[:num_rows]]
 
 
 class AskedExperts:

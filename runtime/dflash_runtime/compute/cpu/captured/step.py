@@ -43,8 +43,7 @@ class _Recorded:
     logits: F32Array
     layer_ends: tuple[int, ...]
     """The number of calls up to each layer's end."""
-    choices: tuple[I32Array, ...]
-    """Global expert ids [T, K] of each layer with experts, if they are kept."""
+    choices: KeptChoices | None
 
 
 def _record(
@@ -64,9 +63,9 @@ def _record(
     experts = LocalExperts(recorder, banks)
     if owners is not None and table is not None:
         experts = AskedExperts(recorder, owners, banks, table)
-    choices: list[I32Array] = []
+    choices: KeptChoices | None = None
     if keeps_choices:
-        experts = KeptChoices(recorder, experts, choices)
+        experts = choices = KeptChoices(recorder, experts, model.spec.moe)
     recording, step = model.with_ops(recorder), Step.of_chunk(token_ids, 0, cache, Phase.DECODE)
 
     def end_layer(layer_id: int, hidden: F32Array) -> None:
@@ -86,7 +85,7 @@ def _record(
         hidden,
         logits,
         tuple(layer_ends),
-        tuple(choices),
+        choices,
     )
 
 
@@ -220,7 +219,7 @@ class CpuStep:
 
     @property
     def most_choices(self) -> int:
-        return min(1, len(self._recorded.choices))
+        return int(self._recorded.choices is not None)
 
     def choices(self, first_position: int, num_tokens: int) -> I32Array:
         assert num_tokens == 1
@@ -228,7 +227,8 @@ class CpuStep:
         return self.tree_choices(1)
 
     def tree_choices(self, num_tokens: int) -> I32Array:
-        return np.concatenate([each[:num_tokens] for each in self._recorded.choices], axis=1)
+        assert self._recorded.choices is not None
+        return self._recorded.choices.rows(num_tokens)
 
     def take_selections(self) -> dict[tuple[Phase, int], I64Array]:
         """None: the host counts, or banks do."""
