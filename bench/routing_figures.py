@@ -15,6 +15,8 @@ Examples:
   python -m bench.random_moe q4_k_m --routing qwen3
   python -m bench.routing_figures build/bench-models/q4_k_m-qwen3.gguf
   python -m bench.routing_figures FILE --peer cuda --device cuda:0
+  python -m bench.routing_figures FILE --trace FILE.trace    figures alone, and that stretch as a
+                                                             trace for dflash-moe simulate
 """
 
 from __future__ import annotations
@@ -41,8 +43,9 @@ from bench.report import table
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import read_spec
 from dflash_protocol.errors import DflashError
-from dflash_protocol.ids import I32Array, I64Array
+from dflash_protocol.ids import I32Array, I64Array, Phase
 from dflash_runtime import Engine
+from dflash_runtime.placement.cache.traces import MOST_TRACE_BYTES, TraceHeader, TraceWriter
 
 WANTED: Mapping[str, Mapping[str, float]] = {
     "qwen3": {
@@ -224,16 +227,21 @@ def main() -> None:
         default=_WHEEL,
         help=f"llama.cpp in the xllamacpp {_WHEEL} (default), or a build of bench.build_peer",
     )
+    parser.add_argument("--trace", type=Path, help="write a trace instead of running engines")
     add_threads_option(parser)
     options = parser.parse_args()
     try:
-        _print_figures(options.model, options.tokens)
-        _print_checks(options)
+        chosen = _print_figures(options.model, options.tokens)
+        if options.trace is None:
+            _print_checks(options)
+        else:
+            _write_trace(options.model, options.trace, chosen)
     except (DflashError, LlamaError, BuildError, ValueError) as error:
         sys.exit(f"error: {error}")
 
 
-def _print_figures(path: Path, num_tokens: int) -> None:
+def _print_figures(path: Path, num_tokens: int) -> I32Array:
+    """Returns the selections that the figures are of. Shapes: result [L, T, K]."""
     walk = Walk.of_file(path)
     with GgufFile.open(path) as file:
         kind, layers = file.get_str(KIND_KEY), read_spec(file).moe.layers
@@ -248,6 +256,19 @@ def _print_figures(path: Path, num_tokens: int) -> None:
     ]
     print(f"{kind}, {len(layers)} layers, {length} tokens")
     print(table(["selections", "in the file", "wanted"], rows))
+    return chosen
+
+
+def _write_trace(model: Path, trace: Path, chosen: I32Array) -> None:
+    """Shapes: chosen [L, T, K]."""
+    with GgufFile.open(model) as file:
+        header = TraceHeader.of(read_spec(file), file.identity())
+    writer = TraceWriter(trace, header, most_bytes=MOST_TRACE_BYTES)
+    num_layers, num_tokens, num_used = chosen.shape
+    by_token = chosen.transpose(1, 0, 2).reshape(num_tokens, num_layers * num_used)
+    writer.add(Phase.DECODE, by_token)
+    writer.close()
+    print(f"{num_tokens} tokens written to {trace}")
 
 
 def _print_checks(options: argparse.Namespace) -> None:

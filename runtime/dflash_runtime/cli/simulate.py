@@ -43,6 +43,11 @@ Examples:
     type=click.IntRange(1, 1 << 24),
     help="Room for experts of all layers together, in MiB: as many of each layer.",
 )
+@click.option(
+    "--half-life",
+    type=click.FloatRange(1, 1e9),
+    help="Tokens after which a use counts half, for lfu (default: 32).",
+)
 @click.option("--per-layer", is_flag=True, help="Show each layer's hits too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def simulate(
@@ -50,6 +55,7 @@ def simulate(
     *,
     slots: int | None,
     budget_mb: int | None,
+    half_life: float | None,
     per_layer: bool,
     as_json: bool,
 ) -> None:
@@ -57,7 +63,7 @@ def simulate(
 
     Traces are written by --expert-trace; see docs/files.md.
     """
-    from dflash_runtime.placement.cache.simulation import replayed
+    from dflash_runtime.placement.cache.simulation import HALF_LIFE, replayed
     from dflash_runtime.placement.cache.traces import read_trace
 
     if slots is not None and budget_mb is not None:
@@ -68,7 +74,7 @@ def simulate(
         if not as_json:
             write_lines(_head(path, trace))
         for num_slots in _sizes(trace, slots, budget_mb):
-            found = replayed(trace, num_slots)
+            found = replayed(trace, num_slots, half_life=half_life or HALF_LIFE)
             records.append(_record(path, trace, num_slots, found))
             if not as_json:
                 write_lines(_table(trace, num_slots, found))

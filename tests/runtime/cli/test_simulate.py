@@ -28,7 +28,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "run.trace"
 
 
-def result_of(*arguments: str | Path) -> Result:
+def result_of(*arguments: str | int | Path) -> Result:
     result = CliRunner().invoke(simulate, [*map(str, arguments)], catch_exceptions=False)
     assert result.exit_code == 0
     return result
@@ -53,6 +53,15 @@ def test_layers_may_be_shown(path: Path) -> None:
     first, second = (line.split() for line in lines[-2:])
     assert first[:3] == ["1", "100.0%", "100.0%"]
     assert second[:2] == ["2", "0.0%"]
+
+
+def test_uses_may_be_forgotten_sooner_or_later(path: Path) -> None:
+    found = [
+        json.loads(result_of(path, "--slots", 8, "--half-life", tokens, "--json").output)
+        for tokens in (1, 1000)
+    ]
+    brought = [each["replays"][0]["policies"]["lfu"]["brought"] for each in found]
+    assert brought[0] > brought[1]
 
 
 def test_a_budget_is_for_all_layers(path: Path) -> None:
