@@ -75,6 +75,7 @@ from dflash_runtime.compute.gpu.layers.attention import DecodeAttention, Prefill
 from dflash_runtime.compute.gpu.layers.attention_plan import AttentionShape, DecodePlan
 from dflash_runtime.compute.gpu.layers.attention_tree import TreeAttention
 from dflash_runtime.compute.gpu.layers.delta import DeltaChunk, DeltaPlan, DeltaStep, DeltaTree
+from dflash_runtime.compute.gpu.ops.choice_notes import ChoiceRows
 from dflash_runtime.compute.gpu.transfers.exchange import Exchanger
 from dflash_runtime.compute.gpu.transfers.payload_kernels import PayloadKernels
 from dflash_runtime.compute.kv_cache import KvType
@@ -293,6 +294,7 @@ def _deltas(device: Any) -> None:
 
 def _transfers(device: Any) -> None:
     Exchanger(device)
+    ChoiceRows(device, num_layers=2, num_columns=6, num_positions=10)
     PayloadKernels(device, device)
     threads = {"THREADS": 512, "MOST_PEERS": MOST_PEERS}
     chosen = {**threads, "TOP_K": 3, "EXPERTS": 70}

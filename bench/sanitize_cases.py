@@ -12,6 +12,10 @@ CASES: dict[str, tuple[str, ...]] = {
         "[(32, False)-False]",
         "launch/test_row_kernels.py::test_rows_are_added_in_place_or_elsewhere[(32, False)]",
     ),
+    "append_choices.cu": (
+        "ops/test_choice_notes.py::test_rows_are_the_choices_of_steps_by_position[(32, False)]",
+        "ops/test_choice_notes.py::test_a_trees_choices_are_rows_of_their_own[(32, False)]",
+    ),
     "attention_decode.cu": (
         "layers/test_attention_decode.py::test_one_token_attends_to_all_up_to_its_own[130-case0-3e-06]",
         "layers/test_attention_decode.py::test_one_token_attends_to_all_up_to_its_own[130-case4-0.002]",

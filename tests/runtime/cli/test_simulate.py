@@ -28,7 +28,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "run.trace"
 
 
-def result_of(*arguments: str | int | Path) -> Result:
+def result_of(*arguments: str | Path) -> Result:
     result = CliRunner().invoke(simulate, [*map(str, arguments)], catch_exceptions=False)
     assert result.exit_code == 0
     return result
@@ -55,13 +55,25 @@ def test_layers_may_be_shown(path: Path) -> None:
     assert second[:2] == ["2", "0.0%"]
 
 
-def test_uses_may_be_forgotten_sooner_or_later(path: Path) -> None:
+def test_uses_may_be_forgotten_sooner_or_later(tmp_path: Path) -> None:
+    """After a while other experts are used: what was used before leaves when its uses fade."""
+    writer = TraceWriter(
+        tmp_path / "run.trace",
+        TraceHeader("ab" * 32, "", "cd" * 32, LAYERS[:1]),
+        most_bytes=1 << 20,
+    )
+    for token in range(400):
+        first = 0 if token < 200 else 8
+        writer.add(Phase.DECODE, np.array([[first + token % 4, first + 4 + token % 4]]))
+    writer.close()
+    options = (str(tmp_path / "run.trace"), "--slots", "8", "--json")
     found = [
-        json.loads(result_of(path, "--slots", 8, "--half-life", tokens, "--json").output)
-        for tokens in (1, 1000)
+        json.loads(result_of(*options, "--half-life", half_life).output)["replays"][0]
+        for half_life in ("8", "1000")
     ]
-    brought = [each["replays"][0]["policies"]["lfu"]["brought"] for each in found]
-    assert brought[0] > brought[1]
+    soon, late = (each["policies"]["lfu"]["found"] for each in found)
+    assert soon > 0.9
+    assert late < 0.7
 
 
 def test_a_budget_is_for_all_layers(path: Path) -> None:

@@ -20,8 +20,8 @@ from dflash_runtime.compute.cpu import CpuBackend
 from dflash_runtime.compute.cpu.weights.repacked.formats import FORMATS
 from dflash_runtime.compute.gpu.backend import CupyBackend
 from dflash_runtime.compute.step_order import sum_lanes
-from support.emulated_device import EmulatedDevice
 from support.expert_files import write_expert_layer
+from support.gpu_devices import EMULATED_AND_GPU, opened_device
 
 E, USED = 6, 3
 
@@ -36,11 +36,12 @@ def processor() -> Iterator[CpuBackend]:
     backend.close()
 
 
-@pytest.fixture(scope="module")
-def gpu() -> Iterator[CupyBackend]:
-    backend = CupyBackend(EmulatedDevice(), max_chunk=20, scratch_bytes=1 << 20)
-    yield backend
-    backend.close()
+@pytest.fixture(scope="module", params=EMULATED_AND_GPU)
+def gpu(request: pytest.FixtureRequest) -> Iterator[CupyBackend]:
+    with opened_device(request.param) as device:
+        backend = CupyBackend(device, max_chunk=20, scratch_bytes=1 << 20)
+        yield backend
+        backend.close()
 
 
 def step_of(num_tokens: int, hidden_size: int) -> RoutedBatch:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dflash_adapters.spec import MoeSpec
 from dflash_protocol.ids import I32Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, address
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
@@ -78,11 +77,14 @@ class ChoiceRows:
     Shapes: rows [R, K of all layers] int32. Owns: the rows, and the kernel.
     """
 
-    def __init__(self, device: KernelDevice, moe: MoeSpec, num_positions: int) -> None:
-        self.num_columns = moe.num_used_total
+    def __init__(
+        self, device: KernelDevice, *, num_layers: int, num_columns: int, num_positions: int
+    ) -> None:
+        """`num_columns`: K of all layers; `num_positions`: the longest sequence."""
+        self.num_columns = num_columns
         self.num_rows = min(num_positions, MOST_CHOICE_ROWS)
         self.last_tree: DeviceArray | None = None
-        self._num_layers = len(moe.layers)
+        self._num_layers = num_layers
         self._device, self._arrays = device, ArrayChecker(device)
         self._rows = self.new_rows(self.num_rows)
         module = device.module("append_choices.cu", {"THREADS": _THREADS})

@@ -73,7 +73,13 @@ class GraphStep:
             )
             self._choices: ChoiceRows | None = None
             if keeps_choices:
-                self._choices = ChoiceRows(ops.device, model.spec.moe, cache.capacity)
+                moe = model.spec.moe
+                self._choices = ChoiceRows(
+                    ops.device,
+                    num_layers=len(moe.layers),
+                    num_columns=moe.num_used_total,
+                    num_positions=cache.capacity,
+                )
             decode = DecodePass(ops, model, cache, tokens, self._sampling, self._choices)
             self._choice = PathChoice(decode, home, sessions)
             undo.callback(self._choice.close)
