@@ -44,7 +44,7 @@ class EventKind(StrEnum):
     check that daemon's memory and device"""
     NUMERIC_CLASS_DIFFERS = "numeric_class_differs"
     """a daemon, or the fallback, has another backend, kernel or processor than the parent: tokens
-    may differ in the last bits"""
+    may differ in the last bits; those of prompts alone, if the parent is on a GPU"""
     REQUEST_FAILED = "request_failed"
     """one request failed and the session goes on"""
     WEIGHTS_UNCHECKED = "weights_unchecked"

@@ -58,7 +58,17 @@ def logprobs_of(engine: Engine) -> Logprobs:
     return found
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+BY_DEFAULT = "qwen3moe", "gpt-oss", "llama4"
+"""The plainest, one with biases and another activation, one whose experts get scaled rows."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.slow)
+        for name in ARCHITECTURES
+    ],
+)
 def resident(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Resident]:
