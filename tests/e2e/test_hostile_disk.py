@@ -206,7 +206,9 @@ def test_a_full_disk_keeps_nothing_of_it_and_costs_no_token(
             plan = server.get("/status").json()["plan"]
         assert server.process.returncode == 0
         assert sizes(disk) == before
-    assert answer.json()["choices"][0]["text"] == json.loads(done.stdout)["text"]
+    # The bytes of an incomplete last character are the terminal's alone.
+    text = json.loads(done.stdout)["text"]
+    assert answer.json()["choices"][0]["text"] in (text, text.removesuffix("\ufffd"))
     told = [line for line in server.lines if "No space left on device" in line]
     for name in ("box-", "m.heat", "run.heat"):
         assert len([line for line in told if f"/{name}" in line]) == 1, server.lines
