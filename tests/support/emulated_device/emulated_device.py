@@ -210,7 +210,10 @@ class EmulatedDevice:
         self._modules: dict[tuple[str, tuple[str, ...]], EmulatedModule] = {}
         self._buffers: dict[int, weakref.ref[AnyArray]] = {}
         self._range_bytes: dict[int, int] = {}
-        self._ranges: ctypes.Array[_Range] | None = None
+        self._state = object()
+        """Another one whenever a range comes or goes."""
+        self._ranges: tuple[object, ctypes.Array[_Range]] = object(), _as_ranges([], set())
+        """As of a state."""
         self._captured: list[Callable[[], None]] | None = None
         self._sides: dict[str, EmulatedSideStream] = {}
 
@@ -407,23 +410,24 @@ class EmulatedDevice:
     def add_range(self, begin: int, num_bytes: int) -> None:
         """Let kernels access this range."""
         self._range_bytes[begin] = num_bytes
-        self._ranges = None
+        self._state = object()
 
     def drop_range(self, begin: int) -> None:
         """Revoke access to a range."""
         self._range_bytes.pop(begin, None)
-        self._ranges = None
+        self._state = object()
 
     def _current_ranges(self) -> tuple[ctypes.Array[_Range], list[AnyArray | None]]:
         """The ranges that kernels may access, and references that keep them alive."""
         while True:
-            ranges = self._ranges
-            if ranges is None:
+            state, (state_of_ranges, ranges) = self._state, self._ranges
+            if state_of_ranges is not state:
                 guarded = set(self._buffers)
-                ranges = self._ranges = _as_ranges(sorted(self._range_bytes.items()), guarded)
+                ranges = _as_ranges(sorted(list(self._range_bytes.items())), guarded)
+                self._ranges = state, ranges
             alive = [reference() for reference in list(self._buffers.values())]
-            # Unchanged meanwhile, and no other thread is about to free one.
-            if self._ranges is ranges and all(each is not None for each in alive):
+            # Unchanged since before they were read, and no other thread is about to free one.
+            if self._state is state and all(each is not None for each in alive):
                 return ranges, alive
 
     def _forget(self, payload_address: int) -> Callable[[Any], None]:

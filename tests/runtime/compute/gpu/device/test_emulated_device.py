@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from dflash_protocol.errors import DeviceUnavailable, KernelCompileError, SettingsError
 from dflash_protocol.ids import AnyArray
 from dflash_runtime.compute.gpu.device.device import KernelDevice, PreparedLaunch, address
-from support.emulated_device import EmulatedDevice, KernelFailure
+from support.emulated_device import EmulatedDevice, KernelFailure, emulated_device
 from support.emulated_device.device_checks import (
     CASES,
     MistakeArgs,
@@ -237,3 +238,23 @@ def test_a_prepared_launch_takes_its_arguments_as_they_are_then() -> None:
     assert launched[0][:3] == launched[1][:3] == (kernel, (1, 2, 3), 64)
     assert launched[0][4] == 5
     assert launched[1][3] == bytes(args) != launched[0][3]
+
+
+def test_an_array_that_goes_while_ranges_are_listed_is_not_among_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another thread may free it; its memory then belongs to something else."""
+    device = EmulatedDevice()
+    kept, going = device.zeros(4, np.int32), [device.zeros(8, np.int32)]
+    begin, as_ranges = going[0].ctypes.data, emulated_device._as_ranges
+
+    def meanwhile(places: list[tuple[int, int]], guarded: set[int]) -> Any:
+        made = as_ranges(places, guarded)
+        going.clear()
+        return made
+
+    monkeypatch.setattr(emulated_device, "_as_ranges", meanwhile)
+    ranges, _ = device._current_ranges()
+    begins = [each.begin for each in ranges]
+    assert kept.ctypes.data in begins
+    assert begin not in begins
