@@ -124,15 +124,15 @@ class HostBackend:
 
     @contextmanager
     def noted_choices(self, experts: HostExperts) -> Iterator[tuple[Any, Callable[[], I32Array]]]:
-        noted: dict[int, I32Array] = {}
+        noted: list[I32Array] = []
 
         def noting(
             layer_id: int, hidden: F32Array, topk_ids: I32Array, topk_weights: F32Array
         ) -> Pausable[F32Array]:
-            noted[layer_id] = topk_ids.copy()
+            noted.append(topk_ids.copy())
             return (yield from experts(layer_id, hidden, topk_ids, topk_weights))
 
-        yield noting, lambda: np.concatenate([noted[each] for each in sorted(noted)], axis=1)
+        yield noting, lambda: np.concatenate(noted, axis=1)
 
     def captured_step(
         self,

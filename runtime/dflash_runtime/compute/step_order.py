@@ -8,7 +8,6 @@ how is written in ``cpu/weights/repacked/step_kernels.py`` and ``gpu/kernels/den
 from __future__ import annotations
 
 from dflash_adapters.quant import TensorType
-from dflash_adapters.spec import MoeLayer
 
 UNIT_VALUES = 64
 """Values of a quantised row in a unit."""
@@ -43,9 +42,9 @@ def sum_lanes(num_units: int, most: int = MOST_SUM_LANES) -> int:
     return lanes
 
 
-def expert_sum_lanes(layer: MoeLayer) -> tuple[int, int]:
+def expert_sum_lanes(
+    gate: TensorType, up: TensorType, down: TensorType, *, hidden_size: int, ffn_size: int
+) -> tuple[int, int]:
     """`sum_lanes` of an expert's gate and up, which are multiplied together, and of down."""
-    gate_up = (
-        sum_lanes(units_of(each.tensor_type, layer.hidden_size)) for each in (layer.gate, layer.up)
-    )
-    return min(gate_up), sum_lanes(units_of(layer.down.tensor_type, layer.ffn_size))
+    gate_up = min(sum_lanes(units_of(each, hidden_size)) for each in (gate, up))
+    return gate_up, sum_lanes(units_of(down, ffn_size))

@@ -39,7 +39,7 @@ class ExpertTracer:
         """Write the steps that were noted. Raises: DeviceUnavailable."""
         captured, count = self._captured, self._num_steps
         self._captured, self._num_steps = None, 0
-        if captured is not None and count:
+        if captured is not None and count and self._writer.is_open:
             first, self._first = self._first, self._first + count
             self._writer.add(Phase.DECODE, captured.choices(first, count))
 

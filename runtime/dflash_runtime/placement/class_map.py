@@ -62,9 +62,9 @@ class ClassMap:
         classes = tuple(sorted(named | {class_in_phase(each, Phase.DECODE) for each in named}))
         index_of = {name: index for index, name in enumerate(classes)}
 
-        def indices(phase: Phase, layer_id: int) -> I32Array:
-            """By owner; -1 for owners that are not used."""
-            is_here = phase is Phase.PREFILL and layer_id in prompts_here
+        def indices(phase: Phase, *, is_here: bool = False) -> I32Array:
+            """By owner; -1 for owners that are not used. `is_here`: the parent's device computes
+            those of processors."""
             of_owners = []
             for name in placement.owner_names:
                 by = LOCAL_OWNER if is_here and name in processors else name
@@ -72,10 +72,13 @@ class ClassMap:
                 of_owners.append(index_of.get(own, -1))
             return np.array(of_owners, np.int32)
 
+        decoded, prompted = indices(Phase.DECODE), indices(Phase.PREFILL)
+        here = indices(Phase.PREFILL, is_here=True) if prompts_here else prompted
         decode, prefill = {}, {}
         for layer_id, routing in placement.routing.items():
-            decode[layer_id] = indices(Phase.DECODE, layer_id)[routing.owner_index]
-            prefill[layer_id] = indices(Phase.PREFILL, layer_id)[routing.owner_index]
+            decode[layer_id] = decoded[routing.owner_index]
+            of_prompts = here if layer_id in prompts_here else prompted
+            prefill[layer_id] = of_prompts[routing.owner_index]
         return cls(classes, prefill, decode)
 
     def class_of(self, phase: Phase, layer_id: int, global_expert_id: int) -> str:

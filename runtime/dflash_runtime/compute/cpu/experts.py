@@ -96,19 +96,22 @@ class CpuExpertBank:
 
         What is replaced in one of both is replaced in the other.
         """
-        if self.words[k.STEP_ORDER]:
+        if self.words[k.QUANTISE_STEP]:
             return self
         bank, layer = copy(self), self.layer
         addresses, layouts, scales, biases, activation = self._arrays
         layouts, bank.words = layouts.copy(), self.words.copy()
-        gate_up_lanes, down_lanes = expert_sum_lanes(layer)
+        gate_up_lanes, down_lanes = expert_sum_lanes(
+            *(projection.tensor_type for projection in layer.projections),
+            hidden_size=layer.hidden_size,
+            ffn_size=layer.ffn_size,
+        )
         for layout, projection, num_lanes in zip(
             layouts, layer.projections, (gate_up_lanes, gate_up_lanes, down_lanes), strict=True
         ):
             for field, value in step_fields(projection.tensor_type, num_lanes).items():
                 layout[field] = value
         bank.words[k.LAYOUTS] = layouts.ctypes.data
-        bank.words[k.STEP_ORDER] = 1
         bank.words[k.QUANTISE_STEP] = quantise_step_function().address
         bank._arrays = addresses, layouts, scales, biases, activation
         return bank
@@ -153,7 +156,7 @@ class CpuExpertBank:
         )
         places = [address(each, np.int32) for each in indices]
         words[k.EXPERT_IDS], words[k.GROUP_STARTS], words[k.TOKEN_INDICES] = places
-        words[k.WEIGHTS], words[k.IS_STEP] = address(weights), words[k.STEP_ORDER]
+        words[k.WEIGHTS], words[k.IS_STEP] = address(weights), 1
         scratch = self.scratch_words(num_tokens, num_pairs)
         call = Call(steps.run_routed().address, words, (k.NUM_TOKENS,), scratch=scratch)
         return call, (self, sums, indices, weights)
@@ -191,7 +194,7 @@ class CpuExpertBank:
         words[: k.NUM_LAYER_WORDS] = self.words
         words[k.HIDDEN], words[k.OUT] = address(hidden), address(out, np.float64)
         words[k.NUM_TOKENS], words[k.HIDDEN_SIZE] = hidden.shape
-        words[k.IS_STEP] = self.words[k.STEP_ORDER] if batch.phase is not Phase.PREFILL else 0
+        words[k.IS_STEP] = batch.phase is not Phase.PREFILL
         words[k.NUM_GROUPS] = num_groups
         words[k.EXPERT_IDS] = address(batch.expert_ids, np.int32)
         words[k.GROUP_STARTS] = address(starts, np.int32)

@@ -19,23 +19,15 @@ Source of SLRU: Karedla, Love, Wherry, "Caching strategies to improve disk syste
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 from dflash_protocol.ids import F64Array, I64Array, U8Array
 
 ABSENT, PROBATION, PROTECTED = range(3)
 
 
-class CachePolicy(IntEnum):
-    """Names are those of the command line, in lower case."""
+POLICIES = ("lru", "lfu", "slru", "static")
+"""Names, numbered by their place."""
 
-    LRU = 0
-    LFU = 1
-    SLRU = 2
-    STATIC = 3
-
-
-LRU, LFU, SLRU, STATIC = range(4)
+LRU, LFU, SLRU, STATIC = range(len(POLICIES))
 
 PROTECTED_SHARE = 0.75
 """Of the slots, for protected experts."""

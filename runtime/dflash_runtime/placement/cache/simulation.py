@@ -16,7 +16,6 @@ import numpy as np
 
 from dflash_protocol.ids import BoolArray, F64Array, I32Array, I64Array, U8Array
 from dflash_runtime.placement.cache import policies as p
-from dflash_runtime.placement.cache.policies import CachePolicy
 from dflash_runtime.placement.cache.traces import ExpertTrace
 
 BELADY = "belady"
@@ -77,15 +76,15 @@ def replayed(
         ids = np.ascontiguousarray(ids)
         hits = np.zeros(ids.shape, np.uint8)
         brought = np.zeros(ids.shape, np.uint8)
-        for policy in CachePolicy:
+        for policy, name in enumerate(p.POLICIES):
             state = _State(layer.num_experts)
-            if policy is CachePolicy.STATIC:
+            if policy == p.STATIC:
                 counts = np.bincount(ids[:warm].ravel(), minlength=layer.num_experts)
                 state.place[np.argsort(-counts, kind="stable")[:slots]] = p.PROTECTED
             growth = 2.0 ** (1.0 / half_life)
-            sizes = int(policy), min(slots, layer.num_experts), growth
+            sizes = policy, min(slots, layer.num_experts), growth
             functions.replay(ids, *sizes, *state.arrays, hits, brought)
-            found.setdefault(policy.name.lower(), []).append(
+            found.setdefault(name, []).append(
                 _figures(hits[warm:], brought[warm:], layer.expert_bytes)
             )
         following = np.empty(ids.shape, np.int32)
@@ -242,8 +241,6 @@ class _Functions:
 def _functions() -> _Functions:
     """Compiled, where that is possible: a trace of an hour takes Python minutes."""
     try:
-        import numba  # noqa: F401 - is it there?
-
         from dflash_runtime.compute.cpu.compile.compiling import compile_kernel, helper, variant
         from dflash_runtime.compute.cpu.simd.untyped import types
     except ImportError:

@@ -143,7 +143,7 @@ class AskTable:
         if bank is not None:
             own = self._owners.own_index
             words[: k.NUM_LAYER_WORDS] = bank.words.tolist()
-            words[k.IS_STEP] = words[k.STEP_ORDER]
+            words[k.IS_STEP] = 1
             words[k.EXPERT_IDS] = address(pairs.expert_ids[own], np.int32)
             words[k.WEIGHTS] = address(pairs.weights[own])
             scratch = bank.scratch_words(1, self._num_used)

@@ -43,8 +43,9 @@ class KeptChoices:
         self, recorder: Recorder, experts: LocalExperts | AskedExperts, moe: MoeSpec
     ) -> None:
         self._recorder, self._experts = recorder, experts
-        self._kept = np.zeros(recorder.num_rows * moe.num_used_total, np.float32)
-        """Bits of int32: [T, K] of each layer, one after the other."""
+        self._kept = np.zeros(recorder.num_rows * moe.num_used_total, np.int32)
+        """[T, K] of each layer, one after the other."""
+        recorder.keep(self._kept)
         self._num_recorded = 0
         self._places = np.empty((recorder.num_rows, moe.num_used_total), np.intp)
         """Indices of each row's choices."""
@@ -55,16 +56,16 @@ class KeptChoices:
         num_rows, num_used = topk_ids.shape
         first = self._num_recorded
         self._num_recorded = end = first + num_used
-        kept = self._kept[num_rows * first : num_rows * end]
-        places = np.arange(num_rows * first, num_rows * end)
-        self._places[:, first:end] = places.reshape(topk_ids.shape)
-        self._recorder.keep(self._kept)
-        self._recorder.run(columns_call(topk_ids.view(np.float32), 0, kept.reshape(topk_ids.shape)))
+        some = slice(num_rows * first, num_rows * end)
+        self._places[:, first:end] = np.arange(some.start, some.stop).reshape(topk_ids.shape)
+        kept = self._kept[some].reshape(topk_ids.shape)
+        # Floats are copied as bits.
+        self._recorder.run(columns_call(topk_ids.view(np.float32), 0, kept.view(np.float32)))
         return (yield from self._experts(layer_id, hidden, topk_ids, topk_weights))
 
     def rows(self, num_rows: int) -> I32Array:
         """Those of the last step's first rows. Shapes: result [T, K of all layers]."""
-        return self._kept.view(np.int32)[self._places[:num_rows]]
+        return self._kept[self._places[:num_rows]]
 
 
 class AskedExperts:

@@ -36,8 +36,7 @@ def _compute_batch(experts: int, batch: int) -> int:
     v.store_i64(args + 8 * k.TOKEN_INDICES, get(batch, ring.BATCH_TOKEN_INDICES))
     v.store_i64(args + 8 * k.WEIGHTS, get(batch, ring.BATCH_WEIGHTS))
     v.store_i64(args + 8 * k.OUT, get(batch, ring.BATCH_SUMS))
-    is_step = get(batch, ring.BATCH_PHASE) != _PREFILL and get(args, k.STEP_ORDER) != 0
-    v.store_i64(args + 8 * k.IS_STEP, is_step)
+    v.store_i64(args + 8 * k.IS_STEP, get(batch, ring.BATCH_PHASE) != _PREFILL)
     begin_pass(get(experts, POOL), get(batch, ring.BATCH_TOKENS))
     is_sound: int = k.run_experts(args, get(experts, COUNTER), get(experts, POOL))
     return is_sound

@@ -61,12 +61,11 @@ from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES
     SCALES,  # [E, 3] float32, or 0
     BIASES,  # [E, 3] int64: addresses, or 0; or 0 for all
     ACTIVATION,  # [3] float32: limit, alpha, offset of up
-    STEP_ORDER,  # not 0: decode steps are in step order (step_order)
     HIDDEN_Q8_BYTES,  # of a row of hidden as q8 blocks, or 0 if none are needed
     FFN_Q8_BYTES,  # of a row of activations as q8 blocks, or 0 if none are needed
     SCRATCH_BYTES,  # of one thread
     NUM_THREADS,
-    QUANTISE_STEP,  # the function, if decode steps are in step order
+    QUANTISE_STEP,  # the function, if decode steps are in step order (step_order), or 0
     QUANTISE,  # the function, and the phases
     QUANTISE_HIDDEN_TASK,
     REGROUP_TASK,
@@ -78,7 +77,7 @@ from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES
     HIDDEN,  # [T, H] float32
     NUM_TOKENS,
     HIDDEN_SIZE,
-    IS_STEP,  # not 0: a decode step in step order
+    IS_STEP,  # not 0: a decode step
     NUM_GROUPS,
     EXPERT_IDS,  # [G] int32, local
     GROUP_STARTS,  # [G + 1] int32
@@ -90,9 +89,9 @@ from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES
     ACTIVATIONS,  # [P, F] float32
     ACTIVATION_Q8,  # [P] rows of activations as q8 or step blocks, or 0; then, if few, halves
     SCRATCH,  # [threads, SCRATCH_BYTES]
-) = range(35)
+) = range(34)
 
-NUM_ARGUMENTS = 35
+NUM_ARGUMENTS = 34
 NUM_LAYER_WORDS = HIDDEN
 FEW_PAIRS = 64
 """Up to this many pairs' activations are quantised by the threads, three or more, that compute
@@ -101,6 +100,13 @@ them: block by block, which takes three times the instructions but no phase of i
 SCRATCH_PARTS = TOKEN_Q8, PAIR_Q8, ACTIVATIONS, ACTIVATION_Q8, SCRATCH
 
 GATE, UP, DOWN = range(3)
+
+
+@helper
+def in_step_order(args: int) -> bool:
+    """Whether this is a decode step, of a layer whose steps are in step order."""
+    is_step: bool = get(args, IS_STEP) != 0 and get(args, QUANTISE_STEP) != 0
+    return is_step
 
 
 @helper
@@ -139,7 +145,7 @@ def quantise_hidden(args: int, counter: int, worker_idx: int) -> None:
     token = claim(counter)
     while token < get(args, NUM_TOKENS):
         x = get(args, HIDDEN) + 4 * get(args, HIDDEN_SIZE) * token
-        if get(args, IS_STEP):
+        if in_step_order(args):
             step_block = get(args, TOKEN_Q8) + STEP_BLOCK_BYTES * num_blocks * token
             quantise_step(get(args, QUANTISE_STEP), x, num_blocks, step_block)
         else:
@@ -172,7 +178,7 @@ def _quantise_blocks(args: int, group: int, first: int, num_blocks: int) -> None
     """Quantise some blocks of all activations of a group, from block `first` on."""
     ffn_size = get(args, FFN_SIZE)
     pair, end = pair_range(args, group)
-    while pair < end and get(args, IS_STEP):
+    while pair < end and in_step_order(args):
         block = ffn_size // 32 * pair + first
         out = get(args, ACTIVATION_Q8) + STEP_BLOCK_BYTES * block
         x = get(args, ACTIVATIONS) + 128 * block
@@ -226,7 +232,7 @@ def gate_up(args: int, counter: int, worker_idx: int) -> None:
     ups, scratch = gates + TOTALS_BYTES, gates + 2 * TOTALS_BYTES
     num_blocks = hidden_size // 32
     shares = _shares(args, num_panels, REPACKED_ROWS * get(get(args, LAYOUTS), ROW_BYTES))
-    quantises, is_step = _quantises_at_once(args), get(args, IS_STEP)
+    quantises, is_step = _quantises_at_once(args), in_step_order(args)
     before = -1
     panel, end = take(counter, shares)
     if panel < num_panels:
@@ -294,7 +300,7 @@ def _multiply(
     products."""
     rows, num_rows = panel
     first, end = part
-    if get(args, IS_STEP):
+    if in_step_order(args):
         multiply_step_rows(layout, rows, num_rows, vectors, first, end, ahead, totals, scratch)
     else:
         multiply_rows(layout, rows, num_rows, vectors, first, end, ahead, totals, scratch)
@@ -393,7 +399,7 @@ def down_phase(args: int, counter: int, worker_idx: int) -> None:
             first_pair, end_pair = pair_range(args, group)
             num_items = end_pair - first_pair
             x = get(args, ACTIVATIONS) + 4 * ffn_size * first_pair
-            block_bytes = STEP_BLOCK_BYTES if get(args, IS_STEP) else Q8_BLOCK_BYTES
+            block_bytes = STEP_BLOCK_BYTES if in_step_order(args) else Q8_BLOCK_BYTES
             q8_blocks = get(args, ACTIVATION_Q8) + block_bytes * num_blocks * first_pair
             vectors = (x, 4 * ffn_size, 0, q8_blocks, num_items)
             down = _down_ahead(args, group, item, item)
@@ -455,7 +461,7 @@ def _run_experts(args: int, counter: int, pool: int) -> int:
     if get(args, HIDDEN_Q8_BYTES) != 0:
         few = num_tokens <= FEW_TOKENS
         run_on(0 if few else pool, get(args, QUANTISE_HIDDEN_TASK), args, counter)
-        if num_tokens > 1 and not get(args, IS_STEP):
+        if num_tokens > 1 and not in_step_order(args):
             run_region(pool, get(args, REGROUP_TASK), args, counter)
     if _quantises_at_once(args):
         for place in range(_halves(args, 0, 0), _halves(args, get(args, NUM_GROUPS), 0), 8):

@@ -241,7 +241,7 @@ def multiply_rows(
         v.store_floats(place, v.zeros())
     rows = _whole_panel(rows, num_rows, row_bytes, scratch)
     num_blocks = columns // 32
-    near, far = (rows, ahead[0]) if row_bytes >= LEAD_BYTES else ahead
+    near, far = _near_and_far(rows, row_bytes, ahead)
     if num_items == 1:
         multiply_one = v.load_i64(layout + 8 * MULTIPLY_ONE)
         call_7(multiply_one, rows, row_bytes, num_blocks, q8_blocks, far, near, totals)
@@ -273,6 +273,12 @@ def multiply_rows(
 
 
 @helper
+def _near_and_far(rows: int, row_bytes: int, ahead: tuple[int, int]) -> tuple[int, int]:
+    """The panels to be prefetched while `rows` are multiplied; see LEAD_BYTES."""
+    return (rows, ahead[0]) if row_bytes >= LEAD_BYTES else ahead
+
+
+@helper
 def _whole_panel(rows: int, num_rows: int, row_bytes: int, scratch: int) -> int:
     """Address of the rows, with memory of 16. Kernels read as many: results of the rows beyond the
     copied ones are ignored."""
@@ -301,31 +307,52 @@ def multiply_step_rows(
     `vectors`: x, x_stride, indices, step_blocks and num_items; step blocks are found like the
     float32 vectors. All else as `multiply_rows`.
     """
-    x, x_stride, indices, step_blocks, _ = vectors
-    multiply_step = v.load_i64(layout + 8 * MULTIPLY_STEP)
-    row_bytes = v.load_i64(layout + 8 * ROW_BYTES)
-    columns = v.load_i64(layout + 8 * COLUMNS)
-    num_lanes = v.load_i64(layout + 8 * SUM_LANES)
-    num_blocks = columns // 32
     if v.load_i64(layout + 8 * UNPACK) == 0:
-        lanes = (scratch + 63) & -64
-        expanded = lanes + LANES_BYTES
-        for row in range(num_rows):
-            place = rows + row_bytes * row
-            v.call_expand(v.load_i64(layout + 8 * EXPAND_STEP), place, columns, expanded)
-            for item in range(first, end):
-                index = v.load_i32(indices + 4 * item) if indices else item
-                vector = x + x_stride * index
-                product = multiply_step_float(
-                    multiply_step, expanded, vector, columns, num_lanes, lanes
-                )
-                v.store_float(totals + 4 * (REPACKED_ROWS * (item - first) + row), product)
+        _multiply_step_floats(layout, rows, num_rows, vectors, first, end, totals, scratch)
         return
+    _, _, indices, step_blocks, _ = vectors
+    row_bytes = v.load_i64(layout + 8 * ROW_BYTES)
+    num_blocks = v.load_i64(layout + 8 * COLUMNS) // 32
     rows = _whole_panel(rows, num_rows, row_bytes, scratch)
-    near, far = (rows, ahead[0]) if row_bytes >= LEAD_BYTES else ahead
+    near, far = _near_and_far(rows, row_bytes, ahead)
     for item in range(first, end):
         index = v.load_i32(indices + 4 * item) if indices else item
-        place = step_blocks + STEP_BLOCK_BYTES * num_blocks * index
-        out = totals + 4 * REPACKED_ROWS * (item - first)
-        _call_8(multiply_step, rows, row_bytes, num_blocks, place, num_lanes, far, near, out)
+        _call_8(
+            v.load_i64(layout + 8 * MULTIPLY_STEP),
+            rows,
+            row_bytes,
+            num_blocks,
+            step_blocks + STEP_BLOCK_BYTES * num_blocks * index,
+            v.load_i64(layout + 8 * SUM_LANES),
+            far,
+            near,
+            totals + 4 * REPACKED_ROWS * (item - first),
+        )
         near, far = rows, rows  # the next vector finds them in the cache
+
+
+@helper
+def _multiply_step_floats(
+    layout: int,
+    rows: int,
+    num_rows: int,
+    vectors: tuple[int, int, int, int, int],
+    first: int,
+    end: int,
+    totals: int,
+    scratch: int,
+) -> None:
+    """The same for rows that are multiplied as float32."""
+    x, x_stride, indices, _, _ = vectors
+    columns = v.load_i64(layout + 8 * COLUMNS)
+    num_lanes = v.load_i64(layout + 8 * SUM_LANES)
+    multiply, expand = v.load_i64(layout + 8 * MULTIPLY_STEP), v.load_i64(layout + 8 * EXPAND_STEP)
+    lanes = (scratch + 63) & -64
+    expanded = lanes + LANES_BYTES
+    for row in range(num_rows):
+        v.call_expand(expand, rows + v.load_i64(layout + 8 * ROW_BYTES) * row, columns, expanded)
+        for item in range(first, end):
+            index = v.load_i32(indices + 4 * item) if indices else item
+            vector = x + x_stride * index
+            product = multiply_step_float(multiply, expanded, vector, columns, num_lanes, lanes)
+            v.store_float(totals + 4 * (REPACKED_ROWS * (item - first) + row), product)

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from dflash_adapters.quant import TensorType
-from dflash_runtime.compute.cpu.compile.compiling import RowFunction, helper, variant
+from dflash_runtime.compute.cpu.compile.compiling import RowFunction, variant
 from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.simd.types import (
     FLOAT,
@@ -65,8 +65,8 @@ def _multiply(row: int, x: int, columns: int, num_lanes: int, scratch: int) -> f
         place = scratch + 4 * (unit % num_lanes)
         total = v.load_float(place)
         for column in range(_UNIT * unit, min(_UNIT * (unit + 1), columns)):
-            product = v.load_float(row + 4 * column), v.load_float(x + 4 * column)
-            total = v.fma_scalar(product[0], product[1], total)
+            weight, value = v.load_float(row + 4 * column), v.load_float(x + 4 * column)
+            total = v.fma_scalar(weight, value, total)
         v.store_float(place, total)
         unit += 1
     width = num_lanes // 2
@@ -87,13 +87,6 @@ def step_float_function(tensor_type: TensorType) -> RowFunction:
 
 
 @primitive(f32, *[i64] * 6)
-def _call(builder: Any, function: Any, *numbers: Any) -> Any:
+def multiply_step_float(builder: Any, function: Any, *numbers: Any) -> Any:
+    """Call a `step_float_function`, whose arguments follow."""
     return emit_call(builder, FLOAT, function, list(numbers))
-
-
-@helper
-def multiply_step_float(
-    function: int, row: int, x: int, columns: int, num_lanes: int, scratch: int
-) -> float:
-    """Call a `step_float_function`."""
-    return _call(function, row, x, columns, num_lanes, scratch)  # type: ignore[no-any-return]

@@ -33,7 +33,7 @@ from dflash_runtime.compute.gpu.launch.layouts import (
     ResidentMatrices,
     row_bytes,
 )
-from dflash_runtime.compute.step_order import FLOAT_TYPES, sum_lanes, units_of
+from dflash_runtime.compute.step_order import FLOAT_TYPES, expert_sum_lanes, units_of
 
 MOST_PEERS = 7
 """Most daemons with a mailbox of one parent."""
@@ -153,10 +153,13 @@ def default_tuning(shape: ExpertsShape, device: KernelDevice) -> ExpertsTuning:
     beside those of gate and up that still run. Does not depend on T.
     """
     lanes = device.lanes
-    gate_team = min(
-        sum_lanes(units_of(kind, shape.hidden_size)) for kind in (shape.gate_type, shape.up_type)
+    gate_team, down_team = expert_sum_lanes(
+        shape.gate_type,
+        shape.up_type,
+        shape.down_type,
+        hidden_size=shape.hidden_size,
+        ffn_size=shape.ffn_size,
     )
-    down_team = sum_lanes(units_of(shape.down_type, shape.ffn_size))
     gate_warps = 256 // lanes
     teams = gate_warps * (lanes // gate_team)
     gate_rows = max(1, 16 // teams)  # a block gives whole granules

@@ -410,12 +410,16 @@ FORMATS = {
         RepackedFormat(TensorType.Q8_0, scales_q8_0, quads_q8_0, 8, 1, centre=128),
         RepackedFormat(TensorType.IQ4_NL, scales_q8_0, quads_iq4_nl, 8, 1, centre=128),
         RepackedFormat(TensorType.MXFP4, scales_mxfp4, quads_mxfp4, 5, 1, centre=12),
-        RepackedFormat(TensorType.NVFP4, scales_nvfp4, quads_nvfp4, 5, 2, 2, 12, _in_order(1)),
-        RepackedFormat(TensorType.Q2_K, scales_q2_k, quads_q2_k, 2, 8, 2, 0, _UNITS_OF_2_BITS),
-        RepackedFormat(TensorType.Q3_K, scales_q3_k, quads_q3_k, 3, 8, 2, 0, _UNITS_OF_2_BITS),
-        RepackedFormat(TensorType.Q4_K, scales_q4_k, quads_q4_k, 4, 8, 1, 0, _in_order(4)),
-        RepackedFormat(TensorType.Q5_K, scales_q4_k, quads_q5_k, 5, 8, 1, 0, _in_order(4)),
-        RepackedFormat(TensorType.Q6_K, scales_q6_k, quads_q6_k, 6, 8, 2, 0, _UNITS_Q6_K),
-        RepackedFormat(TensorType.IQ4_XS, scales_iq4_xs, quads_iq4_xs, 8, 8, 1, 128, _in_order(4)),
+        RepackedFormat(
+            TensorType.NVFP4, scales_nvfp4, quads_nvfp4, 5, 2, 2, centre=12, units=_in_order(1)
+        ),
+        RepackedFormat(TensorType.Q2_K, scales_q2_k, quads_q2_k, 2, 8, 2, units=_UNITS_OF_2_BITS),
+        RepackedFormat(TensorType.Q3_K, scales_q3_k, quads_q3_k, 3, 8, 2, units=_UNITS_OF_2_BITS),
+        RepackedFormat(TensorType.Q4_K, scales_q4_k, quads_q4_k, 4, 8, units=_in_order(4)),
+        RepackedFormat(TensorType.Q5_K, scales_q4_k, quads_q5_k, 5, 8, units=_in_order(4)),
+        RepackedFormat(TensorType.Q6_K, scales_q6_k, quads_q6_k, 6, 8, 2, units=_UNITS_Q6_K),
+        RepackedFormat(
+            TensorType.IQ4_XS, scales_iq4_xs, quads_iq4_xs, 8, 8, centre=128, units=_in_order(4)
+        ),
     )
 }

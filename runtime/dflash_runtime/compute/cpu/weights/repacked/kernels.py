@@ -216,8 +216,6 @@ def multiplying_one(form: RepackedFormat) -> Callable[..., Any]:
     outrun memory prefetch from `near` on, too, what has been prefetched before: some processors
     drop prefetches while they wait for many lines, Zen 5 most of them if they come without a pause.
     """
-    unrolled = _SMALL_CHUNKS_AT_ONCE if form.chunk_blocks == 1 else 1
-    prefetches_twice = current_tier().has_wide_registers
 
     @primitive(void, *[i64] * 7)
     def multiply_one(
@@ -230,39 +228,52 @@ def multiplying_one(form: RepackedFormat) -> Callable[..., Any]:
         near: Any,
         totals: Any,
     ) -> None:
-        ahead = (far, near) if prefetches_twice else (far,)
         kept = cgutils.alloca_once(builder, LANES)
         builder.store(load(Vec(builder, totals), LANES).value, kept)
-        num_chunks = builder.udiv(num_blocks, I64(form.chunk_blocks))
-        num_steps = builder.udiv(num_chunks, I64(unrolled))
-        rest = builder.mul(num_steps, I64(unrolled))
-        # Small chunks are processed two at a time; one may remain.
-        for count, first, end in ((unrolled, I64(0), num_steps), (1, rest, num_chunks)):
-            with cgutils.for_range_slice(builder, first, end, I64(1)) as (index, _):
-                begin = Vec(builder, index) * count
-                rows = TileRows(Vec(builder, first_row), Vec(builder, row_bytes))
-                done = begin * (NUM_ROWS * form.chunk_bytes)
-                x = Q8Blocks(Vec(builder, q8_blocks), 1).block(begin * form.chunk_blocks)
-                total = Vec(builder, builder.load(kept))
-                lines = lines_ahead(
-                    [Vec(builder, each) + done for each in ahead],
-                    count * NUM_ROWS * form.chunk_bytes,
-                    2 * count * form.chunk_blocks,
+        rows = TileRows(Vec(builder, first_row), Vec(builder, row_bytes))
+        for begin, chunks, lines in chunk_loops(form, rows, num_blocks, (far, near)):
+            x = Q8Blocks(Vec(builder, q8_blocks), 1).block(begin * form.chunk_blocks)
+            total = Vec(builder, builder.load(kept))
+            for chunk, here in enumerate(chunks):
+                total = _multiply_chunk(
+                    form, here, x.block(chunk * form.chunk_blocks), total, lines
                 )
-                for chunk in range(count):
-                    here = rows.at((begin + chunk) * form.chunk_bytes)
-                    total = _multiply_chunk(
-                        form, here, x.block(chunk * form.chunk_blocks), total, lines
-                    )
-                builder.store(total.value, kept)
-            if unrolled == 1:
-                break
+            builder.store(total.value, kept)
         Vec(builder, builder.load(kept)).store(Vec(builder, totals))
 
     return multiply_one
 
 
-def lines_ahead(firsts: list[Vec], num_bytes: int, num_parts: int) -> Iterator[None]:
+def chunk_loops(
+    form: RepackedFormat, rows: TileRows, num_blocks: Any, ahead: tuple[Any, Any]
+) -> Iterator[tuple[Vec, list[TileRows], Iterator[None]]]:
+    """Emit the loops over a row's chunks; what is emitted between two `next` is the body of one.
+    Gives the body's first chunk, the rows at each of its chunks, and `_lines_ahead` of these, from
+    the far and the near address on. To be used to its end.
+
+    Small chunks come two at a time, with one that may remain in a loop of its own.
+    """
+    builder = rows.builder
+    unrolled = _SMALL_CHUNKS_AT_ONCE if form.chunk_blocks == 1 else 1
+    firsts = ahead if current_tier().has_wide_registers else ahead[:1]
+    num_chunks = builder.udiv(num_blocks, I64(form.chunk_blocks))
+    num_steps = builder.udiv(num_chunks, I64(unrolled))
+    rest = builder.mul(num_steps, I64(unrolled))
+    loops = [(unrolled, I64(0), num_steps), (1, rest, num_chunks)]
+    for count, first, end in loops if unrolled > 1 else loops[:1]:
+        with cgutils.for_range_slice(builder, first, end, I64(1)) as (index, _):
+            begin = Vec(builder, index) * count
+            done = begin * (NUM_ROWS * form.chunk_bytes)
+            lines = _lines_ahead(
+                [Vec(builder, each) + done for each in firsts],
+                count * NUM_ROWS * form.chunk_bytes,
+                2 * count * form.chunk_blocks,
+            )
+            chunks = [rows.at((begin + chunk) * form.chunk_bytes) for chunk in range(count)]
+            yield begin, chunks, lines
+
+
+def _lines_ahead(firsts: list[Vec], num_bytes: int, num_parts: int) -> Iterator[None]:
     """Each `next` prefetches another part of `num_bytes` from each of these addresses on."""
     begin = 0
     for part in range(1, num_parts + 1):

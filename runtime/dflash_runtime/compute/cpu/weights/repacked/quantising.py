@@ -68,14 +68,14 @@ def plus(a: Vec, b: Vec) -> Vec:
     return a + b
 
 
-def rounded(values: Vec) -> Vec:
+def _rounded(values: Vec) -> Vec:
     """To the nearest integer, ties to even."""
     kind = values.value.type
     name = f"llvm.rint.v{kind.count}f32"
     return Vec(values.builder, emit_named(values.builder, name, kind, values.value))
 
 
-def clamped(turns: Vec) -> Vec:
+def _clamped(turns: Vec) -> Vec:
     """Clamp to 127 steps; a NaN, too, becomes a number."""
     builder = turns.builder
     for comparison, limit in (("<", 127.0), (">", -127.0)):
@@ -83,6 +83,18 @@ def clamped(turns: Vec) -> Vec:
         is_inside = builder.fcmp_ordered(comparison, turns.value, bound.value)
         turns = Vec(builder, builder.select(is_inside, turns.value, bound.value))
     return turns
+
+
+def magnitude_bits(values: Vec) -> Vec:
+    """Of 16 lanes: they compare like the magnitudes; a NaN's are the largest."""
+    return values.as_type(_WORDS) & _MAGNITUDE_BITS
+
+
+def as_int8(values: Vec, inverse: Vec) -> tuple[Vec, Vec]:
+    """Steps of 16 lanes, each a whole number within 127, as words and as bytes."""
+    builder, turns = values.builder, _clamped(_rounded(values * inverse))
+    words = Vec(builder, builder.fptosi(turns.value, _WORDS))
+    return words, Vec(builder, builder.trunc(words.value, _BYTES))
 
 
 def _float32(value: float) -> float:
@@ -106,7 +118,7 @@ class _Grids:
                 rests = []
                 for each in halves:
                     exact = each * inverses[-1].take([block] * 16)
-                    rests.append(exact - rounded(exact))
+                    rests.append(exact - _rounded(exact))
                 squares.append(rests[0] * rests[0] + rests[1] * rests[1])
             errors.append(reduced(squares, plus) * _float32(1.0 / steps**2))
         # For a NaN neither grid is better, and the scale is NaN too.
@@ -125,10 +137,9 @@ def _quantising(num_blocks: int) -> Callable[..., Any]:
         for block in range(num_blocks):
             at = first + 128 * block
             values.append((load(at, _HALF_BLOCK), load(at + 64, _HALF_BLOCK)))
-        # Magnitudes compare like their bits; a NaN's bits are the largest.
         sizes = []
         for halves in values:
-            bits = [each.as_type(_WORDS) & _MAGNITUDE_BITS for each in halves]
+            bits = [magnitude_bits(each) for each in halves]
             sizes.append(bits[0].maximum(bits[1]))
         grids = _Grids(values, reduced(sizes, Vec.maximum).bits_to_float())
         sums: tuple[list[Vec], list[Vec]] = [], []
@@ -138,9 +149,7 @@ def _quantising(num_blocks: int) -> Callable[..., Any]:
         for block, halves in enumerate(values):
             inverse = grids.inverse.take([block] * 16)
             for half, each in enumerate(halves):
-                turns = clamped(rounded(each * inverse))
-                integers = Vec(builder, builder.fptosi(turns.value, _WORDS))
-                quants = Vec(builder, builder.trunc(integers.value, _BYTES))
+                integers, quants = as_int8(each, inverse)
                 quants.store(q8_blocks[block] + slot_v * 32 + 16 * half)
                 sums[half].append(integers)
         halves_sums = [reduced(each, plus).to_float() for each in sums]

@@ -42,8 +42,8 @@ from dflash_runtime.compute.cpu.weights.repacked.formats import (
     TileRows,
 )
 from dflash_runtime.compute.cpu.weights.repacked.kernels import (
+    chunk_loops,
     is_signed,
-    lines_ahead,
     quants_of,
 )
 from dflash_runtime.compute.step_order import MOST_SUM_LANES
@@ -53,8 +53,6 @@ STEP_BLOCK_BYTES = 64
 
 SCALES_AT, SUMS_AT, PAIR_SUM_AT, INTEGER_SUMS_AT = 32, 40, 48, 52
 """Byte offsets of a step block's numbers."""
-
-_UNIT_BLOCKS = 2
 
 
 class _StepBlocks:
@@ -140,8 +138,6 @@ def multiplying_step(form: RepackedFormat) -> Callable[..., Any]:
     Writes the products of 16 rows of whole chunks and one token's step blocks at `x`. Prefetches
     from `far` and `near` on as `multiplying_one` does.
     """
-    unrolled = max(1, _UNIT_BLOCKS // form.chunk_blocks)
-    prefetches_twice = current_tier().has_wide_registers
 
     @primitive(void, *[i64] * 8)
     def multiply_step(
@@ -155,38 +151,18 @@ def multiplying_step(form: RepackedFormat) -> Callable[..., Any]:
         near: Any,
         totals: Any,
     ) -> None:
-        ahead = (far, near) if prefetches_twice else (far,)
         place = cgutils.alloca_once(builder, LANES, size=MOST_SUM_LANES)
         lanes = Vec(builder, builder.ptrtoint(place, I64))
         zeros = constant(builder, LANES, 0.0)
         with cgutils.for_range(builder, num_lanes) as loop:
             zeros.store(lanes + Vec(builder, loop.index) * 64)
-        num_chunks = builder.udiv(num_blocks, I64(form.chunk_blocks))
-        num_steps = builder.udiv(num_chunks, I64(unrolled))
-        rest = builder.mul(num_steps, I64(unrolled))
         last_lane = Vec(builder, num_lanes) - 1
+        rows = TileRows(Vec(builder, first_row), Vec(builder, row_bytes))
         # A row of an odd number of blocks ends with half a unit.
-        for count, first, end in ((unrolled, I64(0), num_steps), (1, rest, num_chunks)):
-            with cgutils.for_range_slice(builder, first, end, I64(1)) as (index, _):
-                begin = Vec(builder, index) * count
-                rows = TileRows(Vec(builder, first_row), Vec(builder, row_bytes))
-                done = begin * (NUM_ROWS * form.chunk_bytes)
-                lines = lines_ahead(
-                    [Vec(builder, each) + done for each in ahead],
-                    count * NUM_ROWS * form.chunk_bytes,
-                    2 * count * form.chunk_blocks,
-                )
-                first_block = begin * form.chunk_blocks
-                first_unit = first_block >> 1
-                _add_units(
-                    form,
-                    [rows.at((begin + chunk) * form.chunk_bytes) for chunk in range(count)],
-                    _StepBlocks(Vec(builder, x)).at(first_block),
-                    _Lanes(lanes, first_unit, last_lane),
-                    lines,
-                )
-            if unrolled == 1:
-                break
+        for begin, chunks, lines in chunk_loops(form, rows, num_blocks, (far, near)):
+            first_block = begin * form.chunk_blocks
+            here = _StepBlocks(Vec(builder, x)).at(first_block)
+            _add_units(form, chunks, here, _Lanes(lanes, first_block >> 1, last_lane), lines)
         _fold(builder, lanes, num_lanes)
         load(lanes, LANES).store(Vec(builder, totals))
 

@@ -14,7 +14,6 @@ from dflash_runtime.compute.cpu.compile.compiling import RowFunction
 from dflash_runtime.compute.cpu.simd.emitting import Vec, constant, load
 from dflash_runtime.compute.cpu.simd.types import (
     FLOAT,
-    I8,
     I32,
     emit_call,
     i64,
@@ -23,7 +22,12 @@ from dflash_runtime.compute.cpu.simd.types import (
     void,
 )
 from dflash_runtime.compute.cpu.simd.untyped import ir
-from dflash_runtime.compute.cpu.weights.repacked.quantising import clamped, plus, reduced, rounded
+from dflash_runtime.compute.cpu.weights.repacked.quantising import (
+    as_int8,
+    magnitude_bits,
+    plus,
+    reduced,
+)
 from dflash_runtime.compute.cpu.weights.repacked.step_kernels import (
     INTEGER_SUMS_AT,
     PAIR_SUM_AT,
@@ -33,11 +37,10 @@ from dflash_runtime.compute.cpu.weights.repacked.step_kernels import (
 )
 
 _GRANULE = lanes_of(FLOAT, 16)
-_BYTES, _WORDS = lanes_of(I8, 16), lanes_of(I32, 16)
 
 _BLOCKS_AT_ONCE = 8
 
-_MAGNITUDE_BITS, _INFINITE_BITS, _NAN_BITS = 0x7FFFFFFF, 0x7F800000, 0x7FC00000
+_INFINITE_BITS, _NAN_BITS = 0x7F800000, 0x7FC00000
 
 _SMALLEST = 1e-35
 """Granules of smaller values count as zero: the inverse of their scale would overflow."""
@@ -69,14 +72,11 @@ def _quantising(num_blocks: int) -> Callable[..., Any]:
     def quantise_blocks(builder: Any, x: Any, out: Any) -> None:
         first, blocks = Vec(builder, x), Vec(builder, out)
         granules = [load(first + 64 * index, _GRANULE) for index in range(2 * num_blocks)]
-        # Magnitudes compare like their bits; a NaN's bits are the largest.
-        sizes = [each.as_type(_WORDS) & _MAGNITUDE_BITS for each in granules]
+        sizes = [magnitude_bits(each) for each in granules]
         scales, inverses = _scales(reduced(sizes, Vec.maximum))
         integers = []
         for index, values in enumerate(granules):
-            turns = clamped(rounded(values * inverses.take([index] * 16)))
-            words = Vec(builder, builder.fptosi(turns.value, _WORDS))
-            quants = Vec(builder, builder.trunc(words.value, _BYTES))
+            words, quants = as_int8(values, inverses.take([index] * 16))
             block, half = divmod(index, 2)
             quants.store(blocks + (STEP_BLOCK_BYTES * block + 16 * half))
             integers.append(words)
