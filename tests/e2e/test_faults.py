@@ -36,6 +36,7 @@ from support.processes import (
     START_S,
     environment,
     running_daemon,
+    stop,
     wait_for_ends,
     wait_until,
 )
@@ -245,7 +246,7 @@ def test_a_daemon_stopped_in_mid_generation_costs_two_deadlines_at_most_and_is_u
                 tokens.append(token.token_id)
                 waits_s.append(time.monotonic() - last_s)
                 if len(tokens) == FAULT_AFTER:
-                    daemon.send_signal(signal.SIGSTOP)
+                    stop(daemon.pid)
                 last_s = time.monotonic()
             assert tokens == undisturbed
             longest_s = max(waits_s[FAULT_AFTER:])
@@ -269,7 +270,7 @@ def test_a_daemon_that_is_stopped_again_and_again_never_costs_a_token(
         Engine.open(model, connect=[endpoint], settings=settings) as engine,
     ):
         for _ in range(3):
-            daemon.send_signal(signal.SIGSTOP)
+            stop(daemon.pid)
             try:
                 assert greedy(engine, PROMPT, NUM_TOKENS) == undisturbed
             finally:

@@ -26,7 +26,14 @@ from support import undisturbed as rig
 from support.asked_parent import asked_parent
 from support.descriptors import num_descriptors
 from support.faults import greedy, shared_memory_of, soft_limit, spawned_daemons
-from support.processes import START_S, cli_command, environment, running_daemon, wait_until
+from support.processes import (
+    START_S,
+    cli_command,
+    environment,
+    running_daemon,
+    stop,
+    wait_until,
+)
 from support.serving import NO_TLS, RunningServer, running_server
 from support.undisturbed import FAULT_AFTER, NUM_TOKENS, PROMPT, settings_with
 
@@ -207,7 +214,7 @@ def test_a_parent_that_was_stopped_until_its_daemon_forgot_it_comes_back(
             for round_idx in range(2):
                 parent.begin(NUM_TOKENS)
                 tokens = [parent.read() for _ in range(FAULT_AFTER)]
-                os.kill(parent.pid, signal.SIGSTOP)
+                stop(parent.pid)
                 if transport == "shared":
                     wait_until(lambda: not shared_memory_of(daemon.pid), "it to be forgotten")
                 else:
@@ -245,7 +252,7 @@ def test_thirty_seconds_of_a_stopped_daemon_and_of_a_stopped_parent_cost_no_toke
             victim = parent.pid if who == "parent" else daemon.pid
             parent.begin(NUM_TOKENS)
             tokens = [parent.read() for _ in range(FAULT_AFTER)]
-            os.kill(victim, signal.SIGSTOP)
+            stop(victim)
             begin_s = time.monotonic()
             try:
                 if who == "daemon":

@@ -179,3 +179,17 @@ def wait_until(
     while not condition():
         assert time.monotonic() < end_s, f"waited {within_s:.0f} s for {what}"
         time.sleep(pause_s)
+
+
+def stop(pid: int) -> None:
+    """Send SIGSTOP, and return when all threads of the process have stopped.
+
+    One of its threads must run for that. Where others take all cores, it writes on meanwhile.
+    """
+    os.kill(pid, signal.SIGSTOP)
+
+    def has_stopped() -> bool:
+        stats = [stat.read_text() for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
+        return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+    wait_until(has_stopped, f"process {pid} to stop", pause_s=0.001)

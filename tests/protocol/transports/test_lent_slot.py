@@ -29,7 +29,7 @@ from dflash_protocol.ring.segment import create_segment
 from dflash_protocol.transports.lent_slot import LentSlot
 from dflash_protocol.transports.ports import PHASES
 from dflash_protocol.transports.shared_client import SharedClient
-from support.processes import environment
+from support.processes import environment, stop
 from support.routed_batches import ScalingBank, batch_of, moe_layer, naive_sums
 from support.shared_pair import NUM_SLOTS, Pair
 from support.transport_checks import (
@@ -370,9 +370,11 @@ def test_a_daemon_that_is_stopped_or_killed_makes_a_request_late(
         for _ in range(100):
             assert asker.post(batch, out) > 0
             assert asker.ended() > 0
-        child.send_signal(number)
         if number == signal.SIGKILL:
+            child.kill()
             child.wait(TIMEOUT_S)
+        else:
+            stop(child.pid)
         before = out.copy()
         assert asker.post(batch, out, deadline_s=0.15) > 0
         assert asker.ended() == LATE

@@ -61,7 +61,7 @@ from support.mailbox_rig import (
     patient_settings,
     tokens,
 )
-from support.processes import START_S, running_daemon, wait_until
+from support.processes import START_S, running_daemon, stop, wait_until
 from support.random_gguf import write_model
 from support.scripted_moves import ScriptedPolicy, move_between_daemons
 from support.trees import way_to
@@ -449,7 +449,7 @@ def test_a_daemon_lost_within_a_token_costs_time_and_no_token(
         for token in engine.generate(PROMPT, NUM_TOKENS, ignore_eos=True):
             found.append(token.token_id)
             if len(found) == 4:
-                process.send_signal(signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+                process.kill() if fault == "kill" else stop(process.pid)
         assert found[:4] == expected[:4]
         check_text(engine, found)
         kinds = [event.kind for event in engine.stats().events]
