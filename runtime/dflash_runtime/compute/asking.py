@@ -90,7 +90,7 @@ class AskedOwners(Protocol):
         """Whether a reply to one of this many requests is to be checked: the host, when it
         asks, then decides about each of them. Else they count as not checked."""
 
-    def count_asked(self, taken: AskedLayers) -> None:
+    def count_asked(self, taken: AskedLayers, phase: Phase = Phase.DECODE) -> None:
         """Add to the statistics."""
 
     def settle_with(self, settle: Callable[[], None] | None) -> None:

@@ -194,16 +194,18 @@ class ExpertMemory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MailRoute:
-    """A daemon whose device answers ours through a mailbox, without the host in between.
+    """An owner that answers our device through a mailbox, with no host code of ours in between: a
+    daemon's device, or this process's processor.
 
-    `owner_index`: of the daemon among all owners.
-    `local_ids`: by layer id of the layers that the daemon has experts of, the daemon's local ids of
-    the experts it is to compute. Shapes: each [E] int32; negative: not computed by it.
+    `owner_index`: its index among all owners.
+    `local_ids`: by layer id of the layers that it has experts of, its local ids of the experts it
+    is to compute. Shapes: each [E] int32; negative: not computed by it.
     """
 
     name: str
     owner_index: int
-    segment: Segment
+    segment: Segment | None
+    """Shared with the daemon; None: this process's processor."""
     local_ids: Mapping[int, I32Array]
     is_live: Callable[[], bool]
     """Whether the route can still be used: its session lasts."""

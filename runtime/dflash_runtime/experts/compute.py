@@ -92,7 +92,7 @@ class ExpertCompute(Protocol):
         """A route for compiled code to ask this owner, which is the one of that index; None if it
         cannot be asked so now. The same object as before while it is valid."""
 
-    def count_asked(self, asked: OwnerTotals) -> None:
+    def count_asked(self, asked: OwnerTotals, phase: Phase = Phase.DECODE) -> None:
         """Count what compiled code has asked of this owner, or has computed in its place."""
 
     def prepare(self, owned: OwnedExperts) -> PreparedExperts | None:
@@ -157,10 +157,10 @@ class LocalExpertCompute:
     def ask_route(self, owner_index: int) -> None:
         """None: it is in this process."""
 
-    def count_asked(self, asked: OwnerTotals) -> None:
-        phase = self.stats.of_phase(Phase.DECODE)
-        phase.compute_s += asked.compute_s
-        for counted in (self.stats, phase):
+    def count_asked(self, asked: OwnerTotals, phase: Phase = Phase.DECODE) -> None:
+        of_phase = self.stats.of_phase(phase)
+        of_phase.compute_s += asked.compute_s
+        for counted in (self.stats, of_phase):
             counted.requests += asked.num_requests
             counted.tokens += asked.num_requests
             counted.pairs += asked.num_pairs

@@ -164,10 +164,11 @@ class MoeExpertComputeRuntime:
         mailed = set[int]()
         for route in routes:
             layers = route.local_ids.keys() - but
-            counted = self._owners[route.owner_index].stats.of_phase(phase)
-            counted.requests += num_steps * len(layers)
-            counted.tokens += num_steps * num_tokens * len(layers)
             mailed |= layers
+            if self._is_daemon[route.owner_index]:  # else `count_asked`
+                counted = self._owners[route.owner_index].stats.of_phase(phase)
+                counted.requests += num_steps * len(layers)
+                counted.tokens += num_steps * num_tokens * len(layers)
         num_layers = len(self.placement.routing) - len(but)
         self.hits.layers += num_steps * num_layers
         self.hits.layers_hot_only += num_steps * (num_layers - len(mailed))
@@ -180,7 +181,7 @@ class MoeExpertComputeRuntime:
             num_pairs = int(counts[owner_index == index].sum())
             if index == self._device_owner:
                 self._count_own(phase, num_tokens=0, num_pairs=num_pairs, num_requests=0)
-            else:
+            elif self._is_daemon[index]:
                 owner.stats.of_phase(phase).pairs += num_pairs
                 self.hits.remote += num_pairs
 
@@ -228,14 +229,14 @@ class MoeExpertComputeRuntime:
     def is_any_to_be_checked(self, num_requests: int) -> bool:
         return self._checks is not None and self._checks.takes_some(num_requests)
 
-    def count_asked(self, taken: AskedLayers) -> None:
+    def count_asked(self, taken: AskedLayers, phase: Phase = Phase.DECODE) -> None:
         hits = self.hits
         hits.layers += taken.num_layers
         hits.layers_hot_only += taken.num_hot_only
         for index, asked in enumerate(taken.owners):
             if not asked.num_requests:
                 continue
-            self._owners[index].count_asked(asked)
+            self._owners[index].count_asked(asked, phase)
             if self._is_daemon[index]:
                 hits.remote += asked.num_pairs
             else:

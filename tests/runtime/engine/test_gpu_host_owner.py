@@ -16,7 +16,8 @@ from dflash_protocol.ids import F32Array, I32Array
 from dflash_protocol.placement import OwnedExperts, Placement
 from dflash_protocol.settings import DaemonSetting
 from dflash_runtime import Engine
-from dflash_runtime.compute.gpu.run import host_path
+from dflash_runtime.compute.cpu.captured.mail_thread import MailThread
+from dflash_runtime.compute.gpu.run import host_path, path_choice
 from dflash_runtime.compute.gpu.transfers.host_rows import HostRows, LentRows
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 from dflash_runtime.experts.telemetry import OwnerKind
@@ -72,10 +73,10 @@ def test_bits_are_those_with_the_experts_in_a_cpu_daemon(
 
 
 @pytest.mark.parametrize("local_experts", [0, 2])
-def test_compiled_steps_have_tokens_and_counts_of_those_that_python_runs(
+def test_a_mailbox_and_compiled_steps_have_tokens_and_counts_of_those_that_python_runs(
     model: Path, gpus: EmulatedGpus, local_experts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    by_host, found = 0, []
+    by_host, by_mail, found = 0, 0, []
     ask = host_path._Exchange.__call__
 
     def counted(exchange: host_path._Exchange) -> None:
@@ -83,20 +84,31 @@ def test_compiled_steps_have_tokens_and_counts_of_those_that_python_runs(
         by_host += 1
         ask(exchange)
 
+    rung = MailThread.ask
+
+    def counted_ring(thread: MailThread, num_tokens: int) -> None:
+        nonlocal by_mail
+        by_mail += 1
+        rung(thread, num_tokens)
+
     monkeypatch.setattr(host_path._Exchange, "__call__", counted)
-    for is_compiled in (True, False):
+    monkeypatch.setattr(MailThread, "ask", counted_ring)
+    for way in ("mailbox", "compiled", "Python"):
         with monkeypatch.context() as patch:
-            if not is_compiled:
+            if way != "mailbox":
+                patch.setattr(path_choice, "own_banks", lambda remote: {})
+            if way == "Python":
                 patch.setattr(MoeExpertComputeRuntime, "ask_routes", lambda self: None)
             with opened(model, local_experts=local_experts) as engine:
                 tokens = tokens_of(engine)
                 stats = engine.stats()
         pairs = {name: (owner.kind, owner.pairs) for name, owner in stats.owners.items()}
         found.append((tokens, pairs, stats.hits, stats.selections))
-        if is_compiled:
+        if way != "Python":
             assert by_host == 0
+        assert by_mail == NUM_TOKENS - 1
     assert by_host >= (NUM_TOKENS - 1) * TINY.num_layers
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
     _, pairs, hits, selections = found[0]
     num_chosen = sum(map(sum, selections.values()))
     assert sum(num_pairs for _, num_pairs in pairs.values()) == num_chosen == hits.hot

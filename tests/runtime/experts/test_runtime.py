@@ -103,7 +103,7 @@ class FakeCompute:
     def ask_route(self, owner_index: int) -> None:
         """None."""
 
-    def count_asked(self, asked: OwnerTotals) -> None:
+    def count_asked(self, asked: OwnerTotals, phase: Phase = Phase.DECODE) -> None:
         """Not called."""
 
     def prepare(self, owned: OwnedExperts) -> None:

@@ -39,6 +39,7 @@ from dflash_runtime.compute.cpu.kernels import (
     device_tasks,
     experts_kernel,
     linear_kernel,
+    mail_tasks,
     recurrent_tiles,
     route_tasks,
     step_tasks,
@@ -90,6 +91,7 @@ _DENSE_JOBS: dict[str, Callable[[], object]] = {
 _ASKED_JOBS: dict[str, Callable[[], object]] = {"asked": asked_tasks.run_asked}
 _DEVICE_JOBS: dict[str, Callable[[], object]] = {
     "graphs": device_tasks.compile_calls,
+    "mailed": mail_tasks.compile_calls,
     "copies": copy_runs.compile_all,
 }
 _STEP_ORDER_JOBS: dict[str, Callable[[], object]] = {"quantise_step": quantise_step_function}

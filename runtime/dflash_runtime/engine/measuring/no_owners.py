@@ -43,7 +43,7 @@ class NoOwners(AbsentOwners):
     def is_any_to_be_checked(self, num_requests: int) -> bool:
         return False
 
-    def count_asked(self, taken: AskedLayers) -> None:
+    def count_asked(self, taken: AskedLayers, phase: Phase = Phase.DECODE) -> None:
         """Nothing."""
 
     def settle_with(self, settle: Callable[[], None] | None) -> None:
@@ -96,7 +96,7 @@ class AskedProcessor(NoOwners):
     def settle_with(self, settle: Callable[[], None] | None) -> None:
         self._settle = _nothing if settle is None else settle
 
-    def count_asked(self, taken: AskedLayers) -> None:
+    def count_asked(self, taken: AskedLayers, phase: Phase = Phase.DECODE) -> None:
         own = taken.owners[self.own_index]
         self._num_layers += taken.num_layers
         self._num_asked += own.num_requests

@@ -198,8 +198,8 @@ class RemoteExpertCompute:
         except DaemonUnavailable:
             return None
 
-    def count_asked(self, asked: OwnerTotals) -> None:
-        counted = self._stats.of_phase(Phase.DECODE)
+    def count_asked(self, asked: OwnerTotals, phase: Phase = Phase.DECODE) -> None:
+        counted = self._stats.of_phase(phase)
         counted.requests += asked.num_requests
         counted.tokens += asked.num_requests
         counted.pairs += asked.num_pairs

@@ -355,4 +355,4 @@ def test_what_steps_of_a_gpu_need_of_the_processor_is_compiled_with_all_else(
     new = ahead[1] - ahead[0]
     of_rows = {job for job in new if job.startswith("step_rows.")}
     assert of_rows
-    assert new - of_rows == {"asked", "graphs", "copies", "quantise_step"}
+    assert new - of_rows == {"asked", "graphs", "mailed", "copies", "quantise_step"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 
@@ -116,12 +116,16 @@ class MailKernels:
         choice: Choice,
         local_ids: Sequence[DeviceArray],
         requests: Sequence[int],
+        asked: DeviceArray,
+        always: Collection[int] = (),
         rounds: bool = False,
     ) -> None:
         """Send every peer its pairs of a layer; with a rule, choose the experts first.
 
-        `rounds`: the only peer of a layer without local experts may answer in float32; see `add`.
-        Shapes: local_ids each [E] int32; requests: addresses, by peer.
+        `asked` gets which of them have a reply to wait for: those that have pairs, and those
+        `always`. `rounds`: the only peer of a layer without local experts may answer in float32;
+        see `add`.
+        Shapes: local_ids each [E] int32; requests: addresses, by peer; asked [MOST_PEERS] uint32.
         """
         arrays, num_tokens = self._arrays, choice.topk_ids.shape[0]
         sizes = {"T": num_tokens, "K": layer.num_experts_used}
@@ -130,6 +134,8 @@ class MailKernels:
         args = MailPostArgs(
             mail=self.side.args,
             rounds=rounds,
+            asked=arrays.address("asked", asked, np.uint32, P=MOST_PEERS),
+            always=sum(1 << peer for peer in always),
             parts=_parts(layer, rows, num_tokens),
             topk_ids=arrays.address("topk_ids", choice.topk_ids, np.int32, **sizes),
             topk_weights=arrays.address("topk_weights", choice.topk_weights, np.float32, **sizes),
@@ -150,9 +156,16 @@ class MailKernels:
         kernel = self._parent_kernel(layer, rule, num_tokens, "mail_post", MailPostArgs)
         self._device.launch(kernel, (len(requests), 1, 1), _THREADS, args)
 
-    def replies(self, lines: Mapping[int, int]) -> ctypes.Structure:
-        """Arguments for kernels that read replies, in peers' order. `lines`: addresses by peer."""
-        replies = MailReplies(mail=self.side.args, num_replies=len(lines))
+    def replies(
+        self, lines: Mapping[int, int], asked: DeviceArray | None = None
+    ) -> ctypes.Structure:
+        """Arguments for kernels that read replies, in peers' order. `lines`: addresses by peer;
+        `asked`: as `post` wrote it; None: all replies are waited for."""
+        replies = MailReplies(
+            mail=self.side.args,
+            num_replies=len(lines),
+            asked=self._arrays.optional("asked", asked, np.uint32, P=MOST_PEERS),
+        )
         for index, (peer, line) in enumerate(lines.items()):
             replies.peers[index], replies.lines[index] = peer, line
         return replies

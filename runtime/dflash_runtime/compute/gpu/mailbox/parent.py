@@ -1,4 +1,5 @@
-"""The parent's end of its mailboxes: one for each daemon; a step uses all of them or none.
+"""The parent's end of its mailboxes: one for each daemon, and one for this process's processor if
+that has experts; a step uses all of them or none.
 
 `run/mailbox_path.py` launches a step's requests; the captured step rings the daemons' hosts.
 """
@@ -13,10 +14,16 @@ import numpy as np
 
 from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable, one_line
 from dflash_protocol.ids import I64Array
-from dflash_protocol.ring.segment import Segment
+from dflash_protocol.ring.segment import MailTerms, Segment
 from dflash_runtime.compute.backend import MailRoute
-from dflash_runtime.compute.gpu.device.device import NANOSECONDS_PER_MS, KernelDevice, address
+from dflash_runtime.compute.gpu.device.device import (
+    NANOSECONDS_PER_MS,
+    DeviceArray,
+    KernelDevice,
+    address,
+)
 from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock
+from dflash_runtime.compute.gpu.launch.decode_experts import MOST_PEERS
 from dflash_runtime.compute.gpu.mailbox import layout
 from dflash_runtime.compute.gpu.mailbox.kernels import MailKernels, MailPeer, MailSide
 from dflash_runtime.compute.gpu.mailbox.layout import (
@@ -32,6 +39,7 @@ from dflash_runtime.compute.gpu.mailbox.layout import (
     MailWords,
     host_lines,
 )
+from dflash_runtime.compute.gpu.mailbox.own_processor import LIMIT_MS, OwnProcessor
 from dflash_runtime.compute.gpu.mailbox.peer_memory import MemoryExchange, MemoryKeeper
 from dflash_runtime.compute.gpu.mailbox.probe import (
     FAULT_BYTES,
@@ -55,6 +63,7 @@ _UNUSED_EPOCHS = 64
 def is_ready(route: MailRoute, device: KernelDevice) -> bool:
     """Whether a daemon's end is ready, has our layout, and is on another device than ours: kernels
     that wait for each other cannot share a device."""
+    assert route.segment is not None
     try:
         words = MailWords(route.segment)
         state, number = words.read(MailWord.STATE), words.read(MailWord.DAEMON_LAYOUT)
@@ -115,6 +124,15 @@ class MailLink:
         self.words.await_answer(_ANSWER_S, self._is_live)
         # Not before: kernels of a step that was cut short must find it.
         self.words.write(MailWord.PARENT_ABORT, 0)
+
+    def ring(self, num_tokens: int) -> None:
+        """Ask for a step of so many tokens. Raises: DaemonUnavailable if the session is closed."""
+        self.words.ask(Ask.STEP, num_tokens)
+
+    def cut(self, epoch: int) -> None:
+        """Have the steps from this epoch on fail."""
+        with suppress(DaemonUnavailable):  # its session is over
+            self.words.write(MailWord.PARENT_ABORT, epoch)
 
     def prepare(self, num_tokens: int) -> None:
         """Have the daemon capture steps of so many tokens; call `restart` afterwards."""
@@ -212,7 +230,8 @@ class MailLink:
 
 
 class ParentMail:
-    """Mailboxes with these daemons, for as long as their sessions last. Used by one thread.
+    """Mailboxes with these daemons, for as long as their sessions last, and with `own`, if given,
+    whose route comes first. Used by one thread.
 
     Each step has an epoch, one more than the last one's; `restart` skips some. After `fail` the
     mailboxes are not used again. Owns: the links and memory of the device.
@@ -226,6 +245,7 @@ class ParentMail:
         *,
         epoch: int,
         keeper: MemoryKeeper,
+        own: OwnProcessor | None = None,
     ) -> None:
         """`epoch`: larger than that of any earlier step with these daemons.
 
@@ -233,29 +253,35 @@ class ParentMail:
         session may be fine otherwise."""
         self.routes = tuple(routes)
         self._device = device
+        segments = [(route, route.segment) for route in routes if route.segment is not None]
         self._links = [
             MailLink(
                 device,
                 layout,
-                route.segment,
+                segment,
                 name=route.name,
                 is_live=route.is_live,
                 keeper=keeper,
             )
-            for route in routes
+            for route, segment in segments
         ]
-        terms = routes[0].segment.mail_terms
+        self._peers: list[MailLink | OwnProcessor] = [*self._links]
+        if own is not None:
+            own.prepare(1)
+            self._peers.insert(0, own)
+        terms = segments[0][1].mail_terms if segments else MailTerms(LIMIT_MS)
         assert terms is not None
         # Memory of our own: a word that peers can write must not decide that a step is right.
         self._block = MappedBlock(device, [((1,), np.uint32)])
         self._failed = self._block.host[0]
         self._side = MailSide(
             device,
-            [link.peer for link in self._links],
+            [each.peer for each in self._peers],
             terms.limit_ms,
             failed=address(self._block.device[0]),
         )
         self.kernels = MailKernels(self._side)
+        self._asked = device.zeros((layout.num_layers, MOST_PEERS), np.uint32)
         self.epoch = epoch
         """Epoch of the last step that was asked for."""
         self.is_cut = False
@@ -291,12 +317,17 @@ class ParentMail:
             self._block.close()
 
     def requests(self, layer_index: int) -> list[int]:
-        """Address of each daemon's request lines for a layer, by its place in the model."""
-        return [link.lines.request(layer_index) for link in self._links]
+        """Address of each peer's request lines for a layer, by its place in the model."""
+        return [each.lines.request(layer_index) for each in self._peers]
 
     def replies(self, layer_index: int) -> list[int]:
-        """Address of each daemon's reply lines for it."""
-        return [link.lines.reply(layer_index) for link in self._links]
+        """Address of each peer's reply lines for it."""
+        return [each.lines.reply(layer_index) for each in self._peers]
+
+    def asked(self, layer_index: int) -> DeviceArray:
+        """Whether each of a layer's peers was asked for something. Shapes: [MOST_PEERS] uint32."""
+        asked: DeviceArray = self._asked[layer_index]
+        return asked
 
     @property
     def is_live(self) -> bool:
@@ -322,42 +353,41 @@ class ParentMail:
         self._device.synchronize()
         self.epoch += _UNUSED_EPOCHS
         self._failed[0] = 0
-        for link in self._links:
-            link.restart(self.epoch)
+        for each in self._peers:
+            each.restart(self.epoch)
         self._side.set_epoch(self.epoch)
         self.is_cut = False
 
     def prepare(self, num_tokens: int) -> None:
-        """Have every daemon capture steps of so many tokens; no step may be running.
+        """Have every peer get ready for steps of so many tokens; no step may be running.
 
         Raises: DaemonUnavailable."""
         if num_tokens in self._sizes:
             return
-        for link in self._links:
-            link.prepare(num_tokens)
+        for each in self._peers:
+            each.prepare(num_tokens)
         self._sizes.add(num_tokens)
         self.restart()
 
     def ring(self, num_tokens: int = 1) -> None:
-        """Ask every daemon to run a step of so many tokens, for which it is prepared. A step of
+        """Ask every peer to run a step of so many tokens, for which it is prepared. A step of
         another size must have ended.
 
         Raises: DaemonUnavailable if a session is closed."""
         self.epoch += 1
-        for link in self._links:
-            link.words.ask(Ask.STEP, num_tokens)
+        for each in self._peers:
+            each.ring(num_tokens)
 
     def cut(self) -> None:
         """Have the step under way fail, whose launches end here: daemons stop waiting for it.
         `restart` before the next one."""
         self.is_cut = True
         self._failed[0] = self.epoch
-        for link in self._links:
-            with suppress(DaemonUnavailable):  # its session is over
-                link.words.write(MailWord.PARENT_ABORT, self.epoch)
+        for each in self._peers:
+            each.cut(self.epoch)
 
     def is_answering(self) -> bool:
-        """Whether every daemon is ready for another step; no step of ours may be running."""
+        """Whether every peer is ready for another step; no step of ours may be running."""
         try:
             self.restart()
         except DaemonUnavailable:

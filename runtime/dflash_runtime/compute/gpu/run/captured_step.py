@@ -187,7 +187,7 @@ class GraphStep:
             self._choice.sessions.close()
 
     def follow_owners(self) -> None:
-        self._choice.home.path.follow_owners()
+        self._choice.follow_owners()
 
     def close(self) -> None:
         """Release everything, even if this object is still referred to. Idempotent."""

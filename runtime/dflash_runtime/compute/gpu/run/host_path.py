@@ -158,6 +158,10 @@ class HostPath(StepPath):
                 num_layers=num_steps * len(self._whole_pairs),
             )
 
+    def settle(self) -> None:
+        """Report what was asked since the last time."""
+        self._table.settle()
+
     def follow_owners(self) -> None:
         self._table.refresh()
 

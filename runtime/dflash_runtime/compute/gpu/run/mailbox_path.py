@@ -30,6 +30,7 @@ from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows
 from dflash_runtime.compute.gpu.launch.decode_experts import Choice
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.layers.rows import Rows
+from dflash_runtime.compute.gpu.mailbox.own_processor import OwnProcessor
 from dflash_runtime.compute.gpu.mailbox.parent import ParentMail
 from dflash_runtime.compute.gpu.ops.kernels import RoutedRows
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
@@ -56,9 +57,11 @@ class MailboxPath(StepPath):
         mail: ParentMail,
         remote: MailedExperts,
         home: HostPath,
+        own: OwnProcessor | None = None,
     ) -> None:
-        """`remote` is told what was computed; `home` asks owners that have no mailbox."""
-        self.mail = mail
+        """`remote` is told what was computed; `home` asks owners that have no mailbox; `own` is one
+        of the mailboxes' peers, if given."""
+        self.mail, self._own = mail, own
         self._remote, self._home = remote, home
         self._by_host = {
             layer_id: route
@@ -74,6 +77,7 @@ class MailboxPath(StepPath):
             for index, layer in enumerate(moe.layers)
         }
         """By layer id: its place in the model, and by peer the local ids of its experts."""
+        self._are_tables_old = False
         self._selections: dict[tuple[Phase, int], DeviceArray] = {}
         self._blocks: dict[Phase, DeviceMoe] = {}
 
@@ -111,6 +115,8 @@ class MailboxPath(StepPath):
         return self.mail.trial()
 
     def run(self, pieces: Sequence[GraphPiece], num_tokens: int = 1) -> None:
+        if self._are_tables_old:
+            self._update_tables()
         self.mail.ring(num_tokens)
         for piece in pieces:
             piece.graph.replay()
@@ -126,6 +132,8 @@ class MailboxPath(StepPath):
 
         Raises: what the host's `check` raises; DeviceUnavailable.
         """
+        if self._are_tables_old:
+            self._update_tables()
         try:
             self.mail.ring()
             self._home.run_program(program, mailed)
@@ -148,7 +156,8 @@ class MailboxPath(StepPath):
     def is_to_be_checked(self) -> bool:
         """Whether a step should be recomputed through the host, to compare a daemon's reply with
         the parent's own result."""
-        return self._remote.is_step_to_be_checked(self.mail.routes)
+        daemons = [route for route in self.mail.routes if route.segment is not None]
+        return bool(daemons) and self._remote.is_step_to_be_checked(daemons)
 
     def note_checked(self, elapsed_s: float) -> None:
         """Such a step was recomputed, in this time."""
@@ -170,15 +179,30 @@ class MailboxPath(StepPath):
     def _count(self, phase: Phase, num_steps: int, *, num_tokens: int = 1) -> None:
         """Count layers that the host did not ask for. Pairs of those with remote experts are
         counted on the device."""
+        own = self._own
+        if own is not None:
+            own.count(phase)
+        is_counted_there = own is not None and own.is_only_peer
         others = [
             layer_id
             for layer_id, (_, _, tables) in self._layers.items()
-            if not tables or layer_id in self._by_host
+            if not tables or layer_id in self._by_host or is_counted_there
         ]
         self._home.count_whole(phase, num_steps, num_tokens=num_tokens)
         self._remote.count_mailed(
             self.mail.routes, num_steps, phase=phase, num_tokens=num_tokens, but=others
         )
+
+    def follow_owners(self) -> None:
+        """Experts have moved within this process; no step is running. The next one begins with what
+        can fail on the device."""
+        self._are_tables_old = True
+
+    def _update_tables(self) -> None:
+        for peer, route in enumerate(self.mail.routes):
+            for layer_id, local_ids in route.local_ids.items():
+                self._ops.device.write(self._layers[layer_id][2][peer], local_ids)
+        self._are_tables_old = False
 
     def close(self) -> None:
         self.settle()
@@ -198,15 +222,17 @@ class MailboxPath(StepPath):
     def _new_route(self, phase: Phase, layer_id: int) -> Route:
         local, (index, layer, tables) = self._resident.get(layer_id), self._layers[layer_id]
         by_host = self._by_host.get(layer_id)
+        later = (each for place, _, each in self._layers.values() if place > index)
+        last_of = frozenset(tables).difference(*later)
         if by_host is not None:  # and counts
-            posts = _Posts(self._ops, self.mail, layer, index, tables, None)
+            posts = _Posts(self._ops, self.mail, layer, index, tables, last_of, None)
             return _MixedRoute(posts, by_host) if tables else by_host
         if not tables:  # the layer has no remote experts
             assert local is not None
             return HereRoute(self._ops, local, phase)
         selections = self._ops.device.zeros(layer.num_experts, np.uint32)
         self._selections[phase, layer_id] = selections
-        posts = _Posts(self._ops, self.mail, layer, index, tables, selections)
+        posts = _Posts(self._ops, self.mail, layer, index, tables, last_of, selections)
         return _MailboxRoute(posts, local)
 
 
@@ -221,6 +247,8 @@ class _Posts:
     """The layer's place among those with experts."""
     tables: Mapping[int, DeviceArray]
     """By peer, its local ids of the experts. Shapes: each [E] int32."""
+    last_of: frozenset[int]
+    """Peers that have no experts in later layers: their replies show that they have read all."""
     selections: DeviceArray | None
     """Choices are counted here, unless they are counted elsewhere. Shapes: [E] uint32."""
 
@@ -232,6 +260,7 @@ class _Posts:
         tables, choice = self.tables, routed.choice
         rule, logits = self.ops.steps.left_to_choose(choice)
         requests, replies = self.mail.requests(self.index), self.mail.replies(self.index)
+        asked = self.mail.asked(self.index)
         rows = self.ops.steps.for_experts(routed.x)
         self.mail.kernels.post(
             self.layer,
@@ -245,9 +274,12 @@ class _Posts:
             ),
             local_ids=list(tables.values()),
             requests=[requests[peer] for peer in tables],
+            asked=asked,
+            always=[place for place, peer in enumerate(tables) if peer in self.last_of],
             rounds=rounds,
         )
-        return rule, rows, self.mail.kernels.replies({peer: replies[peer] for peer in tables})
+        lines = {peer: replies[peer] for peer in tables}
+        return rule, rows, self.mail.kernels.replies(lines, asked)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

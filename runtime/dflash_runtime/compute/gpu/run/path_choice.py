@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 
 from dflash_adapters.spec import MoeSpec
 from dflash_protocol.errors import DaemonUnavailable, one_line
@@ -16,6 +18,7 @@ from dflash_runtime.compute.gpu.launch.decode_experts import MOST_PEERS
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.mailbox import layout
 from dflash_runtime.compute.gpu.mailbox.layout import is_preparing, mail_layout
+from dflash_runtime.compute.gpu.mailbox.own_processor import OwnProcessor, own_banks
 from dflash_runtime.compute.gpu.mailbox.parent import ParentMail, is_ready
 from dflash_runtime.compute.gpu.mailbox.peer_memory import MemoryKeeper
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
@@ -90,6 +93,12 @@ class PathChoice:
         self._counted = self.take_selections()
         self.mailbox = self._mailed = None
 
+    def follow_owners(self) -> None:
+        """See CapturedStep.follow_owners."""
+        self.home.path.follow_owners()
+        if self.sessions is not None:
+            self.sessions.follow_owners()
+
     def forget_mailed(self) -> None:
         """Close captures that go through mailboxes."""
         if self._mailed is not None:
@@ -147,16 +156,18 @@ class PathChoice:
             self._mailed.forget()
         self.mailbox = self._mailed = None
         if self.sessions is not None:
-            self.sessions.close()
+            self.sessions.end()
 
 
 class MailboxSessions:
     """Opens mailboxes for the daemons' current sessions, and refuses those that failed.
 
+    This process's processor has one too, if it has experts and the host need not ask other owners.
     States: without mailboxes; with those of the daemons that have one, from `present` until a
     session of these ends, another daemon has one, they are refused, or `close`; after
     _MOST_FAILURES failed steps, or once epochs are used up, without mailboxes for good. Used by
-    the thread that runs the model; lasts as long as the captured step. Owns: the mailboxes in use.
+    the thread that runs the model; lasts as long as the captured step. Owns: the mailboxes in use,
+    and the processor's.
     """
 
     def __init__(
@@ -170,10 +181,12 @@ class MailboxSessions:
         keeper: MemoryKeeper,
     ) -> None:
         """`home` asks owners that have no mailbox; `keeper` takes memory that a lost daemon may
-        still have open."""
+        still have open. Raises: DeviceUnavailable."""
         self._keeper = keeper
         self._ops, self._moe, self._resident = ops, moe, resident
         self._remote, self._home = remote, home
+        self._own = OwnProcessor(ops.device, moe, remote) if own_banks(remote) else None
+        remote.settle_with(self._settle)
         self._routes: tuple[MailRoute, ...] = ()
         self._present: MailboxPath | None = None
         self._refused: tuple[MailRoute, ...] = ()
@@ -184,13 +197,19 @@ class MailboxSessions:
         self._uses_peers: bool | None = None
         """Whether lines in devices' memory are faster; None: not measured."""
 
+    def _settle(self) -> None:
+        self._home.settle()
+        if self._own is not None:
+            self._own.count()
+
     def await_ready(self) -> bool:
         """Whether there are mailboxes; waits for daemons that are preparing theirs."""
         end_s = time.monotonic() + _READY_S
         while time.monotonic() < end_s:
             routes = self._remote.mail_routes()
-            if not any(is_preparing(route.segment) for route in routes):
-                return bool(routes)
+            segments = [route.segment for route in routes if route.segment is not None]
+            if not any(map(is_preparing, segments)):
+                return bool(self._usable())
             time.sleep(_POLL_S)
         return False
 
@@ -215,23 +234,45 @@ class MailboxSessions:
             return False
         # Mailboxes in use are not asked again whether they are ready: that word may be damaged, and
         # a step that fails shows what is wrong.
-        is_new = (route not in self._routes for route in self._usable())
-        return bool(self._remote.mail_routes()) and not any(is_new)
+        usable = self._usable()
+        return bool(usable) and not any(route not in self._routes for route in usable)
 
     def _usable(self) -> tuple[MailRoute, ...]:
         """Routes of mailboxes that are ready and were not refused; the host asks the other
         owners."""
-        return tuple(
+        routes = [
             route
             for route in self._remote.mail_routes()
             if route not in self._refused and is_ready(route, self._ops.device)
-        )[:MOST_PEERS]
+        ]
+        if self._own is not None and self._own.route not in self._refused:
+            with_own = [self._own.route, *routes]
+            # Where the host asks others, it also computes: both would use the same threads.
+            if not self._leaves_some(with_own[:MOST_PEERS]):
+                routes = with_own
+        return tuple(routes[:MOST_PEERS])
+
+    def _leaves_some(self, routes: Sequence[MailRoute]) -> bool:
+        """Whether the host has to ask other owners than those of these routes."""
+        asked = [self._remote.device_index, *(route.owner_index for route in routes)]
+        return any(
+            np.isin(self._remote.routing(layer_id).owner_index, asked, invert=True).any()
+            for layer_id in self._home.exchanges
+        )
 
     def _opened(self, routes: tuple[MailRoute, ...]) -> MailboxPath:
         """Raises: DaemonUnavailable."""
         self._epoch += _EPOCHS_OF_OPENING
+        has_own = any(route.segment is None for route in routes)
+        if self._own is not None:
+            self._own.is_only_peer = len(routes) == 1
         mail = ParentMail(
-            self._ops.device, mail_layout(self._moe), routes, epoch=self._epoch, keeper=self._keeper
+            self._ops.device,
+            mail_layout(self._moe),
+            routes,
+            epoch=self._epoch,
+            keeper=self._keeper,
+            own=self._own if has_own else None,
         )
         try:
             if mail.has_peers and self._uses_peers is not False:
@@ -243,6 +284,7 @@ class MailboxSessions:
                 mail=mail,
                 remote=self._remote,
                 home=self._home,
+                own=self._own if has_own else None,
             )
         except BaseException:
             mail.close()
@@ -288,3 +330,16 @@ class MailboxSessions:
             if self._epoch >= layout.LAST_EPOCH:
                 _LOG.warning("no mailbox: %s", "its steps' numbers are used up until a new start")
         self._present, self._routes = None, ()
+
+    def follow_owners(self) -> None:
+        """Experts have moved within this process; no step is running."""
+        if self._own is not None:
+            self._own.follow_owners()
+        if self._present is not None:
+            self._present.follow_owners()
+
+    def end(self) -> None:
+        """Close what is left; it is not used again. Idempotent."""
+        self.close()
+        if self._own is not None:
+            self._own.close()

@@ -18,7 +18,7 @@ from dflash_adapters.spec import MoeLayer
 from dflash_protocol.ids import AnyArray, F64Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, address
 from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows, meta_shape, padded_columns
-from dflash_runtime.compute.gpu.launch.decode_experts import Choice
+from dflash_runtime.compute.gpu.launch.decode_experts import MOST_PEERS, Choice
 from dflash_runtime.compute.gpu.mailbox.kernels import MailKernels, MailPeer, MailSide
 from dflash_runtime.compute.gpu.mailbox.layout import (
     LINE_BYTES,
@@ -127,6 +127,7 @@ def test_what_is_posted_is_taken(
     requests = device.zeros((2, num_lines * LINE_BYTES), np.uint8)
     places = [address(requests, peer * num_lines * LINE_BYTES) for peer in range(num_peers)]
     parent, rows = side_of(device), new_rows(device, layer.hidden_size, seed=4)
+    asked_peers = device.zeros(MOST_PEERS, np.uint32)
     parent.kernels.begin()
     parent.kernels.post(
         layer,
@@ -135,8 +136,14 @@ def test_what_is_posted_is_taken(
         choice=choice,
         local_ids=[device.upload(table) for table in tables],
         requests=places,
+        asked=asked_peers,
+        always=[1],
         rounds=rounds,
     )
+    has_pairs = [bool((table[chosen] >= 0).any()) for table in tables]
+    waits = [*has_pairs, *[False] * MOST_PEERS]
+    waits[1] = num_peers > 1
+    np.testing.assert_array_equal(device.download(asked_peers), waits[:MOST_PEERS])
     counts = np.bincount(chosen, minlength=num_experts)
     assert choice.selections is not None
     np.testing.assert_array_equal(device.download(choice.selections), counts)
@@ -192,6 +199,24 @@ def test_replies_are_added_in_order_and_rounded_once(
     np.testing.assert_array_equal(device.download(residual), expected)
 
 
+@pytest.mark.parametrize("is_rounded", [False, True])
+def test_a_reply_of_a_peer_that_was_not_asked_is_not_waited_for(
+    device: EmulatedDevice, layer: MoeLayer, is_rounded: bool
+) -> None:
+    sums, before = np.full(layer.hidden_size, 3.0), np.ones((1, layer.hidden_size), np.float32)
+    side, residual = side_of(device, limit_ms=20), device.upload(before)
+    there = device.upload(reply_lines(sums, epoch=1))
+    missing = device.upload(reply_lines(sums, epoch=2))
+    asked = device.upload(np.array([0, 1] + [0] * (MOST_PEERS - 2), np.uint32))
+    side.kernels.begin()
+    lines = [missing] if is_rounded else [missing, there, missing]
+    replies = side.kernels.replies({peer: address(each) for peer, each in enumerate(lines)}, asked)
+    side.kernels.add(layer, None, residual, replies=replies, rounded=is_rounded)
+    assert not side.state[ABORTED]
+    expected = before if is_rounded else before + np.float32(3)
+    np.testing.assert_array_equal(device.download(residual), expected)
+
+
 def rounded_lines(values: F64Array, epoch: int) -> AnyArray:
     """Shapes: values [H]; result [H / 2, 4] uint32."""
     lines = np.empty((values.size // 2, 4), np.uint32)
@@ -235,6 +260,7 @@ def test_only_a_single_reply_may_be_rounded(device: EmulatedDevice, layer: MoeLa
             choice=choice,
             local_ids=[table, table],
             requests=[0, 0],
+            asked=device.zeros(MOST_PEERS, np.uint32),
             rounds=True,
         )
 

@@ -51,26 +51,28 @@ struct Mail {
     // Waits for `num` lines, at most N: line(j) is an address, written by peer(j). Returns false if the
     // step has failed. A poll loads all missing lines at once: over a bus this takes as long as one.
     // `polls_far`: also reads peers' abort words over the bus; one of the blocks that wait for the same
-    // lines is enough. FirstHalves: waits for the first halves only.
+    // lines is enough. FirstHalves: waits for the first halves only. `skipped`: a bit for each line that is
+    // not waited for.
     template <bool FirstHalves = false, int N, typename LineOf, typename PeerOf>
     INLINE bool receive(uint4 (&found)[N], int num, LineOf line, PeerOf peer, u32 epoch, u64 deadline,
-                        bool is_rounded = false, bool polls_far = true) const {
+                        bool is_rounded = false, bool polls_far = true, u32 skipped = 0) const {
         const u32 checked_by = is_rounded ? rounded_epoch(epoch) : epoch;
-        auto is_missing = [&](uint4 line) {
-            return !(FirstHalves ? is_of_epoch(line.x, line.y, checked_by)
-                                 : is_of_epoch(line, checked_by));
+        auto is_missing = [&](int j) {
+            if (j >= num || skipped >> j & 1) return false;
+            return !(FirstHalves ? is_of_epoch(found[j].x, found[j].y, checked_by)
+                                 : is_of_epoch(found[j], checked_by));
         };
 #pragma unroll
         for (int j = 0; j < N; j++) found[j] = make_uint4(0, 0, 0, 0);  // valid in no epoch
         for (int poll = 1;; poll++) {
 #pragma unroll
             for (int j = 0; j < N; j++) {
-                if (j < num && is_missing(found[j])) found[j] = load_line(line(j));
+                if (is_missing(j)) found[j] = load_line(line(j));
             }
             int missing = -1;
 #pragma unroll
             for (int j = N - 1; j >= 0; j--) {
-                if (j < num && is_missing(found[j])) missing = j;
+                if (is_missing(j)) missing = j;
             }
             if (missing < 0) return true;
             if (poll % POLLS == 0 &&
@@ -129,19 +131,26 @@ struct MailReplies {
     const void *lines[MOST_PEERS];  // [T, H] float64, one per line; or float32: see mail_add_rounded
     int peers[MOST_PEERS];          // the peer that writes each of them
     int num_replies;
+    const u32 *asked;               // null, or [num_replies]: 0: nothing was asked of it, see mail_post
 
-    // Adds the peers' sums of one element to `total`, in the order of the peers. False: the step failed.
+    INLINE bool is_asked(int reply) const { return !asked || load_fresh4(asked + reply); }
+    // Adds the sums of one element, of the peers that were asked, to `total`, in the order of the peers.
+    // False: the step failed.
     INLINE bool add(i64 element, u32 epoch, u64 deadline, double &total) const {
         if (mail.is_aborted()) return false;
         for (int begin = 0; begin < num_replies; begin += REPLIES_AT_ONCE) {
             uint4 found[REPLIES_AT_ONCE];
-            const int num = num_replies - begin;
+            const int num = min_of(num_replies - begin, REPLIES_AT_ONCE);
+            u32 skipped = 0;
+            for (int j = 0; j < num; j++) skipped |= (u32)!is_asked(begin + j) << j;
             auto line = [&](int j) { return line_at(lines[begin + j], element); };
             auto peer = [&](int j) { return peers[begin + j]; };
-            if (!mail.receive(found, num, line, peer, epoch, deadline)) return false;
+            if (!mail.receive(found, num, line, peer, epoch, deadline, false, true, skipped)) {
+                return false;
+            }
 #pragma unroll
             for (int j = 0; j < REPLIES_AT_ONCE; j++) {
-                if (j >= num) break;
+                if (j >= num || skipped >> j & 1) continue;
                 DoubleWords sum;
                 sum.words[0] = found[j].x, sum.words[1] = found[j].z;
                 total += sum.value;

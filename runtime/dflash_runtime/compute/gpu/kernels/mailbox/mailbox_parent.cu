@@ -20,6 +20,8 @@ struct MailPostArgs {
     u32 *selections;                 // null, or [EXPERTS]: incremented for each expert that was chosen
     const int *local_ids[MOST_PEERS];  // [EXPERTS] per peer: its local ids; negative: not its expert
     void *requests[MOST_PEERS];      // lines
+    u32 *asked;                      // [peers]: gets whether there is a reply to wait for
+    u32 always;                      // a bit for each peer whose reply is waited for in any case
     int rounds;                      // not 0: the only peer may round its reply
 };
 
@@ -34,6 +36,8 @@ KERNEL(mail_post, MailPostArgs, THREADS, 1) {
     using Choice = Router<EXPERTS, TOP_K, NORMALISE != 0, (Gate)GATE>;
     SHARED(int, ids, POST_PAIRS);
     SHARED(float, weights, POST_PAIRS);
+    SHARED(int, is_asked, 1);
+    if (thread_index() == 0) *is_asked = a.always >> block_index_x() & 1;
     const int peer = block_index_x();
     const bool is_first = peer == 0, chooses = warp_index() < CHOOSERS;
     let_next_begin();
@@ -83,19 +87,20 @@ KERNEL(mail_post, MailPostArgs, THREADS, 1) {
             }
         }
     }
-    if (ROUTE) block_barrier();
+    block_barrier();
     for (int pair = thread_index(); pair < POST_PAIRS; pair += THREADS) {
         const int expert = ROUTE ? ids[pair] : (int)load_fresh4(a.topk_ids + pair);
         const u32 weight = ROUTE ? float_to_bits(weights[pair]) : load_fresh4(a.topk_weights + pair);
         const bool exists = (u32)expert < (u32)EXPERTS;
-        if (!ROUTE && posts) {
-            const u32 local = exists ? load_weights4(a.local_ids[peer] + expert) : ~0u;
-            send_line(line_at(lines, pair), epoch, local ^ rounds, weight);
-        }
+        const u32 local = exists ? load_weights4(a.local_ids[peer] + expert) : ~0u;
+        if (!ROUTE && posts) send_line(line_at(lines, pair), epoch, local ^ rounds, weight);
+        if ((int)local >= 0) *is_asked = 1;
         if (!is_first) continue;
         if (ROUTE) a.topk_ids[pair] = expert, a.topk_weights[pair] = bits_to_float(weight);
         if (a.selections && exists) atomic_add(a.selections + expert, 1);
     }
+    block_barrier();
+    if (thread_index() == 0) a.asked[peer] = *is_asked;
 }
 
 struct MailAddArgs {
@@ -127,7 +132,7 @@ KERNEL(mail_add_rounded, MailAddArgs, ADD_THREADS, 1) {
     const uint2 before = load_fresh8(a.residual + i);
     const Mail &mail = a.replies.mail;
     const u32 epoch = mail.epoch();
-    if (mail.is_aborted()) return;
+    if (mail.is_aborted() || !a.replies.is_asked(0)) return;
     uint4 found[1];
     auto line = [&](int) { return line_at(a.replies.lines[0], i / 2); };
     auto peer = [&](int) { return a.replies.peers[0]; };
