@@ -24,6 +24,7 @@ from dflash_protocol.settings import Settings
 from dflash_runtime import Engine
 from dflash_runtime.compute.backend import MailRoute
 from dflash_runtime.compute.gpu.device.device import address
+from dflash_runtime.compute.cpu.captured.mail_thread import MailThread
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.gpu.mailbox import layout as mailbox_layout
 from dflash_runtime.compute.gpu.mailbox.kernels import MailKernels, MailPeer, MailSide
@@ -45,7 +46,7 @@ from dflash_runtime.engine.verifying import Verified
 from dflash_runtime.experts.events import EventKind
 from dflash_runtime.placement.cache.traces import PHASES, read_trace
 from dflash_runtime.placement.moves import MovePrices
-from dflash_runtime.placement.split import make_placement
+from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER, make_placement
 from support.emulated_device import EmulatedDevice
 from support.emulated_device.peer_memory import FREED_WHILE_OPEN, EmulatedPeerMemory
 from support.emulated_gpu import TINY, TINY_LLAMA4, EmulatedGpus
@@ -268,6 +269,48 @@ def test_whichever_daemon_answers_by_mailbox_the_bits_are_those_of_a_resident_ru
         assert rings.count >= NUM_TOKENS - 1
         owners = engine.stats().owners
         assert min(owners[name].pairs for name in ("link0", "link1")) > 0
+
+
+@pytest.mark.parametrize("has_local", [True, False])
+def test_a_daemon_and_the_parents_processor_answer_the_same_step(
+    mailing: Mailing, run_dir: Path, monkeypatch: pytest.MonkeyPatch, has_local: bool
+) -> None:
+    """Trees too; the host asks for nothing until the daemon is lost."""
+    with mailing.resident() as engine:
+        expected, expected_trees = tokens(engine), verified(engine)
+    with GgufFile.open(mailing.model) as file:
+        moe = read_spec(file).moe
+    shares = {LOCAL_OWNER: [4, 1], HOST_OWNER: [2], "link0": [0, 3]}
+    if not has_local:
+        shares = {HOST_OWNER: [1, 4], "link0": [0, 2, 3]}
+    owned = {
+        name: OwnedExperts.from_lists({layer.layer_id: ids for layer in moe.layers})
+        for name, ids in shares.items()
+    }
+    num_asked, ask = 0, MailThread.ask
+
+    def counted(thread: MailThread, num_tokens: int) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        ask(thread, num_tokens)
+
+    monkeypatch.setattr(MailThread, "ask", counted)
+    placement = make_placement(moe, owned)
+    options: dict[str, Any] = {"placement": placement, "require_daemons": False}
+    # Then the GPU computes prompts, as in the resident run.
+    settings = replace(mailing.settings, step_limit_ms=3000, prefill_offload="on")
+    with mailing.opened(1, settings=settings, **options) as engine:
+        for _ in range(2):
+            before = num_asked
+            assert tokens(engine) == expected
+            assert num_asked - before >= NUM_TOKENS - 1
+        check_same(verified(engine), expected_trees)
+        owners = engine.stats().owners
+        assert all(owners[name].pairs > 0 for name in shares)
+        mailing.rings.at(2, mailing.daemons[0].kill)
+        assert tokens(engine) == expected
+    for left in run_dir.glob("a.sock*"):  # what is killed cannot clean up
+        left.unlink()
 
 
 def test_experts_move_between_gpus_between_two_steps(mailing: Mailing) -> None:

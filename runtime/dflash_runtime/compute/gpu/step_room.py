@@ -92,7 +92,7 @@ class StepRoom:
 
     def staging_bytes(self, num_positions: int, num_remote_layers: int) -> int:
         """Locked memory of the host: sampled tokens; with remote experts each layer's rows, choice
-        and sums, and what weights of prompts are copied through."""
+        and sums, a mailbox with the processor, and what weights of prompts are copied through."""
         total = _pages(_FLOAT * (num_positions + 1))
         if num_remote_layers:
             layers = self._spec.moe.layers
@@ -101,6 +101,8 @@ class StepRoom:
                 for layer in layers
             )
             total += num_remote_layers * _pages(box + 5 * 256) + copier_bytes()
+            mail = mail_layout(self._spec.moe)
+            total += mail.requests_nbytes + mail.replies_nbytes + _PAGE
         return total
 
     def _tables(self, num_positions: int) -> int:

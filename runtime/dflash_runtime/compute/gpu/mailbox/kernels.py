@@ -157,14 +157,20 @@ class MailKernels:
         self._device.launch(kernel, (len(requests), 1, 1), _THREADS, args)
 
     def replies(
-        self, lines: Mapping[int, int], asked: DeviceArray | None = None
+        self,
+        lines: Mapping[int, int],
+        asked: DeviceArray | None = None,
+        *,
+        slow: Collection[int] = (),
     ) -> ctypes.Structure:
         """Arguments for kernels that read replies, in peers' order. `lines`: addresses by peer;
-        `asked`: as `post` wrote it; None: all replies are waited for."""
+        `asked`: as `post` wrote it; None: all replies are waited for; `slow`: peers whose replies
+        take long."""
         replies = MailReplies(
             mail=self.side.args,
             num_replies=len(lines),
             asked=self._arrays.optional("asked", asked, np.uint32, P=MOST_PEERS),
+            slow=sum(1 << place for place, peer in enumerate(lines) if peer in slow),
         )
         for index, (peer, line) in enumerate(lines.items()):
             replies.peers[index], replies.lines[index] = peer, line

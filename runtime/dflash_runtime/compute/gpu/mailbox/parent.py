@@ -7,7 +7,7 @@ that has experts; a step uses all of them or none.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import numpy as np
@@ -323,6 +323,11 @@ class ParentMail:
     def replies(self, layer_index: int) -> list[int]:
         """Address of each peer's reply lines for it."""
         return [each.lines.reply(layer_index) for each in self._peers]
+
+    @property
+    def slow_peers(self) -> Collection[int]:
+        """Peers that compute on the host, whose memory and bus they need for that."""
+        return [index for index, route in enumerate(self.routes) if route.segment is None]
 
     def asked(self, layer_index: int) -> DeviceArray:
         """Whether each of a layer's peers was asked for something. Shapes: [MOST_PEERS] uint32."""

@@ -279,7 +279,8 @@ class _Posts:
             rounds=rounds,
         )
         lines = {peer: replies[peer] for peer in tables}
-        return rule, rows, self.mail.kernels.replies(lines, asked)
+        replied = self.mail.kernels.replies(lines, asked, slow=self.mail.slow_peers)
+        return rule, rows, replied
 
 
 @dataclass(frozen=True, slots=True, eq=False)

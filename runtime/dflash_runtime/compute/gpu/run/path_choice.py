@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from dflash_adapters.spec import MoeSpec
-from dflash_protocol.errors import DaemonUnavailable, one_line
+from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable, one_line
 from dflash_protocol.ids import I64Array, Phase
 from dflash_runtime.compute.backend import MailedExperts, MailRoute
 from dflash_runtime.compute.gpu.device.device import KernelDevice
@@ -181,11 +181,11 @@ class MailboxSessions:
         keeper: MemoryKeeper,
     ) -> None:
         """`home` asks owners that have no mailbox; `keeper` takes memory that a lost daemon may
-        still have open. Raises: DeviceUnavailable."""
+        still have open."""
         self._keeper = keeper
         self._ops, self._moe, self._resident = ops, moe, resident
         self._remote, self._home = remote, home
-        self._own = OwnProcessor(ops.device, moe, remote) if own_banks(remote) else None
+        self._own = self._new_own()
         remote.settle_with(self._settle)
         self._routes: tuple[MailRoute, ...] = ()
         self._present: MailboxPath | None = None
@@ -196,6 +196,17 @@ class MailboxSessions:
         """The last epoch used with any session, so that a session can be opened again."""
         self._uses_peers: bool | None = None
         """Whether lines in devices' memory are faster; None: not measured."""
+
+    def _new_own(self) -> OwnProcessor | None:
+        if not own_banks(self._remote):
+            return None
+        try:
+            return OwnProcessor(self._ops.device, self._moe, self._remote)
+        except DeviceUnavailable as error:
+            # docs (parent): no host memory could be locked for it; steps ask the processor through
+            # the host, which is slower
+            _LOG.warning("no mailbox for this process's processor: %s", one_line(str(error)))
+            return None
 
     def _settle(self) -> None:
         self._home.settle()

@@ -200,8 +200,9 @@ def test_replies_are_added_in_order_and_rounded_once(
 
 
 @pytest.mark.parametrize("is_rounded", [False, True])
+@pytest.mark.parametrize("slow", [(), (1,), (0, 1, 2)])
 def test_a_reply_of_a_peer_that_was_not_asked_is_not_waited_for(
-    device: EmulatedDevice, layer: MoeLayer, is_rounded: bool
+    device: EmulatedDevice, layer: MoeLayer, is_rounded: bool, slow: tuple[int, ...]
 ) -> None:
     sums, before = np.full(layer.hidden_size, 3.0), np.ones((1, layer.hidden_size), np.float32)
     side, residual = side_of(device, limit_ms=20), device.upload(before)
@@ -210,7 +211,8 @@ def test_a_reply_of_a_peer_that_was_not_asked_is_not_waited_for(
     asked = device.upload(np.array([0, 1] + [0] * (MOST_PEERS - 2), np.uint32))
     side.kernels.begin()
     lines = [missing] if is_rounded else [missing, there, missing]
-    replies = side.kernels.replies({peer: address(each) for peer, each in enumerate(lines)}, asked)
+    numbered = {peer: address(each) for peer, each in enumerate(lines)}
+    replies = side.kernels.replies(numbered, asked, slow=slow)
     side.kernels.add(layer, None, residual, replies=replies, rounded=is_rounded)
     assert not side.state[ABORTED]
     expected = before if is_rounded else before + np.float32(3)
@@ -226,8 +228,9 @@ def rounded_lines(values: F64Array, epoch: int) -> AnyArray:
 
 
 @pytest.mark.parametrize("is_right", [True, False])
+@pytest.mark.parametrize("slow", [(), (0,)])
 def test_a_rounded_reply_is_taken_for_nothing_else(
-    device: EmulatedDevice, layer: MoeLayer, is_right: bool
+    device: EmulatedDevice, layer: MoeLayer, is_right: bool, slow: tuple[int, ...]
 ) -> None:
     rng = np.random.default_rng(6)
     sums = rng.standard_normal(layer.hidden_size)
@@ -239,7 +242,7 @@ def test_a_rounded_reply_is_taken_for_nothing_else(
         residual = device.upload(before)
         array = device.upload(np.ascontiguousarray(lines))
         side.kernels.begin()
-        replies = side.kernels.replies({0: address(array)})
+        replies = side.kernels.replies({0: address(array)}, slow=slow)
         side.kernels.add(layer, None, residual, replies=replies, rounded=is_rounded)
         assert side.state[ABORTED] == (not is_right)
         if is_right:

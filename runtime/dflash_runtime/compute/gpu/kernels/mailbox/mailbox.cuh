@@ -13,6 +13,8 @@ constexpr int LINES_AT_ONCE = 4;   // lines that a thread polls together: see Ma
 constexpr int REPLIES_AT_ONCE = 2;
 constexpr int POLLS = 64;          // polls of lines between two reads of the clock
 constexpr int FAR_POLLS = 16 * POLLS;  // polls between two reads of peers' abort words, over the bus
+constexpr int SLOW_PAUSES = 32;  // between two polls of a slow peer
+constexpr int SLOW_LINES = 32;   // neighbouring lines of such a peer, of which one is polled
 
 // State and abort words of one end (parent or daemon), shared by all of its mailboxes.
 struct Mail {
@@ -82,6 +84,16 @@ struct Mail {
             spin_pause();
         }
     }
+    // Waits for the first half of a line of a peer that takes long: rarely polled, so that the bus and the
+    // host's memory are left to its work. Returns false if the step has failed.
+    INLINE bool await_slowly(const void *line, int peer, u32 epoch, u64 deadline, u32 checked_by) const {
+        for (int poll = 1;; poll++) {
+            const uint4 found = load_line(line);
+            if (is_of_epoch(found.x, found.y, checked_by)) return true;
+            if (poll % POLLS == 0 && is_over(peer, epoch, deadline, poll % FAR_POLLS == 0)) return false;
+            for (int i = 0; i < SLOW_PAUSES; i++) spin_pause();
+        }
+    }
 };
 
 // The rows of a request: up to three arrays of words, sent one after the other, each in whole lines.
@@ -132,8 +144,16 @@ struct MailReplies {
     int peers[MOST_PEERS];          // the peer that writes each of them
     int num_replies;
     const u32 *asked;               // null, or [num_replies]: 0: nothing was asked of it, see mail_post
+    u32 slow;                       // a bit for each reply of a peer that takes long
 
     INLINE bool is_asked(int reply) const { return !asked || load_fresh4(asked + reply); }
+    // Waits for a line near the one at this index, if the peer is slow: the same for neighbouring threads.
+    INLINE bool await_slow(int reply, i64 index, u32 epoch, u64 deadline, bool is_rounded) const {
+        if (!(slow >> reply & 1)) return true;
+        const void *line = line_at(lines[reply], index / SLOW_LINES * SLOW_LINES);
+        return mail.await_slowly(line, peers[reply], epoch, deadline,
+                                 is_rounded ? rounded_epoch(epoch) : epoch);
+    }
     // Adds the sums of one element, of the peers that were asked, to `total`, in the order of the peers.
     // False: the step failed.
     INLINE bool add(i64 element, u32 epoch, u64 deadline, double &total) const {
@@ -142,7 +162,10 @@ struct MailReplies {
             uint4 found[REPLIES_AT_ONCE];
             const int num = min_of(num_replies - begin, REPLIES_AT_ONCE);
             u32 skipped = 0;
-            for (int j = 0; j < num; j++) skipped |= (u32)!is_asked(begin + j) << j;
+            for (int j = 0; j < num; j++) {
+                if (!is_asked(begin + j)) skipped |= 1u << j;
+                else if (!await_slow(begin + j, element, epoch, deadline, false)) return false;
+            }
             auto line = [&](int j) { return line_at(lines[begin + j], element); };
             auto peer = [&](int j) { return peers[begin + j]; };
             if (!mail.receive(found, num, line, peer, epoch, deadline, false, true, skipped)) {

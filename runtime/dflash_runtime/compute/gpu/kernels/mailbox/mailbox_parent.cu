@@ -136,6 +136,7 @@ KERNEL(mail_add_rounded, MailAddArgs, ADD_THREADS, 1) {
     uint4 found[1];
     auto line = [&](int) { return line_at(a.replies.lines[0], i / 2); };
     auto peer = [&](int) { return a.replies.peers[0]; };
+    if (!a.replies.await_slow(0, i / 2, epoch, mail.deadline(), true)) return;
     if (!mail.receive(found, 1, line, peer, epoch, mail.deadline(), true)) return;
     a.residual[i] = bits_to_float(before.x) + bits_to_float(found[0].x);
     a.residual[i + 1] = bits_to_float(before.y) + bits_to_float(found[0].z);
