@@ -11,6 +11,7 @@ from dflash_protocol.device import Device, DeviceKind
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_runtime.compute import ComputeBackend, devices, open_backend
 from dflash_runtime.compute.gpu.backend import CupyBackend
+from dflash_runtime.compute.gpu.chunk_room import GROUP_TOKENS
 from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
 from dflash_runtime.compute.gpu.device.devices import DeviceMemory
 from support.driver_use import DriverUse
@@ -79,6 +80,8 @@ class EmulatedGpus:
         self.free_bytes = 1 << 40
         self.overlapped_from = MAX_CHUNK + 1
         """`overlapped_from` of backends that are opened from now on."""
+        self.group_tokens = GROUP_TOKENS
+        """`group_tokens` of these."""
         self.opened: list[EmulatedDevice] = []
 
     def open(
@@ -93,6 +96,7 @@ class EmulatedGpus:
             max_chunk=max_chunk,
             scratch_bytes=SCRATCH_BYTES,
             overlapped_from=self.overlapped_from,
+            group_tokens=self.group_tokens,
             memory=self._memory,
         )
 

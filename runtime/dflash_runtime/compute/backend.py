@@ -173,6 +173,9 @@ class Chunking:
     overlapped_from: int | None = None
     """Chunks of at least this many tokens use two-batch overlap when remote owners compute some of
     their experts; None: never."""
+    grouped: int = 0
+    """Where weights of remote experts are copied for prompts: tokens that go through a layer, in
+    chunks, before the next one. 0: a chunk goes through all layers before the next chunk."""
 
     @property
     def smallest(self) -> int:
@@ -550,9 +553,11 @@ class ComputeBackend(Protocol):
         remote: RemoteExperts,
         *,
         may_offload: bool = True,
+        more_follow: bool = False,
     ) -> Any:
         """The routed experts that this backend's models call in a phase: those in `banks`, by layer
-        id, and all others from `remote`. Without `may_offload` none are offloaded."""
+        id, and all others from `remote`. Without `may_offload` none are offloaded. `more_follow`:
+        of chunks that are followed in each layer by others of their group."""
 
     def noted_choices(
         self, experts: Any

@@ -15,7 +15,7 @@ from typing import Any
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import describe
 from dflash_protocol.errors import DflashError
-from dflash_runtime.compute import ComputeBackend
+from dflash_runtime.compute import BackendName, ComputeBackend, make_backend
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.topology import read_topology
 from dflash_runtime.engine.measuring.devices import chunk_sizes, most_positions
@@ -88,3 +88,9 @@ def _launch_all(
             passes.captured.prepare()
             for rows in (1, *chunk_sizes(backend.chunking)):
                 replace(passes, captured=None).seconds(rows)
+        if asks_host:
+            with contextlib.closing(make_backend(BackendName.CPU, num_threads=1)) as processor:
+                for passes in layers.mail_passes(num_layers, processor):
+                    assert passes.captured is not None
+                    passes.captured.prepare()
+                    passes.captured.close()

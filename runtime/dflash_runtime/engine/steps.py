@@ -78,8 +78,9 @@ class Steps:
         )
         self._model, self._cache = model, cache
         self._backend, self._runtime, self._local_banks = backend, runtime, local_banks
-        self._experts: dict[tuple[Phase, bool], Any] = {}
-        """The model's routed experts, by phase, and whether they may be offloaded."""
+        self._experts: dict[tuple[Phase, bool, bool], Any] = {}
+        """The model's routed experts, by phase, whether they may be offloaded, and whether other
+        chunks of a group follow in each layer."""
         self._guard = RunGuard(file)
         self._captured = backend.captured_step(
             model,
@@ -247,19 +248,23 @@ class Steps:
             del self._experts, self._captured, self.reuse
 
     def chunks(
-        self, num_tokens: int, chunk: int | Iterable[int] | None = None
+        self, num_tokens: int, chunk: int | Iterable[int] | None = None, *, grouped: bool = False
     ) -> Iterable[tuple[int, int]]:
         """Bounds (first, last) of successive chunks, as `chunk_bounds` gives them.
 
         A prompt shorter than the smallest chunk goes token by token, through decoding kernels.
+        With `grouped`, chunks that `forward` cuts up itself, if it has an advantage of that.
         """
         chunking = self._backend.chunking
         if chunk is None and num_tokens < chunking.smallest:
             chunk = 1
+        preferred = chunking.preferred
+        if grouped and self._groups_chunks:
+            preferred = max(preferred, chunking.grouped)
         return chunk_bounds(
             num_tokens,
             chunk,
-            chunking.preferred,
+            preferred,
             smallest=chunking.smallest,
             largest=chunking.largest,
         )
@@ -270,7 +275,7 @@ class Steps:
         """Chunks of a prompt from `first` on, as `chunks`; none crosses `boundary`."""
         middle = max(first, boundary)
         for begin, end in ((first, middle), (middle, num_tokens)):
-            for chunk_first, chunk_last in self.chunks(end - begin):
+            for chunk_first, chunk_last in self.chunks(end - begin, grouped=True):
                 yield begin + chunk_first, begin + chunk_last
 
     def num_reusable(self, prompt: I32Array, boundary: int = 0) -> int:
@@ -452,16 +457,42 @@ class Steps:
             num_layers=len(self._model.spec.moe.layers),
         )
 
+    @property
+    def _groups_chunks(self) -> bool:
+        """Whether chunks of a group go through each layer one after the other. Daemons' replies
+        would be awaited for all of them at once."""
+        runtime = self._runtime
+        return runtime.may_offload_now and not runtime.asks_daemons and self._tracer is None
+
+    def _group(self, step: Step, before_layer: _BeforeLayer) -> AnyArray:
+        """More tokens than a chunk may have, layer by layer. Shapes: result [T, H]."""
+        chunking, size = self._backend.chunking, step.token_ids.size
+        bounds = list(chunk_bounds(size, None, chunking.preferred, smallest=chunking.smallest))
+        passes = [
+            forward(
+                self._model,
+                step.part(first, last),
+                self._experts_of(step.phase, more_follow=last < size),
+                before_layer=before_layer,
+            )
+            for first, last in bounds
+        ]
+        return self._backend.joined(run_in_turns(*passes, poll=self._runtime.poll))
+
     def _chunk(
         self, step: Step, before_layer: _BeforeLayer, on_layer: OnLayer[AnyArray] | None
     ) -> AnyArray:
-        """A chunk at once, or in two micro-batches (two-batch overlap) if experts are remote.
+        """A chunk at once, or in two micro-batches (two-batch overlap) if experts are remote; or a
+        group of chunks.
 
         Not overlapped if `on_layer` is given, choices are traced, or experts are offloaded to this
         device.
         Shapes: result [T, H].
         """
         size, overlapped_from = step.token_ids.size, self._backend.chunking.overlapped_from
+        if self._groups_chunks and size > self._backend.chunking.preferred:
+            assert on_layer is None
+            return self._group(step, before_layer)
         is_short = overlapped_from is None or size < overlapped_from or self._tracer is not None
         # Weights that are copied here for a layer serve the whole chunk.
         is_whole = is_short or self._runtime.may_offload_now or on_layer is not None
@@ -488,11 +519,18 @@ class Steps:
             tracer.add(step.phase, noted())
         return rows
 
-    def _experts_of(self, phase: Phase, *, may_offload: bool = True) -> Any:
-        experts = self._experts.get((phase, may_offload))
+    def _experts_of(
+        self, phase: Phase, *, may_offload: bool = True, more_follow: bool = False
+    ) -> Any:
+        key = phase, may_offload, more_follow
+        experts = self._experts.get(key)
         if experts is None:
-            experts = self._experts[phase, may_offload] = self._backend.moe(
-                self._local_banks, phase, self._runtime, may_offload=may_offload
+            experts = self._experts[key] = self._backend.moe(
+                self._local_banks,
+                phase,
+                self._runtime,
+                may_offload=may_offload,
+                more_follow=more_follow,
             )
         return experts
 

@@ -10,12 +10,15 @@ Each micro-batch is a pass that pauses once in each routed layer, after requests
 were sent and before their replies are waited for. They are advanced in turns, so the second reaches
 a layer after the first, and finds the first's keys, values and recurrent states there as those of
 an earlier chunk.
+
+So do the chunks of a *group*, of which there may be more, where a device copies weights of experts
+for them: what the first one has copied for a layer the others find there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack
 from typing import TypeVar
 
 from dflash_runtime.compute.model import Pausable
@@ -24,19 +27,17 @@ from dflash_runtime.interrupts import uninterrupted
 T = TypeVar("T")
 
 
-def run_in_turns(
-    first: Pausable[T], second: Pausable[T], *, poll: Callable[[], None]
-) -> tuple[T, T]:
-    """Run two micro-batches to their ends and return both results. `poll` advances their requests
-    in flight.
+def run_in_turns(*micro_batches: Pausable[T], poll: Callable[[], None]) -> list[T]:
+    """Run micro-batches to their ends and return their results. `poll` advances their requests in
+    flight.
 
-    Raises: what one of them has raised, or KeyboardInterrupt; both are closed by then, which
+    Raises: what one of them has raised, or KeyboardInterrupt; all are closed by then, which
     abandons their requests in flight.
     """
     results: list[T] = []
     try:
         while not results:
-            for micro_batch in (first, second):
+            for micro_batch in micro_batches:
                 poll()
                 try:
                     host_work = next(micro_batch)
@@ -44,9 +45,10 @@ def run_in_turns(
                     results.append(end.value)
                 else:
                     assert host_work is None, "a chunk is not captured"
-            if len(results) == 1:
-                raise RuntimeError("two micro-batches have paused in different layers")
-        return results[0], results[1]
+            if 0 < len(results) < len(micro_batches):
+                raise RuntimeError("micro-batches have paused in different layers")
+        return results
     finally:
-        with uninterrupted(), closing(first), closing(second):
-            pass
+        with uninterrupted(), ExitStack() as undo:
+            for micro_batch in micro_batches:
+                undo.callback(micro_batch.close)

@@ -16,7 +16,11 @@ import numpy as np
 
 from dflash_adapters.spec import MoeSpec
 from dflash_protocol.ids import BoolArray, F64Array, I64Array
-from dflash_runtime.compute.gpu.experts.offload_room import AHEAD_BYTES, parts_of_missing
+from dflash_runtime.compute.gpu.experts.offload_room import (
+    AHEAD_BYTES,
+    NUM_PLACES,
+    parts_of_missing,
+)
 from dflash_runtime.placement.box import Curve
 from dflash_runtime.placement.expectation import (
     checked_shares,
@@ -129,6 +133,8 @@ class CostModel:
     """How many times longer the parent's device takes beside its processor's experts."""
     copies: ExpertCopies | None = None
     """Of experts that are copied to the parent's device for a prompt; None: none are."""
+    group: int = 0
+    """Tokens of a prompt whose chunks use the same copies; 0: each chunk has its own."""
     disk: Curve | None = None
     ram_bytes: float = np.inf
     """Memory for experts that the parent's processor computes."""
@@ -242,7 +248,6 @@ class CostModel:
         [..., L]: how many these have.
         """
         sizes = self.arrays.file_bytes
-        num_parts = parts_of_missing(sizes, missing)
         asked, copied = np.zeros(pairs.shape[1:]), np.zeros(pairs.shape[1:])
         cpus = self.remote_cpus
         if not cpus or self.copies is None:
@@ -259,23 +264,67 @@ class CostModel:
             }
             each[LOCAL] = each[LOCAL] * beside
             asked += times * np.max(list(each.values()), axis=0)
-            if cpus and self.copies is not None:
-                here = pairs[[LOCAL, *cpus]].sum(axis=0)
-                slowest = self.sides[LOCAL].chunk_s(rows, rows * here, sizes)
-                part_s = self.copies.part_s(rows)
-                slowest += num_parts * part_s
-                # Copies go on while the next layer's trunk is computed, as far as there is room.
-                most_ahead_s = float(self.copies.seconds(rows, np.array(AHEAD_BYTES)))
-                ahead_s = min(self.trunk.chunk_layer_s(rows), most_ahead_s)
-                chosen = distinct(rows)
-                in_vain = _IN_VAIN * np.minimum(chosen, np.maximum(missing - chosen, 0.0))
-                copies_s = self.copies.seconds(rows, (chosen + in_vain) * sizes)
-                # The last part is computed when it has arrived.
-                slowest = np.maximum(slowest, (copies_s > 0.0) * (copies_s - ahead_s + part_s))
-                for index in each.keys() - {LOCAL, *cpus}:
-                    slowest = np.maximum(slowest, each[index])
-                copied += times * slowest
+            for index in (LOCAL, *cpus):
+                each.pop(index, None)
+            if cpus and self.copies is not None and not self.group:
+                copied += times * self._copied_s([rows], pairs, distinct, missing, each)
+        if cpus and self.copies is not None and self.group:
+            for num_rows, times in chunk_sizes(num_tokens, max(self.group, self.chunk)):
+                sizes_of = [
+                    rows for rows, num in chunk_sizes(num_rows, self.chunk) for _ in range(num)
+                ]
+                copied += times * self._copied_s(sizes_of, pairs, distinct, missing, {})
         return asked, copied
+
+    def _copied_s(
+        self,
+        chunks: list[int],
+        pairs: F64Array,
+        distinct: Callable[[int], F64Array],
+        missing: F64Array | I64Array,
+        others: Mapping[int, F64Array],
+    ) -> F64Array:
+        """Seconds of each layer's experts in a group of chunks of these sizes, with copies, which
+        all of them use; `others`: what other owners take meanwhile, by index. Where a layer's parts
+        need more places than there are, each chunk copies its own."""
+        assert self.copies is not None
+        cpus, sizes = self.remote_cpus, self.arrays.file_bytes
+        num_parts = parts_of_missing(sizes, missing)
+        here = pairs[[LOCAL, *cpus]].sum(axis=0)
+
+        def passed_s(rows: int) -> F64Array:
+            assert self.copies is not None
+            products_s = self.sides[LOCAL].chunk_s(rows, rows * here, sizes)
+            return np.asarray(products_s + num_parts * self.copies.part_s(rows))
+
+        def first_s(rows: int, of_rows: int, ahead_s: F64Array | float) -> F64Array:
+            """Of a chunk that waits for copies, of what `of_rows` rows choose."""
+            assert self.copies is not None
+            chosen = distinct(of_rows)
+            in_vain = _IN_VAIN * np.minimum(chosen, np.maximum(missing - chosen, 0.0))
+            copies_s = self.copies.seconds(rows, (chosen + in_vain) * sizes)
+            # The last part is computed when it has arrived.
+            part_s = self.copies.part_s(rows)
+            waited_s = (copies_s > 0.0) * (copies_s - ahead_s + part_s)
+            return np.asarray(np.maximum(passed_s(rows), waited_s))
+
+        first, *rest = chunks
+        # Copies go on while the next layer's trunk is computed, as far as there is room; and beside
+        # the rest of a group, into places that this layer does not need.
+        most_ahead_s = float(self.copies.seconds(first, np.array(AHEAD_BYTES)))
+        ahead_s = min(self.trunk.chunk_layer_s(first), most_ahead_s)
+        alone = sum((first_s(rows, rows, ahead_s) for rows in rest), first_s(first, first, ahead_s))
+        result = alone
+        if rest:
+            rest_s = sum((passed_s(rows) for rows in rest), np.zeros_like(here))
+            free = np.clip(NUM_PLACES - num_parts, 0, NUM_PLACES - 1)
+            most_s = self.copies.seconds(first, free * (AHEAD_BYTES / (NUM_PLACES - 1)))
+            beside_s = np.maximum(ahead_s, np.minimum(ahead_s + rest_s, most_s))
+            together = first_s(first, sum(chunks), beside_s) + rest_s
+            result = np.where(num_parts <= NUM_PLACES, np.minimum(together, alone), alone)
+        for other in others.values():
+            result = np.maximum(result, other)
+        return np.asarray(result)
 
     def _on_disk(self, owners: I64Array) -> BoolArray:
         """Experts of the parent's processor that find no room in memory: the coldest ones."""

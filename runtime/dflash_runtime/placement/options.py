@@ -11,6 +11,7 @@ from typing import TypeAlias
 import numpy as np
 
 from dflash_protocol.ids import BoolArray, F64Array, I64Array
+from dflash_runtime.compute.gpu.chunk_room import GROUP_TOKENS
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.room import Needs, Room
 from dflash_runtime.placement.cost import LOCAL, CostModel, ExpertArrays, Price
@@ -149,6 +150,7 @@ class ParentOptions:
                 stop_s=0.0 if stop is None else stop.at(1),
                 local_factor=factor(box, f"steps of {device}", "experts of cpu"),
                 copies=ExpertCopies.of(box, parent) if self.wishes.offloads_prompts else None,
+                group=0 if self.daemons else GROUP_TOKENS,
                 disk=box.disk,
                 shares_memory=parent.shares_host_memory,
             )

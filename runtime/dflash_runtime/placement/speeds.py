@@ -169,6 +169,7 @@ def host_side(situation: Situation, parent: ParentDevice) -> Side | None:
         side,
         chunks=ChunkParts.of(speed.experts, situation.spec.moe),
         asked=None if asked is None else asked.beyond,
+        by_device=True,
     )
 
 

@@ -23,8 +23,8 @@ from dflash_protocol.ring.segment import create_segment
 from dflash_protocol.settings import Settings
 from dflash_runtime import Engine
 from dflash_runtime.compute.backend import MailRoute
-from dflash_runtime.compute.gpu.device.device import address
 from dflash_runtime.compute.cpu.captured.mail_thread import MailThread
+from dflash_runtime.compute.gpu.device.device import address
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.gpu.mailbox import layout as mailbox_layout
 from dflash_runtime.compute.gpu.mailbox.kernels import MailKernels, MailPeer, MailSide

@@ -65,7 +65,8 @@ class Model:
         self._asks = asks
 
     def run(self) -> tuple[str, str]:
-        return run_in_turns(self._forward("A"), self._forward("B"), poll=self.asked.poll)
+        a, b = run_in_turns(self._forward("A"), self._forward("B"), poll=self.asked.poll)
+        return a, b
 
     def _forward(self, micro_batch: str) -> Pausable[str]:
         for layer_id in range(NUM_LAYERS):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_protocol.ids import I64Array
+from dflash_protocol.ids import F64Array, I64Array
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.placement.box import AskedSpeed, Curve, DeviceSpeed, OffloadSpeed, Together
 from dflash_runtime.placement.cost import CostModel
@@ -67,25 +67,22 @@ def test_a_whole_layer_needs_no_stop() -> None:
     assert slower.step_layers_s(rows(HERE, HERE, HERE, HERE)) == pytest.approx(expected)
 
 
-def test_mailboxes_need_no_stop_unless_a_processor_shares_the_layer() -> None:
-    layers = (rows(HERE, HERE, DAEMON, DAEMON), rows(HERE, HOST, DAEMON, DAEMON))
-    by_mail, by_host = (
-        [float(model_of(at(stop_s=stop)).step_layers_s(each)[0]) for each in layers]
-        for stop in (0.0, 1.0)
-    )
-    assert by_host[0] == by_mail[0]
-    assert by_host[1] == pytest.approx(by_mail[1] + 1.0)
-    asked = float(model_of(at(stop_s=1.0, by_device=False)).step_layers_s(layers[0])[0])
-    assert asked == pytest.approx(by_mail[0] + 1.0)
+@pytest.mark.parametrize("others", [(DAEMON, DAEMON), (HOST, HOST), (HOST, DAEMON)])
+def test_only_daemons_without_mailboxes_need_a_stop(others: tuple[int, int]) -> None:
+    layer = rows(HERE, HERE, *others)
+    without, by_mail = (model_of(at(stop_s=stop)).step_layers_s(layer)[0] for stop in (0.0, 1.0))
+    assert by_mail == without
+    asked = model_of(at(stop_s=1.0, by_device=False)).step_layers_s(layer)[0]
+    assert asked == pytest.approx(by_mail + (DAEMON in others))
 
 
 def test_if_nothing_elsewhere_is_chosen_only_the_stop_remains() -> None:
-    situation_ = at(stop_s=1.0)
+    situation_ = at(stop_s=1.0, by_device=False)
     certain = {each.layer_id: np.array([1.0, 1.0, 0.0, 0.0]) for each in SPEC.moe.layers}
     shares = replace(situation_.shares, decode=certain)
     model = model_of(replace(situation_, shares=shares))
     whole = model.step_layers_s(rows(HERE, HERE, HERE, HERE))
-    assert model.step_layers_s(rows(HERE, HERE, HOST, HOST)) == pytest.approx(whole + 1.0)
+    assert model.step_layers_s(rows(HERE, HERE, DAEMON, DAEMON)) == pytest.approx(whole + 1.0)
 
 
 def test_steps_take_what_asking_the_processor_was_measured_to_take() -> None:
@@ -98,7 +95,7 @@ def test_steps_take_what_asking_the_processor_was_measured_to_take() -> None:
     assert model.step_times[HOST][0].tolist() == [0.0, 1.0, 1.5]
     # Of 4 equal experts 2 are chosen: in 1 of 6 cases both of the two here.
     found = model.step_layers_s(rows(HERE, HERE, HOST, HOST))[0] - model.step_times[HERE][0][2] / 6
-    assert found == pytest.approx(0.25 + (4 * 1.0 + 1.5) / 6)
+    assert found == pytest.approx((4 * 1.0 + 1.5) / 6)
     pairs = np.array([8.0, 8.0])
     sizes = model.arrays.file_bytes
     for each in (64, 512):
@@ -287,3 +284,38 @@ def test_chunks_of_a_processor_read_each_chosen_expert_once(
 def test_a_processors_chunks_without_two_numbers_of_pairs_are_not_told_apart() -> None:
     assert ChunkParts.of({1: line(0.0, 1e9), 512: line(0.0, 1e9)}, SPEC.moe) is None
     assert ChunkParts.of({}, SPEC.moe) is None
+
+
+def grouped(num_experts: int, missing: int, group: int) -> tuple[CostModel, F64Array]:
+    """A model without daemons whose prompts take copies of `missing` experts, on a slow bus."""
+    spec = model_spec(moe_spec([3 * MIB] * 2, num_experts=num_experts, num_used=8))
+    row = BoxRow(CARD, 8 * GIB, CORES_16, 8 * GIB, bus=25e9)
+    at_ = copies_of(situation(spec, row), Curve(((512.0, 0.1),)), Curve(((512.0, 1e-5),)))
+    model = replace(model_of(at_), group=group)
+    owners = np.full((2, num_experts), HERE)
+    owners[:, num_experts - missing :] = HOST
+    return model, np.asarray(model.prompt_of(owners, 4096)[1])
+
+
+def test_chunks_of_a_group_take_the_same_copies() -> None:
+    """Of 30 experts in one part: all of them are copied for each chunk of 512, or once."""
+    (model, alone), (_, once) = (grouped(64, 30, group) for group in (0, 4096))
+    size = float(model.arrays.file_bytes[0])
+    copied_s = 30 * size * 0.1 / 1e9
+    assert (once >= copied_s / 2).all()
+    assert (alone - once > 5 * copied_s).all()
+
+
+def test_layers_of_more_parts_than_places_gain_nothing_from_groups() -> None:
+    """Of 200 experts 42 make a part: five of them."""
+    alone, together = (grouped(256, 200, group)[1] for group in (0, 4096))
+    np.testing.assert_allclose(together, alone)
+
+
+def test_a_prompt_of_one_chunk_takes_as_long_in_a_group() -> None:
+    model, _ = grouped(64, 30, 4096)
+    owners = np.full((2, 64), HERE)
+    owners[:, 34:] = HOST
+    for length in (64, 512):
+        alone = replace(model, group=0).prompt_of(owners, length)[1]
+        np.testing.assert_allclose(model.prompt_of(owners, length)[1], alone)

@@ -37,7 +37,7 @@ from dflash_runtime.compute.backend import (
     argmax_of,
     sums_of,
 )
-from dflash_runtime.compute.gpu.chunk_room import MAX_CHUNK, scratch_of_chunk
+from dflash_runtime.compute.gpu.chunk_room import GROUP_TOKENS, MAX_CHUNK, scratch_of_chunk
 from dflash_runtime.compute.gpu.device.binary_cache import BinaryCache
 from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
 from dflash_runtime.compute.gpu.device.device import KernelDevice
@@ -104,6 +104,7 @@ class CupyBackend:
         max_chunk: int = MAX_CHUNK,
         scratch_bytes: int | None = None,
         overlapped_from: int = HALVED_FROM,
+        group_tokens: int = GROUP_TOKENS,
         memory: Callable[[], DeviceMemory] | None = None,
         cache_dir: str | None = None,
     ) -> None:
@@ -128,6 +129,7 @@ class CupyBackend:
             max_chunk,
             invariant_from=MOST_TOKENS + 1,
             overlapped_from=max(overlapped_from, 2 * (MOST_TOKENS + 1)),
+            grouped=group_tokens,
         )
         self._memory = memory
         self._lock = threading.RLock()
@@ -344,6 +346,7 @@ class CupyBackend:
         remote: RemoteExperts | None,
         *,
         may_offload: bool = True,
+        more_follow: bool = False,
     ) -> DeviceMoe:
         """Without `remote` all experts of the banks are used."""
         ops, resident = self.ops, self._resident(banks, remote)
@@ -354,7 +357,15 @@ class CupyBackend:
             if layer is not None and (remote is None or layer.is_whole):
                 return HereRoute(ops, layer, phase, remote=remote)
             assert remote is not None
-            return HostRoute(ops, layer_id, layer, phase=phase, remote=remote, offload=offload)
+            return HostRoute(
+                ops,
+                layer_id,
+                layer,
+                phase=phase,
+                remote=remote,
+                offload=offload,
+                more_follow=more_follow,
+            )
 
         return DeviceMoe(route_of)
 

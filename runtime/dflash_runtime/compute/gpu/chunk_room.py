@@ -39,6 +39,9 @@ from dflash_runtime.compute.room import HEAD_ROWS
 
 MAX_CHUNK = 4096
 """Tokens of a prompt chunk. Larger ones convert matrices to halves less often."""
+GROUP_TOKENS = MAX_CHUNK
+"""Tokens of a prompt whose chunks go through a layer one after the other where weights of experts
+are copied for that: once for all of them."""
 GPU_CHUNKS = tuple(MAX_CHUNK >> halvings for halvings in range(4))
 """Sizes of prompt chunks that are chosen from, the preferred one first."""
 
@@ -73,6 +76,9 @@ class ChunkRoom:
     def __init__(self, file: GgufFile, spec: ModelSpec, description: Description) -> None:
         self._file, self._layers = file, spec.moe.layers
         self._hidden_size, self._vocab_size = spec.hidden_size, spec.vocab_size
+        self._waiting_columns = max(
+            (_routed_columns(each.ffn, spec.hidden_size) for each in description.layers), default=0
+        )
         self.layer_columns = max(_columns_of(each, spec.hidden_size) for each in description.layers)
         """Float32 values of a token that exist at the same time in a layer, beside its residual."""
         self._dense = self._dense_columns(description)
@@ -99,6 +105,11 @@ class ChunkRoom:
         in_layer = _FLOAT * num_tokens * self.layer_columns
         logits = _FLOAT * min(num_tokens, HEAD_ROWS) * self._vocab_size
         return 2 * residual + max(in_layer, logits)
+
+    def waiting_bytes(self, num_tokens: int) -> int:
+        """Rows of other chunks of a group, so many tokens, while one is in a layer: their residual,
+        and what a layer has beside its experts."""
+        return max(0, num_tokens) * _FLOAT * (self._hidden_size + self._waiting_columns)
 
     def remote_bytes(self, num_tokens: int, num_daemons: int) -> int:
         """What a chunk has besides while experts are asked for: the rows that are sent, local sums
@@ -184,16 +195,21 @@ def _columns_of(layer: Layer, hidden_size: int) -> int:
         if isinstance(mixer, Attention)
         else _delta_columns(mixer)
     )
+    of_ffn = _ffn_columns(ffn, hidden_size) if isinstance(ffn, Ffn) else 0
+    return max(of_mixer, of_ffn, _routed_columns(ffn, hidden_size))
+
+
+def _routed_columns(ffn: Ffn | RoutedFfn | InputScaledFfn, hidden_size: int) -> int:
+    """Those beside its routed experts: logits, choice, a shared expert; 0 without experts."""
     match ffn:
         case Ffn():
-            of_ffn = _ffn_columns(ffn, hidden_size)
+            return 0
         case RoutedFfn(experts=experts, shared=shared):
-            of_ffn = experts.sizes.num_experts + 2 * experts.sizes.num_experts_used
-            of_ffn += 0 if shared is None else _ffn_columns(shared, hidden_size)
+            columns = experts.sizes.num_experts + 2 * experts.sizes.num_experts_used
+            return columns + (0 if shared is None else _ffn_columns(shared, hidden_size))
         case InputScaledFfn(experts=experts, shared=shared):
-            of_ffn = experts.sizes.num_experts + 4 * experts.sizes.num_experts_used + hidden_size
-            of_ffn += _ffn_columns(shared, hidden_size)
-    return max(of_mixer, of_ffn)
+            columns = experts.sizes.num_experts + 4 * experts.sizes.num_experts_used + hidden_size
+            return columns + _ffn_columns(shared, hidden_size)
 
 
 def _attention_columns(layer: Attention, hidden_size: int) -> int:

@@ -14,7 +14,7 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.layers import Description, MatrixTensor, VectorTensor, parts_of
 from dflash_adapters.spec import ModelSpec, MoeLayer
 from dflash_protocol.errors import DeviceOutOfMemory
-from dflash_runtime.compute.gpu.chunk_room import ChunkRoom, scratch_of_chunk
+from dflash_runtime.compute.gpu.chunk_room import GROUP_TOKENS, ChunkRoom, scratch_of_chunk
 from dflash_runtime.compute.gpu.device.devices import DeviceMemory, allocated
 from dflash_runtime.compute.gpu.experts.offload_room import offload_bytes
 from dflash_runtime.compute.gpu.launch.layouts import row_bytes
@@ -154,7 +154,10 @@ class GpuRoom(Room):
     ) -> int:
         """What passes in a chunk, and what steps and snapshots take; beside what a chunk keeps."""
         num_tokens = min(chunk, num_positions)
-        remote = self._chunks.remote_bytes(num_tokens, num_daemons) if num_remote_layers else 0
+        remote = 0
+        if num_remote_layers:
+            waiting = self._chunks.waiting_bytes(min(GROUP_TOKENS, num_positions) - num_tokens)
+            remote = self._chunks.remote_bytes(num_tokens, num_daemons) + waiting
         steps = self._steps.num_bytes(num_positions, kv_type)
         steps += self._steps.remote_bytes(num_positions, num_remote_layers)
         snapshots = self._snapshot_bytes(num_positions, kv_type)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,7 +22,7 @@ from dflash_runtime.compute.backend import CapturedStep, RemoteExperts
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.model import Model
 from dflash_runtime.engine.measuring.layers import SampledLayers, with_experts_used
-from dflash_runtime.engine.measuring.no_owners import NoOwners
+from dflash_runtime.engine.measuring.no_owners import AskedProcessor, NoOwners
 from dflash_runtime.engine.measuring.passes import Passes
 from dflash_runtime.experts.compute import LocalExpertCompute
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
@@ -109,6 +109,28 @@ class LoadedLayers:
         captured = self._captured(model, self._banks, NoOwners(here))
         return self._passes(model, self._banks, captured, here)
 
+    def mail_passes(self, num_layers: int, processor: ComputeBackend) -> Iterator[Passes]:
+        """Passes whose steps ask the processor for some experts through a mailbox: where the device
+        has others, and where it has none."""
+        model = self._model.first_layers(num_layers)
+        layers = model.spec.moe.layers
+        banks = {
+            layer.layer_id: processor.bank_beside(
+                self.backend.numeric_class,
+                processor.load_experts(
+                    self.file, layer, np.arange(layer.num_experts, dtype=np.int32)
+                ),
+            )
+            for layer in layers
+        }
+        for has_device in (True, False):
+            masks = {layer.layer_id: np.ones(layer.num_experts, np.bool_) for layer in layers}
+            for mask in masks.values():
+                mask[-1] = not has_device
+            owners = AskedProcessor(masks, banks, has_device=has_device)
+            captured = self._captured(model, self._banks if has_device else {}, owners)
+            yield Passes(self.backend, model, self._cache, lambda phase: None, captured)
+
     def chunk_passes(self, num_layers: int, experts: Any) -> Passes:
         """Chunks through the first layers, which call these routed experts."""
         model = self._model.first_layers(num_layers)
@@ -189,7 +211,8 @@ class LoadedLayers:
     def _captured(
         self, model: Model[AnyArray, Any], banks: Mapping[int, ExpertBank], owners: NoOwners
     ) -> CapturedStep | None:
-        some = {layer.layer_id: banks[layer.layer_id] for layer in model.spec.moe.layers}
+        ids = [layer.layer_id for layer in model.spec.moe.layers]
+        some = {layer_id: banks[layer_id] for layer_id in ids if layer_id in banks}
         captured = self.backend.captured_step(
             model, self._cache, some, remote=owners, check=lambda: None
         )

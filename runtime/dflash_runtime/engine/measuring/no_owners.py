@@ -73,16 +73,21 @@ class NoOwners(AbsentOwners):
 
 class AskedProcessor(NoOwners):
     """Implements backend.MailedExperts: the processor computes some experts of each layer, and
-    nothing computes the others. Used by one captured step."""
+    nothing computes the others, or the device does. Used by one captured step."""
 
     num_owners, own_index = 2, 1
 
     def __init__(
-        self, asked: Mapping[int, npt.NDArray[np.bool_]], banks: Mapping[int, ExpertBank]
+        self,
+        asked: Mapping[int, npt.NDArray[np.bool_]],
+        banks: Mapping[int, ExpertBank],
+        *,
+        has_device: bool = False,
     ) -> None:
         """`asked`: by layer id, the experts that the processor computes. Shapes: each [E]. `banks`:
-        all experts of each layer, under their global ids."""
-        super().__init__({layer_id: np.zeros_like(mask) for layer_id, mask in asked.items()})
+        all experts of each layer, under their global ids. `has_device`: the device has the
+        others."""
+        super().__init__({layer_id: ~mask & has_device for layer_id, mask in asked.items()})
         self.own_banks = banks
         self._asked = asked
         self._settle: Callable[[], None] = _nothing

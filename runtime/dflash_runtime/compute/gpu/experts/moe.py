@@ -95,11 +95,12 @@ class HostRoute:
         phase: Phase,
         remote: RemoteExperts,
         offload: ExpertOffload | None = None,
+        more_follow: bool = False,
     ) -> None:
         """`layer`: the experts that are here, if any. `offload` computes remote experts of chunks
-        if that is faster than asking."""
+        if that is faster than asking. `more_follow`: see `ComputeBackend.moe`."""
         self._ops, self._layer_id, self._layer, self._phase = ops, layer_id, layer, phase
-        self._remote, self._offload = remote, offload
+        self._remote, self._offload, self._more_follow = remote, offload, more_follow
         self._num_experts = remote.local_experts_mask(layer_id).size
 
     def __call__(self, routed: RoutedRows, residual: Rows) -> Pausable[None]:
@@ -129,7 +130,14 @@ class HostRoute:
             wanted = None
         else:
             if offload is not None and wanted is not None:
-                offload.begin(layer_id, counts, wanted, num_tokens=num_tokens, remote=remote)
+                offload.begin(
+                    layer_id,
+                    counts,
+                    wanted,
+                    num_tokens=num_tokens,
+                    remote=remote,
+                    more_follow=self._more_follow,
+                )
             remote.poll()
             ticket = remote.begin(
                 layer_id, hidden, ids, weights, phase=self._phase, offloaded=wanted, counts=counts
@@ -139,12 +147,18 @@ class HostRoute:
                 before = None if local is None else local.array
                 local = Buffer(offload.sums(layer_id, routed, experts=wanted, before=before))
             remote.poll()
+            if (
+                ticket is None
+            ):  # nothing is awaited: while others take their turns, only rows are kept
+                self._add(residual, local, ticket)
+                hidden = local = None
             yield None
         except BaseException:
             if ticket is not None:
                 remote.abandon(ticket)
             raise
-        self._add(residual, local, ticket)
+        if ticket is not None:
+            self._add(residual, local, ticket)
 
     def _step(self, routed: RoutedRows, residual: Rows) -> None:
         ops, layer, remote = self._ops, self._layer, self._remote

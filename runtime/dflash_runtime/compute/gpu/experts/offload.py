@@ -241,8 +241,11 @@ class ExpertOffload:
         *,
         num_tokens: int,
         remote: RemoteExperts,
+        more_follow: bool = False,
     ) -> None:
-        """Start to copy those of the `wanted` experts that the tokens chose.
+        """Start to copy those of the `wanted` experts that the tokens chose and that are not here
+        yet. `more_follow`: other chunks of the group are to use this layer's experts, which
+        therefore stay where they are while parts of the next layer are copied.
 
         Shapes: counts [E], of how many tokens each was chosen; wanted [E]. Raises: ModelFileError
         if the file was written to.
@@ -264,7 +267,11 @@ class ExpertOffload:
             before = self._layers[following].likely
             if ahead is not None and (before is not None or is_nearly_all):
                 likely = ahead if before is None else ahead & before
-                self._copied_next.extend(self._parts_with(self._layers[following], likely))
+                self._copied_next.extend(
+                    (part, some)
+                    for part, some in self._parts_with(self._layers[following], likely)
+                    if not (more_follow and part.place in known.places)
+                )
         self._copy()
 
     def sums(
