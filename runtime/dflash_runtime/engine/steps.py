@@ -291,7 +291,8 @@ class Steps:
         first_position: int,
         on_layer: OnLayer[AnyArray] | None = None,
     ) -> AnyArray:
-        """One chunk of a run through all layers. Shapes: token_ids [T]; result [T, H].
+        """One chunk of a run through all layers, or a group of chunks (see `chunks`), of which the
+        last one's rows are the result. Shapes: token_ids [T]; result [T, H].
 
         `first_position` is where the last chunk ended, or 0, or what `num_reusable` returned.
         Raises: SettingsError if another run has taken over the sequence, or the engine is closed;
@@ -465,7 +466,7 @@ class Steps:
         return runtime.may_offload_now and not runtime.asks_daemons and self._tracer is None
 
     def _group(self, step: Step, before_layer: _BeforeLayer) -> AnyArray:
-        """More tokens than a chunk may have, layer by layer. Shapes: result [T, H]."""
+        """More tokens than a chunk may have, layer by layer: the rows of the last chunk."""
         chunking, size = self._backend.chunking, step.token_ids.size
         bounds = list(chunk_bounds(size, None, chunking.preferred, smallest=chunking.smallest))
         passes = [
@@ -477,7 +478,7 @@ class Steps:
             )
             for first, last in bounds
         ]
-        return self._backend.joined(run_in_turns(*passes, poll=self._runtime.poll))
+        return run_in_turns(*passes, poll=self._runtime.poll)[-1]
 
     def _chunk(
         self, step: Step, before_layer: _BeforeLayer, on_layer: OnLayer[AnyArray] | None
@@ -490,7 +491,8 @@ class Steps:
         Shapes: result [T, H].
         """
         size, overlapped_from = step.token_ids.size, self._backend.chunking.overlapped_from
-        if self._groups_chunks and size > self._backend.chunking.preferred:
+        largest = self._backend.chunking.largest
+        if largest is not None and size > largest:
             assert on_layer is None
             return self._group(step, before_layer)
         is_short = overlapped_from is None or size < overlapped_from or self._tracer is not None

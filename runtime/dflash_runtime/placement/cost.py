@@ -133,8 +133,6 @@ class CostModel:
     """How many times longer the parent's device takes beside its processor's experts."""
     copies: ExpertCopies | None = None
     """Of experts that are copied to the parent's device for a prompt; None: none are."""
-    group: int = 0
-    """Tokens of a prompt whose chunks use the same copies; 0: each chunk has its own."""
     disk: Curve | None = None
     ram_bytes: float = np.inf
     """Memory for experts that the parent's processor computes."""
@@ -266,10 +264,11 @@ class CostModel:
             asked += times * np.max(list(each.values()), axis=0)
             for index in (LOCAL, *cpus):
                 each.pop(index, None)
-            if cpus and self.copies is not None and not self.group:
+            if cpus and self.copies is not None and not self.copies.group:
                 copied += times * self._copied_s([rows], pairs, distinct, missing, each)
-        if cpus and self.copies is not None and self.group:
-            for num_rows, times in chunk_sizes(num_tokens, max(self.group, self.chunk)):
+        if cpus and self.copies is not None and self.copies.group:
+            group = max(self.copies.group, self.chunk)
+            for num_rows, times in chunk_sizes(num_tokens, group):
                 sizes_of = [
                     rows for rows, num in chunk_sizes(num_rows, self.chunk) for _ in range(num)
                 ]

@@ -128,6 +128,12 @@ class ParentOptions:
             found += [[*each, *hosts] for each in found if not {*hosts} & {*each}]
         return list(dict.fromkeys(tuple(each) for each in found if each))
 
+    def _copies(self) -> ExpertCopies | None:
+        if not self.wishes.offloads_prompts:
+            return None
+        group = 0 if self.daemons else GROUP_TOKENS
+        return ExpertCopies.of(self.situation.box, self.parent, group=group)
+
     def model(self, chunk: int) -> CostModel:
         """The cost model of a chunk size."""
         if chunk not in self._models:
@@ -149,8 +155,7 @@ class ParentOptions:
                 chunk,
                 stop_s=0.0 if stop is None else stop.at(1),
                 local_factor=factor(box, f"steps of {device}", "experts of cpu"),
-                copies=ExpertCopies.of(box, parent) if self.wishes.offloads_prompts else None,
-                group=0 if self.daemons else GROUP_TOKENS,
+                copies=self._copies(),
                 disk=box.disk,
                 shares_memory=parent.shares_host_memory,
             )

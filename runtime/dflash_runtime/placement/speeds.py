@@ -200,17 +200,19 @@ class ExpertCopies:
     copies: Curve
     part: Curve
     """See OffloadSpeed."""
+    group: int = 0
+    """Tokens of a prompt whose chunks use the same copies; 0: each chunk has its own."""
 
     @classmethod
-    def of(cls, box: Box, parent: ParentDevice) -> ExpertCopies | None:
+    def of(cls, box: Box, parent: ParentDevice, *, group: int = 0) -> ExpertCopies | None:
         """As prompts were timed; else at the rate of copies. None if neither was measured, or
         nothing need be copied."""
         rate, found = copy_rate(box, parent), box.offload.get(str(parent.device))
         if not rate:
             return None
         if found is None:
-            return cls(Curve(((0.0, 1e9 / rate),)), Curve(((0.0, 0.0),)))
-        return cls(found.copies, found.part)
+            return cls(Curve(((0.0, 1e9 / rate),)), Curve(((0.0, 0.0),)), group)
+        return cls(found.copies, found.part, group)
 
     def seconds(self, rows: int, num_bytes: F64Array) -> F64Array:
         """Of so many bytes in a chunk of so many rows. Shapes: both [...]."""

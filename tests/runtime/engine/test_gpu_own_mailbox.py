@@ -15,7 +15,7 @@ import pytest
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_runtime import Engine
 from dflash_runtime.compute.cpu.captured.mail_thread import MailThread
-from dflash_runtime.compute.gpu.mailbox import own_processor, parent
+from dflash_runtime.compute.gpu.mailbox import parent, processor_peer
 from dflash_runtime.compute.gpu.run import path_choice
 from support.emulated_gpu import TINY, EmulatedGpus, install_emulated_gpus
 from support.interrupts import interrupt_main_thread
@@ -139,7 +139,7 @@ def test_memory_that_cannot_be_locked_costs_the_mailbox_only(
     def refused(*_: object) -> None:
         raise DeviceUnavailable("cuda:0: out of memory that can be locked")
 
-    monkeypatch.setattr(own_processor, "MappedBlock", refused)
+    monkeypatch.setattr(processor_peer, "MappedBlock", refused)
     with caplog.at_level(logging.WARNING), opened(model) as engine:
         assert text_of(engine) == expected
     assert steps.count == 0

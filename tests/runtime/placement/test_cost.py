@@ -291,7 +291,9 @@ def grouped(num_experts: int, missing: int, group: int) -> tuple[CostModel, F64A
     spec = model_spec(moe_spec([3 * MIB] * 2, num_experts=num_experts, num_used=8))
     row = BoxRow(CARD, 8 * GIB, CORES_16, 8 * GIB, bus=25e9)
     at_ = copies_of(situation(spec, row), Curve(((512.0, 0.1),)), Curve(((512.0, 1e-5),)))
-    model = replace(model_of(at_), group=group)
+    model = model_of(at_)
+    assert model.copies is not None
+    model = replace(model, copies=replace(model.copies, group=group))
     owners = np.full((2, num_experts), HERE)
     owners[:, num_experts - missing :] = HOST
     return model, np.asarray(model.prompt_of(owners, 4096)[1])
@@ -317,5 +319,7 @@ def test_a_prompt_of_one_chunk_takes_as_long_in_a_group() -> None:
     owners = np.full((2, 64), HERE)
     owners[:, 34:] = HOST
     for length in (64, 512):
-        alone = replace(model, group=0).prompt_of(owners, length)[1]
-        np.testing.assert_allclose(model.prompt_of(owners, length)[1], alone)
+        assert model.copies is not None
+        alone = replace(model, copies=replace(model.copies, group=0))
+        one, other = (each.prompt_of(owners, length)[1] for each in (model, alone))
+        np.testing.assert_allclose(one, other)

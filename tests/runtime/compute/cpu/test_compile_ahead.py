@@ -113,7 +113,7 @@ def test_a_model_needs_what_it_has() -> None:
     assert experts - whole == {"batch"} | in_step_order
     assert whole < recurrent
     assert asking - whole == {"asked"}
-    beside = {"asked", "graphs", "copies"}
+    beside = {"asked", "graphs", "mailed", "copies"}
     assert set(jobs_for(types, None, beside_device=True)) - experts == beside
     assert set(jobs_for(types, KvType.F16, beside_device=True)) - whole == beside | in_step_order
     rows = {"rows.F32", "rows.Q8_0"}

@@ -39,7 +39,6 @@ from dflash_runtime.compute.gpu.mailbox.layout import (
     MailWords,
     host_lines,
 )
-from dflash_runtime.compute.gpu.mailbox.own_processor import LIMIT_MS, OwnProcessor
 from dflash_runtime.compute.gpu.mailbox.peer_memory import MemoryExchange, MemoryKeeper
 from dflash_runtime.compute.gpu.mailbox.probe import (
     FAULT_BYTES,
@@ -48,6 +47,7 @@ from dflash_runtime.compute.gpu.mailbox.probe import (
     probe_args,
     read_faults,
 )
+from dflash_runtime.compute.gpu.mailbox.processor_peer import LIMIT_MS, ProcessorPeer
 from dflash_runtime.compute.mail_trial import FaultKind, TrialBatch
 
 _LOG = logging.getLogger(__name__)
@@ -245,7 +245,7 @@ class ParentMail:
         *,
         epoch: int,
         keeper: MemoryKeeper,
-        own: OwnProcessor | None = None,
+        own: ProcessorPeer | None = None,
     ) -> None:
         """`epoch`: larger than that of any earlier step with these daemons.
 
@@ -265,7 +265,7 @@ class ParentMail:
             )
             for route, segment in segments
         ]
-        self._peers: list[MailLink | OwnProcessor] = [*self._links]
+        self._peers: list[MailLink | ProcessorPeer] = [*self._links]
         if own is not None:
             own.prepare(1)
             self._peers.insert(0, own)
@@ -295,6 +295,12 @@ class ParentMail:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def own(self) -> ProcessorPeer | None:
+        """This process's processor, if it is one of the peers."""
+        first = self._peers[0]
+        return first if isinstance(first, ProcessorPeer) else None
 
     @property
     def has_peers(self) -> bool:

@@ -43,8 +43,6 @@ class HostPath(StepPath):
     """The path of steps of one token. Owns: mapped memory of the host, for each layer with remote
     experts."""
 
-    needs_host = True
-
     def __init__(
         self,
         ops: GpuOps,
@@ -103,6 +101,10 @@ class HostPath(StepPath):
         route = ExchangeRoute(self._ops, self._exchanger, exchange, local)
         self.exchanges[layer.layer_id] = route
         return route
+
+    @property
+    def needs_host(self) -> bool:
+        return True
 
     def experts(self, phase: Phase) -> DeviceMoe:
         return self._moe

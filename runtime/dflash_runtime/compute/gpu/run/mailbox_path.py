@@ -30,7 +30,6 @@ from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows
 from dflash_runtime.compute.gpu.launch.decode_experts import Choice
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.layers.rows import Rows
-from dflash_runtime.compute.gpu.mailbox.own_processor import OwnProcessor
 from dflash_runtime.compute.gpu.mailbox.parent import ParentMail
 from dflash_runtime.compute.gpu.ops.kernels import RoutedRows
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
@@ -57,11 +56,9 @@ class MailboxPath(StepPath):
         mail: ParentMail,
         remote: MailedExperts,
         home: HostPath,
-        own: OwnProcessor | None = None,
     ) -> None:
-        """`remote` is told what was computed; `home` asks owners that have no mailbox; `own` is one
-        of the mailboxes' peers, if given."""
-        self.mail, self._own = mail, own
+        """`remote` is told what was computed; `home` asks owners that have no mailbox."""
+        self.mail = mail
         self._remote, self._home = remote, home
         self._by_host = {
             layer_id: route
@@ -69,7 +66,6 @@ class MailboxPath(StepPath):
             if self._has_others(layer_id)
         }
         """Layers with experts of such owners, by layer id."""
-        self.needs_host = bool(self._by_host)
         self._num_steps = self._epoch_of_position_0 = 0
         self._ops, self._resident = ops, resident
         self._layers = {
@@ -80,6 +76,10 @@ class MailboxPath(StepPath):
         self._are_tables_old = False
         self._selections: dict[tuple[Phase, int], DeviceArray] = {}
         self._blocks: dict[Phase, DeviceMoe] = {}
+
+    @property
+    def needs_host(self) -> bool:
+        return bool(self._by_host)
 
     @property
     def _mailed(self) -> frozenset[int]:
@@ -179,7 +179,7 @@ class MailboxPath(StepPath):
     def _count(self, phase: Phase, num_steps: int, *, num_tokens: int = 1) -> None:
         """Count layers that the host did not ask for. Pairs of those with remote experts are
         counted on the device."""
-        own = self._own
+        own = self.mail.own
         if own is not None:
             own.count(phase)
         is_counted_there = own is not None and own.is_only_peer
@@ -279,7 +279,9 @@ class _Posts:
             rounds=rounds,
         )
         lines = {peer: replies[peer] for peer in tables}
-        replied = self.mail.kernels.replies(lines, asked, slow=self.mail.slow_peers)
+        slow = self.mail.slow_peers
+        # Between GPUs a reply takes less time than finding out that none is needed saves.
+        replied = self.mail.kernels.replies(lines, asked if slow else None, slow=slow)
         return rule, rows, replied
 
 

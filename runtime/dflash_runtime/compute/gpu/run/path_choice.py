@@ -18,9 +18,9 @@ from dflash_runtime.compute.gpu.launch.decode_experts import MOST_PEERS
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.mailbox import layout
 from dflash_runtime.compute.gpu.mailbox.layout import is_preparing, mail_layout
-from dflash_runtime.compute.gpu.mailbox.own_processor import OwnProcessor, own_banks
 from dflash_runtime.compute.gpu.mailbox.parent import ParentMail, is_ready
 from dflash_runtime.compute.gpu.mailbox.peer_memory import MemoryKeeper
+from dflash_runtime.compute.gpu.mailbox.processor_peer import ProcessorPeer, own_banks
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
 from dflash_runtime.compute.gpu.run.host_path import HostPath
 from dflash_runtime.compute.gpu.run.mailbox_path import MailboxPath
@@ -187,7 +187,6 @@ class MailboxSessions:
         self._remote, self._home = remote, home
         self._own = self._new_own()
         remote.settle_with(self._settle)
-        self._routes: tuple[MailRoute, ...] = ()
         self._present: MailboxPath | None = None
         self._refused: tuple[MailRoute, ...] = ()
         """Sessions whose mailboxes have failed."""
@@ -197,11 +196,11 @@ class MailboxSessions:
         self._uses_peers: bool | None = None
         """Whether lines in devices' memory are faster; None: not measured."""
 
-    def _new_own(self) -> OwnProcessor | None:
+    def _new_own(self) -> ProcessorPeer | None:
         if not own_banks(self._remote):
             return None
         try:
-            return OwnProcessor(self._ops.device, self._moe, self._remote)
+            return ProcessorPeer(self._ops.device, self._moe, self._remote)
         except DeviceUnavailable as error:
             # docs (parent): no host memory could be locked for it; steps ask the processor through
             # the host, which is slower
@@ -231,11 +230,10 @@ class MailboxSessions:
         self.close()
         routes = self._usable()
         if routes and self._num_failures < _MOST_FAILURES and self._epoch < layout.LAST_EPOCH:
-            self._routes = routes
             try:
                 self._present = self._opened(routes)
             except DaemonUnavailable as error:
-                self.refuse(error)
+                self.refuse(error, routes)
         return self._present
 
     @property
@@ -246,7 +244,8 @@ class MailboxSessions:
         # Mailboxes in use are not asked again whether they are ready: that word may be damaged, and
         # a step that fails shows what is wrong.
         usable = self._usable()
-        return bool(usable) and not any(route not in self._routes for route in usable)
+        in_use = self._present.mail.routes
+        return bool(usable) and not any(route not in in_use for route in usable)
 
     def _usable(self) -> tuple[MailRoute, ...]:
         """Routes of mailboxes that are ready and were not refused; the host asks the other
@@ -295,18 +294,22 @@ class MailboxSessions:
                 mail=mail,
                 remote=self._remote,
                 home=self._home,
-                own=self._own if has_own else None,
             )
         except BaseException:
             mail.close()
             raise
 
-    def refuse(self, error: DaemonUnavailable) -> None:
-        """Close the current mailboxes and do not use these sessions' again: the hosts are asked."""
+    def refuse(self, error: DaemonUnavailable, routes: Sequence[MailRoute] = ()) -> None:
+        """Close the current mailboxes, or those of `routes`, and do not use these sessions' again:
+        the hosts are asked."""
         # docs (parent): a daemon's GPU does not answer ours by itself; the host asks it, which is
         # slower
         _LOG.warning("no mailbox: %s", one_line(str(error)))
-        refused = (*self._refused, *self._routes)
+        # The processor's is at fault only where there is no other.
+        if self._present is not None:
+            routes = self._present.mail.routes
+        daemons = [route for route in routes if route.segment is not None]
+        refused = (*self._refused, *(daemons or routes))
         self._refused = tuple(route for route in refused if route.is_live())
         self.close()
 
@@ -340,7 +343,7 @@ class MailboxSessions:
             self._present.close()
             if self._epoch >= layout.LAST_EPOCH:
                 _LOG.warning("no mailbox: %s", "its steps' numbers are used up until a new start")
-        self._present, self._routes = None, ()
+        self._present = None
 
     def follow_owners(self) -> None:
         """Experts have moved within this process; no step is running."""

@@ -66,8 +66,10 @@ class StepPath:
     What is defined here suits experts on the device: nothing surrounds the launches.
     """
 
-    needs_host = False
-    """Whether the host works between a step's graphs; no other work may take their buffers."""
+    @property
+    def needs_host(self) -> bool:
+        """Whether the host works between a step's graphs; no other work may take their buffers."""
+        return False
 
     def experts(self, phase: Phase) -> DeviceMoe:
         """What a model calls in a pass whose launches follow: of a trial, or captured."""

@@ -27,7 +27,7 @@ _WORDS = 16
 """Of each abort word's line."""
 
 
-class OwnProcessor:
+class ProcessorPeer:
     """The lines in mapped memory, and the thread that answers them.
 
     After a step that has failed, the route is another object. Used by the thread that runs the

@@ -1,0 +1,180 @@
+"""What two ways save where a GPU has some of the experts: its kernels ask the processor without the
+host, and prompts go layer by layer.
+
+One engine writes and reads the same tokens in turns: steps through the processor's mailbox, and
+with the host asking between graphs; prompts as groups of chunks, and each chunk through all layers.
+All of them have the same bits.
+
+Examples:
+  python -m bench.random_moe q4_k_m --layers 48 --routing qwen3 --out /dev/shm/m48.gguf
+  python -m bench.gpu_ways /dev/shm/m48.gguf --expert-budget-mb 6000 12000 --save
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from bench.options import add_save_option, bench_parser
+from bench.planted_routing import Walk
+from bench.report import finish, head, table
+
+from dflash_protocol.device import parse_device
+from dflash_protocol.settings import Settings, load_settings
+from dflash_runtime import Engine
+from dflash_runtime.engine.steps import Steps
+
+PROMPTS = (512, 4096)
+BEFORE = 448
+"""Tokens before those that are written."""
+
+Times = dict[str, list[float]]
+Way = Callable[[Engine], Any]
+
+
+@contextmanager
+def _by_mailbox(engine: Engine) -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _by_host(engine: Engine) -> Iterator[None]:
+    """Refuse the mailbox for a while."""
+    captured: Any = engine._steps._captured
+    choice, sessions = captured._choice, captured._choice.sessions
+    choice.leave_mailboxes()
+    sessions._refused = sessions.present().mail.routes
+    sessions.close()
+    yield
+    sessions._refused = ()
+
+
+@contextmanager
+def _by_chunk(engine: Engine) -> Iterator[None]:
+    with mock.patch.object(Steps, "_groups_chunks", False):
+        yield
+
+
+WRITING: dict[str, Way] = {"mailbox": _by_mailbox, "host": _by_host}
+READING: dict[str, Way] = {"by layer": _by_mailbox, "by chunk": _by_chunk}
+
+
+def written_s(engine: Engine, prompt: Sequence[int], num_tokens: int) -> tuple[list[int], float]:
+    """A text, and the seconds of each token after its first."""
+    times, tokens = [], []
+    for token in engine.generate(prompt, num_tokens, ignore_eos=True):
+        times.append(time.perf_counter())
+        tokens.append(token.token_id)
+    return tokens, (times[-1] - times[0]) / (num_tokens - 1)
+
+
+def in_turns(
+    ways: dict[str, Way], engine: Engine, run: Callable[[], tuple[Any, float]], rounds: int
+) -> Times:
+    """Seconds of each way, in turns, every other round backwards; one more run of each comes first.
+
+    Raises: RuntimeError if they find different things.
+    """
+    times: Times = {name: [] for name in ways}
+    expected = None
+    for number in range(rounds + 1):
+        for name in list(ways)[:: 1 if number % 2 else -1]:
+            with ways[name](engine):
+                found, seconds = run()
+            if expected is None:
+                expected = found
+            if found != expected:
+                raise RuntimeError(f"{name} finds something else")
+            if number:
+                times[name].append(seconds)
+    return times
+
+
+def measure(
+    settings: Settings, walk: Walk, *, rounds: int, num_tokens: int, prompts: Sequence[int]
+) -> dict[str, Any]:
+    """Seconds of a token and of prompts, by way, of one engine; and what it has."""
+    with Engine.open(settings=settings) as engine:
+        before = walk.stretch(0, BEFORE)
+        found: dict[str, Any] = {
+            "written": in_turns(
+                WRITING, engine, lambda: written_s(engine, before, num_tokens), rounds
+            )
+        }
+        for length in prompts:
+            prompt = walk.stretch(BEFORE + num_tokens, length)
+
+            def read(prompt: Sequence[int] = prompt) -> tuple[list[int], float]:
+                [token] = engine.generate(prompt, 1, ignore_eos=True)
+                return [token.token_id], engine.last_generation.prefill_s
+
+            found[f"prompt of {length}"] = in_turns(READING, engine, read, rounds)
+        stats = engine.stats()
+        found["pairs"] = {name: each.pairs for name, each in stats.owners.items()}
+        found["layers"], found["hot_only"] = stats.hits.layers, stats.hits.layers_hot_only
+        found["chunk"] = engine._steps._backend.chunking.preferred
+        return found
+
+
+def rows_of(budget: str, found: dict[str, Any]) -> list[list[str]]:
+    """A row for each kind of work: tokens/s both ways, the median of the ratios of rounds, and the
+    least and the largest."""
+    rows = []
+    for what, times in found.items():
+        if what != "written" and not what.startswith("prompt"):
+            continue
+        num = 1 if what == "written" else int(what.rpartition(" ")[2])
+        (_, new), (_, old) = times.items()
+        ratios = sorted(before / after for after, before in zip(new, old, strict=True))
+        rows.append([
+            budget,
+            f"{what}: {', '.join(times)}",
+            *(f"{num / statistics.median(each):.1f}" for each in (new, old)),
+            f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
+        ])  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    """Print the table, and save it with `--save`."""
+    parser = bench_parser(__file__, __doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--expert-budget-mb", type=int, nargs="+", default=[6000])
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--prompts", type=int, nargs="*", default=list(PROMPTS))
+    add_save_option(parser)
+    options = parser.parse_args()
+    walk, rows = Walk.of_file(options.model), list[list[str]]()
+    record = head("Ways to the experts of a GPU's processor, in turns")
+    for budget in options.expert_budget_mb:
+        settings = replace(
+            load_settings(),
+            model=str(options.model),
+            device=parse_device(options.device, default_index=0),
+            expert_budget_mb=budget,
+            context=max([BEFORE + options.tokens, *options.prompts]) + 8,
+            swap_max=0,
+        )
+        found = measure(
+            settings,
+            walk,
+            rounds=options.rounds,
+            num_tokens=options.tokens,
+            prompts=options.prompts,
+        )
+        record[str(budget)] = found
+        rows += rows_of(f"{budget} MiB", found)
+    columns = ["experts there", "work", "tokens/s", "tokens/s", "times as fast"]
+    finish("gpu-ways", record, table(columns, rows), options.save)
+
+
+if __name__ == "__main__":
+    main()
