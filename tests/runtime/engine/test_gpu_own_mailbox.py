@@ -16,7 +16,7 @@ from dflash_protocol.errors import DeviceUnavailable
 from dflash_runtime import Engine
 from dflash_runtime.compute.cpu.captured.mail_thread import MailThread
 from dflash_runtime.compute.gpu.mailbox import parent, processor_peer
-from dflash_runtime.compute.gpu.run import path_choice
+from dflash_runtime.compute.gpu.run import captured_step, path_choice
 from support.emulated_gpu import TINY, EmulatedGpus, install_emulated_gpus
 from support.interrupts import interrupt_main_thread
 from support.random_gguf import write_model
@@ -175,5 +175,19 @@ def test_an_engine_may_be_closed_within_a_text(
         assert [next(tokens).token_id for _ in range(3)] == expected[:3]
         engine.close()
     del tokens
+    assert not mail_threads()
+    assert not any(device._range_bytes for device in gpus.opened)
+
+
+def test_a_start_that_fails_leaves_nothing(
+    model: Path, gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        assert mail_threads()
+        raise DeviceUnavailable("cuda:0: out of memory")
+
+    monkeypatch.setattr(captured_step, "DecodeTokens", refused)
+    with pytest.raises(DeviceUnavailable, match="out of memory"):
+        opened(model)
     assert not mail_threads()
     assert not any(device._range_bytes for device in gpus.opened)

@@ -465,14 +465,17 @@ class CupyBackend:
             here = LocalPath(whole)
             return GraphStep(self.ops, model, cache, home=here, keeps_choices=keeps_choices)
         home = HostPath(self.ops, model.spec.moe, resident, remote=remote, check=check)
-        sessions = MailboxSessions(
-            self.ops,
-            model.spec.moe,
-            resident,
-            remote=remote,
-            home=home,
-            keeper=self.mail.keeper,
-        )
+        with contextlib.ExitStack() as undo:
+            undo.callback(home.close)
+            sessions = MailboxSessions(
+                self.ops,
+                model.spec.moe,
+                resident,
+                remote=remote,
+                home=home,
+                keeper=self.mail.keeper,
+            )
+            undo.pop_all()
         return GraphStep(
             self.ops, model, cache, home=home, sessions=sessions, keeps_choices=keeps_choices
         )

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Thread
+from weakref import finalize
 
 import numpy as np
 
@@ -53,7 +54,7 @@ class MailThread:
     A step's epoch is one more than the last one's, or than that of `restart`. `own_abort`,
     `other_abort`: addresses of words in which this side and the device say that a step has failed.
     States: serving; ended, after `close`. Used by the thread that runs the model.
-    Owns: the thread, and the memory that its calls use, but for the lines.
+    Owns: the thread, and the memory that its calls use, but for the lines'.
     """
 
     def __init__(
@@ -64,12 +65,14 @@ class MailThread:
         own_abort: int,
         other_abort: int,
         limit_s: float,
+        lines: object,
     ) -> None:
-        """`limit_s`: time limit of a step. The banks' decode steps are in step order."""
+        """`limit_s`: time limit of a step; `lines`: what the addresses point into. The decode steps
+        of the banks are in step order."""
         assert all(layer.bank.words[k.QUANTISE_STEP] for layer in layers)
         t.compile_calls()
         self._layers, self._workers = tuple(layers), workers
-        self._ask, self._end = t.ask_kernel(), t.end_kernel()
+        self._ask = t.ask_kernel()
         self._programs: dict[int, _Program] = {}
         self._words = words = line_of_words(t.NUM_LOOP_WORDS)
         self._counter = line_of_words(2)
@@ -81,13 +84,15 @@ class MailThread:
         if has_spare_core:
             workers.spin_for(LONG_SPIN_S)
         self._address = int(words.ctypes.data)
-        self._thread = Thread(
-            target=t.serve_kernel(),
-            args=(self._address, int(self._counter.ctypes.data), workers.address),
+        thread = Thread(
+            target=_serve,
+            args=(words, self._counter, workers, (self._layers, self._programs, lines)),
             name="dflash-mail",
             daemon=True,
         )
-        self._thread.start()
+        thread.start()
+        # Without `close`, when this object is collected or the interpreter ends.
+        self._end = finalize(self, _end, words, thread)
 
     def prepare(self, num_tokens: int) -> None:
         """Make the calls of steps of so many tokens, if there are none."""
@@ -123,8 +128,7 @@ class MailThread:
 
     def close(self) -> None:
         """End the thread; a step under way fails. Idempotent."""
-        self._end(self._address)
-        self._thread.join(_TIMEOUT_S)
+        self._end()
 
     def _program(self, num_tokens: int) -> _Program:
         hidden_size = max(layer.bank.layer.hidden_size for layer in self._layers)
@@ -171,3 +175,16 @@ class MailThread:
         quant_words, meta_words, _ = layer.part_words
         words[t.QUANT_BYTES] = _LINE_BYTES // 2 * quant_words
         words[t.META_BYTES] = _LINE_BYTES // 2 * meta_words
+
+
+# Functions, not methods: a thread or finalizer that referred to its MailThread would keep it alive.
+
+
+def _serve(words: I64Array, counter: I64Array, workers: Workers, _kept: object) -> None:
+    # Its arguments are the memory that it uses, however long it takes to end.
+    t.serve_kernel()(int(words.ctypes.data), int(counter.ctypes.data), workers.address)
+
+
+def _end(words: I64Array, thread: Thread) -> None:
+    t.end_kernel()(int(words.ctypes.data))
+    thread.join(_TIMEOUT_S)

@@ -35,9 +35,7 @@ class ProcessorPeer:
     """
 
     def __init__(self, device: KernelDevice, moe: MoeSpec, remote: MailedExperts) -> None:
-        """`remote` has experts in the host's memory, for which `can_serve`.
-
-        Raises: DeviceUnavailable if memory cannot be mapped."""
+        """`remote` has `own_banks`. Raises: DeviceUnavailable if memory cannot be mapped."""
         layout = mail_layout(moe)
         self._remote = remote
         self._block = MappedBlock(
@@ -54,20 +52,27 @@ class ProcessorPeer:
         abort, own_abort, *lines = (address(each) for each in self._block.device)
         self.peer, self.lines = MailPeer(abort, own_abort), MailLines(layout, *lines)
         banks = own_banks(remote)
-        workers = next(iter(banks.values())).workers
-        self._thread = MailThread(
-            [
-                MailedLayer(
-                    banks[layer.layer_id], here.request(index), here.reply(index), part_words(layer)
-                )
-                for index, layer in enumerate(moe.layers)
-                if layer.layer_id in banks
-            ],
-            workers,
-            own_abort=int(self._own_abort.ctypes.data),
-            other_abort=int(self._abort.ctypes.data),
-            limit_s=1e-3 * (LIMIT_MS + LIMIT_MS // 2),
-        )
+        try:
+            self._thread = MailThread(
+                [
+                    MailedLayer(
+                        banks[layer.layer_id],
+                        here.request(index),
+                        here.reply(index),
+                        part_words(layer),
+                    )
+                    for index, layer in enumerate(moe.layers)
+                    if layer.layer_id in banks
+                ],
+                next(iter(banks.values())).workers,
+                own_abort=int(self._own_abort.ctypes.data),
+                other_abort=int(self._abort.ctypes.data),
+                limit_s=1e-3 * (LIMIT_MS + LIMIT_MS // 2),
+                lines=self._block.host,
+            )
+        except BaseException:
+            self._block.close()
+            raise
         self._layer_ids = tuple(banks)
         self._route: MailRoute | None = None
         self.is_only_peer = True

@@ -66,6 +66,8 @@ class GraphStep:
         self._device, self._cache = ops.device, cache
         with ExitStack() as undo:
             undo.callback(home.close)
+            if sessions is not None:
+                undo.callback(sessions.end)
             self._tokens = tokens = DecodeTokens(ops.device, cache.capacity)
             undo.callback(tokens.close)
             self._sampling = StepSampling(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -107,6 +108,7 @@ class Rig:
             own_abort=int(self.aborts[0].ctypes.data),
             other_abort=int(self.aborts[1].ctypes.data),
             limit_s=limit_s,
+            lines=(self.requests, self.replies, self.aborts),
         )
         assert self.thread.restart(self.epoch)
 
@@ -330,6 +332,16 @@ def test_closing_ends_a_step_and_the_thread(backend: CpuBackend, tmp_path: Path)
             rig.thread.close()
             assert time.monotonic() - started_s < 1.0
             assert not thread.is_alive()
+
+
+def test_a_thread_that_is_dropped_ends(backend: CpuBackend, tmp_path: Path) -> None:
+    rig = Rig(backend, tmp_path / "m.gguf", "bytes", limit_s=30.0)
+    rig.ask()
+    [thread] = [each for each in threading.enumerate() if each.name == "dflash-mail"]
+    rig.file.close()
+    del rig
+    gc.collect()
+    assert not thread.is_alive()
 
 
 def test_a_step_that_is_being_served_delays_a_restart(
