@@ -147,9 +147,8 @@ class HostRoute:
                 before = None if local is None else local.array
                 local = Buffer(offload.sums(layer_id, routed, experts=wanted, before=before))
             remote.poll()
-            if (
-                ticket is None
-            ):  # nothing is awaited: while others take their turns, only rows are kept
+            if ticket is None:
+                # Nothing is awaited: while others take their turns, only rows are kept.
                 self._add(residual, local, ticket)
                 hidden = local = None
             yield None

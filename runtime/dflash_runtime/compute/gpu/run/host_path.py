@@ -84,6 +84,8 @@ class HostPath(StepPath):
             self.close()
             raise
         self._moe = DeviceMoe(routes.__getitem__)
+        self.owner_indices = self._owners_now()
+        """Of all owners of experts in layers that are not wholly here."""
 
     def _new_route(
         self, layer: MoeLayer, local: ResidentLayer | None, bank: CpuExpertBank | None
@@ -166,6 +168,11 @@ class HostPath(StepPath):
 
     def follow_owners(self) -> None:
         self._table.refresh()
+        self.owner_indices = self._owners_now()
+
+    def _owners_now(self) -> frozenset[int]:
+        routings = [self._remote.routing(layer_id) for layer_id in self.exchanges]
+        return frozenset(index for each in routings for index in each.owner_index.tolist())
 
     def close(self) -> None:
         self._table.close()

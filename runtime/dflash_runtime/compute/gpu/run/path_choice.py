@@ -7,8 +7,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-
 from dflash_adapters.spec import MoeSpec
 from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable, one_line
 from dflash_protocol.ids import I64Array, Phase
@@ -257,18 +255,11 @@ class MailboxSessions:
         ]
         if self._own is not None and self._own.route not in self._refused:
             with_own = [self._own.route, *routes]
+            asked = {self._remote.device_index, *(each.owner_index for each in with_own)}
             # Where the host asks others, it also computes: both would use the same threads.
-            if not self._leaves_some(with_own[:MOST_PEERS]):
+            if self._home.owner_indices <= asked and len(with_own) <= MOST_PEERS:
                 routes = with_own
         return tuple(routes[:MOST_PEERS])
-
-    def _leaves_some(self, routes: Sequence[MailRoute]) -> bool:
-        """Whether the host has to ask other owners than those of these routes."""
-        asked = [self._remote.device_index, *(route.owner_index for route in routes)]
-        return any(
-            np.isin(self._remote.routing(layer_id).owner_index, asked, invert=True).any()
-            for layer_id in self._home.exchanges
-        )
 
     def _opened(self, routes: tuple[MailRoute, ...]) -> MailboxPath:
         """Raises: DaemonUnavailable."""
