@@ -48,6 +48,12 @@ Examples:
     type=click.FloatRange(1, 1e9),
     help="Tokens after which a use counts half, for lfu (default: 32).",
 )
+@click.option(
+    "--margin",
+    type=click.FloatRange(0, 1e6),
+    default=0.0,
+    help="Uses that an expert must have more than the one that leaves, for lfu (default: 0).",
+)
 @click.option("--per-layer", is_flag=True, help="Show each layer's hits too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def simulate(
@@ -56,6 +62,7 @@ def simulate(
     slots: int | None,
     budget_mb: int | None,
     half_life: float | None,
+    margin: float,
     per_layer: bool,
     as_json: bool,
 ) -> None:
@@ -74,7 +81,7 @@ def simulate(
         if not as_json:
             write_lines(_head(path, trace))
         for num_slots in _sizes(trace, slots, budget_mb):
-            found = replayed(trace, num_slots, half_life=half_life or HALF_LIFE)
+            found = replayed(trace, num_slots, half_life=half_life or HALF_LIFE, margin=margin)
             records.append(_record(path, trace, num_slots, found))
             if not as_json:
                 write_lines(_table(trace, num_slots, found))

@@ -7,7 +7,7 @@ compiled. An expert that the current token uses is never evicted.
 
 * LRU: the one that was used the longest ago leaves.
 * LFU: uses count half after a half-life; the least used leaves, unless the one that came was used
-  less: then that one is not kept.
+  less, or more by less than a margin: then that one is not kept.
 * SLRU: what comes is on probation; a second use protects it. Protected experts beyond their share
   go back on probation, the one used the longest ago first. The least used of those on probation
   leaves, of equals the one used the longest ago.
@@ -98,8 +98,9 @@ def victim(
     return found
 
 
-def is_kept(policy: int, expert: int, leaving: int, uses: F64Array) -> bool:
-    """Whether an expert that was brought for one use takes the slot of another."""
+def is_kept(policy: int, expert: int, leaving: int, margin: float, uses: F64Array) -> bool:
+    """Whether an expert that was brought for one use takes the slot of another. `margin`: what its
+    uses must have more than the other's, for LFU."""
     if policy == STATIC or leaving < 0:
         return False
-    return policy != LFU or bool(uses[expert] > uses[leaving])
+    return policy != LFU or bool(uses[expert] > uses[leaving] + margin)

@@ -58,10 +58,15 @@ class Replay:
 
 
 def replayed(
-    trace: ExpertTrace, num_slots: Sequence[int], *, half_life: float = HALF_LIFE
+    trace: ExpertTrace,
+    num_slots: Sequence[int],
+    *,
+    half_life: float = HALF_LIFE,
+    margin: float = 0.0,
 ) -> dict[str, Replay]:
     """Each policy's replay by name, and Belady's. `num_slots`: experts that each layer has room
-    for; at least as many as a token uses of it.
+    for; at least as many as a token uses of it. `half_life`, in tokens, and `margin`, in uses of
+    the present token, are LFU's.
 
     Raises: ValueError if there are fewer.
     """
@@ -82,7 +87,7 @@ def replayed(
                 counts = np.bincount(ids[:warm].ravel(), minlength=layer.num_experts)
                 state.place[np.argsort(-counts, kind="stable")[:slots]] = p.PROTECTED
             growth = 2.0 ** (1.0 / half_life)
-            sizes = policy, min(slots, layer.num_experts), growth
+            sizes = policy, min(slots, layer.num_experts), growth, margin
             functions.replay(ids, *sizes, *state.arrays, hits, brought)
             found.setdefault(name, []).append(
                 _figures(hits[warm:], brought[warm:], layer.expert_bytes)
@@ -140,6 +145,7 @@ def _replay(
     policy: int,
     num_slots: int,
     growth: float,
+    margin: float,
     place: U8Array,
     last_use: I64Array,
     uses: F64Array,
@@ -171,7 +177,7 @@ def _replay(
                 num_there += 1
             else:
                 leaving = _victim(policy, token, place, last_use, uses, is_pinned)
-                if not _is_kept(policy, expert, leaving, uses):
+                if not _is_kept(policy, expert, leaving, margin * weight, uses):
                     continue
                 place[leaving] = p.ABSENT
                 if policy != p.LFU:
@@ -264,7 +270,7 @@ def _functions() -> _Functions:
         _victim=helper(p.victim),
         _is_kept=helper(p.is_kept),
     )
-    sizes = types.int64, types.int64, types.float64
+    sizes = types.int64, types.int64, types.float64, types.float64
     return _Functions(
         compile_kernel(replay, ids, *sizes, *state, flags, flags),
         compile_kernel(_next_uses, ids, array(types.int32, 1), ids),

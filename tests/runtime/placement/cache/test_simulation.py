@@ -49,7 +49,7 @@ def plain_lru(ids: I32Array, num_slots: int) -> list[list[bool]]:
     return found
 
 
-def plain_lfu(ids: I32Array, num_slots: int, half_life: float) -> list[list[bool]]:
+def plain_lfu(ids: I32Array, num_slots: int, half_life: float, margin: float) -> list[list[bool]]:
     uses: dict[int, float] = dict.fromkeys(range(E), 0.0)
     last = dict.fromkeys(range(E), -1)
     held: set[int] = set()
@@ -66,7 +66,7 @@ def plain_lfu(ids: I32Array, num_slots: int, half_life: float) -> list[list[bool
             if len(held) == num_slots:
                 others = held - {*chosen}
                 leaving = min(others, key=lambda each: (uses[each], last[each], each), default=None)
-                if leaving is None or uses[expert] <= uses[leaving]:
+                if leaving is None or uses[expert] <= uses[leaving] + margin:
                     continue
                 held.remove(leaving)
             held.add(expert)
@@ -106,13 +106,13 @@ def functions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("functions")
-@pytest.mark.parametrize("num_slots", [3, 8, 20, 24])
-def test_policies_are_what_they_say(num_slots: int) -> None:
+@pytest.mark.parametrize(("num_slots", "margin"), [(3, 0.0), (8, 1.0), (20, 0.5), (24, 0.0)])
+def test_policies_are_what_they_say(num_slots: int, margin: float) -> None:
     ids = skewed(400, seed=num_slots)
-    found = replayed(trace_of(ids), [num_slots], half_life=50.0)
+    found = replayed(trace_of(ids), [num_slots], half_life=50.0, margin=margin)
     warm = len(ids) // simulation.WARM_UP
     assert hits_of(found["lru"]) == int(np.sum(plain_lru(ids, num_slots)[warm:]))
-    assert hits_of(found["lfu"]) == int(np.sum(plain_lfu(ids, num_slots, 50.0)[warm:]))
+    assert hits_of(found["lfu"]) == int(np.sum(plain_lfu(ids, num_slots, 50.0, margin)[warm:]))
     hottest = np.argsort(-np.bincount(ids[:warm].ravel(), minlength=E), kind="stable")[:num_slots]
     assert hits_of(found["static"]) == int(np.isin(ids[warm:], hottest).sum())
     assert not found["static"].brought.any()
@@ -146,7 +146,7 @@ def test_no_policy_holds_more_than_it_has_room_for(
     for policy in range(len(p.POLICIES)):
         state = simulation._State(E)
         hits, brought = np.zeros((2, *ids.shape), np.uint8)
-        simulation._replay(ids, policy, num_slots, 1.0, *state.arrays, hits, brought)
+        simulation._replay(ids, policy, num_slots, 1.0, 0.0, *state.arrays, hits, brought)
         there, num_protected = state.place != p.ABSENT, (state.place == p.PROTECTED).sum()
         assert there.sum() <= num_slots
         assert not (hits & brought).any()
@@ -166,7 +166,7 @@ def test_pinned_experts_stay() -> None:
         place[[20, 21]] = p.PROTECTED
         is_pinned[[20, 21]] = 1
         hits, brought = np.zeros((2, *ids.shape), np.uint8)
-        simulation._replay(ids, policy, 6, 1.0, *state.arrays, hits, brought)
+        simulation._replay(ids, policy, 6, 1.0, 0.0, *state.arrays, hits, brought)
         assert (place[[20, 21]] == p.PROTECTED).all()
         assert (place != p.ABSENT).sum() == 6
 
@@ -175,7 +175,7 @@ def test_uses_of_long_traces_stay_finite() -> None:
     ids = skewed(500, seed=2)
     state = simulation._State(E)
     hits, brought = np.zeros((2, *ids.shape), np.uint8)
-    simulation._replay(ids, p.LFU, 6, 2.0**4, *state.arrays, hits, brought)
+    simulation._replay(ids, p.LFU, 6, 2.0**4, 0.0, *state.arrays, hits, brought)
     assert np.isfinite(state.arrays[2]).all()
 
 
