@@ -17,7 +17,7 @@ from dflash_runtime.compute.asking import OwnerTotals
 from dflash_runtime.compute.cpu.experts import CpuExpertBank
 from dflash_runtime.compute.cpu.kernels import experts_kernel as k
 from dflash_runtime.compute.cpu.kernels import mail_tasks as t
-from dflash_runtime.compute.cpu.kernels.words import address
+from dflash_runtime.compute.cpu.kernels.words import STOP, address
 from dflash_runtime.compute.cpu.threads.parallel import line_of_words
 from dflash_runtime.compute.cpu.threads.scratch import on_lines, zeros_on_lines
 from dflash_runtime.compute.cpu.threads.workers import Workers
@@ -75,7 +75,7 @@ class MailThread:
         self._ask = t.ask_kernel()
         self._programs: dict[int, _Program] = {}
         self._words = words = line_of_words(t.NUM_LOOP_WORDS)
-        self._counter = line_of_words(2)
+        self._counter = line_of_words(STOP + 1)
         self._taken = words[t.TOTAL_LAYERS : t.CALLS].copy()
         words[t.OWN_ABORT], words[t.OTHER_ABORT] = own_abort, other_abort
         words[t.LIMIT_NS] = int(1e9 * limit_s)
