@@ -24,7 +24,7 @@ from support.undisturbed import settings_with
 
 PROMPT = [5, 9, 2, 40, 11, 3, 17, 8, 1, 30, 22]
 NUM_TOKENS = 10
-LIMIT_MS = 300
+LIMIT_MS = 1000
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
-    monkeypatch.setattr(parent, "LIMIT_MS", LIMIT_MS)
     return install_emulated_gpus(monkeypatch)
+
+
+@pytest.fixture
+def short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For steps that are never served."""
+    monkeypatch.setattr(parent, "LIMIT_MS", LIMIT_MS)
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +100,7 @@ def test_steps_need_no_host_between_layers(
     assert not any(device._range_bytes for device in gpus.opened)
 
 
+@pytest.mark.usefixtures("short_limit")
 @pytest.mark.parametrize("at", [1, 4, NUM_TOKENS - 1])
 def test_a_step_that_is_not_served_is_computed_by_the_host(
     model: Path, gpus: EmulatedGpus, steps: Steps, expected: list[int], at: int
@@ -109,6 +115,7 @@ def test_a_step_that_is_not_served_is_computed_by_the_host(
     assert not any(device._range_bytes for device in gpus.opened)
 
 
+@pytest.mark.usefixtures("short_limit")
 def test_after_many_failures_the_host_asks(
     model: Path,
     gpus: EmulatedGpus,
