@@ -86,8 +86,8 @@ def replayed(
             if policy == p.STATIC:
                 counts = np.bincount(ids[:warm].ravel(), minlength=layer.num_experts)
                 state.place[np.argsort(-counts, kind="stable")[:slots]] = p.PROTECTED
-            growth = 2.0 ** (1.0 / half_life)
-            sizes = policy, min(slots, layer.num_experts), growth, margin
+            rates = np.array([2.0 ** (1.0 / half_life), margin])
+            sizes = policy, min(slots, layer.num_experts), rates
             functions.replay(ids, *sizes, *state.arrays, hits, brought)
             found.setdefault(name, []).append(
                 _figures(hits[warm:], brought[warm:], layer.expert_bytes)
@@ -144,8 +144,7 @@ def _replay(
     ids: I32Array,
     policy: int,
     num_slots: int,
-    growth: float,
-    margin: float,
+    rates: F64Array,
     place: U8Array,
     last_use: I64Array,
     uses: F64Array,
@@ -153,7 +152,8 @@ def _replay(
     hits: U8Array,
     brought: U8Array,
 ) -> None:
-    """Writes hits and brought [N, K], 1 or 0."""
+    """Writes hits and brought [N, K], 1 or 0. `rates`: by how much more a use counts with each
+    token, and the margin."""
     num_tokens, num_used = ids.shape
     num_there = 0
     for expert in range(place.size):
@@ -177,14 +177,14 @@ def _replay(
                 num_there += 1
             else:
                 leaving = _victim(policy, token, place, last_use, uses, is_pinned)
-                if not _is_kept(policy, expert, leaving, margin * weight, uses):
+                if not _is_kept(policy, expert, leaving, rates[1] * weight, uses):
                     continue
                 place[leaving] = p.ABSENT
                 if policy != p.LFU:
                     uses[leaving] = 0.0
             place[expert] = p.PROBATION
             brought[token, k] = 1
-        weight *= growth
+        weight *= rates[0]
         if weight > p.LARGEST_WEIGHT:
             for expert in range(uses.size):
                 uses[expert] /= weight
@@ -270,7 +270,7 @@ def _functions() -> _Functions:
         _victim=helper(p.victim),
         _is_kept=helper(p.is_kept),
     )
-    sizes = types.int64, types.int64, types.float64, types.float64
+    sizes = types.int64, types.int64, array(types.float64, 1)
     return _Functions(
         compile_kernel(replay, ids, *sizes, *state, flags, flags),
         compile_kernel(_next_uses, ids, array(types.int32, 1), ids),

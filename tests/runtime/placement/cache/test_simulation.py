@@ -146,7 +146,9 @@ def test_no_policy_holds_more_than_it_has_room_for(
     for policy in range(len(p.POLICIES)):
         state = simulation._State(E)
         hits, brought = np.zeros((2, *ids.shape), np.uint8)
-        simulation._replay(ids, policy, num_slots, 1.0, 0.0, *state.arrays, hits, brought)
+        simulation._replay(
+            ids, policy, num_slots, np.array([1.0, 0.0]), *state.arrays, hits, brought
+        )
         there, num_protected = state.place != p.ABSENT, (state.place == p.PROTECTED).sum()
         assert there.sum() <= num_slots
         assert not (hits & brought).any()
@@ -166,7 +168,7 @@ def test_pinned_experts_stay() -> None:
         place[[20, 21]] = p.PROTECTED
         is_pinned[[20, 21]] = 1
         hits, brought = np.zeros((2, *ids.shape), np.uint8)
-        simulation._replay(ids, policy, 6, 1.0, 0.0, *state.arrays, hits, brought)
+        simulation._replay(ids, policy, 6, np.array([1.0, 0.0]), *state.arrays, hits, brought)
         assert (place[[20, 21]] == p.PROTECTED).all()
         assert (place != p.ABSENT).sum() == 6
 
@@ -175,7 +177,7 @@ def test_uses_of_long_traces_stay_finite() -> None:
     ids = skewed(500, seed=2)
     state = simulation._State(E)
     hits, brought = np.zeros((2, *ids.shape), np.uint8)
-    simulation._replay(ids, p.LFU, 6, 2.0**4, 0.0, *state.arrays, hits, brought)
+    simulation._replay(ids, p.LFU, 6, np.array([2.0**4, 0.0]), *state.arrays, hits, brought)
     assert np.isfinite(state.arrays[2]).all()
 
 
