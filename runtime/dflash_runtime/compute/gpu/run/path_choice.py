@@ -241,9 +241,11 @@ class MailboxSessions:
             return False
         # Mailboxes in use are not asked again whether they are ready: that word may be damaged, and
         # a step that fails shows what is wrong.
-        usable = self._usable()
         in_use = self._present.mail.routes
-        return bool(usable) and not any(route not in in_use for route in usable)
+        asks_daemons = any(route.segment is not None for route in in_use)
+        if asks_daemons and not self._remote.mail_routes():
+            return False
+        return not any(route not in in_use for route in self._usable())
 
     def _usable(self) -> tuple[MailRoute, ...]:
         """Routes of mailboxes that are ready and were not refused; the host asks the other
