@@ -11,23 +11,19 @@ Examples:
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
-from bench.machine import touch_pages
 from bench.options import add_threads_option, bench_parser
+from bench.our_layer import OurLayers
 from bench.report import table
 
-from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.registry import read_spec
 from dflash_adapters.spec import MoeLayer
-from dflash_protocol import numeric_class
 from dflash_protocol.ids import I64Array
-from dflash_runtime.compute import BackendName, ComputeBackend, make_backend
 from dflash_runtime.compute.cpu.captured.mail_thread import MailedLayer, MailThread
 from dflash_runtime.compute.cpu.experts import CpuExpertBank
 from dflash_runtime.compute.cpu.kernels import mail_tasks
@@ -45,20 +41,6 @@ def request(layer: MoeLayer, asked: Sequence[int], epoch: int) -> I64Array:
     words[0 : 2 * len(asked) : 2] = asked
     halves: I64Array = np.stack([words, np.uint32(epoch) ^ words * _FACTOR], axis=1)
     return halves.reshape(-1).view(np.int64)
-
-
-@contextlib.contextmanager
-def banks_of(backend: ComputeBackend, file: GgufFile) -> Iterator[list[CpuExpertBank]]:
-    """All experts of a file, in step order, read into memory."""
-    found = []
-    for layer in read_spec(file).moe.layers:
-        loaded = backend.load_experts(file, layer, np.arange(layer.num_experts, dtype=np.int32))
-        bank = backend.bank_beside(numeric_class.in_step_order(""), loaded)
-        assert isinstance(bank, CpuExpertBank)
-        found.append(bank)
-    for info in file.tensors.values():
-        touch_pages(file.tensor_bytes(info.name))
-    yield found
 
 
 def measure(banks: Sequence[CpuExpertBank], num_asked: int, rounds: int) -> tuple[float, float]:
@@ -102,15 +84,16 @@ def measure(banks: Sequence[CpuExpertBank], num_asked: int, rounds: int) -> tupl
 
 def measured(path: Path, num_threads: int, rounds: int) -> str:
     """A table by number of experts that are asked for."""
-    backend = make_backend(BackendName.CPU, num_threads=num_threads)
     rows = []
-    with contextlib.closing(backend), GgufFile.open(path) as file, banks_of(backend, file) as banks:
+    with closing(OurLayers(path, num_threads=num_threads, in_step_order=True)) as layers:
+        banks = [bank for bank in layers.banks if isinstance(bank, CpuExpertBank)]
         most = min(bank.layer.num_experts_used for bank in banks)
         for num_asked in sorted({0, 1, most // 2, most}):
             layer_s, products_s = measure(banks, num_asked, rounds)
             beside_s = layer_s - products_s
             times = (f"{1e6 * each:.2f}" for each in (layer_s, products_s, beside_s))
             rows.append([f"{num_asked}", *times])
+        del banks
     return table(["experts asked", "a layer, µs", "its products", "beside these"], rows)
 
 

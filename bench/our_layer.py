@@ -33,7 +33,7 @@ class OurLayers:
         )
         self._backend.warm_up({each.tensor_type for layer in layers for each in layer.projections})
         beside = numeric_class.in_step_order("") if in_step_order else ""
-        self._banks = [
+        self.banks = [
             self._backend.bank_beside(
                 beside,
                 self._backend.load_experts(
@@ -65,6 +65,12 @@ class OurLayers:
     def end_row(self) -> None:
         """Do nothing: no state is kept from row to row."""
 
+    def close(self) -> None:
+        """End the threads and close the file. Idempotent."""
+        self.banks.clear()
+        self._backend.close()
+        self._file.close()
+
     def _accumulate(self, work: Work, out: F64Array) -> float:
         token_indices = np.repeat(np.arange(work.num_tokens, dtype=np.int32), work.num_used)
         expert_ids, weights = work.expert_ids.reshape(-1), work.weights.reshape(-1)
@@ -73,5 +79,5 @@ class OurLayers:
         batch = group_by_expert(
             work.hidden, token_indices, expert_ids, weights=weights, phase=phase
         )
-        self._banks[work.layer_index].accumulate(batch, out)
+        self.banks[work.layer_index].accumulate(batch, out)
         return time.perf_counter() - started_s

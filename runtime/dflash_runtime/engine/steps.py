@@ -468,7 +468,7 @@ class Steps:
     def _group(self, step: Step, before_layer: _BeforeLayer) -> AnyArray:
         """More tokens than a chunk may have, layer by layer: the rows of the last chunk."""
         chunking, size = self._backend.chunking, step.token_ids.size
-        bounds = list(chunk_bounds(size, None, chunking.preferred, smallest=chunking.smallest))
+        bounds = chunk_bounds(size, None, chunking.preferred, smallest=chunking.smallest)
         passes = [
             forward(
                 self._model,

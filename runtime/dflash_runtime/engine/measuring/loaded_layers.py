@@ -115,13 +115,8 @@ class LoadedLayers:
         model = self._model.first_layers(num_layers)
         layers = model.spec.moe.layers
         banks = {
-            layer.layer_id: processor.bank_beside(
-                self.backend.numeric_class,
-                processor.load_experts(
-                    self.file, layer, np.arange(layer.num_experts, dtype=np.int32)
-                ),
-            )
-            for layer in layers
+            layer_id: processor.bank_beside(self.backend.numeric_class, bank)
+            for layer_id, bank in self._load_experts(model.spec, processor).items()
         }
         for has_device in (True, False):
             masks = {layer.layer_id: np.ones(layer.num_experts, np.bool_) for layer in layers}
@@ -170,9 +165,13 @@ class LoadedLayers:
             ids = np.arange(layer.num_experts, dtype=np.int32)
             self.backend.drop_experts(self.file, layer, ids)
 
-    def _load_experts(self, spec: ModelSpec) -> dict[int, ExpertBank]:
+    def _load_experts(
+        self, spec: ModelSpec, backend: ComputeBackend | None = None
+    ) -> dict[int, ExpertBank]:
+        """Of all layers, by this backend or another one."""
+        backend = self.backend if backend is None else backend
         return {
-            layer.layer_id: self.backend.load_experts(
+            layer.layer_id: backend.load_experts(
                 self.file, layer, np.arange(layer.num_experts, dtype=np.int32)
             )
             for layer in spec.moe.layers

@@ -26,7 +26,6 @@ _SHORT_SPIN_S = 50e-6
 """How long a next step is polled for where that takes a core from other threads."""
 _POLL_S = 50e-6
 _TIMEOUT_S = 5.0
-_LINE_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,15 +165,15 @@ class MailThread:
     def _place_lines(self, words: I64Array, layer: MailedLayer, num_tokens: int) -> None:
         num_used = layer.bank.layer.num_experts_used
         words[t.REQUEST], words[t.REPLY], words[t.NUM_USED] = layer.request, layer.reply, num_used
-        place = layer.request + _LINE_BYTES * num_tokens * num_used
+        place = layer.request + t.LINE_BYTES * num_tokens * num_used
         for word, of_row in zip(
             (t.QUANTS_AT, t.META_AT, t.FLOATS_AT), layer.part_words, strict=True
         ):
             words[word] = place if of_row else 0
-            place += _LINE_BYTES * -(-num_tokens * of_row // 2)
+            place += t.LINE_BYTES * -(-num_tokens * of_row // 2)
         quant_words, meta_words, _ = layer.part_words
-        words[t.QUANT_BYTES] = _LINE_BYTES // 2 * quant_words
-        words[t.META_BYTES] = _LINE_BYTES // 2 * meta_words
+        words[t.QUANT_BYTES] = t.HALF_BYTES * quant_words
+        words[t.META_BYTES] = t.HALF_BYTES * meta_words
 
 
 # Functions, not methods: a thread or finalizer that referred to its MailThread would keep it alive.

@@ -91,7 +91,7 @@ ASKED, DONE, ENDED = 0, LINE, 2 * LINE
 ) = range(3 * LINE, 3 * LINE + 12)
 NUM_LOOP_WORDS = CALLS + 2 * (MOST_STEP_TOKENS + 1)
 
-_LINE_BYTES, _HALF_BYTES = 16, 8
+LINE_BYTES, HALF_BYTES = 16, 8
 _CHECK_FACTOR = 0x9E3779B1
 _WORD = 0xFFFFFFFF
 _NOTHING = -1
@@ -178,11 +178,11 @@ def _take_words(lines: int, num_words: int, loop: int, out: int) -> bool:
     """Copy words, eight at a time, as they arrive; False if the step fails before."""
     epoch = get(loop, EPOCH)
     for first in range(0, num_words, 8):
-        source, target = lines + _HALF_BYTES * first, out + 4 * first
+        source, target = lines + HALF_BYTES * first, out + 4 * first
         if first + 8 <= num_words and _take_eight(source, epoch, target):
             continue
         for index in range(min(8, num_words - first)):
-            found = _await_word(source + _HALF_BYTES * index, loop)
+            found = _await_word(source + HALF_BYTES * index, loop)
             if found < 0:
                 return False
             v.store_i32(target + 4 * index, found)
@@ -222,7 +222,7 @@ def _take_pairs(args: int, loop: int) -> int:
     ids, groups = get(args, experts.EXPERT_IDS), get(args, experts.GROUP_STARTS)
     tokens, weights = get(args, experts.TOKEN_INDICES), get(args, experts.WEIGHTS)
     for pair in range(get(args, experts.NUM_TOKENS) * num_used):
-        line = get(args, REQUEST) + _LINE_BYTES * pair
+        line = get(args, REQUEST) + LINE_BYTES * pair
         expert = _await_word(line, loop)
         if expert < 0:
             return _NOTHING
@@ -232,7 +232,7 @@ def _take_pairs(args: int, loop: int) -> int:
         set_word(args, ROUNDS, 1 if rounds else 0)
         if expert >= get(args, experts.NUM_EXPERTS):
             continue
-        weight = _await_word(line + _HALF_BYTES, loop)
+        weight = _await_word(line + HALF_BYTES, loop)
         if weight < 0:
             return _NOTHING
         place = num_pairs
@@ -272,13 +272,13 @@ def _take_block(args: int, token: int, index: int, loop: int) -> bool:
     """Put 32 quants of a row, and what belongs to them, together as a step block."""
     num_blocks = get(args, experts.HIDDEN_SIZE) // _BLOCK
     block = get(args, experts.TOKEN_Q8) + STEP_BLOCK_BYTES * (num_blocks * token + index)
-    quants = get(args, QUANTS_AT) + get(args, QUANT_BYTES) * token + 8 * _HALF_BYTES * index
-    meta = get(args, META_AT) + get(args, META_BYTES) * token + 4 * _HALF_BYTES * index
+    quants = get(args, QUANTS_AT) + get(args, QUANT_BYTES) * token + 8 * HALF_BYTES * index
+    meta = get(args, META_AT) + get(args, META_BYTES) * token + 4 * HALF_BYTES * index
     if not _take_words(quants, 8, loop, block):
         return False
     for granule in range(2):
         for at, half in ((SCALES_AT, 2 * granule), (SUMS_AT, 2 * granule + 1)):
-            found = _await_word(meta + _HALF_BYTES * half, loop)
+            found = _await_word(meta + HALF_BYTES * half, loop)
             if found < 0:
                 return False
             v.store_i32(block + at + 4 * granule, found)
@@ -298,7 +298,7 @@ def _take_rows(args: int, loop: int) -> bool:
                 if not _take_block(args, token, index, loop):
                     return False
         if get(args, FLOATS_AT) != 0:
-            lines = get(args, FLOATS_AT) + _HALF_BYTES * hidden_size * token
+            lines = get(args, FLOATS_AT) + HALF_BYTES * hidden_size * token
             row = get(args, experts.HIDDEN) + 4 * hidden_size * token
             if not _take_words(lines, hidden_size, loop, row):
                 return False
@@ -312,10 +312,10 @@ def _reply(args: int, loop: int) -> None:
     num_sums = get(args, experts.NUM_TOKENS) * get(args, experts.HIDDEN_SIZE)
     if word(args, ROUNDS) != 0:
         for index in range(0, num_sums, 4):
-            _send_rounded(sums + 8 * index, epoch, out + _HALF_BYTES * index)
+            _send_rounded(sums + 8 * index, epoch, out + HALF_BYTES * index)
     else:
         for index in range(0, num_sums, 4):
-            _send_sums(sums + 8 * index, epoch, out + _LINE_BYTES * index)
+            _send_sums(sums + 8 * index, epoch, out + LINE_BYTES * index)
 
 
 @helper
