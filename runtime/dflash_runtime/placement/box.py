@@ -109,8 +109,8 @@ class AskedSpeed:
     curves are of a layer, by the bytes in the file of these experts, from one expert on."""
 
     beyond: Curve
-    """What the layer takes more than its trunk and its stop: the start of the processor's threads,
-    products and sums, and what the device then waits for."""
+    """What the layer takes more than its trunk: asking, through a mailbox where that is possible,
+    the start of the processor's threads, products and sums, and what the device then waits for."""
     computing: Curve
     """Of that, what the processor counts as computing. While serving, the same is counted."""
 

@@ -66,7 +66,11 @@ class AskedModel:
         self._undo = contextlib.ExitStack()
         self._backend, self.file = backend, file
         whole = describe(file)
-        self._banks = _banks_read(processor, file, _num_that_fit(file, whole, limit_bytes), limit_s)
+        num_fitting = _num_that_fit(file, whole, limit_bytes)
+        self._banks = {
+            layer_id: processor.bank_beside(backend.numeric_class, bank)
+            for layer_id, bank in _banks_read(processor, file, num_fitting, limit_s).items()
+        }
         num_layers = max(min(2, len(whole.layers)), 1 + max(self._banks, default=-1))
         self.description = replace(
             whole, layers=whole.layers[:num_layers], left_out=(*whole.left_out, "")
@@ -139,11 +143,9 @@ def _banks_read(
     return banks
 
 
-def measure_asked(
-    loaded: AskedModel, *, trunk: Curve, stop_s: float, limit_s: float
-) -> AskedSpeed | None:
-    """What a layer takes beyond its trunk and its stop, from one to all of a token's experts. None
-    if there are too few layers with experts.
+def measure_asked(loaded: AskedModel, *, trunk: Curve, limit_s: float) -> AskedSpeed | None:
+    """What a layer takes beyond its trunk, from one to all of a token's experts. None if there are
+    too few layers with experts.
 
     `trunk`: seconds of a layer without experts, by bytes.
     """
@@ -163,7 +165,7 @@ def measure_asked(
     found = medians(timers, limit_s=limit_s, after_first=begin_counts)
     times = np.array(found).reshape(len(parts), 2)
     trunks_s = sum(trunk.at(trunk_bytes(loaded.file, layer)) for layer in timed)
-    beyond_s = (np.diff(times)[:, 0] - trunks_s) / len(layers) - stop_s
+    beyond_s = (np.diff(times)[:, 0] - trunks_s) / len(layers)
     expert_bytes = float(np.mean([layer.expert_bytes for layer in layers]))
     beyond = _curve(parts, np.maximum(beyond_s, 0.0).tolist(), expert_bytes)
     return AskedSpeed(beyond, _computing(parts, expert_bytes))

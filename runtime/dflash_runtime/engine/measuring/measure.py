@@ -376,8 +376,7 @@ def _with_asked(
         limit_s=_READ_SHARE * limit_s / _ASKED_SHARE,
     )
     with contextlib.closing(asked):
-        stop_s = found.host_stop[device.name].at(1)
-        steps = measure_asked(asked, trunk=speed.trunk[1], stop_s=stop_s, limit_s=left.share(0.6))
+        steps = measure_asked(asked, trunk=speed.trunk[1], limit_s=left.share(0.6))
         if steps is not None:
             found = replace(found, host_asked={device.name: steps})
     on_host = box.devices.get(host.device.name)

@@ -230,8 +230,8 @@ def test_the_processor_computes_what_steps_ask(model: Path, gpus: EmulatedGpus) 
             asked = layers.asked(every)
             for passes in asked.ends:
                 assert passes.captured is not None
-                assert passes.captured.most_ahead == 1
                 assert passes.seconds(1) > 0.0
+                assert passes.captured.most_ahead > 1  # asked through a mailbox
             share_asking, num_asked = asked.owners.counts()
             assert least <= num_asked <= most
             assert num_asked / num_used <= share_asking <= 1.0
