@@ -6,7 +6,7 @@ A backend's own counts are in `gpu/room.py` and `host_room.py`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
@@ -62,9 +62,11 @@ class Needs:
 
 
 _MOST_STAGED_BYTES = 128 << 20
+_MOST_STAGED_PART = 1 / 128
+"""Of the bytes of all experts: a model with few has few that move, and they need the memory."""
 
 
-def staged_slots(layers: Iterable[MoeLayer], most: int) -> tuple[int, int]:
+def staged_slots(layers: Sequence[MoeLayer], most: int) -> tuple[int, int]:
     """How many experts that are about to move to a device are copied there at a time, `most` if
     they are small, and the bytes of one slot: of an expert of any layer, as in the file."""
     sizes = [
@@ -72,7 +74,9 @@ def staged_slots(layers: Iterable[MoeLayer], most: int) -> tuple[int, int]:
         for layer in layers
     ]
     slot_bytes = max(sizes, default=0)
-    return min(most, max(1, _MOST_STAGED_BYTES // max(1, slot_bytes))), slot_bytes
+    every = sum(size * layer.num_experts for size, layer in zip(sizes, layers, strict=True))
+    limit = min(_MOST_STAGED_BYTES, int(_MOST_STAGED_PART * every))
+    return min(most, max(1, limit // max(1, slot_bytes))), slot_bytes
 
 
 class Room(ABC):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -18,7 +18,7 @@ from dflash_runtime.placement.cost import LOCAL, CostModel, ExpertArrays, Price
 from dflash_runtime.placement.dealing import Group, deal, dealt_by_price
 from dflash_runtime.placement.moves import staged_bytes
 from dflash_runtime.placement.naming import named
-from dflash_runtime.placement.search import Shape, SplitProblem, solve
+from dflash_runtime.placement.search import Shape, SplitProblem, solve, topped_up
 from dflash_runtime.placement.situation import ExpertDaemon, ParentDevice, Situation
 from dflash_runtime.placement.speeds import (
     ExpertCopies,
@@ -324,8 +324,44 @@ class ParentOptions:
                     found[key] = self.priced(owners, context, chunk), group
                     yield found[key][0]
         by_time = sorted(found.values(), key=lambda each: each[0].price.request_s)
-        for option, group in by_time[: 0 if is_brief else _REFINED]:
+        if is_brief:
+            return
+        for option, group in by_time[:_REFINED]:
             yield from self._refined(option, group, context, chunk)
+        if self.daemons and len(self.groups) > 1:
+            yield from self._mixed(context, chunk)
+
+    def _mixed(self, context: int, chunk: int) -> Iterator[Option]:
+        """Each layer shared with the group of owners that is fastest for it."""
+        both = [self._problem(group, Order.HOTTEST, context, chunk) for group in self.groups]
+        problems, groups = [each for each, _ in both], [each for _, each in both]
+        times = np.stack([each.times for each in problems])
+        problem = replace(
+            problems[0],
+            times=times.min(axis=0),
+            there_bytes=np.max([each.there_bytes for each in problems], axis=0),
+            here_limit=min(each.here_limit for each in problems),
+            there_limit=np.inf,
+        )
+        model, rank = self._model_of(context, chunk), self._tables.in_order(Order.HOTTEST).rank
+        for attempt in range(_TRIES):
+            num_local = solve(problem) if problem.here_limit >= 0 else None
+            if num_local is None:
+                return
+            fastest = times[:, num_local, np.arange(num_local.size)].argmin(axis=0)
+            elsewhere = (rank >= num_local[:, None]) & self.arrays.exists
+            owners = np.zeros(rank.shape, np.int64)
+            for index in set(fastest.tolist()):
+                dealt = deal(model, groups[index], elsewhere & (fastest == index)[:, None])
+                if dealt is None:
+                    return
+                owners += dealt  # 0 outside its layers
+            excess = self._excess(owners, context, chunk)
+            if not excess:
+                yield self.priced(owners, context, chunk)
+            if set(excess) != {LOCAL}:
+                return
+            problem = _with_less(problem, num_local, excess[LOCAL], attempt)
 
     def _refined(
         self, option: Option, group: tuple[int, ...], context: int, chunk: int
@@ -398,19 +434,26 @@ class ParentOptions:
         if not is_brief and (not on_cpu or self.sides[LOCAL].is_cpu):
             orders += [Order.COLDEST, Order.EVEN]
         for shape in shapes:
-            best: tuple[float, I64Array] | None = None
+            best: tuple[float, list[I64Array]] | None = None
             for order in orders if shape in (Shape.PART, Shape.ANY) else orders[:1]:
                 found = self._solved(group, order, shape, context, chunk)
                 if found is not None and (best is None or found[0] < best[0]):
                     best = found
             if best is not None:
-                yield best[1]
+                yield from best[1]
 
     def _solved(
         self, group: tuple[int, ...], order: Order, shape: Shape | None, context: int, chunk: int
-    ) -> tuple[float, I64Array] | None:
-        """The best assignment of a shape (None: no local experts) and its predicted seconds."""
+    ) -> tuple[float, list[I64Array]] | None:
+        """The best assignment of a shape (None: no local experts), with its predicted seconds, and
+        the same with further experts in what the allocator's rounding leaves free."""
         problem, dealt_to = self._problem(group, order, context, chunk)
+        rank = self._tables.in_order(order).rank
+
+        def dealt(num_local: I64Array) -> tuple[I64Array, float] | None:
+            elsewhere = (rank >= num_local[:, None]) & self.arrays.exists
+            return self._dealt(deal, dealt_to, elsewhere, context, chunk)
+
         for attempt in range(_TRIES):
             if min(problem.here_limit, problem.there_limit) < 0:
                 return None
@@ -420,22 +463,45 @@ class ParentOptions:
                 num_local = solve(problem, shape)
             if num_local is None or not problem.is_possible(num_local):
                 return None
-            rank = self._tables.in_order(order).rank
-            elsewhere = (rank >= num_local[:, None]) & self.arrays.exists
-            dealt = self._dealt(deal, dealt_to, elsewhere, context, chunk)
-            if dealt is None:
+            found = dealt(num_local)
+            if found is None:
                 return None
-            owners, excess = dealt
+            owners, excess = found
             if not excess:
-                return problem.seconds(num_local), owners
+                both = [owners]
+                if shape in (Shape.PART, Shape.ANY):
+                    more = self._topped_up(problem, shape, num_local, owners, context, chunk)
+                    found = dealt(more)
+                    both += [found[0]] if found is not None and not found[1] else []
+                return problem.seconds(num_local), both
             if shape is None:
                 return None
-            # What was chosen may be less than the limit. Where the allocator rounds up each layer,
-            # a few experts less may take as much: each step is twice as long.
-            chosen_bytes = float((num_local * problem.here_bytes).sum())
-            less = excess * max(1, 2 ** (attempt - 1))
-            problem = replace(problem, here_limit=min(problem.here_limit, chosen_bytes) - less)
+            problem = _with_less(problem, num_local, excess, attempt)
         return None
+
+    def _topped_up(
+        self,
+        problem: SplitProblem,
+        shape: Shape,
+        num_local: I64Array,
+        owners: I64Array,
+        context: int,
+        chunk: int,
+    ) -> I64Array:
+        """See search.topped_up."""
+        others = [
+            i for i in range(1, len(self.sides)) if ((owners == i) & self.arrays.exists).any()
+        ]
+        limit = self.expert_limit(context, chunk, others, owners=owners)
+        taken = cache(self.parent.footprint.layer_experts_bytes)
+        layer_ids = self.arrays.layer_ids.tolist()
+        return topped_up(
+            problem,
+            shape,
+            num_local,
+            room=limit - self.used_bytes(owners, LOCAL),
+            more_bytes=lambda row, n: taken(layer_ids[row], n + 1) - taken(layer_ids[row], n),
+        )
 
     def _dealt(
         self, deals: Deal, group: Group, elsewhere: BoolArray, context: int, chunk: int
@@ -520,3 +586,16 @@ class ParentOptions:
         if index == LOCAL:
             return self.parent.footprint
         return self.daemons[self.sides[index].name].footprint
+
+
+def _with_less(
+    problem: SplitProblem, num_local: I64Array, excess: float, attempt: int
+) -> SplitProblem:
+    """A lower limit, as so many bytes of these experts have no room.
+
+    What was chosen may be less than the limit. Where the allocator rounds up each layer, a few
+    experts less may take as much: each step is twice as long.
+    """
+    chosen_bytes = float((num_local * problem.here_bytes).sum())
+    less = excess * max(1, 2 ** (attempt - 1))
+    return replace(problem, here_limit=min(problem.here_limit, chosen_bytes) - less)

@@ -183,7 +183,9 @@ def _best_of_parent(
     mode, is_slow = wishes.experts.mode, ways[0][0] > _MUCH * best_s
     if not is_slow:
         ways = _priced_ways(ways)
-    if mode:  # estimates and prices are of the best option, whatever its mode
+    # Estimates and prices are of the best option, whatever its mode, and of one group of owners.
+    sees_both = mode or (options.daemons and not is_slow)
+    if sees_both:
         best_of = dict[bool, Way]()
         for way in ways:
             best_of.setdefault(way[1] is options, way)
@@ -191,7 +193,7 @@ def _best_of_parent(
     found: list[ParentChoice | PlanRefused] = []
     for _, each, context, chunk in ways:
         found.append(_best_option(each, wishes, context, chunk, is_brief=is_slow and not mode))
-        if isinstance(found[-1], ParentChoice) and not mode:
+        if isinstance(found[-1], ParentChoice) and not sees_both:
             break
     return _better(found)
 

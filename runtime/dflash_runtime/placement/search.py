@@ -8,6 +8,7 @@ save most for their bytes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -79,6 +80,42 @@ def solve(
         if (seconds := allowed.seconds(found)) < best_s:
             best, best_s = found, seconds
     return best
+
+
+def topped_up(
+    problem: SplitProblem,
+    shape: Shape,
+    num_local: I64Array,
+    *,
+    room: float,
+    more_bytes: Callable[[int, int], float],
+) -> I64Array:
+    """Further experts in what an allocator's rounding leaves free, one after the other those that
+    save most time for their bytes.
+
+    `room`: bytes that are left; `more_bytes`: what a layer (its row) takes more for one expert than
+    it takes for so many. Shapes: num_local, result [L].
+    """
+    times, rows = _restricted(problem, shape).times, range(num_local.size)
+    found = num_local.copy()
+    saved, cost = np.empty(found.size), np.empty(found.size)
+
+    def look_at(row: int) -> None:
+        number = int(found[row])
+        can_grow = number < problem.num_experts[row] and np.isfinite(times[number + 1, row])
+        saved[row] = times[number, row] - times[number + 1, row] if can_grow else 0.0
+        cost[row] = more_bytes(row, number) if can_grow else 0.0
+
+    for row in rows:
+        look_at(row)
+    while True:
+        worth = np.where((saved > 0.0) & (cost <= room), saved / (cost + 1.0), 0.0)
+        row = int(np.argmax(worth))
+        if worth[row] <= 0.0:
+            return found
+        room -= cost[row]
+        found[row] += 1
+        look_at(row)
 
 
 def _restricted(problem: SplitProblem, shape: Shape) -> SplitProblem:

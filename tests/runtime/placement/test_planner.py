@@ -367,6 +367,18 @@ def test_the_chunk_with_the_fastest_request_is_taken(gpu_gib: int) -> None:
     assert request_s(found, at) <= 1.02 * min(times)
 
 
+@pytest.mark.parametrize("granule", [1, 2 * MIB])
+@pytest.mark.parametrize("gpu_gib", [3.0, 5.0])
+def test_a_gpu_is_filled_though_its_allocator_rounds_up(gpu_gib: float, granule: int) -> None:
+    spec = model_spec(moe_spec([2_870_000] * 12, num_experts=128, num_used=8))
+    row = BoxRow(H100, int(gpu_gib * GIB), CORES_16, 64 * GIB)
+    found = planned(situation(spec, row, shares=skewed(spec.moe), granule=granule))
+    [here, *_] = found.budgets
+    assert 0 < here.num_experts < spec.moe.num_experts_total
+    taken = here.trunk_bytes + here.cache_bytes + here.work_bytes + here.expert_bytes
+    assert here.free_bytes - taken < max(granule, 2_870_000)
+
+
 @pytest.mark.parametrize("granule", [1, 2 * MIB, 64 * MIB])
 def test_a_daemon_too_small_for_the_rest_is_filled_beside_the_processor(granule: int) -> None:
     """Its allocator rounds up, by layer: less than a granule of each is lost."""

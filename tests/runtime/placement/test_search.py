@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_runtime.placement.search import Shape, SplitProblem, solve
+from dflash_runtime.placement.search import Shape, SplitProblem, solve, topped_up
 from support.examples import examples
 
 
@@ -84,3 +84,28 @@ def test_large_models_leave_little_memory_unused(num_layers: int) -> None:
     found = solve(problem)
     assert found is not None
     assert found.sum() >= 0.99 * limit
+
+
+@examples(60)
+@given(problems(), st.sampled_from((Shape.PART, Shape.ANY)), st.floats(0.0, 8.0), st.data())
+def test_what_rounding_leaves_free_is_filled(
+    problem: SplitProblem, shape: Shape, room: float, data: st.DataObject
+) -> None:
+    """Nothing more fits that would save time."""
+    sizes = [
+        data.draw(st.lists(st.integers(0, 3), min_size=5, max_size=5)) for _ in problem.here_bytes
+    ]
+    first = np.zeros_like(problem.num_experts)
+    found = topped_up(
+        problem, shape, first, room=room, more_bytes=lambda row, n: float(sizes[row][n])
+    )
+    numbers = enumerate(found.tolist())
+    left = room - sum(sum(sizes[row][:number]) for row, number in numbers)
+    assert left >= 0.0
+    for row, number in enumerate(found.tolist()):
+        is_last = number == problem.num_experts[row] - (shape is Shape.PART)
+        assert (
+            is_last
+            or sizes[row][number] > left
+            or problem.times[number + 1, row] >= problem.times[number, row]
+        )
