@@ -224,6 +224,8 @@ def _experts(device: Any) -> None:
         ExpertsShape(3, 2, 8, 512, 96, Q4, Q6, Q5, has_vectors=True, gives_sums=True),
         ExpertsShape(2, 2, 8, 64, 96, F16, F16, F16),
         ExpertsShape(1, 2, 8, 512, 256, Q4, Q4, Q6, **mail),
+        ExpertsShape(1, 2, 8, 512, 256, Q4, Q4, Q6, rule=rule, posts=True),
+        ExpertsShape(3, 2, 8, 512, 96, Q4, Q6, Q5, posts=True),
         ExpertsShape(3, 2, 8, 160, 96, Q5, F16, Q5, **mail),
     ):
         DecodeExperts(device, shape, small)

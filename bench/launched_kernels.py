@@ -124,6 +124,7 @@ def _experts(device: Any) -> None:
         for label, shape in (
             ("resident, down Q4_K", ExpertsShape(*sizes, Q4, rule=rule)),
             ("resident, down Q6_K", ExpertsShape(*sizes, Q6, rule=rule)),
+            ("asking peers", ExpertsShape(*sizes, Q6, rule=rule, posts=True)),
             ("daemon", ExpertsShape(*sizes, Q6, gives_sums=True)),
             ("mailbox", ExpertsShape(*sizes, Q6, gives_sums=True, takes_request=True)),
         ):

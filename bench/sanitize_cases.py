@@ -65,6 +65,8 @@ CASES: dict[str, tuple[str, ...]] = {
         "launch/test_decode_experts.py::test_what_is_not_resident_is_left_out[(32, True)]",
         "mailbox/test_request.py::test_what_is_asked_for_has_the_bits_of_rows_and_a_choice"
         "[(32, True)-here-bytes and floats]",
+        "mailbox/test_mailbox.py::test_experts_that_ask_peers_do_what_two_kernels_do"
+        "[Q8_0-(32, True)-3-False]",
     ),
     "gemm_dense.cu": (
         "launch/test_prefill_dense.py::test_several_matrices_at_once[40-tensor]",

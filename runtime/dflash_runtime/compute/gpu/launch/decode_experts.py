@@ -46,6 +46,8 @@ MailArgs = kernel_struct("mailbox.cuh", "Mail", MOST_PEERS=MOST_PEERS)
 """One side's state and abort words, for all of its mailboxes."""
 MailReplies = kernel_struct("mailbox.cuh", "MailReplies", MOST_PEERS=MOST_PEERS)
 """Peers' replies for a layer; none by default."""
+MailPost = kernel_struct("mailbox_post.cuh", "MailPost", MOST_PEERS=MOST_PEERS)
+"""What peers are asked for in a layer."""
 MailRequest = kernel_struct("mailbox_request.cuh", "MailRequest", MOST_PEERS=MOST_PEERS)
 """A parent's request for a layer, in our device's memory."""
 
@@ -73,6 +75,8 @@ class ExpertsShape:
     """Rule by which the kernel chooses experts from logits; None: they are chosen before."""
     takes_request: bool = False
     """Gate and up read choice and rows from a mailbox's request."""
+    posts: bool = False
+    """Some blocks of gate and up ask peers for their pairs."""
 
     def __post_init__(self) -> None:
         check_tokens(self.num_tokens)
@@ -80,7 +84,7 @@ class ExpertsShape:
             raise ValueError(f"K={self.num_experts_used} of E={self.num_experts} experts")
         if self.rule and self.rule.num_experts_used != self.num_experts_used:
             raise ValueError(f"K={self.num_experts_used}, but the rule says otherwise: {self.rule}")
-        if self.takes_request and (self.rule or not self.gives_sums):
+        if self.takes_request and (self.rule or self.posts or not self.gives_sums):
             raise ValueError("what a mailbox asks for is chosen, and answered with sums")
         check_columns(self.hidden_size, (self.gate_type, self.up_type))
         check_columns(self.ffn_size, (self.down_type,))
@@ -112,6 +116,7 @@ def experts_shape(
     gives_sums: bool = False,
     rule: RoutingRule | None = None,
     takes_request: bool = False,
+    posts: bool = False,
 ) -> ExpertsShape:
     """The shape of a layer of a model."""
     vectors = (part for each in layer.projections for part in (each.bias, each.scale))
@@ -128,6 +133,7 @@ def experts_shape(
         gives_sums=gives_sums,
         rule=rule,
         takes_request=takes_request,
+        posts=posts,
     )
 
 
@@ -209,6 +215,7 @@ def _experts_defines(shape: ExpertsShape, tuning: ExpertsTuning) -> dict[str, in
         "SUMS": int(shape.gives_sums),
         "ROUTE": int(rule is not None),
         "MAIL": int(shape.takes_request),
+        "POST": int(shape.posts),
         "NORMALISE": int(rule is not None and rule.normalise),
         "GATE": GATES[rule.gating] if rule else 0,
         "GATE_UP_WARPS": tuning.gate_up_warps,
@@ -223,6 +230,14 @@ def _experts_defines(shape: ExpertsShape, tuning: ExpertsTuning) -> dict[str, in
         "DOWN_MOST_DEEP": tuning.down_most_deep,
         "DOWN_MIN_BLOCKS": tuning.down_min_blocks,
     }
+
+
+@dataclass(frozen=True, slots=True)
+class PeersPost:
+    """What so many peers are asked for in a layer: a MailPost."""
+
+    args: ctypes.Structure
+    num_peers: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,11 +325,13 @@ class DecodeExperts:
         choice: Choice,
         x: StepRows | ctypes.Structure,
         hidden: StepRows,
+        *,
+        post: PeersPost | None = None,
     ) -> None:
         """``hidden[pair] = activation(gate x, up x)``; zero for experts that are not resident.
 
         With a mailbox's request instead of rows, the pairs that it asks for are written to the
-        choice.
+        choice. `post`: what peers are asked for, if the shape says so.
         Shapes: x rows T of H; hidden `hidden_rows`.
         Raises: ValueError for an array that is missing, or not of this shape, type or device.
         """
@@ -334,11 +351,17 @@ class DecodeExperts:
         else:
             args.request = x
         args.h_quants, args.h_meta, args.h = self._hidden(hidden)
+        num_posts = 0
+        if (post is not None) != shape.posts:
+            raise ValueError("peers are asked, or not, for which this was not compiled")
+        if post is not None:
+            args.post, args.num_posts = post.args, post.num_peers
+            num_posts = post.num_peers
         tile = tuning.gate_up_warps * (self._device.lanes // tuning.gate_up_team)
         num_tiles = ceil(shape.ffn_size / (tile * tuning.gate_up_rows))
         self._device.launch(
             self._gate_up,
-            (shape.num_pairs * num_tiles, 1, 1),
+            (num_posts + shape.num_pairs * num_tiles, 1, 1),
             tuning.gate_up_warps * self._device.lanes,
             args,
             shared_bytes=self._gate_up_bytes,

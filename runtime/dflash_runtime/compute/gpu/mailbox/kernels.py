@@ -20,7 +20,9 @@ from dflash_runtime.compute.gpu.launch.decode_experts import (
     MOST_PEERS,
     Choice,
     MailArgs,
+    MailPost,
     MailReplies,
+    PeersPost,
 )
 from dflash_runtime.compute.gpu.mailbox.layout import num_request_lines, part_words
 
@@ -31,7 +33,6 @@ _BLAMED = 4
 
 MailBeginArgs = kernel_struct("mailbox_begin.cu", "MailBeginArgs")
 MailPartsArgs = kernel_struct("mailbox.cuh", "MailParts")
-MailPostArgs = kernel_struct("mailbox_parent.cu", "MailPostArgs", MOST_PEERS=MOST_PEERS)
 MailAddArgs = kernel_struct("mailbox_parent.cu", "MailAddArgs", MOST_PEERS=MOST_PEERS)
 MailTakeArgs = kernel_struct("mailbox_daemon.cu", "MailTakeArgs", MOST_PEERS=MOST_PEERS)
 MailRelayArgs = kernel_struct("mailbox_daemon.cu", "MailRelayArgs", MOST_PEERS=MOST_PEERS)
@@ -108,9 +109,15 @@ class MailKernels:
         self._device.launch(kernel, (1, 1, 1), self._device.lanes, args)
 
     def post(
+        self, layer: MoeLayer, rule: RoutingRule | None, asks: PeersPost, *, num_tokens: int
+    ) -> None:
+        """Send every peer its pairs of a layer; with a rule, choose the experts first."""
+        kernel = self._parent_kernel(layer, rule, num_tokens, "mail_post", MailPost)
+        self._device.launch(kernel, (asks.num_peers, 1, 1), _THREADS, asks.args)
+
+    def asks(
         self,
         layer: MoeLayer,
-        rule: RoutingRule | None,
         rows: StepRows,
         *,
         choice: Choice,
@@ -119,8 +126,8 @@ class MailKernels:
         asked: DeviceArray,
         always: Collection[int] = (),
         rounds: bool = False,
-    ) -> None:
-        """Send every peer its pairs of a layer; with a rule, choose the experts first.
+    ) -> PeersPost:
+        """What every peer is asked for, for `post` or for kernels that also compute local experts.
 
         `asked` gets which of them have a reply to wait for: those that have pairs, and those
         `always`. `rounds`: the only peer of a layer without local experts may answer in float32;
@@ -131,7 +138,7 @@ class MailKernels:
         sizes = {"T": num_tokens, "K": layer.num_experts_used}
         if rounds and len(requests) != 1:
             raise ValueError("rounds: only a single peer's answer may be rounded")
-        args = MailPostArgs(
+        args = MailPost(
             mail=self.side.args,
             rounds=rounds,
             asked=arrays.address("asked", asked, np.uint32, P=MOST_PEERS),
@@ -143,18 +150,15 @@ class MailKernels:
                 "selections", choice.selections, np.uint32, E=layer.num_experts
             ),
         )
-        if rule is not None:
-            assert choice.logits is not None
-            args.logits = arrays.address(
-                "logits", choice.logits, np.float32, T=num_tokens, E=layer.num_experts
-            )
+        args.logits = arrays.optional(
+            "logits", choice.logits, np.float32, T=num_tokens, E=layer.num_experts
+        )
         for index, (table, request) in enumerate(zip(local_ids, requests, strict=True)):
             args.local_ids[index] = arrays.address(
                 "local_ids", table, np.int32, E=layer.num_experts
             )
             args.requests[index] = request
-        kernel = self._parent_kernel(layer, rule, num_tokens, "mail_post", MailPostArgs)
-        self._device.launch(kernel, (len(requests), 1, 1), _THREADS, args)
+        return PeersPost(args, len(requests))
 
     def replies(
         self,

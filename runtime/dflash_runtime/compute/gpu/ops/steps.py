@@ -31,6 +31,7 @@ from dflash_runtime.compute.gpu.launch.decode_experts import (
     DecodeExperts,
     ExpertsShape,
     MailReply,
+    PeersPost,
     experts_shape,
 )
 from dflash_runtime.compute.gpu.launch.decode_linear import (
@@ -431,11 +432,15 @@ class StepExperts:
         rows: StepRows,
         *,
         residual: DeviceArray,
+        rule: RoutingRule | None,
+        post: PeersPost,
         replies: ctypes.Structure,
     ) -> None:
-        """Add the chosen experts of up to MOST_TOKENS, and what peers answer, to the residual."""
-        experts, hidden = self._kernels(experts_shape(layer.layer, choice.topk_ids.shape[0]))
-        experts.launch_gate_up(layer.experts, choice, rows, hidden)
+        """Ask peers, and add the chosen experts of up to MOST_TOKENS, and what peers answer, to the
+        residual. With a `rule` experts are chosen first."""
+        shape = experts_shape(layer.layer, choice.topk_ids.shape[0], rule=rule, posts=True)
+        experts, hidden = self._kernels(shape)
+        experts.launch_gate_up(layer.experts, choice, rows, hidden, post=post)
         experts.launch_down(layer.experts, choice, hidden, residual, replies=replies)
 
     def _kernels(self, shape: ExpertsShape) -> tuple[DecodeExperts, StepRows]:

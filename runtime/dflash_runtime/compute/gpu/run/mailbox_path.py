@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -27,7 +27,7 @@ from dflash_runtime.compute.cpu.captured.program import Program
 from dflash_runtime.compute.gpu.device.device import DeviceArray
 from dflash_runtime.compute.gpu.experts.moe import DeviceMoe, HereRoute, Route
 from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows
-from dflash_runtime.compute.gpu.launch.decode_experts import Choice
+from dflash_runtime.compute.gpu.launch.decode_experts import Choice, PeersPost
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.gpu.mailbox.parent import ParentMail
@@ -237,6 +237,19 @@ class MailboxPath(StepPath):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _Asks:
+    """What a layer's kernels need to ask peers."""
+
+    rule: RoutingRule | None
+    """By which the first kernel chooses experts, if it does."""
+    rows: StepRows
+    chosen: Choice
+    post: PeersPost
+    replies: ctypes.Structure
+    """To be added."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Posts:
     """A layer's requests to the owners behind mailboxes."""
 
@@ -252,26 +265,19 @@ class _Posts:
     selections: DeviceArray | None
     """Choices are counted here, unless they are counted elsewhere. Shapes: [E] uint32."""
 
-    def post(
-        self, routed: RoutedRows, *, rounds: bool = False
-    ) -> tuple[RoutingRule | None, StepRows, ctypes.Structure]:
-        """Returns the rule by which the kernel chooses experts, if it does; the rows; and the
-        replies to be added. `rounds`: see MailKernels.post."""
+    def asks(self, routed: RoutedRows, *, counts: bool, rounds: bool = False) -> _Asks:
+        """`counts`: the kernel that asks counts the choice. `rounds`: see MailKernels.asks."""
         tables, choice = self.tables, routed.choice
         rule, logits = self.ops.steps.left_to_choose(choice)
         requests, replies = self.mail.requests(self.index), self.mail.replies(self.index)
         asked = self.mail.asked(self.index)
         rows = self.ops.steps.for_experts(routed.x)
-        self.mail.kernels.post(
+        selections = self.ops.step_experts.counted_in(self.selections)
+        chosen = Choice(choice.ids, choice.weights, logits, selections=selections)
+        post = self.mail.kernels.asks(
             self.layer,
-            rule,
             rows,
-            choice=Choice(
-                choice.ids,
-                choice.weights,
-                logits,
-                selections=self.ops.step_experts.counted_in(self.selections),
-            ),
+            choice=chosen if counts else replace(chosen, selections=None),
             local_ids=list(tables.values()),
             requests=[requests[peer] for peer in tables],
             asked=asked,
@@ -282,7 +288,12 @@ class _Posts:
         slow = self.mail.slow_peers
         # Between GPUs a reply takes less time than finding out that none is needed saves.
         replied = self.mail.kernels.replies(lines, asked if slow else None, slow=slow)
-        return rule, rows, replied
+        return _Asks(rule, rows, chosen, post, replied)
+
+    def post(self, asks: _Asks) -> None:
+        """Ask, by a kernel of its own."""
+        num_tokens = asks.chosen.topk_ids.shape[0]
+        self.mail.kernels.post(self.layer, asks.rule, asks.post, num_tokens=num_tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -294,21 +305,24 @@ class _MailboxRoute:
 
     def __call__(self, routed: RoutedRows, residual: Rows) -> Pausable[None]:
         yield from ()  # the host has nothing to do
-        posts, choice = self.posts, routed.choice
-        ops, layer = posts.ops, posts.layer
+        posts = self.posts
+        layer, local = posts.layer, self.local
         # A single float64 sum may be rounded by the daemon: two float32 fit a line.
-        rounds = self.local is None and len(posts.tables) == 1 and layer.hidden_size % 2 == 0
-        rule, rows, replies = posts.post(routed, rounds=rounds)
-        if self.local is None:
+        rounds = local is None and len(posts.tables) == 1 and layer.hidden_size % 2 == 0
+        asks = posts.asks(routed, counts=local is None, rounds=rounds)
+        if local is None:
+            posts.post(asks)
             add = posts.mail.kernels.add
-            add(layer, rule, residual.array, replies=replies, rounded=rounds)
+            add(layer, asks.rule, residual.array, replies=asks.replies, rounded=rounds)
             return
-        ops.step_experts.add_with_replies(
-            self.local,
-            Choice(choice.ids, choice.weights),
-            rows,
+        posts.ops.step_experts.add_with_replies(
+            local,
+            asks.chosen,
+            asks.rows,
             residual=residual.array,
-            replies=replies,
+            rule=asks.rule,
+            post=asks.post,
+            replies=asks.replies,
         )
 
 
@@ -324,13 +338,14 @@ class _MixedRoute:
         """Pauses for the host's work, which is left out in a trial."""
         posts = self.posts
         posts.ops.steps.choose_now(routed.choice)
-        _, _, replies = posts.post(routed)
+        asks = posts.asks(routed, counts=True)
+        posts.post(asks)
         local = yield from self.by_host.asked(routed)
         posts.mail.kernels.add(
             posts.layer,
             None,
             residual.array,
-            replies=replies,
+            replies=asks.replies,
             local=None if local is None else local.array,
             host=self.by_host.exchange.box.mapped_sums,
         )

@@ -18,7 +18,14 @@ from dflash_adapters.spec import MoeLayer
 from dflash_protocol.ids import AnyArray, F64Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, address
 from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows, meta_shape, padded_columns
-from dflash_runtime.compute.gpu.launch.decode_experts import MOST_PEERS, Choice
+from dflash_runtime.compute.gpu.launch.decode_experts import (
+    MOST_PEERS,
+    Choice,
+    DecodeExperts,
+    experts_shape,
+)
+from dflash_runtime.compute.gpu.layers.matrix import Uploader
+from dflash_runtime.compute.gpu.layers.resident import load_resident
 from dflash_runtime.compute.gpu.mailbox.kernels import MailKernels, MailPeer, MailSide
 from dflash_runtime.compute.gpu.mailbox.layout import (
     LINE_BYTES,
@@ -34,6 +41,7 @@ from dflash_runtime.compute.gpu.mailbox.probe import (
     read_faults,
 )
 from dflash_runtime.compute.mail_trial import FaultKind, Faults
+from support.device_weights import as_int8_rows
 from support.emulated_device import EmulatedDevice
 from support.emulated_gpu import TINY
 from support.random_models import write_qwen3moe
@@ -123,23 +131,24 @@ def test_what_is_posted_is_taken(
     num_peers = 1 if rounds else 2
     tables = [rng.integers(-1, num_experts, num_experts).astype(np.int32) for _ in range(num_peers)]
     tables[0][chosen[:2]] = 1, -1
+    tables_there = [device.upload(table) for table in tables]
     num_lines = used + sum(-(-words // 2) for words in part_words(layer))
     requests = device.zeros((2, num_lines * LINE_BYTES), np.uint8)
     places = [address(requests, peer * num_lines * LINE_BYTES) for peer in range(num_peers)]
     parent, rows = side_of(device), new_rows(device, layer.hidden_size, seed=4)
     asked_peers = device.zeros(MOST_PEERS, np.uint32)
     parent.kernels.begin()
-    parent.kernels.post(
+    asks = parent.kernels.asks(
         layer,
-        None if is_chosen else rule,
         rows,
         choice=choice,
-        local_ids=[device.upload(table) for table in tables],
+        local_ids=tables_there,
         requests=places,
         asked=asked_peers,
         always=[1],
         rounds=rounds,
     )
+    parent.kernels.post(layer, None if is_chosen else rule, asks, num_tokens=1)
     has_pairs = [bool((table[chosen] >= 0).any()) for table in tables]
     waits = [*has_pairs, *[False] * MOST_PEERS]
     waits[1] = num_peers > 1
@@ -250,15 +259,76 @@ def test_a_rounded_reply_is_taken_for_nothing_else(
             np.testing.assert_array_equal(device.download(residual), expected)
 
 
+@pytest.mark.parametrize("is_chosen", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_experts_that_ask_peers_do_what_two_kernels_do(
+    device: EmulatedDevice, file: Path, layer: MoeLayer, num_tokens: int, is_chosen: bool
+) -> None:
+    used, num_experts, rng = layer.num_experts_used, layer.num_experts, np.random.default_rng(5)
+    here = np.arange(0, num_experts, 2, dtype=np.int32)
+    with GgufFile.open(file) as opened:
+        resident, _ = load_resident(
+            device, Uploader(device), opened, layer=layer, global_expert_ids=here
+        )
+    rule = None if is_chosen else RoutingRule(used, Gating.SOFTMAX, normalise=True)
+    logits = rng.standard_normal((num_tokens, num_experts)).astype(np.float32)
+    chosen = np.argsort(-logits)[:, :used].astype(np.int32)
+    tables = [np.where(np.arange(num_experts) % 2 == 1, 7, -1), np.full(num_experts, -1)]
+    tables_there = [device.upload(table.astype(np.int32)) for table in tables]
+    columns = layer.hidden_size
+    values = rng.standard_normal((num_tokens, columns)).astype(np.float32)
+    int8 = as_int8_rows(values)
+    rows = StepRows(device.upload(int8.quants), device.upload(int8.meta), device.upload(values))
+    num_lines = num_tokens * (used + sum(-(-words // 2) for words in part_words(layer)))
+    side, found = side_of(device), list[list[AnyArray]]()
+    side.kernels.begin()
+    for at_once in (False, True):
+        ids, weights = np.zeros_like(chosen), np.ones(chosen.shape, np.float32)
+        choice = Choice(
+            device.upload(chosen if is_chosen else ids),
+            device.upload(weights),
+            logits=None if is_chosen else device.upload(logits),
+            selections=device.zeros(num_experts, np.uint32),
+        )
+        requests = device.zeros((2, num_lines * LINE_BYTES), np.uint8)
+        asked = device.zeros(MOST_PEERS, np.uint32)
+        asks = side.kernels.asks(
+            layer,
+            rows,
+            choice=replace(choice, selections=None) if at_once else choice,
+            local_ids=tables_there,
+            requests=[address(requests, peer * num_lines * LINE_BYTES) for peer in range(2)],
+            asked=asked,
+        )
+        if at_once:
+            experts = DecodeExperts(device, experts_shape(layer, num_tokens, rule=rule, posts=True))
+            hidden = experts.hidden_rows()
+            experts.launch_gate_up(resident.experts, choice, rows, hidden, post=asks)
+        else:
+            side.kernels.post(layer, rule, asks, num_tokens=num_tokens)
+            experts = DecodeExperts(device, experts_shape(layer, num_tokens))
+            hidden = experts.hidden_rows()
+            known = Choice(choice.topk_ids, choice.topk_weights)
+            experts.launch_gate_up(resident.experts, known, rows, hidden)
+        assert choice.selections is not None
+        parts = [hidden.quants, hidden.meta, hidden.values, choice.topk_ids, choice.topk_weights]
+        there = [*(part for part in parts if part is not None), choice.selections, requests, asked]
+        found.append([device.download(each).copy() for each in there])
+    for separate, together in zip(*found, strict=True):
+        np.testing.assert_array_equal(separate, together)
+    np.testing.assert_array_equal(found[1][-1][:2], [(chosen % 2 == 1).any(), False])
+    assert found[1][0].any()
+    assert found[1][-2].any()
+
+
 def test_only_a_single_reply_may_be_rounded(device: EmulatedDevice, layer: MoeLayer) -> None:
     used = layer.num_experts_used
     choice = Choice(device.empty((1, used), np.int32), device.empty((1, used), np.float32))
     table = device.zeros(layer.num_experts, np.int32)
     rows = new_rows(device, layer.hidden_size, seed=4)
     with pytest.raises(ValueError, match="rounds"):
-        side_of(device).kernels.post(
+        side_of(device).kernels.asks(
             layer,
-            None,
             rows,
             choice=choice,
             local_ids=[table, table],

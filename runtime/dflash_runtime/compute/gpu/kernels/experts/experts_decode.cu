@@ -2,7 +2,8 @@
 //
 //   experts_gate_up  gate and up projections and the activation of each pair. Grid P * tiles of FFN rows.
 //                    Takes the choice of experts from memory, from router logits (ROUTE) or from a
-//                    mailbox (MAIL); writes the pairs' slots for experts_down
+//                    mailbox (MAIL); writes the pairs' slots for experts_down. With POST its first blocks,
+//                    one for each peer, ask peers for their pairs
 //   experts_down     down projections, weighted and added over a token's experts. Grid TOKENS * tiles of
 //                    HIDDEN rows. Writes float64 sums (SUMS), or adds the rounded sums to the residual
 //
@@ -11,11 +12,12 @@
 
 // Parameters: HIDDEN, FFN, EXPERTS, TOP_K, TOKENS, MOST_PEERS; TYPE_GATE, TYPE_UP, TYPE_DOWN; VECTORS: experts
 // have biases or scales; SUMS; ROUTE, with NORMALISE and GATE of route.cuh; MAIL: the choice and the rows
-// come from a mailbox's request in this device's memory.
+// come from a mailbox's request in this device's memory; POST.
 // Tuning, GATE_UP_ or DOWN_: WARPS, TEAM lanes per row, MOST_DEEP units per lane in flight, MIN_BLOCKS;
 // GATE_UP_ROWS per team at once; DOWN_TILE rows per block, DOWN_GROUP items in flight.
 #include "activation.cuh"
 #include "choices.cuh"
+#include "mailbox_post.cuh"
 #include "mailbox_request.cuh"
 #include "products.cuh"
 #include "reduce.cuh"
@@ -29,6 +31,7 @@ struct Projection {
 
 constexpr int PAIRS = TOKENS * TOP_K;
 static_assert(!MAIL || (SUMS && !ROUTE), "what is asked for is chosen, and answered with sums");
+static_assert(!MAIL || !POST, "a daemon asks no peers");
 
 // Applies the expert's scale and bias to the product of a row.
 INLINE float projected(const Projection &of, int expert, int rows, int row, float product) {
@@ -54,6 +57,8 @@ struct GateUpArgs {
     float *h;                   // [P, FFN], if it is not
     ActivationArgs form;
     MailRequest request;        // if MAIL: the source of rows, ids and weights
+    MailPost post;              // if POST: what peers are asked for
+    int num_posts;              // peers, if POST
 };
 
 constexpr int GATE_UP_THREADS = GATE_UP_WARPS * LANES;
@@ -156,7 +161,15 @@ KERNEL(experts_gate_up, GateUpArgs, GATE_UP_THREADS, GATE_UP_MIN_BLOCKS) {
     using Sums = TeamSums<GATE_UP_ROWS, GATE_UP_TEAM>;
     DYNAMIC_SHARED(shared);
     SHARED(float, hidden, GATE_UP_TILE);
-    const int pair = block_index_x() % PAIRS, tile = block_index_x() / PAIRS;
+    int block = block_index_x();
+    if constexpr (POST) {
+        if (block < a.num_posts) {
+            post_request<GATE_UP_THREADS>(a.post, block, false);
+            return;
+        }
+        block -= a.num_posts;
+    }
+    const int pair = block % PAIRS, tile = block / PAIRS;
     const GateUpRows x(shared);
     const ChosenPair chosen = MAIL ? take_pair(a, x, pair, tile) : begin_pair(a, x, pair, tile);
     const int expert = chosen.expert, slot = chosen.slot;
