@@ -148,6 +148,7 @@ class MailThread:
             words[k.HIDDEN], words[k.OUT] = address(hidden), address(sums, np.float64)
             words[k.NUM_TOKENS], words[k.HIDDEN_SIZE] = num_tokens, layer.bank.layer.hidden_size
             words[k.IS_STEP], words[k.WEIGHTS] = 1, address(weights)
+            words[k.COLUMNS_DONE] = t.columns_done().address
             words[k.EXPERT_IDS], words[k.GROUP_STARTS], words[k.TOKEN_INDICES] = (
                 address(each, np.int32) for each in indices
             )

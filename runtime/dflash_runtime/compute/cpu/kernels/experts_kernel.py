@@ -41,7 +41,7 @@ from dflash_runtime.compute.cpu.simd.types import (
     primitive,
     void,
 )
-from dflash_runtime.compute.cpu.threads.parallel import claim, run_on, run_region
+from dflash_runtime.compute.cpu.threads.parallel import call_task, claim, run_on, run_region
 from dflash_runtime.compute.cpu.weights.matrix import NUM_FIELDS
 from dflash_runtime.compute.cpu.weights.repacked.kernels import Q8_BLOCK_BYTES
 from dflash_runtime.compute.cpu.weights.repacked.quantising import quantise, regroup
@@ -89,9 +89,11 @@ from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES
     ACTIVATIONS,  # [P, F] float32
     ACTIVATION_Q8,  # [P] rows of activations as q8 or step blocks, or 0; then, if few, halves
     SCRATCH,  # [threads, SCRATCH_BYTES]
-) = range(34)
+    COLUMNS_DONE,  # a function (these words, first, end) to call for columns of OUT once they are
+    # complete, by the thread that has computed them; or 0
+) = range(35)
 
-NUM_ARGUMENTS = 34
+NUM_ARGUMENTS = 35
 NUM_LAYER_WORDS = HIDDEN
 FEW_PAIRS = 64
 """Up to this many pairs' activations are quantised by the threads, three or more, that compute
@@ -427,6 +429,9 @@ def down_phase(args: int, counter: int, worker_idx: int) -> None:
                                 term = v.widen(weight * v.load_float(terms + 4 * r))
                                 v.store_double(place + 8 * r, v.load_double(place + 8 * r) + term)
                 down += panel_bytes
+        if get(args, COLUMNS_DONE) != 0:
+            end_column = min(end_item * REPACKED_ROWS, hidden_size)
+            call_task(get(args, COLUMNS_DONE), args, item * REPACKED_ROWS, end_column)
         item, end = next_item, next_end
 
 

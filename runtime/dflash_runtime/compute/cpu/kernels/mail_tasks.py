@@ -2,8 +2,9 @@
 
 A thread of its own serves steps (`serve_kernel`): each time one is asked for, it waits in every
 layer for the request's lines, as gpu/mailbox/layout.py describes them, computes the pairs that it
-finds there, and writes the reply's. A layer of which it is asked nothing gets no reply, but for the
-last one, by which the device knows that all requests of the step have been read.
+finds there, and writes the reply's, each column by the thread that has computed it. A layer of
+which it is asked nothing gets no reply, but for the last one, by which the device knows that all
+requests of the step have been read.
 
 A wait ends when a side aborts the step, or at the step's time limit; then the rest of the step is
 left out. Requests come from this process: they are not checked as another process's would be.
@@ -22,7 +23,6 @@ from dflash_runtime.compute.cpu.compile.compiling import (
     helper,
 )
 from dflash_runtime.compute.cpu.kernels import experts_kernel as experts
-from dflash_runtime.compute.cpu.kernels.step_tasks import fill_sums
 from dflash_runtime.compute.cpu.kernels.words import get, set_word, word
 from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.simd.atomics import (
@@ -306,16 +306,24 @@ def _take_rows(args: int, loop: int) -> bool:
 
 
 @helper
-def _reply(args: int, loop: int) -> None:
-    """Hidden sizes are multiples of four (gpu.launch.decode_arrays.check_columns)."""
-    epoch, out, sums = get(loop, EPOCH), get(args, REPLY), get(args, experts.OUT)
-    num_sums = get(args, experts.NUM_TOKENS) * get(args, experts.HIDDEN_SIZE)
-    if word(args, ROUNDS) != 0:
-        for index in range(0, num_sums, 4):
-            _send_rounded(sums + 8 * index, epoch, out + HALF_BYTES * index)
-    else:
-        for index in range(0, num_sums, 4):
-            _send_sums(sums + 8 * index, epoch, out + LINE_BYTES * index)
+def _send_columns(args: int, first: int, end: int) -> None:
+    """Write columns of the reply, and make their sums zero again, as they are before each layer.
+    Hidden sizes are multiples of
+    four (gpu.launch.decode_arrays.check_columns)."""
+    epoch, hidden_size = get(get(args, LOOP), EPOCH), get(args, experts.HIDDEN_SIZE)
+    for token in range(get(args, experts.NUM_TOKENS)):
+        for index in range(hidden_size * token + first, hidden_size * token + end, 4):
+            sums = get(args, experts.OUT) + 8 * index
+            if word(args, ROUNDS) != 0:
+                _send_rounded(sums, epoch, get(args, REPLY) + HALF_BYTES * index)
+            else:
+                _send_sums(sums, epoch, get(args, REPLY) + LINE_BYTES * index)
+            for place in range(sums, sums + 32, 8):
+                v.store_double(place, 0.0)
+
+
+def _columns_done(args: int, first: int, end: int) -> None:
+    _send_columns(args, first, end)
 
 
 @helper
@@ -333,18 +341,18 @@ def _run_mailed(args: int, counter: int, pool: int) -> None:
     _increase(loop, TOTAL_LAYERS, 1)
     if num_pairs == 0 and get(args, ANSWERS_ALWAYS) == 0:
         return
-    fill_sums(args, 0.0)
-    if num_pairs > 0:
-        if not _take_rows(args, loop):
-            return
-        started_ns = system.monotonic_ns()
-        if experts.run_experts(args, counter, pool) == 0:
-            atomic_store(get(loop, OWN_ABORT), get(loop, EPOCH))
-            return
-        _increase(loop, TOTAL_ASKED, 1)
-        _increase(loop, TOTAL_PAIRS, num_pairs)
-        _increase(loop, TOTAL_NS, system.monotonic_ns() - started_ns)
-    _reply(args, loop)
+    if num_pairs == 0:
+        _send_columns(args, 0, get(args, experts.HIDDEN_SIZE))
+        return
+    if not _take_rows(args, loop):
+        return
+    started_ns = system.monotonic_ns()
+    if experts.run_experts(args, counter, pool) == 0:
+        atomic_store(get(loop, OWN_ABORT), get(loop, EPOCH))
+        return
+    _increase(loop, TOTAL_ASKED, 1)
+    _increase(loop, TOTAL_PAIRS, num_pairs)
+    _increase(loop, TOTAL_NS, system.monotonic_ns() - started_ns)
 
 
 # -- the loop -------------------------------------------------------------------------------------
@@ -392,7 +400,7 @@ def _end(loop: int) -> None:
 
 def compile_calls() -> None:
     """Compile what a thread needs, now rather than in the first step."""
-    for compiled in (run_mailed, serve_kernel, ask_kernel, end_kernel):
+    for compiled in (run_mailed, columns_done, serve_kernel, ask_kernel, end_kernel):
         compiled()
 
 
@@ -400,6 +408,12 @@ def compile_calls() -> None:
 def run_mailed() -> RowFunction:
     """The function of a layer's call."""
     return compile_task(_run_mailed)
+
+
+@cache
+def columns_done() -> RowFunction:
+    """For experts_kernel.COLUMNS_DONE."""
+    return compile_task(_columns_done)
 
 
 @cache
