@@ -14,6 +14,7 @@ from dflash_runtime.cli.terminal import write_lines
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from dflash_runtime.placement.cache.prices import StepPrices
     from dflash_runtime.placement.cache.simulation import Replay
     from dflash_runtime.placement.cache.traces import ExpertTrace
 
@@ -26,6 +27,7 @@ Examples:
   dflash-moe simulate monday.trace tuesday.trace --slots 40
   dflash-moe simulate run.trace --budget-mb 8192 --per-layer
   dflash-moe simulate run.trace --slots 64 --json
+  dflash-moe simulate run.trace --box box.json    (of dflash-moe doctor --measure MODEL --json)
 """
 
 
@@ -54,6 +56,12 @@ Examples:
     default=0.0,
     help="Uses that an expert must have more than the one that leaves, for lfu (default: 0).",
 )
+@click.option(
+    "--box",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Show tokens/s too, by speeds that dflash-moe doctor --measure MODEL --json has printed.",
+)
 @click.option("--per-layer", is_flag=True, help="Show each layer's hits too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def simulate(
@@ -63,6 +71,7 @@ def simulate(
     budget_mb: int | None,
     half_life: float | None,
     margin: float,
+    box: Path | None,
     per_layer: bool,
     as_json: bool,
 ) -> None:
@@ -72,19 +81,21 @@ def simulate(
     """
     from dflash_runtime.placement.cache.simulation import HALF_LIFE, replayed
     from dflash_runtime.placement.cache.traces import read_trace
+    from dflash_runtime.tools.cache_prices import prices_of
 
     if slots is not None and budget_mb is not None:
         raise SettingsError("--slots and --budget-mb exclude each other")
     records = []
     for path in traces:
         trace = read_trace(path)
+        prices = None if box is None else prices_of(box, trace.header)
         if not as_json:
             write_lines(_head(path, trace))
         for num_slots in _sizes(trace, slots, budget_mb):
             found = replayed(trace, num_slots, half_life=half_life or HALF_LIFE, margin=margin)
-            records.append(_record(path, trace, num_slots, found))
+            records.append(_record(path, trace, num_slots, found, prices))
             if not as_json:
-                write_lines(_table(trace, num_slots, found))
+                write_lines(_table(trace, num_slots, found, prices))
                 if per_layer:
                     write_lines(_layers(trace, found))
     if as_json:
@@ -119,7 +130,12 @@ def _head(path: Path, trace: ExpertTrace) -> list[str]:
     ]
 
 
-def _table(trace: ExpertTrace, num_slots: Sequence[int], found: dict[str, Replay]) -> list[str]:
+def _table(
+    trace: ExpertTrace,
+    num_slots: Sequence[int],
+    found: dict[str, Replay],
+    prices: StepPrices | None,
+) -> list[str]:
     """A row for each policy."""
     layers = trace.header.layers
     most = max(layer.num_experts for layer in layers)
@@ -129,7 +145,8 @@ def _table(trace: ExpertTrace, num_slots: Sequence[int], found: dict[str, Replay
     lines = [
         "",
         f"{max(num_slots)} of {most} experts of a layer ({num_bytes / 2**20:,.0f} MiB)",
-        f"  {'policy':8s} {'found':>7s} {'whole layers':>13s} {'brought':>9s} {'MiB':>8s}",
+        f"  {'policy':8s} {'found':>7s} {'whole layers':>13s} {'brought':>9s} {'MiB':>8s}"
+        + ("" if prices is None else f" {'tokens/s':>9s}"),
         f"  {'':8s} {'':7s} {'':13s} {'a token':>9s} {'a token':>8s}",
     ]
     num_tokens = _num_counted(trace)
@@ -138,6 +155,7 @@ def _table(trace: ExpertTrace, num_slots: Sequence[int], found: dict[str, Replay
             f"  {name:8s} {replay.hit_share:7.1%} {replay.hot_share:13.1%} "
             f"{replay.brought.sum() / num_tokens:9.2f} "
             f"{replay.brought_bytes / num_tokens / 2**20:8.1f}"
+            + ("" if prices is None else f" {prices.tokens_per_s(replay):9.1f}")
         )
     return lines
 
@@ -160,7 +178,11 @@ def _num_counted(trace: ExpertTrace) -> int:
 
 
 def _record(
-    path: Path, trace: ExpertTrace, num_slots: Sequence[int], found: dict[str, Replay]
+    path: Path,
+    trace: ExpertTrace,
+    num_slots: Sequence[int],
+    found: dict[str, Replay],
+    prices: StepPrices | None,
 ) -> dict[str, object]:
     return {
         "trace": str(path),
@@ -174,6 +196,7 @@ def _record(
                 "whole_layers": replay.hot_share,
                 "brought": int(replay.brought.sum()),
                 "brought_bytes": replay.brought_bytes,
+                "tokens_per_s": None if prices is None else prices.tokens_per_s(replay),
                 "found_by_layer": [
                     hits / max(1, number)
                     for hits, number in zip(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -10,16 +11,24 @@ from pathlib import Path
 import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
+from dflash_protocol import json_fields as read
 from dflash_protocol.process.output import ascii_json
+from dflash_protocol.process.text_files import file_error, read_file
 from dflash_protocol.settings import Settings
 from dflash_runtime.engine.demo_model import chosen_model_path
 from dflash_runtime.engine.engine import Engine
-from dflash_runtime.engine.measuring.kept import box_record, keep_box
+from dflash_runtime.engine.measuring.kept import (
+    LIMIT_BYTES,
+    box_from_json,
+    box_record,
+    keep_box,
+)
 from dflash_runtime.engine.measuring.links import measure_links
 from dflash_runtime.engine.measuring.machine import box_of_machine
 from dflash_runtime.placement.box import Box, CopySpeed, Curve, DeviceSpeed, LinkSpeed
 
 _INDENT = " " * 4
+_KIND = "box"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +76,20 @@ class MeasuredBox:
             lines += ["", "disk, reads of an expert, past the page cache"]
             lines.append(f"{_INDENT}{_points(self.box.disk, _pending, _gb_per_s)}")
         return lines
+
+
+def read_measured(path: Path) -> MeasuredBox:
+    """What `MeasuredBox.as_json` wrote. Raises: SettingsError naming the file and what is wrong."""
+    content = read_file(_KIND, path, limit_bytes=LIMIT_BYTES)
+    try:
+        given = read.parsed(content)
+        if not isinstance(given, dict) or not {"model", "elapsed_s"} <= given.keys():
+            raise ValueError("it is not what doctor --measure --json prints")
+        model, elapsed_s = read.text(given.pop("model"), "model"), given.pop("elapsed_s")
+        box = box_from_json(json.dumps(given).encode())
+        return MeasuredBox(Path(model), box, read.number(elapsed_s, "elapsed_s", 1e9))
+    except ValueError as error:
+        raise file_error(_KIND, path, str(error)) from None
 
 
 def measure(

@@ -36,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 
 _FORMAT = 8
 _PREFIX, _SUFFIX = "box-", ".json"
-_LIMIT_BYTES = 1 << 20
+LIMIT_BYTES = 1 << 20
 _NUM_KEPT = 64
 _MOST = 256
 """Entries of a mapping, and points of a curve."""
@@ -80,7 +80,7 @@ def kept_box(key: str, cache_dir: str | None) -> Box | None:
         place = _place(key, cache_dir)
         if not place.is_file():
             return None
-        box = box_from_json(read_file("box", place, limit_bytes=_LIMIT_BYTES))
+        box = box_from_json(read_file("box", place, limit_bytes=LIMIT_BYTES))
         if box.key != key:
             raise ValueError("it is of another machine or model")
     except (SettingsError, ValueError) as error:

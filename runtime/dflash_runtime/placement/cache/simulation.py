@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from dflash_protocol.ids import BoolArray, F64Array, I32Array, I64Array, U8Array
+from dflash_protocol.ids import F64Array, I32Array, I64Array, U8Array
 from dflash_runtime.placement.cache import policies as p
 from dflash_runtime.placement.cache.traces import ExpertTrace
 
@@ -36,16 +36,15 @@ docs/worklog.md."""
 class Replay:
     """What one policy did after the warm-up.
 
-    Shapes: hits, brought [L] selections and experts; num_selections [L]; hot_layers: of num_layers
-    (a token's layers), how many found all experts.
+    Shapes: hits, brought [L] selections and experts; num_selections [L]; num_missing [L, K + 1]:
+    tokens by how many of their K experts of the layer were not found.
     """
 
     hits: I64Array
     brought: I64Array
     num_selections: I64Array
     brought_bytes: int
-    hot_layers: int
-    num_layers: int
+    num_missing: I64Array
 
     @property
     def hit_share(self) -> float:
@@ -54,7 +53,7 @@ class Replay:
     @property
     def hot_share(self) -> float:
         """Layers of tokens whose experts were all there."""
-        return self.hot_layers / max(1, self.num_layers)
+        return float(self.num_missing[:, 0].sum() / max(1, self.num_missing.sum()))
 
 
 def replayed(
@@ -72,7 +71,7 @@ def replayed(
     """
     functions = _functions()
     warm = trace.num_tokens // WARM_UP
-    found: dict[str, list[tuple[int, int, int, BoolArray]]] = {}
+    found: dict[str, list[_LayerFigures]] = {}
     for (layer, ids), slots in zip(trace.by_layer(), num_slots, strict=True):
         if slots < min(layer.num_experts_used, layer.num_experts):
             raise ValueError(
@@ -116,21 +115,31 @@ class _State:
         )
 
 
-def _figures(hits: U8Array, brought: U8Array, expert_bytes: int) -> tuple[int, int, int, BoolArray]:
-    num_brought, is_hot = int(brought.sum()), np.asarray(hits.all(axis=1))
-    return int(hits.sum()), num_brought, num_brought * expert_bytes, is_hot
+class _LayerFigures(NamedTuple):
+    """What a policy did in one layer; see Replay."""
+
+    hits: int
+    brought: int
+    brought_bytes: int
+    num_missing: I64Array
 
 
-def _joined(
-    layers: Sequence[tuple[int, int, int, BoolArray]], num_selections: Sequence[int]
-) -> Replay:
+def _figures(hits: U8Array, brought: U8Array, expert_bytes: int) -> _LayerFigures:
+    num_brought, num_used = int(brought.sum()), hits.shape[1]
+    missing = np.bincount(num_used - hits.sum(axis=1, dtype=np.int64), minlength=num_used + 1)
+    return _LayerFigures(int(hits.sum()), num_brought, num_brought * expert_bytes, missing)
+
+
+def _joined(layers: Sequence[_LayerFigures], num_selections: Sequence[int]) -> Replay:
+    num_missing = np.zeros((len(layers), max(each.num_missing.size for each in layers)), np.int64)
+    for row, each in zip(num_missing, layers, strict=True):
+        row[: each.num_missing.size] = each.num_missing
     return Replay(
-        hits=np.array([hits for hits, *_ in layers], np.int64),
-        brought=np.array([brought for _, brought, *_ in layers], np.int64),
+        hits=np.array([each.hits for each in layers], np.int64),
+        brought=np.array([each.brought for each in layers], np.int64),
         num_selections=np.array(num_selections, np.int64),
-        brought_bytes=sum(num_bytes for _, _, num_bytes, _ in layers),
-        hot_layers=sum(int(hot.sum()) for *_, hot in layers),
-        num_layers=sum(hot.size for *_, hot in layers),
+        brought_bytes=sum(each.brought_bytes for each in layers),
+        num_missing=num_missing,
     )
 
 
