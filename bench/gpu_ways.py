@@ -46,7 +46,7 @@ Way = Callable[[Engine], Any]
 
 
 @contextmanager
-def _by_mailbox(engine: Engine) -> Iterator[None]:
+def _as_opened(engine: Engine) -> Iterator[None]:
     yield
 
 
@@ -78,8 +78,8 @@ def learn(settings: Settings, walk: Walk) -> None:
                 pass
 
 
-WRITING: dict[str, Way] = {"mailbox": _by_mailbox, "host": _by_host}
-READING: dict[str, Way] = {"by layer": _by_mailbox, "by chunk": _by_chunk}
+WRITING: dict[str, Way] = {"mailbox": _as_opened, "host": _by_host}
+READING: dict[str, Way] = {"by layer": _as_opened, "by chunk": _by_chunk}
 
 
 def written_s(engine: Engine, prompt: Sequence[int], num_tokens: int) -> tuple[list[int], float]:
@@ -123,9 +123,9 @@ def measure(
         before = walk.stretch(0, BEFORE)
         captured: Any = engine._steps._captured
         sessions = captured._choice.sessions
-        ways = dict(WRITING)
+        ways = WRITING
         if sessions is None or sessions.present() is None:
-            del ways["mailbox" if sessions else "host"]
+            ways = {"all there" if sessions is None else "host": _as_opened}
         found: dict[str, Any] = {
             "written": in_turns(ways, engine, lambda: written_s(engine, before, num_tokens), rounds)
         }
