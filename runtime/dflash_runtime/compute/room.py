@@ -64,6 +64,8 @@ class Needs:
 _MOST_STAGED_BYTES = 128 << 20
 _MOST_STAGED_PART = 1 / 128
 """Of the bytes of all experts: a model with few has few that move, and they need the memory."""
+_FEW_STAGED = 8
+"""So many may move in any case."""
 
 
 def staged_slots(layers: Sequence[MoeLayer], most: int) -> tuple[int, int]:
@@ -75,7 +77,7 @@ def staged_slots(layers: Sequence[MoeLayer], most: int) -> tuple[int, int]:
     ]
     slot_bytes = max(sizes, default=0)
     every = sum(size * layer.num_experts for size, layer in zip(sizes, layers, strict=True))
-    limit = min(_MOST_STAGED_BYTES, int(_MOST_STAGED_PART * every))
+    limit = min(_MOST_STAGED_BYTES, max(_FEW_STAGED * slot_bytes, int(_MOST_STAGED_PART * every)))
     return min(most, max(1, limit // max(1, slot_bytes))), slot_bytes
 
 
