@@ -171,6 +171,7 @@ def main() -> None:
     given = parser.add_mutually_exclusive_group()
     given.add_argument("--expert-budget-mb", type=int, nargs="+", help="default: 6000")
     given.add_argument("--device-memory-mb", type=int, nargs="+", help="of all that is there")
+    parser.add_argument("--cache-slots", type=int, default=0, help="of steps (default 0)")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--prompts", type=int, nargs="*", default=list(PROMPTS))
@@ -186,6 +187,7 @@ def main() -> None:
         device=parse_device(options.device, default_index=0),
         context=max([BEFORE + max(options.tokens, LEARNT), *options.prompts]) + 8,
         swap_max=0,
+        moe_cache_slots=options.cache_slots,
     )
     with tempfile.TemporaryDirectory() as name:
         learnt = Path(name) / "learnt.heat"

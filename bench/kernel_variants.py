@@ -18,7 +18,15 @@ from dflash_adapters.layers import Gate
 from dflash_adapters.quant import TensorType
 from dflash_adapters.rope import RopePairing
 from dflash_adapters.routing import Gating, RoutingRule
-from dflash_adapters.spec import CAUSAL, DeltaShape, KvLayer, Mask
+from dflash_adapters.spec import (
+    CAUSAL,
+    Activation,
+    DeltaShape,
+    ExpertProjection,
+    KvLayer,
+    Mask,
+    MoeLayer,
+)
 from dflash_runtime.compute.gpu.device.capabilities import (
     Capabilities,
     cuda_capabilities,
@@ -36,6 +44,7 @@ from dflash_runtime.compute.gpu.launch.decode_experts import (
     DecodeExperts,
     ExpertsShape,
     ExpertsTuning,
+    ExpertsUse,
 )
 from dflash_runtime.compute.gpu.launch.decode_linear import (
     DecodeLinear,
@@ -52,6 +61,7 @@ from dflash_runtime.compute.gpu.launch.decode_tokens import (
     Repack,
     RowChange,
 )
+from dflash_runtime.compute.gpu.launch.fetch_expert import FetchExpert
 from dflash_runtime.compute.gpu.launch.layouts import FIELDS
 from dflash_runtime.compute.gpu.launch.prefill_dense import DensePrefill
 from dflash_runtime.compute.gpu.launch.prefill_experts import ExpertKernels
@@ -218,17 +228,27 @@ def _experts(device: Any) -> None:
         down_min_blocks=1,
     )
     rule = RoutingRule(num_experts_used=2, gating=Gating.SOFTMAX, normalise=True)
-    mail: Any = {"gives_sums": True, "takes_request": True}
+    mail: Any = {"gives_sums": True, "use": ExpertsUse.TAKES_REQUEST}
     for shape in (
         ExpertsShape(1, 2, 8, 512, 256, Q4, Q4, Q6, rule=rule),
         ExpertsShape(3, 2, 8, 512, 96, Q4, Q6, Q5, has_vectors=True, gives_sums=True),
         ExpertsShape(2, 2, 8, 64, 96, F16, F16, F16),
         ExpertsShape(1, 2, 8, 512, 256, Q4, Q4, Q6, **mail),
-        ExpertsShape(1, 2, 8, 512, 256, Q4, Q4, Q6, rule=rule, posts=True),
-        ExpertsShape(3, 2, 8, 512, 96, Q4, Q6, Q5, posts=True),
+        ExpertsShape(1, 2, 8, 512, 256, Q4, Q4, Q6, rule=rule, use=ExpertsUse.ASKS_PEERS),
+        ExpertsShape(3, 2, 8, 512, 96, Q4, Q6, Q5, use=ExpertsUse.ASKS_PEERS),
+        ExpertsShape(1, 2, 8, 512, 256, Q4, Q4, Q6, use=ExpertsUse.FETCHED),
         ExpertsShape(3, 2, 8, 160, 96, Q5, F16, Q5, **mail),
     ):
         DecodeExperts(device, shape, small)
+    FetchExpert(device, _layer(Q4, Q5, Q6))
+
+
+def _layer(*types: TensorType) -> MoeLayer:
+    sizes = (256, 512), (256, 512), (512, 256)
+    gate, up, down = (
+        ExpertProjection("", kind, *size, 0, 0, 0) for kind, size in zip(types, sizes, strict=True)
+    )
+    return MoeLayer(0, 8, 2, 512, 256, Activation.SWIGLU, gate, up, down)
 
 
 def _chunks(device: Any) -> None:

@@ -17,7 +17,7 @@ from dflash_adapters.routing import Gating, RoutingRule
 from dflash_adapters.spec import DeltaShape, KvLayer
 from dflash_runtime.compute.gpu.device.capabilities import Capabilities
 from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
-from dflash_runtime.compute.gpu.launch.decode_experts import DecodeExperts, ExpertsShape
+from dflash_runtime.compute.gpu.launch.decode_experts import DecodeExperts, ExpertsShape, ExpertsUse
 from dflash_runtime.compute.gpu.launch.decode_linear import (
     DecodeLinear,
     DecodeRouter,
@@ -124,12 +124,15 @@ def _experts(device: Any) -> None:
         for label, shape in (
             ("resident, down Q4_K", ExpertsShape(*sizes, Q4, rule=rule)),
             ("resident, down Q6_K", ExpertsShape(*sizes, Q6, rule=rule)),
-            ("asking peers", ExpertsShape(*sizes, Q6, rule=rule, posts=True)),
+            ("asking peers", ExpertsShape(*sizes, Q6, rule=rule, use=ExpertsUse.ASKS_PEERS)),
             ("daemon", ExpertsShape(*sizes, Q6, gives_sums=True)),
-            ("mailbox", ExpertsShape(*sizes, Q6, gives_sums=True, takes_request=True)),
+            ("mailbox", ExpertsShape(*sizes, Q6, gives_sums=True, use=ExpertsUse.TAKES_REQUEST)),
         ):
             device.label = f"{label}, {_tokens_of(num_tokens)}"
             DecodeExperts(device, shape)
+    device.label = "fetched"
+    sizes = (1, _USED, _EXPERTS, _HIDDEN, _FFN, Q4, Q4)
+    DecodeExperts(device, ExpertsShape(*sizes, Q6, use=ExpertsUse.FETCHED))
     device.label = "chunks"
     kernels = ExpertKernels(device, products_of(device), hidden_size=_HIDDEN, ffn_size=_FFN)
     kernels.gate_up(1, 1)

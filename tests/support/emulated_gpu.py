@@ -85,7 +85,11 @@ class EmulatedGpus:
         self.opened: list[EmulatedDevice] = []
 
     def open(
-        self, device: Device, cache_dir: str | None = None, max_chunk: int = MAX_CHUNK
+        self,
+        device: Device,
+        cache_dir: str | None = None,
+        max_chunk: int = MAX_CHUNK,
+        cache_slots: int = 0,
     ) -> CupyBackend:
         if device.index >= NUM_GPUS:
             raise DeviceUnavailable(f"{device}: the driver sees {NUM_GPUS} devices of this kind")
@@ -97,6 +101,7 @@ class EmulatedGpus:
             scratch_bytes=SCRATCH_BYTES,
             overlapped_from=self.overlapped_from,
             group_tokens=self.group_tokens,
+            cache_slots=cache_slots,
             memory=self._memory,
         )
 
@@ -132,10 +137,18 @@ class RealGpu:
         self.held = DriverUse(monkeypatch).held
 
     def open(
-        self, device: Device, cache_dir: str | None = None, max_chunk: int = MAX_CHUNK
+        self,
+        device: Device,
+        cache_dir: str | None = None,
+        max_chunk: int = MAX_CHUNK,
+        cache_slots: int = 0,
     ) -> CupyBackend:
         return CupyBackend(
-            device, max_chunk=MAX_CHUNK, scratch_bytes=SCRATCH_BYTES, cache_dir=cache_dir
+            device,
+            max_chunk=MAX_CHUNK,
+            scratch_bytes=SCRATCH_BYTES,
+            cache_slots=cache_slots,
+            cache_dir=cache_dir,
         )
 
     def used_bytes(self) -> int:

@@ -35,9 +35,11 @@ def open_backend(
     cpu_tier: str = AUTO_TIER,
     cache_dir: str | None = None,
     max_chunk: int | None = None,
+    cache_slots: int = 0,
 ) -> ComputeBackend:
-    """Open the backend of a device, by default the CPU; for the arguments see `make_backend`.
-    `max_chunk`: the most tokens of a prompt chunk on a GPU.
+    """Open the backend of a device, by default the CPU; for the arguments see `make_backend`. Of a
+    GPU: `max_chunk`, the most tokens of a prompt chunk; `cache_slots`, experts that steps may keep
+    of a layer besides those that are loaded, where these are not all.
 
     Raises: SettingsError with advice if the device cannot be used.
     """
@@ -54,6 +56,8 @@ def open_backend(
     if reason is not None:
         raise SettingsError(f"device {device}: {reason}, or use device cpu")
     options = {} if max_chunk is None else {"max_chunk": max_chunk}
+    if cache_slots:
+        options["cache_slots"] = cache_slots
     return _open_gpu(device, cache_dir, **options)
 
 

@@ -139,6 +139,7 @@ def open_model(
         num_positions=num_positions,
         kv_type=kv_type,
         num_daemons=len(names),
+        cache_slots=settings.moe_cache_slots,
     )
     before = decision.placement()
     require_room(experts=_local_experts(spec, before))
@@ -263,6 +264,7 @@ def _require_room(
     num_positions: int,
     kv_type: KvType,
     num_daemons: int,
+    cache_slots: int,
 ) -> None:
     """Raises: as ComputeBackend.require_room, with what would fit."""
     try:
@@ -278,7 +280,7 @@ def _require_room(
             num_daemons=num_daemons,
         )
         fits = what_fits(
-            footprint(file, spec, Memory.GPU),
+            footprint(file, spec, Memory.GPU, cache_slots=cache_slots),
             request,
             room_bytes=error.free_bytes + CONTEXT_BYTES,  # the device is open already
             num_positions=num_positions,

@@ -398,7 +398,9 @@ class Planning:
     @cached_property
     def _on_gpu(self) -> Room:
         """The model on a GPU. Raises: UnsupportedModel if there are no kernels for it."""
-        return footprint(self._file, self._spec, Memory.GPU)
+        return footprint(
+            self._file, self._spec, Memory.GPU, cache_slots=self._asked.settings.moe_cache_slots
+        )
 
     def _resident_context(self, gpu: GpuDescription, settings: Settings) -> int | None:
         """The largest context with which the whole model fits there, with the usual chunks; None if
@@ -503,9 +505,10 @@ class Planning:
             self._box = box_of_machine(self._file, settings, on_progress=self._on_progress)
         box = self._box
         mails = may_mail(settings) and (settings.device or CPU).kind is not DeviceKind.CPU
-        on_host = on_gpu = footprint(self._file, spec, Memory.HOST)
-        if gpus or any(offer.device != str(CPU) for offer in offers.values()):
-            on_gpu = self._on_gpu
+        on_host = of_daemons = footprint(self._file, spec, Memory.HOST)
+        on_gpu = self._on_gpu if gpus else on_host
+        if any(offer.device != str(CPU) for offer in offers.values()):
+            of_daemons = footprint(self._file, spec, Memory.GPU)
         parents = [
             ParentDevice(
                 gpu.device,
@@ -525,7 +528,7 @@ class Planning:
             head_bytes(self._file, describe(self._file)),
             with_daemons(box, spec, offers, timed=self._links, mails=mails),
             tuple(parents),
-            daemons_of(offers, settings, on_host=on_host, on_gpu=on_gpu, budgets=asked.budgets),
+            daemons_of(offers, settings, on_host=on_host, on_gpu=of_daemons, budgets=asked.budgets),
             host_bytes,
             _shares(self._heat, spec),
             request_of(settings),

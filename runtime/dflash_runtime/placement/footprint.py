@@ -26,15 +26,18 @@ class Memory(StrEnum):
     HOST = "host"
 
 
-def footprint(file: GgufFile, spec: ModelSpec, memory: Memory) -> Room:
-    """Raises: UnsupportedModel if that memory's backend does not compute the model."""
+def footprint(file: GgufFile, spec: ModelSpec, memory: Memory, *, cache_slots: int = 0) -> Room:
+    """`cache_slots`: of a GPU, see `open_backend`.
+
+    Raises: UnsupportedModel if that memory's backend does not compute the model.
+    """
     description = describe(file)
     if memory is Memory.HOST:
         return HostRoom(file, spec, description)
     # Imported late: daemons on processors do without, and start the sooner.
     from dflash_runtime.compute.gpu.room import GpuRoom
 
-    return GpuRoom(file, spec, description)
+    return GpuRoom(file, spec, description, cache_slots=cache_slots)
 
 
 @dataclass(frozen=True, slots=True)

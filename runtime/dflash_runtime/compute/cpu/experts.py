@@ -91,6 +91,20 @@ class CpuExpertBank:
         """The layer's words of experts_kernel. Shapes: [NUM_LAYER_WORDS]."""
         self._arrays = addresses, layouts, scales, biases, activation
 
+    @property
+    def addresses(self) -> I64Array:
+        """Where the file's matrices of gate, up and down lie. Shapes: [experts, 3]."""
+        return self._arrays[0]
+
+    def mappings(self) -> list[U8Array]:
+        """The mapped shards in which they lie, as a whole."""
+        found = []
+        for view in self._data.values():
+            while isinstance(view.base, np.ndarray):
+                view = view.base
+            found.append(view)
+        return found
+
     def in_step_order(self) -> CpuExpertBank:
         """The same experts, with decode steps in step order (see step_order).
 

@@ -61,6 +61,7 @@ from dflash_runtime.compute.gpu.room import (
     GpuRoom,
     expert_bytes,
     require_room,
+    slots_beside,
     total_experts,
 )
 from dflash_runtime.compute.gpu.run.captured_step import GraphStep
@@ -105,10 +106,12 @@ class CupyBackend:
         scratch_bytes: int | None = None,
         overlapped_from: int = HALVED_FROM,
         group_tokens: int = GROUP_TOKENS,
+        cache_slots: int = 0,
         memory: Callable[[], DeviceMemory] | None = None,
         cache_dir: str | None = None,
     ) -> None:
         """`scratch_bytes` are for matrices as halves, by default what suits `max_chunk`.
+        `cache_slots`: see `open_backend`.
 
         `memory` reports free memory; without it `require_room` checks nothing, unless the device
         is opened here. Its compiled kernels are cached in `cache_dir`, see `cache_folder`.
@@ -140,6 +143,7 @@ class CupyBackend:
                 scratch_bytes=scratch_bytes or scratch_of_chunk(max_chunk),
                 lock=self._lock,
             )
+            self.ops.step_experts.cache_slots = cache_slots
             self.loader = DeviceLoader(device, self.ops.chunks)
         except BaseException:
             self._undo.close()
@@ -202,7 +206,7 @@ class CupyBackend:
             num_daemons=num_daemons,
         )
         needed = {
-            "experts": total_experts(given),
+            "experts": total_experts(given, self.ops.step_experts.cache_slots),
             "other weights": needs.weights,
             "keys and values": needs.cache,
             "work": self._work_bytes(needs),
@@ -244,6 +248,7 @@ class CupyBackend:
         self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array
     ) -> CupyExpertBank:
         """Raises: UnsupportedModel, DeviceOutOfMemory."""
+        cache_slots = self.ops.step_experts.cache_slots
         with self._lock:
             by_global, by_local = load_resident(
                 self.device,
@@ -251,6 +256,7 @@ class CupyBackend:
                 file,
                 layer=layer,
                 global_expert_ids=global_expert_ids,
+                num_more=slots_beside(layer, global_expert_ids.size, cache_slots),
             )
             self.ops.chunk_experts.expect(by_global)
         return CupyExpertBank(
@@ -474,6 +480,7 @@ class CupyBackend:
                 remote=remote,
                 home=home,
                 keeper=self.mail.keeper,
+                cache_slots=self.ops.step_experts.cache_slots,
             )
             undo.pop_all()
         return GraphStep(

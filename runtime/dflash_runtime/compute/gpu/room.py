@@ -61,7 +61,13 @@ def expert_bytes(layer: MoeLayer) -> int:
     return matrices + _vector_bytes(layer)
 
 
-def experts_bytes(layer: MoeLayer, num_experts: int) -> int:
+def slots_beside(layer: MoeLayer, num_experts: int, cache_slots: int) -> int:
+    """Slots for experts that steps fetch, where so many of a layer are here: `cache_slots`, and one
+    for what is not kept. 0 for layers that are whole, or have none here."""
+    return cache_slots + 1 if cache_slots and 0 < num_experts < layer.num_experts else 0
+
+
+def experts_bytes(layer: MoeLayer, num_experts: int, cache_slots: int = 0) -> int:
     """Memory that so many experts of a layer take: each projection's matrices are one array; tables
     of biases and scales have all of the layer's experts, once by global and once by local ids.
 
@@ -69,8 +75,9 @@ def experts_bytes(layer: MoeLayer, num_experts: int) -> int:
     """
     if not num_experts:
         return 0
+    num_slots = num_experts + slots_beside(layer, num_experts, cache_slots)
     matrices = sum(
-        allocated(num_experts * each.rows * row_bytes(each.tensor_type, each.columns))
+        allocated(num_slots * each.rows * row_bytes(each.tensor_type, each.columns))
         for each in layer.projections
     )
     slots_and_counts = 2 * allocated(4 * layer.num_experts) + allocated(8 * layer.num_experts)
@@ -85,9 +92,13 @@ def _vector_bytes(layer: MoeLayer) -> int:
 class GpuRoom(Room):
     """Implements room.Room for a GPU."""
 
-    def __init__(self, file: GgufFile, spec: ModelSpec, description: Description) -> None:
-        """Raises: UnsupportedModel for tensors that no kernel reads."""
+    def __init__(
+        self, file: GgufFile, spec: ModelSpec, description: Description, *, cache_slots: int = 0
+    ) -> None:
+        """`cache_slots`: see `open_backend`. Raises: UnsupportedModel for tensors that no kernel
+        reads."""
         self._file, self._spec, self._description = file, spec, description
+        self._cache_slots = cache_slots
         for layer in spec.moe.layers:
             for each in layer.projections:
                 require_kernels(file, each.tensor_name, each.tensor_type, columns=each.columns)
@@ -112,7 +123,8 @@ class GpuRoom(Room):
         return self._trunk(self._description.ends)
 
     def layer_experts_bytes(self, layer_id: int, num_experts: int) -> int:
-        return experts_bytes(self._spec.moe.by_layer_id[layer_id], num_experts)
+        layer = self._spec.moe.by_layer_id[layer_id]
+        return experts_bytes(layer, num_experts, self._cache_slots)
 
     def offload_bytes(self, num_missing: Mapping[int, int]) -> int:
         """Memory through which so many remote experts of each layer, by layer id, are copied for
@@ -230,6 +242,6 @@ class GpuRoom(Room):
         return total
 
 
-def total_experts(experts: Iterable[tuple[MoeLayer, int]]) -> int:
+def total_experts(experts: Iterable[tuple[MoeLayer, int]], cache_slots: int = 0) -> int:
     """Memory of so many experts of each of these layers. Raises: ValueError."""
-    return sum(experts_bytes(layer, num_experts) for layer, num_experts in experts)
+    return sum(experts_bytes(layer, num_experts, cache_slots) for layer, num_experts in experts)

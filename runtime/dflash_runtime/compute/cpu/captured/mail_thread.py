@@ -37,6 +37,8 @@ class MailedLayer:
     reply: int
     part_words: tuple[int, int, int]
     """See layout.part_words."""
+    leaves_second: bool = False
+    """Whether, in steps of one token, the device fetches the second expert that is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +160,7 @@ class MailThread:
                 place += on_lines(num_bytes)
             self._place_lines(words, layer, num_tokens)
             words[t.ANSWERS_ALWAYS] = number == len(self._layers) - 1
+            words[t.LEAVES_SECOND] = layer.leaves_second and num_tokens == 1
             words[t.LOOP] = self._address
             calls[number] = t.run_mailed().address, words.ctypes.data
             kept.append(words)

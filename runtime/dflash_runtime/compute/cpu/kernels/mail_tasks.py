@@ -67,8 +67,9 @@ from dflash_runtime.compute.cpu.weights.repacked.step_kernels import (
     META_BYTES,
     ANSWERS_ALWAYS,  # not 0: the last layer
     ROUNDS,  # written here: whether the reply may be rounded
+    LEAVES_SECOND,  # not 0: the second expert that is asked for is left to the device
     NUM_WORDS,
-) = range(experts.NUM_ARGUMENTS, experts.NUM_ARGUMENTS + 12)
+) = range(experts.NUM_ARGUMENTS, experts.NUM_ARGUMENTS + 13)
 
 MOST_STEP_TOKENS = 8
 
@@ -218,7 +219,7 @@ def _send_rounded(builder: Any, sums: Any, epoch: Any, out: Any) -> None:
 def _take_pairs(args: int, loop: int) -> int:
     """Wait for the choice, and group the pairs that are asked for by ascending local id, those of
     an expert in the order of their tokens. How many there are; _NOTHING if the step has failed."""
-    num_used, num_pairs = get(args, NUM_USED), 0
+    num_used, num_pairs, num_asked = get(args, NUM_USED), 0, 0
     ids, groups = get(args, experts.EXPERT_IDS), get(args, experts.GROUP_STARTS)
     tokens, weights = get(args, experts.TOKEN_INDICES), get(args, experts.WEIGHTS)
     for pair in range(get(args, experts.NUM_TOKENS) * num_used):
@@ -231,6 +232,9 @@ def _take_pairs(args: int, loop: int) -> int:
             expert ^= 1 << 30
         set_word(args, ROUNDS, 1 if rounds else 0)
         if expert >= get(args, experts.NUM_EXPERTS):
+            continue
+        num_asked += 1
+        if num_asked == 2 and get(args, LEAVES_SECOND) != 0:
             continue
         weight = _await_word(line + HALF_BYTES, loop)
         if weight < 0:

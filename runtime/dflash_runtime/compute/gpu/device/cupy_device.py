@@ -183,7 +183,9 @@ class CupyHostMapping:
         self._driver = driver
         self._index = index
         self._array: AnyArray | None = array  # must outlive the mapping
-        self.device_address = driver.register_host(address(array), array.nbytes)
+        self.device_address = driver.register_host(
+            address(array), array.nbytes, is_read_only=not array.flags.writeable
+        )
 
     def close(self) -> None:
         """Idempotent."""

@@ -27,6 +27,7 @@ from dflash_runtime.compute.gpu.device.driver_table import (
     NON_BLOCKING_STREAM,
     NOT_READY,
     OVERLAPS_PREVIOUS,
+    READ_ONLY,
     WITH_PEER_ACCESS,
     DeviceAttribute,
     FunctionAttribute,
@@ -292,9 +293,11 @@ class Driver:
 
     # Memory
 
-    def register_host(self, address: int, num_bytes: int) -> int:
-        """Lock host memory and map it; returns its device address."""
-        self._call("register_host", address, num_bytes, MAPPED_FOR_ALL_CONTEXTS)
+    def register_host(self, address: int, num_bytes: int, *, is_read_only: bool = False) -> int:
+        """Lock host memory and map it; returns its device address. `is_read_only`: the process
+        cannot write it, as pages of a file."""
+        flags = MAPPED_FOR_ALL_CONTEXTS | (READ_ONLY if is_read_only else 0)
+        self._call("register_host", address, num_bytes, flags)
         try:
             return self._handle("host_pointer", address, 0)
         except DeviceUnavailable:

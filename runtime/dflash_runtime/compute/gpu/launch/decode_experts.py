@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from enum import Enum, auto
 from math import ceil
 
 import numpy as np
@@ -35,6 +36,9 @@ from dflash_runtime.compute.gpu.launch.layouts import (
 )
 from dflash_runtime.compute.step_order import FLOAT_TYPES, expert_sum_lanes, units_of
 
+FETCH_WORDS = 4
+"""Of what mailbox_post.cuh says of the expert that is to be fetched."""
+
 MOST_PEERS = 7
 """Most daemons with a mailbox of one parent."""
 
@@ -48,11 +52,25 @@ MailReplies = kernel_struct("mailbox.cuh", "MailReplies", MOST_PEERS=MOST_PEERS)
 """Peers' replies for a layer; none by default."""
 MailPost = kernel_struct("mailbox_post.cuh", "MailPost", MOST_PEERS=MOST_PEERS)
 """What peers are asked for in a layer."""
+MailFetch = kernel_struct("mailbox_post.cuh", "MailFetch")
+"""What of a layer is fetched over the bus; nothing by default."""
 MailRequest = kernel_struct("mailbox_request.cuh", "MailRequest", MOST_PEERS=MOST_PEERS)
 """A parent's request for a layer, in our device's memory."""
 
 GATES = {Gating.SOFTMAX: 0}
 """Numbered as in route.cuh."""
+
+
+class ExpertsUse(Enum):
+    """What gate and up do besides their products."""
+
+    ALONE = auto()
+    TAKES_REQUEST = auto()
+    """Read choice and rows from a mailbox's request."""
+    ASKS_PEERS = auto()
+    """Some blocks ask peers for their pairs."""
+    FETCHED = auto()
+    """Only the one pair whose expert was fetched is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +91,7 @@ class ExpertsShape:
     """Down writes float64 sums instead of adding to a residual."""
     rule: RoutingRule | None = None
     """Rule by which the kernel chooses experts from logits; None: they are chosen before."""
-    takes_request: bool = False
-    """Gate and up read choice and rows from a mailbox's request."""
-    posts: bool = False
-    """Some blocks of gate and up ask peers for their pairs."""
+    use: ExpertsUse = ExpertsUse.ALONE
 
     def __post_init__(self) -> None:
         check_tokens(self.num_tokens)
@@ -84,8 +99,11 @@ class ExpertsShape:
             raise ValueError(f"K={self.num_experts_used} of E={self.num_experts} experts")
         if self.rule and self.rule.num_experts_used != self.num_experts_used:
             raise ValueError(f"K={self.num_experts_used}, but the rule says otherwise: {self.rule}")
-        if self.takes_request and (self.rule or self.posts or not self.gives_sums):
+        takes_request = self.use is ExpertsUse.TAKES_REQUEST
+        if takes_request and (self.rule or not self.gives_sums):
             raise ValueError("what a mailbox asks for is chosen, and answered with sums")
+        if self.use is ExpertsUse.FETCHED and (self.rule or self.num_tokens != 1):
+            raise ValueError("an expert is fetched for a pair of a single token, once it is chosen")
         check_columns(self.hidden_size, (self.gate_type, self.up_type))
         check_columns(self.ffn_size, (self.down_type,))
 
@@ -115,8 +133,7 @@ def experts_shape(
     *,
     gives_sums: bool = False,
     rule: RoutingRule | None = None,
-    takes_request: bool = False,
-    posts: bool = False,
+    use: ExpertsUse = ExpertsUse.ALONE,
 ) -> ExpertsShape:
     """The shape of a layer of a model."""
     vectors = (part for each in layer.projections for part in (each.bias, each.scale))
@@ -132,8 +149,7 @@ def experts_shape(
         has_vectors=any(part is not None for part in vectors),
         gives_sums=gives_sums,
         rule=rule,
-        takes_request=takes_request,
-        posts=posts,
+        use=use,
     )
 
 
@@ -214,8 +230,9 @@ def _experts_defines(shape: ExpertsShape, tuning: ExpertsTuning) -> dict[str, in
         "VECTORS": int(shape.has_vectors),
         "SUMS": int(shape.gives_sums),
         "ROUTE": int(rule is not None),
-        "MAIL": int(shape.takes_request),
-        "POST": int(shape.posts),
+        "MAIL": int(shape.use is ExpertsUse.TAKES_REQUEST),
+        "POST": int(shape.use is ExpertsUse.ASKS_PEERS),
+        "FETCHED": int(shape.use is ExpertsUse.FETCHED),
         "NORMALISE": int(rule is not None and rule.normalise),
         "GATE": GATES[rule.gating] if rule else 0,
         "GATE_UP_WARPS": tuning.gate_up_warps,
@@ -287,7 +304,8 @@ class DecodeExperts:
         self.tuning = default_tuning(shape, device) if tuning is None else tuning
         self._device = device
         self._arrays = ArrayChecker(device)
-        self._pair_slots = device.empty((shape.num_tokens, shape.num_experts_used), np.int32)
+        self.pair_slots = device.empty((shape.num_tokens, shape.num_experts_used), np.int32)
+        """Of the pairs of the last launch of gate and up. Shapes: [T, K]."""
         self._gate_up_bytes = check_shared_bytes(
             device,
             staged_bytes(
@@ -327,12 +345,14 @@ class DecodeExperts:
         hidden: StepRows,
         *,
         post: PeersPost | None = None,
+        fetched: DeviceArray | None = None,
     ) -> None:
         """``hidden[pair] = activation(gate x, up x)``; zero for experts that are not resident.
 
         With a mailbox's request instead of rows, the pairs that it asks for are written to the
-        choice. `post`: what peers are asked for, if the shape says so.
-        Shapes: x rows T of H; hidden `hidden_rows`.
+        choice. `post`: what peers are asked for, if the shape says so. `fetched`: what was fetched,
+        if the shape is of that.
+        Shapes: x rows T of H; hidden `hidden_rows`; fetched [FETCH_WORDS] int32.
         Raises: ValueError for an array that is missing, or not of this shape, type or device.
         """
         shape, tuning = self.shape, self.tuning
@@ -344,24 +364,29 @@ class DecodeExperts:
             choices=self._choices(experts, choice, num_slots=min(gate_slots, up_slots)),
             form=(experts.activation_limit, experts.activation_alpha, experts.up_offset),
         )
-        if isinstance(x, StepRows) == shape.takes_request:
+        if isinstance(x, StepRows) == (shape.use is ExpertsUse.TAKES_REQUEST):
             raise ValueError("rows or a request, for which this was not compiled")
         if isinstance(x, StepRows):
             self._set_rows(args, x)
         else:
             args.request = x
         args.h_quants, args.h_meta, args.h = self._hidden(hidden)
-        num_posts = 0
-        if (post is not None) != shape.posts:
-            raise ValueError("peers are asked, or not, for which this was not compiled")
+        num_posts, num_pairs = 0, shape.num_pairs
+        asks, is_fetched = post is not None, fetched is not None
+        wanted = (shape.use is ExpertsUse.ASKS_PEERS, shape.use is ExpertsUse.FETCHED)
+        if (asks, is_fetched) != wanted:
+            raise ValueError("what peers are asked, or was fetched, was not compiled")
         if post is not None:
             args.post, args.num_posts = post.args, post.num_peers
             num_posts = post.num_peers
+        if fetched is not None:
+            args.fetched = self._arrays.address("fetched", fetched, np.int32, W=FETCH_WORDS)
+            num_pairs = 1
         tile = tuning.gate_up_warps * (self._device.lanes // tuning.gate_up_team)
         num_tiles = ceil(shape.ffn_size / (tile * tuning.gate_up_rows))
         self._device.launch(
             self._gate_up,
-            (num_posts + shape.num_pairs * num_tiles, 1, 1),
+            (num_posts + num_pairs * num_tiles, 1, 1),
             tuning.gate_up_warps * self._device.lanes,
             args,
             shared_bytes=self._gate_up_bytes,
@@ -442,7 +467,7 @@ class DecodeExperts:
         shape, arrays = self.shape, self._arrays
         tokens, num_experts = shape.num_tokens, shape.num_experts
         sizes = {"T": tokens, "K": shape.num_experts_used}
-        slots = self._pair_slots if choice.slots is None else choice.slots
+        slots = self.pair_slots if choice.slots is None else choice.slots
         choices = Choices(
             slot_of_expert=0
             if choice.slots is not None
@@ -453,7 +478,7 @@ class DecodeExperts:
             selections=arrays.optional("selections", choice.selections, np.uint32, E=num_experts),
             num_slots=num_slots,
         )
-        if choice.slots is not None and (shape.rule or shape.takes_request):
+        if choice.slots is not None and (shape.rule or shape.use is ExpertsUse.TAKES_REQUEST):
             raise ValueError("slots are given of what is not chosen yet")
         if shape.rule is not None:
             choices.logits = arrays.address(

@@ -131,14 +131,18 @@ def load_resident(
     *,
     layer: MoeLayer,
     global_expert_ids: I32Array,
+    num_more: int = 0,
 ) -> tuple[ResidentLayer, ResidentLayer]:
     """Bring experts to the device, once; named by their global ids, and by their local ids, which
-    are their places in `global_expert_ids`.
+    are their places in `global_expert_ids`. `num_more`: slots behind these, for further experts.
 
     Raises: UnsupportedModel if there are no kernels for their types; DeviceOutOfMemory.
     """
     global_ids = np.asarray(global_expert_ids, np.int64)
-    weights = [_matrices(device, uploader, file, each, global_ids) for each in layer.projections]
+    weights = [
+        _matrices(device, uploader, file, each, global_ids, num_more=num_more)
+        for each in layer.projections
+    ]
     local_ids = np.arange(global_ids.size)
     by_global, by_local = (
         named_layer(device, file, layer, weights=weights, ids=(global_ids, named))
@@ -155,11 +159,14 @@ def _matrices(
     file: GgufFile,
     projection: ExpertProjection,
     global_ids: I64Array,
+    *,
+    num_more: int = 0,
 ) -> DeviceArray:
     require_kernels(
         file, projection.tensor_name, projection.tensor_type, columns=projection.columns
     )
-    weights = device.empty(max(1, global_ids.size) * expert_bytes(projection), np.uint8)
+    num_slots = max(1, global_ids.size + num_more)
+    weights = device.empty(num_slots * expert_bytes(projection), np.uint8)
     for slot, global_expert_id in enumerate(global_ids.tolist()):
         _fill(uploader, file, projection, weights, slot=slot, global_expert_id=global_expert_id)
     return weights

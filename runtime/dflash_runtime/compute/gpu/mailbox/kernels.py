@@ -126,12 +126,13 @@ class MailKernels:
         asked: DeviceArray,
         always: Collection[int] = (),
         rounds: bool = False,
+        fetch: ctypes.Structure | None = None,
     ) -> PeersPost:
         """What every peer is asked for, for `post` or for kernels that also compute local experts.
 
         `asked` gets which of them have a reply to wait for: those that have pairs, and those
-        `always`. `rounds`: the only peer of a layer without local experts may answer in float32;
-        see `add`.
+        `always`. `fetch`: what is decided on besides. `rounds`: the only peer of a layer without
+        local experts may answer in float32; see `add`.
         Shapes: local_ids each [E] int32; requests: addresses, by peer; asked [MOST_PEERS] uint32.
         """
         arrays, num_tokens = self._arrays, choice.topk_ids.shape[0]
@@ -158,6 +159,8 @@ class MailKernels:
                 "local_ids", table, np.int32, E=layer.num_experts
             )
             args.requests[index] = request
+        if fetch is not None:
+            args.fetch = fetch
         return PeersPost(args, len(requests))
 
     def replies(

@@ -3,13 +3,14 @@ the host's memory, while a captured step goes on, with no host code between laye
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
 
 from dflash_adapters.spec import MoeSpec
-from dflash_protocol.errors import DaemonUnavailable
+from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable, one_line
 from dflash_protocol.ids import I32Array, Phase
 from dflash_runtime.compute.asking import AskedLayers, OwnerTotals
 from dflash_runtime.compute.backend import MailedExperts, MailRoute
@@ -18,8 +19,11 @@ from dflash_runtime.compute.cpu.experts import CpuExpertBank
 from dflash_runtime.compute.cpu.kernels import experts_kernel as k
 from dflash_runtime.compute.gpu.device.device import KernelDevice, address
 from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock
+from dflash_runtime.compute.gpu.mailbox.fetched_memory import FetchedMemory
 from dflash_runtime.compute.gpu.mailbox.kernels import MailPeer
 from dflash_runtime.compute.gpu.mailbox.layout import MailLines, mail_layout, part_words
+
+_LOG = logging.getLogger(__name__)
 
 LIMIT_MS = 60_000
 """Time limit of a step in which no other process is asked: a large model's may take a second."""
@@ -34,8 +38,11 @@ class ProcessorPeer:
     model. Owns: mapped memory of the host, and the thread, until `close`.
     """
 
-    def __init__(self, device: KernelDevice, moe: MoeSpec, remote: MailedExperts) -> None:
-        """`remote` has `own_banks`. Raises: DeviceUnavailable if memory cannot be mapped."""
+    def __init__(
+        self, device: KernelDevice, moe: MoeSpec, remote: MailedExperts, *, cache_slots: int = 0
+    ) -> None:
+        """`remote` has `own_banks`. `cache_slots`: experts of each layer that steps fetch and keep
+        (run/step_slots.py). Raises: DeviceUnavailable if memory cannot be mapped."""
         layout = mail_layout(moe)
         self._remote = remote
         self._block = MappedBlock(
@@ -52,6 +59,11 @@ class ProcessorPeer:
         abort, own_abort, *lines = (address(each) for each in self._block.device)
         self.peer, self.lines = MailPeer(abort, own_abort), MailLines(layout, *lines)
         banks = own_banks(remote)
+        self.fetched: FetchedMemory | None = None
+        """Where steps fetch experts from; None if they do not."""
+        if cache_slots:
+            self.fetched = _fetched_memory(device, self._banks_to_fetch(banks), cache_slots)
+        fetched_layers = () if self.fetched is None else self.fetched.banks.keys()
         try:
             self._thread = MailThread(
                 [
@@ -60,6 +72,7 @@ class ProcessorPeer:
                         here.request(index),
                         here.reply(index),
                         part_words(layer),
+                        leaves_second=layer.layer_id in fetched_layers,
                     )
                     for index, layer in enumerate(moe.layers)
                     if layer.layer_id in banks
@@ -71,7 +84,7 @@ class ProcessorPeer:
                 lines=self._block.host,
             )
         except BaseException:
-            self._block.close()
+            self._unmap()
             raise
         self._layer_ids = tuple(banks)
         self._route: MailRoute | None = None
@@ -141,7 +154,37 @@ class ProcessorPeer:
         """End the thread, and unmap the memory; no step may be running. Idempotent."""
         self._route = None
         self._thread.close()
+        self._unmap()
+
+    def _banks_to_fetch(self, banks: Mapping[int, CpuExpertBank]) -> Mapping[int, CpuExpertBank]:
+        """Of layers of which the device has experts too, and a token more than one; without biases
+        and scales, which the device has of its own experts alone."""
+        device_index = self._remote.device_index
+        return {
+            layer_id: bank
+            for layer_id, bank in banks.items()
+            if bank.layer.num_experts_used > 1
+            and not any(part.bias or part.scale for part in bank.layer.projections)
+            and (self._remote.routing(layer_id).owner_index == device_index).any()
+        }
+
+    def _unmap(self) -> None:
+        if self.fetched is not None:
+            self.fetched.close()
         self._block.close()
+
+
+def _fetched_memory(
+    device: KernelDevice, banks: Mapping[int, CpuExpertBank], num_slots: int
+) -> FetchedMemory | None:
+    """None if there is nothing to fetch, or the memory cannot be locked."""
+    try:
+        return FetchedMemory(device, banks, num_slots) if banks else None
+    except DeviceUnavailable as error:
+        # docs (parent): the system permits too little locked memory: experts that are missed are
+        # all computed by the processor
+        _LOG.warning("no experts are fetched over the bus: %s", one_line(str(error)))
+        return None
 
 
 def own_banks(remote: MailedExperts) -> Mapping[int, CpuExpertBank]:

@@ -30,6 +30,7 @@ from dflash_runtime.compute.gpu.launch.decode_experts import (
     Choice,
     DecodeExperts,
     ExpertsShape,
+    ExpertsUse,
     MailReply,
     PeersPost,
     experts_shape,
@@ -44,6 +45,7 @@ from dflash_runtime.compute.gpu.launch.decode_linear import (
     is_float_router,
 )
 from dflash_runtime.compute.gpu.launch.decode_tokens import QuantiseRows, RowChange
+from dflash_runtime.compute.gpu.launch.fetch_expert import FetchExpert, FetchTables
 from dflash_runtime.compute.gpu.launch.layouts import DeviceMatrix
 from dflash_runtime.compute.gpu.launch.row_kernels import ChooseExperts, is_plain
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
@@ -360,6 +362,8 @@ class StepExperts:
         self._experts: dict[ExpertsShape, DecodeExperts] = {}
         self._hidden: dict[ExpertsShape, StepRows] = {}
         self._counts = True
+        self.cache_slots = 0
+        """Experts that steps may keep of a layer besides those that are loaded."""
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -419,7 +423,10 @@ class StepExperts:
         """Sums of the chosen experts of up to MOST_TOKENS into a mailbox; a request is waited for,
         and says which those are."""
         shape = experts_shape(
-            layer.layer, choice.topk_ids.shape[0], gives_sums=True, takes_request=takes_request
+            layer.layer,
+            choice.topk_ids.shape[0],
+            gives_sums=True,
+            use=ExpertsUse.TAKES_REQUEST if takes_request else ExpertsUse.ALONE,
         )
         experts, hidden = self._kernels(shape)
         experts.launch_gate_up(layer.experts, choice, asked, hidden)
@@ -435,12 +442,21 @@ class StepExperts:
         rule: RoutingRule | None,
         post: PeersPost,
         replies: ctypes.Structure,
+        fetched: tuple[FetchExpert, FetchTables] | None = None,
     ) -> None:
         """Ask peers, and add the chosen experts of up to MOST_TOKENS, and what peers answer, to the
-        residual. With a `rule` experts are chosen first."""
-        shape = experts_shape(layer.layer, choice.topk_ids.shape[0], rule=rule, posts=True)
+        residual. With a `rule` experts are chosen first. `fetched`: one of a single token's may be
+        fetched before it is computed, too."""
+        num_tokens, use = choice.topk_ids.shape[0], ExpertsUse.ASKS_PEERS
+        shape = experts_shape(layer.layer, num_tokens, rule=rule, use=use)
         experts, hidden = self._kernels(shape)
         experts.launch_gate_up(layer.experts, choice, rows, hidden, post=post)
+        if fetched is not None:
+            kernel, tables = fetched
+            kernel.launch(layer.experts, tables, pair_slots=experts.pair_slots)
+            of_one, _ = self._kernels(experts_shape(layer.layer, 1, use=ExpertsUse.FETCHED))
+            chosen = Choice(choice.topk_ids, choice.topk_weights, slots=experts.pair_slots)
+            of_one.launch_gate_up(layer.experts, chosen, rows, hidden, fetched=tables.decision)
         experts.launch_down(layer.experts, choice, hidden, residual, replies=replies)
 
     def _kernels(self, shape: ExpertsShape) -> tuple[DecodeExperts, StepRows]:

@@ -35,6 +35,7 @@ from dflash_runtime.compute.gpu.ops.kernels import RoutedRows
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
 from dflash_runtime.compute.gpu.run.host_path import ExchangeRoute, HostPath
 from dflash_runtime.compute.gpu.run.step_path import GraphPiece, StepPath
+from dflash_runtime.compute.gpu.run.step_slots import LayerSlots, slots_of_layers
 from dflash_runtime.compute.model import Pausable
 
 
@@ -69,10 +70,12 @@ class MailboxPath(StepPath):
         self._num_steps = self._epoch_of_position_0 = 0
         self._ops, self._resident = ops, resident
         self._layers = {
-            layer.layer_id: (index, layer, self._tables_of(layer.layer_id))
+            layer.layer_id: _MailedLayer(index, layer, self._tables_of(layer.layer_id))
             for index, layer in enumerate(moe.layers)
         }
-        """By layer id: its place in the model, and by peer the local ids of its experts."""
+        """By layer id."""
+        for layer_id, slots in self._new_slots().items():
+            self._layers[layer_id] = replace(self._layers[layer_id], slots=slots)
         self._are_tables_old = False
         self._selections: dict[tuple[Phase, int], DeviceArray] = {}
         self._blocks: dict[Phase, DeviceMoe] = {}
@@ -99,6 +102,24 @@ class MailboxPath(StepPath):
             for peer, route in enumerate(self.mail.routes)
             if layer_id in route.local_ids
         }
+
+    def _new_slots(self) -> dict[int, LayerSlots]:
+        """Experts that steps keep, by layer id."""
+        own, peer = self.mail.own, self._own_peer
+        if own is None or own.fetched is None or peer < 0:
+            return {}
+        local_ids = {
+            layer_id: layer.tables[peer]
+            for layer_id, layer in self._layers.items()
+            if peer in layer.tables
+        }
+        return slots_of_layers(self._ops.device, own.fetched, self._resident, local_ids=local_ids)
+
+    @property
+    def _own_peer(self) -> int:
+        """This process among the peers; -1 if it is none."""
+        routes = enumerate(self.mail.routes)
+        return next((peer for peer, route in routes if route.segment is None), -1)
 
     def experts(self, phase: Phase) -> DeviceMoe:
         """Begins the step on the device. Selections are counted by phase."""
@@ -185,8 +206,8 @@ class MailboxPath(StepPath):
         is_counted_there = own is not None and own.is_only_peer
         others = [
             layer_id
-            for layer_id, (_, _, tables) in self._layers.items()
-            if not tables or layer_id in self._by_host or is_counted_there
+            for layer_id, layer in self._layers.items()
+            if not layer.tables or layer_id in self._by_host or is_counted_there
         ]
         self._home.count_whole(phase, num_steps, num_tokens=num_tokens)
         self._remote.count_mailed(
@@ -201,7 +222,12 @@ class MailboxPath(StepPath):
     def _update_tables(self) -> None:
         for peer, route in enumerate(self.mail.routes):
             for layer_id, local_ids in route.local_ids.items():
-                self._ops.device.write(self._layers[layer_id][2][peer], local_ids)
+                layer = self._layers[layer_id]
+                self._ops.device.write(layer.tables[peer], local_ids)
+                if layer.slots is not None and peer == self._own_peer:
+                    assert self.mail.own is not None
+                    assert self.mail.own.fetched is not None
+                    layer.slots.reset(self._ops.device, self.mail.own.fetched, local_ids)
         self._are_tables_old = False
 
     def close(self) -> None:
@@ -220,9 +246,10 @@ class MailboxPath(StepPath):
         return taken
 
     def _new_route(self, phase: Phase, layer_id: int) -> Route:
-        local, (index, layer, tables) = self._resident.get(layer_id), self._layers[layer_id]
+        local, mailed = self._resident.get(layer_id), self._layers[layer_id]
+        index, layer, tables = mailed.index, mailed.layer, mailed.tables
         by_host = self._by_host.get(layer_id)
-        later = (each for place, _, each in self._layers.values() if place > index)
+        later = (each.tables for each in self._layers.values() if each.index > index)
         last_of = frozenset(tables).difference(*later)
         if by_host is not None:  # and counts
             posts = _Posts(self._ops, self.mail, layer, index, tables, last_of, None)
@@ -233,7 +260,20 @@ class MailboxPath(StepPath):
         selections = self._ops.device.zeros(layer.num_experts, np.uint32)
         self._selections[phase, layer_id] = selections
         posts = _Posts(self._ops, self.mail, layer, index, tables, last_of, selections)
-        return _MailboxRoute(posts, local)
+        place = list(tables).index(self._own_peer) if mailed.slots is not None else -1
+        return _MailboxRoute(posts, local, mailed.slots, place)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _MailedLayer:
+    """What a layer's routes are made from."""
+
+    index: int
+    """Its place among those with experts."""
+    layer: MoeLayer
+    tables: Mapping[int, DeviceArray]
+    """By peer, its local ids of the experts. Shapes: each [E] int32."""
+    slots: LayerSlots | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -265,8 +305,16 @@ class _Posts:
     selections: DeviceArray | None
     """Choices are counted here, unless they are counted elsewhere. Shapes: [E] uint32."""
 
-    def asks(self, routed: RoutedRows, *, counts: bool, rounds: bool = False) -> _Asks:
-        """`counts`: the kernel that asks counts the choice. `rounds`: see MailKernels.asks."""
+    def asks(
+        self,
+        routed: RoutedRows,
+        *,
+        counts: bool,
+        rounds: bool = False,
+        fetch: ctypes.Structure | None = None,
+    ) -> _Asks:
+        """`counts`: the kernel that asks counts the choice. `rounds`, `fetch`: see
+        MailKernels.asks."""
         tables, choice = self.tables, routed.choice
         rule, logits = self.ops.steps.left_to_choose(choice)
         requests, replies = self.mail.requests(self.index), self.mail.replies(self.index)
@@ -283,6 +331,7 @@ class _Posts:
             asked=asked,
             always=[place for place, peer in enumerate(tables) if peer in self.last_of],
             rounds=rounds,
+            fetch=fetch,
         )
         lines = {peer: replies[peer] for peer in tables}
         slow = self.mail.slow_peers
@@ -302,6 +351,10 @@ class _MailboxRoute:
 
     posts: _Posts
     local: ResidentLayer | None
+    slots: LayerSlots | None = None
+    """Experts that steps keep besides the local ones."""
+    own_place: int = -1
+    """This process's among the peers that are asked, if there are slots."""
 
     def __call__(self, routed: RoutedRows, residual: Rows) -> Pausable[None]:
         yield from ()  # the host has nothing to do
@@ -309,7 +362,12 @@ class _MailboxRoute:
         layer, local = posts.layer, self.local
         # A single float64 sum may be rounded by the daemon: two float32 fit a line.
         rounds = local is None and len(posts.tables) == 1 and layer.hidden_size % 2 == 0
-        asks = posts.asks(routed, counts=local is None, rounds=rounds)
+        slots, fetch, fetched = self.slots, None, None
+        if slots is not None:
+            local = slots.resident
+            if residual.num_tokens == 1:
+                fetch, fetched = slots.post_args(self.own_place), (slots.kernel, slots.tables)
+        asks = posts.asks(routed, counts=local is None, rounds=rounds, fetch=fetch)
         if local is None:
             posts.post(asks)
             add = posts.mail.kernels.add
@@ -323,6 +381,7 @@ class _MailboxRoute:
             rule=asks.rule,
             post=asks.post,
             replies=asks.replies,
+            fetched=fetched,
         )
 
 

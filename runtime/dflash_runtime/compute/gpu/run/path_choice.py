@@ -177,13 +177,14 @@ class MailboxSessions:
         remote: MailedExperts,
         home: HostPath,
         keeper: MemoryKeeper,
+        cache_slots: int = 0,
     ) -> None:
         """`home` asks owners that have no mailbox; `keeper` takes memory that a lost daemon may
         still have open."""
         self._keeper = keeper
         self._ops, self._moe, self._resident = ops, moe, resident
         self._remote, self._home = remote, home
-        self._own = self._new_own()
+        self._own = self._new_own(cache_slots)
         remote.settle_with(self._settle)
         self._present: MailboxPath | None = None
         self._refused: tuple[MailRoute, ...] = ()
@@ -194,11 +195,11 @@ class MailboxSessions:
         self._uses_peers: bool | None = None
         """Whether lines in devices' memory are faster; None: not measured."""
 
-    def _new_own(self) -> ProcessorPeer | None:
+    def _new_own(self, cache_slots: int) -> ProcessorPeer | None:
         if not own_banks(self._remote):
             return None
         try:
-            return ProcessorPeer(self._ops.device, self._moe, self._remote)
+            return ProcessorPeer(self._ops.device, self._moe, self._remote, cache_slots=cache_slots)
         except DeviceUnavailable as error:
             # docs (parent): no host memory could be locked for it; steps ask the processor through
             # the host, which is slower

@@ -74,7 +74,10 @@ class Kept:
 
 def run(task: Any, words: dict[int, int | AnyArray]) -> None:
     """Run a task alone, as one of a pool's threads would."""
-    args, counter = np.zeros(max(words) + 1, np.int64), np.zeros(1, np.int64)
+    args, counter = (
+        np.zeros(max(max(words) + 1, experts.NUM_ARGUMENTS), np.int64),
+        np.zeros(1, np.int64),
+    )
     for word, value in words.items():
         args[word] = value if isinstance(value, int) else value.ctypes.data
     prototype = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)

@@ -22,6 +22,7 @@ from dflash_runtime.compute.gpu.launch.decode_experts import (
     MOST_PEERS,
     Choice,
     DecodeExperts,
+    ExpertsUse,
     experts_shape,
 )
 from dflash_runtime.compute.gpu.layers.matrix import Uploader
@@ -301,7 +302,9 @@ def test_experts_that_ask_peers_do_what_two_kernels_do(
             asked=asked,
         )
         if at_once:
-            experts = DecodeExperts(device, experts_shape(layer, num_tokens, rule=rule, posts=True))
+            experts = DecodeExperts(
+                device, experts_shape(layer, num_tokens, rule=rule, use=ExpertsUse.ASKS_PEERS)
+            )
             hidden = experts.hidden_rows()
             experts.launch_gate_up(resident.experts, choice, rows, hidden, post=asks)
         else:

@@ -21,6 +21,7 @@ from dflash_runtime.compute.gpu.launch.decode_experts import (
     Choice,
     DecodeExperts,
     ExpertsShape,
+    ExpertsUse,
     MailReply,
     MailRequest,
 )
@@ -46,7 +47,7 @@ BASE = ExpertsShape(
     up_type=Q4_K,
     down_type=Q5_0,
     gives_sums=True,
-    takes_request=True,
+    use=ExpertsUse.TAKES_REQUEST,
 )
 SHAPES = {
     "bytes": BASE,
@@ -170,7 +171,7 @@ def request_lines(shape: ExpertsShape, step: Step, epoch: int, *, rounds: bool =
 
 def expected_sums(device: KernelDevice, layer: Layer, step: Step) -> F64Array:
     """Of the same kernels, given choice and rows. Shapes: result [T, H]."""
-    experts = DecodeExperts(device, replace(layer.shape, takes_request=False))
+    experts = DecodeExperts(device, replace(layer.shape, use=ExpertsUse.ALONE))
     int8, resident = as_int8_rows(step.x), layer.resident(device, slots_of(layer.shape))
     x = StepRows(device.upload(int8.quants), device.upload(int8.meta), device.upload(step.x))
     choice = Choice(device.upload(step.topk_ids), device.upload(step.topk_weights))
@@ -335,7 +336,7 @@ def test_rows_are_not_taken_for_a_request() -> None:
     x = StepRows(device.upload(int8.quants), device.upload(int8.meta))
     with pytest.raises(ValueError, match=r"\brequest\b.*compiled"):
         daemon.experts.launch_gate_up(daemon.resident, daemon.choice, x, daemon.hidden)
-    plain = DecodeExperts(device, replace(BASE, takes_request=False))
+    plain = DecodeExperts(device, replace(BASE, use=ExpertsUse.ALONE))
     with pytest.raises(ValueError, match=r"\brequest\b.*compiled"):
         plain.launch_gate_up(daemon.resident, daemon.choice, MailRequest(), daemon.hidden)
     known = replace(daemon.choice, slots=device.zeros((1, 3), np.int32))

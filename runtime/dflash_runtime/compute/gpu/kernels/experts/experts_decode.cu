@@ -3,7 +3,8 @@
 //   experts_gate_up  gate and up projections and the activation of each pair. Grid P * tiles of FFN rows.
 //                    Takes the choice of experts from memory, from router logits (ROUTE) or from a
 //                    mailbox (MAIL); writes the pairs' slots for experts_down. With POST its first blocks,
-//                    one for each peer, ask peers for their pairs
+//                    one for each peer, ask peers for their pairs. With FETCHED it does the one pair whose
+//                    expert was fetched, if there is one. Grid tiles of FFN rows
 //   experts_down     down projections, weighted and added over a token's experts. Grid TOKENS * tiles of
 //                    HIDDEN rows. Writes float64 sums (SUMS), or adds the rounded sums to the residual
 //
@@ -12,7 +13,7 @@
 
 // Parameters: HIDDEN, FFN, EXPERTS, TOP_K, TOKENS, MOST_PEERS; TYPE_GATE, TYPE_UP, TYPE_DOWN; VECTORS: experts
 // have biases or scales; SUMS; ROUTE, with NORMALISE and GATE of route.cuh; MAIL: the choice and the rows
-// come from a mailbox's request in this device's memory; POST.
+// come from a mailbox's request in this device's memory; POST; FETCHED.
 // Tuning, GATE_UP_ or DOWN_: WARPS, TEAM lanes per row, MOST_DEEP units per lane in flight, MIN_BLOCKS;
 // GATE_UP_ROWS per team at once; DOWN_TILE rows per block, DOWN_GROUP items in flight.
 #include "activation.cuh"
@@ -32,6 +33,7 @@ struct Projection {
 constexpr int PAIRS = TOKENS * TOP_K;
 static_assert(!MAIL || (SUMS && !ROUTE), "what is asked for is chosen, and answered with sums");
 static_assert(!MAIL || !POST, "a daemon asks no peers");
+static_assert(!FETCHED || (TOKENS == 1 && !MAIL && !POST && !ROUTE), "what is fetched is chosen");
 
 // Applies the expert's scale and bias to the product of a row.
 INLINE float projected(const Projection &of, int expert, int rows, int row, float product) {
@@ -59,6 +61,7 @@ struct GateUpArgs {
     MailRequest request;        // if MAIL: the source of rows, ids and weights
     MailPost post;              // if POST: what peers are asked for
     int num_posts;              // peers, if POST
+    const int *fetched;         // if FETCHED: the pair, negative: none
 };
 
 constexpr int GATE_UP_THREADS = GATE_UP_WARPS * LANES;
@@ -169,7 +172,12 @@ KERNEL(experts_gate_up, GateUpArgs, GATE_UP_THREADS, GATE_UP_MIN_BLOCKS) {
         }
         block -= a.num_posts;
     }
-    const int pair = block % PAIRS, tile = block / PAIRS;
+    int pair = block % PAIRS, tile = block / PAIRS;
+    if constexpr (FETCHED) {
+        wait_for_previous();
+        pair = (int)load_fresh4(a.fetched), tile = block;
+        if (pair < 0) return;
+    }
     const GateUpRows x(shared);
     const ChosenPair chosen = MAIL ? take_pair(a, x, pair, tile) : begin_pair(a, x, pair, tile);
     const int expert = chosen.expert, slot = chosen.slot;

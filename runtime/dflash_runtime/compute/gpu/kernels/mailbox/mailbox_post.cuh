@@ -7,6 +7,20 @@
 #include "mailbox.cuh"
 #include "route.cuh"
 
+// The experts of a layer that a step of one token keeps besides those that are here always: slots that
+// follow what is chosen. Of the experts that `peer` would be asked for the second one is not: this device
+// reads it over the bus (fetch_expert.cu), and keeps it if it was used more of late than one of those.
+struct MailFetch {
+    float *scores;       // null: none is fetched; or [EXPERTS]: uses, older ones count less
+    int *slot_experts;   // [num_slots], negative: empty
+    int *decision;       // [FETCH_WORDS]: written here
+    float decay, margin;  // of scores at each step; by which one must be used more than what it replaces
+    int peer, num_slots;
+};
+
+enum FetchWord { FETCH_PAIR, FETCH_SLOT, FETCH_EXPERT, FETCH_LEAVING, FETCH_WORDS };
+constexpr int FETCH_NOT_KEPT = -2;  // as the expert that leaves; -1: none does
+
 struct MailPost {
     Mail mail;
     MailParts parts;
@@ -19,9 +33,54 @@ struct MailPost {
     u32 *asked;                      // [peers]: gets whether there is a reply to wait for
     u32 always;                      // a bit for each peer whose reply is waited for in any case
     int rounds;                      // not 0: the only peer may round its reply
+    MailFetch fetch;
 };
 
 constexpr int POST_PAIRS = TOKENS * TOP_K;
+
+// Decides what a token's step fetches, and into which slot; the last of these is for what is not kept. One
+// warp calls; `ids`: the choice.
+INLINE void decide_fetch(const MailFetch &a, const int *local_ids, const int *ids, bool posts) {
+    int pair = -1, num_asked = 0;
+#pragma unroll
+    for (int k = 0; k < TOP_K; k++) {
+        const bool exists = (u32)ids[k] < (u32)EXPERTS;
+        if (exists && (int)load_weights4(local_ids + ids[k]) >= 0 && num_asked++ == 1) pair = k;
+    }
+    const int expert = pair < 0 ? 0 : ids[pair], place = lane_index();
+    const bool is_slot = place < a.num_slots;
+    const int kept = is_slot ? (int)load_fresh4(a.slot_experts + place) : -1;
+    float worth = kept < 0 ? -1.0f : a.decay * bits_to_float(load_fresh4(a.scores + kept));
+    const float wanted = a.decay * bits_to_float(load_fresh4(a.scores + expert)) + 1.0f;
+    bool is_used = !is_slot;
+    for (int k = 0; k < TOP_K; k++) is_used |= kept >= 0 && ids[k] == kept;
+    // The least worth, of equals the first: worths are at least -1, so that their bits plus one are ordered.
+    u32 order = is_used ? ~0u : float_to_bits(worth + 1.0f);
+    int best = place;
+#pragma unroll
+    for (int mask = LANES / 2; mask > 0; mask /= 2) {
+        const u32 other = lane_xor(order, mask);
+        const int other_place = lane_xor(best, mask);
+        const bool takes = other < order || (other == order && other_place < best);
+        order = takes ? other : order;
+        best = takes ? other_place : best;
+    }
+    const int leaving = lane_read(kept, best);
+    const float least = lane_read(worth, best);
+    const bool is_kept = order != ~0u && (leaving < 0 || wanted > least + a.margin);
+    for (int e = lane_index(); e < EXPERTS; e += LANES) {
+        float score = a.decay * bits_to_float(load_fresh4(a.scores + e));
+        for (int k = 0; k < TOP_K; k++) score += ids[k] == e ? 1.0f : 0.0f;
+        if (posts) a.scores[e] = score;
+    }
+    if (lane_index() != 0) return;
+    const bool fetches = posts && pair >= 0;
+    a.decision[FETCH_PAIR] = fetches ? pair : -1;
+    a.decision[FETCH_SLOT] = is_kept ? best : a.num_slots;
+    a.decision[FETCH_EXPERT] = expert;
+    a.decision[FETCH_LEAVING] = is_kept ? leaving : FETCH_NOT_KEPT;
+    if (fetches && is_kept) a.slot_experts[best] = expert;
+}
 
 // Posts to one peer; all threads of a block call. Writes the choice (if ROUTE) and counts it where
 // `writes_choice`. Rows are sent while the first warps route, one token each if there are enough, and an
@@ -87,6 +146,7 @@ INLINE void post_request(const MailPost &a, int peer, bool writes_choice) {
     for (int pair = thread_index(); pair < POST_PAIRS; pair += Threads) {
         const int expert = ROUTE ? ids[pair] : (int)load_fresh4(a.topk_ids + pair);
         const u32 weight = ROUTE ? float_to_bits(weights[pair]) : load_fresh4(a.topk_weights + pair);
+        if (!ROUTE) ids[pair] = expert;
         const bool exists = (u32)expert < (u32)EXPERTS;
         const u32 local = exists ? load_weights4(a.local_ids[peer] + expert) : ~0u;
         if (!ROUTE && posts) send_line(line_at(lines, pair), epoch, local ^ rounds, weight);
@@ -97,4 +157,9 @@ INLINE void post_request(const MailPost &a, int peer, bool writes_choice) {
     }
     block_barrier();
     if (thread_index() == 0) a.asked[peer] = *is_asked;
+    if constexpr (TOKENS == 1) {
+        if (a.fetch.scores && peer == a.fetch.peer && warp_index() == 0) {
+            decide_fetch(a.fetch, a.local_ids[peer], ids, posts);
+        }
+    }
 }

@@ -1,0 +1,227 @@
+"""Experts that an emulated GPU's steps fetch and keep besides those that live there: the bits are
+those of a model that is on the GPU as a whole, whatever is kept, moved or lost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.registry import read_spec
+from dflash_protocol.errors import DeviceUnavailable
+from dflash_protocol.placement import Placement
+from dflash_runtime import Engine
+from dflash_runtime.compute.cpu.captured.mail_thread import MailThread
+from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
+from dflash_runtime.compute.gpu.mailbox import parent, processor_peer
+from dflash_runtime.compute.gpu.run.step_slots import LayerSlots
+from dflash_runtime.placement.footprint import Memory, footprint
+from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
+from support.emulated_gpu import TINY, EmulatedGpus, install_emulated_gpus
+from support.gpu_models import SHAPES
+from support.moved_experts import lists_of, placed
+from support.random_gguf import write_model
+from support.undisturbed import settings_with
+
+SHAPE = replace(TINY, num_layers=3, num_experts=14, num_experts_used=4)
+PROMPT = [5, 9, 2, 40, 11, 3, 17, 8, 1, 30, 22]
+NUM_TOKENS = 24
+LOCAL = 4
+
+Logprobs = list[Mapping[int, float]]
+
+
+@pytest.fixture(scope="module", params=["Q8_0", pytest.param("F16", marks=pytest.mark.slow)])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "m.gguf"
+    return write_model(path, SHAPE, seed=4, tensor_type=request.param)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
+    return install_emulated_gpus(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> Iterator[Logprobs]:
+    with pytest.MonkeyPatch.context() as patch:
+        install_emulated_gpus(patch)
+        with opened(model, local_experts=SHAPE.num_experts) as engine:
+            yield logprobs_of(engine)
+
+
+def opened(path: Path, *, local_experts: int = LOCAL, slots: int = 0, **wishes: Any) -> Engine:
+    settings = replace(
+        settings_with(), context=64, prefill_offload="on", moe_cache_slots=slots, **wishes
+    )
+    return Engine.open(path, device="cuda:0", settings=settings, local_experts=local_experts)
+
+
+def logprobs_of(engine: Engine, num_tokens: int = NUM_TOKENS) -> Logprobs:
+    """Of all tokens of the vocabulary, for each token of a greedy text."""
+    options: dict[str, Any] = {"ignore_eos": True, "top_logprobs": engine.spec.vocab_size}
+    found: Logprobs = []
+    for token in engine.generate(PROMPT, num_tokens, **options):
+        assert token.logprobs is not None
+        found.append(dict(token.logprobs.top))
+    return found
+
+
+def slots_of(engine: Engine) -> list[LayerSlots]:
+    captured: Any = engine._steps._captured
+    layers = captured._choice.mailbox._layers.values()
+    return [layer.slots for layer in layers if layer.slots is not None]
+
+
+def kept(engine: Engine) -> list[set[int]]:
+    """Global ids of the experts in each layer's slots."""
+    return [
+        {int(each) for each in np.asarray(layer.slot_experts) if each >= 0}
+        for layer in slots_of(engine)
+    ]
+
+
+def pairs_of_processor(engine: Engine) -> int:
+    return engine.stats().owners[HOST_OWNER].pairs
+
+
+def check_tables(engine: Engine, most: int) -> None:
+    """Each expert is here, or the processor is asked for it."""
+    for layer, experts in zip(slots_of(engine), kept(engine), strict=True):
+        assert 0 < len(experts) <= most
+        asked = np.asarray(layer.tables.local_ids)
+        here = np.asarray(layer.resident.experts.slot_of_expert)
+        assert {*np.flatnonzero(here >= layer.tables.first_slot)} == experts
+        assert ((asked >= 0) != (here >= 0)).all()
+
+
+def swapped(placement: Placement, number: int) -> Placement:
+    """With so many experts of each layer in the other owner's place."""
+    lists = lists_of(placement)
+    for layer_id in placement.experts_per_layer:
+        one, other = (lists[name][layer_id] for name in (LOCAL_OWNER, HOST_OWNER))
+        one[:number], other[:number] = other[:number], one[:number]
+    return placed(placement, lists)
+
+
+def test_steps_keep_what_they_fetch(model: Path, gpus: EmulatedGpus, expected: Logprobs) -> None:
+    asked = []
+    for slots in (0, 1, 3, 8):
+        with opened(model, slots=slots) as engine:
+            assert logprobs_of(engine) == expected
+            asked.append(pairs_of_processor(engine))
+            assert len(slots_of(engine)) == (SHAPE.num_layers if slots else 0)
+            check_tables(engine, slots)
+    assert asked[0] > asked[1] >= asked[2] > asked[3]
+    assert not any(device._range_bytes for device in gpus.opened)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_experts_that_move_empty_the_slots(model: Path, expected: Logprobs) -> None:
+    with opened(model, slots=3) as engine:
+        for number in (1, 3):
+            assert logprobs_of(engine) == expected
+            before = kept(engine)
+            engine.replace_experts(swapped(engine.placement, number))
+            assert logprobs_of(engine) == expected
+            assert all(before)
+            assert all(kept(engine))
+
+
+@pytest.mark.parametrize(
+    "at",
+    [9, *(pytest.param(at, marks=pytest.mark.slow) for at in (1, NUM_TOKENS - 1))],
+)
+def test_a_step_that_is_not_served_changes_nothing(
+    model: Path,
+    gpus: EmulatedGpus,
+    expected: Logprobs,
+    at: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(parent, "LIMIT_MS", 1000)
+    ask, count = MailThread.ask, 0
+
+    def counted(thread: MailThread, num_tokens: int) -> None:
+        nonlocal count
+        count += 1
+        if count != at:
+            ask(thread, num_tokens)
+
+    monkeypatch.setattr(MailThread, "ask", counted)
+    with opened(model, slots=3) as engine:
+        assert logprobs_of(engine) == expected
+        assert logprobs_of(engine) == expected
+    assert not any(device._range_bytes for device in gpus.opened)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_drafts_find_what_steps_have_kept(model: Path, expected: Logprobs) -> None:
+    with opened(model, slots=6) as engine:
+        assert logprobs_of(engine) == expected
+        text = [max(each, key=each.__getitem__) for each in expected]
+        first = engine.prefill(PROMPT)
+        before = pairs_of_processor(engine)
+        found = engine.verify(text[:6], [-1, 0, 1, 2, 3, 4])
+        assert [int(first.next_token_ids[-1]), *found.next_token_ids.tolist()] == text[:7]
+        engine.accept(range(6))
+        one = engine.verify(text[6:7], [-1])
+        assert one.next_token_ids.tolist() == text[7:8]
+        assert pairs_of_processor(engine) > before
+
+
+def test_memory_that_cannot_be_locked_costs_the_slots_only(
+    model: Path,
+    gpus: EmulatedGpus,
+    expected: Logprobs,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refused(*_: object) -> None:
+        raise DeviceUnavailable("cuda:0: out of memory that can be locked")
+
+    monkeypatch.setattr(processor_peer, "FetchedMemory", refused)
+    with caplog.at_level(logging.WARNING), opened(model, slots=3) as engine:
+        assert logprobs_of(engine) == expected
+        assert not slots_of(engine)
+    [said] = [each for each in caplog.messages if "over the bus" in each]
+    assert "out of memory" in said
+
+
+@pytest.mark.usefixtures("gpus")
+def test_layers_with_biases_are_computed_as_before(tmp_path: Path) -> None:
+    shape = SHAPES["gpt_oss"]
+    path = write_model(tmp_path / "m.gguf", shape, seed=2, tensor_type="Q8_0")
+    with opened(path, local_experts=shape.num_experts) as engine:
+        expected = logprobs_of(engine, 5)
+    with opened(path, local_experts=shape.num_experts // 2, slots=2) as engine:
+        assert logprobs_of(engine, 5) == expected
+        assert not slots_of(engine)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_slots_take_the_memory_that_is_counted(model: Path) -> None:
+    numbers = {layer: LOCAL for layer in range(SHAPE.num_layers)}
+
+    def held(slots: int) -> tuple[int, int]:
+        with GgufFile.open(model) as file:
+            room = footprint(file, read_spec(file), Memory.GPU, cache_slots=slots)
+        with opened(model, slots=slots) as engine:
+            logprobs_of(engine, 3)
+            used = sum(each.experts.gate.weights.nbytes for each in resident_of(engine))
+            return used, room.experts_bytes(numbers)
+
+    (before, counted_before), (after, counted) = held(0), held(3)
+    assert after == before * (LOCAL + 4) // LOCAL
+    assert counted - counted_before >= 2 * (after - before)
+
+
+def resident_of(engine: Engine) -> list[ResidentLayer]:
+    captured: Any = engine._steps._captured
+    return list(captured._choice.mailbox._resident.values())
