@@ -390,6 +390,8 @@ class DecodeExperts:
             tuning.gate_up_warps * self._device.lanes,
             args,
             shared_bytes=self._gate_up_bytes,
+            # Weights are read through the read-only path: what fetches them must have ended.
+            overlaps_previous=fetched is None,
         )
 
     def _set_rows(self, args: ctypes.Structure, x: StepRows) -> None:
