@@ -24,8 +24,8 @@ def main() -> int:
     byte, held = int(os.environ["DFLASHTEST_SPOIL"]), []
     matrices = resident._matrices
 
-    def noted(device: Any, *arguments: Any) -> Any:
-        held.append((device, matrices(device, *arguments)))
+    def noted(device: Any, *arguments: Any, **options: Any) -> Any:
+        held.append((device, matrices(device, *arguments, **options)))
         return held[-1][1]
 
     def spoil(*_: object) -> None:

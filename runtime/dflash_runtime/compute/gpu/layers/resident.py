@@ -160,7 +160,7 @@ def _matrices(
     projection: ExpertProjection,
     global_ids: I64Array,
     *,
-    num_more: int = 0,
+    num_more: int,
 ) -> DeviceArray:
     require_kernels(
         file, projection.tensor_name, projection.tensor_type, columns=projection.columns

@@ -90,7 +90,7 @@ def test_a_token_of_a_step_that_was_interrupted_is_forgotten(is_trial: bool) -> 
 
 def test_a_failed_step_and_those_after_it_are_known_by_their_positions() -> None:
     failed = [0]
-    mail: Any = SimpleNamespace(epoch=40, failed_epoch=lambda: failed[0])
+    mail: Any = SimpleNamespace(epoch=40, failed_epoch=lambda: failed[0], own=None, routes=())
     given: Any = SimpleNamespace(device=SimpleNamespace(upload=None), layers=())
     home: Any = SimpleNamespace(exchanges={})
     path = MailboxPath(given, given, {}, mail=mail, remote=given, home=home)
