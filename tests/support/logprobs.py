@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 from dflash_runtime import Engine
 
+Bits = list[tuple[int, object]]
+
 
 def bits_of(
-    engine: Engine, prompt: Sequence[int], *, reuse: bool, num_tokens: int = 6
-) -> list[tuple[int, object]]:
+    engine: Engine, prompt: Sequence[int], *, reuse: bool = False, num_tokens: int = 6
+) -> Bits:
     """Tokens with the log-probabilities of the whole vocabulary, which show every bit of logits."""
     tokens = engine.generate(
         prompt,
@@ -18,4 +20,8 @@ def bits_of(
         top_logprobs=engine.spec.vocab_size,
         reuse_prefix=reuse,
     )
-    return [(token.token_id, token.logprobs) for token in tokens]
+    found: Bits = []
+    for token in tokens:
+        assert token.logprobs is not None
+        found.append((token.token_id, token.logprobs))
+    return found

@@ -25,7 +25,7 @@ from dflash_runtime.placement.speeds import (
     Side,
     TrunkTimes,
     daemon_side,
-    factor,
+    factor_beside_processor,
     host_side,
     local_side,
 )
@@ -140,13 +140,7 @@ class ParentOptions:
             situation, parent = self.situation, self.parent
             box, device = situation.box, str(parent.device)
             stop = box.host_stop.get(device)
-            trunk = TrunkTimes(
-                box.devices[device],
-                [each.trunk for each in parent.footprint.layers],
-                situation.spec,
-                head_bytes=situation.head_bytes,
-                kv_type=self.kv_type,
-            )
+            trunk = TrunkTimes.of(situation, parent, self.kv_type)
             self._models[chunk] = CostModel(
                 self.arrays,
                 self.sides,
@@ -154,7 +148,7 @@ class ParentOptions:
                 situation.request,
                 chunk,
                 stop_s=0.0 if stop is None else stop.at(1),
-                local_factor=factor(box, f"steps of {device}", "experts of cpu"),
+                local_factor=factor_beside_processor(box, device),
                 copies=self._copies(),
                 disk=box.disk,
                 shares_memory=parent.shares_host_memory,

@@ -173,6 +173,11 @@ def host_side(situation: Situation, parent: ParentDevice) -> Side | None:
     )
 
 
+def factor_beside_processor(box: Box, device: str) -> float:
+    """How many times longer the parent's device takes beside its processor's experts."""
+    return factor(box, f"steps of {device}", f"experts of {_CPU}")
+
+
 def daemon_side(box: Box, daemon: ExpertDaemon) -> Side | None:
     """A daemon; None if it was not measured."""
     speed = box.daemons.get(daemon.name)
@@ -276,6 +281,17 @@ class TrunkTimes:
         )
         spans = [kv.mask.span for kv in spec.kv_layers]
         self._spans = np.array([np.inf if span is None else span for span in spans])
+
+    @classmethod
+    def of(cls, situation: Situation, parent: ParentDevice, kv_type: KvType) -> TrunkTimes:
+        """Raises: KeyError if the device was not measured."""
+        return cls(
+            situation.box.devices[str(parent.device)],
+            [each.trunk for each in parent.footprint.layers],
+            situation.spec,
+            head_bytes=situation.head_bytes,
+            kv_type=kv_type,
+        )
 
     def step_s(self, position: float) -> float:
         """A step of one token after so many positions."""

@@ -4,7 +4,6 @@ weights of experts for them: the same bits as with each chunk alone, and fewer c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from dflash_runtime.engine.steps import Steps
 from support.emulated_gpu import MAX_CHUNK, TINY, EmulatedGpus, install_emulated_gpus
 from support.gpu_models import SHAPES
 from support.interrupts import interrupt_main_thread
+from support.logprobs import bits_of
 from support.random_gguf import RandomShape, write_model
 from support.undisturbed import settings_with
 
@@ -32,8 +32,6 @@ MODELS: dict[str, RandomShape] = {"qwen3moe": replace(TINY, num_layers=5), **SHA
 """Of the first, experts are copied through fewer places than there are layers."""
 BY_DEFAULT = ("qwen3moe", None), ("qwen3moe", 1), ("gpt_oss", None), ("qwen35moe", None)
 """The plainest, one with sliding windows and biases, one with recurrent layers."""
-
-Logprobs = list[Mapping[int, float]]
 
 
 class Copies:
@@ -84,16 +82,6 @@ def opened(gpus: EmulatedGpus, model: Path, *, group: int = GROUP) -> Engine:
     return Engine.open(model, device="cuda:0", settings=settings, local_experts=1)
 
 
-def logprobs_of(engine: Engine, prompt: list[int] = PROMPT) -> Logprobs:
-    """Of all tokens of the vocabulary, for each token of a greedy text."""
-    options: dict[str, Any] = {"ignore_eos": True, "top_logprobs": engine.spec.vocab_size}
-    found: Logprobs = []
-    for token in engine.generate(prompt, NUM_TOKENS, **options):
-        assert token.logprobs is not None
-        found.append(dict(token.logprobs.top))
-    return found
-
-
 @pytest.mark.parametrize(
     ("model", "part_bytes"),
     [
@@ -117,9 +105,9 @@ def test_bits_are_those_of_chunks_alone(
     for group in (0, GROUP):
         with opened(gpus, model, group=group) as engine:
             copies.reset()
-            found.append(logprobs_of(engine))
+            found.append(bits_of(engine, PROMPT, num_tokens=NUM_TOKENS))
             num_copied.append(copies.of_source.total())
-            found.append(logprobs_of(engine, [7, *PROMPT[: GROUP + 5]]))
+            found.append(bits_of(engine, [7, *PROMPT[: GROUP + 5]], num_tokens=NUM_TOKENS))
     assert found[:2] == found[2:]
     assert num_copied[1] <= num_copied[0]
 
@@ -129,12 +117,12 @@ def test_an_expert_is_copied_once_for_a_group(
 ) -> None:
     with opened(gpus, model) as engine:
         copies.reset()
-        logprobs_of(engine)
+        bits_of(engine, PROMPT, num_tokens=NUM_TOKENS)
         assert 0 < max(copies.of_source.values()) <= NUM_GROUPS
         grouped = copies.of_source.total()
     with opened(gpus, model, group=0) as engine:
         copies.reset()
-        logprobs_of(engine)
+        bits_of(engine, PROMPT, num_tokens=NUM_TOKENS)
         assert copies.of_source.total() > 2 * grouped
 
 
@@ -143,7 +131,7 @@ def test_a_group_that_ends_early_leaves_the_next_prompts_right(
     model: Path, gpus: EmulatedGpus, copies: Copies, what: str
 ) -> None:
     with opened(gpus, model) as engine:
-        expected = logprobs_of(engine)
+        expected = bits_of(engine, PROMPT, num_tokens=NUM_TOKENS)
         for at in (1, 4):
             copies.reset()
             if what == "fails":
@@ -151,14 +139,14 @@ def test_a_group_that_ends_early_leaves_the_next_prompts_right(
             else:
                 copies.interrupt_at = at
             with pytest.raises(DeviceUnavailable if what == "fails" else KeyboardInterrupt):
-                logprobs_of(engine, [at, *PROMPT])
+                bits_of(engine, [at, *PROMPT], num_tokens=NUM_TOKENS)
             copies.reset()
-            assert logprobs_of(engine) == expected
+            assert bits_of(engine, PROMPT, num_tokens=NUM_TOKENS) == expected
 
 
 def test_a_group_can_be_cancelled_between_its_chunks(model: Path, gpus: EmulatedGpus) -> None:
     with opened(gpus, model) as engine:
-        expected, num_asked = logprobs_of(engine), 0
+        expected, num_asked = bits_of(engine, PROMPT, num_tokens=NUM_TOKENS), 0
 
         def is_cancelled() -> bool:
             nonlocal num_asked
@@ -167,7 +155,7 @@ def test_a_group_can_be_cancelled_between_its_chunks(model: Path, gpus: Emulated
 
         assert not list(engine.generate([3, *PROMPT], NUM_TOKENS, is_cancelled=is_cancelled))
         assert num_asked == 6
-        assert logprobs_of(engine) == expected
+        assert bits_of(engine, PROMPT, num_tokens=NUM_TOKENS) == expected
 
 
 def test_logits_of_all_positions_and_features_need_no_group(
@@ -185,7 +173,7 @@ def test_logits_of_all_positions_and_features_need_no_group(
         engine.logits(PROMPT, MAX_CHUNK)
         engine.prefill(PROMPT)
         assert not groups
-        logprobs_of(engine)
+        bits_of(engine, PROMPT, num_tokens=NUM_TOKENS)
         assert groups == [GROUP, 33]
 
 

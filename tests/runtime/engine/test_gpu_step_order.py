@@ -4,7 +4,7 @@ GPU computes prompts, all logits are those of a model that is on the GPU as a wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,13 @@ from dflash_runtime.compute.gpu.device.devices import DeviceMemory
 from dflash_runtime.placement.split import HOST_OWNER
 from support.emulated_gpu import TINY, install_emulated_gpus
 from support.gpu_models import SHAPES
+from support.logprobs import Bits, bits_of
 from support.planned_gpu import install_planned_gpu
 from support.random_gguf import write_model
 from support.undisturbed import settings_with
 
 PROMPT = [5, 9, 2, 40, 11, 3, 17, 8, 1, 30, 22]
 NUM_TOKENS = 5
-
-Logprobs = list[Mapping[int, float]]
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Resident:
 
     path: Path
     num_experts: int
-    logprobs: Logprobs
+    bits: Bits
 
 
 def install_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,16 +45,6 @@ def install_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def opened(path: Path, *, daemons: tuple[str, ...] = (), **wishes: Any) -> Engine:
     settings = replace(settings_with(), context=48, prefill_offload="on", **wishes)
     return Engine.open(path, device="cuda:0", daemons=daemons, settings=settings)
-
-
-def logprobs_of(engine: Engine) -> Logprobs:
-    """Of all tokens of the vocabulary, for each token of a greedy text."""
-    options: dict[str, Any] = {"ignore_eos": True, "top_logprobs": engine.spec.vocab_size}
-    found: Logprobs = []
-    for token in engine.generate(PROMPT, NUM_TOKENS, **options):
-        assert token.logprobs is not None
-        found.append(dict(token.logprobs.top))
-    return found
 
 
 BY_DEFAULT = "qwen3moe", "gpt-oss", "llama4"
@@ -78,13 +67,13 @@ def resident(
     with pytest.MonkeyPatch.context() as patch:
         install_gpu(patch)
         with opened(path) as engine:
-            yield Resident(path, shape.num_experts, logprobs_of(engine))
+            yield Resident(path, shape.num_experts, bits_of(engine, PROMPT, num_tokens=NUM_TOKENS))
 
 
 def test_beside_the_parents_processor(resident: Resident, monkeypatch: pytest.MonkeyPatch) -> None:
     install_gpu(monkeypatch)
     with opened(resident.path, local_experts=resident.num_experts // 2) as engine:
-        assert logprobs_of(engine) == resident.logprobs
+        assert bits_of(engine, PROMPT, num_tokens=NUM_TOKENS) == resident.bits
         assert engine.stats().owners[HOST_OWNER].pairs > 0
 
 
@@ -93,7 +82,7 @@ def test_in_a_daemon_whose_replies_are_all_checked(
 ) -> None:
     install_gpu(monkeypatch)
     with opened(resident.path, daemons=("cpu",), local_experts=1, check_replies=1) as engine:
-        assert logprobs_of(engine) == resident.logprobs
+        assert bits_of(engine, PROMPT, num_tokens=NUM_TOKENS) == resident.bits
         stats = engine.stats().owners["cpu0"]
         assert stats.pairs > 0
         assert stats.wrong_replies == 0

@@ -4,7 +4,7 @@ those of a model that is on the GPU as a whole, whatever is kept, moved or lost.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from dflash_runtime.placement.footprint import Memory, footprint
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
 from support.emulated_gpu import TINY, EmulatedGpus, install_emulated_gpus
 from support.gpu_models import SHAPES
+from support.logprobs import Bits, bits_of
 from support.moved_experts import lists_of, placed
 from support.random_gguf import write_model
 from support.undisturbed import settings_with
@@ -33,8 +34,6 @@ SHAPE = replace(TINY, num_layers=3, num_experts=14, num_experts_used=4)
 PROMPT = [5, 9, 2, 40, 11, 3, 17, 8, 1, 30, 22]
 NUM_TOKENS = 24
 LOCAL = 4
-
-Logprobs = list[Mapping[int, float]]
 
 
 @pytest.fixture(scope="module", params=["Q8_0", pytest.param("F16", marks=pytest.mark.slow)])
@@ -49,11 +48,11 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path) -> Iterator[Logprobs]:
+def expected(model: Path) -> Iterator[Bits]:
     with pytest.MonkeyPatch.context() as patch:
         install_emulated_gpus(patch)
         with opened(model, local_experts=SHAPE.num_experts) as engine:
-            yield logprobs_of(engine)
+            yield bits_of(engine, PROMPT, num_tokens=NUM_TOKENS)
 
 
 def opened(path: Path, *, local_experts: int = LOCAL, slots: int = 0, **wishes: Any) -> Engine:
@@ -61,16 +60,6 @@ def opened(path: Path, *, local_experts: int = LOCAL, slots: int = 0, **wishes: 
         settings_with(), context=64, prefill_offload="on", moe_cache_slots=slots, **wishes
     )
     return Engine.open(path, device="cuda:0", settings=settings, local_experts=local_experts)
-
-
-def logprobs_of(engine: Engine, num_tokens: int = NUM_TOKENS) -> Logprobs:
-    """Of all tokens of the vocabulary, for each token of a greedy text."""
-    options: dict[str, Any] = {"ignore_eos": True, "top_logprobs": engine.spec.vocab_size}
-    found: Logprobs = []
-    for token in engine.generate(PROMPT, num_tokens, **options):
-        assert token.logprobs is not None
-        found.append(dict(token.logprobs.top))
-    return found
 
 
 def slots_of(engine: Engine) -> list[LayerSlots]:
@@ -110,11 +99,11 @@ def swapped(placement: Placement, number: int) -> Placement:
     return placed(placement, lists)
 
 
-def test_steps_keep_what_they_fetch(model: Path, gpus: EmulatedGpus, expected: Logprobs) -> None:
+def test_steps_keep_what_they_fetch(model: Path, gpus: EmulatedGpus, expected: Bits) -> None:
     asked = []
     for slots in (0, 1, 3, 8):
         with opened(model, slots=slots) as engine:
-            assert logprobs_of(engine) == expected
+            assert bits_of(engine, PROMPT, num_tokens=NUM_TOKENS) == expected
             asked.append(pairs_of_processor(engine))
             assert len(slots_of(engine)) == (SHAPE.num_layers if slots else 0)
             check_tables(engine, slots)
@@ -123,13 +112,13 @@ def test_steps_keep_what_they_fetch(model: Path, gpus: EmulatedGpus, expected: L
 
 
 @pytest.mark.usefixtures("gpus")
-def test_experts_that_move_empty_the_slots(model: Path, expected: Logprobs) -> None:
+def test_experts_that_move_empty_the_slots(model: Path, expected: Bits) -> None:
     with opened(model, slots=3) as engine:
         for number in (1, 3):
-            assert logprobs_of(engine) == expected
+            assert bits_of(engine, PROMPT, num_tokens=NUM_TOKENS) == expected
             before = kept(engine)
             engine.replace_experts(swapped(engine.placement, number))
-            assert logprobs_of(engine) == expected
+            assert bits_of(engine, PROMPT, num_tokens=NUM_TOKENS) == expected
             assert all(before)
             assert all(kept(engine))
 
@@ -141,7 +130,7 @@ def test_experts_that_move_empty_the_slots(model: Path, expected: Logprobs) -> N
 def test_a_step_that_is_not_served_changes_nothing(
     model: Path,
     gpus: EmulatedGpus,
-    expected: Logprobs,
+    expected: Bits,
     at: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -156,16 +145,16 @@ def test_a_step_that_is_not_served_changes_nothing(
 
     monkeypatch.setattr(MailThread, "ask", counted)
     with opened(model, slots=3) as engine:
-        assert logprobs_of(engine) == expected
-        assert logprobs_of(engine) == expected
+        assert bits_of(engine, PROMPT, num_tokens=NUM_TOKENS) == expected
+        assert bits_of(engine, PROMPT, num_tokens=NUM_TOKENS) == expected
     assert not any(device._range_bytes for device in gpus.opened)
 
 
 @pytest.mark.usefixtures("gpus")
-def test_drafts_find_what_steps_have_kept(model: Path, expected: Logprobs) -> None:
+def test_drafts_find_what_steps_have_kept(model: Path, expected: Bits) -> None:
     with opened(model, slots=6) as engine:
-        assert logprobs_of(engine) == expected
-        text = [max(each, key=each.__getitem__) for each in expected]
+        assert bits_of(engine, PROMPT, num_tokens=NUM_TOKENS) == expected
+        text = [token_id for token_id, _ in expected]
         first = engine.prefill(PROMPT)
         before = pairs_of_processor(engine)
         found = engine.verify(text[:6], [-1, 0, 1, 2, 3, 4])
@@ -179,7 +168,7 @@ def test_drafts_find_what_steps_have_kept(model: Path, expected: Logprobs) -> No
 def test_memory_that_cannot_be_locked_costs_the_slots_only(
     model: Path,
     gpus: EmulatedGpus,
-    expected: Logprobs,
+    expected: Bits,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -188,7 +177,7 @@ def test_memory_that_cannot_be_locked_costs_the_slots_only(
 
     monkeypatch.setattr(processor_peer, "FetchedMemory", refused)
     with caplog.at_level(logging.WARNING), opened(model, slots=3) as engine:
-        assert logprobs_of(engine) == expected
+        assert bits_of(engine, PROMPT, num_tokens=NUM_TOKENS) == expected
         assert not slots_of(engine)
     [said] = [each for each in caplog.messages if "over the bus" in each]
     assert "out of memory" in said
@@ -199,9 +188,9 @@ def test_layers_with_biases_are_computed_as_before(tmp_path: Path) -> None:
     shape = SHAPES["gpt_oss"]
     path = write_model(tmp_path / "m.gguf", shape, seed=2, tensor_type="Q8_0")
     with opened(path, local_experts=shape.num_experts) as engine:
-        expected = logprobs_of(engine, 5)
+        expected = bits_of(engine, PROMPT, num_tokens=5)
     with opened(path, local_experts=shape.num_experts // 2, slots=2) as engine:
-        assert logprobs_of(engine, 5) == expected
+        assert bits_of(engine, PROMPT, num_tokens=5) == expected
         assert not slots_of(engine)
 
 
@@ -213,7 +202,7 @@ def test_slots_take_the_memory_that_is_counted(model: Path) -> None:
         with GgufFile.open(model) as file:
             room = footprint(file, read_spec(file), Memory.GPU, cache_slots=slots)
         with opened(model, slots=slots) as engine:
-            logprobs_of(engine, 3)
+            bits_of(engine, PROMPT, num_tokens=3)
             used = sum(each.experts.gate.weights.nbytes for each in resident_of(engine))
             return used, room.experts_bytes(numbers)
 

@@ -11,7 +11,12 @@ from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.placement.box import CopySpeed
 from dflash_runtime.placement.cache.simulation import Replay
 from dflash_runtime.placement.situation import ParentDevice, Situation
-from dflash_runtime.placement.speeds import TrunkTimes, factor, host_side, local_side
+from dflash_runtime.placement.speeds import (
+    TrunkTimes,
+    factor_beside_processor,
+    host_side,
+    local_side,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,17 +54,11 @@ def step_prices(
     most = int(used.max())
     here_s = local_side(situation, parent).step_s(sizes, most)
     there_s = host.step_s(sizes, most)
-    beside = factor(box, f"steps of {device}", "experts of cpu")
+    beside = factor_beside_processor(box, device)
     missing, rows = np.arange(most + 1), np.arange(used.size)[:, None]
     found = np.maximum(used[:, None] - missing, 0)
     times = here_s[rows, found] * np.where(missing > 0, beside, 1.0)
-    trunk = TrunkTimes(
-        box.devices[device],
-        [each.trunk for each in parent.footprint.layers],
-        situation.spec,
-        head_bytes=situation.head_bytes,
-        kv_type=kv_type,
-    )
+    trunk = TrunkTimes.of(situation, parent, kv_type)
     copies = box.copies.get(device, CopySpeed(device))
     rate = max(copies.from_locked, copies.from_page_cache) or np.inf
     return StepPrices(trunk.step_s(position), np.maximum(times, there_s), float(rate))

@@ -309,11 +309,9 @@ def _take_rows(args: int, loop: int) -> bool:
     return True
 
 
-@helper
-def _send_columns(args: int, first: int, end: int) -> None:
+def _columns_done(args: int, first: int, end: int) -> None:
     """Write columns of the reply, and make their sums zero again, as they are before each layer.
-    Hidden sizes are multiples of
-    four (gpu.launch.decode_arrays.check_columns)."""
+    Hidden sizes are multiples of four (gpu.launch.decode_arrays.check_columns)."""
     epoch, hidden_size = get(get(args, LOOP), EPOCH), get(args, experts.HIDDEN_SIZE)
     for token in range(get(args, experts.NUM_TOKENS)):
         for index in range(hidden_size * token + first, hidden_size * token + end, 4):
@@ -324,10 +322,6 @@ def _send_columns(args: int, first: int, end: int) -> None:
                 _send_sums(sums, epoch, get(args, REPLY) + LINE_BYTES * index)
             for place in range(sums, sums + 32, 8):
                 v.store_double(place, 0.0)
-
-
-def _columns_done(args: int, first: int, end: int) -> None:
-    _send_columns(args, first, end)
 
 
 @helper
@@ -346,7 +340,7 @@ def _run_mailed(args: int, counter: int, pool: int) -> None:
     if num_pairs == 0 and get(args, ANSWERS_ALWAYS) == 0:
         return
     if num_pairs == 0:
-        _send_columns(args, 0, get(args, experts.HIDDEN_SIZE))
+        call_task(get(args, experts.COLUMNS_DONE), args, 0, get(args, experts.HIDDEN_SIZE))
         return
     if not _take_rows(args, loop):
         return

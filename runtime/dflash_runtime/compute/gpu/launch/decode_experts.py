@@ -36,9 +36,6 @@ from dflash_runtime.compute.gpu.launch.layouts import (
 )
 from dflash_runtime.compute.step_order import FLOAT_TYPES, expert_sum_lanes, units_of
 
-FETCH_WORDS = 4
-"""Of what mailbox_post.cuh says of the expert that is to be fetched."""
-
 MOST_PEERS = 7
 """Most daemons with a mailbox of one parent."""
 
@@ -52,6 +49,8 @@ MailReplies = kernel_struct("mailbox.cuh", "MailReplies", MOST_PEERS=MOST_PEERS)
 """Peers' replies for a layer; none by default."""
 MailPost = kernel_struct("mailbox_post.cuh", "MailPost", MOST_PEERS=MOST_PEERS)
 """What peers are asked for in a layer."""
+FetchDecision = kernel_struct("fetch_decision.cuh", "FetchDecision")
+FETCH_WORDS = ctypes.sizeof(FetchDecision) // 4
 MailFetch = kernel_struct("mailbox_post.cuh", "MailFetch")
 """What of a layer is fetched over the bus; nothing by default."""
 MailRequest = kernel_struct("mailbox_request.cuh", "MailRequest", MOST_PEERS=MOST_PEERS)

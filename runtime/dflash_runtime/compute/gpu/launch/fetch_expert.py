@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from dflash_adapters.spec import MoeLayer
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, address
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
 from dflash_runtime.compute.gpu.launch.decode_arrays import check_shared_bytes
-from dflash_runtime.compute.gpu.launch.decode_experts import MOST_PEERS
 from dflash_runtime.compute.gpu.launch.layouts import ResidentExperts, row_bytes
 
 _THREADS = 256
 _BLOCKS = 32
 """A few blocks read as fast as the bus is; the others are for what runs beside them."""
 _CHUNK_BYTES = 8192
-"""CHUNK_BYTES of the kernel."""
+"""Bytes of rows that a block reads at once."""
 
-FetchedMatrix = kernel_struct("fetch_expert.cu", "FetchedMatrix")
-FetchArgs = kernel_struct("fetch_expert.cu", "FetchArgs", MOST_PEERS=MOST_PEERS)
+FetchArgs = kernel_struct("fetch_expert.cu", "FetchArgs")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,14 +56,8 @@ class FetchExpert:
             "TYPE_GATE": gate,
             "TYPE_UP": up,
             "TYPE_DOWN": down,
+            "CHUNK_BYTES": _CHUNK_BYTES,
             "THREADS": _THREADS,
-            "MOST_PEERS": MOST_PEERS,
-            "TOKENS": 1,
-            "TOP_K": layer.num_experts_used,
-            "EXPERTS": layer.num_experts,
-            "ROUTE": 0,
-            "NORMALISE": 0,
-            "GATE": 0,
         }
         self._kernel = device.module("fetch_expert.cu", defines).kernel("fetch_expert", FetchArgs)
 
@@ -76,15 +66,17 @@ class FetchExpert:
     ) -> None:
         """Fetch what was decided on, if anything. `experts`: with the table of steps, which
         changes. Shapes: pair_slots [1, K] int32."""
-        matrices = []
-        for index, of in enumerate((experts.gate, experts.up, experts.down)):
-            first: DeviceArray = of.weights[tables.first_slot * self._sizes[index] :]
-            places = address(tables.places, 8 * index)
-            matrices.append(FetchedMatrix(places=places, stride=3, weights=address(first)))
+        gate, up, down = (
+            address(of.weights, tables.first_slot * num_bytes)
+            for of, num_bytes in zip(
+                (experts.gate, experts.up, experts.down), self._sizes, strict=True
+            )
+        )
         args = FetchArgs(
-            gate=matrices[0],
-            up=matrices[1],
-            down=matrices[2],
+            places=address(tables.places),
+            gate=gate,
+            up=up,
+            down=down,
             decision=address(tables.decision),
             own_ids=address(tables.own_ids),
             local_ids=address(tables.local_ids),
@@ -95,8 +87,3 @@ class FetchExpert:
         self._device.launch(
             self._kernel, (_BLOCKS, 1, 1), _THREADS, args, shared_bytes=self._shared_bytes
         )
-
-
-def empty_decision(device: KernelDevice) -> DeviceArray:
-    """Nothing is fetched. Shapes: result [FETCH_WORDS] int32."""
-    return device.upload(np.array([-1, 0, 0, -1], np.int32))

@@ -35,7 +35,7 @@ from dflash_runtime.compute.gpu.ops.kernels import RoutedRows
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
 from dflash_runtime.compute.gpu.run.host_path import ExchangeRoute, HostPath
 from dflash_runtime.compute.gpu.run.step_path import GraphPiece, StepPath
-from dflash_runtime.compute.gpu.run.step_slots import LayerSlots, slots_of_layers
+from dflash_runtime.compute.gpu.run.step_slots import LayerSlots, new_slots
 from dflash_runtime.compute.model import Pausable
 
 
@@ -74,8 +74,7 @@ class MailboxPath(StepPath):
             for index, layer in enumerate(moe.layers)
         }
         """By layer id."""
-        for layer_id, slots in self._new_slots().items():
-            self._layers[layer_id] = replace(self._layers[layer_id], slots=slots)
+        self._add_slots()
         self._are_tables_old = False
         self._selections: dict[tuple[Phase, int], DeviceArray] = {}
         self._blocks: dict[Phase, DeviceMoe] = {}
@@ -103,17 +102,16 @@ class MailboxPath(StepPath):
             if layer_id in route.local_ids
         }
 
-    def _new_slots(self) -> dict[int, LayerSlots]:
-        """Experts that steps keep, by layer id."""
-        own, peer = self.mail.own, self._own_peer
+    def _add_slots(self) -> None:
+        """For experts that steps keep."""
+        own, peer, device = self.mail.own, self._own_peer, self._ops.device
         if own is None or own.fetched is None or peer < 0:
-            return {}
-        local_ids = {
-            layer_id: layer.tables[peer]
-            for layer_id, layer in self._layers.items()
-            if peer in layer.tables
-        }
-        return slots_of_layers(self._ops.device, own.fetched, self._resident, local_ids=local_ids)
+            return
+        for layer_id in own.fetched.banks:
+            layer, resident = self._layers[layer_id], self._resident[layer_id]
+            slots = new_slots(device, own.fetched, resident, local_ids=layer.tables[peer])
+            slots.reset(self.mail.routes[peer].local_ids[layer_id])
+            self._layers[layer_id] = replace(layer, slots=slots)
 
     @property
     def _own_peer(self) -> int:
@@ -225,9 +223,7 @@ class MailboxPath(StepPath):
                 layer = self._layers[layer_id]
                 self._ops.device.write(layer.tables[peer], local_ids)
                 if layer.slots is not None and peer == self._own_peer:
-                    assert self.mail.own is not None
-                    assert self.mail.own.fetched is not None
-                    layer.slots.reset(self._ops.device, self.mail.own.fetched, local_ids)
+                    layer.slots.reset(local_ids)
         self._are_tables_old = False
 
     def close(self) -> None:

@@ -9,19 +9,14 @@ depend on it: both compute steps in one order (compute.step_order).
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from dflash_protocol.ids import I32Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, address
-from dflash_runtime.compute.gpu.launch.decode_experts import MailFetch
-from dflash_runtime.compute.gpu.launch.fetch_expert import (
-    FetchExpert,
-    FetchTables,
-    empty_decision,
-)
+from dflash_runtime.compute.gpu.launch.decode_experts import FETCH_WORDS, MailFetch
+from dflash_runtime.compute.gpu.launch.fetch_expert import FetchExpert, FetchTables
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer, expert_bytes
 from dflash_runtime.compute.gpu.mailbox.fetched_memory import FetchedMemory
 
@@ -34,6 +29,8 @@ _MARGIN = 0.0
 class LayerSlots:
     """Of one layer. Shapes: scores [E] float32, slot_experts [slots] int32."""
 
+    device: KernelDevice
+    fetched: FetchedMemory
     resident: ResidentLayer
     """With the table of steps, which kernels change."""
     tables: FetchTables
@@ -53,62 +50,42 @@ class LayerSlots:
             num_slots=self.slot_experts.size,
         )
 
-    def reset(self, device: KernelDevice, fetched: FetchedMemory, local_ids: I32Array) -> None:
-        """Nothing is kept; experts have moved. No step may be running. `local_ids`: of the
-        processor's. Shapes: local_ids [E]."""
-        resident, tables = self.resident, self.tables
-        device.write(resident.experts.slot_of_expert, resident.slot_of_expert)
-        device.write(tables.own_ids, local_ids)
-        device.write(tables.places, fetched.places(resident.layer.layer_id).astype(np.uint64))
-        device.write(self.slot_experts, np.full(self.slot_experts.size, -1, np.int32))
+    def reset(self, local_ids: I32Array) -> None:
+        """Nothing is kept, and experts are where they are now. No step may be running.
+
+        `local_ids`: of the processor's experts. Shapes: local_ids [E].
+        """
+        resident, tables, write = self.resident, self.tables, self.device.write
+        write(resident.experts.slot_of_expert, resident.slot_of_expert)
+        write(tables.own_ids, local_ids)
+        write(tables.places, self.fetched.places(resident.layer.layer_id).astype(np.uint64))
+        write(self.slot_experts, np.full(self.slot_experts.size, -1, np.int32))
 
 
-def slots_of_layers(
-    device: KernelDevice,
-    fetched: FetchedMemory,
-    resident: Mapping[int, ResidentLayer],
-    *,
-    local_ids: Mapping[int, DeviceArray],
-) -> dict[int, LayerSlots]:
-    """By layer id, of all layers whose experts may be fetched; empty at first.
-
-    `local_ids`: of the processor's experts, by layer id; kernels change them from now on.
-    Shapes: each [E] int32.
-    """
-    kernels: dict[object, FetchExpert] = {}
-    found = {}
-    for layer_id in fetched.banks:
-        layer = resident[layer_id].layer
-        kind = tuple((each.tensor_type, each.rows, each.columns) for each in layer.projections)
-        if kind not in kernels:
-            kernels[kind] = FetchExpert(device, layer)
-        found[layer_id] = _new_slots(
-            device, fetched, resident[layer_id], kernels[kind], local_ids[layer_id]
-        )
-    return found
-
-
-def _new_slots(
-    device: KernelDevice,
-    fetched: FetchedMemory,
-    resident: ResidentLayer,
-    kernel: FetchExpert,
-    local_ids: DeviceArray,
+def new_slots(
+    device: KernelDevice, fetched: FetchedMemory, resident: ResidentLayer, *, local_ids: DeviceArray
 ) -> LayerSlots:
-    layer = resident.layer
+    """Slots of a layer whose experts may be fetched, to be `reset`.
+
+    `local_ids`: of the processor's experts; kernels change them. Shapes: local_ids [E] int32.
+    """
+    layer, num_experts = resident.layer, resident.layer.num_experts
+    num_fetched = fetched.banks[layer.layer_id].num_experts
     num_slots = resident.weights[0].nbytes // expert_bytes(layer.gate)
-    experts = replace(resident.experts, slot_of_expert=device.upload(resident.slot_of_expert))
+    experts = replace(resident.experts, slot_of_expert=device.empty(num_experts, np.int32))
     tables = FetchTables(
-        decision=empty_decision(device),
-        places=device.upload(fetched.places(layer.layer_id).astype(np.uint64)),
-        own_ids=device.upload(device.download(local_ids)),
+        decision=device.empty(FETCH_WORDS, np.int32),
+        places=device.empty((num_fetched, 3), np.uint64),
+        own_ids=device.empty(num_experts, np.int32),
         local_ids=local_ids,
         first_slot=num_slots - fetched.num_slots - 1,
     )
     return LayerSlots(
+        device,
+        fetched,
         replace(resident, experts=experts),
         tables,
-        device.zeros(layer.num_experts, np.float32),
-        device.upload(np.full(fetched.num_slots, -1, np.int32)),
-        kernel,
+        device.zeros(num_experts, np.float32),
+        device.empty(fetched.num_slots, np.int32),
+        FetchExpert(device, layer),
     )

@@ -14,13 +14,14 @@ from dflash_adapters.spec import Activation, ExpertProjection, MoeLayer
 from dflash_protocol.ids import AnyArray, I32Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray, address
 from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows, meta_shape, padded_columns
-from dflash_runtime.compute.gpu.launch.decode_experts import MOST_PEERS, Choice, MailFetch
-from dflash_runtime.compute.gpu.launch.decode_tokens import Repack
-from dflash_runtime.compute.gpu.launch.fetch_expert import (
-    FetchExpert,
-    FetchTables,
-    empty_decision,
+from dflash_runtime.compute.gpu.launch.decode_experts import (
+    FETCH_WORDS,
+    MOST_PEERS,
+    Choice,
+    MailFetch,
 )
+from dflash_runtime.compute.gpu.launch.decode_tokens import Repack
+from dflash_runtime.compute.gpu.launch.fetch_expert import FetchExpert, FetchTables
 from dflash_runtime.compute.gpu.launch.layouts import ResidentExperts, ResidentMatrices, row_bytes
 from dflash_runtime.compute.gpu.mailbox.kernels import MailKernels, MailPeer, MailSide
 from dflash_runtime.compute.gpu.mailbox.layout import LINE_BYTES, part_words
@@ -122,7 +123,7 @@ class Rig:
         self.local_ids: DeviceArray = device.upload(self.own_ids)
         self.slot_experts = device.upload(np.array(self.slots, np.int32))
         self.scores_there = device.zeros(E, np.float32)
-        self.decision = empty_decision(device)
+        self.decision = device.zeros(FETCH_WORDS, np.int32)
         own, other = device.zeros(1, np.uint32), device.zeros(1, np.uint32)
         self.words = own, other
         side = MailSide(device, [MailPeer(address(own), address(other))], 20_000)

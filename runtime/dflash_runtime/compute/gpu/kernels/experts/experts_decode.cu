@@ -61,7 +61,7 @@ struct GateUpArgs {
     MailRequest request;        // if MAIL: the source of rows, ids and weights
     MailPost post;              // if POST: what peers are asked for
     int num_posts;              // peers, if POST
-    const int *fetched;         // if FETCHED: the pair, negative: none
+    const FetchDecision *fetched;  // if FETCHED
 };
 
 constexpr int GATE_UP_THREADS = GATE_UP_WARPS * LANES;
@@ -175,7 +175,7 @@ KERNEL(experts_gate_up, GateUpArgs, GATE_UP_THREADS, GATE_UP_MIN_BLOCKS) {
     int pair = block % PAIRS, tile = block / PAIRS;
     if constexpr (FETCHED) {
         wait_for_previous();
-        pair = (int)load_fresh4(a.fetched), tile = block;
+        pair = (int)load_fresh4(&a.fetched->pair), tile = block;
         if (pair < 0) return;
     }
     const GateUpRows x(shared);

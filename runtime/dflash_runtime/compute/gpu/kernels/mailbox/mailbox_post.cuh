@@ -4,6 +4,7 @@
 // Parameters: TOKENS, TOP_K, EXPERTS; ROUTE: experts are chosen here, from logits, with NORMALISE and GATE
 // of route.cuh; MOST_PEERS.
 #pragma once
+#include "fetch_decision.cuh"
 #include "mailbox.cuh"
 #include "route.cuh"
 
@@ -13,13 +14,10 @@
 struct MailFetch {
     float *scores;       // null: none is fetched; or [EXPERTS]: uses, older ones count less
     int *slot_experts;   // [num_slots], negative: empty
-    int *decision;       // [FETCH_WORDS]: written here
+    FetchDecision *decision;  // written here
     float decay, margin;  // of scores at each step; by which one must be used more than what it replaces
     int peer, num_slots;
 };
-
-enum FetchWord { FETCH_PAIR, FETCH_SLOT, FETCH_EXPERT, FETCH_LEAVING, FETCH_WORDS };
-constexpr int FETCH_NOT_KEPT = -2;  // as the expert that leaves; -1: none does
 
 struct MailPost {
     Mail mail;
@@ -75,10 +73,10 @@ INLINE void decide_fetch(const MailFetch &a, const int *local_ids, const int *id
     }
     if (lane_index() != 0) return;
     const bool fetches = posts && pair >= 0;
-    a.decision[FETCH_PAIR] = fetches ? pair : -1;
-    a.decision[FETCH_SLOT] = is_kept ? best : a.num_slots;
-    a.decision[FETCH_EXPERT] = expert;
-    a.decision[FETCH_LEAVING] = is_kept ? leaving : FETCH_NOT_KEPT;
+    a.decision->pair = fetches ? pair : -1;
+    a.decision->slot = is_kept ? best : a.num_slots;
+    a.decision->expert = expert;
+    a.decision->leaving = is_kept ? leaving : FETCH_NOT_KEPT;
     if (fetches && is_kept) a.slot_experts[best] = expert;
 }
 
