@@ -18,7 +18,10 @@ _LOG = logging.getLogger(__name__)
 TOLERANCE = 0.25
 """Predictions may be off by this share."""
 STALE_AFTER_S = 60.0
-_WINDOW_S = 5.0
+FASTER_AFTER_S = 1.0
+"""The same of service that is faster: a busy machine explains slow service, but only figures that
+were taken while it was busy explain this."""
+_WINDOW_S = 2.0
 """Service that is compared as a whole: single steps vary."""
 
 _FEWEST_STEPS = 32
@@ -45,7 +48,9 @@ class PredictionWatch:
     direction. Used by one thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, faster_after_s: float = STALE_AFTER_S) -> None:
+        """`faster_after_s`: service that is faster has lasted long enough after this time."""
+        self._faster_after_s = faster_after_s
         self._predicted_s = self._measured_s = 0.0
         self._off_s = 0.0
         """Service that was off without a break; below 0: faster than predicted."""
@@ -54,7 +59,7 @@ class PredictionWatch:
     @property
     def is_stale(self) -> bool:
         """Whether the box should be measured anew."""
-        return abs(self._off_s) >= STALE_AFTER_S
+        return self._off_s >= STALE_AFTER_S or -self._off_s >= self._faster_after_s
 
     @property
     def ratio(self) -> float:
@@ -67,7 +72,7 @@ class PredictionWatch:
             return
         self._predicted_s += predicted_s
         self._measured_s += measured_s
-        if self._measured_s < _WINDOW_S:
+        if max(self._predicted_s, self._measured_s) < _WINDOW_S:
             return
         self._ratio = ratio = self._measured_s / self._predicted_s
         direction = (ratio > 1.0 + TOLERANCE) - (ratio < 1.0 - TOLERANCE)
@@ -81,7 +86,8 @@ class Predictions:
     """An engine's plan, and whether its steps and prompts take what they were predicted to.
 
     Both are compared by generation, from times that are taken anyway. Once one of them was off for
-    a minute of service, the kept box is dropped, so that the next start measures again. If the
+    a minute of service, or for a second that was faster, the kept box is dropped, so that the next
+    start measures again; for faster service once, as a prediction itself may be wrong. If the
     cause is the processor's experts in a device's steps, the box gets the time that they took
     instead (see `learn`). Predictions from no heat are not compared, unless all experts are on the
     parent's device.
@@ -104,7 +110,12 @@ class Predictions:
         self._asked, self._expert_bytes = asked, expert_bytes
         self._farthest = _FARTHEST * (request.prompt + request.written)
         self._cache_dir = cache_dir
-        self._steps, self._prompts = PredictionWatch(), PredictionWatch()
+        box = None if plan is None else kept_box(plan.origin.box_key, cache_dir)
+        faster_after_s = FASTER_AFTER_S
+        if box is None or box.is_second:
+            faster_after_s = STALE_AFTER_S
+        self._steps = PredictionWatch(faster_after_s=faster_after_s)
+        self._prompts = PredictionWatch(faster_after_s=faster_after_s)
 
     def note(self, stats: GenerationStats, elapsed_s: float) -> None:
         """Compare a generation that has ended. `elapsed_s`: from its first token on, its reader's
@@ -140,15 +151,13 @@ class Predictions:
             self._prompts.add(predicted_s=predicted_s, measured_s=stats.prefill_s)
 
     def _drop(self, plan: Plan, phase: Phase, ratio: float) -> None:
-        drop_box(plan.origin.box_key, self._cache_dir)
-        # docs: something else uses the machine, or its clocks, memory or driver have changed; the
-        # next start measures it again
+        drop_box(plan.origin.box_key, self._cache_dir, is_doubted=ratio < 1.0)
+        # docs: something else uses the machine, or did while it was measured, or its clocks, memory
+        # or driver have changed; the next start measures it again
         _LOG.warning(
-            "%s takes %.2f times as long as predicted, for %.0f s of service: the kept "
-            "measurements are dropped",
+            "%s takes %.2f times as long as predicted: the kept measurements are dropped",
             phase,
             ratio,
-            STALE_AFTER_S,
         )
 
     def learn(self) -> bool:

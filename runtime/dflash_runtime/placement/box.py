@@ -160,5 +160,7 @@ class Box:
     """By device: prompts whose experts are copied there."""
     disk: Curve | None = None
     """Bytes a second of reads of an expert's size past the page cache, by how many are pending."""
+    is_second: bool = False
+    """Whether service was faster than by an earlier one, which was dropped."""
     daemons: Mapping[str, DeviceSpeed] = field(default_factory=dict)
     """By daemon, which may have the name of a device: what it has told of its speed. Not kept."""

@@ -194,6 +194,15 @@ class ParentOptions:
         """Whether everything but experts fits."""
         return self.needs(context, chunk).total <= self.free_bytes()
 
+    def rest_bytes(
+        self, context: int, chunk: int, group: Sequence[int], *, kv_type: KvType | None = None
+    ) -> int:
+        """What the parent's device needs besides experts if these owners have some: as `needs`, and
+        what experts are moved through."""
+        total = self.needs(context, chunk, group=group, kv_type=kv_type).total
+        moves = any(self.sides[index].name == HOST_OWNER for index in group)
+        return total + (self._staged_bytes if moves else 0)
+
     def expert_limit(
         self,
         context: int,
@@ -205,9 +214,7 @@ class ParentOptions:
         """Bytes that experts may take on the parent's device; below 0 if there is no room for the
         rest. `owners`: an assignment, for the exact size of what its prompts are copied to."""
         group = list(group)
-        room = self.free_bytes() - self.needs(context, chunk, group=group).total
-        if any(self.sides[index].name == HOST_OWNER for index in group):
-            room -= self._staged_bytes
+        room = self.free_bytes() - self.rest_bytes(context, chunk, group)
         limit = float(room - self._copies_bytes(chunk, group, room, owners))
         if self.parent.is_host and room >= 0 and self.situation.box.disk is not None:
             limit = np.inf  # pages of the file that find no room are read again

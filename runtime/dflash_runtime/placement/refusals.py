@@ -17,14 +17,14 @@ _ROUND_CONTEXT = 256
 
 
 def no_context(options: ParentOptions, context: int, chunk: int) -> PlanRefused:
-    """The context, the smallest that may be chosen, has no room, whatever is done with experts."""
+    """The context, the smallest that may be chosen, has no room, wherever experts are but there."""
     first = options.kv_type
     fitting = []
     for kv_type in first.and_smaller:
         largest = _largest_context(options, kv_type, chunk)
         if largest:
             fitting.append((kv_type, largest))
-    needs = options.needs(context, chunk).total
+    needs = options.rest_bytes(context, chunk, _others(options))
     advice = " or ".join(f"--context {size} with --kv-type {kv_type}" for kv_type, size in fitting)
     memory = f"{_gib(options.free_bytes())}{_memory_asked(options)}"
     return PlanRefused(
@@ -39,8 +39,13 @@ def no_context(options: ParentOptions, context: int, chunk: int) -> PlanRefused:
 def no_room(options: ParentOptions, context: int, chunk: int) -> PlanRefused:
     """All owners together have no room for the experts, or those of the way that was asked for."""
     mode = options.wishes.experts.mode
-    owners = range(len(options.sides))
-    others = range(1, len(options.sides))
+    owners, others = range(len(options.sides)), _others(options)
+    if (
+        mode is None
+        and others
+        and options.rest_bytes(context, chunk, others) > options.free_bytes()
+    ):
+        return no_context(options, context, chunk)
     daemons = [index for index in others if options.sides[index].name in options.daemons]
     ways = {
         MoeMode.RESIDENT: [LOCAL],
@@ -68,14 +73,14 @@ def no_place(options: ParentOptions, asked: I64Array, *, context: int, chunk: in
     choose."""
     excess = ""
     used = options.used_bytes(asked, LOCAL)
-    left = options.expert_limit(context, chunk, range(1, len(options.sides)))
+    left = options.expert_limit(context, chunk, _others(options))
     if used > left:
         why = _asked(options, LOCAL, left) or f" beside a context of {context:,}"
         excess = (
             f": they take {_gib(used)} GiB of {options.parent.device}, which has "
             f"{_gib(left)} GiB for experts{why}{_fewer_layers(options, asked, left)}"
         )
-    for index in range(1, len(options.sides)):
+    for index in _others(options):
         used, most = options.used_bytes(asked, index), options.asked_limit(index)
         if used > most:
             excess = (
@@ -86,6 +91,11 @@ def no_place(options: ParentOptions, asked: I64Array, *, context: int, chunk: in
         f"{options.parent.device}: no room for experts where they were asked for{excess}",
         RoomStatus.BUDGET_EXHAUSTED,
     )
+
+
+def _others(options: ParentOptions) -> range:
+    """All owners but the parent's device."""
+    return range(1, len(options.sides))
 
 
 def _asked(options: ParentOptions, index: int, limit: float) -> str:
@@ -129,9 +139,8 @@ def _largest_context(options: ParentOptions, kv_type: KvType, chunk: int) -> int
     """The largest context that leaves room for everything but experts; 0 if none does."""
 
     def fits(context: int) -> bool:
-        everyone = range(1, len(options.sides))
-        needs = options.needs(context, chunk, group=everyone, kv_type=kv_type)
-        return needs.total <= options.free_bytes()
+        needs = options.rest_bytes(context, chunk, _others(options), kv_type=kv_type)
+        return needs <= options.free_bytes()
 
     most = options.situation.spec.context_length
     if options.wishes.context is not None:

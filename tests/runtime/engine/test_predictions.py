@@ -67,9 +67,10 @@ def asked(num_requests: int, microseconds: float) -> PhaseStats:
 class Service:
     """Generations of 100 steps, and the box that their plan was made from."""
 
-    def __init__(self, folder: Path, plan: Plan | None = PLAN) -> None:
+    def __init__(self, folder: Path, plan: Plan | None = PLAN, *, is_second: bool = False) -> None:
         self._folder = str(folder)
-        keep_box(Box("box", {}, host_asked={"cuda:0": ASKED}), self._folder)
+        box = Box("box", {}, host_asked={"cuda:0": ASKED}, is_second=is_second)
+        keep_box(box, self._folder)
         self.asked: PhaseStats | None = None
         self.predictions = Predictions(
             plan,
@@ -88,7 +89,8 @@ class Service:
 
     @property
     def is_kept(self) -> bool:
-        return kept_box("box", self._folder) is not None
+        box = kept_box("box", self._folder)
+        return box is not None and box.host_asked != {}
 
     def serve(
         self,
@@ -127,7 +129,7 @@ def test_speeds_of_prompts_lie_on_a_line_of_the_logarithm() -> None:
 def test_a_minute_that_was_off_drops_the_box(
     tmp_path: Path, phase: Phase, ratio: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    service = Service(tmp_path)
+    service = Service(tmp_path, is_second=True)
     serve = service.prefill if phase is Phase.PREFILL else service.serve
     serve(1.1, 300)
     serve(ratio, 50)
@@ -136,6 +138,24 @@ def test_a_minute_that_was_off_drops_the_box(
     assert not service.is_kept
     [record] = caplog.records
     assert f"{phase} takes {ratio:.2f} times" in record.getMessage()
+
+
+@pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.DECODE])
+def test_service_that_is_faster_has_the_box_measured_once_more(
+    tmp_path: Path, phase: Phase
+) -> None:
+    """The machine was busy when it was measured, and seldom is."""
+    service = Service(tmp_path)
+    serve = service.prefill if phase is Phase.PREFILL else service.serve
+    serve(0.8, 100)
+    assert service.is_kept
+    serve(0.6, 3)
+    doubted = kept_box("box", str(tmp_path))
+    assert doubted == Box("box", {}, is_second=True)
+    second = Service(tmp_path, is_second=True)
+    serve = second.prefill if phase is Phase.PREFILL else second.serve
+    serve(0.6, 40)
+    assert kept_box("box", str(tmp_path)) != doubted
 
 
 @pytest.mark.parametrize(

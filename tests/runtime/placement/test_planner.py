@@ -456,6 +456,25 @@ def test_what_would_fit_is_named_if_the_context_does_not() -> None:
     assert planned(at, Wishes(context=131072)).setup.device == CPU
 
 
+@pytest.mark.parametrize("more_mib", [0, 1, 2, 4])
+def test_memory_for_the_trunk_that_is_none_beside_a_processor_is_refused_with_advice(
+    more_mib: int,
+) -> None:
+    """Experts elsewhere need memory on the GPU too: requests, and what experts are moved through."""
+    wishes = Wishes(context=4096, device=GPU, chunk=256)
+    footprint = situation(SPEC, box(GIB)).parents[0].footprint
+    alone = footprint.needs(num_positions=4096, kv_type=KvType.F16, chunk=256).total
+    at = replace(situation(SPEC, box(alone + more_mib * MIB)), most_swaps=64)
+    found = plan(at, wishes)
+    if isinstance(found, Plan):
+        assert more_mib  # there is room for all that
+        return
+    assert "model without its experts" in found.reason
+    assert "fit" in found.reason
+    for kv_type, context in found.fitting:
+        planned(at, replace(wishes, context=context, kv_type=kv_type))
+
+
 def test_status_of_the_room_for_experts() -> None:
     every = SPEC.moe.expert_bytes_total
     fixed = planned(situation(SPEC, box(8 * GIB)), Wishes(context=4096, chunk=256)).budgets[0]

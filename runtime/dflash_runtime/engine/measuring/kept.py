@@ -34,7 +34,7 @@ from dflash_runtime.placement.box import (
 
 _LOG = logging.getLogger(__name__)
 
-_FORMAT = 8
+_FORMAT = 9
 _PREFIX, _SUFFIX = "box-", ".json"
 LIMIT_BYTES = 1 << 20
 _NUM_KEPT = 64
@@ -45,7 +45,7 @@ _LARGEST = 1e18
 """Of seconds, bytes, rates and factors: no sum or product of them is infinite."""
 _KEYS = (
     "format", "key", "devices", "links", "copies", "together", "host_stop", "host_asked", "offload",
-    "disk",
+    "disk", "is_second",
 )  # fmt: skip
 _DEVICE_CURVES = "experts", "trunk", "head", "attention"
 _RATES = "from_locked", "from_page_cache", "to_host", "kernel_reads"
@@ -109,8 +109,11 @@ def keep_box(box: Box, cache_dir: str | None) -> Path | None:
     return place
 
 
-def drop_box(key: str, cache_dir: str | None) -> None:
-    """Forget a kept box, if there is one."""
+def drop_box(key: str, cache_dir: str | None, *, is_doubted: bool = False) -> None:
+    """Forget a kept box, if there is one. `is_doubted`: the next one is known to be the second."""
+    if is_doubted:
+        keep_box(Box(key, {}, is_second=True), cache_dir)
+        return
     with suppress(SettingsError, OSError):
         _place(key, cache_dir).unlink(missing_ok=True)
 
@@ -167,6 +170,7 @@ def box_record(box: Box) -> dict[str, Any]:
             for name, each in box.offload.items()
         },
         "disk": None if box.disk is None else box.disk.points,
+        "is_second": box.is_second,
     }
 
 
@@ -185,7 +189,14 @@ def box_from_json(text: bytes) -> Box:
         _by_name(given["host_asked"], _asked),
         _by_name(given["offload"], _offload),
         None if disk is None else _curve("disk", disk),
+        is_second=_flag(given["is_second"], "is_second"),
     )
+
+
+def _flag(given: object, what: str) -> bool:
+    if not isinstance(given, bool):
+        raise ValueError(f"{what} is not true or false")
+    return given
 
 
 def _by_name(given: object, made: Callable[[str, Any], T]) -> dict[str, T]:
@@ -222,11 +233,8 @@ def _device(name: str, given: object) -> DeviceSpeed:
 
 def _link(name: str, given: object) -> LinkSpeed:
     link = read.fields(given, "a link", ("step", "chunk", "by_device"))
-    if not isinstance(link["by_device"], bool):
-        raise ValueError("by_device is not true or false")
-    return LinkSpeed(
-        name, _curve("step", link["step"]), _curve("chunk", link["chunk"]), link["by_device"]
-    )
+    by_device = _flag(link["by_device"], "by_device")
+    return LinkSpeed(name, _curve("step", link["step"]), _curve("chunk", link["chunk"]), by_device)
 
 
 def _copies(name: str, given: object) -> CopySpeed:

@@ -36,9 +36,6 @@ from dflash_runtime.placement.box import Box
 
 _LOG = logging.getLogger(__name__)
 
-_LEAST_SHARE = 0.5
-"""Of the time, however long devices take to open, and their kernels to compile."""
-
 
 def gpus_of_machine() -> list[GpuDescription]:
     """All GPUs that a driver names, usable or not."""
@@ -66,7 +63,8 @@ def box_of_machine(
     """The box of these devices, by default as `devices_to_measure`, and a model.
 
     What is kept from before is used, unless `measures_all`. Devices that are lacking there are
-    measured, what plans need of them, within START_LIMIT_S, and that is logged.
+    measured, what plans need of them, within START_LIMIT_S once they are open and their kernels
+    compiled, and that is logged.
     Raises: as measure_box; SettingsError for a device that cannot be used.
     """
     gpus, kv_type = gpus_of_machine(), chosen_kv_type(settings.kv_type, read_spec(file))
@@ -81,7 +79,7 @@ def box_of_machine(
         # docs: no measurement of this device with such a model is kept; it is made now, and kept
         # for the next start
         _LOG.warning("measuring %s, which takes up to %.0f s", ", ".join(missing), START_LIMIT_S)
-    began_s, limit_s = time.monotonic(), LIMIT_S if measures_all else START_LIMIT_S
+    began_s = time.monotonic()
     with _opened(file, settings, devices, gpus, kv_type, on_progress) as opened:
         box = measure_box(
             file,
@@ -89,7 +87,7 @@ def box_of_machine(
             key=key,
             kv_type=kv_type,
             known=known,
-            limit_s=max(limit_s - (time.monotonic() - began_s), _LEAST_SHARE * limit_s),
+            limit_s=LIMIT_S if measures_all else START_LIMIT_S,
             for_plan=not measures_all,
             leaves_out=settings.device is None,
             on_progress=on_progress,
