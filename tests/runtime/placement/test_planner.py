@@ -460,7 +460,7 @@ def test_what_would_fit_is_named_if_the_context_does_not() -> None:
 def test_memory_for_the_trunk_that_is_none_beside_a_processor_is_refused_with_advice(
     more_mib: int,
 ) -> None:
-    """Experts elsewhere need memory on the GPU too: requests, and what experts are moved through."""
+    """Experts elsewhere need memory of the GPU too: for requests, and to be moved through."""
     wishes = Wishes(context=4096, device=GPU, chunk=256)
     footprint = situation(SPEC, box(GIB)).parents[0].footprint
     alone = footprint.needs(num_positions=4096, kv_type=KvType.F16, chunk=256).total
