@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,11 @@ class OurModel:
         before_s = self._engine.last_generation.decode_s
         self._take(self._run, num_tokens)
         return num_tokens / (self._engine.last_generation.decode_s - before_s)
+
+    def disk(self) -> dict[str, float]:
+        """What was read from the disk so far; empty if all experts are in memory."""
+        found = self._engine.stats().disk
+        return {} if found is None else asdict(found)
 
     def kv_bytes_per_position(self) -> int:
         """Bytes of one position's keys and values."""

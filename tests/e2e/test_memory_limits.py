@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from bench.memory_cgroup import memory_cgroup
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import read_spec
@@ -25,7 +26,6 @@ from dflash_runtime.placement.split import make_placement
 from support import moving_parent
 from support.emulated_gpu import TINY
 from support.faults import drop_from_memory, greedy
-from support.memory_cgroup import memory_cgroup
 from support.processes import START_S, cli_command, environment, wait_until
 from support.random_models import Qwen3MoeShape, write_qwen3moe
 

@@ -6,6 +6,7 @@ Weights are memory-mapped: a page is read from the disk when it is first accesse
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -118,6 +119,15 @@ class GgufFile(Metadata):
         end -= end % mmap.PAGESIZE
         if end > start:
             shard.mapping.madvise(mmap.MADV_DONTNEED, start, end - start)
+
+    def opened_directly(self, shard_index: int) -> int:
+        """A descriptor of the open shard for reads past the page cache, which the caller closes.
+
+        Raises: OSError where its file system has no such reads.
+        """
+        shard = self._shard(shard_index, 0, 0)
+        flags = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0)
+        return os.open(f"/proc/self/fd/{shard.file.fileno()}", flags)
 
     def require_unwritten(self) -> None:
         """Raises: ModelFileError if the file was written to since it was opened, so that the mapped

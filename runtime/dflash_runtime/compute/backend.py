@@ -26,6 +26,7 @@ from dflash_protocol.ring.compiled_experts import CompiledExperts
 from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.ring.segment import Segment
 from dflash_runtime.compute.asking import AskedOwners
+from dflash_runtime.compute.expert_arena import ExpertArena
 from dflash_runtime.compute.kv_cache import KvCache, KvType
 from dflash_runtime.compute.mail_trial import MailTrial
 from dflash_runtime.compute.model import Model
@@ -613,6 +614,16 @@ class ComputeBackend(Protocol):
         """Load the given experts; local id = position in `global_expert_ids`. [E_local]
 
         Banks share what they load of the same expert of the same file.
+        """
+
+    def bring_experts(
+        self, file: GgufFile, banks: Mapping[int, ExpertBank], *, num_bytes: int
+    ) -> ExpertArena | None:
+        """Keep as many experts of these banks in memory as `num_bytes` have room for, and read the
+        others from the disk when they are used; None if that is not for this backend. Call it
+        before the banks are used, or steps captured.
+
+        Raises: OSError where the file cannot be read so; ValueError for too little memory.
         """
 
     def drop_experts(self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:

@@ -24,6 +24,7 @@ from dflash_runtime.compute.backend import (
     RemoteExperts,
     argmax_of,
 )
+from dflash_runtime.compute.expert_arena import ExpertArena
 from dflash_runtime.compute.host_model import HostExperts, HostModel
 from dflash_runtime.compute.host_ops import Ops
 from dflash_runtime.compute.kv_cache import KvCache, KvType
@@ -161,6 +162,11 @@ class HostBackend:
 
     def new_stage(self, file: GgufFile, layers: Sequence[MoeLayer], most: int) -> None:
         """Return None: experts stay where the file is mapped."""
+
+    def bring_experts(
+        self, file: GgufFile, banks: Mapping[int, ExpertBank], *, num_bytes: int
+    ) -> ExpertArena | None:
+        return None
 
     def compile_banks(
         self, banks: Mapping[int, ExpertBank], *, max_tokens: int, max_experts_used: int

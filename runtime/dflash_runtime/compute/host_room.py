@@ -197,6 +197,15 @@ class HostRoom(Room):
         """Rows of a token in the largest layer, twice: results, and as products read them."""
         return 2 * _FLOAT * (self._spec.hidden_size + max(map(_columns, self._description.layers)))
 
+    def seldom_bytes(self, chunk: int) -> int:
+        """Of `needs`, what memory is seldom used for: an embedding of which steps read single rows,
+        and logits of all tokens of a chunk, for which pages of weights can be given up."""
+        ends = self._description.ends
+        logits = _FLOAT * (min(chunk, HEAD_ROWS) - 1) * self._spec.vocab_size
+        is_head = ends.head.weight.name == ends.embedding.name
+        embedding = 0 if is_head else self._file.tensor(ends.embedding.name).num_bytes
+        return logits + embedding
+
     @property
     def _bytes_of_pairs(self) -> int:
         """What a token's experts pass on, with the sums in float64."""

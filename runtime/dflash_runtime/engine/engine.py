@@ -24,6 +24,7 @@ from dflash_protocol.ids import F32Array, I32Array
 from dflash_protocol.placement import Placement
 from dflash_protocol.settings import DaemonSetting, Settings, load_settings
 from dflash_runtime.compute import MEMORY_ADVICE
+from dflash_runtime.compute.expert_arena import ArenaStats
 from dflash_runtime.engine.arguments import token_id_array, whole_number
 from dflash_runtime.engine.generation import (
     GeneratedToken,
@@ -70,6 +71,8 @@ class EngineStats:
     """How many chosen experts were local."""
     moves: MoveStats = field(default_factory=MoveStats)
     """Experts that were moved between this process's owners."""
+    disk: ArenaStats | None = None
+    """Experts that are read from the disk; None if all are in memory."""
 
 
 class Engine:
@@ -449,6 +452,7 @@ class Engine:
             runtime.selections(),
             replace(runtime.hits),
             MoveStats() if self._mover is None else self._mover.stats,
+            None if self._owners.arena is None else self._owners.arena.stats(),
         )
 
     def heat(self) -> Heat:

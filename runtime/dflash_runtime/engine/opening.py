@@ -29,13 +29,16 @@ from dflash_runtime.compute import (
     make_backend,
 )
 from dflash_runtime.compute.gpu.room import CONTEXT_BYTES
+from dflash_runtime.compute.host import PREFILL_CHUNK
+from dflash_runtime.compute.host_room import HostRoom
 from dflash_runtime.compute.kv_cache import KvType, chosen_kv_type
 from dflash_runtime.compute.model import Model
 from dflash_runtime.engine.arguments import choice, whole_number
 from dflash_runtime.engine.daemon_offers import classes_of, with_daemon_prices
-from dflash_runtime.engine.deciding import ask_daemons, decide
+from dflash_runtime.engine.deciding import Decision, ask_daemons, decide
 from dflash_runtime.engine.heat_keeper import HeatKeeper
 from dflash_runtime.engine.kernels_ahead import compile_kernels
+from dflash_runtime.engine.measuring.disk import is_in_memory
 from dflash_runtime.engine.planning import Planned
 from dflash_runtime.engine.predictions import Predictions
 from dflash_runtime.engine.tracing import ExpertTracer, open_tracer
@@ -47,6 +50,7 @@ from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 from dflash_runtime.experts.store import expert_tensor_types
 from dflash_runtime.experts.telemetry import PhaseStats
 from dflash_runtime.placement.footprint import Memory, Request, footprint, what_fits
+from dflash_runtime.placement.host_context import room_for_experts
 from dflash_runtime.placement.moves import MovePrices
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
 from dflash_runtime.placement.wishes import request_of, wishes_of
@@ -192,6 +196,7 @@ def open_model(
         host_backend=host_backend,
         settings=settings,
         offload=_offload_of(settings, planned, is_on_host=backend.is_host),
+        arena_bytes=_arena_bytes(decision) if backend.is_host and not names else None,
     )
     report("parent", "load", 0, 1)
     model = backend.load_model(file, describe(file))
@@ -223,6 +228,23 @@ def open_model(
         tracer,
         move_prices,
     )
+
+
+def _arena_bytes(decision: Decision) -> int | None:
+    """Memory for experts of a parent on the processor alone; None if it has room for all, or the
+    file is in memory anyway."""
+    file, spec, settings = decision.file, decision.spec, decision.settings
+    if any(is_in_memory(path) for path in file.shard_paths):
+        return None
+    room_bytes = room_for_experts(
+        HostRoom(file, spec, describe(file)),
+        Request(chosen_kv_type(settings.kv_type, spec), PREFILL_CHUNK),
+        num_positions=decision.num_positions,
+        most_bytes=wishes_of(settings).host_memory_bytes,
+    )
+    if room_bytes is None or room_bytes >= spec.moe.expert_bytes_total:
+        return None
+    return max(0, room_bytes)
 
 
 def _asked_in_steps(runtime: MoeExpertComputeRuntime) -> PhaseStats | None:

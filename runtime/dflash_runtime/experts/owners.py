@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.spec import ModelSpec
+from dflash_protocol.errors import one_line
 from dflash_protocol.placement import Placement
 from dflash_protocol.settings import Settings
 from dflash_runtime.compute import ComputeBackend, ExpertBank
+from dflash_runtime.compute.expert_arena import ExpertArena
 from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute
 from dflash_runtime.experts.daemons.connecting import Connected
 from dflash_runtime.experts.daemons.data_path import open_data_path
@@ -29,6 +33,8 @@ from dflash_runtime.experts.store import (
 from dflash_runtime.experts.telemetry import OwnerKind
 from dflash_runtime.placement.split import HOST_OWNER
 
+_LOG = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Owners:
@@ -38,6 +44,8 @@ class Owners:
     local_banks: dict[int, ExpertBank]
     """Experts of this process, by layer id."""
     events: EventLog
+    arena: ExpertArena | None = None
+    """Where they are brought to from the disk; None: they are in memory."""
 
 
 def give(
@@ -51,12 +59,14 @@ def give(
     host_backend: ComputeBackend,
     settings: Settings,
     offload: OffloadChoice,
+    arena_bytes: int | None = None,
 ) -> Owners:
     """Give the daemons their experts, and load those of this process: of its device, and of its
     processor.
 
-    `offload`: which of the others' experts its device computes in prompts. `undo` gets the banks
-    and the runtime.
+    `offload`: which of the others' experts its device computes in prompts. `arena_bytes`: memory
+    for experts of a parent on the processor that does not hold all; None: it does. `undo` gets the
+    banks and the runtime.
     Raises: DflashError if a daemon is unavailable.
     """
     links, events, is_required = connected.links, connected.events, settings.ipc_required
@@ -79,6 +89,7 @@ def give(
             checker = ReplyChecker(every, host_class, schedule)
     computes: list[ExpertCompute] = []
     device_owner: int | None = None
+    arena: ExpertArena | None = None
     local_banks: dict[int, ExpertBank] = {}
     for name, owned in owned_by.items():
         if name in links:
@@ -116,7 +127,16 @@ def give(
             host_backend.choose_threads(file, trial_pass(banks))
             computes.append(LocalExpertCompute(OwnerKind.LOCAL, banks, numeric_class=host_class))
         else:
-            local_banks = load_banks(backend, file, spec.moe, owned=owned, read_now=True)
+            local_banks = load_banks(
+                backend,
+                file,
+                spec.moe,
+                owned=owned,
+                read_now=True,
+                is_brought=arena_bytes is not None,
+            )
+            if arena_bytes is not None:
+                arena = _brought(undo, backend, file, local_banks, arena_bytes)
             if backend.is_host:  # a device tries them with the whole model
                 measure_pairs_per_second(local_banks.values(), batches=backend.trial_batches)
             device_owner = None if backend.is_host else len(computes)
@@ -141,7 +161,35 @@ def give(
         checks=None if checker is None else checker.schedule,
     )
     undo.callback(runtime.close)
-    return Owners(runtime, local_banks, events)
+    return Owners(runtime, local_banks, events, arena)
+
+
+def _brought(
+    undo: contextlib.ExitStack,
+    backend: ComputeBackend,
+    file: GgufFile,
+    banks: Mapping[int, ExpertBank],
+    num_bytes: int,
+) -> ExpertArena | None:
+    try:
+        arena = backend.bring_experts(file, banks, num_bytes=num_bytes)
+    except (OSError, ValueError) as error:
+        # docs: the file's disk, this system, or so little memory allows no reads past the page
+        # cache; the operating system reads pages as they are touched, which is much slower
+        _LOG.warning("experts are not read from the disk as a whole: %s", one_line(str(error)))
+        return None
+    if arena is not None:
+        undo.callback(arena.close)
+        stats, num_experts = arena.stats(), sum(bank.num_experts for bank in banks.values())
+        # docs: the machine's free memory, its memory cgroup, or --host-memory-mb is smaller than
+        # the experts
+        _LOG.warning(
+            "memory has room for %d of %d experts: the others are read from the disk when they are "
+            "used",
+            stats.num_slots,
+            num_experts,
+        )
+    return arena
 
 
 def is_any_local(settings: Settings) -> bool:

@@ -56,6 +56,7 @@ def load_banks(
     *,
     owned: OwnedExperts,
     read_now: bool,
+    is_brought: bool = False,
     parent_class: str = "",
 ) -> dict[int, ExpertBank]:
     """Make a bank for each layer in which experts are owned, as for a parent of this numeric class
@@ -63,12 +64,13 @@ def load_banks(
 
     `read_now` reads the owned byte ranges, and no others, into memory; otherwise they are read on
     first use, as suits a fallback that is rarely needed. Such banks raise ModelFileError if the
-    file was modified meanwhile.
+    file was modified meanwhile. `is_brought`: see `ComputeBackend.bring_experts`, which is called
+    with these banks; nothing is read now.
     """
     banks: dict[int, ExpertBank] = {}
     for layer_id, global_expert_ids in sorted(owned.by_layer.items()):
         layer = spec.by_layer_id[layer_id]
-        if read_now:
+        if read_now and not is_brought:
             _read_experts(file, layer, global_expert_ids)
         loaded = backend.load_experts(file, layer, global_expert_ids)
         bank = backend.bank_beside(parent_class, loaded)

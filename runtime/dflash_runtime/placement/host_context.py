@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from dflash_protocol.errors import SettingsError
-from dflash_runtime.compute.host_room import LEAST_PROCESS_BYTES, PROCESS_BYTES
+from dflash_runtime.compute.host_room import LEAST_PROCESS_BYTES, PROCESS_BYTES, HostRoom
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.memory import process_room
 from dflash_runtime.compute.room import Room
@@ -15,6 +15,9 @@ _LOG = logging.getLogger(__name__)
 
 _LEAST_CONTEXT = 256
 """Positions of a context that was not asked for, unless the model has fewer."""
+
+_SPARE, _LEAST_SPARE = 0.08, 64 << 20
+"""Of the memory that a process may use, what experts leave: to the page cache, and to others."""
 
 _FILE_PAGES = PROCESS_BYTES - LEAST_PROCESS_BYTES
 """Of libraries, which a process can be without for a moment."""
@@ -65,6 +68,20 @@ def context_on_host(
         f"keys and values; this process can have {_mib(left_bytes)}{beside}; "
         f"{other or 'no context fits'}"
     )
+
+
+def room_for_experts(
+    found: HostRoom, request: Request, *, num_positions: int, most_bytes: int | None = None
+) -> int | None:
+    """Memory that is left for experts of a parent on the processor beside all else, so that it
+    need not be taken from other programs; None if the system does not say. `most_bytes`: as in
+    `context_on_host`."""
+    rooms = [each for each in (process_room() or None, most_bytes) if each is not None]
+    if not rooms:
+        return None
+    needs = found.needs(num_positions=num_positions, kv_type=request.kv_type, chunk=request.chunk)
+    room_bytes, needed_bytes = min(rooms), needs.total - found.seldom_bytes(request.chunk)
+    return room_bytes - needed_bytes - max(_LEAST_SPARE, int(_SPARE * room_bytes))
 
 
 def require_daemon_room(found: Room, chunk: int) -> None:

@@ -22,6 +22,7 @@ from dflash_runtime.compute.cpu.compile.kernel_cache import keeping_in
 from dflash_runtime.compute.cpu.compile_ahead import OnProgress, compile_ahead, jobs_for, run_job
 from dflash_runtime.compute.cpu.compiled_banks import compile_banks
 from dflash_runtime.compute.cpu.experts import CpuExpertBank
+from dflash_runtime.compute.cpu.host_arena import HostArena
 from dflash_runtime.compute.cpu.kv_cache import CpuKvCache
 from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
@@ -100,6 +101,13 @@ class CpuBackend(HostBackend):
         self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array
     ) -> CpuExpertBank:
         return CpuExpertBank(file, layer, global_expert_ids, self._workers, self._scratch)
+
+    def bring_experts(
+        self, file: GgufFile, banks: Mapping[int, ExpertBank], *, num_bytes: int
+    ) -> HostArena:
+        ours = [bank for bank in banks.values() if isinstance(bank, CpuExpertBank)]
+        with keeping_in(self._cache_dir):
+            return HostArena(file, ours, num_bytes=num_bytes)
 
     def drop_experts(self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:
         """Do nothing: banks are views of the file."""

@@ -50,6 +50,7 @@ class CpuExpertBank:
             raise ValueError(f"expert ids must lie within 0..{layer.num_experts - 1}")
         self.layer = layer
         self.num_experts = int(ids.size)
+        self.global_expert_ids = ids
         self.has_all_experts = np.array_equal(ids, np.arange(layer.num_experts))
         """Whether it has all experts of the layer, under their global ids."""
         self.selections = np.zeros(layer.num_experts, np.int64)
@@ -90,6 +91,21 @@ class CpuExpertBank:
         self.words: I64Array = words
         """The layer's words of experts_kernel. Shapes: [NUM_LAYER_WORDS]."""
         self._arrays = addresses, layouts, scales, biases, activation
+
+    def come_from(self, arena_words: int, functions: tuple[int, int]) -> None:
+        """Have experts brought into memory when they are used (host_arena). Addresses change from
+        now on. Call it before steps are captured."""
+        self.words[[k.ARENA, k.ENTER_ARENA, k.LEAVE_ARENA]] = arena_words, *functions
+
+    def places(self, file: GgufFile) -> list[list[tuple[int, int, int]]]:
+        """Shard, offset and bytes of gate, up and down of each expert."""
+        return [
+            [
+                (*projection.place_of(expert), projection.num_bytes)
+                for projection in self.layer.projections
+            ]
+            for expert in self.global_expert_ids.tolist()
+        ]
 
     @property
     def addresses(self) -> I64Array:
@@ -138,7 +154,10 @@ class CpuExpertBank:
         *,
         stage: ExpertStage | None = None,
     ) -> None:
-        """Only addresses and scales change, in place."""
+        """Only addresses and scales change, in place. Not of a bank whose experts are brought from
+        the disk."""
+        if self.words[k.ARENA]:
+            raise ValueError("experts that come from the disk are not replaced")
         addresses, _, scales, biases, _ = self._arrays
         ids = global_expert_ids.astype(np.int64)
         for index, projection in enumerate(self.layer.projections):

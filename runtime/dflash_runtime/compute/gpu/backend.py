@@ -37,6 +37,7 @@ from dflash_runtime.compute.backend import (
     argmax_of,
     sums_of,
 )
+from dflash_runtime.compute.expert_arena import ExpertArena
 from dflash_runtime.compute.gpu.chunk_room import GROUP_TOKENS, MAX_CHUNK, scratch_of_chunk
 from dflash_runtime.compute.gpu.device.binary_cache import BinaryCache
 from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
@@ -267,6 +268,11 @@ class CupyBackend:
             uploader=self.loader.uploader,
             lock=self._lock,
         )
+
+    def bring_experts(
+        self, file: GgufFile, banks: Mapping[int, ExpertBank], *, num_bytes: int
+    ) -> ExpertArena | None:
+        return None
 
     def drop_experts(self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:
         """A bank's memory is freed with it; this returns it to the driver."""

@@ -68,7 +68,7 @@ def measure_disk(
 
     None if the file cannot be read so, is too small to tell, or lies in memory.
     """
-    if _is_in_memory(path):
+    if is_in_memory(path):
         return None
     num_bytes = min(_LARGEST_READ, max(_BLOCK, -(-expert_bytes // _BLOCK) * _BLOCK))
     left, points, num_left = TimeLeft(limit_s), list[tuple[float, float]](), _MOST_BYTES
@@ -116,7 +116,7 @@ def _rate(
         return num_read / max(time.perf_counter() - began_s, 1e-9), num_read
 
 
-def _is_in_memory(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
+def is_in_memory(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
     """Whether a file's file system has no disk; False if unknown."""
     with contextlib.suppress(OSError, ValueError):
         device = path.stat().st_dev

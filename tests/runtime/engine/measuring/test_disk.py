@@ -18,7 +18,7 @@ SIZE = 8 << 20
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file; wherever it lies counts as a disk."""
-    monkeypatch.setattr(disk, "_is_in_memory", lambda path: False)
+    monkeypatch.setattr(disk, "is_in_memory", lambda path: False)
     place = tmp_path / "file"
     place.write_bytes(os.urandom(SIZE))
     return place
@@ -82,7 +82,7 @@ def test_file_systems_in_memory(tmp_path: Path) -> None:
         mounts.write_text(
             f"22 1 9999:1 / / rw - btrfs x rw\n23 1 {place} / /x rw shared:1 - {kind} y rw\n"
         )
-        assert disk._is_in_memory(path, mounts) is expected
+        assert disk.is_in_memory(path, mounts) is expected
     mounts.write_bytes(b"\xff - \n - - -\n")
-    assert not disk._is_in_memory(path, mounts)
-    assert not disk._is_in_memory(path, tmp_path / "none")
+    assert not disk.is_in_memory(path, mounts)
+    assert not disk.is_in_memory(path, tmp_path / "none")

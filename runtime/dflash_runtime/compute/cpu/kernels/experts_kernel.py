@@ -65,6 +65,9 @@ from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES
     FFN_Q8_BYTES,  # of a row of activations as q8 blocks, or 0 if none are needed
     SCRATCH_BYTES,  # of one thread
     NUM_THREADS,
+    ARENA,  # words of arena_tasks that say where experts come from, or 0: they are in memory
+    ENTER_ARENA,  # the functions to call before experts are used, and after, if there is an arena
+    LEAVE_ARENA,
     QUANTISE_STEP,  # the function, if decode steps are in step order (step_order), or 0
     QUANTISE,  # the function, and the phases
     QUANTISE_HIDDEN_TASK,
@@ -91,9 +94,9 @@ from dflash_runtime.compute.cpu.weights.rows import ROW_BYTES
     SCRATCH,  # [threads, SCRATCH_BYTES]
     COLUMNS_DONE,  # a function (these words, first, end) to call for columns of OUT once they are
     # complete, by the thread that has computed them; or 0
-) = range(35)
+) = range(38)
 
-NUM_ARGUMENTS = 35
+NUM_ARGUMENTS = 38
 NUM_LAYER_WORDS = HIDDEN
 FEW_PAIRS = 64
 """Up to this many pairs' activations are quantised by the threads, three or more, that compute
@@ -462,6 +465,8 @@ def _run_experts(args: int, counter: int, pool: int) -> int:
     # Cheap next to the products, and no bug of a caller makes a kernel read outside the mapping.
     if not _is_sound(args):
         return 0
+    if get(args, ARENA) != 0:
+        call_task(get(args, ENTER_ARENA), args, counter, pool)
     num_tokens = get(args, NUM_TOKENS)
     if get(args, HIDDEN_Q8_BYTES) != 0:
         few = num_tokens <= FEW_TOKENS
@@ -476,6 +481,8 @@ def _run_experts(args: int, counter: int, pool: int) -> int:
         few = v.load_i32(get(args, GROUP_STARTS) + 4 * get(args, NUM_GROUPS)) <= VERY_FEW_PAIRS
         run_on(0 if few else pool, get(args, QUANTISE_ACTIVATIONS_TASK), args, counter)
     run_region(pool, get(args, DOWN_TASK), args, counter)
+    if get(args, ARENA) != 0:
+        call_task(get(args, LEAVE_ARENA), args, counter, pool)
     return 1
 
 

@@ -1,7 +1,7 @@
-"""System calls of compiled code: clocks, core affinity, sleep and wake-up.
+"""System calls of compiled code: clocks, core affinity, sleep and wake-up, reads of files.
 
-Calls functions of the C library by name. Where there is no Linux, sleep is a timeout and cores are
-unknown.
+Calls functions of the C library by name. Where there is no Linux, sleep is a timeout, cores are
+unknown, and reads are refused.
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ _CLOCK_OF_THREAD = 6  # in the lowest three bits, below the complement of its id
 _FUTEX_SYSCALL = {"x86_64": 202, "aarch64": 98}
 _FUTEX_WAIT_PRIVATE, _FUTEX_WAKE_PRIVATE = 128, 129
 _ALL_WAITERS = (1 << 31) - 1
+READ_SYSCALLS = {
+    "x86_64": {"setup": 206, "destroy": 207, "getevents": 208, "submit": 209},
+    "aarch64": {"setup": 0, "destroy": 1, "submit": 2, "getevents": 4},
+}
+"""Linux's asynchronous reads (io_setup(2) and those beside it), by machine."""
 _NAP_US = 100
 
 _TIME = ir.ArrayType(I64, 2)  # seconds, nanoseconds
@@ -122,6 +127,28 @@ def emit_wake(builder: Any, address: Any) -> None:
         builder.call(_syscall(builder), [I64(number), *arguments])
 
 
+def emit_submit_read(builder: Any, context: Any, pointer: Any) -> Any:
+    """Begin the read that the control block at `*pointer` says; 1, or what refused it."""
+    number = READ_SYSCALLS.get(_machine(builder), {}).get("submit")
+    if number is None or not _is_linux(builder):
+        return I64(-1)
+    return builder.call(_syscall(builder), [I64(number), context, I64(1), pointer])
+
+
+def emit_ended_reads(builder: Any, context: Any, most: Any, events: Any, timeout_ms: Any) -> Any:
+    """Wait for a read that has ended, and write up to `most` of these to `events`; their number, 0
+    after a timeout (< 1 s), negative for what refused it."""
+    number = READ_SYSCALLS.get(_machine(builder), {}).get("getevents")
+    if number is None or not _is_linux(builder):
+        return I64(-1)
+    time = cgutils.alloca_once(builder, _TIME)
+    builder.store(I64(0), _item(builder, time, I32(0)))
+    builder.store(builder.mul(timeout_ms, I64(10**6)), _item(builder, time, I32(1)))
+    until = builder.ptrtoint(time, I64)
+    arguments = [context, I64(1), most, events, until]
+    return builder.call(_syscall(builder), [I64(number), *arguments])
+
+
 pause = primitive(void)(emit_pause)
 monotonic_ns = primitive(i64)(emit_monotonic_ns)
 cpu_ns = primitive(i64, i64)(emit_cpu_ns)
@@ -130,6 +157,8 @@ leave_core = primitive(void, i64)(emit_leave_core)
 fetch_thread = primitive(void, i64, i64)(emit_fetch_thread)
 sleep_while = primitive(void, i64, i64, i64)(emit_sleep_while)
 wake = primitive(void, i64)(emit_wake)
+submit_read = primitive(i64, i64, i64)(emit_submit_read)
+ended_reads = primitive(i64, i64, i64, i64, i64)(emit_ended_reads)
 
 
 def _machine(builder: Any) -> str:

@@ -1,4 +1,4 @@
-"""Memory cgroups that tests make within their own, or version 2 beside it where that may be."""
+"""Memory cgroups of tests and benches, within their own, or version 2 beside it if that may be."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ class MemoryCgroup:
         """`command`, run within it."""
         procs = self.folder / "cgroup.procs"
         return ["sh", "-c", f'echo 0 > "{procs}" && exec "$@"', "sh", *command]
+
+    def enter(self) -> None:
+        """Move this process into it."""
+        (self.folder / "cgroup.procs").write_text("0")
 
     @property
     def limit(self) -> Path:

@@ -1,0 +1,172 @@
+"""A model that is larger than memory, on the processor: our engine beside llama.cpp, which maps it.
+
+Each side runs alone in a memory cgroup, turn by turn, with the file dropped from the page cache
+before. In a turn it opens the file, decodes after a prompt, and reads another prompt, cold and, as
+far as memory goes, warm. Before each turn of ours the disk itself is measured: direct reads of an
+expert's size, as many at a time as are fastest.
+
+The file needs planted routing, and a disk (not tmpfs):
+  python -m bench.random_moe q4_k_m --layers 8 --routing qwen3 --out m8.gguf
+
+Examples:
+  python -m bench.disk_tier --model m8.gguf --save
+  python -m bench.disk_tier --model m8.gguf --part 0.25 --rounds 1
+  python -m bench.disk_tier --model m8.gguf --part 2          all of it fits
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.build_peer import VARIANTS, build, build_record
+from bench.memory_cgroup import MemoryCgroup, memory_cgroup
+from bench.options import add_save_option, add_threads_option, bench_parser
+from bench.our_model import OurModel
+from bench.peer_model import peer_model
+from bench.planted_routing import Walk
+from bench.report import finish, head, table
+from bench.sides import Side
+
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.registry import read_spec
+from dflash_runtime.engine.measuring.disk import measure_disk
+
+_GIB, _MIB = 1 << 30, 1 << 20
+_BEFORE, _PROMPT = 448, 512
+_DISK_S = 3.0
+OURS, PEER = "ours", "llama.cpp"
+GOALS = {"decode": 2.0, "prompt": 3.0}
+"""Ours ÷ llama.cpp that is wanted."""
+COLUMNS = ["", "ours", "llama.cpp", "ours ÷ llama.cpp", "wanted"]
+
+
+def within(
+    group: MemoryCgroup, factory: Callable[..., object], *args: Any, **kwargs: Any
+) -> object:
+    """An object whose process has entered a memory cgroup first."""
+    group.enter()
+    return factory(*args, **kwargs)
+
+
+def dropped(path: Path) -> None:
+    """Drop a file from the page cache."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+class DiskBench:
+    """Turns of both sides with one file."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._path, self._options = Path(options.model), options
+        self._walk = Walk.of_file(self._path)
+        self._limit = int(options.part * self._path.stat().st_size)
+        with GgufFile.open(self._path) as file:
+            self._expert_bytes = max(each.expert_bytes for each in read_spec(file).moe.layers)
+        self.rates: dict[str, dict[str, list[float]]] = {}
+        """Tokens per second by work and side."""
+        self.disk: list[dict[str, float]] = []
+        """Of each turn of ours: bytes a second of the disk itself, and of
+        a prompt, by all its time; and counts."""
+
+    def turn(self, name: str, number: int) -> None:
+        """One side opens the file, and works."""
+        options = self._options
+        dropped(self._path)
+        common: dict[str, Any] = {
+            "num_threads": options.threads,
+            "context": 2048,
+            "kv_type": "f16",
+        }
+        if name == OURS:
+            own_rate = self._disk_rate()
+            arguments: tuple[Any, ...] = (OurModel, self._path)
+        else:
+            arguments = peer_model, build(options.peer), self._path
+            common["repack"] = False
+        step = len(self._walk.token_ids) // (2 * options.rounds + 2)
+        text = self._walk.stretch(2 * step * number, _BEFORE + options.tokens)
+        prompt = self._walk.stretch(step * (2 * number + 1), _PROMPT)
+        following: Any = options.tokens if name == OURS else text[_BEFORE:]
+        with (
+            memory_cgroup(self._limit) as group,
+            Side(name, within, group, *arguments, **common) as side,
+        ):
+            assert group is not None, "no memory cgroup may be made here"
+            self._add("decode", name, side.call("decode_after", text[:_BEFORE], following))
+            before = side.call("disk") if name == OURS else {}
+            speed = side.call("prefill", prompt)
+            found = side.call("disk") if name == OURS else {}
+            self._add("prompt", name, speed)
+            self._add("the same prompt again", name, side.call("prefill", prompt))
+            if found:
+                num_bytes = found["read_bytes"] - before["read_bytes"]
+                rate = num_bytes * speed / len(prompt)
+                self.disk.append({"own": own_rate, "read": rate, **found})
+            if group.num_kills:
+                raise RuntimeError(f"{name} was killed for lack of memory")
+
+    def _disk_rate(self) -> float:
+        found = measure_disk(self._path, expert_bytes=self._expert_bytes, limit_s=_DISK_S)
+        return 0.0 if found is None else max(rate for _, rate in found.points)
+
+    def _add(self, work: str, name: str, rate: float) -> None:
+        print(f"  {name}, {work}: {rate:,.1f} tokens/s", flush=True)
+        self.rates.setdefault(work, {}).setdefault(name, []).append(rate)
+
+    def rows(self) -> list[list[str]]:
+        """Medians of tokens per second, and what reads reached."""
+        rows = []
+        for work, by_side in self.rates.items():
+            cells = [statistics.median(by_side[name]) if name in by_side else None
+                     for name in (OURS, PEER)]  # fmt: skip
+            shown = ["" if each is None else f"{each:,.1f}" for each in cells]
+            ratio = "" if None in cells else f"{cells[0] / cells[1]:.2f}"  # type: ignore[operator]
+            rows.append([f"{work}, tokens/s", *shown, ratio, str(GOALS.get(work, ""))])
+        if self.disk:
+            own, read = (
+                statistics.median(each[key] / 1e6 for each in self.disk) for key in ("own", "read")
+            )
+            rows.append(["reads of a prompt, MB/s", f"{read:,.0f}", "", "", ""])
+            rows.append(["the disk, MB/s", f"{own:,.0f}", "", f"{read / own:.2f}", "0.8"])
+        return rows
+
+
+def main() -> None:
+    """Print the table, and save it with `--save`."""
+    parser = bench_parser(__file__, __doc__)
+    parser.add_argument("--model", type=Path, required=True, help="a file with planted routing")
+    parser.add_argument("--part", type=float, default=0.5, help="of the file's size (default 0.5)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns a side (default 3)")
+    parser.add_argument("--tokens", type=int, default=32, help="of a decode (default 32)")
+    parser.add_argument("--only", choices=("ours", "peer"), help="one side alone")
+    parser.add_argument("--peer", choices=tuple(VARIANTS), default="native")
+    add_threads_option(parser)
+    add_save_option(parser)
+    options = parser.parse_args()
+    bench = DiskBench(options)
+    names = {"ours": [OURS], "peer": [PEER]}.get(options.only or "", [OURS, PEER])
+    for number in range(options.rounds):
+        for name in names[:: 1 if number % 2 else -1]:
+            print(f"round {number + 1}, {name}")
+            bench.turn(name, number)
+    record = head("A model larger than memory")
+    record["model"] = {"name": options.model.name, "bytes": options.model.stat().st_size}
+    record |= {"part": options.part, "threads": options.threads}
+    record |= {"tokens_per_s": bench.rates, "disk": bench.disk}
+    if PEER in names:
+        record["peer"] = build_record(build(options.peer))
+    finish("disk-tier", record, table(COLUMNS, bench.rows()), options.save)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,296 @@
+"""Brings a batch's experts from the disk into slots of an arena, before they are multiplied.
+
+All of a layer's experts that are missing are read at once, in parts, past the page cache. A batch
+that uses most of a layer, such as a prompt's chunk, has those of the next layer read while it is
+computed, as far as there are slots. Of the
+experts in slots those leave that were used least, older uses counting less: a use counts
+2 ** (its layer's call / half-life), of which a key is the logarithm, so that keys of experts that
+are not used need no change. What this batch needs does not leave. Where a read fails, or there is
+no slot, the expert is used where the file is mapped.
+
+A read that takes longer than the limit ends all further ones, as its memory may be written later.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+from dflash_runtime.compute.cpu.compile.compiling import RowFunction, compile_task, helper
+from dflash_runtime.compute.cpu.kernels import experts_kernel as k
+from dflash_runtime.compute.cpu.kernels.words import get
+from dflash_runtime.compute.cpu.simd import vectors as v
+from dflash_runtime.compute.cpu.simd.atomics import atomic_replace, atomic_store
+from dflash_runtime.compute.cpu.threads import system
+
+(
+    LOCK, CONTEXT, REQUESTS, PENDING, EVENTS, FREE, NUM_FREE, SLOTS, NUM_SLOTS, MEMORY, SLOT_BYTES,
+    LIMIT_NS, CALL, IS_BROKEN, FOUND, MISSED, READ_BYTES, WAITED_NS, FAILED, NUM_LAYERS,
+) = range(20)  # fmt: skip
+"""Words of an arena: a lock that a batch holds; the kernel's queue of reads; control blocks of
+reads, what each is for (PENDING_WORDS), ended ones as the kernel tells them; numbers of unused
+control blocks; slots (SLOT_WORDS), their memory, bytes of one; how long a read may take; the
+batch's number; not 0: nothing more is read; counts; and how many
+layers there are."""
+NUM_WORDS = 20
+
+LAYER, EXPERT, USED_AT, HAS_FAILED, NUM_PENDING = range(5)
+"""Words of a slot: words of its expert's layer, or 0 if it is empty; the expert; the last batch
+that uses it; whether a part of what is read could not be; parts that are on their way."""
+SLOT_WORDS = 5
+
+ARENA, ADDRESSES, MAPPED, PLACES, SLOT_OF, KEYS, NUM_CALLS, NEXT, NUM_EXPERTS = range(9)
+"""Words of a layer: its arena; where experts are now, and in the mapped file, [E, 3]; where they
+lie in files, [E, 3] of PLACE_WORDS; their slots, negative for none, [E]; keys, [E] float64; how
+often it was called; the next layer, or 0; how many experts it has."""
+LAYER_WORDS = 9
+
+DESCRIPTOR, OFFSET, NUM_BYTES = range(3)
+PLACE_WORDS = 3
+
+SLOT, NEEDED = range(2)
+"""Of a pending read: its slot, and the bytes that it must bring."""
+PENDING_WORDS = 2
+
+MOST_PENDING = 1024
+MOST_AT_ONCE = 64
+"""Ended reads that are asked for at once."""
+PART_BYTES = 512 << 10
+BLOCK = 4096
+"""Offsets, sizes and addresses are multiples of this, as direct reads want."""
+REQUEST_BYTES, EVENT_BYTES = 64, 32
+"""Of the kernel's struct iocb and struct io_event."""
+
+HALF_LIFE = 64.0
+"""Of a layer's calls, after which a use counts half; see docs/worklog.md."""
+_RATE = math.log(2.0) / HALF_LIFE
+_OLDEST = 40.0
+"""Uses whose keys are so much smaller add nothing."""
+_SOON = 0.1
+_TURN_MS = 100
+_MOST_OF_A_LAYER = 0.75
+
+
+@helper
+def _slot(arena: int, slot: int) -> int:
+    return get(arena, SLOTS) + 8 * SLOT_WORDS * slot  # type: ignore[no-any-return]
+
+
+@helper
+def _expert(args: int, group: int) -> int:
+    return v.load_i32(get(args, k.EXPERT_IDS) + 4 * group)  # type: ignore[no-any-return]
+
+
+@helper
+def _slot_of(layer: int, expert: int) -> int:
+    return v.load_i64(get(layer, SLOT_OF) + 8 * expert)  # type: ignore[no-any-return]
+
+
+@helper
+def _note_use(layer: int, expert: int, now: float) -> None:
+    place = get(layer, KEYS) + 8 * expert
+    before = v.load_double(place) - now
+    if before > _OLDEST:
+        return
+    key = now
+    if before > -_OLDEST:
+        key += math.log(1.0 + math.exp(before))
+    v.store_double(place, key)
+
+
+@helper
+def _leave_slot(arena: int, slot: int) -> None:
+    """Its expert is used where the file is mapped from now on."""
+    words = _slot(arena, slot)
+    layer, expert = get(words, LAYER), get(words, EXPERT)
+    if layer == 0:
+        return
+    v.store_i64(get(layer, SLOT_OF) + 8 * expert, -1)
+    for projection in range(3):
+        place = 8 * (3 * expert + projection)
+        v.store_i64(get(layer, ADDRESSES) + place, v.load_i64(get(layer, MAPPED) + place))
+    v.store_i64(words + 8 * LAYER, 0)
+
+
+@helper
+def _least_used(arena: int) -> int:
+    """An empty slot, or the one whose expert was used least; negative if this batch needs all."""
+    call, best, least = get(arena, CALL), -1, math.inf
+    for slot in range(get(arena, NUM_SLOTS)):
+        words = _slot(arena, slot)
+        layer = get(words, LAYER)
+        if layer == 0:
+            return slot
+        if get(words, USED_AT) != call and get(words, NUM_PENDING) == 0:
+            key = v.load_double(get(layer, KEYS) + 8 * get(words, EXPERT))
+            key -= _RATE * get(layer, NUM_CALLS)  # how often layers were called may differ
+            # Of experts that were used as often, those of layers that come soon stay.
+            key += _SOON * min(1.0, (call - get(words, USED_AT)) / get(arena, NUM_LAYERS))
+            if key < least:
+                best, least = slot, key
+    return best
+
+
+@helper
+def _reap(arena: int) -> None:
+    """Wait for a read that has ended, or for the limit, after which there are no more."""
+    end_ns = system.monotonic_ns() + get(arena, LIMIT_NS)
+    num_ended = 0
+    while num_ended <= 0:
+        num_ended = system.ended_reads(
+            get(arena, CONTEXT), MOST_AT_ONCE, get(arena, EVENTS), _TURN_MS
+        )
+        if num_ended <= 0 and system.monotonic_ns() >= end_ns:
+            v.store_i64(arena + 8 * IS_BROKEN, 1)
+            return
+    for index in range(num_ended):
+        event = get(arena, EVENTS) + EVENT_BYTES * index
+        request, result = v.load_i64(event), v.load_i64(event + 16)
+        pending = get(arena, PENDING) + 8 * PENDING_WORDS * request
+        words = _slot(arena, get(pending, SLOT))
+        v.store_i64(words + 8 * NUM_PENDING, get(words, NUM_PENDING) - 1)
+        if result < get(pending, NEEDED):
+            v.store_i64(words + 8 * HAS_FAILED, 1)
+        num_free = get(arena, NUM_FREE)
+        v.store_i64(get(arena, FREE) + 8 * num_free, request)
+        v.store_i64(arena + 8 * NUM_FREE, num_free + 1)
+
+
+@helper
+def _read_part(
+    arena: int, slot: int, descriptor: int, part: tuple[int, int, int], needed: int
+) -> None:
+    """`part`: address, offset in the file, bytes; `needed`: fewer at the end of the file."""
+    address, offset, num_bytes = part
+    while get(arena, NUM_FREE) == 0 and get(arena, IS_BROKEN) == 0:
+        _reap(arena)
+    words = _slot(arena, slot)
+    if get(arena, IS_BROKEN) != 0:
+        v.store_i64(words + 8 * HAS_FAILED, 1)
+        return
+    num_free = get(arena, NUM_FREE) - 1
+    request = v.load_i64(get(arena, FREE) + 8 * num_free)
+    pending = get(arena, PENDING) + 8 * PENDING_WORDS * request
+    v.store_i64(pending + 8 * SLOT, slot)
+    v.store_i64(pending + 8 * NEEDED, needed)
+    # struct iocb: data, key and flags, opcode (0: read) and priority, descriptor, buffer, bytes,
+    # offset, and what stays 0.
+    block = get(arena, REQUESTS) + REQUEST_BYTES * request
+    v.store_i64(block, request)
+    v.store_i64(block + 16, descriptor << 32)
+    v.store_i64(block + 24, address)
+    v.store_i64(block + 32, num_bytes)
+    v.store_i64(block + 40, offset)
+    pointer = get(arena, REQUESTS) + REQUEST_BYTES * MOST_PENDING
+    v.store_i64(pointer, block)
+    if system.submit_read(get(arena, CONTEXT), pointer) == 1:
+        v.store_i64(words + 8 * NUM_PENDING, get(words, NUM_PENDING) + 1)
+        v.store_i64(arena + 8 * NUM_FREE, num_free)
+        v.store_i64(arena + 8 * READ_BYTES, get(arena, READ_BYTES) + num_bytes)
+    else:
+        v.store_i64(words + 8 * HAS_FAILED, 1)
+
+
+@helper
+def _begin_reads(arena: int, layer: int, expert: int, slot: int) -> None:
+    """Read an expert into a slot, whose addresses it has from now on."""
+    at = get(arena, MEMORY) + get(arena, SLOT_BYTES) * slot
+    for projection in range(3):
+        place = get(layer, PLACES) + 8 * PLACE_WORDS * (3 * expert + projection)
+        offset = get(place, OFFSET)
+        end = offset + get(place, NUM_BYTES)
+        begin = offset // BLOCK * BLOCK
+        v.store_i64(get(layer, ADDRESSES) + 8 * (3 * expert + projection), at + offset - begin)
+        while begin < end:
+            num_bytes = min(PART_BYTES, (end - begin + BLOCK - 1) // BLOCK * BLOCK)
+            part = at, begin, num_bytes
+            _read_part(arena, slot, get(place, DESCRIPTOR), part, min(num_bytes, end - begin))
+            at, begin = at + num_bytes, begin + num_bytes
+
+
+@helper
+def _bring(arena: int, layer: int, expert: int, waits: bool) -> bool:
+    """Begin to read an expert that has no slot; False if there is none for it. `waits`: for one
+    whose expert is still on its way."""
+    slot = _least_used(arena)
+    while waits and slot < 0 and get(arena, NUM_FREE) < MOST_PENDING and get(arena, IS_BROKEN) == 0:
+        _reap(arena)
+        slot = _least_used(arena)
+    if slot < 0 or get(arena, IS_BROKEN) != 0:
+        return False
+    _leave_slot(arena, slot)
+    words = _slot(arena, slot)
+    v.store_i64(words + 8 * LAYER, layer)
+    v.store_i64(words + 8 * EXPERT, expert)
+    v.store_i64(words + 8 * USED_AT, get(arena, CALL))
+    v.store_i64(words + 8 * HAS_FAILED, 0)
+    v.store_i64(get(layer, SLOT_OF) + 8 * expert, slot)
+    _begin_reads(arena, layer, expert, slot)
+    return True
+
+
+@helper
+def _await(arena: int, slot: int) -> bool:
+    """Wait until all of a slot's expert has arrived; whether it can be used there."""
+    words = _slot(arena, slot)
+    while get(words, NUM_PENDING) != 0 and get(arena, IS_BROKEN) == 0:
+        _reap(arena)
+    return get(words, NUM_PENDING) == 0 and get(words, HAS_FAILED) == 0  # type: ignore[no-any-return]
+
+
+@helper
+def _look_ahead(arena: int, layer: int) -> None:
+    """Begin to read a layer's experts, in the order of the file."""
+    for expert in range(get(layer, NUM_EXPERTS)):
+        if _slot_of(layer, expert) < 0 and not _bring(arena, layer, expert, False):
+            return
+
+
+def _enter(args: int, counter: int, pool: int) -> None:
+    """Called before a batch is computed; `_leave` must be called after it."""
+    layer = get(args, k.ARENA)
+    arena = get(layer, ARENA)
+    while not atomic_replace(arena + 8 * LOCK, 0, 1):
+        system.sleep_while(arena + 8 * LOCK, 1, 1000)
+    began_ns = system.monotonic_ns()
+    call, num_calls = get(arena, CALL) + 1, get(layer, NUM_CALLS) + 1
+    v.store_i64(arena + 8 * CALL, call)
+    v.store_i64(layer + 8 * NUM_CALLS, num_calls)
+    num_groups, num_found = get(args, k.NUM_GROUPS), 0
+    for group in range(num_groups):
+        expert = _expert(args, group)
+        _note_use(layer, expert, _RATE * num_calls)
+        slot = _slot_of(layer, expert)
+        if slot >= 0:
+            words = _slot(arena, slot)
+            num_found += 1 if get(words, NUM_PENDING) == 0 else 0
+            v.store_i64(words + 8 * USED_AT, call)
+    v.store_i64(arena + 8 * FOUND, get(arena, FOUND) + num_found)
+    v.store_i64(arena + 8 * MISSED, get(arena, MISSED) + num_groups - num_found)
+    has_room = True
+    for group in range(num_groups):
+        expert = _expert(args, group)
+        if has_room and _slot_of(layer, expert) < 0:
+            has_room = _bring(arena, layer, expert, True)
+    for group in range(num_groups):
+        slot = _slot_of(layer, _expert(args, group))
+        if slot < 0 or not _await(arena, slot):
+            v.store_i64(arena + 8 * FAILED, get(arena, FAILED) + 1)
+            if slot >= 0:
+                _leave_slot(arena, slot)
+    v.store_i64(arena + 8 * WAITED_NS, get(arena, WAITED_NS) + system.monotonic_ns() - began_ns)
+    is_most = num_groups >= _MOST_OF_A_LAYER * get(layer, NUM_EXPERTS)
+    if is_most and get(layer, NEXT) != 0 and has_room:
+        _look_ahead(arena, get(layer, NEXT))
+
+
+def _leave(args: int, counter: int, pool: int) -> None:
+    lock = get(get(args, k.ARENA), ARENA) + 8 * LOCK
+    atomic_store(lock, 0)
+    system.wake(lock)
+
+
+@cache
+def arena_functions() -> tuple[RowFunction, RowFunction]:
+    """What a bank's words name: see `_enter` and `_leave`."""
+    return compile_task(_enter), compile_task(_leave)

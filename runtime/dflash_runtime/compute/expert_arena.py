@@ -1,0 +1,32 @@
+"""Experts that are read from the disk when they are used: what a backend tells of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaStats:
+    """What an arena has done so far."""
+
+    num_slots: int
+    """Experts that it has room for."""
+    found: int
+    """Experts of batches that were there."""
+    missed: int
+    failed: int
+    """Of these, used where the file is mapped, as a read failed or took too long."""
+    read_bytes: int
+    read_s: float
+    """In which batches waited."""
+
+
+class ExpertArena(Protocol):
+    """Memory for some of the experts of a file; see `ComputeBackend.bring_experts`."""
+
+    def stats(self) -> ArenaStats:
+        """Counts so far."""
+
+    def close(self) -> None:
+        """Its banks must not be used again. Idempotent."""

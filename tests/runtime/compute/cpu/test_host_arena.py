@@ -1,0 +1,234 @@
+"""Experts that are read from the disk when they are used: the same bits, whatever is there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.spec import MoeLayer
+from dflash_protocol.batch import RoutedBatch, group_by_expert
+from dflash_protocol.ids import F64Array, I32Array, Phase
+from dflash_runtime.compute.cpu import CpuBackend
+from dflash_runtime.compute.cpu.experts import CpuExpertBank
+from dflash_runtime.compute.cpu.host_arena import HostArena
+from dflash_runtime.compute.cpu.kernels import arena_tasks as t
+from support.examples import examples
+from support.random_models import Qwen3MoeShape, write_qwen3moe
+
+SHAPE = Qwen3MoeShape(
+    "of several layers",
+    num_layers=3,
+    hidden_size=64,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=32,
+    num_experts=8,
+    num_experts_used=2,
+    ffn_size=96,
+    vocab_size=300,
+    context_length=64,
+)
+E, K, LAYERS = SHAPE.num_experts, SHAPE.num_experts_used, SHAPE.num_layers
+
+
+@dataclass(frozen=True)
+class Rig:
+    """Banks of all layers, in memory and brought from the disk, with the arena of these."""
+
+    file: GgufFile
+    there: list[CpuExpertBank]
+    brought: list[CpuExpertBank]
+    arena: HostArena
+
+    def check(self, layer: int, batch: RoutedBatch) -> None:
+        expected, found = (result(banks[layer], batch) for banks in (self.there, self.brought))
+        np.testing.assert_array_equal(found, expected)
+
+
+def result(bank: CpuExpertBank, batch: RoutedBatch) -> F64Array:
+    out = np.zeros(batch.hidden.shape)
+    bank.accumulate(batch, out)
+    return out
+
+
+def batch_of(chosen: I32Array, seed: int = 0, phase: Phase = Phase.DECODE) -> RoutedBatch:
+    """Shapes: chosen [T, K]."""
+    rng, num_tokens = np.random.default_rng(seed), chosen.shape[0]
+    return group_by_expert(
+        rng.standard_normal((num_tokens, SHAPE.hidden_size)).astype(np.float32),
+        np.repeat(np.arange(num_tokens, dtype=np.int32), chosen.shape[1]),
+        chosen.reshape(-1),
+        weights=rng.random(chosen.size).astype(np.float32),
+        phase=phase,
+    )
+
+
+def tokens(num_tokens: int, seed: int) -> I32Array:
+    rng = np.random.default_rng(seed)
+    return np.stack([rng.choice(E, K, replace=False) for _ in range(num_tokens)]).astype(np.int32)
+
+
+@pytest.fixture(scope="module", params=["Q8_0", "Q4_0"])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    return write_qwen3moe(folder / "m.gguf", SHAPE, seed=3, tensor_type=request.param)
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[CpuBackend]:
+    with contextlib.closing(CpuBackend(num_threads=2)) as backend:
+        yield backend
+
+
+@contextlib.contextmanager
+def rig_of(path: Path, backend: CpuBackend, num_slots: int) -> Iterator[Rig]:
+    with GgufFile.open(path) as file:
+        layers = moe_layers(file)
+        ids = np.arange(E, dtype=np.int32)
+        there, brought = (
+            [backend.load_experts(file, layer, ids) for layer in layers] for _ in range(2)
+        )
+        slot_bytes = sum(
+            -(-each.num_bytes // t.BLOCK) * t.BLOCK + t.BLOCK for each in layers[0].projections
+        )
+        arena = HostArena(file, brought, num_bytes=num_slots * slot_bytes)
+        with contextlib.closing(arena):
+            yield Rig(file, there, brought, arena)
+
+
+def moe_layers(file: GgufFile) -> tuple[MoeLayer, ...]:
+    from dflash_adapters.registry import read_spec
+
+    return read_spec(file).moe.layers
+
+
+@pytest.mark.parametrize("num_slots", [E, E + 3, LAYERS * E])
+def test_bits_are_those_of_experts_in_memory(
+    path: Path, backend: CpuBackend, num_slots: int
+) -> None:
+    with rig_of(path, backend, num_slots) as rig:
+        for step in range(40):
+            for layer in range(LAYERS):
+                rig.check(layer, batch_of(tokens(1, 7 * step + layer), step))
+            if step % 10 == 9:
+                for layer in range(LAYERS):
+                    rig.check(layer, batch_of(tokens(30, step + layer), step, Phase.PREFILL))
+        stats = rig.arena.stats()
+    assert stats.failed == 0
+    assert stats.num_slots == num_slots
+    if num_slots == LAYERS * E:  # read once
+        assert stats.missed <= LAYERS * E
+    else:
+        assert stats.missed > LAYERS * E
+    assert stats.found > 0
+
+
+@examples(30)
+@given(
+    num_slots=st.integers(E, LAYERS * E),
+    steps=st.lists(
+        st.tuples(st.integers(0, LAYERS - 1), st.integers(1, 40), st.integers(0, 99)),
+        min_size=1, max_size=30,
+    ),
+)  # fmt: skip
+def test_any_order_of_batches(
+    path: Path, backend: CpuBackend, num_slots: int, steps: list[tuple[int, int, int]]
+) -> None:
+    with rig_of(path, backend, num_slots) as rig:
+        for layer, num_tokens, seed in steps:
+            phase = Phase.PREFILL if num_tokens > 8 else Phase.DECODE
+            rig.check(layer, batch_of(tokens(num_tokens, seed), seed, phase))
+        stats = rig.arena.stats()
+    assert stats.failed == 0
+    assert stats.found + stats.missed > 0
+
+
+def test_experts_that_are_used_often_stay(path: Path, backend: CpuBackend) -> None:
+    often = np.array([[0, 1]], np.int32)
+    with rig_of(path, backend, E) as rig:
+        for step in range(20):
+            rig.check(0, batch_of(often, step))
+        for seldom in range(2, E, 2):
+            for layer in range(LAYERS):
+                rig.check(layer, batch_of(np.array([[seldom, seldom + 1]], np.int32)))
+        before = rig.arena.stats()
+        rig.check(0, batch_of(often))
+        after = rig.arena.stats()
+    assert after.found - before.found == 2
+    assert after.read_bytes == before.read_bytes
+
+
+def test_a_chunk_has_the_next_layer_read_meanwhile(path: Path, backend: CpuBackend) -> None:
+    chunk = batch_of(tokens(60, 1), phase=Phase.PREFILL)
+    with rig_of(path, backend, LAYERS * E) as rig:
+        rig.check(0, chunk)
+        before = rig.arena.stats().read_bytes
+        rig.check(1, chunk)  # reads the third layer, and nothing of its own
+        read = rig.arena.stats().read_bytes - before
+        rig.check(2, chunk)
+        assert rig.arena.stats().read_bytes - before == read
+
+
+def test_less_than_a_layer_is_refused(path: Path, backend: CpuBackend) -> None:
+    with (
+        pytest.raises(ValueError, match="a layer has 8"),
+        rig_of(path, backend, E - 1),
+    ):
+        pass
+
+
+def test_reads_that_fail_cost_time_alone(path: Path, backend: CpuBackend) -> None:
+    """A descriptor that is no file any more: each expert is used where the file is mapped."""
+    with rig_of(path, backend, E) as rig:
+        rig.check(0, batch_of(tokens(1, 1)))
+        [descriptor] = rig.arena._descriptors.values()
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, descriptor)
+        os.close(nothing)
+        for layer in range(LAYERS):
+            rig.check(layer, batch_of(tokens(3, layer)))
+            rig.check(layer, batch_of(tokens(40, layer), phase=Phase.PREFILL))
+        assert rig.arena.stats().failed > 0
+
+
+def test_a_read_that_never_ends_ends_all_others(path: Path, backend: CpuBackend) -> None:
+    with rig_of(path, backend, E) as rig:
+        words = rig.arena._words
+        words[t.LIMIT_NS] = 1
+        context, words[t.CONTEXT] = words[t.CONTEXT].item(), 0
+        words[t.NUM_FREE] = 0  # all control blocks are taken, and none is given back
+        rig.check(0, batch_of(tokens(1, 1)))
+        assert words[t.IS_BROKEN]
+        read_bytes = rig.arena.stats().read_bytes
+        words[t.CONTEXT], words[t.NUM_FREE] = context, t.MOST_PENDING
+        for layer in range(LAYERS):
+            rig.check(layer, batch_of(tokens(20, 1)))
+        assert rig.arena.stats().read_bytes == read_bytes
+        assert rig.arena.stats().failed > 0
+
+
+def test_nothing_is_left_behind(path: Path, backend: CpuBackend) -> None:
+    before = 0
+    for number in range(4):
+        if number == 1:  # what is opened once is there
+            before = len(os.listdir("/proc/self/fd"))
+        with rig_of(path, backend, E) as rig:
+            rig.check(0, batch_of(tokens(4, 1)))
+            rig.arena.close()
+            rig.arena.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_brought_experts_are_not_replaced(path: Path, backend: CpuBackend) -> None:
+    one = np.zeros(1, np.int32)
+    with rig_of(path, backend, E) as rig, pytest.raises(ValueError, match="come from the disk"):
+        rig.brought[0].replace(rig.file, one, one)
