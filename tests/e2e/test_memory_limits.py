@@ -195,6 +195,19 @@ def test_experts_move_while_the_limit_falls_to_what_is_in_use(
             assert moving_parent.text_of(engine) == each["text"]
 
 
+@pytest.mark.parametrize("limit_mib", [560, 600])
+def test_experts_without_room_are_read_when_they_are_used(large: Written, limit_mib: int) -> None:
+    done = generate(large, limit_mib, LENGTHS[1], "--kv-type", "f16", "-c", "1024")
+    assert assert_right_or_refused(large, done, LENGTHS[1]) == ""
+    assert re.search(r"memory has room for \d+ of 256 experts", done.stderr)
+    disk = json.loads(done.stdout)["disk"]
+    assert disk["failed"] == 0
+    assert disk["found"] > 0
+    assert disk["missed"] > 0
+    assert disk["read_bytes"] > 50 * MIB
+    assert 64 <= disk["num_slots"] < 256
+
+
 @pytest.mark.slow
 def test_what_is_said_to_be_needed_is_enough_to_compile_kernels(
     model: Written, tmp_path: Path

@@ -183,6 +183,7 @@ def _record(engine: Engine, prompt: list[int], tokens: list[int], text: str) -> 
         "hits": asdict(stats.hits),
         "plan": plan_report(engine.plan, measured),
         "moves": asdict(stats.moves),
+        "disk": None if stats.disk is None else asdict(stats.disk),
         "events": [asdict(event) for event in stats.events],
     }
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from dflash_runtime.compute.expert_arena import ArenaStats
 from dflash_runtime.engine.measured_speeds import MeasuredSpeeds, predicted
 from dflash_runtime.experts.telemetry import MoveStats
 from dflash_runtime.placement.plan import Plan
@@ -55,6 +56,33 @@ def plan_metrics(plan: Plan | None, measured: MeasuredSpeeds, namespace: str) ->
                 budget.add_metric([each.name, use], num_bytes)
             experts.add_metric([each.name], each.num_experts)
     yield from (here, budget, experts)
+
+
+def disk_metrics(disk: ArenaStats | None, namespace: str) -> Iterator[Metric]:
+    """Counters of experts that are read from the disk when they are used; none if all are in
+    memory."""
+    if disk is None:
+        return
+    used = CounterMetricFamily(
+        f"{namespace}_experts_used_of_memory_or_disk",
+        "Experts of batches: in memory, read from the disk, or used where the file is mapped since "
+        "a read failed.",
+        labels=["from"],
+    )
+    used.add_metric(["memory"], disk.found)
+    used.add_metric(["disk"], disk.missed - disk.failed)
+    used.add_metric(["mapped"], disk.failed)
+    yield used
+    yield CounterMetricFamily(
+        f"{namespace}_expert_disk_bytes",
+        "Bytes of experts that were read from the disk.",
+        value=disk.read_bytes,
+    )
+    yield CounterMetricFamily(
+        f"{namespace}_expert_disk_seconds",
+        "How long batches have waited for reads.",
+        value=disk.read_s,
+    )
 
 
 def move_metrics(moves: MoveStats, namespace: str) -> Iterator[Metric]:

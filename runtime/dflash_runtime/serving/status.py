@@ -98,6 +98,7 @@ def status(state: ServerState, engine: Engine) -> dict[str, Any]:
         ],
         "plan": plan_report(engine.plan, state.metrics.speeds),
         "moves": asdict(stats.moves),
+        "disk": None if stats.disk is None else asdict(stats.disk),
         "queue": {
             **_queue(state),
             "reading": None if reading is None else {"done": reading[0], "total": reading[1]},
