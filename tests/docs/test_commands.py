@@ -41,6 +41,7 @@ ELSEWHERE = [
     ("amd-registers.md", r"check_kernels", "compiles for minutes, in make check-kernels"),
     ("operations.md", r"^make build\b", "has run already: what it makes lies there"),
     ("operations.md", r"--device cuda", GPU),
+    ("operations.md", r"--box box\.json", "the command that makes the file needs a GPU"),
     ("operations.md", r"doctor --mailbox", "needs two GPUs"),
     ("deployment.md", r"^(sudo )?(systemctl|journalctl) ", SYSTEMD),
     ("deployment.md", r"^curl .*8080/(ready|metrics)", SYSTEMD),

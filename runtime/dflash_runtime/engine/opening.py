@@ -50,7 +50,7 @@ from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 from dflash_runtime.experts.store import expert_tensor_types
 from dflash_runtime.experts.telemetry import PhaseStats
 from dflash_runtime.placement.footprint import Memory, Request, footprint, what_fits
-from dflash_runtime.placement.host_context import room_for_experts
+from dflash_runtime.placement.host_context import parent_bytes, room_for_experts
 from dflash_runtime.placement.moves import MovePrices
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
 from dflash_runtime.placement.wishes import request_of, wishes_of
@@ -71,6 +71,10 @@ class Opened:
     tracer: ExpertTracer | None = None
     move_prices: MovePrices | None = None
     """None: experts stay where they are."""
+
+
+_PROCESS_OF_GPU = 1 << 30
+"""Host memory of a process that computes on a GPU: its libraries, the driver, and locked memory."""
 
 
 def settings_with(settings: Settings, given: Mapping[str, Any]) -> Settings:
@@ -196,7 +200,7 @@ def open_model(
         host_backend=host_backend,
         settings=settings,
         offload=_offload_of(settings, planned, is_on_host=backend.is_host),
-        arena_bytes=_arena_bytes(decision) if backend.is_host and not names else None,
+        arena_bytes=None if names else _arena_bytes(decision, placement),
     )
     report("parent", "load", 0, 1)
     model = backend.load_model(file, describe(file))
@@ -211,7 +215,7 @@ def open_model(
         asked=partial(_asked_in_steps, owners.runtime),
         expert_bytes=fmean([layer.expert_bytes for layer in spec.moe.layers] or [0]),
     )
-    move_prices = planned.move_prices
+    move_prices = planned.move_prices if owners.arena is None else None
     if not decision.is_fixed and _may_daemons_change(settings, names):
         move_prices = with_daemon_prices(
             move_prices, connected.offers, placement=placement, moe=spec.moe
@@ -230,19 +234,26 @@ def open_model(
     )
 
 
-def _arena_bytes(decision: Decision) -> int | None:
-    """Memory for experts of a parent on the processor alone; None if it has room for all, or the
-    file is in memory anyway."""
+def _arena_bytes(decision: Decision, placement: Placement) -> int | None:
+    """Memory for experts of this process's processor; None if there is room for all of them, or
+    the file is in memory anyway."""
     file, spec, settings = decision.file, decision.spec, decision.settings
-    if any(is_in_memory(path) for path in file.shard_paths):
+    name = HOST_OWNER if decision.is_on_device else LOCAL_OWNER
+    owned = dict(zip(placement.owner_names, placement.owners, strict=True)).get(name)
+    if owned is None or any(is_in_memory(path) for path in file.shard_paths):
         return None
-    room_bytes = room_for_experts(
-        HostRoom(file, spec, describe(file)),
-        Request(chosen_kv_type(settings.kv_type, spec), PREFILL_CHUNK),
-        num_positions=decision.num_positions,
-        most_bytes=wishes_of(settings).host_memory_bytes,
+    needed_bytes = _PROCESS_OF_GPU
+    if not decision.is_on_device:
+        request = Request(chosen_kv_type(settings.kv_type, spec), PREFILL_CHUNK)
+        room = HostRoom(file, spec, describe(file))
+        needed_bytes = parent_bytes(room, request, decision.num_positions)
+    most_bytes = wishes_of(settings).host_memory_bytes
+    room_bytes = room_for_experts(needed_bytes, most_bytes=most_bytes)
+    expert_bytes = sum(
+        spec.moe.by_layer_id[layer_id].expert_bytes * len(ids)
+        for layer_id, ids in owned.by_layer.items()
     )
-    if room_bytes is None or room_bytes >= spec.moe.expert_bytes_total:
+    if room_bytes is None or room_bytes >= expert_bytes:
         return None
     return max(0, room_bytes)
 

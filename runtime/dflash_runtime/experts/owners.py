@@ -65,8 +65,8 @@ def give(
     processor.
 
     `offload`: which of the others' experts its device computes in prompts. `arena_bytes`: memory
-    for experts of a parent on the processor that does not hold all; None: it does. `undo` gets the
-    banks and the runtime.
+    for experts of its processor that does not hold all; None: it does. `undo` gets the banks and
+    the runtime.
     Raises: DflashError if a daemon is unavailable.
     """
     links, events, is_required = connected.links, connected.events, settings.ipc_required
@@ -120,8 +120,11 @@ def give(
                 spec.moe,
                 owned=owned,
                 read_now=True,
+                is_brought=arena_bytes is not None,
                 parent_class=backend.numeric_class,
             )
+            if arena_bytes is not None:
+                arena = _brought(undo, host_backend, file, banks, arena_bytes)
             batches = host_backend.trial_batches
             measure_pairs_per_second(banks.values(), batches=batches)
             host_backend.choose_threads(file, trial_pass(banks))

@@ -16,7 +16,7 @@ _LOG = logging.getLogger(__name__)
 _LEAST_CONTEXT = 256
 """Positions of a context that was not asked for, unless the model has fewer."""
 
-_SPARE, _LEAST_SPARE = 0.08, 64 << 20
+_SPARE, _LEAST_SPARE = 0.1, 64 << 20
 """Of the memory that a process may use, what experts leave: to the page cache, and to others."""
 
 _FILE_PAGES = PROCESS_BYTES - LEAST_PROCESS_BYTES
@@ -70,17 +70,20 @@ def context_on_host(
     )
 
 
-def room_for_experts(
-    found: HostRoom, request: Request, *, num_positions: int, most_bytes: int | None = None
-) -> int | None:
-    """Memory that is left for experts of a parent on the processor beside all else, so that it
-    need not be taken from other programs; None if the system does not say. `most_bytes`: as in
-    `context_on_host`."""
+def parent_bytes(found: HostRoom, request: Request, num_positions: int) -> int:
+    """What a parent on the processor needs beside experts, so that these are what waits for the
+    disk."""
+    needs = found.needs(num_positions=num_positions, kv_type=request.kv_type, chunk=request.chunk)
+    return needs.total - found.seldom_bytes(request.chunk)
+
+
+def room_for_experts(needed_bytes: int, *, most_bytes: int | None = None) -> int | None:
+    """Memory of the host that is left for experts, beside what this process needs and a share for
+    other programs; None if the system does not say. `most_bytes`: as in `context_on_host`."""
     rooms = [each for each in (process_room() or None, most_bytes) if each is not None]
     if not rooms:
         return None
-    needs = found.needs(num_positions=num_positions, kv_type=request.kv_type, chunk=request.chunk)
-    room_bytes, needed_bytes = min(rooms), needs.total - found.seldom_bytes(request.chunk)
+    room_bytes = min(rooms)
     return room_bytes - needed_bytes - max(_LEAST_SPARE, int(_SPARE * room_bytes))
 
 

@@ -19,6 +19,7 @@ from dflash_runtime import Engine
 from dflash_runtime.compute.cpu.captured.mail_thread import MailThread
 from dflash_runtime.compute.gpu.run import host_path, path_choice
 from dflash_runtime.compute.gpu.transfers.host_rows import HostRows, LentRows
+from dflash_runtime.engine import opening
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 from dflash_runtime.experts.telemetry import OwnerKind
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
@@ -270,3 +271,22 @@ def test_a_placement_that_needs_more_than_that_changes_nothing(
         found = results_of(engine)
     assert found[0] == expected[0]
     np.testing.assert_array_equal(found[1], expected[1])
+
+
+@pytest.mark.parametrize("offload", ["off", "on"])
+def test_experts_of_the_processor_come_from_the_disk_with_the_same_bits(
+    model: Path, gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch, offload: str
+) -> None:
+    found = []
+    for arena_bytes in (None, (TINY.num_experts - 2 + 1) * 3 * 8192):
+        monkeypatch.setattr(opening, "_arena_bytes", lambda *_, given=arena_bytes: given)
+        with opened(model, local_experts=2, offload=offload) as engine:
+            found.append(results_of(engine))
+            disk = engine.stats().disk
+    assert disk is not None
+    assert disk.failed == 0
+    assert disk.num_slots < TINY.num_layers * (TINY.num_experts - 2)
+    assert disk.missed > disk.num_slots
+    (expected_tokens, expected), (tokens, logits) = found
+    assert tokens == expected_tokens
+    np.testing.assert_array_equal(logits, expected)

@@ -189,10 +189,11 @@ def _fetched_memory(
 
 def own_banks(remote: MailedExperts) -> Mapping[int, CpuExpertBank]:
     """The experts that this process's processor computes with a GPU's bits, by layer id; none if
-    any of them has others."""
+    any of them has others, or comes from the disk, which takes longer than a step may."""
     banks = {
         layer_id: bank
         for layer_id, bank in remote.own_banks.items()
         if isinstance(bank, CpuExpertBank) and bank.num_experts
     }
-    return banks if all(bank.words[k.QUANTISE_STEP] for bank in banks.values()) else {}
+    words = [bank.words for bank in banks.values()]
+    return banks if all(each[k.QUANTISE_STEP] and not each[k.ARENA] for each in words) else {}
