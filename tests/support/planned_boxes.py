@@ -4,7 +4,7 @@ measured."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -88,6 +88,7 @@ class FakeRoom(Room):
     ends: int
     work_of_token: int = 0
     granule: int = 1
+    cache_slots: int = 0
 
     @property
     def layers(self) -> tuple[LayerBytes, ...]:
@@ -121,7 +122,10 @@ class FakeRoom(Room):
         return Needs(self.ends + self.spec.num_layers * self.trunk, cache, work)
 
     def layer_experts_bytes(self, layer_id: int, num_experts: int) -> int:
-        num_bytes = num_experts * self.spec.moe.by_layer_id[layer_id].expert_bytes
+        layer = self.spec.moe.by_layer_id[layer_id]
+        if self.cache_slots and 0 < num_experts < layer.num_experts:
+            num_experts += self.cache_slots + 1
+        num_bytes = num_experts * layer.expert_bytes
         return -(-num_bytes // self.granule) * self.granule
 
     def offload_bytes(self, num_missing: Mapping[int, int]) -> int:
@@ -199,8 +203,9 @@ def situation(
     chunks: tuple[int, ...] = (2048, 1024, 512, 256),
     granule: int = 1,
     work_of_token: int = 256 << 10,
+    cache_slots: tuple[int, ...] = (0,),
 ) -> Situation:
-    """This model on this machine."""
+    """This model on this machine, with these numbers of slots of steps."""
     footprint = FakeRoom(spec, trunk, ends, work_of_token, granule)
     host = FakeRoom(spec, trunk, ends, work_of_token // 4)
     gpu = parse_device("cuda:0")
@@ -210,11 +215,21 @@ def situation(
     if row.gpu is not None:
         devices["cuda:0"] = row.gpu.of("cuda:0")
         stops["cuda:0"] = Curve(((1.0, row.stop_s),))
-        copies["cuda:0"] = CopySpeed("cuda:0", from_locked=row.bus, from_page_cache=row.bus)
-        parent = ParentDevice(
-            gpu, row.gpu_bytes, footprint, chunks, row.is_unified, row.numeric_class
+        copies["cuda:0"] = CopySpeed(
+            "cuda:0", from_locked=row.bus, from_page_cache=row.bus, kernel_reads=row.bus
         )
-        parents.insert(0, parent)
+        parents[:0] = [
+            ParentDevice(
+                gpu,
+                row.gpu_bytes,
+                replace(footprint, cache_slots=slots),
+                chunks,
+                row.is_unified,
+                row.numeric_class,
+                slots,
+            )
+            for slots in cache_slots
+        ]
     links = {HOST_OWNER: LinkSpeed(HOST_OWNER, Curve(((1.0, 5e-6),)), line(20e-6, 2e10))}
     speeds = {}
     for each in row.daemons:

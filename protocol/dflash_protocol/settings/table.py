@@ -391,10 +391,11 @@ class Settings:
         "parent's GPU permits; 0 keeps all experts where they are.",
         older_variables=("DFLASH_QWEN35MOE_SWAP_MAX", "DFLASH_LAGUNA_SWAP_MAX"),
     )
-    moe_cache_slots: int = setting(
-        0, "CACHE_SLOTS", Whole(0, 31), Reader.PARENT,
+    moe_cache_slots: int | None = setting(
+        None, "MOE_CACHE_SLOTS", WholeOrAuto(0, 31), Reader.PARENT,
         "Experts of each layer that decode steps keep on the parent's GPU besides those that live "
-        "there; they are read over the bus when the processor would be asked for them.",
+        "there; they are read over the bus when the processor would be asked for them; auto is "
+        "planned.",
     )
     swap_min_gain: int = setting(
         2, "SWAP_MIN_GAIN", Whole(0, 1_000_000), Reader.PARENT,

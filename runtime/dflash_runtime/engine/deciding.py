@@ -105,7 +105,7 @@ class Decision:
             cpu_tier=settings.cpu_tier,
             cache_dir=settings.cache_dir,
             max_chunk=self.planned.chunk,
-            cache_slots=settings.moe_cache_slots,
+            cache_slots=settings.moe_cache_slots or 0,
         )
 
 

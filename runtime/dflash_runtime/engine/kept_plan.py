@@ -132,8 +132,13 @@ def _priced(kept: Plan, situation: Situation, wishes: Wishes) -> Plan | None:
         offloads_prompts=bool(kept.prompts_here),
         experts=ExpertWishes(placement=kept.placement),
     )
+    parents = [
+        each
+        for each in situation.parents
+        if each.device != setup.device or each.cache_slots == setup.cache_slots
+    ]
     try:
-        now = plan(situation, wishes)
+        now = plan(replace(situation, parents=tuple(parents)), wishes)
     except SettingsError:  # an owner is not there
         return None
     if isinstance(now, PlanRefused) or bool(now.prompts_here) != bool(kept.prompts_here):

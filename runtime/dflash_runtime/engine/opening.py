@@ -147,7 +147,7 @@ def open_model(
         num_positions=num_positions,
         kv_type=kv_type,
         num_daemons=len(names),
-        cache_slots=settings.moe_cache_slots,
+        cache_slots=settings.moe_cache_slots or 0,
     )
     before = decision.placement()
     require_room(experts=_local_experts(spec, before))

@@ -81,6 +81,9 @@ from dflash_runtime.placement.wishes import (
 
 _LOG = logging.getLogger(__name__)
 
+SLOTS = 8
+"""Of steps, in each layer, where a plan decides: see docs/worklog.md."""
+
 WORTH = 1.05
 """Predicted gain that is worth another placement than an even split."""
 
@@ -398,9 +401,33 @@ class Planning:
     @cached_property
     def _on_gpu(self) -> Room:
         """The model on a GPU. Raises: UnsupportedModel if there are no kernels for it."""
-        return footprint(
-            self._file, self._spec, Memory.GPU, cache_slots=self._asked.settings.moe_cache_slots
-        )
+        slots = self._asked.settings.moe_cache_slots or 0
+        return footprint(self._file, self._spec, Memory.GPU, cache_slots=slots)
+
+    @cached_property
+    def _with_slots(self) -> Room:
+        """The same with SLOTS for steps."""
+        return footprint(self._file, self._spec, Memory.GPU, cache_slots=SLOTS)
+
+    def _slots_of(self, asked: _Asked, box: Box, gpu: GpuDescription) -> list[tuple[int, Room]]:
+        """How many slots steps may have on a GPU, and the model there."""
+        slots, name = asked.settings.moe_cache_slots, str(gpu.device)
+        found = [(slots or 0, self._on_gpu)]
+        copies, layers = box.copies.get(name), self._spec.moe.layers
+        if (
+            slots is None
+            and not self._daemon_names
+            and not asked.offers
+            and not gpu.memory.is_shared_with_host
+            and name in box.host_asked
+            and copies is not None
+            and copies.kernel_reads
+            and not any(each.bias or each.scale for layer in layers for each in layer.projections)
+            and min(layer.num_experts for layer in layers) > SLOTS
+            and self._file.size_bytes < host_memory().free_bytes  # its pages are locked
+        ):
+            found.append((SLOTS, self._with_slots))
+        return found
 
     def _resident_context(self, gpu: GpuDescription, settings: Settings) -> int | None:
         """The largest context with which the whole model fits there, with the usual chunks; None if
@@ -506,7 +533,6 @@ class Planning:
         box = self._box
         mails = may_mail(settings) and (settings.device or CPU).kind is not DeviceKind.CPU
         on_host = of_daemons = footprint(self._file, spec, Memory.HOST)
-        on_gpu = self._on_gpu if gpus else on_host
         if any(offer.device != str(CPU) for offer in offers.values()):
             of_daemons = footprint(self._file, spec, Memory.GPU)
         parents = [
@@ -517,8 +543,10 @@ class Planning:
                 GPU_CHUNKS,
                 shares_host_memory=gpu.memory.is_shared_with_host,
                 numeric_class=self._numeric_class if gpu.device == settings.device else "",
+                cache_slots=slots,
             )
             for gpu in gpus
+            for slots, on_gpu in self._slots_of(asked, box, gpu)
         ]
         host_bytes = host_memory().free_bytes
         parents.append(ParentDevice(CPU, host_bytes, on_host, (PREFILL_CHUNK,)))
@@ -543,6 +571,7 @@ class Planning:
             device=setup.device,
             context=setup.context,
             kv_type=setup.kv_type.value,
+            moe_cache_slots=setup.cache_slots,
         )
         is_on_gpu = setup.device.kind is not DeviceKind.CPU
         if not is_on_gpu:
@@ -550,9 +579,13 @@ class Planning:
         prompts_here = frozenset(found.prompts_here)
         prices = None
         if situation is not None and HOST_OWNER in found.placement.owner_names:
-            parents = {each.device: each for each in situation.parents}
+            [parent] = (
+                each
+                for each in situation.of_device(setup.device)
+                if each.cache_slots == setup.cache_slots
+            )
             prompt_s = 1.0 / max(found.forecast.prompt_512, 1e-9)
-            prices = move_prices(situation, parents[setup.device], prompt_s=prompt_s)
+            prices = move_prices(situation, parent, prompt_s=prompt_s)
         return Planned(settings, found.placement, setup.chunk, prompts_here, found, prices)
 
 

@@ -29,7 +29,13 @@ from dflash_runtime.placement.expectation import (
     expected_longest,
 )
 from dflash_runtime.placement.situation import ExpertShares, PlannedRequest
-from dflash_runtime.placement.speeds import ExpertCopies, Side, TrunkTimes, chunk_sizes
+from dflash_runtime.placement.speeds import (
+    SLOTS_S,
+    ExpertCopies,
+    Side,
+    TrunkTimes,
+    chunk_sizes,
+)
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
 
 LOCAL = 0
@@ -160,7 +166,9 @@ class CostModel:
             trunk_s = self.trunk.prompt_s(length, self.chunk)
             prompts[length] = trunk_s + experts_s + self._disk_prompt_s(on_disk, length)
         position = own + self.request.written / 2
-        step_s = self.trunk.step_s(position) + float(self.step_layers_s(owners).sum())
+        step_s = self.trunk.step_s(position) + float(
+            self.step_layers_s(owners, with_slots=True).sum()
+        )
         step_s += self._disk_step_s(on_disk)
         here = np.where(owners == LOCAL, arrays.decode, 0.0).sum() / arrays.decode.sum()
         disk_bytes = (on_disk * arrays.file_bytes[:, None]).sum()
@@ -190,8 +198,9 @@ class CostModel:
         each = [np.where(offloaded, copied, asked) for asked, copied in (own, long)]
         return np.asarray(each[0] + request.long_share * each[1])
 
-    def step_layers_s(self, owners: I64Array) -> F64Array:
-        """Seconds of each layer's experts in a step, stops included. Shape: result [L]."""
+    def step_layers_s(self, owners: I64Array, *, with_slots: bool = False) -> F64Array:
+        """Seconds of each layer's experts in a step, stops included. `with_slots`: those of steps
+        too, which make no difference to where experts live. Shape: result [L]."""
         arrays, num_sides = self.arrays, len(self.sides)
         has = np.stack([
             ((owners == index) & arrays.exists).any(axis=1) for index in range(num_sides)
@@ -200,7 +209,16 @@ class CostModel:
         counts = counts_by_owner(arrays.decode, owners, num_owners=num_sides, most=arrays.most_used)
         times = np.stack(self.step_times)
         times[LOCAL] *= np.where(has[1:].any(axis=0), self.local_factor, 1.0)[:, None]
-        result = expected_longest(counts[present], times[present], arrays.num_used)
+        slots_s = np.zeros(len(has[LOCAL]))
+        for index, side in enumerate(self.sides if with_slots else ()):
+            if side.slots is not None:
+                found, both = (
+                    side.slots.seconds(times[index], arrays.file_bytes),
+                    has[LOCAL] & has[index],
+                )
+                times[index] = np.where(both[:, None], found, times[index])
+                slots_s[both] = SLOTS_S
+        result = slots_s + expected_longest(counts[present], times[present], arrays.num_used)
         stops = np.array([not side.by_device for side in self.sides])
         stops[LOCAL] = False
         return result + np.where(has[stops].any(axis=0), self.stop_s, 0.0)

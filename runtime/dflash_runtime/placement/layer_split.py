@@ -30,7 +30,9 @@ def best_layer_split(
     gpus = [
         ParentOptions(alone, parent, wishes)
         for parent in situation.parents
-        if not parent.is_host and str(parent.device) in situation.box.devices
+        if parent is situation.of_device(parent.device)[0]
+        and not parent.is_host
+        and str(parent.device) in situation.box.devices
     ]
     for first, second in combinations(gpus, 2):
         share = _share_that_fits(first, context, chunk)

@@ -84,7 +84,13 @@ def plan_of(
     prompts_here = arrays.layer_ids[option.price.offloaded].tolist()
     return Plan(
         Origin(situation.model_identity, situation.box.key, situation.shares.num_tokens),
-        Setup(options.parent.device, chosen.context, options.kv_type, option.chunk),
+        Setup(
+            options.parent.device,
+            chosen.context,
+            options.kv_type,
+            option.chunk,
+            options.parent.cache_slots,
+        ),
         replace(
             make_placement(moe, owned),
             answering=_answering(chosen, tuple(owned)),

@@ -51,6 +51,8 @@ class Setup:
     kv_type: KvType
     chunk: int
     """Most tokens of a prompt that are computed at once."""
+    cache_slots: int = 0
+    """Experts of each layer that steps keep on the device besides those that live there."""
 
 
 @dataclass(frozen=True, slots=True)

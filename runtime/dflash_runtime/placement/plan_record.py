@@ -34,6 +34,7 @@ PLAN_VERSION = 3
 OTHER_BOX = "it was made for another machine, driver or version"
 
 _MOST_POSITIONS = 1 << 30
+_MOST_SLOTS = 31
 _MOST_BYTES = 1 << 60
 _FASTEST = 1e12
 _MOST_ALTERNATIVES = 1024
@@ -87,6 +88,7 @@ def summary_of(plan: Plan) -> dict[str, Any]:
             "context": plan.setup.context,
             "kv_type": str(plan.setup.kv_type),
             "chunk": plan.setup.chunk,
+            "cache_slots": plan.setup.cache_slots,
         },
         "prompts_here": list(plan.prompts_here),
         "mode": str(plan.mode),
@@ -162,7 +164,7 @@ def _read(record: object, of: RecordOf) -> Plan:
 
 
 def _setup(value: Any) -> Setup:
-    found = read.fields(value, "setup", ("device", "context", "kv_type", "chunk"))
+    found = read.fields(value, "setup", ("device", "context", "kv_type", "chunk", "cache_slots"))
     try:
         device = parse_device(read.text(found["device"], "device"))
     except ValueError as error:
@@ -172,6 +174,7 @@ def _setup(value: Any) -> Setup:
         read.whole(found["context"], "context", (1, _MOST_POSITIONS)),
         KvType(read.one_of(found["kv_type"], "kv_type", list(KvType))),
         read.whole(found["chunk"], "chunk", (1, _MOST_POSITIONS)),
+        read.whole(found["cache_slots"], "cache_slots", (0, _MOST_SLOTS)),
     )
 
 

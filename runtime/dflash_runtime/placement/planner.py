@@ -13,6 +13,7 @@ from typing import TypeAlias
 import numpy as np
 
 from dflash_adapters.spec import ModelSpec
+from dflash_protocol.device import Device
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import I64Array
 from dflash_runtime.compute.kv_cache import chosen_kv_type
@@ -54,6 +55,10 @@ more."""
 
 _MUCH = 1.25
 
+_SLOTS_GAIN = 1.03
+"""Slots of steps have to gain so much of the request: what they find was measured with few
+routings."""
+
 _NEAR = 1.35
 """Chunk sizes that are estimated to be slower by this are not priced."""
 _MOST_NEAR, _MOST_NEAR_WITH_DAEMONS = 4, 2
@@ -93,11 +98,12 @@ def plan(situation: Situation, wishes: Wishes | None = None) -> Plan | PlanRefus
             still = replace(situation, most_swaps=0)
             options = ParentOptions(still, parent, wishes)
             found = _best_of_parent(options, wishes, best_s)
-        if isinstance(found, PlanRefused):
+        if isinstance(found, ParentChoice):
+            choices.append(found)
+        elif not parent.cache_slots or len(situation.of_device(parent.device)) == 1:
             refused.append(found)
             refusals.append(Alternative("any", str(parent.device), None, "no room"))
-        else:
-            choices.append(found)
+    choices = _one_a_device(choices)
     if not choices:
         if refused:
             return refused[0]
@@ -112,6 +118,17 @@ def plan(situation: Situation, wishes: Wishes | None = None) -> Plan | PlanRefus
         *refusals,
     ]
     return plan_of(situation, wishes, chosen, alternatives=tuple(alternatives))
+
+
+def _one_a_device(choices: Sequence[ParentChoice]) -> list[ParentChoice]:
+    """Of each device the choice without slots of steps, unless those with them gain enough."""
+    best = dict[Device, ParentChoice]()
+    for each in sorted(choices, key=lambda choice: choice.options.parent.cache_slots):
+        device, now_s = each.options.parent.device, each.option.price.request_s
+        before = best.get(device)
+        if before is None or before.option.price.request_s > _SLOTS_GAIN * now_s:
+            best[device] = each
+    return [each for each in choices if best[each.options.parent.device] is each]
 
 
 def _parents(situation: Situation, wishes: Wishes) -> list[ParentDevice]:

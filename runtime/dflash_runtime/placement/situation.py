@@ -29,6 +29,9 @@ class ParentDevice:
     """Whether it has no memory of its own: then `free_bytes` is that of both."""
     numeric_class: str = ""
     """Devices of one class compute the same bits; empty: not known, equal to no other."""
+    cache_slots: int = 0
+    """Experts of each layer that steps keep besides those that live there; the footprint has room
+    for them. One device may be given with several numbers."""
 
     @property
     def is_host(self) -> bool:
@@ -98,3 +101,7 @@ class Situation:
     most_swaps: int = 0
     """Experts that may move to the parent's device between two requests: it keeps memory for copies
     of so many."""
+
+    def of_device(self, device: Device) -> list[ParentDevice]:
+        """The same device with each number of slots that steps may have."""
+        return [each for each in self.parents if each.device == device]

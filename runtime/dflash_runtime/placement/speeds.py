@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -95,6 +96,42 @@ class ChunkParts:
         return np.asarray(_within(self.read, rows) * distinct + _within(self.pair, rows) * pairs)
 
 
+SLOTS_S = 3.6e-6
+"""What slots of a layer take of a step, whatever is in them; see docs/worklog.md."""
+_FOUND_IN_SLOTS, _FOUND_SLOTS = 0.35, 8
+"""Of a token's experts that do not live on the device, the share that so many slots have. Fitted to
+`qwen3`, as ALIKE in heat.py is."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSlots:
+    """Experts that steps keep on the parent's device besides those that live there, in place of
+    asking the processor for them; see gpu/run/step_slots.py."""
+
+    num: int
+    """Of a layer."""
+    bus: float
+    """Bytes a second that the device's kernels read of the host's memory."""
+
+    def seconds(self, asked: F64Array, expert_bytes: F64Array) -> F64Array:
+        """What a layer takes by how many of a token's experts do not live there: some of these are
+        in slots, and of two or more that are left the device reads one, while the processor, which
+        takes `asked` for so many, computes the others. Shapes: asked [L, K + 1] and the result,
+        expert_bytes [L]."""
+        found = _FOUND_IN_SLOTS * min(1.0, self.num / _FOUND_SLOTS)
+        most = asked.shape[1] - 1
+        left = asked.copy()
+        if most >= 2:
+            bus_s = expert_bytes[:, None] / self.bus
+            left[:, 2:] = np.maximum(asked[:, 1:-1], bus_s)
+        mixed = np.zeros((most + 1, most + 1))
+        for missing in range(most + 1):
+            for num in range(missing + 1):
+                share = (1.0 - found) ** num * found ** (missing - num)
+                mixed[num, missing] = math.comb(missing, num) * share
+        return np.asarray(left @ mixed)
+
+
 @dataclass(frozen=True, slots=True)
 class Side:
     """One owner of experts, as its parent sees it."""
@@ -113,6 +150,8 @@ class Side:
     asked: Curve | None = None
     """Of the processor that the parent's device asks: see Box.host_asked. Steps take this instead
     of what the curves, link and factor say."""
+    slots: StepSlots | None = None
+    """Of the parent's device, for experts of this side; `step_s` leaves them out."""
 
     def step_s(self, expert_bytes: F64Array, most: int) -> F64Array:
         """Seconds of a layer of a step by how many of its experts are chosen, link included.
@@ -170,7 +209,15 @@ def host_side(situation: Situation, parent: ParentDevice) -> Side | None:
         chunks=ChunkParts.of(speed.experts, situation.spec.moe),
         asked=None if asked is None else asked.beyond,
         by_device=True,
+        slots=_slots(box, parent),
     )
+
+
+def _slots(box: Box, parent: ParentDevice) -> StepSlots | None:
+    copies = box.copies.get(str(parent.device))
+    if not parent.cache_slots or copies is None or not copies.kernel_reads:
+        return None
+    return StepSlots(parent.cache_slots, copies.kernel_reads)
 
 
 def factor_beside_processor(box: Box, device: str) -> float:

@@ -21,12 +21,15 @@ from dflash_runtime.compute.cpu.captured.mail_thread import MailThread
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.mailbox import parent, processor_peer
 from dflash_runtime.compute.gpu.run.step_slots import LayerSlots
+from dflash_runtime.engine import planning
+from dflash_runtime.placement.box import AskedSpeed, Box, Curve
 from dflash_runtime.placement.footprint import Memory, footprint
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
 from support.emulated_gpu import TINY, EmulatedGpus, install_emulated_gpus
 from support.gpu_models import SHAPES
 from support.logprobs import Bits, bits_of
 from support.moved_experts import lists_of, placed
+from support.planned_gpu import GPU, OneGpu, made_up_box
 from support.random_gguf import write_model
 from support.undisturbed import settings_with
 
@@ -97,6 +100,34 @@ def swapped(placement: Placement, number: int) -> Placement:
         one, other = (lists[name][layer_id] for name in (LOCAL_OWNER, HOST_OWNER))
         one[:number], other[:number] = other[:number], one[:number]
     return placed(placement, lists)
+
+
+@pytest.mark.parametrize("bus", [1e9, 0.0])
+def test_a_plan_has_slots_where_they_are_worth_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch, expected: Bits, bus: float
+) -> None:
+    """Where nothing is known of the bus there are none."""
+
+    def box() -> Box:
+        found = made_up_box(GPU)
+        asked = Curve(((1e4, 1e-3), (4e4, 4e-3)))
+        copies = replace(found.copies[str(GPU)], kernel_reads=bus)
+        return replace(
+            found,
+            copies={str(GPU): copies},
+            host_asked={str(GPU): AskedSpeed(asked, asked)},
+        )
+
+    monkeypatch.setattr(planning, "SLOTS", 1)
+    gpu = OneGpu(monkeypatch, model)
+    monkeypatch.setattr(planning, "box_of_machine", lambda *_, **__: box())
+    gpu.make_room_for(18)
+    settings = replace(settings_with(), context=64, prefill_offload="on", swap_max=0)
+    with Engine.open(model, device="cuda:0", settings=settings) as engine:
+        assert engine.plan is not None
+        assert engine.plan.setup.cache_slots == (1 if bus else 0)
+        assert bool(slots_of(engine)) == bool(bus)
+        assert bits_of(engine, PROMPT, num_tokens=NUM_TOKENS) == expected
 
 
 def test_steps_keep_what_they_fetch(model: Path, gpus: EmulatedGpus, expected: Bits) -> None:
