@@ -51,8 +51,7 @@ class CpuExpertBank:
         self.layer = layer
         self.num_experts = int(ids.size)
         self.global_expert_ids = ids
-        self.has_all_experts = np.array_equal(ids, np.arange(layer.num_experts))
-        """Whether it has all experts of the layer, under their global ids."""
+        """Of the experts that it was made with. Shapes: [experts]."""
         self.selections = np.zeros(layer.num_experts, np.int64)
         """How often each expert was routed to in calls of `routed_call`, by global id."""
         self.workers = workers
@@ -106,6 +105,11 @@ class CpuExpertBank:
             ]
             for expert in self.global_expert_ids.tolist()
         ]
+
+    @property
+    def has_all_experts(self) -> bool:
+        """Whether it was made with all experts of the layer, under their global ids."""
+        return np.array_equal(self.global_expert_ids, np.arange(self.layer.num_experts))
 
     @property
     def addresses(self) -> I64Array:
