@@ -28,5 +28,8 @@ class ExpertArena(Protocol):
     def stats(self) -> ArenaStats:
         """Counts so far."""
 
+    def warn(self) -> None:
+        """Say, once, that reads have failed."""
+
     def close(self) -> None:
         """Its banks must not be used again. Idempotent."""

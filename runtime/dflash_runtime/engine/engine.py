@@ -236,10 +236,12 @@ class Engine:
         Daemons first load what they miss, beside what they have; owners of this process have as
         many experts of each layer as before. Ends a run that is going on. Texts are then those of
         an engine that was opened with this placement. If it fails, the old one stays in use.
-        Raises: ValueError for a placement that cannot be; SettingsError if the engine is closed;
-        DaemonUnavailable, HandshakeRefused if a daemon is lost, or has no memory for both;
-        ModelFileError; DeviceUnavailable.
+        Raises: ValueError for a placement that cannot be; SettingsError if the engine is closed, or
+        experts are read from the disk; DaemonUnavailable, HandshakeRefused if a daemon is lost, or
+        has no memory for both; ModelFileError; DeviceUnavailable.
         """
+        if self._owners.arena is not None:
+            raise SettingsError("experts that are read from the disk have no other places")
         if self._mover is not None:
             self._mover.forget()
         self._steps.replace(self._steps.prepare(placement))
@@ -483,6 +485,8 @@ class Engine:
         finally:
             elapsed_s = time.perf_counter() - started_s
             self.predictions.note(stats, elapsed_s - stats.prefill_s)
+            if self._owners.arena is not None:
+                self._owners.arena.warn()
             if self._profile is not None:
                 owners = self._owners.runtime.stats()
                 self._profile.log_generation(

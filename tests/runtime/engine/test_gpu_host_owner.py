@@ -283,6 +283,9 @@ def test_experts_of_the_processor_come_from_the_disk_with_the_same_bits(
         with opened(model, local_experts=2, offload=offload) as engine:
             found.append(results_of(engine))
             disk = engine.stats().disk
+            if disk is not None:
+                with pytest.raises(SettingsError, match="read from the disk"):
+                    engine.replace_experts(engine._owners.runtime.placement)
     assert disk is not None
     assert disk.failed == 0
     assert disk.num_slots < TINY.num_layers * (TINY.num_experts - 2)

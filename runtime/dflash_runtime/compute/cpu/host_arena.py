@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import math
 import mmap
 import os
@@ -25,6 +26,8 @@ from dflash_runtime.compute.cpu.experts import CpuExpertBank
 from dflash_runtime.compute.cpu.kernels import arena_tasks as t
 from dflash_runtime.compute.cpu.threads.system import READ_SYSCALLS
 from dflash_runtime.compute.expert_arena import ArenaStats
+
+_LOG = logging.getLogger(__name__)
 
 LIMIT_S = 20.0
 """Of a read, after which no more are made."""
@@ -57,6 +60,7 @@ class HostArena:
         the largest layer's experts take.
         """
         self._undo = contextlib.ExitStack()
+        self._has_warned = False
         self._slot_bytes = max(_slot_bytes(place) for bank in banks for place in bank.places(file))
         self._num_slots = num_bytes // self._slot_bytes
         most = max(bank.num_experts for bank in banks)
@@ -105,6 +109,14 @@ class HostArena:
             words[t.READ_BYTES],
             words[t.WAITED_NS] * 1e-9,
         )
+
+    def warn(self) -> None:
+        """Say, once, that reads have failed."""
+        if self._words[t.FAILED] and not self._has_warned:
+            self._has_warned = True
+            # docs: the disk has failed, or took over 20 s, after which nothing more is read so;
+            # look at the system's log. What was not read is used where the file is mapped
+            _LOG.warning("%d reads of experts have failed", self._words[t.FAILED])
 
     def close(self) -> None:
         """No batch may be running, nor come later. Idempotent."""

@@ -186,7 +186,9 @@ def test_less_than_a_layer_is_refused(path: Path, backend: CpuBackend) -> None:
         pass
 
 
-def test_reads_that_fail_cost_time_alone(path: Path, backend: CpuBackend) -> None:
+def test_reads_that_fail_cost_time_alone(
+    path: Path, backend: CpuBackend, caplog: pytest.LogCaptureFixture
+) -> None:
     """A descriptor that is no file any more: each expert is used where the file is mapped."""
     with rig_of(path, backend, E) as rig:
         rig.check(0, batch_of(tokens(1, 1)))
@@ -197,7 +199,10 @@ def test_reads_that_fail_cost_time_alone(path: Path, backend: CpuBackend) -> Non
         for layer in range(LAYERS):
             rig.check(layer, batch_of(tokens(3, layer)))
             rig.check(layer, batch_of(tokens(40, layer), phase=Phase.PREFILL))
+            rig.arena.warn()
         assert rig.arena.stats().failed > 0
+    [record] = caplog.records
+    assert "reads of experts have failed" in record.getMessage()
 
 
 def test_a_read_that_never_ends_ends_all_others(path: Path, backend: CpuBackend) -> None:
