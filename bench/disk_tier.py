@@ -17,6 +17,7 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 from collections.abc import Callable
@@ -97,11 +98,11 @@ class DiskBench:
         text = self._walk.stretch(2 * step * number, _BEFORE + options.tokens)
         prompt = self._walk.stretch(step * (2 * number + 1), _PROMPT)
         following: Any = options.tokens if name == OURS else text[_BEFORE:]
-        with (
-            memory_cgroup(self._limit) as group,
-            Side(name, within, group, *arguments, **common) as side,
-        ):
-            assert group is not None, "no memory cgroup may be made here"
+        with contextlib.ExitStack() as undo:
+            group = undo.enter_context(memory_cgroup(self._limit))
+            if group is None:
+                raise SystemExit("error: no memory cgroup may be made here")
+            side = undo.enter_context(Side(name, within, group, *arguments, **common))
             self._add("decode", name, side.call("decode_after", text[:_BEFORE], following))
             before = side.call("disk") if name == OURS else {}
             speed = side.call("prefill", prompt)

@@ -112,11 +112,12 @@ def digest_of_wishes(
     daemons: Collection[str],
     *,
     budgets: Mapping[str, ExpertBudget],
+    cache_slots: int | None = None,
 ) -> str:
     """Fingerprint of what was asked for. `daemons`: names of those that are connected; `budgets`:
-    of some daemons, by name."""
-    asked = wishes, request, sorted(daemons), sorted(budgets.items())
-    return digest("wishes-v2", [repr(asked).encode()])
+    of some daemons, by name; `cache_slots`: of steps, if they were asked for."""
+    asked = wishes, request, sorted(daemons), sorted(budgets.items()), cache_slots
+    return digest("wishes-v3", [repr(asked).encode()])
 
 
 def _priced(kept: Plan, situation: Situation, wishes: Wishes) -> Plan | None:

@@ -32,6 +32,7 @@ from dflash_runtime.compute.gpu.room import CONTEXT_BYTES
 from dflash_runtime.compute.host import PREFILL_CHUNK
 from dflash_runtime.compute.host_room import HostRoom
 from dflash_runtime.compute.kv_cache import KvType, chosen_kv_type
+from dflash_runtime.compute.memory import host_memory
 from dflash_runtime.compute.model import Model
 from dflash_runtime.engine.arguments import choice, whole_number
 from dflash_runtime.engine.daemon_offers import classes_of, with_daemon_prices
@@ -71,10 +72,6 @@ class Opened:
     tracer: ExpertTracer | None = None
     move_prices: MovePrices | None = None
     """None: experts stay where they are."""
-
-
-_PROCESS_OF_GPU = 1 << 30
-"""Host memory of a process that computes on a GPU: its libraries, the driver, and locked memory."""
 
 
 def settings_with(settings: Settings, given: Mapping[str, Any]) -> Settings:
@@ -242,20 +239,21 @@ def _arena_bytes(decision: Decision, placement: Placement) -> int | None:
     owned = dict(zip(placement.owner_names, placement.owners, strict=True)).get(name)
     if owned is None or any(is_in_memory(path) for path in file.shard_paths):
         return None
-    needed_bytes = _PROCESS_OF_GPU
+    asked_bytes = wishes_of(settings).host_memory_bytes
+    needed_bytes, most_bytes = 0, host_memory().free_bytes  # as plans count beside a GPU
     if not decision.is_on_device:
         request = Request(chosen_kv_type(settings.kv_type, spec), PREFILL_CHUNK)
         room = HostRoom(file, spec, describe(file))
         needed_bytes = parent_bytes(room, request, decision.num_positions)
-    most_bytes = wishes_of(settings).host_memory_bytes
-    room_bytes = room_for_experts(needed_bytes, most_bytes=most_bytes)
+        if asked_bytes is not None:
+            asked_bytes -= needed_bytes
+    if asked_bytes is not None:
+        most_bytes = min(most_bytes, asked_bytes)
     expert_bytes = sum(
         spec.moe.by_layer_id[layer_id].expert_bytes * len(ids)
         for layer_id, ids in owned.by_layer.items()
     )
-    if room_bytes is None or room_bytes >= expert_bytes:
-        return None
-    return max(0, room_bytes)
+    return room_for_experts(expert_bytes, needed_bytes, most_bytes=most_bytes)
 
 
 def _asked_in_steps(runtime: MoeExpertComputeRuntime) -> PhaseStats | None:

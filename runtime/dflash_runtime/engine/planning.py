@@ -252,7 +252,8 @@ class Planning:
     def priced(self, settings: Settings, placement: Placement, offers: Mapping[str, Offer]) -> Plan:
         """What is done without a plan: the settings' device has all experts, or the placement says
         who has them. Raises: as `plan`."""
-        settings, wishes = replace(settings, device=settings.device or CPU), self._asked.wishes
+        wishes, slots = self._asked.wishes, settings.moe_cache_slots or 0
+        settings = replace(settings, device=settings.device or CPU, moe_cache_slots=slots)
         gpus, is_whole = self._gpus(settings), placement.owner_names == (LOCAL_OWNER,)
         if not (gpus and is_whole and wishes.fits):
             wishes = replace(wishes, fits=False, experts=ExpertWishes(placement=placement))
@@ -424,10 +425,15 @@ class Planning:
             and copies.kernel_reads
             and not any(each.bias or each.scale for layer in layers for each in layer.projections)
             and min(layer.num_experts for layer in layers) > SLOTS
-            and self._file.size_bytes < host_memory().free_bytes  # its pages are locked
+            and self._file.size_bytes < self._lockable_bytes()
         ):
             found.append((SLOTS, self._with_slots))
         return found
+
+    def _lockable_bytes(self) -> int:
+        """Of pages of the file, which slots of steps have locked."""
+        free_bytes, asked_bytes = host_memory().free_bytes, self._asked.wishes.host_memory_bytes
+        return free_bytes if asked_bytes is None else min(free_bytes, asked_bytes)
 
     def _resident_context(self, gpu: GpuDescription, settings: Settings) -> int | None:
         """The largest context with which the whole model fits there, with the usual chunks; None if
@@ -451,7 +457,13 @@ class Planning:
         kept = KeptPlan(
             kept_places(self._file.path, settings, PLAN_SUFFIX),
             self._record_of([*offers], new.origin.box_key),
-            digest_of_wishes(wishes, request_of(settings), offers, budgets=asked.budgets),
+            digest_of_wishes(
+                wishes,
+                request_of(settings),
+                offers,
+                budgets=asked.budgets,
+                cache_slots=settings.moe_cache_slots,
+            ),
         )
         return kept.or_new(new, situation, wishes, keeps=self._keeps_plan)
 

@@ -39,11 +39,12 @@ def _check(settings: Settings, setup: Setup) -> None:
     is_on_host = setup.device.kind is DeviceKind.CPU
     asked_device = setup.device if settings.device is None else settings.device
     asked_kv_type = setup.kv_type.value if settings.kv_type == "auto" else settings.kv_type
-    layers = settings.gpu_layers
+    layers, slots = settings.gpu_layers, settings.moe_cache_slots
     for flag, is_same, planned in (
         (f"--device={asked_device}", asked_device == setup.device, setup.device),
         (f"-ngl {layers}", layers is None or (layers == 0) == is_on_host, setup.device),
         (f"--context={settings.context}", settings.context in (None, setup.context), setup.context),
+        (f"--moe-cache-slots={slots}", slots in (None, setup.cache_slots), setup.cache_slots),
         (f"--kv-type={asked_kv_type}", asked_kv_type == setup.kv_type, setup.kv_type),
     ):
         if not is_same:

@@ -130,15 +130,16 @@ def give(
             host_backend.choose_threads(file, trial_pass(banks))
             computes.append(LocalExpertCompute(OwnerKind.LOCAL, banks, numeric_class=host_class))
         else:
+            is_brought = arena_bytes is not None and backend.is_host
             local_banks = load_banks(
                 backend,
                 file,
                 spec.moe,
                 owned=owned,
                 read_now=True,
-                is_brought=arena_bytes is not None,
+                is_brought=is_brought,
             )
-            if arena_bytes is not None:
+            if is_brought and arena_bytes is not None:
                 arena = _brought(undo, backend, file, local_banks, arena_bytes)
             if backend.is_host:  # a device tries them with the whole model
                 measure_pairs_per_second(local_banks.values(), batches=backend.trial_batches)

@@ -77,14 +77,15 @@ def parent_bytes(found: HostRoom, request: Request, num_positions: int) -> int:
     return needs.total - found.seldom_bytes(request.chunk)
 
 
-def room_for_experts(needed_bytes: int, *, most_bytes: int | None = None) -> int | None:
-    """Memory of the host that is left for experts, beside what this process needs and a share for
-    other programs; None if the system does not say. `most_bytes`: as in `context_on_host`."""
-    rooms = [each for each in (process_room() or None, most_bytes) if each is not None]
-    if not rooms:
+def room_for_experts(expert_bytes: int, needed_bytes: int, *, most_bytes: int) -> int | None:
+    """Memory of the host for those of so many bytes of experts that stay there, beside what this
+    process needs and a share for other programs; None if all of them fit, or the system does not
+    say. `most_bytes`: more must not be taken."""
+    room_bytes = process_room()
+    if not room_bytes or expert_bytes <= min(room_bytes - needed_bytes, most_bytes):
         return None
-    room_bytes = min(rooms)
-    return room_bytes - needed_bytes - max(_LEAST_SPARE, int(_SPARE * room_bytes))
+    spare_bytes = max(_LEAST_SPARE, int(_SPARE * room_bytes))
+    return max(0, min(room_bytes - needed_bytes - spare_bytes, most_bytes))
 
 
 def require_daemon_room(found: Room, chunk: int) -> None:

@@ -28,7 +28,7 @@ from dflash_runtime.placement.plan import (
 )
 from dflash_runtime.placement.wishes import MoeMode
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 """Of the record's form, and of what its predictions mean."""
 
 OTHER_BOX = "it was made for another machine, driver or version"

@@ -137,7 +137,7 @@ def _parents(situation: Situation, wishes: Wishes) -> list[ParentDevice]:
     if wishes.device is not None:
         found = [each for each in found if each.device == wishes.device]
         if not found:
-            known = ", ".join(str(each.device) for each in situation.parents)
+            known = ", ".join(dict.fromkeys(str(each.device) for each in situation.parents))
             raise SettingsError(f"device={wishes.device}: devices here are {known}")
     elif wishes.num_gpu_layers is not None:
         wants_host = wishes.num_gpu_layers == 0

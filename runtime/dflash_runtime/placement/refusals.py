@@ -17,7 +17,7 @@ _ROUND_CONTEXT = 256
 
 
 def no_context(options: ParentOptions, context: int, chunk: int) -> PlanRefused:
-    """The context, the smallest that may be chosen, has no room, wherever experts are but there."""
+    """The smallest context that may be chosen has no room, even with all experts elsewhere."""
     first = options.kv_type
     fitting = []
     for kv_type in first.and_smaller:

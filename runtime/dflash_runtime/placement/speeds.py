@@ -209,12 +209,18 @@ def host_side(situation: Situation, parent: ParentDevice) -> Side | None:
         chunks=ChunkParts.of(speed.experts, situation.spec.moe),
         asked=None if asked is None else asked.beyond,
         by_device=True,
-        slots=_slots(box, parent),
+        slots=_slots(situation, parent),
     )
 
 
-def _slots(box: Box, parent: ParentDevice) -> StepSlots | None:
-    copies = box.copies.get(str(parent.device))
+def _slots(situation: Situation, parent: ParentDevice) -> StepSlots | None:
+    """None where steps have none, or can't fetch."""
+    name, layers = str(parent.device), situation.spec.moe.layers
+    copies = situation.box.copies.get(name)
+    if any(each.bias or each.scale for layer in layers for each in layer.projections):
+        return None
+    if situation.daemons or name not in situation.box.host_asked:
+        return None
     if not parent.cache_slots or copies is None or not copies.kernel_reads:
         return None
     return StepSlots(parent.cache_slots, copies.kernel_reads)

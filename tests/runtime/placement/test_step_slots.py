@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from dflash_protocol.device import parse_device
 from dflash_runtime.engine.kept_plan import _priced
+from dflash_runtime.placement.box import AskedSpeed, Curve
 from dflash_runtime.placement.plan import Plan
 from dflash_runtime.placement.planner import plan
 from dflash_runtime.placement.situation import Situation
@@ -44,7 +45,9 @@ def machine(part: float, *, bus: float = 50e9, cache_slots: tuple[int, ...] = (0
     """A GPU that holds so much of the experts."""
     row = BoxRow(CARD, FIXED + int(part * EVERY), CORES_16, 64 * GIB, bus=bus)
     shares = skewed(SPEC.moe, exponent=1.0)
-    return situation(SPEC, row, shares=shares, chunks=(512,), cache_slots=cache_slots)
+    at = situation(SPEC, row, shares=shares, chunks=(512,), cache_slots=cache_slots)
+    asked = Curve(((3.0 * MIB, 50e-6), (24.0 * MIB, 260e-6)))
+    return replace(at, box=replace(at.box, host_asked={"cuda:0": AskedSpeed(asked, asked)}))
 
 
 def planned(at: Situation) -> Plan:

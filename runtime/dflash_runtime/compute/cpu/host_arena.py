@@ -14,6 +14,7 @@ import mmap
 import os
 import platform
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,6 +29,8 @@ from dflash_runtime.compute.cpu.threads.system import READ_SYSCALLS
 from dflash_runtime.compute.expert_arena import ArenaStats
 
 _LOG = logging.getLogger(__name__)
+
+_TURN_S = 0.1
 
 LIMIT_S = 20.0
 """Of a read, after which no more are made."""
@@ -71,7 +74,11 @@ class HostArena:
         words = self._words = np.zeros(t.NUM_WORDS, np.int64)
         with contextlib.ExitStack() as on_error:
             on_error.callback(self._undo.close)
-            self._memory = mmap.mmap(-1, self._num_slots * self._slot_bytes)
+            num_bytes = self._num_slots * self._slot_bytes
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self._memory = mmap.mmap(-1, num_bytes, flags=flags)
+            # A child process must not share pages that a read writes.
+            self._memory.madvise(mmap.MADV_DONTFORK)
             with contextlib.suppress(OSError):
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
             context = self._opened_queue()
@@ -116,12 +123,10 @@ class HostArena:
             self._has_warned = True
             # docs: the disk has failed, or took over 20 s, after which nothing more is read so;
             # look at the system's log. What was not read is used where the file is mapped
-            _LOG.warning("%d reads of experts have failed", self._words[t.FAILED])
+            _LOG.warning("reads of experts have failed: %d uses", self._words[t.FAILED])
 
     def close(self) -> None:
         """No batch may be running, nor come later. Idempotent."""
-        if self._words[t.IS_BROKEN] and self._words[t.NUM_FREE] < t.MOST_PENDING:
-            _HUNG.append(self)
         self._words[t.IS_BROKEN] = 1
         self._undo.close()
 
@@ -136,8 +141,18 @@ class HostArena:
         queue = context.value
 
         def destroy() -> None:
-            # It waits for reads that are pending.
-            if self not in _HUNG:
+            # It waits for reads that are pending, for as long as they take.
+            num_pending = t.MOST_PENDING - int(self._words[t.NUM_FREE])
+            events = (ctypes.c_int64 * (num_pending * t.EVENT_BYTES // 8))()
+            turn = (ctypes.c_long * 2)(0, int(_TURN_S * 1e9))
+            end_s = time.monotonic() + self._words[t.LIMIT_NS] * 1e-9
+            while num_pending > 0 and time.monotonic() < end_s:
+                arguments = ctypes.c_long(1), ctypes.c_long(num_pending), events, turn
+                ended = library.syscall(numbers["getevents"], ctypes.c_ulong(queue), *arguments)
+                num_pending -= max(0, ended)
+            if num_pending:
+                _HUNG.append(self)
+            else:
                 library.syscall(numbers["destroy"], ctypes.c_ulong(queue))
 
         self._undo.callback(destroy)

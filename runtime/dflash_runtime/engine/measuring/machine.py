@@ -78,7 +78,10 @@ def box_of_machine(
     if not measures_all:
         # docs: no measurement of this device with such a model is kept; it is made now, and kept
         # for the next start
-        _LOG.warning("measuring %s, which takes up to %.0f s", ", ".join(missing), START_LIMIT_S)
+        names = ", ".join(missing)
+        _LOG.warning(
+            "measuring %s, which takes up to %.0f s beside compiling", names, START_LIMIT_S
+        )
     began_s = time.monotonic()
     with _opened(file, settings, devices, gpus, kv_type, on_progress) as opened:
         box = measure_box(

@@ -2,8 +2,9 @@
 
 All of a layer's experts that are missing are read at once, in parts, past the page cache. A batch
 that uses most of a layer, such as a prompt's chunk, has those of the next layer read while it is
-computed, as far as there are slots. Of the
-experts in slots those leave that were used least, older uses counting less: a use counts
+computed, as far as there are slots.
+
+Of the experts in slots those leave that were used least, older uses counting less: a use counts
 2 ** (its layer's call / half-life), of which a key is the logarithm, so that keys of experts that
 are not used need no change. What this batch needs does not leave. Where a read fails, or there is
 no slot, the expert is used where the file is mapped.
@@ -263,7 +264,8 @@ def _enter(args: int, counter: int, pool: int) -> None:
         slot = _slot_of(layer, expert)
         if slot >= 0:
             words = _slot(arena, slot)
-            num_found += 1 if get(words, NUM_PENDING) == 0 else 0
+            is_there = get(words, NUM_PENDING) == 0 and get(words, HAS_FAILED) == 0
+            num_found += 1 if is_there else 0
             v.store_i64(words + 8 * USED_AT, call)
     v.store_i64(arena + 8 * FOUND, get(arena, FOUND) + num_found)
     v.store_i64(arena + 8 * MISSED, get(arena, MISSED) + num_groups - num_found)
