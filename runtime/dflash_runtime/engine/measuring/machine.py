@@ -76,12 +76,10 @@ def box_of_machine(
     if known is not None and not missing:
         return known
     if not measures_all:
+        names, limit_s = ", ".join(missing), START_LIMIT_S
         # docs: no measurement of this device with such a model is kept; it is made now, and kept
         # for the next start
-        names = ", ".join(missing)
-        _LOG.warning(
-            "measuring %s, which takes up to %.0f s beside compiling", names, START_LIMIT_S
-        )
+        _LOG.warning("measuring %s, which takes up to %.0f s beside compiling", names, limit_s)
     began_s = time.monotonic()
     with _opened(file, settings, devices, gpus, kv_type, on_progress) as opened:
         box = measure_box(
