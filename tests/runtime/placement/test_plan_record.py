@@ -15,6 +15,7 @@ from dflash_protocol.errors import SettingsError
 from dflash_protocol.settings.kinds import MOST_DAEMONS
 from dflash_runtime.placement.plan import Plan
 from dflash_runtime.placement.plan_record import (
+    PLAN_VERSION,
     RecordOf,
     as_json,
     as_record,
@@ -100,7 +101,7 @@ def ids(record: dict[str, Any]) -> list[Any]:
     ("change", "named"),
     [
         (lambda r: r.update(version=1), "version"),
-        (lambda r: r.update(version=4), "version"),
+        (lambda r: r.update(version=PLAN_VERSION + 1), "version"),
         (lambda r: r.update(version=True), "version"),
         (lambda r: r.update(model="other"), "another model"),
         (lambda r: r.update(box="other"), "another machine"),
@@ -161,7 +162,7 @@ def test_bad_records(change: Callable[[dict[str, Any]], object], named: str) -> 
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("record", [None, [], 3, "plan", {}, {"version": 3}])
+@pytest.mark.parametrize("record", [None, [], 3, "plan", {}, {"version": PLAN_VERSION}])
 def test_records_of_other_types(record: object) -> None:
     with pytest.raises(SettingsError):
         from_record(record, OF)
