@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from bench.build_peer import VARIANTS, build, build_record
-from bench.memory_cgroup import MemoryCgroup, memory_cgroup
+from bench.memory_cgroup import MemoryCgroup, drop_pages, memory_cgroup
 from bench.options import add_save_option, add_threads_option, bench_parser
 from bench.our_model import OurModel
 from bench.peer_model import peer_model
@@ -37,7 +36,6 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import read_spec
 from dflash_runtime.engine.measuring.disk import measure_disk
 
-_GIB, _MIB = 1 << 30, 1 << 20
 _BEFORE, _PROMPT = 448, 512
 _DISK_S = 3.0
 OURS, PEER = "ours", "llama.cpp"
@@ -54,16 +52,6 @@ def within(
     return factory(*args, **kwargs)
 
 
-def dropped(path: Path) -> None:
-    """Drop a file from the page cache."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
-
-
 class DiskBench:
     """Turns of both sides with one file."""
 
@@ -76,13 +64,13 @@ class DiskBench:
         self.rates: dict[str, dict[str, list[float]]] = {}
         """Tokens per second by work and side."""
         self.disk: list[dict[str, float]] = []
-        """Of each turn of ours: bytes a second of the disk itself, and of
-        a prompt, by all its time; and counts."""
+        """Of each turn of ours: bytes a second of the disk, and of a prompt by its whole time;
+        and counts."""
 
     def turn(self, name: str, number: int) -> None:
         """One side opens the file, and works."""
         options = self._options
-        dropped(self._path)
+        drop_pages(self._path)
         common: dict[str, Any] = {
             "num_threads": options.threads,
             "context": 2048,

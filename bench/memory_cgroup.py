@@ -67,6 +67,16 @@ def memory_cgroup(limit_bytes: int) -> Iterator[MemoryCgroup | None]:
         _remove(group.folder)
 
 
+def drop_pages(path: Path) -> None:
+    """Drop a file from the page cache, but for pages that are mapped."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)  # dirty pages would stay
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
 def _made() -> MemoryCgroup | None:
     for version, own in cgroup_folders(Path("/"), "memory"):
         folder = own / f"dflash-test-{os.getpid()}"

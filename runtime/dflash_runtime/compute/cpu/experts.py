@@ -96,7 +96,7 @@ class CpuExpertBank:
         now on. Call it before steps are captured."""
         self.words[[k.ARENA, k.ENTER_ARENA, k.LEAVE_ARENA]] = arena_words, *functions
 
-    def places(self, file: GgufFile) -> list[list[tuple[int, int, int]]]:
+    def places(self) -> list[list[tuple[int, int, int]]]:
         """Shard, offset and bytes of gate, up and down of each expert."""
         return [
             [

@@ -64,8 +64,9 @@ class HostArena:
         """
         self._undo = contextlib.ExitStack()
         self._has_warned = False
-        self._slot_bytes = max(_slot_bytes(place) for bank in banks for place in bank.places(file))
-        self._num_slots = num_bytes // self._slot_bytes
+        places = [bank.places() for bank in banks]
+        slot_bytes = max(_slot_bytes(matrices) for each in places for matrices in each)
+        self._num_slots = num_bytes // slot_bytes
         most = max(bank.num_experts for bank in banks)
         if self._num_slots < most:
             raise ValueError(
@@ -74,7 +75,7 @@ class HostArena:
         words = self._words = np.zeros(t.NUM_WORDS, np.int64)
         with contextlib.ExitStack() as on_error:
             on_error.callback(self._undo.close)
-            num_bytes = self._num_slots * self._slot_bytes
+            num_bytes = self._num_slots * slot_bytes
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             self._memory = mmap.mmap(-1, num_bytes, flags=flags)
             # A child process must not share pages that a read writes.
@@ -83,7 +84,9 @@ class HostArena:
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
             context = self._opened_queue()
             self._descriptors: dict[int, int] = {}
-            self._layers = [self._layer(file, bank) for bank in banks]
+            self._layers = [
+                self._layer(file, bank, each) for bank, each in zip(banks, places, strict=True)
+            ]
             on_error.pop_all()
         requests = np.zeros(t.MOST_PENDING * t.REQUEST_BYTES // 8 + 1, np.int64)
         pending = np.zeros((t.MOST_PENDING, t.PENDING_WORDS), np.int64)
@@ -96,7 +99,7 @@ class HostArena:
         words[t.REQUESTS], words[t.PENDING] = requests.ctypes.data, pending.ctypes.data
         words[t.EVENTS], words[t.FREE] = events.ctypes.data, free.ctypes.data
         words[t.SLOTS], words[t.NUM_SLOTS] = slots.ctypes.data, self._num_slots
-        words[t.MEMORY], words[t.SLOT_BYTES] = memory.ctypes.data, self._slot_bytes
+        words[t.MEMORY], words[t.SLOT_BYTES] = memory.ctypes.data, slot_bytes
         words[t.NUM_LAYERS] = len(banks)
         words[t.LIMIT_NS] = int(LIMIT_S * 1e9)
         for layer, following in pairwise(self._layers):
@@ -158,9 +161,12 @@ class HostArena:
         self._undo.callback(destroy)
         return queue
 
-    def _layer(self, file: GgufFile, bank: CpuExpertBank) -> _Layer:
+    def _layer(
+        self, file: GgufFile, bank: CpuExpertBank, experts: list[list[tuple[int, int, int]]]
+    ) -> _Layer:
+        """`experts`: see CpuExpertBank.places."""
         places = np.zeros((bank.num_experts, 3, t.PLACE_WORDS), np.int64)
-        for expert, matrices in enumerate(bank.places(file)):
+        for expert, matrices in enumerate(experts):
             for index, (shard, offset, num_bytes) in enumerate(matrices):
                 if shard not in self._descriptors:
                     self._descriptors[shard] = file.opened_directly(shard)

@@ -129,8 +129,8 @@ def emit_wake(builder: Any, address: Any) -> None:
 
 def emit_submit_read(builder: Any, context: Any, pointer: Any) -> Any:
     """Begin the read that the control block at `*pointer` says; 1, or what refused it."""
-    number = READ_SYSCALLS.get(_machine(builder), {}).get("submit")
-    if number is None or not _is_linux(builder):
+    number = _read_syscall(builder, "submit")
+    if number is None:
         return I64(-1)
     return builder.call(_syscall(builder), [I64(number), context, I64(1), pointer])
 
@@ -138,8 +138,8 @@ def emit_submit_read(builder: Any, context: Any, pointer: Any) -> Any:
 def emit_ended_reads(builder: Any, context: Any, most: Any, events: Any, timeout_ms: Any) -> Any:
     """Wait for a read that has ended, and write up to `most` of these to `events`; their number, 0
     after a timeout (< 1 s), negative for what refused it."""
-    number = READ_SYSCALLS.get(_machine(builder), {}).get("getevents")
-    if number is None or not _is_linux(builder):
+    number = _read_syscall(builder, "getevents")
+    if number is None:
         return I64(-1)
     time = cgutils.alloca_once(builder, _TIME)
     builder.store(I64(0), _item(builder, time, I32(0)))
@@ -172,6 +172,10 @@ def _is_linux(builder: Any) -> bool:
 
 def _futex_syscall(builder: Any) -> int | None:
     return _FUTEX_SYSCALL.get(_machine(builder)) if _is_linux(builder) else None
+
+
+def _read_syscall(builder: Any, name: str) -> int | None:
+    return READ_SYSCALLS.get(_machine(builder), {}).get(name) if _is_linux(builder) else None
 
 
 def _syscall(builder: Any) -> Any:
