@@ -18,7 +18,7 @@ from dflash_protocol.device import Device
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import F32Array
 from dflash_runtime import Engine
-from dflash_runtime.compute.gpu.device.devices import VENDORS, memory_of
+from dflash_runtime.compute.gpu.device.devices import VENDORS, DeviceMemory, describe_gpus
 from dflash_runtime.compute.gpu.device.driver import open_driver
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.placement.footprint import Memory, footprint
@@ -101,6 +101,11 @@ class Case:
     free_bytes: int | None
 
 
+def memory_there(gpu: Device) -> DeviceMemory:
+    """As plans find it."""
+    return describe_gpus(gpu.kind)[0][gpu.index].memory
+
+
 def run_cases(
     cases: Sequence[Case], device: Device, options: dict[str, Any], pipe: Connection
 ) -> None:
@@ -124,7 +129,7 @@ def run_cases(
                 ballast = driver.export_memory(taken)[0] if taken else 0
             tell(taken)
             with pytest.MonkeyPatch.context() as patch:
-                install_planned_gpu(patch, [device], lambda: memory_of(driver, device.index))
+                install_planned_gpu(patch, [device], lambda: memory_there(device))
                 found = open_within(case.path, device, **options)
             tell(found)
             driver.use(device.index)

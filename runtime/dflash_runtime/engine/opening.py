@@ -28,7 +28,7 @@ from dflash_runtime.compute import (
     ComputeBackend,
     make_backend,
 )
-from dflash_runtime.compute.gpu.room import CONTEXT_BYTES
+from dflash_runtime.compute.gpu.device.devices import CONTEXT_BYTES
 from dflash_runtime.compute.host import PREFILL_CHUNK
 from dflash_runtime.compute.host_room import HostRoom
 from dflash_runtime.compute.kv_cache import KvType, chosen_kv_type

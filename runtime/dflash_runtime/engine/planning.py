@@ -505,6 +505,9 @@ class Planning:
         if device.kind is DeviceKind.CPU or found.share_here >= 1.0 or self._asks_for_experts:
             return []
         taken = {str(device), *(offer.device for offer in asked.offers.values())}
+        of_daemon = footprint(self._file, self._spec, Memory.GPU).needs(
+            num_positions=0, kv_type=found.setup.kv_type, chunk=found.setup.chunk, is_parent=False
+        )
         gpus = {gpu.device: gpu for gpu in self._described or []}
         for other, gpu in gpus.items():
             speed = situation.box.devices.get(str(other))
@@ -514,7 +517,7 @@ class Planning:
                 other,
                 speed,
                 self._spec,
-                free_bytes=gpu.memory.room_bytes,
+                free_bytes=max(0, gpu.memory.room_bytes - of_daemon.total),
                 can_mail=other.kind is device.kind,
             )
             setup = replace(asked.settings, device=device, context=found.setup.context)

@@ -275,6 +275,8 @@ class ParentOptions:
                 return np.inf
             return float(self.host_bytes())
         daemon = self.daemons[name]
+        if not daemon.footprint.maps_weights:
+            return float(daemon.free_bytes)
         needs = daemon.footprint.needs(
             num_positions=0, kv_type=self.kv_type, chunk=chunk, is_parent=False
         )

@@ -46,6 +46,7 @@ class ExpertDaemon:
     name: str
     device: Device
     free_bytes: int
+    """On a GPU without what its computing takes, as the daemon says."""
     footprint: Room
     numeric_class: str = ""
     """See ParentDevice."""

@@ -23,9 +23,9 @@ from dflash_protocol.device import Device, DeviceKind
 from dflash_runtime.compute import devices
 from dflash_runtime.compute.gpu.backend import CupyBackend
 from dflash_runtime.compute.gpu.chunk_room import MAX_CHUNK
-from dflash_runtime.compute.gpu.device.devices import VENDORS, DeviceMemory
+from dflash_runtime.compute.gpu.device.devices import CONTEXT_BYTES, VENDORS, DeviceMemory
 from dflash_runtime.compute.gpu.device.driver import open_driver
-from dflash_runtime.compute.gpu.room import CONTEXT_BYTES, MODULES_BYTES
+from dflash_runtime.compute.gpu.room import MODULES_BYTES
 from dflash_runtime.engine import planning
 from support.counting_device import PooledDevice
 from support.gpu_budgets import Case, Opened, error_of, open_within, run_cases

@@ -24,9 +24,9 @@ from dflash_runtime import Engine
 from dflash_runtime.compute import devices
 from dflash_runtime.compute.cpu.kv_cache import CpuKvCache
 from dflash_runtime.compute.gpu.backend import CupyBackend
-from dflash_runtime.compute.gpu.device.devices import DeviceMemory, allocated
+from dflash_runtime.compute.gpu.device.devices import CONTEXT_BYTES, DeviceMemory, allocated
 from dflash_runtime.compute.gpu.layers.kv_rows import array_bytes
-from dflash_runtime.compute.gpu.room import CONTEXT_BYTES, MODULES_BYTES
+from dflash_runtime.compute.gpu.room import MODULES_BYTES
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.room import Room
 from dflash_runtime.compute.sliding_window import MOST_KEPT

@@ -326,7 +326,7 @@ def test_a_budget_bounds_one_of_two_daemons_that_are_alike() -> None:
 
 def test_remote_means_that_the_processor_has_no_experts() -> None:
     every = SPEC.moe.expert_bytes_total
-    daemon = DaemonRow("d0", "cuda:1", CARD, every // 2 + 64 * MIB)
+    daemon = DaemonRow("d0", "cuda:1", CARD, every // 2)
     remote = Wishes(device=GPU, experts=ExpertWishes(mode=MoeMode.REMOTE))
     at = situation(SPEC, box(FIXED, daemon), shares=skewed(SPEC.moe), chunks=(256,))
     assert HOST_OWNER in planned(at, Wishes(device=GPU)).placement.owner_names

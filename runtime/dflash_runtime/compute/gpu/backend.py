@@ -42,7 +42,7 @@ from dflash_runtime.compute.gpu.chunk_room import GROUP_TOKENS, MAX_CHUNK, scrat
 from dflash_runtime.compute.gpu.device.binary_cache import BinaryCache
 from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
 from dflash_runtime.compute.gpu.device.device import KernelDevice
-from dflash_runtime.compute.gpu.device.devices import DeviceMemory
+from dflash_runtime.compute.gpu.device.devices import CONTEXT_BYTES, DeviceMemory
 from dflash_runtime.compute.gpu.experts.experts import CapturedExperts, CupyExpertBank
 from dflash_runtime.compute.gpu.experts.moe import DeviceMoe, HereRoute, HostRoute, Route
 from dflash_runtime.compute.gpu.experts.offload import ExpertOffload
@@ -58,7 +58,6 @@ from dflash_runtime.compute.gpu.model.model import GpuModel
 from dflash_runtime.compute.gpu.ops.choice_notes import downloaded
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
 from dflash_runtime.compute.gpu.room import (
-    CONTEXT_BYTES,
     GpuRoom,
     expert_bytes,
     require_room,

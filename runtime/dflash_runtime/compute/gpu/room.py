@@ -15,7 +15,7 @@ from dflash_adapters.layers import Description, MatrixTensor, VectorTensor, part
 from dflash_adapters.spec import ModelSpec, MoeLayer
 from dflash_protocol.errors import DeviceOutOfMemory
 from dflash_runtime.compute.gpu.chunk_room import GROUP_TOKENS, ChunkRoom, scratch_of_chunk
-from dflash_runtime.compute.gpu.device.devices import DeviceMemory, allocated
+from dflash_runtime.compute.gpu.device.devices import CONTEXT_BYTES, DeviceMemory, allocated
 from dflash_runtime.compute.gpu.experts.offload_room import offload_bytes
 from dflash_runtime.compute.gpu.launch.layouts import row_bytes
 from dflash_runtime.compute.gpu.layers.kv_cache import snapshot_bytes, state_bytes
@@ -26,8 +26,6 @@ from dflash_runtime.compute.gpu.transfers.locked_room import rows_bytes
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.room import LayerBytes, Needs, Room
 
-CONTEXT_BYTES = 560 << 20
-"""What the driver takes for a process that uses a device, before anything is allocated."""
 MODULES_BYTES = 64 << 20
 """Compiled kernels, the memory of their threads, and captured graphs."""
 

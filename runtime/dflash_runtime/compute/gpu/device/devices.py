@@ -38,6 +38,9 @@ _PIECE_BYTES = 512
 _STAYS_FREE, _STAYS_FREE_WITH_DISPLAY = 256 << 20, 768 << 20
 _MOST_OUTPUTS = 64
 
+CONTEXT_BYTES = 560 << 20
+"""What the driver takes at most for a process that uses a device, before anything is allocated."""
+
 
 def allocated(num_bytes: int) -> int:
     """Memory that an array of so many bytes takes from the driver."""
@@ -73,6 +76,7 @@ class GpuDescription:
     uuid: str
     pci_bus_id: str
     memory: DeviceMemory
+    """As before this process took anything there: plans count what the driver takes for it."""
     capabilities: Capabilities | None
     """None if `why_not` says why it cannot be used."""
     why_not: str | None
@@ -94,6 +98,15 @@ def memory_of(driver: Driver, index: int) -> DeviceMemory:
         # host; counted as all of it
         _LOG.warning("memory of %s:%d: %s", driver.vendor, index, memory.note)
     return replace(memory, stays_free_bytes=_stays_free_bytes(driver, index))
+
+
+def _before_context(memory: DeviceMemory) -> DeviceMemory:
+    """Asking a device how much is free took a context there. What the driver shares with the host
+    is left as it is: the host's free memory is all that there is."""
+    if memory.is_shared_with_host:
+        return memory
+    free_bytes = min(memory.free_bytes + CONTEXT_BYTES, memory.total_bytes)
+    return replace(memory, free_bytes=free_bytes)
 
 
 def corrected_memory(
@@ -178,7 +191,7 @@ def _describe(driver: Driver, device: Device) -> GpuDescription:
         name=driver.device_name(device.index),
         uuid=driver.device_uuid(device.index),
         pci_bus_id=driver.pci_bus_id(device.index),
-        memory=memory_of(driver, device.index),
+        memory=_before_context(memory_of(driver, device.index)),
         capabilities=capabilities,
         why_not=why_not,
     )

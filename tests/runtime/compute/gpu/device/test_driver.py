@@ -17,6 +17,7 @@ from dflash_protocol.errors import DeviceOutOfMemory, DeviceUnavailable
 from dflash_runtime.compute.gpu.device import devices
 from dflash_runtime.compute.gpu.device.capabilities import Vendor, hip_capabilities
 from dflash_runtime.compute.gpu.device.devices import (
+    CONTEXT_BYTES,
     corrected_memory,
     describe_gpus,
     is_display_connected,
@@ -310,7 +311,12 @@ def test_every_gpu_is_described(fake: FakeDriver, monkeypatch: pytest.MonkeyPatc
         "65" * 16,
         "0000:65:00.0",
     )
-    assert found[1].memory.free_bytes == 1000
+    # What asking took there is not counted as taken: plans count it.
+    assert found[1].memory.free_bytes == 4000
+    fake.set(Setting.TOTAL, 1 << 40)
+    found, _ = describe_gpus(DeviceKind.CUDA)
+    assert found[1].memory.free_bytes == 1000 + CONTEXT_BYTES
+    assert memory_of(fake.open(Vendor.CUDA), 1).free_bytes == 1000
     assert found[1].capabilities is not None
     assert found[1].capabilities.architecture == "sm_90a"
     fake.set(Setting.MAJOR, 5)
