@@ -26,7 +26,7 @@ Examples:
   dflash-moe simulate run.trace
   dflash-moe simulate monday.trace tuesday.trace --slots 40
   dflash-moe simulate run.trace --budget-mb 8192 --per-layer
-  dflash-moe simulate run.trace --slots 64 --json
+  dflash-moe simulate run.trace --slots 64 --cache-slots 16 --json
   dflash-moe simulate run.trace --box box.json    (of dflash-moe doctor --measure MODEL --json)
 """
 
@@ -46,15 +46,22 @@ Examples:
     help="Room for experts of all layers together, in MiB: as many of each layer.",
 )
 @click.option(
+    "--cache-slots",
+    type=click.IntRange(0, 31),
+    help="How many of that room, and one more, are not the static set's, for steps (default: 8): "
+    "as the engine's --moe-cache-slots.",
+)
+@click.option(
     "--half-life",
     type=click.FloatRange(1, 1e9),
-    help="Tokens after which a use counts half, for lfu (default: 32).",
+    help="Tokens after which a use counts half, for lfu (default: 32) and steps (default: 64).",
 )
 @click.option(
     "--margin",
     type=click.FloatRange(0, 1e6),
     default=0.0,
-    help="Uses that an expert must have more than the one that leaves, for lfu (default: 0).",
+    help="Uses that an expert must have more than the one that leaves, for lfu and steps "
+    "(default: 0).",
 )
 @click.option(
     "--box",
@@ -69,6 +76,7 @@ def simulate(
     *,
     slots: int | None,
     budget_mb: int | None,
+    cache_slots: int | None,
     half_life: float | None,
     margin: float,
     box: Path | None,
@@ -79,7 +87,8 @@ def simulate(
 
     Traces are written by --expert-trace; see docs/files.md.
     """
-    from dflash_runtime.placement.cache.simulation import HALF_LIFE, replayed
+    from dflash_runtime.compute.step_slots import SLOTS
+    from dflash_runtime.placement.cache.simulation import has_room_for_steps, replayed
     from dflash_runtime.placement.cache.traces import read_trace
     from dflash_runtime.tools.cache_prices import prices_of
 
@@ -91,8 +100,21 @@ def simulate(
         prices = None if box is None else prices_of(box, trace.header)
         if not as_json:
             write_lines(_head(path, trace))
-        for num_slots in _sizes(trace, slots, budget_mb):
-            found = replayed(trace, num_slots, half_life=half_life or HALF_LIFE, margin=margin)
+        sizes = _sizes(trace, slots, budget_mb)
+        layers = trace.header.layers
+        if cache_slots and not has_room_for_steps(layers, sizes[-1], cache_slots):
+            raise SettingsError(
+                f"--cache-slots {cache_slots}: room for {max(sizes[-1])} experts of a layer; at "
+                f"least {cache_slots + 2} are needed"
+            )
+        for num_slots in sizes:
+            found = replayed(
+                trace,
+                num_slots,
+                half_life=half_life,
+                margin=margin,
+                cache_slots=SLOTS if cache_slots is None else cache_slots,
+            )
             records.append(_record(path, trace, num_slots, found, prices))
             if not as_json:
                 write_lines(_table(trace, num_slots, found, prices))
@@ -155,9 +177,14 @@ def _table(
             f"  {name:8s} {replay.hit_share:7.1%} {replay.hot_share:13.1%} "
             f"{replay.brought.sum() / num_tokens:9.2f} "
             f"{replay.brought_bytes / num_tokens / 2**20:8.1f}"
-            + ("" if prices is None else f" {prices.tokens_per_s(replay):9.1f}")
+            + ("" if prices is None else f" {_speed(prices, replay):>9s}")
         )
     return lines
+
+
+def _speed(prices: StepPrices, replay: Replay) -> str:
+    found = prices.tokens_per_s(replay)
+    return "-" if found is None else f"{found:.1f}"
 
 
 def _layers(trace: ExpertTrace, found: dict[str, Replay]) -> list[str]:

@@ -28,6 +28,7 @@ from dflash_runtime.compute.host import PREFILL_CHUNK
 from dflash_runtime.compute.kv_cache import chosen_kv_type
 from dflash_runtime.compute.memory import host_memory
 from dflash_runtime.compute.room import Room
+from dflash_runtime.compute.step_slots import SLOTS
 from dflash_runtime.engine.daemon_offers import (
     OwnProcessor,
     are_unlike,
@@ -80,9 +81,6 @@ from dflash_runtime.placement.wishes import (
 )
 
 _LOG = logging.getLogger(__name__)
-
-SLOTS = 8
-"""Of steps, in each layer, where a plan decides: see docs/worklog.md."""
 
 WORTH = 1.05
 """Predicted gain that is worth another placement than an even split."""

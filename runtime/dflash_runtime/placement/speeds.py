@@ -103,6 +103,15 @@ _FOUND_IN_SLOTS, _FOUND_SLOTS = 0.35, 8
 `qwen3`, as ALIKE in heat.py is."""
 
 
+def with_one_read(asked: F64Array, expert_bytes: F64Array, bus: float) -> F64Array:
+    """What a layer takes by how many of a token's experts are missing, of which the device reads
+    one, `bus` bytes a second, if they are two or more, while the processor, which takes `asked` for
+    so many, computes the others. Shapes: asked [L, K + 1] and the result, expert_bytes [L]."""
+    left = asked.copy()
+    left[:, 2:] = np.maximum(asked[:, 1:-1], expert_bytes[:, None] / bus)
+    return left
+
+
 @dataclass(frozen=True, slots=True)
 class StepSlots:
     """Experts that steps keep on the parent's device besides those that live there, in place of
@@ -119,11 +128,7 @@ class StepSlots:
         takes `asked` for so many, computes the others. Shapes: asked [L, K + 1] and the result,
         expert_bytes [L]."""
         found = _FOUND_IN_SLOTS * min(1.0, self.num / _FOUND_SLOTS)
-        most = asked.shape[1] - 1
-        left = asked.copy()
-        if most >= 2:
-            bus_s = expert_bytes[:, None] / self.bus
-            left[:, 2:] = np.maximum(asked[:, 1:-1], bus_s)
+        most, left = asked.shape[1] - 1, with_one_read(asked, expert_bytes, self.bus)
         mixed = np.zeros((most + 1, most + 1))
         for missing in range(most + 1):
             for num in range(missing + 1):

@@ -84,7 +84,24 @@ def test_a_budget_is_for_all_layers(path: Path) -> None:
     assert replays[0]["tokens"] == 320
     assert replays[0]["counted_tokens"] == 288
     assert replays[0]["policies"]["lru"]["found_by_layer"] == [1.0, 0.0]
-    assert {*replays[0]["policies"]} == {"lru", "lfu", "slru", "static", "belady"}
+    assert {*replays[0]["policies"]} == {"lru", "lfu", "slru", "static", "steps", "belady"}
+
+
+def test_steps_have_a_part_of_the_room(path: Path) -> None:
+    """Layer 1 has its two experts there; of layer 2, where each token has two others, one is
+    brought."""
+
+    def shown(*options: str) -> list[list[str]]:
+        lines = result_of(path, *options).output.splitlines()
+        return [line.split() for line in lines if line.startswith("  steps")]
+
+    assert shown("--slots", "9") == []  # eight slots, one for what is not kept, and none to live
+    [row] = shown("--slots", "10")
+    assert row[0] == "steps"
+    assert float(row[3]) == pytest.approx(0.9, abs=0.1)
+    assert shown("--slots", "10", "--cache-slots", "0") == []
+    assert len(shown()) == 3  # not of the smallest size
+    assert len(shown("--cache-slots", "2")) == 4
 
 
 @pytest.mark.parametrize(
@@ -93,6 +110,7 @@ def test_a_budget_is_for_all_layers(path: Path) -> None:
         (["--slots", "1"], r"room for 1 experts of a layer; a token uses 2"),
         (["--budget-mb", "1"], r"room for 0 experts"),
         (["--slots", "3", "--budget-mb", "1"], r"exclude each other"),
+        (["--slots", "9", "--cache-slots", "8"], r"room for 9 .*10 are needed"),
     ],
 )
 def test_what_cannot_be_is_refused(path: Path, arguments: list[str], reason: str) -> None:

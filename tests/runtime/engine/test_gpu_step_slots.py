@@ -20,9 +20,14 @@ from dflash_runtime import Engine
 from dflash_runtime.compute.cpu.captured.mail_thread import MailThread
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.mailbox import parent, processor_peer
+from dflash_runtime.compute.gpu.run.captured_step import GraphStep
 from dflash_runtime.compute.gpu.run.step_slots import LayerSlots
+from dflash_runtime.compute.step_slots import HALF_LIFE, MARGIN
 from dflash_runtime.engine import planning
 from dflash_runtime.placement.box import AskedSpeed, Box, Curve
+from dflash_runtime.placement.cache.simulation import StepState
+from dflash_runtime.placement.cache.step_slots import replay_steps
+from dflash_runtime.placement.cache.traces import read_trace
 from dflash_runtime.placement.footprint import Memory, footprint
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
 from support.emulated_gpu import TINY, EmulatedGpus, install_emulated_gpus
@@ -240,6 +245,32 @@ def test_slots_take_the_memory_that_is_counted(model: Path) -> None:
     (before, counted_before), (after, counted) = held(0), held(3)
     assert after == before * (LOCAL + 4) // LOCAL
     assert counted - counted_before >= 2 * (after - before)
+
+
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize("slots", [1, 3])
+def test_simulated_slots_keep_what_steps_have_kept(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slots: int
+) -> None:
+    """No step is started ahead and discarded, as a trace has none of these."""
+    monkeypatch.setattr(GraphStep, "most_ahead", 0)
+    with opened(model, slots=slots, expert_trace=str(tmp_path / "run.trace")) as engine:
+        for first in range(3):
+            list(engine.generate(PROMPT[first:], NUM_TOKENS, ignore_eos=True))
+        local = lists_of(engine.placement)[LOCAL_OWNER]
+        tables = [np.asarray(layer.slot_experts).tolist() for layer in slots_of(engine)]
+        scores = [np.array(layer.scores) for layer in slots_of(engine)]
+    trace, states = read_trace(tmp_path / "run.trace"), []
+    rates = np.array([0.5 ** (1.0 / HALF_LIFE), MARGIN], np.float32)
+    for layer, ids in trace.by_layer():
+        state = StepState(layer.num_experts, np.array(local[layer.layer_id]), slots)
+        hits, brought = np.zeros((2, *ids.shape), np.uint8)
+        replay_steps(ids, trace.phases, rates, *state.arrays, hits, brought)
+        assert brought.sum() > slots
+        states.append(state)
+    assert [state.slots.tolist() for state in states] == tables
+    for state, expected in zip(states, scores, strict=True):
+        np.testing.assert_array_equal(state.scores, expected)
 
 
 def resident_of(engine: Engine) -> list[ResidentLayer]:

@@ -16,8 +16,10 @@ from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import Phase
 from dflash_runtime.cli.simulate import simulate
 from dflash_runtime.placement.box import AskedSpeed, Box, CopySpeed
+from dflash_runtime.placement.cache.prices import StepPrices
 from dflash_runtime.placement.cache.simulation import Replay
 from dflash_runtime.placement.cache.traces import TraceHeader, TraceWriter
+from dflash_runtime.placement.speeds import SLOTS_S
 from dflash_runtime.tools.cache_prices import prices_of
 from dflash_runtime.tools.doctor_measure import MeasuredBox
 from support.emulated_gpu import TINY
@@ -57,14 +59,18 @@ def replay(num_missing: list[int], brought_bytes: int = 0) -> Replay:
     return Replay(none, none, none, brought_bytes=brought_bytes, num_missing=missing)
 
 
+def step_s(prices: StepPrices, found: Replay) -> float:
+    speed = prices.tokens_per_s(found)
+    assert speed is not None
+    return 1.0 / speed
+
+
 def test_layers_take_what_was_measured(tmp_path: Path, model: Path, header: TraceHeader) -> None:
     prices = prices_of(written(tmp_path / "box.json", model), header)
     assert prices.layers_s.shape == (LAYERS, USED + 1)
     assert prices.trunk_s > 0.0
     all_here, one_missing = [10, *[0] * USED], [5, 5, *[0] * (USED - 1)]
-    here_s, missing_s = (
-        1.0 / prices.tokens_per_s(replay(each)) for each in (all_here, one_missing)
-    )
+    here_s, missing_s = (step_s(prices, replay(each)) for each in (all_here, one_missing))
     [layer] = {each.expert_bytes for each in header.layers}
     asked_s = ASKED.beyond.at(layer)
     expected_s = prices.trunk_s + LAYERS * prices.layers_s[0, 0]
@@ -78,9 +84,29 @@ def test_what_is_brought_takes_as_long_as_the_bus(
 ) -> None:
     prices = prices_of(written(tmp_path / "box.json", model), header)
     found = replay([10, *[0] * USED], brought_bytes=10 * 2_000_000_000)
-    assert prices.tokens_per_s(found) == pytest.approx(0.5)
+    assert step_s(prices, found) == pytest.approx(2.0)
     unknown = prices_of(written(tmp_path / "b.json", model, replace(BOX, copies={})), header)
-    assert unknown.tokens_per_s(found) > 100.0
+    assert step_s(unknown, found) < 0.01
+
+
+def test_steps_read_one_of_two_missing_experts_meanwhile(
+    tmp_path: Path, model: Path, header: TraceHeader
+) -> None:
+    """Whatever they bring crosses the bus within their layers."""
+    [layer] = {each.expert_bytes for each in header.layers}
+    two_missing = replay([0, 0, 10, *[0] * (USED - 2)], brought_bytes=1 << 40)
+    of_steps = replace(two_missing, step_slots=np.array([8] * LAYERS))
+    whole = replace(replay([10, *[0] * USED]), step_slots=np.zeros(LAYERS, np.int64))
+    asked_s = ASKED.beyond.at(layer)
+    for read_s, expected_s in ((asked_s / 2, asked_s), (3 * asked_s, 3 * asked_s)):
+        copies = {"cuda:0": CopySpeed("cuda:0", 1e9, kernel_reads=layer / read_s)}
+        prices = prices_of(written(tmp_path / "b.json", model, replace(BOX, copies=copies)), header)
+        layers_s = step_s(prices, of_steps) - prices.trunk_s
+        assert layers_s == pytest.approx(LAYERS * (SLOTS_S + expected_s))
+        whole_s = step_s(prices, whole) - prices.trunk_s
+        assert whole_s == pytest.approx(LAYERS * prices.layers_s[0, 0])
+    unknown = prices_of(written(tmp_path / "box.json", model), header)
+    assert unknown.tokens_per_s(of_steps) is None
 
 
 @pytest.mark.parametrize(

@@ -12,29 +12,39 @@ from dflash_runtime.placement.box import CopySpeed
 from dflash_runtime.placement.cache.simulation import Replay
 from dflash_runtime.placement.situation import ParentDevice, Situation
 from dflash_runtime.placement.speeds import (
+    SLOTS_S,
     TrunkTimes,
     factor_beside_processor,
     host_side,
     local_side,
+    with_one_read,
 )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPrices:
     """Seconds of a step of a GPU that has a cache of experts, beside the processor, which computes
-    what is not in it. Shapes: layers_s [L, K + 1], by how many of a token's experts are missing."""
+    what is not in it. Shapes: layers_s, slots_s [L, K + 1], by how many of a token's experts are
+    missing."""
 
     trunk_s: float
     layers_s: F64Array
     bytes_per_s: float
     """Of copies to the GPU; infinite if they were not measured."""
+    slots_s: F64Array | None
+    """Of layers with slots of steps, which read one of two or more that are missing; None: it was
+    not measured how fast."""
 
-    def tokens_per_s(self, replay: Replay) -> float:
-        """As `dflash-moe plan` predicts. Experts that are brought cross the bus meanwhile, at most
-        as fast as it is."""
+    def tokens_per_s(self, replay: Replay) -> float | None:
+        """As `dflash-moe plan` predicts; None for slots of steps without `slots_s`. Experts that
+        are brought otherwise cross the bus meanwhile, at most as fast as it is."""
         num_tokens = max(1, int(replay.num_missing[0].sum()))
-        layers_s = float((replay.num_missing * self.layers_s).sum()) / num_tokens
-        bus_s = replay.brought_bytes / num_tokens / self.bytes_per_s
+        each_s, bus_s = self.layers_s, replay.brought_bytes / num_tokens / self.bytes_per_s
+        if replay.step_slots is not None:
+            if self.slots_s is None:
+                return None
+            each_s, bus_s = np.where(replay.step_slots[:, None] > 0, self.slots_s, each_s), 0.0
+        layers_s = float((replay.num_missing * each_s).sum()) / num_tokens
         return 1.0 / max(self.trunk_s + layers_s, bus_s)
 
 
@@ -61,4 +71,9 @@ def step_prices(
     trunk = TrunkTimes.of(situation, parent, kv_type)
     copies = box.copies.get(device, CopySpeed(device))
     rate = max(copies.from_locked, copies.from_page_cache) or np.inf
-    return StepPrices(trunk.step_s(position), np.maximum(times, there_s), float(rate))
+    slots_s = None
+    if copies.kernel_reads:
+        left_s = with_one_read(there_s, sizes, copies.kernel_reads)
+        slots_s = SLOTS_S + np.maximum(times, left_s)
+    layers_s = np.maximum(times, there_s)
+    return StepPrices(trunk.step_s(position), layers_s, float(rate), slots_s)

@@ -3,26 +3,32 @@ brings.
 
 Misses of a token are brought after its hits were looked up, one after the other. The first tenth of
 the trace fills the cache, and counts what the static set is chosen by: figures are of the rest.
+Slots of steps are beside a static set, and have a rule of their own: see step_slots.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from dflash_protocol.ids import F64Array, I32Array, I64Array, U8Array
+from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, U8Array
+from dflash_runtime.compute import step_slots as slots_of_steps
 from dflash_runtime.placement.cache import policies as p
-from dflash_runtime.placement.cache.traces import ExpertTrace
+from dflash_runtime.placement.cache import step_slots
+from dflash_runtime.placement.cache.traces import ExpertTrace, TraceLayer
 
 BELADY = "belady"
 """The bound: what is used again the latest leaves, or is not kept at all. No policy can know that.
 
 Source: Belady, "A study of replacement algorithms for a virtual-storage computer", 1966.
 """
+
+STEPS = "steps"
+"""Slots of steps, beside the static set."""
 
 WARM_UP = 10
 """The first of so many parts of a trace fills the caches."""
@@ -37,7 +43,8 @@ class Replay:
     """What one policy did after the warm-up.
 
     Shapes: hits, brought [L] selections and experts; num_selections [L]; num_missing [L, K + 1]:
-    tokens by how many of their K experts of the layer were not found.
+    tokens by how many of their K experts of the layer were not found; step_slots [L]: slots that
+    steps have; None: what is brought is not read by steps.
     """
 
     hits: I64Array
@@ -45,6 +52,7 @@ class Replay:
     num_selections: I64Array
     brought_bytes: int
     num_missing: I64Array
+    step_slots: I64Array | None = None
 
     @property
     def hit_share(self) -> float:
@@ -60,17 +68,23 @@ def replayed(
     trace: ExpertTrace,
     num_slots: Sequence[int],
     *,
-    half_life: float = HALF_LIFE,
+    half_life: float | None = None,
     margin: float = 0.0,
+    cache_slots: int = slots_of_steps.SLOTS,
 ) -> dict[str, Replay]:
-    """Each policy's replay by name, and Belady's. `num_slots`: experts that each layer has room
-    for; at least as many as a token uses of it. `half_life`, in tokens, and `margin`, in uses of
-    the present token, are LFU's.
+    """Each policy's replay by name, and Belady's; with `cache_slots` also that of so many slots of
+    steps a layer, if `has_room_for_steps`. `num_slots`: experts that each layer has room for; at
+    least as many as a token uses of it. `half_life`, in tokens (None: each policy's own), and
+    `margin`, in uses of the present token, are those of LFU and of steps.
 
     Raises: ValueError if there are fewer.
     """
     functions = _functions()
     warm = trace.num_tokens // WARM_UP
+    has_steps = has_room_for_steps(trace.header.layers, num_slots, cache_slots)
+    lfu_rates = np.array([2.0 ** (1.0 / (half_life or HALF_LIFE)), margin])
+    decay = 0.5 ** (1.0 / (half_life or slots_of_steps.HALF_LIFE))
+    step_rates = np.array([decay, margin], np.float32)
     found: dict[str, list[_LayerFigures]] = {}
     for (layer, ids), slots in zip(trace.by_layer(), num_slots, strict=True):
         if slots < min(layer.num_experts_used, layer.num_experts):
@@ -80,15 +94,22 @@ def replayed(
         ids = np.ascontiguousarray(ids)
         hits = np.zeros(ids.shape, np.uint8)
         brought = np.zeros(ids.shape, np.uint8)
+        counts = np.bincount(ids[:warm].ravel(), minlength=layer.num_experts)
+        hottest = np.argsort(-counts, kind="stable")
         for policy, name in enumerate(p.POLICIES):
             state = _State(layer.num_experts)
             if policy == p.STATIC:
-                counts = np.bincount(ids[:warm].ravel(), minlength=layer.num_experts)
-                state.place[np.argsort(-counts, kind="stable")[:slots]] = p.PROTECTED
-            rates = np.array([2.0 ** (1.0 / half_life), margin])
-            sizes = policy, min(slots, layer.num_experts), rates
+                state.place[hottest[:slots]] = p.PROTECTED
+            sizes = policy, min(slots, layer.num_experts), lfu_rates
             functions.replay(ids, *sizes, *state.arrays, hits, brought)
             found.setdefault(name, []).append(
+                _figures(hits[warm:], brought[warm:], layer.expert_bytes)
+            )
+        if has_steps:
+            num_static = slots - num_beside(layer, slots, cache_slots)
+            beside = StepState(layer.num_experts, hottest[:num_static], cache_slots)
+            functions.replay_steps(ids, trace.phases, step_rates, *beside.arrays, hits, brought)
+            found.setdefault(STEPS, []).append(
                 _figures(hits[warm:], brought[warm:], layer.expert_bytes)
             )
         following = np.empty(ids.shape, np.int32)
@@ -99,7 +120,28 @@ def replayed(
             _figures(hits[warm:], brought[warm:], layer.expert_bytes)
         )
     sizes_of = [(trace.num_tokens - warm) * x.num_experts_used for x in trace.header.layers]
-    return {name: _joined(layers, sizes_of) for name, layers in found.items()}
+    replays = {name: _joined(layers, sizes_of) for name, layers in found.items()}
+    if has_steps:
+        pairs = zip(trace.header.layers, num_slots, strict=True)
+        each = [max(0, num_beside(*pair, cache_slots) - 1) for pair in pairs]
+        replays[STEPS] = replace(replays[STEPS], step_slots=np.array(each, np.int64))
+    return replays
+
+
+def has_room_for_steps(
+    layers: Sequence[TraceLayer], num_slots: Sequence[int], cache_slots: int
+) -> bool:
+    """Whether every layer that is not there as a whole has room for slots of steps, and for an
+    expert that lives there."""
+    return cache_slots > 0 and all(
+        num_beside(layer, slots, cache_slots) < slots
+        for layer, slots in zip(layers, num_slots, strict=True)
+    )
+
+
+def num_beside(layer: TraceLayer, num_slots: int, cache_slots: int) -> int:
+    """Of a layer's slots, those in which no expert lives; see `slots_beside` in gpu/room.py."""
+    return cache_slots + 1 if num_slots < layer.num_experts else 0
 
 
 class _State:
@@ -113,6 +155,21 @@ class _State:
             np.zeros(num_experts),
             np.zeros(num_experts, np.uint8),
         )
+
+
+class StepState:
+    """A layer's arrays, as `step_slots.replay_steps` takes them: nothing was used, or is kept."""
+
+    def __init__(self, num_experts: int, static: I64Array, num_slots: int) -> None:
+        """Shapes: static [S] experts that live there."""
+        self.place: U8Array = np.full(num_experts, p.ABSENT, np.uint8)
+        self.place[static] = p.PROTECTED
+        self.slots: I32Array = np.full(num_slots, -1, np.int32)
+        self.scores: F32Array = np.zeros(num_experts, np.float32)
+
+    @property
+    def arrays(self) -> tuple[U8Array, I32Array, F32Array]:
+        return self.place, self.slots, self.scores
 
 
 class _LayerFigures(NamedTuple):
@@ -250,6 +307,10 @@ class _Functions:
     replay: Callable[..., None]
     next_uses: Callable[..., None]
     belady: Callable[..., None]
+    replay_steps: Callable[..., None]
+
+
+PLAIN = _Functions(_replay, _next_uses, _belady, step_slots.replay_steps)
 
 
 @cache
@@ -259,7 +320,7 @@ def _functions() -> _Functions:
         from dflash_runtime.compute.cpu.compile.compiling import compile_kernel, helper, variant
         from dflash_runtime.compute.cpu.simd.untyped import types
     except ImportError:
-        return _Functions(_replay, _next_uses, _belady)
+        return PLAIN
 
     def array(element: Any, ndim: int) -> Any:
         return types.Array(element, ndim, "C")
@@ -279,9 +340,20 @@ def _functions() -> _Functions:
         _victim=helper(p.victim),
         _is_kept=helper(p.is_kept),
     )
+    replay_steps = variant(
+        step_slots.replay_steps, "cache_replay_steps", _slot_of=helper(step_slots.slot_of)
+    )
+    of_steps = (
+        array(types.uint8, 1),
+        array(types.float32, 1),
+        array(types.uint8, 1),
+        array(types.int32, 1),
+        array(types.float32, 1),
+    )
     sizes = types.int64, types.int64, array(types.float64, 1)
     return _Functions(
         compile_kernel(replay, ids, *sizes, *state, flags, flags),
         compile_kernel(_next_uses, ids, array(types.int32, 1), ids),
         compile_kernel(_belady, ids, ids, types.int64, array(types.uint8, 1), flags, flags),
+        compile_kernel(replay_steps, ids, *of_steps, flags, flags),
     )

@@ -7,21 +7,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_protocol.ids import I32Array
+from dflash_protocol.ids import I32Array, Phase
 from dflash_runtime.placement.cache import policies as p
 from dflash_runtime.placement.cache import simulation
-from dflash_runtime.placement.cache.simulation import BELADY, Replay, replayed
-from dflash_runtime.placement.cache.traces import ExpertTrace, TraceHeader, TraceLayer
+from dflash_runtime.placement.cache.simulation import BELADY, STEPS, Replay, StepState, replayed
+from dflash_runtime.placement.cache.step_slots import slot_of
+from dflash_runtime.placement.cache.traces import PHASES, ExpertTrace, TraceHeader, TraceLayer
 from support.examples import examples
 
 E, K = 24, 3
+DECODE = PHASES.index(Phase.DECODE)
 
 
 def trace_of(ids: I32Array, num_experts: int = E, expert_bytes: int = 10) -> ExpertTrace:
     """Of one layer. Shapes: ids [N, K]."""
     layers = (TraceLayer(0, num_experts, ids.shape[1], expert_bytes),)
     header = TraceHeader("ab" * 32, "", "cd" * 32, layers)
-    return ExpertTrace(header, np.ones(len(ids), np.uint8), ids.astype(np.uint16))
+    return ExpertTrace(header, np.full(len(ids), DECODE, np.uint8), ids.astype(np.uint16))
 
 
 def skewed(num_tokens: int, seed: int, num_experts: int = E) -> I32Array:
@@ -73,6 +75,39 @@ def plain_lfu(ids: I32Array, num_slots: int, half_life: float, margin: float) ->
     return found
 
 
+class PlainSteps:
+    """Slots of steps beside experts that live there."""
+
+    def __init__(self, static: list[int], num_slots: int, half_life: float, margin: float) -> None:
+        self.static, self.slots = {*static}, [-1] * num_slots
+        self.decay, self.margin = np.float32(0.5 ** (1 / half_life)), np.float32(margin)
+        self.scores = np.zeros(E, np.float32)
+
+    def step(self, chosen: list[int]) -> tuple[list[bool], int]:
+        """What is found, and the expert that is read; -1: none."""
+        found = [expert in self.static or expert in self.slots for expert in chosen]
+        missing = [expert for expert, is_there in zip(chosen, found, strict=True) if not is_there]
+        self.scores *= self.decay
+        read = missing[1] if len(missing) > 1 else -1
+        if read >= 0:
+            self._keep(read, chosen)
+        self.scores[chosen] += np.float32(1)
+        return found, read
+
+    def _keep(self, expert: int, chosen: list[int]) -> None:
+        worths = {
+            slot: self.scores[kept] if kept >= 0 else np.float32(-1)
+            for slot, kept in enumerate(self.slots)
+            if kept not in chosen
+        }
+        least = min(worths, key=lambda slot: (worths[slot] + np.float32(1), slot), default=-1)
+        if least < 0:
+            return
+        wanted = self.scores[expert] + np.float32(1)
+        if self.slots[least] < 0 or wanted > worths[least] + self.margin:
+            self.slots[least] = expert
+
+
 def least_misses(ids: I32Array, num_slots: int) -> int:
     """Of all ways to keep experts, by trying them: for short traces of few experts."""
     states = {frozenset[int](): 0}
@@ -101,8 +136,7 @@ def hits_of(replay: Replay) -> int:
 @pytest.fixture(params=["compiled", "plain"])
 def functions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "plain":
-        plain = simulation._Functions(simulation._replay, simulation._next_uses, simulation._belady)
-        monkeypatch.setattr(simulation, "_functions", lambda: plain)
+        monkeypatch.setattr(simulation, "_functions", lambda: simulation.PLAIN)
 
 
 @pytest.mark.usefixtures("functions")
@@ -118,12 +152,89 @@ def test_policies_are_what_they_say(num_slots: int, margin: float) -> None:
     assert not found["static"].brought.any()
     for name, replay in found.items():
         # The static set is there from the first token on.
-        assert hits_of(replay) <= hits_of(found[BELADY]) + (E if name == "static" else 0)
+        early = E if name in ("static", STEPS) else 0
+        assert hits_of(replay) <= hits_of(found[BELADY]) + early
         assert replay.num_selections.sum() == (len(ids) - warm) * K
         assert replay.brought_bytes == 10 * replay.brought.sum()
         assert replay.brought.sum() <= replay.num_selections.sum() - hits_of(replay)
     if num_slots == E:
         assert found["slru"].hit_share > 0.99
+
+
+@pytest.mark.usefixtures("functions")
+@pytest.mark.parametrize(
+    ("num_slots", "half_life", "margin"), [(1, 50.0, 0.0), (4, 4.0, 0.25), (7, 64.0, 1.0)]
+)
+def test_slots_of_steps_are_what_they_say(num_slots: int, half_life: float, margin: float) -> None:
+    """Long enough that uses are forgotten, and slots are equal."""
+    ids, static = skewed(900, seed=num_slots), [0, 5, 6]
+    rng = np.random.default_rng(num_slots)
+    ids[300:500] = [rng.permutation(6)[:K] for _ in range(200)]  # the others' uses fade
+    plain = PlainSteps(static, num_slots, half_life, margin)
+    expected = [plain.step(chosen) for chosen in ids.tolist()]
+    state = StepState(E, np.array(static), num_slots)
+    hits, brought = np.zeros((2, *ids.shape), np.uint8)
+    rates = np.array([0.5 ** (1.0 / half_life), margin], np.float32)
+    simulation._functions().replay_steps(
+        ids, np.full(len(ids), DECODE, np.uint8), rates, *state.arrays, hits, brought
+    )
+    np.testing.assert_array_equal(hits, [found for found, _ in expected])
+    read = np.where(brought.any(axis=1), (brought * (ids + 1)).sum(axis=1) - 1, -1)
+    np.testing.assert_array_equal(read, [each for _, each in expected])
+    assert state.slots.tolist() == plain.slots
+    np.testing.assert_array_equal(state.scores, plain.scores)
+    assert {*np.flatnonzero(state.place == p.PROBATION)} == {*plain.slots}
+
+
+def test_uses_that_have_nearly_faded_are_equal() -> None:
+    """The first of such slots is taken, as a kernel orders what it has added one to."""
+    slots, rates = np.array([4, 5, 6], np.int32), np.array([0.5, 0.0], np.float32)
+    scores = np.zeros(E, np.float32)
+    for uses, slot in (([1.0, 3e-8, 1e-8], 1), ([1.0, 3e-3, 1e-3], 2), ([4.0, 3.0, 5.0], -1)):
+        scores[slots] = uses
+        assert slot_of(9, np.array([7, 8, 9], np.int32), slots, scores, rates) == slot
+
+
+@pytest.mark.parametrize("half_life", [None, 16.0])
+def test_slots_of_steps_take_room_from_the_static_set(half_life: float | None) -> None:
+    """And one more, for what is not kept."""
+    ids = skewed(600, seed=3)
+    found = replayed(trace_of(ids), [9], cache_slots=4, half_life=half_life)[STEPS]
+    warm = len(ids) // simulation.WARM_UP
+    hottest = np.argsort(-np.bincount(ids[:warm].ravel(), minlength=E), kind="stable")[:4]
+    plain = PlainSteps(hottest.tolist(), 4, half_life or 64.0, 0.0)
+    steps = [plain.step(chosen) for chosen in ids.tolist()][warm:]
+    assert hits_of(found) == sum(sum(each) for each, _ in steps)
+    assert found.brought.sum() == sum(read >= 0 for _, read in steps)
+    assert found.step_slots is not None
+    assert found.step_slots.tolist() == [4]
+
+
+def test_slots_of_steps_are_there_where_there_is_room() -> None:
+    trace = trace_of(skewed(100, seed=4))
+    assert STEPS not in replayed(trace, [9], cache_slots=0)
+    assert STEPS not in replayed(trace, [9], cache_slots=8)
+    assert STEPS in replayed(trace, [9], cache_slots=7)
+    whole = replayed(trace, [E], cache_slots=30)[STEPS]
+    assert whole.hit_share == 1.0
+    assert whole.step_slots is not None
+    assert whole.step_slots.tolist() == [0]
+
+
+@pytest.mark.usefixtures("functions")
+def test_steps_alone_change_their_slots() -> None:
+    """Prompts do not look into them; drafts do."""
+    ids = np.array([[7, 8, 9]] * 3, np.int32)
+    rates, prompt = np.array([0.5, 0.0], np.float32), PHASES.index(Phase.PREFILL)
+    for phase, found in ((prompt, [0, 0, 0]), (PHASES.index(Phase.VERIFY), [0, 1, 0])):
+        state = StepState(E, np.array([0]), 2)
+        hits, brought = np.zeros((2, *ids.shape), np.uint8)
+        phases = np.array([phase, DECODE, phase], np.uint8)
+        simulation._functions().replay_steps(ids, phases, rates, *state.arrays, hits, brought)
+        assert hits.tolist() == [[0, 0, 0], [0, 0, 0], found]
+        assert brought.tolist() == [[0, 0, 0], [0, 1, 0], [0, 0, 0]]
+        assert state.slots.tolist() == [8, -1]
+        assert state.scores[7:10].tolist() == [1.0, 1.0, 1.0]
 
 
 @examples(60)

@@ -19,10 +19,7 @@ from dflash_runtime.compute.gpu.launch.decode_experts import FETCH_WORDS, MailFe
 from dflash_runtime.compute.gpu.launch.fetch_expert import FetchExpert, FetchTables
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer, expert_bytes
 from dflash_runtime.compute.gpu.mailbox.fetched_memory import FetchedMemory
-
-HALF_LIFE = 64
-"""Tokens after which a use counts half; see docs/worklog.md."""
-_MARGIN = 0.0
+from dflash_runtime.compute.step_slots import HALF_LIFE, MARGIN
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +42,7 @@ class LayerSlots:
             slot_experts=address(self.slot_experts),
             decision=address(self.tables.decision),
             decay=0.5 ** (1.0 / HALF_LIFE),
-            margin=_MARGIN,
+            margin=MARGIN,
             peer=peer,
             num_slots=self.slot_experts.size,
         )
