@@ -74,8 +74,8 @@ OF_ONE_RUN = {
     "prompt", "prompt_file", "token_ids", "chat", "max_tokens", "temperature", "top_k", "top_p",
     "min_p", "seed", "ignore_eos", "as_json", "with_digest", "phase", "measure", "save_path",
     # What is shown, and what is written of it.
-    "file", "csv_path", "traces", "slots", "budget_mb", "half_life", "margin", "box",
-    "per_layer",
+    "file", "csv_path", "traces", "slots", "budget_mb", "cache_slots", "half_life", "margin",
+    "box", "per_layer",
     # Of one trial: see docs/operations.md.
     "mailbox", "rounds",
     # llama.cpp's two names of one setting.
