@@ -3,6 +3,7 @@ those of a model that is on the GPU as a whole, whatever is kept, moved or lost.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,6 +19,7 @@ from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import Phase
 from dflash_protocol.placement import Placement
 from dflash_runtime import Engine
+from dflash_runtime.cli.main import main
 from dflash_runtime.compute.cpu.captured.mail_thread import MailThread
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.mailbox import parent, processor_peer
@@ -33,6 +35,7 @@ from support.logprobs import Bits, bits_of
 from support.moved_experts import lists_of, placed
 from support.plain_slots import PlainSlots
 from support.planned_gpu import GPU, OneGpu, made_up_box
+from support.processes import run_main
 from support.random_gguf import write_model
 from support.undisturbed import settings_with
 
@@ -197,6 +200,26 @@ def test_what_slots_do_is_counted(model: Path, tmp_path: Path, slots: int) -> No
     assert counts == [stats.slots.found, stats.slots.fetched, stats.slots.kept]
     assert stats.slots.num_slots == slots
     assert expert_bytes == {stats.slots.fetched_bytes / stats.slots.fetched}
+
+
+@pytest.mark.usefixtures("gpus")
+def test_what_slots_did_is_in_the_summary_of_a_generation(model: Path) -> None:
+    for slots in (0, 3):
+        done = run_main(
+            main,
+            *("generate", model, "--device", "cuda:0", "--context", "64"),
+            *("--token-ids", ",".join(map(str, PROMPT)), "-n", str(NUM_TOKENS), "--ignore-eos"),
+            *("--local-experts", str(LOCAL), "--moe-cache-slots", str(slots), "--json"),
+        )
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)["slots"]
+        if not slots:
+            assert found is None
+            continue
+        assert found.keys() == {"num_slots", "found", "fetched", "kept", "fetched_bytes"}
+        assert found["num_slots"] == slots
+        assert found["found"] > 0
+        assert found["fetched"] >= found["kept"] > 0
 
 
 @pytest.mark.usefixtures("gpus")
