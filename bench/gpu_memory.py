@@ -81,6 +81,7 @@ class Watch:
         self._driver, self._index = driver, index
         self._sample_s = sample_s
         self._least = 0
+        self._lock = threading.Lock()  # a sample that had begun before `begin` is not of after it
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -89,11 +90,14 @@ class Watch:
         return self._driver.memory_info()[0]
 
     def begin(self) -> None:
-        self._least = self.free()
+        with self._lock:
+            self._least = self.free()
 
     @property
     def least(self) -> int:
-        return min(self._least, self.free())
+        with self._lock:
+            self._least = min(self._least, self.free())
+            return self._least
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -106,7 +110,7 @@ class Watch:
 
     def _run(self) -> None:
         while not self._is_over.wait(self._sample_s):
-            self._least = min(self._least, self.free())
+            _ = self.least
 
 
 def main() -> None:

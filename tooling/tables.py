@@ -25,7 +25,9 @@ from dflash_protocol.settings.table import (
     SETTINGS_HELP,
     Knob,
 )
+from dflash_runtime.compute.expert_arena import ArenaStats
 from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.compute.slot_stats import SlotStats
 from dflash_runtime.engine.engine import EngineStats, GenerationStats
 from dflash_runtime.experts.events import EventKind
 from dflash_runtime.experts.telemetry import OwnerKind, OwnerStats
@@ -112,7 +114,13 @@ def metric_families() -> Iterator[Metric]:
     """All metrics of a server, each with all of its labels."""
     metrics, owner = Metrics(), OwnerStats(OwnerKind.DAEMON, num_experts=1)
     owner.of_phase(Phase.DECODE).round_trips.add(1e-3)
-    stats = EngineStats(owners={"cpu": owner}, events=[], selections={})
+    stats = EngineStats(
+        owners={"cpu": owner},
+        events=[],
+        selections={},
+        disk=ArenaStats(*[0] * 6),
+        slots=SlotStats(num_slots=1),
+    )
     budget = DeviceBudget("cpu", *[0] * 6)
     plan = Plan(
         Origin("", "", 0),

@@ -184,6 +184,7 @@ def _record(engine: Engine, prompt: list[int], tokens: list[int], text: str) -> 
         "plan": plan_report(engine.plan, measured),
         "moves": asdict(stats.moves),
         "disk": None if stats.disk is None else asdict(stats.disk),
+        "slots": None if stats.slots is None else asdict(stats.slots),
         "events": [asdict(event) for event in stats.events],
     }
 

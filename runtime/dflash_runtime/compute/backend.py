@@ -30,6 +30,7 @@ from dflash_runtime.compute.expert_arena import ExpertArena
 from dflash_runtime.compute.kv_cache import KvCache, KvType
 from dflash_runtime.compute.mail_trial import MailTrial
 from dflash_runtime.compute.model import Model
+from dflash_runtime.compute.slot_stats import MailedCounts, SlotStats
 from dflash_runtime.compute.thread_trial import OnePass
 from dflash_runtime.compute.trees import Tree, TreeResult
 
@@ -375,7 +376,7 @@ class CapturedStep(Protocol):
         """Whether the owners that a step asks count their work and this device's."""
 
     def prepare(self) -> None:
-        """Compile and capture everything; overwrites the cache."""
+        """Compile and capture everything, and count nothing of it; overwrites the cache."""
 
     def choose_by(self, options: DeviceSampling | None) -> None:
         """Sample tokens with these parameters from the next `begin` on; None, the default:
@@ -435,9 +436,13 @@ class CapturedStep(Protocol):
     def tree_choices(self, num_tokens: int) -> I32Array:
         """The same of the last tree that `verify` computed."""
 
-    def take_selections(self) -> dict[tuple[Phase, int], I64Array]:
-        """How often each expert was routed to since the last call, by phase and layer id, in layers
-        that remote owners share without the host. Shapes: each [E]."""
+    @property
+    def slots(self) -> SlotStats | None:
+        """What steps have done with slots, as of the last `take_selections`; None without any."""
+
+    def take_selections(self) -> dict[tuple[Phase, int], MailedCounts]:
+        """What was chosen since the last call, by phase and layer id, in layers that remote owners
+        share without the host."""
 
     def wait(self) -> None:
         """Wait until no step is running. Raises: DeviceUnavailable."""

@@ -25,6 +25,7 @@ from dflash_protocol.placement import Placement
 from dflash_protocol.settings import DaemonSetting, Settings, load_settings
 from dflash_runtime.compute import MEMORY_ADVICE
 from dflash_runtime.compute.expert_arena import ArenaStats
+from dflash_runtime.compute.slot_stats import SlotStats
 from dflash_runtime.engine.arguments import token_id_array, whole_number
 from dflash_runtime.engine.generation import (
     GeneratedToken,
@@ -73,6 +74,9 @@ class EngineStats:
     """Experts that were moved between this process's owners."""
     disk: ArenaStats | None = None
     """Experts that are read from the disk; None if all are in memory."""
+    slots: SlotStats | None = None
+    """Experts that steps keep on a device besides those that live there; None if they keep none.
+    Added as selections are."""
 
 
 class Engine:
@@ -455,6 +459,7 @@ class Engine:
             replace(runtime.hits),
             MoveStats() if self._mover is None else self._mover.stats,
             None if self._owners.arena is None else self._owners.arena.stats(),
+            self._steps.slots,
         )
 
     def heat(self) -> Heat:

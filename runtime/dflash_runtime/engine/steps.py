@@ -20,6 +20,7 @@ from dflash_runtime.compute.backend import NOT_FINITE, CapturedStep, ExpertStage
 from dflash_runtime.compute.kv_cache import KvCache
 from dflash_runtime.compute.model import Model, OnLayer, Step, forward, run_to_end
 from dflash_runtime.compute.room import HEAD_ROWS
+from dflash_runtime.compute.slot_stats import SlotStats
 from dflash_runtime.compute.trees import Tree, TreeResult
 from dflash_runtime.engine.absent_owners import AbsentOwners
 from dflash_runtime.engine.arguments import chunk_bounds
@@ -108,7 +109,6 @@ class Steps:
                 backend.to_host(self._model.head(rows))
         if captured is not None:
             captured.prepare()
-            captured.take_selections()  # dropped: of the trial
         backend.take_selections(banks)
         backend.offload_prompts(self._guard.file, self._model.spec.moe.layers, self._runtime)
 
@@ -123,8 +123,8 @@ class Steps:
         for (phase, layer_id), counts in self._backend.take_selections(self._local_banks).items():
             self._runtime.add_selections(phase, layer_id, counts)
         if self._captured is not None:
-            for (phase, layer_id), counts in self._captured.take_selections().items():
-                self._runtime.add_mailed(phase, layer_id, counts)
+            for (phase, layer_id), mailed in self._captured.take_selections().items():
+                self._runtime.add_mailed(phase, layer_id, mailed)
         if self.heat.is_due:
             self.heat.update(self._runtime)
 
@@ -196,6 +196,13 @@ class Steps:
                         captured.follow_owners()
         finally:
             prepared.withdraw()
+
+    @property
+    def slots(self) -> SlotStats | None:
+        """See CapturedStep.slots; as of the last `settle`."""
+        if self._guard.is_closed or self._captured is None:
+            return None
+        return self._captured.slots
 
     @property
     def num_interrupted(self) -> int:

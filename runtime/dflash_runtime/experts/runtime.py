@@ -22,6 +22,7 @@ from dflash_protocol.numeric_class import is_same_class
 from dflash_protocol.placement import LayerRouting, Placement
 from dflash_runtime.compute.asking import AskedLayers, AskRoute
 from dflash_runtime.compute.backend import ExpertBank, ExpertStage, MailRoute
+from dflash_runtime.compute.slot_stats import MailedCounts
 from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute, Ticket
 from dflash_runtime.experts.mailed import mail_routes, without_mailed
 from dflash_runtime.experts.offload import (
@@ -173,13 +174,16 @@ class MoeExpertComputeRuntime:
         self.hits.layers += num_steps * num_layers
         self.hits.layers_hot_only += num_steps * (num_layers - len(mailed))
 
-    def add_mailed(self, phase: Phase, layer_id: int, counts: I64Array) -> None:
-        """Add the routing of steps that went through mailboxes. Shapes: counts [E]."""
-        self._selections.add_counts(phase, layer_id, counts)
+    def add_mailed(self, phase: Phase, layer_id: int, counts: MailedCounts) -> None:
+        """Add the routing of steps that went through mailboxes."""
+        selections = counts.selections
+        self._selections.add_counts(phase, layer_id, selections)
         owner_index = self.placement.routing[layer_id].owner_index
         for index, owner in enumerate(self._owners):
-            num_pairs = int(counts[owner_index == index].sum())
+            num_pairs = int(selections[owner_index == index].sum())
             if index == self._device_owner:
+                # Not those of `count_asked`: this process's processor did not compute them.
+                num_pairs += counts.slots.num_pairs
                 self._count_own(phase, num_tokens=0, num_pairs=num_pairs, num_requests=0)
             elif self._is_daemon[index]:
                 owner.stats.of_phase(phase).pairs += num_pairs

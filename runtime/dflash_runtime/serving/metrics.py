@@ -29,7 +29,12 @@ from dflash_runtime.engine.engine import EngineStats, GenerationStats
 from dflash_runtime.engine.measured_speeds import MeasuredSpeeds
 from dflash_runtime.experts.telemetry import HitCounts, LatencyHistogram, OwnerStats
 from dflash_runtime.placement.plan import Plan
-from dflash_runtime.serving.plan_metrics import disk_metrics, move_metrics, plan_metrics
+from dflash_runtime.serving.plan_metrics import (
+    disk_metrics,
+    move_metrics,
+    plan_metrics,
+    slot_metrics,
+)
 
 NAMESPACE = "dflash_moe"
 
@@ -233,6 +238,7 @@ class _EngineCollector(Collector):
         yield from plan_metrics(self._plan(), self._speeds, NAMESPACE)
         yield from move_metrics(stats.moves, NAMESPACE)
         yield from disk_metrics(stats.disk, NAMESPACE)
+        yield from slot_metrics(stats.slots, NAMESPACE)
 
 
 def _hits(hits: HitCounts) -> Iterator[Metric]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from dflash_runtime.compute.expert_arena import ArenaStats
+from dflash_runtime.compute.slot_stats import SlotStats
 from dflash_runtime.engine.measured_speeds import MeasuredSpeeds, predicted
 from dflash_runtime.experts.telemetry import MoveStats
 from dflash_runtime.placement.plan import Plan
@@ -82,6 +83,38 @@ def disk_metrics(disk: ArenaStats | None, namespace: str) -> Iterator[Metric]:
         f"{namespace}_expert_disk_seconds",
         "How long batches have waited for reads.",
         value=disk.read_s,
+    )
+
+
+def slot_metrics(slots: SlotStats | None, namespace: str) -> Iterator[Metric]:
+    """Metrics of experts that steps keep besides those that live on the device; none if they keep
+    none."""
+    if slots is None:
+        return
+    yield GaugeMetricFamily(
+        f"{namespace}_expert_slots",
+        "Experts of each layer that decode steps can keep on the parent's device besides those "
+        "that live there.",
+        value=slots.num_slots,
+    )
+    yield CounterMetricFamily(
+        f"{namespace}_selections_in_slots",
+        "Those of selections_total whose expert was in a slot of decode steps.",
+        value=slots.found,
+    )
+    fetched = CounterMetricFamily(
+        f"{namespace}_experts_fetched",
+        "Experts that decode steps read over the bus, each for one selection: kept in a slot, or "
+        "dropped.",
+        labels=["outcome"],
+    )
+    fetched.add_metric(["kept"], slots.kept)
+    fetched.add_metric(["dropped"], slots.fetched - slots.kept)
+    yield fetched
+    yield CounterMetricFamily(
+        f"{namespace}_experts_fetched_bytes",
+        "Bytes of these.",
+        value=slots.fetched_bytes,
     )
 
 

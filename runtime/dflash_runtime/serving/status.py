@@ -98,7 +98,9 @@ def status(state: ServerState, engine: Engine) -> dict[str, Any]:
         ],
         "plan": plan_report(engine.plan, state.metrics.speeds),
         "moves": asdict(stats.moves),
+        "hits": asdict(stats.hits),
         "disk": None if stats.disk is None else asdict(stats.disk),
+        "slots": None if stats.slots is None else asdict(stats.slots),
         "queue": {
             **_queue(state),
             "reading": None if reading is None else {"done": reading[0], "total": reading[1]},

@@ -3,6 +3,7 @@ those of a model that is on the GPU as a whole, whatever is kept, moved or lost.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,8 +16,10 @@ import pytest
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import read_spec
 from dflash_protocol.errors import DeviceUnavailable
+from dflash_protocol.ids import Phase
 from dflash_protocol.placement import Placement
 from dflash_runtime import Engine
+from dflash_runtime.cli.main import main
 from dflash_runtime.compute.cpu.captured.mail_thread import MailThread
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.mailbox import parent, processor_peer
@@ -27,14 +30,16 @@ from dflash_runtime.engine import planning
 from dflash_runtime.placement.box import AskedSpeed, Box, Curve
 from dflash_runtime.placement.cache.simulation import StepState
 from dflash_runtime.placement.cache.step_slots import replay_steps
-from dflash_runtime.placement.cache.traces import read_trace
+from dflash_runtime.placement.cache.traces import PHASES, read_trace
 from dflash_runtime.placement.footprint import Memory, footprint
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
 from support.emulated_gpu import TINY, EmulatedGpus, install_emulated_gpus
 from support.gpu_models import SHAPES
 from support.logprobs import Bits, bits_of
 from support.moved_experts import lists_of, placed
+from support.plain_slots import PlainSlots
 from support.planned_gpu import GPU, OneGpu, made_up_box
+from support.processes import run_main
 from support.random_gguf import write_model
 from support.undisturbed import settings_with
 
@@ -42,6 +47,7 @@ SHAPE = replace(TINY, num_layers=3, num_experts=14, num_experts_used=4)
 PROMPT = [5, 9, 2, 40, 11, 3, 17, 8, 1, 30, 22]
 NUM_TOKENS = 24
 LOCAL = 4
+DECODE = Phase.DECODE
 
 
 @pytest.fixture(scope="module", params=["Q8_0", pytest.param("F16", marks=pytest.mark.slow)])
@@ -145,6 +151,79 @@ def test_steps_keep_what_they_fetch(model: Path, gpus: EmulatedGpus, expected: B
             check_tables(engine, slots)
     assert asked[0] > asked[1] >= asked[2] > asked[3]
     assert not any(device._range_bytes for device in gpus.opened)
+
+
+def replayed(path: Path, engine: Engine, num_slots: int) -> list[PlainSlots]:
+    """What a plain version does in each layer, in the steps of a trace, and then in its tree."""
+    trace, placement, layers = read_trace(path), engine.placement, []
+    in_steps, in_trees = (trace.phases == PHASES.index(each) for each in (DECODE, Phase.VERIFY))
+    for layer, ids in trace.by_layer():
+        routing = placement.routing[layer.layer_id]
+        is_own = routing.owner_index == placement.owner_names.index(HOST_OWNER)
+        own_ids = np.where(is_own, routing.local_expert_id, -1).astype(np.int32)
+        plain = PlainSlots(own_ids, num_slots, decay=0.5 ** (1 / HALF_LIFE), fetches=num_slots > 0)
+        for token in ids[in_steps].tolist():
+            plain.step(token)
+        plain.count_tree(ids[in_trees].reshape(-1).tolist())
+        layers.append(plain)
+    return layers
+
+
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize("slots", [0, 3, pytest.param(1, marks=pytest.mark.slow), 8])
+def test_what_slots_do_is_counted(model: Path, tmp_path: Path, slots: int) -> None:
+    """In steps and in a tree of drafts; each pair is of the owner that has computed it."""
+    path = tmp_path / "run.trace"
+    with opened(model, slots=slots, expert_trace=str(path)) as engine:
+        list(engine.generate(PROMPT, NUM_TOKENS, ignore_eos=True))
+        engine.prefill(PROMPT)
+        engine.verify([7, 3, 9, 4], [-1, 0, 0, 2])
+        list(engine.generate(PROMPT, 1, ignore_eos=True))  # ends, so that all is counted
+        stats, [_, chosen] = engine.stats(), engine._owners.runtime.selections_by_phase()
+        expert_bytes = {layer.expert_bytes for layer in engine.spec.moe.layers}
+    plain = replayed(path, engine, slots)
+
+    def expected(name: str) -> int:
+        return sum(getattr(each, name) for each in plain)
+
+    assert stats.hits.layers_hot_only == expected("hot_only")
+    pairs = {
+        name: sum(owner.of_phase(phase).pairs for phase in (DECODE, Phase.VERIFY))
+        for name, owner in stats.owners.items()
+    }
+    assert pairs[HOST_OWNER] == expected("asked")
+    assert sum(pairs.values()) == chosen.sum()
+    in_prompts = sum(owner.of_phase(Phase.PREFILL).pairs for owner in stats.owners.values())
+    assert stats.hits.hot == in_prompts + chosen.sum()
+    if not slots:
+        assert stats.slots is None
+        return
+    assert stats.slots is not None
+    counts = [expected(name) for name in ("found", "fetched", "kept")]
+    assert all(counts)
+    assert counts == [stats.slots.found, stats.slots.fetched, stats.slots.kept]
+    assert stats.slots.num_slots == slots
+    assert expert_bytes == {stats.slots.fetched_bytes / stats.slots.fetched}
+
+
+@pytest.mark.usefixtures("gpus")
+def test_what_slots_did_is_in_the_summary_of_a_generation(model: Path) -> None:
+    for slots in (0, 3):
+        done = run_main(
+            main,
+            *("generate", model, "--device", "cuda:0", "--context", "64"),
+            *("--token-ids", ",".join(map(str, PROMPT)), "-n", str(NUM_TOKENS), "--ignore-eos"),
+            *("--local-experts", str(LOCAL), "--moe-cache-slots", str(slots), "--json"),
+        )
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)["slots"]
+        if not slots:
+            assert found is None
+            continue
+        assert found.keys() == {"num_slots", "found", "fetched", "kept", "fetched_bytes"}
+        assert found["num_slots"] == slots
+        assert found["found"] > 0
+        assert found["fetched"] >= found["kept"] > 0
 
 
 @pytest.mark.usefixtures("gpus")

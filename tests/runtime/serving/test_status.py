@@ -17,6 +17,7 @@ from dflash_adapters.quant import TensorType
 from dflash_adapters.spec import MoeSpec
 from dflash_protocol.ids import Phase
 from dflash_runtime.compute.reference import ReferenceBackend
+from dflash_runtime.compute.slot_stats import SlotStats
 from dflash_runtime.engine.engine import Engine, EngineStats
 from dflash_runtime.engine.steps import Steps
 from dflash_runtime.experts.events import Event, EventKind
@@ -93,12 +94,16 @@ async def test_status_says_what_was_done(serve: Serve) -> None:
     assert owner["pairs"] == 2 * NUM_USED * 7
 
 
+def rows_of_status() -> dict[str, str]:
+    """What the document says of each field."""
+    table = (ROOT / "docs/serving.md").read_text().partition("| `GET /status` | |")[2]
+    return dict(re.findall(r"^\| (`.*?) \| (.*) \|$", table.partition("\n\n")[0], re.MULTILINE))
+
+
 @pytest.mark.asyncio
 async def test_the_fields_are_those_of_the_document(serve: Serve) -> None:
     async with serve() as served:
-        found = (await served.client.get("/status")).json()
-    table = (ROOT / "docs/serving.md").read_text().partition("| `GET /status` | |")[2]
-    rows = dict(re.findall(r"^\| (`.*?) \| (.*) \|$", table.partition("\n\n")[0], re.MULTILINE))
+        found, rows = (await served.client.get("/status")).json(), rows_of_status()
     assert {"schema_version", *re.findall(r"`(\w+)`", " ".join(rows))} == found.keys()
     [owner] = found["owners"]
     values = {"local", "daemon", "fallback", "ready", "lost", "paused", "probed"}
@@ -109,6 +114,37 @@ async def test_the_fields_are_those_of_the_document(serve: Serve) -> None:
         ("tokens", found["tokens"], set()),
     ):
         assert {*re.findall(r"`(\w+)`", rows[f"`{name}`"])} - others == fields.keys()
+
+
+@pytest.mark.asyncio
+async def test_slots_of_steps_are_told_where_there_are_some(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = SlotStats(num_slots=8, found=50, fetched=7, kept=2, fetched_bytes=7000)
+    async with serve() as served:
+        before = (await served.client.get("/status")).json()
+        metrics = (await served.client.get("/metrics")).text
+        stats = Engine.stats
+        monkeypatch.setattr(Engine, "stats", lambda engine: replace(stats(engine), slots=slots))
+        await served.post("/v1/completions", prompt="hello", max_tokens=4, ignore_eos=True)
+        after = (await served.client.get("/status")).json()
+        lines = (await served.client.get("/metrics")).text.splitlines()
+    assert before["slots"] is None
+    assert "slot" not in metrics
+    assert after["slots"] == asdict(slots)
+    for name, value in (
+        ("expert_slots", 8),
+        ("selections_in_slots_total", 50),
+        ('experts_fetched_total{outcome="kept"}', 2),
+        ('experts_fetched_total{outcome="dropped"}', 5),
+        ("experts_fetched_bytes_total", 7000),
+    ):
+        assert f"dflash_moe_{name} {value}.0" in lines
+    hits = after["hits"]
+    assert f"dflash_moe_layers_total {hits['layers']}.0" in lines
+    assert f"dflash_moe_layers_hot_only_total {hits['layers_hot_only']}.0" in lines
+    assert {*re.findall(r"`(\w+)`", rows_of_status()["`slots`"])} == after["slots"].keys()
+    assert {*re.findall(r"`(\w+)`", rows_of_status()["`hits`"])} == hits.keys()
 
 
 @pytest.mark.asyncio

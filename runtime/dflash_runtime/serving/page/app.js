@@ -3,7 +3,7 @@
 import { Chat } from "./chat.js";
 import { compact, count, duration, plural } from "./format.js";
 import { HeatMap } from "./heat_map.js";
-import { OwnerTable } from "./owners.js";
+import { OwnerTable, slotsText } from "./owners.js";
 import { PlanView } from "./plan.js";
 import { forgetKey, hasKey, keepKey, probe, read } from "./server.js";
 import { Speed } from "./speed.js";
@@ -98,6 +98,8 @@ function showStatus(status) {
   setText("requested", `in ${plural(total("requests"), "request")} to owners`);
   show(...conditionOf(status));
   owners.update(status.time_s, status.owners, placed);
+  find("slots").hidden = !status.slots;
+  if (status.slots) setText("slots", slotsText(status.slots, status.hits));
   plan.update(status.plan, status.moves);
   chat.setModel(model);
   find("main").hidden = false;

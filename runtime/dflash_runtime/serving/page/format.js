@@ -1,5 +1,7 @@
 // Formatting of numbers. All of one kind have one width, so that the layout stays still.
 
+export const GIB = 2 ** 30;
+
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const oneDigit = new Intl.NumberFormat("en", {
   minimumFractionDigits: 1,

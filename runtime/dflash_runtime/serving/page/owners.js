@@ -1,6 +1,6 @@
 // The table of owners, and the colour of each.
 
-import { compact, count, duration, percent } from "./format.js";
+import { GIB, compact, count, duration, percent, plural, rate } from "./format.js";
 
 const NUM_COLOURS = 8;
 const LOAD_S = 60; // over so long the share of each owner is shown
@@ -18,6 +18,17 @@ export function swatch(index) {
   square.className = "swatch";
   square.style.background = index < 0 ? "none" : `var(--owner-${index % NUM_COLOURS})`;
   return square;
+}
+
+/** What decode steps did with experts that they keep besides those that live on the device. */
+export function slotsText(slots, hits) {
+  const parts = [
+    `Slots for ${plural(slots.num_slots, "more expert")} of each layer on the GPU`,
+    `${compact(slots.found)} selections found there`,
+    `${compact(slots.fetched)} experts fetched (${rate(slots.fetched_bytes / GIB)} GiB), ${compact(slots.kept)} kept`,
+  ];
+  if (hits.layers) parts.push(`${percent(hits.layers_hot_only / hits.layers)} of layers needed the GPU alone`);
+  return parts.join("; ");
 }
 
 const KINDS = { local: "this process", daemon: "daemon", fallback: "this process, for lost owners" };

@@ -1,8 +1,7 @@
 // The plan: speeds that were predicted beside measured ones, and what each device's memory is for.
 
-import { count, duration, percent, plural, rate } from "./format.js";
+import { GIB, count, duration, percent, plural, rate } from "./format.js";
 
-const GIB = 2 ** 30;
 const MOST_OTHERS = 6; // options that were not chosen, the fastest first
 
 const gib = (bytes) => (bytes ? rate(bytes / GIB) : "–");

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase
+from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
 from dflash_runtime.compute.backend import DeviceSampling, MailedExperts
 from dflash_runtime.compute.cpu.captured.ask_table import AskTable
 from dflash_runtime.compute.cpu.captured.experts import AskedExperts, KeptChoices, LocalExperts
@@ -20,6 +20,7 @@ from dflash_runtime.compute.cpu.kv_cache import CpuKvCache
 from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.host_model import HostModel
 from dflash_runtime.compute.model import Step, forward, run_to_end
+from dflash_runtime.compute.slot_stats import MailedCounts
 from dflash_runtime.compute.trees import Tree, TreeResult
 
 MOST_ROWS = 8
@@ -230,7 +231,11 @@ class CpuStep:
         assert self._recorded.choices is not None
         return self._recorded.choices.rows(num_tokens)
 
-    def take_selections(self) -> dict[tuple[Phase, int], I64Array]:
+    @property
+    def slots(self) -> None:
+        """None: experts are where they live."""
+
+    def take_selections(self) -> dict[tuple[Phase, int], MailedCounts]:
         """None: the host counts, or banks do."""
         return {}
 

@@ -51,6 +51,8 @@ MailPost = kernel_struct("mailbox_post.cuh", "MailPost", MOST_PEERS=MOST_PEERS)
 """What peers are asked for in a layer."""
 FetchDecision = kernel_struct("fetch_decision.cuh", "FetchDecision")
 FETCH_WORDS = ctypes.sizeof(FetchDecision) // 4
+FetchCounts = kernel_struct("mailbox_post.cuh", "FetchCounts")
+FETCH_COUNTS = ctypes.sizeof(FetchCounts) // 4
 MailFetch = kernel_struct("mailbox_post.cuh", "MailFetch")
 """What of a layer is fetched over the bus; nothing by default."""
 MailRequest = kernel_struct("mailbox_request.cuh", "MailRequest", MOST_PEERS=MOST_PEERS)

@@ -17,7 +17,7 @@ from collections.abc import Collection
 from contextlib import ExitStack, suppress
 
 from dflash_protocol.errors import DeviceUnavailable
-from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, Phase
+from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
 from dflash_runtime.compute.backend import DeviceSampling
 from dflash_runtime.compute.gpu.launch.sample_tokens import UNDECIDED
 from dflash_runtime.compute.gpu.layers.attention_plan import context_bucket
@@ -30,6 +30,7 @@ from dflash_runtime.compute.gpu.run.path_choice import MailboxSessions, PathChoi
 from dflash_runtime.compute.gpu.run.step_captures import DecodePass, StepSampling
 from dflash_runtime.compute.gpu.run.step_path import StepPath
 from dflash_runtime.compute.gpu.run.step_runner import MailboxRedo, StepRunner, TreeSteps
+from dflash_runtime.compute.slot_stats import MailedCounts, SlotStats
 from dflash_runtime.compute.trees import Tree, TreeResult
 
 _AHEAD = 2
@@ -89,7 +90,13 @@ class GraphStep:
             self._redo = MailboxRedo(self._runner, self._choice)
             self._trees = TreeSteps(ops.device, self._choice)
             self._undo = undo.pop_all()
+        num_slots = 0 if sessions is None else sessions.num_slots
+        self._slots = SlotStats(num_slots=num_slots) if num_slots else None
         self._is_closed = False
+
+    @property
+    def slots(self) -> SlotStats | None:
+        return self._slots
 
     @property
     def most_ahead(self) -> int:
@@ -115,8 +122,12 @@ class GraphStep:
         assert self._choices is not None
         return self._choices.of_tree(num_tokens)
 
-    def take_selections(self) -> dict[tuple[Phase, int], I64Array]:
-        return self._choice.take_selections()
+    def take_selections(self) -> dict[tuple[Phase, int], MailedCounts]:
+        taken = self._choice.take_selections()
+        if self._slots is not None:
+            for counts in taken.values():
+                self._slots += counts.slots
+        return taken
 
     def prepare(self) -> None:
         self._capture_all()
@@ -125,6 +136,7 @@ class GraphStep:
             choice.choose()
             choice.choose_memory(lambda: self._runner.time_step(choice))
             self._capture_all()
+        choice.take_selections()  # dropped: of the trial
 
     def _capture_all(self) -> None:
         capacity, position = self._cache.capacity, 0

@@ -27,7 +27,7 @@ from dflash_runtime.compute.cpu.captured.program import Program
 from dflash_runtime.compute.gpu.device.device import DeviceArray
 from dflash_runtime.compute.gpu.experts.moe import DeviceMoe, HereRoute, Route
 from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows
-from dflash_runtime.compute.gpu.launch.decode_experts import Choice, PeersPost
+from dflash_runtime.compute.gpu.launch.decode_experts import FETCH_COUNTS, Choice, PeersPost
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.gpu.mailbox.parent import ParentMail
@@ -37,6 +37,7 @@ from dflash_runtime.compute.gpu.run.host_path import ExchangeRoute, HostPath
 from dflash_runtime.compute.gpu.run.step_path import GraphPiece, StepPath
 from dflash_runtime.compute.gpu.run.step_slots import LayerSlots, new_slots
 from dflash_runtime.compute.model import Pausable
+from dflash_runtime.compute.slot_stats import MailedCounts, SlotCounts
 
 
 class MailboxPath(StepPath):
@@ -76,7 +77,7 @@ class MailboxPath(StepPath):
         """By layer id."""
         self._add_slots()
         self._are_tables_old = False
-        self._selections: dict[tuple[Phase, int], DeviceArray] = {}
+        self._counts: dict[tuple[Phase, int], _LayerCounts] = {}
         self._blocks: dict[Phase, DeviceMoe] = {}
 
     @property
@@ -230,15 +231,20 @@ class MailboxPath(StepPath):
         self.settle()
         self.mail.close()
 
-    def take_selections(self) -> dict[tuple[Phase, int], I64Array]:
-        """How often experts were chosen since the last call in layers with remote experts, by phase
-        and layer id. Shapes: each [E]."""
+    def take_selections(self) -> dict[tuple[Phase, int], MailedCounts]:
+        """What was chosen since the last call in layers with remote experts, by phase and layer
+        id."""
         device, taken = self._ops.device, {}
-        for key, selections in self._selections.items():
-            counts: I64Array = device.download(selections).astype(np.int64)
-            if counts.any():
-                device.write(selections, np.zeros(counts.size, np.uint32))
-                taken[key] = counts
+        for (phase, layer_id), counts in self._counts.items():
+            words: I64Array = device.download(counts.words).astype(np.int64)
+            if not words.any():
+                continue
+            device.write(counts.words, np.zeros(words.size, np.uint32))
+            slots = self._layers[layer_id].slots
+            taken[phase, layer_id] = MailedCounts(
+                words[: counts.num_experts],
+                SlotCounts() if slots is None else slots.counted(words[counts.num_experts :]),
+            )
         return taken
 
     def _new_route(self, phase: Phase, layer_id: int) -> Route:
@@ -253,9 +259,9 @@ class MailboxPath(StepPath):
         if not tables:  # the layer has no remote experts
             assert local is not None
             return HereRoute(self._ops, local, phase)
-        selections = self._ops.device.zeros(layer.num_experts, np.uint32)
-        self._selections[phase, layer_id] = selections
-        posts = _Posts(self._ops, self.mail, layer, index, tables, last_of, selections)
+        words = self._ops.device.zeros(layer.num_experts + FETCH_COUNTS, np.uint32)
+        counts = self._counts[phase, layer_id] = _LayerCounts(words, layer.num_experts)
+        posts = _Posts(self._ops, self.mail, layer, index, tables, last_of, counts)
         place = list(tables).index(self._own_peer) if mailed.slots is not None else -1
         return _MailboxRoute(posts, local, mailed.slots, place)
 
@@ -270,6 +276,29 @@ class _MailedLayer:
     tables: Mapping[int, DeviceArray]
     """By peer, its local ids of the experts. Shapes: each [E] int32."""
     slots: LayerSlots | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _LayerCounts:
+    """What is counted of a layer on the device, in one array, so that it is read at once.
+
+    Shapes: words [E + FETCH_COUNTS] uint32.
+    """
+
+    words: DeviceArray
+    num_experts: int
+
+    @property
+    def selections(self) -> DeviceArray:
+        """How often each expert was chosen. Shapes: [E] uint32."""
+        selections: DeviceArray = self.words[: self.num_experts]
+        return selections
+
+    @property
+    def of_slots(self) -> DeviceArray:
+        """What was done in slots. Shapes: [FETCH_COUNTS] uint32."""
+        of_slots: DeviceArray = self.words[self.num_experts :]
+        return of_slots
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -298,8 +327,8 @@ class _Posts:
     """By peer, its local ids of the experts. Shapes: each [E] int32."""
     last_of: frozenset[int]
     """Peers that have no experts in later layers: their replies show that they have read all."""
-    selections: DeviceArray | None
-    """Choices are counted here, unless they are counted elsewhere. Shapes: [E] uint32."""
+    counts: _LayerCounts | None
+    """Choices are counted here, unless they are counted elsewhere."""
 
     def asks(
         self,
@@ -316,7 +345,7 @@ class _Posts:
         requests, replies = self.mail.requests(self.index), self.mail.replies(self.index)
         asked = self.mail.asked(self.index)
         rows = self.ops.steps.for_experts(routed.x)
-        selections = self.ops.step_experts.counted_in(self.selections)
+        selections = None if self.counts is None else self._counted_in(self.counts.selections)
         chosen = Choice(choice.ids, choice.weights, logits, selections=selections)
         post = self.mail.kernels.asks(
             self.layer,
@@ -334,6 +363,14 @@ class _Posts:
         # Between GPUs a reply takes less time than finding out that none is needed saves.
         replied = self.mail.kernels.replies(lines, asked if slow else None, slow=slow)
         return _Asks(rule, rows, chosen, post, replied)
+
+    def fetch(self, slots: LayerSlots, peer: int) -> ctypes.Structure:
+        """What a step does with slots; `peer`: see LayerSlots.post_args."""
+        counts = None if self.counts is None else self._counted_in(self.counts.of_slots)
+        return slots.post_args(peer, counts)
+
+    def _counted_in(self, counts: DeviceArray) -> DeviceArray | None:
+        return self.ops.step_experts.counted_in(counts)
 
     def post(self, asks: _Asks) -> None:
         """Ask, by a kernel of its own."""
@@ -360,9 +397,9 @@ class _MailboxRoute:
         rounds = local is None and len(posts.tables) == 1 and layer.hidden_size % 2 == 0
         slots, fetch, fetched = self.slots, None, None
         if slots is not None:
-            local = slots.resident
+            local, fetch = slots.resident, posts.fetch(slots, self.own_place)
             if residual.num_tokens == 1:
-                fetch, fetched = slots.post_args(self.own_place), (slots.kernel, slots.tables)
+                fetched = slots.kernel, slots.tables
         asks = posts.asks(routed, counts=local is None, rounds=rounds, fetch=fetch)
         if local is None:
             posts.post(asks)

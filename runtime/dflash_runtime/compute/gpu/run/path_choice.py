@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from dflash_adapters.spec import MoeSpec
 from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable, one_line
-from dflash_protocol.ids import I64Array, Phase
+from dflash_protocol.ids import Phase
 from dflash_runtime.compute.backend import MailedExperts, MailRoute
 from dflash_runtime.compute.gpu.device.device import KernelDevice
 from dflash_runtime.compute.gpu.launch.decode_experts import MOST_PEERS
@@ -24,6 +24,7 @@ from dflash_runtime.compute.gpu.run.host_path import HostPath
 from dflash_runtime.compute.gpu.run.mailbox_path import MailboxPath
 from dflash_runtime.compute.gpu.run.step_captures import DecodePass, PathCaptures
 from dflash_runtime.compute.gpu.run.step_path import StepPath
+from dflash_runtime.compute.slot_stats import MailedCounts
 
 _LOG = logging.getLogger(__name__)
 
@@ -52,8 +53,8 @@ class PathChoice:
         self._decode = decode
         self._mailed: PathCaptures | None = None
         """Captures of `mailbox`."""
-        self._counted: dict[tuple[Phase, int], I64Array] = {}
-        """Selections of steps through mailboxes that are closed."""
+        self._counted: dict[tuple[Phase, int], MailedCounts] = {}
+        """What was chosen in steps through mailboxes that are closed."""
 
     @property
     def current(self) -> PathCaptures:
@@ -138,13 +139,13 @@ class PathChoice:
             self.refuse_mailboxes(error)
         self.forget_mailed()
 
-    def take_selections(self) -> dict[tuple[Phase, int], I64Array]:
+    def take_selections(self) -> dict[tuple[Phase, int], MailedCounts]:
         """See CapturedStep.take_selections."""
         counted, self._counted = self._counted, {}
         if self.mailbox is not None:
             self.mailbox.settle()
             for key, counts in self.mailbox.take_selections().items():
-                counted[key] = counted.get(key, 0) + counts
+                counted[key] = counted[key] + counts if key in counted else counts
         return counted
 
     def close(self) -> None:
@@ -194,6 +195,12 @@ class MailboxSessions:
         """The last epoch used with any session, so that a session can be opened again."""
         self._uses_peers: bool | None = None
         """Whether lines in devices' memory are faster; None: not measured."""
+
+    @property
+    def num_slots(self) -> int:
+        """Experts of a layer that steps keep besides those that live here."""
+        fetched = None if self._own is None else self._own.fetched
+        return 0 if fetched is None else fetched.num_slots
 
     def _new_own(self, cache_slots: int) -> ProcessorPeer | None:
         if not own_banks(self._remote):

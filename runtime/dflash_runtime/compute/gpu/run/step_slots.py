@@ -13,12 +13,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dflash_protocol.ids import I32Array
-from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, address
-from dflash_runtime.compute.gpu.launch.decode_experts import FETCH_WORDS, MailFetch
+from dflash_protocol.ids import I32Array, I64Array
+from dflash_runtime.compute.gpu.device.device import (
+    DeviceArray,
+    KernelDevice,
+    address,
+    optional_address,
+)
+from dflash_runtime.compute.gpu.launch.decode_experts import FETCH_WORDS, FetchCounts, MailFetch
 from dflash_runtime.compute.gpu.launch.fetch_expert import FetchExpert, FetchTables
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer, expert_bytes
 from dflash_runtime.compute.gpu.mailbox.fetched_memory import FetchedMemory
+from dflash_runtime.compute.slot_stats import SlotCounts
 from dflash_runtime.compute.step_slots import HALF_LIFE, MARGIN
 
 
@@ -35,17 +41,25 @@ class LayerSlots:
     slot_experts: DeviceArray
     kernel: FetchExpert
 
-    def post_args(self, peer: int) -> ctypes.Structure:
-        """For the kernel that posts; `peer`: the processor's place among the peers posted to."""
+    def post_args(self, peer: int, counts: DeviceArray | None) -> ctypes.Structure:
+        """For the kernel that posts; `peer`: the processor's place among the peers posted to;
+        `counts`: what is done is added here. Shapes: counts [FETCH_COUNTS] uint32."""
         return MailFetch(
             scores=address(self.scores),
             slot_experts=address(self.slot_experts),
             decision=address(self.tables.decision),
+            counts=optional_address(counts),
             decay=0.5 ** (1.0 / HALF_LIFE),
             margin=MARGIN,
             peer=peer,
             num_slots=self.slot_experts.size,
         )
+
+    def counted(self, words: I64Array) -> SlotCounts:
+        """What such counts say. Shapes: words [FETCH_COUNTS]."""
+        counts = FetchCounts(*words.tolist())
+        num_bytes = self.resident.layer.expert_bytes * counts.fetched
+        return SlotCounts(counts.found, counts.fetched, counts.kept, num_bytes)
 
     def reset(self, local_ids: I32Array) -> None:
         """Nothing is kept, and experts are where they are now. No step may be running.

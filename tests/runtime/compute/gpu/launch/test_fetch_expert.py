@@ -11,10 +11,11 @@ import pytest
 from dflash_adapters.quant import TensorType
 from dflash_adapters.routing import Gating, RoutingRule
 from dflash_adapters.spec import Activation, ExpertProjection, MoeLayer
-from dflash_protocol.ids import AnyArray, I32Array
+from dflash_protocol.ids import I32Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray, address
 from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows, meta_shape, padded_columns
 from dflash_runtime.compute.gpu.launch.decode_experts import (
+    FETCH_COUNTS,
     FETCH_WORDS,
     MOST_PEERS,
     Choice,
@@ -26,6 +27,7 @@ from dflash_runtime.compute.gpu.launch.layouts import ResidentExperts, ResidentM
 from dflash_runtime.compute.gpu.mailbox.kernels import MailKernels, MailPeer, MailSide
 from dflash_runtime.compute.gpu.mailbox.layout import LINE_BYTES, part_words
 from support.emulated_device import EmulatedDevice
+from support.plain_slots import PlainSlots
 
 E, K, SLOTS = 20, 4, 3
 DECAY, MARGIN = 0.75, 0.25
@@ -117,13 +119,12 @@ class Rig:
         device = self.device
         ids = np.arange(E, dtype=np.int32)
         self.own_ids = np.where(ids >= 8, ids - 8, -1).astype(np.int32)
-        self.asked = self.own_ids.copy()
-        self.slots: list[int] = [-1] * SLOTS
-        self.scores = np.zeros(E, np.float32)
+        self.plain = PlainSlots(self.own_ids, SLOTS, DECAY, MARGIN)
         self.local_ids: DeviceArray = device.upload(self.own_ids)
-        self.slot_experts = device.upload(np.array(self.slots, np.int32))
+        self.slot_experts = device.upload(np.array(self.plain.slots, np.int32))
         self.scores_there = device.zeros(E, np.float32)
         self.decision = device.zeros(FETCH_WORDS, np.int32)
+        self.counts = device.zeros(FETCH_COUNTS, np.uint32)
         own, other = device.zeros(1, np.uint32), device.zeros(1, np.uint32)
         self.words = own, other
         side = MailSide(device, [MailPeer(address(own), address(other))], 20_000)
@@ -131,25 +132,29 @@ class Rig:
         self.side = side
 
     def decide(self, chosen: I32Array, *, routes: bool) -> None:
+        """Shapes: chosen [K], or [T, K]."""
         device, layer, columns = self.device, self.layer, self.layer.hidden_size
+        chosen = chosen.reshape(-1, K)
+        num_tokens = chosen.shape[0]
         rows = StepRows(
-            device.zeros((1, padded_columns(columns)), np.int8),
-            device.zeros(meta_shape(1, columns), np.float32),
-            device.zeros((1, columns), np.float32),
+            device.zeros((num_tokens, padded_columns(columns)), np.int8),
+            device.zeros(meta_shape(num_tokens, columns), np.float32),
+            device.zeros((num_tokens, columns), np.float32),
         )
-        logits = np.full((1, E), -50.0, np.float32)
-        logits[0, chosen] = -np.arange(K)
+        logits = np.full((num_tokens, E), -50.0, np.float32)
+        np.put_along_axis(logits, chosen, -np.arange(K, dtype=np.float32)[None], axis=1)
         choice = Choice(
-            device.upload(chosen[None]),
-            device.upload(np.ones((1, K), np.float32)),
+            device.upload(chosen),
+            device.upload(np.ones((num_tokens, K), np.float32)),
             logits=device.upload(logits) if routes else None,
         )
-        num_lines = K + sum(-(-words // 2) for words in part_words(layer))
+        num_lines = num_tokens * K + sum(-(-num_tokens * words // 2) for words in part_words(layer))
         request = device.zeros(num_lines * LINE_BYTES, np.uint8)
         fetch = MailFetch(
             scores=address(self.scores_there),
             slot_experts=address(self.slot_experts),
             decision=address(self.decision),
+            counts=address(self.counts),
             decay=DECAY,
             margin=MARGIN,
             peer=0,
@@ -167,32 +172,7 @@ class Rig:
         )
         rule = RoutingRule(K, Gating.SOFTMAX, normalise=True) if routes else None
         self.kernels.begin()
-        self.kernels.post(layer, rule, asks, num_tokens=1)
-
-    def expected(self, chosen: list[int]) -> list[int] | None:
-        """Decides as the kernel should; None: nothing is fetched."""
-        asked = [pair for pair, expert in enumerate(chosen) if self.asked[expert] >= 0]
-        old = self.scores * np.float32(DECAY)
-        self.scores = old.copy()
-        self.scores[chosen] += 1
-        if len(asked) < 2:
-            return None
-        expert = chosen[asked[1]]
-        free = [slot for slot, kept in enumerate(self.slots) if kept not in chosen]
-        order = sorted(free, key=lambda slot: (self._worth(old, slot), slot))
-        kept = order and (
-            self.slots[order[0]] < 0 or old[expert] + 1 > self._worth(old, order[0]) + MARGIN
-        )
-        if not kept:
-            return [asked[1], SLOTS, expert, -2]
-        leaving, self.slots[order[0]] = self.slots[order[0]], expert
-        self.asked[expert] = -1
-        if leaving >= 0:
-            self.asked[leaving] = self.own_ids[leaving]
-        return [asked[1], order[0], expert, leaving]
-
-    def _worth(self, scores: AnyArray, slot: int) -> float:
-        return -1.0 if self.slots[slot] < 0 else float(scores[self.slots[slot]])
+        self.kernels.post(layer, rule, asks, num_tokens=num_tokens)
 
 
 @pytest.mark.parametrize("routes", [False, True])
@@ -205,7 +185,7 @@ def test_the_second_expert_that_is_asked_for_is_fetched(
     for _ in range(120):
         chosen = rng.choice(E, K, replace=False, p=popularity / popularity.sum()).astype(np.int32)
         rig.decide(chosen, routes=routes)
-        expected = rig.expected(chosen.tolist())
+        expected = rig.plain.step(chosen.tolist())
         found = device.download(rig.decision).tolist()
         if expected is None:
             assert found[0] == -1
@@ -214,10 +194,33 @@ def test_the_second_expert_that_is_asked_for_is_fetched(
             assert found == expected
             seen["not kept" if found[3] == -2 else "kept"] += 1
             seen["left"] += found[3] >= 0
-        np.testing.assert_array_equal(device.download(rig.slot_experts), rig.slots)
-        np.testing.assert_allclose(device.download(rig.scores_there), rig.scores, rtol=1e-5)
-        device.write(rig.local_ids, rig.asked)  # as fetch_expert does
+        plain = rig.plain
+        np.testing.assert_array_equal(device.download(rig.slot_experts), plain.slots)
+        np.testing.assert_allclose(device.download(rig.scores_there), plain.scores, rtol=1e-5)
+        counted = [plain.found, plain.fetched, plain.kept]
+        assert device.download(rig.counts).tolist() == counted
+        device.write(rig.local_ids, plain.local_ids)  # as fetch_expert does
     assert all(seen.values())
+    assert all(counted)
+
+
+@pytest.mark.parametrize("routes", [False, True])
+def test_tokens_that_are_not_alone_find_experts_and_fetch_none(
+    device: EmulatedDevice, routes: bool
+) -> None:
+    rig = Rig(device)
+    for chosen in ([9, 10, 11, 12], [13, 14, 15, 9]):
+        rig.decide(np.array(chosen, np.int32), routes=routes)
+        rig.plain.step(chosen)
+        device.write(rig.local_ids, rig.plain.local_ids)
+    kept = [expert for expert in rig.plain.slots if expert >= 0]
+    assert len(kept) == 2
+    before = device.download(rig.counts).tolist(), device.download(rig.scores_there).copy()
+    tree = np.array([[kept[0], 1, 2, kept[1]], [3, 12, kept[0], 8], [8, 9, 13, 5]], np.int32)
+    rig.decide(tree, routes=routes)
+    found, fetched, kept_there = before[0]
+    assert device.download(rig.counts).tolist() == [found + 3, fetched, kept_there]
+    np.testing.assert_array_equal(device.download(rig.scores_there), before[1])
 
 
 def test_a_step_that_has_failed_fetches_nothing(device: EmulatedDevice) -> None:
@@ -226,4 +229,5 @@ def test_a_step_that_has_failed_fetches_nothing(device: EmulatedDevice) -> None:
     rig.decide(np.array([9, 10, 11, 12], np.int32), routes=True)
     assert device.download(rig.decision)[0] == -1
     assert not device.download(rig.scores_there).any()
+    assert not device.download(rig.counts).any()
     assert (device.download(rig.slot_experts) == -1).all()

@@ -8,13 +8,21 @@
 #include "mailbox.cuh"
 #include "route.cuh"
 
+// What was done in a layer, in steps that were posted.
+struct FetchCounts {
+    u32 found;    // pairs whose expert was in a slot
+    u32 fetched;  // experts
+    u32 kept;     // of these
+};
+
 // The experts of a layer that a step of one token keeps besides those that are here always: slots that
 // follow what is chosen. Of the experts that `peer` would be asked for the second one is not: this device
 // reads it over the bus (fetch_expert.cu), and keeps it if it was used more of late than one of those.
 struct MailFetch {
-    float *scores;       // null: none is fetched; or [EXPERTS]: uses, older ones count less
-    int *slot_experts;   // [num_slots], negative: empty
+    float *scores;       // [EXPERTS]: uses, older ones count less
+    int *slot_experts;   // null: there are no slots; or [num_slots], negative: empty
     FetchDecision *decision;  // written here
+    FetchCounts *counts;  // null, or increased here
     float decay, margin;  // of scores at each step; by which one must be used more than what it replaces
     int peer, num_slots;
 };
@@ -36,6 +44,20 @@ struct MailPost {
 
 constexpr int POST_PAIRS = TOKENS * TOP_K;
 
+// The expert in the lane's slot; negative: it has none, or that is empty.
+INLINE int kept_expert(const MailFetch &a) {
+    return lane_index() < a.num_slots ? (int)load_fresh4(a.slot_experts + lane_index()) : -1;
+}
+
+// How many of the pairs are of an expert, and counted as found. Nothing waits for what is added.
+INLINE int count_found(const MailFetch &a, const int *ids, int kept, bool posts) {
+    int found = 0;
+#pragma unroll
+    for (int pair = 0; pair < POST_PAIRS; pair++) found += kept >= 0 && ids[pair] == kept;
+    if (found && posts && a.counts) atomic_add(&a.counts->found, (u32)found);
+    return found;
+}
+
 // Decides what a token's step fetches, and into which slot; the last of these is for what is not kept. One
 // warp calls; `ids`: the choice.
 INLINE void decide_fetch(const MailFetch &a, const int *local_ids, const int *ids, bool posts) {
@@ -47,11 +69,10 @@ INLINE void decide_fetch(const MailFetch &a, const int *local_ids, const int *id
     }
     const int expert = pair < 0 ? 0 : ids[pair], place = lane_index();
     const bool is_slot = place < a.num_slots;
-    const int kept = is_slot ? (int)load_fresh4(a.slot_experts + place) : -1;
+    const int kept = kept_expert(a);
     float worth = kept < 0 ? -1.0f : a.decay * bits_to_float(load_fresh4(a.scores + kept));
     const float wanted = a.decay * bits_to_float(load_fresh4(a.scores + expert)) + 1.0f;
-    bool is_used = !is_slot;
-    for (int k = 0; k < TOP_K; k++) is_used |= kept >= 0 && ids[k] == kept;
+    const bool is_used = count_found(a, ids, kept, posts) > 0 || !is_slot;
     // The least worth, of equals the first: worths are at least -1, so that their bits plus one are ordered.
     u32 order = is_used ? ~0u : float_to_bits(worth + 1.0f);
     int best = place;
@@ -77,7 +98,11 @@ INLINE void decide_fetch(const MailFetch &a, const int *local_ids, const int *id
     a.decision->slot = is_kept ? best : a.num_slots;
     a.decision->expert = expert;
     a.decision->leaving = is_kept ? leaving : FETCH_NOT_KEPT;
-    if (fetches && is_kept) a.slot_experts[best] = expert;
+    if (!fetches) return;
+    if (is_kept) a.slot_experts[best] = expert;
+    if (!a.counts) return;
+    atomic_add(&a.counts->fetched, 1);
+    if (is_kept) atomic_add(&a.counts->kept, 1);
 }
 
 // Posts to one peer; all threads of a block call. Writes the choice (if ROUTE) and counts it where
@@ -155,9 +180,10 @@ INLINE void post_request(const MailPost &a, int peer, bool writes_choice) {
     }
     block_barrier();
     if (thread_index() == 0) a.asked[peer] = *is_asked;
+    if (!a.fetch.slot_experts || peer != a.fetch.peer || warp_index() != 0) return;
     if constexpr (TOKENS == 1) {
-        if (a.fetch.scores && peer == a.fetch.peer && warp_index() == 0) {
-            decide_fetch(a.fetch, a.local_ids[peer], ids, posts);
-        }
+        decide_fetch(a.fetch, a.local_ids[peer], ids, posts);
+    } else {
+        count_found(a.fetch, ids, kept_expert(a.fetch), posts);
     }
 }

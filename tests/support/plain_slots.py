@@ -1,0 +1,74 @@
+"""A plain version of what kernels do with a layer's slots of steps (mailbox_post.cuh)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dflash_protocol.ids import AnyArray, I32Array
+
+NOT_KEPT = -2
+
+
+@dataclass
+class PlainSlots:
+    """`own_ids`: the processor's local ids of its experts, negative for others. Shapes: [E]."""
+
+    own_ids: I32Array
+    num_slots: int
+    decay: float
+    margin: float = 0.0
+    fetches: bool = True
+    found: int = 0
+    fetched: int = 0
+    kept: int = 0
+    asked: int = 0
+    """Pairs that are left to the processor."""
+    hot_only: int = 0
+    """Steps of which it was asked for nothing."""
+    slots: list[int] = field(init=False)
+    scores: AnyArray = field(init=False)
+    local_ids: I32Array = field(init=False)
+    """As `own_ids`, negative for what is in a slot too."""
+
+    def __post_init__(self) -> None:
+        self.slots = [-1] * self.num_slots
+        self.scores = np.zeros(self.own_ids.size, np.float32)
+        self.local_ids = self.own_ids.copy()
+
+    def count_tree(self, chosen: Sequence[int]) -> None:
+        """What drafts choose together changes nothing."""
+        num_asked = sum(self.local_ids[expert] >= 0 for expert in chosen)
+        self.found += sum(expert in self.slots for expert in chosen)
+        self.asked += num_asked
+        self.hot_only += num_asked == 0
+
+    def step(self, chosen: Sequence[int]) -> list[int] | None:
+        """A token's step: pair, slot, expert and leaving expert of what is fetched, if anything."""
+        asked = [pair for pair, expert in enumerate(chosen) if self.local_ids[expert] >= 0]
+        self.count_tree(chosen)
+        old = self.scores * np.float32(self.decay)
+        self.scores = old.copy()
+        self.scores[list(chosen)] += 1
+        if len(asked) < 2 or not self.fetches:
+            return None
+        self.fetched, self.asked = self.fetched + 1, self.asked - 1
+        expert = chosen[asked[1]]
+        free = [slot for slot, kept in enumerate(self.slots) if kept not in chosen]
+        order = sorted(free, key=lambda slot: (self._worth(old, slot), slot))
+        kept = order and (
+            self.slots[order[0]] < 0 or old[expert] + 1 > self._worth(old, order[0]) + self.margin
+        )
+        if not kept:
+            return [asked[1], self.num_slots, expert, NOT_KEPT]
+        self.kept += 1
+        leaving, self.slots[order[0]] = self.slots[order[0]], expert
+        self.local_ids[expert] = -1
+        if leaving >= 0:
+            self.local_ids[leaving] = self.own_ids[leaving]
+        return [asked[1], order[0], expert, leaving]
+
+    def _worth(self, scores: AnyArray, slot: int) -> float:
+        return -1.0 if self.slots[slot] < 0 else float(scores[self.slots[slot]])
