@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from bench.gpu_memory import Case
+from bench.gpu_memory import Case, Watch
 
 from bench import gpu_memory
 from dflash_runtime.compute import devices
@@ -46,3 +47,23 @@ def test_each_stage_is_told_and_the_table_compares_them(monkeypatch: pytest.Monk
     rows = gpu_memory._table([found, {"case": "other", "error": "out of memory"}]).splitlines()
     assert len({len(row) for row in rows}) == 1
     assert "out of memory" in rows[-1]
+
+
+def test_a_watch_that_begins_again_forgets_samples_from_before() -> None:
+    free = [0]
+
+    def memory_info() -> tuple[int, int]:
+        found = free[0]
+        time.sleep(0.002)  # most of the time a sample is under way
+        return found, 1000
+
+    driver = SimpleNamespace(use=lambda index: None, memory_info=memory_info)
+    watch = Watch(driver, 0, sample_s=1e-4)  # type: ignore[arg-type]
+    with watch.running():
+        for most in range(100, 130):
+            free[0] = 10
+            watch.begin()
+            free[0] = most
+            watch.begin()
+            time.sleep(0.006)
+            assert watch.least == most

@@ -103,12 +103,19 @@ _FOUND_IN_SLOTS, _FOUND_SLOTS = 0.35, 8
 `qwen3`, as ALIKE in heat.py is."""
 
 
+READ_S = 17e-6
+"""What else a layer takes in which an expert is read over the bus: products of that expert come
+after it, and both sides read the host's memory. On an H200 with 16 cores, 12 layers of the 30B
+shape within 3 GiB (`gpu-regret-20261128-234139`), layers with reads took so much longer than
+predicted, beyond what those without did."""
+
+
 def with_one_read(asked: F64Array, expert_bytes: F64Array, bus: float) -> F64Array:
     """What a layer takes by how many of a token's experts are missing, of which the device reads
     one, `bus` bytes a second, if they are two or more, while the processor, which takes `asked` for
     so many, computes the others. Shapes: asked [L, K + 1] and the result, expert_bytes [L]."""
     left = asked.copy()
-    left[:, 2:] = np.maximum(asked[:, 1:-1], expert_bytes[:, None] / bus)
+    left[:, 2:] = np.maximum(asked[:, 1:-1], expert_bytes[:, None] / bus) + READ_S
     return left
 
 

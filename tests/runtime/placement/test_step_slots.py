@@ -17,7 +17,7 @@ from dflash_runtime.placement.box import AskedSpeed, Curve
 from dflash_runtime.placement.plan import Plan
 from dflash_runtime.placement.planner import plan
 from dflash_runtime.placement.situation import Situation
-from dflash_runtime.placement.speeds import _FOUND_IN_SLOTS, StepSlots
+from dflash_runtime.placement.speeds import _FOUND_IN_SLOTS, READ_S, StepSlots
 from dflash_runtime.placement.split import HOST_OWNER
 from dflash_runtime.placement.wishes import Wishes
 from support.examples import examples
@@ -68,7 +68,8 @@ def test_of_two_missing_experts_one_is_read_by_the_gpu_unless_they_are_in_slots(
     assert found[0] == 0.0
     assert found[1] == pytest.approx(left * ASKED_S[1])
     bus_s = 3e6 / 50e9
-    expected = comb(2, 1) * left * _FOUND_IN_SLOTS * ASKED_S[1] + left**2 * max(ASKED_S[1], bus_s)
+    read_s = max(ASKED_S[1], bus_s) + READ_S
+    expected = comb(2, 1) * left * _FOUND_IN_SLOTS * ASKED_S[1] + left**2 * read_s
     assert found[2] == pytest.approx(expected)
 
 
