@@ -3,7 +3,9 @@
 Each side runs alone in a memory cgroup, turn by turn, with the file dropped from the page cache
 before. In a turn it opens the file, decodes after a prompt, and reads another prompt, cold and, as
 far as memory goes, warm. Before each turn of ours the disk itself is measured: direct reads of an
-expert's size, as many at a time as are fastest.
+expert's size, as many at a time as are fastest. With --without-ahead there is a third side: ours,
+in which no layer tells what the next one will choose. (Planted routing is told without an error:
+trained models gain less.)
 
 The file needs planted routing, and a disk (not tmpfs):
   python -m bench.random_moe q4_k_m --layers 8 --routing qwen3 --out m8.gguf
@@ -38,7 +40,7 @@ from dflash_runtime.engine.measuring.disk import measure_disk
 
 _BEFORE, _PROMPT = 448, 512
 _DISK_S = 3.0
-OURS, PEER = "ours", "llama.cpp"
+OURS, WITHOUT, PEER = "ours", "ours, nothing read ahead", "llama.cpp"
 GOALS = {"decode": 2.0, "prompt": 3.0}
 """Ours ÷ llama.cpp that is wanted."""
 COLUMNS = ["", "ours", "llama.cpp", "ours ÷ llama.cpp", "wanted"]
@@ -63,9 +65,9 @@ class DiskBench:
             self._expert_bytes = max(each.expert_bytes for each in read_spec(file).moe.layers)
         self.rates: dict[str, dict[str, list[float]]] = {}
         """Tokens per second by work and side."""
-        self.disk: list[dict[str, float]] = []
+        self.disk: list[dict[str, Any]] = []
         """Of each turn of ours: bytes a second of the disk, and of a prompt by its whole time;
-        and counts."""
+        and counts, of all and of decode."""
 
     def turn(self, name: str, number: int) -> None:
         """One side opens the file, and works."""
@@ -76,31 +78,32 @@ class DiskBench:
             "context": 2048,
             "kv_type": "f16",
         }
-        if name == OURS:
+        if name != PEER:
             own_rate = self._disk_rate()
             arguments: tuple[Any, ...] = (OurModel, self._path)
+            common["reads_ahead"] = name == OURS
         else:
             arguments = peer_model, build(options.peer), self._path
             common["repack"] = False
         step = len(self._walk.token_ids) // (2 * options.rounds + 2)
         text = self._walk.stretch(2 * step * number, _BEFORE + options.tokens)
         prompt = self._walk.stretch(step * (2 * number + 1), _PROMPT)
-        following: Any = options.tokens if name == OURS else text[_BEFORE:]
+        following: Any = text[_BEFORE:] if name == PEER else options.tokens
         with contextlib.ExitStack() as undo:
             group = undo.enter_context(memory_cgroup(self._limit))
             if group is None:
                 raise SystemExit("error: no memory cgroup may be made here")
             side = undo.enter_context(Side(name, within, group, *arguments, **common))
             self._add("decode", name, side.call("decode_after", text[:_BEFORE], following))
-            before = side.call("disk") if name == OURS else {}
+            before = {} if name == PEER else side.call("disk")
             speed = side.call("prefill", prompt)
-            found = side.call("disk") if name == OURS else {}
+            found = {} if name == PEER else side.call("disk")
             self._add("prompt", name, speed)
             self._add("the same prompt again", name, side.call("prefill", prompt))
-            if found:
+            if name == OURS:
                 num_bytes = found["read_bytes"] - before["read_bytes"]
                 rate = num_bytes * speed / len(prompt)
-                self.disk.append({"own": own_rate, "read": rate, **found})
+                self.disk.append({"own": own_rate, "read": rate, "of_decode": before, **found})
             if group.num_kills:
                 raise RuntimeError(f"{name} was killed for lack of memory")
 
@@ -121,12 +124,24 @@ class DiskBench:
             shown = ["" if each is None else f"{each:,.1f}" for each in cells]
             ratio = "" if None in cells else f"{cells[0] / cells[1]:.2f}"  # type: ignore[operator]
             rows.append([f"{work}, tokens/s", *shown, ratio, str(GOALS.get(work, ""))])
+            if WITHOUT in by_side:
+                rate = statistics.median(by_side[WITHOUT])
+                gain = f"{cells[0] / rate:.2f} of it" if cells[0] else ""
+                rows.append([f"{work}, nothing read ahead", f"{rate:,.1f}", "", gain, ""])
         if self.disk:
             own, read = (
                 statistics.median(each[key] / 1e6 for each in self.disk) for key in ("own", "read")
             )
             rows.append(["reads of a prompt, MB/s", f"{read:,.0f}", "", "", ""])
             rows.append(["the disk, MB/s", f"{own:,.0f}", "", f"{read / own:.2f}", "0.8"])
+            for what, some, every in (
+                ("experts told ahead, of those chosen", "foreseen", "expected"),
+                ("read ahead and used", "ahead_used", "ahead"),
+            ):
+                num, num_all = (
+                    sum(each["of_decode"][key] for each in self.disk) for key in (some, every)
+                )
+                rows.append([what, f"{num / num_all:.2f}" if num_all else "", "", "", ""])
         return rows
 
 
@@ -138,12 +153,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="turns a side (default 3)")
     parser.add_argument("--tokens", type=int, default=32, help="of a decode (default 32)")
     parser.add_argument("--only", choices=("ours", "peer"), help="one side alone")
+    parser.add_argument(
+        "--without-ahead", action="store_true", help="ours, nothing read ahead, too"
+    )
     parser.add_argument("--peer", choices=tuple(VARIANTS), default="native")
     add_threads_option(parser)
     add_save_option(parser)
     options = parser.parse_args()
     bench = DiskBench(options)
     names = {"ours": [OURS], "peer": [PEER]}.get(options.only or "", [OURS, PEER])
+    names[1:1] = [WITHOUT] if options.without_ahead and OURS in names else []
     for number in range(options.rounds):
         for name in names[:: 1 if number % 2 else -1]:
             print(f"round {number + 1}, {name}")

@@ -31,9 +31,11 @@ class OurModel:
         num_daemons: int = 0,
         transport: str = "auto",
         cores: Sequence[int] = (),
+        reads_ahead: bool = True,
     ) -> None:
         """All experts go to the daemons, if any, each with as many threads as this process.
-        `cores`: what this process and the daemons are bound to, if not empty.
+        `cores`: what this process and the daemons are bound to, if not empty. `reads_ahead`: see
+        --moe-predict-prefetch.
 
         Raises: DflashError if the engine cannot be opened.
         """
@@ -47,7 +49,9 @@ class OurModel:
             threads=num_threads,
             context=context,
             kv_type=kv_type,
-            settings=replace(load_settings(), ipc_transport=transport),
+            settings=replace(
+                load_settings(), ipc_transport=transport, moe_predict_prefetch=reads_ahead
+            ),
         )
         self._run: Iterator[GeneratedToken] = iter(())
 

@@ -397,6 +397,11 @@ class Settings:
         "there; they are read over the bus when the processor would be asked for them; auto is "
         "planned.",
     )
+    moe_predict_prefetch: bool = setting(
+        True, "MOE_PREDICT_PREFETCH", Switch(), Reader.PARENT,
+        "While a layer is computed, read from the disk what the next one will probably choose, if "
+        "experts are larger than memory.",
+    )
     swap_min_gain: int = setting(
         2, "SWAP_MIN_GAIN", Whole(0, 1_000_000), Reader.PARENT,
         "How many times what moving experts costs it has to save over the next 2,000 tokens.",

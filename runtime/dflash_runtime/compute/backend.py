@@ -622,11 +622,17 @@ class ComputeBackend(Protocol):
         """
 
     def bring_experts(
-        self, file: GgufFile, banks: Mapping[int, ExpertBank], *, num_bytes: int
+        self,
+        file: GgufFile,
+        banks: Mapping[int, ExpertBank],
+        *,
+        num_bytes: int,
+        looks_ahead: bool = True,
     ) -> ExpertArena | None:
         """Keep as many experts of these banks in memory as `num_bytes` have room for, and read the
-        others from the disk when they are used; None if that is not for this backend. Call it
-        before the banks are used, or steps captured.
+        others from the disk when they are used; None if that is not for this backend. With
+        `looks_ahead` a step's layer has read what the next one will probably choose. Call it before
+        the banks are used, or steps captured.
 
         Raises: OSError where the file cannot be read so; ValueError for too little memory.
         """

@@ -164,7 +164,12 @@ class HostBackend:
         """Return None: experts stay where the file is mapped."""
 
     def bring_experts(
-        self, file: GgufFile, banks: Mapping[int, ExpertBank], *, num_bytes: int
+        self,
+        file: GgufFile,
+        banks: Mapping[int, ExpertBank],
+        *,
+        num_bytes: int,
+        looks_ahead: bool = True,
     ) -> ExpertArena | None:
         return None
 

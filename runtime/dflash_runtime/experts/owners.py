@@ -71,6 +71,7 @@ def give(
     """
     links, events, is_required = connected.links, connected.events, settings.ipc_required
     owned_by = dict(zip(placement.owner_names, placement.owners, strict=True))
+    brought = partial(_brought, undo, file, looks_ahead=settings.moe_predict_prefetch)
     connected.give(owned_by)
     host_class = host_backend.class_beside(backend.numeric_class)
     every: dict[int, ExpertBank] = {}
@@ -124,7 +125,7 @@ def give(
                 parent_class=backend.numeric_class,
             )
             if arena_bytes is not None:
-                arena = _brought(undo, host_backend, file, banks, arena_bytes)
+                arena = brought(host_backend, banks, arena_bytes)
             batches = host_backend.trial_batches
             measure_pairs_per_second(banks.values(), batches=batches)
             host_backend.choose_threads(file, trial_pass(banks))
@@ -140,7 +141,7 @@ def give(
                 is_brought=is_brought,
             )
             if is_brought and arena_bytes is not None:
-                arena = _brought(undo, backend, file, local_banks, arena_bytes)
+                arena = brought(backend, local_banks, arena_bytes)
             if backend.is_host:  # a device tries them with the whole model
                 measure_pairs_per_second(local_banks.values(), batches=backend.trial_batches)
             device_owner = None if backend.is_host else len(computes)
@@ -170,13 +171,15 @@ def give(
 
 def _brought(
     undo: contextlib.ExitStack,
-    backend: ComputeBackend,
     file: GgufFile,
+    backend: ComputeBackend,
     banks: Mapping[int, ExpertBank],
     num_bytes: int,
+    *,
+    looks_ahead: bool,
 ) -> ExpertArena | None:
     try:
-        arena = backend.bring_experts(file, banks, num_bytes=num_bytes)
+        arena = backend.bring_experts(file, banks, num_bytes=num_bytes, looks_ahead=looks_ahead)
     except (OSError, ValueError) as error:
         # docs: the file's disk, this system, or so little memory allows no reads past the page
         # cache; the operating system reads pages as they are touched, which is much slower

@@ -84,6 +84,23 @@ def disk_metrics(disk: ArenaStats | None, namespace: str) -> Iterator[Metric]:
         "How long batches have waited for reads.",
         value=disk.read_s,
     )
+    ahead = CounterMetricFamily(
+        f"{namespace}_experts_read_ahead",
+        "Experts that a step's layer had read for the next one: used there since, or not.",
+        labels=["outcome"],
+    )
+    ahead.add_metric(["used"], disk.ahead_used)
+    ahead.add_metric(["unused"], disk.ahead - disk.ahead_used)
+    yield ahead
+    told = CounterMetricFamily(
+        f"{namespace}_selections_told_ahead",
+        "Experts that layers of steps chose after the layer before had told what they would "
+        "probably choose: told, or not.",
+        labels=["outcome"],
+    )
+    told.add_metric(["told"], disk.foreseen)
+    told.add_metric(["missed"], disk.expected - disk.foreseen)
+    yield told
 
 
 def slot_metrics(slots: SlotStats | None, namespace: str) -> Iterator[Metric]:

@@ -25,6 +25,7 @@ from dflash_runtime.compute.cpu.experts import CpuExpertBank
 from dflash_runtime.compute.cpu.host_arena import HostArena
 from dflash_runtime.compute.cpu.kv_cache import CpuKvCache
 from dflash_runtime.compute.cpu.ops import CpuOps
+from dflash_runtime.compute.cpu.routers_ahead import routers_ahead
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers, check_num_threads
 from dflash_runtime.compute.host import HostBackend
@@ -42,6 +43,9 @@ from dflash_runtime.compute.thread_trial import (
 from dflash_runtime.compute.topology import read_topology
 
 _LOG = logging.getLogger(__name__)
+
+_ROUTERS_PART = 50
+"""Of an arena's memory, what routers that tell ahead may take beside it at most."""
 
 
 class CpuBackend(HostBackend):
@@ -103,11 +107,18 @@ class CpuBackend(HostBackend):
         return CpuExpertBank(file, layer, global_expert_ids, self._workers, self._scratch)
 
     def bring_experts(
-        self, file: GgufFile, banks: Mapping[int, ExpertBank], *, num_bytes: int
+        self,
+        file: GgufFile,
+        banks: Mapping[int, ExpertBank],
+        *,
+        num_bytes: int,
+        looks_ahead: bool = True,
     ) -> HostArena:
-        ours = [bank for bank in banks.values() if isinstance(bank, CpuExpertBank)]
+        ours = {i: bank for i, bank in banks.items() if isinstance(bank, CpuExpertBank)}
+        most_bytes = num_bytes // _ROUTERS_PART if looks_ahead else 0
+        routers = routers_ahead(file, ours, most_bytes=most_bytes)
         with keeping_in(self._cache_dir):
-            return HostArena(file, ours, num_bytes=num_bytes)
+            return HostArena(file, [*ours.values()], num_bytes=num_bytes, routers=routers)
 
     def drop_experts(self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:
         """Do nothing: banks are views of the file."""

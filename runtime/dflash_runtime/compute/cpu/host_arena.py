@@ -15,7 +15,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -25,6 +25,7 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_protocol.ids import F64Array, I64Array
 from dflash_runtime.compute.cpu.experts import CpuExpertBank
 from dflash_runtime.compute.cpu.kernels import arena_tasks as t
+from dflash_runtime.compute.cpu.routers_ahead import RouterAhead
 from dflash_runtime.compute.cpu.threads.system import READ_SYSCALLS
 from dflash_runtime.compute.expert_arena import ArenaStats
 
@@ -47,6 +48,7 @@ class _Layer:
     places: I64Array
     slot_of: I64Array
     keys: F64Array
+    told: I64Array
 
 
 class HostArena:
@@ -56,8 +58,16 @@ class HostArena:
     closed, the kernel's queue of reads and descriptors of the file.
     """
 
-    def __init__(self, file: GgufFile, banks: Sequence[CpuExpertBank], *, num_bytes: int) -> None:
-        """`num_bytes`: of all slots.
+    def __init__(
+        self,
+        file: GgufFile,
+        banks: Sequence[CpuExpertBank],
+        *,
+        num_bytes: int,
+        routers: Mapping[int, RouterAhead] | None = None,
+    ) -> None:
+        """`num_bytes`: of all slots. `routers`: by the layer whose rows they get, as
+        `routers_ahead` finds them; without, steps read nothing ahead.
 
         Raises: OSError where there are no such reads, or not the memory; ValueError for less than
         the largest layer's experts take.
@@ -104,6 +114,11 @@ class HostArena:
         words[t.LIMIT_NS] = int(LIMIT_S * 1e9)
         for layer, following in pairwise(self._layers):
             layer.words[t.NEXT] = following.words.ctypes.data
+        self._routers = routers or {}
+        for bank, layer in zip(banks, self._layers, strict=True):
+            router = self._routers.get(bank.layer.layer_id)
+            if router is not None:
+                layer.words[t.ROUTER] = router.words.ctypes.data
         enter, leave = (each.address for each in t.arena_functions())
         for bank, layer in zip(banks, self._layers, strict=True):
             bank.come_from(layer.words.ctypes.data, (enter, leave))
@@ -118,6 +133,10 @@ class HostArena:
             words[t.FAILED],
             words[t.READ_BYTES],
             words[t.WAITED_NS] * 1e-9,
+            words[t.AHEAD],
+            words[t.AHEAD_USED],
+            words[t.EXPECTED],
+            words[t.FORESEEN],
         )
 
     def warn(self) -> None:
@@ -178,12 +197,14 @@ class HostArena:
             places,
             np.full(bank.num_experts, -1, np.int64),
             np.full(bank.num_experts, -math.inf),
+            np.zeros(bank.num_experts, np.int64),
         )
         words = layer.words
         words[t.ARENA], words[t.ADDRESSES] = self._words.ctypes.data, bank.addresses.ctypes.data
         words[t.MAPPED], words[t.PLACES] = layer.mapped.ctypes.data, places.ctypes.data
         words[t.NUM_EXPERTS] = bank.num_experts
         words[t.SLOT_OF], words[t.KEYS] = layer.slot_of.ctypes.data, layer.keys.ctypes.data
+        words[t.TOLD] = layer.told.ctypes.data
         return layer
 
 

@@ -269,7 +269,12 @@ class CupyBackend:
         )
 
     def bring_experts(
-        self, file: GgufFile, banks: Mapping[int, ExpertBank], *, num_bytes: int
+        self,
+        file: GgufFile,
+        banks: Mapping[int, ExpertBank],
+        *,
+        num_bytes: int,
+        looks_ahead: bool = True,
     ) -> ExpertArena | None:
         return None
 

@@ -9,6 +9,10 @@ Of the experts in slots those leave that were used least, older uses counting le
 are not used need no change. What this batch needs does not leave. Where a read fails, or there is
 no slot, the expert is used where the file is mapped.
 
+A step's layer has what the next one will probably choose (router_ahead) read as soon as its own
+experts are there: disk and processor then work at once. Where of late next to nothing was missing,
+it does not.
+
 A read that takes longer than the limit ends all further ones, as its memory may be written later.
 """
 
@@ -19,6 +23,7 @@ from functools import cache
 
 from dflash_runtime.compute.cpu.compile.compiling import RowFunction, compile_task, helper
 from dflash_runtime.compute.cpu.kernels import experts_kernel as k
+from dflash_runtime.compute.cpu.kernels.router_ahead import LIKELY, find_likely
 from dflash_runtime.compute.cpu.kernels.words import get
 from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.simd.atomics import atomic_replace, atomic_store
@@ -27,24 +32,32 @@ from dflash_runtime.compute.cpu.threads import system
 (
     LOCK, CONTEXT, REQUESTS, PENDING, EVENTS, FREE, NUM_FREE, SLOTS, NUM_SLOTS, MEMORY, SLOT_BYTES,
     LIMIT_NS, CALL, IS_BROKEN, FOUND, MISSED, READ_BYTES, WAITED_NS, FAILED, NUM_LAYERS,
-) = range(20)  # fmt: skip
+    MISSING, AHEAD, AHEAD_USED, EXPECTED, FORESEEN,
+) = range(25)  # fmt: skip
 """Words of an arena: a lock that a batch holds; the kernel's queue of reads; control blocks of
 reads, what each is for (PENDING_WORDS), ended ones as the kernel tells them; numbers of unused
 control blocks; slots (SLOT_WORDS), their memory, bytes of one; how long a read may take; the
-batch's number; not 0: nothing more is read; counts; and how many
-layers there are."""
-NUM_WORDS = 20
+batch's number; not 0: nothing more is read; counts; how many layers there are; how many of a
+step's experts were missing of late, float64; experts that were read ahead for steps, those of them
+that were used, experts of layers that were told ahead, and those of them that were told."""
+NUM_WORDS = 25
 
-LAYER, EXPERT, USED_AT, HAS_FAILED, NUM_PENDING = range(5)
+LAYER, EXPERT, USED_AT, HAS_FAILED, NUM_PENDING, IS_AHEAD = range(6)
 """Words of a slot: words of its expert's layer, or 0 if it is empty; the expert; the last batch
-that uses it; whether a part of what is read could not be; parts that are on their way."""
-SLOT_WORDS = 5
+that uses it; whether a part of what is read could not be; parts that are on their way; whether it
+was read ahead for a step and has not been used."""
+SLOT_WORDS = 6
 
-ARENA, ADDRESSES, MAPPED, PLACES, SLOT_OF, KEYS, NUM_CALLS, NEXT, NUM_EXPERTS = range(9)
+(
+    ARENA, ADDRESSES, MAPPED, PLACES, SLOT_OF, KEYS, NUM_CALLS, NEXT, NUM_EXPERTS, ROUTER, TOLD_FOR,
+    TOLD,
+) = range(12)  # fmt: skip
 """Words of a layer: its arena; where experts are now, and in the mapped file, [E, 3]; where they
 lie in files, [E, 3] of PLACE_WORDS; their slots, negative for none, [E]; keys, [E] float64; how
-often it was called; the next layer, or 0; how many experts it has."""
-LAYER_WORDS = 9
+often it was called; the next layer, or 0; how many experts it has; words of router_ahead for the
+next layer, or 0; the batch that it was told ahead for, and for each expert the batch that it was
+told for, [E]."""
+LAYER_WORDS = 12
 
 DESCRIPTOR, OFFSET, NUM_BYTES = range(3)
 PLACE_WORDS = 3
@@ -70,6 +83,12 @@ _OLDEST = 40.0
 _SOON = 0.1
 _TURN_MS = 100
 _MOST_OF_A_LAYER = 0.75
+
+MOST_TOLD_TOKENS = 4
+"""Steps of more tokens, such as trees, tell nothing: each token costs a router's products."""
+_LEAST_MISSING, _FORGETTING = 1 / 16, 1 / 64
+"""Experts of a layer that have to be missing on average for telling ahead to pay; what a layer
+counts of that average."""
 
 
 @helper
@@ -225,6 +244,7 @@ def _bring(arena: int, layer: int, expert: int, waits: bool) -> bool:
     v.store_i64(words + 8 * EXPERT, expert)
     v.store_i64(words + 8 * USED_AT, get(arena, CALL))
     v.store_i64(words + 8 * HAS_FAILED, 0)
+    v.store_i64(words + 8 * IS_AHEAD, 0)
     v.store_i64(get(layer, SLOT_OF) + 8 * expert, slot)
     _begin_reads(arena, layer, expert, slot)
     return True
@@ -247,6 +267,49 @@ def _look_ahead(arena: int, layer: int) -> None:
             return
 
 
+@helper
+def _tell(args: int, layer: int, call: int) -> int:
+    """Note what the next layer, in the batch after this one, will probably choose; returns how many
+    experts of it were told for the last token."""
+    following, router, num_told = get(layer, NEXT), get(layer, ROUTER), 0
+    v.store_i64(following + 8 * TOLD_FOR, call + 1)
+    for token in range(get(args, k.NUM_TOKENS)):
+        row = get(args, k.HIDDEN) + 4 * get(args, k.HIDDEN_SIZE) * token
+        num_told = find_likely(router, row)
+        for index in range(num_told):
+            expert = v.load_i64(get(router, LIKELY) + 8 * index)
+            v.store_i64(get(following, TOLD) + 8 * expert, call + 1)
+            slot = _slot_of(following, expert)
+            if slot >= 0:  # it stays
+                arena = get(layer, ARENA)
+                v.store_i64(_slot(arena, slot) + 8 * USED_AT, call)
+    return num_told
+
+
+@helper
+def _read_told(arena: int, layer: int, call: int) -> None:
+    """Begin to read the experts that a layer was told ahead and that are missing."""
+    for expert in range(get(layer, NUM_EXPERTS)):
+        if v.load_i64(get(layer, TOLD) + 8 * expert) != call + 1 or _slot_of(layer, expert) >= 0:
+            continue
+        if not _bring(arena, layer, expert, False):
+            return
+        v.store_i64(_slot(arena, _slot_of(layer, expert)) + 8 * IS_AHEAD, 1)
+        v.store_i64(arena + 8 * AHEAD, get(arena, AHEAD) + 1)
+
+
+@helper
+def _count_told(args: int, arena: int, layer: int) -> None:
+    call = get(arena, CALL)
+    if get(layer, TOLD_FOR) != call:
+        return
+    num_groups = get(args, k.NUM_GROUPS)
+    v.store_i64(arena + 8 * EXPECTED, get(arena, EXPECTED) + num_groups)
+    for group in range(num_groups):
+        if v.load_i64(get(layer, TOLD) + 8 * _expert(args, group)) == call:
+            v.store_i64(arena + 8 * FORESEEN, get(arena, FORESEEN) + 1)
+
+
 def _enter(args: int, counter: int, pool: int) -> None:
     """Called before a batch is computed; `_leave` must be called after it."""
     layer = get(args, k.ARENA)
@@ -257,7 +320,8 @@ def _enter(args: int, counter: int, pool: int) -> None:
     call, num_calls = get(arena, CALL) + 1, get(layer, NUM_CALLS) + 1
     v.store_i64(arena + 8 * CALL, call)
     v.store_i64(layer + 8 * NUM_CALLS, num_calls)
-    num_groups, num_found = get(args, k.NUM_GROUPS), 0
+    num_groups, num_found, num_ahead, num_missing = get(args, k.NUM_GROUPS), 0, 0, 0
+    _count_told(args, arena, layer)
     for group in range(num_groups):
         expert = _expert(args, group)
         _note_use(layer, expert, _RATE * num_calls)
@@ -267,6 +331,16 @@ def _enter(args: int, counter: int, pool: int) -> None:
             is_there = get(words, NUM_PENDING) == 0 and get(words, HAS_FAILED) == 0
             num_found += 1 if is_there else 0
             v.store_i64(words + 8 * USED_AT, call)
+            num_ahead += get(words, IS_AHEAD)
+            v.store_i64(words + 8 * IS_AHEAD, 0)
+        else:
+            num_missing += 1
+    v.store_i64(arena + 8 * AHEAD_USED, get(arena, AHEAD_USED) + num_ahead)
+    is_step = get(args, k.IS_STEP) != 0 and get(args, k.NUM_TOKENS) <= MOST_TOLD_TOKENS
+    missing = v.load_double(arena + 8 * MISSING)
+    if is_step:
+        missing += _FORGETTING * (num_missing + num_ahead - missing)
+        v.store_double(arena + 8 * MISSING, missing)
     v.store_i64(arena + 8 * FOUND, get(arena, FOUND) + num_found)
     v.store_i64(arena + 8 * MISSED, get(arena, MISSED) + num_groups - num_found)
     has_room = True
@@ -274,6 +348,9 @@ def _enter(args: int, counter: int, pool: int) -> None:
         expert = _expert(args, group)
         if has_room and _slot_of(layer, expert) < 0:
             has_room = _bring(arena, layer, expert, True)
+    tells = is_step and has_room and missing >= _LEAST_MISSING and get(layer, ROUTER) != 0
+    if tells:  # while reads are on their way
+        _tell(args, layer, call)
     for group in range(num_groups):
         slot = _slot_of(layer, _expert(args, group))
         if slot < 0 or not _await(arena, slot):
@@ -281,6 +358,8 @@ def _enter(args: int, counter: int, pool: int) -> None:
             if slot >= 0:
                 _leave_slot(arena, slot)
     v.store_i64(arena + 8 * WAITED_NS, get(arena, WAITED_NS) + system.monotonic_ns() - began_ns)
+    if tells:
+        _read_told(arena, get(layer, NEXT), call)
     is_most = num_groups >= _MOST_OF_A_LAYER * get(layer, NUM_EXPERTS)
     if is_most and get(layer, NEXT) != 0 and has_room:
         _look_ahead(arena, get(layer, NEXT))

@@ -1,0 +1,107 @@
+"""The routers with which a layer's step tells what the next layer will probably choose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.layers import Layer, RoutedFfn, VectorTensor
+from dflash_adapters.quant import dequantise
+from dflash_adapters.registry import describe
+from dflash_adapters.routing import Gating
+from dflash_protocol.ids import AnyArray, F32Array, I64Array
+from dflash_runtime.compute.cpu.experts import CpuExpertBank
+from dflash_runtime.compute.cpu.kernels import router_ahead as r
+from dflash_runtime.compute.cpu.simd.types import LANES
+
+_LEAST_NORM = 1e-3
+"""Smaller weights of a norm are not divided by: these columns tell nothing of the residual."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RouterAhead:
+    """The next layer's router, for this layer's rows. Shapes: words [ROUTER_WORDS] int64."""
+
+    words: I64Array
+    arrays: tuple[AnyArray, ...]
+    """What the words point to."""
+
+
+def routers_ahead(
+    file: GgufFile, banks: Mapping[int, CpuExpertBank], *, most_bytes: int
+) -> dict[int, RouterAhead]:
+    """Those of the layers that follow a bank's, by the layer whose rows they get; none if they
+    take more than `most_bytes` in all. Layers that choose experts in groups have none, nor those
+    whose rows are of a length that kernels do not read.
+
+    Raises: ModelFileError.
+    """
+    layers = describe(file).layers
+    pairs = [
+        (layer_id, layer_id + 1)
+        for layer_id in banks
+        if layer_id + 1 in banks and _is_told(layers[layer_id + 1])
+    ]
+    num_bytes = sum(
+        2 * banks[following].layer.num_experts * banks[following].layer.hidden_size
+        for _, following in pairs
+    )
+    if num_bytes > most_bytes:
+        return {}
+    return {
+        layer_id: _router(file, layers[layer_id], layers[following], banks[following])
+        for layer_id, following in pairs
+        if banks[following].layer.hidden_size % LANES == 0
+    }
+
+
+def _is_told(layer: Layer) -> bool:
+    """Whether its choice follows from single logits, in an order that a common factor of all does
+    not change much."""
+    ffn = layer.ffn
+    if not isinstance(ffn, RoutedFfn) or ffn.rule.num_groups > 1 or ffn.router.scale is not None:
+        return False
+    if ffn.bias is None or ffn.rule.selects_by_logits:
+        return True
+    return ffn.rule.gating is Gating.SIGMOID and ffn.router.bias is None
+
+
+def _router(file: GgufFile, layer: Layer, following: Layer, bank: CpuExpertBank) -> RouterAhead:
+    ffn, sizes = following.ffn, bank.layer
+    assert isinstance(ffn, RoutedFfn)
+    # This layer's rows have its norm's weights in them, in place of the next one's.
+    ours, theirs = _vector(file, layer.ffn_norm), _vector(file, following.ffn_norm)
+    is_small = np.abs(ours) < _LEAST_NORM
+    factors = np.where(is_small, 0.0, theirs / np.where(is_small, 1.0, ours))
+    info = file.tensor(ffn.router.weight.name)
+    stored = dequantise(file.tensor_bytes(info.name), info.tensor_type, info.shape)
+    rows = _as_bfloats((stored * factors).astype(np.float32))
+    bias = np.zeros(sizes.num_experts, np.float32)
+    for each in (ffn.router.bias, ffn.bias):
+        if each is not None:
+            bias += _vector(file, each)
+    local_ids = np.full(sizes.num_experts, -1, np.int64)
+    local_ids[bank.global_expert_ids] = np.arange(bank.num_experts)
+    scores = np.zeros(sizes.num_experts)
+    likely = np.zeros(sizes.num_experts_used, np.int64)
+    is_biased = ffn.bias is not None and not ffn.rule.selects_by_logits
+    words = np.zeros(r.ROUTER_WORDS, np.int64)
+    words[r.ROWS], words[r.BIAS] = rows.ctypes.data, bias.ctypes.data
+    words[r.USES_SIGMOID] = is_biased  # without a bias sigmoids are in the order of logits
+    words[r.NUM_ROUTED], words[r.HIDDEN_SIZE] = sizes.num_experts, sizes.hidden_size
+    words[r.NUM_USED], words[r.LOCAL_IDS] = sizes.num_experts_used, local_ids.ctypes.data
+    words[r.SCORES], words[r.LIKELY] = scores.ctypes.data, likely.ctypes.data
+    return RouterAhead(words, (rows, bias, local_ids, scores, likely))
+
+
+def _vector(file: GgufFile, vector: VectorTensor) -> F32Array:
+    info = file.tensor(vector.name)
+    return dequantise(file.tensor_bytes(info.name), info.tensor_type, info.shape).reshape(-1)
+
+
+def _as_bfloats(values: F32Array) -> AnyArray:
+    """The upper halves of float32 numbers. Shapes: values, result [E, H]."""
+    return np.ascontiguousarray((values.view(np.uint32) >> 16).astype(np.uint16))
