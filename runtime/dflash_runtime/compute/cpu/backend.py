@@ -44,8 +44,8 @@ from dflash_runtime.compute.topology import read_topology
 
 _LOG = logging.getLogger(__name__)
 
-_ROUTERS_PART = 50
-"""Of an arena's memory, what routers that tell ahead may take beside it at most."""
+_ROUTERS_PART, _FEW_BYTES = 50, 4 << 20
+"""Of an arena's memory, what routers that tell ahead may take, or so many bytes of any."""
 
 
 class CpuBackend(HostBackend):
@@ -115,8 +115,9 @@ class CpuBackend(HostBackend):
         looks_ahead: bool = True,
     ) -> HostArena:
         ours = {i: bank for i, bank in banks.items() if isinstance(bank, CpuExpertBank)}
-        most_bytes = num_bytes // _ROUTERS_PART if looks_ahead else 0
+        most_bytes = max(num_bytes // _ROUTERS_PART, _FEW_BYTES) if looks_ahead else 0
         routers = routers_ahead(file, ours, most_bytes=most_bytes)
+        num_bytes -= sum(each.num_bytes for each in routers.values())
         with keeping_in(self._cache_dir):
             return HostArena(file, [*ours.values()], num_bytes=num_bytes, routers=routers)
 

@@ -48,7 +48,7 @@ class _Layer:
     places: I64Array
     slot_of: I64Array
     keys: F64Array
-    told: I64Array
+    chosen_at: I64Array
 
 
 class HostArena:
@@ -104,13 +104,14 @@ class HostArena:
         free = np.arange(t.MOST_PENDING)
         slots = np.zeros((self._num_slots, t.SLOT_WORDS), np.int64)
         memory = np.frombuffer(self._memory, np.uint8)
-        self._arrays = requests, pending, events, free, slots, memory
+        chances = np.ones(t.MOST_TOLD)
+        self._arrays = requests, pending, events, free, slots, memory, chances
         words[t.CONTEXT], words[t.NUM_FREE] = context, t.MOST_PENDING
         words[t.REQUESTS], words[t.PENDING] = requests.ctypes.data, pending.ctypes.data
         words[t.EVENTS], words[t.FREE] = events.ctypes.data, free.ctypes.data
         words[t.SLOTS], words[t.NUM_SLOTS] = slots.ctypes.data, self._num_slots
         words[t.MEMORY], words[t.SLOT_BYTES] = memory.ctypes.data, slot_bytes
-        words[t.NUM_LAYERS] = len(banks)
+        words[t.NUM_LAYERS], words[t.CHANCES] = len(banks), chances.ctypes.data
         words[t.LIMIT_NS] = int(LIMIT_S * 1e9)
         for layer, following in pairwise(self._layers):
             layer.words[t.NEXT] = following.words.ctypes.data
@@ -204,7 +205,7 @@ class HostArena:
         words[t.MAPPED], words[t.PLACES] = layer.mapped.ctypes.data, places.ctypes.data
         words[t.NUM_EXPERTS] = bank.num_experts
         words[t.SLOT_OF], words[t.KEYS] = layer.slot_of.ctypes.data, layer.keys.ctypes.data
-        words[t.TOLD] = layer.told.ctypes.data
+        words[t.CHOSEN_AT] = layer.chosen_at.ctypes.data
         return layer
 
 

@@ -29,6 +29,10 @@ class RouterAhead:
     arrays: tuple[AnyArray, ...]
     """What the words point to."""
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.nbytes for each in self.arrays)
+
 
 def routers_ahead(
     file: GgufFile, banks: Mapping[int, CpuExpertBank], *, most_bytes: int

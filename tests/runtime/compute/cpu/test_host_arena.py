@@ -14,13 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.quant import dequantise
 from dflash_adapters.spec import MoeLayer
 from dflash_protocol.batch import RoutedBatch, group_by_expert
-from dflash_protocol.ids import F64Array, I32Array, Phase
+from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
 from dflash_runtime.compute.cpu import CpuBackend
 from dflash_runtime.compute.cpu.experts import CpuExpertBank
 from dflash_runtime.compute.cpu.host_arena import HostArena
 from dflash_runtime.compute.cpu.kernels import arena_tasks as t
+from dflash_runtime.compute.cpu.routers_ahead import routers_ahead
 from support.examples import examples
 from support.random_models import Qwen3MoeShape, write_qwen3moe
 
@@ -90,7 +92,9 @@ def backend() -> Iterator[CpuBackend]:
 
 
 @contextlib.contextmanager
-def rig_of(path: Path, backend: CpuBackend, num_slots: int) -> Iterator[Rig]:
+def rig_of(
+    path: Path, backend: CpuBackend, num_slots: int, *, looks_ahead: bool = False
+) -> Iterator[Rig]:
     with GgufFile.open(path) as file:
         layers = moe_layers(file)
         ids = np.arange(E, dtype=np.int32)
@@ -100,7 +104,13 @@ def rig_of(path: Path, backend: CpuBackend, num_slots: int) -> Iterator[Rig]:
         slot_bytes = sum(
             -(-each.num_bytes // t.BLOCK) * t.BLOCK + t.BLOCK for each in layers[0].projections
         )
-        arena = HostArena(file, brought, num_bytes=num_slots * slot_bytes)
+        routers = routers_ahead(
+            file,
+            {bank.layer.layer_id: bank for bank in brought},
+            most_bytes=1 << 20 if looks_ahead else 0,
+        )
+        assert len(routers) == (LAYERS - 1 if looks_ahead else 0)
+        arena = HostArena(file, brought, num_bytes=num_slots * slot_bytes, routers=routers)
         with contextlib.closing(arena):
             yield Rig(file, there, brought, arena)
 
@@ -111,11 +121,12 @@ def moe_layers(file: GgufFile) -> tuple[MoeLayer, ...]:
     return read_spec(file).moe.layers
 
 
+@pytest.mark.parametrize("looks_ahead", [False, True])
 @pytest.mark.parametrize("num_slots", [E, E + 3, LAYERS * E])
 def test_bits_are_those_of_experts_in_memory(
-    path: Path, backend: CpuBackend, num_slots: int
+    path: Path, backend: CpuBackend, num_slots: int, looks_ahead: bool
 ) -> None:
-    with rig_of(path, backend, num_slots) as rig:
+    with rig_of(path, backend, num_slots, looks_ahead=looks_ahead) as rig:
         for step in range(40):
             for layer in range(LAYERS):
                 rig.check(layer, batch_of(tokens(1, 7 * step + layer), step))
@@ -130,6 +141,9 @@ def test_bits_are_those_of_experts_in_memory(
     else:
         assert stats.missed > LAYERS * E
     assert stats.found > 0
+    assert (stats.expected > 0) == looks_ahead
+    assert 0 <= stats.ahead_used <= stats.ahead
+    assert 0 <= stats.foreseen <= stats.expected
 
 
 @examples(30)
@@ -139,11 +153,16 @@ def test_bits_are_those_of_experts_in_memory(
         st.tuples(st.integers(0, LAYERS - 1), st.integers(1, 40), st.integers(0, 99)),
         min_size=1, max_size=30,
     ),
+    looks_ahead=st.booleans(),
 )  # fmt: skip
 def test_any_order_of_batches(
-    path: Path, backend: CpuBackend, num_slots: int, steps: list[tuple[int, int, int]]
+    path: Path,
+    backend: CpuBackend,
+    num_slots: int,
+    steps: list[tuple[int, int, int]],
+    looks_ahead: bool,
 ) -> None:
-    with rig_of(path, backend, num_slots) as rig:
+    with rig_of(path, backend, num_slots, looks_ahead=looks_ahead) as rig:
         for layer, num_tokens, seed in steps:
             phase = Phase.PREFILL if num_tokens > 8 else Phase.DECODE
             rig.check(layer, batch_of(tokens(num_tokens, seed), seed, phase))
@@ -167,6 +186,45 @@ def test_experts_that_are_used_often_stay(path: Path, backend: CpuBackend) -> No
     assert after.read_bytes == before.read_bytes
 
 
+def test_a_step_has_what_the_next_layer_will_choose_read_meanwhile(
+    path: Path, backend: CpuBackend
+) -> None:
+    with rig_of(path, backend, LAYERS * E, looks_ahead=True) as rig:
+        for step in range(E):  # enough of them are missing for layers to tell
+            batch = batch_of(tokens(1, step), step)
+            rig.check(0, batch)
+            for layer in range(1, LAYERS):
+                before = rig.arena.stats()
+                likely = likely_by_numpy(rig.file, layer, batch.hidden[0])
+                batch = batch_of(likely[None], 10 * step + layer)
+                rig.check(layer, batch)
+                after = rig.arena.stats()
+                assert after.expected - before.expected == (K if before.ahead else 0)
+                assert after.foreseen == after.expected
+        assert after.ahead > 0
+        assert after.ahead_used == after.ahead
+        # Everything is there by now: nothing more is told, sooner or later.
+        for step in range(300):
+            for layer in range(LAYERS):
+                rig.check(layer, batch_of(tokens(1, step + layer), step))
+        settled = rig.arena.stats()
+        rig.check(0, batch_of(tokens(1, 1)))
+        rig.check(1, batch_of(tokens(1, 1)))
+        assert rig.arena.stats().expected == settled.expected
+
+
+def likely_by_numpy(file: GgufFile, layer: int, row: F32Array) -> I32Array:
+    """What a layer's router chooses for a row of the one before. Shapes: row [H]."""
+
+    def tensor(name: str) -> F32Array:
+        info = file.tensor(name)
+        return dequantise(file.tensor_bytes(name), info.tensor_type, info.shape)
+
+    theirs, ours = (tensor(f"blk.{number}.ffn_norm.weight") for number in (layer, layer - 1))
+    logits = (tensor(f"blk.{layer}.ffn_gate_inp.weight") * (theirs / ours)) @ row
+    return np.argsort(-logits, kind="stable")[:K].astype(np.int32)
+
+
 def test_a_chunk_has_the_next_layer_read_meanwhile(path: Path, backend: CpuBackend) -> None:
     chunk = batch_of(tokens(60, 1), phase=Phase.PREFILL)
     with rig_of(path, backend, LAYERS * E) as rig:
@@ -186,12 +244,14 @@ def test_less_than_a_layer_is_refused(path: Path, backend: CpuBackend) -> None:
         pass
 
 
+@pytest.mark.parametrize("looks_ahead", [False, True])
 def test_reads_that_fail_cost_time_alone(
-    path: Path, backend: CpuBackend, caplog: pytest.LogCaptureFixture
+    path: Path, backend: CpuBackend, caplog: pytest.LogCaptureFixture, looks_ahead: bool
 ) -> None:
     """A descriptor that is no file any more: each expert is used where the file is mapped."""
-    with rig_of(path, backend, E) as rig:
-        rig.check(0, batch_of(tokens(1, 1)))
+    with rig_of(path, backend, E, looks_ahead=looks_ahead) as rig:
+        for step in range(6):
+            rig.check(0, batch_of(tokens(1, step)))
         [descriptor] = rig.arena._descriptors.values()
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, descriptor)
@@ -199,6 +259,7 @@ def test_reads_that_fail_cost_time_alone(
         for layer in range(LAYERS):
             rig.check(layer, batch_of(tokens(3, layer)))
             rig.check(layer, batch_of(tokens(40, layer), phase=Phase.PREFILL))
+            rig.check(layer, batch_of(tokens(1, layer)))
             rig.arena.warn()
         assert rig.arena.stats().failed > 0
     [record] = caplog.records

@@ -9,9 +9,10 @@ Of the experts in slots those leave that were used least, older uses counting le
 are not used need no change. What this batch needs does not leave. Where a read fails, or there is
 no slot, the expert is used where the file is mapped.
 
-A step's layer has what the next one will probably choose (router_ahead) read as soon as its own
-experts are there: disk and processor then work at once. Where of late next to nothing was missing,
-it does not.
+A step's layer tells what the next one will probably choose (router_ahead), and has it read as soon
+as its own experts are there, so that disk and processor work at once: as much as the disk has time
+for until the next layer begins, unless it would more often be read in vain. Where of late next to
+nothing was missing, nothing is told.
 
 A read that takes longer than the limit ends all further ones, as its memory may be written later.
 """
@@ -32,15 +33,18 @@ from dflash_runtime.compute.cpu.threads import system
 (
     LOCK, CONTEXT, REQUESTS, PENDING, EVENTS, FREE, NUM_FREE, SLOTS, NUM_SLOTS, MEMORY, SLOT_BYTES,
     LIMIT_NS, CALL, IS_BROKEN, FOUND, MISSED, READ_BYTES, WAITED_NS, FAILED, NUM_LAYERS,
-    MISSING, AHEAD, AHEAD_USED, EXPECTED, FORESEEN,
-) = range(25)  # fmt: skip
+    MISSING, AHEAD, AHEAD_USED, EXPECTED, FORESEEN, READ_NS, GAP_NS, LEFT_NS, CHANCES,
+) = range(29)  # fmt: skip
 """Words of an arena: a lock that a batch holds; the kernel's queue of reads; control blocks of
 reads, what each is for (PENDING_WORDS), ended ones as the kernel tells them; numbers of unused
 control blocks; slots (SLOT_WORDS), their memory, bytes of one; how long a read may take; the
 batch's number; not 0: nothing more is read; counts; how many layers there are; how many of a
 step's experts were missing of late, float64; experts that were read ahead for steps, those of them
-that were used, experts of layers that were told ahead, and those of them that were told."""
-NUM_WORDS = 25
+that were used, experts of layers that were told ahead, and those of them that were told; how long
+an expert is read, and how long it is from a layer to the next one, float64; when the last layer
+began to compute; and for the likeliest expert that is told, the second one and so on, the share of
+missing ones that were chosen, [MOST_TOLD] float64."""
+NUM_WORDS = 29
 
 LAYER, EXPERT, USED_AT, HAS_FAILED, NUM_PENDING, IS_AHEAD = range(6)
 """Words of a slot: words of its expert's layer, or 0 if it is empty; the expert; the last batch
@@ -49,15 +53,15 @@ was read ahead for a step and has not been used."""
 SLOT_WORDS = 6
 
 (
-    ARENA, ADDRESSES, MAPPED, PLACES, SLOT_OF, KEYS, NUM_CALLS, NEXT, NUM_EXPERTS, ROUTER, TOLD_FOR,
-    TOLD,
-) = range(12)  # fmt: skip
+    ARENA, ADDRESSES, MAPPED, PLACES, SLOT_OF, KEYS, NUM_CALLS, NEXT, NUM_EXPERTS, ROUTER,
+    CHOSEN_AT, TOLD_BY, TOLD_FOR, NUM_TOLD, WERE_MISSING,
+) = range(15)  # fmt: skip
 """Words of a layer: its arena; where experts are now, and in the mapped file, [E, 3]; where they
 lie in files, [E, 3] of PLACE_WORDS; their slots, negative for none, [E]; keys, [E] float64; how
 often it was called; the next layer, or 0; how many experts it has; words of router_ahead for the
-next layer, or 0; the batch that it was told ahead for, and for each expert the batch that it was
-told for, [E]."""
-LAYER_WORDS = 12
+next layer, or 0; the last batch that chose each expert, [E]; and what was told of this layer: the
+router, the batch that it was for, how many experts, and a bit for each that was missing."""
+LAYER_WORDS = 15
 
 DESCRIPTOR, OFFSET, NUM_BYTES = range(3)
 PLACE_WORDS = 3
@@ -84,11 +88,11 @@ _SOON = 0.1
 _TURN_MS = 100
 _MOST_OF_A_LAYER = 0.75
 
-MOST_TOLD_TOKENS = 4
-"""Steps of more tokens, such as trees, tell nothing: each token costs a router's products."""
+MOST_TOLD = 32
+"""Experts of a token; of more only the likeliest are told."""
 _LEAST_MISSING, _FORGETTING = 1 / 16, 1 / 64
-"""Experts of a layer that have to be missing on average for telling ahead to pay; what a layer
-counts of that average."""
+"""Experts of a layer that have to be missing on average for telling ahead to pay; what the last
+observation counts of such an average."""
 
 
 @helper
@@ -268,46 +272,65 @@ def _look_ahead(arena: int, layer: int) -> None:
 
 
 @helper
-def _tell(args: int, layer: int, call: int) -> int:
-    """Note what the next layer, in the batch after this one, will probably choose; returns how many
-    experts of it were told for the last token."""
-    following, router, num_told = get(layer, NEXT), get(layer, ROUTER), 0
-    v.store_i64(following + 8 * TOLD_FOR, call + 1)
-    for token in range(get(args, k.NUM_TOKENS)):
-        row = get(args, k.HIDDEN) + 4 * get(args, k.HIDDEN_SIZE) * token
-        num_told = find_likely(router, row)
-        for index in range(num_told):
-            expert = v.load_i64(get(router, LIKELY) + 8 * index)
-            v.store_i64(get(following, TOLD) + 8 * expert, call + 1)
-            slot = _slot_of(following, expert)
-            if slot >= 0:  # it stays
-                arena = get(layer, ARENA)
-                v.store_i64(_slot(arena, slot) + 8 * USED_AT, call)
-    return num_told
+def _note(place: int, value: float) -> None:
+    """Count an observation in an average, float64."""
+    average = v.load_double(place)
+    v.store_double(place, average + _FORGETTING * (value - average))
 
 
 @helper
-def _read_told(arena: int, layer: int, call: int) -> None:
-    """Begin to read the experts that a layer was told ahead and that are missing."""
-    for expert in range(get(layer, NUM_EXPERTS)):
-        if v.load_i64(get(layer, TOLD) + 8 * expert) != call + 1 or _slot_of(layer, expert) >= 0:
+def _told(layer: int, rank: int) -> int:
+    return v.load_i64(get(get(layer, TOLD_BY), LIKELY) + 8 * rank)  # type: ignore[no-any-return]
+
+
+@helper
+def _tell(args: int, layer: int, call: int) -> None:
+    """Note what the next layer, in the batch after this one, will probably choose."""
+    arena, following, router = get(layer, ARENA), get(layer, NEXT), get(layer, ROUTER)
+    num_told, missing = min(MOST_TOLD, find_likely(router, get(args, k.HIDDEN))), 0
+    for rank in range(num_told):
+        slot = _slot_of(following, v.load_i64(get(router, LIKELY) + 8 * rank))
+        if slot < 0:
+            missing |= 1 << rank
+        else:  # it stays
+            v.store_i64(_slot(arena, slot) + 8 * USED_AT, call)
+    v.store_i64(following + 8 * TOLD_BY, router)
+    v.store_i64(following + 8 * TOLD_FOR, call + 1)
+    v.store_i64(following + 8 * NUM_TOLD, num_told)
+    v.store_i64(following + 8 * WERE_MISSING, missing)
+
+
+@helper
+def _read_told(arena: int, layer: int) -> None:
+    """Begin to read the experts that were told of a layer and are missing, the likeliest first, as
+    far as the time that is hidden is expected to be more than what is read in vain."""
+    read_ns, gap_ns = v.load_double(arena + 8 * READ_NS), v.load_double(arena + 8 * GAP_NS)
+    for rank in range(get(layer, NUM_TOLD)):
+        expert = _told(layer, rank)
+        if _slot_of(layer, expert) >= 0:
+            continue
+        chance = v.load_double(get(arena, CHANCES) + 8 * rank)
+        hidden_ns = min(read_ns, max(0.0, gap_ns))
+        if chance * hidden_ns < (1.0 - chance) * (read_ns - hidden_ns):
             continue
         if not _bring(arena, layer, expert, False):
             return
+        gap_ns -= read_ns
         v.store_i64(_slot(arena, _slot_of(layer, expert)) + 8 * IS_AHEAD, 1)
         v.store_i64(arena + 8 * AHEAD, get(arena, AHEAD) + 1)
 
 
 @helper
-def _count_told(args: int, arena: int, layer: int) -> None:
+def _check_told(arena: int, layer: int, num_chosen: int) -> None:
+    """Compare what was told of a layer with what it has chosen."""
     call = get(arena, CALL)
-    if get(layer, TOLD_FOR) != call:
-        return
-    num_groups = get(args, k.NUM_GROUPS)
-    v.store_i64(arena + 8 * EXPECTED, get(arena, EXPECTED) + num_groups)
-    for group in range(num_groups):
-        if v.load_i64(get(layer, TOLD) + 8 * _expert(args, group)) == call:
+    v.store_i64(arena + 8 * EXPECTED, get(arena, EXPECTED) + num_chosen)
+    for rank in range(get(layer, NUM_TOLD)):
+        is_chosen = v.load_i64(get(layer, CHOSEN_AT) + 8 * _told(layer, rank)) == call
+        if is_chosen:
             v.store_i64(arena + 8 * FORESEEN, get(arena, FORESEEN) + 1)
+        if get(layer, WERE_MISSING) >> rank & 1:
+            _note(get(arena, CHANCES) + 8 * rank, 1.0 if is_chosen else 0.0)
 
 
 def _enter(args: int, counter: int, pool: int) -> None:
@@ -321,10 +344,10 @@ def _enter(args: int, counter: int, pool: int) -> None:
     v.store_i64(arena + 8 * CALL, call)
     v.store_i64(layer + 8 * NUM_CALLS, num_calls)
     num_groups, num_found, num_ahead, num_missing = get(args, k.NUM_GROUPS), 0, 0, 0
-    _count_told(args, arena, layer)
     for group in range(num_groups):
         expert = _expert(args, group)
         _note_use(layer, expert, _RATE * num_calls)
+        v.store_i64(get(layer, CHOSEN_AT) + 8 * expert, call)
         slot = _slot_of(layer, expert)
         if slot >= 0:
             words = _slot(arena, slot)
@@ -336,11 +359,14 @@ def _enter(args: int, counter: int, pool: int) -> None:
         else:
             num_missing += 1
     v.store_i64(arena + 8 * AHEAD_USED, get(arena, AHEAD_USED) + num_ahead)
-    is_step = get(args, k.IS_STEP) != 0 and get(args, k.NUM_TOKENS) <= MOST_TOLD_TOKENS
-    missing = v.load_double(arena + 8 * MISSING)
+    is_step = get(args, k.IS_STEP) != 0 and get(args, k.NUM_TOKENS) == 1
+    if get(layer, TOLD_FOR) == call:
+        _note(arena + 8 * GAP_NS, began_ns - get(arena, LEFT_NS))
+        _check_told(arena, layer, num_groups)
     if is_step:
-        missing += _FORGETTING * (num_missing + num_ahead - missing)
-        v.store_double(arena + 8 * MISSING, missing)
+        _note(arena + 8 * MISSING, num_missing + num_ahead)
+    tells = is_step and get(layer, ROUTER) != 0
+    tells = tells and v.load_double(arena + 8 * MISSING) >= _LEAST_MISSING
     v.store_i64(arena + 8 * FOUND, get(arena, FOUND) + num_found)
     v.store_i64(arena + 8 * MISSED, get(arena, MISSED) + num_groups - num_found)
     has_room = True
@@ -348,7 +374,6 @@ def _enter(args: int, counter: int, pool: int) -> None:
         expert = _expert(args, group)
         if has_room and _slot_of(layer, expert) < 0:
             has_room = _bring(arena, layer, expert, True)
-    tells = is_step and has_room and missing >= _LEAST_MISSING and get(layer, ROUTER) != 0
     if tells:  # while reads are on their way
         _tell(args, layer, call)
     for group in range(num_groups):
@@ -357,9 +382,13 @@ def _enter(args: int, counter: int, pool: int) -> None:
             v.store_i64(arena + 8 * FAILED, get(arena, FAILED) + 1)
             if slot >= 0:
                 _leave_slot(arena, slot)
-    v.store_i64(arena + 8 * WAITED_NS, get(arena, WAITED_NS) + system.monotonic_ns() - began_ns)
-    if tells:
-        _read_told(arena, get(layer, NEXT), call)
+    ended_ns = system.monotonic_ns()
+    v.store_i64(arena + 8 * WAITED_NS, get(arena, WAITED_NS) + ended_ns - began_ns)
+    v.store_i64(arena + 8 * LEFT_NS, ended_ns)
+    if is_step and num_missing > 0:
+        _note(arena + 8 * READ_NS, (ended_ns - began_ns) / num_missing)
+    if tells and has_room:
+        _read_told(arena, get(layer, NEXT))
     is_most = num_groups >= _MOST_OF_A_LAYER * get(layer, NUM_EXPERTS)
     if is_most and get(layer, NEXT) != 0 and has_room:
         _look_ahead(arena, get(layer, NEXT))
