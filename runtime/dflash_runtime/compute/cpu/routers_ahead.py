@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.layers import Layer, RoutedFfn, VectorTensor
+from dflash_adapters.layers import Layer, RoutedFfn
 from dflash_adapters.quant import dequantise
 from dflash_adapters.registry import describe
 from dflash_adapters.routing import Gating
@@ -41,7 +41,7 @@ def routers_ahead(
     take more than `most_bytes` in all. Layers that choose experts in groups have none, nor those
     whose rows are of a length that kernels do not read.
 
-    Raises: ModelFileError.
+    Raises: ModelFileError; ValueError for tensors of other shapes than the layers say.
     """
     layers = describe(file).layers
     pairs = [
@@ -76,17 +76,19 @@ def _is_told(layer: Layer) -> bool:
 def _router(file: GgufFile, layer: Layer, following: Layer, bank: CpuExpertBank) -> RouterAhead:
     ffn, sizes = following.ffn, bank.layer
     assert isinstance(ffn, RoutedFfn)
+    stored = _floats(file, ffn.router.weight.name, sizes.num_experts, sizes.hidden_size)
     # This layer's rows have its norm's weights in them, in place of the next one's.
-    ours, theirs = _vector(file, layer.ffn_norm), _vector(file, following.ffn_norm)
+    ours, theirs = (
+        _floats(file, each.ffn_norm.name, sizes.hidden_size) for each in (layer, following)
+    )
     is_small = np.abs(ours) < _LEAST_NORM
-    factors = np.where(is_small, 0.0, theirs / np.where(is_small, 1.0, ours))
-    info = file.tensor(ffn.router.weight.name)
-    stored = dequantise(file.tensor_bytes(info.name), info.tensor_type, info.shape)
-    rows = _as_bfloats((stored * factors).astype(np.float32))
+    with np.errstate(all="ignore"):
+        factors = np.where(is_small, np.float32(0), theirs / np.where(is_small, 1, ours))
+        rows = _as_bfloats(stored * factors)
     bias = np.zeros(sizes.num_experts, np.float32)
     for each in (ffn.router.bias, ffn.bias):
         if each is not None:
-            bias += _vector(file, each)
+            bias += _floats(file, each.name, sizes.num_experts)
     local_ids = np.full(sizes.num_experts, -1, np.int64)
     local_ids[bank.global_expert_ids] = np.arange(bank.num_experts)
     scores = np.zeros(sizes.num_experts)
@@ -101,11 +103,15 @@ def _router(file: GgufFile, layer: Layer, following: Layer, bank: CpuExpertBank)
     return RouterAhead(words, (rows, bias, local_ids, scores, likely))
 
 
-def _vector(file: GgufFile, vector: VectorTensor) -> F32Array:
-    info = file.tensor(vector.name)
-    return dequantise(file.tensor_bytes(info.name), info.tensor_type, info.shape).reshape(-1)
+def _floats(file: GgufFile, name: str, *shape: int) -> F32Array:
+    """Raises: ValueError for a tensor of another shape."""
+    info = file.tensor(name)
+    if info.shape != shape:
+        raise ValueError(f"{name} is {info.shape}, not {shape}")
+    return dequantise(file.tensor_bytes(name), info.tensor_type, info.shape)
 
 
 def _as_bfloats(values: F32Array) -> AnyArray:
     """The upper halves of float32 numbers. Shapes: values, result [E, H]."""
-    return np.ascontiguousarray((values.view(np.uint32) >> 16).astype(np.uint16))
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    return (bits >> 16).astype(np.uint16)

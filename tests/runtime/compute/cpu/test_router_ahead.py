@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.gguf.scanner import TensorInfo
 from dflash_adapters.registry import read_spec
 from dflash_runtime import Engine
 from dflash_runtime.compute.cpu import CpuBackend
@@ -64,3 +66,22 @@ def test_routers_that_take_too_much_memory_are_left_out() -> None:
         num_bytes = sum(2 * each.num_experts * each.hidden_size for each in layers[1:])
         assert len(routers_ahead(file, banks, most_bytes=num_bytes)) == len(banks) - 1
         assert not routers_ahead(file, banks, most_bytes=num_bytes - 1)
+
+
+def test_a_router_of_another_shape_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = GgufFile.tensor
+
+    def smaller(file: GgufFile, name: str) -> TensorInfo:
+        found = real(file, name)
+        if name != "blk.1.ffn_gate_inp.weight":
+            return found
+        columns, rows = found.file_shape
+        return replace(found, file_shape=(columns, rows // 2))
+
+    with GgufFile.open(DEMO) as file, closing(CpuBackend(num_threads=1)) as backend:
+        layers = read_spec(file).moe.layers[:2]
+        ids = np.arange(layers[0].num_experts, dtype=np.int32)
+        banks = {each.layer_id: backend.load_experts(file, each, ids) for each in layers}
+        monkeypatch.setattr(GgufFile, "tensor", smaller)
+        with pytest.raises(ValueError, match=r"ffn_gate_inp\.weight is"):
+            routers_ahead(file, banks, most_bytes=1 << 30)
