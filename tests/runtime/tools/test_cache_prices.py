@@ -19,7 +19,7 @@ from dflash_runtime.placement.box import AskedSpeed, Box, CopySpeed
 from dflash_runtime.placement.cache.prices import StepPrices
 from dflash_runtime.placement.cache.simulation import Replay
 from dflash_runtime.placement.cache.traces import TraceHeader, TraceWriter
-from dflash_runtime.placement.speeds import SLOTS_S
+from dflash_runtime.placement.speeds import READ_S, SLOTS_S
 from dflash_runtime.tools.cache_prices import prices_of
 from dflash_runtime.tools.doctor_measure import MeasuredBox
 from support.emulated_gpu import TINY
@@ -102,7 +102,7 @@ def test_steps_read_one_of_two_missing_experts_meanwhile(
         copies = {"cuda:0": CopySpeed("cuda:0", 1e9, kernel_reads=layer / read_s)}
         prices = prices_of(written(tmp_path / "b.json", model, replace(BOX, copies=copies)), header)
         layers_s = step_s(prices, of_steps) - prices.trunk_s
-        assert layers_s == pytest.approx(LAYERS * (SLOTS_S + expected_s))
+        assert layers_s == pytest.approx(LAYERS * (SLOTS_S + READ_S + expected_s))
         whole_s = step_s(prices, whole) - prices.trunk_s
         assert whole_s == pytest.approx(LAYERS * prices.layers_s[0, 0])
     unknown = prices_of(written(tmp_path / "box.json", model), header)
