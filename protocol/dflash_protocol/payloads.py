@@ -59,7 +59,7 @@ def pack(values: V, negotiated: PayloadType) -> tuple[AnyArray, PayloadType]:
     wide = PayloadType.F32 if values.dtype == np.float32 else PayloadType.F64
     if negotiated is PayloadType.F32:
         return values, wide
-    packed = _to_f16(values) if negotiated is PayloadType.F16 else _to_bf16(values)
+    packed = _to_f16(values) if negotiated is PayloadType.F16 else to_bf16(values)
     rounded = _from_bits(packed, negotiated)
     overflows = np.isinf(rounded)
     if overflows.any():
@@ -106,8 +106,8 @@ def _to_f16(values: npt.NDArray[Any]) -> U16Array:
         return values.astype("<f2").view("<u2")
 
 
-def _to_bf16(values: npt.NDArray[Any]) -> U16Array:
-    """Round to nearest, ties to even."""
+def to_bf16(values: npt.NDArray[Any]) -> U16Array:
+    """Numbers rounded to bfloat16, the nearest, of two the even one. Shapes: as `values`."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         bits = np.ascontiguousarray(values, dtype="<f4").view("<u4")
     is_nan = (bits & 0x7FFF_FFFF) > 0x7F80_0000

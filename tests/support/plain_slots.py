@@ -57,9 +57,12 @@ class PlainSlots:
         self.fetched, self.asked = self.fetched + 1, self.asked - 1
         expert = chosen[asked[1]]
         free = [slot for slot, kept in enumerate(self.slots) if kept not in chosen]
-        order = sorted(free, key=lambda slot: (self._worth(old, slot), slot))
+        # What float32 has beyond 1 is equal, as kernels order what they have added one to.
+        order = sorted(free, key=lambda slot: (self._worth(old, slot) + np.float32(1), slot))
+        wanted = old[expert] + np.float32(1)
         kept = order and (
-            self.slots[order[0]] < 0 or old[expert] + 1 > self._worth(old, order[0]) + self.margin
+            self.slots[order[0]] < 0
+            or wanted > self._worth(old, order[0]) + np.float32(self.margin)
         )
         if not kept:
             return [asked[1], self.num_slots, expert, NOT_KEPT]
@@ -70,5 +73,5 @@ class PlainSlots:
             self.local_ids[leaving] = self.own_ids[leaving]
         return [asked[1], order[0], expert, leaving]
 
-    def _worth(self, scores: AnyArray, slot: int) -> float:
-        return -1.0 if self.slots[slot] < 0 else float(scores[self.slots[slot]])
+    def _worth(self, scores: AnyArray, slot: int) -> np.float32:
+        return np.float32(-1 if self.slots[slot] < 0 else scores[self.slots[slot]])

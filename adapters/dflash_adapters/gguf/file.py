@@ -19,9 +19,10 @@ from dflash_adapters.gguf.metadata import Metadata
 from dflash_adapters.gguf.scanner import TensorInfo
 from dflash_adapters.gguf.shards import FileChange, Shard, open_shards
 from dflash_adapters.gguf.watch import FileWatch
+from dflash_adapters.quant import dequantise
 from dflash_protocol.errors import ModelFileError, one_line
 from dflash_protocol.fingerprint import digest
-from dflash_protocol.ids import U8Array
+from dflash_protocol.ids import F32Array, U8Array
 
 __all__ = ["FileChange", "GgufFile", "TensorInfo", "sample_places"]
 
@@ -95,6 +96,11 @@ class GgufFile(Metadata):
         """A tensor's stored bytes, as a view. Shapes: [num_bytes] uint8, read-only."""
         info = self.tensor(name)
         return self.region(info.shard_index, info.offset_bytes, info.num_bytes)
+
+    def floats(self, name: str) -> F32Array:
+        """A tensor's values. Shapes: the tensor's, float32; a view if they are stored so."""
+        info = self.tensor(name)
+        return dequantise(self.tensor_bytes(name), info.tensor_type, info.shape)
 
     def region(self, shard_index: int, offset_bytes: int, num_bytes: int) -> U8Array:
         """Bytes of one shard, as a view. Shapes: [num_bytes] uint8, read-only."""

@@ -59,6 +59,13 @@ def plan_metrics(plan: Plan | None, measured: MeasuredSpeeds, namespace: str) ->
     yield from (here, budget, experts)
 
 
+def _by_outcome(name: str, help_text: str, counts: Mapping[str, int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, help_text, labels=["outcome"])
+    for outcome, count in counts.items():
+        family.add_metric([outcome], count)
+    return family
+
+
 def disk_metrics(disk: ArenaStats | None, namespace: str) -> Iterator[Metric]:
     """Counters of experts that are read from the disk when they are used; none if all are in
     memory."""
@@ -84,23 +91,17 @@ def disk_metrics(disk: ArenaStats | None, namespace: str) -> Iterator[Metric]:
         "How long batches have waited for reads.",
         value=disk.read_s,
     )
-    ahead = CounterMetricFamily(
+    yield _by_outcome(
         f"{namespace}_experts_read_ahead",
         "Experts that a step's layer had read for the next one: used there since, or not.",
-        labels=["outcome"],
+        {"used": disk.ahead_used, "unused": disk.ahead - disk.ahead_used},
     )
-    ahead.add_metric(["used"], disk.ahead_used)
-    ahead.add_metric(["unused"], disk.ahead - disk.ahead_used)
-    yield ahead
-    told = CounterMetricFamily(
+    yield _by_outcome(
         f"{namespace}_selections_told_ahead",
         "Experts that layers of steps chose after the layer before had told what they would "
         "probably choose: told, or not.",
-        labels=["outcome"],
+        {"told": disk.foreseen, "missed": disk.expected - disk.foreseen},
     )
-    told.add_metric(["told"], disk.foreseen)
-    told.add_metric(["missed"], disk.expected - disk.foreseen)
-    yield told
 
 
 def slot_metrics(slots: SlotStats | None, namespace: str) -> Iterator[Metric]:
@@ -119,15 +120,12 @@ def slot_metrics(slots: SlotStats | None, namespace: str) -> Iterator[Metric]:
         "Those of selections_total whose expert was in a slot of decode steps.",
         value=slots.found,
     )
-    fetched = CounterMetricFamily(
+    yield _by_outcome(
         f"{namespace}_experts_fetched",
         "Experts that decode steps read over the bus, each for one selection: kept in a slot, or "
         "dropped.",
-        labels=["outcome"],
+        {"kept": slots.kept, "dropped": slots.fetched - slots.kept},
     )
-    fetched.add_metric(["kept"], slots.kept)
-    fetched.add_metric(["dropped"], slots.fetched - slots.kept)
-    yield fetched
     yield CounterMetricFamily(
         f"{namespace}_experts_fetched_bytes",
         "Bytes of these.",
@@ -137,14 +135,11 @@ def slot_metrics(slots: SlotStats | None, namespace: str) -> Iterator[Metric]:
 
 def move_metrics(moves: MoveStats, namespace: str) -> Iterator[Metric]:
     """Counters of experts that were moved while serving."""
-    rounds = CounterMetricFamily(
+    yield _by_outcome(
         f"{namespace}_expert_move_rounds",
         "Rounds of moves that were decided on: applied, or given up.",
-        labels=["outcome"],
+        {"applied": moves.rounds, "given_up": moves.rounds_not_applied},
     )
-    rounds.add_metric(["applied"], moves.rounds)
-    rounds.add_metric(["given_up"], moves.rounds_not_applied)
-    yield rounds
     yield CounterMetricFamily(
         f"{namespace}_experts_moved",
         "Experts that came to another owner, each in exchange for one of its own.",

@@ -115,8 +115,8 @@ class CpuBackend(HostBackend):
         looks_ahead: bool = True,
     ) -> HostArena:
         ours = {i: bank for i, bank in banks.items() if isinstance(bank, CpuExpertBank)}
-        most_bytes = max(num_bytes // _ROUTERS_PART, _FEW_BYTES) if looks_ahead else 0
-        routers = routers_ahead(file, ours, most_bytes=most_bytes)
+        most_bytes = max(num_bytes // _ROUTERS_PART, _FEW_BYTES)
+        routers = routers_ahead(file, ours, most_bytes=most_bytes) if looks_ahead else {}
         num_bytes -= sum(each.num_bytes for each in routers.values())
         with keeping_in(self._cache_dir):
             return HostArena(file, [*ours.values()], num_bytes=num_bytes, routers=routers)

@@ -66,8 +66,8 @@ class HostArena:
         num_bytes: int,
         routers: Mapping[int, RouterAhead] | None = None,
     ) -> None:
-        """`num_bytes`: of all slots. `routers`: by the layer whose rows they get, as
-        `routers_ahead` finds them; without, steps read nothing ahead.
+        """`num_bytes`: of all slots. `routers`: what `routers_ahead` finds for these banks in
+        this order; without, steps read nothing ahead.
 
         Raises: OSError where there are no such reads, or not the memory; ValueError for less than
         the largest layer's experts take.
@@ -117,8 +117,7 @@ class HostArena:
             layer.words[t.NEXT] = following.words.ctypes.data
         self._routers = routers or {}
         for bank, layer in zip(banks, self._layers, strict=True):
-            router = self._routers.get(bank.layer.layer_id)
-            if router is not None:
+            if router := self._routers.get(bank.layer.layer_id):
                 layer.words[t.ROUTER] = router.words.ctypes.data
         enter, leave = (each.address for each in t.arena_functions())
         for bank, layer in zip(banks, self._layers, strict=True):

@@ -14,7 +14,6 @@ import numpy as np
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.layers import Gate
 from dflash_adapters.loading import Matrix
-from dflash_adapters.quant import dequantise
 from dflash_adapters.rope import RopePairing, RopeTable
 from dflash_adapters.routing import RoutingRule
 from dflash_adapters.spec import KvLayer, RecurrentLayer
@@ -95,9 +94,7 @@ class CpuOps(ElementOps):
         return np.empty(shape, np.float32)
 
     def load_vector(self, file: GgufFile, tensor_name: str) -> F32Array:
-        tensor = file.tensor(tensor_name)
-        values = dequantise(file.tensor_bytes(tensor_name), tensor.tensor_type, tensor.shape)
-        return np.array(values, np.float32)
+        return np.array(file.floats(tensor_name), np.float32)
 
     def load_matrix(self, file: GgufFile, tensor_name: str) -> CpuMatrix:
         return load_matrix(file, tensor_name)

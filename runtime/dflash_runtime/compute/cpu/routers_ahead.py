@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.layers import Layer, RoutedFfn
-from dflash_adapters.quant import dequantise
 from dflash_adapters.registry import describe
 from dflash_adapters.routing import Gating
 from dflash_protocol.ids import AnyArray, F32Array, I64Array
+from dflash_protocol.payloads import to_bf16
 from dflash_runtime.compute.cpu.experts import CpuExpertBank
 from dflash_runtime.compute.cpu.kernels import router_ahead as r
 from dflash_runtime.compute.cpu.simd.types import LANES
@@ -23,7 +24,7 @@ _LEAST_NORM = 1e-3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RouterAhead:
-    """The next layer's router, for this layer's rows. Shapes: words [ROUTER_WORDS] int64."""
+    """A layer's router, for rows of the layer before. Shapes: words [ROUTER_WORDS] int64."""
 
     words: I64Array
     arrays: tuple[AnyArray, ...]
@@ -37,35 +38,33 @@ class RouterAhead:
 def routers_ahead(
     file: GgufFile, banks: Mapping[int, CpuExpertBank], *, most_bytes: int
 ) -> dict[int, RouterAhead]:
-    """Those of the layers that follow a bank's, by the layer whose rows they get; none if they
-    take more than `most_bytes` in all. Layers that choose experts in groups have none, nor those
-    whose rows are of a length that kernels do not read.
+    """Routers of layers, by id, for rows of the layer before, whose bank is the one before; none if
+    they take more than `most_bytes` in all. Layers that choose experts in groups have none, nor
+    those whose rows are of a length that kernels do not read.
 
     Raises: ModelFileError; ValueError for tensors of other shapes than the layers say.
     """
     layers = describe(file).layers
-    pairs = [
-        (layer_id, layer_id + 1)
-        for layer_id in banks
-        if layer_id + 1 in banks and _is_told(layers[layer_id + 1])
+    told = [
+        layer_id
+        for before, layer_id in pairwise(banks)
+        if layer_id == before + 1 and _is_told(layers[layer_id], banks[layer_id])
     ]
-    num_bytes = sum(
-        2 * banks[following].layer.num_experts * banks[following].layer.hidden_size
-        for _, following in pairs
-    )
-    if num_bytes > most_bytes:
+    sizes = [banks[layer_id].layer for layer_id in told]
+    if sum(2 * each.num_experts * each.hidden_size for each in sizes) > most_bytes:
         return {}
     return {
-        layer_id: _router(file, layers[layer_id], layers[following], banks[following])
-        for layer_id, following in pairs
-        if banks[following].layer.hidden_size % LANES == 0
+        layer_id: _router(file, layers[layer_id - 1], layers[layer_id], banks[layer_id])
+        for layer_id in told
     }
 
 
-def _is_told(layer: Layer) -> bool:
+def _is_told(layer: Layer, bank: CpuExpertBank) -> bool:
     """Whether its choice follows from single logits, in an order that a common factor of all does
     not change much."""
     ffn = layer.ffn
+    if bank.layer.hidden_size % LANES:
+        return False
     if not isinstance(ffn, RoutedFfn) or ffn.rule.num_groups > 1 or ffn.router.scale is not None:
         return False
     if ffn.bias is None or ffn.rule.selects_by_logits:
@@ -73,18 +72,18 @@ def _is_told(layer: Layer) -> bool:
     return ffn.rule.gating is Gating.SIGMOID and ffn.router.bias is None
 
 
-def _router(file: GgufFile, layer: Layer, following: Layer, bank: CpuExpertBank) -> RouterAhead:
-    ffn, sizes = following.ffn, bank.layer
+def _router(file: GgufFile, before: Layer, layer: Layer, bank: CpuExpertBank) -> RouterAhead:
+    ffn, sizes = layer.ffn, bank.layer
     assert isinstance(ffn, RoutedFfn)
     stored = _floats(file, ffn.router.weight.name, sizes.num_experts, sizes.hidden_size)
-    # This layer's rows have its norm's weights in them, in place of the next one's.
-    ours, theirs = (
-        _floats(file, each.ffn_norm.name, sizes.hidden_size) for each in (layer, following)
+    # Rows of the layer before have its norm's weights in them, in place of this one's.
+    theirs, ours = (
+        _floats(file, each.ffn_norm.name, sizes.hidden_size) for each in (before, layer)
     )
-    is_small = np.abs(ours) < _LEAST_NORM
+    is_small = np.abs(theirs) < _LEAST_NORM
     with np.errstate(all="ignore"):
-        factors = np.where(is_small, np.float32(0), theirs / np.where(is_small, 1, ours))
-        rows = _as_bfloats(stored * factors)
+        factors = np.where(is_small, np.float32(0), ours / np.where(is_small, 1, theirs))
+        rows = to_bf16(stored * factors)
     bias = np.zeros(sizes.num_experts, np.float32)
     for each in (ffn.router.bias, ffn.bias):
         if each is not None:
@@ -108,10 +107,4 @@ def _floats(file: GgufFile, name: str, *shape: int) -> F32Array:
     info = file.tensor(name)
     if info.shape != shape:
         raise ValueError(f"{name} is {info.shape}, not {shape}")
-    return dequantise(file.tensor_bytes(name), info.tensor_type, info.shape)
-
-
-def _as_bfloats(values: F32Array) -> AnyArray:
-    """The upper halves of float32 numbers. Shapes: values, result [E, H]."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    return (bits >> 16).astype(np.uint16)
+    return file.floats(name)

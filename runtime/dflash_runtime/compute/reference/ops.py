@@ -14,7 +14,6 @@ import numpy as np
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.layers import Gate
 from dflash_adapters.loading import Matrix
-from dflash_adapters.quant import dequantise
 from dflash_adapters.rope import RopePairing, RopeTable
 from dflash_adapters.routing import RoutingRule
 from dflash_adapters.spec import KvLayer, RecurrentLayer
@@ -83,8 +82,7 @@ class ReferenceOps(ElementOps):
     """Implements host_ops.Ops."""
 
     def load_vector(self, file: GgufFile, tensor_name: str) -> F32Array:
-        tensor = file.tensor(tensor_name)
-        return dequantise(file.tensor_bytes(tensor_name), tensor.tensor_type, tensor.shape)
+        return file.floats(tensor_name)
 
     def load_matrix(self, file: GgufFile, tensor_name: str) -> DenseMatrix:
         return DenseMatrix(np.atleast_2d(self.load_vector(file, tensor_name)))

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.quant import dequantise
 from dflash_adapters.spec import MoeLayer
 from dflash_protocol.batch import RoutedBatch, group_by_expert
 from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
@@ -215,13 +214,8 @@ def test_a_step_has_what_the_next_layer_will_choose_read_meanwhile(
 
 def likely_by_numpy(file: GgufFile, layer: int, row: F32Array) -> I32Array:
     """What a layer's router chooses for a row of the one before. Shapes: row [H]."""
-
-    def tensor(name: str) -> F32Array:
-        info = file.tensor(name)
-        return dequantise(file.tensor_bytes(name), info.tensor_type, info.shape)
-
-    theirs, ours = (tensor(f"blk.{number}.ffn_norm.weight") for number in (layer, layer - 1))
-    logits = (tensor(f"blk.{layer}.ffn_gate_inp.weight") * (theirs / ours)) @ row
+    theirs, ours = (file.floats(f"blk.{number}.ffn_norm.weight") for number in (layer, layer - 1))
+    logits = (file.floats(f"blk.{layer}.ffn_gate_inp.weight") * (theirs / ours)) @ row
     return np.argsort(-logits, kind="stable")[:K].astype(np.int32)
 
 

@@ -14,6 +14,7 @@ from dflash_runtime.placement.cache.simulation import BELADY, STEPS, Replay, Ste
 from dflash_runtime.placement.cache.step_slots import slot_of
 from dflash_runtime.placement.cache.traces import PHASES, ExpertTrace, TraceHeader, TraceLayer
 from support.examples import examples
+from support.plain_slots import PlainSlots
 
 E, K = 24, 3
 DECODE = PHASES.index(Phase.DECODE)
@@ -75,37 +76,18 @@ def plain_lfu(ids: I32Array, num_slots: int, half_life: float, margin: float) ->
     return found
 
 
-class PlainSteps:
+def plain_slots(static: list[int], num_slots: int, half_life: float, margin: float) -> PlainSlots:
     """Slots of steps beside experts that live there."""
+    own_ids = np.arange(E, dtype=np.int32)
+    own_ids[static] = -1
+    return PlainSlots(own_ids, num_slots, 0.5 ** (1 / half_life), margin)
 
-    def __init__(self, static: list[int], num_slots: int, half_life: float, margin: float) -> None:
-        self.static, self.slots = {*static}, [-1] * num_slots
-        self.decay, self.margin = np.float32(0.5 ** (1 / half_life)), np.float32(margin)
-        self.scores = np.zeros(E, np.float32)
 
-    def step(self, chosen: list[int]) -> tuple[list[bool], int]:
-        """What is found, and the expert that is read; -1: none."""
-        found = [expert in self.static or expert in self.slots for expert in chosen]
-        missing = [expert for expert, is_there in zip(chosen, found, strict=True) if not is_there]
-        self.scores *= self.decay
-        read = missing[1] if len(missing) > 1 else -1
-        if read >= 0:
-            self._keep(read, chosen)
-        self.scores[chosen] += np.float32(1)
-        return found, read
-
-    def _keep(self, expert: int, chosen: list[int]) -> None:
-        worths = {
-            slot: self.scores[kept] if kept >= 0 else np.float32(-1)
-            for slot, kept in enumerate(self.slots)
-            if kept not in chosen
-        }
-        least = min(worths, key=lambda slot: (worths[slot] + np.float32(1), slot), default=-1)
-        if least < 0:
-            return
-        wanted = self.scores[expert] + np.float32(1)
-        if self.slots[least] < 0 or wanted > worths[least] + self.margin:
-            self.slots[least] = expert
+def plain_step(plain: PlainSlots, chosen: list[int]) -> tuple[list[bool], int]:
+    """What is found, and the expert that is read; -1: none."""
+    found = (plain.local_ids[chosen] < 0).tolist()
+    read = plain.step(chosen)
+    return found, -1 if read is None else read[2]
 
 
 def least_misses(ids: I32Array, num_slots: int) -> int:
@@ -170,8 +152,8 @@ def test_slots_of_steps_are_what_they_say(num_slots: int, half_life: float, marg
     ids, static = skewed(900, seed=num_slots), [0, 5, 6]
     rng = np.random.default_rng(num_slots)
     ids[300:500] = [rng.permutation(6)[:K] for _ in range(200)]  # the others' uses fade
-    plain = PlainSteps(static, num_slots, half_life, margin)
-    expected = [plain.step(chosen) for chosen in ids.tolist()]
+    plain = plain_slots(static, num_slots, half_life, margin)
+    expected = [plain_step(plain, chosen) for chosen in ids.tolist()]
     state = StepState(E, np.array(static), num_slots)
     hits, brought = np.zeros((2, *ids.shape), np.uint8)
     rates = np.array([0.5 ** (1.0 / half_life), margin], np.float32)
@@ -202,8 +184,8 @@ def test_slots_of_steps_take_room_from_the_static_set(half_life: float | None) -
     found = replayed(trace_of(ids), [9], cache_slots=4, half_life=half_life)[STEPS]
     warm = len(ids) // simulation.WARM_UP
     hottest = np.argsort(-np.bincount(ids[:warm].ravel(), minlength=E), kind="stable")[:4]
-    plain = PlainSteps(hottest.tolist(), 4, half_life or 64.0, 0.0)
-    steps = [plain.step(chosen) for chosen in ids.tolist()][warm:]
+    plain = plain_slots(hottest.tolist(), 4, half_life or 64.0, 0.0)
+    steps = [plain_step(plain, chosen) for chosen in ids.tolist()][warm:]
     assert hits_of(found) == sum(sum(each) for each, _ in steps)
     assert found.brought.sum() == sum(read >= 0 for _, read in steps)
     assert found.step_slots is not None

@@ -54,14 +54,14 @@ SLOT_WORDS = 6
 
 (
     ARENA, ADDRESSES, MAPPED, PLACES, SLOT_OF, KEYS, NUM_CALLS, NEXT, NUM_EXPERTS, ROUTER,
-    CHOSEN_AT, TOLD_BY, TOLD_FOR, NUM_TOLD, WERE_MISSING,
-) = range(15)  # fmt: skip
+    CHOSEN_AT, TOLD_FOR, NUM_TOLD, WERE_MISSING,
+) = range(14)  # fmt: skip
 """Words of a layer: its arena; where experts are now, and in the mapped file, [E, 3]; where they
 lie in files, [E, 3] of PLACE_WORDS; their slots, negative for none, [E]; keys, [E] float64; how
-often it was called; the next layer, or 0; how many experts it has; words of router_ahead for the
-next layer, or 0; the last batch that chose each expert, [E]; and what was told of this layer: the
-router, the batch that it was for, how many experts, and a bit for each that was missing."""
-LAYER_WORDS = 15
+often it was called; the next layer, or 0; how many experts it has; words of router_ahead for rows
+of the layer before, or 0; the last batch that chose each expert, [E]; and what was told of this
+layer: the batch that it was for, how many experts, and a bit for each that was missing."""
+LAYER_WORDS = 14
 
 DESCRIPTOR, OFFSET, NUM_BYTES = range(3)
 PLACE_WORDS = 3
@@ -280,21 +280,21 @@ def _note(place: int, value: float) -> None:
 
 @helper
 def _told(layer: int, rank: int) -> int:
-    return v.load_i64(get(get(layer, TOLD_BY), LIKELY) + 8 * rank)  # type: ignore[no-any-return]
+    return v.load_i64(get(get(layer, ROUTER), LIKELY) + 8 * rank)  # type: ignore[no-any-return]
 
 
 @helper
 def _tell(args: int, layer: int, call: int) -> None:
     """Note what the next layer, in the batch after this one, will probably choose."""
-    arena, following, router = get(layer, ARENA), get(layer, NEXT), get(layer, ROUTER)
-    num_told, missing = min(MOST_TOLD, find_likely(router, get(args, k.HIDDEN))), 0
+    arena, following = get(layer, ARENA), get(layer, NEXT)
+    num_told = min(MOST_TOLD, find_likely(get(following, ROUTER), get(args, k.HIDDEN)))
+    missing = 0
     for rank in range(num_told):
-        slot = _slot_of(following, v.load_i64(get(router, LIKELY) + 8 * rank))
+        slot = _slot_of(following, _told(following, rank))
         if slot < 0:
             missing |= 1 << rank
         else:  # it stays
             v.store_i64(_slot(arena, slot) + 8 * USED_AT, call)
-    v.store_i64(following + 8 * TOLD_BY, router)
     v.store_i64(following + 8 * TOLD_FOR, call + 1)
     v.store_i64(following + 8 * NUM_TOLD, num_told)
     v.store_i64(following + 8 * WERE_MISSING, missing)
@@ -365,7 +365,8 @@ def _enter(args: int, counter: int, pool: int) -> None:
         _check_told(arena, layer, num_groups)
     if is_step:
         _note(arena + 8 * MISSING, num_missing + num_ahead)
-    tells = is_step and get(layer, ROUTER) != 0
+    following = get(layer, NEXT)
+    tells = is_step and following != 0 and get(following, ROUTER) != 0
     tells = tells and v.load_double(arena + 8 * MISSING) >= _LEAST_MISSING
     v.store_i64(arena + 8 * FOUND, get(arena, FOUND) + num_found)
     v.store_i64(arena + 8 * MISSED, get(arena, MISSED) + num_groups - num_found)
@@ -388,10 +389,10 @@ def _enter(args: int, counter: int, pool: int) -> None:
     if is_step and num_missing > 0:
         _note(arena + 8 * READ_NS, (ended_ns - began_ns) / num_missing)
     if tells and has_room:
-        _read_told(arena, get(layer, NEXT))
+        _read_told(arena, following)
     is_most = num_groups >= _MOST_OF_A_LAYER * get(layer, NUM_EXPERTS)
-    if is_most and get(layer, NEXT) != 0 and has_room:
-        _look_ahead(arena, get(layer, NEXT))
+    if is_most and following != 0 and has_room:
+        _look_ahead(arena, following)
 
 
 def _leave(args: int, counter: int, pool: int) -> None:

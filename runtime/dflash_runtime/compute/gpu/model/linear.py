@@ -11,7 +11,6 @@ import numpy as np
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.layers import Linear, VectorTensor
 from dflash_adapters.loading import Weights
-from dflash_adapters.quant import dequantise
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.launch.layouts import DeviceMatrix
 from dflash_runtime.compute.gpu.layers.matrix import Uploader
@@ -35,9 +34,7 @@ class DeviceLoader:
 
     def load_vector(self, file: GgufFile, tensor_name: str) -> DeviceArray:
         """A tensor as float32."""
-        tensor = file.tensor(tensor_name)
-        values = dequantise(file.tensor_bytes(tensor_name), tensor.tensor_type, tensor.shape)
-        return self._device.upload(np.array(values, np.float32))
+        return self._device.upload(np.array(file.floats(tensor_name), np.float32))
 
     def load_matrix(self, file: GgufFile, tensor_name: str) -> DeviceMatrix:
         """Raises: UnsupportedModel if there are no kernels for its type; DeviceOutOfMemory."""
