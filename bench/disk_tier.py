@@ -3,9 +3,9 @@
 Each side runs alone in a memory cgroup, turn by turn, with the file dropped from the page cache
 before. In a turn it opens the file, decodes after a prompt, and reads another prompt, cold and, as
 far as memory goes, warm. Before each turn of ours the disk itself is measured: direct reads of an
-expert's size, as many at a time as are fastest. With --without-ahead there is a third side: ours,
-in which no layer tells what the next one will choose. (Planted routing is told without an error:
-trained models gain less.)
+expert's size, as many at a time as are fastest. With --without-prefetch there is a third side:
+ours, in which no layer has the next one's experts prefetched. (Planted routing is predicted without
+an error: trained models gain less.)
 
 The file needs planted routing, and a disk (not tmpfs):
   python -m bench.random_moe q4_k_m --layers 8 --routing qwen3 --out m8.gguf
@@ -40,7 +40,7 @@ from dflash_runtime.engine.measuring.disk import measure_disk
 
 _BEFORE, _PROMPT = 448, 512
 _DISK_S = 3.0
-OURS, WITHOUT, PEER = "ours", "ours, nothing read ahead", "llama.cpp"
+OURS, WITHOUT, PEER = "ours", "ours, no prefetch", "llama.cpp"
 GOALS = {"decode": 2.0, "prompt": 3.0}
 """Ours ÷ llama.cpp that is wanted."""
 COLUMNS = ["", "ours", "llama.cpp", "ours ÷ llama.cpp", "wanted"]
@@ -81,7 +81,7 @@ class DiskBench:
         if name != PEER:
             own_rate = self._disk_rate()
             arguments: tuple[Any, ...] = (OurModel, self._path)
-            common["reads_ahead"] = name == OURS
+            common["prefetches"] = name == OURS
         else:
             arguments = peer_model, build(options.peer), self._path
             common["repack"] = False
@@ -127,7 +127,7 @@ class DiskBench:
             if WITHOUT in by_side:
                 rate = statistics.median(by_side[WITHOUT])
                 gain = f"{cells[0] / rate:.2f} of it" if cells[0] else ""
-                rows.append([f"{work}, nothing read ahead", f"{rate:,.1f}", "", gain, ""])
+                rows.append([f"{work}, no prefetch", f"{rate:,.1f}", "", gain, ""])
         if self.disk:
             own, read = (
                 statistics.median(each[key] / 1e6 for each in self.disk) for key in ("own", "read")
@@ -135,8 +135,8 @@ class DiskBench:
             rows.append(["reads of a prompt, MB/s", f"{read:,.0f}", "", "", ""])
             rows.append(["the disk, MB/s", f"{own:,.0f}", "", f"{read / own:.2f}", "0.8"])
             for what, some, every in (
-                ("experts told ahead, of those chosen", "foreseen", "expected"),
-                ("read ahead and used", "ahead_used", "ahead"),
+                ("experts predicted, of those chosen", "predicted", "checked"),
+                ("used, of those prefetched", "prefetched_used", "prefetched"),
             ):
                 num, num_all = (
                     sum(each["of_decode"][key] for each in self.disk) for key in (some, every)
@@ -153,16 +153,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="turns a side (default 3)")
     parser.add_argument("--tokens", type=int, default=32, help="of a decode (default 32)")
     parser.add_argument("--only", choices=("ours", "peer"), help="one side alone")
-    parser.add_argument(
-        "--without-ahead", action="store_true", help="ours, nothing read ahead, too"
-    )
+    parser.add_argument("--without-prefetch", action="store_true", help="ours, no prefetch, too")
     parser.add_argument("--peer", choices=tuple(VARIANTS), default="native")
     add_threads_option(parser)
     add_save_option(parser)
     options = parser.parse_args()
     bench = DiskBench(options)
     names = {"ours": [OURS], "peer": [PEER]}.get(options.only or "", [OURS, PEER])
-    names[1:1] = [WITHOUT] if options.without_ahead and OURS in names else []
+    names[1:1] = [WITHOUT] if options.without_prefetch and OURS in names else []
     for number in range(options.rounds):
         for name in names[:: 1 if number % 2 else -1]:
             print(f"round {number + 1}, {name}")

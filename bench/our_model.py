@@ -31,10 +31,10 @@ class OurModel:
         num_daemons: int = 0,
         transport: str = "auto",
         cores: Sequence[int] = (),
-        reads_ahead: bool = True,
+        prefetches: bool = True,
     ) -> None:
         """All experts go to the daemons, if any, each with as many threads as this process.
-        `cores`: what this process and the daemons are bound to, if not empty. `reads_ahead`: see
+        `cores`: what this process and the daemons are bound to, if not empty. `prefetches`: see
         --moe-predict-prefetch.
 
         Raises: DflashError if the engine cannot be opened.
@@ -50,7 +50,7 @@ class OurModel:
             context=context,
             kv_type=kv_type,
             settings=replace(
-                load_settings(), ipc_transport=transport, moe_predict_prefetch=reads_ahead
+                load_settings(), ipc_transport=transport, moe_predict_prefetch=prefetches
             ),
         )
         self._run: Iterator[GeneratedToken] = iter(())

@@ -68,5 +68,5 @@ def test_a_turn_reads_experts_from_the_disk(bench: DiskBench) -> None:
     bench.rates["decode"][PEER] = [bench.rates["decode"][OURS][0] / 4]
     rows = {row[0]: row for row in bench.rows()}
     assert rows["decode, tokens/s"][3:] == ["4.00", "2.0"]
-    assert 0.0 <= float(rows["experts told ahead, of those chosen"][1]) <= 1.0
+    assert 0.0 <= float(rows["experts predicted, of those chosen"][1]) <= 1.0
     assert rows["prompt, tokens/s"][2:] == ["", "", "3.0"]

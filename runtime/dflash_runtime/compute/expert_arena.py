@@ -20,13 +20,13 @@ class ArenaStats:
     read_bytes: int
     read_s: float
     """In which batches waited."""
-    ahead: int = 0
+    prefetched: int = 0
     """Experts that a step's layer had read for the next one, by its router."""
-    ahead_used: int = 0
-    expected: int = 0
-    """Experts that layers chose for which this was told ahead."""
-    foreseen: int = 0
-    """Those of them that were told."""
+    prefetched_used: int = 0
+    checked: int = 0
+    """Experts that layers chose after this was predicted."""
+    predicted: int = 0
+    """Those of them that were predicted."""
 
 
 class ExpertArena(Protocol):

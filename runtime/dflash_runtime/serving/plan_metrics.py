@@ -92,15 +92,15 @@ def disk_metrics(disk: ArenaStats | None, namespace: str) -> Iterator[Metric]:
         value=disk.read_s,
     )
     yield _by_outcome(
-        f"{namespace}_experts_read_ahead",
+        f"{namespace}_experts_prefetched",
         "Experts that a step's layer had read for the next one: used there since, or not.",
-        {"used": disk.ahead_used, "unused": disk.ahead - disk.ahead_used},
+        {"used": disk.prefetched_used, "unused": disk.prefetched - disk.prefetched_used},
     )
     yield _by_outcome(
-        f"{namespace}_selections_told_ahead",
-        "Experts that layers of steps chose after the layer before had told what they would "
-        "probably choose: told, or not.",
-        {"told": disk.foreseen, "missed": disk.expected - disk.foreseen},
+        f"{namespace}_selections_predicted",
+        "Experts that layers of steps chose where the layer before had predicted the choice: "
+        "right, or wrong.",
+        {"right": disk.predicted, "wrong": disk.checked - disk.predicted},
     )
 
 

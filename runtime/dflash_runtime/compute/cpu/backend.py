@@ -45,7 +45,7 @@ from dflash_runtime.compute.topology import read_topology
 _LOG = logging.getLogger(__name__)
 
 _ROUTERS_PART, _FEW_BYTES = 50, 4 << 20
-"""Of an arena's memory, what routers that tell ahead may take, or so many bytes of any."""
+"""Of an arena's memory, what routers for predictions may take, or so many bytes of any."""
 
 
 class CpuBackend(HostBackend):

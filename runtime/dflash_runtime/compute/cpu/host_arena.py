@@ -67,7 +67,7 @@ class HostArena:
         routers: Mapping[int, RouterAhead] | None = None,
     ) -> None:
         """`num_bytes`: of all slots. `routers`: what `routers_ahead` finds for these banks in
-        this order; without, steps read nothing ahead.
+        this order; without, steps prefetch nothing.
 
         Raises: OSError where there are no such reads, or not the memory; ValueError for less than
         the largest layer's experts take.
@@ -104,7 +104,7 @@ class HostArena:
         free = np.arange(t.MOST_PENDING)
         slots = np.zeros((self._num_slots, t.SLOT_WORDS), np.int64)
         memory = np.frombuffer(self._memory, np.uint8)
-        chances = np.ones(t.MOST_TOLD)
+        chances = np.ones(t.MOST_PREDICTED)
         self._arrays = requests, pending, events, free, slots, memory, chances
         words[t.CONTEXT], words[t.NUM_FREE] = context, t.MOST_PENDING
         words[t.REQUESTS], words[t.PENDING] = requests.ctypes.data, pending.ctypes.data
@@ -133,10 +133,10 @@ class HostArena:
             words[t.FAILED],
             words[t.READ_BYTES],
             words[t.WAITED_NS] * 1e-9,
-            words[t.AHEAD],
-            words[t.AHEAD_USED],
-            words[t.EXPECTED],
-            words[t.FORESEEN],
+            words[t.PREFETCHED],
+            words[t.PREFETCHED_USED],
+            words[t.CHECKED],
+            words[t.PREDICTED],
         )
 
     def warn(self) -> None:

@@ -1,4 +1,4 @@
-"""The routers with which a layer's step tells what the next layer will probably choose."""
+"""The routers with which a layer's step predicts what the next layer will choose."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ def routers_ahead(
     Raises: ModelFileError; ValueError for tensors of other shapes than the layers say.
     """
     layers = describe(file).layers
-    told = [
+    predicted = [
         layer_id
         for before, layer_id in pairwise(banks)
-        if layer_id == before + 1 and _is_told(layers[layer_id], banks[layer_id])
+        if layer_id == before + 1 and _is_predictable(layers[layer_id], banks[layer_id])
     ]
-    sizes = [banks[layer_id].layer for layer_id in told]
+    sizes = [banks[layer_id].layer for layer_id in predicted]
     if sum(2 * each.num_experts * each.hidden_size for each in sizes) > most_bytes:
         return {}
     return {
         layer_id: _router(file, layers[layer_id - 1], layers[layer_id], banks[layer_id])
-        for layer_id in told
+        for layer_id in predicted
     }
 
 
-def _is_told(layer: Layer, bank: CpuExpertBank) -> bool:
+def _is_predictable(layer: Layer, bank: CpuExpertBank) -> bool:
     """Whether its choice follows from single logits, in an order that a common factor of all does
     not change much."""
     ffn = layer.ffn

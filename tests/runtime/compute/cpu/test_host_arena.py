@@ -140,9 +140,9 @@ def test_bits_are_those_of_experts_in_memory(
     else:
         assert stats.missed > LAYERS * E
     assert stats.found > 0
-    assert (stats.expected > 0) == looks_ahead
-    assert 0 <= stats.ahead_used <= stats.ahead
-    assert 0 <= stats.foreseen <= stats.expected
+    assert (stats.checked > 0) == looks_ahead
+    assert 0 <= stats.prefetched_used <= stats.prefetched
+    assert 0 <= stats.predicted <= stats.checked
 
 
 @examples(30)
@@ -189,7 +189,7 @@ def test_a_step_has_what_the_next_layer_will_choose_read_meanwhile(
     path: Path, backend: CpuBackend
 ) -> None:
     with rig_of(path, backend, LAYERS * E, looks_ahead=True) as rig:
-        for step in range(E):  # enough of them are missing for layers to tell
+        for step in range(E):  # enough of them are missing for predictions
             batch = batch_of(tokens(1, step), step)
             rig.check(0, batch)
             for layer in range(1, LAYERS):
@@ -198,18 +198,18 @@ def test_a_step_has_what_the_next_layer_will_choose_read_meanwhile(
                 batch = batch_of(likely[None], 10 * step + layer)
                 rig.check(layer, batch)
                 after = rig.arena.stats()
-                assert after.expected - before.expected == (K if before.ahead else 0)
-                assert after.foreseen == after.expected
-        assert after.ahead > 0
-        assert after.ahead_used == after.ahead
-        # Everything is there by now: nothing more is told, sooner or later.
+                assert after.checked - before.checked == (K if before.prefetched else 0)
+                assert after.predicted == after.checked
+        assert after.prefetched > 0
+        assert after.prefetched_used == after.prefetched
+        # Everything is there by now: nothing more is predicted, sooner or later.
         for step in range(300):
             for layer in range(LAYERS):
                 rig.check(layer, batch_of(tokens(1, step + layer), step))
         settled = rig.arena.stats()
         rig.check(0, batch_of(tokens(1, 1)))
         rig.check(1, batch_of(tokens(1, 1)))
-        assert rig.arena.stats().expected == settled.expected
+        assert rig.arena.stats().checked == settled.checked
 
 
 def likely_by_numpy(file: GgufFile, layer: int, row: F32Array) -> I32Array:

@@ -1,4 +1,4 @@
-"""What a layer's step tells of the next layer's choice, in trained models."""
+"""What a layer's step predicts of the next layer's choice, in trained models."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ NUM_TOKENS = 150
 
 
 def written(
-    path: Path, monkeypatch: pytest.MonkeyPatch, *, ahead: bool
+    path: Path, monkeypatch: pytest.MonkeyPatch, *, prefetches: bool
 ) -> tuple[list[int], ArenaStats]:
     """Tokens written with memory for half of the experts, and what came from the disk."""
     with GgufFile.open(path) as file:
         half = read_spec(file).moe.expert_bytes_total // 2
     monkeypatch.setattr(opening, "_arena_bytes", lambda *_: half)
-    settings = settings_with(moe_predict_prefetch=ahead)
+    settings = settings_with(moe_predict_prefetch=prefetches)
     with Engine.open(path, backend="cpu", threads=1, settings=settings) as engine:
         prompt = engine.encode_prompt(PROMPT)
         tokens = [each.token_id for each in engine.generate(prompt, NUM_TOKENS, ignore_eos=True)]
@@ -43,15 +43,17 @@ def written(
 
 
 @pytest.mark.parametrize("path", TRAINED, ids=lambda path: path.stem)
-def test_trained_models_choose_what_was_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens, disk = written(path, monkeypatch, ahead=True)
-    assert disk.expected > 1000
-    assert disk.foreseen >= 0.7 * disk.expected
-    assert disk.ahead > 100
-    assert disk.ahead_used >= 0.7 * disk.ahead
-    alone, without = written(path, monkeypatch, ahead=False)
+def test_trained_models_choose_what_was_predicted(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, disk = written(path, monkeypatch, prefetches=True)
+    assert disk.checked > 1000
+    assert disk.predicted >= 0.7 * disk.checked
+    assert disk.prefetched > 100
+    assert disk.prefetched_used >= 0.7 * disk.prefetched
+    alone, without = written(path, monkeypatch, prefetches=False)
     assert tokens == alone
-    assert without.expected == without.ahead == 0
+    assert without.checked == without.prefetched == 0
 
 
 def test_routers_that_take_too_much_memory_are_left_out() -> None:

@@ -9,10 +9,10 @@ Of the experts in slots those leave that were used least, older uses counting le
 are not used need no change. What this batch needs does not leave. Where a read fails, or there is
 no slot, the expert is used where the file is mapped.
 
-A step's layer tells what the next one will probably choose (router_ahead), and has it read as soon
+A step's layer predicts what the next one will choose (router_ahead), and has it prefetched as soon
 as its own experts are there, so that disk and processor work at once: as much as the disk has time
 for until the next layer begins, unless it would more often be read in vain. Where of late next to
-nothing was missing, nothing is told.
+nothing was missing, nothing is predicted.
 
 A read that takes longer than the limit ends all further ones, as its memory may be written later.
 """
@@ -33,34 +33,34 @@ from dflash_runtime.compute.cpu.threads import system
 (
     LOCK, CONTEXT, REQUESTS, PENDING, EVENTS, FREE, NUM_FREE, SLOTS, NUM_SLOTS, MEMORY, SLOT_BYTES,
     LIMIT_NS, CALL, IS_BROKEN, FOUND, MISSED, READ_BYTES, WAITED_NS, FAILED, NUM_LAYERS,
-    MISSING, AHEAD, AHEAD_USED, EXPECTED, FORESEEN, READ_NS, GAP_NS, LEFT_NS, CHANCES,
+    MISSING, PREFETCHED, PREFETCHED_USED, CHECKED, PREDICTED, READ_NS, GAP_NS, LEFT_NS, CHANCES,
 ) = range(29)  # fmt: skip
 """Words of an arena: a lock that a batch holds; the kernel's queue of reads; control blocks of
 reads, what each is for (PENDING_WORDS), ended ones as the kernel tells them; numbers of unused
 control blocks; slots (SLOT_WORDS), their memory, bytes of one; how long a read may take; the
 batch's number; not 0: nothing more is read; counts; how many layers there are; how many of a
-step's experts were missing of late, float64; experts that were read ahead for steps, those of them
-that were used, experts of layers that were told ahead, and those of them that were told; how long
-an expert is read, and how long it is from a layer to the next one, float64; when the last layer
-began to compute; and for the likeliest expert that is told, the second one and so on, the share of
-missing ones that were chosen, [MOST_TOLD] float64."""
+step's experts were missing of late, float64; experts that were prefetched for steps, those of them
+that were used, experts that layers chose after a prediction, and those of them that were
+predicted; how long an expert is read, and how long it is from a layer to the next one, float64;
+when the last layer began to compute; and for the likeliest expert that is predicted, the second one
+and so on, the share of missing ones that were chosen, [MOST_PREDICTED] float64."""
 NUM_WORDS = 29
 
-LAYER, EXPERT, USED_AT, HAS_FAILED, NUM_PENDING, IS_AHEAD = range(6)
+LAYER, EXPERT, USED_AT, HAS_FAILED, NUM_PENDING, IS_PREFETCHED = range(6)
 """Words of a slot: words of its expert's layer, or 0 if it is empty; the expert; the last batch
 that uses it; whether a part of what is read could not be; parts that are on their way; whether it
-was read ahead for a step and has not been used."""
+was prefetched for a step and has not been used."""
 SLOT_WORDS = 6
 
 (
     ARENA, ADDRESSES, MAPPED, PLACES, SLOT_OF, KEYS, NUM_CALLS, NEXT, NUM_EXPERTS, ROUTER,
-    CHOSEN_AT, TOLD_FOR, NUM_TOLD, WERE_MISSING,
+    CHOSEN_AT, PREDICTED_FOR, NUM_PREDICTED, WERE_MISSING,
 ) = range(14)  # fmt: skip
 """Words of a layer: its arena; where experts are now, and in the mapped file, [E, 3]; where they
 lie in files, [E, 3] of PLACE_WORDS; their slots, negative for none, [E]; keys, [E] float64; how
 often it was called; the next layer, or 0; how many experts it has; words of router_ahead for rows
-of the layer before, or 0; the last batch that chose each expert, [E]; and what was told of this
-layer: the batch that it was for, how many experts, and a bit for each that was missing."""
+of the layer before, or 0; the last batch that chose each expert, [E]; and what was predicted of
+this layer: the batch that it was for, how many experts, and a bit for each that was missing."""
 LAYER_WORDS = 14
 
 DESCRIPTOR, OFFSET, NUM_BYTES = range(3)
@@ -88,10 +88,10 @@ _SOON = 0.1
 _TURN_MS = 100
 _MOST_OF_A_LAYER = 0.75
 
-MOST_TOLD = 32
-"""Experts of a token; of more only the likeliest are told."""
+MOST_PREDICTED = 32
+"""Experts of a token; of more only the likeliest are predicted."""
 _LEAST_MISSING, _FORGETTING = 1 / 16, 1 / 64
-"""Experts of a layer that have to be missing on average for telling ahead to pay; what the last
+"""Experts of a layer that have to be missing on average for predictions to pay; what the last
 observation counts of such an average."""
 
 
@@ -248,7 +248,7 @@ def _bring(arena: int, layer: int, expert: int, waits: bool) -> bool:
     v.store_i64(words + 8 * EXPERT, expert)
     v.store_i64(words + 8 * USED_AT, get(arena, CALL))
     v.store_i64(words + 8 * HAS_FAILED, 0)
-    v.store_i64(words + 8 * IS_AHEAD, 0)
+    v.store_i64(words + 8 * IS_PREFETCHED, 0)
     v.store_i64(get(layer, SLOT_OF) + 8 * expert, slot)
     _begin_reads(arena, layer, expert, slot)
     return True
@@ -279,34 +279,34 @@ def _note(place: int, value: float) -> None:
 
 
 @helper
-def _told(layer: int, rank: int) -> int:
+def _predicted(layer: int, rank: int) -> int:
     return v.load_i64(get(get(layer, ROUTER), LIKELY) + 8 * rank)  # type: ignore[no-any-return]
 
 
 @helper
-def _tell(args: int, layer: int, call: int) -> None:
-    """Note what the next layer, in the batch after this one, will probably choose."""
+def _predict(args: int, layer: int, call: int) -> None:
+    """Predict what the next layer, in the batch after this one, will choose."""
     arena, following = get(layer, ARENA), get(layer, NEXT)
-    num_told = min(MOST_TOLD, find_likely(get(following, ROUTER), get(args, k.HIDDEN)))
+    num_predicted = min(MOST_PREDICTED, find_likely(get(following, ROUTER), get(args, k.HIDDEN)))
     missing = 0
-    for rank in range(num_told):
-        slot = _slot_of(following, _told(following, rank))
+    for rank in range(num_predicted):
+        slot = _slot_of(following, _predicted(following, rank))
         if slot < 0:
             missing |= 1 << rank
         else:  # it stays
             v.store_i64(_slot(arena, slot) + 8 * USED_AT, call)
-    v.store_i64(following + 8 * TOLD_FOR, call + 1)
-    v.store_i64(following + 8 * NUM_TOLD, num_told)
+    v.store_i64(following + 8 * PREDICTED_FOR, call + 1)
+    v.store_i64(following + 8 * NUM_PREDICTED, num_predicted)
     v.store_i64(following + 8 * WERE_MISSING, missing)
 
 
 @helper
-def _read_told(arena: int, layer: int) -> None:
-    """Begin to read the experts that were told of a layer and are missing, the likeliest first, as
-    far as the time that is hidden is expected to be more than what is read in vain."""
+def _prefetch(arena: int, layer: int) -> None:
+    """Begin to read the experts that were predicted of a layer and are missing, the likeliest
+    first, as far as the time that is hidden is expected to be more than what is read in vain."""
     read_ns, gap_ns = v.load_double(arena + 8 * READ_NS), v.load_double(arena + 8 * GAP_NS)
-    for rank in range(get(layer, NUM_TOLD)):
-        expert = _told(layer, rank)
+    for rank in range(get(layer, NUM_PREDICTED)):
+        expert = _predicted(layer, rank)
         if _slot_of(layer, expert) >= 0:
             continue
         chance = v.load_double(get(arena, CHANCES) + 8 * rank)
@@ -316,19 +316,19 @@ def _read_told(arena: int, layer: int) -> None:
         if not _bring(arena, layer, expert, False):
             return
         gap_ns -= read_ns
-        v.store_i64(_slot(arena, _slot_of(layer, expert)) + 8 * IS_AHEAD, 1)
-        v.store_i64(arena + 8 * AHEAD, get(arena, AHEAD) + 1)
+        v.store_i64(_slot(arena, _slot_of(layer, expert)) + 8 * IS_PREFETCHED, 1)
+        v.store_i64(arena + 8 * PREFETCHED, get(arena, PREFETCHED) + 1)
 
 
 @helper
-def _check_told(arena: int, layer: int, num_chosen: int) -> None:
-    """Compare what was told of a layer with what it has chosen."""
+def _check_prediction(arena: int, layer: int, num_chosen: int) -> None:
+    """Compare what was predicted of a layer with what it has chosen."""
     call = get(arena, CALL)
-    v.store_i64(arena + 8 * EXPECTED, get(arena, EXPECTED) + num_chosen)
-    for rank in range(get(layer, NUM_TOLD)):
-        is_chosen = v.load_i64(get(layer, CHOSEN_AT) + 8 * _told(layer, rank)) == call
+    v.store_i64(arena + 8 * CHECKED, get(arena, CHECKED) + num_chosen)
+    for rank in range(get(layer, NUM_PREDICTED)):
+        is_chosen = v.load_i64(get(layer, CHOSEN_AT) + 8 * _predicted(layer, rank)) == call
         if is_chosen:
-            v.store_i64(arena + 8 * FORESEEN, get(arena, FORESEEN) + 1)
+            v.store_i64(arena + 8 * PREDICTED, get(arena, PREDICTED) + 1)
         if get(layer, WERE_MISSING) >> rank & 1:
             _note(get(arena, CHANCES) + 8 * rank, 1.0 if is_chosen else 0.0)
 
@@ -343,7 +343,7 @@ def _enter(args: int, counter: int, pool: int) -> None:
     call, num_calls = get(arena, CALL) + 1, get(layer, NUM_CALLS) + 1
     v.store_i64(arena + 8 * CALL, call)
     v.store_i64(layer + 8 * NUM_CALLS, num_calls)
-    num_groups, num_found, num_ahead, num_missing = get(args, k.NUM_GROUPS), 0, 0, 0
+    num_groups, num_found, num_prefetched, num_missing = get(args, k.NUM_GROUPS), 0, 0, 0
     for group in range(num_groups):
         expert = _expert(args, group)
         _note_use(layer, expert, _RATE * num_calls)
@@ -354,20 +354,20 @@ def _enter(args: int, counter: int, pool: int) -> None:
             is_there = get(words, NUM_PENDING) == 0 and get(words, HAS_FAILED) == 0
             num_found += 1 if is_there else 0
             v.store_i64(words + 8 * USED_AT, call)
-            num_ahead += get(words, IS_AHEAD)
-            v.store_i64(words + 8 * IS_AHEAD, 0)
+            num_prefetched += get(words, IS_PREFETCHED)
+            v.store_i64(words + 8 * IS_PREFETCHED, 0)
         else:
             num_missing += 1
-    v.store_i64(arena + 8 * AHEAD_USED, get(arena, AHEAD_USED) + num_ahead)
+    v.store_i64(arena + 8 * PREFETCHED_USED, get(arena, PREFETCHED_USED) + num_prefetched)
     is_step = get(args, k.IS_STEP) != 0 and get(args, k.NUM_TOKENS) == 1
-    if get(layer, TOLD_FOR) == call:
+    if get(layer, PREDICTED_FOR) == call:
         _note(arena + 8 * GAP_NS, began_ns - get(arena, LEFT_NS))
-        _check_told(arena, layer, num_groups)
+        _check_prediction(arena, layer, num_groups)
     if is_step:
-        _note(arena + 8 * MISSING, num_missing + num_ahead)
+        _note(arena + 8 * MISSING, num_missing + num_prefetched)
     following = get(layer, NEXT)
-    tells = is_step and following != 0 and get(following, ROUTER) != 0
-    tells = tells and v.load_double(arena + 8 * MISSING) >= _LEAST_MISSING
+    predicts = is_step and following != 0 and get(following, ROUTER) != 0
+    predicts = predicts and v.load_double(arena + 8 * MISSING) >= _LEAST_MISSING
     v.store_i64(arena + 8 * FOUND, get(arena, FOUND) + num_found)
     v.store_i64(arena + 8 * MISSED, get(arena, MISSED) + num_groups - num_found)
     has_room = True
@@ -375,8 +375,8 @@ def _enter(args: int, counter: int, pool: int) -> None:
         expert = _expert(args, group)
         if has_room and _slot_of(layer, expert) < 0:
             has_room = _bring(arena, layer, expert, True)
-    if tells:  # while reads are on their way
-        _tell(args, layer, call)
+    if predicts:  # while reads are on their way
+        _predict(args, layer, call)
     for group in range(num_groups):
         slot = _slot_of(layer, _expert(args, group))
         if slot < 0 or not _await(arena, slot):
@@ -388,8 +388,8 @@ def _enter(args: int, counter: int, pool: int) -> None:
     v.store_i64(arena + 8 * LEFT_NS, ended_ns)
     if is_step and num_missing > 0:
         _note(arena + 8 * READ_NS, (ended_ns - began_ns) / num_missing)
-    if tells and has_room:
-        _read_told(arena, following)
+    if predicts and has_room:
+        _prefetch(arena, following)
     is_most = num_groups >= _MOST_OF_A_LAYER * get(layer, NUM_EXPERTS)
     if is_most and following != 0 and has_room:
         _look_ahead(arena, following)
