@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 _MOST_SLOWER = 2.0
@@ -113,6 +113,11 @@ class AskedSpeed:
     the start of the processor's threads, products and sums, and what the device then waits for."""
     computing: Curve
     """Of that, what the processor counts as computing. While serving, the same is counted."""
+    layer_s: float = 0.0
+    """What a layer takes more if the device and the processor both have experts of it, whether the
+    processor is asked for any or not."""
+    step_s: float = 0.0
+    """What each step takes more in which the processor may be asked, besides."""
 
     def as_served(self, num_bytes: float, seconds: float) -> AskedSpeed:
         """The same, scaled so that computing so many bytes takes `seconds`."""
@@ -124,7 +129,7 @@ class AskedSpeed:
             (amount, max(0.0, each_s + (ratio - 1.0) * self.computing.at(amount)))
             for amount, each_s in self.beyond.points
         )
-        return AskedSpeed(Curve(beyond), Curve(computing))
+        return replace(self, beyond=Curve(beyond), computing=Curve(computing))
 
 
 @dataclass(frozen=True, slots=True)

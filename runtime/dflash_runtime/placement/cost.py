@@ -169,7 +169,7 @@ class CostModel:
         step_s = self.trunk.step_s(position) + float(
             self.step_layers_s(owners, with_slots=True).sum()
         )
-        step_s += self._disk_step_s(on_disk)
+        step_s += self._asked_step_s(owners) + self._disk_step_s(on_disk)
         here = np.where(owners == LOCAL, arrays.decode, 0.0).sum() / arrays.decode.sum()
         disk_bytes = (on_disk * arrays.file_bytes[:, None]).sum()
         request_s = prompts[own] + self.request.written * step_s
@@ -218,10 +218,21 @@ class CostModel:
                 )
                 times[index] = np.where(both[:, None], found, times[index])
                 slots_s[both] = SLOTS_S
+        asked_s = [
+            np.where(has[LOCAL] & of_side, self.beside_s([index]), 0.0)
+            for index, of_side in enumerate(has)
+        ]
         result = slots_s + expected_longest(counts[present], times[present], arrays.num_used)
+        result += np.sum(asked_s, axis=0)
         stops = np.array([not side.by_device for side in self.sides])
         stops[LOCAL] = False
         return result + np.where(has[stops].any(axis=0), self.stop_s, 0.0)
+
+    def beside_s(self, others: Iterable[int]) -> float:
+        """Seconds that a layer of a step takes more if the parent's device and these owners have
+        experts of it, whether any of theirs is chosen or not; stops of the host aside."""
+        asked = [self.sides[index].asked for index in others]
+        return float(sum(each.layer_s for each in asked if each is not None))
 
     def prompt_of(
         self, owners: I64Array, num_tokens: int, pairs: F64Array | None = None
@@ -363,6 +374,11 @@ class CostModel:
         result = np.zeros(owners.size, np.bool_)
         result[order[filled > room]] = True
         return result.reshape(owners.shape) & held
+
+    def _asked_step_s(self, owners: I64Array) -> float:
+        """What a step takes more in which these owners may be asked, besides its layers."""
+        asked = [self.sides[index].asked for index in np.unique(owners[self.arrays.exists])]
+        return float(sum(each.step_s for each in asked if each is not None))
 
     def _disk_step_s(self, on_disk: BoolArray) -> float:
         """Seconds that a step waits for the disk."""

@@ -11,7 +11,7 @@ import numpy as np
 from dflash_adapters.spec import ModelSpec, MoeSpec
 from dflash_protocol.ids import F64Array
 from dflash_runtime.compute.kv_cache import KvType
-from dflash_runtime.placement.box import Box, Curve, DeviceSpeed
+from dflash_runtime.placement.box import AskedSpeed, Box, Curve, DeviceSpeed
 from dflash_runtime.placement.situation import ExpertDaemon, ParentDevice, Situation
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
 
@@ -159,7 +159,7 @@ class Side:
     """How many times longer it takes beside the others."""
     chunks: ChunkParts | None = None
     """Of a processor."""
-    asked: Curve | None = None
+    asked: AskedSpeed | None = None
     """Of the processor that the parent's device asks: see Box.host_asked. Steps take this instead
     of what the curves, link and factor say."""
     slots: StepSlots | None = None
@@ -173,7 +173,7 @@ class Side:
         sizes, layers = np.unique(expert_bytes, return_inverse=True)
         amounts = sizes[:, None] * np.arange(most + 1)
         if self.asked is not None:
-            times = along(self.asked, amounts)
+            times = along(self.asked.beyond, amounts)
         else:
             times = at_rows(self.experts, 1, amounts) * self.factor + self.step_link_s
         times[:, 0] = 0.0
@@ -215,11 +215,10 @@ def host_side(situation: Situation, parent: ParentDevice) -> Side | None:
         return None
     beside = factor(box, f"experts of {_CPU}", f"steps of {parent.device}")
     side = _linked(box, HOST_OWNER, speed, is_cpu=True, factor=beside)
-    asked = box.host_asked.get(str(parent.device))
     return replace(
         side,
         chunks=ChunkParts.of(speed.experts, situation.spec.moe),
-        asked=None if asked is None else asked.beyond,
+        asked=box.host_asked.get(str(parent.device)),
         by_device=True,
         slots=_slots(situation, parent),
     )

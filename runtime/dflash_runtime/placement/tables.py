@@ -142,6 +142,7 @@ def _step_times(
     steps = np.einsum("nlk,lk->nl", experts.chosen_here, slowest)
     if any(not model.sides[index].by_device for index in others):
         steps += model.stop_s
+    steps += model.beside_s(others) * (experts.numbers[:, None] > 0)
     alone = here[np.arange(len(here)), arrays.num_used]
     return np.where(experts.numbers[:, None] >= arrays.num_experts, alone, steps)
 

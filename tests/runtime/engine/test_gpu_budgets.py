@@ -132,7 +132,7 @@ def test_every_budget_of_an_emulated_gpu_is_kept(
 @pytest.mark.parametrize(
     ("is_whole", "num_cases", "between_mib", "bound"),
     [
-        (False, 200, (900, 2600), 5e-3),
+        (False, 200, (350, 2600), 5e-3),
         pytest.param(True, 12, (2000, 22_000), 3e-2, marks=pytest.mark.slow),
     ],
     ids=["small", "whole"],

@@ -103,6 +103,25 @@ def test_steps_take_what_asking_the_processor_was_measured_to_take() -> None:
         np.testing.assert_array_equal(chunk, before.sides[HOST].chunk_s(each, pairs, sizes))
 
 
+def test_layers_that_might_ask_the_processor_take_longer_and_so_does_the_step() -> None:
+    size = SPEC.moe.layers[0].expert_bytes
+    curve = Curve(((size, 1.0), (2 * size, 1.5)))
+    situation_, gpu = at(stop_s=0.0), "cuda:0"
+
+    def priced(asked: AskedSpeed) -> CostModel:
+        return model_of(replace(situation_, box=replace(situation_.box, host_asked={gpu: asked})))
+
+    plain = priced(AskedSpeed(curve, curve))
+    model = priced(AskedSpeed(curve, curve, layer_s=0.25, step_s=8.0))
+    both, here, there = (HERE, HERE, HERE, HOST), (HERE,) * 4, (HOST,) * 4
+    for owners, layer_s, step_s in ((both, 0.25, 8.0), (here, 0.0, 0.0), (there, 0.0, 8.0)):
+        whole = np.stack([rows(*owners)[0] for _ in SPEC.moe.layers])
+        more_s = model.step_layers_s(whole) - plain.step_layers_s(whole)
+        np.testing.assert_allclose(more_s, layer_s)
+        found = model.price(whole).step_s - plain.price(whole).step_s
+        assert found == pytest.approx(step_s + more_s.sum())
+
+
 def test_two_owners_take_as_long_as_the_slower_one() -> None:
     model = model_of(at(stop_s=0.0))
     here, host = (model.step_times[index][0] for index in (HERE, HOST))

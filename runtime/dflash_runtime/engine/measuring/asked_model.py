@@ -22,14 +22,19 @@ from dflash_protocol.placement import OwnedExperts
 from dflash_runtime.compute import ComputeBackend, ExpertBank
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.engine.measuring.layers import trunk_bytes
+from dflash_runtime.engine.measuring.loaded_layers import LoadedLayers
 from dflash_runtime.engine.measuring.no_owners import AskedProcessor
 from dflash_runtime.engine.measuring.passes import STEPS_IN_A_ROW, Passes
 from dflash_runtime.engine.measuring.timing import medians
 from dflash_runtime.experts.store import load_banks
 from dflash_runtime.placement.box import AskedSpeed, Curve
 
-_LEAST_WEIGHT = 0.05
-"""Of what few experts tell of the cost of asking for any."""
+_LEAST_SHARE = 0.02
+"""Of the layers that have to ask, for passes to tell what asking takes."""
+_NONE = 1 << 30
+"""Every so many-th expert is none."""
+_LONG = 2
+"""Of the passes with parts of the experts, the first ones take long."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,7 +105,7 @@ class AskedModel:
     def _passes(self, num_layers: int, every: int) -> tuple[Passes, AskedProcessor]:
         model = self._model.first_layers(num_layers)
         masks = {
-            layer.layer_id: np.arange(layer.num_experts) % every == 0
+            layer.layer_id: np.arange(1, layer.num_experts + 1) % every == 0
             for layer in model.spec.moe.layers
         }
         owners = AskedProcessor(masks, {layer_id: self._banks[layer_id] for layer_id in masks})
@@ -155,7 +160,26 @@ def measure_asked(loaded: AskedModel, *, trunk: Curve, limit_s: float) -> AskedS
     if not layers:
         return None
     num_used = min(layer.num_experts_used for layer in layers)
-    parts = [loaded.asked(every) for every in _parts(num_used)]
+    num_experts = min(layer.num_experts for layer in layers)
+    parts = [loaded.asked(every) for every in _parts(num_used, num_experts)]
+    # Passes that ask little are short and tell little: they get as much time as the long ones.
+    turns = [parts[:_LONG], parts[_LONG:]] if parts[_LONG:] else [parts]
+    more_s = [each for turn in turns for each in _more_s(turn, limit_s / len(turns))]
+    trunks_s = sum(trunk.at(trunk_bytes(loaded.file, layer)) for layer in timed)
+    asks = [
+        Asks(*part.owners.counts(), (seconds - trunks_s) / len(layers), part.owners.mean_ask()[1])
+        for part, seconds in zip(parts, more_s, strict=True)
+    ]
+    expert_bytes = float(np.mean([layer.expert_bytes for layer in layers]))
+    beyond, computing = (
+        Curve(tuple((num * expert_bytes, seconds) for num, seconds in points))
+        for points in told(asks)
+    )
+    return AskedSpeed(beyond, computing)
+
+
+def _more_s(parts: Sequence[AskedPasses], limit_s: float) -> list[float]:
+    """What all layers take more than half of them, in seconds of each of the passes."""
     timers = [passes.timer(1) for part in parts for passes in part.ends]
 
     def begin_counts() -> None:
@@ -163,49 +187,70 @@ def measure_asked(loaded: AskedModel, *, trunk: Curve, limit_s: float) -> AskedS
             part.owners.begin_counts()
 
     found = medians(timers, limit_s=limit_s, after_first=begin_counts)
-    times = np.array(found).reshape(len(parts), 2)
-    trunks_s = sum(trunk.at(trunk_bytes(loaded.file, layer)) for layer in timed)
-    beyond_s = (np.diff(times)[:, 0] - trunks_s) / len(layers)
-    expert_bytes = float(np.mean([layer.expert_bytes for layer in layers]))
-    beyond = _curve(parts, np.maximum(beyond_s, 0.0).tolist(), expert_bytes)
-    return AskedSpeed(beyond, _computing(parts, expert_bytes))
+    each: list[float] = np.diff(np.array(found).reshape(len(parts), 2))[:, 0].tolist()
+    return each
 
 
-def _parts(num_used: int) -> tuple[int, ...]:
-    """Every how many-th expert is asked: first all; then, if a token has several, one of a layer on
-    average. Layers that ask any then ask one or two, as with the hottest experts on the device: few
-    take longer, each, than many."""
-    return (1, num_used) if num_used > 1 else (1,)
+def _parts(num_used: int, num_experts: int) -> tuple[int, ...]:
+    """Every how many-th expert is asked: all; if a token has several, two of a layer on average, or
+    one of two; then one in a quarter of the layers, as with the hottest experts on the device: few
+    take longer, each, than many; and none, which tells what layers take that ask for nothing."""
+    if num_used == 1:
+        return (1,)
+    return 1, max(2, num_used // 2), min(4 * num_used, num_experts), _NONE
 
 
-def _curve(parts: Sequence[AskedPasses], beyond_s: Sequence[float], expert_bytes: float) -> Curve:
-    """From one expert to all of a token's."""
-    all_s, (_, num_all) = beyond_s[0], parts[0].owners.counts()
-    if len(parts) == 1 or num_all <= 1.0:
-        return Curve(((expert_bytes, all_s),))
-    share, num_few = parts[1].owners.counts()
-    one_s = time_of_one(all_s, beyond_s[1], share_asking=share, num_few=num_few, num_all=num_all)
-    return Curve(((expert_bytes, one_s), (num_all * expert_bytes, all_s)))
+@dataclass(frozen=True, slots=True)
+class Asks:
+    """What passes tell, on average of a layer."""
+
+    share_asking: float
+    """Of the layers."""
+    num_experts: float
+    """That were asked for, those that asked for none included."""
+    beyond_s: float
+    """Beyond its trunk, those that asked for none included."""
+    computing_s: float
+    """Of those that asked."""
 
 
-def _computing(parts: Sequence[AskedPasses], expert_bytes: float) -> Curve:
-    """What layers that ask counted as computing."""
-    points = dict[float, float]()
-    for part in parts:
-        num_experts, seconds = part.owners.mean_ask()
-        if num_experts > 0.0:
-            points[num_experts * expert_bytes] = seconds
-    return Curve(tuple(sorted(points.items())) or ((expert_bytes, 0.0),))
+Points = list[tuple[float, float]]
 
 
-def time_of_one(
-    all_s: float, few_s: float, *, share_asking: float, num_few: float, num_all: float
-) -> float:
-    """What one asked expert takes, if each further one takes as much again as another, and the
-    first something more: ``all_s = any_s + slope * num_all`` for layers that ask all of a token's
-    experts, and ``few_s = share_asking * any_s + slope * num_few`` for layers that ask some of them
-    with this share, `num_few` on average."""
-    weight, any_s = share_asking - num_few / num_all, 0.0
-    if weight > _LEAST_WEIGHT:
-        any_s = min(all_s, max(0.0, (few_s - num_few / num_all * all_s) / weight))
-    return any_s + (all_s - any_s) / num_all
+def told(asks: Sequence[Asks]) -> tuple[Points, Points]:
+    """What a layer that asks takes beyond its trunk, and what the processor counts of that, by how
+    many experts it asks for on average, ascending.
+
+    `asks`: first of passes whose layers all ask, then of such as ask for fewer, perhaps for none.
+    """
+    none_s = next((each.beyond_s for each in asks if not each.share_asking), 0.0)
+    most_s, beyond, computing = np.inf, dict[float, float](), dict[float, float]()
+    for each in asks:
+        share = each.share_asking
+        if share < _LEAST_SHARE:
+            continue
+        num, asking_s = each.num_experts / share, (each.beyond_s - (1.0 - share) * none_s) / share
+        # Few that ask multiply noise; but more experts take longer, and computing is part of that.
+        most_s = beyond[num] = min(most_s, max(asking_s, each.computing_s, 0.0))
+        computing[num] = each.computing_s
+    if not beyond:
+        return [(1.0, max(0.0, asks[0].beyond_s))], [(1.0, 0.0)]
+    return sorted(beyond.items()), sorted(computing.items())
+
+
+def measure_unasked(
+    loaded: LoadedLayers, processor: ComputeBackend, *, limit_s: float
+) -> tuple[float, float]:
+    """Seconds that a layer takes more, and a step, if all experts that are chosen are on the
+    device, but the processor might be asked."""
+    num_first, num_all = loaded.sampled.num_first, len(loaded.sampled.kinds[0].layer_ids)
+    if not num_first:
+        return 0.0, 0.0
+    ends = num_first, num_all
+    passes = [loaded.passes(num) for num in ends]
+    passes += [loaded.unasked_passes(num, processor) for num in ends]
+    found = medians([each.timer(1) for each in passes], limit_s=limit_s)
+    plain_s, unasked_s = np.array(found).reshape(2, len(ends))
+    more_s = unasked_s - plain_s
+    layer_s = max(0.0, float(more_s[1] - more_s[0]) / (num_all - num_first))
+    return layer_s, max(0.0, float(more_s[1]) - num_all * layer_s)

@@ -34,7 +34,7 @@ from dflash_runtime.placement.box import (
 
 _LOG = logging.getLogger(__name__)
 
-_FORMAT = 9
+_FORMAT = 10
 _PREFIX, _SUFFIX = "box-", ".json"
 LIMIT_BYTES = 1 << 20
 _NUM_KEPT = 64
@@ -48,6 +48,7 @@ _KEYS = (
     "disk", "is_second",
 )  # fmt: skip
 _DEVICE_CURVES = "experts", "trunk", "head", "attention"
+_ASKED_TIMES = "layer_s", "step_s"
 _RATES = "from_locked", "from_page_cache", "to_host", "kernel_reads"
 
 T = TypeVar("T")
@@ -162,7 +163,11 @@ def box_record(box: Box) -> dict[str, Any]:
         ],
         "host_stop": {name: curve.points for name, curve in box.host_stop.items()},
         "host_asked": {
-            name: {"beyond": each.beyond.points, "computing": each.computing.points}
+            name: {
+                "beyond": each.beyond.points,
+                "computing": each.computing.points,
+                **{part: getattr(each, part) for part in _ASKED_TIMES},
+            }
             for name, each in box.host_asked.items()
         },
         "offload": {
@@ -247,9 +252,11 @@ def _copies(name: str, given: object) -> CopySpeed:
 
 
 def _asked(name: str, given: object) -> AskedSpeed:
-    curves = read.fields(given, "asked experts", ("beyond", "computing"))
+    asked = read.fields(given, "asked experts", ("beyond", "computing", *_ASKED_TIMES))
     return AskedSpeed(
-        _curve("asked experts", curves["beyond"]), _curve("computing", curves["computing"])
+        _curve("asked experts", asked["beyond"]),
+        _curve("computing", asked["computing"]),
+        **{part: read.number(asked[part], part, _LARGEST) for part in _ASKED_TIMES},
     )
 
 

@@ -113,18 +113,38 @@ class LoadedLayers:
         """Passes whose steps ask the processor for some experts through a mailbox: where the device
         has others, and where it has none."""
         model = self._model.first_layers(num_layers)
-        layers = model.spec.moe.layers
+        for has_device in (True, False):
+            asked = {layer_id: mask.copy() for layer_id, mask in _all_of(model).items()}
+            for mask in asked.values():
+                mask[-1] = not has_device
+            here = {layer_id: ~mask for layer_id, mask in asked.items()} if has_device else None
+            yield self._mail_passes(model, processor, asked, here)
+
+    def unasked_passes(self, num_layers: int, processor: ComputeBackend) -> Passes:
+        """Passes whose steps could ask the processor through a mailbox, but do not: the device has
+        all experts but one, which is left out."""
+        model = self._model.first_layers(num_layers)
+        here = {layer_id: mask.copy() for layer_id, mask in _all_of(model).items()}
+        for mask in here.values():
+            mask[-1] = False
+        none = {layer_id: np.zeros_like(mask) for layer_id, mask in here.items()}
+        return self._mail_passes(model, processor, none, here)
+
+    def _mail_passes(
+        self,
+        model: Model[AnyArray, Any],
+        processor: ComputeBackend,
+        asked: Experts,
+        here: Experts | None,
+    ) -> Passes:
+        """`asked`, `here`: experts that the processor and the device compute."""
         banks = {
             layer_id: processor.bank_beside(self.backend.numeric_class, bank)
             for layer_id, bank in self._load_experts(model.spec, processor).items()
         }
-        for has_device in (True, False):
-            masks = {layer.layer_id: np.ones(layer.num_experts, np.bool_) for layer in layers}
-            for mask in masks.values():
-                mask[-1] = not has_device
-            owners = AskedProcessor(masks, banks, has_device=has_device)
-            captured = self._captured(model, self._banks if has_device else {}, owners)
-            yield Passes(self.backend, model, self._cache, lambda phase: None, captured)
+        owners = AskedProcessor(asked, banks, here=here)
+        captured = self._captured(model, {} if here is None else self._banks, owners)
+        return Passes(self.backend, model, self._cache, lambda phase: None, captured)
 
     def chunk_passes(self, num_layers: int, experts: Any) -> Passes:
         """Chunks through the first layers, which call these routed experts."""

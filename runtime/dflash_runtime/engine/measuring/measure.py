@@ -22,7 +22,11 @@ from dflash_runtime.compute import BackendName, ComputeBackend
 from dflash_runtime.compute.gpu.chunk_room import GPU_CHUNKS
 from dflash_runtime.compute.gpu.room import GpuRoom
 from dflash_runtime.compute.kv_cache import KvType
-from dflash_runtime.engine.measuring.asked_model import AskedModel, measure_asked
+from dflash_runtime.engine.measuring.asked_model import (
+    AskedModel,
+    measure_asked,
+    measure_unasked,
+)
 from dflash_runtime.engine.measuring.devices import measure_device, most_positions
 from dflash_runtime.engine.measuring.disk import measure_disk
 from dflash_runtime.engine.measuring.host_stops import measure_host_stop
@@ -377,8 +381,10 @@ def _with_asked(
     )
     with contextlib.closing(asked):
         steps = measure_asked(asked, trunk=speed.trunk[1], limit_s=left.share(0.6))
-        if steps is not None:
-            found = replace(found, host_asked={device.name: steps})
+    if steps is not None:
+        layer_s, step_s = measure_unasked(loaded, processor, limit_s=left.share(0.2))
+        steps = replace(steps, layer_s=layer_s, step_s=step_s)
+        found = replace(found, host_asked={device.name: steps})
     on_host = box.devices.get(host.device.name)
     if on_host is not None and HOST_OWNER not in box.links:  # the first device's is that of all
         link = measure_asked_chunks(

@@ -72,8 +72,8 @@ class NoOwners(AbsentOwners):
 
 
 class AskedProcessor(NoOwners):
-    """Implements backend.MailedExperts: the processor computes some experts of each layer, and
-    nothing computes the others, or the device does. Used by one captured step."""
+    """Implements backend.MailedExperts: the processor and the device compute some experts of each
+    layer, and nothing computes the others. Used by one captured step."""
 
     num_owners, own_index = 2, 1
 
@@ -82,12 +82,13 @@ class AskedProcessor(NoOwners):
         asked: Mapping[int, npt.NDArray[np.bool_]],
         banks: Mapping[int, ExpertBank],
         *,
-        has_device: bool = False,
+        here: Mapping[int, npt.NDArray[np.bool_]] | None = None,
     ) -> None:
-        """`asked`: by layer id, the experts that the processor computes. Shapes: each [E]. `banks`:
-        all experts of each layer, under their global ids. `has_device`: the device has the
-        others."""
-        super().__init__({layer_id: ~mask & has_device for layer_id, mask in asked.items()})
+        """`asked`, `here`: by layer id, the experts that the processor and the device compute, the
+        latter none if None. Shapes: each [E]. `banks`: all experts of each layer, under their
+        global ids."""
+        none = {layer_id: np.zeros_like(mask) for layer_id, mask in asked.items()}
+        super().__init__(none if here is None else here)
         self.own_banks = banks
         self._asked = asked
         self._settle: Callable[[], None] = _nothing

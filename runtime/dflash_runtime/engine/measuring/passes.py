@@ -18,8 +18,8 @@ from dflash_runtime.compute.trees import Tree
 from dflash_runtime.engine.measuring.timing import Timer
 
 STEPS_IN_A_ROW = 16
-"""Steps of a device that are started without waiting for any, as the engine does. A single one
-whose host takes part would find the processor's threads asleep."""
+"""Steps of a device, of which some are started before a token is read, as the engine does. A single
+one whose host takes part would find the processor's threads asleep."""
 _BEFORE_TREES = 8
 """Positions before a tree."""
 
@@ -61,11 +61,13 @@ class Passes:
             return self._forward_s(
                 Step.of_chunk(self.token_ids(1), position, self.cache, Phase.DECODE)
             )
-        num = self._num_in_a_row
+        num, ahead = self._num_in_a_row, captured.most_ahead
         captured.begin(token_id, position)
         started_s = time.perf_counter()
-        for _ in range(num):
+        for started in range(1, num + 1):
             captured.start()
+            if ahead < started < num:
+                captured.token(position + started - ahead)
         captured.token(position + num)
         return (time.perf_counter() - started_s) / num
 

@@ -76,4 +76,7 @@ def step_prices(
         left_s = with_one_read(there_s, sizes, copies.kernel_reads)
         slots_s = SLOTS_S + np.maximum(times, left_s)
     layers_s = np.maximum(times, there_s)
-    return StepPrices(trunk.step_s(position), layers_s, float(rate), slots_s)
+    trunk_s = trunk.step_s(position)
+    if host.asked is not None:
+        trunk_s += host.asked.step_s + used.size * host.asked.layer_s
+    return StepPrices(trunk_s, layers_s, float(rate), slots_s)

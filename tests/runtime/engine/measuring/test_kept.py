@@ -38,7 +38,7 @@ BOX = Box(
     {"cuda:0": CopySpeed("cuda:0", 2e10, 1e10, 3e9, 1e10, "gen 4 x8 of gen 5 x16")},
     (Together("experts of cpu", "copies to cuda:0", 1.5, 1.25),),
     {"cuda:0": LINE},
-    {"cuda:0": AskedSpeed(LINE, POINT)},
+    {"cuda:0": AskedSpeed(LINE, POINT, layer_s=1e-6, step_s=2e-6)},
     {"cuda:0": OffloadSpeed("cuda:0", LINE, POINT)},
     POINT,
 )

@@ -6,9 +6,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.registry import describe
 from dflash_protocol.device import CPU, Device, DeviceKind
 from dflash_protocol.errors import DeviceOutOfMemory
 from dflash_protocol.settings import Settings
@@ -24,8 +24,22 @@ from dflash_runtime.compute import BackendName, make_backend
 from dflash_runtime.compute.cpu import backend as cpu_backend
 from dflash_runtime.compute.gpu.chunk_room import GPU_CHUNKS
 from dflash_runtime.compute.kv_cache import KvType
-from dflash_runtime.engine.measuring import copies, devices, machine, measure, passes
-from dflash_runtime.engine.measuring.asked_model import AskedModel, time_of_one
+from dflash_runtime.engine.measuring import (
+    asked_model,
+    copies,
+    devices,
+    machine,
+    measure,
+    passes,
+)
+from dflash_runtime.engine.measuring.asked_model import (
+    AskedModel,
+    Asks,
+    measure_unasked,
+    told,
+)
+from dflash_runtime.engine.measuring.layers import sampled_layers
+from dflash_runtime.engine.measuring.loaded_layers import LoadedLayers
 from dflash_runtime.engine.measuring.machine import box_of_machine
 from dflash_runtime.engine.measuring.measure import (
     MeasuredDevice,
@@ -133,7 +147,7 @@ def test_all_that_is_measured_shares_one_deadline(
 def test_a_gpu_beside_the_host(
     model: Path, host: MeasuredDevice, gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(passes, "STEPS_IN_A_ROW", 1)
+    monkeypatch.setattr(passes, "STEPS_IN_A_ROW", 4)
     monkeypatch.setattr(copies, "COPY_BYTES", 1 << 15)
     backend: Any = gpus.open(EmulatedGpus.device)
     before = gpus.held()
@@ -141,11 +155,13 @@ def test_a_gpu_beside_the_host(
     check_device(box, "cuda:0", rows={1, backend.chunking.preferred})
     assert [rows for rows, _ in box.host_stop["cuda:0"].points] == [1.0, 20.0]
     asked = box.host_asked["cuda:0"]
-    one, all_used = (amount for amount, _ in asked.beyond.points)
-    assert (one, all_used) == (6528, TINY.num_experts_used * 6528)
-    (least, _), (most, _) = asked.computing.points
-    assert one <= least < most == all_used
-    assert is_sound(asked.computing)
+    for curve in (asked.beyond, asked.computing):
+        *few, all_used = (amount for amount, _ in curve.points)
+        assert all_used == TINY.num_experts_used * 6528
+        assert few
+        assert all(6528 <= each < all_used for each in few)
+        assert is_sound(curve)
+    assert min(asked.layer_s, asked.step_s) >= 0.0
     crossing = box.links[HOST_OWNER]
     assert not crossing.by_device
     assert crossing.step.at(1) == 0.0
@@ -226,7 +242,7 @@ def test_the_processor_computes_what_steps_ask(model: Path, gpus: EmulatedGpus) 
         undo.callback(layers.close)
         assert len(layers.description.layers) == TINY.num_layers
         num_used = TINY.num_experts_used
-        for every, least, most in ((1, num_used, num_used), (2, 0, num_used)):
+        for every, least, most in ((1, num_used, num_used), (2, 0, num_used), (1 << 30, 0, 0)):
             asked = layers.asked(every)
             for passes in asked.ends:
                 assert passes.captured is not None
@@ -235,6 +251,36 @@ def test_the_processor_computes_what_steps_ask(model: Path, gpus: EmulatedGpus) 
             share_asking, num_asked = asked.owners.counts()
             assert least <= num_asked <= most
             assert num_asked / num_used <= share_asking <= 1.0
+
+
+def test_what_steps_take_that_could_ask_the_processor(
+    model: Path, gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the passes takes so long as is said here: emulated ones tell nothing of a GPU."""
+    backend: Any = gpus.open(EmulatedGpus.device)
+    processor = make_backend(BackendName.AUTO, num_threads=1)
+    with GgufFile.open(model) as file, contextlib.ExitStack() as undo:
+        undo.callback(processor.close)
+        undo.callback(backend.close)
+        sampled = sampled_layers(file, describe(file), limit_bytes=1 << 30)
+        loaded = LoadedLayers(backend, file, sampled, num_positions=64, kv_type=KV)
+        undo.callback(loaded.close)
+        passes = loaded.unasked_passes(TINY.num_layers, processor)
+        assert passes.captured is not None
+        assert passes.seconds(1) > 0.0
+        assert passes.captured.most_ahead > 1  # through the mailbox
+        num_timed = []
+
+        def timed(timers: Sequence[Any], *, limit_s: float) -> list[tuple[float]]:
+            num_timed.append(len(timers))
+            return [(5e-5,), (9e-5,), (7e-5,), (13e-5,)]
+
+        monkeypatch.setattr(asked_model, "medians", timed)
+        layer_s, step_s = measure_unasked(loaded, processor, limit_s=0.01)
+    num_first = sampled.num_first
+    assert num_timed == [4]
+    assert layer_s == pytest.approx(2e-5 / (TINY.num_layers - num_first))
+    assert step_s == pytest.approx(4e-5 - TINY.num_layers * layer_s)
 
 
 def test_as_many_layers_are_asked_as_there_is_room_for(tmp_path: Path, gpus: EmulatedGpus) -> None:
@@ -265,17 +311,33 @@ def test_a_gpu_with_little_memory_is_measured_with_smaller_chunks(model: Path) -
     assert len({*chunks}) > 2
 
 
-@given(st.floats(0, 1e-4), st.floats(0, 1e-4), st.integers(2, 16), st.floats(0.3, 1.0))
-def test_what_asking_for_one_expert_takes(
-    any_s: float, slope_s: float, num_all: int, share_asking: float
+@given(
+    st.floats(0, 1e-4),
+    st.floats(0, 1e-4),
+    st.floats(0, 1e-4),
+    st.lists(st.tuples(st.floats(0.05, 1.0), st.floats(1.0, 7.0)), max_size=3),
+)
+def test_what_asking_takes_is_told_from_layers_that_ask_nothing(
+    none_s: float, any_s: float, slope_s: float, few: list[tuple[float, float]]
 ) -> None:
-    num_few = min(share_asking, 0.2 * num_all)
-    all_s, few_s = any_s + slope_s * num_all, share_asking * any_s + slope_s * num_few
-    told = partial(time_of_one, share_asking=share_asking, num_few=num_few, num_all=num_all)
-    assert told(all_s, few_s) == pytest.approx(any_s + slope_s, abs=1e-12)
-    for noisy_s in (0.0, 2 * all_s):
-        found = told(all_s, noisy_s)
-        assert 0.0 <= found <= all_s + 1e-12
+    def passes(share: float, num: float) -> Asks:
+        seconds = share * (any_s + slope_s * num) + (1.0 - share) * none_s
+        return Asks(share, share * num, seconds, slope_s * num)
+
+    fewer = sorted(few, key=lambda each: -each[1])
+    beyond, computing = told([passes(1.0, 8.0), *(passes(*each) for each in fewer), passes(0.0, 0)])
+    assert len(beyond) >= 1 + bool(few)
+    assert beyond[-1][0] == 8.0
+    for num, seconds in beyond:
+        assert seconds == pytest.approx(any_s + slope_s * num, abs=1e-12)
+    assert [num for num, _ in computing] == [num for num, _ in beyond]
+
+
+def test_noise_of_few_that_ask_has_bounds() -> None:
+    most, none = Asks(1.0, 8.0, 2e-4, 1.9e-4), Asks(0.0, 0.0, 1e-6, 0.0)
+    for few_s, expected_s in ((1.0, 2e-4), (0.0, 5e-5), (7.9e-6, 7e-5)):
+        beyond, _ = told([most, Asks(0.1, 0.1, few_s, 5e-5), Asks(0.01, 0.01, 1.0, 1.0), none])
+        assert beyond == [(pytest.approx(1.0), pytest.approx(expected_s)), (8.0, 2e-4)]
 
 
 def test_ctrl_c_gives_all_memory_back(model: Path, gpus: EmulatedGpus) -> None:

@@ -319,12 +319,14 @@ KERNEL(experts_down, DownArgs, DOWN_THREADS, DOWN_MIN_BLOCKS) {
         before = bits_to_float(load_fresh4(a.residual + (i64)token * HIDDEN + row));
     }
     u32 epoch = 0;  // of the reply that is written, or of those that are read; 0: there is none
+    [[maybe_unused]] u32 waited = 0;
     [[maybe_unused]] u64 deadline = 0;
     [[maybe_unused]] bool rounds = false;
     if (SUMS && adds && a.reply && !load_word(&a.mail->aborted)) {
         epoch = load_fresh4(&a.mail->epoch), rounds = load_fresh4(&a.mail->rounds);
     }
     if (!SUMS && adds && a.replies.num_replies) {
+        waited = a.replies.waited();
         epoch = a.replies.mail.epoch(), deadline = a.replies.mail.deadline();
     }
     if (thread_index() < TOP_K) {
@@ -366,9 +368,9 @@ KERNEL(experts_down, DownArgs, DOWN_THREADS, DOWN_MIN_BLOCKS) {
     for (int k = 0; k < TOP_K; k++) total += (double)terms[k * DOWN_TILE + thread_index()];
     const i64 place_out = (i64)token * HIDDEN + row;
     if constexpr (!SUMS) {
-        if (epoch) {
+        if (waited) {
             double others = 0.0;
-            if (!a.replies.add(place_out, epoch, deadline, others)) return;
+            if (!a.replies.add(place_out, waited, epoch, deadline, others)) return;
             total += others;
         }
         a.residual[place_out] = before + (float)total;

@@ -146,7 +146,14 @@ struct MailReplies {
     const u32 *asked;               // null, or [num_replies]: 0: nothing was asked of it, see mail_post
     u32 slow;                       // a bit for each reply of a peer that takes long
 
-    INLINE bool is_asked(int reply) const { return !asked || load_fresh4(asked + reply); }
+    // A bit for each reply that is waited for. Loaded long before it is needed.
+    INLINE u32 waited() const {
+        u32 result = 0;
+        for (int reply = 0; reply < num_replies; reply++) {
+            if (!asked || load_fresh4(asked + reply)) result |= 1u << reply;
+        }
+        return result;
+    }
     // Waits for a line near the one at this index, if the peer is slow: the same for neighbouring threads.
     INLINE bool await_slow(int reply, i64 index, u32 epoch, u64 deadline, bool is_rounded) const {
         if (!(slow >> reply & 1)) return true;
@@ -154,16 +161,16 @@ struct MailReplies {
         return mail.await_slowly(line, peers[reply], epoch, deadline,
                                  is_rounded ? rounded_epoch(epoch) : epoch);
     }
-    // Adds the sums of one element, of the peers that were asked, to `total`, in the order of the peers.
+    // Adds the sums of one element, of the peers in `waited`, to `total`, in the order of the peers.
     // False: the step failed.
-    INLINE bool add(i64 element, u32 epoch, u64 deadline, double &total) const {
+    INLINE bool add(i64 element, u32 waited, u32 epoch, u64 deadline, double &total) const {
         if (mail.is_aborted()) return false;
         for (int begin = 0; begin < num_replies; begin += REPLIES_AT_ONCE) {
             uint4 found[REPLIES_AT_ONCE];
             const int num = min_of(num_replies - begin, REPLIES_AT_ONCE);
             u32 skipped = 0;
             for (int j = 0; j < num; j++) {
-                if (!is_asked(begin + j)) skipped |= 1u << j;
+                if (!(waited >> (begin + j) & 1)) skipped |= 1u << j;
                 else if (!await_slow(begin + j, element, epoch, deadline, false)) return false;
             }
             auto line = [&](int j) { return line_at(lines[begin + j], element); };

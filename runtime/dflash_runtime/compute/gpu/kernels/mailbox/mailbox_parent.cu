@@ -28,9 +28,9 @@ KERNEL(mail_add, MailAddArgs, ADD_THREADS, 1) {
     wait_for_previous();
     if (i >= TOKENS * HIDDEN) return;
     const float before = bits_to_float(load_fresh4(a.residual + i));
-    const u32 epoch = a.replies.mail.epoch();
+    const u32 waited = a.replies.waited(), epoch = a.replies.mail.epoch();
     double total = a.host ? a.host[i] : 0.0;
-    if (!a.replies.add(i, epoch, a.replies.mail.deadline(), total)) return;
+    if (waited && !a.replies.add(i, waited, epoch, a.replies.mail.deadline(), total)) return;
     if (a.local) total = a.local[i] + total;
     a.residual[i] = before + (float)total;
 }
@@ -44,7 +44,8 @@ KERNEL(mail_add_rounded, MailAddArgs, ADD_THREADS, 1) {
     const uint2 before = load_fresh8(a.residual + i);
     const Mail &mail = a.replies.mail;
     const u32 epoch = mail.epoch();
-    if (mail.is_aborted() || !a.replies.is_asked(0)) return;
+    const u32 waited = a.replies.waited();
+    if (mail.is_aborted() || !waited) return;
     uint4 found[1];
     auto line = [&](int) { return line_at(a.replies.lines[0], i / 2); };
     auto peer = [&](int) { return a.replies.peers[0]; };
