@@ -108,7 +108,7 @@ def generate(**options: Any) -> None:
     explain_bus_errors("dflash-moe", chosen_model_path(settings))
     with (
         ProgressReporter(enabled=sys.stderr.isatty()) as progress,
-        Engine.open(settings=settings, on_progress=progress.update) as engine,
+        Engine.open(settings=settings, learns_heat=True, on_progress=progress.update) as engine,
     ):
         prompt = token_ids
         if text is not None:

@@ -63,7 +63,12 @@ def serve(**options: Any) -> None:
                 progress.update(owner, stage, num_done, num_total)
                 report(owner, stage, num_done, num_total)
 
-            engine = Engine.open(settings=settings, on_progress=on_progress, tolerates_absent=True)
+            engine = Engine.open(
+                settings=settings,
+                learns_heat=True,
+                on_progress=on_progress,
+                tolerates_absent=True,
+            )
             progress.finish()
             return engine
 

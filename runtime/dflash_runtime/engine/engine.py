@@ -7,10 +7,12 @@ chunks through the layers, `generation` makes tokens, `verifying` verifies draft
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,6 +28,7 @@ from dflash_protocol.settings import DaemonSetting, Settings, load_settings
 from dflash_runtime.compute import MEMORY_ADVICE
 from dflash_runtime.compute.expert_arena import ArenaStats
 from dflash_runtime.compute.slot_stats import SlotStats
+from dflash_runtime.engine import first_heat
 from dflash_runtime.engine.arguments import token_id_array, whole_number
 from dflash_runtime.engine.generation import (
     GeneratedToken,
@@ -51,6 +54,7 @@ from dflash_runtime.experts.telemetry import HitCounts, MoveStats, OwnerStats, P
 from dflash_runtime.interrupts import uninterrupted
 from dflash_runtime.placement.heat import Heat
 from dflash_runtime.placement.plan import Plan
+from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
 
 __all__ = ["Engine", "EngineStats", "GeneratedToken", "GenerationStats", "Verified"]
 
@@ -128,6 +132,7 @@ class Engine:
         context: int | None = None,
         threads: int | None = None,
         settings: Settings | None = None,
+        learns_heat: bool = False,
         on_progress: ProgressCallback | None = None,
     ) -> Engine:
         """Open a GGUF file, and its experts in this process and in daemons.
@@ -141,6 +146,7 @@ class Engine:
         `device` is what this process computes on: ``auto``, ``cpu``, ``cuda:N`` or ``hip:N``.
         `kv_type` is ``f32``, ``f16``, ``q8_0`` or ``auto``: f32 if all the file's matrices are F32,
         else f16. What is compiled for the engine is kept where its `settings` say.
+        With `learns_heat`, a model without heat reads some text first, if that may change the plan.
         Raises: SettingsError, ModelFileError, DeviceUnavailable, DaemonUnavailable,
         HandshakeRefused.
         """
@@ -157,13 +163,45 @@ class Engine:
             "threads": threads,
         }
         settings = settings_with(settings or load_settings(), given)
+        report = on_progress or (lambda owner, stage, num_done, num_total: None)
+        open_once = partial(
+            cls._opened,
+            path,
+            settings,
+            daemons=settings.daemons if daemons is None else daemons,
+            placement=placement,
+            tolerates_absent=tolerates_absent,
+            on_progress=report,
+        )
+        engine = open_once()
+        if learns_heat and engine._is_first_heat_wanted(settings):
+            with contextlib.closing(engine):
+                engine._learn_first_heat(partial(report, "parent", "learn heat"))
+            del engine
+            gc.collect()  # what it had on the device, which the next one has there
+            engine = open_once()
+        report("parent", "ready", 1, 1)
+        return engine
+
+    @classmethod
+    def _opened(
+        cls,
+        path: str | Path | None,
+        settings: Settings,
+        *,
+        daemons: Sequence[DaemonSetting | str],
+        placement: Placement | None,
+        tolerates_absent: bool,
+        on_progress: ProgressCallback,
+    ) -> Engine:
+        """See `open`, whose errors it raises."""
         with contextlib.ExitStack() as undo:
             try:
                 opened = open_model(
                     undo,
                     path,
                     settings,
-                    daemons=settings.daemons if daemons is None else daemons,
+                    daemons=daemons,
                     placement=placement,
                     tolerates_absent=tolerates_absent,
                     on_progress=on_progress,
@@ -183,11 +221,26 @@ class Engine:
                     undo.callback(engine._mover.close)
             except DeviceOutOfMemory as error:
                 raise error.with_advice(MEMORY_ADVICE) from error
-            if on_progress is not None:
-                on_progress("parent", "ready", 1, 1)
             # The daemons of an engine that is dropped without being closed end too.
             engine._release = weakref.finalize(engine, undo.pop_all().close)
             return engine
+
+    def _is_first_heat_wanted(self, settings: Settings) -> bool:
+        """Whether the plan was made without heat, may be another one with it, and can be made anew
+        without daemons that load their experts twice."""
+        if not (self._steps.heat.is_kept and first_heat.is_wanted(self.plan, settings)):
+            return False
+        owner_names = {*self.placement.owner_names}
+        return owner_names <= {LOCAL_OWNER, HOST_OWNER} and self.tokenizer is not None
+
+    def _learn_first_heat(self, on_progress: Callable[[int, int], None]) -> None:
+        """Read a text. Raises: as `generate`."""
+        first_heat.learn(
+            self.encode_prompt(first_heat.first_text()),
+            lambda token_ids: list(self.generate(token_ids, 1, ignore_eos=True)),
+            num_positions=self.num_positions,
+            on_progress=on_progress,
+        )
 
     def __enter__(self) -> Engine:
         return self

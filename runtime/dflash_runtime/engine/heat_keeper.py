@@ -134,6 +134,11 @@ class HeatKeeper:
         self._saver: threading.Thread | None = None
 
     @property
+    def is_kept(self) -> bool:
+        """Whether it is saved."""
+        return self._store is not None and self._store.is_kept
+
+    @property
     def is_due(self) -> bool:
         """Whether `update` should be called."""
         return time.monotonic() >= self._due_s
@@ -184,8 +189,7 @@ class HeatKeeper:
                 _LOG.warning("heat may not be saved: the disk took more than %g s", _LAST_SAVE_S)
 
     def _start_saving(self) -> None:
-        is_kept = self._store is not None and self._store.is_kept
-        is_wanted = is_kept or self._stats_path is not None
+        is_wanted = self.is_kept or self._stats_path is not None
         if is_wanted and self._saver is None and not self._stop.is_set():
             saver = threading.Thread(target=self._save, name="dflash-heat", daemon=True)
             with contextlib.suppress(RuntimeError):  # no thread now; the next update tries again

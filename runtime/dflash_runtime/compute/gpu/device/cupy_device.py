@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -31,9 +31,11 @@ from dflash_runtime.compute.gpu.device.device import (
     check_args,
 )
 from dflash_runtime.compute.gpu.device.devices import (
+    OUTLIVED_POOLS,
     VENDORS,
     DeviceMemory,
     capabilities_of,
+    empty_outlived_pools,
     memory_of,
 )
 from dflash_runtime.compute.gpu.device.driver import Driver, open_driver
@@ -51,10 +53,6 @@ from dflash_runtime.compute.gpu.device.side_stream import (
 _BEFORE_OTHERS = -1
 """Priority: its few blocks, which wait for remote memory, go before a product's thousands."""
 
-_OUTLIVED_POOLS: deque[tuple[int, Any]] = deque()
-"""Device indices and memory pools of closed devices that still had arrays, as an error's traceback
-may keep some. CuPy does not give the driver what they leave in their pool later."""
-
 
 class CupyMemory:
     """A pool of one device's memory; call its methods while the device is current.
@@ -68,7 +66,7 @@ class CupyMemory:
         self._cupy, self._driver = cupy, driver
         self._name, self._index = str(device), device.index
         self._pool = cupy.cuda.MemoryPool()
-        self._empty_outlived_pools()
+        empty_outlived_pools()
 
     def available(self) -> DeviceMemory:
         """Free and total memory. Raises: DeviceUnavailable."""
@@ -106,17 +104,15 @@ class CupyMemory:
 
     def close(self) -> None:
         """Return to the driver all memory that no array refers to any more."""
-        _OUTLIVED_POOLS.append((self._index, self._pool))
-        self._empty_outlived_pools()
+        OUTLIVED_POOLS.append(partial(_emptied, self._cupy, self._index, self._pool))
+        empty_outlived_pools()
 
-    def _empty_outlived_pools(self) -> None:
-        """Return to the driver what arrays of closed devices have left in their pools."""
-        for _ in range(len(_OUTLIVED_POOLS)):
-            index, pool = _OUTLIVED_POOLS.popleft()
-            with self._cupy.cuda.Device(index):
-                pool.free_all_blocks()
-            if pool.total_bytes():
-                _OUTLIVED_POOLS.append((index, pool))
+
+def _emptied(cupy: Any, index: int, pool: Any) -> bool:
+    """Return to the driver what arrays have left in a pool; whether it is empty then."""
+    with suppress(RuntimeError), cupy.cuda.Device(index):  # CuPy's, of a device that has failed
+        pool.free_all_blocks()
+    return not pool.total_bytes()
 
 
 def import_cupy(device: Device) -> Any:

@@ -6,6 +6,8 @@ Asks the drivers themselves, so that what can be said without CuPy is said.
 from __future__ import annotations
 
 import logging
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -163,8 +165,23 @@ def capabilities_of(driver: Driver, index: int) -> Capabilities:
     )
 
 
+OUTLIVED_POOLS: deque[Callable[[], bool]] = deque()
+"""Of closed devices that still had arrays, as an engine has that was closed a moment ago, or an
+error's traceback: each returns to the driver what arrays have left in a pool of memory since, which
+CuPy does not do by itself, and says whether the pool is empty then."""
+
+
+def empty_outlived_pools() -> None:
+    """Return to the drivers what arrays of closed devices have left in their pools."""
+    for _ in range(len(OUTLIVED_POOLS)):
+        pool = OUTLIVED_POOLS.popleft()
+        if not pool():
+            OUTLIVED_POOLS.append(pool)
+
+
 def describe_gpus(kind: DeviceKind) -> tuple[list[GpuDescription], str | None]:
     """All GPUs of a kind; if there are none, the reason. One that fails does not hide the rest."""
+    empty_outlived_pools()
     try:
         driver = open_driver(VENDORS[kind])
         count = driver.device_count()

@@ -17,6 +17,7 @@ from dflash_runtime.compute.gpu.device.binary_cache import BinaryCache
 from dflash_runtime.compute.gpu.device.capabilities import Vendor
 from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
 from dflash_runtime.compute.gpu.device.device import KernelDevice, address
+from dflash_runtime.compute.gpu.device.devices import describe_gpus
 from dflash_runtime.compute.gpu.device.kernel_sources import Defines
 from dflash_runtime.compute.gpu.device.rtc import DeviceCompiler
 from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FileRuns
@@ -317,6 +318,20 @@ def test_what_arrays_leave_after_their_device_was_closed_is_given_back(
     num_freed = pool.num_freed
     for _ in range(2):
         CupyDevice(CUDA, cache=cache).close()
+    assert pool.num_freed == num_freed + 1
+
+
+def test_what_is_free_is_asked_after_closed_devices_gave_theirs_back(
+    fake: FakeDriver, tmp_path: Path
+) -> None:
+    """An engine that learns heat is closed, and the next one is planned with what is free."""
+    device = CupyDevice(CUDA, cache=BinaryCache(tmp_path))
+    pool = device._memory._pool
+    pool.held_bytes = 100
+    device.close()
+    pool.held_bytes, num_freed = 0, pool.num_freed
+    for _ in range(2):
+        describe_gpus(DeviceKind.CUDA)
     assert pool.num_freed == num_freed + 1
 
 
