@@ -27,6 +27,8 @@ class ArenaStats:
     """Experts that layers chose after this was predicted."""
     predicted: int = 0
     """Those of them that were predicted."""
+    half_life: float = 0.0
+    """Tokens after which a use counts half, as to which experts stay."""
 
 
 class ExpertArena(Protocol):

@@ -91,6 +91,11 @@ def disk_metrics(disk: ArenaStats | None, namespace: str) -> Iterator[Metric]:
         "How long batches have waited for reads.",
         value=disk.read_s,
     )
+    yield GaugeMetricFamily(
+        f"{namespace}_expert_disk_half_life_tokens",
+        "After how many tokens a use counts half, as to which experts stay in memory.",
+        value=disk.half_life,
+    )
     yield _by_outcome(
         f"{namespace}_experts_prefetched",
         "Experts that a step's layer had read for the next one: used there since, or not.",

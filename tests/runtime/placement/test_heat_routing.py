@@ -7,11 +7,11 @@ from functools import cache
 
 import numpy as np
 import pytest
-from bench.planted_routing import UNITS, PlantedRouting
 
 from dflash_protocol.ids import F64Array, I64Array, Phase
 from dflash_runtime.placement.expectation import chosen_by_prompt
 from dflash_runtime.placement.heat import HalfLives, Heat, HeatLayer, phase_index
+from support.planted_choices import planted_choices
 
 LAYERS, EXPERTS, USED = 4, 128, 8
 WALK, LUMP = 60_000, 40
@@ -26,14 +26,13 @@ STEADY_ENDS = (14_000, 20_000, 26_000, 32_000, 39_000)
 @cache
 def counted(kind: str, seed: int = 1) -> I64Array:
     """Selections along a walk, by lumps of tokens. Shapes: result [T / LUMP, L, E]."""
-    routing = PlantedRouting(kind, seed, vocabulary=WALK, num_layers=LAYERS)
-    rows = (routing.levels * UNITS)[routing.walk.token_ids].astype(np.float64)
+    chosen = planted_choices(
+        kind, seed, length=WALK, num_layers=LAYERS, num_experts=EXPERTS, num_used=USED
+    )
     counts = np.zeros((WALK // LUMP, LAYERS, EXPERTS), np.int64)
     lumps = np.repeat(np.arange(WALK // LUMP), LUMP * USED)
-    for layer in range(LAYERS):
-        scores = rows @ routing.router(layer, EXPERTS, UNITS.size)[:, : UNITS.size].T
-        chosen = np.argpartition(-scores, USED, axis=1)[:, :USED]
-        np.add.at(counts[:, layer], (lumps, chosen.ravel()), 1)
+    for layer, ids in enumerate(chosen):
+        np.add.at(counts[:, layer], (lumps, ids.ravel()), 1)
     return counts
 
 

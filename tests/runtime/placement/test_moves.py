@@ -5,11 +5,10 @@ which 8 are used."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import partial
 
 import numpy as np
 import pytest
-from bench.planted_routing import UNITS, PlantedRouting
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,6 +32,7 @@ from dflash_runtime.placement.plan import Plan
 from dflash_runtime.placement.planner import plan
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER, make_placement
 from support.planned_boxes import IMPOSED, moe_spec, qwen3_30b, situation
+from support.planted_choices import planted_choices
 
 LAYERS, EXPERTS, USED = 4, 128, 8
 MOE = moe_spec([2_870_000] * LAYERS, num_experts=EXPERTS, num_used=USED)
@@ -80,16 +80,9 @@ def counted(chosen: I64Array) -> I64Array:
     return np.stack([np.bincount(each.ravel(), minlength=EXPERTS) for each in chosen])
 
 
-@cache
-def walk_of(kind: str, seed: int) -> I64Array:
-    """The experts of each token of a walk. Shapes: result [L, T, K]."""
-    routing = PlantedRouting(kind, seed, vocabulary=WALK, num_layers=LAYERS)
-    rows = (routing.levels * UNITS)[routing.walk.token_ids].astype(np.float64)
-    chosen = []
-    for layer in range(LAYERS):
-        scores = rows @ routing.router(layer, EXPERTS, UNITS.size)[:, : UNITS.size].T
-        chosen.append(np.argpartition(-scores, USED, axis=1)[:, :USED])
-    return np.stack(chosen)
+walk_of = partial(
+    planted_choices, length=WALK, num_layers=LAYERS, num_experts=EXPERTS, num_used=USED
+)
 
 
 @dataclass

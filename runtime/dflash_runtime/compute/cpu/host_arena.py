@@ -28,6 +28,7 @@ from dflash_runtime.compute.cpu.kernels import arena_tasks as t
 from dflash_runtime.compute.cpu.routers_ahead import RouterAhead
 from dflash_runtime.compute.cpu.threads.system import READ_SYSCALLS
 from dflash_runtime.compute.expert_arena import ArenaStats
+from dflash_runtime.compute.half_lives import FIRST, HALF_LIVES
 
 _LOG = logging.getLogger(__name__)
 
@@ -49,6 +50,8 @@ class _Layer:
     slot_of: I64Array
     keys: F64Array
     chosen_at: I64Array
+    shadows: I64Array
+    shadow_sizes: I64Array
 
 
 class HostArena:
@@ -104,8 +107,8 @@ class HostArena:
         free = np.arange(t.MOST_PENDING)
         slots = np.zeros((self._num_slots, t.SLOT_WORDS), np.int64)
         memory = np.frombuffer(self._memory, np.uint8)
-        chances = np.ones(t.MOST_PREDICTED)
-        self._arrays = requests, pending, events, free, slots, memory, chances
+        chances, misses = np.ones(t.MOST_PREDICTED), np.zeros(len(HALF_LIVES))
+        self._arrays = requests, pending, events, free, slots, memory, chances, misses
         words[t.CONTEXT], words[t.NUM_FREE] = context, t.MOST_PENDING
         words[t.REQUESTS], words[t.PENDING] = requests.ctypes.data, pending.ctypes.data
         words[t.EVENTS], words[t.FREE] = events.ctypes.data, free.ctypes.data
@@ -113,6 +116,8 @@ class HostArena:
         words[t.MEMORY], words[t.SLOT_BYTES] = memory.ctypes.data, slot_bytes
         words[t.NUM_LAYERS], words[t.CHANCES] = len(banks), chances.ctypes.data
         words[t.LIMIT_NS] = int(LIMIT_S * 1e9)
+        words[t.DECIDING], words[t.SHADOW_MISSES] = FIRST, misses.ctypes.data
+        words[t.SHADOW_SLOTS] = max(1, self._num_slots // len(banks))
         for layer, following in pairwise(self._layers):
             layer.words[t.NEXT] = following.words.ctypes.data
         self._routers = routers or {}
@@ -137,6 +142,7 @@ class HostArena:
             words[t.PREFETCHED_USED],
             words[t.CHECKED],
             words[t.PREDICTED],
+            HALF_LIVES[words[t.DECIDING]],
         )
 
     def warn(self) -> None:
@@ -196,8 +202,10 @@ class HostArena:
             bank.addresses.copy(),
             places,
             np.full(bank.num_experts, -1, np.int64),
-            np.full(bank.num_experts, -math.inf),
+            np.full((len(HALF_LIVES), bank.num_experts), -math.inf),
             np.zeros(bank.num_experts, np.int64),
+            np.zeros(bank.num_experts, np.int64),
+            np.zeros(len(HALF_LIVES), np.int64),
         )
         words = layer.words
         words[t.ARENA], words[t.ADDRESSES] = self._words.ctypes.data, bank.addresses.ctypes.data
@@ -205,6 +213,8 @@ class HostArena:
         words[t.NUM_EXPERTS] = bank.num_experts
         words[t.SLOT_OF], words[t.KEYS] = layer.slot_of.ctypes.data, layer.keys.ctypes.data
         words[t.CHOSEN_AT] = layer.chosen_at.ctypes.data
+        words[t.SHADOWS] = layer.shadows.ctypes.data
+        words[t.SHADOW_SIZES] = layer.shadow_sizes.ctypes.data
         return layer
 
 

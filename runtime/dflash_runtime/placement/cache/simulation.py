@@ -3,7 +3,8 @@ brings.
 
 Misses of a token are brought after its hits were looked up, one after the other. The first tenth of
 the trace fills the cache, and counts what the static set is chosen by: figures are of the rest.
-Slots of steps are beside a static set, and have a rule of their own: see step_slots.py.
+Slots of steps are beside a static set, and have a rule of their own: see step_slots.py. So has LFU
+whose half-life follows the trace: see adaptive.py.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import numpy as np
 
 from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array, U8Array
 from dflash_runtime.compute import step_slots as slots_of_steps
+from dflash_runtime.compute.half_lives import HALF_LIVES
+from dflash_runtime.placement.cache import adaptive, step_slots
 from dflash_runtime.placement.cache import policies as p
-from dflash_runtime.placement.cache import step_slots
+from dflash_runtime.placement.cache.adaptive import AUTO
 from dflash_runtime.placement.cache.traces import ExpertTrace, TraceLayer
 
 BELADY = "belady"
@@ -85,7 +88,8 @@ def replayed(
     lfu_rates = np.array([2.0 ** (1.0 / (half_life or HALF_LIFE)), margin])
     decay = 0.5 ** (1.0 / (half_life or slots_of_steps.HALF_LIFE))
     step_rates = np.array([decay, margin], np.float32)
-    found: dict[str, list[_LayerFigures]] = {}
+    found: dict[str, list[_LayerFigures]] = {name: [] for name in (*p.POLICIES, AUTO)}
+    misses = np.zeros((trace.num_tokens, len(HALF_LIVES)))
     for (layer, ids), slots in zip(trace.by_layer(), num_slots, strict=True):
         if slots < min(layer.num_experts_used, layer.num_experts):
             raise ValueError(
@@ -102,9 +106,14 @@ def replayed(
                 state.place[hottest[:slots]] = p.PROTECTED
             sizes = policy, min(slots, layer.num_experts), lfu_rates
             functions.replay(ids, *sizes, *state.arrays, hits, brought)
-            found.setdefault(name, []).append(
-                _figures(hits[warm:], brought[warm:], layer.expert_bytes)
+            found[name].append(_figures(hits[warm:], brought[warm:], layer.expert_bytes))
+        for kind, of_kind in enumerate(HALF_LIVES):
+            rates = np.array([2.0 ** (1.0 / of_kind), 0.0])
+            state = _State(layer.num_experts)
+            functions.replay(
+                ids, p.LFU, min(slots, layer.num_experts), rates, *state.arrays, hits, brought
             )
+            misses[:, kind] += (hits == 0).sum(axis=1)
         if has_steps:
             num_static = slots - num_beside(layer, slots, cache_slots)
             beside = StepState(layer.num_experts, hottest[:num_static], cache_slots)
@@ -119,6 +128,16 @@ def replayed(
         found.setdefault(BELADY, []).append(
             _figures(hits[warm:], brought[warm:], layer.expert_bytes)
         )
+    deciding = np.zeros(trace.num_tokens, np.int64)
+    functions.decide(misses, deciding)
+    for (layer, ids), slots in zip(trace.by_layer(), num_slots, strict=True):
+        hits, brought = (np.zeros(ids.shape, np.uint8) for _ in range(2))
+        place, last_use, *_ = _State(layer.num_experts).arrays
+        uses = np.zeros((len(HALF_LIVES), layer.num_experts))
+        functions.replay_adaptive(
+            np.ascontiguousarray(ids), deciding, slots, place, last_use, uses, hits, brought
+        )
+        found[AUTO].append(_figures(hits[warm:], brought[warm:], layer.expert_bytes))
     sizes_of = [(trace.num_tokens - warm) * x.num_experts_used for x in trace.header.layers]
     replays = {name: _joined(layers, sizes_of) for name, layers in found.items()}
     if has_steps:
@@ -250,7 +269,8 @@ def _replay(
                     uses[leaving] = 0.0
             place[expert] = p.PROBATION
             brought[token, k] = 1
-        weight *= rates[0]
+        if policy == p.LFU:  # others count each use alike
+            weight *= rates[0]
         if weight > p.LARGEST_WEIGHT:
             for expert in range(uses.size):
                 uses[expert] /= weight
@@ -308,9 +328,13 @@ class _Functions:
     next_uses: Callable[..., None]
     belady: Callable[..., None]
     replay_steps: Callable[..., None]
+    decide: Callable[..., None]
+    replay_adaptive: Callable[..., None]
 
 
-PLAIN = _Functions(_replay, _next_uses, _belady, step_slots.replay_steps)
+PLAIN = _Functions(
+    _replay, _next_uses, _belady, step_slots.replay_steps, adaptive.decide, adaptive.replay_adaptive
+)
 
 
 @cache
@@ -356,4 +380,16 @@ def _functions() -> _Functions:
         compile_kernel(_next_uses, ids, array(types.int32, 1), ids),
         compile_kernel(_belady, ids, ids, types.int64, array(types.uint8, 1), flags, flags),
         compile_kernel(replay_steps, ids, *of_steps, flags, flags),
+        compile_kernel(adaptive.decide, array(types.float64, 2), array(types.int64, 1)),
+        compile_kernel(
+            adaptive.replay_adaptive,
+            ids,
+            array(types.int64, 1),
+            types.int64,
+            array(types.uint8, 1),
+            array(types.int64, 1),
+            array(types.float64, 2),
+            flags,
+            flags,
+        ),
     )

@@ -22,6 +22,9 @@ from dflash_runtime.compute.cpu.experts import CpuExpertBank
 from dflash_runtime.compute.cpu.host_arena import HostArena
 from dflash_runtime.compute.cpu.kernels import arena_tasks as t
 from dflash_runtime.compute.cpu.routers_ahead import routers_ahead
+from dflash_runtime.compute.half_lives import FIRST, HALF_LIVES
+from dflash_runtime.placement.cache import policies
+from dflash_runtime.placement.cache.simulation import PLAIN
 from support.examples import examples
 from support.random_models import Qwen3MoeShape, write_qwen3moe
 
@@ -212,6 +215,50 @@ def test_a_step_has_what_the_next_layer_will_choose_read_meanwhile(
         assert rig.arena.stats().checked == settled.checked
 
 
+@pytest.mark.parametrize("num_slots", [E, LAYERS * 4])
+def test_shadows_keep_what_the_simulator_keeps(
+    path: Path, backend: CpuBackend, num_slots: int
+) -> None:
+    """Of each half-life, beside slots that follow one of them."""
+    num_tokens = 150
+    chosen = [tokens(num_tokens, seed) for seed in range(LAYERS)]
+    with rig_of(path, backend, num_slots) as rig:
+        for token in range(num_tokens):
+            for layer, ids in enumerate(chosen):
+                rig.check(layer, batch_of(ids[token : token + 1], token))
+        for of_layer, ids in zip(rig.arena._layers, chosen, strict=True):
+            for kind, half_life in enumerate(HALF_LIVES):
+                place = np.full(E, policies.ABSENT, np.uint8)
+                state = place, np.full(E, -1, np.int64), np.zeros(E), np.zeros(E, np.uint8)
+                rates = np.array([2.0 ** (1.0 / half_life), 0.0])
+                ignored = np.zeros((2, *ids.shape), np.uint8)
+                PLAIN.replay(ids, policies.LFU, num_slots // LAYERS, rates, *state, *ignored)
+                np.testing.assert_array_equal(
+                    of_layer.shadows >> kind & 1, place != policies.ABSENT, f"{half_life}"
+                )
+
+
+@pytest.mark.parametrize(
+    ("is_recent", "expected"), [(True, HALF_LIVES[:1]), (False, HALF_LIVES[2:])]
+)
+def test_the_half_life_follows_what_is_chosen(
+    path: Path, backend: CpuBackend, is_recent: bool, expected: tuple[float, ...]
+) -> None:
+    """Either the same few experts for a while, then others; or always the same popularity."""
+    rng, few = np.random.default_rng(7), np.arange(3)
+    popularity = np.array([0.17] * 4 + [0.08] * 4)
+    with rig_of(path, backend, LAYERS * 4) as rig:
+        assert rig.arena.stats().half_life == HALF_LIVES[FIRST]
+        for token in range(900):
+            if is_recent and token % 6 == 0:
+                few = rng.choice(E, 3, replace=False)
+            for layer in range(LAYERS):
+                among, weights = (few, None) if is_recent else (E, popularity)
+                ids = rng.choice(among, K, replace=False, p=weights)
+                rig.check(layer, batch_of(ids[None].astype(np.int32), token))
+        assert rig.arena.stats().half_life in expected
+
+
 def likely_by_numpy(file: GgufFile, layer: int, row: F32Array) -> I32Array:
     """What a layer's router chooses for a row of the one before. Shapes: row [H]."""
     theirs, ours = (file.floats(f"blk.{number}.ffn_norm.weight") for number in (layer, layer - 1))
@@ -228,6 +275,24 @@ def test_a_chunk_has_the_next_layer_read_meanwhile(path: Path, backend: CpuBacke
         read = rig.arena.stats().read_bytes - before
         rig.check(2, chunk)
         assert rig.arena.stats().read_bytes - before == read
+
+
+def test_a_prompt_leaves_what_steps_use(path: Path, backend: CpuBackend) -> None:
+    """Its chunks bring whole layers, which leave first."""
+    hot = np.array([[1, 4]], np.int32)
+    with rig_of(path, backend, LAYERS * E - 2) as rig:
+
+        def step() -> int:
+            before = rig.arena.stats().missed
+            for layer in range(LAYERS):
+                rig.check(layer, batch_of(hot))
+            return rig.arena.stats().missed - before
+
+        assert step() == LAYERS * K
+        for seed in range(3):
+            for layer in range(LAYERS):
+                rig.check(layer, batch_of(tokens(60, seed), seed, Phase.PREFILL))
+            assert step() == 0
 
 
 def test_less_than_a_layer_is_refused(path: Path, backend: CpuBackend) -> None:

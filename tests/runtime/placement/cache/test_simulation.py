@@ -144,6 +144,15 @@ def test_policies_are_what_they_say(num_slots: int, margin: float) -> None:
 
 
 @pytest.mark.usefixtures("functions")
+def test_a_half_life_is_of_lfu_alone() -> None:
+    """Found: uses of SLRU were scaled down with weights that only LFU has."""
+    ids = skewed(900, seed=8)
+    short, long = (replayed(trace_of(ids), [8], half_life=each) for each in (1.0, 500.0))
+    assert hits_of(short["slru"]) == hits_of(long["slru"])
+    assert hits_of(short["lfu"]) != hits_of(long["lfu"])
+
+
+@pytest.mark.usefixtures("functions")
 @pytest.mark.parametrize(
     ("num_slots", "half_life", "margin"), [(1, 50.0, 0.0), (4, 4.0, 0.25), (7, 64.0, 1.0)]
 )

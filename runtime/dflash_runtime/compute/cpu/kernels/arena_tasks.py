@@ -6,8 +6,13 @@ computed, as far as there are slots.
 
 Of the experts in slots those leave that were used least, older uses counting less: a use counts
 2 ** (its layer's call / half-life), of which a key is the logarithm, so that keys of experts that
-are not used need no change. What this batch needs does not leave. Where a read fails, or there is
-no slot, the expert is used where the file is mapped.
+are not used need no change. What this batch needs does not leave. A batch that uses most of a layer
+says nothing of what is hot: it counts for nothing, so that what it brings leaves before what steps
+use. Where a read fails, or there is no slot, the expert is used where the file is mapped.
+
+There are keys for several half-lives (compute/half_lives.py), one of which decides. Each has a
+shadow: the experts of a layer that it would keep, if it had its share of the slots. What shadows
+miss in steps says which half-life is used.
 
 A step's layer predicts what the next one will choose (router_ahead), and has it prefetched as soon
 as its own experts are there, so that disk and processor work at once: as much as the disk has time
@@ -29,12 +34,14 @@ from dflash_runtime.compute.cpu.kernels.words import get
 from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.simd.atomics import atomic_replace, atomic_store
 from dflash_runtime.compute.cpu.threads import system
+from dflash_runtime.compute.half_lives import HALF_LIVES, LEAST_GAIN, LEAST_TOKENS, WINDOW
 
 (
     LOCK, CONTEXT, REQUESTS, PENDING, EVENTS, FREE, NUM_FREE, SLOTS, NUM_SLOTS, MEMORY, SLOT_BYTES,
     LIMIT_NS, CALL, IS_BROKEN, FOUND, MISSED, READ_BYTES, WAITED_NS, FAILED, NUM_LAYERS,
     MISSING, PREFETCHED, PREFETCHED_USED, CHECKED, PREDICTED, READ_NS, GAP_NS, LEFT_NS, CHANCES,
-) = range(29)  # fmt: skip
+    DECIDING, SHADOW_SLOTS, SHADOW_MISSES,
+) = range(32)  # fmt: skip
 """Words of an arena: a lock that a batch holds; the kernel's queue of reads; control blocks of
 reads, what each is for (PENDING_WORDS), ended ones as the kernel tells them; numbers of unused
 control blocks; slots (SLOT_WORDS), their memory, bytes of one; how long a read may take; the
@@ -43,8 +50,10 @@ step's experts were missing of late, float64; experts that were prefetched for s
 that were used, experts that layers chose after a prediction, and those of them that were
 predicted; how long an expert is read, and how long it is from a layer to the next one, float64;
 when the last layer began to compute; and for the likeliest expert that is predicted, the second one
-and so on, the share of missing ones that were chosen, [MOST_PREDICTED] float64."""
-NUM_WORDS = 29
+and so on, the share of missing ones that were chosen, [MOST_PREDICTED] float64; which half-life is
+used; how many experts of a layer shadows keep; and what they miss of a layer of late, [H] float64.
+"""
+NUM_WORDS = 32
 
 LAYER, EXPERT, USED_AT, HAS_FAILED, NUM_PENDING, IS_PREFETCHED = range(6)
 """Words of a slot: words of its expert's layer, or 0 if it is empty; the expert; the last batch
@@ -54,14 +63,15 @@ SLOT_WORDS = 6
 
 (
     ARENA, ADDRESSES, MAPPED, PLACES, SLOT_OF, KEYS, NUM_CALLS, NEXT, NUM_EXPERTS, ROUTER,
-    CHOSEN_AT, PREDICTED_FOR, NUM_PREDICTED, WERE_MISSING,
-) = range(14)  # fmt: skip
+    CHOSEN_AT, PREDICTED_FOR, NUM_PREDICTED, WERE_MISSING, SHADOWS, SHADOW_SIZES,
+) = range(16)  # fmt: skip
 """Words of a layer: its arena; where experts are now, and in the mapped file, [E, 3]; where they
-lie in files, [E, 3] of PLACE_WORDS; their slots, negative for none, [E]; keys, [E] float64; how
+lie in files, [E, 3] of PLACE_WORDS; their slots, negative for none, [E]; keys, [H, E] float64; how
 often it was called; the next layer, or 0; how many experts it has; words of router_ahead for rows
 of the layer before, or 0; the last batch that chose each expert, [E]; and what was predicted of
-this layer: the batch that it was for, how many experts, and a bit for each that was missing."""
-LAYER_WORDS = 14
+this layer: the batch that it was for, how many experts, and a bit for each that was missing; for
+each expert a bit for each shadow that keeps it, [E]; and how many each keeps, [H]."""
+LAYER_WORDS = 16
 
 DESCRIPTOR, OFFSET, NUM_BYTES = range(3)
 PLACE_WORDS = 3
@@ -79,11 +89,10 @@ BLOCK = 4096
 REQUEST_BYTES, EVENT_BYTES = 64, 32
 """Of the kernel's struct iocb and struct io_event."""
 
-HALF_LIFE = 64.0
-"""Of a layer's calls, after which a use counts half; see docs/worklog.md."""
-_RATE = math.log(2.0) / HALF_LIFE
+_RATES = tuple(math.log(2.0) / each for each in HALF_LIVES)
+_NUM_KINDS = len(HALF_LIVES)
 _OLDEST = 40.0
-"""Uses whose keys are so much smaller add nothing."""
+"""Uses whose keys are so much smaller add nothing, and are alike."""
 _SOON = 0.1
 _TURN_MS = 100
 _MOST_OF_A_LAYER = 0.75
@@ -111,15 +120,82 @@ def _slot_of(layer: int, expert: int) -> int:
 
 
 @helper
-def _note_use(layer: int, expert: int, now: float) -> None:
-    place = get(layer, KEYS) + 8 * expert
-    before = v.load_double(place) - now
-    if before > _OLDEST:
+def _key_at(layer: int, kind: int, expert: int) -> int:
+    return get(layer, KEYS) + 8 * (kind * get(layer, NUM_EXPERTS) + expert)  # type: ignore[no-any-return]
+
+
+@helper
+def _note_use(layer: int, expert: int) -> None:
+    for kind in range(_NUM_KINDS):
+        place, now = _key_at(layer, kind, expert), _RATES[kind] * get(layer, NUM_CALLS)
+        before = v.load_double(place) - now
+        if before > _OLDEST:
+            continue
+        key = now
+        if before > -_OLDEST:
+            key += math.log(1.0 + math.exp(before))
+        v.store_double(place, key)
+
+
+@helper
+def _leaving_shadow(layer: int, kind: int, call: int) -> int:
+    """The expert that leaves a shadow first; negative if this batch chose all of them."""
+    leaving, least = -1, math.inf
+    for expert in range(get(layer, NUM_EXPERTS)):
+        if v.load_i64(get(layer, SHADOWS) + 8 * expert) >> kind & 1 == 0:
+            continue
+        key = v.load_double(_key_at(layer, kind, expert))
+        if key < least and v.load_i64(get(layer, CHOSEN_AT) + 8 * expert) != call:
+            leaving, least = expert, key
+    return leaving
+
+
+@helper
+def _missed_by_shadow(args: int, layer: int, kind: int, call: int) -> int:
+    """How many of a step's experts a shadow does not keep; it keeps them from now on, if they were
+    used more than those that leave."""
+    num_missed, bit = 0, 1 << kind
+    size_at = get(layer, SHADOW_SIZES) + 8 * kind
+    for group in range(get(args, k.NUM_GROUPS)):
+        expert = _expert(args, group)
+        place = get(layer, SHADOWS) + 8 * expert
+        if v.load_i64(place) & bit != 0:
+            continue
+        num_missed += 1
+        if v.load_i64(size_at) < get(get(layer, ARENA), SHADOW_SLOTS):
+            v.store_i64(size_at, v.load_i64(size_at) + 1)
+        else:
+            leaving = _leaving_shadow(layer, kind, call)
+            if leaving < 0:
+                continue
+            key = v.load_double(_key_at(layer, kind, expert))
+            if key <= v.load_double(_key_at(layer, kind, leaving)):
+                continue
+            of_leaving = get(layer, SHADOWS) + 8 * leaving
+            v.store_i64(of_leaving, v.load_i64(of_leaving) & ~bit)
+        v.store_i64(place, v.load_i64(place) | bit)
+    return num_missed
+
+
+@helper
+def _compare_half_lives(args: int, layer: int, call: int) -> None:
+    """Count what shadows miss in a step; after its last layer, use the half-life that misses least,
+    if it gains enough."""
+    arena = get(layer, ARENA)
+    forgetting = 1.0 / (WINDOW * get(arena, NUM_LAYERS))
+    best = get(arena, DECIDING)
+    for kind in range(_NUM_KINDS):
+        place = get(arena, SHADOW_MISSES) + 8 * kind
+        average = v.load_double(place)
+        average += forgetting * (_missed_by_shadow(args, layer, kind, call) - average)
+        v.store_double(place, average)
+        if average < v.load_double(get(arena, SHADOW_MISSES) + 8 * best):
+            best = kind
+    if get(layer, NEXT) != 0 or get(layer, NUM_CALLS) < LEAST_TOKENS:
         return
-    key = now
-    if before > -_OLDEST:
-        key += math.log(1.0 + math.exp(before))
-    v.store_double(place, key)
+    present = v.load_double(get(arena, SHADOW_MISSES) + 8 * get(arena, DECIDING))
+    if v.load_double(get(arena, SHADOW_MISSES) + 8 * best) < (1.0 - LEAST_GAIN) * present:
+        v.store_i64(arena + 8 * DECIDING, best)
 
 
 @helper
@@ -140,14 +216,16 @@ def _leave_slot(arena: int, slot: int) -> None:
 def _least_used(arena: int) -> int:
     """An empty slot, or the one whose expert was used least; negative if this batch needs all."""
     call, best, least = get(arena, CALL), -1, math.inf
+    kind = get(arena, DECIDING)
     for slot in range(get(arena, NUM_SLOTS)):
         words = _slot(arena, slot)
         layer = get(words, LAYER)
         if layer == 0:
             return slot
         if get(words, USED_AT) != call and get(words, NUM_PENDING) == 0:
-            key = v.load_double(get(layer, KEYS) + 8 * get(words, EXPERT))
-            key -= _RATE * get(layer, NUM_CALLS)  # how often layers were called may differ
+            key = v.load_double(_key_at(layer, kind, get(words, EXPERT)))
+            key -= _RATES[kind] * get(layer, NUM_CALLS)  # how often layers were called may differ
+            key = max(key, -_OLDEST)
             # Of experts that were used as often, those of layers that come soon stay.
             key += _SOON * min(1.0, (call - get(words, USED_AT)) / get(arena, NUM_LAYERS))
             if key < least:
@@ -340,13 +418,18 @@ def _enter(args: int, counter: int, pool: int) -> None:
     while not atomic_replace(arena + 8 * LOCK, 0, 1):
         system.sleep_while(arena + 8 * LOCK, 1, 1000)
     began_ns = system.monotonic_ns()
-    call, num_calls = get(arena, CALL) + 1, get(layer, NUM_CALLS) + 1
+    call = get(arena, CALL) + 1
     v.store_i64(arena + 8 * CALL, call)
-    v.store_i64(layer + 8 * NUM_CALLS, num_calls)
     num_groups, num_found, num_prefetched, num_missing = get(args, k.NUM_GROUPS), 0, 0, 0
+    is_step = get(args, k.IS_STEP) != 0 and get(args, k.NUM_TOKENS) == 1
+    is_most = num_groups >= _MOST_OF_A_LAYER * get(layer, NUM_EXPERTS)
+    is_counted = is_step or not is_most
+    if is_counted:
+        v.store_i64(layer + 8 * NUM_CALLS, get(layer, NUM_CALLS) + 1)
     for group in range(num_groups):
         expert = _expert(args, group)
-        _note_use(layer, expert, _RATE * num_calls)
+        if is_counted:
+            _note_use(layer, expert)
         v.store_i64(get(layer, CHOSEN_AT) + 8 * expert, call)
         slot = _slot_of(layer, expert)
         if slot >= 0:
@@ -359,12 +442,13 @@ def _enter(args: int, counter: int, pool: int) -> None:
         else:
             num_missing += 1
     v.store_i64(arena + 8 * PREFETCHED_USED, get(arena, PREFETCHED_USED) + num_prefetched)
-    is_step = get(args, k.IS_STEP) != 0 and get(args, k.NUM_TOKENS) == 1
     if get(layer, PREDICTED_FOR) == call:
         _note(arena + 8 * GAP_NS, began_ns - get(arena, LEFT_NS))
         _check_prediction(arena, layer, num_groups)
     if is_step:
         _note(arena + 8 * MISSING, num_missing + num_prefetched)
+        if get(arena, SHADOW_SLOTS) < get(layer, NUM_EXPERTS):
+            _compare_half_lives(args, layer, call)
     following = get(layer, NEXT)
     predicts = is_step and following != 0 and get(following, ROUTER) != 0
     predicts = predicts and v.load_double(arena + 8 * MISSING) >= _LEAST_MISSING
@@ -390,7 +474,6 @@ def _enter(args: int, counter: int, pool: int) -> None:
         _note(arena + 8 * READ_NS, (ended_ns - began_ns) / num_missing)
     if predicts and has_room:
         _prefetch(arena, following)
-    is_most = num_groups >= _MOST_OF_A_LAYER * get(layer, NUM_EXPERTS)
     if is_most and following != 0 and has_room:
         _look_ahead(arena, following)
 

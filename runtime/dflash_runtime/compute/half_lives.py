@@ -1,0 +1,25 @@
+"""How long uses of experts count where the least used leave, and how that is chosen: what the
+processor's arena and the simulator of caches agree on.
+
+Uses that count for two tokens are nearly LRU, those that count for thousands a static set. Which of
+them finds most differs from model to model: each step, all of them are tried on what is chosen, as
+if each had memory of its own for so many experts of a layer.
+"""
+
+from __future__ import annotations
+
+HALF_LIVES = (2.0, 16.0, 128.0, 2048.0)
+"""Tokens after which a use counts half."""
+
+FIRST = 1
+"""Which is used until more is known: it is the best one for the trained demo models, but for one in
+ten cases, in which it finds 0.1 % less; see docs/worklog.md."""
+
+WINDOW = 2000
+"""Tokens whose misses are compared, later ones counting more."""
+
+LEAST_GAIN = 0.05
+"""Another one is used if it would miss less by this share."""
+
+LEAST_TOKENS = 64
+"""That must have been seen."""
