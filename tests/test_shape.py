@@ -26,6 +26,7 @@ COMPILED = (
     *(f"{CPU}/{folder}/**/*.py" for folder in ("kernels", "simd", "weights")),
     "runtime/dflash_runtime/placement/cache/policies.py",
     "runtime/dflash_runtime/placement/cache/simulation.py",
+    "runtime/dflash_runtime/placement/cache/adaptive.py",
     "runtime/dflash_runtime/placement/cache/step_slots.py",
 )
 """Files whose functions are compiled, or emit what is."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from bench.gpu_parts import Parts, Result
 from bench.gpu_regret import (
+    MINIMISED,
     PLANNED,
     budgets_of,
     largest_that,
@@ -16,12 +17,14 @@ from bench.gpu_regret import (
     parts_of,
     regret_table,
     regrets,
+    seconds_of,
     speeds_table,
 )
 from bench.gpu_turns import DECODE, REQUEST, Bench, Texts
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dflash_runtime.placement.situation import PlannedRequest
 from support.emulated_gpu import TINY
 from support.in_this_process import InThisProcess
 from support.planned_gpu import CONTEXT, GPU, OneGpu
@@ -122,3 +125,17 @@ def test_budgets_hold_parts_of_the_experts(model: Path) -> None:
 def replace_budgets(options: Any, budgets: list[float]) -> Any:
     options.budgets = budgets
     return options
+
+
+def test_what_plans_minimise_is_a_row() -> None:
+    """The request, and so many long prompts as plans expect for each."""
+    wanted = PlannedRequest()
+    long = f"prompt {wanted.long_prompt}"
+    turn = {"seconds_of": {REQUEST: [2.0, 1.0, 3.0], long: [0.5]}}
+    assert seconds_of(turn)[MINIMISED] == pytest.approx(2.0 + 0.5 * wanted.long_share)
+    assert MINIMISED not in seconds_of({"seconds_of": {REQUEST: [2.0]}})
+    turns = {PLANNED: turn, "hot 2": {"seconds_of": {REQUEST: [1.8], long: [4.0]}}}
+    regret, name, _ = regrets(turns)[MINIMISED]
+    assert regret < 0.0
+    assert name == "hot 2"
+    assert regrets(turns)[REQUEST][0] > 0.0

@@ -17,6 +17,7 @@ MOST = 3
 COMPILED = (
     "runtime/dflash_runtime/compute/cpu/",
     "runtime/dflash_runtime/placement/cache/policies.py",
+    "runtime/dflash_runtime/placement/cache/adaptive.py",
     "runtime/dflash_runtime/placement/cache/step_slots.py",
     "protocol/dflash_protocol/ring/",
 )

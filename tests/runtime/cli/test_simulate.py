@@ -84,7 +84,9 @@ def test_a_budget_is_for_all_layers(path: Path) -> None:
     assert replays[0]["tokens"] == 320
     assert replays[0]["counted_tokens"] == 288
     assert replays[0]["policies"]["lru"]["found_by_layer"] == [1.0, 0.0]
-    assert {*replays[0]["policies"]} == {"lru", "lfu", "slru", "static", "steps", "belady"}
+    assert {*replays[0]["policies"]} == {
+        "lru", "lfu", "slru", "static", "auto", "steps", "belady",
+    }  # fmt: skip
 
 
 def test_steps_have_a_part_of_the_room(path: Path) -> None:
