@@ -12,8 +12,8 @@ HALF_LIVES = (2.0, 16.0, 128.0, 2048.0)
 """Tokens after which a use counts half."""
 
 FIRST = 1
-"""Which is used until more is known: it is the best one for the trained demo models, but for one in
-ten cases, in which it finds 0.1 % less; see docs/worklog.md."""
+"""Which is used until more is known: in the trained demo models it finds most, or nearly; see
+docs/worklog.md."""
 
 WINDOW = 2000
 """Tokens whose misses are compared, later ones counting more."""

@@ -20,6 +20,9 @@ AUTO = "auto"
 _NUM_KINDS = len(HALF_LIVES)
 _GROWTHS = tuple(2.0 ** (1.0 / each) for each in HALF_LIVES)
 
+# simulation.py substitutes compiled ones.
+_victim, _is_kept = p.victim, p.is_kept
+
 
 def decide(misses: F64Array, deciding: I64Array) -> None:
     """Write which half-life decides at each token. Shapes: deciding [N]."""
@@ -43,6 +46,7 @@ def replay_adaptive(
     num_slots: int,
     place: U8Array,
     last_use: I64Array,
+    is_pinned: U8Array,
     uses: F64Array,
     hits: U8Array,
     brought: U8Array,
@@ -66,13 +70,8 @@ def replay_adaptive(
             if num_there < num_slots:
                 num_there += 1
             else:
-                leaving = -1
-                for other in range(place.size):
-                    if place[other] == p.ABSENT or last_use[other] == token:
-                        continue
-                    if leaving < 0 or of_kind[other] < of_kind[leaving]:
-                        leaving = other
-                if leaving < 0 or of_kind[expert] <= of_kind[leaving]:
+                leaving = _victim(p.LFU, token, place, last_use, of_kind, is_pinned)
+                if not _is_kept(p.LFU, expert, leaving, 0.0, of_kind):
                     continue
                 place[leaving] = p.ABSENT
             place[expert] = p.PROBATION

@@ -132,10 +132,10 @@ def replayed(
     functions.decide(misses, deciding)
     for (layer, ids), slots in zip(trace.by_layer(), num_slots, strict=True):
         hits, brought = (np.zeros(ids.shape, np.uint8) for _ in range(2))
-        place, last_use, *_ = _State(layer.num_experts).arrays
-        uses = np.zeros((len(HALF_LIVES), layer.num_experts))
+        place, last_use, _, is_pinned = _State(layer.num_experts).arrays
+        arrays = place, last_use, is_pinned, np.zeros((len(HALF_LIVES), layer.num_experts))
         functions.replay_adaptive(
-            np.ascontiguousarray(ids), deciding, slots, place, last_use, uses, hits, brought
+            np.ascontiguousarray(ids), deciding, slots, *arrays, hits, brought
         )
         found[AUTO].append(_figures(hits[warm:], brought[warm:], layer.expert_bytes))
     sizes_of = [(trace.num_tokens - warm) * x.num_experts_used for x in trace.header.layers]
@@ -364,6 +364,12 @@ def _functions() -> _Functions:
         _victim=helper(p.victim),
         _is_kept=helper(p.is_kept),
     )
+    replay_adaptive = variant(
+        adaptive.replay_adaptive,
+        "cache_replay_adaptive",
+        _victim=helper(p.victim),
+        _is_kept=helper(p.is_kept),
+    )
     replay_steps = variant(
         step_slots.replay_steps, "cache_replay_steps", _slot_of=helper(step_slots.slot_of)
     )
@@ -382,12 +388,13 @@ def _functions() -> _Functions:
         compile_kernel(replay_steps, ids, *of_steps, flags, flags),
         compile_kernel(adaptive.decide, array(types.float64, 2), array(types.int64, 1)),
         compile_kernel(
-            adaptive.replay_adaptive,
+            replay_adaptive,
             ids,
             array(types.int64, 1),
             types.int64,
             array(types.uint8, 1),
             array(types.int64, 1),
+            array(types.uint8, 1),
             array(types.float64, 2),
             flags,
             flags,
