@@ -98,9 +98,12 @@ class OffloadSpeed:
     device: str
     copies: Curve
     """Seconds for a gigabyte of experts, if a layer waits for nothing else: 1e9 bytes."""
-    part: Curve
-    """Seconds that a part of a layer's experts takes more than experts that are there, beside its
-    copies."""
+    single: Curve
+    """Seconds that a layer takes more than one whose experts are there, beside its copies, in a
+    chunk that is computed alone: the host learns what was chosen, and launches products."""
+    grouped: Curve
+    """The same of each further chunk of a group, whose launches are hidden by other chunks'
+    products."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -320,10 +320,9 @@ class CostModel:
         num_parts = parts_of_missing(sizes, missing)
         here = pairs[[LOCAL, *cpus]].sum(axis=0)
 
-        def passed_s(rows: int) -> F64Array:
-            assert self.copies is not None
+        def passed_s(rows: int, more_s: float) -> F64Array:
             products_s = self.sides[LOCAL].chunk_s(rows, rows * here, sizes)
-            return np.asarray(products_s + num_parts * self.copies.part_s(rows))
+            return np.asarray(products_s + (num_parts > 0) * more_s)
 
         def first_s(rows: int, of_rows: int, ahead_s: F64Array | float) -> F64Array:
             """Of a chunk that waits for copies, of what `of_rows` rows choose."""
@@ -331,10 +330,10 @@ class CostModel:
             chosen = distinct(of_rows)
             in_vain = _IN_VAIN * np.minimum(chosen, np.maximum(missing - chosen, 0.0))
             copies_s = self.copies.seconds(rows, (chosen + in_vain) * sizes)
-            # The last part is computed when it has arrived.
-            part_s = self.copies.part_s(rows)
-            waited_s = (copies_s > 0.0) * (copies_s - ahead_s + part_s)
-            return np.asarray(np.maximum(passed_s(rows), waited_s))
+            # What the last copies bring is computed when they have arrived.
+            single_s = self.copies.single_s(rows)
+            waited_s = (copies_s > 0.0) * (copies_s - ahead_s + single_s)
+            return np.asarray(np.maximum(passed_s(rows, single_s), waited_s))
 
         first, *rest = chunks
         # Copies go on while the next layer's trunk is computed, as far as there is room; and beside
@@ -344,7 +343,9 @@ class CostModel:
         alone = sum((first_s(rows, rows, ahead_s) for rows in rest), first_s(first, first, ahead_s))
         result = alone
         if rest:
-            rest_s = sum((passed_s(rows) for rows in rest), np.zeros_like(here))
+            rest_s = sum(
+                (passed_s(rows, self.copies.grouped_s(rows)) for rows in rest), np.zeros_like(here)
+            )
             free = np.clip(NUM_PLACES - num_parts, 0, NUM_PLACES - 1)
             most_s = self.copies.seconds(first, free * (AHEAD_BYTES / (NUM_PLACES - 1)))
             beside_s = np.maximum(ahead_s, np.minimum(ahead_s + rest_s, most_s))

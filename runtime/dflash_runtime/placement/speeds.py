@@ -267,7 +267,8 @@ class ExpertCopies:
     """Copies of experts to the parent's device in chunks of prompts."""
 
     copies: Curve
-    part: Curve
+    single: Curve
+    grouped: Curve
     """See OffloadSpeed."""
     group: int = 0
     """Tokens of a prompt whose chunks use the same copies; 0: each chunk has its own."""
@@ -280,16 +281,21 @@ class ExpertCopies:
         if not rate:
             return None
         if found is None:
-            return cls(Curve(((0.0, 1e9 / rate),)), Curve(((0.0, 0.0),)), group)
-        return cls(found.copies, found.part, group)
+            nothing = Curve(((0.0, 0.0),))
+            return cls(Curve(((0.0, 1e9 / rate),)), nothing, nothing, group)
+        return cls(found.copies, found.single, found.grouped, group)
 
     def seconds(self, rows: int, num_bytes: F64Array) -> F64Array:
         """Of so many bytes in a chunk of so many rows. Shapes: both [...]."""
         return np.asarray(num_bytes * (_within(self.copies, rows) / 1e9))
 
-    def part_s(self, rows: int) -> float:
-        """What each part of a layer takes, beside its copies."""
-        return _within(self.part, rows)
+    def single_s(self, rows: int) -> float:
+        """What a layer of a chunk that is computed alone takes more, beside its copies."""
+        return _within(self.single, rows)
+
+    def grouped_s(self, rows: int) -> float:
+        """The same of each further chunk of a group."""
+        return _within(self.grouped, rows)
 
 
 def _within(curve: Curve, amount: float) -> float:

@@ -59,8 +59,10 @@ class MeasuredBox:
             if (offload := self.box.offload.get(device.device)) is not None:
                 shown = _points(offload.copies, _rows, lambda seconds: _gb_per_s(1e9 / seconds))
                 lines.append(f"{_INDENT}copies of experts in prompts: {shown}")
-                shown = _points(offload.part, _rows, _us)
-                lines.append(f"{_INDENT}a part of a layer's experts, beside them: {shown}")
+                shown = _points(offload.single, _rows, _us)
+                lines.append(f"{_INDENT}a layer with copies, beside them: {shown}")
+                shown = _points(offload.grouped, _rows, _us)
+                lines.append(f"{_INDENT}of each further chunk of a group: {shown}")
         for link in self.box.links.values():
             lines += ["", f"link to {link.owner}, beyond what is computed"]
             lines.append(f"{_INDENT}steps   {_points(link.step, _rows, _us)}")

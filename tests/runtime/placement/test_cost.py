@@ -150,53 +150,66 @@ def test_prompts_are_copied_over_a_fast_bus_and_asked_over_a_slow_one() -> None:
     assert not refused.offloaded.any()
 
 
-def copies_of(at: Situation, copies: Curve, part: Curve) -> Situation:
+def copies_of(at: Situation, copies: Curve, single: Curve, grouped: Curve) -> Situation:
     """The same, whose prompts with copies were timed."""
-    offload = {"cuda:0": OffloadSpeed("cuda:0", copies, part)}
+    offload = {"cuda:0": OffloadSpeed("cuda:0", copies, single, grouped)}
     return replace(at, box=replace(at.box, offload=offload))
 
 
 def test_prompts_take_what_copies_in_prompts_were_measured_to_take() -> None:
     at_, owners = at(bus=1e6), rows(HERE, HOST, HOST, HOST)
-    size, gb_s, part_s = SPEC.moe.layers[0].expert_bytes, 25.0, 2e-3
-    fast = model_of(copies_of(at_, Curve(((512.0, 0.0),)), Curve(((512.0, part_s),))))
-    slow = model_of(copies_of(at_, Curve(((512.0, gb_s),)), Curve(((512.0, part_s),))))
+    size, gb_s, single_s, grouped_s = SPEC.moe.layers[0].expert_bytes, 25.0, 2e-3, 5e-4
+    fast, slow = (
+        model_of(
+            copies_of(at_, *(Curve(((512.0, each),)) for each in (of_gb, single_s, grouped_s)))
+        )
+        for of_gb in (0.0, gb_s)
+    )
     here, _ = model_of(at_).prompt_of(rows(HERE, HERE, HERE, HERE), 512)
     _, copied = fast.prompt_of(owners, 512)
-    assert copied == pytest.approx(here + part_s)
+    assert copied == pytest.approx(here + single_s)
     _, copied = slow.prompt_of(owners, 512)
     distinct = chosen_by_prompt(slow.arrays.prefill, 512)[:, 1:].sum(axis=1)
     copies = distinct + 0.3 * np.minimum(distinct, 3 - distinct)  # some of them in vain
     # As long as they take, less what is done while the next layer's trunk is computed, and what
-    # the last part takes then.
+    # the last ones take then.
     ahead_s = slow.trunk.chunk_layer_s(512)
-    assert copied == pytest.approx(copies * size * gb_s / 1e9 - ahead_s + part_s)
+    assert copied == pytest.approx(copies * size * gb_s / 1e9 - ahead_s + single_s)
+    # Further chunks of a group find what it has copied, and are launched beside other chunks.
+    chunk = fast.chunk
+    here, _ = model_of(at_).prompt_of(rows(HERE, HERE, HERE, HERE), 3 * chunk)
+    assert fast.copies is not None
+    in_group = replace(fast, copies=replace(fast.copies, group=3 * chunk))
+    _, copied = in_group.prompt_of(owners, 3 * chunk)
+    assert copied == pytest.approx(here + single_s + 2 * grouped_s)
 
 
 @given(
     gb_s=st.lists(st.floats(0.0, 1.0), min_size=2, max_size=2),
-    part_s=st.lists(st.floats(0.0, 1e-2), min_size=2, max_size=2),
+    single_s=st.lists(st.floats(0.0, 1e-2), min_size=2, max_size=2),
+    grouped_s=st.lists(st.floats(0.0, 1e-2), min_size=2, max_size=2),
     num_rows=st.integers(1, 9000),
 )
 def test_prompts_with_more_missing_experts_are_never_faster(
-    gb_s: list[float], part_s: list[float], num_rows: int
+    gb_s: list[float], single_s: list[float], grouped_s: list[float], num_rows: int
 ) -> None:
     spec = model_spec(moe_spec([70 * MIB], num_experts=8, num_used=2))  # one to a part
     row = BoxRow(CARD, 8 * GIB, CORES_16, 8 * GIB)
-    copies, part = (
-        Curve(tuple(zip((512.0, 2048.0), each, strict=True))) for each in (gb_s, part_s)
+    copies, single, grouped = (
+        Curve(tuple(zip((512.0, 2048.0), each, strict=True)))
+        for each in (gb_s, single_s, grouped_s)
     )
-    model = model_of(copies_of(situation(spec, row), copies, part))
+    model = model_of(copies_of(situation(spec, row), copies, single, grouped))
     times = [
         float(model.prompt_of(np.array([[HERE] * (8 - n) + [HOST] * n]), num_rows)[1].sum())
         for n in range(9)
     ]
     assert all(later >= before * (1 - 1e-9) for before, later in pairwise(times))
-    for (rows_, of_gb), (_, of_part) in zip(copies.points, part.points, strict=True):
+    for (rows_, of_gb), (_, alone_s) in zip(copies.points, single.points, strict=True):
         assert model.copies is not None
         gigabytes = np.array([1e9, 2e9])
         assert model.copies.seconds(int(rows_), gigabytes) == pytest.approx([of_gb, 2 * of_gb])
-        assert model.copies.part_s(int(rows_)) == pytest.approx(of_part)
+        assert model.copies.single_s(int(rows_)) == pytest.approx(alone_s)
 
 
 def test_what_runs_together_is_slower() -> None:
@@ -309,7 +322,12 @@ def grouped(num_experts: int, missing: int, group: int) -> tuple[CostModel, F64A
     """A model without daemons whose prompts take copies of `missing` experts, on a slow bus."""
     spec = model_spec(moe_spec([3 * MIB] * 2, num_experts=num_experts, num_used=8))
     row = BoxRow(CARD, 8 * GIB, CORES_16, 8 * GIB, bus=25e9)
-    at_ = copies_of(situation(spec, row), Curve(((512.0, 0.1),)), Curve(((512.0, 1e-5),)))
+    at_ = copies_of(
+        situation(spec, row),
+        Curve(((512.0, 0.1),)),
+        Curve(((512.0, 1e-5),)),
+        Curve(((512.0, 1e-5),)),
+    )
     model = model_of(at_)
     assert model.copies is not None
     model = replace(model, copies=replace(model.copies, group=group))

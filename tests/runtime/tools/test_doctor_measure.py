@@ -37,7 +37,11 @@ BOX = Box(
     (Together("experts of cpu", "steps of cuda:0", 1.5, 1.25),),
     {"cuda:0": LINE},
     {"cuda:0": AskedSpeed(LINE, LINE)},
-    {"cuda:0": OffloadSpeed("cuda:0", Curve(((512.0, 0.04),)), Curve(((512.0, 3e-4),)))},
+    {
+        "cuda:0": OffloadSpeed(
+            "cuda:0", Curve(((512.0, 0.04),)), Curve(((512.0, 3e-4),)), Curve(((512.0, 1e-4),))
+        )
+    },
     LINE,
 )
 

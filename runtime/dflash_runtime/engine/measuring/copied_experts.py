@@ -4,7 +4,7 @@ an engine does it: in passes through layers that lack all of their experts, or a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -89,29 +89,46 @@ class CopiedPasses:
             offload.close()
             raise
 
-        def route_of(owners: _Copied, layer_id: int) -> HostRoute:
+        def route_of(owners: _Copied, layer_id: int, *, more_follow: bool = False) -> HostRoute:
             bank = loaded.banks[layer_id]
             assert isinstance(bank, CupyExpertBank)
             here = bank.by_global.only(gpu.device, ~missing[layer_id])
             return HostRoute(
-                gpu.ops, layer_id, here, phase=Phase.PREFILL, remote=owners, offload=offload
+                gpu.ops,
+                layer_id,
+                here,
+                phase=Phase.PREFILL,
+                remote=owners,
+                offload=offload,
+                more_follow=more_follow,
             )
 
-        def passes(num_layers: int) -> Passes:
+        def passes(num_layers: int) -> tuple[Passes, DeviceMoe]:
             # Of the layer after the last one nothing is copied ahead.
             owners = _Copied({each: missing[each] for each in layers if each < num_layers})
-            return loaded.chunk_passes(num_layers, DeviceMoe(partial(route_of, owners)))
+            first_of_group = DeviceMoe(partial(route_of, owners, more_follow=True))
+            alone = DeviceMoe(partial(route_of, owners))
+            return loaded.chunk_passes(num_layers, alone), first_of_group
 
         self._passes = tuple(passes(num) for num in ends)
 
     def timers(self, rows: int) -> list[Timer]:
         """Seconds of a chunk that finds nothing copied, and the bytes that it copies."""
-        return [partial(self._timed, passes, rows) for passes in self._passes]
+        return [partial(self._timed, partial(each.seconds, rows)) for each, _ in self._passes]
 
-    def _timed(self, passes: Passes, rows: int) -> tuple[float, ...]:
+    def group_timers(self, rows: int) -> list[Timer]:
+        """The same of two chunks that use the same copies."""
+        return [
+            partial(
+                self._timed, partial(each.group_s, rows, (first, each.experts_of(Phase.PREFILL)))
+            )
+            for each, first in self._passes
+        ]
+
+    def _timed(self, seconds_of: Callable[[], float]) -> tuple[float, ...]:
         self._offload.forget()
         before = self._copier.num_bytes
-        seconds = passes.seconds(rows)
+        seconds = seconds_of()
         return seconds, float(self._copier.num_bytes - before)
 
     def close(self) -> None:
@@ -123,7 +140,7 @@ def measure_offload(
     name: str, loaded: LoadedLayers, speed: DeviceSpeed, *, rate: float, limit_s: float
 ) -> OffloadSpeed:
     """Time chunks of 512 rows and of the largest size: with all experts of a layer missing, with a
-    few, and with none.
+    few, alone and two in a group, and with none.
 
     `speed`: of the same device and layers; `rate`: bytes a second that copies make about.
     Raises: as CopiedPasses; DeviceUnavailable if no memory can be locked.
@@ -136,7 +153,7 @@ def measure_offload(
     trunk = np.array([np.mean([trunk_bytes(loaded.file, each) for each in described])])
     sizes = sorted({min(_CHUNK_ROWS, chunk), chunk})
     gpu: Any = loaded.backend
-    copies, parts = [], []
+    copies, single, grouped = [], [], []
     with contextlib.ExitStack() as undo:
         copier = FileCopier(gpu.device)
         undo.callback(copier.close)
@@ -150,24 +167,30 @@ def measure_offload(
                 loaded, copier, num_missing=_few(layers[0], speed, rows, rate), ends=ends
             )
             undo.callback(few.close)
-            timers = [*every.timers(rows), *few.timers(rows)]
+            timers = [*every.timers(rows), *few.timers(rows), *few.group_timers(rows)]
             timers += [passes.timer(rows) for passes in here]
             found = medians(timers, limit_s=left.share(1.0 / (len(sizes) - index)))
             all_s, num_bytes = _of_layer(found[:2], _ends_of(layers))
             few_s, _ = _of_layer(found[2:4], ends)
-            (here_s,) = _of_layer(found[4:], ends)
+            two_s, _ = _of_layer(found[4:6], ends)
+            (here_s,) = _of_layer(found[6:], ends)
             trunk_s = float(at_rows(speed.trunk, rows, trunk).sum())
-            copies.append((float(rows), seconds_of_gb(all_s, num_bytes, trunk_s=trunk_s)))
-            parts.append((float(rows), max(0.0, few_s - here_s)))
-    return OffloadSpeed(name, Curve(tuple(copies)), Curve(tuple(parts)))
+            single_s = max(0.0, few_s - here_s)
+            gb_s = seconds_of_gb(all_s, num_bytes, trunk_s=trunk_s, single_s=single_s)
+            copies.append((float(rows), gb_s))
+            single.append((float(rows), single_s))
+            grouped.append((float(rows), max(0.0, two_s - few_s - here_s)))
+    return OffloadSpeed(name, *(Curve(tuple(each)) for each in (copies, single, grouped)))
 
 
-def seconds_of_gb(layer_s: float, num_bytes: float, *, trunk_s: float) -> float:
+def seconds_of_gb(layer_s: float, num_bytes: float, *, trunk_s: float, single_s: float) -> float:
     """What a gigabyte of copies takes, if a layer that copies so many bytes takes so long: while
-    its trunk is computed copies go on, as far as there is room (see CostModel)."""
-    byte_s = layer_s / max(1.0, num_bytes)
+    its trunk is computed copies go on, as far as there is room, and `single_s` (OffloadSpeed) comes
+    after them (see CostModel)."""
+    waited_s = max(layer_s - single_s, _LEAST_SHARE * layer_s)
+    byte_s = waited_s / max(1.0, num_bytes)
     if trunk_s > AHEAD_BYTES * byte_s:
-        beyond_s = (layer_s - trunk_s) / max(1.0, num_bytes - AHEAD_BYTES)
+        beyond_s = (waited_s - trunk_s) / max(1.0, num_bytes - AHEAD_BYTES)
         byte_s = max(beyond_s, _LEAST_SHARE * byte_s)
     return 1e9 * byte_s
 

@@ -34,7 +34,7 @@ from dflash_runtime.placement.box import (
 
 _LOG = logging.getLogger(__name__)
 
-_FORMAT = 10
+_FORMAT = 11
 _PREFIX, _SUFFIX = "box-", ".json"
 LIMIT_BYTES = 1 << 20
 _NUM_KEPT = 64
@@ -49,6 +49,7 @@ _KEYS = (
 )  # fmt: skip
 _DEVICE_CURVES = "experts", "trunk", "head", "attention"
 _ASKED_TIMES = "layer_s", "step_s"
+_OFFLOAD_CURVES = "copies", "single", "grouped"
 _RATES = "from_locked", "from_page_cache", "to_host", "kernel_reads"
 
 T = TypeVar("T")
@@ -171,7 +172,7 @@ def box_record(box: Box) -> dict[str, Any]:
             for name, each in box.host_asked.items()
         },
         "offload": {
-            name: {"copies": each.copies.points, "part": each.part.points}
+            name: {part: getattr(each, part).points for part in _OFFLOAD_CURVES}
             for name, each in box.offload.items()
         },
         "disk": None if box.disk is None else box.disk.points,
@@ -261,8 +262,8 @@ def _asked(name: str, given: object) -> AskedSpeed:
 
 
 def _offload(name: str, given: object) -> OffloadSpeed:
-    curves = read.fields(given, "copies in prompts", ("copies", "part"))
-    return OffloadSpeed(name, _curve("copies", curves["copies"]), _curve("part", curves["part"]))
+    curves = read.fields(given, "copies in prompts", _OFFLOAD_CURVES)
+    return OffloadSpeed(name, **{part: _curve(part, curves[part]) for part in _OFFLOAD_CURVES})
 
 
 def _together(given: object) -> Together:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from dflash_runtime.compute.kv_cache import KvCache
 from dflash_runtime.compute.model import Model, Step, forward, run_to_end
 from dflash_runtime.compute.trees import Tree
 from dflash_runtime.engine.measuring.timing import Timer
+from dflash_runtime.engine.two_batch_overlap import run_in_turns
 
 STEPS_IN_A_ROW = 16
 """Steps of a device, of which some are started before a token is read, as the engine does. A single
@@ -49,18 +50,24 @@ class Passes:
             return self._step_s(position)
         if num_rows <= 8:
             return self._tree_s(num_rows, position)
-        return self._chunk_s(num_rows, position)
+        return self._forward_s(self._chunk(num_rows, position))
 
     def timer(self, num_rows: int, position: int = 0) -> Timer:
         """A timer of such a pass, for `medians`."""
         return lambda: (self.seconds(num_rows, position),)
 
+    def group_s(self, num_rows: int, experts: Sequence[Any]) -> float:
+        """Chunks that pass each layer one after the other, as an engine's groups do: one with each
+        of these routed experts. All have the same positions."""
+        started_s = time.perf_counter()
+        chunks = [forward(self.model, self._chunk(num_rows, position=0), each) for each in experts]
+        self._head(run_in_turns(*chunks, poll=lambda: None)[-1][-1:])
+        return time.perf_counter() - started_s
+
     def _step_s(self, position: int) -> float:
         captured, (token_id,) = self.captured, self.token_ids(1).tolist()
         if captured is None:
-            return self._forward_s(
-                Step.of_chunk(self.token_ids(1), position, self.cache, Phase.DECODE)
-            )
+            return self._forward_s(self._chunk(1, position, Phase.DECODE))
         num, ahead = self._num_in_a_row, captured.most_ahead
         captured.begin(token_id, position)
         started_s = time.perf_counter()
@@ -82,17 +89,19 @@ class Passes:
             return time.perf_counter() - started_s
         return self._forward_s(Step.of_tree(token_ids, tree, self.cache))
 
-    def _chunk_s(self, num_rows: int, position: int) -> float:
-        token_ids = self.token_ids(num_rows)
-        return self._forward_s(Step.of_chunk(token_ids, position, self.cache, Phase.PREFILL))
+    def _chunk(self, num_rows: int, position: int, phase: Phase = Phase.PREFILL) -> Step:
+        return Step.of_chunk(self.token_ids(num_rows), position, self.cache, phase)
 
     def _forward_s(self, step: Step) -> float:
         """All rows of a tree need the head."""
         started_s = time.perf_counter()
         hidden = run_to_end(forward(self.model, step, self.experts_of(step.phase)))
-        rows = hidden if step.tree is not None else hidden[-1:]
-        self.backend.argmax(self.model.head(rows))
+        self._head(hidden if step.tree is not None else hidden[-1:])
         return time.perf_counter() - started_s
+
+    def _head(self, rows: AnyArray) -> None:
+        """Wait for the head's result."""
+        self.backend.argmax(self.model.head(rows))
 
     def _sequence_before_trees(self) -> int:
         """Compute a sequence for a tree to follow, unless its positions may be skipped; returns its

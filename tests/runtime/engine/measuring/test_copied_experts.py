@@ -61,13 +61,15 @@ def test_each_chunk_copies_the_experts_that_its_layers_lack(
     passes = CopiedPasses(loaded, copier, num_missing=num_missing, ends=(1, 2))
     size = loaded.spec.moe.layers[0].expert_bytes
     for _ in range(2):
-        for timer, num_layers in zip(passes.timers(ROWS), (1, 2), strict=True):
-            seconds, num_bytes = timer()
-            assert seconds > 0.0
-            assert num_bytes % size == 0
-            # Of five experts, 20 tokens that choose two each may leave one out.
-            most = num_layers * min(num_missing, TINY.num_experts)
-            assert most - num_layers <= num_bytes / size <= most
+        for timers in (passes.timers(ROWS), passes.group_timers(ROWS)):
+            for timer, num_layers in zip(timers, (1, 2), strict=True):
+                seconds, num_bytes = timer()
+                assert seconds > 0.0
+                assert num_bytes % size == 0
+                # Of five experts, 20 tokens that choose two each may leave one out; what one chunk
+                # of a group has copied is not copied for the next one.
+                most = num_layers * min(num_missing, TINY.num_experts)
+                assert most - num_layers <= num_bytes / size <= most
     passes.close()
     passes.close()
 
@@ -84,7 +86,7 @@ def test_what_is_told_of_a_device(loaded: LoadedLayers, gpus: EmulatedGpus) -> N
     assert held[0] == held[1]
     assert found is not None
     assert found.device == "cuda:0"
-    for curve in (found.copies, found.part):
+    for curve in (found.copies, found.single, found.grouped):
         ((rows, seconds),) = curve.points
         assert rows == ROWS
         assert seconds >= 0.0
@@ -110,11 +112,14 @@ def test_what_fails_gives_its_memory_back(
     layer_s=st.floats(1e-4, 1.0),
     num_bytes=st.floats(1e6, 1e10),
     trunk_share=st.floats(0.0, 0.97),
+    single_share=st.floats(0.0, 0.9),
 )
 def test_a_layer_that_waits_for_copies_is_predicted_to_take_what_it_took(
-    layer_s: float, num_bytes: float, trunk_share: float
+    layer_s: float, num_bytes: float, trunk_share: float, single_share: float
 ) -> None:
-    trunk_s = trunk_share * layer_s
-    byte_s = seconds_of_gb(layer_s, num_bytes, trunk_s=trunk_s) / 1e9
+    single_s = single_share * layer_s
+    trunk_s = trunk_share * (layer_s - single_s)
+    byte_s = seconds_of_gb(layer_s, num_bytes, trunk_s=trunk_s, single_s=single_s) / 1e9
     ahead_s = min(trunk_s, AHEAD_BYTES * byte_s)
-    assert trunk_s + num_bytes * byte_s - ahead_s == pytest.approx(layer_s, rel=1e-6)
+    predicted_s = trunk_s + num_bytes * byte_s - ahead_s + single_s
+    assert predicted_s == pytest.approx(layer_s, rel=1e-6)

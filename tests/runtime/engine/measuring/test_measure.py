@@ -157,7 +157,8 @@ def test_a_gpu_beside_the_host(
     asked = box.host_asked["cuda:0"]
     for curve in (asked.beyond, asked.computing):
         *few, all_used = (amount for amount, _ in curve.points)
-        assert all_used == TINY.num_experts_used * 6528
+        # But where one of them is the device's.
+        assert TINY.num_experts_used - 1 <= all_used / 6528 <= TINY.num_experts_used
         assert few
         assert all(6528 <= each < all_used for each in few)
         assert is_sound(curve)
@@ -171,7 +172,7 @@ def test_a_gpu_beside_the_host(
     assert min(rates.from_locked, rates.from_page_cache, rates.to_host, rates.kernel_reads) > 0.0
     assert rates.pcie == "gen 4 x8"
     offload = box.offload["cuda:0"]
-    for curve in (offload.copies, offload.part):
+    for curve in (offload.copies, offload.single, offload.grouped):
         assert [rows for rows, _ in curve.points] == [backend.chunking.preferred]
         assert is_sound(curve)
     assert [(each.first, each.second) for each in box.together] == [
@@ -242,7 +243,8 @@ def test_the_processor_computes_what_steps_ask(model: Path, gpus: EmulatedGpus) 
         undo.callback(layers.close)
         assert len(layers.description.layers) == TINY.num_layers
         num_used = TINY.num_experts_used
-        for every, least, most in ((1, num_used, num_used), (2, 0, num_used), (1 << 30, 0, 0)):
+        # The device has one of the experts, which some tokens choose.
+        for every, least, most in ((1, num_used - 1, num_used), (2, 0, num_used), (1 << 30, 0, 0)):
             asked = layers.asked(every)
             for passes in asked.ends:
                 assert passes.captured is not None
