@@ -60,6 +60,7 @@ _MODES = ("auto", "batched", "stream")
 _TRANSPORTS = ("auto", "device", "shared", "stream")
 _DTYPES = ("f32", "f16", "bf16")
 _OFFLOADS = ("auto", "on", "off")
+_CACHE_POLICIES = ("auto", "lru", "lfu", "static")
 _MOE_MODES = ("auto", "resident", "cpu-moe", "remote", "layers", "hot", "mixed")
 
 
@@ -401,6 +402,12 @@ class Settings:
         True, "MOE_PREDICT_PREFETCH", Switch(), Reader.PARENT,
         "While a layer is computed, read from the disk what the next one will probably choose, if "
         "experts are larger than memory.",
+    )
+    moe_cache_policy: str = setting(
+        "auto", "MOE_CACHE_POLICY", OneOf(*_CACHE_POLICIES), Reader.PARENT,
+        "If experts are larger than memory, which ones leave it: lru, least recently used; lfu, "
+        "least used in some hundred tokens; static, least used in thousands; auto = what finds "
+        "most.",
     )
     swap_min_gain: int = setting(
         2, "SWAP_MIN_GAIN", Whole(0, 1_000_000), Reader.PARENT,

@@ -8,6 +8,8 @@ if each had memory of its own for so many experts of a layer.
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 HALF_LIVES = (2.0, 16.0, 128.0, 2048.0)
 """Tokens after which a use counts half."""
 
@@ -23,3 +25,17 @@ LEAST_GAIN = 0.05
 
 LEAST_TOKENS = 64
 """That must have been seen."""
+
+
+class CachePolicy(StrEnum):
+    """Values of the setting: which half-life is used; with AUTO the one that finds most."""
+
+    AUTO = "auto"
+    LRU = "lru"
+    LFU = "lfu"
+    STATIC = "static"
+
+    @property
+    def first(self) -> int:
+        """The one of HALF_LIVES that is used, with AUTO at first."""
+        return {CachePolicy.LRU: 0, CachePolicy.LFU: 2, CachePolicy.STATIC: 3}.get(self, FIRST)

@@ -25,6 +25,7 @@ from dflash_runtime.compute.backend import (
     argmax_of,
 )
 from dflash_runtime.compute.expert_arena import ExpertArena
+from dflash_runtime.compute.half_lives import CachePolicy
 from dflash_runtime.compute.host_model import HostExperts, HostModel
 from dflash_runtime.compute.host_ops import Ops
 from dflash_runtime.compute.kv_cache import KvCache, KvType
@@ -170,6 +171,7 @@ class HostBackend:
         *,
         num_bytes: int,
         looks_ahead: bool = True,
+        policy: CachePolicy = CachePolicy.AUTO,
     ) -> ExpertArena | None:
         return None
 

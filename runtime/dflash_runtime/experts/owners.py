@@ -15,6 +15,7 @@ from dflash_protocol.placement import Placement
 from dflash_protocol.settings import Settings
 from dflash_runtime.compute import ComputeBackend, ExpertBank
 from dflash_runtime.compute.expert_arena import ExpertArena
+from dflash_runtime.compute.half_lives import CachePolicy
 from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute
 from dflash_runtime.experts.daemons.connecting import Connected
 from dflash_runtime.experts.daemons.data_path import open_data_path
@@ -71,7 +72,13 @@ def give(
     """
     links, events, is_required = connected.links, connected.events, settings.ipc_required
     owned_by = dict(zip(placement.owner_names, placement.owners, strict=True))
-    brought = partial(_brought, undo, file, looks_ahead=settings.moe_predict_prefetch)
+    brought = partial(
+        _brought,
+        undo,
+        file,
+        looks_ahead=settings.moe_predict_prefetch,
+        policy=CachePolicy(settings.moe_cache_policy),
+    )
     connected.give(owned_by)
     host_class = host_backend.class_beside(backend.numeric_class)
     every: dict[int, ExpertBank] = {}
@@ -177,9 +184,12 @@ def _brought(
     num_bytes: int,
     *,
     looks_ahead: bool,
+    policy: CachePolicy,
 ) -> ExpertArena | None:
     try:
-        arena = backend.bring_experts(file, banks, num_bytes=num_bytes, looks_ahead=looks_ahead)
+        arena = backend.bring_experts(
+            file, banks, num_bytes=num_bytes, looks_ahead=looks_ahead, policy=policy
+        )
     except (OSError, ValueError) as error:
         # docs: the file's disk, this system, or so little memory allows no reads past the page
         # cache; the operating system reads pages as they are touched, which is much slower

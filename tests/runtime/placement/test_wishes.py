@@ -12,6 +12,7 @@ from dflash_protocol.placement import OwnedExperts, Placement
 from dflash_protocol.settings import Settings
 from dflash_protocol.settings.kinds import OneOf
 from dflash_protocol.settings.table import KNOBS
+from dflash_runtime.compute.half_lives import CachePolicy
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.placement.plan import Plan, PlanRefused, RoomStatus
 from dflash_runtime.placement.planner import UNPLANNED_CONTEXT, plan
@@ -70,6 +71,7 @@ def test_settings_are_wishes() -> None:
     assert wishes.experts.overrides == (("exps", "cpu"),)
     assert request_of(asked) == PlannedRequest(7, 9)
     assert set(words_of("MOE_MODE")) == {"auto", *MoeMode}
+    assert set(words_of("MOE_CACHE_POLICY")) == {*CachePolicy}
 
 
 def words_of(name: str) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.cpu.routers_ahead import routers_ahead
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers, check_num_threads
+from dflash_runtime.compute.half_lives import CachePolicy
 from dflash_runtime.compute.host import HostBackend
 from dflash_runtime.compute.host_model import HostModel
 from dflash_runtime.compute.kv_cache import KvCache, KvType
@@ -113,13 +114,16 @@ class CpuBackend(HostBackend):
         *,
         num_bytes: int,
         looks_ahead: bool = True,
+        policy: CachePolicy = CachePolicy.AUTO,
     ) -> HostArena:
         ours = {i: bank for i, bank in banks.items() if isinstance(bank, CpuExpertBank)}
         most_bytes = max(num_bytes // _ROUTERS_PART, _FEW_BYTES)
         routers = routers_ahead(file, ours, most_bytes=most_bytes) if looks_ahead else {}
         num_bytes -= sum(each.num_bytes for each in routers.values())
         with keeping_in(self._cache_dir):
-            return HostArena(file, [*ours.values()], num_bytes=num_bytes, routers=routers)
+            return HostArena(
+                file, [*ours.values()], num_bytes=num_bytes, routers=routers, policy=policy
+            )
 
     def drop_experts(self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:
         """Do nothing: banks are views of the file."""

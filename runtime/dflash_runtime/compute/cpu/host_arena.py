@@ -28,7 +28,7 @@ from dflash_runtime.compute.cpu.kernels import arena_tasks as t
 from dflash_runtime.compute.cpu.routers_ahead import RouterAhead
 from dflash_runtime.compute.cpu.threads.system import READ_SYSCALLS
 from dflash_runtime.compute.expert_arena import ArenaStats
-from dflash_runtime.compute.half_lives import FIRST, HALF_LIVES
+from dflash_runtime.compute.half_lives import HALF_LIVES, CachePolicy
 
 _LOG = logging.getLogger(__name__)
 
@@ -68,9 +68,10 @@ class HostArena:
         *,
         num_bytes: int,
         routers: Mapping[int, RouterAhead] | None = None,
+        policy: CachePolicy = CachePolicy.AUTO,
     ) -> None:
         """`num_bytes`: of all slots. `routers`: what `routers_ahead` finds for these banks in
-        this order; without, steps prefetch nothing.
+        this order; without, steps prefetch nothing. `policy`: which experts leave.
 
         Raises: OSError where there are no such reads, or not the memory; ValueError for less than
         the largest layer's experts take.
@@ -116,8 +117,9 @@ class HostArena:
         words[t.MEMORY], words[t.SLOT_BYTES] = memory.ctypes.data, slot_bytes
         words[t.NUM_LAYERS], words[t.CHANCES] = len(banks), chances.ctypes.data
         words[t.LIMIT_NS] = int(LIMIT_S * 1e9)
-        words[t.DECIDING], words[t.SHADOW_MISSES] = FIRST, misses.ctypes.data
-        words[t.SHADOW_SLOTS] = max(1, self._num_slots // len(banks))
+        words[t.DECIDING], words[t.SHADOW_MISSES] = policy.first, misses.ctypes.data
+        if policy is CachePolicy.AUTO:
+            words[t.SHADOW_SLOTS] = max(1, self._num_slots // len(banks))
         for layer, following in pairwise(self._layers):
             layer.words[t.NEXT] = following.words.ctypes.data
         self._routers = routers or {}

@@ -69,6 +69,7 @@ from dflash_runtime.compute.gpu.run.host_path import HostPath
 from dflash_runtime.compute.gpu.run.path_choice import MailboxSessions
 from dflash_runtime.compute.gpu.run.step_path import LocalPath
 from dflash_runtime.compute.gpu.transfers.payload import PayloadMover
+from dflash_runtime.compute.half_lives import CachePolicy
 from dflash_runtime.compute.kv_cache import KvCache, KvType
 from dflash_runtime.compute.model import Model
 from dflash_runtime.compute.room import Needs
@@ -275,6 +276,7 @@ class CupyBackend:
         *,
         num_bytes: int,
         looks_ahead: bool = True,
+        policy: CachePolicy = CachePolicy.AUTO,
     ) -> ExpertArena | None:
         return None
 

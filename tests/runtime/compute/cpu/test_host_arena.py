@@ -22,7 +22,7 @@ from dflash_runtime.compute.cpu.experts import CpuExpertBank
 from dflash_runtime.compute.cpu.host_arena import HostArena
 from dflash_runtime.compute.cpu.kernels import arena_tasks as t
 from dflash_runtime.compute.cpu.routers_ahead import routers_ahead
-from dflash_runtime.compute.half_lives import FIRST, HALF_LIVES
+from dflash_runtime.compute.half_lives import FIRST, HALF_LIVES, CachePolicy
 from dflash_runtime.placement.cache import policies
 from dflash_runtime.placement.cache.simulation import PLAIN
 from support.examples import examples
@@ -95,7 +95,12 @@ def backend() -> Iterator[CpuBackend]:
 
 @contextlib.contextmanager
 def rig_of(
-    path: Path, backend: CpuBackend, num_slots: int, *, looks_ahead: bool = False
+    path: Path,
+    backend: CpuBackend,
+    num_slots: int,
+    *,
+    looks_ahead: bool = False,
+    policy: CachePolicy = CachePolicy.AUTO,
 ) -> Iterator[Rig]:
     with GgufFile.open(path) as file:
         layers = moe_layers(file)
@@ -112,7 +117,9 @@ def rig_of(
             most_bytes=1 << 20 if looks_ahead else 0,
         )
         assert len(routers) == (LAYERS - 1 if looks_ahead else 0)
-        arena = HostArena(file, brought, num_bytes=num_slots * slot_bytes, routers=routers)
+        arena = HostArena(
+            file, brought, num_bytes=num_slots * slot_bytes, routers=routers, policy=policy
+        )
         with contextlib.closing(arena):
             yield Rig(file, there, brought, arena)
 
@@ -257,6 +264,31 @@ def test_the_half_life_follows_what_is_chosen(
                 ids = rng.choice(among, K, replace=False, p=weights)
                 rig.check(layer, batch_of(ids[None].astype(np.int32), token))
         assert rig.arena.stats().half_life in expected
+
+
+@pytest.mark.parametrize(
+    ("policy", "half_life"),
+    [(CachePolicy.LRU, 2.0), (CachePolicy.LFU, 128.0), (CachePolicy.STATIC, 2048.0)],
+)
+def test_a_half_life_that_was_asked_for_stays(
+    path: Path, backend: CpuBackend, policy: CachePolicy, half_life: float
+) -> None:
+    """Whatever is chosen: `lru` keeps what was used last, `static` what was used most."""
+    often, seldom = [0, 1], [2, 3, 4, 5]
+    with rig_of(path, backend, LAYERS * 4, policy=policy) as rig:
+        for token in range(300):
+            for layer in range(LAYERS):
+                rig.check(layer, batch_of(np.array([often], np.int32), token))
+        for first in (0, 2) * 6:
+            for layer in range(LAYERS):
+                rig.check(layer, batch_of(np.array([seldom[first : first + 2]], np.int32)))
+        before = rig.arena.stats()
+        assert before.half_life == half_life
+        assert all(not of_layer.shadows.any() for of_layer in rig.arena._layers)
+        for layer in range(LAYERS):
+            rig.check(layer, batch_of(np.array([often], np.int32)))
+        num_found = rig.arena.stats().found - before.found
+        assert num_found == (0 if policy is CachePolicy.LRU else LAYERS * len(often))
 
 
 def likely_by_numpy(file: GgufFile, layer: int, row: F32Array) -> I32Array:

@@ -16,6 +16,7 @@ from dflash_runtime import Engine
 from dflash_runtime.compute.cpu import CpuBackend
 from dflash_runtime.compute.cpu.routers_ahead import routers_ahead
 from dflash_runtime.compute.expert_arena import ArenaStats
+from dflash_runtime.compute.half_lives import HALF_LIVES
 from dflash_runtime.engine import opening
 from dflash_runtime.engine.demo_model import demo_model_path
 from support.undisturbed import settings_with
@@ -27,13 +28,13 @@ NUM_TOKENS = 150
 
 
 def written(
-    path: Path, monkeypatch: pytest.MonkeyPatch, *, prefetches: bool
+    path: Path, monkeypatch: pytest.MonkeyPatch, *, prefetches: bool, policy: str = "auto"
 ) -> tuple[list[int], ArenaStats]:
     """Tokens written with memory for half of the experts, and what came from the disk."""
     with GgufFile.open(path) as file:
         half = read_spec(file).moe.expert_bytes_total // 2
     monkeypatch.setattr(opening, "_arena_bytes", lambda *_: half)
-    settings = settings_with(moe_predict_prefetch=prefetches)
+    settings = settings_with(moe_predict_prefetch=prefetches, moe_cache_policy=policy)
     with Engine.open(path, backend="cpu", threads=1, settings=settings) as engine:
         prompt = engine.encode_prompt(PROMPT)
         tokens = [each.token_id for each in engine.generate(prompt, NUM_TOKENS, ignore_eos=True)]
@@ -51,8 +52,9 @@ def test_trained_models_choose_what_was_predicted(
     assert disk.predicted >= 0.7 * disk.checked
     assert disk.prefetched > 100
     assert disk.prefetched_used >= 0.7 * disk.prefetched
-    alone, without = written(path, monkeypatch, prefetches=False)
+    alone, without = written(path, monkeypatch, prefetches=False, policy="static")
     assert tokens == alone
+    assert without.half_life == HALF_LIVES[-1]
     assert without.checked == without.prefetched == 0
 
 

@@ -51,7 +51,8 @@ that were used, experts that layers chose after a prediction, and those of them 
 predicted; how long an expert is read, and how long it is from a layer to the next one, float64;
 when the last layer began to compute; and for the likeliest expert that is predicted, the second one
 and so on, the share of missing ones that were chosen, [MOST_PREDICTED] float64; which half-life is
-used; how many experts of a layer shadows keep; and what they miss of a layer of late, [H] float64.
+used; how many experts of a layer shadows keep, 0: there are none, and the half-life stays; and what
+they miss of a layer of late, [H] float64.
 """
 NUM_WORDS = 32
 
@@ -447,7 +448,7 @@ def _enter(args: int, counter: int, pool: int) -> None:
         _check_prediction(arena, layer, num_groups)
     if is_step:
         _note(arena + 8 * MISSING, num_missing + num_prefetched)
-        if get(arena, SHADOW_SLOTS) < get(layer, NUM_EXPERTS):
+        if 0 < get(arena, SHADOW_SLOTS) < get(layer, NUM_EXPERTS):
             _compare_half_lives(args, layer, call)
     following = get(layer, NEXT)
     predicts = is_step and following != 0 and get(following, ROUTER) != 0
