@@ -3,8 +3,10 @@ engine: in passes through all layers of the model, whose experts lie in the host
 
 Passes through a few layers would be too fast: they find experts, and the entries of their page
 tables, in the processor's caches. The device has an expert of each layer, so that its steps run the
-kernels of layers in which both have some: without any, they would ask and add by others, which take
-some 8 µs less on an H200.
+kernels of layers in which both have some: without any, they would ask and add by others.
+
+What the processor counts as computing varies by a tenth from pass to pass on a machine that others
+use too, and steps by as much; but not what is left of a step without it. So both are told apart.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -27,7 +30,7 @@ from dflash_runtime.engine.measuring.layers import trunk_bytes
 from dflash_runtime.engine.measuring.loaded_layers import LoadedLayers
 from dflash_runtime.engine.measuring.no_owners import AskedProcessor
 from dflash_runtime.engine.measuring.passes import STEPS_IN_A_ROW, Passes
-from dflash_runtime.engine.measuring.timing import medians
+from dflash_runtime.engine.measuring.timing import Timer, medians
 from dflash_runtime.experts.store import load_banks
 from dflash_runtime.placement.box import AskedSpeed, Curve
 
@@ -47,8 +50,16 @@ class AskedPasses:
     every so many-th expert, the device one, and nothing computes the others."""
 
     ends: tuple[Passes, Passes]
-    owners: AskedProcessor
-    """Of the passes through all layers."""
+    owners: tuple[AskedProcessor, AskedProcessor]
+
+    def timers(self) -> list[Timer]:
+        """Seconds of a step but for those in which the processor computes."""
+        return [partial(_rest, *each) for each in zip(self.ends, self.owners, strict=True)]
+
+    def begin_counts(self) -> None:
+        """Count from now on."""
+        for each in self.owners:
+            each.begin_counts()
 
 
 class AskedModel:
@@ -100,7 +111,7 @@ class AskedModel:
         """`every`: the processor computes every so many-th expert of a layer, but the device's."""
         num_layers = len(self.description.layers)
         half, whole = (self._passes(num, every) for num in (num_layers // 2, num_layers))
-        return AskedPasses((half[0], whole[0]), whole[1])
+        return AskedPasses((half[0], whole[0]), (half[1], whole[1]))
 
     def close(self) -> None:
         """Free all memory. Idempotent."""
@@ -135,6 +146,13 @@ class AskedModel:
         # Its own tokens: experts that other passes have just read may be in the caches.
         random = np.random.default_rng((num_layers, every))
         return Passes(self._backend, model, self._cache, no_experts, captured, random), owners
+
+
+def _rest(passes: Passes, owners: AskedProcessor) -> tuple[float]:
+    """See AskedPasses.timers."""
+    before, seconds = owners.computed(), passes.seconds(1)
+    num_steps, computing_s = np.subtract(owners.computed(), before).tolist()
+    return (seconds - computing_s / max(1.0, num_steps),)
 
 
 def _num_that_fit(file: GgufFile, description: Description, limit_bytes: int) -> int:
@@ -182,8 +200,8 @@ def measure_asked(loaded: AskedModel, *, trunk: Curve, limit_s: float) -> AskedS
     more_s = [each for turn in turns for each in _more_s(turn, limit_s / len(turns))]
     trunks_s = sum(trunk.at(trunk_bytes(loaded.file, layer)) for layer in timed)
     asks = [
-        Asks(*part.owners.counts(), (seconds - trunks_s) / len(layers), part.owners.mean_ask()[1])
-        for part, seconds in zip(parts, more_s, strict=True)
+        Asks(*owners.counts(), (seconds - trunks_s) / len(layers), owners.mean_ask()[1])
+        for (_, owners), seconds in zip((part.owners for part in parts), more_s, strict=True)
     ]
     expert_bytes = float(np.mean([layer.expert_bytes for layer in layers]))
     beyond, computing = (
@@ -194,12 +212,13 @@ def measure_asked(loaded: AskedModel, *, trunk: Curve, limit_s: float) -> AskedS
 
 
 def _more_s(parts: Sequence[AskedPasses], limit_s: float) -> list[float]:
-    """What all layers take more than half of them, in seconds of each of the passes."""
-    timers = [passes.timer(1) for part in parts for passes in part.ends]
+    """What all layers take more than half of them but for computing, in seconds of each of the
+    passes."""
+    timers = [timer for part in parts for timer in part.timers()]
 
     def begin_counts() -> None:
         for part in parts:
-            part.owners.begin_counts()
+            part.begin_counts()
 
     found = medians(timers, limit_s=limit_s, after_first=begin_counts)
     each: list[float] = np.diff(np.array(found).reshape(len(parts), 2))[:, 0].tolist()
@@ -223,8 +242,8 @@ class Asks:
     """Of the layers."""
     num_experts: float
     """That were asked for, those that asked for none included."""
-    beyond_s: float
-    """Beyond its trunk, those that asked for none included."""
+    rest_s: float
+    """Beyond its trunk, but for computing; those that asked for none included."""
     computing_s: float
     """Of those that asked."""
 
@@ -236,21 +255,22 @@ def told(asks: Sequence[Asks]) -> tuple[Points, Points]:
     """What a layer that asks takes beyond its trunk, and what the processor counts of that, by how
     many experts it asks for on average, ascending.
 
+    What is not computing is taken to be the same for any number of experts: it is told from all
+    passes together, as where few layers ask noise is multiplied.
     `asks`: first of passes whose layers all ask, then of such as ask for fewer, perhaps for none.
     """
-    none_s = next((each.beyond_s for each in asks if not each.share_asking), 0.0)
-    most_s, beyond, computing = np.inf, dict[float, float](), dict[float, float]()
-    for each in asks:
-        share = each.share_asking
-        if share < _LEAST_SHARE:
-            continue
-        num, asking_s = each.num_experts / share, (each.beyond_s - (1.0 - share) * none_s) / share
-        # Few that ask multiply noise; but more experts take longer, and computing is part of that.
-        most_s = beyond[num] = min(most_s, max(asking_s, each.computing_s, 0.0))
-        computing[num] = each.computing_s
-    if not beyond:
-        return [(1.0, max(0.0, asks[0].beyond_s))], [(1.0, 0.0)]
-    return sorted(beyond.items()), sorted(computing.items())
+    none_s = next((each.rest_s for each in asks if not each.share_asking), 0.0)
+    asking = [each for each in asks if each.share_asking >= _LEAST_SHARE]
+    if not asking:
+        return [(1.0, max(0.0, asks[0].rest_s))], [(1.0, 0.0)]
+    rest_s = sum(each.rest_s - (1.0 - each.share_asking) * none_s for each in asking)
+    rest_s = max(0.0, rest_s / sum(each.share_asking for each in asking))
+    most_s, computing = np.inf, list[tuple[float, float]]()
+    for each in asking:  # fewer experts take no longer
+        most_s = min(most_s, each.computing_s)
+        computing.append((each.num_experts / each.share_asking, most_s))
+    computing.sort()
+    return [(num, rest_s + seconds) for num, seconds in computing], computing
 
 
 def measure_unasked(

@@ -122,6 +122,11 @@ class AskedProcessor(NoOwners):
         num_layers = max(1, self._num_layers)
         return self._num_asked / num_layers, self._num_pairs / num_layers
 
+    def computed(self) -> tuple[float, float]:
+        """Steps so far, and the seconds of computing in them."""
+        self._settle()
+        return self._num_layers / max(1, len(self._asked)), self._compute_s
+
     def mean_ask(self) -> tuple[float, float]:
         """The mean number of experts of the layers that asked so far, and the mean seconds that
         computing them took; both 0 if none asked."""
