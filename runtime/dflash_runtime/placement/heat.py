@@ -124,14 +124,14 @@ class Heat:
         index = phase_index(phase)
         if not self.totals[index, row].any():
             index = 1 - index
-        layer = self.layers[row]
+        layer, slow, fast = self.layers[row], self.half_lives.slow, self.half_lives.fast
         expected: F64Array = np.full(layer.num_experts, layer.num_experts_used / layer.num_experts)
-        for counts, least in (
-            (self.slow[:, row].sum(axis=0), _LEAST_BELIEVED),
-            (self.slow[index, row], 0.0),
-            (self.fast[index, row], 0.0),
+        for counts, half_life, least in (
+            (self.slow[:, row].sum(axis=0), slow, _LEAST_BELIEVED),
+            (self.slow[index, row], slow, 0.0),
+            (self.fast[index, row], fast, 0.0),
         ):
-            expected = _revised(expected, counts[: layer.num_experts], least)
+            expected = _revised(expected, counts[: layer.num_experts], half_life, least=least)
         return expected
 
     def selections(self, phase: Phase, layer_id: int) -> I64Array | None:
@@ -178,7 +178,7 @@ class Heat:
         decayed += new * mean[:, :, None]
 
 
-def _revised(expected: F64Array, counts: F64Array, least: float) -> F64Array:
+def _revised(expected: F64Array, counts: F64Array, half_life: float, *, least: float) -> F64Array:
     """How many of a token's selections are expected to be each expert, after these decayed counts.
 
     `least`: how far they are believed at least, of 1. Shapes: expected, counts, result [E].
@@ -188,12 +188,20 @@ def _revised(expected: F64Array, counts: F64Array, least: float) -> F64Array:
     if num_tokens < 1e-6:  # the latest token alone counts 1
         return expected
     found = counts / num_tokens
-    # Selections decayed by half-lives vary like those of twice as many tokens that have not.
-    variance = (expected * (1.0 - expected / num_used)).sum() / (2.0 * max(num_tokens, 1.0))
+    variance = float((expected * (1.0 - expected / num_used)).sum())
+    variance /= max(1.0, _undecayed(num_tokens, half_life))
     differs = max(float(((found - expected) ** 2).sum()), 1e-300)
-    weight = max(least, 1.0 - ALIKE * float(variance) / differs)
+    weight = max(least, 1.0 - ALIKE * variance / differs)
     revised: F64Array = (1.0 - weight) * expected + weight * found
     return revised
+
+
+def _undecayed(num_tokens: float, half_life: float) -> float:
+    """Of how many tokens that have not decayed the mean varies as that of decayed ones whose
+    weights have this sum: the square of the sum over the sum of squares (Kish 1965). As many at
+    first, twice as many in the end."""
+    kept = 2.0 ** (-1.0 / half_life)
+    return num_tokens * (1.0 + kept) / (2.0 - min(1.0, num_tokens * (1.0 - kept)))
 
 
 def hottest_share(counts: I64Array, num_experts: int) -> float:

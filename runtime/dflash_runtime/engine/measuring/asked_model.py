@@ -227,11 +227,13 @@ def _more_s(parts: Sequence[AskedPasses], limit_s: float) -> list[float]:
 
 def _parts(num_used: int, num_experts: int) -> tuple[int, ...]:
     """Every how many-th expert is asked: all; if a token has several, two of a layer on average, or
-    one of two; then one in a quarter of the layers, as with the hottest experts on the device: few
-    take longer, each, than many; and none, which tells what layers take that ask for nothing."""
+    one of two; then one: few take longer, each, than many; and none, which tells what layers take
+    that ask for nothing. Fewer than one would be so few different experts that the processor finds
+    them in its caches: every 32nd of 128 are 0.55 GB in all layers of the 30B shape."""
     if num_used == 1:
         return (1,)
-    return 1, max(2, num_used // 2), min(4 * num_used, num_experts), _NONE
+    some = sorted({1, max(2, num_used // 2), min(num_used, num_experts)})
+    return (*some, _NONE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,11 +267,11 @@ def told(asks: Sequence[Asks]) -> tuple[Points, Points]:
         return [(1.0, max(0.0, asks[0].rest_s))], [(1.0, 0.0)]
     rest_s = sum(each.rest_s - (1.0 - each.share_asking) * none_s for each in asking)
     rest_s = max(0.0, rest_s / sum(each.share_asking for each in asking))
-    most_s, computing = np.inf, list[tuple[float, float]]()
+    most_s, by_number = np.inf, dict[float, float]()
     for each in asking:  # fewer experts take no longer
         most_s = min(most_s, each.computing_s)
-        computing.append((each.num_experts / each.share_asking, most_s))
-    computing.sort()
+        by_number[each.num_experts / each.share_asking] = most_s
+    computing = sorted(by_number.items())
     return [(num, rest_s + seconds) for num, seconds in computing], computing
 
 
