@@ -200,7 +200,7 @@ def _undecayed(num_tokens: float, half_life: float) -> float:
     """Of how many tokens that have not decayed the mean varies as that of decayed ones whose
     weights have this sum: the square of the sum over the sum of squares (Kish 1965). As many at
     first, twice as many in the end."""
-    kept = 2.0 ** (-1.0 / half_life)
+    kept = float(2.0 ** (-1.0 / half_life))
     return num_tokens * (1.0 + kept) / (2.0 - min(1.0, num_tokens * (1.0 - kept)))
 
 
