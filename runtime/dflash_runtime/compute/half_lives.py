@@ -37,5 +37,6 @@ class CachePolicy(StrEnum):
 
     @property
     def first(self) -> int:
-        """The one of HALF_LIVES that is used, with AUTO at first."""
-        return {CachePolicy.LRU: 0, CachePolicy.LFU: 2, CachePolicy.STATIC: 3}.get(self, FIRST)
+        """The index in HALF_LIVES of the one that is used, with AUTO at first."""
+        fixed = {CachePolicy.LRU: 2.0, CachePolicy.LFU: 128.0, CachePolicy.STATIC: 2048.0}
+        return HALF_LIVES.index(fixed[self]) if self in fixed else FIRST

@@ -200,7 +200,7 @@ def measure_asked(loaded: AskedModel, *, trunk: Curve, limit_s: float) -> AskedS
     more_s = [each for turn in turns for each in _more_s(turn, limit_s / len(turns))]
     trunks_s = sum(trunk.at(trunk_bytes(loaded.file, layer)) for layer in timed)
     asks = [
-        Asks(*owners.counts(), (seconds - trunks_s) / len(layers), owners.mean_ask()[1])
+        Asks(*owners.counts(), (seconds - trunks_s) / len(layers), owners.mean_computing_s())
         for (_, owners), seconds in zip((part.owners for part in parts), more_s, strict=True)
     ]
     expert_bytes = float(np.mean([layer.expert_bytes for layer in layers]))

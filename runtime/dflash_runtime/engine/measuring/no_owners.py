@@ -127,12 +127,10 @@ class AskedProcessor(NoOwners):
         self._settle()
         return self._num_layers / max(1, len(self._asked)), self._compute_s
 
-    def mean_ask(self) -> tuple[float, float]:
-        """The mean number of experts of the layers that asked so far, and the mean seconds that
-        computing them took; both 0 if none asked."""
+    def mean_computing_s(self) -> float:
+        """The mean seconds that computing took for the layers that asked so far; 0 if none did."""
         self._settle()
-        num_asked = max(1, self._num_asked)
-        return self._num_pairs / num_asked, self._compute_s / num_asked
+        return self._compute_s / max(1, self._num_asked)
 
 
 def _nothing() -> None:
