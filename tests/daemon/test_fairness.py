@@ -153,8 +153,12 @@ class Flood:
             reply = self._client.wait(in_flight.popleft(), deadline_s=TIMEOUT_S)
             self.num_right += np.array_equal(reply.sums, expected)
 
-    def end(self) -> None:
+    def stop(self) -> None:
+        """Submits no further request; what is in flight is still answered."""
         self._stop.set()
+
+    def end(self) -> None:
+        self.stop()
         self._thread.join(TIMEOUT_S)
         assert not self._thread.is_alive()
 
@@ -189,8 +193,11 @@ def test_a_flood_of_large_requests_leaves_every_second_turn_to_a_small_parent(
 @pytest.mark.parametrize("by", ["shared", "stream"])
 def test_floods_of_equal_parents_are_served_in_turn(rig: Rig, by: str) -> None:
     rig.bank.is_small_there.set()
-    floods = [Flood(rig.client(transport)) for transport in (by, "shared", "stream")]
+    clients = [rig.client(transport) for transport in (by, "shared", "stream")]
+    floods = [Flood(client) for client in clients]
     time.sleep(30 * DELIVERY_S)
+    for flood in floods:
+        flood.stop()  # all of them before one is waited for, during which others would go on
     for flood in floods:
         flood.end()
     counts = [flood.num_right for flood in floods]
