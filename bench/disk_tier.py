@@ -139,7 +139,8 @@ class DiskBench:
                 ("used, of those prefetched", "prefetched_used", "prefetched"),
             ):
                 num, num_all = (
-                    sum(each["of_decode"][key] for each in self.disk) for key in (some, every)
+                    sum(each["of_decode"]["look_ahead"][key] for each in self.disk)
+                    for key in (some, every)
                 )
                 rows.append([what, f"{num / num_all:.2f}" if num_all else "", "", "", ""])
         return rows

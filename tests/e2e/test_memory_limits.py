@@ -208,6 +208,62 @@ def test_experts_without_room_are_read_when_they_are_used(large: Written, limit_
     assert 64 <= disk["num_slots"] < 256
 
 
+_GENERATES = """
+import json, sys
+from pathlib import Path
+from dflash_runtime import Engine
+path, stop, prompt = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
+with Engine.open(path, kv_type="f16", context=1024) as engine:
+    texts, slots = [], []
+    while not stop.exists():
+        tokens = engine.generate(prompt, 6, temperature=0.0, ignore_eos=True)
+        texts.append([each.token_id for each in tokens])
+        slots.append(engine.stats().disk.num_slots)
+        print(slots[-1], flush=True)
+print(json.dumps({"texts": texts, "slots": slots}))
+"""
+_TAKES = """
+import time
+taken = []
+while True:
+    taken.append(b"x" * (4 << 20))
+    time.sleep(0.25)
+"""
+
+
+@pytest.mark.slow
+def test_experts_leave_memory_that_another_program_takes(large: Written, tmp_path: Path) -> None:
+    """In the same cgroup, 16 MiB a second."""
+    drop_from_memory(large.path, [])
+    stop, prompt = tmp_path / "stop", json.dumps(prompt_of(LENGTHS[1]))
+    generates = [sys.executable, "-c", _GENERATES, str(large.path), str(stop), prompt]
+    takes = [sys.executable, "-c", _TAKES]
+    with memory_cgroup(600 * MIB) as group:
+        if group is None:
+            pytest.skip("may not make a memory cgroup")
+        command = group.command(generates)
+        with subprocess.Popen(
+            command, env=environment(), stdout=subprocess.PIPE, text=True
+        ) as ours:
+            try:
+                assert ours.stdout is not None
+                before = int(ours.stdout.readline())
+                with subprocess.Popen(group.command(takes)) as other:
+                    try:
+                        while int(ours.stdout.readline()) == before:
+                            pass
+                    finally:
+                        other.kill()
+            finally:
+                stop.touch()
+                said = ours.communicate(timeout=START_S)[0]
+        assert group.num_kills == 0
+    assert ours.returncode == 0
+    found = json.loads(said.splitlines()[-1])
+    assert 64 <= min(found["slots"]) < before == found["slots"][0]
+    assert all(text == large.expected[LENGTHS[1]] for text in found["texts"])
+
+
 @pytest.mark.slow
 def test_what_is_said_to_be_needed_is_enough_to_compile_kernels(
     model: Written, tmp_path: Path

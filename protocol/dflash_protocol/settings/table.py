@@ -409,6 +409,15 @@ class Settings:
         "least used in some hundred tokens; static, least used in thousands; auto = what finds "
         "most.",
     )
+    moe_warmpin: int = setting(
+        0, "MOE_WARMPIN", Whole(0, 65_536), Reader.PARENT,
+        "If experts are larger than memory, so many of the hottest of a layer never leave it, half "
+        "of the memory at most.",
+    )
+    moe_warmpin_after: int = setting(
+        1_000, "MOE_WARMPIN_AFTER", Whole(1, 1_000_000_000), Reader.PARENT,
+        "Tokens that are written before MOE_WARMPIN chooses.",
+    )
     swap_min_gain: int = setting(
         2, "SWAP_MIN_GAIN", Whole(0, 1_000_000), Reader.PARENT,
         "How many times what moving experts costs it has to save over the next 2,000 tokens.",

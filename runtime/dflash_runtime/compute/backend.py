@@ -26,8 +26,7 @@ from dflash_protocol.ring.compiled_experts import CompiledExperts
 from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.ring.segment import Segment
 from dflash_runtime.compute.asking import AskedOwners
-from dflash_runtime.compute.expert_arena import ExpertArena
-from dflash_runtime.compute.half_lives import CachePolicy
+from dflash_runtime.compute.expert_arena import ArenaOptions, ExpertArena
 from dflash_runtime.compute.kv_cache import KvCache, KvType
 from dflash_runtime.compute.mail_trial import MailTrial
 from dflash_runtime.compute.model import Model
@@ -626,15 +625,11 @@ class ComputeBackend(Protocol):
         self,
         file: GgufFile,
         banks: Mapping[int, ExpertBank],
-        *,
-        num_bytes: int,
-        looks_ahead: bool = True,
-        policy: CachePolicy = CachePolicy.AUTO,
+        options: ArenaOptions,
     ) -> ExpertArena | None:
-        """Keep as many experts of these banks in memory as `num_bytes` have room for, and read the
-        others from the disk when they are used; None if that is not for this backend. With
-        `looks_ahead` a step's layer has read what the next one will probably choose. `policy`:
-        which experts leave. Call it before the banks are used, or steps captured.
+        """Keep as many experts of these banks in memory as there is room for, and read the others
+        from the disk when they are used; None if that is not for this backend. Call it before the
+        banks are used, or steps captured.
 
         Raises: OSError where the file cannot be read so; ValueError for too little memory.
         """

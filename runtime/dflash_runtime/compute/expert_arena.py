@@ -1,9 +1,49 @@
-"""Experts that are read from the disk when they are used: what a backend tells of them."""
+"""Experts that are read from the disk when they are used: how a backend keeps them, and what it
+tells of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
+
+from dflash_protocol.ids import F64Array
+from dflash_runtime.compute.half_lives import CachePolicy
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaOptions:
+    """How experts are kept in memory, and read into it."""
+
+    num_bytes: int
+    """Memory for them."""
+    looks_ahead: bool = True
+    """A step's layer has read what the next one will probably choose."""
+    policy: CachePolicy = CachePolicy.AUTO
+    """Which experts leave."""
+    shares: Mapping[int, F64Array] = field(default_factory=dict)
+    """By layer id, how many of a token's selections are expected to be each expert. Those with the
+    most are read at once. Shapes: [E], by global id."""
+    spare_bytes: int = 0
+    """Of the host's memory that stays free for other programs, for which experts leave; 0: they
+    never do."""
+    pins: int = 0
+    """So many of the hottest experts of a layer never leave, half of those in memory at most."""
+    pins_after: int = 0
+    """Tokens that are counted first."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookAheadStats:
+    """What layers of steps have predicted of the next ones, and had read for them."""
+
+    checked: int = 0
+    """Experts that layers chose after this was predicted."""
+    predicted: int = 0
+    """Those of them that were predicted."""
+    prefetched: int = 0
+    """Experts that were read before they were chosen."""
+    prefetched_used: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +60,16 @@ class ArenaStats:
     read_bytes: int
     read_s: float
     """In which batches waited."""
-    prefetched: int = 0
-    """Experts that a step's layer had read for the next one, by its router."""
-    prefetched_used: int = 0
-    checked: int = 0
-    """Experts that layers chose after this was predicted."""
-    predicted: int = 0
-    """Those of them that were predicted."""
-    half_life: float = 0.0
+    look_ahead: LookAheadStats
+    half_life: float
     """Tokens after which a use counts half, as to which experts stay."""
+    share_found: float | None
+    """Of late, of what steps choose: what a layer's share of the memory has; None if too little is
+    known."""
+    share_found_by_twice: float | None
+    """What twice the memory would have."""
+    num_pinned: int
+    """Experts that never leave."""
 
 
 class ExpertArena(Protocol):

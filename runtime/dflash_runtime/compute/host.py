@@ -24,8 +24,7 @@ from dflash_runtime.compute.backend import (
     RemoteExperts,
     argmax_of,
 )
-from dflash_runtime.compute.expert_arena import ExpertArena
-from dflash_runtime.compute.half_lives import CachePolicy
+from dflash_runtime.compute.expert_arena import ArenaOptions, ExpertArena
 from dflash_runtime.compute.host_model import HostExperts, HostModel
 from dflash_runtime.compute.host_ops import Ops
 from dflash_runtime.compute.kv_cache import KvCache, KvType
@@ -168,10 +167,7 @@ class HostBackend:
         self,
         file: GgufFile,
         banks: Mapping[int, ExpertBank],
-        *,
-        num_bytes: int,
-        looks_ahead: bool = True,
-        policy: CachePolicy = CachePolicy.AUTO,
+        options: ArenaOptions,
     ) -> ExpertArena | None:
         return None
 

@@ -28,11 +28,13 @@ from dflash_runtime.compute import (
     ComputeBackend,
     make_backend,
 )
+from dflash_runtime.compute.expert_arena import ArenaOptions
 from dflash_runtime.compute.gpu.device.devices import CONTEXT_BYTES
+from dflash_runtime.compute.half_lives import CachePolicy
 from dflash_runtime.compute.host import PREFILL_CHUNK
 from dflash_runtime.compute.host_room import HostRoom
 from dflash_runtime.compute.kv_cache import KvType, chosen_kv_type
-from dflash_runtime.compute.memory import host_memory
+from dflash_runtime.compute.memory import host_memory, process_room
 from dflash_runtime.compute.model import Model
 from dflash_runtime.engine.arguments import choice, whole_number
 from dflash_runtime.engine.daemon_offers import classes_of, with_daemon_prices
@@ -51,7 +53,7 @@ from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 from dflash_runtime.experts.store import expert_tensor_types
 from dflash_runtime.experts.telemetry import PhaseStats
 from dflash_runtime.placement.footprint import Memory, Request, footprint, what_fits
-from dflash_runtime.placement.host_context import parent_bytes, room_for_experts
+from dflash_runtime.placement.host_context import parent_bytes, room_for_experts, spare_bytes
 from dflash_runtime.placement.moves import MovePrices
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
 from dflash_runtime.placement.wishes import request_of, wishes_of
@@ -197,7 +199,7 @@ def open_model(
         host_backend=host_backend,
         settings=settings,
         offload=_offload_of(settings, planned, is_on_host=backend.is_host),
-        arena_bytes=None if names else _arena_bytes(decision, placement),
+        arena_options=None if names else _arena_options(decision, placement),
     )
     report("parent", "load", 0, 1)
     model = backend.load_model(file, describe(file))
@@ -228,6 +230,34 @@ def open_model(
         predictions,
         tracer,
         move_prices,
+    )
+
+
+def _arena_options(decision: Decision, placement: Placement) -> ArenaOptions | None:
+    """For experts of this process's processor; None if there is memory for all of them.
+
+    Raises: SettingsError.
+    """
+    settings, layers = decision.settings, decision.spec.moe.layers
+    most = max((layer.num_experts for layer in layers), default=0)
+    if settings.moe_warmpin > most:
+        raise SettingsError(f"--moe-warmpin {settings.moe_warmpin}: layers have {most} experts")
+    num_bytes = _arena_bytes(decision, placement)
+    if num_bytes is None:
+        return None
+    heat, shares, spare = decision.heat.for_planning(), {}, 0
+    if heat.num_tokens():
+        shares = {x.layer_id: heat.probabilities(Phase.DECODE, x.layer_id) for x in layers}
+    if wishes_of(settings).host_memory_bytes is None:
+        spare = spare_bytes(process_room())
+    return ArenaOptions(
+        num_bytes,
+        looks_ahead=settings.moe_predict_prefetch,
+        policy=CachePolicy(settings.moe_cache_policy),
+        shares=shares,
+        spare_bytes=spare,
+        pins=settings.moe_warmpin,
+        pins_after=settings.moe_warmpin_after,
     )
 
 

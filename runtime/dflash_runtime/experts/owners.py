@@ -14,8 +14,7 @@ from dflash_protocol.errors import one_line
 from dflash_protocol.placement import Placement
 from dflash_protocol.settings import Settings
 from dflash_runtime.compute import ComputeBackend, ExpertBank
-from dflash_runtime.compute.expert_arena import ExpertArena
-from dflash_runtime.compute.half_lives import CachePolicy
+from dflash_runtime.compute.expert_arena import ArenaOptions, ExpertArena
 from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute
 from dflash_runtime.experts.daemons.connecting import Connected
 from dflash_runtime.experts.daemons.data_path import open_data_path
@@ -60,25 +59,17 @@ def give(
     host_backend: ComputeBackend,
     settings: Settings,
     offload: OffloadChoice,
-    arena_bytes: int | None = None,
+    arena_options: ArenaOptions | None = None,
 ) -> Owners:
     """Give the daemons their experts, and load those of this process: of its device, and of its
     processor.
 
-    `offload`: which of the others' experts its device computes in prompts. `arena_bytes`: memory
-    for experts of its processor that does not hold all; None: it does. `undo` gets the banks and
-    the runtime.
+    `offload`: which of the others' experts its device computes in prompts. `arena_options`: for
+    experts of its processor, if memory does not hold all. `undo` gets the banks and the runtime.
     Raises: DflashError if a daemon is unavailable.
     """
     links, events, is_required = connected.links, connected.events, settings.ipc_required
     owned_by = dict(zip(placement.owner_names, placement.owners, strict=True))
-    brought = partial(
-        _brought,
-        undo,
-        file,
-        looks_ahead=settings.moe_predict_prefetch,
-        policy=CachePolicy(settings.moe_cache_policy),
-    )
     connected.give(owned_by)
     host_class = host_backend.class_beside(backend.numeric_class)
     every: dict[int, ExpertBank] = {}
@@ -128,17 +119,17 @@ def give(
                 spec.moe,
                 owned=owned,
                 read_now=True,
-                is_brought=arena_bytes is not None,
+                is_brought=arena_options is not None,
                 parent_class=backend.numeric_class,
             )
-            if arena_bytes is not None:
-                arena = brought(host_backend, banks, arena_bytes)
+            if arena_options is not None:
+                arena = _brought(undo, file, host_backend, banks, arena_options)
             batches = host_backend.trial_batches
             measure_pairs_per_second(banks.values(), batches=batches)
             host_backend.choose_threads(file, trial_pass(banks))
             computes.append(LocalExpertCompute(OwnerKind.LOCAL, banks, numeric_class=host_class))
         else:
-            is_brought = arena_bytes is not None and backend.is_host
+            is_brought = arena_options is not None and backend.is_host
             local_banks = load_banks(
                 backend,
                 file,
@@ -147,8 +138,8 @@ def give(
                 read_now=True,
                 is_brought=is_brought,
             )
-            if is_brought and arena_bytes is not None:
-                arena = brought(backend, local_banks, arena_bytes)
+            if is_brought and arena_options is not None:
+                arena = _brought(undo, file, backend, local_banks, arena_options)
             if backend.is_host:  # a device tries them with the whole model
                 measure_pairs_per_second(local_banks.values(), batches=backend.trial_batches)
             device_owner = None if backend.is_host else len(computes)
@@ -181,15 +172,10 @@ def _brought(
     file: GgufFile,
     backend: ComputeBackend,
     banks: Mapping[int, ExpertBank],
-    num_bytes: int,
-    *,
-    looks_ahead: bool,
-    policy: CachePolicy,
+    options: ArenaOptions,
 ) -> ExpertArena | None:
     try:
-        arena = backend.bring_experts(
-            file, banks, num_bytes=num_bytes, looks_ahead=looks_ahead, policy=policy
-        )
+        arena = backend.bring_experts(file, banks, options)
     except (OSError, ValueError) as error:
         # docs: the file's disk, this system, or so little memory allows no reads past the page
         # cache; the operating system reads pages as they are touched, which is much slower

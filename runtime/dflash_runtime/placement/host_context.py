@@ -84,8 +84,13 @@ def room_for_experts(expert_bytes: int, needed_bytes: int, *, most_bytes: int) -
     room_bytes = process_room()
     if not room_bytes or expert_bytes <= min(room_bytes - needed_bytes, most_bytes):
         return None
-    spare_bytes = max(_LEAST_SPARE, int(_SPARE * room_bytes))
-    return max(0, min(room_bytes - needed_bytes - spare_bytes, most_bytes))
+    left_bytes = room_bytes - needed_bytes - spare_bytes(room_bytes)
+    return max(0, min(left_bytes, most_bytes))
+
+
+def spare_bytes(room_bytes: int) -> int:
+    """Memory for other programs, of what a process may use."""
+    return max(_LEAST_SPARE, int(_SPARE * room_bytes))
 
 
 def require_daemon_room(found: Room, chunk: int) -> None:

@@ -96,16 +96,35 @@ def disk_metrics(disk: ArenaStats | None, namespace: str) -> Iterator[Metric]:
         "After how many tokens a use counts half, as to which experts stay in memory.",
         value=disk.half_life,
     )
+    yield GaugeMetricFamily(
+        f"{namespace}_expert_disk_slots",
+        "Experts that memory has room for at present.",
+        value=disk.num_slots,
+    )
+    yield GaugeMetricFamily(
+        f"{namespace}_expert_disk_pinned", "Experts that never leave it.", value=disk.num_pinned
+    )
+    if disk.share_found is not None and disk.share_found_by_twice is not None:
+        shares = GaugeMetricFamily(
+            f"{namespace}_expert_disk_share_found",
+            "Of the experts that steps choose of late, those that the same part of each layer's "
+            "would have in memory, and twice as large a part.",
+            labels=["memory"],
+        )
+        shares.add_metric(["same"], disk.share_found)
+        shares.add_metric(["twice"], disk.share_found_by_twice)
+        yield shares
+    ahead = disk.look_ahead
     yield _by_outcome(
         f"{namespace}_experts_prefetched",
         "Experts that a step's layer had read for the next one: used there since, or not.",
-        {"used": disk.prefetched_used, "unused": disk.prefetched - disk.prefetched_used},
+        {"used": ahead.prefetched_used, "unused": ahead.prefetched - ahead.prefetched_used},
     )
     yield _by_outcome(
         f"{namespace}_selections_predicted",
         "Experts that layers of steps chose where the layer before had predicted the choice: "
         "right, or wrong.",
-        {"right": disk.predicted, "wrong": disk.checked - disk.predicted},
+        {"right": ahead.predicted, "wrong": ahead.checked - ahead.predicted},
     )
 
 

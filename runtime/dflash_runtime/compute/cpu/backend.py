@@ -16,6 +16,7 @@ from dflash_protocol.numeric_class import in_step_order, is_in_step_order
 from dflash_protocol.ring.compiled_experts import CompiledExperts
 from dflash_runtime.compute.backend import ExpertBank, MailedExperts
 from dflash_runtime.compute.cores import LEAST_TIMED, ThreadCounts, default_counts
+from dflash_runtime.compute.cpu.arena_keeper import ArenaKeeper
 from dflash_runtime.compute.cpu.captured.step import CpuStep
 from dflash_runtime.compute.cpu.compile import compiling
 from dflash_runtime.compute.cpu.compile.kernel_cache import keeping_in
@@ -28,7 +29,7 @@ from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.cpu.routers_ahead import routers_ahead
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers, check_num_threads
-from dflash_runtime.compute.half_lives import CachePolicy
+from dflash_runtime.compute.expert_arena import ArenaOptions
 from dflash_runtime.compute.host import HostBackend
 from dflash_runtime.compute.host_model import HostModel
 from dflash_runtime.compute.kv_cache import KvCache, KvType
@@ -111,19 +112,18 @@ class CpuBackend(HostBackend):
         self,
         file: GgufFile,
         banks: Mapping[int, ExpertBank],
-        *,
-        num_bytes: int,
-        looks_ahead: bool = True,
-        policy: CachePolicy = CachePolicy.AUTO,
+        options: ArenaOptions,
     ) -> HostArena:
         ours = {i: bank for i, bank in banks.items() if isinstance(bank, CpuExpertBank)}
-        most_bytes = max(num_bytes // _ROUTERS_PART, _FEW_BYTES)
-        routers = routers_ahead(file, ours, most_bytes=most_bytes) if looks_ahead else {}
-        num_bytes -= sum(each.num_bytes for each in routers.values())
+        most_bytes, routers = max(options.num_bytes // _ROUTERS_PART, _FEW_BYTES), {}
+        if options.looks_ahead:
+            routers = routers_ahead(file, ours, most_bytes=most_bytes)
         with keeping_in(self._cache_dir):
-            return HostArena(
-                file, [*ours.values()], num_bytes=num_bytes, routers=routers, policy=policy
-            )
+            arena = HostArena(file, [*ours.values()], options, routers=routers)
+        keeper = ArenaKeeper(arena, options)
+        arena.before_close(keeper.close)
+        keeper.start()
+        return arena
 
     def drop_experts(self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:
         """Do nothing: banks are views of the file."""

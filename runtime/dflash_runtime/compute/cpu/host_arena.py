@@ -15,24 +15,30 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_protocol.ids import F64Array, I64Array
+from dflash_runtime.compute.cpu.arena_pools import pool_kinds, pools_of, slot_bytes
+from dflash_runtime.compute.cpu.compile.compiling import RowFunction
 from dflash_runtime.compute.cpu.experts import CpuExpertBank
-from dflash_runtime.compute.cpu.kernels import arena_tasks as t
+from dflash_runtime.compute.cpu.kernels import arena_words as w
+from dflash_runtime.compute.cpu.kernels.arena_shadows import NUM_CHOSEN, OLDEST, RATES, TWICE
+from dflash_runtime.compute.cpu.kernels.arena_tasks import arena_functions
 from dflash_runtime.compute.cpu.routers_ahead import RouterAhead
 from dflash_runtime.compute.cpu.threads.system import READ_SYSCALLS
-from dflash_runtime.compute.expert_arena import ArenaStats
-from dflash_runtime.compute.half_lives import HALF_LIVES, CachePolicy
+from dflash_runtime.compute.expert_arena import ArenaOptions, ArenaStats, LookAheadStats
+from dflash_runtime.compute.half_lives import HALF_LIVES, LEAST_TOKENS, CachePolicy
 
 _LOG = logging.getLogger(__name__)
 
 _TURN_S = 0.1
+_AT_ONCE = 8
+"""Experts that are read ahead while batches wait."""
 
 LIMIT_S = 20.0
 """Of a read, after which no more are made."""
@@ -44,6 +50,7 @@ _HUNG = list["HostArena"]()
 class _Layer:
     """What a layer's words point to."""
 
+    layer_id: int
     words: I64Array
     mapped: I64Array
     places: I64Array
@@ -52,44 +59,45 @@ class _Layer:
     chosen_at: I64Array
     shadows: I64Array
     shadow_sizes: I64Array
+    pins: I64Array
 
 
 class HostArena:
     """Implements ExpertArena: slots for experts of some banks, which must not outlive it.
 
-    Batches of these banks are computed one at a time. Owns the slots' memory, and, until it is
-    closed, the kernel's queue of reads and descriptors of the file.
+    Batches of these banks are computed one at a time. Layers whose experts take about as much share
+    a pool of slots. Owns the slots' memory, and, until it is closed, the kernel's queue of reads
+    and descriptors of the file.
     """
 
     def __init__(
         self,
         file: GgufFile,
         banks: Sequence[CpuExpertBank],
+        options: ArenaOptions,
         *,
-        num_bytes: int,
         routers: Mapping[int, RouterAhead] | None = None,
-        policy: CachePolicy = CachePolicy.AUTO,
     ) -> None:
-        """`num_bytes`: of all slots. `routers`: what `routers_ahead` finds for these banks in
-        this order; without, steps prefetch nothing. `policy`: which experts leave.
+        """`options`: those that concern memory, and reads that batches wait for. `routers`: what
+        `routers_ahead` finds for these banks, without which steps prefetch nothing.
 
         Raises: OSError where there are no such reads, or not the memory; ValueError for less than
         the largest layer's experts take.
         """
         self._undo = contextlib.ExitStack()
         self._has_warned = False
+        self._routers = routers or {}
+        num_bytes = options.num_bytes - sum(each.num_bytes for each in self._routers.values())
+        num_bytes = max(0, num_bytes)
         places = [bank.places() for bank in banks]
-        slot_bytes = max(_slot_bytes(matrices) for each in places for matrices in each)
-        self._num_slots = num_bytes // slot_bytes
-        most = max(bank.num_experts for bank in banks)
-        if self._num_slots < most:
-            raise ValueError(
-                f"{num_bytes / 2**20:,.0f} MiB are {self._num_slots} experts; a layer has {most}"
-            )
-        words = self._words = np.zeros(t.NUM_WORDS, np.int64)
+        sizes = [max(slot_bytes(matrices) for matrices in each) for each in places]
+        kinds = pool_kinds(sizes, [bank.num_experts for bank in banks], num_bytes)
+        num_slots = sum(kind.num_slots for kind in kinds)
+        self._words = np.zeros(w.NUM_WORDS, np.int64)
+        self._words[w.NUM_FREE] = w.MOST_PENDING
         with contextlib.ExitStack() as on_error:
             on_error.callback(self._undo.close)
-            num_bytes = self._num_slots * slot_bytes
+            num_bytes = sum(kind.num_slots * kind.slot_bytes for kind in kinds)
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             self._memory = mmap.mmap(-1, num_bytes, flags=flags)
             # A child process must not share pages that a read writes.
@@ -102,62 +110,160 @@ class HostArena:
                 self._layer(file, bank, each) for bank, each in zip(banks, places, strict=True)
             ]
             on_error.pop_all()
-        requests = np.zeros(t.MOST_PENDING * t.REQUEST_BYTES // 8 + 1, np.int64)
-        pending = np.zeros((t.MOST_PENDING, t.PENDING_WORDS), np.int64)
-        events = np.zeros(t.MOST_AT_ONCE * t.EVENT_BYTES // 8, np.int64)
-        free = np.arange(t.MOST_PENDING)
-        slots = np.zeros((self._num_slots, t.SLOT_WORDS), np.int64)
-        memory = np.frombuffer(self._memory, np.uint8)
-        chances, misses = np.ones(t.MOST_PREDICTED), np.zeros(len(HALF_LIVES))
-        self._arrays = requests, pending, events, free, slots, memory, chances, misses
-        words[t.CONTEXT], words[t.NUM_FREE] = context, t.MOST_PENDING
-        words[t.REQUESTS], words[t.PENDING] = requests.ctypes.data, pending.ctypes.data
-        words[t.EVENTS], words[t.FREE] = events.ctypes.data, free.ctypes.data
-        words[t.SLOTS], words[t.NUM_SLOTS] = slots.ctypes.data, self._num_slots
-        words[t.MEMORY], words[t.SLOT_BYTES] = memory.ctypes.data, slot_bytes
-        words[t.NUM_LAYERS], words[t.CHANCES] = len(banks), chances.ctypes.data
-        words[t.LIMIT_NS] = int(LIMIT_S * 1e9)
-        words[t.DECIDING], words[t.SHADOW_MISSES] = policy.first, misses.ctypes.data
-        if policy is CachePolicy.AUTO:
-            words[t.SHADOW_SLOTS] = max(1, self._num_slots // len(banks))
+        self._slots = np.zeros((num_slots, w.SLOT_WORDS), np.int64)
+        self._averages = np.zeros(NUM_CHOSEN + 1)
+        self._set_words(context, options.policy, num_slots)
+        memory = np.frombuffer(self._memory, np.uint8).ctypes.data
+        self._pools = list(pools_of(kinds, memory))
+        for layer, size in zip(self._layers, sizes, strict=True):
+            pool = next(each for each in self._pools if each.words[w.SLOT_BYTES] >= size)
+            layer.words[w.POOL] = pool.words.ctypes.data
         for layer, following in pairwise(self._layers):
-            layer.words[t.NEXT] = following.words.ctypes.data
-        self._routers = routers or {}
+            layer.words[w.NEXT] = following.words.ctypes.data
+        enter, leave, *_ = (each.address for each in arena_functions())
         for bank, layer in zip(banks, self._layers, strict=True):
-            if router := self._routers.get(bank.layer.layer_id):
-                layer.words[t.ROUTER] = router.words.ctypes.data
-        enter, leave = (each.address for each in t.arena_functions())
-        for bank, layer in zip(banks, self._layers, strict=True):
+            if router := self._routers.get(layer.layer_id):
+                layer.words[w.ROUTER] = router.words.ctypes.data
+            if (shares := options.shares.get(layer.layer_id)) is not None:
+                layer.keys[:] = _settled_keys(shares[bank.global_expert_ids])
             bank.come_from(layer.words.ctypes.data, (enter, leave))
 
     def stats(self) -> ArenaStats:
         """Counts so far."""
-        words = self._words.tolist()
+        words, averages = self._words.tolist(), self._averages
+        chosen, share, of_twice = averages[NUM_CHOSEN], None, None
+        if chosen > 0 and self._layers[-1].words[w.NUM_CALLS] >= LEAST_TOKENS:
+            share = float(1.0 - averages[words[w.DECIDING]] / chosen)
+            of_twice = max(share, float(1.0 - averages[TWICE] / chosen))
         return ArenaStats(
-            self._num_slots,
-            words[t.FOUND],
-            words[t.MISSED],
-            words[t.FAILED],
-            words[t.READ_BYTES],
-            words[t.WAITED_NS] * 1e-9,
-            words[t.PREFETCHED],
-            words[t.PREFETCHED_USED],
-            words[t.CHECKED],
-            words[t.PREDICTED],
-            HALF_LIVES[words[t.DECIDING]],
+            self.num_slots,
+            words[w.FOUND],
+            words[w.MISSED],
+            words[w.FAILED],
+            words[w.READ_BYTES],
+            words[w.WAITED_NS] * 1e-9,
+            LookAheadStats(
+                words[w.CHECKED],
+                words[w.PREDICTED],
+                words[w.PREFETCHED],
+                words[w.PREFETCHED_USED],
+            ),
+            HALF_LIVES[words[w.DECIDING]],
+            share,
+            of_twice,
+            self.num_pinned,
         )
+
+    @property
+    def num_pinned(self) -> int:
+        """Experts that never leave."""
+        return sum(int(np.count_nonzero(layer.pins)) for layer in self._layers)
+
+    @property
+    def num_slots(self) -> int:
+        """Experts that it has room for at present."""
+        return sum(int(pool.words[w.NUM_SLOTS]) for pool in self._pools)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of these."""
+        return sum(int(p.words[w.NUM_SLOTS] * p.words[w.SLOT_BYTES]) for p in self._pools)
+
+    @property
+    def most_bytes(self) -> int:
+        """Memory that it was made for."""
+        return len(self._memory)
+
+    @property
+    def empty_bytes(self) -> int:
+        """Of `num_bytes`, those that hold no expert yet."""
+        is_empty, found = self._slots[:, w.LAYER] == 0, 0
+        for pool in self._pools:
+            first, num_slots = pool.words[w.FIRST], pool.words[w.NUM_SLOTS]
+            num_empty = np.count_nonzero(is_empty[first : first + num_slots])
+            found += int(pool.words[w.SLOT_BYTES] * num_empty)
+        return found
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that steps have computed."""
+        return int(self._layers[0].words[w.NUM_CALLS])
+
+    def resize(self, num_bytes: int) -> None:
+        """Use so many bytes of the memory that it was made for, or what the largest layers need;
+        the operating system gets the rest. Between two batches, which it waits for."""
+        for pool in self._pools:
+            most = pool.kind.num_slots
+            num_slots = min(most, max(pool.kind.least, most * num_bytes // self.most_bytes))
+            before, size = (int(pool.words[each]) for each in (w.NUM_SLOTS, w.SLOT_BYTES))
+            if num_slots == before:
+                continue
+            words = np.array([self._words.ctypes.data, pool.words.ctypes.data, num_slots], np.int64)
+            _resize(words)
+            begin = -(-(pool.offset + num_slots * size) // mmap.PAGESIZE) * mmap.PAGESIZE
+            end = (pool.offset + before * size) // mmap.PAGESIZE * mmap.PAGESIZE
+            if begin < end:
+                self._memory.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        if self._words[w.SHADOW_SLOTS]:
+            self._words[w.SHADOW_SLOTS] = max(1, self.num_slots // len(self._layers))
+
+    def read_hottest(self) -> Iterator[None]:
+        """Read the experts that are expected to be used most into empty slots, a few at a time and
+        between batches: those for which there were `shares`."""
+        ranked = sorted(
+            (
+                (key, index, expert)
+                for index, layer in enumerate(self._layers)
+                for expert, key in enumerate(layer.keys[-1].tolist())
+                if key > -math.inf
+            ),
+            reverse=True,
+        )
+        room = {pool.words.ctypes.data: int(pool.words[w.NUM_SLOTS]) for pool in self._pools}
+        chosen = list[tuple[int, int]]()
+        for _, index, expert in ranked:
+            words = self._layers[index].words
+            if room[int(words[w.POOL])] > 0:
+                room[int(words[w.POOL])] -= 1
+                chosen.append((words.ctypes.data, expert))
+        for first in range(0, len(chosen), _AT_ONCE):
+            some = chosen[first : first + _AT_ONCE]
+            _fill(np.array([self._words.ctypes.data, len(some), *chain(*some)], np.int64))
+            yield
+
+    def pin_hottest(self, num_experts: int) -> None:
+        """Have so many experts of each layer never leave, those that were used most: of the hottest
+        layers first, as far as they take half of the slots."""
+        room = {pool.words.ctypes.data: int(pool.words[w.NUM_SLOTS]) // 2 for pool in self._pools}
+        ranked = list[tuple[float, int, I64Array]]()
+        for index, layer in enumerate(self._layers):
+            keys = layer.keys[-1] - RATES[-1] * layer.words[w.NUM_CALLS]
+            hottest = np.argsort(-keys, kind="stable")[:num_experts]
+            hottest = hottest[keys[hottest] > -OLDEST]
+            ranked.append((float(np.exp(keys[hottest]).sum()), index, hottest))
+        for _, index, hottest in sorted(ranked, key=lambda each: -each[0]):
+            layer = self._layers[index]
+            pool = int(layer.words[w.POOL])
+            hottest = hottest[: room[pool]]
+            room[pool] -= len(hottest)
+            layer.pins[:] = 0
+            layer.pins[hottest] = 1
 
     def warn(self) -> None:
         """Say, once, that reads have failed."""
-        if self._words[t.FAILED] and not self._has_warned:
+        if self._words[w.FAILED] and not self._has_warned:
             self._has_warned = True
             # docs: the disk has failed, or took over 20 s, after which nothing more is read so;
             # look at the system's log. What was not read is used where the file is mapped
-            _LOG.warning("reads of experts have failed: %d uses", self._words[t.FAILED])
+            _LOG.warning("reads of experts have failed: %d uses", self._words[w.FAILED])
+
+    def before_close(self, callback: Callable[[], None]) -> None:
+        """Call it when the arena is closed, before its memory is free."""
+        self._undo.callback(callback)
 
     def close(self) -> None:
         """No batch may be running, nor come later. Idempotent."""
-        self._words[t.IS_BROKEN] = 1
+        self._words[w.IS_BROKEN] = 1
         self._undo.close()
 
     def _opened_queue(self) -> int:
@@ -166,16 +272,16 @@ class HostArena:
             raise OSError("this system has no such reads")
         numbers = READ_SYSCALLS[platform.machine()]
         library, context = ctypes.CDLL(None, use_errno=True), ctypes.c_ulong(0)
-        if library.syscall(numbers["setup"], t.MOST_PENDING, ctypes.byref(context)) != 0:
+        if library.syscall(numbers["setup"], w.MOST_PENDING, ctypes.byref(context)) != 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         queue = context.value
 
         def destroy() -> None:
             # It waits for reads that are pending, for as long as they take.
-            num_pending = t.MOST_PENDING - int(self._words[t.NUM_FREE])
-            events = (ctypes.c_int64 * (num_pending * t.EVENT_BYTES // 8))()
+            num_pending = w.MOST_PENDING - int(self._words[w.NUM_FREE])
+            events = (ctypes.c_int64 * (num_pending * w.EVENT_BYTES // 8))()
             turn = (ctypes.c_long * 2)(0, int(_TURN_S * 1e9))
-            end_s = time.monotonic() + self._words[t.LIMIT_NS] * 1e-9
+            end_s = time.monotonic() + self._words[w.LIMIT_NS] * 1e-9
             while num_pending > 0 and time.monotonic() < end_s:
                 arguments = ctypes.c_long(1), ctypes.c_long(num_pending), events, turn
                 ended = library.syscall(numbers["getevents"], ctypes.c_ulong(queue), *arguments)
@@ -188,11 +294,29 @@ class HostArena:
         self._undo.callback(destroy)
         return queue
 
+    def _set_words(self, context: int, policy: CachePolicy, num_slots: int) -> None:
+        """The arena's words, but for what is 0 at first."""
+        words, num_layers = self._words, len(self._layers)
+        requests = np.zeros(w.MOST_PENDING * w.REQUEST_BYTES // 8 + 1, np.int64)
+        pending = np.zeros((w.MOST_PENDING, w.PENDING_WORDS), np.int64)
+        events = np.zeros(w.MOST_AT_ONCE * w.EVENT_BYTES // 8, np.int64)
+        free = np.arange(w.MOST_PENDING)
+        chances = np.ones(w.MOST_PREDICTED)
+        self._arrays = requests, pending, events, free, chances
+        words[w.CONTEXT] = context
+        words[w.REQUESTS], words[w.PENDING] = requests.ctypes.data, pending.ctypes.data
+        words[w.EVENTS], words[w.FREE] = events.ctypes.data, free.ctypes.data
+        words[w.SLOTS], words[w.CHANCES] = self._slots.ctypes.data, chances.ctypes.data
+        words[w.NUM_LAYERS], words[w.LIMIT_NS] = num_layers, int(LIMIT_S * 1e9)
+        words[w.DECIDING], words[w.SHADOW_MISSES] = policy.first, self._averages.ctypes.data
+        if policy is CachePolicy.AUTO:
+            words[w.SHADOW_SLOTS] = max(1, num_slots // num_layers)
+
     def _layer(
         self, file: GgufFile, bank: CpuExpertBank, experts: list[list[tuple[int, int, int]]]
     ) -> _Layer:
         """`experts`: see CpuExpertBank.places."""
-        places = np.zeros((bank.num_experts, 3, t.PLACE_WORDS), np.int64)
+        places = np.zeros((bank.num_experts, 3, w.PLACE_WORDS), np.int64)
         for expert, matrices in enumerate(experts):
             for index, (shard, offset, num_bytes) in enumerate(matrices):
                 if shard not in self._descriptors:
@@ -200,26 +324,44 @@ class HostArena:
                     self._undo.callback(os.close, self._descriptors[shard])
                 places[expert, index] = self._descriptors[shard], offset, num_bytes
         layer = _Layer(
-            np.zeros(t.LAYER_WORDS, np.int64),
+            bank.layer.layer_id,
+            np.zeros(w.LAYER_WORDS, np.int64),
             bank.addresses.copy(),
             places,
             np.full(bank.num_experts, -1, np.int64),
             np.full((len(HALF_LIVES), bank.num_experts), -math.inf),
             np.zeros(bank.num_experts, np.int64),
             np.zeros(bank.num_experts, np.int64),
-            np.zeros(len(HALF_LIVES), np.int64),
+            np.zeros(len(HALF_LIVES) + 1, np.int64),
+            np.zeros(bank.num_experts, np.int64),
         )
         words = layer.words
-        words[t.ARENA], words[t.ADDRESSES] = self._words.ctypes.data, bank.addresses.ctypes.data
-        words[t.MAPPED], words[t.PLACES] = layer.mapped.ctypes.data, places.ctypes.data
-        words[t.NUM_EXPERTS] = bank.num_experts
-        words[t.SLOT_OF], words[t.KEYS] = layer.slot_of.ctypes.data, layer.keys.ctypes.data
-        words[t.CHOSEN_AT] = layer.chosen_at.ctypes.data
-        words[t.SHADOWS] = layer.shadows.ctypes.data
-        words[t.SHADOW_SIZES] = layer.shadow_sizes.ctypes.data
+        words[w.ARENA], words[w.ADDRESSES] = self._words.ctypes.data, bank.addresses.ctypes.data
+        words[w.MAPPED], words[w.PLACES] = layer.mapped.ctypes.data, places.ctypes.data
+        words[w.NUM_EXPERTS] = bank.num_experts
+        words[w.SLOT_OF], words[w.KEYS] = layer.slot_of.ctypes.data, layer.keys.ctypes.data
+        words[w.CHOSEN_AT] = layer.chosen_at.ctypes.data
+        words[w.SHADOWS] = layer.shadows.ctypes.data
+        words[w.SHADOW_SIZES] = layer.shadow_sizes.ctypes.data
+        words[w.PINS] = layer.pins.ctypes.data
         return layer
 
 
-def _slot_bytes(matrices: Iterable[tuple[int, int, int]]) -> int:
-    """What an expert takes at most, wherever its matrices begin in blocks."""
-    return sum(-(-num_bytes // t.BLOCK) * t.BLOCK + t.BLOCK for _, _, num_bytes in matrices)
+def _settled_keys(expected: F64Array) -> F64Array:
+    """Keys of experts that were always chosen so often. Shapes: expected [E]; result [H, E]."""
+    weights = 1.0 / (1.0 - 2.0 ** (-1.0 / np.array(HALF_LIVES)))
+    with np.errstate(divide="ignore"):
+        return np.log(expected) + np.log(weights)[:, None]
+
+
+def _resize(words: I64Array) -> None:
+    _call(arena_functions()[2], words)
+
+
+def _fill(words: I64Array) -> None:
+    _call(arena_functions()[3], words)
+
+
+def _call(function: RowFunction, words: I64Array) -> None:
+    """Without the interpreter's lock, as it may wait for a batch."""
+    ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(function.address)(words.ctypes.data, 0, 0)

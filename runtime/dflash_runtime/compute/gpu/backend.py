@@ -37,7 +37,7 @@ from dflash_runtime.compute.backend import (
     argmax_of,
     sums_of,
 )
-from dflash_runtime.compute.expert_arena import ExpertArena
+from dflash_runtime.compute.expert_arena import ArenaOptions, ExpertArena
 from dflash_runtime.compute.gpu.chunk_room import GROUP_TOKENS, MAX_CHUNK, scratch_of_chunk
 from dflash_runtime.compute.gpu.device.binary_cache import BinaryCache
 from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
@@ -69,7 +69,6 @@ from dflash_runtime.compute.gpu.run.host_path import HostPath
 from dflash_runtime.compute.gpu.run.path_choice import MailboxSessions
 from dflash_runtime.compute.gpu.run.step_path import LocalPath
 from dflash_runtime.compute.gpu.transfers.payload import PayloadMover
-from dflash_runtime.compute.half_lives import CachePolicy
 from dflash_runtime.compute.kv_cache import KvCache, KvType
 from dflash_runtime.compute.model import Model
 from dflash_runtime.compute.room import Needs
@@ -273,10 +272,7 @@ class CupyBackend:
         self,
         file: GgufFile,
         banks: Mapping[int, ExpertBank],
-        *,
-        num_bytes: int,
-        looks_ahead: bool = True,
-        policy: CachePolicy = CachePolicy.AUTO,
+        options: ArenaOptions,
     ) -> ExpertArena | None:
         return None
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,13 +19,16 @@ from dflash_adapters.spec import MoeLayer
 from dflash_protocol.batch import RoutedBatch, group_by_expert
 from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
 from dflash_runtime.compute.cpu import CpuBackend
+from dflash_runtime.compute.cpu.arena_pools import pool_kinds
 from dflash_runtime.compute.cpu.experts import CpuExpertBank
 from dflash_runtime.compute.cpu.host_arena import HostArena
-from dflash_runtime.compute.cpu.kernels import arena_tasks as t
+from dflash_runtime.compute.cpu.kernels import arena_words as w
 from dflash_runtime.compute.cpu.routers_ahead import routers_ahead
+from dflash_runtime.compute.expert_arena import ArenaOptions
 from dflash_runtime.compute.half_lives import FIRST, HALF_LIVES, CachePolicy
 from dflash_runtime.placement.cache import policies
 from dflash_runtime.placement.cache.simulation import PLAIN
+from support.allocated import allocated_bytes
 from support.examples import examples
 from support.random_models import Qwen3MoeShape, write_qwen3moe
 
@@ -88,6 +92,17 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first layer's experts are larger than those of the others."""
+
+    def type_of(name: str) -> str:
+        return "Q8_0" if name.startswith("blk.0.") else "Q4_0"
+
+    folder = tmp_path_factory.mktemp("model")
+    return write_qwen3moe(folder / "mixed.gguf", SHAPE, seed=3, tensor_type=type_of)
+
+
+@pytest.fixture(scope="module")
 def backend() -> Iterator[CpuBackend]:
     with contextlib.closing(CpuBackend(num_threads=2)) as backend:
         yield backend
@@ -101,6 +116,7 @@ def rig_of(
     *,
     looks_ahead: bool = False,
     policy: CachePolicy = CachePolicy.AUTO,
+    shares: Mapping[int, F64Array] | None = None,
 ) -> Iterator[Rig]:
     with GgufFile.open(path) as file:
         layers = moe_layers(file)
@@ -108,8 +124,9 @@ def rig_of(
         there, brought = (
             [backend.load_experts(file, layer, ids) for layer in layers] for _ in range(2)
         )
-        slot_bytes = sum(
-            -(-each.num_bytes // t.BLOCK) * t.BLOCK + t.BLOCK for each in layers[0].projections
+        slot_bytes = max(
+            sum(-(-each.num_bytes // w.BLOCK) * w.BLOCK + w.BLOCK for each in layer.projections)
+            for layer in layers
         )
         routers = routers_ahead(
             file,
@@ -117,10 +134,9 @@ def rig_of(
             most_bytes=1 << 20 if looks_ahead else 0,
         )
         assert len(routers) == (LAYERS - 1 if looks_ahead else 0)
-        arena = HostArena(
-            file, brought, num_bytes=num_slots * slot_bytes, routers=routers, policy=policy
-        )
-        with contextlib.closing(arena):
+        num_bytes = num_slots * slot_bytes + sum(each.num_bytes for each in routers.values())
+        options = ArenaOptions(num_bytes, policy=policy, shares=shares or {})
+        with contextlib.closing(HostArena(file, brought, options, routers=routers)) as arena:
             yield Rig(file, there, brought, arena)
 
 
@@ -150,9 +166,9 @@ def test_bits_are_those_of_experts_in_memory(
     else:
         assert stats.missed > LAYERS * E
     assert stats.found > 0
-    assert (stats.checked > 0) == looks_ahead
-    assert 0 <= stats.prefetched_used <= stats.prefetched
-    assert 0 <= stats.predicted <= stats.checked
+    assert (stats.look_ahead.checked > 0) == looks_ahead
+    assert 0 <= stats.look_ahead.prefetched_used <= stats.look_ahead.prefetched
+    assert 0 <= stats.look_ahead.predicted <= stats.look_ahead.checked
 
 
 @examples(30)
@@ -208,10 +224,12 @@ def test_a_step_has_what_the_next_layer_will_choose_read_meanwhile(
                 batch = batch_of(likely[None], 10 * step + layer)
                 rig.check(layer, batch)
                 after = rig.arena.stats()
-                assert after.checked - before.checked == (K if before.prefetched else 0)
-                assert after.predicted == after.checked
-        assert after.prefetched > 0
-        assert after.prefetched_used == after.prefetched
+                assert after.look_ahead.checked - before.look_ahead.checked == (
+                    K if before.look_ahead.prefetched else 0
+                )
+                assert after.look_ahead.predicted == after.look_ahead.checked
+        assert after.look_ahead.prefetched > 0
+        assert after.look_ahead.prefetched_used == after.look_ahead.prefetched
         # Everything is there by now: nothing more is predicted, sooner or later.
         for step in range(300):
             for layer in range(LAYERS):
@@ -219,7 +237,7 @@ def test_a_step_has_what_the_next_layer_will_choose_read_meanwhile(
         settled = rig.arena.stats()
         rig.check(0, batch_of(tokens(1, 1)))
         rig.check(1, batch_of(tokens(1, 1)))
-        assert rig.arena.stats().checked == settled.checked
+        assert rig.arena.stats().look_ahead.checked == settled.look_ahead.checked
 
 
 @pytest.mark.parametrize("num_slots", [E, LAYERS * 4])
@@ -243,6 +261,7 @@ def test_shadows_keep_what_the_simulator_keeps(
                 np.testing.assert_array_equal(
                     of_layer.shadows >> kind & 1, place != policies.ABSENT, f"{half_life}"
                 )
+                assert of_layer.shadow_sizes[kind] == num_slots // LAYERS
 
 
 @pytest.mark.parametrize(
@@ -289,6 +308,23 @@ def test_a_half_life_that_was_asked_for_stays(
             rig.check(layer, batch_of(np.array([often], np.int32)))
         num_found = rig.arena.stats().found - before.found
         assert num_found == (0 if policy is CachePolicy.LRU else LAYERS * len(often))
+
+
+def test_what_twice_the_memory_would_find(path: Path, backend: CpuBackend) -> None:
+    popularity = np.array([0.3, 0.2, 0.15, 0.15, 0.05, 0.05, 0.05, 0.05])
+    rng = np.random.default_rng(5)
+    with rig_of(path, backend, LAYERS * 4) as rig:
+        assert rig.arena.stats().share_found is None  # nothing is known yet
+        for token in range(600):
+            for layer in range(LAYERS):
+                ids = rng.choice(E, K, replace=False, p=popularity)
+                rig.check(layer, batch_of(ids[None].astype(np.int32), token))
+        stats = rig.arena.stats()
+    found = stats.found / (stats.found + stats.missed)
+    assert stats.share_found is not None
+    assert abs(stats.share_found - found) < 0.06
+    assert stats.share_found_by_twice is not None
+    assert 0.98 < stats.share_found_by_twice < 1.0  # all but the first use of each
 
 
 def likely_by_numpy(file: GgufFile, layer: int, row: F32Array) -> I32Array:
@@ -360,13 +396,13 @@ def test_reads_that_fail_cost_time_alone(
 def test_a_read_that_never_ends_ends_all_others(path: Path, backend: CpuBackend) -> None:
     with rig_of(path, backend, E) as rig:
         words = rig.arena._words
-        words[t.LIMIT_NS] = 1
-        context, words[t.CONTEXT] = words[t.CONTEXT].item(), 0
-        words[t.NUM_FREE] = 0  # all control blocks are taken, and none is given back
+        words[w.LIMIT_NS] = 1
+        context, words[w.CONTEXT] = words[w.CONTEXT].item(), 0
+        words[w.NUM_FREE] = 0  # all control blocks are taken, and none is given back
         rig.check(0, batch_of(tokens(1, 1)))
-        assert words[t.IS_BROKEN]
+        assert words[w.IS_BROKEN]
         read_bytes = rig.arena.stats().read_bytes
-        words[t.CONTEXT], words[t.NUM_FREE] = context, t.MOST_PENDING
+        words[w.CONTEXT], words[w.NUM_FREE] = context, w.MOST_PENDING
         for layer in range(LAYERS):
             rig.check(layer, batch_of(tokens(20, 1)))
         assert rig.arena.stats().read_bytes == read_bytes
@@ -389,3 +425,155 @@ def test_brought_experts_are_not_replaced(path: Path, backend: CpuBackend) -> No
     one = np.zeros(1, np.int32)
     with rig_of(path, backend, E) as rig, pytest.raises(ValueError, match="come from the disk"):
         rig.brought[0].replace(rig.file, one, one)
+
+
+def hits(rig: Rig, layer: int, experts: list[int]) -> int:
+    """How many of a step's experts are in memory."""
+    before = rig.arena.stats().found
+    rig.check(layer, batch_of(np.array([experts], np.int32)))
+    return rig.arena.stats().found - before
+
+
+def test_the_hottest_experts_are_read_at_once(path: Path, backend: CpuBackend) -> None:
+    shares = {layer: np.linspace(0.5, 0.01, E) / (1 + layer) for layer in range(LAYERS)}
+    with rig_of(path, backend, E + 1, shares=shares) as rig:
+        for _ in rig.arena.read_hottest():
+            pass
+        assert rig.arena.empty_bytes == 0
+        before = rig.arena.stats()
+        assert (before.found, before.missed) == (0, 0)
+        # Of 24 the nine with the largest shares.
+        every = np.concatenate([*shares.values()])
+        hottest = np.isin(np.arange(LAYERS * E), np.argsort(-every)[: E + 1]).reshape(LAYERS, E)
+        for layer in range(LAYERS):
+            experts = np.flatnonzero(hottest[layer]).tolist()
+            assert hits(rig, layer, experts) == len(experts)
+        assert rig.arena.stats().read_bytes == before.read_bytes
+        # What was expected counts as uses do: others leave first.
+        for seldom in range(0, E, K):
+            rig.check(2, batch_of(np.array([[seldom, seldom + 1]], np.int32)))
+        assert hits(rig, 0, [0, 1]) == 2
+
+
+def test_reading_the_hottest_fails_as_other_reads(path: Path, backend: CpuBackend) -> None:
+    with rig_of(path, backend, E, shares={0: np.full(E, 0.25)}) as rig:
+        [descriptor] = rig.arena._descriptors.values()
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, descriptor)
+        os.close(nothing)
+        for _ in rig.arena.read_hottest():
+            pass
+        assert rig.arena.empty_bytes == rig.arena.num_bytes
+        rig.check(0, batch_of(tokens(3, 0)))
+
+
+@examples(20)
+@given(
+    steps=st.lists(
+        st.tuples(st.integers(0, LAYERS - 1), st.integers(1, 40), st.integers(0, 99)),
+        min_size=2, max_size=30,
+    ),
+    parts=st.lists(st.floats(0.0, 1.5), min_size=1, max_size=5),
+)  # fmt: skip
+def test_memory_changes_between_batches(
+    mixed: Path, backend: CpuBackend, steps: list[tuple[int, int, int]], parts: list[float]
+) -> None:
+    """And slots have two sizes, or one if memory is too small for two pools."""
+    with rig_of(mixed, backend, 2 * E) as rig:
+        most = rig.arena.most_bytes
+        for number, (layer, num_tokens, seed) in enumerate(steps):
+            phase = Phase.PREFILL if num_tokens > 8 else Phase.DECODE
+            rig.check(layer, batch_of(tokens(num_tokens, seed), seed, phase))
+            part = parts[number % len(parts)]
+            rig.arena.resize(int(part * most))
+            assert rig.arena.num_slots >= E
+            assert rig.arena.num_bytes <= most
+            if part >= 1.0:
+                assert rig.arena.num_bytes == most
+        assert rig.arena.stats().failed == 0
+
+
+def test_memory_that_is_given_back_is_the_systems(path: Path, backend: CpuBackend) -> None:
+    with rig_of(path, backend, LAYERS * E) as rig:
+        for layer in range(LAYERS):
+            rig.check(layer, batch_of(tokens(40, layer), phase=Phase.PREFILL))
+        memory = np.frombuffer(rig.arena._memory, np.uint8)
+        allocated = allocated_bytes(memory)
+        assert allocated > 0.8 * rig.arena.most_bytes
+        rig.arena.resize(0)
+        kept = rig.arena.num_bytes
+        assert kept == rig.arena.most_bytes // LAYERS
+        assert allocated_bytes(memory[kept:]) == 0
+        assert allocated_bytes(memory) < allocated / 2
+        rig.arena.resize(rig.arena.most_bytes)
+        assert rig.arena.empty_bytes == rig.arena.most_bytes - kept
+        for layer in range(LAYERS):
+            rig.check(layer, batch_of(tokens(40, layer), phase=Phase.PREFILL))
+        assert rig.arena.empty_bytes == 0
+        del memory
+
+
+def test_a_batch_is_waited_for_before_memory_is_given_back(path: Path, backend: CpuBackend) -> None:
+    with rig_of(path, backend, LAYERS * E) as rig:
+        rig.arena._words[w.LOCK] = 1
+        thread = threading.Thread(target=rig.arena.resize, args=(0,))
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+        assert rig.arena.num_slots == LAYERS * E
+        rig.arena._words[w.LOCK] = 0
+        thread.join(20.0)
+        assert rig.arena.num_slots == E
+
+
+def test_pinned_experts_never_leave(path: Path, backend: CpuBackend) -> None:
+    """The hottest of each layer, of the hottest layers first, in half of the slots."""
+    often = [3, 6]
+    with rig_of(path, backend, LAYERS * 4, policy=CachePolicy.LRU) as rig:
+        for step in range(30):
+            for layer in range(1 if step % 3 else LAYERS):
+                rig.check(layer, batch_of(np.array([often], np.int32), step))
+        rig.arena.pin_hottest(E)  # of those that were used
+        assert rig.arena.stats().num_pinned == LAYERS * K
+        rig.arena.pin_hottest(1)
+        assert rig.arena.stats().num_pinned == LAYERS
+        rig.arena.pin_hottest(K)
+        for seed in range(20):
+            for layer in range(LAYERS):
+                rig.check(layer, batch_of(tokens(1, seed), seed))
+                rig.check(layer, batch_of(tokens(40, seed), seed, Phase.PREFILL))
+        assert [hits(rig, layer, often) for layer in range(LAYERS)] == [K] * LAYERS
+    with rig_of(path, backend, E) as rig:
+        for layer, times in ((1, 5), (2, 9), (0, 7)):
+            for step in range(times):
+                rig.check(layer, batch_of(tokens(3, step), step))
+        rig.arena.pin_hottest(3)
+        pinned = [np.count_nonzero(layer.pins) for layer in rig.arena._layers]
+        assert pinned == [1, 0, 3]
+
+
+def sizes_and_counts() -> st.SearchStrategy[list[tuple[int, int]]]:
+    return st.lists(st.tuples(st.integers(1, 9), st.integers(1, 64)), min_size=1, max_size=9)
+
+
+@given(layers=sizes_and_counts(), num_bytes=st.integers(0, 6000))
+def test_pools_have_the_same_share_of_their_experts(
+    layers: list[tuple[int, int]], num_bytes: int
+) -> None:
+    sizes, counts = zip(*layers, strict=True)
+    try:
+        kinds = pool_kinds(sizes, counts, num_bytes)
+    except ValueError:
+        largest = max(sizes) * sum(counts)
+        assert num_bytes * sum(counts) // largest < max(counts)
+        return
+    assert sum(each.slot_bytes * each.num_slots for each in kinds) <= num_bytes
+    assert [each.slot_bytes for each in kinds] == sorted({each.slot_bytes for each in kinds})
+    assert kinds[-1].slot_bytes == max(sizes)
+    shares = []
+    for index, kind in enumerate(kinds):
+        smaller = kinds[index - 1].slot_bytes if index else 0
+        theirs = [n for size, n in layers if smaller < size <= kind.slot_bytes]
+        assert max(theirs) == kind.least <= kind.num_slots <= sum(theirs)
+        shares.append((kind.num_slots / sum(theirs), 1 / sum(theirs)))
+    assert all(abs(a - b) <= x + y for a, x in shares for b, y in shares)

@@ -48,14 +48,14 @@ def test_trained_models_choose_what_was_predicted(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens, disk = written(path, monkeypatch, prefetches=True)
-    assert disk.checked > 1000
-    assert disk.predicted >= 0.7 * disk.checked
-    assert disk.prefetched > 100
-    assert disk.prefetched_used >= 0.7 * disk.prefetched
+    assert disk.look_ahead.checked > 1000
+    assert disk.look_ahead.predicted >= 0.7 * disk.look_ahead.checked
+    assert disk.look_ahead.prefetched > 100
+    assert disk.look_ahead.prefetched_used >= 0.7 * disk.look_ahead.prefetched
     alone, without = written(path, monkeypatch, prefetches=False, policy="static")
     assert tokens == alone
     assert without.half_life == HALF_LIVES[-1]
-    assert without.checked == without.prefetched == 0
+    assert without.look_ahead.checked == without.look_ahead.prefetched == 0
 
 
 def test_routers_that_take_too_much_memory_are_left_out() -> None:
