@@ -38,7 +38,6 @@ from dflash_runtime.compute.gpu.device.kernel_sources import (
     define_options,
 )
 from dflash_runtime.compute.gpu.device.noting_device import NotingDevice
-from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.gpu.launch.decode_experts import (
     MOST_PEERS,
     DecodeExperts,
@@ -89,6 +88,7 @@ from dflash_runtime.compute.gpu.ops.choice_notes import ChoiceRows
 from dflash_runtime.compute.gpu.transfers.exchange import Exchanger
 from dflash_runtime.compute.gpu.transfers.payload_kernels import PayloadKernels
 from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.compute.step_order import MOST_TOKENS
 
 Q4, Q5, Q6 = TensorType.Q4_K, TensorType.Q5_0, TensorType.Q6_K
 F16, F32 = TensorType.F16, TensorType.F32

@@ -26,7 +26,6 @@ from dflash_runtime.compute.gpu.launch.decode_arrays import (
     check_shared_bytes,
     check_tokens,
     meta_shape,
-    padded_columns,
     staged_bytes,
 )
 from dflash_runtime.compute.gpu.launch.layouts import (
@@ -34,7 +33,12 @@ from dflash_runtime.compute.gpu.launch.layouts import (
     ResidentMatrices,
     row_bytes,
 )
-from dflash_runtime.compute.step_order import FLOAT_TYPES, expert_sum_lanes, units_of
+from dflash_runtime.compute.step_order import (
+    FLOAT_TYPES,
+    expert_sum_lanes,
+    padded_columns,
+    units_of,
+)
 
 MOST_PEERS = 7
 """Most daemons with a mailbox of one parent."""

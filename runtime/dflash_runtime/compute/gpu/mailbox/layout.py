@@ -98,8 +98,7 @@ from enum import IntEnum
 from dflash_adapters.spec import MoeLayer, MoeSpec
 from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.ring.segment import Segment
-from dflash_runtime.compute.gpu.launch.decode_arrays import GRANULE, MOST_TOKENS, padded_columns
-from dflash_runtime.compute.step_order import FLOAT_TYPES
+from dflash_runtime.compute.step_order import FLOAT_TYPES, GRANULE, MOST_TOKENS, padded_columns
 
 
 class MailWord:

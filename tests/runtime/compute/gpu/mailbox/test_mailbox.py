@@ -17,7 +17,7 @@ from dflash_adapters.routing import Gating, RoutingRule
 from dflash_adapters.spec import MoeLayer
 from dflash_protocol.ids import AnyArray, F64Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, address
-from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows, meta_shape, padded_columns
+from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows, meta_shape
 from dflash_runtime.compute.gpu.launch.decode_experts import (
     MOST_PEERS,
     Choice,
@@ -42,6 +42,7 @@ from dflash_runtime.compute.gpu.mailbox.probe import (
     read_faults,
 )
 from dflash_runtime.compute.mail_trial import FaultKind, Faults
+from dflash_runtime.compute.step_order import padded_columns
 from support.device_weights import as_int8_rows
 from support.emulated_device import EmulatedDevice
 from support.emulated_gpu import TINY
