@@ -27,7 +27,7 @@ from dflash_protocol.ids import I64Array
 from dflash_runtime.compute.cpu.captured.mail_thread import MailedLayer, MailThread
 from dflash_runtime.compute.cpu.experts import CpuExpertBank
 from dflash_runtime.compute.cpu.kernels import mail_tasks
-from dflash_runtime.compute.gpu.mailbox.layout import num_request_lines, part_words
+from dflash_runtime.compute.mailbox_layout import num_request_lines, part_words
 
 ROUNDS = 101
 _FACTOR = np.uint32(0x9E3779B1)

@@ -21,9 +21,9 @@ from dflash_runtime.compute.gpu.layers.attention_plan import (
 )
 from dflash_runtime.compute.gpu.layers.delta import DeltaPlan
 from dflash_runtime.compute.gpu.layers.kv_rows import layer_bytes
-from dflash_runtime.compute.gpu.mailbox.layout import mail_layout
 from dflash_runtime.compute.gpu.transfers.locked_room import copier_bytes
 from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.compute.mailbox_layout import mail_layout
 from dflash_runtime.compute.step_order import MOST_TOKENS
 from dflash_runtime.compute.trees import MOST_NODES
 

@@ -36,7 +36,7 @@ class MailedLayer:
     request: int
     reply: int
     part_words: tuple[int, int, int]
-    """See layout.part_words."""
+    """See mailbox_layout.part_words."""
     leaves_second: bool = False
     """Whether, in steps of one token, the device fetches the second expert that is asked for."""
 

@@ -1,10 +1,10 @@
 """Answers a device's requests for this process's experts, layer by layer, without Python.
 
 A thread of its own serves steps (`serve_kernel`): each time one is asked for, it waits in every
-layer for the request's lines, as gpu/mailbox/layout.py describes them, computes the pairs that it
-finds there, and writes the reply's, each column by the thread that has computed it. A layer of
-which it is asked nothing gets no reply, but for the last one, by which the device knows that all
-requests of the step have been read.
+layer for the request's lines, as mailbox_layout.py describes them, computes the pairs that it finds
+there, and writes the reply's, each column by the thread that has computed it. A layer of which it
+is asked nothing gets no reply, but for the last one, by which the device knows that all requests of
+the step have been read.
 
 A wait ends when a side aborts the step, or at the step's time limit; then the rest of the step is
 left out. Requests come from this process: they are not checked as another process's would be.
@@ -60,7 +60,7 @@ from dflash_runtime.compute.cpu.weights.repacked.step_kernels import (
     REQUEST,  # of its lines
     REPLY,
     NUM_USED,
-    QUANTS_AT,  # of the request's parts; 0: it has none. See layout.part_words
+    QUANTS_AT,  # of the request's parts; 0: it has none. See mailbox_layout.part_words
     META_AT,
     FLOATS_AT,
     QUANT_BYTES,  # of a row's lines in the parts that have quants and what belongs to them

@@ -24,7 +24,7 @@ from dflash_runtime.compute.gpu.launch.decode_experts import (
     MailReplies,
     PeersPost,
 )
-from dflash_runtime.compute.gpu.mailbox.layout import num_request_lines, part_words
+from dflash_runtime.compute.mailbox_layout import num_request_lines, part_words
 
 _THREADS = 512
 _ADD_THREADS = 256

@@ -21,7 +21,7 @@ from dflash_runtime.compute.gpu.device.device import KernelDevice, address
 from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock
 from dflash_runtime.compute.gpu.mailbox.fetched_memory import FetchedMemory
 from dflash_runtime.compute.gpu.mailbox.kernels import MailPeer
-from dflash_runtime.compute.gpu.mailbox.layout import MailLines, mail_layout, part_words
+from dflash_runtime.compute.mailbox_layout import MailLines, mail_layout, part_words
 
 _LOG = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from dflash_runtime.compute.cpu import CpuBackend
 from dflash_runtime.compute.cpu.captured.mail_thread import MailedLayer, MailThread
 from dflash_runtime.compute.cpu.experts import CpuExpertBank
 from dflash_runtime.compute.cpu.kernels import mail_tasks
-from dflash_runtime.compute.gpu.mailbox.layout import num_request_lines, part_words
+from dflash_runtime.compute.mailbox_layout import num_request_lines, part_words
 from dflash_runtime.compute.step_order import GRANULE, padded_columns
 from support.expert_files import write_expert_layer
 from support.processes import wait_until

@@ -28,12 +28,6 @@ from dflash_runtime.compute.gpu.launch.decode_experts import (
 from dflash_runtime.compute.gpu.layers.matrix import Uploader
 from dflash_runtime.compute.gpu.layers.resident import load_resident
 from dflash_runtime.compute.gpu.mailbox.kernels import MailKernels, MailPeer, MailSide
-from dflash_runtime.compute.gpu.mailbox.layout import (
-    LINE_BYTES,
-    MailLayout,
-    MailLines,
-    part_words,
-)
 from dflash_runtime.compute.gpu.mailbox.probe import (
     FAULT_BYTES,
     ProbePlan,
@@ -42,6 +36,12 @@ from dflash_runtime.compute.gpu.mailbox.probe import (
     read_faults,
 )
 from dflash_runtime.compute.mail_trial import FaultKind, Faults
+from dflash_runtime.compute.mailbox_layout import (
+    LINE_BYTES,
+    MailLayout,
+    MailLines,
+    part_words,
+)
 from dflash_runtime.compute.step_order import padded_columns
 from support.device_weights import as_int8_rows
 from support.emulated_device import EmulatedDevice

@@ -153,7 +153,7 @@ def checked(words: AnyArray, epoch: int) -> AnyArray:
 
 
 def request_lines(shape: ExpertsShape, step: Step, epoch: int, *, rounds: bool = False) -> AnyArray:
-    """As mailbox/layout.py has them; padding is anything."""
+    """As mailbox_layout.py has them; padding is anything."""
     pairs = np.empty((shape.num_pairs, 2), np.uint32)
     pairs[:, 0] = step.topk_ids.ravel().view(np.uint32) ^ np.uint32(ROUNDS_BIT * rounds)
     pairs[:, 1] = step.topk_weights.ravel().view(np.uint32)

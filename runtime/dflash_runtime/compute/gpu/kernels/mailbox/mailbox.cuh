@@ -1,5 +1,5 @@
 // A mailbox carries a step's requests from a parent's device to a daemon's, and the replies, layer by
-// layer, without the hosts. mailbox/layout.py has the memory layout and explains why it is correct.
+// layer, without the hosts. mailbox_layout.py has the memory layout and explains why it is correct.
 //
 // A line is 16 bytes: {data, check, data, check}. A check depends on its word and on the step's epoch
 // (a counter of steps), so a reader that finds the expected check has the right data: no flag and no
