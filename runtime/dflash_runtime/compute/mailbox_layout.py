@@ -122,8 +122,12 @@ class MailWord:
 
 LINES_AT = 4096
 
-LINE_BYTES = 16
+LINE_BYTES, HALF_BYTES = 16, 8
 _LINE_WORDS = 2
+
+CHECK_FACTOR = 0x9E3779B1
+"""Odd: different words have different checks within an epoch."""
+
 DEVICE_BYTES = 16
 HANDLE_BYTES = 64
 
@@ -250,8 +254,13 @@ def mail_layout(moe: MoeSpec) -> MailLayout:
 
 def num_request_lines(layer: MoeLayer, num_tokens: int) -> int:
     """Lines of a request for `num_tokens`."""
-    parts = (-(-num_tokens * words // _LINE_WORDS) for words in part_words(layer))
-    return num_tokens * layer.num_experts_used + sum(parts)
+    return num_tokens * layer.num_experts_used + sum(part_lines(layer, num_tokens))
+
+
+def part_lines(layer: MoeLayer, num_tokens: int) -> tuple[int, int, int]:
+    """Lines of its parts, which follow the pairs: see `part_words`."""
+    quants, meta, floats = (-(-num_tokens * words // _LINE_WORDS) for words in part_words(layer))
+    return quants, meta, floats
 
 
 def part_words(layer: MoeLayer) -> tuple[int, int, int]:
