@@ -37,6 +37,7 @@ from dflash_runtime.compute.gpu.mailbox.probe import (
 )
 from dflash_runtime.compute.mail_trial import FaultKind, Faults
 from dflash_runtime.compute.mailbox_layout import (
+    CHECK_FACTOR,
     LINE_BYTES,
     MailLayout,
     MailLines,
@@ -53,8 +54,6 @@ EPOCH, ABORTED, BLAMED, ROUNDS = 2, 3, 4, 5
 
 _TIMEOUT_S = 20.0
 """With what happens every other time, if another thread runs meanwhile."""
-CHECK_FACTOR = 0x9E3779B1
-"""Of mailbox_lines.cuh."""
 NONE = dict.fromkeys(FaultKind, 0)
 MANY_COLUMNS, MANY_LINES = 5120, 2600
 """So that threads have several lines each, more than they look at together."""

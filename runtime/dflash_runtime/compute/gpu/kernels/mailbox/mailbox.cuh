@@ -5,7 +5,7 @@
 // (a counter of steps), so a reader that finds the expected check has the right data: no flag and no
 // fence are needed, one transfer suffices, and damaged data is not accepted.
 //
-// Parameters: MOST_PEERS, the most mailboxes of one process.
+// Parameters: MOST_PEERS, the most mailboxes of one process; CHECK_FACTOR, of mailbox_layout.py.
 #pragma once
 #include "mailbox_lines.cuh"
 
