@@ -38,7 +38,6 @@ from dflash_runtime.compute.gpu.device.kernel_sources import (
     define_options,
 )
 from dflash_runtime.compute.gpu.device.noting_device import NotingDevice
-from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.gpu.launch.decode_experts import (
     MOST_PEERS,
     DecodeExperts,
@@ -89,6 +88,8 @@ from dflash_runtime.compute.gpu.ops.choice_notes import ChoiceRows
 from dflash_runtime.compute.gpu.transfers.exchange import Exchanger
 from dflash_runtime.compute.gpu.transfers.payload_kernels import PayloadKernels
 from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.compute.mailbox_layout import CHECK_FACTOR
+from dflash_runtime.compute.step_order import MOST_TOKENS
 
 Q4, Q5, Q6 = TensorType.Q4_K, TensorType.Q5_0, TensorType.Q6_K
 F16, F32 = TensorType.F16, TensorType.F32
@@ -318,13 +319,14 @@ def _transfers(device: Any) -> None:
     Exchanger(device)
     ChoiceRows(device, num_layers=2, num_columns=6, num_positions=10)
     PayloadKernels(device, device)
-    threads = {"THREADS": 512, "MOST_PEERS": MOST_PEERS}
+    checks = {"CHECK_FACTOR": CHECK_FACTOR}
+    threads = {**checks, "THREADS": 512, "MOST_PEERS": MOST_PEERS}
     chosen = {**threads, "TOP_K": 3, "EXPERTS": 70}
     for tokens, route in ((1, 0), (1, 1), (MOST_TOKENS, 1)):
         sizes = {"TOKENS": tokens, "HIDDEN": 96, "ROUTE": route, "NORMALISE": 1, "GATE": 0}
         device.module("mailbox_parent.cu", {**chosen, **sizes, "ADD_THREADS": 256})
     for tokens in (1, MOST_TOKENS):
         device.module("mailbox_daemon.cu", {**chosen, "TOKENS": tokens})
-    device.module("mailbox_begin.cu", {})
+    device.module("mailbox_begin.cu", checks)
     for is_echo in (0, 1):
         device.module("mailbox_probe.cu", {**threads, "IS_ECHO": is_echo})

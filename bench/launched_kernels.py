@@ -16,7 +16,6 @@ from dflash_adapters.rope import RopePairing
 from dflash_adapters.routing import Gating, RoutingRule
 from dflash_adapters.spec import DeltaShape, KvLayer
 from dflash_runtime.compute.gpu.device.capabilities import Capabilities
-from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.gpu.launch.decode_experts import DecodeExperts, ExpertsShape, ExpertsUse
 from dflash_runtime.compute.gpu.launch.decode_linear import (
     DecodeLinear,
@@ -39,6 +38,7 @@ from dflash_runtime.compute.gpu.layers.attention_plan import AttentionShape, Dec
 from dflash_runtime.compute.gpu.layers.attention_tree import TreeAttention
 from dflash_runtime.compute.gpu.layers.delta import DeltaChunk, DeltaPlan, DeltaStep, DeltaTree
 from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.compute.step_order import MOST_TOKENS
 
 _HIDDEN, _FFN, _EXPERTS, _USED, _VOCABULARY = 2048, 768, 128, 8, 151_936
 _HEADS, _KV_HEADS, _HEAD_DIM = 32, 4, 128

@@ -27,10 +27,9 @@ from dflash_protocol.ids import I64Array
 from dflash_runtime.compute.cpu.captured.mail_thread import MailedLayer, MailThread
 from dflash_runtime.compute.cpu.experts import CpuExpertBank
 from dflash_runtime.compute.cpu.kernels import mail_tasks
-from dflash_runtime.compute.gpu.mailbox.layout import num_request_lines, part_words
+from dflash_runtime.compute.mailbox_layout import CHECK_FACTOR, num_request_lines
 
 ROUNDS = 101
-_FACTOR = np.uint32(0x9E3779B1)
 _NOT_ASKED = np.uint32(0xFFFFFFFF)
 
 
@@ -39,7 +38,7 @@ def request(layer: MoeLayer, asked: Sequence[int], epoch: int) -> I64Array:
     words = np.zeros(2 * num_request_lines(layer, 1), np.uint32)
     words[0 : 2 * layer.num_experts_used : 2] = _NOT_ASKED
     words[0 : 2 * len(asked) : 2] = asked
-    halves: I64Array = np.stack([words, np.uint32(epoch) ^ words * _FACTOR], axis=1)
+    halves: I64Array = np.stack([words, np.uint32(epoch) ^ words * np.uint32(CHECK_FACTOR)], axis=1)
     return halves.reshape(-1).view(np.int64)
 
 
@@ -51,7 +50,7 @@ def measure(banks: Sequence[CpuExpertBank], num_asked: int, rounds: int) -> tupl
     aborts = np.zeros((2, 8), np.int64)
     thread = MailThread(
         [
-            MailedLayer(bank, lines.ctypes.data, reply.ctypes.data, part_words(bank.layer))
+            MailedLayer(bank, lines.ctypes.data, reply.ctypes.data)
             for bank, lines, reply in zip(banks, requests, replies, strict=True)
         ],
         banks[0].workers,

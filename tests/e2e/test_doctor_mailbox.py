@@ -18,10 +18,10 @@ import pytest
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ring.segment import Segment, create_segment
 from dflash_runtime.cli.main import main
-from dflash_runtime.compute.gpu.mailbox.layout import LINE_BYTES, LINES_AT, MailWord
 from dflash_runtime.compute.gpu.mailbox.mail import TRIAL_LAYOUT
 from dflash_runtime.compute.gpu.mailbox.parent import MailLink
 from dflash_runtime.compute.mail_trial import TrialBatch
+from dflash_runtime.compute.mailbox_layout import LINE_BYTES, LINES_AT, MailWord
 from dflash_runtime.tools import doctor_mailbox
 from support.emulated_device import EmulatedDevice
 from support.emulated_device.peer_memory import EmulatedPeerMemory

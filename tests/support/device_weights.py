@@ -8,7 +8,8 @@ import numpy as np
 
 from dflash_adapters.quant import TensorType, dequantise
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, U8Array
-from dflash_runtime.compute.gpu.launch.decode_arrays import GRANULE, meta_shape, padded_columns
+from dflash_runtime.compute.gpu.launch.decode_arrays import meta_shape
+from dflash_runtime.compute.step_order import GRANULE, padded_columns
 from support.block_scales import SCALE_OFFSETS
 from support.device_layout import repack
 

@@ -25,9 +25,9 @@ from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.ring.segment import Segment
 from dflash_runtime import Engine
-from dflash_runtime.compute.gpu.mailbox.layout import LINE_BYTES, LINES_AT, MailLayout, MailWord
 from dflash_runtime.compute.gpu.mailbox.parent import ParentMail
 from dflash_runtime.compute.gpu.mailbox.peer_memory import KEPT_S
+from dflash_runtime.compute.mailbox_layout import LINE_BYTES, LINES_AT, MailLayout, MailWord
 from dflash_runtime.experts.events import EventKind
 from dflash_runtime.placement.split import LOCAL_OWNER, make_placement
 from support.mailbox_pairs import DevicePair, Pace

@@ -1,13 +1,20 @@
 """The order in which a decode step's products are added: the same on GPUs and processors.
 
 So the bits of an expert's result in a step do not depend on which of them computes it. A row of
-weights is multiplied in units of 64 values, and `sum_lanes` lanes add up the units that are theirs;
-how is written in ``cpu/weights/repacked/step_kernels.py`` and ``gpu/kernels/dense/products.cuh``.
+activations is quantised in granules. A row of weights is multiplied in units of 64 values, and
+`sum_lanes` lanes add up the units that are theirs; how is written in
+``cpu/weights/repacked/step_kernels.py`` and ``gpu/kernels/dense/products.cuh``.
 """
 
 from __future__ import annotations
 
 from dflash_adapters.quant import TensorType
+
+MOST_TOKENS = 8
+"""Most tokens that a step's kernels take at once."""
+
+GRANULE = 16
+"""Elements of a row of int8 activations that share a scale."""
 
 UNIT_VALUES = 64
 """Values of a quantised row in a unit."""
@@ -17,6 +24,11 @@ MOST_SUM_LANES = 32
 
 
 FLOAT_TYPES = frozenset({TensorType.F32, TensorType.F16, TensorType.BF16})
+
+
+def padded_columns(columns: int) -> int:
+    """Elements of a row of int8 activations in devices and requests, padding included."""
+    return -(-columns // 256) * 256
 
 
 def float_unit(tensor_type: TensorType) -> int:

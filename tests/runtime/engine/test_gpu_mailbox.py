@@ -22,13 +22,16 @@ from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.ring.segment import create_segment
 from dflash_protocol.settings import Settings
 from dflash_runtime import Engine
+from dflash_runtime.compute import mailbox_layout
 from dflash_runtime.compute.backend import MailRoute
 from dflash_runtime.compute.cpu.captured.mail_thread import MailThread
 from dflash_runtime.compute.gpu.device.device import address
-from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
-from dflash_runtime.compute.gpu.mailbox import layout as mailbox_layout
 from dflash_runtime.compute.gpu.mailbox.kernels import MailKernels, MailPeer, MailSide
-from dflash_runtime.compute.gpu.mailbox.layout import (
+from dflash_runtime.compute.gpu.mailbox.parent import MailLink, ParentMail, is_ready
+from dflash_runtime.compute.gpu.run.captured_trees import CapturedTrees
+from dflash_runtime.compute.gpu.run.path_choice import MailboxSessions
+from dflash_runtime.compute.mail_trial import Fault, FaultKind, Faults, TrialBatch
+from dflash_runtime.compute.mailbox_layout import (
     LAYOUT_NUMBER,
     LINES_AT,
     Ask,
@@ -37,10 +40,7 @@ from dflash_runtime.compute.gpu.mailbox.layout import (
     MailWord,
     MailWords,
 )
-from dflash_runtime.compute.gpu.mailbox.parent import MailLink, ParentMail, is_ready
-from dflash_runtime.compute.gpu.run.captured_trees import CapturedTrees
-from dflash_runtime.compute.gpu.run.path_choice import MailboxSessions
-from dflash_runtime.compute.mail_trial import Fault, FaultKind, Faults, TrialBatch
+from dflash_runtime.compute.step_order import MOST_TOKENS
 from dflash_runtime.engine.replacing import ExpertMover
 from dflash_runtime.engine.verifying import Verified
 from dflash_runtime.experts.events import EventKind

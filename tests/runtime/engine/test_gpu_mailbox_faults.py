@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 import pytest
 
-from dflash_runtime.compute.gpu.mailbox.layout import MailLayout, mail_layout
 from dflash_runtime.compute.gpu.run import path_choice
+from dflash_runtime.compute.mailbox_layout import MailLayout, mail_layout
 from support.emulated_device.peer_memory import FREED_WHILE_OPEN
 from support.gpu_devices import EMULATED
 from support.hostile_writer import KINDS, hostile_writer

@@ -48,7 +48,7 @@ from dflash_runtime.compute.gpu.experts.moe import DeviceMoe, HereRoute, HostRou
 from dflash_runtime.compute.gpu.experts.offload import ExpertOffload
 from dflash_runtime.compute.gpu.experts.offload_room import offload_bytes
 from dflash_runtime.compute.gpu.experts.stage import DeviceStage, open_stage
-from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, STEP_SIZES
+from dflash_runtime.compute.gpu.launch.decode_arrays import STEP_SIZES
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer, load_resident
 from dflash_runtime.compute.gpu.layers.rows import Rows
@@ -72,6 +72,7 @@ from dflash_runtime.compute.gpu.transfers.payload import PayloadMover
 from dflash_runtime.compute.kv_cache import KvCache, KvType
 from dflash_runtime.compute.model import Model
 from dflash_runtime.compute.room import Needs
+from dflash_runtime.compute.step_order import MOST_TOKENS
 from dflash_runtime.compute.thread_trial import OnePass
 
 _LOG = logging.getLogger(__name__)

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dflash_adapters.layers import Attention, Description, Rope, parts_of
 from dflash_adapters.rope import AttentionTemperature, RopePairing
 from dflash_adapters.spec import KvLayer, ModelSpec
-from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.gpu.launch.decode_experts import MOST_PEERS
 from dflash_runtime.compute.gpu.layers.attention_plan import (
     FIRST_BUCKET,
@@ -22,9 +21,10 @@ from dflash_runtime.compute.gpu.layers.attention_plan import (
 )
 from dflash_runtime.compute.gpu.layers.delta import DeltaPlan
 from dflash_runtime.compute.gpu.layers.kv_rows import layer_bytes
-from dflash_runtime.compute.gpu.mailbox.layout import mail_layout
 from dflash_runtime.compute.gpu.transfers.locked_room import copier_bytes
 from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.compute.mailbox_layout import mail_layout
+from dflash_runtime.compute.step_order import MOST_TOKENS
 from dflash_runtime.compute.trees import MOST_NODES
 
 _FLOAT, _DOUBLE = 4, 8

@@ -27,7 +27,7 @@ from dflash_protocol.transports.lent_slot import LentSlot
 from dflash_protocol.wire.transport import REQUEST_FAILURES, Reply, TransportCounters
 from dflash_runtime.compute.asking import AskRoute, OwnerTotals
 from dflash_runtime.compute.backend import MailRoute
-from dflash_runtime.compute.gpu.mailbox.layout import is_preparing
+from dflash_runtime.compute.mailbox_layout import is_preparing
 from dflash_runtime.experts.compute import LocalIds, Ticket
 from dflash_runtime.experts.daemons.data_path import DataPath
 from dflash_runtime.experts.daemons.link import DaemonLink, Handover, Session

@@ -21,6 +21,7 @@ from dflash_runtime.compute.cpu.kernels.words import STOP, address
 from dflash_runtime.compute.cpu.threads.parallel import line_of_words
 from dflash_runtime.compute.cpu.threads.scratch import on_lines, zeros_on_lines
 from dflash_runtime.compute.cpu.threads.workers import Workers
+from dflash_runtime.compute.mailbox_layout import HALF_BYTES, LINE_BYTES, part_lines, part_words
 
 _SHORT_SPIN_S = 50e-6
 """How long a next step is polled for where that takes a core from other threads."""
@@ -35,8 +36,6 @@ class MailedLayer:
     bank: CpuExpertBank
     request: int
     reply: int
-    part_words: tuple[int, int, int]
-    """See layout.part_words."""
     leaves_second: bool = False
     """Whether, in steps of one token, the device fetches the second expert that is asked for."""
 
@@ -167,17 +166,17 @@ class MailThread:
         return _Program(calls, tuple(kept))
 
     def _place_lines(self, words: I64Array, layer: MailedLayer, num_tokens: int) -> None:
-        num_used = layer.bank.layer.num_experts_used
+        experts = layer.bank.layer
+        num_used = experts.num_experts_used
         words[t.REQUEST], words[t.REPLY], words[t.NUM_USED] = layer.request, layer.reply, num_used
-        place = layer.request + t.LINE_BYTES * num_tokens * num_used
-        for word, of_row in zip(
-            (t.QUANTS_AT, t.META_AT, t.FLOATS_AT), layer.part_words, strict=True
-        ):
-            words[word] = place if of_row else 0
-            place += t.LINE_BYTES * -(-num_tokens * of_row // 2)
-        quant_words, meta_words, _ = layer.part_words
-        words[t.QUANT_BYTES] = t.HALF_BYTES * quant_words
-        words[t.META_BYTES] = t.HALF_BYTES * meta_words
+        place = layer.request + LINE_BYTES * num_tokens * num_used
+        parts = part_lines(experts, num_tokens)
+        for word, num_lines in zip((t.QUANTS_AT, t.META_AT, t.FLOATS_AT), parts, strict=True):
+            words[word] = place if num_lines else 0
+            place += LINE_BYTES * num_lines
+        quant_words, meta_words, _ = part_words(experts)
+        words[t.QUANT_BYTES] = HALF_BYTES * quant_words
+        words[t.META_BYTES] = HALF_BYTES * meta_words
 
 
 # Functions, not methods: a thread or finalizer that referred to its MailThread would keep it alive.

@@ -74,11 +74,11 @@ def release(kernel_cache: Any) -> None:
 
 @cache
 def _sources_digest() -> str:
-    """Digest of all modules of this package, and of the words that kernels share with the ring's: a
-    kernel's code depends on its helpers, too."""
+    """Digest of all modules of this package, of those beside it, and of the words that kernels
+    share with the ring's: a kernel's code depends on its helpers and their constants, too."""
     state = hashlib.sha256()
-    words = Path(compiled_experts.__file__)
-    for path in [*sorted(Path(__file__).parents[1].rglob("*.py")), words]:
+    package, words = Path(__file__).parents[1], Path(compiled_experts.__file__)
+    for path in [*sorted(package.rglob("*.py")), *sorted(package.parent.glob("*.py")), words]:
         state.update(path.read_bytes())
     return state.hexdigest()
 

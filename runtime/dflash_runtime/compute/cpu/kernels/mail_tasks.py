@@ -1,10 +1,10 @@
 """Answers a device's requests for this process's experts, layer by layer, without Python.
 
 A thread of its own serves steps (`serve_kernel`): each time one is asked for, it waits in every
-layer for the request's lines, as gpu/mailbox/layout.py describes them, computes the pairs that it
-finds there, and writes the reply's, each column by the thread that has computed it. A layer of
-which it is asked nothing gets no reply, but for the last one, by which the device knows that all
-requests of the step have been read.
+layer for the request's lines, as mailbox_layout.py describes them, computes the pairs that it finds
+there, and writes the reply's, each column by the thread that has computed it. A layer of which it
+is asked nothing gets no reply, but for the last one, by which the device knows that all requests of
+the step have been read.
 
 A wait ends when a side aborts the step, or at the step's time limit; then the rest of the step is
 left out. Requests come from this process: they are not checked as another process's would be.
@@ -53,6 +53,8 @@ from dflash_runtime.compute.cpu.weights.repacked.step_kernels import (
     STEP_BLOCK_BYTES,
     SUMS_AT,
 )
+from dflash_runtime.compute.mailbox_layout import CHECK_FACTOR, HALF_BYTES, LINE_BYTES
+from dflash_runtime.compute.step_order import MOST_TOKENS
 
 # Words of a layer's call, after those of experts_kernel.
 (
@@ -60,7 +62,7 @@ from dflash_runtime.compute.cpu.weights.repacked.step_kernels import (
     REQUEST,  # of its lines
     REPLY,
     NUM_USED,
-    QUANTS_AT,  # of the request's parts; 0: it has none. See layout.part_words
+    QUANTS_AT,  # of the request's parts; 0: it has none. See mailbox_layout.part_words
     META_AT,
     FLOATS_AT,
     QUANT_BYTES,  # of a row's lines in the parts that have quants and what belongs to them
@@ -70,8 +72,6 @@ from dflash_runtime.compute.cpu.weights.repacked.step_kernels import (
     LEAVES_SECOND,  # not 0: the second expert that is asked for is left to the device
     NUM_WORDS,
 ) = range(experts.NUM_ARGUMENTS, experts.NUM_ARGUMENTS + 13)
-
-MOST_STEP_TOKENS = 8
 
 # Words of the loop. Each of the first three has a cache line of its own.
 ASKED, DONE, ENDED = 0, LINE, 2 * LINE
@@ -88,12 +88,10 @@ ASKED, DONE, ENDED = 0, LINE, 2 * LINE
     TOTAL_ASKED,  # those of which something was asked
     TOTAL_PAIRS,
     TOTAL_NS,  # spent on their experts
-    CALLS,  # by number of tokens up to MOST_STEP_TOKENS, from 0: address of calls, and how many
+    CALLS,  # by number of tokens up to MOST_TOKENS, from 0: address of calls, and how many
 ) = range(3 * LINE, 3 * LINE + 12)
-NUM_LOOP_WORDS = CALLS + 2 * (MOST_STEP_TOKENS + 1)
+NUM_LOOP_WORDS = CALLS + 2 * (MOST_TOKENS + 1)
 
-LINE_BYTES, HALF_BYTES = 16, 8
-_CHECK_FACTOR = 0x9E3779B1
 _WORD = 0xFFFFFFFF
 _NOTHING = -1
 _POLLS = 64
@@ -123,7 +121,7 @@ def _is_over(loop: int) -> bool:
 def _word_of(half: int, epoch: int) -> int:
     """The word in half a line, or _NOTHING if that is not of this epoch."""
     found, check = half & _WORD, (half >> 32) & _WORD
-    return found if check == (epoch ^ (found * _CHECK_FACTOR)) & _WORD else _NOTHING
+    return found if check == (epoch ^ (found * CHECK_FACTOR)) & _WORD else _NOTHING
 
 
 @helper
@@ -151,7 +149,7 @@ def _deinterleaved(builder: Any, lines: Any, first: int) -> Any:
 def _emit_checks(builder: Any, words: Any, epoch: Any) -> Any:
     """What belongs beside each word of a vector."""
     count = words.type.count
-    factors = ir.Constant(words.type, [_signed(_CHECK_FACTOR)] * count)
+    factors = ir.Constant(words.type, [_signed(CHECK_FACTOR)] * count)
     one = builder.insert_element(
         ir.Constant(words.type, ir.Undefined), builder.trunc(epoch, I32), I32(0)
     )

@@ -26,7 +26,7 @@ from dflash_runtime.compute.backend import ExpertStage
 from dflash_runtime.compute.gpu.device.buffers import Buffer
 from dflash_runtime.compute.gpu.device.device import Graph
 from dflash_runtime.compute.gpu.experts.stage import DeviceStage
-from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, STEP_SIZES
+from dflash_runtime.compute.gpu.launch.decode_arrays import STEP_SIZES
 from dflash_runtime.compute.gpu.launch.decode_experts import Choice
 from dflash_runtime.compute.gpu.layers.matrix import Uploader
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer, named_layer
@@ -34,6 +34,7 @@ from dflash_runtime.compute.gpu.layers.rows import Input, Rows
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
 from dflash_runtime.compute.gpu.transfers.exchange import Exchanger, StepBox
 from dflash_runtime.compute.gpu.transfers.payload import PlacedSums
+from dflash_runtime.compute.step_order import MOST_TOKENS
 
 _MOST_CAPTURES = 1024
 """Captures kept; the least recently used is dropped. Each has some 20 kB of buffers per token."""

@@ -33,13 +33,13 @@ from dflash_runtime.compute.gpu.experts.offload_room import (
     most_of_part,
     num_places,
 )
-from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.gpu.launch.layouts import is_native
 from dflash_runtime.compute.gpu.layers.matrix import Uploader, require_kernels
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer, expert_bytes, named_layer
 from dflash_runtime.compute.gpu.ops.kernels import RoutedRows
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
 from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FileRuns, Transfer
+from dflash_runtime.compute.step_order import MOST_TOKENS
 from dflash_runtime.interrupts import uninterrupted
 
 _NEARLY_ALL = 0.75

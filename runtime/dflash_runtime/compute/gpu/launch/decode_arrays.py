@@ -12,21 +12,10 @@ from numpy.typing import DTypeLike
 from dflash_adapters.quant import TensorType
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, address
 from dflash_runtime.compute.gpu.launch.layouts import row_bytes
-from dflash_runtime.compute.step_order import FLOAT_TYPES
-
-MOST_TOKENS = 8
-"""Most tokens that a step's kernels take at once."""
+from dflash_runtime.compute.step_order import FLOAT_TYPES, GRANULE, MOST_TOKENS, padded_columns
 
 STEP_SIZES = (1, 2, 4, MOST_TOKENS)
 """Sizes that steps are cut into or padded to; few, since each has kernels of its own."""
-
-GRANULE = 16
-"""Elements of a row of int8 activations that share a scale."""
-
-
-def padded_columns(columns: int) -> int:
-    """Elements of a row of int8 activations, padding included."""
-    return -(-columns // 256) * 256
 
 
 def meta_shape(rows: int, columns: int) -> tuple[int, int, int]:

@@ -26,7 +26,6 @@ from dflash_runtime.compute.gpu.launch.decode_arrays import (
     check_shared_bytes,
     check_tokens,
     meta_shape,
-    padded_columns,
     staged_bytes,
 )
 from dflash_runtime.compute.gpu.launch.layouts import (
@@ -34,7 +33,13 @@ from dflash_runtime.compute.gpu.launch.layouts import (
     ResidentMatrices,
     row_bytes,
 )
-from dflash_runtime.compute.step_order import FLOAT_TYPES, expert_sum_lanes, units_of
+from dflash_runtime.compute.mailbox_layout import CHECK_FACTOR
+from dflash_runtime.compute.step_order import (
+    FLOAT_TYPES,
+    expert_sum_lanes,
+    padded_columns,
+    units_of,
+)
 
 MOST_PEERS = 7
 """Most daemons with a mailbox of one parent."""
@@ -223,6 +228,7 @@ def _experts_defines(shape: ExpertsShape, tuning: ExpertsTuning) -> dict[str, in
         "TOP_K": shape.num_experts_used,
         "EXPERTS": shape.num_experts,
         "MOST_PEERS": MOST_PEERS,
+        "CHECK_FACTOR": CHECK_FACTOR,
         "HIDDEN": shape.hidden_size,
         "FFN": shape.ffn_size,
         "TYPE_GATE": int(shape.gate_type),

@@ -14,7 +14,7 @@ from dflash_protocol.ids import I32Array
 from dflash_runtime.compute.gpu.device.buffers import Buffers
 from dflash_runtime.compute.gpu.device.device import DeviceArray, Grid, Kernel, KernelDevice
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
-from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, ArrayChecker, StepRows
+from dflash_runtime.compute.gpu.launch.decode_arrays import ArrayChecker, StepRows
 from dflash_runtime.compute.gpu.layers.attention_args import (
     AttentionMergeArgs,
     NewRows,
@@ -33,6 +33,7 @@ from dflash_runtime.compute.gpu.layers.kv_rows import LayerKvCache
 from dflash_runtime.compute.gpu.layers.placed_step import PlacedStep
 from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.compute.step_order import MOST_TOKENS
 
 AttentionDecodeArgs = kernel_struct("attention_decode.cu", "AttentionDecodeArgs")
 AttentionStoreArgs = kernel_struct("attention_store.cu", "AttentionStoreArgs")

@@ -11,9 +11,10 @@ from dflash_adapters.rope import RopeTable
 from dflash_protocol.ids import F32Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray, address
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
-from dflash_runtime.compute.gpu.launch.decode_arrays import GRANULE, ArrayChecker, StepRows
+from dflash_runtime.compute.gpu.launch.decode_arrays import ArrayChecker, StepRows
 from dflash_runtime.compute.gpu.layers.attention_plan import AttentionShape
 from dflash_runtime.compute.gpu.layers.kv_rows import KvRows, LayerKvCache
+from dflash_runtime.compute.step_order import GRANULE
 
 _ALIGNMENT = 16
 

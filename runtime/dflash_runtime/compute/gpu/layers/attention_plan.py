@@ -11,13 +11,10 @@ from dataclasses import dataclass
 from dflash_adapters.rope import RopePairing
 from dflash_adapters.spec import KvLayer
 from dflash_protocol.errors import SettingsError
-from dflash_runtime.compute.gpu.launch.decode_arrays import (
-    MOST_TOKENS,
-    check_tokens,
-    padded_columns,
-)
+from dflash_runtime.compute.gpu.launch.decode_arrays import check_tokens
 from dflash_runtime.compute.gpu.layers.kv_rows import row_elements
 from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.compute.step_order import MOST_TOKENS, padded_columns
 
 FIRST_BUCKET = 1024
 """Positions of the smallest context bucket; each further one has four times as many."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
-from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, ArrayChecker, StepRows
+from dflash_runtime.compute.gpu.launch.decode_arrays import ArrayChecker, StepRows
 from dflash_runtime.compute.gpu.layers.attention_args import (
     AttentionMergeArgs,
     NewRows,
@@ -24,6 +24,7 @@ from dflash_runtime.compute.gpu.layers.attention_args import (
 from dflash_runtime.compute.gpu.layers.attention_plan import AttentionShape, DecodePlan
 from dflash_runtime.compute.gpu.layers.branch import Branch
 from dflash_runtime.compute.gpu.layers.kv_rows import LayerKvCache, new_layer_cache
+from dflash_runtime.compute.step_order import MOST_TOKENS
 from dflash_runtime.compute.trees import MOST_NODES
 
 _NODES_WARPS = 8

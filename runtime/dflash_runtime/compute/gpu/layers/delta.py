@@ -10,14 +10,9 @@ import numpy as np
 from dflash_adapters.spec import DeltaShape
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
-from dflash_runtime.compute.gpu.launch.decode_arrays import (
-    GRANULE,
-    ArrayChecker,
-    StepRows,
-    check_tokens,
-    padded_columns,
-)
+from dflash_runtime.compute.gpu.launch.decode_arrays import ArrayChecker, StepRows, check_tokens
 from dflash_runtime.compute.gpu.layers.branch import Branch
+from dflash_runtime.compute.step_order import GRANULE, padded_columns
 
 RING = 16
 """Inputs kept: those of the last positions."""

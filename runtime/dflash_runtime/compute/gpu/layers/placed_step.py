@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_runtime.compute.gpu.device.device import KernelDevice
-from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.gpu.launch.decode_tokens import check_token_ids
 from dflash_runtime.compute.gpu.layers.attention_plan import context_bucket
 from dflash_runtime.compute.gpu.layers.branch import Branch
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
 from dflash_runtime.compute.model import Step
+from dflash_runtime.compute.step_order import MOST_TOKENS
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from dflash_runtime.compute.gpu.device.buffers import Buffer
 from dflash_runtime.compute.gpu.device.device import DeviceArray
-from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, StepRows
+from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows
+from dflash_runtime.compute.step_order import MOST_TOKENS
 
 
 @dataclass(slots=True, eq=False)

@@ -24,7 +24,7 @@ from dflash_runtime.compute.gpu.launch.decode_experts import (
     MailReplies,
     PeersPost,
 )
-from dflash_runtime.compute.gpu.mailbox.layout import num_request_lines, part_words
+from dflash_runtime.compute.mailbox_layout import CHECK_FACTOR, num_request_lines, part_words
 
 _THREADS = 512
 _ADD_THREADS = 256
@@ -310,7 +310,8 @@ class MailKernels:
     ) -> Kernel:
         key = name, *sorted(defines.items())
         if key not in self._kernels:
-            self._kernels[key] = self._device.module(file, defines).kernel(name, args)
+            module = self._device.module(file, {**defines, "CHECK_FACTOR": CHECK_FACTOR})
+            self._kernels[key] = module.kernel(name, args)
         return self._kernels[key]
 
 

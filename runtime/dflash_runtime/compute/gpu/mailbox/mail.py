@@ -14,7 +14,12 @@ from dflash_runtime.compute.backend import ExpertBank
 from dflash_runtime.compute.gpu.device.device import KernelDevice
 from dflash_runtime.compute.gpu.experts.experts import CupyExpertBank
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
-from dflash_runtime.compute.gpu.mailbox.layout import (
+from dflash_runtime.compute.gpu.mailbox.parent import MailLink
+from dflash_runtime.compute.gpu.mailbox.peer_memory import MemoryKeeper
+from dflash_runtime.compute.gpu.mailbox.probe import MOST_ROUNDS, ProbePlan
+from dflash_runtime.compute.gpu.mailbox.server import MailServer
+from dflash_runtime.compute.mail_trial import Medium, TrialBatch
+from dflash_runtime.compute.mailbox_layout import (
     DEVICE_BYTES,
     LAYOUT_NUMBER,
     MailLayout,
@@ -23,11 +28,6 @@ from dflash_runtime.compute.gpu.mailbox.layout import (
     MailWords,
     mail_layout,
 )
-from dflash_runtime.compute.gpu.mailbox.parent import MailLink
-from dflash_runtime.compute.gpu.mailbox.peer_memory import MemoryKeeper
-from dflash_runtime.compute.gpu.mailbox.probe import MOST_ROUNDS, ProbePlan
-from dflash_runtime.compute.gpu.mailbox.server import MailServer
-from dflash_runtime.compute.mail_trial import Medium, TrialBatch
 
 _HIDDEN, _EXPERTS_USED = 2048, 8
 

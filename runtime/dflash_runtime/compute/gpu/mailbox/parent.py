@@ -15,6 +15,7 @@ import numpy as np
 from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable, one_line
 from dflash_protocol.ids import I64Array
 from dflash_protocol.ring.segment import MailTerms, Segment
+from dflash_runtime.compute import mailbox_layout
 from dflash_runtime.compute.backend import MailRoute
 from dflash_runtime.compute.gpu.device.device import (
     NANOSECONDS_PER_MS,
@@ -24,9 +25,18 @@ from dflash_runtime.compute.gpu.device.device import (
 )
 from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock
 from dflash_runtime.compute.gpu.launch.decode_experts import MOST_PEERS
-from dflash_runtime.compute.gpu.mailbox import layout
 from dflash_runtime.compute.gpu.mailbox.kernels import MailKernels, MailPeer, MailSide
-from dflash_runtime.compute.gpu.mailbox.layout import (
+from dflash_runtime.compute.gpu.mailbox.peer_memory import MemoryExchange, MemoryKeeper
+from dflash_runtime.compute.gpu.mailbox.probe import (
+    FAULT_BYTES,
+    ProbePlan,
+    new_faults,
+    probe_args,
+    read_faults,
+)
+from dflash_runtime.compute.gpu.mailbox.processor_peer import LIMIT_MS, ProcessorPeer
+from dflash_runtime.compute.mail_trial import FaultKind, TrialBatch
+from dflash_runtime.compute.mailbox_layout import (
     CLOSED,
     DEVICE_BYTES,
     HANDLE_BYTES,
@@ -39,16 +49,6 @@ from dflash_runtime.compute.gpu.mailbox.layout import (
     MailWords,
     host_lines,
 )
-from dflash_runtime.compute.gpu.mailbox.peer_memory import MemoryExchange, MemoryKeeper
-from dflash_runtime.compute.gpu.mailbox.probe import (
-    FAULT_BYTES,
-    ProbePlan,
-    new_faults,
-    probe_args,
-    read_faults,
-)
-from dflash_runtime.compute.gpu.mailbox.processor_peer import LIMIT_MS, ProcessorPeer
-from dflash_runtime.compute.mail_trial import FaultKind, TrialBatch
 
 _LOG = logging.getLogger(__name__)
 
@@ -343,7 +343,9 @@ class ParentMail:
     @property
     def is_live(self) -> bool:
         """Whether every session still lasts, and there are epochs left."""
-        return self.epoch < layout.LAST_EPOCH and all(route.is_live() for route in self.routes)
+        return self.epoch < mailbox_layout.LAST_EPOCH and all(
+            route.is_live() for route in self.routes
+        )
 
     @contextmanager
     def trial(self) -> Iterator[None]:

@@ -17,8 +17,8 @@ from dflash_runtime.compute.gpu.device.device import (
 )
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
 from dflash_runtime.compute.gpu.mailbox.kernels import MailProbeArgs
-from dflash_runtime.compute.gpu.mailbox.layout import MailLines
 from dflash_runtime.compute.mail_trial import Fault, FaultKind, Faults
+from dflash_runtime.compute.mailbox_layout import MailLines
 
 MOST_ROUNDS = 1 << 12
 """Most round trips of one probe."""

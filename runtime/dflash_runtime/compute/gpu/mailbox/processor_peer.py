@@ -21,7 +21,7 @@ from dflash_runtime.compute.gpu.device.device import KernelDevice, address
 from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock
 from dflash_runtime.compute.gpu.mailbox.fetched_memory import FetchedMemory
 from dflash_runtime.compute.gpu.mailbox.kernels import MailPeer
-from dflash_runtime.compute.gpu.mailbox.layout import MailLines, mail_layout, part_words
+from dflash_runtime.compute.mailbox_layout import MailLines, mail_layout
 
 _LOG = logging.getLogger(__name__)
 
@@ -71,7 +71,6 @@ class ProcessorPeer:
                         banks[layer.layer_id],
                         here.request(index),
                         here.reply(index),
-                        part_words(layer),
                         leaves_second=layer.layer_id in fetched_layers,
                     )
                     for index, layer in enumerate(moe.layers)

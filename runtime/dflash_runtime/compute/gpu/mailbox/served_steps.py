@@ -19,13 +19,14 @@ from dflash_runtime.compute.gpu.device.device import (
     SideStream,
     address,
 )
-from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS, StepRows
+from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows
 from dflash_runtime.compute.gpu.launch.decode_experts import Choice, MailReply, MailRequest
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.mailbox.kernels import MailKernels, MailPeer, MailSide
-from dflash_runtime.compute.gpu.mailbox.layout import MailLines, MailWord, MailWords
 from dflash_runtime.compute.gpu.mailbox.probe import ProbePlan, new_faults, probe_args
 from dflash_runtime.compute.gpu.ops.steps import StepExperts
+from dflash_runtime.compute.mailbox_layout import MailLines, MailWord, MailWords
+from dflash_runtime.compute.step_order import MOST_TOKENS
 
 _LOG = logging.getLogger(__name__)
 

@@ -22,7 +22,10 @@ from dflash_protocol.ring.segment import Segment, silence_bell
 from dflash_runtime.compute.gpu.device.device import KernelDevice
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.mailbox.kernels import MailPeer
-from dflash_runtime.compute.gpu.mailbox.layout import (
+from dflash_runtime.compute.gpu.mailbox.peer_memory import MemoryExchange, MemoryKeeper
+from dflash_runtime.compute.gpu.mailbox.probe import ProbePlan
+from dflash_runtime.compute.gpu.mailbox.served_steps import ServedSteps
+from dflash_runtime.compute.mailbox_layout import (
     CLOSED,
     HANDLE_BYTES,
     LAYOUT_NUMBER,
@@ -36,9 +39,6 @@ from dflash_runtime.compute.gpu.mailbox.layout import (
     MailWords,
     host_lines,
 )
-from dflash_runtime.compute.gpu.mailbox.peer_memory import MemoryExchange, MemoryKeeper
-from dflash_runtime.compute.gpu.mailbox.probe import ProbePlan
-from dflash_runtime.compute.gpu.mailbox.served_steps import ServedSteps
 
 _LOG = logging.getLogger(__name__)
 

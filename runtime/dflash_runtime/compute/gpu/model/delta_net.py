@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from dflash_adapters.layers import DeltaNet, VectorTensor
 from dflash_protocol.ids import I32Array
-from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.gpu.layers.delta import (
     DeltaArrays,
     DeltaChunk,
@@ -19,6 +18,7 @@ from dflash_runtime.compute.gpu.layers.delta import (
 from dflash_runtime.compute.gpu.layers.placed_step import PlacedStep
 from dflash_runtime.compute.gpu.layers.rows import Input, Rows
 from dflash_runtime.compute.gpu.model.linear import LayerWeights, project
+from dflash_runtime.compute.step_order import MOST_TOKENS
 
 
 class DeltaNetLayer:

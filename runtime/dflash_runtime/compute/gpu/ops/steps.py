@@ -18,12 +18,9 @@ from dflash_adapters.routing import RoutingRule
 from dflash_runtime.compute.gpu.device.buffers import Buffer, Buffers
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.launch.decode_arrays import (
-    GRANULE,
-    MOST_TOKENS,
     StepRows,
     meta_shape,
     most_rows,
-    padded_columns,
     step_parts,
 )
 from dflash_runtime.compute.gpu.launch.decode_experts import (
@@ -52,7 +49,7 @@ from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.layers.rows import Input, Norm, Rows
 from dflash_runtime.compute.gpu.ops.choice_notes import ChoiceNotes
 from dflash_runtime.compute.gpu.ops.kernels import ExpertChoice
-from dflash_runtime.compute.step_order import FLOAT_TYPES
+from dflash_runtime.compute.step_order import FLOAT_TYPES, GRANULE, MOST_TOKENS, padded_columns
 
 
 class StepKernels:

@@ -10,12 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dflash_adapters.spec import MoeSpec
 from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable, one_line
 from dflash_protocol.ids import Phase
+from dflash_runtime.compute import mailbox_layout
 from dflash_runtime.compute.backend import MailedExperts, MailRoute
 from dflash_runtime.compute.gpu.device.device import KernelDevice
 from dflash_runtime.compute.gpu.launch.decode_experts import MOST_PEERS
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
-from dflash_runtime.compute.gpu.mailbox import layout
-from dflash_runtime.compute.gpu.mailbox.layout import is_preparing, mail_layout
 from dflash_runtime.compute.gpu.mailbox.parent import ParentMail, is_ready
 from dflash_runtime.compute.gpu.mailbox.peer_memory import MemoryKeeper
 from dflash_runtime.compute.gpu.mailbox.processor_peer import ProcessorPeer, own_banks
@@ -24,6 +23,7 @@ from dflash_runtime.compute.gpu.run.host_path import HostPath
 from dflash_runtime.compute.gpu.run.mailbox_path import MailboxPath
 from dflash_runtime.compute.gpu.run.step_captures import DecodePass, PathCaptures
 from dflash_runtime.compute.gpu.run.step_path import StepPath
+from dflash_runtime.compute.mailbox_layout import is_preparing, mail_layout
 from dflash_runtime.compute.slot_stats import MailedCounts
 
 _LOG = logging.getLogger(__name__)
@@ -235,7 +235,11 @@ class MailboxSessions:
             return self._present
         self.close()
         routes = self._usable()
-        if routes and self._num_failures < _MOST_FAILURES and self._epoch < layout.LAST_EPOCH:
+        if (
+            routes
+            and self._num_failures < _MOST_FAILURES
+            and self._epoch < mailbox_layout.LAST_EPOCH
+        ):
             try:
                 self._present = self._opened(routes)
             except DaemonUnavailable as error:
@@ -342,7 +346,7 @@ class MailboxSessions:
         if self._present is not None:
             self._epoch = max(self._epoch, self._present.mail.epoch)
             self._present.close()
-            if self._epoch >= layout.LAST_EPOCH:
+            if self._epoch >= mailbox_layout.LAST_EPOCH:
                 _LOG.warning("no mailbox: %s", "its steps' numbers are used up until a new start")
         self._present = None
 

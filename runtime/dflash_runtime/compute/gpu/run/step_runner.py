@@ -11,13 +11,13 @@ from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime.compute.backend import NOT_FINITE
 from dflash_runtime.compute.gpu.device.device import KernelDevice
-from dflash_runtime.compute.gpu.launch.decode_arrays import MOST_TOKENS
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
 from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.gpu.run.decode_tokens import DecodeTokens
 from dflash_runtime.compute.gpu.run.mailbox_path import MailboxPath
 from dflash_runtime.compute.gpu.run.path_choice import PathChoice
 from dflash_runtime.compute.gpu.run.step_captures import PathCaptures
+from dflash_runtime.compute.step_order import MOST_TOKENS
 from dflash_runtime.compute.trees import Tree, TreeResult
 
 _TIMED_STEPS, _TIMED_RUNS = 16, 3

@@ -23,14 +23,14 @@ from dflash_runtime.compute.cpu import CpuBackend
 from dflash_runtime.compute.cpu.captured.mail_thread import MailedLayer, MailThread
 from dflash_runtime.compute.cpu.experts import CpuExpertBank
 from dflash_runtime.compute.cpu.kernels import mail_tasks
-from dflash_runtime.compute.gpu.launch.decode_arrays import GRANULE, padded_columns
-from dflash_runtime.compute.gpu.mailbox.layout import num_request_lines, part_words
+from dflash_runtime.compute.mailbox_layout import CHECK_FACTOR, num_request_lines, part_words
+from dflash_runtime.compute.step_order import GRANULE, padded_columns
 from support.expert_files import write_expert_layer
 from support.processes import wait_until
 
 E, USED, HIDDEN, FFN = 6, 3, 256, 96
 MOST_TOKENS = 5
-FACTOR = np.uint32(0x9E3779B1)
+FACTOR = np.uint32(CHECK_FACTOR)
 ROUNDS = np.uint32(1 << 30)
 
 Q8, F32, BF16 = TensorType.Q8_0, TensorType.F32, TensorType.BF16
@@ -101,7 +101,7 @@ class Rig:
         places = zip(self.requests, self.replies, strict=True)
         self.thread = MailThread(
             [
-                MailedLayer(bank, request.ctypes.data, reply.ctypes.data, part_words(self.layer))
+                MailedLayer(bank, request.ctypes.data, reply.ctypes.data)
                 for request, reply in places
             ],
             bank.workers,

@@ -10,11 +10,7 @@ import pytest
 from dflash_adapters.quant import TensorType
 from dflash_protocol.ids import AnyArray, F32Array, F64Array
 from dflash_runtime.compute.backend import NOT_FINITE
-from dflash_runtime.compute.gpu.launch.decode_arrays import (
-    StepRows,
-    meta_shape,
-    padded_columns,
-)
+from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows, meta_shape
 from dflash_runtime.compute.gpu.launch.decode_linear import (
     DecodeLinear,
     DecodeRouter,
@@ -26,6 +22,7 @@ from dflash_runtime.compute.gpu.launch.decode_linear import (
     is_float_router,
 )
 from dflash_runtime.compute.gpu.launch.decode_tokens import ArgmaxLogits, QuantiseRows, RowChange
+from dflash_runtime.compute.step_order import padded_columns
 from support.attention_rig import relative_error
 from support.device_weights import (
     Int8Rows,

@@ -13,7 +13,7 @@ from dflash_adapters.routing import Gating, RoutingRule
 from dflash_adapters.spec import Activation, ExpertProjection, MoeLayer
 from dflash_protocol.ids import I32Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray, address
-from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows, meta_shape, padded_columns
+from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows, meta_shape
 from dflash_runtime.compute.gpu.launch.decode_experts import (
     FETCH_COUNTS,
     FETCH_WORDS,
@@ -25,7 +25,8 @@ from dflash_runtime.compute.gpu.launch.decode_tokens import Repack
 from dflash_runtime.compute.gpu.launch.fetch_expert import FetchExpert, FetchTables
 from dflash_runtime.compute.gpu.launch.layouts import ResidentExperts, ResidentMatrices, row_bytes
 from dflash_runtime.compute.gpu.mailbox.kernels import MailKernels, MailPeer, MailSide
-from dflash_runtime.compute.gpu.mailbox.layout import LINE_BYTES, part_words
+from dflash_runtime.compute.mailbox_layout import LINE_BYTES, part_words
+from dflash_runtime.compute.step_order import padded_columns
 from support.emulated_device import EmulatedDevice
 from support.plain_slots import PlainSlots
 

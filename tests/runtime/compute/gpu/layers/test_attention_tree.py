@@ -8,12 +8,13 @@ import pytest
 from dflash_adapters.rope import RopePairing
 from dflash_adapters.spec import Mask
 from dflash_protocol.ids import AnyArray
-from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows, meta_shape, padded_columns
+from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows, meta_shape
 from dflash_runtime.compute.gpu.layers.attention_plan import context_bucket
 from dflash_runtime.compute.gpu.layers.attention_tree import TreeAttention
 from dflash_runtime.compute.gpu.layers.branch import Branch
 from dflash_runtime.compute.gpu.layers.kv_rows import KvRows, LayerKvCache
 from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.compute.step_order import padded_columns
 from dflash_runtime.compute.trees import Tree
 from support.attention_rig import AttentionRig, LayerCase
 from support.trees import way_to

@@ -11,7 +11,7 @@ import pytest
 from dflash_adapters.spec import DeltaShape
 from dflash_protocol.ids import F32Array, F64Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray
-from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows, meta_shape, padded_columns
+from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows, meta_shape
 from dflash_runtime.compute.gpu.layers.branch import Branch
 from dflash_runtime.compute.gpu.layers.delta import (
     RING,
@@ -23,6 +23,7 @@ from dflash_runtime.compute.gpu.layers.delta import (
     DeltaTree,
     DeltaWeights,
 )
+from dflash_runtime.compute.step_order import padded_columns
 from dflash_runtime.compute.trees import Tree
 from support.emulated_device import EmulatedDevice
 from support.trees import way_to

@@ -17,7 +17,7 @@ from dflash_adapters.routing import Gating, RoutingRule
 from dflash_adapters.spec import MoeLayer
 from dflash_protocol.ids import AnyArray, F64Array
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, address
-from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows, meta_shape, padded_columns
+from dflash_runtime.compute.gpu.launch.decode_arrays import StepRows, meta_shape
 from dflash_runtime.compute.gpu.launch.decode_experts import (
     MOST_PEERS,
     Choice,
@@ -28,12 +28,6 @@ from dflash_runtime.compute.gpu.launch.decode_experts import (
 from dflash_runtime.compute.gpu.layers.matrix import Uploader
 from dflash_runtime.compute.gpu.layers.resident import load_resident
 from dflash_runtime.compute.gpu.mailbox.kernels import MailKernels, MailPeer, MailSide
-from dflash_runtime.compute.gpu.mailbox.layout import (
-    LINE_BYTES,
-    MailLayout,
-    MailLines,
-    part_words,
-)
 from dflash_runtime.compute.gpu.mailbox.probe import (
     FAULT_BYTES,
     ProbePlan,
@@ -42,6 +36,14 @@ from dflash_runtime.compute.gpu.mailbox.probe import (
     read_faults,
 )
 from dflash_runtime.compute.mail_trial import FaultKind, Faults
+from dflash_runtime.compute.mailbox_layout import (
+    CHECK_FACTOR,
+    LINE_BYTES,
+    MailLayout,
+    MailLines,
+    part_words,
+)
+from dflash_runtime.compute.step_order import padded_columns
 from support.device_weights import as_int8_rows
 from support.emulated_device import EmulatedDevice
 from support.emulated_gpu import TINY
@@ -52,8 +54,6 @@ EPOCH, ABORTED, BLAMED, ROUNDS = 2, 3, 4, 5
 
 _TIMEOUT_S = 20.0
 """With what happens every other time, if another thread runs meanwhile."""
-CHECK_FACTOR = 0x9E3779B1
-"""Of mailbox_lines.cuh."""
 NONE = dict.fromkeys(FaultKind, 0)
 MANY_COLUMNS, MANY_LINES = 5120, 2600
 """So that threads have several lines each, more than they look at together."""

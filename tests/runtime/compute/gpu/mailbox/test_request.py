@@ -26,11 +26,12 @@ from dflash_runtime.compute.gpu.launch.decode_experts import (
     MailRequest,
 )
 from dflash_runtime.compute.gpu.mailbox.kernels import MailKernels, MailPeer, MailSide
+from dflash_runtime.compute.mailbox_layout import CHECK_FACTOR
 from support.decode_experts_rig import Layer, Step, random_layer, random_step
 from support.device_weights import as_int8_rows
 from support.emulated_device import EmulatedDevice
 
-CHECK_FACTOR, ROUNDS_BIT = 0x9E3779B1, 1 << 30
+ROUNDS_BIT = 1 << 30
 """Of mailbox_lines.cuh."""
 EPOCH, ABORTED, BLAMED, ROUNDS = 2, 3, 4, 5
 """Words of MailSide.state."""
@@ -153,7 +154,7 @@ def checked(words: AnyArray, epoch: int) -> AnyArray:
 
 
 def request_lines(shape: ExpertsShape, step: Step, epoch: int, *, rounds: bool = False) -> AnyArray:
-    """As mailbox/layout.py has them; padding is anything."""
+    """As mailbox_layout.py has them; padding is anything."""
     pairs = np.empty((shape.num_pairs, 2), np.uint32)
     pairs[:, 0] = step.topk_ids.ravel().view(np.uint32) ^ np.uint32(ROUNDS_BIT * rounds)
     pairs[:, 1] = step.topk_weights.ravel().view(np.uint32)

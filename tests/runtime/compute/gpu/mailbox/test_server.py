@@ -11,11 +11,11 @@ import pytest
 
 from dflash_protocol.ring.segment import create_segment, open_segment
 from dflash_runtime.compute.gpu.device.device import Graph
-from dflash_runtime.compute.gpu.mailbox.layout import Ask, MailState, MailWord, MailWords
 from dflash_runtime.compute.gpu.mailbox.mail import TRIAL_LAYOUT, TRIAL_SHAPE, CupyMail
 from dflash_runtime.compute.gpu.mailbox.parent import MailLink
 from dflash_runtime.compute.gpu.mailbox.peer_memory import MemoryKeeper
 from dflash_runtime.compute.gpu.transfers.payload import PayloadMover
+from dflash_runtime.compute.mailbox_layout import Ask, MailState, MailWord, MailWords
 from support.emulated_device import EmulatedDevice
 from support.emulated_device.side_stream import EmulatedSideStream
 from support.processes import START_S, wait_until

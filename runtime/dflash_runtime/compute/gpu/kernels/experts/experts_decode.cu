@@ -13,7 +13,7 @@
 
 // Parameters: HIDDEN, FFN, EXPERTS, TOP_K, TOKENS, MOST_PEERS; TYPE_GATE, TYPE_UP, TYPE_DOWN; VECTORS: experts
 // have biases or scales; SUMS; ROUTE, with NORMALISE and GATE of route.cuh; MAIL: the choice and the rows
-// come from a mailbox's request in this device's memory; POST; FETCHED.
+// come from a mailbox's request in this device's memory; POST; FETCHED; CHECK_FACTOR.
 // Tuning, GATE_UP_ or DOWN_: WARPS, TEAM lanes per row, MOST_DEEP units per lane in flight, MIN_BLOCKS;
 // GATE_UP_ROWS per team at once; DOWN_TILE rows per block, DOWN_GROUP items in flight.
 #include "activation.cuh"

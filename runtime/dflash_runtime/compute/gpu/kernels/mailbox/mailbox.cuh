@@ -1,11 +1,11 @@
 // A mailbox carries a step's requests from a parent's device to a daemon's, and the replies, layer by
-// layer, without the hosts. mailbox/layout.py has the memory layout and explains why it is correct.
+// layer, without the hosts. mailbox_layout.py has the memory layout and explains why it is correct.
 //
 // A line is 16 bytes: {data, check, data, check}. A check depends on its word and on the step's epoch
 // (a counter of steps), so a reader that finds the expected check has the right data: no flag and no
 // fence are needed, one transfer suffices, and damaged data is not accepted.
 //
-// Parameters: MOST_PEERS, the most mailboxes of one process.
+// Parameters: MOST_PEERS, the most mailboxes of one process; CHECK_FACTOR, of mailbox_layout.py.
 #pragma once
 #include "mailbox_lines.cuh"
 

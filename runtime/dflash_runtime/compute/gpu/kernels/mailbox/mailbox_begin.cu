@@ -1,5 +1,7 @@
 // mail_begin: the first kernel of a step that uses mailboxes, in the parent and in the daemon: increments
 // the epoch and notes the time. Grid 1, one logical warp.
+//
+// Parameters: CHECK_FACTOR.
 #include "mailbox_lines.cuh"
 
 struct MailBeginArgs {

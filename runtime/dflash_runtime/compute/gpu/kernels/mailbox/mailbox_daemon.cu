@@ -6,7 +6,7 @@
 //
 // Neither is needed if the lines already are in this device's memory. Grid TOKENS, THREADS threads; each
 // block polls for an equal share of the lines.
-// Parameters: TOKENS, TOP_K, EXPERTS, THREADS, MOST_PEERS.
+// Parameters: TOKENS, TOP_K, EXPERTS, THREADS, MOST_PEERS, CHECK_FACTOR.
 #include "mailbox.cuh"
 
 constexpr int PAIRS = TOKENS * TOP_K;

@@ -1,8 +1,10 @@
 // Lines of a mailbox and the state of a step, in the parent or in the daemon: see mailbox.cuh.
+//
+// Parameters: CHECK_FACTOR, of mailbox_layout.py.
 #pragma once
 #include "common.cuh"
 
-constexpr int LINE_BYTES = 16, HALF_BYTES = LINE_BYTES / 2;
+constexpr int LINE_BYTES = sizeof(uint4), HALF_BYTES = LINE_BYTES / 2;
 
 // State of the step, in the own device's memory.
 struct MailState {
@@ -15,8 +17,7 @@ struct MailState {
 
 // The check of a word. As the factor is odd, different words have different checks within an epoch, and
 // a word has different checks in different epochs.
-constexpr u32 CHECK_FACTOR = 0x9e3779b1u;
-INLINE u32 check_of(u32 epoch, u32 word) { return epoch ^ word * CHECK_FACTOR; }
+INLINE u32 check_of(u32 epoch, u32 word) { return epoch ^ word * (u32)CHECK_FACTOR; }
 
 INLINE void send_line(void *line, u32 epoch, u32 first, u32 second) {
     store_line(line, make_uint4(first, check_of(epoch, first), second, check_of(epoch, second)));

@@ -8,7 +8,7 @@
 //   mail_add_rounded  the same for a single peer whose sums are rounded already. A thread per two elements
 //
 // Parameters: TOKENS, HIDDEN, TOP_K, EXPERTS; ROUTE: experts are chosen here, from logits, with NORMALISE
-// and GATE of route.cuh; THREADS, ADD_THREADS; MOST_PEERS.
+// and GATE of route.cuh; THREADS, ADD_THREADS; MOST_PEERS, CHECK_FACTOR.
 #include "mailbox_post.cuh"
 
 KERNEL(mail_post, MailPost, THREADS, 1) {

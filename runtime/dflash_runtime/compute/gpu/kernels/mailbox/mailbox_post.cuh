@@ -2,7 +2,7 @@
 // experts_gate_up, where this device has some of the layer's experts itself.
 //
 // Parameters: TOKENS, TOP_K, EXPERTS; ROUTE: experts are chosen here, from logits, with NORMALISE and GATE
-// of route.cuh; MOST_PEERS.
+// of route.cuh; MOST_PEERS, CHECK_FACTOR.
 #pragma once
 #include "fetch_decision.cuh"
 #include "mailbox.cuh"

@@ -2,7 +2,7 @@
 // whole, and measures how long a round takes. The parent runs mail_ping, the daemon mail_echo. Grid 1,
 // THREADS threads; each thread sends and receives every THREADS-th line.
 //
-// Parameters: IS_ECHO: which of the two is compiled; THREADS; MOST_PEERS.
+// Parameters: IS_ECHO: which of the two is compiled; THREADS; MOST_PEERS, CHECK_FACTOR.
 #include "mailbox.cuh"
 
 enum FaultKind {

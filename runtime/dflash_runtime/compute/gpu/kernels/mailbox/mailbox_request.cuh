@@ -3,7 +3,7 @@
 // them there first. A device that serves several parents uses mail_take instead, as polling blocks would
 // occupy it.
 //
-// Parameters: TOKENS, TOP_K, EXPERTS, MOST_PEERS.
+// Parameters: TOKENS, TOP_K, EXPERTS, MOST_PEERS, CHECK_FACTOR.
 #pragma once
 #include "choices.cuh"
 #include "mailbox.cuh"

@@ -41,6 +41,9 @@ either device can access only the host's memory; if each can map the other's, th
 memory of the device that reads them (at the same offsets, less that of the first), and only the
 words above are here.
 
+The parent's own processor is asked with the same lines, in memory without the words above
+(``gpu/mailbox/processor_peer.py``, ``cpu/kernels/mail_tasks.py``).
+
 Why this is correct:
 
 * Either half of a line, 8 bytes and aligned, is stored and loaded as one; two threads may send the
@@ -66,7 +69,7 @@ Why this is correct:
   ended, so a reply implies that all have read the request. None of the blocks waits for another:
   those that do not fit on the device at first begin when others have ended, and find the lines
   there. While they wait they occupy the device; so if the daemon serves several parents, one block
-  per token takes the request (``served_steps.py``).
+  per token takes the request (``gpu/mailbox/served_steps.py``).
 * A request in the host's memory is first copied to such lines in the daemon's memory, by one block
   per token: checks hold for a copied line too, and each layer has its own lines. Gate and up begin
   when that kernel has seen all kernels before it end, and wait for lines only.
@@ -79,8 +82,9 @@ Why this is correct:
   ``vendor_cuda.cuh`` and ``vendor_hip.cuh``.
 * Memory of a device is released when the other process has closed its mapping. The parent says in
   768 whether it has the daemon's open, and asks for LEAVE, which is answered when the daemon has
-  closed the parent's. A side whose peer is lost keeps its memory for a while (`peer_memory`):
-  kernels that still run there find its abort word, and a host that resumes starts no step then.
+  closed the parent's. A side whose peer is lost keeps its memory for a while
+  (``gpu/mailbox/peer_memory.py``): kernels that still run there find its abort word, and a host
+  that resumes starts no step then.
 * The parent's host learns from memory of its own whether a step has failed: words that the daemon
   can write too decide when a wait ends, never that a result is right.
 * The other process may be broken and write anything. Only data is read: ids are checked against
@@ -98,8 +102,7 @@ from enum import IntEnum
 from dflash_adapters.spec import MoeLayer, MoeSpec
 from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.ring.segment import Segment
-from dflash_runtime.compute.gpu.launch.decode_arrays import GRANULE, MOST_TOKENS, padded_columns
-from dflash_runtime.compute.step_order import FLOAT_TYPES
+from dflash_runtime.compute.step_order import FLOAT_TYPES, GRANULE, MOST_TOKENS, padded_columns
 
 
 class MailWord:
@@ -119,8 +122,12 @@ class MailWord:
 
 LINES_AT = 4096
 
-LINE_BYTES = 16
+LINE_BYTES, HALF_BYTES = 16, 8
 _LINE_WORDS = 2
+
+CHECK_FACTOR = 0x9E3779B1
+"""Odd: different words have different checks within an epoch."""
+
 DEVICE_BYTES = 16
 HANDLE_BYTES = 64
 
@@ -247,8 +254,13 @@ def mail_layout(moe: MoeSpec) -> MailLayout:
 
 def num_request_lines(layer: MoeLayer, num_tokens: int) -> int:
     """Lines of a request for `num_tokens`."""
-    parts = (-(-num_tokens * words // _LINE_WORDS) for words in part_words(layer))
-    return num_tokens * layer.num_experts_used + sum(parts)
+    return num_tokens * layer.num_experts_used + sum(part_lines(layer, num_tokens))
+
+
+def part_lines(layer: MoeLayer, num_tokens: int) -> tuple[int, int, int]:
+    """Lines of its parts, which follow the pairs: see `part_words`."""
+    quants, meta, floats = (-(-num_tokens * words // _LINE_WORDS) for words in part_words(layer))
+    return quants, meta, floats
 
 
 def part_words(layer: MoeLayer) -> tuple[int, int, int]:
