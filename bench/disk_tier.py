@@ -38,7 +38,7 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import read_spec
 from dflash_runtime.engine.measuring.disk import measure_disk
 
-_BEFORE, _PROMPT = 448, 512
+_BEFORE = 448
 _DISK_S = 3.0
 OURS, WITHOUT, PEER = "ours", "ours, no prefetch", "llama.cpp"
 GOALS = {"decode": 2.0, "prompt": 3.0}
@@ -75,7 +75,7 @@ class DiskBench:
         drop_pages(self._path)
         common: dict[str, Any] = {
             "num_threads": options.threads,
-            "context": 2048,
+            "context": max(2048, options.prompt + 1),
             "kv_type": "f16",
         }
         if name != PEER:
@@ -87,7 +87,7 @@ class DiskBench:
             common["repack"] = False
         step = len(self._walk.token_ids) // (2 * options.rounds + 2)
         text = self._walk.stretch(2 * step * number, _BEFORE + options.tokens)
-        prompt = self._walk.stretch(step * (2 * number + 1), _PROMPT)
+        prompt = self._walk.stretch(step * (2 * number + 1), options.prompt)
         following: Any = text[_BEFORE:] if name == PEER else options.tokens
         with contextlib.ExitStack() as undo:
             group = undo.enter_context(memory_cgroup(self._limit))
@@ -153,6 +153,7 @@ def main() -> None:
     parser.add_argument("--part", type=float, default=0.5, help="of the file's size (default 0.5)")
     parser.add_argument("--rounds", type=int, default=3, help="turns a side (default 3)")
     parser.add_argument("--tokens", type=int, default=32, help="of a decode (default 32)")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens (default 512)")
     parser.add_argument("--only", choices=("ours", "peer"), help="one side alone")
     parser.add_argument("--without-prefetch", action="store_true", help="ours, no prefetch, too")
     parser.add_argument("--peer", choices=tuple(VARIANTS), default="native")

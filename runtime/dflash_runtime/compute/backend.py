@@ -176,8 +176,9 @@ class Chunking:
     """Chunks of at least this many tokens use two-batch overlap when remote owners compute some of
     their experts; None: never."""
     grouped: int = 0
-    """Where weights of remote experts are copied for prompts: tokens that go through a layer, in
-    chunks, before the next one. 0: a chunk goes through all layers before the next chunk."""
+    """Where weights of experts are copied, or read from the disk, for prompts: tokens that go
+    through a layer, in chunks, before the next one. 0: a chunk goes through all layers before the
+    next chunk."""
 
     @property
     def smallest(self) -> int:

@@ -34,6 +34,9 @@ from dflash_runtime.compute.thread_trial import OnePass
 from dflash_runtime.compute.topology import processor_name
 
 PREFILL_CHUNK = 512
+GROUP_TOKENS = 4096
+"""Tokens of a prompt whose chunks go through a layer one after the other where experts are read
+from the disk: once for all of them."""
 ONE_TOKEN = ((Phase.DECODE, 1),)
 """Enough of a trial for kernels that are compiled ahead."""
 
@@ -43,7 +46,7 @@ class HostBackend:
 
     is_host = True
     mover = None
-    chunking = Chunking(PREFILL_CHUNK, None, invariant_from=1)
+    chunking = Chunking(PREFILL_CHUNK, None, invariant_from=1, grouped=GROUP_TOKENS)
     trial_batches = ONE_TOKEN
 
     @property

@@ -197,6 +197,11 @@ class HostRoom(Room):
         """Rows of a token in the largest layer, twice: results, and as products read them."""
         return 2 * _FLOAT * (self._spec.hidden_size + max(map(_columns, self._description.layers)))
 
+    def waiting_bytes(self, num_tokens: int) -> int:
+        """Rows of other chunks of a group, so many tokens, while one is in a layer: their residual,
+        and what experts are given."""
+        return max(0, num_tokens) * (2 * _FLOAT * self._spec.hidden_size)
+
     def seldom_bytes(self, chunk: int) -> int:
         """Of `needs`, what memory is seldom used for: an embedding of which steps read single rows,
         and logits of all tokens of a chunk, for which pages of weights can be given up."""

@@ -31,7 +31,7 @@ from dflash_runtime.compute import (
 from dflash_runtime.compute.expert_arena import ArenaOptions
 from dflash_runtime.compute.gpu.device.devices import CONTEXT_BYTES
 from dflash_runtime.compute.half_lives import CachePolicy
-from dflash_runtime.compute.host import PREFILL_CHUNK
+from dflash_runtime.compute.host import GROUP_TOKENS, PREFILL_CHUNK
 from dflash_runtime.compute.host_room import HostRoom
 from dflash_runtime.compute.kv_cache import KvType, chosen_kv_type
 from dflash_runtime.compute.memory import host_memory, process_room
@@ -275,6 +275,8 @@ def _arena_bytes(decision: Decision, placement: Placement) -> int | None:
         request = Request(chosen_kv_type(settings.kv_type, spec), PREFILL_CHUNK)
         room = HostRoom(file, spec, describe(file))
         needed_bytes = parent_bytes(room, request, decision.num_positions)
+        waiting = min(GROUP_TOKENS, decision.num_positions) - PREFILL_CHUNK
+        needed_bytes += room.waiting_bytes(waiting)
         if asked_bytes is not None:
             asked_bytes -= needed_bytes
     if asked_bytes is not None:

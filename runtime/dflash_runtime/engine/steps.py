@@ -64,12 +64,14 @@ class Steps:
         local_banks: Mapping[int, ExpertBank],
         num_positions: int,
         heat: HeatKeeper,
+        reads_experts: bool = False,
         tracer: ExpertTracer | None = None,
     ) -> None:
+        """`reads_experts`: some are read from the disk when they are used."""
         self.num_positions = num_positions
         """The longest sequence, in tokens."""
         self.heat = heat
-        self._tracer = tracer
+        self._tracer, self._reads_experts = tracer, reads_experts
         self.reuse = SequenceReuse(
             cache,
             num_positions,
@@ -470,7 +472,8 @@ class Steps:
         """Whether chunks of a group go through each layer one after the other. Daemons' replies
         would be awaited for all of them at once."""
         runtime = self._runtime
-        return runtime.may_offload_now and not runtime.asks_daemons and self._tracer is None
+        comes_late = runtime.may_offload_now or self._reads_experts
+        return comes_late and not runtime.asks_daemons and self._tracer is None
 
     def _group(self, step: Step, before_layer: _BeforeLayer) -> AnyArray:
         """More tokens than a chunk may have, layer by layer: the rows of the last chunk."""
@@ -497,8 +500,10 @@ class Steps:
         device.
         Shapes: result [T, H].
         """
-        size, overlapped_from = step.token_ids.size, self._backend.chunking.overlapped_from
-        largest = self._backend.chunking.largest
+        chunking, size = self._backend.chunking, step.token_ids.size
+        largest, overlapped_from = chunking.largest, chunking.overlapped_from
+        if largest is None and self._groups_chunks and on_layer is None:
+            largest = chunking.preferred
         if largest is not None and size > largest:
             assert on_layer is None
             return self._group(step, before_layer)

@@ -15,7 +15,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
@@ -23,7 +23,6 @@ import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_protocol.ids import F64Array, I64Array
-from dflash_runtime.compute.cpu.arena_pools import pool_kinds, pools_of, slot_bytes
 from dflash_runtime.compute.cpu.compile.compiling import RowFunction
 from dflash_runtime.compute.cpu.experts import CpuExpertBank
 from dflash_runtime.compute.cpu.kernels import arena_words as w
@@ -65,9 +64,8 @@ class _Layer:
 class HostArena:
     """Implements ExpertArena: slots for experts of some banks, which must not outlive it.
 
-    Batches of these banks are computed one at a time. Layers whose experts take about as much share
-    a pool of slots. Owns the slots' memory, and, until it is closed, the kernel's queue of reads
-    and descriptors of the file.
+    Batches of these banks are computed one at a time. Owns the slots' memory, and, until it is
+    closed, the kernel's queue of reads and descriptors of the file.
     """
 
     def __init__(
@@ -90,16 +88,18 @@ class HostArena:
         num_bytes = options.num_bytes - sum(each.num_bytes for each in self._routers.values())
         num_bytes = max(0, num_bytes)
         places = [bank.places() for bank in banks]
-        sizes = [max(slot_bytes(matrices) for matrices in each) for each in places]
-        kinds = pool_kinds(sizes, [bank.num_experts for bank in banks], num_bytes)
-        num_slots = sum(kind.num_slots for kind in kinds)
+        self._slot_bytes = max(_slot_bytes(matrices) for each in places for matrices in each)
+        num_slots, most = num_bytes // self._slot_bytes, max(bank.num_experts for bank in banks)
+        if num_slots < most:
+            raise ValueError(
+                f"{num_bytes / 2**20:,.0f} MiB are {num_slots} experts; a layer has {most}"
+            )
         self._words = np.zeros(w.NUM_WORDS, np.int64)
         self._words[w.NUM_FREE] = w.MOST_PENDING
         with contextlib.ExitStack() as on_error:
             on_error.callback(self._undo.close)
-            num_bytes = sum(kind.num_slots * kind.slot_bytes for kind in kinds)
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            self._memory = mmap.mmap(-1, num_bytes, flags=flags)
+            self._memory = mmap.mmap(-1, num_slots * self._slot_bytes, flags=flags)
             # A child process must not share pages that a read writes.
             self._memory.madvise(mmap.MADV_DONTFORK)
             with contextlib.suppress(OSError):
@@ -113,20 +113,14 @@ class HostArena:
         self._slots = np.zeros((num_slots, w.SLOT_WORDS), np.int64)
         self._averages = np.zeros(NUM_CHOSEN + 1)
         self._set_words(context, options.policy, num_slots)
-        memory = np.frombuffer(self._memory, np.uint8).ctypes.data
-        self._pools = list(pools_of(kinds, memory))
-        for layer, size in zip(self._layers, sizes, strict=True):
-            pool = next(each for each in self._pools if each.words[w.SLOT_BYTES] >= size)
-            layer.words[w.POOL] = pool.words.ctypes.data
         for layer, following in pairwise(self._layers):
             layer.words[w.NEXT] = following.words.ctypes.data
         enter, leave, *_ = (each.address for each in arena_functions())
         for bank, layer in zip(banks, self._layers, strict=True):
             if router := self._routers.get(layer.layer_id):
                 layer.words[w.ROUTER] = router.words.ctypes.data
-            if (shares := options.shares.get(layer.layer_id)) is not None:
-                layer.keys[:] = _settled_keys(shares[bank.global_expert_ids])
             bank.come_from(layer.words.ctypes.data, (enter, leave))
+        self._hottest = list(self._expected(banks, options.shares))
 
     def stats(self) -> ArenaStats:
         """Counts so far."""
@@ -162,12 +156,12 @@ class HostArena:
     @property
     def num_slots(self) -> int:
         """Experts that it has room for at present."""
-        return sum(int(pool.words[w.NUM_SLOTS]) for pool in self._pools)
+        return int(self._words[w.NUM_SLOTS])
 
     @property
     def num_bytes(self) -> int:
         """Memory of these."""
-        return sum(int(p.words[w.NUM_SLOTS] * p.words[w.SLOT_BYTES]) for p in self._pools)
+        return self.num_slots * self._slot_bytes
 
     @property
     def most_bytes(self) -> int:
@@ -177,12 +171,8 @@ class HostArena:
     @property
     def empty_bytes(self) -> int:
         """Of `num_bytes`, those that hold no expert yet."""
-        is_empty, found = self._slots[:, w.LAYER] == 0, 0
-        for pool in self._pools:
-            first, num_slots = pool.words[w.FIRST], pool.words[w.NUM_SLOTS]
-            num_empty = np.count_nonzero(is_empty[first : first + num_slots])
-            found += int(pool.words[w.SLOT_BYTES] * num_empty)
-        return found
+        is_empty = self._slots[: self.num_slots, w.LAYER] == 0
+        return int(np.count_nonzero(is_empty)) * self._slot_bytes
 
     @property
     def num_tokens(self) -> int:
@@ -190,51 +180,31 @@ class HostArena:
         return int(self._layers[0].words[w.NUM_CALLS])
 
     def resize(self, num_bytes: int) -> None:
-        """Use so many bytes of the memory that it was made for, or what the largest layers need;
+        """Use so many bytes of the memory that it was made for, or what the largest layer needs;
         the operating system gets the rest. Between two batches, which it waits for."""
-        for pool in self._pools:
-            most = pool.kind.num_slots
-            num_slots = min(most, max(pool.kind.least, most * num_bytes // self.most_bytes))
-            before, size = (int(pool.words[each]) for each in (w.NUM_SLOTS, w.SLOT_BYTES))
-            if num_slots == before:
-                continue
-            words = np.array([self._words.ctypes.data, pool.words.ctypes.data, num_slots], np.int64)
-            _resize(words)
-            begin = -(-(pool.offset + num_slots * size) // mmap.PAGESIZE) * mmap.PAGESIZE
-            end = (pool.offset + before * size) // mmap.PAGESIZE * mmap.PAGESIZE
-            if begin < end:
-                self._memory.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        before, least = self.num_slots, max(len(layer.slot_of) for layer in self._layers)
+        num_slots = min(len(self._slots), max(least, num_bytes // self._slot_bytes))
+        _call(arena_functions()[2], np.array([self._words.ctypes.data, num_slots], np.int64))
+        begin = -(-num_slots * self._slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = before * self._slot_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+        if begin < end:
+            self._memory.madvise(mmap.MADV_DONTNEED, begin, end - begin)
         if self._words[w.SHADOW_SLOTS]:
-            self._words[w.SHADOW_SLOTS] = max(1, self.num_slots // len(self._layers))
+            self._words[w.SHADOW_SLOTS] = max(1, num_slots // len(self._layers))
 
     def read_hottest(self) -> Iterator[None]:
         """Read the experts that are expected to be used most into empty slots, a few at a time and
-        between batches: those for which there were `shares`."""
-        ranked = sorted(
-            (
-                (key, index, expert)
-                for index, layer in enumerate(self._layers)
-                for expert, key in enumerate(layer.keys[-1].tolist())
-                if key > -math.inf
-            ),
-            reverse=True,
-        )
-        room = {pool.words.ctypes.data: int(pool.words[w.NUM_SLOTS]) for pool in self._pools}
-        chosen = list[tuple[int, int]]()
-        for _, index, expert in ranked:
-            words = self._layers[index].words
-            if room[int(words[w.POOL])] > 0:
-                room[int(words[w.POOL])] -= 1
-                chosen.append((words.ctypes.data, expert))
-        for first in range(0, len(chosen), _AT_ONCE):
-            some = chosen[first : first + _AT_ONCE]
-            _fill(np.array([self._words.ctypes.data, len(some), *chain(*some)], np.int64))
+        between batches."""
+        for first in range(0, len(self._hottest), _AT_ONCE):
+            some = self._hottest[first : first + _AT_ONCE]
+            words = [self._words.ctypes.data, len(some), *chain(*some)]
+            _call(arena_functions()[3], np.array(words, np.int64))
             yield
 
     def pin_hottest(self, num_experts: int) -> None:
         """Have so many experts of each layer never leave, those that were used most: of the hottest
         layers first, as far as they take half of the slots."""
-        room = {pool.words.ctypes.data: int(pool.words[w.NUM_SLOTS]) // 2 for pool in self._pools}
+        room = self.num_slots // 2
         ranked = list[tuple[float, int, I64Array]]()
         for index, layer in enumerate(self._layers):
             keys = layer.keys[-1] - RATES[-1] * layer.words[w.NUM_CALLS]
@@ -242,12 +212,10 @@ class HostArena:
             hottest = hottest[keys[hottest] > -OLDEST]
             ranked.append((float(np.exp(keys[hottest]).sum()), index, hottest))
         for _, index, hottest in sorted(ranked, key=lambda each: -each[0]):
-            layer = self._layers[index]
-            pool = int(layer.words[w.POOL])
-            hottest = hottest[: room[pool]]
-            room[pool] -= len(hottest)
-            layer.pins[:] = 0
-            layer.pins[hottest] = 1
+            pins = self._layers[index].pins
+            pins[:] = 0
+            pins[hottest[:room]] = 1
+            room -= len(hottest[:room])
 
     def warn(self) -> None:
         """Say, once, that reads have failed."""
@@ -306,11 +274,32 @@ class HostArena:
         words[w.CONTEXT] = context
         words[w.REQUESTS], words[w.PENDING] = requests.ctypes.data, pending.ctypes.data
         words[w.EVENTS], words[w.FREE] = events.ctypes.data, free.ctypes.data
-        words[w.SLOTS], words[w.CHANCES] = self._slots.ctypes.data, chances.ctypes.data
+        words[w.SLOTS], words[w.NUM_SLOTS] = self._slots.ctypes.data, num_slots
+        words[w.MEMORY] = np.frombuffer(self._memory, np.uint8).ctypes.data
+        words[w.SLOT_BYTES], words[w.CHANCES] = self._slot_bytes, chances.ctypes.data
         words[w.NUM_LAYERS], words[w.LIMIT_NS] = num_layers, int(LIMIT_S * 1e9)
         words[w.DECIDING], words[w.SHADOW_MISSES] = policy.first, self._averages.ctypes.data
         if policy is CachePolicy.AUTO:
             words[w.SHADOW_SLOTS] = max(1, num_slots // num_layers)
+
+    def _expected(
+        self, banks: Iterable[CpuExpertBank], shares: Mapping[int, F64Array]
+    ) -> Iterator[tuple[int, int]]:
+        """Words of the layer, and number, of the experts that are likeliest to be chosen, as far as
+        there are slots. They count as if they had always been chosen so often; others as if they
+        never had been, so that a prompt, which uses them all, keeps those of layers that come soon.
+        """
+        likeliest = list[tuple[float, int, int]]()
+        for index, bank in enumerate(banks):
+            if (of_layer := shares.get(bank.layer.layer_id)) is not None:
+                expected = of_layer[bank.global_expert_ids].tolist()
+                likeliest += [(share, index, expert) for expert, share in enumerate(expected)]
+        weights = 1.0 / (1.0 - 2.0 ** (-1.0 / np.array(HALF_LIVES)))
+        for share, index, expert in sorted(likeliest, reverse=True)[: self.num_slots]:
+            if share > 0.0:
+                layer = self._layers[index]
+                layer.keys[:, expert] = np.log(share * weights)
+                yield layer.words.ctypes.data, expert
 
     def _layer(
         self, file: GgufFile, bank: CpuExpertBank, experts: list[list[tuple[int, int, int]]]
@@ -347,19 +336,9 @@ class HostArena:
         return layer
 
 
-def _settled_keys(expected: F64Array) -> F64Array:
-    """Keys of experts that were always chosen so often. Shapes: expected [E]; result [H, E]."""
-    weights = 1.0 / (1.0 - 2.0 ** (-1.0 / np.array(HALF_LIVES)))
-    with np.errstate(divide="ignore"):
-        return np.log(expected) + np.log(weights)[:, None]
-
-
-def _resize(words: I64Array) -> None:
-    _call(arena_functions()[2], words)
-
-
-def _fill(words: I64Array) -> None:
-    _call(arena_functions()[3], words)
+def _slot_bytes(matrices: Iterable[tuple[int, int, int]]) -> int:
+    """What an expert takes at most, wherever its matrices begin in blocks."""
+    return sum(-(-num_bytes // w.BLOCK) * w.BLOCK + w.BLOCK for _, _, num_bytes in matrices)
 
 
 def _call(function: RowFunction, words: I64Array) -> None:

@@ -1,4 +1,4 @@
-"""The routers with which a layer's step predicts what the next layer will choose."""
+"""The routers with which a layer predicts what the next layer will choose."""
 
 from __future__ import annotations
 
@@ -92,6 +92,7 @@ def _router(file: GgufFile, before: Layer, layer: Layer, bank: CpuExpertBank) ->
     local_ids[bank.global_expert_ids] = np.arange(bank.num_experts)
     scores = np.zeros(sizes.num_experts)
     likely = np.zeros(sizes.num_experts_used, np.int64)
+    counts = np.zeros(sizes.num_experts, np.int64)
     is_biased = ffn.bias is not None and not ffn.rule.selects_by_logits
     words = np.zeros(r.ROUTER_WORDS, np.int64)
     words[r.ROWS], words[r.BIAS] = rows.ctypes.data, bias.ctypes.data
@@ -99,7 +100,8 @@ def _router(file: GgufFile, before: Layer, layer: Layer, bank: CpuExpertBank) ->
     words[r.NUM_ROUTED], words[r.HIDDEN_SIZE] = sizes.num_experts, sizes.hidden_size
     words[r.NUM_USED], words[r.LOCAL_IDS] = sizes.num_experts_used, local_ids.ctypes.data
     words[r.SCORES], words[r.LIKELY] = scores.ctypes.data, likely.ctypes.data
-    return RouterAhead(words, (rows, bias, local_ids, scores, likely))
+    words[r.COUNTS] = counts.ctypes.data
+    return RouterAhead(words, (rows, bias, local_ids, scores, likely, counts))
 
 
 def _floats(file: GgufFile, name: str, *shape: int) -> F32Array:

@@ -19,7 +19,6 @@ from dflash_adapters.spec import MoeLayer
 from dflash_protocol.batch import RoutedBatch, group_by_expert
 from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
 from dflash_runtime.compute.cpu import CpuBackend
-from dflash_runtime.compute.cpu.arena_pools import pool_kinds
 from dflash_runtime.compute.cpu.experts import CpuExpertBank
 from dflash_runtime.compute.cpu.host_arena import HostArena
 from dflash_runtime.compute.cpu.kernels import arena_words as w
@@ -478,7 +477,7 @@ def test_reading_the_hottest_fails_as_other_reads(path: Path, backend: CpuBacken
 def test_memory_changes_between_batches(
     mixed: Path, backend: CpuBackend, steps: list[tuple[int, int, int]], parts: list[float]
 ) -> None:
-    """And slots have two sizes, or one if memory is too small for two pools."""
+    """Layers have experts of two sizes."""
     with rig_of(mixed, backend, 2 * E) as rig:
         most = rig.arena.most_bytes
         for number, (layer, num_tokens, seed) in enumerate(steps):
@@ -550,30 +549,3 @@ def test_pinned_experts_never_leave(path: Path, backend: CpuBackend) -> None:
         rig.arena.pin_hottest(3)
         pinned = [np.count_nonzero(layer.pins) for layer in rig.arena._layers]
         assert pinned == [1, 0, 3]
-
-
-def sizes_and_counts() -> st.SearchStrategy[list[tuple[int, int]]]:
-    return st.lists(st.tuples(st.integers(1, 9), st.integers(1, 64)), min_size=1, max_size=9)
-
-
-@given(layers=sizes_and_counts(), num_bytes=st.integers(0, 6000))
-def test_pools_have_the_same_share_of_their_experts(
-    layers: list[tuple[int, int]], num_bytes: int
-) -> None:
-    sizes, counts = zip(*layers, strict=True)
-    try:
-        kinds = pool_kinds(sizes, counts, num_bytes)
-    except ValueError:
-        largest = max(sizes) * sum(counts)
-        assert num_bytes * sum(counts) // largest < max(counts)
-        return
-    assert sum(each.slot_bytes * each.num_slots for each in kinds) <= num_bytes
-    assert [each.slot_bytes for each in kinds] == sorted({each.slot_bytes for each in kinds})
-    assert kinds[-1].slot_bytes == max(sizes)
-    shares = []
-    for index, kind in enumerate(kinds):
-        smaller = kinds[index - 1].slot_bytes if index else 0
-        theirs = [n for size, n in layers if smaller < size <= kind.slot_bytes]
-        assert max(theirs) == kind.least <= kind.num_slots <= sum(theirs)
-        shares.append((kind.num_slots / sum(theirs), 1 / sum(theirs)))
-    assert all(abs(a - b) <= x + y for a, x in shares for b, y in shares)

@@ -1,18 +1,19 @@
 """Brings a batch's experts from the disk into slots of an arena, before they are multiplied.
 
-All of a layer's experts that are missing are read at once, in parts, past the page cache. A batch
-that uses most of a layer, such as a prompt's chunk, has those of the next layer read while it is
-computed, as far as there are slots.
+All of a layer's experts that are missing are read at once, in parts, past the page cache. Several
+tokens, such as a prompt's chunk, have the next layer's read while they are computed, as far as
+there are slots: those that its router (router_ahead) predicts for any of them, or if there is none,
+and they use most of this layer, all.
 
 Of the experts in slots those leave that were used least, older uses counting less (arena_shadows).
 What this batch needs does not leave. A batch that uses most of a layer says nothing of what is hot:
 it counts for nothing, so that what it brings leaves before what steps use. Where a read fails, or
 there is no slot, the expert is used where the file is mapped.
 
-A step's layer predicts what the next one will choose (router_ahead), and has it prefetched as soon
-as its own experts are there, so that disk and processor work at once: as much as the disk has time
-for until the next layer begins, unless it would more often be read in vain. Where of late next to
-nothing was missing, nothing is predicted.
+A step's layer predicts what the next one will choose, too, and has it prefetched as soon as its own
+experts are there, so that disk and processor work at once: as much as the disk has time for until
+the next layer begins, unless it would more often be read in vain. Where of late next to nothing was
+missing, nothing is predicted.
 
 A read that takes longer than the limit ends all further ones, as its memory may be written later.
 """
@@ -31,16 +32,22 @@ from dflash_runtime.compute.cpu.kernels.arena_shadows import (
     compare_half_lives,
     note_use,
 )
-from dflash_runtime.compute.cpu.kernels.router_ahead import LIKELY, find_likely
+from dflash_runtime.compute.cpu.kernels.router_ahead import (
+    COUNTS,
+    LIKELY,
+    count_likely,
+    find_likely,
+)
 from dflash_runtime.compute.cpu.kernels.words import get
 from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.simd.atomics import atomic_replace, atomic_store
 from dflash_runtime.compute.cpu.threads import system
 
 _PART_BYTES = 512 << 10
-_SOON = 0.1
+_SOON, _LAST = 0.1, 1000.0
 _TURN_MS = 100
-_MOST_OF_A_LAYER = 0.75
+_MOST_OF_A_LAYER, _SEVERAL = 0.75, 16
+_NOTHING, _ALL, _PREDICTED = range(3)
 _LEAST_MISSING, _FORGETTING = 1 / 16, 1 / 64
 """Experts of a layer that have to be missing on average for predictions to pay; what the last
 observation counts of such an average."""
@@ -61,12 +68,17 @@ def _leave_slot(arena: int, slot: int) -> None:
 
 
 @helper
-def _least_used(arena: int, pool: int) -> int:
-    """An empty slot of a pool, or the one whose expert was used least; negative if this batch needs
-    all."""
+def _least_used(arena: int, around: int, waits: bool) -> int:
+    """An empty slot, or the one whose expert was used least; negative if this batch needs all.
+
+    `around`: a layer of which more tokens may follow, so that its experts, and those that were read
+    for the next one, leave last, or do not leave at all unless the batch `waits`; 0 for none.
+    """
     call, best, least = get(arena, w.CALL), -1, math.inf
-    kind, first = get(arena, w.DECIDING), get(pool, w.FIRST)
-    for slot in range(first, first + get(pool, w.NUM_SLOTS)):
+    kind, following = get(arena, w.DECIDING), 0
+    if around != 0:
+        following = get(around, w.NEXT)
+    for slot in range(get(arena, w.NUM_SLOTS)):
         words = w.words_of_slot(arena, slot)
         layer = get(words, w.LAYER)
         if layer == 0:
@@ -79,6 +91,10 @@ def _least_used(arena: int, pool: int) -> int:
             key = max(key, -OLDEST)
             # Of experts that were used as often, those of layers that come soon stay.
             key += _SOON * min(1.0, (call - get(words, w.USED_AT)) / get(arena, w.NUM_LAYERS))
+            if around != 0 and (layer == around or layer == following):
+                if not waits:
+                    continue
+                key += _LAST
             if key < least:
                 best, least = slot, key
     return best
@@ -147,8 +163,7 @@ def _read_part(
 @helper
 def _begin_reads(arena: int, layer: int, expert: int, slot: int) -> None:
     """Read an expert into a slot, whose addresses it has from now on."""
-    pool = get(layer, w.POOL)
-    at = get(pool, w.MEMORY) + get(pool, w.SLOT_BYTES) * (slot - get(pool, w.FIRST))
+    at = get(arena, w.MEMORY) + get(arena, w.SLOT_BYTES) * slot
     for projection in range(3):
         place = get(layer, w.PLACES) + 8 * w.PLACE_WORDS * (3 * expert + projection)
         offset = get(place, w.OFFSET)
@@ -169,14 +184,13 @@ def _may_reap(arena: int) -> bool:
 
 
 @helper
-def _bring(arena: int, layer: int, expert: int, waits: bool) -> bool:
-    """Begin to read an expert that has no slot; False if there is none for it. `waits`: for one
-    whose expert is still on its way."""
-    pool = get(layer, w.POOL)
-    slot = _least_used(arena, pool)
+def _bring(arena: int, layer: int, expert: int, around: int, waits: bool) -> bool:
+    """Begin to read an expert that has no slot; False if there is none for it. `around`: see
+    `_least_used`. `waits`: for a slot whose expert is still on its way."""
+    slot = _least_used(arena, around, waits)
     while waits and slot < 0 and _may_reap(arena):
         _reap(arena)
-        slot = _least_used(arena, pool)
+        slot = _least_used(arena, around, waits)
     if slot < 0 or get(arena, w.IS_BROKEN) != 0:
         return False
     _leave_slot(arena, slot)
@@ -201,11 +215,56 @@ def _await(arena: int, slot: int) -> bool:
 
 
 @helper
-def _look_ahead(arena: int, layer: int) -> None:
+def _read_all(arena: int, layer: int, around: int) -> None:
     """Begin to read a layer's experts, in the order of the file."""
     for expert in range(get(layer, w.NUM_EXPERTS)):
-        if w.slot_of(layer, expert) < 0 and not _bring(arena, layer, expert, False):
+        if w.slot_of(layer, expert) < 0 and not _bring(arena, layer, expert, around, False):
             return
+
+
+@helper
+def _read_predicted(arena: int, layer: int, around: int) -> None:
+    """Begin to read the experts that were predicted of a layer (count_likely), first those that
+    most tokens use."""
+    router, num_missing = get(layer, w.ROUTER), 0
+    for expert in range(get(layer, w.NUM_EXPERTS)):
+        if v.load_i64(get(router, COUNTS) + 8 * expert) > 0:
+            slot = w.slot_of(layer, expert)
+            if slot < 0:
+                num_missing += 1
+            else:  # it stays
+                v.store_i64(w.words_of_slot(arena, slot) + 8 * w.USED_AT, get(arena, w.CALL))
+    for _ in range(num_missing):
+        best, most = -1, 0
+        for expert in range(get(layer, w.NUM_EXPERTS)):
+            count = v.load_i64(get(router, COUNTS) + 8 * expert)
+            if count > most and w.slot_of(layer, expert) < 0:
+                best, most = expert, count
+        if not _bring(arena, layer, best, around, False):
+            return
+
+
+@helper
+def _is_whole(layer: int) -> bool:
+    """Whether all experts of a layer are there, or on their way."""
+    num_there = 0
+    for expert in range(get(layer, w.NUM_EXPERTS)):
+        num_there += 1 if w.slot_of(layer, expert) >= 0 else 0
+    return num_there == get(layer, w.NUM_EXPERTS)  # type: ignore[no-any-return]
+
+
+@helper
+def _way_ahead(args: int, layer: int, is_behind: bool) -> int:
+    """What of the next layer is read ahead for several tokens: if most of this one is used, and was
+    there in time, all, else what is predicted."""
+    following, num_tokens = get(layer, w.NEXT), get(args, k.NUM_TOKENS)
+    if following == 0 or _is_whole(following):
+        return _NOTHING
+    is_most = get(args, k.NUM_GROUPS) >= _MOST_OF_A_LAYER * get(layer, w.NUM_EXPERTS)
+    can_predict = get(following, w.ROUTER) != 0 and num_tokens >= _SEVERAL
+    if can_predict and (is_behind or not is_most):
+        return _PREDICTED
+    return _ALL if is_most else _NOTHING
 
 
 @helper
@@ -251,7 +310,7 @@ def _prefetch(arena: int, layer: int) -> None:
         hidden_ns = min(read_ns, max(0.0, gap_ns))
         if chance * hidden_ns < (1.0 - chance) * (read_ns - hidden_ns):
             continue
-        if not _bring(arena, layer, expert, False):
+        if not _bring(arena, layer, expert, 0, False):
             return
         gap_ns -= read_ns
         v.store_i64(w.words_of_slot(arena, w.slot_of(layer, expert)) + 8 * w.IS_PREFETCHED, 1)
@@ -325,13 +384,21 @@ def _enter(args: int, counter: int, pool: int) -> None:
     predicts = predicts and v.load_double(arena + 8 * w.MISSING) >= _LEAST_MISSING
     v.store_i64(arena + 8 * w.FOUND, get(arena, w.FOUND) + num_found)
     v.store_i64(arena + 8 * w.MISSED, get(arena, w.MISSED) + num_groups - num_found)
-    has_room = True
+    has_room, around = True, 0
+    if get(args, k.NUM_TOKENS) >= _SEVERAL:
+        around = layer
     for group in range(num_groups):
         expert = w.expert_of(args, group)
         if has_room and w.slot_of(layer, expert) < 0:
-            has_room = _bring(arena, layer, expert, True)
-    if predicts:  # while reads are on their way
+            has_room = _bring(arena, layer, expert, around, True)
+    ahead = _NOTHING
+    if has_room and not is_step:
+        ahead = _way_ahead(args, layer, num_found + num_missing < num_groups)
+    # While reads are on their way:
+    if predicts:
         _predict(args, layer, call)
+    elif ahead == _PREDICTED:
+        count_likely(get(following, w.ROUTER), get(args, k.HIDDEN), get(args, k.NUM_TOKENS))
     for group in range(num_groups):
         slot = w.slot_of(layer, w.expert_of(args, group))
         if slot < 0 or not _await(arena, slot):
@@ -345,8 +412,10 @@ def _enter(args: int, counter: int, pool: int) -> None:
         _note(arena + 8 * w.READ_NS, (ended_ns - began_ns) / num_missing)
     if predicts and has_room:
         _prefetch(arena, following)
-    if is_most and following != 0 and has_room:
-        _look_ahead(arena, following)
+    if ahead == _PREDICTED:
+        _read_predicted(arena, following, layer)
+    elif ahead == _ALL:
+        _read_all(arena, following, layer)
 
 
 def _leave(args: int, counter: int, pool: int) -> None:
@@ -354,14 +423,13 @@ def _leave(args: int, counter: int, pool: int) -> None:
 
 
 def _resize(args: int, counter: int, pool: int) -> None:
-    """Between two batches, have a pool use so many slots from now on."""
-    arena, pool, num_slots = get(args, 0), get(args, 1), get(args, 2)
+    """Between two batches, use so many slots from now on: `args` words, the arena and these."""
+    arena, num_slots = get(args, 0), get(args, 1)
     _lock(arena)
-    first, before = get(pool, w.FIRST), get(pool, w.NUM_SLOTS)
-    for slot in range(first + num_slots, first + before):
+    for slot in range(num_slots, get(arena, w.NUM_SLOTS)):
         _await(arena, slot)
         _leave_slot(arena, slot)
-    v.store_i64(pool + 8 * w.NUM_SLOTS, num_slots)
+    v.store_i64(arena + 8 * w.NUM_SLOTS, num_slots)
     _unlock(arena)
 
 
@@ -372,10 +440,10 @@ def _fill(args: int, counter: int, pool: int) -> None:
     _lock(arena)
     for index in range(count):
         layer, expert = get(args, 2 + 2 * index), get(args, 3 + 2 * index)
-        slot = _least_used(arena, get(layer, w.POOL))
+        slot = _least_used(arena, 0, False)
         is_empty = slot >= 0 and get(w.words_of_slot(arena, slot), w.LAYER) == 0
         if is_empty and w.slot_of(layer, expert) < 0:
-            _bring(arena, layer, expert, False)
+            _bring(arena, layer, expert, 0, False)
     for index in range(count):
         slot = w.slot_of(get(args, 2 + 2 * index), get(args, 3 + 2 * index))
         if slot >= 0 and not _await(arena, slot):

@@ -1,4 +1,4 @@
-"""What the words of an arena, its pools, slots and layers mean: for host_arena, which makes them,
+"""What the words of an arena, its slots and layers mean: for host_arena, which makes them,
 and for the compiled code that uses them (arena_tasks, arena_shadows).
 """
 
@@ -10,29 +10,25 @@ from dflash_runtime.compute.cpu.kernels.words import get
 from dflash_runtime.compute.cpu.simd import vectors as v
 
 (
-    LOCK, CONTEXT, REQUESTS, PENDING, EVENTS, FREE, NUM_FREE, SLOTS, LIMIT_NS, CALL, IS_BROKEN,
-    FOUND, MISSED, READ_BYTES, WAITED_NS, FAILED, NUM_LAYERS, MISSING, PREFETCHED,
-    PREFETCHED_USED, CHECKED, PREDICTED, READ_NS, GAP_NS, LEFT_NS, CHANCES, DECIDING,
-    SHADOW_SLOTS, SHADOW_MISSES,
-) = range(29)  # fmt: skip
+    LOCK, CONTEXT, REQUESTS, PENDING, EVENTS, FREE, NUM_FREE, SLOTS, NUM_SLOTS, MEMORY, SLOT_BYTES,
+    LIMIT_NS, CALL, IS_BROKEN, FOUND, MISSED, READ_BYTES, WAITED_NS, FAILED, NUM_LAYERS,
+    MISSING, PREFETCHED, PREFETCHED_USED, CHECKED, PREDICTED, READ_NS, GAP_NS, LEFT_NS, CHANCES,
+    DECIDING, SHADOW_SLOTS, SHADOW_MISSES,
+) = range(32)  # fmt: skip
 """Words of an arena: a lock that a batch holds; the kernel's queue of reads; control blocks of
 reads, what each is for (PENDING_WORDS), ended ones as the kernel tells them; numbers of unused
-control blocks; slots (SLOT_WORDS); how long a read may take; the batch's number; not 0: nothing
-more is read; counts; how many layers there are; how many of a step's experts were missing of late,
-float64; experts that were prefetched for steps, those of them that were used, experts that layers
-chose after a prediction, and those of them that were predicted; how long an expert is read, and how
-long it is from a layer to the next one, float64; when the last layer began to compute; and for the
-likeliest expert that is predicted, the second one and so on, the share of missing ones that were
-chosen, [MOST_PREDICTED] float64; which half-life is used; how many experts of a layer shadows keep,
-0: there are none, and the half-life stays; and what they miss of a layer of late, that with twice
-the slots too, and how many a layer chooses, [H + 2] float64.
+control blocks; slots (SLOT_WORDS), how many there are at present, their memory, bytes of one; how
+long a read may take; the batch's number; not 0: nothing more is read; counts; how many layers there
+are; how many of a step's experts were missing of late, float64; experts that were prefetched for
+steps, those of them that were used, experts that layers chose after a prediction, and those of them
+that were predicted; how long an expert is read, and how long it is from a layer to the next one,
+float64; when the last layer began to compute; and for the likeliest expert that is predicted, the
+second one and so on, the share of missing ones that were chosen, [MOST_PREDICTED] float64; which
+half-life is used; how many experts of a layer shadows keep, 0: there are none, and the half-life
+stays; and what they miss of a layer of late, that with twice the slots too, and how many a layer
+chooses, [H + 2] float64.
 """
-NUM_WORDS = 29
-
-FIRST, NUM_SLOTS, MEMORY, SLOT_BYTES = range(4)
-"""Words of a pool, slots of one size for some of the layers: its first slot, how many it has at
-present, their memory, bytes of one."""
-POOL_WORDS = 4
+NUM_WORDS = 32
 
 LAYER, EXPERT, USED_AT, HAS_FAILED, NUM_PENDING, IS_PREFETCHED = range(6)
 """Words of a slot: words of its expert's layer, or 0 if it is empty; the expert; the last batch
@@ -41,17 +37,17 @@ was prefetched for a step and has not been used."""
 SLOT_WORDS = 6
 
 (
-    ARENA, POOL, ADDRESSES, MAPPED, PLACES, SLOT_OF, KEYS, NUM_CALLS, NEXT, NUM_EXPERTS, ROUTER,
+    ARENA, ADDRESSES, MAPPED, PLACES, SLOT_OF, KEYS, NUM_CALLS, NEXT, NUM_EXPERTS, ROUTER,
     CHOSEN_AT, PREDICTED_FOR, NUM_PREDICTED, WERE_MISSING, SHADOWS, SHADOW_SIZES, PINS,
-) = range(18)  # fmt: skip
-"""Words of a layer: its arena and pool; where experts are now, and in the mapped file, [E, 3];
+) = range(17)  # fmt: skip
+"""Words of a layer: its arena; where experts are now, and in the mapped file, [E, 3];
 where they lie in files, [E, 3] of PLACE_WORDS; their slots, negative for none, [E]; keys, [H, E]
 float64; how often it was called; the next layer, or 0; how many experts it has; words of
 router_ahead for rows of the layer before, or 0; the last batch that chose each expert, [E]; what
 was predicted of this layer: the batch that it was for, how many experts, and a bit for each that
 was missing; for each expert a bit for each shadow that keeps it, [E]; how many each keeps, [H + 1];
 and not 0 for each expert that must not leave, [E]."""
-LAYER_WORDS = 18
+LAYER_WORDS = 17
 
 DESCRIPTOR, OFFSET, NUM_BYTES = range(3)
 PLACE_WORDS = 3

@@ -1,4 +1,4 @@
-"""Which experts the next layer of a step will probably choose, before it is computed.
+"""Which experts the next layer will probably choose, before it is computed.
 
 A layer changes the residual little, so that the next layer's router chooses, from this layer's
 normalised rows, mostly what it will choose from its own: 0.82 to 0.88 of a token's experts in the
@@ -14,12 +14,17 @@ from dflash_runtime.compute.cpu.kernels.words import get
 from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.simd.types import LANES
 
-ROWS, BIAS, USES_SIGMOID, NUM_ROUTED, HIDDEN_SIZE, NUM_USED, LOCAL_IDS, SCORES, LIKELY = range(9)
+(
+    ROWS, BIAS, USES_SIGMOID, NUM_ROUTED, HIDDEN_SIZE, NUM_USED, LOCAL_IDS, SCORES, LIKELY, COUNTS,
+) = range(10)  # fmt: skip
 """Words of a router: its rows, [E, H] bfloat16; what is added to scores, [E] float32; whether
 scores are sigmoids of logits; E; H, a multiple of LANES; experts of a token; local ids of the next
-layer's experts, [E] int64, negative for those of other owners; scores, [E] float64, and the local
-ids that are found, [NUM_USED] int64, which are written."""
-ROUTER_WORDS = 9
+layer's experts, [E] int64, negative for those of other owners; scores, [E] float64, the local ids
+that are found, [NUM_USED] int64, and for how many of several tokens each was, [E] int64, by local
+id, which are written."""
+ROUTER_WORDS = 10
+
+_MOST_ROWS = 128
 
 
 @helper
@@ -57,3 +62,17 @@ def find_likely(router: int, hidden: int) -> int:
             v.store_i64(likely + 8 * num_likely, local)
             num_likely += 1
     return num_likely
+
+
+@helper
+def count_likely(router: int, hidden: int, num_tokens: int) -> None:
+    """Write for how many of several tokens each expert is likely; of many tokens some are looked
+    at. Shapes: hidden [T, H] float32."""
+    counts, stride = get(router, COUNTS), (num_tokens + _MOST_ROWS - 1) // _MOST_ROWS
+    for expert in range(get(router, NUM_ROUTED)):
+        v.store_i64(counts + 8 * expert, 0)
+    for token in range(0, num_tokens, stride):
+        num_likely = find_likely(router, hidden + 4 * get(router, HIDDEN_SIZE) * token)
+        for rank in range(num_likely):
+            place = counts + 8 * v.load_i64(get(router, LIKELY) + 8 * rank)
+            v.store_i64(place, v.load_i64(place) + 1)
