@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,71 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.spec import MoeLayer
-from dflash_protocol.batch import RoutedBatch, group_by_expert
-from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
+from dflash_protocol.ids import F32Array, I32Array, Phase
 from dflash_runtime.compute.cpu import CpuBackend
-from dflash_runtime.compute.cpu.experts import CpuExpertBank
-from dflash_runtime.compute.cpu.host_arena import HostArena
 from dflash_runtime.compute.cpu.kernels import arena_tasks as t
-from dflash_runtime.compute.cpu.routers_ahead import routers_ahead
 from dflash_runtime.compute.half_lives import FIRST, HALF_LIVES, CachePolicy
 from dflash_runtime.placement.cache import policies
 from dflash_runtime.placement.cache.simulation import PLAIN
+from support.arena_rig import LAYERS, SHAPE, E, K, batch_of, check_whole, held_by, rig_of, tokens
 from support.examples import examples
-from support.random_models import Qwen3MoeShape, write_qwen3moe
-
-SHAPE = Qwen3MoeShape(
-    "of several layers",
-    num_layers=3,
-    hidden_size=64,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=32,
-    num_experts=8,
-    num_experts_used=2,
-    ffn_size=96,
-    vocab_size=300,
-    context_length=64,
-)
-E, K, LAYERS = SHAPE.num_experts, SHAPE.num_experts_used, SHAPE.num_layers
-
-
-@dataclass(frozen=True)
-class Rig:
-    """Banks of all layers, in memory and brought from the disk, with the arena of these."""
-
-    file: GgufFile
-    there: list[CpuExpertBank]
-    brought: list[CpuExpertBank]
-    arena: HostArena
-
-    def check(self, layer: int, batch: RoutedBatch) -> None:
-        expected, found = (result(banks[layer], batch) for banks in (self.there, self.brought))
-        np.testing.assert_array_equal(found, expected)
-
-
-def result(bank: CpuExpertBank, batch: RoutedBatch) -> F64Array:
-    out = np.zeros(batch.hidden.shape)
-    bank.accumulate(batch, out)
-    return out
-
-
-def batch_of(chosen: I32Array, seed: int = 0, phase: Phase = Phase.DECODE) -> RoutedBatch:
-    """Shapes: chosen [T, K]."""
-    rng, num_tokens = np.random.default_rng(seed), chosen.shape[0]
-    return group_by_expert(
-        rng.standard_normal((num_tokens, SHAPE.hidden_size)).astype(np.float32),
-        np.repeat(np.arange(num_tokens, dtype=np.int32), chosen.shape[1]),
-        chosen.reshape(-1),
-        weights=rng.random(chosen.size).astype(np.float32),
-        phase=phase,
-    )
-
-
-def tokens(num_tokens: int, seed: int) -> I32Array:
-    rng = np.random.default_rng(seed)
-    return np.stack([rng.choice(E, K, replace=False) for _ in range(num_tokens)]).astype(np.int32)
+from support.plain_arena import PlainArena
+from support.random_models import write_qwen3moe
 
 
 @pytest.fixture(scope="module", params=["Q8_0", "Q4_0"])
@@ -91,43 +35,6 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def backend() -> Iterator[CpuBackend]:
     with contextlib.closing(CpuBackend(num_threads=2)) as backend:
         yield backend
-
-
-@contextlib.contextmanager
-def rig_of(
-    path: Path,
-    backend: CpuBackend,
-    num_slots: int,
-    *,
-    looks_ahead: bool = False,
-    policy: CachePolicy = CachePolicy.AUTO,
-) -> Iterator[Rig]:
-    with GgufFile.open(path) as file:
-        layers = moe_layers(file)
-        ids = np.arange(E, dtype=np.int32)
-        there, brought = (
-            [backend.load_experts(file, layer, ids) for layer in layers] for _ in range(2)
-        )
-        slot_bytes = sum(
-            -(-each.num_bytes // t.BLOCK) * t.BLOCK + t.BLOCK for each in layers[0].projections
-        )
-        routers = routers_ahead(
-            file,
-            {bank.layer.layer_id: bank for bank in brought},
-            most_bytes=1 << 20 if looks_ahead else 0,
-        )
-        assert len(routers) == (LAYERS - 1 if looks_ahead else 0)
-        arena = HostArena(
-            file, brought, num_bytes=num_slots * slot_bytes, routers=routers, policy=policy
-        )
-        with contextlib.closing(arena):
-            yield Rig(file, there, brought, arena)
-
-
-def moe_layers(file: GgufFile) -> tuple[MoeLayer, ...]:
-    from dflash_adapters.registry import read_spec
-
-    return read_spec(file).moe.layers
 
 
 @pytest.mark.parametrize("looks_ahead", [False, True])
@@ -220,6 +127,29 @@ def test_a_step_has_what_the_next_layer_will_choose_read_meanwhile(
         rig.check(0, batch_of(tokens(1, 1)))
         rig.check(1, batch_of(tokens(1, 1)))
         assert rig.arena.stats().checked == settled.checked
+
+
+@pytest.mark.parametrize("policy", [*CachePolicy])
+@pytest.mark.parametrize("num_slots", [E, LAYERS * 4])
+def test_slots_hold_what_a_plain_version_holds(
+    path: Path, backend: CpuBackend, num_slots: int, policy: CachePolicy
+) -> None:
+    """Steps, and batches of a few tokens now and then."""
+    rng = np.random.default_rng(num_slots)
+    with rig_of(path, backend, num_slots, policy=policy) as rig:
+        plain, num_found = PlainArena(num_slots, LAYERS), 0
+        for step in range(90):
+            for layer in range(LAYERS):
+                ids = tokens(int(rng.choice([1, 1, 1, 2])), 9 * (step // 4) + layer)
+                rig.check(layer, batch_of(ids, step))
+                check_whole(rig.arena)
+                # A step changes the half-life before its own experts come.
+                half_life, held = rig.arena.stats().half_life, held_by(rig.arena)
+                num_found += plain.use(layer, ids.ravel().tolist(), half_life, after=held)
+                assert held == plain.slots
+        stats = rig.arena.stats()
+    assert stats.found == num_found > 0
+    assert stats.missed > num_slots
 
 
 @pytest.mark.parametrize("num_slots", [E, LAYERS * 4])
