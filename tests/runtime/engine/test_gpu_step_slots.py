@@ -33,6 +33,7 @@ from dflash_runtime.placement.cache.step_slots import replay_steps
 from dflash_runtime.placement.cache.traces import PHASES, read_trace
 from dflash_runtime.placement.footprint import Memory, footprint
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
+from support.disk_engines import TRAINED
 from support.emulated_gpu import TINY, EmulatedGpus, install_emulated_gpus
 from support.gpu_models import SHAPES
 from support.logprobs import Bits, bits_of
@@ -268,6 +269,30 @@ def test_experts_may_leave_slots_between_any_two_steps(
                 num_left += sum(empty_some(layer, rng, share) for layer in slots_of(engine))
                 check_tables(engine, slots, least=0)
         assert num_left > NUM_TOKENS // 2
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize("path", TRAINED, ids=lambda path: path.stem)
+def test_trained_models_write_the_same(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GraphStep, "most_ahead", 0)
+    with GgufFile.open(path) as file:
+        [num_experts] = {each.num_experts for each in read_spec(file).moe.layers}
+    with opened(path, local_experts=num_experts) as engine:
+        expected = bits_of(engine, PROMPT, num_tokens=40)
+    rng, num_left = np.random.default_rng(0), 0
+    for local, slots in ((num_experts // 8, 2), (num_experts // 4, 4)):
+        with opened(path, local_experts=local, slots=slots) as engine:
+            vocab_size = engine.spec.vocab_size
+            tokens = engine.generate(PROMPT, 40, ignore_eos=True, top_logprobs=vocab_size)
+            for token, each in zip(tokens, expected, strict=True):
+                assert (token.token_id, token.logprobs) == each
+                num_left += sum(empty_some(layer, rng, 0.1) for layer in slots_of(engine))
+            counts = engine.stats().slots
+            assert counts is not None
+            assert counts.found > 0
+            assert counts.kept > 0
+    assert num_left > 0
 
 
 @pytest.mark.usefixtures("gpus")
