@@ -18,6 +18,7 @@ from dflash_runtime.compute.cpu.host_arena import HostArena
 from dflash_runtime.compute.expert_arena import ArenaStats
 from dflash_runtime.engine import opening
 from dflash_runtime.engine.demo_model import demo_model_path
+from dflash_runtime.placement.host_context import parent_bytes
 from support.arena_rig import check_whole, empty_some, slot_bytes_of
 from support.random_models import Qwen3MoeShape
 from support.undisturbed import settings_with
@@ -60,6 +61,21 @@ def opened(path: Path, num_slots: int | None, **wishes: Any) -> Iterator[Engine]
         if num_slots is not None:
             assert stats_of(engine).num_slots == num_slots
         yield engine
+
+
+def needed_mib_of(path: Path, *, context: int) -> int:
+    """What an engine on the processor needs beside experts."""
+    found: list[int] = []
+
+    def noted(*arguments: Any) -> int:
+        found.append(parent_bytes(*arguments))
+        return found[-1]
+
+    settings = settings_with(context=context, heat="off")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opening, "parent_bytes", noted)
+        Engine.open(path, device="cpu", settings=settings).close()
+    return -(-found[-1] >> 20)
 
 
 def arena_of(engine: Engine) -> HostArena:

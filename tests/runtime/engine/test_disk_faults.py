@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import numpy as np
 import psutil
@@ -24,11 +23,16 @@ import pytest
 from dflash_protocol.errors import ModelFileError, SettingsError
 from dflash_runtime import Engine
 from dflash_runtime.cli import main
-from dflash_runtime.engine import opening
-from dflash_runtime.placement.host_context import parent_bytes
 from support.arena_rig import check_whole
 from support.descriptors import num_descriptors
-from support.disk_engines import MANY_LAYERS, TRAINED, arena_of, opened, stats_of
+from support.disk_engines import (
+    MANY_LAYERS,
+    TRAINED,
+    arena_of,
+    needed_mib_of,
+    opened,
+    stats_of,
+)
 from support.faults import greedy
 from support.interrupts import interrupt_main_thread
 from support.processes import run_main
@@ -165,16 +169,7 @@ MODEL = TRAINED[0]
 @pytest.fixture(scope="module")
 def needed_mib() -> int:
     """What an engine on the processor needs beside experts."""
-    found: list[int] = []
-
-    def noted(*arguments: Any) -> int:
-        found.append(parent_bytes(*arguments))
-        return found[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opening, "parent_bytes", noted)
-        Engine.open(MODEL, device="cpu", settings=settings_with(context=64, heat="off")).close()
-    return -(-found[-1] >> 20)
+    return needed_mib_of(MODEL, context=64)
 
 
 @pytest.mark.parametrize(
