@@ -61,7 +61,7 @@ def expected(model: Path) -> list[int]:
         return text_of(engine)
 
 
-@pytest.mark.parametrize("rounds", [40, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [20, pytest.param(1000, marks=pytest.mark.slow)])
 def test_requests_that_end_at_any_time_leave_nothing(
     model: Path, expected: list[int], rounds: int
 ) -> None:
@@ -85,7 +85,7 @@ def test_requests_that_end_at_any_time_leave_nothing(
             del tokens
             num_cancelled += engine.last_generation.finish_reason == "cancelled"
             check_whole(arena)
-            if number % 20 == 0:
+            if number % 10 == 0:
                 assert text_of(engine) == expected
         assert num_cancelled > rounds // 4
         assert text_of(engine) == expected
@@ -117,7 +117,7 @@ def test_an_interrupt_at_any_time_leaves_nothing_wrong(
         began_s = time.monotonic()
         assert text_of(engine) == expected
         took_s = time.monotonic() - began_s
-        for delay_s in rng.uniform(0.0, took_s, 25):
+        for delay_s in rng.uniform(0.0, took_s, 12):
             timer = threading.Timer(delay_s, interrupt_main_thread)
             interrupted[:] = [1]
             try:
@@ -130,7 +130,7 @@ def test_an_interrupt_at_any_time_leaves_nothing_wrong(
             timer.join()
             check_whole(arena_of(engine))
             assert text_of(engine) == expected
-        assert num_interrupted > 5
+        assert num_interrupted > 2
         assert stats_of(engine).failed == 0
 
 

@@ -108,7 +108,7 @@ _EVENTS = st.one_of(
 )
 
 
-@examples(60)
+@examples(40)
 @given(
     num_slots=st.integers(E, LAYERS * E),
     events=st.lists(_EVENTS, min_size=1, max_size=25),
@@ -302,7 +302,7 @@ def num_queued() -> int:
     return int(Path("/proc/sys/fs/aio-nr").read_text())
 
 
-@pytest.mark.parametrize("rounds", [20, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [12, pytest.param(1000, marks=pytest.mark.slow)])
 def test_arenas_that_are_closed_leave_nothing(path: Path, backend: CpuBackend, rounds: int) -> None:
     """Some in the middle of reading ahead."""
     process, before = psutil.Process(), (0, 0, 0)
