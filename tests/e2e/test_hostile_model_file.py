@@ -14,6 +14,7 @@ import pytest
 
 from dflash_runtime import Engine
 from support import undisturbed as rig
+from support.disk_engines import needed_mib_of
 from support.processes import START_S, cli_command, environment, running_daemon
 from support.undisturbed import FAULT_AFTER, NUM_TOKENS, PROMPT
 
@@ -63,17 +64,24 @@ def test_a_daemon_whose_file_is_cut_ends_and_its_parent_goes_on_with_its_own(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("daemons", [[], ["--daemon", "cpu"]], ids=["alone", "with a daemon"])
+@pytest.mark.parametrize(
+    ("options", "is_from_disk"),
+    [([], False), (["--daemon", "cpu"], False), (["-c", "512"], True)],
+    ids=["alone", "with a daemon", "experts from the disk"],
+)
 def test_a_program_whose_file_is_cut_ends_and_what_it_wrote_was_right(
-    model: Path, tmp_path: Path, run_dir: Path, daemons: list[str]
+    model: Path, tmp_path: Path, run_dir: Path, options: list[str], is_from_disk: bool
 ) -> None:
     """One file for all: nobody can go on, and nothing is computed of what is no longer there."""
     copy = Path(shutil.copy(model, tmp_path / "copy.gguf"))
+    if is_from_disk:
+        options = [*options, "--host-memory-mb", str(needed_mib_of(model, context=512) + 1)]
     command = [
-        *cli_command(), "generate", str(copy), "-p", "Once", "-n", "400", "--ignore-eos", *daemons
+        *cli_command(), "generate", str(copy), "-p", "Once", "-n", "400", "--ignore-eos", *options
     ]  # fmt: skip
     whole = subprocess.run(command, env=environment(), capture_output=True, timeout=4 * START_S)
     assert whole.returncode == 0, whole.stderr
+    assert (b"memory has room for" in whole.stderr) == is_from_disk
     with subprocess.Popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
     ) as process:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from dflash_protocol.errors import SettingsError
 
+_PIECE_BYTES = 1 << 16
+
 
 def file_error(kind: str, path: Path, reason: str) -> SettingsError:
     """A SettingsError that names the file."""
@@ -22,7 +24,10 @@ def read_file(kind: str, path: Path, *, limit_bytes: int) -> bytes:
     """
     try:
         with path.open("rb") as file:
-            content = file.read(limit_bytes + 1)  # its size may be unknown: a pipe, a device
+            content = file.read(min(limit_bytes, os.fstat(file.fileno()).st_size) + 1)
+            # Its size may be unknown: a pipe, a device.
+            while len(content) <= limit_bytes and (piece := file.read(_PIECE_BYTES)):
+                content += piece
     except OSError as error:
         raise file_error(kind, path, error.strerror or str(error)) from error
     except ValueError as error:  # a name with a NUL in it

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import Phase
 from dflash_runtime.cli.simulate import simulate
 from dflash_runtime.placement.cache.traces import TraceHeader, TraceLayer, TraceWriter
+from support.examples import examples
 
 LAYERS = TraceLayer(1, 64, 2, 1 << 20), TraceLayer(2, 32, 2, 1 << 19)
 
@@ -124,3 +128,53 @@ def test_a_trace_must_be_named_and_be_one(tmp_path: Path) -> None:
     assert CliRunner().invoke(simulate, []).exit_code == 2
     with pytest.raises(SettingsError, match="No such file"):
         CliRunner().invoke(simulate, [str(tmp_path / "no")], catch_exceptions=False)
+
+
+@st.composite
+def any_trace(draw: st.DrawFn) -> tuple[tuple[TraceLayer, ...], list[list[int]]]:
+    """Layers of any sizes, and what tokens chose: as files may say it, an expert more than once."""
+    layers = []
+    for layer_id in range(draw(st.integers(1, 3))):
+        num_experts = draw(st.integers(1, 6))
+        num_used = draw(st.integers(1, num_experts))
+        layers.append(TraceLayer(layer_id, num_experts, num_used, draw(st.integers(0, 1 << 21))))
+    token = st.tuples(
+        *(st.integers(0, x.num_experts - 1) for x in layers for _ in range(x.num_experts_used))
+    )
+    return tuple(layers), [[*each] for each in draw(st.lists(token, max_size=30))]
+
+
+@examples(60)
+@given(
+    written=any_trace(),
+    options=st.lists(
+        st.sampled_from(["--slots=2", "--budget-mb=4", "--cache-slots=1", "--half-life=1"]),
+        unique=True,
+    ),
+    phase=st.sampled_from(Phase),
+)
+def test_any_trace_is_shown_or_refused(
+    tmp_path_factory: pytest.TempPathFactory,
+    written: tuple[tuple[TraceLayer, ...], list[list[int]]],
+    options: list[str],
+    phase: Phase,
+) -> None:
+    layers, tokens = written
+    path = tmp_path_factory.mktemp("trace") / "run.trace"
+    writer = TraceWriter(path, TraceHeader("ab" * 32, "", "cd" * 32, layers), most_bytes=1 << 20)
+    if tokens:
+        writer.add(phase, np.array(tokens))
+    writer.close()
+    try:
+        result_of(path, "--per-layer", *options)
+        replays = json.loads(result_of(path, "--json", *options).output)["replays"]
+    except SettingsError as error:
+        if not re.search("room for|exclude", str(error)):
+            raise
+        return
+    for replay in replays:
+        assert replay["tokens"] == len(tokens)
+        for row in replay["policies"].values():
+            assert 0 <= row["found"] <= 1
+            assert all(0 <= each <= 1 for each in row["found_by_layer"])
+            assert row["brought_bytes"] >= 0

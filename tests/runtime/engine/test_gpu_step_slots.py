@@ -33,6 +33,7 @@ from dflash_runtime.placement.cache.step_slots import replay_steps
 from dflash_runtime.placement.cache.traces import PHASES, read_trace
 from dflash_runtime.placement.footprint import Memory, footprint
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
+from support.disk_engines import TRAINED
 from support.emulated_gpu import TINY, EmulatedGpus, install_emulated_gpus
 from support.gpu_models import SHAPES
 from support.logprobs import Bits, bits_of
@@ -94,10 +95,10 @@ def pairs_of_processor(engine: Engine) -> int:
     return engine.stats().owners[HOST_OWNER].pairs
 
 
-def check_tables(engine: Engine, most: int) -> None:
+def check_tables(engine: Engine, most: int, *, least: int = 1) -> None:
     """Each expert is here, or the processor is asked for it."""
     for layer, experts in zip(slots_of(engine), kept(engine), strict=True):
-        assert 0 < len(experts) <= most
+        assert least <= len(experts) <= most
         asked = np.asarray(layer.tables.local_ids)
         here = np.asarray(layer.resident.experts.slot_of_expert)
         assert {*np.flatnonzero(here >= layer.tables.first_slot)} == experts
@@ -224,6 +225,74 @@ def test_what_slots_did_is_in_the_summary_of_a_generation(model: Path) -> None:
         assert found["num_slots"] == slots
         assert found["found"] > 0
         assert found["fetched"] >= found["kept"] > 0
+
+
+def empty_some(layer: LayerSlots, rng: np.random.Generator, share: float) -> int:
+    """Have experts leave slots at random, and spoil the memory of those that are empty; how many
+    have left. No step may be running."""
+    device, tables = layer.device, layer.tables
+    kept, here, asked = (
+        np.array(each)
+        for each in (layer.slot_experts, layer.resident.experts.slot_of_expert, tables.local_ids)
+    )
+    leaving = np.flatnonzero((kept >= 0) & (rng.random(kept.size) < share))
+    here[kept[leaving]] = -1
+    asked[kept[leaving]] = np.asarray(tables.own_ids)[kept[leaving]]
+    kept[leaving] = -1
+    device.write(layer.slot_experts, kept)
+    device.write(layer.resident.experts.slot_of_expert, here)
+    device.write(tables.local_ids, asked)
+    for weights in layer.resident.weights:
+        content = np.array(weights)
+        by_slot = content.reshape(-1).view(np.uint8).reshape(tables.first_slot + kept.size + 1, -1)
+        by_slot[tables.first_slot :][np.append(kept < 0, True)] = 0xFF
+        device.write(weights, content)
+    return int(leaving.size)
+
+
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize("share", [0.3, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("slots", [1, pytest.param(3, marks=pytest.mark.slow), 8])
+def test_experts_may_leave_slots_between_any_two_steps(
+    model: Path, expected: Bits, monkeypatch: pytest.MonkeyPatch, slots: int, share: float
+) -> None:
+    """What is not in a slot is NaNs there, also in the one for what is not kept."""
+    monkeypatch.setattr(GraphStep, "most_ahead", 0)
+    rng, num_left = np.random.default_rng(slots), 0
+    with opened(model, slots=slots) as engine:
+        for _ in range(2):
+            tokens = engine.generate(
+                PROMPT, NUM_TOKENS, ignore_eos=True, top_logprobs=SHAPE.vocab_size
+            )
+            for token, each in zip(tokens, expected, strict=True):
+                assert (token.token_id, token.logprobs) == each
+                num_left += sum(empty_some(layer, rng, share) for layer in slots_of(engine))
+                check_tables(engine, slots, least=0)
+        assert num_left > NUM_TOKENS // 2
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize("path", TRAINED, ids=lambda path: path.stem)
+def test_trained_models_write_the_same(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GraphStep, "most_ahead", 0)
+    with GgufFile.open(path) as file:
+        [num_experts] = {each.num_experts for each in read_spec(file).moe.layers}
+    with opened(path, local_experts=num_experts) as engine:
+        expected = bits_of(engine, PROMPT, num_tokens=40)
+    rng, num_left = np.random.default_rng(0), 0
+    for local, slots in ((num_experts // 8, 2), (num_experts // 4, 4)):
+        with opened(path, local_experts=local, slots=slots) as engine:
+            vocab_size = engine.spec.vocab_size
+            tokens = engine.generate(PROMPT, 40, ignore_eos=True, top_logprobs=vocab_size)
+            for token, each in zip(tokens, expected, strict=True):
+                assert (token.token_id, token.logprobs) == each
+                num_left += sum(empty_some(layer, rng, 0.1) for layer in slots_of(engine))
+            counts = engine.stats().slots
+            assert counts is not None
+            assert counts.found > 0
+            assert counts.kept > 0
+    assert num_left > 0
 
 
 @pytest.mark.usefixtures("gpus")

@@ -84,12 +84,14 @@ class HostArena:
         """
         self._undo = contextlib.ExitStack()
         self._has_warned = False
-        self._routers = routers or {}
-        num_bytes = options.num_bytes - sum(each.num_bytes for each in self._routers.values())
-        num_bytes = max(0, num_bytes)
         places = [bank.places() for bank in banks]
         self._slot_bytes = max(_slot_bytes(matrices) for each in places for matrices in each)
-        num_slots, most = num_bytes // self._slot_bytes, max(bank.num_experts for bank in banks)
+        most = max(bank.num_experts for bank in banks)
+        self._routers = routers or {}
+        num_bytes = options.num_bytes - sum(each.num_bytes for each in self._routers.values())
+        if num_bytes < most * self._slot_bytes:  # a layer's experts need the memory
+            self._routers, num_bytes = {}, options.num_bytes
+        num_slots = num_bytes // self._slot_bytes
         if num_slots < most:
             raise ValueError(
                 f"{num_bytes / 2**20:,.0f} MiB are {num_slots} experts; a layer has {most}"

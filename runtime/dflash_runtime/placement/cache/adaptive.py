@@ -1,27 +1,27 @@
-"""Replays a trace through LFU whose half-life follows what is chosen, as the processor's arena does
+"""Replays a trace as the processor's arena does: through LFU whose half-life follows what is chosen
 (compute/half_lives.py): all half-lives are tried, and the one that decides is that of the fewest
 misses of late, if it gains enough.
 
 The functions are plain Python, and may be compiled. Shapes: `misses` [N, H] of all layers by token
-and half-life; `uses` [H, E], `weights` [H] what a use counts now; other arrays as in policies.py.
+and half-life.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 
 from dflash_protocol.ids import F64Array, I32Array, I64Array, U8Array
 from dflash_runtime.compute.half_lives import FIRST, HALF_LIVES, LEAST_GAIN, LEAST_TOKENS, WINDOW
-from dflash_runtime.placement.cache import policies as p
 
 AUTO = "auto"
 """The policy's name."""
 
 _NUM_KINDS = len(HALF_LIVES)
-_GROWTHS = tuple(2.0 ** (1.0 / each) for each in HALF_LIVES)
-
-# simulation.py substitutes compiled ones.
-_victim, _is_kept = p.victim, p.is_kept
+_RATES = tuple(math.log(2.0) / each for each in HALF_LIVES)
+_OLDEST, _SOON = 40.0, 0.1
+"""See compute/cpu/kernels/arena_tasks.py."""
 
 
 def decide(misses: F64Array, deciding: I64Array) -> None:
@@ -40,44 +40,59 @@ def decide(misses: F64Array, deciding: I64Array) -> None:
             present = best
 
 
-def replay_adaptive(
+def replay_pool(
     ids: I32Array,
+    first_columns: I64Array,
+    first_experts: I64Array,
     deciding: I64Array,
-    num_slots: int,
-    place: U8Array,
-    last_use: I64Array,
-    is_pinned: U8Array,
-    uses: F64Array,
+    slot_of: I64Array,
+    held: I64Array,
+    used_at: I64Array,
+    keys: F64Array,
     hits: U8Array,
-    brought: U8Array,
 ) -> None:
-    """Write hits and brought [N, K], 1 or 0, of one layer that is empty at first."""
-    num_tokens, num_used = ids.shape
-    weights, num_there = np.ones(_NUM_KINDS), 0
-    for token in range(num_tokens):
-        of_kind = uses[deciding[token]]
-        for k in range(num_used):
-            expert = ids[token, k]
-            hits[token, k] = place[expert] != p.ABSENT
-            brought[token, k] = 0
-            last_use[expert] = token
-            for kind in range(_NUM_KINDS):
-                uses[kind, expert] += weights[kind]
-        for k in range(num_used):
-            expert = ids[token, k]
-            if place[expert] != p.ABSENT:
-                continue
-            if num_there < num_slots:
-                num_there += 1
-            else:
-                leaving = _victim(p.LFU, token, place, last_use, of_kind, is_pinned)
-                if not _is_kept(p.LFU, expert, leaving, 0.0, of_kind):
+    """Write hits [N, K], 1 or 0, of all layers, for which there is one pool of slots, empty at
+    first. What is not there always comes.
+
+    A use counts 2 ** (token / half-life), of which a key is the logarithm. Shapes: ids [N, K] of
+    all layers, numbered from one to the next; first_columns, first_experts [L + 1] of each; held
+    [S] the expert of each slot, or -1; slot_of, used_at [E], the latter by numbers of layers that
+    have computed; keys [H, E].
+    """
+    num_layers, num_there = first_columns.size - 1, 0
+    for token in range(ids.shape[0]):
+        for layer in range(num_layers):
+            batch = num_layers * token + layer + 1
+            # The last layer of a step decides before its own experts come.
+            deciding_at = token + 1 if layer + 1 == num_layers else token
+            kind = deciding[min(deciding_at, ids.shape[0] - 1)]
+            first, end = first_columns[layer], first_columns[layer + 1]
+            for k in range(first, end):
+                expert = ids[token, k]
+                hits[token, k] = slot_of[expert] >= 0
+                used_at[expert] = batch
+                for each in range(_NUM_KINDS):
+                    now = _RATES[each] * (token + 1)
+                    before = keys[each, expert] - now
+                    uses = math.exp(before) if before > -_OLDEST else 0.0
+                    keys[each, expert] = now + math.log(1.0 + uses)
+            for k in range(first, end):
+                expert = ids[token, k]
+                if slot_of[expert] >= 0:
                     continue
-                place[leaving] = p.ABSENT
-            place[expert] = p.PROBATION
-            brought[token, k] = 1
-        for kind in range(_NUM_KINDS):
-            weights[kind] *= _GROWTHS[kind]
-            if weights[kind] > p.LARGEST_WEIGHT:
-                uses[kind] /= weights[kind]
-                weights[kind] = 1.0
+                slot = num_there
+                if num_there < held.size:
+                    num_there += 1
+                else:
+                    slot, least = -1, math.inf
+                    for other in range(held.size):
+                        there = held[other]
+                        if used_at[there] == batch:
+                            continue
+                        calls = token + 1 if there < first_experts[layer + 1] else token
+                        key = max(-_OLDEST, keys[kind, there] - _RATES[kind] * calls)
+                        key += _SOON * min(1.0, (batch - used_at[there]) / num_layers)
+                        if key < least:
+                            slot, least = other, key
+                    slot_of[held[slot]] = -1
+                held[slot], slot_of[expert] = expert, slot

@@ -3,8 +3,8 @@ brings.
 
 Misses of a token are brought after its hits were looked up, one after the other. The first tenth of
 the trace fills the cache, and counts what the static set is chosen by: figures are of the rest.
-Slots of steps are beside a static set, and have a rule of their own: see step_slots.py. So has LFU
-whose half-life follows the trace: see adaptive.py.
+Slots of steps are beside a static set, and have a rule of their own: see step_slots.py. So has
+the processor's arena, which has one pool for all layers: see adaptive.py.
 """
 
 from __future__ import annotations
@@ -130,14 +130,10 @@ def replayed(
         )
     deciding = np.zeros(trace.num_tokens, np.int64)
     functions.decide(misses, deciding)
-    for (layer, ids), slots in zip(trace.by_layer(), num_slots, strict=True):
-        hits, brought = (np.zeros(ids.shape, np.uint8) for _ in range(2))
-        place, last_use, _, is_pinned = _State(layer.num_experts).arrays
-        arrays = place, last_use, is_pinned, np.zeros((len(HALF_LIVES), layer.num_experts))
-        functions.replay_adaptive(
-            np.ascontiguousarray(ids), deciding, slots, *arrays, hits, brought
-        )
-        found[AUTO].append(_figures(hits[warm:], brought[warm:], layer.expert_bytes))
+    of_pool = _pool_hits(functions, trace, deciding, num_slots)
+    for layer, of_layer in zip(trace.header.layers, of_pool, strict=True):
+        brought = 1 - of_layer  # a processor uses what is there
+        found[AUTO].append(_figures(of_layer[warm:], brought[warm:], layer.expert_bytes))
     sizes_of = [(trace.num_tokens - warm) * x.num_experts_used for x in trace.header.layers]
     replays = {name: _joined(layers, sizes_of) for name, layers in found.items()}
     if has_steps:
@@ -145,6 +141,32 @@ def replayed(
         each = [max(0, num_beside(*pair, cache_slots) - 1) for pair in pairs]
         replays[STEPS] = replace(replays[STEPS], step_slots=np.array(each, np.int64))
     return replays
+
+
+def _pool_hits(
+    functions: _Functions, trace: ExpertTrace, deciding: I64Array, num_slots: Sequence[int]
+) -> list[U8Array]:
+    """Of each layer, which selections one pool of all slots has. Shapes: [N, K]."""
+    layers = trace.header.layers
+    columns = np.cumsum([0, *(each.num_experts_used for each in layers)])
+    experts = np.cumsum([0, *(each.num_experts for each in layers)])
+    ids = np.concatenate(
+        [of_layer + first for (_, of_layer), first in zip(trace.by_layer(), experts, strict=False)],
+        axis=1,
+    ).astype(np.int32)
+    hits, most = np.zeros(ids.shape, np.uint8), sum(num_slots)
+    functions.replay_pool(
+        ids,
+        columns.astype(np.int64),
+        experts.astype(np.int64),
+        deciding,
+        np.full(experts[-1], -1, np.int64),
+        np.full(min(most, experts[-1]), -1, np.int64),
+        np.zeros(experts[-1], np.int64),
+        np.full((len(HALF_LIVES), experts[-1]), -np.inf),
+        hits,
+    )
+    return [np.ascontiguousarray(each) for each in np.split(hits, columns[1:-1], axis=1)]
 
 
 def has_room_for_steps(
@@ -329,11 +351,11 @@ class _Functions:
     belady: Callable[..., None]
     replay_steps: Callable[..., None]
     decide: Callable[..., None]
-    replay_adaptive: Callable[..., None]
+    replay_pool: Callable[..., None]
 
 
 PLAIN = _Functions(
-    _replay, _next_uses, _belady, step_slots.replay_steps, adaptive.decide, adaptive.replay_adaptive
+    _replay, _next_uses, _belady, step_slots.replay_steps, adaptive.decide, adaptive.replay_pool
 )
 
 
@@ -364,12 +386,6 @@ def _functions() -> _Functions:
         _victim=helper(p.victim),
         _is_kept=helper(p.is_kept),
     )
-    replay_adaptive = variant(
-        adaptive.replay_adaptive,
-        "cache_replay_adaptive",
-        _victim=helper(p.victim),
-        _is_kept=helper(p.is_kept),
-    )
     replay_steps = variant(
         step_slots.replay_steps, "cache_replay_steps", _slot_of=helper(step_slots.slot_of)
     )
@@ -388,15 +404,10 @@ def _functions() -> _Functions:
         compile_kernel(replay_steps, ids, *of_steps, flags, flags),
         compile_kernel(adaptive.decide, array(types.float64, 2), array(types.int64, 1)),
         compile_kernel(
-            replay_adaptive,
+            adaptive.replay_pool,
             ids,
-            array(types.int64, 1),
-            types.int64,
-            array(types.uint8, 1),
-            array(types.int64, 1),
-            array(types.uint8, 1),
+            *(array(types.int64, 1),) * 6,
             array(types.float64, 2),
-            flags,
             flags,
         ),
     )

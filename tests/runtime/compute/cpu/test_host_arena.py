@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,73 +14,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.spec import MoeLayer
-from dflash_protocol.batch import RoutedBatch, group_by_expert
-from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
+from dflash_protocol.batch import RoutedBatch
+from dflash_protocol.ids import F32Array, I32Array, Phase
 from dflash_runtime.compute.cpu import CpuBackend
-from dflash_runtime.compute.cpu.experts import CpuExpertBank
-from dflash_runtime.compute.cpu.host_arena import HostArena
 from dflash_runtime.compute.cpu.kernels import arena_words as w
-from dflash_runtime.compute.cpu.routers_ahead import routers_ahead
-from dflash_runtime.compute.expert_arena import ArenaOptions
 from dflash_runtime.compute.half_lives import FIRST, HALF_LIVES, CachePolicy
 from dflash_runtime.placement.cache import policies
 from dflash_runtime.placement.cache.simulation import PLAIN
 from support.allocated import allocated_bytes
-from support.examples import examples
-from support.random_models import Qwen3MoeShape, write_qwen3moe
-
-SHAPE = Qwen3MoeShape(
-    "of several layers",
-    num_layers=3,
-    hidden_size=64,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=32,
-    num_experts=8,
-    num_experts_used=2,
-    ffn_size=96,
-    vocab_size=300,
-    context_length=64,
+from support.arena_rig import (
+    LAYERS,
+    SHAPE,
+    E,
+    K,
+    Rig,
+    batch_of,
+    check_whole,
+    held_by,
+    rig_of,
+    tokens,
 )
-E, K, LAYERS = SHAPE.num_experts, SHAPE.num_experts_used, SHAPE.num_layers
-
-
-@dataclass(frozen=True)
-class Rig:
-    """Banks of all layers, in memory and brought from the disk, with the arena of these."""
-
-    file: GgufFile
-    there: list[CpuExpertBank]
-    brought: list[CpuExpertBank]
-    arena: HostArena
-
-    def check(self, layer: int, batch: RoutedBatch) -> None:
-        expected, found = (result(banks[layer], batch) for banks in (self.there, self.brought))
-        np.testing.assert_array_equal(found, expected)
-
-
-def result(bank: CpuExpertBank, batch: RoutedBatch) -> F64Array:
-    out = np.zeros(batch.hidden.shape)
-    bank.accumulate(batch, out)
-    return out
-
-
-def batch_of(chosen: I32Array, seed: int = 0, phase: Phase = Phase.DECODE) -> RoutedBatch:
-    """Shapes: chosen [T, K]."""
-    rng, num_tokens = np.random.default_rng(seed), chosen.shape[0]
-    return group_by_expert(
-        rng.standard_normal((num_tokens, SHAPE.hidden_size)).astype(np.float32),
-        np.repeat(np.arange(num_tokens, dtype=np.int32), chosen.shape[1]),
-        chosen.reshape(-1),
-        weights=rng.random(chosen.size).astype(np.float32),
-        phase=phase,
-    )
-
-
-def tokens(num_tokens: int, seed: int) -> I32Array:
-    rng = np.random.default_rng(seed)
-    return np.stack([rng.choice(E, K, replace=False) for _ in range(num_tokens)]).astype(np.int32)
+from support.examples import examples
+from support.plain_arena import PlainArena
+from support.random_models import write_qwen3moe
 
 
 @pytest.fixture(scope="module", params=["Q8_0", "Q4_0"])
@@ -105,44 +60,6 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def backend() -> Iterator[CpuBackend]:
     with contextlib.closing(CpuBackend(num_threads=2)) as backend:
         yield backend
-
-
-@contextlib.contextmanager
-def rig_of(
-    path: Path,
-    backend: CpuBackend,
-    num_slots: int,
-    *,
-    looks_ahead: bool = False,
-    policy: CachePolicy = CachePolicy.AUTO,
-    shares: Mapping[int, F64Array] | None = None,
-) -> Iterator[Rig]:
-    with GgufFile.open(path) as file:
-        layers = moe_layers(file)
-        ids = np.arange(E, dtype=np.int32)
-        there, brought = (
-            [backend.load_experts(file, layer, ids) for layer in layers] for _ in range(2)
-        )
-        slot_bytes = max(
-            sum(-(-each.num_bytes // w.BLOCK) * w.BLOCK + w.BLOCK for each in layer.projections)
-            for layer in layers
-        )
-        routers = routers_ahead(
-            file,
-            {bank.layer.layer_id: bank for bank in brought},
-            most_bytes=1 << 20 if looks_ahead else 0,
-        )
-        assert len(routers) == (LAYERS - 1 if looks_ahead else 0)
-        num_bytes = num_slots * slot_bytes + sum(each.num_bytes for each in routers.values())
-        options = ArenaOptions(num_bytes, policy=policy, shares=shares or {})
-        with contextlib.closing(HostArena(file, brought, options, routers=routers)) as arena:
-            yield Rig(file, there, brought, arena)
-
-
-def moe_layers(file: GgufFile) -> tuple[MoeLayer, ...]:
-    from dflash_adapters.registry import read_spec
-
-    return read_spec(file).moe.layers
 
 
 @pytest.mark.parametrize("looks_ahead", [False, True])
@@ -237,6 +154,29 @@ def test_a_step_has_what_the_next_layer_will_choose_read_meanwhile(
         rig.check(0, batch_of(tokens(1, 1)))
         rig.check(1, batch_of(tokens(1, 1)))
         assert rig.arena.stats().look_ahead.checked == settled.look_ahead.checked
+
+
+@pytest.mark.parametrize("policy", [*CachePolicy])
+@pytest.mark.parametrize("num_slots", [E, LAYERS * 4])
+def test_slots_hold_what_a_plain_version_holds(
+    path: Path, backend: CpuBackend, num_slots: int, policy: CachePolicy
+) -> None:
+    """Steps, and batches of a few tokens now and then."""
+    rng = np.random.default_rng(num_slots)
+    with rig_of(path, backend, num_slots, policy=policy) as rig:
+        plain, num_found = PlainArena(num_slots, LAYERS), 0
+        for step in range(90):
+            for layer in range(LAYERS):
+                ids = tokens(int(rng.choice([1, 1, 1, 2])), 9 * (step // 4) + layer)
+                rig.check(layer, batch_of(ids, step))
+                check_whole(rig.arena)
+                # A step changes the half-life before its own experts come.
+                half_life, held = rig.arena.stats().half_life, held_by(rig.arena)
+                num_found += plain.use(layer, ids.ravel().tolist(), half_life, after=held)
+                assert held == plain.slots
+        stats = rig.arena.stats()
+    assert stats.found == num_found > 0
+    assert stats.missed > num_slots
 
 
 @pytest.mark.parametrize("num_slots", [E, LAYERS * 4])
@@ -342,6 +282,48 @@ def test_a_chunk_has_the_next_layer_read_meanwhile(path: Path, backend: CpuBacke
         read = rig.arena.stats().read_bytes - before
         rig.check(2, chunk)
         assert rig.arena.stats().read_bytes - before == read
+
+
+def predicted_of(file: GgufFile, layer: int, batch: RoutedBatch) -> list[int]:
+    """What a layer's router chooses for any row of the one before."""
+    return sorted({*np.concatenate([likely_by_numpy(file, layer, row) for row in batch.hidden])})
+
+
+def there_of(rig: Rig, layer: int) -> list[int]:
+    """A layer's experts in slots."""
+    return np.flatnonzero(rig.arena._layers[layer].slot_of >= 0).tolist()
+
+
+def test_a_chunk_that_uses_few_experts_has_those_read_that_are_predicted(
+    path: Path, backend: CpuBackend
+) -> None:
+    few = np.tile(np.array([[1, 2]], np.int32), (20, 1))
+    with rig_of(path, backend, LAYERS * E, looks_ahead=True) as rig:
+        batch = batch_of(few, 3, Phase.PREFILL)
+        batch.hidden[:] = batch.hidden[:2].repeat(10, axis=0)  # so that not all are predicted
+        rig.check(0, batch)
+        assert there_of(rig, 0) == [1, 2]
+        assert there_of(rig, 1) == predicted_of(rig.file, 1, batch)
+        assert 0 < len(there_of(rig, 1)) < E
+    with rig_of(path, backend, LAYERS * E) as rig:  # without routers nothing is
+        rig.check(0, batch)
+        assert there_of(rig, 1) == []
+
+
+def test_later_chunks_find_what_one_before_has_brought(path: Path, backend: CpuBackend) -> None:
+    """A layer's experts stay until the next layer is computed, and so do those that were read for
+    it."""
+    for num_slots in (E, 2 * E):
+        with rig_of(path, backend, num_slots) as rig:
+            for layer in range(LAYERS):
+                rig.check(layer, batch_of(tokens(40, layer), phase=Phase.PREFILL))
+                ahead = there_of(rig, min(layer + 1, LAYERS - 1))
+                before = rig.arena.stats()
+                for seed in range(3):
+                    rig.check(layer, batch_of(tokens(40, seed), seed, Phase.PREFILL))
+                assert rig.arena.stats().missed == before.missed
+                assert there_of(rig, min(layer + 1, LAYERS - 1)) == ahead
+                assert (len(ahead) == E) == (num_slots > E or layer + 1 == LAYERS)
 
 
 def test_a_prompt_leaves_what_steps_use(path: Path, backend: CpuBackend) -> None:

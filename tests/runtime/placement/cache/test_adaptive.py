@@ -1,5 +1,5 @@
-"""LFU whose half-life follows the trace: against a plain version, and beside all other policies on
-what trained models and planted routing choose."""
+"""The processor's arena, whose half-life follows the trace: against a plain version, and beside all
+other policies on what trained models and planted routing choose."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from dflash_runtime.placement.cache.traces import (
     TraceLayer,
     read_trace,
 )
+from support.plain_arena import PlainArena
 from support.planted_choices import planted_choices
 
 TRAINED = ("dflash-demo", "dflash-demo-laguna", "dflash-demo-qwen35moe")
@@ -78,22 +79,28 @@ def plain_lfu(chosen: list[list[int]], num_slots: int, half_lives: list[float]) 
 
 
 def plain_auto(chosen: I32Array, num_slots: int) -> int:
-    """Misses after the warm-up, of all layers. Shapes: chosen [L, T, K]."""
-    num_tokens = chosen.shape[1]
+    """Misses after the warm-up of one pool, with so many slots for each layer. Shapes: chosen
+    [L, T, K]."""
+    num_layers, num_tokens, _ = chosen.shape
     tried = np.array([
         np.sum([plain_lfu(ids.tolist(), num_slots, [each] * num_tokens) for ids in chosen], axis=0)
         for each in HALF_LIVES
     ])  # fmt: skip
-    averages, present, deciding = np.zeros(len(HALF_LIVES)), FIRST, []
+    averages, present, deciding = np.zeros(len(HALF_LIVES)), FIRST, [HALF_LIVES[FIRST]]
     for token in range(num_tokens):
-        deciding.append(HALF_LIVES[present])
         averages += (tried[:, token] - averages) / WINDOW
         best = int(np.argmin(averages))
         if token + 1 >= LEAST_TOKENS and averages[best] < (1 - LEAST_GAIN) * averages[present]:
             present = best
+        deciding.append(HALF_LIVES[present])
     assert len({*deciding}) > 1  # else this shows nothing
-    misses = np.sum([plain_lfu(ids.tolist(), num_slots, deciding) for ids in chosen], axis=0)
-    return int(misses[num_tokens // simulation.WARM_UP :].sum())
+    plain, num_missed = PlainArena(num_layers * num_slots, num_layers), 0
+    for token in range(num_tokens):
+        for layer in range(num_layers):
+            experts = chosen[layer, token].tolist()
+            found = plain.use(layer, experts, deciding[token + (layer + 1 == num_layers)])
+            num_missed += (len(experts) - found) * (token >= num_tokens // simulation.WARM_UP)
+    return num_missed
 
 
 @pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "plain"])
@@ -110,7 +117,7 @@ def test_it_is_what_it_says(is_compiled: bool, monkeypatch: pytest.MonkeyPatch) 
 
 def planted(kind: str) -> ExpertTrace:
     chosen = planted_choices(
-        kind, 5, length=10_000, num_layers=2, num_experts=128, num_used=8
+        kind, 5, length=3_000, num_layers=24, num_experts=128, num_used=8
     ).astype(np.int32)
     return trace_of(chosen, 128)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import stat
 import struct
+import tracemalloc
 import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -205,3 +208,60 @@ def test_damage_is_found_or_changes_nothing(
         return
     assert found.num_tokens in (0, 25)  # cut where a block begins
     np.testing.assert_array_equal(found.ids, trace.ids[: found.num_tokens])
+
+
+@contextlib.contextmanager
+def traced_memory() -> Iterator[Callable[[], int]]:
+    """The most that was allocated at once."""
+    tracemalloc.start()
+    try:
+        yield lambda: tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+LIES: list[object] = [-1, 0, 257, 1 << 12, 1 << 16, 65_537, 1 << 40, 1 << 70, True, 1.0, "7", None]
+
+
+@examples(300)
+@given(data=st.data())
+def test_sizes_that_lie_are_found_before_memory_is_taken(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """One of a layer, or of a block whose checksum is right, at most; phases and ids may be out of
+    range."""
+    layers: list[list[Any]] = []
+    for layer_id in range(data.draw(st.integers(1, 3), "layers")):
+        num_experts = data.draw(st.integers(1, 4), "experts")
+        num_used = data.draw(st.integers(1, num_experts), "used")
+        layers.append([layer_id, num_experts, num_used, 1000])
+    token = st.tuples(
+        st.sampled_from([0, 1, 2, len(PHASES)]),
+        *(st.integers(0, 4) for _ in range(sum(each[2] for each in layers))),
+    )
+    tokens = data.draw(st.lists(token, min_size=1, max_size=4), "tokens")
+    content = bytes(each[0] for each in tokens)
+    content += np.array([each[1:] for each in tokens], "<u2").tobytes()
+    num_tokens = len(tokens)
+    match data.draw(st.sampled_from(["nothing", "a layer", "a block"]), "lies"):
+        case "a layer":
+            layer = data.draw(st.sampled_from(layers), "layer")
+            layer[data.draw(st.integers(0, 3), "size")] = data.draw(st.sampled_from(LIES), "lie")
+        case "a block":
+            of_block = st.sampled_from([0, num_tokens + 1, 1 << 16, 65_537, (1 << 32) - 1])
+            num_tokens = data.draw(of_block, "lie")
+    path = tmp_path_factory.mktemp("trace") / "run.trace"
+    path.write_bytes(header_with(layers=layers) + block(num_tokens, content))
+    with pytest.MonkeyPatch.context() as patch, traced_memory() as most_bytes:
+        patch.setattr(traces, "MOST_TRACE_BYTES", 1 << 18)  # a file is read with room for so many
+        try:
+            trace = read_trace(path)
+        except SettingsError:
+            return
+        finally:
+            assert most_bytes() < 1 << 19
+    assert trace.num_tokens == num_tokens == len(tokens)
+    assert (trace.phases < len(PHASES)).all()
+    for of_layer, ids in trace.by_layer():
+        assert ids.shape == (num_tokens, of_layer.num_experts_used)
+        assert (ids < of_layer.num_experts).all()

@@ -43,7 +43,6 @@ from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.simd.atomics import atomic_replace, atomic_store
 from dflash_runtime.compute.cpu.threads import system
 
-_PART_BYTES = 512 << 10
 _SOON, _LAST = 0.1, 1000.0
 _TURN_MS = 100
 _MOST_OF_A_LAYER, _SEVERAL = 0.75, 16
@@ -91,7 +90,7 @@ def _least_used(arena: int, around: int, waits: bool) -> int:
             key = max(key, -OLDEST)
             # Of experts that were used as often, those of layers that come soon stay.
             key += _SOON * min(1.0, (call - get(words, w.USED_AT)) / get(arena, w.NUM_LAYERS))
-            if around != 0 and (layer == around or layer == following):
+            if around != 0 and layer in (around, following):
                 if not waits:
                     continue
                 key += _LAST
@@ -171,7 +170,7 @@ def _begin_reads(arena: int, layer: int, expert: int, slot: int) -> None:
         begin = offset // w.BLOCK * w.BLOCK
         v.store_i64(get(layer, w.ADDRESSES) + 8 * (3 * expert + projection), at + offset - begin)
         while begin < end:
-            num_bytes = min(_PART_BYTES, (end - begin + w.BLOCK - 1) // w.BLOCK * w.BLOCK)
+            num_bytes = min(w.PART_BYTES, (end - begin + w.BLOCK - 1) // w.BLOCK * w.BLOCK)
             part = at, begin, num_bytes
             _read_part(arena, slot, get(place, w.DESCRIPTOR), part, min(num_bytes, end - begin))
             at, begin = at + num_bytes, begin + num_bytes

@@ -59,6 +59,8 @@ PENDING_WORDS = 2
 MOST_PENDING = 1024
 MOST_AT_ONCE = 64
 """Ended reads that are asked for at once."""
+PART_BYTES = 512 << 10
+"""Read at once, of a matrix."""
 BLOCK = 4096
 """Offsets, sizes and addresses are multiples of this, as direct reads want."""
 REQUEST_BYTES, EVENT_BYTES = 64, 32
