@@ -14,6 +14,7 @@ Examples:
   python -m bench.disk_tier --model m8.gguf --save
   python -m bench.disk_tier --model m8.gguf --part 0.25 --rounds 1
   python -m bench.disk_tier --model m8.gguf --part 2          all of it fits
+  python -m bench.disk_tier --model m8.gguf --prompt 2048     of several chunks
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class DiskBench:
             found = {} if name == PEER else side.call("disk")
             self._add("prompt", name, speed)
             self._add("the same prompt again", name, side.call("prefill", prompt))
-            if name == OURS:
+            if name == OURS and found:  # there is nothing if all of it fits
                 num_bytes = found["read_bytes"] - before["read_bytes"]
                 rate = num_bytes * speed / len(prompt)
                 self.disk.append({"own": own_rate, "read": rate, "of_decode": before, **found})

@@ -156,7 +156,7 @@ def as_text(value: Any, indent: int = 0) -> str:
         return whole
     margin = " " * (indent + 1)
     if isinstance(value, Mapping):
-        names, values = [f"{json.dumps(key)}: " for key in value], list(value.values())
+        names, values = [f"{json.dumps(str(key))}: " for key in value], list(value.values())
     else:
         names, values = [""] * len(value), list(value)
     lines: list[str] = []

@@ -25,7 +25,7 @@ from dflash_protocol.settings.table import (
     SETTINGS_HELP,
     Knob,
 )
-from dflash_runtime.compute.expert_arena import ArenaStats, LookAheadStats
+from dflash_runtime.compute.expert_arena import ArenaStats, LookAheadStats, PinStats
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.slot_stats import SlotStats
 from dflash_runtime.engine.engine import EngineStats, GenerationStats
@@ -118,7 +118,7 @@ def metric_families() -> Iterator[Metric]:
         owners={"cpu": owner},
         events=[],
         selections={},
-        disk=ArenaStats(0, 0, 0, 0, 0, 0.0, LookAheadStats(), 0.0, 0.0, 0.0, num_pinned=0),
+        disk=ArenaStats(0, 0, 0, 0, 0, 0.0, LookAheadStats(), 0.0, 0.0, 0.0, PinStats()),
         slots=SlotStats(num_slots=1),
     )
     budget = DeviceBudget("cpu", *[0] * 6)

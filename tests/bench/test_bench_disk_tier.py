@@ -50,10 +50,12 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DiskBench:
             pytest.skip("may not make a memory cgroup")
     path = write_qwen3moe(tmp_path / "m.gguf", SHAPE, seed=5, tensor_type="Q8_0")
     monkeypatch.setattr(Walk, "of_file", lambda path: Walk.of(SHAPE.vocab_size, 4))
-    for name, value in (("_BEFORE", 8), ("_PROMPT", 40), ("_DISK_S", 0.2)):
+    for name, value in (("_BEFORE", 8), ("_DISK_S", 0.2)):
         monkeypatch.setattr(disk_tier, name, value)
     part = LIMIT / path.stat().st_size
-    return DiskBench(argparse.Namespace(model=path, part=part, rounds=1, tokens=4, threads=2))
+    return DiskBench(
+        argparse.Namespace(model=path, part=part, rounds=1, tokens=4, prompt=40, threads=2)
+    )
 
 
 @pytest.mark.usefixtures("own_resource_tracker")
@@ -70,3 +72,11 @@ def test_a_turn_reads_experts_from_the_disk(bench: DiskBench) -> None:
     assert rows["decode, tokens/s"][3:] == ["4.00", "2.0"]
     assert 0.0 <= float(rows["experts predicted, of those chosen"][1]) <= 1.0
     assert rows["prompt, tokens/s"][2:] == ["", "", "3.0"]
+
+
+@pytest.mark.usefixtures("own_resource_tracker")
+def test_a_turn_in_which_all_of_it_fits(bench: DiskBench) -> None:
+    bench._limit *= 3
+    bench.turn(OURS, 0)
+    assert bench.disk == []
+    assert [row[0] for row in bench.rows()] == [f"{work}, tokens/s" for work in bench.rates]

@@ -62,6 +62,11 @@ def test_the_text_of_a_record_is_json_of_few_lines(depth: int) -> None:
     assert max(map(len, text.splitlines())) <= 141
 
 
+def test_numbers_as_names_are_written_as_json_has_them() -> None:
+    record = {layer: [*range(80)] for layer in range(3)}
+    assert json.loads(report.as_text(record)) == {str(layer): [*range(80)] for layer in record}
+
+
 @pytest.mark.parametrize(
     ("arguments", "default", "how"),
     [

@@ -3,7 +3,7 @@ tells of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -47,6 +47,17 @@ class LookAheadStats:
 
 
 @dataclass(frozen=True, slots=True)
+class PinStats:
+    """Experts that never leave."""
+
+    experts: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Global ids by layer id; empty until they are pinned."""
+    found_before: int = 0
+    """Of `ArenaStats.found` and `missed`, those until then."""
+    missed_before: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ArenaStats:
     """What an arena has done so far."""
 
@@ -68,8 +79,7 @@ class ArenaStats:
     known."""
     share_found_by_twice: float | None
     """What twice the memory would have."""
-    num_pinned: int
-    """Experts that never leave."""
+    pins: PinStats
 
 
 class ExpertArena(Protocol):

@@ -46,7 +46,7 @@ class HostBackend:
 
     is_host = True
     mover = None
-    chunking = Chunking(PREFILL_CHUNK, None, invariant_from=1, grouped=GROUP_TOKENS)
+    chunking = Chunking(PREFILL_CHUNK, None, invariant_from=1)
     trial_batches = ONE_TOKEN
 
     @property

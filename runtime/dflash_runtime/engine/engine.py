@@ -109,7 +109,6 @@ class Engine:
             local_banks=opened.owners.local_banks,
             num_positions=opened.num_positions,
             heat=opened.heat,
-            reads_experts=opened.owners.arena is not None,
             tracer=opened.tracer,
         )
         self._verifier: Verifier | None = None

@@ -64,14 +64,12 @@ class Steps:
         local_banks: Mapping[int, ExpertBank],
         num_positions: int,
         heat: HeatKeeper,
-        reads_experts: bool = False,
         tracer: ExpertTracer | None = None,
     ) -> None:
-        """`reads_experts`: some are read from the disk when they are used."""
         self.num_positions = num_positions
         """The longest sequence, in tokens."""
         self.heat = heat
-        self._tracer, self._reads_experts = tracer, reads_experts
+        self._tracer = tracer
         self.reuse = SequenceReuse(
             cache,
             num_positions,
@@ -471,9 +469,9 @@ class Steps:
     def _groups_chunks(self) -> bool:
         """Whether chunks of a group go through each layer one after the other. Daemons' replies
         would be awaited for all of them at once."""
-        runtime = self._runtime
-        comes_late = runtime.may_offload_now or self._reads_experts
-        return comes_late and not runtime.asks_daemons and self._tracer is None
+        runtime, is_host = self._runtime, self._backend.is_host
+        may_be = self._backend.chunking.grouped > 0 and (is_host or runtime.may_offload_now)
+        return may_be and not runtime.asks_daemons and self._tracer is None
 
     def _group(self, step: Step, before_layer: _BeforeLayer) -> AnyArray:
         """More tokens than a chunk may have, layer by layer: the rows of the last chunk."""

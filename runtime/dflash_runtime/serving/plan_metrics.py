@@ -102,7 +102,9 @@ def disk_metrics(disk: ArenaStats | None, namespace: str) -> Iterator[Metric]:
         value=disk.num_slots,
     )
     yield GaugeMetricFamily(
-        f"{namespace}_expert_disk_pinned", "Experts that never leave it.", value=disk.num_pinned
+        f"{namespace}_expert_disk_pinned",
+        "Experts that never leave it.",
+        value=sum(map(len, disk.pins.experts.values())),
     )
     if disk.share_found is not None and disk.share_found_by_twice is not None:
         shares = GaugeMetricFamily(

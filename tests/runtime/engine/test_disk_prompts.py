@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dflash_runtime.compute.cpu import CpuBackend
+from dflash_runtime.compute.cpu import backend
 from dflash_runtime.compute.host import PREFILL_CHUNK
 from support.disk_engines import MANY_LAYERS, opened, stats_of
 from support.faults import greedy
@@ -46,8 +46,7 @@ def test_an_expert_is_read_once_for_all_chunks(
     path: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     once = read_by(path, expected)
-    alone = replace(CpuBackend.chunking, grouped=0)
-    monkeypatch.setattr(CpuBackend, "chunking", alone)
+    monkeypatch.setattr(backend, "GROUP_TOKENS", 0)
     assert read_by(path, expected) > 3 * once
 
 

@@ -57,7 +57,7 @@ class ArenaKeeper:
         arena, options = self._arena, self._options
         if options.spare_bytes:
             self._follow_memory(self._free_bytes())
-        if options.pins and arena.num_tokens >= options.pins_after and not arena.num_pinned:
+        if options.pins and arena.num_tokens >= options.pins_after and not arena.pins.experts:
             arena.pin_hottest(options.pins)
 
     def _run(self) -> None:

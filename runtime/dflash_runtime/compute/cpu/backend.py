@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -30,7 +31,7 @@ from dflash_runtime.compute.cpu.routers_ahead import routers_ahead
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
 from dflash_runtime.compute.cpu.threads.workers import Workers, check_num_threads
 from dflash_runtime.compute.expert_arena import ArenaOptions
-from dflash_runtime.compute.host import HostBackend
+from dflash_runtime.compute.host import GROUP_TOKENS, HostBackend
 from dflash_runtime.compute.host_model import HostModel
 from dflash_runtime.compute.kv_cache import KvCache, KvType
 from dflash_runtime.compute.model import Model
@@ -123,6 +124,7 @@ class CpuBackend(HostBackend):
         keeper = ArenaKeeper(arena, options)
         arena.before_close(keeper.close)
         keeper.start()
+        self.chunking = replace(self.chunking, grouped=GROUP_TOKENS)
         return arena
 
     def drop_experts(self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:

@@ -30,7 +30,7 @@ from dflash_runtime.compute.cpu.kernels.arena_shadows import NUM_CHOSEN, OLDEST,
 from dflash_runtime.compute.cpu.kernels.arena_tasks import arena_functions
 from dflash_runtime.compute.cpu.routers_ahead import RouterAhead
 from dflash_runtime.compute.cpu.threads.system import READ_SYSCALLS
-from dflash_runtime.compute.expert_arena import ArenaOptions, ArenaStats, LookAheadStats
+from dflash_runtime.compute.expert_arena import ArenaOptions, ArenaStats, LookAheadStats, PinStats
 from dflash_runtime.compute.half_lives import HALF_LIVES, LEAST_TOKENS, CachePolicy
 
 _LOG = logging.getLogger(__name__)
@@ -50,6 +50,8 @@ class _Layer:
     """What a layer's words point to."""
 
     layer_id: int
+    expert_ids: I64Array
+    """Their global ids."""
     words: I64Array
     mapped: I64Array
     places: I64Array
@@ -84,24 +86,25 @@ class HostArena:
         """
         self._undo = contextlib.ExitStack()
         self._has_warned = False
+        self.pins = PinStats()
         places = [bank.places() for bank in banks]
-        self._slot_bytes = max(_slot_bytes(matrices) for each in places for matrices in each)
+        slot_bytes = max(_slot_bytes(matrices) for each in places for matrices in each)
         most = max(bank.num_experts for bank in banks)
         self._routers = routers or {}
         num_bytes = options.num_bytes - sum(each.num_bytes for each in self._routers.values())
-        if num_bytes < most * self._slot_bytes:  # a layer's experts need the memory
+        if num_bytes < most * slot_bytes:  # a layer's experts need the memory
             self._routers, num_bytes = {}, options.num_bytes
-        num_slots = num_bytes // self._slot_bytes
+        num_slots = num_bytes // slot_bytes
         if num_slots < most:
             raise ValueError(
                 f"{num_bytes / 2**20:,.0f} MiB are {num_slots} experts; a layer has {most}"
             )
         self._words = np.zeros(w.NUM_WORDS, np.int64)
-        self._words[w.NUM_FREE] = w.MOST_PENDING
+        self._words[w.NUM_FREE], self._words[w.SLOT_BYTES] = w.MOST_PENDING, slot_bytes
         with contextlib.ExitStack() as on_error:
             on_error.callback(self._undo.close)
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            self._memory = mmap.mmap(-1, num_slots * self._slot_bytes, flags=flags)
+            self._memory = mmap.mmap(-1, num_slots * slot_bytes, flags=flags)
             # A child process must not share pages that a read writes.
             self._memory.madvise(mmap.MADV_DONTFORK)
             with contextlib.suppress(OSError):
@@ -147,13 +150,12 @@ class HostArena:
             HALF_LIVES[words[w.DECIDING]],
             share,
             of_twice,
-            self.num_pinned,
+            self.pins,
         )
 
     @property
-    def num_pinned(self) -> int:
-        """Experts that never leave."""
-        return sum(int(np.count_nonzero(layer.pins)) for layer in self._layers)
+    def _slot_bytes(self) -> int:
+        return int(self._words[w.SLOT_BYTES])
 
     @property
     def num_slots(self) -> int:
@@ -206,7 +208,7 @@ class HostArena:
     def pin_hottest(self, num_experts: int) -> None:
         """Have so many experts of each layer never leave, those that were used most: of the hottest
         layers first, as far as they take half of the slots."""
-        room = self.num_slots // 2
+        room, experts = self.num_slots // 2, dict[int, list[int]]()
         ranked = list[tuple[float, int, I64Array]]()
         for index, layer in enumerate(self._layers):
             keys = layer.keys[-1] - RATES[-1] * layer.words[w.NUM_CALLS]
@@ -214,10 +216,13 @@ class HostArena:
             hottest = hottest[keys[hottest] > -OLDEST]
             ranked.append((float(np.exp(keys[hottest]).sum()), index, hottest))
         for _, index, hottest in sorted(ranked, key=lambda each: -each[0]):
-            pins = self._layers[index].pins
-            pins[:] = 0
-            pins[hottest[:room]] = 1
+            layer = self._layers[index]
+            layer.pins[:] = 0
+            layer.pins[hottest[:room]] = 1
+            experts[layer.layer_id] = np.sort(layer.expert_ids[hottest[:room]]).tolist()
             room -= len(hottest[:room])
+        found, missed = self._words[[w.FOUND, w.MISSED]].tolist()
+        self.pins = PinStats(dict(sorted(experts.items())), found, missed)
 
     def warn(self) -> None:
         """Say, once, that reads have failed."""
@@ -278,7 +283,7 @@ class HostArena:
         words[w.EVENTS], words[w.FREE] = events.ctypes.data, free.ctypes.data
         words[w.SLOTS], words[w.NUM_SLOTS] = self._slots.ctypes.data, num_slots
         words[w.MEMORY] = np.frombuffer(self._memory, np.uint8).ctypes.data
-        words[w.SLOT_BYTES], words[w.CHANCES] = self._slot_bytes, chances.ctypes.data
+        words[w.CHANCES] = chances.ctypes.data
         words[w.NUM_LAYERS], words[w.LIMIT_NS] = num_layers, int(LIMIT_S * 1e9)
         words[w.DECIDING], words[w.SHADOW_MISSES] = policy.first, self._averages.ctypes.data
         if policy is CachePolicy.AUTO:
@@ -316,6 +321,7 @@ class HostArena:
                 places[expert, index] = self._descriptors[shard], offset, num_bytes
         layer = _Layer(
             bank.layer.layer_id,
+            bank.global_expert_ids,
             np.zeros(w.LAYER_WORDS, np.int64),
             bank.addresses.copy(),
             places,

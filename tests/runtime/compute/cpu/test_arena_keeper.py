@@ -10,7 +10,7 @@ import pytest
 
 from dflash_runtime.compute.cpu import arena_keeper
 from dflash_runtime.compute.cpu.arena_keeper import ArenaKeeper
-from dflash_runtime.compute.expert_arena import ArenaOptions
+from dflash_runtime.compute.expert_arena import ArenaOptions, PinStats
 from support.processes import wait_until
 
 MIB = 1 << 20
@@ -25,14 +25,14 @@ class Arena:
     most_bytes: int = MOST
     empty_bytes: int = 0
     num_tokens: int = 0
-    num_pinned: int = 0
+    pins: PinStats = field(default_factory=PinStats)
     calls: list[str] = field(default_factory=list)
 
     def resize(self, num_bytes: int) -> None:
         self.num_bytes = max(50 * MIB, min(self.most_bytes, num_bytes))
 
     def pin_hottest(self, num_experts: int) -> None:
-        self.num_pinned = num_experts
+        self.pins = PinStats({0: [*range(num_experts)]})
 
     def read_hottest(self):  # type: ignore[no-untyped-def]
         for index in range(1000):
@@ -96,13 +96,13 @@ def test_the_hottest_are_pinned_once_enough_is_known() -> None:
     arena = Arena(num_tokens=499)
     keeper = keeper_of(arena, [200 * MIB] * 3, pins=4)
     keeper.look()
-    assert arena.num_pinned == 0
+    assert not arena.pins.experts
     arena.num_tokens = 500
     keeper.look()
-    assert arena.num_pinned == 4
-    arena.num_pinned = 3  # fewer had room
+    assert len(arena.pins.experts[0]) == 4
+    arena.pins = PinStats({0: [1]})  # fewer had room
     keeper.look()
-    assert arena.num_pinned == 3
+    assert len(arena.pins.experts[0]) == 1
 
 
 def test_closing_ends_reads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +126,6 @@ def test_a_thread_looks_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     arena = Arena(num_tokens=500)
     keeper = keeper_of(arena, [], pins=2, spare_bytes=0)
     keeper.start()
-    wait_until(lambda: arena.num_pinned == 2, "pins")
+    wait_until(lambda: arena.pins == PinStats({0: [0, 1]}), "pins")
     keeper.close()
     assert len(arena.calls) == 1000

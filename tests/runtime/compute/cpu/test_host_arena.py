@@ -515,10 +515,12 @@ def test_pinned_experts_never_leave(path: Path, backend: CpuBackend) -> None:
             for layer in range(1 if step % 3 else LAYERS):
                 rig.check(layer, batch_of(np.array([often], np.int32), step))
         rig.arena.pin_hottest(E)  # of those that were used
-        assert rig.arena.stats().num_pinned == LAYERS * K
+        assert rig.arena.pins.experts == {layer: often for layer in range(LAYERS)}
         rig.arena.pin_hottest(1)
-        assert rig.arena.stats().num_pinned == LAYERS
+        assert [len(each) for each in rig.arena.pins.experts.values()] == [1] * LAYERS
         rig.arena.pin_hottest(K)
+        pins, stats = rig.arena.stats().pins, rig.arena.stats()
+        assert (pins.found_before, pins.missed_before) == (stats.found, stats.missed)
         for seed in range(20):
             for layer in range(LAYERS):
                 rig.check(layer, batch_of(tokens(1, seed), seed))
@@ -531,3 +533,4 @@ def test_pinned_experts_never_leave(path: Path, backend: CpuBackend) -> None:
         rig.arena.pin_hottest(3)
         pinned = [np.count_nonzero(layer.pins) for layer in rig.arena._layers]
         assert pinned == [1, 0, 3]
+        assert [len(rig.arena.pins.experts[layer]) for layer in range(LAYERS)] == pinned
