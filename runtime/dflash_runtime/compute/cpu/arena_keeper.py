@@ -80,6 +80,8 @@ class ArenaKeeper:
             return
         self._turns_of_room = 0
         arena.resize(before + more_bytes)
+        if arena.pins.experts:
+            arena.pin_hottest(self._options.pins)  # of what there is now, half at most
         if arena.num_bytes != before:
             # docs: other programs need the memory of experts, or need it no more; experts without
             # memory are read from the disk when they are used

@@ -221,8 +221,10 @@ class HostArena:
             layer.pins[hottest[:room]] = 1
             experts[layer.layer_id] = np.sort(layer.expert_ids[hottest[:room]]).tolist()
             room -= len(hottest[:room])
-        found, missed = self._words[[w.FOUND, w.MISSED]].tolist()
-        self.pins = PinStats(dict(sorted(experts.items())), found, missed)
+        before = self.pins.found_before, self.pins.missed_before
+        if not self.pins.experts:
+            before = int(self._words[w.FOUND]), int(self._words[w.MISSED])
+        self.pins = PinStats(dict(sorted(experts.items())), *before)
 
     def warn(self) -> None:
         """Say, once, that reads have failed."""

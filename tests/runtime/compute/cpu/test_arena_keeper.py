@@ -105,6 +105,15 @@ def test_the_hottest_are_pinned_once_enough_is_known() -> None:
     assert len(arena.pins.experts[0]) == 1
 
 
+def test_pins_are_chosen_anew_where_there_is_less_memory() -> None:
+    arena = Arena(num_tokens=500, pins=PinStats({0: [1]}))
+    keeper = keeper_of(arena, [10 * MIB, 200 * MIB], pins=4)
+    keeper.look()
+    assert len(arena.pins.experts[0]) == 1
+    keeper.look()
+    assert len(arena.pins.experts[0]) == 4
+
+
 def test_closing_ends_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_keeper, "_BETWEEN_READS_S", 10.0)
     arena = Arena()
