@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from bench.memory_cgroup import memory_cgroup
+from bench.memory_cgroup import drop_pages, memory_cgroup
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import read_spec
@@ -25,7 +25,7 @@ from dflash_runtime import Engine
 from dflash_runtime.placement.split import make_placement
 from support import moving_parent
 from support.emulated_gpu import TINY
-from support.faults import drop_from_memory, greedy
+from support.faults import greedy
 from support.processes import START_S, cli_command, environment, wait_until
 from support.random_models import Qwen3MoeShape, write_qwen3moe
 
@@ -108,7 +108,7 @@ def run_within(limit_mib: int, *arguments: str | Path) -> subprocess.CompletedPr
 def generate(
     model: Written, limit_mib: int, length: int, *arguments: str
 ) -> subprocess.CompletedProcess[str]:
-    drop_from_memory(model.path, [])
+    drop_pages(model.path)
     prompt = ",".join(map(str, prompt_of(length)))
     return run_within(
         limit_mib, "generate", model.path, "--token-ids", prompt, "-n", str(NUM_TOKENS), "--json",
@@ -234,7 +234,7 @@ while True:
 @pytest.mark.slow
 def test_experts_leave_memory_that_another_program_takes(large: Written, tmp_path: Path) -> None:
     """In the same cgroup, 16 MiB a second."""
-    drop_from_memory(large.path, [])
+    drop_pages(large.path)
     stop, prompt = tmp_path / "stop", json.dumps(prompt_of(LENGTHS[1]))
     generates = [sys.executable, "-c", _GENERATES, str(large.path), str(stop), prompt]
     takes = [sys.executable, "-c", _TAKES]
@@ -281,7 +281,7 @@ def test_what_is_said_to_be_needed_is_enough_to_compile_kernels(
 def test_a_daemon_with_less_memory_than_its_experts_serves(
     large: Written, run_dir: Path, limit_mib: int
 ) -> None:
-    drop_from_memory(large.path, [])
+    drop_pages(large.path)
     listen = f"ipc://{run_dir}/d.sock"
     with memory_cgroup(limit_mib * MIB) as group:
         if group is None:

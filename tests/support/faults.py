@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
+from bench.memory_cgroup import drop_pages
 
 from dflash_runtime import Engine
 
@@ -120,14 +121,10 @@ def resident_bytes(pid: int, path: Path) -> int:
 
 def drop_from_memory(path: Path, pids: Sequence[int]) -> None:
     """Drop a file from the page cache, and from the mappings of these processes."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)  # dirty pages would stay
-        for pid in pids:
-            _page_out(pid, path)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
+    drop_pages(path)  # writes dirty pages, which mappings would keep
+    for pid in pids:
+        _page_out(pid, path)
+    drop_pages(path)
 
 
 def _page_out(pid: int, path: Path) -> None:
