@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,7 @@ from dflash_runtime.compute.expert_arena import ArenaStats
 from dflash_runtime.engine import opening
 from dflash_runtime.engine.demo_model import demo_model_path
 from dflash_runtime.placement.host_context import parent_bytes
-from support.arena_rig import check_whole, empty_some, slot_bytes_of
-from support.random_models import Qwen3MoeShape
+from support.arena_rig import SHAPE, check_whole, empty_some, slot_bytes_of
 from support.undisturbed import settings_with
 
 TRAINED = tuple(
@@ -28,24 +28,15 @@ TRAINED = tuple(
     for name in ("dflash-demo", "dflash-demo-laguna", "dflash-demo-qwen35moe")
 )
 
-MANY_LAYERS = Qwen3MoeShape(
-    "a layer's experts are a twelfth of all",
-    num_layers=12,
-    hidden_size=64,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=32,
-    num_experts=8,
-    num_experts_used=2,
-    ffn_size=96,
-    vocab_size=300,
-    context_length=1024,
+MANY_LAYERS = replace(
+    SHAPE, name="a layer's experts are a twelfth of all", num_layers=12, context_length=1024
 )
 
 
 @contextlib.contextmanager
 def opened(path: Path, num_slots: int | None, **wishes: Any) -> Iterator[Engine]:
-    """`num_slots`: experts that there is room for; None: all are in memory as the file is."""
+    """`num_slots`: experts that there is room for; None: all are in memory as the file is. Without
+    heat, unless `wishes` say otherwise."""
     num_bytes = None
     if num_slots is not None:
         with GgufFile.open(path) as file:
@@ -53,7 +44,7 @@ def opened(path: Path, num_slots: int | None, **wishes: Any) -> Iterator[Engine]
             if wishes.get("moe_predict_prefetch", True):
                 layers = read_spec(file).moe.layers[1:]
                 num_bytes += sum(2 * each.num_experts * each.hidden_size for each in layers)
-    settings = settings_with(heat="off", **wishes)
+    settings = settings_with(**{"heat": "off"} | wishes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(opening, "_arena_bytes", lambda *_: num_bytes)
         engine = Engine.open(path, backend="cpu", threads=1, settings=settings)

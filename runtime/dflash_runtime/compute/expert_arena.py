@@ -75,10 +75,10 @@ class ArenaStats:
     half_life: float
     """Tokens after which a use counts half, as to which experts stay."""
     share_found: float | None
-    """Of late, of what steps choose: what a layer's share of the memory has; None if too little is
-    known."""
+    """Share of the experts chosen by recent steps that would be in memory if each layer had an
+    equal part of it; None until enough steps were counted."""
     share_found_by_twice: float | None
-    """What twice the memory would have."""
+    """The same with twice the memory."""
     pins: PinStats
 
 

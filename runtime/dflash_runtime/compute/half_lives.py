@@ -8,10 +8,22 @@ if each had memory of its own for so many experts of a layer.
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 
 HALF_LIVES = (2.0, 16.0, 128.0, 2048.0)
 """Tokens after which a use counts half."""
+
+RATES = tuple(math.log(2.0) / each for each in HALF_LIVES)
+"""A use counts 2 ** (token / half-life), whose logarithm grows so much with each token. Keys of
+experts are logarithms of sums of such uses."""
+
+OLDEST = 40.0
+"""Uses whose keys are so much smaller add nothing, and are alike."""
+
+SOON = 0.1
+"""Of keys that are alike, by how much that of an expert whose layer comes next is larger, at most,
+than that of one whose layer has just been computed."""
 
 FIRST = 1
 """Which is used until more is known: in the trained demo models it finds most, or nearly; see

@@ -109,8 +109,8 @@ def disk_metrics(disk: ArenaStats | None, namespace: str) -> Iterator[Metric]:
     if disk.share_found is not None and disk.share_found_by_twice is not None:
         shares = GaugeMetricFamily(
             f"{namespace}_expert_disk_share_found",
-            "Of the experts that steps choose of late, those that the same part of each layer's "
-            "would have in memory, and twice as large a part.",
+            "Share of the experts chosen by recent steps that would be in memory if each layer had "
+            "an equal part of it: of the same memory, or of twice as much.",
             labels=["memory"],
         )
         shares.add_metric(["same"], disk.share_found)

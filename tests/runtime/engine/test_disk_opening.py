@@ -3,23 +3,17 @@ cannot follow."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dflash_adapters.gguf.file import GgufFile
 from dflash_protocol.errors import SettingsError
-from dflash_runtime import Engine
-from dflash_runtime.engine import opening
-from support.arena_rig import check_whole, slot_bytes_of
-from support.disk_engines import MANY_LAYERS, arena_of, stats_of
+from support.arena_rig import check_whole
+from support.disk_engines import MANY_LAYERS, arena_of, opened, stats_of
 from support.faults import greedy
 from support.processes import wait_until
 from support.random_models import write_qwen3moe
-from support.undisturbed import settings_with
 
 E, LAYERS = MANY_LAYERS.num_experts, MANY_LAYERS.num_layers
 NUM_SLOTS = 3 * E
@@ -31,23 +25,11 @@ def path(tmp_path: Path) -> Path:
     return write_qwen3moe(tmp_path / "m.gguf", MANY_LAYERS, seed=3)
 
 
-@contextmanager
-def opened(path: Path, monkeypatch: pytest.MonkeyPatch, **wishes: object) -> Iterator[Engine]:
-    with GgufFile.open(path) as file:
-        num_bytes = NUM_SLOTS * slot_bytes_of(file)
-    monkeypatch.setattr(opening, "_arena_bytes", lambda *_: num_bytes)
-    settings = settings_with(moe_predict_prefetch=False, **wishes)
-    with Engine.open(path, backend="cpu", threads=1, settings=settings) as engine:
-        yield engine
-
-
-def test_the_hottest_experts_of_before_are_there_soon(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with opened(path, monkeypatch, heat="auto") as engine:
+def test_the_hottest_experts_of_before_are_there_soon(path: Path) -> None:
+    with opened(path, NUM_SLOTS, heat="auto") as engine:
         expected = greedy(engine, PROMPT, 200)
         counts = np.array([engine.stats().selections[layer] for layer in range(LAYERS)])
-    with opened(path, monkeypatch, heat="auto") as engine:
+    with opened(path, NUM_SLOTS, heat="auto") as engine:
         arena = arena_of(engine)
         wait_until(lambda: arena.empty_bytes == 0, "the hottest experts")
         check_whole(arena)
@@ -57,21 +39,21 @@ def test_the_hottest_experts_of_before_are_there_soon(
         assert stats_of(engine).failed == 0
 
 
-def test_without_heat_nothing_is_read_ahead(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(path, monkeypatch, heat="off") as engine:
+def test_without_heat_nothing_is_read_ahead(path: Path) -> None:
+    with opened(path, NUM_SLOTS) as engine:
         assert arena_of(engine)._hottest == []
 
 
-def test_more_pins_than_experts_are_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_pins_than_experts_are_refused(path: Path) -> None:
     with (
         pytest.raises(SettingsError, match=rf"--moe-warmpin {E + 1}: layers have {E} experts"),
-        opened(path, monkeypatch, moe_warmpin=E + 1),
+        opened(path, NUM_SLOTS, moe_warmpin=E + 1),
     ):
         pass
 
 
-def test_pins_are_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(path, monkeypatch, heat="off", moe_warmpin=2, moe_warmpin_after=20) as engine:
+def test_pins_are_told(path: Path) -> None:
+    with opened(path, NUM_SLOTS, moe_warmpin=2, moe_warmpin_after=20) as engine:
         greedy(engine, PROMPT, 40)
         wait_until(lambda: bool(arena_of(engine).pins.experts), "pins")
         pins = stats_of(engine).pins

@@ -26,12 +26,12 @@ from dflash_protocol.ids import F64Array, I64Array
 from dflash_runtime.compute.cpu.compile.compiling import RowFunction
 from dflash_runtime.compute.cpu.experts import CpuExpertBank
 from dflash_runtime.compute.cpu.kernels import arena_words as w
-from dflash_runtime.compute.cpu.kernels.arena_shadows import NUM_CHOSEN, OLDEST, RATES, TWICE
+from dflash_runtime.compute.cpu.kernels.arena_shadows import NUM_CHOSEN, TWICE
 from dflash_runtime.compute.cpu.kernels.arena_tasks import arena_functions
 from dflash_runtime.compute.cpu.routers_ahead import RouterAhead
 from dflash_runtime.compute.cpu.threads.system import READ_SYSCALLS
 from dflash_runtime.compute.expert_arena import ArenaOptions, ArenaStats, LookAheadStats, PinStats
-from dflash_runtime.compute.half_lives import HALF_LIVES, LEAST_TOKENS, CachePolicy
+from dflash_runtime.compute.half_lives import HALF_LIVES, LEAST_TOKENS, OLDEST, RATES, CachePolicy
 
 _LOG = logging.getLogger(__name__)
 
@@ -120,7 +120,8 @@ class HostArena:
         self._set_words(context, options.policy, num_slots)
         for layer, following in pairwise(self._layers):
             layer.words[w.NEXT] = following.words.ctypes.data
-        enter, leave, *_ = (each.address for each in arena_functions())
+        functions = arena_functions()
+        enter, leave = functions.enter.address, functions.leave.address
         for bank, layer in zip(banks, self._layers, strict=True):
             if router := self._routers.get(layer.layer_id):
                 layer.words[w.ROUTER] = router.words.ctypes.data
@@ -188,7 +189,7 @@ class HostArena:
         the operating system gets the rest. Between two batches, which it waits for."""
         before, least = self.num_slots, max(len(layer.slot_of) for layer in self._layers)
         num_slots = min(len(self._slots), max(least, num_bytes // self._slot_bytes))
-        _call(arena_functions()[2], np.array([self._words.ctypes.data, num_slots], np.int64))
+        _call(arena_functions().resize, np.array([self._words.ctypes.data, num_slots], np.int64))
         begin = -(-num_slots * self._slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         end = before * self._slot_bytes // mmap.PAGESIZE * mmap.PAGESIZE
         if begin < end:
@@ -202,7 +203,7 @@ class HostArena:
         for first in range(0, len(self._hottest), _AT_ONCE):
             some = self._hottest[first : first + _AT_ONCE]
             words = [self._words.ctypes.data, len(some), *chain(*some)]
-            _call(arena_functions()[3], np.array(words, np.int64))
+            _call(arena_functions().fill, np.array(words, np.int64))
             yield
 
     def pin_hottest(self, num_experts: int) -> None:

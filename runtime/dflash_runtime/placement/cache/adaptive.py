@@ -13,15 +13,21 @@ import math
 import numpy as np
 
 from dflash_protocol.ids import F64Array, I32Array, I64Array, U8Array
-from dflash_runtime.compute.half_lives import FIRST, HALF_LIVES, LEAST_GAIN, LEAST_TOKENS, WINDOW
+from dflash_runtime.compute.half_lives import (
+    FIRST,
+    HALF_LIVES,
+    LEAST_GAIN,
+    LEAST_TOKENS,
+    OLDEST,
+    RATES,
+    SOON,
+    WINDOW,
+)
 
 AUTO = "auto"
 """The policy's name."""
 
 _NUM_KINDS = len(HALF_LIVES)
-_RATES = tuple(math.log(2.0) / each for each in HALF_LIVES)
-_OLDEST, _SOON = 40.0, 0.1
-"""See compute/cpu/kernels/arena_tasks.py."""
 
 
 def decide(misses: F64Array, deciding: I64Array) -> None:
@@ -72,9 +78,9 @@ def replay_pool(
                 hits[token, k] = slot_of[expert] >= 0
                 used_at[expert] = batch
                 for each in range(_NUM_KINDS):
-                    now = _RATES[each] * (token + 1)
+                    now = RATES[each] * (token + 1)
                     before = keys[each, expert] - now
-                    uses = math.exp(before) if before > -_OLDEST else 0.0
+                    uses = math.exp(before) if before > -OLDEST else 0.0
                     keys[each, expert] = now + math.log(1.0 + uses)
             for k in range(first, end):
                 expert = ids[token, k]
@@ -90,8 +96,8 @@ def replay_pool(
                         if used_at[there] == batch:
                             continue
                         calls = token + 1 if there < first_experts[layer + 1] else token
-                        key = max(-_OLDEST, keys[kind, there] - _RATES[kind] * calls)
-                        key += _SOON * min(1.0, (batch - used_at[there]) / num_layers)
+                        key = max(-OLDEST, keys[kind, there] - RATES[kind] * calls)
+                        key += SOON * min(1.0, (batch - used_at[there]) / num_layers)
                         if key < least:
                             slot, least = other, key
                     slot_of[held[slot]] = -1

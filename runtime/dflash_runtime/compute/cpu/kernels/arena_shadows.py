@@ -16,11 +16,15 @@ from dflash_runtime.compute.cpu.kernels import arena_words as w
 from dflash_runtime.compute.cpu.kernels import experts_kernel as k
 from dflash_runtime.compute.cpu.kernels.words import get
 from dflash_runtime.compute.cpu.simd import vectors as v
-from dflash_runtime.compute.half_lives import HALF_LIVES, LEAST_GAIN, LEAST_TOKENS, WINDOW
+from dflash_runtime.compute.half_lives import (
+    HALF_LIVES,
+    LEAST_GAIN,
+    LEAST_TOKENS,
+    OLDEST,
+    RATES,
+    WINDOW,
+)
 
-RATES = tuple(math.log(2.0) / each for each in HALF_LIVES)
-OLDEST = 40.0
-"""Uses whose keys are so much smaller add nothing, and are alike."""
 _NUM_KINDS = len(HALF_LIVES)
 TWICE, NUM_CHOSEN = _NUM_KINDS, _NUM_KINDS + 1
 """Beside the half-lives: the shadow with twice the slots; the number of experts that are chosen."""

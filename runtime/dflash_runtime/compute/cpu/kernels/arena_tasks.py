@@ -22,16 +22,12 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from typing import NamedTuple
 
 from dflash_runtime.compute.cpu.compile.compiling import RowFunction, compile_task, helper
 from dflash_runtime.compute.cpu.kernels import arena_words as w
 from dflash_runtime.compute.cpu.kernels import experts_kernel as k
-from dflash_runtime.compute.cpu.kernels.arena_shadows import (
-    OLDEST,
-    RATES,
-    compare_half_lives,
-    note_use,
-)
+from dflash_runtime.compute.cpu.kernels.arena_shadows import compare_half_lives, note_use
 from dflash_runtime.compute.cpu.kernels.router_ahead import (
     COUNTS,
     LIKELY,
@@ -42,8 +38,9 @@ from dflash_runtime.compute.cpu.kernels.words import get
 from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.simd.atomics import atomic_replace, atomic_store
 from dflash_runtime.compute.cpu.threads import system
+from dflash_runtime.compute.half_lives import OLDEST, RATES, SOON
 
-_SOON, _LAST = 0.1, 1000.0
+_LAST = 1000.0
 _TURN_MS = 100
 _MOST_OF_A_LAYER, _SEVERAL = 0.75, 16
 _NOTHING, _ALL, _PREDICTED = range(3)
@@ -89,8 +86,8 @@ def _least_used(arena: int, around: int, waits: bool) -> int:
             key -= RATES[kind] * get(layer, w.NUM_CALLS)  # how often layers were called may differ
             key = max(key, -OLDEST)
             # Of experts that were used as often, those of layers that come soon stay.
-            key += _SOON * min(1.0, (call - get(words, w.USED_AT)) / get(arena, w.NUM_LAYERS))
-            if around != 0 and layer in (around, following):
+            key += SOON * min(1.0, (call - get(words, w.USED_AT)) / get(arena, w.NUM_LAYERS))
+            if layer in (around, following):
                 if not waits:
                     continue
                 key += _LAST
@@ -253,13 +250,18 @@ def _is_whole(layer: int) -> bool:
 
 
 @helper
+def _uses_most(args: int, layer: int) -> bool:
+    return get(args, k.NUM_GROUPS) >= _MOST_OF_A_LAYER * get(layer, w.NUM_EXPERTS)  # type: ignore[no-any-return]
+
+
+@helper
 def _way_ahead(args: int, layer: int, is_behind: bool) -> int:
     """What of the next layer is read ahead for several tokens: if most of this one is used, and was
     there in time, all, else what is predicted."""
     following, num_tokens = get(layer, w.NEXT), get(args, k.NUM_TOKENS)
     if following == 0 or _is_whole(following):
         return _NOTHING
-    is_most = get(args, k.NUM_GROUPS) >= _MOST_OF_A_LAYER * get(layer, w.NUM_EXPERTS)
+    is_most = _uses_most(args, layer)
     can_predict = get(following, w.ROUTER) != 0 and num_tokens >= _SEVERAL
     if can_predict and (is_behind or not is_most):
         return _PREDICTED
@@ -351,8 +353,7 @@ def _enter(args: int, counter: int, pool: int) -> None:
     v.store_i64(arena + 8 * w.CALL, call)
     num_groups, num_found, num_prefetched, num_missing = get(args, k.NUM_GROUPS), 0, 0, 0
     is_step = get(args, k.IS_STEP) != 0 and get(args, k.NUM_TOKENS) == 1
-    is_most = num_groups >= _MOST_OF_A_LAYER * get(layer, w.NUM_EXPERTS)
-    is_counted = is_step or not is_most
+    is_counted = is_step or not _uses_most(args, layer)
     if is_counted:
         v.store_i64(layer + 8 * w.NUM_CALLS, get(layer, w.NUM_CALLS) + 1)
     for group in range(num_groups):
@@ -450,7 +451,16 @@ def _fill(args: int, counter: int, pool: int) -> None:
     _unlock(arena)
 
 
+class ArenaFunctions(NamedTuple):
+    """Compiled: see `_enter` and `_leave`, which a bank's words name, `_resize` and `_fill`."""
+
+    enter: RowFunction
+    leave: RowFunction
+    resize: RowFunction
+    fill: RowFunction
+
+
 @cache
-def arena_functions() -> tuple[RowFunction, ...]:
-    """What a bank's words name, `_enter` and `_leave`, and `_resize` and `_fill`: see these."""
-    return tuple(compile_task(each) for each in (_enter, _leave, _resize, _fill))
+def arena_functions() -> ArenaFunctions:
+    """Compiled when they are asked for first."""
+    return ArenaFunctions(*map(compile_task, (_enter, _leave, _resize, _fill)))
