@@ -560,11 +560,9 @@ class ComputeBackend(Protocol):
         remote: RemoteExperts,
         *,
         may_offload: bool = True,
-        more_follow: bool = False,
     ) -> Any:
         """The routed experts that this backend's models call in a phase: those in `banks`, by layer
-        id, and all others from `remote`. Without `may_offload` none are offloaded. `more_follow`:
-        of chunks that are followed in each layer by others of their group."""
+        id, and all others from `remote`. Without `may_offload` none are offloaded."""
 
     def noted_choices(
         self, experts: Any

@@ -122,7 +122,6 @@ class HostBackend:
         remote: RemoteExperts,
         *,
         may_offload: bool = True,
-        more_follow: bool = False,
     ) -> HostExperts:
         """All from `remote`, those in `banks` too."""
         return HostExperts(remote, phase)

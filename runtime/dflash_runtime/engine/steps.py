@@ -79,7 +79,7 @@ class Steps:
         )
         self._model, self._cache = model, cache
         self._backend, self._runtime, self._local_banks = backend, runtime, local_banks
-        self._experts: dict[tuple[Phase, bool, bool], Any] = {}
+        self._experts: dict[tuple[Phase, bool], Any] = {}
         """The model's routed experts, by phase, whether they may be offloaded, and whether other
         chunks of a group follow in each layer."""
         self._guard = RunGuard(file)
@@ -481,7 +481,7 @@ class Steps:
             forward(
                 self._model,
                 step.part(first, last),
-                self._experts_of(step.phase, more_follow=last < size),
+                self._experts_of(step.phase),
                 before_layer=before_layer,
             )
             for first, last in bounds
@@ -531,10 +531,8 @@ class Steps:
             tracer.add(step.phase, noted())
         return rows
 
-    def _experts_of(
-        self, phase: Phase, *, may_offload: bool = True, more_follow: bool = False
-    ) -> Any:
-        key = phase, may_offload, more_follow
+    def _experts_of(self, phase: Phase, *, may_offload: bool = True) -> Any:
+        key = phase, may_offload
         experts = self._experts.get(key)
         if experts is None:
             experts = self._experts[key] = self._backend.moe(
@@ -542,7 +540,6 @@ class Steps:
                 phase,
                 self._runtime,
                 may_offload=may_offload,
-                more_follow=more_follow,
             )
         return experts
 

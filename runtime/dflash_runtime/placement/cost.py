@@ -16,11 +16,7 @@ import numpy as np
 
 from dflash_adapters.spec import MoeSpec
 from dflash_protocol.ids import BoolArray, F64Array, I64Array
-from dflash_runtime.compute.gpu.experts.offload_room import (
-    AHEAD_BYTES,
-    NUM_PLACES,
-    parts_of_missing,
-)
+from dflash_runtime.compute.gpu.experts.offload_room import AHEAD_BYTES
 from dflash_runtime.placement.box import Curve
 from dflash_runtime.placement.expectation import (
     checked_shares,
@@ -313,44 +309,26 @@ class CostModel:
         others: Mapping[int, F64Array],
     ) -> F64Array:
         """Seconds of each layer's experts in a group of chunks of these sizes, with copies, which
-        all of them use; `others`: what other owners take meanwhile, by index. Where a layer's parts
-        need more places than there are, each chunk copies its own."""
+        all of them use; `others`: what other owners take meanwhile, by index."""
         assert self.copies is not None
-        cpus, sizes = self.remote_cpus, self.arrays.file_bytes
-        num_parts = parts_of_missing(sizes, missing)
-        here = pairs[[LOCAL, *cpus]].sum(axis=0)
-
-        def passed_s(rows: int, more_s: float) -> F64Array:
-            products_s = self.sides[LOCAL].chunk_s(rows, rows * here, sizes)
-            return np.asarray(products_s + (num_parts > 0) * more_s)
-
-        def first_s(rows: int, of_rows: int, ahead_s: F64Array | float) -> F64Array:
-            """Of a chunk that waits for copies, of what `of_rows` rows choose."""
-            assert self.copies is not None
-            chosen = distinct(of_rows)
-            in_vain = _IN_VAIN * np.minimum(chosen, np.maximum(missing - chosen, 0.0))
-            copies_s = self.copies.seconds(rows, (chosen + in_vain) * sizes)
-            # What the last copies bring is computed when they have arrived.
-            single_s = self.copies.single_s(rows)
-            waited_s = (copies_s > 0.0) * (copies_s - ahead_s + single_s)
-            return np.asarray(np.maximum(passed_s(rows, single_s), waited_s))
-
+        cpus, sizes, copies = self.remote_cpus, self.arrays.file_bytes, self.copies
         first, *rest = chunks
-        # Copies go on while the next layer's trunk is computed, as far as there is room; and beside
-        # the rest of a group, into places that this layer does not need.
-        most_ahead_s = float(self.copies.seconds(first, np.array(AHEAD_BYTES)))
-        ahead_s = min(self.trunk.chunk_layer_s(first), most_ahead_s)
-        alone = sum((first_s(rows, rows, ahead_s) for rows in rest), first_s(first, first, ahead_s))
-        result = alone
-        if rest:
-            rest_s = sum(
-                (passed_s(rows, self.copies.grouped_s(rows)) for rows in rest), np.zeros_like(here)
-            )
-            free = np.clip(NUM_PLACES - num_parts, 0, NUM_PLACES - 1)
-            most_s = self.copies.seconds(first, free * (AHEAD_BYTES / (NUM_PLACES - 1)))
-            beside_s = np.maximum(ahead_s, np.minimum(ahead_s + rest_s, most_s))
-            together = first_s(first, sum(chunks), beside_s) + rest_s
-            result = np.where(num_parts <= NUM_PLACES, np.minimum(together, alone), alone)
+        here = pairs[[LOCAL, *cpus]].sum(axis=0)
+        products_s = sum(
+            (self.sides[LOCAL].chunk_s(rows, rows * here, sizes) for rows in chunks),
+            np.zeros_like(here),
+        )
+        more_s = copies.single_s(first) + sum(map(copies.grouped_s, rest))
+        passed_s = products_s + (np.asarray(missing) > 0) * more_s
+        chosen = distinct(sum(chunks))
+        in_vain = _IN_VAIN * np.minimum(chosen, np.maximum(missing - chosen, 0.0))
+        copies_s = copies.seconds(first, (chosen + in_vain) * sizes)
+        # Copies go on while the trunk of all chunks is computed, as far as there is room. What the
+        # last ones bring is computed when they have arrived.
+        most_ahead_s = float(copies.seconds(first, np.array(AHEAD_BYTES)))
+        ahead_s = min(sum(map(self.trunk.chunk_layer_s, chunks)), most_ahead_s)
+        waited_s = (copies_s > 0.0) * (copies_s - ahead_s + more_s)
+        result = np.maximum(passed_s, waited_s)
         for other in others.values():
             result = np.maximum(result, other)
         return np.asarray(result)

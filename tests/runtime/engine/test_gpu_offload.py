@@ -29,6 +29,7 @@ from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
 from dflash_runtime.compute.gpu.device.device import Mark
 from dflash_runtime.compute.gpu.experts import offload_room
+from dflash_runtime.compute.gpu.experts.offload import OffloadedChunk
 from dflash_runtime.compute.gpu.launch.prefill_experts import ExpertPrefill
 from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FileRuns, Transfer
 from dflash_runtime.compute.gpu.transfers.host_rows import HostChoice
@@ -100,13 +101,14 @@ def opened(
 
 
 def begin_copies(split: Split, layer_id: int, ids: I32Array) -> None:
-    """For a chunk that chose these experts, some of which are copied. Shapes: ids [T, K]."""
-    offload, num_tokens = split._backend._offload, ids.shape[0]
+    """For a chunk that chose these experts, and is never computed. Shapes: ids [T, K]."""
+    offload = split._backend._offload
     assert offload is not None
-    wanted = offload.wanted(layer_id, num_tokens, split.runtime)
+    wanted = offload.wanted(layer_id, ids.shape[0], split.runtime)
     assert wanted is not None
     counts = np.bincount(ids.reshape(-1), minlength=wanted.size)
-    offload.begin(layer_id, counts, wanted, num_tokens=num_tokens, remote=split.runtime)
+    routed: Any = None  # which only computing needs
+    offload.begin(layer_id, OffloadedChunk(routed, counts, wanted), split.runtime)
 
 
 def test_bits_are_those_of_a_resident_run(
@@ -242,16 +244,18 @@ def test_what_the_last_chunk_chose_is_copied_ahead(
     offload = split._backend._offload
     assert offload is not None
     split.logits()
-    often = [known.likely for known in offload._layers.values()]
+    num_chosen = [np.count_nonzero(each) for each in split.runtime.selections().values()]
+    num_often = [np.count_nonzero(known.likely) for known in offload._layers.values()]
     for place in offload._places:
         place.clear()
     copied.clear()
-    few = np.arange(8, dtype=np.int32).reshape(4, 2)
-    begin_copies(split, 0, few)
+    split.logits()
     size = split.steps._model.spec.moe.layers[0].expert_bytes
-    assert often[1] is not None
-    assert 0 < np.count_nonzero(often[1]) < 9 * 2 / 2 + 1  # nine tokens, two experts each
-    assert copied == [8 * size, np.count_nonzero(often[1]) * size]
+    assert 0 < num_often[1] < 9 * 2 / 2 + 1  # nine tokens, two experts each
+    expected = [num_chosen[0]]
+    for often, chosen in zip(num_often[1:], num_chosen[1:], strict=True):
+        expected += [often, chosen - often]
+    assert copied == [num * size for num in expected if num]
 
 
 def test_a_chunk_that_is_given_up_leaves_no_part_behind(
@@ -260,13 +264,14 @@ def test_a_chunk_that_is_given_up_leaves_no_part_behind(
     undo: contextlib.ExitStack,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With a part of the next layer in each place, and one that is due."""
+    """Though its layer's parts are in all places, and due."""
     monkeypatch.setattr(offload_room, "_PLACE_BYTES", moe_layer(model).expert_bytes)
     split = opened(undo, model, {"gpu1": WHOLE})
     offload, every = split._backend._offload, np.tile(np.arange(5, dtype=np.int32), (16, 1))
     assert offload is not None
     for layer_id in (2, 0, 1, 1, 2, 0):
         begin_copies(split, layer_id, every)
+        offload.abandon()
         assert (split.logits() == resident).all()
 
 

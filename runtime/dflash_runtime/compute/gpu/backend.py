@@ -361,7 +361,6 @@ class CupyBackend:
         remote: RemoteExperts | None,
         *,
         may_offload: bool = True,
-        more_follow: bool = False,
     ) -> DeviceMoe:
         """Without `remote` all experts of the banks are used."""
         ops, resident = self.ops, self._resident(banks, remote)
@@ -379,7 +378,6 @@ class CupyBackend:
                 phase=phase,
                 remote=remote,
                 offload=offload,
-                more_follow=more_follow,
             )
 
         return DeviceMoe(route_of)

@@ -108,8 +108,9 @@ class ChunkRoom:
 
     def waiting_bytes(self, num_tokens: int) -> int:
         """Rows of other chunks of a group, so many tokens, while one is in a layer: their residual,
-        and what a layer has beside its experts."""
-        return max(0, num_tokens) * _FLOAT * (self._hidden_size + self._waiting_columns)
+        what a layer has beside its experts, and sums of local ones."""
+        of_token = _FLOAT * (self._hidden_size + self._waiting_columns)
+        return max(0, num_tokens) * (of_token + _DOUBLE * self._hidden_size)
 
     def remote_bytes(self, num_tokens: int, num_daemons: int) -> int:
         """What a chunk has besides while experts are asked for: the rows that are sent, local sums

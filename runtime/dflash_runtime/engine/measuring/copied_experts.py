@@ -89,7 +89,7 @@ class CopiedPasses:
             offload.close()
             raise
 
-        def route_of(owners: _Copied, layer_id: int, *, more_follow: bool = False) -> HostRoute:
+        def route_of(owners: _Copied, layer_id: int) -> HostRoute:
             bank = loaded.banks[layer_id]
             assert isinstance(bank, CupyExpertBank)
             here = bank.by_global.only(gpu.device, ~missing[layer_id])
@@ -100,30 +100,22 @@ class CopiedPasses:
                 phase=Phase.PREFILL,
                 remote=owners,
                 offload=offload,
-                more_follow=more_follow,
             )
 
-        def passes(num_layers: int) -> tuple[Passes, DeviceMoe]:
+        def passes(num_layers: int) -> Passes:
             # Of the layer after the last one nothing is copied ahead.
             owners = _Copied({each: missing[each] for each in layers if each < num_layers})
-            first_of_group = DeviceMoe(partial(route_of, owners, more_follow=True))
-            alone = DeviceMoe(partial(route_of, owners))
-            return loaded.chunk_passes(num_layers, alone), first_of_group
+            return loaded.chunk_passes(num_layers, DeviceMoe(partial(route_of, owners)))
 
         self._passes = tuple(passes(num) for num in ends)
 
     def timers(self, rows: int) -> list[Timer]:
         """Seconds of a chunk that finds nothing copied, and the bytes that it copies."""
-        return [partial(self._timed, partial(each.seconds, rows)) for each, _ in self._passes]
+        return [partial(self._timed, partial(each.seconds, rows)) for each in self._passes]
 
     def group_timers(self, rows: int) -> list[Timer]:
         """The same of two chunks that use the same copies."""
-        return [
-            partial(
-                self._timed, partial(each.group_s, rows, (first, each.experts_of(Phase.PREFILL)))
-            )
-            for each, first in self._passes
-        ]
+        return [partial(self._timed, partial(each.group_s, rows, 2)) for each in self._passes]
 
     def _timed(self, seconds_of: Callable[[], float]) -> tuple[float, ...]:
         self._offload.forget()

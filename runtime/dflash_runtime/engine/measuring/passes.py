@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,11 +56,13 @@ class Passes:
         """A timer of such a pass, for `medians`."""
         return lambda: (self.seconds(num_rows, position),)
 
-    def group_s(self, num_rows: int, experts: Sequence[Any]) -> float:
-        """Chunks that pass each layer one after the other, as an engine's groups do: one with each
-        of these routed experts. All have the same positions."""
+    def group_s(self, num_rows: int, num_chunks: int) -> float:
+        """Chunks that pass each layer one after the other, as an engine's groups do. All have the
+        same positions."""
         started_s = time.perf_counter()
-        chunks = [forward(self.model, self._chunk(num_rows, position=0), each) for each in experts]
+        experts = self.experts_of(Phase.PREFILL)
+        steps = [self._chunk(num_rows, position=0) for _ in range(num_chunks)]
+        chunks = [forward(self.model, step, experts) for step in steps]
         self._head(run_in_turns(*chunks, poll=lambda: None)[-1][-1:])
         return time.perf_counter() - started_s
 

@@ -23,7 +23,7 @@ from dflash_protocol.batch import HostHidden, Sums
 from dflash_protocol.ids import I32Array, Phase
 from dflash_runtime.compute.backend import RemoteExperts
 from dflash_runtime.compute.gpu.device.buffers import Buffer
-from dflash_runtime.compute.gpu.experts.offload import ExpertOffload
+from dflash_runtime.compute.gpu.experts.offload import ExpertOffload, OffloadedChunk
 from dflash_runtime.compute.gpu.launch.decode_experts import Choice
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.layers.rows import Rows
@@ -95,12 +95,11 @@ class HostRoute:
         phase: Phase,
         remote: RemoteExperts,
         offload: ExpertOffload | None = None,
-        more_follow: bool = False,
     ) -> None:
         """`layer`: the experts that are here, if any. `offload` computes remote experts of chunks
-        if that is faster than asking. `more_follow`: see `ComputeBackend.moe`."""
+        if that is faster than asking."""
         self._ops, self._layer_id, self._layer, self._phase = ops, layer_id, layer, phase
-        self._remote, self._offload, self._more_follow = remote, offload, more_follow
+        self._remote, self._offload = remote, offload
         self._num_experts = remote.local_experts_mask(layer_id).size
 
     def __call__(self, routed: RoutedRows, residual: Rows) -> Pausable[None]:
@@ -117,7 +116,7 @@ class HostRoute:
         choice = self._ops.payload.choice
         choice.begin(routed.choice.ids, routed.choice.weights)
         wanted = None if offload is None else offload.wanted(layer_id, num_tokens, remote)
-        hidden = local = ticket = None
+        hidden = local = ticket = offloaded = None
         if offload is None or wanted is None or not offload.is_all(layer_id, wanted):
             # A copy, which may be sent while the device goes on with other rows.
             hidden = self._ops.payload.rows(self._ops.chunks.copy_of(routed.x).array)
@@ -125,38 +124,39 @@ class HostRoute:
             local = local_sums(self._ops, layer, routed, phase=self._phase)
         ids, weights = choice.wait()
         counts = np.bincount(ids.reshape(-1), minlength=self._num_experts)
-        if layer is not None and not counts[layer.slot_of_expert < 0].any():
-            self._count_local(ids)
-            wanted = None
-        else:
-            if offload is not None and wanted is not None:
-                offload.begin(
+        try:
+            if layer is not None and not counts[layer.slot_of_expert < 0].any():
+                self._count_local(ids)
+            else:
+                if offload is not None and wanted is not None:
+                    sums = None if local is None else local.array
+                    offloaded = OffloadedChunk(routed, counts, wanted, sums)
+                    offload.begin(layer_id, offloaded, remote)
+                remote.poll()
+                ticket = remote.begin(
                     layer_id,
-                    counts,
-                    wanted,
-                    num_tokens=num_tokens,
-                    remote=remote,
-                    more_follow=self._more_follow,
+                    hidden,
+                    ids,
+                    weights,
+                    phase=self._phase,
+                    offloaded=wanted,
+                    counts=counts,
                 )
             remote.poll()
-            ticket = remote.begin(
-                layer_id, hidden, ids, weights, phase=self._phase, offloaded=wanted, counts=counts
-            )
-        try:
-            if offload is not None and wanted is not None:
-                before = None if local is None else local.array
-                local = Buffer(offload.sums(layer_id, routed, experts=wanted, before=before))
-            remote.poll()
-            if ticket is None:
+            if ticket is None and offloaded is None:
                 # Nothing is awaited: while others take their turns, only rows are kept.
                 self._add(residual, local, ticket)
                 hidden = local = None
             yield None
+            if offload is not None and offloaded is not None:
+                local = Buffer(offload.sums_of(offloaded))
         except BaseException:
+            if offload is not None:
+                offload.abandon()
             if ticket is not None:
                 remote.abandon(ticket)
             raise
-        if ticket is not None:
+        if ticket is not None or offloaded is not None:
             self._add(residual, local, ticket)
 
     def _step(self, routed: RoutedRows, residual: Rows) -> None:

@@ -1,14 +1,15 @@
-"""Remote experts of a prompt chunk, computed locally with weights copied from the mapped file.
+"""Remote experts of prompt chunks, computed locally with weights copied from the mapped file.
 
 ::
 
     file ──threads──► locked memory ──copies──► place 0 │ place 1 │ place 2 ──(repacked)──► products
 
 A layer's experts are cut into parts, each with a place, which parts of all layers take in turns.
-While one part is computed, the next ones are copied, of this layer and then of the next one: of
-that, before its tokens have chosen, what several tokens of the last chunk chose there, or all if
-this layer's tokens chose nearly all of its own. The parent maps the file anyway, for the experts of
-lost daemons. `RemoteExperts` decides which experts are offloaded.
+All chunks of a group choose before any of these experts are computed; then each part is computed
+for all of them, and its place is free. Meanwhile the next parts are copied, of this layer and then
+of the next one: of that, before its tokens have chosen, what several tokens of the last group chose
+there, or all if this layer's tokens chose nearly all of its own. The parent maps the file anyway,
+for the experts of lost daemons. `RemoteExperts` decides which experts are offloaded.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _NEARLY_ALL = 0.75
 it is known what was chosen there before."""
 
 _OFTEN = 2
-"""Experts that fewer tokens chose in the last chunk are not copied ahead. With planted routing as
+"""Experts that fewer tokens chose in the last group are not copied ahead. With planted routing as
 that of Qwen3-30B-A3B, chunks of 512 tokens and the 40 coldest of 128 experts, 19 are copied ahead,
 14 of them for something (of 24 and 17 that were chosen at all), and 25 are chosen."""
 
@@ -67,7 +68,7 @@ class _Place:
     num_fillings: int = 0
     """Transfers into it so far."""
     is_due: bool = False
-    """The part is yet to be computed for this chunk."""
+    """The part is yet to be computed for this group."""
     read: Mark | None = None
     """Behind the kernels that read it last."""
 
@@ -108,6 +109,11 @@ class _Part:
         pairs = zip(self.native, self.weights, strict=True)
         self.is_laid_out = any(native is not weights for native, weights in pairs)
 
+    @property
+    def has_place(self) -> bool:
+        """Whether its place holds it until it is computed."""
+        return self.place.is_due and self.place.part is self
+
     def runs_of(self, experts: Experts) -> FileRuns:
         """Those of some of the experts. Shapes: experts [E]."""
         return self.runs.chosen(np.tile(experts[self.experts], len(self.native)))
@@ -124,14 +130,48 @@ class _Layer:
     parts: tuple[_Part, ...] = ()
     """None until they are needed."""
     likely: Experts | None = None
-    """Chosen by `_OFTEN` tokens of the last chunk, whose choice the next one's resembles."""
+    """Chosen by `_OFTEN` tokens of the last group, whose choice the next one's resembles."""
+
+
+@dataclass(slots=True, eq=False)
+class OffloadedChunk:
+    """What a layer's offloaded experts are computed for.
+
+    Shapes: counts [E]; wanted [E]; sums [T, H] float64.
+    """
+
+    routed: RoutedRows
+    counts: I64Array
+    """Of how many tokens each expert was chosen; of those that are not wanted 0."""
+    wanted: Experts
+    """The experts to compute, of which some may not have been chosen."""
+    sums: DeviceArray | None = None
+    """Of its other experts, if any; after `sums_of` of these too."""
+
+    def __post_init__(self) -> None:
+        self.counts = np.where(self.wanted, self.counts, 0)
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """Chunks that use the same copies of a layer's experts."""
+
+    layer_id: int
+    remote: RemoteExperts
+    chunks: list[OffloadedChunk] = field(default_factory=list)
+
+    @property
+    def counts(self) -> I64Array:
+        """Shapes: [E]."""
+        return np.asarray(np.sum([each.counts for each in self.chunks], axis=0))
 
 
 class ExpertOffload:
     """Computes experts of chunks with weights copied for them. Used by one thread.
 
-    Per layer: `wanted` says what is to be computed, `begin` starts the copies, `sums` waits for
-    them and computes. Owns: memory on the device, and a FileCopier, until it is closed.
+    Per layer: `wanted` says what is to be computed, `begin` starts a chunk's copies, `sums_of`
+    waits for those of all chunks that were begun and computes. Owns: memory on the device, and a
+    FileCopier, until it is closed.
     """
 
     def __init__(
@@ -172,9 +212,8 @@ class ExpertOffload:
             for layer_id, (layer, experts) in missing.items()
         }
         self._following = dict(pairwise(missing))
-        self._computed_next: deque[tuple[_Part, float]] = deque()
-        """This layer's parts with chosen experts that are not computed yet, and these experts' mean
-        number of pairs."""
+        self._group: _Group | None = None
+        """Chunks that were begun and are not computed yet."""
         self._copied_next: deque[tuple[_Part, Experts]] = deque()
         """Experts whose copies are not begun yet, in the order in which they are computed."""
         self._copier = new_copier(device)
@@ -233,71 +272,65 @@ class ExpertOffload:
         """Whether these are all remote experts of a layer. Shapes: wanted [E]."""
         return bool((wanted == self._layers[layer_id].missing).all())
 
-    def begin(
-        self,
-        layer_id: int,
-        counts: I64Array,
-        wanted: Experts,
-        *,
-        num_tokens: int,
-        remote: RemoteExperts,
-        more_follow: bool = False,
-    ) -> None:
-        """Start to copy those of the `wanted` experts that the tokens chose and that are not here
-        yet. `more_follow`: other chunks of the group are to use this layer's experts, which
-        therefore stay where they are while parts of the next layer are copied.
+    def begin(self, layer_id: int, chunk: OffloadedChunk, remote: RemoteExperts) -> None:
+        """Start to copy those of the chunk's experts that are not here yet. Chunks that were begun
+        for this layer and are not computed yet are of its group.
 
-        Shapes: counts [E], of how many tokens each was chosen; wanted [E]. Raises: ModelFileError
-        if the file was written to.
+        Raises: ModelFileError if the file was written to.
         """
-        known = self._layers[layer_id]
         self._file.require_unwritten()
-        chosen = (counts > 0) & wanted
-        known.likely = (counts >= _OFTEN) & wanted
-        is_nearly_all = chosen.sum() >= _NEARLY_ALL * wanted.sum()
-        following = self._following.get(layer_id)
-        for place in self._places:  # what else was on its way, of a chunk that was given up
-            place.is_due = False
-        self._copied_next = deque(self._parts_with(known, chosen))
-        self._computed_next = deque(
-            (part, float(counts[some].sum() / some.sum())) for part, some in self._copied_next
-        )
-        if following is not None:
-            ahead = self.wanted(following, num_tokens, remote)
-            before = self._layers[following].likely
-            if ahead is not None and (before is not None or is_nearly_all):
-                likely = ahead if before is None else ahead & before
-                self._copied_next.extend(
-                    (part, some)
-                    for part, some in self._parts_with(self._layers[following], likely)
-                    if not (more_follow and part.place in known.places)
-                )
+        group = self._group
+        if group is None or group.layer_id != layer_id:
+            group = self._group = _Group(layer_id, remote)
+            for place in self._places:  # what else was on its way, of a group that was given up
+                place.is_due = False
+        group.chunks.append(chunk)
+        self._copied_next = deque(self._parts_of(group))
         self._copy()
 
-    def sums(
-        self, layer_id: int, routed: RoutedRows, *, experts: Experts, before: DeviceArray | None
-    ) -> DeviceArray:
-        """Sums of the pairs of these experts, which `begin` was given, added to those `before`.
+    def sums_of(self, chunk: OffloadedChunk) -> DeviceArray:
+        """Sums of the pairs of a begun chunk's experts, added to those of its other ones. All
+        chunks of its group are computed with the first one.
 
         Shapes: result [T, H] float64. Raises: DeviceUnavailable.
         """
-        while self._computed_next:
-            part, mean_rows = self._computed_next.popleft()
-            resident = self._arrived(part, experts)
-            before = self._ops.chunk_experts.local_sums(
-                resident, routed, before, mean_rows=mean_rows
-            )
+        group = self._group
+        if group is not None and any(each is chunk for each in group.chunks):
+            self._group = None
+            self._compute(group)
+        if chunk.sums is None:  # none of its experts were chosen
+            chunk.sums = self._device.zeros(chunk.routed.x.rows.array.shape, np.float64)
+        return chunk.sums
+
+    def abandon(self) -> None:
+        """Forget chunks that are not computed yet: their pass has failed."""
+        self._group = None
+
+    def _compute(self, group: _Group) -> None:
+        """Each part for all chunks, while the next ones are copied."""
+        self._layers[group.layer_id].likely = group.counts >= _OFTEN
+        parts = self._parts_of(group)
+        self._copied_next = deque([*parts, *self._parts_ahead(group)])
+        self._copy()
+        for part, chosen in parts:
+            self._await(part)
+            for chunk in group.chunks:
+                of_experts = chunk.counts[chosen]
+                if of_experts.any():
+                    chunk.sums = self._ops.chunk_experts.local_sums(
+                        self._resident(part, chunk.wanted),
+                        chunk.routed,
+                        chunk.sums,
+                        mean_rows=float(of_experts[of_experts > 0].mean()),
+                    )
             part.place.read, part.place.is_due = self._device.mark(), False
             self._copy()
-        if before is None:
-            before = self._device.zeros(routed.x.rows.array.shape, np.float64)
-        return before
 
     def close(self) -> None:
         """Release everything. Idempotent."""
         self.forget()
         self._copier.close()
-        self._computed_next.clear()
+        self._group = None
         self._copied_next.clear()
         self._laid_out_of = None
         self._layers.clear()
@@ -309,6 +342,28 @@ class ExpertOffload:
             some = part.experts & experts
             if some.any():
                 yield part, some
+
+    def _parts_of(self, group: _Group) -> list[tuple[_Part, Experts]]:
+        """Parts to compute, and what was chosen of each. Those that are on their way come first:
+        another part, which only a later chunk needs, may be waiting for the place of one."""
+        parts = self._parts_with(self._layers[group.layer_id], group.counts > 0)
+        return sorted(parts, key=lambda found: not found[0].has_place)
+
+    def _parts_ahead(self, group: _Group) -> Iterator[tuple[_Part, Experts]]:
+        """Parts of the layer after a group's, and what is likely to be chosen there."""
+        following = self._following.get(group.layer_id)
+        if following is None:
+            return
+        num_tokens = max(each.routed.choice.ids.shape[0] for each in group.chunks)
+        ahead = self.wanted(following, num_tokens, group.remote)
+        likely = self._layers[following].likely
+        num_wanted = np.any([each.wanted for each in group.chunks], axis=0).sum()
+        is_nearly_all = (group.counts > 0).sum() >= _NEARLY_ALL * num_wanted
+        if ahead is None or (likely is None and not is_nearly_all):
+            return
+        yield from self._parts_with(
+            self._layers[following], ahead if likely is None else ahead & likely
+        )
 
     def _copy(self) -> None:
         """Begin copies, in their order, until the next part's place is due to be computed."""
@@ -329,8 +384,8 @@ class ExpertOffload:
             place.is_due = True
             self._copied_next.popleft()
 
-    def _arrived(self, part: _Part, experts: Experts) -> ResidentLayer:
-        """Wait for a part's copies and return those of `experts` in it, in the device's layout."""
+    def _await(self, part: _Part) -> None:
+        """Wait for a part's copies, and have them in the device's layout."""
         place = part.place
         assert place.part is part
         try:
@@ -341,6 +396,9 @@ class ExpertOffload:
             raise
         place.transfers.clear()
         self._lay_out(part)
+
+    def _resident(self, part: _Part, experts: Experts) -> ResidentLayer:
+        """Those of `experts` that are in a part, as a resident layer."""
         if part.some is None or (part.some[0] != experts).any():
             resident = part.resident.only(self._device, experts)
             assert resident is not None
@@ -414,7 +472,8 @@ class ExpertOffload:
         expert[np.flatnonzero(part.experts)[0]] = True
         self._copied_next.append((part, expert))
         self._copy()
-        resident = self._arrived(part, expert)
+        self._await(part)
+        resident = self._resident(part, expert)
         part.place.is_due = False
         batch = group_by_expert(
             np.ones((num_tokens, layer.hidden_size), np.float32),
