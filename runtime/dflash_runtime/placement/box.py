@@ -104,6 +104,10 @@ class OffloadSpeed:
     grouped: Curve
     """The same of each further chunk of a group, whose launches are hidden by other chunks'
     products."""
+    host_s: float = 0.0
+    """What the host needs to launch a layer of a further chunk, whose copies come as one part."""
+    part_s: float = 0.0
+    """And for each part beyond that."""
 
 
 @dataclass(frozen=True, slots=True)

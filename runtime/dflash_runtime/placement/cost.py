@@ -16,7 +16,10 @@ import numpy as np
 
 from dflash_adapters.spec import MoeSpec
 from dflash_protocol.ids import BoolArray, F64Array, I64Array
-from dflash_runtime.compute.gpu.experts.offload_room import AHEAD_BYTES
+from dflash_runtime.compute.gpu.experts.offload_room import (
+    AHEAD_BYTES,
+    parts_of_missing,
+)
 from dflash_runtime.placement.box import Curve
 from dflash_runtime.placement.expectation import (
     checked_shares,
@@ -326,9 +329,12 @@ class CostModel:
         # Copies go on while the trunk of all chunks is computed, as far as there is room. What the
         # last ones bring is computed when they have arrived.
         most_ahead_s = float(copies.seconds(first, np.array(AHEAD_BYTES)))
-        ahead_s = min(sum(map(self.trunk.chunk_layer_s, chunks)), most_ahead_s)
-        waited_s = (copies_s > 0.0) * (copies_s - ahead_s + more_s)
+        trunk_s = sum(map(self.trunk.chunk_layer_s, chunks))
+        waited_s = (copies_s > 0.0) * (copies_s - min(trunk_s, most_ahead_s) + more_s)
         result = np.maximum(passed_s, waited_s)
+        if rest:
+            launching_s = copies.launching_s(len(chunks), parts_of_missing(sizes, missing))
+            result = np.maximum(result, launching_s - trunk_s)
         for other in others.values():
             result = np.maximum(result, other)
         return np.asarray(result)

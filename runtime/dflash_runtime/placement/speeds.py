@@ -272,6 +272,9 @@ class ExpertCopies:
     """See OffloadSpeed."""
     group: int = 0
     """Tokens of a prompt whose chunks use the same copies; 0: each chunk has its own."""
+    host_s: float = 0.0
+    part_s: float = 0.0
+    """See OffloadSpeed."""
 
     @classmethod
     def of(cls, box: Box, parent: ParentDevice, *, group: int = 0) -> ExpertCopies | None:
@@ -283,7 +286,8 @@ class ExpertCopies:
         if found is None:
             nothing = Curve(((0.0, 0.0),))
             return cls(Curve(((0.0, 1e9 / rate),)), nothing, nothing, group)
-        return cls(found.copies, found.single, found.grouped, group)
+        curves = found.copies, found.single, found.grouped
+        return cls(*curves, group, found.host_s, found.part_s)
 
     def seconds(self, rows: int, num_bytes: F64Array) -> F64Array:
         """Of so many bytes in a chunk of so many rows. Shapes: both [...]."""
@@ -296,6 +300,12 @@ class ExpertCopies:
     def grouped_s(self, rows: int) -> float:
         """The same of each further chunk of a group."""
         return _within(self.grouped, rows)
+
+    def launching_s(self, num_chunks: int, num_parts: F64Array) -> F64Array:
+        """What the host needs for a layer of a group, whose copies come in so many parts. Shapes:
+        both [...]."""
+        of_chunk = self.host_s + np.maximum(num_parts - 1, 0) * self.part_s
+        return np.asarray(num_chunks * (num_parts > 0) * of_chunk)
 
 
 def _within(curve: Curve, amount: float) -> float:

@@ -24,15 +24,15 @@ from dflash_protocol.errors import (
     DeviceUnavailable,
     ModelFileError,
 )
-from dflash_protocol.ids import F32Array, I32Array, Phase
+from dflash_protocol.ids import F32Array, Phase
 from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
 from dflash_runtime.compute.gpu.device.device import Mark
 from dflash_runtime.compute.gpu.experts import offload_room
-from dflash_runtime.compute.gpu.experts.offload import OffloadedChunk
+from dflash_runtime.compute.gpu.experts.offload import ExpertOffload, OffloadedChunk
 from dflash_runtime.compute.gpu.launch.prefill_experts import ExpertPrefill
 from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FileRuns, Transfer
-from dflash_runtime.compute.gpu.transfers.host_rows import HostChoice
+from dflash_runtime.compute.gpu.transfers.host_rows import HostChoices, PendingChoice
 from dflash_runtime.experts.offload import OffloadMode
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 from dflash_runtime.placement.split import LOCAL_OWNER
@@ -100,17 +100,6 @@ def opened(
     return Split(undo, path, owners, ids=IDS, chunks=CHUNKS, offload=offload)
 
 
-def begin_copies(split: Split, layer_id: int, ids: I32Array) -> None:
-    """For a chunk that chose these experts, and is never computed. Shapes: ids [T, K]."""
-    offload = split._backend._offload
-    assert offload is not None
-    wanted = offload.wanted(layer_id, ids.shape[0], split.runtime)
-    assert wanted is not None
-    counts = np.bincount(ids.reshape(-1), minlength=wanted.size)
-    routed: Any = None  # which only computing needs
-    offload.begin(layer_id, OffloadedChunk(routed, counts, wanted), split.runtime)
-
-
 def test_bits_are_those_of_a_resident_run(
     model: Path, resident: F32Array, undo: contextlib.ExitStack, copied: list[int]
 ) -> None:
@@ -138,18 +127,20 @@ def test_experts_that_are_here_are_launched_before_the_choice_has_come(
     split = opened(undo, model, {LOCAL_OWNER: {0: [3], 1: [], 2: [0]}, "gpu1": REST})
     device: Any = split._backend.device
     launched: list[int] = []
-    begin, wait = HostChoice.begin, HostChoice.wait
+    begin, wait = HostChoices.begin, PendingChoice.wait
 
-    def begun(choice: HostChoice, *arrays: Any) -> None:
-        begin(choice, *arrays)
+    def begun(choices: HostChoices, *arrays: Any) -> PendingChoice:
+        pending = begin(choices, *arrays)
         launched.append(-device.num_launches)
+        return pending
 
-    def waited(choice: HostChoice) -> Any:
-        launched[-1] += device.num_launches
-        return wait(choice)
+    def waited(pending: PendingChoice) -> Any:
+        if launched[-1] < 0:
+            launched[-1] += device.num_launches
+        return wait(pending)
 
-    monkeypatch.setattr(HostChoice, "begin", begun)
-    monkeypatch.setattr(HostChoice, "wait", waited)
+    monkeypatch.setattr(HostChoices, "begin", begun)
+    monkeypatch.setattr(PendingChoice, "wait", waited)
     split.logits()
     num_chunks = len(CHUNKS) - 1
     assert [bool(each) for each in launched] == [True, False, True] * num_chunks
@@ -258,39 +249,48 @@ def test_what_the_last_chunk_chose_is_copied_ahead(
     assert copied == [num * size for num in expected if num]
 
 
-def test_a_chunk_that_is_given_up_leaves_no_part_behind(
+@pytest.mark.parametrize("num_parts", range(1, 8))
+def test_a_group_that_is_given_up_leaves_no_part_behind(
     model: Path,
     resident: F32Array,
     undo: contextlib.ExitStack,
     monkeypatch: pytest.MonkeyPatch,
+    num_parts: int,
 ) -> None:
-    """Though its layer's parts are in all places, and due."""
+    """Though parts of its layer and of the next one are in places, and due."""
     monkeypatch.setattr(offload_room, "_PLACE_BYTES", moe_layer(model).expert_bytes)
     split = opened(undo, model, {"gpu1": WHOLE})
-    offload, every = split._backend._offload, np.tile(np.arange(5, dtype=np.int32), (16, 1))
-    assert offload is not None
-    for layer_id in (2, 0, 1, 1, 2, 0):
-        begin_copies(split, layer_id, every)
-        offload.abandon()
-        assert (split.logits() == resident).all()
+    calls = iter(range(1, 99))
+    arrive = ExpertOffload._await
+
+    def fails(offload: ExpertOffload, part: Any) -> None:
+        if next(calls) == num_parts:
+            raise DeviceUnavailable("cuda:0: the GPU has fallen off the bus")
+        arrive(offload, part)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ExpertOffload, "_await", fails)
+        with pytest.raises(DeviceUnavailable):
+            split.logits()
+    assert (split.logits() == resident).all()
 
 
 def test_a_part_that_was_not_wanted_ahead_has_its_place_all_the_same(
     model: Path,
+    resident: F32Array,
     undo: contextlib.ExitStack,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another part of its layer, which comes later, is in it."""
     monkeypatch.setattr(offload_room, "_PLACE_BYTES", moe_layer(model).expert_bytes)
     split = opened(undo, model, {"gpu1": WHOLE})
-    offload, ids = split._backend._offload, np.tile(np.arange(5, dtype=np.int32), (16, 1))
+    offload = split._backend._offload
     assert offload is not None
-    parts = offload._layers[1].parts
+    parts = offload._parts(offload._layers[0])
     assert parts[0].place is parts[3].place
     parts[3].place.take(parts[3])
     parts[3].place.is_due = True
-    begin_copies(split, 1, ids)
-    assert parts[0].place.part is parts[0]
+    assert (split.logits() == resident).all()
 
 
 @pytest.mark.parametrize("tensor_type", [pytest.param("F32", marks=pytest.mark.slow), "Q8_0"])
@@ -370,12 +370,15 @@ def test_a_file_that_has_become_shorter_is_not_read(
     """Its mapped bytes may be gone."""
     path = write_qwen3moe(tmp_path / "m.gguf", SHAPE, seed=4, tensor_type="Q8_0")
     split = opened(undo, path, {"gpu1": WHOLE})
-    offload, ids = split._backend._offload, np.zeros((16, 2), np.int32)
+    offload, wanted = split._backend._offload, np.ones(SHAPE.num_experts, np.bool_)
     assert offload is not None
     copied.clear()
     os.truncate(path, path.stat().st_size - 1)
+    unread: Any = None
+    chunk = OffloadedChunk(unread, unread, wanted)
+    offload.add(1, chunk)
     with pytest.raises(ModelFileError):
-        begin_copies(split, 1, ids)
+        offload.sums_of(chunk, split.runtime)
     assert copied == []
 
 

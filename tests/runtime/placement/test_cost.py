@@ -184,6 +184,22 @@ def test_prompts_take_what_copies_in_prompts_were_measured_to_take() -> None:
     assert copied == pytest.approx(here + single_s + 2 * grouped_s)
 
 
+def test_a_group_takes_no_less_than_the_host_needs_to_launch_it() -> None:
+    """Beside products, copies and the trunk: of three chunks, with two parts of a layer."""
+    spec = model_spec(moe_spec([70 * MIB], num_experts=8, num_used=2))  # one to a part
+    nothing = Curve(((512.0, 0.0),))
+    row = BoxRow(CARD, 8 * GIB, CORES_16, 8 * GIB)
+    model = model_of(copies_of(situation(spec, row), nothing, nothing, nothing))
+    assert model.copies is not None
+    copies = replace(model.copies, group=3 * model.chunk, host_s=1.0, part_s=0.1)
+    owners = np.array([[HERE] * 6 + [HOST] * 2])
+    _, copied = replace(model, copies=copies).prompt_of(owners, 3 * model.chunk)
+    assert copied + 3 * model.trunk.chunk_layer_s(model.chunk) == pytest.approx(3 * 1.1)
+    # A chunk that is computed alone waits for copies, and all that it takes was timed with them.
+    _, alone = replace(model, copies=copies).prompt_of(owners, model.chunk)
+    assert alone == pytest.approx(model.prompt_of(owners, model.chunk)[1])
+
+
 @given(
     gb_s=st.lists(st.floats(0.0, 1.0), min_size=2, max_size=2),
     single_s=st.lists(st.floats(0.0, 1e-2), min_size=2, max_size=2),

@@ -578,7 +578,7 @@ def test_a_plan_for_prompts_does_not_claim_to_write_as_fast() -> None:
         shares=skewed(spec.moe),
         request=PlannedRequest(4096, 1),
     )
-    found = planned(at, Wishes(context=4096))
+    found = planned(at, Wishes(context=8192))
     other = max(
         (each for each in found.alternatives if each.forecast is not None and not each.why_not),
         key=lambda each: each.forecast.decode if each.forecast else 0.0,

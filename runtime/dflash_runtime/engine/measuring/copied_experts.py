@@ -4,6 +4,7 @@ an engine does it: in passes through layers that lack all of their experts, or a
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -11,12 +12,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dflash_adapters.layers import Ffn, RoutedFfn
 from dflash_adapters.spec import MoeLayer
 from dflash_protocol.ids import Phase
 from dflash_runtime.compute.gpu.experts.experts import CupyExpertBank
 from dflash_runtime.compute.gpu.experts.moe import DeviceMoe, HostRoute
 from dflash_runtime.compute.gpu.experts.offload import ExpertOffload
 from dflash_runtime.compute.gpu.experts.offload_room import AHEAD_BYTES, most_of_part
+from dflash_runtime.compute.gpu.layers.rows import Input, Rows
+from dflash_runtime.compute.gpu.ops.kernels import ExpertChoice, RoutedRows
 from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier
 from dflash_runtime.engine.absent_owners import AbsentOwners
 from dflash_runtime.engine.measuring.layers import trunk_bytes
@@ -27,6 +31,11 @@ from dflash_runtime.placement.box import Curve, DeviceSpeed, OffloadSpeed
 from dflash_runtime.placement.speeds import at_rows
 
 _CHUNK_ROWS = 512
+_LAUNCHED_ROWS = 64
+"""So few that the host takes longer to launch a layer than the device to compute it."""
+_LAUNCHES = 16
+_HOST_SHARE = 0.2
+"""Of the time that is left, to tell what the host needs."""
 _PASS_BYTES = 1 << 30
 """Of the experts that a pass copies; two layers' at least."""
 _FEW_SHARE = 0.5
@@ -144,8 +153,9 @@ def measure_offload(
     described = loaded.sampled.description.layers[:num_all]
     trunk = np.array([np.mean([trunk_bytes(loaded.file, each) for each in described])])
     sizes = sorted({min(_CHUNK_ROWS, chunk), chunk})
+    least = min(_LAUNCHED_ROWS, sizes[0])
     gpu: Any = loaded.backend
-    copies, single, grouped = [], [], []
+    copies, single, grouped, host_s = [], [], [], 0.0
     with contextlib.ExitStack() as undo:
         copier = FileCopier(gpu.device)
         undo.callback(copier.close)
@@ -172,7 +182,42 @@ def measure_offload(
             copies.append((float(rows), gb_s))
             single.append((float(rows), single_s))
             grouped.append((float(rows), max(0.0, two_s - few_s - here_s)))
-    return OffloadSpeed(name, *(Curve(tuple(each)) for each in (copies, single, grouped)))
+            if rows == sizes[0]:
+                host_s = _host_s(few, least, ends, left.share(_HOST_SHARE))
+        part_s = _launching_s(loaded, least)
+    of_copies, of_single, of_grouped = (Curve(tuple(each)) for each in (copies, single, grouped))
+    return OffloadSpeed(name, of_copies, of_single, of_grouped, host_s, part_s)
+
+
+def _host_s(few: CopiedPasses, rows: int, ends: Ends, limit_s: float) -> float:
+    """What a layer of a group's second chunk takes, if the device has little to do."""
+    found = medians([*few.timers(rows), *few.group_timers(rows)], limit_s=limit_s)
+    (one_s, _), (two_s, _) = _of_layer(found[:2], ends), _of_layer(found[2:], ends)
+    return max(0.0, two_s - one_s)
+
+
+def _launching_s(loaded: LoadedLayers, rows: int) -> float:
+    """What the host needs to launch the products of a layer's experts, which are there."""
+    gpu: Any = loaded.backend
+    device, layer = gpu.device, loaded.spec.moe.layers[0]
+    bank = loaded.banks[layer.layer_id]
+    assert isinstance(bank, CupyExpertBank)
+    shape = rows, layer.num_experts_used
+    ffn = loaded.sampled.description.layers[layer.layer_id].ffn
+    assert not isinstance(ffn, Ffn)
+    rule = ffn.rule if isinstance(ffn, RoutedFfn) else ffn.choice
+    ids, weights = device.zeros(shape, np.int32), device.zeros(shape, np.float32)
+    x = Input(Rows(device.zeros((rows, layer.hidden_size), np.float32)))
+    routed = RoutedRows(x, ExpertChoice(ids, weights, rule))
+
+    def launch() -> float:
+        device.synchronize()
+        started_s = time.perf_counter()
+        for _ in range(_LAUNCHES):
+            gpu.ops.chunk_experts.local_sums(bank.by_global, routed)
+        return (time.perf_counter() - started_s) / _LAUNCHES
+
+    return min(launch() for _ in range(3))
 
 
 def seconds_of_gb(layer_s: float, num_bytes: float, *, trunk_s: float, single_s: float) -> float:

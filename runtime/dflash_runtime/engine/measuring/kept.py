@@ -34,7 +34,7 @@ from dflash_runtime.placement.box import (
 
 _LOG = logging.getLogger(__name__)
 
-_FORMAT = 11
+_FORMAT = 12
 _PREFIX, _SUFFIX = "box-", ".json"
 LIMIT_BYTES = 1 << 20
 _NUM_KEPT = 64
@@ -50,6 +50,7 @@ _KEYS = (
 _DEVICE_CURVES = "experts", "trunk", "head", "attention"
 _ASKED_TIMES = "layer_s", "step_s"
 _OFFLOAD_CURVES = "copies", "single", "grouped"
+_OFFLOAD_TIMES = "host_s", "part_s"
 _RATES = "from_locked", "from_page_cache", "to_host", "kernel_reads"
 
 T = TypeVar("T")
@@ -172,7 +173,10 @@ def box_record(box: Box) -> dict[str, Any]:
             for name, each in box.host_asked.items()
         },
         "offload": {
-            name: {part: getattr(each, part).points for part in _OFFLOAD_CURVES}
+            name: {
+                **{part: getattr(each, part).points for part in _OFFLOAD_CURVES},
+                **{part: getattr(each, part) for part in _OFFLOAD_TIMES},
+            }
             for name, each in box.offload.items()
         },
         "disk": None if box.disk is None else box.disk.points,
@@ -262,8 +266,10 @@ def _asked(name: str, given: object) -> AskedSpeed:
 
 
 def _offload(name: str, given: object) -> OffloadSpeed:
-    curves = read.fields(given, "copies in prompts", _OFFLOAD_CURVES)
-    return OffloadSpeed(name, **{part: _curve(part, curves[part]) for part in _OFFLOAD_CURVES})
+    found = read.fields(given, "copies in prompts", (*_OFFLOAD_CURVES, *_OFFLOAD_TIMES))
+    copies, single, grouped = (_curve(part, found[part]) for part in _OFFLOAD_CURVES)
+    host_s, part_s = (read.number(found[part], part, _LARGEST) for part in _OFFLOAD_TIMES)
+    return OffloadSpeed(name, copies, single, grouped, host_s, part_s)
 
 
 def _together(given: object) -> Together:

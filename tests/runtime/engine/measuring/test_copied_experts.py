@@ -91,6 +91,8 @@ def test_what_is_told_of_a_device(loaded: LoadedLayers, gpus: EmulatedGpus) -> N
         assert rows == ROWS
         assert seconds >= 0.0
     assert found.copies.points[0][1] > 0.0
+    assert found.host_s >= 0.0
+    assert found.part_s > 0.0
 
 
 def test_what_fails_gives_its_memory_back(

@@ -5,8 +5,8 @@
   are asked, while the device computes the local ones (HostRoute). Those of a chunk are launched
   before the choice has come, so that all that the host then does is beside them. Rows of a chunk
   and the sums that return stay on the device unless an owner computes on a CPU; the experts of such
-  an owner may be computed locally, see offload.py. A captured step is left for that:
-  `run/host_path.py`.
+  an owner may be computed locally, see offload.py: then the choice is not awaited before all
+  chunks of a group have been launched. A captured step is left for that: `run/host_path.py`.
 * Asked by the device, through mailboxes, in captured steps: `run/mailbox_path.py`.
 
 Bits are the same whatever the route.
@@ -19,16 +19,21 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dflash_protocol.batch import HostHidden, Sums
+from dflash_protocol.batch import Hidden, HostHidden, Sums
 from dflash_protocol.ids import I32Array, Phase
 from dflash_runtime.compute.backend import RemoteExperts
 from dflash_runtime.compute.gpu.device.buffers import Buffer
-from dflash_runtime.compute.gpu.experts.offload import ExpertOffload, OffloadedChunk
+from dflash_runtime.compute.gpu.experts.offload import (
+    ExpertOffload,
+    Experts,
+    OffloadedChunk,
+)
 from dflash_runtime.compute.gpu.launch.decode_experts import Choice
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.gpu.ops.kernels import RoutedRows
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
+from dflash_runtime.compute.gpu.transfers.host_rows import PendingChoice
 from dflash_runtime.compute.model import Pausable
 
 
@@ -109,55 +114,66 @@ class HostRoute:
             self._step(routed, residual)
 
     def _chunk(self, routed: RoutedRows, residual: Rows) -> Pausable[None]:
-        layer, remote, offload = self._layer, self._remote, self._offload
+        ops, remote, offload = self._ops, self._remote, self._offload
         layer_id, num_tokens = self._layer_id, routed.choice.ids.shape[0]
         remote.poll()  # the device is busy until experts are chosen
-        self._ops.steps.choose_now(routed.choice)
-        choice = self._ops.payload.choice
-        choice.begin(routed.choice.ids, routed.choice.weights)
+        ops.steps.choose_now(routed.choice)
+        pending = ops.payload.choices.begin(routed.choice.ids, routed.choice.weights)
         wanted = None if offload is None else offload.wanted(layer_id, num_tokens, remote)
-        hidden = local = ticket = offloaded = None
-        if offload is None or wanted is None or not offload.is_all(layer_id, wanted):
+        asks_nothing = (
+            offload is not None and wanted is not None and offload.is_all(layer_id, wanted)
+        )
+        hidden = local = ticket = chunk = None
+        if not asks_nothing:
             # A copy, which may be sent while the device goes on with other rows.
-            hidden = self._ops.payload.rows(self._ops.chunks.copy_of(routed.x).array)
-        if layer is not None:
-            local = local_sums(self._ops, layer, routed, phase=self._phase)
-        ids, weights = choice.wait()
-        counts = np.bincount(ids.reshape(-1), minlength=self._num_experts)
+            hidden = ops.payload.rows(ops.chunks.copy_of(routed.x).array)
+        if self._layer is not None:
+            local = local_sums(ops, self._layer, routed, phase=self._phase)
         try:
-            if layer is not None and not counts[layer.slot_of_expert < 0].any():
-                self._count_local(ids)
-            else:
-                if offload is not None and wanted is not None:
-                    sums = None if local is None else local.array
-                    offloaded = OffloadedChunk(routed, counts, wanted, sums)
-                    offload.begin(layer_id, offloaded, remote)
-                remote.poll()
-                ticket = remote.begin(
-                    layer_id,
-                    hidden,
-                    ids,
-                    weights,
-                    phase=self._phase,
-                    offloaded=wanted,
-                    counts=counts,
-                )
+            if offload is not None and wanted is not None:
+                sums = None if local is None else local.array
+                chunk = OffloadedChunk(routed, pending, wanted, sums)
+                offload.add(layer_id, chunk)
+            if not asks_nothing:
+                ticket = self._ask(pending, wanted, hidden)
             remote.poll()
-            if ticket is None and offloaded is None:
+            if ticket is None and chunk is None:
                 # Nothing is awaited: while others take their turns, only rows are kept.
                 self._add(residual, local, ticket)
                 hidden = local = None
             yield None
-            if offload is not None and offloaded is not None:
-                local = Buffer(offload.sums_of(offloaded))
+            if offload is not None and chunk is not None:
+                local = Buffer(offload.sums_of(chunk, remote))
+                if asks_nothing:
+                    self._ask(pending, wanted, None)
         except BaseException:
             if offload is not None:
                 offload.abandon()
             if ticket is not None:
                 remote.abandon(ticket)
             raise
-        if ticket is not None or offloaded is not None:
+        if ticket is not None or chunk is not None:
             self._add(residual, local, ticket)
+
+    def _ask(self, pending: PendingChoice, offloaded: Experts | None, hidden: Hidden | None) -> Any:
+        """Ask the owners for what is not `offloaded`, and count what was chosen; a ticket, or None
+        if nothing is awaited."""
+        ids, weights = pending.wait()
+        counts = np.bincount(ids.reshape(-1), minlength=self._num_experts)
+        layer, remote = self._layer, self._remote
+        if layer is not None and not counts[layer.slot_of_expert < 0].any():
+            self._count_local(ids)
+            return None
+        remote.poll()
+        return remote.begin(
+            self._layer_id,
+            hidden,
+            ids,
+            weights,
+            phase=self._phase,
+            offloaded=offloaded,
+            counts=counts,
+        )
 
     def _step(self, routed: RoutedRows, residual: Rows) -> None:
         ops, layer, remote = self._ops, self._layer, self._remote

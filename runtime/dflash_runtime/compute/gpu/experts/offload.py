@@ -15,7 +15,7 @@ for the experts of lost daemons. `RemoteExperts` decides which experts are offlo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, pairwise
 
@@ -40,6 +40,7 @@ from dflash_runtime.compute.gpu.layers.resident import ResidentLayer, expert_byt
 from dflash_runtime.compute.gpu.ops.kernels import RoutedRows
 from dflash_runtime.compute.gpu.ops.ops import GpuOps
 from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FileRuns, Transfer
+from dflash_runtime.compute.gpu.transfers.host_rows import PendingChoice
 from dflash_runtime.compute.step_order import MOST_TOKENS
 from dflash_runtime.interrupts import uninterrupted
 
@@ -110,8 +111,8 @@ class _Part:
         self.is_laid_out = any(native is not weights for native, weights in pairs)
 
     @property
-    def has_place(self) -> bool:
-        """Whether its place holds it until it is computed."""
+    def is_due(self) -> bool:
+        """Whether its place holds it, until it is computed."""
         return self.place.is_due and self.place.part is self
 
     def runs_of(self, experts: Experts) -> FileRuns:
@@ -135,43 +136,33 @@ class _Layer:
 
 @dataclass(slots=True, eq=False)
 class OffloadedChunk:
-    """What a layer's offloaded experts are computed for.
-
-    Shapes: counts [E]; wanted [E]; sums [T, H] float64.
-    """
+    """What a layer's offloaded experts are computed for."""
 
     routed: RoutedRows
-    counts: I64Array
-    """Of how many tokens each expert was chosen; of those that are not wanted 0."""
+    pending: PendingChoice
     wanted: Experts
-    """The experts to compute, of which some may not have been chosen."""
+    """The experts to compute, of which some may not be chosen."""
     sums: DeviceArray | None = None
-    """Of its other experts, if any; after `sums_of` of these too."""
-
-    def __post_init__(self) -> None:
-        self.counts = np.where(self.wanted, self.counts, 0)
-
-
-@dataclass(slots=True, eq=False)
-class _Group:
-    """Chunks that use the same copies of a layer's experts."""
-
-    layer_id: int
-    remote: RemoteExperts
-    chunks: list[OffloadedChunk] = field(default_factory=list)
+    """Of its other experts, if any; after `sums_of` of these too. Shapes: [T, H] float64."""
+    _counts: I64Array | None = field(default=None, init=False)
 
     @property
     def counts(self) -> I64Array:
-        """Shapes: [E]."""
-        return np.asarray(np.sum([each.counts for each in self.chunks], axis=0))
+        """Of how many tokens each expert was chosen; the choice is waited for. Shapes: [E].
+
+        Raises: DeviceUnavailable.
+        """
+        if self._counts is None:
+            ids, _ = self.pending.wait()
+            self._counts = np.bincount(ids.reshape(-1), minlength=self.wanted.size)
+        return self._counts
 
 
 class ExpertOffload:
     """Computes experts of chunks with weights copied for them. Used by one thread.
 
-    Per layer: `wanted` says what is to be computed, `begin` starts a chunk's copies, `sums_of`
-    waits for those of all chunks that were begun and computes. Owns: memory on the device, and a
-    FileCopier, until it is closed.
+    Per layer: `wanted` says what is to be computed, `add` adds a chunk, `sums_of` computes all that
+    were added. Owns: memory on the device, and a FileCopier, until it is closed.
     """
 
     def __init__(
@@ -212,8 +203,8 @@ class ExpertOffload:
             for layer_id, (layer, experts) in missing.items()
         }
         self._following = dict(pairwise(missing))
-        self._group: _Group | None = None
-        """Chunks that were begun and are not computed yet."""
+        self._group: tuple[int, list[OffloadedChunk]] | None = None
+        """A layer's chunks that were added and are not computed yet."""
         self._copied_next: deque[tuple[_Part, Experts]] = deque()
         """Experts whose copies are not begun yet, in the order in which they are computed."""
         self._copier = new_copier(device)
@@ -272,32 +263,23 @@ class ExpertOffload:
         """Whether these are all remote experts of a layer. Shapes: wanted [E]."""
         return bool((wanted == self._layers[layer_id].missing).all())
 
-    def begin(self, layer_id: int, chunk: OffloadedChunk, remote: RemoteExperts) -> None:
-        """Start to copy those of the chunk's experts that are not here yet. Chunks that were begun
-        for this layer and are not computed yet are of its group.
+    def add(self, layer_id: int, chunk: OffloadedChunk) -> None:
+        """Add a chunk to the layer's group. Nothing is waited for."""
+        if self._group is None or self._group[0] != layer_id:
+            self._group = layer_id, []
+        self._group[1].append(chunk)
 
-        Raises: ModelFileError if the file was written to.
-        """
-        self._file.require_unwritten()
-        group = self._group
-        if group is None or group.layer_id != layer_id:
-            group = self._group = _Group(layer_id, remote)
-            for place in self._places:  # what else was on its way, of a group that was given up
-                place.is_due = False
-        group.chunks.append(chunk)
-        self._copied_next = deque(self._parts_of(group))
-        self._copy()
-
-    def sums_of(self, chunk: OffloadedChunk) -> DeviceArray:
-        """Sums of the pairs of a begun chunk's experts, added to those of its other ones. All
+    def sums_of(self, chunk: OffloadedChunk, remote: RemoteExperts) -> DeviceArray:
+        """Sums of the pairs of an added chunk's experts, added to those of its other ones. All
         chunks of its group are computed with the first one.
 
-        Shapes: result [T, H] float64. Raises: DeviceUnavailable.
+        Shapes: result [T, H] float64. Raises: ModelFileError if the file was written to;
+        DeviceUnavailable.
         """
         group = self._group
-        if group is not None and any(each is chunk for each in group.chunks):
+        if group is not None and any(each is chunk for each in group[1]):
             self._group = None
-            self._compute(group)
+            self._compute(*group, remote)
         if chunk.sums is None:  # none of its experts were chosen
             chunk.sums = self._device.zeros(chunk.routed.x.rows.array.shape, np.float64)
         return chunk.sums
@@ -306,16 +288,35 @@ class ExpertOffload:
         """Forget chunks that are not computed yet: their pass has failed."""
         self._group = None
 
-    def _compute(self, group: _Group) -> None:
+    def _compute(
+        self, layer_id: int, chunks: Sequence[OffloadedChunk], remote: RemoteExperts
+    ) -> None:
         """Each part for all chunks, while the next ones are copied."""
-        self._layers[group.layer_id].likely = group.counts >= _OFTEN
-        parts = self._parts_of(group)
-        self._copied_next = deque([*parts, *self._parts_ahead(group)])
+        known = self._layers[layer_id]
+        self._file.require_unwritten()
+        for place in self._places:  # what else was on its way, of a group that was given up
+            place.is_due = False
+        counts_of = []
+        for chunk in chunks:
+            counts_of.append(np.where(chunk.wanted, chunk.counts, 0))
+            if not counts_of[1:]:  # others choose nearly the same
+                self._copied_next = deque(self._parts_with(known, counts_of[0] > 0))
+                self._copy()
+        counts = np.sum(counts_of, axis=0)
+        known.likely = counts >= _OFTEN
+        # Those on their way come first: another part, which only a later chunk needs, may be
+        # waiting for the place of one.
+        parts = sorted(self._parts_with(known, counts > 0), key=lambda found: not found[0].is_due)
+        wanted = np.any([each.wanted for each in chunks], axis=0)
+        is_nearly_all = (counts > 0).sum() >= _NEARLY_ALL * wanted.sum()
+        num_tokens = max(each.routed.choice.ids.shape[0] for each in chunks)
+        ahead = self._parts_ahead(layer_id, num_tokens, remote, is_nearly_all=is_nearly_all)
+        self._copied_next = deque([*parts, *ahead])
         self._copy()
         for part, chosen in parts:
             self._await(part)
-            for chunk in group.chunks:
-                of_experts = chunk.counts[chosen]
+            for chunk, of_chunk in zip(chunks, counts_of, strict=True):
+                of_experts = of_chunk[chosen]
                 if of_experts.any():
                     chunk.sums = self._ops.chunk_experts.local_sums(
                         self._resident(part, chunk.wanted),
@@ -343,27 +344,19 @@ class ExpertOffload:
             if some.any():
                 yield part, some
 
-    def _parts_of(self, group: _Group) -> list[tuple[_Part, Experts]]:
-        """Parts to compute, and what was chosen of each. Those that are on their way come first:
-        another part, which only a later chunk needs, may be waiting for the place of one."""
-        parts = self._parts_with(self._layers[group.layer_id], group.counts > 0)
-        return sorted(parts, key=lambda found: not found[0].has_place)
-
-    def _parts_ahead(self, group: _Group) -> Iterator[tuple[_Part, Experts]]:
-        """Parts of the layer after a group's, and what is likely to be chosen there."""
-        following = self._following.get(group.layer_id)
-        if following is None:
+    def _parts_ahead(
+        self, layer_id: int, num_tokens: int, remote: RemoteExperts, *, is_nearly_all: bool
+    ) -> Iterator[tuple[_Part, Experts]]:
+        """Parts of the layer after this one, and what is likely to be chosen there."""
+        following = self._following.get(layer_id)
+        wanted = None if following is None else self.wanted(following, num_tokens, remote)
+        if following is None or wanted is None:
             return
-        num_tokens = max(each.routed.choice.ids.shape[0] for each in group.chunks)
-        ahead = self.wanted(following, num_tokens, group.remote)
-        likely = self._layers[following].likely
-        num_wanted = np.any([each.wanted for each in group.chunks], axis=0).sum()
-        is_nearly_all = (group.counts > 0).sum() >= _NEARLY_ALL * num_wanted
-        if ahead is None or (likely is None and not is_nearly_all):
-            return
-        yield from self._parts_with(
-            self._layers[following], ahead if likely is None else ahead & likely
-        )
+        known = self._layers[following]
+        if known.likely is not None:
+            yield from self._parts_with(known, wanted & known.likely)
+        elif is_nearly_all:
+            yield from self._parts_with(known, wanted)
 
     def _copy(self) -> None:
         """Begin copies, in their order, until the next part's place is due to be computed."""

@@ -6,6 +6,10 @@ Needs no compiled code: daemons without numba count memory too.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from dflash_adapters.spec import MoeLayer
 from dflash_runtime.compute.gpu.launch.layouts import is_native
@@ -48,6 +52,15 @@ def num_places(missing: Iterable[tuple[MoeLayer, int]]) -> int:
     """How many places there are: no more than parts."""
     num_parts = sum(-(-num // most_of_part(layer, num)) for layer, num in missing if num)
     return min(NUM_PLACES, num_parts)
+
+
+def parts_of_missing(
+    expert_bytes: npt.NDArray[np.float64], missing: npt.NDArray[Any]
+) -> npt.NDArray[np.float64]:
+    """In how many parts so many experts come, of so many bytes in the file each. Shapes: any that
+    can be broadcast."""
+    most = np.maximum(1.0, _PLACE_BYTES // np.maximum(expert_bytes, 1.0))
+    return np.asarray(np.ceil(missing / most))
 
 
 def most_of_part(layer: MoeLayer, num_missing: int) -> int:

@@ -7,14 +7,22 @@ All calls are made with the mover's lock held.
 
 from __future__ import annotations
 
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array
-from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, Mark, address
+from dflash_runtime.compute.gpu.device.device import (
+    DeviceArray,
+    KernelDevice,
+    Mark,
+    SideStream,
+    address,
+)
 from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock, first_rows
 from dflash_runtime.compute.gpu.transfers.payload_kernels import COPY_DEADLINE_S, PayloadKernels
 
@@ -72,51 +80,89 @@ class RowIndices:
             self._block = None
 
 
-class HostChoice:
-    """Brings what a chunk's tokens chose to the host; does not wait for what is launched meanwhile.
+class PendingChoice:
+    """What a chunk's tokens chose, on its way to the host."""
+
+    __slots__ = ("__weakref__", "_found", "_place", "_sources")
+
+    def __init__(self, place: _ChoicePlace, sources: tuple[DeviceArray, DeviceArray]) -> None:
+        self._place, self._sources = place, sources
+        self._found: tuple[I32Array, F32Array] | None = None
+        place.user = weakref.ref(self)
+
+    def wait(self) -> tuple[I32Array, F32Array]:
+        """The ids and weights, in memory of their own. Shapes: both [T, K].
+
+        Raises: DeviceUnavailable.
+        """
+        if self._found is None:
+            place, shape = self._place, self._sources[0].shape
+            place.stream.synchronize(COPY_DEADLINE_S)
+            ids, weights = (
+                array[: prod(shape)].reshape(shape).copy() for array in place.block.host
+            )
+            self._found, place.user = (ids, weights), None
+        return self._found
+
+
+@dataclass(slots=True, eq=False)
+class _ChoicePlace:
+    """Memory for one choice, and the stream that writes it."""
+
+    block: MappedBlock
+    stream: SideStream
+    user: weakref.ref[PendingChoice] | None = None
+
+    @property
+    def is_free(self) -> bool:
+        return self.user is None or self.user() is None
+
+
+class HostChoices:
+    """Brings what tokens of chunks chose to the host; waits for nothing that is launched meanwhile.
+    As many may be on their way as are referred to.
 
     Owns: mapped memory, until `close`.
     """
 
     def __init__(self, device: KernelDevice) -> None:
         self._device = device
-        self._block: MappedBlock | None = None
-        self._begun: tuple[DeviceArray, ...] = ()
+        self._places: list[_ChoicePlace] = []
 
-    def begin(self, ids: DeviceArray, weights: DeviceArray) -> None:
+    def begin(self, ids: DeviceArray, weights: DeviceArray) -> PendingChoice:
         """Begin to bring them, complete after all launches so far. Shapes: ids [T, K] int32;
         weights [T, K] float32."""
-        block, size = self._block, ids.size
-        if block is None or block.host[0].size < size:
-            self.close()
-            block = self._block = MappedBlock(
-                self._device, [((size,), np.int32), ((size,), np.float32)]
-            )
-        stream = self._device.side_stream(_STREAM)
-        stream.wait_for(self._device.mark())
-        self._begun = ids, weights
-        for place, source in zip(block.host, self._begun, strict=True):
-            stream.read(place[:size], source)
-
-    def wait(self) -> tuple[I32Array, F32Array]:
-        """What `begin` has begun, in memory of its own. Shapes: both [T, K].
-
-        Raises: DeviceUnavailable.
-        """
-        assert self._block is not None
-        (ids, _), host = self._begun, self._block.host
-        self._device.side_stream(_STREAM).synchronize(COPY_DEADLINE_S)
-        self._begun = ()
-        chosen, weights = (place[: ids.size].reshape(ids.shape).copy() for place in host)
-        return chosen, weights
+        place = self._free_place(ids.size)
+        place.stream.wait_for(self._device.mark())
+        for array, source in zip(place.block.host, (ids, weights), strict=True):
+            place.stream.read(array[: ids.size], source)
+        return PendingChoice(place, (ids, weights))
 
     def close(self) -> None:
         """Wait for what was begun and unmap the memory. It can be used again."""
-        if self._block is not None:
-            with suppress(DeviceUnavailable):  # a failed device writes nothing any more
-                self._device.side_stream(_STREAM).synchronize(COPY_DEADLINE_S)
-            self._block.close()
-            self._block, self._begun = None, ()
+        for place in self._places:
+            self._unmap(place)
+        self._places.clear()
+
+    def _free_place(self, size: int) -> _ChoicePlace:
+        """One with room, whose memory may be new."""
+        for place in self._places:
+            if place.is_free:
+                if place.block.host[0].size < size:
+                    self._unmap(place)
+                    place.block = self._mapped(size)
+                return place
+        stream = self._device.side_stream(f"choice {len(self._places)}")
+        self._places.append(_ChoicePlace(self._mapped(size), stream))
+        return self._places[-1]
+
+    def _mapped(self, size: int) -> MappedBlock:
+        return MappedBlock(self._device, [((size,), np.int32), ((size,), np.float32)])
+
+    def _unmap(self, place: _ChoicePlace) -> None:
+        with suppress(DeviceUnavailable):  # a failed device writes nothing any more
+            place.stream.synchronize(COPY_DEADLINE_S)
+        place.block.close()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -26,7 +26,7 @@ from dflash_runtime.compute.gpu.device.device import (
     address,
 )
 from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock
-from dflash_runtime.compute.gpu.transfers.host_rows import HostChoice, HostRows, RowIndices
+from dflash_runtime.compute.gpu.transfers.host_rows import HostChoices, HostRows, RowIndices
 from dflash_runtime.compute.gpu.transfers.payload_kernels import (
     COPY_DEADLINE_S,
     DmaCopies,
@@ -50,14 +50,14 @@ class PayloadMover:
         self.kernels = PayloadKernels(device, lock)
         self.indices = RowIndices(device)
         self.host_rows = HostRows(self.kernels, self.indices)
-        self.choice = HostChoice(device)
+        self.choices = HostChoices(device)
 
     def close(self) -> None:
         """Unmap memory of the host. Idempotent."""
         with self.lock:
             self.host_rows.close()
             self.indices.close()
-            self.choice.close()
+            self.choices.close()
 
     def open(self, address: int, num_bytes: int) -> SegmentWindow:
         with self.lock:

@@ -3,6 +3,7 @@ And sums on their way back."""
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 
@@ -14,7 +15,7 @@ from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array
 from dflash_runtime.compute.gpu.device.device import address
 from dflash_runtime.compute.gpu.transfers import locked_room
-from dflash_runtime.compute.gpu.transfers.host_rows import HostChoice, RowIndices
+from dflash_runtime.compute.gpu.transfers.host_rows import HostChoices, RowIndices
 from dflash_runtime.compute.gpu.transfers.payload import PayloadMover
 from support.emulated_device import EmulatedDevice
 from support.emulated_device.side_stream import EmulatedMark, EmulatedSideStream
@@ -140,23 +141,35 @@ def test_a_choice_comes_without_a_wait_for_later_launches(monkeypatch: pytest.Mo
         raise AssertionError("a copy that waits for all launches")
 
     device = EmulatedDevice()
-    choice, rng = HostChoice(device), np.random.default_rng(1)
-    kept = []
-    for num_tokens, num_used in ((5, 2), (3, 1), (40, 8)):
+    choices, rng = HostChoices(device), np.random.default_rng(1)
+    begun = []
+    for num_tokens, num_used in ((5, 2), (3, 1), (40, 8), (2, 2)):
         ids = rng.integers(0, 99, (num_tokens, num_used), np.int32)
         weights = rng.random(ids.shape, np.float32)
         with monkeypatch.context() as patched:
             sources = device.upload(ids), device.upload(weights)
             for name in ("download", "write", "synchronize"):
                 patched.setattr(EmulatedDevice, name, fails)
-            choice.begin(*sources)
-            kept.append(((ids, weights), choice.wait()))
-    for given, found in kept:  # later ones have not overwritten it
-        for wanted, array in zip(given, found, strict=True):
+            begun.append(((ids, weights), choices.begin(*sources)))
+            if num_tokens == 3:
+                begun[-1][1].wait()
+    for given, pending in reversed(begun):  # those after it have not overwritten it
+        for wanted, array in zip(given, pending.wait(), strict=True):
             np.testing.assert_array_equal(array, wanted, strict=True)
-    choice.close()
-    choice.close()
+    assert len(choices._places) == 3  # one was waited for, and its memory used again
+    choices.close()
+    choices.close()
     assert not device._range_bytes.keys() - device._buffers.keys()
+
+
+def test_a_choice_that_is_given_up_gives_its_memory_back() -> None:
+    device = EmulatedDevice()
+    choices, ids = HostChoices(device), device.zeros((4, 2), np.int32)
+    for _ in range(5):
+        choices.begin(ids, device.zeros((4, 2), np.float32))
+        gc.collect()
+    assert len(choices._places) == 1
+    choices.close()
 
 
 def test_a_slot_of_indices_is_written_when_its_readers_have_ended(
