@@ -102,12 +102,10 @@ class OffloadSpeed:
     """Seconds that a layer takes more than one whose experts are there, beside its copies, in a
     chunk that is computed alone: the host learns what was chosen, and launches products."""
     grouped: Curve
-    """The same of each further chunk of a group, whose launches are hidden by other chunks'
-    products."""
-    host_s: float = 0.0
-    """What the host needs to launch a layer of a further chunk, whose copies come as one part."""
+    """Seconds of a layer of each chunk of a group, its trunk included, if copies take less: often
+    what the host needs to launch it. The copies come as one part."""
     part_s: float = 0.0
-    """And for each part beyond that."""
+    """And what the host needs for each part beyond that."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from dflash_runtime.compute.gpu.experts.offload_room import (
 from dflash_runtime.placement.box import Curve
 from dflash_runtime.placement.expectation import (
     checked_shares,
+    chosen_and_late,
     chosen_by_prompt,
     counts_by_owner,
     expected_longest,
@@ -246,11 +247,11 @@ class CostModel:
             ])  # fmt: skip
         on_cpu = np.isin(owners, self.remote_cpus) & arrays.exists
 
-        def distinct(rows: int) -> F64Array:
-            chosen = chosen_by_prompt(arrays.prefill, rows)
-            return np.asarray(np.where(on_cpu, chosen, 0.0).sum(axis=1))
+        def chosen(rows: int) -> F64Array:
+            found = chosen_and_late(arrays.prefill, rows)
+            return np.asarray(np.where(on_cpu, found, 0.0).sum(axis=2))
 
-        return self.prompt_layers_s(pairs, distinct, num_tokens, missing=on_cpu.sum(axis=1))
+        return self.prompt_layers_s(pairs, chosen, num_tokens, missing=on_cpu.sum(axis=1))
 
     @property
     def remote_cpus(self) -> list[int]:
@@ -261,7 +262,7 @@ class CostModel:
     def prompt_layers_s(
         self,
         pairs: F64Array,
-        distinct: Callable[[int], F64Array],
+        chosen: Callable[[int], F64Array],
         num_tokens: int,
         *,
         missing: F64Array | I64Array,
@@ -269,9 +270,9 @@ class CostModel:
         """Seconds of each layer's experts in a prompt: asked of their owners, and with copies of
         the weights of `remote_cpus` (infinite without such owners or without copies).
 
-        Shapes: pairs [owners, ..., L], those of a token; `distinct`, by a chunk's number of rows,
-        and results [..., L]: how many experts of `remote_cpus` are expected to be chosen; missing
-        [..., L]: how many these have.
+        Shapes: pairs [owners, ..., L], those of a token; `chosen`, by a chunk's number of rows [2,
+        ..., L]: how many experts of `remote_cpus` are expected to be chosen, and of these late (see
+        `chosen_and_late`); missing [..., L]: how many these have; results [..., L].
         """
         sizes = self.arrays.file_bytes
         asked, copied = np.zeros(pairs.shape[1:]), np.zeros(pairs.shape[1:])
@@ -280,7 +281,7 @@ class CostModel:
             copied += np.inf
         beside = np.where(pairs[1:].any(axis=0), self.local_factor, 1.0)
         for rows, times in chunk_sizes(num_tokens, self.chunk):
-            of_cpus = distinct(rows) / np.maximum(pairs[cpus].sum(axis=0), 1e-12) if cpus else 0.0
+            of_cpus = chosen(rows)[0] / np.maximum(pairs[cpus].sum(axis=0), 1e-12) if cpus else 0.0
             each = {
                 index: self.sides[index].chunk_s(
                     rows, rows * own, sizes, distinct=of_cpus * own if index in cpus else None
@@ -293,48 +294,49 @@ class CostModel:
             for index in (LOCAL, *cpus):
                 each.pop(index, None)
             if cpus and self.copies is not None and not self.copies.group:
-                copied += times * self._copied_s([rows], pairs, distinct, missing, each)
+                copied += times * self._copied_s([rows], pairs, chosen, missing, each)
         if cpus and self.copies is not None and self.copies.group:
             group = max(self.copies.group, self.chunk)
             for num_rows, times in chunk_sizes(num_tokens, group):
                 sizes_of = [
                     rows for rows, num in chunk_sizes(num_rows, self.chunk) for _ in range(num)
                 ]
-                copied += times * self._copied_s(sizes_of, pairs, distinct, missing, {})
+                copied += times * self._copied_s(sizes_of, pairs, chosen, missing, {})
         return asked, copied
 
     def _copied_s(
         self,
         chunks: list[int],
         pairs: F64Array,
-        distinct: Callable[[int], F64Array],
+        chosen: Callable[[int], F64Array],
         missing: F64Array | I64Array,
         others: Mapping[int, F64Array],
     ) -> F64Array:
         """Seconds of each layer's experts in a group of chunks of these sizes, with copies, which
         all of them use; `others`: what other owners take meanwhile, by index."""
         assert self.copies is not None
-        cpus, sizes, copies = self.remote_cpus, self.arrays.file_bytes, self.copies
-        first, *rest = chunks
-        here = pairs[[LOCAL, *cpus]].sum(axis=0)
-        products_s = sum(
-            (self.sides[LOCAL].chunk_s(rows, rows * here, sizes) for rows in chunks),
-            np.zeros_like(here),
-        )
-        more_s = copies.single_s(first) + sum(map(copies.grouped_s, rest))
-        passed_s = products_s + (np.asarray(missing) > 0) * more_s
-        chosen = distinct(sum(chunks))
-        in_vain = _IN_VAIN * np.minimum(chosen, np.maximum(missing - chosen, 0.0))
-        copies_s = copies.seconds(first, (chosen + in_vain) * sizes)
-        # Copies go on while the trunk of all chunks is computed, as far as there is room. What the
-        # last ones bring is computed when they have arrived.
-        most_ahead_s = float(copies.seconds(first, np.array(AHEAD_BYTES)))
+        sizes, copies, (first, *rest) = self.arrays.file_bytes, self.copies, chunks
         trunk_s = sum(map(self.trunk.chunk_layer_s, chunks))
-        waited_s = (copies_s > 0.0) * (copies_s - min(trunk_s, most_ahead_s) + more_s)
-        result = np.maximum(passed_s, waited_s)
+        num, num_late = chosen(sum(chunks))
+        in_vain = _IN_VAIN * np.minimum(num, np.maximum(missing - num, 0.0))
+        copies_s = copies.seconds(first, (num + in_vain) * sizes)
+        late_s = copies.seconds(first, num_late * sizes)
+        single_s, is_missing = copies.single_s(first), np.asarray(missing) > 0
+        here = pairs[[LOCAL, *self.remote_cpus]].sum(axis=0)
+        side = self.sides[LOCAL]
+        passed_s = np.sum([side.chunk_s(rows, rows * here, sizes) for rows in chunks], axis=0)
         if rest:
-            launching_s = copies.launching_s(len(chunks), parts_of_missing(sizes, missing))
-            result = np.maximum(result, launching_s - trunk_s)
+            more_parts = np.maximum(parts_of_missing(sizes, missing) - 1.0, 0.0)
+            grouped_s = sum(map(copies.grouped_s, chunks)) - trunk_s
+            more_s = len(chunks) * more_parts * copies.part_s
+            passed_s = np.maximum(passed_s, is_missing * (grouped_s + more_s))
+        else:
+            passed_s = passed_s + is_missing * single_s
+        # Copies go on while the trunk is computed, as far as there is room. What the last ones
+        # bring is computed when they have arrived.
+        most_ahead_s = float(copies.seconds(first, np.array(AHEAD_BYTES)))
+        waited_s = (copies_s > 0.0) * (copies_s - min(trunk_s, most_ahead_s) + single_s)
+        result = np.maximum(passed_s + late_s, waited_s)
         for other in others.values():
             result = np.maximum(result, other)
         return np.asarray(result)

@@ -272,7 +272,6 @@ class ExpertCopies:
     """See OffloadSpeed."""
     group: int = 0
     """Tokens of a prompt whose chunks use the same copies; 0: each chunk has its own."""
-    host_s: float = 0.0
     part_s: float = 0.0
     """See OffloadSpeed."""
 
@@ -287,7 +286,7 @@ class ExpertCopies:
             nothing = Curve(((0.0, 0.0),))
             return cls(Curve(((0.0, 1e9 / rate),)), nothing, nothing, group)
         curves = found.copies, found.single, found.grouped
-        return cls(*curves, group, found.host_s, found.part_s)
+        return cls(*curves, group, found.part_s)
 
     def seconds(self, rows: int, num_bytes: F64Array) -> F64Array:
         """Of so many bytes in a chunk of so many rows. Shapes: both [...]."""
@@ -298,14 +297,8 @@ class ExpertCopies:
         return _within(self.single, rows)
 
     def grouped_s(self, rows: int) -> float:
-        """The same of each further chunk of a group."""
+        """A layer of each chunk of a group, its trunk included."""
         return _within(self.grouped, rows)
-
-    def launching_s(self, num_chunks: int, num_parts: F64Array) -> F64Array:
-        """What the host needs for a layer of a group, whose copies come in so many parts. Shapes:
-        both [...]."""
-        of_chunk = self.host_s + np.maximum(num_parts - 1, 0) * self.part_s
-        return np.asarray(num_chunks * (num_parts > 0) * of_chunk)
 
 
 def _within(curve: Curve, amount: float) -> float:

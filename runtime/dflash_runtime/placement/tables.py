@@ -17,7 +17,7 @@ from dflash_protocol.ids import F64Array, I64Array
 from dflash_runtime.placement.cost import LOCAL, CostModel, ExpertArrays
 from dflash_runtime.placement.dealing import Group
 from dflash_runtime.placement.expectation import (
-    chosen_by_prompt,
+    chosen_and_late,
     counts_in_prefixes,
     expected_longest,
 )
@@ -53,7 +53,7 @@ class OrderedExperts:
         self._prefill = np.take_along_axis(arrays.prefill, self.order, axis=1)
         self.chosen_here = counts_in_prefixes(decode, arrays.num_used)
         self.pairs_here = _sums(self._prefill)
-        self._distinct: dict[int, F64Array] = {}
+        self._chosen: dict[int, F64Array] = {}
 
     def every(self, step: int) -> OrderedExperts:
         """The same with every `step`th number n."""
@@ -61,18 +61,19 @@ class OrderedExperts:
         result.numbers = self.numbers[::step]
         result.chosen_here = self.chosen_here[::step]
         result.pairs_here = self.pairs_here[::step]
-        result._distinct = {}
+        result._chosen = {}
         return result
 
-    def distinct_elsewhere(self, rows: int) -> F64Array:
-        """How many experts but the first n so many prompt tokens are expected to choose.
+    def chosen_elsewhere(self, rows: int) -> F64Array:
+        """How many experts but the first n so many prompt tokens are expected to choose, and of
+        these late: see `chosen_and_late`.
 
-        Shapes: result [N, L].
+        Shapes: result [2, N, L].
         """
-        if rows not in self._distinct:
-            sums = _sums(chosen_by_prompt(self._prefill, rows))
-            self._distinct[rows] = (sums[-1] - sums)[self.numbers]
-        return self._distinct[rows]
+        if rows not in self._chosen:
+            found = [_sums(each) for each in chosen_and_late(self._prefill, rows)]
+            self._chosen[rows] = np.stack([(sums[-1] - sums)[self.numbers] for sums in found])
+        return self._chosen[rows]
 
 
 class RequestTables:
@@ -167,7 +168,7 @@ def _prompt_times(
     def prompt_of(num_tokens: int) -> tuple[F64Array, F64Array]:
         return model.prompt_layers_s(
             pairs,
-            lambda rows: part_of_cpus * experts.distinct_elsewhere(rows),
+            lambda rows: part_of_cpus * experts.chosen_elsewhere(rows),
             num_tokens,
             missing=missing,
         )

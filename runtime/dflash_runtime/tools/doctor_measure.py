@@ -62,7 +62,7 @@ class MeasuredBox:
                 shown = _points(offload.single, _rows, _us)
                 lines.append(f"{_INDENT}a layer with copies, beside them: {shown}")
                 shown = _points(offload.grouped, _rows, _us)
-                lines.append(f"{_INDENT}of each further chunk of a group: {shown}")
+                lines.append(f"{_INDENT}with copies, of each chunk of a group: {shown}")
         for link in self.box.links.values():
             lines += ["", f"link to {link.owner}, beyond what is computed"]
             lines.append(f"{_INDENT}steps   {_points(link.step, _rows, _us)}")

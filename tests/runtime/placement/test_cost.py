@@ -158,46 +158,53 @@ def copies_of(at: Situation, copies: Curve, single: Curve, grouped: Curve) -> Si
 
 def test_prompts_take_what_copies_in_prompts_were_measured_to_take() -> None:
     at_, owners = at(bus=1e6), rows(HERE, HOST, HOST, HOST)
-    size, gb_s, single_s, grouped_s = SPEC.moe.layers[0].expert_bytes, 25.0, 2e-3, 5e-4
+    size, gb_s, single_s = SPEC.moe.layers[0].expert_bytes, 25.0, 2e-3
     fast, slow = (
-        model_of(
-            copies_of(at_, *(Curve(((512.0, each),)) for each in (of_gb, single_s, grouped_s)))
-        )
+        model_of(copies_of(at_, *(Curve(((512.0, each),)) for each in (of_gb, single_s, 0.0))))
         for of_gb in (0.0, gb_s)
     )
     here, _ = model_of(at_).prompt_of(rows(HERE, HERE, HERE, HERE), 512)
     _, copied = fast.prompt_of(owners, 512)
     assert copied == pytest.approx(here + single_s)
     _, copied = slow.prompt_of(owners, 512)
-    distinct = chosen_by_prompt(slow.arrays.prefill, 512)[:, 1:].sum(axis=1)
-    copies = distinct + 0.3 * np.minimum(distinct, 3 - distinct)  # some of them in vain
+    chosen = chosen_by_prompt(slow.arrays.prefill, 512)[:, 1:].sum(axis=1)
+    copies = chosen + 0.3 * np.minimum(chosen, 3 - chosen)  # some of them in vain
     # As long as they take, less what is done while the next layer's trunk is computed, and what
     # the last ones take then.
     ahead_s = slow.trunk.chunk_layer_s(512)
     assert copied == pytest.approx(copies * size * gb_s / 1e9 - ahead_s + single_s)
-    # Further chunks of a group find what it has copied, and are launched beside other chunks.
-    chunk = fast.chunk
-    here, _ = model_of(at_).prompt_of(rows(HERE, HERE, HERE, HERE), 3 * chunk)
-    assert fast.copies is not None
-    in_group = replace(fast, copies=replace(fast.copies, group=3 * chunk))
-    _, copied = in_group.prompt_of(owners, 3 * chunk)
-    assert copied == pytest.approx(here + single_s + 2 * grouped_s)
 
 
-def test_a_group_takes_no_less_than_the_host_needs_to_launch_it() -> None:
-    """Beside products, copies and the trunk: of three chunks, with two parts of a layer."""
+def test_what_a_chunk_chooses_anew_is_waited_for() -> None:
+    """Though all copies together take less than products: what the chunk before chose is copied
+    ahead, the rest when it is known."""
+    at_, owners = at(bus=1e6), rows(HERE, HOST, HOST, HOST)
+    nothing, size = Curve(((512.0, 0.0),)), SPEC.moe.layers[0].expert_bytes
+    copied = {}
+    for gb_s in (0.0, 1e-6):
+        model = model_of(copies_of(at_, Curve(((512.0, gb_s),)), nothing, nothing))
+        copied[gb_s] = model.prompt_of(owners, 64)[1]
+    chosen = chosen_by_prompt(model.arrays.prefill, 64)[:, 1:]
+    late = (chosen * (1.0 - chosen)).sum(axis=1)
+    assert (late > 0.0).all()
+    assert copied[1e-6] - copied[0.0] == pytest.approx(late * size * 1e-15, rel=1e-3)
+
+
+def test_a_group_takes_what_the_host_needs_to_launch_it() -> None:
+    """If that is more than products and copies take: three chunks, with two parts of a layer."""
     spec = model_spec(moe_spec([70 * MIB], num_experts=8, num_used=2))  # one to a part
-    nothing = Curve(((512.0, 0.0),))
-    row = BoxRow(CARD, 8 * GIB, CORES_16, 8 * GIB)
-    model = model_of(copies_of(situation(spec, row), nothing, nothing, nothing))
+    nothing, row = Curve(((512.0, 0.0),)), BoxRow(CARD, 8 * GIB, CORES_16, 8 * GIB)
+    model = model_of(copies_of(situation(spec, row), nothing, nothing, Curve(((512.0, 1.0),))))
     assert model.copies is not None
-    copies = replace(model.copies, group=3 * model.chunk, host_s=1.0, part_s=0.1)
+    group = 3 * model.chunk
+    launched = replace(model, copies=replace(model.copies, group=group, part_s=0.1))
     owners = np.array([[HERE] * 6 + [HOST] * 2])
-    _, copied = replace(model, copies=copies).prompt_of(owners, 3 * model.chunk)
+    _, copied = launched.prompt_of(owners, group)
     assert copied + 3 * model.trunk.chunk_layer_s(model.chunk) == pytest.approx(3 * 1.1)
     # A chunk that is computed alone waits for copies, and all that it takes was timed with them.
-    _, alone = replace(model, copies=copies).prompt_of(owners, model.chunk)
-    assert alone == pytest.approx(model.prompt_of(owners, model.chunk)[1])
+    for alone in (model.chunk, 64):
+        _, copied = launched.prompt_of(owners, alone)
+        assert copied == pytest.approx(model.prompt_of(owners, alone)[1])
 
 
 @given(

@@ -32,10 +32,12 @@ from dflash_runtime.placement.speeds import at_rows
 
 _CHUNK_ROWS = 512
 _LAUNCHED_ROWS = 64
-"""So few that the host takes longer to launch a layer than the device to compute it."""
+"""So few that the host takes longer to launch products than the device to compute them."""
 _LAUNCHES = 16
-_HOST_SHARE = 0.2
-"""Of the time that is left, to tell what the host needs."""
+_GROUPS_SHARE = 0.3
+"""Of the time, for groups."""
+_GROUP_TOKENS, _LEAST_CHUNKS = 2048, 2
+"""Of a group that is timed, at least: the first chunk's launches are beside nothing."""
 _PASS_BYTES = 1 << 30
 """Of the experts that a pass copies; two layers' at least."""
 _FEW_SHARE = 0.5
@@ -69,34 +71,32 @@ class _Copied(AbsentOwners):
 class CopiedPasses:
     """Chunks through both numbers of layers, some of whose experts are missing. Used by one thread.
 
-    Owns: memory on the device, until `close`, which ends the copier too.
+    Owns: memory on the device and a FileCopier, until `close`.
     """
 
-    def __init__(
-        self, loaded: LoadedLayers, copier: FileCopier, *, num_missing: int, ends: Ends
-    ) -> None:
+    def __init__(self, loaded: LoadedLayers, *, num_missing: int, ends: Ends) -> None:
         """Of each layer the last `num_missing` experts, or all if it has less.
 
-        Raises: as ExpertOffload and its `prepare`.
+        Raises: as FileCopier, ExpertOffload and its `prepare`.
         """
         gpu: Any = loaded.backend  # its rows are of another type than a host's
         layers = {
             layer.layer_id: layer for layer in loaded.spec.moe.layers if layer.layer_id < ends[1]
         }
         missing = {layer_id: _last(layer, num_missing) for layer_id, layer in layers.items()}
-        self._copier = copier
-        self._offload = offload = ExpertOffload(
-            gpu.ops,
-            loaded.file,
-            {layer_id: (layer, missing[layer_id]) for layer_id, layer in layers.items()},
-            uploader=gpu.loader.uploader,
-            new_copier=lambda _: copier,
-        )
-        try:
+        with contextlib.ExitStack() as undo:
+            self._copier = copier = FileCopier(gpu.device)
+            undo.callback(copier.close)
+            self._offload = offload = ExpertOffload(
+                gpu.ops,
+                loaded.file,
+                {layer_id: (layer, missing[layer_id]) for layer_id, layer in layers.items()},
+                uploader=gpu.loader.uploader,
+                new_copier=lambda _: copier,
+            )
+            undo.callback(offload.close)
             offload.prepare()
-        except BaseException:
-            offload.close()
-            raise
+            self._undo = undo.pop_all()
 
         def route_of(owners: _Copied, layer_id: int) -> HostRoute:
             bank = loaded.banks[layer_id]
@@ -122,9 +122,11 @@ class CopiedPasses:
         """Seconds of a chunk that finds nothing copied, and the bytes that it copies."""
         return [partial(self._timed, partial(each.seconds, rows)) for each in self._passes]
 
-    def group_timers(self, rows: int) -> list[Timer]:
-        """The same of two chunks that use the same copies."""
-        return [partial(self._timed, partial(each.group_s, rows, 2)) for each in self._passes]
+    def group_timers(self, rows: int, num_chunks: int) -> list[Timer]:
+        """The same of chunks that use the same copies."""
+        return [
+            partial(self._timed, partial(each.group_s, rows, num_chunks)) for each in self._passes
+        ]
 
     def _timed(self, seconds_of: Callable[[], float]) -> tuple[float, ...]:
         self._offload.forget()
@@ -134,17 +136,17 @@ class CopiedPasses:
 
     def close(self) -> None:
         """Idempotent."""
-        self._offload.close()
+        self._undo.close()
 
 
 def measure_offload(
     name: str, loaded: LoadedLayers, speed: DeviceSpeed, *, rate: float, limit_s: float
 ) -> OffloadSpeed:
     """Time chunks of 512 rows and of the largest size: with all experts of a layer missing, with a
-    few, alone and two in a group, and with none.
+    few, alone and in a group, and with none.
 
     `speed`: of the same device and layers; `rate`: bytes a second that copies make about.
-    Raises: as CopiedPasses; DeviceUnavailable if no memory can be locked.
+    Raises: as CopiedPasses.
     """
     kind, chunk = loaded.sampled.kinds[0], loaded.backend.chunking.preferred
     num_all, left = len(kind.layer_ids), TimeLeft(limit_s)
@@ -153,47 +155,40 @@ def measure_offload(
     described = loaded.sampled.description.layers[:num_all]
     trunk = np.array([np.mean([trunk_bytes(loaded.file, each) for each in described])])
     sizes = sorted({min(_CHUNK_ROWS, chunk), chunk})
-    least = min(_LAUNCHED_ROWS, sizes[0])
     gpu: Any = loaded.backend
-    copies, single, grouped, host_s = [], [], [], 0.0
+    copies, single, grouped = [], [], []
     with contextlib.ExitStack() as undo:
-        copier = FileCopier(gpu.device)
-        undo.callback(copier.close)
         most = max(layer.num_experts for layer in layers)
-        every = CopiedPasses(loaded, copier, num_missing=most, ends=_ends_of(layers))
+        every = CopiedPasses(loaded, num_missing=most, ends=_ends_of(layers))
         undo.callback(every.close)
         resident = gpu.moe(loaded.banks, Phase.PREFILL, None)
         here = [loaded.chunk_passes(num, resident) for num in ends]
-        for index, rows in enumerate(sizes):
-            few = CopiedPasses(
-                loaded, copier, num_missing=_few(layers[0], speed, rows, rate), ends=ends
-            )
-            undo.callback(few.close)
-            timers = [*every.timers(rows), *few.timers(rows), *few.group_timers(rows)]
-            timers += [passes.timer(rows) for passes in here]
-            found = medians(timers, limit_s=left.share(1.0 / (len(sizes) - index)))
+        for rows in sizes:
+            num_few = _few(layers[0], speed, rows, rate)
+            with contextlib.closing(CopiedPasses(loaded, num_missing=num_few, ends=ends)) as few:
+                timers = [*every.timers(rows), *few.timers(rows)]
+                timers += [passes.timer(rows) for passes in here]
+                found = medians(timers, limit_s=(1.0 - _GROUPS_SHARE) * limit_s / len(sizes))
             all_s, num_bytes = _of_layer(found[:2], _ends_of(layers))
             few_s, _ = _of_layer(found[2:4], ends)
-            two_s, _ = _of_layer(found[4:6], ends)
-            (here_s,) = _of_layer(found[6:], ends)
+            (here_s,) = _of_layer(found[4:], ends)
             trunk_s = float(at_rows(speed.trunk, rows, trunk).sum())
             single_s = max(0.0, few_s - here_s)
             gb_s = seconds_of_gb(all_s, num_bytes, trunk_s=trunk_s, single_s=single_s)
             copies.append((float(rows), gb_s))
             single.append((float(rows), single_s))
-            grouped.append((float(rows), max(0.0, two_s - few_s - here_s)))
-            if rows == sizes[0]:
-                host_s = _host_s(few, least, ends, left.share(_HOST_SHARE))
-        part_s = _launching_s(loaded, least)
+        every.close()
+        for index, rows in enumerate(sizes):
+            num_chunks = max(_LEAST_CHUNKS, _GROUP_TOKENS // rows)
+            num_few = _few(layers[0], speed, rows, rate, num_chunks)
+            with contextlib.closing(CopiedPasses(loaded, num_missing=num_few, ends=ends)) as few:
+                timers = few.group_timers(rows, num_chunks)
+                found = medians(timers, limit_s=left.share(1.0 / (len(sizes) - index)))
+            group_s, _ = _of_layer(found, ends)
+            grouped.append((float(rows), group_s / num_chunks))
+        part_s = _launching_s(loaded, min(_LAUNCHED_ROWS, sizes[0]))
     of_copies, of_single, of_grouped = (Curve(tuple(each)) for each in (copies, single, grouped))
-    return OffloadSpeed(name, of_copies, of_single, of_grouped, host_s, part_s)
-
-
-def _host_s(few: CopiedPasses, rows: int, ends: Ends, limit_s: float) -> float:
-    """What a layer of a group's second chunk takes, if the device has little to do."""
-    found = medians([*few.timers(rows), *few.group_timers(rows)], limit_s=limit_s)
-    (one_s, _), (two_s, _) = _of_layer(found[:2], ends), _of_layer(found[2:], ends)
-    return max(0.0, two_s - one_s)
+    return OffloadSpeed(name, of_copies, of_single, of_grouped, part_s)
 
 
 def _launching_s(loaded: LoadedLayers, rows: int) -> float:
@@ -239,10 +234,10 @@ def _ends_of(layers: Sequence[MoeLayer]) -> Ends:
     return num // 2, num
 
 
-def _few(layer: MoeLayer, speed: DeviceSpeed, rows: int, rate: float) -> int:
-    """So many experts of a layer that it does not wait for their copies, but one at least."""
+def _few(layer: MoeLayer, speed: DeviceSpeed, rows: int, rate: float, num_chunks: int = 1) -> int:
+    """So many experts of a layer that chunks do not wait for their copies, but one at least."""
     layer_s = speed.trunk[rows].points[-1][1] + speed.experts[rows].points[-1][1]
-    num = int(_FEW_SHARE * layer_s * rate / layer.expert_bytes)
+    num = int(_FEW_SHARE * num_chunks * layer_s * rate / layer.expert_bytes)
     return max(1, min(num, most_of_part(layer, layer.num_experts - 1)))
 
 

@@ -50,7 +50,6 @@ _KEYS = (
 _DEVICE_CURVES = "experts", "trunk", "head", "attention"
 _ASKED_TIMES = "layer_s", "step_s"
 _OFFLOAD_CURVES = "copies", "single", "grouped"
-_OFFLOAD_TIMES = "host_s", "part_s"
 _RATES = "from_locked", "from_page_cache", "to_host", "kernel_reads"
 
 T = TypeVar("T")
@@ -175,7 +174,7 @@ def box_record(box: Box) -> dict[str, Any]:
         "offload": {
             name: {
                 **{part: getattr(each, part).points for part in _OFFLOAD_CURVES},
-                **{part: getattr(each, part) for part in _OFFLOAD_TIMES},
+                "part_s": each.part_s,
             }
             for name, each in box.offload.items()
         },
@@ -266,10 +265,10 @@ def _asked(name: str, given: object) -> AskedSpeed:
 
 
 def _offload(name: str, given: object) -> OffloadSpeed:
-    found = read.fields(given, "copies in prompts", (*_OFFLOAD_CURVES, *_OFFLOAD_TIMES))
+    found = read.fields(given, "copies in prompts", (*_OFFLOAD_CURVES, "part_s"))
     copies, single, grouped = (_curve(part, found[part]) for part in _OFFLOAD_CURVES)
-    host_s, part_s = (read.number(found[part], part, _LARGEST) for part in _OFFLOAD_TIMES)
-    return OffloadSpeed(name, copies, single, grouped, host_s, part_s)
+    part_s = read.number(found["part_s"], "part_s", _LARGEST)
+    return OffloadSpeed(name, copies, single, grouped, part_s)
 
 
 def _together(given: object) -> Together:

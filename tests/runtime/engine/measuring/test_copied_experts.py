@@ -16,7 +16,6 @@ from dflash_adapters.registry import describe
 from dflash_protocol.errors import DeviceOutOfMemory
 from dflash_runtime.compute.gpu.experts.offload import ExpertOffload
 from dflash_runtime.compute.gpu.experts.offload_room import AHEAD_BYTES
-from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.engine.measuring.copied_experts import (
     CopiedPasses,
@@ -45,23 +44,15 @@ def loaded(tmp_path: Path, gpus: EmulatedGpus) -> Iterator[LoadedLayers]:
         yield made
 
 
-@pytest.fixture
-def copier(loaded: LoadedLayers) -> Iterator[FileCopier]:
-    gpu: Any = loaded.backend
-    opened = FileCopier(gpu.device, num_threads=2)
-    yield opened
-    opened.close()
-
-
 @pytest.mark.parametrize("num_missing", [1, 3, 99])
 def test_each_chunk_copies_the_experts_that_its_layers_lack(
-    loaded: LoadedLayers, copier: FileCopier, num_missing: int
+    loaded: LoadedLayers, num_missing: int
 ) -> None:
     """Whatever earlier ones have copied, and nothing of layers that follow the last one."""
-    passes = CopiedPasses(loaded, copier, num_missing=num_missing, ends=(1, 2))
+    passes = CopiedPasses(loaded, num_missing=num_missing, ends=(1, 2))
     size = loaded.spec.moe.layers[0].expert_bytes
     for _ in range(2):
-        for timers in (passes.timers(ROWS), passes.group_timers(ROWS)):
+        for timers in (passes.timers(ROWS), passes.group_timers(ROWS, 3)):
             for timer, num_layers in zip(timers, (1, 2), strict=True):
                 seconds, num_bytes = timer()
                 assert seconds > 0.0
@@ -91,7 +82,6 @@ def test_what_is_told_of_a_device(loaded: LoadedLayers, gpus: EmulatedGpus) -> N
         assert rows == ROWS
         assert seconds >= 0.0
     assert found.copies.points[0][1] > 0.0
-    assert found.host_s >= 0.0
     assert found.part_s > 0.0
 
 
