@@ -5,8 +5,8 @@
   are asked, while the device computes the local ones (HostRoute). Those of a chunk are launched
   before the choice has come, so that all that the host then does is beside them. Rows of a chunk
   and the sums that return stay on the device unless an owner computes on a CPU; the experts of such
-  an owner may be computed locally, see offload.py: then the choice is not awaited before all
-  chunks of a group have been launched. A captured step is left for that: `run/host_path.py`.
+  an owner may be computed locally, see offload.py: then the choice is awaited after all chunks of
+  a group have been launched, if at all. A captured step is left for that: `run/host_path.py`.
 * Asked by the device, through mailboxes, in captured steps: `run/mailbox_path.py`.
 
 Bits are the same whatever the route.
@@ -15,6 +15,7 @@ Bits are the same whatever the route.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -132,7 +133,8 @@ class HostRoute:
         try:
             if offload is not None and wanted is not None:
                 sums = None if local is None else local.array
-                chunk = OffloadedChunk(routed, pending, wanted, sums)
+                ask = partial(self._ask, pending, wanted, None) if asks_nothing else None
+                chunk = OffloadedChunk(routed, pending, wanted, sums, note=ask)
                 offload.add(layer_id, chunk)
             if not asks_nothing:
                 ticket = self._ask(pending, wanted, hidden)
@@ -144,8 +146,6 @@ class HostRoute:
             yield None
             if offload is not None and chunk is not None:
                 local = Buffer(offload.sums_of(chunk, remote))
-                if asks_nothing:
-                    self._ask(pending, wanted, None)
         except BaseException:
             if offload is not None:
                 offload.abandon()

@@ -8,8 +8,12 @@ A layer's experts are cut into parts, each with a place, which parts of all laye
 All chunks of a group choose before any of these experts are computed; then each part is computed
 for all of them, and its place is free. Meanwhile the next parts are copied, of this layer and then
 of the next one: of that, before its tokens have chosen, what several tokens of the last group chose
-there, or all if this layer's tokens chose nearly all of its own. The parent maps the file anyway,
-for the experts of lost daemons. `RemoteExperts` decides which experts are offloaded.
+there, or all if this layer's tokens chose nearly all of its own.
+
+The host waits for a group's choice, and has fewer experts copied. Where the last group's tokens
+chose nearly all of them, it does not: it launches the products of all, and so stays ahead of the
+device. The parent maps the file anyway, for the experts of lost daemons. `RemoteExperts` decides
+which experts are offloaded.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import numpy.typing as npt
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.spec import MoeLayer
 from dflash_protocol.batch import group_by_expert
-from dflash_protocol.ids import I64Array, Phase
+from dflash_protocol.ids import F64Array, I64Array, Phase
 from dflash_runtime.compute.backend import RemoteExperts
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, Mark
 from dflash_runtime.compute.gpu.experts.offload_room import (
@@ -47,6 +51,13 @@ from dflash_runtime.interrupts import uninterrupted
 _NEARLY_ALL = 0.75
 """If this share of a layer's experts was chosen, all of the next layer's are copied ahead, unless
 it is known what was chosen there before."""
+
+_FORESEEN = 0.9
+"""If by the last group's choice this share of a layer's experts will be chosen `_OFTEN`, all are
+copied and computed without waiting for the choice. Copies of the others are in vain."""
+
+_SELDOM = 1e-3
+"""Tokens that choose an expert which the last group's did not, if it is computed all the same."""
 
 _OFTEN = 2
 """Experts that fewer tokens chose in the last group are not copied ahead. With planted routing as
@@ -130,8 +141,29 @@ class _Layer:
     """Of its parts."""
     parts: tuple[_Part, ...] = ()
     """None until they are needed."""
-    likely: Experts | None = None
-    """Chosen by `_OFTEN` tokens of the last group, whose choice the next one's resembles."""
+    shares: F64Array | None = None
+    """Of the last group's tokens, those that chose each expert: the next one's choice resembles
+    them. Shapes: [E]."""
+    unsettled: Sequence[OffloadedChunk] = ()
+    """Those of a group that was computed before its choice was known."""
+
+    def often(self, wanted: Experts, num_tokens: int) -> Experts | None:
+        """Which of the wanted experts so many tokens will choose `_OFTEN`, by the last group's;
+        all, if these are nearly all. None: it is not known. Shapes: [E]."""
+        if self.shares is None:
+            return None
+        often = wanted & (self.shares * num_tokens > _OFTEN - 0.5)
+        return wanted if often.sum() >= _FORESEEN * wanted.sum() else often
+
+    def settle(self) -> None:
+        """Note what a group's tokens chose; waits for that."""
+        chunks, self.unsettled = self.unsettled, ()
+        if chunks:
+            counts = np.sum([each.counts for each in chunks], axis=0)
+            self.shares = counts / sum(each.num_tokens for each in chunks)
+        for chunk in chunks:
+            if chunk.note is not None:
+                chunk.note()
 
 
 @dataclass(slots=True, eq=False)
@@ -143,8 +175,14 @@ class OffloadedChunk:
     wanted: Experts
     """The experts to compute, of which some may not be chosen."""
     sums: DeviceArray | None = None
-    """Of its other experts, if any; after `sums_of` of these too. Shapes: [T, H] float64."""
+    """Of its other experts, if any; once computed of these too. Shapes: [T, H] float64."""
+    note: Callable[[], None] | None = None
+    """Called when its choice is known."""
     _counts: I64Array | None = field(default=None, init=False)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.routed.choice.ids.shape[0]
 
     @property
     def counts(self) -> I64Array:
@@ -280,13 +318,16 @@ class ExpertOffload:
         if group is not None and any(each is chunk for each in group[1]):
             self._group = None
             self._compute(*group, remote)
-        if chunk.sums is None:  # none of its experts were chosen
-            chunk.sums = self._device.zeros(chunk.routed.x.rows.array.shape, np.float64)
-        return chunk.sums
+        sums, chunk.sums = chunk.sums, None  # it may be kept until its choice is known
+        if sums is None:  # none of its experts were chosen
+            sums = self._device.zeros(chunk.routed.x.rows.array.shape, np.float64)
+        return sums
 
     def abandon(self) -> None:
-        """Forget chunks that are not computed yet: their pass has failed."""
+        """Forget chunks that are not computed yet, or not counted: their pass has failed."""
         self._group = None
+        for known in self._layers.values():
+            known.unsettled = ()
 
     def _compute(
         self, layer_id: int, chunks: Sequence[OffloadedChunk], remote: RemoteExperts
@@ -294,28 +335,25 @@ class ExpertOffload:
         """Each part for all chunks, while the next ones are copied."""
         known = self._layers[layer_id]
         self._file.require_unwritten()
+        self._settle()
         for place in self._places:  # what else was on its way, of a group that was given up
             place.is_due = False
-        counts_of = []
-        for chunk in chunks:
-            counts_of.append(np.where(chunk.wanted, chunk.counts, 0))
-            if not counts_of[1:]:  # others choose nearly the same
-                self._copied_next = deque(self._parts_with(known, counts_of[0] > 0))
-                self._copy()
-        counts = np.sum(counts_of, axis=0)
-        known.likely = counts >= _OFTEN
+        rows_of = self._rows_of(known, chunks)
+        known.unsettled = chunks
+        rows = np.sum(rows_of, axis=0)
         # Those on their way come first: another part, which only a later chunk needs, may be
         # waiting for the place of one.
-        parts = sorted(self._parts_with(known, counts > 0), key=lambda found: not found[0].is_due)
-        wanted = np.any([each.wanted for each in chunks], axis=0)
-        is_nearly_all = (counts > 0).sum() >= _NEARLY_ALL * wanted.sum()
-        num_tokens = max(each.routed.choice.ids.shape[0] for each in chunks)
-        ahead = self._parts_ahead(layer_id, num_tokens, remote, is_nearly_all=is_nearly_all)
-        self._copied_next = deque([*parts, *ahead])
+        parts = sorted(self._parts_with(known, rows > 0), key=lambda found: not found[0].is_due)
+        wanted = _wanted_by(chunks)
+        is_nearly_all = (rows > 0).sum() >= _NEARLY_ALL * wanted.sum()
+        following, ahead = self._ahead(layer_id, chunks, remote, is_nearly_all=is_nearly_all)
+        self._copied_next = deque(parts)
+        if following is not None:
+            self._copied_next.extend(self._parts_with(following, ahead))
         self._copy()
         for part, chosen in parts:
             self._await(part)
-            for chunk, of_chunk in zip(chunks, counts_of, strict=True):
+            for chunk, of_chunk in zip(chunks, rows_of, strict=True):
                 of_experts = of_chunk[chosen]
                 if of_experts.any():
                     chunk.sums = self._ops.chunk_experts.local_sums(
@@ -326,6 +364,8 @@ class ExpertOffload:
                     )
             part.place.read, part.place.is_due = self._device.mark(), False
             self._copy()
+        if following is None:
+            self._settle()
 
     def close(self) -> None:
         """Release everything. Idempotent."""
@@ -344,19 +384,45 @@ class ExpertOffload:
             if some.any():
                 yield part, some
 
-    def _parts_ahead(
-        self, layer_id: int, num_tokens: int, remote: RemoteExperts, *, is_nearly_all: bool
-    ) -> Iterator[tuple[_Part, Experts]]:
-        """Parts of the layer after this one, and what is likely to be chosen there."""
+    def _rows_of(self, known: _Layer, chunks: Sequence[OffloadedChunk]) -> list[F64Array]:
+        """How many tokens of each chunk have chosen an expert, or will by the last group's choice,
+        if all must be computed anyway; 0: it need not be. Shapes: each [E]."""
+        wanted, shares = _wanted_by(chunks), known.shares
+        often = known.often(wanted, sum(each.num_tokens for each in chunks))
+        if often is not None and shares is not None and (often == wanted).all():
+            return [each.wanted * (each.num_tokens * shares + _SELDOM) for each in chunks]
+        rows_of: list[F64Array] = []
+        for chunk in chunks:
+            rows_of.append(np.where(chunk.wanted, chunk.counts, 0.0))
+            if len(rows_of) == 1:  # others choose nearly the same
+                self._copied_next = deque(self._parts_with(known, rows_of[0] > 0))
+                self._copy()
+        return rows_of
+
+    def _ahead(
+        self,
+        layer_id: int,
+        chunks: Sequence[OffloadedChunk],
+        remote: RemoteExperts,
+        *,
+        is_nearly_all: bool,
+    ) -> tuple[_Layer | None, Experts]:
+        """The layer after this one, if it has experts to compute, and those to copy ahead."""
         following = self._following.get(layer_id)
-        wanted = None if following is None else self.wanted(following, num_tokens, remote)
+        most = max(each.num_tokens for each in chunks)
+        wanted = None if following is None else self.wanted(following, most, remote)
         if following is None or wanted is None:
-            return
+            return None, np.zeros(0, np.bool_)
         known = self._layers[following]
-        if known.likely is not None:
-            yield from self._parts_with(known, wanted & known.likely)
-        elif is_nearly_all:
-            yield from self._parts_with(known, wanted)
+        often = known.often(wanted, sum(each.num_tokens for each in chunks))
+        if often is None:
+            often = wanted if is_nearly_all else np.zeros_like(wanted)
+        return known, often
+
+    def _settle(self) -> None:
+        """Note what groups chose that were computed before that was known."""
+        for known in self._layers.values():
+            known.settle()
 
     def _copy(self) -> None:
         """Begin copies, in their order, until the next part's place is due to be computed."""
@@ -477,6 +543,11 @@ class ExpertOffload:
         )
         self._ops.chunk_experts.sums_of_batch(resident, batch)
         self._device.synchronize()
+
+
+def _wanted_by(chunks: Sequence[OffloadedChunk]) -> Experts:
+    """Shapes: result [E]."""
+    return np.asarray(np.any([each.wanted for each in chunks], axis=0))
 
 
 def _parts_of(layer: MoeLayer, missing: Experts) -> list[Experts]:
