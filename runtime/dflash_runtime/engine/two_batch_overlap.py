@@ -12,7 +12,7 @@ a layer after the first, and finds the first's keys, values and recurrent states
 an earlier chunk.
 
 So do the chunks of a *group*, of which there may be more, where a device copies weights of experts
-for them: what the first one has copied for a layer the others find there.
+for them: all have paused in a layer before the first one has its copied experts computed for all.
 """
 
 from __future__ import annotations

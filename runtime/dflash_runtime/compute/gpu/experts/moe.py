@@ -18,8 +18,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
-
 from dflash_protocol.batch import Hidden, HostHidden, Sums
 from dflash_protocol.ids import I32Array, Phase
 from dflash_runtime.compute.backend import RemoteExperts
@@ -158,8 +156,7 @@ class HostRoute:
     def _ask(self, pending: PendingChoice, offloaded: Experts | None, hidden: Hidden | None) -> Any:
         """Ask the owners for what is not `offloaded`, and count what was chosen; a ticket, or None
         if nothing is awaited."""
-        ids, weights = pending.wait()
-        counts = np.bincount(ids.reshape(-1), minlength=self._num_experts)
+        (ids, weights), counts = pending.wait(), pending.counts(self._num_experts)
         layer, remote = self._layer, self._remote
         if layer is not None and not counts[layer.slot_of_expert < 0].any():
             self._count_local(ids)

@@ -178,7 +178,6 @@ class OffloadedChunk:
     """Of its other experts, if any; once computed of these too. Shapes: [T, H] float64."""
     note: Callable[[], None] | None = None
     """Called when its choice is known."""
-    _counts: I64Array | None = field(default=None, init=False)
 
     @property
     def num_tokens(self) -> int:
@@ -186,14 +185,8 @@ class OffloadedChunk:
 
     @property
     def counts(self) -> I64Array:
-        """Of how many tokens each expert was chosen; the choice is waited for. Shapes: [E].
-
-        Raises: DeviceUnavailable.
-        """
-        if self._counts is None:
-            ids, _ = self.pending.wait()
-            self._counts = np.bincount(ids.reshape(-1), minlength=self.wanted.size)
-        return self._counts
+        """See PendingChoice.counts; the choice is waited for. Shapes: [E]."""
+        return self.pending.counts(self.wanted.size)
 
 
 class ExpertOffload:

@@ -15,7 +15,7 @@ from math import prod
 import numpy as np
 
 from dflash_protocol.errors import DeviceUnavailable
-from dflash_protocol.ids import F32Array, F64Array, I32Array
+from dflash_protocol.ids import F32Array, F64Array, I32Array, I64Array
 from dflash_runtime.compute.gpu.device.device import (
     DeviceArray,
     KernelDevice,
@@ -83,11 +83,12 @@ class RowIndices:
 class PendingChoice:
     """What a chunk's tokens chose, on its way to the host."""
 
-    __slots__ = ("__weakref__", "_found", "_place", "_sources")
+    __slots__ = ("__weakref__", "_counts", "_found", "_place", "_sources")
 
     def __init__(self, place: _ChoicePlace, sources: tuple[DeviceArray, DeviceArray]) -> None:
         self._place, self._sources = place, sources
         self._found: tuple[I32Array, F32Array] | None = None
+        self._counts: I64Array | None = None
         place.user = weakref.ref(self)
 
     def wait(self) -> tuple[I32Array, F32Array]:
@@ -103,6 +104,16 @@ class PendingChoice:
             )
             self._found, place.user = (ids, weights), None
         return self._found
+
+    def counts(self, num_experts: int) -> I64Array:
+        """Of how many tokens each of the layer's experts was chosen. Shapes: [E].
+
+        Raises: DeviceUnavailable.
+        """
+        if self._counts is None:
+            ids, _ = self.wait()
+            self._counts = np.bincount(ids.reshape(-1), minlength=num_experts)
+        return self._counts
 
 
 @dataclass(slots=True, eq=False)
