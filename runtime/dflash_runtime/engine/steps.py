@@ -80,8 +80,7 @@ class Steps:
         self._model, self._cache = model, cache
         self._backend, self._runtime, self._local_banks = backend, runtime, local_banks
         self._experts: dict[tuple[Phase, bool], Any] = {}
-        """The model's routed experts, by phase, whether they may be offloaded, and whether other
-        chunks of a group follow in each layer."""
+        """The model's routed experts, by phase and whether they may be offloaded."""
         self._guard = RunGuard(file)
         self._captured = backend.captured_step(
             model,

@@ -102,10 +102,10 @@ class OffloadSpeed:
     """Seconds that a layer takes more than one whose experts are there, beside its copies, in a
     chunk that is computed alone: the host learns what was chosen, and launches products."""
     grouped: Curve
-    """Seconds of a layer of each chunk of a group, its trunk included, if copies take less: often
-    what the host needs to launch it. The copies come as one part."""
+    """Seconds of a layer of each chunk of a group beyond its trunk, if copies take less: often what
+    the host needs to launch it. The copies come as one part."""
     part_s: float = 0.0
-    """And what the host needs for each part beyond that."""
+    """For each further part of a chunk, what the host needs to launch its products."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -327,7 +327,7 @@ class CostModel:
         passed_s = np.sum([side.chunk_s(rows, rows * here, sizes) for rows in chunks], axis=0)
         if rest:
             more_parts = np.maximum(parts_of_missing(sizes, missing) - 1.0, 0.0)
-            grouped_s = sum(map(copies.grouped_s, chunks)) - trunk_s
+            grouped_s = sum(map(copies.grouped_s, chunks))
             more_s = len(chunks) * more_parts * copies.part_s
             passed_s = np.maximum(passed_s, is_missing * (grouped_s + more_s))
         else:

@@ -26,7 +26,7 @@ from dflash_runtime.engine.absent_owners import AbsentOwners
 from dflash_runtime.engine.measuring.layers import trunk_bytes
 from dflash_runtime.engine.measuring.loaded_layers import LoadedLayers
 from dflash_runtime.engine.measuring.passes import Passes
-from dflash_runtime.engine.measuring.timing import TimeLeft, Timer, medians
+from dflash_runtime.engine.measuring.timing import Timer, medians
 from dflash_runtime.placement.box import Curve, DeviceSpeed, OffloadSpeed
 from dflash_runtime.placement.speeds import at_rows
 
@@ -36,6 +36,8 @@ _LAUNCHED_ROWS = 64
 _LAUNCHES = 16
 _GROUPS_SHARE = 0.3
 """Of the time, for groups."""
+_GROUPED_ROWS = 64, 512, 2048
+"""Of chunks that are timed in groups: the largest have half of an engine's group."""
 _GROUP_TOKENS, _LEAST_CHUNKS = 2048, 2
 """Of a group that is timed, at least: the first chunk's launches are beside nothing."""
 _PASS_BYTES = 1 << 30
@@ -119,17 +121,22 @@ class CopiedPasses:
         self._passes = tuple(passes(num) for num in ends)
 
     def timers(self, rows: int) -> list[Timer]:
-        """Seconds of a chunk that finds nothing copied, and the bytes that it copies."""
-        return [partial(self._timed, partial(each.seconds, rows)) for each in self._passes]
+        """Seconds of a chunk that finds nothing copied, and the bytes that it copies. The host
+        waits for its choice, as for those of short prompts."""
+        return [
+            partial(self._timed, partial(each.seconds, rows), choices=True) for each in self._passes
+        ]
 
     def group_timers(self, rows: int, num_chunks: int) -> list[Timer]:
-        """The same of chunks that use the same copies."""
+        """The same of chunks that use the same copies, and choose as those before did."""
         return [
             partial(self._timed, partial(each.group_s, rows, num_chunks)) for each in self._passes
         ]
 
-    def _timed(self, seconds_of: Callable[[], float]) -> tuple[float, ...]:
-        self._offload.forget()
+    def _timed(
+        self, seconds_of: Callable[[], float], *, choices: bool = False
+    ) -> tuple[float, ...]:
+        self._offload.forget(choices=choices)
         before = self._copier.num_bytes
         seconds = seconds_of()
         return seconds, float(self._copier.num_bytes - before)
@@ -149,7 +156,7 @@ def measure_offload(
     Raises: as CopiedPasses.
     """
     kind, chunk = loaded.sampled.kinds[0], loaded.backend.chunking.preferred
-    num_all, left = len(kind.layer_ids), TimeLeft(limit_s)
+    num_all = len(kind.layer_ids)
     ends = loaded.sampled.num_first, num_all
     layers = [each for each in loaded.spec.moe.layers if each.layer_id < num_all]
     described = loaded.sampled.description.layers[:num_all]
@@ -178,14 +185,15 @@ def measure_offload(
             copies.append((float(rows), gb_s))
             single.append((float(rows), single_s))
         every.close()
-        for index, rows in enumerate(sizes):
-            num_chunks = max(_LEAST_CHUNKS, _GROUP_TOKENS // rows)
-            num_few = _few(layers[0], speed, rows, rate, num_chunks)
+        for rows in sorted({min(each, chunk) for each in _GROUPED_ROWS}):
+            num_chunks = max(_LEAST_CHUNKS, _GROUP_TOKENS // max(rows, sizes[0]))
+            num_few = _few(layers[0], speed, sizes[0], rate, num_chunks)
             with contextlib.closing(CopiedPasses(loaded, num_missing=num_few, ends=ends)) as few:
                 timers = few.group_timers(rows, num_chunks)
-                found = medians(timers, limit_s=left.share(1.0 / (len(sizes) - index)))
+                found = medians(timers, limit_s=_GROUPS_SHARE * limit_s / len(_GROUPED_ROWS))
             group_s, _ = _of_layer(found, ends)
-            grouped.append((float(rows), group_s / num_chunks))
+            trunk_s = float(at_rows(speed.trunk, rows, trunk).sum())
+            grouped.append((float(rows), max(0.0, group_s / num_chunks - trunk_s)))
         part_s = _launching_s(loaded, min(_LAUNCHED_ROWS, sizes[0]))
     of_copies, of_single, of_grouped = (Curve(tuple(each)) for each in (copies, single, grouped))
     return OffloadSpeed(name, of_copies, of_single, of_grouped, part_s)

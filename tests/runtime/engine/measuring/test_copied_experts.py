@@ -77,6 +77,7 @@ def test_what_is_told_of_a_device(loaded: LoadedLayers, gpus: EmulatedGpus) -> N
     assert held[0] == held[1]
     assert found is not None
     assert found.device == "cuda:0"
+    # Chunks have 20 rows at most here.
     for curve in (found.copies, found.single, found.grouped):
         ((rows, seconds),) = curve.points
         assert rows == ROWS

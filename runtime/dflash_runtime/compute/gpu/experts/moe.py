@@ -119,9 +119,7 @@ class HostRoute:
         ops.steps.choose_now(routed.choice)
         pending = ops.payload.choices.begin(routed.choice.ids, routed.choice.weights)
         wanted = None if offload is None else offload.wanted(layer_id, num_tokens, remote)
-        asks_nothing = (
-            offload is not None and wanted is not None and offload.is_all(layer_id, wanted)
-        )
+        asks_nothing = offload is not None and offload.is_all(layer_id, wanted)
         hidden = local = ticket = chunk = None
         if not asks_nothing:
             # A copy, which may be sent while the device goes on with other rows.
@@ -131,8 +129,8 @@ class HostRoute:
         try:
             if offload is not None and wanted is not None:
                 sums = None if local is None else local.array
-                ask = partial(self._ask, pending, wanted, None) if asks_nothing else None
-                chunk = OffloadedChunk(routed, pending, wanted, sums, note=ask)
+                count = partial(self._ask, pending, wanted, None) if asks_nothing else None
+                chunk = OffloadedChunk(routed, pending, wanted, sums, note=count)
                 offload.add(layer_id, chunk)
             if not asks_nothing:
                 ticket = self._ask(pending, wanted, hidden)

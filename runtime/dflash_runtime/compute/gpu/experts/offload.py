@@ -5,10 +5,11 @@
     file ──threads──► locked memory ──copies──► place 0 │ place 1 │ place 2 ──(repacked)──► products
 
 A layer's experts are cut into parts, each with a place, which parts of all layers take in turns.
-All chunks of a group choose before any of these experts are computed; then each part is computed
-for all of them, and its place is free. Meanwhile the next parts are copied, of this layer and then
-of the next one: of that, before its tokens have chosen, what several tokens of the last group chose
-there, or all if this layer's tokens chose nearly all of its own.
+All chunks of a group choose before any of these experts are computed. Then each part is computed
+for all of them, and its place is free. Meanwhile the next parts are copied: those of this layer,
+then those of the next one, whose tokens have not chosen yet. Of these, what several tokens of the
+last group chose there is copied; if that is not known, all, if this layer's tokens chose nearly all
+of its own.
 
 The host waits for a group's choice, and has fewer experts copied. Where the last group's tokens
 chose nearly all of them, it does not: it launches the products of all, and so stays ahead of the
@@ -57,7 +58,7 @@ _FORESEEN = 0.9
 copied and computed without waiting for the choice. Copies of the others are in vain."""
 
 _SELDOM = 1e-3
-"""Tokens that choose an expert which the last group's did not, if it is computed all the same."""
+"""Rows assumed for an expert that the last group did not choose, but that is computed anyway."""
 
 _OFTEN = 2
 """Experts that fewer tokens chose in the last group are not copied ahead. With planted routing as
@@ -144,26 +145,37 @@ class _Layer:
     shares: F64Array | None = None
     """Of the last group's tokens, those that chose each expert: the next one's choice resembles
     them. Shapes: [E]."""
-    unsettled: Sequence[OffloadedChunk] = ()
-    """Those of a group that was computed before its choice was known."""
+    unsettled: Sequence[_Unsettled] = ()
+    """Of chunks of a group that was computed, what they chose."""
 
     def often(self, wanted: Experts, num_tokens: int) -> Experts | None:
-        """Which of the wanted experts so many tokens will choose `_OFTEN`, by the last group's;
-        all, if these are nearly all. None: it is not known. Shapes: [E]."""
-        if self.shares is None:
-            return None
-        often = wanted & (self.shares * num_tokens > _OFTEN - 0.5)
-        return wanted if often.sum() >= _FORESEEN * wanted.sum() else often
+        """Which of the wanted experts so many tokens will choose `_OFTEN`, by the last group's
+        choice. None: it is not known. Shapes: [E]."""
+        return None if self.shares is None else wanted & (self.shares * num_tokens > _OFTEN - 0.5)
+
+    def foresees_all(self, wanted: Experts, num_tokens: int) -> bool:
+        """Whether these are nearly all of the wanted experts. Shapes: wanted [E]."""
+        often = self.often(wanted, num_tokens)
+        return often is not None and bool(often.sum() >= _FORESEEN * wanted.sum())
 
     def settle(self) -> None:
         """Note what a group's tokens chose; waits for that."""
-        chunks, self.unsettled = self.unsettled, ()
-        if chunks:
-            counts = np.sum([each.counts for each in chunks], axis=0)
-            self.shares = counts / sum(each.num_tokens for each in chunks)
-        for chunk in chunks:
-            if chunk.note is not None:
-                chunk.note()
+        unsettled, self.unsettled = self.unsettled, ()
+        if unsettled:
+            counts = [each.pending.counts(self.missing.size) for each in unsettled]
+            self.shares = np.sum(counts, axis=0) / sum(each.num_tokens for each in unsettled)
+        for each in unsettled:
+            if each.note is not None:
+                each.note()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Unsettled:
+    """What a chunk chose, which may be on its way. Its rows need not be kept for that."""
+
+    pending: PendingChoice
+    num_tokens: int
+    note: Callable[[], None] | None
 
 
 @dataclass(slots=True, eq=False)
@@ -178,6 +190,7 @@ class OffloadedChunk:
     """Of its other experts, if any; once computed of these too. Shapes: [T, H] float64."""
     note: Callable[[], None] | None = None
     """Called when its choice is known."""
+    is_computed: bool = field(default=False, init=False)
 
     @property
     def num_tokens(self) -> int:
@@ -255,10 +268,13 @@ class ExpertOffload:
                 self._try_out(parts[0])
         self.forget()
 
-    def forget(self) -> None:
-        """Drop what was copied; no chunk is computed."""
+    def forget(self, *, choices: bool = False) -> None:
+        """Drop what was copied, and with `choices` what is known of the last group's; no chunk is
+        computed."""
         for place in self._places:
             place.clear()
+        for known in self._layers.values() if choices else ():
+            known.shares = None
 
     def follow(self, missing_of: Mapping[int, Experts]) -> None:
         """Others of these layers' experts are remote now, as many as before; no chunk is computed.
@@ -290,9 +306,9 @@ class ExpertOffload:
             return None
         return experts & known.missing
 
-    def is_all(self, layer_id: int, wanted: Experts) -> bool:
-        """Whether these are all remote experts of a layer. Shapes: wanted [E]."""
-        return bool((wanted == self._layers[layer_id].missing).all())
+    def is_all(self, layer_id: int, wanted: Experts | None) -> bool:
+        """Whether these are all remote experts of a layer; None: none. Shapes: wanted [E]."""
+        return wanted is not None and bool((wanted == self._layers[layer_id].missing).all())
 
     def add(self, layer_id: int, chunk: OffloadedChunk) -> None:
         """Add a chunk to the layer's group. Nothing is waited for."""
@@ -311,7 +327,9 @@ class ExpertOffload:
         if group is not None and any(each is chunk for each in group[1]):
             self._group = None
             self._compute(*group, remote)
-        sums, chunk.sums = chunk.sums, None  # it may be kept until its choice is known
+        if not chunk.is_computed:
+            raise RuntimeError("a chunk of a group that was given up")
+        sums = chunk.sums
         if sums is None:  # none of its experts were chosen
             sums = self._device.zeros(chunk.routed.x.rows.array.shape, np.float64)
         return sums
@@ -332,7 +350,7 @@ class ExpertOffload:
         for place in self._places:  # what else was on its way, of a group that was given up
             place.is_due = False
         rows_of = self._rows_of(known, chunks)
-        known.unsettled = chunks
+        known.unsettled = [_Unsettled(each.pending, each.num_tokens, each.note) for each in chunks]
         rows = np.sum(rows_of, axis=0)
         # Those on their way come first: another part, which only a later chunk needs, may be
         # waiting for the place of one.
@@ -357,6 +375,8 @@ class ExpertOffload:
                     )
             part.place.read, part.place.is_due = self._device.mark(), False
             self._copy()
+        for chunk in chunks:
+            chunk.is_computed = True
         if following is None:
             self._settle()
 
@@ -380,9 +400,8 @@ class ExpertOffload:
     def _rows_of(self, known: _Layer, chunks: Sequence[OffloadedChunk]) -> list[F64Array]:
         """How many tokens of each chunk have chosen an expert, or will by the last group's choice,
         if all must be computed anyway; 0: it need not be. Shapes: each [E]."""
-        wanted, shares = _wanted_by(chunks), known.shares
-        often = known.often(wanted, sum(each.num_tokens for each in chunks))
-        if often is not None and shares is not None and (often == wanted).all():
+        num_tokens, shares = sum(each.num_tokens for each in chunks), known.shares
+        if shares is not None and known.foresees_all(_wanted_by(chunks), num_tokens):
             return [each.wanted * (each.num_tokens * shares + _SELDOM) for each in chunks]
         rows_of: list[F64Array] = []
         for chunk in chunks:
@@ -406,11 +425,11 @@ class ExpertOffload:
         wanted = None if following is None else self.wanted(following, most, remote)
         if following is None or wanted is None:
             return None, np.zeros(0, np.bool_)
-        known = self._layers[following]
-        often = known.often(wanted, sum(each.num_tokens for each in chunks))
-        if often is None:
-            often = wanted if is_nearly_all else np.zeros_like(wanted)
-        return known, often
+        known, num_tokens = self._layers[following], sum(each.num_tokens for each in chunks)
+        often = known.often(wanted, num_tokens)
+        if known.foresees_all(wanted, num_tokens) or (often is None and is_nearly_all):
+            often = wanted
+        return known, np.zeros_like(wanted) if often is None else often
 
     def _settle(self) -> None:
         """Note what groups chose that were computed before that was known."""

@@ -131,7 +131,7 @@ class _ChoicePlace:
 
 class HostChoices:
     """Brings what tokens of chunks chose to the host; waits for nothing that is launched meanwhile.
-    As many may be on their way as are referred to.
+    A place is used again when its PendingChoice was awaited or dropped.
 
     Owns: mapped memory, until `close`.
     """
@@ -160,8 +160,9 @@ class HostChoices:
         for place in self._places:
             if place.is_free:
                 if place.block.host[0].size < size:
+                    larger = self._mapped(size)
                     self._unmap(place)
-                    place.block = self._mapped(size)
+                    place.block = larger
                 return place
         stream = self._device.side_stream(f"choice {len(self._places)}")
         self._places.append(_ChoicePlace(self._mapped(size), stream))
