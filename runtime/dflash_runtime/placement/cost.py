@@ -20,6 +20,7 @@ from dflash_runtime.compute.gpu.experts.offload_room import (
     AHEAD_BYTES,
     parts_of_missing,
 )
+from dflash_runtime.compute.host import GROUP_TOKENS
 from dflash_runtime.placement.box import Curve
 from dflash_runtime.placement.expectation import (
     checked_shares,
@@ -46,6 +47,14 @@ PROMPTS = (512, 4096)
 
 _DEEPEST_QUEUE = 32
 """Reads of the disk that are pending while a prompt is computed."""
+_MISSED_BY_ARENA = 0.7
+"""Of what would be missed if the hottest experts stayed, what is missed if those in memory follow
+the text (expert_arena): 0.55 to 1.0 with a quarter to three quarters of the experts of 24 layers
+like Qwen3-30B-A3B, planted `qwen3` routing, heat of 1,500 tokens of other text."""
+_READ_BESIDE, _COMPUTED_BESIDE = 0.6, 0.7
+"""Of a step's reads, the part that is beside computing, and of computing the part that can be
+beside reads: there, two cores and a disk of 1 GB/s, 15 ms remained of 39 of reads, with 33 of
+computing, and 3 of 8."""
 _IN_VAIN = 0.3
 """Of a layer's experts that a chunk does not choose, those that are copied ahead of its choice, as
 the chunk before chose them: 0.29 to 0.32 in `bench.planted_routing` like Qwen3-30B-A3B, chunks of
@@ -163,13 +172,14 @@ class CostModel:
         prompts = {}
         for length, (asked, copied) in prompts_of.items():
             experts_s = float(np.where(offloaded, copied, asked).sum())
-            trunk_s = self.trunk.prompt_s(length, self.chunk)
-            prompts[length] = trunk_s + experts_s + self._disk_prompt_s(on_disk, length)
+            computing_s = self.trunk.prompt_s(length, self.chunk) + experts_s
+            prompts[length] = computing_s + self._disk_prompt_s(on_disk, length, computing_s)
         position = own + self.request.written / 2
         step_s = self.trunk.step_s(position) + float(
             self.step_layers_s(owners, with_slots=True).sum()
         )
-        step_s += self._asked_step_s(owners) + self._disk_step_s(on_disk)
+        step_s += self._asked_step_s(owners)
+        step_s += self._disk_step_s(on_disk, step_s)
         here = np.where(owners == LOCAL, arrays.decode, 0.0).sum() / arrays.decode.sum()
         disk_bytes = (on_disk * arrays.file_bytes[:, None]).sum()
         request_s = prompts[own] + self.request.written * step_s
@@ -367,23 +377,46 @@ class CostModel:
         asked = [self.sides[index].asked for index in np.unique(owners[self.arrays.exists])]
         return float(sum(each.step_s for each in asked if each is not None))
 
-    def _disk_step_s(self, on_disk: BoolArray) -> float:
-        """Seconds that a step waits for the disk."""
+    def _disk_step_s(self, on_disk: BoolArray, computing_s: float) -> float:
+        """Seconds that a step waits for the disk. An arena's reads are beside computing, as many
+        as the disk takes at once; a layer with a page fault computes nothing meanwhile."""
         if self.disk is None or not on_disk.any():
             return 0.0
         misses = np.where(on_disk, self.arrays.decode, 0.0).sum(axis=1)
-        rates = np.array([self.disk.at(max(1.0, each)) for each in misses])
-        return float((misses * self.arrays.file_bytes / np.maximum(rates, 1.0)).sum())
+        num_bytes = misses * self.arrays.file_bytes
+        if not self._has_arena:
+            rates = np.array([self.disk.at(max(1.0, each)) for each in misses])
+            return float((num_bytes / np.maximum(rates, 1.0)).sum())
+        read_s = _MISSED_BY_ARENA * float(num_bytes.sum()) / self._arena_rate
+        return read_s - min(_READ_BESIDE * read_s, _COMPUTED_BESIDE * computing_s)
 
-    def _disk_prompt_s(self, on_disk: BoolArray, num_tokens: int) -> float:
+    def _disk_prompt_s(self, on_disk: BoolArray, num_tokens: int, computing_s: float) -> float:
+        """The same of a prompt. An arena reads a layer's experts while those of the one before are
+        computed, once for a group of chunks."""
         if self.disk is None or not on_disk.any():
             return 0.0
         missing = np.where(on_disk, self.arrays.prefill, 0.0)
+        together = max(self.chunk, GROUP_TOKENS) if self._has_arena else self.chunk
         num_bytes = sum(
             times * (chosen_by_prompt(missing, rows) * self.arrays.file_bytes[:, None]).sum()
-            for rows, times in chunk_sizes(num_tokens, self.chunk)
+            for rows, times in chunk_sizes(num_tokens, together)
         )
-        return float(num_bytes) / max(1.0, self.disk.at(_DEEPEST_QUEUE))
+        if not self._has_arena:
+            return float(num_bytes) / max(1.0, self.disk.at(_DEEPEST_QUEUE))
+        read_s = float(num_bytes) / self._arena_rate
+        return max(0.0, read_s - computing_s) + read_s / len(missing)
+
+    @property
+    def _has_arena(self) -> bool:
+        """Whether experts that find no room in memory are read as a whole; else pages of the mapped
+        file are: beside daemons, and in this price beside a GPU, where no arena was measured."""
+        return len(self.sides) == 1 and self.sides[LOCAL].is_cpu
+
+    @property
+    def _arena_rate(self) -> float:
+        """Bytes a second, at the depth that is best."""
+        assert self.disk is not None
+        return max(1.0, *(rate for _, rate in self.disk.points))
 
 
 def _offloaded(own: tuple[F64Array, F64Array], long: tuple[F64Array, F64Array]) -> BoolArray:

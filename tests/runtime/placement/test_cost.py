@@ -246,6 +246,28 @@ def test_what_runs_together_is_slower() -> None:
     assert both.local_factor == 3.0
 
 
+def test_an_arena_reads_beside_computing() -> None:
+    """Of the parent's processor: at the best depth, less of what follows the text; a prompt's
+    experts once for a group of chunks, but for the first layer's while others are computed."""
+    disk, owners = Curve(((1.0, 1e9), (8.0, 4e9), (32.0, 2e9))), rows(HERE, HERE, HERE, HERE)
+    model = replace(model_of(at()), disk=disk)
+    model = replace(model, sides=(replace(model.sides[0], is_cpu=True),))
+    size, computed = SPEC.moe.layers[0].expert_bytes, model.price(owners)
+    price = replace(model, ram_bytes=6.0 * size).price(owners)
+    assert price.disk_bytes == 2 * size
+    read_s = 0.7 * 2 * 0.5 * size / 4e9
+    beside_s = min(0.6 * read_s, 0.7 * computed.step_s)
+    assert price.step_s == pytest.approx(computed.step_s + read_s - beside_s)
+    for length in (512, 4096):
+        whole_s = computed.prompt_s[length]
+        chosen = chosen_by_prompt(model.arrays.prefill, length)[1, 2:].sum()
+        read_s = chosen * size / 4e9
+        expected_s = max(whole_s, read_s) + read_s / 2
+        assert price.prompt_s[length] == pytest.approx(expected_s)
+    slow = replace(model, ram_bytes=6.0 * size, disk=Curve(((1.0, 1e5),))).price(owners)
+    assert slow.prompt_s[4096] > 1.0 > computed.prompt_s[4096]
+
+
 def test_experts_without_room_in_memory_are_read_from_the_disk() -> None:
     model = replace(model_of(at()), disk=Curve(((1.0, 1e9),)))
     owners = rows(HERE, HERE, HOST, HOST)
