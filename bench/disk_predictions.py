@@ -22,6 +22,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from bench.gpu_turns import Texts
 from bench.gpu_ways import written_s
 from bench.options import add_save_option, bench_parser
 from bench.planted_routing import Walk
@@ -32,35 +33,27 @@ from dflash_protocol.settings import Settings, load_settings
 from dflash_runtime import Engine
 from dflash_runtime.engine.deciding import plan_of_file
 
-BEFORE, WRITTEN, LEARNT = 448, 96, 60
+WRITTEN, LEARNT, LEARNT_PROMPT = 96, 60, 700
 PROMPTS = (512, 4096)
 COLUMNS = ["memory, work", "predicted tokens/s", "measured", "error"]
 
 
-def learn(settings: Settings, walk: Walk) -> None:
+def learn(settings: Settings, texts: Texts) -> None:
     """Read and write other texts than are measured."""
     with Engine.open(settings=settings) as engine:
-        for number in (8, 10):
-            written_s(engine, stretch(walk, number, 700), LEARNT)
+        for text in texts.learnt:
+            written_s(engine, text[:LEARNT_PROMPT], LEARNT)
 
 
-def stretch(walk: Walk, number: int, length: int) -> list[int]:
-    """The text of a number, which overlaps no other's."""
-    return list(walk.stretch(len(walk.token_ids) // 50 * number, length))
-
-
-def measure(settings: Settings, walk: Walk, samples: int) -> dict[str, Any]:
+def measure(settings: Settings, texts: Texts) -> dict[str, Any]:
     """The forecast, and the seconds of a token and of prompts."""
     forecast = asdict(plan_of_file(settings, on_progress=lambda *_: None).forecast)
-    found: dict[str, Any] = {"forecast": forecast, "decode": []}
+    found: dict[str, Any] = {"forecast": forecast}
     with Engine.open(settings=settings) as engine:
-        read_s(engine, stretch(walk, 15, PROMPTS[0]))
-        for length in PROMPTS:
-            texts = [stretch(walk, 17 + 2 * number, length) for number in range(samples)]
-            found[f"prompt_{length}"] = [read_s(engine, text) for text in texts]
-        for number in range(samples):
-            _, seconds = written_s(engine, stretch(walk, number, BEFORE), WRITTEN)
-            found["decode"].append(seconds)
+        read_s(engine, texts.learnt[0][:LEARNT_PROMPT])
+        for length, prompts in texts.prompts.items():
+            found[f"prompt_{length}"] = [read_s(engine, prompt) for prompt in prompts]
+        found["decode"] = [written_s(engine, prompt, WRITTEN)[1] for prompt in texts.decode]
     return found
 
 
@@ -90,17 +83,18 @@ def main() -> None:
     add_save_option(parser)
     options = parser.parse_args()
     walk, rows = Walk.of_file(options.model), list[list[str]]()
+    texts = Texts.of(walk, lengths=PROMPTS, samples=options.samples, request=None)
     record = head("Predictions for a model that is larger than memory")
     settings = replace(load_settings(), model=str(options.model), device=CPU, context=8192)
     with tempfile.TemporaryDirectory(prefix="predictions-") as folder:
         learnt = Path(folder) / "learnt.heat"
         most = max(options.host_memory_mb)
-        learn(replace(settings, heat=str(learnt), host_memory_mb=most), walk)
+        learn(replace(settings, heat=str(learnt), host_memory_mb=most), texts)
         for megabytes in options.host_memory_mb:
             used = Path(folder) / f"{megabytes}.heat"
             shutil.copy(learnt, used)
             within = replace(settings, heat=str(used), host_memory_mb=megabytes)
-            record[str(megabytes)] = measure(within, walk, options.samples)
+            record[str(megabytes)] = measure(within, texts)
             rows += rows_of(megabytes, record[str(megabytes)])
             print(table(COLUMNS, rows), flush=True)
     finish("disk-predictions", record, table(COLUMNS, rows), options.save)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from bench.disk_predictions import learn, measure, rows_of
+from bench.gpu_turns import Texts
 from bench.planted_routing import Walk
 
 from dflash_protocol.device import CPU
+from dflash_runtime import Engine
 from dflash_runtime.placement.plan import Forecast
 from support.emulated_gpu import TINY
 from support.random_gguf import write_model
@@ -23,15 +27,16 @@ def test_a_row_for_each_kind_of_work(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         "bench.disk_predictions.plan_of_file", lambda *_, **__: SimpleNamespace(forecast=FORECAST)
     )
-    for name, value in (("BEFORE", 6), ("WRITTEN", 5), ("LEARNT", 3)):
+    for name, value in (("WRITTEN", 5), ("LEARNT", 3)):
         monkeypatch.setattr(f"bench.disk_predictions.{name}", value)
-    texts: list[int] = []
+    read: list[tuple[int, ...]] = []
+    generate = Engine.generate
 
-    def stretch(walk: Walk, number: int, length: int) -> list[int]:
-        texts.append(number)
-        return list(walk.stretch(10 * number, min(length, 40)))
+    def noted(engine: Engine, prompt: Sequence[int], *what: Any, **how: Any) -> Any:
+        read.append(tuple(prompt))
+        return generate(engine, prompt, *what, **how)
 
-    monkeypatch.setattr("bench.disk_predictions.stretch", stretch)
+    monkeypatch.setattr(Engine, "generate", noted)
     path = write_model(
         tmp_path / "m.gguf", replace(TINY, vocab_size=800), seed=4, tensor_type="Q8_0"
     )
@@ -40,12 +45,19 @@ def test_a_row_for_each_kind_of_work(tmp_path: Path, monkeypatch: pytest.MonkeyP
         settings_with(), model=str(path), device=CPU, context=96, heat=str(heat), host_memory_mb=500
     )
     walk = Walk.of(800, 4)
-    learn(settings, walk)
+    prompts = {
+        length: [walk.stretch(at, size) for at in (100, 200)]
+        for length, size in ((512, 20), (4096, 40))
+    }
+    decode = [walk.stretch(at, 6) for at in (300, 400)]
+    texts = Texts([walk.stretch(0, 30), walk.stretch(50, 30)], decode, (), prompts)
+    learn(settings, texts)
     assert heat.exists()
-    learnt = set(texts)
-    texts.clear()
-    found = measure(settings, walk, samples=2)
-    assert not learnt & set(texts)
+    learnt = set(read)
+    read.clear()
+    found = measure(settings, texts)
+    assert not learnt & set(read[1:])  # the first one is not counted
+    assert len(read) == 1 + 2 + 2 + 2
     assert [len(found[each]) for each in ("prompt_512", "prompt_4096", "decode")] == [2, 2, 2]
     found["decode"] = [0.02, 0.02]
     rows = rows_of(500, found)

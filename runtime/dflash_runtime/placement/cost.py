@@ -50,7 +50,8 @@ _DEEPEST_QUEUE = 32
 _MISSED_BY_ARENA = 0.7
 """Of what would be missed if the hottest experts stayed, what is missed if those in memory follow
 the text (expert_arena): 0.55 to 1.0 with a quarter to three quarters of the experts of 24 layers
-like Qwen3-30B-A3B, planted `qwen3` routing, heat of 1,500 tokens of other text."""
+like Qwen3-30B-A3B, planted `qwen3` routing, heat of 1,500 tokens of other text (a script that was
+not kept; `bench.disk_predictions` shows what comes of it)."""
 _READ_BESIDE, _COMPUTED_BESIDE = 0.6, 0.7
 """Of a step's reads, the part that is beside computing, and of computing the part that can be
 beside reads: there, two cores and a disk of 1 GB/s, 15 ms remained of 39 of reads, with 33 of

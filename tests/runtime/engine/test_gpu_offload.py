@@ -130,8 +130,8 @@ def test_experts_that_are_here_are_launched_before_the_choice_has_come(
     launched: list[int] = []
     begin, wait = HostChoices.begin, PendingChoice.wait
 
-    def begun(choices: HostChoices, *arrays: Any) -> PendingChoice:
-        pending = begin(choices, *arrays)
+    def begun(choices: HostChoices, *arrays: Any, **sizes: Any) -> PendingChoice:
+        pending = begin(choices, *arrays, **sizes)
         launched.append(-device.num_launches)
         return pending
 

@@ -117,7 +117,9 @@ class HostRoute:
         layer_id, num_tokens = self._layer_id, routed.choice.ids.shape[0]
         remote.poll()  # the device is busy until experts are chosen
         ops.steps.choose_now(routed.choice)
-        pending = ops.payload.choices.begin(routed.choice.ids, routed.choice.weights)
+        pending = ops.payload.choices.begin(
+            routed.choice.ids, routed.choice.weights, num_experts=self._num_experts
+        )
         wanted = None if offload is None else offload.wanted(layer_id, num_tokens, remote)
         asks_nothing = offload is not None and offload.is_all(layer_id, wanted)
         hidden = local = ticket = chunk = None
@@ -154,7 +156,7 @@ class HostRoute:
     def _ask(self, pending: PendingChoice, offloaded: Experts | None, hidden: Hidden | None) -> Any:
         """Ask the owners for what is not `offloaded`, and count what was chosen; a ticket, or None
         if nothing is awaited."""
-        (ids, weights), counts = pending.wait(), pending.counts(self._num_experts)
+        (ids, weights), counts = pending.wait(), pending.counts()
         layer, remote = self._layer, self._remote
         if layer is not None and not counts[layer.slot_of_expert < 0].any():
             self._count_local(ids)

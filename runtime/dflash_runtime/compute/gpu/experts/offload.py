@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, pairwise
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +31,7 @@ import numpy.typing as npt
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.spec import MoeLayer
 from dflash_protocol.batch import group_by_expert
-from dflash_protocol.ids import F64Array, I64Array, Phase
+from dflash_protocol.ids import F64Array, Phase
 from dflash_runtime.compute.backend import RemoteExperts
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, Mark
 from dflash_runtime.compute.gpu.experts.offload_room import (
@@ -67,6 +68,8 @@ that of Qwen3-30B-A3B, chunks of 512 tokens and the 40 coldest of 128 experts, 1
 
 Experts = npt.NDArray[np.bool_]
 """A mask of a layer's experts. Shapes: [E]."""
+
+_Unsettled: TypeAlias = tuple[PendingChoice, Callable[[], None] | None]
 
 
 @dataclass(slots=True, eq=False)
@@ -146,7 +149,7 @@ class _Layer:
     """Of the last group's tokens, those that chose each expert: the next one's choice resembles
     them. Shapes: [E]."""
     unsettled: Sequence[_Unsettled] = ()
-    """Of chunks of a group that was computed, what they chose."""
+    """Of chunks that were computed, what they chose and whom to tell. Their rows are not kept."""
 
     def often(self, wanted: Experts, num_tokens: int) -> Experts | None:
         """Which of the wanted experts so many tokens will choose `_OFTEN`, by the last group's
@@ -162,20 +165,11 @@ class _Layer:
         """Note what a group's tokens chose; waits for that."""
         unsettled, self.unsettled = self.unsettled, ()
         if unsettled:
-            counts = [each.pending.counts(self.missing.size) for each in unsettled]
-            self.shares = np.sum(counts, axis=0) / sum(each.num_tokens for each in unsettled)
-        for each in unsettled:
-            if each.note is not None:
-                each.note()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Unsettled:
-    """What a chunk chose, which may be on its way. Its rows need not be kept for that."""
-
-    pending: PendingChoice
-    num_tokens: int
-    note: Callable[[], None] | None
+            counts = [pending.counts() for pending, _ in unsettled]
+            self.shares = np.sum(counts, axis=0) / sum(each.num_tokens for each, _ in unsettled)
+        for _, note in unsettled:
+            if note is not None:
+                note()
 
 
 @dataclass(slots=True, eq=False)
@@ -192,14 +186,23 @@ class OffloadedChunk:
     """Called when its choice is known."""
     is_computed: bool = field(default=False, init=False)
 
-    @property
-    def num_tokens(self) -> int:
-        return self.routed.choice.ids.shape[0]
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """Chunks that use the same copies of a layer's experts."""
+
+    layer_id: int
+    chunks: list[OffloadedChunk] = field(default_factory=list)
 
     @property
-    def counts(self) -> I64Array:
-        """See PendingChoice.counts; the choice is waited for. Shapes: [E]."""
-        return self.pending.counts(self.wanted.size)
+    def num_tokens(self) -> int:
+        """Of all chunks."""
+        return sum(each.pending.num_tokens for each in self.chunks)
+
+    @property
+    def wanted(self) -> Experts:
+        """By any chunk. Shapes: [E]."""
+        return np.asarray(np.any([each.wanted for each in self.chunks], axis=0))
 
 
 class ExpertOffload:
@@ -247,7 +250,7 @@ class ExpertOffload:
             for layer_id, (layer, experts) in missing.items()
         }
         self._following = dict(pairwise(missing))
-        self._group: tuple[int, list[OffloadedChunk]] | None = None
+        self._group: _Group | None = None
         """A layer's chunks that were added and are not computed yet."""
         self._copied_next: deque[tuple[_Part, Experts]] = deque()
         """Experts whose copies are not begun yet, in the order in which they are computed."""
@@ -312,9 +315,9 @@ class ExpertOffload:
 
     def add(self, layer_id: int, chunk: OffloadedChunk) -> None:
         """Add a chunk to the layer's group. Nothing is waited for."""
-        if self._group is None or self._group[0] != layer_id:
-            self._group = layer_id, []
-        self._group[1].append(chunk)
+        if self._group is None or self._group.layer_id != layer_id:
+            self._group = _Group(layer_id)
+        self._group.chunks.append(chunk)
 
     def sums_of(self, chunk: OffloadedChunk, remote: RemoteExperts) -> DeviceArray:
         """Sums of the pairs of an added chunk's experts, added to those of its other ones. All
@@ -324,9 +327,9 @@ class ExpertOffload:
         DeviceUnavailable.
         """
         group = self._group
-        if group is not None and any(each is chunk for each in group[1]):
+        if group is not None and chunk in group.chunks:
             self._group = None
-            self._compute(*group, remote)
+            self._compute(group, remote)
         if not chunk.is_computed:
             raise RuntimeError("a chunk of a group that was given up")
         sums = chunk.sums
@@ -340,24 +343,21 @@ class ExpertOffload:
         for known in self._layers.values():
             known.unsettled = ()
 
-    def _compute(
-        self, layer_id: int, chunks: Sequence[OffloadedChunk], remote: RemoteExperts
-    ) -> None:
+    def _compute(self, group: _Group, remote: RemoteExperts) -> None:
         """Each part for all chunks, while the next ones are copied."""
-        known = self._layers[layer_id]
+        known, chunks = self._layers[group.layer_id], group.chunks
         self._file.require_unwritten()
         self._settle()
         for place in self._places:  # what else was on its way, of a group that was given up
             place.is_due = False
-        rows_of = self._rows_of(known, chunks)
-        known.unsettled = [_Unsettled(each.pending, each.num_tokens, each.note) for each in chunks]
+        rows_of = self._rows_of(known, group)
+        known.unsettled = [(each.pending, each.note) for each in chunks]
         rows = np.sum(rows_of, axis=0)
         # Those on their way come first: another part, which only a later chunk needs, may be
         # waiting for the place of one.
         parts = sorted(self._parts_with(known, rows > 0), key=lambda found: not found[0].is_due)
-        wanted = _wanted_by(chunks)
-        is_nearly_all = (rows > 0).sum() >= _NEARLY_ALL * wanted.sum()
-        following, ahead = self._ahead(layer_id, chunks, remote, is_nearly_all=is_nearly_all)
+        is_nearly_all = (rows > 0).sum() >= _NEARLY_ALL * group.wanted.sum()
+        following, ahead = self._ahead(group, remote, is_nearly_all=is_nearly_all)
         self._copied_next = deque(parts)
         if following is not None:
             self._copied_next.extend(self._parts_with(following, ahead))
@@ -397,35 +397,32 @@ class ExpertOffload:
             if some.any():
                 yield part, some
 
-    def _rows_of(self, known: _Layer, chunks: Sequence[OffloadedChunk]) -> list[F64Array]:
+    def _rows_of(self, known: _Layer, group: _Group) -> list[F64Array]:
         """How many tokens of each chunk have chosen an expert, or will by the last group's choice,
         if all must be computed anyway; 0: it need not be. Shapes: each [E]."""
-        num_tokens, shares = sum(each.num_tokens for each in chunks), known.shares
-        if shares is not None and known.foresees_all(_wanted_by(chunks), num_tokens):
-            return [each.wanted * (each.num_tokens * shares + _SELDOM) for each in chunks]
+        shares = known.shares
+        if shares is not None and known.foresees_all(group.wanted, group.num_tokens):
+            return [
+                each.wanted * (each.pending.num_tokens * shares + _SELDOM) for each in group.chunks
+            ]
         rows_of: list[F64Array] = []
-        for chunk in chunks:
-            rows_of.append(np.where(chunk.wanted, chunk.counts, 0.0))
+        for chunk in group.chunks:
+            rows_of.append(np.where(chunk.wanted, chunk.pending.counts(), 0.0))
             if len(rows_of) == 1:  # others choose nearly the same
                 self._copied_next = deque(self._parts_with(known, rows_of[0] > 0))
                 self._copy()
         return rows_of
 
     def _ahead(
-        self,
-        layer_id: int,
-        chunks: Sequence[OffloadedChunk],
-        remote: RemoteExperts,
-        *,
-        is_nearly_all: bool,
+        self, group: _Group, remote: RemoteExperts, *, is_nearly_all: bool
     ) -> tuple[_Layer | None, Experts]:
         """The layer after this one, if it has experts to compute, and those to copy ahead."""
-        following = self._following.get(layer_id)
-        most = max(each.num_tokens for each in chunks)
+        following = self._following.get(group.layer_id)
+        most = max(each.pending.num_tokens for each in group.chunks)
         wanted = None if following is None else self.wanted(following, most, remote)
         if following is None or wanted is None:
             return None, np.zeros(0, np.bool_)
-        known, num_tokens = self._layers[following], sum(each.num_tokens for each in chunks)
+        known, num_tokens = self._layers[following], group.num_tokens
         often = known.often(wanted, num_tokens)
         if known.foresees_all(wanted, num_tokens) or (often is None and is_nearly_all):
             often = wanted
@@ -555,11 +552,6 @@ class ExpertOffload:
         )
         self._ops.chunk_experts.sums_of_batch(resident, batch)
         self._device.synchronize()
-
-
-def _wanted_by(chunks: Sequence[OffloadedChunk]) -> Experts:
-    """Shapes: result [E]."""
-    return np.asarray(np.any([each.wanted for each in chunks], axis=0))
 
 
 def _parts_of(layer: MoeLayer, missing: Experts) -> list[Experts]:

@@ -83,13 +83,19 @@ class RowIndices:
 class PendingChoice:
     """What a chunk's tokens chose, on its way to the host."""
 
-    __slots__ = ("__weakref__", "_counts", "_found", "_place", "_sources")
+    __slots__ = ("__weakref__", "_counts", "_found", "_num_experts", "_place", "_sources")
 
-    def __init__(self, place: _ChoicePlace, sources: tuple[DeviceArray, DeviceArray]) -> None:
-        self._place, self._sources = place, sources
+    def __init__(
+        self, place: _ChoicePlace, sources: tuple[DeviceArray, DeviceArray], *, num_experts: int
+    ) -> None:
+        self._place, self._sources, self._num_experts = place, sources, num_experts
         self._found: tuple[I32Array, F32Array] | None = None
         self._counts: I64Array | None = None
         place.user = weakref.ref(self)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._sources[0].shape[0]
 
     def wait(self) -> tuple[I32Array, F32Array]:
         """The ids and weights, in memory of their own. Shapes: both [T, K].
@@ -105,14 +111,14 @@ class PendingChoice:
             self._found, place.user = (ids, weights), None
         return self._found
 
-    def counts(self, num_experts: int) -> I64Array:
-        """Of how many tokens each of the layer's experts was chosen. Shapes: [E].
+    def counts(self) -> I64Array:
+        """Of how many tokens each of the layer's experts was chosen; waits as `wait`. Shapes: [E].
 
         Raises: DeviceUnavailable.
         """
         if self._counts is None:
             ids, _ = self.wait()
-            self._counts = np.bincount(ids.reshape(-1), minlength=num_experts)
+            self._counts = np.bincount(ids.reshape(-1), minlength=self._num_experts)
         return self._counts
 
 
@@ -140,14 +146,16 @@ class HostChoices:
         self._device = device
         self._places: list[_ChoicePlace] = []
 
-    def begin(self, ids: DeviceArray, weights: DeviceArray) -> PendingChoice:
-        """Begin to bring them, complete after all launches so far. Shapes: ids [T, K] int32;
-        weights [T, K] float32."""
+    def begin(self, ids: DeviceArray, weights: DeviceArray, *, num_experts: int) -> PendingChoice:
+        """Begin to bring them, complete after all launches so far. `num_experts`: of the layer.
+
+        Shapes: ids [T, K] int32; weights [T, K] float32.
+        """
         place = self._free_place(ids.size)
         place.stream.wait_for(self._device.mark())
         for array, source in zip(place.block.host, (ids, weights), strict=True):
             place.stream.read(array[: ids.size], source)
-        return PendingChoice(place, (ids, weights))
+        return PendingChoice(place, (ids, weights), num_experts=num_experts)
 
     def close(self) -> None:
         """Wait for what was begun and unmap the memory. It can be used again."""

@@ -150,7 +150,7 @@ def test_a_choice_comes_without_a_wait_for_later_launches(monkeypatch: pytest.Mo
             sources = device.upload(ids), device.upload(weights)
             for name in ("download", "write", "synchronize"):
                 patched.setattr(EmulatedDevice, name, fails)
-            begun.append(((ids, weights), choices.begin(*sources)))
+            begun.append(((ids, weights), choices.begin(*sources, num_experts=99)))
             if num_tokens == 3:
                 begun[-1][1].wait()
     for given, pending in reversed(begun):  # those after it have not overwritten it
@@ -166,7 +166,7 @@ def test_a_choice_that_is_given_up_gives_its_memory_back() -> None:
     device = EmulatedDevice()
     choices, ids = HostChoices(device), device.zeros((4, 2), np.int32)
     for _ in range(5):
-        choices.begin(ids, device.zeros((4, 2), np.float32))
+        choices.begin(ids, device.zeros((4, 2), np.float32), num_experts=9)
         gc.collect()
     assert len(choices._places) == 1
     choices.close()
