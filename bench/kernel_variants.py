@@ -66,9 +66,8 @@ from dflash_runtime.compute.gpu.launch.prefill_dense import DensePrefill
 from dflash_runtime.compute.gpu.launch.prefill_experts import ExpertKernels
 from dflash_runtime.compute.gpu.launch.prefill_groups import ExpertGroups
 from dflash_runtime.compute.gpu.launch.prefill_operands import (
-    FEW_TILE,
     FMA_TILE,
-    TENSOR_TILES,
+    TENSOR_PRODUCTS,
     ProductKind,
     Products,
     RowPreparer,
@@ -260,10 +259,9 @@ def _chunks(device: Any) -> None:
     for parts in (1, 2):
         RowPreparer(device, columns=2080, max_rows=1, parts=parts)
     ExpertGroups(device, num_experts=128, max_pairs=1, tile_rows=128)
-    tensor = [Products(ProductKind.TENSOR, tile, few_tile=FEW_TILE) for tile in TENSOR_TILES]
     all_products = [Products(ProductKind.HALF, FMA_TILE)]
     if device.capabilities.mma:
-        all_products += tensor
+        all_products += TENSOR_PRODUCTS
     for products in all_products:
         dense = DensePrefill(device, products=products, scratch=scratch)
         for kind in (TensorType.Q8_0, F16, F32):
@@ -276,8 +274,9 @@ def _chunks(device: Any) -> None:
             kernels.level(parts, parts)
             kernels.down(parts)
     if device.capabilities.mma:
-        kernels = ExpertKernels(device, tensor[0], hidden_size=512, ffn_size=512)
+        kernels = ExpertKernels(device, TENSOR_PRODUCTS[0], hidden_size=512, ffn_size=512)
         kernels.gate_up(1, 1, Q4)
+        kernels.level(1, 1, Q4)
         kernels.down(1, TensorType.Q8_0)
 
 

@@ -33,7 +33,7 @@ from dflash_runtime.compute.gpu.launch.prefill_dense import DensePrefill, DenseP
 from dflash_runtime.compute.gpu.launch.prefill_experts import ExpertPrefill
 from dflash_runtime.compute.gpu.launch.prefill_groups import ExpertGroups
 from dflash_runtime.compute.gpu.launch.prefill_operands import (
-    TENSOR_TILES,
+    TENSOR_PRODUCTS,
     ProductKind,
     Products,
     RowPreparer,
@@ -49,7 +49,8 @@ EXAMPLES = """examples:
 """
 
 CANDIDATES = (
-    *TENSOR_TILES,
+    *(each.half_tile for each in TENSOR_PRODUCTS),
+    Tile(rows=128, columns=256, warps_m=2, warps_n=4, stages=3),
     Tile(rows=128, columns=256, warps_m=2, warps_n=4, stages=4),
     Tile(rows=128, columns=128, warps_m=2, warps_n=2, stages=3, blocks_per_sm=2),
     Tile(rows=128, columns=128, warps_m=2, warps_n=4, stages=3, blocks_per_sm=2),

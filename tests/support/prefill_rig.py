@@ -30,7 +30,12 @@ from support.device_layout import repack
 
 SMALL_TILE = Tile(rows=32, columns=64, warps_m=2, warps_n=2, stages=2)
 """A tile so small that small shapes have several; warp tiles of 16 x 32."""
-SMALL_TENSOR = Products(ProductKind.TENSOR, SMALL_TILE, float_tile=SMALL_TILE)
+SMALL_TENSOR = Products(
+    ProductKind.TENSOR,
+    SMALL_TILE,
+    float_tile=SMALL_TILE,
+    stored_tile=Tile(rows=32, columns=64, warps_m=1, warps_n=4, stages=3),
+)
 SMALL_HALF = Products(ProductKind.HALF, SMALL_TILE, float_tile=SMALL_TILE)
 
 

@@ -71,7 +71,7 @@ class ExpertKernels:
     def gate_up(
         self, hidden_parts: int, down_parts: int, stored: TensorType | None = None
     ) -> Kernel:
-        product, tile = self._products.of(hidden_parts)
+        product, tile = self._products.of(hidden_parts, is_stored=stored is not None)
         defines = {
             **tile.defines(product),
             "NUM_COLUMNS": self._hidden_size,
@@ -82,8 +82,9 @@ class ExpertKernels:
         }
         return self._kernel("gemm_gate_up", GemmGateUpArgs, defines)
 
-    def level(self, hidden_parts: int, down_parts: int) -> Kernel:
-        _, tile = self._products.of(hidden_parts)
+    def level(self, hidden_parts: int, down_parts: int, stored: TensorType | None = None) -> Kernel:
+        """What follows the `gate_up` of the same arguments."""
+        _, tile = self._products.of(hidden_parts, is_stored=stored is not None)
         defines: dict[str, int | str] = {
             "NUM_COLUMNS": self._ffn_size,
             "NUM_PARTS": max(down_parts, 1),
@@ -93,7 +94,7 @@ class ExpertKernels:
         return self._kernel("level_activations", LevelArgs, defines)
 
     def down(self, down_parts: int, stored: TensorType | None = None) -> Kernel:
-        product, tile = self._products.of(down_parts)
+        product, tile = self._products.of(down_parts, is_stored=stored is not None)
         defines = {
             **tile.defines(product),
             "NUM_COLUMNS": self._ffn_size,
@@ -163,11 +164,10 @@ class ExpertPrefill:
         self._scratch = scratch
         self._kernels = ExpertKernels(device, products, hidden_size=hidden_size, ffn_size=ffn_size)
         self._combine = self._kernels.combine()
-        segment = min(products.half_tile.segment, products.float_tile.segment)
         self._buffers = _Buffers(
             terms=device.empty((max_pairs, hidden_size), np.float32),
             scales=device.empty(max_pairs, np.float32),
-            shifts=device.empty((max_pairs, -(-ffn_size // segment)), np.uint8),
+            shifts=device.empty((max_pairs, -(-ffn_size // products.segment)), np.uint8),
             activations=device.empty(0, np.uint8),
         )
         self._prepared: WeakSet[ResidentExperts] = WeakSet()
@@ -213,14 +213,14 @@ class ExpertPrefill:
             self._launches.clear()  # which name those before
         for stored in {None, self._stored_type(experts.gate, experts.up)}:
             self._kernels.gate_up(hidden_parts, down_parts, stored)
-        self._kernels.level(hidden_parts, down_parts)
+            self._kernels.level(hidden_parts, down_parts, stored)
         for stored in {None, self._stored_type(experts.down)}:
             self._kernels.down(down_parts, stored)
 
     def _stored_type(self, *projections: ResidentMatrices) -> TensorType | None:
         """The type of such matrices if products can convert them."""
         types = {each.tensor_type for each in projections}
-        tile = self.products.half_tile
+        _, tile = self.products.of(1, is_stored=True)
         if tile.num_threads < tile.columns or len(types) > 1 or not types <= IN_UNITS:
             return None
         return projections[0].tensor_type
@@ -281,7 +281,9 @@ class ExpertPrefill:
             self.prepare(experts)
             launches = [*self._gate_up(hidden, groups, experts, converts=converts)]
             if down_parts:
-                launches.append(self._level(self._kernels.level(hidden_parts, down_parts), groups))
+                stored = None if converts else self._stored_type(experts.gate, experts.up)
+                level = self._kernels.level(hidden_parts, down_parts, stored)
+                launches.append(self._level(level, groups))
             launches += self._down(groups, experts, converts=converts)
             self._launches[experts] = key, launches
         return launches
@@ -344,9 +346,9 @@ class ExpertPrefill:
                 up_offset=experts.up_offset,
             ),
         )
-        _, tile = self.products.of(hidden_parts)
-        blocks = -(-2 * self.ffn_size // tile.columns)
         stored = None if converts else self._stored_type(gate, up)
+        _, tile = self.products.of(hidden_parts, is_stored=stored is not None)
+        blocks = -(-2 * self.ffn_size // tile.columns)
         converts = stored is None and not {gate.tensor_type, up.tensor_type} <= AS_STORED
         kernel = self._kernels.gate_up(hidden_parts, down_parts, stored)
         for choice in self._passes(groups, experts, converts=converts):
@@ -391,9 +393,9 @@ class ExpertPrefill:
             activation_part_bytes=self._activation_part_bytes,
             stride=self.hidden_size * row_bytes(down.tensor_type, self.ffn_size),
         )
-        _, tile = self.products.of(down_parts)
-        blocks = -(-self.hidden_size // tile.columns)
         stored = None if converts else self._stored_type(down)
+        _, tile = self.products.of(down_parts, is_stored=stored is not None)
+        blocks = -(-self.hidden_size // tile.columns)
         converts = stored is None and down.tensor_type not in AS_STORED
         kernel = self._kernels.down(down_parts, stored)
         for choice in self._passes(groups, experts, converts=converts):

@@ -86,16 +86,6 @@ class Tile:
         }
 
 
-TENSOR_TILES = (
-    Tile(rows=128, columns=256, warps_m=2, warps_n=4, stages=3),
-    Tile(rows=128, columns=128, warps_m=2, warps_n=2, stages=3),
-    Tile(rows=128, columns=128, warps_m=2, warps_n=2, stages=2),
-)
-"""Largest first: larger tiles read their operands less often."""
-
-FEW_TILE = Tile(rows=64, columns=64, warps_m=2, warps_n=2, stages=4, blocks_per_sm=3)
-"""For dense matrices with fewer large tiles than multiprocessors."""
-
 FMA_TILE = Tile(rows=128, columns=64, warps_m=4, warps_n=2, stages=2)
 
 DENSE_FLOAT_TILE = Tile(rows=64, columns=64, warps_m=4, warps_n=2, stages=2, blocks_per_sm=2)
@@ -110,12 +100,14 @@ class Products:
     half_tile: Tile
     float_tile: Tile = FMA_TILE
     few_tile: Tile | None = None
-    """See FEW_TILE; for halves."""
+    """For halves times dense matrices with fewer large tiles than multiprocessors."""
+    stored_tile: Tile | None = None
+    """For halves times experts' matrices that the product converts itself."""
 
     def __post_init__(self) -> None:
         if self.half is ProductKind.FLOAT:
             raise ValueError("halves are not multiplied as floats")
-        if self.half_tile.rows != self.float_tile.rows:
+        if len({each.rows for each in self._of_experts}) > 1:
             raise ValueError("groups are cut into tiles of one size")
 
     @property
@@ -123,8 +115,21 @@ class Products:
         """Rows of the tiles that groups of pairs are cut into."""
         return self.half_tile.rows
 
-    def of(self, parts: int) -> tuple[ProductKind, Tile]:
-        """For experts, with activations in that many rows of halves each; 0: floats."""
+    @property
+    def segment(self) -> int:
+        """The shortest of the tiles' segments."""
+        return min(each.segment for each in self._of_experts)
+
+    @property
+    def _of_experts(self) -> list[Tile]:
+        tiles = self.half_tile, self.float_tile, self.stored_tile
+        return [each for each in tiles if each is not None]
+
+    def of(self, parts: int, *, is_stored: bool = False) -> tuple[ProductKind, Tile]:
+        """For experts, with activations in that many rows of halves each; 0: floats. `is_stored`:
+        the product converts their matrices itself."""
+        if is_stored and self.stored_tile is not None:
+            return self.half, self.stored_tile
         return (self.half, self.half_tile) if parts else (ProductKind.FLOAT, self.float_tile)
 
     def of_dense(self, parts: int, *, is_few: bool = False) -> tuple[ProductKind, Tile]:
@@ -134,12 +139,38 @@ class Products:
         return (self.half, self.half_tile) if parts else (ProductKind.FLOAT, DENSE_FLOAT_TILE)
 
 
+_FEW_TILE = Tile(rows=64, columns=64, warps_m=2, warps_n=2, stages=4, blocks_per_sm=3)
+
+TENSOR_PRODUCTS = (
+    Products(
+        ProductKind.TENSOR,
+        Tile(rows=64, columns=256, warps_m=2, warps_n=4, stages=2, blocks_per_sm=2),
+        float_tile=Tile(rows=64, columns=64, warps_m=4, warps_n=2, stages=2),
+        few_tile=_FEW_TILE,
+        stored_tile=Tile(rows=64, columns=128, warps_m=1, warps_n=4, stages=2, blocks_per_sm=3),
+    ),
+    Products(
+        ProductKind.TENSOR,
+        Tile(rows=128, columns=128, warps_m=2, warps_n=2, stages=3),
+        few_tile=_FEW_TILE,
+    ),
+    Products(
+        ProductKind.TENSOR,
+        Tile(rows=128, columns=128, warps_m=2, warps_n=2, stages=2),
+        few_tile=_FEW_TILE,
+    ),
+)
+"""Those of tensor cores, by the shared memory that they take. The first is that of an H100 or A100:
+two blocks hide what each waits for, and an expert rarely has 128 rows of a chunk."""
+
+
 def products_of(device: KernelDevice) -> Products:
     """The fastest products of the device."""
     if device.capabilities.mma and device.lanes == 32:
-        for tile in TENSOR_TILES:
-            if tile.shared_bytes <= device.max_shared_bytes:
-                return Products(ProductKind.TENSOR, tile, few_tile=FEW_TILE)
+        for products in TENSOR_PRODUCTS:
+            tile = products.half_tile
+            if tile.blocks_per_sm * tile.shared_bytes <= device.max_shared_bytes:
+                return products
     if device.max_shared_bytes < FMA_TILE.shared_bytes:
         raise SettingsError(
             f"{device.name} has {device.max_shared_bytes} bytes of shared memory a block, "

@@ -15,8 +15,7 @@ from dflash_runtime.compute.gpu.device.device import DeviceArray, Grid, address
 from dflash_runtime.compute.gpu.launch.layouts import FIELDS, DeviceMatrix
 from dflash_runtime.compute.gpu.launch.prefill_dense import DensePrefill, DenseProduct
 from dflash_runtime.compute.gpu.launch.prefill_operands import (
-    FEW_TILE,
-    TENSOR_TILES,
+    TENSOR_PRODUCTS,
     ProductKind,
     Products,
     RowPreparer,
@@ -250,10 +249,13 @@ def test_wrong_shapes_are_refused() -> None:
 
 
 def test_a_device_gets_the_largest_tiles_that_fit() -> None:
-    for tile in TENSOR_TILES:
-        device = EmulatedDevice(max_shared_bytes=tile.shared_bytes)
-        assert products_of(device) == Products(ProductKind.TENSOR, tile, few_tile=FEW_TILE)
-    small = EmulatedDevice(max_shared_bytes=TENSOR_TILES[-1].shared_bytes - 1)
+    needed = [
+        each.half_tile.shared_bytes * each.half_tile.blocks_per_sm for each in TENSOR_PRODUCTS
+    ]
+    assert needed == sorted(needed, reverse=True)
+    for products, num_bytes in zip(TENSOR_PRODUCTS, needed, strict=True):
+        assert products_of(EmulatedDevice(max_shared_bytes=num_bytes)) == products
+    small = EmulatedDevice(max_shared_bytes=needed[-1] - 1)
     assert products_of(small).half is ProductKind.HALF
     assert products_of(EmulatedDevice(lanes=64, max_shared_bytes=1 << 18)).half is ProductKind.HALF
     with pytest.raises(SettingsError, match="shared memory"):

@@ -19,7 +19,7 @@ from dflash_runtime.compute.gpu.device.kernel_sources import Defines
 from dflash_runtime.compute.gpu.launch import prefill_experts
 from dflash_runtime.compute.gpu.launch.prefill_operands import (
     IN_UNITS,
-    TENSOR_TILES,
+    TENSOR_PRODUCTS,
     ProductKind,
     Products,
 )
@@ -202,7 +202,7 @@ class EagerDevice(EmulatedDevice):
         return super().module(file, defines)
 
 
-BIG_TENSOR = Products(ProductKind.TENSOR, TENSOR_TILES[0])
+BIG_TENSOR = TENSOR_PRODUCTS[0]
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,9 @@ INLINE void load32(u32 (&words)[8], const u8 *p) {
 }
 INLINE u32 low_nibbles(u32 word) { return word & 0x0f0f0f0fu; }
 INLINE u32 high_nibbles(u32 word) { return word >> 4 & 0x0f0f0f0fu; }
+#ifndef HAS_SIGNED_BYTE
 INLINE float signed_byte(u32 word, int index) { return (float)(i8)(word >> (8 * index)); }
+#endif
 INLINE u32 byte_of(u32 word, int index) { return word >> (8 * index) & 255u; }
 // Moves bit i of the lowest four to bit 0 of byte i.
 INLINE u32 spread_bits(u32 bits) { return (bits & 15u) * 0x00204081u & 0x01010101u; }

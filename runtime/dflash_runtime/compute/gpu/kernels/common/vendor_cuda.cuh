@@ -74,8 +74,21 @@ INLINE double exp_double(double value) { return exp(value); }
 INLINE float reciprocal_root(float value) { return rsqrtf(value); }
 INLINE float reciprocal(float value) { return __frcp_rn(value); }
 
-// Weights are read once, so they should not evict anything from the L1 cache.
-#if __CUDA_ARCH__ >= 700
+// Conversions of integers have a sixteenth of the rate of additions: the byte becomes the mantissa of a
+// float from 2^23 on.
+#define HAS_SIGNED_BYTE
+INLINE float signed_byte(u32 word, int index) {
+    const u32 bits = __byte_perm(word ^ 0x80808080u, 0x4b000000u, 0x7440u | index);
+    return __uint_as_float(bits) - 8388736.0f;
+}
+#define HAS_PERMUTE_BYTES
+INLINE u32 permute_bytes(u32 a, u32 b, u32 selector) {
+    return __byte_perm(a, b, selector & 0x7777u);
+}
+
+// Weights are read once, so they should not evict anything from the L1 cache. Where each thread reads a
+// row of its own, several loads are of the same 32 bytes: WEIGHTS_IN_L1.
+#if __CUDA_ARCH__ >= 700 && !defined(WEIGHTS_IN_L1)
 #define LOAD_WEIGHTS "ld.global.nc.L1::no_allocate"
 #else
 #define LOAD_WEIGHTS "ld.global.nc"

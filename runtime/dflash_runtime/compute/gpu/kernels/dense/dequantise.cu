@@ -7,6 +7,7 @@
 // conflicts. Rows of the result are padded with zeros to whole units.
 //
 // Parameters: WEIGHT_TYPE (any but F32), NUM_COLUMNS.
+#define WEIGHTS_IN_L1
 #include "stored_units.cuh"
 
 #include "groups.cuh"

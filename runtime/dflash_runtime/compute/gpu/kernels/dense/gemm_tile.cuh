@@ -23,6 +23,9 @@
 // Parameters: PRODUCT, TILE_M, TILE_N, WARPS_M, WARPS_N, STAGES, BLOCKS_PER_SM, NUM_COLUMNS,
 // WEIGHT_ROW_BYTES, NUM_PARTS, STORED_TYPE (or undefined).
 #pragma once
+#ifdef STORED_TYPE
+#define WEIGHTS_IN_L1
+#endif
 #include "mma.cuh"
 #ifdef STORED_TYPE
 #include "stored_units.cuh"

@@ -3,7 +3,9 @@
 //   count_pairs, lay_out_groups, place_pairs   a stable counting sort. Grids ceil(pairs / CHUNK_PAIRS), 1,
 //                             ceil(pairs / CHUNK_PAIRS), with a thread per expert. A block of the first
 //                             and last has its pairs in shared memory, and each thread scans all of them
-//                             for its expert: no atomics, and pairs keep their order
+//                             for its expert: no atomics, and pairs keep their order. What it finds goes
+//                             to shared memory too, as a scan that waited for global memory would take
+//                             many times as long
 //   tile_groups, find_rows    the same arrays for pairs that arrive sorted. Grids 1 and ceil(T / 256)
 //
 // Pairs with an invalid id, or whose expert is not resident, get no row.
@@ -41,19 +43,28 @@ INLINE void load_chunk(int *ids, const GroupArgs &a, int first_pair) {
     block_barrier();
 }
 
+// Calls found(i) for each of the block's pairs of this expert, in order.
+template <typename Found>
+INLINE void scan_chunk(const int *ids, int expert, Found found) {
+#pragma unroll 4
+    for (int i = 0; i < CHUNK_PAIRS; i += 4) {
+        const uint4 four = *(const uint4 *)(ids + i);
+        if ((int)four.x == expert) found(i);
+        if ((int)four.y == expert) found(i + 1);
+        if ((int)four.z == expert) found(i + 2);
+        if ((int)four.w == expert) found(i + 3);
+    }
+}
+
 KERNEL(count_pairs, GroupArgs, EXPERT_THREADS, 1) {
     SHARED(int, ids, CHUNK_PAIRS);
     let_next_begin();
     wait_for_previous();
     const int first_pair = block_index_x() * CHUNK_PAIRS, expert = thread_index();
     load_chunk(ids, a, first_pair);
-    const int num_here = min_of(CHUNK_PAIRS, a.num_pairs - first_pair);
-    for (int i = thread_index(); i < num_here; i += num_threads())
-        a.rows_of_tokens[first_pair + i] = -1;
     if (expert >= NUM_EXPERTS) return;
     int num_pairs = 0;
-#pragma unroll 4
-    for (int i = 0; i < CHUNK_PAIRS; i++) num_pairs += ids[i] == expert;
+    scan_chunk(ids, expert, [&](int) { num_pairs++; });
     a.chunk_rows[block_index_x() * NUM_EXPERTS + expert] = num_pairs;
 }
 
@@ -132,19 +143,24 @@ KERNEL(lay_out_groups, GroupArgs, EXPERT_THREADS, 1) {
 
 KERNEL(place_pairs, GroupArgs, EXPERT_THREADS, 1) {
     SHARED(int, ids, CHUNK_PAIRS);
+    SHARED(int, rows, CHUNK_PAIRS);
     let_next_begin();
     wait_for_previous();
     const int first_pair = block_index_x() * CHUNK_PAIRS, expert = thread_index();
+    for (int i = thread_index(); i < CHUNK_PAIRS; i += num_threads()) rows[i] = -1;
     load_chunk(ids, a, first_pair);
-    if (!is_resident(a, expert)) return;
-    int row = load_int(a.chunk_rows + block_index_x() * NUM_EXPERTS + expert);
-#pragma unroll 4
-    for (int i = 0; i < CHUNK_PAIRS; i++) {
-        if (ids[i] != expert) continue;
-        const int pair = first_pair + i;
+    if (is_resident(a, expert)) {
+        int row = load_int(a.chunk_rows + block_index_x() * NUM_EXPERTS + expert);
+        scan_chunk(ids, expert, [&](int i) { rows[i] = row++; });
+    }
+    block_barrier();
+    const int num_here = min_of(CHUNK_PAIRS, a.num_pairs - first_pair);
+    for (int i = thread_index(); i < num_here; i += num_threads()) {
+        const int pair = first_pair + i, row = rows[i];
+        a.rows_of_tokens[pair] = row;
+        if (row < 0) continue;
         a.token_indices[row] = pair / a.pairs_per_token;
         a.weights[row] = load_float(a.topk_weights + pair);
-        a.rows_of_tokens[pair] = row++;
     }
 }
 
