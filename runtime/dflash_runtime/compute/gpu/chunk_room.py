@@ -28,6 +28,7 @@ from dflash_adapters.layers import (
 from dflash_adapters.spec import ModelSpec, MoeLayer
 from dflash_runtime.compute.gpu.device.devices import allocated
 from dflash_runtime.compute.gpu.launch.layouts import UNIT, num_units
+from dflash_runtime.compute.gpu.launch.prefill_experts import terms_bytes
 from dflash_runtime.compute.gpu.launch.prefill_groups import CHUNK_PAIRS
 from dflash_runtime.compute.gpu.launch.prefill_operands import (
     FMA_TILE,
@@ -49,7 +50,8 @@ SCRATCH_BYTES = 1 << 30
 """For matrices converted to halves in chunks of MAX_CHUNK: all experts of a layer of a 30B model at
 once."""
 
-_LEAST_SCRATCH_BYTES = 64 << 20
+_LESS_SCRATCH_BYTES = 128 << 20
+"""The same in smaller chunks, which are chosen where memory is scarce: 20 of these experts."""
 
 _FLOAT, _DOUBLE = 4, 8
 _SMALL_BYTES = 2 << 20
@@ -57,9 +59,8 @@ _SMALL_BYTES = 2 << 20
 
 
 def scratch_of_chunk(chunk: int) -> int:
-    """Bytes for matrices converted to halves, of a backend with chunks of so many tokens: smaller
-    chunks convert fewer at once, as their products take less time."""
-    return min(SCRATCH_BYTES, max(_LEAST_SCRATCH_BYTES, SCRATCH_BYTES * chunk // MAX_CHUNK))
+    """Bytes for matrices converted to halves, of a backend with chunks of so many tokens."""
+    return SCRATCH_BYTES if chunk >= MAX_CHUNK else _LESS_SCRATCH_BYTES
 
 
 def group_bytes(layer: MoeLayer) -> int:
@@ -164,7 +165,7 @@ class ChunkRoom:
             sizes[key] = max(sizes.get(key, 0), of_value)
         for (hidden_size, ffn_size, pairs), of_value in sizes.items():
             shifts = -(-ffn_size // FMA_TILE.segment)
-            total += allocated(_FLOAT * pairs * hidden_size) + allocated(_FLOAT * pairs)
+            total += allocated(terms_bytes(pairs, hidden_size)) + allocated(_FLOAT * pairs)
             total += allocated(pairs * shifts) + allocated(of_value * pairs * ffn_size)
         return total
 

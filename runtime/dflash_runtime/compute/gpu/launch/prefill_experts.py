@@ -48,6 +48,10 @@ GemmDownArgs = kernel_struct("gemm_down.cu", "GemmDownArgs")
 CombineArgs = kernel_struct("combine.cu", "CombineArgs")
 
 _COMBINE_THREADS = _LEVEL_THREADS = 256
+_TERMS_BYTES = 64 << 20
+"""Memory for terms. If it is not enough, their columns are computed and added some at a time."""
+_LEAST_COLUMNS = 256
+"""Of terms at a time, whatever they take: those of the largest tile."""
 _MOST_ROWS = 64
 """Rows of a group, on average, up to which matrices are read without conversion. With more it is
 faster to convert them to halves first."""
@@ -117,18 +121,35 @@ class ExpertKernels:
         return self._known[key]
 
 
+def terms_bytes(max_pairs: int, hidden_size: int) -> int:
+    """Bytes of the terms of up to `max_pairs` pairs that exist at the same time."""
+    of_pairs = np.dtype(np.float32).itemsize * max_pairs
+    return of_pairs * min(hidden_size, max(_LEAST_COLUMNS, _TERMS_BYTES // of_pairs))
+
+
 def _weight_rows(columns: int, parts: int, stored: TensorType | None) -> dict[str, int | str]:
     if stored is None:
         return {"WEIGHT_ROW_BYTES": product_row_bytes(columns, parts)}
     return {"WEIGHT_ROW_BYTES": row_bytes(stored, columns), "STORED_TYPE": int(stored)}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Launches:
+    """Of one layer and chunks of one size."""
+
+    key: tuple[object, ...]
+    """What they depend on besides."""
+    activations: list[PreparedLaunch]
+    terms: list[tuple[range, list[PreparedLaunch]]]
+    """By their columns, which are added up before the next ones are computed."""
+
+
 @dataclass(slots=True, eq=False)
 class _Buffers:
     """What kernels write for those that follow. Activations grow with the layers' types.
 
-    Shapes: terms [P, H], scales [P] float32; shifts [P, segments] uint8; activations: bytes of [P,
-    F] floats, or halves in parts.
+    Shapes: terms float32: [P, some of H]; scales [P] float32; shifts [P, segments] uint8;
+    activations: bytes of [P, F] floats, or halves in parts.
     """
 
     terms: DeviceArray
@@ -165,16 +186,14 @@ class ExpertPrefill:
         self._kernels = ExpertKernels(device, products, hidden_size=hidden_size, ffn_size=ffn_size)
         self._combine = self._kernels.combine()
         self._buffers = _Buffers(
-            terms=device.empty((max_pairs, hidden_size), np.float32),
+            terms=device.empty(terms_bytes(max_pairs, hidden_size) // 4, np.float32),
             scales=device.empty(max_pairs, np.float32),
             shifts=device.empty((max_pairs, -(-ffn_size // products.segment)), np.uint8),
             activations=device.empty(0, np.uint8),
         )
         self._prepared: WeakSet[ResidentExperts] = WeakSet()
-        self._launches: WeakKeyDictionary[ResidentExperts, tuple[object, list[PreparedLaunch]]] = (
-            WeakKeyDictionary()
-        )
-        """Launches of each layer's last chunk, and the values that they depend on."""
+        self._launches: WeakKeyDictionary[ResidentExperts, _Launches] = WeakKeyDictionary()
+        """Those of each layer's last chunk."""
 
     @property
     def bytes_of_group(self) -> int:
@@ -248,7 +267,8 @@ class ExpertPrefill:
         device = self._device
         if mean_rows is None:
             mean_rows = groups.num_pairs / groups.max_groups
-        for launch in self._launches_of(rows, groups, experts, converts=mean_rows > _MOST_ROWS):
+        launches = self._launches_of(rows, groups, experts, converts=mean_rows > _MOST_ROWS)
+        for launch in launches.activations:
             launch.start(device)
         args = CombineArgs(
             terms=address(self._buffers.terms),
@@ -259,7 +279,12 @@ class ExpertPrefill:
             out_sums=optional_address(out_sums),
             pairs_per_token=groups.pairs_per_token,
         )
-        device.launch(self._combine, (groups.num_tokens, 1, 1), _COMBINE_THREADS, args)
+        for columns, of_columns in launches.terms:
+            for launch in of_columns:
+                launch.start(device)
+            args.first_column, args.num_columns = columns.start, len(columns)
+            num_threads = min(_COMBINE_THREADS, -(-len(columns) // 4 // 64) * 64)
+            device.launch(self._combine, (groups.num_tokens, 1, 1), num_threads, args)
 
     def _launches_of(
         self,
@@ -268,25 +293,36 @@ class ExpertPrefill:
         experts: ResidentExperts,
         *,
         converts: bool,
-    ) -> list[PreparedLaunch]:
-        """All launches but the last; the same for chunks of one size, whatever was chosen.
+    ) -> _Launches:
+        """All launches but those that add; the same for chunks of one size, whatever was chosen.
 
         `converts`: to halves, before the products, also what products can convert themselves.
         """
         hidden_parts, down_parts = _parts_of(experts)
         hidden = rows.addresses(hidden_parts)
         key = hidden, groups.layout, converts
-        known_key, launches = self._launches.get(experts, (None, []))
-        if known_key != key:
+        known = self._launches.get(experts)
+        if known is None or known.key != key:
             self.prepare(experts)
-            launches = [*self._gate_up(hidden, groups, experts, converts=converts)]
+            activations = [*self._gate_up(hidden, groups, experts, converts=converts)]
             if down_parts:
                 stored = None if converts else self._stored_type(experts.gate, experts.up)
                 level = self._kernels.level(hidden_parts, down_parts, stored)
-                launches.append(self._level(level, groups))
-            launches += self._down(groups, experts, converts=converts)
-            self._launches[experts] = key, launches
-        return launches
+                activations.append(self._level(level, groups))
+            terms = [
+                (columns, [*self._down(groups, experts, columns, converts=converts)])
+                for columns in self._columns_of(groups.num_pairs)
+            ]
+            known = self._launches[experts] = _Launches(key, activations, terms)
+        return known
+
+    def _columns_of(self, num_pairs: int) -> Iterator[range]:
+        """Columns of terms, as many at a time as there is room for."""
+        at_once = self._buffers.terms.size // num_pairs
+        if at_once < self.hidden_size:
+            at_once = at_once // _LEAST_COLUMNS * _LEAST_COLUMNS
+        for first in range(0, self.hidden_size, at_once):
+            yield range(first, min(first + at_once, self.hidden_size))
 
     def _check(
         self,
@@ -351,7 +387,8 @@ class ExpertPrefill:
         blocks = -(-2 * self.ffn_size // tile.columns)
         converts = stored is None and not {gate.tensor_type, up.tensor_type} <= AS_STORED
         kernel = self._kernels.gate_up(hidden_parts, down_parts, stored)
-        for choice in self._passes(groups, experts, converts=converts):
+        stride = self.ffn_size * half_row_bytes(self.hidden_size)
+        for choice in self._passes(groups, experts, 2 * stride if converts else 0):
             args = GemmGateUpArgs.from_buffer_copy(given)
             args.choice = choice
             if converts:
@@ -360,7 +397,7 @@ class ExpertPrefill:
                 args.gate, args.up = self._scratch.place(), self._scratch.place(num_bytes)
                 fill, _ = self._fill(up, groups, choice, offset_bytes=num_bytes)
                 yield fill
-                args.gate_stride = args.up_stride = self.ffn_size * half_row_bytes(self.hidden_size)
+                args.gate_stride = args.up_stride = stride
             yield _product(kernel, (blocks, groups.max_tiles, 1), tile, args)
 
     def _level(self, kernel: Kernel, groups: GroupedPairs) -> PreparedLaunch:
@@ -376,9 +413,11 @@ class ExpertPrefill:
         return PreparedLaunch(kernel, (blocks, 1, 1), _LEVEL_THREADS, args)
 
     def _down(
-        self, groups: GroupedPairs, experts: ResidentExperts, *, converts: bool
+        self, groups: GroupedPairs, experts: ResidentExperts, columns: range, *, converts: bool
     ) -> Iterator[PreparedLaunch]:
+        """Of these columns of the terms."""
         down = experts.down
+        first_byte = columns.start * row_bytes(down.tensor_type, self.ffn_size)
         _, down_parts = _parts_of(experts)
         given = GemmDownArgs(
             counts=address(groups.counts),
@@ -386,26 +425,28 @@ class ExpertPrefill:
             activations=address(self._buffers.activations),
             activation_scales=address(self._buffers.scales) if down_parts else 0,
             weights=address(groups.weights),
-            down=address(down.weights),
-            bias=optional_address(down.bias),
+            down=address(down.weights, first_byte),
+            bias=0 if down.bias is None else address(down.bias, 4 * columns.start),
             scale=optional_address(down.scale),
             terms=address(self._buffers.terms),
             activation_part_bytes=self._activation_part_bytes,
             stride=self.hidden_size * row_bytes(down.tensor_type, self.ffn_size),
+            num_columns=len(columns),
         )
         stored = None if converts else self._stored_type(down)
         _, tile = self.products.of(down_parts, is_stored=stored is not None)
-        blocks = -(-self.hidden_size // tile.columns)
+        blocks = -(-len(columns) // tile.columns)
         converts = stored is None and down.tensor_type not in AS_STORED
         kernel = self._kernels.down(down_parts, stored)
-        for choice in self._passes(groups, experts, converts=converts):
+        stride = len(columns) * half_row_bytes(self.ffn_size)
+        for choice in self._passes(groups, experts, stride if converts else 0):
             args = GemmDownArgs.from_buffer_copy(given)
             args.choice = choice
             if converts:
                 args.down = self._scratch.place()
-                fill, _ = self._fill(down, groups, choice, is_down=True)
+                fill, _ = self._fill(down, groups, choice, columns=columns)
                 yield fill
-                args.stride = self.hidden_size * half_row_bytes(self.ffn_size)
+                args.stride = stride
             yield _product(kernel, (blocks, groups.max_tiles, 1), tile, args)
 
     def _fill(
@@ -414,23 +455,26 @@ class ExpertPrefill:
         groups: GroupedPairs,
         choice: ctypes.Structure,
         *,
-        is_down: bool = False,
+        columns: range | None = None,
         offset_bytes: int = 0,
     ) -> tuple[PreparedLaunch, int]:
-        """WeightScratch.fill for the chosen groups' matrices."""
-        rows, columns = self.ffn_size, self.hidden_size
-        if is_down:
-            rows, columns = columns, rows
+        """WeightScratch.fill for the chosen groups' matrices: the rows of down for these `columns`
+        of terms, else gate or up."""
+        rows, num_columns = range(self.ffn_size), self.hidden_size
+        all_rows = self.ffn_size
+        if columns is not None:
+            rows, num_columns, all_rows = columns, self.ffn_size, self.hidden_size
+        of_row = row_bytes(matrices.tensor_type, num_columns)
         return self._scratch.fill(
             matrices.tensor_type,
-            rows=rows,
-            columns=columns,
+            rows=len(rows),
+            columns=num_columns,
             num_matrices=choice.end_group - choice.first_group,
             offset_bytes=offset_bytes,
             counts=address(groups.counts),
             expert_ids=address(groups.expert_ids),
-            weights=address(matrices.weights),
-            stride=rows * row_bytes(matrices.tensor_type, columns),
+            weights=address(matrices.weights, rows.start * of_row),
+            stride=all_rows * of_row,
             choice=choice,
         )
 
@@ -439,19 +483,20 @@ class ExpertPrefill:
         return 2 * self.max_pairs * self.ffn_size
 
     def _passes(
-        self, groups: GroupedPairs, experts: ResidentExperts, *, converts: bool
+        self, groups: GroupedPairs, experts: ResidentExperts, converted_bytes: int
     ) -> Iterator[ctypes.Structure]:
-        """Groups whose matrices fit the scratch memory; all, if these are not converted."""
+        """Groups whose matrices, of so many bytes each as halves, fit the scratch memory; all, if
+        they are not converted (0)."""
         slots = address(experts.slot_of_expert)
         at_once = groups.max_groups
-        if converts:
-            at_once = min(at_once, self._scratch.num_bytes // self.bytes_of_group)
+        if converted_bytes:
+            at_once = min(at_once, self._scratch.num_bytes // converted_bytes)
         for first in range(0, groups.max_groups, at_once):
             yield MatrixChoice(
                 slot_of_expert=slots,
                 first_group=first,
                 end_group=min(first + at_once, groups.max_groups),
-                is_by_group=converts,
+                is_by_group=converted_bytes > 0,
             )
 
 

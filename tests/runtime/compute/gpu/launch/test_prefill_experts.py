@@ -20,7 +20,6 @@ from dflash_runtime.compute.gpu.launch import prefill_experts
 from dflash_runtime.compute.gpu.launch.prefill_operands import (
     IN_UNITS,
     TENSOR_PRODUCTS,
-    ProductKind,
     Products,
 )
 from support.emulated_device import EmulatedDevice
@@ -267,6 +266,38 @@ def test_matrices_read_as_they_are_stored_give_the_bits_of_their_halves(
     assert device.num_launches - num_launches == 2 * num_stored + 3  # which make halves
 
 
+@pytest.mark.parametrize("converts", [False, True])
+@pytest.mark.parametrize("types", [QUANTISED, (F16, F16, F16), _slow((F32, F32, F32))])
+def test_terms_have_the_same_bits_some_columns_at_a_time(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    types: tuple[TensorType, TensorType, TensorType],
+    converts: bool,
+) -> None:
+    """Of all experts, and added to the sums of others."""
+    layer, path = small_layer(tmp_path, types=types, has_vectors=True)
+    ids, weights = choose(np.random.default_rng(5), 40, NUM_EXPERTS, 2)
+    mean_rows = prefill_experts._MOST_ROWS + 0.5 if converts else None
+    sums, num_launches = [], []
+    for columns in (HIDDEN_SIZE, 64, 8):
+        monkeypatch.setattr(prefill_experts, "_TERMS_BYTES", 1)
+        monkeypatch.setattr(prefill_experts, "_LEAST_COLUMNS", columns)
+        device = EmulatedDevice()
+        rig = rig_of(layer, path, device=device)
+        assert rig.prefill._buffers.terms.nbytes == 4 * 2 * 40 * columns
+        rig.group(ids, weights)
+        before = device.num_launches
+        sums.append(rig.sums(hidden_rows(40), mean_rows))
+        num_launches.append(device.num_launches - before)
+        with monkeypatch.context() as context:  # room for more columns of few pairs
+            context.setattr(prefill_experts, "_LEAST_COLUMNS", 4)
+            assert len([*rig.prefill._columns_of(80)]) == -(-HIDDEN_SIZE // columns)
+            assert [*rig.prefill._columns_of(1)] == [range(HIDDEN_SIZE)]
+    for found in sums[1:]:
+        np.testing.assert_array_equal(found, sums[0], strict=True)
+    assert num_launches == sorted(set(num_launches))
+
+
 def test_bits_do_not_depend_on_the_logical_warp(tmp_path: Path) -> None:
     ids, weights = choose(np.random.default_rng(5), 20, NUM_EXPERTS, 2)
     sums = []
@@ -301,14 +332,14 @@ def test_launches_are_kept_for_experts_which_may_go(tmp_path: Path) -> None:
         rig.group(*choices[size])
         sums = rig.sums(hidden_rows(size))
         np.testing.assert_array_equal(sums, expected.setdefault(size, sums), strict=True)
-    _, kept = launches[first]
+    kept = launches[first].activations
     np.testing.assert_array_equal(rig.sums(hidden_rows(20)), expected[20], strict=True)
-    assert launches[first][1] is kept
+    assert launches[first].activations is kept
     rig.experts.stored = second = replace(first)  # as alike as can be
     assert second not in launches
     rig.prefill.prepare(second)
     np.testing.assert_array_equal(rig.sums(hidden_rows(20)), expected[20], strict=True)
-    assert launches[second][1] is not kept
+    assert launches[second].activations is not kept
     gone = weakref.ref(first)
     del first
     assert gone() is None

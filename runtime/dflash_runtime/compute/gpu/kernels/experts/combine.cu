@@ -1,6 +1,6 @@
 // combine: adds the terms of each token's experts in float64, in the order in which the token chose them,
-// and rounds once. Reads the terms of gemm_down; writes sums, or adds them to the residual.
-// Grid T, 256 threads: a block per token.
+// and rounds once. Reads the terms of one launch of gemm_down; writes sums, or adds them to the residual.
+// Grid T, up to 256 threads: a block per token.
 //
 // Parameters: HIDDEN.
 #include "groups.cuh"
@@ -9,13 +9,13 @@ constexpr int COMBINE_THREADS = 256, PAIRS_AT_ONCE = 4;
 static_assert(HIDDEN % 4 == 0, "columns are added in fours");
 
 struct CombineArgs {
-    const float *terms;         // [rows, HIDDEN]
+    const float *terms;         // [rows, num_columns]
     const int *rows_of_tokens;  // [T, pairs_per_token]
     const double *sums;         // [T, HIDDEN]: initial values of the sums; null: zeros
     const float *residual;      // [T, HIDDEN]: added to the rounded sums; null: zeros
     float *out;                 // [T, HIDDEN]: rounded sums, may be `residual`; null: not written
     double *out_sums;           // [T, HIDDEN]: the sums, may be `sums`; null: not written
-    int pairs_per_token;
+    int pairs_per_token, first_column, num_columns, unused;
 };
 
 KERNEL(combine, CombineArgs, COMBINE_THREADS, 1) {
@@ -23,8 +23,8 @@ KERNEL(combine, CombineArgs, COMBINE_THREADS, 1) {
     wait_for_previous();
     const i64 token = block_index_x();
     const int *rows = a.rows_of_tokens + token * a.pairs_per_token;
-    for (int column = 4 * thread_index(); column < HIDDEN; column += 4 * COMBINE_THREADS) {
-        const i64 place = token * HIDDEN + column;
+    for (int column = 4 * thread_index(); column < a.num_columns; column += 4 * num_threads()) {
+        const i64 place = token * HIDDEN + a.first_column + column;
         double sums[4] = {0.0, 0.0, 0.0, 0.0};
 #pragma unroll
         for (int c = 0; c < 4; c++)
@@ -39,7 +39,7 @@ KERNEL(combine, CombineArgs, COMBINE_THREADS, 1) {
 #pragma unroll
             for (int i = 0; i < PAIRS_AT_ONCE; i++)
                 terms[i] = load_fresh16(
-                    a.terms + (i64)(found[i] < 0 ? 0 : found[i]) * HIDDEN + column);
+                    a.terms + (i64)(found[i] < 0 ? 0 : found[i]) * a.num_columns + column);
 #pragma unroll
             for (int i = 0; i < PAIRS_AT_ONCE; i++) {
                 if (found[i] < 0) continue;

@@ -1,7 +1,8 @@
 // gemm_down: the down projections of a prompt chunk's routed experts. Reads the activations of
 // gemm_gate_up; writes one float32 term per pair and element, multiplied by the pair's weight (combine
-// adds them). Grid (ceil(NUM_ROWS / TILE_N), most tiles of rows), THREADS threads; only the device knows
-// the number of tiles, and blocks past it exit.
+// adds them). A launch computes num_columns of the terms' NUM_ROWS columns. Grid (ceil(num_columns /
+// TILE_N), most tiles of rows), THREADS threads; only the device knows the number of tiles, and blocks past
+// it exit.
 //
 // Parameters: those of gemm_tile.cuh; NUM_ROWS of the down projection.
 #include "group_rows.cuh"
@@ -14,12 +15,13 @@ struct GemmDownArgs {
     const u8 *activations;           // [NUM_PARTS, rows, NUM_COLUMNS]
     const float *activation_scales;  // [rows]; null: 1
     const float *weights;            // [rows]
-    const u8 *down;
-    const float *bias;          // [E, NUM_ROWS]; null: none
+    const u8 *down;             // from the row of the first column on
+    const float *bias;          // [E, NUM_ROWS], from the first column on; null: none
     const float *scale;         // [E]; null: none
-    float *terms;               // [rows, NUM_ROWS]
+    float *terms;               // [rows, num_columns]
     u64 activation_part_bytes, stride;
     MatrixChoice choice;
+    int num_columns, unused;
 };
 
 INLINE TileRows rows_of_tile(const GemmDownArgs &a, const GroupTile &tile) {
@@ -29,7 +31,7 @@ INLINE TileRows rows_of_tile(const GemmDownArgs &a, const GroupTile &tile) {
     TileRows rows = rows_of_group(
         a.activations, tile, [&](int row) { return tile.first_row + row; });
     rows.w = down + (i64)(first_column + copied_row(0)) * WEIGHT_ROW_BYTES;
-    rows.num_w = copies_within(NUM_ROWS - first_column);
+    rows.num_w = copies_within(a.num_columns - first_column);
     return rows;
 }
 
@@ -38,7 +40,7 @@ INLINE TileRows rows_of_tile(const GemmDownArgs &a, const GroupTile &tile) {
 INLINE const u8 *stored_row(const GemmDownArgs &a, const GroupTile &tile) {
     const int row = block_index_x() * TILE_N + thread_index() % TILE_N;
     return a.down + matrix_of(a.choice, tile) * (i64)a.stride +
-           (i64)(row < NUM_ROWS ? row : 0) * WEIGHT_ROW_BYTES;
+           (i64)(row < a.num_columns ? row : 0) * WEIGHT_ROW_BYTES;
 }
 #endif
 
@@ -75,14 +77,14 @@ KERNEL(gemm_down, GemmDownArgs, THREADS, BLOCKS_PER_SM) {
 #pragma unroll
             for (int n = 0; n < NUM_N; n++) {
                 const int column = block_index_x() * TILE_N + total_column(n);
-                if (column >= NUM_ROWS) continue;
+                if (column >= a.num_columns) continue;
                 float first = scale * (totals[m][n][2 * upper] * row_scale);
                 float second = scale * (totals[m][n][2 * upper + 1] * row_scale);
                 if (bias) {
                     first += load_float(bias + column);
                     second += load_float(bias + column + 1);
                 }
-                *(float2 *)(a.terms + (i64)row * NUM_ROWS + column) =
+                *(float2 *)(a.terms + (i64)row * a.num_columns + column) =
                     make_float2(weight * first, weight * second);
             }
         }
