@@ -14,6 +14,7 @@ from dflash_runtime.compute.gpu.backend import CupyBackend
 from dflash_runtime.compute.gpu.chunk_room import GROUP_TOKENS
 from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
 from dflash_runtime.compute.gpu.device.devices import DeviceMemory
+from dflash_runtime.engine.measuring import copied_experts
 from support.driver_use import DriverUse
 from support.emulated_device import EmulatedDevice
 from support.gpu_devices import first_gpu, used_bytes
@@ -161,6 +162,8 @@ def install_emulated_gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
     gpus = EmulatedGpus()
     monkeypatch.setattr(devices, "why_unusable", lambda kind: None)
     monkeypatch.setattr(devices, "_open_gpu", gpus.open)
+    # A group of so small chunks would have a hundred of them.
+    monkeypatch.setattr(copied_experts, "_GROUP_TOKENS", 3 * MAX_CHUNK)
     return gpus
 
 
