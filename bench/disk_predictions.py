@@ -22,11 +22,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from bench.gpu_turns import Texts
-from bench.gpu_ways import written_s
 from bench.options import add_save_option, bench_parser
 from bench.planted_routing import Walk
 from bench.report import finish, head, table
+from bench.texts import Texts, written_s
 
 from dflash_protocol.device import CPU
 from dflash_protocol.settings import Settings, load_settings

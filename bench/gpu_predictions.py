@@ -48,15 +48,14 @@ from bench.gpu_turns import (
     DECODE,
     LATER,
     Bench,
-    Texts,
     budget_of,
     is_gpu,
     medians,
     tokens_of,
-    walk_of,
 )
 from bench.options import add_save_option, bench_parser
 from bench.sides import Side
+from bench.texts import Texts, walk_of
 
 from bench import report
 from dflash_adapters.gguf.file import GgufFile

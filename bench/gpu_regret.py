@@ -50,16 +50,15 @@ from bench.gpu_turns import (
     DECODE,
     REQUEST,
     Bench,
-    Texts,
     budget_of,
     is_gpu,
     medians,
     prompt_row,
     tokens_of,
-    walk_of,
 )
 from bench.options import add_save_option, bench_parser
 from bench.sides import Side, SideError
+from bench.texts import Texts, walk_of
 
 from bench import report
 from dflash_adapters.gguf.file import GgufFile

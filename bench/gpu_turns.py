@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,80 +16,20 @@ from typing import Any
 
 from bench.gpu_engine import EngineSide
 from bench.gpu_parts import Result, say
-from bench.planted_routing import Walk
 from bench.sides import Side
+from bench.texts import Texts
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import read_spec
 from dflash_protocol.device import parse_device
-from dflash_protocol.errors import ModelFileError
 from dflash_runtime.compute.gpu.device.devices import VENDORS
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.placement.footprint import Memory, footprint
 
 DECODE, LATER, REQUEST = "decode", "decode later", "request"
-CONTEXT_OF_DECODE = 448
-_LATER = 1152
-"""Decode behind this is, on average, where plans predict it: in the middle of 1,000:400."""
-LEARNT_TOKENS = 400
 _STAYS_FREE = 256 << 20
 _LEAST_CHUNK = 512
 _WARM_UP = 24
-
-
-@dataclass(frozen=True)
-class Texts:
-    """What engines are measured with, and other texts, which heat is learnt on."""
-
-    learnt: Sequence[Sequence[int]]
-    decode: Sequence[Sequence[int]]
-    """Prompts that decode goes on behind."""
-    later: Sequence[Sequence[int]]
-    """The same, longer."""
-    prompts: Mapping[int, Sequence[Sequence[int]]]
-    """By their length."""
-    request: Sequence[int] = ()
-    """The prompt of the planned request."""
-    decoded: int = 96
-    """Tokens of a sample of decode."""
-    written: int = 400
-    """Tokens that are written in the request, and behind each prompt of `learnt`."""
-
-    @classmethod
-    def of(
-        cls,
-        walk: Walk,
-        *,
-        lengths: Sequence[int] = (512, 4096),
-        samples: int = 2,
-        decodes: int | None = None,
-        request: tuple[int, int] | None = (1000, 400),
-    ) -> Texts:
-        """Stretches of a walk, `samples` of each kind, `decodes` (by default as many) of those that
-        decode goes on behind. Those that heat is learnt on overlap no other. Raises: ValueError if
-        the walk is too short."""
-        step = len(walk.token_ids) // 50
-        decodes = samples if decodes is None else decodes
-        return cls(
-            [walk.stretch(step * number, 2048) for number in (8, 10)],
-            [walk.stretch(step * number, CONTEXT_OF_DECODE) for number in range(decodes)],
-            [walk.stretch(step * (14 + number), _LATER) for number in range(decodes)],
-            {
-                length: [walk.stretch(step * (17 + 2 * n), length) for n in range(samples)]
-                for length in lengths
-            },
-            walk.stretch(step * 40, request[0]) if request else (),
-            written=request[1] if request else LEARNT_TOKENS,
-        )
-
-
-def walk_of(path: Path) -> Walk:
-    """The walk of a file; any order of its tokens if it has no planted routing."""
-    try:
-        return Walk.of_file(path)
-    except ModelFileError:
-        with GgufFile.open(path) as file:
-            return Walk.of(file.tensor("token_embd.weight").num_rows, 0)
 
 
 Rows = dict[str, list[float]]

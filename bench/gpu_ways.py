@@ -16,7 +16,6 @@ from __future__ import annotations
 import shutil
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +26,7 @@ from unittest import mock
 from bench.options import add_save_option, bench_parser
 from bench.planted_routing import Walk
 from bench.report import finish, head, table
+from bench.texts import written_s
 
 from dflash_protocol.device import parse_device
 from dflash_protocol.settings import Settings, load_settings
@@ -80,15 +80,6 @@ def learn(settings: Settings, walk: Walk) -> None:
 
 WRITING: dict[str, Way] = {"mailbox": _as_opened, "host": _by_host}
 READING: dict[str, Way] = {"by layer": _as_opened, "by chunk": _by_chunk}
-
-
-def written_s(engine: Engine, prompt: Sequence[int], num_tokens: int) -> tuple[list[int], float]:
-    """A text, and the seconds of each token after its first."""
-    times, tokens = [], []
-    for token in engine.generate(prompt, num_tokens, ignore_eos=True):
-        times.append(time.perf_counter())
-        tokens.append(token.token_id)
-    return tokens, (times[-1] - times[0]) / (num_tokens - 1)
 
 
 def in_turns(

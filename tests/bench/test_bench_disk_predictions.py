@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from bench.disk_predictions import learn, measure, rows_of
-from bench.gpu_turns import Texts
 from bench.planted_routing import Walk
+from bench.texts import Texts
 
 from dflash_protocol.device import CPU
 from dflash_runtime import Engine

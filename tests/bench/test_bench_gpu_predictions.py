@@ -15,7 +15,8 @@ from bench.gpu_predictions import (
     parsed,
     predictions_table,
 )
-from bench.gpu_turns import DECODE, LATER, Bench, Texts, walk_of
+from bench.gpu_turns import DECODE, LATER, Bench
+from bench.texts import Texts, walk_of
 
 from support.emulated_gpu import TINY
 from support.in_this_process import InThisProcess

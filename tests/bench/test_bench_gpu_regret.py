@@ -20,7 +20,8 @@ from bench.gpu_regret import (
     seconds_of,
     speeds_table,
 )
-from bench.gpu_turns import DECODE, REQUEST, Bench, Texts
+from bench.gpu_turns import DECODE, REQUEST, Bench
+from bench.texts import Texts
 from hypothesis import given
 from hypothesis import strategies as st
 
