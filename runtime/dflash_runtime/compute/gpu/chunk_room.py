@@ -218,7 +218,7 @@ def _attention_columns(layer: Attention, hidden_size: int) -> int:
     heads, sizes = layer.heads, sum(layer.qkv.sizes)
     is_joint = len(layer.qkv.linears) == 1
     projecting = 2 * sizes if is_joint else sizes
-    held = sizes + heads.query_size
+    held = sizes  # what the queries find is in their place
     if isinstance(layer.positions, RowNormRotary):
         held += heads.query_size + heads.kv_size
     opening = 0

@@ -216,7 +216,9 @@ class DensePrefill:
         """Whether tiles as large as usual would leave multiprocessors idle."""
         _, tile = self.products.of_dense(parts)
         columns = sum(-(-piece.num_rows // tile.columns) for piece in pieces)
-        return columns * -(-num_tokens // tile.rows) < self._device.num_multiprocessors
+        num_tiles = columns * -(-num_tokens // tile.rows)
+        # Of floats, whose small tiles read four times as much, half of them would have to be idle.
+        return num_tiles * (1 if parts else 2) < self._device.num_multiprocessors
 
     def _kernel(self, columns: int, parts: int, *, is_few: bool = False) -> Kernel:
         """For both sizes of tiles as soon as one is wanted: chunks come in all lengths."""

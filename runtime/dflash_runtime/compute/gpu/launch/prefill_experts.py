@@ -124,8 +124,7 @@ class ExpertKernels:
 def terms_bytes(max_pairs: int, hidden_size: int) -> int:
     """Bytes of the terms of up to `max_pairs` pairs that exist at the same time."""
     of_pairs = np.dtype(np.float32).itemsize * max_pairs
-    columns = _TERMS_BYTES // of_pairs // _LEAST_COLUMNS * _LEAST_COLUMNS
-    return of_pairs * min(hidden_size, max(_LEAST_COLUMNS, columns))
+    return min(of_pairs * hidden_size, max(_TERMS_BYTES, of_pairs * _LEAST_COLUMNS))
 
 
 def _weight_rows(columns: int, parts: int, stored: TensorType | None) -> dict[str, int | str]:

@@ -91,6 +91,9 @@ FMA_TILE = Tile(rows=128, columns=64, warps_m=4, warps_n=2, stages=2)
 DENSE_FLOAT_TILE = Tile(rows=64, columns=64, warps_m=4, warps_n=2, stages=2, blocks_per_sm=2)
 """Routers are small: more tiles reach more of the device."""
 
+_FEW_FLOATS_TILE = Tile(rows=16, columns=32, warps_m=1, warps_n=2, stages=4, blocks_per_sm=8)
+"""For routers of short chunks: a block of the usual tile takes as long whatever their length."""
+
 
 @dataclass(frozen=True)
 class Products:
@@ -134,9 +137,9 @@ class Products:
 
     def of_dense(self, parts: int, *, is_few: bool = False) -> tuple[ProductKind, Tile]:
         """The same for dense matrices; `is_few`: there would be few large tiles."""
-        if parts and is_few and self.few_tile is not None:
-            return self.half, self.few_tile
-        return (self.half, self.half_tile) if parts else (ProductKind.FLOAT, DENSE_FLOAT_TILE)
+        if not parts:
+            return ProductKind.FLOAT, _FEW_FLOATS_TILE if is_few else DENSE_FLOAT_TILE
+        return self.half, self.few_tile if is_few and self.few_tile is not None else self.half_tile
 
 
 _FEW_TILE = Tile(rows=64, columns=64, warps_m=2, warps_n=2, stages=4, blocks_per_sm=3)

@@ -72,7 +72,10 @@ class AttentionLayer:
             q, k = kernels.normed(q, q_norm), kernels.normed(k, k_norm)
         if self._has_gate_beside:
             q = self._taken(kernels, ColumnsOf(both.array, heads.num, 0, heads.dim))
-        out = kernels.head_rows(x.num_tokens, heads.query_size, head_dim=heads.dim)
+        # A chunk's queries are copied before what they find is written.
+        out = q
+        if x.is_step:
+            out = kernels.head_rows(x.num_tokens, heads.query_size, head_dim=heads.dim)
         self._ops.attention.launch(
             self._form, (q.array, k.array, v.array), step, cache_layer=self._cache_layer, out=out
         )

@@ -175,6 +175,22 @@ def test_small_tiles_where_large_ones_would_be_few_have_the_same_bits() -> None:
     np.testing.assert_array_equal(results[0], results[1], strict=True)
 
 
+def test_small_tiles_of_floats_have_the_same_bits() -> None:
+    x, results = random_rows(70), []
+    threads = [SMALL_TENSOR.of_dense(0, is_few=is_few)[1].num_threads for is_few in (False, True)]
+    assert threads[0] != threads[1]
+    for num_multiprocessors, of_block in zip((8, 9), threads, strict=True):
+        device = CountingDevice(num_multiprocessors=num_multiprocessors)
+        preparer = RowPreparer(device, columns=COLUMNS, max_rows=70, parts=0)
+        scratch = WeightScratch(device, 1 << 16)
+        dense = DensePrefill(device, products=SMALL_TENSOR, scratch=scratch)
+        matrix, out = StoredMatrix(device, F32, 70), device.empty((70, 70), np.float32)
+        dense.run(preparer.prepare(device.upload(x)), [matrix.product(out)])  # in 2 x 2 usual ones
+        results.append(device.download(out))
+        assert device.blocks == [of_block]
+    np.testing.assert_array_equal(results[0], results[1], strict=True)
+
+
 @pytest.mark.parametrize("tensor_type", sorted(set(FIELDS) - {F32}), ids=lambda each: each.name)
 def test_every_type_is_dequantised(tensor_type: TensorType) -> None:
     device = EmulatedDevice()
