@@ -48,7 +48,7 @@ class PeerWork:
     """What is measured: in each round tokens one by one after a prompt, and prompts by length."""
 
     context: int
-    decode: Sequence[tuple[Sequence[int], Sequence[int]]]
+    decode: list[tuple[Sequence[int], Sequence[int]]]
     """A prompt, and the tokens that follow it, of each round."""
     prompts: Mapping[int, Sequence[Sequence[int]]]
     """By length, a prompt of each round."""

@@ -9,15 +9,18 @@ come, one after the other:
              each with micro-batches of 512 and of the size that a long prompt is fastest with;
              flash attention, keys and values in f16. The best of all counts, row by row.
 
-Decode goes on after 448 tokens, greedily; llama.cpp gets the tokens that this writes, which the
-file's planted routing tells. Its times contain no choice of a token.
+Decode goes on after 448 tokens, greedily; llama.cpp gets the tokens that this writes. Its times
+contain no choice of a token.
 
 With --daemons each of these GPUs has the same budget: ours gets a daemon there, and llama.cpp
 splits its layers over all GPUs that it sees (by their free memory, its default).
 
-The file needs planted routing: python -m bench.random_moe q4_k_m --layers 48 --routing qwen3
+Any model will do, such as the one that you use: it reads the documents of this project, and an
+opening more writes what follows them. Random weights need planted routing, which tells what is
+written: python -m bench.random_moe q4_k_m --layers 48 --routing qwen3
 
 Examples:
+  python -m bench.gpu_budgets --model mine.gguf --budgets 8 12 --side-limit 600 --limit 3600
   python -m bench.gpu_budgets --model /dev/shm/m48.gguf --budgets 8 12 16 24 --save
   python -m bench.gpu_budgets --model /dev/shm/m48.gguf --budgets 8 --only ours
   python -m bench.gpu_budgets --model /dev/shm/m48.gguf --budgets 12 --daemons cuda:1 --save
@@ -57,6 +60,7 @@ from bench.gpu_record import OURS, PEER
 from bench.options import add_save_option, bench_parser
 from bench.planted_routing import KIND_KEY, Walk
 from bench.sides import Side
+from bench.texts import walk_of
 
 from bench import report
 from dflash_adapters.gguf.file import GgufFile
@@ -134,7 +138,7 @@ def work_of(
 ) -> PeerWork:
     """What both sides are measured with: stretches of the walk that no heat is learnt on."""
     step = len(walk.token_ids) // 50
-    decode = []
+    decode: list[tuple[Sequence[int], Sequence[int]]] = []
     for number in range(rounds):
         text = walk.stretch(step * number, _CONTEXT + num_tokens + 1)
         decode.append((text[:_CONTEXT], text[_CONTEXT:-1]))
@@ -159,12 +163,15 @@ class OurSide:
     ) -> None:
         self._path, self._device, self._work, self._folder = path, device, work, folder
         self._daemons = daemons
+        self._walk = walk_of(path)
         self._learnt = folder / "learnt.heat"
 
     def measure(self, result: Result, until_s: float) -> None:
         """Fill `result` with the plan and tokens per second."""
         if not self._learnt.exists():
             self._learn(until_s)
+            if not is_planted(self._path):
+                self._write(until_s)
         heat = self._folder / f"used-{time.monotonic_ns()}.heat"
         shutil.copy(self._learnt, heat)  # what is measured now must not be known to later plans
         with self._open(heat, until_s) as side:
@@ -188,8 +195,18 @@ class OurSide:
     def _learn(self, until_s: float) -> None:
         with self._open(self._learnt, until_s) as side:
             say(f"ours: learning heat, open after {side.call('opened')['open_s']} s")
-            for prompt in learnt_prompts(Walk.of_file(self._path)):
+            for prompt in learnt_prompts(self._walk):
                 side.call("text", prompt, _LEARNT_TOKENS)
+            side.call("close")
+
+    def _write(self, until_s: float) -> None:
+        """Find out what follows the prompts of decode, with heat that is not used again."""
+        say("ours: writing what llama.cpp gets")
+        with self._open(self._folder / "written.heat", until_s) as side:
+            self._work.decode[:] = [
+                (prompt, side.call("text", prompt, len(following)))
+                for prompt, following in self._work.decode
+            ]
             side.call("close")
 
     def _open(self, heat: Path, until_s: float) -> Side:
@@ -203,6 +220,12 @@ class OurSide:
             heat=heat,
             until_s=until_s,
         )
+
+
+def is_planted(path: Path) -> bool:
+    """Whether a file's routing is planted, which tells what is written."""
+    with GgufFile.open(path) as file:
+        return bool(file.get_str(KIND_KEY, ""))
 
 
 def measure_peer(
@@ -327,7 +350,7 @@ def measure_budget(
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     """What was asked for."""
     parser = bench_parser(__file__, __doc__)
-    parser.add_argument("--model", type=Path, required=True, help="a file with planted routing")
+    parser.add_argument("--model", type=Path, required=True, help="any model's file")
     parser.add_argument("--budgets", type=float, nargs="+", default=[8, 12, 16, 24], help="GiB")
     parser.add_argument("--device", default="cuda:0", help="cpu: no budget, to try this out")
     parser.add_argument(
@@ -364,8 +387,8 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
 def run(options: argparse.Namespace) -> int:
     """Measure, print, keep. Returns the exit status."""
     with GgufFile.open(options.model) as file:
-        routing = file.get_str(KIND_KEY)
-    walk = Walk.of_file(options.model)
+        routing = file.get_str(KIND_KEY, "its own")
+    walk = walk_of(options.model)
     work = work_of(
         walk,
         context=options.context,

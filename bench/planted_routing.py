@@ -107,9 +107,10 @@ KINDS = {
 
 @dataclass(frozen=True, eq=False)
 class Walk:
-    """Every token once, in an order that text follows. Immutable.
+    """Tokens in an order that text follows. Immutable.
 
-    `token_ids` [V] int32: by position; the last is the end-of-text token, the last of the ids.
+    With planted routing every token comes once. `token_ids` [V] int32: by position; then the last
+    is the end-of-text token, the last of the ids.
     """
 
     token_ids: I32Array

@@ -1,4 +1,4 @@
-"""Texts that engines are measured with, of planted routing where a file has it."""
+"""Texts that engines are measured with: of planted routing where a file has it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from bench.planted_routing import Walk
 
 from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.text.tokenizer import load_tokenizer
 from dflash_protocol.errors import ModelFileError
 from dflash_runtime import Engine
 
@@ -66,12 +68,23 @@ class Texts:
 
 
 def walk_of(path: Path) -> Walk:
-    """The walk of a file; any order of its tokens if it has no planted routing."""
-    try:
-        return Walk.of_file(path)
-    except ModelFileError:
-        with GgufFile.open(path) as file:
-            return Walk.of(file.tensor("token_embd.weight").num_rows, 0)
+    """What is read by a model: the walk of a file with planted routing, else the documents of this
+    project, else, without a tokenizer, its tokens in any order."""
+    with GgufFile.open(path) as file:
+        try:
+            return Walk.of_file(path)
+        except ModelFileError:
+            tokenizer = load_tokenizer(file)
+            if tokenizer is None:
+                return Walk.of(file.tensor("token_embd.weight").num_rows, 0)
+    text = "\n".join(each.read_text() for each in _documents())
+    return Walk(np.array(tokenizer.encode(text, parse_special=False), np.int32))
+
+
+def _documents() -> list[Path]:
+    root = Path(__file__).parents[1]
+    names = "bench/README.md", "*.md", "docs/*.md"
+    return [path for name in names for path in sorted(root.glob(name))]
 
 
 def written_s(engine: Engine, prompt: Sequence[int], num_tokens: int) -> tuple[list[int], float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,30 @@ from bench.budget_peer import (
     PlacedPeer,
     fewest_elsewhere,
 )
-from bench.gpu_budgets import best, budgets_table, bytes_of, learnt_prompts, parsed, work_of
+from bench.gpu_budgets import (
+    OurSide,
+    best,
+    budgets_table,
+    bytes_of,
+    learnt_prompts,
+    parsed,
+    work_of,
+)
 from bench.llama_api import DEVICE_CALLS, REGISTRY_CALLS, declare, open_wheel
 from bench.peer import PeerError
 from bench.peer_fit import FIT_CALLS, LIMIT_CALLS, FitStatus
 from bench.planted_routing import Walk
 from bench.sides import SideError
+from bench.texts import walk_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.text.tokenizer import load_tokenizer
+from dflash_runtime.engine.demo_model import demo_model_path
 from support.random_models import BLOCK_32_SHAPE, write_qwen3moe
 
+DEMO = demo_model_path()
 LAYERS = [300, 500, 400, 600]
 """Bytes of each layer's experts."""
 WORK = PeerWork(64, [([1, 2, 3], [4, 5])] * 3, {8: [[1] * 8] * 3, 16: [[2] * 16] * 3})
@@ -214,6 +227,29 @@ def test_heat_is_learnt_on_other_text_than_is_measured() -> None:
     prompt, following = work.decode[1]
     assert (len(prompt), len(following)) == (448, 96)
     assert walk.stretch(walk.token_ids.tolist().index(prompt[-1]) + 1, 96) == following
+
+
+def test_a_model_without_planted_routing_reads_documents_and_writes_what_follows(
+    tmp_path: Path,
+) -> None:
+    walk = walk_of(DEMO)
+    work = work_of(walk, context=2560, rounds=2, num_tokens=4, lengths=(16,))
+    texts = [following for _, following in work.decode]
+    with GgufFile.open(DEMO) as file:
+        tokenizer = load_tokenizer(file)
+    assert tokenizer is not None
+    assert tokenizer.decode(work.decode[0][0]).startswith("# Measurements")
+    result: dict[str, Any] = {}
+    our_side = OurSide(DEMO, "cpu", work, tmp_path)
+    our_side.measure(result, time.monotonic() + 60)
+    assert result["same_tokens"] == 4
+    assert [following for _, following in work.decode] != texts
+    assert {each: len(rates) for each, rates in result["tokens_per_s"].items()} == {
+        "prompt 16": 2,
+        "decode at 448": 2,
+    }
+    written = [each for each in tmp_path.iterdir() if each.name == "written.heat"]
+    assert written, "what is measured must not be known to plans"
 
 
 def test_the_table_says_what_is_wanted() -> None:
