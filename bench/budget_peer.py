@@ -1,10 +1,11 @@
 """llama.cpp within a budget of device memory: what it can be told to do, and the search for the
 best of it.
 
-Its users have two ways: ``--n-cpu-moe N``, which keeps the routed experts of the first N layers in
-the host's memory and is tried until nothing runs out of memory; and ``--fit``, which chooses by
-sizes. Both are measured, each with two micro-batches: the usual one, which leaves most room for
-experts, and the one that a long prompt is fastest with.
+Its users have three ways: ``--n-cpu-moe N``, which keeps the routed experts of the first N layers
+in the host's memory and is tried until nothing runs out of memory; ``--fit``, which chooses by
+sizes; and ``--cpu-moe`` with ``--moe-cache-mib N``, which keeps the experts that were used last in
+what all else leaves of the GPU's memory. They are measured, each with two micro-batches: the usual
+one, which leaves most room for experts, and the one that a long prompt is fastest with.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu_parts import say
-from bench.llama_api import CPU, SIZE, TensorPlace, default_model_params
+from bench.llama_api import (
+    CPU,
+    SIZE,
+    TensorPlace,
+    default_context_params,
+    default_model_params,
+)
 from bench.peer import PeerError, find_device, open_peer
 from bench.peer_fit import USUAL_MARGIN, FitStatus, Fitted, fit
 from bench.peer_model import FlashAttention, PeerContext, context_params
@@ -41,6 +48,8 @@ _SLACK = 64 << 20
 """What allocations may take beyond their sizes."""
 _TRIED_TOKENS = 32
 _MOST_TRIES = 6
+_LEAST_CACHE, _LESS = 256 << 20, 0.9
+"""Of experts: bytes, and what is tried of a cache that did not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +72,10 @@ class Setup:
     """One way of running llama.cpp, and what it reached."""
 
     choice: str
-    """``--n-cpu-moe N`` or ``--fit``."""
+    """``--n-cpu-moe N``, ``--fit`` or ``--moe-cache-mib N``."""
     micro_batch: int
+    cache_bytes: int = 0
+    """Of experts."""
     tokens_per_s: dict[str, list[float]] = field(default_factory=dict)
     """By row: `decode_row`, `prompt_row`."""
     free_bytes: int = 0
@@ -105,7 +116,7 @@ class PlacedPeer:
             library.ggml_backend_dev_get(each) for each in range(library.ggml_backend_dev_count())
         ]
         gpus = [each for each in devices if library.ggml_backend_dev_name(each).startswith(_GPU)]
-        self._devices = gpus or devices[:1]
+        self._devices, self._has_gpus = gpus or devices[:1], bool(gpus)
 
     def free_bytes(self) -> int:
         """Of all GPUs together, as their driver says."""
@@ -159,11 +170,19 @@ class PlacedPeer:
         )
         return chosen, params
 
-    def open_context(self, micro_batch: int) -> None:
+    def caches_experts(self) -> bool:
+        """Whether this llama.cpp can keep experts on a GPU that are in the host's memory."""
+        params = default_context_params(getattr(self._library, "llama", self._library))
+        return self._has_gpus and hasattr(params, "expert_cache_bytes")
+
+    def open_context(self, micro_batch: int, cache_bytes: int = 0) -> None:
         """Of the model that is loaded, in place of the one before. Raises: PeerError."""
         self.close_context()
         self._context = PeerContext(
-            self._library, self._model, **self._context_options(micro_batch)
+            self._library,
+            self._model,
+            **self._context_options(micro_batch),
+            expert_cache_bytes=cache_bytes,
         )
 
     def close_context(self) -> None:
@@ -251,7 +270,7 @@ class PeerSearch:
         self._side.close()
 
     def run(self, num_threads: Sequence[int], margin: int = USUAL_MARGIN) -> None:
-        """Measure both ways. Raises: SideError if not even all experts elsewhere leave room."""
+        """Measure all ways. Raises: SideError if not even all experts elsewhere leave room."""
         placed, free, speeds = self._tried(num_threads)
         if len(self.threads) > 1:
             self._ask("use_threads", max(self.threads, key=lambda each: self.threads[each]))
@@ -268,6 +287,9 @@ class PeerSearch:
                 self._measure(setup, with_decode=micro_batch == USUAL_MICRO_BATCH)
             except SideError as error:
                 self._failed(setup, error)
+        if self._ask("caches_experts"):
+            for micro_batch in dict.fromkeys((USUAL_MICRO_BATCH, fast)):
+                self._measure_cached(micro_batch, with_decode=micro_batch == USUAL_MICRO_BATCH)
 
     def _tried(self, num_threads: Sequence[int]) -> tuple[int, dict[int, int], dict[int, float]]:
         """Number of layers elsewhere that surely suffices; with it, by micro-batch, bytes that stay
@@ -321,8 +343,35 @@ class PeerSearch:
             except SideError as error:
                 self._failed(setup, error)
 
+    def _measure_cached(self, micro_batch: int, *, with_decode: bool) -> None:
+        """Measure with all layers elsewhere, and the largest cache that does fit."""
+        free = self._left_by_layers_elsewhere(micro_batch)
+        for _ in range(_MOST_TRIES):
+            size = free >> 20
+            setup = Setup(f"--moe-cache-mib {size}", micro_batch, size << 20)
+            if setup.cache_bytes < _LEAST_CACHE:
+                return
+            try:
+                setup.placed = self._ask("place", len(self._layer_bytes))
+                self._measure(setup, with_decode=with_decode)
+                return
+            except SideError as error:
+                self._failed(setup, error)
+                free = int(_LESS * free)
+
+    def _left_by_layers_elsewhere(self, micro_batch: int) -> int:
+        """Bytes that stay free with all experts elsewhere."""
+        try:
+            self._ask("place", len(self._layer_bytes))
+            self._ask("open_context", micro_batch)
+            self._ask("prefill", self._work.longest)
+            return int(self._ask("free_bytes")) - _SLACK
+        except SideError as error:
+            self._failed(Setup("--cpu-moe", micro_batch), error)
+            return 0
+
     def _measure(self, setup: Setup, *, with_decode: bool) -> None:
-        self._ask("open_context", setup.micro_batch)
+        self._ask("open_context", setup.micro_batch, setup.cache_bytes)
         work = self._work
         for length, prompts in sorted(work.prompts.items(), reverse=True):
             self._ask("prefill", prompts[0])

@@ -5,9 +5,10 @@ come, one after the other:
 
   ours       opened without any option but the context; the plan is made with heat of other text
              than is measured, which the first opening of a run learns from two generations
-  llama.cpp  with the fewest layers' experts on the CPU that fit (--n-cpu-moe) and as --fit chooses,
-             each with micro-batches of 512 and of the size that a long prompt is fastest with;
-             flash attention, keys and values in f16. The best of all counts, row by row.
+  llama.cpp  with the fewest layers' experts on the CPU that fit (--n-cpu-moe), as --fit chooses,
+             and with the largest cache of experts that fits (--moe-cache-mib), each with micro-
+             batches of 512 and of the size that a long prompt is fastest with; flash attention,
+             keys and values in f16. The best of all counts, row by row.
 
 Decode goes on after 448 tokens, greedily; llama.cpp gets the tokens that this writes. Its times
 contain no choice of a token.

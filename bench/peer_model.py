@@ -96,6 +96,7 @@ def context_params(
     micro_batch: int,
     flash_attention: FlashAttention,
     num_outputs: int,
+    expert_cache_bytes: int = 0,
 ) -> Any:
     """llama_context_params of one sequence; see PeerContext."""
     params = default_context_params(getattr(library, "llama", library))
@@ -107,6 +108,8 @@ def context_params(
     params.type_k = params.type_v = _KV_TYPES[kv_type]
     params.flash_attn_type = flash_attention
     params.no_perf = True
+    if expert_cache_bytes:
+        params.expert_cache_bytes = expert_cache_bytes
     return params
 
 
@@ -125,9 +128,11 @@ class PeerContext:
         micro_batch: int = 512,
         flash_attention: FlashAttention = FlashAttention.AUTO,
         num_outputs: int = 0,
+        expert_cache_bytes: int = 0,
         on_tensor: Any = None,
     ) -> None:
         """`num_outputs`: most tokens of a batch with logits, for which memory is reserved; 0: all.
+        `expert_cache_bytes`: of a GPU, for experts that are in the host's memory.
         `on_tensor`: an EVAL_CALLBACK for the tensors that are computed.
 
         Raises: PeerError if llama.cpp cannot make a context of this size.
@@ -142,6 +147,7 @@ class PeerContext:
             micro_batch=micro_batch,
             flash_attention=flash_attention,
             num_outputs=num_outputs,
+            expert_cache_bytes=expert_cache_bytes,
         )
         if on_tensor is not None:
             params.cb_eval = ctypes.cast(on_tensor, P)

@@ -65,6 +65,8 @@ class FakePeer:
     placed: int = 0
     taken: float = 0.0
     threads: int = 4
+    caches: bool = False
+    cache_bytes: int = 0
     calls: list[tuple[Any, ...]] = field(default_factory=list)
 
     def call(self, method: str, *args: Any) -> Any:
@@ -91,10 +93,13 @@ class FakePeer:
     def place_by_fit(self, micro_batch: int, margin: int) -> dict[str, Any]:
         return self.place(3) | {"n_gpu_layers": 5}
 
-    def open_context(self, micro_batch: int) -> None:
+    def caches_experts(self) -> bool:
+        return self.caches
+
+    def open_context(self, micro_batch: int, cache_bytes: int = 0) -> None:
         self.taken = sum(LAYERS[self.placed :])
-        self._take(self.per_token * micro_batch)
-        self.micro_batch = micro_batch
+        self._take(self.per_token * micro_batch + cache_bytes)
+        self.micro_batch, self.cache_bytes = micro_batch, cache_bytes
 
     def prefill(self, prompt: list[int]) -> float:
         self.compute()
@@ -102,7 +107,7 @@ class FakePeer:
 
     def decode_after(self, prompt: list[int], token_ids: list[int]) -> float:
         self.compute()
-        return 100 - 10 * self.placed + self.threads
+        return 100 - 10 * self.placed + self.threads + (50 if self.cache_bytes else 0)
 
     def use_threads(self, num_threads: int) -> None:
         self.threads = num_threads
@@ -151,6 +156,38 @@ def test_one_more_layer_goes_elsewhere_until_nothing_fails(monkeypatch: pytest.M
     search = searched(monkeypatch, 1070, while_computing=30)
     assert str(search.setups[0]) == "--n-cpu-moe 3, 512 at once"
     assert search.setups[0].tokens_per_s["decode at 3"] == [74.0] * 3
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("while_computing", "found"),
+    [(0.0, [1017, 659]), (50 * MIB, [916, 593]), (1e12, [])],
+)
+def test_the_largest_cache_that_fits_is_measured_too(
+    monkeypatch: pytest.MonkeyPatch, while_computing: float, found: list[int]
+) -> None:
+    """Nine tenths of what does not."""
+    monkeypatch.setattr("bench.budget_peer._SLACK", MIB)
+    options: dict[str, Any] = {"per_token": 0.1 * MIB, "caches": True}
+    search = PeerSearch(lambda: FakePeer(1070 * MIB, **options), [*LAYERS], 0, WORK)  # type: ignore[arg-type,return-value]
+    for micro_batch in (512, 4096):
+        peer: Any = search._side
+        peer.while_computing = 0.0
+        free = search._left_by_layers_elsewhere(micro_batch)
+        assert free == int((1070 - 0.1 * micro_batch - 1) * MIB)
+        options["while_computing"] = while_computing
+        peer.while_computing = while_computing
+        monkeypatch.setattr(search, "_left_by_layers_elsewhere", lambda _, free=free: free)
+        search._measure_cached(micro_batch, with_decode=True)
+        monkeypatch.undo()
+        monkeypatch.setattr("bench.budget_peer._SLACK", MIB)
+    assert [str(each) for each in search.setups] == [
+        f"--moe-cache-mib {size}, {micro_batch} at once"
+        for size, micro_batch in zip(found, (512, 4096), strict=False)
+    ]
+    assert all(each.tokens_per_s["decode at 3"] == [114.0] * 3 for each in search.setups)
 
 
 def test_where_all_fits_fit_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
