@@ -101,13 +101,18 @@ class EmulatedSideStream:
         return 0
 
     def read(self, destination: AnyArray, source: DeviceArray) -> None:
-        """As SideStream.read, into mapped memory only."""
+        """As SideStream.read, into mapped memory only; the source is the caller's to keep."""
         assert not self._is_closed
         assert destination.flags.c_contiguous
         assert destination.nbytes == source.nbytes
-        place = int(destination.ctypes.data)
-        self._device.require_mapped(place, destination.nbytes)
-        self._waiting.append(lambda: ctypes.memmove(place, address(source), source.nbytes))
+        place, begin, num_bytes = int(destination.ctypes.data), address(source), source.nbytes
+        self._device.require_mapped(place, num_bytes)
+
+        def copy() -> None:
+            self._device.require_mapped(begin, num_bytes)
+            ctypes.memmove(place, begin, num_bytes)
+
+        self._waiting.append(copy)
 
     def launch(self, kernel: Any, grid: Grid, block: int, args: ctypes.Structure) -> None:
         """As SideStream.launch."""

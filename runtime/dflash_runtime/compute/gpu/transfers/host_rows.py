@@ -108,7 +108,7 @@ class PendingChoice:
             ids, weights = (
                 array[: prod(shape)].reshape(shape).copy() for array in place.block.host
             )
-            self._found, place.user = (ids, weights), None
+            self._found, place.user, place.sources = (ids, weights), None, ()
         return self._found
 
     def counts(self) -> I64Array:
@@ -129,6 +129,8 @@ class _ChoicePlace:
     block: MappedBlock
     stream: SideStream
     user: weakref.ref[PendingChoice] | None = None
+    sources: tuple[DeviceArray, ...] = ()
+    """What the stream may be reading, also for a choice that was dropped."""
 
     @property
     def is_free(self) -> bool:
@@ -152,6 +154,7 @@ class HostChoices:
         Shapes: ids [T, K] int32; weights [T, K] float32.
         """
         place = self._free_place(ids.size)
+        place.sources = ids, weights
         place.stream.wait_for(self._device.mark())
         for array, source in zip(place.block.host, (ids, weights), strict=True):
             place.stream.read(array[: ids.size], source)
@@ -167,6 +170,9 @@ class HostChoices:
         """One with room, whose memory may be new."""
         for place in self._places:
             if place.is_free:
+                if place.sources:  # of a choice that was dropped
+                    place.stream.synchronize(COPY_DEADLINE_S)
+                    place.sources = ()
                 if place.block.host[0].size < size:
                     larger = self._mapped(size)
                     self._unmap(place)
@@ -216,18 +222,23 @@ class HostRows:
         wait_for_mark(self._device, self._read)
         block = self._reserved(whole, columns)
         (rows, sums), stream = block.host, self._device.side_stream(_STREAM)
-        stream.wait_for(mark)
-        self._kernels.move(
-            address(array),
-            address(block.device[0]),
-            (num_rows, columns),
-            itemsize=4,
-            rows=None if indices is None else self._indices.put(indices),
-            side=stream,
-        )
-        sums[: self._num_written] = 0.0
-        self._num_written = num_rows
-        stream.synchronize(COPY_DEADLINE_S)
+        try:
+            stream.wait_for(mark)
+            self._kernels.move(
+                address(array),
+                address(block.device[0]),
+                (num_rows, columns),
+                itemsize=4,
+                rows=None if indices is None else self._indices.put(indices),
+                side=stream,
+            )
+            sums[: self._num_written] = 0.0
+            self._num_written = num_rows
+            stream.synchronize(COPY_DEADLINE_S)
+        except BaseException:
+            with suppress(DeviceUnavailable):  # the array may be freed now
+                stream.synchronize(COPY_DEADLINE_S)
+            raise
         return LentRows(rows[:num_rows], sums[:num_rows])
 
     def add_sums(self, lent: LentRows, out: DeviceArray, rows: I32Array | None) -> None:

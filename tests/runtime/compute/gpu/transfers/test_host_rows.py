@@ -163,12 +163,19 @@ def test_a_choice_comes_without_a_wait_for_later_launches(monkeypatch: pytest.Mo
 
 
 def test_a_choice_that_is_given_up_gives_its_memory_back() -> None:
+    """When it was read: it may still be on its way."""
     device = EmulatedDevice()
-    choices, ids = HostChoices(device), device.zeros((4, 2), np.int32)
-    for _ in range(5):
-        choices.begin(ids, device.zeros((4, 2), np.float32), num_experts=9)
+    choices, kept = HostChoices(device), []
+    for num_tokens in (40, 4, 5, 6, 7):
+        ids, weights = (device.zeros((num_tokens, 2), each) for each in (np.int32, np.float32))
+        kept.append(device.zeros((4, 2), np.int32))  # so that others do not get the same place
+        pending = choices.begin(ids, weights, num_experts=9)
+        del ids, weights, pending
         gc.collect()
     assert len(choices._places) == 1
+    choices.begin(kept[0], kept[1].view(np.float32), num_experts=9).wait()
+    gc.collect()
+    assert len(device._buffers) == len(kept)
     choices.close()
 
 
