@@ -17,8 +17,8 @@ With --daemons each of these GPUs has the same budget: ours gets a daemon there,
 splits its layers over all GPUs that it sees (by their free memory, its default).
 
 Any model will do, such as the one that you use: it reads the documents of this project, and an
-opening more writes what follows them. Random weights need planted routing, which tells what is
-written: python -m bench.random_moe q4_k_m --layers 48 --routing qwen3
+opening more writes what follows them (with --only peer they go on). Random weights need planted
+routing, which tells what is written: python -m bench.random_moe q4_k_m --layers 48 --routing qwen3
 
 Examples:
   python -m bench.gpu_budgets --model mine.gguf --budgets 8 12 --side-limit 600 --limit 3600
@@ -165,14 +165,15 @@ class OurSide:
         self._path, self._device, self._work, self._folder = path, device, work, folder
         self._daemons = daemons
         self._walk = walk_of(path)
+        self._has_written = is_planted(path)
         self._learnt = folder / "learnt.heat"
 
     def measure(self, result: Result, until_s: float) -> None:
         """Fill `result` with the plan and tokens per second."""
         if not self._learnt.exists():
             self._learn(until_s)
-            if not is_planted(self._path):
-                self._write(until_s)
+        if not self._has_written:
+            self._write(until_s)
         heat = self._folder / f"used-{time.monotonic_ns()}.heat"
         shutil.copy(self._learnt, heat)  # what is measured now must not be known to later plans
         with self._open(heat, until_s) as side:
@@ -209,6 +210,7 @@ class OurSide:
                 for prompt, following in self._work.decode
             ]
             side.call("close")
+        self._has_written = True
 
     def _open(self, heat: Path, until_s: float) -> Side:
         return Side(

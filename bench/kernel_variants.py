@@ -266,17 +266,16 @@ def _chunks(device: Any) -> None:
         dense = DensePrefill(device, products=products, scratch=scratch)
         for kind in (TensorType.Q8_0, F16, F32):
             dense.prepare(kind, 96)
-    for products in (all_products[0], all_products[-1]):
+    for products in all_products:
         kernels = ExpertKernels(device, products, hidden_size=96, ffn_size=160)
         kernels.combine()
         for parts in (0, 1, 2):
             kernels.gate_up(parts, parts)
-            kernels.level(parts, parts)
+            kernels.level(parts)
             kernels.down(parts)
     if device.capabilities.mma:
         kernels = ExpertKernels(device, TENSOR_PRODUCTS[0], hidden_size=512, ffn_size=512)
         kernels.gate_up(1, 1, Q4)
-        kernels.level(1, 1, Q4)
         kernels.down(1, TensorType.Q8_0)
 
 

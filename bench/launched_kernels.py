@@ -136,7 +136,7 @@ def _experts(device: Any) -> None:
     device.label = "chunks"
     kernels = ExpertKernels(device, products_of(device), hidden_size=_HIDDEN, ffn_size=_FFN)
     kernels.gate_up(1, 1)
-    kernels.level(1, 1)
+    kernels.level(1)
     kernels.down(1)
 
 

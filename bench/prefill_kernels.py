@@ -265,8 +265,8 @@ def with_sorting_as_one(launches: list[Launch]) -> list[Launch]:
 def choices(device: KernelDevice) -> Iterator[Products]:
     """Tile sizes that can be compared on a device."""
     usual = products_of(device)
+    yield usual
     if usual.half is not ProductKind.TENSOR:
-        yield usual
         return
     for tile in CANDIDATES:
         if tile.shared_bytes * tile.blocks_per_sm <= device.max_shared_bytes:

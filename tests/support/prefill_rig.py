@@ -34,7 +34,7 @@ SMALL_TENSOR = Products(
     ProductKind.TENSOR,
     SMALL_TILE,
     float_tile=SMALL_TILE,
-    stored_tile=Tile(rows=32, columns=64, warps_m=1, warps_n=4, stages=3),
+    stored_tile=Tile(rows=32, columns=128, warps_m=1, warps_n=4, stages=3),
 )
 SMALL_HALF = Products(ProductKind.HALF, SMALL_TILE, float_tile=SMALL_TILE)
 

@@ -85,7 +85,7 @@ _LEFT_BYTES = 256 << 20
 """Memory left free beside weights that need not be there, so that nothing else fails for lack of
 it."""
 
-KERNEL_VERSION = 2
+KERNEL_VERSION = 3
 """Raise it with every change that changes bits."""
 
 

@@ -1,7 +1,7 @@
 """Device memory of a chunk of a prompt: what is kept from chunk to chunk, and rows that pass.
 
-Mirrors what ops/chunks.py and model/ allocate; tests/runtime/compute/gpu/test_room.py compares it
-with what they do.
+Mirrors what ops/chunks.py and model/ allocate; tests/runtime/placement/test_footprint.py compares
+it with what they do.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dflash_runtime.compute.gpu.launch.layouts import UNIT, num_units
 from dflash_runtime.compute.gpu.launch.prefill_experts import terms_bytes
 from dflash_runtime.compute.gpu.launch.prefill_groups import CHUNK_PAIRS
 from dflash_runtime.compute.gpu.launch.prefill_operands import (
-    FMA_TILE,
+    SEGMENT,
     activation_parts,
     half_row_bytes,
 )
@@ -82,6 +82,15 @@ class ChunkRoom:
         )
         self.layer_columns = max(_columns_of(each, spec.hidden_size) for each in description.layers)
         """Float32 values of a token that exist at the same time in a layer, beside its residual."""
+        self.step_columns = self.layer_columns + max(
+            (
+                each.mixer.heads.query_size
+                for each in description.layers
+                if isinstance(each.mixer, Attention)
+            ),
+            default=0,
+        )
+        """The same of a step, which keeps queries beside what they find."""
         self._dense = self._dense_columns(description)
         self._normed = set(_normed_columns(description.layers))
 
@@ -164,7 +173,7 @@ class ChunkRoom:
             of_value = 2 * activation_parts((layer.down.tensor_type,)) or _FLOAT
             sizes[key] = max(sizes.get(key, 0), of_value)
         for (hidden_size, ffn_size, pairs), of_value in sizes.items():
-            shifts = -(-ffn_size // FMA_TILE.segment)
+            shifts = -(-ffn_size // SEGMENT)
             total += allocated(terms_bytes(pairs, hidden_size)) + allocated(_FLOAT * pairs)
             total += allocated(pairs * shifts) + allocated(of_value * pairs * ffn_size)
         return total

@@ -102,7 +102,7 @@ class GpuRoom(Room):
                 require_kernels(file, each.tensor_name, each.tensor_type, columns=each.columns)
         self._kv_layers = Counter(spec.kv_layers)
         self._chunks = ChunkRoom(file, spec, description)
-        self._steps = StepRoom(spec, description, layer_columns=self._chunks.layer_columns)
+        self._steps = StepRoom(spec, description, layer_columns=self._chunks.step_columns)
 
     @cached_property
     def layers(self) -> tuple[LayerBytes, ...]:

@@ -200,4 +200,6 @@ class Repack:
         num_blocks = min(-(-num_pieces // _THREADS), 32 * self._device.num_multiprocessors)
         if num_blocks:
             grid: Grid = (num_blocks, 1, 1)
-            self._device.launch(self._kernel, grid, _THREADS, args)
+            # Kernels that may have begun behind it read its result through the L1 cache, which must
+            # not hold what an earlier one has read there.
+            self._device.launch(self._kernel, grid, _THREADS, args, overlaps_previous=False)

@@ -217,7 +217,7 @@ class DensePrefill:
         _, tile = self.products.of_dense(parts)
         columns = sum(-(-piece.num_rows // tile.columns) for piece in pieces)
         num_tiles = columns * -(-num_tokens // tile.rows)
-        # Of floats, whose small tiles read four times as much, half of them would have to be idle.
+        # Of floats, whose small tiles read three times as much, half of them would have to be idle.
         return num_tiles * (1 if parts else 2) < self._device.num_multiprocessors
 
     def _kernel(self, columns: int, parts: int, *, is_few: bool = False) -> Kernel:

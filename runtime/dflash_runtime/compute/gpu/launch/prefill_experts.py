@@ -30,6 +30,7 @@ from dflash_runtime.compute.gpu.launch.prefill_groups import GroupedPairs
 from dflash_runtime.compute.gpu.launch.prefill_operands import (
     AS_STORED,
     IN_UNITS,
+    SEGMENT,
     MatrixChoice,
     PreparedRows,
     Products,
@@ -82,18 +83,17 @@ class ExpertKernels:
             "NUM_ROWS": self._ffn_size,
             "NUM_PARTS": max(hidden_parts, 1),
             "OUT_PARTS": down_parts,
+            "SEGMENT": SEGMENT,
             **_weight_rows(self._hidden_size, hidden_parts, stored),
         }
         return self._kernel("gemm_gate_up", GemmGateUpArgs, defines)
 
-    def level(self, hidden_parts: int, down_parts: int, stored: TensorType | None = None) -> Kernel:
-        """What follows the `gate_up` of the same arguments."""
-        _, tile = self._products.of(hidden_parts, is_stored=stored is not None)
+    def level(self, down_parts: int) -> Kernel:
         defines: dict[str, int | str] = {
             "NUM_COLUMNS": self._ffn_size,
             "NUM_PARTS": max(down_parts, 1),
-            "SEGMENT": tile.segment,
-            "NUM_SEGMENTS": -(-self._ffn_size // tile.segment),
+            "SEGMENT": SEGMENT,
+            "NUM_SEGMENTS": -(-self._ffn_size // SEGMENT),
         }
         return self._kernel("level_activations", LevelArgs, defines)
 
@@ -188,7 +188,7 @@ class ExpertPrefill:
         self._buffers = _Buffers(
             terms=device.empty(terms_bytes(max_pairs, hidden_size) // 4, np.float32),
             scales=device.empty(max_pairs, np.float32),
-            shifts=device.empty((max_pairs, -(-ffn_size // products.segment)), np.uint8),
+            shifts=device.empty((max_pairs, -(-ffn_size // SEGMENT)), np.uint8),
             activations=device.empty(0, np.uint8),
         )
         self._prepared: WeakSet[ResidentExperts] = WeakSet()
@@ -232,7 +232,7 @@ class ExpertPrefill:
             self._launches.clear()  # which name those before
         for stored in {None, self._stored_type(experts.gate, experts.up)}:
             self._kernels.gate_up(hidden_parts, down_parts, stored)
-            self._kernels.level(hidden_parts, down_parts, stored)
+        self._kernels.level(down_parts)
         for stored in {None, self._stored_type(experts.down)}:
             self._kernels.down(down_parts, stored)
 
@@ -306,9 +306,7 @@ class ExpertPrefill:
             self.prepare(experts)
             activations = [*self._gate_up(hidden, groups, experts, converts=converts)]
             if down_parts:
-                stored = None if converts else self._stored_type(experts.gate, experts.up)
-                level = self._kernels.level(hidden_parts, down_parts, stored)
-                activations.append(self._level(level, groups))
+                activations.append(self._level(self._kernels.level(down_parts), groups))
             terms = [
                 (columns, [*self._down(groups, experts, columns, converts=converts)])
                 for columns in self._columns_of(groups.num_pairs)

@@ -49,6 +49,10 @@ class ProductKind(IntEnum):
     """Halves on tensor cores with float32 sums."""
 
 
+SEGMENT = 16
+"""Elements of an activation row that are scaled by the same power of two."""
+
+
 @dataclass(frozen=True)
 class Tile:
     """Output tile of a block, and its warps of 32 threads."""
@@ -67,11 +71,6 @@ class Tile:
     @property
     def shared_bytes(self) -> int:
         return 128 * self.stages * (self.rows + self.columns)
-
-    @property
-    def segment(self) -> int:
-        """Elements of an activation row that are scaled by the same power of two."""
-        return self.columns // self.warps_n // 2
 
     def defines(self, product: ProductKind) -> dict[str, int | str]:
         """Defines of gemm_tile.cuh."""
@@ -110,23 +109,14 @@ class Products:
     def __post_init__(self) -> None:
         if self.half is ProductKind.FLOAT:
             raise ValueError("halves are not multiplied as floats")
-        if len({each.rows for each in self._of_experts}) > 1:
+        tiles = self.half_tile, self.float_tile, self.stored_tile or self.half_tile
+        if len({each.rows for each in tiles}) > 1:
             raise ValueError("groups are cut into tiles of one size")
 
     @property
     def tile_rows(self) -> int:
         """Rows of the tiles that groups of pairs are cut into."""
         return self.half_tile.rows
-
-    @property
-    def segment(self) -> int:
-        """The shortest of the tiles' segments."""
-        return min(each.segment for each in self._of_experts)
-
-    @property
-    def _of_experts(self) -> list[Tile]:
-        tiles = self.half_tile, self.float_tile, self.stored_tile
-        return [each for each in tiles if each is not None]
 
     def of(self, parts: int, *, is_stored: bool = False) -> tuple[ProductKind, Tile]:
         """For experts, with activations in that many rows of halves each; 0: floats. `is_stored`:

@@ -158,7 +158,8 @@ class PrefillAttention:
         """Write the chunk's keys and values, then let every token see all up to its own.
 
         Positions ascend by one from the device-side `first_position` on, which no kernel that
-        overlaps with this one may write; the caller has checked that they fit.
+        overlaps with this one may write; the caller has checked that they fit. `out` may be the
+        queries, which are copied first.
         Shapes: first_position [1] int32; scratch [scratch_bytes(T)] uint8; out [T, heads, V]; sinks
         [heads] float32, if compiled with them.
         """

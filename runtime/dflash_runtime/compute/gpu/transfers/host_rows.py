@@ -83,19 +83,17 @@ class RowIndices:
 class PendingChoice:
     """What a chunk's tokens chose, on its way to the host."""
 
-    __slots__ = ("__weakref__", "_counts", "_found", "_num_experts", "_place", "_sources")
+    __slots__ = ("__weakref__", "_counts", "_found", "_num_experts", "_place", "_shape")
 
-    def __init__(
-        self, place: _ChoicePlace, sources: tuple[DeviceArray, DeviceArray], *, num_experts: int
-    ) -> None:
-        self._place, self._sources, self._num_experts = place, sources, num_experts
+    def __init__(self, place: _ChoicePlace, shape: tuple[int, ...], *, num_experts: int) -> None:
+        self._place, self._shape, self._num_experts = place, shape, num_experts
         self._found: tuple[I32Array, F32Array] | None = None
         self._counts: I64Array | None = None
         place.user = weakref.ref(self)
 
     @property
     def num_tokens(self) -> int:
-        return self._sources[0].shape[0]
+        return self._shape[0]
 
     def wait(self) -> tuple[I32Array, F32Array]:
         """The ids and weights, in memory of their own. Shapes: both [T, K].
@@ -103,7 +101,7 @@ class PendingChoice:
         Raises: DeviceUnavailable.
         """
         if self._found is None:
-            place, shape = self._place, self._sources[0].shape
+            place, shape = self._place, self._shape
             place.stream.synchronize(COPY_DEADLINE_S)
             ids, weights = (
                 array[: prod(shape)].reshape(shape).copy() for array in place.block.host
@@ -138,8 +136,9 @@ class _ChoicePlace:
 
 
 class HostChoices:
-    """Brings what tokens of chunks chose to the host; waits for nothing that is launched meanwhile.
-    A place is used again when its PendingChoice was awaited or dropped.
+    """Brings what tokens of chunks chose to the host; waits for nothing that is launched meanwhile,
+    but where a choice was dropped. A place is used again when its PendingChoice was awaited or
+    dropped.
 
     Owns: mapped memory, until `close`.
     """
@@ -158,7 +157,7 @@ class HostChoices:
         place.stream.wait_for(self._device.mark())
         for array, source in zip(place.block.host, (ids, weights), strict=True):
             place.stream.read(array[: ids.size], source)
-        return PendingChoice(place, (ids, weights), num_experts=num_experts)
+        return PendingChoice(place, ids.shape, num_experts=num_experts)
 
     def close(self) -> None:
         """Wait for what was begun and unmap the memory. It can be used again."""

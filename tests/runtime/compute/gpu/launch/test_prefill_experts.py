@@ -21,6 +21,7 @@ from dflash_runtime.compute.gpu.launch.prefill_operands import (
     IN_UNITS,
     TENSOR_PRODUCTS,
     Products,
+    Tile,
 )
 from support.emulated_device import EmulatedDevice
 from support.emulated_device.emulated_device import EmulatedModule
@@ -229,7 +230,8 @@ def test_bits_do_not_depend_on_anything_else(tmp_path: Path, case: str) -> None:
         scratch_experts=NUM_EXPERTS if case == "one pass" else 1,
     )
     other.group(ids, weights)
-    np.testing.assert_array_equal(other.sums(hidden), wanted, strict=True)
+    for mean_rows in (None, prefill_experts._MOST_ROWS + 0.5):
+        np.testing.assert_array_equal(other.sums(hidden, mean_rows), wanted, strict=True)
 
 
 @pytest.mark.parametrize(
@@ -252,10 +254,16 @@ def test_matrices_read_as_they_are_stored_give_the_bits_of_their_halves(
         path, num_experts=3, hidden_size=sizes[0], ffn_size=sizes[1], types=types
     )
     device = EmulatedDevice()
-    rig = rig_of(layer, path, device=device, max_tokens=20, pairs_per_token=1, scratch_experts=3)
+    # Its warps compute more columns than those of the tile for matrices as they are stored.
+    half_tile = Tile(rows=32, columns=128, warps_m=2, warps_n=2, stages=2)
+    products = replace(SMALL_TENSOR, half_tile=half_tile)
+    options: dict[str, Any] = {"products": products, "scratch_experts": 3}
+    rig = rig_of(layer, path, device=device, max_tokens=20, pairs_per_token=1, **options)
     rng = np.random.default_rng(3)
     ids, weights = choose(rng, 9, 3, 1)
     hidden = rng.standard_normal((9, sizes[0]), dtype=np.float32)
+    hidden[4] *= np.float32(1e5)  # overflows halves, beside values that are lost among them
+    hidden[4, ::2] *= np.float32(1e-9)
     rig.group(ids, weights)
     num_launches = device.num_launches
     stored = rig.sums(hidden)
@@ -274,7 +282,6 @@ def test_terms_have_the_same_bits_some_columns_at_a_time(
     types: tuple[TensorType, TensorType, TensorType],
     converts: bool,
 ) -> None:
-    """Of all experts, and added to the sums of others."""
     layer, path = small_layer(tmp_path, types=types, has_vectors=True)
     ids, weights = choose(np.random.default_rng(5), 40, NUM_EXPERTS, 2)
     mean_rows = prefill_experts._MOST_ROWS + 0.5 if converts else None
@@ -381,8 +388,14 @@ def test_what_is_no_number_stays_so(tmp_path: Path, value: float) -> None:
     np.testing.assert_array_equal(found[others], wanted[others])
 
 
-def test_sums_of_others_and_the_residual_are_added(tmp_path: Path) -> None:
-    rig = small_rig(tmp_path)
+@pytest.mark.parametrize("columns", [HIDDEN_SIZE, 64, 8])
+def test_sums_of_others_and_the_residual_are_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    """With so many columns of terms at a time."""
+    monkeypatch.setattr(prefill_experts, "_TERMS_BYTES", 1)
+    monkeypatch.setattr(prefill_experts, "_LEAST_COLUMNS", columns)
+    rig = small_rig(tmp_path, max_tokens=12)
     device = rig.device
     ids, weights = choose(np.random.default_rng(9), 12, NUM_EXPERTS, 2)
     hidden = hidden_rows(12)
@@ -391,9 +404,12 @@ def test_sums_of_others_and_the_residual_are_added(tmp_path: Path) -> None:
     rng = np.random.default_rng(10)
     others, residual = rng.standard_normal((12, HIDDEN_SIZE)), hidden_rows(12, seed=11)
     x, rows = device.upload(residual), rig.rows.prepare(device.upload(hidden))
-    rig.prefill.run(rows, rig.grouped, rig.experts.stored, sums=device.upload(others), residual=x)
+    sums = device.upload(others)
+    rig.prefill.run(rows, rig.grouped, rig.experts.stored, sums=sums, residual=x)
     wanted = residual + (others + own).astype(np.float32)
     np.testing.assert_allclose(device.download(x), wanted, rtol=0, atol=2e-6)
+    rig.prefill.run(rows, rig.grouped, rig.experts.stored, sums=sums, out_sums=sums)
+    np.testing.assert_allclose(device.download(sums), others + own, rtol=0, atol=1e-12)
 
 
 def test_no_expert_is_resident(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 // combine: adds the terms of each token's experts in float64, in the order in which the token chose them,
-// and rounds once. Reads the terms of one launch of gemm_down; writes sums, or adds them to the residual.
+// and rounds once. Reads gemm_down's terms of some columns; writes sums, or adds them to the residual.
 // Grid T, up to 256 threads: a block per token.
 //
 // Parameters: HIDDEN.

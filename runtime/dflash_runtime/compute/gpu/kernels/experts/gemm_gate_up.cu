@@ -3,7 +3,7 @@
 // FEATURES), most tiles of rows), THREADS threads; blocks past the number of tiles exit.
 //
 // Parameters: those of gemm_tile.cuh; NUM_ROWS of gate and of up; OUT_PARTS: 1 or 2 rows of halves per row
-// of activations, 0: floats.
+// of activations, 0: floats; SEGMENT, the same for tiles of all sizes.
 #include "group_rows.cuh"
 
 #include "activation.cuh"
@@ -20,8 +20,9 @@
 // whole row.
 constexpr int FEATURES = TILE_N / 2;
 static_assert(COPIED_ROWS % 16 == 0, "a thread copies rows of gate alone, or of up");
-constexpr int SEGMENT = WARP_N / 2, NUM_SEGMENTS = (NUM_ROWS + SEGMENT - 1) / SEGMENT;
+constexpr int NUM_SEGMENTS = (NUM_ROWS + SEGMENT - 1) / SEGMENT, SEGMENT_N = 2 * SEGMENT / 8;
 static_assert(NUM_ROWS % 8 == 0, "features are taken by eights");
+static_assert(NUM_N % SEGMENT_N == 0, "a warp has whole segments");
 static_assert(NUM_M * 16 == WARP_M && NUM_N % 2 == 0, "gate and up lie in the same warp");
 
 struct GemmGateUpArgs {
@@ -97,50 +98,55 @@ KERNEL(gemm_gate_up, GemmGateUpArgs, THREADS, BLOCKS_PER_SM) {
         tile.end_row - tile.first_row);
 #endif
 
-    const int first_feature = block_index_x() * FEATURES + warp_column() / 2;
 #pragma unroll
     for (int m = 0; m < NUM_M; m++)
 #pragma unroll
         for (int upper = 0; upper < 2; upper++) {
             const int row = tile.first_row + total_row(m, upper);
             const bool is_valid = row < tile.end_row;
-            float hidden_scale = 1.0f, largest = 0.0f;
+            float hidden_scale = 1.0f;
             if (is_valid && a.hidden_scales)
                 hidden_scale = load_float(a.hidden_scales + load_int(a.token_indices + row));
 #pragma unroll
-            for (int n = 0; n < NUM_N; n += 2) {
-                const int feature = first_feature + 4 * n + 2 * (tile_lane() % 4);
-                if (feature >= NUM_ROWS) continue;
-                float *gate = totals[m][n] + 2 * upper, *up = totals[m][n + 1] + 2 * upper;
-                const Finish g = finish_of(a.gate_scale, a.gate_bias, tile.expert_id, feature);
-                const Finish u = finish_of(a.up_scale, a.up_bias, tile.expert_id, feature);
-                gate[0] = activate(a.form, g.scale * (gate[0] * hidden_scale) + g.bias0,
-                                   u.scale * (up[0] * hidden_scale) + u.bias0);
-                gate[1] = activate(a.form, g.scale * (gate[1] * hidden_scale) + g.bias1,
-                                   u.scale * (up[1] * hidden_scale) + u.bias1);
-                largest = max_of(largest, max_of(size_of(gate[0]), size_of(gate[1])));
-            }
-            largest = lanes_max<4>(largest);
-            const int shift = OUT_PARTS == 0   ? 0
-                              : OUT_PARTS == 1 ? overflow_shift(largest)
-                                               : level_shift(largest);
-            if (!is_valid) continue;
-            if (OUT_PARTS && tile_lane() % 4 == 0 && first_feature < NUM_ROWS)
-                a.shifts[(i64)row * NUM_SEGMENTS + first_feature / SEGMENT] = (i8)shift;
-            const float divisor = power_of_two(-shift);
+            for (int begin = 0; begin < NUM_N; begin += SEGMENT_N) {
+                const int first_feature =
+                    block_index_x() * FEATURES + warp_column() / 2 + 4 * begin;
+                float largest = 0.0f;
 #pragma unroll
-            for (int n = 0; n < NUM_N; n += 2) {
-                const int feature = first_feature + 4 * n + 2 * (tile_lane() % 4);
-                if (feature >= NUM_ROWS) continue;
-                const float first = totals[m][n][2 * upper] * divisor;
-                const float second = totals[m][n][2 * upper + 1] * divisor;
-                const i64 place = (i64)row * NUM_ROWS + feature;
+                for (int n = begin; n < begin + SEGMENT_N; n += 2) {
+                    const int feature = first_feature + 4 * (n - begin) + 2 * (tile_lane() % 4);
+                    if (feature >= NUM_ROWS) continue;
+                    float *gate = totals[m][n] + 2 * upper, *up = totals[m][n + 1] + 2 * upper;
+                    const Finish g = finish_of(a.gate_scale, a.gate_bias, tile.expert_id, feature);
+                    const Finish u = finish_of(a.up_scale, a.up_bias, tile.expert_id, feature);
+                    gate[0] = activate(a.form, g.scale * (gate[0] * hidden_scale) + g.bias0,
+                                       u.scale * (up[0] * hidden_scale) + u.bias0);
+                    gate[1] = activate(a.form, g.scale * (gate[1] * hidden_scale) + g.bias1,
+                                       u.scale * (up[1] * hidden_scale) + u.bias1);
+                    largest = max_of(largest, max_of(size_of(gate[0]), size_of(gate[1])));
+                }
+                largest = lanes_max<4>(largest);
+                const int shift = OUT_PARTS == 0   ? 0
+                                  : OUT_PARTS == 1 ? overflow_shift(largest)
+                                                   : level_shift(largest);
+                if (!is_valid) continue;
+                if (OUT_PARTS && tile_lane() % 4 == 0 && first_feature < NUM_ROWS)
+                    a.shifts[(i64)row * NUM_SEGMENTS + first_feature / SEGMENT] = (i8)shift;
+                const float divisor = power_of_two(-shift);
+#pragma unroll
+                for (int n = begin; n < begin + SEGMENT_N; n += 2) {
+                    const int feature = first_feature + 4 * (n - begin) + 2 * (tile_lane() % 4);
+                    if (feature >= NUM_ROWS) continue;
+                    const float first = totals[m][n][2 * upper] * divisor;
+                    const float second = totals[m][n][2 * upper + 1] * divisor;
+                    const i64 place = (i64)row * NUM_ROWS + feature;
 #if OUT_PARTS == 0
-                *(float2 *)((float *)a.activations + place) = make_float2(first, second);
+                    *(float2 *)((float *)a.activations + place) = make_float2(first, second);
 #else
-                store_halves<OUT_PARTS>(
-                    (u16 *)a.activations + place, a.activation_part_bytes, first, second);
+                    store_halves<OUT_PARTS>(
+                        (u16 *)a.activations + place, a.activation_part_bytes, first, second);
 #endif
+                }
             }
         }
 }
