@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -266,9 +267,29 @@ def test_heat_is_learnt_on_other_text_than_is_measured() -> None:
     assert walk.stretch(walk.token_ids.tolist().index(prompt[-1]) + 1, 96) == following
 
 
+class SameProcess:
+    """A side whose object is in this process."""
+
+    def __init__(
+        self, name: str, factory: Callable[..., Any], *args: Any, until_s: float, **options: Any
+    ) -> None:
+        del name, until_s
+        self._object = factory(*args, **options)
+
+    def __enter__(self) -> SameProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """It was closed by a call."""
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self._object, method)(*args)
+
+
 def test_a_model_without_planted_routing_reads_documents_and_writes_what_follows(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("bench.gpu_budgets.Side", SameProcess)
     walk = walk_of(DEMO)
     work = work_of(walk, context=2560, rounds=2, num_tokens=4, lengths=(16,))
     texts = [following for _, following in work.decode]
