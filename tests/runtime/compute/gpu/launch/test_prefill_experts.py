@@ -262,8 +262,7 @@ def test_matrices_read_as_they_are_stored_give_the_bits_of_their_halves(
     rng = np.random.default_rng(3)
     ids, weights = choose(rng, 9, 3, 1)
     hidden = rng.standard_normal((9, sizes[0]), dtype=np.float32)
-    hidden[4] *= np.float32(1e5)  # overflows halves, beside values that are lost among them
-    hidden[4, ::2] *= np.float32(1e-9)
+    hidden[4] *= np.float32(1e5)  # overflows halves
     rig.group(ids, weights)
     num_launches = device.num_launches
     stored = rig.sums(hidden)
