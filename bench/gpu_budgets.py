@@ -74,6 +74,8 @@ _GIB, _MIB = 1 << 30, 1 << 20
 _SAMPLE_S = 0.02
 _LEARNT_PROMPT, _LEARNT_TOKENS = 2048, 400
 _CONTEXT, _LONG_PROMPT = 448, 4096
+_OWN_ROUTING = "its own"
+"""Of a file in which none is planted, which would tell what is written."""
 DECODE, LONG = "decode", f"prompt {_LONG_PROMPT}"
 GOALS: dict[str, dict[int, dict[str, float]]] = {
     "qwen3": {
@@ -160,19 +162,28 @@ class OurSide:
     """Our engine on a device, with heat that is learnt once. Owns a folder of heat files."""
 
     def __init__(
-        self, path: Path, device: str, work: PeerWork, folder: Path, *, daemons: Sequence[str] = ()
+        self,
+        path: Path,
+        device: str,
+        work: PeerWork,
+        folder: Path,
+        *,
+        learnt: Sequence[Sequence[int]],
+        writes: bool = False,
+        daemons: Sequence[str] = (),
     ) -> None:
+        """`learnt`: the prompts of the texts that heat is learnt on; `writes`: what follows those
+        of decode is not known yet, and put into `work`."""
         self._path, self._device, self._work, self._folder = path, device, work, folder
         self._daemons = daemons
-        self._walk = walk_of(path)
-        self._has_written = is_planted(path)
+        self._prompts, self._writes = learnt, writes
         self._learnt = folder / "learnt.heat"
 
     def measure(self, result: Result, until_s: float) -> None:
         """Fill `result` with the plan and tokens per second."""
         if not self._learnt.exists():
             self._learn(until_s)
-        if not self._has_written:
+        if self._writes:
             self._write(until_s)
         heat = self._folder / f"used-{time.monotonic_ns()}.heat"
         shutil.copy(self._learnt, heat)  # what is measured now must not be known to later plans
@@ -197,7 +208,7 @@ class OurSide:
     def _learn(self, until_s: float) -> None:
         with self._open(self._learnt, until_s) as side:
             say(f"ours: learning heat, open after {side.call('opened')['open_s']} s")
-            for prompt in learnt_prompts(self._walk):
+            for prompt in self._prompts:
                 side.call("text", prompt, _LEARNT_TOKENS)
             side.call("close")
 
@@ -210,7 +221,7 @@ class OurSide:
                 for prompt, following in self._work.decode
             ]
             side.call("close")
-        self._has_written = True
+        self._writes = False
 
     def _open(self, heat: Path, until_s: float) -> Side:
         return Side(
@@ -223,12 +234,6 @@ class OurSide:
             heat=heat,
             until_s=until_s,
         )
-
-
-def is_planted(path: Path) -> bool:
-    """Whether a file's routing is planted, which tells what is written."""
-    with GgufFile.open(path) as file:
-        return bool(file.get_str(KIND_KEY, ""))
 
 
 def measure_peer(
@@ -390,7 +395,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
 def run(options: argparse.Namespace) -> int:
     """Measure, print, keep. Returns the exit status."""
     with GgufFile.open(options.model) as file:
-        routing = file.get_str(KIND_KEY, "its own")
+        routing = file.get_str(KIND_KEY, _OWN_ROUTING)
     walk = walk_of(options.model)
     work = work_of(
         walk,
@@ -406,7 +411,13 @@ def run(options: argparse.Namespace) -> int:
         sides: dict[str, Any] = {}
         if options.only != "peer":
             our_side = OurSide(
-                options.model, options.device, work, Path(heat), daemons=options.daemons
+                options.model,
+                options.device,
+                work,
+                Path(heat),
+                learnt=learnt_prompts(walk),
+                writes=routing == _OWN_ROUTING,
+                daemons=options.daemons,
             )
             sides["ours"] = our_side.measure
         if folder is not None:

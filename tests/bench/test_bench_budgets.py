@@ -298,7 +298,7 @@ def test_a_model_without_planted_routing_reads_documents_and_writes_what_follows
     assert tokenizer is not None
     assert tokenizer.decode(work.decode[0][0]).startswith("# Measurements")
     result: dict[str, Any] = {}
-    our_side = OurSide(DEMO, "cpu", work, tmp_path)
+    our_side = OurSide(DEMO, "cpu", work, tmp_path, learnt=learnt_prompts(walk), writes=True)
     our_side.measure(result, time.monotonic() + 60)
     assert result["same_tokens"] == 4
     assert [following for _, following in work.decode] != texts

@@ -74,8 +74,8 @@ INLINE double exp_double(double value) { return exp(value); }
 INLINE float reciprocal_root(float value) { return rsqrtf(value); }
 INLINE float reciprocal(float value) { return __frcp_rn(value); }
 
-// Conversions of integers have a sixteenth of the rate of additions: the byte becomes the mantissa of a
-// float from 2^23 on.
+// Conversions of integers take longer than additions: the byte becomes the lowest bits of a float from 2^23
+// on, which is then subtracted.
 #define HAS_SIGNED_BYTE
 INLINE float signed_byte(u32 word, int index) {
     const u32 bits = __byte_perm(word ^ 0x80808080u, 0x4b000000u, 0x7440u | index);
