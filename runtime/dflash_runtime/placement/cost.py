@@ -24,7 +24,6 @@ from dflash_runtime.compute.host import GROUP_TOKENS
 from dflash_runtime.placement.box import Curve
 from dflash_runtime.placement.expectation import (
     checked_shares,
-    chosen_and_late,
     chosen_by_prompt,
     counts_by_owner,
     expected_longest,
@@ -56,10 +55,6 @@ _READ_BESIDE, _COMPUTED_BESIDE = 0.6, 0.7
 """Of a step's reads, the part that is beside computing, and of computing the part that can be
 beside reads: there, two cores and a disk of 1 GB/s, 15 ms remained of 39 of reads, with 33 of
 computing, and 3 of 8."""
-_IN_VAIN = 0.3
-"""Of a layer's experts that a chunk does not choose, those that are copied ahead of its choice, as
-the chunk before chose them: 0.29 to 0.32 in `bench.planted_routing` like Qwen3-30B-A3B, chunks of
-512 and 1,024 tokens, 40 to 102 experts of 128 missing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -259,8 +254,8 @@ class CostModel:
         on_cpu = np.isin(owners, self.remote_cpus) & arrays.exists
 
         def chosen(rows: int) -> F64Array:
-            found = chosen_and_late(arrays.prefill, rows)
-            return np.asarray(np.where(on_cpu, found, 0.0).sum(axis=2))
+            found = chosen_by_prompt(arrays.prefill, rows)
+            return np.asarray(np.where(on_cpu, found, 0.0).sum(axis=1))
 
         return self.prompt_layers_s(pairs, chosen, num_tokens, missing=on_cpu.sum(axis=1))
 
@@ -281,9 +276,9 @@ class CostModel:
         """Seconds of each layer's experts in a prompt: asked of their owners, and with copies of
         the weights of `remote_cpus` (infinite without such owners or without copies).
 
-        Shapes: pairs [owners, ..., L], those of a token; `chosen`, by a chunk's number of rows [2,
-        ..., L]: how many experts of `remote_cpus` are expected to be chosen, and of these late (see
-        `chosen_and_late`); missing [..., L]: how many these have; results [..., L].
+        Shapes: pairs [owners, ..., L], those of a token; `chosen`, by a chunk's number of rows
+        [..., L]: how many experts of `remote_cpus` are expected to be chosen; missing [..., L]: how
+        many these have; results [..., L].
         """
         sizes = self.arrays.file_bytes
         asked, copied = np.zeros(pairs.shape[1:]), np.zeros(pairs.shape[1:])
@@ -292,7 +287,7 @@ class CostModel:
             copied += np.inf
         beside = np.where(pairs[1:].any(axis=0), self.local_factor, 1.0)
         for rows, times in chunk_sizes(num_tokens, self.chunk):
-            of_cpus = chosen(rows)[0] / np.maximum(pairs[cpus].sum(axis=0), 1e-12) if cpus else 0.0
+            of_cpus = chosen(rows) / np.maximum(pairs[cpus].sum(axis=0), 1e-12) if cpus else 0.0
             each = {
                 index: self.sides[index].chunk_s(
                     rows, rows * own, sizes, distinct=of_cpus * own if index in cpus else None
@@ -328,10 +323,7 @@ class CostModel:
         assert self.copies is not None
         sizes, copies, (first, *rest) = self.arrays.file_bytes, self.copies, chunks
         trunk_s = sum(map(self.trunk.chunk_layer_s, chunks))
-        num, num_late = chosen(sum(chunks))
-        in_vain = _IN_VAIN * np.minimum(num, np.maximum(missing - num, 0.0))
-        copies_s = copies.seconds(first, (num + in_vain) * sizes)
-        late_s = copies.seconds(first, num_late * sizes)
+        copies_s = copies.seconds(first, chosen(sum(chunks)) * sizes)
         single_s, is_missing = copies.single_s(first), np.asarray(missing) > 0
         here = pairs[[LOCAL, *self.remote_cpus]].sum(axis=0)
         side = self.sides[LOCAL]
@@ -347,7 +339,7 @@ class CostModel:
         # bring is computed when they have arrived.
         most_ahead_s = float(copies.seconds(first, np.array(AHEAD_BYTES)))
         waited_s = (copies_s > 0.0) * (copies_s - min(trunk_s, most_ahead_s) + single_s)
-        result = np.maximum(passed_s + late_s, waited_s)
+        result = np.maximum(passed_s, waited_s)
         for other in others.values():
             result = np.maximum(result, other)
         return np.asarray(result)

@@ -26,16 +26,6 @@ def chosen_by_prompt(shares: F64Array, num_rows: int) -> F64Array:
     return np.asarray(1.0 - (1.0 - shares) ** max(1.0, num_rows / _REPEATS))
 
 
-def chosen_and_late(shares: F64Array, num_rows: int) -> F64Array:
-    """Probabilities that a chunk of so many tokens chooses an expert, and that it does though the
-    chunk before did not: weights of what that one chose are copied ahead.
-
-    Shapes: shares [...], those of one token; result [2, ...].
-    """
-    chosen = chosen_by_prompt(shares, num_rows)
-    return np.stack([chosen, chosen * (1.0 - chosen)])
-
-
 def counts_by_owner(
     shares: F64Array, owner_of_expert: I64Array, *, num_owners: int, most: int
 ) -> F64Array:

@@ -17,7 +17,7 @@ from dflash_protocol.ids import F64Array, I64Array
 from dflash_runtime.placement.cost import LOCAL, CostModel, ExpertArrays
 from dflash_runtime.placement.dealing import Group
 from dflash_runtime.placement.expectation import (
-    chosen_and_late,
+    chosen_by_prompt,
     counts_in_prefixes,
     expected_longest,
 )
@@ -65,14 +65,13 @@ class OrderedExperts:
         return result
 
     def chosen_elsewhere(self, rows: int) -> F64Array:
-        """How many experts but the first n so many prompt tokens are expected to choose, and of
-        these late: see `chosen_and_late`.
+        """How many experts but the first n so many prompt tokens are expected to choose.
 
-        Shapes: result [2, N, L].
+        Shapes: result [N, L].
         """
         if rows not in self._chosen:
-            found = [_sums(each) for each in chosen_and_late(self._prefill, rows)]
-            self._chosen[rows] = np.stack([(sums[-1] - sums)[self.numbers] for sums in found])
+            sums = _sums(chosen_by_prompt(self._prefill, rows))
+            self._chosen[rows] = (sums[-1] - sums)[self.numbers]
         return self._chosen[rows]
 
 

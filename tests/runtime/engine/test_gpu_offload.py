@@ -31,6 +31,7 @@ from dflash_runtime.compute.gpu.device.device import Mark
 from dflash_runtime.compute.gpu.experts import offload_room
 from dflash_runtime.compute.gpu.experts.offload import ExpertOffload, OffloadedChunk
 from dflash_runtime.compute.gpu.launch.prefill_experts import ExpertPrefill
+from dflash_runtime.compute.gpu.model.ffns import RoutedFfnLayer
 from dflash_runtime.compute.gpu.ops.chunks import ChunkExperts
 from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FileRuns, Transfer
 from dflash_runtime.compute.gpu.transfers.host_rows import HostChoices, PendingChoice
@@ -92,6 +93,17 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
+def noting(events: list[str], kind: type, name: str) -> Callable[..., Any]:
+    """A method that notes its name when it is called."""
+    method = getattr(kind, name)
+
+    def noted(*arguments: Any, **named: Any) -> Any:
+        events.append(name)
+        return method(*arguments, **named)
+
+    return noted
+
+
 def opened(
     undo: contextlib.ExitStack,
     path: Path,
@@ -126,25 +138,21 @@ def test_experts_that_are_here_are_launched_before_the_choice_has_come(
 ) -> None:
     """So that the device computes while the host begins copies and launches what they bring."""
     split = opened(undo, model, {LOCAL_OWNER: {0: [3], 1: [], 2: [0]}, "gpu1": REST})
-    device: Any = split._backend.device
-    launched: list[int] = []
-    begin, wait = HostChoices.begin, PendingChoice.wait
-
-    def begun(choices: HostChoices, *arrays: Any, **sizes: Any) -> PendingChoice:
-        pending = begin(choices, *arrays, **sizes)
-        launched.append(-device.num_launches)
-        return pending
-
-    def waited(pending: PendingChoice) -> Any:
-        if launched[-1] < 0:
-            launched[-1] += device.num_launches
-        return wait(pending)
-
-    monkeypatch.setattr(HostChoices, "begin", begun)
-    monkeypatch.setattr(PendingChoice, "wait", waited)
+    events: list[str] = []
+    for kind, name in (
+        (RoutedFfnLayer, "predict"),
+        (HostChoices, "begin"),
+        (ChunkExperts, "local_sums"),
+        (PendingChoice, "wait"),
+    ):
+        monkeypatch.setattr(kind, name, noting(events, kind, name))
     split.logits()
+    text = " ".join(events)
+    awaited = re.findall(r"begin (local_sums )?wait", text.replace("predict begin ", ""))
     num_chunks = len(CHUNKS) - 1
-    assert [bool(each) for each in launched] == [True, False, True] * num_chunks
+    assert [bool(each) for each in awaited] == [True, False, True] * num_chunks
+    # Layers 1 and 2 of the first chunk: of the second one nearly all experts are foreseen.
+    assert text.count("predict begin") == 2
 
 
 def test_rows_of_which_nothing_is_asked_are_not_copied(
@@ -224,10 +232,57 @@ def test_every_kind_of_layer_is_tried_out_whatever_its_place(
         assert split.runtime.hits.offloaded
 
 
-def test_what_the_last_chunk_chose_is_copied_ahead(
-    tmp_path: Path, undo: contextlib.ExitStack, copied: list[int]
+def test_what_the_next_layers_router_chooses_is_copied_ahead(
+    tmp_path: Path, undo: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch, copied: list[int]
+) -> None:
+    """For the rows of the layer before; what it chooses besides comes later."""
+    shape = replace(SHAPE, num_experts=40)
+    path = write_qwen3moe(tmp_path / "m.gguf", shape, seed=4, tensor_type="Q8_0")
+    whole: Layers = dict.fromkeys(range(3), range(40))
+    ids, chunks = IDS[:9], [9]
+    expected = Split(undo, path, {LOCAL_OWNER: whole}, ids=ids, chunks=chunks).logits()
+    split = Split(undo, path, {"gpu1": whole}, ids=ids, chunks=chunks, offload=OffloadMode.ON)
+    device: Any = split._backend.device
+    predict, begin = RoutedFfnLayer.predict, HostChoices.begin
+    predicted: list[tuple[int, Any, Any]] = []
+    chosen: list[set[int]] = []
+
+    def noted(ffn: RoutedFfnLayer, x: Any) -> Any:
+        choice = predict(ffn, x)
+        found = device.download(choice.ids)
+        predicted.append((ffn._layer_id, device.download(x.array), found))
+        return choice
+
+    def begun(choices: HostChoices, chosen_ids: Any, *weights: Any, **sizes: Any) -> PendingChoice:
+        chosen.append(set(device.download(chosen_ids).reshape(-1).tolist()))
+        return begin(choices, chosen_ids, *weights, **sizes)
+
+    monkeypatch.setattr(RoutedFfnLayer, "predict", noted)
+    monkeypatch.setattr(HostChoices, "begin", begun)
+    copied.clear()
+    assert (split.logits() == expected).all()
+    with GgufFile.open(path) as file:
+        for layer_id, x, found in predicted:
+            squares = x.astype(np.float64) ** 2
+            normed = x / np.sqrt(squares.mean(axis=1, keepdims=True) + SHAPE.rms_eps)
+            normed *= file.floats(f"blk.{layer_id}.ffn_norm.weight")
+            logits = normed @ file.floats(f"blk.{layer_id}.ffn_gate_inp.weight").T
+            assert (np.sort(np.argsort(logits)[:, -2:]) == np.sort(found)).all()
+    assert [layer_id for layer_id, *_ in predicted] == [1, 2]
+    first, ahead_1, second, ahead_2, third = chosen
+    late_1, late_2 = second - ahead_1, third - ahead_2
+    assert late_1 or late_2  # residuals have changed
+    num = [len(each) for each in (first, ahead_1, late_1, ahead_2, late_2)]
+    size = split.steps._model.spec.moe.layers[0].expert_bytes
+    assert copied == [each * size for each in num if each]
+    assert sum(map(sum, split.runtime.selections().values())) == 9 * PAIRS_OF_TOKEN
+
+
+def test_what_the_last_chunk_chose_is_copied_ahead_of_routers_that_cannot_predict(
+    tmp_path: Path, undo: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch, copied: list[int]
 ) -> None:
     """Though that is a small part of a layer's experts; what one token chose is not."""
+    monkeypatch.setattr(RoutedFfnLayer, "following", property(lambda _: None, lambda *_: None))
     shape = replace(SHAPE, num_experts=40)
     path = write_qwen3moe(tmp_path / "m.gguf", shape, seed=4, tensor_type="Q8_0")
     whole: Layers = dict.fromkeys(range(3), range(40))
@@ -379,8 +434,9 @@ def test_owners_on_devices_are_asked_all_the_same(
 
 
 def test_only_chosen_experts_are_copied(
-    tmp_path: Path, undo: contextlib.ExitStack, copied: list[int]
+    tmp_path: Path, undo: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch, copied: list[int]
 ) -> None:
+    monkeypatch.setattr(RoutedFfnLayer, "following", property(lambda _: None, lambda *_: None))
     shape = replace(SHAPE, num_experts=40)
     path = write_qwen3moe(tmp_path / "m.gguf", shape, seed=4, tensor_type="Q8_0")
     whole: Layers = dict.fromkeys(range(3), range(40))

@@ -306,7 +306,7 @@ def test_a_gpu_with_little_memory_is_measured_with_smaller_chunks(model: Path) -
     with GgufFile.open(model) as file:
         chunks = [
             chunk_to_measure(file, kv_type=KV, free_bytes=free_bytes)
-            for free_bytes in (0, 1 << 29, 1 << 30, 1 << 31, 1 << 36)
+            for free_bytes in (0, 1 << 30, 5 << 28, 1 << 31, 1 << 36)
         ]
     assert chunks == sorted(chunks)
     assert (chunks[0], chunks[-1]) == (GPU_CHUNKS[-1], GPU_CHUNKS[0])

@@ -121,6 +121,7 @@ class HostRoute:
             routed.choice.ids, routed.choice.weights, num_experts=self._num_experts
         )
         wanted = None if offload is None else offload.wanted(layer_id, num_tokens, remote)
+        predicted = None if wanted is None else self._predicted(routed)
         asks_nothing = offload is not None and offload.is_all(layer_id, wanted)
         hidden = local = ticket = chunk = None
         if not asks_nothing:
@@ -132,7 +133,9 @@ class HostRoute:
             if offload is not None and wanted is not None:
                 sums = None if local is None else local.array
                 count = partial(self._ask, pending, wanted, None) if asks_nothing else None
-                chunk = OffloadedChunk(routed, pending, wanted, sums, note=count)
+                chunk = OffloadedChunk(
+                    routed, pending, wanted, sums, predicted=predicted, note=count
+                )
                 offload.add(layer_id, chunk)
             if not asks_nothing:
                 ticket = self._ask(pending, wanted, hidden)
@@ -152,6 +155,19 @@ class HostRoute:
             raise
         if ticket is not None or chunk is not None:
             self._add(residual, local, ticket)
+
+    def _predicted(self, routed: RoutedRows) -> PendingChoice | None:
+        """What the rows are expected to choose in the next layer, if that decides what is copied
+        ahead."""
+        offload, following = self._offload, self._layer_id + 1
+        num_tokens = routed.choice.ids.shape[0]
+        if offload is None or routed.predict is None:
+            return None
+        if not offload.is_uncertain(following, num_tokens, self._remote):
+            return None
+        choice, num_experts = routed.predict(), self._remote.local_experts_mask(following).size
+        choices = self._ops.payload.choices
+        return choices.begin(choice.ids, choice.weights, num_experts=num_experts)
 
     def _ask(self, pending: PendingChoice, offloaded: Experts | None, hidden: Hidden | None) -> Any:
         """Ask the owners for what is not `offloaded`, and count what was chosen; a ticket, or None

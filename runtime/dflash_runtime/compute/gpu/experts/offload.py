@@ -7,9 +7,9 @@
 A layer's experts are cut into parts, each with a place, which parts of all layers take in turns.
 All chunks of a group choose before any of these experts are computed. Then each part is computed
 for all of them, and its place is free. Meanwhile the next parts are copied: those of this layer,
-then those of the next one, whose tokens have not chosen yet. Of these, what several tokens of the
-last group chose there is copied; if that is not known, all, if this layer's tokens chose nearly all
-of its own.
+then those of the next one, whose tokens have not chosen yet. Of these, what its router chooses for
+the rows of this layer is copied. If it has no such router, what several tokens of the last group
+chose there is; if that is not known, all, if this layer's tokens chose nearly all of its own.
 
 The host waits for a group's choice, and has fewer experts copied. Where the last group's tokens
 chose nearly all of them, it does not: it launches the products of all, and so stays ahead of the
@@ -182,6 +182,8 @@ class OffloadedChunk:
     """The experts to compute, of which some may not be chosen."""
     sums: DeviceArray | None = None
     """Of its other experts, if any; once computed of these too. Shapes: [T, H] float64."""
+    predicted: PendingChoice | None = None
+    """What it is expected to choose in the next layer."""
     note: Callable[[], None] | None = None
     """Called when its choice is known."""
     is_computed: bool = field(default=False, init=False)
@@ -309,6 +311,12 @@ class ExpertOffload:
             return None
         return experts & known.missing
 
+    def is_uncertain(self, layer_id: int, num_tokens: int, remote: RemoteExperts) -> bool:
+        """Whether some of a layer's remote experts are to be computed for a chunk of so many
+        tokens, and it is not known that these are nearly all of them."""
+        wanted = self.wanted(layer_id, num_tokens, remote)
+        return wanted is not None and not self._layers[layer_id].foresees_all(wanted, num_tokens)
+
     def is_all(self, layer_id: int, wanted: Experts | None) -> bool:
         """Whether these are all remote experts of a layer; None: none. Shapes: wanted [E]."""
         return wanted is not None and bool((wanted == self._layers[layer_id].missing).all())
@@ -423,8 +431,14 @@ class ExpertOffload:
         if following is None or wanted is None:
             return None, np.zeros(0, np.bool_)
         known, num_tokens = self._layers[following], group.num_tokens
+        predicted = [each.predicted for each in group.chunks]
+        if known.foresees_all(wanted, num_tokens):
+            return known, wanted
+        if following == group.layer_id + 1 and None not in predicted:
+            counts = [each.counts() for each in predicted if each is not None]
+            return known, wanted & (np.sum(counts, axis=0) > 0)
         often = known.often(wanted, num_tokens)
-        if known.foresees_all(wanted, num_tokens) or (often is None and is_nearly_all):
+        if often is None and is_nearly_all:
             often = wanted
         return known, np.zeros_like(wanted) if often is None else often
 

@@ -6,13 +6,14 @@ are computed by the product with the down matrix.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 from dflash_adapters.layers import Ffn, Gate, InputScaledFfn, RoutedFfn, VectorTensor
 from dflash_runtime.compute.gpu.launch.row_kernels import ColumnsOf
 from dflash_runtime.compute.gpu.layers.rows import Input, Rows
 from dflash_runtime.compute.gpu.model.linear import LayerWeights, project
-from dflash_runtime.compute.gpu.ops.kernels import LayerKernels, RoutedRows
+from dflash_runtime.compute.gpu.ops.kernels import ExpertChoice, LayerKernels, RoutedRows
 from dflash_runtime.compute.model import Pausable
 
 
@@ -73,8 +74,11 @@ class DenseFfnLayer:
 class RoutedFfnLayer:
     """Experts that a router chooses for each token, and a shared expert if there is one.
 
-    Immutable.
+    Immutable but for `following`.
     """
+
+    following: RoutedFfnLayer | None = None
+    """That of the next layer, if it is of this kind."""
 
     def __init__(
         self, ffn: RoutedFfn, norm: VectorTensor, layer_id: int, *, weights: LayerWeights
@@ -87,13 +91,24 @@ class RoutedFfnLayer:
     def run(self, x: Rows, experts: DeviceExperts) -> Pausable[None]:
         """Add the experts' sums to the residual. Shapes: x [T, H]."""
         kernels, h = self._ops.kernels_for(x), Input(x, self._norm)
-        logits = kernels.router_logits(h, self._router.matrix)
-        self._router.finish(logits)
-        routed = RoutedRows(h, kernels.choose(logits, self._rule, self._bias))
+        choice = kernels.choose(self._logits(kernels, h), self._rule, self._bias)
+        following = self.following
+        routed = RoutedRows(h, choice, following and partial(following.predict, x))
         begun = None if self._shared is None else self._shared.begin(kernels, h)
         yield from experts(self._layer_id, routed, x)
         if self._shared is not None and begun is not None:
             self._shared.end(kernels, begun, x)
+
+    def predict(self, x: Rows) -> ExpertChoice:
+        """What this layer would choose if the layer before it, whose experts are yet to be added to
+        a chunk's residual, and its own mixer added nothing. Shapes: x [T, H]."""
+        chunks = self._ops.chunks
+        return chunks.predicted(self._logits(chunks, Input(x, self._norm)), self._rule, self._bias)
+
+    def _logits(self, kernels: LayerKernels, h: Input) -> Rows:
+        logits = kernels.router_logits(h, self._router.matrix)
+        self._router.finish(logits)
+        return logits
 
 
 class InputScaledFfnLayer:

@@ -13,6 +13,7 @@ ops/kernels.py.
 from __future__ import annotations
 
 from copy import copy
+from itertools import pairwise
 from typing import TypeAlias
 
 from dflash_adapters.gguf.file import GgufFile
@@ -78,6 +79,9 @@ class GpuModel:
             mixer = _mixer_layer(layer, num_of_kind[kind], weights, forms)
             self._layers.append((mixer, _ffn_layer(layer, layer_id, weights)))
             num_of_kind[kind] += 1
+        for (_, before), (_, ffn) in pairwise(self._layers):
+            if isinstance(before, RoutedFfnLayer) and isinstance(ffn, RoutedFfnLayer):
+                before.following = ffn
 
     def first_layers(self, num_layers: int) -> GpuModel:
         other = copy(self)

@@ -172,10 +172,14 @@ class ChunkKernels:
 
     def choose(self, logits: Rows, rule: RoutingRule, bias: DeviceArray | None) -> ExpertChoice:
         """At once."""
+        return self._notes.add(self.predicted(logits, rule, bias))
+
+    def predicted(self, logits: Rows, rule: RoutingRule, bias: DeviceArray | None) -> ExpertChoice:
+        """The same, of which no note is taken."""
         shape = logits.num_tokens, rule.num_experts_used
         ids, weights = self._device.empty(shape, np.int32), self._device.empty(shape, np.float32)
         self._choose.launch(rule, logits.array, bias=bias, ids=ids, weights=weights)
-        return self._notes.add(ExpertChoice(ids, weights, rule))
+        return ExpertChoice(ids, weights, rule)
 
     # -- rows as products read them ---------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,6 +36,9 @@ class RoutedRows:
 
     x: Input
     choice: ExpertChoice
+    predict: Callable[[], ExpertChoice] | None = None
+    """Launches what predicts the next layer's choice, of a chunk. To be called before the residual
+    changes."""
 
 
 class LayerKernels(Protocol):

@@ -124,7 +124,7 @@ class FileCopier:
         num_threads: int | None = None,
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
-        """`num_threads`: None: as many as the cores that this process may use, up to eight.
+        """`num_threads`: None: see `default_threads`.
 
         Raises: DeviceUnavailable if memory cannot be locked.
         """

@@ -16,7 +16,8 @@ HALVES = 2
 
 
 def default_threads() -> int:
-    return min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    """Each has a core, and one is left to the thread that launches kernels."""
+    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) - 1))
 
 
 def copier_bytes() -> int:
