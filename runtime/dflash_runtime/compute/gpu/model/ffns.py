@@ -93,7 +93,8 @@ class RoutedFfnLayer:
         kernels, h = self._ops.kernels_for(x), Input(x, self._norm)
         choice = kernels.choose(self._logits(kernels, h), self._rule, self._bias)
         following = self.following
-        routed = RoutedRows(h, choice, following and partial(following.predict, x))
+        predict = None if following is None else partial(following.predict, x)
+        routed = RoutedRows(h, choice, predict)
         begun = None if self._shared is None else self._shared.begin(kernels, h)
         yield from experts(self._layer_id, routed, x)
         if self._shared is not None and begun is not None:
