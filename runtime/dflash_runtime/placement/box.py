@@ -103,9 +103,10 @@ class OffloadSpeed:
     chunk that is computed alone: the host learns what was chosen, and launches products."""
     grouped: Curve
     """Seconds of a layer of each chunk of a group beyond its trunk, if copies take less: often what
-    the host needs to launch it. The copies come as one part."""
+    the host needs to launch it beside copies. These come as one part."""
     part_s: float = 0.0
-    """For each further part of a chunk, what the host needs to launch its products."""
+    """For each further part of a chunk, what the host needs to launch its products beside copies.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -297,7 +297,7 @@ class ExpertCopies:
         return _within(self.single, rows)
 
     def grouped_s(self, rows: int) -> float:
-        """A layer of each chunk of a group, beyond its trunk."""
+        """A layer of each chunk of a group, beyond its trunk, beside copies."""
         return _within(self.grouped, rows)
 
 

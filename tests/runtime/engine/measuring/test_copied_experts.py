@@ -17,6 +17,7 @@ from dflash_protocol.errors import DeviceOutOfMemory
 from dflash_runtime.compute.gpu.experts.offload import ExpertOffload
 from dflash_runtime.compute.gpu.experts.offload_room import AHEAD_BYTES
 from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.engine.measuring import copied_experts
 from dflash_runtime.engine.measuring.copied_experts import (
     CopiedPasses,
     measure_offload,
@@ -63,6 +64,17 @@ def test_each_chunk_copies_the_experts_that_its_layers_lack(
                 assert most - num_layers <= num_bytes / size <= most
     passes.close()
     passes.close()
+
+
+def test_copies_beside_launches_leave_nothing_behind(loaded: LoadedLayers) -> None:
+    with contextlib.closing(CopiedPasses(loaded, num_missing=99, ends=(1, 2))) as passes:
+        _, expected = passes.timers(ROWS)[1]()
+        before = passes._copier.num_bytes
+        with passes.copying():
+            pass
+        of_layer = TINY.num_experts * loaded.spec.moe.layers[0].expert_bytes
+        assert passes._copier.num_bytes - before == copied_experts._COPIED_AGAIN * 2 * of_layer
+        assert passes.timers(ROWS)[1]()[1] == expected
 
 
 LINE = Curve(((0.0, 0.0), (1e6, 1e-3)))

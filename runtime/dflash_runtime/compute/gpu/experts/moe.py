@@ -121,15 +121,15 @@ class HostRoute:
             routed.choice.ids, routed.choice.weights, num_experts=self._num_experts
         )
         wanted = None if offload is None else offload.wanted(layer_id, num_tokens, remote)
-        predicted = None if wanted is None else self._predicted(routed)
         asks_nothing = offload is not None and offload.is_all(layer_id, wanted)
         hidden = local = ticket = chunk = None
-        if not asks_nothing:
-            # A copy, which may be sent while the device goes on with other rows.
-            hidden = ops.payload.rows(ops.chunks.copy_of(routed.x).array)
-        if self._layer is not None:
-            local = local_sums(ops, self._layer, routed, phase=self._phase)
         try:
+            predicted = None if wanted is None else self._predicted(routed)
+            if not asks_nothing:
+                # A copy, which may be sent while the device goes on with other rows.
+                hidden = ops.payload.rows(ops.chunks.copy_of(routed.x).array)
+            if self._layer is not None:
+                local = local_sums(ops, self._layer, routed, phase=self._phase)
             if offload is not None and wanted is not None:
                 sums = None if local is None else local.array
                 count = partial(self._ask, pending, wanted, None) if asks_nothing else None

@@ -12,9 +12,9 @@ the rows of this layer is copied. If it has no such router, what several tokens 
 chose there is; if that is not known, all, if this layer's tokens chose nearly all of its own.
 
 The host waits for a group's choice, and has fewer experts copied. Where the last group's tokens
-chose nearly all of them, it does not: it launches the products of all, and so stays ahead of the
-device. The parent maps the file anyway, for the experts of lost daemons. `RemoteExperts` decides
-which experts are offloaded.
+chose nearly all of them, in this layer and in the next one, it does not: it launches the products
+of all, and so stays ahead of the device. The parent maps the file anyway, for the experts of lost
+daemons. `RemoteExperts` decides which experts are offloaded.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from dflash_runtime.interrupts import uninterrupted
 
 _NEARLY_ALL = 0.75
 """If this share of a layer's experts was chosen, all of the next layer's are copied ahead, unless
-it is known what was chosen there before."""
+its choice is predicted or it is known what was chosen there before."""
 
 _FORESEEN = 0.9
 """If by the last group's choice this share of a layer's experts will be chosen `_OFTEN`, all are
@@ -62,9 +62,10 @@ _SELDOM = 1e-3
 """Rows assumed for an expert that the last group did not choose, but that is computed anyway."""
 
 _OFTEN = 2
-"""Experts that fewer tokens chose in the last group are not copied ahead. With planted routing as
-that of Qwen3-30B-A3B, chunks of 512 tokens and the 40 coldest of 128 experts, 19 are copied ahead,
-14 of them for something (of 24 and 17 that were chosen at all), and 25 are chosen."""
+"""Without a prediction, experts that fewer tokens chose in the last group are not copied ahead.
+With planted routing as that of Qwen3-30B-A3B, chunks of 512 tokens and the 40 coldest of 128
+experts, 19 are copied ahead, 14 of them for something (of 24 and 17 that were chosen at all), and
+25 are chosen."""
 
 Experts = npt.NDArray[np.bool_]
 """A mask of a layer's experts. Shapes: [E]."""
@@ -313,8 +314,11 @@ class ExpertOffload:
 
     def is_uncertain(self, layer_id: int, num_tokens: int, remote: RemoteExperts) -> bool:
         """Whether some of a layer's remote experts are to be computed for a chunk of so many
-        tokens, and it is not known that these are nearly all of them."""
-        wanted = self.wanted(layer_id, num_tokens, remote)
+        tokens, which comes next to the group of the layer before, and it is not known that the
+        group will choose nearly all of them."""
+        group, wanted = self._group, self.wanted(layer_id, num_tokens, remote)
+        if group is not None and group.layer_id == layer_id - 1:
+            num_tokens += group.num_tokens
         return wanted is not None and not self._layers[layer_id].foresees_all(wanted, num_tokens)
 
     def is_all(self, layer_id: int, wanted: Experts | None) -> bool:
@@ -434,7 +438,7 @@ class ExpertOffload:
         predicted = [each.predicted for each in group.chunks]
         if known.foresees_all(wanted, num_tokens):
             return known, wanted
-        if following == group.layer_id + 1 and None not in predicted:
+        if None not in predicted:
             counts = [each.counts() for each in predicted if each is not None]
             return known, wanted & (np.sum(counts, axis=0) > 0)
         often = known.often(wanted, num_tokens)
@@ -501,6 +505,11 @@ class ExpertOffload:
                 self._uploader.lay_out(
                     native, weights, projection.tensor_type, columns=projection.columns
                 )
+
+    def all_parts(self) -> Iterator[_Part]:
+        """Of all layers, in their order."""
+        for known in self._layers.values():
+            yield from self._parts(known)
 
     def _parts(self, known: _Layer) -> tuple[_Part, ...]:
         """A layer's parts, made when they are first needed."""

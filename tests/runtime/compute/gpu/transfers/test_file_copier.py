@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from dflash_protocol.ids import AnyArray, U8Array
 from dflash_runtime.compute.cpu.kernels import copy_runs
 from dflash_runtime.compute.gpu.device.device import DeviceArray, Mark, address
 from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FileRuns
+from dflash_runtime.compute.gpu.transfers.locked_room import default_threads
 from support.emulated_device import EmulatedDevice
 from support.emulated_device.side_stream import EmulatedSideStream
 from support.examples import examples
@@ -398,3 +400,11 @@ def test_a_device_that_cannot_lock_memory_leaves_nothing(
     with pytest.raises(DeviceUnavailable, match="locked"):
         FileCopier(device, num_threads=4, piece_bytes=PIECE_BYTES)
     assert not device._range_bytes
+
+
+@pytest.mark.parametrize(("num_cores", "num_threads"), [(1, 1), (2, 1), (8, 7), (9, 8), (64, 8)])
+def test_copies_leave_a_core_to_the_thread_that_launches(
+    monkeypatch: pytest.MonkeyPatch, num_cores: int, num_threads: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(num_cores)))
+    assert default_threads() == num_threads
