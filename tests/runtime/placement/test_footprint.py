@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from dflash_runtime.compute import devices
 from dflash_runtime.compute.cpu.kv_cache import CpuKvCache
 from dflash_runtime.compute.gpu.backend import CupyBackend
 from dflash_runtime.compute.gpu.device.devices import CONTEXT_BYTES, DeviceMemory, allocated
+from dflash_runtime.compute.gpu.experts.offload_room import offload_bytes
 from dflash_runtime.compute.gpu.layers.kv_rows import array_bytes
 from dflash_runtime.compute.gpu.room import MODULES_BYTES
 from dflash_runtime.compute.kv_cache import KvType
@@ -44,6 +46,7 @@ from support.counting_device import CountingDevice, PooledDevice
 from support.emulated_gpu import TINY
 from support.random_gguf import write_model
 from support.sparse_models import REAL_SIZES, write_sparse
+from support.undisturbed import settings_with
 
 MIB = 1 << 20
 CHAIN = [-1, *range(63)]
@@ -216,6 +219,35 @@ def test_a_parent_with_remote_experts_takes_what_is_predicted(
             num_daemons=1,
         ),
     )
+
+
+MOST_COPIED = {("qwen3moe", 4096), ("laguna", 4096), ("glm4moe", 512)}
+"""The largest chunks, and what is nearest to its prediction."""
+
+
+@pytest.mark.parametrize(
+    ("name", "chunk"),
+    [
+        pytest.param(name, chunk, marks=() if (name, chunk) in MOST_COPIED else pytest.mark.slow)
+        for name in REAL_SIZES
+        for chunk in (512, 1024, 2048, 4096)
+        if name != "llama4"  # its prompts are asked of the processor
+    ],
+)
+def test_a_model_of_real_size_whose_experts_are_copied_takes_what_is_predicted(
+    counted: Counted, sparse: Callable[[str], Path], name: str, chunk: int
+) -> None:
+    path, counted.chunk = sparse(name), chunk
+    context = min(8192, REAL_SIZES[name][0].keys()["context_length"])
+    settings = replace(settings_with(), prefill_offload="on")
+    with counted.engine(path, context=context, local_experts=0, settings=settings) as engine:
+        kv_type = engine.kv_type.value
+        prompt = [token % engine.spec.vocab_size for token in range(context - 200)]
+        list(engine.generate(prompt, 1, ignore_eos=True))
+        assert engine.stats().hits.offloaded == len(prompt) * engine.spec.moe.num_used_total
+        copied = offload_bytes((layer, layer.num_experts) for layer in engine.spec.moe.layers)
+    prediction = predicted(path, context=context, kv_type=kv_type, chunk=chunk, local=0)
+    check(counted.opened[-1].pool.peak_bytes, prediction + copied)
 
 
 @pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss", "llama4"])

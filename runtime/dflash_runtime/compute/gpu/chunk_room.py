@@ -53,6 +53,11 @@ SCRATCH_BYTES = 256 << 20
 _LESS_SCRATCH_BYTES = 128 << 20
 """The same in smaller chunks, which are chosen where memory is scarce: 20 of these experts."""
 
+_NOT_REUSED = 0.3
+"""Of memory that is in use before experts or beside them, the part that the other one cannot have:
+CuPy's pool has cut it into pieces that are too small. 0.2 in the worst case of all architectures'
+real sizes and chunks (tests/runtime/placement/test_footprint.py)."""
+
 _FLOAT, _DOUBLE = 4, 8
 _SMALL_BYTES = 2 << 20
 """Tables and counters of a backend, each of some KiB."""
@@ -77,7 +82,7 @@ class ChunkRoom:
     def __init__(self, file: GgufFile, spec: ModelSpec, description: Description) -> None:
         self._file, self._layers = file, spec.moe.layers
         self._hidden_size, self._vocab_size = spec.hidden_size, spec.vocab_size
-        self._waiting_columns = max(
+        self._routed_columns = max(
             (_routed_columns(each.ffn, spec.hidden_size) for each in description.layers), default=0
         )
         self.layer_columns = max(_columns_of(each, spec.hidden_size) for each in description.layers)
@@ -108,23 +113,26 @@ class ChunkRoom:
             + self._experts(max_chunk)
         )
 
-    def passing_bytes(self, num_tokens: int) -> int:
-        """Rows of a chunk of so many tokens that exist at the same time: in its largest layer, and
-        at the head; and those of the chunk before, which may be in use until it is replaced."""
+    def passing_bytes(self, num_tokens: int, *, remote_bytes: int = 0) -> int:
+        """Rows of a chunk of so many tokens that exist at the same time: in its largest layer,
+        beside routed experts with `remote_bytes`, and at the head; and those of the chunk before,
+        which may be in use until it is replaced."""
         residual = _FLOAT * num_tokens * self._hidden_size
         in_layer = _FLOAT * num_tokens * self.layer_columns
+        in_experts = _FLOAT * num_tokens * self._routed_columns + remote_bytes
         logits = _FLOAT * min(num_tokens, HEAD_ROWS) * self._vocab_size
-        return 2 * residual + max(in_layer, logits)
+        not_reused = int(_NOT_REUSED * min(in_layer, remote_bytes))
+        return 2 * residual + max(in_layer, in_experts, logits) + not_reused
 
     def waiting_bytes(self, num_tokens: int) -> int:
         """Rows of other chunks of a group, so many tokens, while one is in a layer: their residual,
         what a layer has beside its experts, and sums of local ones."""
-        of_token = _FLOAT * (self._hidden_size + self._waiting_columns)
+        of_token = _FLOAT * (self._hidden_size + self._routed_columns)
         return max(0, num_tokens) * (of_token + _DOUBLE * self._hidden_size)
 
     def remote_bytes(self, num_tokens: int, num_daemons: int) -> int:
-        """What a chunk has besides while experts are asked for: the rows that are sent, local sums
-        and each daemon's."""
+        """What a chunk has while experts are asked for: the rows that are sent, local sums and each
+        daemon's."""
         of_token = _FLOAT + _DOUBLE * (2 + num_daemons)
         return num_tokens * self._hidden_size * of_token
 

@@ -164,14 +164,15 @@ class GpuRoom(Room):
     ) -> int:
         """What passes in a chunk, and what steps and snapshots take; beside what a chunk keeps."""
         num_tokens = min(chunk, num_positions)
-        remote = 0
+        remote = waiting = 0
         if num_remote_layers:
             waiting = self._chunks.waiting_bytes(min(GROUP_TOKENS, num_positions) - num_tokens)
-            remote = self._chunks.remote_bytes(num_tokens, num_daemons) + waiting
+            remote = self._chunks.remote_bytes(num_tokens, num_daemons)
         steps = self._steps.num_bytes(num_positions, kv_type)
         steps += self._steps.remote_bytes(num_positions, num_remote_layers)
         snapshots = self._snapshot_bytes(num_positions, kv_type)
-        return self._chunks.passing_bytes(num_tokens) + remote + steps + snapshots
+        rows = self._chunks.passing_bytes(num_tokens, remote_bytes=remote) + waiting
+        return rows + steps + snapshots
 
     def needs(
         self,
