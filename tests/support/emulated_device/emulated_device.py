@@ -13,7 +13,7 @@ import mmap
 import secrets
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -28,6 +28,7 @@ from dflash_runtime.compute.gpu.device.capabilities import Capabilities, Vendor
 from dflash_runtime.compute.gpu.device.device import (
     DeviceArray,
     Grid,
+    PreparedLaunch,
     address,
     check_args,
 )
@@ -302,6 +303,12 @@ class EmulatedDevice:
             self._captured.append(run)
         else:
             run()
+
+    def start(self, launches: Iterable[PreparedLaunch]) -> None:
+        for each in launches:
+            self.launch(
+                each.kernel, each.grid, each.block, each.args, shared_bytes=each.shared_bytes
+            )
 
     def prepared(
         self,

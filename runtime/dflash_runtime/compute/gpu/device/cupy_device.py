@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from dflash_runtime.compute.gpu.device.device import (
     DeviceArray,
     Grid,
     KernelDevice,
+    PreparedLaunch,
     address,
     check_args,
 )
@@ -394,20 +395,61 @@ class CupyDevice:
         stream: int | None = None,
     ) -> None:
         """In the main stream, or in `stream`."""
+        self._driver.use(self._index)
+        status = self._call_of(
+            kernel,
+            grid,
+            block,
+            args=args,
+            shared_bytes=shared_bytes,
+            stream=self.stream if stream is None else stream,
+            overlaps_previous=overlaps_previous,
+        )()
+        if status:
+            self._driver.check_launch(status)
+
+    def start(self, launches: Iterable[PreparedLaunch]) -> None:
+        self._driver.use(self._index)
+        for each in launches:
+            call = each.call
+            if call is None:
+                call = each.call = self._call_of(
+                    each.kernel,
+                    each.grid,
+                    each.block,
+                    args=each.args,
+                    shared_bytes=each.shared_bytes,
+                    stream=self.stream,
+                )
+            status = call()
+            if status:
+                self._driver.check_launch(status)
+
+    def _call_of(
+        self,
+        kernel: Any,
+        grid: Grid,
+        block: int,
+        *,
+        args: ctypes.Structure,
+        shared_bytes: int,
+        stream: int,
+        overlaps_previous: bool = True,
+    ) -> Callable[[], int]:
+        """The driver's call that launches a kernel, see `Driver.launch_call`."""
         assert isinstance(kernel, CupyKernel)
         if not isinstance(args, kernel.args):
             raise SettingsError(f"{kernel.name} takes {kernel.args.__name__}")
         facts = self._facts
         if block % facts.lanes:  # a partial logical warp would wait for its missing lanes for ever
             raise SettingsError(f"{kernel.name}: {block} threads are not whole logical warps")
-        self._driver.use(self._index)
-        self._driver.launch(
+        return self._driver.launch_call(
             kernel.handle,
             grid,
             block,
             args=args,
             shared_bytes=shared_bytes,
-            stream=self.stream if stream is None else stream,
+            stream=stream,
             overlaps_previous=overlaps_previous and facts.capabilities.dependent_launch,
         )
 

@@ -7,8 +7,8 @@ numpy's.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -246,6 +246,9 @@ class KernelDevice(Protocol):
         do that, and must call wait_for_previous(). Without, it begins when that one has ended.
         """
 
+    def start(self, launches: Iterable[PreparedLaunch]) -> None:
+        """Start kernels one after the other, each with a copy of its `args` as they are now."""
+
     def capture(self, launch: Callable[[], None]) -> Graph:
         """Capture what `launch` launches as a graph, without running it. `launch` may not allocate
         or wait."""
@@ -284,8 +287,8 @@ class KernelDevice(Protocol):
 
 @dataclass(slots=True, eq=False)
 class PreparedLaunch:
-    """A kernel with checked arguments, to be launched repeatedly. Every launch copies `args`, which
-    may be changed in between.
+    """A kernel with checked arguments, for `start` of one device. It may overlap the kernel before
+    it.
 
     Filling in and checking arguments takes longer than a launch, and chunk after chunk a layer's
     arguments differ in the addresses of its rows only.
@@ -295,10 +298,10 @@ class PreparedLaunch:
     grid: Grid
     block: int
     args: ctypes.Structure
+    """May be changed between launches."""
     shared_bytes: int = 0
-
-    def start(self, device: KernelDevice) -> None:
-        device.launch(self.kernel, self.grid, self.block, self.args, shared_bytes=self.shared_bytes)
+    call: Callable[[], int] | None = field(default=None, init=False)
+    """The driver's, with its status, once the device has made it."""
 
 
 def address(array: DeviceArray, offset_bytes: int = 0) -> int:

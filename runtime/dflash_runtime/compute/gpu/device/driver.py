@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Callable
 from ctypes import byref
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from dflash_protocol.errors import DeviceOutOfMemory, DeviceUnavailable, one_line
@@ -182,7 +182,7 @@ class Driver:
         if self.vendor is Vendor.CUDA:
             self._call("set_function_attribute", function, int(attribute), value)
 
-    def launch(
+    def launch_call(
         self,
         function: int,
         grid: tuple[int, int, int],
@@ -192,23 +192,24 @@ class Driver:
         shared_bytes: int,
         stream: int,
         overlaps_previous: bool,
-    ) -> None:
-        """Start a kernel whose only parameter is a copy of `args`.
+    ) -> Callable[[], int]:
+        """What starts a kernel whose only parameter is a copy of `args`, which must outlive it, on
+        the current device. Its result is a status for `check_launch`, if it is not 0.
 
         `overlaps_previous` is for devices that can, where the driver knows of it.
         """
-        # Called for every kernel, so everything that can be is prepared once or left out.
+        # Made or called for every kernel, so that all that can be is prepared or left out.
         parameters = byref(ctypes.c_void_p(ctypes.addressof(args)))
-        name = "launch_with_attributes"
-        launch = self._functions.get(name) if overlaps_previous else None
+        launch = self._functions.get("launch_with_attributes") if overlaps_previous else None
         if launch is None:
-            size = (*grid, block, 1, 1, shared_bytes)
-            self._call("launch", function, *size, stream, parameters, None)
-            return
+            launch, size = self._functions["launch"], (*grid, block, 1, 1, shared_bytes)
+            return partial(launch, function, *size, stream, parameters, None)
         config = LaunchConfig(*grid, block, 1, 1, shared_bytes, stream, self._overlaps_previous, 1)
-        status = launch(byref(config), function, parameters, None)
-        if status:
-            self._check(name, status)
+        return partial(launch, byref(config), function, parameters, None)
+
+    def check_launch(self, status: int) -> None:
+        """Raises: DeviceUnavailable, DeviceOutOfMemory among them."""
+        self._check("launch", status)
 
     # Streams and graphs
 

@@ -95,6 +95,8 @@ class NotingDevice:
     def launch(self, *_: Any, **__: Any) -> None:
         """Nothing runs."""
 
+    start = launch
+
     def capture(self, launch: Callable[[], None]) -> _Nothing:
         launch()
         return _NOTHING

@@ -110,8 +110,7 @@ class DensePrefill:
             product = products[index]
             entry.out = address(product.out, offset_bytes)
             entry.add = entry.out if product.adds else 0
-        for launch in known.launches:
-            launch.start(self._device)
+        self._device.start(known.launches)
 
     def _multiplication(
         self,

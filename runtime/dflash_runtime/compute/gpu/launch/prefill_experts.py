@@ -139,9 +139,9 @@ class _Launches:
 
     key: tuple[object, ...]
     """What they depend on besides."""
-    activations: list[PreparedLaunch]
-    terms: list[tuple[range, list[PreparedLaunch]]]
-    """By their columns, which are added up before the next ones are computed."""
+    launches: list[PreparedLaunch]
+    additions: list[ctypes.Structure]
+    """Arguments of those that add columns of terms, which lack where to."""
 
 
 @dataclass(slots=True, eq=False)
@@ -264,27 +264,14 @@ class ExpertPrefill:
         Raises: SettingsError for other shapes or too many pairs.
         """
         self._check(rows, groups, residual, (sums, out_sums))
-        device = self._device
         if mean_rows is None:
             mean_rows = groups.num_pairs / groups.max_groups
-        launches = self._launches_of(rows, groups, experts, converts=mean_rows > _MOST_ROWS)
-        for launch in launches.activations:
-            launch.start(device)
-        args = CombineArgs(
-            terms=address(self._buffers.terms),
-            rows_of_tokens=address(groups.rows_of_tokens),
-            sums=optional_address(sums),
-            residual=optional_address(residual),
-            out=optional_address(residual),
-            out_sums=optional_address(out_sums),
-            pairs_per_token=groups.pairs_per_token,
-        )
-        for columns, of_columns in launches.terms:
-            for launch in of_columns:
-                launch.start(device)
-            args.first_column, args.num_columns = columns.start, len(columns)
-            num_threads = min(_COMBINE_THREADS, -(-len(columns) // 4 // 64) * 64)
-            device.launch(self._combine, (groups.num_tokens, 1, 1), num_threads, args)
+        known = self._launches_of(rows, groups, experts, converts=mean_rows > _MOST_ROWS)
+        before, after = optional_address(sums), optional_address(out_sums)
+        out = optional_address(residual)
+        for args in known.additions:
+            args.sums, args.out_sums, args.residual, args.out = before, after, out, out
+        self._device.start(known.launches)
 
     def _launches_of(
         self,
@@ -294,7 +281,7 @@ class ExpertPrefill:
         *,
         converts: bool,
     ) -> _Launches:
-        """All launches but those that add; the same for chunks of one size, whatever was chosen.
+        """All launches; the same for chunks of one size, whatever was chosen.
 
         `converts`: to halves, before the products, also what products can convert themselves.
         """
@@ -304,15 +291,29 @@ class ExpertPrefill:
         known = self._launches.get(experts)
         if known is None or known.key != key:
             self.prepare(experts)
-            activations = [*self._gate_up(hidden, groups, experts, converts=converts)]
+            launches = [*self._gate_up(hidden, groups, experts, converts=converts)]
             if down_parts:
-                activations.append(self._level(self._kernels.level(down_parts), groups))
-            terms = [
-                (columns, [*self._down(groups, experts, columns, converts=converts)])
-                for columns in self._columns_of(groups.num_pairs)
-            ]
-            known = self._launches[experts] = _Launches(key, activations, terms)
+                launches.append(self._level(self._kernels.level(down_parts), groups))
+            additions = []
+            for columns in self._columns_of(groups.num_pairs):
+                launches += self._down(groups, experts, columns, converts=converts)
+                # Columns are added up before the next ones take their place.
+                launches.append(self._addition(groups, columns))
+                additions.append(launches[-1].args)
+            known = self._launches[experts] = _Launches(key, launches, additions)
         return known
+
+    def _addition(self, groups: GroupedPairs, columns: range) -> PreparedLaunch:
+        """Adds these columns of the terms to what its arguments are yet to name."""
+        args = CombineArgs(
+            terms=address(self._buffers.terms),
+            rows_of_tokens=address(groups.rows_of_tokens),
+            pairs_per_token=groups.pairs_per_token,
+            first_column=columns.start,
+            num_columns=len(columns),
+        )
+        num_threads = min(_COMBINE_THREADS, -(-len(columns) // 4 // 64) * 64)
+        return PreparedLaunch(self._combine, (groups.num_tokens, 1, 1), num_threads, args)
 
     def _columns_of(self, num_pairs: int) -> Iterator[range]:
         """Columns of terms, as many at a time as there is room for."""

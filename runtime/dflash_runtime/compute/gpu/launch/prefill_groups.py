@@ -16,6 +16,7 @@ from dflash_runtime.compute.gpu.device.device import (
     DeviceArray,
     Kernel,
     KernelDevice,
+    PreparedLaunch,
     address,
     optional_address,
 )
@@ -149,7 +150,8 @@ class ExpertGroups:
             weights=address(self._chosen.weights),
             rows_of_tokens=address(self._chosen.rows_of_tokens),
         )
-        """Arguments that all chunks have in common."""
+        """Arguments of sorting; those that differ from chunk to chunk are set for each."""
+        self._known: dict[int, list[PreparedLaunch]] = {}
         # A batch's arrays are uploaded as one, each aligned for vector loads.
         self._loaded = device.empty(
             _padded(most_groups, most_groups + 1, *(max_pairs,) * 2), np.int32
@@ -204,12 +206,22 @@ class ExpertGroups:
         args.slot_of_expert = optional_address(slot_of_expert)
         args.selections = optional_address(selections)
         args.num_pairs, args.pairs_per_token = num_pairs, pairs_per_token
-        kernels, num_threads = self._kernels, self._kernels.num_threads
-        chunks = (-(-num_pairs // kernels.chunk_pairs), 1, 1)
-        self._device.launch(kernels.count, chunks, num_threads, args)
-        self._device.launch(kernels.lay_out, (1, 1, 1), num_threads, args)
-        self._device.launch(kernels.place, chunks, num_threads, args)
+        self._device.start(self._sorting(-(-num_pairs // self._kernels.chunk_pairs)))
         return grouped
+
+    def _sorting(self, num_chunks: int) -> list[PreparedLaunch]:
+        """The launches that sort so many chunks of pairs."""
+        if num_chunks not in self._known:
+            kernels, chunks = self._kernels, (num_chunks, 1, 1)
+            self._known[num_chunks] = [
+                PreparedLaunch(kernel, grid, kernels.num_threads, self._group_args)
+                for kernel, grid in (
+                    (kernels.count, chunks),
+                    (kernels.lay_out, (1, 1, 1)),
+                    (kernels.place, chunks),
+                )
+            ]
+        return self._known[num_chunks]
 
     def load(self, batch: RoutedBatch) -> GroupedPairs:
         """Upload a batch, which is sorted already and must have been checked.

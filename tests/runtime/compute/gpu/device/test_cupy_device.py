@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from dflash_runtime.compute.gpu.device import cupy_device
 from dflash_runtime.compute.gpu.device.binary_cache import BinaryCache
 from dflash_runtime.compute.gpu.device.capabilities import Vendor
 from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
-from dflash_runtime.compute.gpu.device.device import KernelDevice, address
+from dflash_runtime.compute.gpu.device.device import KernelDevice, PreparedLaunch, address
 from dflash_runtime.compute.gpu.device.devices import describe_gpus
 from dflash_runtime.compute.gpu.device.kernel_sources import Defines
 from dflash_runtime.compute.gpu.device.rtc import DeviceCompiler
@@ -194,6 +195,33 @@ def test_kernels_overlap_where_they_may_and_the_device_can(
     with pytest.raises(SettingsError, match=r"sum_rows\b.*\b80 threads"):
         device.launch(kernel, (1, 1, 1), 80, SumArgs())
     device.close()
+
+
+@pytest.mark.parametrize(("major", "name"), [(9, "launch_with"), (8, "launch")])
+def test_prepared_launches_have_their_arguments_as_they_are_then(
+    fake: FakeDriver, tmp_path: Path, major: int, name: str
+) -> None:
+    """The same calls as of kernels that are launched one by one."""
+    fake.set(Setting.MAJOR, major)
+    with closing(CupyDevice(CUDA, cache=BinaryCache(tmp_path))) as device:
+        kernel, args = sums(device), SumArgs()
+        prepared = [PreparedLaunch(kernel, (n, 1, 1), 64, args, n) for n in (1, 2)]
+        fake.take_notes()
+        for number in (5, 6):
+            args.rows = number
+            device.start(prepared)
+            found = fake.take_notes()
+            for n in (1, 2):
+                device.launch(kernel, (n, 1, 1), 64, args, shared_bytes=n)
+            expected = fake.take_notes()
+            assert [each for each in found if each.startswith(name)] == [
+                each for each in expected if each.startswith(name)
+            ]
+            assert len(found) >= 2
+        with pytest.raises(SettingsError, match=r"sum_rows\b.*SumArgs"):
+            device.start([PreparedLaunch(kernel, (1, 1, 1), 64, OtherArgs())])
+        with pytest.raises(SettingsError, match=r"sum_rows\b.*\b80 threads"):
+            device.start([PreparedLaunch(kernel, (1, 1, 1), 80, args)])
 
 
 def test_a_graph_is_recorded_and_replayed(device: CupyDevice, fake: FakeDriver) -> None:

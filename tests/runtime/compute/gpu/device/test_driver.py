@@ -50,15 +50,17 @@ def vendor(request: pytest.FixtureRequest) -> Vendor:
 
 
 def launch(driver: Driver, *, overlaps_previous: bool) -> None:
-    driver.launch(
+    args = Args(0x1122334455667788, -2, 0xABCD)
+    call = driver.launch_call(
         0x77,
         (5, 6, 7),
         128,
-        args=Args(0x1122334455667788, -2, 0xABCD),
+        args=args,
         shared_bytes=4096,
         stream=0x99,
         overlaps_previous=overlaps_previous,
     )
+    assert call() == 0
 
 
 def test_a_launch_carries_its_sizes_and_a_copy_of_its_struct(

@@ -231,10 +231,10 @@ def test_a_prepared_launch_takes_its_arguments_as_they_are_then() -> None:
     kernel, args = device.module(CASES, {}).kernel("sum_rows", SumArgs), SumArgs()
     launch = PreparedLaunch(kernel, (1, 2, 3), 64, args, shared_bytes=5)
     noting = Noting()
-    launch.start(noting)
+    noting.start([launch])
     name, _ = SumArgs._fields_[0][:2]
     setattr(args, name, 77)
-    launch.start(noting)
+    noting.start([launch])
     assert launched[0][:3] == launched[1][:3] == (kernel, (1, 2, 3), 64)
     assert launched[0][4] == 5
     assert launched[1][3] == bytes(args) != launched[0][3]

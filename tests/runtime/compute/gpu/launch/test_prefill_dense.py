@@ -199,7 +199,7 @@ def test_every_type_is_dequantised(tensor_type: TensorType) -> None:
     matrix = StoredMatrix(device, tensor_type, 37, columns)
     scratch = WeightScratch(device, 37 * half_row_bytes(columns))
     fill, _ = scratch.fill(tensor_type, rows=37, columns=columns, weights=address(matrix.weights))
-    fill.start(device)
+    device.start([fill])
     halves = device.download(scratch.memory).view(np.float16).reshape(37, -1)
     np.testing.assert_allclose(halves[:, :columns], matrix.values, rtol=2.0**-11, atol=1e-7)
     assert (halves[:, columns:] == 0).all()

@@ -338,14 +338,14 @@ def test_launches_are_kept_for_experts_which_may_go(tmp_path: Path) -> None:
         rig.group(*choices[size])
         sums = rig.sums(hidden_rows(size))
         np.testing.assert_array_equal(sums, expected.setdefault(size, sums), strict=True)
-    kept = launches[first].activations
+    kept = launches[first].launches
     np.testing.assert_array_equal(rig.sums(hidden_rows(20)), expected[20], strict=True)
-    assert launches[first].activations is kept
+    assert launches[first].launches is kept
     rig.experts.stored = second = replace(first)  # as alike as can be
     assert second not in launches
     rig.prefill.prepare(second)
     np.testing.assert_array_equal(rig.sums(hidden_rows(20)), expected[20], strict=True)
-    assert launches[second].activations is not kept
+    assert launches[second].launches is not kept
     gone = weakref.ref(first)
     del first
     assert gone() is None
