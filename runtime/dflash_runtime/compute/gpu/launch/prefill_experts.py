@@ -16,6 +16,8 @@ import numpy as np
 from dflash_adapters.quant import TensorType
 from dflash_protocol.errors import SettingsError
 from dflash_runtime.compute.gpu.device.device import (
+    FLOAT32,
+    FLOAT64,
     DeviceArray,
     Grid,
     Kernel,
@@ -338,7 +340,7 @@ class ExpertPrefill:
                 f"{groups.num_pairs} pairs in tiles of {groups.tile_rows}, room for "
                 f"{self.max_pairs} in tiles of {self.products.tile_rows}"
             )
-        for arrays, dtype in (((residual,), np.float32), (doubles, np.float64)):
+        for arrays, dtype in (((residual,), FLOAT32), (doubles, FLOAT64)):
             for array in arrays:
                 if array is not None and (array.shape != shape or array.dtype != dtype):
                     raise SettingsError(

@@ -13,6 +13,9 @@ import numpy as np
 from dflash_protocol.batch import RoutedBatch
 from dflash_protocol.errors import SettingsError
 from dflash_runtime.compute.gpu.device.device import (
+    FLOAT32,
+    INT32,
+    UINT32,
     DeviceArray,
     Kernel,
     KernelDevice,
@@ -179,14 +182,14 @@ class ExpertGroups:
         if len(shape) != 2 or not 0 < topk_ids.size <= self.max_pairs:
             raise SettingsError(f"a choice of {shape}, room for {self.max_pairs} pairs")
         for name, array, wanted, dtype in (
-            ("ids", topk_ids, shape, np.int32),
-            ("weights", topk_weights, shape, np.float32),
-            ("slots", slot_of_expert, experts, np.int32),
-            ("counts", selections, experts, np.uint32),
+            ("ids", topk_ids, shape, INT32),
+            ("weights", topk_weights, shape, FLOAT32),
+            ("slots", slot_of_expert, experts, INT32),
+            ("counts", selections, experts, UINT32),
         ):
             if array is not None and (array.shape != wanted or array.dtype != dtype):
                 raise SettingsError(
-                    f"{name}: {array.dtype} of {array.shape}, {np.dtype(dtype)} of {wanted} wanted"
+                    f"{name}: {array.dtype} of {array.shape}, {dtype} of {wanted} wanted"
                 )
         num_tokens, pairs_per_token = shape
         num_pairs = topk_ids.size

@@ -16,6 +16,7 @@ import numpy as np
 from dflash_adapters.quant import TensorType
 from dflash_protocol.errors import SettingsError
 from dflash_runtime.compute.gpu.device.device import (
+    FLOAT32,
     DeviceArray,
     Kernel,
     KernelDevice,
@@ -237,7 +238,9 @@ class RowPreparer:
         self._kernel = device.module("half_rows.cu", defines).kernel("half_rows", HalfRowsArgs)
         self._floats: DeviceArray | None = None
         self._args = HalfRowsArgs()
-        """Arguments that all rows have in common."""
+        """Those that differ from call to call are set for each."""
+        self._launches: dict[int, PreparedLaunch] = {}
+        """By number of rows."""
         self._halves = device.empty((parts, max_rows, columns), np.uint16)
         self._scales = device.empty(max_rows if parts else 0, np.float32)
         self._half_addresses: tuple[int, int, int] | None = None
@@ -271,7 +274,7 @@ class RowPreparer:
             raise SettingsError(f"x is {x.shape}, room for {(self.max_rows, self.columns)}")
         if norm is not None and norm.shape != (self.columns,):
             raise SettingsError(f"a norm of {norm.shape} for {self.columns} columns")
-        if x.dtype != np.float32 or (norm is not None and norm.dtype != np.float32):
+        if x.dtype != FLOAT32 or (norm is not None and norm.dtype != FLOAT32):
             raise SettingsError("rows and norms must be float32")
         floats = x
         makes_floats = norm is not None and (wants_floats or not self.parts)
@@ -285,7 +288,11 @@ class RowPreparer:
             args.norm = optional_address(norm)
             args.floats = address(floats) if makes_floats else 0
             args.eps = eps
-            self._device.launch(self._kernel, (num_rows, 1, 1), _THREADS, args)
+            launch = self._launches.get(num_rows)
+            if launch is None:
+                launch = PreparedLaunch(self._kernel, (num_rows, 1, 1), _THREADS, args)
+                self._launches[num_rows] = launch
+            self._device.start((launch,))
         return PreparedRows(
             num_rows=num_rows,
             columns=self.columns,
