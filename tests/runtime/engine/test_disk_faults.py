@@ -37,7 +37,7 @@ from support.disk_engines import (
 )
 from support.faults import greedy
 from support.interrupts import interrupt_main_thread
-from support.processes import run_main
+from support.processes import run_main, wait_until
 from support.random_models import write_qwen3moe
 from support.undisturbed import settings_with
 
@@ -92,7 +92,8 @@ def test_requests_that_end_at_any_time_leave_nothing(
         assert num_cancelled > rounds // 4
         assert text_of(engine) == expected
         gc.collect()
-        assert num_descriptors() == before[0]
+        # The thread that watches memory reads a file of the system's now and then.
+        wait_until(lambda: num_descriptors() <= before[0], "descriptors to be given back")
         assert process.memory_info().rss - before[1] < 8 << 20
         assert stats_of(engine).failed == 0
 
