@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +26,7 @@ from dflash_protocol.device import DeviceKind
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import AnyArray
 from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
-from dflash_runtime.compute.gpu.device.device import DeviceArray, PreparedLaunch, address
+from dflash_runtime.compute.gpu.device.device import DeviceArray, address
 from dflash_runtime.compute.gpu.device.kernel_sources import Defines
 from support.emulated_device import EmulatedDevice
 from support.gpu_devices import first_gpu
@@ -50,11 +49,7 @@ class _Notes:
         _launched.add((kernel.file, kernel.kernel.name))
         super().launch(kernel.kernel, *args, **options)  # type: ignore[misc]
 
-    def start(self, launches: Iterable[PreparedLaunch]) -> None:
-        for each in launches:
-            self.launch(
-                each.kernel, each.grid, each.block, each.args, shared_bytes=each.shared_bytes
-            )
+    start = EmulatedDevice.start  # by `launch`, on a GPU too
 
 
 class _Module:

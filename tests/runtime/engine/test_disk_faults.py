@@ -93,7 +93,7 @@ def test_requests_that_end_at_any_time_leave_nothing(
         assert text_of(engine) == expected
         gc.collect()
         # The thread that watches memory reads a file of the system's now and then.
-        wait_until(lambda: num_descriptors() <= before[0], "descriptors to be given back")
+        wait_until(lambda: num_descriptors() == before[0], "descriptors to be given back")
         assert process.memory_info().rss - before[1] < 8 << 20
         assert stats_of(engine).failed == 0
 

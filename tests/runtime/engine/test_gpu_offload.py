@@ -93,6 +93,12 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
+@pytest.fixture
+def unpredicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No layer predicts what the next one chooses."""
+    monkeypatch.setattr(RoutedFfnLayer, "following", property(lambda _: None, lambda *_: None))
+
+
 def noting(events: list[str], kind: type, name: str) -> Callable[..., Any]:
     """A method that notes its name when it is called."""
     method = getattr(kind, name)
@@ -111,6 +117,18 @@ def opened(
     offload: OffloadMode = OffloadMode.ON,
 ) -> Split:
     return Split(undo, path, owners, ids=IDS, chunks=CHUNKS, offload=offload)
+
+
+def of_many_experts(tmp_path: Path, undo: contextlib.ExitStack) -> tuple[F32Array, Split]:
+    """Nine tokens, which choose few of the 40 experts of each layer: logits with all experts on one
+    GPU, and a run for which all are copied."""
+    shape = replace(SHAPE, num_experts=40)
+    path = write_qwen3moe(tmp_path / "m.gguf", shape, seed=4, tensor_type="Q8_0")
+    whole: Layers = dict.fromkeys(range(3), range(40))
+    ids, chunks = IDS[:9], [9]
+    expected = Split(undo, path, {LOCAL_OWNER: whole}, ids=ids, chunks=chunks).logits()
+    split = Split(undo, path, {"gpu1": whole}, ids=ids, chunks=chunks, offload=OffloadMode.ON)
+    return expected, split
 
 
 def test_bits_are_those_of_a_resident_run(
@@ -236,12 +254,7 @@ def test_what_the_next_layers_router_chooses_is_copied_ahead(
     tmp_path: Path, undo: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch, copied: list[int]
 ) -> None:
     """For the rows of the layer before; what it chooses besides comes later."""
-    shape = replace(SHAPE, num_experts=40)
-    path = write_qwen3moe(tmp_path / "m.gguf", shape, seed=4, tensor_type="Q8_0")
-    whole: Layers = dict.fromkeys(range(3), range(40))
-    ids, chunks = IDS[:9], [9]
-    expected = Split(undo, path, {LOCAL_OWNER: whole}, ids=ids, chunks=chunks).logits()
-    split = Split(undo, path, {"gpu1": whole}, ids=ids, chunks=chunks, offload=OffloadMode.ON)
+    expected, split = of_many_experts(tmp_path, undo)
     device: Any = split._backend.device
     predict, begin = RoutedFfnLayer.predict, HostChoices.begin
     predicted: list[tuple[int, Any, Any]] = []
@@ -261,7 +274,7 @@ def test_what_the_next_layers_router_chooses_is_copied_ahead(
     monkeypatch.setattr(HostChoices, "begin", begun)
     copied.clear()
     assert (split.logits() == expected).all()
-    with GgufFile.open(path) as file:
+    with GgufFile.open(tmp_path / "m.gguf") as file:
         for layer_id, x, found in predicted:
             squares = x.astype(np.float64) ** 2
             normed = x / np.sqrt(squares.mean(axis=1, keepdims=True) + SHAPE.rms_eps)
@@ -279,15 +292,10 @@ def test_what_the_next_layers_router_chooses_is_copied_ahead(
 
 
 def test_what_the_last_chunk_chose_is_copied_ahead_of_routers_that_cannot_predict(
-    tmp_path: Path, undo: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch, copied: list[int]
+    tmp_path: Path, undo: contextlib.ExitStack, unpredicted: None, copied: list[int]
 ) -> None:
     """Though that is a small part of a layer's experts; what one token chose is not."""
-    monkeypatch.setattr(RoutedFfnLayer, "following", property(lambda _: None, lambda *_: None))
-    shape = replace(SHAPE, num_experts=40)
-    path = write_qwen3moe(tmp_path / "m.gguf", shape, seed=4, tensor_type="Q8_0")
-    whole: Layers = dict.fromkeys(range(3), range(40))
-    ids, chunks = IDS[:9], [9]
-    split = Split(undo, path, {"gpu1": whole}, ids=ids, chunks=chunks, offload=OffloadMode.ON)
+    _, split = of_many_experts(tmp_path, undo)
     offload = split._backend._offload
     assert offload is not None
     split.logits()
@@ -434,15 +442,9 @@ def test_owners_on_devices_are_asked_all_the_same(
 
 
 def test_only_chosen_experts_are_copied(
-    tmp_path: Path, undo: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch, copied: list[int]
+    tmp_path: Path, undo: contextlib.ExitStack, unpredicted: None, copied: list[int]
 ) -> None:
-    monkeypatch.setattr(RoutedFfnLayer, "following", property(lambda _: None, lambda *_: None))
-    shape = replace(SHAPE, num_experts=40)
-    path = write_qwen3moe(tmp_path / "m.gguf", shape, seed=4, tensor_type="Q8_0")
-    whole: Layers = dict.fromkeys(range(3), range(40))
-    ids, chunks = IDS[:9], [9]
-    expected = Split(undo, path, {LOCAL_OWNER: whole}, ids=ids, chunks=chunks).logits()
-    split = Split(undo, path, {"gpu1": whole}, ids=ids, chunks=chunks, offload=OffloadMode.ON)
+    expected, split = of_many_experts(tmp_path, undo)
     layer = split.steps._model.spec.moe.layers[0]
     copied.clear()
     assert (split.logits() == expected).all()
