@@ -62,7 +62,7 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_protocol.device import parse_device
 from dflash_protocol.settings import load_settings
 from dflash_runtime.engine.deciding import plan_of_file
-from dflash_runtime.engine.measuring.kept import drop_box
+from dflash_runtime.engine.measuring.kept import box_record, drop_box, kept_box
 from dflash_runtime.engine.measuring.machine import gpus_of_machine, key_of_machine
 
 _GIB = 1 << 30
@@ -78,6 +78,8 @@ FORECASTS = {
     "prompt 4096": "prompt_4096",
 }
 """Rows, and what the forecast calls them."""
+_CROSSINGS = "links", "copies", "together", "host_stop", "host_asked", "offload"
+"""Of a box, what results keep."""
 _COUNTED = (DECODE, "prompt 512", "prompt 4096")
 """Rows whose errors count."""
 
@@ -146,22 +148,43 @@ class Forecaster:
         return self._forecast
 
 
-class FreshBox:
-    """Forgets what is known of the machine. The object of a Side, as it may load drivers."""
+class BoxSide:
+    """What is known of the machine. The object of a Side, as it may load drivers."""
 
-    def __init__(self, path: Path, *, device: str) -> None:
+    def __init__(self, path: Path, *, device: str, cores: int | None) -> None:
+        if cores is not None:
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
         settings = replace(load_settings(), model=str(path), device=parse_device(device))
+        self._folder = settings.cache_dir
         with GgufFile.open(path) as file:
-            drop_box(key_of_machine(file, settings, gpus_of_machine()), settings.cache_dir)
+            self._key = key_of_machine(file, settings, gpus_of_machine())
+
+    def forget(self) -> None:
+        """Let the next start measure."""
+        drop_box(self._key, self._folder)
+
+    def crossings(self) -> dict[str, Any]:
+        """What was measured between devices."""
+        box = kept_box(self._key, self._folder)
+        record = {} if box is None else box_record(box)
+        return {name: record[name] for name in _CROSSINGS if record.get(name)}
 
 
 def forgetting_box(
-    result: Result, until_s: float, *, measure: Callable[[Result, float], None], bench: Bench
+    result: Result,
+    until_s: float,
+    *,
+    measure: Callable[[Result, float], None],
+    bench: Bench,
+    cores: int | None,
 ) -> None:
-    """Measure after what was known of the machine is forgotten."""
-    with bench.open_side("box", FreshBox, bench.path, device=bench.device, until_s=until_s):
-        pass
+    """Measure after what was known of the machine is forgotten; what is known then is kept."""
+    options: dict[str, Any] = {"device": bench.device, "cores": cores, "until_s": until_s}
+    with bench.open_side("box", BoxSide, bench.path, **options) as side:
+        side.call("forget")
     measure(result, until_s)
+    with bench.open_side("box", BoxSide, bench.path, **options) as side:
+        result["box"] = side.call("crossings")
 
 
 def measure_setup(
@@ -298,7 +321,7 @@ def measure_all(
             measure_setup, bench=bench, heat=heats[of.file], of=of, second=options.daemon_device
         )
         if not options.kept_box:
-            measure = partial(forgetting_box, measure=measure, bench=bench)
+            measure = partial(forgetting_box, measure=measure, bench=bench, cores=of.cores)
         results[name] = parts.run(name, options.turn_limit, measure)
         keep()
     return parts
