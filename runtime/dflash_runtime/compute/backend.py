@@ -663,10 +663,13 @@ class ComputeBackend(Protocol):
         `on_progress` is called with the number of steps done, and of all.
         """
 
-    def choose_threads(self, file: GgufFile, one_pass: OnePass | None) -> None:
+    def choose_threads(
+        self, file: GgufFile, one_pass: OnePass | None, *, beside_device: bool = False
+    ) -> None:
         """Choose the number of threads for decode steps over this file's weights: the one found
-        before on this machine, else, with `one_pass`, the fastest. Takes thread_trial.LIMIT_S at
-        most, and never fails. Nothing else may use the backend meanwhile."""
+        before on this machine, else, with `one_pass`, the fastest. `beside_device`: the steps are a
+        device's, see `cores.most_beside_device`. Takes thread_trial.LIMIT_S at most, and never
+        fails. Nothing else may use the backend meanwhile."""
 
     def device_seconds(self, banks: Sequence[ExpertBank], batch: RoutedBatch) -> float | None:
         """Seconds that a device takes for a batch in one of these banks, from rows to sums that are

@@ -14,6 +14,9 @@ LEAST_TIMED = 3
 """With fewer threads the fastest number for decode steps is not looked for: each core adds
 bandwidth."""
 
+_MOST_LEFT = 2
+"""Processors that decode steps beside a device leave to others, at most."""
+_ONE_LEFT_OF = 8
 _ALMOST = 0.25
 """A quota this close below a whole number of processors counts as that number."""
 
@@ -46,6 +49,23 @@ def most_threads(topology: Topology) -> int | None:
     are stopped together until the next one.
     """
     return None if topology.quota is None else max(1, int(topology.quota + _ALMOST))
+
+
+def num_at_once(topology: Topology) -> int:
+    """How many threads of this process can run at the same time."""
+    most = most_threads(topology)
+    return topology.num_processors if most is None else min(topology.num_processors, most)
+
+
+def most_beside_device(topology: Topology) -> int:
+    """The most threads for experts that the processor computes in a device's decode steps.
+
+    Some processors are left to the thread that launches steps and reads tokens, to the driver's
+    threads and to other programs: if all compute, a step is late now and then, as its last thread
+    waits for a processor, or the device waits for its next step (figures in bench/README.md).
+    """
+    num = num_at_once(topology)
+    return max(1, num - min(_MOST_LEFT, -(-num // _ONE_LEFT_OF)))
 
 
 def default_counts(topology: Topology) -> ThreadCounts:

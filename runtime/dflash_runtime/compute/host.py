@@ -97,7 +97,9 @@ class HostBackend:
     def device_seconds(self, banks: Sequence[ExpertBank], batch: RoutedBatch) -> None:
         """Return None: the host computes."""
 
-    def choose_threads(self, file: GgufFile, one_pass: OnePass | None) -> None:
+    def choose_threads(
+        self, file: GgufFile, one_pass: OnePass | None, *, beside_device: bool = False
+    ) -> None:
         """Do nothing: it has no threads of its own."""
 
     def to_host(self, rows: AnyArray) -> F32Array:

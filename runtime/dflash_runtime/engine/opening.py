@@ -175,7 +175,8 @@ def open_model(
             beside_device=True,
             on_progress=partial(report, "parent", "compile"),
         )
-        host_backend.choose_threads(file, None)  # as many as were measured
+        # As many as were measured.
+        host_backend.choose_threads(file, None, beside_device=True)
     compile_kernels(
         backend,
         file,

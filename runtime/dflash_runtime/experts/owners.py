@@ -126,7 +126,7 @@ def give(
                 arena = _brought(undo, file, host_backend, banks, arena_options)
             batches = host_backend.trial_batches
             measure_pairs_per_second(banks.values(), batches=batches)
-            host_backend.choose_threads(file, trial_pass(banks))
+            host_backend.choose_threads(file, trial_pass(banks), beside_device=not backend.is_host)
             computes.append(LocalExpertCompute(OwnerKind.LOCAL, banks, numeric_class=host_class))
         else:
             is_brought = arena_options is not None and backend.is_host

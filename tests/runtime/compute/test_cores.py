@@ -7,12 +7,38 @@ import os
 import pytest
 
 from dflash_protocol.errors import SettingsError
-from dflash_runtime.compute.cores import parse_cores, share_of_cores, usable_cores
+from dflash_runtime.compute.cores import (
+    most_beside_device,
+    parse_cores,
+    share_of_cores,
+    usable_cores,
+)
+from dflash_runtime.compute.topology import Core, Topology
 
 
 def test_there_is_a_core_here() -> None:
     assert set(usable_cores()) <= os.sched_getaffinity(0)
     assert usable_cores()
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "threads_each", "quota", "most"),
+    [
+        (1, 1, None, 1),
+        (4, 1, None, 3),
+        (8, 1, None, 7),
+        (16, 1, None, 14),
+        (64, 1, None, 62),
+        (8, 2, None, 14),  # second hardware threads are left as it is
+        (16, 1, 4.0, 3),
+    ],
+)
+def test_what_steps_beside_a_device_leave_to_others(
+    num_cores: int, threads_each: int, quota: float | None, most: int
+) -> None:
+    each = [tuple(range(threads_each * n, threads_each * (n + 1))) for n in range(num_cores)]
+    topology = Topology(tuple(Core(processors, 0, False) for processors in each), quota)
+    assert most_beside_device(topology) == most
 
 
 def test_lists_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from dflash_runtime.compute.cores import ThreadCounts
 from dflash_runtime.compute.cpu import backend as cpu_backend
 from dflash_runtime.compute.cpu.backend import CpuBackend
 from dflash_runtime.compute.thread_trial import (
+    OnePass,
     counts_to_try,
     fastest_count,
     is_busy,
@@ -185,9 +186,9 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> Topology:
     return machine
 
 
-def choose(backend: CpuBackend, model: Path, *args: object) -> int:
+def choose(backend: CpuBackend, model: Path, one_pass: OnePass | None, **options: bool) -> int:
     with GgufFile.open(model) as file:
-        backend.choose_threads(file, *args)  # type: ignore[arg-type]
+        backend.choose_threads(file, one_pass, **options)
     chosen = backend._workers.decode_threads
     backend.close()
     return chosen
@@ -201,6 +202,18 @@ def test_a_number_that_was_given_is_not_timed(
 
     assert choose(CpuBackend(num_threads=4, cache_dir=str(tmp_path / "c")), model, one_pass) == 4
     assert choose(CpuBackend(cache_dir=str(tmp_path / "c")), model, None) == 4
+
+
+def test_beside_a_device_a_processor_is_left_to_others(
+    four_cores: Topology, model: Path, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "c")
+    assert choose(CpuBackend(cache_dir=folder), model, None, beside_device=True) == 3
+    given = CpuBackend(num_threads=4, cache_dir=folder)
+    assert choose(given, model, None, beside_device=True) == 4
+    with GgufFile.open(model) as file:
+        keep_count(2, file, four_cores, cache_dir=folder)
+    assert choose(CpuBackend(cache_dir=folder), model, None, beside_device=True) == 2
 
 
 def test_nothing_is_timed_while_the_machine_is_busy(

@@ -16,7 +16,12 @@ from dflash_protocol.ids import AnyArray, I32Array, I64Array, Phase
 from dflash_protocol.numeric_class import in_step_order, is_in_step_order
 from dflash_protocol.ring.compiled_experts import CompiledExperts
 from dflash_runtime.compute.backend import ExpertBank, MailedExperts
-from dflash_runtime.compute.cores import LEAST_TIMED, ThreadCounts, default_counts
+from dflash_runtime.compute.cores import (
+    LEAST_TIMED,
+    ThreadCounts,
+    default_counts,
+    most_beside_device,
+)
 from dflash_runtime.compute.cpu.arena_keeper import ArenaKeeper
 from dflash_runtime.compute.cpu.captured.step import CpuStep
 from dflash_runtime.compute.cpu.compile import compiling
@@ -199,7 +204,9 @@ class CpuBackend(HostBackend):
             for job in jobs:
                 run_job(job)
 
-    def choose_threads(self, file: GgufFile, one_pass: OnePass | None) -> None:
+    def choose_threads(
+        self, file: GgufFile, one_pass: OnePass | None, *, beside_device: bool = False
+    ) -> None:
         """Set how many threads take part in decode steps, unless `num_threads` was given."""
         topology, default = self._topology, self._counts
         if topology is None or default.prompts < LEAST_TIMED:
@@ -217,7 +224,10 @@ class CpuBackend(HostBackend):
                 keep_count(chosen, file, topology, cache_dir=self._cache_dir)
                 # docs: once for a model on a machine; `--threads` sets another number
                 _LOG.info("decode steps are fastest with %d of %d threads", chosen, default.prompts)
-        workers.use_for_decode(chosen or default.decode)
+        chosen = chosen or default.decode
+        workers.use_for_decode(
+            min(chosen, most_beside_device(topology)) if beside_device else chosen
+        )
 
     def spin_for(self, spin_s: float) -> None:
         self._workers.spin_for(spin_s)

@@ -300,7 +300,9 @@ class CupyBackend:
             self.device.synchronize()
             return (time.perf_counter() - begun_s) / len(banks)
 
-    def choose_threads(self, file: GgufFile, one_pass: OnePass | None) -> None:
+    def choose_threads(
+        self, file: GgufFile, one_pass: OnePass | None, *, beside_device: bool = False
+    ) -> None:
         """Do nothing: it has no threads of its own."""
 
     def to_host(self, rows: Rows) -> F32Array:

@@ -36,9 +36,10 @@ _LAUNCHED_ROWS = 64
 _LAUNCHES = 16
 _COPIED_AGAIN = 16
 """How often all experts are copied beside launches: many times as long as these take."""
-_GROUPS_SHARE = 0.3
-"""Of the time, for groups."""
-_GROUPED_ROWS = 64, 512, 2048
+_FEW_SHARE_OF_TIME, _GROUPS_SHARE = 0.5, 0.25
+"""Of the time, for passes that lack a few experts, and for groups: what these take differs by
+little from what passes take whose experts are there."""
+_GROUPED_ROWS = 512, 2048
 """Of chunks that are timed in groups: the largest have half of an engine's group."""
 _GROUP_TOKENS, _LEAST_CHUNKS = 2048, 2
 """Of a group that is timed, at least: the first chunk's launches are beside nothing."""
@@ -171,13 +172,14 @@ def measure_offload(
     """
     kind, chunk = loaded.sampled.kinds[0], loaded.backend.chunking.preferred
     num_all = len(kind.layer_ids)
-    ends = loaded.sampled.num_first, num_all
+    ends = min(1, num_all - 1), num_all  # apart, as noise is divided by their difference
     layers = [each for each in loaded.spec.moe.layers if each.layer_id < num_all]
     described = loaded.sampled.description.layers[:num_all]
     trunk = np.array([np.mean([trunk_bytes(loaded.file, each) for each in described])])
     sizes = sorted({min(_CHUNK_ROWS, chunk), chunk})
     gpu: Any = loaded.backend
     copies, single, grouped = [], [], []
+    all_share = 1.0 - _FEW_SHARE_OF_TIME - _GROUPS_SHARE
     with contextlib.ExitStack() as undo:
         most = max(layer.num_experts for layer in layers)
         every = CopiedPasses(loaded, num_missing=most, ends=_ends_of(layers))
@@ -185,37 +187,33 @@ def measure_offload(
         resident = gpu.moe(loaded.banks, Phase.PREFILL, None)
         here = [loaded.chunk_passes(num, resident) for num in ends]
         for rows in sizes:
+            all_s, num_bytes = _of_layer(
+                medians(every.timers(rows), limit_s=all_share * limit_s / len(sizes)),
+                _ends_of(layers),
+            )
             num_few = _few(layers[0], speed, rows, rate)
             with contextlib.closing(CopiedPasses(loaded, num_missing=num_few, ends=ends)) as few:
-                timers = [*every.timers(rows), *few.timers(rows)]
-                timers += [passes.timer(rows) for passes in here]
-                found = medians(timers, limit_s=(1.0 - _GROUPS_SHARE) * limit_s / len(sizes))
-            all_s, num_bytes = _of_layer(found[:2], _ends_of(layers))
-            few_s, _ = _of_layer(found[2:4], ends)
-            (here_s,) = _of_layer(found[4:], ends)
+                timers = [*few.timers(rows), *(passes.timer(rows) for passes in here)]
+                found = medians(timers, limit_s=_FEW_SHARE_OF_TIME * limit_s / len(sizes))
+            few_s, _ = _of_layer(found[:2], ends)
+            (here_s,) = _of_layer(found[2:], ends)
             trunk_s = float(at_rows(speed.trunk, rows, trunk).sum())
             single_s = max(0.0, few_s - here_s)
             gb_s = seconds_of_gb(all_s, num_bytes, trunk_s=trunk_s, single_s=single_s)
             copies.append((float(rows), gb_s))
             single.append((float(rows), single_s))
-        few_rows = min(_LAUNCHED_ROWS, sizes[0])
-        alone_s = _launching_s(loaded, few_rows)
         with every.copying():
-            part_s = _launching_s(loaded, few_rows)
+            part_s = _launching_s(loaded, min(_LAUNCHED_ROWS, sizes[0]))
         every.close()
-        host_s = 0.0
         for rows in sorted({min(each, chunk) for each in _GROUPED_ROWS}):
-            num_chunks = max(_LEAST_CHUNKS, _GROUP_TOKENS // max(rows, sizes[0]))
+            num_chunks = max(_LEAST_CHUNKS, _GROUP_TOKENS // rows)
             num_few = _few(layers[0], speed, sizes[0], rate, num_chunks)
             with contextlib.closing(CopiedPasses(loaded, num_missing=num_few, ends=ends)) as few:
                 timers = few.group_timers(rows, num_chunks)
                 found = medians(timers, limit_s=_GROUPS_SHARE * limit_s / len(_GROUPED_ROWS))
             group_s, _ = _of_layer(found, ends)
             trunk_s = float(at_rows(speed.trunk, rows, trunk).sum())
-            chunk_s = group_s / num_chunks
-            if rows == few_rows:  # the host's time, which copies beside it make longer
-                host_s = chunk_s * max(1.0, part_s / alone_s)
-            grouped.append((float(rows), max(0.0, max(chunk_s, host_s) - trunk_s)))
+            grouped.append((float(rows), max(0.0, group_s / num_chunks - trunk_s)))
     of_copies, of_single, of_grouped = (Curve(tuple(each)) for each in (copies, single, grouped))
     return OffloadSpeed(name, of_copies, of_single, of_grouped, part_s)
 

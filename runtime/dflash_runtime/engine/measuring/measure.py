@@ -224,6 +224,8 @@ def _measured_gpu(
     device: MeasuredDevice, box: Box, host: _HostPasses | None, measuring: _Measuring
 ) -> Box:
     """`box`: what is known of other devices."""
+    if host is not None:
+        host.device.backend.choose_threads(measuring.file, None, beside_device=True)
     with contextlib.ExitStack() as undo:
         loaded, far = _loaded(device, measuring.file, measuring.kv_type, undo=undo)
         found = _measured_device(device, loaded, far, measuring, share=1.0 - _CROSSINGS_SHARE)

@@ -12,7 +12,7 @@ from threading import Thread, current_thread, get_native_id
 from weakref import WeakSet, finalize
 
 from dflash_protocol.ids import I64Array
-from dflash_runtime.compute.cores import most_threads
+from dflash_runtime.compute.cores import num_at_once
 from dflash_runtime.compute.cpu.threads import parallel
 from dflash_runtime.compute.topology import read_topology
 
@@ -33,7 +33,7 @@ class Workers:
 
     def __init__(self, num_threads: int, *, spin_us: int = SPIN_US) -> None:
         check_num_threads(num_threads)
-        if num_threads > _num_at_once():
+        if num_threads > num_at_once(read_topology()):
             spin_us = 0  # spinning would take a core from another thread
         self.num_threads = num_threads
         self._pool = parallel.new_pool(num_threads - 1, 1000 * spin_us)
@@ -86,7 +86,7 @@ class Workers:
 
     def spin_for(self, spin_s: float) -> None:
         """Threads without work poll for so long before they sleep, if each has a core."""
-        if self.num_threads <= _num_at_once():
+        if self.num_threads <= num_at_once(read_topology()):
             self._words[parallel.SPIN_NS] = int(1e9 * spin_s)
 
     def idle(self) -> None:
@@ -116,13 +116,6 @@ def _forget_threads_in_children() -> None:
             workers._forget_threads()
 
     os.register_at_fork(after_in_child=forget)
-
-
-def _num_at_once() -> int:
-    """How many threads of this process can run at the same time."""
-    num_processors = len(os.sched_getaffinity(0))
-    most = most_threads(read_topology())
-    return num_processors if most is None else min(num_processors, most)
 
 
 def check_num_threads(num_threads: int) -> None:
