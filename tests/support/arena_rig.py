@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,3 +194,11 @@ def _addresses(arena: HostArena, layer: int) -> I64Array:
     shape = int(words[w.NUM_EXPERTS]), 3
     kind = ctypes.c_int64 * (shape[0] * shape[1])
     return np.ctypeslib.as_array(kind.from_address(int(words[w.ADDRESSES]))).reshape(shape)
+
+
+def read_from(arena: HostArena, path: Path | str, flags: int = os.O_RDONLY) -> None:
+    """From now on, instead of the model's file."""
+    [descriptor] = arena._descriptors.values()
+    other = os.open(path, flags)
+    os.dup2(other, descriptor)
+    os.close(other)

@@ -212,7 +212,8 @@ def open_model(
         planned.plan,
         request=request_of(settings),
         cache_dir=settings.cache_dir,
-        asked=partial(_asked_in_steps, owners.runtime),
+        # Times of experts that come from the disk are not those of the processor.
+        asked=partial(_asked_in_steps, owners.runtime) if owners.arena is None else lambda: None,
         expert_bytes=fmean([layer.expert_bytes for layer in spec.moe.layers] or [0]),
     )
     move_prices = planned.move_prices if owners.arena is None else None

@@ -172,7 +172,7 @@ class CostModel:
             prompts[length] = computing_s + self._disk_prompt_s(on_disk, length, computing_s)
         position = own + self.request.written / 2
         step_s = self.trunk.step_s(position) + float(
-            self.step_layers_s(owners, with_slots=True).sum()
+            self.step_layers_s(owners, with_slots=not on_disk.any()).sum()
         )
         step_s += self._asked_step_s(owners)
         step_s += self._disk_step_s(on_disk, step_s)
@@ -384,26 +384,27 @@ class CostModel:
         return read_s - min(_READ_BESIDE * read_s, _COMPUTED_BESIDE * computing_s)
 
     def _disk_prompt_s(self, on_disk: BoolArray, num_tokens: int, computing_s: float) -> float:
-        """The same of a prompt. An arena reads a layer's experts while those of the one before are
-        computed, once for a group of chunks."""
+        """The same of a prompt. If all is computed by the processor, an arena reads a layer's
+        experts while those of the one before are computed, once for a group of chunks."""
         if self.disk is None or not on_disk.any():
             return 0.0
         missing = np.where(on_disk, self.arrays.prefill, 0.0)
-        together = max(self.chunk, GROUP_TOKENS) if self._has_arena else self.chunk
+        reads_ahead = self._has_arena and self.sides[LOCAL].is_cpu
+        together = max(self.chunk, GROUP_TOKENS) if reads_ahead else self.chunk
         num_bytes = sum(
             times * (chosen_by_prompt(missing, rows) * self.arrays.file_bytes[:, None]).sum()
             for rows, times in chunk_sizes(num_tokens, together)
         )
-        if not self._has_arena:
+        if not reads_ahead:
             return float(num_bytes) / max(1.0, self.disk.at(_DEEPEST_QUEUE))
         read_s = float(num_bytes) / self._arena_rate
         return max(0.0, read_s - computing_s) + read_s / len(missing)
 
     @property
     def _has_arena(self) -> bool:
-        """Whether experts that find no room in memory are read as a whole; else pages of the mapped
-        file are: beside daemons, and in this price beside a GPU, where no arena was measured."""
-        return len(self.sides) == 1 and self.sides[LOCAL].is_cpu
+        """Whether experts that find no room in memory are read as a whole; else, beside daemons,
+        pages of the mapped file are."""
+        return all(side.name in (LOCAL_OWNER, HOST_OWNER) for side in self.sides)
 
     @property
     def _arena_rate(self) -> float:

@@ -23,6 +23,8 @@ from dflash_runtime.engine import opening
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 from dflash_runtime.experts.telemetry import OwnerKind
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
+from support.arena_rig import read_from
+from support.disk_engines import arena_of, stats_of
 from support.emulated_gpu import TINY, TINY_GPT_OSS, EmulatedGpus, install_emulated_gpus
 from support.random_gguf import RandomShape, write_model
 from support.random_models import write_qwen3moe
@@ -277,19 +279,57 @@ def test_a_placement_that_needs_more_than_that_changes_nothing(
 def test_experts_of_the_processor_come_from_the_disk_with_the_same_bits(
     model: Path, gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch, offload: str
 ) -> None:
-    found = []
-    for arena_bytes in (None, (TINY.num_experts - 2 + 1) * 3 * 8192):
-        monkeypatch.setattr(opening, "_arena_bytes", lambda *_, given=arena_bytes: given)
-        with opened(model, local_experts=2, offload=offload) as engine:
-            found.append(results_of(engine))
-            disk = engine.stats().disk
-            if disk is not None:
-                with pytest.raises(SettingsError, match="read from the disk"):
-                    engine.replace_experts(engine._owners.runtime.placement)
-    assert disk is not None
-    assert disk.failed == 0
-    assert disk.num_slots < TINY.num_layers * (TINY.num_experts - 2)
-    assert disk.missed > disk.num_slots
-    (expected_tokens, expected), (tokens, logits) = found
-    assert tokens == expected_tokens
-    np.testing.assert_array_equal(logits, expected)
+    arena_bytes = (TINY.num_experts - 2 + 1) * 3 * 8192
+    found, disks, rung = [], [], MailThread.ask
+    num_rung = 0
+
+    def counted_ring(thread: MailThread, num_tokens: int) -> None:
+        nonlocal num_rung
+        num_rung += 1
+        rung(thread, num_tokens)
+
+    monkeypatch.setattr(MailThread, "ask", counted_ring)
+    for way in ("in memory", "mailbox", "host"):
+        with monkeypatch.context() as patch:
+            given = None if way == "in memory" else arena_bytes
+            patch.setattr(opening, "_arena_bytes", lambda *_, given=given: given)
+            if way == "host":
+                patch.setattr(path_choice, "own_banks", lambda remote: {})
+            num_rung = 0
+            with opened(model, local_experts=2, offload=offload) as engine:
+                found.append(results_of(engine))
+                if (disk := engine.stats().disk) is not None:
+                    disks.append(disk)
+                    with pytest.raises(SettingsError, match="read from the disk"):
+                        engine.replace_experts(engine._owners.runtime.placement)
+        assert (num_rung > 0) == (way != "host")
+    (expected_tokens, expected), *others = found
+    for tokens, logits in others:
+        assert tokens == expected_tokens
+        np.testing.assert_array_equal(logits, expected)
+    for disk in disks:
+        assert disk.failed == 0
+        assert disk.num_slots < TINY.num_layers * (TINY.num_experts - 2)
+        assert disk.missed > disk.num_slots
+    by_mail, by_host = (disk.look_ahead for disk in disks)
+    # Predictions from rows that are rounded to int8 are nearly those from the rows.
+    assert by_mail.checked == by_host.checked > 0
+    assert by_mail.predicted == pytest.approx(by_host.predicted, rel=0.2)
+    assert by_mail.predicted > 0
+
+
+def test_reads_that_fail_cost_a_step_time_alone(
+    model: Path, gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is used then is the mapped file."""
+    with opened(model, local_experts=2) as engine:
+        expected = tokens_of(engine)
+    arena_bytes = (TINY.num_experts - 2 + 1) * 3 * 8192
+    monkeypatch.setattr(opening, "_arena_bytes", lambda *_: arena_bytes)
+    with opened(model, local_experts=2) as engine:
+        text = engine.generate(PROMPT, NUM_TOKENS, ignore_eos=True)
+        found = [next(text).token_id for _ in range(2)]
+        read_from(arena_of(engine), "/dev/null")
+        found += [each.token_id for each in text]
+        assert found == expected
+        assert stats_of(engine).failed > 0

@@ -21,6 +21,7 @@ from dflash_runtime.placement.situation import Situation
 from dflash_runtime.placement.speeds import (
     ChunkParts,
     Side,
+    StepSlots,
     TrunkTimes,
     along,
     at_rows,
@@ -269,14 +270,26 @@ def test_an_arena_reads_beside_computing() -> None:
 
 
 def test_experts_without_room_in_memory_are_read_from_the_disk() -> None:
-    model = replace(model_of(at()), disk=Curve(((1.0, 1e9),)))
+    """As a whole without daemons; steps then have no slots, which nothing is fetched into."""
+    beside_daemons = replace(model_of(at()), disk=Curve(((1.0, 1e9),)))
+    assert len(beside_daemons.sides) > 2
+    model = replace(beside_daemons, sides=beside_daemons.sides[:2])
     owners = rows(HERE, HERE, HOST, HOST)
     in_memory = model.price(owners)
     assert in_memory.disk_bytes == 0
     size = SPEC.moe.layers[0].expert_bytes
-    price = replace(model, ram_bytes=2.0 * size).price(owners)
+    read_s = 2 * 0.5 * size / 1e9
+    price = replace(beside_daemons, ram_bytes=2.0 * size).price(owners)
     assert price.disk_bytes == 2 * size
-    assert price.step_s == pytest.approx(in_memory.step_s + 2 * 0.5 * size / 1e9)
+    assert price.step_s == pytest.approx(in_memory.step_s + read_s)
+    beside_s = min(0.6 * 0.7 * read_s, 0.7 * in_memory.step_s)
+    expected_s = in_memory.step_s + 0.7 * read_s - beside_s
+    price = replace(model, ram_bytes=2.0 * size).price(owners)
+    assert price.step_s == pytest.approx(expected_s)
+    slots = StepSlots(8, 1e9)
+    sides = tuple(replace(side, slots=slots) for side in model.sides)
+    price = replace(model, ram_bytes=2.0 * size, sides=sides).price(owners)
+    assert price.step_s == pytest.approx(expected_s)
     shared = replace(model, ram_bytes=6.0 * size, shares_memory=True).price(owners)
     assert shared.disk_bytes == 2 * size
 

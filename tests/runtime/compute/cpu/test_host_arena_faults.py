@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 
 from dflash_protocol.ids import I32Array, Phase
 from dflash_runtime.compute.cpu import CpuBackend, host_arena
-from dflash_runtime.compute.cpu.host_arena import HostArena
 from dflash_runtime.compute.cpu.kernels import arena_words as w
 from dflash_runtime.compute.cpu.threads.system import READ_SYSCALLS
 from support.arena_rig import (
@@ -32,6 +31,7 @@ from support.arena_rig import (
     check_whole,
     empty_some,
     memory_of,
+    read_from,
     rig_of,
     slots_of,
     tokens,
@@ -78,14 +78,6 @@ def backend() -> Iterator[CpuBackend]:
 
 def whole_layer(num_tokens: int = 40, seed: int = 1) -> I32Array:
     return tokens(num_tokens, seed)
-
-
-def read_from(arena: HostArena, path: Path | str, flags: int = os.O_RDONLY) -> None:
-    """From now on, instead of the model's file."""
-    [descriptor] = arena._descriptors.values()
-    other = os.open(path, flags)
-    os.dup2(other, descriptor)
-    os.close(other)
 
 
 @contextlib.contextmanager

@@ -70,8 +70,9 @@ from dflash_runtime.compute.step_order import MOST_TOKENS
     ANSWERS_ALWAYS,  # not 0: the last layer
     ROUNDS,  # written here: whether the reply may be rounded
     LEAVES_SECOND,  # not 0: the second expert that is asked for is left to the device
+    WRITES_FLOATS,  # not 0: an arena predicts with rows that come as step blocks
     NUM_WORDS,
-) = range(experts.NUM_ARGUMENTS, experts.NUM_ARGUMENTS + 13)
+) = range(experts.NUM_ARGUMENTS, experts.NUM_ARGUMENTS + 14)
 
 # Words of the loop. Each of the first three has a cache line of its own.
 ASKED, DONE, ENDED = 0, LINE, 2 * LINE
@@ -307,6 +308,17 @@ def _take_rows(args: int, loop: int) -> bool:
     return True
 
 
+@helper
+def _write_floats(args: int) -> None:
+    """Write the rows of step blocks as float32."""
+    num_blocks = get(args, experts.HIDDEN_SIZE) // _BLOCK
+    for index in range(num_blocks * get(args, experts.NUM_TOKENS)):
+        block = get(args, experts.TOKEN_Q8) + STEP_BLOCK_BYTES * index
+        low, high = v.load_float(block + SCALES_AT), v.load_float(block + SCALES_AT + 4)
+        row = v.from_signed(v.load_bytes(block)) * v.splat_halves(low, high)
+        v.store_floats(get(args, experts.HIDDEN) + 4 * _BLOCK * index, row)
+
+
 def _columns_done(args: int, first: int, end: int) -> None:
     """Write columns of the reply, and make their sums zero again, as they are before each layer.
     Hidden sizes are multiples of four (gpu.launch.decode_arrays.check_columns)."""
@@ -342,6 +354,8 @@ def _run_mailed(args: int, counter: int, pool: int) -> None:
         return
     if not _take_rows(args, loop):
         return
+    if get(args, WRITES_FLOATS) != 0:
+        _write_floats(args)
     started_ns = system.monotonic_ns()
     if experts.run_experts(args, counter, pool) == 0:
         atomic_store(get(loop, OWN_ABORT), get(loop, EPOCH))

@@ -157,12 +157,13 @@ class ProcessorPeer:
 
     def _banks_to_fetch(self, banks: Mapping[int, CpuExpertBank]) -> Mapping[int, CpuExpertBank]:
         """Of layers of which the device has experts too, and a token more than one; without biases
-        and scales, which the device has of its own experts alone."""
+        and scales, which the device has of its own experts alone; none that come from the disk."""
         device_index = self._remote.device_index
         return {
             layer_id: bank
             for layer_id, bank in banks.items()
             if bank.layer.num_experts_used > 1
+            and not bank.words[k.ARENA]
             and not any(part.bias or part.scale for part in bank.layer.projections)
             and (self._remote.routing(layer_id).owner_index == device_index).any()
         }
@@ -188,11 +189,10 @@ def _fetched_memory(
 
 def own_banks(remote: MailedExperts) -> Mapping[int, CpuExpertBank]:
     """The experts that this process's processor computes with a GPU's bits, by layer id; none if
-    any of them has others, or comes from the disk, which takes longer than a step may."""
+    any of them has others."""
     banks = {
         layer_id: bank
         for layer_id, bank in remote.own_banks.items()
         if isinstance(bank, CpuExpertBank) and bank.num_experts
     }
-    words = [bank.words for bank in banks.values()]
-    return banks if all(each[k.QUANTISE_STEP] and not each[k.ARENA] for each in words) else {}
+    return banks if all(bank.words[k.QUANTISE_STEP] for bank in banks.values()) else {}
