@@ -101,7 +101,7 @@ def in_a_while(work: Any, delay_s: float) -> Iterator[None]:
         (signal.SIGKILL, 0),
         pytest.param(signal.SIGKILL, 1, marks=pytest.mark.slow),
         pytest.param(signal.SIGSTOP, 0, marks=pytest.mark.slow),
-        (signal.SIGSTOP, 1),
+        pytest.param(signal.SIGSTOP, 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_daemon_lost_within_a_step_costs_no_token(

@@ -121,7 +121,8 @@ def test_a_processors_fallback_of_another_class(
         check_reuse(undo, daemon, parent, in_step_order=False)
 
 
-@pytest.mark.parametrize("offload", ["off", pytest.param("auto", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("offload", ["off", "auto"])
 def test_a_gpus_experts_computed_by_the_parents_processor(
     tmp_path: Path, endpoint: str, gpus: EmulatedGpus, offload: str
 ) -> None:

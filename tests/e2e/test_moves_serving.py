@@ -97,6 +97,7 @@ def test_experts_move_within_requests_of_many_clients(
     assert 2 * stats.moves.experts_moved == sum(moved_within)
 
 
+@pytest.mark.slow
 def test_a_daemon_that_is_killed_while_experts_move_fails_no_request(
     model: Path, undisturbed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from support.processes import ROOT, environment
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 Figures = dict[str, dict[str, float]]
 

@@ -214,11 +214,12 @@ def test_trees_through_mailboxes_have_the_bits_of_a_resident_run(mailing: Mailin
 @pytest.mark.parametrize(
     "model",
     [
-        pytest.param(TINY, id="attention", marks=pytest.mark.slow),
+        pytest.param(TINY, id="attention"),
         pytest.param(SHAPES["qwen35moe"], id="attention and states"),
     ],
     indirect=True,
 )
+@pytest.mark.slow
 def test_a_daemon_that_is_lost_within_a_tree_costs_time_and_no_token(
     mailing: Mailing, run_dir: Path
 ) -> None:
@@ -271,7 +272,7 @@ def test_whichever_daemon_answers_by_mailbox_the_bits_are_those_of_a_resident_ru
         assert min(owners[name].pairs for name in ("link0", "link1")) > 0
 
 
-@pytest.mark.parametrize("has_local", [True, False])
+@pytest.mark.parametrize("has_local", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_daemon_and_the_parents_processor_answer_the_same_step(
     mailing: Mailing, run_dir: Path, monkeypatch: pytest.MonkeyPatch, has_local: bool
 ) -> None:

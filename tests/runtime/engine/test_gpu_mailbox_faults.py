@@ -121,6 +121,7 @@ def test_a_daemon_stands_still_within_a_token_and_comes_back(
         assert mailed.num_losses == 1
 
 
+@pytest.mark.slow
 @on_pairs(argvalues=cases(QWEN3MOE, RECURRENT, fast=QWEN3MOE))
 def test_a_parent_that_dies_within_a_token_costs_its_daemon_nothing(
     pair: DevicePair,

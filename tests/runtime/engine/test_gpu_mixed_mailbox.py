@@ -268,12 +268,8 @@ def test_a_replica_behind_a_mailbox_takes_over(mixed: Mixed) -> None:
         check_text(engine, tokens(engine))
 
 
-@pytest.mark.parametrize(
-    "model",
-    [SHAPE, pytest.param(RECURRENT, marks=pytest.mark.slow)],
-    ids=lambda shape: shape.name,
-    indirect=True,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [SHAPE, RECURRENT], ids=lambda shape: shape.name, indirect=True)
 def test_the_hosts_work_may_take_longer_than_a_step_may(
     mixed: Mixed, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -321,11 +321,8 @@ class FailsOnce:
 
 
 FAULTS = [
-    "begin",
-    pytest.param("rename", marks=pytest.mark.slow),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("begin", "rename", "fill", "follow")),
     "rename later",
-    pytest.param("fill", marks=pytest.mark.slow),
-    "follow",
 ]
 
 

@@ -223,6 +223,7 @@ def test_little_or_nothing_new_is_not_kept(tmp_path: Path, counted: PhaseStats |
     assert not service.predictions.learn()
 
 
+@pytest.mark.slow
 def test_an_engine_learns_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(predictions, "_FEWEST_ASKS", 1)
     path = write_qwen3moe(tmp_path / "m.gguf", TINY, seed=4, tensor_type="Q8_0")

@@ -195,7 +195,11 @@ def test_every_architecture_takes_what_is_predicted(
 
 @pytest.mark.parametrize("local", [0, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "name", ["qwen3moe", pytest.param("gpt_oss", marks=pytest.mark.slow), "qwen35moe"]
+    "name",
+    [
+        "qwen3moe",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss", "qwen35moe")),
+    ],
 )
 def test_a_parent_with_remote_experts_takes_what_is_predicted(
     counted: Counted, tmp_path: Path, name: str, local: int

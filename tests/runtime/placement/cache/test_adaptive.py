@@ -135,7 +135,14 @@ def trained(name: str, folder: Path) -> ExpertTrace:
     return read_trace(folder / "it.trace")
 
 
-@pytest.mark.parametrize("name", [*TRAINED, "qwen3", "fickle", "flat"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *TRAINED,
+        "qwen3",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("fickle", "flat")),
+    ],
+)
 def test_it_is_near_the_best_and_never_below_lru(name: str, tmp_path: Path) -> None:
     """Within ten points of the best online or static policy were asked; half a point below LRU at
     most."""
