@@ -347,9 +347,12 @@ class EmulatedDevice:
         return run
 
     def write_at(self, place: int, origin: int, num_bytes: int) -> None:
-        """Copy to an array, which must still exist."""
-        ranges = tuple(self._range_bytes.items())  # other threads allocate meanwhile
-        if not any(begin <= place < begin + size for begin, size in ranges):
+        """Copy to an array, which must still exist, and does meanwhile."""
+        ranges = self._copied_ranges().items()
+        begin = next((begin for begin, size in ranges if begin <= place < begin + size), 0)
+        reference = self._buffers.get(begin)  # none: memory of the host or a peer
+        alive = None if reference is None else reference()
+        if not begin or (reference is not None and alive is None):
             raise KernelFailure("something is written into an array that is not there any more")
         ctypes.memmove(place, origin, num_bytes)
 
@@ -380,8 +383,8 @@ class EmulatedDevice:
     def require_mapped(self, begin: int, num_bytes: int) -> None:
         """Fail if the memory is not mapped, as an asynchronous copy needs it to be."""
         end = begin + num_bytes
-        mapped = list(self._range_bytes.items())  # other threads may add to it
-        assert any(first <= begin and end <= first + size for first, size in mapped)
+        mapped = self._copied_ranges()
+        assert any(first <= begin and end <= first + size for first, size in mapped.items())
 
     def trim(self) -> None:
         """As KernelDevice.trim; numpy keeps nothing."""
@@ -430,12 +433,17 @@ class EmulatedDevice:
             state, (state_of_ranges, ranges) = self._state, self._ranges
             if state_of_ranges is not state:
                 guarded = set(self._buffers)
-                ranges = _as_ranges(sorted(list(self._range_bytes.items())), guarded)
+                ranges = _as_ranges(sorted(self._copied_ranges().items()), guarded)
                 self._ranges = state, ranges
             alive = [reference() for reference in list(self._buffers.values())]
             # Unchanged since before they were read, and no other thread is about to free one.
             if self._state is state and all(each is not None for each in alive):
                 return ranges, alive
+
+    def _copied_ranges(self) -> dict[int, int]:
+        """At once: while tuples of a dictionary are made, garbage may be collected, and arrays of
+        any thread leave it."""
+        return self._range_bytes.copy()
 
     def _forget(self, payload_address: int) -> Callable[[Any], None]:
         def forget(_: Any) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -258,3 +261,28 @@ def test_an_array_that_goes_while_ranges_are_listed_is_not_among_them(
     begins = [each.begin for each in ranges]
     assert kept.ctypes.data in begins
     assert begin not in begins
+
+
+def test_arrays_that_are_collected_while_ranges_are_listed_do_no_harm() -> None:
+    """A collection may begin wherever a tuple is made, and free what another thread has left."""
+    device, is_over = EmulatedDevice(), threading.Event()
+    kept = [device.zeros(4, np.int32) for _ in range(50)]
+
+    def leave_cycles() -> None:
+        while not is_over.is_set():
+            cycle: list[Any] = [device.zeros(4, np.int32)]
+            cycle.append(cycle)
+
+    threshold, interval = gc.get_threshold(), sys.getswitchinterval()
+    thread = threading.Thread(target=leave_cycles)
+    gc.set_threshold(20)
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        for _ in range(2000):
+            device.require_mapped(kept[0].ctypes.data, kept[0].nbytes)
+    finally:
+        is_over.set()
+        thread.join()
+        gc.set_threshold(*threshold)
+        sys.setswitchinterval(interval)
