@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from bench.cpu_time import use_cores
 from bench.daemons import living_daemons
 from bench.our_model import owners_of
 
@@ -44,8 +45,7 @@ class EngineSide:
 
         Raises: DflashError if the engine cannot be opened.
         """
-        if cores is not None:
-            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+        use_cores(cores)
         settings = replace(load_settings(), **dict(wishes or {}))  # type: ignore[arg-type]
         if ipc_transport is not None:
             settings = replace(settings, ipc_transport=ipc_transport)

@@ -42,6 +42,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench.cpu_time import use_cores
 from bench.gpu_budgets import Ballast
 from bench.gpu_parts import Parts, Result, say
 from bench.gpu_turns import (
@@ -132,8 +133,7 @@ class Forecaster:
     def __init__(
         self, path: Path, *, device: str, context: int, heat: Path, cores: int | None
     ) -> None:
-        if cores is not None:
-            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+        use_cores(cores)
         settings = replace(
             load_settings(),
             model=str(path),
@@ -152,8 +152,7 @@ class BoxSide:
     """What is known of the machine. The object of a Side, as it may load drivers."""
 
     def __init__(self, path: Path, *, device: str, cores: int | None) -> None:
-        if cores is not None:
-            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+        use_cores(cores)
         settings = replace(load_settings(), model=str(path), device=parse_device(device))
         self._folder = settings.cache_dir
         with GgufFile.open(path) as file:

@@ -14,9 +14,8 @@ LEAST_TIMED = 3
 """With fewer threads the fastest number for decode steps is not looked for: each core adds
 bandwidth."""
 
-_MOST_LEFT = 2
-"""Processors that decode steps beside a device leave to others, at most."""
-_ONE_LEFT_OF = 8
+_FEW = 8
+"""Of so many processors decode steps beside a device leave one to others, of more two."""
 _ALMOST = 0.25
 """A quota this close below a whole number of processors counts as that number."""
 
@@ -65,7 +64,7 @@ def most_beside_device(topology: Topology) -> int:
     waits for a processor, or the device waits for its next step (figures in bench/README.md).
     """
     num = num_at_once(topology)
-    return max(1, num - min(_MOST_LEFT, -(-num // _ONE_LEFT_OF)))
+    return max(1, num - (1 if num <= _FEW else 2))
 
 
 def default_counts(topology: Topology) -> ThreadCounts:

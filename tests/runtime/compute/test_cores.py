@@ -29,7 +29,7 @@ def test_there_is_a_core_here() -> None:
         (8, 1, None, 7),
         (16, 1, None, 14),
         (64, 1, None, 62),
-        (8, 2, None, 14),  # second hardware threads are left as it is
+        (8, 2, None, 14),  # others have second hardware threads
         (16, 1, 4.0, 3),
     ],
 )

@@ -26,12 +26,15 @@ from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
 from support.arena_rig import read_from
 from support.disk_engines import arena_of, stats_of
 from support.emulated_gpu import TINY, TINY_GPT_OSS, EmulatedGpus, install_emulated_gpus
+from support.mailbox_rig import Rings
 from support.random_gguf import RandomShape, write_model
 from support.random_models import write_qwen3moe
 from support.undisturbed import settings_with
 
 PROMPT = [5, 9, 2, 40, 11, 3, 17, 8, 1, 30, 22]
 NUM_TOKENS = 10
+ARENA_BYTES = (TINY.num_experts - 2 + 1) * 3 * 8192
+"""For experts of the processor beside two of a layer on the GPU: not for those of both layers."""
 
 
 @pytest.fixture(scope="module")
@@ -279,30 +282,21 @@ def test_a_placement_that_needs_more_than_that_changes_nothing(
 def test_experts_of_the_processor_come_from_the_disk_with_the_same_bits(
     model: Path, gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch, offload: str
 ) -> None:
-    arena_bytes = (TINY.num_experts - 2 + 1) * 3 * 8192
-    found, disks, rung = [], [], MailThread.ask
-    num_rung = 0
-
-    def counted_ring(thread: MailThread, num_tokens: int) -> None:
-        nonlocal num_rung
-        num_rung += 1
-        rung(thread, num_tokens)
-
-    monkeypatch.setattr(MailThread, "ask", counted_ring)
+    found, disks, rings = [], [], Rings(monkeypatch)
     for way in ("in memory", "mailbox", "host"):
         with monkeypatch.context() as patch:
-            given = None if way == "in memory" else arena_bytes
+            given = None if way == "in memory" else ARENA_BYTES
             patch.setattr(opening, "_arena_bytes", lambda *_, given=given: given)
             if way == "host":
                 patch.setattr(path_choice, "own_banks", lambda remote: {})
-            num_rung = 0
+            rings.count = 0
             with opened(model, local_experts=2, offload=offload) as engine:
                 found.append(results_of(engine))
                 if (disk := engine.stats().disk) is not None:
                     disks.append(disk)
                     with pytest.raises(SettingsError, match="read from the disk"):
                         engine.replace_experts(engine._owners.runtime.placement)
-        assert (num_rung > 0) == (way != "host")
+        assert (rings.count > 0) == (way != "host")
     (expected_tokens, expected), *others = found
     for tokens, logits in others:
         assert tokens == expected_tokens
@@ -324,8 +318,7 @@ def test_reads_that_fail_cost_a_step_time_alone(
     """What is used then is the mapped file."""
     with opened(model, local_experts=2) as engine:
         expected = tokens_of(engine)
-    arena_bytes = (TINY.num_experts - 2 + 1) * 3 * 8192
-    monkeypatch.setattr(opening, "_arena_bytes", lambda *_: arena_bytes)
+    monkeypatch.setattr(opening, "_arena_bytes", lambda *_: ARENA_BYTES)
     with opened(model, local_experts=2) as engine:
         text = engine.generate(PROMPT, NUM_TOKENS, ignore_eos=True)
         found = [next(text).token_id for _ in range(2)]

@@ -211,6 +211,7 @@ def test_trees_through_mailboxes_have_the_bits_of_a_resident_run(mailing: Mailin
     assert all(not device.num_bytes for device in mailing.gpus.opened)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [
@@ -219,7 +220,6 @@ def test_trees_through_mailboxes_have_the_bits_of_a_resident_run(mailing: Mailin
     ],
     indirect=True,
 )
-@pytest.mark.slow
 def test_a_daemon_that_is_lost_within_a_tree_costs_time_and_no_token(
     mailing: Mailing, run_dir: Path
 ) -> None:

@@ -36,9 +36,9 @@ _LAUNCHED_ROWS = 64
 _LAUNCHES = 16
 _COPIED_AGAIN = 16
 """How often all experts are copied beside launches: many times as long as these take."""
-_FEW_SHARE_OF_TIME, _GROUPS_SHARE = 0.5, 0.25
-"""Of the time, for passes that lack a few experts, and for groups: what these take differs by
-little from what passes take whose experts are there."""
+_TIME_OF_ALL, _TIME_OF_FEW, _TIME_OF_GROUPS = 0.25, 0.5, 0.25
+"""Shares of the time, for passes that lack all experts, a few, and a few in groups. Passes that
+lack a few take little more than those that lack none, so that noise counts most there."""
 _GROUPED_ROWS = 512, 2048
 """Of chunks that are timed in groups: the largest have half of an engine's group."""
 _GROUP_TOKENS, _LEAST_CHUNKS = 2048, 2
@@ -179,22 +179,20 @@ def measure_offload(
     sizes = sorted({min(_CHUNK_ROWS, chunk), chunk})
     gpu: Any = loaded.backend
     copies, single, grouped = [], [], []
-    all_share = 1.0 - _FEW_SHARE_OF_TIME - _GROUPS_SHARE
     with contextlib.ExitStack() as undo:
         most = max(layer.num_experts for layer in layers)
-        every = CopiedPasses(loaded, num_missing=most, ends=_ends_of(layers))
+        every_ends = _ends_of(layers)
+        every = CopiedPasses(loaded, num_missing=most, ends=every_ends)
         undo.callback(every.close)
         resident = gpu.moe(loaded.banks, Phase.PREFILL, None)
         here = [loaded.chunk_passes(num, resident) for num in ends]
         for rows in sizes:
-            all_s, num_bytes = _of_layer(
-                medians(every.timers(rows), limit_s=all_share * limit_s / len(sizes)),
-                _ends_of(layers),
-            )
+            found = medians(every.timers(rows), limit_s=_TIME_OF_ALL * limit_s / len(sizes))
+            all_s, num_bytes = _of_layer(found, every_ends)
             num_few = _few(layers[0], speed, rows, rate)
             with contextlib.closing(CopiedPasses(loaded, num_missing=num_few, ends=ends)) as few:
                 timers = [*few.timers(rows), *(passes.timer(rows) for passes in here)]
-                found = medians(timers, limit_s=_FEW_SHARE_OF_TIME * limit_s / len(sizes))
+                found = medians(timers, limit_s=_TIME_OF_FEW * limit_s / len(sizes))
             few_s, _ = _of_layer(found[:2], ends)
             (here_s,) = _of_layer(found[2:], ends)
             trunk_s = float(at_rows(speed.trunk, rows, trunk).sum())
@@ -210,7 +208,7 @@ def measure_offload(
             num_few = _few(layers[0], speed, sizes[0], rate, num_chunks)
             with contextlib.closing(CopiedPasses(loaded, num_missing=num_few, ends=ends)) as few:
                 timers = few.group_timers(rows, num_chunks)
-                found = medians(timers, limit_s=_GROUPS_SHARE * limit_s / len(_GROUPED_ROWS))
+                found = medians(timers, limit_s=_TIME_OF_GROUPS * limit_s / len(_GROUPED_ROWS))
             group_s, _ = _of_layer(found, ends)
             trunk_s = float(at_rows(speed.trunk, rows, trunk).sum())
             grouped.append((float(rows), max(0.0, group_s / num_chunks - trunk_s)))

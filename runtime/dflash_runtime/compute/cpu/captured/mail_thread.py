@@ -160,7 +160,8 @@ class MailThread:
             self._place_lines(words, layer, num_tokens)
             words[t.ANSWERS_ALWAYS] = number == len(self._layers) - 1
             words[t.LEAVES_SECOND] = layer.leaves_second and num_tokens == 1
-            words[t.WRITES_FLOATS] = words[k.ARENA] and not words[t.FLOATS_AT]
+            is_rounded = not words[t.FLOATS_AT]
+            words[t.WRITES_FLOATS] = is_rounded and words[k.ARENA] and num_tokens == 1
             words[t.LOOP] = self._address
             calls[number] = t.run_mailed().address, words.ctypes.data
             kept.append(words)

@@ -70,7 +70,7 @@ from dflash_runtime.compute.step_order import MOST_TOKENS
     ANSWERS_ALWAYS,  # not 0: the last layer
     ROUNDS,  # written here: whether the reply may be rounded
     LEAVES_SECOND,  # not 0: the second expert that is asked for is left to the device
-    WRITES_FLOATS,  # not 0: an arena predicts with rows that come as step blocks
+    WRITES_FLOATS,  # not 0: an arena predicts with a token's row, which comes as step blocks
     NUM_WORDS,
 ) = range(experts.NUM_ARGUMENTS, experts.NUM_ARGUMENTS + 14)
 
@@ -310,9 +310,8 @@ def _take_rows(args: int, loop: int) -> bool:
 
 @helper
 def _write_floats(args: int) -> None:
-    """Write the rows of step blocks as float32."""
-    num_blocks = get(args, experts.HIDDEN_SIZE) // _BLOCK
-    for index in range(num_blocks * get(args, experts.NUM_TOKENS)):
+    """Write the row of the only token as float32."""
+    for index in range(get(args, experts.HIDDEN_SIZE) // _BLOCK):
         block = get(args, experts.TOKEN_Q8) + STEP_BLOCK_BYTES * index
         low, high = v.load_float(block + SCALES_AT), v.load_float(block + SCALES_AT + 4)
         row = v.from_signed(v.load_bytes(block)) * v.splat_halves(low, high)
