@@ -63,6 +63,10 @@ _NEAR = 1.35
 """Chunk sizes that are estimated to be slower by this are not priced."""
 _MOST_NEAR, _MOST_NEAR_WITH_DAEMONS = 4, 2
 """How many are priced; with daemons each takes several times as long."""
+_LONG_AGAIN = 0.2
+"""So many more long prompts than the request has count in the choice of a chunk size. A larger one
+takes memory from a few experts of thousands, which is less than predictions of steps are off by, and
+nothing else makes long prompts as much faster."""
 
 Way: TypeAlias = tuple[float, ParentOptions, int, int]
 """Seconds of the planned request, and the options, context and chunk size that take so long."""
@@ -242,15 +246,25 @@ def _uses_processor(options: ParentOptions, option: Option) -> bool:
 
 def _priced_ways(ways: Sequence[Way]) -> list[Way]:
     """Those ways, by estimate, in the order of the prices of their fastest options, as far as they
-    are near the first; estimates are off by up to a third where few layers share few bytes."""
+    are near the first; estimates are off by up to a third where few layers share few bytes. Before
+    them the chunk size of the first that is best for long prompts too."""
     most = _MOST_NEAR_WITH_DAEMONS if ways[0][1].daemons else _MOST_NEAR
     near = [way for way in ways if way[0] <= _NEAR * ways[0][0]][:most]
-    priced = []
-    for _, each, context, chunk in near:
-        options = each.options(context, chunk, is_brief=True)
-        price_s = min((option.price.request_s for option in options), default=np.inf)
-        priced.append((price_s, each, context, chunk))
-    return [*sorted(priced, key=lambda way: way[0]), *ways[len(near) :]]
+    priced = list[tuple[Way, float]]()
+    for way in near:
+        _, each, context, chunk = way
+        prices = [option.price for option in each.options(context, chunk, is_brief=True)]
+        fastest = min(prices, key=lambda price: price.request_s, default=None)
+        price_s, long_s = np.inf, np.inf
+        if fastest is not None:
+            long = each.situation.request.long_prompt
+            price_s, long_s = fastest.request_s, fastest.prompt_s[long]
+        priced.append(((price_s, *way[1:]), long_s))
+    priced.sort(key=lambda found: found[0][0])
+    alike = [found for found in priced if found[0][1] is priced[0][0][1]]
+    first, _ = min(alike, key=lambda found: found[0][0] + _LONG_AGAIN * found[1])
+    others = [way for way, _ in priced if way is not first]
+    return [first, *others, *ways[len(near) :]]
 
 
 def _better(found: Sequence[ParentChoice | PlanRefused]) -> ParentChoice | PlanRefused:

@@ -367,6 +367,18 @@ def test_the_chunk_with_the_fastest_request_is_taken(gpu_gib: int) -> None:
     assert request_s(found, at) <= 1.02 * min(times)
 
 
+@pytest.mark.parametrize("gpu_gib", [10, 12, 16])
+def test_of_chunks_that_are_about_as_fast_the_one_for_long_prompts_is_taken(gpu_gib: int) -> None:
+    spec = qwen3_30b()
+    row = BoxRow(H100, gpu_gib * GIB, CORES_16, 64 * GIB)
+    at = situation(spec, row, shares=skewed(spec.moe), work_of_token=MIB // 10)
+    found = planned(at, Wishes(context=8192))
+    each = [planned(at, Wishes(context=8192, chunk=size)) for size in at.parents[0].chunks]
+    fastest = min(each, key=lambda plan: request_s(plan, at))
+    assert request_s(found, at) <= 1.02 * request_s(fastest, at)
+    assert found.forecast.prompt_4096 >= 1.05 * fastest.forecast.prompt_4096
+
+
 @pytest.mark.parametrize("granule", [1, 2 * MIB])
 @pytest.mark.parametrize("gpu_gib", [3.0, 5.0])
 def test_a_gpu_is_filled_though_its_allocator_rounds_up(gpu_gib: float, granule: int) -> None:

@@ -36,8 +36,8 @@ _LAUNCHED_ROWS = 64
 _LAUNCHES = 16
 _COPIED_AGAIN = 16
 """How often all experts are copied beside launches: many times as long as these take."""
-_TIME_OF_ALL, _TIME_OF_FEW, _TIME_OF_GROUPS = 0.25, 0.5, 0.25
-"""Shares of the time, for passes that lack all experts, a few, and a few in groups. Passes that
+_TIME_OF_MANY, _TIME_OF_FEW, _TIME_OF_GROUPS = 0.25, 0.5, 0.25
+"""Shares of the time, for passes that lack many experts, a few, and a few in groups. Passes that
 lack a few take little more than those that lack none, so that noise counts most there."""
 _GROUPED_ROWS = 512, 2048
 """Of chunks that are timed in groups: the largest have half of an engine's group."""
@@ -164,8 +164,8 @@ class CopiedPasses:
 def measure_offload(
     name: str, loaded: LoadedLayers, speed: DeviceSpeed, *, rate: float, limit_s: float
 ) -> OffloadSpeed:
-    """Time chunks of 512 rows and of the largest size: with all experts of a layer missing, with a
-    few, alone and in a group, and with none.
+    """Time chunks of 512 rows and of the largest size: with half of the experts of a layer missing
+    or all, with a few, alone and in a group, and with none.
 
     `speed`: of the same device and layers; `rate`: bytes a second that copies make about.
     Raises: as CopiedPasses.
@@ -179,39 +179,41 @@ def measure_offload(
     sizes = sorted({min(_CHUNK_ROWS, chunk), chunk})
     gpu: Any = loaded.backend
     copies, single, grouped = [], [], []
-    with contextlib.ExitStack() as undo:
-        most = max(layer.num_experts for layer in layers)
-        every_ends = _ends_of(layers)
-        every = CopiedPasses(loaded, num_missing=most, ends=every_ends)
-        undo.callback(every.close)
-        resident = gpu.moe(loaded.banks, Phase.PREFILL, None)
-        here = [loaded.chunk_passes(num, resident) for num in ends]
-        for rows in sizes:
-            found = medians(every.timers(rows), limit_s=_TIME_OF_ALL * limit_s / len(sizes))
-            all_s, num_bytes = _of_layer(found, every_ends)
-            num_few = _few(layers[0], speed, rows, rate)
-            with contextlib.closing(CopiedPasses(loaded, num_missing=num_few, ends=ends)) as few:
-                timers = [*few.timers(rows), *(passes.timer(rows) for passes in here)]
-                found = medians(timers, limit_s=_TIME_OF_FEW * limit_s / len(sizes))
-            few_s, _ = _of_layer(found[:2], ends)
-            (here_s,) = _of_layer(found[2:], ends)
-            trunk_s = float(at_rows(speed.trunk, rows, trunk).sum())
-            single_s = max(0.0, few_s - here_s)
-            gb_s = seconds_of_gb(all_s, num_bytes, trunk_s=trunk_s, single_s=single_s)
-            copies.append((float(rows), gb_s))
-            single.append((float(rows), single_s))
-        with every.copying():
-            part_s = _launching_s(loaded, min(_LAUNCHED_ROWS, sizes[0]))
-        every.close()
-        for rows in sorted({min(each, chunk) for each in _GROUPED_ROWS}):
-            num_chunks = max(_LEAST_CHUNKS, _GROUP_TOKENS // rows)
-            num_few = _few(layers[0], speed, sizes[0], rate, num_chunks)
-            with contextlib.closing(CopiedPasses(loaded, num_missing=num_few, ends=ends)) as few:
-                timers = few.group_timers(rows, num_chunks)
-                found = medians(timers, limit_s=_TIME_OF_GROUPS * limit_s / len(_GROUPED_ROWS))
-            group_s, _ = _of_layer(found, ends)
-            trunk_s = float(at_rows(speed.trunk, rows, trunk).sum())
-            grouped.append((float(rows), max(0.0, group_s / num_chunks - trunk_s)))
+    most = max(layer.num_experts for layer in layers)
+    every_ends = _ends_of(layers)
+    resident = gpu.moe(loaded.banks, Phase.PREFILL, None)
+    here = [loaded.chunk_passes(num, resident) for num in ends]
+    for rows in sizes:
+        # Short chunks seldom choose all that is missing: with half of it an error of `single_s`
+        # weighs least. Products of the largest chunk take longer than copies of half.
+        num_many = most if rows == chunk else max(1, most // 2)
+        many = CopiedPasses(loaded, num_missing=num_many, ends=every_ends)
+        with contextlib.closing(many):
+            found = medians(many.timers(rows), limit_s=_TIME_OF_MANY * limit_s / len(sizes))
+            many_s, num_bytes = _of_layer(found, every_ends)
+            if rows == chunk:
+                with many.copying():
+                    part_s = _launching_s(loaded, min(_LAUNCHED_ROWS, sizes[0]))
+        num_few = _few(layers[0], speed, rows, rate)
+        with contextlib.closing(CopiedPasses(loaded, num_missing=num_few, ends=ends)) as few:
+            timers = [*few.timers(rows), *(passes.timer(rows) for passes in here)]
+            found = medians(timers, limit_s=_TIME_OF_FEW * limit_s / len(sizes))
+        few_s, _ = _of_layer(found[:2], ends)
+        (here_s,) = _of_layer(found[2:], ends)
+        trunk_s = float(at_rows(speed.trunk, rows, trunk).sum())
+        single_s = max(0.0, few_s - here_s)
+        gb_s = seconds_of_gb(many_s, num_bytes, trunk_s=trunk_s, single_s=single_s)
+        copies.append((float(rows), gb_s))
+        single.append((float(rows), single_s))
+    for rows in sorted({min(each, chunk) for each in _GROUPED_ROWS}):
+        num_chunks = max(_LEAST_CHUNKS, _GROUP_TOKENS // rows)
+        num_few = _few(layers[0], speed, sizes[0], rate, num_chunks)
+        with contextlib.closing(CopiedPasses(loaded, num_missing=num_few, ends=ends)) as few:
+            timers = few.group_timers(rows, num_chunks)
+            found = medians(timers, limit_s=_TIME_OF_GROUPS * limit_s / len(_GROUPED_ROWS))
+        group_s, _ = _of_layer(found, ends)
+        trunk_s = float(at_rows(speed.trunk, rows, trunk).sum())
+        grouped.append((float(rows), max(0.0, group_s / num_chunks - trunk_s)))
     of_copies, of_single, of_grouped = (Curve(tuple(each)) for each in (copies, single, grouped))
     return OffloadSpeed(name, of_copies, of_single, of_grouped, part_s)
 
