@@ -65,8 +65,8 @@ _MOST_NEAR, _MOST_NEAR_WITH_DAEMONS = 4, 2
 """How many are priced; with daemons each takes several times as long."""
 _LONG_AGAIN = 0.2
 """So many more long prompts than the request has count in the choice of a chunk size. A larger one
-takes memory from a few experts of thousands, which is less than predictions of steps are off by, and
-nothing else makes long prompts as much faster."""
+takes memory from a few experts of thousands, which is less than predictions of steps are off by,
+and nothing else makes long prompts as much faster."""
 
 Way: TypeAlias = tuple[float, ParentOptions, int, int]
 """Seconds of the planned request, and the options, context and chunk size that take so long."""
