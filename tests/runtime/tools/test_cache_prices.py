@@ -98,7 +98,8 @@ def test_steps_read_one_of_two_missing_experts_meanwhile(
     of_steps = replace(two_missing, step_slots=np.array([8] * LAYERS))
     whole = replace(replay([10, *[0] * USED]), step_slots=np.zeros(LAYERS, np.int64))
     asked_s = ASKED.beyond.at(layer)
-    for read_s, expected_s in ((asked_s / 2, asked_s), (3 * asked_s, 3 * asked_s)):
+    for times in (0.5, 1.0, 3.0):
+        read_s, expected_s = times * asked_s, asked_s * (1.0 + times**3) ** (1 / 3)
         copies = {"cuda:0": CopySpeed("cuda:0", 1e9, kernel_reads=layer / read_s)}
         prices = prices_of(written(tmp_path / "b.json", model, replace(BOX, copies=copies)), header)
         layers_s = step_s(prices, of_steps) - prices.trunk_s
