@@ -98,9 +98,13 @@ class OffloadSpeed:
     device: str
     copies: Curve
     """Seconds for a gigabyte of experts, if a layer waits for nothing else: 1e9 bytes."""
+    after: Curve
+    """Seconds that a layer takes after copies that it has to wait for: products of what came last,
+    as far as the host has not launched them by then."""
     single: Curve
     """Seconds that a layer takes more than one whose experts are there, beside its copies, in a
-    chunk that is computed alone: the host learns what was chosen, and launches products."""
+    chunk that is computed alone and does not wait for them: the host learns what was chosen, and
+    launches products."""
     grouped: Curve
     """Seconds of a layer of each chunk of a group beyond its trunk, if copies take less: often what
     the host needs to launch it beside copies. These come as one part."""

@@ -324,7 +324,7 @@ class CostModel:
         sizes, copies, (first, *rest) = self.arrays.file_bytes, self.copies, chunks
         trunk_s = sum(map(self.trunk.chunk_layer_s, chunks))
         copies_s = copies.seconds(first, chosen(sum(chunks)) * sizes)
-        single_s, is_missing = copies.single_s(first), np.asarray(missing) > 0
+        is_missing = np.asarray(missing) > 0
         here = pairs[[LOCAL, *self.remote_cpus]].sum(axis=0)
         side = self.sides[LOCAL]
         passed_s = np.sum([side.chunk_s(rows, rows * here, sizes) for rows in chunks], axis=0)
@@ -334,11 +334,12 @@ class CostModel:
             more_s = len(chunks) * more_parts * copies.part_s
             passed_s = np.maximum(passed_s, is_missing * (grouped_s + more_s))
         else:
-            passed_s = passed_s + is_missing * single_s
+            passed_s = passed_s + is_missing * copies.single_s(first)
         # Copies go on while the trunk is computed, as far as there is room. What the last ones
         # bring is computed when they have arrived.
         most_ahead_s = float(copies.seconds(first, np.array(AHEAD_BYTES)))
-        waited_s = (copies_s > 0.0) * (copies_s - min(trunk_s, most_ahead_s) + single_s)
+        waited_s = copies_s - min(trunk_s, most_ahead_s) + copies.after_s(first)
+        waited_s *= copies_s > 0.0
         result = np.maximum(passed_s, waited_s)
         for other in others.values():
             result = np.maximum(result, other)

@@ -276,6 +276,7 @@ class ExpertCopies:
     """Copies of experts to the parent's device in chunks of prompts."""
 
     copies: Curve
+    after: Curve
     single: Curve
     grouped: Curve
     """See OffloadSpeed."""
@@ -293,13 +294,17 @@ class ExpertCopies:
             return None
         if found is None:
             nothing = Curve(((0.0, 0.0),))
-            return cls(Curve(((0.0, 1e9 / rate),)), nothing, nothing, group)
-        curves = found.copies, found.single, found.grouped
+            return cls(Curve(((0.0, 1e9 / rate),)), nothing, nothing, nothing, group)
+        curves = found.copies, found.after, found.single, found.grouped
         return cls(*curves, group, found.part_s)
 
     def seconds(self, rows: int, num_bytes: F64Array) -> F64Array:
         """Of so many bytes in a chunk of so many rows. Shapes: both [...]."""
         return np.asarray(num_bytes * (_within(self.copies, rows) / 1e9))
+
+    def after_s(self, rows: int) -> float:
+        """What a layer takes after copies that it waits for."""
+        return _within(self.after, rows)
 
     def single_s(self, rows: int) -> float:
         """What a layer of a chunk that is computed alone takes more, beside its copies."""

@@ -151,19 +151,22 @@ def test_prompts_are_copied_over_a_fast_bus_and_asked_over_a_slow_one() -> None:
     assert not refused.offloaded.any()
 
 
-def copies_of(at: Situation, copies: Curve, single: Curve, grouped: Curve) -> Situation:
-    """The same, whose prompts with copies were timed."""
-    offload = {"cuda:0": OffloadSpeed("cuda:0", copies, single, grouped)}
+def copies_of(
+    at: Situation, copies: Curve, single: Curve, grouped: Curve, *, after: Curve | None = None
+) -> Situation:
+    """The same, whose prompts with copies were timed. `after`: by default as `single`."""
+    curves = copies, single if after is None else after, single, grouped
+    offload = {"cuda:0": OffloadSpeed("cuda:0", *curves)}
     return replace(at, box=replace(at.box, offload=offload))
 
 
 def test_prompts_take_what_copies_in_prompts_were_measured_to_take() -> None:
     at_, owners = at(bus=1e6), rows(HERE, HOST, HOST, HOST)
     size, gb_s, single_s = SPEC.moe.layers[0].expert_bytes, 25.0, 2e-3
-    fast, slow = (
-        model_of(copies_of(at_, *(Curve(((512.0, each),)) for each in (of_gb, single_s, 0.0))))
-        for of_gb in (0.0, gb_s)
-    )
+    after_s = 5e-4
+    after = Curve(((512.0, after_s),))
+    curves = [[Curve(((512.0, each),)) for each in (of, single_s, 0.0)] for of in (0.0, gb_s)]
+    fast, slow = (model_of(copies_of(at_, *each, after=after)) for each in curves)
     here, _ = model_of(at_).prompt_of(rows(HERE, HERE, HERE, HERE), 512)
     _, copied = fast.prompt_of(owners, 512)
     assert copied == pytest.approx(here + single_s)
@@ -173,7 +176,7 @@ def test_prompts_take_what_copies_in_prompts_were_measured_to_take() -> None:
     # As long as they take, less what is done while the next layer's trunk is computed, and what
     # the last ones take then.
     ahead_s = slow.trunk.chunk_layer_s(512)
-    assert copied == pytest.approx(copies * size * gb_s / 1e9 - ahead_s + single_s)
+    assert copied == pytest.approx(copies * size * gb_s / 1e9 - ahead_s + after_s)
 
 
 def test_what_a_chunk_chooses_anew_is_waited_for() -> None:

@@ -39,7 +39,11 @@ BOX = Box(
     {"cuda:0": AskedSpeed(LINE, LINE)},
     {
         "cuda:0": OffloadSpeed(
-            "cuda:0", Curve(((512.0, 0.04),)), Curve(((512.0, 3e-4),)), Curve(((512.0, 1e-4),))
+            "cuda:0",
+            copies=Curve(((512.0, 0.04),)),
+            after=Curve(((512.0, 2e-4),)),
+            single=Curve(((512.0, 3e-4),)),
+            grouped=Curve(((512.0, 1e-4),)),
         )
     },
     LINE,

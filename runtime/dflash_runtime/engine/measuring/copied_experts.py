@@ -52,6 +52,8 @@ _LEAST_SHARE = 0.02
 
 Missing = npt.NDArray[np.bool_]
 """Shapes: [E]."""
+Waited = tuple[float, float]
+"""Seconds of a layer that waits for its copies, and their bytes."""
 Ends = tuple[int, int]
 """Numbers of layers, whose passes differ in layers alone."""
 
@@ -164,8 +166,8 @@ class CopiedPasses:
 def measure_offload(
     name: str, loaded: LoadedLayers, speed: DeviceSpeed, *, rate: float, limit_s: float
 ) -> OffloadSpeed:
-    """Time chunks of 512 rows and of the largest size: with half of the experts of a layer missing
-    or all, with a few, alone and in a group, and with none.
+    """Time chunks of 512 rows and of the largest size: with all experts of a layer missing, or half
+    of them, with a few, alone and in a group, and with none.
 
     `speed`: of the same device and layers; `rate`: bytes a second that copies make about.
     Raises: as CopiedPasses.
@@ -178,22 +180,12 @@ def measure_offload(
     trunk = np.array([np.mean([trunk_bytes(loaded.file, each) for each in described])])
     sizes = sorted({min(_CHUNK_ROWS, chunk), chunk})
     gpu: Any = loaded.backend
-    copies, single, grouped = [], [], []
+    copies, after, single, grouped = [], [], [], []
     most = max(layer.num_experts for layer in layers)
     every_ends = _ends_of(layers)
     resident = gpu.moe(loaded.banks, Phase.PREFILL, None)
     here = [loaded.chunk_passes(num, resident) for num in ends]
     for rows in sizes:
-        # Short chunks seldom choose all that is missing: with half of it an error of `single_s`
-        # weighs least. Products of the largest chunk take longer than copies of half.
-        num_many = most if rows == chunk else max(1, most // 2)
-        many = CopiedPasses(loaded, num_missing=num_many, ends=every_ends)
-        with contextlib.closing(many):
-            found = medians(many.timers(rows), limit_s=_TIME_OF_MANY * limit_s / len(sizes))
-            many_s, num_bytes = _of_layer(found, every_ends)
-            if rows == chunk:
-                with many.copying():
-                    part_s = _launching_s(loaded, min(_LAUNCHED_ROWS, sizes[0]))
         num_few = _few(layers[0], speed, rows, rate)
         with contextlib.closing(CopiedPasses(loaded, num_missing=num_few, ends=ends)) as few:
             timers = [*few.timers(rows), *(passes.timer(rows) for passes in here)]
@@ -202,9 +194,22 @@ def measure_offload(
         (here_s,) = _of_layer(found[2:], ends)
         trunk_s = float(at_rows(speed.trunk, rows, trunk).sum())
         single_s = max(0.0, few_s - here_s)
-        gb_s = seconds_of_gb(many_s, num_bytes, trunk_s=trunk_s, single_s=single_s)
+        limit_of_many_s = _TIME_OF_MANY * limit_s / len(sizes)
+        if rows <= _CHUNK_ROWS:
+            every, half = (
+                _waited(loaded, rows, num, every_ends, limit_s=limit_of_many_s / 2)
+                for num in (most, max(1, most // 2))
+            )
+            gb_s, after_s = told_apart(every, half, trunk_s=trunk_s)
+        else:  # products take longer than copies of half of the experts
+            every = _waited(loaded, rows, most, every_ends, limit_s=limit_of_many_s)
+            gb_s, after_s = seconds_of_gb(*every, trunk_s=trunk_s, single_s=single_s), single_s
         copies.append((float(rows), gb_s))
+        after.append((float(rows), after_s))
         single.append((float(rows), single_s))
+    lacking = CopiedPasses(loaded, num_missing=most, ends=every_ends)
+    with contextlib.closing(lacking), lacking.copying():
+        part_s = _launching_s(loaded, min(_LAUNCHED_ROWS, sizes[0]))
     for rows in sorted({min(each, chunk) for each in _GROUPED_ROWS}):
         num_chunks = max(_LEAST_CHUNKS, _GROUP_TOKENS // rows)
         num_few = _few(layers[0], speed, sizes[0], rate, num_chunks)
@@ -214,8 +219,24 @@ def measure_offload(
         group_s, _ = _of_layer(found, ends)
         trunk_s = float(at_rows(speed.trunk, rows, trunk).sum())
         grouped.append((float(rows), max(0.0, group_s / num_chunks - trunk_s)))
-    of_copies, of_single, of_grouped = (Curve(tuple(each)) for each in (copies, single, grouped))
-    return OffloadSpeed(name, of_copies, of_single, of_grouped, part_s)
+    return OffloadSpeed(
+        name,
+        copies=Curve(tuple(copies)),
+        after=Curve(tuple(after)),
+        single=Curve(tuple(single)),
+        grouped=Curve(tuple(grouped)),
+        part_s=part_s,
+    )
+
+
+def _waited(
+    loaded: LoadedLayers, rows: int, num_missing: int, ends: Ends, *, limit_s: float
+) -> Waited:
+    """Of a layer that lacks so many experts."""
+    many = CopiedPasses(loaded, num_missing=num_missing, ends=ends)
+    with contextlib.closing(many):
+        seconds, num_bytes = _of_layer(medians(many.timers(rows), limit_s=limit_s), ends)
+    return seconds, num_bytes
 
 
 def _launching_s(loaded: LoadedLayers, rows: int) -> float:
@@ -240,6 +261,17 @@ def _launching_s(loaded: LoadedLayers, rows: int) -> float:
         return (time.perf_counter() - started_s) / _LAUNCHES
 
     return min(launch() for _ in range(3))
+
+
+def told_apart(every: Waited, fewer: Waited, *, trunk_s: float) -> tuple[float, float]:
+    """What a gigabyte of copies takes, and what a layer takes after them (see OffloadSpeed), from
+    layers that wait for all experts and for fewer."""
+    (every_s, every_bytes), (fewer_s, fewer_bytes) = every, fewer
+    most = every_s / max(1.0, every_bytes)
+    byte_s = (every_s - fewer_s) / max(1.0, every_bytes - fewer_bytes)
+    byte_s = min(max(byte_s, _LEAST_SHARE * most), most)
+    waited_s = every_s - max(0.0, trunk_s - AHEAD_BYTES * byte_s)
+    return 1e9 * byte_s, max(0.0, waited_s - every_bytes * byte_s)
 
 
 def seconds_of_gb(layer_s: float, num_bytes: float, *, trunk_s: float, single_s: float) -> float:

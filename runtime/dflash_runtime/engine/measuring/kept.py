@@ -34,7 +34,7 @@ from dflash_runtime.placement.box import (
 
 _LOG = logging.getLogger(__name__)
 
-_FORMAT = 15
+_FORMAT = 16
 _PREFIX, _SUFFIX = "box-", ".json"
 LIMIT_BYTES = 1 << 20
 _NUM_KEPT = 64
@@ -49,7 +49,7 @@ _KEYS = (
 )  # fmt: skip
 _DEVICE_CURVES = "experts", "trunk", "head", "attention"
 _ASKED_TIMES = "layer_s", "step_s"
-_OFFLOAD_CURVES = "copies", "single", "grouped"
+_OFFLOAD_CURVES = "copies", "after", "single", "grouped"
 _RATES = "from_locked", "from_page_cache", "to_host", "kernel_reads"
 
 T = TypeVar("T")
@@ -266,9 +266,9 @@ def _asked(name: str, given: object) -> AskedSpeed:
 
 def _offload(name: str, given: object) -> OffloadSpeed:
     found = read.fields(given, "copies in prompts", (*_OFFLOAD_CURVES, "part_s"))
-    copies, single, grouped = (_curve(part, found[part]) for part in _OFFLOAD_CURVES)
+    copies, after, single, grouped = (_curve(part, found[part]) for part in _OFFLOAD_CURVES)
     part_s = read.number(found["part_s"], "part_s", _LARGEST)
-    return OffloadSpeed(name, copies, single, grouped, part_s)
+    return OffloadSpeed(name, copies, after, single, grouped, part_s)
 
 
 def _together(given: object) -> Together:

@@ -22,6 +22,7 @@ from dflash_runtime.engine.measuring.copied_experts import (
     CopiedPasses,
     measure_offload,
     seconds_of_gb,
+    told_apart,
 )
 from dflash_runtime.engine.measuring.layers import sampled_layers
 from dflash_runtime.engine.measuring.loaded_layers import LoadedLayers
@@ -128,3 +129,32 @@ def test_a_layer_that_waits_for_copies_is_predicted_to_take_what_it_took(
     ahead_s = min(trunk_s, AHEAD_BYTES * byte_s)
     predicted_s = trunk_s + num_bytes * byte_s - ahead_s + single_s
     assert predicted_s == pytest.approx(layer_s, rel=1e-6)
+
+
+@given(
+    byte_s=st.floats(1e-12, 1e-9),
+    num_bytes=st.floats(1e6, 1e10),
+    trunk_share=st.floats(0.0, 2.0),
+    after_share=st.floats(0.0, 0.9),
+)
+def test_what_comes_after_copies_is_told_from_layers_that_wait_for_all_and_for_half(
+    byte_s: float, num_bytes: float, trunk_share: float, after_share: float
+) -> None:
+    trunk_s = trunk_share * num_bytes * byte_s
+    ahead_s = min(trunk_s, AHEAD_BYTES * byte_s)
+    after_s = ahead_s + after_share * num_bytes * byte_s
+
+    def waited(share: float) -> tuple[float, float]:
+        copied_s = share * num_bytes * byte_s
+        return trunk_s + copied_s - ahead_s + after_s, share * num_bytes
+
+    gb_s, found_s = told_apart(waited(1.0), waited(0.5), trunk_s=trunk_s)
+    assert gb_s == pytest.approx(1e9 * byte_s, rel=1e-6)
+    assert found_s == pytest.approx(after_s, rel=1e-6, abs=1e-6 * waited(1.0)[0])
+
+
+def test_noise_makes_no_copies_that_take_no_time_and_nothing_that_comes_before_them() -> None:
+    for half_s in (0.009, 0.0101, 0.001):
+        gb_s, after_s = told_apart((0.01, 1e8), (half_s, 5e7), trunk_s=1e-3)
+        assert 0.0 < gb_s <= 100.0
+        assert after_s >= 0.0

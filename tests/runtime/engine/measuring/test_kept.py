@@ -39,7 +39,7 @@ BOX = Box(
     (Together("experts of cpu", "copies to cuda:0", 1.5, 1.25),),
     {"cuda:0": LINE},
     {"cuda:0": AskedSpeed(LINE, POINT, layer_s=1e-6, step_s=2e-6)},
-    {"cuda:0": OffloadSpeed("cuda:0", LINE, POINT, POINT, 2e-4)},
+    {"cuda:0": OffloadSpeed("cuda:0", LINE, POINT, LINE, POINT, 2e-4)},
     POINT,
 )
 
