@@ -54,9 +54,11 @@ def remove_if_abandoned(folder: Path, *, only_if_empty: bool = False) -> None:
     """Remove a folder that has no owner; one that cannot be locked or removed stays.
 
     It is locked meanwhile, so that a process that has just made it sees that and makes another.
+    With `only_if_empty` several may do so at once, each when it has removed what it had there:
+    their locks exclude owners, not each other, so that the last one finds the folder empty.
     """
     with contextlib.suppress(OSError):
-        fd = _locked(folder)
+        fd = _locked(folder, fcntl.LOCK_SH if only_if_empty else fcntl.LOCK_EX)
         if fd is None:
             return
         try:
@@ -68,7 +70,7 @@ def remove_if_abandoned(folder: Path, *, only_if_empty: bool = False) -> None:
             os.close(fd)
 
 
-def _locked(folder: Path) -> int | None:
+def _locked(folder: Path, lock: int = fcntl.LOCK_EX) -> int | None:
     """Descriptor of a folder, locked until the descriptor is closed.
 
     None if another process has the lock or has removed the folder. Raises: OSError.
@@ -78,7 +80,7 @@ def _locked(folder: Path) -> int | None:
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, lock | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(fd), folder.lstat()):
             return fd
     except (BlockingIOError, FileNotFoundError):

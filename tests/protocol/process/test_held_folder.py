@@ -181,6 +181,34 @@ def test_an_empty_folder_is_removed_by_a_child_only_when_nobody_holds_it(run_dir
     assert not folder.path.exists()
 
 
+def test_of_children_that_end_at_once_the_last_one_removes_the_folder(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second has removed its socket, and looks at the folder, while the first, which found that
+    socket, still has the folder locked."""
+    folder = run_dir / "d1-abcdef"
+    folder.mkdir(mode=0o700)
+    of_second = folder / "socket"
+    of_second.touch()
+    tried: list[str] = []
+    rmdir = Path.rmdir
+
+    def rmdir_of_first(path: Path) -> None:
+        monkeypatch.undo()
+        try:
+            rmdir(path)
+        except OSError as error:
+            tried.append(type(error).__name__)
+            of_second.unlink()
+            remove_if_abandoned(path, only_if_empty=True)
+            raise
+
+    monkeypatch.setattr(Path, "rmdir", rmdir_of_first)
+    remove_if_abandoned(folder, only_if_empty=True)
+    assert tried == ["OSError"]
+    assert not folder.exists()
+
+
 def test_what_is_no_folder_of_ours_is_left_alone(run_dir: Path, tmp_path: Path) -> None:
     (run_dir / "d1-file").touch()
     (run_dir / "d1-link").symlink_to(tmp_path)
