@@ -59,8 +59,10 @@ class MeasuredBox:
             if (offload := self.box.offload.get(device.device)) is not None:
                 shown = _points(offload.copies, _rows, lambda seconds: _gb_per_s(1e9 / seconds))
                 lines.append(f"{_INDENT}copies of experts in prompts: {shown}")
+                shown = _points(offload.after, _rows, _us)
+                lines.append(f"{_INDENT}a layer that waits for them, after them: {shown}")
                 shown = _points(offload.single, _rows, _us)
-                lines.append(f"{_INDENT}a layer with copies, beside them: {shown}")
+                lines.append(f"{_INDENT}a layer whose copies are in time, beside them: {shown}")
                 shown = _points(offload.grouped, _rows, _us)
                 lines.append(f"{_INDENT}with copies, of each chunk of a group: {shown}")
         for link in self.box.links.values():

@@ -62,6 +62,7 @@ def test_lines_name_what_was_measured() -> None:
         "1.50",
         "25.0 us",
         "25.00 GB/s",
+        "200.0 us",
         "300.0 us",
         "40.0 GB/s",
     ):

@@ -185,31 +185,31 @@ def measure_offload(
     every_ends = _ends_of(layers)
     resident = gpu.moe(loaded.banks, Phase.PREFILL, None)
     here = [loaded.chunk_passes(num, resident) for num in ends]
-    for rows in sizes:
-        num_few = _few(layers[0], speed, rows, rate)
-        with contextlib.closing(CopiedPasses(loaded, num_missing=num_few, ends=ends)) as few:
-            timers = [*few.timers(rows), *(passes.timer(rows) for passes in here)]
-            found = medians(timers, limit_s=_TIME_OF_FEW * limit_s / len(sizes))
-        few_s, _ = _of_layer(found[:2], ends)
-        (here_s,) = _of_layer(found[2:], ends)
-        trunk_s = float(at_rows(speed.trunk, rows, trunk).sum())
-        single_s = max(0.0, few_s - here_s)
-        limit_of_many_s = _TIME_OF_MANY * limit_s / len(sizes)
-        if rows <= _CHUNK_ROWS:
-            every, half = (
-                _waited(loaded, rows, num, every_ends, limit_s=limit_of_many_s / 2)
-                for num in (most, max(1, most // 2))
-            )
-            gb_s, after_s = told_apart(every, half, trunk_s=trunk_s)
-        else:  # products take longer than copies of half of the experts
-            every = _waited(loaded, rows, most, every_ends, limit_s=limit_of_many_s)
-            gb_s, after_s = seconds_of_gb(*every, trunk_s=trunk_s, single_s=single_s), single_s
-        copies.append((float(rows), gb_s))
-        after.append((float(rows), after_s))
-        single.append((float(rows), single_s))
-    lacking = CopiedPasses(loaded, num_missing=most, ends=every_ends)
-    with contextlib.closing(lacking), lacking.copying():
-        part_s = _launching_s(loaded, min(_LAUNCHED_ROWS, sizes[0]))
+    with contextlib.closing(CopiedPasses(loaded, num_missing=most, ends=every_ends)) as every:
+        for rows in sizes:
+            share_s = limit_s / len(sizes)
+            trunk_s = float(at_rows(speed.trunk, rows, trunk).sum())
+            num_few = _few(layers[0], speed, rows, rate)
+            with contextlib.closing(CopiedPasses(loaded, num_missing=num_few, ends=ends)) as few:
+                timers = [*few.timers(rows), *(passes.timer(rows) for passes in here)]
+                found = medians(timers, limit_s=_TIME_OF_FEW * share_s)
+            few_s, _ = _of_layer(found[:2], ends)
+            (here_s,) = _of_layer(found[2:], ends)
+            single_s = max(0.0, few_s - here_s)
+            many_limit_s = 0.5 * _TIME_OF_MANY * share_s
+            waited = _waited(every, rows, every_ends, limit_s=many_limit_s)
+            if rows <= _CHUNK_ROWS:
+                lacking = CopiedPasses(loaded, num_missing=max(1, most // 2), ends=every_ends)
+                with contextlib.closing(lacking) as half:
+                    fewer = _waited(half, rows, every_ends, limit_s=many_limit_s)
+                gb_s, after_s = told_apart(waited, fewer, trunk_s=trunk_s)
+            else:  # products take longer than copies of half of the experts
+                gb_s, after_s = seconds_of_gb(*waited, trunk_s=trunk_s, single_s=single_s), single_s
+            copies.append((float(rows), gb_s))
+            after.append((float(rows), after_s))
+            single.append((float(rows), single_s))
+        with every.copying():
+            part_s = _launching_s(loaded, min(_LAUNCHED_ROWS, sizes[0]))
     for rows in sorted({min(each, chunk) for each in _GROUPED_ROWS}):
         num_chunks = max(_LEAST_CHUNKS, _GROUP_TOKENS // rows)
         num_few = _few(layers[0], speed, sizes[0], rate, num_chunks)
@@ -229,13 +229,8 @@ def measure_offload(
     )
 
 
-def _waited(
-    loaded: LoadedLayers, rows: int, num_missing: int, ends: Ends, *, limit_s: float
-) -> Waited:
-    """Of a layer that lacks so many experts."""
-    many = CopiedPasses(loaded, num_missing=num_missing, ends=ends)
-    with contextlib.closing(many):
-        seconds, num_bytes = _of_layer(medians(many.timers(rows), limit_s=limit_s), ends)
+def _waited(passes: CopiedPasses, rows: int, ends: Ends, *, limit_s: float) -> Waited:
+    seconds, num_bytes = _of_layer(medians(passes.timers(rows), limit_s=limit_s), ends)
     return seconds, num_bytes
 
 
