@@ -99,8 +99,8 @@ class OffloadSpeed:
     copies: Curve
     """Seconds for a gigabyte of experts, if a layer waits for nothing else: 1e9 bytes."""
     after: Curve
-    """Seconds that a layer takes after copies that it has to wait for: products of what came last,
-    as far as the host has not launched them by then."""
+    """Seconds that a layer takes after copies that it has to wait for: the products of the experts
+    that came last, and launches that the host has not done by then."""
     single: Curve
     """Seconds that a layer takes more than one whose experts are there, beside its copies, in a
     chunk that is computed alone and does not wait for them: the host learns what was chosen, and

@@ -64,9 +64,9 @@ _NEAR = 1.35
 _MOST_NEAR, _MOST_NEAR_WITH_DAEMONS = 4, 2
 """How many are priced; with daemons each takes several times as long."""
 _LONG_AGAIN = 0.2
-"""So many more long prompts than the request has count in the choice of a chunk size. A larger one
-takes memory from a few experts of thousands, which is less than predictions of steps are off by,
-and nothing else makes long prompts as much faster."""
+"""Long prompts that are added to the request when a chunk size is chosen. A larger chunk takes the
+memory of a few experts of thousands: predictions of steps are off by more. Nothing else makes long
+prompts as much faster."""
 
 Way: TypeAlias = tuple[float, ParentOptions, int, int]
 """Seconds of the planned request, and the options, context and chunk size that take so long."""
@@ -246,8 +246,8 @@ def _uses_processor(options: ParentOptions, option: Option) -> bool:
 
 def _priced_ways(ways: Sequence[Way]) -> list[Way]:
     """Those ways, by estimate, in the order of the prices of their fastest options, as far as they
-    are near the first; estimates are off by up to a third where few layers share few bytes. Before
-    them the chunk size of the first that is best for long prompts too."""
+    are near the first; estimates are off by up to a third where few layers share few bytes. The
+    chunk size of the first one is the best when long prompts count more (`_LONG_AGAIN`)."""
     most = _MOST_NEAR_WITH_DAEMONS if ways[0][1].daemons else _MOST_NEAR
     near = [way for way in ways if way[0] <= _NEAR * ways[0][0]][:most]
     priced = list[tuple[Way, float]]()
@@ -261,8 +261,9 @@ def _priced_ways(ways: Sequence[Way]) -> list[Way]:
             price_s, long_s = fastest.request_s, fastest.prompt_s[long]
         priced.append(((price_s, *way[1:]), long_s))
     priced.sort(key=lambda found: found[0][0])
-    alike = [found for found in priced if found[0][1] is priced[0][0][1]]
-    first, _ = min(alike, key=lambda found: found[0][0] + _LONG_AGAIN * found[1])
+    (_, fastest_options, *_), _ = priced[0]
+    sizes = [found for found in priced if found[0][1] is fastest_options]
+    first, _ = min(sizes, key=lambda found: found[0][0] + _LONG_AGAIN * found[1])
     others = [way for way, _ in priced if way is not first]
     return [first, *others, *ways[len(near) :]]
 

@@ -110,12 +110,12 @@ shape within 3 GiB (`gpu-regret-20261128-234139`), layers with reads took so muc
 predicted, beyond what those without did."""
 
 
-def longer_s(first: F64Array, second: F64Array) -> F64Array:
-    """About the time of two things at once, each of which takes so long on average: both vary, so
-    that of two that take about as long the longer one takes a quarter longer. With 48 layers within
-    8 GiB steps were predicted 14 to 19 % too fast without it, where 14 threads take as long as
-    reads, and up to 6 % where 7 threads take longer (five measurements, an H200,
-    `gpu-predictions-20261130-015428` is the last)."""
+def _longer_s(first: F64Array, second: F64Array) -> F64Array:
+    """About how long the longer one of two takes that run at once, from the average of each. Both
+    vary: if their averages are equal, the longer one takes a quarter more. With the longer average
+    instead, steps of 48 layers within 8 GiB were predicted 14 to 19 % too fast in five measurements
+    on H200s with 14 threads, which take as long as reads, and at most 6 % with 7 threads, which
+    take longer (the last: `gpu-predictions-20261130-015428`)."""
     return np.asarray(np.cbrt(first**3 + second**3))
 
 
@@ -124,7 +124,7 @@ def with_one_read(asked: F64Array, expert_bytes: F64Array, bus: float) -> F64Arr
     one, `bus` bytes a second, if they are two or more, while the processor, which takes `asked` for
     so many, computes the others. Shapes: asked [L, K + 1] and the result, expert_bytes [L]."""
     left = asked.copy()
-    left[:, 2:] = longer_s(asked[:, 1:-1], expert_bytes[:, None] / bus) + READ_S
+    left[:, 2:] = _longer_s(asked[:, 1:-1], expert_bytes[:, None] / bus) + READ_S
     return left
 
 

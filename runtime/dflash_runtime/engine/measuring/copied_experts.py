@@ -196,14 +196,16 @@ def measure_offload(
             few_s, _ = _of_layer(found[:2], ends)
             (here_s,) = _of_layer(found[2:], ends)
             single_s = max(0.0, few_s - here_s)
-            many_limit_s = 0.5 * _TIME_OF_MANY * share_s
+            # Products of longer chunks take longer than copies of half of the experts.
+            is_short = rows <= _CHUNK_ROWS
+            many_limit_s = _TIME_OF_MANY * share_s / (2 if is_short else 1)
             waited = _waited(every, rows, every_ends, limit_s=many_limit_s)
-            if rows <= _CHUNK_ROWS:
+            if is_short:
                 lacking = CopiedPasses(loaded, num_missing=max(1, most // 2), ends=every_ends)
                 with contextlib.closing(lacking) as half:
                     fewer = _waited(half, rows, every_ends, limit_s=many_limit_s)
                 gb_s, after_s = told_apart(waited, fewer, trunk_s=trunk_s)
-            else:  # products take longer than copies of half of the experts
+            else:
                 gb_s, after_s = seconds_of_gb(*waited, trunk_s=trunk_s, single_s=single_s), single_s
             copies.append((float(rows), gb_s))
             after.append((float(rows), after_s))
