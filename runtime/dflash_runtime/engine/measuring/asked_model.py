@@ -145,7 +145,10 @@ class AskedModel:
 
         # Its own tokens: experts that other passes have just read may be in the caches.
         random = np.random.default_rng((num_layers, every))
-        return Passes(self._backend, model, self._cache, no_experts, captured, random), owners
+        passes = Passes(
+            self._backend, model, self._cache, no_experts, captured, random, draws_tokens=True
+        )
+        return passes, owners
 
 
 def _rest(passes: Passes, owners: AskedProcessor) -> tuple[float]:

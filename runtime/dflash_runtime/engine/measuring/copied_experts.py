@@ -160,6 +160,7 @@ class CopiedPasses:
 
     def close(self) -> None:
         """Idempotent."""
+        self._passes = ()
         self._undo.close()
 
 
@@ -179,39 +180,50 @@ def measure_offload(
     described = loaded.sampled.description.layers[:num_all]
     trunk = np.array([np.mean([trunk_bytes(loaded.file, each) for each in described])])
     sizes = sorted({min(_CHUNK_ROWS, chunk), chunk})
+    # Products of longer chunks take longer than copies of half of the experts.
+    short = [rows for rows in sizes if rows <= _CHUNK_ROWS]
     gpu: Any = loaded.backend
-    copies, after, single, grouped = [], [], [], []
-    most = max(layer.num_experts for layer in layers)
-    every_ends = _ends_of(layers)
-    resident = gpu.moe(loaded.banks, Phase.PREFILL, None)
-    here = [loaded.chunk_passes(num, resident) for num in ends]
+    most, every_ends = max(layer.num_experts for layer in layers), _ends_of(layers)
+    share_s = limit_s / len(sizes)
+    # One after the other: a small GPU has no room for the places of two.
     with contextlib.closing(CopiedPasses(loaded, num_missing=most, ends=every_ends)) as every:
-        for rows in sizes:
-            share_s = limit_s / len(sizes)
-            trunk_s = float(at_rows(speed.trunk, rows, trunk).sum())
-            num_few = _few(layers[0], speed, rows, rate)
-            with contextlib.closing(CopiedPasses(loaded, num_missing=num_few, ends=ends)) as few:
-                timers = [*few.timers(rows), *(passes.timer(rows) for passes in here)]
-                found = medians(timers, limit_s=_TIME_OF_FEW * share_s)
-            few_s, _ = _of_layer(found[:2], ends)
-            (here_s,) = _of_layer(found[2:], ends)
-            single_s = max(0.0, few_s - here_s)
-            # Products of longer chunks take longer than copies of half of the experts.
-            is_short = rows <= _CHUNK_ROWS
-            many_limit_s = _TIME_OF_MANY * share_s / (2 if is_short else 1)
-            waited = _waited(every, rows, every_ends, limit_s=many_limit_s)
-            if is_short:
-                lacking = CopiedPasses(loaded, num_missing=max(1, most // 2), ends=every_ends)
-                with contextlib.closing(lacking) as half:
-                    fewer = _waited(half, rows, every_ends, limit_s=many_limit_s)
-                gb_s, after_s = told_apart(waited, fewer, trunk_s=trunk_s)
-            else:
-                gb_s, after_s = seconds_of_gb(*waited, trunk_s=trunk_s, single_s=single_s), single_s
-            copies.append((float(rows), gb_s))
-            after.append((float(rows), after_s))
-            single.append((float(rows), single_s))
+        waited = {
+            rows: _waited(
+                every,
+                rows,
+                every_ends,
+                limit_s=_TIME_OF_MANY * share_s / (2 if rows in short else 1),
+            )
+            for rows in sizes
+        }
         with every.copying():
             part_s = _launching_s(loaded, min(_LAUNCHED_ROWS, sizes[0]))
+    lacking = CopiedPasses(loaded, num_missing=max(1, most // 2), ends=every_ends)
+    with contextlib.closing(lacking) as half:
+        fewer = {
+            rows: _waited(half, rows, every_ends, limit_s=_TIME_OF_MANY * share_s / 2)
+            for rows in short
+        }
+    resident = gpu.moe(loaded.banks, Phase.PREFILL, None)
+    here = [loaded.chunk_passes(num, resident) for num in ends]
+    copies, after, single, grouped = [], [], [], []
+    for rows in sizes:
+        trunk_s = float(at_rows(speed.trunk, rows, trunk).sum())
+        num_few = _few(layers[0], speed, rows, rate)
+        with contextlib.closing(CopiedPasses(loaded, num_missing=num_few, ends=ends)) as few:
+            timers = [*few.timers(rows), *(passes.timer(rows) for passes in here)]
+            found = medians(timers, limit_s=_TIME_OF_FEW * share_s)
+        few_s, _ = _of_layer(found[:2], ends)
+        (here_s,) = _of_layer(found[2:], ends)
+        single_s = max(0.0, few_s - here_s)
+        if rows in short:
+            gb_s, after_s = told_apart(waited[rows], fewer[rows], trunk_s=trunk_s)
+        else:
+            gb_s = seconds_of_gb(*waited[rows], trunk_s=trunk_s, single_s=single_s)
+            after_s = single_s
+        copies.append((float(rows), gb_s))
+        after.append((float(rows), after_s))
+        single.append((float(rows), single_s))
     for rows in sorted({min(each, chunk) for each in _GROUPED_ROWS}):
         num_chunks = max(_LEAST_CHUNKS, _GROUP_TOKENS // rows)
         num_few = _few(layers[0], speed, sizes[0], rate, num_chunks)

@@ -11,7 +11,7 @@ import numpy as np
 
 from dflash_protocol.ids import AnyArray, I32Array, Phase
 from dflash_runtime.compute import ComputeBackend
-from dflash_runtime.compute.backend import CapturedStep
+from dflash_runtime.compute.backend import CapturedStep, DeviceSampling
 from dflash_runtime.compute.kv_cache import KvCache
 from dflash_runtime.compute.model import Model, Step, forward, run_to_end
 from dflash_runtime.compute.trees import Tree
@@ -23,6 +23,8 @@ STEPS_IN_A_ROW = 16
 one whose host takes part would find the processor's threads asleep."""
 _BEFORE_TREES = 8
 """Positions before a tree."""
+_ANY_TOKEN = DeviceSampling(temperature=1e9)
+"""All tokens are as probable."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,6 +41,10 @@ class Passes:
     """The routed experts that the model calls in a phase."""
     captured: CapturedStep | None
     random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
+    draws_tokens: bool = False
+    """Whether a device draws each token of steps in a row from all of them. Else they are greedy:
+    the first layers of a model write the same few tokens again and again, whose experts a processor
+    has in its caches. It takes the device longer."""
 
     def seconds(self, num_rows: int, position: int = 0) -> float:
         """One pass of a step of up to 8 tokens, or of a chunk, with the head's result for its last
@@ -71,6 +77,9 @@ class Passes:
         if captured is None:
             return self._forward_s(self._chunk(1, position, Phase.DECODE))
         num, ahead = self._num_in_a_row, captured.most_ahead
+        if self.draws_tokens:
+            captured.choose_by(_ANY_TOKEN)
+            captured.expect(position + 1, self.random.random(num))
         captured.begin(token_id, position)
         started_s = time.perf_counter()
         for started in range(1, num + 1):

@@ -99,6 +99,24 @@ def test_what_is_told_of_a_device(loaded: LoadedLayers, gpus: EmulatedGpus) -> N
     assert found.part_s > 0.0
 
 
+def test_passes_are_opened_when_those_before_have_given_their_memory_back(
+    loaded: LoadedLayers, gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small GPU has no room for two, and would be taken to copy nothing."""
+    measure_offload("cuda:0", loaded, SPEED, rate=1e9, limit_s=0.0)
+    before, num_missing = gpus.held()["bytes of arrays"], list[int]()
+
+    class Watched(CopiedPasses):
+        def __init__(self, loaded: LoadedLayers, **options: Any) -> None:
+            assert gpus.held()["bytes of arrays"] < before + 4096
+            super().__init__(loaded, **options)
+            num_missing.append(options["num_missing"])
+
+    monkeypatch.setattr(copied_experts, "CopiedPasses", Watched)
+    measure_offload("cuda:0", loaded, SPEED, rate=1e9, limit_s=0.0)
+    assert len(num_missing) >= 4
+
+
 def test_what_fails_gives_its_memory_back(
     loaded: LoadedLayers, gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:

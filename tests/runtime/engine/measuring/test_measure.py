@@ -26,6 +26,7 @@ from dflash_runtime.compute.gpu.chunk_room import GPU_CHUNKS
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.engine.measuring import (
     asked_model,
+    copied_experts,
     copies,
     devices,
     machine,
@@ -50,6 +51,7 @@ from dflash_runtime.placement.box import Box, Curve, DeviceSpeed
 from dflash_runtime.placement.split import HOST_OWNER
 from support.architectures import RANDOM
 from support.emulated_gpu import TINY, EmulatedGpus
+from support.gpu_models import SHAPES
 from support.random_gguf import write_model
 from support.random_models import write_qwen3moe
 
@@ -255,6 +257,32 @@ def test_the_processor_computes_what_steps_ask(model: Path, gpus: EmulatedGpus) 
             assert num_asked / num_used <= share_asking <= 1.0
 
 
+def test_steps_in_a_row_that_ask_the_processor_have_different_tokens(
+    model: Path, gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy ones soon have the same again, whose experts a processor has in its caches."""
+    backend: Any = gpus.open(EmulatedGpus.device)
+    processor = make_backend(BackendName.AUTO, num_threads=1)
+    with GgufFile.open(model) as file, contextlib.ExitStack() as undo:
+        undo.callback(processor.close)
+        undo.callback(backend.close)
+        layers = AskedModel(backend, processor, file, kv_type=KV, limit_bytes=1 << 30, limit_s=1.0)
+        undo.callback(layers.close)
+        timed = layers.asked(1).ends[1]
+        assert timed.captured is not None
+        read, token_ids = timed.captured.token, list[int | None]()
+
+        def noted(captured: object, position: int) -> int | None:
+            token_ids.append(read(position))
+            return token_ids[-1]
+
+        monkeypatch.setattr(type(timed.captured), "token", noted)
+        for _ in range(2):
+            timed.seconds(1)
+    assert len(token_ids) > passes.STEPS_IN_A_ROW
+    assert len(set(token_ids)) > len(token_ids) / 2
+
+
 def test_what_steps_take_that_could_ask_the_processor(
     model: Path, gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -385,6 +413,39 @@ def test_layers_of_several_kinds(architecture: str, tmp_path: Path, host: Measur
     device = box.devices["cpu"]
     for each in (device.trunk, device.experts, device.head, device.attention):
         assert all(is_sound(curve) for curve in each.values())
+
+
+def test_layers_that_were_timed_are_freed_before_prompts_with_copies_are(
+    tmp_path: Path,
+    gpus: EmulatedGpus,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A small GPU has no room for both. Models that keep states have more layers for steps far into
+    a context."""
+    path = write_model(tmp_path / "m.gguf", SHAPES["qwen35moe"], seed=1)
+    load, loaded = measure._loaded, list[LoadedLayers]()
+
+    def noted(*args: Any, **options: Any) -> tuple[LoadedLayers, LoadedLayers | None]:
+        layers, far = load(*args, **options)
+        assert far is not None
+        loaded.extend((layers, far))
+        return layers, far
+
+    def fails(name: str, layers: LoadedLayers, *_: Any, **__: Any) -> None:
+        assert [each for each in loaded if "_model" in vars(each)] == [layers]
+        raise DeviceOutOfMemory(name, num_bytes=9, free_bytes=1, total_bytes=8)
+
+    monkeypatch.setattr(measure, "_loaded", noted)
+    monkeypatch.setattr(copied_experts, "measure_offload", fails)
+    monkeypatch.setattr(passes, "STEPS_IN_A_ROW", 1)
+    monkeypatch.setattr(copies, "COPY_BYTES", 1 << 15)
+    backend: Any = gpus.open(EmulatedGpus.device)
+    with contextlib.closing(backend), caplog.at_level("INFO"):
+        box = measured(path, MeasuredDevice("cuda:0", backend))
+    assert "cuda:0" in box.copies
+    assert not box.offload
+    assert "prompts with copied experts are not timed on cuda:0" in caplog.text
 
 
 def test_a_box_is_kept_for_the_next_start(

@@ -399,6 +399,7 @@ class ExpertOffload:
         self._group = None
         self._copied_next.clear()
         self._laid_out_of = None
+        self._laid_out = self._device.empty(0, np.uint8)
         self._layers.clear()
         self._places.clear()
 
