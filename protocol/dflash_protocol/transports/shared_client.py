@@ -166,11 +166,12 @@ class SharedClient:
             requests.abandoned[sequence] = slot
 
     def lend(self) -> LentSlot:
-        """A slot for compiled code to make requests in, until it is given back.
+        """A slot for compiled code to make requests in, with rows in the host's memory, until it is
+        given back.
 
-        Raises: DaemonUnavailable if none is free, or the rows of this link are moved by a device.
+        Raises: DaemonUnavailable if none is free.
         """
-        if self._copies is not None or not self._requests.free:
+        if not self._requests.free:
             raise DaemonUnavailable("no slot of the ring can be lent")
         slot = self._requests.free.pop()
         return LentSlot(slot, self._ports, requests=self._requests, waiter=self._waiter)

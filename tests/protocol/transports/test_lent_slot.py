@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,7 @@ from dflash_protocol.ring.segment import create_segment
 from dflash_protocol.transports.lent_slot import LentSlot
 from dflash_protocol.transports.ports import PHASES
 from dflash_protocol.transports.shared_client import SharedClient
+from support.host_mover import HostMover, MovedRows, MovedSums
 from support.processes import environment, stop
 from support.routed_batches import ScalingBank, batch_of, moe_layer, naive_sums
 from support.shared_pair import NUM_SLOTS, Pair
@@ -162,6 +164,32 @@ def test_slots_are_lent_while_there_are_any(pair: Pair) -> None:
     for each in lent:
         each.give_back()
     pair.client.lend().give_back()
+
+
+def test_slots_are_lent_between_requests_whose_rows_a_device_moves(run_dir: Path) -> None:
+    """Rows in the host's memory and rows of a device, in turns, in the same slots."""
+    pair = Pair(run_dir, movers=(HostMover(), HostMover()))
+    with contextlib.closing(pair):
+        batch = example_batch(2)
+        expected = sums_of(batch)
+        for _ in range(2 * NUM_SLOTS):
+            asker, out = Asker(pair.client), np.zeros((2, HIDDEN_SIZE))
+            assert asker.post(batch, out) > 0
+            request = received(pair)
+            assert not request.batch.rows.is_on_device
+            pair.server.reply(request, HostSums(expected), 0.25)
+            assert asker.ended() > 0
+            assert asker.sums[:2].tobytes() == expected.tobytes()
+            asker.lent.give_back()
+            moved = replace(batch, rows=MovedRows(batch.hidden))
+            sequence = pair.client.submit(3, moved, deadline_s=TIMEOUT_S)
+            pair.client.push(sequence)
+            request = received(pair)
+            assert request.batch.rows.is_on_device
+            pair.server.reply(request, MovedSums(expected), 0.25)
+            reply = pair.client.wait(sequence, deadline_s=TIMEOUT_S)
+            assert reply.placed.is_on_device
+            assert reply.placed.to_host().tobytes() == expected.tobytes()
 
 
 def test_late_replies_end_the_request_and_give_back_its_slot(pair: Pair) -> None:

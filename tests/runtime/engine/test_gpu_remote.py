@@ -114,6 +114,28 @@ def test_trees_are_sent_whole(
         assert (one == other).all()
 
 
+def test_steps_ask_a_daemon_without_a_mailbox_by_compiled_code(
+    model: Path, gpus: EmulatedGpus, daemon: subprocess.Popen[str], endpoint: str
+) -> None:
+    """Also where devices move the rows of prompts through the same ring: before and after, in both
+    texts."""
+    shared = replace(load_settings(), ipc_transport="shared", check_replies=0)
+    connected: dict[str, Any] = {"connect": [endpoint], "require_daemons": True, "settings": shared}
+    found = []
+    for options in ({}, {"local_experts": 2, **connected}):
+        with Engine.open(model, device="cuda:0", context=48, **options) as engine:
+            for prompt in (IDS[:12], IDS[5:20]):
+                tokens = engine.generate(prompt, 8, ignore_eos=True)
+                found.append([each.token_id for each in tokens])
+            for owner in engine.stats().owners.values():
+                if owner.kind.value == "daemon":
+                    decode = owner.phases[Phase.DECODE]
+                    assert decode.requests > 0
+                    assert decode.pack_s == 0
+                    assert owner.phases[Phase.PREFILL].pack_s > 0
+    assert found[:2] == found[2:]
+
+
 def damaged(segment_address: int, offset: int) -> None:
     """Change a byte of what lies in shared memory."""
     ctypes.c_ubyte.from_address(segment_address + offset).value ^= 1
