@@ -48,10 +48,10 @@ class Group:
         arrays, kept = model.arrays, np.array(limits, np.float64)
         of_expert = np.maximum(expert_bytes.mean(axis=1), 1.0)
         room = np.minimum(kept / of_expert, num_elsewhere) / max(num_elsewhere, 1.0)
-        times = model.step_times_of(others)
-        speed = np.array(
-            [1.0 / max(1e-12, float(times[index][:, arrays.most_used].sum())) for index in others]
-        )
+        speed = np.array([
+            1.0 / max(1e-12, float(model.step_times[index][:, arrays.most_used].sum()))
+            for index in others
+        ])  # fmt: skip
         parts, left = np.zeros(len(others)), 1.0
         is_cpu = np.array([model.sides[index].is_cpu for index in others])
         # Devices get the hottest, so that their selections are more than their experts.

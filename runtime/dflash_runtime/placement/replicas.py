@@ -266,7 +266,7 @@ class _Filling:
         most = arrays.most_used
         begun = np.zeros(holders.shape[:2])
         of_one = np.zeros(holders.shape[:2])
-        for index, times in enumerate(model.step_times_of(self._members.tolist())):
+        for index, times in enumerate(model.step_times):
             of_one[index] = (
                 times[:, 1] if most == 1 else (times[:, most] - times[:, 1]) / (most - 1)
             )
