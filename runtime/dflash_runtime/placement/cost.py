@@ -149,30 +149,12 @@ class CostModel:
     """Memory for experts that the parent's processor computes."""
     shares_memory: bool = False
     """Whether experts on the parent's device take from `ram_bytes` too."""
-    _step_times: Mapping[bool, tuple[F64Array, ...]] = field(init=False)
-    """Of each side, by whether the parent's host asks: see `Side.step_s`."""
+    step_times: tuple[F64Array, ...] = field(init=False)
+    """Of each side: see `Side.step_s`."""
 
     def __post_init__(self) -> None:
-        sizes, most = self.arrays.file_bytes, self.arrays.most_used
-        times = {
-            by_host: tuple(side.step_s(sizes, most, by_host=by_host) for side in self.sides)
-            for by_host in (False, True)
-        }
-        object.__setattr__(self, "_step_times", times)
-
-    @property
-    def step_times(self) -> tuple[F64Array, ...]:
-        """Of each side, unless the parent's host asks: see `Side.step_s`."""
-        return self._step_times[False]
-
-    def asks_by_host(self, owners: Iterable[int]) -> bool:
-        """Whether the parent's host asks these owners in steps, the processor too, and stops in
-        each layer of which others than its device have experts: one of them has no mailbox."""
-        return any(not self.sides[index].by_device for index in owners if index != LOCAL)
-
-    def step_times_of(self, owners: Iterable[int]) -> tuple[F64Array, ...]:
-        """`step_times` where these have experts."""
-        return self._step_times[self.asks_by_host(owners)]
+        times = (side.step_s(self.arrays.file_bytes, self.arrays.most_used) for side in self.sides)
+        object.__setattr__(self, "step_times", tuple(times))
 
     def price(self, owners: I64Array, *, lengths: Iterable[int] = PROMPTS) -> Price:
         """Price an assignment, with prompts of these lengths besides the request's."""
@@ -231,8 +213,7 @@ class CostModel:
         ])  # fmt: skip
         present = np.flatnonzero(has.any(axis=1))
         counts = counts_by_owner(arrays.decode, owners, num_owners=num_sides, most=arrays.most_used)
-        by_host = self.asks_by_host(present)
-        times = np.stack(self.step_times_of(present))
+        times = np.stack(self.step_times)
         times[LOCAL] *= np.where(has[1:].any(axis=0), self.local_factor, 1.0)[:, None]
         slots_s = np.zeros(len(has[LOCAL]))
         for index, side in enumerate(self.sides if with_slots else ()):
@@ -243,14 +224,15 @@ class CostModel:
                 )
                 times[index] = np.where(both[:, None], found, times[index])
                 slots_s[both] = SLOTS_S
-        result = slots_s + expected_longest(counts[present], times[present], arrays.num_used)
-        if by_host:
-            return result + np.where(has[1:].any(axis=0), self.stop_s, 0.0)
         asked_s = [
             np.where(has[LOCAL] & of_side, self.beside_s([index]), 0.0)
             for index, of_side in enumerate(has)
         ]
-        return np.asarray(result + np.sum(asked_s, axis=0))
+        result = slots_s + expected_longest(counts[present], times[present], arrays.num_used)
+        result += np.sum(asked_s, axis=0)
+        stops = np.array([not side.by_device for side in self.sides])
+        stops[LOCAL] = False
+        return result + np.where(has[stops].any(axis=0), self.stop_s, 0.0)
 
     def beside_s(self, others: Iterable[int]) -> float:
         """Seconds that a layer of a step takes more if the parent's device and these owners have
@@ -386,10 +368,7 @@ class CostModel:
 
     def _asked_step_s(self, owners: I64Array) -> float:
         """What a step takes more in which these owners may be asked, besides its layers."""
-        present = np.unique(owners[self.arrays.exists])
-        if self.asks_by_host(present):
-            return 0.0
-        asked = [self.sides[index].asked for index in present]
+        asked = [self.sides[index].asked for index in np.unique(owners[self.arrays.exists])]
         return float(sum(each.step_s for each in asked if each is not None))
 
     def _disk_step_s(self, on_disk: BoolArray, computing_s: float) -> float:

@@ -208,10 +208,9 @@ def _reason(chosen: ParentChoice, alternatives: Sequence[Alternative], wishes: W
             f"though that writes {1 / ratio:.2f} times as fast; {share}."
         )
     if ratio < 1.0:
-        within = f"as fast within {(TIE - 1) * 100:.0f} %"
-        if any(each.name == best.name and each.mode is option.mode for each in chosen.others):
-            return f"The planned request takes less than with {best.name}, {within}; {share}."
-        return f"It is simpler than {best.name}, and {within}; {share}."
+        return (
+            f"It is simpler than {best.name}, and as fast within {(TIE - 1) * 100:.0f} %; {share}."
+        )
     return f"It writes {ratio:.2f} times as fast as {best.name}; {share}."
 
 

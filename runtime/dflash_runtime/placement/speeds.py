@@ -170,19 +170,18 @@ class Side:
     """Of a processor."""
     asked: AskedSpeed | None = None
     """Of the processor that the parent's device asks: see Box.host_asked. Steps take this instead
-    of what the curves, link and factor say, unless the host asks (CostModel.asks_by_host)."""
+    of what the curves, link and factor say."""
     slots: StepSlots | None = None
     """Of the parent's device, for experts of this side; `step_s` leaves them out."""
 
-    def step_s(self, expert_bytes: F64Array, most: int, *, by_host: bool = False) -> F64Array:
+    def step_s(self, expert_bytes: F64Array, most: int) -> F64Array:
         """Seconds of a layer of a step by how many of its experts are chosen, link included.
-        `by_host`: the parent's host asks the processor too.
 
         Shapes: expert_bytes [L], result [L, most + 1].
         """
         sizes, layers = np.unique(expert_bytes, return_inverse=True)
         amounts = sizes[:, None] * np.arange(most + 1)
-        if self.asked is not None and not by_host:
+        if self.asked is not None:
             times = along(self.asked.beyond, amounts)
         else:
             times = at_rows(self.experts, 1, amounts) * self.factor + self.step_link_s

@@ -140,10 +140,9 @@ def _step_times(
         here * model.local_factor, np.take_along_axis(there, remaining, axis=1)
     )  # [L, K + 1]
     steps = np.einsum("nlk,lk->nl", experts.chosen_here, slowest)
-    if model.asks_by_host(others):
+    if any(not model.sides[index].by_device for index in others):
         steps += model.stop_s
-    else:
-        steps += model.beside_s(others) * (experts.numbers[:, None] > 0)
+    steps += model.beside_s(others) * (experts.numbers[:, None] > 0)
     alone = here[np.arange(len(here)), arrays.num_used]
     return np.where(experts.numbers[:, None] >= arrays.num_experts, alone, steps)
 
@@ -179,12 +178,11 @@ def _prompt_times(
 def _group_times(model: CostModel, others: Sequence[int], parts: Sequence[float]) -> F64Array:
     """The expected time of the slowest of several owners, by how many experts are chosen among
     theirs, which are dealt at random. Shapes: result [L, K + 1]."""
-    step_times = model.step_times_of(others)
     if len(others) == 1:
-        return step_times[others[0]]
+        return model.step_times[others[0]]
     # Layers with experts of one size take the same time.
     _, first, layers = np.unique(model.arrays.file_bytes, return_index=True, return_inverse=True)
-    times = np.stack([step_times[index][first] for index in others])
+    times = np.stack([model.step_times[index][first] for index in others])
     width = times.shape[2]
     factorials = np.cumprod(np.maximum(np.arange(width), 1.0))
     counts = np.power(np.array(parts)[:, None], np.arange(width)) / factorials

@@ -104,28 +104,6 @@ def test_steps_take_what_asking_the_processor_was_measured_to_take() -> None:
         np.testing.assert_array_equal(chunk, before.sides[HOST].chunk_s(each, pairs, sizes))
 
 
-def test_the_host_asks_the_processor_too_if_a_daemon_has_no_mailbox() -> None:
-    """In all layers, also those of which no daemon has experts."""
-    curve = Curve(((SPEC.moe.layers[0].expert_bytes, 1e-9),))
-    asked = AskedSpeed(curve, computing=curve, layer_s=0.5, step_s=7.0)
-    owners = rows(HERE, HERE, HOST, HOST)
-    with_daemon = owners.copy()
-    with_daemon[1] = HERE, HERE, DAEMON, DAEMON
-    for by_device in (True, False):
-        plain = at(stop_s=0.25, by_device=by_device)
-        model = model_of(replace(plain, box=replace(plain.box, host_asked={"cuda:0": asked})))
-        before = model_of(at(stop_s=0.0))
-        assert model.price(owners).step_s > 7.0
-        assert model.step_layers_s(owners) == pytest.approx(0.5, abs=1e-3)
-        found, price = model.step_layers_s(with_daemon), model.price(with_daemon)
-        if by_device:
-            assert found[0] == pytest.approx(0.5, abs=1e-3)
-            assert price.step_s > 7.0
-        else:
-            assert found == pytest.approx(before.step_layers_s(with_daemon) + 0.25)
-            assert price.step_s < 1.0
-
-
 def test_layers_that_might_ask_the_processor_take_longer_and_so_does_the_step() -> None:
     size = SPEC.moe.layers[0].expert_bytes
     curve = Curve(((size, 1.0), (2 * size, 1.5)))
