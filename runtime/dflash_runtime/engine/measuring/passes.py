@@ -23,8 +23,8 @@ STEPS_IN_A_ROW = 16
 one whose host takes part would find the processor's threads asleep."""
 _BEFORE_TREES = 8
 """Positions before a tree."""
-_ANY_TOKEN = DeviceSampling(temperature=1e9)
-"""All tokens are as probable."""
+_ANY_TOKEN = DeviceSampling(temperature=30.0, top_k=1000)
+"""One of many tokens. A device leaves choices among more of equal weight to the host."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -171,7 +171,7 @@ class FileCopier:
     def close(self) -> None:
         """Wait for copies under way and end the threads. Idempotent."""
         self._undo.close()
-        self._posted.clear()  # they hold what was copied to
+        self._posted[:] = [None] * k.MOST_POSTED  # they hold what was copied to
 
     def _opened(
         self, device: KernelDevice, lane: I64Array, undo: contextlib.ExitStack
