@@ -356,7 +356,6 @@ def _measured_crossings(
             limit_s=_OFFLOAD_SHARE * limit_s,
         )
     except (DeviceOutOfMemory, SettingsError, UnsupportedModel) as error:
-        # Where there is no kernel, no plan copies experts either.
         # docs: there is no room for it, or no kernel; plans take prompts with copies to be as fast
         # as copies alone
         _LOG.info("prompts with copied experts are not timed on %s: %s", name, error)

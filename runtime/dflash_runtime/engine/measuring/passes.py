@@ -42,9 +42,9 @@ class Passes:
     captured: CapturedStep | None
     random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
     draws_tokens: bool = False
-    """Whether a device draws each token of steps in a row from all of them. Else they are greedy:
-    the first layers of a model write the same few tokens again and again, whose experts a processor
-    has in its caches. It takes the device longer."""
+    """Whether a device draws each token of steps in a row (_ANY_TOKEN). Else they are greedy: the
+    first layers of a model write the same few tokens again and again, whose experts a processor has
+    in its caches. Drawing takes the device longer."""
 
     def seconds(self, num_rows: int, position: int = 0) -> float:
         """One pass of a step of up to 8 tokens, or of a chunk, with the head's result for its last

@@ -235,14 +235,20 @@ def test_a_gpu_that_comes_later_is_measured_beside_the_host(
     assert set(box.links) == {HOST_OWNER}
 
 
-def test_the_processor_computes_what_steps_ask(model: Path, gpus: EmulatedGpus) -> None:
+@contextlib.contextmanager
+def asked_model_of(path: Path, gpus: EmulatedGpus) -> Iterator[AskedModel]:
     backend: Any = gpus.open(EmulatedGpus.device)
     processor = make_backend(BackendName.AUTO, num_threads=1)
-    with GgufFile.open(model) as file, contextlib.ExitStack() as undo:
+    with GgufFile.open(path) as file, contextlib.ExitStack() as undo:
         undo.callback(processor.close)
         undo.callback(backend.close)
         layers = AskedModel(backend, processor, file, kv_type=KV, limit_bytes=1 << 30, limit_s=1.0)
         undo.callback(layers.close)
+        yield layers
+
+
+def test_the_processor_computes_what_steps_ask(model: Path, gpus: EmulatedGpus) -> None:
+    with asked_model_of(model, gpus) as layers:
         assert len(layers.description.layers) == TINY.num_layers
         num_used = TINY.num_experts_used
         # The device has one of the experts, which some tokens choose.
@@ -261,13 +267,7 @@ def test_steps_in_a_row_that_ask_the_processor_have_different_tokens(
     model: Path, gpus: EmulatedGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy ones soon have the same again, whose experts a processor has in its caches."""
-    backend: Any = gpus.open(EmulatedGpus.device)
-    processor = make_backend(BackendName.AUTO, num_threads=1)
-    with GgufFile.open(model) as file, contextlib.ExitStack() as undo:
-        undo.callback(processor.close)
-        undo.callback(backend.close)
-        layers = AskedModel(backend, processor, file, kv_type=KV, limit_bytes=1 << 30, limit_s=1.0)
-        undo.callback(layers.close)
+    with asked_model_of(model, gpus) as layers:
         timed = layers.asked(1).ends[1]
         assert timed.captured is not None
         read, token_ids = timed.captured.token, list[int | None]()

@@ -399,9 +399,9 @@ class ExpertOffload:
         self._group = None
         self._copied_next.clear()
         self._laid_out_of = None
-        self._laid_out = self._device.empty(0, np.uint8)
         self._layers.clear()
         self._places.clear()
+        self._laid_out = self._device.empty(0, np.uint8)
 
     def _parts_with(self, known: _Layer, experts: Experts) -> Iterator[tuple[_Part, Experts]]:
         """A layer's parts with any of these experts, and which of them."""
