@@ -263,11 +263,13 @@ def measure_peer(
 
 
 def thread_counts(asked: int | None) -> list[int]:
-    """Numbers of threads to try: those asked for, else all processors and all physical cores."""
+    """Numbers of threads to try: those asked for, else all processors and all physical cores, of
+    those that this process may use."""
     if asked:
         return [asked]
-    logical = os.cpu_count() or 1
-    return sorted({logical, psutil.cpu_count(logical=False) or logical}, reverse=True)
+    logical = len(os.sched_getaffinity(0))
+    physical = psutil.cpu_count(logical=False) or logical
+    return sorted({logical, min(logical, physical)}, reverse=True)
 
 
 def bytes_of(path: Path, context: int) -> tuple[list[int], int]:

@@ -25,6 +25,7 @@ from bench.gpu_budgets import (
     bytes_of,
     learnt_prompts,
     parsed,
+    thread_counts,
     work_of,
 )
 from bench.llama_api import DEVICE_CALLS, REGISTRY_CALLS, declare, open_wheel
@@ -308,6 +309,17 @@ def test_a_model_without_planted_routing_reads_documents_and_writes_what_follows
     }
     written = [each for each in tmp_path.iterdir() if each.name == "written.heat"]
     assert written, "what is measured must not be known to plans"
+
+
+def test_llama_cpp_has_no_more_threads_than_the_process_has_processors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: 16 if logical else 8)
+    assert thread_counts(None) == [4]
+    assert thread_counts(3) == [3]
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: 4 if logical else 2)
+    assert thread_counts(None) == [4, 2]
 
 
 def test_the_table_says_what_is_wanted() -> None:

@@ -171,6 +171,8 @@ class SharedClient:
 
         Raises: DaemonUnavailable if none is free.
         """
+        if self._copies is not None:
+            self._copies.publish()
         if not self._requests.free:
             raise DaemonUnavailable("no slot of the ring can be lent")
         slot = self._requests.free.pop()

@@ -51,7 +51,7 @@ from dflash_runtime.experts.offload import OffloadChoice, OffloadMode
 from dflash_runtime.experts.owners import Owners, give, is_any_local
 from dflash_runtime.experts.runtime import MoeExpertComputeRuntime
 from dflash_runtime.experts.store import expert_tensor_types
-from dflash_runtime.experts.telemetry import PhaseStats
+from dflash_runtime.experts.telemetry import OwnerKind, PhaseStats
 from dflash_runtime.placement.footprint import Memory, Request, footprint, what_fits
 from dflash_runtime.placement.host_context import parent_bytes, room_for_experts, spare_bytes
 from dflash_runtime.placement.moves import MovePrices
@@ -291,8 +291,13 @@ def _arena_bytes(decision: Decision, placement: Placement) -> int | None:
 
 
 def _asked_in_steps(runtime: MoeExpertComputeRuntime) -> PhaseStats | None:
-    """What the processor beside the parent's device has computed in steps."""
-    owner = runtime.stats().get(HOST_OWNER)
+    """What the processor beside the parent's device has computed in steps; None where the host
+    asks it, which takes longer: a daemon without a mailbox takes it from all."""
+    owners = runtime.stats()
+    daemons = [each for each in owners.values() if each.kind is OwnerKind.DAEMON]
+    if len(runtime.mail_routes()) < sum(each.num_experts > 0 for each in daemons):
+        return None
+    owner = owners.get(HOST_OWNER)
     return None if owner is None else owner.phases.get(Phase.DECODE)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
@@ -55,6 +55,17 @@ class OffloadChoice:
     """Of the parent's device."""
 
 
+@dataclass(slots=True)
+class _Known:
+    """What was asked of a placement, for as long as its owners stay as they are."""
+
+    placement: Placement
+    owners: tuple[object, ...]
+    """What answers depend on."""
+    experts: dict[tuple[int, bool], npt.NDArray[np.bool_] | None] = field(default_factory=dict)
+    other_class: dict[int, npt.NDArray[np.bool_]] = field(default_factory=dict)
+
+
 class PromptOffload:
     """Which experts of a chunk the parent's device computes instead of their owners.
 
@@ -77,6 +88,7 @@ class PromptOffload:
         self._device_owner = device_owner
         self._map: tuple[Placement, object, ClassMap] | None = None
         """The class map asked for last, and what it is of."""
+        self._known: _Known | None = None
         self._logged: set[int] = set()
 
     @property
@@ -91,34 +103,21 @@ class PromptOffload:
     def experts(
         self, placement: Placement, layer_id: int, num_tokens: int
     ) -> npt.NDArray[np.bool_] | None:
-        """See RemoteExperts.to_offload."""
+        """See RemoteExperts.to_offload. The same array as long as nothing changes."""
         if self.mode is OffloadMode.OFF:
             return None
-        is_named = self.mode is OffloadMode.ON or layer_id in self._choice.layers
-        chosen = [i for i in range(len(self._owners)) if is_named and self._is_offloaded(i)]
-        if self._has_fallback and (is_named or num_tokens >= FEWEST_TOKENS):
-            chosen.append(_FALLBACK)  # else asking it raises the error that is due
-        owner_of_expert = placement.routing_without(self._lost())[layer_id].owner_index
-        is_chosen = np.zeros(len(self._owners) + 1, np.bool_)
-        is_chosen[chosen] = True
-        experts: npt.NDArray[np.bool_] = is_chosen[owner_of_expert]
-        if not experts.any():
-            return None
-        if not self._logged.issuperset(chosen):
-            self._log(placement, {*owner_of_expert[experts].tolist()} - self._logged)
-        return experts
+        known, key = self._known_of(placement), (layer_id, num_tokens >= FEWEST_TOKENS)
+        if key not in known.experts:
+            known.experts[key] = self._experts(placement, layer_id, is_large=key[1])
+        return known.experts[key]
 
     def other_class(self, placement: Placement, layer_id: int) -> npt.NDArray[np.bool_]:
         """Experts whose bits in prompts change if the device computes them: the class map leaves
         them to owners of other classes. Shapes: result [E]."""
-        is_named = self.mode is OffloadMode.ON or layer_id in self._choice.layers
-        of_owner = [
-            index != self._device_owner
-            and not (is_named and self._is_offloaded(index))
-            and not is_same_class(numeric_class, self._choice.numeric_class, Phase.PREFILL)
-            for index, numeric_class in enumerate(exact_classes(placement, self._owners))
-        ]
-        return np.array(of_owner, np.bool_)[placement.routing[layer_id].owner_index]
+        known = self._known_of(placement)
+        if layer_id not in known.other_class:
+            known.other_class[layer_id] = self._other_class(placement, layer_id)
+        return known.other_class[layer_id]
 
     def class_map(self, placement: Placement) -> ClassMap:
         """What computes each expert with a placement, while no owner is lost.
@@ -154,6 +153,41 @@ class PromptOffload:
             )
             self._map = placement, of_owners, made
         return self._map[2]
+
+    def _known_of(self, placement: Placement) -> _Known:
+        stats = [owner.stats for owner in self._owners]
+        owners = self.mode, *[(each.device, each.numeric_class, _is_lost(each)) for each in stats]
+        known = self._known
+        if known is None or known.placement is not placement or known.owners != owners:
+            known = self._known = _Known(placement, owners)
+        return known
+
+    def _experts(
+        self, placement: Placement, layer_id: int, *, is_large: bool
+    ) -> npt.NDArray[np.bool_] | None:
+        is_named = self.mode is OffloadMode.ON or layer_id in self._choice.layers
+        chosen = [i for i in range(len(self._owners)) if is_named and self._is_offloaded(i)]
+        if self._has_fallback and (is_named or is_large):
+            chosen.append(_FALLBACK)  # else asking it raises the error that is due
+        owner_of_expert = placement.routing_without(self._lost())[layer_id].owner_index
+        is_chosen = np.zeros(len(self._owners) + 1, np.bool_)
+        is_chosen[chosen] = True
+        experts: npt.NDArray[np.bool_] = is_chosen[owner_of_expert]
+        if not experts.any():
+            return None
+        if not self._logged.issuperset(chosen):
+            self._log(placement, {*owner_of_expert[experts].tolist()} - self._logged)
+        return experts
+
+    def _other_class(self, placement: Placement, layer_id: int) -> npt.NDArray[np.bool_]:
+        is_named = self.mode is OffloadMode.ON or layer_id in self._choice.layers
+        of_owner = [
+            index != self._device_owner
+            and not (is_named and self._is_offloaded(index))
+            and not is_same_class(numeric_class, self._choice.numeric_class, Phase.PREFILL)
+            for index, numeric_class in enumerate(exact_classes(placement, self._owners))
+        ]
+        return np.array(of_owner, np.bool_)[placement.routing[layer_id].owner_index]
 
     def _is_offloaded(self, index: int) -> bool:
         """Whether an owner's experts are, in the layers of the choice."""

@@ -300,10 +300,9 @@ class MoeExpertComputeRuntime:
         """
         if offloaded is not None:
             assert counts is not None
-            self._count_offloaded(layer_id, counts, offloaded)
-            is_local = self.local_experts_mask(layer_id)
-            if not counts[~(is_local | offloaded)].any():  # without pairs, which take longer
-                num_local = int(counts[is_local].sum())
+            num_offloaded = self._count_offloaded(layer_id, counts, offloaded)
+            num_local = int(counts.dot(self.local_experts_mask(layer_id)))
+            if num_offloaded + num_local == topk_ids.size:  # without pairs, which take longer
                 if num_local:
                     self._count_own(phase, num_tokens=topk_ids.shape[0], num_pairs=num_local)
                 self._selections.add_counts(phase, layer_id, counts)
@@ -469,11 +468,13 @@ class MoeExpertComputeRuntime:
 
     def _count_offloaded(
         self, layer_id: int, counts: I64Array, offloaded: npt.NDArray[np.bool_]
-    ) -> None:
-        """Shapes: counts, offloaded [E]."""
+    ) -> int:
+        """Returns how many. Shapes: counts, offloaded [E]."""
         other_class = self._offload.other_class(self.placement, layer_id)
-        self.hits.offloaded += int(counts[offloaded].sum())
-        self.hits.other_class += int(counts[offloaded & other_class].sum())
+        num_offloaded = int(counts.dot(offloaded))
+        self.hits.offloaded += num_offloaded
+        self.hits.other_class += int(counts.dot(offloaded & other_class))
+        return num_offloaded
 
     def _without_device(
         self, layer_id: int, topk_ids: I32Array, topk_weights: F32Array, phase: Phase

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
+from operator import add
 
 import numpy as np
 
@@ -347,7 +348,9 @@ class SelectionCounts:
     def add_counts(self, phase: Phase, layer_id: int, counts: I64Array) -> None:
         """Add counts made by a device or kernel. Shapes: counts [E]."""
         ours = self._by_phase[phase_index(phase)][layer_id]
-        ours[:] = [old + new for old, new in zip(ours, counts.tolist(), strict=True)]
+        if counts.size != len(ours):
+            raise ValueError(f"counts of {counts.size} experts, not of {len(ours)}")
+        ours[:] = map(add, ours, counts.tolist())
 
     def snapshot(self) -> dict[int, list[int]]:
         """A copy of both phases' sums by layer id, each list by global expert id.

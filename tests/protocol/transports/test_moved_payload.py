@@ -123,6 +123,25 @@ def test_rows_and_sums_stay_on_devices(pair: MovedPair, num_tokens: int) -> None
     assert pair.client.counters.bytes_received == 3 * 8 * num_tokens * HIDDEN
 
 
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_a_slot_is_lent_when_what_came_before_is_published(
+    pair: MovedPair, is_forgotten: bool
+) -> None:
+    """Compiled code's requests have later numbers. What was forgotten is never published."""
+    sequence, sums = submitted(pair, 4)
+    if is_forgotten:
+        pair.client.forget(sequence)
+    lent = [pair.client.lend() for _ in range(NUM_SLOTS - (not is_forgotten))]
+    if is_forgotten:
+        assert pair.server.try_receive() is None
+    else:
+        answered(pair, received(pair), sums)
+        reply = pair.client.wait(sequence, deadline_s=TIMEOUT_S)
+        assert reply.sums.tobytes() == sums.tobytes()
+    for each in lent:
+        each.give_back()
+
+
 def test_requests_of_both_kinds_go_through_one_ring(pair: MovedPair) -> None:
     """More than there are slots, so that replies are read to make room."""
     for round_ in range(2):

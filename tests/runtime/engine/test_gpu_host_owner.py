@@ -73,6 +73,8 @@ def test_bits_are_those_with_the_experts_in_a_cpu_daemon(
     for daemons in (["cpu"], []):
         with opened(model, daemons=daemons, local_experts=local_experts) as engine:
             found.append(results_of(engine))
+            times = opening._asked_in_steps(engine._owners.runtime)
+        assert (times is None) == bool(daemons)
     (expected_tokens, expected), (tokens, logits) = found
     assert tokens == expected_tokens
     np.testing.assert_array_equal(logits, expected)
@@ -157,6 +159,8 @@ def test_a_daemon_may_have_some_as_well(model: Path, gpus: EmulatedGpus) -> None
     with opened(model, daemons=["cpu"], placement=mixed) as engine:
         tokens, logits = results_of(engine)
         owners_of = engine.stats().owners
+        times = opening._asked_in_steps(engine._owners.runtime)
+    assert times is None  # of steps that the host asks: not those of a device's mailbox
     assert tokens == expected[0]
     np.testing.assert_array_equal(logits, expected[1])
     assert all(owners_of[name].pairs > 0 for name in names)

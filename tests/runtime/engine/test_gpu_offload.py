@@ -27,7 +27,6 @@ from dflash_protocol.errors import (
 from dflash_protocol.ids import F32Array, Phase
 from dflash_protocol.settings import load_settings
 from dflash_runtime import Engine
-from dflash_runtime.compute.gpu.device.device import Mark
 from dflash_runtime.compute.gpu.experts import offload_room
 from dflash_runtime.compute.gpu.experts.offload import ExpertOffload, OffloadedChunk
 from dflash_runtime.compute.gpu.launch.prefill_experts import ExpertPrefill
@@ -84,8 +83,8 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     begin = FileCopier.begin
 
-    def noted(copier: FileCopier, runs: FileRuns, *, after: Mark | None = None) -> Transfer:
-        transfer = begin(copier, runs, after=after)
+    def noted(copier: FileCopier, runs: FileRuns, **options: Any) -> Transfer:
+        transfer = begin(copier, runs, **options)
         sizes.append(transfer.num_bytes)
         return transfer
 

@@ -173,3 +173,27 @@ def test_bits_change_where_the_class_map_leaves_experts_to_other_classes() -> No
         assert changed(known) == rounded
         assert changed(unplanned) == [2, 3, *rounded]
     assert changed(Rig(OffloadMode.ON, ())) == []
+
+
+def test_answers_follow_owners_and_placements_and_stay_the_same_else() -> None:
+    rig = Rig(OffloadMode.ON)
+
+    def found(num_tokens: int = NUM_TOKENS) -> object:
+        return rig.offload.experts(rig.placement, 2, num_tokens)
+
+    first = found()
+    assert found() is first
+    assert rig.experts() == [2, 3, 4, 5]
+    rig.quick.stats.is_lost = True
+    assert found() is not first
+    rig.quick.stats.is_lost = False
+    assert rig.experts() == [2, 3, 4, 5]
+    assert rig.offload.other_class(rig.placement, 2).tolist() == [False] * NUM_EXPERTS
+    moved = {LOCAL_OWNER: [0, 5], "slow": [2, 3], "quick": [4, 1]}
+    rig.placement = make_placement(
+        MoeSpec((moe_layer(layer_id=2, num_experts=NUM_EXPERTS),)),
+        {name: OwnedExperts.from_lists({2: ids}) for name, ids in moved.items()},
+    )
+    assert rig.experts() == [1, 2, 3, 4]
+    rig.offload.mode = OffloadMode.OFF
+    assert found() is None

@@ -17,6 +17,7 @@ from dflash_protocol.errors import (
     DeviceUnavailable,
     SettingsError,
     UnsupportedModel,
+    one_line,
 )
 from dflash_runtime.compute import BackendName, ComputeBackend
 from dflash_runtime.compute.gpu.chunk_room import GPU_CHUNKS
@@ -356,9 +357,10 @@ def _measured_crossings(
             limit_s=_OFFLOAD_SHARE * limit_s,
         )
     except (DeviceOutOfMemory, SettingsError, UnsupportedModel) as error:
+        reason = one_line(str(error))
         # docs: there is no room for it, or no kernel; plans take prompts with copies to be as fast
         # as copies alone
-        _LOG.info("prompts with copied experts are not timed on %s: %s", name, error)
+        _LOG.info("prompts with copied experts are not timed on %s: %s", name, reason)
         return found
     return replace(found, offload={name: offload})
 

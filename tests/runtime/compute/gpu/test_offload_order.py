@@ -62,7 +62,7 @@ class Rig:
         stubs._copier = SimpleNamespace(begin=self.copy, close=lambda: None)
         nothing: Any = None
         stubs._places = [offload._Place(nothing) for _ in range(self.num_places)]
-        stubs._group, stubs._layers, number = None, {}, 0
+        stubs._group, stubs._layers, stubs._unsettled, number = None, {}, [], 0
         stubs._copied_next, stubs._laid_out_of = deque(), None
         for layer_id, parts in enumerate(self.parts_of):
             missing = mask_of([each for part in parts for each in part])
@@ -88,7 +88,7 @@ class Rig:
             experts=mask_of(experts), place=place, native=weights, weights=weights, **stubs
         )
 
-    def copy(self, runs: tuple[int, list[int]], *, after: object) -> Any:
+    def copy(self, runs: tuple[int, list[int]], *, after: object, into: list[Any]) -> None:
         layer_id, experts = runs
         assert experts
 
@@ -98,7 +98,7 @@ class Rig:
                 raise DeviceUnavailable("cuda:0: the GPU has fallen off the bus")
             self.arrived.update((layer_id, each) for each in experts)
 
-        return SimpleNamespace(wait=wait, cancel=lambda: None)
+        into.append(SimpleNamespace(wait=wait, cancel=lambda: None))
 
     def compute(self, resident: Any, routed: Any, before: Any, *, mean_rows: float) -> str:
         place, experts = resident

@@ -121,7 +121,8 @@ class HostRoute:
             routed.choice.ids, routed.choice.weights, num_experts=self._num_experts
         )
         wanted = None if offload is None else offload.wanted(layer_id, num_tokens, remote)
-        asks_nothing = offload is not None and offload.is_all(layer_id, wanted)
+        asks_nothing = wanted is not None and wanted.is_all
+        offloaded = None if wanted is None else wanted.experts
         hidden = local = ticket = chunk = None
         try:
             predicted = None if wanted is None else self._predicted(routed)
@@ -130,15 +131,15 @@ class HostRoute:
                 hidden = ops.payload.rows(ops.chunks.copy_of(routed.x).array)
             if self._layer is not None:
                 local = local_sums(ops, self._layer, routed, phase=self._phase)
-            if offload is not None and wanted is not None:
+            if offload is not None and offloaded is not None:
                 sums = None if local is None else local.array
-                count = partial(self._ask, pending, wanted, None) if asks_nothing else None
+                count = partial(self._ask, pending, offloaded, None) if asks_nothing else None
                 chunk = OffloadedChunk(
-                    routed, pending, wanted, sums, predicted=predicted, note=count
+                    routed, pending, offloaded, sums, predicted=predicted, note=count
                 )
                 offload.add(layer_id, chunk)
             if not asks_nothing:
-                ticket = self._ask(pending, wanted, hidden)
+                ticket = self._ask(pending, offloaded, hidden)
             remote.poll()
             if ticket is None and chunk is None:
                 # Nothing is awaited: while others take their turns, only rows are kept.
@@ -167,7 +168,7 @@ class HostRoute:
             return None
         choice, num_experts = routed.predict(), self._remote.local_experts_mask(following).size
         choices = self._ops.payload.choices
-        return choices.begin(choice.ids, choice.weights, num_experts=num_experts)
+        return choices.begin(choice.ids, None, num_experts=num_experts)
 
     def _ask(self, pending: PendingChoice, offloaded: Experts | None, hidden: Hidden | None) -> Any:
         """Ask the owners for what is not `offloaded`, and count what was chosen; a ticket, or None

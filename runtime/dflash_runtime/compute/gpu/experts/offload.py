@@ -31,7 +31,7 @@ import numpy.typing as npt
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.spec import MoeLayer
 from dflash_protocol.batch import group_by_expert
-from dflash_protocol.ids import F64Array, Phase
+from dflash_protocol.ids import AnyArray, F64Array, Phase
 from dflash_runtime.compute.backend import RemoteExperts
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, Mark
 from dflash_runtime.compute.gpu.experts.offload_room import (
@@ -48,7 +48,6 @@ from dflash_runtime.compute.gpu.ops.ops import GpuOps
 from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FileRuns, Transfer
 from dflash_runtime.compute.gpu.transfers.host_rows import PendingChoice
 from dflash_runtime.compute.step_order import MOST_TOKENS
-from dflash_runtime.interrupts import uninterrupted
 
 _NEARLY_ALL = 0.75
 """If this share of a layer's experts was chosen, all of the next layer's are copied ahead, unless
@@ -70,7 +69,8 @@ experts, 19 are copied ahead, 14 of them for something (of 24 and 17 that were c
 Experts = npt.NDArray[np.bool_]
 """A mask of a layer's experts. Shapes: [E]."""
 
-_Unsettled: TypeAlias = tuple[PendingChoice, Callable[[], None] | None]
+_Chosen: TypeAlias = tuple[PendingChoice, Callable[[], None] | None]
+"""What a chunk chose, and whom to tell. Its rows are not kept."""
 
 
 @dataclass(slots=True, eq=False)
@@ -133,7 +133,16 @@ class _Part:
 
     def runs_of(self, experts: Experts) -> FileRuns:
         """Those of some of the experts. Shapes: experts [E]."""
-        return self.runs.chosen(np.tile(experts[self.experts], len(self.native)))
+        return self.runs.chosen(experts[self.experts])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wanted:
+    """Remote experts of a layer that are to be computed here, at least one. Shapes: [E]."""
+
+    experts: Experts
+    is_all: bool
+    """Whether the layer has no other remote experts."""
 
 
 @dataclass(slots=True, eq=False)
@@ -149,8 +158,18 @@ class _Layer:
     shares: F64Array | None = None
     """Of the last group's tokens, those that chose each expert: the next one's choice resembles
     them. Shapes: [E]."""
-    unsettled: Sequence[_Unsettled] = ()
-    """Of chunks that were computed, what they chose and whom to tell. Their rows are not kept."""
+    asked: tuple[Experts, Wanted | None] | None = None
+    foreseen: tuple[F64Array | None, Experts, int, bool] | None = None
+    """What was asked last, and the answer: a chunk asks the same several times. Arrays are not
+    written to."""
+
+    def wanted(self, offloaded: Experts) -> Wanted | None:
+        """Those of `offloaded` that are missing. Shapes: offloaded [E]."""
+        if self.asked is None or self.asked[0] is not offloaded:
+            experts = offloaded & self.missing
+            is_all = bool((experts == self.missing).all())
+            self.asked = offloaded, Wanted(experts, is_all) if experts.any() else None
+        return self.asked[1]
 
     def often(self, wanted: Experts, num_tokens: int) -> Experts | None:
         """Which of the wanted experts so many tokens will choose `_OFTEN`, by the last group's
@@ -159,16 +178,20 @@ class _Layer:
 
     def foresees_all(self, wanted: Experts, num_tokens: int) -> bool:
         """Whether these are nearly all of the wanted experts. Shapes: wanted [E]."""
+        if self.foreseen is not None:
+            shares, asked, number, found = self.foreseen
+            if shares is self.shares and asked is wanted and number == num_tokens:
+                return found
         often = self.often(wanted, num_tokens)
-        return often is not None and bool(often.sum() >= _FORESEEN * wanted.sum())
+        found = often is not None and bool(often.sum() >= _FORESEEN * wanted.sum())
+        self.foreseen = self.shares, wanted, num_tokens, found
+        return found
 
-    def settle(self) -> None:
+    def settle(self, chosen: Sequence[_Chosen]) -> None:
         """Note what a group's tokens chose; waits for that."""
-        unsettled, self.unsettled = self.unsettled, ()
-        if unsettled:
-            counts = [pending.counts() for pending, _ in unsettled]
-            self.shares = np.sum(counts, axis=0) / sum(each.num_tokens for each, _ in unsettled)
-        for _, note in unsettled:
+        counts = [pending.counts() for pending, _ in chosen]
+        self.shares = _total(counts) / sum(pending.num_tokens for pending, _ in chosen)
+        for _, note in chosen:
             if note is not None:
                 note()
 
@@ -205,7 +228,10 @@ class _Group:
     @property
     def wanted(self) -> Experts:
         """By any chunk. Shapes: [E]."""
-        return np.asarray(np.any([each.wanted for each in self.chunks], axis=0))
+        first, *others = (each.wanted for each in self.chunks)
+        if all(each is first for each in others):
+            return first
+        return np.asarray(np.any([first, *others], axis=0))
 
 
 class ExpertOffload:
@@ -255,6 +281,8 @@ class ExpertOffload:
         self._following = dict(pairwise(missing))
         self._group: _Group | None = None
         """A layer's chunks that were added and are not computed yet."""
+        self._unsettled: list[tuple[_Layer, list[_Chosen]]] = []
+        """Groups that were computed before it was known what they chose."""
         self._copied_next: deque[tuple[_Part, Experts]] = deque()
         """Experts whose copies are not begun yet, in the order in which they are computed."""
         self._copier = new_copier(device)
@@ -303,14 +331,13 @@ class ExpertOffload:
                     part.place.clear()
             self._layers[layer_id] = _Layer(known.layer, missing, known.places)
 
-    def wanted(self, layer_id: int, num_tokens: int, remote: RemoteExperts) -> Experts | None:
-        """Which of a layer's remote experts a chunk of so many tokens has computed here; None:
-        none. Shapes: result [E]."""
+    def wanted(self, layer_id: int, num_tokens: int, remote: RemoteExperts) -> Wanted | None:
+        """Which of a layer's remote experts a chunk of so many tokens has computed here, if any."""
         known = self._layers.get(layer_id)
-        experts = None if known is None else remote.to_offload(layer_id, num_tokens)
-        if known is None or experts is None or not (experts & known.missing).any():
+        offloaded = None if known is None else remote.to_offload(layer_id, num_tokens)
+        if known is None or offloaded is None:
             return None
-        return experts & known.missing
+        return known.wanted(offloaded)
 
     def is_uncertain(self, layer_id: int, num_tokens: int, remote: RemoteExperts) -> bool:
         """Whether some of a layer's remote experts are to be computed for a chunk of so many
@@ -319,11 +346,9 @@ class ExpertOffload:
         group, wanted = self._group, self.wanted(layer_id, num_tokens, remote)
         if group is not None and group.layer_id == layer_id - 1:
             num_tokens += group.num_tokens
-        return wanted is not None and not self._layers[layer_id].foresees_all(wanted, num_tokens)
-
-    def is_all(self, layer_id: int, wanted: Experts | None) -> bool:
-        """Whether these are all remote experts of a layer; None: none. Shapes: wanted [E]."""
-        return wanted is not None and bool((wanted == self._layers[layer_id].missing).all())
+        if wanted is None:
+            return False
+        return not self._layers[layer_id].foresees_all(wanted.experts, num_tokens)
 
     def add(self, layer_id: int, chunk: OffloadedChunk) -> None:
         """Add a chunk to the layer's group. Nothing is waited for."""
@@ -352,8 +377,7 @@ class ExpertOffload:
     def abandon(self) -> None:
         """Forget chunks that are not computed yet, or not counted: their pass has failed."""
         self._group = None
-        for known in self._layers.values():
-            known.unsettled = ()
+        self._unsettled.clear()
 
     def _compute(self, group: _Group, remote: RemoteExperts) -> None:
         """Each part for all chunks, while the next ones are copied."""
@@ -363,13 +387,12 @@ class ExpertOffload:
         for place in self._places:  # what else was on its way, of a group that was given up
             place.is_due = False
         rows_of = self._rows_of(known, group)
-        known.unsettled = [(each.pending, each.note) for each in chunks]
-        rows = np.sum(rows_of, axis=0)
+        self._unsettled.append((known, [(each.pending, each.note) for each in chunks]))
+        rows = _total(rows_of)
         # Those on their way come first: another part, which only a later chunk needs, may be
         # waiting for the place of one.
         parts = sorted(self._parts_with(known, rows > 0), key=lambda found: not found[0].is_due)
-        is_nearly_all = (rows > 0).sum() >= _NEARLY_ALL * group.wanted.sum()
-        following, ahead = self._ahead(group, remote, is_nearly_all=is_nearly_all)
+        following, ahead = self._ahead(group, remote, rows)
         self._copied_next = deque(parts)
         if following is not None:
             self._copied_next.extend(self._parts_with(following, ahead))
@@ -383,7 +406,7 @@ class ExpertOffload:
                         self._resident(part, chunk.wanted),
                         chunk.routed,
                         chunk.sums,
-                        mean_rows=float(of_experts[of_experts > 0].mean()),
+                        mean_rows=float(of_experts.sum()) / np.count_nonzero(of_experts),
                     )
             part.place.read, part.place.is_due = self._device.mark(), False
             self._copy()
@@ -421,36 +444,38 @@ class ExpertOffload:
         rows_of: list[F64Array] = []
         for chunk in group.chunks:
             rows_of.append(np.where(chunk.wanted, chunk.pending.counts(), 0.0))
-            if len(rows_of) == 1:  # others choose nearly the same
+            if len(rows_of) == 1 < len(group.chunks):  # others choose nearly the same
                 self._copied_next = deque(self._parts_with(known, rows_of[0] > 0))
                 self._copy()
         return rows_of
 
     def _ahead(
-        self, group: _Group, remote: RemoteExperts, *, is_nearly_all: bool
+        self, group: _Group, remote: RemoteExperts, rows: F64Array
     ) -> tuple[_Layer | None, Experts]:
-        """The layer after this one, if it has experts to compute, and those to copy ahead."""
+        """The layer after this one, if it has experts to compute, and those to copy ahead. Shapes:
+        rows, of this layer's experts, [E]."""
         following = self._following.get(group.layer_id)
         most = max(each.pending.num_tokens for each in group.chunks)
         wanted = None if following is None else self.wanted(following, most, remote)
         if following is None or wanted is None:
             return None, np.zeros(0, np.bool_)
-        known, num_tokens = self._layers[following], group.num_tokens
+        known, experts, num_tokens = self._layers[following], wanted.experts, group.num_tokens
+        if known.foresees_all(experts, num_tokens):
+            return known, experts
         predicted = [each.predicted for each in group.chunks]
-        if known.foresees_all(wanted, num_tokens):
-            return known, wanted
         if None not in predicted:
             counts = [each.counts() for each in predicted if each is not None]
-            return known, wanted & (np.sum(counts, axis=0) > 0)
-        often = known.often(wanted, num_tokens)
-        if often is None and is_nearly_all:
-            often = wanted
-        return known, np.zeros_like(wanted) if often is None else often
+            return known, experts & (_total(counts) > 0)
+        often = known.often(experts, num_tokens)
+        if often is None and (rows > 0).sum() >= _NEARLY_ALL * group.wanted.sum():
+            often = experts
+        return known, np.zeros_like(experts) if often is None else often
 
     def _settle(self) -> None:
         """Note what groups chose that were computed before that was known."""
-        for known in self._layers.values():
-            known.settle()
+        unsettled, self._unsettled = self._unsettled, []
+        for known, chosen in unsettled:
+            known.settle(chosen)
 
     def _copy(self) -> None:
         """Begin copies, in their order, until the next part's place is due to be computed."""
@@ -463,9 +488,8 @@ class ExpertOffload:
                 place.take(part)
             more = experts & ~place.loaded
             if more.any():
-                with uninterrupted():  # so that a place knows each transfer under way
-                    transfer = self._copier.begin(part.runs_of(more), after=place.read)
-                    place.transfers.append(transfer)
+                runs = part.runs_of(more)
+                self._copier.begin(runs, after=place.read, into=place.transfers)
                 place.loaded = place.loaded | more
                 place.num_fillings += 1
             place.is_due = True
@@ -486,11 +510,12 @@ class ExpertOffload:
 
     def _resident(self, part: _Part, experts: Experts) -> ResidentLayer:
         """Those of `experts` that are in a part, as a resident layer."""
-        if part.some is None or (part.some[0] != experts).any():
+        some = part.some
+        if some is None or (some[0] is not experts and (some[0] != experts).any()):
             resident = part.resident.only(self._device, experts)
             assert resident is not None
-            part.some = experts, resident
-        return part.some[1]
+            some = part.some = experts, resident
+        return some[1]
 
     def _lay_out(self, part: _Part) -> None:
         """Repack a part into the device's layout, if that differs and it was not done; also what of
@@ -576,6 +601,11 @@ class ExpertOffload:
         )
         self._ops.chunk_experts.sums_of_batch(resident, batch)
         self._device.synchronize()
+
+
+def _total(counts: Sequence[AnyArray]) -> AnyArray:
+    """Of chunks; most groups have one. Shapes: counts [E] each, result [E]."""
+    return counts[0] if len(counts) == 1 else np.asarray(np.sum(counts, axis=0))
 
 
 def _parts_of(layer: MoeLayer, missing: Experts) -> list[Experts]:

@@ -55,13 +55,15 @@ class FileRuns:
         return cls(np.array(rows, np.int64).reshape(-1, 3), runs)
 
     def chosen(self, runs: npt.NDArray[np.bool_]) -> FileRuns:
-        """Some of them. Shapes: runs [N]."""
-        return FileRuns(self.table[runs], self.held)
+        """Some of each M in turns. Shapes: runs [M], where M divides N."""
+        columns = self.table.shape[1]
+        some = self.table.reshape(-1, runs.size, columns)[:, runs]
+        return FileRuns(some.reshape(-1, columns), self.held)
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """Runs being copied."""
+    """Runs being copied; one that was not begun has ended."""
 
     runs: FileRuns
     words: I64Array
@@ -146,8 +148,15 @@ class FileCopier:
             undo.callback(self._end)
             self._undo = undo.pop_all()
 
-    def begin(self, runs: FileRuns, *, after: Mark | None = None) -> Transfer:
-        """Begin to copy; the device writes nothing before the mark.
+    def begin(
+        self,
+        runs: FileRuns,
+        *,
+        after: Mark | None = None,
+        into: list[Transfer] | None = None,
+    ) -> Transfer:
+        """Begin to copy; the device writes nothing before the mark. The transfer is appended to
+        `into` first, which so has every transfer that was begun, whatever interrupts this.
 
         Raises: DeviceUnavailable if earlier transfers do not end.
         """
@@ -156,6 +165,8 @@ class FileCopier:
         words[k.TOTAL_BYTES] = runs.table[:, k.SIZE].sum()
         words[k.EVENT] = 0 if after is None else after.handle
         transfer = Transfer(runs, words, after)
+        if into is not None:
+            into.append(transfer)
         self.num_bytes += transfer.num_bytes
         (queue, lanes), num_lanes = self._addresses, len(self._lanes)
         self._posted[self._next_place()] = transfer

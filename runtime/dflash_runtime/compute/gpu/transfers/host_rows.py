@@ -30,6 +30,7 @@ _NUM_SLOTS = 8
 """More indices than are in use at a time, so that usually none is waited for."""
 _FEWEST_INDICES = 1024
 _STREAM = "host rows"
+_NO_WEIGHTS: F32Array = np.zeros((0, 0), np.float32)
 
 
 def wait_for_mark(device: KernelDevice, mark: Mark | None) -> None:
@@ -96,16 +97,18 @@ class PendingChoice:
         return self._shape[0]
 
     def wait(self) -> tuple[I32Array, F32Array]:
-        """The ids and weights, in memory of their own. Shapes: both [T, K].
+        """The ids and weights, in memory of their own; no weights if they were not asked for.
+        Shapes: both [T, K].
 
         Raises: DeviceUnavailable.
         """
         if self._found is None:
             place, shape = self._place, self._shape
             place.stream.synchronize(COPY_DEADLINE_S)
-            ids, weights = (
-                array[: prod(shape)].reshape(shape).copy() for array in place.block.host
-            )
+            host_ids, host_weights = place.block.host
+            ids, weights = host_ids[: prod(shape)].reshape(shape).copy(), _NO_WEIGHTS
+            if len(place.sources) > 1:
+                weights = host_weights[: prod(shape)].reshape(shape).copy()
             self._found, place.user, place.sources = (ids, weights), None, ()
         return self._found
 
@@ -147,15 +150,18 @@ class HostChoices:
         self._device = device
         self._places: list[_ChoicePlace] = []
 
-    def begin(self, ids: DeviceArray, weights: DeviceArray, *, num_experts: int) -> PendingChoice:
-        """Begin to bring them, complete after all launches so far. `num_experts`: of the layer.
+    def begin(
+        self, ids: DeviceArray, weights: DeviceArray | None, *, num_experts: int
+    ) -> PendingChoice:
+        """Begin to bring them, complete after all launches so far. `weights`: None: they are not
+        needed. `num_experts`: of the layer.
 
         Shapes: ids [T, K] int32; weights [T, K] float32.
         """
         place = self._free_place(ids.size)
-        place.sources = ids, weights
+        place.sources = (ids,) if weights is None else (ids, weights)
         place.stream.wait_for(self._device.mark())
-        for array, source in zip(place.block.host, (ids, weights), strict=True):
+        for array, source in zip(place.block.host, place.sources, strict=False):
             place.stream.read(array[: ids.size], source)
         return PendingChoice(place, ids.shape, num_experts=num_experts)
 

@@ -18,7 +18,7 @@ from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import AnyArray, U8Array
 from dflash_runtime.compute.cpu.kernels import copy_runs
 from dflash_runtime.compute.gpu.device.device import DeviceArray, Mark, address
-from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FileRuns
+from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FileRuns, Transfer
 from dflash_runtime.compute.gpu.transfers.locked_room import default_threads
 from support.emulated_device import EmulatedDevice
 from support.emulated_device.side_stream import EmulatedSideStream
@@ -364,6 +364,27 @@ def test_what_goes_wrong_after_a_transfer_s_last_piece_was_begun_is_told(
     copier.begin(runs).wait()
     assert (device.download(destination) == random_bytes(PIECE_BYTES, 1)).all()
     copier.close()
+
+
+def test_a_transfer_whose_begin_was_interrupted_is_known_and_has_ended(
+    device: EmulatedDevice, copier: FileCopier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> Any:
+        raise KeyboardInterrupt
+
+    runs, destination = one_run(device, random_bytes(PIECE_BYTES, 1))
+    begun: list[Transfer] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(copy_runs, "post", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            copier.begin(runs, into=begun)
+    [transfer] = begun
+    assert transfer.has_ended
+    transfer.wait()
+    assert not (device.download(destination) == random_bytes(PIECE_BYTES, 1)).all()
+    copier.begin(runs, into=begun).wait()
+    assert (device.download(destination) == random_bytes(PIECE_BYTES, 1)).all()
+    assert len(begun) == 2
 
 
 def test_a_wait_has_an_end(
