@@ -167,9 +167,9 @@ class SharedClient:
 
     def lend(self) -> LentSlot:
         """A slot for compiled code to make requests in, with rows in the host's memory, until it is
-        given back.
+        given back. Waits for rows of a request that a device is still copying, and publishes it.
 
-        Raises: DaemonUnavailable if none is free.
+        Raises: DaemonUnavailable if none is free; DeviceUnavailable.
         """
         if self._copies is not None:
             self._copies.publish()

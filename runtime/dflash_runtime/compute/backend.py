@@ -240,7 +240,8 @@ class RemoteExperts(Protocol):
 
     def to_offload(self, layer_id: int, num_tokens: int) -> npt.NDArray[np.bool_] | None:
         """Remote experts of a chunk of so many tokens that the block is to compute with weights
-        copied to its device; None: no experts. Shapes: result [E], all experts of these owners.
+        copied to its device; None: no experts. Not to be written to: while nothing changes it is
+        the same array. Shapes: result [E], all experts of these owners.
         """
 
     def never_offload(self) -> None:

@@ -292,7 +292,7 @@ def _arena_bytes(decision: Decision, placement: Placement) -> int | None:
 
 def _asked_in_steps(runtime: MoeExpertComputeRuntime) -> PhaseStats | None:
     """What the processor beside the parent's device has computed in steps; None where the host
-    asks it, which takes longer: a daemon without a mailbox takes it from all."""
+    asks it now, which takes longer: a daemon without a mailbox takes it from all."""
     owners = runtime.stats()
     daemons = [each for each in owners.values() if each.kind is OwnerKind.DAEMON]
     if len(runtime.mail_routes()) < sum(each.num_experts > 0 for each in daemons):

@@ -175,6 +175,7 @@ class PromptOffload:
         experts: npt.NDArray[np.bool_] = is_chosen[owner_of_expert]
         if not experts.any():
             return None
+        experts.setflags(write=False)
         if not self._logged.issuperset(chosen):
             self._log(placement, {*owner_of_expert[experts].tolist()} - self._logged)
         return experts

@@ -74,7 +74,7 @@ def test_bits_are_those_with_the_experts_in_a_cpu_daemon(
         with opened(model, daemons=daemons, local_experts=local_experts) as engine:
             found.append(results_of(engine))
             times = opening._asked_in_steps(engine._owners.runtime)
-        assert (times is None) == bool(daemons)
+    assert times is not None  # of the last, without a daemon
     (expected_tokens, expected), (tokens, logits) = found
     assert tokens == expected_tokens
     np.testing.assert_array_equal(logits, expected)

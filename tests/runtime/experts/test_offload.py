@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import numpy as np
@@ -175,25 +175,35 @@ def test_bits_change_where_the_class_map_leaves_experts_to_other_classes() -> No
     assert changed(Rig(OffloadMode.ON, ())) == []
 
 
-def test_answers_follow_owners_and_placements_and_stay_the_same_else() -> None:
-    rig = Rig(OffloadMode.ON)
+def test_answers_are_kept_for_as_long_as_nothing_changes() -> None:
+    rig = Rig(OffloadMode.AUTO)
 
-    def found(num_tokens: int = NUM_TOKENS) -> object:
-        return rig.offload.experts(rig.placement, 2, num_tokens)
+    def found() -> tuple[object, object]:
+        other_class = rig.offload.other_class(rig.placement, 2)
+        return rig.offload.experts(rig.placement, 2, NUM_TOKENS), other_class
 
-    first = found()
-    assert found() is first
-    assert rig.experts() == [2, 3, 4, 5]
-    rig.quick.stats.is_lost = True
-    assert found() is not first
-    rig.quick.stats.is_lost = False
-    assert rig.experts() == [2, 3, 4, 5]
-    assert rig.offload.other_class(rig.placement, 2).tolist() == [False] * NUM_EXPERTS
+    def changed_by(change: Callable[[], None]) -> tuple[list[int], list[int]]:
+        """The experts found after a change, and those of other classes."""
+        before = found()
+        assert all(a is b for a, b in zip(before, found(), strict=True))
+        change()
+        assert not any(a is b for a, b in zip(before, found(), strict=True))
+        return rig.experts(), np.flatnonzero(rig.offload.other_class(rig.placement, 2)).tolist()
+
+    assert rig.experts() == [2, 3]
+    slow, quick = rig.slow.stats, rig.quick.stats
+    assert changed_by(lambda: setattr(quick, "is_lost", True)) == ([2, 3, 4, 5], [])
+    assert changed_by(lambda: setattr(quick, "numeric_class", "avx2")) == ([2, 3, 4, 5], [4, 5])
+    assert changed_by(lambda: setattr(quick, "is_lost", False)) == ([2, 3], [4, 5])
     moved = {LOCAL_OWNER: [0, 5], "slow": [2, 3], "quick": [4, 1]}
-    rig.placement = make_placement(
+    placement = make_placement(
         MoeSpec((moe_layer(layer_id=2, num_experts=NUM_EXPERTS),)),
         {name: OwnedExperts.from_lists({2: ids}) for name, ids in moved.items()},
     )
-    assert rig.experts() == [1, 2, 3, 4]
+    placement = replace(placement, numeric_classes=rig.placement.numeric_classes)
+    assert changed_by(lambda: setattr(rig, "placement", placement)) == ([2, 3], [1, 4])
+    assert changed_by(lambda: setattr(rig.offload, "mode", OffloadMode.ON)) == ([1, 2, 3, 4], [])
+    rig.offload.mode = OffloadMode.AUTO
+    assert changed_by(lambda: setattr(slow, "device", "cuda:2")) == ([], [1, 2, 3, 4])
     rig.offload.mode = OffloadMode.OFF
-    assert found() is None
+    assert rig.experts() == []

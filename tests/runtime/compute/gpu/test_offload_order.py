@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -62,7 +63,7 @@ class Rig:
         stubs._copier = SimpleNamespace(begin=self.copy, close=lambda: None)
         nothing: Any = None
         stubs._places = [offload._Place(nothing) for _ in range(self.num_places)]
-        stubs._group, stubs._layers, stubs._unsettled, number = None, {}, [], 0
+        stubs._group, stubs._layers, stubs._unsettled, number = None, {}, None, 0
         stubs._copied_next, stubs._laid_out_of = deque(), None
         for layer_id, parts in enumerate(self.parts_of):
             missing = mask_of([each for part in parts for each in part])
@@ -188,3 +189,41 @@ def test_what_was_chosen_is_there_and_computed_once(rig: Rig, data: st.DataObjec
         else:
             of_pass = [each for each in rig.counted if each[1].startswith(f"{number}, ")]
             assert len(set(of_pass)) == len(of_pass) == num_chunks * len(rig.offload._layers)
+
+
+def test_what_a_failed_pass_chose_is_not_noted_after_experts_have_moved() -> None:
+    """A note counts with the placement that its experts had."""
+    rig, remote = Rig([[[0, 1]], [[2, 3]]], num_places=2), Remote()
+
+    def computed(name: str) -> None:
+        note = partial(rig.counted.append, (0, name))
+        chunk = chunk_of(name, [1] * NUM_EXPERTS, mask_of([0, 1]), note)
+        rig.offload.add(0, chunk)
+        rig.offload.sums_of(chunk, cast(Any, remote))
+
+    computed("failed")  # its pass ends before the next layer
+    rig.offload.follow({0: mask_of([0, 4]), 1: mask_of([2, 3])})
+    known = rig.offload._layers[0]
+    known.parts = (rig.part(0, [0, 4], known.places[0]),)
+    computed("next")
+    rig.offload._settle()
+    assert rig.counted == [(0, "next")]
+
+
+def test_a_place_whose_copies_cannot_be_cancelled_has_nothing() -> None:
+    def fails() -> None:
+        raise DeviceUnavailable("copies have not ended")
+
+    rig = Rig([[[0, 1]]], num_places=1)
+    place = rig.offload._places[0]
+    [part] = rig.offload._layers[0].parts
+    place.take(part)
+    stubs: Any = SimpleNamespace(cancel=fails)
+    place.transfers.append(stubs)
+    for _ in range(2):  # it is tried again
+        with pytest.raises(DeviceUnavailable):
+            place.clear()
+        assert place.part is None
+    place.transfers[:] = [cast(Any, SimpleNamespace(cancel=lambda: None))]
+    place.take(part)
+    assert not place.loaded.any()

@@ -43,11 +43,11 @@ are on their way, or 0, and how many."""
 LANE_WORDS = 16
 ASLEEP, AWAKE = range(2)
 
-RUNS, TOTAL_BYTES, PIECE_BYTES, EVENT, NEXT, ENDED, INSIDE, IS_POSTED = range(8)
+RUNS, TOTAL_BYTES, PIECE_BYTES, EVENT, NEXT, ENDED, INSIDE = range(7)
 """Words of a transfer: the address of its table; bytes of all runs, and of a piece; the event
 before which nothing is written, or 0; the next piece, which all threads count up; pieces that have
-arrived; threads at work on it; whether it was put into the queue."""
-TRANSFER_WORDS = 8
+arrived; threads at work on it."""
+TRANSFER_WORDS = 7
 
 HEAD, IS_CLOSED, FIRST = range(3)
 """Words of a queue: how many transfers were posted; whether threads end as soon as none is left;
@@ -55,7 +55,7 @@ the addresses of the latest ones, in turns."""
 MOST_POSTED = 64
 
 NO_MORE = 1 << 62
-"""As the next piece: no further one is begun."""
+"""As the next piece: no further one is begun, or none was yet: the transfer was not posted."""
 
 _IDLE_NS = 100_000_000
 """How long a thread without work waits in compiled code."""
@@ -218,7 +218,7 @@ def _post(queue: int, transfer: int, lanes: int, num_lanes: int) -> int:
     """Put a transfer into the queue. Returns the threads that sleep and could copy pieces of it,
     one bit for each: see `_start`."""
     head, asleep = _get(queue, HEAD), 0
-    v.store_i64(transfer + 8 * IS_POSTED, 1)
+    v.store_i64(transfer + 8 * NEXT, 0)
     v.store_i64(queue + 8 * (FIRST + head % MOST_POSTED), transfer)
     atomic_store(queue + 8 * HEAD, head + 1)
     system.wake(queue + 8 * HEAD)
@@ -257,9 +257,7 @@ def _is_behind(lanes: int, num_lanes: int, position: int) -> bool:
 
 def _has_ended(transfer: int, limit_ns: int) -> bool:
     """Wait until all pieces of a transfer have arrived, or no further one will; False if that takes
-    longer. One that was not posted has ended."""
-    if _get(transfer, IS_POSTED) == 0:
-        return True
+    longer."""
     piece_bytes, end_ns = _get(transfer, PIECE_BYTES), system.monotonic_ns() + limit_ns
     num_pieces = (_get(transfer, TOTAL_BYTES) + piece_bytes - 1) // piece_bytes
     while True:

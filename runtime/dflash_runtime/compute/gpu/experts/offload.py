@@ -95,11 +95,11 @@ class _Place:
         self.part, self.loaded = part, np.zeros(part.experts.size, np.bool_)
 
     def clear(self) -> None:
-        """Cancel transfers and forget the content."""
+        """Cancel transfers and forget the content; that first, as cancelling may fail."""
+        self.part, self.is_due = None, False
         for transfer in self.transfers:
             transfer.cancel()
         self.transfers.clear()
-        self.part, self.is_due = None, False
 
 
 @dataclass(slots=True, eq=False)
@@ -281,8 +281,8 @@ class ExpertOffload:
         self._following = dict(pairwise(missing))
         self._group: _Group | None = None
         """A layer's chunks that were added and are not computed yet."""
-        self._unsettled: list[tuple[_Layer, list[_Chosen]]] = []
-        """Groups that were computed before it was known what they chose."""
+        self._unsettled: tuple[_Layer, list[_Chosen]] | None = None
+        """Of the group that was computed last, if it is not noted yet what it chose."""
         self._copied_next: deque[tuple[_Part, Experts]] = deque()
         """Experts whose copies are not begun yet, in the order in which they are computed."""
         self._copier = new_copier(device)
@@ -324,6 +324,7 @@ class ExpertOffload:
             num = self._layers[layer_id].missing.sum()
             if num != missing.sum():
                 raise ValueError(f"layer {layer_id} has room for {num} experts")
+        self._unsettled = None  # of a pass that failed: its experts are elsewhere now
         for layer_id, missing in changed.items():
             known = self._layers[layer_id]
             for part in known.parts:
@@ -377,7 +378,7 @@ class ExpertOffload:
     def abandon(self) -> None:
         """Forget chunks that are not computed yet, or not counted: their pass has failed."""
         self._group = None
-        self._unsettled.clear()
+        self._unsettled = None
 
     def _compute(self, group: _Group, remote: RemoteExperts) -> None:
         """Each part for all chunks, while the next ones are copied."""
@@ -387,7 +388,7 @@ class ExpertOffload:
         for place in self._places:  # what else was on its way, of a group that was given up
             place.is_due = False
         rows_of = self._rows_of(known, group)
-        self._unsettled.append((known, [(each.pending, each.note) for each in chunks]))
+        self._unsettled = known, [(each.pending, each.note) for each in chunks]
         rows = _total(rows_of)
         # Those on their way come first: another part, which only a later chunk needs, may be
         # waiting for the place of one.
@@ -472,9 +473,10 @@ class ExpertOffload:
         return known, np.zeros_like(experts) if often is None else often
 
     def _settle(self) -> None:
-        """Note what groups chose that were computed before that was known."""
-        unsettled, self._unsettled = self._unsettled, []
-        for known, chosen in unsettled:
+        """Note what a group chose that was computed before that was known."""
+        unsettled, self._unsettled = self._unsettled, None
+        if unsettled is not None:
+            known, chosen = unsettled
             known.settle(chosen)
 
     def _copy(self) -> None:

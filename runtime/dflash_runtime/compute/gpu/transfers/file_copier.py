@@ -164,20 +164,28 @@ class FileCopier:
         words[k.RUNS], words[k.PIECE_BYTES] = runs.table.ctypes.data, self._piece_bytes
         words[k.TOTAL_BYTES] = runs.table[:, k.SIZE].sum()
         words[k.EVENT] = 0 if after is None else after.handle
+        words[k.NEXT] = k.NO_MORE
         transfer = Transfer(runs, words, after)
         if into is not None:
             into.append(transfer)
+        try:
+            self._post(transfer)
+        except BaseException:  # threads that should copy it may be asleep
+            words[k.NEXT] = k.NO_MORE
+            raise
+        return transfer
+
+    def _post(self, transfer: Transfer) -> None:
         self.num_bytes += transfer.num_bytes
         (queue, lanes), num_lanes = self._addresses, len(self._lanes)
         self._posted[self._next_place()] = transfer
-        asleep = k.post()(queue, words.ctypes.data, lanes, num_lanes)
+        asleep = k.post()(queue, transfer.words.ctypes.data, lanes, num_lanes)
         if asleep:  # rarely: threads wait in compiled code for a while
             with uninterrupted():  # a thread that is awake is started
                 started = k.start()(queue, lanes, asleep)
                 for index in range(num_lanes):
                     if started >> index & 1:
                         self._threads.submit(self._run, index)
-        return transfer
 
     def close(self) -> None:
         """Wait for copies under way and end the threads. Idempotent."""
