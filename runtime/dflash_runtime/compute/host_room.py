@@ -38,8 +38,8 @@ _LANES = 32
 PROCESS_BYTES = 320 << 20
 """Interpreter, libraries and compiled kernels."""
 LEAST_PROCESS_BYTES = 208 << 20
-"""The same without pages of files. While kernels are compiled (numba 0.68.1), a process that needs 25
-MiB besides is killed within 221 MiB, not within 229."""
+"""The same without pages of files. While kernels are compiled (numba 0.68.1), a process that needs
+25 MiB besides is killed within 221 MiB, not within 229."""
 _RECORDED_BYTES = 16 << 20
 """Captured steps and the rows that they pass on."""
 _FLOAT = 4
