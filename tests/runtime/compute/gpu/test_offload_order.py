@@ -57,8 +57,9 @@ class Rig:
     def __post_init__(self) -> None:
         made = self.offload = ExpertOffload.__new__(ExpertOffload)
         stubs: Any = made
-        stubs._ops = SimpleNamespace(chunk_experts=SimpleNamespace(local_sums=self.compute))
-        stubs._device = SimpleNamespace(mark=lambda: None, zeros=lambda *_: "zeros")
+        device = SimpleNamespace(mark=lambda: None, zeros=lambda *_: "zeros")
+        experts = SimpleNamespace(local_sums=self.compute)
+        stubs._ops = SimpleNamespace(chunk_experts=experts, device=device)
         stubs._file = SimpleNamespace(require_unwritten=lambda: None)
         stubs._copier = SimpleNamespace(begin=self.copy, close=lambda: None)
         nothing: Any = None

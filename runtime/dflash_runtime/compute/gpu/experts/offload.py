@@ -258,7 +258,7 @@ class ExpertOffload:
             for each in layer.projections:
                 require_kernels(file, each.tensor_name, each.tensor_type, columns=each.columns)
         self._ops = ops
-        self._device = device = ops.device
+        device = ops.device
         self._uploader = uploader
         self._file = file
         place_bytes, laid_out_bytes = memory_of(
@@ -286,6 +286,10 @@ class ExpertOffload:
         self._copied_next: deque[tuple[_Part, Experts]] = deque()
         """Experts whose copies are not begun yet, in the order in which they are computed."""
         self._copier = new_copier(device)
+
+    @property
+    def _device(self) -> KernelDevice:
+        return self._ops.device
 
     def prepare(self) -> None:
         """Compile every kernel and allocate all memory.
