@@ -4,7 +4,8 @@
 
     DflashError
     ├── SettingsError           a flag, variable or argument is wrong: change it
-    │   └── ContextExceeded     the prompt does not fit: shorten it, or open a larger context
+    │   ├── ContextExceeded     the prompt does not fit: shorten it, or open a larger context
+    │   └── GrammarError        a grammar or schema cannot be followed: change it
     ├── CheckpointMissing       a sequence's state was not kept there: start it over
     ├── ModelFileError          the file is damaged or lies about itself: get another file
     │   └── UnsupportedModel    the file is sound, but we cannot run what it holds
@@ -86,6 +87,10 @@ class ContextExceeded(SettingsError):
         )
         self.num_tokens = num_tokens
         self.num_positions = num_positions
+
+
+class GrammarError(SettingsError):
+    """A grammar, schema or pattern for a text is wrong, too large, or cannot be followed."""
 
 
 class CheckpointMissing(DflashError):

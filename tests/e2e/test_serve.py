@@ -7,10 +7,11 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import httpx
 import openai
+import pydantic
 import pytest
 
 from support.processes import wait_until
@@ -82,6 +83,30 @@ def test_openais_client_chats(client: openai.OpenAI) -> None:
     assert logprobs is not None
     assert logprobs.content is not None
     assert [len(token.top_logprobs) for token in logprobs.content] == [3] * 20
+
+
+class City(pydantic.BaseModel):
+    """What an answer is parsed into; its schema has definitions, and a list of choices."""
+
+    class District(pydantic.BaseModel):
+        letter: Literal["a", "b"]
+        houses: Annotated[int, pydantic.Field(ge=0, le=99)]
+
+    is_large: bool
+    districts: Annotated[list[District], pydantic.Field(max_length=3)]
+
+
+def test_openais_client_parses_answers_that_follow_a_schema(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model="small", messages=MESSAGES, response_format=City, temperature=1.5, seed=1
+    )
+    city = answer.choices[0].message.parsed
+    assert isinstance(city, City)
+    assert answer.choices[0].finish_reason == "stop"
+    with client.chat.completions.stream(
+        model="small", messages=MESSAGES, response_format=City, temperature=1.5, seed=1
+    ) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == city
 
 
 def test_openais_client_streams_what_it_would_get_whole(client: openai.OpenAI) -> None:

@@ -39,6 +39,7 @@ TARGETS = {
     "ring-slots": "fuzz.ring_targets:RingSlots",
     "handshakes": "fuzz.message_targets:Handshakes",
     "chat-messages": "fuzz.chat_targets:ChatMessages",
+    "grammars": "fuzz.grammar_targets:Grammars",
 }
 """Every target, by the name that is used on the command line."""
 

@@ -21,7 +21,7 @@ from dflash_adapters.quant import TensorType
 from dflash_adapters.spec import ModelSpec, MoeLayer, MoeSpec
 from dflash_protocol.batch import Hidden, HostSums, RoutedBatch, Sums
 from dflash_protocol.device_payload import DeviceMover
-from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, I64Array, Phase
+from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, I64Array, Phase, U8Array
 from dflash_protocol.ring.compiled_experts import CompiledExperts
 from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.ring.segment import Segment
@@ -380,9 +380,16 @@ class CapturedStep(Protocol):
     def prepare(self) -> None:
         """Compile and capture everything, and count nothing of it; overwrites the cache."""
 
-    def choose_by(self, options: DeviceSampling | None) -> None:
-        """Sample tokens with these parameters from the next `begin` on; None, the default:
-        greedy."""
+    def choose_by(self, options: DeviceSampling | None, *, is_masked: bool = False) -> None:
+        """Sample tokens with these parameters from the next `begin` on; None, the default: greedy.
+        `is_masked`: only those that `allow` names."""
+
+    def allow(self, mask: U8Array) -> None:
+        """The tokens that the next steps may sample, once those before have ended. Their `logits`
+        are the least number for others, if the device samples.
+
+        Shapes: mask [B], a bit for each token, the lowest first; tokens past it may not come.
+        """
 
     def expect(self, first_position: int, numbers: F64Array) -> None:
         """Set the random numbers that tokens of these positions are sampled with, before the steps

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dflash_adapters.text.grammar import Grammar
 from dflash_adapters.text.tokenizer import Tokenizer
 from dflash_protocol.device import Device
 from dflash_protocol.errors import DeviceOutOfMemory, DflashError, SettingsError
@@ -55,6 +56,9 @@ from dflash_runtime.interrupts import uninterrupted
 from dflash_runtime.placement.heat import Heat
 from dflash_runtime.placement.plan import Plan
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
+
+if TYPE_CHECKING:
+    from dflash_adapters.text.grammar_compiler import GrammarCompiler
 
 __all__ = ["Engine", "EngineStats", "GeneratedToken", "GenerationStats", "Verified"]
 
@@ -93,8 +97,8 @@ class Engine:
         """For `open`; not to be called directly."""
         self._owners = opened.owners
         self._profile = Profile() if is_profiled else None
-        self._prompts = Prompts(opened.file)
         self.spec = opened.model.spec
+        self._prompts = Prompts(opened.file, self.spec.vocab_size)
         self.backend_name = opened.backend.name
         self.kv_type = opened.kv_type
         self.predictions = opened.predictions
@@ -319,6 +323,14 @@ class Engine:
         """The model's tokenizer, loaded on first use; None if the file has none."""
         return self._prompts.tokenizer
 
+    @property
+    def grammars(self) -> GrammarCompiler:
+        """Compiles the grammars that `generate` takes; any thread may use it.
+
+        Raises: SettingsError if the file has no tokenizer.
+        """
+        return self._prompts.grammars
+
     def encode_prompt(self, text: str, *, chat: bool = False) -> list[int]:
         """Token ids of a text, or with `chat` of a conversation whose first message it is.
 
@@ -398,6 +410,7 @@ class Engine:
         top_p: float = 1.0,
         min_p: float = 0.0,
         seed: int | None = None,
+        grammar: Grammar | None = None,
         ignore_eos: bool = False,
         top_logprobs: int | None = None,
         reuse_prefix: bool = False,
@@ -407,17 +420,18 @@ class Engine:
     ) -> Iterator[GeneratedToken]:
         """Yield up to `max_tokens` tokens after the prompt, a text or token ids.
 
-        Ends early at a stop token of the model, which is not yielded, unless `ignore_eos`; and when
-        the context is full. `last_generation` holds times and the reason of the end; `on_prefill`
-        gets the number of prompt tokens computed, and of all. `top_logprobs` (0 or more): each
-        token comes with its log-probability and those of that many most likely tokens.
+        Ends early at a stop token of the model, which is not yielded, unless `ignore_eos`; when the
+        context is full; and when a `grammar`, which the text then follows, lets nothing come.
+        `last_generation` holds times and the reason of the end; `on_prefill` gets the number of
+        prompt tokens computed, and of all. `top_logprobs` (0 or more): each token comes with its
+        log-probability and those of that many most likely tokens, of the model, without a grammar.
         `reuse_prefix`: the prefix that this prompt shares with the run before is taken from the
         cache, with the same bits; but only within one `prefix_scope`, since the time saved would
         tell one client about another's prompt. `is_cancelled` is called before every layer of a
         prompt, before every token, and within steps that take long; once it returns True, the
         generation ends.
-        Raises: SettingsError before anything is computed; DaemonUnavailable while it is, if daemons
-        are required.
+        Raises: SettingsError before anything is computed; while it is, DaemonUnavailable if daemons
+        are required, GrammarError if the grammar is too complex or has no way on.
         """
         sampler = Sampler(SamplingParams(temperature, top_k, top_p, min_p, seed))
         max_tokens = whole_number("max_tokens", max_tokens, smallest=1)
@@ -432,6 +446,7 @@ class Engine:
                 prompt=ids,
                 max_tokens=max_tokens,
                 sampler=sampler,
+                matcher=None if grammar is None else grammar.matcher(),
                 top_logprobs=top_logprobs,
                 ignore_eos=ignore_eos,
                 reuse_prefix=reuse_prefix,

@@ -12,8 +12,9 @@ from typing import TypeAlias
 
 import numpy as np
 
+from dflash_adapters.text.grammar import TokenMatcher
 from dflash_adapters.text.tokenizer import Tokenizer
-from dflash_protocol.ids import F32Array, I32Array
+from dflash_protocol.ids import BoolArray, F32Array, I32Array
 from dflash_runtime.compute.backend import NOT_FINITE, CapturedStep
 from dflash_runtime.engine.sampling import Sampler, TokenLogprobs, token_logprobs
 from dflash_runtime.engine.steps import Steps
@@ -39,8 +40,8 @@ class GenerationStats:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     finish_reason: str = ""
-    """``stop`` (the model ended), ``length`` (enough tokens), ``context`` (no position left),
-    ``cancelled``."""
+    """``stop`` (the model ended, or a grammar is complete), ``length`` (enough tokens), ``context``
+    (no position left), ``cancelled``."""
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -64,11 +65,15 @@ class GeneratedToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """The checked arguments of `Engine.generate`. Shapes: prompt [T], at least one token."""
+    """The checked arguments of `Engine.generate`; `matcher` is its grammar's.
+
+    Shapes: prompt [T], at least one token.
+    """
 
     prompt: I32Array
     max_tokens: int
     sampler: Sampler
+    matcher: TokenMatcher | None
     top_logprobs: int | None
     ignore_eos: bool
     reuse_prefix: bool
@@ -77,11 +82,25 @@ class GenerationRequest:
     on_prefill: Callable[[int, int], None]
 
     def choose(self, logits: F32Array) -> _Chosen:
-        """The next token, with its log-probabilities if asked for. Shapes: logits [V]."""
-        token_id = self.sampler(logits)
+        """The next token, with its log-probabilities if asked for. Shapes: logits [V].
+
+        Raises: GrammarError.
+        """
+        token_id = self.sampler(logits, self.allowed())
+        if self.matcher is not None:
+            self.matcher.accept(token_id)
         if self.top_logprobs is None:
             return token_id, None
         return token_id, token_logprobs(logits, token_id, self.top_logprobs)
+
+    def allowed(self) -> BoolArray | None:
+        """The tokens that may come next; None: all. Raises: GrammarError."""
+        return None if self.matcher is None else self.matcher.allowed()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a grammar lets nothing follow."""
+        return self.matcher is not None and self.matcher.is_complete
 
 
 def num_reusable(
@@ -105,7 +124,7 @@ def generated_tokens(
 ) -> Iterator[GeneratedToken]:
     """Yield the tokens of one run of `steps`; keeps `stats` up to date at every token.
 
-    Raises: as `Steps.forward`; NotFinite.
+    Raises: as `Steps.forward`; NotFinite; GrammarError.
     """
     prompt = request.prompt
     decoder = tokenizer.stream() if tokenizer is not None else None
@@ -127,7 +146,9 @@ def generated_tokens(
     decoding: Iterator[_Chosen] | None = None
     while token_id not in stop_ids:
         stats.num_generated_tokens += 1
-        if stats.num_generated_tokens == request.max_tokens:
+        if request.is_complete:
+            stats.finish_reason = "stop"
+        elif stats.num_generated_tokens == request.max_tokens:
             stats.finish_reason = "length"
         elif num_positions == steps.num_positions:
             stats.finish_reason = "context"
@@ -148,7 +169,7 @@ def generated_tokens(
                 decoding = _sampled_on_device(
                     steps,
                     run,
-                    request.sampler,
+                    request,
                     token_id,
                     num_positions,
                     captured,
@@ -172,7 +193,7 @@ def _chosen_by_host(
     """The tokens after `token_id`, which is at `position`; the host chooses each from the logits of
     a step. Steps are `captured`, or if that is None passes that the host drives layer by layer.
 
-    Raises: as Steps.forward; NotFinite.
+    Raises: as Steps.forward; NotFinite; GrammarError.
     """
     if captured is not None:
         captured.choose_by(None)
@@ -185,6 +206,8 @@ def _chosen_by_host(
             steps.check(run)
             captured.begin(token_id, position)
             captured.start()
+            if request.matcher is not None:
+                request.matcher.mask()  # found while a device computes the step
             steps.note_captured(token_id, position)
             chosen = request.choose(steps.finite(captured.logits()))
         yield chosen
@@ -194,7 +217,7 @@ def _chosen_by_host(
 def _sampled_on_device(
     steps: Steps,
     run: int,
-    sampler: Sampler,
+    request: GenerationRequest,
     token_id: int,
     position: int,
     captured: CapturedStep,
@@ -202,14 +225,15 @@ def _sampled_on_device(
     end_position: int,
 ) -> Iterator[_Chosen]:
     """The tokens after `token_id`, which is at `position`, sampled on the device by captured steps.
-    They are launched ahead while the host reads tokens; the last computes position
-    ``end_position - 1``.
+    They are launched ahead while the host reads tokens, unless these decide what may come next; the
+    last computes position ``end_position - 1``.
 
     Where the device cannot decide a token exactly, the host samples it from the logits. More such
     tokens may follow: for the next ones no step is launched ahead.
-    Raises: as Steps.forward; NotFinite.
+    Raises: as Steps.forward; NotFinite; GrammarError.
     """
-    captured.choose_by(sampler.device_sampling)
+    sampler, matcher = request.sampler, request.matcher
+    captured.choose_by(sampler.device_sampling, is_masked=matcher is not None)
     started: int | None = None  # the position that the steps started so far lead to
     num_alone, num_interrupted = 0, steps.num_interrupted
     numbers: list[float] = []  # of the positions from `first_numbered` on
@@ -221,7 +245,9 @@ def _sampled_on_device(
         if started is None:
             captured.begin(token_id, position)
             started = position
-        ahead = 0 if num_alone else captured.most_ahead
+        ahead = 0 if num_alone or matcher is not None else captured.most_ahead
+        if matcher is not None:
+            captured.allow(matcher.mask())
         while started < min(position + 1 + ahead, end_position):
             started += 1
             if not sampler.is_greedy and started == first_numbered + len(numbers):
@@ -238,8 +264,10 @@ def _sampled_on_device(
                 captured.begin(token_id, position)
                 captured.start()
             started, num_alone = None, _ALONE  # the next step starts from the host's token
-            number = numbers[position + 1 - first_numbered]
-            next_id = sampler.sample(steps.finite(captured.logits()), number)
+            number = 0.0 if sampler.is_greedy else numbers[position + 1 - first_numbered]
+            next_id = sampler.sample(steps.finite(captured.logits()), number, request.allowed())
+        if matcher is not None:
+            matcher.accept(next_id)
         steps.note_captured(token_id, position)
         yield next_id, None
         token_id, position = next_id, position + 1

@@ -1,4 +1,5 @@
-"""Prompts as token ids: plain texts, and conversations rendered with a chat template."""
+"""Prompts as token ids: plain texts, and conversations rendered with a chat template; and grammars
+for what follows them."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.text.chat_messages import ChatRequest
@@ -14,17 +15,21 @@ from dflash_adapters.text.tokenizer import Tokenizer, load_tokenizer
 from dflash_protocol.errors import ContextExceeded, SettingsError
 from dflash_runtime.engine.chat_renderer import ChatRenderer
 
+if TYPE_CHECKING:
+    from dflash_adapters.text.grammar_compiler import GrammarCompiler
+
 
 class Prompts:
-    """A file's tokenizer, and the processes that render chats by its template.
+    """A file's tokenizer, of whose tokens the model has the first `vocab_size`, and the processes
+    that render chats by its template.
 
     Any thread may use it once `tokenizer` has been loaded. The file belongs to the caller. All
     that gives texts or their ids raises SettingsError if the file has no tokenizer.
     Owns: the processes, until `close`.
     """
 
-    def __init__(self, file: GgufFile) -> None:
-        self._file = file
+    def __init__(self, file: GgufFile, vocab_size: int) -> None:
+        self._file, self._vocab_size = file, vocab_size
         self._renderer = ChatRenderer()
 
     @property
@@ -36,6 +41,14 @@ class Prompts:
     def tokenizer(self) -> Tokenizer | None:
         """Loaded on first use; None if the file has none."""
         return load_tokenizer(self._file)
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """Compiles grammars for this tokenizer."""
+        # Its library takes a tenth of a second to import, and few texts follow a grammar.
+        from dflash_adapters.text.grammar_compiler import GrammarCompiler
+
+        return GrammarCompiler(self._required(), self._vocab_size)
 
     def text_ids(self, text: str) -> list[int]:
         """Token ids of a plain text for the model to continue."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflash_protocol.errors import SettingsError
-from dflash_protocol.ids import F32Array, F64Array
+from dflash_protocol.ids import BoolArray, F32Array, F64Array
 from dflash_runtime.compute.backend import DeviceSampling
 
 _FIRST_BLOCK, _GROWTH = 1024, 16
@@ -97,24 +97,29 @@ class Sampler:
         options = self._options
         return DeviceSampling(options.temperature, options.top_k, options.top_p, options.min_p)
 
-    def __call__(self, logits: F32Array) -> int:
-        """Token id. Shapes: logits [V]."""
-        if self.is_greedy:
-            return int(np.argmax(logits))
-        return self.sample(logits, self._random.random())
+    def __call__(self, logits: F32Array, allowed: BoolArray | None = None) -> int:
+        """Token id, as `sample` with the next number."""
+        return self.sample(logits, 0.0 if self.is_greedy else self._random.random(), allowed)
 
     def numbers(self, count: int) -> F64Array:
         """Random numbers in [0, 1) for the next `count` tokens. Shapes: result [count]."""
         return self._random.random(count)
 
-    def sample(self, logits: F32Array, number: float) -> int:
-        """Sample a token id with a random number in [0, 1). Shapes: logits [V].
+    def sample(self, logits: F32Array, number: float, allowed: BoolArray | None = None) -> int:
+        """Sample a token id, one of the `allowed`, with a random number in [0, 1). Greedy, it is
+        their argmax. Shapes: logits, allowed [V]; allowed may be shorter.
 
         Tokens are in order of descending logits, ties by id; the one is taken at which the
         cumulative probability of what the filters leave passes `number`. If there is no
         distribution, since a logit is NaN or the largest infinite, it is the argmax; a generation
         ends before such logits are sampled (Steps.finite).
         """
+        if allowed is not None:
+            # Most places in a grammar allow few tokens, and sorting takes long.
+            token_ids = np.flatnonzero(allowed)
+            return int(token_ids[self.sample(logits[token_ids], number)])
+        if self.is_greedy:
+            return int(np.argmax(logits))
         options, size = self._options, logits.size
         # Sorting values is ten times as fast as sorting ids; the id is looked up at the end.
         descending = np.negative(logits)

@@ -17,13 +17,15 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
+from dflash_adapters.text.grammar import Grammar
 from dflash_adapters.text.tokenizer import Tokenizer
 from dflash_protocol import __version__
-from dflash_protocol.errors import ContextExceeded, SettingsError
+from dflash_protocol.errors import ContextExceeded, GrammarError, SettingsError
 from dflash_runtime.engine.arguments import token_id_array
 from dflash_runtime.engine.engine import Engine
 from dflash_runtime.serving.access import CLIENT, KEY, RequestGate
 from dflash_runtime.serving.bodies import Body
+from dflash_runtime.serving.constraints import constraint_of
 from dflash_runtime.serving.errors import ApiError, JSONResponse, api_error
 from dflash_runtime.serving.fair_queue import Turns
 from dflash_runtime.serving.generation import GenerationResponse
@@ -40,6 +42,7 @@ from dflash_runtime.serving.responses import ChatAnswer, CompletionAnswer
 from dflash_runtime.serving.state import ServerState
 from dflash_runtime.serving.status import expert_map, model_id, props, status
 from dflash_runtime.serving.status_page import page_routes
+from dflash_runtime.serving.text import TextRules
 from dflash_runtime.serving.worker import Channel, Job
 
 T = TypeVar("T")
@@ -131,7 +134,8 @@ def create_app(state: ServerState) -> ASGIApp:
             prompt = body.one_prompt
             if isinstance(prompt, str):
                 prompt = await _prompt(engine, received, prompt, "prompt")
-        return _generation(state, request, engine, body, prompt)
+            grammar = await _grammar(engine, received, body)
+        return _generation(state, request, engine, body, prompt, grammar)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -147,7 +151,8 @@ def create_app(state: ServerState) -> ASGIApp:
 
             [rendered] = await _in_turns(received, text(), "messages", turns=state.bodies.rendering)
             prompt = await _prompt(engine, received, rendered, "messages", is_chat=True)
-        return _generation(state, request, engine, body, prompt)
+            grammar = await _grammar(engine, received, body)
+        return _generation(state, request, engine, body, prompt, grammar)
 
     @app.exception_handler(ApiError)
     async def refused(_request: Request, error: ApiError) -> Response:
@@ -183,6 +188,7 @@ def _generation(
     engine: Engine,
     body: CompletionBody | ChatBody,
     token_ids: list[int],
+    grammar: Grammar | None,
 ) -> GenerationResponse:
     """The answer to a checked body, whose prompt is these tokens. Raises: ApiError."""
     is_chat = isinstance(body, ChatBody)
@@ -210,10 +216,10 @@ def _generation(
         max_tokens=min(body.most_tokens or engine.num_positions, engine.num_positions),
         sampling=sampling,
         channel=Channel(asyncio.get_running_loop()),
-        stops=body.stops,
+        text=TextRules(body.stops, is_chat=is_chat),
+        grammar=grammar,
         top_logprobs=body.top_logprobs_wanted,
         ignore_eos=bool(body.ignore_eos),
-        is_chat=is_chat,
         key=request.scope[KEY],
     )
     tokenizer = engine.tokenizer
@@ -256,6 +262,25 @@ async def _prompt(
             yield part
 
     return list(chain.from_iterable(await _in_turns(received, parts(), field)))
+
+
+async def _grammar(
+    engine: Engine, received: Body, body: CompletionBody | ChatBody
+) -> Grammar | None:
+    """What the answer is to follow, compiled in a thread. Raises: ApiError."""
+    constraint = constraint_of(body)
+    if constraint is None:
+        return None
+    field, source = constraint
+
+    def compiled() -> Iterator[Grammar]:
+        yield engine.grammars.compile(source)
+
+    try:
+        [grammar] = await received.made(compiled())
+    except GrammarError as error:
+        raise ApiError(400, f"{field}: {error}", param=field, code="unsupported_value") from error
+    return grammar
 
 
 async def _in_turns(

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from dflash_protocol.errors import one_line
 from dflash_runtime.engine.sampling import SamplingParams
+from dflash_runtime.serving.constraints import ConstraintFields
 from dflash_runtime.serving.errors import ApiError
 
 MOST_STOPS = 16
@@ -51,7 +52,7 @@ class StreamOptions(_Body):
     include_usage: bool | None = None
 
 
-class _Generation(_Request):
+class _Generation(_Request, ConstraintFields):
     """Fields of both kinds of generation."""
 
     model: str | None = None
@@ -224,20 +225,18 @@ IGNORED = frozenset(
         "return_progress", "timings_per_token", "verbose",
         # Parameters of features that are off: the field that turns them on is refused.
         "adaptive_decay", "dry_allowed_length", "dry_base", "dry_penalty_last_n",
-        "dry_sequence_breakers", "dynatemp_exponent", "grammar_lazy", "grammar_triggers",
-        "grammar_type", "guided_decoding_backend", "guided_whitespace_pattern", "mirostat_eta",
-        "mirostat_tau", "n_discard", "n_keep", "penalize_nl", "preserved_tokens", "repeat_last_n",
-        "xtc_threshold",
+        "dry_sequence_breakers", "dynatemp_exponent", "grammar_triggers", "grammar_type",
+        "guided_decoding_backend", "mirostat_eta", "mirostat_tau", "n_discard", "n_keep",
+        "penalize_nl", "preserved_tokens", "repeat_last_n", "xtc_threshold",
     }
 )  # fmt: skip
 """Fields that do not change the text, whatever their values."""
 
 _REFUSED = (
     "add_special_tokens", "allowed_token_ids", "audio", "cache_salt", "chat_format",
-    "chat_template", "guided_choice", "guided_grammar", "guided_json", "guided_regex",
-    "json_schema", "kv_transfer_params", "moderation", "n_predict", "prompt_logprobs",
-    "reasoning_effort", "samplers", "structural_tag", "structured_outputs",
-    "thinking_token_budget", "truncate_prompt_tokens", "web_search_options",
+    "chat_template", "kv_transfer_params", "moderation", "n_predict", "prompt_logprobs",
+    "reasoning_effort", "samplers", "structural_tag", "thinking_token_budget",
+    "truncate_prompt_tokens", "web_search_options",
 )  # fmt: skip
 """Fields that may change the answer, whatever their values."""
 
@@ -253,7 +252,6 @@ NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
     "modalities": (["text"],),
     "n": (1,),
     "presence_penalty": (0,),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -282,7 +280,7 @@ NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
     "adaptive_target": (-1,),
     "dry_multiplier": (0,),
     "dynatemp_range": (0,),
-    "grammar": ("",),
+    "grammar_lazy": (False,),
     "image_data": ([],),
     "input_extra": ([],),
     "input_prefix": ("",),

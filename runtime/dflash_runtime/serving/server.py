@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import uvicorn
 
-from dflash_protocol.errors import RenderingUnavailable
+from dflash_protocol.errors import RenderingUnavailable, SettingsError
 from dflash_protocol.notify import Notifier
 from dflash_protocol.settings import Settings
 from dflash_runtime.engine.engine import Engine
@@ -111,6 +111,12 @@ def serve(
             asyncio.run(_Life(state, http, say, manager).run(listener))
 
 
+def _prepare_grammars(engine: Engine) -> None:
+    """Make what all grammars share, so that the first request with one does not wait for it."""
+    with contextlib.suppress(SettingsError):  # no tokenizer, or no token that ends a text
+        engine.grammars.prepare()
+
+
 @dataclass(slots=True)
 class _Life:
     """The server's states: opening, ready, draining, ended. Runs in the event loop."""
@@ -147,6 +153,7 @@ class _Life:
                 # experts
                 self.say(f"ready: {summary}")
                 self.manager.ready(summary)
+                loop.run_in_executor(None, _prepare_grammars, engine)
                 await self._until_signalled()
             self.state.is_draining = True
             self.manager.stopping()

@@ -23,6 +23,15 @@ class Delta:
     offsets: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class TextRules:
+    """How the text of an answer is assembled."""
+
+    stops: tuple[str, ...] = ()
+    """The first of them ends the text, and is not part of it."""
+    is_chat: bool = False
+
+
 class TextAssembler:
     """Assembles one generation.
 

@@ -15,13 +15,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 
+from dflash_adapters.text.grammar import Grammar
 from dflash_protocol.errors import DflashError, NotFinite, one_line
 from dflash_runtime.engine.engine import Engine, EngineStats, GenerationStats
 from dflash_runtime.engine.sampling import SamplingParams
 from dflash_runtime.experts.daemons.supervisor import ProgressCallback
 from dflash_runtime.serving.fair_queue import FairQueue, QueueFull
 from dflash_runtime.serving.metrics import Metrics
-from dflash_runtime.serving.text import Delta, TextAssembler
+from dflash_runtime.serving.text import Delta, TextAssembler, TextRules
 
 _LOG = logging.getLogger(__name__)
 
@@ -108,10 +109,10 @@ class Job:
     max_tokens: int
     sampling: SamplingParams
     channel: Channel
-    stops: tuple[str, ...] = ()
+    text: TextRules = field(default_factory=TextRules)
+    grammar: Grammar | None = None
     top_logprobs: int | None = None
     ignore_eos: bool = False
-    is_chat: bool = False
     key: str = ""
     asked_s: float = field(default_factory=time.perf_counter)
     is_cancelled: bool = False
@@ -268,7 +269,7 @@ class EngineWorker:
         metrics = self._metrics
         started_s = time.perf_counter()
         metrics.queue_s.observe(started_s - job.asked_s)
-        assembler = TextAssembler(engine.tokenizer, job.stops, is_chat=job.is_chat)
+        assembler = TextAssembler(engine.tokenizer, job.text.stops, is_chat=job.text.is_chat)
 
         publish_s = time.monotonic() + _PUBLISH_S
 
@@ -287,6 +288,7 @@ class EngineWorker:
             job.prompt,
             job.max_tokens,
             **asdict(job.sampling),
+            grammar=job.grammar,
             ignore_eos=job.ignore_eos,
             top_logprobs=job.top_logprobs,
             reuse_prefix=True,

@@ -102,7 +102,7 @@ def test_processes_for_chats_are_started_by_the_first_chat(model: Path) -> None:
 
 def test_without_a_tokenizer_there_are_no_texts(tmp_path: Path) -> None:
     with GgufFile.open(write_model(tmp_path / "m.gguf", SHAPE, seed=1)) as file:
-        prompts = Prompts(file)
+        prompts = Prompts(file, 300)
         with pytest.raises(SettingsError, match=r"tokenizer\b.*token ids"):
             prompts.text_ids("x")
         with pytest.raises(SettingsError, match=r"tokenizer\b.*token ids"):
@@ -129,7 +129,7 @@ def test_a_conversation_begins_as_the_file_wants_it_and_only_once(
     def ids(*, adds_bos: bool) -> list[int]:
         with ExitStack() as undo:
             path = with_bos(adds_bos=adds_bos).write(tmp_path / "m.gguf")
-            prompts = Prompts(undo.enter_context(GgufFile.open(path)))
+            prompts = Prompts(undo.enter_context(GgufFile.open(path)), 300)
             undo.callback(prompts.close)
             return prompts.chat_ids(prompts.chat_text(ASKED, template=template))
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
+from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase, U8Array
 from dflash_runtime.compute.backend import DeviceSampling, MailedExperts
 from dflash_runtime.compute.cpu.captured.ask_table import AskTable
 from dflash_runtime.compute.cpu.captured.experts import AskedExperts, KeptChoices, LocalExperts
@@ -137,9 +137,12 @@ class CpuStep:
     def prepare(self) -> None:
         """Do nothing: everything is compiled and recorded."""
 
-    def choose_by(self, options: DeviceSampling | None) -> None:
-        """Sampled tokens are left to the host."""
-        self._is_greedy = options is None
+    def choose_by(self, options: DeviceSampling | None, *, is_masked: bool = False) -> None:
+        """Sampled tokens, and those of a part of the vocabulary, are left to the host."""
+        self._is_greedy = options is None and not is_masked
+
+    def allow(self, mask: U8Array) -> None:
+        """Do nothing: the host samples."""
 
     def expect(self, first_position: int, numbers: F64Array) -> None:
         """Do nothing: the host samples."""

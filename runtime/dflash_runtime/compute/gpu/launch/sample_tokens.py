@@ -21,7 +21,7 @@ UNDECIDED = -2
 """In a history: the host must sample this token from the logits."""
 
 MOST_VOCABULARY = 1 << 27
-NUM_OPTIONS = 4
+NUM_OPTIONS = 5
 
 _NUM_BINS = 12 * 256
 _BIN_CAPACITY = 2048
@@ -34,20 +34,29 @@ SampleArgs = kernel_struct("sample.cuh", "SampleArgs")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleInputs:
-    """Sampling parameters and random numbers: the host writes them, every step reads them.
+    """Sampling parameters, random numbers and a mask: the host writes them, every step reads them.
 
     Shapes: options [NUM_OPTIONS] float64, from `option_values`; numbers [N] float64 in [0, 1), by
-    the position of the token sampled with it.
+    the position of the token sampled with it; mask [mask_words(V)] uint32, in a masked step a bit
+    for each token that may be sampled, the lowest first. The mask may be mapped memory.
     """
 
     options: DeviceArray
     numbers: DeviceArray
+    mask: DeviceArray
 
 
-def option_values(options: DeviceSampling | None, *, vocab_size: int) -> F64Array:
+def mask_words(vocab_size: int) -> int:
+    """Words of a mask."""
+    return -(-vocab_size // 32)
+
+
+def option_values(
+    options: DeviceSampling | None, *, vocab_size: int, is_masked: bool = False
+) -> F64Array:
     """The options as the kernels read them; None: argmax. Shapes: result [NUM_OPTIONS]."""
     if options is None:
-        return np.zeros(NUM_OPTIONS)
+        return np.array([0.0] * (NUM_OPTIONS - 1) + [is_masked])
     return np.array(
         [
             # Infinite: too cold for float64 here, left to the host.
@@ -55,6 +64,7 @@ def option_values(options: DeviceSampling | None, *, vocab_size: int) -> F64Arra
             min(options.top_k or vocab_size, vocab_size),
             options.top_p,
             abs(math.log(options.min_p)) if options.min_p > 0.0 else math.inf,
+            is_masked,
         ]
     )
 
@@ -62,7 +72,7 @@ def option_values(options: DeviceSampling | None, *, vocab_size: int) -> F64Arra
 class SampleTokens:
     """Samples the next token from one row of logits.
 
-    Owns: device memory that its three kernels pass on to each other.
+    Owns: device memory that its kernels pass on to each other.
     """
 
     def __init__(
@@ -76,8 +86,9 @@ class SampleTokens:
         warps = _THREADS // device.lanes
         defines = {"VOCAB": vocab_size, "BIN_CAPACITY": bin_capacity, "WARPS": warps}
         module = device.module("sample.cu", defines)
-        self._weigh, self._place, self._token = (
-            module.kernel(f"sample_{name}", SampleArgs) for name in ("weigh", "place", "token")
+        self._mask, self._weigh, self._place, self._token = (
+            module.kernel(f"sample_{name}", SampleArgs)
+            for name in ("mask", "weigh", "place", "token")
         )
         self._num_blocks = min(-(-vocab_size // (4 * _THREADS)), 4 * device.num_multiprocessors)
         self._counts, self._placed = (device.zeros(_NUM_BINS, np.uint32) for _ in range(2))
@@ -98,7 +109,8 @@ class SampleTokens:
         position, to `history`.
 
         Where rounding could decide, `history` gets UNDECIDED and `token_ids` the most likely token.
-        If a logit is not finite, `history` gets NOT_FINITE.
+        If a logit is not finite, `history` gets NOT_FINITE. In a masked step the logits of tokens
+        that may not come, and `partials`, are overwritten.
         Shapes: logits [1, V] float32; partials [blocks, 1] uint64 of the head; token_ids,
         positions [1] int32; history [N] int32, as long as the numbers of `inputs`.
         Raises: ValueError for an array that is not of this shape, type or device.
@@ -108,6 +120,7 @@ class SampleTokens:
         args = SampleArgs(
             logits=address("logits", logits, np.float32, T=1, V=self._vocab_size),
             partials=address("partials", partials, np.uint64, blocks=num_partials, T=1),
+            mask=address("mask", inputs.mask, np.uint32, words=mask_words(self._vocab_size)),
             options=address("options", inputs.options, np.float64, options=NUM_OPTIONS),
             numbers=address("numbers", inputs.numbers, np.float64, N=capacity),
             counts=address("counts", self._counts, np.uint32, bins=_NUM_BINS),
@@ -121,8 +134,13 @@ class SampleTokens:
             capacity=capacity,
         )
         block = _THREADS // self._device.lanes * self._device.lanes
-        for kernel in (self._weigh, self._place):
-            self._device.launch(kernel, (self._num_blocks, 1, 1), block, args)
+        masking = min(self._num_blocks, num_partials)
+        for kernel, blocks in (
+            (self._mask, masking),
+            (self._weigh, self._num_blocks),
+            (self._place, self._num_blocks),
+        ):
+            self._device.launch(kernel, (blocks, 1, 1), block, args)
         self._device.launch(self._token, (1, 1, 1), block, args)
 
 

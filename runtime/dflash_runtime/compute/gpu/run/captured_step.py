@@ -17,7 +17,7 @@ from collections.abc import Collection
 from contextlib import ExitStack, suppress
 
 from dflash_protocol.errors import DeviceUnavailable
-from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
+from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase, U8Array
 from dflash_runtime.compute.backend import DeviceSampling
 from dflash_runtime.compute.gpu.launch.sample_tokens import UNDECIDED
 from dflash_runtime.compute.gpu.layers.attention_plan import context_bucket
@@ -74,6 +74,7 @@ class GraphStep:
             self._sampling = StepSampling(
                 ops.device, vocab_size=model.spec.vocab_size, num_positions=tokens.sampled.size
             )
+            undo.callback(self._sampling.close)
             self._choices: ChoiceRows | None = None
             if keeps_choices:
                 moe = model.spec.moe
@@ -149,8 +150,11 @@ class GraphStep:
             position = context_bucket(position + 1)
         self.begin(0, 0)
 
-    def choose_by(self, options: DeviceSampling | None) -> None:
-        self._sampling.choose(options)
+    def choose_by(self, options: DeviceSampling | None, *, is_masked: bool = False) -> None:
+        self._sampling.choose(options, is_masked=is_masked)
+
+    def allow(self, mask: U8Array) -> None:
+        self._sampling.allow(mask)
 
     def expect(self, first_position: int, numbers: F64Array) -> None:
         self._sampling.expect(first_position, numbers)

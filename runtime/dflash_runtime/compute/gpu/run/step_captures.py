@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflash_protocol.ids import F64Array, Phase
+from dflash_protocol.ids import F64Array, Phase, U8Array
 from dflash_runtime.compute.backend import DeviceSampling
 from dflash_runtime.compute.gpu.device.buffers import Buffer
 from dflash_runtime.compute.gpu.device.device import KernelDevice
+from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock
 from dflash_runtime.compute.gpu.launch.sample_tokens import (
     NUM_OPTIONS,
     SampleInputs,
+    mask_words,
     option_values,
 )
 from dflash_runtime.compute.gpu.layers.attention_plan import context_bucket
@@ -30,29 +32,42 @@ from dflash_runtime.compute.model import Pausable, forward
 
 
 class StepSampling:
-    """Whether decode steps sample their tokens, with what parameters and random numbers.
+    """Whether decode steps sample their tokens, with what parameters and random numbers, and of
+    which tokens.
 
-    Owns: device memory, which the captured steps read.
+    Owns: device memory, and mapped memory of the host until `close`, which the captured steps read.
     """
 
     def __init__(self, device: KernelDevice, *, vocab_size: int, num_positions: int) -> None:
         self._device, self._vocab_size = device, vocab_size
+        self._mask = MappedBlock(device, [((mask_words(vocab_size),), np.uint32)])
         self.inputs = SampleInputs(
-            device.zeros(NUM_OPTIONS, np.float64), device.zeros(num_positions, np.float64)
+            device.zeros(NUM_OPTIONS, np.float64),
+            device.zeros(num_positions, np.float64),
+            self._mask.device[0],
         )
         self.is_on = False
-        """Off: greedy. Captured separately, so that greedy steps do not pay for sampling."""
+        """Off: greedy, of all tokens. Captured separately, so that such steps do not pay for
+        sampling."""
 
-    def choose(self, options: DeviceSampling | None) -> None:
+    def choose(self, options: DeviceSampling | None, *, is_masked: bool) -> None:
         """See CapturedStep.choose_by."""
-        values = option_values(options, vocab_size=self._vocab_size)
+        values = option_values(options, vocab_size=self._vocab_size, is_masked=is_masked)
         self._device.write(self.inputs.options, values)
-        self.is_on = options is not None
+        self.is_on = options is not None or is_masked
+
+    def allow(self, mask: U8Array) -> None:
+        """See CapturedStep.allow."""
+        self._mask.host[0].view(np.uint8)[: mask.size] = mask
 
     def expect(self, first_position: int, numbers: F64Array) -> None:
         """See CapturedStep.expect."""
         places = self.inputs.numbers[first_position : first_position + numbers.size]
         self._device.write(places, numbers)
+
+    def close(self) -> None:
+        """Unmap the host's memory; no step may be running."""
+        self._mask.close()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

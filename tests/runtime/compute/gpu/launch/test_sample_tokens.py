@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_protocol.ids import AnyArray, F32Array
+from dflash_protocol.ids import AnyArray, BoolArray, F32Array
 from dflash_runtime.compute.backend import NOT_FINITE, DeviceSampling
 from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
 from dflash_runtime.compute.gpu.device.device import KernelDevice
@@ -21,6 +21,7 @@ from dflash_runtime.compute.gpu.launch.sample_tokens import (
     UNDECIDED,
     SampleInputs,
     SampleTokens,
+    mask_words,
     option_values,
 )
 from dflash_runtime.engine.sampling import Sampler, SamplingParams
@@ -50,18 +51,31 @@ class Rig:
         self.kernels = SampleTokens(device, vocab_size=vocab_size, **options)
         self.vocab_size = vocab_size
         self.inputs = SampleInputs(
-            device.zeros(NUM_OPTIONS, np.float64), device.zeros(CAPACITY, np.float64)
+            device.zeros(NUM_OPTIONS, np.float64),
+            device.zeros(CAPACITY, np.float64),
+            device.zeros(mask_words(vocab_size), np.uint32),
         )
         self.token_ids = device.empty(1, np.int32)
 
-    def sample(self, logits: F32Array, options: DeviceSampling | None, number: float) -> int:
+    def sample(
+        self,
+        logits: F32Array,
+        options: DeviceSampling | None,
+        number: float,
+        allowed: BoolArray | None = None,
+    ) -> int:
         """What the history says; checks all that does not depend on what is sampled."""
         device = self.device
         numbers = np.full(CAPACITY, np.nan)
         numbers[FIRST + 1] = number
         device.write(self.inputs.numbers, numbers)
-        values = option_values(options, vocab_size=self.vocab_size)
+        values = option_values(options, vocab_size=self.vocab_size, is_masked=allowed is not None)
         device.write(self.inputs.options, values)
+        mask = np.zeros(mask_words(self.vocab_size), np.uint32)
+        if allowed is not None:
+            bits = np.packbits(allowed, bitorder="little")
+            mask.view(np.uint8)[: bits.size] = bits
+        device.write(self.inputs.mask, mask)
         keys = keys_of(logits)
         parts = [part.max() for part in np.array_split(keys, min(3, keys.size))]
         history = device.upload(np.full(CAPACITY, -7, np.int32))
@@ -82,7 +96,8 @@ class Rig:
         if said == NOT_FINITE:  # the next step reads something all the same
             assert 0 <= token_id < self.vocab_size
         else:
-            assert token_id == (int(logits.argmax()) if said == UNDECIDED else said)
+            best = Sampler(SamplingParams()).sample(logits, 0.0, allowed)
+            assert token_id == (best if said == UNDECIDED else said)
         return said
 
 
@@ -173,6 +188,48 @@ def test_whatever_a_large_vocabulary_looks_like_the_device_decides(device: Emula
     peaked = random_logits(size, 2.0, None, 6)
     peaked[random.integers(0, size, 12)] += np.linspace(4.0, 11.0, 12, dtype=np.float32)
     assert undecided_share(Rig(device, size), [*rows, peaked], random.random(1).tolist()) == 0.0
+
+
+@examples(100)
+@given(
+    RIGS,
+    st.sampled_from([0.5, 3.0, 30.0]),
+    st.sampled_from([None, 1.0]),
+    st.integers(0, 1 << 32),
+    st.sampled_from([0.0005, 0.05, 0.5, 1.0]),
+    st.sampled_from([None, *OPTIONS]),
+    NUMBERS,
+)
+def test_of_a_masked_vocabulary_tokens_are_those_of_the_host(
+    which: tuple[int, int, bool],
+    scale: float,
+    step: float | None,
+    seed: int,
+    share: float,
+    options: DeviceSampling | None,
+    number: float,
+) -> None:
+    device_rig = rig(*which)
+    size, random = device_rig.vocab_size, np.random.default_rng(seed)
+    logits = random_logits(size, scale, step, seed)
+    allowed = random.random(size) < share
+    allowed[random.integers(size)] = True
+    said = device_rig.sample(logits, options, number, allowed)
+    if options is None:
+        assert said == np.where(allowed, logits, -np.inf).argmax()
+    else:
+        token_ids = np.flatnonzero(allowed)
+        host_id = int(token_ids[host_sampled(logits[allowed], options, number)])
+        assert said in (UNDECIDED, host_id)
+
+
+@pytest.mark.parametrize("options", [None, DeviceSampling(1.0, top_k=30)])
+def test_a_logit_that_is_not_finite_ends_a_masked_text_too(options: DeviceSampling | None) -> None:
+    device_rig, allowed = rig(67, 32, False), np.arange(67) < 20
+    for bad_id in (3, 50):
+        logits = random_logits(67, 1.0, None, 1)
+        logits[bad_id] = np.nan
+        assert device_rig.sample(logits, options, 0.25, allowed) == NOT_FINITE
 
 
 def test_without_options_the_likeliest_is_taken(device: EmulatedDevice) -> None:

@@ -1,14 +1,44 @@
 // Samples the next token from a step's logits as the host does (engine/sampling.py): the same random
 // number gives the same token, or UNDECIDED where rounding could change the result. In this order:
 //
+//   sample_mask   where the text follows a grammar: tokens that may not come get the least logit, and
+//                 `partials` the keys of the others. As many blocks as partials, or fewer
 //   sample_weigh  counts the tokens of each bin and sums their weights. Any number of blocks
 //   sample_place  sorts tokens by bin. Any number of blocks
 //   sample_token  finds the token, by sorting only the few bins in which a filter cuts or the number
 //                 falls. One block. Writes the token's id, position and history
 //
-// With temperature 0 the first two do nothing and the last takes the argmax. Parameters: VOCAB; WARPS;
+// With temperature 0 the next two do nothing and the last takes the argmax. Parameters: VOCAB; WARPS;
 // BIN_CAPACITY: a bin with more tokens makes the result UNDECIDED.
 #include "sample_search.cuh"
+
+// Of a token that may not come. Finite, as infinite logits end a text; it weighs nothing.
+constexpr u32 LEAST_LOGIT = 0xff7fffffu;
+
+KERNEL(sample_mask, SampleArgs, BLOCK_THREADS, 1) {
+    let_next_begin();
+    wait_for_previous();
+    if (load_fresh_double(a.options + IS_MASKED) == 0.0) return;
+    u64 best = 0;
+    each_four(a.logits, [&](const float(&four)[4], int token) {
+        const u32 allowed = load_fresh4(a.mask + token / 32) >> token % 32;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (token + i >= VOCAB) break;
+            const u64 key = argmax_key(four[i], (u32)(token + i));
+            if (allowed >> i & 1) {
+                best = larger_key(best, key);
+            } else {
+                if (!is_finite_key(key)) best = larger_key(best, key);
+                a.logits[token + i] = bits_to_float(LEAST_LOGIT);
+            }
+        }
+    });
+    best = block_largest(best);
+    if (thread_index() == 0) a.partials[block_index_x()] = best;
+    if (block_index_x() != 0) return;
+    for (int i = num_blocks_x() + thread_index(); i < a.num_partials; i += num_threads()) a.partials[i] = 0;
+}
 
 KERNEL(sample_weigh, SampleArgs, BLOCK_THREADS, 1) {
     let_next_begin();

@@ -15,9 +15,10 @@ constexpr int NO_BIN = -1;
 
 // launch/sample_tokens.py fills `options` in the order of Option.
 struct SampleArgs {
-    const float *logits;       // [VOCAB]
-    const u64 *partials;       // [num_partials] keys of argmax.cuh, from the head's linear_decode
-    const double *options;     // [4]: 1 / temperature, or 0 for argmax; top_k; top_p; -log(min_p)
+    float *logits;             // [VOCAB]; sample_mask writes them
+    u64 *partials;             // [num_partials] keys of argmax.cuh, from the head's linear_decode; likewise
+    const u32 *mask;           // [(VOCAB + 31) / 32] a bit for each token, lowest first: it may be sampled
+    const double *options;     // [5]: 1 / temperature, or 0 for argmax; top_k; top_p; -log(min_p); masked
     const double *numbers;     // [capacity]: random numbers in [0, 1), by position of the sampled token
     u32 *counts;               // [BINS] tokens of each bin; zero between steps, like the next two
     u32 *placed;               // [BINS] tokens of each bin that sample_place has placed
@@ -29,7 +30,7 @@ struct SampleArgs {
     int num_partials, capacity;
 };
 
-enum Option { INVERSE_TEMPERATURE, TOP_K, TOP_P, MIN_P_DISTANCE };
+enum Option { INVERSE_TEMPERATURE, TOP_K, TOP_P, MIN_P_DISTANCE, IS_MASKED };
 
 INLINE u64 load_fresh_u64(const void *p) {
     const uint2 words = load_fresh8(p);

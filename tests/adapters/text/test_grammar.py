@@ -1,0 +1,189 @@
+"""Grammars: what is compiled, what is refused in one line, and which tokens may come."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.text.grammar import (
+    MOST_GRAMMAR_BYTES,
+    Grammar,
+    GrammarKind,
+    GrammarSource,
+)
+from dflash_adapters.text.grammar_compiler import GrammarCompiler
+from dflash_adapters.text.tokenizer import Tokenizer, load_tokenizer
+from dflash_protocol.errors import GrammarError
+from support.examples import examples
+
+DEMO = Path(__file__).parents[3] / "demo" / "dflash-demo.gguf"
+NUMBERS = {"type": "array", "items": {"type": "integer"}, "maxItems": 4}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    with GgufFile.open(DEMO) as file:
+        tokenizer = load_tokenizer(file)
+    assert tokenizer is not None
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, tokenizer.vocab_size)
+
+
+def schema(of: object, space: str | None = None) -> GrammarSource:
+    return GrammarSource(GrammarKind.JSON_SCHEMA, json.dumps(of), space)
+
+
+def takes(grammar: Grammar, tokenizer: Tokenizer, text: str) -> bool:
+    """Whether a text follows a grammar, and may end there."""
+    matcher = grammar.matcher()
+    for token_id in [*tokenizer.encode(text, parse_special=False), min(tokenizer.stop_ids)]:
+        if not matcher.allowed()[token_id]:
+            return False
+        matcher.accept(token_id)
+    return matcher.is_complete
+
+
+def written(grammar: Grammar, tokenizer: Tokenizer, seed: int, most: int = 200) -> str | None:
+    """A random text; None if it does not end within `most` tokens."""
+    matcher, random = grammar.matcher(), np.random.default_rng(seed)
+    token_ids: list[int] = []
+    for _ in range(most):
+        token_id = int(random.choice(np.flatnonzero(matcher.allowed())))
+        matcher.accept(token_id)
+        if token_id in tokenizer.stop_ids:
+            return tokenizer.decode(token_ids)
+        token_ids.append(token_id)
+        if matcher.is_complete:
+            return tokenizer.decode(token_ids)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("source", "good", "bad"),
+    [
+        (schema(NUMBERS), ["[]", "[1, 2]", "[ -3 ]"], ["", "[1", '["1"]', "[1,2,3,4,5]", "{}"]),
+        (schema(NUMBERS, ""), ["[1,2]"], ["[1, 2]"]),
+        (schema(NUMBERS, r"\t?"), ["[1,\t2]"], ["[1, 2]"]),
+        (schema({"enum": ["a", 1, None]}), ['"a"', "1", "null"], ["a", "2"]),
+        (schema(True), ["{}", "[[]]", '"ü\\n"'], ["", "nul"]),
+        (GrammarSource(GrammarKind.REGEX, r"a+b?"), ["a", "aab"], ["", "b", "abb"]),
+        (GrammarSource(GrammarKind.REGEX, r"[^\n]*"), ["", "äß <b>"], ["a\n"]),
+        (GrammarSource(GrammarKind.CHOICE, '["yes", "no\\n\\"x\\""]'), ["yes", 'no\n"x"'], ["y"]),
+        (GrammarSource(GrammarKind.GBNF, 'root ::= "x" | "y" root'), ["x", "yyx"], ["", "y"]),
+        (GrammarSource(GrammarKind.GBNF, "start: /[0-9]+/"), ["12"], ["a"]),
+    ],
+    ids=repr,
+)
+def test_a_text_follows_its_grammar(
+    compiler: GrammarCompiler,
+    tokenizer: Tokenizer,
+    source: GrammarSource,
+    good: list[str],
+    bad: list[str],
+) -> None:
+    grammar = compiler.compile(source)
+    assert {text for text in good + bad if takes(grammar, tokenizer, text)} == {*good}
+
+
+@examples(60)
+@given(st.integers(0, 1 << 32))
+def test_what_is_written_at_random_follows_the_grammar(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, seed: int
+) -> None:
+    dated = {
+        "type": "object",
+        "properties": {
+            "day": {"type": "string", "format": "date"},
+            "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+        },
+        "required": ["day"],
+        "additionalProperties": False,
+    }
+    for source, is_good in (
+        (schema(NUMBERS), lambda text: len(json.loads(text)) <= 4),
+        (schema(dated), lambda text: {*json.loads(text)} <= {"day", "tags"}),
+        (
+            GrammarSource(GrammarKind.REGEX, r"(ab|[0-9]{2,5})+"),
+            lambda text: re.fullmatch(r"(ab|[0-9]{2,5})+", text),
+        ),
+    ):
+        text = written(compiler.compile(source), tokenizer, seed)
+        assert text is None or is_good(text)
+
+
+HUGE_ENUM = {"enum": [f"value {i}" for i in range(20_000)]}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        GrammarSource(GrammarKind.JSON_SCHEMA, "{"),
+        GrammarSource(GrammarKind.JSON_SCHEMA, "12"),
+        GrammarSource(GrammarKind.JSON_SCHEMA, "[" * 1000),
+        schema({"type": "strin"}),
+        schema(False),
+        schema({"$ref": "#"}),
+        schema({"$ref": "#/$defs/none"}),
+        schema({"$ref": "http://127.0.0.1:1/schema.json"}),
+        schema({"$ref": "file:///etc/passwd"}),
+        schema({"not": {"type": "string"}}),
+        schema({"type": "string", "pattern": "(a"}),
+        schema(HUGE_ENUM | {"description": "x" * MOST_GRAMMAR_BYTES}),
+        schema(NUMBERS, "("),
+        GrammarSource(GrammarKind.REGEX, "(a"),
+        GrammarSource(GrammarKind.REGEX, r"(?=a)b"),
+        GrammarSource(GrammarKind.REGEX, "a" * (MOST_GRAMMAR_BYTES + 1)),
+        GrammarSource(GrammarKind.CHOICE, "[]"),
+        GrammarSource(GrammarKind.GBNF, 'root ::= "x'),
+        GrammarSource(GrammarKind.GBNF, "root ::= other"),
+        GrammarSource(GrammarKind.GBNF, "(" * 50_000),
+        GrammarSource(GrammarKind.GBNF, "root ::= " + "(" * 50_000),
+        GrammarSource(GrammarKind.GBNF, "no grammar at all"),
+        GrammarSource(GrammarKind.GBNF, "\ud800"),
+    ],
+    ids=lambda source: f"{source.kind}-{source.text[:30]!r}",
+)
+def test_what_cannot_be_followed_is_refused_in_one_line(
+    compiler: GrammarCompiler, source: GrammarSource
+) -> None:
+    started_s = time.perf_counter()
+    with pytest.raises(GrammarError) as caught:
+        compiler.compile(source)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1000
+    assert time.perf_counter() - started_s < 10
+
+
+def test_a_grammar_is_compiled_once_and_each_text_has_a_state_of_its_own(
+    compiler: GrammarCompiler,
+) -> None:
+    source = GrammarSource(GrammarKind.CHOICE, '["ab", "cd"]')
+    grammar = compiler.compile(source)
+    assert compiler.compile(source) is grammar
+    first, second = grammar.matcher(), grammar.matcher()
+    before = second.allowed().copy()
+    first.accept(int(np.flatnonzero(first.allowed())[0]))
+    assert (second.allowed() == before).all()
+    assert (grammar.matcher().allowed() == before).all()
+    with pytest.raises(GrammarError):
+        second.accept(int(np.flatnonzero(~before)[0]))
+    with pytest.raises(GrammarError):  # it stays where it failed
+        second.mask()
+
+
+def test_a_model_with_fewer_tokens_gets_no_others(tokenizer: Tokenizer) -> None:
+    num_tokens = max(tokenizer.stop_ids) + 1
+    matcher = GrammarCompiler(tokenizer, num_tokens).compile(schema(True)).matcher()
+    assert matcher.allowed().size == num_tokens
