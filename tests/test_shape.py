@@ -38,8 +38,6 @@ ATTRIBUTES = {
     "protocol/dflash_protocol/settings/table.py:Settings": SETTINGS,
     "protocol/dflash_protocol/wire/messages.py:Offer": MESSAGE,
     "protocol/dflash_protocol/wire/messages.py:Welcome": MESSAGE,
-    "runtime/dflash_runtime/serving/requests.py:ChatBody": MESSAGE,
-    "runtime/dflash_runtime/serving/requests.py:CompletionBody": MESSAGE,
     "runtime/dflash_runtime/serving/metrics.py:Metrics": METRICS,
     "runtime/dflash_runtime/experts/telemetry.py:OwnerStats": METRICS,
     "runtime/dflash_runtime/experts/telemetry.py:PhaseStats": METRICS,

@@ -16,11 +16,10 @@ import pytest
 from dflash_runtime import Engine
 from dflash_runtime.engine import replacing
 from dflash_runtime.engine.generation import GeneratedToken
-from dflash_runtime.engine.sampling import SamplingParams
 from dflash_runtime.engine.steps import Steps
 from dflash_runtime.experts.replacing import Prepared
 from dflash_runtime.serving.metrics import Metrics
-from dflash_runtime.serving.worker import Channel, EngineWorker, Finished, Job
+from dflash_runtime.serving.worker import Channel, EngineWorker, Finished, Job, TokenOptions
 from support import undisturbed as rig
 from support.faults import greedy
 from support.moved_experts import DAEMONS, daemon_called, num_moved, opened
@@ -72,7 +71,7 @@ def test_experts_move_within_requests_of_many_clients(
     async def serve(worker: EngineWorker) -> list[str]:
         loop = asyncio.get_running_loop()
         jobs = [
-            Job(f"client {number}", PROMPT, NUM_TOKENS, SamplingParams(), Channel(loop))
+            Job(f"client {number}", PROMPT, NUM_TOKENS, TokenOptions(), Channel(loop))
             for number in range(CLIENTS)
         ]
         for job in jobs:

@@ -326,6 +326,20 @@ class DeviceSampling:
     min_p: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LogitChanges:
+    """Changes of a step's logits before a token is chosen: each is divided by its divisor if it is
+    above zero, else by the divisor's reciprocal, and the offset is taken off, all in float32; what
+    would be infinite is the largest number.
+
+    Shapes: token_ids [N] int32, no token twice; divisors, offsets [N] float32.
+    """
+
+    token_ids: I32Array
+    divisors: F32Array
+    offsets: F32Array
+
+
 class DeviceMail(Protocol):
     """A device whose kernels can send requests to another device's kernels, or answer them."""
 
@@ -374,19 +388,24 @@ class CapturedStep(Protocol):
         results are discarded when that is a stop token."""
 
     @property
+    def samples_by_rules(self) -> bool:
+        """Whether the device samples as `rule` says; the host does, from logits, if not."""
+
+    @property
     def counts_itself(self) -> bool:
         """Whether the owners that a step asks count their work and this device's."""
 
     def prepare(self) -> None:
         """Compile and capture everything, and count nothing of it; overwrites the cache."""
 
-    def choose_by(self, options: DeviceSampling | None, *, is_masked: bool = False) -> None:
+    def choose_by(self, options: DeviceSampling | None, *, is_ruled: bool = False) -> None:
         """Sample tokens with these parameters from the next `begin` on; None, the default: greedy.
-        `is_masked`: only those that `allow` names."""
+        `is_ruled`: as `rule` says."""
 
-    def allow(self, mask: U8Array) -> None:
-        """The tokens that the next steps may sample, once those before have ended. Their `logits`
-        are the least number for others, if the device samples.
+    def rule(self, mask: U8Array | None, changes: LogitChanges | None) -> None:
+        """Which tokens the next steps may sample, None: all, and how their logits change first. The
+        steps before have ended. If the device samples, `logits` are the changed ones, and the least
+        number for tokens that may not come.
 
         Shapes: mask [B], a bit for each token, the lowest first; tokens past it may not come.
         """

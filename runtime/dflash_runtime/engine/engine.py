@@ -43,6 +43,7 @@ from dflash_runtime.engine.opening import (
     open_model,
     settings_with,
 )
+from dflash_runtime.engine.penalties import Penalties, PenaltyTable
 from dflash_runtime.engine.prompts import Prompts
 from dflash_runtime.engine.replacing import ExpertMover, mover_of
 from dflash_runtime.engine.run_guard import Cancelled
@@ -410,8 +411,10 @@ class Engine:
         top_p: float = 1.0,
         min_p: float = 0.0,
         seed: int | None = None,
+        penalties: Penalties | None = None,
         grammar: Grammar | None = None,
         ignore_eos: bool = False,
+        stop_ids: Collection[int] = (),
         top_logprobs: int | None = None,
         reuse_prefix: bool = False,
         prefix_scope: str = "",
@@ -420,11 +423,12 @@ class Engine:
     ) -> Iterator[GeneratedToken]:
         """Yield up to `max_tokens` tokens after the prompt, a text or token ids.
 
-        Ends early at a stop token of the model, which is not yielded, unless `ignore_eos`; when the
-        context is full; and when a `grammar`, which the text then follows, lets nothing come.
-        `last_generation` holds times and the reason of the end; `on_prefill` gets the number of
-        prompt tokens computed, and of all. `top_logprobs` (0 or more): each token comes with its
-        log-probability and those of that many most likely tokens, of the model, without a grammar.
+        Ends early at a stop token, which is not yielded: one of `stop_ids`, or unless `ignore_eos`
+        of the model's; when the context is full; and when a `grammar`, which the text then follows,
+        lets nothing come. `last_generation` holds times and the reason of the end; `on_prefill`
+        gets the number of prompt tokens computed, and of all. `top_logprobs` (0 or more): each
+        token comes with its log-probability and those of that many most likely tokens, of the
+        model, before penalties and without a grammar.
         `reuse_prefix`: the prefix that this prompt shares with the run before is taken from the
         cache, with the same bits; but only within one `prefix_scope`, since the time saved would
         tell one client about another's prompt. `is_cancelled` is called before every layer of a
@@ -441,14 +445,19 @@ class Engine:
         if ids.size == 0:
             raise SettingsError("the prompt is empty")
 
+        table: PenaltyTable | None = None
+        if penalties is not None and not penalties.is_neutral:
+            table = PenaltyTable(penalties, ids, vocab_size=self.spec.vocab_size)
         return self._run(
             GenerationRequest(
                 prompt=ids,
                 max_tokens=max_tokens,
                 sampler=sampler,
                 matcher=None if grammar is None else grammar.matcher(),
+                penalties=table,
                 top_logprobs=top_logprobs,
                 ignore_eos=ignore_eos,
+                stop_ids=stop_ids,
                 reuse_prefix=reuse_prefix,
                 prefix_scope=prefix_scope,
                 is_cancelled=is_cancelled,

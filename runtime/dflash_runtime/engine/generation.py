@@ -6,7 +6,7 @@ Tokens are decoded by the fastest way the backend has.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -16,6 +16,7 @@ from dflash_adapters.text.grammar import TokenMatcher
 from dflash_adapters.text.tokenizer import Tokenizer
 from dflash_protocol.ids import BoolArray, F32Array, I32Array
 from dflash_runtime.compute.backend import NOT_FINITE, CapturedStep
+from dflash_runtime.engine.penalties import PenaltyTable, changed
 from dflash_runtime.engine.sampling import Sampler, TokenLogprobs, token_logprobs
 from dflash_runtime.engine.steps import Steps
 
@@ -65,7 +66,8 @@ class GeneratedToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """The checked arguments of `Engine.generate`; `matcher` is its grammar's.
+    """The checked arguments of `Engine.generate`; `matcher` is its grammar's, `penalties` has the
+    changes of logits.
 
     Shapes: prompt [T], at least one token.
     """
@@ -74,8 +76,10 @@ class GenerationRequest:
     max_tokens: int
     sampler: Sampler
     matcher: TokenMatcher | None
+    penalties: PenaltyTable | None
     top_logprobs: int | None
     ignore_eos: bool
+    stop_ids: Collection[int]
     reuse_prefix: bool
     prefix_scope: str
     is_cancelled: Callable[[], bool] | None
@@ -86,12 +90,33 @@ class GenerationRequest:
 
         Raises: GrammarError.
         """
-        token_id = self.sampler(logits, self.allowed())
-        if self.matcher is not None:
-            self.matcher.accept(token_id)
+        token_id = self.sampler(self.changed(logits), self.allowed())
+        self.accept(token_id)
         if self.top_logprobs is None:
             return token_id, None
         return token_id, token_logprobs(logits, token_id, self.top_logprobs)
+
+    @property
+    def is_ruled(self) -> bool:
+        """Whether what may come next, or how likely it is, depends on the tokens before."""
+        return self.matcher is not None or self.penalties is not None
+
+    def rule(self, step: CapturedStep) -> None:
+        """Tell a step that samples on its device what may come. Raises: GrammarError."""
+        if self.is_ruled:
+            mask = None if self.matcher is None else self.matcher.mask()
+            step.rule(mask, None if self.penalties is None else self.penalties.changes)
+
+    def changed(self, logits: F32Array) -> F32Array:
+        """Logits that a token is chosen from. Shapes: both [V]."""
+        return logits if self.penalties is None else changed(logits, self.penalties.changes)
+
+    def accept(self, token_id: int) -> None:
+        """Go on after a token. Raises: GrammarError."""
+        if self.matcher is not None:
+            self.matcher.accept(token_id)
+        if self.penalties is not None:
+            self.penalties.accept(token_id)
 
     def allowed(self) -> BoolArray | None:
         """The tokens that may come next; None: all. Raises: GrammarError."""
@@ -128,9 +153,9 @@ def generated_tokens(
     """
     prompt = request.prompt
     decoder = tokenizer.stream() if tokenizer is not None else None
-    stop_ids: frozenset[int] = frozenset()
+    stop_ids = frozenset(request.stop_ids)
     if tokenizer is not None and not request.ignore_eos:
-        stop_ids = tokenizer.stop_ids
+        stop_ids |= tokenizer.stop_ids
     started_s = time.perf_counter()
     reused, boundary = num_reusable(steps, request, tokenizer)
     stats.num_reused_tokens = reused
@@ -232,8 +257,8 @@ def _sampled_on_device(
     tokens may follow: for the next ones no step is launched ahead.
     Raises: as Steps.forward; NotFinite; GrammarError.
     """
-    sampler, matcher = request.sampler, request.matcher
-    captured.choose_by(sampler.device_sampling, is_masked=matcher is not None)
+    sampler = request.sampler
+    captured.choose_by(sampler.device_sampling, is_ruled=request.is_ruled)
     started: int | None = None  # the position that the steps started so far lead to
     num_alone, num_interrupted = 0, steps.num_interrupted
     numbers: list[float] = []  # of the positions from `first_numbered` on
@@ -245,9 +270,8 @@ def _sampled_on_device(
         if started is None:
             captured.begin(token_id, position)
             started = position
-        ahead = 0 if num_alone or matcher is not None else captured.most_ahead
-        if matcher is not None:
-            captured.allow(matcher.mask())
+        ahead = 0 if num_alone or request.is_ruled else captured.most_ahead
+        request.rule(captured)
         while started < min(position + 1 + ahead, end_position):
             started += 1
             if not sampler.is_greedy and started == first_numbered + len(numbers):
@@ -265,9 +289,11 @@ def _sampled_on_device(
                 captured.start()
             started, num_alone = None, _ALONE  # the next step starts from the host's token
             number = 0.0 if sampler.is_greedy else numbers[position + 1 - first_numbered]
-            next_id = sampler.sample(steps.finite(captured.logits()), number, request.allowed())
-        if matcher is not None:
-            matcher.accept(next_id)
+            logits = steps.finite(captured.logits())
+            if not captured.samples_by_rules:
+                logits = request.changed(logits)
+            next_id = sampler.sample(logits, number, request.allowed())
+        request.accept(next_id)
         steps.note_captured(token_id, position)
         yield next_id, None
         token_id, position = next_id, position + 1

@@ -43,7 +43,7 @@ from dflash_runtime.serving.state import ServerState
 from dflash_runtime.serving.status import expert_map, model_id, props, status
 from dflash_runtime.serving.status_page import page_routes
 from dflash_runtime.serving.text import TextRules
-from dflash_runtime.serving.worker import Channel, Job
+from dflash_runtime.serving.worker import Channel, Job, TokenOptions
 
 T = TypeVar("T")
 
@@ -207,26 +207,30 @@ def _generation(
     if not token_ids:
         raise ApiError(400, "the prompt is empty", param=field)
     try:
-        sampling = body.sampling()
+        options = TokenOptions(
+            sampling=body.sampling(),
+            penalties=body.penalties(),
+            grammar=grammar,
+            ignore_eos=bool(body.ignore_eos),
+            stop_ids=tuple(body.stop_token_ids or ()),
+            top_logprobs=body.top_logprobs_wanted,
+        )
     except SettingsError as error:
         raise api_error(error) from error
     job = Job(
         client=request.scope[CLIENT],
         prompt=token_ids,
         max_tokens=min(body.most_tokens or engine.num_positions, engine.num_positions),
-        sampling=sampling,
+        options=options,
         channel=Channel(asyncio.get_running_loop()),
         text=TextRules(body.stops, is_chat=is_chat),
-        grammar=grammar,
-        top_logprobs=body.top_logprobs_wanted,
-        ignore_eos=bool(body.ignore_eos),
         key=request.scope[KEY],
     )
     tokenizer = engine.tokenizer
     answer = (ChatAnswer if is_chat else CompletionAnswer)(
         model_id(engine),
         tokenizer.token_bytes if tokenizer is not None else lambda token_id: b"",
-        has_logprobs=job.top_logprobs is not None,
+        has_logprobs=options.top_logprobs is not None,
         stream_usage=body.wants_usage,
     )
     return GenerationResponse(state, job, answer, is_stream=bool(body.stream))

@@ -14,16 +14,15 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from dflash_protocol.errors import one_line
-from dflash_runtime.engine.sampling import SamplingParams
 from dflash_runtime.serving.constraints import ConstraintFields
 from dflash_runtime.serving.errors import ApiError
+from dflash_runtime.serving.sampling_fields import PenaltyFields, SamplingFields
 
 MOST_STOPS = 16
 LONGEST_STOP = 256
 MOST_TOP_LOGPROBS = 20
 _MOST_MESSAGES = 4096
 _OPENAI_COMPLETION_TOKENS = 16
-_SEEDS = 1 << 63
 FEW_VALUES = 1 << 16
 _BEFORE_VALUES = (b",", b"[", b"{")
 
@@ -52,20 +51,16 @@ class StreamOptions(_Body):
     include_usage: bool | None = None
 
 
-class _Generation(_Request, ConstraintFields):
+class _Generation(_Request, ConstraintFields, SamplingFields, PenaltyFields):
     """Fields of both kinds of generation."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: float | None = None
-    seed: int | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
+    stop_token_ids: Annotated[Tokens, Field(max_length=MOST_STOPS)] | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -76,16 +71,6 @@ class _Generation(_Request, ConstraintFields):
     @property
     def wants_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    def sampling(self) -> SamplingParams:
-        """Sampling parameters, with OpenAI's defaults. Raises: SettingsError."""
-        return SamplingParams(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=max(0, self.top_k or 0),
-            min_p=self.min_p or 0.0,
-            seed=None if self.seed is None else self.seed % _SEEDS,
-        )
 
 
 class CompletionBody(_Generation):
@@ -227,7 +212,7 @@ IGNORED = frozenset(
         "adaptive_decay", "dry_allowed_length", "dry_base", "dry_penalty_last_n",
         "dry_sequence_breakers", "dynatemp_exponent", "grammar_triggers", "grammar_type",
         "guided_decoding_backend", "mirostat_eta", "mirostat_tau", "n_discard", "n_keep",
-        "penalize_nl", "preserved_tokens", "repeat_last_n", "xtc_threshold",
+        "penalize_nl", "preserved_tokens", "xtc_threshold",
     }
 )  # fmt: skip
 """Fields that do not change the text, whatever their values."""
@@ -245,13 +230,10 @@ NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
     # OpenAI
     "best_of": (1,),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logit_bias": ({}, []),
     "modalities": (["text"],),
     "n": (1,),
-    "presence_penalty": (0,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -268,12 +250,10 @@ NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
     "logits_processors": ([],),
     "min_tokens": (0,),
     "mm_processor_kwargs": ({},),
-    "repetition_penalty": (1,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "stop_token_ids": ([],),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
     # llama.cpp
@@ -295,7 +275,6 @@ NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
     "post_sampling_probs": (False,),
     "reasoning_format": ("none",),
     "reasoning_in_content": (True,),
-    "repeat_penalty": (1,),
     "response_fields": ([],),
     "return_tokens": (False,),
     "system_prompt": ("",),

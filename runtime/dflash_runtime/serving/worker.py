@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from dflash_adapters.text.grammar import Grammar
 from dflash_protocol.errors import DflashError, NotFinite, one_line
 from dflash_runtime.engine.engine import Engine, EngineStats, GenerationStats
+from dflash_runtime.engine.penalties import Penalties
 from dflash_runtime.engine.sampling import SamplingParams
 from dflash_runtime.experts.daemons.supervisor import ProgressCallback
 from dflash_runtime.serving.fair_queue import FairQueue, QueueFull
@@ -99,6 +100,18 @@ class Channel:
         self._has_ended.set()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenOptions:
+    """How the tokens of a generation are chosen, and which end it: options of Engine.generate."""
+
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    penalties: Penalties = field(default_factory=Penalties)
+    grammar: Grammar | None = None
+    ignore_eos: bool = False
+    stop_ids: tuple[int, ...] = ()
+    top_logprobs: int | None = None
+
+
 @dataclass(slots=True, eq=False)
 class Job:
     """One generation. `client` takes turns in the queue; jobs of the same API `key` reuse each
@@ -107,12 +120,9 @@ class Job:
     client: str
     prompt: list[int]
     max_tokens: int
-    sampling: SamplingParams
+    options: TokenOptions
     channel: Channel
     text: TextRules = field(default_factory=TextRules)
-    grammar: Grammar | None = None
-    top_logprobs: int | None = None
-    ignore_eos: bool = False
     key: str = ""
     asked_s: float = field(default_factory=time.perf_counter)
     is_cancelled: bool = False
@@ -266,7 +276,7 @@ class EngineWorker:
             return error
 
     def _run(self, engine: Engine, job: Job) -> Finished:
-        metrics = self._metrics
+        metrics, options = self._metrics, job.options
         started_s = time.perf_counter()
         metrics.queue_s.observe(started_s - job.asked_s)
         assembler = TextAssembler(engine.tokenizer, job.text.stops, is_chat=job.text.is_chat)
@@ -287,10 +297,12 @@ class EngineWorker:
         tokens = engine.generate(
             job.prompt,
             job.max_tokens,
-            **asdict(job.sampling),
-            grammar=job.grammar,
-            ignore_eos=job.ignore_eos,
-            top_logprobs=job.top_logprobs,
+            **asdict(options.sampling),
+            penalties=options.penalties,
+            grammar=options.grammar,
+            ignore_eos=options.ignore_eos,
+            stop_ids=options.stop_ids,
+            top_logprobs=options.top_logprobs,
             reuse_prefix=True,
             prefix_scope=job.key,
             is_cancelled=is_cancelled,

@@ -17,9 +17,8 @@ import pytest
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_runtime import Engine
 from dflash_runtime.engine import replacing
-from dflash_runtime.engine.sampling import SamplingParams
 from dflash_runtime.serving.metrics import Metrics
-from dflash_runtime.serving.worker import Channel, EngineWorker, Finished, Job
+from dflash_runtime.serving.worker import Channel, EngineWorker, Finished, Job, TokenOptions
 from support.emulated_gpu import TINY
 from support.failing_gpu import ALLOCATIONS, FailingGpu, taken
 from support.moving_parent import (
@@ -179,7 +178,7 @@ def test_a_gpu_that_vanishes_while_a_server_writes(
 
     async def outcome_of(worker: EngineWorker) -> object:
         channel = Channel(asyncio.get_running_loop())
-        job = Job("client", PROMPT, NUM_TOKENS, SamplingParams(), channel, ignore_eos=True)
+        job = Job("client", PROMPT, NUM_TOKENS, TokenOptions(ignore_eos=True), channel)
         worker.submit(job)
         await channel.ended()
         return (await channel.take())[-1]

@@ -25,11 +25,10 @@ from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier
 from dflash_runtime.compute.room import staged_slots
 from dflash_runtime.engine import replacing
-from dflash_runtime.engine.sampling import SamplingParams
 from dflash_runtime.placement import moves
 from dflash_runtime.placement.split import LOCAL_OWNER
 from dflash_runtime.serving.metrics import Metrics
-from dflash_runtime.serving.worker import Channel, EngineWorker, Finished, Job
+from dflash_runtime.serving.worker import Channel, EngineWorker, Finished, Job, TokenOptions
 from support.emulated_gpu import TINY, TINY_GPT_OSS
 from support.planned_gpu import CONTEXT, OneGpu
 from support.processes import wait_until
@@ -214,9 +213,8 @@ def test_a_server_moves_experts_between_requests_of_many_clients(
                 f"client {number}",
                 PROMPT,
                 NUM_TOKENS,
-                SamplingParams(),
+                TokenOptions(ignore_eos=True),
                 Channel(asyncio.get_running_loop()),
-                ignore_eos=True,
             )
             for number in range(32)
         ]

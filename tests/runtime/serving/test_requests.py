@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_protocol.errors import SettingsError
+from dflash_runtime.engine.penalties import Penalties
 from dflash_runtime.serving import requests
-from dflash_runtime.serving.errors import ApiError
+from dflash_runtime.serving.errors import ApiError, api_error
 from dflash_runtime.serving.requests import (
     IGNORED,
     NEUTRAL,
@@ -83,9 +84,6 @@ def test_a_prompt_is_text_or_tokens(prompt: Any, expected: Any) -> None:
         ({"suffix": "x"}, "suffix"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"frequency_penalty": -0.5}, "frequency_penalty"),
     ],
     ids=repr,
 )
@@ -123,16 +121,11 @@ UNSUPPORTED: list[dict[str, Any]] = [
     # A client that sends them does not want an answer without them.
     {"structural_tag": {"format": {}}},
     {"grammar_lazy": True},
-    {"repeat_penalty": 1.1},
-    {"repetition_penalty": 1.1},
     {"reasoning_effort": "low"},
-    {"presence_penalty": 0.5},
-    {"logit_bias": {"5": 1}},
     {"n": 2},
     {"n": True},
     {"n_predict": 5},
     {"min_tokens": 5},
-    {"stop_token_ids": [1]},
     {"mirostat": 2},
     {"dry_multiplier": 0.8},
     {"xtc_probability": 0.5},
@@ -304,3 +297,53 @@ def test_any_json_is_taken_or_refused(fields: dict[str, Any]) -> None:
         with contextlib.suppress(ApiError, SettingsError):
             body = parse_body(kind, data)
             assert isinstance(body.sampling().temperature, float)
+
+
+@pytest.mark.parametrize("ask", [completion, chat])
+@pytest.mark.parametrize(
+    ("fields", "penalties"),
+    [
+        ({}, Penalties()),
+        ({"presence_penalty": 0.5, "frequency_penalty": -1}, Penalties(0.5, -1)),
+        ({"repetition_penalty": 1.1}, Penalties(repetition=1.1)),
+        ({"repeat_penalty": 1.1}, Penalties(repetition=1.1, window=64)),
+        ({"repeat_penalty": 1.1, "repeat_last_n": 8}, Penalties(repetition=1.1, window=8)),
+        ({"repeat_penalty": 1.1, "repeat_last_n": -1}, Penalties(repetition=1.1)),
+        ({"repeat_last_n": 8}, Penalties()),
+        ({"logit_bias": {"5": 1, "77": -100}}, Penalties(biases={5: 1, 77: -100})),
+        ({"logit_bias": [[5, 1.5], [7, False]]}, Penalties(biases={5: 1.5, 7: -100})),
+        ({"logit_bias": []}, Penalties()),
+    ],
+    ids=repr,
+)
+def test_penalties_are_those_that_were_asked_for(
+    ask: Any, fields: dict[str, Any], penalties: Penalties
+) -> None:
+    assert ask(**fields).penalties() == penalties
+
+
+@pytest.mark.parametrize("ask", [completion, chat])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"presence_penalty": 500}, "presence_penalty"),
+        ({"frequency_penalty": "1"}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1.1, "repeat_penalty": 1.1}, "repeat_penalty"),
+        ({"repeat_last_n": -2}, "repeat_last_n"),
+        ({"logit_bias": {"five": 1}}, "logit_bias"),
+        ({"logit_bias": {"-5": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": [[5, True]]}, "logit_bias"),
+        ({"logit_bias": [["word", 1]]}, "logit_bias"),
+        ({"logit_bias": {str(each): 1 for each in range(2000)}}, "logit_bias"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"stop_token_ids": list(range(17))}, "stop_token_ids"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_penalties_that_cannot_be_are_named(ask: Any, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises((ApiError, SettingsError)) as caught:
+        ask(**fields).penalties()
+    error = api_error(caught.value)
+    assert (error.status, error.body["error"]["param"]) == (400, param)

@@ -11,11 +11,10 @@ import pytest
 
 from dflash_protocol.errors import ModelFileError
 from dflash_runtime import Engine
-from dflash_runtime.engine.sampling import SamplingParams
 from dflash_runtime.serving.fair_queue import QueueFull
 from dflash_runtime.serving.metrics import Metrics
 from dflash_runtime.serving.text import Delta
-from dflash_runtime.serving.worker import Channel, EngineWorker, Finished, Job
+from dflash_runtime.serving.worker import Channel, EngineWorker, Finished, Job, TokenOptions
 
 pytestmark = pytest.mark.asyncio
 
@@ -28,14 +27,15 @@ def worker_of(model: Path, *, capacity: int = 8) -> EngineWorker:
     )
 
 
-def job_of(client: str = "me", *, max_tokens: int = 400, **options: Any) -> Job:
+def job_of(
+    client: str = "me", *, max_tokens: int = 400, top_logprobs: int | None = None, **options: Any
+) -> Job:
     return Job(
         client,
         [1, 2, 3],
         max_tokens,
-        SamplingParams(),
+        TokenOptions(ignore_eos=True, top_logprobs=top_logprobs),
         Channel(asyncio.get_running_loop()),
-        ignore_eos=True,
         **options,
     )
 

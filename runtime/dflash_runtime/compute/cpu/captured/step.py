@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase, U8Array
-from dflash_runtime.compute.backend import DeviceSampling, MailedExperts
+from dflash_runtime.compute.backend import DeviceSampling, LogitChanges, MailedExperts
 from dflash_runtime.compute.cpu.captured.ask_table import AskTable
 from dflash_runtime.compute.cpu.captured.experts import AskedExperts, KeptChoices, LocalExperts
 from dflash_runtime.compute.cpu.captured.program import BetweenCalls, Program
@@ -103,6 +103,7 @@ class CpuStep:
     """
 
     most_ahead = 0
+    samples_by_rules = False
 
     def __init__(
         self,
@@ -137,11 +138,11 @@ class CpuStep:
     def prepare(self) -> None:
         """Do nothing: everything is compiled and recorded."""
 
-    def choose_by(self, options: DeviceSampling | None, *, is_masked: bool = False) -> None:
-        """Sampled tokens, and those of a part of the vocabulary, are left to the host."""
-        self._is_greedy = options is None and not is_masked
+    def choose_by(self, options: DeviceSampling | None, *, is_ruled: bool = False) -> None:
+        """Tokens that are sampled, or subject to rules, are left to the host."""
+        self._is_greedy = options is None and not is_ruled
 
-    def allow(self, mask: U8Array) -> None:
+    def rule(self, mask: U8Array | None, changes: LogitChanges | None) -> None:
         """Do nothing: the host samples."""
 
     def expect(self, first_position: int, numbers: F64Array) -> None:

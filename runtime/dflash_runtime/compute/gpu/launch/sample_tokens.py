@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from dflash_protocol.ids import F64Array
-from dflash_runtime.compute.backend import DeviceSampling
+from dflash_protocol.ids import F64Array, U8Array
+from dflash_runtime.compute.backend import DeviceSampling, LogitChanges
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.device.kernel_structs import kernel_struct
+from dflash_runtime.compute.gpu.device.mapped_array import Layout
 from dflash_runtime.compute.gpu.launch.decode_arrays import ArrayChecker
 from dflash_runtime.compute.gpu.launch.decode_tokens import ArgmaxLogits
 
@@ -28,35 +30,74 @@ _BIN_CAPACITY = 2048
 """Tokens of one bin, which are sorted. Of 152,000 normally distributed logits, whatever their
 deviation, at most some 1,000 fall into one bin."""
 _THREADS = 256
+_MORE_CHANGES = 1024
+"""Tokens with a bias."""
 
 SampleArgs = kernel_struct("sample.cuh", "SampleArgs")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleInputs:
-    """Sampling parameters, random numbers and a mask: the host writes them, every step reads them.
+    """Sampling parameters, random numbers and rules: the host writes them, every step reads them.
 
     Shapes: options [NUM_OPTIONS] float64, from `option_values`; numbers [N] float64 in [0, 1), by
-    the position of the token sampled with it; mask [mask_words(V)] uint32, in a masked step a bit
-    for each token that may be sampled, the lowest first. The mask may be mapped memory.
+    the position of the token sampled with it.
     """
 
     options: DeviceArray
     numbers: DeviceArray
-    mask: DeviceArray
+    rules: StepRules
 
 
-def mask_words(vocab_size: int) -> int:
-    """Words of a mask."""
-    return -(-vocab_size // 32)
+@dataclass(frozen=True, slots=True, eq=False)
+class StepRules:
+    """Which tokens a ruled step may sample, and how their logits change before; `rule_layout` has
+    the arrays, on the host or as kernels read them.
+
+    Shapes: mask [W] uint32, a bit for each token that may be sampled, the lowest first; num_changes
+    [1] int32; token_ids [N] int32, divisors, offsets [N] float32, of which the first `num_changes`
+    are used, as in LogitChanges.
+    """
+
+    mask: Any
+    num_changes: Any
+    token_ids: Any
+    divisors: Any
+    offsets: Any
+
+
+def rule_layout(*, vocab_size: int, num_positions: int) -> Layout:
+    """The arrays of StepRules, with room for changes of each token of a sequence, and some more."""
+    num_changes = min(vocab_size, num_positions + _MORE_CHANGES)
+    return [
+        ((-(-vocab_size // 32),), np.uint32),
+        ((1,), np.int32),
+        ((num_changes,), np.int32),
+        ((num_changes,), np.float32),
+        ((num_changes,), np.float32),
+    ]
+
+
+def write_rules(rules: StepRules, mask: U8Array | None, changes: LogitChanges | None) -> None:
+    """Write the rules of the next step; see CapturedStep.rule. `rules`: the host's arrays."""
+    if mask is None:
+        rules.mask[:] = 0xFFFFFFFF
+    else:
+        rules.mask.view(np.uint8)[: mask.size] = mask
+        rules.mask.view(np.uint8)[mask.size :] = 0
+    size = rules.num_changes[0] = 0 if changes is None else changes.token_ids.size
+    if changes is not None:
+        rules.token_ids[:size] = changes.token_ids
+        rules.divisors[:size] = changes.divisors
+        rules.offsets[:size] = changes.offsets
 
 
 def option_values(
-    options: DeviceSampling | None, *, vocab_size: int, is_masked: bool = False
+    options: DeviceSampling | None, *, vocab_size: int, is_ruled: bool = False
 ) -> F64Array:
     """The options as the kernels read them; None: argmax. Shapes: result [NUM_OPTIONS]."""
     if options is None:
-        return np.array([0.0] * (NUM_OPTIONS - 1) + [is_masked])
+        return np.array([0.0] * (NUM_OPTIONS - 1) + [is_ruled])
     return np.array(
         [
             # Infinite: too cold for float64 here, left to the host.
@@ -64,7 +105,7 @@ def option_values(
             min(options.top_k or vocab_size, vocab_size),
             options.top_p,
             abs(math.log(options.min_p)) if options.min_p > 0.0 else math.inf,
-            is_masked,
+            is_ruled,
         ]
     )
 
@@ -86,9 +127,9 @@ class SampleTokens:
         warps = _THREADS // device.lanes
         defines = {"VOCAB": vocab_size, "BIN_CAPACITY": bin_capacity, "WARPS": warps}
         module = device.module("sample.cu", defines)
-        self._mask, self._weigh, self._place, self._token = (
+        self._kernels = tuple(
             module.kernel(f"sample_{name}", SampleArgs)
-            for name in ("mask", "weigh", "place", "token")
+            for name in ("change", "mask", "weigh", "place", "token")
         )
         self._num_blocks = min(-(-vocab_size // (4 * _THREADS)), 4 * device.num_multiprocessors)
         self._counts, self._placed = (device.zeros(_NUM_BINS, np.uint32) for _ in range(2))
@@ -109,18 +150,23 @@ class SampleTokens:
         position, to `history`.
 
         Where rounding could decide, `history` gets UNDECIDED and `token_ids` the most likely token.
-        If a logit is not finite, `history` gets NOT_FINITE. In a masked step the logits of tokens
-        that may not come, and `partials`, are overwritten.
+        If a logit is not finite, `history` gets NOT_FINITE. In a ruled step logits and `partials`
+        are overwritten.
         Shapes: logits [1, V] float32; partials [blocks, 1] uint64 of the head; token_ids,
         positions [1] int32; history [N] int32, as long as the numbers of `inputs`.
         Raises: ValueError for an array that is not of this shape, type or device.
         """
-        address = self._arrays.address
+        address, rules = self._arrays.address, inputs.rules
         num_partials, capacity = partials.shape[0], history.size
+        most_changes = rules.token_ids.size
         args = SampleArgs(
             logits=address("logits", logits, np.float32, T=1, V=self._vocab_size),
             partials=address("partials", partials, np.uint64, blocks=num_partials, T=1),
-            mask=address("mask", inputs.mask, np.uint32, words=mask_words(self._vocab_size)),
+            mask=address("mask", rules.mask, np.uint32, words=-(-self._vocab_size // 32)),
+            num_changes=address("num_changes", rules.num_changes, np.int32, one=1),
+            changed_ids=address("token_ids", rules.token_ids, np.int32, N=most_changes),
+            divisors=address("divisors", rules.divisors, np.float32, N=most_changes),
+            offsets=address("offsets", rules.offsets, np.float32, N=most_changes),
             options=address("options", inputs.options, np.float64, options=NUM_OPTIONS),
             numbers=address("numbers", inputs.numbers, np.float64, N=capacity),
             counts=address("counts", self._counts, np.uint32, bins=_NUM_BINS),
@@ -132,16 +178,13 @@ class SampleTokens:
             history=address("history", history, np.int32, N=capacity),
             num_partials=num_partials,
             capacity=capacity,
+            most_changes=most_changes,
         )
         block = _THREADS // self._device.lanes * self._device.lanes
         masking = min(self._num_blocks, num_partials)
-        for kernel, blocks in (
-            (self._mask, masking),
-            (self._weigh, self._num_blocks),
-            (self._place, self._num_blocks),
-        ):
+        num_blocks = (1, masking, self._num_blocks, self._num_blocks, 1)
+        for kernel, blocks in zip(self._kernels, num_blocks, strict=True):
             self._device.launch(kernel, (blocks, 1, 1), block, args)
-        self._device.launch(self._token, (1, 1, 1), block, args)
 
 
 class ChooseTokens:

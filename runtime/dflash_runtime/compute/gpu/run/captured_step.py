@@ -18,7 +18,7 @@ from contextlib import ExitStack, suppress
 
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase, U8Array
-from dflash_runtime.compute.backend import DeviceSampling
+from dflash_runtime.compute.backend import DeviceSampling, LogitChanges
 from dflash_runtime.compute.gpu.launch.sample_tokens import UNDECIDED
 from dflash_runtime.compute.gpu.layers.attention_plan import context_bucket
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
@@ -95,6 +95,8 @@ class GraphStep:
         self._slots = SlotStats(num_slots=num_slots) if num_slots else None
         self._is_closed = False
 
+    samples_by_rules = True
+
     @property
     def slots(self) -> SlotStats | None:
         return self._slots
@@ -150,11 +152,11 @@ class GraphStep:
             position = context_bucket(position + 1)
         self.begin(0, 0)
 
-    def choose_by(self, options: DeviceSampling | None, *, is_masked: bool = False) -> None:
-        self._sampling.choose(options, is_masked=is_masked)
+    def choose_by(self, options: DeviceSampling | None, *, is_ruled: bool = False) -> None:
+        self._sampling.choose(options, is_ruled=is_ruled)
 
-    def allow(self, mask: U8Array) -> None:
-        self._sampling.allow(mask)
+    def rule(self, mask: U8Array | None, changes: LogitChanges | None) -> None:
+        self._sampling.rule(mask, changes)
 
     def expect(self, first_position: int, numbers: F64Array) -> None:
         self._sampling.expect(first_position, numbers)

@@ -8,15 +8,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflash_protocol.ids import F64Array, Phase, U8Array
-from dflash_runtime.compute.backend import DeviceSampling
+from dflash_runtime.compute.backend import DeviceSampling, LogitChanges
 from dflash_runtime.compute.gpu.device.buffers import Buffer
 from dflash_runtime.compute.gpu.device.device import KernelDevice
 from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock
 from dflash_runtime.compute.gpu.launch.sample_tokens import (
     NUM_OPTIONS,
     SampleInputs,
-    mask_words,
+    StepRules,
     option_values,
+    rule_layout,
+    write_rules,
 )
 from dflash_runtime.compute.gpu.layers.attention_plan import context_bucket
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
@@ -40,25 +42,27 @@ class StepSampling:
 
     def __init__(self, device: KernelDevice, *, vocab_size: int, num_positions: int) -> None:
         self._device, self._vocab_size = device, vocab_size
-        self._mask = MappedBlock(device, [((mask_words(vocab_size),), np.uint32)])
+        self._rules = MappedBlock(
+            device, rule_layout(vocab_size=vocab_size, num_positions=num_positions)
+        )
         self.inputs = SampleInputs(
             device.zeros(NUM_OPTIONS, np.float64),
             device.zeros(num_positions, np.float64),
-            self._mask.device[0],
+            StepRules(*self._rules.device),
         )
         self.is_on = False
         """Off: greedy, of all tokens. Captured separately, so that such steps do not pay for
         sampling."""
 
-    def choose(self, options: DeviceSampling | None, *, is_masked: bool) -> None:
+    def choose(self, options: DeviceSampling | None, *, is_ruled: bool) -> None:
         """See CapturedStep.choose_by."""
-        values = option_values(options, vocab_size=self._vocab_size, is_masked=is_masked)
+        values = option_values(options, vocab_size=self._vocab_size, is_ruled=is_ruled)
         self._device.write(self.inputs.options, values)
-        self.is_on = options is not None or is_masked
+        self.is_on = options is not None or is_ruled
 
-    def allow(self, mask: U8Array) -> None:
-        """See CapturedStep.allow."""
-        self._mask.host[0].view(np.uint8)[: mask.size] = mask
+    def rule(self, mask: U8Array | None, changes: LogitChanges | None) -> None:
+        """See CapturedStep.rule."""
+        write_rules(StepRules(*self._rules.host), mask, changes)
 
     def expect(self, first_position: int, numbers: F64Array) -> None:
         """See CapturedStep.expect."""
@@ -67,7 +71,7 @@ class StepSampling:
 
     def close(self) -> None:
         """Unmap the host's memory; no step may be running."""
-        self._mask.close()
+        self._rules.close()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,6 +4,7 @@ number, or left to the host."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields
 from functools import cache
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_protocol.ids import AnyArray, BoolArray, F32Array
-from dflash_runtime.compute.backend import NOT_FINITE, DeviceSampling
+from dflash_runtime.compute.backend import NOT_FINITE, DeviceSampling, LogitChanges
 from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
 from dflash_runtime.compute.gpu.device.device import KernelDevice
 from dflash_runtime.compute.gpu.launch.sample_tokens import (
@@ -21,9 +22,12 @@ from dflash_runtime.compute.gpu.launch.sample_tokens import (
     UNDECIDED,
     SampleInputs,
     SampleTokens,
-    mask_words,
+    StepRules,
     option_values,
+    rule_layout,
+    write_rules,
 )
+from dflash_runtime.engine.penalties import changed
 from dflash_runtime.engine.sampling import Sampler, SamplingParams
 from support.emulated_device import EmulatedDevice
 from support.examples import examples
@@ -50,10 +54,11 @@ class Rig:
         self.device = device
         self.kernels = SampleTokens(device, vocab_size=vocab_size, **options)
         self.vocab_size = vocab_size
+        self.layout = rule_layout(vocab_size=vocab_size, num_positions=CAPACITY)
         self.inputs = SampleInputs(
             device.zeros(NUM_OPTIONS, np.float64),
             device.zeros(CAPACITY, np.float64),
-            device.zeros(mask_words(vocab_size), np.uint32),
+            StepRules(*(device.zeros(*shape) for shape in self.layout)),
         )
         self.token_ids = device.empty(1, np.int32)
 
@@ -63,19 +68,24 @@ class Rig:
         options: DeviceSampling | None,
         number: float,
         allowed: BoolArray | None = None,
+        changes: LogitChanges | None = None,
     ) -> int:
         """What the history says; checks all that does not depend on what is sampled."""
         device = self.device
         numbers = np.full(CAPACITY, np.nan)
         numbers[FIRST + 1] = number
         device.write(self.inputs.numbers, numbers)
-        values = option_values(options, vocab_size=self.vocab_size, is_masked=allowed is not None)
+        values = option_values(
+            options,
+            vocab_size=self.vocab_size,
+            is_ruled=allowed is not None or changes is not None,
+        )
         device.write(self.inputs.options, values)
-        mask = np.zeros(mask_words(self.vocab_size), np.uint32)
-        if allowed is not None:
-            bits = np.packbits(allowed, bitorder="little")
-            mask.view(np.uint8)[: bits.size] = bits
-        device.write(self.inputs.mask, mask)
+        rules = StepRules(*(np.zeros(*shape) for shape in self.layout))
+        bits = None if allowed is None else np.packbits(allowed, bitorder="little")
+        write_rules(rules, bits, changes)
+        for field in fields(rules):
+            device.write(getattr(self.inputs.rules, field.name), getattr(rules, field.name))
         keys = keys_of(logits)
         parts = [part.max() for part in np.array_split(keys, min(3, keys.size))]
         history = device.upload(np.full(CAPACITY, -7, np.int32))
@@ -96,7 +106,8 @@ class Rig:
         if said == NOT_FINITE:  # the next step reads something all the same
             assert 0 <= token_id < self.vocab_size
         else:
-            best = Sampler(SamplingParams()).sample(logits, 0.0, allowed)
+            chosen_from = logits if changes is None else changed(logits, changes)
+            best = Sampler(SamplingParams()).sample(chosen_from, 0.0, allowed)
             assert token_id == (best if said == UNDECIDED else said)
         return said
 
@@ -221,6 +232,43 @@ def test_of_a_masked_vocabulary_tokens_are_those_of_the_host(
         token_ids = np.flatnonzero(allowed)
         host_id = int(token_ids[host_sampled(logits[allowed], options, number)])
         assert said in (UNDECIDED, host_id)
+
+
+@examples(80)
+@given(
+    RIGS,
+    st.sampled_from([0.5, 30.0]),
+    st.integers(0, 1 << 32),
+    st.sampled_from([0, 1, 9, 300]),
+    st.booleans(),
+    st.sampled_from([None, *OPTIONS]),
+    NUMBERS,
+)
+def test_logits_change_as_on_the_host(
+    which: tuple[int, int, bool],
+    scale: float,
+    seed: int,
+    num_changes: int,
+    is_masked: bool,
+    options: DeviceSampling | None,
+    number: float,
+) -> None:
+    device_rig = rig(*which)
+    size, random = device_rig.vocab_size, np.random.default_rng(seed)
+    logits = random_logits(size, scale, None, seed)
+    token_ids = random.permutation(size)[:num_changes].astype(np.int32)
+    changes = LogitChanges(
+        token_ids,
+        random.choice([1.0, 1.1, 0.7, 5.0], token_ids.size).astype(np.float32),
+        random.normal(0.0, 2.0, token_ids.size).astype(np.float32),
+    )
+    allowed = random.random(size) < 0.5 if is_masked else None
+    if allowed is not None:
+        allowed[random.integers(size)] = True
+    said = device_rig.sample(logits, options, number, allowed, changes)
+    of_host = SamplingParams() if options is None else SamplingParams(**asdict(options))
+    expected = Sampler(of_host).sample(changed(logits, changes), number, allowed)
+    assert said in ((expected,) if options is None else (UNDECIDED, expected))
 
 
 @pytest.mark.parametrize("options", [None, DeviceSampling(1.0, top_k=30)])

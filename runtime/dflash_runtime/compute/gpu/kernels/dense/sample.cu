@@ -1,8 +1,9 @@
 // Samples the next token from a step's logits as the host does (engine/sampling.py): the same random
 // number gives the same token, or UNDECIDED where rounding could change the result. In this order:
 //
-//   sample_mask   where the text follows a grammar: tokens that may not come get the least logit, and
-//                 `partials` the keys of the others. As many blocks as partials, or fewer
+//   sample_change in a ruled step: changes the logits of some tokens. One block
+//   sample_mask   in a ruled step: tokens that may not come get the least logit, and `partials` the keys
+//                 of the others. As many blocks as partials, or fewer
 //   sample_weigh  counts the tokens of each bin and sums their weights. Any number of blocks
 //   sample_place  sorts tokens by bin. Any number of blocks
 //   sample_token  finds the token, by sorting only the few bins in which a filter cuts or the number
@@ -12,13 +13,30 @@
 // BIN_CAPACITY: a bin with more tokens makes the result UNDECIDED.
 #include "sample_search.cuh"
 
-// Of a token that may not come. Finite, as infinite logits end a text; it weighs nothing.
-constexpr u32 LEAST_LOGIT = 0xff7fffffu;
+// Infinite logits end a text. A token that may not come gets the least one, which weighs nothing.
+constexpr float LARGEST = 3.402823466e38f;
+
+KERNEL(sample_change, SampleArgs, BLOCK_THREADS, 1) {
+    let_next_begin();
+    wait_for_previous();
+    if (load_fresh_double(a.options + IS_RULED) == 0.0) return;
+    const int given = (int)load_fresh4(a.num_changes), count = given < a.most_changes ? given : a.most_changes;
+    for (int i = thread_index(); i < count; i += num_threads()) {
+        const u32 token = load_fresh4(a.changed_ids + i);
+        if (token >= (u32)VOCAB) continue;
+        const float logit = bits_to_float(load_fresh4(a.logits + token));
+        if (logit - logit != 0.0f) continue;  // not finite: it ends the text
+        const float divisor = bits_to_float(load_fresh4(a.divisors + i));
+        const float quotient = logit / (logit > 0.0f ? divisor : 1.0f / divisor);
+        const float moved = quotient - bits_to_float(load_fresh4(a.offsets + i));
+        a.logits[token] = moved < -LARGEST ? -LARGEST : moved > LARGEST ? LARGEST : moved;
+    }
+}
 
 KERNEL(sample_mask, SampleArgs, BLOCK_THREADS, 1) {
     let_next_begin();
     wait_for_previous();
-    if (load_fresh_double(a.options + IS_MASKED) == 0.0) return;
+    if (load_fresh_double(a.options + IS_RULED) == 0.0) return;
     u64 best = 0;
     each_four(a.logits, [&](const float(&four)[4], int token) {
         const u32 allowed = load_fresh4(a.mask + token / 32) >> token % 32;
@@ -30,7 +48,7 @@ KERNEL(sample_mask, SampleArgs, BLOCK_THREADS, 1) {
                 best = larger_key(best, key);
             } else {
                 if (!is_finite_key(key)) best = larger_key(best, key);
-                a.logits[token + i] = bits_to_float(LEAST_LOGIT);
+                a.logits[token + i] = -LARGEST;
             }
         }
     });

@@ -15,10 +15,14 @@ constexpr int NO_BIN = -1;
 
 // launch/sample_tokens.py fills `options` in the order of Option.
 struct SampleArgs {
-    float *logits;             // [VOCAB]; sample_mask writes them
+    float *logits;             // [VOCAB]; sample_change and sample_mask write them
     u64 *partials;             // [num_partials] keys of argmax.cuh, from the head's linear_decode; likewise
     const u32 *mask;           // [(VOCAB + 31) / 32] a bit for each token, lowest first: it may be sampled
-    const double *options;     // [5]: 1 / temperature, or 0 for argmax; top_k; top_p; -log(min_p); masked
+    const int *num_changes;    // [1] of the following
+    const int *changed_ids;    // [most_changes] tokens whose logits change, none twice
+    const float *divisors;     // [most_changes] by these, or their reciprocals if not above zero
+    const float *offsets;      // [most_changes] taken off then
+    const double *options;     // [5]: 1 / temperature, or 0 for argmax; top_k; top_p; -log(min_p); ruled
     const double *numbers;     // [capacity]: random numbers in [0, 1), by position of the sampled token
     u32 *counts;               // [BINS] tokens of each bin; zero between steps, like the next two
     u32 *placed;               // [BINS] tokens of each bin that sample_place has placed
@@ -27,10 +31,10 @@ struct SampleArgs {
     int *token_ids;            // [1] out
     int *positions;            // [1], incremented
     int *history;              // [capacity]: the token at its position, or UNDECIDED, or NOT_FINITE
-    int num_partials, capacity;
+    int num_partials, capacity, most_changes;
 };
 
-enum Option { INVERSE_TEMPERATURE, TOP_K, TOP_P, MIN_P_DISTANCE, IS_MASKED };
+enum Option { INVERSE_TEMPERATURE, TOP_K, TOP_P, MIN_P_DISTANCE, IS_RULED };
 
 INLINE u64 load_fresh_u64(const void *p) {
     const uint2 words = load_fresh8(p);
