@@ -44,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     template = tmp_path_factory.mktemp("template") / "chat.jinja"
-    template.write_text(CHAT_TEMPLATE)
+    template.write_text("{% if tools %}Call tools in <tool_call>.\n{% endif %}" + CHAT_TEMPLATE)
     with running_server(
         model, "--backend", "reference", "--chat-template-file", str(template)
     ) as server:
@@ -107,6 +107,44 @@ def test_openais_client_parses_answers_that_follow_a_schema(client: openai.OpenA
         model="small", messages=MESSAGES, response_format=City, temperature=1.5, seed=1
     ) as stream:
         assert stream.get_final_completion().choices[0].message.parsed == city
+
+
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            },
+        },
+    }
+]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+
+
+def test_openais_client_calls_a_tool_and_goes_on(client: openai.OpenAI) -> None:
+    # The small model cannot call; what it writes is given, what comes of that is not.
+    written: dict[str, Any] = {"extra_body": {"choice": [f"I add.\n{CALL}"]}}
+    with client.chat.completions.stream(
+        model="small", messages=MESSAGES, tools=TOOLS, **written
+    ) as stream:
+        answer = stream.get_final_completion().choices[0]
+    assert answer.finish_reason == "tool_calls"
+    assert (answer.message.content or "").strip() == "I add."
+    [call] = answer.message.tool_calls or []
+    assert (call.function.name, call.function.arguments) == ("add", '{"a": 1, "b": 2}')
+    messages: list[Any] = [
+        *MESSAGES,
+        answer.message.model_dump(exclude_none=True, include={"role", "content", "tool_calls"}),
+        {"role": "tool", "tool_call_id": call.id, "content": "3"},
+    ]
+    last = client.chat.completions.create(
+        model="small", messages=messages, tools=TOOLS, extra_body={"choice": ["It is 3."]}
+    )
+    assert last.choices[0].message.content == "It is 3."
+    assert last.choices[0].finish_reason == "stop"
 
 
 def test_openais_client_streams_what_it_would_get_whole(client: openai.OpenAI) -> None:

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -43,12 +45,26 @@ class GrammarSource:
     line breaks with an indent."""
 
 
-class TokenMatcher:
-    """A text that follows a grammar, token by token. Used by one thread."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Prelude:
+    """A free text before a grammar: it ends with the tokens `ends`; `mask` has what may come."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+    ends: tuple[int, ...]
+    mask: U8Array
+
+
+class TokenMatcher:
+    """A text that follows a grammar, token by token. Used by one thread.
+
+    States: before the grammar begins; within it; complete; failed, for good.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, prelude: Prelude | None = None) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size
         self._mask: U8Array | None = None
+        self._prelude = prelude
+        """None: the grammar has begun."""
+        self._latest = deque[int](maxlen=None if prelude is None else len(prelude.ends))
 
     def mask(self) -> U8Array:
         """A bit for each token that may come next, the lowest first; found once, until `accept`.
@@ -56,6 +72,8 @@ class TokenMatcher:
         Shapes: result [B], with room for V bits.
         Raises: GrammarError if there is none, or finding out takes too much.
         """
+        if self._prelude is not None:
+            return self._prelude.mask
         if self._mask is None:
             mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             self._check()
@@ -72,13 +90,18 @@ class TokenMatcher:
     def accept(self, token_id: int) -> None:
         """Go on after a token. Raises: GrammarError if the grammar does not allow it."""
         self._mask = None
-        self._matcher.consume_token(token_id)
-        self._check()
+        if self._prelude is None:
+            self._matcher.consume_token(token_id)
+            self._check()
+            return
+        self._latest.append(token_id)
+        if (*self._latest,) == self._prelude.ends:
+            self._prelude = None
 
     @property
     def is_complete(self) -> bool:
         """Whether nothing may follow but the end of the text."""
-        return self._matcher.is_stopped()
+        return self._prelude is None and self._matcher.is_stopped()
 
     def _check(self) -> None:
         if self._matcher.is_error():
@@ -88,15 +111,23 @@ class TokenMatcher:
 class Grammar:
     """A grammar compiled for one vocabulary. Thread-safe."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+    def __init__(self, matcher: LLMatcher, vocab_size: int, prelude: Prelude | None = None) -> None:
         """`matcher`: at the beginning of a text, and never moved on."""
-        self._matcher, self._vocab_size = matcher, vocab_size
+        self._matcher, self._vocab_size, self._prelude = matcher, vocab_size, prelude
         self._lock = threading.Lock()
+
+    def after(self, ends: Sequence[int], *, stop_ids: Collection[int]) -> Grammar:
+        """The same for what follows the tokens `ends`; what comes before them is free, but for
+        tokens that end a text."""
+        allowed = np.ones(self._vocab_size, np.bool_)
+        allowed[[token_id for token_id in stop_ids if token_id < self._vocab_size]] = False
+        prelude = Prelude((*ends,), np.packbits(allowed, bitorder="little"))
+        return Grammar(self._matcher, self._vocab_size, prelude)
 
     def matcher(self) -> TokenMatcher:
         """A new text."""
         with self._lock:
-            return TokenMatcher(self._matcher.deep_copy(), self._vocab_size)
+            return TokenMatcher(self._matcher.deep_copy(), self._vocab_size, self._prelude)
 
 
 def reason_of(matcher: LLMatcher) -> str:

@@ -7,7 +7,7 @@ llama.cpp's, so text is not normalised first.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
 from itertools import chain, islice
 
@@ -187,9 +187,14 @@ class Tokenizer:
             is_first = is_first and not text
         yield decoder.flush()
 
-    def stream(self, *, keep_special: bool = True) -> StreamDecoder:
-        """A decoder for a stream of tokens that continues a text, so a leading space is kept."""
-        return StreamDecoder(self, keep_special)
+    def stream(self, *, keep_special: bool = True, shown: Collection[str] = ()) -> StreamDecoder:
+        """A decoder for a stream of tokens that continues a text, so a leading space is kept.
+
+        Without `keep_special`, of control tokens those with the spellings `shown` are kept, and
+        those that `decode` keeps.
+        """
+        ids = frozenset(token_id for text, token_id, _ in self.special if text in shown)
+        return StreamDecoder(self, keep_special, ids)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token; none for unused tokens.
@@ -269,14 +274,17 @@ class StreamDecoder:
     leading space is kept.
     """
 
-    def __init__(self, tokenizer: Tokenizer, keep_special: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, keep_special: bool, shown: frozenset[int] = frozenset()
+    ) -> None:
         self._tokenizer = tokenizer
-        self._keep_special = keep_special
+        self._keep_special, self._shown = keep_special, shown
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
         """Text that became certain with this token."""
-        return self._decoder.decode(self._tokenizer._bytes_of(token_id, self._keep_special))
+        is_kept = self._keep_special or token_id in self._shown
+        return self._decoder.decode(self._tokenizer._bytes_of(token_id, is_kept))
 
     def flush(self) -> str:
         """U+FFFD if the text ended within a character, else "". Resets the decoder."""

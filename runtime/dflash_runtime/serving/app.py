@@ -24,6 +24,7 @@ from dflash_protocol.errors import ContextExceeded, GrammarError, SettingsError
 from dflash_runtime.engine.arguments import token_id_array
 from dflash_runtime.engine.engine import Engine
 from dflash_runtime.serving.access import CLIENT, KEY, RequestGate
+from dflash_runtime.serving.answer_rules import AnswerRules
 from dflash_runtime.serving.bodies import Body
 from dflash_runtime.serving.constraints import constraint_of
 from dflash_runtime.serving.errors import ApiError, JSONResponse, api_error
@@ -40,9 +41,10 @@ from dflash_runtime.serving.requests import (
 )
 from dflash_runtime.serving.responses import ChatAnswer, CompletionAnswer
 from dflash_runtime.serving.state import ServerState
-from dflash_runtime.serving.status import expert_map, model_id, props, status
+from dflash_runtime.serving.status import chat_template, expert_map, model_id, props, status
 from dflash_runtime.serving.status_page import page_routes
 from dflash_runtime.serving.text import TextRules
+from dflash_runtime.serving.tools import parameters_of
 from dflash_runtime.serving.worker import Channel, Job, TokenOptions
 
 T = TypeVar("T")
@@ -135,7 +137,7 @@ def create_app(state: ServerState) -> ASGIApp:
             if isinstance(prompt, str):
                 prompt = await _prompt(engine, received, prompt, "prompt")
             grammar = await _grammar(engine, received, body)
-        return _generation(state, request, engine, body, prompt, grammar)
+        return _generation(state, request, engine, body=body, token_ids=prompt, grammar=grammar)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -143,16 +145,26 @@ def create_app(state: ServerState) -> ASGIApp:
         with _body(state, request) as received:
             body = await _parsed(ChatBody, received, engine)
             messages = [message.for_template() for message in body.messages]
+            tools = body.offered_tools()
+            template = chat_template(state, engine) or ""
+            variables = {
+                **body.template_variables(template, tools),
+                **(body.chat_template_kwargs or {}),
+            }
 
             def text() -> Iterator[str]:
-                yield engine.chat_text(
-                    messages, template=state.chat_template, extra=body.chat_template_kwargs
-                )
+                yield engine.chat_text(messages, template=state.chat_template, extra=variables)
 
             [rendered] = await _in_turns(received, text(), "messages", turns=state.bodies.rendering)
             prompt = await _prompt(engine, received, rendered, "messages", is_chat=True)
             grammar = await _grammar(engine, received, body)
-        return _generation(state, request, engine, body, prompt, grammar)
+            rules: AnswerRules | None = None
+            if body.reasoning_format != "none":
+                rules = AnswerRules.of(engine, template, parameters_of(tools), rendered)
+                grammar = rules.after_reasoning(engine, grammar)
+        return _generation(
+            state, request, engine, body=body, token_ids=prompt, grammar=grammar, rules=rules
+        )
 
     @app.exception_handler(ApiError)
     async def refused(_request: Request, error: ApiError) -> Response:
@@ -186,11 +198,16 @@ def _generation(
     state: ServerState,
     request: Request,
     engine: Engine,
+    *,
     body: CompletionBody | ChatBody,
     token_ids: list[int],
     grammar: Grammar | None,
+    rules: AnswerRules | None = None,
 ) -> GenerationResponse:
-    """The answer to a checked body, whose prompt is these tokens. Raises: ApiError."""
+    """The answer to a checked body, whose prompt is these tokens; `rules` divide that of a chat.
+
+    Raises: ApiError.
+    """
     is_chat = isinstance(body, ChatBody)
     field = "messages" if is_chat else "prompt"
     try:
@@ -223,7 +240,7 @@ def _generation(
         max_tokens=min(body.most_tokens or engine.num_positions, engine.num_positions),
         options=options,
         channel=Channel(asyncio.get_running_loop()),
-        text=TextRules(body.stops, is_chat=is_chat),
+        text=TextRules(body.stops, is_chat, None if rules is None else rules.shown),
         key=request.scope[KEY],
     )
     tokenizer = engine.tokenizer
@@ -233,6 +250,9 @@ def _generation(
         has_logprobs=options.top_logprobs is not None,
         stream_usage=body.wants_usage,
     )
+    if isinstance(answer, ChatAnswer) and isinstance(body, ChatBody):
+        answer.parser = None if rules is None else rules.parser()
+        answer.has_reasoning = body.include_reasoning is not False
     return GenerationResponse(state, job, answer, is_stream=bool(body.stream))
 
 

@@ -108,7 +108,7 @@ class GenerationResponse(Response):
                     last = self._answer.last_chunks(event.finish_reason, event.stats)
                     data += _events(last) + b"data: [DONE]\n\n"
                 elif isinstance(event, Delta) and (event.text or self._answer.has_logprobs):
-                    data += _events([self._answer.chunk(event)])
+                    data += _events(self._answer.chunks(event))
             if not events:
                 data += b": still here\n\n"
             if data:

@@ -17,6 +17,7 @@ from dflash_protocol.errors import one_line
 from dflash_runtime.serving.constraints import ConstraintFields
 from dflash_runtime.serving.errors import ApiError
 from dflash_runtime.serving.sampling_fields import PenaltyFields, SamplingFields
+from dflash_runtime.serving.tools import ToolFields, message_calls
 
 MOST_STOPS = 16
 LONGEST_STOP = 256
@@ -116,10 +117,13 @@ class ChatMessage(_Body):
         content = self.content
         if not isinstance(content, str):
             content = "".join(part.text for part in content or ())
-        return {**(self.model_extra or {}), "role": self.role, "content": content}
+        message = {**(self.model_extra or {}), "role": self.role, "content": content}
+        if "tool_calls" in message:
+            message["tool_calls"] = message_calls(message["tool_calls"])
+        return message
 
 
-class ChatBody(_Generation):
+class ChatBody(_Generation, ToolFields):
     """``/v1/chat/completions``."""
 
     messages: Annotated[
@@ -141,6 +145,7 @@ class ChatBody(_Generation):
 
     def check_fields(self) -> None:
         super().check_fields()
+        self.offered_tools()
         if self.top_logprobs and not self.logprobs:
             raise ApiError(
                 400,
@@ -203,9 +208,9 @@ IGNORED = frozenset(
         # The client, its purpose, storage of the answer.
         "metadata", "priority", "request_id", "safety_identifier", "service_tier", "store", "user",
         # Caching, scheduling and speed of the same answer.
-        "backend_sampling", "cache_prompt", "id_slot", "n_cache_reuse", "parallel_tool_calls",
-        "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
-        "slot_id", "speculative", "sse_ping_interval",
+        "backend_sampling", "cache_prompt", "id_slot", "n_cache_reuse", "prediction",
+        "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "slot_id",
+        "speculative", "sse_ping_interval",
         # Further output beside the text.
         "return_progress", "timings_per_token", "verbose",
         # Parameters of features that are off: the field that turns them on is refused.
@@ -233,6 +238,7 @@ NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
     "n": (1,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),

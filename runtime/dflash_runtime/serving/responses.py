@@ -9,6 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from dflash_adapters.text.answers import (
+    AnswerEvent,
+    AnswerParser,
+    Content,
+    Reasoning,
+    ToolCall,
+)
 from dflash_runtime.engine.engine import GenerationStats
 from dflash_runtime.serving.text import Delta
 
@@ -41,15 +48,23 @@ class Answer(ABC):
         """The chunks before the first token."""
         return []
 
-    def chunk(self, delta: Delta) -> dict[str, Any]:
-        return self._chunk(self._part(delta.text), self._logprobs([delta]), None)
+    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+        """The chunks of text that became final; with log-probabilities at least one."""
+        parts, logprobs = self._parts(delta.text), self._logprobs([delta])
+        if not parts and logprobs is not None:
+            parts = [self._part("")]
+        chunks = [self._chunk(part, None, None) for part in parts]
+        if chunks:
+            chunks[0]["choices"][0]["logprobs"] = logprobs
+        return chunks
 
     def last_chunks(self, finish_reason: str, stats: GenerationStats) -> list[dict[str, Any]]:
         """The chunks after the last token."""
-        last = self._chunk(self._part(None), None, finish_reason)
+        chunks = [self._chunk(part, None, None) for part in self._last_parts()]
+        last = self._chunk(self._part(None), None, self._finish_reason(finish_reason))
         last["timings"] = timings(stats)
         usage_chunk = {**self._envelope(self.chunk_kind, []), "usage": usage(stats)}
-        return [last, usage_chunk] if self.stream_usage else [last]
+        return [*chunks, last, usage_chunk] if self.stream_usage else [*chunks, last]
 
     def whole(
         self, deltas: list[Delta], finish_reason: str, stats: GenerationStats
@@ -58,10 +73,21 @@ class Answer(ABC):
             "index": 0,
             **self._whole("".join(delta.text for delta in deltas)),
             "logprobs": self._logprobs(deltas),
-            "finish_reason": finish_reason,
+            "finish_reason": self._finish_reason(finish_reason),
         }
         envelope = self._envelope(self.whole_kind, [choice])
         return {**envelope, "usage": usage(stats), "timings": timings(stats)}
+
+    def _parts(self, text: str) -> list[dict[str, Any]]:
+        """What became certain with a text, as the fields of choices of chunks."""
+        return [self._part(text)] if text else []
+
+    def _last_parts(self) -> list[dict[str, Any]]:
+        """What becomes certain with the end."""
+        return []
+
+    def _finish_reason(self, reason: str) -> str:
+        return reason
 
     @abstractmethod
     def _part(self, text: str | None) -> dict[str, Any]:
@@ -94,8 +120,14 @@ class Answer(ABC):
         return chunk
 
 
+@dataclass(slots=True)
 class ChatAnswer(Answer):
-    """``/v1/chat/completions``."""
+    """``/v1/chat/completions``. Without a `parser` the whole text is content."""
+
+    parser: AnswerParser | None = None
+    has_reasoning: bool = True
+    """Whether reasoning is part of the answer."""
+    _num_calls: int = field(init=False, default=0)
 
     prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -105,8 +137,52 @@ class ChatAnswer(Answer):
     def _part(self, text: str | None) -> dict[str, Any]:
         return {"delta": {} if text is None else {"content": text}}
 
+    def _parts(self, text: str) -> list[dict[str, Any]]:
+        if self.parser is None:
+            return Answer._parts(self, text)  # a class with slots has no super()
+        return self._deltas(self.parser.push(text))
+
+    def _last_parts(self) -> list[dict[str, Any]]:
+        return [] if self.parser is None else self._deltas(self.parser.finish())
+
+    def _deltas(self, events: Sequence[AnswerEvent]) -> list[dict[str, Any]]:
+        parts: list[dict[str, Any]] = []
+        for event in events:
+            match event:
+                case Content():
+                    parts.append({"content": event.text})
+                case Reasoning():
+                    if self.has_reasoning:
+                        parts.append({"reasoning_content": event.text})
+                case ToolCall():
+                    place = {"index": self._num_calls}
+                    parts.append({"tool_calls": [{**place, **self._call(event)}]})
+        return [{"delta": part} for part in parts]
+
+    def _call(self, call: ToolCall) -> dict[str, Any]:
+        self._num_calls += 1
+        return {
+            "id": call.call_id or f"call_{secrets.token_hex(12)}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+
     def _whole(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+        events: list[AnswerEvent] = [Content(text)]
+        if self.parser is not None:
+            events = [*self.parser.push(text), *self.parser.finish()]
+        content = "".join(event.text for event in events if isinstance(event, Content))
+        reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
+        calls = [self._call(event) for event in events if isinstance(event, ToolCall)]
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if reasoning and self.has_reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message |= {"content": content or None, "tool_calls": calls}
+        return {"message": message}
+
+    def _finish_reason(self, reason: str) -> str:
+        return "tool_calls" if self._num_calls and reason == "stop" else reason
 
     def _logprobs(self, deltas: Sequence[Delta]) -> dict[str, Any] | None:
         if not self.has_logprobs:

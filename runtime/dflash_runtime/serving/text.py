@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from dflash_adapters.text.harmony import reply_stream
@@ -30,25 +30,25 @@ class TextRules:
     stops: tuple[str, ...] = ()
     """The first of them ends the text, and is not part of it."""
     is_chat: bool = False
+    shown: Collection[str] | None = None
+    """Spellings of control tokens that are part of the text; None: those that readers are to see,
+    and of a chat in harmony's channels the final one alone."""
 
 
 class TextAssembler:
     """Assembles one generation.
 
     Text that may be the beginning of a stop string is held back, as are the bytes of an incomplete
-    character; such bytes at the very end are dropped. With `is_chat` it is the reply of a chat, of
-    which only what a reader is to see is text.
+    character; such bytes at the very end are dropped.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer | None, stops: Sequence[str], *, is_chat: bool = False
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, rules: TextRules) -> None:
         self._decoder: StreamDecoder | None = None
-        if tokenizer is not None:
-            self._decoder = (
-                reply_stream(tokenizer) if is_chat else tokenizer.stream(keep_special=False)
-            )
-        self._stops = tuple(stops)
+        if tokenizer is not None and rules.is_chat and rules.shown is None:
+            self._decoder = reply_stream(tokenizer)
+        elif tokenizer is not None:
+            self._decoder = tokenizer.stream(keep_special=False, shown=rules.shown or ())
+        self._stops = rules.stops
         self._held = ""
         self._num_decoded = 0
         self._pending: deque[tuple[int, int, GeneratedToken]] = deque()

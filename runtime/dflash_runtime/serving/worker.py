@@ -279,7 +279,7 @@ class EngineWorker:
         metrics, options = self._metrics, job.options
         started_s = time.perf_counter()
         metrics.queue_s.observe(started_s - job.asked_s)
-        assembler = TextAssembler(engine.tokenizer, job.text.stops, is_chat=job.text.is_chat)
+        assembler = TextAssembler(engine.tokenizer, job.text)
 
         publish_s = time.monotonic() + _PUBLISH_S
 

@@ -187,3 +187,35 @@ def test_a_model_with_fewer_tokens_gets_no_others(tokenizer: Tokenizer) -> None:
     num_tokens = max(tokenizer.stop_ids) + 1
     matcher = GrammarCompiler(tokenizer, num_tokens).compile(schema(True)).matcher()
     assert matcher.allowed().size == num_tokens
+
+
+def test_a_grammar_may_begin_behind_a_free_text(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    ends = tokenizer.encode("</t>", parse_special=False)
+    grammar = compiler.compile(GrammarSource(GrammarKind.CHOICE, '["yes"]'))
+    late = grammar.after(ends, stop_ids=tokenizer.stop_ids)
+    stop_id = min(tokenizer.stop_ids)
+    for before in ("", "no", "</t", "yes</"):
+        matcher = late.matcher()
+        for token_id in [*tokenizer.encode(before, parse_special=False), *ends]:
+            allowed = matcher.allowed()
+            assert not allowed[stop_id]
+            assert allowed.sum() == allowed.size - len(tokenizer.stop_ids)
+            assert not matcher.is_complete
+            matcher.accept(token_id)
+        [*written, last] = tokenizer.encode("yes", parse_special=False)
+        for token_id in written:
+            assert matcher.allowed()[token_id]
+            matcher.accept(token_id)
+        assert matcher.allowed().sum() == grammar_choices(grammar, tokenizer, written)
+        matcher.accept(last)
+        assert matcher.is_complete
+
+
+def grammar_choices(grammar: Grammar, tokenizer: Tokenizer, written: list[int]) -> int:
+    """How many tokens may follow these."""
+    matcher = grammar.matcher()
+    for token_id in written:
+        matcher.accept(token_id)
+    return int(matcher.allowed().sum())

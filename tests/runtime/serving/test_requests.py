@@ -121,7 +121,6 @@ UNSUPPORTED: list[dict[str, Any]] = [
     # A client that sends them does not want an answer without them.
     {"structural_tag": {"format": {}}},
     {"grammar_lazy": True},
-    {"reasoning_effort": "low"},
     {"n": 2},
     {"n": True},
     {"n_predict": 5},

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.text.tokenizer import Tokenizer, load_tokenizer
 from dflash_runtime.engine.engine import GeneratedToken
-from dflash_runtime.serving.text import Delta, TextAssembler
+from dflash_runtime.serving.text import Delta, TextAssembler, TextRules
 from support.compared_tokenizers import load
 from support.vocabularies import CONTROL, small
 
@@ -29,7 +29,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def assembled(
     tokenizer: Tokenizer, token_ids: Sequence[int], stops: Sequence[str] = ()
 ) -> tuple[list[Delta], TextAssembler]:
-    assembler = TextAssembler(tokenizer, stops)
+    assembler = TextAssembler(tokenizer, TextRules(tuple(stops)))
     deltas = []
     for token_id in token_ids:
         deltas.append(assembler.push(GeneratedToken(token_id, "")))
@@ -116,7 +116,7 @@ def test_of_a_chat_in_channels_the_final_one_is_text(tmp_path: Path) -> None:
     reply = "<|channel|>analysis<|message|>hm<|start|>a<|channel|>final<|message|>hello"
     ids = tokenizer.encode(reply)
     for is_chat, text in ((True, "he"), (False, reply.removesuffix("llo"))):
-        assembler = TextAssembler(tokenizer, ["llo"], is_chat=is_chat)
+        assembler = TextAssembler(tokenizer, TextRules(("llo",), is_chat=is_chat))
         deltas = [assembler.push(GeneratedToken(token_id, "")) for token_id in ids]
         assert shown([delta for delta in deltas if delta is not None]) == text
         assert assembler.is_stopped

@@ -62,8 +62,10 @@ export class Chat {
       for await (const event of stream(path, { model: this.#model.id, ...body }, abort.signal)) {
         last = event;
         const choice = event.choices?.[0];
+        const thought = choice?.delta?.reasoning_content;
+        if (thought) this.#think(answered, thought);
         const piece = choice?.delta?.content ?? choice?.text ?? "";
-        if (piece) answer += this.#write(answered, piece);
+        if (piece) answer += this.#write(answered.body, piece);
       }
       answered.note.textContent = summary(last);
     } catch (error) {
@@ -78,9 +80,19 @@ export class Chat {
     }
   }
 
-  #write(answered, piece) {
+  /** Reasoning stands before the answer, and is not sent again. */
+  #think(answered, thought) {
+    if (!answered.reasoning) {
+      answered.reasoning = document.createElement("div");
+      answered.reasoning.className = "reasoning";
+      answered.body.prepend(answered.reasoning);
+    }
+    this.#write(answered.reasoning, thought);
+  }
+
+  #write(element, piece) {
     const isAtEnd = this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < 40;
-    answered.body.append(piece);
+    element.append(piece);
     if (isAtEnd) this.log.scrollTop = this.log.scrollHeight;
     return piece;
   }

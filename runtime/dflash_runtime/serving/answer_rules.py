@@ -1,0 +1,57 @@
+"""How the text of one chat's answer is divided into reasoning, content and calls of tools."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from dflash_adapters.text.answers import (
+    AnswerFormat,
+    AnswerParser,
+    Tools,
+    answer_format,
+    answer_parser,
+    shown_markers,
+)
+from dflash_adapters.text.grammar import Grammar
+from dflash_runtime.engine.engine import Engine
+
+_OPENED = {"<think>": "</think>", "[THINK]": "[/THINK]"}
+"""What a prompt ends with if the answer begins within reasoning, and what then ends that."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRules:
+    """The format of a model's answers, and what one of them may call."""
+
+    kind: AnswerFormat
+    tools: Tools
+    closes: str | None
+    """Ends the reasoning that the prompt has begun; None: it has not."""
+
+    @classmethod
+    def of(cls, engine: Engine, template: str, tools: Tools, rendered: str) -> Self:
+        """For an answer to the prompt `rendered`, by `template`."""
+        tokenizer = engine.tokenizer
+        spellings = [] if tokenizer is None else [text for text, _, _ in tokenizer.special]
+        end = rendered.rstrip()
+        closes = next((_OPENED[each] for each in _OPENED if end.endswith(each)), None)
+        return cls(answer_format(template, spellings), tools, closes)
+
+    @property
+    def shown(self) -> frozenset[str]:
+        """Spellings of control tokens that the parser needs."""
+        return shown_markers(self.kind)
+
+    def parser(self) -> AnswerParser:
+        """A parser of the answer."""
+        return answer_parser(
+            self.kind, tools=self.tools, starts_in_reasoning=self.closes is not None
+        )
+
+    def after_reasoning(self, engine: Engine, grammar: Grammar | None) -> Grammar | None:
+        """A grammar of the answer behind the reasoning that the prompt has begun."""
+        tokenizer = engine.tokenizer
+        if grammar is None or self.closes is None or tokenizer is None:
+            return grammar
+        return grammar.after(tokenizer.encode(self.closes), stop_ids=tokenizer.stop_ids)

@@ -1,0 +1,135 @@
+"""Tools that an answer may call, and reasoning: the fields of a chat's body, and its messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+from dflash_runtime.serving.errors import ApiError
+
+_MOST_TOOLS = 512
+_MOST_CALLS = 1024
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class Function(_Part):
+    """A function that a model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
+    """A JSON schema; None: no parameters."""
+    strict: bool | None = None
+
+
+class Tool(_Part):
+    """An element of ``tools``."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(_Part):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(_Part):
+    """``tool_choice`` of one function."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ToolFields(BaseModel):
+    """The fields of a chat's body about tools and reasoning."""
+
+    tools: Annotated[list[Tool], Field(max_length=_MOST_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    reasoning_format: Literal["none", "auto", "deepseek"] | None = None
+    """none: reasoning stays in the content, as the model writes it."""
+    include_reasoning: bool | None = None
+
+    def offered_tools(self) -> list[Tool]:
+        """The tools that may be called. Raises: ApiError for what is wrong or not supported."""
+        tools = self.tools or []
+        names = [tool.function.name for tool in tools]
+        if len({*names}) < len(names):
+            raise _refused("tools", "two have the same name")
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise _refused("tool_choice", "names none of the tools")
+        if choice == "required" and not tools:
+            raise _refused("tool_choice", "there are no tools")
+        if isinstance(choice, NamedTool) or choice == "required":
+            raise _refused("tool_choice", "is not supported; only 'none' and 'auto' are")
+        if choice == "none":
+            return []
+        if any(tool.function.strict for tool in tools):
+            raise _refused("tools", "strict is not supported")
+        if tools and self.parallel_tool_calls is False:
+            raise _refused("parallel_tool_calls", "is not supported; only true is")
+        return tools
+
+    def template_variables(self, template: str, tools: list[Tool]) -> dict[str, JsonValue]:
+        """Variables of the chat template for tools and reasoning.
+
+        Raises: ApiError if there are some that the template does not read.
+        """
+        variables: dict[str, JsonValue] = {}
+        if tools:
+            if "tools" not in template:
+                raise _refused("tools", "this model's chat template has none")
+            variables["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
+        effort = self.reasoning_effort
+        if effort is not None:
+            if "reasoning_effort" in template:
+                variables["reasoning_effort"] = effort
+            elif "enable_thinking" in template:
+                variables["enable_thinking"] = effort != "none"
+            else:
+                raise _refused("reasoning_effort", "this model's chat template does not read it")
+        return variables
+
+
+def parameters_of(tools: list[Tool]) -> dict[str, Mapping[str, Any]]:
+    """The schemas of the tools' parameters by their names."""
+    return {tool.function.name: tool.function.parameters or {} for tool in tools}
+
+
+def message_calls(calls: object) -> object:
+    """The calls of an assistant's message as chat templates read them: arguments are objects, where
+    clients send them as JSON texts. What is no list of calls stays as it is."""
+    if not isinstance(calls, list) or len(calls) > _MOST_CALLS:
+        return calls
+    return [_call(each) for each in calls]
+
+
+def _call(call: object) -> object:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        return call
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        parsed = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return call
+    if not isinstance(parsed, dict):
+        return call
+    return {**call, "function": {**function, "arguments": parsed}}
+
+
+def _refused(field: str, why: str) -> ApiError:
+    return ApiError(400, f"{field}: {why}", param=field, code="unsupported_value")

@@ -1,0 +1,195 @@
+"""Tools and reasoning: what a chat's body may ask for, and how answers have them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import pytest
+
+from dflash_runtime.serving.errors import ApiError
+from dflash_runtime.serving.requests import ChatBody, ChatMessage, parse_body
+from support.serving import CHAT_TEMPLATE
+
+Serve = Callable[..., AbstractAsyncContextManager[Any]]
+MESSAGES = [{"role": "user", "content": "hello"}]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+TEMPLATE = (
+    "{%- if tools %}{{ tools | tojson }} Call as <tool_call>.{% endif %}"
+    "{%- if enable_thinking is false %}quick{% endif %}"
+    + CHAT_TEMPLATE
+    + "{%- if opens %}<think>\n{% endif %}"
+)
+
+
+def body(**fields: Any) -> ChatBody:
+    return parse_body(ChatBody, json.dumps({"messages": MESSAGES, **fields}).encode())
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": {}}, "tools"),
+        ({"tools": [{}]}, "tools"),
+        ({"tools": [{"type": "retrieval"}]}, "tools"),
+        ({"tools": [{**WEATHER, "more": 1}]}, "tools"),
+        ({"tools": [named("a b")]}, "tools"),
+        ({"tools": [named("")]}, "tools"),
+        ({"tools": [named("a"), named("a")]}, "tools"),
+        ({"tools": [named(str(each)) for each in range(600)]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]}, "tools"),
+        ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": named("weather")}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": named("other")}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER], "parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"reasoning_effort": "enormous"}, "reasoning_effort"),
+        ({"reasoning_format": "xml"}, "reasoning_format"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_is_wrong_or_not_supported_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        body(**fields)
+    assert (caught.value.status, caught.value.body["error"]["param"]) == (400, param)
+
+
+def test_tools_and_effort_become_variables_of_the_template() -> None:
+    asked = body(tools=[WEATHER], reasoning_effort="none")
+    tools = asked.offered_tools()
+    variables = asked.template_variables(TEMPLATE, tools)
+    assert variables == {"tools": [WEATHER], "enable_thinking": False}
+    assert asked.template_variables("{{ tools }}{{ reasoning_effort }}", tools) == {
+        "tools": [WEATHER],
+        "reasoning_effort": "none",
+    }
+    assert body(tools=[WEATHER], tool_choice="none").offered_tools() == []
+    for template, param in (
+        ("{{ enable_thinking }}", "tools"),
+        ("{{ tools }}", "reasoning_effort"),
+    ):
+        with pytest.raises(ApiError) as caught:
+            asked.template_variables(template, tools)
+        assert caught.value.body["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"a": [1]}', {"a": [1]}),
+        ("", {}),
+        ({"a": 1}, {"a": 1}),
+        ("[1]", "[1]"),
+        ("no JSON", "no JSON"),
+        ("[" * 5000, "[" * 5000),
+        (None, None),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_arguments_of_earlier_calls_are_objects_for_the_template(
+    arguments: object, expected: object
+) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    fields = {"role": "assistant", "content": None, "tool_calls": [call, "x"]}
+    message = ChatMessage.model_validate(fields).for_template()
+    assert message["tool_calls"][0]["function"]["arguments"] == expected
+    assert message["tool_calls"][1] == "x"
+    assert message["content"] == ""
+
+
+async def answered(served: Any, text: str, **fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The only choice of an answer with this text, whole, and put together from a stream."""
+    asked = {"messages": MESSAGES, "choice": [text], **fields}
+    response = await served.post("/v1/chat/completions", **asked)
+    assert response.status_code == 200, response.text
+    whole = response.json()["choices"][0]
+    stream = await served.post("/v1/chat/completions", **asked, stream=True)
+    message: dict[str, Any] = {}
+    for line in stream.text.split("\n\n"):
+        if not line.startswith("data: {"):
+            continue
+        choice = json.loads(line.removeprefix("data: "))["choices"][0]
+        for name, value in choice["delta"].items():
+            if name == "tool_calls":
+                [call] = value
+                assert call.pop("index") == len(message.setdefault(name, []))
+                message[name].append(call)
+            else:
+                message[name] = message.get(name, "") + value
+    return whole, {"message": message, "finish_reason": choice["finish_reason"]}
+
+
+@pytest.mark.asyncio
+async def test_answers_have_reasoning_content_and_calls(serve: Serve) -> None:
+    async with serve(template=TEMPLATE) as served:
+        text = f"<think>\nhm\n</think>\n\nI look.\n{CALL}\n{CALL}"
+        whole, streamed = await answered(served, text, tools=[WEATHER])
+        for choice in (whole, streamed):
+            message = choice["message"]
+            assert choice["finish_reason"] == "tool_calls"
+            assert message["reasoning_content"].strip() == "hm"
+            assert message["content"].strip() == "I look."
+            calls = message["tool_calls"]
+            assert [call["function"]["name"] for call in calls] == ["weather"] * 2
+            assert [json.loads(call["function"]["arguments"]) for call in calls] == [
+                {"city": "Oslo"}
+            ] * 2
+            assert len({call["id"] for call in calls}) == 2
+
+
+@pytest.mark.asyncio
+async def test_what_is_no_call_of_a_tool_is_content(serve: Serve) -> None:
+    async with serve(template=TEMPLATE) as served:
+        for text, fields in (
+            (CALL, {}),
+            (CALL, {"tools": [WEATHER], "tool_choice": "none"}),
+            (CALL.replace("weather", "other"), {"tools": [WEATHER]}),
+            (CALL.replace('"}', '"'), {"tools": [WEATHER]}),
+        ):
+            for choice in await answered(served, text, **fields):
+                assert choice["message"]["content"] == text
+                assert "tool_calls" not in choice["message"]
+                assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.asyncio
+async def test_reasoning_is_left_in_or_left_out_if_asked(serve: Serve) -> None:
+    text = "<think>\nhm\n</think>\n\nyes"
+    async with serve(template=TEMPLATE) as served:
+        for choice in await answered(served, text, reasoning_format="none"):
+            assert choice["message"]["content"] == text
+        for choice in await answered(served, text, include_reasoning=False):
+            assert choice["message"]["content"] == "yes"
+            assert "reasoning_content" not in choice["message"]
+
+
+@pytest.mark.asyncio
+async def test_a_schema_is_followed_behind_reasoning_that_the_prompt_has_begun(
+    serve: Serve,
+) -> None:
+    async with serve(template=TEMPLATE) as served:
+        fields: dict[str, Any] = {
+            "chat_template_kwargs": {"opens": True},
+            "max_tokens": 30,
+            "temperature": 0,
+        }
+        whole, streamed = await answered(served, "yes", **fields)
+        for choice in (whole, streamed):  # it never closes it
+            assert choice["finish_reason"] == "length"
+            assert choice["message"].get("content") in (None, "")
+            assert choice["message"]["reasoning_content"]
