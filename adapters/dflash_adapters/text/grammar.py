@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dflash_protocol.errors import GrammarError
+from dflash_protocol.errors import GrammarError, one_line
 from dflash_protocol.ids import BoolArray, U8Array
 
 if TYPE_CHECKING:  # importing it takes a tenth of a second, and few texts follow a grammar
     from llguidance import LLMatcher
 
 MOST_GRAMMAR_BYTES = 1 << 18
+_LONGEST_REASON = 300
 
 
 class GrammarKind(StrEnum):
@@ -59,12 +60,14 @@ class TokenMatcher:
     States: before the grammar begins; within it; complete; failed, for good.
     """
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, prelude: Prelude | None = None) -> None:
-        self._matcher, self._vocab_size = matcher, vocab_size
+    def __init__(self, compiled: CompiledGrammar, prelude: Prelude | None) -> None:
+        self._compiled, self._matcher = compiled, compiled.copy()
         self._mask: U8Array | None = None
         self._prelude = prelude
         """None: the grammar has begun."""
         self._latest = deque[int](maxlen=None if prelude is None else len(prelude.ends))
+        self._written: list[int] | None = []
+        """Since the grammar began; None: no other text has the states of this matcher."""
 
     def mask(self) -> U8Array:
         """A bit for each token that may come next, the lowest first; found once, until `accept`.
@@ -76,6 +79,9 @@ class TokenMatcher:
             return self._prelude.mask
         if self._mask is None:
             mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            if self._matcher.is_error() and self._written is not None:
+                self._renew(self._written)
+                mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             self._check()
             if not mask.any():
                 raise GrammarError("the grammar allows no token here")
@@ -84,15 +90,20 @@ class TokenMatcher:
 
     def allowed(self) -> BoolArray:
         """`mask`, an element for each token. Shapes: result [V]. Raises: as `mask`."""
-        allowed = np.unpackbits(self.mask(), bitorder="little", count=self._vocab_size)
-        return allowed.view(np.bool_)
+        num_tokens = self._compiled.num_tokens
+        return np.unpackbits(self.mask(), bitorder="little", count=num_tokens).view(np.bool_)
 
     def accept(self, token_id: int) -> None:
         """Go on after a token. Raises: GrammarError if the grammar does not allow it."""
         self._mask = None
         if self._prelude is None:
             self._matcher.consume_token(token_id)
+            if self._matcher.is_error() and self._written is not None:
+                self._renew(self._written)
+                self._matcher.consume_token(token_id)
             self._check()
+            if self._written is not None:
+                self._written.append(token_id)
             return
         self._latest.append(token_id)
         if (*self._latest,) == self._prelude.ends:
@@ -101,35 +112,63 @@ class TokenMatcher:
     @property
     def is_complete(self) -> bool:
         """Whether nothing may follow but the end of the text."""
-        return self._prelude is None and self._matcher.is_stopped()
+        if self._prelude is not None or self._matcher.is_error():
+            return False
+        return self._matcher.is_stopped()
+
+    def _renew(self, written: list[int]) -> None:
+        """Start over with states of this text alone: the states of all texts of a grammar count
+        towards one bound."""
+        self._matcher = self._compiled.renewed()
+        self._written = None
+        for token_id in written:
+            self._matcher.consume_token(token_id)
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise GrammarError(reason_of(self._matcher))
+            # The first line; those that follow quote the grammar.
+            reason = self._matcher.get_error().split("\n", 1)[0]
+            raise GrammarError(one_line(reason, _LONGEST_REASON))
+
+
+class CompiledGrammar:
+    """A grammar compiled for one vocabulary of `num_tokens`. Thread-safe."""
+
+    def __init__(self, new_matcher: Callable[[], LLMatcher], num_tokens: int) -> None:
+        """`new_matcher` compiles it anew."""
+        self.num_tokens = num_tokens
+        self._new_matcher = new_matcher
+        self._matcher = new_matcher()
+        """At the beginning of a text, and never moved on; its copies share their states."""
+        self._lock = threading.Lock()
+
+    def copy(self) -> LLMatcher:
+        """A matcher at the beginning of a text."""
+        with self._lock:
+            return self._matcher.deep_copy()
+
+    def renewed(self) -> LLMatcher:
+        """The same, which shares nothing with those before."""
+        with self._lock:
+            self._matcher = self._new_matcher()
+            return self._matcher.deep_copy()
 
 
 class Grammar:
-    """A grammar compiled for one vocabulary. Thread-safe."""
+    """What a text follows: a compiled grammar, which may begin behind a free text."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, prelude: Prelude | None = None) -> None:
-        """`matcher`: at the beginning of a text, and never moved on."""
-        self._matcher, self._vocab_size, self._prelude = matcher, vocab_size, prelude
-        self._lock = threading.Lock()
+    def __init__(self, compiled: CompiledGrammar, prelude: Prelude | None = None) -> None:
+        self._compiled, self._prelude = compiled, prelude
 
     def after(self, ends: Sequence[int], *, stop_ids: Collection[int]) -> Grammar:
         """The same for what follows the tokens `ends`; what comes before them is free, but for
         tokens that end a text."""
-        allowed = np.ones(self._vocab_size, np.bool_)
-        allowed[[token_id for token_id in stop_ids if token_id < self._vocab_size]] = False
+        num_tokens = self._compiled.num_tokens
+        allowed = np.ones(num_tokens, np.bool_)
+        allowed[[token_id for token_id in stop_ids if token_id < num_tokens]] = False
         prelude = Prelude((*ends,), np.packbits(allowed, bitorder="little"))
-        return Grammar(self._matcher, self._vocab_size, prelude)
+        return Grammar(self._compiled, prelude)
 
     def matcher(self) -> TokenMatcher:
         """A new text."""
-        with self._lock:
-            return TokenMatcher(self._matcher.deep_copy(), self._vocab_size, self._prelude)
-
-
-def reason_of(matcher: LLMatcher) -> str:
-    """The first line of a matcher's error; those that follow quote the grammar."""
-    return matcher.get_error().split("\n", 1)[0]
+        return TokenMatcher(self._compiled, self._prelude)

@@ -18,14 +18,14 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from dflash_adapters.text.grammar import (
     MOST_GRAMMAR_BYTES,
+    CompiledGrammar,
     Grammar,
     GrammarKind,
     GrammarSource,
-    TokenMatcher,
-    reason_of,
 )
+from dflash_adapters.text.schema_checks import check_cost, has_disjoint_alternatives
 from dflash_adapters.text.tokenizer import Tokenizer
-from dflash_protocol.errors import GrammarError
+from dflash_protocol.errors import GrammarError, one_line
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -34,11 +34,16 @@ _KEPT_GRAMMARS = 16
 _SPACE = r"( |\n{1,2}[ \t]{0,20})?"
 """Between the tokens of JSON, unless a request says otherwise. Bounded, as in llama.cpp's grammars:
 a model that likes spaces would write nothing else."""
+_ESCAPES = '"\\bfnrt'
+"""In JSON's strings. Not ``u``: names of properties could be written so a second time."""
 _LIMITS = LLParserLimits(
     max_lexer_states=50_000,  # of 1 to 2 kB
     max_grammar_size=100_000,
     verbose_errors=False,  # they quote the grammar, and what was written
 )
+_LONGEST_REASON = 300
+_MOST_ANDS = 4
+"""In Lark's notation: the work of compiling doubles with each."""
 
 
 class GrammarCompiler:
@@ -59,24 +64,16 @@ class GrammarCompiler:
     def compile(self, source: GrammarSource) -> Grammar:
         """Raises: GrammarError for a grammar that is wrong, too large, or asks for what is not
         supported."""
-        if len(source.text.encode(errors="replace")) > MOST_GRAMMAR_BYTES:
-            raise GrammarError(f"a {source.kind} has {MOST_GRAMMAR_BYTES:,} bytes at most")
         with self._lock:
-            grammar = self._kept.get(source)
-            if grammar is None:
-                grammar = self._kept[source] = self._compiled(source)
-                if len(self._kept) > _KEPT_GRAMMARS:
-                    self._kept.popitem(last=False)
+            vocabulary, grammar = self._vocabulary, self._kept.get(source)
+        if grammar is None:  # which other threads need not wait for
+            grammar = _compiled(source, vocabulary)
+        with self._lock:
+            self._kept[source] = grammar
             self._kept.move_to_end(source)
-            return grammar
-
-    def _compiled(self, source: GrammarSource) -> Grammar:
-        vocabulary = self._vocabulary
-        matcher = LLMatcher(vocabulary, _FORMS[source.kind](source), log_level=0, limits=_LIMITS)
-        if matcher.is_error():
-            raise GrammarError(reason_of(matcher))
-        TokenMatcher(matcher.deep_copy(), vocabulary.vocab_size).mask()  # one without a text
-        return Grammar(matcher, vocabulary.vocab_size)
+            if len(self._kept) > _KEPT_GRAMMARS:
+                self._kept.popitem(last=False)
+        return grammar
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
@@ -111,37 +108,59 @@ class _Vocabulary:
         return self._encode(whole, parse_special=False)
 
 
+def _compiled(source: GrammarSource, vocabulary: LLTokenizer) -> Grammar:
+    try:
+        if len(source.text.encode()) > MOST_GRAMMAR_BYTES:
+            raise GrammarError(f"a {source.kind} has {MOST_GRAMMAR_BYTES:,} bytes at most")
+        text = _FORMS[source.kind](source)
+    except (ValueError, RecursionError) as error:  # JSON; texts with lone surrogates
+        raise GrammarError(one_line(error, _LONGEST_REASON)) from None
+
+    def new_matcher() -> LLMatcher:
+        return LLMatcher(vocabulary, text, log_level=0, limits=_LIMITS)
+
+    grammar = Grammar(CompiledGrammar(new_matcher, vocabulary.vocab_size))
+    grammar.matcher().mask()  # one that allows no text
+    return grammar
+
+
 def _json_schema(source: GrammarSource) -> str:
-    try:
-        schema = json.loads(source.text)
-    except (ValueError, RecursionError) as error:
-        raise GrammarError(f"not JSON: {error}") from None
-    if schema is True:
-        schema = {}
-    if not isinstance(schema, dict):
-        raise GrammarError("a JSON schema is an object, and not false")
+    schema = json.loads(source.text)
+    if not isinstance(schema, dict | bool):
+        raise GrammarError("a JSON schema is an object")
+    check_cost(schema)
     space = _SPACE if source.space is None else source.space
-    options: JsonCompileOptions = {"whitespace_pattern": space}
-    if not space:
-        options = {"whitespace_flexible": False}
-    try:
-        return LLMatcher.grammar_from_json_schema(schema, overrides=options)
-    except (ValueError, RecursionError) as error:
-        raise GrammarError(str(error)) from None
+    options: JsonCompileOptions = {}
+    if "\\u00" not in source.text:  # control characters of constants have no other spelling
+        options["json_allowed_escapes"] = _ESCAPES
+    if space:
+        options["whitespace_pattern"] = space
+    else:
+        options["whitespace_flexible"] = False
+    if has_disjoint_alternatives(schema):
+        options["coerce_one_of"] = True
+    # The text itself: it has integers of any size.
+    text = '{"allOf":[false]}' if schema is False else "{}" if schema is True else source.text
+    return LLMatcher.grammar_from_json_schema(text, overrides=options)
 
 
 def _gbnf(source: GrammarSource) -> str:
+    text = source.text
     try:
-        return LLMatcher.grammar_from_lark(any_to_lark(source.text))
+        lark = any_to_lark(text)
     except Exception as error:  # the converter raises what its parser meets
-        raise GrammarError(f"not a grammar: {error}") from None
+        raise GrammarError(f"not a grammar: {one_line(error, _LONGEST_REASON)}") from None
+    if lark is text and lark.count("&") > _MOST_ANDS:
+        raise GrammarError(f"a grammar has at most {_MOST_ANDS} times '&'")
+    return LLMatcher.grammar_from_lark(lark)
 
 
 def _choice(source: GrammarSource) -> str:
-    texts = " | ".join(json.dumps(each, ensure_ascii=False) for each in json.loads(source.text))
+    texts = [json.dumps(each).replace("\x7f", "\\u007f") for each in json.loads(source.text)]
     if not texts:
         raise GrammarError("there is nothing to choose from")
-    return LLMatcher.grammar_from_lark(f"start: {texts}")
+    # One terminal: rules have a bound on what they may choose from.
+    return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(texts)}\n")
 
 
 _FORMS: dict[GrammarKind, Callable[[GrammarSource], str]] = {

@@ -13,8 +13,11 @@ from dflash_adapters.text.answers import (
     answer_parser,
     shown_markers,
 )
-from dflash_adapters.text.grammar import Grammar
+from dflash_adapters.text.answers.enforced import ENFORCED_FORMATS, call_grammar
+from dflash_adapters.text.grammar import Grammar, GrammarKind, GrammarSource
 from dflash_runtime.engine.engine import Engine
+from dflash_runtime.serving.errors import ApiError
+from dflash_runtime.serving.tools import CallRules
 
 _OPENED = {"<think>": "</think>", "[THINK]": "[/THINK]"}
 """What a prompt ends with if the answer begins within reasoning, and what then ends that."""
@@ -48,6 +51,26 @@ class AnswerRules:
         return answer_parser(
             self.kind, tools=self.tools, starts_in_reasoning=self.closes is not None
         )
+
+    def call_source(self, engine: Engine, rules: CallRules) -> GrammarSource:
+        """The grammar of an answer whose calls follow `rules`. Raises: ApiError if that is not
+        known of this format."""
+        if self.kind not in ENFORCED_FORMATS:
+            raise ApiError(
+                400,
+                f"{rules.field}: is not supported with this model's format of calls ({self.kind})",
+                param=rules.field,
+                code="unsupported_value",
+            )
+        special = [] if engine.tokenizer is None else engine.tokenizer.special
+        text = call_grammar(
+            self.kind,
+            rules.schemas,
+            is_required=rules.is_required,
+            is_single=rules.is_single,
+            control_ids={each: token_id for each, token_id, is_control in special if is_control},
+        )
+        return GrammarSource(GrammarKind.GBNF, text)
 
     def after_reasoning(self, engine: Engine, grammar: Grammar | None) -> Grammar | None:
         """A grammar of the answer behind the reasoning that the prompt has begun."""

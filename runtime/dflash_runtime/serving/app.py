@@ -17,7 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
-from dflash_adapters.text.grammar import Grammar
+from dflash_adapters.text.grammar import Grammar, GrammarSource
 from dflash_adapters.text.tokenizer import Tokenizer
 from dflash_protocol import __version__
 from dflash_protocol.errors import ContextExceeded, GrammarError, SettingsError
@@ -136,7 +136,7 @@ def create_app(state: ServerState) -> ASGIApp:
             prompt = body.one_prompt
             if isinstance(prompt, str):
                 prompt = await _prompt(engine, received, prompt, "prompt")
-            grammar = await _grammar(engine, received, body)
+            grammar = await _grammar(engine, received, constraint_of(body))
         return _generation(state, request, engine, body=body, token_ids=prompt, grammar=grammar)
 
     @app.post("/v1/chat/completions")
@@ -157,13 +157,21 @@ def create_app(state: ServerState) -> ASGIApp:
 
             [rendered] = await _in_turns(received, text(), "messages", turns=state.bodies.rendering)
             prompt = await _prompt(engine, received, rendered, "messages", is_chat=True)
-            grammar = await _grammar(engine, received, body)
-            rules: AnswerRules | None = None
-            if body.reasoning_format != "none":
-                rules = AnswerRules.of(engine, template, parameters_of(tools), rendered)
-                grammar = rules.after_reasoning(engine, grammar)
+            rules = AnswerRules.of(engine, template, parameters_of(tools), rendered)
+            constraint = constraint_of(body)
+            if (calls := body.call_rules(tools)) is not None:
+                if constraint is not None:
+                    raise ApiError(
+                        400,
+                        f"{calls.field}: an answer follows that or {constraint[0]}, not both",
+                        param=calls.field,
+                    )
+                constraint = calls.field, rules.call_source(engine, calls)
+            grammar = await _grammar(engine, received, constraint)
+            grammar = rules.after_reasoning(engine, grammar)
+        divided = None if body.reasoning_format == "none" else rules
         return _generation(
-            state, request, engine, body=body, token_ids=prompt, grammar=grammar, rules=rules
+            state, request, engine, body=body, token_ids=prompt, grammar=grammar, rules=divided
         )
 
     @app.exception_handler(ApiError)
@@ -289,10 +297,9 @@ async def _prompt(
 
 
 async def _grammar(
-    engine: Engine, received: Body, body: CompletionBody | ChatBody
+    engine: Engine, received: Body, constraint: tuple[str, GrammarSource] | None
 ) -> Grammar | None:
     """What the answer is to follow, compiled in a thread. Raises: ApiError."""
-    constraint = constraint_of(body)
     if constraint is None:
         return None
     field, source = constraint

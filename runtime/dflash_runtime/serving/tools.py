@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
@@ -49,6 +50,18 @@ class NamedTool(_Part):
     function: NamedFunction
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallRules:
+    """What an answer's calls follow: the schemas of their arguments, by the tools' names."""
+
+    field: str
+    """The field of the body that asks for it."""
+    schemas: Mapping[str, Mapping[str, Any]]
+    is_required: bool
+    """The answer is nothing but calls."""
+    is_single: bool
+
+
 class ToolFields(BaseModel):
     """The fields of a chat's body about tools and reasoning."""
 
@@ -71,15 +84,27 @@ class ToolFields(BaseModel):
             raise _refused("tool_choice", "names none of the tools")
         if choice == "required" and not tools:
             raise _refused("tool_choice", "there are no tools")
-        if isinstance(choice, NamedTool) or choice == "required":
-            raise _refused("tool_choice", "is not supported; only 'none' and 'auto' are")
-        if choice == "none":
-            return []
-        if any(tool.function.strict for tool in tools):
-            raise _refused("tools", "strict is not supported")
-        if tools and self.parallel_tool_calls is False:
-            raise _refused("parallel_tool_calls", "is not supported; only true is")
-        return tools
+        return [] if choice == "none" else tools
+
+    def call_rules(self, tools: list[Tool]) -> CallRules | None:
+        """What calls of the offered tools have to follow; None: nothing."""
+        choice, named = self.tool_choice, None
+        if isinstance(choice, NamedTool):
+            named = choice.function.name
+        is_required, is_single = named is not None or choice == "required", named is not None
+        is_single = is_single or self.parallel_tool_calls is False
+        is_strict = any(tool.function.strict for tool in tools)
+        if not tools or not (is_required or is_single or is_strict):
+            return None
+        field = "tool_choice" if is_required else "tools" if is_strict else "parallel_tool_calls"
+        schemas = {
+            tool.function.name: tool.function.parameters or {}
+            if is_required or tool.function.strict
+            else {"type": "object"}
+            for tool in tools
+            if named in (None, tool.function.name)
+        }
+        return CallRules(field=field, schemas=schemas, is_required=is_required, is_single=is_single)
 
     def template_variables(self, template: str, tools: list[Tool]) -> dict[str, JsonValue]:
         """Variables of the chat template for tools and reasoning.

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from llguidance import LLParserLimits
 
 from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.text import grammar_compiler
 from dflash_adapters.text.grammar import (
     MOST_GRAMMAR_BYTES,
     Grammar,
@@ -76,7 +78,9 @@ def written(grammar: Grammar, tokenizer: Tokenizer, seed: int, most: int = 200) 
         (schema(NUMBERS), ["[]", "[1, 2]", "[ -3 ]"], ["", "[1", '["1"]', "[1,2,3,4,5]", "{}"]),
         (schema(NUMBERS, ""), ["[1,2]"], ["[1, 2]"]),
         (schema(NUMBERS, r"\t?"), ["[1,\t2]"], ["[1, 2]"]),
+        (schema({"enum": ["a\x1a", "b"]}), ['"a\\u001a"', '"b"'], ['"a"', '"a\x1a"']),
         (schema({"enum": ["a", 1, None]}), ['"a"', "1", "null"], ["a", "2"]),
+        (schema({"oneOf": [{"const": 1}, {"type": "string"}]}), ["1", '"1"'], ["2"]),
         (schema(True), ["{}", "[[]]", '"ü\\n"'], ["", "nul"]),
         (GrammarSource(GrammarKind.REGEX, r"a+b?"), ["a", "aab"], ["", "b", "abb"]),
         (GrammarSource(GrammarKind.REGEX, r"[^\n]*"), ["", "äß <b>"], ["a\n"]),
@@ -135,6 +139,7 @@ HUGE_ENUM = {"enum": [f"value {i}" for i in range(20_000)]}
         schema({"type": "strin"}),
         schema(False),
         schema({"$ref": "#"}),
+        schema({"oneOf": [{"type": "number"}, {"minimum": 3, "type": "integer"}]}),
         schema({"$ref": "#/$defs/none"}),
         schema({"$ref": "http://127.0.0.1:1/schema.json"}),
         schema({"$ref": "file:///etc/passwd"}),
@@ -146,6 +151,13 @@ HUGE_ENUM = {"enum": [f"value {i}" for i in range(20_000)]}
         GrammarSource(GrammarKind.REGEX, r"(?=a)b"),
         GrammarSource(GrammarKind.REGEX, "a" * (MOST_GRAMMAR_BYTES + 1)),
         GrammarSource(GrammarKind.CHOICE, "[]"),
+        GrammarSource(GrammarKind.CHOICE, "no JSON"),
+        GrammarSource(GrammarKind.CHOICE, '["\ud800"]'),
+        GrammarSource(GrammarKind.REGEX, "a\ud800b"),
+        schema({"type": "integer", "multipleOf": 99_999_999}),
+        schema({"type": "number", "multipleOf": 0.12345}),
+        schema({"allOf": [{"type": "string", "pattern": f"a.*{each}"} for each in range(30)]}),
+        GrammarSource(GrammarKind.GBNF, "start: A\nA: " + " & ".join(["/a.*b/"] * 12)),
         GrammarSource(GrammarKind.GBNF, 'root ::= "x'),
         GrammarSource(GrammarKind.GBNF, "root ::= other"),
         GrammarSource(GrammarKind.GBNF, "(" * 50_000),
@@ -219,3 +231,50 @@ def grammar_choices(grammar: Grammar, tokenizer: Tokenizer, written: list[int]) 
     for token_id in written:
         matcher.accept(token_id)
     return int(matcher.allowed().sum())
+
+
+def test_texts_of_a_grammar_do_not_use_up_what_others_may(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A bound on states that a few texts reach together, and each alone does not.
+    monkeypatch.setattr(
+        grammar_compiler, "_LIMITS", LLParserLimits(max_lexer_states=400, verbose_errors=False)
+    )
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size)
+    grammar = compiler.compile(GrammarSource(GrammarKind.REGEX, "(a|b)*a(a|b){30}"))
+    random, token_ids = np.random.default_rng(1), [tokenizer.encode(each)[0] for each in "ab"]
+    for _ in range(30):
+        matcher = grammar.matcher()
+        for token_id in random.choice(token_ids, 40).tolist():
+            assert matcher.allowed()[token_id]
+            matcher.accept(token_id)
+
+
+def test_names_of_properties_are_written_in_one_way(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    grammar = compiler.compile(schema({"properties": {"a": {"type": "integer"}}, "type": "object"}))
+    for text, is_taken in (
+        ('{"a":1}', True),
+        ('{"b":"\\n\\\\"}', True),
+        ('{"\\u0061":"x"}', False),
+        ('{"a":"x"}', False),
+    ):
+        assert takes(grammar, tokenizer, text) == is_taken
+
+
+def test_many_choices_and_odd_texts_can_be_chosen(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    texts = [f"number {each}" for each in range(4000)] + ["\x7f", "\x00\n", 'q"\\', "ü😀"]
+    grammar = compiler.compile(GrammarSource(GrammarKind.CHOICE, json.dumps(texts)))
+    for text in texts[-6:]:
+        assert takes(grammar, tokenizer, text)
+    assert not takes(grammar, tokenizer, "number 4000")
+
+
+def test_numbers_of_any_size_may_stand_in_a_schema(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    grammar = compiler.compile(schema({"type": "integer", "default": 2**70, "minimum": -5}))
+    assert takes(grammar, tokenizer, "-5")

@@ -130,6 +130,7 @@ class _Stuck(Grammar):
     """A grammar whose text is at its end before it has begun."""
 
     def __init__(self, matcher: TokenMatcher) -> None:
+        """Leave out the compiled grammar, which is not used."""
         self._stuck = matcher
 
     def matcher(self) -> TokenMatcher:

@@ -51,13 +51,9 @@ def named(name: str) -> dict[str, Any]:
         ({"tools": [named("")]}, "tools"),
         ({"tools": [named("a"), named("a")]}, "tools"),
         ({"tools": [named(str(each)) for each in range(600)]}, "tools"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]}, "tools"),
         ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice"),
-        ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
-        ({"tools": [WEATHER], "tool_choice": named("weather")}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": named("other")}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [WEATHER], "parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"reasoning_effort": "enormous"}, "reasoning_effort"),
         ({"reasoning_format": "xml"}, "reasoning_format"),
     ],
@@ -193,3 +189,78 @@ async def test_a_schema_is_followed_behind_reasoning_that_the_prompt_has_begun(
             assert choice["finish_reason"] == "length"
             assert choice["message"].get("content") in (None, "")
             assert choice["message"]["reasoning_content"]
+
+
+STRICT = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"enum": [1, 2]}, "b": {"type": "boolean"}},
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.mark.asyncio
+async def test_a_tool_that_has_to_be_called_is_with_arguments_of_its_schema(serve: Serve) -> None:
+    async with serve(template=TEMPLATE) as served:
+        for choice, names in (
+            ("required", {"add", "weather"}),
+            (named("add"), {"add"}),
+        ):
+            for seed in range(4):
+                response = await served.post(
+                    "/v1/chat/completions",
+                    messages=MESSAGES,
+                    tools=[STRICT, WEATHER],
+                    tool_choice=choice,
+                    parallel_tool_calls=False,
+                    seed=seed,
+                    max_tokens=200,
+                )
+                answer = response.json()["choices"][0]
+                if answer["finish_reason"] == "length":  # arguments without a schema of their own
+                    assert choice == "required"
+                    continue
+                assert answer["finish_reason"] == "tool_calls"
+                [call] = answer["message"]["tool_calls"]
+                assert call["function"]["name"] in names
+                arguments = json.loads(call["function"]["arguments"])
+                if call["function"]["name"] == "add":
+                    assert arguments["a"] in (1, 2)
+                    assert arguments["b"] in (True, False)
+                assert answer["message"]["content"] is None
+
+
+@pytest.mark.asyncio
+async def test_what_cannot_be_enforced_is_refused(serve: Serve) -> None:
+    other = TEMPLATE.replace("<tool_call>", "<minimax:tool_call>")
+    async with serve(template=other) as served:
+        for fields, param in (
+            ({"tools": [STRICT]}, "tools"),
+            ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
+            ({"tools": [WEATHER], "parallel_tool_calls": False}, "parallel_tool_calls"),
+        ):
+            response = await served.post("/v1/chat/completions", messages=MESSAGES, **fields)
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == param
+    async with serve(template=TEMPLATE) as served:
+        for fields, param in (
+            ({"tools": [STRICT], "regex": "a"}, "tools"),
+            (
+                {"tools": [named_schema({"type": "strin"})], "tool_choice": "required"},
+                "tool_choice",
+            ),
+        ):
+            response = await served.post("/v1/chat/completions", messages=MESSAGES, **fields)
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == param
+
+
+def named_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": schema}}

@@ -1,0 +1,114 @@
+"""Grammars of answers whose calls follow their tools' schemas: what they take and refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.text.answers import AnswerFormat, enforced
+from dflash_adapters.text.answers.enforced import ENFORCED_FORMATS, call_grammar
+from dflash_adapters.text.grammar import Grammar, GrammarKind, GrammarSource
+from dflash_adapters.text.grammar_compiler import GrammarCompiler
+from dflash_adapters.text.tokenizer import Tokenizer, load_tokenizer
+from support.answer_families import FAMILIES, LOOK, NOW, SIZE, TOOLS, Family
+from support.vocabularies import CONTROL, small
+
+STRICT = {
+    **TOOLS,
+    "Sky.look": {**TOOLS["Sky.look"], "required": ["up"], "additionalProperties": False},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A token for each byte, an end of turn, and another control token."""
+    vocabulary = small()
+    assert vocabulary.types is not None
+    vocabulary.tokens.append("<|im_start|>")
+    vocabulary.types.append(CONTROL)
+    path = vocabulary.write(tmp_path_factory.mktemp("vocabulary") / "v.gguf")
+    with GgufFile.open(path) as file:
+        tokenizer = load_tokenizer(file)
+    assert tokenizer is not None
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, tokenizer.vocab_size)
+
+
+def takes(grammar: Grammar, tokenizer: Tokenizer, text: str) -> bool:
+    matcher = grammar.matcher()
+    for token_id in [*tokenizer.encode(text), min(tokenizer.stop_ids)]:
+        if matcher.is_complete:
+            return token_id in tokenizer.stop_ids
+        if not matcher.allowed()[token_id]:
+            return False
+        matcher.accept(token_id)
+    return True
+
+
+def compiled(
+    compiler: GrammarCompiler,
+    kind: AnswerFormat,
+    control_ids: Mapping[str, int] | None = None,
+    **rules: Any,
+) -> Grammar:
+    rules = {"is_required": False, "is_single": False, **rules}
+    text = call_grammar(kind, STRICT, control_ids=control_ids or {}, **rules)
+    return compiler.compile(GrammarSource(GrammarKind.GBNF, text))
+
+
+ENFORCED = [family for family in FAMILIES if family.kind in ENFORCED_FORMATS]
+
+
+def test_each_format_that_is_enforced_has_a_family() -> None:
+    assert {family.kind for family in ENFORCED} == ENFORCED_FORMATS
+
+
+@pytest.mark.parametrize("family", ENFORCED, ids=lambda family: family.name)
+def test_calls_are_taken_as_the_family_writes_them(
+    family: Family, compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    one, all_ = family.calls([LOOK]), family.calls([SIZE, LOOK, NOW])
+    wrong = family.calls([("Sky.look", {"up": 1})])
+    unknown = family.calls([("other", {})])
+    words = "I look.\n"
+    cases: list[tuple[dict[str, Any], set[str]]] = [
+        ({"is_required": True}, {one, all_}),
+        ({"is_required": True, "is_single": True}, {one}),
+        ({"is_single": True}, {one, words, words + one, ""}),
+        ({}, {one, all_, words, words + one, words + all_, ""}),
+    ]
+    for rules, taken in cases:
+        grammar = compiled(compiler, family.kind, **rules)
+        texts = (one, all_, wrong, unknown, words, words + one, words + all_, words + wrong, "")
+        assert {text for text in texts if takes(grammar, tokenizer, text)} == taken
+
+
+def test_control_tokens_are_named_by_their_ids(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control_ids = {text: token_id for text, token_id, is_control in tokenizer.special if is_control}
+    entry = "<|im_start|>"
+    assert entry in control_ids
+    hermes = enforced._SHAPES[AnswerFormat.HERMES]
+    shape = replace(hermes, entry=entry, between=f"\n{entry}")
+    monkeypatch.setattr(enforced, "_SHAPES", {AnswerFormat.HERMES: shape})
+    [family] = [each for each in ENFORCED if each.kind == AnswerFormat.HERMES]
+    one = family.calls([LOOK]).replace("<tool_call>", entry)
+    wrong = family.calls([("Sky.look", {"up": 1})]).replace("<tool_call>", entry)
+    for is_required in (True, False):
+        grammar = compiled(
+            compiler, AnswerFormat.HERMES, control_ids=control_ids, is_required=is_required
+        )
+        assert takes(grammar, tokenizer, one)
+        assert takes(grammar, tokenizer, f"{one}\n{one}")
+        assert takes(grammar, tokenizer, f"Yes.{one}") != is_required
+        assert takes(grammar, tokenizer, "Yes.") != is_required
+        assert not takes(grammar, tokenizer, wrong)
