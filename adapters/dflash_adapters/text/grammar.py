@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dflash_adapters.text.tokenizer import Tokenizer
 from dflash_protocol.errors import GrammarError, one_line
 from dflash_protocol.ids import BoolArray, U8Array
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:  # importing it takes a tenth of a second, and few texts follo
 
 MOST_GRAMMAR_BYTES = 1 << 18
 _LONGEST_REASON = 300
+_MOST_RENEWED_S = 0.1
 
 
 class GrammarKind(StrEnum):
@@ -48,10 +50,12 @@ class GrammarSource:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prelude:
-    """A free text before a grammar: it ends with the tokens `ends`; `mask` has what may come."""
+    """A free text before a grammar: it ends with the token that completes `ends`, however tokens
+    divide that; `mask` has what may come."""
 
-    ends: tuple[int, ...]
+    ends: bytes
     mask: U8Array
+    token_bytes: Callable[[int], bytes]
 
 
 class TokenMatcher:
@@ -65,9 +69,10 @@ class TokenMatcher:
         self._mask: U8Array | None = None
         self._prelude = prelude
         """None: the grammar has begun."""
-        self._latest = deque[int](maxlen=None if prelude is None else len(prelude.ends))
-        self._written: list[int] | None = []
-        """Since the grammar began; None: no other text has the states of this matcher."""
+        self._latest = b""
+        """The end of the text before."""
+        self._written: list[int] | None = [] if compiled.can_be_renewed else None
+        """Since the grammar began; None: it is not to be compiled anew."""
 
     def mask(self) -> U8Array:
         """A bit for each token that may come next, the lowest first; found once, until `accept`.
@@ -105,9 +110,11 @@ class TokenMatcher:
             if self._written is not None:
                 self._written.append(token_id)
             return
-        self._latest.append(token_id)
-        if (*self._latest,) == self._prelude.ends:
+        ends = self._prelude.ends
+        self._latest += self._prelude.token_bytes(token_id)
+        if ends in self._latest:
             self._prelude = None
+        self._latest = self._latest[-len(ends) :]
 
     @property
     def is_complete(self) -> bool:
@@ -138,7 +145,10 @@ class CompiledGrammar:
         """`new_matcher` compiles it anew."""
         self.num_tokens = num_tokens
         self._new_matcher = new_matcher
+        started_s = time.perf_counter()
         self._matcher = new_matcher()
+        self.can_be_renewed = time.perf_counter() - started_s < _MOST_RENEWED_S
+        """Whether compiling it again, between two tokens, takes short enough."""
         """At the beginning of a text, and never moved on; its copies share their states."""
         self._lock = threading.Lock()
 
@@ -160,14 +170,14 @@ class Grammar:
     def __init__(self, compiled: CompiledGrammar, prelude: Prelude | None = None) -> None:
         self._compiled, self._prelude = compiled, prelude
 
-    def after(self, ends: Sequence[int], *, stop_ids: Collection[int]) -> Grammar:
-        """The same for what follows the tokens `ends`; what comes before them is free, but for
-        tokens that end a text."""
+    def after(self, ends: str, tokenizer: Tokenizer) -> Grammar:
+        """The same for what follows the text `ends`; what comes before that is free, but for tokens
+        that end a text."""
         num_tokens = self._compiled.num_tokens
         allowed = np.ones(num_tokens, np.bool_)
-        allowed[[token_id for token_id in stop_ids if token_id < num_tokens]] = False
-        prelude = Prelude((*ends,), np.packbits(allowed, bitorder="little"))
-        return Grammar(self._compiled, prelude)
+        allowed[[each for each in tokenizer.stop_ids if each < num_tokens]] = False
+        mask = np.packbits(allowed, bitorder="little")
+        return Grammar(self._compiled, Prelude(ends.encode(), mask, tokenizer.token_bytes))
 
     def matcher(self) -> TokenMatcher:
         """A new text."""

@@ -7,6 +7,7 @@ another document is refused), and its work is bounded by counts.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -42,6 +43,10 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,  # they quote the grammar, and what was written
 )
 _LONGEST_REASON = 300
+_RULE = re.compile(r"^[ \t]*[?!]*\w+[^:\n]*:", re.MULTILINE)
+_MOST_RULES = 500
+"""The compiler is as deep in calls as rules name each other."""
+_MOST_ALTERNATIVES = 5000
 _MOST_ANDS = 4
 """In Lark's notation: the work of compiling doubles with each."""
 
@@ -152,6 +157,10 @@ def _gbnf(source: GrammarSource) -> str:
         raise GrammarError(f"not a grammar: {one_line(error, _LONGEST_REASON)}") from None
     if lark is text and lark.count("&") > _MOST_ANDS:
         raise GrammarError(f"a grammar has at most {_MOST_ANDS} times '&'")
+    if lark.count("|") > _MOST_ALTERNATIVES:
+        raise GrammarError(f"a grammar has at most {_MOST_ALTERNATIVES} alternatives")
+    if len(_RULE.findall(lark)) > _MOST_RULES:
+        raise GrammarError(f"a grammar has at most {_MOST_RULES} rules")
     return LLMatcher.grammar_from_lark(lark)
 
 

@@ -11,13 +11,22 @@ _MOST_MULTIPLE, _MOST_DECIMALS = 10_000, 3
 _MOST_PATTERNS_AT_ONCE = 4
 """Of what a text has to match at the same time: the work of compiling doubles with each."""
 _MOST_ALTERNATIVES = 64
+_MOST_LEVELS = 1000
+"""Of all schemas that ``$ref`` leads to, together: the compiler is as deep in calls."""
+_MOST_TARGETS = 256
+_MOST_PROPERTIES = 2000
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 
 
 def check_cost(schema: object) -> None:
-    """Raises: GrammarError for what would take minutes to compile."""
+    """Raises: GrammarError for what would take minutes to compile, or the whole stack."""
     num_patterns = 0
+    if _chained_levels(schema) > _MOST_LEVELS:
+        raise GrammarError(f"$ref leads through more than {_MOST_LEVELS} levels of schemas")
     for part, is_joined in _parts(schema):
+        properties = part.get("properties")
+        if isinstance(properties, dict) and len(properties) > _MOST_PROPERTIES:
+            raise GrammarError(f"an object has at most {_MOST_PROPERTIES} properties")
         num_patterns += is_joined and "pattern" in part
         multiple = part.get("multipleOf", 1)
         if isinstance(multiple, int | float):
@@ -54,6 +63,35 @@ def _parts(schema: object) -> Iterator[tuple[dict[str, object], bool]]:
         elif isinstance(part, dict):
             yield part, is_joined
             parts += [(each, is_joined or name == "allOf") for name, each in part.items()]
+
+
+def _chained_levels(schema: object) -> int:
+    """The levels of all schemas that a ``$ref`` within `schema` leads to, and its own: no chain of
+    references has more."""
+    targets = {part["$ref"] for part, _ in _parts(schema) if isinstance(part.get("$ref"), str)}
+    if len(targets) > _MOST_TARGETS:
+        return _MOST_LEVELS + 1
+    levels = _levels(schema)
+    for target in targets:
+        found = schema
+        for name in str(target).removeprefix("#").strip("/").split("/"):
+            name = name.replace("~1", "/").replace("~0", "~")
+            found = found.get(name) if isinstance(found, dict) else None
+        levels += _levels(found)
+    return levels
+
+
+def _levels(schema: object) -> int:
+    """How deep a schema's objects and lists are nested."""
+    level, parts = 0, [schema]
+    while parts := [
+        inner
+        for part in parts
+        if isinstance(part, dict | list)
+        for inner in (part.values() if isinstance(part, dict) else part)
+    ]:
+        level += 1
+    return level
 
 
 def _are_disjoint(one: object, other: object) -> bool:

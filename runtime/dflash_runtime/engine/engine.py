@@ -423,12 +423,12 @@ class Engine:
     ) -> Iterator[GeneratedToken]:
         """Yield up to `max_tokens` tokens after the prompt, a text or token ids.
 
-        Ends early at a stop token, which is not yielded: one of `stop_ids`, or unless `ignore_eos`
-        of the model's; when the context is full; and when a `grammar`, which the text then follows,
-        lets nothing come. `last_generation` holds times and the reason of the end; `on_prefill`
-        gets the number of prompt tokens computed, and of all. `top_logprobs` (0 or more): each
-        token comes with its log-probability and those of that many most likely tokens, of the
-        model, before penalties and without a grammar.
+        Ends early at a stop token, which is not yielded: one of `stop_ids`, or of the model's, with
+        a `grammar` or unless `ignore_eos`; when the context is full; and when the grammar, which
+        the text then follows, lets nothing come. `last_generation` holds times and the reason of
+        the end; `on_prefill` gets the number of prompt tokens computed, and of all. `top_logprobs`
+        (0 or more): each token comes with its log-probability and those of that many most likely
+        tokens, of the model, before penalties and without a grammar.
         `reuse_prefix`: the prefix that this prompt shares with the run before is taken from the
         cache, with the same bits; but only within one `prefix_scope`, since the time saved would
         tell one client about another's prompt. `is_cancelled` is called before every layer of a

@@ -154,7 +154,7 @@ def generated_tokens(
     prompt = request.prompt
     decoder = tokenizer.stream() if tokenizer is not None else None
     stop_ids = frozenset(request.stop_ids)
-    if tokenizer is not None and not request.ignore_eos:
+    if tokenizer is not None and (request.matcher is not None or not request.ignore_eos):
         stop_ids |= tokenizer.stop_ids
     started_s = time.perf_counter()
     reused, boundary = num_reusable(steps, request, tokenizer)

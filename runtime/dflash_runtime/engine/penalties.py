@@ -67,8 +67,10 @@ class PenaltyTable:
         self._token_ids = np.zeros(64, np.int32)
         self._divisors, self._offsets = (np.zeros(64, np.float32) for _ in range(2))
         self._generated = Counter[int]()
-        self._seen: deque[int] | None = None
+        self._latest: deque[int] | None = None
         """The latest tokens, if `repetition` looks at so many."""
+        self._seen = Counter[int]()
+        """How often each is among them."""
         for token_id in penalties.biases:
             if not 0 <= token_id < vocab_size:
                 raise SettingsError(f"logit_bias={token_id}: is no token of this model")
@@ -77,20 +79,22 @@ class PenaltyTable:
             latest = prompt.tolist()
             if penalties.window is not None:
                 latest = latest[max(0, len(latest) - penalties.window) :]
-                self._seen = deque(latest)
+                self._latest, self._seen = deque(latest), Counter(latest)
             for token_id in dict.fromkeys(latest):
                 self._update(token_id, is_seen=True)
 
     def accept(self, token_id: int) -> None:
         """Go on after a token."""
         self._generated[token_id] += 1
-        seen = self._seen
-        if seen is not None:
-            seen.append(token_id)
-            if len(seen) > (self._penalties.window or 0):
-                oldest = seen.popleft()
-                self._update(oldest, is_seen=oldest in seen)
-        self._update(token_id, is_seen=seen is None or token_id in seen)
+        latest, seen = self._latest, self._seen
+        if latest is not None:
+            latest.append(token_id)
+            seen[token_id] += 1
+            if len(latest) > (self._penalties.window or 0):
+                oldest = latest.popleft()
+                seen[oldest] -= 1
+                self._update(oldest, is_seen=seen[oldest] > 0)
+        self._update(token_id, is_seen=latest is None or seen[token_id] > 0)
 
     @property
     def changes(self) -> LogitChanges:

@@ -77,4 +77,4 @@ class AnswerRules:
         tokenizer = engine.tokenizer
         if grammar is None or self.closes is None or tokenizer is None:
             return grammar
-        return grammar.after(tokenizer.encode(self.closes), stop_ids=tokenizer.stop_ids)
+        return grammar.after(self.closes, tokenizer)

@@ -136,7 +136,9 @@ def create_app(state: ServerState) -> ASGIApp:
             prompt = body.one_prompt
             if isinstance(prompt, str):
                 prompt = await _prompt(engine, received, prompt, "prompt")
-            grammar = await _grammar(engine, received, constraint_of(body))
+            grammar = await _grammar(
+                engine, received, constraint_of(body), turns=state.bodies.compiling
+            )
         return _generation(state, request, engine, body=body, token_ids=prompt, grammar=grammar)
 
     @app.post("/v1/chat/completions")
@@ -167,7 +169,7 @@ def create_app(state: ServerState) -> ASGIApp:
                         param=calls.field,
                     )
                 constraint = calls.field, rules.call_source(engine, calls)
-            grammar = await _grammar(engine, received, constraint)
+            grammar = await _grammar(engine, received, constraint, turns=state.bodies.compiling)
             grammar = rules.after_reasoning(engine, grammar)
         divided = None if body.reasoning_format == "none" else rules
         return _generation(
@@ -297,9 +299,9 @@ async def _prompt(
 
 
 async def _grammar(
-    engine: Engine, received: Body, constraint: tuple[str, GrammarSource] | None
+    engine: Engine, received: Body, constraint: tuple[str, GrammarSource] | None, *, turns: Turns
 ) -> Grammar | None:
-    """What the answer is to follow, compiled in a thread. Raises: ApiError."""
+    """What the answer is to follow, compiled in a thread by `turns`. Raises: ApiError."""
     if constraint is None:
         return None
     field, source = constraint
@@ -308,7 +310,7 @@ async def _grammar(
         yield engine.grammars.compile(source)
 
     try:
-        [grammar] = await received.made(compiled())
+        [grammar] = await received.made(compiled(), turns=turns)
     except GrammarError as error:
         raise ApiError(400, f"{field}: {error}", param=field, code="unsupported_value") from error
     return grammar

@@ -49,6 +49,8 @@ class Bodies:
         self._large = Turns(1, _MOST_WAITING)
         self.rendering = Turns(_RENDERED_AT_ONCE, _MOST_WAITING)
         """Turns at rendering chat templates, which may take seconds: other texts do not wait."""
+        self.compiling = Turns(1, _MOST_WAITING)
+        """Turns at compiling grammars, likewise."""
 
     @contextmanager
     def body_of(self, request: Request, client: str) -> Iterator[Body]:

@@ -21,7 +21,9 @@ Choices = Annotated[list[str], Field(min_length=1, max_length=_MOST_CHOICES, fai
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(
+        strict=True, allow_inf_nan=False, extra="forbid", populate_by_name=True
+    )
 
 
 class NamedSchema(_Part):
@@ -79,6 +81,8 @@ def constraint_of(body: ConstraintFields) -> tuple[str, GrammarSource] | None:
     Raises: ApiError if there are several, or one says nothing.
     """
     space = body.guided_whitespace_pattern
+    if space is not None and body.guided_json is None:
+        raise _refused("guided_whitespace_pattern", "needs guided_json")
     found = {
         "response_format": _response_format(body.response_format),
         "structured_outputs": _structured_outputs(body.structured_outputs),
@@ -121,6 +125,8 @@ def _structured_outputs(field: StructuredOutputs | None) -> GrammarSource | None
     only = _only(found, within="structured_outputs")
     if only is None:
         raise _refused("structured_outputs", f"needs one of {', '.join(found)}")
+    if space is not None and only[1].kind != GrammarKind.JSON_SCHEMA:
+        raise _refused("structured_outputs", "whitespace is of JSON alone")
     return only[1]
 
 

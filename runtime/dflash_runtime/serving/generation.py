@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -97,7 +98,7 @@ class GenerationResponse(Response):
             await failure.response()(scope, receive, send)
             return
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-        data = _events(self._answer.first_chunks())
+        data, sent_s = _events(self._answer.first_chunks()), time.monotonic()
         while True:
             is_last = False
             for event in events if self._answer.has_logprobs else _joined(events):
@@ -109,9 +110,11 @@ class GenerationResponse(Response):
                     data += _events(last) + b"data: [DONE]\n\n"
                 elif isinstance(event, Delta) and (event.text or self._answer.has_logprobs):
                     data += _events(self._answer.chunks(event))
-            if not events:
-                data += b": still here\n\n"
+            # Events may come that have no text yet, as of a call that is being written.
+            if not data and (not events or time.monotonic() - sent_s > KEEP_ALIVE_S):
+                data = b": still here\n\n"
             if data:
+                sent_s = time.monotonic()
                 await send({"type": "http.response.body", "body": data, "more_body": not is_last})
             if is_last:
                 return

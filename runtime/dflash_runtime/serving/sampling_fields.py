@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BaseModel, Field
 
@@ -13,7 +13,7 @@ from dflash_runtime.serving.errors import ApiError
 _SEEDS = 1 << 63
 _LLAMA_WINDOW = 64
 """llama.cpp's default of `repeat_last_n`."""
-_RULED_OUT = -100.0
+_LEAST_BIAS = -100.0
 
 
 class SamplingFields(BaseModel):
@@ -49,10 +49,10 @@ class PenaltyFields(BaseModel):
     """-1: all."""
     logit_bias: (
         dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float]
-        | Annotated[list[tuple[int, float | Literal[False]]], Field(max_length=MOST_BIASES)]
+        | Annotated[list[tuple[int, float | bool]], Field(max_length=MOST_BIASES)]
         | None
     ) = None
-    """By token id; llama.cpp's is a list of pairs, in which false rules a token out."""
+    """By token id; llama.cpp's is a list of pairs, in which false is -100."""
 
     def penalties(self) -> Penalties:
         """Raises: SettingsError; ApiError if both kinds of repetition penalty are given."""
@@ -66,10 +66,12 @@ class PenaltyFields(BaseModel):
             repetition, window = self.repeat_penalty, None if latest < 0 else latest
         given = self.logit_bias or {}
         pairs = given.items() if isinstance(given, dict) else given
+        if any(bias is True for _, bias in pairs):
+            raise ApiError(400, "logit_bias: true is no bias", param="logit_bias")
         return Penalties(
             presence=self.presence_penalty or 0.0,
             frequency=self.frequency_penalty or 0.0,
             repetition=1.0 if repetition is None else repetition,
             window=window,
-            biases={int(each): _RULED_OUT if bias is False else bias for each, bias in pairs},
+            biases={int(each): _LEAST_BIAS if bias is False else bias for each, bias in pairs},
         )

@@ -28,6 +28,8 @@ from dflash_runtime.serving.state import ServerState
 from dflash_runtime.serving.status import chat_template
 from dflash_runtime.serving.worker import EngineWorker, OpenEngine
 
+_LOG = logging.getLogger(__name__)
+
 _IDLE_CONNECTION_S = 15
 _LINGER_S = 2
 """For connections that do not react when the server ends."""
@@ -113,8 +115,13 @@ def serve(
 
 def _prepare_grammars(engine: Engine) -> None:
     """Make what all grammars share, so that the first request with one does not wait for it."""
-    with contextlib.suppress(SettingsError):  # no tokenizer, or no token that ends a text
+    try:
         engine.grammars.prepare()
+    except SettingsError:
+        pass  # no tokenizer, or no token that ends a text
+    except Exception:
+        # docs: a bug, with its traceback: report it. Requests with a grammar may fail
+        _LOG.exception("grammars cannot be prepared")
 
 
 @dataclass(slots=True)

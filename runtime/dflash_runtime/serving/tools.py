@@ -13,11 +13,13 @@ from dflash_runtime.serving.errors import ApiError
 
 _MOST_TOOLS = 512
 _MOST_CALLS = 1024
+_MOST_VALUES = 1 << 16
+"""Of the arguments of a message's calls; parsing more holds the interpreter's lock for long."""
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
 
 
 class Function(_Part):
@@ -82,6 +84,8 @@ class ToolFields(BaseModel):
         choice = self.tool_choice
         if isinstance(choice, NamedTool) and choice.function.name not in names:
             raise _refused("tool_choice", "names none of the tools")
+        if tools and self.reasoning_format == "none":
+            raise _refused("reasoning_format", "'none' leaves calls undivided: not with tools")
         if choice == "required" and not tools:
             raise _refused("tool_choice", "there are no tools")
         return [] if choice == "none" else tools
@@ -137,7 +141,15 @@ def message_calls(calls: object) -> object:
     clients send them as JSON texts. What is no list of calls stays as it is."""
     if not isinstance(calls, list) or len(calls) > _MOST_CALLS:
         return calls
-    return [_call(each) for each in calls]
+    num_values = 0
+    found = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        if isinstance(arguments, str):
+            num_values += sum(map(arguments.count, ",[{"))
+        found.append(_call(call) if num_values <= _MOST_VALUES else call)
+    return found
 
 
 def _call(call: object) -> object:

@@ -113,6 +113,8 @@ def test_what_says_nothing_leaves_the_answer_free() -> None:
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "other": 1}}, "structured_outputs"),
         ({"guided_choice": []}, "guided_choice"),
+        ({"guided_whitespace_pattern": " ?", "guided_regex": "a"}, "guided_whitespace_pattern"),
+        ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs"),
         ({"choice": ["a"] * 5000}, "choice"),
         ({"grammar": 5}, "grammar"),
         ({"grammar": "root ::= x", "grammar_lazy": True}, "grammar_lazy"),

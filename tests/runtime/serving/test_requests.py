@@ -312,6 +312,7 @@ def test_any_json_is_taken_or_refused(fields: dict[str, Any]) -> None:
         ({"logit_bias": {"5": 1, "77": -100}}, Penalties(biases={5: 1, 77: -100})),
         ({"logit_bias": [[5, 1.5], [7, False]]}, Penalties(biases={5: 1.5, 7: -100})),
         ({"logit_bias": []}, Penalties()),
+        ({"logit_bias": [[5, 0]]}, Penalties(biases={5: 0})),
     ],
     ids=repr,
 )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
 
+from dflash_runtime import Engine
+from dflash_runtime.serving import generation
 from dflash_runtime.serving.errors import ApiError
 from dflash_runtime.serving.requests import ChatBody, ChatMessage, parse_body
 from support.serving import CHAT_TEMPLATE
@@ -24,6 +27,8 @@ WEATHER = {
     },
 }
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+LONG = '{"a": [' + ",".join(["[]"] * 100_000) + "]}"
+"""Arguments whose parsing would take long."""
 TEMPLATE = (
     "{%- if tools %}{{ tools | tojson }} Call as <tool_call>.{% endif %}"
     "{%- if enable_thinking is false %}quick{% endif %}"
@@ -54,6 +59,7 @@ def named(name: str) -> dict[str, Any]:
         ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": named("other")}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER], "reasoning_format": "none"}, "reasoning_format"),
         ({"reasoning_effort": "enormous"}, "reasoning_effort"),
         ({"reasoning_format": "xml"}, "reasoning_format"),
     ],
@@ -93,6 +99,7 @@ def test_tools_and_effort_become_variables_of_the_template() -> None:
         ("[1]", "[1]"),
         ("no JSON", "no JSON"),
         ("[" * 5000, "[" * 5000),
+        (LONG, LONG),
         (None, None),
     ],
     ids=lambda value: str(value)[:20],
@@ -264,3 +271,24 @@ async def test_what_cannot_be_enforced_is_refused(serve: Serve) -> None:
 
 def named_schema(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", "parameters": schema}}
+
+
+@pytest.mark.asyncio
+async def test_while_a_call_is_written_the_stream_says_that_it_is_still_there(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "KEEP_ALIVE_S", 0.05)
+    generate = Engine.generate
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        for token in generate(*arguments, **options):
+            time.sleep(0.01)
+            yield token
+
+    monkeypatch.setattr(Engine, "generate", slow)
+    async with serve(template=TEMPLATE) as served:
+        stream = await served.post(
+            "/v1/chat/completions", messages=MESSAGES, choice=[CALL], tools=[WEATHER], stream=True
+        )
+        before_call = stream.text.partition('"tool_calls"')[0]
+        assert before_call.count(": still here") > 2

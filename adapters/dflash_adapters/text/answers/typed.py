@@ -8,7 +8,8 @@ from typing import Any
 from dflash_adapters.text.answers.calls import json_value
 from dflash_adapters.text.answers.literals import literal
 
-_MOST_LEVELS = 16  # of alternatives within alternatives
+_MOST_LEVELS = 2  # of alternatives within alternatives
+_MOST = 64  # of alternatives, or of constants, that are looked at: for each argument of each call
 _UNIONS = ("anyOf", "oneOf", "allOf")
 _PYTHON = {"True": True, "False": False, "None": None}
 
@@ -65,13 +66,13 @@ def _types(schema: Any, level: int) -> Iterator[str]:
         yield "null"
     if named is None:
         constants = schema.get("enum")
-        for constant in constants if isinstance(constants, list) else []:
+        for constant in constants[:_MOST] if isinstance(constants, list) else []:
             yield from _types_of(constant)
         if "const" in schema:
             yield from _types_of(schema["const"])
     for union in _UNIONS:
         alternatives = schema.get(union)
-        for alternative in alternatives if isinstance(alternatives, list) else []:
+        for alternative in alternatives[:_MOST] if isinstance(alternatives, list) else []:
             yield from _types(alternative, level + 1)
 
 

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from dflash_adapters.layers import Attention, Description, Rope, parts_of
 from dflash_adapters.rope import AttentionTemperature, RopePairing
 from dflash_adapters.spec import KvLayer, ModelSpec
+from dflash_runtime.compute.gpu.device.mapped_array import layout_bytes
 from dflash_runtime.compute.gpu.launch.decode_experts import MOST_PEERS
+from dflash_runtime.compute.gpu.launch.sample_tokens import rule_layout
 from dflash_runtime.compute.gpu.layers.attention_plan import (
     FIRST_BUCKET,
     AttentionShape,
@@ -91,9 +93,14 @@ class StepRoom:
         return _SMALL_BYTES + mail_layout(moe).requests_nbytes + self._steps()
 
     def staging_bytes(self, num_positions: int, num_remote_layers: int) -> int:
-        """Locked memory of the host: sampled tokens; with remote experts each layer's rows, choice
-        and sums, a mailbox with the processor, and what weights of prompts are copied through."""
-        total = _pages(_FLOAT * (num_positions + 1))
+        """Locked memory of the host: sampled tokens, and rules for them; with remote experts each
+        layer's rows, choice and sums, a mailbox with the processor, and what weights of prompts are
+        copied through."""
+        total = _pages(_FLOAT * (num_positions + 1)) + _pages(
+            layout_bytes(
+                rule_layout(vocab_size=self._spec.vocab_size, num_positions=num_positions + 1)
+            )
+        )
         if num_remote_layers:
             layers = self._spec.moe.layers
             box = max(

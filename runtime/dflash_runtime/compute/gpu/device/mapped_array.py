@@ -47,6 +47,12 @@ def first_rows(array: Any, num_rows: int) -> Any:
     return replace(array, shape=shape, size=prod(shape))
 
 
+def layout_bytes(layout: Layout) -> int:
+    """Bytes of a MappedBlock, without the rest of its last page."""
+    sizes = (prod(shape) * np.dtype(dtype).itemsize for shape, dtype in layout)
+    return sum(-(-num_bytes // _ALIGNMENT) * _ALIGNMENT for num_bytes in sizes)
+
+
 class MappedBlock:
     """Several zeroed arrays in one mapped piece of host memory, in pages of their own: drivers lock
     whole pages, each only once.
@@ -60,7 +66,7 @@ class MappedBlock:
             offsets.append(end)
             num_bytes = prod(shape) * np.dtype(dtype).itemsize
             end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        num_pages = max(1, -(-end // mmap.PAGESIZE))
+        num_pages = max(1, -(-layout_bytes(layout) // mmap.PAGESIZE))
         memory = np.frombuffer(mmap.mmap(-1, num_pages * mmap.PAGESIZE), np.uint8)
         self._mapping = device.map_host(memory)
         self.host: list[Any] = []
