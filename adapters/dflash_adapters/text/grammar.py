@@ -33,6 +33,8 @@ class GrammarKind(StrEnum):
     REGEX = "regular expression"
     GBNF = "grammar"
     """In llama.cpp's notation, or llguidance's (Lark's)."""
+    CALLS = "grammar of calls"
+    """As `answers.enforced` makes them, of checked schemas."""
     CHOICE = "choice"
     """A JSON list of texts, one of which is written."""
 

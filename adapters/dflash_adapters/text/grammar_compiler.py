@@ -24,7 +24,7 @@ from dflash_adapters.text.grammar import (
     GrammarKind,
     GrammarSource,
 )
-from dflash_adapters.text.schema_checks import check_cost, has_disjoint_alternatives
+from dflash_adapters.text.schema_checks import SPACE, check_cost, has_disjoint_alternatives
 from dflash_adapters.text.tokenizer import Tokenizer
 from dflash_protocol.errors import GrammarError, one_line
 
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 _KEPT_GRAMMARS = 16
-_SPACE = r"( |\n{1,2}[ \t]{0,20})?"
-"""Between the tokens of JSON, unless a request says otherwise. Bounded, as in llama.cpp's grammars:
-a model that likes spaces would write nothing else."""
 _ESCAPES = '"\\bfnrt'
 """In JSON's strings. Not ``u``: names of properties could be written so a second time."""
 _LIMITS = LLParserLimits(
@@ -134,7 +131,7 @@ def _json_schema(source: GrammarSource) -> str:
     if not isinstance(schema, dict | bool):
         raise GrammarError("a JSON schema is an object")
     check_cost(schema)
-    space = _SPACE if source.space is None else source.space
+    space = SPACE if source.space is None else source.space
     options: JsonCompileOptions = {}
     if "\\u00" not in source.text:  # control characters of constants have no other spelling
         options["json_allowed_escapes"] = _ESCAPES
@@ -176,5 +173,6 @@ _FORMS: dict[GrammarKind, Callable[[GrammarSource], str]] = {
     GrammarKind.JSON_SCHEMA: _json_schema,
     GrammarKind.REGEX: lambda source: LLMatcher.grammar_from_regex(source.text),
     GrammarKind.GBNF: _gbnf,
+    GrammarKind.CALLS: lambda source: LLMatcher.grammar_from_lark(source.text),
     GrammarKind.CHOICE: _choice,
 }

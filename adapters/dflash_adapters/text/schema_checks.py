@@ -1,4 +1,4 @@
-"""Checks of JSON schemas before they are compiled: what would take too long, and ``oneOf``."""
+"""What is settled of JSON schemas before they are compiled: cost, ``oneOf``, space in JSON."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from itertools import combinations
 
 from dflash_protocol.errors import GrammarError
 
+SPACE = r"( |\n{1,2}[ \t]{0,20})?"
+"""Between the tokens of JSON, unless a request says otherwise. Bounded, as in llama.cpp's grammars:
+a model that likes spaces would write nothing else."""
 _MOST_MULTIPLE, _MOST_DECIMALS = 10_000, 3
 _MOST_PATTERNS_AT_ONCE = 4
 """Of what a text has to match at the same time: the work of compiling doubles with each."""

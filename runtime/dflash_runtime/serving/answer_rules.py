@@ -15,6 +15,7 @@ from dflash_adapters.text.answers import (
 )
 from dflash_adapters.text.answers.enforced import ENFORCED_FORMATS, call_grammar
 from dflash_adapters.text.grammar import Grammar, GrammarKind, GrammarSource
+from dflash_protocol.errors import GrammarError
 from dflash_runtime.engine.engine import Engine
 from dflash_runtime.serving.errors import ApiError
 from dflash_runtime.serving.tools import CallRules
@@ -54,7 +55,7 @@ class AnswerRules:
 
     def call_source(self, engine: Engine, rules: CallRules) -> GrammarSource:
         """The grammar of an answer whose calls follow `rules`. Raises: ApiError if that is not
-        known of this format."""
+        known of this format, or a schema would take too long."""
         if self.kind not in ENFORCED_FORMATS:
             raise ApiError(
                 400,
@@ -63,14 +64,19 @@ class AnswerRules:
                 code="unsupported_value",
             )
         special = [] if engine.tokenizer is None else engine.tokenizer.special
-        text = call_grammar(
-            self.kind,
-            rules.schemas,
-            is_required=rules.is_required,
-            is_single=rules.is_single,
-            control_ids={each: token_id for each, token_id, is_control in special if is_control},
-        )
-        return GrammarSource(GrammarKind.GBNF, text)
+        try:
+            text = call_grammar(
+                self.kind,
+                rules.schemas,
+                is_required=rules.is_required,
+                is_single=rules.is_single,
+                control_ids={
+                    each: token_id for each, token_id, is_control in special if is_control
+                },
+            )
+        except GrammarError as error:
+            raise ApiError(400, f"{rules.field}: {error}", param=rules.field) from error
+        return GrammarSource(GrammarKind.CALLS, text)
 
     def after_reasoning(self, engine: Engine, grammar: Grammar | None) -> Grammar | None:
         """A grammar of the answer behind the reasoning that the prompt has begun."""

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from dflash_adapters.text.answers.events import Tools
 from dflash_adapters.text.answers.formats import AnswerFormat
-
-_SPACE = r"( |\n{1,2}[ \t]{0,20})?"
+from dflash_adapters.text.schema_checks import SPACE, check_cost, has_disjoint_alternatives
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +62,7 @@ def call_grammar(
     `is_required`: the answer is nothing but calls; else text may stand before them, in which no
     call begins. `is_single`: at most one call. `control_ids`: control tokens by their spellings.
     `kind` is one of ENFORCED_FORMATS, and there is at least one tool.
+    Raises: GrammarError for a schema that would take too long.
     """
 
     def written(text: str) -> str:
@@ -81,7 +81,9 @@ def call_grammar(
         lines.append(f"until_calls[lazy]: TEXT {written(shape.entry)}")
     lines.append(f"calls: ({call}) {more} {written(shape.after)}")
     for each, (name, schema) in enumerate(tools.items()):
-        arguments = json.dumps({**schema, "x-guidance": {"whitespace_pattern": _SPACE}})
+        check_cost(schema)
+        options = {"whitespace_pattern": SPACE, "coerce_one_of": has_disjoint_alternatives(schema)}
+        arguments = json.dumps({**schema, "x-guidance": options})
         head = written(shape.opens + name + shape.middle)
         lines.append(f"call_{each}: {head} %json {arguments} {written(shape.closes)}")
     return "\n".join(lines) + "\n"

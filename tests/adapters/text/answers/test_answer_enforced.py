@@ -61,7 +61,7 @@ def compiled(
 ) -> Grammar:
     rules = {"is_required": False, "is_single": False, **rules}
     text = call_grammar(kind, STRICT, control_ids=control_ids or {}, **rules)
-    return compiler.compile(GrammarSource(GrammarKind.GBNF, text))
+    return compiler.compile(GrammarSource(GrammarKind.CALLS, text))
 
 
 ENFORCED = [family for family in FAMILIES if family.kind in ENFORCED_FORMATS]
@@ -112,3 +112,11 @@ def test_control_tokens_are_named_by_their_ids(
         assert takes(grammar, tokenizer, f"Yes.{one}") != is_required
         assert takes(grammar, tokenizer, "Yes.") != is_required
         assert not takes(grammar, tokenizer, wrong)
+
+
+def test_many_tools_and_any_description_can_be_enforced(compiler: GrammarCompiler) -> None:
+    tools = {f"f{each}": {"description": "a & b | c: d\n" * 9} for each in range(510)}
+    text = call_grammar(
+        AnswerFormat.HERMES, tools, is_required=True, is_single=False, control_ids={}
+    )
+    assert compiler.compile(GrammarSource(GrammarKind.CALLS, text)).matcher().mask().any()
