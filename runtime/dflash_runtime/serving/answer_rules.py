@@ -34,7 +34,7 @@ class AnswerRules:
     """Ends the reasoning that the prompt has begun; None: it has not."""
 
     @classmethod
-    def of(cls, engine: Engine, template: str, tools: Tools, rendered: str) -> Self:
+    def of(cls, engine: Engine, *, template: str, tools: Tools, rendered: str) -> Self:
         """For an answer to the prompt `rendered`, by `template`."""
         tokenizer = engine.tokenizer
         spellings = [] if tokenizer is None else [text for text, _, _ in tokenizer.special]

@@ -159,7 +159,9 @@ def create_app(state: ServerState) -> ASGIApp:
 
             [rendered] = await _in_turns(received, text(), "messages", turns=state.bodies.rendering)
             prompt = await _prompt(engine, received, rendered, "messages", is_chat=True)
-            rules = AnswerRules.of(engine, template, parameters_of(tools), rendered)
+            rules = AnswerRules.of(
+                engine, template=template, tools=parameters_of(tools), rendered=rendered
+            )
             constraint = constraint_of(body)
             if (calls := body.call_rules(tools)) is not None:
                 if constraint is not None:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from dflash_adapters.text.answers.events import ToolCall, Tools
 
 
-def sound_call(name: str, arguments: Any, tools: Tools, call_id: str | None = None) -> ToolCall:
+def sound_call(name: str, arguments: Any, tools: Tools, *, call_id: str | None = None) -> ToolCall:
     """A call of one of the tools.
 
     Raises: ValueError if there is no such tool, or the arguments are not an object that JSON has;
@@ -53,7 +53,7 @@ def _json_call(value: Any, tools: Tools, has_ids: bool) -> ToolCall:
         arguments = json_value(arguments)
     call_id = value.get("id") if has_ids else None
     return sound_call(
-        value["name"], arguments, tools, call_id if isinstance(call_id, str) else None
+        value["name"], arguments, tools, call_id=call_id if isinstance(call_id, str) else None
     )
 
 

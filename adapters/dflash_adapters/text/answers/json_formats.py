@@ -32,7 +32,7 @@ def _mistral_calls(text: str, tools: Tools) -> list[ToolCall]:
     if head is None:
         return json_calls(text, tools, has_ids=True)
     call_id = (head["id"] or "").strip() or None
-    return [sound_call(head["name"], json_value(text[head.end() :]), tools, call_id)]
+    return [sound_call(head["name"], json_value(text[head.end() :]), tools, call_id=call_id)]
 
 
 MISTRAL = MarkedFormat(
@@ -86,7 +86,7 @@ def _kimi_calls(text: str, tools: Tools) -> list[ToolCall]:
     head, _, arguments = text.partition(_KIMI_SEPARATOR)
     call_id = head.strip()
     name = re.sub(r":\d+$", "", call_id.removeprefix("functions."))
-    return [sound_call(name, json_value(arguments), tools, call_id)]
+    return [sound_call(name, json_value(arguments), tools, call_id=call_id)]
 
 
 # The model forgets markers, so a call ends with its JSON, and the end marker is one around calls.
