@@ -22,7 +22,8 @@ if TYPE_CHECKING:  # importing it takes a tenth of a second, and few texts follo
     from llguidance import LLMatcher
 
 MOST_GRAMMAR_BYTES = 1 << 18
-_LONGEST_REASON = 300
+LONGEST_REASON = 300
+"""Characters of the reason in a GrammarError."""
 _MOST_RENEWED_S = 0.1
 
 
@@ -137,7 +138,7 @@ class TokenMatcher:
         if self._matcher.is_error():
             # The first line; those that follow quote the grammar.
             reason = self._matcher.get_error().split("\n", 1)[0]
-            raise GrammarError(one_line(reason, _LONGEST_REASON))
+            raise GrammarError(one_line(reason, LONGEST_REASON))
 
 
 class CompiledGrammar:
@@ -149,9 +150,9 @@ class CompiledGrammar:
         self._new_matcher = new_matcher
         started_s = time.perf_counter()
         self._matcher = new_matcher()
-        self.can_be_renewed = time.perf_counter() - started_s < _MOST_RENEWED_S
-        """Whether compiling it again, between two tokens, takes short enough."""
         """At the beginning of a text, and never moved on; its copies share their states."""
+        self.can_be_renewed = time.perf_counter() - started_s < _MOST_RENEWED_S
+        """Whether compiling it again is fast enough to be done between two tokens."""
         self._lock = threading.Lock()
 
     def copy(self) -> LLMatcher:

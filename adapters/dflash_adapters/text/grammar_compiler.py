@@ -18,6 +18,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
 from dflash_adapters.text.grammar import (
+    LONGEST_REASON,
     MOST_GRAMMAR_BYTES,
     CompiledGrammar,
     Grammar,
@@ -39,7 +40,6 @@ _LIMITS = LLParserLimits(
     max_grammar_size=100_000,
     verbose_errors=False,  # they quote the grammar, and what was written
 )
-_LONGEST_REASON = 300
 _RULE = re.compile(r"^[ \t]*[?!]*\w+[^:\n]*:", re.MULTILINE)
 _MOST_RULES = 500
 """The compiler is as deep in calls as rules name each other."""
@@ -116,7 +116,7 @@ def _compiled(source: GrammarSource, vocabulary: LLTokenizer) -> Grammar:
             raise GrammarError(f"a {source.kind} has {MOST_GRAMMAR_BYTES:,} bytes at most")
         text = _FORMS[source.kind](source)
     except (ValueError, RecursionError) as error:  # JSON; texts with lone surrogates
-        raise GrammarError(one_line(error, _LONGEST_REASON)) from None
+        raise GrammarError(one_line(error, LONGEST_REASON)) from None
 
     def new_matcher() -> LLMatcher:
         return LLMatcher(vocabulary, text, log_level=0, limits=_LIMITS)
@@ -151,7 +151,7 @@ def _gbnf(source: GrammarSource) -> str:
     try:
         lark = any_to_lark(text)
     except Exception as error:  # the converter raises what its parser meets
-        raise GrammarError(f"not a grammar: {one_line(error, _LONGEST_REASON)}") from None
+        raise GrammarError(f"not a grammar: {one_line(error, LONGEST_REASON)}") from None
     if lark is text and lark.count("&") > _MOST_ANDS:
         raise GrammarError(f"a grammar has at most {_MOST_ANDS} times '&'")
     if lark.count("|") > _MOST_ALTERNATIVES:

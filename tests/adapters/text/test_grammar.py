@@ -25,6 +25,7 @@ from dflash_adapters.text.grammar_compiler import GrammarCompiler
 from dflash_adapters.text.tokenizer import Tokenizer, load_tokenizer
 from dflash_protocol.errors import GrammarError
 from support.examples import examples
+from support.grammars import takes
 
 DEMO = Path(__file__).parents[3] / "demo" / "dflash-demo.gguf"
 NUMBERS = {"type": "array", "items": {"type": "integer"}, "maxItems": 4}
@@ -45,16 +46,6 @@ def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
 
 def schema(of: object, space: str | None = None) -> GrammarSource:
     return GrammarSource(GrammarKind.JSON_SCHEMA, json.dumps(of), space)
-
-
-def takes(grammar: Grammar, tokenizer: Tokenizer, text: str) -> bool:
-    """Whether a text follows a grammar, and may end there."""
-    matcher = grammar.matcher()
-    for token_id in [*tokenizer.encode(text, parse_special=False), min(tokenizer.stop_ids)]:
-        if not matcher.allowed()[token_id]:
-            return False
-        matcher.accept(token_id)
-    return matcher.is_complete
 
 
 def written(grammar: Grammar, tokenizer: Tokenizer, seed: int, most: int = 200) -> str | None:

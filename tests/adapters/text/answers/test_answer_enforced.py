@@ -15,6 +15,7 @@ from dflash_adapters.text.grammar import Grammar, GrammarKind, GrammarSource
 from dflash_adapters.text.grammar_compiler import GrammarCompiler
 from dflash_adapters.text.tokenizer import Tokenizer, load_tokenizer
 from support.answer_families import FAMILIES, LOOK, NOW, SIZE, TOOLS, Family
+from support.grammars import takes
 from support.vocabularies import CONTROL, small
 
 STRICT = {
@@ -40,17 +41,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.fixture(scope="module")
 def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
     return GrammarCompiler(tokenizer, tokenizer.vocab_size)
-
-
-def takes(grammar: Grammar, tokenizer: Tokenizer, text: str) -> bool:
-    matcher = grammar.matcher()
-    for token_id in [*tokenizer.encode(text), min(tokenizer.stop_ids)]:
-        if matcher.is_complete:
-            return token_id in tokenizer.stop_ids
-        if not matcher.allowed()[token_id]:
-            return False
-        matcher.accept(token_id)
-    return True
 
 
 def compiled(
