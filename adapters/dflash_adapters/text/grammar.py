@@ -80,21 +80,26 @@ class TokenMatcher:
     def mask(self) -> U8Array:
         """A bit for each token that may come next, the lowest first; found once, until `accept`.
 
-        Shapes: result [B], with room for V bits.
+        Shapes: result [ceil(V / 8)].
         Raises: GrammarError if there is none, or finding out takes too much.
         """
         if self._prelude is not None:
             return self._prelude.mask
         if self._mask is None:
-            mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            mask = self._found_mask()
             if self._matcher.is_error() and self._written is not None:
                 self._renew(self._written)
-                mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+                mask = self._found_mask()
             self._check()
             if not mask.any():
                 raise GrammarError("the grammar allows no token here")
             self._mask = mask
         return self._mask
+
+    def _found_mask(self) -> U8Array:
+        # llguidance has room for one more token.
+        num_bytes = -(-self._compiled.num_tokens // 8)
+        return np.frombuffer(self._matcher.compute_bitmask(), np.uint8, num_bytes)
 
     def allowed(self) -> BoolArray:
         """`mask`, an element for each token. Shapes: result [V]. Raises: as `mask`."""

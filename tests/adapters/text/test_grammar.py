@@ -209,8 +209,10 @@ def test_a_grammar_is_compiled_once_and_each_text_has_a_state_of_its_own(
 
 def test_a_model_with_fewer_tokens_gets_no_others(tokenizer: Tokenizer) -> None:
     num_tokens = max(tokenizer.stop_ids) + 1
+    assert num_tokens % 32 == 0  # llguidance's own masks have a word more
     matcher = GrammarCompiler(tokenizer, num_tokens).compile(schema(True)).matcher()
     assert matcher.allowed().size == num_tokens
+    assert matcher.mask().size == num_tokens // 8
 
 
 def test_a_grammar_may_begin_behind_a_free_text(
