@@ -28,6 +28,7 @@ from dflash_runtime import Engine
 from dflash_runtime.compute.gpu.mailbox.parent import ParentMail
 from dflash_runtime.compute.gpu.mailbox.peer_memory import KEPT_S
 from dflash_runtime.compute.mailbox_layout import LINE_BYTES, LINES_AT, MailLayout, MailWord
+from dflash_runtime.engine.penalties import Penalties
 from dflash_runtime.experts.events import EventKind
 from dflash_runtime.placement.split import LOCAL_OWNER, make_placement
 from support.mailbox_pairs import DevicePair, Pace
@@ -88,13 +89,17 @@ class Mailing:
     rings: Rings
     expected: list[int]
     """The tokens that it generates without a daemon."""
+    penalties: Penalties | None = None
+    """With some, each step waits for the token before it to be known."""
     longest_gap_s: float = 0.0
     """The longest time between two tokens of a text with a fault."""
 
     def check_text(self) -> None:
         """Generate the text: it is right, and no token takes too long."""
         found, gap_s, last_s = [], 0.0, 0.0
-        for token in self.engine.generate(PROMPT, self.pace.num_tokens, ignore_eos=True):
+        for token in self.engine.generate(
+            PROMPT, self.pace.num_tokens, penalties=self.penalties, ignore_eos=True
+        ):
             now_s = time.monotonic()
             gap_s = max(gap_s, now_s - (last_s or now_s))
             last_s = now_s
@@ -106,7 +111,7 @@ class Mailing:
     def is_used_again(self) -> bool:
         """Whether the next text goes through a mailbox; opening one takes a while."""
         num_before = self.rings.count
-        assert tokens(self.engine, self.pace.num_tokens) == self.expected
+        assert tokens(self.engine, self.pace.num_tokens, self.penalties) == self.expected
         return self.rings.count > num_before
 
     def await_use(self) -> None:
@@ -126,13 +131,14 @@ def mailing(
     *,
     daemon: TalkingProcess,
     check_replies: int | None = 0,
+    penalties: Penalties | None = None,
 ) -> Iterator[Mailing]:
     """A parent in this process with replicas of all experts; checks that it leaves nothing. The
     expected text is computed while the daemon starts."""
     pace, held_before = pair.pace, pair.held()
     open_engine = partial(opened, model, device=pair.devices[0], context=pace.context)
     with open_engine() as engine:
-        expected = tokens(engine, pace.num_tokens)
+        expected = tokens(engine, pace.num_tokens, penalties)
     moe = experts_of(model)
     whole = OwnedExperts.from_lists(
         {layer.layer_id: range(layer.num_experts) for layer in moe.layers}
@@ -143,7 +149,7 @@ def mailing(
     settings = replace(settings, check_replies=check_replies)
     await_listening(daemon)
     with open_engine(connect=[endpoint], placement=placement, settings=settings) as engine:
-        mailed = Mailing(engine, pace, rings, expected)
+        mailed = Mailing(engine, pace, rings, expected, penalties)
         yield mailed
         print(f"longest gap between tokens: {1e3 * mailed.longest_gap_s:.0f} ms")
         assert rings.count >= pace.fault_at

@@ -19,6 +19,7 @@ from dflash_protocol.settings import Settings, load_settings
 from dflash_runtime import Engine
 from dflash_runtime.compute.gpu.mailbox.parent import ParentMail
 from dflash_runtime.compute.gpu.run import step_runner
+from dflash_runtime.engine.penalties import Penalties
 from support.emulated_device.peer_memory import EmulatedPeerMemory
 from support.emulated_gpu import TINY, EmulatedGpus, install_emulated_gpus
 from support.processes import START_S
@@ -91,9 +92,12 @@ def opened(model: Path, *, device: str = "cuda:0", context: int = 32, **options:
     return Engine.open(model, device=device, context=context, **options)
 
 
-def tokens(engine: Engine, count: int = NUM_TOKENS) -> list[int]:
+def tokens(
+    engine: Engine, count: int = NUM_TOKENS, penalties: Penalties | None = None
+) -> list[int]:
     """The greedy tokens after the prompt."""
-    return [t.token_id for t in engine.generate(PROMPT, count, ignore_eos=True)]
+    texts = engine.generate(PROMPT, count, penalties=penalties, ignore_eos=True)
+    return [token.token_id for token in texts]
 
 
 def check_text(engine: Engine, found: list[int]) -> None:

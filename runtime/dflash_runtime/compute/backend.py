@@ -403,9 +403,10 @@ class CapturedStep(Protocol):
         `is_ruled`: as `rule` says."""
 
     def rule(self, mask: U8Array | None, changes: LogitChanges | None) -> None:
-        """Which tokens the next steps may sample, None: all, and how their logits change first. The
-        steps before have ended. If the device samples, `logits` are the changed ones, and the least
-        number for tokens that may not come.
+        """Which tokens the step started last may sample, None: all, and how its logits change
+        first. Of steps by rules each ends with this, and the next is started after it. If the
+        device samples, `logits` are the changed ones, and the least number for tokens that may not
+        come.
 
         Shapes: mask [B], a bit for each token, the lowest first; tokens past it may not come.
         """

@@ -250,8 +250,9 @@ def _sampled_on_device(
     end_position: int,
 ) -> Iterator[_Chosen]:
     """The tokens after `token_id`, which is at `position`, sampled on the device by captured steps.
-    They are launched ahead while the host reads tokens, unless these decide what may come next; the
-    last computes position ``end_position - 1``.
+    They are launched ahead while the host reads tokens; where these decide what may come next, a
+    step waits for that before it samples, and only its layers are launched before the token of the
+    one before is handed on. The last step computes position ``end_position - 1``.
 
     Where the device cannot decide a token exactly, the host samples it from the logits. More such
     tokens may follow: for the next ones no step is launched ahead.
@@ -263,6 +264,18 @@ def _sampled_on_device(
     num_alone, num_interrupted = 0, steps.num_interrupted
     numbers: list[float] = []  # of the positions from `first_numbered` on
     first_numbered = position + 1
+
+    def start_to(end: int) -> None:
+        nonlocal started
+        assert started is not None
+        while started < min(end, end_position):
+            started += 1
+            if not sampler.is_greedy and started == first_numbered + len(numbers):
+                new = sampler.numbers(min(_NUMBERS, end_position + 1 - started))
+                captured.expect(started, new)
+                numbers.extend(new.tolist())
+            captured.start()
+
     while True:
         steps.check(run)
         if num_interrupted != steps.num_interrupted:
@@ -271,14 +284,8 @@ def _sampled_on_device(
             captured.begin(token_id, position)
             started = position
         ahead = 0 if num_alone or request.is_ruled else captured.most_ahead
+        start_to(position + 1 + ahead)
         request.rule(captured)
-        while started < min(position + 1 + ahead, end_position):
-            started += 1
-            if not sampler.is_greedy and started == first_numbered + len(numbers):
-                new = sampler.numbers(min(_NUMBERS, end_position + 1 - started))
-                captured.expect(started, new)
-                numbers += new.tolist()
-            captured.start()
         next_id = captured.token(position + 1)
         if next_id == NOT_FINITE:
             steps.refuse_run()
@@ -295,5 +302,7 @@ def _sampled_on_device(
             next_id = sampler.sample(logits, number, request.allowed())
         request.accept(next_id)
         steps.note_captured(token_id, position)
+        if request.is_ruled and started is not None and not request.is_complete:
+            start_to(position + 2)
         yield next_id, None
         token_id, position = next_id, position + 1

@@ -21,6 +21,7 @@ import pytest
 
 from dflash_runtime.compute.gpu.run import path_choice
 from dflash_runtime.compute.mailbox_layout import MailLayout, mail_layout
+from dflash_runtime.engine.penalties import Penalties
 from support.emulated_device.peer_memory import FREED_WHILE_OPEN
 from support.gpu_devices import EMULATED
 from support.hostile_writer import KINDS, hostile_writer
@@ -92,6 +93,26 @@ def test_a_daemon_is_killed_within_a_token(
     with (
         starting_daemon(pair, model, endpoint) as daemon,
         mailing(pair, model, endpoint, monkeypatch, daemon=daemon) as mailed,
+    ):
+        mailed.rings.within(pair.pace.fault_at, daemon.process.kill)
+        mailed.check_text()
+        assert daemon.await_end() == -signal.SIGKILL
+        assert mailed.num_losses == 1
+        mailed.check_text()
+
+
+@on_pairs(argvalues=cases(QWEN3MOE, RECURRENT, fast=RECURRENT))
+def test_a_daemon_is_killed_while_tokens_decide_what_may_follow(
+    pair: DevicePair,
+    model: Path,
+    endpoint: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step that is computed anew is sampled by the rules of its own position."""
+    penalties = Penalties(presence=1.0, frequency=0.5)
+    with (
+        starting_daemon(pair, model, endpoint) as daemon,
+        mailing(pair, model, endpoint, monkeypatch, daemon=daemon, penalties=penalties) as mailed,
     ):
         mailed.rings.within(pair.pace.fault_at, daemon.process.kill)
         mailed.check_text()

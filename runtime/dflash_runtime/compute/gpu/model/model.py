@@ -118,22 +118,25 @@ class GpuModel:
             logits.partials = ()
         return logits
 
+    def step_logits(self, x: Rows) -> Rows:
+        """Logits of up to MOST_TOKENS rows, with what a choice from them needs.
+
+        Raises: UnsupportedModel for a head with a scale or bias.
+        """
+        self._require_plain_head("step")
+        return self._ops.steps.logits(Input(x, self._norm), self._head.matrix)
+
     def choose_tokens(
         self,
-        x: Rows,
+        logits: Rows,
         *,
         token_ids: DeviceArray,
         positions: DeviceArray,
         history: DeviceArray,
         sampling: SampleInputs | None,
-    ) -> Rows:
-        """Logits of up to MOST_TOKENS rows; the most likely token of each into `token_ids` and
-        `history`, positions one further. With `sampling` the token of one row is sampled.
-
-        Raises: UnsupportedModel for a head with a scale or bias.
-        """
-        self._require_plain_head("step")
-        logits = self._ops.steps.logits(Input(x, self._norm), self._head.matrix)
+    ) -> None:
+        """The most likely token of each row of `step_logits` into `token_ids` and `history`,
+        positions one further. With `sampling` the token of one row is sampled."""
         (partials,) = logits.partials
         self._choose_tokens.launch(
             logits.array,
@@ -143,12 +146,11 @@ class GpuModel:
             positions=positions,
             history=history,
         )
-        return logits
 
     def write_argmax(self, x: Rows, token_ids: DeviceArray) -> None:
         """The most likely token after each row of a step, whose logits are dropped.
 
-        Shapes: token_ids [T] int32. Raises: UnsupportedModel as `choose_tokens`.
+        Shapes: token_ids [T] int32. Raises: UnsupportedModel as `step_logits`.
         """
         self._require_plain_head("tree")
         steps, matrix, h = self._ops.steps, self._head.matrix, Input(x, self._norm)

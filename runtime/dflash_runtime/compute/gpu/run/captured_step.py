@@ -87,7 +87,7 @@ class GraphStep:
             decode = DecodePass(ops, model, cache, tokens, self._sampling, self._choices)
             self._choice = PathChoice(decode, home, sessions)
             undo.callback(self._choice.close)
-            self._runner = StepRunner(ops.device, cache, tokens, captures=self._choice.home)
+            self._runner = StepRunner(decode, captures=self._choice.home)
             self._redo = MailboxRedo(self._runner, self._choice)
             self._trees = TreeSteps(ops.device, self._choice)
             self._undo = undo.pop_all()
@@ -157,6 +157,7 @@ class GraphStep:
 
     def rule(self, mask: U8Array | None, changes: LogitChanges | None) -> None:
         self._sampling.rule(mask, changes)
+        self._runner.sample()
 
     def expect(self, first_position: int, numbers: F64Array) -> None:
         self._sampling.expect(first_position, numbers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from dflash_protocol.ids import F64Array, Phase, U8Array
 from dflash_runtime.compute.backend import DeviceSampling, LogitChanges
 from dflash_runtime.compute.gpu.device.buffers import Buffer
-from dflash_runtime.compute.gpu.device.device import KernelDevice
+from dflash_runtime.compute.gpu.device.device import Graph, KernelDevice
 from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock
 from dflash_runtime.compute.gpu.launch.sample_tokens import (
     NUM_OPTIONS,
@@ -53,15 +54,17 @@ class StepSampling:
         self.is_on = False
         """Off: greedy, of all tokens. Captured separately, so that such steps do not pay for
         sampling."""
+        self.is_ruled = False
+        """Whether a step is sampled only when `rule` has said from what."""
 
     def choose(self, options: DeviceSampling | None, *, is_ruled: bool) -> None:
         """See CapturedStep.choose_by."""
         values = option_values(options, vocab_size=self._vocab_size, is_ruled=is_ruled)
         self._device.write(self.inputs.options, values)
-        self.is_on = options is not None or is_ruled
+        self.is_on, self.is_ruled = options is not None or is_ruled, is_ruled
 
     def rule(self, mask: U8Array | None, changes: LogitChanges | None) -> None:
-        """See CapturedStep.rule."""
+        """Set what the step started last is sampled from. See CapturedStep.rule."""
         write_rules(StepRules(*self._rules.host), mask, changes)
 
     def expect(self, first_position: int, numbers: F64Array) -> None:
@@ -89,8 +92,9 @@ class DecodePass:
     choices: ChoiceRows | None = None
     """Gets the experts that are chosen, if they are wanted."""
 
-    def launch(self, path: StepPath, bucket: int, table: ChoiceTable | None) -> Pausable[Rows]:
-        """Returns the logits. `table`: of this pass, for `choices`. Shapes: [1, V]."""
+    def layers(self, path: StepPath, bucket: int, table: ChoiceTable | None) -> Pausable[Rows]:
+        """Returns the logits; where nothing is sampled the most likely token is written, too.
+        `table`: of this pass, for `choices`. Shapes: [1, V]."""
         notes = self.ops.notes
         if self.choices is not None:
             notes.begin()
@@ -100,13 +104,35 @@ class DecodePass:
         hidden = yield from forward(self.model, step, experts)
         if self.choices is not None and table is not None:
             self.choices.append(notes.end(), table, position=positions)
-        return self.model.choose_tokens(
-            hidden,
-            token_ids=ids,
-            positions=positions,
-            history=self.tokens.history,
-            sampling=self.sampling.inputs if self.sampling.is_on else None,
+        logits = self.model.step_logits(hidden)
+        if not self.sampling.is_on:
+            self._choose(logits, None)
+        return logits
+
+    def sample(self, logits: Rows) -> None:
+        """The rest of a step, where tokens are sampled: it may begin later than the layers do."""
+        self._choose(logits, self.sampling.inputs)
+
+    def _choose(self, logits: Rows, sampling: SampleInputs | None) -> None:
+        tokens = self.tokens
+        self.model.choose_tokens(
+            logits,
+            token_ids=tokens.ids,
+            positions=tokens.positions,
+            history=tokens.history,
+            sampling=sampling,
         )
+
+    def run_alone(self, path: StepPath, bucket: int, table: ChoiceTable | None) -> None:
+        """Run a whole step, but for the host's work in it."""
+        layers = self.layers(path, bucket, table)
+        while True:
+            try:
+                next(layers)
+            except StopIteration as end:
+                if self.sampling.is_on:
+                    self.sample(end.value)
+                return
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +143,16 @@ class Capture:
     logits: Rows
     kept: list[Buffer]
     replay: Callable[[], None]
+    """Runs the layers, and what else `pieces` have."""
+    sampling: Graph | None
+    """The rest; None: `pieces` have all."""
     table: ChoiceTable | None
 
     def close(self) -> None:
         for piece in self.pieces:
             piece.graph.close()
+        if self.sampling is not None:
+            self.sampling.close()
 
 
 class PathCaptures:
@@ -158,18 +189,21 @@ class PathCaptures:
             buffers.noted() as noted,
             decode.ops.step_experts.uncounted(),
         ):
-            for _ in decode.launch(path, bucket, table):
-                pass  # the host's work is left out
-        with buffers.repeated(noted) as kept:
-            pieces, logits = capture_pieces(decode.ops.device, decode.launch(path, bucket, table))
-        try:
+            decode.run_alone(path, bucket, table)
+        device = decode.ops.device
+        with ExitStack() as undo:
+            with buffers.repeated(noted) as kept:
+                pieces, logits = capture_pieces(device, decode.layers(path, bucket, table))
+                for piece in pieces:
+                    undo.callback(piece.graph.close)
+                sampling = None
+                if decode.sampling.is_on:
+                    sampling = device.capture(lambda: decode.sample(logits))
+                    undo.callback(sampling.close)
             replay = path.replayed(pieces)
-        except BaseException:
-            for piece in pieces:
-                piece.graph.close()
-            raise
+            undo.pop_all()
         # Other work may run between pieces, so a step in pieces keeps its buffers to itself.
-        return Capture(pieces, logits, kept if path.needs_host else [], replay, table)
+        return Capture(pieces, logits, kept if path.needs_host else [], replay, sampling, table)
 
     def forget(self) -> None:
         """Close all graphs; none may be running."""

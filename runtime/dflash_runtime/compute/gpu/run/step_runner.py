@@ -11,12 +11,10 @@ from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime.compute.backend import NOT_FINITE
 from dflash_runtime.compute.gpu.device.device import KernelDevice
-from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
-from dflash_runtime.compute.gpu.layers.rows import Rows
 from dflash_runtime.compute.gpu.run.decode_tokens import DecodeTokens
 from dflash_runtime.compute.gpu.run.mailbox_path import MailboxPath
 from dflash_runtime.compute.gpu.run.path_choice import PathChoice
-from dflash_runtime.compute.gpu.run.step_captures import PathCaptures
+from dflash_runtime.compute.gpu.run.step_captures import Capture, DecodePass, PathCaptures
 from dflash_runtime.compute.step_order import MOST_TOKENS
 from dflash_runtime.compute.trees import Tree, TreeResult
 
@@ -29,19 +27,12 @@ class StepRunner:
     Used by the thread that runs the model. `tokens` says which steps are started.
     """
 
-    def __init__(
-        self,
-        device: KernelDevice,
-        cache: DeviceKvCache,
-        tokens: DecodeTokens,
-        *,
-        captures: PathCaptures,
-    ) -> None:
-        self.tokens = tokens
-        self._device, self._cache = device, cache
-        self._captures = captures
-        self._last: Rows | None = None
-        """Logits of the step started last."""
+    def __init__(self, decode: DecodePass, *, captures: PathCaptures) -> None:
+        self.tokens: DecodeTokens = decode.tokens
+        self._device, self._cache = decode.ops.device, decode.cache
+        self._sampling, self._captures = decode.sampling, captures
+        self._last: Capture | None = None
+        """Of the step started last."""
 
     def begin(self, captures: PathCaptures, token_id: int, position: int) -> None:
         """Set token, position and path of the next step.
@@ -63,9 +54,12 @@ class StepRunner:
         self._captures.path.count_step()
 
     def start_to(self, position: int) -> None:
-        """Start the steps before this position that are not started."""
+        """Start the steps before this position that are not started; of steps by rules the last one
+        may be missing, whose rules are still there."""
         while self.tokens.position < position:
             self.start()
+            if self._sampling.is_ruled:
+                self.sample()
 
     def capture(self) -> None:
         """Capture the next step, if it is not."""
@@ -74,10 +68,18 @@ class StepRunner:
     def _run(self) -> None:
         self._cache.check_fits(self.tokens.position, 1)
         capture = self._captures.next_step()
-        self._last = capture.logits
+        self._last = capture
         self._cache.count_step()  # also of a step that fails: it has overwritten an older state
         capture.replay()
         self.tokens.advance()
+        if not self._sampling.is_ruled:
+            self.sample()
+
+    def sample(self) -> None:
+        """Sample the token of the step started last, if that has not."""
+        assert self._last is not None
+        if self._last.sampling is not None:
+            self._last.sampling.replay()
 
     def time_step(self, choice: PathChoice) -> float:
         """Seconds of a step through mailboxes: the fastest of several runs, none of them counted.
@@ -102,7 +104,7 @@ class StepRunner:
     def logits(self) -> F32Array:
         """Logits of the step started last; waits for it. Shapes: result [V]."""
         assert self._last is not None
-        logits: F32Array = self._device.download(self._last.array)[0]
+        logits: F32Array = self._device.download(self._last.logits.array)[0]
         return logits
 
 
@@ -165,7 +167,7 @@ class MailboxRedo:
         end, began_s = tokens.position, time.monotonic()
         was_finite = tokens.is_finite(position + 1)
         runner.begin(choice.home, tokens.input_of(position), position)
-        runner.start()
+        runner.start_to(position + 1)
         found = tokens.wait(position + 1)
         if not mailbox.mail.is_live:
             choice.leave_mailboxes()
