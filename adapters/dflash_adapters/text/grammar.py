@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -25,6 +26,8 @@ MOST_GRAMMAR_BYTES = 1 << 18
 LONGEST_REASON = 300
 """Characters of the reason in a GrammarError."""
 _MOST_RENEWED_S = 0.1
+_FEW_TOKENS = 64
+"""At most so many may come where several tokens are forced: those that begin the forced text."""
 
 
 class GrammarKind(StrEnum):
@@ -74,11 +77,15 @@ class TokenMatcher:
         """None: the grammar has begun."""
         self._latest = b""
         """The end of the text before."""
+        self.forced: deque[int] = deque()
+        """Tokens that come next, as the grammar allows one text only; known once `mask` was asked
+        for. They divide it as the tokenizer does, not as another of the tokens that begin it."""
         self._written: list[int] | None = [] if compiled.can_be_renewed else None
         """Since the grammar began; None: it is not to be compiled anew."""
 
     def mask(self) -> U8Array:
-        """A bit for each token that may come next, the lowest first; found once, until `accept`.
+        """A bit for each token that may come next, the lowest first: one if some are forced. Found
+        once, until `accept`.
 
         Shapes: result [ceil(V / 8)].
         Raises: GrammarError if there is none, or finding out takes too much.
@@ -86,15 +93,28 @@ class TokenMatcher:
         if self._prelude is not None:
             return self._prelude.mask
         if self._mask is None:
-            mask = self._found_mask()
-            if self._matcher.is_error() and self._written is not None:
-                self._renew(self._written)
-                mask = self._found_mask()
-            self._check()
-            if not mask.any():
-                raise GrammarError("the grammar allows no token here")
-            self._mask = mask
+            self._mask = self._forced_mask() if self.forced else self._next_mask()
         return self._mask
+
+    def _next_mask(self) -> U8Array:
+        mask = self._found_mask()
+        if self._matcher.is_error() and self._written is not None:
+            self._renew(self._written)
+            mask = self._found_mask()
+        self._check()
+        num_tokens = int(np.bitwise_count(mask).sum())
+        if num_tokens == 0:
+            raise GrammarError("the grammar allows no token here")
+        if num_tokens > _FEW_TOKENS:
+            return mask
+        self.forced.extend(self._matcher.compute_ff_tokens())
+        return self._forced_mask() if self.forced else mask
+
+    def _forced_mask(self) -> U8Array:
+        mask = np.zeros(-(-self._compiled.num_tokens // 8), np.uint8)
+        byte, bit = divmod(self.forced[0], 8)
+        mask[byte] = 1 << bit
+        return mask
 
     def _found_mask(self) -> U8Array:
         # llguidance has room for one more token.
@@ -109,6 +129,8 @@ class TokenMatcher:
     def accept(self, token_id: int) -> None:
         """Go on after a token. Raises: GrammarError if the grammar does not allow it."""
         self._mask = None
+        if self.forced and self.forced.popleft() != token_id:
+            self.forced.clear()
         if self._prelude is None:
             self._matcher.consume_token(token_id)
             if self._matcher.is_error() and self._written is not None:

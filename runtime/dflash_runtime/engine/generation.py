@@ -6,7 +6,7 @@ Tokens are decoded by the fastest way the backend has.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -16,6 +16,7 @@ from dflash_adapters.text.grammar import TokenMatcher
 from dflash_adapters.text.tokenizer import Tokenizer
 from dflash_protocol.ids import BoolArray, F32Array, I32Array
 from dflash_runtime.compute.backend import NOT_FINITE, CapturedStep
+from dflash_runtime.compute.step_order import MOST_TOKENS
 from dflash_runtime.engine.penalties import PenaltyTable, changed
 from dflash_runtime.engine.sampling import Sampler, TokenLogprobs, token_logprobs
 from dflash_runtime.engine.steps import Steps
@@ -121,6 +122,11 @@ class GenerationRequest:
     def allowed(self) -> BoolArray | None:
         """The tokens that may come next; None: all. Raises: GrammarError."""
         return None if self.matcher is None else self.matcher.allowed()
+
+    @property
+    def forced(self) -> Sequence[int]:
+        """The next tokens, where a grammar allows no others."""
+        return () if self.matcher is None else self.matcher.forced
 
     @property
     def is_complete(self) -> bool:
@@ -252,7 +258,8 @@ def _sampled_on_device(
     """The tokens after `token_id`, which is at `position`, sampled on the device by captured steps.
     They are launched ahead while the host reads tokens; where these decide what may come next, a
     step waits for that before it samples, and only its layers are launched before the token of the
-    one before is handed on. The last step computes position ``end_position - 1``.
+    one before is handed on. Tokens that a grammar forces are computed together. The last step
+    computes position ``end_position - 1``.
 
     Where the device cannot decide a token exactly, the host samples it from the logits. More such
     tokens may follow: for the next ones no step is launched ahead.
@@ -270,14 +277,23 @@ def _sampled_on_device(
         assert started is not None
         while started < min(end, end_position):
             started += 1
-            if not sampler.is_greedy and started == first_numbered + len(numbers):
-                new = sampler.numbers(min(_NUMBERS, end_position + 1 - started))
-                captured.expect(started, new)
+            while not sampler.is_greedy and started >= first_numbered + len(numbers):
+                first = first_numbered + len(numbers)
+                new = sampler.numbers(min(_NUMBERS, end_position + 1 - first))
+                captured.expect(first, new)
                 numbers.extend(new.tolist())
             captured.start()
 
     while True:
         steps.check(run)
+        forced = [token_id, *request.forced][: min(MOST_TOKENS, end_position - position) + 1]
+        if len(forced) > 2 and steps.appended(run, np.array(forced[:-1], np.int32), position):
+            for token_id in forced[1:]:
+                request.accept(token_id)
+                yield token_id, None
+            position += len(forced) - 1
+            started = None
+            continue
         if num_interrupted != steps.num_interrupted:
             num_interrupted, started = steps.num_interrupted, None
         if started is None:
@@ -302,7 +318,7 @@ def _sampled_on_device(
             next_id = sampler.sample(logits, number, request.allowed())
         request.accept(next_id)
         steps.note_captured(token_id, position)
-        if request.is_ruled and started is not None and not request.is_complete:
+        if request.is_ruled and started is not None and not (request.is_complete or request.forced):
             start_to(position + 2)
         yield next_id, None
         token_id, position = next_id, position + 1

@@ -361,6 +361,18 @@ class Steps:
         step = Step.of_tree(token_ids, tree, self._cache)
         return self._run(step, self._guard.check, on_layer)
 
+    def appended(self, run: int, token_ids: I32Array, position: int) -> bool:
+        """Compute some tokens of the sequence whose logits are not needed, in one captured step;
+        False if there is none for so many now. Shapes: token_ids [W], W > 0.
+
+        Raises: as `verify_captured`.
+        """
+        tree = Tree(np.arange(-1, token_ids.size - 1, dtype=np.int32), position)
+        if self.verify_captured(run, token_ids, tree, features=()) is None:
+            return False
+        self.accept(run, token_ids, tree=tree, path=np.arange(token_ids.size, dtype=np.int32))
+        return True
+
     def accept(self, run: int, token_ids: I32Array, *, tree: Tree, path: I32Array) -> None:
         """Append the draft tokens of a path through the last verified tree to the sequence.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import time
 from pathlib import Path
@@ -213,6 +214,27 @@ def test_a_model_with_fewer_tokens_gets_no_others(tokenizer: Tokenizer) -> None:
     matcher = GrammarCompiler(tokenizer, num_tokens).compile(schema(True)).matcher()
     assert matcher.allowed().size == num_tokens
     assert matcher.mask().size == num_tokens // 8
+
+
+@examples(20)
+@given(st.randoms(use_true_random=False))
+def test_a_forced_text_is_divided_as_the_tokenizer_does(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, chooser: random.Random
+) -> None:
+    """Each forced token is the only one that may come, and the grammar takes all."""
+    text = '{"a long name of a property": "and a value", "more": '
+    pattern = re.escape(text) + "[0-9]{3}"
+    matcher = compiler.compile(GrammarSource(GrammarKind.REGEX, pattern)).matcher()
+    written = list[int]()
+    while not matcher.is_complete:
+        allowed = np.flatnonzero(matcher.allowed()).tolist()
+        if matcher.forced:
+            assert allowed == [matcher.forced[0]]
+        written.append(chooser.choice(allowed))
+        matcher.accept(written[-1])
+    assert re.fullmatch(pattern, tokenizer.decode(written))
+    forced = tokenizer.encode(text, parse_special=False)[:-2]  # those before what may be joined
+    assert written[: len(forced)] == forced
 
 
 def test_a_grammar_may_begin_behind_a_free_text(

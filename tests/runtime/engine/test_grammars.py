@@ -13,8 +13,10 @@ import pytest
 
 from dflash_adapters.text.grammar import Grammar, GrammarKind, GrammarSource, TokenMatcher
 from dflash_protocol.errors import GrammarError
+from dflash_protocol.ids import I32Array
 from dflash_runtime import Engine
 from dflash_runtime.engine.demo_model import demo_model_path
+from dflash_runtime.engine.steps import Steps
 from support.emulated_gpu import TINY, EmulatedGpus
 from support.random_models import write_qwen3moe
 
@@ -75,6 +77,35 @@ def test_a_text_follows_its_schema_and_ends_with_it(engine: Engine) -> None:
         # Token by token by the host alone, from the logits.
         assert ids(engine, grammar, top_logprobs=0, **options) == written
         assert ids(engine, grammar, **options) == written
+
+
+def test_a_forced_text_is_computed_together(
+    engine: Engine, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens are those that are written one by one; each takes a random number."""
+    appended, together = Steps.appended, list[int]()
+
+    def counted(steps: Steps, run: int, token_ids: I32Array, position: int) -> bool:
+        is_done = appended(steps, run, token_ids, position)
+        together.append(token_ids.size if is_done else 0)
+        return is_done
+
+    monkeypatch.setattr(Steps, "appended", counted)
+    names = ["a-name-that-takes", "b", "third"]
+    letter = {"enum": ["a", "b", "c", "d"]}
+    schema = {"properties": dict.fromkeys(names, letter), "required": names}
+    schema |= {"type": "object", "additionalProperties": False}
+    source = GrammarSource(GrammarKind.JSON_SCHEMA, json.dumps(schema), space="")
+    grammar = engine.grammars.compile(source)
+    is_captured = request.node.callspec.params["engine"] != "reference"
+    for options in SAMPLED:
+        one_by_one = ids(engine, grammar, top_logprobs=0, **options)
+        assert set(json.loads(text_of(engine, one_by_one))) == {*names}
+        assert not together
+        for most in (50, *range(20, 30)):
+            assert ids(engine, grammar, most, **options) == one_by_one[:most]
+            assert (max(together, default=0) > 2) == is_captured
+        together.clear()
 
 
 def test_where_all_may_come_the_text_is_the_free_one(engine: Engine) -> None:
