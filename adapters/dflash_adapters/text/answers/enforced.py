@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from dflash_adapters.text.answers.events import Tools
 from dflash_adapters.text.answers.formats import AnswerFormat
@@ -19,7 +20,8 @@ from dflash_adapters.text.schema_checks import SPACE, check_cost, has_disjoint_a
 @dataclass(frozen=True, slots=True)
 class _CallShape:
     """How calls are written: the marker `entry`, then each as its name between `opens` and
-    `middle`, its arguments, and `closes`; behind the last one `after`. Between two is `between`."""
+    `middle`, its arguments, and `closes`; behind the last one `after`. Between two is `between`,
+    and behind the name what the regular expression `suffix` says."""
 
     entry: str
     opens: str
@@ -27,6 +29,7 @@ class _CallShape:
     closes: str
     between: str = ""
     after: str = ""
+    suffix: str = ""
 
 
 _SHAPES: Mapping[AnswerFormat, _CallShape] = {
@@ -44,8 +47,21 @@ _SHAPES: Mapping[AnswerFormat, _CallShape] = {
         "<\uff5ctool\u2581call\u2581end\uff5c>",
         after="<\uff5ctool\u2581calls\u2581end\uff5c>",
     ),
+    AnswerFormat.KIMI_K2: _CallShape(
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>functions.",
+        "<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        after="<|tool_calls_section_end|>",
+        suffix=":[0-9]{1,3}",
+    ),
+    AnswerFormat.MISTRAL: _CallShape("[TOOL_CALLS]", "", "[ARGS]", "", between="[TOOL_CALLS]"),
 }
-ENFORCED_FORMATS = frozenset(_SHAPES)
+_MISTRAL_LIST = _CallShape(
+    "[TOOL_CALLS][", '{"name": "', '", "arguments": ', "}", between=", ", after="]"
+)
+"""As the models without a token ``[ARGS]`` write them."""
+ENFORCED_FORMATS = frozenset({*_SHAPES, AnswerFormat.HARMONY})
 """The formats whose calls can be made to follow schemas."""
 
 
@@ -68,8 +84,13 @@ def call_grammar(
     def written(text: str) -> str:
         return _written(text, control_ids)
 
-    shape = _SHAPES[kind]
     call = " | ".join(f"call_{each}" for each in range(len(tools)))
+    if kind is AnswerFormat.HARMONY:
+        return _channels(tools, call, is_required=is_required, written=written)
+    shape = _SHAPES[kind]
+    if kind is AnswerFormat.MISTRAL and "[ARGS]" not in control_ids:
+        shape = _MISTRAL_LIST
+    suffix = f" /{shape.suffix}/ " if shape.suffix else " "
     more = "" if is_single else f"({written(shape.between)} ({call}))*"
     lines = ["%llguidance {}"]
     if is_required:
@@ -81,12 +102,40 @@ def call_grammar(
         lines.append(f"until_calls[lazy]: TEXT {written(shape.entry)}")
     lines.append(f"calls: ({call}) {more} {written(shape.after)}")
     for each, (name, schema) in enumerate(tools.items()):
-        check_cost(schema)
-        options = {"whitespace_pattern": SPACE, "coerce_one_of": has_disjoint_alternatives(schema)}
-        arguments = json.dumps({**schema, "x-guidance": options})
-        head = written(shape.opens + name + shape.middle)
-        lines.append(f"call_{each}: {head} %json {arguments} {written(shape.closes)}")
+        head = f"{written(shape.opens + name)}{suffix}{written(shape.middle)}"
+        lines.append(f"call_{each}: {head} {_arguments(schema)} {written(shape.closes)}")
     return "\n".join(lines) + "\n"
+
+
+def _channels(tools: Tools, call: str, *, is_required: bool, written: Callable[[str], str]) -> str:
+    """The same in messages, of which a call is the last one. Reasoning may come first, and a text
+    for the user before a call."""
+    ends = written("<|end|>")
+    lazy = "" if ends.startswith("<[") else "[lazy]"  # a text cannot have control tokens
+    lines = [
+        "%llguidance {}",
+        f"start: analysis? preamble? {'call' if is_required else '(call | final)'}",
+        f"call: {call}",
+        f"until_end{lazy}: TEXT {ends}",
+        "TEXT: /(.|\\n)*/",
+    ]
+    for name, channel in (("analysis", "analysis"), ("preamble", "commentary")):
+        head = written(f"<|channel|>{channel}<|message|>")
+        lines.append(f"{name}: {head} until_end {written('<|start|>assistant')}")
+    if not is_required:
+        lines.append(f"final: {written('<|channel|>final<|message|>')} FINAL")
+        lines.append("FINAL: /([^<]|<+[^<|])*<*/")  # without a marker
+    for each, (name, schema) in enumerate(tools.items()):
+        head = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+        lines.append(f"call_{each}: {written(head)} {_arguments(schema)}")
+    return "\n".join(lines) + "\n"
+
+
+def _arguments(schema: Mapping[str, Any]) -> str:
+    """Raises: GrammarError."""
+    check_cost(schema)
+    options = {"whitespace_pattern": SPACE, "coerce_one_of": has_disjoint_alternatives(schema)}
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
 def _written(text: str, control_ids: Mapping[str, int]) -> str:

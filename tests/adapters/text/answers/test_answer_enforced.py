@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.text.answers import AnswerFormat, enforced
+from dflash_adapters.text.answers import AnswerFormat, ToolCall, answer_parser, enforced
 from dflash_adapters.text.answers.enforced import ENFORCED_FORMATS, call_grammar
 from dflash_adapters.text.grammar import Grammar, GrammarKind, GrammarSource
 from dflash_adapters.text.grammar_compiler import GrammarCompiler
@@ -54,11 +55,13 @@ def compiled(
     return compiler.compile(GrammarSource(GrammarKind.CALLS, text))
 
 
-ENFORCED = [family for family in FAMILIES if family.kind in ENFORCED_FORMATS]
+OWN_TESTS = {AnswerFormat.HARMONY, AnswerFormat.MISTRAL}
+"""Their parsers know more forms than are enforced."""
+ENFORCED = [family for family in FAMILIES if family.kind in ENFORCED_FORMATS - OWN_TESTS]
 
 
 def test_each_format_that_is_enforced_has_a_family() -> None:
-    assert {family.kind for family in ENFORCED} == ENFORCED_FORMATS
+    assert {family.kind for family in ENFORCED} == ENFORCED_FORMATS - OWN_TESTS
 
 
 @pytest.mark.parametrize("family", ENFORCED, ids=lambda family: family.name)
@@ -79,6 +82,74 @@ def test_calls_are_taken_as_the_family_writes_them(
         grammar = compiled(compiler, family.kind, **rules)
         texts = (one, all_, wrong, unknown, words, words + one, words + all_, words + wrong, "")
         assert {text for text in texts if takes(grammar, tokenizer, text)} == taken
+
+
+@pytest.mark.parametrize("ends", ["<|end|>", "<|im_start|>"], ids=["text", "control token"])
+def test_messages_in_channels_end_with_a_call(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, ends: str
+) -> None:
+    control_ids = {text: each for text, each, is_control in tokenizer.special if is_control}
+    ids = {"<|end|>": control_ids[ends]} if ends in control_ids else {}
+    head = "<|channel|>commentary to=functions.Sky.look <|constrain|>json<|message|>"
+    call, wrong = f'{head}{{"up": true}}', f'{head}{{"up": 1}}'
+    next_message = f"{ends}<|start|>assistant"
+    thought = f"<|channel|>analysis<|message|>a < b<{next_message}"
+    preamble = f"<|channel|>commentary<|message|>I look.{next_message}"
+    final = "<|channel|>final<|message|>It is blue."
+    texts = {call, thought + call, preamble + call, thought + preamble + call}
+    others = {wrong, thought + wrong, final + next_message + wrong, call + next_message + call}
+    for is_required in (True, False):
+        grammar = compiled(compiler, AnswerFormat.HARMONY, ids, is_required=is_required)
+        taken = texts if is_required else texts | {final, thought + final}
+        assert {
+            text
+            for text in texts | others | {final, thought + final}
+            if takes(grammar, tokenizer, text)
+        } == taken
+        for text in texts:
+            parser = answer_parser(AnswerFormat.HARMONY, tools=STRICT)
+            [found] = [
+                event
+                for event in [*parser.push(text.replace(ends, "<|end|>")), *parser.finish()]
+                if isinstance(event, ToolCall)
+            ]
+            assert (found.name, json.loads(found.arguments)) == ("Sky.look", {"up": True})
+
+
+@pytest.mark.parametrize("has_arguments_token", [False, True])
+def test_mistrals_have_one_of_two_forms(
+    compiler: GrammarCompiler,
+    tokenizer: Tokenizer,
+    has_arguments_token: bool,
+) -> None:
+    control_ids: dict[str, int] = {}
+    head = '[TOOL_CALLS][{"name": "Sky.look", "arguments": '
+    one, wrong = head + '{"up": true}}', head + '{"up": 1}}'
+    more, end, arguments = ', {"name": "now", "arguments": {}}', "]", ""
+    if has_arguments_token:
+        arguments = "<|im_start|>"  # in its place
+        control_ids = {text: each for text, each, is_control in tokenizer.special if is_control}
+        control_ids["[ARGS]"] = control_ids[arguments]
+        one, wrong = (f'[TOOL_CALLS]Sky.look{arguments}{{"up": {each}}}' for each in ("true", "1"))
+        more, end = f"[TOOL_CALLS]now{arguments}{{}}", ""
+    texts = {one + end, one + more + end, f"Yes.{one}{end}", wrong + end, "Yes."}
+    for is_required in (True, False):
+        for is_single in (True, False):
+            grammar = compiled(
+                compiler,
+                AnswerFormat.MISTRAL,
+                control_ids=control_ids,
+                is_required=is_required,
+                is_single=is_single,
+            )
+            taken = {one + end}
+            taken |= set() if is_single else {one + more + end}
+            taken |= set() if is_required else {f"Yes.{one}{end}", "Yes."}
+            assert {text for text in texts if takes(grammar, tokenizer, text)} == taken
+    parser = answer_parser(AnswerFormat.MISTRAL, tools=STRICT)
+    text = (one + more + end).replace(arguments or "[ARGS]", "[ARGS]")
+    events = [*parser.push(text), *parser.finish()]
+    assert [each.name for each in events if isinstance(each, ToolCall)] == ["Sky.look", "now"]
 
 
 def test_control_tokens_are_named_by_their_ids(
