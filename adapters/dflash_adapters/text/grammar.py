@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import deque
@@ -23,6 +24,8 @@ if TYPE_CHECKING:  # importing it takes a tenth of a second, and few texts follo
     from llguidance import LLMatcher
 
 MOST_GRAMMAR_BYTES = 1 << 18
+LONGEST_END = 128
+"""Bytes of the end of a free text before a grammar."""
 LONGEST_REASON = 300
 """Characters of the reason in a GrammarError."""
 _MOST_RENEWED_S = 0.1
@@ -56,10 +59,10 @@ class GrammarSource:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prelude:
-    """A free text before a grammar: it ends with the token that completes `ends`, however tokens
-    divide that; `mask` has what may come."""
+    """A free text before a grammar: it ends with the token that completes a match of `ends`, however
+    tokens divide that; `mask` has what may come."""
 
-    ends: bytes
+    ends: re.Pattern[bytes]
     mask: U8Array
     token_bytes: Callable[[int], bytes]
 
@@ -140,11 +143,10 @@ class TokenMatcher:
             if self._written is not None:
                 self._written.append(token_id)
             return
-        ends = self._prelude.ends
         self._latest += self._prelude.token_bytes(token_id)
-        if ends in self._latest:
+        if self._prelude.ends.search(self._latest):
             self._prelude = None
-        self._latest = self._latest[-len(ends) :]
+        self._latest = self._latest[-LONGEST_END:]
 
     @property
     def is_complete(self) -> bool:
@@ -201,13 +203,15 @@ class Grammar:
         self._compiled, self._prelude = compiled, prelude
 
     def after(self, ends: str, tokenizer: Tokenizer) -> Grammar:
-        """The same for what follows the text `ends`; what comes before that is free, but for tokens
-        that end a text."""
+        """The same for what follows a match of the regular expression `ends`, of up to LONGEST_END
+        bytes; what comes before that is free, but for tokens that end a text."""
         num_tokens = self._compiled.num_tokens
         allowed = np.ones(num_tokens, np.bool_)
         allowed[[each for each in tokenizer.stop_ids if each < num_tokens]] = False
         mask = np.packbits(allowed, bitorder="little")
-        return Grammar(self._compiled, Prelude(ends.encode(), mask, tokenizer.token_bytes))
+        return Grammar(
+            self._compiled, Prelude(re.compile(ends.encode()), mask, tokenizer.token_bytes)
+        )
 
     def matcher(self) -> TokenMatcher:
         """A new text."""

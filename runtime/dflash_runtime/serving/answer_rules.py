@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Self
 
@@ -13,6 +14,7 @@ from dflash_adapters.text.answers import (
     answer_parser,
     shown_markers,
 )
+from dflash_adapters.text.answers.channels import FINAL_MESSAGE
 from dflash_adapters.text.answers.enforced import ENFORCED_FORMATS, call_grammar
 from dflash_adapters.text.grammar import Grammar, GrammarKind, GrammarSource
 from dflash_protocol.errors import GrammarError
@@ -78,9 +80,15 @@ class AnswerRules:
             raise ApiError(400, f"{rules.field}: {error}", param=rules.field) from error
         return GrammarSource(GrammarKind.CALLS, text)
 
-    def after_reasoning(self, engine: Engine, grammar: Grammar | None) -> Grammar | None:
-        """A grammar of the answer behind the reasoning that the prompt has begun."""
+    def after_reasoning(
+        self, engine: Engine, grammar: Grammar | None, *, has_channels: bool
+    ) -> Grammar | None:
+        """A grammar of the answer behind the reasoning, which the prompt has begun or is in channels
+        that the grammar does not know unless it `has_channels`."""
         tokenizer = engine.tokenizer
-        if grammar is None or self.closes is None or tokenizer is None:
+        ends = None if self.closes is None else re.escape(self.closes)
+        if self.kind is AnswerFormat.HARMONY and not has_channels:
+            ends = FINAL_MESSAGE
+        if grammar is None or ends is None or tokenizer is None:
             return grammar
-        return grammar.after(self.closes, tokenizer)
+        return grammar.after(ends, tokenizer)

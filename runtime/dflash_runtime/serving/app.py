@@ -172,7 +172,7 @@ def create_app(state: ServerState) -> ASGIApp:
                     )
                 constraint = calls.field, rules.call_source(engine, calls)
             grammar = await _grammar(engine, received, constraint, turns=state.bodies.compiling)
-            grammar = rules.after_reasoning(engine, grammar)
+            grammar = rules.after_reasoning(engine, grammar, has_channels=calls is not None)
         divided = None if body.reasoning_format == "none" else rules
         return _generation(
             state, request, engine, body=body, token_ids=prompt, grammar=grammar, rules=divided

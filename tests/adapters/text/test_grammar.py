@@ -16,6 +16,7 @@ from llguidance import LLParserLimits
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.text import grammar_compiler
+from dflash_adapters.text.answers.channels import FINAL_MESSAGE
 from dflash_adapters.text.grammar import (
     MOST_GRAMMAR_BYTES,
     Grammar,
@@ -241,7 +242,7 @@ def test_a_grammar_may_begin_behind_a_free_text(
     compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
     grammar = compiler.compile(GrammarSource(GrammarKind.CHOICE, '["yes"]'))
-    late = grammar.after("</t>", tokenizer)
+    late = grammar.after(re.escape("</t>"), tokenizer)
     stop_id = min(tokenizer.stop_ids)
     for before in ("</t>", "no</t>", "</t</t>", "yes</</t>", "a.</t>", "(</t>\n"):
         matcher = late.matcher()
@@ -254,6 +255,25 @@ def test_a_grammar_may_begin_behind_a_free_text(
             matcher.accept(token_id)
             if "</t>" in tokenizer.decode(token_ids[: token_ids.index(token_id) + 1]):
                 break
+        for token_id in tokenizer.encode("yes", parse_special=False):
+            assert matcher.allowed()[token_id]
+            matcher.accept(token_id)
+        assert matcher.is_complete
+
+
+def test_a_grammar_may_begin_with_the_final_message(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    grammar = compiler.compile(GrammarSource(GrammarKind.CHOICE, '["yes"]'))
+    late = grammar.after(FINAL_MESSAGE, tokenizer)
+    thought = "<|channel|>analysis<|message|>final<|message|><|end|><|start|>assistant"
+    for head in ("final", "final ", "final <|constrain|>json", "final json"):
+        matcher = late.matcher()
+        for token_id in tokenizer.encode(
+            f"{thought}<|channel|>{head}<|message|>", parse_special=False
+        ):
+            assert matcher.allowed().sum() > 1
+            matcher.accept(token_id)
         for token_id in tokenizer.encode("yes", parse_special=False):
             assert matcher.allowed()[token_id]
             matcher.accept(token_id)

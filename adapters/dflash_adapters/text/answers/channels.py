@@ -21,6 +21,8 @@ from dflash_adapters.text.answers.scanning import marker_pattern
 _BEGINS = frozenset({"<|start|>", "<|channel|>"})
 _ENDS = frozenset({"<|end|>", "<|return|>", "<|call|>"})
 _MESSAGE, _CONSTRAIN = "<|message|>", "<|constrain|>"
+FINAL_MESSAGE = r"<\|channel\|>final[^<]{0,24}(?:<\|constrain\|>[^<]{0,24})?<\|message\|>"
+"""A regular expression of what is before the answer itself."""
 CHANNEL_MARKERS = _BEGINS | _ENDS | {_MESSAGE, _CONSTRAIN}
 
 _PATTERN = marker_pattern(CHANNEL_MARKERS)
