@@ -59,8 +59,8 @@ class GrammarSource:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prelude:
-    """A free text before a grammar: it ends with the token that completes a match of `ends`, however
-    tokens divide that; `mask` has what may come."""
+    """A free text before a grammar: it ends with the token that completes a match of `ends`,
+    however tokens divide that; `mask` has what may come."""
 
     ends: re.Pattern[bytes]
     mask: U8Array

@@ -25,7 +25,8 @@ from dflash_adapters.text.grammar import (
     GrammarKind,
     GrammarSource,
 )
-from dflash_adapters.text.schema_checks import SPACE, check_cost, has_disjoint_alternatives
+from dflash_adapters.text.schema_checks import SPACE, check_cost
+from dflash_adapters.text.schema_rewrites import rewritten
 from dflash_adapters.text.tokenizer import Tokenizer
 from dflash_protocol.errors import GrammarError, one_line
 
@@ -139,10 +140,10 @@ def _json_schema(source: GrammarSource) -> str:
         options["whitespace_pattern"] = space
     else:
         options["whitespace_flexible"] = False
-    if has_disjoint_alternatives(schema):
-        options["coerce_one_of"] = True
-    # The text itself: it has integers of any size.
-    text = '{"allOf":[false]}' if schema is False else "{}" if schema is True else source.text
+    known = rewritten(schema)
+    # The text itself where it can be: it has numbers of any size.
+    text = source.text if known is schema else json.dumps(known, allow_nan=False)
+    text = '{"allOf":[false]}' if known is False else "{}" if known is True else text
     return LLMatcher.grammar_from_json_schema(text, overrides=options)
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from dflash_adapters.text.answers.events import Tools
 from dflash_adapters.text.answers.formats import AnswerFormat
-from dflash_adapters.text.schema_checks import SPACE, check_cost, has_disjoint_alternatives
+from dflash_adapters.text.schema_checks import SPACE, check_cost
+from dflash_adapters.text.schema_rewrites import rewritten
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +135,8 @@ def _channels(tools: Tools, call: str, *, is_required: bool, written: Callable[[
 def _arguments(schema: Mapping[str, Any]) -> str:
     """Raises: GrammarError."""
     check_cost(schema)
-    options = {"whitespace_pattern": SPACE, "coerce_one_of": has_disjoint_alternatives(schema)}
-    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+    options = {"whitespace_pattern": SPACE}
+    return f"%json {json.dumps({**rewritten(schema), 'x-guidance': options})}"
 
 
 def _written(text: str, control_ids: Mapping[str, int]) -> str:

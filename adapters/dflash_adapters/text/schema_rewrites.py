@@ -1,0 +1,356 @@
+"""Keywords of JSON schemas that the compiler of grammars does not know, in terms of those it knows.
+
+``oneOf``, ``not``, ``if`` and dependencies speak of values that a schema does *not* allow. For most
+schemas some of these values can be described: ``{"minimum": 5}`` does not allow
+``{"type": "number", "exclusiveMaximum": 5}``. What is rewritten with such descriptions allows no
+value that the schema does not; it may allow fewer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from dflash_adapters.text.schema_checks import target_of
+from dflash_protocol.errors import GrammarError
+
+Schema: TypeAlias = "dict[str, Any] | bool"
+
+_REWRITTEN = (
+    *("oneOf", "not", "if", "then", "else", "dependencies", "dependentRequired"),
+    *("dependentSchemas", "propertyNames", "contains", "minContains", "maxContains"),
+)
+_IN_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_IN_OBJECTS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_SINGLE = (
+    "items",
+    "additionalItems",
+    "additionalProperties",
+    "contains",
+    "not",
+    "if",
+    "then",
+    "else",
+)
+_MOST_DEPTH = 4
+"""Of properties and references that the description of a value that is not allowed goes through."""
+_MOST_ALTERNATIVES = 64
+_MOST_FIRST = 64
+_MOST_PARTS = 20_000
+"""Of all descriptions within a schema: references may repeat them."""
+_TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
+_OPPOSITES = {
+    "minimum": ("number", "exclusiveMaximum", 0),
+    "exclusiveMinimum": ("number", "maximum", 0),
+    "maximum": ("number", "exclusiveMinimum", 0),
+    "exclusiveMaximum": ("number", "minimum", 0),
+    "minLength": ("string", "maxLength", -1),
+    "maxLength": ("string", "minLength", 1),
+    "minItems": ("array", "maxItems", -1),
+    "maxItems": ("array", "minItems", 1),
+}
+"""By keyword: the type that it speaks of, the opposite keyword, what its value is more."""
+
+
+def rewritten(schema: Any) -> Any:
+    """The schema without the keywords of this module; itself if it has none.
+
+    Raises: GrammarError if what is not allowed cannot be described.
+    """
+    return _Rewriter(schema).rewritten(schema)
+
+
+class _Rewriter:
+    """Rewrites what is within one schema, the `root` of references."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._num_left = _MOST_PARTS
+
+    def rewritten(self, schema: Any) -> Any:
+        if not isinstance(schema, dict):
+            return schema
+        result = dict(schema)
+        for name in _IN_LISTS:
+            if isinstance(schema.get(name), list):
+                result[name] = [self.rewritten(each) for each in schema[name]]
+        for name in _IN_OBJECTS:
+            if isinstance(schema.get(name), dict):
+                result[name] = {key: self.rewritten(each) for key, each in schema[name].items()}
+        for name in _SINGLE:
+            if name in schema:
+                result[name] = self.rewritten(schema[name])
+        if isinstance(schema.get("items"), list):  # of drafts up to 2019-09
+            result["items"] = [self.rewritten(each) for each in schema["items"]]
+        more = list(self._instead(schema, result))
+        for name in _REWRITTEN:
+            result.pop(name, None)
+        if more:
+            result["allOf"] = [*result.get("allOf", ()), *more]
+        return result if result != schema else schema
+
+    def _instead(self, schema: dict[str, Any], inner: dict[str, Any]) -> Iterator[Schema]:
+        """Schemas in place of keywords; `inner` has what is within the schema rewritten."""
+        if isinstance(schema.get("oneOf"), list):
+            yield self._one_of(schema["oneOf"], inner["oneOf"])
+        if "not" in schema:
+            yield _any_of("not", self._others(schema["not"]))
+        if "if" in schema:
+            others = [_all_of(each, inner.get("else", True)) for each in self._others(schema["if"])]
+            yield _any_of("if", [_all_of(inner["if"], inner.get("then", True)), *others])
+        if "propertyNames" in schema:
+            yield _of_names(schema["propertyNames"])
+        if "contains" in schema:
+            yield _with_first(schema, inner["contains"])
+        for name, wanted in _dependencies(schema, inner):
+            absent = {"properties": {name: False}}
+            yield {"anyOf": [absent, _all_of({"required": [name]}, wanted)]}
+
+    def _one_of(self, alternatives: list[Any], inner: list[Any]) -> Schema:
+        if len(alternatives) > _MOST_ALTERNATIVES:
+            raise GrammarError(f"oneOf has at most {_MOST_ALTERNATIVES} alternatives")
+        plain = [self._resolved(each) for each in alternatives]
+        found: list[Schema] = []
+        for place, one in enumerate(plain):
+            parts: list[Schema] = [inner[place]]
+            hints = one.get("properties") if isinstance(one, dict) else None
+            for other in (*plain[:place], *plain[place + 1 :]):
+                if not _are_disjoint(one, other):
+                    others = self._others(other, hints=tuple(hints or ()))
+                    parts.append(_union(others) if others else False)
+            if False not in parts:
+                found.append(_all_of(*parts))
+        return _any_of("oneOf", found)
+
+    def _resolved(self, schema: Any) -> Any:
+        """What a schema that is a reference leads to."""
+        for _ in range(_MOST_DEPTH):
+            reference = schema.get("$ref") if isinstance(schema, dict) else None
+            target = target_of(self._root, reference) if isinstance(reference, str) else None
+            if target is None:
+                break
+            schema = target
+        return schema
+
+    def _others(self, schema: Any, *, hints: Sequence[str] = (), depth: int = 0) -> list[Schema]:
+        """Schemas that allow nothing that `schema` does; none if there are none, or it is not known
+        how to describe one. `hints`: names of properties that are worth requiring."""
+        self._num_left -= 1
+        if self._num_left < 0:
+            raise GrammarError("oneOf, not or if: their alternatives are too large")
+        if schema is False:
+            return [True]
+        if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
+            # What is beside it counts in some drafts only.
+            schema = target_of(self._root, schema["$ref"])
+            return self._others(schema, hints=hints, depth=depth + 1)
+        if not isinstance(schema, dict) or depth > _MOST_DEPTH:
+            return []
+        found: list[Schema] = []
+        if others := sorted(_TYPES - _all_types(schema)):
+            found.append({"type": others})
+        if (values := _values(schema)) is not None:
+            found += _other_values(values, hints)
+        for name, (kind, opposite, more) in _OPPOSITES.items():
+            bound = schema.get(name)
+            if not isinstance(bound, int | float) or isinstance(bound, bool):
+                continue
+            if kind == "number" or bound + more >= 0:
+                found.append({"type": kind, opposite: bound + more})
+        found += self._other_objects(schema, hints, depth)
+        found += self._other_lists(schema, depth)
+        for each in _list(schema, "allOf"):
+            found += self._others(each, hints=hints, depth=depth + 1)
+        for name in ("anyOf", "oneOf"):
+            each_others = [
+                self._others(each, hints=hints, depth=depth + 1) for each in _list(schema, name)
+            ]
+            if each_others and all(each_others):
+                found.append({"allOf": [_union(each) for each in each_others]})
+        if "not" in schema:
+            found.append(self.rewritten(schema["not"]))
+        return found[:_MOST_ALTERNATIVES]
+
+    def _other_objects(
+        self, schema: dict[str, Any], hints: Sequence[str], depth: int
+    ) -> Iterator[Schema]:
+        properties = schema.get("properties")
+        properties = properties if isinstance(properties, dict) else {}
+        if schema.get("additionalProperties") is False and "patternProperties" not in schema:
+            for name in hints:
+                if name not in properties:
+                    yield {"type": "object", "required": [name]}
+        for name in _list(schema, "required"):
+            if isinstance(name, str):
+                yield {"type": "object", "properties": {name: False}}
+        for name, value in properties.items():
+            if others := self._others(value, depth=depth + 1):
+                part = {"properties": {name: _union(others)}, "required": [name]}
+                yield {"type": "object", **part}
+
+    def _other_lists(self, schema: dict[str, Any], depth: int) -> Iterator[Schema]:
+        if "items" not in schema or "prefixItems" in schema:
+            return
+        if others := self._others(schema["items"], depth=depth + 1):
+            yield {"type": "array", "items": _union(others), "minItems": 1}
+
+
+def _of_names(names: Any) -> Schema:
+    """Objects whose properties all have such names. Raises: GrammarError if that is not known."""
+    if names in (True, {}):
+        return True
+    if names is False:
+        return {"maxProperties": 0}
+    keywords = set(names) - {"type"} if isinstance(names, dict) else set()
+    part: dict[str, Any] | None = None
+    if len(keywords) == 1 and (values := _values(names)) is not None:
+        part = {"properties": {each: True for each in values if isinstance(each, str)}}
+    elif keywords == {"pattern"}:
+        part = {"patternProperties": {names["pattern"]: True}}
+    elif keywords and keywords <= {"minLength", "maxLength"}:
+        sizes = f"{names.get('minLength', 0)},{names.get('maxLength', '')}"
+        part = {"patternProperties": {f"^[\\s\\S]{{{sizes}}}$": True}}
+    if part is None or names.get("type", "string") != "string":
+        raise GrammarError("propertyNames: only a pattern, lengths or values are supported")
+    return {**part, "additionalProperties": False}
+
+
+def _with_first(schema: Mapping[str, Any], wanted: Any) -> Schema:
+    """Lists that contain what is wanted, as their first elements."""
+    least = schema.get("minContains", 1)
+    if "maxContains" in schema or not isinstance(least, int) or not 0 <= least <= _MOST_FIRST:
+        raise GrammarError(f"contains: minContains is at most {_MOST_FIRST}, without maxContains")
+    return {"prefixItems": [wanted] * least, "minItems": least} if least else True
+
+
+def _dependencies(
+    schema: Mapping[str, Any], inner: Mapping[str, Any]
+) -> Iterator[tuple[str, Schema]]:
+    """Names of properties, and what an object with one of them has to be, too."""
+    for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
+        wanted = schema.get(keyword)
+        for name, each in wanted.items() if isinstance(wanted, dict) else ():
+            if isinstance(each, list):
+                yield name, {"required": each}
+            elif keyword == "dependentSchemas":
+                yield name, inner[keyword][name]
+            else:
+                yield name, rewritten(each)
+
+
+def _all_types(schema: dict[str, Any]) -> frozenset[str]:
+    """Types of which `schema` may allow a value; a number may be an integer."""
+    found = _types(schema)
+    if (values := _values(schema)) is not None:
+        found &= frozenset().union(*map(_types_of_value, values))
+    return found | {"number"} if "integer" in found else found
+
+
+def _other_values(values: Sequence[Any], hints: Sequence[str]) -> Iterator[Schema]:
+    """Schemas of values of the same types that are none of these."""
+    flags = {each for each in values if isinstance(each, bool)}
+    if len(flags) == 1:
+        yield {"const": flags == {False}}
+    if numbers := [each for each in values if _types_of_value(each) >= {"number"}]:
+        yield {"type": "number", "exclusiveMaximum": min(numbers)}
+        yield {"type": "number", "exclusiveMinimum": max(numbers)}
+    for kind, least, most, type_ in (
+        ("string", "minLength", "maxLength", str),
+        ("array", "minItems", "maxItems", list),
+    ):
+        if sizes := [len(each) for each in values if isinstance(each, type_)]:
+            yield {"type": kind, least: max(sizes) + 1}
+            if min(sizes) > 0:
+                yield {"type": kind, most: min(sizes) - 1}
+    if objects := [each for each in values if isinstance(each, dict)]:
+        for name in sorted(set.intersection(*map(set, objects))):
+            yield {"type": "object", "properties": {name: False}}
+        for name in hints:
+            if not any(name in each for each in objects):
+                yield {"type": "object", "required": [name]}
+
+
+def _types_of_value(value: object) -> frozenset[str]:
+    match value:
+        case None:
+            return frozenset({"null"})
+        case bool():
+            return frozenset({"boolean"})
+        case int() | float():
+            return frozenset({"integer", "number"})
+        case str():
+            return frozenset({"string"})
+        case list():
+            return frozenset({"array"})
+    return frozenset({"object"})
+
+
+def _are_disjoint(one: object, other: object) -> bool:
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return False
+    if not _types(one) & _types(other):
+        return True
+    values, other_values = _values(one), _values(other)
+    if values is not None and other_values is not None:
+        return not any(_is_same(each, more) for each in values for more in other_values)
+    if _types(one) != {"object"} or _types(other) != {"object"}:
+        return False
+    properties, other_properties = one.get("properties"), other.get("properties")
+    if not isinstance(properties, dict) or not isinstance(other_properties, dict):
+        return False
+    return any(
+        name in _required(one)
+        and name in _required(other)
+        and _are_disjoint(properties[name], other_properties[name])
+        for name in properties.keys() & other_properties.keys()
+    )
+
+
+def _types(schema: dict[str, object]) -> frozenset[str]:
+    """Types of values that a schema may allow; integers are numbers."""
+    given = schema.get("type")
+    names = given if isinstance(given, list) else [given]
+    if given is None or not all(isinstance(name, str) for name in names):
+        return _TYPES
+    found = frozenset(name for name in names if isinstance(name, str))
+    return found | {"integer"} if "number" in found else found
+
+
+def _values(schema: dict[str, object]) -> list[object] | None:
+    """The only values that a schema may allow; None: not known."""
+    if "const" in schema:
+        return [schema["const"]]
+    values = schema.get("enum")
+    return values if isinstance(values, list) and len(values) <= _MOST_ALTERNATIVES else None
+
+
+def _is_same(value: object, other: object) -> bool:
+    """Equality in which 1 is 1.0, but not true; objects and lists count as the same."""
+    if isinstance(value, dict | list) or isinstance(other, dict | list):
+        return type(value) is type(other)
+    return isinstance(value, bool) == isinstance(other, bool) and value == other
+
+
+def _required(schema: dict[str, object]) -> list[object]:
+    required = schema.get("required")
+    return required if isinstance(required, list) else []
+
+
+def _list(schema: Mapping[str, Any], name: str) -> list[Any]:
+    found = schema.get(name)
+    return found if isinstance(found, list) else []
+
+
+def _all_of(*schemas: Schema) -> Schema:
+    parts = [each for each in schemas if each is not True and each != {}]
+    return {"allOf": parts} if len(parts) > 1 else parts[0] if parts else True
+
+
+def _union(schemas: Sequence[Schema]) -> Schema:
+    return schemas[0] if len(schemas) == 1 else {"anyOf": list(schemas)}
+
+
+def _any_of(keyword: str, schemas: Sequence[Schema]) -> Schema:
+    if not schemas:
+        raise GrammarError(f"{keyword}: what it does not allow cannot be described here")
+    return _union(schemas)

@@ -1,0 +1,132 @@
+"""What is rewritten of JSON schemas allows nothing more, and most of what they allow."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_adapters.text.schema_rewrites import rewritten
+from dflash_protocol.errors import GrammarError
+from support.examples import examples
+
+NAMES = st.sampled_from(["a", "b", "c"])
+SCALARS = st.none() | st.booleans() | st.integers(-4, 6) | st.sampled_from([0.5, "", "a", "ab"])
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=6,
+)
+SMALL = st.integers(0, 3)
+
+
+def keywords(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    several = st.lists(inner, min_size=1, max_size=3)
+    types = ["null", "boolean", "integer", "number", "string", "array", "object"]
+    known = {
+        "type": st.sampled_from([*types, ["integer", "string"], ["object", "null"]]),
+        "const": VALUES,
+        "enum": st.lists(VALUES, min_size=1, max_size=3),
+        **dict.fromkeys(("minimum", "exclusiveMaximum"), st.integers(-3, 3)),
+        **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems"), SMALL),
+        "items": inner,
+        "required": st.lists(NAMES, min_size=1, max_size=2, unique=True),
+        "properties": st.dictionaries(NAMES, inner, max_size=2),
+        "additionalProperties": st.just(False) | inner,
+        **dict.fromkeys(("oneOf", "anyOf", "allOf"), several),
+        **dict.fromkeys(("not", "if", "then", "else", "contains"), inner),
+        "$ref": st.just("#/$defs/x"),
+        "dependentRequired": st.dictionaries(NAMES, st.lists(NAMES, max_size=1), max_size=1),
+        "dependentSchemas": st.dictionaries(NAMES, inner, max_size=1),
+        "propertyNames": st.sampled_from(
+            [{"enum": ["a", "b"]}, {"pattern": "^a"}, {"maxLength": 1}, {"const": "c"}, False]
+        ),
+    }
+    some = st.lists(st.sampled_from(sorted(known)), min_size=1, max_size=3, unique=True)
+    return some.flatmap(lambda names: st.fixed_dictionaries({name: known[name] for name in names}))
+
+
+LEAVES = st.booleans() | st.sampled_from([{}, {"type": "null"}, {"type": "integer"}])
+SCHEMAS = st.recursive(LEAVES, keywords, max_leaves=8).filter(lambda each: isinstance(each, dict))
+
+
+@examples(300)
+@given(SCHEMAS, keywords(LEAVES), st.lists(VALUES, min_size=20, max_size=20))
+def test_nothing_more_is_allowed(schema: Any, target: Any, values: list[Any]) -> None:
+    target.pop("$ref", None)
+    schema = {**schema, "$defs": {"x": target}}
+    before = json.dumps(schema)
+    try:
+        known = rewritten(schema)
+    except GrammarError:
+        return
+    assert json.dumps(schema) == before
+    is_valid, is_still_valid = (
+        jsonschema.Draft202012Validator(each).is_valid for each in (schema, known)
+    )
+    for value in values:
+        assert is_valid(value) or not is_still_valid(value)
+
+
+def tagged(name: str) -> dict[str, Any]:
+    kind = {"type": "string", "enum": [name]}
+    return {"type": "object", "properties": {"kind": kind}, "required": ["kind"]}
+
+
+STRINGS, NUMBERS = {"type": "string"}, {"type": "number"}
+REFERENCES = {
+    "$defs": {"cat": tagged("cat"), "dog": tagged("dog")},
+    "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}],
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "kept", "lost"),
+    [
+        ({"oneOf": [STRINGS, NUMBERS]}, ["a", 1], []),
+        ({"oneOf": [{"type": ["string", "null"]}, {"type": "null"}]}, ["a"], []),
+        ({"oneOf": [{"maximum": 5}, {"minimum": 3}]}, [2, 6], [4, "a"]),
+        ({"oneOf": [{"const": "a"}, STRINGS]}, ["abc", ""], ["b"]),
+        ({"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, [{"a": 1}, {"b": 1}], []),
+        (REFERENCES, [{"kind": "cat"}, {"kind": "dog", "more": 1}], []),
+        ({"not": {"type": "string"}}, [1, None], []),
+        ({"if": {"required": ["a"]}, "then": {"required": ["b"]}}, [{"a": 1, "b": 1}, {}], []),
+        ({"dependencies": {"a": ["b"], "b": {"minProperties": 2}}}, [{"a": 1, "b": 1}, {}], []),
+        ({"contains": {"const": 1}}, [[1], [1, 2]], [[2, 1]]),
+        ({"propertyNames": {"pattern": "^a"}}, [{"ab": 1}, {}], []),
+    ],
+    ids=lambda each: json.dumps(each)[:50],
+)
+def test_values_that_stay(schema: Any, kept: list[Any], lost: list[Any]) -> None:
+    """What is lost is allowed by the schema, but not told from what it does not allow."""
+    known = jsonschema.Draft202012Validator(rewritten(schema))
+    assert all(map(known.is_valid, kept))
+    assert not any(map(known.is_valid, lost))
+
+
+def test_a_schema_without_these_keywords_stays_as_it_is() -> None:
+    schema = {"const": {"oneOf": [1]}, "properties": {"not": {"enum": [{"if": 1}]}}}
+    assert rewritten(schema) is schema
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"not": {"pattern": "a"}},
+        {"not": {}},
+        {"oneOf": [{}, {"multipleOf": 3}]},
+        {"contains": {}, "maxContains": 2},
+        {"contains": {}, "minContains": 1_000_000},
+        {"propertyNames": {"format": "date"}},
+        {"oneOf": [{"type": "string"}] * 65},
+        {"oneOf": [{"anyOf": [{"anyOf": [{"minimum": 1}] * 50}] * 50}] * 60},
+    ],
+    ids=lambda each: json.dumps(each)[:50],
+)
+def test_what_cannot_be_described_is_refused(schema: Any) -> None:
+    with pytest.raises(GrammarError):
+        rewritten(schema)
