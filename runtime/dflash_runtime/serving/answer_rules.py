@@ -83,8 +83,8 @@ class AnswerRules:
     def after_reasoning(
         self, engine: Engine, grammar: Grammar | None, *, has_channels: bool
     ) -> Grammar | None:
-        """A grammar of the answer behind the reasoning, which the prompt has begun or is in channels
-        that the grammar does not know unless it `has_channels`."""
+        """A grammar of the answer behind the reasoning, which the prompt has begun, or which is in
+        channels that the grammar does not know unless it `has_channels`."""
         tokenizer = engine.tokenizer
         ends = None if self.closes is None else re.escape(self.closes)
         if self.kind is AnswerFormat.HARMONY and not has_channels:
