@@ -22,6 +22,7 @@ from typing import Any
 import zmq
 
 from dflash_adapters.gguf.file import FileChange
+from dflash_adapters.library.finding import model_file
 from dflash_daemon.authentication import Authenticator, let_handshakes_yield
 from dflash_daemon.control import ControlServer
 from dflash_daemon.data_paths import prepare_shared_folder
@@ -92,7 +93,7 @@ def run_daemon(settings: Settings, lifeline_fd: int | None) -> None:
     )
     if settings.spin_us is not None:
         backend.spin_for(settings.spin_us * 1e-6)
-    model_path = Path(settings.model)
+    model_path = model_file(settings.model)
     explain_bus_errors("dflash-daemon", model_path)
     try:
         host = ExpertHost(model_path, backend, settings.cache_dir)

@@ -9,6 +9,7 @@
     ├── CheckpointMissing       a sequence's state was not kept there: start it over
     ├── ModelFileError          the file is damaged or lies about itself: get another file
     │   └── UnsupportedModel    the file is sound, but we cannot run what it holds
+    ├── PullFailed              a model could not be fetched: try again, or get its file elsewhere
     ├── NotFinite               a model's numbers are NaN or infinite: look at its file, and memory
     ├── ProtocolError           the peer violated the protocol: report it
     │   └── HandshakeRefused    the peer declined the handshake, with a reason
@@ -131,6 +132,10 @@ class ModelFileError(DflashError):
 
 class UnsupportedModel(ModelFileError):
     """The file is well formed but has something that this version cannot run."""
+
+
+class PullFailed(DflashError):
+    """A model's files could not be fetched from the hub, or not be kept."""
 
 
 class NotFinite(DflashError):

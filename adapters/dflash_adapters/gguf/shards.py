@@ -25,7 +25,7 @@ MAX_SHARDS = 256
 # Over all shards, so that many small ones do not add up to a large table. Published: < 1500.
 MAX_MODEL_TENSORS = 16384
 
-_SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 
 
 class FileChange(StrEnum):
@@ -117,7 +117,7 @@ def _shard_names(path: Path, count: int) -> list[str]:
         raise ModelFileError(
             f"claims {count} shards; at most {MAX_SHARDS} are read", path=path, field="split.count"
         )
-    match = _SHARD_NAME.fullmatch(path.name)
+    match = SHARD_NAME.fullmatch(path.name)
     if match is None:
         raise ModelFileError(
             f"is one of {count} shards but is not named …-00001-of-{count:05d}.gguf", path=path

@@ -179,6 +179,23 @@ def keys_directory(settings: Settings) -> Path:
     return Path(settings.keys_dir or _home("XDG_CONFIG_HOME", ".config") / "keys").absolute()
 
 
+def ollama_folders() -> tuple[Path, ...]:
+    """Where Ollama may keep models: what ``OLLAMA_MODELS`` names, else this user's folder and that
+    of its service. They may not exist."""
+    if named := os.environ.get("OLLAMA_MODELS"):
+        return (Path(named).absolute(),)
+    return (_below_home(".ollama/models"), Path("/usr/share/ollama/.ollama/models"))
+
+
+def lm_studio_folders() -> tuple[Path, ...]:
+    """Where LM Studio keeps models, newer versions first. They may not exist."""
+    return (_below_home(".lmstudio/models"), _below_home(".cache/lm-studio/models"))
+
+
+def _below_home(relative: str) -> Path:
+    return Path(os.path.expanduser("~")).absolute() / relative
+
+
 def _home(variable: str, below_home: str) -> Path:
     """Our folder in a base directory of the XDG specification."""
     home = os.environ.get(variable) or Path(os.path.expanduser("~")) / below_home

@@ -1,4 +1,4 @@
-"""The command line: ``dflash-moe generate | serve | daemon | inspect | doctor | keygen | version``.
+"""The command line: ``dflash-moe generate | serve | daemon | pull | list | inspect | …``.
 
 Commands read flags, call the engine, the server or a tool, and print.
 """

@@ -6,7 +6,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -29,7 +28,7 @@ Examples:
 
 
 @click.command(epilog=_EPILOG)
-@click.argument("model", required=False, type=click.Path(path_type=Path))
+@click.argument("model", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
     "--digest",
@@ -37,13 +36,14 @@ Examples:
     is_flag=True,
     help="Read all of MODEL too, show its SHA-256, and keep that for daemons to be compared with.",
 )
-def inspect(model: Path | None, as_json: bool, with_digest: bool) -> None:
+def inspect(model: str | None, as_json: bool, with_digest: bool) -> None:
     """Show architecture, dimensions, experts and tokenizer of MODEL, without reading weights."""
     from dflash_adapters.gguf.file import GgufFile
+    from dflash_adapters.library.finding import model_file
     from dflash_adapters.registry import read_spec
     from dflash_runtime.engine.demo_model import chosen_model_path
 
-    path = chosen_model_path(load_settings()) if model is None else model
+    path = chosen_model_path(load_settings()) if model is None else model_file(model)
     with GgufFile.open(path) as file:
         spec = read_spec(file)
         digests = _digests(file) if with_digest else []

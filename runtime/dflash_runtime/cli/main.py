@@ -22,7 +22,9 @@ from dflash_runtime.cli.doctor import doctor
 from dflash_runtime.cli.generate import generate
 from dflash_runtime.cli.inspect import inspect
 from dflash_runtime.cli.keygen import keygen
+from dflash_runtime.cli.models import list_models, remove_model
 from dflash_runtime.cli.plan import plan
+from dflash_runtime.cli.pull import pull
 from dflash_runtime.cli.serve import serve
 from dflash_runtime.cli.simulate import simulate
 from dflash_runtime.cli.stats import stats
@@ -57,7 +59,10 @@ def version() -> None:
     click.echo(f"dflash-moe {__version__}")
 
 
-for _command in (doctor, generate, inspect, keygen, plan, serve, simulate, stats):
+for _command in (
+    doctor, generate, inspect, keygen, list_models, plan, pull, remove_model, serve, simulate,
+    stats,
+):  # fmt: skip
     cli.add_command(_command)
 for _command in cli.commands.values():
     # Else the list of commands truncates it.

@@ -18,7 +18,7 @@ from dflash_protocol.errors import for_terminal, one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import TaskID
+    from rich.progress import Progress, TaskID
 
 _LONGEST_LINE = 4000
 _DELAY_S = 1.0
@@ -83,6 +83,58 @@ class ProgressReporter:
                 with self._lock:
                     states = dict(self._states)
                 bars.show(states)
+
+
+class TransferBar:
+    """One line on stderr for bytes on their way: how many of how many, the rate, the time left.
+
+    Owns: the line and a thread that draws it, from the first `show` to `finish`.
+    """
+
+    def __init__(self, *, console: Console | None = None) -> None:
+        self._console = console
+        self._progress: Progress | None = None
+        self._line: TaskID | None = None
+
+    def show(self, what: str, num_done: int, num_total: int) -> None:
+        """Show (bytes done, bytes in all); nothing while `num_total` is 0."""
+        if num_total <= 0:
+            return
+        if self._progress is None:
+            self._progress = self._started()
+            self._line = self._progress.add_task(what, total=num_total)
+        assert self._line is not None
+        what = one_line(what, _STAGE_LIMIT)
+        self._progress.update(self._line, description=what, completed=num_done, total=num_total)
+
+    def finish(self) -> None:
+        """Remove the line."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _started(self) -> Progress:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        console = self._console or Console(stderr=True)
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=None if console.width >= 60 else 4),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(compact=True),
+        )
+        progress = Progress(*columns, console=console, transient=True, expand=console.width >= 60)
+        progress.start()
+        return progress
 
 
 class Bars:

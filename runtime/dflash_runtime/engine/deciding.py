@@ -12,6 +12,7 @@ from pathlib import Path
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.gguf.weight_check import WeightCheck
 from dflash_adapters.keys import YARN_KEYS
+from dflash_adapters.library.finding import model_file
 from dflash_adapters.registry import read_spec
 from dflash_adapters.spec import ModelSpec
 from dflash_protocol.device import CPU, DeviceKind
@@ -135,7 +136,9 @@ def decide(
     """
     choices = choose_daemons(daemons, settings)
     endpoints = [parse_endpoint(each) for each in settings.connect]
-    file = undo.enter_context(GgufFile.open(chosen_model_path(settings) if path is None else path))
+    file = undo.enter_context(
+        GgufFile.open(chosen_model_path(settings) if path is None else model_file(path))
+    )
     if settings.yarn == "llama.cpp":
         file.ignore(f"{file.architecture}.{key}" for key in YARN_KEYS)
     spec = read_spec(file)

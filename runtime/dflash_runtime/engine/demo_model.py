@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dflash_adapters.library.finding import model_file
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.settings import Settings
 
@@ -11,8 +12,11 @@ _FILE_NAME = "dflash-demo.gguf"
 
 
 def chosen_model_path(settings: Settings) -> Path:
-    """The file that the settings name, else the demo model's. Raises: as `demo_model_path`."""
-    return Path(settings.model) if settings.model else demo_model_path()
+    """The file of the model that the settings name, by path or name, else the demo model's.
+
+    Raises: SettingsError as `model_file` and `demo_model_path`.
+    """
+    return model_file(settings.model) if settings.model else demo_model_path()
 
 
 def demo_model_path() -> Path:

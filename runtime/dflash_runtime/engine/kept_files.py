@@ -8,6 +8,7 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
+from dflash_adapters.library.finding import is_kept_for_others
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.process.text_files import file_error, write_file
 from dflash_protocol.settings import Settings, cache_directory
@@ -17,19 +18,22 @@ HEAT_SUFFIX, PLAN_SUFFIX = ".heat", ".plan"
 
 
 def kept_places(model_path: Path, settings: Settings, suffix: str) -> tuple[Path, ...]:
-    """Where a model's heat, or its plan, may be: where the user says, or beside the model, else in
-    the cache; none if heat is off."""
+    """Where a model's heat, or its plan, may be: where the user says, or beside the model unless
+    another program keeps it, else in the cache; none if heat is off."""
     if settings.heat == "off":
         return ()
     if settings.heat not in ("auto", ""):
         place = Path(settings.heat).absolute()
         return (place if suffix == HEAT_SUFFIX else place.with_name(place.name + suffix),)
     path = model_path.absolute()
-    places = [path.with_name(path.name + suffix)]
+    places = [] if is_kept_for_others(path) else [path.with_name(path.name + suffix)]
     try:
         name = hashlib.sha256(os.fsencode(path)).hexdigest()[:32]
-        places.append(cache_directory(settings) / "heat" / (name + suffix))
-    except SettingsError:
+        folder = cache_directory(settings) / "heat"
+        if not places:  # `write_first` makes the folders of later places alone
+            folder.mkdir(mode=0o700, exist_ok=True)
+        places.append(folder / (name + suffix))
+    except (OSError, SettingsError):
         pass  # the kernels' cache reports the error
     return tuple(places)
 

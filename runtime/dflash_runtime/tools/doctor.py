@@ -67,11 +67,12 @@ def _examine_model(settings: Settings, found: Findings) -> int | None:
     if not settings.model:
         return None
     from dflash_adapters.gguf.file import GgufFile
+    from dflash_adapters.library.finding import model_file
     from dflash_adapters.registry import read_spec
     from dflash_runtime.compute.thread_trial import kept_count
 
     try:
-        with GgufFile.open(settings.model) as file:
+        with GgufFile.open(model_file(settings.model)) as file:
             read_spec(file)
             return kept_count(file, read_topology(), settings.cache_dir)
     except DflashError as error:
@@ -242,10 +243,11 @@ def _examine_connections(settings: Settings, found: Findings, *, asks: bool) -> 
 def _offer_at(endpoint: Endpoint, settings: Settings) -> tuple[Offer | None, LinkSpeed | None]:
     """What a daemon offers for the settings' model, and its link. Raises: DflashError."""
     from dflash_adapters.gguf.file import GgufFile
+    from dflash_adapters.library.finding import model_file
     from dflash_adapters.registry import read_spec
     from dflash_runtime.experts.daemons.connecting import offer_at
 
-    with GgufFile.open(settings.model) as file:
+    with GgufFile.open(model_file(settings.model)) as file:
         return offer_at(endpoint, file, read_spec(file), settings=settings)
 
 
