@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import mmap
 import os
-import re
 import stat
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,14 +17,11 @@ from pathlib import Path
 
 from dflash_adapters.gguf.metadata import Metadata
 from dflash_adapters.gguf.scanner import MetadataValue, TensorInfo, scan_gguf
+from dflash_adapters.gguf.shard_names import MAX_SHARDS, SHARD_NAME
 from dflash_protocol.errors import ModelFileError, one_line
 
-# Each shard takes two descriptors (its own and the mapping's); the usual limit is 1024 a process.
-MAX_SHARDS = 256
 # Over all shards, so that many small ones do not add up to a large table. Published: < 1500.
 MAX_MODEL_TENSORS = 16384
-
-SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 
 
 class FileChange(StrEnum):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import PurePosixPath
 
-from dflash_adapters.gguf.shards import MAX_SHARDS, SHARD_NAME
+from dflash_adapters.gguf.shard_names import MAX_SHARDS, SHARD_NAME
 from dflash_adapters.library.names import SUFFIX, ModelName
 from dflash_protocol.errors import SettingsError, one_line
 
