@@ -40,6 +40,8 @@ TARGETS = {
     "handshakes": "fuzz.message_targets:Handshakes",
     "chat-messages": "fuzz.chat_targets:ChatMessages",
     "grammars": "fuzz.grammar_targets:Grammars",
+    "model-names": "fuzz.library_targets:ModelNames",
+    "hub-lists": "fuzz.library_targets:HubLists",
 }
 """Every target, by the name that is used on the command line."""
 

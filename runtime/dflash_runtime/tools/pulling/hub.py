@@ -89,10 +89,7 @@ class Hub:
                 content += piece
                 if len(content) > _MOST_LISTING_BYTES:
                     raise PullFailed(f"{name}: the hub's list of files is too long")
-        try:
-            return _listing(json.loads(content))
-        except (ValueError, RecursionError):
-            raise PullFailed(f"{name}: the hub's list of files cannot be understood") from None
+        return read_listing(content, name.repository)
 
     @contextmanager
     def opened(
@@ -133,6 +130,20 @@ class Hub:
             raise HubBusy(f"the hub cannot be reached: {_reason(error)}") from error
         except ConnectionError as error:  # the library's offline mode, too
             raise PullFailed(f"the hub cannot be reached: {_reason(error)}") from error
+
+
+def read_listing(content: bytes | bytearray, repository: str) -> Listing:
+    """A repository's list of files, as the hub sends it. Files whose names lead anywhere else than
+    below the repository's folder are left out.
+
+    Raises: PullFailed if it cannot be understood.
+    """
+    try:
+        return _listing(json.loads(content))
+    except (ValueError, RecursionError):
+        # docs: what `HF_ENDPOINT` names is no hub, or a proxy answers in its place
+        reason = f"{repository}: the hub's list of files cannot be understood"
+        raise PullFailed(reason) from None
 
 
 def _check_status(response: httpx2.Response, name: ModelName) -> None:
