@@ -81,6 +81,7 @@ def run_daemon(settings: Settings, lifeline_fd: int | None) -> None:
     security = server_security(
         keys_directory(settings), endpoint, is_configured=bool(settings.keys_dir)
     )
+    model_path = model_file(settings.model)
     if cores is not None:
         # All threads are started later and inherit it.
         os.sched_setaffinity(0, cores)
@@ -93,7 +94,6 @@ def run_daemon(settings: Settings, lifeline_fd: int | None) -> None:
     )
     if settings.spin_us is not None:
         backend.spin_for(settings.spin_us * 1e-6)
-    model_path = model_file(settings.model)
     explain_bus_errors("dflash-daemon", model_path)
     try:
         host = ExpertHost(model_path, backend, settings.cache_dir)

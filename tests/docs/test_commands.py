@@ -38,6 +38,8 @@ ELSEWHERE = [
     ("README.md", r"^make test\b", "this is a part of it"),
     ("README.md", r"pip install -e", "downloads a gigabyte of CUDA's libraries"),
     ("README.md", r"--device cuda", GPU),
+    ("README.md", r"OWNER/MODEL", "fetches from the hub, and stands for any name"),
+    ("models.md", r"OWNER/MODEL", "fetches from the hub, and stands for any name"),
     ("amd-registers.md", r"check_kernels", "compiles for minutes, in make check-kernels"),
     ("operations.md", r"^make build\b", "has run already: what it makes lies there"),
     ("operations.md", r"--device cuda", GPU),

@@ -82,6 +82,8 @@ OF_ONE_RUN = {
     "keys_type", "values_type",
     # Names the file that has the others.
     "settings_file",
+    # Of `pull` and `rm`: a model, and whether to ask.
+    "name", "yes",
     # Of `keygen`, which makes files.
     "folder", "force", "comment",
     # Handed on to the daemon.

@@ -149,7 +149,7 @@ class Settings:
     # fmt: off
     model: str = setting(
         "", "MODEL", PathText("MODEL"), Reader.EACH,
-        "GGUF file; default: the demo model. A daemon's must be named.",
+        "GGUF file, or a model's name; default: the demo model. A daemon's must be named.",
         flag="MODEL",
     )
     context: int | None = setting(

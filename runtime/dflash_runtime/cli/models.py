@@ -11,7 +11,7 @@ import click
 
 from dflash_protocol.errors import SettingsError, one_line
 from dflash_protocol.process.output import ascii_json, say
-from dflash_runtime.cli.terminal import write_lines
+from dflash_runtime.cli.terminal import shown_bytes, write_lines
 
 if TYPE_CHECKING:
     from dflash_adapters.library.found_model import FoundModel
@@ -57,7 +57,7 @@ def list_models(as_json: bool) -> None:
         rows.append(
             (
                 model.name,
-                _size(model.size_bytes),
+                shown_bytes(model.size_bytes),
                 model.quantisation or "-",
                 _ago(now_s - max(model.used_s, model.changed_s)),
                 f"{model.library}{', pulled' if model.is_pulled else ''}",
@@ -65,7 +65,7 @@ def list_models(as_json: bool) -> None:
         )
     for each in begun:
         share = each.present_bytes / max(each.size_bytes, 1)
-        rows.append((each.name, _size(each.size_bytes), "-", "-", f"hub, {share:.0%} pulled"))
+        rows.append((each.name, shown_bytes(each.size_bytes), "-", "-", f"hub, {share:.0%} pulled"))
     if len(rows) == 1:
         write_lines(["no models; dflash-moe pull OWNER/MODEL:QUANTISATION fetches one"])
         return
@@ -97,12 +97,14 @@ def remove_model(context: click.Context, /, name: str, yes: bool) -> None:
     if not yes:
         if not sys.stdin.isatty():
             raise SettingsError(f"{model.name}: is not removed without being asked for; give --yes")
-        question = f"remove {model.name}, {_size(model.present_bytes)}?"
+        question = f"remove {model.name}, {shown_bytes(model.present_bytes)}?"
         if not click.confirm(one_line(question), err=True):
+            # docs: the answer was no
             say("nothing was removed", program="dflash-moe")
             context.exit(1)
     remove(model)
-    say(f"removed {model.name}, {_size(model.present_bytes)}", program="dflash-moe")
+    # docs: its files are gone, and what of the repository's folder was empty then
+    say(f"removed {model.name}, {shown_bytes(model.present_bytes)}", program="dflash-moe")
 
 
 def _record(model: FoundModel) -> dict[str, object]:
@@ -137,9 +139,3 @@ def _ago(age_s: float) -> str:
             count = int(age_s / unit_s)
             return f"{count} {unit}{'s' if count > 1 else ''} ago"
     return "just now"
-
-
-def _size(num_bytes: int) -> str:
-    if num_bytes >= 2**30:
-        return f"{num_bytes / 2**30:.1f} GiB"
-    return f"{num_bytes / 2**20:.1f} MiB"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dflash_protocol.process.output import ascii_json, noun, say
-from dflash_runtime.cli.terminal import TransferBar, write_lines
+from dflash_runtime.cli.terminal import TransferBar, shown_bytes, write_lines
 
 if TYPE_CHECKING:
     from dflash_runtime.tools.pulling.watched import Progress
@@ -55,6 +55,7 @@ def pull(name: str, as_json: bool) -> None:
         click.echo(ascii_json(record))
         return
     if not pulled.fetched_bytes:
+        # docs: nothing to do
         say(f"{pulled.name} is here already", program="dflash-moe")
     write_lines([str(pulled.path)])
 
@@ -81,7 +82,8 @@ class _Report:
     def start(self, name: str, num_files: int, num_bytes: int) -> None:
         if num_bytes:
             files = f"{num_files} {noun(num_files, 'file')}"
-            say(f"fetching {name}: {num_bytes / 2**30:.2f} GiB, {files}", program="dflash-moe")
+            # docs: nothing to do; the bytes are those that are not here yet
+            say(f"fetching {name}: {shown_bytes(num_bytes)}, {files}", program="dflash-moe")
 
     def update(self, progress: Progress) -> None:
         done, total = progress.num_done, progress.num_total
@@ -91,7 +93,8 @@ class _Report:
             self._said_s = time.monotonic()
             rate = progress.num_moved / (self._said_s - self._since_s)
             left = f"{(total - done) / rate / 60:.0f} min left" if rate else "waiting"
+            # docs: nothing to do; written every 30 s where no bar can be shown
             say(
-                f"{done / total:.0%} of {total / 2**30:.2f} GiB, {rate / 2**20:.1f} MiB/s, {left}",
+                f"{done / total:.0%} of {shown_bytes(total)}, {shown_bytes(rate)}/s, {left}",
                 program="dflash-moe",
             )

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _LONGEST_LINE = 4000
 _DELAY_S = 1.0
 _STAGE_LIMIT = 60
+_NARROW = 60
 
 
 def write_lines(lines: Iterable[str], *, to_stderr: bool = False) -> None:
@@ -34,6 +35,13 @@ def write_text(text: str) -> None:
     """Write a piece of generated text to stdout; on a terminal without control sequences."""
     sys.stdout.write(for_terminal(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
+
+
+def shown_bytes(num_bytes: float) -> str:
+    """A number of bytes for people, as in ``17.3 GiB`` or ``0.4 MiB``."""
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:.1f} GiB"
+    return f"{num_bytes / 2**20:.1f} MiB"
 
 
 class ProgressReporter:
@@ -91,8 +99,11 @@ class TransferBar:
     Owns: the line and a thread that draws it, from the first `show` to `finish`.
     """
 
-    def __init__(self, *, console: Console | None = None) -> None:
+    def __init__(
+        self, *, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._console = console
+        self._clock = clock
         self._progress: Progress | None = None
         self._line: TaskID | None = None
 
@@ -100,11 +111,11 @@ class TransferBar:
         """Show (bytes done, bytes in all); nothing while `num_total` is 0."""
         if num_total <= 0:
             return
+        what = one_line(what, _STAGE_LIMIT)
         if self._progress is None:
             self._progress = self._started()
             self._line = self._progress.add_task(what, total=num_total)
         assert self._line is not None
-        what = one_line(what, _STAGE_LIMIT)
         self._progress.update(self._line, description=what, completed=num_done, total=num_total)
 
     def finish(self) -> None:
@@ -119,20 +130,30 @@ class TransferBar:
             BarColumn,
             DownloadColumn,
             Progress,
+            ProgressColumn,
+            Task,
             TextColumn,
             TimeRemainingColumn,
-            TransferSpeedColumn,
         )
+        from rich.text import Text
+
+        class Rate(ProgressColumn):
+            def render(self, task: Task) -> Text:
+                rate = task.finished_speed or task.speed
+                return Text("" if rate is None else f"{shown_bytes(rate)}/s")
 
         console = self._console or Console(stderr=True)
         columns = (
             TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=None if console.width >= 60 else 4),
+            # On a narrow terminal the numbers take the whole line.
+            *([BarColumn(bar_width=None)] if console.width >= _NARROW else []),
             DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
+            Rate(),
             TimeRemainingColumn(compact=True),
         )
-        progress = Progress(*columns, console=console, transient=True, expand=console.width >= 60)
+        progress = Progress(
+            *columns, console=console, get_time=self._clock, transient=True, expand=True
+        )
         progress.start()
         return progress
 

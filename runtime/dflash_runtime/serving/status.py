@@ -13,8 +13,11 @@ from typing import Any
 
 import prometheus_client
 
+from dflash_adapters.library.finding import is_kept_for_others
+from dflash_adapters.library.names import SUFFIX
 from dflash_adapters.spec import MoeSpec
 from dflash_protocol import __version__
+from dflash_protocol.errors import one_line
 from dflash_protocol.ids import Phase
 from dflash_runtime.engine.engine import Engine
 from dflash_runtime.engine.measured_speeds import plan_report
@@ -27,6 +30,8 @@ SCHEMA_VERSION = 1
 """Version of `props`, `status` and `expert_map`; raised when a field changes its meaning or is
 removed."""
 
+_LONGEST_ID = 100
+
 _COUNTERS = (
     "transport", "num_experts", "requests", "pairs", "wait_s", "retries", "fallbacks", "restarts",
 )  # fmt: skip
@@ -34,8 +39,12 @@ _COUNTERS = (
 
 
 def model_id(engine: Engine) -> str:
-    """The model's id in the API: the file's name without its suffix."""
-    return engine.model_path.stem
+    """The model's id in the API: the file's name without its suffix; where another program names
+    files by their hashes, what the file itself says."""
+    path = engine.model_path
+    if path.suffix != SUFFIX and is_kept_for_others(path):
+        return one_line(engine.spec.name, _LONGEST_ID)
+    return path.stem
 
 
 def chat_template(state: ServerState, engine: Engine) -> str | None:

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from dflash_adapters.gguf.file import GgufFile
-from dflash_adapters.gguf.shards import MAX_SHARDS, FileChange
+from dflash_adapters.gguf.shard_names import MAX_SHARDS
+from dflash_adapters.gguf.shards import FileChange
 from dflash_adapters.quant import TensorType
 from dflash_protocol.errors import ModelFileError
 from support import gguf_builder as raw

@@ -34,7 +34,7 @@ def test_work_that_moves_too_few_bytes_is_given_up(pause_s: float) -> None:
             is_over.set()
 
     began_s = time.monotonic()
-    with pytest.raises(PullFailed, match="the hub sent .* bytes in 0 s"):
+    with pytest.raises(PullFailed, match=r"the hub sent .* bytes in 0 s"):
         watched(slow, stall_s=0.3, least_bytes_per_s=1000)
     assert time.monotonic() - began_s < 20
     if pause_s > 1:  # what waits for something else is left behind
