@@ -7,8 +7,10 @@ import json
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,21 @@ def wait_for_bytes(folder: Path, num_bytes: int) -> None:
     wait_until(lambda: path.exists() and path.stat().st_size >= num_bytes, "bytes to come")
 
 
+@contextmanager
+def mapped_by_another(path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that has mapped a file, as a server has."""
+    code = (
+        "import mmap, sys; f = open(sys.argv[1], 'rb');"
+        "m = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ); print(flush=True); input()"
+    )
+    command = [sys.executable, "-c", code, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as user:
+        assert user.stdout is not None
+        user.stdout.readline()
+        yield user
+        user.communicate(b"\n")
+
+
 def test_a_model_is_fetched_used_and_removed_by_name(tmp_path: Path) -> None:
     content = demo_model_path().read_bytes()
     with loopback_hub(files={FILE: content, "mmproj-F16.gguf": gguf_like(99)}) as hub:
@@ -75,6 +92,11 @@ def test_a_model_is_fetched_used_and_removed_by_name(tmp_path: Path) -> None:
     # The hub is gone: nothing below needs it.
     shown = json.loads(run_cli("inspect", NAME, "--json", **variables).stdout)
     assert shown["path"] == str(linked(tmp_path, FILE))
+    with mapped_by_another(linked(tmp_path, FILE)) as user:
+        refused = run_cli("rm", NAME, "--yes", **variables)
+    assert refused.returncode == 2
+    assert f"(process {user.pid})" in refused.stderr
+    assert linked(tmp_path, FILE).read_bytes() == content
     assert run_cli("rm", NAME, "--yes", **variables).returncode == 0
     assert not repository_folder(tmp_path).exists()
 
@@ -182,20 +204,3 @@ def test_a_hub_that_sends_a_byte_now_and_then(hub: LoopbackHub, tmp_path: Path, 
 def test_a_hub_that_lies_about_the_length(hub: LoopbackHub, tmp_path: Path) -> None:
     hub.says_length = 10**15
     assert_refused(pull(hub, tmp_path), tmp_path, f"sends {10**15:,} bytes, its list says")
-
-
-def test_a_model_in_use_is_not_removed(hub: LoopbackHub, tmp_path: Path) -> None:
-    assert pull(hub, tmp_path).returncode == 0
-    code = (
-        "import mmap, sys; f = open(sys.argv[1], 'rb');"
-        "m = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ); print(flush=True); input()"
-    )
-    command = [*cli_command()[:1], "-c", code, str(linked(tmp_path, FILE))]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as user:
-        assert user.stdout is not None
-        user.stdout.readline()
-        done = run_cli("rm", NAME, "--yes", **hub_environment(hub, tmp_path))
-        user.communicate(b"\n")
-    assert done.returncode == 2
-    assert f"(process {user.pid})" in done.stderr
-    assert linked(tmp_path, FILE).exists()

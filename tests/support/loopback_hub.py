@@ -57,6 +57,10 @@ class LoopbackHub:
     asked: list[tuple[str, str, str]] = field(default_factory=list)
     """Method, path and range of each request."""
     url: str = ""
+    files_url: str = ""
+    """Where files are given from, if that is another hub."""
+    tokens: list[str] = field(default_factory=list)
+    """What each request had to authorize it."""
 
     def ranges(self) -> list[str]:
         """The ranges of all requests for files' bytes."""
@@ -179,6 +183,7 @@ class _Handler(BaseHTTPRequestHandler):
         hub = self.served
         byte_range = self.headers.get("Range", "")
         hub.asked.append((self.command, self.path, byte_range))
+        hub.tokens.append(self.headers.get("Authorization", ""))
         while hub.is_silent:
             time.sleep(0.02)
         if hub.trickles:
@@ -212,7 +217,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _redirect(self, name: str) -> None:
         content = self.served.files[name]
         self.send_response(302)
-        self.send_header("Location", f"{self.served.url}/cdn/{name}")
+        self.send_header("Location", f"{self.served.files_url or self.served.url}/cdn/{name}")
         self.send_header("X-Linked-Size", str(len(content)))
         self._send_version(content)
         self.send_header("Content-Length", "0")

@@ -13,7 +13,7 @@ from dflash_protocol.process.output import ascii_json, noun, say
 from dflash_runtime.cli.terminal import TransferBar, shown_bytes, write_lines
 
 if TYPE_CHECKING:
-    from dflash_runtime.tools.pulling.watched import Progress
+    from dflash_runtime.tools.pulling.watched import PullProgress
 
 _EPILOG = """\b
 Examples:
@@ -85,7 +85,7 @@ class _Report:
             # docs: nothing to do; the bytes are those that are not here yet
             say(f"fetching {name}: {shown_bytes(num_bytes)}, {files}", program="dflash-moe")
 
-    def update(self, progress: Progress) -> None:
+    def update(self, progress: PullProgress) -> None:
         done, total = progress.num_done, progress.num_total
         if self._bar is not None:
             self._bar.show(progress.stage, done, total)

@@ -142,6 +142,7 @@ class Engine:
     ) -> Engine:
         """Open a GGUF file, and its experts in this process and in daemons.
 
+        `path` may be a text that is a model's name, as commands take it (docs/models.md).
         An option that is None is taken from `settings`, by default those of `load_settings`; if
         they name no model either, the demo model is opened.
         `daemons` are spawned (``DEVICE[@LAUNCHER]``); `connect` are endpoints of running daemons.

@@ -29,8 +29,8 @@ from dflash_protocol.errors import PullFailed, SettingsError
 from dflash_protocol.process.text_files import write_file
 from dflash_runtime.interrupts import uninterrupted
 from dflash_runtime.tools.pulling.hub import MOST_FILE_BYTES, Hub, HubFile, Listing
-from dflash_runtime.tools.pulling.transfer import Transfer, num_present
-from dflash_runtime.tools.pulling.watched import Progress, watched
+from dflash_runtime.tools.pulling.transfer import FileTransfer, num_present
+from dflash_runtime.tools.pulling.watched import PullProgress, watched
 
 _STALLS = 6
 """Of the library's timeouts, without enough bytes, after which a transfer is given up."""
@@ -55,7 +55,7 @@ def pull(
     name: ModelName,
     *,
     on_start: Callable[[str, int, int], None] = lambda name, num_files, num_bytes: None,
-    on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_progress: Callable[[PullProgress], None] = lambda progress: None,
 ) -> Pulled:
     """Fetch a model, or what is missing of it.
 
@@ -89,12 +89,12 @@ def pull(
         raise PullFailed(f"cannot write {folder}: {error.strerror or error}") from error
     on_start(shortest, len(files), missing)
 
-    def fetch(progress: Progress) -> None:
+    def fetch(progress: PullProgress) -> None:
         progress.num_total = sum(each.size_bytes for each in files)
         for index, file in enumerate(files):
             progress.stage = f"{index + 1}/{len(files)}"
             opened = partial(_opened, hub, name, listing.commit, file)
-            Transfer(file, blobs, progress, opened=opened).run()
+            FileTransfer(file, blobs, progress, opened=opened).run()
 
     watch(fetch, on_progress=on_progress)
     with uninterrupted():

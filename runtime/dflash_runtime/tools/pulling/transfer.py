@@ -20,7 +20,7 @@ from dflash_adapters.library.found_model import MAGIC
 from dflash_adapters.library.pulled_files import PARTIAL_SUFFIX
 from dflash_protocol.errors import PullFailed
 from dflash_runtime.tools.pulling.hub import HubBusy, HubFile
-from dflash_runtime.tools.pulling.watched import Progress
+from dflash_runtime.tools.pulling.watched import PullProgress
 
 _READ_BYTES = 4 << 20
 _MOST_TRIES = 6
@@ -43,7 +43,7 @@ def num_present(blobs: Path, file: HubFile) -> int:
     return 0
 
 
-class Transfer:
+class FileTransfer:
     """One file of a repository on its way into the folder `blobs`.
 
     `opened(from_byte)` asks for its bytes, as `Hub.opened`. Owns: the partial file while `run`
@@ -51,7 +51,7 @@ class Transfer:
     """
 
     def __init__(
-        self, file: HubFile, blobs: Path, progress: Progress, *, opened: Callable[[int], Any]
+        self, file: HubFile, blobs: Path, progress: PullProgress, *, opened: Callable[[int], Any]
     ) -> None:
         self._file = file
         self._target = blobs / file.blob

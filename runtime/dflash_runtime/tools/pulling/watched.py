@@ -20,7 +20,7 @@ _POLL_S = 0.1
 
 
 @dataclass(slots=True)
-class Progress:
+class PullProgress:
     """What the working thread tells the one that watches.
 
     `stage` says what is done, `num_done` counts bytes of `num_total`, and of `num_moved`, those
@@ -43,18 +43,18 @@ class Progress:
 
 
 def watched(
-    work: Callable[[Progress], T],
+    work: Callable[[PullProgress], T],
     *,
     stall_s: float,
     least_bytes_per_s: int,
-    on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_progress: Callable[[PullProgress], None] = lambda progress: None,
 ) -> T:
     """`work` in a thread of its own, which is left behind if it stalls: if within `stall_s` it has
     moved fewer bytes than this rate makes, and is not done.
 
     Raises: PullFailed if it stalls; what `work` raises.
     """
-    progress = Progress()
+    progress = PullProgress()
     results: list[T] = []
     errors: list[BaseException] = []
 

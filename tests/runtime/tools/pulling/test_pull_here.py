@@ -3,8 +3,10 @@ hub's answers it refuses."""
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,7 +33,7 @@ from support.loopback_hub import (
     partial,
     repository_folder,
 )
-from support.processes import run_main
+from support.processes import ROOT, run_main
 
 FILE = "Some-Model-Q4_K_M.gguf"
 NAME = f"{REPOSITORY}:Q4_K_M"
@@ -315,3 +317,20 @@ def test_a_list_that_does_not_end(hub: LoopbackHub, run: Run, tmp_path: Path) ->
 def test_names_that_are_refused(run: Run, tmp_path: Path, name: str, words: str) -> None:
     assert_refused(run("pull", name), tmp_path, words, code=2)
     assert_nothing_named(tmp_path)
+
+
+def test_the_token_is_for_the_hub_alone(hub: LoopbackHub, run: Run, tmp_path: Path) -> None:
+    with loopback_hub(files=hub.files) as other:
+        hub.files_url, hub.token = other.url, "secret"
+        assert run("pull", NAME, HF_TOKEN="secret").returncode == 0
+    assert set(hub.tokens) == {"Bearer secret"}
+    assert other.tokens == [""]
+
+
+def test_a_start_without_a_name_does_not_import_the_library() -> None:
+    """It takes half a second."""
+    for package in ("adapters", "daemon", "protocol", "runtime"):
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.parse(path.read_text()).body:
+                named = ast.unparse(node) if isinstance(node, ast.Import | ast.ImportFrom) else ""
+                assert not {"huggingface_hub", "httpx2"} & set(re.split(r"\W+", named)), path

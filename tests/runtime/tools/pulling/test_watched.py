@@ -8,13 +8,13 @@ import time
 import pytest
 
 from dflash_protocol.errors import PullFailed
-from dflash_runtime.tools.pulling.watched import Progress, watched
+from dflash_runtime.tools.pulling.watched import PullProgress, watched
 
 
 def test_what_the_work_returns_and_raises_comes_through() -> None:
     assert watched(lambda progress: 7, stall_s=5, least_bytes_per_s=1) == 7
 
-    def fails(progress: Progress) -> None:
+    def fails(progress: PullProgress) -> None:
         raise PullFailed("as it was")
 
     with pytest.raises(PullFailed, match="as it was"):
@@ -26,7 +26,7 @@ def test_work_that_moves_too_few_bytes_is_given_up(pause_s: float) -> None:
     """A byte now and then is no more than silence."""
     is_over = threading.Event()
 
-    def slow(progress: Progress) -> None:
+    def slow(progress: PullProgress) -> None:
         try:
             while not is_over.wait(pause_s):
                 progress.move(1)
@@ -43,7 +43,7 @@ def test_work_that_moves_too_few_bytes_is_given_up(pause_s: float) -> None:
 
 
 def test_work_that_goes_on_has_all_the_time_it_needs() -> None:
-    def steady(progress: Progress) -> int:
+    def steady(progress: PullProgress) -> int:
         for _ in range(40):
             time.sleep(0.02)
             progress.move(1000)
@@ -59,10 +59,10 @@ def test_work_that_goes_on_has_all_the_time_it_needs() -> None:
 def test_ctrl_c_does_not_wait_for_the_work() -> None:
     is_over = threading.Event()
 
-    def press(progress: Progress) -> None:
+    def press(progress: PullProgress) -> None:
         raise KeyboardInterrupt
 
-    def work(progress: Progress) -> None:
+    def work(progress: PullProgress) -> None:
         is_over.wait(60)
         with pytest.raises(PullFailed):
             progress.move(1)
