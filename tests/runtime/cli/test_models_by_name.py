@@ -6,6 +6,8 @@ import io
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from huggingface_hub import constants
@@ -15,6 +17,8 @@ from dflash_daemon.__main__ import main as daemon_main
 from dflash_runtime.cli.main import main
 from dflash_runtime.cli.terminal import TransferBar
 from dflash_runtime.engine.demo_model import demo_model_path
+from dflash_runtime.engine.engine import Engine
+from dflash_runtime.serving.status import model_id
 from support.processes import run_main
 
 NAME = "own/M-GGUF:Q4_K_M"
@@ -131,3 +135,16 @@ def test_what_is_shown_of_a_transfer_cannot_control_the_terminal() -> None:
     bar.show("1/1\x1b[31;5m", 1, 9)
     bar.finish()
     assert "\x1b[31;5m" not in output.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/models/M-Q4_K_M.gguf", "M-Q4_K_M"),
+        ("/hub/models--own--M/snapshots/abc/M-Q4_K_M.gguf", "M-Q4_K_M"),
+        ("/ollama/blobs/sha256-0123", "A Name\\x1b"),
+    ],
+)
+def test_the_server_s_name_of_a_model_is_no_hash(path: str, expected: str) -> None:
+    engine = SimpleNamespace(model_path=Path(path), spec=SimpleNamespace(name="A Name\x1b"))
+    assert model_id(cast(Engine, engine)) == expected

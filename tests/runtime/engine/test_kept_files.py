@@ -50,3 +50,16 @@ def test_what_one_place_does_not_take_another_does(tmp_path: Path) -> None:
     assert file.read_text() == "content"
     assert "folder" in write_first("plan", [folder], "content")
     assert write_first("plan", [], "content") == ""
+
+
+@pytest.mark.parametrize(
+    "path", ["hub/models--own--M/snapshots/abc/M-Q4_K_M.gguf", "ollama/blobs/sha256-0123"]
+)
+def test_nothing_is_kept_beside_files_of_other_programs(tmp_path: Path, path: str) -> None:
+    model = tmp_path / path
+    model.parent.mkdir(parents=True)
+    settings = Settings(cache_dir=str(tmp_path / "cache"))
+    (place,) = kept_places(model, settings, HEAT_SUFFIX)
+    assert place.parent == tmp_path / "cache" / "heat"
+    assert write_first("heat", [place], b"counts") == ""
+    assert list(model.parent.iterdir()) == []
