@@ -100,6 +100,16 @@ class ExpertStage(Protocol):
 
 
 @runtime_checkable
+class LoadsResizable(Protocol):
+    """A backend whose banks can have more or fewer experts later."""
+
+    def load_resizable(
+        self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array
+    ) -> ResizableBank:
+        """As ComputeBackend.load_experts."""
+
+
+@runtime_checkable
 class ReplaceableBank(ExpertBank, Protocol):
     """A bank that can take other experts in place of some of its own."""
 
@@ -116,6 +126,27 @@ class ReplaceableBank(ExpertBank, Protocol):
         of some.
 
         Shapes: both [N]. Raises: DeviceUnavailable.
+        """
+
+
+@runtime_checkable
+class ResizableBank(ReplaceableBank, Protocol):
+    """A bank that can have more or fewer experts, of a parent: see `load_resizable`."""
+
+    @property
+    def most_experts(self) -> int:
+        """Raising its number beyond fails."""
+
+    def held_bytes(self, num_experts: int) -> int:
+        """What so many of its experts take of the device memory that fewer would give back."""
+
+    def resize(self, file: GgufFile, global_expert_ids: I32Array) -> None:
+        """From now on it has these experts, under these local ids: positions in the list. Nothing
+        may be computing; what was recorded with this bank stays valid. If it fails, some of its
+        experts are lost until it is called again.
+
+        Shapes: [N]. Raises: ValueError for too many; DeviceUnavailable, DeviceOutOfMemory among
+        them.
         """
 
 

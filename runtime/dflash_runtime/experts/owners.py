@@ -86,6 +86,8 @@ def give(
         if settings.check_replies != 0:
             schedule = CheckSchedule(settings.check_replies)
             checker = ReplyChecker(every, host_class, schedule)
+    # Between a parent's device and its processor the number of experts may change.
+    is_resizable = not backend.is_host and HOST_OWNER in owned_by and arena_options is None
     computes: list[ExpertCompute] = []
     device_owner: int | None = None
     arena: ExpertArena | None = None
@@ -120,6 +122,7 @@ def give(
                 owned=owned,
                 read_now=True,
                 is_brought=arena_options is not None,
+                is_resizable=is_resizable,
                 parent_class=backend.numeric_class,
             )
             if arena_options is not None:
@@ -137,6 +140,7 @@ def give(
                 owned=owned,
                 read_now=True,
                 is_brought=is_brought,
+                is_resizable=is_resizable,
             )
             if is_brought and arena_options is not None:
                 arena = _brought(undo, file, backend, local_banks, arena_options)

@@ -13,7 +13,7 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import I32Array
 from dflash_protocol.placement import OwnedExperts, Placement
-from dflash_runtime.compute.backend import ExpertStage, ReplaceableBank
+from dflash_runtime.compute.backend import ExpertStage, ReplaceableBank, ResizableBank
 from dflash_runtime.experts.compute import (
     ExpertCompute,
     LocalExpertCompute,
@@ -21,8 +21,13 @@ from dflash_runtime.experts.compute import (
 )
 from dflash_runtime.experts.telemetry import OwnerKind
 
-Change: TypeAlias = tuple[ReplaceableBank, I32Array, I32Array, I32Array]
+Replaced: TypeAlias = tuple[ReplaceableBank, I32Array, I32Array, I32Array]
 """A bank, the local ids that get other experts, the experts that leave, and those."""
+
+Resized: TypeAlias = tuple[ResizableBank, I32Array, I32Array]
+"""A bank, the experts that it has, and those that it will have, by local ids."""
+
+Change: TypeAlias = Replaced | Resized
 
 
 class NotUndone(DeviceUnavailable):
@@ -94,20 +99,39 @@ def replace_experts(
 
     Raises: DeviceUnavailable; NotUndone.
     """
-    for index, (bank, local_expert_ids, _, arriving) in enumerate(changes):
+    for index, change in enumerate(changes):
         try:
-            bank.replace(file, local_expert_ids, arriving, stage=stage)
+            _apply(file, change, stage)
         except BaseException as error:
             try:
-                for changed, places, leaving, _ in changes[: index + 1]:
-                    changed.replace(file, places, leaving)
+                for each in changes[: index + 1]:
+                    _undo(file, each)
             except BaseException:
                 raise NotUndone(str(error)) from error
             raise
 
 
+def _apply(file: GgufFile, change: Change, stage: ExpertStage | None) -> None:
+    if len(change) == 3:
+        resized, _, after = change
+        resized.resize(file, after)
+    else:
+        bank, local_expert_ids, _, arriving = change
+        bank.replace(file, local_expert_ids, arriving, stage=stage)
+
+
+def _undo(file: GgufFile, change: Change) -> None:
+    if len(change) == 3:
+        resized, before, _ = change
+        resized.resize(file, before)
+    else:
+        bank, local_expert_ids, leaving, _ = change
+        bank.replace(file, local_expert_ids, leaving)
+
+
 def _changes(owners: Sequence[ExpertCompute], before: Placement, after: Placement) -> list[Change]:
-    """Of all owners of this process, which have as many experts of each layer as before.
+    """Of all owners of this process, which have as many experts of each layer as before, but for
+    banks that can be resized.
 
     Raises: ValueError.
     """
@@ -127,6 +151,11 @@ def _changes_of(
         raise ValueError("an owner has experts of the same layers as before")
     for layer_id, ids in new.by_layer.items():
         was, bank = old.by_layer[layer_id], owner.banks[layer_id]
+        is_resized = isinstance(bank, ResizableBank) and ids.size <= bank.most_experts
+        if was.size != ids.size and is_resized:
+            assert isinstance(bank, ResizableBank)
+            yield bank, was, ids
+            continue
         if was.size != ids.size or not isinstance(bank, ReplaceableBank):
             raise ValueError(f"layer {layer_id} has room for {was.size} experts, not {ids.size}")
         changed = np.flatnonzero(was != ids).astype(np.int32)

@@ -22,6 +22,7 @@ from dflash_protocol.batch import RoutedBatch, group_by_expert
 from dflash_protocol.ids import F64Array, I32Array, Phase
 from dflash_protocol.placement import OwnedExperts
 from dflash_runtime.compute import ComputeBackend, DivisibleBank, ExpertBank
+from dflash_runtime.compute.backend import LoadsResizable
 from dflash_runtime.compute.host import ONE_TOKEN
 from dflash_runtime.compute.thread_trial import OnePass
 
@@ -57,6 +58,7 @@ def load_banks(
     owned: OwnedExperts,
     read_now: bool,
     is_brought: bool = False,
+    is_resizable: bool = False,
     parent_class: str = "",
 ) -> dict[int, ExpertBank]:
     """Make a bank for each layer in which experts are owned, as for a parent of this numeric class
@@ -65,14 +67,18 @@ def load_banks(
     `read_now` reads the owned byte ranges, and no others, into memory; otherwise they are read on
     first use, as suits a fallback that is rarely needed. Such banks raise ModelFileError if the
     file was modified meanwhile. `is_brought`: see `ComputeBackend.bring_experts`, which is called
-    with these banks; nothing is read now.
+    with these banks; nothing is read now. `is_resizable`: they may have more or fewer experts
+    later, if the backend has such banks.
     """
+    load = backend.load_experts
+    if is_resizable and isinstance(backend, LoadsResizable):
+        load = backend.load_resizable
     banks: dict[int, ExpertBank] = {}
     for layer_id, global_expert_ids in sorted(owned.by_layer.items()):
         layer = spec.by_layer_id[layer_id]
         if read_now and not is_brought:
             _read_experts(file, layer, global_expert_ids)
-        loaded = backend.load_experts(file, layer, global_expert_ids)
+        loaded = load(file, layer, global_expert_ids)
         bank = backend.bank_beside(parent_class, loaded)
         banks[layer_id] = bank if read_now else _WatchedBank(bank, file)
     return banks

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from dflash_protocol.errors import DeviceUnavailable, SettingsError
+from dflash_protocol.errors import DeviceOutOfMemory, DeviceUnavailable, SettingsError
 from dflash_protocol.ids import AnyArray
 from dflash_runtime.compute.gpu.device.capabilities import Capabilities, Vendor
 from dflash_runtime.compute.gpu.device.device import (
@@ -187,8 +187,42 @@ class EmulatedHostMapping:
         self._device.drop_range(self.device_address)
 
 
+class EmulatedBlocks:
+    """Implements BlockArray: kernels cannot access what was given back, and it is poisoned."""
+
+    def __init__(self, device: EmulatedDevice, array: AnyArray) -> None:
+        # As for a device's: a view that is kept elsewhere keeps the memory.
+        self._device, self.array, self._held_bytes = device, array, array.nbytes
+
+    def held_for(self, num_bytes: int) -> int:
+        """As BlockArray.held_for."""
+        unit = self._device.block_bytes
+        return min(-(-num_bytes // unit) * unit, self.array.nbytes)
+
+    def keep(self, num_bytes: int) -> None:
+        """As BlockArray.keep."""
+        held_bytes = self.held_for(num_bytes)
+        more_bytes = held_bytes - self._held_bytes
+        if more_bytes > self._device.free_block_bytes:
+            raise DeviceOutOfMemory(
+                self._device.name,
+                num_bytes=more_bytes,
+                free_bytes=self._device.free_block_bytes,
+                total_bytes=1 << 40,
+            )
+        self._device.free_block_bytes -= more_bytes
+        self._held_bytes = held_bytes
+        self.array[held_bytes:] = _POISON
+        self._device.resize_range(self.array.ctypes.data, held_bytes)
+
+
 class EmulatedDevice:
     """Implements KernelDevice."""
+
+    block_bytes = 0
+    """Size of blocks; 0: memory does not come in blocks."""
+    free_block_bytes = 1 << 40
+    """For blocks that are taken anew."""
 
     def __init__(
         self,
@@ -233,6 +267,17 @@ class EmulatedDevice:
         self.add_range(payload_address, num_bytes)
         # The view keeps the buffer alive, and its own views too.
         return buffer[begin : begin + num_bytes].view(dtype).reshape(shape)
+
+    def in_blocks(self, num_bytes: int) -> EmulatedBlocks | None:
+        """As KernelDevice.in_blocks, in blocks of `block_bytes`."""
+        if num_bytes <= self.block_bytes or not self.block_bytes:
+            return None
+        return EmulatedBlocks(self, self.empty(num_bytes, np.uint8))
+
+    def resize_range(self, begin: int, num_bytes: int) -> None:
+        """Let kernels access so much of an array; what follows is guarded."""
+        self._range_bytes[begin] = num_bytes
+        self._state = object()
 
     def zeros(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> AnyArray:
         """As KernelDevice.zeros."""

@@ -28,7 +28,7 @@ from dflash_runtime.compute.cpu.compile import compiling
 from dflash_runtime.compute.cpu.compile.kernel_cache import keeping_in
 from dflash_runtime.compute.cpu.compile_ahead import OnProgress, compile_ahead, jobs_for, run_job
 from dflash_runtime.compute.cpu.compiled_banks import compile_banks
-from dflash_runtime.compute.cpu.experts import CpuExpertBank
+from dflash_runtime.compute.cpu.experts import CpuExpertBank, with_others
 from dflash_runtime.compute.cpu.host_arena import HostArena
 from dflash_runtime.compute.cpu.kv_cache import CpuKvCache
 from dflash_runtime.compute.cpu.ops import CpuOps
@@ -113,6 +113,15 @@ class CpuBackend(HostBackend):
         self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array
     ) -> CpuExpertBank:
         return CpuExpertBank(file, layer, global_expert_ids, self._workers, self._scratch)
+
+    def load_resizable(
+        self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array
+    ) -> CpuExpertBank:
+        """With room for all experts of the layer: they lie in the mapped file anyway."""
+        every = with_others(global_expert_ids, layer.num_experts)
+        bank = self.load_experts(file, layer, every)
+        bank.num_experts = global_expert_ids.size
+        return bank
 
     def bring_experts(
         self,

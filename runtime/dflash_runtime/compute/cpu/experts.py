@@ -50,6 +50,7 @@ class CpuExpertBank:
             raise ValueError(f"expert ids must lie within 0..{layer.num_experts - 1}")
         self.layer = layer
         self.num_experts = int(ids.size)
+        """Fewer than it was made with, if it is to be resized."""
         self.global_expert_ids = ids
         """Of the experts that it was made with. Shapes: [experts]."""
         self.selections = np.zeros(layer.num_experts, np.int64)
@@ -171,6 +172,24 @@ class CpuExpertBank:
         if biases.size:
             biases[local_expert_ids] = self._bias_addresses(file, ids)
 
+    @property
+    def most_experts(self) -> int:
+        return len(self.addresses)
+
+    def held_bytes(self, num_experts: int) -> int:
+        """None: they lie in the mapped file."""
+        return 0
+
+    def resize(self, file: GgufFile, global_expert_ids: I32Array) -> None:
+        """What is recorded has places for `most_experts`: those beyond the given ones hold
+        others."""
+        most = self.most_experts
+        if global_expert_ids.size > most:
+            raise ValueError(f"there is room for {most} experts, not {global_expert_ids.size}")
+        every = with_others(global_expert_ids, self.layer.num_experts)[:most]
+        self.replace(file, np.arange(most, dtype=np.int32), every)
+        self.num_experts = int(global_expert_ids.size)
+
     def routed_call(
         self,
         hidden: F32Array,
@@ -286,6 +305,12 @@ class CpuExpertBank:
                 self._data[shard_index] = data
             addresses[local_expert_id] = bases[shard_index] + offset_bytes
         return addresses
+
+
+def with_others(global_expert_ids: I32Array, num_experts: int) -> I32Array:
+    """These, and then the layer's other experts. Shapes: result [E]."""
+    others = np.setdiff1d(np.arange(num_experts, dtype=np.int32), global_expert_ids)
+    return np.concatenate((global_expert_ids, others)).astype(np.int32)
 
 
 def _scales(file: GgufFile, layer: MoeLayer, global_expert_ids: I64Array) -> F32Array:

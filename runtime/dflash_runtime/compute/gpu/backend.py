@@ -41,12 +41,13 @@ from dflash_runtime.compute.expert_arena import ArenaOptions, ExpertArena
 from dflash_runtime.compute.gpu.chunk_room import GROUP_TOKENS, MAX_CHUNK, scratch_of_chunk
 from dflash_runtime.compute.gpu.device.binary_cache import BinaryCache
 from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
-from dflash_runtime.compute.gpu.device.device import KernelDevice
+from dflash_runtime.compute.gpu.device.device import BlockArray, KernelDevice
 from dflash_runtime.compute.gpu.device.devices import CONTEXT_BYTES, DeviceMemory
 from dflash_runtime.compute.gpu.experts.experts import CapturedExperts, CupyExpertBank
 from dflash_runtime.compute.gpu.experts.moe import DeviceMoe, HereRoute, HostRoute, Route
 from dflash_runtime.compute.gpu.experts.offload import ExpertOffload
 from dflash_runtime.compute.gpu.experts.offload_room import offload_bytes
+from dflash_runtime.compute.gpu.experts.resizing import SlotRoom
 from dflash_runtime.compute.gpu.experts.stage import DeviceStage, open_stage
 from dflash_runtime.compute.gpu.launch.decode_arrays import STEP_SIZES
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
@@ -249,7 +250,26 @@ class CupyBackend:
         self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array
     ) -> CupyExpertBank:
         """Raises: UnsupportedModel, DeviceOutOfMemory."""
+        return self._bank(file, layer, global_expert_ids)
+
+    def load_resizable(
+        self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array
+    ) -> CupyExpertBank:
+        """In layers that are whole, the device's steps know of no other owner: these are not
+        resized. Raises: UnsupportedModel, DeviceOutOfMemory."""
+        is_partial = 0 < global_expert_ids.size < layer.num_experts
+        return self._bank(file, layer, global_expert_ids, blocks=[] if is_partial else None)
+
+    def _bank(
+        self,
+        file: GgufFile,
+        layer: MoeLayer,
+        global_expert_ids: I32Array,
+        *,
+        blocks: list[BlockArray] | None = None,
+    ) -> CupyExpertBank:
         cache_slots = self.ops.step_experts.cache_slots
+        num_more = slots_beside(layer, global_expert_ids.size, cache_slots)
         with self._lock:
             by_global, by_local = load_resident(
                 self.device,
@@ -257,9 +277,13 @@ class CupyBackend:
                 file,
                 layer=layer,
                 global_expert_ids=global_expert_ids,
-                num_more=slots_beside(layer, global_expert_ids.size, cache_slots),
+                num_more=num_more,
+                blocks=blocks,
             )
             self.ops.chunk_experts.expect(by_global)
+        room = None
+        if blocks is not None:
+            room = SlotRoom(layer, blocks, num_more, global_expert_ids.size)
         return CupyExpertBank(
             self.ops,
             by_global,
@@ -267,6 +291,7 @@ class CupyBackend:
             captured=self._captured_experts,
             uploader=self.loader.uploader,
             lock=self._lock,
+            room=room,
         )
 
     def bring_experts(

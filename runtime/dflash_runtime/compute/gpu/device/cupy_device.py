@@ -21,6 +21,7 @@ from dflash_protocol.device import Device
 from dflash_protocol.errors import DeviceOutOfMemory, DeviceUnavailable, SettingsError, one_line
 from dflash_protocol.ids import AnyArray
 from dflash_runtime.compute.gpu.device.binary_cache import BinaryCache
+from dflash_runtime.compute.gpu.device.block_memory import BlockPool, CudaBlocks
 from dflash_runtime.compute.gpu.device.capabilities import Capabilities, Vendor
 from dflash_runtime.compute.gpu.device.device import (
     NANOSECONDS_PER_MS,
@@ -67,6 +68,7 @@ class CupyMemory:
         self._cupy, self._driver = cupy, driver
         self._name, self._index = str(device), device.index
         self._pool = cupy.cuda.MemoryPool()
+        self._blocks = BlockPool(driver, device.index)
         empty_outlived_pools()
 
     def available(self) -> DeviceMemory:
@@ -91,6 +93,22 @@ class CupyMemory:
                 total_bytes=found.total_bytes,
             ) from error
 
+    def in_blocks(self, num_bytes: int) -> CudaBlocks | None:
+        """See KernelDevice.in_blocks."""
+        found = self._blocks.new(num_bytes)
+        if found is None:
+            return None
+        of, owner = found
+        with self._cupy.cuda.Device(self._index):
+            memory = self._cupy.cuda.UnownedMemory(of.address, num_bytes, owner, self._index)
+            pointer = self._cupy.cuda.MemoryPointer(memory, 0)
+            return CudaBlocks(of, self._cupy.ndarray((num_bytes,), np.uint8, memptr=pointer))
+
+    @property
+    def has_dropped_blocks(self) -> bool:
+        """Whether `trim` will give back blocks."""
+        return self._blocks.has_dropped
+
     def download(self, array: DeviceArray) -> AnyArray:
         """A copy on the host of what the device has written."""
         given: Any = array
@@ -99,13 +117,15 @@ class CupyMemory:
         return copy
 
     def trim(self) -> None:
-        """Return what no array uses to the driver."""
+        """Return what no array uses to the driver; nothing may be running if there are blocks."""
+        self._blocks.trim()
         with self._cupy.cuda.Device(self._index):
             self._pool.free_all_blocks()
 
     def close(self) -> None:
         """Return to the driver all memory that no array refers to any more."""
         OUTLIVED_POOLS.append(partial(_emptied, self._cupy, self._index, self._pool))
+        OUTLIVED_POOLS.append(self._blocks.trim)
         empty_outlived_pools()
 
 
@@ -303,6 +323,10 @@ class CupyDevice:
         self._driver.use(self._index)
         return self._memory.empty(shape, dtype)
 
+    def in_blocks(self, num_bytes: int) -> CudaBlocks | None:
+        self._begin("allocate blocks")
+        return self._memory.in_blocks(num_bytes)
+
     def zeros(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
         array = self.empty(shape, dtype)
         if array.nbytes:
@@ -476,6 +500,8 @@ class CupyDevice:
 
     def trim(self) -> None:
         self._begin("free memory")
+        if self._memory.has_dropped_blocks:  # kernels that were launched before may use them
+            self._driver.synchronize_stream(self.stream)
         self._memory.trim()
 
     def mark(self) -> CupyMark:

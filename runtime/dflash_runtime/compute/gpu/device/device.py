@@ -88,6 +88,25 @@ class PeerMemory(Protocol):
         """Free or unmap it; no kernel that uses it may be running. Idempotent."""
 
 
+class BlockArray(Protocol):
+    """Memory in blocks, of which those at its end can be given back to the driver and taken anew,
+    while addresses stay. It lives as long as its array, or a view of it."""
+
+    @property
+    def array(self) -> DeviceArray:
+        """All of it, whether there is memory behind or not. Shapes: [num_bytes] uint8."""
+
+    def held_for(self, num_bytes: int) -> int:
+        """What so many bytes at its beginning take."""
+
+    def keep(self, num_bytes: int) -> None:
+        """Have memory behind so many bytes at the beginning, and behind the others none: what is
+        taken anew is uninitialised. Nothing may be running.
+
+        Raises: DeviceOutOfMemory, and then it is as before.
+        """
+
+
 class HostMapping(Protocol):
     """Host memory mapped for kernels to read and write."""
 
@@ -194,6 +213,13 @@ class KernelDevice(Protocol):
         """New memory, 256-byte aligned, uninitialised.
 
         Raises: DeviceOutOfMemory with the amounts.
+        """
+
+    def in_blocks(self, num_bytes: int) -> BlockArray | None:
+        """New memory, 256-byte aligned, uninitialised, whose end can be given back; None if this
+        device has no such memory, or so few bytes are no more than a block.
+
+        Raises: DeviceOutOfMemory.
         """
 
     def zeros(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> DeviceArray:

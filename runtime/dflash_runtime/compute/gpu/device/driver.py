@@ -26,14 +26,19 @@ from dflash_runtime.compute.gpu.device.driver_table import (
     MAPPED_FOR_ALL_CONTEXTS,
     NON_BLOCKING_STREAM,
     NOT_READY,
+    ON_DEVICE,
     OVERLAPS_PREVIOUS,
+    READ_AND_WRITE,
     READ_ONLY,
     WITH_PEER_ACCESS,
+    BlockAccess,
+    BlockProperties,
     DeviceAttribute,
     FunctionAttribute,
     LaunchAttribute,
     LaunchConfig,
     MemoryHandle,
+    MemoryPlace,
 )
 
 _NAME_BYTES = 256
@@ -349,6 +354,46 @@ class Driver:
         """Unmap memory from `import_memory`."""
         self._call("close_memory", address)
 
+    def block_bytes(self, index: int) -> int:
+        """Blocks behind a range of addresses have a multiple of so many bytes; 0: there are none,
+        by this driver or on this device."""
+        if not self.has("block_granularity"):
+            return 0
+        if not self.device_attribute(index, DeviceAttribute.MAPS_BLOCKS):
+            return 0
+        size = ctypes.c_size_t()
+        self._call("block_granularity", byref(size), byref(_block_of(index)), 0)
+        return size.value
+
+    def reserve_addresses(self, num_bytes: int) -> int:
+        """A range of addresses with no memory behind it."""
+        return self._handle("reserve_addresses", num_bytes, 0, None, 0)
+
+    def free_addresses(self, address: int, num_bytes: int) -> None:
+        """Free a range; no block may be mapped there."""
+        self._call("free_addresses", address, num_bytes)
+
+    def map_block(self, index: int, address: int, num_bytes: int) -> None:
+        """Put new memory of a device, uninitialised, behind a part of a range.
+
+        Raises: DeviceOutOfMemory.
+        """
+        block = self._handle("create_block", num_bytes, byref(_block_of(index)), 0)
+        try:
+            self._call("map_block", address, num_bytes, 0, block, 0)
+        finally:
+            self._call("release_block", block)  # is kept until it is unmapped
+        try:
+            access = BlockAccess(MemoryPlace(ON_DEVICE, index), READ_AND_WRITE)
+            self._call("allow_block", address, num_bytes, byref(access), 1)
+        except BaseException:
+            self.unmap_block(address, num_bytes)
+            raise
+
+    def unmap_block(self, address: int, num_bytes: int) -> None:
+        """Give a block back; no kernel that may access it may be running."""
+        self._call("unmap_block", address, num_bytes)
+
     def copy(self, destination: int, source: int, num_bytes: int, *, stream: int) -> None:
         """Copy between host and devices, in the order of the stream."""
         if self.vendor is Vendor.CUDA:
@@ -411,6 +456,11 @@ class Driver:
             words = describe(ctypes.c_int(status))
         known = words.decode(errors="replace") if words else "an error it does not know"
         return one_line(f"{known.strip()} (error {status})")
+
+
+def _block_of(index: int) -> BlockProperties:
+    """Memory of a device, which does not move."""
+    return BlockProperties(type=1, place=MemoryPlace(ON_DEVICE, index))
 
 
 @cache

@@ -28,6 +28,29 @@ class MemoryHandle(ctypes.Structure):
     _fields_ = (("reserved", c_ubyte * HANDLE_BYTES),)
 
 
+class MemoryPlace(ctypes.Structure):
+    """CUmemLocation: a device."""
+
+    _fields_ = (("type", c_int), ("index", c_int))
+
+
+class BlockProperties(ctypes.Structure):
+    """CUmemAllocationProp, without what stays 0."""
+
+    _fields_ = (
+        ("type", c_int),
+        ("handle_types", c_int),
+        ("place", MemoryPlace),
+        ("rest", c_uint64 * 2),
+    )
+
+
+class BlockAccess(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = (("place", MemoryPlace), ("flags", c_int))
+
+
 class LaunchAttribute(ctypes.Structure):
     """CUlaunchAttribute; of the union in it only the int is used."""
 
@@ -170,6 +193,36 @@ FUNCTIONS = {
         (_OUT, _OUT_SIZE, c_void_p),
         is_optional=True,
     ),
+    # Blocks of memory behind a range of addresses. HIP has the same, which nobody has tried.
+    "block_granularity": DriverFunction(
+        "cuMemGetAllocationGranularity",
+        None,
+        (_OUT_SIZE, POINTER(BlockProperties), c_int),
+        is_optional=True,
+    ),
+    "reserve_addresses": DriverFunction(
+        "cuMemAddressReserve",
+        None,
+        (_OUT, c_size_t, c_size_t, c_void_p, c_uint64),
+        is_optional=True,
+    ),
+    "free_addresses": DriverFunction(
+        "cuMemAddressFree", None, (c_void_p, c_size_t), is_optional=True
+    ),
+    "create_block": DriverFunction(
+        "cuMemCreate", None, (_OUT, c_size_t, POINTER(BlockProperties), c_uint64), is_optional=True
+    ),
+    "release_block": DriverFunction("cuMemRelease", None, (c_void_p,), is_optional=True),
+    "map_block": DriverFunction(
+        "cuMemMap", None, (c_void_p, c_size_t, c_size_t, c_void_p, c_uint64), is_optional=True
+    ),
+    "unmap_block": DriverFunction("cuMemUnmap", None, (c_void_p, c_size_t), is_optional=True),
+    "allow_block": DriverFunction(
+        "cuMemSetAccess",
+        None,
+        (c_void_p, c_size_t, POINTER(BlockAccess), c_size_t),
+        is_optional=True,
+    ),
     # HIP's takes the kind of copy too, of which 4 = by the addresses.
     "copy": DriverFunction("cuMemcpyAsync", None, (c_void_p, c_void_p, c_size_t, c_void_p)),
     "copy_of_kind": DriverFunction(
@@ -200,6 +253,8 @@ class DeviceAttribute(IntEnum):
     COMPUTE_CAPABILITY_MAJOR = 75
     COMPUTE_CAPABILITY_MINOR = 76
     MAX_SHARED_BYTES = 97
+    MAPS_BLOCKS = 102
+    """Not 0: blocks of memory can be mapped behind a range of addresses."""
     WALL_CLOCK_KHZ = -1
     """Attributes that only AMD has."""
 
@@ -234,3 +289,4 @@ NOT_READY = 600
 """Status of a stream that is not empty; not an error."""
 MAPPED_FOR_ALL_CONTEXTS, READ_ONLY = 3, 8
 COPY_BY_ADDRESSES = 4
+ON_DEVICE, READ_AND_WRITE = 1, 3

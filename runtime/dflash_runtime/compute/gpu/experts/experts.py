@@ -25,6 +25,7 @@ from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase
 from dflash_runtime.compute.backend import ExpertStage
 from dflash_runtime.compute.gpu.device.buffers import Buffer
 from dflash_runtime.compute.gpu.device.device import Graph
+from dflash_runtime.compute.gpu.experts.resizing import SlotRoom, resize
 from dflash_runtime.compute.gpu.experts.stage import DeviceStage
 from dflash_runtime.compute.gpu.launch.decode_arrays import STEP_SIZES
 from dflash_runtime.compute.gpu.launch.decode_experts import Choice
@@ -234,7 +235,9 @@ class CupyExpertBank:
         captured: CapturedExperts,
         uploader: Uploader,
         lock: threading.RLock,
+        room: SlotRoom | None = None,
     ) -> None:
+        """`room`: of a bank that can be resized."""
         self.layer: MoeLayer = by_local.layer
         self.num_experts = by_local.num_resident
         self._lock = lock
@@ -244,6 +247,7 @@ class CupyExpertBank:
         self._ops = ops
         self.by_local = by_local
         self._steps = CapturedLayer(by_local)
+        self._room = room
 
     def part(self, file: GgufFile, local_expert_ids: I32Array) -> CupyExpertBank:
         """Shares the weights; only tables and vectors are new."""
@@ -301,6 +305,28 @@ class CupyExpertBank:
                 ids = list(zip(global_ids, names, strict=True))
                 named.rename(device, file, slots, ids=ids)
             self._uploader.finish()
+
+    @property
+    def most_experts(self) -> int:
+        return self.num_experts if self._room is None else self._room.most_experts
+
+    def held_bytes(self, num_experts: int) -> int:
+        return 0 if self._room is None else self._room.held_bytes(num_experts)
+
+    def resize(self, file: GgufFile, global_expert_ids: I32Array) -> None:
+        """Their slots hold other weights, and the last ones have no memory."""
+        if self._room is None:
+            raise ValueError("it was not loaded to be resized")
+        with self._lock:
+            resize(
+                self._room,
+                self._ops.device,
+                self._uploader,
+                file=file,
+                named=(self.by_global, self.by_local),
+                ids=global_expert_ids,
+            )
+            self.num_experts = global_expert_ids.size
 
     def accumulate(self, batch: RoutedBatch, out: F64Array) -> None:
         """Raises: ValueError for a wrong shape or ids; DeviceUnavailable."""

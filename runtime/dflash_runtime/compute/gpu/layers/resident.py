@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.spec import ExpertProjection, ExpertVector, MoeLayer
 from dflash_protocol.ids import F32Array, I32Array, I64Array, Phase
-from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.gpu.device.device import BlockArray, DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.launch.layouts import ResidentExperts, ResidentMatrices, row_bytes
 from dflash_runtime.compute.gpu.layers.matrix import Uploader, require_kernels
 
@@ -29,10 +29,11 @@ class ResidentLayer:
     selections: DeviceArray | None = None
     """How often each expert was chosen since `take_selections`, for a whole layer, which is routed
     on the device alone: in chunks of prompts, and in steps. Shapes: [2, E] uint32."""
-    num_resident: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "num_resident", int((self.slot_of_expert >= 0).sum()))
+    @property
+    def num_resident(self) -> int:
+        """Experts that are here."""
+        return int(np.count_nonzero(self.slot_of_expert >= 0))
 
     @property
     def weights(self) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
@@ -132,44 +133,40 @@ def load_resident(
     layer: MoeLayer,
     global_expert_ids: I32Array,
     num_more: int = 0,
+    blocks: list[BlockArray] | None = None,
 ) -> tuple[ResidentLayer, ResidentLayer]:
     """Bring experts to the device, once; named by their global ids, and by their local ids, which
-    are their places in `global_expert_ids`. `num_more`: slots behind these, for further experts.
+    are their places in `global_expert_ids`. `num_more`: slots before these, for further experts.
+    With `blocks`, of a list that is empty, memory of all projections comes in blocks, which are
+    added to it, if the device has such memory.
 
     Raises: UnsupportedModel if there are no kernels for their types; DeviceOutOfMemory.
     """
     global_ids = np.asarray(global_expert_ids, np.int64)
-    weights = [
-        _matrices(device, uploader, file, each, global_ids, num_more=num_more)
-        for each in layer.projections
+    num_slots = max(1, global_ids.size + num_more)
+    sizes = []
+    for each in layer.projections:
+        require_kernels(file, each.tensor_name, each.tensor_type, columns=each.columns)
+        sizes.append(num_slots * expert_bytes(each))
+    if blocks is not None:
+        found = [device.in_blocks(size) for size in sizes]
+        blocks += [each for each in found if each is not None]
+        if len(blocks) < len(sizes):
+            blocks.clear()
+    weights = [each.array for each in blocks or ()] or [
+        device.empty(size, np.uint8) for size in sizes
     ]
-    local_ids = np.arange(global_ids.size)
+    for slot, global_expert_id in enumerate(global_ids.tolist(), num_more):
+        for projection, place in zip(layer.projections, weights, strict=True):
+            _fill(uploader, file, projection, place, slot=slot, global_expert_id=global_expert_id)
+    places = np.arange(num_more, num_more + global_ids.size, dtype=np.int32)
     by_global, by_local = (
-        named_layer(device, file, layer, weights=weights, ids=(global_ids, named))
-        for named in (global_ids, local_ids)
+        named_layer(device, file, layer, weights=weights, ids=(global_ids, named), places=places)
+        for named in (global_ids, np.arange(global_ids.size))
     )
     if by_global.is_whole:
         by_global = replace(by_global, selections=device.zeros((2, layer.num_experts), np.uint32))
     return by_global, by_local
-
-
-def _matrices(
-    device: KernelDevice,
-    uploader: Uploader,
-    file: GgufFile,
-    projection: ExpertProjection,
-    global_ids: I64Array,
-    *,
-    num_more: int,
-) -> DeviceArray:
-    require_kernels(
-        file, projection.tensor_name, projection.tensor_type, columns=projection.columns
-    )
-    num_slots = max(1, global_ids.size + num_more)
-    weights = device.empty(num_slots * expert_bytes(projection), np.uint8)
-    for slot, global_expert_id in enumerate(global_ids.tolist()):
-        _fill(uploader, file, projection, weights, slot=slot, global_expert_id=global_expert_id)
-    return weights
 
 
 def _fill(

@@ -22,7 +22,7 @@ from dflash_runtime.compute.gpu.device.device import (
 )
 from dflash_runtime.compute.gpu.launch.decode_experts import FETCH_WORDS, FetchCounts, MailFetch
 from dflash_runtime.compute.gpu.launch.fetch_expert import FetchExpert, FetchTables
-from dflash_runtime.compute.gpu.layers.resident import ResidentLayer, expert_bytes
+from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.mailbox.fetched_memory import FetchedMemory
 from dflash_runtime.compute.slot_stats import SlotCounts
 from dflash_runtime.compute.step_slots import HALF_LIFE, MARGIN
@@ -81,15 +81,14 @@ def new_slots(
     `local_ids`: of the processor's experts; kernels change them. Shapes: local_ids [E] int32.
     """
     layer, num_experts = resident.layer, resident.layer.num_experts
-    num_fetched = fetched.banks[layer.layer_id].num_experts
-    num_slots = resident.weights[0].nbytes // expert_bytes(layer.gate)
+    num_fetched = len(fetched.banks[layer.layer_id].addresses)
     experts = replace(resident.experts, slot_of_expert=device.empty(num_experts, np.int32))
     tables = FetchTables(
         decision=device.empty(FETCH_WORDS, np.int32),
         places=device.empty((num_fetched, 3), np.uint64),
         own_ids=device.empty(num_experts, np.int32),
         local_ids=local_ids,
-        first_slot=num_slots - fetched.num_slots - 1,
+        first_slot=0,  # experts that live here come behind them
     )
     return LayerSlots(
         device,
