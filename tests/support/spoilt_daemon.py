@@ -22,11 +22,12 @@ from support import emulated_daemon, watched_daemon
 
 def main() -> int:
     byte, held = int(os.environ["DFLASHTEST_SPOIL"]), []
-    matrices = resident._matrices
+    memory = resident._memory
 
-    def noted(device: Any, *arguments: Any, **options: Any) -> Any:
-        held.append((device, matrices(device, *arguments, **options)))
-        return held[-1][1]
+    def noted(device: Any, *arguments: Any) -> Any:
+        arrays = memory(device, *arguments)
+        held.extend((device, each) for each in arrays)
+        return arrays
 
     def spoil(*_: object) -> None:
         for device, array in held:
@@ -34,7 +35,7 @@ def main() -> int:
         os.write(sys.stderr.fileno(), b"spoilt\n")
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(resident, "_matrices", noted)
+        patched.setattr(resident, "_memory", noted)
         signal.signal(signal.SIGUSR2, spoil)
         is_emulated = "DFLASHTEST_EMULATED" in os.environ
         return emulated_daemon.main() if is_emulated else watched_daemon.main()

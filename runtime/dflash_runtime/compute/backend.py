@@ -571,6 +571,11 @@ class ComputeBackend(Protocol):
     def num_threads(self) -> int:
         """Threads of the host that compute prompts; those of a device's caller are one."""
 
+    def device_memory(self) -> tuple[int, int] | None:
+        """What is free of the device's memory, and how much of that is to stay free for others, in
+        bytes. None on the host, and for memory that is shared with it. Raises: DeviceUnavailable.
+        """
+
     def free_memory_bytes(self) -> int | None:
         """Free memory where its experts lie; None if unknown."""
 

@@ -74,6 +74,9 @@ class HostBackend:
     def device_name(self) -> str:
         return processor_name()
 
+    def device_memory(self) -> None:
+        """None: it has none."""
+
     def free_memory_bytes(self) -> int:
         return host_memory().free_bytes
 

@@ -28,9 +28,11 @@ from dflash_protocol.placement import Placement
 from dflash_protocol.settings import DaemonSetting, Settings, load_settings
 from dflash_runtime.compute import MEMORY_ADVICE
 from dflash_runtime.compute.expert_arena import ArenaStats
+from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.slot_stats import SlotStats
 from dflash_runtime.engine import first_heat
 from dflash_runtime.engine.arguments import token_id_array, whole_number
+from dflash_runtime.engine.expert_memory import ExpertMemory, expert_memory_of
 from dflash_runtime.engine.generation import (
     GeneratedToken,
     GenerationRequest,
@@ -52,7 +54,13 @@ from dflash_runtime.engine.steps import Steps
 from dflash_runtime.engine.verifying import Verified, Verifier
 from dflash_runtime.experts.daemons.supervisor import ProgressCallback
 from dflash_runtime.experts.events import Event
-from dflash_runtime.experts.telemetry import HitCounts, MoveStats, OwnerStats, Profile
+from dflash_runtime.experts.telemetry import (
+    ExpertMemoryStats,
+    HitCounts,
+    MoveStats,
+    OwnerStats,
+    Profile,
+)
 from dflash_runtime.interrupts import uninterrupted
 from dflash_runtime.placement.heat import Heat
 from dflash_runtime.placement.plan import Plan
@@ -86,6 +94,8 @@ class EngineStats:
     slots: SlotStats | None = None
     """Experts that steps keep on a device besides those that live there; None if they keep none.
     Added as selections are."""
+    memory: ExpertMemoryStats | None = None
+    """Memory of a device that its experts can give back; None if they cannot."""
 
 
 class Engine:
@@ -100,8 +110,7 @@ class Engine:
         self._profile = Profile() if is_profiled else None
         self.spec = opened.model.spec
         self._prompts = Prompts(opened.file, self.spec.vocab_size)
-        self.backend_name = opened.backend.name
-        self.kv_type = opened.kv_type
+        self._names = opened.backend.name, opened.kv_type
         self.predictions = opened.predictions
         """Its plan's, beside what is measured; for the thread that uses the engine."""
         self.last_generation = GenerationStats()
@@ -118,6 +127,7 @@ class Engine:
         )
         self._verifier: Verifier | None = None
         self._mover: ExpertMover | None = None
+        self._memory: ExpertMemory | None = None
         self._release: Callable[[], object] = lambda: None
 
     @classmethod
@@ -225,6 +235,9 @@ class Engine:
                 )
                 if engine._mover is not None:
                     undo.callback(engine._mover.close)
+                engine._memory = expert_memory_of(
+                    engine._steps, engine.spec.moe, before_change=engine._forget_moves
+                )
             except DeviceOutOfMemory as error:
                 raise error.with_advice(MEMORY_ADVICE) from error
             # The daemons of an engine that is dropped without being closed end too.
@@ -278,6 +291,16 @@ class Engine:
         return self._prompts.model_path
 
     @property
+    def backend_name(self) -> str:
+        """Of what this process computes with."""
+        return self._names[0]
+
+    @property
+    def kv_type(self) -> KvType:
+        """Of keys and values."""
+        return self._names[1]
+
+    @property
     def num_positions(self) -> int:
         """The context: the longest sequence, in tokens."""
         return self._steps.num_positions
@@ -305,9 +328,30 @@ class Engine:
         """
         if self._owners.arena is not None:
             raise SettingsError("experts that are read from the disk have no other places")
+        self._forget_moves()
+        self._steps.replace(self._steps.prepare(placement))
+
+    def _forget_moves(self) -> None:
         if self._mover is not None:
             self._mover.forget()
-        self._steps.replace(self._steps.prepare(placement))
+
+    def set_expert_budget(self, num_bytes: int | None) -> None:
+        """Have experts take no more than so many bytes of this process's GPU, and as many as they
+        can; None: as many as when it was opened, which is the most. Of each layer a few stay:
+        `EngineStats.memory` says what they take.
+
+        The coldest ones leave, and the processor computes them; the hottest come back. Only in
+        layers of which both have some. It may be called while `generate` is being read, whose text
+        goes on; only if the processor's steps have other bits, it ends. Prompts that come later may
+        then reuse nothing.
+        Raises: ValueError for a negative number; SettingsError if the engine is closed, or no
+        expert can leave; ModelFileError; DeviceUnavailable.
+        """
+        if num_bytes is not None and num_bytes < 0:
+            raise ValueError(f"a budget of {num_bytes} bytes")
+        if self._memory is None:
+            raise SettingsError("there are no experts on a GPU that its processor can take over")
+        self._memory.set_budget(num_bytes)
 
     def move_experts(self) -> None:
         """Between two runs, move experts to where the heat says they should be, if that is worth
@@ -317,6 +361,8 @@ class Engine:
         Experts move between a parent's GPU and its processor, if their places were planned: see
         `EngineStats.moves`.
         """
+        if self._memory is not None:
+            self._memory.look(is_within_run=False)
         if self._mover is not None:
             self._mover.between_runs(self._steps.reuse.num_cached)
 
@@ -538,6 +584,7 @@ class Engine:
             MoveStats() if self._mover is None else self._mover.stats,
             None if self._owners.arena is None else self._owners.arena.stats(),
             self._steps.slots,
+            None if self._memory is None else self._memory.stats,
         )
 
     def heat(self) -> Heat:
@@ -555,11 +602,16 @@ class Engine:
         try:
             steps = self._steps
             run = steps.begin(request.is_cancelled, prefix_scope=request.prefix_scope)
+            if self._memory is not None:
+                self._memory.look(is_within_run=False)
             if self._mover is not None:
                 self._mover.between_runs(num_reusable(steps, request, self.tokenizer)[0])
+            if self._memory is not None or self._mover is not None:
                 run = steps.begin(request.is_cancelled, prefix_scope=request.prefix_scope)
             self.last_generation = stats
             tokens = generated_tokens(steps, run, request, tokenizer=self.tokenizer, stats=stats)
+            if self._memory is not None:
+                tokens = self._memory.beside(tokens)
             yield from tokens if self._mover is None else self._mover.beside(tokens)
             steps.settle()
         except Cancelled:

@@ -16,7 +16,12 @@ from dflash_protocol.errors import DflashError, NotFinite
 from dflash_protocol.ids import AnyArray, F32Array, I32Array, Phase
 from dflash_protocol.placement import Placement
 from dflash_runtime.compute import ComputeBackend, ExpertBank
-from dflash_runtime.compute.backend import NOT_FINITE, CapturedStep, ExpertStage
+from dflash_runtime.compute.backend import (
+    NOT_FINITE,
+    CapturedStep,
+    ExpertStage,
+    ResizableBank,
+)
 from dflash_runtime.compute.kv_cache import KvCache
 from dflash_runtime.compute.model import Model, OnLayer, Step, forward, run_to_end
 from dflash_runtime.compute.room import HEAD_ROWS
@@ -155,6 +160,32 @@ class Steps:
     def keeps_classes(self, placement: Placement) -> bool:
         """Whether experts may move to their places in it within a run."""
         return self._runtime.keeps_classes(placement)
+
+    def decodes_alike(self, placement: Placement) -> bool:
+        """Whether steps have the same bits with another placement: then owners of this process may
+        exchange experts between two of them."""
+        return self._runtime.decodes_alike(placement)
+
+    def resizable_banks(self) -> dict[int, tuple[ResizableBank, ResizableBank]]:
+        """By layer id the banks of the device and of the processor, where experts may go from one
+        to the other."""
+        if self._backend.is_host:
+            return {}
+        away = self._runtime.own_banks
+        return {
+            layer_id: (bank, other)
+            for layer_id, bank in self._local_banks.items()
+            if isinstance(bank, ResizableBank)
+            and isinstance(other := away.get(layer_id), ResizableBank)
+        }
+
+    def num_local_experts(self) -> dict[int, int]:
+        """By layer id, experts on the device."""
+        return {layer_id: bank.num_experts for layer_id, bank in self._local_banks.items()}
+
+    def device_memory(self) -> tuple[int, int] | None:
+        """See ComputeBackend.device_memory."""
+        return self._backend.device_memory()
 
     @property
     def asks_by_mailbox(self) -> bool:

@@ -278,6 +278,11 @@ class MoeExpertComputeRuntime:
         experts may move between any two steps, else between requests."""
         return self._offload.class_map(placement).digest == self.class_map.digest
 
+    def decodes_alike(self, placement: Placement) -> bool:
+        """`keeps_classes`, of decoded tokens: then experts may move between two of their steps,
+        with other bits for later prompts alone."""
+        return self._offload.class_map(placement).decodes_as(self.class_map)
+
     def begin(
         self,
         layer_id: int,

@@ -324,6 +324,27 @@ class MoveStats:
     """How long requests had to wait for the last round."""
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertMemoryStats:
+    """Memory of the parent's device that its experts can give back, since the engine was opened:
+    that of layers of which the processor has some."""
+
+    held_bytes: int
+    """Taken now."""
+    most_bytes: int
+    """Taken at first, and when nobody else needs it."""
+    least_bytes: int
+    """Taken in any case: of each layer as many experts stay as a token uses."""
+    num_cuts: int = 0
+    """How often some was given back."""
+    num_returns: int = 0
+    """How often some was taken again."""
+    last_reason: str = ""
+    """Why the last change was made, or was not; empty before the first."""
+    last_pause_s: float = 0.0
+    """How long requests had to wait for the last change."""
+
+
 class SelectionCounts:
     """Counts by phase, layer and global expert id since the start. Written by one thread.
 

@@ -86,6 +86,16 @@ class ClassMap:
         layers = self.prefill if phase is Phase.PREFILL else self.decode
         return self.classes[int(layers[layer_id][global_expert_id])]
 
+    def decodes_as(self, other: ClassMap) -> bool:
+        """Whether the same classes compute decoded tokens."""
+        return self.decode.keys() == other.decode.keys() and all(
+            np.array_equal(
+                np.array(self.classes)[self.decode[layer_id]],
+                np.array(other.classes)[other.decode[layer_id]],
+            )
+            for layer_id in self.decode
+        )
+
     @cached_property
     def digest(self) -> str:
         """Fingerprint of the whole map."""

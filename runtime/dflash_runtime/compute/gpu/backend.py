@@ -174,6 +174,12 @@ class CupyBackend:
     def num_threads(self) -> int:
         return 1
 
+    def device_memory(self) -> tuple[int, int] | None:
+        memory = None if self._memory is None else self._memory()
+        if memory is None or memory.is_shared_with_host:
+            return None
+        return memory.free_bytes, memory.stays_free_bytes
+
     def free_memory_bytes(self) -> int | None:
         """Without what stays free."""
         return None if self._memory is None else self._memory().room_bytes

@@ -39,6 +39,7 @@ from dflash_runtime.compute.gpu.experts.offload_room import (
     memory_of,
     most_of_part,
     num_places,
+    part_bytes,
 )
 from dflash_runtime.compute.gpu.launch.layouts import is_native
 from dflash_runtime.compute.gpu.layers.matrix import Uploader, require_kernels
@@ -271,11 +272,10 @@ class ExpertOffload:
         self._laid_out_of: tuple[_Part, int] | None = None
         """The part in it, and its place's `num_fillings` then."""
         device.synchronize()  # kernels that used this memory before must have ended
-        in_turns = cycle(self._places)
+        self._room = place_bytes, laid_out_bytes
+        self._in_turns = cycle(self._places)
         self._layers = {
-            layer_id: _Layer(
-                layer, experts, tuple(next(in_turns) for _ in _parts_of(layer, experts))
-            )
+            layer_id: _Layer(layer, experts, self._places_for(layer, experts))
             for layer_id, (layer, experts) in missing.items()
         }
         self._following = dict(pairwise(missing))
@@ -306,6 +306,27 @@ class ExpertOffload:
                 self._try_out(parts[0])
         self.forget()
 
+    def _places_for(self, layer: MoeLayer, missing: Experts) -> tuple[_Place, ...]:
+        """One for each part."""
+        return tuple(next(self._in_turns) for _ in self._parts_of(layer, missing))
+
+    def _parts_of(self, layer: MoeLayer, missing: Experts) -> list[Experts]:
+        """A layer's remote experts, cut into parts of nearly the same size that fit into a place.
+        Shapes: each [E]."""
+        ids = np.flatnonzero(missing)
+        most = most_of_part(layer, ids.size)
+        while most > 1 and any(
+            there < needed
+            for there, needed in zip(self._room, part_bytes(layer, most), strict=True)
+        ):
+            most -= 1
+        masks = []
+        for chosen in np.array_split(ids, -(-ids.size // most)):
+            mask = np.zeros(missing.size, np.bool_)
+            mask[chosen] = True
+            masks.append(mask)
+        return masks
+
     def forget(self, *, choices: bool = False) -> None:
         """Drop what was copied, and with `choices` what is known of the last group's; no chunk is
         computed."""
@@ -315,7 +336,8 @@ class ExpertOffload:
             known.shares = None
 
     def follow(self, missing_of: Mapping[int, Experts]) -> None:
-        """Others of these layers' experts are remote now, as many as before; no chunk is computed.
+        """Others of these layers' experts are remote now, perhaps more or fewer; no chunk is
+        computed.
 
         Shapes: by layer id [E].
         """
@@ -325,16 +347,18 @@ class ExpertOffload:
             if layer_id in self._layers and (self._layers[layer_id].missing != missing).any()
         }
         for layer_id, missing in changed.items():
-            num = self._layers[layer_id].missing.sum()
-            if num != missing.sum():
-                raise ValueError(f"layer {layer_id} has room for {num} experts")
+            if not missing.any():
+                raise ValueError(f"layer {layer_id} has no remote experts any more")
         self._unsettled = None  # of a pass that failed: its experts are elsewhere now
         for layer_id, missing in changed.items():
             known = self._layers[layer_id]
             for part in known.parts:
                 if part.place.part is part:
                     part.place.clear()
-            self._layers[layer_id] = _Layer(known.layer, missing, known.places)
+            places = known.places
+            if missing.sum() != known.missing.sum():
+                places = self._places_for(known.layer, missing)
+            self._layers[layer_id] = _Layer(known.layer, missing, places)
 
     def wanted(self, layer_id: int, num_tokens: int, remote: RemoteExperts) -> Wanted | None:
         """Which of a layer's remote experts a chunk of so many tokens has computed here, if any."""
@@ -546,7 +570,7 @@ class ExpertOffload:
     def _parts(self, known: _Layer) -> tuple[_Part, ...]:
         """A layer's parts, made when they are first needed."""
         if not known.parts:
-            masks = _parts_of(known.layer, known.missing)
+            masks = self._parts_of(known.layer, known.missing)
             known.parts = tuple(
                 self._made(known.layer, mask, place)
                 for mask, place in zip(masks, known.places, strict=True)
@@ -612,14 +636,3 @@ class ExpertOffload:
 def _total(counts: Sequence[AnyArray]) -> AnyArray:
     """Of chunks; most groups have one. Shapes: counts [E] each, result [E]."""
     return counts[0] if len(counts) == 1 else np.asarray(np.sum(counts, axis=0))
-
-
-def _parts_of(layer: MoeLayer, missing: Experts) -> list[Experts]:
-    """A layer's remote experts, cut into parts of nearly the same size. Shapes: each [E]."""
-    ids = np.flatnonzero(missing)
-    masks = []
-    for chosen in np.array_split(ids, -(-ids.size // most_of_part(layer, ids.size))):
-        mask = np.zeros(missing.size, np.bool_)
-        mask[chosen] = True
-        masks.append(mask)
-    return masks

@@ -37,15 +37,20 @@ def memory_of(missing: Iterable[tuple[MoeLayer, int]]) -> tuple[int, int]:
     """Bytes of a place, and of memory for projections whose layout on the device differs."""
     place_bytes = laid_out_bytes = 0
     for layer, num_missing in missing:
-        num = most_of_part(layer, num_missing)
-        native = sum(aligned(num * each.num_bytes) for each in layer.projections)
-        laid_out = sum(
-            aligned(num * expert_bytes(each))
-            for each in layer.projections
-            if not is_native(each.tensor_type, each.columns)
-        )
+        native, laid_out = part_bytes(layer, most_of_part(layer, num_missing))
         place_bytes, laid_out_bytes = max(place_bytes, native), max(laid_out_bytes, laid_out)
     return place_bytes, laid_out_bytes
+
+
+def part_bytes(layer: MoeLayer, num_experts: int) -> tuple[int, int]:
+    """The same for a part of so many experts."""
+    native = sum(aligned(num_experts * each.num_bytes) for each in layer.projections)
+    laid_out = sum(
+        aligned(num_experts * expert_bytes(each))
+        for each in layer.projections
+        if not is_native(each.tensor_type, each.columns)
+    )
+    return native, laid_out
 
 
 def num_places(missing: Iterable[tuple[MoeLayer, int]]) -> int:

@@ -148,14 +148,7 @@ def load_resident(
     for each in layer.projections:
         require_kernels(file, each.tensor_name, each.tensor_type, columns=each.columns)
         sizes.append(num_slots * expert_bytes(each))
-    if blocks is not None:
-        found = [device.in_blocks(size) for size in sizes]
-        blocks += [each for each in found if each is not None]
-        if len(blocks) < len(sizes):
-            blocks.clear()
-    weights = [each.array for each in blocks or ()] or [
-        device.empty(size, np.uint8) for size in sizes
-    ]
+    weights = _memory(device, sizes, blocks)
     for slot, global_expert_id in enumerate(global_ids.tolist(), num_more):
         for projection, place in zip(layer.projections, weights, strict=True):
             _fill(uploader, file, projection, place, slot=slot, global_expert_id=global_expert_id)
@@ -167,6 +160,20 @@ def load_resident(
     if by_global.is_whole:
         by_global = replace(by_global, selections=device.zeros((2, layer.num_experts), np.uint32))
     return by_global, by_local
+
+
+def _memory(
+    device: KernelDevice, sizes: Sequence[int], blocks: list[BlockArray] | None
+) -> list[DeviceArray]:
+    """See load_resident. Shapes: each [size] uint8."""
+    if blocks is not None:
+        for size in sizes:
+            found = device.in_blocks(size)
+            if found is None:
+                blocks.clear()
+                break
+            blocks.append(found)
+    return [each.array for each in blocks or ()] or [device.empty(size, np.uint8) for size in sizes]
 
 
 def _fill(
