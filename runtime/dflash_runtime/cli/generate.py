@@ -185,6 +185,7 @@ def _record(engine: Engine, prompt: list[int], tokens: list[int], text: str) -> 
         "moves": asdict(stats.moves),
         "disk": None if stats.disk is None else asdict(stats.disk),
         "slots": None if stats.slots is None else asdict(stats.slots),
+        "memory": None if stats.memory is None else asdict(stats.memory),
         "events": [asdict(event) for event in stats.events],
     }
 

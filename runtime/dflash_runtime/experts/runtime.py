@@ -393,6 +393,9 @@ class MoeExpertComputeRuntime:
         except BaseException:
             self.placement = before
             raise
+        for owner, owned in zip(self._owners, self.placement.owners, strict=True):
+            if isinstance(owner, LocalExpertCompute):
+                owner.stats.num_experts = owned.num_experts
         prepared.take_over()
 
     def poll(self) -> None:

@@ -31,6 +31,7 @@ from dflash_runtime.experts.telemetry import HitCounts, LatencyHistogram, OwnerS
 from dflash_runtime.placement.plan import Plan
 from dflash_runtime.serving.plan_metrics import (
     disk_metrics,
+    memory_metrics,
     move_metrics,
     plan_metrics,
     slot_metrics,
@@ -237,6 +238,7 @@ class _EngineCollector(Collector):
         yield from _owners(stats.owners)
         yield from plan_metrics(self._plan(), self._speeds, NAMESPACE)
         yield from move_metrics(stats.moves, NAMESPACE)
+        yield from memory_metrics(stats.memory, NAMESPACE)
         yield from disk_metrics(stats.disk, NAMESPACE)
         yield from slot_metrics(stats.slots, NAMESPACE)
 

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from dflash_runtime.compute.expert_arena import ArenaStats
 from dflash_runtime.compute.slot_stats import SlotStats
 from dflash_runtime.engine.measured_speeds import MeasuredSpeeds, predicted
-from dflash_runtime.experts.telemetry import MoveStats
+from dflash_runtime.experts.telemetry import ExpertMemoryStats, MoveStats
 from dflash_runtime.placement.plan import Plan
 
 _WORK = "decode, or prompts of 512 and 4,096 tokens"
@@ -156,6 +156,26 @@ def slot_metrics(slots: SlotStats | None, namespace: str) -> Iterator[Metric]:
         f"{namespace}_experts_fetched_bytes",
         "Bytes of these.",
         value=slots.fetched_bytes,
+    )
+
+
+def memory_metrics(memory: ExpertMemoryStats | None, namespace: str) -> Iterator[Metric]:
+    """Memory of the parent's device that experts give back; nothing if they cannot."""
+    if memory is None:
+        return
+    family = GaugeMetricFamily(
+        f"{namespace}_expert_device_bytes",
+        "Memory of the parent's GPU for experts that may leave it: taken now, at most, at least.",
+        labels=["which"],
+    )
+    held = {"held": memory.held_bytes, "most": memory.most_bytes, "least": memory.least_bytes}
+    for which, num_bytes in held.items():
+        family.add_metric([which], num_bytes)
+    yield family
+    yield _by_outcome(
+        f"{namespace}_expert_memory_changes",
+        "How often experts gave memory of the parent's GPU back, or took it again.",
+        {"given_back": memory.num_cuts, "taken": memory.num_returns},
     )
 
 

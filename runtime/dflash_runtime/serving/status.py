@@ -110,6 +110,7 @@ def status(state: ServerState, engine: Engine) -> dict[str, Any]:
         "hits": asdict(stats.hits),
         "disk": None if stats.disk is None else asdict(stats.disk),
         "slots": None if stats.slots is None else asdict(stats.slots),
+        "memory": None if stats.memory is None else asdict(stats.memory),
         "queue": {
             **_queue(state),
             "reading": None if reading is None else {"done": reading[0], "total": reading[1]},

@@ -8,7 +8,7 @@
 // Values that tests can set, in the order of fake_driver.py.
 enum Setting {
     NUM_DEVICES, FREE, TOTAL, INTEGRATED, MAJOR, MINOR, PARAMETER_BYTES, VERSION, BUSY, SHOWN,
-    TIMEOUT, NUM
+    TIMEOUT, BLOCK, NUM
 };
 static int64_t settings[NUM];
 static char notes[1 << 16];
@@ -17,7 +17,7 @@ static int failing_status;
 static uintptr_t num_handles;
 
 void fake_reset(void) {
-    static const int64_t usual[NUM] = {1, 1000, 4000, 0, 9, 0, 24, 12040, 0, 64, 0};
+    static const int64_t usual[NUM] = {1, 1000, 4000, 0, 9, 0, 24, 12040, 0, 64, 0, 0};
     memcpy(settings, usual, sizeof usual);
     notes[0] = failing_name[0] = 0;
     num_handles = 0;
@@ -82,6 +82,7 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
         case 75: *value = (int)settings[MAJOR]; break;
         case 76: *value = (int)settings[MINOR]; break;
         case 97: case 74: *value = 100000; break;
+        case 102: *value = settings[BLOCK] > 0; break;
         default: *value = -1;
     }
     return note("device_attribute %d of %d", attribute, device);
@@ -226,6 +227,48 @@ int hipMemcpyHtoDAsync(void *destination, void *source, size_t num_bytes, void *
 int cuMemsetD8Async(void *address, unsigned char value, size_t num_bytes, void *stream) {
     if ((uintptr_t)address > num_handles) memset(address, value, num_bytes);  // memory from `allocate`
     return note("clear %zu on %zu", num_bytes, (size_t)stream);
+}
+
+// As in cuda.h.
+typedef struct { int type, index; } Place;
+typedef struct {
+    int type, handle_types;
+    Place place;
+    void *meta_data;
+    unsigned char flags[8];
+} BlockProperties;
+typedef struct { Place place; int flags; } BlockAccess;
+int cuMemGetAllocationGranularity(size_t *bytes, const BlockProperties *of, int option) {
+    *bytes = (size_t)settings[BLOCK];
+    return note("block_granularity type %d of %d/%d, %d", of->type, of->place.type, of->place.index,
+                option);
+}
+int cuMemAddressReserve(void **address, size_t num_bytes, size_t alignment, void *at, uint64_t flags) {
+    int status = note("reserve_addresses %zu", num_bytes + alignment + (size_t)at + flags);
+    *address = (void *)(uintptr_t)(status ? 0 : 1 << 30);
+    return status;
+}
+int cuMemAddressFree(void *address, size_t num_bytes) {
+    return note("free_addresses %zx %zu", (size_t)address, num_bytes);
+}
+int cuMemCreate(void **block, size_t num_bytes, const BlockProperties *of, uint64_t flags) {
+    int is_zero = !of->handle_types && !of->meta_data && !flags && !memcmp(of->flags, "\0\0\0\0\0\0\0", 8);
+    if ((int64_t)num_bytes > settings[FREE]) return note("create_block"), 2;
+    settings[FREE] -= (int64_t)num_bytes;
+    return handle(block, note("create_block %zu type %d of %d/%d%s", num_bytes, of->type, of->place.type,
+                              of->place.index, is_zero ? "" : ", not zero"));
+}
+int cuMemRelease(void *block) { return note("release_block %zu", (size_t)block); }
+int cuMemMap(void *address, size_t num_bytes, size_t offset, void *block, uint64_t flags) {
+    return note("map_block %zx %zu of %zu", (size_t)address, num_bytes, (size_t)block + offset + flags);
+}
+int cuMemUnmap(void *address, size_t num_bytes) {
+    settings[FREE] += (int64_t)num_bytes;
+    return note("unmap_block %zx %zu", (size_t)address, num_bytes);
+}
+int cuMemSetAccess(void *address, size_t num_bytes, const BlockAccess *access, size_t count) {
+    return note("allow_block %zx %zu: %d of %d/%d, %zu", (size_t)address, num_bytes, access->flags,
+                access->place.type, access->place.index, count);
 }
 
 // As in cuda.h and hip_runtime_api.h.

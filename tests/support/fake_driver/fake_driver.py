@@ -37,6 +37,8 @@ class Setting(IntEnum):
     """Bytes of the memory that another process exports."""
     TIMEOUT = 10
     """Whether long kernels are stopped."""
+    BLOCK = 11
+    """Bytes of a block behind a range of addresses; 0: there are none."""
 
 
 class FakeDriver:
@@ -91,6 +93,11 @@ def _memory(num_bytes: int) -> SimpleNamespace:
     return SimpleNamespace(ptr=buffer.ctypes.data, buffer=buffer)
 
 
+def _unowned(place: int, num_bytes: int, owner: object, index: int) -> SimpleNamespace:
+    """cupy.cuda.UnownedMemory; what is written goes to memory of the host."""
+    return SimpleNamespace(ptr=place, buffer=np.zeros(num_bytes, np.uint8), owner=owner)
+
+
 class _Pool:
     """cupy.cuda.MemoryPool, of limited size."""
 
@@ -135,10 +142,9 @@ class _Array:
     def __getitem__(self, key: Any) -> _Array:
         return self._part(self._host[key])
 
-    @staticmethod
-    def _part(host: Any) -> _Array:
+    def _part(self, host: Any) -> _Array:
         part = object.__new__(_Array)
-        part._host, part.data = host, SimpleNamespace(ptr=host.ctypes.data)
+        part._host, part.data = host, SimpleNamespace(ptr=host.ctypes.data, whole=self.data)
         return part
 
     def __getattr__(self, name: str) -> Any:
@@ -165,6 +171,7 @@ def fake_cupy(*, is_hip: bool = False) -> ModuleType:
         memory=SimpleNamespace(OutOfMemoryError=FakeOutOfMemory),
         MemoryPool=_Pool,
         Memory=_memory,
+        UnownedMemory=_unowned,
         MemoryPointer=lambda memory, offset_bytes: memory,
         Device=_Device,
     )

@@ -7,7 +7,7 @@ import weakref
 from contextlib import suppress
 from functools import partial
 
-from dflash_protocol.errors import DeviceUnavailable
+from dflash_protocol.errors import DeviceOutOfMemory, DeviceUnavailable
 from dflash_runtime.compute.gpu.device.device import DeviceArray
 from dflash_runtime.compute.gpu.device.driver import Driver
 
@@ -98,12 +98,18 @@ class BlockPool:
         """
         if not self._unit or num_bytes <= self._unit:
             return None
-        found = _Range(self._driver, self._index, num_bytes=num_bytes, unit=self._unit)
         try:
-            found.keep(num_bytes)
-        except BaseException:
-            found.release()
+            found = _Range(self._driver, self._index, num_bytes=num_bytes, unit=self._unit)
+            try:
+                found.keep(num_bytes)
+            except BaseException:
+                found.release()
+                raise
+        except DeviceOutOfMemory:
             raise
+        except DeviceUnavailable:  # the driver knows them, but not for this device
+            self._unit = 0
+            return None
         owner = _Owner()
         weakref.finalize(owner, partial(self._dropped.append, found)).atexit = False
         self._num_live += 1
