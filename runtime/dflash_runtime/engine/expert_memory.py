@@ -29,8 +29,9 @@ LOOK_S = 1.0
 """Between two looks at the device's free memory."""
 CALM_S = 10.0
 """Memory has to be free for so long before experts take it again."""
-_LOW = 0.5
-"""Of what is to stay free: if less is, another program has taken some. Own work takes a little."""
+_LOW, _ENOUGH = 0.5, 0.75
+"""Of what is to stay free: if less is free than the first share, another program has taken some;
+own work takes a little. As much as the second share stays when experts take memory again."""
 _LEAST = "experts have the least that they need"
 _LEAST_BYTES = 1 << 20
 """Free memory beyond what is to stay free that is worth taking."""
@@ -106,8 +107,9 @@ class ExpertMemory:
             missing = stays_free_bytes - free_bytes
             self._fit(held_bytes - missing, "another program needs it", may_end_run=may_end_run)
             return
-        more_bytes = min(free_bytes - stays_free_bytes, self._asked_bytes - held_bytes)
-        if more_bytes < min(_LEAST_BYTES, self.stats.most_bytes):
+        wanted_bytes = self._asked_bytes - held_bytes
+        more_bytes = min(free_bytes - int(_ENOUGH * stays_free_bytes), wanted_bytes)
+        if wanted_bytes <= 0 or more_bytes < min(_LEAST_BYTES, wanted_bytes):
             self._calm_since_s = None
         elif self._calm_since_s is None:
             self._calm_since_s = now_s
