@@ -21,7 +21,8 @@ from support import emulated_daemon, watched_daemon
 
 
 def main() -> int:
-    byte, held = int(os.environ["DFLASHTEST_SPOIL"]), []
+    byte = int(os.environ["DFLASHTEST_SPOIL"])
+    held = list[tuple[Any, Any]]()
     memory = resident._memory
 
     def noted(device: Any, *arguments: Any) -> Any:

@@ -32,6 +32,8 @@ CALM_S = 10.0
 _LOW, _ENOUGH = 0.5, 0.75
 """Of what is to stay free: if less is free than the first share, another program has taken some;
 own work takes a little. As much as the second share stays when experts take memory again."""
+_MOST_DOUBLED = 5
+"""How often what is given back at a look is doubled, while looks find it taken."""
 _LEAST = "experts have the least that they need"
 _LEAST_BYTES = 1 << 20
 """Free memory beyond what is to stay free that is worth taking."""
@@ -56,6 +58,8 @@ class ExpertMemory:
         self._next_look_s = time.monotonic()
         self._calm_since_s: float | None = None
         """Since when there has been memory to take again."""
+        self._num_low = 0
+        """Looks one after the other that found too little free."""
         self.stats = ExpertMemoryStats(held_bytes=most, most_bytes=most, least_bytes=least)
 
     def set_budget(self, num_bytes: int | None) -> bool:
@@ -104,9 +108,12 @@ class ExpertMemory:
             if held_bytes <= self.stats.least_bytes:
                 self.stats = replace(self.stats, last_reason=_LEAST)
                 return
-            missing = stays_free_bytes - free_bytes
+            # A program that waits for more than was given back has taken that at once.
+            missing = (stays_free_bytes - free_bytes) << min(self._num_low, _MOST_DOUBLED)
+            self._num_low += 1
             self._fit(held_bytes - missing, "another program needs it", may_end_run=may_end_run)
             return
+        self._num_low = 0
         wanted_bytes = self._asked_bytes - held_bytes
         more_bytes = min(free_bytes - int(_ENOUGH * stays_free_bytes), wanted_bytes)
         if wanted_bytes <= 0 or more_bytes < min(_LEAST_BYTES, wanted_bytes):

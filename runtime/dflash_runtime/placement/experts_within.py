@@ -89,9 +89,7 @@ def _owned(placement: Placement, name: str) -> dict[int, I32Array]:
     return dict(placement.owners[placement.owner_names.index(name)].by_layer)
 
 
-def _by_heat(
-    owned: Mapping[int, I32Array], heats: Mapping[int, F64Array]
-) -> list[tuple[int, int]]:
+def _by_heat(owned: Mapping[int, I32Array], heats: Mapping[int, F64Array]) -> list[tuple[int, int]]:
     """Layer and expert, the coldest first."""
     found = [
         (float(heat[expert]), layer_id, expert)

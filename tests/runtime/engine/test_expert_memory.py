@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from dflash_protocol.errors import DeviceOutOfMemory, DeviceUnavailable, SettingsError
+from dflash_protocol.ids import Phase
 from dflash_runtime import Engine
 from dflash_runtime.compute.gpu.device.devices import DeviceMemory
 from dflash_runtime.engine import expert_memory
@@ -131,7 +133,7 @@ def test_the_coldest_experts_leave_and_the_hottest_come_back(
         local, host = (here[names.index(name)].by_layer for name in (LOCAL_OWNER, HOST_OWNER))
         at_first = [range(LOCAL)] * SHAPE.num_layers
         for layer_id, first in enumerate(at_first):
-            chosen = heat.probabilities(expert_memory.Phase.DECODE, layer_id)
+            chosen = heat.probabilities(Phase.DECODE, layer_id)
             left = sorted({*first} - {*local[layer_id].tolist()})
             assert left
             assert chosen[left].max() <= chosen[local[layer_id]].min()
@@ -142,7 +144,7 @@ def test_the_coldest_experts_leave_and_the_hottest_come_back(
         names = engine.placement.owner_names
         local = engine.placement.owners[names.index(LOCAL_OWNER)].by_layer
         for layer_id, ids in local.items():
-            chosen = heat.probabilities(expert_memory.Phase.DECODE, layer_id)
+            chosen = heat.probabilities(Phase.DECODE, layer_id)
             away = sorted({*range(SHAPE.num_experts)} - {*ids.tolist()})
             came = sorted({*ids.tolist()} - {*at_first[layer_id]})
             assert ids.size == LOCAL
@@ -190,7 +192,8 @@ class Watched:
         self.now_s, self.taken_bytes, self.stays_free_bytes = 1000.0, 0, 100_000
         self._gpus, self._most = gpus, 0
         monkeypatch.setattr(gpus, "_memory", self._memory)
-        monkeypatch.setattr(expert_memory.time, "monotonic", lambda: self.now_s)
+        clock = SimpleNamespace(monotonic=lambda: self.now_s)
+        monkeypatch.setattr(expert_memory, "time", clock)
 
     def settle(self) -> None:
         """So much as is in use now leaves what is to stay free."""
@@ -235,7 +238,7 @@ def test_another_program_takes_memory_and_leaves_it_again(
         cut = engine.stats().memory
         assert cut is not None
         assert cut.num_cuts == 1
-        assert 60_000 <= before.held_bytes - cut.held_bytes
+        assert before.held_bytes - cut.held_bytes >= 60_000
         assert len(caplog.messages) == 1
         assert "another program" in caplog.messages[0]
         watched.now_s += 30.0

@@ -101,9 +101,7 @@ def resize(
 
 def _copy(device: KernelDevice, layer: ResidentLayer, source: int, place: int) -> None:
     for projection, weights in zip(layer.layer.projections, layer.weights, strict=True):
-        device.copy(
-            *(_slot(weights, each, expert_bytes(projection)) for each in (place, source))
-        )
+        device.copy(*(_slot(weights, each, expert_bytes(projection)) for each in (place, source)))
 
 
 def _slot(weights: DeviceArray, slot: int, num_bytes: int) -> DeviceArray:
