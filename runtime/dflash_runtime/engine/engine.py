@@ -32,7 +32,7 @@ from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.slot_stats import SlotStats
 from dflash_runtime.engine import first_heat
 from dflash_runtime.engine.arguments import token_id_array, whole_number
-from dflash_runtime.engine.expert_memory import ExpertMemory, expert_memory_of
+from dflash_runtime.engine.expert_memory import ExpertDeviceMemory, expert_memory_of
 from dflash_runtime.engine.generation import (
     GeneratedToken,
     GenerationRequest,
@@ -127,7 +127,7 @@ class Engine:
         )
         self._verifier: Verifier | None = None
         self._mover: ExpertMover | None = None
-        self._memory: ExpertMemory | None = None
+        self._memory: ExpertDeviceMemory | None = None
         self._release: Callable[[], object] = lambda: None
 
     @classmethod

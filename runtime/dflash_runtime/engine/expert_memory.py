@@ -39,10 +39,10 @@ _LEAST_BYTES = 1 << 20
 """Free memory beyond what is to stay free that is worth taking."""
 
 
-class ExpertMemory:
+class ExpertDeviceMemory:
     """The device's memory for experts. Used by the thread that uses the engine.
 
-    What is asked with `set_budget` is the most; within it, `look` follows what other programs leave.
+    What is asked with `set_budget` is the most; within it `look` follows what others leave.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class ExpertMemory:
 
 def expert_memory_of(
     steps: Steps, moe: MoeSpec, *, before_change: Callable[[], None]
-) -> ExpertMemory | None:
+) -> ExpertDeviceMemory | None:
     """None if the parent has no device, or no expert on it may go to its processor."""
     rooms = []
     answering = steps.placement.answering
@@ -184,7 +184,7 @@ def expert_memory_of(
         is_less = held_bytes(fewest) < held_bytes(here.num_experts)
         if is_less and away.most_experts == layer.num_experts and layer_id not in answering:
             rooms.append(LayerRoom(layer_id, fewest, here.num_experts, held_bytes))
-    return ExpertMemory(steps, rooms, before_change=before_change) if rooms else None
+    return ExpertDeviceMemory(steps, rooms, before_change=before_change) if rooms else None
 
 
 def _device_bytes(bank: ResizableBank) -> Callable[[int], int]:

@@ -272,12 +272,7 @@ class ExpertOffload:
         self._laid_out_of: tuple[_Part, int] | None = None
         """The part in it, and its place's `num_fillings` then."""
         device.synchronize()  # kernels that used this memory before must have ended
-        self._room = place_bytes, laid_out_bytes
-        self._in_turns = cycle(self._places)
-        self._layers = {
-            layer_id: _Layer(layer, experts, self._places_for(layer, experts))
-            for layer_id, (layer, experts) in missing.items()
-        }
+        self._layers = self._with_places(missing)
         self._following = dict(pairwise(missing))
         self._group: _Group | None = None
         """A layer's chunks that were added and are not computed yet."""
@@ -306,18 +301,24 @@ class ExpertOffload:
                 self._try_out(parts[0])
         self.forget()
 
-    def _places_for(self, layer: MoeLayer, missing: Experts) -> tuple[_Place, ...]:
-        """One for each part."""
-        return tuple(next(self._in_turns) for _ in self._parts_of(layer, missing))
+    def _with_places(self, missing: Mapping[int, tuple[MoeLayer, Experts]]) -> dict[int, _Layer]:
+        """Layers whose parts take places in turns."""
+        in_turns = cycle(self._places)
+        return {
+            layer_id: _Layer(
+                layer, experts, tuple(next(in_turns) for _ in self._parts_of(layer, experts))
+            )
+            for layer_id, (layer, experts) in missing.items()
+        }
 
     def _parts_of(self, layer: MoeLayer, missing: Experts) -> list[Experts]:
         """A layer's remote experts, cut into parts of nearly the same size that fit into a place.
         Shapes: each [E]."""
         ids = np.flatnonzero(missing)
-        most = most_of_part(layer, ids.size)
+        most, there = most_of_part(layer, ids.size), (self._places[0].memory, self._laid_out)
         while most > 1 and any(
-            there < needed
-            for there, needed in zip(self._room, part_bytes(layer, most), strict=True)
+            memory.nbytes < needed
+            for memory, needed in zip(there, part_bytes(layer, most), strict=True)
         ):
             most -= 1
         masks = []
@@ -350,15 +351,22 @@ class ExpertOffload:
             if not missing.any():
                 raise ValueError(f"layer {layer_id} has no remote experts any more")
         self._unsettled = None  # of a pass that failed: its experts are elsewhere now
+        layers = {layer_id: (each.layer, each.missing) for layer_id, each in self._layers.items()}
+        if any(layers[layer_id][1].sum() != each.sum() for layer_id, each in changed.items()):
+            self.forget()  # there may be more parts, or fewer
+            self._layers = self._with_places(
+                {
+                    layer_id: (layer, changed.get(layer_id, missing))
+                    for layer_id, (layer, missing) in layers.items()
+                }
+            )
+            return
         for layer_id, missing in changed.items():
             known = self._layers[layer_id]
             for part in known.parts:
                 if part.place.part is part:
                     part.place.clear()
-            places = known.places
-            if missing.sum() != known.missing.sum():
-                places = self._places_for(known.layer, missing)
-            self._layers[layer_id] = _Layer(known.layer, missing, places)
+            self._layers[layer_id] = _Layer(known.layer, missing, known.places)
 
     def wanted(self, layer_id: int, num_tokens: int, remote: RemoteExperts) -> Wanted | None:
         """Which of a layer's remote experts a chunk of so many tokens has computed here, if any."""

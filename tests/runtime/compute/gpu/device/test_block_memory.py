@@ -1,4 +1,4 @@
-"""Memory in blocks, over a driver that is not there: what it is asked for, and that all comes back."""
+"""Memory in blocks, over a driver that is not there: what it is asked for, and what comes back."""
 
 from __future__ import annotations
 
