@@ -245,8 +245,9 @@ def empty_some(layer: LayerSlots, rng: np.random.Generator, share: float) -> int
     device.write(tables.local_ids, asked)
     for weights in layer.resident.weights:
         content = np.array(weights)
-        by_slot = content.reshape(-1).view(np.uint8).reshape(tables.first_slot + kept.size + 1, -1)
-        by_slot[tables.first_slot :][np.append(kept < 0, True)] = 0xFF
+        num_slots = kept.size + 1 + layer.resident.num_resident
+        by_slot = content.reshape(-1).view(np.uint8).reshape(num_slots, -1)
+        by_slot[tables.first_slot :][: kept.size + 1][np.append(kept < 0, True)] = 0xFF
         device.write(weights, content)
     return int(leaving.size)
 

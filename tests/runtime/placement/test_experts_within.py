@@ -1,4 +1,4 @@
-"""Which experts stay within a budget: no more memory than asked, as many experts as fit, the hottest,
+"""Which experts stay within a budget: no more memory than asked, as many as fit, the hottest ones,
 and none is lost."""
 
 from __future__ import annotations
