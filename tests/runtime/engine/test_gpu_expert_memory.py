@@ -48,7 +48,9 @@ def model(tmp_path_factory: pytest.TempPathFactory, device: Device) -> Path:
 
 @pytest.fixture
 def engine(model: Path, device: Device) -> Iterator[Engine]:
-    settings = replace(settings_with(check_replies=0), context=8192, kv_type="f16")
+    settings = replace(
+        settings_with(check_replies=0), context=8192, kv_type="f16", prefill_offload="on"
+    )
     with Engine.open(model, device=str(device), local_experts=LOCAL, settings=settings) as engine:
         yield engine
 

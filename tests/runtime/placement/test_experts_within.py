@@ -24,7 +24,7 @@ def placement_of(num_here: int) -> Placement:
     return Placement(
         dict.fromkeys(range(NUM_LAYERS), NUM_EXPERTS),
         (LOCAL_OWNER, HOST_OWNER, "daemon"),
-        tuple(map(OwnedExperts.from_lists, (here, away, other))),
+        tuple(OwnedExperts.from_lists({**each}) for each in (here, away, other)),
     )
 
 
