@@ -11,7 +11,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -27,11 +27,10 @@ from dflash_protocol.ids import F32Array, I32Array
 from dflash_protocol.placement import Placement
 from dflash_protocol.settings import DaemonSetting, Settings, load_settings
 from dflash_runtime.compute import MEMORY_ADVICE
-from dflash_runtime.compute.expert_arena import ArenaStats
 from dflash_runtime.compute.kv_cache import KvType
-from dflash_runtime.compute.slot_stats import SlotStats
 from dflash_runtime.engine import first_heat
 from dflash_runtime.engine.arguments import token_id_array, whole_number
+from dflash_runtime.engine.engine_stats import EngineStats
 from dflash_runtime.engine.expert_memory import ExpertDeviceMemory, expert_memory_of
 from dflash_runtime.engine.generation import (
     GeneratedToken,
@@ -40,11 +39,7 @@ from dflash_runtime.engine.generation import (
     generated_tokens,
     num_reusable,
 )
-from dflash_runtime.engine.opening import (
-    Opened,
-    open_model,
-    settings_with,
-)
+from dflash_runtime.engine.opening import Opened, open_model, settings_with
 from dflash_runtime.engine.penalties import Penalties, PenaltyTable
 from dflash_runtime.engine.prompts import Prompts
 from dflash_runtime.engine.replacing import ExpertMover, mover_of
@@ -53,14 +48,7 @@ from dflash_runtime.engine.sampling import Sampler, SamplingParams
 from dflash_runtime.engine.steps import Steps
 from dflash_runtime.engine.verifying import Verified, Verifier
 from dflash_runtime.experts.daemons.supervisor import ProgressCallback
-from dflash_runtime.experts.events import Event
-from dflash_runtime.experts.telemetry import (
-    ExpertMemoryStats,
-    HitCounts,
-    MoveStats,
-    OwnerStats,
-    Profile,
-)
+from dflash_runtime.experts.telemetry import MoveStats, Profile
 from dflash_runtime.interrupts import uninterrupted
 from dflash_runtime.placement.heat import Heat
 from dflash_runtime.placement.plan import Plan
@@ -70,32 +58,6 @@ if TYPE_CHECKING:
     from dflash_adapters.text.grammar_compiler import GrammarCompiler
 
 __all__ = ["Engine", "EngineStats", "GeneratedToken", "GenerationStats", "Verified"]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """A snapshot of the counters since the engine was opened: owners by name, events in order.
-
-    Nothing changes it, so that any thread may read it.
-    """
-
-    owners: dict[str, OwnerStats]
-    events: list[Event]
-    selections: dict[int, list[int]]
-    """How often each expert was chosen: by layer id, then by global expert id. Steps that a device
-    runs by itself are added when a generation ends, including the one or two discarded ones that
-    were launched after its last."""
-    hits: HitCounts = field(default_factory=HitCounts)
-    """How many chosen experts were local."""
-    moves: MoveStats = field(default_factory=MoveStats)
-    """Experts that were moved between this process's owners."""
-    disk: ArenaStats | None = None
-    """Experts that are read from the disk; None if all are in memory."""
-    slots: SlotStats | None = None
-    """Experts that steps keep on a device besides those that live there; None if they keep none.
-    Added as selections are."""
-    memory: ExpertMemoryStats | None = None
-    """Memory of a device that its experts can give back; None if they cannot."""
 
 
 class Engine:
@@ -292,12 +254,10 @@ class Engine:
 
     @property
     def backend_name(self) -> str:
-        """Of what this process computes with."""
         return self._names[0]
 
     @property
     def kv_type(self) -> KvType:
-        """Of keys and values."""
         return self._names[1]
 
     @property
@@ -337,18 +297,14 @@ class Engine:
 
     def set_expert_budget(self, num_bytes: int | None) -> None:
         """Have experts take no more than so many bytes of this process's GPU, and as many as they
-        can; None: as many as when it was opened, which is the most. Of each layer a few stay:
-        `EngineStats.memory` says what they take.
+        can; None: as many as when it was opened, which is the most. See `EngineStats.memory`.
 
-        The coldest ones leave, and the processor computes them; the hottest come back. Only in
-        layers of which both have some. It may be called while `generate` is being read, whose text
-        goes on; only if the processor's steps have other bits, it ends. Prompts that come later may
-        then reuse nothing.
+        The coldest leave, and the processor computes them, in layers of which both have some; the
+        hottest come back. It may be called while `generate` is being read, whose text goes on,
+        unless the processor's steps have other bits. Later prompts may then reuse nothing.
         Raises: ValueError for a negative number; SettingsError if the engine is closed, or no
         expert can leave; ModelFileError; DeviceUnavailable.
         """
-        if num_bytes is not None and num_bytes < 0:
-            raise ValueError(f"a budget of {num_bytes} bytes")
         if self._memory is None:
             raise SettingsError("there are no experts on a GPU that its processor can take over")
         self._memory.set_budget(num_bytes)
@@ -361,10 +317,13 @@ class Engine:
         Experts move between a parent's GPU and its processor, if their places were planned: see
         `EngineStats.moves`.
         """
+        self._between_runs(lambda: self._steps.reuse.num_cached)
+
+    def _between_runs(self, num_lost: Callable[[], int]) -> None:
         if self._memory is not None:
             self._memory.look(is_within_run=False)
         if self._mover is not None:
-            self._mover.between_runs(self._steps.reuse.num_cached)
+            self._mover.between_runs(num_lost())
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -602,11 +561,8 @@ class Engine:
         try:
             steps = self._steps
             run = steps.begin(request.is_cancelled, prefix_scope=request.prefix_scope)
-            if self._memory is not None:
-                self._memory.look(is_within_run=False)
-            if self._mover is not None:
-                self._mover.between_runs(num_reusable(steps, request, self.tokenizer)[0])
             if self._memory is not None or self._mover is not None:
+                self._between_runs(lambda: num_reusable(steps, request, self.tokenizer)[0])
                 run = steps.begin(request.is_cancelled, prefix_scope=request.prefix_scope)
             self.last_generation = stats
             tokens = generated_tokens(steps, run, request, tokenizer=self.tokenizer, stats=stats)

@@ -66,8 +66,10 @@ class ExpertDeviceMemory:
         """Have experts take no more than so much, and as much as they can; None: as at first.
         Returns whether a run that is going on has ended.
 
-        Raises: as Steps.replace.
+        Raises: ValueError for a negative number; as Steps.replace.
         """
+        if num_bytes is not None and num_bytes < 0:
+            raise ValueError(f"a budget of {num_bytes} bytes")
         most = self.stats.most_bytes
         self._asked_bytes = most if num_bytes is None else min(num_bytes, most)
         self._calm_since_s = None
