@@ -24,7 +24,6 @@ from dflash_runtime.compute.cpu.captured.mail_thread import MailThread
 from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.mailbox import parent, processor_peer
 from dflash_runtime.compute.gpu.run.captured_step import GraphStep
-from dflash_runtime.compute.gpu.run.step_slots import LayerSlots
 from dflash_runtime.compute.step_slots import HALF_LIFE, MARGIN
 from dflash_runtime.engine import planning
 from dflash_runtime.placement.box import AskedSpeed, Box, Curve
@@ -35,6 +34,7 @@ from dflash_runtime.placement.footprint import Memory, footprint
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
 from support.disk_engines import TRAINED
 from support.emulated_gpu import TINY, EmulatedGpus, install_emulated_gpus
+from support.engine_slots import check_tables, empty_some, kept, slots_of
 from support.gpu_models import SHAPES
 from support.logprobs import Bits, bits_of
 from support.moved_experts import lists_of, placed
@@ -77,33 +77,8 @@ def opened(path: Path, *, local_experts: int = LOCAL, slots: int = 0, **wishes: 
     return Engine.open(path, device="cuda:0", settings=settings, local_experts=local_experts)
 
 
-def slots_of(engine: Engine) -> list[LayerSlots]:
-    captured: Any = engine._steps._captured
-    layers = captured._choice.mailbox._layers.values()
-    return [layer.slots for layer in layers if layer.slots is not None]
-
-
-def kept(engine: Engine) -> list[set[int]]:
-    """Global ids of the experts in each layer's slots."""
-    return [
-        {int(each) for each in np.asarray(layer.slot_experts) if each >= 0}
-        for layer in slots_of(engine)
-    ]
-
-
 def pairs_of_processor(engine: Engine) -> int:
     return engine.stats().owners[HOST_OWNER].pairs
-
-
-def check_tables(engine: Engine, most: int, *, least: int = 1) -> None:
-    """Each expert is here, or the processor is asked for it."""
-    for layer, experts in zip(slots_of(engine), kept(engine), strict=True):
-        assert least <= len(experts) <= most
-        asked = np.asarray(layer.tables.local_ids)
-        here = np.asarray(layer.resident.experts.slot_of_expert)
-        is_kept = (here >= 0) & (here <= layer.slot_experts.size)  # experts that live here follow
-        assert {*np.flatnonzero(is_kept)} == experts
-        assert ((asked >= 0) != (here >= 0)).all()
 
 
 def swapped(placement: Placement, number: int) -> Placement:
@@ -228,30 +203,6 @@ def test_what_slots_did_is_in_the_summary_of_a_generation(model: Path) -> None:
         assert found["fetched"] >= found["kept"] > 0
 
 
-def empty_some(layer: LayerSlots, rng: np.random.Generator, share: float) -> int:
-    """Have experts leave slots at random, and spoil the memory of those that are empty; how many
-    have left. No step may be running."""
-    device, tables = layer.device, layer.tables
-    kept, here, asked = (
-        np.array(each)
-        for each in (layer.slot_experts, layer.resident.experts.slot_of_expert, tables.local_ids)
-    )
-    leaving = np.flatnonzero((kept >= 0) & (rng.random(kept.size) < share))
-    here[kept[leaving]] = -1
-    asked[kept[leaving]] = np.asarray(tables.own_ids)[kept[leaving]]
-    kept[leaving] = -1
-    device.write(layer.slot_experts, kept)
-    device.write(layer.resident.experts.slot_of_expert, here)
-    device.write(tables.local_ids, asked)
-    for weights in layer.resident.weights:
-        content = np.array(weights)
-        num_slots = kept.size + 1 + layer.resident.num_resident
-        by_slot = content.reshape(-1).view(np.uint8).reshape(num_slots, -1)
-        by_slot[tables.first_slot :][: kept.size + 1][np.append(kept < 0, True)] = 0xFF
-        device.write(weights, content)
-    return int(leaving.size)
-
-
 @pytest.mark.usefixtures("gpus")
 @pytest.mark.parametrize("share", [0.3, pytest.param(1.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("slots", [1, pytest.param(3, marks=pytest.mark.slow), 8])
@@ -370,14 +321,29 @@ def test_memory_that_cannot_be_locked_costs_the_slots_only(
 
 
 @pytest.mark.usefixtures("gpus")
-def test_layers_with_biases_are_computed_as_before(tmp_path: Path) -> None:
-    shape = SHAPES["gpt_oss"]
-    path = write_model(tmp_path / "m.gguf", shape, seed=2, tensor_type="Q8_0")
+@pytest.mark.parametrize("kind", ["Q8_0", pytest.param("MXFP4", marks=pytest.mark.slow)])
+def test_layers_with_biases_keep_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Whichever leave slots between steps, and after experts were moved."""
+    monkeypatch.setattr(GraphStep, "most_ahead", 0)
+    shape, rng = SHAPES["gpt_oss"], np.random.default_rng(8)
+    path = write_model(tmp_path / "m.gguf", shape, seed=2, tensor_type=kind)
     with opened(path, local_experts=shape.num_experts) as engine:
-        expected = bits_of(engine, PROMPT, num_tokens=5)
-    with opened(path, local_experts=shape.num_experts // 2, slots=2) as engine:
-        assert bits_of(engine, PROMPT, num_tokens=5) == expected
-        assert not slots_of(engine)
+        expected = bits_of(engine, PROMPT, num_tokens=10)
+    with opened(path, local_experts=2, slots=3) as engine:
+        assert len(slots_of(engine)) == shape.num_layers
+        for number in (0, 1):
+            engine.replace_experts(swapped(engine.placement, number))
+            tokens = engine.generate(PROMPT, 10, ignore_eos=True, top_logprobs=shape.vocab_size)
+            for token, each in zip(tokens, expected, strict=True):
+                assert (token.token_id, token.logprobs) == each
+                for layer in slots_of(engine):
+                    empty_some(layer, rng, 0.3)
+        counts = engine.stats().slots
+        assert counts is not None
+        assert counts.found > 0
+        assert counts.kept > 0
 
 
 @pytest.mark.usefixtures("gpus")

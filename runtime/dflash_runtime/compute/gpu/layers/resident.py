@@ -136,9 +136,9 @@ def load_resident(
     blocks: list[BlockArray] | None = None,
 ) -> tuple[ResidentLayer, ResidentLayer]:
     """Bring experts to the device, once; named by their global ids, and by their local ids, which
-    are their places in `global_expert_ids`. `num_more`: slots before these, for further experts.
-    With `blocks`, of a list that is empty, memory of all projections comes in blocks, which are
-    added to it, if the device has such memory.
+    are their places in `global_expert_ids`. `num_more`: slots before these, for further experts;
+    biases and scales of all experts are there then. With `blocks`, of a list that is empty, memory
+    of all projections comes in blocks, which are added to it, if the device has such memory.
 
     Raises: UnsupportedModel if there are no kernels for their types; DeviceOutOfMemory.
     """
@@ -154,7 +154,15 @@ def load_resident(
             _fill(uploader, file, projection, place, slot=slot, global_expert_id=global_expert_id)
     places = np.arange(num_more, num_more + global_ids.size, dtype=np.int32)
     by_global, by_local = (
-        named_layer(device, file, layer, weights=weights, ids=(global_ids, named), places=places)
+        named_layer(
+            device,
+            file,
+            layer,
+            weights=weights,
+            ids=(global_ids, named),
+            places=places,
+            has_all_vectors=num_more > 0 and named is global_ids,
+        )
         for named in (global_ids, np.arange(global_ids.size))
     )
     if by_global.is_whole:
@@ -205,20 +213,24 @@ def named_layer(
     weights: Sequence[DeviceArray],
     ids: tuple[I64Array, I64Array],
     places: I32Array | None = None,
+    has_all_vectors: bool = False,
 ) -> ResidentLayer:
     """Experts whose matrices, of each projection, lie in these arrays one after another, or in the
     slots that `places` says.
 
-    `ids` are their global ids, and what they are called. Shapes: weights each
+    `ids` are their global ids, and what they are called. `has_all_vectors`: with the biases and
+    scales of all experts, if they are called by their global ids. Shapes: weights each
     [slots * expert_bytes] uint8; ids each [experts]; places [experts].
     """
     names = ids[1]
+    every = np.arange(layer.num_experts)
+    of_vectors = (every, every) if has_all_vectors else ids
     slots = np.full(layer.num_experts, -1, np.int32)
     slots[names] = np.arange(names.size, dtype=np.int32) if places is None else places
     parts = []
     for projection, matrices in zip(layer.projections, weights, strict=True):
         bias, scale = (
-            _by_name(device, file, vector, ids, num_experts=layer.num_experts)
+            _by_name(device, file, vector, of_vectors, num_experts=layer.num_experts)
             for vector in (projection.bias, projection.scale)
         )
         scale = None if scale is None else scale.reshape(-1)
@@ -244,7 +256,7 @@ def _by_name(
     *,
     num_experts: int,
 ) -> DeviceArray | None:
-    """A vector of every resident expert, in the row of its id. Shapes: [E, length] float32."""
+    """A vector of these experts, in the row of each one's id. Shapes: [E, length] float32."""
     if vector is None:
         return None
     values = np.zeros((num_experts, vector.length), np.float32)

@@ -156,15 +156,14 @@ class ProcessorPeer:
         self._unmap()
 
     def _banks_to_fetch(self, banks: Mapping[int, CpuExpertBank]) -> Mapping[int, CpuExpertBank]:
-        """Of layers of which the device has experts too, and a token more than one; without biases
-        and scales, which the device has of its own experts alone; none that come from the disk."""
+        """Of layers of which the device has experts too, and a token more than one; none that come
+        from the disk."""
         device_index = self._remote.device_index
         return {
             layer_id: bank
             for layer_id, bank in banks.items()
             if bank.layer.num_experts_used > 1
             and not bank.words[k.ARENA]
-            and not any(part.bias or part.scale for part in bank.layer.projections)
             and (self._remote.routing(layer_id).owner_index == device_index).any()
         }
 
