@@ -237,6 +237,7 @@ def _experts(device: Any) -> None:
         ExpertsShape(1, 2, 8, 512, 256, Q4, Q4, Q6, rule=rule, use=ExpertsUse.ASKS_PEERS),
         ExpertsShape(3, 2, 8, 512, 96, Q4, Q6, Q5, use=ExpertsUse.ASKS_PEERS),
         ExpertsShape(1, 2, 8, 512, 256, Q4, Q4, Q6, use=ExpertsUse.FETCHED),
+        ExpertsShape(3, 2, 8, 512, 96, Q4, Q6, Q5, has_vectors=True, use=ExpertsUse.FETCHED),
         ExpertsShape(3, 2, 8, 160, 96, Q5, F16, Q5, **mail),
     ):
         DecodeExperts(device, shape, small)

@@ -127,12 +127,10 @@ def _experts(device: Any) -> None:
             ("asking peers", ExpertsShape(*sizes, Q6, rule=rule, use=ExpertsUse.ASKS_PEERS)),
             ("daemon", ExpertsShape(*sizes, Q6, gives_sums=True)),
             ("mailbox", ExpertsShape(*sizes, Q6, gives_sums=True, use=ExpertsUse.TAKES_REQUEST)),
+            ("fetched", ExpertsShape(*sizes, Q6, use=ExpertsUse.FETCHED)),
         ):
             device.label = f"{label}, {_tokens_of(num_tokens)}"
             DecodeExperts(device, shape)
-    device.label = "fetched"
-    sizes = (1, _USED, _EXPERTS, _HIDDEN, _FFN, Q4, Q4)
-    DecodeExperts(device, ExpertsShape(*sizes, Q6, use=ExpertsUse.FETCHED))
     device.label = "chunks"
     kernels = ExpertKernels(device, products_of(device), hidden_size=_HIDDEN, ffn_size=_FFN)
     kernels.gate_up(1, 1)

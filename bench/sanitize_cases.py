@@ -67,11 +67,15 @@ CASES: dict[str, tuple[str, ...]] = {
         "[(32, True)-here-bytes and floats]",
         "mailbox/test_mailbox.py::test_experts_that_ask_peers_do_what_two_kernels_do"
         "[Q8_0-(32, True)-3-False]",
+        "launch/test_fetched_experts.py"
+        "::test_pairs_of_what_was_fetched_have_the_bits_of_what_is_here[(32, True)-5-True]",
     ),
     "fetch_expert.cu": (
         "launch/test_fetch_expert.py::test_a_slot_gets_the_experts_bytes[(32, True)-2-in fields]",
         "launch/test_fetch_expert.py::test_the_second_expert_that_is_asked_for_is_fetched"
-        "[(32, True)-True]",
+        "[(32, True)-True-1]",
+        "launch/test_fetch_expert.py::test_the_second_expert_that_is_asked_for_is_fetched"
+        "[(32, True)-True-8]",
     ),
     "gemm_dense.cu": (
         "launch/test_prefill_dense.py::test_several_matrices_at_once[40-tensor]",

@@ -22,6 +22,7 @@ class PlainSlots:
     margin: float = 0.0
     fetches: bool = True
     found: int = 0
+    """With pairs whose expert was fetched for an earlier one."""
     fetched: int = 0
     kept: int = 0
     asked: int = 0
@@ -38,24 +39,23 @@ class PlainSlots:
         self.scores = np.zeros(self.own_ids.size, np.float32)
         self.local_ids = self.own_ids.copy()
 
-    def count_tree(self, chosen: Sequence[int]) -> None:
-        """What drafts choose together changes nothing."""
-        num_asked = sum(self.local_ids[expert] >= 0 for expert in chosen)
-        self.found += sum(expert in self.slots for expert in chosen)
-        self.asked += num_asked
-        self.hot_only += num_asked == 0
-
     def step(self, chosen: Sequence[int]) -> list[int] | None:
-        """A token's step: pair, slot, expert and leaving expert of what is fetched, if anything."""
-        asked = [pair for pair, expert in enumerate(chosen) if self.local_ids[expert] >= 0]
-        self.count_tree(chosen)
+        """A step of one token or several, whose choices follow each other: first pair, slot, expert
+        and leaving expert of what is fetched, if anything."""
+        asked = [expert for expert in chosen if self.local_ids[expert] >= 0]
+        self.found += sum(expert in self.slots for expert in chosen)
+        self.asked += len(asked)
+        self.hot_only += not asked
         old = self.scores * np.float32(self.decay)
         self.scores = old.copy()
-        self.scores[list(chosen)] += 1
-        if len(asked) < 2 or not self.fetches:
+        self.scores[list(set(chosen))] += 1
+        distinct = list(dict.fromkeys(asked))
+        if len(distinct) < 2 or not self.fetches:
             return None
-        self.fetched, self.asked = self.fetched + 1, self.asked - 1
-        expert = chosen[asked[1]]
+        expert = distinct[1]
+        first, num_pairs = chosen.index(expert), chosen.count(expert)
+        self.fetched, self.asked = self.fetched + 1, self.asked - num_pairs
+        self.found += num_pairs - 1
         free = [slot for slot, kept in enumerate(self.slots) if kept not in chosen]
         # What float32 has beyond 1 is equal, as kernels order what they have added one to.
         order = sorted(free, key=lambda slot: (self._worth(old, slot) + np.float32(1), slot))
@@ -65,13 +65,13 @@ class PlainSlots:
             or wanted > self._worth(old, order[0]) + np.float32(self.margin)
         )
         if not kept:
-            return [asked[1], self.num_slots, expert, NOT_KEPT]
+            return [first, self.num_slots, expert, NOT_KEPT]
         self.kept += 1
         leaving, self.slots[order[0]] = self.slots[order[0]], expert
         self.local_ids[expert] = -1
         if leaving >= 0:
             self.local_ids[leaving] = self.own_ids[leaving]
-        return [asked[1], order[0], expert, leaving]
+        return [first, order[0], expert, leaving]
 
     def _worth(self, scores: AnyArray, slot: int) -> np.float32:
         return np.float32(-1 if self.slots[slot] < 0 else scores[self.slots[slot]])

@@ -14,9 +14,10 @@ class SlotCounts:
     """What steps have done with slots."""
 
     found: int = 0
-    """(token, expert) pairs whose expert was there."""
+    """(token, expert) pairs whose expert was there, or was fetched for an earlier pair of the
+    step."""
     fetched: int = 0
-    """Experts that were read over the bus, each for one pair."""
+    """Experts that were read over the bus."""
     kept: int = 0
     """Of these, experts that stayed for other tokens."""
     fetched_bytes: int = 0

@@ -148,8 +148,7 @@ def slot_metrics(slots: SlotStats | None, namespace: str) -> Iterator[Metric]:
     )
     yield _by_outcome(
         f"{namespace}_experts_fetched",
-        "Experts that decode steps read over the bus, each for one selection: kept in a slot, or "
-        "dropped.",
+        "Experts that decode steps read over the bus: kept in a slot, or dropped.",
         {"kept": slots.kept, "dropped": slots.fetched - slots.kept},
     )
     yield CounterMetricFamily(

@@ -141,7 +141,7 @@ def replayed(path: Path, engine: Engine, num_slots: int) -> list[PlainSlots]:
         plain = PlainSlots(own_ids, num_slots, decay=0.5 ** (1 / HALF_LIFE), fetches=num_slots > 0)
         for token in ids[in_steps].tolist():
             plain.step(token)
-        plain.count_tree(ids[in_trees].reshape(-1).tolist())
+        plain.step(ids[in_trees].reshape(-1).tolist())
         layers.append(plain)
     return layers
 

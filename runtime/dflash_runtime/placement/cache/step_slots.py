@@ -5,7 +5,9 @@ The rule is that of the kernel (``decide_fetch`` in gpu/kernels/mailbox/mailbox_
 float32: of the experts of a token that are not there, the second one, in the order of the choice,
 is read over the bus. It stays in an empty slot, or in that of the least used expert that this
 token does not use, of equals the first slot, if it was used more, by a margin. Uses count half
-after a half-life. Tokens of prompts do not look into slots; drafts do, and change nothing.
+after a half-life. Tokens of prompts do not look into slots; drafts do. Here they change nothing, as
+a trace does not say which of them were in one step; on a GPU each of their steps is one use, and
+fetches, too.
 
 A GPU may contract products and sums, and so round uses otherwise in the last bit.
 

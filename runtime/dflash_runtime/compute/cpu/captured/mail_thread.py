@@ -37,7 +37,7 @@ class MailedLayer:
     request: int
     reply: int
     leaves_second: bool = False
-    """Whether, in steps of one token, the device fetches the second expert that is asked for."""
+    """Whether the device fetches the second expert that is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class MailThread:
                 place += on_lines(num_bytes)
             self._place_lines(words, layer, num_tokens)
             words[t.ANSWERS_ALWAYS] = number == len(self._layers) - 1
-            words[t.LEAVES_SECOND] = layer.leaves_second and num_tokens == 1
+            words[t.LEAVES_SECOND] = layer.leaves_second
             is_rounded = not words[t.FLOATS_AT]
             words[t.WRITES_FLOATS] = is_rounded and words[k.ARENA] and num_tokens == 1
             words[t.LOOP] = self._address

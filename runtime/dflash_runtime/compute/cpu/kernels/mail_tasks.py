@@ -69,7 +69,7 @@ from dflash_runtime.compute.step_order import MOST_TOKENS
     META_BYTES,
     ANSWERS_ALWAYS,  # not 0: the last layer
     ROUNDS,  # written here: whether the reply may be rounded
-    LEAVES_SECOND,  # not 0: the second expert that is asked for is left to the device
+    LEAVES_SECOND,  # not 0: the pairs of the second expert that is asked for are left to the device
     WRITES_FLOATS,  # not 0: an arena predicts with a token's row, which comes as step blocks
     NUM_WORDS,
 ) = range(experts.NUM_ARGUMENTS, experts.NUM_ARGUMENTS + 14)
@@ -218,7 +218,8 @@ def _send_rounded(builder: Any, sums: Any, epoch: Any, out: Any) -> None:
 def _take_pairs(args: int, loop: int) -> int:
     """Wait for the choice, and group the pairs that are asked for by ascending local id, those of
     an expert in the order of their tokens. How many there are; _NOTHING if the step has failed."""
-    num_used, num_pairs, num_asked = get(args, NUM_USED), 0, 0
+    num_used, num_pairs = get(args, NUM_USED), 0
+    first, second = _NOTHING, _NOTHING  # of the experts that are asked for
     ids, groups = get(args, experts.EXPERT_IDS), get(args, experts.GROUP_STARTS)
     tokens, weights = get(args, experts.TOKEN_INDICES), get(args, experts.WEIGHTS)
     for pair in range(get(args, experts.NUM_TOKENS) * num_used):
@@ -232,8 +233,11 @@ def _take_pairs(args: int, loop: int) -> int:
         set_word(args, ROUNDS, 1 if rounds else 0)
         if expert >= get(args, experts.NUM_EXPERTS):
             continue
-        num_asked += 1
-        if num_asked == 2 and get(args, LEAVES_SECOND) != 0:
+        if first < 0:
+            first = expert
+        elif second < 0 and expert != first:
+            second = expert
+        if expert == second and get(args, LEAVES_SECOND) != 0:
             continue
         weight = _await_word(line + HALF_BYTES, loop)
         if weight < 0:

@@ -76,7 +76,7 @@ class ExpertsUse(Enum):
     ASKS_PEERS = auto()
     """Some blocks ask peers for their pairs."""
     FETCHED = auto()
-    """Only the one pair whose expert was fetched is computed."""
+    """Only the pairs whose expert was fetched are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +108,8 @@ class ExpertsShape:
         takes_request = self.use is ExpertsUse.TAKES_REQUEST
         if takes_request and (self.rule or not self.gives_sums):
             raise ValueError("what a mailbox asks for is chosen, and answered with sums")
-        if self.use is ExpertsUse.FETCHED and (self.rule or self.num_tokens != 1):
-            raise ValueError("an expert is fetched for a pair of a single token, once it is chosen")
+        if self.use is ExpertsUse.FETCHED and self.rule:
+            raise ValueError("an expert is fetched once it is chosen")
         check_columns(self.hidden_size, (self.gate_type, self.up_type))
         check_columns(self.ffn_size, (self.down_type,))
 
@@ -388,7 +388,7 @@ class DecodeExperts:
             num_posts = post.num_peers
         if fetched is not None:
             args.fetched = self._arrays.address("fetched", fetched, np.int32, W=FETCH_WORDS)
-            num_pairs = 1
+            num_pairs = shape.num_tokens  # each has one such pair at most
         tile = tuning.gate_up_warps * (self._device.lanes // tuning.gate_up_team)
         num_tiles = ceil(shape.ffn_size / (tile * tuning.gate_up_rows))
         self._device.launch(

@@ -65,7 +65,7 @@ class FetchExpert:
         self, experts: ResidentExperts, tables: FetchTables, *, pair_slots: DeviceArray
     ) -> None:
         """Fetch what was decided on, if anything. `experts`: with the table of steps, which
-        changes. Shapes: pair_slots [1, K] int32."""
+        changes. Shapes: pair_slots [T, K] int32."""
         gate, up, down = (
             address(of.weights, tables.first_slot * num_bytes)
             for of, num_bytes in zip(

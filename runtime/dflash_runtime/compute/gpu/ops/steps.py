@@ -442,8 +442,8 @@ class StepExperts:
         fetched: tuple[FetchExpert, FetchTables] | None = None,
     ) -> None:
         """Ask peers, and add the chosen experts of up to MOST_TOKENS, and what peers answer, to the
-        residual. With a `rule` experts are chosen first. `fetched`: one of a single token's may be
-        fetched before it is computed, too."""
+        residual. With a `rule` experts are chosen first. `fetched`: one more may be fetched before
+        its pairs are computed, too."""
         num_tokens, use = choice.topk_ids.shape[0], ExpertsUse.ASKS_PEERS
         shape = experts_shape(layer.layer, num_tokens, rule=rule, use=use)
         experts, hidden = self._kernels(shape)
@@ -451,7 +451,8 @@ class StepExperts:
         if fetched is not None:
             kernel, tables = fetched
             kernel.launch(layer.experts, tables, pair_slots=experts.pair_slots)
-            of_one, _ = self._kernels(experts_shape(layer.layer, 1, use=ExpertsUse.FETCHED))
+            fetched_shape = experts_shape(layer.layer, num_tokens, use=ExpertsUse.FETCHED)
+            of_one, _ = self._kernels(fetched_shape)
             chosen = Choice(choice.topk_ids, choice.topk_weights, slots=experts.pair_slots)
             of_one.launch_gate_up(layer.experts, chosen, rows, hidden, fetched=tables.decision)
         experts.launch_down(layer.experts, choice, hidden, residual, replies=replies)

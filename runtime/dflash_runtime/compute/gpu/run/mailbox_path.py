@@ -398,8 +398,7 @@ class _MailboxRoute:
         slots, fetch, fetched = self.slots, None, None
         if slots is not None:
             local, fetch = slots.resident, posts.fetch(slots, self.own_place)
-            if residual.num_tokens == 1:
-                fetched = slots.kernel, slots.tables
+            fetched = slots.kernel, slots.tables
         asks = posts.asks(routed, counts=local is None, rounds=rounds, fetch=fetch)
         if local is None:
             posts.post(asks)

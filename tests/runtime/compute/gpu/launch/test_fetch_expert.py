@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pytest
@@ -176,17 +175,22 @@ class Rig:
         self.kernels.post(layer, rule, asks, num_tokens=num_tokens)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 2, 8])
 @pytest.mark.parametrize("routes", [False, True])
 def test_the_second_expert_that_is_asked_for_is_fetched(
-    device: EmulatedDevice, routes: bool
+    device: EmulatedDevice, routes: bool, num_tokens: int
 ) -> None:
+    """Of all tokens of a step, which count as one use."""
     rig, rng = Rig(device), np.random.default_rng(1)
-    seen: dict[str, Any] = {"kept": 0, "not kept": 0, "left": 0, "none": 0}
+    seen = dict.fromkeys(("kept", "not kept", "left", "none", "several pairs"), 0)
     popularity = rng.dirichlet(np.full(E, 0.5)) + 0.01
-    for _ in range(120):
-        chosen = rng.choice(E, K, replace=False, p=popularity / popularity.sum()).astype(np.int32)
+    popularity[8:] /= num_tokens
+    popularity /= popularity.sum()
+    for _ in range(120 if num_tokens == 1 else 60):
+        tokens = [rng.choice(E, K, replace=False, p=popularity) for _ in range(num_tokens)]
+        chosen = np.array(tokens, np.int32)
         rig.decide(chosen, routes=routes)
-        expected = rig.plain.step(chosen.tolist())
+        expected = rig.plain.step(chosen.reshape(-1).tolist())
         found = device.download(rig.decision).tolist()
         if expected is None:
             assert found[0] == -1
@@ -195,33 +199,42 @@ def test_the_second_expert_that_is_asked_for_is_fetched(
             assert found == expected
             seen["not kept" if found[3] == -2 else "kept"] += 1
             seen["left"] += found[3] >= 0
+            seen["several pairs"] += (chosen == found[2]).sum() > 1
         plain = rig.plain
         np.testing.assert_array_equal(device.download(rig.slot_experts), plain.slots)
         np.testing.assert_allclose(device.download(rig.scores_there), plain.scores, rtol=1e-5)
         counted = [plain.found, plain.fetched, plain.kept]
         assert device.download(rig.counts).tolist() == counted
         device.write(rig.local_ids, plain.local_ids)  # as fetch_expert does
-    assert all(seen.values())
+    for what, number in seen.items():
+        assert bool(number) == (num_tokens > 1 or what != "several pairs"), what
     assert all(counted)
 
 
-@pytest.mark.parametrize("routes", [False, True])
-def test_tokens_that_are_not_alone_find_experts_and_fetch_none(
-    device: EmulatedDevice, routes: bool
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_an_expert_that_was_used_infinitely_often_does_not_leave(
+    device: EmulatedDevice, num_tokens: int
 ) -> None:
-    rig = Rig(device)
-    for chosen in ([9, 10, 11, 12], [13, 14, 15, 9]):
-        rig.decide(np.array(chosen, np.int32), routes=routes)
-        rig.plain.step(chosen)
+    """It is pinned; it comes when it is asked for as others are."""
+    rig, rng, pinned = Rig(device), np.random.default_rng(5), 11
+    rig.plain.scores[pinned] = np.inf
+    device.write(rig.scores_there, rig.plain.scores)
+    was_there, num_left = False, 0
+    for _ in range(60):
+        tokens = [rng.choice(E, K, replace=False) for _ in range(num_tokens)]
+        chosen = np.array(tokens, np.int32)
+        rig.decide(chosen, routes=True)
+        expected = rig.plain.step(chosen.reshape(-1).tolist())
+        found = device.download(rig.decision).tolist()
+        assert found[0] == -1 if expected is None else found == expected
         device.write(rig.local_ids, rig.plain.local_ids)
-    kept = [expert for expert in rig.plain.slots if expert >= 0]
-    assert len(kept) == 2
-    before = device.download(rig.counts).tolist(), device.download(rig.scores_there).copy()
-    tree = np.array([[kept[0], 1, 2, kept[1]], [3, 12, kept[0], 8], [8, 9, 13, 5]], np.int32)
-    rig.decide(tree, routes=routes)
-    found, fetched, kept_there = before[0]
-    assert device.download(rig.counts).tolist() == [found + 3, fetched, kept_there]
-    np.testing.assert_array_equal(device.download(rig.scores_there), before[1])
+        kept = device.download(rig.slot_experts)
+        assert pinned in kept or not was_there
+        was_there = pinned in kept
+        num_left += expected is not None and expected[3] >= 0
+    assert was_there
+    assert num_left > 5
+    assert np.isinf(device.download(rig.scores_there)[pinned])
 
 
 def test_a_step_that_has_failed_fetches_nothing(device: EmulatedDevice) -> None:

@@ -3,8 +3,8 @@
 //   experts_gate_up  gate and up projections and the activation of each pair. Grid P * tiles of FFN rows.
 //                    Takes the choice of experts from memory, from router logits (ROUTE) or from a
 //                    mailbox (MAIL); writes the pairs' slots for experts_down. With POST its first blocks,
-//                    one for each peer, ask peers for their pairs. With FETCHED it does the one pair whose
-//                    expert was fetched, if there is one. Grid tiles of FFN rows
+//                    one for each peer, ask peers for their pairs. With FETCHED it does the pairs whose
+//                    expert was fetched, if one was. Grid TOKENS * tiles of FFN rows
 //   experts_down     down projections, weighted and added over a token's experts. Grid TOKENS * tiles of
 //                    HIDDEN rows. Writes float64 sums (SUMS), or adds the rounded sums to the residual
 //
@@ -33,7 +33,7 @@ struct Projection {
 constexpr int PAIRS = TOKENS * TOP_K;
 static_assert(!MAIL || (SUMS && !ROUTE), "what is asked for is chosen, and answered with sums");
 static_assert(!MAIL || !POST, "a daemon asks no peers");
-static_assert(!FETCHED || (TOKENS == 1 && !MAIL && !POST && !ROUTE), "what is fetched is chosen");
+static_assert(!FETCHED || (!MAIL && !POST && !ROUTE), "what is fetched is chosen");
 
 // Applies the expert's scale and bias to the product of a row.
 INLINE float projected(const Projection &of, int expert, int rows, int row, float product) {
@@ -96,9 +96,20 @@ INLINE void write_hidden(const GateUpArgs &a, int pair, int tile, const float *v
 
 using GateUpRows = Staged<1, HIDDEN, X_BYTES, X_FLOATS>;
 
-// Stages the row of a pair's token and finds its expert's slot. The block of tile 0 writes the choice.
-// All threads call; the function ends with a barrier.
-INLINE ChosenPair begin_pair(const GateUpArgs &a, const GateUpRows &x, int pair, int tile) {
+// A token's pair whose expert was fetched for pair `first`; negative: it did not choose that.
+INLINE int fetched_pair(const GateUpArgs &a, int token, int first) {
+    const u32 expert = load_fresh4(a.choices.topk_ids + first);
+    int pair = -1;
+#pragma unroll
+    for (int k = 0; k < TOP_K; k++) {
+        if (load_fresh4(a.choices.topk_ids + token * TOP_K + k) == expert) pair = token * TOP_K + k;
+    }
+    return pair;
+}
+
+// Stages the row of a pair's token and finds its expert's slot, that of pair `first` if it was fetched for
+// that. The block of tile 0 writes the choice. All threads call; the function ends with a barrier.
+INLINE ChosenPair begin_pair(const GateUpArgs &a, const GateUpRows &x, int pair, int tile, int first) {
     SHARED(int, chosen, 2);  // expert, slot
     const i64 token = pair / TOP_K;
     const bool chooses = warp_index() == 0;
@@ -128,10 +139,10 @@ INLINE ChosenPair begin_pair(const GateUpArgs &a, const GateUpRows &x, int pair,
             }
         } else if (lane_index() == 0) {
             chosen[0] = (int)load_fresh4(a.choices.topk_ids + pair);
-            if (a.choices.has_slots()) chosen[1] = a.choices.slot_at(pair);
+            if (a.choices.has_slots()) chosen[1] = a.choices.slot_at(first);
             else chosen[1] = a.choices.slot_of((u32)chosen[0]);
             if (tile == 0) {
-                if (!a.choices.has_slots()) a.choices.pair_slots[pair] = chosen[1];
+                if (!a.choices.has_slots() || pair != first) a.choices.pair_slots[pair] = chosen[1];
                 a.choices.count(chosen[0]);
             }
         }
@@ -172,14 +183,16 @@ KERNEL(experts_gate_up, GateUpArgs, GATE_UP_THREADS, GATE_UP_MIN_BLOCKS) {
         }
         block -= a.num_posts;
     }
-    int pair = block % PAIRS, tile = block / PAIRS;
+    int pair = block % PAIRS, tile = block / PAIRS, first = pair;
     if constexpr (FETCHED) {
         wait_for_previous();
-        pair = (int)load_fresh4(&a.fetched->pair), tile = block;
+        pair = first = (int)load_fresh4(&a.fetched->pair), tile = block / TOKENS;
+        if (first < 0) return;
+        if (TOKENS > 1) pair = fetched_pair(a, block % TOKENS, first);
         if (pair < 0) return;
     }
     const GateUpRows x(shared);
-    const ChosenPair chosen = MAIL ? take_pair(a, x, pair, tile) : begin_pair(a, x, pair, tile);
+    const ChosenPair chosen = MAIL ? take_pair(a, x, pair, tile) : begin_pair(a, x, pair, tile, first);
     const int expert = chosen.expert, slot = chosen.slot;
     const bool takes_weight = MAIL && tile == 0 && thread_index() == 0;
     if (slot < 0) {
@@ -189,11 +202,11 @@ KERNEL(experts_gate_up, GateUpArgs, GATE_UP_THREADS, GATE_UP_MIN_BLOCKS) {
         return;
     }
     const int team = thread_index() / GATE_UP_TEAM, place = thread_index() % GATE_UP_TEAM;
-    const int first = tile * GATE_UP_TILE + team * GATE_UP_ROWS;
+    const int first_row = tile * GATE_UP_TILE + team * GATE_UP_ROWS;
     const u8 *gate_rows[GATE_UP_ROWS], *up_rows[GATE_UP_ROWS];
 #pragma unroll
     for (int r = 0; r < GATE_UP_ROWS; r++) {
-        const i64 row = (i64)slot * FFN + min_of(first + r, FFN - 1);
+        const i64 row = (i64)slot * FFN + min_of(first_row + r, FFN - 1);
         gate_rows[r] = a.gate.weights + row * Gate::Product::ROW_BYTES;
         up_rows[r] = a.up.weights + row * Up::Product::ROW_BYTES;
     }
@@ -211,7 +224,7 @@ KERNEL(experts_gate_up, GateUpArgs, GATE_UP_THREADS, GATE_UP_MIN_BLOCKS) {
 #pragma unroll
     for (int c = 0; c < Sums::CHUNKS; c++) {
         float g = gates.sum(c), u = ups.sum(c);
-        const int row = first + Sums::index(c);
+        const int row = first_row + Sums::index(c);
         if (!Sums::is_writer(c) || row >= FFN) continue;
         g = projected(a.gate, expert, FFN, row, g);
         u = projected(a.up, expert, FFN, row, u);

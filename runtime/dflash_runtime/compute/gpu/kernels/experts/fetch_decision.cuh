@@ -4,7 +4,7 @@
 #include "common.cuh"
 
 struct FetchDecision {
-    int pair;     // of the token that needs it; negative: nothing is fetched, and the others mean nothing
+    int pair;     // the first that needs it; negative: nothing is fetched, and the others mean nothing
     int slot;     // of those that follow what is loaded
     int expert;   // its global id
     int leaving;  // the expert that it replaces; -1: none; FETCH_NOT_KEPT: it is used in this step alone

@@ -14,7 +14,7 @@ struct FetchArgs {
     const int *own_ids;   // [EXPERTS]: the peer's local ids, whatever is kept here
     int *local_ids;       // [EXPERTS]: the same, negative for what is kept
     int *slot_of_expert;  // [EXPERTS]
-    int *pair_slots;      // [TOP_K]
+    int *pair_slots;      // [pairs]: of the first that needs it
     int first_slot;       // of those that follow what is chosen
 };
 

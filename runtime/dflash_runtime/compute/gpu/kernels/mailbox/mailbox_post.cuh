@@ -10,14 +10,16 @@
 
 // What was done in a layer, in steps that were posted.
 struct FetchCounts {
-    u32 found;    // pairs whose expert was in a slot
+    u32 found;    // pairs whose expert was in a slot, or is fetched for an earlier pair
     u32 fetched;  // experts
     u32 kept;     // of these
 };
 
-// The experts of a layer that a step of one token keeps besides those that are here always: slots that
-// follow what is chosen. Of the experts that `peer` would be asked for the second one is not: this device
-// reads it over the bus (fetch_expert.cu), and keeps it if it was used more of late than one of those.
+// The experts of a layer that steps keep besides those that are here always: slots that follow what is
+// chosen. Of the experts that `peer` would be asked for the second one, in the order of the pairs, is not:
+// this device reads it over the bus (fetch_expert.cu), and keeps it if it was used more of late than one of
+// those. A step of several tokens counts as one use of all that it chooses. What was used infinitely often
+// is pinned.
 struct MailFetch {
     float *scores;       // [EXPERTS]: uses, older ones count less
     int *slot_experts;   // null: there are no slots; or [num_slots], negative: empty
@@ -58,15 +60,41 @@ INLINE int count_found(const MailFetch &a, const int *ids, int kept, bool posts)
     return found;
 }
 
-// Decides what a token's step fetches, and into which slot; the last of these is for what is not kept. One
-// warp calls; `ids`: the choice.
-INLINE void decide_fetch(const MailFetch &a, const int *local_ids, const int *ids, bool posts) {
-    int pair = -1, num_asked = 0;
-#pragma unroll
-    for (int k = 0; k < TOP_K; k++) {
-        const bool exists = (u32)ids[k] < (u32)EXPERTS;
-        if (exists && (int)load_weights4(local_ids + ids[k]) >= 0 && num_asked++ == 1) pair = k;
+// The first pair whose expert the peer would be asked for, but for one expert; POST_PAIRS: there is none.
+INLINE int first_asked(const int *local_ids, const int *ids, int but) {
+    int first = POST_PAIRS;
+    for (int pair = lane_index(); pair < POST_PAIRS; pair += LANES) {
+        const int expert = ids[pair];
+        const bool exists = (u32)expert < (u32)EXPERTS && expert != but;
+        if (exists && (int)load_weights4(local_ids + expert) >= 0) first = min_of(first, pair);
     }
+#pragma unroll
+    for (int mask = LANES / 2; mask > 0; mask /= 2) first = min_of(first, lane_xor(first, mask));
+    return first;
+}
+
+// The first pair of the second expert that the peer would be asked for; -1: it is asked for one at most.
+INLINE int pair_to_fetch(const int *local_ids, const int *ids) {
+    int pair = -1;
+    if constexpr (TOKENS == 1) {
+        int num_asked = 0;
+#pragma unroll
+        for (int k = 0; k < TOP_K; k++) {
+            const bool exists = (u32)ids[k] < (u32)EXPERTS;
+            if (exists && (int)load_weights4(local_ids + ids[k]) >= 0 && num_asked++ == 1) pair = k;
+        }
+    } else {
+        const int first = first_asked(local_ids, ids, -1);
+        const int second = first < POST_PAIRS ? first_asked(local_ids, ids, ids[first]) : POST_PAIRS;
+        if (second < POST_PAIRS) pair = second;
+    }
+    return pair;
+}
+
+// Decides what a step fetches, and into which slot; the last of these is for what is not kept. One warp
+// calls; `ids`: the choice.
+INLINE void decide_fetch(const MailFetch &a, const int *local_ids, const int *ids, bool posts) {
+    const int pair = pair_to_fetch(local_ids, ids);
     const int expert = pair < 0 ? 0 : ids[pair], place = lane_index();
     const bool is_slot = place < a.num_slots;
     const int kept = kept_expert(a);
@@ -89,7 +117,13 @@ INLINE void decide_fetch(const MailFetch &a, const int *local_ids, const int *id
     const bool is_kept = order != ~0u && (leaving < 0 || wanted > least + a.margin);
     for (int e = lane_index(); e < EXPERTS; e += LANES) {
         float score = a.decay * bits_to_float(load_fresh4(a.scores + e));
-        for (int k = 0; k < TOP_K; k++) score += ids[k] == e ? 1.0f : 0.0f;
+        if constexpr (TOKENS == 1) {
+            for (int k = 0; k < TOP_K; k++) score += ids[k] == e ? 1.0f : 0.0f;
+        } else {
+            bool is_chosen = false;
+            for (int k = 0; k < POST_PAIRS; k++) is_chosen |= ids[k] == e;
+            score += is_chosen ? 1.0f : 0.0f;
+        }
         if (posts) a.scores[e] = score;
     }
     if (lane_index() != 0) return;
@@ -103,6 +137,11 @@ INLINE void decide_fetch(const MailFetch &a, const int *local_ids, const int *id
     if (!a.counts) return;
     atomic_add(&a.counts->fetched, 1);
     if (is_kept) atomic_add(&a.counts->kept, 1);
+    if constexpr (TOKENS > 1) {
+        int others = 0;
+        for (int k = pair + 1; k < POST_PAIRS; k++) others += ids[k] == expert;
+        if (others) atomic_add(&a.counts->found, (u32)others);
+    }
 }
 
 // Posts to one peer; all threads of a block call. Writes the choice (if ROUTE) and counts it where
@@ -181,9 +220,5 @@ INLINE void post_request(const MailPost &a, int peer, bool writes_choice) {
     block_barrier();
     if (thread_index() == 0) a.asked[peer] = *is_asked;
     if (!a.fetch.slot_experts || peer != a.fetch.peer || warp_index() != 0) return;
-    if constexpr (TOKENS == 1) {
-        decide_fetch(a.fetch, a.local_ids[peer], ids, posts);
-    } else {
-        count_found(a.fetch, ids, kept_expert(a.fetch), posts);
-    }
+    decide_fetch(a.fetch, a.local_ids[peer], ids, posts);
 }
