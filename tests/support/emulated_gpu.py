@@ -14,6 +14,7 @@ from dflash_runtime.compute.gpu.backend import CupyBackend
 from dflash_runtime.compute.gpu.chunk_room import GROUP_TOKENS
 from dflash_runtime.compute.gpu.device.cupy_device import CupyDevice
 from dflash_runtime.compute.gpu.device.devices import DeviceMemory
+from dflash_runtime.compute.slot_pins import NO_PINS, WarmPins
 from dflash_runtime.engine.measuring import copied_experts
 from support.driver_use import DriverUse
 from support.emulated_device import EmulatedDevice
@@ -91,6 +92,7 @@ class EmulatedGpus:
         cache_dir: str | None = None,
         max_chunk: int = MAX_CHUNK,
         cache_slots: int = 0,
+        slot_pins: WarmPins = NO_PINS,
     ) -> CupyBackend:
         if device.index >= NUM_GPUS:
             raise DeviceUnavailable(f"{device}: the driver sees {NUM_GPUS} devices of this kind")
@@ -103,6 +105,7 @@ class EmulatedGpus:
             overlapped_from=self.overlapped_from,
             group_tokens=self.group_tokens,
             cache_slots=cache_slots,
+            slot_pins=slot_pins,
             memory=self._memory,
         )
 
@@ -143,12 +146,14 @@ class RealGpu:
         cache_dir: str | None = None,
         max_chunk: int = MAX_CHUNK,
         cache_slots: int = 0,
+        slot_pins: WarmPins = NO_PINS,
     ) -> CupyBackend:
         return CupyBackend(
             device,
             max_chunk=MAX_CHUNK,
             scratch_bytes=SCRATCH_BYTES,
             cache_slots=cache_slots,
+            slot_pins=slot_pins,
             cache_dir=cache_dir,
         )
 

@@ -411,8 +411,8 @@ class Settings:
     )
     moe_warmpin: int = setting(
         0, "MOE_WARMPIN", Whole(0, 65_536), Reader.PARENT,
-        "If experts are larger than memory, so many of the hottest of a layer never leave it, half "
-        "of the memory at most.",
+        "So many of the hottest experts of a layer never leave the slots of MOE_CACHE_SLOTS, or, "
+        "if experts are larger than memory, that: half of these at most.",
     )
     moe_warmpin_after: int = setting(
         1_000, "MOE_WARMPIN_AFTER", Whole(1, 1_000_000_000), Reader.PARENT,

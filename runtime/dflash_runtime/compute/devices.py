@@ -9,11 +9,13 @@ import importlib
 import logging
 import sys
 from importlib.util import find_spec
+from typing import Any
 
 from dflash_protocol.device import CPU, Device, DeviceKind
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.settings import AUTO_TIER
 from dflash_runtime.compute.backend import BackendName, ComputeBackend
+from dflash_runtime.compute.slot_pins import NO_PINS, WarmPins
 
 _LOG = logging.getLogger(__name__)
 
@@ -36,10 +38,12 @@ def open_backend(
     cache_dir: str | None = None,
     max_chunk: int | None = None,
     cache_slots: int = 0,
+    slot_pins: WarmPins = NO_PINS,
 ) -> ComputeBackend:
     """Open the backend of a device, by default the CPU; for the arguments see `make_backend`. Of a
     GPU: `max_chunk`, the most tokens of a prompt chunk; `cache_slots`, experts that steps may keep
-    of a layer besides those that are loaded, where these are not all.
+    of a layer besides those that are loaded, where these are not all; `slot_pins`, which of those
+    do not leave.
 
     Raises: SettingsError with advice if the device cannot be used.
     """
@@ -55,9 +59,9 @@ def open_backend(
     reason = why_unusable(device.kind)
     if reason is not None:
         raise SettingsError(f"device {device}: {reason}, or use device cpu")
-    options = {} if max_chunk is None else {"max_chunk": max_chunk}
+    options: dict[str, Any] = {} if max_chunk is None else {"max_chunk": max_chunk}
     if cache_slots:
-        options["cache_slots"] = cache_slots
+        options |= {"cache_slots": cache_slots, "slot_pins": slot_pins}
     return _open_gpu(device, cache_dir, **options)
 
 
@@ -126,7 +130,7 @@ def _reference(reason: str = "") -> ComputeBackend:
     return ReferenceBackend()
 
 
-def _open_gpu(device: Device, cache_dir: str | None, **options: int) -> ComputeBackend:
+def _open_gpu(device: Device, cache_dir: str | None, **options: Any) -> ComputeBackend:
     module = importlib.import_module(_GPU_MODULE)
     backend: ComputeBackend = module.CupyBackend(device, cache_dir=cache_dir, **options)
     return backend

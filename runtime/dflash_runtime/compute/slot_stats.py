@@ -3,7 +3,8 @@ them, and of what its steps chose."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from dflash_protocol.ids import I64Array
@@ -43,6 +44,8 @@ class SlotStats(SlotCounts):
 
     num_slots: int
     """Experts of each layer that there is room for."""
+    pins: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Experts that do not leave once they are there: global ids by layer id."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

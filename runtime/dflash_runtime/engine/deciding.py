@@ -25,6 +25,7 @@ from dflash_protocol.wire.messages import Offer
 from dflash_runtime.compute import BackendName, ComputeBackend, open_backend
 from dflash_runtime.compute.host import PREFILL_CHUNK
 from dflash_runtime.compute.kv_cache import chosen_kv_type
+from dflash_runtime.compute.slot_pins import WarmPins
 from dflash_runtime.engine.daemon_offers import OwnProcessor
 from dflash_runtime.engine.demo_model import chosen_model_path
 from dflash_runtime.engine.heat_keeper import HeatKeeper, open_heat
@@ -107,6 +108,7 @@ class Decision:
             cache_dir=settings.cache_dir,
             max_chunk=self.planned.chunk,
             cache_slots=settings.moe_cache_slots or 0,
+            slot_pins=WarmPins(settings.moe_warmpin, settings.moe_warmpin_after),
         )
 
 

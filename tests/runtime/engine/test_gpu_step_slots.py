@@ -197,7 +197,7 @@ def test_what_slots_did_is_in_the_summary_of_a_generation(model: Path) -> None:
         if not slots:
             assert found is None
             continue
-        assert found.keys() == {"num_slots", "found", "fetched", "kept", "fetched_bytes"}
+        assert found.keys() == {"num_slots", "found", "fetched", "kept", "fetched_bytes", "pins"}
         assert found["num_slots"] == slots
         assert found["found"] > 0
         assert found["fetched"] >= found["kept"] > 0

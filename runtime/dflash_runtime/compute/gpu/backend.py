@@ -73,6 +73,7 @@ from dflash_runtime.compute.gpu.transfers.payload import PayloadMover
 from dflash_runtime.compute.kv_cache import KvCache, KvType
 from dflash_runtime.compute.model import Model
 from dflash_runtime.compute.room import Needs
+from dflash_runtime.compute.slot_pins import NO_PINS, WarmPins
 from dflash_runtime.compute.step_order import MOST_TOKENS
 from dflash_runtime.compute.thread_trial import OnePass
 
@@ -109,11 +110,12 @@ class CupyBackend:
         overlapped_from: int = HALVED_FROM,
         group_tokens: int = GROUP_TOKENS,
         cache_slots: int = 0,
+        slot_pins: WarmPins = NO_PINS,
         memory: Callable[[], DeviceMemory] | None = None,
         cache_dir: str | None = None,
     ) -> None:
         """`scratch_bytes` are for matrices as halves, by default what suits `max_chunk`.
-        `cache_slots`: see `open_backend`.
+        `cache_slots`, `slot_pins`: see `open_backend`.
 
         `memory` reports free memory; without it `require_room` checks nothing, unless the device
         is opened here. Its compiled kernels are cached in `cache_dir`, see `cache_folder`.
@@ -146,6 +148,7 @@ class CupyBackend:
                 lock=self._lock,
             )
             self.ops.step_experts.cache_slots = cache_slots
+            self.ops.step_experts.slot_pins = slot_pins
             self.loader = DeviceLoader(device, self.ops.chunks)
         except BaseException:
             self._undo.close()
@@ -521,6 +524,7 @@ class CupyBackend:
                 home=home,
                 keeper=self.mail.keeper,
                 cache_slots=self.ops.step_experts.cache_slots,
+                slot_pins=self.ops.step_experts.slot_pins,
             )
             undo.pop_all()
         return GraphStep(

@@ -22,6 +22,7 @@ from dflash_runtime.compute.gpu.device.mapped_array import MappedBlock
 from dflash_runtime.compute.gpu.mailbox.fetched_memory import FetchedMemory
 from dflash_runtime.compute.gpu.mailbox.kernels import MailPeer
 from dflash_runtime.compute.mailbox_layout import MailLines, mail_layout
+from dflash_runtime.compute.slot_pins import NO_PINS, SlotPins, WarmPins
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,10 +40,18 @@ class ProcessorPeer:
     """
 
     def __init__(
-        self, device: KernelDevice, moe: MoeSpec, remote: MailedExperts, *, cache_slots: int = 0
+        self,
+        device: KernelDevice,
+        moe: MoeSpec,
+        remote: MailedExperts,
+        *,
+        cache_slots: int = 0,
+        slot_pins: WarmPins = NO_PINS,
     ) -> None:
         """`remote` has `own_banks`. `cache_slots`: experts of each layer that steps fetch and keep
-        (run/step_slots.py). Raises: DeviceUnavailable if memory cannot be mapped."""
+        (run/step_slots.py); `slot_pins`: for good.
+
+        Raises: DeviceUnavailable if memory cannot be mapped."""
         layout = mail_layout(moe)
         self._remote = remote
         self._block = MappedBlock(
@@ -59,6 +68,7 @@ class ProcessorPeer:
         abort, own_abort, *lines = (address(each) for each in self._block.device)
         self.peer, self.lines = MailPeer(abort, own_abort), MailLines(layout, *lines)
         banks = own_banks(remote)
+        self.pins = SlotPins(slot_pins)
         self.fetched: FetchedMemory | None = None
         """Where steps fetch experts from; None if they do not."""
         if cache_slots:

@@ -49,6 +49,7 @@ from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.layers.rows import Input, Norm, Rows
 from dflash_runtime.compute.gpu.ops.choice_notes import ChoiceNotes
 from dflash_runtime.compute.gpu.ops.kernels import ExpertChoice
+from dflash_runtime.compute.slot_pins import NO_PINS
 from dflash_runtime.compute.step_order import FLOAT_TYPES, GRANULE, MOST_TOKENS, padded_columns
 
 
@@ -361,6 +362,8 @@ class StepExperts:
         self._counts = True
         self.cache_slots = 0
         """Experts that steps may keep of a layer besides those that are loaded."""
+        self.slot_pins = NO_PINS
+        """Which of these do not leave."""
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import F32Array, F64Array, I32Array, Phase, U8Array
@@ -130,6 +131,8 @@ class GraphStep:
         if self._slots is not None:
             for counts in taken.values():
                 self._slots += counts.slots
+            assert self._choice.sessions is not None
+            self._slots = replace(self._slots, pins=self._choice.sessions.pinned)
         return taken
 
     def prepare(self) -> None:

@@ -112,7 +112,18 @@ class MailboxPath(StepPath):
             layer, resident = self._layers[layer_id], self._resident[layer_id]
             slots = new_slots(device, own.fetched, resident, local_ids=layer.tables[peer])
             slots.reset(self.mail.routes[peer].local_ids[layer_id])
+            if own.pins.has_chosen(layer_id):
+                self._pin(slots)
             self._layers[layer_id] = replace(layer, slots=slots)
+
+    def _pin(self, slots: LayerSlots) -> None:
+        """Choose which experts of a layer do not leave its slots. Steps that were started before do
+        not know of it."""
+        assert self.mail.own is not None
+        layer_id = slots.resident.layer.layer_id
+        own_ids = self.mail.routes[self._own_peer].local_ids[layer_id]
+        num_slots = slots.slot_experts.size
+        slots.pin_only(self.mail.own.pins.choose(layer_id, own_ids, num_slots=num_slots))
 
     @property
     def _own_peer(self) -> int:
@@ -225,6 +236,8 @@ class MailboxPath(StepPath):
                 self._ops.device.write(layer.tables[peer], local_ids)
                 if layer.slots is not None and peer == self._own_peer:
                     layer.slots.reset(local_ids)
+                    if self.mail.own is not None and self.mail.own.pins.has_chosen(layer_id):
+                        self._pin(layer.slots)
         self._are_tables_old = False
 
     def close(self) -> None:
@@ -241,6 +254,10 @@ class MailboxPath(StepPath):
                 continue
             device.write(counts.words, np.zeros(words.size, np.uint32))
             slots = self._layers[layer_id].slots
+            if slots is not None and self.mail.own is not None:
+                chosen = words[: counts.num_experts]
+                if self.mail.own.pins.count(slots.resident.layer, chosen):
+                    self._pin(slots)
             taken[phase, layer_id] = MailedCounts(
                 words[: counts.num_experts],
                 SlotCounts() if slots is None else slots.counted(words[counts.num_experts :]),

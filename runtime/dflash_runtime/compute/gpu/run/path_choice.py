@@ -24,6 +24,7 @@ from dflash_runtime.compute.gpu.run.mailbox_path import MailboxPath
 from dflash_runtime.compute.gpu.run.step_captures import DecodePass, PathCaptures
 from dflash_runtime.compute.gpu.run.step_path import StepPath
 from dflash_runtime.compute.mailbox_layout import is_preparing, mail_layout
+from dflash_runtime.compute.slot_pins import NO_PINS, WarmPins
 from dflash_runtime.compute.slot_stats import MailedCounts
 
 _LOG = logging.getLogger(__name__)
@@ -179,13 +180,14 @@ class MailboxSessions:
         home: HostPath,
         keeper: MemoryKeeper,
         cache_slots: int = 0,
+        slot_pins: WarmPins = NO_PINS,
     ) -> None:
         """`home` asks owners that have no mailbox; `keeper` takes memory that a lost daemon may
-        still have open."""
+        still have open. `cache_slots`, `slot_pins`: see `open_backend`."""
         self._keeper = keeper
         self._ops, self._moe, self._resident = ops, moe, resident
         self._remote, self._home = remote, home
-        self._own = self._new_own(cache_slots)
+        self._own = self._new_own(cache_slots, slot_pins)
         remote.settle_with(self._settle)
         self._present: MailboxPath | None = None
         self._refused: tuple[MailRoute, ...] = ()
@@ -202,11 +204,22 @@ class MailboxSessions:
         fetched = None if self._own is None else self._own.fetched
         return 0 if fetched is None else fetched.num_slots
 
-    def _new_own(self, cache_slots: int) -> ProcessorPeer | None:
+    @property
+    def pinned(self) -> Mapping[int, Sequence[int]]:
+        """Those of them that do not leave. Global ids by layer id."""
+        return {} if self._own is None else self._own.pins.experts
+
+    def _new_own(self, cache_slots: int, slot_pins: WarmPins) -> ProcessorPeer | None:
         if not own_banks(self._remote):
             return None
         try:
-            return ProcessorPeer(self._ops.device, self._moe, self._remote, cache_slots=cache_slots)
+            return ProcessorPeer(
+                self._ops.device,
+                self._moe,
+                self._remote,
+                cache_slots=cache_slots,
+                slot_pins=slot_pins,
+            )
         except DeviceUnavailable as error:
             # docs (parent): no host memory could be locked for it; steps ask the processor through
             # the host, which is slower

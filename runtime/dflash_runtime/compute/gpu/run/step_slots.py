@@ -1,19 +1,21 @@
 """Experts that steps keep on the device besides those that are loaded.
 
-Of the experts that a token's layer would ask the processor for, the device fetches the second one
+Of the experts that a step's layer would ask the processor for, the device fetches the second one
 itself, over the bus, while the processor computes the others (kernels/mailbox/mailbox_post.cuh). It
-stays in a slot for the next tokens if it was used more of late than what is there. Bits do not
-depend on it: both compute steps in one order (compute.step_order).
+stays in a slot for the next tokens if it was used more of late than what is there, unless that is
+pinned. A step of several tokens, a tree of drafts, does the same for all of them at once. Bits do
+not depend on it: both compute steps in one order (compute.step_order).
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dflash_protocol.ids import I32Array, I64Array
+from dflash_protocol.ids import F32Array, I32Array, I64Array
 from dflash_runtime.compute.gpu.device.device import (
     DeviceArray,
     KernelDevice,
@@ -60,6 +62,35 @@ class LayerSlots:
         counts = FetchCounts(*words.tolist())
         num_bytes = self.resident.layer.expert_bytes * counts.fetched
         return SlotCounts(counts.found, counts.fetched, counts.kept, num_bytes)
+
+    def pin(self, expert: int) -> None:
+        """Have an expert not leave once it is in a slot, in steps that are started from now on.
+
+        Kernels compare uses, and have those of each step fade: infinitely many neither fade nor are
+        fewer than another's.
+        """
+        self._write_score(expert, np.inf)
+
+    def unpin(self, expert: int) -> None:
+        """It may leave again, as if it had not been used; nothing if it was not pinned."""
+        if self.is_pinned(expert):
+            self._write_score(expert, 0.0)
+
+    def pin_only(self, experts: Collection[int]) -> None:
+        """Pin these, and unpin all others."""
+        scores: F32Array = self.device.download(self.scores)
+        for expert in np.flatnonzero(np.isinf(scores)).tolist():
+            if expert not in experts:
+                self.unpin(expert)
+        for expert in experts:
+            self.pin(expert)
+
+    def is_pinned(self, expert: int) -> bool:
+        score: F32Array = self.device.download(self.scores[expert : expert + 1])
+        return bool(np.isinf(score[0]))
+
+    def _write_score(self, expert: int, score: float) -> None:
+        self.device.write(self.scores[expert : expert + 1], np.array([score], np.float32))
 
     def reset(self, local_ids: I32Array) -> None:
         """Nothing is kept, and experts are where they are now. No step may be running.
