@@ -455,15 +455,19 @@ class StepExperts:
             kernel, tables = fetched
             kernel.launch(layer.experts, tables, pair_slots=experts.pair_slots)
             fetched_shape = experts_shape(layer.layer, num_tokens, use=ExpertsUse.FETCHED)
-            of_one, _ = self._kernels(fetched_shape)
+            of_one = self._launcher(fetched_shape)
             chosen = Choice(choice.topk_ids, choice.topk_weights, slots=experts.pair_slots)
             of_one.launch_gate_up(layer.experts, chosen, rows, hidden, fetched=tables.decision)
         experts.launch_down(layer.experts, choice, hidden, residual, replies=replies)
 
     def _kernels(self, shape: ExpertsShape) -> tuple[DecodeExperts, StepRows]:
         """Kernels, and what is between the two."""
-        experts = self._experts.get(shape)
-        if experts is None:
-            experts = self._experts[shape] = DecodeExperts(self._device, shape)
+        experts = self._launcher(shape)
+        if shape not in self._hidden:
             self._hidden[shape] = experts.hidden_rows()
         return experts, self._hidden[shape]
+
+    def _launcher(self, shape: ExpertsShape) -> DecodeExperts:
+        if shape not in self._experts:
+            self._experts[shape] = DecodeExperts(self._device, shape)
+        return self._experts[shape]

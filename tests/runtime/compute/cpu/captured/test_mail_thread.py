@@ -77,7 +77,15 @@ def parts_of(rows: F32Array, layer: MoeLayer) -> list[AnyArray]:
 class Rig:
     """Two layers, the first of them in the middle of a model, the lines, and the thread."""
 
-    def __init__(self, backend: CpuBackend, path: Path, types: str, *, limit_s: float) -> None:
+    def __init__(
+        self,
+        backend: CpuBackend,
+        path: Path,
+        types: str,
+        *,
+        limit_s: float,
+        leaves_second: bool = False,
+    ) -> None:
         self.layer = write_expert_layer(
             path,
             num_experts=E,
@@ -101,7 +109,9 @@ class Rig:
         places = zip(self.requests, self.replies, strict=True)
         self.thread = MailThread(
             [
-                MailedLayer(bank, request.ctypes.data, reply.ctypes.data)
+                MailedLayer(
+                    bank, request.ctypes.data, reply.ctypes.data, leaves_second=leaves_second
+                )
                 for request, reply in places
             ],
             bank.workers,
@@ -154,9 +164,15 @@ class Rig:
 
 @contextmanager
 def opened(
-    backend: CpuBackend, folder: Path, types: str = "bytes", *, limit_s: float = 30.0
+    backend: CpuBackend,
+    folder: Path,
+    types: str = "bytes",
+    *,
+    limit_s: float = 30.0,
+    leaves_second: bool = False,
 ) -> Iterator[Rig]:
-    rig = Rig(backend, folder / f"{types}.gguf", types, limit_s=limit_s)
+    path = folder / f"{types}.gguf"
+    rig = Rig(backend, path, types, limit_s=limit_s, leaves_second=leaves_second)
     try:
         yield rig
     finally:
@@ -196,6 +212,38 @@ def test_sums_are_those_of_the_bank(backend: CpuBackend, tmp_path: Path, types: 
                 np.testing.assert_array_equal(found, rig.expected(*step))
             rig.epoch += 1
         assert not rig.aborts.any()
+
+
+def test_pairs_of_the_second_expert_are_left_to_the_device(
+    backend: CpuBackend, tmp_path: Path
+) -> None:
+    """Of all tokens; their weights are not waited for."""
+    steps: list[tuple[list[list[int]], int]] = [
+        ([[4, -1, 1]], 1),
+        ([[-1, 2, -1]], -1),
+        ([[3, -1, -1], [-1, 3, -1], [5, 3, 0], [0, 5, 1], [2, -1, 5]], 5),
+        ([[0, -1, -1], [0, -1, -1]], -1),
+        ([[-1, -1, -1], [2, 0, 1], [1, 0, 2]], 0),
+    ]
+    with opened(backend, tmp_path, leaves_second=True) as rig:
+        for number, (chosen, second) in enumerate(steps):
+            ids, (_, weights, rows) = np.array(chosen, np.int32), step_of(number, len(chosen))
+            is_left = ids == second if second >= 0 else np.zeros(ids.shape, np.bool_)
+            lines = rig.lines(ids, weights, rows)
+            lines[1 : 2 * ids.size : 2][is_left.ravel()] = 0
+            rig.ask(len(chosen))
+            for request in rig.requests:
+                send(request, lines)
+            wait_until(rig.is_done, "the step")
+            expected = rig.expected(np.where(is_left, -1, ids), weights, rows)
+            for index in range(len(rig.requests)):
+                found = rig.reply(index, len(chosen))
+                assert found is not None
+                np.testing.assert_array_equal(found, expected)
+            rig.epoch += 1
+        num_pairs = sum(int((np.array(ids) >= 0).sum()) for ids, _ in steps)
+        _, totals = rig.thread.take_totals()
+        assert totals.num_pairs == 2 * (num_pairs - 1 - 3 - 2)
 
 
 def test_only_the_last_layer_answers_where_nothing_is_asked(
