@@ -92,7 +92,7 @@ def test_trees_have_the_same_bits_whatever_is_in_slots(
         found = in_trees(engine, trees, leave)
         for one, other in zip(found, expected, strict=True):
             assert one == other
-        assert len(slots_of(engine)) == of_model.num_layers
+        assert len(slots_of(engine)) == len(engine.spec.moe.layers)
         [*engine.generate(PROMPT, 1, ignore_eos=True)]  # ends, so that all is counted
         counts = engine.stats().slots
     assert counts is not None
