@@ -650,10 +650,16 @@ class ComputeBackend(Protocol):
         raises ends them. `keeps_choices`, on the host: CapturedStep.choices is wanted."""
 
     def offload_prompts(
-        self, file: GgufFile, layers: Iterable[MoeLayer], remote: RemoteExperts
+        self,
+        file: GgufFile,
+        layers: Iterable[MoeLayer],
+        remote: RemoteExperts,
+        *,
+        arena: ExpertArena | None = None,
     ) -> None:
         """Prepare to compute remote experts of prompt chunks with weights copied from the file, if
-        `remote` can ever want that and the device has room.
+        `remote` can ever want that and the device has room. `arena`: where some of them may lie; it
+        ends this when it is closed.
 
         To be called last, when everything else has its memory. Without room it logs that and does
         nothing.

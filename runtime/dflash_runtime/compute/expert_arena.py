@@ -3,7 +3,7 @@ tells of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -64,10 +64,11 @@ class ArenaStats:
     num_slots: int
     """Experts that it has room for."""
     found: int
-    """Experts of batches that were there."""
+    """Experts of batches, and of prompts that are computed with copies, that were there."""
     missed: int
     failed: int
-    """Of these, used where the file is mapped, as a read failed or took too long."""
+    """Of these, used where the file is mapped, as a read failed or took too long; of copies each
+    piece counts."""
     read_bytes: int
     read_s: float
     """In which batches waited."""
@@ -90,6 +91,21 @@ class ExpertArena(Protocol):
 
     def warn(self) -> None:
         """Say, once, that reads have failed."""
+
+    @property
+    def limit_s(self) -> float:
+        """How long a read may take, after which no more are made."""
+
+    @property
+    def address(self) -> int:
+        """Of its words, for compiled code."""
+
+    def place_of(self, layer_id: int, global_expert_id: int) -> tuple[int, int] | None:
+        """For compiled code that copies an expert (kernels/lent_runs): the address of its layer's
+        words, and its number there; None if it is not in its banks."""
+
+    def before_close(self, callback: Callable[[], None]) -> None:
+        """Call it when the arena is closed, before its memory is free."""
 
     def close(self) -> None:
         """Its banks must not be used again. Idempotent."""

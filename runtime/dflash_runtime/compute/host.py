@@ -160,7 +160,12 @@ class HostBackend:
         """None: there is no device."""
 
     def offload_prompts(
-        self, file: GgufFile, layers: Iterable[MoeLayer], remote: RemoteExperts
+        self,
+        file: GgufFile,
+        layers: Iterable[MoeLayer],
+        remote: RemoteExperts,
+        *,
+        arena: ExpertArena | None = None,
     ) -> None:
         """Do nothing: weights are already on the host."""
 

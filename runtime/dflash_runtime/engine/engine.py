@@ -187,7 +187,7 @@ class Engine:
                 engine = cls(opened, is_profiled=settings.ipc_profile)
                 undo.callback(engine._steps.end)
                 undo.callback(engine._prompts.close)
-                engine._steps.try_out()
+                engine._steps.try_out(opened.owners.arena)
                 engine._mover = mover_of(
                     engine._steps,
                     engine.spec.moe,

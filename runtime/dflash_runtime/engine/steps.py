@@ -22,6 +22,7 @@ from dflash_runtime.compute.backend import (
     ExpertStage,
     ResizableBank,
 )
+from dflash_runtime.compute.expert_arena import ExpertArena
 from dflash_runtime.compute.kv_cache import KvCache
 from dflash_runtime.compute.model import Model, OnLayer, Step, forward, run_to_end
 from dflash_runtime.compute.room import HEAD_ROWS
@@ -96,8 +97,9 @@ class Steps:
             keeps_choices=tracer is not None,
         )
 
-    def try_out(self) -> None:
-        """On a device, compile every kernel that the model needs and allocate all memory.
+    def try_out(self, arena: ExpertArena | None = None) -> None:
+        """On a device, compile every kernel that the model needs and allocate all memory. `arena`:
+        where experts come to from the disk.
 
         Raises: DeviceUnavailable, DeviceOutOfMemory among them.
         """
@@ -114,7 +116,8 @@ class Steps:
         if captured is not None:
             captured.prepare()
         backend.take_selections(banks)
-        backend.offload_prompts(self._guard.file, self._model.spec.moe.layers, self._runtime)
+        layers = self._model.spec.moe.layers
+        backend.offload_prompts(self._guard.file, layers, self._runtime, arena=arena)
 
     def settle(self) -> None:
         """Add to the counters which experts were chosen in steps that the device ran by itself, and

@@ -12,9 +12,6 @@ import logging
 import math
 import mmap
 import os
-import platform
-import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -29,13 +26,12 @@ from dflash_runtime.compute.cpu.kernels import arena_words as w
 from dflash_runtime.compute.cpu.kernels.arena_shadows import NUM_CHOSEN, TWICE
 from dflash_runtime.compute.cpu.kernels.arena_tasks import arena_functions
 from dflash_runtime.compute.cpu.routers_ahead import RouterAhead
-from dflash_runtime.compute.cpu.threads.system import READ_SYSCALLS
+from dflash_runtime.compute.cpu.threads.read_queue import ReadQueue
 from dflash_runtime.compute.expert_arena import ArenaOptions, ArenaStats, LookAheadStats, PinStats
 from dflash_runtime.compute.half_lives import HALF_LIVES, LEAST_TOKENS, OLDEST, RATES, CachePolicy
 
 _LOG = logging.getLogger(__name__)
 
-_TURN_S = 0.1
 _AT_ONCE = 8
 """Experts that are read ahead while batches wait."""
 
@@ -137,10 +133,10 @@ class HostArena:
             of_twice = max(share, float(1.0 - averages[TWICE] / chosen))
         return ArenaStats(
             self.num_slots,
-            words[w.FOUND],
-            words[w.MISSED],
-            words[w.FAILED],
-            words[w.READ_BYTES],
+            words[w.FOUND] + words[w.COPIES_FOUND],
+            words[w.MISSED] + words[w.COPIES_MISSED],
+            words[w.FAILED] + words[w.COPIES_FAILED],
+            words[w.READ_BYTES] + words[w.COPIES_READ_BYTES],
             words[w.WAITED_NS] * 1e-9,
             LookAheadStats(
                 words[w.CHECKED],
@@ -153,6 +149,22 @@ class HostArena:
             of_twice,
             self.pins,
         )
+
+    @property
+    def limit_s(self) -> float:
+        """How long a read may take."""
+        return float(self._words[w.LIMIT_NS]) * 1e-9
+
+    @property
+    def address(self) -> int:
+        return self._words.ctypes.data
+
+    def place_of(self, layer_id: int, global_expert_id: int) -> tuple[int, int] | None:
+        for layer in self._layers:
+            if layer.layer_id == layer_id:
+                found = np.flatnonzero(layer.expert_ids == global_expert_id)
+                return (layer.words.ctypes.data, int(found[0])) if found.size else None
+        return None
 
     @property
     def _slot_bytes(self) -> int:
@@ -229,11 +241,12 @@ class HostArena:
 
     def warn(self) -> None:
         """Say, once, that reads have failed."""
-        if self._words[w.FAILED] and not self._has_warned:
+        num_failed = int(self._words[w.FAILED] + self._words[w.COPIES_FAILED])
+        if num_failed and not self._has_warned:
             self._has_warned = True
             # docs: the disk has failed, or took over 20 s, after which nothing more is read so;
             # look at the system's log. What was not read is used where the file is mapped
-            _LOG.warning("reads of experts have failed: %d uses", self._words[w.FAILED])
+            _LOG.warning("reads of experts have failed: %d uses", num_failed)
 
     def before_close(self, callback: Callable[[], None]) -> None:
         """Call it when the arena is closed, before its memory is free."""
@@ -246,31 +259,15 @@ class HostArena:
 
     def _opened_queue(self) -> int:
         """The kernel's queue of reads."""
-        if not sys.platform.startswith("linux") or platform.machine() not in READ_SYSCALLS:
-            raise OSError("this system has no such reads")
-        numbers = READ_SYSCALLS[platform.machine()]
-        library, context = ctypes.CDLL(None, use_errno=True), ctypes.c_ulong(0)
-        if library.syscall(numbers["setup"], w.MOST_PENDING, ctypes.byref(context)) != 0:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        queue = context.value
+        queue = ReadQueue(w.MOST_PENDING)
 
-        def destroy() -> None:
-            # It waits for reads that are pending, for as long as they take.
+        def close() -> None:
             num_pending = w.MOST_PENDING - int(self._words[w.NUM_FREE])
-            events = (ctypes.c_int64 * (num_pending * w.EVENT_BYTES // 8))()
-            turn = (ctypes.c_long * 2)(0, int(_TURN_S * 1e9))
-            end_s = time.monotonic() + self._words[w.LIMIT_NS] * 1e-9
-            while num_pending > 0 and time.monotonic() < end_s:
-                arguments = ctypes.c_long(1), ctypes.c_long(num_pending), events, turn
-                ended = library.syscall(numbers["getevents"], ctypes.c_ulong(queue), *arguments)
-                num_pending -= max(0, ended)
-            if num_pending:
+            if not queue.close(num_pending, self.limit_s):
                 _HUNG.append(self)
-            else:
-                library.syscall(numbers["destroy"], ctypes.c_ulong(queue))
 
-        self._undo.callback(destroy)
-        return queue
+        self._undo.callback(close)
+        return queue.context
 
     def _set_words(self, context: int, policy: CachePolicy, num_slots: int) -> None:
         """The arena's words, but for what is 0 at first."""

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,7 @@ from dflash_runtime.compute.gpu.run.captured_step import GraphStep
 from dflash_runtime.compute.gpu.run.host_path import HostPath
 from dflash_runtime.compute.gpu.run.path_choice import MailboxSessions
 from dflash_runtime.compute.gpu.run.step_path import LocalPath
+from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier
 from dflash_runtime.compute.gpu.transfers.payload import PayloadMover
 from dflash_runtime.compute.kv_cache import KvCache, KvType
 from dflash_runtime.compute.model import Model
@@ -419,7 +421,12 @@ class CupyBackend:
         return DeviceMoe(route_of)
 
     def offload_prompts(
-        self, file: GgufFile, layers: Iterable[MoeLayer], remote: RemoteExperts
+        self,
+        file: GgufFile,
+        layers: Iterable[MoeLayer],
+        remote: RemoteExperts,
+        *,
+        arena: ExpertArena | None = None,
     ) -> None:
         self._close_offload()
         if not remote.may_offload:
@@ -436,7 +443,15 @@ class CupyBackend:
                 self.device.trim()
                 needed = {"work": _LEFT_BYTES, "weights of prompts": num_bytes}
                 require_room(self.device.name, self._memory(), needed)
-            self._offload = ExpertOffload(self.ops, file, missing, uploader=self.loader.uploader)
+            self._offload = ExpertOffload(
+                self.ops,
+                file,
+                missing,
+                uploader=self.loader.uploader,
+                new_copier=partial(FileCopier, arena=arena),
+            )
+            if arena is not None:
+                arena.before_close(self._close_offload)
             self._offload.prepare()
         except (DeviceUnavailable, SettingsError, UnsupportedModel) as error:
             self._close_offload()

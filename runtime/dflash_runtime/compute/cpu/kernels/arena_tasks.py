@@ -36,12 +36,14 @@ from dflash_runtime.compute.cpu.kernels.router_ahead import (
 )
 from dflash_runtime.compute.cpu.kernels.words import get
 from dflash_runtime.compute.cpu.simd import vectors as v
-from dflash_runtime.compute.cpu.simd.atomics import atomic_replace, atomic_store
+from dflash_runtime.compute.cpu.simd.atomics import atomic_load, atomic_replace, atomic_store
 from dflash_runtime.compute.cpu.threads import system
 from dflash_runtime.compute.half_lives import OLDEST, RATES, SOON
 
 _LAST = 1000.0
 _TURN_MS = 100
+_LENT_US = 50
+"""A copy from a slot takes some hundred."""
 _MOST_OF_A_LAYER, _SEVERAL = 0.75, 16
 _NOTHING, _ALL, _PREDICTED = range(3)
 _LEAST_MISSING, _FORGETTING = 1 / 16, 1 / 64
@@ -56,7 +58,12 @@ def _leave_slot(arena: int, slot: int) -> None:
     layer, expert = get(words, w.LAYER), get(words, w.EXPERT)
     if layer == 0:
         return
-    v.store_i64(get(layer, w.SLOT_OF) + 8 * expert, -1)
+    atomic_store(get(layer, w.SLOT_OF) + 8 * expert, -1)
+    # Who copies from it has said so before looking whether it is still the expert's (lent_runs).
+    lent = atomic_load(words + 8 * w.LENT)
+    while lent != 0:
+        system.sleep_while(words + 8 * w.LENT, lent, _LENT_US)
+        lent = atomic_load(words + 8 * w.LENT)
     for projection in range(3):
         place = 8 * (3 * expert + projection)
         v.store_i64(get(layer, w.ADDRESSES) + place, v.load_i64(get(layer, w.MAPPED) + place))
@@ -113,9 +120,9 @@ def _reap(arena: int) -> None:
         request, result = v.load_i64(event), v.load_i64(event + 16)
         pending = get(arena, w.PENDING) + 8 * w.PENDING_WORDS * request
         words = w.words_of_slot(arena, get(pending, w.SLOT))
-        v.store_i64(words + 8 * w.NUM_PENDING, get(words, w.NUM_PENDING) - 1)
         if result < get(pending, w.NEEDED):
             v.store_i64(words + 8 * w.HAS_FAILED, 1)
+        atomic_store(words + 8 * w.NUM_PENDING, get(words, w.NUM_PENDING) - 1)
         num_free = get(arena, w.NUM_FREE)
         v.store_i64(get(arena, w.FREE) + 8 * num_free, request)
         v.store_i64(arena + 8 * w.NUM_FREE, num_free + 1)
@@ -138,14 +145,8 @@ def _read_part(
     pending = get(arena, w.PENDING) + 8 * w.PENDING_WORDS * request
     v.store_i64(pending + 8 * w.SLOT, slot)
     v.store_i64(pending + 8 * w.NEEDED, needed)
-    # struct iocb: data, key and flags, opcode (0: read) and priority, descriptor, buffer, bytes,
-    # offset, and what stays 0.
     block = get(arena, w.REQUESTS) + w.REQUEST_BYTES * request
-    v.store_i64(block, request)
-    v.store_i64(block + 16, descriptor << 32)
-    v.store_i64(block + 24, address)
-    v.store_i64(block + 32, num_bytes)
-    v.store_i64(block + 40, offset)
+    w.set_request(block, request, descriptor, address, num_bytes, offset)
     pointer = get(arena, w.REQUESTS) + w.REQUEST_BYTES * w.MOST_PENDING
     v.store_i64(pointer, block)
     if system.submit_read(get(arena, w.CONTEXT), pointer) == 1:
@@ -196,8 +197,10 @@ def _bring(arena: int, layer: int, expert: int, around: int, waits: bool) -> boo
     v.store_i64(words + 8 * w.USED_AT, get(arena, w.CALL))
     v.store_i64(words + 8 * w.HAS_FAILED, 0)
     v.store_i64(words + 8 * w.IS_PREFETCHED, 0)
-    v.store_i64(get(layer, w.SLOT_OF) + 8 * expert, slot)
+    v.store_i64(words + 8 * w.NUM_PENDING, 1)  # before others find it: until all reads are begun
+    atomic_store(get(layer, w.SLOT_OF) + 8 * expert, slot)
     _begin_reads(arena, layer, expert, slot)
+    atomic_store(words + 8 * w.NUM_PENDING, get(words, w.NUM_PENDING) - 1)
     return True
 
 

@@ -8,13 +8,15 @@ from dflash_runtime.compute.cpu.compile.compiling import helper
 from dflash_runtime.compute.cpu.kernels import experts_kernel as k
 from dflash_runtime.compute.cpu.kernels.words import get
 from dflash_runtime.compute.cpu.simd import vectors as v
+from dflash_runtime.compute.cpu.threads import read_queue
 
 (
     LOCK, CONTEXT, REQUESTS, PENDING, EVENTS, FREE, NUM_FREE, SLOTS, NUM_SLOTS, MEMORY, SLOT_BYTES,
     LIMIT_NS, CALL, IS_BROKEN, FOUND, MISSED, READ_BYTES, WAITED_NS, FAILED, NUM_LAYERS,
     MISSING, PREFETCHED, PREFETCHED_USED, CHECKED, PREDICTED, READ_NS, GAP_NS, LEFT_NS, CHANCES,
     DECIDING, SHADOW_SLOTS, SHADOW_MISSES,
-) = range(32)  # fmt: skip
+    COPIES_FOUND, COPIES_MISSED, COPIES_FAILED, COPIES_READ_BYTES,
+) = range(36)  # fmt: skip
 """Words of an arena: a lock that a batch holds; the kernel's queue of reads; control blocks of
 reads, what each is for (PENDING_WORDS), ended ones as the kernel tells them; numbers of unused
 control blocks; slots (SLOT_WORDS), how many there are at present, their memory, bytes of one; how
@@ -25,16 +27,18 @@ that were predicted; how long an expert is read, and how long it is from a layer
 float64; when the last layer began to compute; and for the likeliest expert that is predicted, the
 second one and so on, the share of missing ones that were chosen, [MOST_PREDICTED] float64; which
 half-life is used; how many experts of a layer shadows keep, 0: there are none, and the half-life
-stays; and what they miss of a layer of late, that with twice the slots too, and how many a layer
-chooses, [H + 2] float64.
+stays; what they miss of a layer of late, that with twice the slots too, and how many a layer
+chooses, [H + 2] float64; and of experts that threads beside batches have copied (lent_runs), those
+that lay in slots and those that did not, pieces of these that could not be read, and bytes read.
 """
-NUM_WORDS = 32
+NUM_WORDS = 36
 
-LAYER, EXPERT, USED_AT, HAS_FAILED, NUM_PENDING, IS_PREFETCHED = range(6)
+LAYER, EXPERT, USED_AT, HAS_FAILED, NUM_PENDING, IS_PREFETCHED, LENT = range(7)
 """Words of a slot: words of its expert's layer, or 0 if it is empty; the expert; the last batch
-that uses it; whether a part of what is read could not be; parts that are on their way; whether it
-was prefetched for a step and has not been used."""
-SLOT_WORDS = 6
+that uses it; whether a part of what is read could not be; parts that are on their way, and one more
+until all are; whether it was prefetched for a step and has not been used; and how many threads
+copy from it, or are about to look whether they can."""
+SLOT_WORDS = 7
 
 (
     ARENA, ADDRESSES, MAPPED, PLACES, SLOT_OF, KEYS, NUM_CALLS, NEXT, NUM_EXPERTS, ROUTER,
@@ -63,7 +67,7 @@ PART_BYTES = 512 << 10
 """Read at once, of a matrix."""
 BLOCK = 4096
 """Offsets, sizes and addresses are multiples of this, as direct reads want."""
-REQUEST_BYTES, EVENT_BYTES = 64, 32
+REQUEST_BYTES, EVENT_BYTES = 64, read_queue.EVENT_BYTES
 """Of the kernel's struct iocb and struct io_event."""
 
 MOST_PREDICTED = 32
@@ -90,3 +94,16 @@ def slot_of(layer: int, expert: int) -> int:
 def key_at(layer: int, kind: int, expert: int) -> int:
     row = kind * get(layer, NUM_EXPERTS)
     return get(layer, KEYS) + 8 * (row + expert)  # type: ignore[no-any-return]
+
+
+@helper
+def set_request(
+    block: int, number: int, descriptor: int, address: int, num_bytes: int, offset: int
+) -> None:
+    """Fill a control block, a struct iocb: data, key and flags, opcode (0: read) and priority,
+    descriptor, buffer, bytes, offset, and what stays 0."""
+    v.store_i64(block, number)
+    v.store_i64(block + 16, descriptor << 32)
+    v.store_i64(block + 24, address)
+    v.store_i64(block + 32, num_bytes)
+    v.store_i64(block + 40, offset)

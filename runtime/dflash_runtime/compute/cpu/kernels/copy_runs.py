@@ -18,6 +18,7 @@ from functools import cache
 from typing import Any
 
 from dflash_runtime.compute.cpu.compile.compiling import Kernel, compile_kernel, helper
+from dflash_runtime.compute.cpu.kernels.lent_runs import copy_lent, end_copies
 from dflash_runtime.compute.cpu.simd import vectors as v
 from dflash_runtime.compute.cpu.simd.atomics import (
     atomic_add,
@@ -28,18 +29,20 @@ from dflash_runtime.compute.cpu.simd.atomics import (
 from dflash_runtime.compute.cpu.simd.types import I32, I64, emit_call, i64, primitive
 from dflash_runtime.compute.cpu.threads import system
 
-SOURCE, DESTINATION, SIZE = range(3)
-"""Columns of the table of runs: two addresses, and bytes."""
-_COLUMNS = 3
+SOURCE, DESTINATION, SIZE, LAYER, MATRIX = range(5)
+"""Columns of the table of runs: two addresses, and bytes; and of a matrix of an expert that comes
+from an arena, words of its layer, 0 for others, and its number (lent_runs)."""
+COLUMNS = 5
 
 (
     STATE, POSITION, COPY, SYNCHRONIZE, WAIT_FOR, STREAM, STAGED, HALF,
-    CURRENT, PENDING, IN_FLIGHT,
-) = range(11)  # fmt: skip
+    CURRENT, PENDING, IN_FLIGHT, READER,
+) = range(12)  # fmt: skip
 """Words of a thread: whether it is awake, and which transfer of the queue comes next; the driver's
 functions and the stream, see `SideStream.functions`; the address of two halves of locked memory,
 and which of them is filled next; the transfer that it is at, or 0; the one before, if pieces of it
-are on their way, or 0, and how many."""
+are on their way, or 0, and how many; and words of its reader of an arena's experts (lent_runs), or
+0."""
 LANE_WORDS = 16
 ASLEEP, AWAKE = range(2)
 
@@ -91,7 +94,7 @@ def _get(words: int, index: int) -> int:
 
 @helper
 def _run(transfer: int, run: int, column: int) -> int:
-    return _get(_get(transfer, RUNS), _COLUMNS * run + column)  # type: ignore[no-any-return]
+    return _get(_get(transfer, RUNS), COLUMNS * run + column)  # type: ignore[no-any-return]
 
 
 @helper
@@ -145,8 +148,15 @@ def _copy_pieces(transfer: int, lane: int) -> int:
         run, offset, place, end = first, skipped, staged, staged + left
         while place < end:
             size = min(_run(transfer, run, SIZE) - offset, end - place)
-            v.copy_bytes(place, _run(transfer, run, SOURCE) + offset, size)
+            source, layer = _run(transfer, run, SOURCE), _run(transfer, run, LAYER)
+            if layer == 0:
+                v.copy_bytes(place, source + offset, size)
+            else:
+                matrix = layer, _run(transfer, run, MATRIX)
+                copy_lent(_get(lane, READER), matrix, source, offset, size, place)
             place, run, offset = place + size, run + 1, 0
+        if _get(lane, READER) != 0:
+            end_copies(_get(lane, READER))
         if num_begun > 0:
             status = _synchronize(_get(lane, SYNCHRONIZE), stream)
         else:

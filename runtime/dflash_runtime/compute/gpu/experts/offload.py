@@ -4,6 +4,9 @@
 
     file ──threads──► locked memory ──copies──► place 0 │ place 1 │ place 2 ──(repacked)──► products
 
+Where experts are larger than memory, threads take those that lie in an arena from there, and read
+the others past the page cache (file_copier).
+
 A layer's experts are cut into parts, each with a place, which parts of all layers take in turns.
 All chunks of a group choose before any of these experts are computed. Then each part is computed
 for all of them, and its place is free. Meanwhile the next parts are copied: those of this layer,
@@ -602,13 +605,22 @@ class ExpertOffload:
             laid_out_begin = aligned(laid_out_end)
         ids = np.flatnonzero(experts)
         resident = named_layer(self._device, self._file, layer, weights=weights, ids=(ids, ids))
-        runs = FileRuns.of(
+        arena, nowhere = self._copier.arena, (0, 0)
+        lent = [
+            (arena and arena.place_of(layer.layer_id, global_expert_id)) or nowhere
+            for global_expert_id in ids.tolist()
+        ]
+        runs = FileRuns.lent(
             (
-                self._file.region(*each.place_of(global_expert_id), each.num_bytes),
-                array[slot * each.num_bytes : (slot + 1) * each.num_bytes],
-            )
-            for each, array in zip(layer.projections, native, strict=True)
-            for slot, global_expert_id in enumerate(ids.tolist())
+                (
+                    self._file.region(*each.place_of(global_expert_id), each.num_bytes),
+                    array[slot * each.num_bytes : (slot + 1) * each.num_bytes],
+                    (lent[slot][0], 3 * lent[slot][1] + index),
+                )
+                for index, (each, array) in enumerate(zip(layer.projections, native, strict=True))
+                for slot, global_expert_id in enumerate(ids.tolist())
+            ),
+            arena,
         )
         return _Part(
             layer,

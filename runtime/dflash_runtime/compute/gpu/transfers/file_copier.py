@@ -19,6 +19,8 @@ import numpy.typing as npt
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import I64Array, U8Array
 from dflash_runtime.compute.cpu.kernels import copy_runs as k
+from dflash_runtime.compute.cpu.run_reader import RunReader
+from dflash_runtime.compute.expert_arena import ExpertArena
 from dflash_runtime.compute.gpu.device.device import (
     DeviceArray,
     KernelDevice,
@@ -40,7 +42,8 @@ _SLICE_S = 0.02
 class FileRuns:
     """Runs of mapped files, of any length, and where each is to be copied.
 
-    Shapes: table [N, 3], columns of copy_runs. Neighbours on the device should follow each other.
+    Shapes: table [N, COLUMNS], columns of copy_runs. Neighbours on the device should follow each
+    other.
     """
 
     table: I64Array
@@ -50,9 +53,20 @@ class FileRuns:
     @classmethod
     def of(cls, runs: Iterable[tuple[U8Array, DeviceArray]]) -> FileRuns:
         """Sources and destinations. Shapes: both of a run [bytes] uint8."""
-        runs = [(source, destination) for source, destination in runs if source.size]
-        rows = [(each.ctypes.data, address(destination), each.size) for each, destination in runs]
-        return cls(np.array(rows, np.int64).reshape(-1, 3), runs)
+        return cls.lent((source, destination, (0, 0)) for source, destination in runs)
+
+    @classmethod
+    def lent(
+        cls, runs: Iterable[tuple[U8Array, DeviceArray, tuple[int, int]]], held: object = None
+    ) -> FileRuns:
+        """The same, each with words and number of a matrix that comes from an arena (lent_runs), or
+        zeros. `held`: what keeps these words."""
+        runs = [each for each in runs if each[0].size]
+        rows = [
+            (source.ctypes.data, address(destination), source.size, *matrix)
+            for source, destination, matrix in runs
+        ]
+        return cls(np.array(rows, np.int64).reshape(-1, k.COLUMNS), (runs, held))
 
     def chosen(self, runs: npt.NDArray[np.bool_]) -> FileRuns:
         """Some of each M in turns. Shapes: runs [M], where M divides N."""
@@ -116,7 +130,9 @@ class Transfer:
 class FileCopier:
     """Runs transfers in the order of `begin`. Used by one thread.
 
-    Owns: threads, streams and locked memory, until it is closed.
+    Experts that an arena lends come from its memory, or past the page cache; it must be closed
+    before the arena is.
+    Owns: threads, streams, locked memory and readers, until it is closed.
     """
 
     def __init__(
@@ -125,6 +141,7 @@ class FileCopier:
         *,
         num_threads: int | None = None,
         piece_bytes: int = PIECE_BYTES,
+        arena: ExpertArena | None = None,
     ) -> None:
         """`num_threads`: None: see `default_threads`.
 
@@ -135,6 +152,8 @@ class FileCopier:
         k.compile_all()
         self.num_bytes = 0
         """Of all transfers so far."""
+        self.arena = arena
+        """Whose experts it can copy."""
         self._piece_bytes = piece_bytes
         self._queue = np.zeros(k.FIRST + k.MOST_POSTED, np.int64)
         self._posted: list[Transfer | None] = [None] * k.MOST_POSTED
@@ -203,6 +222,10 @@ class FileCopier:
         lane[[k.COPY, k.SYNCHRONIZE, k.WAIT_FOR, k.STREAM]] = stream.functions
         staged: U8Array = block.host[0]
         lane[k.STAGED] = staged.ctypes.data
+        if self.arena is not None:
+            reader = RunReader(self.arena)
+            undo.callback(reader.close)
+            lane[k.READER] = reader.words.ctypes.data
         return stream
 
     def _next_place(self) -> int:
