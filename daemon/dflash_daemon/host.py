@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -17,6 +18,9 @@ from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.wire.messages import COMPARING, MEASURING
 from dflash_runtime.compute import DAEMON_MEMORY_ADVICE, ComputeBackend
 from dflash_runtime.compute.backend import ExpertMemory
+from dflash_runtime.compute.memory import is_in_memory, process_room
+from dflash_runtime.compute.room import Room
+from dflash_runtime.experts.brought import SharedRoom
 from dflash_runtime.experts.speed_trial import KindSpeed, measure_kinds
 from dflash_runtime.experts.store import (
     ExpertStore,
@@ -27,7 +31,11 @@ from dflash_runtime.experts.store import (
     trial_pass,
 )
 from dflash_runtime.placement.footprint import Memory, footprint
-from dflash_runtime.placement.host_context import require_daemon_room
+from dflash_runtime.placement.host_context import (
+    require_daemon_room,
+    room_in_daemon,
+    spare_bytes,
+)
 
 _LOG = logging.getLogger(__name__)
 
@@ -44,18 +52,28 @@ class ExpertHost:
 
     Raises: ModelFileError; SettingsError if this process can have too little memory.
     `weights` computes digests of the file and caches them in `cache_dir` (see `cache_folder`).
-    Owns: the file, a thread that hashes it, and the backend.
+    On a processor experts that do not fit into memory, of which they have `most_bytes` at most,
+    come from the disk when they are used.
+    Owns: the file, a thread that hashes it, the backend, and memory for these experts.
     """
 
     def __init__(
-        self, model_path: Path, backend: ComputeBackend, cache_dir: str | None = None
+        self,
+        model_path: Path,
+        backend: ComputeBackend,
+        cache_dir: str | None = None,
+        *,
+        most_bytes: int | None = None,
     ) -> None:
+        room = None
         self._file = GgufFile.open(model_path)
         try:
             self.spec = read_spec(self._file)
             if backend.is_host:
                 found = footprint(self._file, self.spec, Memory.HOST)
                 require_daemon_room(found, backend.chunking.preferred)
+                if not any(is_in_memory(path) for path in self._file.shard_paths):
+                    room = _room_of(found, backend.chunking.preferred, most_bytes)
             self.identity = self._file.identity()
             self.weights = WeightCheck(self._file, self.spec.moe, cache_dir)
             self.weights.start()
@@ -63,7 +81,7 @@ class ExpertHost:
             self._file.close()
             raise
         self.backend = backend
-        self.store = ExpertStore(backend, self._file, self.spec.moe)
+        self.store = ExpertStore(backend, self._file, self.spec.moe, room=room)
         self._is_compiled = False
         self._has_threads = False
         self._load_lock = threading.Lock()
@@ -138,7 +156,27 @@ class ExpertHost:
 
     def memory(self) -> ExpertMemory:
         """Memory for experts of this model. Raises: UnsupportedModel, DeviceUnavailable."""
-        return self.backend.expert_memory(self._file, self.spec.moe.layers)
+        found = self.backend.expert_memory(self._file, self.spec.moe.layers)
+        return self.store.allowed(found)
+
+    def look_after_disk(self) -> None:
+        """Of placements whose experts come from the disk, share the memory among those in use, and
+        say if reads have failed. To be called now and then, by any thread; may wait for a batch."""
+        if self._load_lock.acquire(blocking=False):
+            try:
+                self.store.balance()
+                for arena in self.store.arenas():
+                    arena.warn()
+            finally:
+                self._load_lock.release()
+
+    def on_disk(self) -> str:
+        """How many experts come from the disk when they are used; empty if none do."""
+        found = [each.stats() for each in self.store.arenas()]
+        if not found:
+            return ""
+        slots, read = (sum(getattr(each, of) for each in found) for of in ("num_slots", "missed"))
+        return f"memory for {slots} experts, {read} uses read from the disk"
 
     def keep(self, owned: OwnedExperts, on_progress: OnProgress = _ignore) -> None:
         """Load experts and keep them until the host is closed. Raises: as `load`."""
@@ -166,7 +204,8 @@ class ExpertHost:
                 raise error.with_advice(DAEMON_MEMORY_ADVICE + kept) from error
             if not self._has_threads:  # no parent has asked for anything yet
                 self._has_threads = True
-                self.backend.choose_threads(self._file, trial_pass(held.banks))
+                one_pass = None if held.arena is not None else trial_pass(held.banks)
+                self.backend.choose_threads(self._file, one_pass)
         if not is_there:
             # docs: a parent came with a placement that the daemon did not have; those of its own
             # `--placement` are never dropped
@@ -230,5 +269,13 @@ class ExpertHost:
 
     def close(self) -> None:
         self.weights.close()
+        self.store.close()
         self.backend.close()
         self._file.close()
+
+
+def _room_of(found: Room, chunk: int, most_bytes: int | None) -> SharedRoom:
+    room_for = partial(room_in_daemon, found, chunk, most_bytes=most_bytes)
+    if most_bytes is not None:
+        return SharedRoom(room_for, most_bytes=most_bytes)
+    return SharedRoom(room_for, lambda: spare_bytes(process_room()))

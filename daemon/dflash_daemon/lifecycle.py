@@ -43,6 +43,7 @@ from dflash_protocol.wire.requests import largest_frame_bytes
 from dflash_runtime.bus_errors import explain_bus_errors
 from dflash_runtime.compute import BackendName, open_backend
 from dflash_runtime.compute.cores import parse_cores
+from dflash_runtime.placement.wishes import wishes_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -96,7 +97,12 @@ def run_daemon(settings: Settings, lifeline_fd: int | None) -> None:
         backend.spin_for(settings.spin_us * 1e-6)
     explain_bus_errors("dflash-daemon", model_path)
     try:
-        host = ExpertHost(model_path, backend, settings.cache_dir)
+        host = ExpertHost(
+            model_path,
+            backend,
+            settings.cache_dir,
+            most_bytes=wishes_of(settings).host_memory_bytes,
+        )
     except BaseException:
         backend.close()
         raise
@@ -214,7 +220,9 @@ async def _serve(
         # A parent that spawned us sends Hello at once, and gets Progress from the load.
         is_told = owned is not None or lifeline_fd is not None
         warm_up = None if is_told else partial(host.warm_up, _Progress(manager))
-        life = _get_ready_and_report(warm_up, stop, manager, service, summary)
+        life = _get_ready_and_report(
+            warm_up, stop, manager, service, summary=summary, on_disk=host.on_disk
+        )
         await _serve_until(stop, control, host, life)
         manager.stopping()
     except zmq.ZMQError as error:
@@ -269,7 +277,9 @@ async def _get_ready_and_report(
     stop: asyncio.Event,
     manager: Notifier,
     service: ComputeService,
+    *,
     summary: str,
+    on_disk: Callable[[], str],
 ) -> None:
     """Run `warm_up` if given and notify the service manager; then, until cancelled, feed the
     watchdog while the compute thread is healthy, and report status.
@@ -283,7 +293,7 @@ async def _get_ready_and_report(
     def status() -> str:
         if not is_healthy():
             return f"computing one request for more than {_HUNG_S:.0f} s"
-        return f"{summary}; parents: {service.num_links}"
+        return "; ".join(filter(None, (f"{summary}; parents: {service.num_links}", on_disk())))
 
     if warm_up is not None:
         try:
@@ -307,6 +317,7 @@ async def _watch_file(host: ExpertHost) -> None:
     while True:
         await asyncio.sleep(_FILE_CHECK_S)
         await asyncio.to_thread(host.require_unwritten)
+        await asyncio.to_thread(host.look_after_disk)
         if not was_replaced and host.file_change() is FileChange.REPLACED:
             was_replaced = True
             # docs: the model's path is another file now: restart the daemon

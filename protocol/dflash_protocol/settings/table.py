@@ -366,7 +366,7 @@ class Settings:
         "Most MiB of the parent's GPU that are used in all; auto is what is free.",
     )
     host_memory_mb: int | None = setting(
-        None, "HOST_MEMORY_MB", WholeOrAuto(0, MOST_MIB), Reader.PARENT,
+        None, "HOST_MEMORY_MB", WholeOrAuto(0, MOST_MIB), Reader.EACH,
         "Most MiB of the machine's memory for experts of the processor; auto is what is free.",
     )
     heat: str = setting(

@@ -89,6 +89,18 @@ class ExpertArena(Protocol):
     def stats(self) -> ArenaStats:
         """Counts so far."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the experts that it has room for at present."""
+
+    @property
+    def empty_bytes(self) -> int:
+        """Of these, those that hold no expert yet."""
+
+    def allow(self, num_bytes: int) -> None:
+        """Use at most so much of the memory that it was made for, now all of that, or what the
+        largest layer needs. Waits for a batch that is computed."""
+
     def warn(self) -> None:
         """Say, once, that reads have failed."""
 

@@ -6,6 +6,8 @@ Swap is not counted. Needs the standard library alone.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ _STATUS = Path("proc/self/status")
 _LIMITS = {2: ("memory.max", "memory.high"), 1: ("memory.limit_in_bytes",)}
 """By version. Above memory.high a process is slowed down until it uses less."""
 _USED = {2: "memory.current", 1: "memory.usage_in_bytes"}
+_MOST_OF_MOUNTS = 1 << 20
 _CACHED = {
     2: ("inactive_file", "active_file"),
     1: ("total_inactive_file", "total_active_file"),
@@ -82,3 +85,17 @@ def _cgroup_rooms(root: Path) -> Iterator[tuple[int, int]]:
 
 def _stat_lines(folder: Path) -> list[str]:
     return [line for line in text_of(folder / "memory.stat").splitlines() if " " in line]
+
+
+def is_in_memory(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
+    """Whether a file's file system has no disk; False if unknown."""
+    with contextlib.suppress(OSError, ValueError):
+        device = path.stat().st_dev
+        wanted = f"{os.major(device)}:{os.minor(device)}"
+        with mounts.open("rb") as file:
+            lines = file.read(_MOST_OF_MOUNTS).decode("utf-8", "replace").splitlines()
+        for line in lines:
+            before, separator, after = line.partition(" - ")
+            if separator and before.split()[2:3] == [wanted]:
+                return after.split()[:1] in [["tmpfs"], ["ramfs"], ["devtmpfs"], ["hugetlbfs"]]
+    return False

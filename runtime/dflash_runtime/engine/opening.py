@@ -34,14 +34,13 @@ from dflash_runtime.compute.half_lives import CachePolicy
 from dflash_runtime.compute.host import GROUP_TOKENS, PREFILL_CHUNK
 from dflash_runtime.compute.host_room import HostRoom
 from dflash_runtime.compute.kv_cache import KvType, chosen_kv_type
-from dflash_runtime.compute.memory import host_memory, process_room
+from dflash_runtime.compute.memory import host_memory, is_in_memory, process_room
 from dflash_runtime.compute.model import Model
 from dflash_runtime.engine.arguments import choice, whole_number
 from dflash_runtime.engine.daemon_offers import classes_of, with_daemon_prices
 from dflash_runtime.engine.deciding import Decision, ask_daemons, decide
 from dflash_runtime.engine.heat_keeper import HeatKeeper
 from dflash_runtime.engine.kernels_ahead import compile_kernels
-from dflash_runtime.engine.measuring.disk import is_in_memory
 from dflash_runtime.engine.planning import Planned
 from dflash_runtime.engine.predictions import Predictions
 from dflash_runtime.engine.tracing import ExpertTracer, open_tracer

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.spec import ModelSpec
-from dflash_protocol.errors import one_line
 from dflash_protocol.placement import Placement
 from dflash_protocol.settings import Settings
 from dflash_runtime.compute import ComputeBackend, ExpertBank
 from dflash_runtime.compute.expert_arena import ArenaOptions, ExpertArena
+from dflash_runtime.experts.brought import bring
 from dflash_runtime.experts.compute import ExpertCompute, LocalExpertCompute
 from dflash_runtime.experts.daemons.connecting import Connected
 from dflash_runtime.experts.daemons.data_path import open_data_path
@@ -32,8 +31,6 @@ from dflash_runtime.experts.store import (
 )
 from dflash_runtime.experts.telemetry import OwnerKind
 from dflash_runtime.placement.split import HOST_OWNER
-
-_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,24 +175,9 @@ def _brought(
     banks: Mapping[int, ExpertBank],
     options: ArenaOptions,
 ) -> ExpertArena | None:
-    try:
-        arena = backend.bring_experts(file, banks, options)
-    except (OSError, ValueError) as error:
-        # docs: the file's disk, this system, or so little memory allows no reads past the page
-        # cache; the operating system reads pages as they are touched, which is much slower
-        _LOG.warning("experts are not read from the disk as a whole: %s", one_line(str(error)))
-        return None
+    arena = bring(backend, file, banks, options=options)
     if arena is not None:
         undo.callback(arena.close)
-        stats, num_experts = arena.stats(), sum(bank.num_experts for bank in banks.values())
-        # docs: the machine's free memory, its memory cgroup, or --host-memory-mb is smaller than
-        # the experts
-        _LOG.warning(
-            "memory has room for %d of %d experts: the others are read from the disk when they are "
-            "used",
-            stats.num_slots,
-            num_experts,
-        )
     return arena
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -22,9 +22,11 @@ from dflash_protocol.batch import RoutedBatch, group_by_expert
 from dflash_protocol.ids import F64Array, I32Array, Phase
 from dflash_protocol.placement import OwnedExperts
 from dflash_runtime.compute import ComputeBackend, DivisibleBank, ExpertBank
-from dflash_runtime.compute.backend import LoadsResizable
+from dflash_runtime.compute.backend import ExpertMemory, LoadsResizable
+from dflash_runtime.compute.expert_arena import ExpertArena
 from dflash_runtime.compute.host import ONE_TOKEN
 from dflash_runtime.compute.thread_trial import OnePass
+from dflash_runtime.experts.brought import SharedArenas, SharedRoom, with_reads
 
 LoadProgress = Callable[[int, int], None]
 """Called with layers done and layers in total."""
@@ -149,6 +151,13 @@ def _measured(bank: ExpertBank, batches: TrialBatches) -> float:
     return batch.num_pairs / max(time.perf_counter() - started_s, 1e-7)
 
 
+def _tried(bank: ExpertBank) -> int:
+    """Compute a token of a decode step; returns its pairs."""
+    batch = _trial_batch(bank, Phase.DECODE, 1)
+    bank.accumulate(batch, np.zeros(batch.hidden.shape))
+    return batch.num_pairs
+
+
 def _trial_batch(bank: ExpertBank, phase: Phase, num_tokens: int) -> RoutedBatch:
     """A batch whose tokens use the experts in turn."""
     layer = bank.layer
@@ -187,7 +196,8 @@ class HeldPlacement:
     """One placement's banks by layer id; made by `ExpertStore.hold`.
 
     ``num_*`` count experts: those that were already loaded, those loaded for this placement, and
-    those dropped because no placement used them any more.
+    those dropped because no placement used them any more. `arena`: where its experts come to from
+    the disk, as not all placements' fit into memory; they are not counted as loaded.
     """
 
     owned: OwnedExperts
@@ -197,6 +207,7 @@ class HeldPlacement:
     num_loaded: int
     num_dropped: int
     num_users: int = 0
+    arena: ExpertArena | None = None
 
 
 class ExpertStore:
@@ -204,12 +215,21 @@ class ExpertStore:
 
     A placement is kept while it has users, and then until another one is loaded, so that a
     returning user finds it loaded. Experts that only unused placements need are dropped before
-    loading another one. One thread at a time may call `hold`; other threads may call `release`
-    meanwhile.
+    loading another one. A placement whose experts do not fit into `room`, beside those of all that
+    are in use, has an arena. One thread at a time may call `hold`, `balance` or `close`; other
+    threads may call `release` meanwhile.
     """
 
-    def __init__(self, backend: ComputeBackend, file: GgufFile, spec: MoeSpec) -> None:
+    def __init__(
+        self,
+        backend: ComputeBackend,
+        file: GgufFile,
+        spec: MoeSpec,
+        *,
+        room: SharedRoom | None = None,
+    ) -> None:
         self._backend = backend
+        self._shared = None if room is None else SharedArenas(backend, file, spec, room=room)
         self._file = file
         self.spec = spec
         self._placements: dict[str, HeldPlacement] = {}
@@ -225,9 +245,24 @@ class ExpertStore:
         return sum(map(len, self._loaded.values()))
 
     def held_bytes(self, expert_bytes: Mapping[int, int]) -> int:
-        """Bytes of all loaded experts; `expert_bytes` has those of one, by layer id."""
+        """Bytes of all experts in memory; `expert_bytes` has those of one, by layer id."""
         loaded = self._loaded.copy()  # another thread may be loading
-        return sum(len(ids) * expert_bytes[layer_id] for layer_id, ids in loaded.items())
+        num_bytes = sum(len(ids) * expert_bytes[layer_id] for layer_id, ids in loaded.items())
+        return num_bytes + sum(each.num_bytes - each.empty_bytes for each in self.arenas())
+
+    def allowed(self, memory: ExpertMemory) -> ExpertMemory:
+        """What of the backend's memory is still for experts here."""
+        most_bytes = None if self._shared is None else self._shared.room.most_bytes
+        if most_bytes is None:
+            return memory
+        left_bytes = max(0, most_bytes - self.held_bytes(memory.expert_bytes))
+        return replace(memory, free_bytes=min(memory.free_bytes, left_bytes))
+
+    def arenas(self) -> list[ExpertArena]:
+        """Of all placements."""
+        with self._lock:
+            held = list(self._placements.values())
+        return [each.arena for each in held if each.arena is not None]
 
     @contextmanager
     def trial_bank(self, layer: MoeLayer, num_experts: int) -> Iterator[ExpertBank]:
@@ -278,13 +313,20 @@ class ExpertStore:
                 held.num_users += 1
                 return held
             reused = self._reusable(owned)
+            dropped = [each.arena for each in self._placements.values() if not each.num_users]
             self._placements = {
                 name: each for name, each in self._placements.items() if each.num_users
             }
-            in_use = [each.owned for each in self._placements.values()]
-        reused |= self._parts_of_kept(owned, reused)
+            in_use = list(self._placements.values())
+        for arena in dropped:
+            if arena is not None:
+                arena.close()
+        arena_bytes = None if self._shared is None else self._shared.bytes_beside(owned, in_use)
+        is_brought = arena_bytes is not None
+        reused = {} if is_brought else reused | self._parts_of_kept(owned, reused)
         num_before = self.num_experts
-        num_dropped = self._drop_all_but([*in_use, owned])
+        needed = [each.owned for each in in_use if each.arena is None]
+        num_dropped = self._drop_all_but(needed if is_brought else [*needed, owned])
         num_kept = sum(
             len(self._loaded.get(layer_id, set()).intersection(ids.tolist()))
             for layer_id, ids in owned.by_layer.items()
@@ -298,18 +340,24 @@ class ExpertStore:
                 if layer_id not in reused
             ],
         )
-        banks = self._load(owned, reused, on_progress)
-        held = HeldPlacement(
-            owned,
-            banks,
-            measure_pairs_per_second(
-                banks.values(), self._rates, batches=self._backend.trial_batches
-            ),
-            num_kept=num_kept,
-            num_loaded=self.num_experts - (num_before - num_dropped),
-            num_dropped=num_dropped,
-            num_users=1,
-        )
+        banks = self._load(owned, reused, on_progress, is_brought=is_brought)
+        with ExitStack() as undo:
+            arena = None
+            if self._shared is not None and arena_bytes is not None:
+                arena = self._shared.bring(banks, arena_bytes, in_use)
+            if arena is not None:
+                undo.callback(arena.close)
+            held = HeldPlacement(
+                owned,
+                banks,
+                self._pairs_per_second(banks, arena),
+                num_kept=num_kept,
+                num_loaded=self.num_experts - (num_before - num_dropped),
+                num_dropped=num_dropped,
+                num_users=1,
+                arena=arena,
+            )
+            undo.pop_all()
         with self._lock:
             self._placements[owned.fingerprint] = held
         return held
@@ -319,11 +367,32 @@ class ExpertStore:
         with self._lock:
             held.num_users -= 1
 
+    def balance(self) -> None:
+        """Once placements have come into use, or are used no more, have the arenas of those in use
+        share the memory; the others keep what a layer needs. May wait for a batch."""
+        with self._lock:
+            held = list(self._placements.values())
+        if self._shared is not None:
+            self._shared.balance(held)
+
+    def close(self) -> None:
+        """End arenas. Banks may be computing still, but are not used again."""
+        for arena in self.arenas():
+            arena.close()
+
+    def _pairs_per_second(
+        self, banks: Mapping[int, ExpertBank], arena: ExpertArena | None
+    ) -> float:
+        batches = self._backend.trial_batches
+        found = measure_pairs_per_second(banks.values(), self._rates, batches=batches)
+        return found if arena is None else with_reads(arena, found, banks, trial=_tried)
+
     def _reusable(self, owned: OwnedExperts) -> dict[int, ExpertBank]:
         """Loaded banks that have exactly the wanted local ids, by layer id."""
         return {
             layer_id: bank
             for held in self._placements.values()
+            if held.arena is None
             for layer_id, bank in held.banks.items()
             if np.array_equal(held.owned.by_layer[layer_id], owned.by_layer.get(layer_id, ()))
         }
@@ -350,8 +419,10 @@ class ExpertStore:
         owned: OwnedExperts,
         reused: Mapping[int, ExpertBank],
         on_progress: LoadProgress,
+        *,
+        is_brought: bool,
     ) -> dict[int, ExpertBank]:
-        """A bank for each layer, reusing loaded ones."""
+        """A bank for each layer, reusing loaded ones. `is_brought`: nothing is read now."""
         banks = {}
         for num_done, (layer_id, ids) in enumerate(sorted(owned.by_layer.items())):
             on_progress(num_done, len(owned.by_layer))
@@ -359,9 +430,11 @@ class ExpertStore:
             if bank is None:
                 layer, loaded = self.spec.by_layer_id[layer_id], self._loaded.get(layer_id, set())
                 new = np.array([each for each in ids.tolist() if each not in loaded], np.int32)
-                _read_experts(self._file, layer, new)
+                if not is_brought:
+                    _read_experts(self._file, layer, new)
                 bank = self._backend.load_experts(self._file, layer, ids)
-                self._loaded[layer_id] = loaded.union(new.tolist())
+                if not is_brought:
+                    self._loaded[layer_id] = loaded.union(new.tolist())
             banks[layer_id] = bank
         on_progress(len(owned.by_layer), len(owned.by_layer))
         return banks

@@ -88,6 +88,15 @@ def room_for_experts(expert_bytes: int, needed_bytes: int, *, most_bytes: int) -
     return max(0, min(left_bytes, most_bytes))
 
 
+def room_in_daemon(
+    found: Room, chunk: int, expert_bytes: int, *, most_bytes: int | None
+) -> int | None:
+    """The same for all experts of a daemon on the processor. `most_bytes`: as asked for, for
+    experts alone."""
+    most = process_room() if most_bytes is None else most_bytes
+    return room_for_experts(expert_bytes, _daemon_bytes(found, chunk), most_bytes=most)
+
+
 def spare_bytes(room_bytes: int) -> int:
     """Memory for other programs, of what a process may use."""
     return max(_LEAST_SPARE, int(_SPARE * room_bytes))

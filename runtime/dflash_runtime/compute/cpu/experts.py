@@ -69,7 +69,6 @@ class CpuExpertBank:
         activation = np.array(
             [layer.activation_limit, layer.activation_alpha, layer.activation.up_offset], np.float32
         )
-        self._thread_bytes = 2 * TOTALS_BYTES + product_scratch_bytes(layouts)
         wants_q8 = layouts[:, UNPACK] != 0
         self._hidden_q8_bytes = self._ffn_q8_bytes = 0
         if wants_q8[:2].any():
@@ -84,17 +83,19 @@ class CpuExpertBank:
         words[k.ACTIVATION] = activation.ctypes.data
         words[k.HIDDEN_Q8_BYTES] = self._hidden_q8_bytes
         words[k.FFN_Q8_BYTES] = self._ffn_q8_bytes
-        words[k.SCRATCH_BYTES] = self._thread_bytes
+        words[k.SCRATCH_BYTES] = 2 * TOTALS_BYTES + product_scratch_bytes(layouts)
         words[k.NUM_THREADS] = workers.num_threads
         functions = quantise_function(), *k.expert_functions()
         words[k.QUANTISE :] = [function.address for function in functions]
         self.words: I64Array = words
         """The layer's words of experts_kernel. Shapes: [NUM_LAYER_WORDS]."""
         self._arrays = addresses, layouts, scales, biases, activation
+        self._arena: object = None
 
-    def come_from(self, arena_words: int, functions: tuple[int, int]) -> None:
+    def come_from(self, arena_words: int, functions: tuple[int, int], *, keeps: object) -> None:
         """Have experts brought into memory when they are used (host_arena). Addresses change from
-        now on. Call it before steps are captured."""
+        now on. Call it before steps are captured. `keeps`: what the words belong to."""
+        self._arena = keeps
         self.words[[k.ARENA, k.ENTER_ARENA, k.LEAVE_ARENA]] = arena_words, *functions
 
     def places(self) -> list[list[tuple[int, int, int]]]:
@@ -269,7 +270,7 @@ class CpuExpertBank:
             (num_pairs if num_tokens > 1 else 0) * self._hidden_q8_bytes,
             num_pairs * 4 * self.layer.ffn_size,
             ffn_q8_bytes,
-            self.workers.num_threads * self._thread_bytes,
+            self.workers.num_threads * int(self.words[k.SCRATCH_BYTES]),
         )
 
     def scratch_words(self, num_tokens: int, num_pairs: int) -> tuple[tuple[int, int], ...]:

@@ -12,6 +12,7 @@ import logging
 import math
 import mmap
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -37,6 +38,8 @@ _AT_ONCE = 8
 
 LIMIT_S = 20.0
 """Of a read, after which no more are made."""
+_RESIZING = threading.Lock()
+"""Memory that one resize gives back, another one must not use meanwhile."""
 _HUNG = list["HostArena"]()
 """Arenas whose memory a read that has not ended may still write."""
 
@@ -60,7 +63,7 @@ class _Layer:
 
 
 class HostArena:
-    """Implements ExpertArena: slots for experts of some banks, which must not outlive it.
+    """Implements ExpertArena: slots for experts of some banks, which keep it.
 
     Batches of these banks are computed one at a time. Owns the slots' memory, and, until it is
     closed, the kernel's queue of reads and descriptors of the file.
@@ -90,7 +93,7 @@ class HostArena:
         num_bytes = options.num_bytes - sum(each.num_bytes for each in self._routers.values())
         if num_bytes < most * slot_bytes:  # a layer's experts need the memory
             self._routers, num_bytes = {}, options.num_bytes
-        num_slots = num_bytes // slot_bytes
+        num_slots = min(num_bytes // slot_bytes, sum(bank.num_experts for bank in banks))
         if num_slots < most:
             raise ValueError(
                 f"{num_bytes / 2**20:,.0f} MiB are {num_slots} experts; a layer has {most}"
@@ -121,7 +124,7 @@ class HostArena:
         for bank, layer in zip(banks, self._layers, strict=True):
             if router := self._routers.get(layer.layer_id):
                 layer.words[w.ROUTER] = router.words.ctypes.data
-            bank.come_from(layer.words.ctypes.data, (enter, leave))
+            bank.come_from(layer.words.ctypes.data, (enter, leave), keeps=self)
         self._hottest = list(self._expected(banks, options.shares))
 
     def stats(self) -> ArenaStats:
@@ -182,8 +185,8 @@ class HostArena:
 
     @property
     def most_bytes(self) -> int:
-        """Memory that it was made for."""
-        return len(self._memory)
+        """Memory that it may have."""
+        return int(self._words[w.MOST_SLOTS]) * self._slot_bytes
 
     @property
     def empty_bytes(self) -> int:
@@ -196,11 +199,22 @@ class HostArena:
         """Tokens that steps have computed."""
         return int(self._layers[0].words[w.NUM_CALLS])
 
-    def resize(self, num_bytes: int) -> None:
-        """Use so many bytes of the memory that it was made for, or what the largest layer needs;
-        the operating system gets the rest. Between two batches, which it waits for."""
-        before, least = self.num_slots, max(len(layer.slot_of) for layer in self._layers)
+    def allow(self, num_bytes: int) -> None:
+        least = max(len(layer.slot_of) for layer in self._layers)
         num_slots = min(len(self._slots), max(least, num_bytes // self._slot_bytes))
+        self._words[w.MOST_SLOTS] = num_slots
+        self.resize(self.most_bytes)
+
+    def resize(self, num_bytes: int) -> None:
+        """Use so many bytes of the memory that it may have, or what the largest layer needs; the
+        operating system gets the rest. Between two batches, which it waits for."""
+        with _RESIZING:
+            self._resize(num_bytes)
+
+    def _resize(self, num_bytes: int) -> None:
+        before, least = self.num_slots, max(len(layer.slot_of) for layer in self._layers)
+        most = int(self._words[w.MOST_SLOTS])
+        num_slots = min(most, max(least, num_bytes // self._slot_bytes))
         _call(arena_functions().resize, np.array([self._words.ctypes.data, num_slots], np.int64))
         begin = -(-num_slots * self._slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         end = before * self._slot_bytes // mmap.PAGESIZE * mmap.PAGESIZE
@@ -253,8 +267,10 @@ class HostArena:
         self._undo.callback(callback)
 
     def close(self) -> None:
-        """No batch may be running, nor come later. Idempotent."""
+        """Ends reads, and waits for a batch that is computed. Later ones find what is there, and
+        use the rest where the file is mapped, which must stay. Idempotent."""
         self._words[w.IS_BROKEN] = 1
+        _call(arena_functions().fill, np.array([self._words.ctypes.data, 0], np.int64))
         self._undo.close()
 
     def _opened_queue(self) -> int:
@@ -282,6 +298,7 @@ class HostArena:
         words[w.REQUESTS], words[w.PENDING] = requests.ctypes.data, pending.ctypes.data
         words[w.EVENTS], words[w.FREE] = events.ctypes.data, free.ctypes.data
         words[w.SLOTS], words[w.NUM_SLOTS] = self._slots.ctypes.data, num_slots
+        words[w.MOST_SLOTS] = num_slots
         words[w.MEMORY] = np.frombuffer(self._memory, np.uint8).ctypes.data
         words[w.CHANCES] = chances.ctypes.data
         words[w.NUM_LAYERS], words[w.LIMIT_NS] = num_layers, int(LIMIT_S * 1e9)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from dflash_protocol.ids import I64Array
+from dflash_runtime.compute.memory import is_in_memory
 from dflash_runtime.engine.measuring.timing import TimeLeft
 from dflash_runtime.placement.box import Curve
 
@@ -25,7 +25,6 @@ _MOST_BYTES = 1 << 30
 """Read at most, all depths together."""
 _LARGEST_READ = 8 << 20
 """An expert is read in parts of this size."""
-_MOST_OF_MOUNTS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +113,3 @@ def _rate(
         began_s = time.perf_counter()
         num_read = sum(threads.map(read_some, range(depth)))
         return num_read / max(time.perf_counter() - began_s, 1e-9), num_read
-
-
-def is_in_memory(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
-    """Whether a file's file system has no disk; False if unknown."""
-    with contextlib.suppress(OSError, ValueError):
-        device = path.stat().st_dev
-        wanted = f"{os.major(device)}:{os.minor(device)}"
-        with mounts.open("rb") as file:
-            lines = file.read(_MOST_OF_MOUNTS).decode("utf-8", "replace").splitlines()
-        for line in lines:
-            before, separator, after = line.partition(" - ")
-            if separator and before.split()[2:3] == [wanted]:
-                return after.split()[:1] in [["tmpfs"], ["ramfs"], ["devtmpfs"], ["hugetlbfs"]]
-    return False

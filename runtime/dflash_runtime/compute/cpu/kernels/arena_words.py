@@ -15,8 +15,8 @@ from dflash_runtime.compute.cpu.threads import read_queue
     LIMIT_NS, CALL, IS_BROKEN, FOUND, MISSED, READ_BYTES, WAITED_NS, FAILED, NUM_LAYERS,
     MISSING, PREFETCHED, PREFETCHED_USED, CHECKED, PREDICTED, READ_NS, GAP_NS, LEFT_NS, CHANCES,
     DECIDING, SHADOW_SLOTS, SHADOW_MISSES,
-    COPIES_FOUND, COPIES_MISSED, COPIES_FAILED, COPIES_READ_BYTES,
-) = range(36)  # fmt: skip
+    COPIES_FOUND, COPIES_MISSED, COPIES_FAILED, COPIES_READ_BYTES, MOST_SLOTS,
+) = range(37)  # fmt: skip
 """Words of an arena: a lock that a batch holds; the kernel's queue of reads; control blocks of
 reads, what each is for (PENDING_WORDS), ended ones as the kernel tells them; numbers of unused
 control blocks; slots (SLOT_WORDS), how many there are at present, their memory, bytes of one; how
@@ -29,9 +29,10 @@ second one and so on, the share of missing ones that were chosen, [MOST_PREDICTE
 half-life is used; how many experts of a layer shadows keep, 0: there are none, and the half-life
 stays; what they miss of a layer of late, that with twice the slots too, and how many a layer
 chooses, [H + 2] float64; and of experts that threads beside batches have copied (lent_runs), those
-that lay in slots and those that did not, pieces of these that could not be read, and bytes read.
+that lay in slots and those that did not, pieces of these that could not be read, and bytes read;
+how many slots there may be.
 """
-NUM_WORDS = 36
+NUM_WORDS = 37
 
 LAYER, EXPERT, USED_AT, HAS_FAILED, NUM_PENDING, IS_PREFETCHED, LENT = range(7)
 """Words of a slot: words of its expert's layer, or 0 if it is empty; the expert; the last batch
