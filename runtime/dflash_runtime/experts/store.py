@@ -378,6 +378,7 @@ class ExpertStore:
     def close(self) -> None:
         """End arenas. Banks may be computing still, but are not used again."""
         for arena in self.arenas():
+            arena.warn()
             arena.close()
 
     def _pairs_per_second(
