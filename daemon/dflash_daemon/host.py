@@ -18,6 +18,7 @@ from dflash_protocol.placement import OwnedExperts
 from dflash_protocol.wire.messages import COMPARING, MEASURING
 from dflash_runtime.compute import DAEMON_MEMORY_ADVICE, ComputeBackend
 from dflash_runtime.compute.backend import ExpertMemory
+from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.memory import is_in_memory, process_room
 from dflash_runtime.compute.room import Room
 from dflash_runtime.experts.brought import SharedRoom
@@ -277,5 +278,7 @@ class ExpertHost:
 def _room_of(found: Room, chunk: int, most_bytes: int | None) -> SharedRoom:
     room_for = partial(room_in_daemon, found, chunk, most_bytes=most_bytes)
     if most_bytes is not None:
-        return SharedRoom(room_for, most_bytes=most_bytes)
+        needs = found.needs(num_positions=0, kv_type=KvType.F16, chunk=chunk, is_parent=False)
+        # Plans count what the process needs beside its experts.
+        return SharedRoom(room_for, most_bytes=most_bytes + needs.total)
     return SharedRoom(room_for, lambda: spare_bytes(process_room()))

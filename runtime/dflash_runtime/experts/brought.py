@@ -59,7 +59,7 @@ class SharedRoom:
     spare_bytes: Callable[[], int] = lambda: 0
     """See ArenaOptions."""
     most_bytes: int | None = None
-    """As asked for."""
+    """If a limit was asked for, that with what the process needs besides."""
 
 
 class Placed(Protocol):

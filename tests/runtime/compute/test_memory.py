@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_runtime.compute.memory import HostMemory, host_memory, process_room
+from dflash_runtime.compute.memory import HostMemory, host_memory, is_in_memory, process_room
 
 MIB = 1 << 20
 MEMINFO = "MemTotal:  8388608 kB\nMemFree:  100 kB\nMemAvailable:  4194304 kB\n"
@@ -140,3 +140,18 @@ def test_a_cgroup_of_the_system_is_seen(tmp_path: Path) -> None:
     free_bytes, total_bytes = map(int, done.stdout.split())
     assert total_bytes == most
     assert most - 200 * MIB < free_bytes < most
+
+
+def test_file_systems_in_memory(tmp_path: Path) -> None:
+    path, mounts = tmp_path / "file", tmp_path / "mountinfo"
+    path.write_text("")
+    device = path.stat().st_dev
+    place = f"{os.major(device)}:{os.minor(device)}"
+    for kind, expected in (("tmpfs", True), ("ext4", False)):
+        mounts.write_text(
+            f"22 1 9999:1 / / rw - btrfs x rw\n23 1 {place} / /x rw shared:1 - {kind} y rw\n"
+        )
+        assert is_in_memory(path, mounts) is expected
+    mounts.write_bytes(b"\xff - \n - - -\n")
+    assert not is_in_memory(path, mounts)
+    assert not is_in_memory(path, tmp_path / "none")

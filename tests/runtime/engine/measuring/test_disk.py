@@ -71,18 +71,3 @@ def test_bytes_are_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_files_that_tell_nothing(path: Path) -> None:
     assert measure_disk(path.with_name("none"), expert_bytes=4096, limit_s=0.1) is None
     assert measure_disk(path, expert_bytes=SIZE // 10, limit_s=0.1) is None
-
-
-def test_file_systems_in_memory(tmp_path: Path) -> None:
-    path, mounts = tmp_path / "file", tmp_path / "mountinfo"
-    path.write_text("")
-    device = path.stat().st_dev
-    place = f"{os.major(device)}:{os.minor(device)}"
-    for kind, expected in (("tmpfs", True), ("ext4", False)):
-        mounts.write_text(
-            f"22 1 9999:1 / / rw - btrfs x rw\n23 1 {place} / /x rw shared:1 - {kind} y rw\n"
-        )
-        assert disk.is_in_memory(path, mounts) is expected
-    mounts.write_bytes(b"\xff - \n - - -\n")
-    assert not disk.is_in_memory(path, mounts)
-    assert not disk.is_in_memory(path, tmp_path / "none")

@@ -81,7 +81,9 @@ class Copies:
 
     def begin(self, *, is_mapped: bool = False) -> tuple[Transfer, list[DeviceArray]]:
         """Unless `is_mapped`, bytes that are taken from where the file is mapped are wrong ones."""
-        found = [self._device.empty(mapped.size, np.uint8) for mapped, _ in self.sources]
+        found: list[DeviceArray] = [
+            self._device.empty(mapped.size, np.uint8) for mapped, _ in self.sources
+        ]
         wrong = np.full(max(mapped.size for mapped, _ in self.sources), 0xA5, np.uint8)
         runs = FileRuns.lent(
             (
