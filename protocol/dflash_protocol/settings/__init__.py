@@ -14,7 +14,9 @@ from dflash_protocol.settings.environment import (
     ollama_folders,
     package_roots,
     run_directory,
+    state_directory,
     supervision,
+    wants_plain_text,
 )
 from dflash_protocol.settings.kinds import DaemonSetting
 from dflash_protocol.settings.table import AUTO_TIER, CPU_TIERS, MAX_THREADS, VARIABLES, Settings
@@ -37,5 +39,7 @@ __all__ = [
     "ollama_folders",
     "package_roots",
     "run_directory",
+    "state_directory",
     "supervision",
+    "wants_plain_text",
 ]

@@ -196,6 +196,22 @@ def _below_home(relative: str) -> Path:
     return Path(os.path.expanduser("~")).absolute() / relative
 
 
+def state_directory() -> Path:
+    """The folder of what people left to be found again, created with mode 0700.
+
+    Raises: SettingsError if it cannot be created, is a link, or belongs to another user.
+    """
+    path = _home("XDG_STATE_HOME", ".local/state").absolute()
+    _make_private(path, "state directory")
+    return path
+
+
+def wants_plain_text() -> bool:
+    """Whether terminals are to get no control sequences: ``NO_COLOR`` is set (see no-color.org), or
+    ``TERM`` says that it knows none."""
+    return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM", "dumb") in ("", "dumb")
+
+
 def _home(variable: str, below_home: str) -> Path:
     """Our folder in a base directory of the XDG specification."""
     home = os.environ.get(variable) or Path(os.path.expanduser("~")) / below_home

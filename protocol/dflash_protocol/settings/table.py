@@ -75,6 +75,8 @@ class Reader(StrEnum):
     """Parent and daemon; a parent passes its value on to the daemons that it spawns."""
     SERVER = "server"
     """A parent that runs the HTTP server."""
+    CHAT = "chat"
+    """A parent that somebody talks to in a terminal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,8 @@ class Knob:
 
     @property
     def variable(self) -> str:
-        return (PREFIX if self.reader is Reader.SERVER else EXPERT_COMPUTE) + self.name
+        of_one_command = self.reader in (Reader.SERVER, Reader.CHAT)
+        return (PREFIX if of_one_command else EXPERT_COMPUTE) + self.name
 
     @property
     def flag(self) -> str:
@@ -459,6 +462,11 @@ class Settings:
         4 << 20, "MAX_BODY_BYTES", Whole(1024, 1 << 30), Reader.SERVER,
         "Most bytes of a request's body.",
     )
+    chat_history: str = setting(
+        "auto", "CHAT_HISTORY", PathOrWord("auto", "off"), Reader.CHAT,
+        "File of mode 0600 with what was typed in chats; auto is "
+        "$XDG_STATE_HOME/dflash-moe/chat-history, else in ~/.local/state.",
+    )
     # fmt: on
 
 
@@ -473,10 +481,17 @@ VARIABLES = tuple(sorted([SETTINGS_FILE, *(knob.variable for knob in KNOBS)]))
 
 def knobs_of(*, daemon: bool) -> tuple[Knob, ...]:
     """The settings that a parent or, with `daemon`, a daemon takes as flags."""
-    excluded = (Reader.PARENT if daemon else Reader.DAEMON, Reader.SERVER)
+    excluded = (Reader.PARENT if daemon else Reader.DAEMON, Reader.SERVER, Reader.CHAT)
     return tuple(knob for knob in KNOBS if knob.reader not in excluded)
 
 
 def server_knobs() -> tuple[Knob, ...]:
     """The settings that a server takes besides those of a parent."""
     return tuple(knob for knob in KNOBS if knob.reader is Reader.SERVER)
+
+
+def chat_knobs() -> tuple[Knob, ...]:
+    """The settings that a chat in a terminal takes besides those of a parent."""
+    return tuple(
+        knob for knob in KNOBS if knob.reader is Reader.CHAT or knob.field == "chat_template_file"
+    )

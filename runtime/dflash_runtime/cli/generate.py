@@ -18,6 +18,14 @@ from dflash_runtime.cli.options import (
     take_settings,
 )
 from dflash_runtime.cli.terminal import ProgressReporter, write_lines, write_text
+from dflash_runtime.cli.writing_options import (
+    SAMPLING,
+    read_stdin,
+    sampling_options,
+    stop_option,
+    stops_of,
+    system_option,
+)
 
 if TYPE_CHECKING:
     from dflash_runtime.engine.engine import Engine
@@ -29,6 +37,7 @@ Examples:
   dflash-moe generate -p "def main():"
   dflash-moe generate model.gguf -p "Once" -n 200 --daemon cpu --daemon cpu
   dflash-moe generate model.gguf --chat -p "Why is the sky blue?" --temp 0.7 --top-p 0.9
+  git diff | dflash-moe generate model.gguf --chat --system "Review this." -p - --stop "###"
   dflash-moe generate model.gguf --prompt-file notes.txt --daemon cpu@/opt/other-env/bin/python
   dflash-moe generate model.gguf --token-ids 1,2,3 --connect ipc:///run/moe/cpu0.sock --json
   dflash-moe generate model.gguf -p "Once" --settings moe.toml --ipc-mode stream
@@ -36,7 +45,7 @@ Examples:
 
 
 @click.command(cls=SettingsCommand, epilog=_EPILOG)
-@click.option("-p", "--prompt", metavar="TEXT", help="The prompt.")
+@click.option("-p", "--prompt", metavar="TEXT", help="The prompt; - reads it from stdin.")
 @click.option(
     "--prompt-file",
     metavar="FILE",
@@ -45,6 +54,7 @@ Examples:
 )
 @click.option("--token-ids", metavar="1,2,3", help="The prompt as token ids.")
 @click.option("--chat", is_flag=True, help="Put the prompt into the model's chat template.")
+@system_option
 @click.option(
     "-n",
     "max_tokens",
@@ -53,36 +63,8 @@ Examples:
     show_default=True,
     help="Most tokens to write.",
 )
-@click.option(
-    "--temp",
-    "temperature",
-    metavar="T",
-    default=0.0,
-    show_default=True,
-    help="Temperature; 0 always takes the most likely token.",
-)
-@click.option(
-    "--top-k",
-    metavar="K",
-    default=0,
-    show_default=True,
-    help="Draw from the K most likely tokens; 0 draws from all.",
-)
-@click.option(
-    "--top-p",
-    metavar="P",
-    default=1.0,
-    show_default=True,
-    help="Draw from the most likely tokens that together have the probability P.",
-)
-@click.option(
-    "--min-p",
-    metavar="P",
-    default=0.0,
-    show_default=True,
-    help="Leave out tokens that are less than P times as likely as the most likely.",
-)
-@click.option("--seed", metavar="S", type=int, help="The same seed gives the same text.")
+@sampling_options()
+@stop_option
 @click.option("--ignore-eos", is_flag=True, help="Do not end at the model's stop tokens.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @settings_options
@@ -94,16 +76,19 @@ def generate(**options: Any) -> None:
         raise SettingsError("give exactly one of --prompt, --prompt-file and --token-ids")
     if options["chat"] and options["token_ids"] is not None:
         raise SettingsError("--chat needs a text prompt")
+    if options["system"] is not None and not options["chat"]:
+        raise SettingsError("--system needs --chat: a plain text has no system prompt")
+    stops = stops_of(options)
     if options["max_tokens"] < 1:
         raise SettingsError(f"-n {options['max_tokens']}: must be 1 or more")
     text = _prompt_text(options)
     token_ids = [] if text is not None else _parse_token_ids(options["token_ids"])
 
     # Late: --help and wrong usage must not wait for numpy and the rest.
-    from dflash_adapters.text.harmony import reply_stream
     from dflash_runtime.bus_errors import explain_bus_errors
     from dflash_runtime.engine.demo_model import chosen_model_path
     from dflash_runtime.engine.engine import Engine
+    from dflash_runtime.serving.text import TextAssembler, TextRules
 
     explain_bus_errors("dflash-moe", chosen_model_path(settings))
     with (
@@ -111,26 +96,43 @@ def generate(**options: Any) -> None:
         Engine.open(settings=settings, learns_heat=True, on_progress=progress.update) as engine,
     ):
         prompt = token_ids
-        if text is not None:
-            prompt = engine.encode_prompt(text, chat=options["chat"])
-        pieces = []
+        if text is not None and options["chat"]:
+            told = [] if options["system"] is None else [_message("system", options["system"])]
+            prompt = engine.encode_chat([*told, _message("user", text)])
+        elif text is not None:
+            prompt = engine.encode_prompt(text)
+        pieces: list[str] = []
         generated = []
         tokens = engine.generate(
             prompt,
             options["max_tokens"],
-            **{n: options[n] for n in ("temperature", "top_k", "top_p", "min_p", "seed")},
+            **{name: options[name] for name in SAMPLING},
             ignore_eos=options["ignore_eos"],
             on_prefill=lambda done, total: progress.update("prompt", "prefill", done, total),
         )
-        reply = None
-        if options["chat"] and engine.tokenizer is not None:
-            reply = reply_stream(engine.tokenizer)
+        assembler = None
+        if engine.tokenizer is not None and (options["chat"] or stops):
+            # A text that is continued keeps its control tokens.
+            shown = None if options["chat"] else [text for text, _, _ in engine.tokenizer.special]
+            rules = TextRules(stops, options["chat"], shown)
+            assembler = TextAssembler(engine.tokenizer, rules)
+
+        def write(piece: str) -> None:
+            pieces.append(piece)
+            if not options["as_json"]:
+                write_text(piece)
+
         for token in tokens:
             progress.finish()
             generated.append(token.token_id)
-            pieces.append(token.text if reply is None else reply.push(token.token_id))
-            if not options["as_json"]:
-                write_text(pieces[-1])
+            delta = token if assembler is None else assembler.push(token)
+            write("" if delta is None else delta.text)
+            if assembler is not None and assembler.is_stopped:
+                engine.last_generation.finish_reason = "stop"
+                break
+        tokens.close()  # type: ignore[attr-defined]
+        if assembler is not None and (delta := assembler.finish()) is not None:
+            write(delta.text)
         if options["as_json"]:
             record = _record(engine, prompt, generated, "".join(pieces))
             sys.stdout.write(ascii_json(record) + "\n")
@@ -142,10 +144,14 @@ def generate(**options: Any) -> None:
         _print_summary(engine)
 
 
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
 def _prompt_text(options: dict[str, Any]) -> str | None:
     if options["prompt_file"] is None:
         prompt: str | None = options["prompt"]
-        return prompt
+        return read_stdin(limit_bytes=_PROMPT_LIMIT_BYTES) if prompt == "-" else prompt
     return read_text("prompt file", options["prompt_file"], limit_bytes=_PROMPT_LIMIT_BYTES)
 
 

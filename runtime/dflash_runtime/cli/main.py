@@ -37,6 +37,9 @@ _CANNOT_WRITE = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO, errno.EBADF
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Every command has examples: dflash-moe COMMAND --help",
 )
+@click.version_option(
+    __version__, prog_name="dflash-moe", message="%(prog)s %(version)s", help="Print the version."
+)
 def cli() -> None:
     """Run Mixture-of-Experts GGUF models with their experts computed by daemons."""
 

@@ -12,6 +12,7 @@ from dflash_adapters.text.answers import (
     Tools,
     answer_format,
     answer_parser,
+    closing_marker,
     shown_markers,
 )
 from dflash_adapters.text.answers.channels import FINAL_MESSAGE
@@ -21,9 +22,6 @@ from dflash_protocol.errors import GrammarError
 from dflash_runtime.engine.engine import Engine
 from dflash_runtime.serving.errors import ApiError
 from dflash_runtime.serving.tools import CallRules
-
-_OPENED = {"<think>": "</think>", "[THINK]": "[/THINK]"}
-"""What a prompt ends with if the answer begins within reasoning, and what then ends that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +38,7 @@ class AnswerRules:
         """For an answer to the prompt `rendered`, by `template`."""
         tokenizer = engine.tokenizer
         spellings = [] if tokenizer is None else [text for text, _, _ in tokenizer.special]
-        end = rendered.rstrip()
-        closes = next((_OPENED[each] for each in _OPENED if end.endswith(each)), None)
-        return cls(answer_format(template, spellings), tools, closes)
+        return cls(answer_format(template, spellings), tools, closing_marker(rendered))
 
     @property
     def shown(self) -> frozenset[str]:

@@ -19,7 +19,7 @@ from dflash_protocol.settings.table import KNOBS, Knob, Reader
 from support.examples import examples
 
 PREFIX = "DFLASH_MOE_EXPERT_COMPUTE_"
-SCALARS = [knob for knob in KNOBS if knob.reader is not Reader.SERVER]
+SCALARS = [knob for knob in KNOBS if knob.reader not in (Reader.SERVER, Reader.CHAT)]
 NUMBERS = [
     (knob.name, knob.field, knob.default, knob.kind.smallest, knob.kind.largest)
     for knob in SCALARS

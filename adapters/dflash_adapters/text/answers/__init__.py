@@ -16,6 +16,7 @@ from dflash_adapters.text.answers.events import (
     Tools,
 )
 from dflash_adapters.text.answers.formats import AnswerFormat, answer_parser, shown_markers
+from dflash_adapters.text.answers.opened import closing_marker
 
 __all__ = [
     "AnswerEvent",
@@ -27,5 +28,6 @@ __all__ = [
     "Tools",
     "answer_format",
     "answer_parser",
+    "closing_marker",
     "shown_markers",
 ]

@@ -1,0 +1,12 @@
+"""Whether an answer begins within reasoning, since its prompt has opened that."""
+
+from __future__ import annotations
+
+_OPENED = {"<think>": "</think>", "[THINK]": "[/THINK]"}
+"""What a prompt ends with if the answer begins within reasoning, and what then ends that."""
+
+
+def closing_marker(rendered: str) -> str | None:
+    """What ends the reasoning that a rendered prompt has opened; None: it has not."""
+    end = rendered.rstrip()
+    return next((_OPENED[each] for each in _OPENED if end.endswith(each)), None)
