@@ -17,6 +17,7 @@ from dflash_protocol.settings.table import (
     SETTINGS_FLAG,
     SETTINGS_HELP,
     Knob,
+    chat_knobs,
     knobs_of,
     server_knobs,
 )
@@ -24,6 +25,7 @@ from dflash_protocol.settings.table import (
 F = TypeVar("F", bound=Callable[..., Any])
 
 _FILE = "settings_file"
+_TEMPLATE_LIMIT_BYTES = 1 << 20
 _COMMON = (
     "--device", "--daemon", "--connect", "--require-daemons", "--local-experts", "--context",
     "--threads",
@@ -60,6 +62,11 @@ class SettingsCommand(click.Command):
 def server_options(function: F) -> F:
     """Decorator: add a server's settings to a command that has `settings_options`."""
     return _with_options(server_knobs(), function)
+
+
+def chat_options(function: F) -> F:
+    """Decorator: add a chat's settings to a command that has `settings_options`."""
+    return _with_options(chat_knobs(), function)
 
 
 def settings_options(function: F) -> F:
@@ -113,6 +120,17 @@ def _one_kv_type(given: Mapping[str, str | None]) -> str:
         f"{asked}: keys and values have one type: give {' and '.join(_KV_FLAGS)} the same, "
         "or --kv-type alone"
     )
+
+
+def chat_template_of(settings: Settings) -> str | None:
+    """The template that the settings name in place of the model's; None: they name none.
+
+    Raises: SettingsError.
+    """
+    if not settings.chat_template_file:
+        return None
+    path = Path(settings.chat_template_file)
+    return read_text("chat template", path, limit_bytes=_TEMPLATE_LIMIT_BYTES)
 
 
 def read_text(kind: str, path: Path, *, limit_bytes: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,7 +11,7 @@ import click
 from dflash_protocol.process.output import say
 from dflash_runtime.cli.options import (
     SettingsCommand,
-    read_text,
+    chat_template_of,
     server_options,
     settings_options,
     take_settings,
@@ -22,8 +21,6 @@ from dflash_runtime.cli.terminal import ProgressReporter
 if TYPE_CHECKING:
     from dflash_runtime.engine.engine import Engine
     from dflash_runtime.experts.daemons.supervisor import ProgressCallback
-
-_TEMPLATE_LIMIT_BYTES = 1 << 20
 
 _EPILOG = """\b
 Examples:
@@ -43,9 +40,7 @@ SIGTERM and Ctrl-C let running requests end; a second one does not.
 def serve(**options: Any) -> None:
     """Answer HTTP requests with MODEL, a GGUF file (default: the demo model)."""
     settings = take_settings(options)
-    template = None
-    if path := settings.chat_template_file:
-        template = read_text("chat template", Path(path), limit_bytes=_TEMPLATE_LIMIT_BYTES)
+    template = chat_template_of(settings)
 
     # Late: --help and wrong usage must not wait for numpy and the rest.
     from dflash_protocol.notify import Notifier
