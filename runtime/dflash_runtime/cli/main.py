@@ -18,6 +18,7 @@ from dflash_protocol import __version__
 from dflash_protocol.errors import DflashError, SettingsError, lack_of
 from dflash_protocol.process.output import log_to_stderr, say
 from dflash_protocol.process.startup import prepare_standard_streams
+from dflash_runtime.cli.bench import bench
 from dflash_runtime.cli.chat import chat
 from dflash_runtime.cli.doctor import doctor
 from dflash_runtime.cli.generate import generate
@@ -64,8 +65,8 @@ def version() -> None:
 
 
 for _command in (
-    chat, doctor, generate, inspect, keygen, list_models, plan, pull, remove_model, serve, simulate,
-    stats,
+    bench, chat, doctor, generate, inspect, keygen, list_models, plan, pull, remove_model, serve,
+    simulate, stats,
 ):  # fmt: skip
     cli.add_command(_command)
 for _command in cli.commands.values():

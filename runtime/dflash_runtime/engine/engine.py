@@ -261,6 +261,11 @@ class Engine:
         return self._names[1]
 
     @property
+    def device_name(self) -> str:
+        """What its maker calls the processor or GPU that computes attention."""
+        return self._steps.device_name
+
+    @property
     def num_positions(self) -> int:
         """The context: the longest sequence, in tokens."""
         return self._steps.num_positions

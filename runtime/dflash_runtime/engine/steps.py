@@ -146,6 +146,11 @@ class Steps:
         return self._backend.new_stage(self._guard.file, layers, most)
 
     @property
+    def device_name(self) -> str:
+        """What its maker calls the device."""
+        return self._backend.device_name
+
+    @property
     def placement(self) -> Placement:
         """The owner of each expert."""
         return self._runtime.placement

@@ -13,6 +13,7 @@ from markdown_it import MarkdownIt
 from rich.console import Console, ConsoleOptions
 from rich.markdown import Markdown
 from rich.segment import Segment
+from rich.text import Text
 
 from dflash_protocol.errors import for_terminal
 
@@ -80,13 +81,11 @@ def markdown_lines(text: str, console: Console, options: ConsoleOptions) -> list
             if part.type == "softbreak":  # poems, addresses, lists of short lines
                 part.type = "hardbreak"
     lines = console.render_lines(rendered, options, pad=False)
-    return _without_empty_ends([list(map(_harmless, line)) for line in lines])
+    return _without_empty_ends([_without_blanks(list(map(_harmless, line))) for line in lines])
 
 
 def plain_lines(text: str, console: Console, options: ConsoleOptions) -> list[Line]:
     """Dim text that is not Markdown, wrapped for a console."""
-    from rich.text import Text
-
     shown = Text(for_terminal(text).expandtabs(4), style="dim")
     lines = console.render_lines(shown, options, pad=False)
     return [list(map(_harmless, line)) for line in lines]
@@ -98,14 +97,24 @@ def _harmless(segment: Segment) -> Segment:
     return Segment(for_terminal(segment.text), segment.style)
 
 
+def _without_blanks(line: Line) -> Line:
+    """The line without blanks at its end, but those of a background."""
+    while line and not _has_background(line[-1]):
+        last = line[-1]
+        if text := last.text.rstrip(" "):
+            return [*line[:-1], Segment(text, last.style)]
+        line = line[:-1]
+    return line
+
+
+def _has_background(segment: Segment) -> bool:
+    return segment.style is not None and segment.style.bgcolor is not None
+
+
 def _without_empty_ends(lines: list[Line]) -> list[Line]:
     first, last = 0, len(lines)
-    while first < last and _is_empty(lines[first]):
+    while first < last and not lines[first]:
         first += 1
-    while last > first and _is_empty(lines[last - 1]):
+    while last > first and not lines[last - 1]:
         last -= 1
     return lines[first:last]
-
-
-def _is_empty(line: Line) -> bool:
-    return not any(segment.text.strip() or segment.style for segment in line if segment.text)

@@ -12,6 +12,7 @@ from typing import Self
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.segment import Segment
+from rich.style import Style
 from rich.text import Text
 
 from dflash_adapters.text.answers import Content, Reasoning
@@ -258,6 +259,4 @@ class _Lines:
 
 
 def _dim(text: str) -> list[Line]:
-    from rich.style import Style
-
     return [[Segment(text, Style(dim=True))]]
