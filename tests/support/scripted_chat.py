@@ -1,7 +1,8 @@
 """``dflash-moe`` with an engine that answers from a script, for tests of what people see.
 
-The variable SCRIPT names a JSON file: a list of answers, each a list of pieces. A piece is a text,
-one token; a number, seconds until the next one; or null, an error. The last answer is repeated.
+The first argument names a JSON file: a list of answers, each a list of pieces. A piece is a text,
+one token; a number, seconds until the next one; {"stuck": seconds}, in which nothing cancels it;
+{"thinks": true}, if the prompt opens reasoning; or null, an error. The last answer is repeated.
 """
 
 from __future__ import annotations
@@ -50,8 +51,7 @@ class _Tokenizer:
 
 
 class ScriptedEngine:
-    """What a chat needs of an engine. A piece {"thinks": true} says that the prompt opens
-    reasoning."""
+    """What a chat needs of an engine."""
 
     num_positions = NUM_POSITIONS
 
@@ -103,7 +103,9 @@ class ScriptedEngine:
                 return
             if piece is None:
                 raise DaemonUnavailable("cpu0: it has ended")
-            if isinstance(piece, int | float):
+            if isinstance(piece, dict) and "stuck" in piece:
+                time.sleep(piece["stuck"])
+            elif isinstance(piece, int | float):
                 self._wait(piece, is_cancelled)
             elif isinstance(piece, str):
                 stats.num_generated_tokens += 1

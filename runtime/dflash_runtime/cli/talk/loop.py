@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
 import termios
-import time
 from collections.abc import Callable, Iterator
 
 from dflash_protocol.errors import ContextExceeded, DflashError
 from dflash_runtime.cli.talk.commands import TalkCommands
 from dflash_runtime.cli.talk.conversation import Conversation
+from dflash_runtime.cli.talk.interrupts import Interrupts
 from dflash_runtime.cli.talk.reading import MessageReader, unquoted
 from dflash_runtime.cli.talk.views import TalkScreen
 
-_AGAIN_S = 1.0
-"""A second Ctrl-C this long after the first ends the program, should an answer not stop."""
+_FULL = "/reset begins anew, /save FILE keeps what was said"
 
 
 class Talk:
@@ -43,29 +41,44 @@ class Talk:
 
     def run(self) -> None:
         """Talk until the end of input. Raises: DflashError unless somebody types."""
-        while True:
-            try:
-                text, is_quoted = unquoted(self._reader.read())
-                if text.strip():
-                    self._take(text, is_quoted)
-            except EOFError:
-                return
-            except KeyboardInterrupt:
-                if not self._is_typed:
-                    raise
-                self._screen.note(["Ctrl-D ends the talk"])
-            except DflashError as error:
-                if not self._is_typed:
-                    raise
-                self._screen.note([f"error: {self._explained(error)}"])
+        with Interrupts() if self._is_typed else contextlib.nullcontext() as interrupts:
+            while True:
+                try:
+                    message = self._read(interrupts)
+                    if message is not None:
+                        self._take(*message, interrupts)
+                except EOFError:
+                    return
+                except DflashError as error:
+                    if not self._is_typed:
+                        raise
+                    self._screen.note([f"error: {self._explained(error)}"])
 
-    def _take(self, text: str, is_quoted: bool) -> None:
+    def _read(self, interrupts: Interrupts | None) -> tuple[str, bool] | None:
+        """The next message, and whether it was in quotes; None if there is none."""
+        if interrupts is None:
+            text, is_quoted = unquoted(self._reader.read())
+        else:
+            try:
+                with interrupts.raised():
+                    text, is_quoted = unquoted(self._reader.read())
+            except KeyboardInterrupt:
+                self._screen.note(["Ctrl-D ends the talk"])
+                return None
+        return (text, is_quoted) if text.strip() else None
+
+    def _take(self, text: str, is_quoted: bool, interrupts: Interrupts | None) -> None:
         said = None if is_quoted else self._commands.run(text)
         if said is not None:
             self._screen.note(said)
             return
         num_turns = len(self._conversation.turns)
-        with _interruptible(self._is_typed) as is_stopped, self._screen.view() as view:
+        with contextlib.ExitStack() as answering:
+            is_stopped: Callable[[], bool] = _never
+            if interrupts is not None:
+                answering.enter_context(_without_echo())
+                is_stopped = answering.enter_context(interrupts.noted())
+            view = answering.enter_context(self._screen.view())
             answer = self._conversation.ask(text, is_cancelled=is_stopped, on_prefill=view.read)
             for event in answer:
                 view.show(event)
@@ -94,36 +107,13 @@ class Talk:
         )
 
 
-_FULL = "/reset begins anew, /save FILE keeps what was said"
-
-
-@contextlib.contextmanager
-def _interruptible(is_typed: bool) -> Iterator[Callable[[], bool]]:
-    """Within the block Ctrl-C only makes the yielded function return True, and what is typed is not
-    shown, but kept for the next prompt. Does nothing unless somebody types."""
-    if not is_typed:
-        yield lambda: False
-        return
-    pressed_s: float | None = None
-
-    def press(number: int, frame: object) -> None:
-        nonlocal pressed_s
-        now_s = time.monotonic()
-        if pressed_s is not None and now_s - pressed_s > _AGAIN_S:
-            raise KeyboardInterrupt
-        pressed_s = now_s if pressed_s is None else pressed_s
-
-    previous = signal.signal(signal.SIGINT, press)
-    try:
-        with _without_echo():
-            yield lambda: pressed_s is not None
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler if previous is None else previous)
+def _never() -> bool:
+    return False
 
 
 @contextlib.contextmanager
 def _without_echo() -> Iterator[None]:
-    """Switch the terminal's echo off; Ctrl-C still interrupts."""
+    """Switch the terminal's echo off. Ctrl-C still interrupts, and drops nothing that was typed."""
     fd = sys.stdin.fileno()
     try:
         before = termios.tcgetattr(fd)
@@ -131,7 +121,7 @@ def _without_echo() -> Iterator[None]:
         yield
         return
     quiet = [*before]
-    quiet[3] = before[3] & ~termios.ECHO
+    quiet[3] = (before[3] & ~termios.ECHO) | termios.NOFLSH
     termios.tcsetattr(fd, termios.TCSADRAIN, quiet)
     try:
         yield

@@ -20,7 +20,7 @@ from dflash_protocol.errors import one_line
 from dflash_runtime.cli.talk.markdown import BlockSplitter, Line, markdown_lines, plain_lines
 from dflash_runtime.cli.terminal import write_lines, write_text
 
-_REFRESH_S = 0.1
+_REFRESHES_PER_S = 8
 _SHARE = 4
 """Of the time that drawing takes, at least so many times pass until the next: a long block must not
 take the processor from the model."""
@@ -121,6 +121,7 @@ class StyledView(AnswerView):
     """Renders Markdown to a terminal: complete blocks for good, the last one anew while it grows.
 
     Of a block that is higher than the terminal the end is shown, until it is complete.
+    Owns: within the context, a thread that draws what has changed.
     """
 
     def __init__(
@@ -132,13 +133,18 @@ class StyledView(AnswerView):
     ) -> None:
         super().__init__(shows_reasoning=shows_reasoning, clock=clock)
         self._console = console
-        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._tail = _Tail(console, clock)
+        self._live = Live(
+            get_renderable=self._tail.rendered,
+            console=console,
+            refresh_per_second=_REFRESHES_PER_S,
+            transient=True,
+        )
         self._blocks = BlockSplitter()
         self._thought = ""
         """The last line of reasoning that is shown."""
         self._has_written = False
         self._begun_s = clock()
-        self._next_s = 0.0
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -158,61 +164,84 @@ class StyledView(AnswerView):
     def read(self, num_done: int, num_total: int) -> None:
         """Shown if it takes long."""
         if self._clock() - self._begun_s > _QUIET_S:
-            self._draw(lambda: _dim(f"reading {num_done} of {num_total} tokens"))
+            line = _dim(f"reading {num_done} of {num_total} tokens")
+            self._tail.show(lambda options: line)
 
     def _think(self, text: str) -> None:
         if self._shows_reasoning:
-            *lines, self._thought = (self._thought + text).split("\n")
+            *lines, thought = (self._thought + text).split("\n")
             if lines:
-                self._print(plain_lines("\n".join(lines), self._console, self._options))
-            self._draw(lambda: plain_lines(self._thought, self._console, self._options))
+                self._print(plain_lines("\n".join(lines), self._console, self._console.options))
+            self._thought = thought
+            self._tail.show(lambda options: plain_lines(thought, self._console, options))
         else:
             since_s = self._thinks_since_s or 0.0
-            self._draw(lambda: _dim(f"thinking… {self._clock() - since_s:.1f} s"))
+            self._tail.show(lambda _: _dim(f"thinking… {self._clock() - since_s:.1f} s"))
 
     def _fold(self, summary: str) -> None:
-        self._live.update(_Lines([]))
-        if self._thought:
-            self._print(plain_lines(self._thought, self._console, self._options))
-            self._thought = ""
+        last, self._thought = self._thought, ""
+        self._print(plain_lines(last, self._console, self._console.options) if last else [])
         self._print(_dim(summary))
         self._has_written = True
 
     def _write(self, text: str) -> None:
         for block in self._blocks.push(text):
-            self._live.update(_Lines([]))
             self._print_block(block)
-        self._draw(lambda: [[], *self._rendered(self._blocks.rest)])
+        rest = self._blocks.rest
+        before: list[Line] = [[]] if self._has_written else []
+        self._tail.show(lambda options: [*before, *markdown_lines(rest, self._console, options)])
 
     def _finish(self) -> None:
-        self._live.update(_Lines([]), refresh=True)
         self._print_block(self._blocks.finish())
 
     def _print_block(self, block: str) -> None:
         """Print it for good, an empty line before it unless it is the first."""
-        if lines := self._rendered(block):
+        if lines := markdown_lines(block, self._console, self._console.options):
             self._print([*([[]] if self._has_written else []), *lines])
             self._has_written = True
 
-    def _rendered(self, markdown: str) -> list[Line]:
-        return markdown_lines(markdown, self._console, self._options)
-
     def _print(self, lines: list[Line]) -> None:
+        """Print lines for good, in place of what changes."""
+        self._tail.show(_nothing)
+        self._live.refresh()
         self._console.print(_Lines(lines), end="")
 
-    def _draw(self, lines: Callable[[], list[Line]]) -> None:
-        """Show the end of what changes, unless that was done a moment ago."""
-        begun_s = self._clock()
-        if begun_s < self._next_s:
-            return
-        height = max(1, self._console.height - _KEPT_ROWS)
-        self._live.update(_Lines(lines()[-height:]), refresh=True)
-        now_s = self._clock()
-        self._next_s = now_s + max(_REFRESH_S, _SHARE * (now_s - begun_s))
 
-    @property
-    def _options(self) -> ConsoleOptions:
-        return self._console.options
+_Render = Callable[[ConsoleOptions], list[Line]]
+
+
+def _nothing(_: ConsoleOptions) -> list[Line]:
+    return []
+
+
+class _Tail:
+    """What changes at the end of an answer, rendered by the thread that draws.
+
+    Which is at most a fifth of the time: a long block must not take the processor from the model.
+    """
+
+    def __init__(self, console: Console, clock: Callable[[], float]) -> None:
+        self._console = console
+        self._clock = clock
+        self._render: _Render = _nothing
+        self._next_s = 0.0
+        self._drawn = _Lines([])
+
+    def show(self, render: _Render) -> None:
+        """Show other lines from now on."""
+        self._render = render
+
+    def rendered(self) -> _Lines:
+        """The last rows of the lines, as many as the terminal has; they may be a moment old."""
+        begun_s, render = self._clock(), self._render
+        if render is _nothing:  # at once, as something else is printed in its place
+            self._drawn = _Lines([])
+        elif begun_s >= self._next_s or not self._drawn.lines:
+            height = max(1, self._console.height - _KEPT_ROWS)
+            self._drawn = _Lines(render(self._console.options)[-height:])
+            now_s = self._clock()
+            self._next_s = now_s + _SHARE * (now_s - begun_s)
+        return self._drawn
 
 
 class TalkScreen:
@@ -234,11 +263,11 @@ class TalkScreen:
 
     def note(self, lines: Iterable[str]) -> None:
         """Show lines that are not of the model: on stderr if stdout is no terminal."""
-        if self._console is None:
-            write_lines(lines, to_stderr=not self._is_terminal)
-            return
         for line in lines:
-            self._console.print(Text(one_line(line), style="dim"), highlight=False)
+            if self._console is None:
+                write_lines([line], to_stderr=not self._is_terminal)
+            else:
+                self._console.print(Text(one_line(line), style="dim"))
 
     def space(self) -> None:
         """An empty line after an answer, on terminals."""
@@ -250,10 +279,10 @@ class _Lines:
     """Rendered lines, for rich."""
 
     def __init__(self, lines: list[Line]) -> None:
-        self._lines = lines
+        self.lines = lines
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for line in self._lines:
+        for line in self.lines:
             yield from line
             yield Segment.line()
 

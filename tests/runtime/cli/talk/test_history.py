@@ -1,4 +1,4 @@
-"""What was typed is found again, by its owner alone; a damaged file costs no more than its lines."""
+"""What was typed is found again, by its owner alone; a damaged file costs only its lines."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_what_is_no_file_of_ours_is_refused_with_one_line(tmp_path: Path) -> Non
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     for name in ("pipe", "link", "no/folder", "a\0b", "."):
-        with pytest.raises(SettingsError, match="^chat history ") as caught:
+        with pytest.raises(SettingsError, match=r"^chat history ") as caught:
             TypedTexts(tmp_path / name)
         assert len(str(caught.value).splitlines()) == 1
     assert not (tmp_path / "elsewhere").exists()

@@ -1,4 +1,4 @@
-"""Markdown of an answer: blocks as it grows, lines that cannot control the terminal, no text lost."""
+"""Markdown of an answer: blocks as it grows, lines that control no terminal, no text lost."""
 
 from __future__ import annotations
 
