@@ -72,10 +72,13 @@ def options_of_commands() -> dict[str, set[str]]:
 OF_ONE_RUN = {
     # What is asked for this time, and how it is shown.
     "prompt", "prompt_file", "token_ids", "chat", "max_tokens", "temperature", "top_k", "top_p",
-    "min_p", "seed", "ignore_eos", "as_json", "with_digest", "phase", "measure", "save_path",
+    "min_p", "seed", "system", "stops", "ignore_eos", "as_json", "with_digest", "phase", "measure",
+    "save_path",
     # What is shown, and what is written of it.
     "file", "csv_path", "traces", "slots", "budget_mb", "cache_slots", "half_life", "margin",
     "box", "per_layer",
+    # What `bench` measures, and how it writes that.
+    "prompts", "written", "depths", "repetitions", "as_csv",
     # Of one trial: see docs/operations.md.
     "mailbox", "rounds",
     # llama.cpp's two names of one setting.

@@ -15,6 +15,7 @@ import click
 from dflash_protocol import __version__
 from dflash_protocol.errors import SettingsError, one_line
 from dflash_protocol.process.output import ascii_json, noun
+from dflash_protocol.settings import wants_plain_text
 from dflash_runtime.cli.options import SettingsCommand, settings_options, take_settings
 from dflash_runtime.cli.terminal import ProgressReporter, write_lines
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 _MOST_SIZES = 32
 _LARGEST = 1 << 24
 _MOST_REPETITIONS = 1000
-_TEST, _RATE = 18, 20
+_TEST, _RATE = 14, 16
 """Widths of the table's columns."""
 
 _EPILOG = """\b
@@ -98,7 +99,7 @@ def bench(**options: Any) -> None:
         raise SettingsError("nothing is to be measured: -p and -n are 0")
     explain_bus_errors("dflash-moe", chosen_model_path(settings))
     is_table = not (options["as_json"] or options["as_csv"])
-    shows_progress = sys.stderr.isatty()
+    shows_progress = sys.stderr.isatty() and not wants_plain_text()
     with ProgressReporter(enabled=shows_progress) as progress:
         engine = Engine.open(settings=settings, learns_heat=True, on_progress=progress.update)
     with engine:

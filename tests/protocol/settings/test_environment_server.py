@@ -1,4 +1,4 @@
-"""Settings of the server: every variable, its default and bounds, and what a wrong one says."""
+"""Settings of the server and of chats: each variable, its default and bounds, what a wrong one says."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.settings import Settings, load_settings
-from dflash_protocol.settings.table import knobs_of, server_knobs
+from dflash_protocol.settings.table import chat_knobs, knobs_of, server_knobs
 
 PREFIX = "DFLASH_MOE_"
 GOOD = [
@@ -26,7 +26,17 @@ def test_these_are_all() -> None:
         assert not set(server_knobs()) & set(knobs_of(daemon=is_daemon))
 
 
-@pytest.mark.parametrize(("variable", "field", "default", "values"), GOOD)
+CHAT = ("CHAT_HISTORY", "chat_history", "auto", ("off", "/var/typed", "typed"))
+
+
+def test_a_chat_takes_its_history_and_the_servers_template() -> None:
+    variables = [knob.variable for knob in chat_knobs()]
+    assert variables == [PREFIX + "CHAT_TEMPLATE_FILE", PREFIX + "CHAT_HISTORY"]
+    for is_daemon in (False, True):
+        assert not set(chat_knobs()) & set(knobs_of(daemon=is_daemon))
+
+
+@pytest.mark.parametrize(("variable", "field", "default", "values"), [*GOOD, CHAT])
 def test_a_variable_sets_its_field(
     variable: str, field: str, default: object, values: tuple[object, ...]
 ) -> None:
