@@ -65,7 +65,7 @@ def chat(**options: Any) -> None:
     # Late: --help and wrong usage must not wait for numpy and the rest.
     from dflash_runtime.bus_errors import explain_bus_errors
     from dflash_runtime.cli.talk.commands import TalkCommands
-    from dflash_runtime.cli.talk.conversation import Conversation, TalkOptions
+    from dflash_runtime.cli.talk.dialogue import Dialogue, TalkOptions
     from dflash_runtime.cli.talk.loop import Talk
     from dflash_runtime.cli.talk.views import TalkScreen
     from dflash_runtime.engine.demo_model import chosen_model_path
@@ -84,14 +84,14 @@ def chat(**options: Any) -> None:
             stops=stops,
             template=template,
         )
-        conversation = Conversation(engine, talk_options, system=options["system"])
+        dialogue = Dialogue(engine, talk_options, system=options["system"])
         screen = TalkScreen(_console() if is_styled else None)
         if is_typed and sys.stdout.isatty():
             screen.note(
                 [f"{engine.spec.name}: {engine.num_positions} tokens of context", _HINT, ""]
             )
-        commands = TalkCommands(conversation, screen, model=engine.spec.name)
-        Talk(conversation, reader, screen, commands=commands, is_typed=is_typed).run()
+        commands = TalkCommands(dialogue, screen, model=engine.spec.name)
+        Talk(dialogue, reader, screen, commands=commands, is_typed=is_typed).run()
 
 
 _HINT = "/help lists commands, Ctrl-D ends"

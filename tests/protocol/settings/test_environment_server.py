@@ -1,4 +1,4 @@
-"""Settings of the server and of chats: each variable, its default and bounds, what a wrong one says."""
+"""Settings of the server and of chats: variables, defaults, bounds, and what a wrong one says."""
 
 from __future__ import annotations
 

@@ -1,3 +1,3 @@
-"""A chat in a terminal: `conversation` asks the engine, `commands` are what begins with a slash,
+"""A chat in a terminal: `dialogue` asks the engine, `commands` are what begins with a slash,
 `reading` and `history` take what is typed, `views` and `markdown` show answers, `loop` is the talk.
 """

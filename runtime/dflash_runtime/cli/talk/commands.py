@@ -11,7 +11,7 @@ from pathlib import Path
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.process.output import noun
 from dflash_protocol.process.text_files import write_file
-from dflash_runtime.cli.talk.conversation import Conversation
+from dflash_runtime.cli.talk.dialogue import Dialogue
 from dflash_runtime.cli.talk.views import TalkScreen
 
 _COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
@@ -32,10 +32,10 @@ HELP = (
 
 
 class TalkCommands:
-    """Runs commands on a conversation."""
+    """Runs commands on a dialogue."""
 
-    def __init__(self, conversation: Conversation, screen: TalkScreen, *, model: str) -> None:
-        self._conversation = conversation
+    def __init__(self, dialogue: Dialogue, screen: TalkScreen, *, model: str) -> None:
+        self._dialogue = dialogue
         self._screen = screen
         self._model = model
         self._saved: set[Path] = set()
@@ -63,14 +63,14 @@ class TalkCommands:
         return self._commands[name](argument)
 
     def _reset(self, _: str) -> list[str]:
-        self._conversation.reset()
+        self._dialogue.reset()
         return ["the talk begins anew"]
 
     def _system(self, text: str) -> list[str]:
         if text:
-            self._conversation.system = text
+            self._dialogue.system = text
             return ["the model is told so from the next answer on"]
-        told = self._conversation.system
+        told = self._dialogue.system
         return ["no system prompt"] if told is None else told.splitlines()
 
     def _reasoning(self, _: str) -> list[str]:
@@ -80,7 +80,7 @@ class TalkCommands:
     def _save(self, name: str) -> list[str]:
         if not name:
             raise SettingsError("/save needs the name of a file")
-        if not self._conversation.turns:
+        if not self._dialogue.turns:
             raise SettingsError("/save: nothing was said yet")
         path = Path(os.path.expanduser(name)).absolute()
         if os.path.lexists(path) and path not in self._saved:
@@ -90,7 +90,7 @@ class TalkCommands:
         return [f"saved: {path}"]
 
     def _text(self, *, is_json: bool) -> str:
-        messages = self._conversation.messages
+        messages = self._dialogue.messages
         if is_json:
             body = {"model": self._model, "messages": messages}
             return json.dumps(body, indent=1) + "\n"
@@ -99,9 +99,9 @@ class TalkCommands:
         return text.encode("utf-8", "replace").decode()
 
     def _stats(self, _: str) -> list[str]:
-        totals, last = self._conversation.totals, self._conversation.totals.last
+        totals, last = self._dialogue.totals, self._dialogue.totals.last
         lines = [
-            f"talk     {totals.num_held} of {self._conversation.num_positions} tokens, "
+            f"talk     {totals.num_held} of {self._dialogue.num_positions} tokens, "
             f"{totals.num_answers} {noun(totals.num_answers, 'answer')}",
         ]
         if last.num_prompt_tokens:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from dflash_protocol.errors import ContextExceeded, DflashError
 from dflash_runtime.cli.talk.commands import TalkCommands
-from dflash_runtime.cli.talk.conversation import Conversation
+from dflash_runtime.cli.talk.dialogue import Dialogue
 from dflash_runtime.cli.talk.interrupts import Interrupts
 from dflash_runtime.cli.talk.reading import MessageReader, unquoted
 from dflash_runtime.cli.talk.views import TalkScreen
@@ -26,14 +26,14 @@ class Talk:
 
     def __init__(
         self,
-        conversation: Conversation,
+        dialogue: Dialogue,
         reader: MessageReader,
         screen: TalkScreen,
         *,
         commands: TalkCommands,
         is_typed: bool,
     ) -> None:
-        self._conversation = conversation
+        self._dialogue = dialogue
         self._reader = reader
         self._screen = screen
         self._commands = commands
@@ -72,34 +72,34 @@ class Talk:
         if said is not None:
             self._screen.note(said)
             return
-        num_turns = len(self._conversation.turns)
+        num_turns = len(self._dialogue.turns)
         with contextlib.ExitStack() as answering:
             is_stopped: Callable[[], bool] = _never
             if interrupts is not None:
                 answering.enter_context(_without_echo())
                 is_stopped = answering.enter_context(interrupts.noted())
             view = answering.enter_context(self._screen.view())
-            answer = self._conversation.ask(text, is_cancelled=is_stopped, on_prefill=view.read)
+            answer = self._dialogue.ask(text, is_cancelled=is_stopped, on_prefill=view.read)
             for event in answer:
                 view.show(event)
-        self._screen.note(self._ending(is_kept=len(self._conversation.turns) > num_turns))
+        self._screen.note(self._ending(is_kept=len(self._dialogue.turns) > num_turns))
         self._screen.space()
 
     def _ending(self, *, is_kept: bool) -> list[str]:
         """What is to be said of how an answer ended."""
-        match self._conversation.end:
+        match self._dialogue.end:
             case "cancelled":
                 end = "stopped"
             case "length":
-                end = f"ended after {self._conversation.totals.last.num_generated_tokens} tokens"
+                end = f"ended after {self._dialogue.totals.last.num_generated_tokens} tokens"
             case "context":
-                end = f"the context of {self._conversation.num_positions} tokens is full; {_FULL}"
+                end = f"the context of {self._dialogue.num_positions} tokens is full; {_FULL}"
             case _:
                 return [] if is_kept else ["no answer; the question is not kept"]
         return [end if is_kept else f"{end} before an answer; the question is not kept"]
 
     def _explained(self, error: DflashError) -> str:
-        if not isinstance(error, ContextExceeded) or not self._conversation.turns:
+        if not isinstance(error, ContextExceeded) or not self._dialogue.turns:
             return str(error)
         return (
             f"the talk would have {error.num_tokens} tokens, more than the context of "

@@ -1,4 +1,4 @@
-"""A conversation keeps what was said and answered, and nothing of what failed."""
+"""A dialogue keeps what was said and answered, and nothing of what failed."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import pytest
 from dflash_adapters.text.answers import Content, Reasoning
 from dflash_protocol.errors import ContextExceeded, DaemonUnavailable, SettingsError
 from dflash_runtime.cli.talk.commands import HELP, TalkCommands
-from dflash_runtime.cli.talk.conversation import Conversation, TalkOptions
+from dflash_runtime.cli.talk.dialogue import Dialogue, TalkOptions
 from dflash_runtime.cli.talk.reading import is_open, unquoted
 from dflash_runtime.cli.talk.views import TalkScreen
 from support.scripted_chat import NUM_POSITIONS, ScriptedEngine
 
 
-def conversation(
+def dialogue(
     *answers: list[Any], max_tokens: int | None = None, stops: tuple[str, ...] = ()
-) -> Conversation:
+) -> Dialogue:
     options = TalkOptions(max_tokens=max_tokens, sampling={}, stops=stops)
-    return Conversation(ScriptedEngine([*answers]), options, system="Be brief.")  # type: ignore[arg-type]
+    return Dialogue(ScriptedEngine([*answers]), options, system="Be brief.")  # type: ignore[arg-type]
 
 
 def ask(
-    talk: Conversation, question: str = "why?", is_cancelled: Callable[[], bool] = lambda: False
+    talk: Dialogue, question: str = "why?", is_cancelled: Callable[[], bool] = lambda: False
 ) -> tuple[str, str]:
     """The reasoning and the content of the answer."""
     answer = talk.ask(question, is_cancelled=is_cancelled, on_prefill=lambda done, total: None)
@@ -38,7 +38,7 @@ def ask(
 
 
 def test_questions_and_answers_are_kept_without_the_reasoning() -> None:
-    talk = conversation(["<think>", "hm", "</think>", "be", "cause"], ["so"])
+    talk = dialogue(["<think>", "hm", "</think>", "be", "cause"], ["so"])
     assert ask(talk) == ("hm", "because")
     assert ask(talk, "really?") == ("", "so")
     assert talk.messages == [
@@ -54,17 +54,17 @@ def test_questions_and_answers_are_kept_without_the_reasoning() -> None:
 
 
 def test_an_answer_may_begin_within_the_reasoning_that_the_prompt_opened() -> None:
-    assert ask(conversation([{"thinks": True}, "hm", "</think>", "so"])) == ("hm", "so")
+    assert ask(dialogue([{"thinks": True}, "hm", "</think>", "so"])) == ("hm", "so")
 
 
 def test_a_model_that_never_ends_its_reasoning_has_no_answer() -> None:
-    talk = conversation(["<think>", "hm ", "hm "], max_tokens=3)
+    talk = dialogue(["<think>", "hm ", "hm "], max_tokens=3)
     assert ask(talk) == ("hm hm", "")
     assert (talk.turns, talk.end) == ([], "length")
 
 
 def test_what_was_written_until_it_was_stopped_is_kept() -> None:
-    talk = conversation(["one ", "two ", "three"])
+    talk = dialogue(["one ", "two ", "three"])
     pressed = iter([False, False, True])
     assert ask(talk, is_cancelled=lambda: next(pressed)) == ("", "one two ")
     assert talk.end == "cancelled"
@@ -73,7 +73,7 @@ def test_what_was_written_until_it_was_stopped_is_kept() -> None:
 
 
 def test_a_question_without_answer_or_with_an_error_is_not_kept() -> None:
-    talk = conversation(["part", None], ["good"])
+    talk = dialogue(["part", None], ["good"])
     with pytest.raises(DaemonUnavailable):
         ask(talk)
     assert talk.turns == []
@@ -84,14 +84,14 @@ def test_a_question_without_answer_or_with_an_error_is_not_kept() -> None:
 
 
 def test_a_stop_text_ends_the_answer_wherever_tokens_split_it() -> None:
-    talk = conversation(["so #", "#", "# and on", "never"], stops=("###",))
+    talk = dialogue(["so #", "#", "# and on", "never"], stops=("###",))
     assert ask(talk) == ("", "so ")
     assert talk.end == "stop"
     assert talk.turns[-1]["content"] == "so "
 
 
 def test_a_talk_that_has_no_room_for_an_answer_is_refused_and_kept() -> None:
-    talk = conversation(["x"])
+    talk = dialogue(["x"])
     ask(talk)
     for length in (4 * NUM_POSITIONS, 100 * NUM_POSITIONS):
         with pytest.raises(ContextExceeded):
@@ -102,7 +102,7 @@ def test_a_talk_that_has_no_room_for_an_answer_is_refused_and_kept() -> None:
 
 
 def test_an_answer_ends_where_the_context_does() -> None:
-    talk = conversation(["word "] * 2 * NUM_POSITIONS)
+    talk = dialogue(["word "] * 2 * NUM_POSITIONS)
     ask(talk)
     assert talk.end == "context"
     assert talk.totals.num_held == NUM_POSITIONS
@@ -129,10 +129,10 @@ def test_quotes_hold_several_lines(text: str, opens: bool, content: str, is_quot
 
 
 class Commands:
-    """Commands of a conversation in which one question was answered."""
+    """Commands of a dialogue in which one question was answered."""
 
     def __init__(self, answer: str = "because\x1b[2J") -> None:
-        self.talk = conversation([answer])
+        self.talk = dialogue([answer])
         self.screen = TalkScreen(None)
         self.run = TalkCommands(self.talk, self.screen, model="m").run
 

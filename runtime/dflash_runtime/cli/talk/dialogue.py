@@ -1,4 +1,4 @@
-"""A conversation with one engine: what was said, and answers divided into reasoning and content."""
+"""A dialogue with one engine: what was said, and answers divided into reasoning and content."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ class TalkOptions:
 
 @dataclass(slots=True)
 class TalkTotals:
-    """What the conversation took so far."""
+    """What the dialogue took so far."""
 
     num_answers: int = 0
     num_written: int = 0
     """Tokens of all answers."""
     num_held: int = 0
-    """Tokens of the conversation, its last answer included; 0: nothing was said."""
+    """Tokens of the dialogue, its last answer included; 0: nothing was said."""
     last: GenerationStats = field(default_factory=GenerationStats)
 
 
-class Conversation:
+class Dialogue:
     """Keeps the messages, and asks the engine for answers.
 
     The engine belongs to the caller. Used by one thread.
@@ -70,7 +70,7 @@ class Conversation:
 
     @property
     def num_positions(self) -> int:
-        """The context: the most tokens of a conversation."""
+        """The context: the most tokens of a dialogue."""
         return self._engine.num_positions
 
     @property
