@@ -11,11 +11,12 @@ import struct
 import subprocess
 import termios
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pyte
 
-from support.processes import START_S, environment, wait_until
+from support.processes import START_S, environment
 
 CTRL_C, CTRL_D, ENTER, ALT_ENTER, UP = "\x03", "\x04", "\r", "\x1b\r", "\x1b[A"
 
@@ -88,15 +89,14 @@ class Terminal:
     def wait_for(self, is_there: str | Callable[[str], bool], within_s: float = START_S) -> str:
         """Wait until the screen has a text, or a condition holds of it; returns the screen."""
 
-        def holds() -> bool:
+        end_s = time.monotonic() + within_s
+        while True:  # what is drawn anew may be gone a moment later
             shown = self.text()
-            return is_there in shown if isinstance(is_there, str) else is_there(shown)
-
-        with contextlib.suppress(AssertionError):
-            wait_until(holds, "a text", within_s=within_s)
-        shown = self.text()
-        assert holds(), f"not on the screen: {is_there!r}\n{shown}\n{self.written[-2000:]!r}"
-        return shown
+            if is_there in shown if isinstance(is_there, str) else is_there(shown):
+                return shown
+            left_s = end_s - time.monotonic()
+            assert left_s > 0, f"not seen: {is_there!r}\n{shown}\n{self.written[-2000:]!r}"
+            time.sleep(0.01)
 
     def wait_for_end(self, within_s: float = START_S) -> int:
         """Wait for the program's end; returns its exit code."""
