@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import pty
+import select
 import signal
 import struct
 import subprocess
@@ -16,7 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pyte
 
-from support.processes import START_S, environment
+from support.interrupts import restore_interrupts
+from support.processes import START_S, environment, wait_until
 
 CTRL_C, CTRL_D, ENTER, ALT_ENTER, UP = "\x03", "\x04", "\r", "\x1b\r", "\x1b[A"
 
@@ -34,17 +36,15 @@ class Terminal:
         self._written = bytearray()
         self._fd, child_fd = pty.openpty()
         fcntl.ioctl(child_fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        restore_interrupts()
         own = {name: text for name, text in environment().items() if name not in _NOT_PASSED}
         self.process = subprocess.Popen(
-            command,
-            stdin=child_fd,
-            stdout=child_fd,
-            stderr=child_fd,
+            # The first terminal that the leader of a session opens controls it: keys send signals.
+            ["sh", "-c", 'exec "$@" <"$0" >"$0" 2>&1', os.ttyname(child_fd), *command],
             env={**own, "TERM": "xterm-256color", **extra},
             start_new_session=True,
-            preexec_fn=_take_terminal,
         )
-        os.close(child_fd)
+        self._child_fd = child_fd
         self._thread = threading.Thread(target=self._draw, daemon=True)
         self._thread.start()
 
@@ -101,14 +101,22 @@ class Terminal:
     def wait_for_end(self, within_s: float = START_S) -> int:
         """Wait for the program's end; returns its exit code."""
         code = self.process.wait(within_s)
-        self._thread.join(within_s)
+        wait_until(lambda: not select.select([self._fd], [], [], 0)[0], "its last output")
+        time.sleep(_DRAWN_S)
         return code
+
+    @property
+    def is_as_before(self) -> bool:
+        """Whether it echoes what is typed, line by line, as before the program."""
+        flags = termios.tcgetattr(self._child_fd)[3]
+        return bool(flags & termios.ECHO) and bool(flags & termios.ICANON)
 
     def close(self) -> None:
         """Kill what still runs."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(START_S)
+        os.close(self._child_fd)
         self._thread.join(START_S)
         os.close(self._fd)
 
@@ -125,13 +133,9 @@ class Terminal:
                 self._stream.feed(data)
 
 
+_DRAWN_S = 0.1
+"""For what was read to be drawn."""
 _NOT_PASSED = frozenset({"NO_COLOR", "FORCE_COLOR", "COLORTERM", "COLUMNS", "LINES", "TERM"})
-
-
-def _take_terminal() -> None:
-    """In the child: make stdin its controlling terminal, so that keys send signals."""
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dflash_protocol.errors import SettingsError
+from dflash_protocol.process.output import say
 from dflash_protocol.settings import Settings, state_directory, wants_plain_text
 from dflash_runtime.cli.options import (
     SettingsCommand,
@@ -129,7 +130,8 @@ def _opened(settings: Settings, *, shows_progress: bool) -> Engine:
 
 
 def _reader(settings: Settings, *, is_edited: bool) -> MessageReader:
-    """What reads messages. Raises: SettingsError if the history cannot be used."""
+    """What reads messages. Raises: SettingsError if a file that is named for the history cannot be
+    used."""
     from dflash_runtime.cli.talk.reading import EditedReader, LineReader
 
     if not is_edited:
@@ -139,10 +141,15 @@ def _reader(settings: Settings, *, is_edited: bool) -> MessageReader:
         return EditedReader(None)
     from dflash_runtime.cli.talk.history import TypedTexts
 
-    name = settings.chat_history
-    return EditedReader(
-        TypedTexts(state_directory() / "chat-history" if name == "auto" else Path(name))
-    )
+    if settings.chat_history != "auto":
+        return EditedReader(TypedTexts(Path(settings.chat_history)))
+    try:
+        return EditedReader(TypedTexts(state_directory() / "chat-history"))
+    except SettingsError as error:
+        # docs: the folder of the state cannot be written, or is not ours alone: nothing typed is
+        # found again; `--chat-history` names another file, or is `off`
+        say(f"what is typed is not kept: {error}", program="dflash-moe")
+        return EditedReader(None)
 
 
 def _console() -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import signal
 import stat
 import sys
 import time
@@ -212,6 +213,23 @@ def test_a_second_ctrl_c_ends_the_program_should_the_first_not_stop_the_answer(
         opened.press(CTRL_C)
         assert opened.wait_for_end() == 130
         assert opened.lines()[-1] == "dflash-moe: error: interrupted"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_answering", [False, True])
+def test_sigterm_leaves_the_terminal_as_it_was(tmp_path: Path, is_answering: bool) -> None:
+    (tmp_path / "state").write_text("no folder")
+    with chatting(tmp_path, SLOW) as opened:
+        assert "what is typed is not kept: state directory" in opened.text()
+        if is_answering:
+            opened.send("slow")
+            opened.wait_for("One two")
+        assert not opened.is_as_before
+        opened.process.terminate()
+        assert opened.wait_for_end() == 128 + signal.SIGTERM
+        assert opened.is_as_before
+        assert b"Traceback" not in opened.written
+        assert opened.written.rindex(b"\x1b[?25h") > opened.written.rindex(b"\x1b[?25l")
 
 
 @pytest.mark.slow

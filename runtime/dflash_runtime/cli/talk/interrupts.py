@@ -1,28 +1,33 @@
-"""Ctrl-C in a talk: it leaves a line that is typed, stops an answer, and else does nothing."""
+"""Ctrl-C in a talk: it leaves a line that is typed, stops an answer, and else does nothing. SIGTERM
+ends the program as an exception does, so that the terminal is left as it was."""
 
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, NoReturn, Self
 
 _AGAIN_S = 1.0
 
 
 class Interrupts:
-    """Handles SIGINT within the context, in the main thread.
+    """Handles SIGINT and SIGTERM within the context, in the main thread.
 
-    Outside of `raised` and `noted` it is ignored: it came a moment too late for an answer.
+    Outside of `raised` and `noted` SIGINT is ignored: it came a moment too late for an answer.
     """
 
     def __init__(self) -> None:
         self._on_press: Callable[[], None] = _ignore
+        self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        self._previous = signal.signal(signal.SIGINT, self._press)
+        handlers = {signal.SIGINT: self._press, signal.SIGTERM: _end}
+        for number, handler in handlers.items():
+            self._previous[number] = signal.signal(number, handler)
         return self
 
     def __exit__(
@@ -31,8 +36,8 @@ class Interrupts:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        previous = self._previous
-        signal.signal(signal.SIGINT, signal.default_int_handler if previous is None else previous)
+        for number, previous in self._previous.items():
+            signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
     @contextmanager
     def raised(self) -> Iterator[None]:
@@ -66,6 +71,10 @@ class Interrupts:
 
     def _press(self, number: int, frame: FrameType | None) -> None:
         self._on_press()
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)
 
 
 def _ignore() -> None: ...
