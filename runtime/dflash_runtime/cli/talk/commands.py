@@ -18,16 +18,16 @@ _COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
 _ROLES = {"system": "System", "user": "You", "assistant": "Model"}
 
 HELP = (
-    "/help          this list",
-    "/reset         forget the talk, but not the system prompt",
-    "/system TEXT   tell the model TEXT first; without TEXT: show it",
-    "/save FILE     write the talk: messages if FILE ends in .json,",
-    "               else Markdown",
-    "/stats         tokens and rates",
-    "/reasoning     show or fold what the model writes to itself",
-    "Enter sends, Alt-Enter begins a line; so does Enter after",
-    'three quotes ("""), until three quotes end the message.',
-    "Ctrl-C stops an answer, Ctrl-D ends the talk.",
+    "/help         this list",
+    "/reset        forget the talk",
+    "/system TEXT  tell the model TEXT first",
+    "/save FILE    write it, as Markdown or,",
+    "              if FILE is .json, messages",
+    "/stats        tokens and rates",
+    "/reasoning    show or fold reasoning",
+    "Alt-Enter begins a line, as Enter does",
+    'between """ and """.',
+    "Ctrl-C stops an answer, Ctrl-D ends.",
 )
 
 

@@ -24,6 +24,11 @@ _FENCE = re.compile(r"[ \t]*(?:[-*+>]|\d+[.)])?[ \t]*(?P<mark>`{3,}|~{3,})(?P<in
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
 
 
+_MOST_CODE, _MOST_TEXT = 1 << 18, 1 << 13
+"""Characters of a block that is read as Markdown: brackets and stars without end take time that
+grows with the square of their number, code does not."""
+
+
 class BlockSplitter:
     """Divides Markdown that comes in pieces into blocks that later text does not change.
 
@@ -74,6 +79,9 @@ class BlockSplitter:
 
 def markdown_lines(text: str, console: Console, options: ConsoleOptions) -> list[Line]:
     """Markdown rendered for a console, line by line, without empty ones at both ends."""
+    is_code = text.lstrip().startswith(("```", "~~~"))
+    if len(text) > (_MOST_CODE if is_code else _MOST_TEXT):
+        return plain_lines(text, console, options, style="")
     rendered = Markdown("", hyperlinks=False)
     rendered.parsed = _PARSER.parse(for_terminal(text))
     for token in rendered.parsed:
@@ -84,9 +92,11 @@ def markdown_lines(text: str, console: Console, options: ConsoleOptions) -> list
     return _without_empty_ends([_without_blanks(list(map(_harmless, line))) for line in lines])
 
 
-def plain_lines(text: str, console: Console, options: ConsoleOptions) -> list[Line]:
-    """Dim text that is not Markdown, wrapped for a console."""
-    shown = Text(for_terminal(text).expandtabs(4), style="dim")
+def plain_lines(
+    text: str, console: Console, options: ConsoleOptions, *, style: str = "dim"
+) -> list[Line]:
+    """Text that is not Markdown, wrapped for a console."""
+    shown = Text(for_terminal(text).expandtabs(4), style=style)
     lines = console.render_lines(shown, options, pad=False)
     return [list(map(_harmless, line)) for line in lines]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 
 import pytest
 from hypothesis import given
@@ -100,3 +101,18 @@ def test_lines_keep_to_the_width() -> None:
     text = "word " * 100 + "\n\n```python\n" + "x = 1 + " * 30 + "2\n```\n\n|a|b|\n|-|-|\n|c|d|\n"
     for line in markdown_lines(text, CONSOLE, CONSOLE.options):
         assert sum(segment.cell_length for segment in line) <= 60
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 200_000, "*a" * 100_000, "|a" * 50_000 + "\n" + "|-" * 50_000, ">" * 200_000]
+)
+def test_a_block_without_end_takes_no_time_that_grows_with_its_square(text: str) -> None:
+    begun_s = time.process_time()
+    assert shown(text).replace("\n", "").replace(" ", "")[:10] == text[:10]
+    assert time.process_time() - begun_s < 5  # as Markdown: minutes
+
+
+def test_code_is_rendered_however_long() -> None:
+    text = shown("```python\n" + "x = 1\n" * 1500 + "```\n")
+    assert text.count("x = 1") == 1500
+    assert "```" not in text
