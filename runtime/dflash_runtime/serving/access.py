@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.process.text_files import file_error
-from dflash_runtime.serving.errors import ApiError, api_error
+from dflash_runtime.serving.errors import ERROR_FORM, ApiError, ErrorForm, api_error, error_response
 from dflash_runtime.serving.metrics import Metrics
 from dflash_runtime.serving.status_page import PAGE_PATHS
 
@@ -170,10 +170,13 @@ class RequestGate:
     metrics: Metrics
     endpoints: frozenset[str]
     """Paths that are counted by name."""
+    error_form: Callable[[str], ErrorForm]
+    """The form of errors by the request's path."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+        scope[ERROR_FORM] = self.error_form(scope["path"])
         status = 500
         is_started = False
 
@@ -192,7 +195,7 @@ class RequestGate:
                 # docs: a bug, with its traceback: report it. The client got status 500
                 _LOG.exception("%s %s failed", scope["method"], scope["path"])
             if not is_started:
-                await refusal.response()(scope, receive, counted)
+                await error_response(refusal, scope)(scope, receive, counted)
         finally:
             path = scope["path"] if scope["path"] in self.endpoints else "other"
             self.metrics.http_requests.labels(path, str(status)).inc()

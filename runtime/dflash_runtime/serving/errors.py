@@ -1,11 +1,13 @@
-"""Errors as clients see them: a status and OpenAI's JSON. And the JSON encoding of our answers."""
+"""Errors as clients see them: a status, and JSON in the form of the door they knocked at. And the
+JSON encoding of our answers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 from starlette import responses
+from starlette.types import Scope
 
 from dflash_protocol.errors import (
     DaemonUnavailable,
@@ -43,11 +45,55 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
         self.headers = dict(headers or {})
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status, self.headers)
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Call the field as it is called in a door's own bodies, by `names`."""
+        old = self.param
+        if old is None or (new := names.get(old)) is None:
+            return
+        self.param = new
+        if self.message.startswith(f"{old}: "):
+            self.message = new + self.message.removeprefix(old)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON in OpenAI's form."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+ErrorForm: TypeAlias = Callable[[ApiError], dict[str, Any]]
+"""The JSON of an error, in a door's form."""
+
+ERROR_FORM = "dflash.error_form"
+"""Key of the request's scope for the form of its errors; set by the gate."""
+
+
+def error_form(scope: Scope) -> ErrorForm:
+    """The form of a request's errors: OpenAI's, unless its door has another."""
+    form: ErrorForm = scope.get(ERROR_FORM, openai_error)
+    return form
+
+
+def error_response(error: ApiError, scope: Scope) -> JSONResponse:
+    """An error as the response to a request."""
+    return JSONResponse(error_form(scope)(error), error.status, error.headers)
+
+
+def openai_error(error: ApiError) -> dict[str, Any]:
+    """An error in OpenAI's form."""
+    return error.body
 
 
 def api_error(error: BaseException) -> ApiError:

@@ -5,37 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from dflash_runtime.serving.errors import ApiError, api_error
+from dflash_runtime.serving.answers import Answer, Division
+from dflash_runtime.serving.errors import ApiError, api_error, error_form, error_response
 from dflash_runtime.serving.fair_queue import QueueFull
-from dflash_runtime.serving.responses import Answer
 from dflash_runtime.serving.state import ServerState
 from dflash_runtime.serving.text import Delta
 from dflash_runtime.serving.worker import Finished, Job, JobEvent
 
 KEEP_ALIVE_S = 15.0
-"""After this time without an event a stream sends a comment to keep the connection alive."""
+"""After this time without an event a stream sends something to keep the connection alive."""
 
 _GATHER_S = 0.04
 """Tokens that come faster than this are sent together, as one chunk unless log-probabilities are
 asked for: waking up for every token takes cores from computing the next."""
 
-_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 
 class GenerationResponse(Response):
-    """Submits a job and sends its events."""
+    """Submits a job and sends its events as an answer, whose text `division` divides."""
 
     def __init__(
         self,
@@ -44,10 +38,12 @@ class GenerationResponse(Response):
         answer: Answer,
         *,
         is_stream: bool,
+        division: Division | None = None,
     ) -> None:
         self._state = state
         self._job = job
         self._answer = answer
+        self._division = division or Division()
         self._is_stream = is_stream
         self.background = None
 
@@ -58,7 +54,7 @@ class GenerationResponse(Response):
             state.worker.submit(job)
         except (ApiError, QueueFull) as error:
             refusal = error if isinstance(error, ApiError) else _queue_full(state)
-            await refusal.response()(scope, receive, send)
+            await error_response(refusal, scope)(scope, receive, send)
             return
         state.begin()
         watcher = asyncio.create_task(self._cancel_on_disconnect(receive))
@@ -84,36 +80,42 @@ class GenerationResponse(Response):
         await self._job.channel.ended()
         *texts, last = await self._job.channel.take()
         if (failure := _failure(last)) is not None:
-            await failure.response()(scope, receive, send)
+            await error_response(failure, scope)(scope, receive, send)
             return
         assert isinstance(last, Finished)
         deltas = [each for each in texts if isinstance(each, Delta)]
-        body = self._answer.whole(deltas, last.finish_reason, last.stats)
+        events = self._division.push("".join(delta.text for delta in deltas))
+        events += self._division.finish()
+        body = self._answer.whole(events, deltas, last)
         await JSONResponse(body)(scope, receive, send)
 
     async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer, wire = self._answer, self._answer.wire
         events = await self._next_events()
         # Before anything is sent, an error can have a status.
         if events and (failure := _failure(events[0])) is not None:
-            await failure.response()(scope, receive, send)
+            await error_response(failure, scope)(scope, receive, send)
             return
-        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-        data, sent_s = _events(self._answer.first_chunks()), time.monotonic()
+        headers = [(b"content-type", wire.media_type.encode()), *_HEADERS]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        data = wire.bytes_of(answer.first_chunks(len(self._job.prompt)))
+        sent_s = time.monotonic()
         while True:
             is_last = False
-            for event in events if self._answer.has_logprobs else _joined(events):
+            for event in events if answer.has_logprobs else _joined(events):
                 is_last = not isinstance(event, Delta)
                 if (failure := _failure(event)) is not None:
-                    data += _events([failure.body])
+                    data += wire.bytes_of(answer.error_chunks(failure, error_form(scope)))
                 elif isinstance(event, Finished):
-                    last = self._answer.last_chunks(event.finish_reason, event.stats)
-                    data += _events(last) + b"data: [DONE]\n\n"
-                elif isinstance(event, Delta) and (event.text or self._answer.has_logprobs):
-                    data += _events(self._answer.chunks(event))
+                    last = answer.last_chunks(self._division.finish(), event)
+                    data += wire.bytes_of(last) + wire.end
+                elif isinstance(event, Delta) and (event.text or answer.has_logprobs):
+                    chunks = answer.next_chunks(self._division.push(event.text), event)
+                    data += wire.bytes_of(chunks)
             # Events may come that have no text yet, as of a call that is being written.
             if not data and (not events or time.monotonic() - sent_s > KEEP_ALIVE_S):
-                data = b": still here\n\n"
-            if data:
+                data = wire.keep_alive
+            if data or is_last:
                 sent_s = time.monotonic()
                 await send({"type": "http.response.body", "body": data, "more_body": not is_last})
             if is_last:
@@ -162,13 +164,3 @@ def _failure(event: JobEvent) -> ApiError | None:
         case BaseException():
             return api_error(event)
     return None
-
-
-def _events(chunks: Sequence[dict[str, Any]]) -> bytes:
-    """Server-sent events. Raises: ValueError for NaN or infinity, which JSON lacks."""
-    return b"".join(
-        b"data: "
-        + json.dumps(chunk, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
-        + b"\n\n"
-        for chunk in chunks
-    )

@@ -8,7 +8,7 @@ for one with it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
@@ -36,7 +36,7 @@ class _Body(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
 
 
-class _Request(_Body):
+class RequestBody(_Body):
     """A whole body; extra fields are kept until they are refused or ignored."""
 
     model_config = ConfigDict(extra="allow")
@@ -52,7 +52,19 @@ class StreamOptions(_Body):
     include_usage: bool | None = None
 
 
-class _Generation(_Request, ConstraintFields, SamplingFields, PenaltyFields):
+class OptionFields(ConstraintFields, SamplingFields, PenaltyFields):
+    """Options of any generation, at whatever door."""
+
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[Tokens, Field(max_length=MOST_STOPS)] | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Those that are given, by name."""
+        found = {name: getattr(self, name) for name in OptionFields.model_fields}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+class _Generation(RequestBody, OptionFields):
     """Fields of both kinds of generation."""
 
     model: str | None = None
@@ -60,8 +72,6 @@ class _Generation(_Request, ConstraintFields, SamplingFields, PenaltyFields):
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: Annotated[Tokens, Field(max_length=MOST_STOPS)] | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -155,7 +165,7 @@ class ChatBody(_Generation, ToolFields):
             )
 
 
-class TokenizeBody(_Request):
+class TokenizeBody(RequestBody):
     """``/tokenize``."""
 
     content: str
@@ -163,13 +173,13 @@ class TokenizeBody(_Request):
     parse_special: bool = True
 
 
-class DetokenizeBody(_Request):
+class DetokenizeBody(RequestBody):
     """``/detokenize``."""
 
     tokens: Tokens
 
 
-B = TypeVar("B", bound=_Request)
+B = TypeVar("B", bound=RequestBody)
 
 
 def parse_body(kind: type[B], data: bytes, *, most_values: int = FEW_VALUES) -> B:
@@ -179,8 +189,17 @@ def parse_body(kind: type[B], data: bytes, *, most_values: int = FEW_VALUES) -> 
     """
     if _has_more_values(data, most_values):
         raise ApiError(400, f"the body has more than {most_values} values")
+    return _checked(lambda: kind.model_validate_json(data))
+
+
+def body_of(kind: type[B], fields: Mapping[str, Any]) -> B:
+    """A body made of a door's own, by field. Raises: ApiError, as `parse_body`."""
+    return _checked(lambda: kind.model_validate(dict(fields)))
+
+
+def _checked(make: Callable[[], B]) -> B:
     try:
-        body = kind.model_validate_json(data)
+        body = make()
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = [str(part) for part in first["loc"]]

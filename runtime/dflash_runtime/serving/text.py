@@ -52,8 +52,12 @@ class TextAssembler:
         self._held = ""
         self._num_decoded = 0
         self._pending: deque[tuple[int, int, GeneratedToken]] = deque()
-        self.is_stopped = False
-        """A stop string was found: `push` needs no more tokens."""
+        self.stop: str | None = None
+        """The stop string that was found: `push` needs no more tokens."""
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.stop is not None
 
     def push(self, token: GeneratedToken) -> Delta | None:
         """Take a token; returns the text that became final, if any did."""
@@ -64,13 +68,13 @@ class TextAssembler:
         self._held += text
         # The stop string that ends first, however tokens split the text.
         found = [
-            (place + len(stop), place)
+            (place + len(stop), place, stop)
             for stop in self._stops
             if (place := self._held.find(stop)) >= 0
         ]
         if found:
-            self.is_stopped = True
-            return self._release(min(found)[1])
+            _, place, self.stop = min(found)
+            return self._release(place)
         return self._release(len(self._held) - self._num_uncertain())
 
     def finish(self) -> Delta | None:

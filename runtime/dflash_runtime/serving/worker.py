@@ -41,6 +41,8 @@ class Finished:
 
     finish_reason: str
     stats: GenerationStats
+    stop: str | None = None
+    """The stop string that ended it."""
 
 
 JobEvent = Delta | Finished | BaseException
@@ -330,7 +332,7 @@ class EngineWorker:
         metrics.whole_s.observe(ended_s - job.asked_s)
         metrics.count_owners(self._publish(engine).owners)
         self._mean_job_s += (ended_s - started_s - self._mean_job_s) / 8
-        return Finished(reason, stats)
+        return Finished(reason, stats, assembler.stop)
 
     def _report(self, owner: str, stage: str, num_done: int, num_total: int) -> None:
         self.stage = one_line(f"{owner}: {stage} {num_done}/{num_total}")

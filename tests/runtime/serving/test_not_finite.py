@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import pytest
 
 from dflash_runtime import Engine
-from dflash_runtime.serving.generation import _events
+from dflash_runtime.serving.wire import EVENTS, JSON_LINES, NAMED_EVENTS
 from support.not_finite import EMBEDDINGS, with_nan
 from support.random_models import Qwen3MoeShape, write_qwen3moe
 
@@ -92,5 +92,6 @@ async def test_a_client_is_told_in_a_whole_answer_and_in_a_stream(
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_no_event_of_a_stream_has_what_is_not_json(value: float) -> None:
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        _events([{"logprob": value}])
+    for wire in (EVENTS, NAMED_EVENTS, JSON_LINES):
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            wire.bytes_of([{"type": "x", "logprob": value}])

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import secrets
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from dflash_adapters.text.answers import (
-    AnswerEvent,
-    AnswerParser,
-    Content,
-    Reasoning,
-    ToolCall,
-)
+from dflash_adapters.text.answers import AnswerEvent, Content, Reasoning, ToolCall
 from dflash_runtime.engine.engine import GenerationStats
+from dflash_runtime.serving.answers import Answer
 from dflash_runtime.serving.text import Delta
+from dflash_runtime.serving.wire import EVENTS_UNTIL_DONE, Chunk
+from dflash_runtime.serving.worker import Finished
 
 _LEAST_LOGPROB = -9999.0
 """OpenAI's value for impossible tokens: JSON has no infinity."""
 
 
-@dataclass(slots=True)
-class Answer(ABC):
+@dataclass(kw_only=True)
+class OpenAIAnswer(Answer):
     """One answer. `token_bytes` gives the bytes of a token id."""
 
     model: str
@@ -34,6 +31,7 @@ class Answer(ABC):
     created: int = field(default_factory=lambda: int(time.time()))
     id: str = field(init=False)
 
+    wire = EVENTS_UNTIL_DONE
     prefix: ClassVar[str]
     """What `id` begins with."""
     whole_kind: ClassVar[str]
@@ -44,13 +42,9 @@ class Answer(ABC):
     def __post_init__(self) -> None:
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
 
-    def first_chunks(self) -> list[dict[str, Any]]:
-        """The chunks before the first token."""
-        return []
-
-    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+    def next_chunks(self, events: Sequence[AnswerEvent], delta: Delta) -> list[Chunk]:
         """The chunks of text that became final; with log-probabilities at least one."""
-        parts, logprobs = self._parts(delta.text), self._logprobs([delta])
+        parts, logprobs = self._parts(events), self._logprobs([delta])
         if not parts and logprobs is not None:
             parts = [self._part("")]
         chunks = [self._chunk(part, None, None) for part in parts]
@@ -58,44 +52,42 @@ class Answer(ABC):
             chunks[0]["choices"][0]["logprobs"] = logprobs
         return chunks
 
-    def last_chunks(self, finish_reason: str, stats: GenerationStats) -> list[dict[str, Any]]:
+    def last_chunks(self, events: Sequence[AnswerEvent], finished: Finished) -> list[Chunk]:
         """The chunks after the last token."""
-        chunks = [self._chunk(part, None, None) for part in self._last_parts()]
-        last = self._chunk(self._part(None), None, self._finish_reason(finish_reason))
-        last["timings"] = timings(stats)
-        usage_chunk = {**self._envelope(self.chunk_kind, []), "usage": usage(stats)}
+        chunks = [self._chunk(part, None, None) for part in self._parts(events)]
+        last = self._chunk(self._part(None), None, self._finish_reason(finished.finish_reason))
+        last["timings"] = timings(finished.stats)
+        usage_chunk = {**self._envelope(self.chunk_kind, []), "usage": usage(finished.stats)}
         return [*chunks, last, usage_chunk] if self.stream_usage else [*chunks, last]
 
     def whole(
-        self, deltas: list[Delta], finish_reason: str, stats: GenerationStats
+        self, events: Sequence[AnswerEvent], deltas: Sequence[Delta], finished: Finished
     ) -> dict[str, Any]:
+        """The answer as one object."""
         choice = {
             "index": 0,
-            **self._whole("".join(delta.text for delta in deltas)),
+            **self._whole(events),
             "logprobs": self._logprobs(deltas),
-            "finish_reason": self._finish_reason(finish_reason),
+            "finish_reason": self._finish_reason(finished.finish_reason),
         }
         envelope = self._envelope(self.whole_kind, [choice])
+        stats = finished.stats
         return {**envelope, "usage": usage(stats), "timings": timings(stats)}
-
-    def _parts(self, text: str) -> list[dict[str, Any]]:
-        """What became certain with a text, as the fields of choices of chunks."""
-        return [self._part(text)] if text else []
-
-    def _last_parts(self) -> list[dict[str, Any]]:
-        """What becomes certain with the end."""
-        return []
 
     def _finish_reason(self, reason: str) -> str:
         return reason
+
+    @abstractmethod
+    def _parts(self, events: Sequence[AnswerEvent]) -> list[dict[str, Any]]:
+        """Events as the fields of choices of chunks."""
 
     @abstractmethod
     def _part(self, text: str | None) -> dict[str, Any]:
         """The text of a chunk as a choice's fields; None: the last chunk, which has no text."""
 
     @abstractmethod
-    def _whole(self, text: str) -> dict[str, Any]:
-        """The whole text as a choice's fields."""
+    def _whole(self, events: Sequence[AnswerEvent]) -> dict[str, Any]:
+        """All events as a choice's fields."""
 
     @abstractmethod
     def _logprobs(self, deltas: Sequence[Delta]) -> dict[str, Any] | None:
@@ -120,40 +112,29 @@ class Answer(ABC):
         return chunk
 
 
-@dataclass(slots=True)
-class ChatAnswer(Answer):
-    """``/v1/chat/completions``. Without a `parser` the whole text is content."""
+@dataclass(kw_only=True)
+class ChatAnswer(OpenAIAnswer):
+    """``/v1/chat/completions``."""
 
-    parser: AnswerParser | None = None
-    has_reasoning: bool = True
-    """Whether reasoning is part of the answer."""
     _num_calls: int = field(init=False, default=0)
 
     prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def first_chunks(self) -> list[dict[str, Any]]:
+    def first_chunks(self, num_prompt_tokens: int) -> list[Chunk]:
+        """The assistant's role."""
         return [self._chunk({"delta": {"role": "assistant", "content": ""}}, None, None)]
 
     def _part(self, text: str | None) -> dict[str, Any]:
         return {"delta": {} if text is None else {"content": text}}
 
-    def _parts(self, text: str) -> list[dict[str, Any]]:
-        if self.parser is None:
-            return Answer._parts(self, text)  # a class with slots has no super()
-        return self._deltas(self.parser.push(text))
-
-    def _last_parts(self) -> list[dict[str, Any]]:
-        return [] if self.parser is None else self._deltas(self.parser.finish())
-
-    def _deltas(self, events: Sequence[AnswerEvent]) -> list[dict[str, Any]]:
+    def _parts(self, events: Sequence[AnswerEvent]) -> list[dict[str, Any]]:
         parts: list[dict[str, Any]] = []
         for event in events:
             match event:
                 case Content():
                     parts.append({"content": event.text})
                 case Reasoning():
-                    if self.has_reasoning:
-                        parts.append({"reasoning_content": event.text})
+                    parts.append({"reasoning_content": event.text})
                 case ToolCall():
                     place = {"index": self._num_calls}
                     parts.append({"tool_calls": [{**place, **self._call(event)}]})
@@ -167,15 +148,12 @@ class ChatAnswer(Answer):
             "function": {"name": call.name, "arguments": call.arguments},
         }
 
-    def _whole(self, text: str) -> dict[str, Any]:
-        events: list[AnswerEvent] = [Content(text)]
-        if self.parser is not None:
-            events = [*self.parser.push(text), *self.parser.finish()]
+    def _whole(self, events: Sequence[AnswerEvent]) -> dict[str, Any]:
         content = "".join(event.text for event in events if isinstance(event, Content))
         reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
         calls = [self._call(event) for event in events if isinstance(event, ToolCall)]
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if reasoning and self.has_reasoning:
+        if reasoning:
             message["reasoning_content"] = reasoning
         if calls:
             message |= {"content": content or None, "tool_calls": calls}
@@ -201,7 +179,7 @@ class ChatAnswer(Answer):
         return {"content": content, "refusal": None}
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(OpenAIAnswer):
     """``/v1/completions``."""
 
     prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
@@ -209,8 +187,11 @@ class CompletionAnswer(Answer):
     def _part(self, text: str | None) -> dict[str, Any]:
         return {"text": text or ""}
 
-    def _whole(self, text: str) -> dict[str, Any]:
-        return {"text": text}
+    def _parts(self, events: Sequence[AnswerEvent]) -> list[dict[str, Any]]:
+        return [self._part(event.text) for event in events if isinstance(event, Content)]
+
+    def _whole(self, events: Sequence[AnswerEvent]) -> dict[str, Any]:
+        return {"text": "".join(event.text for event in events if isinstance(event, Content))}
 
     def _logprobs(self, deltas: Sequence[Delta]) -> dict[str, Any] | None:
         if not self.has_logprobs:

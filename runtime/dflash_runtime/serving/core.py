@@ -1,0 +1,265 @@
+"""From a checked body to the response that generates its answer, in whatever form.
+
+The doors map their bodies to `ChatBody` and `CompletionBody`, and give an `Answer` of theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from dflash_adapters.text.grammar import Grammar, GrammarSource
+from dflash_adapters.text.tokenizer import Tokenizer
+from dflash_protocol.errors import ContextExceeded, GrammarError, SettingsError
+from dflash_runtime.engine.arguments import token_id_array
+from dflash_runtime.engine.engine import Engine
+from dflash_runtime.serving.access import CLIENT, KEY
+from dflash_runtime.serving.answer_rules import AnswerRules
+from dflash_runtime.serving.answers import Answer, Division
+from dflash_runtime.serving.bodies import Body
+from dflash_runtime.serving.constraints import constraint_of
+from dflash_runtime.serving.errors import ApiError, api_error
+from dflash_runtime.serving.fair_queue import Turns
+from dflash_runtime.serving.generation import GenerationResponse
+from dflash_runtime.serving.requests import FEW_VALUES, B, ChatBody, CompletionBody, parse_body
+from dflash_runtime.serving.state import ServerState
+from dflash_runtime.serving.status import chat_template
+from dflash_runtime.serving.text import TextRules
+from dflash_runtime.serving.tools import Tool, parameters_of
+from dflash_runtime.serving.worker import Channel, Job, TokenOptions
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A chat as its template renders it: the text that the model reads, and its tokens."""
+
+    text: str
+    token_ids: list[int]
+    template: str
+    tools: list[Tool]
+    """Those that may be called."""
+
+
+class Visit:
+    """One request while its body is received and made into tokens; made by `visit`."""
+
+    def __init__(self, state: ServerState, request: Request, received: Body) -> None:
+        self.state = state
+        self.engine: Engine = state.ready_engine()
+        self.client: str = request.scope[CLIENT]
+        self.key: str = request.scope[KEY]
+        """The index of its API key; empty if the server has none."""
+        self._received = received
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises: ApiError if there is none."""
+        if self.engine.tokenizer is None:
+            raise ApiError(400, "this model has no tokenizer")
+        return self.engine.tokenizer
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token; none without a tokenizer."""
+        tokenizer = self.engine.tokenizer
+        return b"" if tokenizer is None else tokenizer.token_bytes(token_id)
+
+    async def body(self, kind: type[B]) -> B:
+        """The checked body. A prompt of token ids has as many values as the context may hold.
+
+        Raises: ApiError.
+        """
+        most_values = FEW_VALUES + self.engine.num_positions
+        return parse_body(kind, await self._received.receive(), most_values=most_values)
+
+    async def made(self, parts: Iterator[T], field: str, *, turns: Turns | None = None) -> list[T]:
+        """The `parts` made from the body's `field`, in threads, by `turns`, or those for
+        tokenising. Raises: ApiError."""
+        try:
+            return await self._received.made(parts, turns=turns)
+        except ContextExceeded as error:
+            raise _too_long(field, f"at least {error.num_tokens}", error.num_positions) from error
+        except Exception as error:
+            refusal = api_error(error)
+            if refusal.status == 500:
+                raise
+            raise refusal from error
+
+    async def completion(self, body: CompletionBody, answer: Answer) -> GenerationResponse:
+        """The response that continues a text or tokens. Raises: ApiError."""
+        prompt = body.one_prompt
+        if isinstance(prompt, str):
+            prompt = await self._tokens(prompt, "prompt")
+        grammar = await self._grammar(constraint_of(body))
+        job = self._job(body, prompt, grammar, text=TextRules(body.stops))
+        return GenerationResponse(self.state, job, answer, is_stream=bool(body.stream))
+
+    async def chat(self, body: ChatBody, answer: Answer) -> GenerationResponse:
+        """The response that answers a conversation. Raises: ApiError."""
+        rendered = await self.rendered(body)
+        rules = AnswerRules.of(
+            self.engine,
+            template=rendered.template,
+            tools=parameters_of(rendered.tools),
+            rendered=rendered.text,
+        )
+        grammar = await self._grammar(self._chat_constraint(body, rendered, rules))
+        grammar = rules.after_reasoning(self.engine, grammar)
+        is_divided = body.reasoning_format != "none"
+        text = TextRules(body.stops, True, rules.shown if is_divided else None)
+        division = Division(
+            rules.parser() if is_divided else None,
+            has_reasoning=body.include_reasoning is not False,
+        )
+        return GenerationResponse(
+            self.state,
+            self._job(body, rendered.token_ids, grammar, text=text),
+            answer,
+            is_stream=bool(body.stream),
+            division=division,
+        )
+
+    async def rendered(self, body: ChatBody) -> RenderedChat:
+        """The prompt of a conversation. Raises: ApiError."""
+        messages = [message.for_template() for message in body.messages]
+        tools = body.offered_tools()
+        template = chat_template(self.state, self.engine) or ""
+        variables = {
+            **body.template_variables(template, tools),
+            **(body.chat_template_kwargs or {}),
+        }
+
+        def texts() -> Iterator[str]:
+            yield self.engine.chat_text(
+                messages, template=self.state.chat_template, extra=variables
+            )
+
+        [text] = await self.made(texts(), "messages", turns=self.state.bodies.rendering)
+        tokens = await self._tokens(text, "messages", is_chat=True)
+        return RenderedChat(text, tokens, template, tools)
+
+    def _chat_constraint(
+        self, body: ChatBody, rendered: RenderedChat, rules: AnswerRules
+    ) -> tuple[str, GrammarSource] | None:
+        """What a chat's answer is to follow, and the field that says so. Raises: ApiError."""
+        constraint = constraint_of(body)
+        if (calls := body.call_rules(rendered.tools)) is None:
+            return constraint
+        if constraint is not None:
+            raise ApiError(
+                400,
+                f"{calls.field}: an answer follows that or {constraint[0]}, not both",
+                param=calls.field,
+            )
+        return calls.field, rules.call_source(self.engine, calls)
+
+    async def _tokens(self, text: str, field: str, *, is_chat: bool = False) -> list[int]:
+        """The tokens of a text. Raises: ApiError."""
+        num_positions = self.engine.num_positions
+
+        def parts() -> Iterator[list[int]]:
+            num_tokens = 0
+            for part in self.engine.prompt_parts(text, is_chat=is_chat):
+                num_tokens += len(part)
+                if num_tokens > num_positions:
+                    raise ContextExceeded(num_tokens, num_positions)
+                yield part
+
+        return list(chain.from_iterable(await self.made(parts(), field)))
+
+    async def _grammar(self, constraint: tuple[str, GrammarSource] | None) -> Grammar | None:
+        """What the answer is to follow, compiled in a thread. Raises: ApiError."""
+        if constraint is None:
+            return None
+        field, source = constraint
+
+        def compiled() -> Iterator[Grammar]:
+            yield self.engine.grammars.compile(source)
+
+        try:
+            [grammar] = await self._received.made(compiled(), turns=self.state.bodies.compiling)
+        except GrammarError as error:
+            raise ApiError(
+                400, f"{field}: {error}", param=field, code="unsupported_value"
+            ) from error
+        return grammar
+
+    def _job(
+        self,
+        body: CompletionBody | ChatBody,
+        token_ids: list[int],
+        grammar: Grammar | None,
+        *,
+        text: TextRules,
+    ) -> Job:
+        """The generation that a checked body asks for. Raises: ApiError."""
+        engine = self.engine
+        field = "messages" if isinstance(body, ChatBody) else "prompt"
+        try:
+            token_id_array(
+                token_ids,
+                vocab_size=engine.spec.vocab_size,
+                num_positions=engine.num_positions,
+                model_positions=engine.spec.context_length,
+            )
+        except ContextExceeded as error:
+            raise _too_long(field, str(error.num_tokens), error.num_positions) from error
+        except SettingsError as error:
+            raise ApiError(400, str(error), param=field) from error
+        if not token_ids:
+            raise ApiError(400, "the prompt is empty", param=field)
+        try:
+            options = TokenOptions(
+                sampling=body.sampling(),
+                penalties=body.penalties(),
+                grammar=grammar,
+                ignore_eos=bool(body.ignore_eos),
+                stop_ids=tuple(body.stop_token_ids or ()),
+                top_logprobs=body.top_logprobs_wanted,
+            )
+        except SettingsError as error:
+            raise api_error(error) from error
+        return Job(
+            client=self.client,
+            prompt=token_ids,
+            max_tokens=min(body.most_tokens or engine.num_positions, engine.num_positions),
+            options=options,
+            channel=Channel(asyncio.get_running_loop()),
+            text=text,
+            key=self.key,
+        )
+
+
+@contextmanager
+def visit(
+    state: ServerState, request: Request, *, names: Mapping[str, str] | None = None
+) -> Iterator[Visit]:
+    """One request; its body counts towards the bounds of all bodies until the context is left.
+
+    Errors call the fields of `ChatBody` and `CompletionBody` by `names`, where a door has others.
+    Raises: ApiError, also if the server takes no requests.
+    """
+    state.ready_engine()
+    with state.bodies.body_of(request, request.scope[CLIENT]) as received:
+        try:
+            yield Visit(state, request, received)
+        except ApiError as error:
+            error.rename(names or {})
+            raise
+
+
+def _too_long(field: str, num_tokens: str, num_positions: int) -> ApiError:
+    return ApiError(
+        400,
+        f"a prompt of {num_tokens} tokens does not fit the context of {num_positions} positions; "
+        "shorten it",
+        param=field,
+        code="context_length_exceeded",
+    )

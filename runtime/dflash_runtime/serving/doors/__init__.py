@@ -1,0 +1,11 @@
+"""The interfaces that other programs speak. Each maps its bodies to the same generations, and has
+its own form of answers and errors."""
+
+from __future__ import annotations
+
+from dflash_runtime.serving.doors.door import Door
+from dflash_runtime.serving.doors.openai import OPENAI
+from dflash_runtime.serving.doors.tokens import TOKENS
+
+DOORS: tuple[Door, ...] = (OPENAI, TOKENS)
+"""All of them."""
