@@ -67,13 +67,14 @@ class ApiKeys:
                 )
         return cls(keys)
 
-    def index_of(self, authorization: bytes) -> int | None:
-        """The index of the key in an ``Authorization`` header's value; None if it is not ours.
+    def index_of(self, authorization: bytes, x_api_key: bytes = b"") -> int | None:
+        """The index of the key in the value of an ``Authorization`` header, or of ``x-api-key`` if
+        that has none; None if it is not ours.
 
         The time taken does not depend on the key.
         """
         scheme, _, given = authorization.partition(b" ")
-        given = given.strip() if scheme.lower() == b"bearer" else b""
+        given = (given if scheme.lower() == b"bearer" else x_api_key).strip()
         found = None
         for index, key in enumerate(self._keys):
             if hmac.compare_digest(key, given):
@@ -218,11 +219,14 @@ class RequestGate:
             return
         if scope["path"] in PAGE_PATHS:
             return
-        key = self.keys.index_of(headers.get("authorization", "").encode("latin-1"))
+        key = self.keys.index_of(
+            headers.get("authorization", "").encode("latin-1"),
+            headers.get("x-api-key", "").encode("latin-1"),
+        )
         if key is None:
             raise ApiError(
                 401,
-                "a valid API key is needed: Authorization: Bearer KEY",
+                "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
-from dflash_adapters.text.answers import AnswerEvent, AnswerParser, Content, Reasoning
+from dflash_adapters.text.answers import AnswerEvent, AnswerParser, Content, Reasoning, ToolCall
 from dflash_runtime.serving.errors import ApiError, ErrorForm
 from dflash_runtime.serving.text import Delta
 from dflash_runtime.serving.wire import Chunk, Wire
@@ -67,3 +68,15 @@ class Division:
         if self._has_reasoning:
             return events
         return [event for event in events if not isinstance(event, Reasoning)]
+
+
+def joined_events(events: Sequence[AnswerEvent]) -> list[AnswerEvent]:
+    """The same events, with neighbouring texts of the same kind joined."""
+    joined: list[AnswerEvent] = []
+    for kind, group in groupby(events, type):
+        if kind is ToolCall:
+            joined.extend(group)
+        else:
+            text = "".join(event.text for event in group if not isinstance(event, ToolCall))
+            joined.append(Reasoning(text) if kind is Reasoning else Content(text))
+    return joined

@@ -66,6 +66,11 @@ class Visit:
             raise ApiError(400, "this model has no tokenizer")
         return self.engine.tokenizer
 
+    @property
+    def template(self) -> str:
+        """The chat template; empty if there is none."""
+        return chat_template(self.state, self.engine) or ""
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token; none without a tokenizer."""
         tokenizer = self.engine.tokenizer
@@ -130,7 +135,7 @@ class Visit:
         """The prompt of a conversation. Raises: ApiError."""
         messages = [message.for_template() for message in body.messages]
         tools = body.offered_tools()
-        template = chat_template(self.state, self.engine) or ""
+        template = self.template
         variables = {
             **body.template_variables(template, tools),
             **(body.chat_template_kwargs or {}),

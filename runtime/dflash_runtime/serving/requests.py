@@ -9,7 +9,7 @@ for one with it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
@@ -22,7 +22,7 @@ from dflash_runtime.serving.tools import ToolFields, message_calls
 MOST_STOPS = 16
 LONGEST_STOP = 256
 MOST_TOP_LOGPROBS = 20
-_MOST_MESSAGES = 4096
+MOST_MESSAGES = 4096
 _OPENAI_COMPLETION_TOKENS = 16
 FEW_VALUES = 1 << 16
 _BEFORE_VALUES = (b",", b"[", b"{")
@@ -40,10 +40,12 @@ class RequestBody(_Body):
     """A whole body; extra fields are kept until they are refused or ignored."""
 
     model_config = ConfigDict(extra="allow")
+    neutral: ClassVar[Mapping[str, tuple[JsonValue, ...]]] = {}
+    """Fields like those of `NEUTRAL`, of a door of its own."""
 
     def check_fields(self) -> None:
         """Raises: ApiError for the first field that is not supported."""
-        refuse_unsupported(self.model_extra or {})
+        refuse_unsupported(self.model_extra or {}, self.neutral)
 
 
 class StreamOptions(_Body):
@@ -137,7 +139,7 @@ class ChatBody(_Generation, ToolFields):
     """``/v1/chat/completions``."""
 
     messages: Annotated[
-        list[ChatMessage], Field(min_length=1, max_length=_MOST_MESSAGES), Field(fail_fast=True)
+        list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES), Field(fail_fast=True)
     ]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
@@ -316,13 +318,18 @@ NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
 _LONGEST_NAME = 100
 
 
-def refuse_unsupported(fields: Mapping[str, JsonValue]) -> None:
-    """Check the fields of a body that have no meaning here. Raises: ApiError naming the first that
-    changes the answer, or may."""
+def refuse_unsupported(
+    fields: Mapping[str, JsonValue], own: Mapping[str, tuple[JsonValue, ...]]
+) -> None:
+    """Check the fields of a body that have no meaning here, by `NEUTRAL` and a door's `own`.
+
+    Raises: ApiError naming the first that changes the answer, or may.
+    """
+    neutral = {**NEUTRAL, **own}
     for name, value in fields.items():
         if value is None or name in IGNORED:
             continue
-        if name not in NEUTRAL:
+        if name not in neutral:
             shown = one_line(name)[:_LONGEST_NAME]
             raise ApiError(
                 400,
@@ -330,7 +337,7 @@ def refuse_unsupported(fields: Mapping[str, JsonValue]) -> None:
                 param=shown,
                 code="unknown_parameter",
             )
-        allowed = NEUTRAL[name]
+        allowed = neutral[name]
         if not any(_is_same(value, each) for each in allowed):
             but = f"; only {allowed[0]!r} is" if allowed else ""
             raise ApiError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -11,10 +12,17 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from dflash_runtime.serving.errors import ApiError
 
-_MOST_TOOLS = 512
+MOST_TOOLS = 512
 _MOST_CALLS = 1024
 _MOST_VALUES = 1 << 16
 """Of the arguments of a message's calls; parsing more holds the interpreter's lock for long."""
+_SWITCHES = {
+    "enable_thinking": re.compile(r"enable_thinking"),
+    "thinking": re.compile(r"\b(?:if|not|and|or) thinking\b|\bthinking is defined\b"),
+}
+"""Variables of chat templates that turn reasoning on and off, and how templates read them."""
+_REASONS = ("<think>", "[THINK]", "<|channel|>", "reasoning_effort")
+"""What the template of a model that reasons has."""
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -67,7 +75,7 @@ class CallRules:
 class ToolFields(BaseModel):
     """The fields of a chat's body about tools and reasoning."""
 
-    tools: Annotated[list[Tool], Field(max_length=_MOST_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
@@ -129,6 +137,21 @@ class ToolFields(BaseModel):
             else:
                 raise _refused("reasoning_effort", "this model's chat template does not read it")
         return variables
+
+
+def thinking_variables(template: str, *, thinks: bool, field: str) -> dict[str, JsonValue]:
+    """Variables of the chat template that turn reasoning on or off, as the body's `field` asks.
+
+    Raises: ApiError if the template cannot do that.
+    """
+    for name, is_read in _SWITCHES.items():
+        if is_read.search(template):
+            return {name: thinks}
+    if thinks != any(mark in template for mark in _REASONS):
+        raise _refused(
+            field, f"this model's chat template cannot turn it {'on' if thinks else 'off'}"
+        )
+    return {}
 
 
 def parameters_of(tools: list[Tool]) -> dict[str, Mapping[str, Any]]:

@@ -3,9 +3,10 @@ its own form of answers and errors."""
 
 from __future__ import annotations
 
+from dflash_runtime.serving.doors.anthropic import ANTHROPIC
 from dflash_runtime.serving.doors.door import Door
 from dflash_runtime.serving.doors.openai import OPENAI
 from dflash_runtime.serving.doors.tokens import TOKENS
 
-DOORS: tuple[Door, ...] = (OPENAI, TOKENS)
+DOORS: tuple[Door, ...] = (OPENAI, ANTHROPIC, TOKENS)
 """All of them."""
