@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -25,7 +24,8 @@ TEMPLATE = (
     "{% if tools %}Call tools in <tool_call>.\n{% endif %}"
     "{% if enable_thinking is defined %}<think> {{ enable_thinking }}\n{% endif %}"
     "{%- for m in messages %}{{ m.role }}: {{ m.reasoning_content }}{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}{% endfor %}{{ '\\n' }}{% endfor %}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}{% endfor %}"
+    "{{ '\\n' }}{% endfor %}"
 )
 MESSAGES: list[Any] = [{"role": "user", "content": "hello"}]
 GREEDY: dict[str, Any] = {"extra_body": {"temperature": 0, "ignore_eos": True}}
@@ -157,10 +157,11 @@ def test_choices_of_tools_are_followed(client: anthropic.Anthropic) -> None:
         "tools": [{**TOOLS[0], "input_schema": {"enum": [{"city": "Bergen"}]}}],
         "extra_body": {"temperature": 0},
     }
-    for choice in (
+    choices: list[Any] = [
         {"type": "any", "disable_parallel_tool_use": True},
         {"type": "tool", "name": "weather"},
-    ):
+    ]
+    for choice in choices:
         answer = client.messages.create(**asked, tool_choice=choice)
         [call] = [each for each in answer.content if each.type == "tool_use"]
         assert call.input == {"city": "Bergen"}
@@ -170,15 +171,17 @@ def test_choices_of_tools_are_followed(client: anthropic.Anthropic) -> None:
 
 def test_the_client_knows_our_errors(server: RunningServer, client: anthropic.Anthropic) -> None:
     asked: dict[str, Any] = {"model": "any", "max_tokens": 4}
-    image = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
-    with pytest.raises(anthropic.BadRequestError, match="messages: .*'image'") as caught:
+    image: Any = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
+    with pytest.raises(anthropic.BadRequestError, match=r"messages: .*'image'") as caught:
         client.messages.create(**asked, messages=[{"role": "user", "content": [image]}])
     assert caught.value.type == "invalid_request_error"
     with pytest.raises(anthropic.BadRequestError, match="does not fit the context"):
         client.messages.create(**asked, messages=[{"role": "user", "content": "x" * 20_000}])
-    with connected(server, api_key="no-key-of-ours") as other:
-        with pytest.raises(anthropic.AuthenticationError):
-            other.messages.create(**asked, messages=MESSAGES)
+    with (
+        connected(server, api_key="no-key-of-ours") as other,
+        pytest.raises(anthropic.AuthenticationError),
+    ):
+        other.messages.create(**asked, messages=MESSAGES)
     with connected(server, auth_token=KEY) as other:
         assert other.messages.create(**asked, messages=MESSAGES).usage.output_tokens <= 4
 

@@ -84,17 +84,23 @@ Block = Annotated[
 ]
 
 
+_SIDES: Mapping[str, tuple[type, ...]] = {
+    "user": (TextBlock, ToolResultBlock),
+    "assistant": (TextBlock, ThinkingBlock, ToolUseBlock),
+    "system": (TextBlock,),
+}
+
+
 class Message(_Part):
     """One message of either side."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: Annotated[list[Block], Field(fail_fast=True), BeforeValidator(_blocks)]
 
     @model_validator(mode="after")
     def _sides(self) -> Self:
-        wrong = (ThinkingBlock, ToolUseBlock) if self.role == "user" else ToolResultBlock
         for block in self.content:
-            if isinstance(block, wrong):
+            if not isinstance(block, _SIDES[self.role]):
                 raise ValueError(f"{block.type} is not for the role {self.role}")
         return self
 
@@ -114,11 +120,11 @@ class Message(_Part):
                     if block.is_error:
                         message["is_error"] = True
                     messages.append(message)
-                case TextBlock() if messages and messages[-1]["role"] == "user":
+                case TextBlock() if messages and messages[-1]["role"] == self.role:
                     messages[-1]["content"] += block.text
                 case TextBlock():
-                    messages.append({"role": "user", "content": block.text})
-        return messages or [{"role": "user", "content": ""}]
+                    messages.append({"role": self.role, "content": block.text})
+        return messages or [{"role": self.role, "content": ""}]
 
     def _assistants(self) -> dict[str, Any]:
         texts = [block for block in self.content if isinstance(block, TextBlock)]

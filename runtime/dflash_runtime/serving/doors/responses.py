@@ -1,0 +1,84 @@
+"""OpenAI's responses, which are kept for an hour unless the client says no."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+
+from dflash_protocol.process.output import ascii_json
+from dflash_runtime.serving.access import KEY
+from dflash_runtime.serving.core import Visit, visit
+from dflash_runtime.serving.doors.door import Door
+from dflash_runtime.serving.doors.responses_answers import ResponsesAnswer
+from dflash_runtime.serving.doors.responses_bodies import NAMES, ResponsesBody
+from dflash_runtime.serving.doors.responses_items import ITEMS
+from dflash_runtime.serving.doors.responses_store import ResponseStore, StoredResponse
+from dflash_runtime.serving.errors import ApiError, JSONResponse
+from dflash_runtime.serving.state import ServerState
+from dflash_runtime.serving.status import model_id
+
+_PATH = "/v1/responses"
+_BODIES_KEPT = 8
+"""Kept responses hold at most as many bytes as this number of the largest bodies."""
+
+
+def _add_routes(app: FastAPI, state: ServerState) -> None:
+    store = ResponseStore(_BODIES_KEPT * state.settings.max_body_bytes)
+
+    def keep(response: dict[str, Any]) -> None:
+        output = ITEMS.dump_json(ITEMS.validate_python(response["output"]), exclude_none=True)
+        store.complete(response["id"], ascii_json(response).encode(), output=output)
+
+    @app.post(_PATH)
+    async def create(request: Request) -> Response:
+        with visit(state, request, names=NAMES) as asked:
+            body = await asked.body(ResponsesBody)
+            before = _before(asked, store, body)
+            answer = ResponsesAnswer(model_id(asked.engine), echo=body.echo(), keep=keep)
+            items = [item for part in before for item in ITEMS.validate_json(part)]
+            response = await asked.chat(body.chat(items), answer)
+            if body.store is not False:
+                own = ITEMS.dump_json(body.input, exclude_none=True)
+                store.put(answer.id, StoredResponse(asked.key, (*before, own)))
+            return response
+
+    def kept(request: Request, name: str) -> StoredResponse:
+        found = store.get(name, key=request.scope[KEY])
+        if found is None:
+            raise ApiError(404, "there is no response with this id", code="response_not_found")
+        return found
+
+    @app.get(f"{_PATH}/{{name}}")
+    async def retrieve(request: Request, name: str) -> Response:
+        if request.query_params.get("stream", "false") != "false":
+            raise ApiError(400, "stream: a kept response is not streamed", param="stream")
+        return Response(kept(request, name).response, media_type="application/json")
+
+    @app.delete(f"{_PATH}/{{name}}")
+    async def delete(request: Request, name: str) -> Response:
+        kept(request, name)
+        store.remove(name)
+        return JSONResponse({"id": name, "object": "response", "deleted": True})
+
+
+def _before(asked: Visit, store: ResponseStore, body: ResponsesBody) -> tuple[bytes, ...]:
+    """JSON lists of the items of the conversation that a body goes on with. Raises: ApiError."""
+    field = "previous_response_id"
+    name = body.previous_response_id
+    if name is None:
+        return ()
+    stored = store.get(name, key=asked.key)
+    if stored is None:
+        raise ApiError(
+            400,
+            f"{field}: there is no response with this id; they are kept for an hour",
+            param=field,
+            code="previous_response_not_found",
+        )
+    if stored.items_bytes > asked.state.settings.max_body_bytes:
+        raise ApiError(413, f"{field}: the conversation is too large", param=field)
+    return stored.items
+
+
+RESPONSES = Door(_add_routes)
