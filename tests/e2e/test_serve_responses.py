@@ -109,8 +109,9 @@ def test_a_tool_is_called_and_the_talk_goes_on_by_id_or_by_items(client: openai.
     by_id = client.responses.create(
         input=[result], previous_response_id=response.id, **asked, **said
     )
+    shown: list[Any] = [*response.output]
     by_items = client.responses.create(
-        input=[question, *response.output, result], store=False, **asked, **said
+        input=[question, *shown, result], store=False, **asked, **said
     )
     assert by_id.output_text == by_items.output_text == "It is 17."
     assert by_id.usage is not None

@@ -23,6 +23,9 @@ MOST_MIB = 1 << 24
 
 _MOST_DIGITS = 19
 _LONGEST_OVERRIDE = 300
+_ORIGIN = re.compile(
+    r"[A-Za-z][A-Za-z0-9+.-]{0,30}://(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(:[0-9]{1,5})?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +289,22 @@ class Endpoints(_Items):
         except SettingsError as error:
             raise ValueError(str(error)) from error
         return text
+
+
+class Origins(_Items):
+    """Origins of web pages, in lower case; ``*``: all."""
+
+    metavar = "ORIGIN"
+    allowed = "* or scheme://host[:port], as in https://chat.example"
+
+    def from_item(self, text: str) -> str:
+        if text != "*" and not _ORIGIN.fullmatch(text):
+            raise self.refused()
+        return text.lower()
+
+    def to_text(self, value: object) -> str:
+        assert isinstance(value, tuple)
+        return ",".join(value)
 
 
 class Daemons(_Items):

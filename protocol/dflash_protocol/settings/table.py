@@ -21,6 +21,7 @@ from dflash_protocol.settings.kinds import (
     EndpointText,
     Kind,
     OneOf,
+    Origins,
     Overrides,
     PathOrWord,
     PathText,
@@ -449,6 +450,10 @@ class Settings:
     api_key_file: str = setting(
         "", "API_KEY_FILE", PathText("FILE"), Reader.SERVER,
         "File of mode 0600 with the keys that clients must have, one on a line.",
+    )
+    cors: tuple[str, ...] = setting(
+        (), "CORS", Origins(), Reader.SERVER,
+        "Web pages of these origins may use the server; * = of all, without keys only.",
     )
     chat_template_file: str = setting(
         "", "CHAT_TEMPLATE_FILE", PathText("FILE"), Reader.SERVER,

@@ -18,13 +18,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.process.text_files import file_error
+from dflash_runtime.serving.cors import AllowedOrigins
 from dflash_runtime.serving.errors import ERROR_FORM, ApiError, ErrorForm, api_error, error_response
 from dflash_runtime.serving.metrics import Metrics
 from dflash_runtime.serving.status_page import PAGE_PATHS
 
 _LOG = logging.getLogger(__name__)
 
-OPEN_TO_ALL = frozenset({"/health", "/ready"})
+OPEN_TO_ALL = frozenset({"/health", "/v1/health", "/ready"})
 """Paths without a key: probes have none, and that the server runs is no secret."""
 
 CLIENT = "dflash.client"
@@ -173,6 +174,8 @@ class RequestGate:
     """Paths that are counted by name."""
     error_form: Callable[[str], ErrorForm]
     """The form of errors by the request's path."""
+    origins: AllowedOrigins
+    """Web pages of these may use the server."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -185,11 +188,15 @@ class RequestGate:
             nonlocal status, is_started
             if message["type"] == "http.response.start":
                 status, is_started = message["status"], True
+                self.origins.add_headers(scope, message)
             await send(message)
 
         try:
-            self._admit(scope)
-            await self.app(scope, receive, counted)
+            application: ASGIApp | None = self.origins.preflight(scope)
+            if application is None:
+                self._admit(scope)
+                application = self.app
+            await application(scope, receive, counted)
         except Exception as error:
             refusal = api_error(error)
             if refusal is not error:
@@ -209,7 +216,9 @@ class RequestGate:
         if scope["path"] in OPEN_TO_ALL:
             return
         if self.keys is None:
-            if is_of_another_site(headers.get("host", ""), headers.get("origin")):
+            origin = headers.get("origin")
+            origin = None if self.origins.has(origin) else origin
+            if is_of_another_site(headers.get("host", ""), origin):
                 raise ApiError(
                     403,
                     "without a key, requests must be addressed to localhost, and not come from "

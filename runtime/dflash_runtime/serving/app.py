@@ -11,6 +11,7 @@ from starlette.types import ASGIApp
 
 from dflash_protocol import __version__
 from dflash_runtime.serving.access import RequestGate
+from dflash_runtime.serving.cors import AllowedOrigins
 from dflash_runtime.serving.doors import DOORS
 from dflash_runtime.serving.doors.door import error_form_of
 from dflash_runtime.serving.errors import ApiError, JSONResponse, api_error, error_response
@@ -31,6 +32,7 @@ def create_app(state: ServerState) -> ASGIApp:
     )
 
     @app.get("/health")
+    @app.get("/v1/health")
     async def health() -> Response:
         is_well = state.worker.is_well
         return JSONResponse({"status": "ok" if is_well else "failed"}, 200 if is_well else 503)
@@ -84,4 +86,5 @@ def create_app(state: ServerState) -> ASGIApp:
         metrics=state.metrics,
         endpoints=endpoints,
         error_form=partial(error_form_of, DOORS),
+        origins=AllowedOrigins(state.settings.cors),
     )

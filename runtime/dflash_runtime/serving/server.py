@@ -23,6 +23,7 @@ from dflash_runtime.placement.plan_text import plan_text
 from dflash_runtime.serving.access import ApiKeys, listening_socket
 from dflash_runtime.serving.app import create_app
 from dflash_runtime.serving.connections import Acceptor, BoundedProtocol
+from dflash_runtime.serving.cors import check_origins
 from dflash_runtime.serving.metrics import Metrics
 from dflash_runtime.serving.state import ServerState
 from dflash_runtime.serving.status import chat_template
@@ -79,6 +80,7 @@ def serve(
     Raises: SettingsError for an address or key file that cannot be used; what `open_engine` raises.
     """
     keys = ApiKeys.load(Path(settings.api_key_file)) if settings.api_key_file else None
+    check_origins(settings.cors, has_keys=keys is not None)
     listener = listening_socket(settings.host, settings.port, has_keys=keys is not None)
     with listener:
         metrics = Metrics()

@@ -14,6 +14,7 @@ GOOD = [
     ("HOST", "host", "127.0.0.1", ("0.0.0.0", "::1", "fe80::1%eth0", "box.example", "a_b")),
     ("PORT", "port", 8080, (0, 65_535)),
     ("API_KEY_FILE", "api_key_file", "", ("/run/keys",)),
+    ("CORS", "cors", (), ()),
     ("CHAT_TEMPLATE_FILE", "chat_template_file", "", ("/srv/chat.jinja",)),
     ("QUEUE_CAPACITY", "queue_capacity", 64, (1, 10_000)),
     ("MAX_BODY_BYTES", "max_body_bytes", 4 << 20, (1024, 1 << 30)),
@@ -53,9 +54,18 @@ def test_a_variable_sets_its_field(
         ("HOST", "a\n"), ("PORT", "-1"), ("PORT", "65536"), ("PORT", "http"),
         ("API_KEY_FILE", "a\0b"), ("QUEUE_CAPACITY", "0"), ("QUEUE_CAPACITY", "10001"),
         ("MAX_BODY_BYTES", "1023"), ("MAX_BODY_BYTES", "1M"),
+        ("CORS", "a.example"), ("CORS", "https://a.example/"), ("CORS", "https://*.example"),
+        ("CORS", "https://a\r\nb"), ("CORS", "null"), ("CORS", "https://é"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_refused_with_the_name(variable: str, value: str) -> None:
     with pytest.raises(SettingsError, match=f"^{PREFIX}{variable}=") as caught:
         load_settings({PREFIX + variable: value})
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_origins_are_listed() -> None:
+    text = "https://A.example, http://[::1]:3000,app://obsidian.md"
+    origins = ("https://a.example", "http://[::1]:3000", "app://obsidian.md")
+    assert load_settings({f"{PREFIX}CORS": text}).cors == origins
+    assert load_settings({}, flags={"cors": ("*", "HTTPS://b")}).cors == ("*", "https://b")

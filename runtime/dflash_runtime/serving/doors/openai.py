@@ -40,6 +40,15 @@ def _add_routes(app: FastAPI, state: ServerState) -> None:
             body = await asked.body(ChatBody)
             return await asked.chat(body, _answer(ChatAnswer, asked, body))
 
+    @app.post("/v1/embeddings")
+    async def embeddings() -> Response:
+        raise ApiError(
+            501,
+            "this server computes no embeddings: its models are trained to write text, and one "
+            "that is made for embeddings is smaller and better at it",
+            code="not_implemented",
+        )
+
 
 OPENAI = Door(_add_routes)
 
