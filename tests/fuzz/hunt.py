@@ -42,6 +42,7 @@ TARGETS = {
     "grammars": "fuzz.grammar_targets:Grammars",
     "model-names": "fuzz.library_targets:ModelNames",
     "hub-lists": "fuzz.library_targets:HubLists",
+    "bodies": "fuzz.body_targets:DoorBodies",
 }
 """Every target, by the name that is used on the command line."""
 

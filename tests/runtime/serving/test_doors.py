@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from dflash_adapters.text.answers import AnswerEvent, Content, Reasoning, ToolCall
 from dflash_protocol.errors import DaemonUnavailable
 from dflash_runtime.engine.engine import Engine, GenerationStats
+from dflash_runtime.serving import generation
 from dflash_runtime.serving.access import ApiKeys
 from dflash_runtime.serving.answers import Answer
 from dflash_runtime.serving.doors.anthropic_answers import MessagesAnswer
@@ -26,6 +27,7 @@ from dflash_runtime.serving.errors import ApiError
 from dflash_runtime.serving.requests import parse_body
 from dflash_runtime.serving.text import Delta
 from dflash_runtime.serving.tools import thinking_variables
+from dflash_runtime.serving.wire import JSON_LINES
 from dflash_runtime.serving.worker import Finished
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
@@ -363,3 +365,29 @@ async def test_a_failure_within_a_stream_has_the_doors_form(
         assert failed["response"]["error"]["code"] == "model_unavailable"
         name = failed["response"]["id"]
         assert (await served.client.get(f"/v1/responses/{name}")).status_code == 404
+
+
+@pytest.mark.asyncio
+async def test_a_stream_of_messages_that_waits_pings(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "KEEP_ALIVE_S", 0.01)
+    generate = Engine.generate
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(0.1)
+        yield from generate(*arguments, **options)
+
+    monkeypatch.setattr(Engine, "generate", slow)
+    async with serve() as served:
+        answer = await served.post("/v1/messages", **BODIES["/v1/messages"], stream=True)
+        names = [line[7:] for line in answer.text.splitlines() if line.startswith("event: ")]
+        assert names.count("ping") > 1
+        assert names[-1] == "message_stop"
+        assert "still here" not in answer.text
+
+
+def test_space_between_json_lines_is_nothing_to_their_readers() -> None:
+    data = JSON_LINES.keep_alive + JSON_LINES.bytes_of([{"a": "é\n"}, {}]) + JSON_LINES.keep_alive
+    data += JSON_LINES.bytes_of([{"done": True}])
+    assert [json.loads(line) for line in data.splitlines()] == [{"a": "é\n"}, {}, {"done": True}]
