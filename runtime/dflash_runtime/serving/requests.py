@@ -42,10 +42,15 @@ class RequestBody(_Body):
     model_config = ConfigDict(extra="allow")
     neutral: ClassVar[Mapping[str, tuple[JsonValue, ...]]] = {}
     """Fields like those of `NEUTRAL`, of a door of its own."""
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    """Fields like those of `IGNORED`, likewise."""
 
     def check_fields(self) -> None:
         """Raises: ApiError for the first field that is not supported."""
-        refuse_unsupported(self.model_extra or {}, self.neutral)
+        fields = {**(self.model_extra or {})}
+        for name in self.ignored:
+            fields.pop(name, None)
+        refuse_unsupported(fields, self.neutral)
 
 
 class StreamOptions(_Body):

@@ -91,7 +91,7 @@ _SIDES: Mapping[str, tuple[type, ...]] = {
 }
 
 
-class Message(_Part):
+class AnthropicMessage(_Part):
     """One message of either side."""
 
     role: Literal["user", "assistant", "system"]
@@ -224,7 +224,7 @@ class CountBody(RequestBody, OptionFields):
 
     model: str | None = None
     messages: Annotated[
-        list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
+        list[AnthropicMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
     ]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     system: Texts | None = None
@@ -237,10 +237,8 @@ class CountBody(RequestBody, OptionFields):
     output_config: OutputConfig | None = None
     stream: bool | None = None
     chat_template_kwargs: dict[str, JsonValue] | None = None
-    cache_control: JsonValue = None
-    diagnostics: JsonValue = None
-    user_profile_id: str | None = None
 
+    ignored = frozenset({"cache_control", "diagnostics", "user_profile_id"})
     neutral: ClassVar[Mapping[str, tuple[JsonValue, ...]]] = {
         "container": (),
         "context_management": (

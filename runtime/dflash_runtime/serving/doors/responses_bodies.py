@@ -8,9 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from dflash_runtime.serving.doors.responses_items import Item, Items, chat_messages
+from dflash_runtime.serving.doors.responses_tools import FunctionFields
 from dflash_runtime.serving.errors import ApiError
 from dflash_runtime.serving.requests import ChatBody, OptionFields, RequestBody, body_of
-from dflash_runtime.serving.tools import MOST_TOOLS, Effort
+from dflash_runtime.serving.tools import Effort
 
 NAMES: Mapping[str, str] = {
     "messages": "input",
@@ -25,29 +26,6 @@ _MOST_METADATA = 16
 
 class _Part(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
-
-
-class FunctionTool(_Part):
-    """A function that a model may call; the tools of OpenAI's servers have other types."""
-
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, JsonValue] | None = None
-    strict: bool | None = None
-    defer_loading: Literal[False] | None = None
-
-    def for_chat(self) -> dict[str, Any]:
-        """The same as a chat's tool."""
-        function = self.model_dump(include={"name", "description", "parameters", "strict"})
-        return {"type": "function", "function": function}
-
-
-class FunctionChoice(_Part):
-    """One function, by its name."""
-
-    type: Literal["function"]
-    name: str
 
 
 class TextFormat(_Part):
@@ -83,7 +61,7 @@ class ReasoningConfig(_Part):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class ResponsesBody(RequestBody, OptionFields):
+class ResponsesBody(RequestBody, OptionFields, FunctionFields):
     """``/v1/responses``. Options beyond OpenAI's are those of chats."""
 
     model: str | None = None
@@ -93,9 +71,6 @@ class ResponsesBody(RequestBody, OptionFields):
     store: bool | None = None
     stream: bool | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
-    parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     metadata: (
@@ -129,19 +104,13 @@ class ResponsesBody(RequestBody, OptionFields):
         """The same as a chat, which goes on with the items `before`. Raises: ApiError."""
         fields: dict[str, Any] = {
             **self.options(),
+            **self.functions(),
             "messages": chat_messages([*before, *self.input], instructions=self.instructions),
             "max_tokens": self.max_output_tokens,
             "stream": self.stream,
-            "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
             "chat_template_kwargs": self.chat_template_kwargs,
         }
-        if self.tools:
-            fields["tools"] = [tool.for_chat() for tool in self.tools]
-        fields["tool_choice"] = self.tool_choice
-        if isinstance(self.tool_choice, FunctionChoice):
-            name = {"name": self.tool_choice.name}
-            fields["tool_choice"] = {"type": "function", "function": name}
         if self.text is not None and self.text.format is not None:
             if self.response_format is not None:
                 raise ApiError(400, "text: response_format is given too", param="text")
