@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from dflash_adapters.text.grammar import Grammar, GrammarSource
+from dflash_adapters.text.grammar import Grammar, GrammarKind, GrammarSource
 from dflash_adapters.text.tokenizer import Tokenizer
 from dflash_protocol.errors import ContextExceeded, GrammarError, SettingsError
 from dflash_runtime.engine.arguments import token_id_array
@@ -115,8 +115,12 @@ class Visit:
             tools=parameters_of(rendered.tools),
             rendered=rendered.text,
         )
-        grammar = await self._grammar(self._chat_constraint(body, rendered, rules))
-        grammar = rules.after_reasoning(self.engine, grammar)
+        constraint = self._chat_constraint(body, rendered, rules)
+        grammar = rules.after_reasoning(
+            self.engine,
+            await self._grammar(constraint),
+            has_channels=constraint is not None and constraint[1].kind is GrammarKind.CALLS,
+        )
         is_divided = body.reasoning_format != "none"
         text = TextRules(body.stops, True, rules.shown if is_divided else None)
         division = Division(
