@@ -36,6 +36,8 @@ from dflash_runtime.engine.generation import (
     GeneratedToken,
     GenerationRequest,
     GenerationStats,
+    OnPromptLogprobs,
+    WantedLogprobs,
     generated_tokens,
     num_reusable,
 )
@@ -427,6 +429,7 @@ class Engine:
         ignore_eos: bool = False,
         stop_ids: Collection[int] = (),
         top_logprobs: int | None = None,
+        on_prompt_logprobs: OnPromptLogprobs | None = None,
         reuse_prefix: bool = False,
         prefix_scope: str = "",
         is_cancelled: Callable[[], bool] | None = None,
@@ -439,7 +442,9 @@ class Engine:
         the text then follows, lets nothing come. `last_generation` holds times and the reason of
         the end; `on_prefill` gets the number of prompt tokens computed, and of all. `top_logprobs`
         (0 or more): each token comes with its log-probability and those of that many most likely
-        tokens, of the model, before penalties and without a grammar.
+        tokens, of the model, before penalties and without a grammar. `on_prompt_logprobs` gets the
+        same of the prompt's tokens from the second on, in order, while the prompt is computed, all
+        of it; `max_tokens` may be 0 then. Needs `top_logprobs`.
         `reuse_prefix`: the prefix that this prompt shares with the run before is taken from the
         cache, with the same bits; but only within one `prefix_scope`, since the time saved would
         tell one client about another's prompt. `is_cancelled` is called before every layer of a
@@ -449,9 +454,14 @@ class Engine:
         are required, GrammarError if the grammar is too complex or has no way on.
         """
         sampler = Sampler(SamplingParams(temperature, top_k, top_p, min_p, seed))
-        max_tokens = whole_number("max_tokens", max_tokens, smallest=1)
+        has_prompt = on_prompt_logprobs is not None
+        max_tokens = whole_number("max_tokens", max_tokens, smallest=0 if has_prompt else 1)
+        wanted: WantedLogprobs | None = None
         if top_logprobs is not None:
             whole_number("top_logprobs", top_logprobs, smallest=0, largest=self.spec.vocab_size)
+            wanted = WantedLogprobs(top_logprobs, on_prompt_logprobs)
+        elif has_prompt:
+            raise SettingsError("on_prompt_logprobs: needs top_logprobs")
         ids = self._checked(self.encode_prompt(prompt) if isinstance(prompt, str) else prompt)
         if ids.size == 0:
             raise SettingsError("the prompt is empty")
@@ -466,7 +476,7 @@ class Engine:
                 sampler=sampler,
                 matcher=None if grammar is None else grammar.matcher(),
                 penalties=table,
-                top_logprobs=top_logprobs,
+                logprobs=wanted,
                 ignore_eos=ignore_eos,
                 stop_ids=stop_ids,
                 reuse_prefix=reuse_prefix,

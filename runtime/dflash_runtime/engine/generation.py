@@ -14,7 +14,7 @@ import numpy as np
 
 from dflash_adapters.text.grammar import TokenMatcher
 from dflash_adapters.text.tokenizer import Tokenizer
-from dflash_protocol.ids import BoolArray, F32Array, I32Array
+from dflash_protocol.ids import AnyArray, BoolArray, F32Array, I32Array
 from dflash_runtime.compute.backend import NOT_FINITE, CapturedStep
 from dflash_runtime.compute.step_order import MOST_TOKENS
 from dflash_runtime.engine.penalties import PenaltyTable, changed
@@ -26,6 +26,9 @@ _ALONE = 16
 
 _NUMBERS = 1024
 """Random numbers, one a sampled token, that are copied to the device at once."""
+
+OnPromptLogprobs: TypeAlias = Callable[[Sequence[TokenLogprobs]], None]
+"""Gets the log-probabilities of the next tokens of a prompt."""
 
 _Chosen: TypeAlias = tuple[int, TokenLogprobs | None]
 """A token, with its log-probabilities if asked for."""
@@ -65,6 +68,16 @@ class GeneratedToken:
     logprobs: TokenLogprobs | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class WantedLogprobs:
+    """Log-probabilities that come with tokens: those of the `num_top` most likely besides their
+    own."""
+
+    num_top: int
+    on_prompt: OnPromptLogprobs | None = None
+    """Also of the prompt's tokens, from the second on."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """The checked arguments of `Engine.generate`; `matcher` is its grammar's, `penalties` has the
@@ -78,7 +91,7 @@ class GenerationRequest:
     sampler: Sampler
     matcher: TokenMatcher | None
     penalties: PenaltyTable | None
-    top_logprobs: int | None
+    logprobs: WantedLogprobs | None
     ignore_eos: bool
     stop_ids: Collection[int]
     reuse_prefix: bool
@@ -93,9 +106,14 @@ class GenerationRequest:
         """
         token_id = self.sampler(self.changed(logits), self.allowed())
         self.accept(token_id)
-        if self.top_logprobs is None:
+        if self.logprobs is None:
             return token_id, None
-        return token_id, token_logprobs(logits, token_id, self.top_logprobs)
+        return token_id, token_logprobs(logits, token_id, self.logprobs.num_top)
+
+    @property
+    def on_prompt_logprobs(self) -> OnPromptLogprobs | None:
+        """What gets log-probabilities of the prompt; None: nobody asks for them."""
+        return None if self.logprobs is None else self.logprobs.on_prompt
 
     @property
     def is_ruled(self) -> bool:
@@ -140,7 +158,7 @@ def num_reusable(
     """How many tokens of the prompt are taken from the cache, and where its last turn begins."""
     stop_ids = tokenizer.stop_ids if tokenizer is not None else ()
     boundary = steps.reuse.boundary(request.prompt, stop_ids)
-    if not request.reuse_prefix:
+    if not request.reuse_prefix or request.on_prompt_logprobs is not None:
         return 0, boundary
     return steps.num_reusable(request.prompt, boundary), boundary
 
@@ -165,11 +183,22 @@ def generated_tokens(
     started_s = time.perf_counter()
     reused, boundary = num_reusable(steps, request, tokenizer)
     stats.num_reused_tokens = reused
-    for first, last in steps.prompt_chunks(prompt.size, boundary=boundary, first=reused):
+    on_prompt = request.on_prompt_logprobs
+    # Of a group only the last chunk's rows are known.
+    for first, last in steps.prompt_chunks(
+        prompt.size, boundary=boundary, first=reused, grouped=on_prompt is None
+    ):
         request.on_prefill(first, prompt.size)
         hidden = steps.forward(run, prompt[first:last], first)
+        if on_prompt is not None:
+            _prompt_logprobs(steps, request, hidden, first, last)
         if request.reuse_prefix and last in (boundary, prompt.size):
             steps.reuse.save_state(last)
+    if not request.max_tokens:  # the prompt alone was asked for
+        stats.prefill_s = time.perf_counter() - started_s
+        stats.finish_reason = "length"
+        steps.check_last()
+        return
     token_id, logprobs = request.choose(steps.head(hidden[-1:])[0])
     del hidden  # may be large, on a device
     num_positions = prompt.size
@@ -194,7 +223,7 @@ def generated_tokens(
         started_s = time.perf_counter()
         if decoding is None:
             captured = steps.captured(run)
-            if captured is None or request.top_logprobs is not None:
+            if captured is None or request.logprobs is not None:
                 decoding = _chosen_by_host(steps, run, request, token_id, num_positions, captured)
             else:
                 decoding = _sampled_on_device(
@@ -211,6 +240,25 @@ def generated_tokens(
         stats.decode_s += time.perf_counter() - started_s
     steps.check_last()
     stats.finish_reason = "stop"
+
+
+def _prompt_logprobs(
+    steps: Steps, request: GenerationRequest, hidden: AnyArray, first: int, last: int
+) -> None:
+    """Give the log-probabilities of the tokens after those from `first` to `last`, as far as the
+    prompt has them. Shapes: hidden [last - first, H]. Raises: NotFinite."""
+    wanted = request.logprobs
+    assert wanted is not None
+    assert wanted.on_prompt is not None
+    for row, logits in steps.row_logits(hidden, last - first):
+        begin = first + row + 1
+        token_ids = request.prompt[begin : begin + logits.shape[0]].tolist()
+        wanted.on_prompt(
+            [
+                token_logprobs(each, token_id, wanted.num_top)
+                for each, token_id in zip(logits, token_ids, strict=False)
+            ]
+        )
 
 
 def _chosen_by_host(

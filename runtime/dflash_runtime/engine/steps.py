@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn, TypeAlias
@@ -315,12 +315,12 @@ class Steps:
         )
 
     def prompt_chunks(
-        self, num_tokens: int, *, boundary: int = 0, first: int = 0
+        self, num_tokens: int, *, boundary: int = 0, first: int = 0, grouped: bool = True
     ) -> Iterable[tuple[int, int]]:
         """Chunks of a prompt from `first` on, as `chunks`; none crosses `boundary`."""
         middle = max(first, boundary)
         for begin, end in ((first, middle), (middle, num_tokens)):
-            for chunk_first, chunk_last in self.chunks(end - begin, grouped=True):
+            for chunk_first, chunk_last in self.chunks(end - begin, grouped=grouped):
                 yield begin + chunk_first, begin + chunk_last
 
     def num_reusable(self, prompt: I32Array, boundary: int = 0) -> int:
@@ -470,9 +470,18 @@ class Steps:
 
         Raises: NotFinite.
         """
+        for first, rows in self.row_logits(hidden, out.shape[0]):
+            out[first : first + rows.shape[0]] = rows
+
+    def row_logits(self, hidden: AnyArray, num_rows: int) -> Iterator[tuple[int, F32Array]]:
+        """Logits of many positions, some at a time, each with the first row that they are of;
+        valid until the next. Shapes: hidden [T, H] of `forward`; logits [N, V].
+
+        Raises: NotFinite.
+        """
         smallest = self._backend.chunking.smallest
-        for first, last in chunk_bounds(out.shape[0], None, HEAD_ROWS, smallest=smallest):
-            out[first:last] = self.head(hidden[first:last])
+        for first, last in chunk_bounds(num_rows, None, HEAD_ROWS, smallest=smallest):
+            yield first, self.head(hidden[first:last])
 
     def captured(self, run: int) -> CapturedStep | None:
         """The captured step of one token, if the backend has one. It serves the whole rest of this

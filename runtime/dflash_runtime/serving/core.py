@@ -24,6 +24,7 @@ from dflash_runtime.serving.answer_rules import AnswerRules
 from dflash_runtime.serving.answers import Answer, Division
 from dflash_runtime.serving.bodies import Body
 from dflash_runtime.serving.constraints import constraint_of
+from dflash_runtime.serving.echo import MOST_ECHOED, PromptEcho, prompt_pieces
 from dflash_runtime.serving.errors import ApiError, api_error
 from dflash_runtime.serving.fair_queue import Turns
 from dflash_runtime.serving.generation import GenerationResponse
@@ -72,9 +73,11 @@ class Visit:
         return chat_template(self.state, self.engine) or ""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token; none without a tokenizer."""
+        """The bytes of a token; none if the tokenizer does not know it."""
         tokenizer = self.engine.tokenizer
-        return b"" if tokenizer is None else tokenizer.token_bytes(token_id)
+        if tokenizer is None or token_id >= tokenizer.vocab_size:
+            return b""
+        return tokenizer.token_bytes(token_id)
 
     async def body(self, kind: type[B]) -> B:
         """The checked body. A prompt of token ids has as many values as the context may hold.
@@ -100,10 +103,13 @@ class Visit:
     async def completion(self, body: CompletionBody, answer: Answer) -> GenerationResponse:
         """The response that continues a text or tokens. Raises: ApiError."""
         prompt = body.one_prompt
+        text = prompt if isinstance(prompt, str) else None
         if isinstance(prompt, str):
             prompt = await self._tokens(prompt, "prompt")
         grammar = await self._grammar(constraint_of(body))
         job = self._job(body, prompt, grammar, text=TextRules(body.stops))
+        if body.echo:
+            job.echo = await self._echo(body, prompt, text)
         return GenerationResponse(self.state, job, answer, is_stream=bool(body.stream))
 
     async def chat(self, body: ChatBody, answer: Answer) -> GenerationResponse:
@@ -183,6 +189,29 @@ class Visit:
 
         return list(chain.from_iterable(await self.made(parts(), field)))
 
+    async def _echo(
+        self, body: CompletionBody, token_ids: list[int], text: str | None
+    ) -> PromptEcho:
+        """The prompt as a part of the answer. Raises: ApiError."""
+        num_top = body.top_logprobs_wanted
+        if num_top is not None and len(token_ids) * (1 + num_top) > MOST_ECHOED:
+            raise ApiError(
+                400,
+                f"echo: is not supported with more than {MOST_ECHOED} log-probabilities; "
+                "ask for fewer, or of a shorter prompt",
+                param="echo",
+                code="unsupported_value",
+            )
+        tokenizer = self.engine.tokenizer
+        pieces = prompt_pieces(tokenizer, token_ids, is_text=text is not None)
+        return PromptEcho(
+            token_ids,
+            list(chain.from_iterable(await self.made(pieces, "prompt"))),
+            text=text,
+            has_space=tokenizer is not None and tokenizer.adds_space,
+            has_logprobs=num_top is not None,
+        )
+
     async def _grammar(self, constraint: tuple[str, GrammarSource] | None) -> Grammar | None:
         """What the answer is to follow, compiled in a thread. Raises: ApiError."""
         if constraint is None:
@@ -229,7 +258,7 @@ class Visit:
                 sampling=body.sampling(),
                 penalties=body.penalties(),
                 grammar=grammar,
-                ignore_eos=bool(body.ignore_eos),
+                ignore_eos=bool(body.ignore_eos) or body.is_score,
                 stop_ids=tuple(body.stop_token_ids or ()),
                 top_logprobs=body.top_logprobs_wanted,
             )
@@ -238,7 +267,10 @@ class Visit:
         return Job(
             client=self.client,
             prompt=token_ids,
-            max_tokens=min(body.most_tokens or engine.num_positions, engine.num_positions),
+            max_tokens=min(
+                engine.num_positions if body.most_tokens is None else body.most_tokens,
+                engine.num_positions,
+            ),
             options=options,
             channel=Channel(asyncio.get_running_loop()),
             text=text,

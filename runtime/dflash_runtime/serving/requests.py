@@ -95,7 +95,21 @@ class CompletionBody(_Generation):
     """``/v1/completions``."""
 
     prompt: str | Tokens | Annotated[list[str | Tokens], Field(max_length=1, fail_fast=True)]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+    echo: bool | None = None
+
+    def check_fields(self) -> None:
+        super().check_fields()
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError(400, "max_tokens: must be 1 or more without echo", param="max_tokens")
+
+    @property
+    def is_score(self) -> bool:
+        """Whether a prompt's log-probabilities are asked for, and one token because it had to be
+        one: programs that score texts drop the last token, so that there has to be one even if it
+        ends the text."""
+        return bool(self.echo) and self.logprobs is not None and self.max_tokens == 1
 
     @property
     def one_prompt(self) -> str | list[int]:
@@ -108,8 +122,9 @@ class CompletionBody(_Generation):
         raise ApiError(400, "prompt: must be a text or token ids", param="prompt")
 
     @property
-    def most_tokens(self) -> int:
-        return self.max_tokens or _OPENAI_COMPLETION_TOKENS
+    def most_tokens(self) -> int | None:
+        """None = up to the context."""
+        return _OPENAI_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def top_logprobs_wanted(self) -> int | None:
@@ -150,6 +165,9 @@ class ChatBody(_Generation, ToolFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, JsonValue] | None = None
+    echo: Literal[False] | None = None
+    """vLLM's; a chat is not repeated in its answer."""
+    is_score: ClassVar[bool] = False
 
     @property
     def most_tokens(self) -> int | None:
@@ -260,7 +278,6 @@ NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
     **dict.fromkeys(_REFUSED, ()),
     # OpenAI
     "best_of": (1,),
-    "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),

@@ -42,7 +42,10 @@ class TextAssembler:
     character; such bytes at the very end are dropped.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, rules: TextRules) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, rules: TextRules, *, first_offset: int = 0
+    ) -> None:
+        """`first_offset`: characters of the answer before the first token."""
         self._decoder: StreamDecoder | None = None
         if tokenizer is not None and rules.is_chat and rules.shown is None:
             self._decoder = reply_stream(tokenizer)
@@ -50,7 +53,7 @@ class TextAssembler:
             self._decoder = tokenizer.stream(keep_special=False, shown=rules.shown or ())
         self._stops = rules.stops
         self._held = ""
-        self._num_decoded = 0
+        self._num_decoded = first_offset
         self._pending: deque[tuple[int, int, GeneratedToken]] = deque()
         self.stop: str | None = None
         """The stop string that was found: `push` needs no more tokens."""

@@ -18,9 +18,11 @@ from dataclasses import asdict, dataclass, field
 from dflash_adapters.text.grammar import Grammar
 from dflash_protocol.errors import DflashError, NotFinite, one_line
 from dflash_runtime.engine.engine import Engine, EngineStats, GenerationStats
+from dflash_runtime.engine.generation import OnPromptLogprobs
 from dflash_runtime.engine.penalties import Penalties
 from dflash_runtime.engine.sampling import SamplingParams
 from dflash_runtime.experts.daemons.supervisor import ProgressCallback
+from dflash_runtime.serving.echo import PromptEcho
 from dflash_runtime.serving.fair_queue import FairQueue, QueueFull
 from dflash_runtime.serving.metrics import Metrics
 from dflash_runtime.serving.text import Delta, TextAssembler, TextRules
@@ -117,7 +119,7 @@ class TokenOptions:
 @dataclass(slots=True, eq=False)
 class Job:
     """One generation. `client` takes turns in the queue; jobs of the same API `key` reuse each
-    other's prefixes."""
+    other's prefixes. With `max_tokens` 0 the prompt alone is computed."""
 
     client: str
     prompt: list[int]
@@ -126,6 +128,7 @@ class Job:
     channel: Channel
     text: TextRules = field(default_factory=TextRules)
     key: str = ""
+    echo: PromptEcho | None = None
     asked_s: float = field(default_factory=time.perf_counter)
     is_cancelled: bool = False
     """Set from any thread to end the job."""
@@ -281,7 +284,16 @@ class EngineWorker:
         metrics, options = self._metrics, job.options
         started_s = time.perf_counter()
         metrics.queue_s.observe(started_s - job.asked_s)
-        assembler = TextAssembler(engine.tokenizer, job.text)
+        echo = job.echo
+        assembler = TextAssembler(
+            engine.tokenizer, job.text, first_offset=0 if echo is None else len(echo.text)
+        )
+        top_logprobs = options.top_logprobs
+        on_prompt_logprobs: OnPromptLogprobs | None = None
+        if echo is not None and echo.has_logprobs:
+            on_prompt_logprobs = echo.push
+        elif not job.max_tokens:  # computed, and given to nobody
+            top_logprobs, on_prompt_logprobs = 0, lambda logprobs: None
 
         publish_s = time.monotonic() + _PUBLISH_S
 
@@ -304,7 +316,8 @@ class EngineWorker:
             grammar=options.grammar,
             ignore_eos=options.ignore_eos,
             stop_ids=options.stop_ids,
-            top_logprobs=options.top_logprobs,
+            top_logprobs=top_logprobs,
+            on_prompt_logprobs=on_prompt_logprobs,
             reuse_prefix=True,
             prefix_scope=job.key,
             is_cancelled=is_cancelled,
@@ -315,6 +328,8 @@ class EngineWorker:
             if is_first:
                 is_first, self.reading = False, None
                 metrics.first_token_s.observe(time.perf_counter() - job.asked_s)
+                if echo is not None:
+                    job.channel.put(echo.delta())
             metrics.generated_tokens.inc()
             delta = assembler.push(token)
             if delta is not None:
@@ -324,6 +339,8 @@ class EngineWorker:
         tokens.close()  # type: ignore[attr-defined]
         stats = engine.last_generation
         reason = "stop" if assembler.is_stopped else stats.finish_reason
+        if is_first and echo is not None and reason != "cancelled":
+            job.channel.put(echo.delta())
         if reason != "cancelled" and (delta := assembler.finish()) is not None:
             job.channel.put(delta)
         reason = "length" if reason == "context" else reason

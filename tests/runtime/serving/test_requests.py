@@ -80,7 +80,7 @@ def test_a_prompt_is_text_or_tokens(prompt: Any, expected: Any) -> None:
         ({"stream": 1}, "stream"),
         ({"n": 2}, "n"),
         ({"best_of": 3}, "best_of"),
-        ({"echo": True}, "echo"),
+        ({"echo": 1}, "echo"),
         ({"suffix": "x"}, "suffix"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),

@@ -197,12 +197,16 @@ class CompletionAnswer(OpenAIAnswer):
         if not self.has_logprobs:
             return None
         tokens: list[str] = []
-        logprobs: list[float] = []
-        tops: list[dict[str, float]] = []
+        logprobs: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
         offsets = [offset for delta in deltas for offset in delta.offsets]
         for token in (token for delta in deltas for token in delta.tokens):
-            assert token.logprobs is not None
             chosen = token_text(self.token_bytes(token.token_id))
+            if token.logprobs is None:  # the first of a prompt that is repeated
+                tokens.append(chosen)
+                logprobs.append(None)
+                tops.append(None)
+                continue
             top = {token_text(self.token_bytes(i)): lp for i, lp in token.logprobs.top}
             if top:  # OpenAI always lists the chosen token, last if it is unlikely
                 top.setdefault(chosen, token.logprobs.logprob)
