@@ -30,6 +30,7 @@ from dflash_runtime.compute import MEMORY_ADVICE
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.engine import first_heat
 from dflash_runtime.engine.arguments import token_id_array, whole_number
+from dflash_runtime.engine.breakers import BreakerCompiler
 from dflash_runtime.engine.engine_stats import EngineStats
 from dflash_runtime.engine.expert_memory import ExpertDeviceMemory, expert_memory_of
 from dflash_runtime.engine.generation import (
@@ -345,6 +346,14 @@ class Engine:
         """
         return self._prompts.grammars
 
+    @property
+    def breakers(self) -> BreakerCompiler:
+        """Compiles the sequence breakers of `Dry`; any thread may use it.
+
+        Raises: SettingsError if the file has no tokenizer.
+        """
+        return self._prompts.breakers
+
     def encode_prompt(self, text: str, *, chat: bool = False) -> list[int]:
         """Token ids of a text, or with `chat` of a conversation whose first message it is.
 
@@ -423,6 +432,7 @@ class Engine:
         top_k: int = 0,
         top_p: float = 1.0,
         min_p: float = 0.0,
+        typical_p: float = 1.0,
         seed: int | None = None,
         penalties: Penalties | None = None,
         grammar: Grammar | None = None,
@@ -453,7 +463,16 @@ class Engine:
         Raises: SettingsError before anything is computed; while it is, DaemonUnavailable if daemons
         are required, GrammarError if the grammar is too complex or has no way on.
         """
-        sampler = Sampler(SamplingParams(temperature, top_k, top_p, min_p, seed))
+        sampler = Sampler(
+            SamplingParams(
+                temperature=temperature,
+                top_k=top_k,
+                typical_p=typical_p,
+                top_p=top_p,
+                min_p=min_p,
+                seed=seed,
+            )
+        )
         has_prompt = on_prompt_logprobs is not None
         max_tokens = whole_number("max_tokens", max_tokens, smallest=0 if has_prompt else 1)
         wanted: WantedLogprobs | None = None

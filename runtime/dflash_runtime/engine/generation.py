@@ -223,7 +223,7 @@ def generated_tokens(
         started_s = time.perf_counter()
         if decoding is None:
             captured = steps.captured(run)
-            if captured is None or request.logprobs is not None:
+            if captured is None or request.logprobs is not None or request.sampler.needs_host:
                 decoding = _chosen_by_host(steps, run, request, token_id, num_positions, captured)
             else:
                 decoding = _sampled_on_device(

@@ -1,8 +1,8 @@
 """Penalties for tokens that were used before, and biases of tokens: changes of a step's logits.
 
 A logit is divided by the repetition penalty if it is above zero, else by its reciprocal (Keskar et
-al. 2019, section 4.1); then OpenAI's presence and frequency penalties are taken off, and the bias
-is added.
+al. 2019, section 4.1); then OpenAI's presence and frequency penalties and DRY's are taken off, and
+the bias is added.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import F32Array, I32Array
 from dflash_runtime.compute.backend import LogitChanges
+from dflash_runtime.engine.dry import Dry, DryTable
 
 MOST_BIASES = 1024
 _MOST = 100.0
@@ -39,6 +40,7 @@ class Penalties:
     """How many of the latest tokens `repetition` looks at; None: all."""
     biases: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these token ids."""
+    dry: Dry | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("presence", -_MOST), ("frequency", -_MOST), ("repetition", 0.01)):
@@ -70,31 +72,41 @@ class PenaltyTable:
         self._latest: deque[int] | None = None
         """The latest tokens, if `repetition` looks at so many."""
         self._seen = Counter[int]()
-        """How often each is among them."""
+        """How often each is among those that `repetition` looks at."""
+        self._dry: DryTable | None = None
+        self._of_dry: dict[int, float] = {}
+        """What `_dry` takes off, by token id."""
         for token_id in penalties.biases:
             if not 0 <= token_id < vocab_size:
                 raise SettingsError(f"logit_bias={token_id}: is no token of this model")
-            self._update(token_id, is_seen=False)
+            self._update(token_id)
         if penalties.repetition != 1.0:
             latest = prompt.tolist()
             if penalties.window is not None:
                 latest = latest[max(0, len(latest) - penalties.window) :]
-                self._latest, self._seen = deque(latest), Counter(latest)
-            for token_id in dict.fromkeys(latest):
-                self._update(token_id, is_seen=True)
+                self._latest = deque(latest)
+            self._seen.update(latest)
+            for token_id in self._seen:
+                self._update(token_id)
+        if penalties.dry is not None:
+            self._dry = DryTable(penalties.dry, prompt, vocab_size=vocab_size)
+            self._update_dry(self._dry)
 
     def accept(self, token_id: int) -> None:
         """Go on after a token."""
         self._generated[token_id] += 1
         latest, seen = self._latest, self._seen
+        seen[token_id] += 1
         if latest is not None:
             latest.append(token_id)
-            seen[token_id] += 1
             if len(latest) > (self._penalties.window or 0):
                 oldest = latest.popleft()
                 seen[oldest] -= 1
-                self._update(oldest, is_seen=seen[oldest] > 0)
-        self._update(token_id, is_seen=latest is None or seen[token_id] > 0)
+                self._update(oldest)
+        self._update(token_id)
+        if self._dry is not None:
+            self._dry.accept(token_id)
+            self._update_dry(self._dry)
 
     @property
     def changes(self) -> LogitChanges:
@@ -102,7 +114,13 @@ class PenaltyTable:
         size = len(self._places)
         return LogitChanges(self._token_ids[:size], self._divisors[:size], self._offsets[:size])
 
-    def _update(self, token_id: int, *, is_seen: bool) -> None:
+    def _update_dry(self, dry: DryTable) -> None:
+        old, self._of_dry = self._of_dry, dry.penalties()
+        for token_id in old.keys() | self._of_dry.keys():
+            if old.get(token_id) != self._of_dry.get(token_id):
+                self._update(token_id)
+
+    def _update(self, token_id: int) -> None:
         penalties, count = self._penalties, self._generated[token_id]
         place = self._places.setdefault(token_id, len(self._places))
         if place == self._token_ids.size:
@@ -110,11 +128,12 @@ class PenaltyTable:
             self._divisors = np.resize(self._divisors, 2 * place)
             self._offsets = np.resize(self._offsets, 2 * place)
         self._token_ids[place] = token_id
-        self._divisors[place] = penalties.repetition if is_seen else 1.0
+        self._divisors[place] = penalties.repetition if self._seen[token_id] > 0 else 1.0
         self._offsets[place] = (
             penalties.frequency * count
             + (penalties.presence if count else 0.0)
             - penalties.biases.get(token_id, 0.0)
+            + self._of_dry.get(token_id, 0.0)
         )
 
 

@@ -13,6 +13,7 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.text.chat_messages import ChatRequest
 from dflash_adapters.text.tokenizer import Tokenizer, load_tokenizer
 from dflash_protocol.errors import ContextExceeded, SettingsError
+from dflash_runtime.engine.breakers import BreakerCompiler
 from dflash_runtime.engine.chat_renderer import ChatRenderer
 
 if TYPE_CHECKING:
@@ -49,6 +50,11 @@ class Prompts:
         from dflash_adapters.text.grammar_compiler import GrammarCompiler
 
         return GrammarCompiler(self._required(), self._vocab_size)
+
+    @cached_property
+    def breakers(self) -> BreakerCompiler:
+        """Compiles the sequence breakers of DRY for this tokenizer."""
+        return BreakerCompiler(self._required())
 
     def text_ids(self, text: str) -> list[int]:
         """Token ids of a plain text for the model to continue."""

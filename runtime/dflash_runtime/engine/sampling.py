@@ -1,4 +1,4 @@
-"""Choosing the next token from logits: greedy, or temperature with top-k, top-p and min-p."""
+"""Choosing the next token from logits: greedy, or with temperature and filters by probability."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflash_protocol.errors import SettingsError
-from dflash_protocol.ids import BoolArray, F32Array, F64Array
+from dflash_protocol.ids import BoolArray, F32Array, F64Array, I64Array
 from dflash_runtime.compute.backend import DeviceSampling
 
 _FIRST_BLOCK, _GROWTH = 1024, 16
@@ -31,11 +31,15 @@ class SamplingParams:
     """Keep the fewest most likely tokens whose probabilities reach p (Holtzman et al. 2019)."""
     min_p: float = 0.0
     """Drop tokens less likely than this share of the most likely one (Nguyen et al. 2024)."""
+    typical_p: float = 1.0
+    """Keep the tokens whose information is nearest to what is expected, until their probabilities
+    pass p (Meister et al. 2022).
+    Applied after `top_k`, as llama.cpp does."""
     seed: int | None = None
     """Start of the random sequence; None = a new one each time."""
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p", "min_p"):
+        for name in ("temperature", "typical_p", "top_p", "min_p"):
             if not isinstance(getattr(self, name), float | int):
                 raise SettingsError(f"{name}={getattr(self, name)!r}: must be a number")
         for name, kind in (("top_k", int), ("seed", int | None)):
@@ -44,6 +48,7 @@ class SamplingParams:
         for name, value, is_good, allowed in (
             ("temperature", self.temperature, 0.0 <= self.temperature <= 100.0, "from 0 to 100"),
             ("top_k", self.top_k, self.top_k >= 0, "0 or more"),
+            ("typical_p", self.typical_p, 0.0 < self.typical_p <= 1.0, "above 0 and up to 1"),
             ("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "above 0 and up to 1"),
             ("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "from 0 to 1"),
             ("seed", self.seed, self.seed is None or self.seed >= 0, "0 or more"),
@@ -93,6 +98,11 @@ class Sampler:
         return self._options.temperature == 0.0
 
     @property
+    def needs_host(self) -> bool:
+        """Whether no device can sample so: the host does, from its logits."""
+        return not self.is_greedy and self._options.typical_p < 1.0
+
+    @property
     def device_sampling(self) -> DeviceSampling | None:
         """The options for sampling on a device; None for argmax."""
         if self.is_greedy:
@@ -140,14 +150,34 @@ class Sampler:
         if np.isnan(total):
             return int(np.argmax(logits))
         probabilities /= total
+        kept: I64Array | None = None
+        if options.typical_p < 1.0:
+            kept = _typical(probabilities, options.typical_p)
+            probabilities = probabilities[kept]
+            probabilities /= probabilities.sum()
         if options.top_p < 1.0:
             probabilities = _reaching(probabilities, options.top_p)
         if options.min_p > 0.0:
             probabilities = probabilities[probabilities >= options.min_p * probabilities[0]]
         cumulative = np.cumsum(probabilities, out=probabilities)
         place = int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
+        if kept is not None:
+            place = int(kept[place])
         equals = np.flatnonzero(logits == -descending[place])
         return int(equals[place - np.searchsorted(descending, descending[place])])
+
+
+def _typical(probabilities: F64Array, share: float) -> I64Array:
+    """Places of the descending probabilities whose logarithms are nearest to the mean of all of
+    them, until their sum passes `share`; ascending. Shapes: [N]; result [M], M > 0."""
+    with np.errstate(divide="ignore"):
+        information = -np.log(probabilities)  # infinite where a probability is 0
+    is_possible = probabilities > 0.0
+    entropy = (probabilities[is_possible] * information[is_possible]).sum()
+    order = np.argsort(np.abs(information - entropy), kind="stable")
+    passed = np.cumsum(probabilities[order]) > share
+    num_kept = int(passed.argmax()) + 1 if passed.any() else order.size
+    return np.sort(order[:num_kept])
 
 
 def _reaching(probabilities: F64Array, share: float) -> F64Array:

@@ -18,6 +18,7 @@ from dflash_adapters.text.grammar import Grammar, GrammarKind, GrammarSource
 from dflash_adapters.text.tokenizer import Tokenizer
 from dflash_protocol.errors import ContextExceeded, GrammarError, SettingsError
 from dflash_runtime.engine.arguments import token_id_array
+from dflash_runtime.engine.breakers import Breakers
 from dflash_runtime.engine.engine import Engine
 from dflash_runtime.serving.access import CLIENT, KEY
 from dflash_runtime.serving.answer_rules import AnswerRules
@@ -107,7 +108,7 @@ class Visit:
         if isinstance(prompt, str):
             prompt = await self._tokens(prompt, "prompt")
         grammar = await self._grammar(constraint_of(body))
-        job = self._job(body, prompt, grammar, text=TextRules(body.stops))
+        job = await self._job(body, prompt, grammar, text=TextRules(body.stops))
         if body.echo:
             job.echo = await self._echo(body, prompt, text)
         return GenerationResponse(self.state, job, answer, is_stream=bool(body.stream))
@@ -135,7 +136,7 @@ class Visit:
         )
         return GenerationResponse(
             self.state,
-            self._job(body, rendered.token_ids, grammar, text=text),
+            await self._job(body, rendered.token_ids, grammar, text=text),
             answer,
             is_stream=bool(body.stream),
             division=division,
@@ -229,7 +230,21 @@ class Visit:
             ) from error
         return grammar
 
-    def _job(
+    async def _breakers(self, body: CompletionBody | ChatBody) -> Breakers | None:
+        """The sequence breakers asked for, compiled in a thread. Raises: ApiError."""
+        texts = body.breakers
+        if texts is None:
+            return None
+
+        def compiled() -> Iterator[Breakers]:
+            yield self.engine.breakers.compile(texts)
+
+        [breakers] = await self.made(
+            compiled(), "dry_sequence_breakers", turns=self.state.bodies.compiling
+        )
+        return breakers
+
+    async def _job(
         self,
         body: CompletionBody | ChatBody,
         token_ids: list[int],
@@ -253,10 +268,11 @@ class Visit:
             raise ApiError(400, str(error), param=field) from error
         if not token_ids:
             raise ApiError(400, "the prompt is empty", param=field)
+        breakers = await self._breakers(body)
         try:
             options = TokenOptions(
                 sampling=body.sampling(),
-                penalties=body.penalties(),
+                penalties=body.penalties(breakers),
                 grammar=grammar,
                 ignore_eos=bool(body.ignore_eos) or body.is_score,
                 stop_ids=tuple(body.stop_token_ids or ()),

@@ -258,8 +258,7 @@ IGNORED = frozenset(
         # Further output beside the text.
         "return_progress", "timings_per_token", "verbose",
         # Parameters of features that are off: the field that turns them on is refused.
-        "adaptive_decay", "dry_allowed_length", "dry_base", "dry_penalty_last_n",
-        "dry_sequence_breakers", "dynatemp_exponent", "grammar_triggers", "grammar_type",
+        "adaptive_decay", "dynatemp_exponent", "grammar_triggers", "grammar_type",
         "guided_decoding_backend", "mirostat_eta", "mirostat_tau", "n_discard", "n_keep",
         "penalize_nl", "preserved_tokens", "xtc_threshold",
     }
@@ -307,7 +306,6 @@ NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
     "vllm_xargs": ({},),
     # llama.cpp
     "adaptive_target": (-1,),
-    "dry_multiplier": (0,),
     "dynatemp_range": (0,),
     "grammar_lazy": (False,),
     "image_data": ([],),
@@ -331,7 +329,6 @@ NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
     "tfs_z": (1,),
     "thinking_forced_open": (False,),
     "top_n_sigma": (0, -1),
-    "typical_p": (1,),
     "with_pieces": (False,),
     "xtc_probability": (0,),
 }

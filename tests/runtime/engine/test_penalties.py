@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import F32Array
 from dflash_runtime import Engine
+from dflash_runtime.engine.dry import Dry
 from dflash_runtime.engine.penalties import MOST_BIASES, Penalties, PenaltyTable, changed
 from support.emulated_gpu import TINY, EmulatedGpus
 from support.examples import examples
@@ -30,6 +31,7 @@ EACH = [
     Penalties(repetition=0.8, window=3),
     Penalties(biases={3: 100.0}),
     Penalties(presence=-1.0, frequency=0.3, repetition=1.1, window=5, biases={1: 2.0, 9: -50.0}),
+    Penalties(repetition=1.1, dry=Dry(multiplier=2.0, allowed_length=0, window=9)),
 ]
 
 

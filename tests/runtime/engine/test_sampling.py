@@ -296,3 +296,52 @@ def test_an_option_of_another_type_is_refused_with_its_name(name: str) -> None:
 def test_an_option_that_is_almost_a_number_is_refused(name: str, value: object) -> None:
     with pytest.raises(SettingsError, match=f"^{name}="):
         SamplingParams(**{name: value})  # type: ignore[arg-type]
+
+
+def naively_typical(probabilities: list[float], share: float) -> set[int]:
+    """The places that stay, from the definition."""
+    entropy = -sum(p * math.log(p) for p in probabilities if p > 0)
+    order = sorted(
+        range(len(probabilities)),
+        key=lambda i: abs(-math.log(probabilities[i]) - entropy) if probabilities[i] else math.inf,
+    )
+    kept, reached = set(), 0.0
+    for place in order:
+        kept.add(place)
+        reached += probabilities[place]
+        if reached > share:
+            break
+    return kept
+
+
+@examples(120)
+@given(
+    LOGITS.filter(lambda values: len({*values}) == len(values)),
+    st.sampled_from([0.3, 1.0, 2.5]),
+    st.sampled_from([0, 4]),
+    st.sampled_from([0.0503, 0.3719, 0.8017, 0.99913]),
+)
+def test_typical_tokens_stay(
+    values: list[float], temperature: float, top_k: int, typical_p: float
+) -> None:
+    order = sorted(range(len(values)), key=lambda token_id: -values[token_id])
+    order = order[: top_k or len(order)]
+    terms = [math.exp((values[each] - values[order[0]]) / temperature) for each in order]
+    kept = naively_typical([term / sum(terms) for term in terms], typical_p)
+    options = SamplingParams(temperature, top_k, typical_p=typical_p, seed=1)
+    drawn = Counter(draw(values, options, 60))
+    assert {*drawn} <= {order[place] for place in kept}
+    likely = [p for p in kept if terms[p] > 0.5 * sum(terms[place] for place in kept)]
+    assert all(order[place] in drawn for place in likely)
+
+
+def test_the_most_likely_token_may_be_untypical() -> None:
+    logits = [math.log(0.4)] + [math.log(0.1)] * 6
+    drawn = Counter(draw(logits, SamplingParams(1.0, typical_p=0.3, seed=1), 200))
+    assert 0 not in drawn
+    assert len(drawn) == 4  # 0.1 each: the fourth passes 0.3 surely
+    wide = SamplingParams(1.0, typical_p=0.3, top_p=0.2, seed=1)
+    assert {*draw(logits, wide, 100)} < {*drawn}
+    # A peak, or greedy: the most likely token.
+    assert {*draw([50.0, 0.0, 1.0], SamplingParams(1.0, typical_p=0.5, seed=1), 9)} == {0}
+    assert draw(logits, SamplingParams(typical_p=0.3), 1) == [0]

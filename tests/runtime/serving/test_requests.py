@@ -49,8 +49,8 @@ def test_the_defaults_are_openais() -> None:
 
 
 def test_null_is_the_default() -> None:
-    names = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens", "stream", "n",
-             "logit_bias", "stream_options", "presence_penalty", "logprobs")  # fmt: skip
+    names = ("temperature", "top_p", "top_k", "min_p", "typical_p", "seed", "stop", "max_tokens",
+             "stream", "n", "logit_bias", "stream_options", "presence_penalty", "logprobs")  # fmt: skip
     assert completion(**dict.fromkeys(names)).sampling() == completion().sampling()
 
 
@@ -126,9 +126,8 @@ UNSUPPORTED: list[dict[str, Any]] = [
     {"n_predict": 5},
     {"min_tokens": 5},
     {"mirostat": 2},
-    {"dry_multiplier": 0.8},
     {"xtc_probability": 0.5},
-    {"typical_p": 0.9},
+    {"top_n_sigma": 1.0},
     {"samplers": ["top_k"]},
     {"functions": [{"name": "f"}]},
     {"tool_choice": "required"},

@@ -1,0 +1,100 @@
+"""Sequence breakers: texts across which DRY sees no repetition, as tokens."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from dflash_adapters.text.tokenizer import Tokenizer
+from dflash_protocol.errors import SettingsError
+
+DEFAULT_BREAKERS = ("\n", ":", '"', "*")
+"""llama.cpp's."""
+MOST_BREAKERS = 64
+LONGEST_BREAKER = 40
+"""Characters."""
+LONGEST_TAIL = 20
+"""Tokens of a breaker after the first."""
+_KEPT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Breakers:
+    """Compiled breakers. A token begins one if it is a key of `tails`, and one of them follows."""
+
+    tails: Mapping[int, frozenset[tuple[int, ...]]] = field(default_factory=dict)
+    """What must follow each token; (): nothing, it has the whole text in it."""
+
+
+class BreakerCompiler:
+    """Compiles breakers for a tokenizer; the latest are kept. Any thread may use it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._kept: dict[tuple[str, ...], Breakers] = {}
+        self._lock = threading.Lock()
+
+    def compile(self, texts: tuple[str, ...] = DEFAULT_BREAKERS) -> Breakers:
+        """The breakers of these texts. Raises: SettingsError if there are too many, or one is
+        empty or too long."""
+        if len(texts) > MOST_BREAKERS:
+            raise _refused(f"at most {MOST_BREAKERS}")
+        if any(not 0 < len(text) <= LONGEST_BREAKER for text in texts):
+            raise _refused(f"texts of 1 to {LONGEST_BREAKER} characters")
+        with self._lock:
+            if texts not in self._kept:
+                tails: dict[int, set[tuple[int, ...]]] = {}
+                for text in dict.fromkeys(texts):
+                    for token_id, tail in self._heads(text):
+                        tails.setdefault(token_id, set()).add(tail)
+                frozen = {token_id: frozenset(each) for token_id, each in tails.items()}
+                self._kept[texts] = Breakers(frozen)
+                if len(self._kept) > _KEPT:
+                    del self._kept[next(iter(self._kept))]
+            return self._kept[texts]
+
+    def _heads(self, text: str) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Each token that has the text in it or ends with its beginning, and what follows then."""
+        data = text.encode(errors="replace")
+        vocabulary, starts = self._spelled
+        whole = set()
+        for match in re.finditer(b"(?=" + re.escape(data) + b")", vocabulary):
+            token_id = int(np.searchsorted(starts, match.start(), side="right")) - 1
+            if match.start() + len(data) <= starts[token_id + 1]:
+                whole.add(token_id)
+        for token_id in whole:
+            yield token_id, ()
+        for length in range(1, len(text)):
+            begin = text[:length].encode(errors="replace")
+            ids = self._tokenizer.encode(text[length:], parse_special=False)
+            for token_id in self._by_last_byte.get(begin[-1], ()):
+                first, last = int(starts[token_id]), int(starts[token_id + 1])
+                if token_id not in whole and vocabulary.endswith(begin, first, last):
+                    yield token_id, tuple(ids[:LONGEST_TAIL])
+
+    @cached_property
+    def _spelled(self) -> tuple[bytes, np.ndarray[tuple[int], np.dtype[np.int64]]]:
+        """The bytes of all tokens, one after the other, and where each begins. Shapes: [V + 1]."""
+        size = self._tokenizer.vocab_size
+        words = [self._tokenizer.token_bytes(token_id) for token_id in range(size)]
+        return b"".join(words), np.array([0, *accumulate(map(len, words))], np.int64)
+
+    @cached_property
+    def _by_last_byte(self) -> dict[int, list[int]]:
+        """The tokens that end with each byte."""
+        found: dict[int, list[int]] = {}
+        vocabulary, starts = self._spelled
+        for token_id, (first, last) in enumerate(pairwise(starts.tolist())):
+            if last > first:
+                found.setdefault(vocabulary[last - 1], []).append(token_id)
+        return found
+
+
+def _refused(what: str) -> SettingsError:
+    return SettingsError(f"dry_sequence_breakers=…: must be {what}")
