@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
+from pydantic import BaseModel
+
 from dflash_adapters.text.tokenizer import Tokenizer
 from dflash_runtime.engine.engine import GeneratedToken
 from dflash_runtime.engine.sampling import TokenLogprobs
@@ -14,6 +16,12 @@ MOST_ECHOED = 1 << 18
 """Log-probabilities of a prompt: of its tokens, and of the most likely ones at their places."""
 
 _AT_ONCE = 1024
+
+
+class EchoField(BaseModel):
+    """The field of a body that asks for it."""
+
+    echo: bool | None = None
 
 
 def prompt_pieces(

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from dflash_protocol.errors import one_line
 from dflash_runtime.serving.constraints import ConstraintFields
+from dflash_runtime.serving.echo import EchoField
 from dflash_runtime.serving.errors import ApiError
 from dflash_runtime.serving.sampling_fields import PenaltyFields, SamplingFields
 from dflash_runtime.serving.tools import ToolFields, message_calls
@@ -71,7 +72,7 @@ class OptionFields(ConstraintFields, SamplingFields, PenaltyFields):
         return {name: value for name, value in found.items() if value is not None}
 
 
-class _Generation(RequestBody, OptionFields):
+class _Generation(RequestBody, OptionFields, EchoField):
     """Fields of both kinds of generation."""
 
     model: str | None = None
@@ -97,7 +98,6 @@ class CompletionBody(_Generation):
     prompt: str | Tokens | Annotated[list[str | Tokens], Field(max_length=1, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
-    echo: bool | None = None
 
     def check_fields(self) -> None:
         super().check_fields()
@@ -165,8 +165,6 @@ class ChatBody(_Generation, ToolFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, JsonValue] | None = None
-    echo: Literal[False] | None = None
-    """vLLM's; a chat is not repeated in its answer."""
     is_score: ClassVar[bool] = False
 
     @property
@@ -181,6 +179,8 @@ class ChatBody(_Generation, ToolFields):
     def check_fields(self) -> None:
         super().check_fields()
         self.offered_tools()
+        if self.echo:
+            raise ApiError(400, "echo: not of a chat", param="echo", code="unsupported_value")
         if self.top_logprobs and not self.logprobs:
             raise ApiError(
                 400,

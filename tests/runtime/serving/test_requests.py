@@ -50,7 +50,8 @@ def test_the_defaults_are_openais() -> None:
 
 def test_null_is_the_default() -> None:
     names = ("temperature", "top_p", "top_k", "min_p", "typical_p", "seed", "stop", "max_tokens",
-             "stream", "n", "logit_bias", "stream_options", "presence_penalty", "logprobs")  # fmt: skip
+             "stream", "n", "logit_bias", "stream_options", "presence_penalty",
+             "logprobs")  # fmt: skip
     assert completion(**dict.fromkeys(names)).sampling() == completion().sampling()
 
 
