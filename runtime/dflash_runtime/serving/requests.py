@@ -196,6 +196,7 @@ class TokenizeBody(RequestBody):
     content: str
     add_special: bool = False
     parse_special: bool = True
+    with_pieces: bool = False
 
 
 class DetokenizeBody(RequestBody):
@@ -329,7 +330,6 @@ NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
     "tfs_z": (1,),
     "thinking_forced_open": (False,),
     "top_n_sigma": (0, -1),
-    "with_pieces": (False,),
     "xtc_probability": (0,),
 }
 """Fields that may change the answer, each with the values, besides null, that do not."""

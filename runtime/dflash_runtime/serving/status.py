@@ -24,6 +24,7 @@ from dflash_runtime.engine.measured_speeds import plan_report
 from dflash_runtime.experts.events import Event
 from dflash_runtime.experts.remote.breaker import BreakerState
 from dflash_runtime.experts.telemetry import OwnerStats
+from dflash_runtime.serving.llama_fields import default_settings
 from dflash_runtime.serving.state import ServerState
 
 SCHEMA_VERSION = 1
@@ -82,6 +83,32 @@ def props(state: ServerState, engine: Engine) -> dict[str, Any]:
         "owners": {name: owner.as_record() for name, owner in stats.owners.items()},
         "events": [asdict(event) for event in stats.events],
         "queue": _queue(state),
+        **_llama_props(state, engine),
+    }
+
+
+def _llama_props(state: ServerState, engine: Engine) -> dict[str, Any]:
+    """What llama-server's ``/props`` has besides."""
+    tokenizer = engine.tokenizer
+    return {
+        "default_generation_settings": {
+            "id": 0,
+            "n_ctx": engine.num_positions,
+            "speculative": False,
+            "is_processing": state.worker.running is not None,
+            "params": default_settings(),
+        },
+        "total_slots": 1,
+        "model_alias": model_id(engine),
+        "model_path": str(engine.model_path),
+        "modalities": {"vision": False, "audio": False},
+        "bos_token": "" if tokenizer is None else tokenizer.bos_text,
+        "eos_token": "" if tokenizer is None else tokenizer.eos_text,
+        "build_info": f"dflash-moe {__version__}",
+        "is_sleeping": False,
+        "endpoint_slots": True,
+        "endpoint_props": False,
+        "endpoint_metrics": True,
     }
 
 

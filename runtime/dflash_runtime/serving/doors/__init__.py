@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from dflash_runtime.serving.doors.anthropic import ANTHROPIC
 from dflash_runtime.serving.doors.door import Door
+from dflash_runtime.serving.doors.llama import LLAMA
 from dflash_runtime.serving.doors.openai import OPENAI
 from dflash_runtime.serving.doors.responses import RESPONSES
 from dflash_runtime.serving.doors.tokens import TOKENS
 
-DOORS: tuple[Door, ...] = (OPENAI, RESPONSES, ANTHROPIC, TOKENS)
+DOORS: tuple[Door, ...] = (OPENAI, RESPONSES, ANTHROPIC, TOKENS, LLAMA)
 """All of them."""

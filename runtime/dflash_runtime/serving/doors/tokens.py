@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 
 from fastapi import FastAPI, Request, Response
 
+from dflash_adapters.text.tokenizer import Tokenizer
 from dflash_runtime.serving.core import visit
 from dflash_runtime.serving.doors.door import Door
 from dflash_runtime.serving.errors import ApiError
@@ -22,8 +25,11 @@ def _add_routes(app: FastAPI, state: ServerState) -> None:
             ids = tokenizer.encoded(
                 body.content, add_special=body.add_special, parse_special=body.parse_special
             )
+            shown: Callable[[int], str] = (
+                partial(_with_piece, tokenizer) if body.with_pieces else str
+            )
             # JSON is made in the thread too: it takes long, and needs less memory than the ids.
-            parts = await asked.made((",".join(map(str, part)) for part in ids), "content")
+            parts = await asked.made((",".join(map(shown, part)) for part in ids), "content")
         return _json('{"tokens":[', ",".join(filter(None, parts)), "]}")
 
     @app.post("/detokenize")
@@ -39,6 +45,16 @@ def _add_routes(app: FastAPI, state: ServerState) -> None:
 
 
 TOKENS = Door(_add_routes)
+
+
+def _with_piece(tokenizer: Tokenizer, token_id: int) -> str:
+    """A token with its text, or its bytes if they are no text."""
+    data = tokenizer.token_bytes(token_id)
+    try:
+        piece: str | list[int] = data.decode()
+    except UnicodeDecodeError:
+        piece = list(data)
+    return json.dumps({"id": token_id, "piece": piece}, separators=(",", ":"))
 
 
 def _json(*parts: str) -> Response:
