@@ -60,7 +60,8 @@ def _add_routes(app: FastAPI, state: ServerState) -> None:
             completion = body_of(CompletionBody, body.completion(num_positions))
             return await asked.completion(completion, answer)
 
-    @app.api_route("/api/tags", methods=["GET", "HEAD"])
+    @app.head("/api/tags")
+    @app.get("/api/tags")
     async def tags() -> Response:
         return JSONResponse({"models": [tag(state.ready_engine())]})
 
@@ -68,7 +69,8 @@ def _add_routes(app: FastAPI, state: ServerState) -> None:
     async def models_running() -> Response:
         return JSONResponse({"models": [running(state.ready_engine())]})
 
-    @app.api_route("/api/version", methods=["GET", "HEAD"])
+    @app.head("/api/version")
+    @app.get("/api/version")
     async def version() -> Response:
         return JSONResponse({"version": VERSION})
 
@@ -81,7 +83,8 @@ def _add_routes(app: FastAPI, state: ServerState) -> None:
 
     for why, paths in _ABSENT.items():
         for path in paths:
-            app.add_api_route(path, _absent(why), methods=["POST", "DELETE"])
+            method = "DELETE" if path == "/api/delete" else "POST"
+            app.add_api_route(path, _absent(why), methods=[method])
 
 
 def _error(error: ApiError) -> dict[str, Any]:
