@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import numpy as np
 
 from dflash_adapters.text.tokenizer import Tokenizer
 from dflash_protocol.errors import SettingsError
+from dflash_protocol.ids import I64Array, U8Array
 
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")
 """llama.cpp's."""
 MOST_BREAKERS = 64
 LONGEST_BREAKER = 40
 """Characters."""
+_MOST_CHARACTERS = 512
+"""Of all of them: each costs a look at the whole vocabulary."""
 LONGEST_TAIL = 20
 """Tokens of a breaker after the first."""
 _KEPT = 16
@@ -47,6 +49,8 @@ class BreakerCompiler:
             raise _refused(f"at most {MOST_BREAKERS}")
         if any(not 0 < len(text) <= LONGEST_BREAKER for text in texts):
             raise _refused(f"texts of 1 to {LONGEST_BREAKER} characters")
+        if sum(map(len, texts)) > _MOST_CHARACTERS:
+            raise _refused(f"{_MOST_CHARACTERS} characters together at most")
         with self._lock:
             if texts not in self._kept:
                 tails: dict[int, set[tuple[int, ...]]] = {}
@@ -63,37 +67,32 @@ class BreakerCompiler:
         """Each token that has the text in it or ends with its beginning, and what follows then."""
         data = text.encode(errors="replace")
         vocabulary, starts = self._spelled
-        whole = set()
-        for match in re.finditer(b"(?=" + re.escape(data) + b")", vocabulary):
-            token_id = int(np.searchsorted(starts, match.start(), side="right")) - 1
-            if match.start() + len(data) <= starts[token_id + 1]:
-                whole.add(token_id)
-        for token_id in whole:
+        places = np.arange(max(0, vocabulary.size - len(data) + 1))
+        for index, byte in enumerate(data):
+            places = places[vocabulary[places + index] == byte]
+        token_ids = np.searchsorted(starts, places, side="right") - 1
+        whole = np.unique(token_ids[places + len(data) <= starts[token_ids + 1]])
+        for token_id in whole.tolist():
             yield token_id, ()
+        others = np.setdiff1d(np.arange(starts.size - 1), whole)
         for length in range(1, len(text)):
             begin = text[:length].encode(errors="replace")
-            ids = self._tokenizer.encode(text[length:], parse_special=False)
-            for token_id in self._by_last_byte.get(begin[-1], ()):
-                first, last = int(starts[token_id]), int(starts[token_id + 1])
-                if token_id not in whole and vocabulary.endswith(begin, first, last):
-                    yield token_id, tuple(ids[:LONGEST_TAIL])
+            found = others[starts[others + 1] - starts[others] >= len(begin)]
+            for index, byte in enumerate(reversed(begin)):
+                found = found[vocabulary[starts[found + 1] - 1 - index] == byte]
+            if found.size:
+                tail = self._tokenizer.encode(text[length:], parse_special=False)
+                for token_id in found.tolist():
+                    yield token_id, tuple(tail[:LONGEST_TAIL])
 
     @cached_property
-    def _spelled(self) -> tuple[bytes, np.ndarray[tuple[int], np.dtype[np.int64]]]:
-        """The bytes of all tokens, one after the other, and where each begins. Shapes: [V + 1]."""
+    def _spelled(self) -> tuple[U8Array, I64Array]:
+        """The bytes of all tokens, one after the other, and where each begins.
+        Shapes: [N], [V + 1]."""
         size = self._tokenizer.vocab_size
         words = [self._tokenizer.token_bytes(token_id) for token_id in range(size)]
-        return b"".join(words), np.array([0, *accumulate(map(len, words))], np.int64)
-
-    @cached_property
-    def _by_last_byte(self) -> dict[int, list[int]]:
-        """The tokens that end with each byte."""
-        found: dict[int, list[int]] = {}
-        vocabulary, starts = self._spelled
-        for token_id, (first, last) in enumerate(pairwise(starts.tolist())):
-            if last > first:
-                found.setdefault(vocabulary[last - 1], []).append(token_id)
-        return found
+        starts = np.array([0, *accumulate(map(len, words))], np.int64)
+        return np.frombuffer(b"".join(words), np.uint8), starts
 
 
 def _refused(what: str) -> SettingsError:

@@ -147,6 +147,6 @@ def test_breakers_are_found_in_tokens_and_across_them(tokenizer: Tokenizer) -> N
                     expected.add(tuple(rest[:20]))
             assert tails.get(token_id, frozenset()) == expected
     assert compiler.compile() is compiler.compile(DEFAULT_BREAKERS)
-    for texts in (("",), ("x" * 41,), ("x",) * 65):
+    for texts in (("",), ("x" * 41,), ("x",) * 65, ("x" * 40,) * 13):
         with pytest.raises(SettingsError, match="dry_sequence_breakers"):
             compiler.compile(texts)
