@@ -17,6 +17,7 @@
     │   ├── DeviceOutOfMemory   its memory is too small: keep less on it
     │   └── KernelCompileError  a kernel cannot be compiled for it
     ├── RenderingUnavailable    no process is available to render a chat template: retry
+    ├── QueueFull               too many requests wait already: retry later
     └── DaemonUnavailable       a daemon is gone or late: retry, or compute elsewhere
         └── DeadlineExceeded    no answer arrived in time
 
@@ -208,6 +209,10 @@ class KernelCompileError(DeviceUnavailable):
 
 class RenderingUnavailable(DflashError):
     """No process that renders chat templates is available: none starts, or all are busy."""
+
+
+class QueueFull(DflashError):
+    """As many requests wait as may, or as one client may have waiting."""
 
 
 class DaemonUnavailable(DflashError):

@@ -24,6 +24,7 @@ from dflash_protocol.errors import (
     NotFinite,
     ProtocolError,
     PullFailed,
+    QueueFull,
     RenderingUnavailable,
     SettingsError,
     UnsupportedModel,
@@ -48,6 +49,7 @@ SAMPLES: dict[type[DflashError], DflashError] = {
     DeviceOutOfMemory: DeviceOutOfMemory("cuda:0", num_bytes=9, free_bytes=1, total_bytes=2),
     KernelCompileError: KernelCompileError("sample.cu(3): error: expected a ';'"),
     RenderingUnavailable: RenderingUnavailable("too many at once"),
+    QueueFull: QueueFull("too many requests wait"),
     DaemonUnavailable: DaemonUnavailable("nothing answers"),
     DeadlineExceeded: DeadlineExceeded("no reply within 250 ms"),
 }

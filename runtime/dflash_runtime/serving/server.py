@@ -19,6 +19,7 @@ from dflash_protocol.errors import RenderingUnavailable, SettingsError
 from dflash_protocol.notify import Notifier
 from dflash_protocol.settings import Settings
 from dflash_runtime.engine.engine import Engine
+from dflash_runtime.engine.engine_thread import OpenEngine
 from dflash_runtime.placement.plan_text import plan_text
 from dflash_runtime.serving.access import ApiKeys, listening_socket
 from dflash_runtime.serving.app import create_app
@@ -27,7 +28,7 @@ from dflash_runtime.serving.cors import check_origins
 from dflash_runtime.serving.metrics import Metrics
 from dflash_runtime.serving.state import ServerState
 from dflash_runtime.serving.status import chat_template
-from dflash_runtime.serving.worker import EngineWorker, OpenEngine
+from dflash_runtime.serving.worker import EngineWorker
 
 _LOG = logging.getLogger(__name__)
 

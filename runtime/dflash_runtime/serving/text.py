@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from dflash_adapters.text.harmony import reply_stream
 from dflash_adapters.text.tokenizer import StreamDecoder, Tokenizer
 from dflash_runtime.engine.engine import GeneratedToken
+from dflash_runtime.engine.stop_strings import StopFinder
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +52,18 @@ class TextAssembler:
             self._decoder = reply_stream(tokenizer)
         elif tokenizer is not None:
             self._decoder = tokenizer.stream(keep_special=False, shown=rules.shown or ())
-        self._stops = rules.stops
-        self._held = ""
+        self._finder = StopFinder(rules.stops)
         self._num_decoded = first_offset
         self._pending: deque[tuple[int, int, GeneratedToken]] = deque()
-        self.stop: str | None = None
+
+    @property
+    def stop(self) -> str | None:
         """The stop string that was found: `push` needs no more tokens."""
+        return self._finder.stop
 
     @property
     def is_stopped(self) -> bool:
-        return self.stop is not None
+        return self._finder.is_stopped
 
     def push(self, token: GeneratedToken) -> Delta | None:
         """Take a token; returns the text that became final, if any did."""
@@ -68,35 +71,14 @@ class TextAssembler:
         first, self._num_decoded = self._num_decoded, self._num_decoded + len(text)
         # Bytes of an incomplete character come with the token that completes it.
         self._pending.append((first, max(self._num_decoded, first + 1), token))
-        self._held += text
-        # The stop string that ends first, however tokens split the text.
-        found = [
-            (place + len(stop), place, stop)
-            for stop in self._stops
-            if (place := self._held.find(stop)) >= 0
-        ]
-        if found:
-            _, place, self.stop = min(found)
-            return self._release(place)
-        return self._release(len(self._held) - self._num_uncertain())
+        return self._delta(self._finder.push(text))
 
     def finish(self) -> Delta | None:
         """After the last token: returns what was held back."""
-        return None if self.is_stopped else self._release(len(self._held), is_all=True)
+        return None if self.is_stopped else self._delta(self._finder.finish(), is_all=True)
 
-    def _num_uncertain(self) -> int:
-        """Length of the longest suffix of the held text that is a prefix of a stop string."""
-        longest = 0
-        for stop in self._stops:
-            for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
-                if self._held.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
-
-    def _release(self, length: int, *, is_all: bool = False) -> Delta | None:
-        text, self._held = self._held[:length], self._held[length:]
-        out_until = self._num_decoded - len(self._held)
+    def _delta(self, text: str, *, is_all: bool = False) -> Delta | None:
+        out_until = self._num_decoded - len(self._finder.held)
         tokens, offsets = [], []
         while self._pending:
             first, last, token = self._pending[0]

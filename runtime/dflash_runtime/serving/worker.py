@@ -1,4 +1,4 @@
-"""The thread that owns the engine: opens it, runs one job after the other, closes it.
+"""The server's jobs: what the thread that owns the engine does for each, and what it publishes.
 
 Jobs are submitted in the event loop's thread, which reads their events from a channel.
 """
@@ -6,24 +6,21 @@ Jobs are submitted in the event loop's thread, which reads their events from a c
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 
 from dflash_adapters.text.grammar import Grammar
-from dflash_protocol.errors import DflashError, NotFinite, one_line
+from dflash_protocol.errors import DflashError, NotFinite, QueueFull
 from dflash_runtime.engine.engine import Engine, EngineStats, GenerationStats
+from dflash_runtime.engine.engine_thread import EngineThread, OpenEngine
+from dflash_runtime.engine.event_channel import EventChannel
 from dflash_runtime.engine.generation import OnPromptLogprobs
 from dflash_runtime.engine.penalties import Penalties
 from dflash_runtime.engine.sampling import SamplingParams
-from dflash_runtime.experts.daemons.supervisor import ProgressCallback
 from dflash_runtime.serving.echo import PromptEcho
-from dflash_runtime.serving.fair_queue import FairQueue, QueueFull
 from dflash_runtime.serving.metrics import Metrics
 from dflash_runtime.serving.text import Delta, TextAssembler, TextRules
 
@@ -33,8 +30,6 @@ _HUNG_S = 120.0
 """A layer that takes longer is taken to hang."""
 _PUBLISH_S = 0.5
 """Longest time that `stats` lags behind an engine that is idle or begins layers."""
-
-OpenEngine = Callable[[ProgressCallback], Engine]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,57 +46,11 @@ JobEvent = Delta | Finished | BaseException
 """Events of a job: deltas, then its end or the exception that ended it."""
 
 
-class Channel:
-    """Events from the engine's thread to one reader in the event loop. Never blocks the writer.
-
-    Holds at most the tokens of a generation.
-    """
+class Channel(EventChannel[JobEvent]):
+    """The events of a job."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._events: deque[JobEvent] = deque()
-        self._is_awake = asyncio.Event()
-        self._is_woken = False
-        self._has_ended = asyncio.Event()
-
-    def put(self, event: JobEvent) -> None:
-        """Add an event, from any thread."""
-        self._events.append(event)
-        # Waking the loop is the engine's thread's largest cost here: once is enough for all events
-        # that the reader has not yet taken.
-        try:
-            if not isinstance(event, Delta):
-                self._loop.call_soon_threadsafe(self._end)
-            elif not self._is_woken:
-                self._is_woken = True
-                self._loop.call_soon_threadsafe(self._is_awake.set)
-        except RuntimeError:
-            return  # the loop is closed: there is no reader
-
-    async def take(self) -> list[JobEvent]:
-        """Wait for events; returns all there are."""
-        while not self._events:
-            await self._is_awake.wait()
-            self._is_awake.clear()
-            self._is_woken = False
-        events = []
-        while self._events:
-            events.append(self._events.popleft())
-        return events
-
-    async def ended(self) -> None:
-        """Wait for the last event."""
-        await self._has_ended.wait()
-
-    async def pause(self, seconds: float) -> None:
-        """Let events gather for a while, or until the last one."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self.ended()
-
-    def _end(self) -> None:
-        self._is_awake.set()
-        self._has_ended.set()
+        super().__init__(loop, is_last=lambda event: not isinstance(event, Delta))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,15 +83,10 @@ class Job:
     """Set from any thread to end the job."""
 
 
-class OpeningAborted(Exception):
-    """The server is ending before the engine was open."""
-
-
 class EngineWorker:
-    """Owns the engine and its thread, from entering a ``with`` until leaving it.
+    """Owns the engine's thread, from entering a ``with`` until leaving it.
 
-    `opened` gives the engine once it is ready. Other threads may use its tokenizer and what never
-    changes, and read `stats`, nothing else.
+    Other threads may read `stats`, and use of the engine what `EngineThread` says.
     """
 
     def __init__(
@@ -153,21 +97,17 @@ class EngineWorker:
         metrics: Metrics,
         on_stage: Callable[[str], None] = lambda stage: None,
     ) -> None:
-        self.opened: Future[Engine] = Future()
-        self.stage = ""
-        """The stage of opening, for people."""
         self.running: Job | None = None
         self.reading: tuple[int, int] | None = None
         """Prompt tokens of the running job: computed, and in all; None after the prompt."""
-        self._open_engine = open_engine
         self._metrics = metrics
-        self._queue: FairQueue[Job] = FairQueue(queue_capacity)
         self._mean_job_s = 1.0
-        self._on_stage = on_stage
         self._stepped_s = 0.0
         self._published: EngineStats | None = None
-        self._thread = threading.Thread(target=self._main, name="dflash-engine")
-        metrics.watch_queue(self._queue.__len__)
+        self._thread: EngineThread[Job] = EngineThread(
+            open_engine, self, capacity=queue_capacity, on_stage=on_stage
+        )
+        metrics.watch_queue(lambda: self.num_waiting)
 
     def __enter__(self) -> EngineWorker:
         self._thread.start()
@@ -178,13 +118,23 @@ class EngineWorker:
         self._thread.join()
 
     @property
+    def opened(self) -> Future[Engine]:
+        """Gives the engine once it is ready."""
+        return self._thread.opened
+
+    @property
+    def stage(self) -> str:
+        """The stage of opening, for people."""
+        return self._thread.stage
+
+    @property
     def num_waiting(self) -> int:
-        return len(self._queue)
+        return self._thread.num_waiting
 
     @property
     def is_well(self) -> bool:
         """The thread runs, and its current layer has not taken more than `_HUNG_S`."""
-        return self._thread.is_alive() and (self.stalled_s or 0.0) <= _HUNG_S
+        return self._thread.is_alive and (self.stalled_s or 0.0) <= _HUNG_S
 
     @property
     def stalled_s(self) -> float | None:
@@ -203,7 +153,7 @@ class EngineWorker:
     def submit(self, job: Job) -> None:
         """Queue a job; clients take turns. Raises: QueueFull."""
         try:
-            self._queue.put(job.client, job)
+            self._thread.submit(job.client, job)
         except QueueFull:
             self._metrics.rejected.labels("queue_full").inc()
             raise
@@ -211,7 +161,7 @@ class EngineWorker:
     def cancel(self, job: Job) -> None:
         """Cancel a job, waiting or running: at most one more token of it is computed."""
         job.is_cancelled = True
-        if self._queue.remove(job.client, job):
+        if self._thread.remove(job.client, job):
             self._metrics.count_generation("cancelled", GenerationStats())
             job.channel.put(Finished("cancelled", GenerationStats()))
 
@@ -221,43 +171,27 @@ class EngineWorker:
 
     def stop(self) -> None:
         """Cancel all jobs and have the thread end, without waiting for it."""
-        self._queue.close()
+        self._thread.stop()
 
-    def _main(self) -> None:
-        self.opened.set_running_or_notify_cancel()  # cancelling it does not end the opening
-        try:
-            engine = self._open_engine(self._report)
-        except BaseException as error:
-            self.opened.set_exception(error)
-            return
-        with engine:
-            # Loaded here, as other threads use it from now on.
-            if (tokenizer := engine.tokenizer) is not None:
-                tokenizer.fewest_tokens("")  # scans the whole vocabulary, once
-            self._publish(engine)
-            self._metrics.watch_engine(lambda: self.stats, lambda: engine.plan)
-            self.opened.set_result(engine)
-            while (job := self._next_job(engine)) is not None:
-                self._stepped_s = time.monotonic()
-                self.running = job
-                self._metrics.running.set(1)
-                outcome = self._outcome_of(engine, job)
-                self.running = self.reading = None
-                self._metrics.running.set(0)
-                # Last of all: once a client sees the end, everything is counted.
-                job.channel.put(outcome)
+    def begin(self, engine: Engine) -> None:
+        """For the thread."""
+        self._publish(engine)
+        self._metrics.watch_engine(lambda: self.stats, lambda: engine.plan)
 
-    def _next_job(self, engine: Engine) -> Job | None:
-        while True:
-            try:
-                return self._queue.take(_PUBLISH_S)
-            except TimeoutError:  # a daemon may have been lost, or come back
-                try:
-                    engine.move_experts()
-                except Exception:
-                    # docs: a bug, with its traceback: report it. Experts stay where they are
-                    _LOG.exception("experts are not moved")
-                self._publish(engine)
+    def run(self, engine: Engine, job: Job) -> None:
+        """For the thread: run a job."""
+        self._stepped_s = time.monotonic()
+        self.running = job
+        self._metrics.running.set(1)
+        outcome = self._outcome_of(engine, job)
+        self.running = self.reading = None
+        self._metrics.running.set(0)
+        # Last of all: once a client sees the end, everything is counted.
+        job.channel.put(outcome)
+
+    def rest(self, engine: Engine) -> None:
+        """For the thread: nobody asks."""
+        self._publish(engine)
 
     def _publish(self, engine: Engine) -> EngineStats:
         self._published = stats = engine.stats()
@@ -266,7 +200,7 @@ class EngineWorker:
     def _outcome_of(self, engine: Engine, job: Job) -> Finished | Exception:
         """Run a job; return its end, which is not yet put into its channel."""
         try:
-            return self._run(engine, job)
+            return self._generated(engine, job)
         except Exception as error:
             if not isinstance(error, DflashError):
                 # docs: a bug, with its traceback: report it. The client got status 500
@@ -280,7 +214,7 @@ class EngineWorker:
             self._publish(engine)
             return error
 
-    def _run(self, engine: Engine, job: Job) -> Finished:
+    def _generated(self, engine: Engine, job: Job) -> Finished:
         metrics, options = self._metrics, job.options
         started_s = time.perf_counter()
         metrics.queue_s.observe(started_s - job.asked_s)
@@ -303,7 +237,7 @@ class EngineWorker:
             if now_s > publish_s:
                 self._publish(engine)
                 publish_s = now_s + _PUBLISH_S
-            return job.is_cancelled or self._queue.is_closed
+            return job.is_cancelled or self._thread.is_stopping
 
         def on_prefill(num_done: int, num_total: int) -> None:
             self.reading = num_done, num_total
@@ -350,10 +284,3 @@ class EngineWorker:
         metrics.count_owners(self._publish(engine).owners)
         self._mean_job_s += (ended_s - started_s - self._mean_job_s) / 8
         return Finished(reason, stats, assembler.stop)
-
-    def _report(self, owner: str, stage: str, num_done: int, num_total: int) -> None:
-        self.stage = one_line(f"{owner}: {stage} {num_done}/{num_total}")
-        self._on_stage(self.stage)
-        # Only in this thread: an exception in another reporting thread would not end the opening.
-        if self._queue.is_closed and threading.current_thread() is self._thread:
-            raise OpeningAborted

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_runtime.serving.fair_queue import FairQueue, QueueFull
+from dflash_protocol.errors import QueueFull
+from dflash_runtime.engine.fair_queue import FairQueue
 
 
 def taken(queue: FairQueue[str]) -> list[str | None]:

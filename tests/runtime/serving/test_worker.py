@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from dflash_protocol.errors import ModelFileError
+from dflash_protocol.errors import ModelFileError, QueueFull
 from dflash_runtime import Engine
-from dflash_runtime.serving.fair_queue import QueueFull
 from dflash_runtime.serving.metrics import Metrics
 from dflash_runtime.serving.text import Delta
 from dflash_runtime.serving.worker import Channel, EngineWorker, Finished, Job, TokenOptions
