@@ -32,12 +32,15 @@ COMPILED = (
 """Files whose functions are compiled, or emit what is."""
 
 SETTINGS, MESSAGE, METRICS = "frozen settings", "a message's fields", "figures of metrics"
+KEYWORDS = "the type of a function's keywords"
 
 ATTRIBUTES = {
     "bench/model_shapes.py:ModelShape": SETTINGS,
     "protocol/dflash_protocol/settings/table.py:Settings": SETTINGS,
     "protocol/dflash_protocol/wire/messages.py:Offer": MESSAGE,
     "protocol/dflash_protocol/wire/messages.py:Welcome": MESSAGE,
+    "runtime/dflash_runtime/engine/generate_options.py:GenerateOptions": KEYWORDS,
+    "runtime/dflash_runtime/engine/generate_options.py:TokenChoice": KEYWORDS,
     "runtime/dflash_runtime/serving/metrics.py:Metrics": METRICS,
     "runtime/dflash_runtime/experts/telemetry.py:OwnerStats": METRICS,
     "runtime/dflash_runtime/experts/telemetry.py:PhaseStats": METRICS,

@@ -10,12 +10,12 @@ import contextlib
 import gc
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from dflash_runtime.engine.arguments import token_id_array, whole_number
 from dflash_runtime.engine.breakers import BreakerCompiler
 from dflash_runtime.engine.engine_stats import EngineStats
 from dflash_runtime.engine.expert_memory import ExpertDeviceMemory, expert_memory_of
+from dflash_runtime.engine.generate_options import GenerateOptions, Schema, schema_source
 from dflash_runtime.engine.generation import (
     GeneratedToken,
     GenerationRequest,
@@ -49,6 +50,7 @@ from dflash_runtime.engine.replacing import ExpertMover, mover_of
 from dflash_runtime.engine.run_guard import Cancelled
 from dflash_runtime.engine.sampling import Sampler, SamplingParams
 from dflash_runtime.engine.steps import Steps
+from dflash_runtime.engine.stop_strings import StopFinder, checked_stops, until_stop
 from dflash_runtime.engine.verifying import Verified, Verifier
 from dflash_runtime.experts.daemons.supervisor import ProgressCallback
 from dflash_runtime.experts.telemetry import MoveStats, Profile
@@ -226,6 +228,12 @@ class Engine:
             on_progress=on_progress,
         )
 
+    def __repr__(self) -> str:
+        return (
+            f"<Engine {self.spec.name!r}, {self.spec.architecture}, {self.backend_name}, "
+            f"{self.num_positions} positions>"
+        )
+
     def __enter__(self) -> Engine:
         return self
 
@@ -354,6 +362,13 @@ class Engine:
         """
         return self._prompts.breakers
 
+    def schema_grammar(self, schema: Schema) -> Grammar:
+        """The grammar of texts that a JSON schema allows, for `generate`; any thread may call it.
+
+        Raises: GrammarError; SettingsError if the file has no tokenizer.
+        """
+        return self.grammars.compile(schema_source(schema))
+
     def encode_prompt(self, text: str, *, chat: bool = False) -> list[int]:
         """Token ids of a text, or with `chat` of a conversation whose first message it is.
 
@@ -385,6 +400,19 @@ class Engine:
         """
         rendered = self.chat_text(messages, template=template, extra=extra)
         return self._prompts.chat_ids(rendered)
+
+    def encode_conversation(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template: str | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """`encode_chat` with `tools`, the tools that may be called, among the template's variables;
+        threads and errors as there."""
+        variables = {**(extra or {}), **({"tools": list(tools)} if tools else {})}
+        return self.encode_chat(messages, template=template, extra=variables)
 
     def chat_text(
         self,
@@ -436,7 +464,9 @@ class Engine:
         seed: int | None = None,
         penalties: Penalties | None = None,
         grammar: Grammar | None = None,
+        schema: Schema | None = None,
         ignore_eos: bool = False,
+        stop: str | Sequence[str] = (),
         stop_ids: Collection[int] = (),
         top_logprobs: int | None = None,
         on_prompt_logprobs: OnPromptLogprobs | None = None,
@@ -449,7 +479,9 @@ class Engine:
 
         Ends early at a stop token, which is not yielded: one of `stop_ids`, or of the model's, with
         a `grammar` or unless `ignore_eos`; when the context is full; and when the grammar, which
-        the text then follows, lets nothing come. `last_generation` holds times and the reason of
+        the text then follows, lets nothing come. `schema`, a JSON schema, takes a grammar's place.
+        The texts of the tokens end before the first of the strings `stop`; what may be the
+        beginning of one comes once it is certain. `last_generation` holds times and the reason of
         the end; `on_prefill` gets the number of prompt tokens computed, and of all. `top_logprobs`
         (0 or more): each token comes with its log-probability and those of that many most likely
         tokens, of the model, before penalties and without a grammar. `on_prompt_logprobs` gets the
@@ -460,8 +492,9 @@ class Engine:
         tell one client about another's prompt. `is_cancelled` is called before every layer of a
         prompt, before every token, and within steps that take long; once it returns True, the
         generation ends.
-        Raises: SettingsError before anything is computed; while it is, DaemonUnavailable if daemons
-        are required, GrammarError if the grammar is too complex or has no way on.
+        Raises: SettingsError before anything is computed, GrammarError for a wrong `schema`; while
+        it is, DaemonUnavailable if daemons are required, GrammarError if the grammar is too complex
+        or has no way on.
         """
         sampler = Sampler(
             SamplingParams(
@@ -484,11 +517,17 @@ class Engine:
         ids = self._checked(self.encode_prompt(prompt) if isinstance(prompt, str) else prompt)
         if ids.size == 0:
             raise SettingsError("the prompt is empty")
-
+        if schema is not None:
+            if grammar is not None:
+                raise SettingsError("schema and grammar exclude each other")
+            grammar = self.schema_grammar(schema)
+        stops = checked_stops(stop)
+        if stops and self.tokenizer is None:
+            raise SettingsError("stop: this file has no tokenizer; give stop_ids")
         table: PenaltyTable | None = None
         if penalties is not None and not penalties.is_neutral:
             table = PenaltyTable(penalties, ids, vocab_size=self.spec.vocab_size)
-        return self._run(
+        tokens = self._run(
             GenerationRequest(
                 prompt=ids,
                 max_tokens=max_tokens,
@@ -504,6 +543,7 @@ class Engine:
                 on_prefill=on_prefill,
             )
         )
+        return self._until_stop(tokens, stops) if stops else tokens
 
     def chat(
         self,
@@ -513,7 +553,7 @@ class Engine:
         tools: Sequence[Mapping[str, Any]] = (),
         template: str | None = None,
         extra: Mapping[str, Any] | None = None,
-        **options: Any,
+        **options: Unpack[GenerateOptions],
     ) -> Iterator[GeneratedToken]:
         """Yield up to `max_tokens` tokens of the answer to a conversation, as `generate` does.
 
@@ -523,8 +563,7 @@ class Engine:
         calls stay in the text as the model writes them, with their tags.
         Raises: as `encode_chat` and `generate`.
         """
-        variables = {**(extra or {}), **({"tools": list(tools)} if tools else {})}
-        prompt = self.encode_chat(messages, template=template, extra=variables)
+        prompt = self.encode_conversation(messages, tools=tools, template=template, extra=extra)
         return self.generate(prompt, max_tokens, **options)
 
     def prefill(
@@ -588,7 +627,7 @@ class Engine:
         """
         return self._steps.heat_now()
 
-    def _run(self, request: GenerationRequest) -> Iterator[GeneratedToken]:
+    def _run(self, request: GenerationRequest) -> Generator[GeneratedToken]:
         """Run a generation; log its profile at the end if the engine is profiled."""
         stats = GenerationStats(num_prompt_tokens=request.prompt.size)
         started_s = time.perf_counter()
@@ -618,6 +657,15 @@ class Engine:
                     {name: each.phases for name, each in owners.items()},
                     troubles={name: each.troubles for name, each in owners.items()},
                 )
+
+    def _until_stop(
+        self, tokens: Generator[GeneratedToken], stops: Sequence[str]
+    ) -> Iterator[GeneratedToken]:
+        finder = StopFinder(stops)
+        with contextlib.closing(tokens):
+            yield from until_stop(tokens, finder)
+        if finder.is_stopped:
+            self.last_generation.finish_reason = "stop"
 
     def _begun(self) -> Verifier:
         if self._verifier is None:

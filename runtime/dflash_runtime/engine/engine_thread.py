@@ -61,6 +61,7 @@ class EngineThread(Generic[J]):
     ) -> None:
         """`capacity`: most jobs that wait; of one client, half as many."""
         self.opened: Future[Engine] = Future()
+        self.opened.set_running_or_notify_cancel()  # nobody who waits for it can cancel it
         self.stage = ""
         """The stage of opening, for people."""
         self._open_engine, self._runner = open_engine, runner
@@ -105,7 +106,6 @@ class EngineThread(Generic[J]):
         self._thread.join()
 
     def _main(self) -> None:
-        self.opened.set_running_or_notify_cancel()  # cancelling it does not end the opening
         try:
             engine = self._open_engine(self._report)
         except BaseException as error:
@@ -125,6 +125,8 @@ class EngineThread(Generic[J]):
             try:
                 return self._queue.take(REST_S)
             except TimeoutError:  # a daemon may have been lost, or come back
+                if not threading.main_thread().is_alive():
+                    return None  # the program ends, and waits for this thread
                 try:
                     engine.move_experts()
                 except Exception:

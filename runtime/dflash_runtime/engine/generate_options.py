@@ -1,0 +1,51 @@
+"""The options of `Engine.generate` that others pass on, and schemas as grammars."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypedDict
+
+from dflash_adapters.text.grammar import Grammar, GrammarKind, GrammarSource
+from dflash_protocol.errors import GrammarError
+from dflash_runtime.engine.penalties import Penalties
+
+Schema = Mapping[str, Any] | bool | str
+"""A JSON schema; a str is its JSON text."""
+
+
+class TokenChoice(TypedDict, total=False):
+    """How tokens are chosen, and what ends them; see `Engine.generate`."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int | None
+    penalties: Penalties | None
+    grammar: Grammar | None
+    schema: Schema | None
+    ignore_eos: bool
+    stop: str | Sequence[str]
+    stop_ids: Collection[int]
+    top_logprobs: int | None
+    reuse_prefix: bool
+    prefix_scope: str
+
+
+class GenerateOptions(TokenChoice, total=False):
+    """All options of `Engine.generate`."""
+
+    is_cancelled: Callable[[], bool] | None
+    on_prefill: Callable[[int, int], None]
+
+
+def schema_source(schema: Schema) -> GrammarSource:
+    """Raises: GrammarError for what JSON cannot express."""
+    if isinstance(schema, str):
+        return GrammarSource(GrammarKind.JSON_SCHEMA, schema)
+    try:
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False, default=dict)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise GrammarError(f"schema: is no JSON: {error}") from error
+    return GrammarSource(GrammarKind.JSON_SCHEMA, text)
