@@ -32,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         flags = {knob.field: getattr(options, knob.field) for knob in knobs_of(daemon=True)}
         settings = load_settings(file=options.settings, flags=flags)
+        log_to_stderr(_PROGRAM, level=settings.log_level, is_json=settings.log_format == "json")
         if not settings.model:
             raise SettingsError("name a GGUF file: MODEL, or the setting of that name")
         # Imported late, so that --help and usage errors are fast.
@@ -39,21 +40,21 @@ def main(arguments: list[str] | None = None) -> int:
 
         run_daemon(settings, options.lifeline_fd)
     except SettingsError as error:
-        say(f"error: {error}", program=_PROGRAM)
+        say(f"error: {error}", program=_PROGRAM, level="error")
         return 2
     except (DflashError, OSError) as error:
-        say(f"error: {error}", program=_PROGRAM)
+        say(f"error: {error}", program=_PROGRAM, level="error")
         return 1
     except ImportError as error:
         # docs: the launcher's environment has no such library; install dflash-moe in it, see
         # `dflash-moe doctor`
         reason = f"{sys.executable} lacks what a daemon needs: {_first_line(error)}"
-        say(f"error: {reason}", program=_PROGRAM)
+        say(f"error: {reason}", program=_PROGRAM, level="error")
         return 1
     except (MemoryError, RuntimeError) as error:
         if (lack := lack_of(error)) is None:
             raise
-        print(f"dflash-daemon: error: {lack}", file=sys.stderr)
+        say(f"error: {lack}", program=_PROGRAM, level="error")
         return 1
     except KeyboardInterrupt:
         return 130

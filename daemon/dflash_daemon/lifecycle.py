@@ -216,7 +216,8 @@ async def _serve(
             # docs: parents can connect
             say(summary, program="dflash-daemon")
             # Log what is loaded for which parent, unless a parent has spawned this daemon.
-            logging.getLogger("dflash_daemon").setLevel(logging.INFO)
+            if (log := logging.getLogger("dflash_daemon")).level == logging.NOTSET:
+                log.setLevel(logging.INFO)  # no --log-level was given
         # A parent that spawned us sends Hello at once, and gets Progress from the load.
         is_told = owned is not None or lifeline_fd is not None
         warm_up = None if is_told else partial(host.warm_up, _Progress(manager))

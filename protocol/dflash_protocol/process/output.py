@@ -1,17 +1,26 @@
-"""Lines for people on stderr and in logs: quoted text can neither forge a line nor control a
-terminal."""
+"""Lines on stderr and in logs, for people or as JSON: quoted text can neither forge a line nor
+control a terminal."""
 
 from __future__ import annotations
 
 import json
 import logging
 import sys
+import time
+from datetime import UTC, datetime
 from typing import Any
 
 from dflash_protocol.errors import one_line
 
 _LONGEST = 4000
 _INDENT = "    "
+_PACKAGES = ("dflash_protocol", "dflash_adapters", "dflash_daemon", "dflash_runtime")
+REQUESTS = "dflash_runtime.requests"
+"""Name of the logger that gets a line for each request of a server."""
+FIELDS = "fields"
+"""Attribute of a log record with a mapping of names to values, for readers of JSON."""
+AS_WARNINGS = "auto"
+"""Level of warnings, and of requests."""
 
 
 class OneLineFormatter(logging.Formatter):
@@ -30,14 +39,51 @@ class OneLineFormatter(logging.Formatter):
         return "\n".join(lines)
 
 
+class JsonFormatter(logging.Formatter):
+    """A JSON object on one line: ``time``, ``level``, ``program``, ``logger``, ``message``, the
+    lines of a traceback as ``traceback``, and the record's `FIELDS`."""
+
+    def __init__(self, program: str) -> None:
+        super().__init__()
+        self._program = program
+
+    def format(self, record: logging.LogRecord) -> str:
+        return self.line(
+            record.getMessage(),
+            level=record.levelname.lower(),
+            time_s=record.created,
+            logger=record.name,
+            **(
+                {"traceback": self.formatException(record.exc_info).split("\n")}
+                if record.exc_info
+                else {}
+            ),
+            **getattr(record, FIELDS, {}),
+        )
+
+    def line(self, message: object, *, level: str, time_s: float, **fields: Any) -> str:
+        """One line."""
+        time = datetime.fromtimestamp(time_s, UTC).isoformat(timespec="milliseconds")
+        record = {
+            "time": time.replace("+00:00", "Z"),
+            "level": level,
+            "program": self._program,
+            "message": one_line(message, _LONGEST),
+        }
+        return ascii_json({**record, **fields})
+
+
 def said(message: object, *, program: str) -> str:
     """`message` as one line that begins with the program's name."""
     return f"{program}: {one_line(message, _LONGEST)}"
 
 
-def say(message: object, *, program: str) -> None:
-    """Write `said` to stderr and flush."""
-    print(said(message, program=program), file=sys.stderr, flush=True)
+def say(message: object, *, program: str, level: str = "info") -> None:
+    """Write `said` to stderr and flush; a JSON object instead if the log is of these."""
+    line = said(message, program=program)
+    if any(isinstance(each.formatter, JsonFormatter) for each in logging.root.handlers):
+        line = JsonFormatter(program).line(message, level=level, time_s=time.time())
+    print(line, file=sys.stderr, flush=True)
 
 
 def noun(number: int, singular: str) -> str:
@@ -53,11 +99,23 @@ def ascii_json(value: Any) -> str:
     return json.dumps(value, allow_nan=False).replace("\x7f", "\\u007f")
 
 
-def log_to_stderr(program: str) -> None:
-    """Log warnings and errors to stderr, unless logging has a handler already."""
-    if logging.root.handlers:
+def log_to_stderr(program: str, *, level: str = AS_WARNINGS, is_json: bool = False) -> None:
+    """Log to stderr, unless logging has a handler already that is not ours.
+
+    `level` is ``debug``, ``info``, ``warning``, ``error``, of our own modules, or `AS_WARNINGS`;
+    those of others log warnings, or errors. May be called again, with other arguments.
+    """
+    if any(not isinstance(each.formatter, _FORMATTERS) for each in logging.root.handlers):
         return
     handler = logging.StreamHandler()
-    handler.setFormatter(OneLineFormatter(program))
-    logging.root.addHandler(handler)
-    logging.root.setLevel(logging.WARNING)
+    handler.setFormatter(JsonFormatter(program) if is_json else OneLineFormatter(program))
+    logging.root.handlers[:] = [handler]
+    number = logging.NOTSET if level == AS_WARNINGS else getattr(logging, level.upper())
+    logging.root.setLevel(max(number, logging.WARNING))
+    for package in _PACKAGES:
+        logging.getLogger(package).setLevel(number)
+    requests = logging.INFO if level == AS_WARNINGS else logging.NOTSET
+    logging.getLogger(REQUESTS).setLevel(requests)
+
+
+_FORMATTERS = (OneLineFormatter, JsonFormatter)

@@ -41,6 +41,12 @@ HOST = Text(
 )
 CORES = Text("LIST", r"[0-9,-]*", "numbers and ranges with commas, as in 0-3,8")
 
+OTLP = Text(
+    "URL",
+    r"(https?://[!-~]{1,500})?",
+    "the URL that takes traces over HTTP, as in http://127.0.0.1:4318/v1/traces",
+)
+
 TOKENS = Text("PROMPT:WRITTEN", r"[1-9][0-9]{0,6}:[0-9]{1,7}", "two numbers, as in 1000:400")
 
 MAX_THREADS = 1024
@@ -439,6 +445,14 @@ class Settings:
         256, "EXPERT_TRACE_MB", Whole(1, 1024), Reader.PARENT,
         "Largest size of that file, in MiB.",
     )
+    log_level: str = setting(
+        "auto", "LOG_LEVEL", OneOf("auto", "debug", "info", "warning", "error"), Reader.BOTH,
+        "Least important lines that are logged; auto: warnings, and of a server one a request.",
+    )
+    log_format: str = setting(
+        "text", "LOG_FORMAT", OneOf("text", "json"), Reader.BOTH,
+        "Lines on stderr: for people, or each a JSON object.",
+    )
     host: str = setting(
         "127.0.0.1", "HOST", HOST, Reader.SERVER,
         "Address that the server listens on; beyond loopback it needs keys.",
@@ -471,6 +485,10 @@ class Settings:
         "auto", "CHAT_HISTORY", PathOrWord("auto", "off"), Reader.CHAT,
         "File of mode 0600 with what was typed in chats; auto is "
         "$XDG_STATE_HOME/dflash-moe/chat-history, else in ~/.local/state.",
+    )
+    otlp_endpoint: str = setting(
+        "", "OTLP_ENDPOINT", OTLP, Reader.SERVER,
+        "OpenTelemetry collector that gets a span a request; needs the extra otel.",
     )
     # fmt: on
 

@@ -125,5 +125,5 @@ def _discard_stdout() -> None:
 def _fail(message: str, exit_code: int) -> int:
     first_line, *_ = message.splitlines() or [""]
     # docs: the program ends; see *Errors*
-    say(f"error: {first_line}", program="dflash-moe")
+    say(f"error: {first_line}", program="dflash-moe", level="error")
     return exit_code

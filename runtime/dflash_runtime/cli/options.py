@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from dflash_protocol.errors import SettingsError
+from dflash_protocol.process.output import log_to_stderr
 from dflash_protocol.process.text_files import file_error, read_file
 from dflash_protocol.settings import Settings, load_settings
 from dflash_protocol.settings.kinds import Switch
@@ -95,7 +96,8 @@ def settings_options(function: F) -> F:
 
 
 def take_settings(options: dict[str, Any]) -> Settings:
-    """Remove the settings from a command's options and return them as Settings.
+    """Remove the settings from a command's options and return them as Settings; from now on, what
+    is logged is as they say.
 
     Raises: SettingsError.
     """
@@ -104,7 +106,9 @@ def take_settings(options: dict[str, Any]) -> Settings:
     kv_types = {flag: options.pop(name, None) for flag, name in _KV_FLAGS.items()}
     if any(kv_types.values()):
         flags["kv_type"] = _one_kv_type({**kv_types, "--kv-type": flags["kv_type"]})
-    return load_settings(file=file, flags=flags)
+    settings = load_settings(file=file, flags=flags)
+    log_to_stderr("dflash-moe", level=settings.log_level, is_json=settings.log_format == "json")
+    return settings
 
 
 def _one_kv_type(given: Mapping[str, str | None]) -> str:

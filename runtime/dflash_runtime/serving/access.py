@@ -6,9 +6,10 @@ import hmac
 import ipaddress
 import logging
 import os
+import re
 import socket
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -37,24 +38,38 @@ KEY = "dflash.key"
 _WHAT = "API key file"
 _MOST_BYTES = 64 << 10
 _FEWEST_CHARACTERS = 16
+_NAME = re.compile(rb"#\s*name:\s*([A-Za-z0-9._@-]{1,64})\s*")
 _BACKLOG = 512
 
 
 class ApiKeys:
     """The API keys, one of which a client must send."""
 
-    def __init__(self, keys: Iterable[bytes]) -> None:
+    def __init__(self, keys: Iterable[bytes], names: Mapping[int, str] | None = None) -> None:
+        """`names` are of keys, by their index; others are called ``key 1``, ``key 2``, …"""
         self._keys = tuple(keys)
+        given = names or {}
+        self.names = tuple(
+            given.get(index, f"key {index + 1}") for index, _ in enumerate(self._keys)
+        )
+        """What logs call each key."""
 
     @classmethod
     def load(cls, path: Path) -> ApiKeys:
-        """Read a file of keys, one on a line; lines that begin with ``#`` are comments.
+        """Read a file of keys, one on a line; lines that begin with ``#`` are comments. A comment
+        ``# name: ALICE`` names the key on the next line.
 
         Raises: SettingsError if it cannot be read, other accounts can read it, or a key is invalid.
         """
         text = _read_private(path)
         lines = [line.strip() for line in text.splitlines()]
-        keys = [line for line in lines if line and not line.startswith(b"#")]
+        keys: list[bytes] = []
+        names: dict[int, str] = {}
+        for line in filter(None, lines):
+            if not line.startswith(b"#"):
+                keys.append(line)
+            elif (named := _NAME.fullmatch(line)) is not None:
+                names[len(keys)] = named[1].decode("ascii")
         if not keys:
             raise file_error(_WHAT, path, "holds no key")
         for number, key in enumerate(keys, 1):
@@ -66,7 +81,7 @@ class ApiKeys:
                     f"key {number} must have {_FEWEST_CHARACTERS} or more printable ASCII "
                     "characters and no space",
                 )
-        return cls(keys)
+        return cls(keys, names)
 
     def index_of(self, authorization: bytes, x_api_key: bytes = b"") -> int | None:
         """The index of the key in the value of an ``Authorization`` header, or of ``x-api-key`` if

@@ -8,6 +8,7 @@ import itertools
 import time
 from collections.abc import Sequence
 
+from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -24,6 +25,9 @@ KEEP_ALIVE_S = 15.0
 _GATHER_S = 0.04
 """Tokens that come faster than this are sent together, as one chunk unless log-probabilities are
 asked for: waking up for every token takes cores from computing the next."""
+
+_LONGEST_TRACE = 512
+"""Characters of a header; W3C asks for that many."""
 
 _HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
@@ -49,6 +53,8 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state, job = self._state, self._job
+        job.record.request_id = self._answer.id
+        job.record.trace = _trace_of(Headers(scope=scope))
         try:
             state.ready_engine()
             state.worker.submit(job)
@@ -130,6 +136,12 @@ class GenerationResponse(Response):
                 return await self._job.channel.take()
         except TimeoutError:
             return []
+
+
+def _trace_of(headers: Headers) -> dict[str, str]:
+    """W3C's headers of the trace that a request is part of."""
+    found = {name: headers.get(name, "") for name in ("traceparent", "tracestate")}
+    return {name: value for name, value in found.items() if 0 < len(value) <= _LONGEST_TRACE}
 
 
 def _joined(events: Sequence[JobEvent]) -> list[JobEvent]:

@@ -26,8 +26,10 @@ from dflash_runtime.serving.app import create_app
 from dflash_runtime.serving.connections import Acceptor, BoundedProtocol
 from dflash_runtime.serving.cors import check_origins
 from dflash_runtime.serving.metrics import Metrics
+from dflash_runtime.serving.request_log import RequestLog
+from dflash_runtime.serving.spans import Spans
 from dflash_runtime.serving.state import ServerState
-from dflash_runtime.serving.status import chat_template
+from dflash_runtime.serving.status import chat_template, model_id
 from dflash_runtime.serving.worker import EngineWorker
 
 _LOG = logging.getLogger(__name__)
@@ -83,12 +85,17 @@ def serve(
     keys = ApiKeys.load(Path(settings.api_key_file)) if settings.api_key_file else None
     check_origins(settings.cors, has_keys=keys is not None)
     listener = listening_socket(settings.host, settings.port, has_keys=keys is not None)
-    with listener:
+    with listener, contextlib.ExitStack() as spans_end:
         metrics = Metrics()
+        spans: Spans | None = None
+        if settings.otlp_endpoint:
+            spans = Spans.to(settings.otlp_endpoint, lambda: _model_of(worker))
+            spans_end.callback(spans.close)
         with EngineWorker(
             open_engine,
             queue_capacity=settings.queue_capacity,
             metrics=metrics,
+            requests=RequestLog(() if keys is None else keys.names, spans),
             on_stage=manager.starting,
         ) as worker:
             state = ServerState(settings, keys, worker, metrics, chat_template)
@@ -114,6 +121,10 @@ def serve(
             # docs: the address is ours; the model is being opened
             say(f"listening on http://{shown_host}:{port}")
             asyncio.run(_Life(state, http, say, manager).run(listener))
+
+
+def _model_of(worker: EngineWorker) -> str | None:
+    return model_id(worker.opened.result()) if worker.opened.done() else None
 
 
 def _prepare_grammars(engine: Engine) -> None:

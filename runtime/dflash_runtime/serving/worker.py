@@ -22,6 +22,8 @@ from dflash_runtime.engine.penalties import Penalties
 from dflash_runtime.engine.sampling import SamplingParams
 from dflash_runtime.serving.echo import PromptEcho
 from dflash_runtime.serving.metrics import Metrics
+from dflash_runtime.serving.request_log import RequestLog
+from dflash_runtime.serving.request_record import RequestRecord
 from dflash_runtime.serving.text import Delta, TextAssembler, TextRules
 
 _LOG = logging.getLogger(__name__)
@@ -78,6 +80,8 @@ class Job:
     text: TextRules = field(default_factory=TextRules)
     key: str = ""
     echo: PromptEcho | None = None
+    record: RequestRecord = field(default_factory=RequestRecord)
+    """For logs and the status page; filled in as it goes on."""
     asked_s: float = field(default_factory=time.perf_counter)
     is_cancelled: bool = False
     """Set from any thread to end the job."""
@@ -95,8 +99,10 @@ class EngineWorker:
         *,
         queue_capacity: int,
         metrics: Metrics,
+        requests: RequestLog | None = None,
         on_stage: Callable[[str], None] = lambda stage: None,
     ) -> None:
+        self.requests = requests or RequestLog()
         self.running: Job | None = None
         self.reading: tuple[int, int] | None = None
         """Prompt tokens of the running job: computed, and in all; None after the prompt."""
@@ -152,10 +158,14 @@ class EngineWorker:
 
     def submit(self, job: Job) -> None:
         """Queue a job; clients take turns. Raises: QueueFull."""
+        record = job.record
+        record.key, record.num_prompt = self.requests.name_of(job.key), len(job.prompt)
+        record.max_tokens = job.max_tokens
         try:
             self._thread.submit(job.client, job)
         except QueueFull:
             self._metrics.rejected.labels("queue_full").inc()
+            self._record(job, "queue_full")
             raise
 
     def cancel(self, job: Job) -> None:
@@ -163,6 +173,7 @@ class EngineWorker:
         job.is_cancelled = True
         if self._thread.remove(job.client, job):
             self._metrics.count_generation("cancelled", GenerationStats())
+            self._record(job, "cancelled")
             job.channel.put(Finished("cancelled", GenerationStats()))
 
     def retry_after_s(self) -> int:
@@ -197,6 +208,10 @@ class EngineWorker:
         self._published = stats = engine.stats()
         return stats
 
+    def _record(self, job: Job, end: str) -> None:
+        job.record.whole_s, job.record.end = time.perf_counter() - job.asked_s, end
+        self.requests.ended(job.record)
+
     def _outcome_of(self, engine: Engine, job: Job) -> Finished | Exception:
         """Run a job; return its end, which is not yet put into its channel."""
         try:
@@ -212,13 +227,15 @@ class EngineWorker:
                 _LOG.error("a generation has no token: %s", error)
             self._metrics.finished.labels("error").inc()
             self._publish(engine)
+            self._record(job, "error")
             return error
 
     def _generated(self, engine: Engine, job: Job) -> Finished:
         metrics, options = self._metrics, job.options
         started_s = time.perf_counter()
-        metrics.queue_s.observe(started_s - job.asked_s)
-        echo = job.echo
+        record, echo = job.record, job.echo
+        record.queue_s = started_s - job.asked_s
+        metrics.queue_s.observe(record.queue_s)
         assembler = TextAssembler(
             engine.tokenizer, job.text, first_offset=0 if echo is None else len(echo.text)
         )
@@ -261,10 +278,12 @@ class EngineWorker:
         for token in tokens:
             if is_first:
                 is_first, self.reading = False, None
-                metrics.first_token_s.observe(time.perf_counter() - job.asked_s)
+                record.first_token_s = time.perf_counter() - job.asked_s
+                metrics.first_token_s.observe(record.first_token_s)
                 if echo is not None:
                     job.channel.put(echo.delta())
             metrics.generated_tokens.inc()
+            record.num_generated += 1
             delta = assembler.push(token)
             if delta is not None:
                 job.channel.put(delta)
@@ -279,8 +298,10 @@ class EngineWorker:
             job.channel.put(delta)
         reason = "length" if reason == "context" else reason
         metrics.count_generation(reason, stats)
+        record.stats = stats
         ended_s = time.perf_counter()
         metrics.whole_s.observe(ended_s - job.asked_s)
         metrics.count_owners(self._publish(engine).owners)
         self._mean_job_s += (ended_s - started_s - self._mean_job_s) / 8
+        self._record(job, reason)
         return Finished(reason, stats, assembler.stop)

@@ -18,6 +18,12 @@ GOOD = [
     ("CHAT_TEMPLATE_FILE", "chat_template_file", "", ("/srv/chat.jinja",)),
     ("QUEUE_CAPACITY", "queue_capacity", 64, (1, 10_000)),
     ("MAX_BODY_BYTES", "max_body_bytes", 4 << 20, (1024, 1 << 30)),
+    (
+        "OTLP_ENDPOINT",
+        "otlp_endpoint",
+        "",
+        ("http://127.0.0.1:4318/v1/traces", "https://box/a?b=c"),
+    ),
 ]
 
 
@@ -56,6 +62,8 @@ def test_a_variable_sets_its_field(
         ("MAX_BODY_BYTES", "1023"), ("MAX_BODY_BYTES", "1M"),
         ("CORS", "a.example"), ("CORS", "https://a.example/"), ("CORS", "https://*.example"),
         ("CORS", "https://a\r\nb"), ("CORS", "null"), ("CORS", "https://é"),
+        ("OTLP_ENDPOINT", "box:4318"),
+        ("OTLP_ENDPOINT", "file:///etc/passwd"), ("OTLP_ENDPOINT", "http://a b"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_refused_with_the_name(variable: str, value: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -69,7 +70,7 @@ def test_what_is_no_stop_string_is_refused(stop: list[str]) -> None:
 def test_an_engine_stops_at_a_text(tmp_path: Path) -> None:
     path = write_qwen3moe(tmp_path / "m.gguf", SHAPE, seed=1, tokenizer="bytes")
     with Engine.open(path, backend="reference", context=128) as engine:
-        options = {"temperature": 1.5, "seed": 3, "ignore_eos": True}
+        options: dict[str, Any] = {"temperature": 1.5, "seed": 3, "ignore_eos": True}
         whole = [each.text for each in engine.generate("hello", 60, **options)]
         text = "".join(whole)
         stop = text[20:22]
