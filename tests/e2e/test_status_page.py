@@ -339,3 +339,42 @@ def test_with_keys_it_asks_for_one_and_keeps_it_in_its_tab(tmp_path: Path, page:
         if not re.match(r"Failed to load resource: .*(401|400|ERR_CONNECTION|503)", each)
     ]
     assert own == []
+
+
+def test_requests_now_and_before_and_the_last_hour_outlive_a_reload(
+    server: RunningServer, page: Page
+) -> None:
+    url = f"{server.url}/v1/completions"
+    body: dict[str, Any] = {"prompt": MARKUP, "max_tokens": 12, "ignore_eos": True}
+    httpx.post(url, json=body, verify=NO_TLS, timeout=60).raise_for_status()
+    latest = server.get("/status/requests").json()["latest"]
+    for _ in range(2):  # the second time it is a reload
+        page.open(f"{server.url}/")
+        page.wait_for(f"{IS_SHOWN} && document.querySelector('#requests tr')")
+        page.wait_for("document.querySelector('#hour-tokens rect')")
+        names = page.evaluate(
+            "[...document.querySelectorAll('.request-name')].map((name) => name.title)"
+        )
+        assert latest[0]["request_id"] in names
+        assert "tokens/s each" in text_of(page, "#hour-note")
+        assert "first token after" in text_of(page, "#hour-note")
+        assert re.search(r"f16|f32", text_of(page, "#cache"))
+        assert text_of(page, "#owners .number").endswith("iB")
+        assert MARKUP not in text_of(page, "main")
+
+    # One runs and reads its prompt, another waits for it.
+    daemons = spawned_by(server.process.pid)
+    with ThreadPoolExecutor(2) as pool:
+        with suspended(*daemons):
+            long = {**body, "prompt": "import re\n" * 40, "max_tokens": 1}
+            asked = [pool.submit(httpx.post, url, json=long, verify=NO_TLS, timeout=60)]
+            states = "[...document.querySelectorAll('.request-state')].map((e) => e.textContent)"
+            page.wait_for(rf"{states}.some((state) => /^reading \d+ of \d+$/.test(state))")
+            asked.append(pool.submit(httpx.post, url, json=long, verify=NO_TLS, timeout=60))
+            page.wait_for(f"{states}.includes('waiting')")
+            assert text_of(page, "#queue-why").startswith("1 request waits for the one that runs")
+            assert "one request at a time" in text_of(page, "#requests .reason:not(:empty)")
+        for each in asked:
+            each.result().raise_for_status()
+    page.wait_for("document.querySelector('#queue-why').hidden")
+    assert page.complaints == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
@@ -45,6 +46,18 @@ class Snapshot(Protocol):
     @property
     def nbytes(self) -> int:
         """Memory that it takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """Keys and values of the one sequence, and the states of recurrent layers."""
+
+    num_bytes: int = 0
+    """Memory when it is full. On the host it is taken as the sequence grows."""
+    num_positions: int = 0
+    """Positions that it has room for."""
+    num_cached: int = 0
+    """Positions that the last run has left, or the current one has computed."""
 
 
 class KvCache(Protocol):

@@ -27,7 +27,7 @@ from dflash_protocol.ids import F32Array, I32Array
 from dflash_protocol.placement import Placement
 from dflash_protocol.settings import DaemonSetting, Settings, load_settings
 from dflash_runtime.compute import MEMORY_ADVICE
-from dflash_runtime.compute.kv_cache import KvType
+from dflash_runtime.compute.kv_cache import CacheStats, KvType
 from dflash_runtime.engine import first_heat
 from dflash_runtime.engine.arguments import token_id_array, whole_number
 from dflash_runtime.engine.breakers import BreakerCompiler
@@ -617,6 +617,7 @@ class Engine:
             None if self._owners.arena is None else self._owners.arena.stats(),
             self._steps.slots,
             None if self._memory is None else self._memory.stats,
+            CacheStats(self._steps.cache_bytes, self.num_positions, self._steps.reuse.num_cached),
         )
 
     def heat(self) -> Heat:

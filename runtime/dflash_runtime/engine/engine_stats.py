@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dflash_runtime.compute.expert_arena import ArenaStats
+from dflash_runtime.compute.kv_cache import CacheStats
 from dflash_runtime.compute.slot_stats import SlotStats
 from dflash_runtime.experts.events import Event
 from dflash_runtime.experts.telemetry import (
@@ -39,3 +40,4 @@ class EngineStats:
     Added as selections are."""
     memory: ExpertMemoryStats | None = None
     """Memory of a device that its experts can give back; None if they cannot."""
+    cache: CacheStats = field(default_factory=CacheStats)

@@ -78,6 +78,10 @@ class EngineThread(Generic[J]):
         """Jobs in the queue."""
         return len(self._queue)
 
+    def waiting(self, most: int) -> list[J]:
+        """The jobs that are next in the queue, `most` at most."""
+        return self._queue.waiting(most)
+
     @property
     def is_alive(self) -> bool:
         """Whether the thread runs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
+from itertools import islice
 from typing import Generic, TypeVar
 
 from dflash_protocol.errors import QueueFull
@@ -63,6 +64,18 @@ class FairQueue(Generic[T]):
             if items:
                 self._waiting[client] = items  # behind all other clients
             return item
+
+    def waiting(self, most: int) -> list[T]:
+        """The items that would be taken next if no more came, `most` at most."""
+        with self._changed:
+            turns = deque(deque(islice(items, most)) for items in self._waiting.values())
+        found: list[T] = []
+        while turns and len(found) < most:
+            items = turns.popleft()
+            found.append(items.popleft())
+            if items:
+                turns.append(items)
+        return found
 
     def remove(self, client: str, item: T) -> bool:
         """Remove an item; False if it is not waiting (any more)."""

@@ -97,6 +97,11 @@ class Steps:
             keeps_choices=tracer is not None,
         )
 
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of keys, values and states when they are full."""
+        return self._cache.nbytes
+
     def try_out(self, arena: ExpertArena | None = None) -> None:
         """On a device, compile every kernel that the model needs and allocate all memory. `arena`:
         where experts come to from the disk.

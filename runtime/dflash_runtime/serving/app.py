@@ -15,6 +15,7 @@ from dflash_runtime.serving.cors import AllowedOrigins
 from dflash_runtime.serving.doors import DOORS
 from dflash_runtime.serving.doors.door import error_form_of
 from dflash_runtime.serving.errors import ApiError, JSONResponse, api_error, error_response
+from dflash_runtime.serving.request_status import requests_status
 from dflash_runtime.serving.state import ServerState
 from dflash_runtime.serving.status import expert_map, props, status
 from dflash_runtime.serving.status_page import page_routes
@@ -61,6 +62,11 @@ def create_app(state: ServerState) -> ASGIApp:
     async def page_experts() -> Response:
         engine = state.ready_engine()
         return JSONResponse(expert_map(engine, state.worker.stats.selections))
+
+    @app.get("/status/requests")
+    async def page_requests() -> Response:
+        state.ready_engine()
+        return JSONResponse(requests_status(state.worker))
 
     for door in DOORS:
         door.add_routes(app, state)

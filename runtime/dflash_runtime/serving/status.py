@@ -19,6 +19,7 @@ from dflash_adapters.spec import MoeSpec
 from dflash_protocol import __version__
 from dflash_protocol.errors import one_line
 from dflash_protocol.ids import Phase
+from dflash_protocol.placement import Placement
 from dflash_runtime.engine.engine import Engine
 from dflash_runtime.engine.measured_speeds import plan_report
 from dflash_runtime.experts.events import Event
@@ -116,6 +117,7 @@ def status(state: ServerState, engine: Engine) -> dict[str, Any]:
     """``/status``: a few numbers."""
     stats, worker = state.worker.stats, state.worker
     reading = worker.reading
+    expert_bytes = bytes_of_experts(engine.spec.moe, engine.placement)
     return {
         "schema_version": SCHEMA_VERSION,
         "is_well": worker.is_well,
@@ -129,7 +131,10 @@ def status(state: ServerState, engine: Engine) -> dict[str, Any]:
             "backend": engine.backend_name,
         },
         "owners": [
-            owner_status(name, owner, stats.events, parent_device=engine.backend_name)
+            {
+                **owner_status(name, owner, stats.events, parent_device=engine.backend_name),
+                "expert_bytes": expert_bytes.get(name, 0),
+            }
             for name, owner in stats.owners.items()
         ],
         "plan": plan_report(engine.plan, state.metrics.speeds),
@@ -138,6 +143,7 @@ def status(state: ServerState, engine: Engine) -> dict[str, Any]:
         "disk": None if stats.disk is None else asdict(stats.disk),
         "slots": None if stats.slots is None else asdict(stats.slots),
         "memory": None if stats.memory is None else asdict(stats.memory),
+        "cache": {"type": engine.kv_type.value, **asdict(stats.cache)},
         "queue": {
             **_queue(state),
             "reading": None if reading is None else {"done": reading[0], "total": reading[1]},
@@ -185,6 +191,15 @@ def owner_status(
         "decode_round_trip_s": decode.round_trips.quantile_s(0.5)
         if decode is not None and has_round_trips
         else None,
+    }
+
+
+def bytes_of_experts(moe: MoeSpec, placement: Placement) -> dict[str, int]:
+    """What the experts of each owner take, by its name, as they are in the file."""
+    sizes = {layer.layer_id: layer.expert_bytes for layer in moe.layers}
+    return {
+        name: sum(len(ids) * sizes[layer_id] for layer_id, ids in owned.by_layer.items())
+        for name, owned in zip(placement.owner_names, placement.owners, strict=True)
     }
 
 

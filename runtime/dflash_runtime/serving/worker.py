@@ -137,6 +137,10 @@ class EngineWorker:
     def num_waiting(self) -> int:
         return self._thread.num_waiting
 
+    def waiting(self, most: int) -> list[Job]:
+        """The jobs that are next in the queue, `most` at most."""
+        return self._thread.waiting(most)
+
     @property
     def is_well(self) -> bool:
         """The thread runs, and its current layer has not taken more than `_HUNG_S`."""

@@ -23,6 +23,15 @@ def test_clients_take_turns_however_much_each_asked_for() -> None:
     assert taken(queue) == ["a1", "b6", "c8", "a2", "b7", "a3", "a4", "a5"]
 
 
+def test_what_waits_is_listed_in_the_order_in_which_it_is_taken() -> None:
+    queue: FairQueue[str] = FairQueue(20)
+    for client, item in zip("aaaaabbc", "123456789", strict=False):
+        queue.put(client, client + item)
+    for most in (0, 1, 4, 8, 100):
+        assert queue.waiting(most) == ["a1", "b6", "c8", "a2", "b7", "a3", "a4", "a5"][:most]
+    assert queue.waiting(100) == taken(queue)
+
+
 def test_one_client_fills_half_and_all_together_the_whole() -> None:
     queue: FairQueue[int] = FairQueue(4)
     for item in range(2):

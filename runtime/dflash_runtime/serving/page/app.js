@@ -3,8 +3,10 @@
 import { Chat } from "./chat.js";
 import { compact, count, duration, plural } from "./format.js";
 import { HeatMap } from "./heat_map.js";
-import { OwnerTable, slotsText } from "./owners.js";
+import { HourView } from "./hour.js";
+import { OwnerTable, cacheText, slotsText } from "./owners.js";
 import { PlanView } from "./plan.js";
+import { RequestTable } from "./requests.js";
 import { forgetKey, hasKey, keepKey, probe, read } from "./server.js";
 import { Speed } from "./speed.js";
 
@@ -36,6 +38,16 @@ const heatMap = new HeatMap({
   legend: find("legend"),
   scale: find("scale"),
   most: find("most"),
+});
+const requestTable = new RequestTable({
+  body: find("requests"),
+  none: find("no-requests"),
+  why: find("queue-why"),
+});
+const hour = new HourView({
+  tokens: find("hour-tokens"),
+  first: find("hour-first"),
+  note: find("hour-note"),
 });
 const chat = new Chat({
   log: find("chat-log"),
@@ -100,6 +112,7 @@ function showStatus(status) {
   owners.update(status.time_s, status.owners, placed);
   find("slots").hidden = !status.slots;
   if (status.slots) setText("slots", slotsText(status.slots, status.hits));
+  setText("cache", cacheText(status.cache));
   plan.update(status.plan, status.moves);
   chat.setModel(model);
   find("main").hidden = false;
@@ -129,6 +142,9 @@ async function ask() {
   const status = await read("status");
   const requests = status.owners.reduce((sum, owner) => sum + owner.requests, 0);
   showStatus(status);
+  const asked = await read("status/requests");
+  requestTable.update(asked);
+  hour.update(asked.last_hour);
   const isFirst = !placed.length;
   await readMap(requests);
   if (isFirst) owners.update(status.time_s, status.owners, placed); // they have colours now

@@ -28,4 +28,10 @@ export function duration(seconds) {
   return `${oneDigit.format(seconds / 3600)} h`;
 }
 
+/** Bytes as KiB, MiB or GiB. */
+export function size(bytes) {
+  if (bytes < 2 ** 20) return `${oneDigit.format(bytes / 2 ** 10)} KiB`;
+  return bytes < GIB ? `${oneDigit.format(bytes / 2 ** 20)} MiB` : `${oneDigit.format(bytes / GIB)} GiB`;
+}
+
 export const plural = (number, what) => `${count(number)} ${what}${number === 1 ? "" : "s"}`;

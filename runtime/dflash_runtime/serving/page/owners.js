@@ -1,6 +1,6 @@
 // The table of owners, and the colour of each.
 
-import { GIB, compact, count, duration, percent, plural, rate } from "./format.js";
+import { GIB, compact, count, duration, percent, plural, rate, size } from "./format.js";
 
 const NUM_COLOURS = 8;
 const LOAD_S = 60; // over so long the share of each owner is shown
@@ -29,6 +29,12 @@ export function slotsText(slots, hits) {
   ];
   if (hits.layers) parts.push(`${percent(hits.layers_hot_only / hits.layers)} of layers needed the GPU alone`);
   return parts.join("; ");
+}
+
+/** What keys and values take. */
+export function cacheText(cache) {
+  const taken = `Keys and values: ${cache.type}, ${size(cache.num_bytes)} for ${plural(cache.num_positions, "position")}`;
+  return `${taken}, of which ${count(cache.num_cached)} are in use`;
 }
 
 const KINDS = { local: "this process", daemon: "daemon", fallback: "this process, for lost owners" };
@@ -91,7 +97,7 @@ function fill(row, owner, share) {
     what: [KINDS[owner.kind] ?? owner.kind, owner.device, owner.transport].filter(Boolean).join(" · "),
     state: owner.state,
     share: share === null ? "–" : percent(share),
-    experts: count(owner.num_experts),
+    experts: count(owner.num_experts) + (owner.expert_bytes ? ` · ${size(owner.expert_bytes)}` : ""),
     requests: compact(owner.requests),
     trip: trip === null ? "–" : duration(trip),
     wait: owner.kind === "daemon" ? duration(owner.wait_s) : "–",
