@@ -21,7 +21,7 @@ from dflash_protocol.settings.kinds import (
     Switch,
     Whole,
 )
-from dflash_protocol.settings.table import CORES, HOST, KNOBS, TOKENS, Knob
+from dflash_protocol.settings.table import CORES, HOST, KNOBS, OTLP, TOKENS, Knob
 from support.examples import examples
 
 SCALARS = [knob for knob in KNOBS if not knob.kind.is_repeatable]
@@ -65,6 +65,8 @@ def test_every_key_sets_the_field_that_its_variable_sets(file: Path, knob: Knob)
         toml = f'"{text}"'
     elif knob.kind is TOKENS:
         value, toml, text = "7:9", '"7:9"', "7:9"
+    elif knob.kind is OTLP:
+        value, toml, text = "http://a/b", '"http://a/b"', "http://a/b"
     elif knob.kind is CORES:
         value, toml, text = "0-3,8", '"0-3,8"', "0-3,8"
     file.write_text(f"{knob.key} = {toml}\n")
