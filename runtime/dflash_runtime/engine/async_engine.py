@@ -212,7 +212,7 @@ class AsyncEngine:
         arguments are those of `Engine.chat`, whose errors the first token raises."""
 
         def prompt_ids(engine: Engine) -> Sequence[int]:
-            return engine.encode_conversation(messages, tools=tools, template=template, extra=extra)
+            return engine.encode_chat(messages, tools=tools, template=template, extra=extra)
 
         return AsyncGeneration(
             lambda end: self._generate(prompt_ids, max_tokens, options, client=client, end=end)

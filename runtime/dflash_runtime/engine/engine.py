@@ -50,7 +50,7 @@ from dflash_runtime.engine.replacing import ExpertMover, mover_of
 from dflash_runtime.engine.run_guard import Cancelled
 from dflash_runtime.engine.sampling import Sampler, SamplingParams
 from dflash_runtime.engine.steps import Steps
-from dflash_runtime.engine.stop_strings import StopFinder, checked_stops, until_stop
+from dflash_runtime.engine.stop_strings import checked_stops, until_stop
 from dflash_runtime.engine.verifying import Verified, Verifier
 from dflash_runtime.experts.daemons.supervisor import ProgressCallback
 from dflash_runtime.experts.telemetry import MoveStats, Profile
@@ -389,30 +389,20 @@ class Engine:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
         template: str | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation. `template` replaces the file's; `extra` are its variables.
+        """Token ids of a conversation. `template` replaces the file's; `tools`, which may be
+        called, and `extra` are its variables.
 
         Any thread may call it once `tokenizer` has been loaded.
         Raises: SettingsError if there is no tokenizer, or no template, or it refuses the messages;
         UnsupportedModel if it fails; RenderingUnavailable.
         """
-        rendered = self.chat_text(messages, template=template, extra=extra)
-        return self._prompts.chat_ids(rendered)
-
-    def encode_conversation(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        template: str | None = None,
-        extra: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """`encode_chat` with `tools`, the tools that may be called, among the template's variables;
-        threads and errors as there."""
         variables = {**(extra or {}), **({"tools": list(tools)} if tools else {})}
-        return self.encode_chat(messages, template=template, extra=variables)
+        rendered = self.chat_text(messages, template=template, extra=variables)
+        return self._prompts.chat_ids(rendered)
 
     def chat_text(
         self,
@@ -543,7 +533,7 @@ class Engine:
                 on_prefill=on_prefill,
             )
         )
-        return self._until_stop(tokens, stops) if stops else tokens
+        return until_stop(tokens, stops, self._note_stop) if stops else tokens
 
     def chat(
         self,
@@ -563,7 +553,7 @@ class Engine:
         calls stay in the text as the model writes them, with their tags.
         Raises: as `encode_chat` and `generate`.
         """
-        prompt = self.encode_conversation(messages, tools=tools, template=template, extra=extra)
+        prompt = self.encode_chat(messages, tools=tools, template=template, extra=extra)
         return self.generate(prompt, max_tokens, **options)
 
     def prefill(
@@ -659,14 +649,8 @@ class Engine:
                     troubles={name: each.troubles for name, each in owners.items()},
                 )
 
-    def _until_stop(
-        self, tokens: Generator[GeneratedToken], stops: Sequence[str]
-    ) -> Iterator[GeneratedToken]:
-        finder = StopFinder(stops)
-        with contextlib.closing(tokens):
-            yield from until_stop(tokens, finder)
-        if finder.is_stopped:
-            self.last_generation.finish_reason = "stop"
+    def _note_stop(self) -> None:
+        self.last_generation.finish_reason = "stop"
 
     def _begun(self) -> Verifier:
         if self._verifier is None:

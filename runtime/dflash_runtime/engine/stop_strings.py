@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 
 from dflash_protocol.errors import SettingsError
@@ -66,9 +67,20 @@ def checked_stops(stop: str | Sequence[str]) -> tuple[str, ...]:
     return stops
 
 
-def until_stop(tokens: Iterator[GeneratedToken], finder: StopFinder) -> Iterator[GeneratedToken]:
+def until_stop(
+    tokens: Generator[GeneratedToken], stops: Sequence[str], on_stop: Callable[[], None]
+) -> Iterator[GeneratedToken]:
     """The tokens before a stop string, each once its text is certain not to be part of one; the
-    text of the last one ends where the stop string begins."""
+    text of the last one ends where the stop string begins. `tokens` are closed at the end, and
+    then `on_stop` is called if one was found."""
+    finder = StopFinder(stops)
+    with contextlib.closing(tokens):
+        yield from _before_stop(tokens, finder)
+    if finder.is_stopped:
+        on_stop()
+
+
+def _before_stop(tokens: Iterator[GeneratedToken], finder: StopFinder) -> Iterator[GeneratedToken]:
     waiting: deque[GeneratedToken] = deque()
     num_final = 0  # characters of the waiting tokens
     for token in tokens:

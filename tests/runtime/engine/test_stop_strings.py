@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dflash_protocol.errors import SettingsError
 from dflash_runtime import Engine
 from dflash_runtime.engine.generation import GeneratedToken
-from dflash_runtime.engine.stop_strings import StopFinder, checked_stops, until_stop
+from dflash_runtime.engine.stop_strings import checked_stops, until_stop
 from support.random_models import Qwen3MoeShape, write_qwen3moe
 
 SHAPE = Qwen3MoeShape(num_layers=1, num_experts=4, num_experts_used=2, vocab_size=300)
@@ -34,14 +34,14 @@ def before_stop(text: str, stops: Sequence[str]) -> str:
 def test_a_text_ends_before_the_stop_string_that_ends_first(
     pieces: list[str], stops: list[str]
 ) -> None:
-    finder = StopFinder(stops)
+    ends: list[str] = []
     tokens = [GeneratedToken(number, piece) for number, piece in enumerate(pieces)]
-    given = list(until_stop(iter(tokens), finder))
+    given = list(until_stop((each for each in tokens), stops, lambda: ends.append("stop")))
     text = "".join(token.text for token in given)
     assert text == before_stop("".join(pieces), stops)
-    assert finder.is_stopped == any(stop in "".join(pieces) for stop in stops)
+    assert ends == ["stop"] * any(stop in "".join(pieces) for stop in stops)
     assert [token.token_id for token in given] == list(range(len(given)))
-    if not finder.is_stopped:
+    if not ends:
         assert given == tokens
 
 
@@ -55,7 +55,7 @@ def test_a_token_comes_as_soon_as_its_text_is_certain() -> None:
         taken.append(each.token_id)
         return each
 
-    given = until_stop((noted(each) for each in tokens()), StopFinder(["END"]))
+    given = until_stop((noted(each) for each in tokens()), ["END"], lambda: None)
     assert (next(given).text, taken) == ("x", [0])
     assert (next(given).text, taken) == ("E", [0, 1, 2, 3])
     assert [each.text for each in given] == ["N", "y"]
