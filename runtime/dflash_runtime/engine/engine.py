@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 
 from dflash_adapters.text.grammar import Grammar
-from dflash_adapters.text.tokenizer import Tokenizer
 from dflash_protocol.device import Device
 from dflash_protocol.errors import DeviceOutOfMemory, DflashError, SettingsError
 from dflash_protocol.ids import F32Array, I32Array
@@ -30,10 +29,10 @@ from dflash_runtime.compute import MEMORY_ADVICE
 from dflash_runtime.compute.kv_cache import CacheStats, KvType
 from dflash_runtime.engine import first_heat
 from dflash_runtime.engine.arguments import token_id_array, whole_number
-from dflash_runtime.engine.breakers import BreakerCompiler
 from dflash_runtime.engine.engine_stats import EngineStats
+from dflash_runtime.engine.engine_texts import EngineTexts
 from dflash_runtime.engine.expert_memory import ExpertDeviceMemory, expert_memory_of
-from dflash_runtime.engine.generate_options import GenerateOptions, Schema, schema_source
+from dflash_runtime.engine.generate_options import GenerateOptions, Schema
 from dflash_runtime.engine.generation import (
     GeneratedToken,
     GenerationRequest,
@@ -60,12 +59,12 @@ from dflash_runtime.placement.plan import Plan
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
 
 if TYPE_CHECKING:
-    from dflash_adapters.text.grammar_compiler import GrammarCompiler
+    pass
 
 __all__ = ["Engine", "EngineStats", "GeneratedToken", "GenerationStats", "Verified"]
 
 
-class Engine:
+class Engine(EngineTexts):
     """A model with its experts placed. Made by `Engine.open`; close it, or use it in ``with``.
 
     Owns: the mapped file, the backend, the daemons it spawned, the processes that render chats.
@@ -73,10 +72,10 @@ class Engine:
 
     def __init__(self, opened: Opened, *, is_profiled: bool = False) -> None:
         """For `open`; not to be called directly."""
+        super().__init__(Prompts(opened.file, opened.model.spec.vocab_size), opened.num_positions)
         self._owners = opened.owners
         self._profile = Profile() if is_profiled else None
         self.spec = opened.model.spec
-        self._prompts = Prompts(opened.file, self.spec.vocab_size)
         self._names = opened.backend.name, opened.kv_type
         self.predictions = opened.predictions
         """Its plan's, beside what is measured; for the thread that uses the engine."""
@@ -259,11 +258,6 @@ class Engine:
             self._release()
 
     @property
-    def model_path(self) -> Path:
-        """The file that is open."""
-        return self._prompts.model_path
-
-    @property
     def backend_name(self) -> str:
         return self._names[0]
 
@@ -275,11 +269,6 @@ class Engine:
     def device_name(self) -> str:
         """What its maker calls the processor or GPU that computes attention."""
         return self._steps.device_name
-
-    @property
-    def num_positions(self) -> int:
-        """The context: the longest sequence, in tokens."""
-        return self._steps.num_positions
 
     @property
     def plan(self) -> Plan | None:
@@ -340,88 +329,6 @@ class Engine:
             self._memory.look(is_within_run=False)
         if self._mover is not None:
             self._mover.between_runs(num_lost())
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer, loaded on first use; None if the file has none."""
-        return self._prompts.tokenizer
-
-    @property
-    def grammars(self) -> GrammarCompiler:
-        """Compiles the grammars that `generate` takes; any thread may use it.
-
-        Raises: SettingsError if the file has no tokenizer.
-        """
-        return self._prompts.grammars
-
-    @property
-    def breakers(self) -> BreakerCompiler:
-        """Compiles the sequence breakers of `Dry`; any thread may use it.
-
-        Raises: SettingsError if the file has no tokenizer.
-        """
-        return self._prompts.breakers
-
-    def schema_grammar(self, schema: Schema) -> Grammar:
-        """The grammar of texts that a JSON schema allows, for `generate`; any thread may call it.
-
-        Raises: GrammarError; SettingsError if the file has no tokenizer.
-        """
-        return self.grammars.compile(schema_source(schema))
-
-    def encode_prompt(self, text: str, *, chat: bool = False) -> list[int]:
-        """Token ids of a text, or with `chat` of a conversation whose first message it is.
-
-        Raises: SettingsError if the file has no tokenizer, or no chat template.
-        """
-        if chat:
-            return self.encode_chat([{"role": "user", "content": text}])
-        return self._prompts.text_ids(text)
-
-    def prepare_chat(self) -> None:
-        """Start the processes that render chat templates; otherwise the first chat does.
-
-        Raises: RenderingUnavailable.
-        """
-        self._prompts.prepare_chat()
-
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        template: str | None = None,
-        extra: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Token ids of a conversation. `template` replaces the file's; `tools`, which may be
-        called, and `extra` are its variables.
-
-        Any thread may call it once `tokenizer` has been loaded.
-        Raises: SettingsError if there is no tokenizer, or no template, or it refuses the messages;
-        UnsupportedModel if it fails; RenderingUnavailable.
-        """
-        variables = {**(extra or {}), **({"tools": list(tools)} if tools else {})}
-        rendered = self.chat_text(messages, template=template, extra=variables)
-        return self._prompts.chat_ids(rendered)
-
-    def chat_text(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        template: str | None = None,
-        extra: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The text whose token ids `encode_chat` returns; threads and errors as there."""
-        return self._prompts.chat_text(messages, template=template, extra=extra)
-
-    def prompt_parts(self, text: str, *, is_chat: bool = False) -> Iterator[list[int]]:
-        """The token ids of a text, or of what `chat_text` returned, tokenised part by part.
-
-        Any thread may call it. The same ids as of `encode_prompt` and `encode_chat`.
-        Raises: SettingsError if there is no tokenizer; ContextExceeded, before the first part, if
-        the text exceeds the context even if all its tokens were the longest ones.
-        """
-        return self._prompts.parts(text, is_chat=is_chat, num_positions=self.num_positions)
 
     def logits(
         self, token_ids: Sequence[int], chunk: int | Iterable[int] | None = None

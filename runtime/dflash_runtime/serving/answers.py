@@ -23,6 +23,11 @@ class Answer(ABC):
     has_logprobs: bool = False
     """Deltas come one by one, also those without text."""
 
+    @property
+    def request_id(self) -> str | None:
+        """What the client is told that this answer is called; None: nothing."""
+        return None
+
     def first_chunks(self, num_prompt_tokens: int) -> list[Chunk]:
         """The chunks before the first token."""
         return []

@@ -53,7 +53,8 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state, job = self._state, self._job
-        job.record.request_id = self._answer.id
+        if (request_id := self._answer.request_id) is not None:
+            job.record.request_id = request_id
         job.record.trace = _trace_of(Headers(scope=scope))
         try:
             state.ready_engine()

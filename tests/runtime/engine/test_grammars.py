@@ -93,8 +93,12 @@ def test_a_forced_text_is_computed_together(
     monkeypatch.setattr(Steps, "appended", counted)
     names = ["a-name-that-takes", "b", "third"]
     letter = {"enum": ["a", "b", "c", "d"]}
-    schema = {"properties": dict.fromkeys(names, letter), "required": names}
-    schema |= {"type": "object", "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": dict.fromkeys(names, letter),
+        "required": names,
+        "additionalProperties": False,
+    }
     source = GrammarSource(GrammarKind.JSON_SCHEMA, json.dumps(schema), space="")
     grammar = engine.grammars.compile(source)
     is_captured = request.node.callspec.params["engine"] != "reference"

@@ -31,6 +31,10 @@ class MessagesAnswer(Answer):
         self._open: type[Content | Reasoning] | None = None
         self._has_calls = False
 
+    @property
+    def request_id(self) -> str:
+        return self._id
+
     def first_chunks(self, num_prompt_tokens: int) -> list[Chunk]:
         """The message without content; how much of the prompt was cached is said at the end."""
         started = self._message([], GenerationStats(num_prompt_tokens=num_prompt_tokens))

@@ -42,6 +42,10 @@ class OpenAIAnswer(Answer):
     def __post_init__(self) -> None:
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
 
+    @property
+    def request_id(self) -> str:
+        return self.id
+
     def next_chunks(self, events: Sequence[AnswerEvent], delta: Delta) -> list[Chunk]:
         """The chunks of text that became final; with log-probabilities at least one."""
         parts, logprobs = self._parts(events), self._logprobs([delta])

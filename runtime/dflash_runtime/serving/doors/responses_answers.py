@@ -42,6 +42,10 @@ class ResponsesAnswer(Answer):
         """The text of the item that is being written, and the item's id."""
         self._num_events = 0
 
+    @property
+    def request_id(self) -> str:
+        return self.id
+
     def first_chunks(self, num_prompt_tokens: int) -> list[Chunk]:
         """The response without output."""
         response = self._response("in_progress")
