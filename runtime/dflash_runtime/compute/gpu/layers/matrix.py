@@ -2,30 +2,66 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
 import numpy as np
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.quant import TensorType
-from dflash_protocol.errors import UnsupportedModel
+from dflash_protocol.errors import DeviceUnavailable, UnsupportedModel
 from dflash_protocol.ids import U8Array
-from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice
+from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, Mark
 from dflash_runtime.compute.gpu.launch.decode_tokens import Repack
 from dflash_runtime.compute.gpu.launch.layouts import FIELDS, DeviceMatrix, is_native, row_bytes
+from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FileRuns, Transfer
 
 STAGED_BYTES = 64 << 20
-"""Bytes of the file repacked at once, which are on the device twice meanwhile."""
+"""Bytes of the file on the way to their layout, which are on the device twice meanwhile."""
+_NUM_STAGES = 2
+_LEAST_COPIED_BYTES = 1 << 20
+"""Threads take longer to be told of fewer bytes than the driver takes to copy them."""
 
 PRODUCT_COLUMNS = 32
 """Values that products of all types process at once."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Staged:
+    """Rows of a file on their way to the device."""
+
+    rows: list[tuple[DeviceArray, DeviceArray]]
+    """As in the file, on the device; and where they are laid out."""
+    transfer: Transfer | None
+
+
 class Uploader:
-    """Uploads rows of files to the device."""
+    """Uploads rows of files to the device; within `copying` by several threads."""
 
     def __init__(self, device: KernelDevice) -> None:
         self._device = device
         self._repacks: dict[tuple[TensorType, int], Repack] = {}
-        self._staging: DeviceArray | None = None
+        self._stages: list[DeviceArray] = []
+        """Of equal size: one is filled while the rows of the other are laid out."""
+        self._copier: FileCopier | None = None
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """A context for much to be uploaded; it owns threads and locked memory, if there is any."""
+        if self._copier is not None:
+            yield
+            return
+        with contextlib.ExitStack() as undo:
+            with contextlib.suppress(DeviceUnavailable):  # copies of the driver's are slower
+                self._copier = FileCopier(self._device)
+                undo.callback(self._end_copying, self._copier)
+            undo.callback(self.finish)
+            yield
+
+    def _end_copying(self, copier: FileCopier) -> None:
+        self._copier = None
+        copier.close()
 
     def matrix(self, file: GgufFile, tensor_name: str) -> DeviceMatrix:
         """A two-dimensional tensor, or a vector as a matrix of one row.
@@ -48,21 +84,63 @@ class Uploader:
         """Write rows of a file, in their order, to the beginning of `weights`.
 
         Shapes: raw [rows * the file's row bytes] uint8; weights at least [rows * row_bytes].
+        Raises: DeviceUnavailable.
         """
-        native_bytes = tensor_type.row_bytes(columns)
-        device_bytes = row_bytes(tensor_type, columns)
+        self.fill_all([(weights, raw)], tensor_type, columns=columns)
+
+    def fill_all(
+        self,
+        runs: Iterable[tuple[DeviceArray, U8Array]],
+        tensor_type: TensorType,
+        *,
+        columns: int,
+    ) -> None:
+        """The same for several. Raises: DeviceUnavailable."""
         if is_native(tensor_type, columns):
-            self._device.write(weights[: raw.size], raw)
+            whole = [(weights[: raw.size], raw) for weights, raw in runs]
+            transfer = self._begin(whole, self._device.mark())
+            if transfer is not None:
+                transfer.wait()
             return
-        num_rows = raw.size // native_bytes
-        at_once = max(1, STAGED_BYTES // native_bytes)
-        if self._staging is None or self._staging.size < min(at_once, num_rows) * native_bytes:
-            self._staging = self._device.empty(min(at_once, num_rows) * native_bytes, np.uint8)
-        for first in range(0, num_rows, at_once):
-            end = min(first + at_once, num_rows)
-            native = self._staging[: (end - first) * native_bytes]
-            self._device.write(native, raw[first * native_bytes : end * native_bytes])
-            out = weights[first * device_bytes : end * device_bytes]
+        sizes = tensor_type.row_bytes(columns), row_bytes(tensor_type, columns)
+        marks = [self._device.mark()] * _NUM_STAGES
+        staged: _Staged | None = None
+        for number, part in enumerate(_parts(list(runs), *sizes)):
+            stage = number % _NUM_STAGES
+            next_staged = self._stage(part, stage, after=marks[stage])
+            if staged is not None:
+                self._lay_out(staged, tensor_type, columns)
+                marks[1 - stage] = self._device.mark()
+            staged = next_staged
+        if staged is not None:
+            self._lay_out(staged, tensor_type, columns)
+
+    def _stage(
+        self, part: list[tuple[DeviceArray, U8Array]], stage: int, *, after: Mark
+    ) -> _Staged:
+        num_bytes = sum(raw.size for _, raw in part)
+        if not self._stages or self._stages[0].size < num_bytes:
+            self._stages = []
+            self._stages = [self._device.empty(num_bytes, np.uint8) for _ in range(_NUM_STAGES)]
+        rows, first = [], 0
+        for out, raw in part:
+            rows.append((self._stages[stage][first : first + raw.size], out))
+            first += raw.size
+        runs = [(native, raw) for (native, _), (_, raw) in zip(rows, part, strict=True)]
+        return _Staged(rows, self._begin(runs, after))
+
+    def _begin(self, runs: list[tuple[DeviceArray, U8Array]], after: Mark) -> Transfer | None:
+        """Copy bytes as they are, once the mark is reached. None: they are there."""
+        if self._copier is not None and sum(raw.size for _, raw in runs) >= _LEAST_COPIED_BYTES:
+            return self._copier.begin(FileRuns.of((raw, place) for place, raw in runs), after=after)
+        for place, raw in runs:
+            self._device.write(place, raw)
+        return None
+
+    def _lay_out(self, staged: _Staged, tensor_type: TensorType, columns: int) -> None:
+        if staged.transfer is not None:
+            staged.transfer.wait()
+        for native, out in staged.rows:
             self.lay_out(native, out, tensor_type, columns=columns)
 
     def lay_out(
@@ -83,7 +161,30 @@ class Uploader:
 
     def finish(self) -> None:
         """Free memory that only uploads need."""
-        self._staging = None
+        self._stages = []
+
+
+def _parts(
+    runs: list[tuple[DeviceArray, U8Array]], native_bytes: int, device_bytes: int
+) -> Iterator[list[tuple[DeviceArray, U8Array]]]:
+    """The rows of all runs, in parts of up to a stage's bytes. Rows have so many bytes in the file,
+    and on the device."""
+    most_rows = max(1, STAGED_BYTES // _NUM_STAGES // native_bytes)
+    part: list[tuple[DeviceArray, U8Array]] = []
+    num_free = most_rows
+    for weights, raw in runs:
+        first, num_rows = 0, raw.size // native_bytes
+        while first < num_rows:
+            end = min(num_rows, first + num_free)
+            out = weights[first * device_bytes : end * device_bytes]
+            part.append((out, raw[first * native_bytes : end * native_bytes]))
+            num_free -= end - first
+            first = end
+            if not num_free:
+                yield part
+                part, num_free = [], most_rows
+    if part:
+        yield part
 
 
 def require_kernels(
