@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -39,8 +38,6 @@ from dflash_runtime.compute.backend import (
     argmax_of,
     sums_of,
 )
-from dflash_runtime.compute.cpu.compile.kernel_cache import keeping_in
-from dflash_runtime.compute.cpu.compile_ahead import are_compiled, compile_ahead
 from dflash_runtime.compute.expert_arena import ArenaOptions, ExpertArena
 from dflash_runtime.compute.gpu.chunk_room import GROUP_TOKENS, MAX_CHUNK, scratch_of_chunk
 from dflash_runtime.compute.gpu.device.binary_cache import BinaryCache
@@ -95,9 +92,6 @@ it."""
 KERNEL_VERSION = 3
 """Raise it with every change that changes bits."""
 
-_COPIES = ("copies",)
-"""Of the jobs that the processor's code is compiled by."""
-
 
 class CupyBackend:
     """Implements backend.ComputeBackend.
@@ -131,7 +125,6 @@ class CupyBackend:
         Raises: DeviceUnavailable, KernelCompileError.
         """
         self._undo = contextlib.ExitStack()
-        self._cache_dir = cache_dir
         if isinstance(device, Device):
             opened = CupyDevice(device, cache=BinaryCache(cache_dir=cache_dir))
             self._undo.callback(opened.close)
@@ -320,35 +313,12 @@ class CupyBackend:
     ) -> ExpertArena | None:
         return None
 
-    @contextlib.contextmanager
-    def loading(self) -> Iterator[None]:
-        with keeping_in(self._cache_dir):
-            has_copies = are_compiled(_COPIES)
-        with self.loader.uploader.copying() if has_copies else contextlib.nullcontext():
-            yield
+    def loading(self) -> contextlib.AbstractContextManager[None]:
+        return self.loader.uploader.copying()
 
-    @contextlib.contextmanager
-    def compiling_copies(self) -> Iterator[None]:
-        """A context in which a process compiles what copies weights, unless that was done before on
-        this machine. `loading` uses it once it is there."""
-
-        is_given_up = threading.Event()
-
-        def on_progress(num_done: int, num_total: int) -> None:
-            if is_given_up.is_set():
-                raise InterruptedError
-
-        def compile_them() -> None:
-            with keeping_in(self._cache_dir):
-                compile_ahead(_COPIES, on_progress)
-
-        with ThreadPoolExecutor(1, thread_name_prefix="dflash-compile") as pool:
-            pool.submit(compile_them)
-            try:
-                yield
-            except BaseException:
-                is_given_up.set()
-                raise
+    def compiling_copies(self) -> contextlib.AbstractContextManager[None]:
+        """See Uploader.compiling."""
+        return self.loader.uploader.compiling()
 
     def drop_experts(self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:
         """A bank's memory is freed with it; this returns it to the driver."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +14,8 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.quant import TensorType
 from dflash_protocol.errors import DeviceUnavailable, UnsupportedModel
 from dflash_protocol.ids import U8Array
+from dflash_runtime.compute.cpu.compile.kernel_cache import keeping_in
+from dflash_runtime.compute.cpu.compile_ahead import are_compiled, compile_ahead
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, Mark
 from dflash_runtime.compute.gpu.launch.decode_tokens import Repack
 from dflash_runtime.compute.gpu.launch.layouts import FIELDS, DeviceMatrix, is_native, row_bytes
@@ -20,6 +24,8 @@ from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FileRun
 STAGED_BYTES = 64 << 20
 """Bytes of the file on the way to their layout, which are on the device twice meanwhile."""
 _NUM_STAGES = 2
+_COPIES = ("copies",)
+"""Of the jobs that the processor's code is compiled by."""
 _LEAST_COPIED_BYTES = 1 << 20
 """Threads take longer to be told of fewer bytes than the driver takes to copy them."""
 
@@ -37,10 +43,11 @@ class _Staged:
 
 
 class Uploader:
-    """Uploads rows of files to the device; within `copying` by several threads."""
+    """Uploads rows of files to the device; within `copying` by several threads, whose code is kept
+    in `cache_dir` (see `settings.cache_folder`)."""
 
-    def __init__(self, device: KernelDevice) -> None:
-        self._device = device
+    def __init__(self, device: KernelDevice, cache_dir: str | None = None) -> None:
+        self._device, self._cache_dir = device, cache_dir
         self._repacks: dict[tuple[TensorType, int], Repack] = {}
         self._stages: list[DeviceArray] = []
         """Of equal size: one is filled while the rows of the other are laid out."""
@@ -48,8 +55,11 @@ class Uploader:
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """A context for much to be uploaded; it owns threads and locked memory, if there is any."""
-        if self._copier is not None:
+        """A context for much to be uploaded; it owns threads and locked memory, if there is any,
+        and the threads' code was compiled before: that takes longer than they save."""
+        with keeping_in(self._cache_dir):
+            is_compiled = are_compiled(_COPIES)
+        if self._copier is not None or not is_compiled:
             yield
             return
         with contextlib.ExitStack() as undo:
@@ -58,6 +68,28 @@ class Uploader:
                 undo.callback(self._end_copying, self._copier)
             undo.callback(self.finish)
             yield
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """A context in which a process compiles the code that `copying` needs, unless that was done
+        before on this machine."""
+        is_given_up = threading.Event()
+
+        def on_progress(num_done: int, num_total: int) -> None:
+            if is_given_up.is_set():
+                raise InterruptedError
+
+        def compile_copies() -> None:
+            with keeping_in(self._cache_dir):
+                compile_ahead(_COPIES, on_progress)
+
+        with ThreadPoolExecutor(1, thread_name_prefix="dflash-compile") as pool:
+            pool.submit(compile_copies)
+            try:
+                yield
+            except BaseException:
+                is_given_up.set()
+                raise
 
     def _end_copying(self, copier: FileCopier) -> None:
         self._copier = None

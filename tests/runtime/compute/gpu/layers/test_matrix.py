@@ -21,6 +21,7 @@ SIZES = (1, 7, 64, 3, 200)
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> EmulatedDevice:
     monkeypatch.setattr(matrix, "STAGED_BYTES", 2 * 50 * TensorType.Q4_K.row_bytes(COLUMNS))
+    monkeypatch.setattr(matrix, "are_compiled", lambda jobs: True)
     monkeypatch.setattr(matrix, "_LEAST_COPIED_BYTES", 2000)
     return EmulatedDevice()
 
