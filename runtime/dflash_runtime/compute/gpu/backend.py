@@ -151,7 +151,7 @@ class CupyBackend:
             )
             self.ops.step_experts.cache_slots = cache_slots
             self.ops.step_experts.slot_pins = slot_pins
-            self.loader = DeviceLoader(device, self.ops.chunks)
+            self.loader = DeviceLoader(device, self.ops.chunks, cache_dir)
         except BaseException:
             self._undo.close()
             raise
