@@ -23,7 +23,7 @@ def check_cost(schema: object) -> None:
     num_patterns = 0
     if _chained_levels(schema) > _MOST_LEVELS:
         raise GrammarError(f"$ref leads through more than {_MOST_LEVELS} levels of schemas")
-    for part, is_joined in _parts(schema):
+    for part, is_joined in parts_of(schema):
         properties = part.get("properties")
         if isinstance(properties, dict) and len(properties) > _MOST_PROPERTIES:
             raise GrammarError(f"an object has at most {_MOST_PROPERTIES} properties")
@@ -39,7 +39,7 @@ def check_cost(schema: object) -> None:
         raise GrammarError(f"allOf has at most {_MOST_PATTERNS_AT_ONCE} patterns")
 
 
-def _parts(schema: object) -> Iterator[tuple[dict[str, object], bool]]:
+def parts_of(schema: object) -> Iterator[tuple[dict[str, object], bool]]:
     """All objects within a schema, and whether each is below an ``allOf``."""
     parts: list[tuple[object, bool]] = [(schema, False)]
     while parts:
@@ -54,7 +54,7 @@ def _parts(schema: object) -> Iterator[tuple[dict[str, object], bool]]:
 def _chained_levels(schema: object) -> int:
     """The levels of all schemas that a ``$ref`` within `schema` leads to, and its own: no chain of
     references has more."""
-    targets = {part["$ref"] for part, _ in _parts(schema) if isinstance(part.get("$ref"), str)}
+    targets = {part["$ref"] for part, _ in parts_of(schema) if isinstance(part.get("$ref"), str)}
     if len(targets) > _MOST_TARGETS:
         return _MOST_LEVELS + 1
     levels = _levels(schema)

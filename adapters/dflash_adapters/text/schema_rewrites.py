@@ -8,10 +8,12 @@ value that the schema does not; it may allow fewer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
 from typing import Any, TypeAlias
 
-from dflash_adapters.text.schema_checks import target_of
+from dflash_adapters.text.schema_checks import parts_of, target_of
 from dflash_protocol.errors import GrammarError
 
 Schema: TypeAlias = "dict[str, Any] | bool"
@@ -37,7 +39,9 @@ _MOST_DEPTH = 4
 _MOST_ALTERNATIVES = 64
 _MOST_FIRST = 64
 _MOST_PARTS = 20_000
-"""Of all descriptions within a schema: references may repeat them."""
+"""Of all descriptions within a schema, beside its own: references and negations repeat them."""
+_MOST_PAIRS = 50_000
+"""Of alternatives that are looked at for a value of both."""
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 _OPPOSITES = {
     "minimum": ("number", "exclusiveMaximum", 0),
@@ -55,9 +59,23 @@ _OPPOSITES = {
 def rewritten(schema: Any) -> Any:
     """The schema without the keywords of this module; itself if it has none.
 
-    Raises: GrammarError if what is not allowed cannot be described.
+    Raises: GrammarError if what is not allowed cannot be described, or that would take long.
     """
-    return _Rewriter(schema).rewritten(schema)
+    try:
+        return _Rewriter(schema).rewritten(schema)
+    except RecursionError:
+        raise GrammarError("schemas within schemas are nested too deeply") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What tells that two alternatives have no value in common."""
+
+    types: frozenset[str]
+    values: frozenset[object] | None
+    """None: not known. 1 is 1.0, but not true; objects and lists count as the same."""
+    required: frozenset[str]
+    """Of objects, if only these are allowed: names of properties that have schemas."""
 
 
 class _Rewriter:
@@ -65,11 +83,15 @@ class _Rewriter:
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._num_left = _MOST_PARTS
+        self._num_left = _MOST_PARTS + sum(1 for _ in parts_of(root))
+        self._num_pairs_left = _MOST_PAIRS
+        self._kinds: dict[int, _Kind] = {}
+        """Of alternatives, by identity; the root keeps them."""
 
     def rewritten(self, schema: Any) -> Any:
         if not isinstance(schema, dict):
             return schema
+        self._take_part()
         result = dict(schema)
         for name in _IN_LISTS:
             if isinstance(schema.get(name), list):
@@ -86,7 +108,10 @@ class _Rewriter:
         for name in _REWRITTEN:
             result.pop(name, None)
         if more:
-            result["allOf"] = [*result.get("allOf", ()), *more]
+            others = result.get("allOf", [])
+            if not isinstance(others, list):
+                raise GrammarError("allOf is a list of schemas")
+            result["allOf"] = [*others, *more]
         return result if result != schema else schema
 
     def _instead(self, schema: dict[str, Any], inner: dict[str, Any]) -> Iterator[Schema]:
@@ -102,7 +127,7 @@ class _Rewriter:
             yield _of_names(schema["propertyNames"])
         if "contains" in schema:
             yield _with_first(schema, inner["contains"])
-        for name, wanted in _dependencies(schema, inner):
+        for name, wanted in _dependencies(schema, inner, self.rewritten):
             absent = {"properties": {name: False}}
             yield {"anyOf": [absent, _all_of({"required": [name]}, wanted)]}
 
@@ -110,14 +135,19 @@ class _Rewriter:
         if len(alternatives) > _MOST_ALTERNATIVES:
             raise GrammarError(f"oneOf has at most {_MOST_ALTERNATIVES} alternatives")
         plain = [self._resolved(each) for each in alternatives]
+        overlaps: list[list[Any]] = [[] for _ in plain]
+        """Of each alternative, the others that may allow the same value."""
+        for (place, one), (other_place, other) in combinations(enumerate(plain), 2):
+            if not self._are_disjoint(one, other):
+                overlaps[place].append(other)
+                overlaps[other_place].append(one)
         found: list[Schema] = []
         for place, one in enumerate(plain):
             parts: list[Schema] = [inner[place]]
             hints = one.get("properties") if isinstance(one, dict) else None
-            for other in (*plain[:place], *plain[place + 1 :]):
-                if not _are_disjoint(one, other):
-                    others = self._others(other, hints=tuple(hints or ()))
-                    parts.append(_union(others) if others else False)
+            for other in overlaps[place]:
+                others = self._others(other, hints=tuple(hints or ()))
+                parts.append(_union(others) if others else False)
             if False not in parts:
                 found.append(_all_of(*parts))
         return _any_of("oneOf", found)
@@ -132,19 +162,49 @@ class _Rewriter:
             schema = target
         return schema
 
-    def _others(self, schema: Any, *, hints: Sequence[str] = (), depth: int = 0) -> list[Schema]:
-        """Schemas that allow nothing that `schema` does; none if there are none, or it is not known
-        how to describe one. `hints`: names of properties that are worth requiring."""
+    def _take_part(self) -> None:
+        """Raises: GrammarError once there were too many."""
         self._num_left -= 1
         if self._num_left < 0:
             raise GrammarError("oneOf, not or if: their alternatives are too large")
+
+    def _are_disjoint(self, one: object, other: object) -> bool:
+        """Whether no value is allowed by both, as far as types, constants and properties with
+        constants show. Raises: GrammarError once there were too many to look at."""
+        self._num_pairs_left -= 1
+        if self._num_pairs_left < 0:
+            raise GrammarError("oneOf: there are too many alternatives")
+        if not isinstance(one, dict) or not isinstance(other, dict):
+            return False
+        kind, other_kind = self._kind(one), self._kind(other)
+        if not kind.types & other_kind.types:
+            return True
+        if kind.values is not None and other_kind.values is not None:
+            return kind.values.isdisjoint(other_kind.values)
+        names = kind.required & other_kind.required
+        return any(
+            self._are_disjoint(one["properties"][name], other["properties"][name]) for name in names
+        )
+
+    def _kind(self, schema: dict[str, Any]) -> _Kind:
+        kind = self._kinds.get(id(schema))
+        if kind is None:
+            kind = self._kinds[id(schema)] = _kind_of(schema)
+        return kind
+
+    def _others(self, schema: Any, *, hints: Sequence[str] = (), depth: int = 0) -> list[Schema]:
+        """Schemas that allow nothing that `schema` does; none if there are none, or it is not known
+        how to describe one. `hints`: names of properties that are worth requiring."""
+        self._take_part()
         if schema is False:
             return [True]
+        if depth > _MOST_DEPTH:
+            return []
         if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
             # What is beside it counts in some drafts only.
             schema = target_of(self._root, schema["$ref"])
             return self._others(schema, hints=hints, depth=depth + 1)
-        if not isinstance(schema, dict) or depth > _MOST_DEPTH:
+        if not isinstance(schema, dict):
             return []
         found: list[Schema] = []
         if others := sorted(_TYPES - _all_types(schema)):
@@ -224,9 +284,10 @@ def _with_first(schema: Mapping[str, Any], wanted: Any) -> Schema:
 
 
 def _dependencies(
-    schema: Mapping[str, Any], inner: Mapping[str, Any]
+    schema: Mapping[str, Any], inner: Mapping[str, Any], rewrite: Callable[[Any], Any]
 ) -> Iterator[tuple[str, Schema]]:
-    """Names of properties, and what an object with one of them has to be, too."""
+    """Names of properties, and what an object with one of them has to be, too. `rewrite`: of what
+    is not yet in `inner`."""
     for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
         wanted = schema.get(keyword)
         for name, each in wanted.items() if isinstance(wanted, dict) else ():
@@ -235,7 +296,7 @@ def _dependencies(
             elif keyword == "dependentSchemas":
                 yield name, inner[keyword][name]
             else:
-                yield name, rewritten(each)
+                yield name, rewrite(each)
 
 
 def _all_types(schema: dict[str, Any]) -> frozenset[str]:
@@ -285,27 +346,6 @@ def _types_of_value(value: object) -> frozenset[str]:
     return frozenset({"object"})
 
 
-def _are_disjoint(one: object, other: object) -> bool:
-    if not isinstance(one, dict) or not isinstance(other, dict):
-        return False
-    if not _types(one) & _types(other):
-        return True
-    values, other_values = _values(one), _values(other)
-    if values is not None and other_values is not None:
-        return not any(_is_same(each, more) for each in values for more in other_values)
-    if _types(one) != {"object"} or _types(other) != {"object"}:
-        return False
-    properties, other_properties = one.get("properties"), other.get("properties")
-    if not isinstance(properties, dict) or not isinstance(other_properties, dict):
-        return False
-    return any(
-        name in _required(one)
-        and name in _required(other)
-        and _are_disjoint(properties[name], other_properties[name])
-        for name in properties.keys() & other_properties.keys()
-    )
-
-
 def _types(schema: dict[str, object]) -> frozenset[str]:
     """Types of values that a schema may allow; integers are numbers."""
     given = schema.get("type")
@@ -324,16 +364,20 @@ def _values(schema: dict[str, object]) -> list[object] | None:
     return values if isinstance(values, list) and len(values) <= _MOST_ALTERNATIVES else None
 
 
-def _is_same(value: object, other: object) -> bool:
-    """Equality in which 1 is 1.0, but not true; objects and lists count as the same."""
-    if isinstance(value, dict | list) or isinstance(other, dict | list):
-        return type(value) is type(other)
-    return isinstance(value, bool) == isinstance(other, bool) and value == other
+def _kind_of(schema: dict[str, Any]) -> _Kind:
+    types, values, properties = _types(schema), _values(schema), schema.get("properties")
+    required: frozenset[str] = frozenset()
+    if types == {"object"} and isinstance(properties, dict):
+        wanted = {each for each in _list(schema, "required") if isinstance(each, str)}
+        required = frozenset(wanted & properties.keys())
+    keys = None if values is None else frozenset(map(_key, values))
+    return _Kind(types, keys, required)
 
 
-def _required(schema: dict[str, object]) -> list[object]:
-    required = schema.get("required")
-    return required if isinstance(required, list) else []
+def _key(value: object) -> object:
+    if isinstance(value, dict | list):
+        return type(value)
+    return isinstance(value, bool), value
 
 
 def _list(schema: Mapping[str, Any], name: str) -> list[Any]:

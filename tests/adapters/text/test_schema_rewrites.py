@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
+from functools import reduce
 from typing import Any
 
 import jsonschema
@@ -98,6 +101,14 @@ REFERENCES = {
         ({"dependencies": {"a": ["b"], "b": {"minProperties": 2}}}, [{"a": 1, "b": 1}, {}], []),
         ({"contains": {"const": 1}}, [[1], [1, 2]], [[2, 1]]),
         ({"propertyNames": {"pattern": "^a"}}, [{"ab": 1}, {}], []),
+        (
+            {
+                "definitions": {"b": STRINGS},
+                "dependencies": {"a": {"not": {"$ref": "#/definitions/b"}}},
+            },
+            [{"a": 1}, 5, "b"],
+            [],
+        ),
     ],
     ids=lambda each: json.dumps(each)[:50],
 )
@@ -124,9 +135,42 @@ def test_a_schema_without_these_keywords_stays_as_it_is() -> None:
         {"propertyNames": {"format": "date"}},
         {"oneOf": [{"type": "string"}] * 65},
         {"oneOf": [{"anyOf": [{"anyOf": [{"minimum": 1}] * 50}] * 50}] * 60},
+        {"not": {"$ref": "#/$defs/x"}, "$defs": {"x": {"$ref": "#/$defs/x"}}},
+        {"not": {"type": "string"}, "allOf": 5},
+        {"oneOf": [{"required": ["a"]}, {"required": ["b"]}], "allOf": {"a": 1}},
     ],
     ids=lambda each: json.dumps(each)[:50],
 )
 def test_what_cannot_be_described_is_refused(schema: Any) -> None:
     with pytest.raises(GrammarError):
         rewritten(schema)
+
+
+def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
+    with pytest.raises(GrammarError):
+        rewritten(reduce(lambda inner, _: {"items": inner}, range(5000), {"not": {}}))
+
+
+NAMED: dict[str, Any] = {str(each): {} for each in range(300)}
+CHOICES = {"oneOf": [{"enum": [f"{one}-{two}" for two in range(64)]} for one in range(64)]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        CHOICES,
+        reduce(lambda inner, _: {"not": inner}, range(14), CHOICES),
+        reduce(lambda inner, _: {"not": inner, "if": {"not": inner}}, range(2), CHOICES),
+        {"properties": {str(each): CHOICES for each in range(6)}},
+        {
+            "oneOf": [{"type": "object", "required": [*NAMED], "properties": NAMED}] * 30,
+        },
+    ],
+    ids=["choices", "nested", "conditions", "many", "properties"],
+)
+def test_no_schema_takes_long(schema: Any) -> None:
+    """Clients send them, and a server rewrites them while it serves others."""
+    started_s = time.process_time()
+    with contextlib.suppress(GrammarError):
+        rewritten(schema)
+    assert time.process_time() - started_s < 3.0
