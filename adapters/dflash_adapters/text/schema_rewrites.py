@@ -39,7 +39,7 @@ _MOST_DEPTH = 4
 _MOST_ALTERNATIVES = 64
 _MOST_FIRST = 64
 _MOST_PARTS = 20_000
-"""Of all descriptions within a schema, beside its own: references and negations repeat them."""
+"""Of all descriptions within schemas, beside their own: references and negations repeat them."""
 _MOST_PAIRS = 50_000
 """Of alternatives that are looked at for a value of both."""
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
@@ -56,13 +56,34 @@ _OPPOSITES = {
 """By keyword: the type that it speaks of, the opposite keyword, what its value is more."""
 
 
-def rewritten(schema: Any) -> Any:
-    """The schema without the keywords of this module; itself if it has none.
+@dataclass(slots=True)
+class RewritingWork:
+    """What is left of the work that schemas of one grammar may take together."""
+
+    num_parts: int = _MOST_PARTS
+    num_pairs: int = _MOST_PAIRS
+
+    def take_part(self) -> None:
+        """Raises: GrammarError once there were too many."""
+        self.num_parts -= 1
+        if self.num_parts < 0:
+            raise GrammarError("oneOf, not or if: their alternatives are too large")
+
+    def take_pair(self) -> None:
+        """Raises: GrammarError once there were too many."""
+        self.num_pairs -= 1
+        if self.num_pairs < 0:
+            raise GrammarError("oneOf: there are too many alternatives")
+
+
+def rewritten(schema: Any, work: RewritingWork | None = None) -> Any:
+    """The schema without the keywords of this module; itself if it has none. `work` is shared with
+    others.
 
     Raises: GrammarError if what is not allowed cannot be described, or that would take long.
     """
     try:
-        return _Rewriter(schema).rewritten(schema)
+        return _Rewriter(schema, work or RewritingWork()).rewritten(schema)
     except RecursionError:
         raise GrammarError("schemas within schemas are nested too deeply") from None
 
@@ -81,17 +102,16 @@ class _Kind:
 class _Rewriter:
     """Rewrites what is within one schema, the `root` of references."""
 
-    def __init__(self, root: Any) -> None:
-        self._root = root
-        self._num_left = _MOST_PARTS + sum(1 for _ in parts_of(root))
-        self._num_pairs_left = _MOST_PAIRS
+    def __init__(self, root: Any, work: RewritingWork) -> None:
+        self._root, self._work = root, work
+        work.num_parts += sum(1 for _ in parts_of(root))
         self._kinds: dict[int, _Kind] = {}
         """Of alternatives, by identity; the root keeps them."""
 
     def rewritten(self, schema: Any) -> Any:
         if not isinstance(schema, dict):
             return schema
-        self._take_part()
+        self._work.take_part()
         result = dict(schema)
         for name in _IN_LISTS:
             if isinstance(schema.get(name), list):
@@ -162,18 +182,10 @@ class _Rewriter:
             schema = target
         return schema
 
-    def _take_part(self) -> None:
-        """Raises: GrammarError once there were too many."""
-        self._num_left -= 1
-        if self._num_left < 0:
-            raise GrammarError("oneOf, not or if: their alternatives are too large")
-
     def _are_disjoint(self, one: object, other: object) -> bool:
         """Whether no value is allowed by both, as far as types, constants and properties with
         constants show. Raises: GrammarError once there were too many to look at."""
-        self._num_pairs_left -= 1
-        if self._num_pairs_left < 0:
-            raise GrammarError("oneOf: there are too many alternatives")
+        self._work.take_pair()
         if not isinstance(one, dict) or not isinstance(other, dict):
             return False
         kind, other_kind = self._kind(one), self._kind(other)
@@ -195,7 +207,7 @@ class _Rewriter:
     def _others(self, schema: Any, *, hints: Sequence[str] = (), depth: int = 0) -> list[Schema]:
         """Schemas that allow nothing that `schema` does; none if there are none, or it is not known
         how to describe one. `hints`: names of properties that are worth requiring."""
-        self._take_part()
+        self._work.take_part()
         if schema is False:
             return [True]
         if depth > _MOST_DEPTH:

@@ -122,7 +122,7 @@ class Visit:
             tools=parameters_of(rendered.tools),
             rendered=rendered.text,
         )
-        constraint = self._chat_constraint(body, rendered, rules)
+        constraint = await self._chat_constraint(body, rendered, rules)
         grammar = rules.after_reasoning(
             self.engine,
             await self._grammar(constraint),
@@ -161,7 +161,7 @@ class Visit:
         tokens = await self._tokens(text, "messages", is_chat=True)
         return RenderedChat(text, tokens, template, tools)
 
-    def _chat_constraint(
+    async def _chat_constraint(
         self, body: ChatBody, rendered: RenderedChat, rules: AnswerRules
     ) -> tuple[str, GrammarSource] | None:
         """What a chat's answer is to follow, and the field that says so. Raises: ApiError."""
@@ -174,7 +174,13 @@ class Visit:
                 f"{calls.field}: an answer follows that or {constraint[0]}, not both",
                 param=calls.field,
             )
-        return calls.field, rules.call_source(self.engine, calls)
+
+        def sources() -> Iterator[GrammarSource]:
+            yield rules.call_source(self.engine, calls)
+
+        # Like compiling: of large schemas it takes long.
+        [source] = await self._received.made(sources(), turns=self.state.bodies.compiling)
+        return calls.field, source
 
     async def _tokens(self, text: str, field: str, *, is_chat: bool = False) -> list[int]:
         """The tokens of a text. Raises: ApiError."""

@@ -10,12 +10,13 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from dflash_adapters.text.answers.events import Tools
 from dflash_adapters.text.answers.formats import AnswerFormat
+from dflash_adapters.text.grammar import MOST_GRAMMAR_BYTES
 from dflash_adapters.text.schema_checks import SPACE, check_cost
-from dflash_adapters.text.schema_rewrites import rewritten
+from dflash_adapters.text.schema_rewrites import RewritingWork, rewritten
+from dflash_protocol.errors import GrammarError
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +80,16 @@ def call_grammar(
     `is_required`: the answer is nothing but calls; else text may stand before them, in which no
     call begins. `is_single`: at most one call. `control_ids`: control tokens by their spellings.
     `kind` is one of ENFORCED_FORMATS, and there is at least one tool.
-    Raises: GrammarError for a schema that would take too long.
+    Raises: GrammarError for schemas that would take too long.
     """
 
     def written(text: str) -> str:
         return _written(text, control_ids)
 
+    arguments = _arguments(tools)
     call = " | ".join(f"call_{each}" for each in range(len(tools)))
     if kind is AnswerFormat.HARMONY:
-        return _channels(tools, call, is_required=is_required, written=written)
+        return _channels(arguments, call, is_required=is_required, written=written)
     shape = _SHAPES[kind]
     if kind is AnswerFormat.MISTRAL and "[ARGS]" not in control_ids:
         shape = _MISTRAL_LIST
@@ -102,13 +104,19 @@ def call_grammar(
         lines += ["start: TEXT | until_calls calls", "TEXT: /(.|\\n)*/"]
         lines.append(f"until_calls[lazy]: TEXT {written(shape.entry)}")
     lines.append(f"calls: ({call}) {more} {written(shape.after)}")
-    for each, (name, schema) in enumerate(tools.items()):
+    for each, (name, follows) in enumerate(arguments.items()):
         head = f"{written(shape.opens + name)}{suffix}{written(shape.middle)}"
-        lines.append(f"call_{each}: {head} {_arguments(schema)} {written(shape.closes)}")
+        lines.append(f"call_{each}: {head} {follows} {written(shape.closes)}")
     return "\n".join(lines) + "\n"
 
 
-def _channels(tools: Tools, call: str, *, is_required: bool, written: Callable[[str], str]) -> str:
+def _channels(
+    arguments: Mapping[str, str],
+    call: str,
+    *,
+    is_required: bool,
+    written: Callable[[str], str],
+) -> str:
     """The same in messages, of which a call is the last one. Reasoning may come first, and a text
     for the user before a call."""
     ends = written("<|end|>")
@@ -126,17 +134,23 @@ def _channels(tools: Tools, call: str, *, is_required: bool, written: Callable[[
     if not is_required:
         lines.append(f"final: {written('<|channel|>final<|message|>')} FINAL")
         lines.append("FINAL: /([^<]|<+[^<|])*<*/")  # without a marker
-    for each, (name, schema) in enumerate(tools.items()):
+    for each, (name, follows) in enumerate(arguments.items()):
         head = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
-        lines.append(f"call_{each}: {written(head)} {_arguments(schema)}")
+        lines.append(f"call_{each}: {written(head)} {follows}")
     return "\n".join(lines) + "\n"
 
 
-def _arguments(schema: Mapping[str, Any]) -> str:
-    """Raises: GrammarError."""
-    check_cost(schema)
-    options = {"whitespace_pattern": SPACE}
-    return f"%json {json.dumps({**rewritten(schema), 'x-guidance': options})}"
+def _arguments(tools: Tools) -> dict[str, str]:
+    """What the arguments of each tool follow, by its name. Raises: GrammarError."""
+    texts = [json.dumps(schema) for schema in tools.values()]
+    if sum(map(len, texts)) > MOST_GRAMMAR_BYTES:
+        raise GrammarError(f"the schemas of all tools have {MOST_GRAMMAR_BYTES:,} bytes at most")
+    work, found = RewritingWork(), {}
+    for name, schema in tools.items():
+        check_cost(schema)
+        options = {"whitespace_pattern": SPACE}
+        found[name] = f"%json {json.dumps({**rewritten(schema, work), 'x-guidance': options})}"
+    return found
 
 
 def _written(text: str, control_ids: Mapping[str, int]) -> str:

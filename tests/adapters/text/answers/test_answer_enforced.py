@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -12,9 +14,15 @@ import pytest
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.text.answers import AnswerFormat, ToolCall, answer_parser, enforced
 from dflash_adapters.text.answers.enforced import ENFORCED_FORMATS, call_grammar
-from dflash_adapters.text.grammar import Grammar, GrammarKind, GrammarSource
+from dflash_adapters.text.grammar import (
+    MOST_GRAMMAR_BYTES,
+    Grammar,
+    GrammarKind,
+    GrammarSource,
+)
 from dflash_adapters.text.grammar_compiler import GrammarCompiler
 from dflash_adapters.text.tokenizer import Tokenizer, load_tokenizer
+from dflash_protocol.errors import GrammarError
 from support.answer_families import FAMILIES, LOOK, NOW, SIZE, TOOLS, Family
 from support.grammars import takes
 from support.vocabularies import CONTROL, small
@@ -181,3 +189,17 @@ def test_many_tools_and_any_description_can_be_enforced(compiler: GrammarCompile
         AnswerFormat.HERMES, tools, is_required=True, is_single=False, control_ids={}
     )
     assert compiler.compile(GrammarSource(GrammarKind.CALLS, text)).matcher().mask().any()
+
+
+def test_the_schemas_of_all_tools_take_bounded_work_together() -> None:
+    """Clients send them, and a server rewrites them while it serves others."""
+    choices = {"oneOf": [{"enum": [f"{one}{two}" for two in range(4)]} for one in range(9)]}
+    costly = reduce(lambda inner, _: {"not": inner}, range(12), choices)
+    text = "x" * (MOST_GRAMMAR_BYTES // 100)
+    rules: dict[str, Any] = {"is_required": True, "is_single": False, "control_ids": {}}
+    for schema, reason in ((costly, "too large"), ({"const": text}, "bytes")):
+        tools = {f"f{each}": {"properties": {"a": schema}} for each in range(200)}
+        started_s = time.process_time()
+        with pytest.raises(GrammarError, match=reason):
+            call_grammar(AnswerFormat.HERMES, tools, **rules)
+        assert time.process_time() - started_s < 5.0
