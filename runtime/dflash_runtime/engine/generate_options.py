@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 
 from dflash_adapters.text.grammar import Grammar, GrammarKind, GrammarSource
 from dflash_protocol.errors import GrammarError
+from dflash_runtime.engine.generation import OnPromptLogprobs
 from dflash_runtime.engine.penalties import Penalties
 
 Schema = Mapping[str, Any] | bool | str
@@ -21,6 +22,7 @@ class TokenChoice(TypedDict, total=False):
     top_k: int
     top_p: float
     min_p: float
+    typical_p: float
     seed: int | None
     penalties: Penalties | None
     grammar: Grammar | None
@@ -36,6 +38,7 @@ class TokenChoice(TypedDict, total=False):
 class GenerateOptions(TokenChoice, total=False):
     """All options of `Engine.generate`."""
 
+    on_prompt_logprobs: OnPromptLogprobs | None
     is_cancelled: Callable[[], bool] | None
     on_prefill: Callable[[int, int], None]
 

@@ -44,11 +44,15 @@ def threads() -> list[str]:
     return [each.name for each in threading.enumerate() if each.name == "dflash-engine"]
 
 
+CALLED = {"is_cancelled", "on_prefill", "on_prompt_logprobs"}
+"""Options that are called in the engine's thread."""
+
+
 def test_every_option_of_generate_is_one_here() -> None:
     parameters = inspect.signature(Engine.generate).parameters
     keywords = {name for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY}
     assert set(GenerateOptions.__annotations__) == keywords
-    assert keywords - set(TokenChoice.__annotations__) == {"is_cancelled", "on_prefill"}
+    assert keywords - set(TokenChoice.__annotations__) == CALLED
 
 
 @pytest.mark.asyncio
