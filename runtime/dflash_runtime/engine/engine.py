@@ -383,12 +383,11 @@ class Engine(EngineTexts):
         (0 or more): each token comes with its log-probability and those of that many most likely
         tokens, of the model, before penalties and without a grammar. `on_prompt_logprobs` gets the
         same of the prompt's tokens from the second on, in order, while the prompt is computed, all
-        of it; `max_tokens` may be 0 then. Needs `top_logprobs`.
-        `reuse_prefix`: the prefix that this prompt shares with the run before is taken from the
-        cache, with the same bits; but only within one `prefix_scope`, since the time saved would
-        tell one client about another's prompt. `is_cancelled` is called before every layer of a
-        prompt, before every token, and within steps that take long; once it returns True, the
-        generation ends.
+        of it. Needs `top_logprobs`. `reuse_prefix`: the prefix that this prompt shares with the run
+        before is taken from the cache, with the same bits; but only within one `prefix_scope`,
+        since the time saved would tell one client about another's prompt. With either of these
+        two, `max_tokens` may be 0. `is_cancelled` is called before every layer of a prompt, before
+        every token, and within steps that take long; once it returns True, the generation ends.
         Raises: SettingsError before anything is computed, GrammarError for a wrong `schema`; while
         it is, DaemonUnavailable if daemons are required, GrammarError if the grammar is too complex
         or has no way on.
@@ -404,7 +403,8 @@ class Engine(EngineTexts):
             )
         )
         has_prompt = on_prompt_logprobs is not None
-        max_tokens = whole_number("max_tokens", max_tokens, smallest=0 if has_prompt else 1)
+        fewest = 0 if has_prompt or reuse_prefix else 1
+        max_tokens = whole_number("max_tokens", max_tokens, smallest=fewest)
         wanted: WantedLogprobs | None = None
         if top_logprobs is not None:
             whole_number("top_logprobs", top_logprobs, smallest=0, largest=self.spec.vocab_size)

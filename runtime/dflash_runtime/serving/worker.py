@@ -243,12 +243,9 @@ class EngineWorker:
         assembler = TextAssembler(
             engine.tokenizer, job.text, first_offset=0 if echo is None else len(echo.text)
         )
-        top_logprobs = options.top_logprobs
         on_prompt_logprobs: OnPromptLogprobs | None = None
         if echo is not None and echo.has_logprobs:
             on_prompt_logprobs = echo.push
-        elif not job.max_tokens:  # computed, and given to nobody
-            top_logprobs, on_prompt_logprobs = 0, lambda logprobs: None
 
         publish_s = time.monotonic() + _PUBLISH_S
 
@@ -271,7 +268,7 @@ class EngineWorker:
             grammar=options.grammar,
             ignore_eos=options.ignore_eos,
             stop_ids=options.stop_ids,
-            top_logprobs=top_logprobs,
+            top_logprobs=options.top_logprobs,
             on_prompt_logprobs=on_prompt_logprobs,
             reuse_prefix=True,
             prefix_scope=job.key,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dflash_runtime.compute.reference.backend import ReferenceBackend
 from dflash_runtime.serving.access import ApiKeys
 from dflash_runtime.serving.errors import ApiError
 from dflash_runtime.serving.llama_fields import LlamaCompletionBody, default_settings
@@ -65,6 +67,19 @@ async def test_a_completion_has_what_llama_servers_has(serve: Serve) -> None:
             assert {*last} == {*again}
             for name in ("tokens_predicted", "stop_type", "prompt", "truncated", "has_new_line"):
                 assert last[name] == again[name]
+
+
+@pytest.mark.asyncio
+async def test_a_prompt_of_which_nothing_is_asked_is_cached(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients send one so that its text is read before it is needed."""
+    chunking = replace(ReferenceBackend.chunking, preferred=8)  # it keeps whole chunks only
+    monkeypatch.setattr(ReferenceBackend, "chunking", chunking)
+    body = {"prompt": PROMPT * 8, "n_predict": 0}
+    async with serve() as served:
+        timings = [(await served.post("/completion", **body)).json()["timings"] for _ in range(2)]
+    assert timings[0]["cache_n"] == 0 < timings[1]["cache_n"]
 
 
 @pytest.mark.asyncio
