@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
 from datetime import UTC, datetime
@@ -14,6 +15,8 @@ from dflash_protocol.errors import one_line
 
 _LONGEST = 4000
 _INDENT = "    "
+_COMMANDS = re.compile("[\x7f-\x9f\u2028\u2029]")
+"""Other control characters are escaped in any JSON."""
 _PACKAGES = ("dflash_protocol", "dflash_adapters", "dflash_daemon", "dflash_runtime")
 REQUESTS = "dflash_runtime.requests"
 """Name of the logger that gets a line for each request of a server."""
@@ -97,6 +100,16 @@ def ascii_json(value: Any) -> str:
     Raises: ValueError for a number that is not finite.
     """
     return json.dumps(value, allow_nan=False).replace("\x7f", "\\u007f")
+
+
+def readable_json(value: Any) -> str:
+    """JSON on one line, of text in any language as it is, without what terminals take for commands
+    or readers of lines for an end.
+
+    Raises: ValueError for a number that is not finite.
+    """
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return _COMMANDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def log_to_stderr(program: str, *, level: str = AS_WARNINGS, is_json: bool = False) -> None:

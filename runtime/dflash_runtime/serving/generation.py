@@ -9,9 +9,10 @@ import time
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from dflash_protocol.process.output import readable_json
 from dflash_runtime.serving.answers import Answer, Division
 from dflash_runtime.serving.errors import ApiError, api_error, error_form, error_response
 from dflash_runtime.serving.fair_queue import QueueFull
@@ -94,7 +95,8 @@ class GenerationResponse(Response):
         events = self._division.push("".join(delta.text for delta in deltas))
         events += self._division.finish()
         body = self._answer.whole(events, deltas, last)
-        await JSONResponse(body)(scope, receive, send)
+        text = readable_json(body)
+        await Response(text, media_type="application/json")(scope, receive, send)
 
     async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer, wire = self._answer, self._answer.wire

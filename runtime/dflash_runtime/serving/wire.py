@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+from dflash_protocol.process.output import readable_json
 
 Chunk: TypeAlias = dict[str, Any]
 """One object of a stream."""
@@ -29,7 +30,7 @@ class Wire:
 
 
 def _json(chunk: Chunk) -> bytes:
-    return json.dumps(chunk, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    return readable_json(chunk).encode()
 
 
 def _event(chunk: Chunk) -> bytes:
