@@ -29,7 +29,8 @@ from dflash_runtime.serving.echo import MOST_ECHOED, PromptEcho, prompt_pieces
 from dflash_runtime.serving.errors import ApiError, api_error
 from dflash_runtime.serving.fair_queue import Turns
 from dflash_runtime.serving.generation import GenerationResponse
-from dflash_runtime.serving.requests import FEW_VALUES, B, ChatBody, CompletionBody, parse_body
+from dflash_runtime.serving.json_values import FEW_VALUES
+from dflash_runtime.serving.requests import B, ChatBody, CompletionBody, parse_body
 from dflash_runtime.serving.state import ServerState
 from dflash_runtime.serving.status import chat_template
 from dflash_runtime.serving.text import TextRules
@@ -80,13 +81,15 @@ class Visit:
             return b""
         return tokenizer.token_bytes(token_id)
 
-    async def body(self, kind: type[B]) -> B:
-        """The checked body. A prompt of token ids has as many values as the context may hold.
+    @property
+    def most_values(self) -> int:
+        """Values that JSON of a client may have: a prompt of token ids has as many as the context
+        may hold."""
+        return FEW_VALUES + self.engine.num_positions
 
-        Raises: ApiError.
-        """
-        most_values = FEW_VALUES + self.engine.num_positions
-        return parse_body(kind, await self._received.receive(), most_values=most_values)
+    async def body(self, kind: type[B]) -> B:
+        """The checked body. Raises: ApiError."""
+        return parse_body(kind, await self._received.receive(), most_values=self.most_values)
 
     async def made(self, parts: Iterator[T], field: str, *, turns: Turns | None = None) -> list[T]:
         """The `parts` made from the body's `field`, in threads, by `turns`, or those for

@@ -17,6 +17,7 @@ from dflash_protocol.errors import one_line
 from dflash_runtime.serving.constraints import ConstraintFields
 from dflash_runtime.serving.echo import EchoField
 from dflash_runtime.serving.errors import ApiError
+from dflash_runtime.serving.json_values import FEW_VALUES, has_more_values
 from dflash_runtime.serving.sampling_fields import PenaltyFields, SamplingFields
 from dflash_runtime.serving.tools import ToolFields, message_calls
 
@@ -25,8 +26,6 @@ LONGEST_STOP = 256
 MOST_TOP_LOGPROBS = 20
 MOST_MESSAGES = 4096
 _OPENAI_COMPLETION_TOKENS = 16
-FEW_VALUES = 1 << 16
-_BEFORE_VALUES = (b",", b"[", b"{")
 
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 # fail_fast: errors cost more than items.
@@ -213,7 +212,7 @@ def parse_body(kind: type[B], data: bytes, *, most_values: int = FEW_VALUES) -> 
 
     Raises: ApiError that names the field that is wrong or unsupported, and why.
     """
-    if _has_more_values(data, most_values):
+    if has_more_values(data, most_values):
         raise ApiError(400, f"the body has more than {most_values} values")
     return _checked(lambda: kind.model_validate_json(data))
 
@@ -234,18 +233,6 @@ def _checked(make: Callable[[], B]) -> B:
         raise ApiError(400, message, param=place[0] if place else None) from None
     body.check_fields()
     return body
-
-
-def _has_more_values(data: bytes, most: int) -> bool:
-    """Whether JSON has more values than `most`: parsing them would hold the interpreter's lock for
-    long. A string is one value, however long."""
-    if sum(map(data.count, _BEFORE_VALUES)) <= most:
-        return False
-    plain = data.replace(rb"\\", b"").replace(rb"\"", b"")
-    if plain.count(b'"') > 4 * most + 2:  # two for a name, two for its value, or for the only one
-        return True
-    beside_texts = b"".join(plain.split(b'"')[::2])
-    return sum(map(beside_texts.count, _BEFORE_VALUES)) > most
 
 
 IGNORED = frozenset(

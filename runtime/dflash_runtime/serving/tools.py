@@ -11,11 +11,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from dflash_runtime.serving.errors import ApiError
+from dflash_runtime.serving.json_values import FEW_VALUES, has_more_values
 
 MOST_TOOLS = 512
 _MOST_CALLS = 1024
-_MOST_VALUES = 1 << 16
-"""Of the arguments of a message's calls; parsing more holds the interpreter's lock for long."""
 _SWITCHES = {
     "enable_thinking": re.compile(r"enable_thinking"),
     "thinking": re.compile(r"\b(?:if|not|and|or) thinking\b|\bthinking is defined\b"),
@@ -164,15 +163,10 @@ def message_calls(calls: object) -> object:
     clients send them as JSON texts. What is no list of calls stays as it is."""
     if not isinstance(calls, list) or len(calls) > _MOST_CALLS:
         return calls
-    num_values = 0
-    found = []
-    for call in calls:
-        function = call.get("function") if isinstance(call, dict) else None
-        arguments = function.get("arguments") if isinstance(function, dict) else None
-        if isinstance(arguments, str):
-            num_values += sum(map(arguments.count, ",[{"))
-        found.append(_call(call) if num_values <= _MOST_VALUES else call)
-    return found
+    functions = [call.get("function") for call in calls if isinstance(call, dict)]
+    texts = [each.get("arguments") for each in functions if isinstance(each, dict)]
+    written = b",".join(each.encode(errors="replace") for each in texts if isinstance(each, str))
+    return calls if has_more_values(written, FEW_VALUES) else [_call(call) for call in calls]
 
 
 def _call(call: object) -> object:

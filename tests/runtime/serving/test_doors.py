@@ -126,6 +126,22 @@ async def test_a_conversation_by_id_has_no_end_of_its_own(serve: Serve) -> None:
         assert error["code"] == "context_length_exceeded"
 
 
+@pytest.mark.asyncio
+async def test_a_conversation_by_id_has_no_more_values_than_a_body(serve: Serve) -> None:
+    """Else a small request would have much to be parsed, while all others wait."""
+    parts = [{"type": "input_text", "text": ""}] * 20_000
+    message = {"role": "user", "content": [{"type": "input_text", "text": "x"}, *parts]}
+    async with serve() as served:
+        name, statuses = None, []
+        for _ in range(3):
+            body = {"input": [message], "max_output_tokens": 1, "previous_response_id": name}
+            answer = await served.post("/v1/responses", **body)
+            statuses.append(answer.status_code)
+            name = answer.json().get("id")
+        assert statuses == [200, 200, 413]
+        assert answer.json()["error"]["param"] == "previous_response_id"
+
+
 EVENTS = st.lists(
     st.one_of(
         st.builds(Content, st.text(min_size=1, max_size=3)),

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from dflash_protocol.errors import SettingsError
 from dflash_runtime.engine.penalties import Penalties
-from dflash_runtime.serving import requests
 from dflash_runtime.serving.errors import ApiError, api_error
+from dflash_runtime.serving.json_values import has_more_values
 from dflash_runtime.serving.requests import (
     IGNORED,
     NEUTRAL,
@@ -261,8 +261,8 @@ def test_values_are_counted_as_json_has_them(value: Any) -> None:
 
     data = json.dumps(value, ensure_ascii=False).encode(errors="replace")
     num = num_marks(value)
-    assert not requests._has_more_values(data, num)
-    assert num == 0 or requests._has_more_values(data, num - 1)
+    assert not has_more_values(data, num)
+    assert num == 0 or has_more_values(data, num - 1)
 
 
 def test_messages_keep_what_templates_may_read() -> None:

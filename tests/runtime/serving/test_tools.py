@@ -100,6 +100,7 @@ def test_tools_and_effort_become_variables_of_the_template() -> None:
         ("no JSON", "no JSON"),
         ("[" * 5000, "[" * 5000),
         (LONG, LONG),
+        (json.dumps({"text": "a, [b], {c}" * 30_000}), {"text": "a, [b], {c}" * 30_000}),
         (None, None),
     ],
     ids=lambda value: str(value)[:20],

@@ -15,6 +15,8 @@ from dflash_runtime.serving.doors.responses_bodies import NAMES, ResponsesBody
 from dflash_runtime.serving.doors.responses_items import ITEMS
 from dflash_runtime.serving.doors.responses_store import ResponseStore, StoredResponse
 from dflash_runtime.serving.errors import ApiError, JSONResponse
+from dflash_runtime.serving.json_values import has_more_values
+from dflash_runtime.serving.requests import MOST_MESSAGES
 from dflash_runtime.serving.state import ServerState
 from dflash_runtime.serving.status import model_id
 
@@ -27,6 +29,8 @@ def _add_routes(app: FastAPI, state: ServerState) -> None:
     store = ResponseStore(_BODIES_KEPT * state.settings.max_body_bytes)
 
     def keep(response: dict[str, Any]) -> None:
+        if len(response["output"]) > MOST_MESSAGES:  # no conversation could go on from it
+            return
         output = ITEMS.dump_json(ITEMS.validate_python(response["output"]), exclude_none=True)
         store.complete(response["id"], ascii_json(response).encode(), output=output)
 
@@ -76,7 +80,9 @@ def _before(asked: Visit, store: ResponseStore, body: ResponsesBody) -> tuple[by
             param=field,
             code="previous_response_not_found",
         )
-    if stored.items_bytes > asked.state.settings.max_body_bytes:
+    is_large = stored.items_bytes > asked.state.settings.max_body_bytes
+    # Each of its bodies had few values; parsing those of all would keep other clients waiting.
+    if is_large or has_more_values(b",".join(stored.items), asked.most_values):
         raise ApiError(413, f"{field}: the conversation is too large", param=field)
     return stored.items
 
