@@ -165,8 +165,9 @@ class _Rewriter:
         for place, one in enumerate(plain):
             parts: list[Schema] = [inner[place]]
             hints = one.get("properties") if isinstance(one, dict) else None
+            hints = hints if isinstance(hints, dict) else {}
             for other in overlaps[place]:
-                others = self._others(other, hints=tuple(hints or ()))
+                others = self._others(other, hints=tuple(hints))
                 parts.append(_union(others) if others else False)
             if False not in parts:
                 found.append(_all_of(*parts))
@@ -277,7 +278,7 @@ def _of_names(names: Any) -> Schema:
     part: dict[str, Any] | None = None
     if len(keywords) == 1 and (values := _values(names)) is not None:
         part = {"properties": {each: True for each in values if isinstance(each, str)}}
-    elif keywords == {"pattern"}:
+    elif keywords == {"pattern"} and isinstance(names["pattern"], str):
         part = {"patternProperties": {names["pattern"]: True}}
     elif keywords and keywords <= {"minLength", "maxLength"}:
         sizes = f"{names.get('minLength', 0)},{names.get('maxLength', '')}"

@@ -137,6 +137,8 @@ def test_a_schema_without_these_keywords_stays_as_it_is() -> None:
         {"oneOf": [{"anyOf": [{"anyOf": [{"minimum": 1}] * 50}] * 50}] * 60},
         {"not": {"$ref": "#/$defs/x"}, "$defs": {"x": {"$ref": "#/$defs/x"}}},
         {"not": {"type": "string"}, "allOf": 5},
+        {"propertyNames": {"pattern": ["a"]}},
+        {"oneOf": [{"properties": 5}, {}]},
         {"oneOf": [{"required": ["a"]}, {"required": ["b"]}], "allOf": {"a": 1}},
     ],
     ids=lambda each: json.dumps(each)[:50],
@@ -146,13 +148,38 @@ def test_what_cannot_be_described_is_refused(schema: Any) -> None:
         rewritten(schema)
 
 
+NAMES_OF_KEYWORDS = st.sampled_from(
+    ["oneOf", "anyOf", "allOf", "not", "if", "then", "else", "dependencies", "dependentRequired",
+     "dependentSchemas", "propertyNames", "contains", "minContains", "properties", "required",
+     "items", "prefixItems", "type", "enum", "const", "minimum", "maxLength", "minItems",
+     "pattern", "$ref", "$defs", "additionalProperties"]
+)  # fmt: skip
+JUNK = st.recursive(
+    st.sampled_from([None, True, False, -1, 1.5, 10**30, "a", "#", "#/properties/a", "string"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(NAMES_OF_KEYWORDS | NAMES, inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+@examples(200)
+@given(st.dictionaries(NAMES_OF_KEYWORDS, JUNK, min_size=1, max_size=4))
+def test_what_is_no_schema_is_refused_if_anything(schema: Any) -> None:
+    with contextlib.suppress(GrammarError):
+        rewritten(schema)
+
+
 def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
+    innermost: dict[str, Any] = {"not": {}}
     with pytest.raises(GrammarError):
-        rewritten(reduce(lambda inner, _: {"items": inner}, range(5000), {"not": {}}))
+        rewritten(reduce(lambda inner, _: {"items": inner}, range(5000), innermost))
 
 
 NAMED: dict[str, Any] = {str(each): {} for each in range(300)}
-CHOICES = {"oneOf": [{"enum": [f"{one}-{two}" for two in range(64)]} for one in range(64)]}
+CHOICES: dict[str, Any] = {
+    "oneOf": [{"enum": [f"{one}-{two}" for two in range(64)]} for one in range(64)]
+}
 
 
 @pytest.mark.parametrize(
