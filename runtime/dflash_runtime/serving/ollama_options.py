@@ -14,6 +14,7 @@ from pydantic import Field, JsonValue
 from dflash_protocol.errors import one_line
 from dflash_runtime.serving.errors import ApiError
 from dflash_runtime.serving.requests import MOST_TOP_LOGPROBS, RequestBody
+from dflash_runtime.serving.tools import can_reason, thinking_variables
 
 FIELD_NAMES: Mapping[str, str] = {
     "max_tokens": "num_predict",
@@ -49,8 +50,7 @@ _NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
     "vocab_only": (False,),
 }
 _SWITCHES = ("enable_thinking", "reasoning_effort")
-_REASONS = (*_SWITCHES, "<think>", "[THINK]", "<|channel|>")
-"""In a chat template: that the model reasons."""
+"""In a chat template: that an effort is read, or made of one."""
 
 Levels = Literal["low", "medium", "high"]
 
@@ -107,18 +107,13 @@ class OllamaBody(RequestBody):
         if not can_reason(template):
             raise refused("think", f"{one_line(self.model, 100)} does not support thinking")
         if not any(each in template for each in _SWITCHES):
-            if self.think is False:
-                raise refused("think", "this model's chat template cannot turn it off")
-            return {}
+            thinks = self.think is not False
+            variables = thinking_variables(template, thinks=thinks, field="think")
+            return {"chat_template_kwargs": variables} if variables else {}
         effort = self.think
         if isinstance(effort, bool):
             return {"reasoning_effort": "medium" if effort else "none"}
         return {"reasoning_effort": effort}
-
-
-def can_reason(template: str) -> bool:
-    """Whether a chat template shows that its model reasons."""
-    return any(each in template for each in _REASONS)
 
 
 def _check_options(options: Mapping[str, JsonValue], num_positions: int) -> None:

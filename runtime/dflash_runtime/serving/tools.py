@@ -138,6 +138,12 @@ class ToolFields(BaseModel):
         return variables
 
 
+def can_reason(template: str) -> bool:
+    """Whether a chat template shows that its model reasons."""
+    reads_switch = any(is_read.search(template) for is_read in _SWITCHES.values())
+    return reads_switch or any(mark in template for mark in _REASONS)
+
+
 def thinking_variables(template: str, *, thinks: bool, field: str) -> dict[str, JsonValue]:
     """Variables of the chat template that turn reasoning on or off, as the body's `field` asks.
 
@@ -146,7 +152,7 @@ def thinking_variables(template: str, *, thinks: bool, field: str) -> dict[str, 
     for name, is_read in _SWITCHES.items():
         if is_read.search(template):
             return {name: thinks}
-    if thinks != any(mark in template for mark in _REASONS):
+    if thinks != can_reason(template):
         raise _refused(
             field, f"this model's chat template cannot turn it {'on' if thinks else 'off'}"
         )

@@ -101,6 +101,33 @@ async def test_formats_and_logprobs(serve: Serve) -> None:
             assert all(len(each["top_logprobs"]) == 2 for each in tokens)
 
 
+@pytest.mark.parametrize(
+    ("template", "think", "fields"),
+    [
+        ("{% if thinking %}<think>{% endif %}", True, {"chat_template_kwargs": {"thinking": True}}),
+        (
+            "{% if thinking %}<think>{% endif %}",
+            False,
+            {"chat_template_kwargs": {"thinking": False}},
+        ),
+        (
+            "{% if thinking %}<think>{% endif %}",
+            "low",
+            {"chat_template_kwargs": {"thinking": True}},
+        ),
+        ("{{ enable_thinking }}", False, {"reasoning_effort": "none"}),
+        ("{{ reasoning_effort }}", True, {"reasoning_effort": "medium"}),
+        ("<think>", True, {}),
+        ("plain", False, {}),
+    ],
+)
+def test_reasoning_is_turned_on_and_off_as_the_template_does(
+    template: str, think: object, fields: dict[str, Any]
+) -> None:
+    body = OllamaChatBody(model="m", think=think)  # type: ignore[arg-type]
+    assert body.reasoning(template) == fields
+
+
 @pytest.mark.asyncio
 async def test_tools_and_thinking(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     call = '<think>hm</think><tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'

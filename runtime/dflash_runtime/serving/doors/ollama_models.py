@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from dflash_adapters.gguf.shard_names import MAX_SHARDS, SHARD_NAME
 from dflash_runtime.engine.engine import Engine
 from dflash_runtime.serving.errors import ApiError
-from dflash_runtime.serving.ollama_options import can_reason
 from dflash_runtime.serving.status import expert_types, model_id
+from dflash_runtime.serving.tools import can_reason
 
 _FOREVER = "2318-01-01T00:00:00Z"
 _LATEST = ":latest"
@@ -101,11 +101,11 @@ def details(engine: Engine) -> dict[str, Any]:
 
 def _on_disk(path: Path) -> tuple[int, int]:
     """Bytes of all the model's files, and when the named one was written; 0 if it is gone."""
-    split = re.fullmatch(r"(.*)-[0-9]{5}-of-([0-9]{5})\.gguf", path.name)
+    split = SHARD_NAME.fullmatch(path.name)
     paths = [path]
-    if split is not None and int(split[2]) <= 1000:
-        count = int(split[2])
-        names = (f"{split[1]}-{each + 1:05}-of-{split[2]}.gguf" for each in range(count))
+    if split is not None and int(split["count"]) <= MAX_SHARDS:
+        stem, count = split["stem"], split["count"]
+        names = (f"{stem}-{each + 1:05}-of-{count}.gguf" for each in range(int(count)))
         paths = [path.with_name(name) for name in names]
     try:
         return sum(each.stat().st_size for each in paths), path.stat().st_mtime_ns
