@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -72,6 +75,18 @@ _DENSE_TENSORS = {
 }
 
 
+@dataclass(frozen=True)
+class ChatFacts:
+    """What a file of a model that chats has besides."""
+
+    template: str
+    turn_end: str
+    """The token that ends an answer; it and the other `control` tokens are no text."""
+    control: Sequence[str]
+    tags: Sequence[str]
+    """Tokens around reasoning and calls, which are text."""
+
+
 def tensor_name(parameter: str, config: ModelConfig) -> str:
     """GGUF tensor name of a model parameter."""
     if not parameter.startswith("blocks."):
@@ -97,11 +112,15 @@ def tensor_type(name: str, ndim: int, *, quantised: bool) -> GGMLQuantizationTyp
     return Q5_0 if "_exps" in name else Q8_0
 
 
-def _add_metadata(writer: gguf.GGUFWriter, folder: Path, tokenizer: Tokenizer) -> None:
+def _add_metadata(
+    writer: gguf.GGUFWriter, folder: Path, tokenizer: Tokenizer, chat: ChatFacts | None
+) -> None:
     c = load_config(folder)
     writer.add_type("model")
-    writer.add_name("dflash demo" if type(c) is ModelConfig else f"dflash demo, {c.architecture}")
-    writer.add_description("A small mixture of experts trained on the Python standard library")
+    name = "dflash demo" if type(c) is ModelConfig else f"dflash demo, {c.architecture}"
+    subject = "the Python standard library" if chat is None else "made talks"
+    writer.add_name(name if chat is None else f"{name}, chat")
+    writer.add_description(f"A small mixture of experts trained on {subject}")
     writer.add_license("PSF-2.0")
     writer.add_languages(["en"])
     writer.add_tags(["text-generation", "python"])
@@ -131,13 +150,21 @@ def _add_metadata(writer: gguf.GGUFWriter, folder: Path, tokenizer: Tokenizer) -
     eos = end_of_text_id(tokenizer)
     tokens, merges = tokens_and_merges(tokenizer)
     types = [TokenType.CONTROL if i == eos else TokenType.NORMAL for i in range(len(tokens))]
+    end = eos
+    if chat is not None:
+        end = tokens.index(chat.turn_end)
+        for token in chat.control:
+            types[tokens.index(token)] = TokenType.CONTROL
+        for token in chat.tags:
+            types[tokens.index(token)] = TokenType.USER_DEFINED
+        writer.add_chat_template(chat.template)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges(merges)
-    writer.add_eos_token_id(eos)
-    writer.add_eot_token_id(eos)
+    writer.add_eos_token_id(end)
+    writer.add_eot_token_id(end)
     writer.add_pad_token_id(eos)
     writer.add_add_bos_token(False)
 
@@ -185,13 +212,20 @@ def _add_own_metadata(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
             writer.add_uint32(name, value)
 
 
-def export(folder: Path, tokenizer: Tokenizer, out: Path, *, quantised: bool = True) -> None:
+def export(
+    folder: Path,
+    tokenizer: Tokenizer,
+    out: Path,
+    *,
+    quantised: bool = True,
+    chat: ChatFacts | None = None,
+) -> None:
     """Write saved weights to `out` (replaced atomically); unquantised files are all F32."""
     arrays: Arrays = load_weights(folder)
     config = load_config(folder)
     partial = out.with_suffix(".partial")
     writer = gguf.GGUFWriter(partial, config.architecture)
-    _add_metadata(writer, folder, tokenizer)
+    _add_metadata(writer, folder, tokenizer, chat)
     writer.add_file_type(LlamaFileType.MOSTLY_Q5_0 if quantised else LlamaFileType.ALL_F32)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for parameter, array in arrays.items():
@@ -206,6 +240,41 @@ def export(folder: Path, tokenizer: Tokenizer, out: Path, *, quantised: bool = T
     writer.write_tensors_to_file()
     writer.close()
     os.replace(partial, out)
+
+
+def read_weights(path: Path) -> tuple[ModelConfig, Arrays]:
+    """A qwen3moe file that `export` has written, back as parameters by name."""
+    reader = gguf.GGUFReader(path)
+
+    def fact(key: str) -> Any:
+        return reader.fields[f"{ModelConfig.architecture}.{key}"].contents()
+
+    config = ModelConfig(
+        vocab_size=fact("vocab_size"),
+        context_length=fact("context_length"),
+        block_count=fact("block_count"),
+        embedding_length=fact("embedding_length"),
+        head_count=fact("attention.head_count"),
+        head_count_kv=fact("attention.head_count_kv"),
+        key_length=fact("attention.key_length"),
+        expert_count=fact("expert_count"),
+        expert_used_count=fact("expert_used_count"),
+        expert_feed_forward_length=fact("expert_feed_forward_length"),
+        rope_freq_base=fact("rope.freq_base"),
+        layer_norm_rms_epsilon=fact("attention.layer_norm_rms_epsilon"),
+    )
+    parameters = ["token_embd", "output_norm"]
+    parameters += [
+        f"blocks.{i}.{name}" for i in range(config.block_count) for name in _BLOCK_TENSORS
+    ]
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    arrays: Arrays = {}
+    for parameter in parameters:
+        tensor = tensors[tensor_name(parameter, config)]
+        array = gguf.quants.dequantize(np.asarray(tensor.data), tensor.tensor_type)
+        shape = tuple(int(n) for n in reversed(tensor.shape))
+        arrays[parameter] = np.asarray(array, np.float32).reshape(shape)
+    return config, arrays
 
 
 def dequantised_copy(source: Path, out: Path) -> None:

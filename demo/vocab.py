@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import gguf
@@ -29,15 +29,25 @@ def _tokenizer(model: models.BPE) -> Tokenizer:
     return tokenizer
 
 
-def read_vocabulary(path: Path) -> Tokenizer:
-    """The tokens of a GGUF file that `export` has written."""
+def read_vocabulary(path: Path, special: Sequence[str] = ()) -> Tokenizer:
+    """The tokens of a GGUF file that `export` has written.
+
+    The last learned tokens give their ids to the `special` ones, before the end-of-text token:
+    as many, of which no other token is made.
+    """
     fields = gguf.GGUFReader(path).fields
     tokens = fields["tokenizer.ggml.tokens"].contents()
     merges = fields["tokenizer.ggml.merges"].contents()
+    first = len(tokens) - 1 - len(special)
+    given_up = {*tokens[first:-1]} if special else set()
+    if given_up != {"".join(merge.split(" ")) for merge in merges[len(merges) - len(special) :]}:
+        raise ValueError(f"{path}: the last tokens are not those of the last merges")
+    tokens[first:-1] = special
+    merges = merges[: len(merges) - len(special)]
     pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
     ids = {token: token_id for token_id, token in enumerate(tokens)}
     tokenizer = _tokenizer(models.BPE(ids, pairs))
-    tokenizer.add_special_tokens([END_OF_TEXT])
+    tokenizer.add_special_tokens([*special, END_OF_TEXT])
     return tokenizer
 
 
