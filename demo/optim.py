@@ -14,7 +14,7 @@ _NO_MATRICES = ("token_embd", "router", "conv", "alpha", "beta")
 def orthogonalise(g: Tensor, steps: int = 5) -> Tensor:
     """Newton-Schulz iteration towards the nearest semi-orthogonal matrices of g (n, rows, cols)."""
     a, b, c = _NS_COEFFICIENTS
-    x = g.bfloat16()
+    x = g.bfloat16() if g.is_cuda else g.float()  # which processors are quicker with
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT

@@ -57,6 +57,12 @@ YARN_READINGS = ("file", "llama.cpp")
 CPU_TIERS = (AUTO_TIER, "amx", "avx512vnni", "avxvnni", "avx2", "neondot", "generic")
 """Instruction sets that the CPU's kernels may be built from; ``auto`` is the best that works."""
 
+ANSWER_FORMATS = (
+    "auto", "plain", "hermes", "qwen3-coder", "glm", "llama4", "mistral", "harmony",
+    "deepseek-v3.1", "deepseek-v4", "kimi-k2", "minimax-m2", "lfm2", "gemma4",
+)  # fmt: skip
+"""How models write reasoning and calls of tools; ``auto`` is told by the chat template."""
+
 SETTINGS_FILE = PREFIX + "SETTINGS_FILE"
 SETTINGS_FLAG = "--settings"
 SETTINGS_HELP = f"Settings file, TOML; else the one that {SETTINGS_FILE} names."
@@ -472,6 +478,10 @@ class Settings:
     chat_template_file: str = setting(
         "", "CHAT_TEMPLATE_FILE", PathText("FILE"), Reader.SERVER,
         "Jinja template in place of the model's own.",
+    )
+    answer_format: str = setting(
+        "auto", "ANSWER_FORMAT", OneOf(*ANSWER_FORMATS), Reader.SERVER,
+        "How the model writes reasoning and calls of tools; auto is told by its chat template.",
     )
     queue_capacity: int = setting(
         64, "QUEUE_CAPACITY", Whole(1, 10_000), Reader.SERVER,

@@ -34,11 +34,14 @@ class AnswerRules:
     """Ends the reasoning that the prompt has begun; None: it has not."""
 
     @classmethod
-    def of(cls, engine: Engine, *, template: str, tools: Tools, rendered: str) -> Self:
-        """For an answer to the prompt `rendered`, by `template`."""
+    def of(
+        cls, engine: Engine, *, template: str, tools: Tools, rendered: str, setting: str = "auto"
+    ) -> Self:
+        """For an answer to the prompt `rendered`, by `template`; `setting` may name the format."""
         tokenizer = engine.tokenizer
         spellings = [] if tokenizer is None else [text for text, _, _ in tokenizer.special]
-        return cls(answer_format(template, spellings), tools, closing_marker(rendered))
+        kind = answer_format(template, spellings, setting=setting)
+        return cls(kind, tools, closing_marker(rendered))
 
     @property
     def shown(self) -> frozenset[str]:

@@ -124,6 +124,7 @@ class Visit:
             template=rendered.template,
             tools=parameters_of(rendered.tools),
             rendered=rendered.text,
+            setting=self.state.settings.answer_format,
         )
         constraint = await self._chat_constraint(body, rendered, rules)
         grammar = rules.after_reasoning(

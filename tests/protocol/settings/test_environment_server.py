@@ -16,6 +16,7 @@ GOOD = [
     ("API_KEY_FILE", "api_key_file", "", ("/run/keys",)),
     ("CORS", "cors", (), ()),
     ("CHAT_TEMPLATE_FILE", "chat_template_file", "", ("/srv/chat.jinja",)),
+    ("ANSWER_FORMAT", "answer_format", "auto", ("plain", "hermes", "deepseek-v3.1", "gemma4")),
     ("QUEUE_CAPACITY", "queue_capacity", 64, (1, 10_000)),
     ("MAX_BODY_BYTES", "max_body_bytes", 4 << 20, (1024, 1 << 30)),
     (
@@ -59,6 +60,7 @@ def test_a_variable_sets_its_field(
         ("HOST", ""), ("HOST", "a b"), ("HOST", "a/b"), ("HOST", "x" * 254), ("HOST", "é"),
         ("HOST", "a\n"), ("PORT", "-1"), ("PORT", "65536"), ("PORT", "http"),
         ("API_KEY_FILE", "a\0b"), ("QUEUE_CAPACITY", "0"), ("QUEUE_CAPACITY", "10001"),
+        ("ANSWER_FORMAT", "qwen"), ("ANSWER_FORMAT", ""),
         ("MAX_BODY_BYTES", "1023"), ("MAX_BODY_BYTES", "1M"),
         ("CORS", "a.example"), ("CORS", "https://a.example/"), ("CORS", "https://*.example"),
         ("CORS", "https://a\r\nb"), ("CORS", "null"), ("CORS", "https://é"),

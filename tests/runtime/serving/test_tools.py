@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dflash_protocol.settings import Settings
 from dflash_runtime import Engine
 from dflash_runtime.serving import generation
 from dflash_runtime.serving.errors import ApiError
@@ -154,6 +155,16 @@ async def test_answers_have_reasoning_content_and_calls(serve: Serve) -> None:
                 {"city": "Oslo"}
             ] * 2
             assert len({call["id"] for call in calls}) == 2
+
+
+@pytest.mark.asyncio
+async def test_the_setting_names_the_format_in_place_of_the_template(serve: Serve) -> None:
+    minimax = '<invoke name="weather">\n<parameter name="city">Oslo</parameter>\n</invoke>'
+    async with serve(template=TEMPLATE, settings=Settings(answer_format="minimax-m2")) as served:
+        for choice in await answered(served, minimax, tools=[WEATHER]):
+            assert choice["finish_reason"] == "tool_calls"
+        for choice in await answered(served, CALL, tools=[WEATHER]):
+            assert choice["message"]["content"] == CALL
 
 
 @pytest.mark.asyncio

@@ -32,9 +32,13 @@ _IN_VOCABULARIES: tuple[tuple[AnswerFormat, frozenset[str]], ...] = (
 )
 
 
-def answer_format(template: str | None, spellings: Collection[str]) -> AnswerFormat:
-    """The format told by the markers in a chat template, else by the vocabulary's special tokens;
-    plain if none is known."""
+def answer_format(
+    template: str | None, spellings: Collection[str], *, setting: str = "auto"
+) -> AnswerFormat:
+    """The format that the setting names; with ``auto`` it is told by the markers in a chat
+    template, else by the vocabulary's special tokens, and plain if none is known."""
+    if setting != "auto":
+        return AnswerFormat(setting)
     if template is not None and _UNKNOWN not in template:
         for kind, texts in _IN_TEMPLATES:
             if all(text in template for text in texts):

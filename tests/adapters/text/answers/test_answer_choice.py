@@ -6,6 +6,7 @@ import pytest
 
 from dflash_adapters.text.answers import AnswerFormat, answer_format, shown_markers
 from dflash_adapters.text.answers.formats import MARKED_FORMATS
+from dflash_protocol.settings.table import ANSWER_FORMATS
 
 TEMPLATES = {
     "<tool_call>\n{'name': <function-name>}\n</tool_call>": AnswerFormat.HERMES,
@@ -35,6 +36,12 @@ def test_templates(template: str) -> None:
 
 def test_every_format_is_found() -> None:
     assert {*TEMPLATES.values()} == {*AnswerFormat}
+
+
+def test_a_setting_names_the_format_whatever_the_template_tells() -> None:
+    assert ("auto", *AnswerFormat) == ANSWER_FORMATS
+    for kind in AnswerFormat:
+        assert answer_format("[TOOL_CALLS]", ["<|message|>"], setting=kind.value) is kind
 
 
 def test_vocabularies_tell_where_templates_do_not() -> None:
