@@ -205,6 +205,50 @@ def _minimax(name: str, arguments: dict[str, Any]) -> str:
     return "\n".join([*lines, "</invoke>\n"])
 
 
+def _seed(name: str, arguments: dict[str, Any]) -> str:
+    lines = [f"<seed:tool_call>\n<function={name}>"]
+    lines += [f"<parameter={key}>{_text(value)}</parameter>" for key, value in arguments.items()]
+    return "\n".join([*lines, "</function>\n</seed:tool_call>"])
+
+
+def _cohere(calls: Sequence[Call]) -> str:
+    items = ",\n".join(
+        f'    {{"tool_call_id": "id{place}", "tool_name": "{name}", "parameters": {dumped(given)}}}'
+        for place, (name, given) in enumerate(calls)
+    )
+    return f"<|START_ACTION|>[\n{items}\n]<|END_ACTION|>"
+
+
+def _kimi_k3(calls: Sequence[Call]) -> str:
+    text = ""
+    for place, (name, arguments) in enumerate(calls):
+        text += f'<|open|>call tool="{name}" index="{place + 1}"<|sep|>'
+        for key, value in arguments.items():
+            kinds = {str: "string", bool: "boolean", list: "array", dict: "object"}
+            kind = kinds.get(type(value), "number")
+            text += f'<|open|>argument key="{key}" type="{kind}"<|sep|>{_text(value)}'
+            text += "<|close|>argument<|sep|>"
+        text += "<|close|>call<|sep|>"
+    return text
+
+
+_NS = "]<]minimax[>["
+
+
+def _minimax_m3(name: str, arguments: dict[str, Any]) -> str:
+    inner = "".join(f"{_NS}<{key}>{_element(v)}{_NS}</{key}>" for key, v in arguments.items())
+    return f'{_NS}<invoke name="{name}">{inner}{_NS}</invoke>\n'
+
+
+def _element(value: Any) -> str:
+    match value:
+        case dict():
+            return "".join(f"{_NS}<{k}>{_element(v)}{_NS}</{k}>" for k, v in value.items())
+        case list():
+            return "".join(f"{_NS}<item>{_element(each)}{_NS}</item>" for each in value)
+    return _text(value)
+
+
 def _gemma(name: str, arguments: dict[str, Any]) -> str:
     pairs = ",".join(f"{key}:{_gemma_value(value)}" for key, value in arguments.items())
     return f"<|tool_call>call:{name}{{{pairs}}}<tool_call|>"
@@ -355,5 +399,43 @@ FAMILIES = (
         _each("", _gemma),
         think=("<|channel>thought\n", "\n<channel|>"),
         broken="<|tool_call>call:now{a}<tool_call|>",
+    ),
+    Family(
+        "llama3",
+        AnswerFormat.LLAMA3,
+        _within("<|python_tag|>", "", _each("", _json_call)),
+        broken='<|python_tag|>{"name": "now", "parameters": 1}',
+        has_reasoning=False,
+    ),
+    Family(
+        "cohere",
+        AnswerFormat.COHERE,
+        _cohere,
+        think=("<|START_THINKING|>", "<|END_THINKING|>"),
+        content=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+        call_ids=_numbered,
+        broken='<|START_ACTION|>[{"tool_name": "now", "parameters": []}]<|END_ACTION|>',
+    ),
+    Family(
+        "seed-oss",
+        AnswerFormat.SEED_OSS,
+        _each("\n", _seed),
+        think=("<seed:think>", "</seed:think>\n"),
+        broken="<seed:tool_call>\n<function=now>\nat once\n</function>\n</seed:tool_call>",
+    ),
+    Family(
+        "kimi-k3",
+        AnswerFormat.KIMI_K3,
+        _within("<|open|>tools<|sep|>", "<|close|>tools<|sep|>", _kimi_k3),
+        think=("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+        content=("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
+        broken='<|open|>call tool="now" index="1"<|sep|>at once<|close|>call<|sep|>',
+    ),
+    Family(
+        "minimax-m3",
+        AnswerFormat.MINIMAX_M3,
+        _within(f"{_NS}<tool_call>\n", f"{_NS}</tool_call>", _each("", _minimax_m3)),
+        think=("<mm:think>", "</mm:think>"),
+        broken=f'{_NS}<invoke name="now">at once{_NS}</invoke>',
     ),
 )

@@ -60,6 +60,7 @@ CPU_TIERS = (AUTO_TIER, "amx", "avx512vnni", "avxvnni", "avx2", "neondot", "gene
 ANSWER_FORMATS = (
     "auto", "plain", "hermes", "qwen3-coder", "glm", "llama4", "mistral", "harmony",
     "deepseek-v3.1", "deepseek-v4", "kimi-k2", "minimax-m2", "lfm2", "gemma4",
+    "llama3", "cohere", "seed-oss", "kimi-k3", "minimax-m3",
 )  # fmt: skip
 """How models write reasoning and calls of tools; ``auto`` is told by the chat template."""
 

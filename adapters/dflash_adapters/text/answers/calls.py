@@ -32,28 +32,36 @@ def json_value(text: str) -> Any:
     return json.loads(text, strict=False, parse_constant=_refuse_constant)
 
 
-def json_calls(text: str, tools: Tools, *, has_ids: bool = False) -> list[ToolCall]:
+def json_calls(
+    text: str,
+    tools: Tools,
+    *,
+    has_ids: bool = False,
+    name_key: str = "name",
+    id_key: str = "id",
+) -> list[ToolCall]:
     """Calls written as an object with `name` and `arguments` (or `parameters`), or a list of these.
+    Name and, if it `has_ids`, identifier may have other keys.
 
     Raises: ValueError, RecursionError: see `sound_call` and `json_value`.
     """
     value = json_value(text)
-    return [_json_call(each, tools, has_ids) for each in _listed(value)]
+    return [_json_call(each, tools, name_key, id_key if has_ids else "") for each in _listed(value)]
 
 
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _json_call(value: Any, tools: Tools, has_ids: bool) -> ToolCall:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+def _json_call(value: Any, tools: Tools, name_key: str, id_key: str) -> ToolCall:
+    if not isinstance(value, dict) or not isinstance(value.get(name_key), str):
         raise ValueError("a call has no name")
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):  # as OpenAI's interface has them
         arguments = json_value(arguments)
-    call_id = value.get("id") if has_ids else None
+    call_id = value.get(id_key) if id_key else None
     return sound_call(
-        value["name"], arguments, tools, call_id=call_id if isinstance(call_id, str) else None
+        value[name_key], arguments, tools, call_id=call_id if isinstance(call_id, str) else None
     )
 
 

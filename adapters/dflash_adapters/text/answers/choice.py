@@ -9,6 +9,10 @@ from dflash_adapters.text.answers.formats import AnswerFormat
 # In a template, all of the texts; the first format whose texts a template has is its.
 _IN_TEMPLATES: tuple[tuple[AnswerFormat, tuple[str, ...]], ...] = (
     (AnswerFormat.HARMONY, ("<|channel|>", "<|message|>")),
+    (AnswerFormat.MINIMAX_M3, ("]<]minimax[>[", "<tool_call>")),
+    (AnswerFormat.KIMI_K3, ("<|open|>", "<|close|>", "<|sep|>")),
+    (AnswerFormat.COHERE, ("<|START_ACTION|>",)),
+    (AnswerFormat.SEED_OSS, ("<seed:tool_call>",)),
     (AnswerFormat.DEEPSEEK_V4, ("\uff5cDSML\uff5c",)),
     (AnswerFormat.DEEPSEEK_V3_1, ("<\uff5ctool\u2581call\u2581begin\uff5c>",)),
     (AnswerFormat.KIMI_K2, ("<|tool_call_begin|>",)),
@@ -21,9 +25,8 @@ _IN_TEMPLATES: tuple[tuple[AnswerFormat, tuple[str, ...]], ...] = (
     (AnswerFormat.GLM, ("<tool_call>", "<arg_key>")),
     (AnswerFormat.LLAMA4, ("<|python_start|>",)),
     (AnswerFormat.HERMES, ("<tool_call>",)),
+    (AnswerFormat.LLAMA3, ('{"name": function name, "parameters":',)),
 )
-# MiniMax M3 has <tool_call> after this, and a format of its own.
-_UNKNOWN = "]<]minimax[>["
 
 # In a vocabulary, where the template does not tell.
 _IN_VOCABULARIES: tuple[tuple[AnswerFormat, frozenset[str]], ...] = (
@@ -39,7 +42,7 @@ def answer_format(
     template, else by the vocabulary's special tokens, and plain if none is known."""
     if setting != "auto":
         return AnswerFormat(setting)
-    if template is not None and _UNKNOWN not in template:
+    if template is not None:
         for kind, texts in _IN_TEMPLATES:
             if all(text in template for text in texts):
                 return kind

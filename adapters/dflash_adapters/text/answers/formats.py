@@ -7,10 +7,24 @@ from enum import StrEnum
 
 from dflash_adapters.text.answers.channels import CHANNEL_MARKERS, ChannelParser
 from dflash_adapters.text.answers.events import AnswerParser, Tools
-from dflash_adapters.text.answers.json_formats import DEEPSEEK_V3_1, HERMES, KIMI_K2, MISTRAL
+from dflash_adapters.text.answers.json_formats import (
+    COHERE,
+    DEEPSEEK_V3_1,
+    HERMES,
+    KIMI_K2,
+    LLAMA3,
+    MISTRAL,
+)
 from dflash_adapters.text.answers.literal_formats import GEMMA4, LFM2, LLAMA4
 from dflash_adapters.text.answers.marked import MarkedFormat, MarkedParser
-from dflash_adapters.text.answers.tagged_formats import DEEPSEEK_V4, GLM, MINIMAX_M2, QWEN3_CODER
+from dflash_adapters.text.answers.open_close import KIMI_K3, MINIMAX_M3
+from dflash_adapters.text.answers.tagged_formats import (
+    DEEPSEEK_V4,
+    GLM,
+    MINIMAX_M2,
+    QWEN3_CODER,
+    SEED_OSS,
+)
 
 
 class AnswerFormat(StrEnum):
@@ -42,6 +56,16 @@ class AnswerFormat(StrEnum):
     """[NAME(KEY=VALUE)] between markers."""
     GEMMA4 = "gemma4"
     """call:NAME{KEY:VALUE} between markers; reasoning in the channel `thought`."""
+    LLAMA3 = "llama3"
+    """JSON with `name` and `parameters` instead of an answer: Llama 3.1 to 3.3. No reasoning."""
+    COHERE = "cohere"
+    """<|START_ACTION|> around JSON with `tool_name`: Command R7B and A, Cohere2 MoE."""
+    SEED_OSS = "seed-oss"
+    """As Qwen3-Coder, with <seed:tool_call> and <seed:think>."""
+    KIMI_K3 = "kimi-k3"
+    """<|open|>call tool="NAME"<|sep|> with arguments that have types."""
+    MINIMAX_M3 = "minimax-m3"
+    """<invoke name="NAME"> with an element for each argument, behind a marker each."""
 
 
 def answer_parser(
@@ -75,4 +99,9 @@ MARKED_FORMATS: Mapping[AnswerFormat, MarkedFormat] = {
     AnswerFormat.MINIMAX_M2: MINIMAX_M2,
     AnswerFormat.LFM2: LFM2,
     AnswerFormat.GEMMA4: GEMMA4,
+    AnswerFormat.LLAMA3: LLAMA3,
+    AnswerFormat.COHERE: COHERE,
+    AnswerFormat.SEED_OSS: SEED_OSS,
+    AnswerFormat.KIMI_K3: KIMI_K3,
+    AnswerFormat.MINIMAX_M3: MINIMAX_M3,
 }

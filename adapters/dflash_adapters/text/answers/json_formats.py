@@ -79,6 +79,38 @@ DEEPSEEK_V3_1 = MarkedFormat(
     after=(_deepseek("tool calls end"),),
 )
 
+# Instead of an answer. Before calls of tools of the model's own is a marker.
+LLAMA3 = MarkedFormat(
+    think=None,
+    call=CallSyntax(
+        "[",
+        Lead.of(
+            rf'(?={SOME_SPACE}(?:\{{{SOME_SPACE})?"(?:name|type|parameters|arguments|function)")',
+            rf'{SOME_SPACE}(?:\{{{SOME_SPACE})?(?:"[a-z]{{0,10}})?',
+        ),
+        json_calls,
+        quotes=_QUOTES,
+    ),
+    before=("<|python_tag|>",),
+)
+
+
+def _cohere_calls(text: str, tools: Tools) -> list[ToolCall]:
+    return json_calls(text, tools, has_ids=True, name_key="tool_name", id_key="tool_call_id")
+
+
+COHERE = MarkedFormat(
+    think=("<|START_THINKING|>", "<|END_THINKING|>"),
+    call=CallSyntax(
+        "<|START_ACTION|>",
+        Lead.of(rf"{SOME_SPACE}(?=[\[{{])", SOME_SPACE),
+        _cohere_calls,
+        ends="<|END_ACTION|>",
+        quotes=_QUOTES,
+    ),
+    around=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+)
+
 _KIMI_SEPARATOR = "<|tool_call_argument_begin|>"
 
 

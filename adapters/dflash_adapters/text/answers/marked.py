@@ -29,12 +29,14 @@ class MarkedFormat:
     call: CallSyntax | None = None
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
+    around: tuple[str, ...] = ()
+    """Markers around content, or at its end, which are no part of it."""
     drops_start: bool = True
     """Space at the beginning of an answer is not part of it."""
 
     def markers(self) -> frozenset[str]:
         """All spellings that belong to the format."""
-        found = {*(self.think or ()), *self.before, *self.after}
+        found = {*(self.think or ()), *self.before, *self.after, *self.around}
         if self.call is not None:
             found |= {self.call.opens, self.call.ends, *self.call.inner}
             found |= {
@@ -56,7 +58,7 @@ class MarkedParser(AnswerParser):
         self._format, self._tools = answer_format, tools
         self._begins, self._closes = answer_format.think or ("", "")
         self._syntax = answer_format.call if tools else None
-        markers = {self._begins, self._closes} - {""}
+        markers = {self._begins, self._closes, *answer_format.around} - {""}
         if self._syntax is not None:
             markers |= {*_openings(self._syntax), *answer_format.before, *answer_format.after}
         self._markers = marker_pattern(frozenset(markers))
@@ -126,6 +128,8 @@ class MarkedParser(AnswerParser):
                 writer.drop_space()
             else:
                 writer.text(marker)
+        elif marker in self._format.around:
+            return
         elif marker in self._format.before:
             writer.opening(marker)
         elif marker in self._format.after:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-_OPENED = {"<think>": "</think>", "[THINK]": "[/THINK]"}
+_OPENED = {
+    "<think>": "</think>",
+    "[THINK]": "[/THINK]",
+    "<seed:think>": "</seed:think>",
+    "<mm:think>": "</mm:think>",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+    "<|open|>think<|sep|>": "<|close|>think<|sep|>",
+}
 """What a prompt ends with if the answer begins within reasoning, and what then ends that."""
 
 

@@ -47,6 +47,19 @@ QWEN3_CODER = MarkedFormat(
     after=("</tool_call>",),
 )
 
+SEED_OSS = MarkedFormat(
+    think=("<seed:think>", "</seed:think>"),
+    call=CallSyntax(
+        "<function=",
+        Lead.of(f"{NAME}{SOME_SPACE}>", f"{NAME_PART}{SOME_SPACE}"),
+        tagged_call(_argument(r"<parameter=(?P<key>[^>\n]*)>(?P<value>.*?)</parameter>")),
+        ends="</function>",
+        quotes=Quotes((("<parameter=", "</parameter>"),)),
+    ),
+    before=("<seed:tool_call>",),
+    after=("</seed:tool_call>",),
+)
+
 GLM = MarkedFormat(
     call=CallSyntax(
         "<tool_call>",

@@ -37,6 +37,13 @@ def typed(text: str, parameters: Mapping[str, Any], key: str) -> Any:
     return text if found is None else found[0]
 
 
+def is_of_type(parameters: Mapping[str, Any], key: str, kind: str) -> bool:
+    """Whether a schema says that the argument `key` is of this type alone."""
+    properties = parameters.get("properties")
+    schema = properties.get(key) if isinstance(properties, Mapping) else None
+    return frozenset(_types(schema, 0)) == {kind}
+
+
 def _first(text: str, *readers: Callable[[str], Any]) -> tuple[Any] | None:
     """The value of the first reader that finds one."""
     for read in readers:

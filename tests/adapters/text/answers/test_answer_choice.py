@@ -23,8 +23,11 @@ TEMPLATES = {
     "List of tools: <|tool_list_start|>[": AnswerFormat.LFM2,
     "<|tool_call>call:": AnswerFormat.GEMMA4,
     "<think>": AnswerFormat.PLAIN,
-    "ns = ']<]minimax[>[' <tool_call>": AnswerFormat.PLAIN,
-    "<seed:tool_call><function=f><parameter=p>": AnswerFormat.PLAIN,
+    "ns = ']<]minimax[>[' <tool_call>": AnswerFormat.MINIMAX_M3,
+    "<seed:tool_call><function=f><parameter=p>": AnswerFormat.SEED_OSS,
+    "<|START_ACTION|>[": AnswerFormat.COHERE,
+    "'<|open|>' + tag + '<|sep|>' '<|close|>'": AnswerFormat.KIMI_K3,
+    'the format {"name": function name, "parameters": dictionary': AnswerFormat.LLAMA3,
     "": AnswerFormat.PLAIN,
 }
 

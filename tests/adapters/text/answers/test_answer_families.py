@@ -145,7 +145,7 @@ def test_shown_markers_are_those_in_the_text(family: Family) -> None:
     assert markers
     assert all(marker for marker in markers)
     used = [marker for marker in markers if marker in text]
-    assert len(used) >= (1 if family.kind is AnswerFormat.LLAMA4 else 3)
+    assert len(used) >= (3 if family.has_reasoning else 1)
 
 
 LONG = 'x\n"y <b> {' * 100_000  # 1 MB

@@ -17,6 +17,7 @@ from dflash_adapters.text.answers import (
     ToolCall,
     shown_markers,
 )
+from dflash_adapters.text.answers.formats import MARKED_FORMATS
 from support.answer_families import FAMILIES, TOOLS, Call, Family, parsed
 
 MARKERS = sorted({marker for kind in AnswerFormat for marker in shown_markers(kind)})
@@ -57,15 +58,30 @@ def tools(calls: list[Call]) -> dict[str, dict[str, Any]]:
     return found
 
 
+def told(value: Any, *, is_inner: bool = False) -> Any:
+    """A value of which MiniMax M3's elements tell the types: no texts or empty lists in others."""
+    match value:
+        case list():
+            return [told(each, is_inner=True) for each in value] or ([0] if is_inner else [])
+        case dict():
+            inner = {key: told(each, is_inner=True) for key, each in value.items()}
+            return inner or ({"a": 0} if is_inner else {})
+        case str() if is_inner:
+            return len(value)
+    return value
+
+
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 @settings(max_examples=12, deadline=None)
 @given(st.none() | SAID, st.none() | SAID, CALLS, CUTS)
 def test_generated_answers(
     family: Family, thought: str | None, said: str | None, calls: list[Call], cuts: list[int]
 ) -> None:
+    if family.kind is AnswerFormat.MINIMAX_M3:
+        calls = [(name, {k: told(v) for k, v in given.items()}) for name, given in calls]
     written = f"{thought} {said} " + json.dumps(calls, ensure_ascii=False).replace('\\"', '"')
     assume(not any(marker in written for marker in MARKERS))
-    if family.kind is AnswerFormat.LLAMA4 and said is not None:
+    if family.kind in (AnswerFormat.LLAMA3, AnswerFormat.LLAMA4) and said is not None:
         assume(said[0] not in "[{")
     parts: list[Reasoning | Content | list[Call]] = [calls]
     if said is not None:
@@ -81,9 +97,10 @@ def test_generated_answers(
 
 
 def shown(text: str, kind: AnswerFormat) -> str:
-    """Without space and markers around reasoning, which may be dropped."""
+    """Without space and markers around reasoning and content, which may be dropped."""
     text = "".join(text.split())
-    for marker in ("<think>", "</think>", "[THINK]", "[/THINK]", "<|channel>thought", "<channel|>"):
+    known = MARKED_FORMATS[kind]
+    for marker in (*(known.think or ()), *known.around):
         text = text.replace(marker, "")
     return text
 
@@ -136,7 +153,11 @@ def test_strange_texts(kind: AnswerFormat, part: str) -> None:
 @pytest.mark.parametrize("brackets", ["[]", "{}", "()"])
 def test_deep_values(family: Family, brackets: str) -> None:
     deep = brackets[0] * 20_000 + brackets[1] * 20_000
-    text = family.calls([("size", {"n": [7]})]).strip().replace("[7]", deep)
+    text = family.calls([("size", {"n": [7]})]).strip()
+    text = text.replace(
+        "[7]" if "[7]" in text else "]<]minimax[>[<item>7]<]minimax[>[</item>", deep
+    )
+    assert deep in text
     found = parsed(family.kind, [text])
     # Where values are text, one that is no JSON stays text.
     assert found in (
