@@ -54,6 +54,8 @@ TINY = ModelConfig(
     expert_feed_forward_length=32,
 )
 """To try the code."""
+_TOLD_EVERY_S = 10.0
+
 SHAPES = {"demo": None, "small": SMALL, "tiny": TINY}
 
 
@@ -122,6 +124,7 @@ def train(model: Model, run: Run, settings: TrainingConfig, tokenizer: Tokenizer
     model.train()
     started = time.monotonic()
     step = done = 0
+    told = -_TOLD_EVERY_S
     while done < run.steps:
         tokens, targets = (torch.from_numpy(each).to(device) for each in next(source))
         balance = settings.warmup_balance if done < settings.warmup_steps else settings.balance
@@ -137,7 +140,8 @@ def train(model: Model, run: Run, settings: TrainingConfig, tokenizer: Tokenizer
         step += 1
         # Where time ends the run, the schedule follows it.
         done = max(step, int(run.steps * seconds / (60 * run.minutes)))
-        if step % 100 == 1 or done >= run.steps:
+        if seconds >= told + _TOLD_EVERY_S or done >= run.steps:
+            told = seconds
             nats = round(entropy.item(), 4)
             record = {"step": step, "of": run.steps, "seconds": round(seconds, 1), "nats": nats}
             print(json.dumps(record), flush=True)
