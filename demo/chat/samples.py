@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from demo.chat.talks import Asked, talks
+from demo.chat.talks import talks
 from demo.chat.template import answer_text, prompt_of
 
 NO_LOSS = -100
@@ -27,21 +27,26 @@ class Sample:
     n_prompt: int
 
 
-def sample_of(asked: Asked, tokenizer: Tokenizer, *, thinks: bool) -> Sample:
-    """The tokens of one answer and of its prompt."""
-    prompt = tokenizer.encode(prompt_of(asked, thinks=thinks), add_special_tokens=False).ids
-    answer = tokenizer.encode(answer_text(asked.answer, thinks=thinks), add_special_tokens=False)
-    return Sample(prompt + answer.ids, len(prompt))
-
-
 def samples(n_talks: int, tokenizer: Tokenizer, *, seed: int) -> list[Sample]:
     """All answers of that many talks of training."""
     rng = random.Random(seed)
-    return [
-        sample_of(asked, tokenizer, thinks=rng.random() >= _UNTHINKING_SHARE)
-        for talk in islice(talks(seed), n_talks)
-        for asked in talk.asked()
-    ]
+    prompts: list[str] = []
+    answers: list[str] = []
+    for talk in islice(talks(seed), n_talks):
+        for asked in talk.asked():
+            thinks = rng.random() >= _UNTHINKING_SHARE
+            prompts.append(prompt_of(asked, thinks=thinks))
+            answers.append(answer_text(asked.answer, thinks=thinks))
+    found: list[Sample] = []
+    for at in range(0, len(prompts), 1024):
+        some = [
+            [each.ids for each in tokenizer.encode_batch(texts, add_special_tokens=False)]
+            for texts in (prompts[at : at + 1024], answers[at : at + 1024])
+        ]
+        found += [
+            Sample(prompt + answer, len(prompt)) for prompt, answer in zip(*some, strict=True)
+        ]
+    return found
 
 
 Rows = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]

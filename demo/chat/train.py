@@ -61,7 +61,7 @@ SHAPES = {"demo": None, "small": SMALL, "tiny": TINY}
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Bounds of a run: it ends with the steps, or with the minutes."""
+    """Bounds of a run: it ends with the steps, or with the minutes, not counting compilation."""
 
     steps: int
     minutes: float
@@ -103,7 +103,7 @@ def train(model: Model, run: Run, settings: TrainingConfig, tokenizer: Tokenizer
     peaks = [[group["lr"] for group in each.param_groups] for each in optimizers]
 
     def loss(
-        tokens: Tensor, targets: Tensor, balance: float, rounding: Rounding
+        tokens: Tensor, targets: Tensor, balance: Tensor, rounding: Rounding
     ) -> tuple[Tensor, Tensor]:
         """Objective, and cross entropy of the answers' tokens."""
         logits, stats = model(tokens, rounding, settings.dropout)
@@ -121,16 +121,30 @@ def train(model: Model, run: Run, settings: TrainingConfig, tokenizer: Tokenizer
         pad=end_of_text_id(tokenizer),
         seed=run.seed,
     )
+    balances = [
+        torch.tensor(each, device=device) for each in (settings.warmup_balance, settings.balance)
+    ]
+
+    def backward(done: int) -> Tensor:
+        """Add the gradients of one batch; returns its cross entropy."""
+        tokens, targets = (torch.from_numpy(each).to(device) for each in next(source))
+        balance = balances[done >= settings.warmup_steps]
+        with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
+            objective, entropy = loss_of(tokens, targets, balance, settings.rounding(done))
+        objective.backward()
+        return entropy
+
     model.train()
+    if run.is_compiled:
+        for done in (0, run.steps - 1):
+            backward(done)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
     started = time.monotonic()
     step = done = 0
     told = -_TOLD_EVERY_S
     while done < run.steps:
-        tokens, targets = (torch.from_numpy(each).to(device) for each in next(source))
-        balance = settings.warmup_balance if done < settings.warmup_steps else settings.balance
-        with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
-            objective, entropy = loss_of(tokens, targets, balance, settings.rounding(done))
-        objective.backward()
+        entropy = backward(done)
         for optimizer, rates in zip(optimizers, peaks, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * settings.learning_rate(done)
@@ -220,7 +234,7 @@ def parse_args() -> argparse.Namespace:
         "--out", type=Path, default=here / "dflash-demo-chat.gguf", help="GGUF file"
     )
     parser.add_argument(
-        "--minutes", type=float, default=4.0, help="training ends then at the latest"
+        "--minutes", type=float, default=4.0, help="of training, without compilation"
     )
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--talks", type=int, default=20000)
