@@ -8,10 +8,11 @@ READY     := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all fuzz soak check docs check-kernels format bench bench-cpu bench-ipc build clean
+.PHONY: help demo chat test test-all fuzz soak check docs check-kernels format bench bench-cpu bench-ipc build clean
 
 help:
 	@echo "make demo      write text with the demo model, its experts in two daemon processes"
+	@echo "make chat      ask the demo model that chats four questions, one of which needs a tool"
 	@echo "make test      run the test suite (make test-all: long fuzzing and the wide matrix too)"
 	@echo "make fuzz      a million damaged inputs for everything that is read from outside"
 	@echo "make soak      write text for ten minutes while its daemons are killed and stopped"
@@ -46,6 +47,9 @@ demo: $(READY)
 	@cat $(DEMO_PROMPT)
 	@$(BIN)/dflash-moe generate --prompt-file $(DEMO_PROMPT) -n 200 --temp 0.8 --top-p 0.9 --seed 2 \
 	    --daemon cpu --daemon cpu
+
+chat: $(READY)
+	@$(BIN)/python -m demo.chat.show
 
 test: $(READY_DEV)
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile

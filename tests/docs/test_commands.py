@@ -35,6 +35,7 @@ DOCKER = "needs docker's engine, and downloads images of gigabytes"
 ELSEWHERE = [
     # document, pattern of its commands, why they are not run here
     ("README.md", r"^make demo\b", "runs in a test of its own below, with compiled kernels"),
+    ("README.md", r"^make chat\b", "tests/e2e/test_demo_chat.py asks the same"),
     ("README.md", r"^make test\b", "this is a part of it"),
     ("README.md", r"pip install -e", "downloads a gigabyte of CUDA's libraries"),
     ("README.md", r"--device cuda", GPU),

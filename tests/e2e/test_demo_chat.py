@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
+from demo.chat.checks import is_right
+from demo.chat.evaluate import answer as answer_of
+from demo.chat.talks import talks
 from demo.chat.template import TEMPLATE
 
+from dflash_runtime import Engine
+from support.processes import ROOT
 from support.random_models import Qwen3MoeShape, write_qwen3moe
 from support.serving import running_server
 
@@ -26,6 +32,42 @@ GET_TIME: dict[str, Any] = {
         },
     },
 }
+
+TRAINED = ROOT / "demo" / "dflash-demo-chat.gguf"
+
+
+def test_the_trained_model_is_right_about_most_talks_it_has_not_seen() -> None:
+    held_out = (asked for talk in talks(1, held_out=True) for asked in talk.asked())
+    with Engine.open(TRAINED) as engine:
+        right = [is_right(each, answer_of(engine, each, 96)) for each in islice(held_out, 24)]
+    assert sum(right) >= 20, right
+
+
+def test_the_trained_model_answers_reasons_and_calls_a_tool() -> None:
+    def user(text: str) -> list[Any]:
+        return [{"role": "user", "content": text}]
+
+    with running_server(TRAINED) as server, server.client() as client:
+
+        def chat(messages: list[Any], **more: Any) -> Any:
+            fields = {"model": "demo", "messages": messages, "temperature": 0, **more}
+            return client.chat.completions.create(max_tokens=120, **fields).choices[0]
+
+        assert "Oslo" in chat(user("What is the capital of Norway?")).message.content
+        message = chat(user("What is 27 + 45?")).message
+        assert message.content == "27 + 45 = 72."
+        assert message.reasoning_content.endswith("So 27 + 45 = 72.")
+        asked = user("What time is it in Rome?")
+        called = chat(asked, tools=[GET_TIME])
+        assert called.finish_reason == "tool_calls"
+        [call] = called.message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == (
+            "get_time",
+            {"city": "Rome"},
+        )
+        result = {"role": "tool", "tool_call_id": call.id, "content": "14:05"}
+        talk = [*asked, called.message.model_dump(exclude_none=True), result]
+        assert "14:05" in chat(talk, tools=[GET_TIME]).message.content
 
 
 def test_a_tool_is_called_and_its_result_is_read_back(tmp_path: Path) -> None:
