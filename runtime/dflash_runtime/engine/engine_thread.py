@@ -41,7 +41,7 @@ class JobRunner(Protocol[J_contra]):
         """Run a job. Never raises; once `EngineThread.is_stopping`, ends soon."""
 
     def rest(self, engine: Engine) -> None:
-        """Every `REST_S` without a job."""
+        """Every `REST_S` without a job. What it raises is logged."""
 
 
 class EngineThread(Generic[J]):
@@ -125,6 +125,7 @@ class EngineThread(Generic[J]):
                 self._runner.run(engine, job)
 
     def _next_job(self, engine: Engine) -> J | None:
+        told = ""
         while True:
             try:
                 return self._queue.take(REST_S)
@@ -133,10 +134,13 @@ class EngineThread(Generic[J]):
                     return None  # the program ends, and waits for this thread
                 try:
                     engine.move_experts()
-                except Exception:
-                    # docs: a bug, with its traceback: report it. Experts stay where they are
-                    _LOG.exception("experts are not moved")
-                self._runner.rest(engine)
+                    self._runner.rest(engine)
+                except Exception as error:
+                    if str(error) != told:
+                        told = str(error)
+                        # docs: a device has failed, or a bug, with its traceback. Experts stay where
+                        # they are, and what is asked for next is tried
+                        _LOG.exception("the engine could not be looked after")
 
     def _report(self, owner: str, stage: str, num_done: int, num_total: int) -> None:
         self.stage = one_line(f"{owner}: {stage} {num_done}/{num_total}")

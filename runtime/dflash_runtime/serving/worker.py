@@ -6,6 +6,7 @@ Jobs are submitted in the event loop's thread, which reads their events from a c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -230,7 +231,8 @@ class EngineWorker:
                 # memory, or a value that becomes too large
                 _LOG.error("a generation has no token: %s", error)
             self._metrics.finished.labels("error").inc()
-            self._publish(engine)
+            with contextlib.suppress(DflashError):  # a device that has failed has no counts
+                self._publish(engine)
             self._record(job, "error")
             return error
 
