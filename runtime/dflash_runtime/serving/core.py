@@ -51,6 +51,13 @@ class RenderedChat:
     """Those that may be called."""
 
 
+def tokenizer_of(engine: Engine) -> Tokenizer:
+    """Raises: ApiError if there is none."""
+    if engine.tokenizer is None:
+        raise ApiError(400, "this model has no tokenizer")
+    return engine.tokenizer
+
+
 class Visit:
     """One request while its body is received and made into tokens; made by `visit`."""
 
@@ -65,9 +72,7 @@ class Visit:
     @property
     def tokenizer(self) -> Tokenizer:
         """Raises: ApiError if there is none."""
-        if self.engine.tokenizer is None:
-            raise ApiError(400, "this model has no tokenizer")
-        return self.engine.tokenizer
+        return tokenizer_of(self.engine)
 
     @property
     def template(self) -> str:

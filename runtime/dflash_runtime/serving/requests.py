@@ -9,9 +9,10 @@ for one with it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic_core import PydanticCustomError
 
 from dflash_protocol.errors import one_line
 from dflash_runtime.serving.constraints import ConstraintFields
@@ -26,6 +27,7 @@ LONGEST_STOP = 256
 MOST_TOP_LOGPROBS = 20
 MOST_MESSAGES = 4096
 _OPENAI_COMPLETION_TOKENS = 16
+_LONGEST_NAME = 100
 
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 # fail_fast: errors cost more than items.
@@ -94,7 +96,7 @@ class _Generation(RequestBody, OptionFields, EchoField):
 class CompletionBody(_Generation):
     """``/v1/completions``."""
 
-    prompt: str | Tokens | Annotated[list[str | Tokens], Field(max_length=1, fail_fast=True)]
+    prompt: str | Tokens | Annotated[list[str | Tokens], Field(fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
 
@@ -112,8 +114,15 @@ class CompletionBody(_Generation):
 
     @property
     def one_prompt(self) -> str | list[int]:
-        """The prompt, text or token ids. Raises: ApiError if it is empty."""
+        """The prompt, text or token ids. Raises: ApiError if it is empty, or if there are more."""
         match self.prompt:
+            case [str() | list(), _, *_]:
+                raise ApiError(
+                    400,
+                    "prompt: several in one request are not supported; ask for each by itself",
+                    param="prompt",
+                    code="unsupported_value",
+                )
             case [str() | list() as prompt]:
                 return prompt
             case str() | [int(), *_]:
@@ -130,10 +139,17 @@ class CompletionBody(_Generation):
         return self.logprobs
 
 
+def _only_text(kind: str) -> str:
+    if kind != "text":
+        raise PydanticCustomError("part", "a part of type {kind}: only text is supported",
+                                  {"kind": one_line(kind)[:_LONGEST_NAME]})  # fmt: skip
+    return kind
+
+
 class TextPart(_Body):
     """A part of a message; only text is supported."""
 
-    type: Literal["text"]
+    type: Annotated[str, AfterValidator(_only_text)]
     text: str
 
 
@@ -190,17 +206,34 @@ class ChatBody(_Generation, ToolFields):
 
 
 class TokenizeBody(RequestBody):
-    """``/tokenize``."""
+    """``/tokenize``: llama-server's fields, or vLLM's, whose text is its `prompt`."""
 
-    content: str
+    ignored: ClassVar[frozenset[str]] = frozenset({"model"})
+    neutral: ClassVar[Mapping[str, tuple[JsonValue, ...]]] = {"return_token_strs": (False,)}
+    content: str | None = None
     add_special: bool = False
     parse_special: bool = True
     with_pieces: bool = False
+    prompt: str | None = None
+    add_special_tokens: bool = True
+
+    @property
+    def text(self) -> str:
+        """Raises: ApiError if there is none, or if there are two."""
+        if (self.content is None) == (self.prompt is None):
+            raise ApiError(400, "content: either content or prompt has the text", param="content")
+        return self.content if self.prompt is None else self.prompt  # type: ignore[return-value]
+
+    @property
+    def adds_special(self) -> bool:
+        """Each of the two servers has a field and a default of its own."""
+        return self.add_special if self.prompt is None else self.add_special_tokens
 
 
 class DetokenizeBody(RequestBody):
     """``/detokenize``."""
 
+    ignored: ClassVar[frozenset[str]] = frozenset({"model"})
     tokens: Tokens
 
 
@@ -226,7 +259,9 @@ def _checked(make: Callable[[], B]) -> B:
     try:
         body = make()
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        found = error.errors(include_url=False, include_context=False, include_input=False)
+        # Of a value that may have several forms, the form that it was most like.
+        first = max(found, key=lambda each: len(each["loc"]))
         place = [str(part) for part in first["loc"]]
         where = f"{place[0]}: " if place else ""
         message = one_line(f"{where}{first['msg']}", 300)
@@ -320,8 +355,6 @@ NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
     "xtc_probability": (0,),
 }
 """Fields that may change the answer, each with the values, besides null, that do not."""
-
-_LONGEST_NAME = 100
 
 
 def refuse_unsupported(

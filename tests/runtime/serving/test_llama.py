@@ -136,6 +136,14 @@ async def test_tokens_templates_and_slots(serve: Serve) -> None:
     async with serve() as served:
         text = "áβ What?"
         ids = (await served.post("/tokenize", content=text)).json()["tokens"]
+        of_vllm = (await served.post("/tokenize", model="small", prompt=text,
+                                     add_special_tokens=False)).json()  # fmt: skip
+        num_positions = served.state.engine.num_positions
+        assert of_vllm == {"tokens": ids, "count": len(ids), "max_model_len": num_positions}
+        back = (await served.post("/detokenize", tokens=ids)).json()
+        assert back == {"content": text, "prompt": text}
+        known = (await served.client.get("/tokenizer_info")).json()
+        assert known["eos_token"] == served.state.engine.tokenizer.eos_text
         pieces = (await served.post("/tokenize", content=text, with_pieces=True)).json()["tokens"]
         assert [each["id"] for each in pieces] == ids
         data = b"".join(

@@ -178,6 +178,7 @@ def test_an_unknown_field_is_refused_by_its_name(ask: Any) -> None:
 
 def test_so_is_what_is_unknown_about_tokens() -> None:
     for body, field in (({"content": "x", "with_pieces": "yes"}, "with_pieces"),
+                        ({"prompt": "x", "return_token_strs": True}, "return_token_strs"),
                         ({"content": "x", "odd": 1}, "odd")):  # fmt: skip
         with pytest.raises(ApiError) as caught:
             parse_body(TokenizeBody, json.dumps(body).encode())
@@ -185,6 +186,25 @@ def test_so_is_what_is_unknown_about_tokens() -> None:
     parse_body(TokenizeBody, b'{"content": "x", "with_pieces": false, "user": "me"}')
     with pytest.raises(ApiError):
         parse_body(DetokenizeBody, b'{"tokens": [1], "odd": 1}')
+    for data in (b"{}", b'{"content": "x", "prompt": "x"}'):
+        with pytest.raises(ApiError) as caught:
+            _ = parse_body(TokenizeBody, data).text
+        assert caught.value.body["error"]["param"] == "content"
+
+
+def test_a_part_that_is_no_text_is_named() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]
+    with pytest.raises(ApiError) as caught:
+        chat(messages=[{"role": "user", "content": parts}])
+    assert "image_url" in str(caught.value.body["error"]["message"])
+
+
+def test_several_prompts_are_refused_as_such() -> None:
+    for prompts in (["a", "b"], [[1], [2]], ["a", [1]]):
+        with pytest.raises(ApiError) as caught:
+            _ = completion(prompt=prompts).one_prompt
+        error = caught.value.body["error"]
+        assert (error["param"], error["code"]) == ("prompt", "unsupported_value")
 
 
 @pytest.mark.parametrize(
