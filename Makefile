@@ -7,13 +7,17 @@ BIN    := $(VENV)/bin
 READY     := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 
+CLIENTS       := .venv-clients
+READY_CLIENTS := $(CLIENTS)/.ready
+
 .DEFAULT_GOAL := help
-.PHONY: help demo chat test test-all fuzz soak check docs check-kernels format bench bench-cpu bench-ipc build clean
+.PHONY: help demo chat test test-all test-clients fuzz soak check docs check-kernels format bench bench-cpu bench-ipc build clean
 
 help:
 	@echo "make demo      write text with the demo model, its experts in two daemon processes"
 	@echo "make chat      ask the demo model that chats four questions, one of which needs a tool"
 	@echo "make test      run the test suite (make test-all: long fuzzing and the wide matrix too)"
+	@echo "make test-clients  run clients of other projects against the server; downloads 2 GB"
 	@echo "make fuzz      a million damaged inputs for everything that is read from outside"
 	@echo "make soak      write text for ten minutes while its daemons are killed and stopped"
 	@echo "make check     formatting, lint, types, import contracts, tables of docs/"
@@ -56,6 +60,20 @@ test: $(READY_DEV)
 
 test-all: $(READY_DEV)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+$(READY_CLIENTS): tests/clients/requirements.txt tests/clients/aider.txt tests/clients/package.json
+	@echo "installing the clients (once; downloads some 2 GB)"
+	@$(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
+	@$(PYTHON) -m venv $(CLIENTS)/aider
+	@$(CLIENTS)/aider/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/aider.txt
+	@mkdir -p $(CLIENTS)/node && cp tests/clients/package.json $(CLIENTS)/node
+	@if command -v npm >/dev/null; then cd $(CLIENTS)/node && npm install --silent; \
+	    else echo "no npm here: the clients for Node are left out"; fi
+	@touch $@
+
+test-clients: $(READY_DEV) $(READY_CLIENTS)
+	$(BIN)/python -m pytest -n 0 tests/clients
 
 fuzz: $(READY_DEV)
 	PYTHONPATH=tests $(BIN)/python -m fuzz --cases 1000000
@@ -104,5 +122,5 @@ build: $(READY)
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(CLIENTS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
