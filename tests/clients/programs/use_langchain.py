@@ -61,6 +61,6 @@ found = {
     "responses": len(responses.invoke("hello").content),
     "responses calls": bound(responses).invoke("hello").tool_calls,
     "responses city": responses.with_structured_output(City).invoke("hello").model_dump(),
-    "completion": OpenAI(**OPTIONS, max_tokens=5).invoke("def "),
+    "completions": OpenAI(**OPTIONS, max_tokens=5, batch_size=1).batch(["def ", "class "]),
 }
 print(json.dumps(found))

@@ -74,9 +74,9 @@ completion = litellm.text_completion(
     model="text-completion-openai/dflash-demo", prompt="def ", max_tokens=5, **OPENAI
 )
 response = litellm.responses(
-    model="openai/dflash-demo", input="hello", max_output_tokens=10, **OPENAI
+    model="openai/dflash-demo", input="hello", max_output_tokens=16, **OPENAI
 )
-anthropic = {"api_base": URL, "api_key": "none", "max_tokens": 200}
+anthropic = {"api_base": URL, "api_key": "none", "max_tokens": 200, "drop_params": True}
 found["others"] = {
     "completion": completion.usage.completion_tokens,
     "response": response.usage.output_tokens,
