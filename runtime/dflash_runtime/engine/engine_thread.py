@@ -138,8 +138,8 @@ class EngineThread(Generic[J]):
                 except Exception as error:
                     if str(error) != told:
                         told = str(error)
-                        # docs: a device has failed, or a bug, with its traceback. Experts stay where
-                        # they are, and what is asked for next is tried
+                        # docs: a device has failed, or a bug, with its traceback. Experts stay
+                        # where they are, and what is asked for next is tried
                         _LOG.exception("the engine could not be looked after")
 
     def _report(self, owner: str, stage: str, num_done: int, num_total: int) -> None:
