@@ -52,6 +52,7 @@ from dflash_runtime.engine.steps import Steps
 from dflash_runtime.engine.stop_strings import checked_stops, until_stop
 from dflash_runtime.engine.verifying import Verified, Verifier
 from dflash_runtime.experts.daemons.supervisor import ProgressCallback
+from dflash_runtime.experts.replacing import check_counts
 from dflash_runtime.experts.telemetry import MoveStats, Profile
 from dflash_runtime.interrupts import uninterrupted
 from dflash_runtime.placement.heat import Heat
@@ -293,6 +294,7 @@ class Engine(EngineTexts):
         """
         if self._owners.arena is not None:
             raise SettingsError("experts that are read from the disk have no other places")
+        check_counts(self.placement, placement, (LOCAL_OWNER, HOST_OWNER))
         self._forget_moves()
         self._steps.replace(self._steps.prepare(placement))
 

@@ -4,7 +4,7 @@ have, experts of this process are replaced in place, without loading their banks
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -142,6 +142,17 @@ def _changes(owners: Sequence[ExpertCompute], before: Placement, after: Placemen
         if isinstance(owner, LocalExpertCompute) and old.fingerprint != new.fingerprint
         for change in _changes_of(owner, old, new)
     ]
+
+
+def check_counts(before: Placement, after: Placement, owner_names: Collection[str]) -> None:
+    """Check that these owners have as many experts of each layer as before. Raises: ValueError."""
+    for name, old, new in zip(before.owner_names, before.owners, after.owners, strict=False):
+        for layer_id, ids in new.by_layer.items() if name in owner_names else ():
+            was = old.by_layer.get(layer_id)
+            if was is not None and was.size != ids.size:
+                raise ValueError(
+                    f"layer {layer_id} has room for {was.size} experts, not {ids.size}"
+                )
 
 
 def _changes_of(

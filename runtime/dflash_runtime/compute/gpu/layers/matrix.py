@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,12 +15,12 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.quant import TensorType
 from dflash_protocol.errors import DeviceUnavailable, UnsupportedModel
 from dflash_protocol.ids import U8Array
-from dflash_runtime.compute.cpu.compile.kernel_cache import keeping_in
-from dflash_runtime.compute.cpu.compile_ahead import are_compiled, compile_ahead
 from dflash_runtime.compute.gpu.device.device import DeviceArray, KernelDevice, Mark
 from dflash_runtime.compute.gpu.launch.decode_tokens import Repack
 from dflash_runtime.compute.gpu.launch.layouts import FIELDS, DeviceMatrix, is_native, row_bytes
-from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, FileRuns, Transfer
+
+if TYPE_CHECKING:  # daemons without numba count memory by this module
+    from dflash_runtime.compute.gpu.transfers.file_copier import FileCopier, Transfer
 
 STAGED_BYTES = 64 << 20
 """Bytes of the file on the way to their layout, which are on the device twice meanwhile."""
@@ -57,14 +58,18 @@ class Uploader:
     def copying(self) -> Iterator[None]:
         """A context for much to be uploaded; it owns threads and locked memory, if there is any,
         and the threads' code was compiled before: that takes longer than they save."""
+        from dflash_runtime.compute.cpu import compile_ahead
+        from dflash_runtime.compute.cpu.compile.kernel_cache import keeping_in
+        from dflash_runtime.compute.gpu.transfers import file_copier
+
         with keeping_in(self._cache_dir):
-            is_compiled = are_compiled(_COPIES)
+            is_compiled = compile_ahead.are_compiled(_COPIES)
         if self._copier is not None or not is_compiled:
             yield
             return
         with contextlib.ExitStack() as undo:
             with contextlib.suppress(DeviceUnavailable):  # copies of the driver's are slower
-                self._copier = FileCopier(self._device)
+                self._copier = file_copier.FileCopier(self._device)
                 undo.callback(self._end_copying, self._copier)
             undo.callback(self.finish)
             yield
@@ -73,6 +78,9 @@ class Uploader:
     def compiling(self) -> Iterator[None]:
         """A context in which a process compiles the code that `copying` needs, unless that was done
         before on this machine."""
+        from dflash_runtime.compute.cpu.compile.kernel_cache import keeping_in
+        from dflash_runtime.compute.cpu.compile_ahead import compile_ahead
+
         is_given_up = threading.Event()
 
         def on_progress(num_done: int, num_total: int) -> None:
@@ -164,6 +172,8 @@ class Uploader:
     def _begin(self, runs: list[tuple[DeviceArray, U8Array]], after: Mark) -> Transfer | None:
         """Copy bytes as they are, once the mark is reached. None: they are there."""
         if self._copier is not None and sum(raw.size for _, raw in runs) >= _LEAST_COPIED_BYTES:
+            from dflash_runtime.compute.gpu.transfers.file_copier import FileRuns
+
             return self._copier.begin(FileRuns.of((raw, place) for place, raw in runs), after=after)
         for place, raw in runs:
             self._device.write(place, raw)

@@ -8,9 +8,11 @@ import pytest
 from dflash_adapters.quant import TensorType
 from dflash_protocol.errors import DeviceUnavailable
 from dflash_protocol.ids import U8Array
+from dflash_runtime.compute.cpu import compile_ahead
 from dflash_runtime.compute.gpu.launch.layouts import is_native, row_bytes
 from dflash_runtime.compute.gpu.layers import matrix
 from dflash_runtime.compute.gpu.layers.matrix import Uploader
+from dflash_runtime.compute.gpu.transfers import file_copier
 from support.emulated_device import EmulatedDevice
 
 COLUMNS = 256
@@ -21,7 +23,7 @@ SIZES = (1, 7, 64, 3, 200)
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> EmulatedDevice:
     monkeypatch.setattr(matrix, "STAGED_BYTES", 2 * 50 * TensorType.Q4_K.row_bytes(COLUMNS))
-    monkeypatch.setattr(matrix, "are_compiled", lambda jobs: True)
+    monkeypatch.setattr(compile_ahead, "are_compiled", lambda jobs: True)
     monkeypatch.setattr(matrix, "_LEAST_COPIED_BYTES", 2000)
     return EmulatedDevice()
 
@@ -69,7 +71,7 @@ def test_without_locked_memory_the_driver_copies(
 
     uploader = Uploader(device)
     plain, _ = filled(uploader, device, TensorType.Q4_K, 1)
-    monkeypatch.setattr(matrix, "FileCopier", refuse)
+    monkeypatch.setattr(file_copier, "FileCopier", refuse)
     with uploader.copying():
         found, _ = filled(uploader, device, TensorType.Q4_K, 1)
     assert (found == plain).all()
