@@ -165,7 +165,7 @@ def test_speed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine.open(DEMO, context=512, threads=1) as engine:
         text = speed_tables(engine, rounds=1, num_tokens=8)
     assert "NOT THE SAME" not in text
-    assert text.count(" 8, 8 |") == 4
+    assert text.count(" 8, 8 |") == 6  # three grammars, two temperatures
 
 
 def test_a_model_that_is_none_is_an_error_of_one_line(

@@ -55,7 +55,8 @@ class StepSampling:
         """Off: greedy, of all tokens. Captured separately, so that such steps do not pay for
         sampling."""
         self.is_ruled = False
-        """Whether a step is sampled only when `rule` has said from what."""
+        """Whether a step is sampled only when `rule` has said from what: by a graph of its own.
+        Such steps are captured when they are first needed."""
 
     def choose(self, options: DeviceSampling | None, *, is_ruled: bool) -> None:
         """See CapturedStep.choose_by."""
@@ -93,8 +94,8 @@ class DecodePass:
     """Gets the experts that are chosen, if they are wanted."""
 
     def layers(self, path: StepPath, bucket: int, table: ChoiceTable | None) -> Pausable[Rows]:
-        """Returns the logits; where nothing is sampled the most likely token is written, too.
-        `table`: of this pass, for `choices`. Shapes: [1, V]."""
+        """Returns the logits; the next token is chosen, too, unless it is by rules. `table`: of
+        this pass, for `choices`. Shapes: [1, V]."""
         notes = self.ops.notes
         if self.choices is not None:
             notes.begin()
@@ -105,22 +106,19 @@ class DecodePass:
         if self.choices is not None and table is not None:
             self.choices.append(notes.end(), table, position=positions)
         logits = self.model.step_logits(hidden)
-        if not self.sampling.is_on:
-            self._choose(logits, None)
+        if not self.sampling.is_ruled:
+            self.choose(logits)
         return logits
 
-    def sample(self, logits: Rows) -> None:
-        """The rest of a step, where tokens are sampled: it may begin later than the layers do."""
-        self._choose(logits, self.sampling.inputs)
-
-    def _choose(self, logits: Rows, sampling: SampleInputs | None) -> None:
+    def choose(self, logits: Rows) -> None:
+        """The rest of a step by rules, which begins later than its layers do."""
         tokens = self.tokens
         self.model.choose_tokens(
             logits,
             token_ids=tokens.ids,
             positions=tokens.positions,
             history=tokens.history,
-            sampling=sampling,
+            sampling=self.sampling.inputs if self.sampling.is_on else None,
         )
 
     def run_alone(self, path: StepPath, bucket: int, table: ChoiceTable | None) -> None:
@@ -130,8 +128,8 @@ class DecodePass:
             try:
                 next(layers)
             except StopIteration as end:
-                if self.sampling.is_on:
-                    self.sample(end.value)
+                if self.sampling.is_ruled:
+                    self.choose(end.value)
                 return
 
 
@@ -167,12 +165,12 @@ class PathCaptures:
             decode.ops, decode.model, decode.cache, path=path, choices=decode.choices
         )
         self._decode = decode
-        self._steps: dict[tuple[int, bool], Capture] = {}
+        self._steps: dict[tuple[int, bool, bool], Capture] = {}
 
     def next_step(self) -> Capture:
         """The capture for the position of the next step, made when its bucket is first needed."""
         bucket = context_bucket(self._decode.tokens.position + 1)
-        key = bucket, self._decode.sampling.is_on
+        key = bucket, self._decode.sampling.is_on, self._decode.sampling.is_ruled
         capture = self._steps.get(key)
         if capture is None:
             capture = self._steps[key] = self._captured(bucket)
@@ -197,8 +195,8 @@ class PathCaptures:
                 for piece in pieces:
                     undo.callback(piece.graph.close)
                 sampling = None
-                if decode.sampling.is_on:
-                    sampling = device.capture(lambda: decode.sample(logits))
+                if decode.sampling.is_ruled:
+                    sampling = device.capture(lambda: decode.choose(logits))
                     undo.callback(sampling.close)
             replay = path.replayed(pieces)
             undo.pop_all()

@@ -72,14 +72,12 @@ class StepRunner:
         self._cache.count_step()  # also of a step that fails: it has overwritten an older state
         capture.replay()
         self.tokens.advance()
-        if not self._sampling.is_ruled:
-            self.sample()
 
     def sample(self) -> None:
-        """Sample the token of the step started last, if that has not."""
+        """Sample the token of the step by rules that was started last."""
         assert self._last is not None
-        if self._last.sampling is not None:
-            self._last.sampling.replay()
+        assert self._last.sampling is not None
+        self._last.sampling.replay()
 
     def time_step(self, choice: PathChoice) -> float:
         """Seconds of a step through mailboxes: the fastest of several runs, none of them counted.
