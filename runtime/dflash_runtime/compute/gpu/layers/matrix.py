@@ -66,11 +66,14 @@ class Uploader:
             is_compiled = compile_ahead.are_compiled(_COPIES)
         if self._copier is not None or not is_compiled:
             yield
+            if self._copier is None:
+                self.finish()
             return
         with contextlib.ExitStack() as undo:
             with contextlib.suppress(DeviceUnavailable):  # copies of the driver's are slower
                 self._copier = file_copier.FileCopier(self._device)
                 undo.callback(self._end_copying, self._copier)
+                self.finish()  # it needs more stages
             undo.callback(self.finish)
             yield
 
@@ -143,9 +146,14 @@ class Uploader:
                 transfer.wait()
             return
         sizes = tensor_type.row_bytes(columns), row_bytes(tensor_type, columns)
+        if self._copier is None:  # one after the other, with memory for the largest
+            for run in runs:
+                for part in _parts([run], *sizes, STAGED_BYTES):
+                    self._lay_out(self._stage(part, 0), tensor_type, columns)
+            return
         marks = [self._device.mark()] * _NUM_STAGES
         staged: _Staged | None = None
-        for number, part in enumerate(_parts(list(runs), *sizes)):
+        for number, part in enumerate(_parts(list(runs), *sizes, STAGED_BYTES // _NUM_STAGES)):
             stage = number % _NUM_STAGES
             next_staged = self._stage(part, stage, after=marks[stage])
             if staged is not None:
@@ -156,12 +164,12 @@ class Uploader:
             self._lay_out(staged, tensor_type, columns)
 
     def _stage(
-        self, part: list[tuple[DeviceArray, U8Array]], stage: int, *, after: Mark
+        self, part: list[tuple[DeviceArray, U8Array]], stage: int, *, after: Mark | None = None
     ) -> _Staged:
         num_bytes = sum(raw.size for _, raw in part)
         if not self._stages or self._stages[0].size < num_bytes:
-            self._stages = []
-            self._stages = [self._device.empty(num_bytes, np.uint8) for _ in range(_NUM_STAGES)]
+            num_stages = 1 if self._copier is None else _NUM_STAGES
+            self._stages = [self._device.empty(num_bytes, np.uint8) for _ in range(num_stages)]
         rows, first = [], 0
         for out, raw in part:
             rows.append((self._stages[stage][first : first + raw.size], out))
@@ -169,7 +177,9 @@ class Uploader:
         runs = [(native, raw) for (native, _), (_, raw) in zip(rows, part, strict=True)]
         return _Staged(rows, self._begin(runs, after))
 
-    def _begin(self, runs: list[tuple[DeviceArray, U8Array]], after: Mark) -> Transfer | None:
+    def _begin(
+        self, runs: list[tuple[DeviceArray, U8Array]], after: Mark | None
+    ) -> Transfer | None:
         """Copy bytes as they are, once the mark is reached. None: they are there."""
         if self._copier is not None and sum(raw.size for _, raw in runs) >= _LEAST_COPIED_BYTES:
             from dflash_runtime.compute.gpu.transfers.file_copier import FileRuns
@@ -207,11 +217,11 @@ class Uploader:
 
 
 def _parts(
-    runs: list[tuple[DeviceArray, U8Array]], native_bytes: int, device_bytes: int
+    runs: list[tuple[DeviceArray, U8Array]], native_bytes: int, device_bytes: int, most_bytes: int
 ) -> Iterator[list[tuple[DeviceArray, U8Array]]]:
-    """The rows of all runs, in parts of up to a stage's bytes. Rows have so many bytes in the file,
+    """The rows of all runs, in parts of up to `most_bytes`. Rows have so many bytes in the file,
     and on the device."""
-    most_rows = max(1, STAGED_BYTES // _NUM_STAGES // native_bytes)
+    most_rows = max(1, most_bytes // native_bytes)
     part: list[tuple[DeviceArray, U8Array]] = []
     num_free = most_rows
     for weights, raw in runs:
