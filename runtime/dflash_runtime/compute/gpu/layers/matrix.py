@@ -152,8 +152,11 @@ class Uploader:
                     self._lay_out(self._stage(part, 0), tensor_type, columns)
             return
         marks = [self._device.mark()] * _NUM_STAGES
+        runs = list(runs)
+        # Never more memory than the rows themselves take.
+        most_bytes = min(STAGED_BYTES, sum(raw.size for _, raw in runs)) // _NUM_STAGES
         staged: _Staged | None = None
-        for number, part in enumerate(_parts(list(runs), *sizes, STAGED_BYTES // _NUM_STAGES)):
+        for number, part in enumerate(_parts(runs, *sizes, most_bytes)):
             stage = number % _NUM_STAGES
             next_staged = self._stage(part, stage, after=marks[stage])
             if staged is not None:
