@@ -151,7 +151,7 @@ class CupyBackend:
             )
             self.ops.step_experts.cache_slots = cache_slots
             self.ops.step_experts.slot_pins = slot_pins
-            self.loader = DeviceLoader(device, self.ops.chunks, cache_dir)
+            self.loader = DeviceLoader(device, self.ops.chunks)
         except BaseException:
             self._undo.close()
             raise
@@ -314,11 +314,11 @@ class CupyBackend:
         return None
 
     def loading(self) -> contextlib.AbstractContextManager[None]:
-        return self.loader.uploader.copying()
+        return contextlib.nullcontext()
 
     def compiling_copies(self) -> contextlib.AbstractContextManager[None]:
-        """See Uploader.compiling."""
-        return self.loader.uploader.compiling()
+        """Nothing is compiled yet."""
+        return contextlib.nullcontext()
 
     def drop_experts(self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:
         """A bank's memory is freed with it; this returns it to the driver."""
@@ -375,9 +375,9 @@ class CupyBackend:
         return joined
 
     def load_model(self, file: GgufFile, description: Description) -> GpuModel:
-        with self.loading():
-            model = GpuModel(file, description, self.ops, loader=self.loader)
+        model = GpuModel(file, description, self.ops, loader=self.loader)
         self._room = GpuRoom(file, model.spec, description)
+        self.loader.uploader.finish()
         self.device.trim()
         return model
 

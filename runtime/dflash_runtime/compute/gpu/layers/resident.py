@@ -149,12 +149,9 @@ def load_resident(
         require_kernels(file, each.tensor_name, each.tensor_type, columns=each.columns)
         sizes.append(num_slots * expert_bytes(each))
     weights = _memory(device, sizes, blocks)
-    for each, place in zip(layer.projections, weights, strict=True):
-        runs = [
-            (_slot(each, place, slot), file.region(*each.place_of(expert), each.num_bytes))
-            for slot, expert in enumerate(global_ids.tolist(), num_more)
-        ]
-        uploader.fill_all(runs, each.tensor_type, columns=each.columns)
+    for slot, global_expert_id in enumerate(global_ids.tolist(), num_more):
+        for projection, place in zip(layer.projections, weights, strict=True):
+            _fill(uploader, file, projection, place, slot=slot, global_expert_id=global_expert_id)
     places = np.arange(num_more, num_more + global_ids.size, dtype=np.int32)
     by_global, by_local = (
         named_layer(

@@ -26,12 +26,9 @@ class DeviceLoader:
     Owns: matrices, which are loaded once.
     """
 
-    def __init__(
-        self, device: KernelDevice, chunks: ChunkKernels, cache_dir: str | None = None
-    ) -> None:
-        """`chunks` are told of each matrix, which they may have to multiply. `cache_dir`: see
-        Uploader."""
-        self.uploader = Uploader(device, cache_dir)
+    def __init__(self, device: KernelDevice, chunks: ChunkKernels) -> None:
+        """`chunks` are told of each matrix, which they may have to multiply."""
+        self.uploader = Uploader(device)
         self._device, self._chunks = device, chunks
         self._matrices: dict[tuple[Path, str], DeviceMatrix] = {}
 
