@@ -62,8 +62,7 @@ def compile_kernels(
             _launch_all(noting, file, kv_type=kv_type, asks_host=asks_host)
 
     try:
-        with gpu.compiling_copies():
-            gpu.device.compile_ahead(what, launch, on_progress)
+        gpu.device.compile_ahead(what, launch, on_progress)
     except (DflashError, MemoryError) as error:
         # docs: each is compiled on its first use instead
         _LOG.info("kernels of %s are not compiled ahead: %s", gpu.device.name, error)

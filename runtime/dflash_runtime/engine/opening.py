@@ -188,22 +188,21 @@ def open_model(
         LOCAL_OWNER: backend.numeric_class,
         HOST_OWNER: host_backend.class_beside(backend.numeric_class),
     }
-    with backend.loading():
-        owners = give(
-            undo,
-            connected,
-            # Those that a plan or a caller has named may have changed since.
-            replace(placement, numeric_classes=classes),
-            file=file,
-            spec=spec,
-            backend=backend,
-            host_backend=host_backend,
-            settings=settings,
-            offload=_offload_of(settings, planned, is_on_host=backend.is_host),
-            arena_options=None if names else _arena_options(decision, placement),
-        )
-        report("parent", "load", 0, 1)
-        model = backend.load_model(file, describe(file))
+    owners = give(
+        undo,
+        connected,
+        # Those that a plan or a caller has named may have changed since.
+        replace(placement, numeric_classes=classes),
+        file=file,
+        spec=spec,
+        backend=backend,
+        host_backend=host_backend,
+        settings=settings,
+        offload=_offload_of(settings, planned, is_on_host=backend.is_host),
+        arena_options=None if names else _arena_options(decision, placement),
+    )
+    report("parent", "load", 0, 1)
+    model = backend.load_model(file, describe(file))
     trial = None if names else trial_steps(backend, model, owners.local_banks, kv_type=kv_type)
     backend.choose_threads(file, trial)
     asked.weights.remember()

@@ -182,12 +182,6 @@ def compile_ahead(jobs: Sequence[str], on_progress: OnProgress) -> None:
         _LOG.info("kernels are not compiled ahead: %s", error)
 
 
-def are_compiled(jobs: Sequence[str]) -> bool:
-    """Whether `compile_ahead` has done these jobs on this machine: they take no time then."""
-    folder = kernel_folder()
-    return folder is not None and not _missing(folder, jobs)
-
-
 def _missing(folder: Path, jobs: Sequence[str]) -> list[str]:
     return [job for job in jobs if not _mark(folder, job).exists()]
 

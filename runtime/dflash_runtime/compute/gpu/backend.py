@@ -313,13 +313,6 @@ class CupyBackend:
     ) -> ExpertArena | None:
         return None
 
-    def loading(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def compiling_copies(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing is compiled yet."""
-        return contextlib.nullcontext()
-
     def drop_experts(self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:
         """A bank's memory is freed with it; this returns it to the driver."""
         with self._lock:
