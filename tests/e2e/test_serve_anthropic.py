@@ -9,8 +9,8 @@ import anthropic
 import pytest
 
 from support.processes import wait_until
-from support.random_models import Qwen3MoeShape, write_qwen3moe
-from support.serving import NO_TLS, RunningServer, running_server
+from support.random_models import Qwen3MoeShape
+from support.serving import NO_TLS, RunningServer, small_chat_server
 
 pytestmark = pytest.mark.e2e
 
@@ -45,16 +45,10 @@ WRITTEN = (
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("anthropic")
-    model = write_qwen3moe(folder / "small.gguf", SHAPE, seed=1, tokenizer="bytes")
-    (folder / "chat.jinja").write_text(TEMPLATE)
     (folder / "keys").write_text(f"{KEY}\n")
     (folder / "keys").chmod(0o600)
-    with running_server(
-        model,
-        *("--backend", "reference"),
-        *("--chat-template-file", str(folder / "chat.jinja")),
-        *("--api-key-file", str(folder / "keys")),
-    ) as server:
+    keys = "--api-key-file", str(folder / "keys")
+    with small_chat_server(folder, SHAPE, TEMPLATE, *keys) as server:
         yield server
 
 

@@ -12,8 +12,8 @@ import pydantic
 import pytest
 
 from support.processes import wait_until
-from support.random_models import Qwen3MoeShape, write_qwen3moe
-from support.serving import CHAT_TEMPLATE, NO_TLS, RunningServer, running_server
+from support.random_models import Qwen3MoeShape
+from support.serving import CHAT_TEMPLATE, NO_TLS, RunningServer, small_chat_server
 
 pytestmark = pytest.mark.e2e
 
@@ -26,12 +26,8 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("model")
-    model = write_qwen3moe(folder / "small.gguf", SHAPE, seed=1, tokenizer="bytes")
-    template = folder / "chat.jinja"
-    template.write_text("{% if tools %}Call tools in <tool_call>.\n{% endif %}" + CHAT_TEMPLATE)
-    with running_server(
-        model, "--backend", "reference", "--chat-template-file", str(template)
-    ) as server:
+    template = "{% if tools %}Call tools in <tool_call>.\n{% endif %}" + CHAT_TEMPLATE
+    with small_chat_server(folder, SHAPE, template) as server:
         yield server
 
 

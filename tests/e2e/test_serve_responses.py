@@ -10,8 +10,8 @@ import pydantic
 import pytest
 
 from support.processes import wait_until
-from support.random_models import Qwen3MoeShape, write_qwen3moe
-from support.serving import RunningServer, running_server
+from support.random_models import Qwen3MoeShape
+from support.serving import RunningServer, small_chat_server
 
 pytestmark = pytest.mark.e2e
 
@@ -44,11 +44,7 @@ WRITTEN = (
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("responses")
-    model = write_qwen3moe(folder / "small.gguf", SHAPE, seed=1, tokenizer="bytes")
-    (folder / "chat.jinja").write_text(TEMPLATE)
-    with running_server(
-        model, "--backend", "reference", "--chat-template-file", str(folder / "chat.jinja")
-    ) as server:
+    with small_chat_server(folder, SHAPE, TEMPLATE) as server:
         yield server
 
 

@@ -15,6 +15,7 @@ import httpx
 import openai
 
 from support.processes import START_S, cli_command, environment, wait_until
+from support.random_models import Qwen3MoeShape, write_qwen3moe
 
 CHAT_TEMPLATE = (
     "{%- for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -108,6 +109,21 @@ def running_server(
                     process.kill()
                     raise
             reader.join()
+
+
+@contextlib.contextmanager
+def small_chat_server(
+    folder: Path, shape: Qwen3MoeShape, template: str, *arguments: str
+) -> Iterator[RunningServer]:
+    """A server of a random model with a token for each byte, and this chat template; both files are
+    in `folder`."""
+    model = write_qwen3moe(folder / "small.gguf", shape, seed=1, tokenizer="bytes")
+    file = folder / "chat.jinja"
+    file.write_text(template)
+    with running_server(
+        model, "--backend", "reference", "--chat-template-file", str(file), *arguments
+    ) as server:
+        yield server
 
 
 def wire_request(path: str, body: dict[str, Any]) -> bytes:

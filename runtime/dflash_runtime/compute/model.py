@@ -170,10 +170,10 @@ def forward(
     return x
 
 
-def run_to_end(work: Pausable[A]) -> A:
+def run_to_end(work: Pausable[A], *, is_trial: bool = False) -> A:
     """Drive a pass to its end and return its result, where nothing else is to be done meanwhile.
 
-    The host's work is done where the pass pauses for it.
+    The host's work is done where the pass pauses for it; left out in a trial.
     """
     try:
         while True:
@@ -182,7 +182,7 @@ def run_to_end(work: Pausable[A]) -> A:
             except StopIteration as end:
                 result: A = end.value
                 return result
-            if host_work is not None:
+            if host_work is not None and not is_trial:
                 host_work()
     finally:
         work.close()

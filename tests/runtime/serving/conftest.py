@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from dflash_protocol.settings import Settings
 from dflash_runtime import Engine
+from dflash_runtime.serving import generation
 from dflash_runtime.serving.access import ApiKeys
 from dflash_runtime.serving.app import create_app
 from dflash_runtime.serving.metrics import Metrics
@@ -75,3 +78,16 @@ def serve(model: Path) -> Serve:
                 yield Served(state, client)
 
     return served
+
+
+@pytest.fixture
+def slow_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generation begins later than a stream says that it is still there."""
+    monkeypatch.setattr(generation, "KEEP_ALIVE_S", 0.01)
+    generate = Engine.generate
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(0.1)
+        yield from generate(*arguments, **options)
+
+    monkeypatch.setattr(Engine, "generate", slow)

@@ -16,7 +16,7 @@ from dflash_protocol.errors import DaemonUnavailable
 from dflash_protocol.settings import Settings
 from dflash_runtime.compute.reference import ReferenceBackend
 from dflash_runtime.engine.engine import Engine
-from dflash_runtime.serving import bodies, generation
+from dflash_runtime.serving import bodies
 from dflash_runtime.serving.access import ApiKeys
 
 pytestmark = pytest.mark.asyncio
@@ -292,19 +292,8 @@ async def test_a_failure_while_computing_has_a_status_if_nothing_is_sent_yet(
     assert "cpu0" not in caplog.text
 
 
-async def test_a_stream_that_waits_says_that_it_is_still_there(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(generation, "KEEP_ALIVE_S", 0.01)
-    generate = Engine.generate
-
-    def slow(*arguments: Any, **options: Any) -> Any:
-        import time
-
-        time.sleep(0.1)
-        yield from generate(*arguments, **options)
-
-    monkeypatch.setattr(Engine, "generate", slow)
+@pytest.mark.usefixtures("slow_generation")
+async def test_a_stream_that_waits_says_that_it_is_still_there(serve: Serve) -> None:
     async with serve() as served:
         response = await served.post("/v1/completions", prompt="x", stream=True, max_tokens=2)
         assert response.text.startswith(": still here\n\n")

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from dflash_adapters.text.answers import AnswerEvent, Content, Reasoning, ToolCall
 from dflash_protocol.errors import DaemonUnavailable
 from dflash_runtime.engine.engine import Engine, GenerationStats
-from dflash_runtime.serving import generation
 from dflash_runtime.serving.access import ApiKeys
 from dflash_runtime.serving.answers import Answer
 from dflash_runtime.serving.doors.anthropic_answers import MessagesAnswer
@@ -384,17 +383,8 @@ async def test_a_failure_within_a_stream_has_the_doors_form(
 
 
 @pytest.mark.asyncio
-async def test_a_stream_of_messages_that_waits_pings(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(generation, "KEEP_ALIVE_S", 0.01)
-    generate = Engine.generate
-
-    def slow(*arguments: Any, **options: Any) -> Any:
-        time.sleep(0.1)
-        yield from generate(*arguments, **options)
-
-    monkeypatch.setattr(Engine, "generate", slow)
+@pytest.mark.usefixtures("slow_generation")
+async def test_a_stream_of_messages_that_waits_pings(serve: Serve) -> None:
     async with serve() as served:
         answer = await served.post("/v1/messages", **BODIES["/v1/messages"], stream=True)
         names = [line[7:] for line in answer.text.splitlines() if line.startswith("event: ")]

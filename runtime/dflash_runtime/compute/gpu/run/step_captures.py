@@ -31,7 +31,7 @@ from dflash_runtime.compute.gpu.ops.ops import GpuOps
 from dflash_runtime.compute.gpu.run.captured_trees import CapturedTrees
 from dflash_runtime.compute.gpu.run.decode_tokens import DecodeTokens
 from dflash_runtime.compute.gpu.run.step_path import GraphPiece, StepPath, capture_pieces
-from dflash_runtime.compute.model import Pausable, forward
+from dflash_runtime.compute.model import Pausable, forward, run_to_end
 
 
 class StepSampling:
@@ -121,17 +121,6 @@ class DecodePass:
             sampling=self.sampling.inputs if self.sampling.is_on else None,
         )
 
-    def run_alone(self, path: StepPath, bucket: int, table: ChoiceTable | None) -> None:
-        """Run a whole step, but for the host's work in it."""
-        layers = self.layers(path, bucket, table)
-        while True:
-            try:
-                next(layers)
-            except StopIteration as end:
-                if self.sampling.is_ruled:
-                    self.choose(end.value)
-                return
-
 
 @dataclass(frozen=True, slots=True)
 class Capture:
@@ -187,7 +176,9 @@ class PathCaptures:
             buffers.noted() as noted,
             decode.ops.step_experts.uncounted(),
         ):
-            decode.run_alone(path, bucket, table)
+            logits = run_to_end(decode.layers(path, bucket, table), is_trial=True)
+            if decode.sampling.is_ruled:
+                decode.choose(logits)
         device = decode.ops.device
         with ExitStack() as undo:
             with buffers.repeated(noted) as kept:
