@@ -140,7 +140,7 @@ class EngineThread(Generic[J]):
                         told = str(error)
                         # docs: a device has failed, or a bug, with its traceback. Experts stay
                         # where they are, and what is asked for next is tried
-                        _LOG.exception("the engine could not be looked after")
+                        _LOG.exception("the work between two requests has failed")
 
     def _report(self, owner: str, stage: str, num_done: int, num_total: int) -> None:
         self.stage = one_line(f"{owner}: {stage} {num_done}/{num_total}")

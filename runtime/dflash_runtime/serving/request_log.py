@@ -50,10 +50,10 @@ class RequestLog:
             return
         trace_id = record.trace_id
         first, rate = record.first_token_s, record.stats.decode_tokens_per_s
-        # docs: a request has ended: its id, as in the answer; the name of its key; tokens of the
-        # prompt, of which so many were cached, and written; seconds to the first token; its rate
-        # after that; and `stop`, `length`, `cancelled`, `error` or `queue_full`. `--log-level
-        # warning` leaves these lines out
+        # docs: a request has ended: its id, that of the answer where it has one; the name of its
+        # key; tokens of the prompt, of which so many were cached, and written; seconds to the first
+        # token; its rate after that; and `stop`, `length`, `cancelled`, `error` or `queue_full`.
+        # `--log-level warning` leaves these lines out
         _LOG.info(
             "request %s%s: %d tokens in (%d cached), %d out, first after %s, %s, %s",
             record.request_id,

@@ -19,7 +19,7 @@ class RequestRecord:
     """One request. Times in seconds; those that end something are None before."""
 
     request_id: str = field(default_factory=lambda: f"req-{secrets.token_hex(12)}")
-    """As in the answer."""
+    """That of the answer, where it has one."""
     key: str = ""
     """The name of its API key; empty if the server has none."""
     num_prompt: int = 0

@@ -62,4 +62,4 @@ def test_a_rest_that_fails_is_logged_and_jobs_go_on(
     finally:
         thread.stop()
         thread.join()
-    assert "could not be looked after" in caplog.text
+    assert "work between two requests has failed" in caplog.text
