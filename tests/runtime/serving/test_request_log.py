@@ -95,7 +95,10 @@ async def test_every_end_is_told(
         async def ask() -> int:
             return int((await served.post("/v1/completions", **long)).status_code)
 
-        tasks = [asyncio.create_task(ask()) for _ in range(3)]
+        tasks = [asyncio.create_task(ask())]
+        while served.state.worker.running is None:
+            await asyncio.sleep(0.005)
+        tasks += [asyncio.create_task(ask()) for _ in range(2)]
         while fields_of(lines) == []:  # the third finds the client's half of the queue full
             await asyncio.sleep(0.005)
         for task in tasks:

@@ -35,5 +35,6 @@ async def test_answers_send_no_commands_to_terminals(serve: Serve) -> None:
             answer = await served.post("/v1/chat/completions", **body, **fields)
             assert answer.status_code == 200
             text = answer.content.decode()
-            assert "é日" in text
+            assert "é" in text  # in the same event or in two, as the tokens came
+            assert "日" in text
             assert all(each.isprintable() or each == "\n" for each in text)

@@ -113,7 +113,7 @@ async def test_moves_that_fail_while_nothing_runs_end_nothing(
         job = job_of(max_tokens=2)
         worker.submit(job)
         assert (await end_of(job)).finish_reason == "length"
-    assert "experts are not moved" in caplog.text
+    assert "the work between two requests has failed" in caplog.text
 
 
 async def test_a_failure_is_the_jobs_own(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
