@@ -26,6 +26,7 @@ from dflash_adapters.text.grammar import (
     GrammarSource,
 )
 from dflash_adapters.text.schema_checks import SPACE, check_cost
+from dflash_adapters.text.schema_forms import in_one_form
 from dflash_adapters.text.schema_rewrites import rewritten
 from dflash_adapters.text.tokenizer import Tokenizer
 from dflash_protocol.errors import GrammarError, one_line
@@ -131,7 +132,6 @@ def _json_schema(source: GrammarSource) -> str:
     schema = json.loads(source.text)
     if not isinstance(schema, dict | bool):
         raise GrammarError("a JSON schema is an object")
-    check_cost(schema)
     space = SPACE if source.space is None else source.space
     options: JsonCompileOptions = {}
     if "\\u00" not in source.text:  # control characters of constants have no other spelling
@@ -140,7 +140,9 @@ def _json_schema(source: GrammarSource) -> str:
         options["whitespace_pattern"] = space
     else:
         options["whitespace_flexible"] = False
-    known = rewritten(schema)
+    plain = in_one_form(schema)
+    check_cost(plain)
+    known = rewritten(plain)
     # The text itself where it can be: it has numbers of any size.
     text = source.text if known is schema else json.dumps(known, allow_nan=False)
     text = '{"allOf":[false]}' if known is False else "{}" if known is True else text

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote
 
 from dflash_protocol.errors import GrammarError
 
 SPACE = r"( |\n{1,2}[ \t]{0,20})?"
 """Between the tokens of JSON, unless a request says otherwise. Bounded, as in llama.cpp's grammars:
 a model that likes spaces would write nothing else."""
+IN_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+"""Keywords with a list of schemas."""
+IN_OBJECTS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords with schemas by names."""
+SINGLE = (
+    *("items", "additionalItems", "unevaluatedItems", "contains"),
+    *("additionalProperties", "unevaluatedProperties", "propertyNames"),
+    *("not", "if", "then", "else"),
+)
+"""Keywords with one schema."""
+_INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
 _MOST_MULTIPLE, _MOST_DECIMALS = 10_000, 3
 _MOST_PATTERNS_AT_ONCE = 4
 """Of what a text has to match at the same time: the work of compiling doubles with each."""
@@ -63,13 +77,39 @@ def _chained_levels(schema: object) -> int:
     return levels
 
 
+def inner_schemas(schema: dict[str, Any]) -> Iterator[Any]:
+    """The schemas that a schema's keywords have, whatever they are."""
+    for name in IN_LISTS:
+        if isinstance(schema.get(name), list):
+            yield from schema[name]
+    for name in (*IN_OBJECTS, "dependencies"):
+        if isinstance(schema.get(name), dict):
+            yield from schema[name].values()
+    for name in SINGLE:
+        if name in schema:
+            yield schema[name]
+    if isinstance(schema.get("items"), list):  # of drafts up to 2019-09
+        yield from schema["items"]
+
+
 def target_of(root: object, reference: str) -> object:
-    """What a ``$ref`` within `root` leads to, through objects alone; None if that is not known."""
-    found = root
-    for name in reference.removeprefix("#").strip("/").split("/"):
+    """What a ``$ref`` within `root` leads to, if it is a pointer; None if that is not known."""
+    return at_pointer(root, unquote(reference[1:])) if reference.startswith("#") else None
+
+
+def at_pointer(root: object, pointer: str) -> object:
+    """What a JSON pointer leads to; None if there is nothing."""
+    found, (first, *names) = root, pointer.split("/")
+    if first:
+        return None
+    for name in names:
         name = name.replace("~1", "/").replace("~0", "~")
-        if name:
-            found = found.get(name) if isinstance(found, dict) else None
+        if isinstance(found, dict):
+            found = found.get(name)
+        elif isinstance(found, list) and _INDEX.fullmatch(name) and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            return None
     return found
 
 

@@ -11,38 +11,42 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, TypeAlias
+from typing import Any
 
-from dflash_adapters.text.schema_checks import parts_of, target_of
+from dflash_adapters.text.schema_checks import (
+    IN_LISTS,
+    IN_OBJECTS,
+    SINGLE,
+    parts_of,
+    target_of,
+)
+from dflash_adapters.text.schema_kinds import TYPES, Kind, all_types, kind_of, types_of_value
+from dflash_adapters.text.schema_lists import containing, of_distinct
+from dflash_adapters.text.schema_parts import (
+    MOST_ALTERNATIVES,
+    Schema,
+    all_of,
+    finite_values,
+    union,
+)
+from dflash_adapters.text.schema_texts import as_known
+from dflash_adapters.text.schema_unevaluated import evaluated
 from dflash_protocol.errors import GrammarError
-
-Schema: TypeAlias = "dict[str, Any] | bool"
 
 _REWRITTEN = (
     *("oneOf", "not", "if", "then", "else", "dependencies", "dependentRequired"),
     *("dependentSchemas", "propertyNames", "contains", "minContains", "maxContains"),
+    *("uniqueItems", "unevaluatedItems", "unevaluatedProperties"),
 )
-_IN_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_IN_OBJECTS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_SINGLE = (
-    "items",
-    "additionalItems",
-    "additionalProperties",
-    "contains",
-    "not",
-    "if",
-    "then",
-    "else",
-)
+_USED_AS_WRITTEN = frozenset({"not", "propertyNames"})
 _MOST_DEPTH = 4
 """Of properties and references that the description of a value that is not allowed goes through."""
-_MOST_ALTERNATIVES = 64
-_MOST_FIRST = 64
 _MOST_PARTS = 20_000
 """Of all descriptions within schemas, beside their own: references and negations repeat them."""
+_MOST_CHARACTERS = 1 << 22
+"""Of a rewritten schema, about."""
 _MOST_PAIRS = 50_000
 """Of alternatives that are looked at for a value of both."""
-_TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 _OPPOSITES = {
     "minimum": ("number", "exclusiveMaximum", 0),
     "exclusiveMinimum": ("number", "maximum", 0),
@@ -63,9 +67,9 @@ class RewritingWork:
     num_parts: int = _MOST_PARTS
     num_pairs: int = _MOST_PAIRS
 
-    def take_part(self) -> None:
+    def take_parts(self, count: int) -> None:
         """Raises: GrammarError once there were too many."""
-        self.num_parts -= 1
+        self.num_parts -= count
         if self.num_parts < 0:
             raise GrammarError("oneOf, not or if: their alternatives are too large")
 
@@ -83,20 +87,28 @@ def rewritten(schema: Any, work: RewritingWork | None = None) -> Any:
     Raises: GrammarError if what is not allowed cannot be described, or that would take long.
     """
     try:
-        return _Rewriter(schema, work or RewritingWork()).rewritten(schema)
+        found = _Rewriter(schema, work or RewritingWork()).rewritten(schema)
     except RecursionError:
         raise GrammarError("schemas within schemas are nested too deeply") from None
+    if found is not schema:
+        _check_size(found)
+    return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """What tells that two alternatives have no value in common."""
-
-    types: frozenset[str]
-    values: frozenset[object] | None
-    """None: not known. 1 is 1.0, but not true; objects and lists count as the same."""
-    required: frozenset[str]
-    """Of objects, if only these are allowed: names of properties that have schemas."""
+def _check_size(schema: Any) -> None:
+    """Raises: GrammarError for too large a text. Parts that are the same object are written each
+    time."""
+    left, waiting = _MOST_CHARACTERS, [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            waiting += part
+            waiting += part.values()
+        elif isinstance(part, list):
+            waiting += part
+        left -= 2 + (len(part) if isinstance(part, str) else 0)
+        if left < 2 * len(waiting):
+            raise GrammarError("oneOf, not or if: their alternatives are too large")
 
 
 class _Rewriter:
@@ -105,22 +117,27 @@ class _Rewriter:
     def __init__(self, root: Any, work: RewritingWork) -> None:
         self._root, self._work = root, work
         work.num_parts += sum(1 for _ in parts_of(root))
-        self._kinds: dict[int, _Kind] = {}
-        """Of alternatives, by identity; the root keeps them."""
+        self._kinds: dict[int, Kind] = {}
+        """Of alternatives, by identity; the root keeps them, or what is below."""
+        self._typed_schemas: list[Any] = []
+
+    def take_parts(self, count: int) -> None:
+        """Count schemas that are made. Raises: GrammarError for too many."""
+        self._work.take_parts(count)
 
     def rewritten(self, schema: Any) -> Any:
         if not isinstance(schema, dict):
             return schema
-        self._work.take_part()
+        self.take_parts(1)
         result = dict(schema)
-        for name in _IN_LISTS:
+        for name in IN_LISTS:
             if isinstance(schema.get(name), list):
                 result[name] = [self.rewritten(each) for each in schema[name]]
-        for name in _IN_OBJECTS:
+        for name in IN_OBJECTS:
             if isinstance(schema.get(name), dict):
                 result[name] = {key: self.rewritten(each) for key, each in schema[name].items()}
-        for name in _SINGLE:
-            if name in schema:
+        for name in SINGLE:
+            if name in schema and name not in _USED_AS_WRITTEN:
                 result[name] = self.rewritten(schema[name])
         if isinstance(schema.get("items"), list):  # of drafts up to 2019-09
             result["items"] = [self.rewritten(each) for each in schema["items"]]
@@ -132,33 +149,41 @@ class _Rewriter:
             if not isinstance(others, list):
                 raise GrammarError("allOf is a list of schemas")
             result["allOf"] = [*others, *more]
+        result = as_known(result)
         return result if result != schema else schema
 
     def _instead(self, schema: dict[str, Any], inner: dict[str, Any]) -> Iterator[Schema]:
         """Schemas in place of keywords; `inner` has what is within the schema rewritten."""
         if isinstance(schema.get("oneOf"), list):
-            yield self._one_of(schema["oneOf"], inner["oneOf"])
+            yield self._one_of(schema["oneOf"], inner["oneOf"], kind=schema.get("type"))
         if "not" in schema:
-            yield _any_of("not", self._others(schema["not"]))
-        if "if" in schema:
-            others = [_all_of(each, inner.get("else", True)) for each in self._others(schema["if"])]
-            yield _any_of("if", [_all_of(inner["if"], inner.get("then", True)), *others])
+            nothing = schema["not"] is True or schema["not"] == {}
+            yield False if nothing else _any_of("not", self.others(schema["not"]))
+        if "if" in schema and ("then" in schema or "else" in schema):
+            others = [all_of(each, inner.get("else", True)) for each in self.others(schema["if"])]
+            yield _any_of("if", [all_of(inner["if"], inner.get("then", True)), *others])
         if "propertyNames" in schema:
             yield _of_names(schema["propertyNames"])
         if "contains" in schema:
-            yield _with_first(schema, inner["contains"])
+            yield containing(schema, inner["contains"], self.others)
         for name, wanted in _dependencies(schema, inner, self.rewritten):
             absent = {"properties": {name: False}}
-            yield {"anyOf": [absent, _all_of({"required": [name]}, wanted)]}
+            yield {"anyOf": [absent, all_of({"required": [name]}, wanted)]}
+        if schema.get("uniqueItems") is True:
+            yield of_distinct(self, schema)
+        for keyword in ("unevaluatedProperties", "unevaluatedItems"):
+            if keyword in schema:
+                yield evaluated(self, schema, keyword, inner[keyword])
 
-    def _one_of(self, alternatives: list[Any], inner: list[Any]) -> Schema:
-        if len(alternatives) > _MOST_ALTERNATIVES:
-            raise GrammarError(f"oneOf has at most {_MOST_ALTERNATIVES} alternatives")
-        plain = [self._resolved(each) for each in alternatives]
+    def _one_of(self, alternatives: list[Any], inner: list[Any], *, kind: object) -> Schema:
+        """`kind`: the types of the schema that has the alternatives; None: all."""
+        if len(alternatives) > MOST_ALTERNATIVES:
+            raise GrammarError(f"oneOf has at most {MOST_ALTERNATIVES} alternatives")
+        plain = [self._typed(self.resolved(each), kind) for each in alternatives]
         overlaps: list[list[Any]] = [[] for _ in plain]
         """Of each alternative, the others that may allow the same value."""
         for (place, one), (other_place, other) in combinations(enumerate(plain), 2):
-            if not self._are_disjoint(one, other):
+            if not self.are_disjoint(one, other):
                 overlaps[place].append(other)
                 overlaps[other_place].append(one)
         found: list[Schema] = []
@@ -167,13 +192,20 @@ class _Rewriter:
             hints = one.get("properties") if isinstance(one, dict) else None
             hints = hints if isinstance(hints, dict) else {}
             for other in overlaps[place]:
-                others = self._others(other, hints=tuple(hints))
-                parts.append(_union(others) if others else False)
+                others = self.others(other, hints=tuple(hints))
+                parts.append(union(others) if others else False)
             if False not in parts:
-                found.append(_all_of(*parts))
+                found.append(all_of(*parts))
         return _any_of("oneOf", found)
 
-    def _resolved(self, schema: Any) -> Any:
+    def _typed(self, schema: Any, kind: object) -> Any:
+        """A schema of which only values of these types count."""
+        if not isinstance(schema, dict) or "type" in schema or "$ref" in schema or kind is None:
+            return schema
+        self._typed_schemas.append({**schema, "type": kind})
+        return self._typed_schemas[-1]
+
+    def resolved(self, schema: Any) -> Any:
         """What a schema that is a reference leads to."""
         for _ in range(_MOST_DEPTH):
             reference = schema.get("$ref") if isinstance(schema, dict) else None
@@ -183,7 +215,7 @@ class _Rewriter:
             schema = target
         return schema
 
-    def _are_disjoint(self, one: object, other: object) -> bool:
+    def are_disjoint(self, one: object, other: object) -> bool:
         """Whether no value is allowed by both, as far as types, constants and properties with
         constants show. Raises: GrammarError once there were too many to look at."""
         self._work.take_pair()
@@ -196,19 +228,19 @@ class _Rewriter:
             return kind.values.isdisjoint(other_kind.values)
         names = kind.required & other_kind.required
         return any(
-            self._are_disjoint(one["properties"][name], other["properties"][name]) for name in names
+            self.are_disjoint(one["properties"][name], other["properties"][name]) for name in names
         )
 
-    def _kind(self, schema: dict[str, Any]) -> _Kind:
+    def _kind(self, schema: dict[str, Any]) -> Kind:
         kind = self._kinds.get(id(schema))
         if kind is None:
-            kind = self._kinds[id(schema)] = _kind_of(schema)
+            kind = self._kinds[id(schema)] = kind_of(schema)
         return kind
 
-    def _others(self, schema: Any, *, hints: Sequence[str] = (), depth: int = 0) -> list[Schema]:
+    def others(self, schema: Any, *, hints: Sequence[str] = (), depth: int = 0) -> list[Schema]:
         """Schemas that allow nothing that `schema` does; none if there are none, or it is not known
         how to describe one. `hints`: names of properties that are worth requiring."""
-        self._work.take_part()
+        self.take_parts(1)
         if schema is False:
             return [True]
         if depth > _MOST_DEPTH:
@@ -216,13 +248,13 @@ class _Rewriter:
         if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
             # What is beside it counts in some drafts only.
             schema = target_of(self._root, schema["$ref"])
-            return self._others(schema, hints=hints, depth=depth + 1)
+            return self.others(schema, hints=hints, depth=depth + 1)
         if not isinstance(schema, dict):
             return []
         found: list[Schema] = []
-        if others := sorted(_TYPES - _all_types(schema)):
+        if others := sorted(TYPES - all_types(schema)):
             found.append({"type": others})
-        if (values := _values(schema)) is not None:
+        if (values := finite_values(schema)) is not None:
             found += _other_values(values, hints)
         for name, (kind, opposite, more) in _OPPOSITES.items():
             bound = schema.get(name)
@@ -233,16 +265,16 @@ class _Rewriter:
         found += self._other_objects(schema, hints, depth)
         found += self._other_lists(schema, depth)
         for each in _list(schema, "allOf"):
-            found += self._others(each, hints=hints, depth=depth + 1)
+            found += self.others(each, hints=hints, depth=depth + 1)
         for name in ("anyOf", "oneOf"):
             each_others = [
-                self._others(each, hints=hints, depth=depth + 1) for each in _list(schema, name)
+                self.others(each, hints=hints, depth=depth + 1) for each in _list(schema, name)
             ]
             if each_others and all(each_others):
-                found.append({"allOf": [_union(each) for each in each_others]})
+                found.append({"allOf": [union(each) for each in each_others]})
         if "not" in schema:
             found.append(self.rewritten(schema["not"]))
-        return found[:_MOST_ALTERNATIVES]
+        return found[:MOST_ALTERNATIVES]
 
     def _other_objects(
         self, schema: dict[str, Any], hints: Sequence[str], depth: int
@@ -257,15 +289,15 @@ class _Rewriter:
             if isinstance(name, str):
                 yield {"type": "object", "properties": {name: False}}
         for name, value in properties.items():
-            if others := self._others(value, depth=depth + 1):
-                part = {"properties": {name: _union(others)}, "required": [name]}
+            if others := self.others(value, depth=depth + 1):
+                part = {"properties": {name: union(others)}, "required": [name]}
                 yield {"type": "object", **part}
 
     def _other_lists(self, schema: dict[str, Any], depth: int) -> Iterator[Schema]:
         if "items" not in schema or "prefixItems" in schema:
             return
-        if others := self._others(schema["items"], depth=depth + 1):
-            yield {"type": "array", "items": _union(others), "minItems": 1}
+        if others := self.others(schema["items"], depth=depth + 1):
+            yield {"type": "array", "items": union(others), "minItems": 1}
 
 
 def _of_names(names: Any) -> Schema:
@@ -276,7 +308,7 @@ def _of_names(names: Any) -> Schema:
         return {"maxProperties": 0}
     keywords = set(names) - {"type"} if isinstance(names, dict) else set()
     part: dict[str, Any] | None = None
-    if len(keywords) == 1 and (values := _values(names)) is not None:
+    if len(keywords) == 1 and (values := finite_values(names)) is not None:
         part = {"properties": {each: True for each in values if isinstance(each, str)}}
     elif keywords == {"pattern"} and isinstance(names["pattern"], str):
         part = {"patternProperties": {names["pattern"]: True}}
@@ -286,14 +318,6 @@ def _of_names(names: Any) -> Schema:
     if part is None or names.get("type", "string") != "string":
         raise GrammarError("propertyNames: only a pattern, lengths or values are supported")
     return {**part, "additionalProperties": False}
-
-
-def _with_first(schema: Mapping[str, Any], wanted: Any) -> Schema:
-    """Lists that contain what is wanted, as their first elements."""
-    least = schema.get("minContains", 1)
-    if "maxContains" in schema or not isinstance(least, int) or not 0 <= least <= _MOST_FIRST:
-        raise GrammarError(f"contains: minContains is at most {_MOST_FIRST}, without maxContains")
-    return {"prefixItems": [wanted] * least, "minItems": least} if least else True
 
 
 def _dependencies(
@@ -312,20 +336,12 @@ def _dependencies(
                 yield name, rewrite(each)
 
 
-def _all_types(schema: dict[str, Any]) -> frozenset[str]:
-    """Types of which `schema` may allow a value; a number may be an integer."""
-    found = _types(schema)
-    if (values := _values(schema)) is not None:
-        found &= frozenset().union(*map(_types_of_value, values))
-    return found | {"number"} if "integer" in found else found
-
-
 def _other_values(values: Sequence[Any], hints: Sequence[str]) -> Iterator[Schema]:
     """Schemas of values of the same types that are none of these."""
     flags = {each for each in values if isinstance(each, bool)}
     if len(flags) == 1:
         yield {"const": flags == {False}}
-    if numbers := [each for each in values if _types_of_value(each) >= {"number"}]:
+    if numbers := [each for each in values if types_of_value(each) >= {"number"}]:
         yield {"type": "number", "exclusiveMaximum": min(numbers)}
         yield {"type": "number", "exclusiveMinimum": max(numbers)}
     for kind, least, most, type_ in (
@@ -344,70 +360,12 @@ def _other_values(values: Sequence[Any], hints: Sequence[str]) -> Iterator[Schem
                 yield {"type": "object", "required": [name]}
 
 
-def _types_of_value(value: object) -> frozenset[str]:
-    match value:
-        case None:
-            return frozenset({"null"})
-        case bool():
-            return frozenset({"boolean"})
-        case int() | float():
-            return frozenset({"integer", "number"})
-        case str():
-            return frozenset({"string"})
-        case list():
-            return frozenset({"array"})
-    return frozenset({"object"})
-
-
-def _types(schema: dict[str, object]) -> frozenset[str]:
-    """Types of values that a schema may allow; integers are numbers."""
-    given = schema.get("type")
-    names = given if isinstance(given, list) else [given]
-    if given is None or not all(isinstance(name, str) for name in names):
-        return _TYPES
-    found = frozenset(name for name in names if isinstance(name, str))
-    return found | {"integer"} if "number" in found else found
-
-
-def _values(schema: dict[str, object]) -> list[object] | None:
-    """The only values that a schema may allow; None: not known."""
-    if "const" in schema:
-        return [schema["const"]]
-    values = schema.get("enum")
-    return values if isinstance(values, list) and len(values) <= _MOST_ALTERNATIVES else None
-
-
-def _kind_of(schema: dict[str, Any]) -> _Kind:
-    types, values, properties = _types(schema), _values(schema), schema.get("properties")
-    required: frozenset[str] = frozenset()
-    if types == {"object"} and isinstance(properties, dict):
-        wanted = {each for each in _list(schema, "required") if isinstance(each, str)}
-        required = frozenset(wanted & properties.keys())
-    keys = None if values is None else frozenset(map(_key, values))
-    return _Kind(types, keys, required)
-
-
-def _key(value: object) -> object:
-    if isinstance(value, dict | list):
-        return type(value)
-    return isinstance(value, bool), value
-
-
 def _list(schema: Mapping[str, Any], name: str) -> list[Any]:
     found = schema.get(name)
     return found if isinstance(found, list) else []
 
 
-def _all_of(*schemas: Schema) -> Schema:
-    parts = [each for each in schemas if each is not True and each != {}]
-    return {"allOf": parts} if len(parts) > 1 else parts[0] if parts else True
-
-
-def _union(schemas: Sequence[Schema]) -> Schema:
-    return schemas[0] if len(schemas) == 1 else {"anyOf": list(schemas)}
-
-
 def _any_of(keyword: str, schemas: Sequence[Schema]) -> Schema:
     if not schemas:
         raise GrammarError(f"{keyword}: what it does not allow cannot be described here")
-    return _union(schemas)
+    return union(schemas)

@@ -43,6 +43,11 @@ def keywords(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         **dict.fromkeys(("oneOf", "anyOf", "allOf"), several),
         **dict.fromkeys(("not", "if", "then", "else", "contains"), inner),
         "$ref": st.just("#/$defs/x"),
+        "prefixItems": several,
+        **dict.fromkeys(("unevaluatedProperties", "unevaluatedItems"), st.just(False) | inner),
+        "patternProperties": st.dictionaries(st.sampled_from(["^a", "b"]), inner, max_size=1),
+        "uniqueItems": st.booleans(),
+        **dict.fromkeys(("minContains", "maxContains"), SMALL),
         "dependentRequired": st.dictionaries(NAMES, st.lists(NAMES, max_size=1), max_size=1),
         "dependentSchemas": st.dictionaries(NAMES, inner, max_size=1),
         "propertyNames": st.sampled_from(
@@ -96,11 +101,101 @@ REFERENCES = {
         ({"oneOf": [{"const": "a"}, STRINGS]}, ["abc", ""], ["b"]),
         ({"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, [{"a": 1}, {"b": 1}], []),
         (REFERENCES, [{"kind": "cat"}, {"kind": "dog", "more": 1}], []),
+        (
+            {
+                "type": "object",
+                "oneOf": [
+                    {"properties": {"a": {"const": each}}, "required": ["a"]} for each in ("b", "c")
+                ],
+            },
+            [{"a": "b"}, {"a": "c"}],
+            [],
+        ),
         ({"not": {"type": "string"}}, [1, None], []),
         ({"if": {"required": ["a"]}, "then": {"required": ["b"]}}, [{"a": 1, "b": 1}, {}], []),
         ({"dependencies": {"a": ["b"], "b": {"minProperties": 2}}}, [{"a": 1, "b": 1}, {}], []),
         ({"contains": {"const": 1}}, [[1], [1, 2]], [[2, 1]]),
         ({"propertyNames": {"pattern": "^a"}}, [{"ab": 1}, {}], []),
+        ({"not": {"not": {"type": "string"}}}, ["a"], []),
+        ({"not": {}}, [], [1]),
+        ({"if": {"pattern": "a"}}, ["a", 1], []),
+        ({"contains": {"const": 1}, "maxContains": 2}, [[1], [1, 1, 2], "a"], [[1, 2, 1]]),
+        ({"contains": {"const": 1}, "minContains": 0, "maxContains": 1}, [[], [2], [1, 2]], []),
+        ({"contains": {}, "maxContains": 2}, [[1], [1, 2]], []),
+        ({"contains": {}, "minContains": 3, "maxContains": 2}, ["a"], []),
+        (
+            {"uniqueItems": True, "items": {"enum": ["a", "b", 1, 1.0, True]}, "maxItems": 4},
+            [[], ["a"], ["b", "a"], ["a", 1, "b", True], "a"],
+            [],
+        ),
+        ({"uniqueItems": True, "items": {"type": "boolean"}}, [[True, False], [False]], []),
+        ({"uniqueItems": True, "maxItems": 1}, [[], [{}]], []),
+        ({"uniqueItems": False}, [[1, 1]], []),
+        (
+            {"uniqueItems": True, "prefixItems": [STRINGS, NUMBERS], "items": False},
+            [["a", 1], ["a"]],
+            [],
+        ),
+        (
+            {"uniqueItems": True, "items": {"enum": [*range(10)]}, "maxItems": 3},
+            [[9, 0, 5], [], [1, 2]],
+            [],
+        ),
+        (
+            {
+                "properties": {"a": STRINGS},
+                "allOf": [{"patternProperties": {"^b": True}}, {"$ref": "#/$defs/c"}],
+                "unevaluatedProperties": False,
+                "$defs": {"c": {"properties": {"c": True}}},
+            },
+            [{"a": "a", "b2": 1, "c": 1}, {}, 5],
+            [],
+        ),
+        (
+            {
+                "anyOf": [
+                    {"required": ["a"], "properties": {"a": True}},
+                    {"properties": {"b": True}},
+                ],
+                "unevaluatedProperties": NUMBERS,
+            },
+            [{"a": "x"}, {"b": "x"}, {"a": "x", "c": 1}],
+            [{"a": "x", "b": "x"}],
+        ),
+        (
+            {
+                "if": {"properties": {"a": {"const": 1}}, "required": ["a"]},
+                "then": {"properties": {"b": True}},
+                "else": {"properties": {"c": True}},
+                "unevaluatedProperties": False,
+            },
+            [{"a": 1, "b": 1}, {"c": 1}],
+            [],
+        ),
+        (
+            {
+                "properties": {"a": True},
+                "dependentSchemas": {"a": {"properties": {"b": True}}},
+                "unevaluatedProperties": False,
+            },
+            [{"a": 1, "b": 1}, {"a": 1}, {}],
+            [],
+        ),
+        (
+            {"allOf": [{"additionalProperties": True}], "unevaluatedProperties": False},
+            [{"a": 1}],
+            [],
+        ),
+        (
+            {
+                "prefixItems": [True],
+                "allOf": [{"prefixItems": [True, True]}],
+                "unevaluatedItems": False,
+            },
+            [[1], [1, 2], {}],
+            [],
+        ),
+        ({"items": STRINGS, "unevaluatedItems": False}, [["a", "b"]], []),
         (
             {
                 "definitions": {"b": STRINGS},
@@ -128,10 +223,14 @@ def test_a_schema_without_these_keywords_stays_as_it_is() -> None:
     "schema",
     [
         {"not": {"pattern": "a"}},
-        {"not": {}},
         {"oneOf": [{}, {"multipleOf": 3}]},
-        {"contains": {}, "maxContains": 2},
+        {"contains": {"pattern": "a"}, "maxContains": 2},
         {"contains": {}, "minContains": 1_000_000},
+        {"contains": {}, "maxContains": "a"},
+        {"uniqueItems": True},
+        {"uniqueItems": True, "items": {"type": "string"}, "maxItems": 2},
+        {"uniqueItems": True, "items": {"enum": [*range(30)]}},
+        {"uniqueItems": True, "prefixItems": [True, True], "items": False},
         {"propertyNames": {"format": "date"}},
         {"oneOf": [{"type": "string"}] * 65},
         {"oneOf": [{"anyOf": [{"anyOf": [{"minimum": 1}] * 50}] * 50}] * 60},
@@ -151,6 +250,7 @@ def test_what_cannot_be_described_is_refused(schema: Any) -> None:
 NAMES_OF_KEYWORDS = st.sampled_from(
     ["oneOf", "anyOf", "allOf", "not", "if", "then", "else", "dependencies", "dependentRequired",
      "dependentSchemas", "propertyNames", "contains", "minContains", "properties", "required",
+     "maxContains", "uniqueItems", "unevaluatedItems", "unevaluatedProperties", "format",
      "items", "prefixItems", "type", "enum", "const", "minimum", "maxLength", "minItems",
      "pattern", "$ref", "$defs", "additionalProperties"]
 )  # fmt: skip
@@ -177,6 +277,15 @@ def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
 
 
 NAMED: dict[str, Any] = {str(each): {} for each in range(300)}
+TEXTS: dict[str, Any] = {"type": "string"}
+DOUBLED = reduce(
+    lambda inner, _: {
+        "anyOf": [{"properties": {each: True}, "items": inner} for each in "abcd"],
+        "unevaluatedProperties": False,
+    },
+    range(5),
+    TEXTS,
+)
 CHOICES: dict[str, Any] = {
     "oneOf": [{"enum": [f"{one}-{two}" for two in range(64)]} for one in range(64)]
 }
@@ -192,8 +301,22 @@ CHOICES: dict[str, Any] = {
         {
             "oneOf": [{"type": "object", "required": [*NAMED], "properties": NAMED}] * 30,
         },
+        {
+            "allOf": [{"anyOf": [{"properties": NAMED}] * 8}] * 8,
+            "unevaluatedProperties": False,
+        },
+        {
+            "$ref": "#/$defs/x",
+            "$defs": {"x": {"anyOf": [{"$ref": "#/$defs/x", "properties": NAMED}] * 8}},
+            "unevaluatedProperties": False,
+        },
+        DOUBLED,
+        {"allOf": [{"uniqueItems": True, "items": {"enum": [*range(64)]}, "maxItems": 2}] * 3000},
     ],
-    ids=["choices", "nested", "conditions", "many", "properties"],
+    ids=[
+        *("choices", "nested", "conditions", "many", "properties"),
+        *("unevaluated", "recursive", "doubled", "distinct"),
+    ],
 )
 def test_no_schema_takes_long(schema: Any) -> None:
     """Clients send them, and a server rewrites them while it serves others."""

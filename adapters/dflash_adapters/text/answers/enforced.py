@@ -15,6 +15,7 @@ from dflash_adapters.text.answers.events import Tools
 from dflash_adapters.text.answers.formats import AnswerFormat
 from dflash_adapters.text.grammar import MOST_GRAMMAR_BYTES
 from dflash_adapters.text.schema_checks import SPACE, check_cost
+from dflash_adapters.text.schema_forms import in_one_form
 from dflash_adapters.text.schema_rewrites import RewritingWork, rewritten
 from dflash_protocol.errors import GrammarError
 
@@ -147,9 +148,10 @@ def _arguments(tools: Tools) -> dict[str, str]:
         raise GrammarError(f"the schemas of all tools have {MOST_GRAMMAR_BYTES:,} bytes at most")
     work, found = RewritingWork(), {}
     for name, schema in tools.items():
-        check_cost(schema)
+        plain = in_one_form(schema)
+        check_cost(plain)
         options = {"whitespace_pattern": SPACE}
-        found[name] = f"%json {json.dumps({**rewritten(schema, work), 'x-guidance': options})}"
+        found[name] = f"%json {json.dumps({**rewritten(plain, work), 'x-guidance': options})}"
     return found
 
 
