@@ -208,7 +208,8 @@ class KernelCompileError(DeviceUnavailable):
 
 
 class RenderingUnavailable(DflashError):
-    """No process that renders chat templates is available: none starts, or all are busy."""
+    """No process that renders chat templates, or tries grammars, is available: none starts, or all
+    are busy."""
 
 
 class QueueFull(DflashError):

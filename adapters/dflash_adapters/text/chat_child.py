@@ -1,9 +1,7 @@
 """The process that renders untrusted chat templates: see ``chat_sandbox`` for why.
 
-It reads requests from standard input and writes replies to standard output, one at a time, until
-the input ends. If a template escapes the sandbox, these limits remain: the kernel limits memory and
-CPU time, the parent limits wall time, and the kernel ends this process at once when its input ends,
-even while rendering. It can write no file. It imports only what Jinja and msgpack need.
+If a template escapes the sandbox, the limits of ``child_loop`` remain. It imports only what Jinja
+and msgpack need.
 
 Example:
   python -I -S -c 'import sys; sys.path += sys.argv[1:]
@@ -13,70 +11,24 @@ Example:
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import math
-import os
-import resource
-import select
-import signal
-from collections.abc import Iterator
-
 from dflash_adapters.text.chat import render_chat
-from dflash_adapters.text.chat_messages import (
-    LENGTH,
-    MAX_REQUEST_BYTES,
-    ChatRequest,
-    ReplyKind,
-    decode_request,
-    encode_reply,
-)
+from dflash_adapters.text.chat_messages import ReplyKind, decode_request
+from dflash_adapters.text.child_loop import bounded, serve
 from dflash_protocol.errors import ProtocolError, SettingsError, UnsupportedModel
 
-READY = b"R"
-"""Written once, before any reply."""
-LATE_S = 1.0
-"""CPU time, and wall time, that a rendering has beyond its deadline."""
-
-_INPUT, _OUTPUT = 0, 1
 _MEMORY_BYTES, _MEMORY_MULTIPLE = 256 << 20, 32
 """Limit of the address space: a constant, plus a multiple of the request's size."""
-_OPEN_FILES = 16
-_CHUNK_BYTES = 1 << 20
-"""Maximum capacity of a pipe."""
 
 
 def main() -> None:
     """Serve requests until the end of input."""
-    # The parent may have ignored or blocked the signals that end this process.
-    signal.signal(signal.SIGIO, signal.SIG_DFL)
-    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    for which, most in (
-        (resource.RLIMIT_CORE, 0),  # a core dump would contain conversations
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_NOFILE, _OPEN_FILES),
-    ):
-        resource.setrlimit(which, (most, most))
-    with contextlib.suppress(OSError):  # first candidate of the OOM killer
-        fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
-        try:
-            os.write(fd, b"1000")
-        finally:
-            os.close(fd)
-    fcntl.fcntl(_INPUT, fcntl.F_SETOWN, os.getpid())
-    _write(READY)
-    while (body := _next_body()) is not None:
-        kind, text = _answer(body)
-        del body
-        _write(encode_reply(kind, text))
+    serve(_answer)
 
 
 def _answer(body: bytearray) -> tuple[ReplyKind, str]:
     try:
         request = decode_request(body)
-        _bound(request, len(body))
-        with _ended_with_input():
+        with bounded(request.deadline_s, _MEMORY_BYTES + _MEMORY_MULTIPLE * len(body)):
             return ReplyKind.TEXT, render_chat(request)
     except ProtocolError as error:  # nested too deeply to decode
         return ReplyKind.REFUSED, f"the messages cannot be rendered: {error}"
@@ -84,58 +36,3 @@ def _answer(body: bytearray) -> tuple[ReplyKind, str]:
         return ReplyKind.REFUSED, str(error)
     except UnsupportedModel as error:
         return ReplyKind.FAILED, error.reason
-
-
-def _bound(request: ChatRequest, request_bytes: int) -> None:
-    """Set the kernel's limits of memory and CPU time for this request."""
-    _limit(resource.RLIMIT_AS, _MEMORY_BYTES + _MEMORY_MULTIPLE * request_bytes)
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    allowed_s = used.ru_utime + used.ru_stime + request.deadline_s + LATE_S
-    _limit(resource.RLIMIT_CPU, math.ceil(allowed_s))
-
-
-def _limit(which: int, most: int) -> None:
-    _, hard = resource.getrlimit(which)
-    resource.setrlimit(which, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
-
-
-@contextlib.contextmanager
-def _ended_with_input() -> Iterator[None]:
-    """Within this context the kernel ends this process with SIGIO if its input ends."""
-    flags = fcntl.fcntl(_INPUT, fcntl.F_GETFL)
-    fcntl.fcntl(_INPUT, fcntl.F_SETFL, flags | os.O_ASYNC)
-    try:
-        poller = select.poll()
-        poller.register(_INPUT, 0)
-        if poller.poll(0):  # it has ended before
-            raise SystemExit
-        yield
-    finally:
-        fcntl.fcntl(_INPUT, fcntl.F_SETFL, flags)
-
-
-def _next_body() -> bytearray | None:
-    """The next message; None at the end of input. Raises: ProtocolError if it is too long."""
-    head = _read(LENGTH.size)
-    if head is None:
-        return None
-    (num_bytes,) = LENGTH.unpack(head)
-    if num_bytes > MAX_REQUEST_BYTES:
-        raise ProtocolError("a request to render is too long")
-    return _read(num_bytes)
-
-
-def _read(num_bytes: int) -> bytearray | None:
-    data = bytearray()
-    while len(data) < num_bytes:
-        part = os.read(_INPUT, min(num_bytes - len(data), _CHUNK_BYTES))
-        if not part:
-            return None
-        data += part
-    return data
-
-
-def _write(data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(_OUTPUT, rest) :]

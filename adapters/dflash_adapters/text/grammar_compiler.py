@@ -15,8 +15,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
-from llguidance.gbnf_to_lark import any_to_lark
 
+from dflash_adapters.text.gbnf import gbnf_to_lark
 from dflash_adapters.text.grammar import (
     LONGEST_REASON,
     MOST_GRAMMAR_BYTES,
@@ -43,6 +43,8 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,  # they quote the grammar, and what was written
 )
 _RULE = re.compile(r"^[ \t]*[?!]*\w+[^:\n]*:", re.MULTILINE)
+_LARK = re.compile(r"^\s*(%llguidance\b|start\s*:(?!:=))", re.MULTILINE)
+"""What GBNF has not."""
 _MOST_RULES = 500
 """The compiler is as deep in calls as rules name each other."""
 _MOST_ALTERNATIVES = 5000
@@ -71,7 +73,7 @@ class GrammarCompiler:
         with self._lock:
             vocabulary, grammar = self._vocabulary, self._kept.get(source)
         if grammar is None:  # which other threads need not wait for
-            grammar = _compiled(source, vocabulary)
+            grammar = compiled(source, vocabulary)
         with self._lock:
             self._kept[source] = grammar
             self._kept.move_to_end(source)
@@ -112,7 +114,8 @@ class _Vocabulary:
         return self._encode(whole, parse_special=False)
 
 
-def _compiled(source: GrammarSource, vocabulary: LLTokenizer) -> Grammar:
+def compiled(source: GrammarSource, vocabulary: LLTokenizer) -> Grammar:
+    """Raises: GrammarError."""
     try:
         if len(source.text.encode()) > MOST_GRAMMAR_BYTES:
             raise GrammarError(f"a {source.kind} has {MOST_GRAMMAR_BYTES:,} bytes at most")
@@ -151,10 +154,7 @@ def _json_schema(source: GrammarSource) -> str:
 
 def _gbnf(source: GrammarSource) -> str:
     text = source.text
-    try:
-        lark = any_to_lark(text)
-    except Exception as error:  # the converter raises what its parser meets
-        raise GrammarError(f"not a grammar: {one_line(error, LONGEST_REASON)}") from None
+    lark = text if _LARK.search(text) else gbnf_to_lark(text)
     if lark is text and lark.count("&") > _MOST_ANDS:
         raise GrammarError(f"a grammar has at most {_MOST_ANDS} times '&'")
     if lark.count("|") > _MOST_ALTERNATIVES:

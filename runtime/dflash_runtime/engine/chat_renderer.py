@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from dflash_adapters.text.chat_child import LATE_S, READY
 from dflash_adapters.text.chat_messages import (
     LENGTH,
     ChatRequest,
@@ -28,6 +27,7 @@ from dflash_adapters.text.chat_messages import (
     encode_request,
     max_reply_bytes,
 )
+from dflash_adapters.text.child_loop import LATE_S, READY
 from dflash_protocol.errors import (
     DeadlineExceeded,
     ProtocolError,
@@ -55,10 +55,6 @@ _START_S = 30.0
 _PIPE_BYTES = 1 << 20
 """Capacity of a pipe, where the kernel allows it: fewer process switches for a long chat."""
 _PACKAGES = ("dflash_protocol", "dflash_adapters", "jinja2", "markupsafe", "msgpack")
-_RUN = (
-    "import sys; sys.path += sys.argv[1:]; from dflash_adapters.text.chat_child import main; main()"
-)
-"""Run with -I and -S: environment, working directory and site hooks do not affect its imports."""
 
 
 class ChatRenderer:
@@ -201,8 +197,27 @@ def _unsupported(reason: str, path: Path | str) -> UnsupportedModel:
 
 def rendering_command() -> list[str]:
     """The command that starts a process which renders chat templates."""
-    roots = map(str, package_roots(_PACKAGES))
-    return [sys.executable, "-I", "-S", "-W", "ignore", "-c", _RUN, *roots]
+    return child_command("chat_child", _PACKAGES)
+
+
+def child_command(module: str, packages: Sequence[str]) -> list[str]:
+    """The command that runs ``main`` of a module of dflash_adapters.text, which imports nothing but
+    these packages and Python's."""
+    run = (
+        "import sys; sys.path += sys.argv[1:]; "
+        f"from dflash_adapters.text.{module} import main; main()"
+    )
+    # Environment, working directory and site hooks do not affect its imports.
+    return [
+        sys.executable,
+        "-I",
+        "-S",
+        "-W",
+        "ignore",
+        "-c",
+        run,
+        *map(str, package_roots(packages)),
+    ]
 
 
 class RenderingEnded(Exception):
@@ -210,7 +225,8 @@ class RenderingEnded(Exception):
 
 
 class RenderingProcess:
-    """A process that renders chat templates, used by one thread at a time.
+    """A process that renders chat templates, or does what else `purpose` says; used by one thread
+    at a time.
 
     It is exec'd in a session of its own and inherits only the pipes of its standard streams. It
     ends when its input does, and so with this process.
@@ -218,8 +234,8 @@ class RenderingProcess:
     Raises: RenderingUnavailable if it cannot be started.
     """
 
-    def __init__(self, command: Sequence[str]) -> None:
-        self._is_ready = False
+    def __init__(self, command: Sequence[str], purpose: str = "chat templates") -> None:
+        self._is_ready, self._purpose = False, purpose
         try:
             self._process = subprocess.Popen(
                 command,
@@ -234,8 +250,8 @@ class RenderingProcess:
         except OSError as error:
             raise RenderingUnavailable(
                 # docs: too many processes or open files, or no memory; it is tried again with the
-                # next chat
-                f"no process for chat templates can be started: {error.strerror or error}"
+                # next chat, or the next grammar
+                f"no process for {purpose} can be started: {error.strerror or error}"
             ) from error
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -257,12 +273,12 @@ class RenderingProcess:
             is_ready = self._read(len(READY), time.monotonic() + _START_S) == READY
         except (RenderingEnded, DeadlineExceeded) as error:
             raise RenderingUnavailable(
-                # docs: its interpreter lacks Jinja or msgpack, or memory is short; it is tried
-                # again with the next chat
-                f"the process for chat templates does not start: {error}"
+                # docs: its interpreter lacks a package, or memory is short; it is tried again with
+                # the next chat, or the next grammar
+                f"the process for {self._purpose} does not start: {error}"
             ) from error
         if not is_ready:
-            raise RenderingUnavailable("the process for chat templates does not start")
+            raise RenderingUnavailable(f"the process for {self._purpose} does not start")
         self._is_ready = True
 
     def ask(self, message: bytes, *, deadline_s: float, max_reply_bytes: int) -> bytearray:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_adapters.text.grammar import Grammar
+from dflash_adapters.text.grammar import Grammar, GrammarSource
 from dflash_adapters.text.grammar_compiler import GrammarCompiler
 from dflash_adapters.text.tokenizer import Tokenizer
 from dflash_runtime.engine.breakers import BreakerCompiler
@@ -42,6 +42,25 @@ class EngineTexts:
         Raises: SettingsError if the file has no tokenizer.
         """
         return self._prompts.grammars
+
+    def prepare_grammars(self) -> None:
+        """Make what grammars share, and start the process that tries those of `client_grammar`;
+        otherwise the first of them does.
+
+        Raises: SettingsError if the file has no tokenizer; GrammarError if no token ends a text;
+        RenderingUnavailable.
+        """
+        self.grammars.prepare()
+        self._prompts.trials.prepare()
+
+    def client_grammar(self, source: GrammarSource) -> Grammar:
+        """The grammar of a text that is not to be trusted: one that takes seconds to compile is
+        refused, as a process that can be killed compiles it first. Any thread may call it.
+
+        Raises: GrammarError; SettingsError if the file has no tokenizer; RenderingUnavailable.
+        """
+        self._prompts.trials.check(source)
+        return self.grammars.compile(source)
 
     @property
     def breakers(self) -> BreakerCompiler:

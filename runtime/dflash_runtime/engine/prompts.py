@@ -15,6 +15,7 @@ from dflash_adapters.text.tokenizer import Tokenizer, load_tokenizer
 from dflash_protocol.errors import ContextExceeded, SettingsError
 from dflash_runtime.engine.breakers import BreakerCompiler
 from dflash_runtime.engine.chat_renderer import ChatRenderer
+from dflash_runtime.engine.grammar_trials import GrammarTrials
 
 if TYPE_CHECKING:
     from dflash_adapters.text.grammar_compiler import GrammarCompiler
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 class Prompts:
     """A file's tokenizer, of whose tokens the model has the first `vocab_size`, and the processes
-    that render chats by its template.
+    that render chats by its template and try grammars.
 
     Any thread may use it once `tokenizer` has been loaded. The file belongs to the caller. All
     that gives texts or their ids raises SettingsError if the file has no tokenizer.
@@ -32,6 +33,8 @@ class Prompts:
     def __init__(self, file: GgufFile, vocab_size: int) -> None:
         self._file, self._vocab_size = file, vocab_size
         self._renderer = ChatRenderer()
+        self.trials = GrammarTrials()
+        """Of grammars that are not to be trusted."""
 
     @property
     def model_path(self) -> Path:
@@ -103,6 +106,7 @@ class Prompts:
     def close(self) -> None:
         """End the processes."""
         self._renderer.close()
+        self.trials.close()
 
     def _required(self) -> Tokenizer:
         if self.tokenizer is None:

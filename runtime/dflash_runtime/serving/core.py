@@ -235,7 +235,7 @@ class Visit:
         field, source = constraint
 
         def compiled() -> Iterator[Grammar]:
-            yield self.engine.grammars.compile(source)
+            yield self.engine.client_grammar(source)
 
         try:
             [grammar] = await self._received.made(compiled(), turns=self.state.bodies.compiling)

@@ -130,9 +130,9 @@ def _model_of(worker: EngineWorker) -> str | None:
 def _prepare_grammars(engine: Engine) -> None:
     """Make what all grammars share, so that the first request with one does not wait for it."""
     try:
-        engine.grammars.prepare()
-    except SettingsError:
-        pass  # no tokenizer, or no token that ends a text
+        engine.prepare_grammars()
+    except (SettingsError, RenderingUnavailable):
+        pass  # no tokenizer, or no token that ends a text; or the first grammar raises it
     except Exception:
         # docs: a bug, with its traceback: report it. Requests with a grammar may fail
         _LOG.exception("grammars cannot be prepared")
