@@ -31,6 +31,21 @@ _SCHEMAS = (
     {"anyOf": [{"type": "string", "format": "date-time"}, {"const": {"a": [1, 2.5]}}]},
     {"oneOf": [{"type": "number", "multipleOf": 3}, {"type": "boolean"}], "$schema": "x"},
     {"type": "array", "prefixItems": [{}, True, {"type": "null"}], "items": False},
+    {
+        "$id": "http://a.org/a",
+        "anyOf": [{"$ref": "b#c"}, {"$dynamicRef": "#d"}],
+        "properties": {"e": {"uniqueItems": True, "items": {"enum": [1, "x", {}]}}},
+        "unevaluatedProperties": False,
+        "$defs": {
+            "b": {"$id": "b", "$defs": {"c": {"$anchor": "c", "maxProperties": 2.0}}},
+            "d": {"$dynamicAnchor": "d", "contains": {"const": 1}, "maxContains": 2},
+        },
+    },
+    {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "items": [{"format": "json-pointer"}, {"$ref": "#/items/0", "maxLength": 3}],
+        "additionalItems": False,
+    },
 )
 _TEXTS = {
     GrammarKind.JSON_SCHEMA: [json.dumps(schema) for schema in _SCHEMAS],
@@ -41,6 +56,7 @@ _TEXTS = {
     ],
     GrammarKind.GBNF: [
         'root ::= item ("," item)* \nitem ::= [a-z]+ | "\\"" [^"]* "\\"" | num{1,3}\nnum ::= [0-9]',
+        'root ::= Foo foo-1 . \nFoo ::= ("\\u00e9"*)* # x\nfoo-1 ::= [^a-z&&\\]]{0,2} | Foo{1}',
         'start: expr\nexpr: NUMBER | "(" expr /[+*]/ expr ")"\nNUMBER: /[0-9]{1,4}/',
     ],
     GrammarKind.CHOICE: [json.dumps(["yes", 'n"o\n', "ü"])],

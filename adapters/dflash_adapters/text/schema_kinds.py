@@ -11,7 +11,7 @@ TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "o
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class SchemaKind:
     """What tells that two alternatives have no value in common."""
 
     types: frozenset[str]
@@ -21,7 +21,7 @@ class Kind:
     """Of objects, if only these are allowed: names of properties that have schemas."""
 
 
-def kind_of(schema: dict[str, Any]) -> Kind:
+def kind_of(schema: dict[str, Any]) -> SchemaKind:
     """What is told by a schema's own keywords."""
     types, values, properties = _types(schema), finite_values(schema), schema.get("properties")
     required: frozenset[str] = frozenset()
@@ -30,7 +30,7 @@ def kind_of(schema: dict[str, Any]) -> Kind:
         names = listed if isinstance(listed, list) else []
         required = frozenset(each for each in names if isinstance(each, str) and each in properties)
     keys = None if values is None else frozenset(map(_key, values))
-    return Kind(types, keys, required)
+    return SchemaKind(types, keys, required)
 
 
 def _types(schema: dict[str, object]) -> frozenset[str]:

@@ -20,7 +20,7 @@ from dflash_adapters.text.schema_checks import (
     parts_of,
     target_of,
 )
-from dflash_adapters.text.schema_kinds import TYPES, Kind, all_types, kind_of, types_of_value
+from dflash_adapters.text.schema_kinds import TYPES, SchemaKind, all_types, kind_of, types_of_value
 from dflash_adapters.text.schema_lists import containing, of_distinct
 from dflash_adapters.text.schema_parts import (
     MOST_ALTERNATIVES,
@@ -71,7 +71,7 @@ class RewritingWork:
         """Raises: GrammarError once there were too many."""
         self.num_parts -= count
         if self.num_parts < 0:
-            raise GrammarError("oneOf, not or if: their alternatives are too large")
+            raise GrammarError("what stands for oneOf, not, uniqueItems or the like is too large")
 
     def take_pair(self) -> None:
         """Raises: GrammarError once there were too many."""
@@ -108,7 +108,7 @@ def _check_size(schema: Any) -> None:
             waiting += part
         left -= 2 + (len(part) if isinstance(part, str) else 0)
         if left < 2 * len(waiting):
-            raise GrammarError("oneOf, not or if: their alternatives are too large")
+            raise GrammarError("what stands for oneOf, not, uniqueItems or the like is too large")
 
 
 class _Rewriter:
@@ -117,7 +117,7 @@ class _Rewriter:
     def __init__(self, root: Any, work: RewritingWork) -> None:
         self._root, self._work = root, work
         work.num_parts += sum(1 for _ in parts_of(root))
-        self._kinds: dict[int, Kind] = {}
+        self._kinds: dict[int, SchemaKind] = {}
         """Of alternatives, by identity; the root keeps them, or what is below."""
         self._typed_schemas: list[Any] = []
 
@@ -231,7 +231,7 @@ class _Rewriter:
             self.are_disjoint(one["properties"][name], other["properties"][name]) for name in names
         )
 
-    def _kind(self, schema: dict[str, Any]) -> Kind:
+    def _kind(self, schema: dict[str, Any]) -> SchemaKind:
         kind = self._kinds.get(id(schema))
         if kind is None:
             kind = self._kinds[id(schema)] = kind_of(schema)
