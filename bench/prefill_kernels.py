@@ -165,7 +165,7 @@ class Layer:
         def stored(name: str, kind: TensorType, rows: int, columns: int) -> DeviceArray:
             raw[name] = random_moe.blocks(rng, GGMLQuantizationType(int(kind)), (rows, columns))
             weights = device.empty(rows * row_bytes(kind, columns), np.uint8)
-            uploader.fill(weights, raw[name], kind, columns=columns)
+            uploader.fill(weights, [raw[name]], kind, columns=columns)
             return weights
 
         def projection(name: str, kind: TensorType, rows: int, columns: int) -> ResidentMatrices:

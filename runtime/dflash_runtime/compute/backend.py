@@ -703,6 +703,10 @@ class ComputeBackend(Protocol):
         Raises: OSError where the file cannot be read so; ValueError for too little memory.
         """
 
+    def loading(self) -> AbstractContextManager[None]:
+        """A context for `load_experts` of many layers, or `load_model`; what these alone need is
+        given back behind it."""
+
     def drop_experts(self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:
         """Free memory loaded for these experts; no bank with any of them may be used again.
 

@@ -202,7 +202,8 @@ def open_model(
         arena_options=None if names else _arena_options(decision, placement),
     )
     report("parent", "load", 0, 1)
-    model = backend.load_model(file, describe(file))
+    with backend.loading():
+        model = backend.load_model(file, describe(file))
     trial = None if names else trial_steps(backend, model, owners.local_banks, kv_type=kv_type)
     backend.choose_threads(file, trial)
     asked.weights.remember()

@@ -76,13 +76,14 @@ def load_banks(
     if is_resizable and isinstance(backend, LoadsResizable):
         load = backend.load_resizable
     banks: dict[int, ExpertBank] = {}
-    for layer_id, global_expert_ids in sorted(owned.by_layer.items()):
-        layer = spec.by_layer_id[layer_id]
-        if read_now and not is_brought:
-            _read_experts(file, layer, global_expert_ids)
-        loaded = load(file, layer, global_expert_ids)
-        bank = backend.bank_beside(parent_class, loaded)
-        banks[layer_id] = bank if read_now else _WatchedBank(bank, file)
+    with backend.loading():
+        for layer_id, global_expert_ids in sorted(owned.by_layer.items()):
+            layer = spec.by_layer_id[layer_id]
+            if read_now and not is_brought:
+                _read_experts(file, layer, global_expert_ids, touch=backend.is_host)
+            loaded = load(file, layer, global_expert_ids)
+            bank = backend.bank_beside(parent_class, loaded)
+            banks[layer_id] = bank if read_now else _WatchedBank(bank, file)
     return banks
 
 
@@ -173,12 +174,15 @@ def _trial_batch(bank: ExpertBank, phase: Phase, num_tokens: int) -> RoutedBatch
     )
 
 
-def _read_experts(file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:
-    """Announce the ranges to the kernel (madvise), then touch each page."""
+def _read_experts(
+    file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array, *, touch: bool = True
+) -> None:
+    """Announce the ranges to the kernel (madvise), then touch each page, unless what copies them to
+    a device does."""
     ranges = _byte_ranges(layer, global_expert_ids)
     for each in ranges:
         file.advise_willneed(*each)
-    for each in ranges:
+    for each in ranges if touch else ():
         file.region(*each)[::4096].max()
 
 
@@ -425,18 +429,20 @@ class ExpertStore:
     ) -> dict[int, ExpertBank]:
         """A bank for each layer, reusing loaded ones. `is_brought`: nothing is read now."""
         banks = {}
-        for num_done, (layer_id, ids) in enumerate(sorted(owned.by_layer.items())):
-            on_progress(num_done, len(owned.by_layer))
-            bank = reused.get(layer_id)
-            if bank is None:
-                layer, loaded = self.spec.by_layer_id[layer_id], self._loaded.get(layer_id, set())
-                new = np.array([each for each in ids.tolist() if each not in loaded], np.int32)
-                if not is_brought:
-                    _read_experts(self._file, layer, new)
-                bank = self._backend.load_experts(self._file, layer, ids)
-                if not is_brought:
-                    self._loaded[layer_id] = loaded.union(new.tolist())
-            banks[layer_id] = bank
+        with self._backend.loading():
+            for num_done, (layer_id, ids) in enumerate(sorted(owned.by_layer.items())):
+                on_progress(num_done, len(owned.by_layer))
+                bank = reused.get(layer_id)
+                if bank is None:
+                    layer = self.spec.by_layer_id[layer_id]
+                    loaded = self._loaded.get(layer_id, set())
+                    new = np.array([each for each in ids.tolist() if each not in loaded], np.int32)
+                    if not is_brought:
+                        _read_experts(self._file, layer, new, touch=self._backend.is_host)
+                    bank = self._backend.load_experts(self._file, layer, ids)
+                    if not is_brought:
+                        self._loaded[layer_id] = loaded.union(new.tolist())
+                banks[layer_id] = bank
         on_progress(len(owned.by_layer), len(owned.by_layer))
         return banks
 

@@ -19,7 +19,7 @@ from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.registry import describe, read_spec
 from dflash_protocol.batch import group_by_expert
 from dflash_protocol.device import Device
-from dflash_protocol.errors import DeviceOutOfMemory, SettingsError
+from dflash_protocol.errors import DeviceOutOfMemory, DeviceUnavailable, SettingsError
 from dflash_protocol.ids import Phase
 from dflash_runtime import Engine
 from dflash_runtime.compute import devices
@@ -27,8 +27,10 @@ from dflash_runtime.compute.cpu.kv_cache import CpuKvCache
 from dflash_runtime.compute.gpu.backend import CupyBackend
 from dflash_runtime.compute.gpu.device.devices import CONTEXT_BYTES, DeviceMemory, allocated
 from dflash_runtime.compute.gpu.experts.offload_room import offload_bytes
+from dflash_runtime.compute.gpu.layers import matrix
 from dflash_runtime.compute.gpu.layers.kv_rows import array_bytes
 from dflash_runtime.compute.gpu.room import MODULES_BYTES
+from dflash_runtime.compute.gpu.transfers import weight_copier
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.room import Room
 from dflash_runtime.compute.sliding_window import MOST_KEPT
@@ -79,7 +81,10 @@ class Counted:
         monkeypatch.setattr(devices, "why_unusable", lambda kind: None)
         monkeypatch.setattr(devices, "_open_gpu", self._open)
         # Files of real sizes have nothing to be read.
-        monkeypatch.setattr(store, "_read_experts", lambda *args: None)
+        monkeypatch.setattr(store, "_read_experts", lambda *args, **options: None)
+        monkeypatch.setattr(
+            weight_copier, "join", lambda sources, out: sum(x.size for x in sources)
+        )
 
     def _open(self, device: Device, cache_dir: str | None = None) -> CupyBackend:
         self.opened.append(self.kind())
@@ -176,6 +181,22 @@ def test_a_model_of_real_size_takes_what_is_predicted(
     prediction = predicted(path, context=context, kv_type=kv_type, chunk=chunk)
     check(peak, prediction)
     assert peak <= 1.01 * opened  # all of it is taken at the start
+
+
+def test_weights_without_locked_memory_take_what_is_predicted(
+    counted: Counted, sparse: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver copies them, through one stage."""
+
+    def refused(*_: object) -> None:
+        raise DeviceUnavailable("no memory can be locked")
+
+    monkeypatch.setattr(matrix, "WeightCopier", refused)
+    path = sparse("laguna")
+    with counted.engine(path, context=3000, kv_type="q8_0") as engine:
+        use(engine, longest=600)
+    prediction = predicted(path, context=3000, kv_type="q8_0", chunk=counted.chunk)
+    check(counted.opened[0].pool.peak_bytes, prediction)
 
 
 @pytest.mark.parametrize("name", RANDOM)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -140,6 +141,9 @@ class CpuBackend(HostBackend):
         keeper.start()
         self.chunking = replace(self.chunking, grouped=GROUP_TOKENS)
         return arena
+
+    def loading(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def drop_experts(self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:
         """Do nothing: banks are views of the file."""

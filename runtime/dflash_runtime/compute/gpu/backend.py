@@ -313,6 +313,17 @@ class CupyBackend:
     ) -> ExpertArena | None:
         return None
 
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        with contextlib.ExitStack() as undo:
+            with self._lock:
+                undo.enter_context(self.loader.uploader.copying())
+            try:
+                yield
+            finally:
+                with self._lock:
+                    undo.close()
+
     def drop_experts(self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:
         """A bank's memory is freed with it; this returns it to the driver."""
         with self._lock:

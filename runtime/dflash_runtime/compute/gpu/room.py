@@ -22,7 +22,7 @@ from dflash_runtime.compute.gpu.layers.kv_cache import snapshot_bytes, state_byt
 from dflash_runtime.compute.gpu.layers.kv_rows import array_bytes, bytes_with_snapshots, layer_bytes
 from dflash_runtime.compute.gpu.layers.matrix import require_kernels
 from dflash_runtime.compute.gpu.step_room import StepRoom
-from dflash_runtime.compute.gpu.transfers.locked_room import rows_bytes
+from dflash_runtime.compute.gpu.transfers.locked_room import copier_bytes, rows_bytes
 from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.room import LayerBytes, Needs, Room
 
@@ -195,6 +195,7 @@ class GpuRoom(Room):
             return Needs(
                 work=work + self._chunks.batch_bytes(chunk),
                 recorded=self._steps.daemon_bytes,
+                staging=copier_bytes(),
                 driver=CONTEXT_BYTES + MODULES_BYTES,
             )
         passing = self.passing_bytes(

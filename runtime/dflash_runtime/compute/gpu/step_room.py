@@ -93,12 +93,16 @@ class StepRoom:
         return _SMALL_BYTES + mail_layout(moe).requests_nbytes + self._steps()
 
     def staging_bytes(self, num_positions: int, num_remote_layers: int) -> int:
-        """Locked memory of the host: sampled tokens, and rules for them; with remote experts each
-        layer's rows, choice and sums, a mailbox with the processor, and what weights of prompts are
-        copied through."""
-        total = _pages(_FLOAT * (num_positions + 1)) + _pages(
-            layout_bytes(
-                rule_layout(vocab_size=self._spec.vocab_size, num_positions=num_positions + 1)
+        """Locked memory of the host: sampled tokens, rules for them, and what weights are loaded
+        through; with remote experts each layer's rows, choice and sums, a mailbox with the
+        processor, and what weights of prompts are copied through."""
+        total = (
+            copier_bytes()
+            + _pages(_FLOAT * (num_positions + 1))
+            + _pages(
+                layout_bytes(
+                    rule_layout(vocab_size=self._spec.vocab_size, num_positions=num_positions + 1)
+                )
             )
         )
         if num_remote_layers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
@@ -42,6 +43,9 @@ class ReferenceBackend(HostBackend):
         self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array
     ) -> ReferenceExpertBank:
         return ReferenceExpertBank(file, layer, global_expert_ids, cache=self._cache)
+
+    def loading(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def drop_experts(self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array) -> None:
         for global_expert_id in global_expert_ids.tolist():

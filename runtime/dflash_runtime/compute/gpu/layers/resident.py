@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from dflash_adapters.gguf.file import GgufFile
 from dflash_adapters.spec import ExpertProjection, ExpertVector, MoeLayer
-from dflash_protocol.ids import F32Array, I32Array, I64Array, Phase
+from dflash_protocol.ids import F32Array, I32Array, I64Array, Phase, U8Array
 from dflash_runtime.compute.gpu.device.device import BlockArray, DeviceArray, KernelDevice
 from dflash_runtime.compute.gpu.launch.layouts import ResidentExperts, ResidentMatrices, row_bytes
 from dflash_runtime.compute.gpu.layers.matrix import Uploader, require_kernels
@@ -91,7 +91,8 @@ class ResidentLayer:
         the file, else from the file."""
         if native is None:
             for each, weights in zip(self.layer.projections, self.weights, strict=True):
-                _fill(uploader, file, each, weights, slot=slot, global_expert_id=global_expert_id)
+                raws, place = [_matrix(file, each, global_expert_id)], _slot(each, weights, slot)
+                uploader.fill(place, raws, each.tensor_type, columns=each.columns)
             return
         for each, weights, source in zip(self.layer.projections, self.weights, native, strict=True):
             place = _slot(each, weights, slot)
@@ -149,9 +150,10 @@ def load_resident(
         require_kernels(file, each.tensor_name, each.tensor_type, columns=each.columns)
         sizes.append(num_slots * expert_bytes(each))
     weights = _memory(device, sizes, blocks)
-    for slot, global_expert_id in enumerate(global_ids.tolist(), num_more):
-        for projection, place in zip(layer.projections, weights, strict=True):
-            _fill(uploader, file, projection, place, slot=slot, global_expert_id=global_expert_id)
+    for each, place in zip(layer.projections, weights, strict=True):
+        raws = [_matrix(file, each, expert) for expert in global_ids.tolist()]
+        first = num_more * expert_bytes(each)
+        uploader.fill(place[first:], raws, each.tensor_type, columns=each.columns)
     places = np.arange(num_more, num_more + global_ids.size, dtype=np.int32)
     by_global, by_local = (
         named_layer(
@@ -184,19 +186,9 @@ def _memory(
     return [each.array for each in blocks or ()] or [device.empty(size, np.uint8) for size in sizes]
 
 
-def _fill(
-    uploader: Uploader,
-    file: GgufFile,
-    projection: ExpertProjection,
-    weights: DeviceArray,
-    *,
-    slot: int,
-    global_expert_id: int,
-) -> None:
-    """Write one expert's matrix into a slot. Shapes: weights [slots * expert_bytes] uint8."""
-    raw = file.region(*projection.place_of(global_expert_id), projection.num_bytes)
-    place = _slot(projection, weights, slot)
-    uploader.fill(place, raw, projection.tensor_type, columns=projection.columns)
+def _matrix(file: GgufFile, projection: ExpertProjection, global_expert_id: int) -> U8Array:
+    """One expert's, as in the file. Shapes: [bytes] uint8."""
+    return file.region(*projection.place_of(global_expert_id), projection.num_bytes)
 
 
 def _slot(projection: ExpertProjection, weights: DeviceArray, slot: int) -> DeviceArray:

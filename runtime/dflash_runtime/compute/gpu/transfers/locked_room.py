@@ -21,7 +21,7 @@ def default_threads() -> int:
 
 
 def copier_bytes() -> int:
-    """Locked memory of a FileCopier with as many threads as it has by default."""
+    """Locked memory of a FileCopier, or a WeightCopier, with its default threads."""
     return default_threads() * HALVES * PIECE_BYTES
 
 
