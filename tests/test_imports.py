@@ -4,6 +4,8 @@ inside functions either."""
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -74,3 +76,15 @@ def test_imports_name_their_package() -> None:
     for name, path in modules().items():
         nodes = ast.walk(ast.parse(path.read_text()))
         assert not any(isinstance(node, ast.ImportFrom) and node.level for node in nodes), name
+
+
+def test_an_engine_imports_nothing_that_only_some_requests_need() -> None:
+    """Chat templates are rendered in processes of their own, grammars compiled for who asks."""
+    program = "import sys, dflash_runtime.engine.engine as _, dflash_runtime.cli.generate as _; "
+    program += "print(*{each.partition('.')[0] for each in sys.modules})"
+    command = [sys.executable, "-c", program]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    packages = set(found.stdout.split())
+    assert "numpy" in packages
+    unneeded = {"jinja2", "llguidance", "fastapi", "opentelemetry", "rich", "huggingface_hub"}
+    assert packages & unneeded == set()

@@ -19,6 +19,10 @@ from dflash_protocol.errors import ProtocolError, SettingsError
 
 LENGTH = Struct("<I")
 """Prefix of each message: its length in bytes."""
+READY = b"R"
+"""Written once, before any reply."""
+LATE_S = 1.0
+"""CPU time, and wall time, that a rendering has beyond its deadline."""
 MAX_REQUEST_BYTES = 128 << 20
 _LONGEST_S = 3600.0
 _LARGE_INT = 1

@@ -16,13 +16,15 @@ import select
 import signal
 from collections.abc import Callable, Iterator
 
-from dflash_adapters.text.chat_messages import LENGTH, MAX_REQUEST_BYTES, ReplyKind, encode_reply
+from dflash_adapters.text.chat_messages import (
+    LATE_S,
+    LENGTH,
+    MAX_REQUEST_BYTES,
+    READY,
+    ReplyKind,
+    encode_reply,
+)
 from dflash_protocol.errors import ProtocolError
-
-READY = b"R"
-"""Written once, before any reply."""
-LATE_S = 1.0
-"""CPU time, and wall time, that a rendering has beyond its deadline."""
 
 _INPUT, _OUTPUT = 0, 1
 _OPEN_FILES = 16

@@ -20,14 +20,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_adapters.text.chat_messages import (
+    LATE_S,
     LENGTH,
+    READY,
     ChatRequest,
     ReplyKind,
     decode_reply,
     encode_request,
     max_reply_bytes,
 )
-from dflash_adapters.text.child_loop import LATE_S, READY
 from dflash_protocol.errors import (
     DeadlineExceeded,
     ProtocolError,

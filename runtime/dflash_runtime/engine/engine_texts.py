@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflash_adapters.text.grammar import Grammar, GrammarSource
-from dflash_adapters.text.grammar_compiler import GrammarCompiler
 from dflash_adapters.text.tokenizer import Tokenizer
 from dflash_runtime.engine.breakers import BreakerCompiler
 from dflash_runtime.engine.generate_options import Schema, schema_source
 from dflash_runtime.engine.prompts import Prompts
+
+if TYPE_CHECKING:  # what compiles grammars is imported with the first one
+    from dflash_adapters.text.grammar_compiler import GrammarCompiler
 
 
 class EngineTexts:
