@@ -78,6 +78,8 @@ class _Lane:
         self._half = 0
         self._under_way: _Piece | None = None
         """What the device reads from the other half."""
+        self._failure: Exception | None = None
+        """Of the stream: the device may still read what it was to have read."""
 
     def copy(self, piece: _Piece) -> None:
         """Begin to copy a piece; the one before has arrived."""
@@ -86,9 +88,13 @@ class _Lane:
                 self.settle()
                 piece.copy.end_piece()
                 return
+            if self._failure is not None:
+                raise self._failure
             half: U8Array = self._halves[self._half]
             num_bytes = join(piece.sources, half)
             self.settle()
+            if self._failure is not None:
+                raise self._failure
             self._stream.wait_for(piece.copy.after)
             self._stream.write(piece.destination, half[:num_bytes])
         except Exception as error:  # it is raised by who waits
@@ -104,7 +110,7 @@ class _Lane:
         try:
             self._stream.synchronize()
         except Exception as raised:
-            error = raised
+            self._failure = error = raised
         self._under_way = None
         piece.copy.end_piece(error)
 
