@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from dflash_runtime.compute.half_lives import HALF_LIVES
 
 _OLDEST = -40.0
-_SOON = 0.1
+_SOON = 2.0
 _EQUAL = 1e-12
 """What adding in another order may make of equal uses."""
 
@@ -25,11 +25,11 @@ class PlainArena:
     num_layers: int
     slots: list[tuple[int, int]] = field(init=False)
     """Layer and expert of each; `EMPTY`."""
-    _used_at: dict[tuple[int, int], int] = field(default_factory=dict)
-    """The last batch that used an expert."""
     _uses: dict[tuple[int, int], tuple[int, list[float]]] = field(default_factory=dict)
     """The call of its layer that used it last, and its uses then, as each half-life counts."""
     _calls: dict[int, int] = field(default_factory=dict)
+    _called_at: dict[int, int] = field(default_factory=dict)
+    """The last batch of each layer."""
     _batch: int = 0
 
     def __post_init__(self) -> None:
@@ -48,12 +48,12 @@ class PlainArena:
         uses."""
         self._batch += 1
         self._calls[layer] = self._calls.get(layer, 0) + 1
+        self._called_at[layer] = self._batch
         wanted = [(layer, expert) for expert in sorted({*experts})]
         missing = [each for each in wanted if each not in self.slots]
         for each in wanted:
             uses = [self._uses_of(each, half_life) + 1.0 for half_life in HALF_LIVES]
             self._uses[each] = self._calls[layer], uses
-            self._used_at[each] = self._batch
         for each in missing:
             if EMPTY in self.slots:
                 self.slots[self.slots.index(EMPTY)] = each
@@ -74,5 +74,5 @@ class PlainArena:
     def _worth(self, held: tuple[int, int], half_life: float) -> float:
         uses = self._uses_of(held, half_life)
         logarithm = max(_OLDEST, math.log(uses) if uses else -math.inf)
-        since = (self._batch - self._used_at[held]) / self.num_layers
+        since = (self._batch - self._called_at.get(held[0], 0)) / self.num_layers
         return logarithm + _SOON * min(1.0, since)

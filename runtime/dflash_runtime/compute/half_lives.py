@@ -21,9 +21,9 @@ experts are logarithms of sums of such uses."""
 OLDEST = 40.0
 """Uses whose keys are so much smaller add nothing, and are alike."""
 
-SOON = 0.1
-"""Of keys that are alike, by how much that of an expert whose layer comes next is larger, at most,
-than that of one whose layer has just been computed."""
+SOON = 2.0
+"""By how much the key of an expert counts more, at most, if its layer comes next, than if its layer
+has just been computed: until it may be used again, that one takes its place for a whole step."""
 
 FIRST = 1
 """Which is used until more is known: in the trained demo models it finds most, or nearly; see

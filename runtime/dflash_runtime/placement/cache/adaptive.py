@@ -49,7 +49,7 @@ def decide(misses: F64Array, deciding: I64Array) -> None:
 def replay_pool(
     ids: I32Array,
     first_columns: I64Array,
-    first_experts: I64Array,
+    layer_of: I64Array,
     deciding: I64Array,
     slot_of: I64Array,
     held: I64Array,
@@ -61,9 +61,9 @@ def replay_pool(
     first. What is not there always comes.
 
     A use counts 2 ** (token / half-life), of which a key is the logarithm. Shapes: ids [N, K] of
-    all layers, numbered from one to the next; first_columns, first_experts [L + 1] of each; held
-    [S] the expert of each slot, or -1; slot_of, used_at [E], the latter by numbers of layers that
-    have computed; keys [H, E].
+    all layers, numbered from one to the next; first_columns [L + 1] of each; held [S] the expert of
+    each slot, or -1; layer_of, slot_of, used_at [E], the last by numbers of layers that have
+    computed; keys [H, E].
     """
     num_layers, num_there = first_columns.size - 1, 0
     for token in range(ids.shape[0]):
@@ -95,9 +95,10 @@ def replay_pool(
                         there = held[other]
                         if used_at[there] == batch:
                             continue
-                        calls = token + 1 if there < first_experts[layer + 1] else token
+                        since = layer - layer_of[there]  # layers, of which the last was its own
+                        calls = token + 1 if since >= 0 else token
                         key = max(-OLDEST, keys[kind, there] - RATES[kind] * calls)
-                        key += SOON * min(1.0, (batch - used_at[there]) / num_layers)
+                        key += SOON * (since % num_layers) / num_layers
                         if key < least:
                             slot, least = other, key
                     slot_of[held[slot]] = -1

@@ -149,7 +149,8 @@ def _pool_hits(
     """Of each layer, which selections one pool of all slots has. Shapes: [N, K]."""
     layers = trace.header.layers
     columns = np.cumsum([0, *(each.num_experts_used for each in layers)])
-    experts = np.cumsum([0, *(each.num_experts for each in layers)])
+    sizes = [each.num_experts for each in layers]
+    experts = np.cumsum([0, *sizes])
     ids = np.concatenate(
         [of_layer + first for (_, of_layer), first in zip(trace.by_layer(), experts, strict=False)],
         axis=1,
@@ -158,7 +159,7 @@ def _pool_hits(
     functions.replay_pool(
         ids,
         columns.astype(np.int64),
-        experts.astype(np.int64),
+        np.repeat(np.arange(len(layers)), sizes),
         deciding,
         np.full(experts[-1], -1, np.int64),
         np.full(min(most, experts[-1]), -1, np.int64),

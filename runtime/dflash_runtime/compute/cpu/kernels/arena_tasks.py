@@ -92,8 +92,8 @@ def _least_used(arena: int, around: int, waits: bool) -> int:
             key = v.load_double(w.key_at(layer, kind, get(words, w.EXPERT)))
             key -= RATES[kind] * get(layer, w.NUM_CALLS)  # how often layers were called may differ
             key = max(key, -OLDEST)
-            # Of experts that were used as often, those of layers that come soon stay.
-            key += SOON * min(1.0, (call - get(words, w.USED_AT)) / get(arena, w.NUM_LAYERS))
+            # Experts of layers that come soon stay.
+            key += SOON * min(1.0, (call - get(layer, w.CALLED_AT)) / get(arena, w.NUM_LAYERS))
             if layer in (around, following):
                 if not waits:
                     continue
@@ -354,6 +354,7 @@ def _enter(args: int, counter: int, pool: int) -> None:
     began_ns = system.monotonic_ns()
     call = get(arena, w.CALL) + 1
     v.store_i64(arena + 8 * w.CALL, call)
+    v.store_i64(layer + 8 * w.CALLED_AT, call)
     num_groups, num_found, num_prefetched, num_missing = get(args, k.NUM_GROUPS), 0, 0, 0
     is_step = get(args, k.IS_STEP) != 0 and get(args, k.NUM_TOKENS) == 1
     is_counted = is_step or not _uses_most(args, layer)

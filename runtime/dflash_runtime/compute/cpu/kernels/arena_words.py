@@ -43,16 +43,16 @@ SLOT_WORDS = 7
 
 (
     ARENA, ADDRESSES, MAPPED, PLACES, SLOT_OF, KEYS, NUM_CALLS, NEXT, NUM_EXPERTS, ROUTER,
-    CHOSEN_AT, PREDICTED_FOR, NUM_PREDICTED, WERE_MISSING, SHADOWS, SHADOW_SIZES, PINS,
-) = range(17)  # fmt: skip
+    CHOSEN_AT, PREDICTED_FOR, NUM_PREDICTED, WERE_MISSING, SHADOWS, SHADOW_SIZES, PINS, CALLED_AT,
+) = range(18)  # fmt: skip
 """Words of a layer: its arena; where experts are now, and in the mapped file, [E, 3];
 where they lie in files, [E, 3] of PLACE_WORDS; their slots, negative for none, [E]; keys, [H, E]
 float64; how often it was called; the next layer, or 0; how many experts it has; words of
 router_ahead for rows of the layer before, or 0; the last batch that chose each expert, [E]; what
 was predicted of this layer: the batch that it was for, how many experts, and a bit for each that
 was missing; for each expert a bit for each shadow that keeps it, [E]; how many each keeps, [H + 1];
-and not 0 for each expert that must not leave, [E]."""
-LAYER_WORDS = 17
+not 0 for each expert that must not leave, [E]; and the layer's last batch."""
+LAYER_WORDS = 18
 
 DESCRIPTOR, OFFSET, NUM_BYTES = range(3)
 PLACE_WORDS = 3
