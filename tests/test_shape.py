@@ -27,6 +27,7 @@ COMPILED = (
     "runtime/dflash_runtime/placement/cache/policies.py",
     "runtime/dflash_runtime/placement/cache/simulation.py",
     "runtime/dflash_runtime/placement/cache/adaptive.py",
+    "runtime/dflash_runtime/placement/cache/predictors.py",
     "runtime/dflash_runtime/placement/cache/step_slots.py",
 )
 """Files whose functions are compiled, or emit what is."""

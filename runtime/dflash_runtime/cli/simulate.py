@@ -14,6 +14,8 @@ from dflash_runtime.cli.terminal import write_lines
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from dflash_protocol.ids import I64Array
+    from dflash_runtime.placement.cache.predictors import Prediction
     from dflash_runtime.placement.cache.prices import StepPrices
     from dflash_runtime.placement.cache.simulation import Replay
     from dflash_runtime.placement.cache.traces import ExpertTrace
@@ -69,7 +71,7 @@ Examples:
     metavar="FILE",
     help="Show tokens/s too, by speeds that dflash-moe doctor --measure MODEL --json has printed.",
 )
-@click.option("--per-layer", is_flag=True, help="Show each layer's hits too.")
+@click.option("--per-layer", is_flag=True, help="Show each layer's hits and predictions too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def simulate(
     traces: tuple[Path, ...],
@@ -83,18 +85,20 @@ def simulate(
     per_layer: bool,
     as_json: bool,
 ) -> None:
-    """Show what cache policies would have found of the experts in TRACE, and brought.
+    """Show what cache policies would have found of the experts in TRACE, and brought, and which
+    experts were to be expected.
 
     Traces are written by --expert-trace; see docs/files.md.
     """
     from dflash_runtime.compute.step_slots import SLOTS
+    from dflash_runtime.placement.cache.predictors import predicted
     from dflash_runtime.placement.cache.simulation import has_room_for_steps, replayed
     from dflash_runtime.placement.cache.traces import read_trace
     from dflash_runtime.tools.cache_prices import prices_of
 
     if slots is not None and budget_mb is not None:
         raise SettingsError("--slots and --budget-mb exclude each other")
-    records = []
+    records, predictions = [], []
     for path in traces:
         trace = read_trace(path)
         prices = None if box is None else prices_of(box, trace.header)
@@ -107,6 +111,10 @@ def simulate(
                 f"--cache-slots {cache_slots}: room for {max(sizes[-1])} experts of a layer; at "
                 f"least {cache_slots + 2} are needed"
             )
+        expected = predicted(trace)
+        predictions.append({"trace": str(path), "predictors": _rates(expected)})
+        if not as_json:
+            write_lines(_expected(trace, expected, per_layer=per_layer))
         for num_slots in sizes:
             found = replayed(
                 trace,
@@ -121,7 +129,7 @@ def simulate(
                 if per_layer:
                     write_lines(_layers(trace, found))
     if as_json:
-        click.echo(ascii_json({"replays": records}))
+        click.echo(ascii_json({"replays": records, "predictions": predictions}))
 
 
 def _sizes(trace: ExpertTrace, slots: int | None, budget_mb: int | None) -> list[list[int]]:
@@ -150,6 +158,60 @@ def _head(path: Path, trace: ExpertTrace) -> list[str]:
         f"model    {header.model_name or 'not named'}, identity {header.identity[:16]}: "
         f"{len(layers)} layers of up to {most} experts",
     ]
+
+
+def _expected(trace: ExpertTrace, found: dict[str, Prediction], *, per_layer: bool) -> list[str]:
+    """A row for each predictor."""
+    lines = [
+        "",
+        "predicted of the experts of a token, by as many predictions or twice as many",
+        f"  {'':11s} {'as many':>8s} {'twice':>8s}   right of those that were sure by",
+        f"  {'':11s} {'':8s} {'':8s} " + "".join(f" {end:>7s}" for end in _bin_ends()),
+    ]
+    for name, each in found.items():
+        shares = ("-" if share is None else f"{share:.1%}" for share in each.precisions)
+        lines.append(
+            f"  {name:11s} {each.recall:8.1%} {each.recall_by_twice:8.1%} "
+            + "".join(f" {share:>7s}" for share in shares)
+        )
+    if per_layer:
+        lines += ["", "  " + "layer".ljust(8) + "".join(f" {name:>17s}" for name in found)]
+        for index, layer in enumerate(trace.header.layers):
+            pairs = (
+                f"{_share(each.predicted, each, index):.1%} "
+                f"{_share(each.predicted_by_twice, each, index):7.1%}"
+                for each in found.values()
+            )
+            lines.append(f"  {layer.layer_id:<8d}" + "".join(f" {pair:>17s}" for pair in pairs))
+    return lines
+
+
+def _bin_ends() -> list[str]:
+    from dflash_runtime.placement.cache.predictors import NUM_BINS
+
+    return [f"<{(each + 1) / NUM_BINS:.0%}" for each in range(NUM_BINS - 1)] + ["more"]
+
+
+def _share(counts: I64Array, prediction: Prediction, index: int) -> float:
+    return float(counts[index] / max(1, prediction.num_selections[index]))
+
+
+def _rates(found: dict[str, Prediction]) -> dict[str, object]:
+    return {
+        name: {
+            "predicted": each.recall,
+            "predicted_by_twice": each.recall_by_twice,
+            "made_by_sureness": each.made.sum(axis=0).tolist(),
+            "right_by_sureness": each.right.sum(axis=0).tolist(),
+            "predicted_by_layer": [
+                _share(each.predicted, each, index) for index in range(each.predicted.size)
+            ],
+            "predicted_by_twice_by_layer": [
+                _share(each.predicted_by_twice, each, index) for index in range(each.predicted.size)
+            ],
+        }
+        for name, each in found.items()
+    }
 
 
 def _table(
