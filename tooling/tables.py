@@ -118,7 +118,7 @@ def metric_families() -> Iterator[Metric]:
         owners={"cpu": owner},
         events=[],
         selections={},
-        disk=ArenaStats(0, 0, 0, 0, 0, 0.0, LookAheadStats(), 0.0, 0.0, 0.0, PinStats()),
+        disk=ArenaStats(0, 0, 0, 0, 0, 0.0, LookAheadStats(), 0.0, 0.0, 0.0, {}, PinStats()),
         slots=SlotStats(num_slots=1),
     )
     budget = DeviceBudget("cpu", *[0] * 6)

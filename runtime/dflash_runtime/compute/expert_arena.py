@@ -80,6 +80,9 @@ class ArenaStats:
     equal part of it; None until enough steps were counted."""
     share_found_by_twice: float | None
     """The same with twice the memory."""
+    shares_by_half_life: Mapping[str, float]
+    """The same with the same memory, for each half-life that is tried, by its tokens; empty until
+    enough steps were counted."""
     pins: PinStats
 
 

@@ -131,9 +131,12 @@ class HostArena:
         """Counts so far."""
         words, averages = self._words.tolist(), self._averages
         chosen, share, of_twice = averages[NUM_CHOSEN], None, None
+        by_half_life = dict[str, float]()
         if chosen > 0 and self._layers[-1].words[w.NUM_CALLS] >= LEAST_TOKENS:
-            share = float(1.0 - averages[words[w.DECIDING]] / chosen)
-            of_twice = max(share, float(1.0 - averages[TWICE] / chosen))
+            shares = (1.0 - averages / chosen).tolist()
+            share = shares[words[w.DECIDING]]
+            of_twice = max(share, shares[TWICE])
+            by_half_life = dict(zip((f"{each:g}" for each in HALF_LIVES), shares, strict=False))
         return ArenaStats(
             self.num_slots,
             words[w.FOUND] + words[w.COPIES_FOUND],
@@ -150,6 +153,7 @@ class HostArena:
             HALF_LIVES[words[w.DECIDING]],
             share,
             of_twice,
+            by_half_life,
             self.pins,
         )
 

@@ -254,6 +254,7 @@ def test_what_twice_the_memory_would_find(path: Path, backend: CpuBackend) -> No
     rng = np.random.default_rng(5)
     with rig_of(path, backend, LAYERS * 4) as rig:
         assert rig.arena.stats().share_found is None  # nothing is known yet
+        assert not rig.arena.stats().shares_by_half_life
         for token in range(600):
             for layer in range(LAYERS):
                 ids = rng.choice(E, K, replace=False, p=popularity)
@@ -264,6 +265,10 @@ def test_what_twice_the_memory_would_find(path: Path, backend: CpuBackend) -> No
     assert abs(stats.share_found - found) < 0.06
     assert stats.share_found_by_twice is not None
     assert 0.98 < stats.share_found_by_twice < 1.0  # all but the first use of each
+    shares = stats.shares_by_half_life
+    assert [float(each) for each in shares] == [*HALF_LIVES]
+    assert shares[f"{stats.half_life:g}"] == stats.share_found
+    assert [*shares.values()] == sorted(shares.values())  # popularity does not change
 
 
 def likely_by_numpy(file: GgufFile, layer: int, row: F32Array) -> I32Array:
