@@ -19,11 +19,15 @@ import pytest
 from support import fork_server
 from support.examples import SHARE
 from support.interrupts import restore_interrupts
+from support.wide import mark_the_rest
 
 # Slow generation of examples only shows that the machine is busy.
-for _profile in ("all", SHARE):
+for _profile, _most in (("all", 100), (SHARE, 34)):
     hypothesis.settings.register_profile(
-        _profile, suppress_health_check=[hypothesis.HealthCheck.too_slow], deadline=None
+        _profile,
+        max_examples=_most,  # of tests that do not say how many: see `support.examples`
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+        deadline=None,
     )
 hypothesis.settings.load_profile("all")
 
@@ -66,10 +70,12 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run files that start processes first: some are very long, and a long last file would keep one
-    worker idle."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
+    """Mark what is slow before it is left out. Run files that start processes first: some are very
+    long, and a long last file would keep one worker idle."""
+    mark_the_rest(items)
+    yield
     items.sort(key=lambda item: item.path.parent.name not in ("e2e", "deploy"))
 
 
@@ -133,7 +139,11 @@ def _leftovers(run_dir: Path, segments_before: set[str], children_before: set[in
             for pid in sorted(_descendants() - children_before)
             if not _is_resource_tracker(pid)
         ),
-        *(str(path) for path in run_dir.rglob("*")),
+        *(
+            os.path.join(folder, name)
+            for folder, folders, files in os.walk(run_dir)
+            for name in (*folders, *files)
+        ),
         *sorted(_segments() - segments_before),
     ]
 
@@ -148,27 +158,29 @@ def _is_resource_tracker(pid: int) -> bool:
 def _descendants() -> set[int]:
     """Process ids of our descendants.
 
-    Called twice per test; psutil would look at every process of the machine.
+    Called twice per test, so without paths as objects; psutil would look at every process of the
+    machine.
     """
     if not _TELLS_CHILDREN:
         return {child.pid for child in psutil.Process().children(recursive=True)}
     found: set[int] = set()
     unseen = [os.getpid()]
     while unseen:
-        folder = Path(f"/proc/{unseen.pop()}/task")
+        folder = f"/proc/{unseen.pop()}/task"
         with suppress(OSError):  # it has ended meanwhile
             for task in os.listdir(folder):
-                pids = [int(pid) for pid in (folder / task / "children").read_text().split()]
+                with open(f"{folder}/{task}/children", "rb", buffering=0) as file:
+                    pids = [int(pid) for pid in file.readall().split()]
                 unseen += pids
                 found |= set(pids)
     return found
 
 
 def _segments() -> set[str]:
-    folder = Path("/dev/shm")
-    if not folder.is_dir():
+    try:
+        return {name for name in os.listdir("/dev/shm") if name.startswith(("dflash", "ring-"))}
+    except FileNotFoundError:
         return set()
-    return {path.name for path in folder.iterdir() if path.name.startswith(("dflash", "ring-"))}
 
 
 def _is_marked(process: psutil.Process, mark: str) -> bool:

@@ -68,12 +68,11 @@ def refuse(
     assert len(str(caught.value).splitlines()) == 1
 
 
-def of_each_tensor() -> list[Any]:
-    return [
-        pytest.param(shape, name, id=f"{shape.architecture}-{shape.name}-{name}")
-        for shape in (*SHAPES, *WITH_OWN_KEYS)
-        for name in shape.tensors()
-    ]
+of_each_shape = pytest.mark.parametrize(
+    "shape",
+    [*SHAPES, *WITH_OWN_KEYS],
+    ids=lambda shape: f"{shape.architecture}-{shape.name}",
+)
 
 
 def is_optional(shape: RandomShape, name: str) -> bool:
@@ -101,26 +100,27 @@ def test_a_model_whose_layers_are_all_dense_is_refused(tmp_path: Path) -> None:
     refuse(path, "glm4moe.expert_count", "no layer has experts", UnsupportedModel)
 
 
-@pytest.mark.parametrize(("shape", "name"), of_each_tensor())
-def test_a_missing_tensor_is_named(tmp_path: Path, shape: RandomShape, name: str) -> None:
-    path = write_model(tmp_path / "model.gguf", shape, seed=1, change=without(name))
-    if is_optional(shape, name):
-        assert spec_of(path).architecture == shape.architecture
-    else:
-        named = name.replace("gate_up_exps", "gate_exps")  # there might be two instead of one
-        refuse(path, named, "missing")
+@of_each_shape
+def test_a_missing_tensor_is_named(tmp_path: Path, shape: RandomShape) -> None:
+    for name in shape.tensors():
+        path = write_model(tmp_path / "model.gguf", shape, seed=1, change=without(name))
+        if is_optional(shape, name):
+            assert spec_of(path).architecture == shape.architecture
+        else:
+            named = name.replace("gate_up_exps", "gate_exps")  # there might be two instead of one
+            refuse(path, named, "missing")
 
 
-@pytest.mark.parametrize(("shape", "name"), of_each_tensor())
-def test_a_tensor_of_another_shape_is_named(tmp_path: Path, shape: RandomShape, name: str) -> None:
-    dims = shape.tensors()[name]
-    others = [(*dims[:axis], dims[axis] + 1, *dims[axis + 1 :]) for axis in range(len(dims))]
-    if name == "token_embd.weight":
-        others = others[1:]  # its rows are the vocabulary
-    for number, other in enumerate([*others, (*dims, 2)]):
-        change = with_tensor(name, np.zeros(other, np.float32))
-        path = write_model(tmp_path / f"{number}.gguf", shape, seed=1, change=change)
-        refuse(path, name, "expected")
+@of_each_shape
+def test_a_tensor_of_another_shape_is_named(tmp_path: Path, shape: RandomShape) -> None:
+    for name, dims in shape.tensors().items():
+        others = [(*dims[:axis], dims[axis] + 1, *dims[axis + 1 :]) for axis in range(len(dims))]
+        if name == "token_embd.weight":
+            others = others[1:]  # its rows are the vocabulary
+        for other in (*others, (*dims, 2)):
+            change = with_tensor(name, np.zeros(other, np.float32))
+            path = write_model(tmp_path / "model.gguf", shape, seed=1, change=change)
+            refuse(path, name, "expected")
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.architecture)

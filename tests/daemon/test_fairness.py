@@ -163,6 +163,7 @@ class Flood:
         assert not self._thread.is_alive()
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("small_by", ["shared", "stream"])
 @pytest.mark.parametrize("large_by", ["shared", "stream"])
 def test_a_flood_of_large_requests_leaves_every_second_turn_to_a_small_parent(

@@ -32,6 +32,7 @@ def check(case: Case, backend: str, split: str) -> None:
     check_logits(of_oracle, backend, split, **options)
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_shape_agrees_with_llama_cpp(case: Case, backend: str) -> None:
     check(case, backend, "all local")

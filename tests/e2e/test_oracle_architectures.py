@@ -48,6 +48,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return oracle_case(tmp_path_factory.mktemp("model"), shape, seed=seed)
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_shape_agrees_with_llama_cpp(case: OracleCase, backend: str) -> None:
     check_logits(case, backend)

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import httpx
-import openai
 import pydantic
 import pytest
 
+from support.imported_later import openai
 from support.processes import wait_until
 from support.random_models import Qwen3MoeShape, write_qwen3moe
 from support.serving import (

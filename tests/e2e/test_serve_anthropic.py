@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import pytest
 
+from support.imported_later import anthropic
 from support.processes import wait_until
 from support.random_models import Qwen3MoeShape
 from support.serving import NO_TLS, RunningServer, small_chat_server

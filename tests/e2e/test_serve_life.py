@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from dflash_runtime.cli.main import main
 from support.faults import spawned_by
+from support.imported_later import openai
 from support.processes import START_S, run_cli, run_main, running_daemon, wait_until
 from support.random_models import Qwen3MoeShape, write_qwen3moe
 from support.serving import RunningServer, running_server

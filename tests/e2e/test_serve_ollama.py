@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import ollama
 import pydantic
 import pytest
 
+from support.imported_later import ollama
 from support.processes import wait_until
 from support.random_models import Qwen3MoeShape
 from support.serving import CHAT_TEMPLATE, NO_TLS, RunningServer, small_chat_server

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import openai
 import pydantic
 import pytest
 
+from support.imported_later import openai
 from support.processes import wait_until
 from support.random_models import Qwen3MoeShape
 from support.serving import RunningServer, small_chat_server

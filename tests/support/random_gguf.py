@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 from zlib import crc32
@@ -27,6 +28,8 @@ Change: TypeAlias = Callable[[dict[str, F32Array]], dict[str, F32Array]]
 """A change of the tensors before they are written, such as fusing some."""
 
 END_OF_TEXT = "<|endoftext|>"
+_MOST_KEPT = 1 << 15
+"""Values of a tensor that is kept for the next model."""
 
 
 class RandomShape(Protocol):
@@ -115,15 +118,15 @@ def random_tensors(shape: RandomShape, *, seed: int) -> dict[str, F32Array]:
     gains["ssm_out"] = gains["attn_output"]
     is_tied = "output.weight" not in shapes
     gains["token_embd"] = gains["output"] if is_tied else math.sqrt(shape.hidden_size)
-    return {
-        name: _random_values(np.random.default_rng([seed, crc32(name.encode())]), name, dims, gains)
-        for name, dims in shapes.items()
-    }
+    result = {}
+    for name, dims in shapes.items():
+        draw = _kept_values if math.prod(dims) <= _MOST_KEPT else _random_values
+        result[name] = draw(seed, name, tuple(dims), gains.get(kind_of(name), 1.2)).copy()
+    return result
 
 
-def _random_values(
-    random: np.random.Generator, name: str, dims: tuple[int, ...], gains: Mapping[str, float]
-) -> F32Array:
+def _random_values(seed: int, name: str, dims: tuple[int, ...], gain: float) -> F32Array:
+    random = np.random.default_rng([seed, crc32(name.encode())])
     if name.endswith(("gate_exps.bias", "up_exps.bias")):  # some values are clamped
         return random.standard_normal(dims, dtype=np.float32) * np.float32(4)
     if name.endswith(".bias"):
@@ -134,8 +137,12 @@ def _random_values(
         return random.uniform(1.0, 8.0, dims).astype(np.float32)
     if len(dims) == 1 and not name.endswith("inp_shexp.weight"):  # a matrix of one row
         return random.uniform(0.6, 1.5, dims).astype(np.float32)
-    deviation = gains.get(kind_of(name), 1.2) / math.sqrt(dims[-1])
+    deviation = gain / math.sqrt(dims[-1])
     return random.standard_normal(dims, dtype=np.float32) * np.float32(deviation)
+
+
+_kept_values = lru_cache(maxsize=512)(_random_values)
+"""Many tests write the same small model."""
 
 
 def write_model(

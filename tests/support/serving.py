@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 
+from support.imported_later import openai
 from support.processes import START_S, cli_command, environment, wait_until
 from support.random_models import Qwen3MoeShape, write_qwen3moe
 

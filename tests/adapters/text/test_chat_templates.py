@@ -312,6 +312,7 @@ def both(
     yield from compared(vocabulary, tmp_path_factory.mktemp("chat"))
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_ids_of_a_conversation_are_llama_cpps(both: Compared, name: str) -> None:
     both.check(TEXTS[name])

@@ -52,6 +52,7 @@ def both(
 # The oracle.
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
 def test_ids_are_llama_cpps(both: Compared, text: str) -> None:
     both.check(text)

@@ -93,6 +93,7 @@ def test_what_begins_and_ends_a_text_is_llama_cpps(both: Compared) -> None:
         assert both.ours.encode(text, add_special=True) == expected
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("character", ["a", " ", "éA"])
 def test_a_text_of_one_character_takes_linear_time(both: Compared, character: str) -> None:
     text = character * (100_000 // len(character))

@@ -57,15 +57,14 @@ def test_a_number_sets_its_field_within_its_bounds(
     assert getattr(load_settings({}), field) == default
 
 
-@pytest.mark.parametrize(("variable", "field", "default", "smallest", "largest"), NUMBERS)
-@pytest.mark.parametrize(
-    "text", ["", "fast", "1.5", "1e3", "0x10", "-", "nan", "1_0", " 7", "+7", "\u0667", "9" * 5000]
-)
-def test_what_is_no_number_is_refused_with_the_name(
-    variable: str, field: str, default: int, smallest: int, largest: int, text: str
-) -> None:
-    with pytest.raises(SettingsError, match=PREFIX + variable):
-        load_settings({PREFIX + variable: text})
+NO_NUMBERS = ("", "fast", "1.5", "1e3", "0x10", "-", "nan", "1_0", " 7", "+7", "\u0667", "9" * 5000)
+
+
+@pytest.mark.parametrize("variable", [variable for variable, *_ in NUMBERS])
+def test_what_is_no_number_is_refused_with_the_name(variable: str) -> None:
+    for text in NO_NUMBERS:
+        with pytest.raises(SettingsError, match=PREFIX + variable):
+            load_settings({PREFIX + variable: text})
 
 
 @examples(200)

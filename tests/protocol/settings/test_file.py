@@ -78,13 +78,11 @@ def test_every_key_sets_the_field_that_its_variable_sets(file: Path, knob: Knob)
 
 
 @pytest.mark.parametrize("knob", SCALARS, ids=lambda knob: str(knob.key))
-@pytest.mark.parametrize("toml", ["[1]", "{}", "1.5", "1979-05-27", "-1", "99999999999999"])
-def test_a_value_of_another_type_is_refused_with_file_and_key(
-    file: Path, knob: Knob, toml: str
-) -> None:
-    reason = refusal(file, f"{knob.key} = {toml}\n")
-    assert reason.startswith(f"{file}: {knob.key}=")
-    assert len(reason) > len(f"{file}: {knob.key}={toml}: ")
+def test_a_value_of_another_type_is_refused_with_file_and_key(file: Path, knob: Knob) -> None:
+    for toml in ("[1]", "{}", "1.5", "1979-05-27", "-1", "99999999999999"):
+        reason = refusal(file, f"{knob.key} = {toml}\n")
+        assert reason.startswith(f"{file}: {knob.key}=")
+        assert len(reason) > len(f"{file}: {knob.key}={toml}: ")
 
 
 @pytest.mark.parametrize(

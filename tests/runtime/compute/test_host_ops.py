@@ -37,6 +37,7 @@ GATES: dict[Gate, Callable[[F64Array], F64Array]] = {
 }
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("kind", Gate)
 @pytest.mark.parametrize(
     ("num_tokens", "columns", "num_gates"),
@@ -65,6 +66,7 @@ def test_gates_far_from_zero(ops: HostOps, kind: Gate, expected: list[float]) ->
 # -- norms after the rotation ---------------------------------------------------------------------
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("pairing", RopePairing)
 @pytest.mark.parametrize(("num_tokens", "dim"), [(1, 64), (37, 10), (0, 8)])
 def test_heads_may_be_normed_after_they_are_rotated(
@@ -109,6 +111,7 @@ def routed(logits: F32Array, rule: RoutingRule, bias: F32Array) -> tuple[list[in
     return ids, weights * rule.scale
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("selects_by_logits", [False, True])
 @pytest.mark.parametrize("gating", Gating)
@@ -177,6 +180,7 @@ def test_routing_that_cannot_be_is_refused(ops: HostOps) -> None:
 # -- masks ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("mask", [CAUSAL, Mask(window=7), Mask(chunk=16), Mask(20, 32)], ids=repr)
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_attention_sees_what_the_mask_lets_it(

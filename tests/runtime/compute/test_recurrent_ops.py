@@ -77,6 +77,7 @@ def test_convolution_is_that_of_the_formula_in_any_chunks(
 # -- delta rule -----------------------------------------------------------------------------------
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 5, 63, 64, 65, 200])
 def test_delta_rule_is_the_recurrence(ops: HostOps, shape: DeltaShape, num_tokens: int) -> None:

@@ -101,6 +101,7 @@ def check(
 FLOATS = TensorType.F32, TensorType.F16, TensorType.BF16
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("tensor_type", [*FORMATS, *FLOATS], ids=lambda each: each.name)
 def test_bits_of_each_type(
     tmp_path: Path, processor: CpuBackend, gpu: CupyBackend, tensor_type: TensorType

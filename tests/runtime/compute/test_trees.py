@@ -81,6 +81,7 @@ def heads(num_tokens: int, num_heads: int, dim: int, *, seed: int) -> F32Array:
     return random.standard_normal((num_tokens, num_heads, dim), dtype=np.float32)
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("kv_type", [KvType.F32, KvType.F16, KvType.Q8_0])
 @pytest.mark.parametrize("mask", [Mask(), Mask(window=20), Mask(chunk=32)], ids=str)
 @pytest.mark.parametrize("parents", [BUSHY, CHAIN, [-1], [-1, -1, -1]], ids=len)
@@ -174,6 +175,7 @@ class Recurrent:
         ]
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize(
     "shape",
     [DeltaShape(2, 4, 16, 16), DeltaShape(1, 3, 20, 45), DeltaShape(2, 2, 7, 64, is_tiled=False)],

@@ -77,6 +77,7 @@ CASES = [
 ]
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize(("size", "prefetches", "share", "num_tokens"), CASES)
 def test_logits_do_not_depend_on_memory(
     model: Path, size: float | str, prefetches: bool, share: float, num_tokens: int

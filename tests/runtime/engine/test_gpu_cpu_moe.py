@@ -72,6 +72,7 @@ def resident(
             yield Resident(path, shape.num_experts, *results_of(engine))
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("part", ["none", "half"])
 def test_text_is_that_of_a_resident_model(
     resident: Resident, monkeypatch: pytest.MonkeyPatch, part: str

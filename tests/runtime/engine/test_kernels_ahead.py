@@ -88,6 +88,7 @@ class IdleDevice(AheadDevice):
 SHAPES = {"qwen3moe": TINY} | {name: each.SHAPE_ON_GPU for name, each in RANDOM.items()}
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("num_here", [None, 1])
 @pytest.mark.parametrize("architecture", SHAPES)
 def test_all_that_opening_an_engine_asks_for(

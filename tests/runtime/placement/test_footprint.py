@@ -153,6 +153,7 @@ def check(pool_bytes: int, prediction: int) -> None:
     assert pool_bytes <= prediction <= 1.02 * pool_bytes + 192 * MIB
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize(
     ("context", "chunk", "kv_type"),
     [

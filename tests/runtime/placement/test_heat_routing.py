@@ -71,6 +71,7 @@ def share_of_hottest(by: F64Array | I64Array, counts: F64Array | I64Array, slots
     return float(np.take_along_axis(counts, hottest, axis=1).sum() / counts.sum())
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("kind", ["qwen3", "fickle", "flat"])
 @pytest.mark.parametrize("slots", SLOTS)
 def test_on_steady_traffic_the_set_is_that_of_the_long_term(kind: str, slots: int) -> None:
@@ -86,6 +87,7 @@ def test_on_steady_traffic_the_set_is_that_of_the_long_term(kind: str, slots: in
         assert share_of_hottest(expected, expected, slots) == pytest.approx(real, abs=0.02), end
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("slots", SLOTS)
 @pytest.mark.parametrize("num_tokens", [1_000, 2_000, 4_000])
 def test_little_heat_promises_no_more_than_it_gives(slots: int, num_tokens: int) -> None:
@@ -108,6 +110,7 @@ def changed(num_changed: int) -> I64Array:
     return counts
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("slots", SLOTS)
 @pytest.mark.parametrize("num_changed", [32, 64, 128])
 @pytest.mark.parametrize("num_before", [1_000, 10_000, 20_000])

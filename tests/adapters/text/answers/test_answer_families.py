@@ -175,6 +175,7 @@ def test_the_time_is_linear_for_text(opening: str) -> None:
     assert len(assert_linear(AnswerFormat.HERMES, opening + LONG[:200_000], 4)) > 40_000
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize(
     ("kind", "text"),
     [

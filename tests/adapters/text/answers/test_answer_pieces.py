@@ -140,6 +140,7 @@ def test_any_text(
         assert shown(said, kind) == shown(text, kind)
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("kind", AnswerFormat)
 @pytest.mark.parametrize("part", ['"{', "['", "(", "<", "\\", "\ud800"])
 def test_strange_texts(kind: AnswerFormat, part: str) -> None:
@@ -149,6 +150,7 @@ def test_strange_texts(kind: AnswerFormat, part: str) -> None:
         assert parsed(kind, [text]) == parsed(kind, pieces(text, [7, 12, 20, 33, 400]))
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 @pytest.mark.parametrize("brackets", ["[]", "{}", "()"])
 def test_deep_values(family: Family, brackets: str) -> None:

@@ -110,6 +110,7 @@ def run(
     return np.concatenate(parts)
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("kv_type", KvType)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "value_dim", "num_tokens"),
@@ -182,6 +183,7 @@ def test_bits_do_not_depend_on_chunks_or_threads(
 MASKS = (Mask(window=1), Mask(window=50), Mask(window=300), Mask(chunk=70), Mask(200, 128))
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("kv_type", KvType)
 @pytest.mark.parametrize("mask", MASKS, ids=repr)
 @pytest.mark.parametrize(("heads", "dim"), [(2, 24), (12, 40)], ids=["few rows", "many rows"])

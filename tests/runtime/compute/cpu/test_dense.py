@@ -79,6 +79,7 @@ def test_rms_norm_of_extreme_rows(alone: CpuOps, scale: float) -> None:
 # -- rotary embedding -----------------------------------------------------------------------------
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("num_tokens", [0, 1, 37])
 @pytest.mark.parametrize(
     ("dim", "num_rotated"), [(128, 128), (64, 64), (10, 10), (64, 32), (6, 2), (100, 80)]

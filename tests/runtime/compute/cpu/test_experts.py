@@ -202,6 +202,7 @@ def assert_right(made: Experts, batch: RoutedBatch, got: F64Array) -> None:
     assert np.linalg.norm(got - exact) <= 0.02 * np.linalg.norm(exact)
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize(
     ("phase", "num_tokens"),
     [*((Phase.PREFILL, size) for size in (0, 1, 2, 9, 150)), (Phase.DECODE, 1), (Phase.VERIFY, 9)],
@@ -222,6 +223,7 @@ def test_against_float64(
     assert_right(made, batch, result_of(bank, batch))
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("extras", ["", "bias", "scale", "bias scale"])
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
@@ -298,6 +300,7 @@ def test_a_terms_bits_depend_on_nothing_else(
     np.testing.assert_array_equal(result_of(bank, batch), sum_of_terms(alone, batch, held))
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.VERIFY])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_terms_bits_do_not_depend_on_a_large_batch(
@@ -493,6 +496,7 @@ def compiled_run(
     return run
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.VERIFY])
 @pytest.mark.parametrize("num_tokens", [1, 5, 20])
 @pytest.mark.parametrize("kind", ["F32", "Q8_0", "float gate"])

@@ -62,6 +62,7 @@ def backend() -> Iterator[CpuBackend]:
         yield backend
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("looks_ahead", [False, True])
 @pytest.mark.parametrize("num_slots", [E, E + 3, LAYERS * E])
 def test_bits_are_those_of_experts_in_memory(
@@ -156,6 +157,7 @@ def test_a_step_has_what_the_next_layer_will_choose_read_meanwhile(
         assert rig.arena.stats().look_ahead.checked == settled.look_ahead.checked
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("policy", [*CachePolicy])
 @pytest.mark.parametrize("num_slots", [E, LAYERS * 4])
 def test_slots_hold_what_a_plain_version_holds(

@@ -50,6 +50,7 @@ def with_scales(tensors: dict[str, F32Array]) -> dict[str, F32Array]:
 CHANGES = {"qwen35moe": with_scales}
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("which", EMULATED_AND_GPU)
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_are_the_references(

@@ -58,6 +58,7 @@ def computed(path: Path, layer: MoeLayer, batch: RoutedBatch) -> F64Array:
         )
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("extras", ["", "bias", "scale", "bias scale"])
 @pytest.mark.parametrize("merged", [False, True], ids=["separate", "merged"])

@@ -36,6 +36,7 @@ from support.routed_batches import HIDDEN_SIZE, batch_of, begin, finish
 MODES = [ExecutionMode.BATCHED, ExecutionMode.STREAM, ExecutionMode.AUTO]
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("payload", NEGOTIABLE)
 @pytest.mark.parametrize("stream_tokens", [1, 3, 4])

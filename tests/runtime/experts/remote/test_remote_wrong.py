@@ -85,6 +85,7 @@ PHASES = [(Phase.DECODE, 1), (Phase.PREFILL, 3), (Phase.PREFILL, 60)]
 """Sixty tokens are several requests."""
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize(("phase", "num_tokens"), PHASES)
 @pytest.mark.parametrize("payload", [PayloadType.F32, PayloadType.BF16])

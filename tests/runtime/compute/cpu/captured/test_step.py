@@ -67,6 +67,7 @@ def step_logits(captured: CpuStep, token_id: int, position: int) -> F32Array:
     return captured.logits().copy()
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("kv_type", [KvType.F16, KvType.Q8_0])
 def test_every_architecture(path: Path, kv_type: KvType, num_threads: int) -> None:

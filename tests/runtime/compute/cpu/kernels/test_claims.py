@@ -74,6 +74,7 @@ def test_panels_ahead_follow_in_the_order_of_reading(
             assert [near] == known or not known
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("num_threads", [1, 2, 16])
 @pytest.mark.parametrize("panel_bytes", [1 << 12, 1 << 15, 1 << 18])
 @pytest.mark.parametrize("num_panels", [1, 61, 62, 128, 9496])

@@ -62,6 +62,7 @@ def test_every_type_of_weights_has_an_expand_function() -> None:
     assert set(TYPES) == {tensor_type for tensor_type in TensorType if not tensor_type.is_integer}
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("blocks", [1, 3])
 @pytest.mark.parametrize("tensor_type", TYPES, ids=lambda t: t.name)
 def test_any_bytes_expand_to_the_reference_values(
@@ -99,6 +100,7 @@ def test_extreme_scales(expand: Kernel, tensor_type: TensorType) -> None:
     assert_same_values(expanded(expand, blocks.reshape(-1), tensor_type, 256), expected)
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("quants", [0x00, 0xFF])
 @pytest.mark.parametrize("tensor_type", [t for t in TYPES if t.layout.block_elements > 1])
 def test_extreme_quants(expand: Kernel, tensor_type: TensorType, quants: int) -> None:

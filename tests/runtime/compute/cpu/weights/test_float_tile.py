@@ -123,6 +123,7 @@ def assert_close(got: F32Array, rows: Rows, x: F32Array) -> None:
     assert (np.abs(got - vectors @ weights.T) <= tolerance).all()
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
 @pytest.mark.parametrize("tensor_type", TYPES, ids=lambda t: t.name)
 def test_products_of_every_type(multiply: Multiply, tensor_type: TensorType, num_rows: int) -> None:
@@ -163,6 +164,7 @@ def test_bits_do_not_depend_on_the_type_that_holds_the_values(
         np.testing.assert_array_equal(got, multiply(as_f32, x[:num_vectors]))
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize(
     "columns", [1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 96, 97, 1000]
 )

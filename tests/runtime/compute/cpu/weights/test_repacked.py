@@ -100,6 +100,7 @@ def assert_close(
     assert (error <= bound).all(), f"{(error / np.maximum(bound, 1e-300)).max()} times too far off"
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("rows", NUM_ROWS)
 @pytest.mark.parametrize("tensor_type", TYPES, ids=lambda t: t.name)
 def test_products_are_exact_but_for_rounding(
@@ -131,6 +132,7 @@ def test_bits_depend_on_row_and_vector_alone(ops: CpuOps, tensor_type: TensorTyp
         np.testing.assert_array_equal(got, whole[tokens, row : row + 1])
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("bits", SCALE_BITS.values(), ids=SCALE_BITS.keys())
 @pytest.mark.parametrize("tensor_type", HALVES, ids=lambda t: t.name)
 def test_scales_at_the_limits(ops: CpuOps, tensor_type: TensorType, bits: int) -> None:

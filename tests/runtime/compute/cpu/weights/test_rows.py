@@ -154,6 +154,7 @@ def test_mxfp4_extreme_exponents(ops: CpuOps, exponent: int) -> None:
     assert_same_values(got, dequantise(data, TensorType.MXFP4, (3, 32)))
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("rows", [1, 3, 37])
 @pytest.mark.parametrize("tensor_type", TYPES, ids=lambda t: t.name)
 def test_linear(ops: CpuOps, tensor_type: TensorType, rows: int) -> None:
@@ -209,6 +210,7 @@ def test_blocks_of_activations_keep_their_own_scale(ops: CpuOps, tensor_type: Te
             assert (np.abs(ops.linear(one, matrix) - multiplied @ weights.T) <= tolerance).all()
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("tensor_type", TYPES, ids=lambda t: t.name)
 def test_what_is_no_number_does_not_become_one(
@@ -269,6 +271,7 @@ def test_a_products_bits_do_not_depend_on_the_rows_around_it(
             np.testing.assert_array_equal(got, whole[:num_tokens, first:end])
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("columns", [1, 2, 31, 32, 33, 52, 63, 64, 65, 96, 97, 1000])
 @pytest.mark.parametrize("tensor_type", PLAIN, ids=lambda t: t.name)
 def test_rows_of_any_length(ops: CpuOps, tensor_type: TensorType, columns: int) -> None:
@@ -318,6 +321,7 @@ def between_guards(data: U8Array, *, at_end: bool) -> Iterator[U8Array]:
             assert protect(guard, ctypes.c_size_t(page), mmap.PROT_READ | mmap.PROT_WRITE) == 0
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("at_end", [False, True], ids=["before", "behind"])
 @pytest.mark.parametrize("tensor_type", TYPES, ids=lambda t: t.name)
 def test_nothing_is_read_outside_of_a_matrix(

@@ -73,6 +73,7 @@ def test_arguments_are_padded_as_ctypes_pads_them(device: EmulatedDevice) -> Non
     check_padding(device)
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("name", FOUND_MISTAKES)
 def test_a_mistake_is_found(device: EmulatedDevice, name: str) -> None:
     array = device.empty(5, np.float32)
@@ -100,6 +101,7 @@ def test_shared_memory_of_another_block_is_gone(device: EmulatedDevice) -> None:
     assert np.isnan(array[1]).all()
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize(
     ("grid", "block", "shared_bytes", "what"),
     [
@@ -192,6 +194,7 @@ def test_a_struct_of_another_size_is_refused(device: EmulatedDevice) -> None:
         device.module(CASES, {}).kernel("nothing", TooSmall)
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize(
     ("text", "what"),
     [

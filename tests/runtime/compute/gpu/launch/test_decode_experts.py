@@ -123,6 +123,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize(
     "name",
     [

@@ -60,6 +60,7 @@ def layer_of(
     )
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
 @pytest.mark.parametrize("shift", [0, 2, 6])
 def test_a_slot_gets_the_experts_bytes(
@@ -175,6 +176,7 @@ class Rig:
         self.kernels.post(layer, rule, asks, num_tokens=num_tokens)
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("num_tokens", [1, 2, 8])
 @pytest.mark.parametrize("routes", [False, True])
 def test_the_second_expert_that_is_asked_for_is_fetched(

@@ -71,6 +71,7 @@ def run(
     return results(device, hidden, out)
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("has_vectors", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 2, 5])
 def test_pairs_of_what_was_fetched_have_the_bits_of_what_is_here(

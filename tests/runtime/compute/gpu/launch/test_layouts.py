@@ -83,6 +83,7 @@ def device(request: pytest.FixtureRequest) -> EmulatedDevice:
     return EmulatedDevice(lanes=request.param, runs_backward=True)
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("tensor_type", QUANTISED)
 def test_unpacked_weights_are_the_files_values(
     device: EmulatedDevice, tensor_type: TensorType

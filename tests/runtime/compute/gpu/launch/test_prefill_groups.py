@@ -41,6 +41,7 @@ def check(groups: GroupedPairs, ids: I32Array, weights: F32Array, resident: AnyA
     np.testing.assert_array_equal(groups.tiles[:num_tiles], np.array(tiles).reshape(-1, 4))
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("lanes", [32, 64])
 @pytest.mark.parametrize("runs_backward", [False, True])
 @pytest.mark.parametrize(

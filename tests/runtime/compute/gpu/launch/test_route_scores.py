@@ -32,6 +32,7 @@ def device(request: pytest.FixtureRequest) -> EmulatedDevice:
     return EmulatedDevice(lanes=lanes, runs_backward=runs_backward)
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("name", RULES)
 def test_the_reference_chooses_the_same(device: EmulatedDevice, name: str, has_bias: bool) -> None:

@@ -38,6 +38,7 @@ def assert_close(found: npt.NDArray[np.float32], wanted: F64Array) -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("kind", Gate)
 @pytest.mark.parametrize("num_gates", [1, HEADS, HEADS * DIM])
 def test_rows_are_gated_as_wholes_by_head_or_element(

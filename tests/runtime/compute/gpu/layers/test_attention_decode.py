@@ -79,6 +79,7 @@ def _rig(case: LayerCase, first: int) -> AttentionRig:
     return rig
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize(("case", "bound"), PATHS)
 @pytest.mark.parametrize("first", [0, 15, 64, 130, *_slowly(1, 16, 37, 63, 65, 191)])
 def test_one_token_attends_to_all_up_to_its_own(case: LayerCase, bound: float, first: int) -> None:
@@ -95,6 +96,7 @@ def test_tokens_of_a_step_see_those_before_them(case: LayerCase, bound: float, f
     assert relative_error(out, rig.expected(first, 3)) < bound
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("mask", [Mask(window=5), Mask(window=70), Mask(chunk=48), Mask(33, 24)])
 @pytest.mark.parametrize(("case", "bound"), [PATHS[1], PATHS[3]])
 @pytest.mark.parametrize("first", [94, *_slowly(0, 3, 64, 143)])

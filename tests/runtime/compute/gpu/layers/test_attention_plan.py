@@ -39,6 +39,7 @@ def test_a_context_has_a_bucket(num_positions: int, bucket: int) -> None:
     assert context_bucket(num_positions) == bucket
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("bucket", [1024, 4096, 16_384, 65_536, 262_144])
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8, 16])
 def test_splits_cover_a_bucket_and_do_not_depend_on_the_step(

@@ -44,6 +44,7 @@ CASES = (
 )
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize(("case", "bound"), CASES)
 @pytest.mark.parametrize(
     ("first", "count"),

@@ -107,6 +107,7 @@ def new_rows(device: KernelDevice, columns: int, *, seed: int | None = None) -> 
     return StepRows(*arrays)
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize("is_chosen", [False, True])
 @pytest.mark.parametrize("columns", [TINY.hidden_size, MANY_COLUMNS])
@@ -209,6 +210,7 @@ def test_replies_are_added_in_order_and_rounded_once(
     np.testing.assert_array_equal(device.download(residual), expected)
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("is_rounded", [False, True])
 @pytest.mark.parametrize("slow", [(), (1,), (0, 1, 2)])
 def test_a_reply_of_a_peer_that_was_not_asked_is_not_waited_for(
@@ -237,6 +239,7 @@ def rounded_lines(values: F64Array, epoch: int) -> AnyArray:
     return lines
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("is_right", [True, False])
 @pytest.mark.parametrize("slow", [(), (0,)])
 def test_a_rounded_reply_is_taken_for_nothing_else(
@@ -260,6 +263,7 @@ def test_a_rounded_reply_is_taken_for_nothing_else(
             np.testing.assert_array_equal(device.download(residual), expected)
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("is_chosen", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 3])
 def test_experts_that_ask_peers_do_what_two_kernels_do(
@@ -341,6 +345,7 @@ def test_only_a_single_reply_may_be_rounded(device: EmulatedDevice, layer: MoeLa
         )
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("what", ["another step's", "a damaged word", "a damaged check"])
 def test_who_does_not_answer_ends_the_step_and_all_after_it(
     device: EmulatedDevice, layer: MoeLayer, what: str
@@ -433,6 +438,7 @@ def test_a_probe_finds_what_did_not_arrive_as_sent(rig: ProbeRig) -> None:
         assert rig.device.download(rig.ticks)[0] > 0
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("is_echo", [False, True])
 def test_what_a_probe_finds_is_named(rig: ProbeRig, is_echo: bool) -> None:
     rig.run(is_echo=False, epoch=1, limit_ms=20)
@@ -476,6 +482,7 @@ def test_what_a_probe_finds_is_named(rig: ProbeRig, is_echo: bool) -> None:
     assert (missing.first.expected, missing.first.found) == (2, 1)
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("kind", [FaultKind.STALE, FaultKind.TORN])
 def test_lines_that_change_while_they_are_looked_at(rig: ProbeRig, kind: FaultKind) -> None:
     """A line that is now this round's and now the last one's, or neither's."""

@@ -189,6 +189,7 @@ def relays(request: pytest.FixtureRequest) -> bool:
     return is_relayed
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("name", SHAPES)
 def test_what_is_asked_for_has_the_bits_of_rows_and_a_choice(
     device: EmulatedDevice, name: str, relays: bool
@@ -250,6 +251,7 @@ def test_ids_and_slots_that_do_not_exist_read_nothing(backward_device: EmulatedD
 MISSING = {"a pair": 1, "a quant": 8, "a scale": 3 + 64 + 7, "the last line": -1}
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("what", MISSING)
 @pytest.mark.parametrize("damage", ["of the step before", "half", "a bit"])
 def test_what_does_not_come_whole_ends_the_step_unanswered(

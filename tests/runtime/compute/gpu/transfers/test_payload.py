@@ -53,6 +53,7 @@ def digest(array: AnyArray) -> int:
     return digest_of(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("num_rows", [0, 1, 7, 21])  # of which a launch has eight blocks
 def test_rows_go_out_and_come_in(rig: Rig, num_rows: int) -> None:
     hidden = rows_of(num_rows)
@@ -83,6 +84,7 @@ def test_rows_are_read_when_somebody_needs_them(rig: Rig) -> None:
     first.abandon()
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("num_rows", [0, 1, 19])
 def test_sums_go_out_and_come_in(rig: Rig, num_rows: int) -> None:
     sums = rows_of(num_rows).astype(np.float64)
