@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import operator
 import secrets
 import threading
 import weakref
+from array import array
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,9 @@ _MAX_THREADS = 1024
 _STACK_BYTES = 256 * 1024
 """As in scheduler.h."""
 _POISON = 0xFF
+_REFERRED: Callable[[Any], Any] = operator.call
+_IS_THERE = partial(operator.is_not, None)
+"""Both for each array at each launch."""
 
 
 def host_capabilities(*, lanes: int) -> Capabilities:
@@ -480,9 +485,9 @@ class EmulatedDevice:
                 guarded = set(self._buffers)
                 ranges = _as_ranges(sorted(self._copied_ranges().items()), guarded)
                 self._ranges = state, ranges
-            alive = [reference() for reference in list(self._buffers.values())]
+            alive = [*map(_REFERRED, list(self._buffers.values()))]
             # Unchanged since before they were read, and no other thread is about to free one.
-            if self._state is state and all(each is not None for each in alive):
+            if self._state is state and all(map(_IS_THERE, alive)):
                 return ranges, alive
 
     def _copied_ranges(self) -> dict[int, int]:
@@ -503,12 +508,12 @@ class EmulatedDevice:
 
 
 def _as_ranges(places: list[tuple[int, int]], guarded: set[int]) -> ctypes.Array[_Range]:
-    return (_Range * len(places))(
-        *(
-            _Range(begin, begin + num_bytes, _GUARD_BYTES if begin in guarded else 0)
-            for begin, num_bytes in places
-        )
-    )
+    words = [
+        word
+        for begin, num_bytes in places
+        for word in (begin, begin + num_bytes, _GUARD_BYTES if begin in guarded else 0)
+    ]
+    return (_Range * len(places)).from_buffer(array("Q", words))
 
 
 @cache

@@ -40,7 +40,22 @@ static void switch_to(Context &from, Context &to) { emulated_switch(&from, to); 
 static void switch_to(Context &from, Context &to) { swapcontext(&from, &to); }
 #endif
 
-void yield() { switch_to(current_fiber().context, block.scheduler); }
+// The next thread of this round that can go on, or else the scheduler, which begins the next round.
+static Context &next_context() {
+    int num_threads = block.launch->num_threads;
+    while (!block.has_failed && ++block.turn < num_threads) {
+        block.current = block.launch->runs_backward ? num_threads - 1 - block.turn : block.turn;
+        if (current_fiber().state != READY) continue;
+        block.num_moves++;
+        return current_fiber().context;
+    }
+    return block.scheduler;
+}
+
+void yield() {
+    Context &mine = current_fiber().context;
+    switch_to(mine, next_context());
+}
 
 // Lets other threads of the block run, which may write what the caller waits for.
 void spin_pause() {
@@ -83,6 +98,8 @@ static u8 *stack_of(int thread) { return block.launch->stacks + thread * stack_b
 static void thread_main() {
     block.kernel(block.launch->args);
     current_fiber().state = ENDED;
+    block.num_running--;
+    block.anybody_waited |= current_fiber().has_waited;
     while (true) yield();
 }
 
@@ -248,20 +265,14 @@ static void run_block() {
     memset(block.num_at_exchange, 0, sizeof block.num_at_exchange);
     memset(block.dynamic_shared, 0xFF, block.launch->shared_bytes + shared_gap_bytes);
     for (int thread = 0; thread < num_threads; thread++) prepare_fiber(thread);
-    int num_running = num_threads;
-    while (num_running && !block.has_failed) {
-        int num_moves = 0;
-        block.num_pauses = 0;
-        for (int turn = 0; turn < num_threads && !block.has_failed; turn++) {
-            block.current = block.launch->runs_backward ? num_threads - 1 - turn : turn;
-            if (current_fiber().state != READY) continue;
-            num_moves++;
-            switch_to(block.scheduler, current_fiber().context);
-            if (current_fiber().state == ENDED) num_running--;
-            block.anybody_waited |= current_fiber().has_waited;
-        }
-        if (!num_moves) describe_deadlock();
-        else if (block.num_pauses == num_moves) rest();
+    block.num_running = num_threads;
+    while (block.num_running && !block.has_failed) {
+        block.num_moves = block.num_pauses = 0;
+        block.turn = -1;
+        Context &first = next_context();
+        if (!block.num_moves) describe_deadlock();
+        else switch_to(block.scheduler, first);
+        if (block.num_pauses && block.num_pauses == block.num_moves) rest();
     }
     if (!block.has_failed) check_shared_gaps();
 }

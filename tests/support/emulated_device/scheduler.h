@@ -73,6 +73,7 @@ struct Block {
     const char *kernel_name;
     void (*kernel)(const void *args);
     int index_x, index_y, index_z, current;
+    int turn, num_moves, num_running;  // of a round: the thread whose turn it is, and how many had one
     u64 generation;  // a number for each block that ever ran
     Fiber fibers[max_threads];
     Context scheduler;

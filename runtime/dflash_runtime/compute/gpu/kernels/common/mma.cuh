@@ -57,28 +57,36 @@ INLINE const void **show_address(const void *p) {
     return shown_addresses();
 }
 
-// A lane shows its fragments as floats, so that each half is converted once.
+// A lane shows its fragments as floats, so that each half is converted once; a row's twice, for both
+// columns. By parity: a lane may be one exchange ahead of another, which still reads.
 INLINE void mma_f16(float d[4], const u32 a[4], const u32 b[2]) {
-    struct Fragments { float a[4][2], b[2][2]; } own;
-    for (int half = 0; half < 2; half++) {
-        for (int i = 0; i < 4; i++) own.a[i][half] = half_to_float(a[i] >> (16 * half) & 0xffff);
-        for (int i = 0; i < 2; i++) own.b[i][half] = half_to_float(b[i] >> (16 * half) & 0xffff);
-    }
-    const void **all = show_address(&own);
+    typedef float Four __attribute__((vector_size(16)));
+    struct Fragments { Four a[2][2]; float b[2][2]; };
+    static Fragments shown[2][1024];
     const int g = lane_index() / 4, t = lane_index() % 4;
+    Fragments *all = shown[emulated::current_fiber().num_exchanges & 1] +
+                     (thread_index() - lane_index());
     for (int upper = 0; upper < 2; upper++) {
-        for (int lane = 0; lane < 4; lane++) {
-            const Fragments &row = *(const Fragments *)all[4 * g + lane];
-            for (int c = 0; c < 2; c++) {
-                const Fragments &column = *(const Fragments *)all[4 * (2 * t + c) + lane];
-                for (int half = 0; half < 2; half++) {
-                    d[c] += row.a[2 * upper][half] * column.b[upper][half];
-                    d[2 + c] += row.a[2 * upper + 1][half] * column.b[upper][half];
-                }
-            }
+        for (int half = 0; half < 2; half++) {
+            const float row = half_to_float(a[2 * upper] >> (16 * half) & 0xffff);
+            const float below = half_to_float(a[2 * upper + 1] >> (16 * half) & 0xffff);
+            all[lane_index()].a[upper][half] = Four{row, row, below, below};
+            all[lane_index()].b[upper][half] = half_to_float(b[upper] >> (16 * half) & 0xffff);
         }
     }
     lanes_meet();
+    Four sums = {d[0], d[1], d[2], d[3]};
+    for (int upper = 0; upper < 2; upper++) {
+        for (int lane = 0; lane < 4; lane++) {
+            const Fragments &row = all[4 * g + lane];
+            const Fragments &left = all[8 * t + lane], &right = all[8 * t + 4 + lane];
+            for (int half = 0; half < 2; half++) {
+                const float l = left.b[upper][half], r = right.b[upper][half];
+                sums += row.a[upper][half] * Four{l, r, l, r};
+            }
+        }
+    }
+    for (int i = 0; i < 4; i++) d[i] = sums[i];
 }
 
 INLINE void load_matrix_x4(u32 r[4], const void *row) {
