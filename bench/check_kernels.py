@@ -4,8 +4,8 @@ NVRTC for NVIDIA. For AMD clang, whose assembly is read too: with the defines of
 launches no kernel of a step may spill registers (`--table` prints all of them). And hipRTC of ROCm
 5.2, for what that knows, with HIP's own header. Debian has both; they are installed if they are not
 there and we may. If they cannot be had, that is said, and is an error with --vendor hip. Warnings
-count as errors. Every file is compiled for every architecture, its further variants for one of each
-compiler's in turn.
+count as errors. Every file is compiled for every architecture, further variants for one in turn;
+hipRTC leaves these to clang, unless one file is asked for.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ class Compiler:
     name: str
     compile_variant: Compile
     targets: tuple[Target, ...]
-    compile_more: Compile
-    """Compiles variants beyond the first of a file; may be faster."""
+    takes_variants: bool = True
+    """Whether it compiles variants beyond the first of a file."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -202,6 +202,14 @@ def assign(
     return chosen
 
 
+def first_of_files(variants: Sequence[KernelVariant]) -> list[KernelVariant]:
+    """One variant of each file."""
+    firsts: dict[str, KernelVariant] = {}
+    for each in variants:
+        firsts.setdefault(each.file, each)
+    return list(firsts.values())
+
+
 def _check(
     variants: Sequence[KernelVariant], compilers: Sequence[Compiler], *, takes_all: bool
 ) -> int:
@@ -212,11 +220,9 @@ def _check(
         under_way = []
         for compiler in compilers:
             for target, chosen in assign(variants, compiler.targets, takes_all=takes_all).items():
-                futures = []
-                for index, variant in enumerate(chosen):
-                    is_more = variant.file in {other.file for other in chosen[:index]}
-                    way = compiler.compile_more if is_more else compiler.compile_variant
-                    futures.append(pool.submit(way, variant, target))
+                if not (takes_all or compiler.takes_variants):
+                    chosen = first_of_files(chosen)
+                futures = [pool.submit(compiler.compile_variant, each, target) for each in chosen]
                 under_way.append((compiler, target, chosen, futures))
         for compiler, target, chosen, futures in under_way:
             complaints = [(each, f.result()) for each, f in zip(chosen, futures, strict=True)]
@@ -238,17 +244,16 @@ def _check(
 def _nvrtc() -> Compiler:
     """Raises: DeviceUnavailable."""
     compiler = runtime_compiler(Vendor.CUDA)
-    by_library = _by_library(compiler)
-    return Compiler(compiler.version, by_library, CUDA_TARGETS, by_library)
+    return Compiler(compiler.version, _by_library(compiler), CUDA_TARGETS)
 
 
 def _amd_compilers() -> list[Compiler]:
     """Raises: OSError, subprocess.SubprocessError, DeviceUnavailable."""
     _install()
-    clang = Compiler(clang_version(), _by_clang, HIP_TARGETS, _by_clang)
+    clang = Compiler(clang_version(), _by_clang, HIP_TARGETS)
     hiprtc = runtime_compiler(Vendor.HIP)
     by_library = _by_library(hiprtc)
-    return [clang, Compiler(hiprtc.version, by_library, HIPRTC_TARGETS, by_library)]
+    return [clang, Compiler(hiprtc.version, by_library, HIPRTC_TARGETS, takes_variants=False)]
 
 
 def _install() -> None:

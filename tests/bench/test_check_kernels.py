@@ -17,6 +17,7 @@ from bench.check_kernels import (
     Target,
     assign,
     complaints_of,
+    first_of_files,
     main,
 )
 from bench.clang_hip import Assembly, assemble, why_no_clang
@@ -33,7 +34,7 @@ VARIANTS = [KernelVariant(file, {"N": number}) for file in ("a.cu", "b.cu") for 
 
 def compilers(complaint: str = "") -> Compiler:
     """A compiler with this complaint about every variant."""
-    return Compiler("fake", lambda variant, target: complaint, TARGETS, lambda *_: complaint)
+    return Compiler("fake", lambda variant, target: complaint, TARGETS)
 
 
 @pytest.fixture
@@ -49,6 +50,23 @@ def test_every_file_is_for_every_target_and_every_variant_for_one() -> None:
     count = Counter(str(variant) for variants in chosen.values() for variant in variants)
     assert count == Counter(
         {str(each): len(TARGETS) if each.defines["N"] == 0 else 1 for each in VARIANTS}
+    )
+
+
+@pytest.mark.parametrize("takes_all", [False, True])
+def test_a_compiler_beside_another_compiles_every_file_once(takes_all: bool) -> None:
+    """And everything if one file is asked for."""
+    compiled = Counter[str]()
+
+    def compile_variant(variant: KernelVariant, target: Target) -> str:
+        compiled[f"{variant}, {target}"] += 1
+        return ""
+
+    compiler = Compiler("fake", compile_variant, TARGETS[:2], takes_variants=False)
+    assert check_kernels._check(VARIANTS, [compiler], takes_all=takes_all) == 0
+    each_target = VARIANTS if takes_all else first_of_files(VARIANTS)
+    assert compiled == Counter(
+        f"{each}, {target}" for each in each_target for target in TARGETS[:2]
     )
 
 
