@@ -57,6 +57,9 @@ def test_the_trained_model_answers_reasons_and_calls_a_tool() -> None:
         message = chat(user("What is 27 + 45?")).message
         assert message.content == "27 + 45 = 72."
         assert message.reasoning_content.endswith("So 27 + 45 = 72.")
+        stopped = chat(user("What is 27 + 45?"), stop=["So", " = "])
+        assert (stopped.message.content, stopped.finish_reason) == ("27 + 45", "stop")
+        assert stopped.message.reasoning_content == message.reasoning_content
         asked = user("What time is it in Rome?")
         called = chat(asked, tools=[GET_TIME])
         assert called.finish_reason == "tool_calls"

@@ -86,9 +86,9 @@ def generate(**options: Any) -> None:
 
     # Late: --help and wrong usage must not wait for numpy and the rest.
     from dflash_runtime.bus_errors import explain_bus_errors
+    from dflash_runtime.engine.answer_text import TextAssembler, TextRules
     from dflash_runtime.engine.demo_model import chosen_model_path
     from dflash_runtime.engine.engine import Engine
-    from dflash_runtime.serving.text import TextAssembler, TextRules
 
     explain_bus_errors("dflash-moe", chosen_model_path(settings))
     with (

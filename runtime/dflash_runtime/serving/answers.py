@@ -1,16 +1,14 @@
-"""One answer, in whatever form: what `GenerationResponse` needs of it, and the division of its text
-into content, reasoning and calls."""
+"""One answer, in whatever form: what `GenerationResponse` needs of it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
-from dflash_adapters.text.answers import AnswerEvent, AnswerParser, Content, Reasoning, ToolCall
+from dflash_adapters.text.answers import AnswerEvent
+from dflash_runtime.engine.answer_text import Delta
 from dflash_runtime.serving.errors import ApiError, ErrorForm
-from dflash_runtime.serving.text import Delta
 from dflash_runtime.serving.wire import Chunk, Wire
 from dflash_runtime.serving.worker import Finished
 
@@ -33,55 +31,22 @@ class Answer(ABC):
         return []
 
     @abstractmethod
-    def next_chunks(self, events: Sequence[AnswerEvent], delta: Delta) -> list[Chunk]:
-        """The chunks of text that became final: `events` are what it is divided into."""
+    def next_chunks(self, delta: Delta) -> list[Chunk]:
+        """The chunks of what became certain."""
 
     @abstractmethod
-    def last_chunks(self, events: Sequence[AnswerEvent], finished: Finished) -> list[Chunk]:
-        """The chunks after the last token: `events` became certain with the end."""
+    def last_chunks(self, finished: Finished) -> list[Chunk]:
+        """The chunks after the last token."""
 
     @abstractmethod
-    def whole(
-        self, events: Sequence[AnswerEvent], deltas: Sequence[Delta], finished: Finished
-    ) -> dict[str, Any]:
-        """The whole answer as one object: `events` are what its text is divided into."""
+    def whole(self, deltas: Sequence[Delta], finished: Finished) -> dict[str, Any]:
+        """The whole answer as one object."""
 
     def error_chunks(self, error: ApiError, form: ErrorForm) -> list[Chunk]:
         """The chunks that end a stream which has begun. `form` is that of the door's errors."""
         return [form(error)]
 
 
-class Division:
-    """Divides the text of one answer into events. Without a `parser` all of it is content."""
-
-    def __init__(self, parser: AnswerParser | None = None, *, has_reasoning: bool = True) -> None:
-        self._parser = parser
-        self._has_reasoning = has_reasoning
-        """Whether reasoning is part of the answer."""
-
-    def push(self, text: str) -> list[AnswerEvent]:
-        """What became certain with the next piece."""
-        if self._parser is None:
-            return [Content(text)] if text else []
-        return self._wanted(self._parser.push(text))
-
-    def finish(self) -> list[AnswerEvent]:
-        """What becomes certain with the end."""
-        return [] if self._parser is None else self._wanted(self._parser.finish())
-
-    def _wanted(self, events: list[AnswerEvent]) -> list[AnswerEvent]:
-        if self._has_reasoning:
-            return events
-        return [event for event in events if not isinstance(event, Reasoning)]
-
-
-def joined_events(events: Sequence[AnswerEvent]) -> list[AnswerEvent]:
-    """The same events, with neighbouring texts of the same kind joined."""
-    joined: list[AnswerEvent] = []
-    for kind, group in groupby(events, type):
-        if kind is ToolCall:
-            joined.extend(group)
-        else:
-            text = "".join(event.text for event in group if not isinstance(event, ToolCall))
-            joined.append(Reasoning(text) if kind is Reasoning else Content(text))
-    return joined
+def events_of(deltas: Sequence[Delta]) -> list[AnswerEvent]:
+    """What an answer consists of."""
+    return [event for delta in deltas for event in delta.events]

@@ -17,12 +17,13 @@ from starlette.requests import Request
 from dflash_adapters.text.grammar import Grammar, GrammarKind, GrammarSource
 from dflash_adapters.text.tokenizer import Tokenizer
 from dflash_protocol.errors import ContextExceeded, GrammarError, SettingsError
+from dflash_runtime.engine.answer_text import TextRules
 from dflash_runtime.engine.arguments import token_id_array
 from dflash_runtime.engine.breakers import Breakers
 from dflash_runtime.engine.engine import Engine
 from dflash_runtime.serving.access import CLIENT, KEY
 from dflash_runtime.serving.answer_rules import AnswerRules
-from dflash_runtime.serving.answers import Answer, Division
+from dflash_runtime.serving.answers import Answer
 from dflash_runtime.serving.bodies import Body
 from dflash_runtime.serving.constraints import constraint_of
 from dflash_runtime.serving.echo import MOST_ECHOED, PromptEcho, prompt_pieces
@@ -33,7 +34,6 @@ from dflash_runtime.serving.json_values import FEW_VALUES
 from dflash_runtime.serving.requests import B, ChatBody, CompletionBody, parse_body
 from dflash_runtime.serving.state import ServerState
 from dflash_runtime.serving.status import chat_template
-from dflash_runtime.serving.text import TextRules
 from dflash_runtime.serving.tools import Tool, parameters_of
 from dflash_runtime.serving.worker import Channel, Job, TokenOptions
 
@@ -138,9 +138,11 @@ class Visit:
             has_channels=constraint is not None and constraint[1].kind is GrammarKind.CALLS,
         )
         is_divided = body.reasoning_format != "none"
-        text = TextRules(body.stops, True, rules.shown if is_divided else None)
-        division = Division(
-            rules.parser() if is_divided else None,
+        text = TextRules(
+            body.stops,
+            is_chat=True,
+            shown=rules.shown if is_divided else None,
+            parser=rules.parser if is_divided else None,
             has_reasoning=body.include_reasoning is not False,
         )
         return GenerationResponse(
@@ -148,7 +150,6 @@ class Visit:
             await self._job(body, rendered.token_ids, grammar, text=text),
             answer,
             is_stream=bool(body.stream),
-            division=division,
         )
 
     async def rendered(self, body: ChatBody) -> RenderedChat:

@@ -7,10 +7,11 @@ from itertools import accumulate
 
 from pydantic import BaseModel
 
+from dflash_adapters.text.answers import Content
 from dflash_adapters.text.tokenizer import Tokenizer
+from dflash_runtime.engine.answer_text import Delta
 from dflash_runtime.engine.engine import GeneratedToken
 from dflash_runtime.engine.sampling import TokenLogprobs
-from dflash_runtime.serving.text import Delta
 
 MOST_ECHOED = 1 << 18
 """Log-probabilities of a prompt: of its tokens, and of the most likely ones at their places."""
@@ -78,10 +79,11 @@ class PromptEcho:
 
     def delta(self) -> Delta:
         """The prompt, and its tokens if log-probabilities are asked for."""
+        events = (Content(self.text),) if self.text else ()
         if not self.has_logprobs:
-            return Delta(self.text, (), ())
+            return Delta(events)
         tokens = [
             GeneratedToken(token_id, "", logprobs)
             for token_id, logprobs in zip(self._token_ids, self._logprobs, strict=True)
         ]
-        return Delta(self.text, tuple(tokens), tuple(self._offsets[: len(tokens)]))
+        return Delta(events, tuple(tokens), tuple(self._offsets[: len(tokens)]))

@@ -13,11 +13,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from dflash_protocol.process.output import readable_json
-from dflash_runtime.serving.answers import Answer, Division
+from dflash_runtime.engine.answer_text import Delta, joined_events
+from dflash_runtime.serving.answers import Answer, events_of
 from dflash_runtime.serving.errors import ApiError, api_error, error_form, error_response
 from dflash_runtime.serving.fair_queue import QueueFull
 from dflash_runtime.serving.state import ServerState
-from dflash_runtime.serving.text import Delta
 from dflash_runtime.serving.worker import Finished, Job, JobEvent
 
 KEEP_ALIVE_S = 15.0
@@ -34,21 +34,12 @@ _HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 
 class GenerationResponse(Response):
-    """Submits a job and sends its events as an answer, whose text `division` divides."""
+    """Submits a job and sends its events as an answer."""
 
-    def __init__(
-        self,
-        state: ServerState,
-        job: Job,
-        answer: Answer,
-        *,
-        is_stream: bool,
-        division: Division | None = None,
-    ) -> None:
+    def __init__(self, state: ServerState, job: Job, answer: Answer, *, is_stream: bool) -> None:
         self._state = state
         self._job = job
         self._answer = answer
-        self._division = division or Division()
         self._is_stream = is_stream
         self.background = None
 
@@ -92,10 +83,7 @@ class GenerationResponse(Response):
             return
         assert isinstance(last, Finished)
         deltas = [each for each in texts if isinstance(each, Delta)]
-        events = self._division.push("".join(delta.text for delta in deltas))
-        events += self._division.finish()
-        body = self._answer.whole(events, deltas, last)
-        text = readable_json(body)
+        text = readable_json(self._answer.whole(deltas, last))
         await Response(text, media_type="application/json")(scope, receive, send)
 
     async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -116,11 +104,9 @@ class GenerationResponse(Response):
                 if (failure := _failure(event)) is not None:
                     data += wire.bytes_of(answer.error_chunks(failure, error_form(scope)))
                 elif isinstance(event, Finished):
-                    last = answer.last_chunks(self._division.finish(), event)
-                    data += wire.bytes_of(last) + wire.end
-                elif isinstance(event, Delta) and (event.text or answer.has_logprobs):
-                    chunks = answer.next_chunks(self._division.push(event.text), event)
-                    data += wire.bytes_of(chunks)
+                    data += wire.bytes_of(answer.last_chunks(event)) + wire.end
+                elif isinstance(event, Delta) and (event.events or answer.has_logprobs):
+                    data += wire.bytes_of(answer.next_chunks(event))
             # Events may come that have no text yet, as of a call that is being written.
             if not data and (not events or time.monotonic() - sent_s > KEEP_ALIVE_S):
                 data = wire.keep_alive
@@ -148,12 +134,12 @@ def _trace_of(headers: Headers) -> dict[str, str]:
 
 
 def _joined(events: Sequence[JobEvent]) -> list[JobEvent]:
-    """The same events, with the texts of neighbouring deltas joined."""
+    """The same events, with neighbouring deltas joined."""
     joined: list[JobEvent] = []
-    for is_text, group in itertools.groupby(events, lambda event: isinstance(event, Delta)):
-        if is_text:
-            text = "".join(event.text for event in group if isinstance(event, Delta))
-            joined.append(Delta(text, (), ()))
+    for is_delta, group in itertools.groupby(events, lambda event: isinstance(event, Delta)):
+        if is_delta:
+            deltas = [event for event in group if isinstance(event, Delta)]
+            joined.append(Delta(tuple(joined_events(events_of(deltas)))))
         else:
             joined.extend(group)
     return joined

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 
 from dflash_adapters.text.grammar import Grammar
 from dflash_protocol.errors import DflashError, NotFinite, QueueFull
+from dflash_runtime.engine.answer_text import Delta, TextAssembler, TextRules
 from dflash_runtime.engine.engine import Engine, EngineStats, GenerationStats
 from dflash_runtime.engine.engine_thread import EngineThread, OpenEngine
 from dflash_runtime.engine.event_channel import EventChannel
@@ -25,7 +26,6 @@ from dflash_runtime.serving.echo import PromptEcho
 from dflash_runtime.serving.metrics import Metrics
 from dflash_runtime.serving.request_log import RequestLog
 from dflash_runtime.serving.request_record import RequestRecord
-from dflash_runtime.serving.text import Delta, TextAssembler, TextRules
 
 _LOG = logging.getLogger(__name__)
 
@@ -294,12 +294,13 @@ class EngineWorker:
                 break
         tokens.close()  # type: ignore[attr-defined]
         stats = engine.last_generation
-        reason = "stop" if assembler.is_stopped else stats.finish_reason
-        if is_first and echo is not None and reason != "cancelled":
-            job.channel.put(echo.delta())
-        if reason != "cancelled" and (delta := assembler.finish()) is not None:
-            job.channel.put(delta)
-        reason = "length" if reason == "context" else reason
+        reason = "length" if stats.finish_reason == "context" else stats.finish_reason
+        if reason != "cancelled" or assembler.is_stopped:
+            if is_first and echo is not None:
+                job.channel.put(echo.delta())
+            if (delta := assembler.finish()) is not None:
+                job.channel.put(delta)
+            reason = "stop" if assembler.is_stopped else reason
         metrics.count_generation(reason, stats)
         record.stats = stats
         ended_s = time.perf_counter()

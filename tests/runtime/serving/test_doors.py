@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from dflash_adapters.text.answers import AnswerEvent, Content, Reasoning, ToolCall
 from dflash_protocol.errors import DaemonUnavailable
+from dflash_runtime.engine.answer_text import Delta
 from dflash_runtime.engine.engine import Engine, GenerationStats
 from dflash_runtime.serving.access import ApiKeys
 from dflash_runtime.serving.answers import Answer
@@ -24,7 +25,6 @@ from dflash_runtime.serving.doors.responses_answers import ResponsesAnswer
 from dflash_runtime.serving.doors.responses_bodies import ResponsesBody
 from dflash_runtime.serving.errors import ApiError
 from dflash_runtime.serving.requests import parse_body
-from dflash_runtime.serving.text import Delta
 from dflash_runtime.serving.tools import thinking_variables
 from dflash_runtime.serving.wire import JSON_LINES
 from dflash_runtime.serving.worker import Finished
@@ -153,7 +153,6 @@ ENDS = st.sampled_from(
     [Finished(*each) for each in (("stop", GenerationStats()), ("length", GenerationStats()))]
     + [Finished("stop", GenerationStats(), "END")]
 )
-NO_DELTA = Delta("", (), ())
 
 
 def pieces(events: list[AnswerEvent]) -> Iterator[Sequence[AnswerEvent]]:
@@ -168,15 +167,15 @@ def pieces(events: list[AnswerEvent]) -> Iterator[Sequence[AnswerEvent]]:
 def streamed(answer: Answer, events: list[AnswerEvent], end: Finished) -> list[dict[str, Any]]:
     chunks = answer.first_chunks(5)
     for piece in pieces(events):
-        chunks += answer.next_chunks(piece, NO_DELTA)
-    return [*chunks, *answer.last_chunks([], end)]
+        chunks += answer.next_chunks(Delta(tuple(piece)))
+    return [*chunks, *answer.last_chunks(end)]
 
 
 @given(EVENTS, ENDS)
 def test_blocks_of_a_message_are_the_same_in_a_stream(
     events: list[AnswerEvent], end: Finished
 ) -> None:
-    whole = MessagesAnswer("m").whole(events, [], end)
+    whole = MessagesAnswer("m").whole([Delta(tuple(events))], end)
     started, _, *chunks, delta, stopped = streamed(MessagesAnswer("m"), events, end)
     assert (started["type"], stopped["type"]) == ("message_start", "message_stop")
     content: list[dict[str, Any]] = []
@@ -212,7 +211,7 @@ def test_items_of_a_response_are_the_same_in_a_stream(
 ) -> None:
     kept: list[dict[str, Any]] = []
     answers = [ResponsesAnswer("m", echo={}, keep=kept.append) for _ in range(2)]
-    whole = answers[0].whole(events, [], end)
+    whole = answers[0].whole([Delta(tuple(events))], end)
     chunks = streamed(answers[1], events, end)
     assert [chunk["sequence_number"] for chunk in chunks] == list(range(len(chunks)))
     last = chunks[-1]["response"]

@@ -183,6 +183,23 @@ async def test_what_is_no_call_of_a_tool_is_content(serve: Serve) -> None:
 
 
 @pytest.mark.asyncio
+async def test_stop_strings_are_those_of_the_content(serve: Serve) -> None:
+    thought, call = "<think>\nEND\n</think>\n\n", CALL.replace("Oslo", " END")
+    async with serve(template=TEMPLATE) as served:
+        fields = {"tools": [WEATHER], "stop": [" END", "no"], "logprobs": True}
+        for end, content, reason in ((".", "I look.", "tool_calls"), (" END.", "I look", "stop")):
+            fields = {"tools": [WEATHER], "stop": [" END", "no"], "logprobs": True}
+            for choice in await answered(served, f"{thought}I look{end}\n{call}", **fields):
+                message = choice["message"]
+                assert (message["content"].strip(), choice["finish_reason"]) == (content, reason)
+                assert message["reasoning_content"].strip() == "END"
+                assert ("tool_calls" in message) == (reason == "tool_calls")
+        # All of it is content.
+        for choice in await answered(served, thought, reasoning_format="none", stop="END"):
+            assert choice["message"]["content"] == "<think>\n"
+
+
+@pytest.mark.asyncio
 async def test_reasoning_is_left_in_or_left_out_if_asked(serve: Serve) -> None:
     text = "<think>\nhm\n</think>\n\nyes"
     async with serve(template=TEMPLATE) as served:

@@ -11,8 +11,8 @@ import pytest
 
 from dflash_protocol.errors import ModelFileError, QueueFull
 from dflash_runtime import Engine
+from dflash_runtime.engine.answer_text import Delta
 from dflash_runtime.serving.metrics import Metrics
-from dflash_runtime.serving.text import Delta
 from dflash_runtime.serving.worker import Channel, EngineWorker, Finished, Job, TokenOptions
 
 pytestmark = pytest.mark.asyncio

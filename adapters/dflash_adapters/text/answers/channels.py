@@ -147,7 +147,9 @@ class ChannelParser(AnswerParser):
 
     def _drop_header(self, marker: str = "") -> None:
         """What came instead of a message, with the end marker after it, is content; unless it is
-        the beginning of a mere header."""
+        the beginning of a mere header. Words without a marker are a message without a header."""
         header = "".join(self._header or ())
-        if _MERE_HEADER.fullmatch(header) is None:
+        if not self._has_marker and header.strip().isalpha():
+            self._events.add_text(Content, header)
+        elif _MERE_HEADER.fullmatch(header) is None:
             self._events.add_text(Content, header + marker)

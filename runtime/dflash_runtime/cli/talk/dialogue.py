@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
 
 from dflash_adapters.text.answers import (
-    AnswerEvent,
-    AnswerParser,
     Content,
     Reasoning,
     answer_format,
@@ -18,8 +17,8 @@ from dflash_adapters.text.answers import (
     shown_markers,
 )
 from dflash_protocol.errors import ContextExceeded
+from dflash_runtime.engine.answer_text import Delta, TextAssembler, TextRules
 from dflash_runtime.engine.engine import Engine, GenerationStats
-from dflash_runtime.serving.text import TextAssembler, TextRules
 
 _SCOPE = "chat"
 
@@ -102,7 +101,7 @@ class Dialogue:
         said = [*self.messages, {"role": "user", "content": question}]
         rendered = self._engine.chat_text(said, template=self._options.template)
         prompt = self._encoded(rendered)
-        parser, assembler = self._parts(rendered)
+        assembler = self._assembler(rendered)
         tokens = self._engine.generate(
             prompt,
             self._options.max_tokens or self._engine.num_positions,
@@ -114,22 +113,19 @@ class Dialogue:
         )
         content: list[str] = []
 
-        def shown(events: list[AnswerEvent]) -> Iterator[Content | Reasoning]:
-            for event in events:
+        def shown(delta: Delta | None) -> Iterator[Content | Reasoning]:
+            for event in () if delta is None else delta.events:
                 if isinstance(event, Content):
                     content.append(event.text)
                 if isinstance(event, Content | Reasoning):  # no tool is offered, so none is called
                     yield event
 
         for token in tokens:
-            if (delta := assembler.push(token)) is not None:
-                yield from shown(parser.push(delta.text))
+            yield from shown(assembler.push(token))
             if assembler.is_stopped:
                 break
         tokens.close()  # type: ignore[attr-defined]
-        if (delta := assembler.finish()) is not None:
-            yield from shown(parser.push(delta.text))
-        yield from shown(parser.finish())
+        yield from shown(assembler.finish())
         last = self._engine.last_generation
         self.end = "stop" if assembler.is_stopped else last.finish_reason
         self._keep(question, "".join(content), last)
@@ -142,17 +138,20 @@ class Dialogue:
             raise ContextExceeded(len(prompt), self.num_positions)
         return prompt
 
-    def _parts(self, rendered: str) -> tuple[AnswerParser, TextAssembler]:
-        """What makes text of tokens, and events of text."""
+    def _assembler(self, rendered: str) -> TextAssembler:
+        """What makes events of tokens."""
         tokenizer = self._engine.tokenizer
         own = None if tokenizer is None else tokenizer.chat_template
         spellings = [] if tokenizer is None else [text for text, _, _ in tokenizer.special]
         kind = answer_format(self._options.template or own, spellings)
-        parser = answer_parser(
-            kind, tools={}, starts_in_reasoning=closing_marker(rendered) is not None
+        starts_in_reasoning = closing_marker(rendered) is not None
+        rules = TextRules(
+            self._options.stops,
+            is_chat=True,
+            shown=shown_markers(kind),
+            parser=partial(answer_parser, kind, tools={}, starts_in_reasoning=starts_in_reasoning),
         )
-        rules = TextRules(self._options.stops, is_chat=True, shown=shown_markers(kind))
-        return parser, TextAssembler(tokenizer, rules)
+        return TextAssembler(tokenizer, rules)
 
     def _keep(self, question: str, answer: str, last: GenerationStats) -> None:
         totals = self.totals

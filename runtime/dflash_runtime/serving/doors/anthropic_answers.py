@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from dflash_adapters.text.answers import AnswerEvent, Content, Reasoning, ToolCall
+from dflash_runtime.engine.answer_text import Delta, joined_events
 from dflash_runtime.engine.engine import GenerationStats
-from dflash_runtime.serving.answers import Answer, joined_events
-from dflash_runtime.serving.text import Delta
+from dflash_runtime.serving.answers import Answer, events_of
 from dflash_runtime.serving.wire import NAMED_EVENTS, Chunk
 from dflash_runtime.serving.worker import Finished
 
@@ -40,10 +40,10 @@ class MessagesAnswer(Answer):
         started = self._message([], GenerationStats(num_prompt_tokens=num_prompt_tokens))
         return [{"type": "message_start", "message": started}, _PING]
 
-    def next_chunks(self, events: Sequence[AnswerEvent], delta: Delta) -> list[Chunk]:
+    def next_chunks(self, delta: Delta) -> list[Chunk]:
         """Beginnings, parts and ends of blocks."""
         chunks: list[Chunk] = []
-        for event in events:
+        for event in delta.events:
             if not isinstance(event, self._open or ToolCall):
                 chunks += self._closed()
             match event:
@@ -67,17 +67,15 @@ class MessagesAnswer(Answer):
                     ]
         return chunks
 
-    def last_chunks(self, events: Sequence[AnswerEvent], finished: Finished) -> list[Chunk]:
+    def last_chunks(self, finished: Finished) -> list[Chunk]:
         """The end of the last block, then why it ended, and the counts."""
-        chunks = [*self.next_chunks(events, Delta("", (), ())), *self._closed()]
+        chunks = self._closed()
         delta = {"type": "message_delta", "delta": self._why(finished)}
         return [*chunks, {**delta, "usage": _usage(finished.stats)}, {"type": "message_stop"}]
 
-    def whole(
-        self, events: Sequence[AnswerEvent], deltas: Sequence[Delta], finished: Finished
-    ) -> dict[str, Any]:
+    def whole(self, deltas: Sequence[Delta], finished: Finished) -> dict[str, Any]:
         """The message."""
-        content = [self._block(event) for event in joined_events(events)]
+        content = [self._block(event) for event in joined_events(events_of(deltas))]
         return {**self._message(content, finished.stats), **self._why(finished)}
 
     def _message(self, content: list[dict[str, Any]], stats: GenerationStats) -> dict[str, Any]:

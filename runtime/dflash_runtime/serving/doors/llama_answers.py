@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dflash_adapters.text.answers import AnswerEvent, Content
+from dflash_runtime.engine.answer_text import Delta
 from dflash_runtime.serving.answers import Answer
 from dflash_runtime.serving.doors.openai_answers import timings, token_text
 from dflash_runtime.serving.llama_fields import LlamaCompletionBody
-from dflash_runtime.serving.text import Delta
 from dflash_runtime.serving.wire import EVENTS, Chunk
 from dflash_runtime.serving.worker import Finished
 
@@ -40,24 +39,23 @@ class LlamaAnswer(Answer):
         self._num_prompt = num_prompt_tokens
         return []
 
-    def next_chunks(self, events: Sequence[AnswerEvent], delta: Delta) -> list[Chunk]:
+    def next_chunks(self, delta: Delta) -> list[Chunk]:
         """The chunk of some text; it may be empty."""
         self._num_written += len(delta.tokens)
-        chunk = self._chunk(_text(events), [token.token_id for token in delta.tokens])
+        chunk = self._chunk(delta.text, [token.token_id for token in delta.tokens])
         if self.body.n_probs:
             chunk["completion_probabilities"] = self._probabilities([delta])
         return [chunk]
 
-    def last_chunks(self, events: Sequence[AnswerEvent], finished: Finished) -> list[Chunk]:
+    def last_chunks(self, finished: Finished) -> list[Chunk]:
         """The chunk after the last token."""
-        return [self.body.wanted(self._last(_text(events), [], finished))]
+        return [self.body.wanted(self._last("", [], finished))]
 
-    def whole(
-        self, events: Sequence[AnswerEvent], deltas: Sequence[Delta], finished: Finished
-    ) -> dict[str, Any]:
+    def whole(self, deltas: Sequence[Delta], finished: Finished) -> dict[str, Any]:
         """The answer as one object."""
         ids = [token.token_id for delta in deltas for token in delta.tokens]
-        whole = self._last(_text(events), ids if self.body.return_tokens else [], finished)
+        text = "".join(delta.text for delta in deltas)
+        whole = self._last(text, ids if self.body.return_tokens else [], finished)
         if self.body.n_probs:
             whole["completion_probabilities"] = self._probabilities(deltas)
         return self.body.wanted(whole)
@@ -112,7 +110,3 @@ class LlamaAnswer(Answer):
             "bytes": list(data),
             "logprob": max(logprob, _LEAST_LOGPROB),
         }
-
-
-def _text(events: Sequence[AnswerEvent]) -> str:
-    return "".join(event.text for event in events if isinstance(event, Content))

@@ -10,9 +10,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from dflash_adapters.text.answers import AnswerEvent, Content, Reasoning, ToolCall
-from dflash_runtime.serving.answers import Answer
+from dflash_runtime.engine.answer_text import Delta
+from dflash_runtime.serving.answers import Answer, events_of
 from dflash_runtime.serving.doors.openai_answers import token_text
-from dflash_runtime.serving.text import Delta
 from dflash_runtime.serving.wire import JSON_LINES, Chunk
 from dflash_runtime.serving.worker import Finished
 
@@ -32,21 +32,19 @@ class OllamaAnswer(Answer):
 
     wire = JSON_LINES
 
-    def next_chunks(self, events: Sequence[AnswerEvent], delta: Delta) -> list[Chunk]:
+    def next_chunks(self, delta: Delta) -> list[Chunk]:
         """The lines of text that became final; with log-probabilities one."""
         if self.has_logprobs:
-            return [{**self._line(self._part(events)), "logprobs": self._logprobs([delta])}]
-        return self._lines(events)
+            return [{**self._line(self._part(delta.events)), "logprobs": self._logprobs([delta])}]
+        return [self._line(self._part([event])) for event in delta.events]
 
-    def last_chunks(self, events: Sequence[AnswerEvent], finished: Finished) -> list[Chunk]:
-        """The lines after the last token."""
-        return [*self._lines(events), {**self._line(self._part([])), **self._end(finished)}]
+    def last_chunks(self, finished: Finished) -> list[Chunk]:
+        """The line after the last token."""
+        return [{**self._line(self._part([])), **self._end(finished)}]
 
-    def whole(
-        self, events: Sequence[AnswerEvent], deltas: Sequence[Delta], finished: Finished
-    ) -> dict[str, Any]:
+    def whole(self, deltas: Sequence[Delta], finished: Finished) -> dict[str, Any]:
         """The answer as one object."""
-        whole = {**self._line(self._part(events)), **self._end(finished)}
+        whole = {**self._line(self._part(events_of(deltas))), **self._end(finished)}
         if self.has_logprobs:
             whole["logprobs"] = self._logprobs(deltas)
         return whole
@@ -54,9 +52,6 @@ class OllamaAnswer(Answer):
     def nothing(self, reason: str) -> dict[str, Any]:
         """The whole answer to a request that asks for no text."""
         return {**self._line(self._part([])), "done": True, "done_reason": reason}
-
-    def _lines(self, events: Sequence[AnswerEvent]) -> list[Chunk]:
-        return [self._line(self._part([event])) for event in events]
 
     def _line(self, part: dict[str, Any]) -> dict[str, Any]:
         now = datetime.now(UTC).isoformat().replace("+00:00", "Z")

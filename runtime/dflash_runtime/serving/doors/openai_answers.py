@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from dflash_adapters.text.answers import AnswerEvent, Content, Reasoning, ToolCall
+from dflash_runtime.engine.answer_text import Delta
 from dflash_runtime.engine.engine import GenerationStats
-from dflash_runtime.serving.answers import Answer
-from dflash_runtime.serving.text import Delta
+from dflash_runtime.serving.answers import Answer, events_of
 from dflash_runtime.serving.wire import EVENTS_UNTIL_DONE, Chunk
 from dflash_runtime.serving.worker import Finished
 
@@ -46,9 +46,9 @@ class OpenAIAnswer(Answer):
     def request_id(self) -> str:
         return self.id
 
-    def next_chunks(self, events: Sequence[AnswerEvent], delta: Delta) -> list[Chunk]:
+    def next_chunks(self, delta: Delta) -> list[Chunk]:
         """The chunks of text that became final; with log-probabilities at least one."""
-        parts, logprobs = self._parts(events), self._logprobs([delta])
+        parts, logprobs = self._parts(delta.events), self._logprobs([delta])
         if not parts and logprobs is not None:
             parts = [self._part("")]
         chunks = [self._chunk(part, None, None) for part in parts]
@@ -56,21 +56,18 @@ class OpenAIAnswer(Answer):
             chunks[0]["choices"][0]["logprobs"] = logprobs
         return chunks
 
-    def last_chunks(self, events: Sequence[AnswerEvent], finished: Finished) -> list[Chunk]:
+    def last_chunks(self, finished: Finished) -> list[Chunk]:
         """The chunks after the last token."""
-        chunks = [self._chunk(part, None, None) for part in self._parts(events)]
         last = self._chunk(self._part(None), None, self._finish_reason(finished.finish_reason))
         last["timings"] = timings(finished.stats)
         usage_chunk = {**self._envelope(self.chunk_kind, []), "usage": usage(finished.stats)}
-        return [*chunks, last, usage_chunk] if self.stream_usage else [*chunks, last]
+        return [last, usage_chunk] if self.stream_usage else [last]
 
-    def whole(
-        self, events: Sequence[AnswerEvent], deltas: Sequence[Delta], finished: Finished
-    ) -> dict[str, Any]:
+    def whole(self, deltas: Sequence[Delta], finished: Finished) -> dict[str, Any]:
         """The answer as one object."""
         choice = {
             "index": 0,
-            **self._whole(events),
+            **self._whole(events_of(deltas)),
             "logprobs": self._logprobs(deltas),
             "finish_reason": self._finish_reason(finished.finish_reason),
         }

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dflash_adapters.text.answers import AnswerEvent, Content, Reasoning, ToolCall
+from dflash_runtime.engine.answer_text import Delta, joined_events
 from dflash_runtime.engine.engine import GenerationStats
-from dflash_runtime.serving.answers import Answer, joined_events
+from dflash_runtime.serving.answers import Answer, events_of
 from dflash_runtime.serving.errors import ApiError, ErrorForm
-from dflash_runtime.serving.text import Delta
 from dflash_runtime.serving.wire import NAMED_EVENTS, Chunk
 from dflash_runtime.serving.worker import Finished
 
@@ -52,10 +52,10 @@ class ResponsesAnswer(Answer):
         kinds = ("response.created", "response.in_progress")
         return [self._event(kind, response=response) for kind in kinds]
 
-    def next_chunks(self, events: Sequence[AnswerEvent], delta: Delta) -> list[Chunk]:
+    def next_chunks(self, delta: Delta) -> list[Chunk]:
         """Beginnings, parts and ends of items."""
         chunks: list[Chunk] = []
-        for event in events:
+        for event in delta.events:
             if self._open is not None and not isinstance(event, type(self._open[0])):
                 chunks += self._closed("completed")
             match event:
@@ -65,19 +65,16 @@ class ResponsesAnswer(Answer):
                     chunks += self._text_chunks(event)
         return chunks
 
-    def last_chunks(self, events: Sequence[AnswerEvent], finished: Finished) -> list[Chunk]:
+    def last_chunks(self, finished: Finished) -> list[Chunk]:
         """The end of the last item, then the whole response."""
-        chunks = self.next_chunks(events, Delta("", (), ()))
         status = _status(finished)
-        chunks += self._closed(status)
+        chunks = self._closed(status)
         response = self._ended(status, finished)
         return [*chunks, self._event(f"response.{status}", response=response)]
 
-    def whole(
-        self, events: Sequence[AnswerEvent], deltas: Sequence[Delta], finished: Finished
-    ) -> dict[str, Any]:
+    def whole(self, deltas: Sequence[Delta], finished: Finished) -> dict[str, Any]:
         """The response."""
-        status, joined = _status(finished), joined_events(events)
+        status, joined = _status(finished), joined_events(events_of(deltas))
         for event in joined:
             # Calls are given once they are complete.
             is_cut = event is joined[-1] and not isinstance(event, ToolCall)

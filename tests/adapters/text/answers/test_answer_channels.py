@@ -32,6 +32,12 @@ TO_NOW = "<|channel|>commentary to=functions.now<|message|>"
         ("no channels at all", [Content("no channels at all")]),
         (" no channels", [Content(" no channels")]),
         (" to be", [Content(" to be")]),
+        ("t", [Content("t")]),
+        (" to", [Content(" to")]),
+        ("to<|end|>", [Content("to")]),
+        ("<|channel|>final<|message|>a<|end|>t<|return|>", [Content("at")]),
+        ("to<|channel|>final<|message|>a", [Content("a")]),
+        ("\n", []),
         ("<|channel|>finally<|message|>this", [Content("this")]),
         (
             "<|channel|>final <|constrain|>json<|message|>[1]<|end|>",

@@ -1,4 +1,4 @@
-"""What is shown of a text while it is written: whole characters, nothing of a stop string."""
+"""What is shown of an answer while it is written: whole characters, nothing of a stop string."""
 
 from __future__ import annotations
 
@@ -10,9 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_adapters.gguf.file import GgufFile
+from dflash_adapters.text.answers import (
+    AnswerEvent,
+    AnswerFormat,
+    AnswerParser,
+    Content,
+    answer_parser,
+)
 from dflash_adapters.text.tokenizer import Tokenizer, load_tokenizer
+from dflash_runtime.engine.answer_text import Delta, TextAssembler, TextRules, joined_events
 from dflash_runtime.engine.engine import GeneratedToken
-from dflash_runtime.serving.text import Delta, TextAssembler, TextRules
 from support.compared_tokenizers import load
 from support.vocabularies import CONTROL, small
 
@@ -140,3 +147,75 @@ def test_text_stops_and_tokens_agree_with_the_definition(
     offsets = [offset for delta in deltas for offset in delta.offsets]
     assert offsets == sorted(offsets)
     assert not offsets or offsets[-1] < max(1, len(expected))
+
+
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "a STOP"}}\n</tool_call>'
+PARTS = st.sampled_from(
+    ["<think>", "</think>", CALL, "<tool_call>", "a", "ab", " ", "\n", "STOP", "ST", "OP", "é", "<"]
+)
+
+
+def hermes() -> AnswerParser:
+    return answer_parser(AnswerFormat.HERMES, tools={"look": {}})
+
+
+@given(st.lists(PARTS, max_size=12), st.lists(st.sampled_from(["STOP", "\n\n", "ba", "é "])))
+def test_of_an_answer_that_is_divided_the_content_has_stop_strings(
+    tokenizer: Tokenizer, parts: list[str], stops: list[str]
+) -> None:
+    text = "".join(parts)
+    parser = hermes()
+    expected: list[AnswerEvent] = []
+    for event in joined_events([*parser.push(text), *parser.finish()]):
+        if not isinstance(event, Content):
+            expected.append(event)
+            continue
+        before = until_stop(event.text, stops)
+        expected += [Content(before)] if before else []
+        if before != event.text or any(before.endswith(stop) for stop in stops):
+            break
+    rules = TextRules(tuple(stops), is_chat=True, shown=(), parser=hermes)
+    assembler = TextAssembler(tokenizer, rules)
+    deltas, tokens = [], byte_tokens(text)
+    for token_id in tokens:
+        deltas.append(assembler.push(GeneratedToken(token_id, "")))
+        if assembler.is_stopped:
+            break
+    deltas.append(assembler.finish())
+    found = [delta for delta in deltas if delta is not None]
+    assert joined_events(event for delta in found for event in delta.events) == expected
+    num_tokens = sum(len(delta.tokens) for delta in found)
+    if not assembler.is_stopped:
+        assert num_tokens == len(tokens)
+    else:  # all before the stop string, and none of it
+        taken = text.encode()[:num_tokens].decode()
+        assert text[len(taken) :].startswith(assembler.stop or "?")
+        assert taken.rstrip().endswith(before.rstrip())
+
+
+def test_a_stop_string_that_is_certain_only_at_the_end_ends_the_answer_there(
+    tokenizer: Tokenizer,
+) -> None:
+    rules = TextRules(("STOP",), is_chat=True, shown=(), parser=hermes)
+    assembler = TextAssembler(tokenizer, rules)
+    begun = CALL[:-13]  # it may be a call until the end
+    for token_id in byte_tokens(begun):
+        assembler.push(GeneratedToken(token_id, ""))
+        assert not assembler.is_stopped
+    last = assembler.finish()
+    assert assembler.stop == "STOP"
+    assert last is not None
+    assert last.text == begun.partition("STOP")[0]
+    assert len(last.tokens) == len(last.text)
+
+
+def test_reasoning_that_is_no_part_of_an_answer_is_left_out(tokenizer: Tokenizer) -> None:
+    rules = TextRules(("h",), is_chat=True, shown=(), parser=hermes, has_reasoning=False)
+    assembler = TextAssembler(tokenizer, rules)
+    text = "<think>hm</think>yes"
+    pushed = [assembler.push(GeneratedToken(each, "")) for each in byte_tokens(text)]
+    deltas = [delta for delta in [*pushed, assembler.finish()] if delta is not None]
+    assert [event for delta in deltas for event in delta.events] == [
+        Content(character) for character in "yes"
+    ]
+    assert sum(len(delta.tokens) for delta in deltas) == len(text)
