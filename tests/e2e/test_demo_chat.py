@@ -68,6 +68,17 @@ def test_the_trained_model_answers_reasons_and_calls_a_tool() -> None:
             "get_time",
             {"city": "Rome"},
         )
+        schema = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}}
+        named = {"name": "city", "schema": {**schema, "required": ["city"]}}
+        beside = {"response_format": {"type": "json_schema", "json_schema": named}}
+        again = chat(asked, tools=[GET_TIME], **beside)
+        [same] = again.message.tool_calls
+        assert (same.function, again.finish_reason) == (call.function, "tool_calls")
+        answered = chat(user("What is the capital of Norway?"), tools=[GET_TIME], **beside)
+        assert (json.loads(answered.message.content), answered.message.tool_calls) == (
+            {"city": "Oslo"},
+            None,
+        )
         result = {"role": "tool", "tool_call_id": call.id, "content": "14:05"}
         talk = [*asked, called.message.model_dump(exclude_none=True), result]
         assert "14:05" in chat(talk, tools=[GET_TIME]).message.content

@@ -12,7 +12,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
@@ -25,18 +24,11 @@ from dflash_adapters.text.grammar import (
     GrammarKind,
     GrammarSource,
 )
-from dflash_adapters.text.schema_checks import SPACE, check_cost
-from dflash_adapters.text.schema_forms import in_one_form
-from dflash_adapters.text.schema_rewrites import rewritten
+from dflash_adapters.text.json_grammar import known_schema
 from dflash_adapters.text.tokenizer import Tokenizer
 from dflash_protocol.errors import GrammarError, one_line
 
-if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions
-
 _KEPT_GRAMMARS = 16
-_ESCAPES = '"\\bfnrt'
-"""In JSON's strings. Not ``u``: names of properties could be written so a second time."""
 _LIMITS = LLParserLimits(
     max_lexer_states=50_000,  # of 1 to 2 kB
     max_grammar_size=100_000,
@@ -132,23 +124,7 @@ def compiled(source: GrammarSource, vocabulary: LLTokenizer) -> Grammar:
 
 
 def _json_schema(source: GrammarSource) -> str:
-    schema = json.loads(source.text)
-    if not isinstance(schema, dict | bool):
-        raise GrammarError("a JSON schema is an object")
-    space = SPACE if source.space is None else source.space
-    options: JsonCompileOptions = {}
-    if "\\u00" not in source.text:  # control characters of constants have no other spelling
-        options["json_allowed_escapes"] = _ESCAPES
-    if space:
-        options["whitespace_pattern"] = space
-    else:
-        options["whitespace_flexible"] = False
-    plain = in_one_form(schema)
-    check_cost(plain)
-    known = rewritten(plain)
-    # The text itself where it can be: it has numbers of any size.
-    text = source.text if known is schema else json.dumps(known, allow_nan=False)
-    text = '{"allOf":[false]}' if known is False else "{}" if known is True else text
+    text, options = known_schema(source)
     return LLMatcher.grammar_from_json_schema(text, overrides=options)
 
 

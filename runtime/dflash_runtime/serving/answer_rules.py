@@ -18,6 +18,7 @@ from dflash_adapters.text.answers import (
 from dflash_adapters.text.answers.channels import FINAL_MESSAGE
 from dflash_adapters.text.answers.enforced import ENFORCED_FORMATS, call_grammar
 from dflash_adapters.text.grammar import Grammar, GrammarKind, GrammarSource
+from dflash_adapters.text.json_grammar import json_rule
 from dflash_protocol.errors import GrammarError
 from dflash_runtime.engine.engine import Engine
 from dflash_runtime.serving.errors import ApiError
@@ -54,9 +55,12 @@ class AnswerRules:
             self.kind, tools=self.tools, starts_in_reasoning=self.closes is not None
         )
 
-    def call_source(self, engine: Engine, rules: CallRules) -> GrammarSource:
-        """The grammar of an answer whose calls follow `rules`. Raises: ApiError if that is not
-        known of this format, or a schema would take too long."""
+    def call_source(
+        self, engine: Engine, rules: CallRules, content: GrammarSource | None
+    ) -> GrammarSource:
+        """The grammar of an answer whose calls follow `rules`, and that follows the JSON schema
+        `content` where it has none. Raises: ApiError if that is not known of this format, or a
+        schema would take too long."""
         if self.kind not in ENFORCED_FORMATS:
             raise ApiError(
                 400,
@@ -74,6 +78,7 @@ class AnswerRules:
                 control_ids={
                     each: token_id for each, token_id, is_control in special if is_control
                 },
+                content=None if content is None else json_rule(content),
             )
         except GrammarError as error:
             raise ApiError(400, f"{rules.field}: {error}", param=rules.field) from error

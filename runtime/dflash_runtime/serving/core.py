@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
+from dflash_adapters.text.answers import AnswerFormat
 from dflash_adapters.text.grammar import Grammar, GrammarKind, GrammarSource
 from dflash_adapters.text.tokenizer import Tokenizer
 from dflash_protocol.errors import ContextExceeded, GrammarError, SettingsError
@@ -176,17 +177,22 @@ class Visit:
     ) -> tuple[str, GrammarSource] | None:
         """What a chat's answer is to follow, and the field that says so. Raises: ApiError."""
         constraint = constraint_of(body)
-        if (calls := body.call_rules(rendered.tools)) is None:
+        field, content = (None, None) if constraint is None else constraint
+        is_json = content is not None and content.kind is GrammarKind.JSON_SCHEMA
+        may_call = rules.kind is not AnswerFormat.PLAIN
+        calls = body.call_rules(rendered.tools, beside=field if is_json and may_call else None)
+        if calls is None:
             return constraint
-        if constraint is not None:
+        if constraint is not None and not is_json:
             raise ApiError(
                 400,
-                f"{calls.field}: an answer follows that or {constraint[0]}, not both",
+                f"{calls.field}: an answer follows that or {field}, not both",
                 param=calls.field,
             )
+        await self._grammar(constraint)  # what is wrong with it alone is said of its own field
 
         def sources() -> Iterator[GrammarSource]:
-            yield rules.call_source(self.engine, calls)
+            yield rules.call_source(self.engine, calls, content)
 
         # Like compiling: of large schemas it takes long.
         [source] = await self._received.made(sources(), turns=self.state.bodies.compiling)

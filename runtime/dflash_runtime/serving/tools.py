@@ -97,17 +97,24 @@ class ToolFields(BaseModel):
             raise _refused("tool_choice", "there are no tools")
         return [] if choice == "none" else tools
 
-    def call_rules(self, tools: list[Tool]) -> CallRules | None:
-        """What calls of the offered tools have to follow; None: nothing."""
+    def call_rules(self, tools: list[Tool], *, beside: str | None = None) -> CallRules | None:
+        """What calls of the offered tools have to follow; None: nothing. `beside` is the field with
+        the schema of the content, if there is one."""
         choice, named = self.tool_choice, None
         if isinstance(choice, NamedTool):
             named = choice.function.name
         is_required, is_single = named is not None or choice == "required", named is not None
         is_single = is_single or self.parallel_tool_calls is False
         is_strict = any(tool.function.strict for tool in tools)
-        if not tools or not (is_required or is_single or is_strict):
+        fields = {
+            "tool_choice": is_required,
+            "tools": is_strict,
+            "parallel_tool_calls": is_single,
+            beside: beside is not None,
+        }
+        field = next((name for name, asks in fields.items() if asks), None)
+        if not tools or field is None:
             return None
-        field = "tool_choice" if is_required else "tools" if is_strict else "parallel_tool_calls"
         schemas = {
             tool.function.name: tool.function.parameters or {}
             if is_required or tool.function.strict

@@ -117,9 +117,12 @@ def test_arguments_of_earlier_calls_are_objects_for_the_template(
     assert message["content"] == ""
 
 
-async def answered(served: Any, text: str, **fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The only choice of an answer with this text, whole, and put together from a stream."""
-    asked = {"messages": MESSAGES, "choice": [text], **fields}
+async def answered(
+    served: Any, text: str | None, **fields: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The only choice of an answer, with this text if there is one, whole, and put together from a
+    stream."""
+    asked = {"messages": MESSAGES, "choice": None if text is None else [text], **fields}
     response = await served.post("/v1/chat/completions", **asked)
     assert response.status_code == 200, response.text
     whole = response.json()["choices"][0]
@@ -273,6 +276,45 @@ async def test_a_tool_that_has_to_be_called_is_with_arguments_of_its_schema(serv
                 assert answer["message"]["content"] is None
 
 
+COLOUR = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "blue"]}},
+    "required": ["colour"],
+    "additionalProperties": False,
+}
+FOLLOWS_COLOUR = {
+    "response_format": {"type": "json_schema", "json_schema": {"name": "c", "schema": COLOUR}}
+}
+
+
+@pytest.mark.asyncio
+async def test_content_follows_its_schema_beside_tools(serve: Serve) -> None:
+    ends = set()
+    async with serve(template=TEMPLATE) as served:
+        for seed in range(8):
+            fields: dict[str, Any] = {"tools": [STRICT], "parallel_tool_calls": False}
+            fields |= {"seed": seed, "max_tokens": 200, **FOLLOWS_COLOUR}
+            for choice in await answered(served, None, **fields):
+                message = choice["message"]
+                ends.add(choice["finish_reason"])
+                for call in message.get("tool_calls", []):
+                    assert json.loads(call["function"]["arguments"])["a"] in (1, 2)
+                if choice["finish_reason"] == "stop":
+                    assert json.loads(message["content"])["colour"] in ("red", "blue")
+                elif choice["finish_reason"] == "tool_calls":
+                    assert not message["content"]
+        assert ends == {"stop", "tool_calls"}
+        for fields, param in (
+            ({"json_schema": {"type": "strin"}}, "json_schema"),
+            ({"guided_json": "["}, "guided_json"),
+        ):
+            response = await served.post(
+                "/v1/chat/completions", messages=MESSAGES, tools=[STRICT], **fields
+            )
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == param
+
+
 @pytest.mark.asyncio
 async def test_what_cannot_be_enforced_is_refused(serve: Serve) -> None:
     other = TEMPLATE.replace("<tool_call>", "<minimax:tool_call>")
@@ -281,6 +323,7 @@ async def test_what_cannot_be_enforced_is_refused(serve: Serve) -> None:
             ({"tools": [STRICT]}, "tools"),
             ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
             ({"tools": [WEATHER], "parallel_tool_calls": False}, "parallel_tool_calls"),
+            ({"tools": [WEATHER], **FOLLOWS_COLOUR}, "response_format"),
         ):
             response = await served.post("/v1/chat/completions", messages=MESSAGES, **fields)
             assert response.status_code == 400

@@ -75,12 +75,14 @@ def call_grammar(
     is_required: bool,
     is_single: bool,
     control_ids: Mapping[str, int],
+    content: str | None = None,
 ) -> str:
     """A grammar for answers that may call these tools, each with arguments that follow its schema.
 
     `is_required`: the answer is nothing but calls; else text may stand before them, in which no
-    call begins. `is_single`: at most one call. `control_ids`: control tokens by their spellings.
-    `kind` is one of ENFORCED_FORMATS, and there is at least one tool.
+    call begins, or with `content`, which `json_rule` made, the answer is that instead of calls.
+    `is_single`: at most one call. `control_ids`: control tokens by their spellings. `kind` is one
+    of ENFORCED_FORMATS, and there is at least one tool.
     Raises: GrammarError for schemas that would take too long.
     """
 
@@ -88,17 +90,21 @@ def call_grammar(
         return _written(text, control_ids)
 
     arguments = _arguments(tools)
-    call = " | ".join(f"call_{each}" for each in range(len(tools)))
     if kind is AnswerFormat.HARMONY:
-        return _channels(arguments, call, is_required=is_required, written=written)
+        final = None if is_required else _final(content, written)
+        has_preamble = is_required or content is None  # it would be content
+        return _channels(arguments, final, has_preamble=has_preamble, written=written)
     shape = _SHAPES[kind]
     if kind is AnswerFormat.MISTRAL and "[ARGS]" not in control_ids:
         shape = _MISTRAL_LIST
+    call = _any_call(arguments)
     suffix = f" /{shape.suffix}/ " if shape.suffix else " "
     more = "" if is_single else f"({written(shape.between)} ({call}))*"
     lines = ["%llguidance {}"]
     if is_required:
         lines.append(f"start: {written(shape.entry)} calls")
+    elif content is not None:
+        lines += [f"start: content | {written(shape.entry)} calls", f"content: {content}"]
     elif shape.entry in control_ids:
         lines += [f"start: TEXT ({written(shape.entry)} calls)?", "TEXT: /(.|\\n)*/"]
     else:
@@ -113,32 +119,45 @@ def call_grammar(
 
 def _channels(
     arguments: Mapping[str, str],
-    call: str,
+    final: str | None,
     *,
-    is_required: bool,
+    has_preamble: bool,
     written: Callable[[str], str],
 ) -> str:
-    """The same in messages, of which a call is the last one. Reasoning may come first, and a text
-    for the user before a call."""
+    """The same in messages, of which a call is the last one, or `final`. Reasoning may come first,
+    and with `has_preamble` a text for the user."""
     ends = written("<|end|>")
     lazy = "" if ends.startswith("<[") else "[lazy]"  # a text cannot have control tokens
+    first = "analysis? preamble?" if has_preamble else "analysis?"
     lines = [
         "%llguidance {}",
-        f"start: analysis? preamble? {'call' if is_required else '(call | final)'}",
-        f"call: {call}",
+        f"start: {first} {'call' if final is None else '(call | final)'}",
+        f"call: {_any_call(arguments)}",
         f"until_end{lazy}: TEXT {ends}",
         "TEXT: /(.|\\n)*/",
+        "FINAL: /([^<]|<+[^<|])*<*/",  # without a marker
     ]
     for name, channel in (("analysis", "analysis"), ("preamble", "commentary")):
         head = written(f"<|channel|>{channel}<|message|>")
         lines.append(f"{name}: {head} until_end {written('<|start|>assistant')}")
-    if not is_required:
-        lines.append(f"final: {written('<|channel|>final<|message|>')} FINAL")
-        lines.append("FINAL: /([^<]|<+[^<|])*<*/")  # without a marker
+    if final is not None:
+        lines.append(f"final: {final}")
     for each, (name, follows) in enumerate(arguments.items()):
         head = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
         lines.append(f"call_{each}: {written(head)} {follows}")
     return "\n".join(lines) + "\n"
+
+
+def _final(content: str | None, written: Callable[[str], str]) -> str:
+    """The last message, if it is no call."""
+    channel, message = written("<|channel|>final"), written("<|message|>")
+    if content is None:
+        return f"{channel} {message} FINAL"
+    return f"{channel} ({written(' <|constrain|>json')})? {message} {content}"
+
+
+def _any_call(arguments: Mapping[str, str]) -> str:
+    return " | ".join(f"call_{each}" for each in range(len(arguments)))
 
 
 def _arguments(tools: Tools) -> dict[str, str]:

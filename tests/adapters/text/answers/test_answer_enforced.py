@@ -20,6 +20,7 @@ from dflash_adapters.text.grammar import (
     GrammarSource,
 )
 from dflash_adapters.text.grammar_compiler import GrammarCompiler
+from dflash_adapters.text.json_grammar import json_rule
 from dflash_adapters.text.tokenizer import Tokenizer, load_tokenizer
 from dflash_protocol.errors import GrammarError
 from support.answer_families import FAMILIES, LOOK, NOW, SIZE, TOOLS, Family
@@ -89,6 +90,75 @@ def test_calls_are_taken_as_the_family_writes_them(
         grammar = compiled(compiler, family.kind, **rules)
         texts = (one, all_, wrong, unknown, words, words + one, words + all_, words + wrong, "")
         assert {text for text in texts if takes(grammar, tokenizer, text)} == taken
+
+
+SKY = {"type": "object", "properties": {"sky": {"enum": ["blue"]}}, "required": ["sky"]}
+BLUE, RED = '{"sky": "blue"}', '{"sky": "red"}'
+
+
+def json_of(schema: object, space: str | None = None) -> str:
+    return json_rule(GrammarSource(GrammarKind.JSON_SCHEMA, json.dumps(schema), space))
+
+
+@pytest.mark.parametrize("family", ENFORCED, ids=lambda family: family.name)
+def test_content_that_follows_a_schema_comes_instead_of_calls(
+    family: Family, compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    one, all_ = family.calls([LOOK]), family.calls([SIZE, LOOK, NOW])
+    wrong = family.calls([("Sky.look", {"up": 1})])
+    texts = (one, all_, BLUE, wrong, RED, "", "I look.", BLUE + one, "I look.\n" + one)
+    content = json_of({**SKY, "additionalProperties": False})
+    cases: list[tuple[dict[str, Any], set[str]]] = [
+        ({}, {one, all_, BLUE}),
+        ({"is_single": True}, {one, BLUE}),
+        ({"is_required": True}, {one, all_}),
+    ]
+    for rules, taken in cases:
+        grammar = compiled(compiler, family.kind, content=content, **rules)
+        assert {text for text in texts if takes(grammar, tokenizer, text)} == taken
+
+
+def test_in_channels_the_last_message_follows_the_schema(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    call = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
+    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    preamble = thought.replace("analysis", "commentary")
+    heads = ("<|channel|>final<|message|>", "<|channel|>final <|constrain|>json<|message|>")
+    grammar = compiled(compiler, AnswerFormat.HARMONY, content=json_of(SKY))
+    for before in ("", thought):
+        assert takes(grammar, tokenizer, before + call)
+        for head in heads:
+            assert takes(grammar, tokenizer, before + head + BLUE)
+            assert not takes(grammar, tokenizer, before + head + RED)
+    assert not takes(grammar, tokenizer, preamble + call)  # which would be content
+    required = compiled(compiler, AnswerFormat.HARMONY, content=json_of(SKY), is_required=True)
+    assert takes(required, tokenizer, preamble + call)
+    assert not takes(required, tokenizer, heads[0] + BLUE)
+
+
+def test_content_is_compiled_as_a_schema_alone_is(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    def grammars(schema: object, space: str | None = None) -> list[Grammar]:
+        alone = GrammarSource(GrammarKind.JSON_SCHEMA, json.dumps(schema), space)
+        rule = json_of(schema, space)
+        return [compiler.compile(alone), compiled(compiler, AnswerFormat.HERMES, content=rule)]
+
+    for grammar in grammars(SKY, ""):
+        assert not takes(grammar, tokenizer, BLUE)
+        assert takes(grammar, tokenizer, BLUE.replace(" ", ""))
+    referred = {"$ref": "#/$defs/sky", "$defs": {"sky": SKY}}
+    for schema in (SKY, {"oneOf": [SKY, {"type": "null"}]}, referred, True):
+        for grammar in grammars(schema):
+            assert takes(grammar, tokenizer, BLUE)
+    for text in ("[", "[1]", '{"$ref": "https://example.org"}', "[" * 5000):
+        with pytest.raises(GrammarError):
+            compiled(
+                compiler,
+                AnswerFormat.HERMES,
+                content=json_rule(GrammarSource(GrammarKind.JSON_SCHEMA, text)),
+            )
 
 
 @pytest.mark.parametrize("ends", ["<|end|>", "<|im_start|>"], ids=["text", "control token"])
