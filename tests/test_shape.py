@@ -40,6 +40,7 @@ ATTRIBUTES = {
     "protocol/dflash_protocol/settings/table.py:Settings": SETTINGS,
     "protocol/dflash_protocol/wire/messages.py:Offer": MESSAGE,
     "protocol/dflash_protocol/wire/messages.py:Welcome": MESSAGE,
+    "runtime/dflash_runtime/engine/generate_options.py:AnswerOptions": KEYWORDS,
     "runtime/dflash_runtime/engine/generate_options.py:GenerateOptions": KEYWORDS,
     "runtime/dflash_runtime/engine/generate_options.py:TokenChoice": KEYWORDS,
     "runtime/dflash_runtime/serving/metrics.py:Metrics": METRICS,

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from dflash_adapters.text.answers import Content, Reasoning, ToolCall
     from dflash_adapters.text.grammar import Grammar
     from dflash_protocol import __version__, errors
     from dflash_protocol.settings import Settings, load_settings
@@ -21,13 +22,16 @@ _ENGINE = "dflash_runtime.engine"
 _HOMES = {
     "AsyncEngine": f"{_ENGINE}.async_engine",
     "AsyncGeneration": f"{_ENGINE}.async_engine",
+    "Content": "dflash_adapters.text.answers",
     "Engine": f"{_ENGINE}.engine",
     "EngineStats": f"{_ENGINE}.engine",
     "GeneratedToken": f"{_ENGINE}.generation",
     "GenerationStats": f"{_ENGINE}.generation",
     "Grammar": "dflash_adapters.text.grammar",
     "Penalties": f"{_ENGINE}.penalties",
+    "Reasoning": "dflash_adapters.text.answers",
     "Settings": "dflash_protocol.settings",
+    "ToolCall": "dflash_adapters.text.answers",
     "Verified": f"{_ENGINE}.engine",
     "__version__": "dflash_protocol",
     "errors": "dflash_protocol",
@@ -39,13 +43,16 @@ _HOMES = {
 __all__ = [
     "AsyncEngine",
     "AsyncGeneration",
+    "Content",
     "Engine",
     "EngineStats",
     "GeneratedToken",
     "GenerationStats",
     "Grammar",
     "Penalties",
+    "Reasoning",
     "Settings",
+    "ToolCall",
     "Verified",
     "__version__",
     "errors",

@@ -85,7 +85,8 @@ def test_the_example_of_the_readme_runs(
     (tmp_path / "model.gguf").symlink_to(demo_model_path())
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    exec(README.partition("```python\n")[2].partition("```")[0], names)
+    text = README.partition("## From Python")[2]
+    exec(text.partition("```python\n")[2].partition("```")[0], names)
     assert names["logits"].shape[0] == 3
     written = capsys.readouterr().out
     assert names["token"].text in written

@@ -13,7 +13,8 @@ from demo.chat.evaluate import answer as answer_of
 from demo.chat.talks import talks
 from demo.chat.template import TEMPLATE
 
-from dflash_runtime import Engine
+from dflash_runtime import Content, Engine, Reasoning, ToolCall
+from dflash_runtime.engine.answer_text import joined_events
 from support.processes import ROOT
 from support.random_models import Qwen3MoeShape, write_qwen3moe
 from support.serving import running_server
@@ -41,6 +42,19 @@ def test_the_trained_model_is_right_about_most_talks_it_has_not_seen() -> None:
     with Engine.open(TRAINED) as engine:
         right = [is_right(each, answer_of(engine, each, 96)) for each in islice(held_out, 24)]
     assert sum(right) >= 20, right
+
+
+def test_from_python_the_trained_model_reasons_and_calls_a_tool() -> None:
+    with Engine.open(TRAINED) as engine:
+        asked = [{"role": "user", "content": "What time is it in Rome?"}]
+        assert [*engine.answer(asked, 120, tools=[GET_TIME])][-1] == ToolCall(
+            "get_time", '{"city": "Rome"}'
+        )
+        asked = [{"role": "user", "content": "What is 27 + 45?"}]
+        [reasoning, content] = joined_events(engine.answer(asked, 120, stop=["So", "."]))
+        assert isinstance(reasoning, Reasoning)
+        assert reasoning.text.endswith("So 27 + 45 = 72.")
+        assert content == Content("27 + 45 = 72")
 
 
 def test_the_trained_model_answers_reasons_and_calls_a_tool() -> None:

@@ -130,7 +130,7 @@ def generate(**options: Any) -> None:
             if assembler is not None and assembler.is_stopped:
                 engine.last_generation.finish_reason = "stop"
                 break
-        tokens.close()  # type: ignore[attr-defined]
+        tokens.close()
         if assembler is not None and (delta := assembler.finish()) is not None:
             write(delta.text)
         if options["as_json"]:

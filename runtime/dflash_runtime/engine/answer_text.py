@@ -3,8 +3,9 @@ calls, and no part of a stop string."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -144,6 +145,19 @@ class TextAssembler:
             first = self._pending[0][0] if self._pending else self._num_decoded
             return first + max(0, "".join(text for _, text, _ in self._pending).rfind(held))
         return self._num_decoded - (self._num_unread + len(held) if self._rules.stops else 0)
+
+
+def divided(tokens: Generator[GeneratedToken], assembler: TextAssembler) -> Iterator[AnswerEvent]:
+    """The events of a generation up to a stop string, as they become certain. `tokens` are closed
+    at the end."""
+    with contextlib.closing(tokens):
+        for token in tokens:
+            if (delta := assembler.push(token)) is not None:
+                yield from delta.events
+            if assembler.is_stopped:
+                break
+    if (delta := assembler.finish()) is not None:
+        yield from delta.events
 
 
 def joined_events(events: Iterable[AnswerEvent]) -> list[AnswerEvent]:

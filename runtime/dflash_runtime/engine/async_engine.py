@@ -7,19 +7,29 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, TypeAlias, TypeVar, Unpack
 
+from dflash_adapters.text.answers import AnswerEvent, Content
+from dflash_adapters.text.grammar import Grammar
 from dflash_adapters.text.tokenizer import Tokenizer
 from dflash_protocol.errors import SettingsError
 from dflash_runtime.engine.engine import Engine, EngineStats
 from dflash_runtime.engine.engine_thread import EngineThread
 from dflash_runtime.engine.event_channel import EventChannel
-from dflash_runtime.engine.generate_options import TokenChoice
+from dflash_runtime.engine.generate_options import Schema, TokenChoice, TokenSampling
 from dflash_runtime.engine.generation import GeneratedToken, GenerationStats
 from dflash_runtime.experts.daemons.supervisor import ProgressCallback
 
@@ -27,8 +37,8 @@ _CLOSED = "this engine is closed"
 _MOST_WAITING = 1000
 
 T = TypeVar("T")
-_Event = GeneratedToken | GenerationStats | BaseException
-_Tokens = AsyncGenerator[GeneratedToken, None]
+_Started: TypeAlias = Callable[[Callable[[], bool]], Iterator[T]]
+"""Begins a generation in the engine's thread; what it is given says whether it is to end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,17 +74,20 @@ class _Runner:
         pass
 
 
-class AsyncGeneration(AsyncIterator[GeneratedToken]):
-    """The tokens of one generation, as they come. It is queued when the first one is awaited.
+class AsyncGeneration(AsyncIterator[T]):
+    """The tokens of one generation, or the parts of an answer, as they come. It is queued when the
+    first one is awaited.
 
     To end it, cancel the task that reads it, or call `aclose`: the engine stops within a step. One
     that is left in the middle and forgotten is closed too, when it is collected.
     """
 
-    def __init__(self, generate: Callable[[Callable[[GenerationStats], None]], _Tokens]) -> None:
+    def __init__(
+        self, generate: Callable[[Callable[[GenerationStats], None]], AsyncGenerator[T, None]]
+    ) -> None:
         """For `AsyncEngine`; not to be called directly."""
         self._ends: list[GenerationStats] = []
-        self._tokens = generate(self._ends.append)  # not of `self`: forgotten, both are collected
+        self._parts = generate(self._ends.append)  # not of `self`: forgotten, both are collected
 
     @property
     def stats(self) -> GenerationStats | None:
@@ -84,17 +97,19 @@ class AsyncGeneration(AsyncIterator[GeneratedToken]):
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> GeneratedToken:
+    async def __anext__(self) -> T:
         """Raises: as `Engine.generate`; QueueFull; SettingsError if the engine is closed."""
-        return await anext(self._tokens)
+        return await anext(self._parts)
 
     async def text(self) -> str:
-        """The text of all tokens that are not yet taken. Raises: as `__anext__`."""
-        return "".join([token.text async for token in self])
+        """The text of all tokens that are not yet taken; of an answer the content. Raises: as
+        `__anext__`."""
+        shown = (GeneratedToken, Content)
+        return "".join([each.text async for each in self if isinstance(each, shown)])
 
     async def aclose(self) -> None:
         """End it; does nothing if it has ended."""
-        await self._tokens.aclose()
+        await self._parts.aclose()
 
 
 class AsyncEngine:
@@ -183,7 +198,7 @@ class AsyncEngine:
         *,
         client: str = "",
         **options: Unpack[TokenChoice],
-    ) -> AsyncGeneration:
+    ) -> AsyncGeneration[GeneratedToken]:
         """Up to `max_tokens` tokens after the prompt: for ``async for``, or ``await ….text()``.
 
         `options` are those of `Engine.generate`. Clients take turns in the queue. Prompts are
@@ -193,9 +208,7 @@ class AsyncEngine:
         def prompt_ids(engine: Engine) -> Sequence[int]:
             return engine.encode_prompt(prompt) if isinstance(prompt, str) else prompt
 
-        return AsyncGeneration(
-            lambda end: self._generate(prompt_ids, max_tokens, options, client=client, end=end)
-        )
+        return self._tokens(prompt_ids, max_tokens, options, client=client)
 
     def chat(
         self,
@@ -207,16 +220,49 @@ class AsyncEngine:
         extra: Mapping[str, Any] | None = None,
         client: str = "",
         **options: Unpack[TokenChoice],
-    ) -> AsyncGeneration:
+    ) -> AsyncGeneration[GeneratedToken]:
         """Up to `max_tokens` tokens of the answer to a conversation, as `generate` gives them; its
         arguments are those of `Engine.chat`, whose errors the first token raises."""
 
         def prompt_ids(engine: Engine) -> Sequence[int]:
             return engine.encode_chat(messages, tools=tools, template=template, extra=extra)
 
-        return AsyncGeneration(
-            lambda end: self._generate(prompt_ids, max_tokens, options, client=client, end=end)
-        )
+        return self._tokens(prompt_ids, max_tokens, options, client=client)
+
+    def answer(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        max_tokens: int,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template: str | None = None,
+        extra: Mapping[str, Any] | None = None,
+        answer_format: str = "auto",
+        stop: str | Sequence[str] = (),
+        grammar: Grammar | None = None,
+        schema: Schema | None = None,
+        client: str = "",
+        **options: Unpack[TokenSampling],
+    ) -> AsyncGeneration[AnswerEvent]:
+        """The answer to a conversation, divided into reasoning, content and calls of tools; its
+        arguments are those of `Engine.answer`, whose errors the first part raises."""
+
+        def prepared(engine: Engine) -> _Started[AnswerEvent]:
+            asked = engine.prepare_answer(
+                messages,
+                tools=tools,
+                template=template,
+                extra=extra,
+                answer_format=answer_format,
+                stop=stop,
+                grammar=grammar,
+                schema=schema,
+            )
+            return lambda is_ended: engine.answer_asked(
+                asked, max_tokens, is_cancelled=is_ended, **options
+            )
+
+        return AsyncGeneration(lambda end: self._generate(prepared, client=client, end=end))
 
     async def stats(self) -> EngineStats:
         """The counters since opening, between two generations. Raises: as `call`."""
@@ -270,26 +316,39 @@ class AsyncEngine:
             raise SettingsError("this engine is not open yet: await it first")
         return self._thread.opened.result()
 
-    async def _generate(
+    def _tokens(
         self,
         prompt_ids: Callable[[Engine], Sequence[int]],
         max_tokens: int,
         options: TokenChoice,
         *,
         client: str,
+    ) -> AsyncGeneration[GeneratedToken]:
+        def prepared(engine: Engine) -> _Started[GeneratedToken]:
+            token_ids, choice = prompt_ids(engine), options
+            if options.get("grammar") is None and (schema := options.get("schema")) is not None:
+                choice = {**options, "grammar": engine.schema_grammar(schema), "schema": None}
+            return lambda is_ended: engine.generate(
+                token_ids, max_tokens, is_cancelled=is_ended, **choice
+            )
+
+        return AsyncGeneration(lambda end: self._generate(prepared, client=client, end=end))
+
+    async def _generate(
+        self,
+        prepared: Callable[[Engine], _Started[T]],
+        *,
+        client: str,
         end: Callable[[GenerationStats], None],
-    ) -> _Tokens:
+    ) -> AsyncGenerator[T, None]:
+        """`prepared` is called in a thread that is not the engine's."""
         engine = self._engine
-        token_ids = await asyncio.to_thread(prompt_ids, engine)
-        if options.get("grammar") is None and (schema := options.get("schema")) is not None:
-            grammar = await asyncio.to_thread(engine.schema_grammar, schema)
-            options = {**options, "grammar": grammar, "schema": None}
+        started = await asyncio.to_thread(prepared, engine)
 
         def work(engine: Engine, is_ended: Callable[[], bool]) -> None:
             try:
-                tokens = engine.generate(token_ids, max_tokens, is_cancelled=is_ended, **options)
-                for token in tokens:
-                    channel.put(token)
+                for part in started(is_ended):
+                    channel.put(part)
                 if engine.last_generation.finish_reason == "cancelled":
                     channel.put(SettingsError(_CLOSED))  # else there is no reader
                 else:
@@ -297,8 +356,9 @@ class AsyncEngine:
             except BaseException as error:
                 channel.put(error)
 
-        channel: EventChannel[_Event] = EventChannel(
-            asyncio.get_running_loop(), is_last=lambda event: not isinstance(event, GeneratedToken)
+        channel: EventChannel[T | GenerationStats | BaseException] = EventChannel(
+            asyncio.get_running_loop(),
+            is_last=lambda event: isinstance(event, GenerationStats | BaseException),
         )
         job = _Job(work, channel.put)
         self._submit(client, job)
@@ -306,13 +366,13 @@ class AsyncEngine:
             while True:
                 for event in await channel.take():
                     match event:
-                        case GeneratedToken():
-                            yield event
                         case GenerationStats():
                             end(event)
                             return
-                        case _:
+                        case BaseException():
                             raise event
+                        case _:
+                            yield event
         finally:
             self._cancel(client, job)
 

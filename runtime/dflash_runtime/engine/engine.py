@@ -10,12 +10,12 @@ import contextlib
 import gc
 import time
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,10 +29,10 @@ from dflash_runtime.compute import MEMORY_ADVICE
 from dflash_runtime.compute.kv_cache import CacheStats, KvType
 from dflash_runtime.engine import first_heat
 from dflash_runtime.engine.arguments import token_id_array, whole_number
+from dflash_runtime.engine.engine_chats import EngineChats
 from dflash_runtime.engine.engine_stats import EngineStats
-from dflash_runtime.engine.engine_texts import EngineTexts
 from dflash_runtime.engine.expert_memory import ExpertDeviceMemory, expert_memory_of
-from dflash_runtime.engine.generate_options import GenerateOptions, Schema
+from dflash_runtime.engine.generate_options import Schema
 from dflash_runtime.engine.generation import (
     GeneratedToken,
     GenerationRequest,
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 __all__ = ["Engine", "EngineStats", "GeneratedToken", "GenerationStats", "Verified"]
 
 
-class Engine(EngineTexts):
+class Engine(EngineChats):
     """A model with its experts placed. Made by `Engine.open`; close it, or use it in ``with``.
 
     Owns: the mapped file, the backend, the daemons it spawned, the processes that render chats.
@@ -373,7 +373,7 @@ class Engine(EngineTexts):
         prefix_scope: str = "",
         is_cancelled: Callable[[], bool] | None = None,
         on_prefill: Callable[[int, int], None] = lambda num_done, num_total: None,
-    ) -> Iterator[GeneratedToken]:
+    ) -> Generator[GeneratedToken]:
         """Yield up to `max_tokens` tokens after the prompt, a text or token ids.
 
         Ends early at a stop token, which is not yielded: one of `stop_ids`, or of the model's, with
@@ -443,27 +443,6 @@ class Engine(EngineTexts):
             )
         )
         return until_stop(tokens, stops, self._note_stop) if stops else tokens
-
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        max_tokens: int,
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        template: str | None = None,
-        extra: Mapping[str, Any] | None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> Iterator[GeneratedToken]:
-        """Yield up to `max_tokens` tokens of the answer to a conversation, as `generate` does.
-
-        A message is a dict of ``role``, ``content``, and whatever else the model's template reads.
-        `template` replaces the file's; its variables are `tools`, the tools that may be called, and
-        `extra`, such as ``enable_thinking``. `options` are those of `generate`. Reasoning and tool
-        calls stay in the text as the model writes them, with their tags.
-        Raises: as `encode_chat` and `generate`.
-        """
-        prompt = self.encode_chat(messages, tools=tools, template=template, extra=extra)
-        return self.generate(prompt, max_tokens, **options)
 
     def prefill(
         self, token_ids: Sequence[int], *, feature_layers: Collection[int] = ()

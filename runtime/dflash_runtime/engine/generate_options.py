@@ -15,8 +15,8 @@ Schema = Mapping[str, Any] | bool | str
 """A JSON schema; a str is its JSON text."""
 
 
-class TokenChoice(TypedDict, total=False):
-    """How tokens are chosen, and what ends them; see `Engine.generate`."""
+class TokenSampling(TypedDict, total=False):
+    """How tokens are chosen, of a text or an answer; see `Engine.generate`."""
 
     temperature: float
     top_k: int
@@ -25,20 +25,32 @@ class TokenChoice(TypedDict, total=False):
     typical_p: float
     seed: int | None
     penalties: Penalties | None
-    grammar: Grammar | None
-    schema: Schema | None
     ignore_eos: bool
-    stop: str | Sequence[str]
     stop_ids: Collection[int]
-    top_logprobs: int | None
     reuse_prefix: bool
     prefix_scope: str
+
+
+class TokenChoice(TokenSampling, total=False):
+    """How tokens are chosen, and what ends them; see `Engine.generate`."""
+
+    grammar: Grammar | None
+    schema: Schema | None
+    stop: str | Sequence[str]
+    top_logprobs: int | None
 
 
 class GenerateOptions(TokenChoice, total=False):
     """All options of `Engine.generate`."""
 
     on_prompt_logprobs: OnPromptLogprobs | None
+    is_cancelled: Callable[[], bool] | None
+    on_prefill: Callable[[int, int], None]
+
+
+class AnswerOptions(TokenSampling, total=False):
+    """The options of `Engine.generate` that `Engine.answer` passes on."""
+
     is_cancelled: Callable[[], bool] | None
     on_prefill: Callable[[int, int], None]
 

@@ -69,7 +69,7 @@ def checked_stops(stop: str | Sequence[str]) -> tuple[str, ...]:
 
 def until_stop(
     tokens: Generator[GeneratedToken], stops: Sequence[str], on_stop: Callable[[], None]
-) -> Iterator[GeneratedToken]:
+) -> Generator[GeneratedToken]:
     """The tokens before a stop string, each once its text is certain not to be part of one; the
     text of the last one ends where the stop string begins. `tokens` are closed at the end, and
     then `on_stop` is called if one was found."""

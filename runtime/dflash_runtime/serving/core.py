@@ -18,12 +18,12 @@ from dflash_adapters.text.answers import AnswerFormat
 from dflash_adapters.text.grammar import Grammar, GrammarKind, GrammarSource
 from dflash_adapters.text.tokenizer import Tokenizer
 from dflash_protocol.errors import ContextExceeded, GrammarError, SettingsError
+from dflash_runtime.engine.answer_rules import AnswerRules
 from dflash_runtime.engine.answer_text import TextRules
 from dflash_runtime.engine.arguments import token_id_array
 from dflash_runtime.engine.breakers import Breakers
 from dflash_runtime.engine.engine import Engine
 from dflash_runtime.serving.access import CLIENT, KEY
-from dflash_runtime.serving.answer_rules import AnswerRules
 from dflash_runtime.serving.answers import Answer
 from dflash_runtime.serving.bodies import Body
 from dflash_runtime.serving.constraints import constraint_of
@@ -126,7 +126,7 @@ class Visit:
         """The response that answers a conversation. Raises: ApiError."""
         rendered = await self.rendered(body)
         rules = AnswerRules.of(
-            self.engine,
+            self.engine.tokenizer,
             template=rendered.template,
             tools=parameters_of(rendered.tools),
             rendered=rendered.text,
@@ -134,18 +134,13 @@ class Visit:
         )
         constraint = await self._chat_constraint(body, rendered, rules)
         grammar = rules.after_reasoning(
-            self.engine,
+            self.engine.tokenizer,
             await self._grammar(constraint),
             has_channels=constraint is not None and constraint[1].kind is GrammarKind.CALLS,
         )
-        is_divided = body.reasoning_format != "none"
-        text = TextRules(
-            body.stops,
-            is_chat=True,
-            shown=rules.shown if is_divided else None,
-            parser=rules.parser if is_divided else None,
-            has_reasoning=body.include_reasoning is not False,
-        )
+        text = rules.text(body.stops, has_reasoning=body.include_reasoning is not False)
+        if body.reasoning_format == "none":
+            text = TextRules(body.stops, is_chat=True)
         return GenerationResponse(
             self.state,
             await self._job(body, rendered.token_ids, grammar, text=text),
@@ -192,11 +187,16 @@ class Visit:
         await self._grammar(constraint)  # what is wrong with it alone is said of its own field
 
         def sources() -> Iterator[GrammarSource]:
-            yield rules.call_source(self.engine, calls, content)
+            yield rules.call_source(
+                self.engine.tokenizer,
+                calls.schemas,
+                content=content,
+                is_required=calls.is_required,
+                is_single=calls.is_single,
+            )
 
         # Like compiling: of large schemas it takes long.
-        [source] = await self._received.made(sources(), turns=self.state.bodies.compiling)
-        return calls.field, source
+        return calls.field, await self._compiled(sources(), calls.field)
 
     async def _tokens(self, text: str, field: str, *, is_chat: bool = False) -> list[int]:
         """The tokens of a text. Raises: ApiError."""
@@ -244,13 +244,17 @@ class Visit:
         def compiled() -> Iterator[Grammar]:
             yield self.engine.client_grammar(source)
 
+        return await self._compiled(compiled(), field)
+
+    async def _compiled(self, parts: Iterator[T], field: str) -> T:
+        """The only one of `parts`, made in a thread, of what `field` asks for. Raises: ApiError."""
         try:
-            [grammar] = await self._received.made(compiled(), turns=self.state.bodies.compiling)
+            [made] = await self._received.made(parts, turns=self.state.bodies.compiling)
         except GrammarError as error:
             raise ApiError(
                 400, f"{field}: {error}", param=field, code="unsupported_value"
             ) from error
-        return grammar
+        return made
 
     async def _breakers(self, body: CompletionBody | ChatBody) -> Breakers | None:
         """The sequence breakers asked for, compiled in a thread. Raises: ApiError."""

@@ -292,7 +292,7 @@ class EngineWorker:
                 job.channel.put(delta)
             if assembler.is_stopped:
                 break
-        tokens.close()  # type: ignore[attr-defined]
+        tokens.close()
         stats = engine.last_generation
         reason = "length" if stats.finish_reason == "context" else stats.finish_reason
         if reason != "cancelled" or assembler.is_stopped:

@@ -359,7 +359,7 @@ async def test_a_failure_within_a_stream_has_the_doors_form(
         tokens = generate(*arguments, **options)
         for _ in range(3):
             yield next(tokens)
-        tokens.close()  # type: ignore[attr-defined]
+        tokens.close()
         time.sleep(0.2)
         raise DaemonUnavailable("cpu0 is gone")
 

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
 
-from dflash_adapters.text.answers import (
-    Content,
-    Reasoning,
-    answer_format,
-    answer_parser,
-    closing_marker,
-    shown_markers,
-)
+from dflash_adapters.text.answers import Content, Reasoning, ToolCall
 from dflash_protocol.errors import ContextExceeded
-from dflash_runtime.engine.answer_text import Delta, TextAssembler, TextRules
+from dflash_runtime.engine.answer_rules import AnswerRules
+from dflash_runtime.engine.answer_text import TextAssembler, divided
 from dflash_runtime.engine.engine import Engine, GenerationStats
 
 _SCOPE = "chat"
@@ -112,20 +105,11 @@ class Dialogue:
             on_prefill=on_prefill,
         )
         content: list[str] = []
-
-        def shown(delta: Delta | None) -> Iterator[Content | Reasoning]:
-            for event in () if delta is None else delta.events:
-                if isinstance(event, Content):
-                    content.append(event.text)
-                if isinstance(event, Content | Reasoning):  # no tool is offered, so none is called
-                    yield event
-
-        for token in tokens:
-            yield from shown(assembler.push(token))
-            if assembler.is_stopped:
-                break
-        tokens.close()  # type: ignore[attr-defined]
-        yield from shown(assembler.finish())
+        for event in divided(tokens, assembler):
+            if isinstance(event, Content):
+                content.append(event.text)
+            if not isinstance(event, ToolCall):  # no tool is offered, so none is called
+                yield event
         last = self._engine.last_generation
         self.end = "stop" if assembler.is_stopped else last.finish_reason
         self._keep(question, "".join(content), last)
@@ -142,16 +126,9 @@ class Dialogue:
         """What makes events of tokens."""
         tokenizer = self._engine.tokenizer
         own = None if tokenizer is None else tokenizer.chat_template
-        spellings = [] if tokenizer is None else [text for text, _, _ in tokenizer.special]
-        kind = answer_format(self._options.template or own, spellings)
-        starts_in_reasoning = closing_marker(rendered) is not None
-        rules = TextRules(
-            self._options.stops,
-            is_chat=True,
-            shown=shown_markers(kind),
-            parser=partial(answer_parser, kind, tools={}, starts_in_reasoning=starts_in_reasoning),
-        )
-        return TextAssembler(tokenizer, rules)
+        template = self._options.template or own or ""
+        rules = AnswerRules.of(tokenizer, template=template, rendered=rendered, tools={})
+        return TextAssembler(tokenizer, rules.text(self._options.stops))
 
     def _keep(self, question: str, answer: str, last: GenerationStats) -> None:
         totals = self.totals
