@@ -10,7 +10,7 @@ import re
 import socket
 import stat
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -20,8 +20,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from dflash_protocol.errors import SettingsError
 from dflash_protocol.process.text_files import file_error
 from dflash_runtime.serving.cors import AllowedOrigins
-from dflash_runtime.serving.errors import ERROR_FORM, ApiError, ErrorForm, api_error, error_response
+from dflash_runtime.serving.errors import (
+    ERROR_FORM,
+    HAS_LINE,
+    REFUSAL,
+    ApiError,
+    ErrorForm,
+    api_error,
+    error_response,
+)
 from dflash_runtime.serving.metrics import Metrics
+from dflash_runtime.serving.refusal_log import RefusalLog
 from dflash_runtime.serving.status_page import PAGE_PATHS
 
 _LOG = logging.getLogger(__name__)
@@ -191,6 +200,7 @@ class RequestGate:
     """The form of errors by the request's path."""
     origins: AllowedOrigins
     """Web pages of these may use the server."""
+    refusals: RefusalLog = field(default_factory=RefusalLog)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -222,6 +232,16 @@ class RequestGate:
         finally:
             path = scope["path"] if scope["path"] in self.endpoints else "other"
             self.metrics.http_requests.labels(path, str(status)).inc()
+            self._log_refusal(scope, path)
+
+    def _log_refusal(self, scope: Scope, path: str) -> None:
+        """Log a request that was refused, unless its line is there already."""
+        error: ApiError | None = scope.get(REFUSAL)
+        if error is None or error.status == 500 or HAS_LINE in scope:
+            return
+        index = scope.get(KEY)
+        key = self.keys.names[int(index)] if self.keys is not None and index else ""
+        self.refusals.refused(error, scope, path=path, key=key)
 
     def _admit(self, scope: Scope) -> None:
         """Set the scope's client and key. Raises: ApiError if the request is not allowed."""

@@ -80,6 +80,13 @@ ERROR_FORM = "dflash.error_form"
 """Key of the request's scope for the form of its errors; set by the gate."""
 
 
+REFUSAL = "dflash.refusal"
+"""Key of the request's scope for the error that was its answer, if one was."""
+
+HAS_LINE = "dflash.has_line"
+"""Key of the request's scope; set once it is to have a log line of its own, whatever its end."""
+
+
 def error_form(scope: Scope) -> ErrorForm:
     """The form of a request's errors: OpenAI's, unless its door has another."""
     form: ErrorForm = scope.get(ERROR_FORM, openai_error)
@@ -87,7 +94,8 @@ def error_form(scope: Scope) -> ErrorForm:
 
 
 def error_response(error: ApiError, scope: Scope) -> JSONResponse:
-    """An error as the response to a request."""
+    """An error as the response to a request, which is noted in its scope."""
+    scope[REFUSAL] = error
     return JSONResponse(error_form(scope)(error), error.status, error.headers)
 
 

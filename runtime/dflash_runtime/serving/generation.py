@@ -15,7 +15,13 @@ from starlette.types import Receive, Scope, Send
 from dflash_protocol.process.output import readable_json
 from dflash_runtime.engine.answer_text import Delta, joined_events
 from dflash_runtime.serving.answers import Answer, events_of
-from dflash_runtime.serving.errors import ApiError, api_error, error_form, error_response
+from dflash_runtime.serving.errors import (
+    HAS_LINE,
+    ApiError,
+    api_error,
+    error_form,
+    error_response,
+)
 from dflash_runtime.serving.fair_queue import QueueFull
 from dflash_runtime.serving.state import ServerState
 from dflash_runtime.serving.worker import Finished, Job, JobEvent
@@ -50,6 +56,7 @@ class GenerationResponse(Response):
         job.record.trace = _trace_of(Headers(scope=scope))
         try:
             state.ready_engine()
+            scope[HAS_LINE] = True
             state.worker.submit(job)
         except (ApiError, QueueFull) as error:
             refusal = error if isinstance(error, ApiError) else _queue_full(state)

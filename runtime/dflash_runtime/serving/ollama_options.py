@@ -126,8 +126,10 @@ def _check_options(options: Mapping[str, JsonValue], num_positions: int) -> None
     for name, value in options.items():
         if name in known or (name in _NEUTRAL and value in _NEUTRAL[name]):
             continue
-        why = "is not supported" if name in _NEUTRAL else "unknown option"
-        raise refused(one_line(name, 100), why)
+        if name in _NEUTRAL:
+            raise refused(name, "is not supported")
+        shown = one_line(name, 100)
+        raise ApiError(400, f"{shown}: unknown option", param=shown, code="unknown_parameter")
 
 
 def refused(field: str, why: str) -> ApiError:

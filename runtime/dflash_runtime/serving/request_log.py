@@ -21,7 +21,7 @@ class SpanSink(Protocol):
     """Where spans of requests go."""
 
     def add(self, record: RequestRecord) -> None:
-        """A request has ended. Never raises, nor waits."""
+        """A request has ended. Never waits."""
 
 
 class RequestLog:
@@ -45,7 +45,12 @@ class RequestLog:
             self._latest.append(fields)
             self._rates.add(record)
         if self._spans is not None:
-            self._spans.add(record)
+            try:
+                self._spans.add(record)
+            except Exception:  # of another project's library: the client has waited for its answer
+                # docs: a bug, or a version of OpenTelemetry's library that differs, with its
+                # traceback: report it. The request was answered, and has no span
+                _LOG.exception("a request has no span")
         if not _LOG.isEnabledFor(logging.INFO):
             return
         trace_id = record.trace_id

@@ -18,7 +18,9 @@ from dflash_protocol.settings import Settings
 from dflash_runtime.compute.reference.backend import ReferenceBackend
 from dflash_runtime.engine.generation import GenerationStats
 from dflash_runtime.serving.access import ApiKeys
+from dflash_runtime.serving.errors import ApiError
 from dflash_runtime.serving.hourly_rates import HourlyRates
+from dflash_runtime.serving.refusal_log import MOST_A_MINUTE, RefusalLog
 from dflash_runtime.serving.request_log import NUM_KEPT, RequestLog
 from dflash_runtime.serving.request_record import RequestRecord
 
@@ -172,3 +174,93 @@ def test_an_hour_is_kept_by_minutes() -> None:
         now_s = 3600.0 + 60 * minute
         rates.add(RequestRecord(end="stop"))
     assert [each["ago"] for each in rates.as_records()] == [*range(59, -1, -1)]
+
+
+@pytest.mark.asyncio
+async def test_a_line_for_each_request_that_is_refused_before_the_queue(
+    serve: Serve, tmp_path: Path, lines: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"# name: alice\n{SECRET}\n")
+    file.chmod(0o600)
+    ours = {"authorization": f"Bearer {SECRET}"}
+    wrong = {"authorization": "Bearer somebody's-secret-key"}
+    settings = Settings(max_body_bytes=2000)
+    text = "nobody's business"
+    async with serve(keys=ApiKeys.load(file), settings=settings) as served:
+
+        async def post(path: str, headers: dict[str, str], **body: Any) -> int:
+            answer = await served.client.post(path, json=body, headers=headers)
+            return int(answer.status_code)
+
+        path = "/v1/completions"
+        small: dict[str, Any] = {"model": "small", "messages": [{"role": "user", "content": text}]}
+        statuses = [
+            await post(path, wrong, prompt=text),
+            await post(path, ours, prompt=text, temperature=-1),
+            await post(path, ours, prompt=text, **{text: 1}),
+            await post(path, ours, prompt=text * 1000),
+            await post(f"/{text}", ours, prompt=text),
+            await post("/api/chat", ours, model=text, messages=[]),
+            await post("/api/chat", ours, **small, options={text: 1}),
+        ]
+        served.state.is_draining = True
+        statuses.append(await post(path, ours, prompt=text))
+        await served.client.get("/ready")  # a probe's answer is no refusal
+    found = fields_of(lines)
+    assert [each["status"] for each in found] == statuses
+    assert statuses == [401, 400, 400, 413, 404, 404, 400, 503]
+    assert [(each["path"], each["key"], each["code"], each["param"]) for each in found] == [
+        (path, None, "invalid_api_key", None),
+        (path, "alice", None, "temperature"),
+        (path, "alice", "unknown_parameter", None),
+        (path, "alice", "body_too_large", None),
+        ("other", "alice", None, None),
+        ("/api/chat", "alice", "model_not_found", "model"),
+        ("/api/chat", "alice", "unknown_parameter", None),
+        (path, "alice", "shutting_down", None),
+    ]
+    assert {each["end"] for each in found} == {"refused"}
+    assert {each["method"] for each in found} == {"POST"}
+    for secret in (text, SECRET, "somebody"):
+        assert secret not in lines.text
+        assert secret not in str(found)
+
+
+def test_a_flood_of_refusals_has_few_lines(lines: pytest.LogCaptureFixture) -> None:
+    now_s = 0.0
+    log = RefusalLog(lambda: now_s)
+    scope = {"method": "X-WORDS", "client": ("10.0.0.1", 5)}
+
+    def refuse() -> None:
+        log.refused(ApiError(400, "no", code="c"), scope, path="other", key="")
+
+    for _ in range(1000):
+        refuse()
+    assert len(fields_of(lines)) == MOST_A_MINUTE
+    now_s = 59.0
+    refuse()
+    assert len(fields_of(lines)) == MOST_A_MINUTE
+    now_s = 60.0
+    for _ in range(2):
+        refuse()
+    *_, first, second = fields_of(lines)
+    assert (first["num_unlogged"], second["num_unlogged"]) == (1001 - MOST_A_MINUTE, 0)
+    assert (first["method"], first["client"]) == ("other", "10.0.0.1")
+
+
+@pytest.mark.asyncio
+async def test_a_sink_of_spans_that_fails_costs_no_answer(
+    serve: Serve, lines: pytest.LogCaptureFixture
+) -> None:
+    class Failing:
+        def add(self, record: RequestRecord) -> None:
+            raise RuntimeError("of another project")
+
+    async with serve() as served:
+        served.state.worker.requests = RequestLog(spans=Failing())
+        for _ in range(2):
+            answer = await served.post("/v1/completions", prompt="a", max_tokens=1)
+            assert answer.status_code == 200
+        assert served.state.worker.is_well
+    assert [each.exc_info is not None for each in lines.records] == [True, False] * 2
