@@ -127,6 +127,10 @@ def test_responses_are_kept_until_they_are_deleted(client: openai.OpenAI) -> Non
     asked: dict[str, Any] = {"model": "any", "input": "hello", "max_output_tokens": 2}
     kept = client.responses.create(**asked)
     assert client.responses.retrieve(kept.id) == kept
+    [item] = client.responses.input_items.list(kept.id)
+    said = item.model_dump(include={"type", "role", "content"})
+    assert said["content"][0]["text"] == "hello"
+    assert (said["type"], said["role"]) == ("message", "user")
     client.responses.delete(kept.id)
     for gone in (kept.id, client.responses.create(**asked, store=False).id):
         with pytest.raises(openai.NotFoundError):

@@ -14,7 +14,7 @@ from pydantic import Field, JsonValue
 from dflash_protocol.errors import one_line
 from dflash_runtime.serving.errors import ApiError
 from dflash_runtime.serving.requests import MOST_TOP_LOGPROBS, RequestBody
-from dflash_runtime.serving.tools import can_reason, thinking_variables
+from dflash_runtime.serving.tools import can_reason, reads_effort, thinking_variables
 
 FIELD_NAMES: Mapping[str, str] = {
     "max_tokens": "num_predict",
@@ -49,8 +49,6 @@ _NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
     "tfs_z": (1, 1.0),
     "vocab_only": (False,),
 }
-_SWITCHES = ("enable_thinking", "reasoning_effort")
-"""In a chat template: that an effort is read, or made of one."""
 
 Levels = Literal["low", "medium", "high"]
 
@@ -106,14 +104,11 @@ class OllamaBody(RequestBody):
             return {}
         if not can_reason(template):
             raise refused("think", f"{one_line(self.model, 100)} does not support thinking")
-        if not any(each in template for each in _SWITCHES):
-            thinks = self.think is not False
-            variables = thinking_variables(template, thinks=thinks, field="think")
-            return {"chat_template_kwargs": variables} if variables else {}
-        effort = self.think
-        if isinstance(effort, bool):
-            return {"reasoning_effort": "medium" if effort else "none"}
-        return {"reasoning_effort": effort}
+        if not reads_effort(template):
+            thinking_variables(template, thinks=self.think is not False, field="think")
+            return {}
+        levels: dict[object, str] = {True: "medium", False: "none"}
+        return {"reasoning_effort": levels.get(self.think, self.think)}
 
 
 def _check_options(options: Mapping[str, JsonValue], num_positions: int) -> None:

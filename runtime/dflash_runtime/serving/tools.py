@@ -20,7 +20,8 @@ _SWITCHES = {
     "thinking": re.compile(r"\b(?:if|not|and|or) thinking\b|\bthinking is defined\b"),
 }
 """Variables of chat templates that turn reasoning on and off, and how templates read them."""
-_REASONS = ("<think>", "[THINK]", "<|channel|>", "reasoning_effort")
+_EFFORT = "reasoning_effort"
+_REASONS = ("<think>", "[THINK]", "<|channel|>", _EFFORT)
 """What the template of a model that reasons has."""
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -136,19 +137,21 @@ class ToolFields(BaseModel):
             variables["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
         effort = self.reasoning_effort
         if effort is not None:
-            if "reasoning_effort" in template:
-                variables["reasoning_effort"] = effort
-            elif "enable_thinking" in template:
-                variables["enable_thinking"] = effort != "none"
-            else:
+            if not reads_effort(template):
                 raise _refused("reasoning_effort", "this model's chat template does not read it")
+            switch = None if _EFFORT in template else _switch(template)
+            variables |= {_EFFORT: effort} if switch is None else {switch: effort != "none"}
         return variables
 
 
 def can_reason(template: str) -> bool:
     """Whether a chat template shows that its model reasons."""
-    reads_switch = any(is_read.search(template) for is_read in _SWITCHES.values())
-    return reads_switch or any(mark in template for mark in _REASONS)
+    return _switch(template) is not None or any(mark in template for mark in _REASONS)
+
+
+def reads_effort(template: str) -> bool:
+    """Whether a chat template reads how much its model is to reason, or at least whether."""
+    return _EFFORT in template or _switch(template) is not None
 
 
 def thinking_variables(template: str, *, thinks: bool, field: str) -> dict[str, JsonValue]:
@@ -156,14 +159,19 @@ def thinking_variables(template: str, *, thinks: bool, field: str) -> dict[str, 
 
     Raises: ApiError if the template cannot do that.
     """
-    for name, is_read in _SWITCHES.items():
-        if is_read.search(template):
-            return {name: thinks}
+    if (switch := _switch(template)) is not None:
+        return {switch: thinks}
     if thinks != can_reason(template):
         raise _refused(
             field, f"this model's chat template cannot turn it {'on' if thinks else 'off'}"
         )
     return {}
+
+
+def _switch(template: str) -> str | None:
+    """The variable that turns reasoning on and off; None: there is none."""
+    found = (name for name, is_read in _SWITCHES.items() if is_read.search(template))
+    return next(found, None)
 
 
 def parameters_of(tools: list[Tool]) -> dict[str, Mapping[str, Any]]:

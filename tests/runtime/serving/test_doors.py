@@ -3,6 +3,7 @@ body."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from dflash_runtime.serving.doors.anthropic_answers import MessagesAnswer
 from dflash_runtime.serving.doors.anthropic_bodies import CountBody, MessagesBody
 from dflash_runtime.serving.doors.responses_answers import ResponsesAnswer
 from dflash_runtime.serving.doors.responses_bodies import ResponsesBody
+from dflash_runtime.serving.doors.responses_store import ResponseStore
 from dflash_runtime.serving.errors import ApiError
 from dflash_runtime.serving.requests import parse_body
 from dflash_runtime.serving.tools import thinking_variables
@@ -105,8 +107,56 @@ async def test_a_response_is_known_to_its_key_alone(serve: Serve) -> None:
             assert found.status_code == status
             again = await ask(key, previous_response_id=name)
             assert again.status_code == (200 if key == KEY else 400)
+            listed = await served.client.get(f"/v1/responses/{name}/input_items", headers=headers)
+            assert listed.status_code == status
             found = await served.client.delete(f"/v1/responses/{name}", headers=headers)
             assert found.status_code == status
+
+
+@pytest.mark.asyncio
+async def test_what_a_response_has_read_is_listed(serve: Serve) -> None:
+    async with serve() as served:
+        first = await served.post("/v1/responses", input="hello", max_output_tokens=2)
+        name = first.json()["id"]
+        more = {"previous_response_id": name, "max_output_tokens": 2}
+        second = await served.post(
+            "/v1/responses", input=[{"role": "user", "content": "?"}], **more
+        )
+        path = f"/v1/responses/{second.json()['id']}/input_items"
+        listed = (await served.client.get(path, params={"order": "asc"})).json()
+        assert [each["content"][0]["text"] for each in listed["data"][::2]] == ["hello", "?"]
+        assert listed["data"][1]["id"] == first.json()["output"][0]["id"]
+        assert (await served.client.get(path, params={"limit": 0})).status_code == 400
+        gone = await served.client.get("/v1/responses/resp_1/input_items")
+        assert gone.status_code == 404
+        refused = await served.post("/v1/responses", input="hello", background=True)
+        assert refused.json()["error"]["param"] == "background"
+
+
+@pytest.mark.asyncio
+async def test_of_a_response_whose_client_leaves_nothing_is_kept(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores: list[ResponseStore] = []
+    begin = ResponseStore.__init__
+
+    def noted(store: ResponseStore, most_bytes: int) -> None:
+        begin(store, most_bytes)
+        stores.append(store)
+
+    monkeypatch.setattr(ResponseStore, "__init__", noted)
+    async with serve() as served:
+        body = {"input": "hello", "ignore_eos": True}
+        asked = asyncio.create_task(served.post("/v1/responses", **body))
+        while served.state.worker.running is None:
+            await asyncio.sleep(0.005)
+        asked.cancel()
+        while served.state.worker.running is not None:
+            await asyncio.sleep(0.005)
+        [store] = stores
+        assert (len(store), store.num_bytes) == (0, 0)
+        await served.post("/v1/responses", input="hello", max_output_tokens=1)
+        assert len(store) == 1
 
 
 @pytest.mark.asyncio

@@ -102,30 +102,26 @@ async def test_formats_and_logprobs(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "think", "fields"),
+    ("template", "think", "variables"),
     [
-        ("{% if thinking %}<think>{% endif %}", True, {"chat_template_kwargs": {"thinking": True}}),
-        (
-            "{% if thinking %}<think>{% endif %}",
-            False,
-            {"chat_template_kwargs": {"thinking": False}},
-        ),
-        (
-            "{% if thinking %}<think>{% endif %}",
-            "low",
-            {"chat_template_kwargs": {"thinking": True}},
-        ),
-        ("{{ enable_thinking }}", False, {"reasoning_effort": "none"}),
+        ("{% if thinking %}<think>{% endif %}", True, {"thinking": True}),
+        ("{% if thinking %}<think>{% endif %}", False, {"thinking": False}),
+        ("{% if thinking %}<think>{% endif %}", "low", {"thinking": True}),
+        ("{{ enable_thinking }}", False, {"enable_thinking": False}),
         ("{{ reasoning_effort }}", True, {"reasoning_effort": "medium"}),
+        ("{{ reasoning_effort }}", "low", {"reasoning_effort": "low"}),
         ("<think>", True, {}),
         ("plain", False, {}),
     ],
 )
 def test_reasoning_is_turned_on_and_off_as_the_template_does(
-    template: str, think: object, fields: dict[str, Any]
+    template: str, think: object, variables: dict[str, Any]
 ) -> None:
-    body = OllamaChatBody(model="m", think=think)  # type: ignore[arg-type]
-    assert body.reasoning(template) == fields
+    asked = {"model": "m", "messages": [{"role": "user", "content": "?"}], "think": think}
+    body = parse_body(OllamaChatBody, json.dumps(asked).encode())
+    chat = body_of(ChatBody, body.chat(template, 512))
+    assert chat.template_variables(template, []) == variables
+    assert chat.chat_template_kwargs is None
 
 
 @pytest.mark.asyncio

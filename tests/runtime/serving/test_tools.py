@@ -81,6 +81,10 @@ def test_tools_and_effort_become_variables_of_the_template() -> None:
         "tools": [WEATHER],
         "reasoning_effort": "none",
     }
+    for effort, thinks in (("none", False), ("high", True)):
+        for switch in ("{% if not thinking %}", "{% if thinking is defined and thinking %}"):
+            variables = body(reasoning_effort=effort).template_variables(switch, [])
+            assert variables == {"thinking": thinks}
     assert body(tools=[WEATHER], tool_choice="none").offered_tools() == []
     for template, param in (
         ("{{ enable_thinking }}", "tools"),

@@ -13,6 +13,7 @@ from dflash_runtime.serving.doors.door import Door
 from dflash_runtime.serving.doors.responses_answers import ResponsesAnswer
 from dflash_runtime.serving.doors.responses_bodies import NAMES, ResponsesBody
 from dflash_runtime.serving.doors.responses_items import ITEMS
+from dflash_runtime.serving.doors.responses_pages import page_of, read_items
 from dflash_runtime.serving.doors.responses_store import ResponseStore, StoredResponse
 from dflash_runtime.serving.errors import ApiError, JSONResponse
 from dflash_runtime.serving.json_values import has_more_values
@@ -28,24 +29,25 @@ _BODIES_KEPT = 8
 def _add_routes(app: FastAPI, state: ServerState) -> None:
     store = ResponseStore(_BODIES_KEPT * state.settings.max_body_bytes)
 
-    def keep(response: dict[str, Any]) -> None:
-        if len(response["output"]) > MOST_MESSAGES:  # no conversation could go on from it
-            return
-        output = ITEMS.dump_json(ITEMS.validate_python(response["output"]), exclude_none=True)
-        store.complete(response["id"], ascii_json(response).encode(), output=output)
-
     @app.post(_PATH)
     async def create(request: Request) -> Response:
         with visit(state, request, names=NAMES) as asked:
             body = await asked.body(ResponsesBody)
             before = _before(asked, store, body)
+            own = ITEMS.dump_json(body.input, exclude_none=True)
+
+            def keep(response: dict[str, Any]) -> None:
+                # From more items no conversation could go on.
+                if body.store is False or len(response["output"]) > MOST_MESSAGES:
+                    return
+                output = ITEMS.validate_python(response["output"])
+                items = (*before, own, ITEMS.dump_json(output, exclude_none=True))
+                text = ascii_json(response).encode()
+                store.put(response["id"], StoredResponse(asked.key, items, text))
+
             answer = ResponsesAnswer(model_id(asked.engine), echo=body.echo(), keep=keep)
             items = [item for part in before for item in ITEMS.validate_json(part)]
-            response = await asked.chat(body.chat(items), answer)
-            if body.store is not False:
-                own = ITEMS.dump_json(body.input, exclude_none=True)
-                store.put(answer.id, StoredResponse(asked.key, (*before, own)))
-            return response
+            return await asked.chat(body.chat(items), answer)
 
     def kept(request: Request, name: str) -> StoredResponse:
         found = store.get(name, key=request.scope[KEY])
@@ -58,6 +60,11 @@ def _add_routes(app: FastAPI, state: ServerState) -> None:
         if request.query_params.get("stream", "false") != "false":
             raise ApiError(400, "stream: a kept response is not streamed", param="stream")
         return Response(kept(request, name).response, media_type="application/json")
+
+    @app.get(f"{_PATH}/{{name}}/input_items")
+    async def input_items(request: Request, name: str) -> Response:
+        page = page_of(request.query_params)
+        return JSONResponse(page.of(read_items(kept(request, name).items[:-1], name)))
 
     @app.delete(f"{_PATH}/{{name}}")
     async def delete(request: Request, name: str) -> Response:

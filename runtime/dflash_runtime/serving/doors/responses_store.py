@@ -16,13 +16,13 @@ _OVERHEAD_BYTES = 1024
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """One response of a client with the API key `key`."""
+    """One complete response of a client with the API key `key`."""
 
     key: str
     items: tuple[bytes, ...]
-    """JSON lists of the conversation's items, its own output included once it is complete."""
-    response: bytes | None = None
-    """Its JSON; None until it is complete."""
+    """JSON lists of the conversation's items, of which the last one is its own output."""
+    response: bytes
+    """Its JSON."""
     made_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -31,7 +31,7 @@ class StoredResponse:
 
     @property
     def num_bytes(self) -> int:
-        return len(self.response or b"") + self.items_bytes + _OVERHEAD_BYTES
+        return len(self.response) + self.items_bytes + _OVERHEAD_BYTES
 
 
 class ResponseStore:
@@ -48,12 +48,10 @@ class ResponseStore:
         return len(self._kept)
 
     def get(self, response_id: str, *, key: str) -> StoredResponse | None:
-        """The complete response with this id; None if there is none of this key."""
+        """The response with this id; None if there is none of this key."""
         self._forget_old()
         found = self._kept.get(response_id)
-        if found is None or found.key != key or found.response is None:
-            return None
-        return found
+        return None if found is None or found.key != key else found
 
     def put(self, response_id: str, stored: StoredResponse) -> None:
         """Keep a response, instead of old ones if need be; one that is larger than the bound of
@@ -73,12 +71,6 @@ class ResponseStore:
             self.remove(next(iter(self._kept)))
         self._kept[response_id] = stored
         self.num_bytes += stored.num_bytes
-
-    def complete(self, response_id: str, response: bytes, *, output: bytes) -> None:
-        """Keep a response that is complete, with its `output`, unless it has been forgotten."""
-        if (begun := self._kept.get(response_id)) is not None:
-            self.remove(response_id)
-            self.put(response_id, StoredResponse(begun.key, (*begun.items, output), response))
 
     def remove(self, response_id: str) -> None:
         """Forget a response that is kept."""
