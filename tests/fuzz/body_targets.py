@@ -6,10 +6,19 @@ import json
 from typing import Any
 
 from dflash_protocol.errors import SettingsError
+from dflash_runtime.serving.constraints import constraint_of
 from dflash_runtime.serving.doors.anthropic_bodies import CountBody, MessagesBody
 from dflash_runtime.serving.doors.responses_bodies import ResponsesBody
 from dflash_runtime.serving.errors import ApiError
-from dflash_runtime.serving.requests import ChatBody, CompletionBody, parse_body
+from dflash_runtime.serving.llama_fields import LlamaCompletionBody
+from dflash_runtime.serving.ollama_bodies import OllamaChatBody, OllamaGenerateBody
+from dflash_runtime.serving.requests import (
+    ChatBody,
+    CompletionBody,
+    RequestBody,
+    body_of,
+    parse_body,
+)
 from fuzz.mutation import Mutator
 from fuzz.target import Target
 
@@ -17,7 +26,10 @@ _SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 _FUNCTION = {"name": "weather", "description": "é", "parameters": _SCHEMA, "strict": False}
 _CALL = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"a":[1]}'}}
 _TEMPLATE = "tools reasoning_effort enable_thinking"
-_KINDS = (ChatBody, CompletionBody, MessagesBody, CountBody, ResponsesBody)
+_KINDS = (
+    *(ChatBody, CompletionBody, MessagesBody, CountBody, ResponsesBody),
+    *(LlamaCompletionBody, OllamaChatBody, OllamaGenerateBody),
+)
 _ANTHROPIC = {
     "messages": [
         {"role": "user", "content": "hello"},
@@ -78,6 +90,37 @@ _GOOD: tuple[dict[str, Any], ...] = (
         "metadata": {"a": "b"},
         "previous_response_id": "resp_1",
     },
+    {
+        "prompt": "hello",
+        "n_predict": 5,
+        "n_probs": 2,
+        "json_schema": _SCHEMA,
+        "dry_multiplier": 0.5,
+        "dry_sequence_breakers": ["\n"],
+        "response_fields": ["content", "timings/prompt_n"],
+    },
+    {
+        "model": "m",
+        "messages": [
+            {"role": "user", "content": "hello"},
+            {"role": "assistant", "thinking": "hm", "tool_calls": [{"function": {"name": "f"}}]},
+            {"role": "tool", "tool_name": "f", "content": "3"},
+        ],
+        "tools": [{"type": "function", "function": _FUNCTION}],
+        "think": "low",
+        "format": _SCHEMA,
+        "options": {"seed": 1, "num_predict": 5, "stop": ["END"], "num_ctx": 100, "mirostat": 0},
+        "keep_alive": "5m",
+    },
+    {
+        "model": "m",
+        "prompt": "hello",
+        "system": "Be brief.",
+        "think": False,
+        "format": "json",
+        "logprobs": True,
+        "top_logprobs": 2,
+    },
 )
 
 
@@ -100,8 +143,10 @@ class DoorBodies(Target):
     def feed(self, frames: list[bytes]) -> None:
         index, data = frames
         try:
-            body = parse_body(_KINDS[int(index)], data)
+            body: RequestBody = parse_body(_KINDS[int(index)], data)
             match body:
+                case OllamaChatBody() | OllamaGenerateBody():
+                    body = body_of(ChatBody, body.chat(_TEMPLATE, 512))
                 case ResponsesBody():
                     json.dumps(body.echo())
                     body = body.chat([])
@@ -110,6 +155,11 @@ class DoorBodies(Target):
             if isinstance(body, ChatBody):
                 json.dumps([message.for_template() for message in body.messages])
                 body.template_variables(_TEMPLATE, body.offered_tools())
+                body.call_rules(body.offered_tools(), beside="response_format")
+            if isinstance(body, ChatBody | CompletionBody):
+                constraint_of(body)
+                body.sampling()
+                body.penalties(None)
         except ApiError as error:
             raise SettingsError(error.message) from error
 
