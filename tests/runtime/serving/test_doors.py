@@ -116,12 +116,11 @@ async def test_a_response_is_known_to_its_key_alone(serve: Serve) -> None:
 @pytest.mark.asyncio
 async def test_what_a_response_has_read_is_listed(serve: Serve) -> None:
     async with serve() as served:
-        first = await served.post("/v1/responses", input="hello", max_output_tokens=2)
-        name = first.json()["id"]
-        more = {"previous_response_id": name, "max_output_tokens": 2}
-        second = await served.post(
-            "/v1/responses", input=[{"role": "user", "content": "?"}], **more
-        )
+        said: dict[str, Any] = {"choice": ["hi"], "max_output_tokens": 5}
+        first = await served.post("/v1/responses", input="hello", **said)
+        said["previous_response_id"] = first.json()["id"]
+        question = [{"role": "user", "content": "?"}]
+        second = await served.post("/v1/responses", input=question, **said)
         path = f"/v1/responses/{second.json()['id']}/input_items"
         listed = (await served.client.get(path, params={"order": "asc"})).json()
         assert [each["content"][0]["text"] for each in listed["data"][::2]] == ["hello", "?"]
@@ -131,6 +130,49 @@ async def test_what_a_response_has_read_is_listed(serve: Serve) -> None:
         assert gone.status_code == 404
         refused = await served.post("/v1/responses", input="hello", background=True)
         assert refused.json()["error"]["param"] == "background"
+
+
+@pytest.mark.asyncio
+async def test_texts_of_a_response_have_log_probabilities(serve: Serve) -> None:
+    text = "<think>\nhm\n</think>\n\nyes, é"
+    asked: dict[str, Any] = {"input": "hello", "choice": [text], "top_logprobs": 2}
+    async with serve() as served:
+        for body in (asked, {**asked, "choice": [text + " and no more"]}):
+            whole = (await served.post("/v1/responses", **body)).json()
+            [reasoning, message] = whole["output"]
+            assert "logprobs" not in reasoning["content"][0]
+            [part] = message["content"]
+            written = b"".join(bytes(each["bytes"]) for each in part["logprobs"])
+            assert written.decode().strip() == part["text"].strip()
+            assert part["text"].startswith("yes")
+            assert {len(each["top_logprobs"]) for each in part["logprobs"]} == {2}
+            stream = await served.post("/v1/responses", **body, stream=True)
+            events = [
+                json.loads(line.removeprefix("data: "))
+                for line in stream.text.splitlines()
+                if line.startswith("data: ")
+            ]
+            last = events[-1]["response"]
+            assert without_ids(last["output"]) == without_ids(whole["output"])
+            deltas = [each for each in events if each["type"] == "response.output_text.delta"]
+            assert [each for delta in deltas for each in delta["logprobs"]] == part["logprobs"]
+        greedy: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+        body = {"input": "hello", "max_output_tokens": 3, **greedy}
+        body["include"] = ["message.output_text.logprobs"]
+        answer = await served.post("/v1/responses", **body)
+        [message] = answer.json()["output"]
+        found = message["content"][0]["logprobs"]
+        assert [each["top_logprobs"] for each in found] == [[]] * 3
+        messages = [{"role": "user", "content": "hello"}]
+        chat = {"messages": messages, "max_tokens": 3, "logprobs": True, **greedy}
+        same = (await served.post("/v1/chat/completions", **chat)).json()["choices"][0]
+        assert same["logprobs"]["content"] == found
+        path = f"/v1/responses/{answer.json()['id']}"
+        kept = (await served.client.get(path)).json()
+        assert kept == answer.json()
+        del body["include"]
+        plain = await served.post("/v1/responses", **body)
+        assert plain.json()["output"][0]["content"][0]["logprobs"] == []
 
 
 @pytest.mark.asyncio

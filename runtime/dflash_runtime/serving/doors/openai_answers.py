@@ -167,16 +167,7 @@ class ChatAnswer(OpenAIAnswer):
         if not self.has_logprobs:
             return None
 
-        def entry(token_id: int, logprob: float) -> dict[str, Any]:
-            data = self.token_bytes(token_id)
-            logprob = max(logprob, _LEAST_LOGPROB)
-            return {"token": token_text(data), "logprob": logprob, "bytes": list(data)}
-
-        content = []
-        for token in (token for delta in deltas for token in delta.tokens):
-            assert token.logprobs is not None
-            top = [entry(*each) for each in token.logprobs.top]
-            content.append({**entry(token.token_id, token.logprobs.logprob), "top_logprobs": top})
+        content = [entry for delta in deltas for entry in logprobs_of(delta, self.token_bytes)]
         return {"content": content, "refusal": None}
 
 
@@ -220,6 +211,22 @@ class CompletionAnswer(OpenAIAnswer):
             "top_logprobs": tops if any(tops) else None,
             "text_offset": offsets,
         }
+
+
+def logprobs_of(delta: Delta, token_bytes: Callable[[int], bytes]) -> list[dict[str, Any]]:
+    """The log-probabilities of tokens, as chats have them."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        data = token_bytes(token_id)
+        logprob = max(logprob, _LEAST_LOGPROB)
+        return {"token": token_text(data), "logprob": logprob, "bytes": list(data)}
+
+    entries = []
+    for token in delta.tokens:
+        assert token.logprobs is not None
+        top = [entry(*each) for each in token.logprobs.top]
+        entries.append({**entry(token.token_id, token.logprobs.logprob), "top_logprobs": top})
+    return entries
 
 
 def token_text(data: bytes) -> str:

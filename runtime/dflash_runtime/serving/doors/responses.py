@@ -45,7 +45,12 @@ def _add_routes(app: FastAPI, state: ServerState) -> None:
                 text = ascii_json(response).encode()
                 store.put(response["id"], StoredResponse(asked.key, items, text))
 
-            answer = ResponsesAnswer(model_id(asked.engine), echo=body.echo(), keep=keep)
+            answer = ResponsesAnswer(
+                model_id(asked.engine),
+                echo=body.echo(),
+                keep=keep,
+                token_bytes=asked.token_bytes if body.has_logprobs else None,
+            )
             items = [item for part in before for item in ITEMS.validate_json(part)]
             return await asked.chat(body.chat(items), answer)
 

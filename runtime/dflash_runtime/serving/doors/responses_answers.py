@@ -11,6 +11,7 @@ from dflash_adapters.text.answers import AnswerEvent, Content, Reasoning, ToolCa
 from dflash_runtime.engine.answer_text import Delta, joined_events
 from dflash_runtime.engine.engine import GenerationStats
 from dflash_runtime.serving.answers import Answer, events_of
+from dflash_runtime.serving.doors.openai_answers import logprobs_of
 from dflash_runtime.serving.errors import ApiError, ErrorForm
 from dflash_runtime.serving.wire import NAMED_EVENTS, Chunk
 from dflash_runtime.serving.worker import Finished
@@ -24,12 +25,18 @@ _PARTS: dict[type[AnswerEvent], tuple[str, str]] = {
 
 class ResponsesAnswer(Answer):
     """``/v1/responses``. `echo` are the fields of the request that it repeats, and `keep` is called
-    with the response once it is complete."""
+    with the response once it is complete. With `token_bytes`, which gives the bytes of a token id,
+    texts have log-probabilities."""
 
     wire = NAMED_EVENTS
 
     def __init__(
-        self, model: str, *, echo: dict[str, Any], keep: Callable[[dict[str, Any]], None]
+        self,
+        model: str,
+        *,
+        echo: dict[str, Any],
+        keep: Callable[[dict[str, Any]], None],
+        token_bytes: Callable[[int], bytes] | None = None,
     ) -> None:
         self.id = f"resp_{secrets.token_hex(24)}"
         self._model = model
@@ -41,6 +48,11 @@ class ResponsesAnswer(Answer):
         self._open: tuple[Content | Reasoning, str] | None = None
         """The text of the item that is being written, and the item's id."""
         self._num_events = 0
+        self._token_bytes, self.has_logprobs = token_bytes, token_bytes is not None
+        self._logprobs: list[dict[str, Any]] = []
+        """Of the text that is being written."""
+        self._waiting: list[dict[str, Any]] = []
+        """Of tokens of which it is not certain yet what they are part of."""
 
     @property
     def request_id(self) -> str:
@@ -55,14 +67,18 @@ class ResponsesAnswer(Answer):
     def next_chunks(self, delta: Delta) -> list[Chunk]:
         """Beginnings, parts and ends of items."""
         chunks: list[Chunk] = []
+        logprobs = self._certain_logprobs(delta)
         for event in delta.events:
             if self._open is not None and not isinstance(event, type(self._open[0])):
                 chunks += self._closed("completed")
             match event:
                 case ToolCall():
                     chunks += self._call_chunks(event)
-                case Content() | Reasoning():
-                    chunks += self._text_chunks(event)
+                case Reasoning():
+                    chunks += self._text_chunks(event, [])
+                case Content():
+                    chunks += self._text_chunks(event, logprobs)
+                    logprobs = []
         return chunks
 
     def last_chunks(self, finished: Finished) -> list[Chunk]:
@@ -74,11 +90,12 @@ class ResponsesAnswer(Answer):
 
     def whole(self, deltas: Sequence[Delta], finished: Finished) -> dict[str, Any]:
         """The response."""
-        status, joined = _status(finished), joined_events(events_of(deltas))
-        for event in joined:
-            # Calls are given once they are complete.
-            is_cut = event is joined[-1] and not isinstance(event, ToolCall)
-            self._output.append(_item(event, status if is_cut else "completed"))
+        if not self.has_logprobs:
+            deltas = [Delta(tuple(joined_events(events_of(deltas))))]
+        for delta in deltas:
+            self.next_chunks(delta)
+        status = _status(finished)
+        self._closed(status)
         return self._ended(status, finished)
 
     def error_chunks(self, error: ApiError, form: ErrorForm) -> list[Chunk]:
@@ -110,7 +127,26 @@ class ResponsesAnswer(Answer):
             **self._echo,
         }
 
-    def _text_chunks(self, event: Content | Reasoning) -> list[Chunk]:
+    def _certain_logprobs(self, delta: Delta) -> list[dict[str, Any]]:
+        """Log-probabilities of the content of a delta; those of other tokens are not given."""
+        if self._token_bytes is None:
+            return []
+        self._waiting += logprobs_of(delta, self._token_bytes)
+        if not delta.events:
+            return []
+        found, self._waiting = self._waiting, []
+        if not delta.text:
+            return []
+        if self._open is None or not isinstance(self._open[0], Content):
+            # Before the text were markers, and space that is no part of it.
+            num_more = sum(len(each["bytes"]) for each in found) - len(delta.text.encode())
+            while num_more > 0 and len(found[0]["bytes"]) <= num_more:
+                num_more -= len(found.pop(0)["bytes"])
+        return found
+
+    def _text_chunks(
+        self, event: Content | Reasoning, logprobs: list[dict[str, Any]]
+    ) -> list[Chunk]:
         chunks: list[Chunk] = []
         kind, prefix = _PARTS[type(event)]
         if self._open is None:
@@ -124,7 +160,8 @@ class ResponsesAnswer(Answer):
         before, item_id = self._open
         self._open = type(event)(before.text + event.text), item_id
         delta = self._event(f"{prefix}.delta", item_id=item_id, delta=event.text)
-        return [*chunks, _with_logprobs(delta, kind)]
+        self._logprobs += logprobs
+        return [*chunks, _with_logprobs(delta, kind, logprobs)]
 
     def _closed(self, status: str) -> list[Chunk]:
         """The chunks that complete the item that is being written."""
@@ -132,11 +169,13 @@ class ResponsesAnswer(Answer):
             return []
         (event, item_id), self._open = self._open, None
         kind, prefix = _PARTS[type(event)]
-        item = {**_item(event, status), "id": item_id}
+        logprobs = [*self._logprobs, *self._waiting] if isinstance(event, Content) else []
+        self._logprobs, self._waiting = [], []
+        item = {**_item(event, status, logprobs), "id": item_id}
         done = self._event(f"{prefix}.done", item_id=item_id, text=event.text)
         part = item["content"][0]
         chunks = [
-            _with_logprobs(done, kind),
+            _with_logprobs(done, kind, logprobs),
             self._event("response.content_part.done", item_id=item_id, part=part),
             self._event("response.output_item.done", item=item),
         ]
@@ -173,15 +212,18 @@ def _status(finished: Finished) -> str:
     return "completed" if finished.finish_reason == "stop" else "incomplete"
 
 
-def _with_logprobs(event: Chunk, kind: str) -> Chunk:
-    """Events of text have a list of log-probabilities; it is empty."""
-    return {**event, "logprobs": []} if kind == "output_text" else event
+def _with_logprobs(event: Chunk, kind: str, logprobs: list[dict[str, Any]]) -> Chunk:
+    """Events of text have a list of log-probabilities; it may be empty."""
+    return {**event, "logprobs": logprobs} if kind == "output_text" else event
 
 
-def _item(event: AnswerEvent, status: str) -> dict[str, Any]:
+def _item(
+    event: AnswerEvent, status: str, logprobs: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
     match event:
         case Content():
-            part = {"type": "output_text", "text": event.text, "annotations": [], "logprobs": []}
+            text: dict[str, Any] = {"type": "output_text", "text": event.text, "annotations": []}
+            part = {**text, "logprobs": [*logprobs]}
             item = {"type": "message", "role": "assistant", "content": [part]}
             return {"id": f"msg_{secrets.token_hex(24)}", "status": status, **item}
         case Reasoning():

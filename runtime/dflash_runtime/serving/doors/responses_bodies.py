@@ -7,10 +7,20 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-from dflash_runtime.serving.doors.responses_items import Item, Items, chat_messages
+from dflash_runtime.serving.doors.responses_items import (
+    ContentFields,
+    Item,
+    Items,
+    chat_messages,
+)
 from dflash_runtime.serving.doors.responses_tools import FunctionFields
 from dflash_runtime.serving.errors import ApiError
-from dflash_runtime.serving.requests import ChatBody, OptionFields, RequestBody, body_of
+from dflash_runtime.serving.requests import (
+    ChatBody,
+    OptionFields,
+    RequestBody,
+    body_of,
+)
 from dflash_runtime.serving.tools import Effort
 
 NAMES: Mapping[str, str] = {
@@ -61,7 +71,7 @@ class ReasoningConfig(_Part):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class ResponsesBody(RequestBody, OptionFields, FunctionFields):
+class ResponsesBody(RequestBody, OptionFields, FunctionFields, ContentFields):
     """``/v1/responses``. Options beyond OpenAI's are those of chats."""
 
     model: str | None = None
@@ -80,8 +90,6 @@ class ResponsesBody(RequestBody, OptionFields, FunctionFields):
         ]
         | None
     ) = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = None
-    """Reasoning is given as text."""
     chat_template_kwargs: dict[str, JsonValue] | None = None
 
     neutral: ClassVar[Mapping[str, tuple[JsonValue, ...]]] = {
@@ -96,7 +104,6 @@ class ResponsesBody(RequestBody, OptionFields, FunctionFields):
             {"include_obfuscation": False},
             {"include_obfuscation": True},
         ),
-        "top_logprobs": (0,),
         "truncation": ("disabled",),
     }
 
@@ -111,6 +118,8 @@ class ResponsesBody(RequestBody, OptionFields, FunctionFields):
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
             "chat_template_kwargs": self.chat_template_kwargs,
         }
+        if self.has_logprobs:
+            fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         if self.text is not None and self.text.format is not None:
             if self.response_format is not None:
                 raise ApiError(400, "text: response_format is given too", param="text")
@@ -135,6 +144,7 @@ class ResponsesBody(RequestBody, OptionFields, FunctionFields):
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": 1.0 if self.top_p is None else self.top_p,
+            "top_logprobs": self.top_logprobs or 0,
             "truncation": "disabled",
             "background": False,
             **{name: _dumped(value) for name, value in given.items()},

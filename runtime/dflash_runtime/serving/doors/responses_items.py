@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, TypeAdapter
 
-from dflash_runtime.serving.requests import MOST_MESSAGES
+from dflash_runtime.serving.requests import MOST_MESSAGES, MOST_TOP_LOGPROBS
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -31,7 +31,8 @@ class OutputText(_Part):
     type: Literal["output_text"]
     text: str
     annotations: Annotated[list[JsonValue], Field(max_length=0)] | None = None
-    logprobs: JsonValue = None
+    logprobs: Annotated[JsonValue, Field(exclude=True)] = None
+    """Not kept: no conversation needs them."""
 
 
 def _texts(content: object) -> object:
@@ -124,6 +125,21 @@ Items = Annotated[
 ]
 ITEMS: TypeAdapter[list[Item]] = TypeAdapter(Items)
 """Reads and writes items as JSON."""
+
+
+class ContentFields(BaseModel):
+    """What an answer's items have besides text."""
+
+    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] | None = (
+        None
+    )
+    """Reasoning is given as text."""
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether texts of the answer are to have log-probabilities."""
+        return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
 
 
 def chat_messages(items: Sequence[Item], *, instructions: str | None) -> list[dict[str, Any]]:
