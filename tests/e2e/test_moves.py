@@ -288,6 +288,9 @@ def test_a_daemon_without_memory_for_both_keeps_what_it_has(tmp_path: Path, run_
         lists = lists_of(first)
         for ids in lists[first.owner_names[1]].values():
             ids.reverse()
+        reversed_ = placed(first, lists)
+        for here, there in zip(*(each.values() for each in lists.values()), strict=True):
+            here[0], there[0] = there[0], here[0]
         after = placed(first, lists)
         take_memory(process)
         with pytest.raises(HandshakeRefused, match="1,000 of") as caught:
@@ -295,9 +298,12 @@ def test_a_daemon_without_memory_for_both_keeps_what_it_has(tmp_path: Path, run_
         assert caught.value.code == "memory"
         assert same_owners(engine.placement, first)
         assert (engine.logits(PROMPT) == expected).all()
+        engine.replace_experts(reversed_)  # both share their memory
+        assert (engine.logits(PROMPT) == expected).all()
         take_memory(process)  # gives it back
         engine.replace_experts(after)
-        assert (engine.logits(PROMPT) == expected).all()
+        with opened(model, connect=[endpoint], placement=after) as new:
+            assert (engine.logits(PROMPT) == new.logits(PROMPT)).all()
         assert {event.kind for event in engine.stats().events} == {"numeric_class_differs"}
 
 

@@ -10,7 +10,6 @@ from dflash_runtime.compute.backend import (
     MEMORY_ADVICE,
     BackendName,
     ComputeBackend,
-    DivisibleBank,
     ExpertBank,
 )
 from dflash_runtime.compute.devices import make_backend, open_backend
@@ -20,7 +19,6 @@ __all__ = [
     "MEMORY_ADVICE",
     "BackendName",
     "ComputeBackend",
-    "DivisibleBank",
     "ExpertBank",
     "make_backend",
     "open_backend",

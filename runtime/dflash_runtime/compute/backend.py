@@ -151,13 +151,37 @@ class ResizableBank(ReplaceableBank, Protocol):
 
 
 @runtime_checkable
-class DivisibleBank(ExpertBank, Protocol):
-    """A bank whose memory can be shared by a bank of a subset of its experts."""
+class LoadsShared(Protocol):
+    """A backend whose banks of a layer can share memory."""
 
-    def part(self, file: GgufFile, local_expert_ids: I32Array) -> ExpertBank:
-        """Return a bank of some of these experts, in this order; it keeps the whole bank's memory.
+    def load_shared(
+        self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array
+    ) -> SharedBank:
+        """As ComputeBackend.load_experts."""
 
-        Raises: DeviceOutOfMemory.
+
+@runtime_checkable
+class SharedBank(ExpertBank, Protocol):
+    """A bank of a daemon, whose memory other banks of the layer can share: see `load_shared`. It
+    has room for as many experts, of all these banks, as were loaded first. Any thread may call it
+    while batches are computed."""
+
+    def num_missing(self, global_expert_ids: I32Array) -> int | None:
+        """How many of these experts no bank of its memory has; None: there is no room for them.
+
+        Shapes: [N].
+        """
+
+    def sibling(self, file: GgufFile, global_expert_ids: I32Array) -> SharedBank:
+        """Return a bank of these experts, in this order; what is missing is loaded beside what is
+        there.
+
+        Shapes: [N]. Raises: DeviceOutOfMemory, DeviceUnavailable.
+        """
+
+    def trim(self) -> None:
+        """Give back to the driver the memory that none of these banks needs any more. What was
+        recorded with them stays valid. Raises: DeviceUnavailable.
         """
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -21,8 +21,13 @@ from dflash_adapters.spec import MoeLayer, MoeSpec
 from dflash_protocol.batch import RoutedBatch, group_by_expert
 from dflash_protocol.ids import F64Array, I32Array, Phase
 from dflash_protocol.placement import OwnedExperts
-from dflash_runtime.compute import ComputeBackend, DivisibleBank, ExpertBank
-from dflash_runtime.compute.backend import ExpertMemory, LoadsResizable
+from dflash_runtime.compute import ComputeBackend, ExpertBank
+from dflash_runtime.compute.backend import (
+    ExpertMemory,
+    LoadsResizable,
+    LoadsShared,
+    SharedBank,
+)
 from dflash_runtime.compute.expert_arena import ExpertArena
 from dflash_runtime.compute.host import ONE_TOKEN
 from dflash_runtime.compute.thread_trial import OnePass
@@ -316,18 +321,14 @@ class ExpertStore:
             if held is not None:
                 held.num_users += 1
                 return held
-            reused = self._reusable(owned)
-            dropped = [each.arena for each in self._placements.values() if not each.num_users]
-            self._placements = {
-                name: each for name, each in self._placements.items() if each.num_users
-            }
-            in_use = list(self._placements.values())
-        for arena in dropped:
-            if arena is not None:
-                arena.close()
+        reused, in_use = self._reusable(owned), self._forget_unused()
         arena_bytes = None if self._shared is None else self._shared.bytes_beside(owned, in_use)
         is_brought = arena_bytes is not None
-        reused = {} if is_brought else reused | self._parts_of_kept(owned, reused)
+        shared: dict[int, SharedBank] = {}
+        if is_brought:
+            reused = {}
+        else:
+            shared = _to_share(owned, in_use, but=reused)
         num_before = self.num_experts
         needed = [each.owned for each in in_use if each.arena is None]
         num_dropped = self._drop_all_but(needed if is_brought else [*needed, owned])
@@ -339,12 +340,12 @@ class ExpertStore:
         self._backend.require_room(
             self._file,
             [
-                (by_layer_id[layer_id], ids.size)
+                (by_layer_id[layer_id], _num_new(ids, shared.get(layer_id)))
                 for layer_id, ids in owned.by_layer.items()
                 if layer_id not in reused
             ],
         )
-        banks = self._load(owned, reused, on_progress, is_brought=is_brought)
+        banks = self._load(owned, reused, on_progress, shared=shared, is_brought=is_brought)
         with ExitStack() as undo:
             arena = None
             if self._shared is not None and arena_bytes is not None:
@@ -371,6 +372,15 @@ class ExpertStore:
         with self._lock:
             held.num_users -= 1
 
+    def give_back(self) -> None:
+        """Drop what no placement in use needs, and return its memory to the device's driver."""
+        in_use = self._forget_unused()
+        self._drop_all_but([each.owned for each in in_use if each.arena is None])
+        for held in in_use:
+            for bank in held.banks.values():
+                if isinstance(bank, SharedBank):
+                    bank.trim()
+
     def balance(self) -> None:
         """Once placements have come into use, or are used no more, have the arenas of those in use
         share the memory; the others keep what a layer needs. May wait for a batch."""
@@ -392,6 +402,19 @@ class ExpertStore:
         found = measure_pairs_per_second(banks.values(), self._rates, batches=batches)
         return found if arena is None else with_reads(arena, found, banks, trial=_tried)
 
+    def _forget_unused(self) -> list[HeldPlacement]:
+        """End placements that are not in use; returns the others."""
+        with self._lock:
+            dropped = [each.arena for each in self._placements.values() if not each.num_users]
+            self._placements = {
+                name: each for name, each in self._placements.items() if each.num_users
+            }
+            in_use = list(self._placements.values())
+        for arena in dropped:
+            if arena is not None:
+                arena.close()
+        return in_use
+
     def _reusable(self, owned: OwnedExperts) -> dict[int, ExpertBank]:
         """Loaded banks that have exactly the wanted local ids, by layer id."""
         return {
@@ -402,34 +425,20 @@ class ExpertStore:
             if np.array_equal(held.owned.by_layer[layer_id], owned.by_layer.get(layer_id, ()))
         }
 
-    def _parts_of_kept(
-        self, owned: OwnedExperts, reused: Mapping[int, ExpertBank]
-    ) -> dict[int, ExpertBank]:
-        """Banks, by layer id, of layers whose wanted experts are all in the kept placement."""
-        parts: dict[int, ExpertBank] = {}
-        for layer_id, ids in owned.by_layer.items():
-            bank = None if self._kept is None else self._kept.banks.get(layer_id)
-            if layer_id in reused or not isinstance(bank, DivisibleBank):
-                continue
-            assert self._kept is not None
-            kept_ids = self._kept.owned.by_layer[layer_id].tolist()
-            local_id_of = {each: local_id for local_id, each in enumerate(kept_ids)}
-            if all(each in local_id_of for each in ids.tolist()):
-                local_ids = np.array([local_id_of[each] for each in ids.tolist()], np.int32)
-                parts[layer_id] = bank.part(self._file, local_ids)
-        return parts
-
     def _load(
         self,
         owned: OwnedExperts,
         reused: Mapping[int, ExpertBank],
         on_progress: LoadProgress,
         *,
+        shared: Mapping[int, SharedBank],
         is_brought: bool,
     ) -> dict[int, ExpertBank]:
-        """A bank for each layer, reusing loaded ones. `is_brought`: nothing is read now."""
-        banks = {}
-        with self._backend.loading():
+        """A bank for each layer, reusing loaded ones, or the memory of `shared` ones.
+        `is_brought`: nothing is read now."""
+        backend, banks = self._backend, dict[int, ExpertBank]()
+        load = backend.load_shared if isinstance(backend, LoadsShared) else backend.load_experts
+        with backend.loading():
             for num_done, (layer_id, ids) in enumerate(sorted(owned.by_layer.items())):
                 on_progress(num_done, len(owned.by_layer))
                 bank = reused.get(layer_id)
@@ -438,8 +447,12 @@ class ExpertStore:
                     loaded = self._loaded.get(layer_id, set())
                     new = np.array([each for each in ids.tolist() if each not in loaded], np.int32)
                     if not is_brought:
-                        _read_experts(self._file, layer, new, touch=self._backend.is_host)
-                    bank = self._backend.load_experts(self._file, layer, ids)
+                        _read_experts(self._file, layer, new, touch=backend.is_host)
+                    other = shared.get(layer_id)
+                    if other is None:
+                        bank = load(self._file, layer, ids)
+                    else:
+                        bank = other.sibling(self._file, ids)
                     if not is_brought:
                         self._loaded[layer_id] = loaded.union(new.tolist())
                 banks[layer_id] = bank
@@ -466,3 +479,26 @@ class ExpertStore:
         self._backend.drop_experts(self._file, layer, global_expert_ids)
         for each in _byte_ranges(layer, global_expert_ids):
             self._file.advise_dontneed(*each)
+
+
+def _to_share(
+    owned: OwnedExperts, in_use: Iterable[HeldPlacement], *, but: Collection[int]
+) -> dict[int, SharedBank]:
+    """Banks whose memory new ones can share, by layer id; for each layer, the one that lacks
+    least."""
+    found: dict[int, tuple[int, SharedBank]] = {}
+    for held in in_use:
+        for layer_id, bank in held.banks.items():
+            ids = owned.by_layer.get(layer_id)
+            if ids is None or layer_id in but or not isinstance(bank, SharedBank):
+                continue
+            num_missing = bank.num_missing(ids)
+            if num_missing is not None and num_missing < found.get(layer_id, (ids.size + 1,))[0]:
+                found[layer_id] = num_missing, bank
+    return {layer_id: bank for layer_id, (_, bank) in found.items()}
+
+
+def _num_new(ids: I32Array, shared: SharedBank | None) -> int:
+    """How many of these are to be loaded."""
+    num_missing = None if shared is None else shared.num_missing(ids)
+    return int(ids.size) if num_missing is None else num_missing

@@ -49,6 +49,7 @@ from dflash_runtime.compute.gpu.experts.moe import DeviceMoe, HereRoute, HostRou
 from dflash_runtime.compute.gpu.experts.offload import ExpertOffload
 from dflash_runtime.compute.gpu.experts.offload_room import offload_bytes
 from dflash_runtime.compute.gpu.experts.resizing import SlotRoom
+from dflash_runtime.compute.gpu.experts.shared_slots import SharedSlots
 from dflash_runtime.compute.gpu.experts.stage import DeviceStage, open_stage
 from dflash_runtime.compute.gpu.launch.decode_arrays import STEP_SIZES
 from dflash_runtime.compute.gpu.layers.kv_cache import DeviceKvCache
@@ -271,6 +272,12 @@ class CupyBackend:
         is_partial = 0 < global_expert_ids.size < layer.num_experts
         return self._bank(file, layer, global_expert_ids, blocks=[] if is_partial else None)
 
+    def load_shared(
+        self, file: GgufFile, layer: MoeLayer, global_expert_ids: I32Array
+    ) -> CupyExpertBank:
+        """Raises: UnsupportedModel, DeviceOutOfMemory."""
+        return self._bank(file, layer, global_expert_ids, blocks=[], is_shared=True)
+
     def _bank(
         self,
         file: GgufFile,
@@ -278,8 +285,10 @@ class CupyBackend:
         global_expert_ids: I32Array,
         *,
         blocks: list[BlockArray] | None = None,
+        is_shared: bool = False,
     ) -> CupyExpertBank:
-        cache_slots = self.ops.step_experts.cache_slots
+        """With `blocks`, the bank can be resized, or is shared."""
+        cache_slots = 0 if is_shared else self.ops.step_experts.cache_slots
         num_more = slots_beside(layer, global_expert_ids.size, cache_slots)
         with self._lock:
             by_global, by_local = load_resident(
@@ -292,9 +301,14 @@ class CupyBackend:
                 blocks=blocks,
             )
             self.ops.chunk_experts.expect(by_global)
-        room = None
+        room: SlotRoom | None = None
+        shared: SharedSlots | None = None
         if blocks is not None:
-            room = SlotRoom(layer, blocks, num_more, global_expert_ids.size)
+            slots = SlotRoom(layer, blocks, num_more, global_expert_ids.size)
+            if is_shared:
+                shared = SharedSlots(slots, self.mail.paused)
+            else:
+                room = slots
         return CupyExpertBank(
             self.ops,
             by_global,
@@ -303,6 +317,7 @@ class CupyBackend:
             uploader=self.loader.uploader,
             lock=self._lock,
             room=room,
+            shared=shared,
         )
 
     def bring_experts(

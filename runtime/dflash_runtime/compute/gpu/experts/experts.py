@@ -26,6 +26,7 @@ from dflash_runtime.compute.backend import ExpertStage
 from dflash_runtime.compute.gpu.device.buffers import Buffer
 from dflash_runtime.compute.gpu.device.device import Graph
 from dflash_runtime.compute.gpu.experts.resizing import SlotRoom, resize
+from dflash_runtime.compute.gpu.experts.shared_slots import SharedSlots
 from dflash_runtime.compute.gpu.experts.stage import DeviceStage
 from dflash_runtime.compute.gpu.launch.decode_arrays import STEP_SIZES
 from dflash_runtime.compute.gpu.launch.decode_experts import Choice
@@ -236,8 +237,9 @@ class CupyExpertBank:
         uploader: Uploader,
         lock: threading.RLock,
         room: SlotRoom | None = None,
+        shared: SharedSlots | None = None,
     ) -> None:
-        """`room`: of a bank that can be resized."""
+        """`room`: of a bank that can be resized. `shared`: of one whose memory others share."""
         self.layer: MoeLayer = by_local.layer
         self.num_experts = by_local.num_resident
         self._lock = lock
@@ -248,15 +250,22 @@ class CupyExpertBank:
         self.by_local = by_local
         self._steps = CapturedLayer(by_local)
         self._room = room
+        self._shared = shared
+        if shared is not None:
+            shared.add((by_global, by_local))
 
-    def part(self, file: GgufFile, local_expert_ids: I32Array) -> CupyExpertBank:
-        """Shares the weights; only tables and vectors are new."""
-        places = self.by_local.slot_of_expert[local_expert_ids]
-        slots = self.by_global.slot_of_expert
-        global_of_slot = np.zeros(slots.max() + 1, np.int64)
-        global_of_slot[slots[slots >= 0]] = np.flatnonzero(slots >= 0)
-        global_ids = global_of_slot[places]
+    def num_missing(self, global_expert_ids: I32Array) -> int | None:
         with self._lock:
+            return None if self._shared is None else self._shared.num_missing(global_expert_ids)
+
+    def sibling(self, file: GgufFile, global_expert_ids: I32Array) -> CupyExpertBank:
+        """Shares the weights; only tables, vectors and what is missing are new."""
+        shared, global_ids = self._shared, global_expert_ids.astype(np.int64)
+        assert shared is not None  # else something is missing
+        with self._lock:
+            places, new = shared.take(global_expert_ids)
+            for slot, expert in new:
+                self.by_global.fill(self._uploader, file, slot, global_expert_id=expert)
             by_global, by_local = (
                 named_layer(
                     self._ops.device,
@@ -268,14 +277,22 @@ class CupyExpertBank:
                 )
                 for names in (global_ids, np.arange(places.size))
             )
-        return CupyExpertBank(
-            self._ops,
-            by_global,
-            by_local,
-            captured=self._captured,
-            uploader=self._uploader,
-            lock=self._lock,
-        )
+            self._uploader.finish()
+            return CupyExpertBank(
+                self._ops,
+                by_global,
+                by_local,
+                captured=self._captured,
+                uploader=self._uploader,
+                lock=self._lock,
+                shared=shared,
+            )
+
+    def trim(self) -> None:
+        """Slots that no bank uses have no memory from now on."""
+        with self._lock:
+            if self._shared is not None:
+                self._shared.trim(self._ops.device)
 
     def replace(
         self,

@@ -87,7 +87,7 @@ def resize(
         if slot < 0:
             by_global.fill(uploader, file, place, global_expert_id=expert)
         else:
-            _copy(device, by_global, slot, place)
+            copy_slot(device, by_global, source=slot, place=place)
         slot_of[expert] = place
     slots, global_ids = slot_of[ids].tolist(), ids.tolist()
     device.write(by_global.experts.slot_of_expert, slot_of)
@@ -99,7 +99,8 @@ def resize(
         room.keep(ids.size, before=num_before)
 
 
-def _copy(device: KernelDevice, layer: ResidentLayer, source: int, place: int) -> None:
+def copy_slot(device: KernelDevice, layer: ResidentLayer, *, source: int, place: int) -> None:
+    """Copy the weights of a slot to another one, in the main stream."""
     for projection, weights in zip(layer.layer.projections, layer.weights, strict=True):
         device.copy(*(_slot(weights, each, expert_bytes(projection)) for each in (place, source)))
 

@@ -16,7 +16,7 @@ from dflash_runtime.compute.gpu.launch.layouts import ResidentExperts, ResidentM
 from dflash_runtime.compute.gpu.layers.matrix import Uploader, require_kernels
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ResidentLayer:
     """Experts of a layer on the device. `slot_of_expert` [E] int32, on the host; -1: none.
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 
 from dflash_adapters.spec import MoeSpec
-from dflash_protocol.errors import DaemonUnavailable, SettingsError
+from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable, SettingsError
 from dflash_protocol.ring.layout import RingShape
 from dflash_protocol.ring.segment import MailTerms, Segment
 from dflash_runtime.compute.backend import ExpertBank
@@ -125,6 +126,8 @@ class CupyMail:
         self._device, self._lock = device, lock
         self.keeper = MemoryKeeper(lock)
         self._servers: list[MailServer] = []
+        self._starting = threading.Lock()
+        """Held while a served step is started."""
 
     def num_bytes(self, moe: MoeSpec) -> int:
         return mail_layout(moe).nbytes
@@ -166,6 +169,7 @@ class CupyMail:
             lock=self._lock,
             keeper=self.keeper,
             is_alone=self._serves_one,
+            starting=self._starting,
         )
         self._servers = [*(each for each in self._servers if each.is_open), server]
         return server
@@ -173,6 +177,15 @@ class CupyMail:
     def _serves_one(self) -> bool:
         """Whether at most one parent is served. Any thread may call it."""
         return sum(each.is_open for each in self._servers) <= 1
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within it no served step runs: the last ones have ended, further ones wait."""
+        with self._starting:
+            for server in self._servers:
+                with suppress(DeviceUnavailable):  # it has ended
+                    server.synchronize()
+            yield
 
     def close(self) -> None:
         """Release kept memory; all servers must be closed."""

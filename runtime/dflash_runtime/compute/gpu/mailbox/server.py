@@ -54,7 +54,7 @@ class MailServer:
     States, in MailWord.STATE: PREPARING, READY, SEES_PEER, FAILED (see MailState); the parent may
     ask once it is READY. `layers`: with their places in the model, experts by local id. `lock` is
     held while the device's main stream is used. `is_alone`: whether no other parent is served,
-    which waiting kernels could hold up.
+    which waiting kernels could hold up. `starting` is held while a step is started.
     Owns: the thread, the captured steps, and memory shared with the parent; not the segment.
     """
 
@@ -68,9 +68,11 @@ class MailServer:
         lock: threading.RLock,
         keeper: MemoryKeeper,
         is_alone: Callable[[], bool],
+        starting: threading.Lock,
     ) -> None:
         assert segment.window is not None
         self._segment, self._lock, self._layout = segment, lock, layout
+        self._starting = starting
         self._base = segment.window.device_address(segment.shape.mail_at)
         self._words = MailWords(segment)
         segment.write_mail(MailWord.DAEMON_DEVICE, device.uuid)
@@ -86,6 +88,10 @@ class MailServer:
     def is_open(self) -> bool:
         """Whether steps may be under way."""
         return self._thread.is_alive()
+
+    def synchronize(self) -> None:
+        """Wait for all steps that were started; any thread may. Raises: DeviceUnavailable."""
+        self._steps.synchronize()
 
     def close(self) -> None:
         """Abort running steps and end the thread. Idempotent."""
@@ -192,7 +198,8 @@ class MailServer:
             while self._num_done % MODULUS != asked.number:
                 # A parent that has given up may release its memory.
                 if not self._words.read(MailWord.PARENT_ABORT):
-                    self._steps.replay(graph)
+                    with self._starting:
+                        self._steps.replay(graph)
                 self._num_done += 1
         else:
             self._steps.synchronize()  # without the lock: it waits for the parent
