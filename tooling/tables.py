@@ -30,7 +30,7 @@ from dflash_runtime.compute.kv_cache import KvType
 from dflash_runtime.compute.slot_stats import SlotStats
 from dflash_runtime.engine.engine import EngineStats, GenerationStats
 from dflash_runtime.experts.events import EventKind
-from dflash_runtime.experts.telemetry import OwnerKind, OwnerStats
+from dflash_runtime.experts.telemetry import ExpertMemoryStats, OwnerKind, OwnerStats
 from dflash_runtime.placement.plan import (
     DeviceBudget,
     ExpertRoom,
@@ -120,6 +120,8 @@ def metric_families() -> Iterator[Metric]:
         selections={},
         disk=ArenaStats(0, 0, 0, 0, 0, 0.0, LookAheadStats(), 0.0, 0.0, 0.0, {}, PinStats()),
         slots=SlotStats(num_slots=1),
+        memory=ExpertMemoryStats(0, 0, 0),
+        daemon_memory={"gpu": ExpertMemoryStats(0, 0, 0)},
     )
     budget = DeviceBudget("cpu", *[0] * 6)
     plan = Plan(

@@ -19,6 +19,7 @@ import zmq.asyncio
 from dflash_adapters.gguf.file import FileChange
 from dflash_adapters.gguf.weight_blocks import nonce_from
 from dflash_daemon.data_paths import MemoryOffers
+from dflash_daemon.expert_memory import ExpertMemoryWatch
 from dflash_daemon.host import ExpertHost
 from dflash_daemon.offers import Offers
 from dflash_daemon.service import ComputeService
@@ -53,6 +54,7 @@ from dflash_protocol.wire.messages import (
     encode_header,
 )
 from dflash_protocol.wire.transport import LinkLimits
+from dflash_runtime.compute.memory_watch import LOOK_S
 from dflash_runtime.experts.daemons.handshake import OTHER_WEIGHTS
 from dflash_runtime.experts.store import HeldPlacement
 
@@ -98,6 +100,7 @@ class ControlServer:
         self._offers = Offers(
             host, device, can_mail=self._memory.can_mail, data_port=data_port, send=self._send
         )
+        self._watch = ExpertMemoryWatch(host)
         self._last_seen_s: dict[str, float] = {}
         self._held: dict[str, HeldPlacement] = {}
         self._hellos: dict[bytes, asyncio.Task[None]] = {}
@@ -117,14 +120,14 @@ class ControlServer:
 
     async def run(self) -> None:
         """Serve until cancelled."""
-        sweeping = asyncio.create_task(self._sweep())
+        own = [asyncio.create_task(each) for each in (self._sweep(), self._watch_memory())]
         try:
             while True:
                 routing_id, *frames = await self._socket.recv_multipart()
                 await self._handle(routing_id, frames)
         finally:
             await self._offers.close()
-            tasks = (sweeping, *self._hellos.values())
+            tasks = (*own, *self._hellos.values())
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -165,12 +168,15 @@ class ControlServer:
             self._last_seen_s[ping.link_id] = time.monotonic()
         pong = Pong(ping.sequence, limits is not None, service.busy_s)
         if limits is not None and limits.version > 1:  # version 1 has no counters
+            give_back_bytes, spare_bytes = self._watch.said_to(service.num_links)
             pong = replace(
                 pong,
                 num_late=service.num_late,
                 num_stale=service.counters.stale,
                 num_checksum_failures=service.counters.checksum_failures,
                 file_digest=self._host.weights.full_digest,
+                give_back_bytes=give_back_bytes,
+                spare_bytes=spare_bytes,
             )
         await self._send(routing_id, pong)
 
@@ -274,6 +280,7 @@ class ControlServer:
         }
         self._service.add_link(link_id, limits, banks)
         self._held[link_id] = held
+        self._watch.forget()
         self._last_seen_s[link_id] = time.monotonic()
         return welcome
 
@@ -372,7 +379,14 @@ class ControlServer:
         held = self._held.pop(link_id, None)
         if held is not None:
             self._host.release(held)
+            self._watch.forget()
         self._last_seen_s.pop(link_id, None)
+
+    async def _watch_memory(self) -> None:
+        """Look at the device's memory at intervals."""
+        while not self._host.backend.is_host:
+            await asyncio.sleep(LOOK_S)
+            await asyncio.to_thread(self._watch.look)
 
     async def _sweep(self) -> None:
         """Drop links of silent parents at intervals, which releases experts and shared memory."""

@@ -179,6 +179,15 @@ class ExpertHost:
         slots, read = (sum(getattr(each, of) for each in found) for of in ("num_slots", "missed"))
         return f"memory for {slots} experts, {read} uses read from the disk"
 
+    def give_back(self) -> None:
+        """Drop experts that no placement in use needs, and return their memory to the device's
+        driver; not while experts are loaded. By any thread. Raises: DeviceUnavailable."""
+        if self._load_lock.acquire(blocking=False):
+            try:
+                self.store.give_back()
+            finally:
+                self._load_lock.release()
+
     def keep(self, owned: OwnedExperts, on_progress: OnProgress = _ignore) -> None:
         """Load experts and keep them until the host is closed. Raises: as `load`."""
         self.store.keep(self.load(owned, on_progress))

@@ -241,6 +241,9 @@ class Pong(Message):
     passed before they were started (``num_late``); messages of another link, repeated or out of
     order (``num_stale``); messages with a wrong checksum (``num_checksum_failures``).
     ``file_digest`` as in Welcome; it may become known later.
+    ``give_back_bytes``: how much less memory the link's experts should take, since another program
+    needs the device's; ``spare_bytes``: how much more they may take. The parent then has the daemon
+    hold others, by a Hello, and ends this link.
     """
 
     TYPE: ClassVar[str] = "pong"
@@ -251,6 +254,8 @@ class Pong(Message):
     num_stale: int = 0
     num_checksum_failures: int = 0
     file_digest: str = ""
+    give_back_bytes: int = 0
+    spare_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,6 +192,7 @@ def _record(engine: Engine, prompt: list[int], tokens: list[int], text: str) -> 
         "disk": None if stats.disk is None else asdict(stats.disk),
         "slots": None if stats.slots is None else asdict(stats.slots),
         "memory": None if stats.memory is None else asdict(stats.memory),
+        "daemon_memory": {name: asdict(each) for name, each in stats.daemon_memory.items()},
         "events": [asdict(event) for event in stats.events],
     }
 

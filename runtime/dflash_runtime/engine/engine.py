@@ -29,6 +29,7 @@ from dflash_runtime.compute import MEMORY_ADVICE
 from dflash_runtime.compute.kv_cache import CacheStats, KvType
 from dflash_runtime.engine import first_heat
 from dflash_runtime.engine.arguments import token_id_array, whole_number
+from dflash_runtime.engine.daemon_memory import DaemonExpertMemory, daemon_memory_of
 from dflash_runtime.engine.engine_chats import EngineChats
 from dflash_runtime.engine.engine_stats import EngineStats
 from dflash_runtime.engine.expert_memory import ExpertDeviceMemory, expert_memory_of
@@ -95,6 +96,7 @@ class Engine(EngineChats):
         self._verifier: Verifier | None = None
         self._mover: ExpertMover | None = None
         self._memory: ExpertDeviceMemory | None = None
+        self._daemon_memory: DaemonExpertMemory | None = None
         self._release: Callable[[], object] = lambda: None
 
     @classmethod
@@ -199,10 +201,14 @@ class Engine(EngineChats):
                     opened.move_prices,
                     most=settings.swap_max,
                     min_gain=settings.swap_min_gain,
+                    has_to_wait=engine._is_daemon_changing,
                 )
                 if engine._mover is not None:
                     undo.callback(engine._mover.close)
                 engine._memory = expert_memory_of(
+                    engine._steps, engine.spec.moe, before_change=engine._forget_moves
+                )
+                engine._daemon_memory = daemon_memory_of(
                     engine._steps, engine.spec.moe, before_change=engine._forget_moves
                 )
             except DeviceOutOfMemory as error:
@@ -301,6 +307,11 @@ class Engine(EngineChats):
     def _forget_moves(self) -> None:
         if self._mover is not None:
             self._mover.forget()
+        if self._daemon_memory is not None:
+            self._daemon_memory.forget()
+
+    def _is_daemon_changing(self) -> bool:
+        return self._daemon_memory is not None and self._daemon_memory.is_changing
 
     def set_expert_budget(self, num_bytes: int | None) -> None:
         """Have experts take no more than so many bytes of this process's GPU, and as many as they
@@ -329,6 +340,8 @@ class Engine(EngineChats):
     def _between_runs(self, num_lost: Callable[[], int]) -> None:
         if self._memory is not None:
             self._memory.look(is_within_run=False)
+        if self._daemon_memory is not None:
+            self._daemon_memory.look(is_within_run=False)
         if self._mover is not None:
             self._mover.between_runs(num_lost())
 
@@ -495,6 +508,7 @@ class Engine(EngineChats):
             None if self._owners.arena is None else self._owners.arena.stats(),
             self._steps.slots,
             None if self._memory is None else self._memory.stats,
+            {} if self._daemon_memory is None else self._daemon_memory.stats,
             CacheStats(self._steps.cache_bytes, self.num_positions, self._steps.reuse.num_cached),
         )
 
@@ -513,13 +527,14 @@ class Engine(EngineChats):
         try:
             steps = self._steps
             run = steps.begin(request.is_cancelled, prefix_scope=request.prefix_scope)
-            if self._memory is not None or self._mover is not None:
+            watchers = [each for each in (self._memory, self._daemon_memory) if each is not None]
+            if watchers or self._mover is not None:
                 self._between_runs(lambda: num_reusable(steps, request, self.tokenizer)[0])
                 run = steps.begin(request.is_cancelled, prefix_scope=request.prefix_scope)
             self.last_generation = stats
             tokens = generated_tokens(steps, run, request, tokenizer=self.tokenizer, stats=stats)
-            if self._memory is not None:
-                tokens = self._memory.beside(tokens)
+            for each in watchers:
+                tokens = each.beside(tokens)
             yield from tokens if self._mover is None else self._mover.beside(tokens)
             steps.settle()
         except Cancelled:

@@ -40,4 +40,7 @@ class EngineStats:
     Added as selections are."""
     memory: ExpertMemoryStats | None = None
     """Memory of a device that its experts can give back; None if they cannot."""
+    daemon_memory: dict[str, ExpertMemoryStats] = field(default_factory=dict)
+    """By daemon, the same of its device, for experts that the parent's processor can take over; in
+    bytes of the model's file. Without daemons of which none can leave."""
     cache: CacheStats = field(default_factory=CacheStats)

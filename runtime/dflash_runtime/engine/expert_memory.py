@@ -18,25 +18,17 @@ from dflash_adapters.spec import MoeSpec
 from dflash_protocol.errors import DflashError, one_line
 from dflash_protocol.ids import F64Array, Phase
 from dflash_runtime.compute.backend import ResizableBank
+from dflash_runtime.compute.memory_watch import LOOK_S, Calm, Shortage, spare_bytes
 from dflash_runtime.engine.generation import GeneratedToken
 from dflash_runtime.engine.steps import Steps
 from dflash_runtime.experts.telemetry import ExpertMemoryStats
 from dflash_runtime.placement.experts_within import LayerRoom, experts_within
+from dflash_runtime.placement.split import LOCAL_OWNER
 
 _LOG = logging.getLogger(__name__)
 
-LOOK_S = 1.0
-"""Between two looks at the device's free memory."""
-CALM_S = 10.0
-"""Memory has to be free for so long before experts take it again."""
-_LOW, _ENOUGH = 0.5, 0.75
-"""Of what is to stay free: if less is free than the first share, another program has taken some;
-own work takes a little. As much as the second share stays when experts take memory again."""
-_MOST_DOUBLED = 5
-"""How often what is given back at a look is doubled, while looks find it taken."""
-_LEAST = "experts have the least that they need"
-_LEAST_BYTES = 1 << 20
-"""Free memory beyond what is to stay free that is worth taking."""
+LEAST = "experts have the least that they need"
+TAKEN, FREE = "another program needs it", "it is free again"
 
 
 class ExpertDeviceMemory:
@@ -56,10 +48,7 @@ class ExpertDeviceMemory:
         least = sum(room.held_bytes(room.fewest) for room in rooms)
         self._asked_bytes = most
         self._next_look_s = time.monotonic()
-        self._calm_since_s: float | None = None
-        """Since when there has been memory to take again."""
-        self._num_low = 0
-        """Looks one after the other that found too little free."""
+        self._calm, self._shortage = Calm(), Shortage()
         self.stats = ExpertMemoryStats(held_bytes=most, most_bytes=most, least_bytes=least)
 
     def set_budget(self, num_bytes: int | None) -> bool:
@@ -72,7 +61,7 @@ class ExpertDeviceMemory:
             raise ValueError(f"a budget of {num_bytes} bytes")
         most = self.stats.most_bytes
         self._asked_bytes = most if num_bytes is None else min(num_bytes, most)
-        self._calm_since_s = None
+        self._calm.end()
         return self._fit(self._asked_bytes, "as asked", may_end_run=True)
 
     def look(self, *, is_within_run: bool) -> None:
@@ -85,7 +74,7 @@ class ExpertDeviceMemory:
         try:
             self._follow(now_s, may_end_run=not is_within_run)
         except (DflashError, MemoryError) as error:
-            self._calm_since_s = None
+            self._calm.end()
             reason = f"failed: {one_line(str(error))}"
             if reason != self.stats.last_reason:
                 # docs: the device has failed, or its memory was taken in this moment; experts stay
@@ -103,28 +92,20 @@ class ExpertDeviceMemory:
         memory = self._steps.device_memory()
         if memory is None:
             return
-        free_bytes, stays_free_bytes = memory
         held_bytes = self.stats.held_bytes
-        if free_bytes < _LOW * stays_free_bytes:
-            self._calm_since_s = None
+        missing_bytes = self._shortage.missing_bytes(*memory)
+        if missing_bytes:
+            self._calm.end()
             if held_bytes <= self.stats.least_bytes:
-                self.stats = replace(self.stats, last_reason=_LEAST)
+                self._shortage = Shortage()
+                self.stats = replace(self.stats, last_reason=LEAST)
                 return
-            # A program that waits for more than was given back has taken that at once.
-            missing = (stays_free_bytes - free_bytes) << min(self._num_low, _MOST_DOUBLED)
-            self._num_low += 1
-            self._fit(held_bytes - missing, "another program needs it", may_end_run=may_end_run)
+            self._fit(held_bytes - missing_bytes, TAKEN, may_end_run=may_end_run)
             return
-        self._num_low = 0
         wanted_bytes = self._asked_bytes - held_bytes
-        more_bytes = min(free_bytes - int(_ENOUGH * stays_free_bytes), wanted_bytes)
-        if wanted_bytes <= 0 or more_bytes < min(_LEAST_BYTES, wanted_bytes):
-            self._calm_since_s = None
-        elif self._calm_since_s is None:
-            self._calm_since_s = now_s
-        elif now_s - self._calm_since_s >= CALM_S:
-            self._calm_since_s = None
-            self._fit(held_bytes + more_bytes, "it is free again", may_end_run=may_end_run)
+        more_bytes = self._calm.may_take(spare_bytes(*memory), wanted_bytes, now_s=now_s)
+        if more_bytes:
+            self._fit(held_bytes + more_bytes, FREE, may_end_run=may_end_run)
 
     def _fit(self, budget_bytes: int, reason: str, *, may_end_run: bool) -> bool:
         """Returns whether a run that is going on has ended."""
@@ -134,9 +115,11 @@ class ExpertDeviceMemory:
         def heat_of(layer_id: int) -> F64Array:
             return heat.probabilities(Phase.DECODE, layer_id)
 
-        placement = experts_within(steps.placement, self._rooms, budget_bytes, heat_of=heat_of)
+        placement = experts_within(
+            steps.placement, self._rooms, budget_bytes, heat_of=heat_of, here=LOCAL_OWNER
+        )
         if budget_bytes < before.least_bytes:
-            reason += f"; {_LEAST}"
+            reason += f"; {LEAST}"
         if placement is steps.placement:
             self.stats = replace(before, last_reason=reason)
             return False

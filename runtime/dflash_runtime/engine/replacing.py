@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from dflash_adapters.spec import MoeSpec
@@ -67,13 +67,16 @@ class ExpertMover:
         prices: MovePrices,
         most: int,
         min_gain: int,
+        has_to_wait: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`most`: swaps of a round; `min_gain`: how many times its cost a round has to save."""
+        """`most`: swaps of a round; `min_gain`: how many times its cost a round has to save.
+        `has_to_wait`: whether another change of the placement is under way."""
         self.stats = MoveStats()
         self._steps, self._stage, self._prices = steps, stage, prices
         self._layers = moe.by_layer_id
         self._policy = MovePolicy(moe, prices, most=most, min_gain=min_gain)
         self._min_gain = min_gain
+        self._has_to_wait = has_to_wait
         self._next: _Next | None = None
         self._failed_at: int | None = None
 
@@ -97,6 +100,8 @@ class ExpertMover:
 
     def _go_on(self, num_lost: int | None) -> None:
         """`num_lost`: None within a run, where only rounds within a class may be applied."""
+        if self._has_to_wait():
+            return
         heat = self._steps.heat.copy()
         now = heat.num_tokens(Phase.DECODE)
         try:
@@ -185,11 +190,18 @@ class ExpertMover:
 
 
 def mover_of(
-    steps: Steps, moe: MoeSpec, prices: MovePrices | None, *, most: int, min_gain: int
+    steps: Steps,
+    moe: MoeSpec,
+    prices: MovePrices | None,
+    *,
+    most: int,
+    min_gain: int,
+    has_to_wait: Callable[[], bool],
 ) -> ExpertMover | None:
     """What moves experts of an engine; None if nothing may move, or the device has no memory.
 
-    `prices`: None if the settings say where experts are. `most`: experts of a round.
+    `prices`: None if the settings say where experts are. `most`: experts of a round. The others:
+    see ExpertMover.
     """
     if prices is None or not most:
         return None
@@ -203,4 +215,12 @@ def mover_of(
     if len(owners) < 2:
         return None
     prices = replace(prices, owners=owners)
-    return ExpertMover(steps, stage, moe, prices=prices, most=most, min_gain=min_gain)
+    return ExpertMover(
+        steps,
+        stage,
+        moe,
+        prices=prices,
+        most=most,
+        min_gain=min_gain,
+        has_to_wait=has_to_wait,
+    )

@@ -182,15 +182,22 @@ class Steps:
     def resizable_banks(self) -> dict[int, tuple[ResizableBank, ResizableBank]]:
         """By layer id the banks of the device and of the processor, where experts may go from one
         to the other."""
-        if self._backend.is_host:
-            return {}
-        away = self._runtime.own_banks
+        away = self.processor_banks
         return {
             layer_id: (bank, other)
             for layer_id, bank in self._local_banks.items()
             if isinstance(bank, ResizableBank)
             and isinstance(other := away.get(layer_id), ResizableBank)
         }
+
+    @property
+    def processor_banks(self) -> Mapping[int, ExpertBank]:
+        """By layer id, experts that the processor beside the parent's device has."""
+        return {} if self._backend.is_host else self._runtime.own_banks
+
+    def memory_said(self) -> dict[str, tuple[int, int]]:
+        """See MoeExpertComputeRuntime.memory_said."""
+        return self._runtime.memory_said()
 
     def num_local_experts(self) -> dict[int, int]:
         """By layer id, experts on the device."""

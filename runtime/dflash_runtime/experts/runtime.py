@@ -251,6 +251,18 @@ class MoeExpertComputeRuntime:
     def settle_with(self, settle: Callable[[], None] | None) -> None:
         self._settle = settle
 
+    def memory_said(self) -> dict[str, tuple[int, int]]:
+        """What each daemon has said of its device's memory, by name: how much less its experts
+        should take, in bytes, and how much more they may."""
+        said = {}
+        for name, owner, is_daemon in zip(
+            self.placement.owner_names, self._owners, self._is_daemon, strict=True
+        ):
+            if is_daemon:
+                stats = owner.stats
+                said[name] = stats.give_back_bytes, stats.spare_bytes
+        return said
+
     @property
     def may_offload(self) -> bool:
         return self._offload.mode is not OffloadMode.OFF

@@ -190,6 +190,10 @@ class OwnerStats:
     it was started. This and the next two are as of its last heartbeat."""
     daemon_stale: int = 0
     daemon_checksum_failures: int = 0
+    give_back_bytes: int = 0
+    """How much less memory a daemon wants its experts to take, as another program needs it; and how
+    much more they may take. As of its last heartbeat; 0 before one of the present session."""
+    spare_bytes: int = 0
     phases: dict[Phase, PhaseStats] = field(default_factory=dict)
     """By phase, for phases that have occurred."""
 

@@ -1,5 +1,5 @@
-"""Which experts a parent's device keeps within a budget, and which its processor computes then: the
-coldest leave first, the hottest come back first."""
+"""Which experts a device, a parent's or a daemon's, keeps within a budget, and which the parent's
+processor computes then: the coldest leave first, the hottest come back first."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 
 from dflash_protocol.ids import F64Array, I32Array
 from dflash_protocol.placement import OwnedExperts, Placement
-from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
+from dflash_runtime.placement.split import HOST_OWNER
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRoom:
-    """A layer whose experts may go from the device to the processor, and back."""
+    """A layer whose experts may go from a device to the processor, and back."""
 
     layer_id: int
     fewest: int
@@ -32,20 +32,22 @@ def experts_within(
     budget_bytes: int,
     *,
     heat_of: Callable[[int], F64Array],
+    here: str,
 ) -> Placement:
-    """The placement in which the device's experts of these layers take no more than a budget, or as
+    """The placement in which a device's experts of these layers take no more than a budget, or as
     little as they can; and as much as they can within it. The same object if nothing changes.
+    `here`: the owner on the device.
 
     `heat_of` says by layer id how often a token chooses each expert. Shapes: its result [E].
     """
-    here, away = (_owned(placement, name) for name in (LOCAL_OWNER, HOST_OWNER))
-    counts = {room.layer_id: len(here[room.layer_id]) for room in rooms}
+    ours, away = (_owned(placement, name) for name in (here, HOST_OWNER))
+    counts = {room.layer_id: len(ours[room.layer_id]) for room in rooms}
     held = {room.layer_id: room.held_bytes(counts[room.layer_id]) for room in rooms}
     total = sum(held.values())
     heats = {room.layer_id: heat_of(room.layer_id) for room in rooms}
     by_id = {room.layer_id: room for room in rooms}
     leaving: dict[int, list[int]] = {layer_id: [] for layer_id in counts}
-    for layer_id, expert in _by_heat(here, heats):
+    for layer_id, expert in _by_heat(ours, heats):
         room = by_id[layer_id]
         if total <= budget_bytes:
             break
@@ -61,7 +63,7 @@ def experts_within(
     arriving: dict[int, list[int]] = {layer_id: [] for layer_id in counts}
     for layer_id, expert in reversed(_by_heat(away, heats)):
         room = by_id[layer_id]
-        if counts[layer_id] >= room.most or leaving[layer_id] or expert in here[layer_id]:
+        if counts[layer_id] >= room.most or leaving[layer_id] or expert in ours[layer_id]:
             continue
         size = room.held_bytes(counts[layer_id] + 1)
         if total + size - held[layer_id] <= budget_bytes:
@@ -73,9 +75,9 @@ def experts_within(
         return placement
     for layer_id in changed:
         going, coming = (np.array(each[layer_id], np.int32) for each in (leaving, arriving))
-        here[layer_id] = _exchanged(here[layer_id], going, coming)
+        ours[layer_id] = _exchanged(ours[layer_id], going, coming)
         away[layer_id] = _exchanged(away[layer_id], coming, going)
-    owners = {LOCAL_OWNER: here, HOST_OWNER: away}
+    owners = {here: ours, HOST_OWNER: away}
     return replace(
         placement,
         owners=tuple(

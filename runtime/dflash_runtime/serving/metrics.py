@@ -30,6 +30,7 @@ from dflash_runtime.engine.measured_speeds import MeasuredSpeeds
 from dflash_runtime.experts.telemetry import HitCounts, LatencyHistogram, OwnerStats
 from dflash_runtime.placement.plan import Plan
 from dflash_runtime.serving.plan_metrics import (
+    daemon_memory_metrics,
     disk_metrics,
     memory_metrics,
     move_metrics,
@@ -94,6 +95,11 @@ _OWNER_COUNTERS: Mapping[str, tuple[str, str]] = {
 
 _OWNER_GAUGES: tuple[tuple[str, str, Callable[[OwnerStats], float]], ...] = (
     ("owner_experts", "Experts it holds.", lambda owner: owner.num_experts),
+    (
+        "owner_gives_back_bytes",
+        "How much less memory a daemon wants its experts to take, as another program needs it.",
+        lambda owner: owner.give_back_bytes,
+    ),
     ("owner_up", "0 while a daemon is lost, else 1.", lambda owner: not owner.is_lost),
 )
 
@@ -239,6 +245,7 @@ class _EngineCollector(Collector):
         yield from plan_metrics(self._plan(), self._speeds, NAMESPACE)
         yield from move_metrics(stats.moves, NAMESPACE)
         yield from memory_metrics(stats.memory, NAMESPACE)
+        yield from daemon_memory_metrics(stats.daemon_memory, NAMESPACE)
         yield from disk_metrics(stats.disk, NAMESPACE)
         yield from slot_metrics(stats.slots, NAMESPACE)
 

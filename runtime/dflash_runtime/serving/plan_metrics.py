@@ -178,6 +178,31 @@ def memory_metrics(memory: ExpertMemoryStats | None, namespace: str) -> Iterator
     )
 
 
+def daemon_memory_metrics(
+    memory: Mapping[str, ExpertMemoryStats], namespace: str
+) -> Iterator[Metric]:
+    """The same of daemons' devices, of those of which experts may leave; nothing without any."""
+    if not memory:
+        return
+    held = GaugeMetricFamily(
+        f"{namespace}_daemon_expert_bytes",
+        "Bytes of experts that may leave a daemon's GPU: there now, at most, at least.",
+        labels=["owner", "which"],
+    )
+    changes = CounterMetricFamily(
+        f"{namespace}_daemon_expert_memory_changes",
+        "How often experts gave memory of a daemon's GPU back, or took it again.",
+        labels=["owner", "outcome"],
+    )
+    for name, each in memory.items():
+        for which in ("held", "most", "least"):
+            held.add_metric([name, which], getattr(each, f"{which}_bytes"))
+        changes.add_metric([name, "given_back"], each.num_cuts)
+        changes.add_metric([name, "taken"], each.num_returns)
+    yield held
+    yield changes
+
+
 def move_metrics(moves: MoveStats, namespace: str) -> Iterator[Metric]:
     """Counters of experts that were moved while serving."""
     yield _by_outcome(

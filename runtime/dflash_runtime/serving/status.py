@@ -143,6 +143,7 @@ def status(state: ServerState, engine: Engine) -> dict[str, Any]:
         "disk": None if stats.disk is None else asdict(stats.disk),
         "slots": None if stats.slots is None else asdict(stats.slots),
         "memory": None if stats.memory is None else asdict(stats.memory),
+        "daemon_memory": {name: asdict(each) for name, each in stats.daemon_memory.items()},
         "cache": {"type": engine.kv_type.value, **asdict(stats.cache)},
         "queue": {
             **_queue(state),

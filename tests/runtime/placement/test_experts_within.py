@@ -3,13 +3,16 @@ and none is lost."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_protocol.ids import F64Array
 from dflash_protocol.placement import OwnedExperts, Placement
-from dflash_runtime.placement.experts_within import LayerRoom, experts_within
+from dflash_runtime.placement import experts_within as module
+from dflash_runtime.placement.experts_within import LayerRoom
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
 
 NUM_LAYERS, NUM_EXPERTS, BLOCK = 3, 12, 5
@@ -33,6 +36,7 @@ def held_bytes(num_experts: int) -> int:
     return -(-3 * num_experts // BLOCK) * BLOCK
 
 
+experts_within = partial(module.experts_within, here=LOCAL_OWNER)
 ROOMS = [LayerRoom(layer_id, 2, MOST, held_bytes) for layer_id in range(NUM_LAYERS)]
 
 

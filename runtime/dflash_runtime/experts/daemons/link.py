@@ -37,11 +37,18 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class DaemonCounters:
-    """Requests that a daemon has dropped since its start, of all its parents, as it reports."""
+    """What a daemon reports: requests that it has dropped since its start, of all its parents, and
+    what another program's need of its memory means for a session's experts."""
 
     late: int = 0
     stale: int = 0
     checksum_failures: int = 0
+    generation: int = 0
+    """Of the session that the rest is of."""
+    give_back_bytes: int = 0
+    """How much less memory its experts should take."""
+    spare_bytes: int = 0
+    """How much more they may take."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -486,7 +486,12 @@ class LinkTask:
                 if not pong.known:
                     return "the daemon no longer knows us"
                 self._link.daemon_counters = DaemonCounters(
-                    pong.num_late, pong.num_stale, pong.num_checksum_failures
+                    pong.num_late,
+                    pong.num_stale,
+                    pong.num_checksum_failures,
+                    session.generation,
+                    pong.give_back_bytes,
+                    pong.spare_bytes,
                 )
                 weights = self._options.greeting.weights
                 if weights is not None and differ(weights.full_digest, pong.file_digest):

@@ -89,6 +89,9 @@ class RemoteExpertCompute:
         said = self._link.daemon_counters
         stats.daemon_late, stats.daemon_stale = said.late, said.stale
         stats.daemon_checksum_failures = said.checksum_failures
+        is_current = opened is not None and opened.generation == said.generation
+        stats.give_back_bytes = said.give_back_bytes if is_current else 0
+        stats.spare_bytes = said.spare_bytes if is_current else 0
         stats.stale = counters.stale
         stats.widened = counters.widened
         stats.add_up_phases()
