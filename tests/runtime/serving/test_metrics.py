@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dflash_protocol.ids import Phase
 from dflash_runtime.engine.engine import EngineStats, GenerationStats
-from dflash_runtime.experts.telemetry import HitCounts, OwnerKind, OwnerStats
+from dflash_runtime.experts.telemetry import ExpertMemoryStats, HitCounts, OwnerKind, OwnerStats
 from dflash_runtime.serving.metrics import Metrics
 
 TIMES_S = {Phase.PREFILL: [0.002, 0.9], Phase.DECODE: [5e-6, 20e-6, 21e-6, 100e-6, 50.0]}
@@ -91,6 +91,22 @@ def test_hits_are_counted_by_who_computes_them() -> None:
     assert "# TYPE dflash_moe_selections_total counter" in lines
     hits.hot += 8
     assert 'dflash_moe_selections_total{place="hot"} 58.0' in metrics.text().decode().splitlines()
+
+
+def test_memory_of_daemons_is_shown_by_daemon() -> None:
+    memory = ExpertMemoryStats(30, 50, 20, num_cuts=3, num_returns=2)
+    metrics, owner = Metrics(), OwnerStats(OwnerKind.DAEMON, 8, give_back_bytes=10)
+    metrics.watch_engine(
+        lambda: EngineStats({"gpu1": owner}, [], {}, daemon_memory={"gpu1": memory})
+    )
+    lines = metrics.text().decode().splitlines()
+    for which, value in (("held", 30), ("most", 50), ("least", 20)):
+        assert f'dflash_moe_daemon_expert_bytes{{owner="gpu1",which="{which}"}} {value}.0' in lines
+    for outcome, value in (("given_back", 3), ("taken", 2)):
+        labels = f'outcome="{outcome}",owner="gpu1"'
+        assert f"dflash_moe_daemon_expert_memory_changes_total{{{labels}}} {value}.0" in lines
+    assert 'dflash_moe_owner_gives_back_bytes{kind="daemon",owner="gpu1"} 10.0' in lines
+    assert not [line for line in lines if "dflash_moe_expert_device_bytes" in line]
 
 
 def test_an_owner_that_was_asked_nothing_has_counters_and_no_round_trips() -> None:
